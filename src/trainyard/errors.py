@@ -1,0 +1,10 @@
+"""The one exception a user sees as a line of text instead of a traceback."""
+
+
+class UserError(ValueError):
+    """The user's input, files or machine do not allow what was asked.
+
+    The message says what is wrong, where, what was expected, what was found, and what to type next. Raise it once,
+    where the wrong value enters; the command line prints it and exits with code 2. Anything else that escapes is our
+    bug and keeps its traceback.
+    """
