@@ -1,12 +1,36 @@
-"""The shard format: HDF5 files of encoded records and columns, written in parallel, checked when opened."""
+"""The shard format: HDF5 files of records and columns with one index file, opened, read and verified.
 
-from collections.abc import Callable, Mapping
+A data set is a folder. `index.h5` holds everything needed to plan reading: the columns, and for each record its place
+in its shard, checksum and shape. `shard-00000.h5` ... hold the records: encoded pictures as one contiguous unfiltered
+byte array, fixed-shape arrays as one contiguous array. HDF5 is used to describe and write them; reading goes past it,
+straight to the bytes, because h5py takes a global lock and several times as long (benchmarks/).
+"""
+
+import hashlib
+import itertools
+import json
+import os
+import resource
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import crc32c
+import h5py
 import numpy as np
 
-Loaded = dict[str, "bytes | np.ndarray | int | float | str"]
+from trainyard.errors import UserError
+
+SCHEMA_VERSION = 1
+INDEX = "index.h5"
+KEY = "key"
+
+Loaded = dict[str, bytes | np.ndarray | int | float | str]
+
+
+class ShardError(UserError):
+    """Packed data are not what they should be."""
 
 
 class BadRecord(ValueError):
@@ -25,3 +49,258 @@ class Sample:
     load: Callable[[], Loaded]  # bytes: an encoded picture; array: equal shape in all samples; number, text: a column
     columns: Mapping[str, int | float | str] = field(default_factory=dict)  # what the listing already knows
     source: Path | None = None  # the raw file, whose size and time tell whether packed data is stale
+
+
+@dataclass(frozen=True)
+class Records:
+    """Where the records of one field lie: N rows over all shards, in sample order."""
+
+    start: np.ndarray  # (N,) int64 byte in the shard file
+    size: np.ndarray  # (N,) int64 bytes
+    crc: np.ndarray  # (N,) uint32, CRC-32C (Castagnoli) of those bytes
+    shape: np.ndarray  # (N, 3) int32 height, width, channels of an encoded picture; of an array: its shape, per row
+    dtype: str  # "picture", or the numpy name of an array's elements
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file of a data set, as the index describes it."""
+
+    path: Path
+    first: int  # sample id of its first record
+    count: int
+    size_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Damage:
+    """One thing that `verify` found wrong."""
+
+    shard: Path
+    what: str  # "image of 'a/1.png'" or "the file"
+    reason: str
+
+
+class ShardSet:
+    """An open data set. Memory: its arrays, no Python object per sample."""
+
+    def __init__(self, folder: Path) -> None:
+        """Read the index and hold it against the files.
+
+        Raises:
+            ShardError: no index, another schema, a shard missing or of another size than the index says.
+        """
+        self.folder = folder
+        self._index = _index_path(folder)
+        self.fingerprint = hashlib.sha256(self._index.read_bytes()).hexdigest()
+        with open_shard(self._index) as file:
+            self.meta: dict[str, Any] = json.loads(file.attrs["meta"])
+            self.count = int(file.attrs["count"])
+            self.skipped = int(file.attrs["skipped"])
+            self.shards = _read_shards(file, folder)
+            self.columns = {name: data[:] for name, data in file["columns"].items()}
+            self.vocabulary = {name: read_text(group) for name, group in file["vocabulary"].items()}
+            self.records = {name: _read_records(group) for name, group in file["records"].items()}
+        self._first = np.array([shard.first for shard in self.shards])
+        self._descriptors: dict[int, int] = {}
+        self._arrays: dict[tuple[str, int], np.ndarray] = {}
+        for shard in self.shards:
+            check_size(shard)
+
+    def keys(self, ids: np.ndarray) -> list[str]:
+        """Return the keys of some samples; read from the index when asked for, because few ever are."""
+        with open_shard(self._index) as file:
+            offset, blob = file["key/offset"], file["key/blob"]
+            return [bytes(blob[offset[i] : offset[i + 1]]).decode() for i in ids.tolist()]
+
+    def read(self, name: str, ids: np.ndarray, *, check_crc: bool = True) -> list[np.ndarray]:
+        """Read encoded records.
+
+        Returns:
+            B uint8 arrays, views of one fresh buffer.
+
+        Raises:
+            ShardError: a record is shorter than it should be, or its checksum is wrong.
+        """
+        records = self.records[name]
+        sizes = records.size[ids]
+        ends = np.cumsum(sizes)
+        buffer = np.empty(int(ends[-1]) if len(ids) else 0, dtype=np.uint8)
+        views = [buffer[end - size : end] for end, size in zip(ends.tolist(), sizes.tolist(), strict=True)]
+        owners = np.searchsorted(self._first, ids, side="right") - 1
+        for view, owner, start in zip(views, owners.tolist(), records.start[ids].tolist(), strict=True):
+            if os.preadv(self._descriptor(owner), [view.data], start) != len(view):
+                raise self._broken(name, ids, owner, "the file ends early")
+        if check_crc:
+            self._check(name, ids, views, owners)
+        return views
+
+    def gather(self, name: str, ids: np.ndarray, out: np.ndarray) -> None:
+        """Copy fixed-shape records into `out` (B, ...), whose dtype and shape must be the field's."""
+        rows = ids - self._first[owners := np.searchsorted(self._first, ids, side="right") - 1]
+        for target, owner, row in zip(out, owners.tolist(), rows.tolist(), strict=True):
+            target[...] = self._array(name, owner)[row]
+
+    def close(self) -> None:
+        """Give back file descriptors and mappings."""
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+        self._descriptors.clear()
+        self._arrays.clear()
+
+    def _descriptor(self, owner: int) -> int:
+        if owner not in self._descriptors:
+            allow_open_files(len(self.shards))
+            self._descriptors[owner] = os.open(self.shards[owner].path, os.O_RDONLY | os.O_CLOEXEC)
+        return self._descriptors[owner]
+
+    def _array(self, name: str, owner: int) -> np.ndarray:
+        if (name, owner) not in self._arrays:
+            allow_open_files(len(self.shards))
+            shard, records = self.shards[owner], self.records[name]
+            self._arrays[name, owner] = np.memmap(
+                shard.path,
+                dtype=records.dtype,
+                mode="r",
+                offset=int(records.start[shard.first]),
+                shape=(shard.count, *records.shape[shard.first].tolist()),
+            ).view(np.ndarray)
+        return self._arrays[name, owner]
+
+    def _check(self, name: str, ids: np.ndarray, views: list[np.ndarray], owners: np.ndarray) -> None:
+        for i, (view, crc) in enumerate(zip(views, self.records[name].crc[ids].tolist(), strict=True)):
+            if crc32c.crc32c(view.data) != crc:
+                raise self._broken(name, ids[i : i + 1], int(owners[i]), "its checksum differs")
+
+    def _broken(self, name: str, ids: np.ndarray, owner: int, reason: str) -> ShardError:
+        return ShardError(
+            f"{self.shards[owner].path}: {name} of '{self.keys(ids[:1])[0]}' is damaged: {reason}. "
+            f"See everything that is: trainyard verify {self.folder}"
+        )
+
+
+def verify(folder: Path, progress: Callable[[int], object] = lambda bytes_read: None) -> Iterator[Damage]:
+    """Hold every shard against the index, and name every damaged record.
+
+    Args:
+        progress: called with the bytes read since the last call.
+
+    Raises:
+        ShardError: there is no readable index.
+    """
+    index = _index_path(folder)
+    with open_shard(index) as file:
+        shards = _read_shards(file, folder)
+        records = {name: _read_records(group) for name, group in file["records"].items()}
+        keys = read_text(file["key"])
+    for shard in shards:
+        if not shard.path.is_file():
+            yield Damage(shard.path, "the file", "missing")
+            continue
+        found = shard.path.stat().st_size
+        if found != shard.size_bytes:
+            yield Damage(shard.path, "the file", f"{found} bytes, expected {shard.size_bytes}")
+        content = np.memmap(shard.path, dtype=np.uint8, mode="r") if found else np.empty(0, dtype=np.uint8)
+        if hashlib.sha256(content.data).hexdigest() != shard.sha256:
+            yield from _damaged_records(shard, records, keys, content)
+        progress(found)
+
+
+def _damaged_records(
+    shard: Shard, records: dict[str, Records], keys: list[str], content: np.ndarray
+) -> Iterator[Damage]:
+    any_record = False
+    for i in range(shard.first, shard.first + shard.count):
+        for name, place in records.items():
+            start, size = int(place.start[i]), int(place.size[i])
+            data = content[start : start + size]
+            if len(data) < size or crc32c.crc32c(data.data) != place.crc[i]:
+                any_record = True
+                reason = "cut off" if len(data) < size else "checksum differs"
+                yield Damage(shard.path, f"{name} of '{keys[i]}'", reason)
+    if not any_record and len(content) == shard.size_bytes:
+        yield Damage(shard.path, "the file", "its description is damaged; every record in it is whole")
+
+
+def check_size(shard: Shard) -> None:
+    """Compare a shard file's size with what the index says.
+
+    Raises:
+        ShardError: it is missing or has another size.
+    """
+    if not shard.path.is_file():
+        raise ShardError(f"{shard.path}: missing, but the index lists it. Pack the data again, or copy it anew.")
+    found = shard.path.stat().st_size
+    if found != shard.size_bytes:
+        raise ShardError(
+            f"{shard.path}: {found} bytes, the index says {shard.size_bytes}: the file is "
+            f"{'cut off' if found < shard.size_bytes else 'not the one packed'}. "
+            f"Copy it anew, or delete it and pack again; trainyard verify {shard.path.parent} names what is lost."
+        )
+
+
+def open_shard(path: Path) -> h5py.File:
+    """Open a file of a data set for reading.
+
+    Raises:
+        ShardError: it is no HDF5 file or of another schema.
+    """
+    try:
+        file = h5py.File(path, "r", locking=False)  # locks fail on many network file systems; nobody writes here
+    except OSError as error:
+        raise ShardError(f"{path}: not a readable HDF5 file ({error}). Pack the data again.") from None
+    found = file.attrs.get("schema_version")
+    if found != SCHEMA_VERSION:
+        file.close()
+        raise ShardError(
+            f"{path}: written with shard schema {found}, this version reads {SCHEMA_VERSION}. "
+            "Pack the data again: trainyard pack JOB RAW OUT"
+        )
+    return file
+
+
+def read_text(group: h5py.Group) -> list[str]:
+    """Read a text column: UTF-8 bytes and N + 1 offsets."""
+    blob, offset = group["blob"][:].tobytes(), group["offset"][:].tolist()
+    return [blob[a:b].decode() for a, b in itertools.pairwise(offset)]
+
+
+def allow_open_files(count: int) -> None:
+    """Raise the soft limit on open files, which is often 1024, so that every shard can stay open.
+
+    Raises:
+        ShardError: the hard limit is too low.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    need = count + 256
+    if soft >= need or soft == resource.RLIM_INFINITY:
+        return
+    if hard != resource.RLIM_INFINITY and hard < need:
+        raise ShardError(
+            f"{count} shards, but this system allows {hard} open files (ulimit -Hn). "
+            "Pack into fewer, larger shards: trainyard pack ... --shard-mib 1024"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (need, hard))
+
+
+def _index_path(folder: Path) -> Path:
+    index = folder / INDEX
+    if not folder.is_dir():
+        raise ShardError(f"{folder}: no such folder. Expected packed data: trainyard pack JOB RAW {folder}")
+    if not index.is_file():
+        raise ShardError(f"{folder}: no {INDEX} in it, so it is not packed data: trainyard pack JOB RAW OUT")
+    return index
+
+
+def _read_shards(file: h5py.File, folder: Path) -> list[Shard]:
+    group = file["shards"]
+    counts, sizes = group["count"][:], group["size_bytes"][:]
+    first = np.cumsum(counts) - counts
+    rows = zip(read_text(group["name"]), first, counts, sizes, read_text(group["sha256"]), strict=True)
+    return [Shard(folder / name, int(f), int(c), int(s), digest) for name, f, c, s, digest in rows]
+
+
+def _read_records(group: h5py.Group) -> Records:
+    arrays = {name: group[name][:] for name in ("start", "size", "crc", "shape")}
+    return Records(**arrays, dtype=str(group.attrs["dtype"]))

@@ -1,0 +1,154 @@
+"""Decoding with NVIDIA DALI: on the GPU where there is one, with DALI's CPU operators otherwise.
+
+The only file that imports nvidia.dali.
+"""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+from nvidia.dali import fn, types
+from nvidia.dali.pipeline import Pipeline
+from torch import Tensor
+from torch.utils.dlpack import from_dlpack
+
+from trainyard.data.decode_cpu import Request, cut, place
+
+
+def decode(
+    requests: Iterator[Request],
+    *,
+    channels: int,
+    fill: int,
+    threads: int,
+    max_batch_size: int,
+    height_px: int,
+    width_px: int,
+    device_id: int | None,
+) -> Iterator[Tensor]:
+    """Decode, cut, resize and mirror, one micro-batch per request, as `decode_cpu.decode` does.
+
+    Without a GPU DALI decodes only the box (bit-equal to cutting the whole picture) and torch resizes into the
+    request's buffer, because DALI's antialiased CPU resize alone costs as much as the decoding. With a GPU all of it
+    runs there, and what is yielded is new memory on the device.
+
+    Args:
+        max_batch_size: of all requests.
+        device_id: CUDA device, or None for the host.
+
+    Yields:
+        (B, H, W, C) uint8.
+    """
+    on_gpu = device_id is not None
+    waiting: list[tuple[Request, np.ndarray]] = []  # asked for by DALI, which runs ahead, and not yet yielded
+
+    def feed() -> tuple[list[np.ndarray], ...]:
+        request = next(requests)  # its StopIteration ends the pipeline
+        inner, outer = split_box(request.parameters.box, request.shapes)
+        waiting.append((request, outer))
+        flip = request.parameters.flip.astype(np.int32)
+        parts = (*np.hsplit(inner, 2), *np.hsplit(outer, 2), flip) if on_gpu else np.hsplit(inner, 2)
+        return (request.records, *(list(part) for part in parts))
+
+    pipeline = Pipeline(batch_size=max_batch_size, num_threads=threads, device_id=device_id, prefetch_queue_depth=2)
+    with pipeline:
+        pipeline.set_outputs(
+            _gpu_graph(feed, channels=channels, fill=fill, size=(height_px, width_px))
+            if on_gpu
+            else _cpu_graph(feed, channels=channels)
+        )
+    pipeline.build()
+    if on_gpu:
+        yield from _gpu_batches(pipeline, waiting)
+    else:
+        yield from _cpu_batches(pipeline, waiting, fill=fill, threads=threads)
+
+
+def split_box(box: np.ndarray, shapes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Split boxes that may leave their pictures, since the decoder takes only boxes inside.
+
+    Args:
+        box: (B, 4) int32 y, x, height, width.
+        shapes: (B, 3) height, width, channels.
+
+    Returns:
+        inner: (B, 4) int32, the part inside the picture; one pixel where there is none.
+        outer: (B, 4) int32, the whole box as seen from the inner one's corner.
+    """
+    low = np.maximum(box[:, :2], 0)
+    high = np.minimum(box[:, :2] + box[:, 2:], shapes[:, :2])
+    outside = (high <= low).any(axis=1, keepdims=True)
+    low, high = np.where(outside, 0, low), np.where(outside, 1, high)
+    inner = np.concatenate([low, high - low], axis=1).astype(np.int32)
+    outer = np.concatenate([box[:, :2] - low, box[:, 2:]], axis=1).astype(np.int32)
+    return inner, outer
+
+
+def _cpu_batches(
+    pipeline: Any, waiting: list[tuple[Request, np.ndarray]], *, fill: int, threads: int
+) -> Iterator[Tensor]:
+    with ThreadPoolExecutor(threads, thread_name_prefix="resize") as pool:
+        while (pictures := _run(pipeline)) is not None:
+            request, outer = waiting.pop(0)
+
+            def one(i: int, pictures: Any = pictures, request: Request = request, outer: Any = outer) -> None:
+                picture = cut(from_dlpack(pictures[i]), outer[i], fill)
+                place(picture, request.out[i], flip=bool(request.parameters.flip[i]))
+
+            list(pool.map(one, range(len(request.records))))
+            yield request.out
+
+
+def _gpu_batches(pipeline: Any, waiting: list[tuple[Request, np.ndarray]]) -> Iterator[Tensor]:
+    while (pictures := _run(pipeline)) is not None:
+        waiting.pop(0)
+        yield from_dlpack(pictures.as_tensor()).clone()  # DALI takes its memory back two runs later
+
+
+def _run(pipeline: Any) -> Any | None:
+    """Return the next batch of pictures, None at the end."""
+    try:
+        return pipeline.run()[0]
+    except StopIteration:
+        return None
+
+
+def _inputs(feed: Any, count: int) -> list[Any]:
+    """Declare what `feed` gives: records (uint8), then `count` - 1 int32 inputs of which flip, the sixth, is scalar."""
+    return list(
+        fn.external_source(
+            source=feed,
+            num_outputs=count,
+            batch=True,
+            no_copy=True,
+            dtype=[types.UINT8, *[types.INT32] * (count - 1)],
+            ndim=[1, 1, 1, 1, 1, 0][:count],
+        )
+    )
+
+
+def _decode(records: Any, start: Any, size: Any, *, device: str, channels: int) -> Any:
+    return fn.decoders.image_slice(
+        records,
+        start=start,
+        shape=size,
+        axes=[0, 1],
+        device=device,
+        output_type=types.GRAY if channels == 1 else types.RGB,  # explicit: ANY_DATA corrupts memory on gray JPEG
+        adjust_orientation=False,  # packing has baked it in
+    )
+
+
+def _cpu_graph(feed: Any, *, channels: int) -> Any:
+    return _decode(*_inputs(feed, 3), device="cpu", channels=channels)
+
+
+def _gpu_graph(feed: Any, *, channels: int, fill: int, size: tuple[int, int]) -> Any:
+    records, start, shape, outer_start, outer_shape, flip = _inputs(feed, 6)
+    pictures = _decode(records, start, shape, device="mixed", channels=channels)
+    pictures = fn.slice(
+        pictures, outer_start, outer_shape, axes=[0, 1], out_of_bounds_policy="pad", fill_values=[float(fill)]
+    )
+    pictures = fn.resize(pictures, size=size, interp_type=types.INTERP_LINEAR, antialias=True)
+    return fn.flip(pictures, horizontal=flip)

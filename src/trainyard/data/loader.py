@@ -1,0 +1,280 @@
+"""From an order of sample ids to batches on the device: read, decode ahead in the background, cast."""
+
+import itertools
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainyard.data import augment, decode_cpu
+from trainyard.data.augment import Parameters
+from trainyard.data.decode_cpu import Request
+from trainyard.data.device import to_model_input
+from trainyard.data.order import EpochOrder, micro_batches
+from trainyard.data.shards import ShardSet
+from trainyard.errors import UserError
+from trainyard.settings import AugmentSettings, DataSettings, ImageSettings
+
+PICTURE = "image"
+REGION = ("box_y", "box_x", "box_height", "box_width")
+
+
+@dataclass(frozen=True)
+class Micro:
+    """One micro-batch on the device."""
+
+    batch: dict[str, Tensor]
+    weight: float  # its share of the global batch's samples; 0 for a stand-in
+    last: bool  # of its optimizer step
+    wait_s: float  # time the caller waited for it
+
+
+@dataclass(frozen=True)
+class _Item:
+    """What the background thread prepares: everything of a micro-batch that is not on the device yet."""
+
+    ids: np.ndarray
+    weight: float
+    last: bool
+    parameters: Parameters
+    out: Tensor | None  # (B, H, W, C) uint8 buffer for pictures
+    pictures: Tensor | None = None  # decoded; `out` itself, or memory of the decoder
+
+
+class Loader:
+    """Batches of one data set for one rank.
+
+    Pictures are decoded by `decode` "dali" or "cpu", which agree bit for bit on the host. Buffers are reused: what a
+    batch holds is new memory on the device, so a caller may keep it.
+    """
+
+    def __init__(
+        self,
+        data: ShardSet,
+        *,
+        settings: DataSettings,
+        image: ImageSettings,
+        augmentation: AugmentSettings,
+        seed: int,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        threads: int,
+        channels_last: bool,
+        decode: str,
+    ) -> None:
+        self.data = data
+        self.rank, self.world_size, self.device = rank, world_size, device
+        self._settings, self._image, self._augmentation = settings, image, augmentation
+        self._seed, self._threads, self._channels_last, self._decode = seed, threads, channels_last, decode
+        self._columns = {name: torch.from_numpy(values) for name, values in data.columns.items()}
+        self._has_pictures = PICTURE in data.records and data.records[PICTURE].dtype == "picture"
+        self._regions = _regions(data) if self._has_pictures else np.zeros((data.count, 4), dtype=np.int32)
+
+    def train(
+        self, orders: Callable[[int], EpochOrder], *, epoch: int, start: int, micro_batch_size: int
+    ) -> Iterator[Micro]:
+        """Yield this rank's micro-batches from global batch `start` of `epoch` on, epoch after epoch, without end.
+
+        Starting late costs nothing: what comes before is neither read nor drawn.
+
+        Args:
+            orders: the order of an epoch; all have the same global batch size.
+            micro_batch_size: samples at once; 0: this rank's share of the global batch.
+        """
+        first = orders(epoch)
+        largest = micro_batch_size or -(-first.global_batch_size // self.world_size)
+
+        def items() -> Iterator[tuple[np.ndarray, float, bool, Parameters]]:
+            for number in itertools.count(epoch):
+                order = orders(number)
+                for index in range(start if number == epoch else 0, len(order)):
+                    yield from self._drawn(order.batch(index), number, micro_batch_size)
+
+        yield from self._stream(items(), largest, warp=augment.warps(self._augmentation))
+
+    def _drawn(
+        self, ids: np.ndarray, epoch: int, micro_batch_size: int
+    ) -> Iterator[tuple[np.ndarray, float, bool, Parameters]]:
+        """Cut one global batch into this rank's micro-batches, each with its augmentation."""
+        parts = micro_batches(ids, rank=self.rank, world_size=self.world_size, micro_batch_size=micro_batch_size)
+        for position, (part, counted) in enumerate(parts):
+            regions = self._regions[part]
+            drawn = augment.draw(self._augmentation, seed=self._seed, epoch=epoch, sample_ids=part, regions=regions)
+            yield part, counted / len(ids), position == len(parts) - 1, drawn
+
+    def evaluate(self, ids: np.ndarray, *, batch_size: int) -> Iterator[Micro]:
+        """Yield this rank's part of an evaluation set, each sample once over all ranks, without augmentation."""
+        low, high = (len(ids) * r // self.world_size for r in (self.rank, self.rank + 1))
+        mine = ids[low:high]
+
+        def items() -> Iterator[tuple[np.ndarray, float, bool, Parameters]]:
+            for i in range(0, len(mine), batch_size):
+                part = mine[i : i + batch_size]
+                yield part, len(part) / len(ids), True, augment.neutral(self._regions[part])
+
+        yield from self._stream(items(), batch_size, warp=False)
+
+    def _stream(
+        self, items: Iterator[tuple[np.ndarray, float, bool, Parameters]], largest: int, *, warp: bool
+    ) -> Iterator[Micro]:
+        depth = self._settings.prefetch
+        slots = self._slots(depth + 3, largest)  # in the queue, one held back, one in use, one being filled
+
+        def prepared() -> Iterator[_Item]:
+            for number, (ids, weight, last, parameters) in enumerate(items):
+                slot = slots[number % len(slots)] if slots else None
+                yield _Item(ids, weight, last, parameters, None if slot is None else slot[: len(ids)])
+
+        stream = self._decoded(prepared(), largest) if self._has_pictures else prepared()
+        copied: list[Any] = []
+        for item, wait_s in in_background(stream, depth):
+            batch = self._to_device(item, warp=warp)
+            if self.device.type == "cuda":
+                copied.append(torch.cuda.Event())  # type: ignore[no-untyped-call]
+                copied[-1].record()
+                if len(copied) > 1:  # the buffer before this one is refilled at the earliest from now on
+                    copied.pop(0).synchronize()
+            yield Micro(batch, item.weight, item.last, wait_s)
+
+    def _slots(self, count: int, largest: int) -> list[Tensor]:
+        if not self._has_pictures:
+            return []
+        shape = (largest, self._image.height_px, self._image.width_px, self._image.channels)
+        pinned = self.device.type == "cuda"
+        return [torch.empty(shape, dtype=torch.uint8, pin_memory=pinned) for _ in range(count)]
+
+    def _decoded(self, items: Iterator[_Item], largest: int) -> Iterator[_Item]:
+        """Decode the pictures of each item. Decoders may ask for items ahead of what they have given."""
+        ahead: list[_Item] = []
+
+        def requests() -> Iterator[Request]:
+            for item in items:
+                ahead.append(item)
+                records = self.data.read(PICTURE, item.ids, check_crc=self._settings.check_crc)
+                assert item.out is not None
+                yield Request(records, self.data.records[PICTURE].shape[item.ids], item.parameters, item.out)
+
+        for pictures in self._decoder(largest)(requests()):
+            item = ahead.pop(0)
+            yield _Item(item.ids, item.weight, item.last, item.parameters, item.out, pictures)
+
+    def _decoder(self, largest: int) -> Callable[[Iterator[Request]], Iterator[Tensor]]:
+        image = self._image
+        common: dict[str, Any] = {"channels": image.channels, "fill": image.fill, "threads": self._threads}
+        if self._decode == "cpu":
+            return lambda requests: decode_cpu.decode(requests, **common)
+        from trainyard.data import decode_dali  # DALI takes a second to import, and is absent from small images
+
+        return lambda requests: decode_dali.decode(
+            requests,
+            **common,
+            max_batch_size=largest,
+            height_px=image.height_px,
+            width_px=image.width_px,
+            device_id=self.device.index if self.device.type == "cuda" else None,
+        )
+
+    def _to_device(self, item: _Item, *, warp: bool) -> dict[str, Tensor]:
+        ids = torch.from_numpy(item.ids)
+        host = {"sample_id": ids, **{name: values[ids] for name, values in self._columns.items()}}
+        for name, records in self.data.records.items():
+            if records.dtype != "picture":
+                host[name] = self._gather(name, item.ids)
+        batch = {name: values.to(self.device, non_blocking=True) for name, values in host.items()}
+        if item.pictures is not None:
+            batch[PICTURE] = self._model_input(item.pictures, item.parameters, warp=warp)
+        return batch
+
+    def _gather(self, name: str, ids: np.ndarray) -> Tensor:
+        records = self.data.records[name]
+        out = np.empty((len(ids), *records.shape[ids[0]].tolist()), dtype=records.dtype)
+        self.data.gather(name, ids, out)
+        return torch.from_numpy(out)
+
+    def _model_input(self, pictures: Tensor, p: Parameters, *, warp: bool) -> Tensor:
+        def moved(values: np.ndarray) -> Tensor:
+            return torch.from_numpy(values).to(self.device, non_blocking=True)
+
+        return to_model_input(
+            pictures.to(self.device, non_blocking=True),
+            theta=moved(p.theta) if warp else None,
+            gain=moved(p.gain),
+            contrast=moved(p.contrast),
+            fill=self._image.fill,
+            mean=self._image.mean,
+            std=self._image.std,
+            channels_last=self._channels_last,
+        )
+
+
+def choose_decoder(wanted: str, *, importable: bool) -> tuple[str, str]:
+    """Return the decoder for data.decode=`wanted` and the reason.
+
+    Raises:
+        UserError: DALI is asked for and not installed.
+    """
+    if wanted == "cpu":
+        return "cpu", "asked for"
+    if importable:
+        return "dali", "asked for" if wanted == "dali" else "installed, and bit-equal to the CPU reference on the host"
+    if wanted == "dali":
+        raise UserError(
+            "data.decode=dali, but nvidia.dali is not installed here. Use data.decode=cpu, or an image that has it."
+        )
+    return "cpu", "nvidia.dali is not installed here"
+
+
+def in_background(items: Iterable[_Item], depth: int) -> Iterator[tuple[_Item, float]]:
+    """Run an iterator in a thread, up to `depth` items ahead; yield each item with the seconds waited for it.
+
+    An exception of the iterator is raised here, at its place. Leaving early stops the thread.
+    """
+    ready: queue.Queue[tuple[_Item | None, BaseException | None]] = queue.Queue(depth)
+    stop = threading.Event()
+
+    def offer(entry: tuple[_Item | None, BaseException | None]) -> None:
+        while not stop.is_set():
+            try:
+                return ready.put(entry, timeout=0.1)
+            except queue.Full:
+                continue
+
+    def work() -> None:
+        try:
+            for item in items:
+                offer((item, None))
+                if stop.is_set():
+                    return
+            offer((None, None))
+        except BaseException as error:
+            offer((None, error))
+
+    thread = threading.Thread(target=work, name="loader", daemon=True)
+    thread.start()
+    try:
+        while True:
+            begin = time.perf_counter()
+            item, error = ready.get()
+            if error is not None:
+                raise error
+            if item is None:
+                return
+            yield item, time.perf_counter() - begin
+    finally:
+        stop.set()
+        thread.join()
+
+
+def _regions(data: ShardSet) -> np.ndarray:
+    """Return (N, 4) int32: what of each picture counts as the whole; all of it unless packing chose a part."""
+    if all(name in data.columns for name in REGION):
+        return np.stack([data.columns[name] for name in REGION], axis=1).astype(np.int32)
+    size = data.records[PICTURE].shape[:, :2]
+    return np.concatenate([np.zeros_like(size), size], axis=1)

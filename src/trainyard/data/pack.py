@@ -1,0 +1,380 @@
+"""Packing: raw files into shards, in parallel, resumable after a kill, the same bytes for the same input."""
+
+import errno
+import hashlib
+import io
+import itertools
+import json
+import math
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import crc32c
+import h5py
+import numpy as np
+from PIL import Image
+
+from trainyard.data.shards import (
+    INDEX,
+    KEY,
+    SCHEMA_VERSION,
+    BadRecord,
+    Loaded,
+    Sample,
+    ShardSet,
+    open_shard,
+    read_text,
+)
+from trainyard.errors import UserError
+
+_DEFAULT_COUNT = 4096  # samples per shard where nothing tells their size
+_PROBE = 64  # samples whose sizes give the mean
+_SHOWN = 5  # bad files named in an error
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+Progress = Callable[[int], object]
+"""Called with the number of samples done since the last call."""
+
+
+class PackError(UserError):
+    """Raw files cannot be packed, or not into this folder."""
+
+
+@dataclass(frozen=True)
+class _Task:
+    """One shard to write: everything a worker process needs."""
+
+    path: Path
+    samples: list[Sample]
+    listing: str  # digest of what the shard is made of
+    skip_bad: bool
+
+
+@dataclass(frozen=True)
+class _Written:
+    path: Path
+    listing: str
+    count: int
+    bad: list[tuple[str, str]]  # key, reason
+
+
+def pack(
+    samples: Iterable[Sample],
+    out: Path,
+    *,
+    meta: dict[str, Any],
+    workers: int,
+    skip_bad: bool = False,
+    shard_mib: int = 256,
+    progress: Progress = lambda done: None,
+) -> ShardSet:
+    """Write a data set, or finish one that was interrupted.
+
+    A shard is written aside, flushed to disk and renamed, so each file under its final name is whole; a second call
+    with the same input keeps those and writes the rest. The index comes last: without it there is no data set.
+    Nothing of the time, machine or number of workers enters the files.
+
+    Args:
+        samples: in their final order; read lazily, a few shards ahead of the writing.
+        out: created if missing.
+        meta: plain values that describe the packing and decide, with the samples, whether `out` is up to date.
+        workers: processes.
+        skip_bad: leave out raw files that cannot be read, instead of failing after all were tried.
+        shard_mib: size a shard aims at.
+
+    Raises:
+        PackError: no samples, two with one key, files that cannot be read, another data set in `out`, or no space.
+    """
+    stream = iter(samples)
+    head = list(itertools.islice(stream, _PROBE))
+    if not head:
+        raise PackError(f"Nothing to pack: the raw folder holds no sample this job knows. {meta.get('expects', '')}")
+    count = _samples_per_shard(head, shard_mib)
+    out.mkdir(parents=True, exist_ok=True)
+    try:
+        written = _write_all(_tasks(itertools.chain(head, stream), out, count, skip_bad, meta), workers, progress)
+        _refuse_bad(written, skip_bad)
+        return _finish(out, written, meta)
+    except BrokenProcessPool:
+        raise PackError(
+            f"A packing process was killed, most likely because memory ran out ({workers} processes, each holding a "
+            f"shard of about {shard_mib} MiB twice). Finished shards are kept; go on with --workers 1."
+        ) from None
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        free = shutil.disk_usage(out).free / 2**20
+        raise PackError(
+            f"{out}: no space left ({free:.0f} MiB free). Finished shards are kept: make room, then type the same "
+            "command again, and it goes on from there."
+        ) from None
+
+
+def _samples_per_shard(head: Sequence[Sample], shard_mib: int) -> int:
+    sizes = [sample.source.stat().st_size for sample in head if sample.source]
+    if not sizes:
+        return _DEFAULT_COUNT
+    mean = max(1.0, sum(sizes) / len(sizes))
+    return max(1, math.ceil(shard_mib * 2**20 / mean))
+
+
+def _tasks(samples: Iterable[Sample], out: Path, count: int, skip_bad: bool, meta: dict[str, Any]) -> Iterator[_Task]:
+    stream = iter(samples)
+    for number in itertools.count():
+        chunk = list(itertools.islice(stream, count))
+        if not chunk:
+            return
+        yield _Task(out / f"shard-{number:05d}.h5", chunk, _listing(chunk, skip_bad, meta), skip_bad)
+
+
+def _listing(chunk: Sequence[Sample], skip_bad: bool, meta: dict[str, Any]) -> str:
+    """Digest what a shard is made of: names, columns, and size and time of the raw files."""
+    digest = hashlib.sha256(json.dumps([SCHEMA_VERSION, skip_bad, meta], sort_keys=True).encode())
+    for sample in chunk:
+        stat = sample.source.stat() if sample.source else None
+        stamp = [stat.st_size, stat.st_mtime_ns] if stat else None
+        digest.update(json.dumps([sample.key, sorted(sample.columns.items()), stamp]).encode())
+    return digest.hexdigest()
+
+
+def _write_all(tasks: Iterator[_Task], workers: int, progress: Progress) -> list[_Written]:
+    """Write the shards that are missing, a bounded number at a time; return all, in order."""
+    context = multiprocessing.get_context("spawn")  # fork would copy threads' locks
+    done = context.Value("q", 0)
+    written: list[_Written] = []
+    running: set[Future[_Written]] = set()
+    reported = 0
+    with ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(sys.path, done)) as pool:
+        try:
+            for task in itertools.chain(tasks, [None]):
+                kept = task and _finished(task)
+                if kept:
+                    written.append(kept)
+                    progress(len(task.samples) if task else 0)
+                elif task:
+                    running.add(pool.submit(_write_shard, task))
+                while running and (task is None or len(running) >= 2 * workers):
+                    ready, running = wait(running, timeout=0.2, return_when=FIRST_COMPLETED)
+                    written += [future.result() for future in ready]
+                    progress(done.value - reported)
+                    reported = done.value
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return sorted(written, key=lambda shard: shard.path)
+
+
+def _finished(task: _Task) -> _Written | None:
+    """Return what an earlier, interrupted call wrote, if it is made of the same raw files."""
+    if not task.path.exists():
+        return None
+    with open_shard(task.path) as file:
+        if file.attrs["listing"] != task.listing:
+            raise PackError(
+                f"{task.path}: made of other raw files, or packed with other options. "
+                "Choose an empty folder for the output, or delete this one."
+            )
+        bad = [(str(key), str(reason)) for key, reason in json.loads(file.attrs["bad"])]
+        return _Written(task.path, task.listing, int(file.attrs["count"]), bad)
+
+
+_done: Any = None
+
+
+def _start_worker(path: list[str], done: Any) -> None:
+    """Give a worker the parent's import path, on which the jobs folder lies, and the shared counter."""
+    global _done
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    sys.path[:] = path
+    _done = done
+
+
+def _write_shard(task: _Task) -> _Written:
+    rows: list[Loaded] = []
+    bad: list[tuple[str, str]] = []
+    for sample in task.samples:
+        try:
+            rows.append({**sample.columns, **sample.load(), KEY: sample.key})
+        except (BadRecord, OSError) as error:
+            if isinstance(error, OSError) and error.errno in _FULL:
+                raise
+            bad.append((sample.key, str(error) or type(error).__name__))
+        with _done.get_lock():
+            _done.value += 1
+    result = _Written(task.path, task.listing, len(rows), bad)
+    if bad and not task.skip_bad:
+        return result
+    with _in_memory() as file:
+        file.attrs.update(schema_version=SCHEMA_VERSION, listing=task.listing, count=len(rows), bad=json.dumps(bad))
+        if rows:
+            _write_rows(file, rows)
+        publish(file, task.path)
+    return result
+
+
+def _in_memory() -> h5py.File:
+    """Open a new HDF5 file in memory, so that a full disk meets a plain write and not the middle of HDF5."""
+    options = {"libver": "v110", "alignment_threshold": 1, "alignment_interval": 4096}
+    return h5py.File("new", "w", driver="core", backing_store=False, **options)
+
+
+def _write_rows(file: h5py.File, rows: list[Loaded]) -> None:
+    """Write one column or one set of records per name; all samples have the same names."""
+    names = list(rows[0])
+    for row in rows:
+        assert list(row) == names, f"{row[KEY]!r} has {list(row)}, the samples before it {names}"
+    for name in names:
+        values = [row[name] for row in rows]
+        first = values[0]
+        if isinstance(first, bytes):
+            _write_pictures(file.create_group(f"records/{name}"), values)
+        elif isinstance(first, np.ndarray):
+            _write_arrays(file.create_group(f"records/{name}"), np.stack(values))
+        elif isinstance(first, str):
+            _write_text(file.create_group(f"columns/{name}"), values)
+        else:
+            dtype = np.float64 if any(isinstance(value, float) for value in values) else np.int64
+            file[f"columns/{name}"] = np.array(values, dtype=dtype)
+
+
+def _write_pictures(group: h5py.Group, values: list[Any]) -> None:
+    size = np.array([len(value) for value in values], dtype=np.int64)
+    blob = group.create_dataset("blob", data=np.frombuffer(b"".join(values), dtype=np.uint8))
+    group["start"] = blob.id.get_offset() + np.cumsum(size) - size
+    group["size"] = size
+    group["crc"] = np.array([crc32c.crc32c(value) for value in values], dtype=np.uint32)
+    group["shape"] = np.array([_picture_shape(value) for value in values], dtype=np.int32)
+    group.attrs["dtype"] = "picture"
+
+
+def _write_arrays(group: h5py.Group, values: np.ndarray) -> None:
+    data = group.create_dataset("data", data=values)
+    size = values[0].nbytes
+    group["start"] = data.id.get_offset() + np.arange(len(values), dtype=np.int64) * size
+    group["size"] = np.full(len(values), size, dtype=np.int64)
+    group["crc"] = np.array([crc32c.crc32c(row.data) for row in values], dtype=np.uint32)
+    group["shape"] = np.tile(np.array(values.shape[1:], dtype=np.int32), (len(values), 1))
+    group.attrs["dtype"] = values.dtype.name
+
+
+def _write_text(group: h5py.Group, values: Sequence[Any]) -> None:
+    encoded = [str(value).encode() for value in values]
+    group["blob"] = np.frombuffer(b"".join(encoded), dtype=np.uint8)
+    group["offset"] = np.cumsum([0, *map(len, encoded)], dtype=np.int64)
+
+
+def _picture_shape(data: bytes) -> tuple[int, int, int]:
+    with Image.open(io.BytesIO(data)) as picture:  # reads the header alone
+        return picture.height, picture.width, len(picture.getbands())
+
+
+def _refuse_bad(written: Sequence[_Written], skip_bad: bool) -> None:
+    bad = [entry for shard in written for entry in shard.bad]
+    if bad and not skip_bad:
+        shown = "".join(f"\n  {key}: {reason}" for key, reason in bad[:_SHOWN])
+        more = f"\n  and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
+        raise PackError(
+            f"{len(bad)} of {sum(s.count + len(s.bad) for s in written)} raw files cannot be read:{shown}{more}\n"
+            "Mend or remove them, or leave them out: data.on_error=skip"
+        )
+    if not any(shard.count for shard in written):
+        raise PackError(f"None of the {len(bad)} raw files can be read; the first: {bad[0][0]}: {bad[0][1]}")
+
+
+def _finish(out: Path, written: Sequence[_Written], meta: dict[str, Any]) -> ShardSet:
+    """Write the index, unless the one there says the same; remove what is left of a longer, earlier packing."""
+    listing = hashlib.sha256("".join(shard.listing for shard in written).encode()).hexdigest()
+    index = out / INDEX
+    if index.exists():
+        with open_shard(index) as file:
+            if file.attrs["listing"] == listing:
+                return ShardSet(out)
+    extra = sorted(set(out.glob("shard-*.h5")) - {shard.path for shard in written})
+    if extra:
+        raise PackError(f"{extra[0]}: left over from another data set. Choose an empty folder, or delete this one.")
+    with _in_memory() as file:
+        file.attrs.update(schema_version=SCHEMA_VERSION, listing=listing, meta=json.dumps(meta, sort_keys=True))
+        file.attrs["skipped"] = sum(len(shard.bad) for shard in written)
+        _write_index(file, [shard for shard in written if shard.count])
+        publish(file, index)
+    return ShardSet(out)
+
+
+def _write_index(file: h5py.File, written: Sequence[_Written]) -> None:
+    """Join the shards' columns and record places; code text columns by a vocabulary over all shards."""
+    file.attrs["count"] = sum(shard.count for shard in written)
+    shards = file.create_group("shards")
+    _write_text(shards.create_group("name"), [shard.path.name for shard in written])
+    _write_text(shards.create_group("sha256"), [_sha256(shard.path) for shard in written])
+    shards["count"] = np.array([shard.count for shard in written])
+    shards["size_bytes"] = np.array([shard.path.stat().st_size for shard in written])
+    parts = [open_shard(shard.path) for shard in written]
+    try:
+        keys = [key for part in parts for key in read_text(part[f"columns/{KEY}"])]
+        _refuse_doubles(keys)
+        _write_text(file.create_group(KEY), keys)
+        file.create_group("columns")
+        file.create_group("vocabulary")
+        for name in sorted(set(parts[0]["columns"]) - {KEY}):
+            _join_column(file, name, parts)
+        for name in parts[0].get("records", {}):
+            group = file.create_group(f"records/{name}")
+            group.attrs["dtype"] = parts[0][f"records/{name}"].attrs["dtype"]
+            for array in ("start", "size", "crc", "shape"):
+                group[array] = np.concatenate([part[f"records/{name}/{array}"][:] for part in parts])
+    finally:
+        for part in parts:
+            part.close()
+
+
+def _join_column(file: h5py.File, name: str, parts: Sequence[h5py.File]) -> None:
+    if isinstance(parts[0][f"columns/{name}"], h5py.Dataset):
+        file[f"columns/{name}"] = np.concatenate([part[f"columns/{name}"][:] for part in parts])
+        return
+    texts = [text for part in parts for text in read_text(part[f"columns/{name}"])]
+    vocabulary = sorted(set(texts))
+    code = {text: i for i, text in enumerate(vocabulary)}
+    file[f"columns/{name}"] = np.array([code[text] for text in texts], dtype=np.int64)
+    _write_text(file.create_group(f"vocabulary/{name}"), vocabulary)
+
+
+def _refuse_doubles(keys: list[str]) -> None:
+    seen: set[str] = set()
+    for key in keys:
+        if key in seen:
+            raise PackError(f"Two samples have the key '{key}'; a key must name one sample.")
+        seen.add(key)
+
+
+def publish(file: h5py.File, path: Path) -> None:
+    """Write an in-memory file durably: the name never points to half of it, even after a power cut."""
+    file.flush()
+    partial = path.with_suffix(".partial")
+    try:
+        with partial.open("wb") as target:
+            target.write(file.id.get_file_image())
+            target.flush()
+            os.fsync(target.fileno())
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    directory = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,203 @@
+"""Every option a job has, with unit, default and range. No torch: the submitting side reads this too."""
+
+import re
+from dataclasses import Field, dataclass, field, fields, is_dataclass
+from typing import Any
+
+from trainyard.errors import UserError
+
+
+def option(
+    default: Any,
+    doc: str,
+    *,
+    choices: tuple[str, ...] = (),
+    low: float | None = None,
+    high: float | None = None,
+    free: bool = False,
+    duration: bool = False,
+) -> Any:
+    """Declare one option.
+
+    Args:
+        default: its value unless a preset or the command line says otherwise; a callable makes a fresh one.
+        doc: what it does, in one line, with its unit.
+        choices: the words allowed.
+        low, high: the closed range allowed.
+        free: whether a resumed run may change it, because it does not touch the mathematics.
+        duration: a length of training, such as 10ep, 2000st or 30min; the empty string means "never".
+    """
+    metadata = {"doc": doc, "choices": choices, "low": low, "high": high, "free": free, "duration": duration}
+    if callable(default):
+        return field(default_factory=default, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class Duration:
+    """A length of training in epochs ("ep"), optimizer steps ("st") or minutes of training ("min")."""
+
+    value: float
+    unit: str
+
+    @classmethod
+    def parse(cls, text: str) -> "Duration":
+        """Read "10ep", "2000st", "30min", "8h" or "8h30m".
+
+        Raises:
+            UserError: `text` is none of these, or a step count is not whole.
+        """
+        clock = re.fullmatch(r"(?:(\d+)h)?(?:(\d+)m)?", text)
+        if text and clock:
+            return cls(60 * int(clock[1] or 0) + int(clock[2] or 0), "min")
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)(ep|st|min)", text)
+        if not match or (match[2] == "st" and "." in match[1]):
+            raise UserError(f"'{text}' is not a duration. Write epochs 10ep, steps 2000st, minutes 30min, or 8h30m.")
+        return cls(float(match[1]), match[2])
+
+    def steps(self, steps_per_epoch: int) -> int:
+        """Return the number of optimizer steps; minutes have none.
+
+        Raises:
+            UserError: the duration is in minutes.
+        """
+        if self.unit == "min":
+            raise UserError(f"'{self}' is a time, but a number of steps is needed here. Write 10ep or 2000st.")
+        return round(self.value * steps_per_epoch) if self.unit == "ep" else int(self.value)
+
+    def __str__(self) -> str:
+        return f"{self.value:g}{self.unit}"
+
+
+@dataclass
+class DataSettings:
+    """Where samples come from, and how they are read."""
+
+    path: str = option("", "folder of raw files, or of packed shards; empty: the job's own synthetic data, if it has any")
+    cache: str = option("data", "folder that packed shards go to when `path` holds raw files", free=True)
+    synthetic: int = option(0, "samples to synthesize when `path` is empty; 0: this job needs data", low=0)
+    on_error: str = option("fail", "what an unreadable raw file does to packing", choices=("fail", "skip"))
+    order: str = option("shuffle", "order of an epoch: each sample once, or identities x samples", choices=("shuffle", "pxk"))
+    order_by: str = option("", "column that names the identity of a sample, for order=pxk")
+    samples_per_identity: int = option(4, "K of order=pxk", low=2)
+    decode: str = option("auto", "who decodes pictures", choices=("auto", "dali", "cpu"), free=True)
+    threads: int = option(0, "decoding threads per rank; 0: the cores this rank may use", low=0, free=True)
+    prefetch: int = option(2, "batches decoded ahead", low=1, high=64, free=True)
+    check_crc: bool = option(True, "compare each record read with its checksum", free=True)
+
+
+@dataclass
+class ImageSettings:
+    """Pictures as the model takes them."""
+
+    height_px: int = option(299, "height after resizing", low=8)
+    width_px: int = option(299, "width after resizing", low=8)
+    channels: int = option(1, "1: gray, 3: RGB", low=1, high=3)
+    fill: int = option(255, "gray level of what lies outside the picture", low=0, high=255)
+    mean: float = option(0.0, "subtracted after scaling to 0..1")
+    std: float = option(1.0, "divided by after subtracting the mean", low=1e-6)
+
+
+@dataclass
+class AugmentSettings:
+    """Random changes of a training picture. Drawn per (seed, epoch, sample); 0 switches one off."""
+
+    rotate_deg: float = option(0.0, "rotation, uniform in +- this", low=0, high=180)
+    shift: float = option(0.0, "shift along each axis, as a share of the picture, uniform in +- this", low=0, high=1)
+    zoom: float = option(0.0, "log-uniform scale between 1/(1+z) and 1+z", low=0, high=4)
+    crop_area_min: float = option(1.0, "random-resized crop: smallest share of the area; 1: no crop", low=0.01, high=1)
+    crop_aspect_max: float = option(1.0, "random-resized crop: largest aspect ratio (and 1/ratio)", low=1, high=4)
+    flip: float = option(0.0, "probability of a left-right flip", low=0, high=1)
+    gain: float = option(0.0, "brightness factor, uniform in 1 +- this", low=0, high=1)
+    contrast: float = option(0.0, "contrast about mid-gray, log-uniform between 1/(1+c) and 1+c", low=0, high=4)
+
+
+@dataclass
+class OptimizerSettings:
+    """The optimizer. Fused kernels only: they can be gated on the device when a step is not finite."""
+
+    name: str = option("adamw", "algorithm", choices=("adamw", "adam", "sgd"))
+    lr: float = option(1e-3, "peak learning rate, for the stated global batch", low=0)
+    weight_decay: float = option(0.0, "decoupled for adamw, L2 otherwise; not on vectors", low=0)
+    beta1: float = option(0.9, "first moment of Adam, momentum of SGD", low=0, high=0.9999)
+    beta2: float = option(0.999, "second moment of Adam", low=0, high=0.99999)
+
+
+@dataclass
+class ScheduleSettings:
+    """The learning rate over the run, as a pure function of the step."""
+
+    name: str = option("cosine", "shape after warm-up", choices=("cosine", "step", "one_cycle", "constant"))
+    warmup: str = option("0st", "linear rise from 0", duration=True)
+    final_ratio: float = option(0.0, "last learning rate over peak (cosine, one_cycle)", low=0, high=1)
+    milestones: list[str] = option(list, "when the step schedule drops, such as [30ep, 60ep]")
+    drop: float = option(0.1, "factor of each drop (step)", low=0, high=1)
+
+
+@dataclass
+class CheckpointSettings:
+    """When checkpoints are written, and which are kept."""
+
+    every: str = option("", "fixed interval; empty: from the measured cost of a save (Young 1974, Daly 2006)", free=True, duration=True)
+    max_minutes: float = option(15.0, "upper bound of the measured interval", low=0.01, free=True)
+    mtbf_hours: float = option(24.0, "mean time between failures assumed by that formula", low=0.01, free=True)
+    keep_last: int = option(2, "newest checkpoints kept", low=1, free=True)
+    keep_every: str = option("", "also keep one each such interval, for ever", free=True, duration=True)
+
+
+@dataclass
+class TrainConfig:
+    """What every job has. A family subclasses it in its `config.py` and adds its own options."""
+
+    job: str = option("", "preset; filled in by the launcher")
+    family: str = option("", "folder of the preset; filled in by the launcher")
+    seed: int = option(0, "of weights, order, augmentation and dropout", low=0)
+    data: DataSettings = option(DataSettings, "reading")
+    image: ImageSettings = option(ImageSettings, "pictures")
+    augment: AugmentSettings = option(AugmentSettings, "augmentation")
+    global_batch_size: int = option(32, "samples per optimizer step over all ranks", low=1)
+    micro_batch_size: int = option(0, "samples a rank takes at once; 0: its whole share. Batch statistics are over these", low=0)
+    eval_batch_size: int = option(64, "samples a rank evaluates at once", low=1, free=True)
+    max_duration: str = option("10ep", "when training is complete", duration=True)
+    max_runtime: str = option("", "save and leave after this wall time, e.g. 8h30m, before a session's limit", free=True, duration=True)
+    optimizer: OptimizerSettings = option(OptimizerSettings, "optimizer")
+    schedule: ScheduleSettings = option(ScheduleSettings, "learning rate")
+    clip_grad_norm: float = option(1.0, "largest global gradient norm; 0: no clipping", low=0)
+    ema_decay: float = option(0.0, "decay per step of averaged weights, used for evaluation and export; 0: none", low=0, high=0.99999)
+    precision: str = option("auto", "arithmetic of matrix products", choices=("auto", "fp32", "fp16", "bf16"))
+    channels_last: str = option("auto", "memory layout of pictures", choices=("auto", "on", "off"))
+    compile: str = option("auto", "torch.compile", choices=("auto", "on", "off"))
+    gradient_checkpointing: bool = option(False, "recompute repeated layers in the backward pass to save memory")
+    deterministic: bool = option(True, "deterministic kernels: what makes a resume bitwise equal on a GPU")
+    eval_every: str = option("1ep", "evaluation interval", free=True, duration=True)
+    log_every: str = option("20st", "interval of log lines and metrics", duration=True)
+    checkpoint: CheckpointSettings = option(CheckpointSettings, "checkpoints", free=True)
+    trackers: list[str] = option(lambda: ["tensorboard"], "where metrics also go: tensorboard, wandb, mlflow", free=True)
+
+
+def check(config: Any, prefix: str = "") -> None:
+    """Hold every value against its option's choices and range.
+
+    Raises:
+        UserError: names the option, what is allowed and what was found.
+    """
+    for f in fields(config):
+        value, name = getattr(config, f.name), prefix + f.name
+        if is_dataclass(value):
+            check(value, name + ".")
+        else:
+            _check_value(f, name, value)
+
+
+def _check_value(f: Field[Any], name: str, value: Any) -> None:
+    rule = f.metadata
+    if rule.get("choices") and value not in rule["choices"]:
+        raise UserError(f"{name}={value}: expected one of {', '.join(rule['choices'])}.")
+    for bound, wrong in (("low", lambda b: value < b), ("high", lambda b: value > b)):
+        if rule.get(bound) is not None and wrong(rule[bound]):
+            raise UserError(f"{name}={value}: expected {rule['low']} .. {rule['high'] if rule['high'] is not None else 'any'}.")
+    if rule.get("duration") and value:
+        try:
+            Duration.parse(value)
+        except UserError as error:
+            raise UserError(f"{name}: {error}") from None
