@@ -65,6 +65,16 @@ class Duration:
             raise UserError(f"'{self}' is a time, but a number of steps is needed here. Write 10ep or 2000st.")
         return round(self.value * steps_per_epoch) if self.unit == "ep" else int(self.value)
 
+    def minutes(self) -> float:
+        """Return the length in minutes.
+
+        Raises:
+            UserError: the duration is in epochs or steps.
+        """
+        if self.unit != "min":
+            raise UserError(f"'{self}' is not a time. Write 30min or 8h30m.")
+        return self.value
+
     def __str__(self) -> str:
         return f"{self.value:g}{self.unit}"
 
@@ -73,11 +83,15 @@ class Duration:
 class DataSettings:
     """Where samples come from, and how they are read."""
 
-    path: str = option("", "folder of raw files, or of packed shards; empty: the job's own synthetic data, if it has any")
+    path: str = option(
+        "", "folder of raw files, or of packed shards; empty: the job's own synthetic data, if it has any"
+    )
     cache: str = option("data", "folder that packed shards go to when `path` holds raw files", free=True)
     synthetic: int = option(0, "samples to synthesize when `path` is empty; 0: this job needs data", low=0)
     on_error: str = option("fail", "what an unreadable raw file does to packing", choices=("fail", "skip"))
-    order: str = option("shuffle", "order of an epoch: each sample once, or identities x samples", choices=("shuffle", "pxk"))
+    order: str = option(
+        "shuffle", "order of an epoch: each sample once, or identities x samples", choices=("shuffle", "pxk")
+    )
     order_by: str = option("", "column that names the identity of a sample, for order=pxk")
     samples_per_identity: int = option(4, "K of order=pxk", low=2)
     decode: str = option("auto", "who decodes pictures", choices=("auto", "dali", "cpu"), free=True)
@@ -138,7 +152,9 @@ class ScheduleSettings:
 class CheckpointSettings:
     """When checkpoints are written, and which are kept."""
 
-    every: str = option("", "fixed interval; empty: from the measured cost of a save (Young 1974, Daly 2006)", free=True, duration=True)
+    every: str = option(
+        "", "fixed interval; empty: from the measured cost of a save (Young 1974, Daly 2006)", free=True, duration=True
+    )
     max_minutes: float = option(15.0, "upper bound of the measured interval", low=0.01, free=True)
     mtbf_hours: float = option(24.0, "mean time between failures assumed by that formula", low=0.01, free=True)
     keep_last: int = option(2, "newest checkpoints kept", low=1, free=True)
@@ -156,14 +172,20 @@ class TrainConfig:
     image: ImageSettings = option(ImageSettings, "pictures")
     augment: AugmentSettings = option(AugmentSettings, "augmentation")
     global_batch_size: int = option(32, "samples per optimizer step over all ranks", low=1)
-    micro_batch_size: int = option(0, "samples a rank takes at once; 0: its whole share. Batch statistics are over these", low=0)
+    micro_batch_size: int = option(
+        0, "samples a rank takes at once; 0: its whole share. Batch statistics are over these", low=0
+    )
     eval_batch_size: int = option(64, "samples a rank evaluates at once", low=1, free=True)
     max_duration: str = option("10ep", "when training is complete", duration=True)
-    max_runtime: str = option("", "save and leave after this wall time, e.g. 8h30m, before a session's limit", free=True, duration=True)
+    max_runtime: str = option(
+        "", "save and leave after this wall time, e.g. 8h30m, before a session's limit", free=True, duration=True
+    )
     optimizer: OptimizerSettings = option(OptimizerSettings, "optimizer")
     schedule: ScheduleSettings = option(ScheduleSettings, "learning rate")
     clip_grad_norm: float = option(1.0, "largest global gradient norm; 0: no clipping", low=0)
-    ema_decay: float = option(0.0, "decay per step of averaged weights, used for evaluation and export; 0: none", low=0, high=0.99999)
+    ema_decay: float = option(
+        0.0, "decay per step of averaged weights, used for evaluation and export; 0: none", low=0, high=0.99999
+    )
     precision: str = option("auto", "arithmetic of matrix products", choices=("auto", "fp32", "fp16", "bf16"))
     channels_last: str = option("auto", "memory layout of pictures", choices=("auto", "on", "off"))
     compile: str = option("auto", "torch.compile", choices=("auto", "on", "off"))
@@ -172,7 +194,9 @@ class TrainConfig:
     eval_every: str = option("1ep", "evaluation interval", free=True, duration=True)
     log_every: str = option("20st", "interval of log lines and metrics", duration=True)
     checkpoint: CheckpointSettings = option(CheckpointSettings, "checkpoints", free=True)
-    trackers: list[str] = option(lambda: ["tensorboard"], "where metrics also go: tensorboard, wandb, mlflow", free=True)
+    trackers: list[str] = option(
+        lambda: ["tensorboard"], "where metrics also go: tensorboard, wandb, mlflow", free=True
+    )
 
 
 def check(config: Any, prefix: str = "") -> None:
@@ -193,9 +217,9 @@ def _check_value(f: Field[Any], name: str, value: Any) -> None:
     rule = f.metadata
     if rule.get("choices") and value not in rule["choices"]:
         raise UserError(f"{name}={value}: expected one of {', '.join(rule['choices'])}.")
-    for bound, wrong in (("low", lambda b: value < b), ("high", lambda b: value > b)):
-        if rule.get(bound) is not None and wrong(rule[bound]):
-            raise UserError(f"{name}={value}: expected {rule['low']} .. {rule['high'] if rule['high'] is not None else 'any'}.")
+    low, high = rule.get("low"), rule.get("high")
+    if (low is not None and value < low) or (high is not None and value > high):
+        raise UserError(f"{name}={value}: expected {low} .. {high if high is not None else 'any'}.")
     if rule.get("duration") and value:
         try:
             Duration.parse(value)

@@ -40,13 +40,14 @@ def uniforms(*, seed: int, epoch: int, sample_ids: np.ndarray, count: int) -> np
 
 
 def draw(
-    settings: AugmentSettings, *, seed: int, epoch: int, sample_ids: np.ndarray, regions: np.ndarray
+    settings: AugmentSettings, *, seed: int, epoch: int, sample_ids: np.ndarray, regions: np.ndarray, aspect: float
 ) -> Parameters:
     """Draw the parameters of a training micro-batch.
 
     Args:
         sample_ids: (B,) int64.
         regions: (B, 4) int32, the part of each picture that counts as the whole: y, x, height, width.
+        aspect: width over height of the pictures that `theta` is applied to.
     """
     u = uniforms(seed=seed, epoch=epoch, sample_ids=sample_ids, count=_DRAWS).T
     angle = math.radians(settings.rotate_deg) * (2 * u[5] - 1)
@@ -55,7 +56,7 @@ def draw(
     return Parameters(
         box=_crop(settings, regions, u[:4]),
         flip=u[4] < settings.flip,
-        theta=_theta(angle, zoom, shift),
+        theta=_theta(angle, zoom, shift, aspect),
         gain=(1 + settings.gain * (2 * u[9] - 1)).astype(np.float32),
         contrast=_log_uniform(u[10], 1 + settings.contrast).astype(np.float32),
     )
@@ -68,7 +69,7 @@ def neutral(regions: np.ndarray) -> Parameters:
     return Parameters(
         box=regions.astype(np.int32),
         flip=np.zeros(count, dtype=bool),
-        theta=_theta(zero, one, np.zeros((2, count))),
+        theta=_theta(zero, one, np.zeros((2, count)), 1.0),
         gain=one.astype(np.float32),
         contrast=one.astype(np.float32),
     )
@@ -92,10 +93,14 @@ def _log_uniform(u: np.ndarray, high: float) -> np.ndarray:
     return factor
 
 
-def _theta(angle: np.ndarray, zoom: np.ndarray, shift: np.ndarray) -> np.ndarray:
-    """Return (B, 2, 3) float32: rotate by `angle`, enlarge by `zoom`, move by `shift` (2, B)."""
+def _theta(angle: np.ndarray, zoom: np.ndarray, shift: np.ndarray, aspect: float) -> np.ndarray:
+    """Return (B, 2, 3) float32: rotate by `angle`, enlarge by `zoom`, move by `shift` (2, B).
+
+    Coordinates run over [-1, 1] along either side, whatever its length: without `aspect` (width over height) a
+    rotation would shear a picture that is not square.
+    """
     cos, sin = np.cos(angle) / zoom, np.sin(angle) / zoom
-    rows = np.stack([cos, -sin, shift[0], sin, cos, shift[1]], axis=1)
+    rows = np.stack([cos, -sin / aspect, shift[0], sin * aspect, cos, shift[1]], axis=1)
     return rows.reshape(-1, 2, 3).astype(np.float32)
 
 

@@ -4,7 +4,7 @@ import itertools
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,8 +50,9 @@ class _Item:
 class Loader:
     """Batches of one data set for one rank.
 
-    Pictures are decoded by `decode` "dali" or "cpu", which agree bit for bit on the host. Buffers are reused: what a
-    batch holds is new memory on the device, so a caller may keep it.
+    Pictures are decoded by `decode` "dali" or "cpu", which agree bit for bit on the host (colour
+    pictures other than JPEG, read as gray, to one level; 16-bit pictures belong converted when packing). Buffers are
+    reused: what a batch holds is new memory on the device, so a caller may keep it.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class Loader:
 
     def train(
         self, orders: Callable[[int], EpochOrder], *, epoch: int, start: int, micro_batch_size: int
-    ) -> Iterator[Micro]:
+    ) -> Generator[Micro, None, None]:
         """Yield this rank's micro-batches from global batch `start` of `epoch` on, epoch after epoch, without end.
 
         Starting late costs nothing: what comes before is neither read nor drawn.
@@ -105,11 +106,17 @@ class Loader:
         """Cut one global batch into this rank's micro-batches, each with its augmentation."""
         parts = micro_batches(ids, rank=self.rank, world_size=self.world_size, micro_batch_size=micro_batch_size)
         for position, (part, counted) in enumerate(parts):
-            regions = self._regions[part]
-            drawn = augment.draw(self._augmentation, seed=self._seed, epoch=epoch, sample_ids=part, regions=regions)
+            drawn = augment.draw(
+                self._augmentation,
+                seed=self._seed,
+                epoch=epoch,
+                sample_ids=part,
+                regions=self._regions[part],
+                aspect=self._image.width_px / self._image.height_px,
+            )
             yield part, counted / len(ids), position == len(parts) - 1, drawn
 
-    def evaluate(self, ids: np.ndarray, *, batch_size: int) -> Iterator[Micro]:
+    def evaluate(self, ids: np.ndarray, *, batch_size: int) -> Generator[Micro, None, None]:
         """Yield this rank's part of an evaluation set, each sample once over all ranks, without augmentation."""
         low, high = (len(ids) * r // self.world_size for r in (self.rank, self.rank + 1))
         mine = ids[low:high]
@@ -123,7 +130,7 @@ class Loader:
 
     def _stream(
         self, items: Iterator[tuple[np.ndarray, float, bool, Parameters]], largest: int, *, warp: bool
-    ) -> Iterator[Micro]:
+    ) -> Generator[Micro, None, None]:
         depth = self._settings.prefetch
         slots = self._slots(depth + 3, largest)  # in the queue, one held back, one in use, one being filled
 
@@ -148,7 +155,8 @@ class Loader:
             return []
         shape = (largest, self._image.height_px, self._image.width_px, self._image.channels)
         pinned = self.device.type == "cuda"
-        return [torch.empty(shape, dtype=torch.uint8, pin_memory=pinned) for _ in range(count)]
+        with torch.inference_mode(False):  # a thread that is not in the caller's mode will write to them
+            return [torch.empty(shape, dtype=torch.uint8, pin_memory=pinned) for _ in range(count)]
 
     def _decoded(self, items: Iterator[_Item], largest: int) -> Iterator[_Item]:
         """Decode the pictures of each item. Decoders may ask for items ahead of what they have given."""
@@ -182,7 +190,7 @@ class Loader:
         )
 
     def _to_device(self, item: _Item, *, warp: bool) -> dict[str, Tensor]:
-        ids = torch.from_numpy(item.ids)
+        ids = torch.tensor(item.ids)  # a copy: the caller's, where `item.ids` is a slice of the order
         host = {"sample_id": ids, **{name: values[ids] for name, values in self._columns.items()}}
         for name, records in self.data.records.items():
             if records.dtype != "picture":
@@ -195,7 +203,7 @@ class Loader:
     def _gather(self, name: str, ids: np.ndarray) -> Tensor:
         records = self.data.records[name]
         out = np.empty((len(ids), *records.shape[ids[0]].tolist()), dtype=records.dtype)
-        self.data.gather(name, ids, out)
+        self.data.gather(name, ids, out, check_crc=self._settings.check_crc)
         return torch.from_numpy(out)
 
     def _model_input(self, pictures: Tensor, p: Parameters, *, warp: bool) -> Tensor:

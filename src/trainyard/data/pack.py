@@ -11,6 +11,7 @@ import os
 import shutil
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -21,7 +22,7 @@ from typing import Any
 import crc32c
 import h5py
 import numpy as np
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from trainyard.data.shards import (
     INDEX,
@@ -33,6 +34,7 @@ from trainyard.data.shards import (
     ShardSet,
     open_shard,
     read_text,
+    sha256_of,
 )
 from trainyard.errors import UserError
 
@@ -60,6 +62,17 @@ class _Task:
 
 
 @dataclass(frozen=True)
+class _Picture:
+    """An encoded picture whose header has been read."""
+
+    data: bytes
+    shape: tuple[int, int, int]  # height, width, channels
+
+
+_Row = dict[str, _Picture | np.ndarray | int | float | str]
+
+
+@dataclass(frozen=True)
 class _Written:
     path: Path
     listing: str
@@ -74,7 +87,7 @@ def pack(
     meta: dict[str, Any],
     workers: int,
     skip_bad: bool = False,
-    shard_mib: int = 256,
+    shard_mib: float = 256,
     progress: Progress = lambda done: None,
 ) -> ShardSet:
     """Write a data set, or finish one that was interrupted.
@@ -119,7 +132,17 @@ def pack(
         ) from None
 
 
-def _samples_per_shard(head: Sequence[Sample], shard_mib: int) -> int:
+def listing_of(samples: Iterable[Sample], meta: dict[str, Any]) -> tuple[int, str]:
+    """Return how many samples there are, and a digest of their names, raw files' sizes and times, and `meta`."""
+    count, digest = 0, hashlib.sha256(json.dumps(meta, sort_keys=True).encode())
+    stream = iter(samples)
+    while chunk := list(itertools.islice(stream, _DEFAULT_COUNT)):
+        count += len(chunk)
+        digest.update(_listing(chunk, meta).encode())
+    return count, digest.hexdigest()
+
+
+def _samples_per_shard(head: Sequence[Sample], shard_mib: float) -> int:
     sizes = [sample.source.stat().st_size for sample in head if sample.source]
     if not sizes:
         return _DEFAULT_COUNT
@@ -133,12 +156,15 @@ def _tasks(samples: Iterable[Sample], out: Path, count: int, skip_bad: bool, met
         chunk = list(itertools.islice(stream, count))
         if not chunk:
             return
-        yield _Task(out / f"shard-{number:05d}.h5", chunk, _listing(chunk, skip_bad, meta), skip_bad)
+        yield _Task(out / f"shard-{number:05d}.h5", chunk, _listing(chunk, meta), skip_bad)
 
 
-def _listing(chunk: Sequence[Sample], skip_bad: bool, meta: dict[str, Any]) -> str:
-    """Digest what a shard is made of: names, columns, and size and time of the raw files."""
-    digest = hashlib.sha256(json.dumps([SCHEMA_VERSION, skip_bad, meta], sort_keys=True).encode())
+def _listing(chunk: Sequence[Sample], meta: dict[str, Any]) -> str:
+    """Digest what a shard is made of: names, columns, and size and time of the raw files.
+
+    Not of `skip_bad`: whoever is told to skip bad files keeps the shards that have none.
+    """
+    digest = hashlib.sha256(json.dumps([SCHEMA_VERSION, meta], sort_keys=True).encode())
     for sample in chunk:
         stat = sample.source.stat() if sample.source else None
         stamp = [stat.st_size, stat.st_mtime_ns] if stat else None
@@ -191,19 +217,30 @@ _done: Any = None
 
 
 def _start_worker(path: list[str], done: Any) -> None:
-    """Give a worker the parent's import path, on which the jobs folder lies, and the shared counter."""
+    """Give a worker the parent's import path, on which the jobs folder lies, and the shared counter.
+
+    The worker ends with the parent, however that ends: one that outlived a killed packing would write into the next.
+    """
     global _done
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
     sys.path[:] = path
     _done = done
+    threading.Thread(target=_follow_parent, name="follow parent", daemon=True).start()
+
+
+def _follow_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _write_shard(task: _Task) -> _Written:
-    rows: list[Loaded] = []
+    rows: list[_Row] = []
     bad: list[tuple[str, str]] = []
     for sample in task.samples:
         try:
-            rows.append({**sample.columns, **sample.load(), KEY: sample.key})
+            rows.append(_measured({**sample.columns, **sample.load(), KEY: sample.key}))
         except (BadRecord, OSError) as error:
             if isinstance(error, OSError) and error.errno in _FULL:
                 raise
@@ -227,32 +264,41 @@ def _in_memory() -> h5py.File:
     return h5py.File("new", "w", driver="core", backing_store=False, **options)
 
 
-def _write_rows(file: h5py.File, rows: list[Loaded]) -> None:
+def _measured(loaded: Loaded) -> _Row:
+    """Read the size of each picture from its header."""
+    return {
+        name: _Picture(value, _picture_shape(value)) if isinstance(value, bytes) else value
+        for name, value in loaded.items()
+    }
+
+
+def _write_rows(file: h5py.File, rows: list[_Row]) -> None:
     """Write one column or one set of records per name; all samples have the same names."""
     names = list(rows[0])
     for row in rows:
         assert list(row) == names, f"{row[KEY]!r} has {list(row)}, the samples before it {names}"
     for name in names:
-        values = [row[name] for row in rows]
+        values: list[Any] = [row[name] for row in rows]
         first = values[0]
-        if isinstance(first, bytes):
+        if isinstance(first, _Picture):
             _write_pictures(file.create_group(f"records/{name}"), values)
         elif isinstance(first, np.ndarray):
             _write_arrays(file.create_group(f"records/{name}"), np.stack(values))
         elif isinstance(first, str):
             _write_text(file.create_group(f"columns/{name}"), values)
         else:
-            dtype = np.float64 if any(isinstance(value, float) for value in values) else np.int64
-            file[f"columns/{name}"] = np.array(values, dtype=dtype)
+            numbers = np.array(values)  # one fraction among them makes all of them float
+            file[f"columns/{name}"] = numbers.astype(np.float64 if numbers.dtype.kind == "f" else np.int64)
 
 
 def _write_pictures(group: h5py.Group, values: list[Any]) -> None:
-    size = np.array([len(value) for value in values], dtype=np.int64)
-    blob = group.create_dataset("blob", data=np.frombuffer(b"".join(values), dtype=np.uint8))
+    data = [value.data for value in values]
+    size = np.array([len(one) for one in data], dtype=np.int64)
+    blob = group.create_dataset("blob", data=np.frombuffer(b"".join(data), dtype=np.uint8))
     group["start"] = blob.id.get_offset() + np.cumsum(size) - size
     group["size"] = size
-    group["crc"] = np.array([crc32c.crc32c(value) for value in values], dtype=np.uint32)
-    group["shape"] = np.array([_picture_shape(value) for value in values], dtype=np.int32)
+    group["crc"] = np.array([crc32c.crc32c(one) for one in data], dtype=np.uint32)
+    group["shape"] = np.array([value.shape for value in values], dtype=np.int32)
     group.attrs["dtype"] = "picture"
 
 
@@ -273,8 +319,18 @@ def _write_text(group: h5py.Group, values: Sequence[Any]) -> None:
 
 
 def _picture_shape(data: bytes) -> tuple[int, int, int]:
-    with Image.open(io.BytesIO(data)) as picture:  # reads the header alone
-        return picture.height, picture.width, len(picture.getbands())
+    """Return height, width and channels.
+
+    Raises:
+        BadRecord: the header is of no picture, or of one that is too large.
+    """
+    try:
+        with Image.open(io.BytesIO(data)) as picture:  # reads the header alone
+            return picture.height, picture.width, len(picture.getbands())
+    except UnidentifiedImageError:
+        raise BadRecord("no picture of a known kind") from None
+    except Image.DecompressionBombError as error:
+        raise BadRecord(str(error)) from None
 
 
 def _refuse_bad(written: Sequence[_Written], skip_bad: bool) -> None:
@@ -314,7 +370,7 @@ def _write_index(file: h5py.File, written: Sequence[_Written]) -> None:
     file.attrs["count"] = sum(shard.count for shard in written)
     shards = file.create_group("shards")
     _write_text(shards.create_group("name"), [shard.path.name for shard in written])
-    _write_text(shards.create_group("sha256"), [_sha256(shard.path) for shard in written])
+    _write_text(shards.create_group("sha256"), [sha256_of(shard.path) for shard in written])
     shards["count"] = np.array([shard.count for shard in written])
     shards["size_bytes"] = np.array([shard.path.stat().st_size for shard in written])
     parts = [open_shard(shard.path) for shard in written]
@@ -328,12 +384,20 @@ def _write_index(file: h5py.File, written: Sequence[_Written]) -> None:
             _join_column(file, name, parts)
         for name in parts[0].get("records", {}):
             group = file.create_group(f"records/{name}")
+            kinds = {_kind(part[f"records/{name}"]) for part in parts}
+            assert len(kinds) == 1, f"{name} is not the same in all shards: {sorted(kinds)}"
             group.attrs["dtype"] = parts[0][f"records/{name}"].attrs["dtype"]
             for array in ("start", "size", "crc", "shape"):
                 group[array] = np.concatenate([part[f"records/{name}/{array}"][:] for part in parts])
     finally:
         for part in parts:
             part.close()
+
+
+def _kind(group: h5py.Group) -> tuple[str, tuple[int, ...]]:
+    """Return what all shards must agree on: the element type and, for arrays, their shape."""
+    dtype = str(group.attrs["dtype"])
+    return dtype, () if dtype == "picture" else tuple(group["shape"][0].tolist())
 
 
 def _join_column(file: h5py.File, name: str, parts: Sequence[h5py.File]) -> None:
@@ -373,8 +437,3 @@ def publish(file: h5py.File, path: Path) -> None:
         os.fsync(directory)
     finally:
         os.close(directory)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -93,7 +93,7 @@ class ShardSet:
         """
         self.folder = folder
         self._index = _index_path(folder)
-        self.fingerprint = hashlib.sha256(self._index.read_bytes()).hexdigest()
+        self.fingerprint = sha256_of(self._index)
         with open_shard(self._index) as file:
             self.meta: dict[str, Any] = json.loads(file.attrs["meta"])
             self.count = int(file.attrs["count"])
@@ -136,11 +136,18 @@ class ShardSet:
             self._check(name, ids, views, owners)
         return views
 
-    def gather(self, name: str, ids: np.ndarray, out: np.ndarray) -> None:
-        """Copy fixed-shape records into `out` (B, ...), whose dtype and shape must be the field's."""
-        rows = ids - self._first[owners := np.searchsorted(self._first, ids, side="right") - 1]
-        for target, owner, row in zip(out, owners.tolist(), rows.tolist(), strict=True):
-            target[...] = self._array(name, owner)[row]
+    def gather(self, name: str, ids: np.ndarray, out: np.ndarray, *, check_crc: bool = True) -> None:
+        """Copy fixed-shape records into `out` (B, ...), contiguous, whose dtype and shape must be the field's.
+
+        Raises:
+            ShardError: the checksum of a record is wrong.
+        """
+        owners = np.searchsorted(self._first, ids, side="right") - 1
+        rows = ids - self._first[owners]
+        for i, (owner, row) in enumerate(zip(owners.tolist(), rows.tolist(), strict=True)):
+            out[i] = self._array(name, owner)[row]
+        if check_crc:
+            self._check(name, ids, list(out), owners)
 
     def close(self) -> None:
         """Give back file descriptors and mappings."""
@@ -264,6 +271,12 @@ def read_text(group: h5py.Group) -> list[str]:
     """Read a text column: UTF-8 bytes and N + 1 offsets."""
     blob, offset = group["blob"][:].tobytes(), group["offset"][:].tolist()
     return [blob[a:b].decode() for a, b in itertools.pairwise(offset)]
+
+
+def sha256_of(path: Path) -> str:
+    """Return the SHA-256 of a file as hexadecimal text; reads it in pieces, for it may be larger than memory."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def allow_open_files(count: int) -> None:

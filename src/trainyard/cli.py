@@ -1,0 +1,361 @@
+"""The command line: reads what a person typed, calls what does it, and says what to type next."""
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+from loguru import logger
+
+from trainyard import __version__
+from trainyard.errors import UserError
+from trainyard.launch import config as configs
+from trainyard.launch import runs
+from trainyard.settings import TrainConfig
+
+if TYPE_CHECKING:
+    from trainyard.train import checkpoint
+
+_FAILED, _USER_ERROR = 1, 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; return its exit code: 0 done, 2 the user's mistake, 85-87 stopped and resumable."""
+    started = time.time()
+    logger.remove()
+    logger.add(sys.stderr, format="{message}", level="INFO")
+    arguments = _parser().parse_args(argv)
+    arguments.started = started
+    try:
+        code: int = arguments.command(arguments)
+        return code
+    except UserError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return _USER_ERROR
+    except KeyboardInterrupt:
+        print("Interrupted. Nothing half-written is left; the same command goes on from what is done.", file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="trainyard",
+        description="Train on whatever GPUs there are, and resume exactly.",
+        epilog="Options of a job are written name=value, such as optimizer.lr=1e-4: trainyard options JOB",
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    verbs = parser.add_subparsers(required=True, metavar="COMMAND")
+    for add in (
+        _add_run,
+        _add_resume,
+        _add_rank,
+        _add_jobs,
+        _add_options,
+        _add_pack,
+        _add_verify,
+        _add_ckpt,
+        _add_report,
+    ):
+        add(verbs)
+    return parser
+
+
+Verbs: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+
+def _verb(verbs: Verbs, name: str, command: Callable[[argparse.Namespace], int], doc: str) -> argparse.ArgumentParser:
+    verb = verbs.add_parser(name, help=doc, description=doc)
+    verb.set_defaults(command=command)
+    verb.add_argument("--jobs", type=Path, default=_default_jobs(), metavar="DIR", help="folder of job families")
+    verb.add_argument("--runs", type=Path, default=Path("runs"), metavar="DIR", help="folder of runs")
+    return verb
+
+
+def _default_jobs() -> Path:
+    """Return ./jobs, or the one beside the installed checkout."""
+    here = Path("jobs")
+    return here if here.is_dir() else Path(__file__).resolve().parents[2] / "jobs"
+
+
+# run, resume, rank
+
+
+def _add_run(verbs: Verbs) -> None:
+    verb = _verb(verbs, "run", _run, "train a job here: on one GPU, several, or the CPU")
+    verb.add_argument("job", help="preset, such as fingerprint_demo: trainyard jobs")
+    verb.add_argument("overrides", nargs="*", metavar="OPTION=VALUE", help="trainyard options JOB lists them")
+    verb.add_argument("--name", help="name of the run's folder; the same name again goes on with that run")
+    _add_ranks(verb)
+
+
+def _add_ranks(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("--gpus", type=int, default=0, metavar="N", help="processes, one per GPU")
+    verb.add_argument("--cpu-ranks", type=int, default=0, metavar="N", help="processes that share the cores")
+    verb.add_argument("--break-lock", action="store_true", help="take a run from a host that is known dead")
+
+
+def _run(args: argparse.Namespace) -> int:
+    from trainyard.launch.task import ready_data
+
+    config = configs.compose(args.job, args.overrides, args.jobs)
+    count = _rank_count(args)
+    if not _is_main():  # started by torchrun or srun: rank 0 makes the folder
+        return _train(_await_run(args.runs / args.job / _name_needed(args)), args, count)
+    if _is_launched():
+        _name_needed(args)
+    config = ready_data(config, args.jobs)
+    run = args.runs / args.job / args.name if args.name else None
+    if run is not None and (run / runs.CONFIG).is_file():
+        _change(run, configs.thaw(run / runs.CONFIG, args.jobs), config)
+    else:
+        run = runs.create_run(args.runs, config, name=args.name, environ=os.environ)
+    return _train(run, args, count)
+
+
+def _add_resume(verbs: Verbs) -> None:
+    verb = _verb(verbs, "resume", _resume, "go on with a run from its newest valid checkpoint")
+    verb.add_argument("run", help="its folder, or a job for that job's newest run")
+    verb.add_argument("overrides", nargs="*", metavar="OPTION=VALUE", help="options that leave the mathematics alone")
+    _add_ranks(verb)
+
+
+def _resume(args: argparse.Namespace) -> int:
+    run = runs.resolve_run(args.run, args.runs)
+    count = _rank_count(args)
+    if _is_main():
+        config = configs.thaw(run / runs.CONFIG, args.jobs)
+        _change(run, config, configs.apply_overrides(config, args.overrides))
+    return _train(run, args, count)
+
+
+def _add_rank(verbs: Verbs) -> None:
+    verb = _verb(verbs, "rank", _rank, "be one rank of a run (what run and resume start)")
+    verb.add_argument("run", type=Path)
+    verb.add_argument("--break-lock", action="store_true")
+    verb.add_argument("--since", type=float, required=True)
+
+
+def _rank(args: argparse.Namespace) -> int:
+    from trainyard.launch.task import execute
+
+    return execute(args.run, args.jobs, environ=os.environ, started=args.since, break_lock=args.break_lock)
+
+
+def _train(run: Path, args: argparse.Namespace, count: int) -> int:
+    """Train in this process, or in several of its own; then say how it went and what to type next."""
+    from trainyard.launch.ranks import run_ranks
+    from trainyard.launch.task import execute
+
+    if count > 1:
+        again = ["rank", str(run), "--jobs", str(args.jobs), "--since", str(args.started)]
+        code = run_ranks(again + ["--break-lock"] * args.break_lock, count, environ=os.environ)
+    else:
+        code = execute(run, args.jobs, environ=os.environ, started=args.started, break_lock=args.break_lock)
+    if _is_main():
+        _tell(run, code)
+    return code
+
+
+def _tell(run: Path, code: int) -> None:
+    from trainyard.train.report import summary_text, write_report
+    from trainyard.train.stop import EXIT_CODES, EXIT_DONE
+
+    if code == EXIT_DONE:
+        job = run.parent.name
+        report = write_report(run)
+        after = [f"open {report}", f"trainyard ckpt export {run} {job}.safetensors", f"trainyard options {job}"]
+        print(summary_text(run, next_commands=after))
+    elif code in EXIT_CODES.values():
+        print(f"Stopped and saved. Go on: trainyard resume {run}", file=sys.stderr)
+    else:
+        print(f"Failed with code {code}; the log is {run}/log. Go on: trainyard resume {run}", file=sys.stderr)
+
+
+def _change(run: Path, old: TrainConfig, new: TrainConfig) -> None:
+    """Take over changed options that a run in progress may change.
+
+    Raises:
+        UserError: others differ; says which.
+    """
+    changed = configs.differences(old, new)
+    fixed = [d for d in changed if not d.free]
+    if fixed:
+        lines = "".join(f"\n  {d.name}: {d.old} -> {d.new}" for d in fixed)
+        raise UserError(
+            f"{run}: a run in progress keeps its options, but these differ:{lines}\n"
+            f"Go on as it was (trainyard resume {run}), or start a new run under another name."
+        )
+    for d in changed:
+        logger.info("{}: {} -> {}", d.name, d.old, d.new)
+    if changed:
+        configs.freeze(new, run / runs.CONFIG)
+
+
+def _rank_count(args: argparse.Namespace) -> int:
+    """Return how many ranks to start.
+
+    Raises:
+        UserError: more GPUs than there are, or ranks asked for inside a launcher that starts them itself.
+    """
+    if not args.gpus:
+        return max(1, args.cpu_ranks)
+    if _is_launched():
+        raise UserError("--gpus inside torchrun or srun, which start the ranks themselves. Leave it out.")
+    import torch
+
+    wanted: int = args.gpus
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if wanted > found:
+        raise UserError(
+            f"{wanted} GPUs asked for, and this machine shows {found}. "
+            + (f"Use --gpus {found}." if found else "Leave --gpus (GPUS=) out to train on the CPU.")
+        )
+    return wanted
+
+
+def _is_launched() -> bool:
+    return "RANK" in os.environ or "SLURM_STEP_ID" in os.environ
+
+
+def _is_main() -> bool:
+    return int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))) == 0
+
+
+def _name_needed(args: argparse.Namespace) -> str:
+    if not args.name:
+        raise UserError("Under torchrun or srun a new run needs --name NAME, so that all ranks mean the same folder.")
+    return str(args.name)
+
+
+def _await_run(run: Path) -> Path:
+    """Wait until rank 0 has packed the data and made the run's folder."""
+    while not (run / runs.CONFIG).is_file():
+        time.sleep(0.2)
+    return run
+
+
+# jobs, options
+
+
+def _add_jobs(verbs: Verbs) -> None:
+    _verb(verbs, "jobs", _jobs, "list the jobs one can run")
+
+
+def _jobs(args: argparse.Namespace) -> int:
+    for name, preset in sorted(configs.find_jobs(args.jobs).items()):
+        first = preset.read_text().partition("\n")[0]
+        print(f"{name:<24} {first.lstrip('# ')}")
+    return 0
+
+
+def _add_options(verbs: Verbs) -> None:
+    verb = _verb(verbs, "options", _options, "list a job's options, their values and what they do")
+    verb.add_argument("job")
+    verb.add_argument("overrides", nargs="*", metavar="OPTION=VALUE")
+
+
+def _options(args: argparse.Namespace) -> int:
+    for option in configs.options(configs.compose(args.job, args.overrides, args.jobs)):
+        print(f"{option.name}={option.value!s:<{max(1, 44 - len(option.name))}} {option.doc}")
+    return 0
+
+
+# pack, verify
+
+
+def _add_pack(verbs: Verbs) -> None:
+    verb = _verb(verbs, "pack", _pack, "write raw files into shards, or finish writing them")
+    verb.add_argument("job")
+    verb.add_argument("raw", type=Path, help="folder of raw files")
+    verb.add_argument("out", type=Path, help="folder of shards")
+    verb.add_argument("overrides", nargs="*", metavar="OPTION=VALUE")
+    verb.add_argument("--workers", type=int, default=0, metavar="N", help="processes (default: the cores)")
+    verb.add_argument("--shard-mib", type=int, default=256, metavar="MIB", help="size a shard aims at")
+
+
+def _pack(args: argparse.Namespace) -> int:
+    from trainyard.launch.task import pack_raw
+
+    config = configs.compose(args.job, args.overrides, args.jobs)
+    pack_raw(config, args.raw, args.out, args.jobs, workers=args.workers, shard_mib=args.shard_mib)
+    print(f"next: trainyard run {args.job} data.path={args.out}")
+    return 0
+
+
+def _add_verify(verbs: Verbs) -> None:
+    verb = _verb(verbs, "verify", _verify, "read packed data in full and name every damaged record")
+    verb.add_argument("data", type=Path, help="folder of shards")
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from tqdm import tqdm
+
+    from trainyard.data.shards import verify
+
+    damaged = 0
+    with tqdm(unit="B", unit_scale=True, desc=f"reading {args.data}", disable=None, leave=False) as bar:
+        for damage in verify(args.data, bar.update):
+            damaged += 1
+            print(f"{damage.shard}: {damage.what}: {damage.reason}")
+    print(f"{args.data}: {'all records are as they were packed' if not damaged else f'{damaged} damaged'}")
+    return _FAILED if damaged else 0
+
+
+# ckpt, report
+
+
+def _add_ckpt(verbs: Verbs) -> None:
+    verb = _verb(verbs, "ckpt", _ckpt, "list, verify or export the checkpoints of a run")
+    verb.add_argument("what", choices=("list", "verify", "export"))
+    verb.add_argument("run", help="its folder, or a job for that job's newest run")
+    verb.add_argument("out", type=Path, nargs="?", help="export: file of weights to write, .safetensors")
+    verb.add_argument("--step", type=int, help="export: checkpoint of this step (default: the best, else the newest)")
+
+
+def _ckpt(args: argparse.Namespace) -> int:
+    from trainyard.train import checkpoint
+
+    run = runs.resolve_run(args.run, args.runs)
+    entries = checkpoint.entries(run / "checkpoints")
+    if not entries:
+        raise UserError(f"{run}: no checkpoints yet.")
+    if args.what == "export":
+        return _export(run, entries, args)
+    damaged = 0
+    for entry in entries:
+        problem = checkpoint.verify(entry) if args.what == "verify" else entry.problem
+        damaged += problem is not None
+        best = " best" if (entry.meta.get("best") or {}).get("step") == entry.step else ""
+        print(f"{entry.path.name}  {entry.bytes / 2**20:9.1f} MiB  {problem or 'ok'}{best}")
+    return _FAILED if damaged else 0
+
+
+def _export(run: Path, entries: "list[checkpoint.Entry]", args: argparse.Namespace) -> int:
+    from trainyard.train import checkpoint
+
+    if args.out is None:
+        raise UserError(f"Name the file to write: trainyard ckpt export {args.run} model.safetensors")
+    best = (entries[0].meta.get("best") or {}).get("step")
+    step = args.step if args.step is not None else best if best is not None else entries[0].step
+    chosen = [entry for entry in entries if entry.step == step]
+    if not chosen:
+        raise UserError(f"{run}: no checkpoint of step {step}. There are: {', '.join(str(e.step) for e in entries)}.")
+    print(f"step {step} -> {checkpoint.export(chosen[0].path, args.out)}")
+    return 0
+
+
+def _add_report(verbs: Verbs) -> None:
+    verb = _verb(verbs, "report", _report, "write a run's report: one HTML page and its plots")
+    verb.add_argument("run", help="its folder, or a job for that job's newest run")
+
+
+def _report(args: argparse.Namespace) -> int:
+    from trainyard.train.report import summary_text, write_report
+
+    run = runs.resolve_run(args.run, args.runs)
+    report = write_report(run)
+    print(summary_text(run, next_commands=[f"open {report}"]))
+    return 0

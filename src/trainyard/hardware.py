@@ -1,0 +1,230 @@
+"""What each GPU can do, how we train on it, and how many cores this process may use. No torch."""
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainyard.errors import UserError
+
+CPU_CHANNELS_LAST = True
+"""Whether convolutions on the CPU take NHWC: oneDNN reads it as it is. To be confirmed by `make bench`."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU model as its vendor states it: dense peaks at boost clock, never with structured sparsity.
+
+    A plan's upper bounds, not promises: ask `torch.cuda.mem_get_info()` for the memory that is really free.
+    """
+
+    key: str  # what a person types, such as "a100-80-sxm"
+    name: str  # what torch.cuda.get_device_name() prints, without a leading "NVIDIA "
+    sm: int  # compute capability, major * 10 + minor
+    memory_gib: float
+    bandwidth_gb_s: float
+    fp32_tflop_s: float  # without TF32
+    tf32_tflop_s: float | None
+    fp16_tflop_s: float  # products of fp16 summed in fp32, except on P100, which has no tensor cores
+    bf16_tflop_s: float | None
+    fp64_tflop_s: float  # without tensor cores
+    hardware_jpeg: bool  # a decoder of its own, which DALI's "mixed" uses
+    source: str
+
+
+_P100 = "Tesla P100 whitepaper WP-08019-001, P100 PCIe datasheet. fp16 is vector arithmetic: no tensor cores."
+_TU102 = (
+    "Turing whitepaper WP-09183-001, reference clocks (Founders Edition: 14.2 fp32, 56.9 fp16). "
+    "fp64 from memory of the datasheet: 1/32 of fp32."
+)
+_A5000 = (
+    "RTX A5000 datasheet, whose tensor figures are with sparsity; fp16, bf16, TF32 are computed: 64 SM x 4 "
+    "tensor cores x 128 FMA x 2 x 1.695 GHz = 111, and half. fp64 from memory of the datasheet: 1/64 of fp32."
+)
+_A100 = "A100 datasheet, June 2021: https://www.nvidia.com/en-us/data-center/a100/"
+_H100 = "H100 datasheet, tensor figures without sparsity: https://www.nvidia.com/en-us/data-center/h100/"
+_H100P = _H100 + " (PCIe column, since replaced by H100 NVL: from memory, compared with a reseller's copy)"
+_H200 = "H200 datasheet, tensor figures without sparsity: https://www.nvidia.com/en-us/data-center/h200/"
+
+# fmt: off
+GPUS: tuple[Gpu, ...] = (
+    #   key             name                    sm  GiB    GB/s  fp32  TF32  fp16  bf16  fp64  JPEG   source
+    Gpu("p100-12-pcie", "Tesla P100-PCIE-12GB", 60, 12,    549,  9.3,  None, 18.7, None, 4.7,  False, _P100),
+    Gpu("p100-16-pcie", "Tesla P100-PCIE-16GB", 60, 16,    732,  9.3,  None, 18.7, None, 4.7,  False, _P100),
+    Gpu("p100-16-sxm",  "Tesla P100-SXM2-16GB", 60, 16,    732,  10.6, None, 21.2, None, 5.3,  False, _P100),
+    Gpu("2080ti",       "GeForce RTX 2080 Ti",  75, 11,    616,  13.4, None, 53.8, None, 0.42, False, _TU102),
+    Gpu("a5000",        "RTX A5000",            86, 24,    768,  27.8, 55.5, 111,  111,  0.43, False, _A5000),
+    Gpu("a100-40-pcie", "A100-PCIE-40GB",       80, 40,    1555, 19.5, 156,  312,  312,  9.7,  True,  _A100),
+    Gpu("a100-40-sxm",  "A100-SXM4-40GB",       80, 40,    1555, 19.5, 156,  312,  312,  9.7,  True,  _A100),
+    Gpu("a100-80-pcie", "A100 80GB PCIe",       80, 80,    1935, 19.5, 156,  312,  312,  9.7,  True,  _A100),
+    Gpu("a100-80-sxm",  "A100-SXM4-80GB",       80, 80,    2039, 19.5, 156,  312,  312,  9.7,  True,  _A100),
+    Gpu("h100-pcie",    "H100 PCIe",            90, 80,    2000, 51,   378,  756,  756,  26,   True,  _H100P),
+    Gpu("h100-sxm",     "H100 80GB HBM3",       90, 80,    3350, 67,   495,  989,  989,  34,   True,  _H100),
+    Gpu("h200",         "H200",                 90, 140.4, 4800, 67,   495,  989,  989,  34,   True,  _H200),
+)
+# fmt: on
+
+
+def gpu_by_name(cuda_device_name: str, memory_gib: float) -> Gpu | None:
+    """Return the table's row of a device, or None for a card we do not know.
+
+    Args:
+        cuda_device_name: what torch.cuda.get_device_name() prints. Old drivers leave out "NVIDIA ".
+        memory_gib: the device's total memory in GiB. ECC and the driver take up to 8 % of the nominal size; a
+            card outside 90-102 % of it is another one (a MIG slice, a 2080 Ti refitted with 22 GB).
+    """
+    name = re.sub(r"^NVIDIA ", "", cuda_device_name.strip())
+    for gpu in GPUS:
+        if gpu.name == name and 0.90 * gpu.memory_gib <= memory_gib <= 1.02 * gpu.memory_gib:
+            return gpu
+    return None
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The numeric and layout policy of one run, decided once."""
+
+    dtype: str  # of matrix products and convolutions: "fp32", "fp16" or "bf16"
+    loss_scaling: bool  # whether gradients need a GradScaler
+    tf32: bool  # whether products that stay in fp32 may round their inputs to TF32
+    channels_last: bool  # whether pictures and convolution weights are NHWC in memory
+    compile: bool  # whether the model goes through torch.compile
+    reasons: Mapping[str, str]  # field name -> why, for the log
+
+
+def precision_for(
+    sm: int | None, *, precision: str = "auto", channels_last: str = "auto", compile: str = "auto"
+) -> Precision:
+    """Choose how to compute on a device.
+
+    We look at the compute capability and never at `torch.cuda.is_bf16_supported()`, which by default also
+    answers True for cards that only emulate bf16.
+
+    Args:
+        sm: compute capability as major * 10 + minor (P100: 60, 2080 Ti: 75, A100: 80), None for the CPU.
+        precision: "auto", "fp32", "fp16" or "bf16". An explicit fp32 also switches TF32 off.
+        channels_last, compile: "auto", "on" or "off".
+
+    Raises:
+        UserError: the device cannot do what was asked, or not at full speed.
+    """
+    assert {channels_last, compile} <= {"auto", "on", "off"}, (channels_last, compile)
+    device = "the CPU" if sm is None else f"sm_{sm}"
+    dtype, dtype_reason = _dtype(sm, device, precision)
+    tf32, tf32_reason = _tf32(sm, device, precision)
+    nhwc, nhwc_reason = _channels_last(sm, device, dtype, channels_last)
+    compiled, compile_reason = _compile(sm, device, compile)
+    scaling_reason = {
+        "fp16": "small gradients underflow in fp16, whose smallest normal number is 6e-5",
+        "bf16": "bf16 has the exponent range of fp32",
+        "fp32": "nothing to scale in fp32",
+    }[dtype]
+    reasons = {
+        "dtype": dtype_reason,
+        "loss_scaling": scaling_reason,
+        "tf32": tf32_reason,
+        "channels_last": nhwc_reason,
+        "compile": compile_reason,
+    }
+    return Precision(dtype, dtype == "fp16", tf32, nhwc, compiled, reasons)
+
+
+def available_cores() -> int:
+    """Return how many CPU cores this process may keep busy, at least 1.
+
+    The affinity mask is what Slurm's and Docker's core lists set; the CPU quota is what `docker --cpus` and
+    Kubernetes set. `os.cpu_count()` knows neither and answers for the whole node.
+    """
+    quota = _quota_cores(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"))
+    allowed = len(os.sched_getaffinity(0))
+    return allowed if quota is None else max(1, min(allowed, int(quota)))
+
+
+def _dtype(sm: int | None, device: str, precision: str) -> tuple[str, str]:
+    choices = _dtypes(sm)
+    if precision == "auto":
+        return choices[0], f"{device}: {_AUTO_REASON[choices[0]]}"
+    if precision not in choices:
+        raise UserError(
+            f"precision={precision} asked for, but this device ({device}) runs only {', '.join(choices)} "
+            f"at full speed. Use precision={choices[0]}, or precision=auto."
+        )
+    if sm == 60 and precision == "fp16":
+        return precision, "asked for; saves memory, and matrix products gain little without tensor cores"
+    return precision, "asked for"
+
+
+_AUTO_REASON = {
+    "fp32": "no tensor cores to gain from",
+    "fp16": "tensor cores take fp16, and have no bf16 before sm_80",
+    "bf16": "tensor cores take bf16, and it needs no loss scaling",
+}
+
+
+def _dtypes(sm: int | None) -> tuple[str, ...]:
+    """Return what runs at full speed, what "auto" takes first."""
+    if sm is None:
+        return ("fp32", "bf16")
+    if sm >= 80:
+        return ("bf16", "fp16", "fp32")
+    if sm >= 70:
+        return ("fp16", "fp32")
+    # Of the older cards only P100 runs fp16 at twice its fp32 rate; sm_61 runs it at 1/64.
+    return ("fp32", "fp16") if sm == 60 else ("fp32",)
+
+
+def _tf32(sm: int | None, device: str, precision: str) -> tuple[bool, str]:
+    if sm is None or sm < 80:
+        return False, f"{device} has no TF32"
+    if precision == "fp32":
+        return False, "precision=fp32 asked for, and TF32 rounds inputs to 10 bits of mantissa"
+    return True, f"{device}: what autocast leaves in fp32 goes to tensor cores too"
+
+
+def _channels_last(sm: int | None, device: str, dtype: str, asked: str) -> tuple[bool, str]:
+    if asked != "auto":
+        slow = sm is not None and sm < 70 and asked == "on"
+        return asked == "on", "asked for" + (
+            f"; slower than NCHW on {device}, which has no tensor cores" if slow else ""
+        )
+    if sm is None:
+        return CPU_CHANNELS_LAST, "the CPU: oneDNN convolutions read NHWC as it is"
+    if sm >= 70 and dtype != "fp32":
+        return True, f"{device}: cuDNN's tensor-core convolutions read NHWC"
+    return False, f"{device} in {dtype}: cuDNN's NHWC paths need tensor cores"
+
+
+def _compile(sm: int | None, device: str, asked: str) -> tuple[bool, str]:
+    if sm is not None and sm < 70:
+        reason = f"torch.compile generates Triton kernels, and Triton needs sm_70 or newer, not {device}"
+        if asked == "on":
+            raise UserError(f"compile=on asked for, but {reason}. Use compile=off, or compile=auto.")
+        return False, reason
+    if asked == "auto":
+        return False, f"its start-up cost has not been measured on {device}; compile=on tries it"
+    return asked == "on", "asked for"
+
+
+def _quota_cores(hierarchy: Path, membership: Path) -> float | None:
+    """Return the tightest CPU quota, in cores, of this process's cgroup (v2) and those above it, if any.
+
+    Args:
+        hierarchy: where cgroup v2 is mounted.
+        membership: a file like /proc/self/cgroup, whose line `0::/a/b` names the process's own group.
+    """
+    if not membership.exists():
+        return None
+    own = re.search(r"^0::/(.*)$", membership.read_text(), re.MULTILINE)
+    if own is None:
+        return None
+    group = hierarchy / own[1]
+    limits = [folder / "cpu.max" for folder in (group, *group.parents) if folder.is_relative_to(hierarchy)]
+    quotas = [_cores(limit.read_text()) for limit in limits if limit.is_file()]
+    return min((quota for quota in quotas if quota is not None), default=None)
+
+
+def _cores(cpu_max: str) -> float | None:
+    """Read "150000 100000" (quota and period in us: 1.5 cores) or "max 100000" (no quota)."""
+    quota, period = cpu_max.split()
+    return None if quota == "max" else int(quota) / int(period)

@@ -1,0 +1,432 @@
+"""The folder of a run: created whole, recorded, owned by one writer, found again. Loads no torch, h5py or DALI."""
+
+import contextlib
+import difflib
+import errno
+import fcntl
+import json
+import os
+import platform
+import re
+import secrets
+import shutil
+import socket
+import subprocess
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+from typing import Any, Self
+
+from loguru import logger
+
+from trainyard.errors import UserError
+from trainyard.launch.config import freeze, write_atomically
+from trainyard.settings import TrainConfig
+
+CONFIG = "config.yaml"
+RECORD = "env.json"
+DIFF = "code.diff"
+LOCK = "lock"
+
+_RECORDED_DISTRIBUTIONS = ("trainyard", "torch", "torchvision", "h5py", "numpy", "hydra-core", "submitit")
+_RECORDED_VARIABLES = (
+    "CUDA_VISIBLE_DEVICES",
+    "SLURM_JOB_ID",
+    "SLURM_JOB_PARTITION",
+    "SLURM_JOB_GPUS",
+    "OMP_NUM_THREADS",
+)
+_NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
+_THIS_CODE = Path(__file__).resolve().parent
+
+
+# Creating a run
+
+
+def create_run(
+    root: Path,
+    config: TrainConfig,
+    *,
+    name: str | None = None,
+    environ: Mapping[str, str] = _NO_VARIABLES,
+    code: Path = _THIS_CODE,
+) -> Path:
+    """Create the folder of a new run, complete from the moment it can be seen, and return it.
+
+    It is `<root>/<job>/<YYYYmmdd-HHMMSS>-<commit>` (local time, 7 digits of the commit, or "nogit"), with -2, -3, ...
+    appended where that is taken. It holds config.yaml (every option), env.json (`environment_record`) and, if the
+    checkout differs from its commit, code.diff.
+
+    Args:
+        root: folder of all runs; made if it is missing.
+        name: a name for the folder instead of time and commit.
+        environ: environment variables; five known ones are recorded, the rest is not.
+        code: any folder of the git checkout whose state is recorded.
+
+    Raises:
+        UserError: `name` is not a plain file name, or a run bears it already.
+    """
+    if name is not None and not re.fullmatch(r"\w[\w.+-]*", name):
+        raise UserError(
+            f"'{name}' cannot name a run. Use letters, digits and . _ + - only, and begin with a letter or digit."
+        )
+    checkout, diff = _checkout(code)
+    record = _environment(environ, checkout)
+    family_of_runs = root / config.job
+    family_of_runs.mkdir(parents=True, exist_ok=True)
+    aside = family_of_runs / f".new-{secrets.token_hex(8)}"
+    aside.mkdir()
+    try:
+        freeze(config, aside / CONFIG)
+        write_atomically(aside / RECORD, _to_json(record))
+        if diff:
+            (aside / DIFF).write_bytes(diff)
+        return _settle(aside, name, default=f"{datetime.now():%Y%m%d-%H%M%S}-{(checkout['commit'] or 'nogit')[:7]}")
+    except BaseException:
+        shutil.rmtree(aside)
+        raise
+
+
+def environment_record(environ: Mapping[str, str] = _NO_VARIABLES, *, code: Path = _THIS_CODE) -> dict[str, Any]:
+    """Return what a result depends on besides its configuration: versions, machine, GPUs, commit.
+
+    Asks installed distributions for their versions without importing them, and `nvidia-smi` and `git` for the rest;
+    what cannot be found out is recorded as a text that says why. No address of a git remote is recorded, because it
+    may hold a password. Costs up to a second where there is a GPU.
+
+    Args:
+        environ: environment variables, of which five known ones are recorded.
+        code: any folder of the git checkout whose state is recorded.
+    """
+    return _environment(environ, _checkout(code)[0])
+
+
+def update_record(run: Path, section: str, values: Mapping[str, Any]) -> None:
+    """Add `values` to one section of the run's env.json. For the owner of the run only: two writers lose updates."""
+    path = run / RECORD
+    record = json.loads(path.read_text(encoding="utf-8"))
+    record[section] = {**record.get(section, {}), **values}
+    write_atomically(path, _to_json(record))
+
+
+def _settle(aside: Path, name: str | None, *, default: str) -> Path:
+    """Rename a finished folder to its place. A rename onto a folder with content fails, so no run is replaced."""
+    attempt = 1
+    while True:
+        target = aside.with_name(name or (default if attempt == 1 else f"{default}-{attempt}"))
+        try:
+            return aside.rename(target)
+        except OSError as error:
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                raise
+        if name:
+            raise UserError(
+                f"{target}: there is a run of this name. Choose another, or resume it: trainyard resume {target}"
+            )
+        attempt += 1
+
+
+def _to_json(record: Mapping[str, Any]) -> str:
+    return json.dumps(record, indent=2) + "\n"
+
+
+# What a record holds
+
+
+def _environment(environ: Mapping[str, str], checkout: Mapping[str, Any]) -> dict[str, Any]:
+    from trainyard.hardware import available_cores
+
+    return {
+        "created": datetime.now(UTC).isoformat(timespec="microseconds"),
+        "versions": _versions(),
+        "machine": {
+            "host": socket.gethostname(),
+            "platform": platform.platform(),
+            "kernel": platform.release(),
+            "libc": " ".join(platform.libc_ver()),
+            "cpu": _cpu_model(),
+            "cores_available": available_cores(),
+            "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+            "gpus": _gpus(),
+        },
+        "code": dict(checkout),
+        "environ": {name: environ[name] for name in _RECORDED_VARIABLES if name in environ},
+    }
+
+
+def _versions() -> dict[str, str]:
+    installed = {d.name.lower(): d.version for d in metadata.distributions()}
+    recorded = {
+        name: version
+        for name, version in sorted(installed.items())
+        if name in _RECORDED_DISTRIBUTIONS or name.startswith("nvidia-dali")
+    }
+    return {"python": platform.python_version(), **recorded}
+
+
+def _cpu_model() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()  # ARM kernels name no model
+
+
+def _gpus() -> str:
+    """Return name, driver and memory of each GPU, separated by ";", or "none", or why they are not known."""
+    smi = shutil.which("nvidia-smi")
+    if smi is None:
+        return "none"
+    query = [smi, "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=20)
+    except subprocess.TimeoutExpired:
+        return "unknown: nvidia-smi did not answer within 20 s"
+    lines = [line.strip() for line in (answer.stdout or answer.stderr).splitlines() if line.strip()]
+    return "; ".join(lines) if answer.returncode == 0 else f"unknown: {lines[0] if lines else 'nvidia-smi failed'}"
+
+
+def _checkout(code: Path) -> tuple[dict[str, Any], bytes]:
+    """Return commit, cleanliness and untracked files of a git checkout, and its difference from the commit."""
+    try:
+        commit = _git(code, "rev-parse", "HEAD").decode().strip()
+        top = Path(_git(code, "rev-parse", "--show-toplevel").decode().rstrip("\n"))
+        diff = _git(top, "diff", "HEAD", "--binary", "--no-color", "--no-ext-diff", "--no-textconv")
+        listed = _git(top, "ls-files", "--others", "--exclude-standard", "--directory", "--no-empty-directory", "-z")
+    except (OSError, subprocess.SubprocessError) as error:
+        said = getattr(error, "stderr", None)
+        reason = said.decode(errors="replace").strip().partition("\n")[0] if said else str(error)
+        return {"commit": None, "reason": reason}, b""
+    untracked = listed.decode(errors="backslashreplace").split("\0")[:-1]
+    return {"commit": commit, "dirty": bool(diff or untracked), "untracked": untracked}, diff
+
+
+def _git(folder: Path, *arguments: str) -> bytes:
+    command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]
+    return subprocess.run(command, capture_output=True, check=True, timeout=60).stdout
+
+
+# One writer
+
+
+@dataclass(frozen=True)
+class _Owner:
+    """The process that writes to a run, such that no later process can be mistaken for it."""
+
+    host: str
+    boot_id: str
+    pid_namespace: str  # a process id means nothing in the container next door
+    pid: int
+    started_ticks: int  # after boot
+    since: str  # local time, for people
+
+    @classmethod
+    def me(cls) -> "_Owner":
+        started_ticks = _started_ticks(os.getpid())
+        assert started_ticks is not None
+        return cls(
+            host=socket.gethostname(),
+            boot_id=_boot_id(),
+            pid_namespace=_pid_namespace(),
+            pid=os.getpid(),
+            started_ticks=started_ticks,
+            since=f"{datetime.now():%Y-%m-%d %H:%M:%S}",
+        )
+
+    def is_judged_here(self) -> bool:
+        """Whether a process of this one can tell if the owner lives. A reboot of this host does not matter."""
+        if self.host != socket.gethostname():
+            return False
+        return self.boot_id != _boot_id() or self.pid_namespace == _pid_namespace()
+
+    def lives(self) -> bool:
+        """Whether the owner still runs, if `is_judged_here`."""
+        return self.boot_id == _boot_id() and self.started_ticks == _started_ticks(self.pid)
+
+
+class RunLock:
+    """Makes this process the one writer of a run, for a `with` block.
+
+    A lock whose process is dead is taken over, with a line in the log; of several processes that find it, one gets
+    it. A forked child may leave the block without releasing its parent's lock. Works where `O_EXCL` does: local disks,
+    NFS since version 3, Lustre. Taking over also needs flock.
+
+    Args:
+        run: folder of the run.
+        break_other_host: take over a lock whose owner this host cannot see, too. Only for callers that know it dead.
+
+    Raises:
+        UserError: on entering: the run has a living writer, or one that this host cannot judge.
+    """
+
+    def __init__(self, run: Path, *, break_other_host: bool = False) -> None:
+        self._path = run / LOCK
+        self._break_other_host = break_other_host
+        self._owner: _Owner | None = None
+
+    def __enter__(self) -> Self:
+        owner = _Owner.me()
+        content = _to_json(asdict(owner))
+        while not _create(self._path, content):
+            with _alone(self._path.with_name(f"{LOCK}.guard")):
+                if self._take_over(content):
+                    break
+        self._owner = owner
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._owner is not None
+        if self._owner.pid != os.getpid():
+            return
+        if _read_owner(self._path) == self._owner:
+            self._path.unlink()
+
+    def _take_over(self, content: str) -> bool:
+        """Replace a lock whose owner is dead, or return False if it was released meanwhile.
+
+        Newcomers see the old lock or the new one, never none, so they come here too, and one at a time.
+        """
+        run, old = self._path.parent, _read_owner(self._path)
+        if old is None:
+            return False
+        who = f"process {old.pid} on {old.host} writes to this run since {old.since}"
+        if old.is_judged_here():
+            if old.lives():
+                raise UserError(f"{run}: {who}. That is this host. Wait for it, or stop it: kill {old.pid}")
+        elif not self._break_other_host:
+            raise UserError(
+                f"{run}: {who}, and cannot be seen from here. Look there whether it still runs: ps -p {old.pid}. If "
+                "it does not, add --break-lock."
+            )
+        logger.warning(f"{run}: took over the lock that process {old.pid} on {old.host} held since {old.since}")
+        write_atomically(self._path, content)
+        return True
+
+
+def _create(path: Path, content: str) -> bool:
+    """Write a new file, or return False if there is one."""
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    except FileExistsError:
+        return False
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(descriptor)
+    return True
+
+
+def _read_owner(path: Path) -> _Owner | None:
+    try:
+        return _Owner(**json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError):
+        raise UserError(
+            f"{path}: is not a readable lock: its writer is starting just now, or died while it started. Try again; "
+            f"if this message comes back and nothing writes to the run, delete it: rm {path}"
+        ) from None
+
+
+@contextlib.contextmanager
+def _alone(guard: Path) -> Iterator[None]:
+    """Hold an flock on `guard`; the kernel frees it if the process dies. Others wait the milliseconds it is held."""
+    with guard.open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            raise UserError(
+                f"{guard.parent}: is locked, and this file system cannot tell whether for good ({error.strerror}). If "
+                f"nothing writes to the run, delete the lock: rm {guard.parent / LOCK}"
+            ) from None
+        yield
+
+
+def _started_ticks(pid: int) -> int | None:
+    """Return when a process started, in clock ticks after boot, or None if there is none (proc(5), stat, field 22)."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    state, *rest = stat.rpartition(")")[2].split()  # the name before it may hold anything
+    return None if state in "ZX" else int(rest[18])
+
+
+def _boot_id() -> str:
+    path = Path("/proc/sys/kernel/random/boot_id")
+    return path.read_text().strip() if path.exists() else ""  # sandboxes such as gVisor have none
+
+
+def _pid_namespace() -> str:
+    link = Path("/proc/self/ns/pid")
+    return str(link.readlink()) if link.is_symlink() else ""
+
+
+# Finding a run
+
+
+def latest_run(root: Path, job: str) -> Path:
+    """Return the run of a job that was created last.
+
+    Raises:
+        UserError: the job has no run in `root`.
+    """
+    runs = _runs(root)
+    candidates = [run for run in runs if run.parent.name == job]
+    if not candidates:
+        others = sorted({run.parent.name for run in runs})
+        have = f"There are runs of: {', '.join(others)}." if others else "There are no runs at all."
+        raise UserError(f"{root}: no run of job '{job}'. {have} Start one: trainyard run {job}")
+    return max(candidates, key=_created)
+
+
+def resolve_run(text: str, root: Path) -> Path:
+    """Return the run that a person names.
+
+    Args:
+        text: a path; or a job, for its newest run; or the beginning of `<job>/<run>` or `<run>` that only one run has.
+        root: folder of all runs.
+
+    Raises:
+        UserError: no run is so named, or several are; names them.
+    """
+    if (Path(text) / CONFIG).is_file():
+        return Path(text)
+    named = {f"{run.parent.name}/{run.name}": run for run in _runs(root)}
+    if any(run.parent.name == text for run in named.values()):
+        return latest_run(root, text)
+    exact = [name for name, run in named.items() if text in (name, run.name)]
+    matches = exact or [name for name, run in named.items() if name.startswith(text) or run.name.startswith(text)]
+    if len(matches) == 1:
+        return named[matches[0]]
+    if matches:
+        raise UserError(f"{root}: {len(matches)} runs begin with '{text}': {_some(matches)}. Type more of the name.")
+    if not named:
+        raise UserError(f"{root}: there are no runs, so none is '{text}'. Give the path of a run's folder.")
+    near = difflib.get_close_matches(text, {run.parent.name for run in named.values()} | set(named), n=3)
+    newest = sorted(named, key=lambda name: _created(named[name]), reverse=True)
+    hint = f"Nearest: {_some(near)}." if near else f"Newest: {_some(newest[:3])}."
+    raise UserError(f"{root}: no run is '{text}'. {hint} Give a path, a job, or the beginning of a run's name.")
+
+
+def _runs(root: Path) -> list[Path]:
+    return sorted(path.parent for path in root.glob(f"*/[!.]*/{CONFIG}"))
+
+
+def _created(run: Path) -> str:
+    """Return the time in UTC at which the run was created; such texts sort as their times do."""
+    try:
+        return str(json.loads((run / RECORD).read_text(encoding="utf-8"))["created"])
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(
+            f"{run / RECORD}: does not say when the run was created ({error}). A whole run folder has it; move this "
+            "one out of the folder of runs."
+        ) from None
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

@@ -1,0 +1,454 @@
+"""Checkpoints that survive a crash at any instant, and say so when they did not.
+
+A checkpoint is two files: `step-000000100.ckpt`, written by torch.save, and its manifest `step-000000100.json`
+with the SHA-256 of those bytes. It exists if and only if the data file bears its final name and the manifest's
+hash matches. A final name is never written twice: saving a step again makes `step-000000100-1.ckpt` and then
+deletes the older file. One process writes a directory at a time; any number may read it.
+"""
+
+import errno
+import hashlib
+import json
+import math
+import os
+import pickle
+import re
+import shutil
+import time
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from io import RawIOBase
+from pathlib import Path
+from typing import IO, Any, cast
+
+import safetensors
+import safetensors.torch
+import torch
+from loguru import logger
+
+from trainyard.errors import UserError
+
+State = dict[str, Any]
+"""Nested dicts, lists and tuples of tensors, numbers, strings and None."""
+
+FORMAT = 1
+
+_DATA_NAME = re.compile(r"step-(\d+)(?:-(\d+))?\.ckpt")
+_GIB = 2**30
+
+
+class CheckpointError(UserError):
+    """A checkpoint cannot be written, read or found."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a save did."""
+
+    path: Path
+    seconds: float  # wall time, hashing and fsync included: the cost that `interval_s` takes
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One checkpoint of a directory, as its names and its manifest describe it."""
+
+    path: Path
+    step: int
+    bytes: int  # of the data file on disk
+    meta: Mapping[str, Any]  # what the caller of `save` added; empty if the manifest is damaged
+    sha256: str  # of the data file, as saved; empty if the manifest is damaged
+    problem: str | None  # what is wrong without having read the data; `verify` also reads the data
+
+
+def save(directory: Path, state: State, *, step: int, meta: Mapping[str, Any]) -> Saved:
+    """Write the checkpoint of `step`, so that kill -9 or a power cut at any instant leaves the directory valid.
+
+    Leftovers of interrupted saves are removed first. Tensors that share memory are written once and share it
+    again when loaded; of a view, the whole storage is written.
+
+    Args:
+        directory: made if it is missing.
+        state: tensors may lie on any device.
+        step: optimizer steps finished.
+        meta: JSON values for the manifest, such as epoch, metrics, config hash and world size.
+
+    Raises:
+        CheckpointError: the state holds something that a safe load would refuse, or the disk took less than all
+            of it (full, quota, I/O error). Nothing of this save remains then, older checkpoints are untouched.
+    """
+    start = time.perf_counter()
+    assert step >= 0, step
+    _refuse_unsafe(state)
+    needed = _tensor_bytes(state)
+    try:
+        if not directory.exists():
+            directory.mkdir(parents=True)
+            _fsync(directory.parent)
+        _remove_leftovers(directory)
+        replaced = [entry.path for entry in entries(directory) if entry.step == step]
+        revision = 1 + max((_number(old)[1] for old in replaced), default=-1)
+        _require_room(directory, needed)
+        path = directory / _name(step, revision)
+        size = _write(path, state, step=step, meta=meta)
+    except OSError as error:
+        raise CheckpointError(_not_saved(directory, step, needed, error.strerror or str(error))) from error
+    for old in replaced:
+        _delete(old)
+    return Saved(path, time.perf_counter() - start, size)
+
+
+def entries(directory: Path) -> list[Entry]:
+    """List the checkpoints of a directory, damaged ones among them, newest step first. Reads manifests only."""
+    if not directory.is_dir():
+        return []
+    found = [path for path in directory.iterdir() if _DATA_NAME.fullmatch(path.name)]
+    return [_entry(path) for path in sorted(found, key=_number, reverse=True)]
+
+
+def verify(entry: Entry) -> str | None:
+    """Read the whole data file and return what is wrong with the checkpoint, None if it is as it was saved."""
+    if entry.problem:
+        return entry.problem
+    try:
+        with entry.path.open("rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        return f"the data file cannot be read: {error.strerror}"
+    return None if found == entry.sha256 else f"SHA-256 is {found[:12]}.., the manifest says {entry.sha256[:12]}.."
+
+
+def load(path: Path, *, mmap: bool = False) -> State:
+    """Verify one checkpoint and return its state, all tensors on the CPU.
+
+    Args:
+        path: the .ckpt file; its manifest lies beside it.
+        mmap: map the file instead of copying it, so that only the tensors touched are read. Only for short
+            reads of a file that nothing rewrites: a mapped file that is truncated, or deleted on NFS, kills the
+            process with SIGBUS. Hence off for training, whose `prune` deletes what it started from.
+
+    Raises:
+        CheckpointError: it is missing, damaged, or holds more than `State` allows. No code in it is run.
+    """
+    if not _DATA_NAME.fullmatch(path.name):
+        raise CheckpointError(f"{path}: not a checkpoint's name. Expected a file like step-000000100.ckpt.")
+    problem = verify(_entry(path))
+    if problem:
+        raise CheckpointError(f"{path}: damaged: {problem}. Use another checkpoint of {path.parent}.")
+    return _read(path, mmap=mmap)
+
+
+def load_newest_valid(directory: Path) -> tuple[Entry, State] | None:
+    """Return the newest undamaged checkpoint with its state (see `load`), None if there is no checkpoint at all.
+
+    Damaged ones are logged by name and reason and skipped, never deleted. A file that is as it was saved and yet
+    does not load is not skipped but raised: older ones would fail alike, or go back further than needed.
+
+    Raises:
+        CheckpointError: every checkpoint is damaged, or the newest undamaged one does not load.
+    """
+    found = entries(directory)
+    damaged = []
+    for entry in found:
+        problem = verify(entry)
+        if problem is None:
+            return entry, _read(entry.path, mmap=False)
+        logger.warning("{}: damaged, trying the one before: {}", entry.path, problem)
+        damaged.append(f"  {entry.path.name}: {problem}")
+    if not damaged:
+        return None
+    raise CheckpointError(
+        f"{directory}: all {len(damaged)} checkpoints are damaged:\n"
+        + "\n".join(damaged)
+        + f"\nNothing was deleted. Restore one from a copy, or start again without them: mv {directory} "
+        f"{directory}.damaged"
+    )
+
+
+def prune(directory: Path, *, keep_last: int, protect: Callable[[int], bool] = lambda step: False) -> list[Path]:
+    """Delete old checkpoints, oldest first, and return the data files deleted.
+
+    Kept are the newest undamaged checkpoint, the `keep_last` - 1 before it, what is newer than it (damaged, so a
+    person may want to look), and every step that `protect` holds. Reads one checkpoint if there is anything to
+    delete, to be sure that an undamaged one remains; deletes nothing if there is none.
+    """
+    assert keep_last >= 1, keep_last
+    found = entries(directory)
+    if all(protect(entry.step) for entry in found[keep_last:]):
+        return []
+    newest_valid = next((i for i, entry in enumerate(found) if verify(entry) is None), len(found))
+    doomed = [entry.path for entry in found[newest_valid + keep_last :] if not protect(entry.step)]
+    for path in reversed(doomed):
+        _delete(path)
+    return doomed[::-1]
+
+
+def interval_s(save_s: float, *, mtbf_hours: float, max_minutes: float) -> float:
+    """Return how many seconds to train between two saves, so that saving and work lost to failures cost least.
+
+    Young's first-order optimum sqrt(2 C M) (Young 1974, CACM 17(9), 530-531), for a save of C seconds and a mean
+    time M between failures. Daly's higher-order estimate (Daly 2006, FGCS 22(3), 303-312, eq. 37) differs by less
+    than 2 % while C < M / 1000, far less than M is known.
+
+    Args:
+        save_s: measured cost of a save, seconds, > 0.
+        mtbf_hours: mean time between failures of the whole job: of one node, divided by the nodes.
+        max_minutes: upper bound; it holds even where saving then takes more than a tenth of the time.
+
+    Returns:
+        Young's interval, but at least 10 saves long (overhead below a tenth) and at most `max_minutes`.
+    """
+    assert save_s > 0, save_s
+    young = math.sqrt(2 * save_s * mtbf_hours * 3600)
+    return min(max(young, 10 * save_s), max_minutes * 60)
+
+
+def export(path: Path, out: Path) -> Path:
+    """Write a checkpoint's model weights as a safetensors file, and return `out`.
+
+    Weights are `state["model"]`, with the averaged ones of `state["ema"]` in their place where the checkpoint has
+    them. The file's metadata holds format, step, which weights, the checkpoint's SHA-256, and `meta` as JSON.
+
+    Raises:
+        CheckpointError: `out` exists or cannot be written, or the checkpoint is damaged or has no such weights.
+    """
+    if out.exists():
+        raise CheckpointError(f"{out}: exists already, and is not overwritten. Name another file, or delete it.")
+    state, entry = load(path, mmap=True), _entry(path)
+    averaged = state.get("ema") or {}
+    weights = _weights(path, state.get("model") or {}, averaged)
+    metadata = {
+        "format": "pt",
+        "step": str(entry.step),
+        "weights": "ema" if averaged else "model",
+        "checkpoint_sha256": entry.sha256,
+        "meta": json.dumps(dict(entry.meta)),
+    }
+    partial = _partial(out)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        safetensors.torch.save_file(weights, partial, metadata=metadata)
+        _fsync(partial)
+        partial.replace(out)
+        _fsync(out.parent)
+    except (OSError, safetensors.SafetensorError) as error:
+        partial.unlink(missing_ok=True)
+        raise CheckpointError(f"{out}: not exported: {error}. Make room, or name a file elsewhere.") from error
+    return out
+
+
+def _write(path: Path, state: State, *, step: int, meta: Mapping[str, Any]) -> int:
+    """Write data and manifest in the order that leaves every prefix of it valid; return the data's bytes."""
+    manifest_path = path.with_suffix(".json")
+    partial, manifest_partial = _partial(path), _partial(manifest_path)
+    try:
+        with partial.open("wb", buffering=0) as file:
+            writer = _HashingWriter(file)
+            torch.save(state, cast(IO[bytes], writer))
+        if writer.failure:
+            raise writer.failure
+        _fsync(partial)
+        manifest_partial.write_text(_manifest(step, writer.bytes, writer.hash.hexdigest(), meta))
+        _fsync(manifest_partial)
+        # A manifest without data is no checkpoint, so it goes first: data without one would be a damaged one.
+        manifest_partial.replace(manifest_path)
+        partial.replace(path)
+        _fsync(path.parent)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        manifest_partial.unlink(missing_ok=True)
+        raise
+    return writer.bytes
+
+
+class _HashingWriter:
+    """The file that torch.save writes to, front to back. It hashes what was meant, not what a bad disk made of it.
+
+    torch.save may wrap an exception of `write` into one of its own, which would hide "disk full". So the first
+    failure is kept for the caller to ask for, and what follows is discarded.
+    """
+
+    def __init__(self, file: RawIOBase) -> None:
+        self.hash = hashlib.sha256()
+        self.bytes = 0
+        self.failure: OSError | None = None
+        self._file = file
+
+    def write(self, data: bytes | memoryview) -> int:
+        self.hash.update(data)
+        self.bytes += len(data)
+        rest = memoryview(data)
+        while rest and self.failure is None:
+            try:
+                rest = rest[self._file.write(rest) :]
+            except OSError as error:
+                self.failure = error
+        return len(data)
+
+    def flush(self) -> None:
+        """Do nothing: the file is unbuffered. Like `write`, torch.save calls it."""
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(path.name + ".partial")
+
+
+def _fsync(path: Path) -> None:
+    """Flush a file's bytes, or a directory's names, to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _manifest(step: int, size: int, sha256: str, meta: Mapping[str, Any]) -> str:
+    fields = {"format": FORMAT, "step": step, "bytes": size, "sha256": sha256, "meta": dict(meta)}
+    fields = json.loads(json.dumps(fields))  # what a reader gets: string keys, no tuples
+    return json.dumps({**fields, "self_sha256": _hash_fields(fields)}, indent=1)
+
+
+def _hash_fields(fields: Mapping[str, Any]) -> str:
+    """Hash a manifest's own fields: a flipped bit in `meta` may well leave valid JSON."""
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+
+
+def _manifest_problem(manifest: Any, *, step: int, size: int) -> str | None:
+    if not isinstance(manifest, dict):
+        return "the manifest is damaged: not a JSON object"
+    if manifest.get("format") != FORMAT:
+        return f"written with checkpoint format {manifest.get('format')}, this checkout reads {FORMAT}"
+    if manifest.pop("self_sha256", None) != _hash_fields(manifest):
+        return "the manifest is damaged: its own SHA-256 does not match"
+    if manifest["step"] != step:
+        return f"renamed: the manifest is of step {manifest['step']}"
+    if manifest["bytes"] != size:
+        return f"the data file has {size} bytes, the manifest says {manifest['bytes']}"
+    return None
+
+
+def _entry(path: Path) -> Entry:
+    """Describe the checkpoint whose data file `path` is."""
+    step, size = _number(path)[0], 0
+    try:
+        size = path.stat().st_size
+        manifest = json.loads(path.with_suffix(".json").read_bytes())
+    except OSError as error:
+        problem: str | None = f"{Path(error.filename or path).name} cannot be read: {error.strerror}"
+    except ValueError as error:
+        problem = f"the manifest is damaged: {error}"
+    else:
+        problem = _manifest_problem(manifest, step=step, size=size)
+    if problem:
+        return Entry(path, step, size, {}, "", problem)
+    return Entry(path, step, size, manifest["meta"], manifest["sha256"], None)
+
+
+def _name(step: int, revision: int) -> str:
+    return f"step-{step:09d}" + (f"-{revision}" if revision else "") + ".ckpt"
+
+
+def _number(path: Path) -> tuple[int, int]:
+    """Return (step, revision) of a data file's path; a later save of the same step has a higher revision."""
+    match = _DATA_NAME.fullmatch(path.name)
+    assert match, path
+    return int(match[1]), int(match[2] or 0)
+
+
+def _remove_leftovers(directory: Path) -> None:
+    """Remove what an interrupted save or deletion left: partial files, and manifests without their data."""
+    for path in list(directory.glob("step-*")):
+        data = path.with_suffix(".ckpt")
+        orphan = path.suffix == ".json" and _DATA_NAME.fullmatch(data.name) and not data.exists()
+        if orphan or path.name.endswith((".ckpt.partial", ".json.partial")):
+            path.unlink()
+
+
+def _delete(path: Path) -> None:
+    """Delete a checkpoint: the data first, because a manifest alone is no checkpoint."""
+    path.unlink(missing_ok=True)
+    path.with_suffix(".json").unlink(missing_ok=True)
+
+
+def _leaves(value: Any, where: str) -> Iterator[tuple[str, Any]]:
+    """Yield everything in a nested state that is no container, keys included, each with where it stands."""
+    if type(value) in (dict, OrderedDict):
+        for key, item in value.items():
+            yield f"a key of {where}", key
+            yield from _leaves(item, f"{where}[{key!r}]")
+    elif type(value) in (list, tuple):
+        for i, item in enumerate(value):
+            yield from _leaves(item, f"{where}[{i}]")
+    else:
+        yield where, value
+
+
+def _refuse_unsafe(state: State) -> None:
+    """Raise for what torch.load(weights_only=True) would refuse, while there is still something to do about it.
+
+    Types are compared exactly: a numpy float is a subclass of float and pickles as numpy.
+    """
+    for where, leaf in _leaves(state, "state"):
+        if type(leaf) in (bool, int, float, str, type(None)):
+            continue
+        if type(leaf) in (torch.Tensor, torch.nn.Parameter) and leaf.layout == torch.strided and not leaf.is_meta:
+            continue
+        kind = f"{leaf.layout} tensor on {leaf.device}" if isinstance(leaf, torch.Tensor) else "value"
+        raise CheckpointError(
+            f"checkpoint not saved: {where} is a {kind} of type {type(leaf).__module__}.{type(leaf).__name__}. "
+            "A checkpoint holds dicts, lists and tuples of dense tensors, numbers, strings and None, because it is "
+            "loaded without running code. Convert it, such as float(x), x.tolist() or str(x)."
+        )
+
+
+def _tensor_bytes(state: State) -> int:
+    """Return the bytes of all storages, each once: what the data file takes, but for names and padding."""
+    storages = [leaf.untyped_storage() for _, leaf in _leaves(state, "state") if isinstance(leaf, torch.Tensor)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def _require_room(directory: Path, needed: int) -> None:
+    if shutil.disk_usage(directory).free < needed:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _not_saved(directory: Path, step: int, needed: int, reason: str) -> str:
+    disk = next(folder for folder in (directory, *directory.absolute().parents) if folder.exists())
+    free = shutil.disk_usage(disk).free
+    return (
+        f"{directory / _name(step, 0)}: not saved: {reason}. It takes at least {needed / _GIB:.3f} GiB, "
+        f"{free / _GIB:.3f} GiB are free (a quota may allow less). Older checkpoints are untouched. Look at "
+        f"df -h {disk} and du -sh {disk}/*, make room or keep fewer (checkpoint.keep_last=1), and start the run "
+        "again: it goes on from the newest checkpoint."
+    )
+
+
+def _read(path: Path, *, mmap: bool) -> State:
+    if not zipfile.is_zipfile(path):
+        raise CheckpointError(_refused(path, "it is not the zip archive that torch.save writes"))
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)  # type: ignore[no-any-return]
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(_refused(path, str(error).splitlines()[0])) from error
+
+
+def _refused(path: Path, reason: str) -> str:
+    return (
+        f"{path}: refused: it holds more than tensors, numbers and strings, and loading it could run code: {reason}. "
+        "Trainyard never writes such a file: find out who did before you use anything else of this folder."
+    )
+
+
+def _weights(path: Path, model: Mapping[str, Any], averaged: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return contiguous tensors that share no memory, as safetensors wants them."""
+    stray = sorted(averaged.keys() - model.keys())
+    other = [name for name, value in model.items() if not isinstance(value, torch.Tensor)]
+    if not model or stray or other:
+        found = f"'ema' has {stray[0]}, which 'model' lacks" if stray else "'model' is empty or missing"
+        found = f"'model' has {other[0]}, which is no tensor" if other else found
+        raise CheckpointError(f"{path}: not exported: expected state['model'] to hold all weights, but {found}.")
+    merged = {**model, **averaged}
+    return {name: w.detach().clone(memory_format=torch.contiguous_format) for name, w in merged.items()}

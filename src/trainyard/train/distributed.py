@@ -1,0 +1,194 @@
+"""Ranks: who am I, how do we meet, what do we agree on. The only reader of RANK, WORLD_SIZE and SLURM_*."""
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import TCPStore
+
+from trainyard.errors import UserError
+
+_MEET_S = 600  # how long ranks wait for each other at the start: images load at different speeds
+_STEP_TIMEOUT = timedelta(minutes=30)  # longest save or evaluation that others wait for
+
+
+@dataclass(frozen=True)
+class World:
+    """The processes of a run."""
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    local_world_size: int = 1
+    launcher: str = "one process"
+    meeting: str = ""  # name of this start of the run, the same on all ranks; empty: MASTER_ADDR says where to meet
+    address: str = "127.0.0.1"  # where rank 0 listens
+
+    @property
+    def is_main(self) -> bool:
+        """Tell whether this process writes files and speaks."""
+        return self.rank == 0
+
+
+def world_from(environ: Mapping[str, str]) -> World:
+    """Read who we are: Trainyard's own launcher or torchrun (RANK ...), Slurm (SLURM_PROCID ...), or one process.
+
+    Slurm's variables count only inside a job step: a batch script itself, or a shell from salloc, sees the whole
+    job's SLURM_NTASKS without being one of its tasks.
+
+    Raises:
+        UserError: the variables of one launcher are incomplete.
+    """
+    try:
+        if "RANK" in environ and "WORLD_SIZE" in environ:
+            return World(
+                rank=int(environ["RANK"]),
+                local_rank=int(environ["LOCAL_RANK"]),
+                world_size=int(environ["WORLD_SIZE"]),
+                local_world_size=int(environ.get("LOCAL_WORLD_SIZE", environ["WORLD_SIZE"])),
+                launcher="trainyard" if "TRAINYARD_MEETING" in environ else "torchrun",
+                meeting=environ.get("TRAINYARD_MEETING", ""),
+            )
+        if "SLURM_STEP_ID" in environ and int(environ.get("SLURM_NTASKS", "1")) > 1:
+            parts = (environ["SLURM_JOB_ID"], environ["SLURM_STEP_ID"], environ.get("SLURM_RESTART_COUNT", "0"))
+            return World(
+                rank=int(environ["SLURM_PROCID"]),
+                local_rank=int(environ["SLURM_LOCALID"]),
+                world_size=int(environ["SLURM_NTASKS"]),
+                local_world_size=int(environ.get("SLURM_STEP_TASKS_PER_NODE", "1").split("(")[0].split(",")[0]),
+                launcher="slurm",
+                meeting="-".join(parts),
+                address=environ.get("SLURM_LAUNCH_NODE_IPADDR", "127.0.0.1"),
+            )
+    except KeyError as missing:
+        raise UserError(
+            f"The launcher's variables are incomplete: {missing.args[0]} is not set. Start with torchrun, srun, "
+            "or trainyard run --gpus N."
+        ) from None
+    return World()
+
+
+def device_of(world: World) -> torch.device:
+    """Return this rank's device: its GPU, or the CPU where there is none.
+
+    Raises:
+        UserError: more ranks on this node than GPUs.
+    """
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not gpus:
+        return torch.device("cpu")
+    if world.local_rank >= gpus:
+        raise UserError(
+            f"Rank {world.rank} is number {world.local_rank} on its node, which shows {gpus} GPUs. "
+            f"Ask for {gpus} tasks per node."
+        )
+    device = torch.device("cuda", world.local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def join(world: World, run: Path) -> None:
+    """Meet the other ranks. Collectives work on CPU tensors (gloo) and, with GPUs, on CUDA tensors (NCCL).
+
+    Under Slurm and our own launcher rank 0 listens on a port that the system chooses, and says which in the run
+    folder: no port is ever taken, and none is left over from an earlier start.
+    """
+    if world.world_size == 1:
+        return
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    store = _meet(world, run) if world.meeting else None
+    dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.world_size, timeout=_STEP_TIMEOUT)
+
+
+def leave() -> None:
+    """Part from the other ranks."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def barrier() -> None:
+    """Wait until every rank is here."""
+    if dist.is_initialized():
+        dist.all_reduce(torch.zeros(1))  # on the host: a barrier over NCCL would start the GPUs' communicator
+
+
+def sum_over_ranks(values: Tensor) -> Tensor:
+    """Return the sum of `values` over all ranks, on every rank."""
+    if dist.is_initialized():
+        dist.all_reduce(values)
+    return values
+
+
+def from_main(value: Any) -> Any:
+    """Return rank 0's value on every rank."""
+    if not dist.is_initialized():
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+    return box[0]
+
+
+def to_main(value: Any) -> list[Any] | None:
+    """Return every rank's value, in order of rank, on rank 0; None elsewhere."""
+    if not dist.is_initialized():
+        return [value]
+    # Objects go through CPU tensors: gather_object would pick the GPU where NCCL is present.
+    box: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(box, value)
+    return box if dist.get_rank() == 0 else None
+
+
+class Agreement:
+    """A few numbers of which every rank learns the maximum over ranks, one call later.
+
+    The exchange runs while the step computes, so nobody waits for it; and because all ranks read the same numbers at
+    the same step, they act together.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._sent = torch.zeros(count, dtype=torch.int64)
+        self._pending: dist.Work | None = None
+
+    def exchange(self, mine: list[int]) -> list[int]:
+        """Offer my numbers; return the maxima of what was offered at the call before (zeros at first)."""
+        if self._pending is not None:
+            self._pending.wait()
+        agreed: list[int] = self._sent.tolist()
+        self._sent = torch.tensor(mine, dtype=torch.int64)
+        if dist.is_initialized():
+            self._pending = dist.all_reduce(self._sent, op=dist.ReduceOp.MAX, async_op=True)
+        return agreed
+
+    def settle(self) -> None:
+        """Wait for an exchange under way, so that leaving breaks nobody's."""
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = None
+
+
+def _meet(world: World, run: Path) -> TCPStore:
+    notice = run / f"meeting-{world.meeting}.json"
+    limit = timedelta(seconds=_MEET_S)
+    if world.is_main:
+        store = TCPStore(world.address, 0, world.world_size, True, timeout=limit, wait_for_workers=False)
+        aside = notice.with_suffix(".partial")
+        aside.write_text(json.dumps({"address": world.address, "port": store.port}))
+        aside.replace(notice)
+        return store
+    deadline = time.monotonic() + _MEET_S
+    while not notice.exists():
+        if time.monotonic() > deadline:
+            raise UserError(
+                f"Rank {world.rank} waited {_MEET_S} s for rank 0 to write {notice}. Is the run folder on a file "
+                "system that all nodes share?"
+            )
+        time.sleep(0.05)
+    place = json.loads(notice.read_text())
+    return TCPStore(place["address"], place["port"], world.world_size, False, timeout=limit)

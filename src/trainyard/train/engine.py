@@ -1,0 +1,572 @@
+"""The training run: steps, evaluation, checkpoints and stopping, from wherever the run folder says it stands."""
+
+import resource
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from loguru import logger
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from trainyard.data import order
+from trainyard.data.loader import Loader, Micro
+from trainyard.data.shards import ShardSet
+from trainyard.errors import UserError
+from trainyard.hardware import Precision
+from trainyard.settings import Duration, TrainConfig
+from trainyard.train import checkpoint, distributed, precision
+from trainyard.train.distributed import Agreement, World
+from trainyard.train.evaluate import evaluate
+from trainyard.train.module import TrainModule
+from trainyard.train.report import ProgressBar, Recorder, format_line
+from trainyard.train.schedule import lr_factor
+from trainyard.train.step import (
+    Progress,
+    StepResult,
+    TrainState,
+    copy_for_average,
+    drop_activations,
+    make_optimizer,
+    train_step,
+)
+from trainyard.train.stop import RuntimeLimit, Stop, StopFlag
+
+TRAIN, VALIDATION = "train", "val"
+
+MAX_SKIPPED = 20
+"""Steps in a row that loss scaling may skip while it looks for a scale; from 2**16 it needs 16 to get down to 1."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """All that a run is made of, once decided."""
+
+    config: TrainConfig
+    module: TrainModule
+    data: ShardSet
+    splits: Mapping[str, np.ndarray]  # sample ids of "train", "val" (may be absent) and test sets by their names
+    world: World
+    device: torch.device
+    precision: Precision
+    decode: str
+    threads: int  # decoding threads of this rank
+    run: Path
+
+
+def fit(job: Job, *, stop: StopFlag, limit: RuntimeLimit) -> Stop:
+    """Train, or go on training, until the end or a reason to stop; return the reason.
+
+    Raises:
+        UserError: the run folder holds the state of other data, gradients are not finite, or saving fails.
+    """
+    state, position = prepare(job)
+    recorder = _recorder(job, state, position) if job.world.is_main else None
+    try:
+        return _Attempt(job, state, recorder, stop, limit).run()
+    except Exception as error:
+        if recorder is not None:
+            recorder.log("event", state.progress.step, {"event": "failed", "reason": str(error)})
+        raise
+    finally:
+        if recorder is not None:
+            recorder.close()
+
+
+def prepare(job: Job) -> tuple[TrainState, int | None]:
+    """Build the state, filled from the newest valid checkpoint if there is one.
+
+    Returns:
+        state, and the length of the metrics file at that checkpoint; None for a new run.
+    """
+    layout: Any = torch.channels_last if job.precision.channels_last else torch.contiguous_format
+    module = job.module.to(job.device).train()
+    module.to(memory_format=layout)  # type: ignore[call-overload]
+    config = job.config
+    state = TrainState(
+        module=module,
+        model=module,
+        optimizer=make_optimizer(module, config.optimizer),
+        scaler=torch.amp.GradScaler(job.device.type, enabled=job.precision.loss_scaling),
+        ema=copy_for_average(module) if config.ema_decay else None,
+        ema_decay=config.ema_decay,
+    )
+    saved = _newest(job)
+    if saved is not None:
+        restore(state, saved, fingerprint=job.data.fingerprint)
+    if config.gradient_checkpointing and not drop_activations(module):
+        raise UserError(
+            f"gradient_checkpointing=true, but the model of {config.family} names no repeated layers to recompute."
+        )
+    state.model = _wrapped(job, module)
+    return state, None if saved is None else saved["metrics_position"]
+
+
+def snapshot(state: TrainState, *, fingerprint: str, metrics_position: int) -> dict[str, Any]:
+    """Return everything a resume needs, as tensors, numbers, strings and None."""
+    return {
+        "model": state.module.state_dict(),
+        "optimizer": state.optimizer.state_dict(),
+        "scaler": state.scaler.state_dict(),
+        "ema": None if state.ema is None else state.ema.state_dict(),
+        "progress": asdict(state.progress),
+        "best": state.best,
+        "data": fingerprint,
+        "metrics_position": metrics_position,
+    }
+
+
+def restore(state: TrainState, saved: Mapping[str, Any], *, fingerprint: str) -> None:
+    """Fill a state from a snapshot.
+
+    Raises:
+        UserError: the snapshot belongs to other data.
+    """
+    if saved["data"] != fingerprint:
+        raise UserError(
+            "This run was trained on other data than those found now (the packed index differs). "
+            "Put the packed data back, or start a new run."
+        )
+    state.module.load_state_dict(saved["model"])
+    state.optimizer.load_state_dict(saved["optimizer"])
+    state.scaler.load_state_dict(saved["scaler"])
+    if state.ema is not None:
+        state.ema.load_state_dict(saved["ema"])
+    state.progress = Progress(**saved["progress"])
+    state.best = saved["best"]
+
+
+class _Attempt:
+    """One start of a run, on one rank. Methods stand in the order in which they are called."""
+
+    def __init__(
+        self, job: Job, state: TrainState, recorder: Recorder | None, stop: StopFlag, limit: RuntimeLimit
+    ) -> None:
+        self.job, self.config, self.state, self.recorder = job, job.config, state, recorder
+        self.stop, self.limit = stop, limit
+        self.autocast = precision.autocast(job.precision, job.device)
+        self.loader = _loader(job)
+        self.order = epoch_order(job, state.progress.epoch)
+        self.total_steps = total_steps(job.config, len(self.order))
+        self.log_every, self.eval_every, self.save_every, self.keep_every = (
+            _Every(text, len(self.order))
+            for text in (
+                self.config.log_every,
+                self.config.eval_every,
+                self.config.checkpoint.every or "0min",  # due after the first step, whose save measures the cost
+                self.config.checkpoint.keep_every,
+            )
+        )
+        self.minutes = _minutes(self.config.max_duration)
+        self.agreement = Agreement(4)
+        self.meter = _Meter()
+        self.unread: _LateRead | None = None
+        self.skipped_in_a_row = 0
+        self.save_s = self.longest_step_s = 0.0
+
+    def run(self) -> Stop:
+        """Take the steps that are left; when there are none, score the test sets with the best weights."""
+        reason = Stop.NONE if self._at_end() else self._steps()
+        if reason is Stop.NONE:
+            self._test()
+        self._event("done" if reason is Stop.NONE else "stop", reason=reason.name.lower().replace("_", " "))
+        distributed.barrier()  # nobody leaves while another still needs it
+        return reason
+
+    def _steps(self) -> Stop:
+        progress = self.state.progress
+        stream = self.loader.train(
+            lambda epoch: epoch_order(self.job, epoch),
+            epoch=progress.epoch,
+            start=progress.batches_done,
+            micro_batch_size=self.config.micro_batch_size,
+        )
+        bar = ProgressBar(self.total_steps, step=progress.step, show=self.job.world.is_main)
+        watch = self._watch()
+        try:
+            while True:
+                with watch:
+                    result = self._step(stream)
+                watch = nullcontext()
+                bar.update(progress.step)
+                self._check_finite(result)
+                if self.log_every.at(progress.step):
+                    self._log(result)
+                reason, minutes_up, evaluate_now, save_now = self._agree()
+                end = self._at_end() or bool(minutes_up)
+                leaving = end or reason != Stop.NONE
+                with self.meter.paused():
+                    if evaluate_now or end or self.eval_every.at(progress.step):
+                        save_now |= self._evaluate()
+                    if save_now or leaving or self.save_every.at(progress.step):
+                        self._save()
+                if leaving:
+                    return Stop.NONE if end else Stop(reason)
+        finally:
+            stream.close()
+            bar.close()
+            self.agreement.settle()
+
+    def _watch(self) -> AbstractContextManager[None]:
+        """Return the context of the first step: it records operators without a deterministic kernel."""
+        if not self.config.deterministic:
+            return nullcontext()
+        return precision.nondeterministic_operators(
+            lambda names: self._event("nondeterministic", operators=names) if names else None
+        )
+
+    def _step(self, stream: Iterable[Micro]) -> StepResult:
+        progress = self.state.progress
+        begin = time.monotonic()
+        result = train_step(
+            self.state,
+            _one_step(stream, progress.samples_seen, self.job.device),
+            lr=self._lr(),
+            world_size=self.job.world.world_size,
+            seed=self.config.seed * 1_000_003 + self.job.world.rank,
+            clip_grad_norm=self.config.clip_grad_norm,
+            autocast=self.autocast,
+        )
+        self.longest_step_s = max(self.longest_step_s, time.monotonic() - begin)
+        progress.train_s += time.monotonic() - begin
+        samples = len(self.order.batch(progress.batches_done))
+        self.meter.add(samples, result.wait_s)
+        progress.step += 1
+        progress.samples_seen += samples
+        progress.batches_done += 1
+        if progress.batches_done == len(self.order):
+            progress.epoch, progress.batches_done = progress.epoch + 1, 0
+            self.order = epoch_order(self.job, progress.epoch)
+        return result
+
+    def _lr(self) -> float:
+        factor = lr_factor(
+            self.state.progress.step,
+            self.config.schedule,
+            total_steps=self.total_steps,
+            steps_per_epoch=len(self.order),
+        )
+        return self.config.optimizer.lr * factor
+
+    def _check_finite(self, result: StepResult) -> None:
+        """Look at the step before this one, so that the host never waits for the device."""
+        before, self.unread = self.unread, _LateRead(self.state.progress.step, result.skipped)
+        self._look(before)
+
+    def _look(self, read: "_LateRead | None") -> None:
+        if read is None or not read.value():
+            self.skipped_in_a_row = 0
+            return
+        self.skipped_in_a_row += 1
+        if not self.job.precision.loss_scaling:
+            raise UserError(
+                f"Step {read.step}: the gradient is not finite, so the step was not taken and nothing after it is "
+                "saved. Usual causes: a learning rate too high (optimizer.lr, schedule.warmup), a broken sample, a "
+                f"division by zero in the loss. Go on from the last checkpoint: trainyard resume {self.job.run}"
+            )
+        self._event("skipped_step", at=read.step, reason="overflow in fp16; loss scale halved")
+        if self.skipped_in_a_row > MAX_SKIPPED:
+            raise UserError(
+                f"Step {read.step}: {self.skipped_in_a_row} steps in a row overflowed in fp16, so it is not the loss "
+                "scale. Try precision=fp32, or a lower optimizer.lr."
+            )
+
+    def _log(self, result: StepResult) -> None:
+        """Write the losses of this step's whole global batch, and the timings since the last line."""
+        names = list(result.losses)
+        values = distributed.sum_over_ranks(torch.stack([result.losses[name] for name in names])).tolist()
+        if self.recorder is None:
+            return
+        progress = self.state.progress
+        line = {
+            "epoch": progress.epoch,
+            "samples_seen": progress.samples_seen,
+            **dict(zip(names, values, strict=True)),
+            "lr": self.state.optimizer.param_groups[0]["lr"],
+            "grad_norm": float(result.grad_norm),
+            **self.meter.timings(),
+            "memory_gib": _memory_gib(self.job.device),
+        }
+        self.recorder.log("train", progress.step, line)
+        total = {} if self.total_steps is None else {"total_steps": self.total_steps}
+        logger.info(format_line({"step": progress.step, **total, **line}))
+
+    def _agree(self) -> list[int]:
+        """Offer what this rank sees, and learn what the ranks saw a step ago; rank 0's clock counts for all."""
+        reason, clock = self.stop.reason, self.job.world.is_main
+        if self.limit.reached(reserve_s=2 * (self.longest_step_s + self.save_s) + 1):
+            reason = max(reason, Stop.TIME_LIMIT)
+        minutes_up = clock and self.minutes is not None and self.state.progress.train_s / 60 >= self.minutes
+        return self.agreement.exchange(
+            [int(reason), int(minutes_up), int(clock and self.eval_every.over()), int(clock and self.save_every.over())]
+        )
+
+    def _at_end(self) -> bool:
+        return self.total_steps is not None and self.state.progress.step >= self.total_steps
+
+    def _evaluate(self) -> bool:
+        """Score the validation set; tell whether it is the best score yet."""
+        self.eval_every.restart()
+        if VALIDATION not in self.job.splits:
+            return False
+        metrics = self._score(VALIDATION, self._evaluated())
+        name, mode = self.job.module.monitor
+        if name not in metrics:
+            raise UserError(f"score() gives {', '.join(metrics)}, but the model's monitor is '{name}'.")
+        value, best = metrics[name], self.state.best
+        sign = 1 if mode == "max" else -1
+        if best is not None and sign * value <= sign * best["value"]:
+            return False
+        self.state.best = {"step": self.state.progress.step, "metric": name, "value": value}
+        return True
+
+    def _evaluated(self) -> TrainModule:
+        return self.state.module if self.state.ema is None else self.state.ema
+
+    def _score(self, split: str, module: TrainModule) -> dict[str, float]:
+        begin = time.monotonic()
+        metrics = evaluate(
+            module,
+            self.loader,
+            self.job.splits[split],
+            batch_size=self.config.eval_batch_size,
+            autocast=self.autocast,
+        )
+        progress = self.state.progress
+        if self.recorder is not None:
+            line = {"epoch": progress.epoch, "split": split, **metrics, "seconds": time.monotonic() - begin}
+            self.recorder.log("eval", progress.step, line)
+            shown = "  ".join(f"{k} {v:.4g}" for k, v in metrics.items() if not k.endswith(("_low", "_high")))
+            logger.info("{} at step {}: {}", split, progress.step, shown)
+        return metrics
+
+    def _save(self) -> None:
+        """Write a checkpoint, drop old ones, and set the next interval by what it cost."""
+        self._look(self.unread)
+        self.unread = None
+        if self.recorder is not None:
+            saved = self._write_checkpoint(self.recorder)
+            self.save_s = saved.seconds
+            self._event("checkpoint", seconds=saved.seconds, bytes=saved.bytes, file=saved.path.name)
+        self.save_s = distributed.from_main(self.save_s)
+        settings = self.config.checkpoint
+        if not settings.every:
+            self.save_every.seconds = checkpoint.interval_s(
+                max(self.save_s, 1e-3), mtbf_hours=settings.mtbf_hours, max_minutes=settings.max_minutes
+            )
+        self.save_every.restart()
+
+    def _write_checkpoint(self, recorder: Recorder) -> checkpoint.Saved:
+        state, folder = self.state, self.job.run / "checkpoints"
+        content = snapshot(state, fingerprint=self.job.data.fingerprint, metrics_position=recorder.position())
+        meta = {"epoch": state.progress.epoch, "world_size": self.job.world.world_size, "best": state.best}
+        saved = checkpoint.save(folder, content, step=state.progress.step, meta=meta)
+        best = state.best["step"] if state.best else None
+        checkpoint.prune(
+            folder,
+            keep_last=self.config.checkpoint.keep_last,
+            protect=lambda step: step == best or self.keep_every.at(step),
+        )
+        return saved
+
+    def _test(self) -> None:
+        """Score the test sets, once, with the weights that were best on validation."""
+        tests = [name for name in self.job.splits if name not in (TRAIN, VALIDATION)]
+        if not tests:
+            return
+        module, best = self._evaluated(), self.state.best
+        if best is not None and best["step"] != self.state.progress.step:
+            saved = self._load_best(best["step"])
+            module.load_state_dict(saved["ema"] or saved["model"])
+        for name in tests:
+            self._score(name, module)
+
+    def _load_best(self, step: int) -> dict[str, Any]:
+        for entry in checkpoint.entries(self.job.run / "checkpoints"):
+            if entry.step == step:
+                return checkpoint.load(entry.path)
+        raise UserError(f"{self.job.run}/checkpoints: the best checkpoint, of step {step}, is gone.")
+
+    def _event(self, name: str, **fields: Any) -> None:
+        if self.recorder is not None:
+            self.recorder.log("event", self.state.progress.step, {"event": name, **fields})
+
+
+def epoch_order(job: Job, epoch: int) -> order.EpochOrder:
+    """Return the order of an epoch: a pure function of the config and of the data's columns."""
+    config, ids = job.config, job.splits[TRAIN]
+    if config.data.order == "shuffle":
+        return order.shuffle(ids, seed=config.seed, epoch=epoch, global_batch_size=config.global_batch_size)
+    name = config.data.order_by
+    if name not in job.data.columns:
+        raise UserError(f"data.order_by={name}: the data have {', '.join(job.data.columns)}.")
+    return order.pxk(
+        ids,
+        job.data.columns[name][ids],
+        samples_per_identity=config.data.samples_per_identity,
+        seed=config.seed,
+        epoch=epoch,
+        global_batch_size=config.global_batch_size,
+    )
+
+
+def total_steps(config: TrainConfig, steps_per_epoch: int) -> int | None:
+    """Return the optimizer steps of the whole run, None where time ends it."""
+    length = Duration.parse(config.max_duration)
+    return None if length.unit == "min" else length.steps(steps_per_epoch)
+
+
+def _minutes(text: str) -> float | None:
+    length = Duration.parse(text)
+    return length.value if length.unit == "min" else None
+
+
+def _newest(job: Job) -> dict[str, Any] | None:
+    """Load the newest valid checkpoint on every rank; rank 0 looks, so that all take the same."""
+    found = checkpoint.load_newest_valid(job.run / "checkpoints") if job.world.is_main else None
+    path = distributed.from_main(None if found is None else found[0].path)
+    if path is None:
+        return None
+    saved = found[1] if found is not None else checkpoint.load(path)
+    logger.info("resuming from {}", path.name)
+    return saved
+
+
+def _wrapped(job: Job, module: TrainModule) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+    model: Any = module
+    if job.world.world_size > 1:
+        ids = [job.device.index] if job.device.type == "cuda" else None
+        model = DistributedDataParallel(module, device_ids=ids, gradient_as_bucket_view=True)
+    return torch.compile(model) if job.precision.compile else model
+
+
+def _recorder(job: Job, state: TrainState, position: int | None) -> Recorder:
+    if position is not None:
+        Recorder.rewind(job.run, position)
+    recorder = Recorder(
+        job.run,
+        trackers=job.config.trackers,
+        config=asdict(job.config),
+        resume_at=None if position is None else state.progress.step,
+    )
+    metric, mode = job.module.monitor
+    fields = {
+        "event": "start" if position is None else "resume",
+        "total_steps": total_steps(job.config, len(epoch_order(job, 0))),
+        "world_size": job.world.world_size,
+        "device": job.device.type,
+        "monitor": {"split": VALIDATION, "metric": metric, "mode": mode},
+    }
+    recorder.log("event", state.progress.step, fields)
+    return recorder
+
+
+def _loader(job: Job) -> Loader:
+    config = job.config
+    return Loader(
+        job.data,
+        settings=config.data,
+        image=config.image,
+        augmentation=config.augment,
+        seed=config.seed,
+        rank=job.world.rank,
+        world_size=job.world.world_size,
+        device=job.device,
+        threads=job.threads,
+        channels_last=job.precision.channels_last,
+        decode=job.decode,
+    )
+
+
+def _one_step(stream: Iterable[Micro], samples_seen: int, device: torch.device) -> Iterator[Micro]:
+    """Yield the micro-batches of one optimizer step, each told how many samples the run had seen before it."""
+    seen = torch.tensor(samples_seen).to(device, non_blocking=True)
+    for micro in stream:
+        micro.batch["samples_seen"] = seen
+        yield micro
+        if micro.last:
+            return
+
+
+def _memory_gib(device: torch.device) -> float:
+    """Return the peak memory so far: of the GPU's allocator, or of the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+class _LateRead:
+    """A number on its way from the device: reading it waits for the step that made it, not for what came after."""
+
+    def __init__(self, step: int, value: Tensor) -> None:
+        self.step = step
+        self._ready: Any = None
+        self._host = value
+        if value.is_cuda:
+            self._host = torch.empty((), pin_memory=True).copy_(value, non_blocking=True)
+            self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._ready.record()
+
+    def value(self) -> float:
+        if self._ready is not None:
+            self._ready.synchronize()
+        return float(self._host)
+
+
+class _Every:
+    """An interval in steps, or in minutes of the main rank's clock; an empty text never comes."""
+
+    def __init__(self, text: str, steps_per_epoch: int) -> None:
+        length = Duration.parse(text) if text else None
+        self.seconds = length.value * 60 if length is not None and length.unit == "min" else None
+        self._steps = max(1, length.steps(steps_per_epoch)) if length is not None and self.seconds is None else None
+        self._since = time.monotonic()
+
+    def at(self, step: int) -> bool:
+        return self._steps is not None and step % self._steps == 0
+
+    def over(self) -> bool:
+        return self.seconds is not None and time.monotonic() - self._since >= self.seconds
+
+    def restart(self) -> None:
+        self._since = time.monotonic()
+
+
+class _Meter:
+    """Where the time since the last log line went, pauses for evaluation and saving left out."""
+
+    def __init__(self) -> None:
+        self._reset()
+
+    def add(self, samples: int, wait_s: float) -> None:
+        self._steps += 1
+        self._samples += samples
+        self._wait_s += wait_s
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        begin = time.monotonic()
+        yield
+        self._begin += time.monotonic() - begin
+
+    def timings(self) -> dict[str, float]:
+        """Return means per step, and start anew."""
+        elapsed_s, steps = time.monotonic() - self._begin, self._steps
+        result = {
+            "samples_per_s": self._samples / elapsed_s,
+            "step_ms": 1000 * elapsed_s / steps,
+            "data_wait_ms": 1000 * self._wait_s / steps,
+            "compute_ms": 1000 * (elapsed_s - self._wait_s) / steps,
+        }
+        self._reset()
+        return result
+
+    def _reset(self) -> None:
+        self._begin = time.monotonic()
+        self._steps = self._samples = 0
+        self._wait_s = 0.0

@@ -1,0 +1,53 @@
+"""The learning rate as a pure function of the step: nothing to save, nothing to replay."""
+
+import bisect
+import math
+
+from trainyard.errors import UserError
+from trainyard.settings import Duration, ScheduleSettings
+
+_ONE_CYCLE_START = 1 / 25  # of the peak, as in Smith and Topin 2017 (arXiv:1708.07120) and torch's OneCycleLR
+_ONE_CYCLE_WARMUP = 0.3  # share of the run, where `warmup` says nothing
+
+
+def lr_factor(step: int, schedule: ScheduleSettings, *, total_steps: int | None, steps_per_epoch: int) -> float:
+    """Return the learning rate of optimizer step `step` (from 0) over its peak.
+
+    Args:
+        total_steps: length of the run; None where the run is limited by time.
+
+    Raises:
+        UserError: the shape needs a number of steps and the run is limited by time.
+    """
+    warmup = Duration.parse(schedule.warmup).steps(steps_per_epoch) if schedule.warmup else 0
+    if schedule.name == "one_cycle":
+        return _one_cycle(step, warmup, _known(total_steps, schedule.name), schedule.final_ratio)
+    if step < warmup:
+        return (step + 1) / warmup
+    if schedule.name == "cosine":
+        total = _known(total_steps, schedule.name)
+        return _half_cosine(1.0, schedule.final_ratio, (step - warmup) / max(1, total - warmup))
+    if schedule.name == "step":
+        drops = sorted(Duration.parse(text).steps(steps_per_epoch) for text in schedule.milestones)
+        return float(schedule.drop ** bisect.bisect_right(drops, step))
+    return 1.0
+
+
+def _one_cycle(step: int, warmup: int, total: int, final_ratio: float) -> float:
+    rise = warmup or round(_ONE_CYCLE_WARMUP * total)
+    if step < rise:
+        return _half_cosine(_ONE_CYCLE_START, 1.0, step / rise)
+    return _half_cosine(1.0, final_ratio, (step - rise) / max(1, total - rise))
+
+
+def _half_cosine(start: float, end: float, progress: float) -> float:
+    return end + (start - end) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+
+
+def _known(total_steps: int | None, name: str) -> int:
+    if total_steps is None:
+        raise UserError(
+            f"schedule.name={name} needs the number of steps, but max_duration is a time. "
+            "Write max_duration in epochs (10ep) or steps (2000st), or use schedule.name=constant."
+        )
+    return total_steps

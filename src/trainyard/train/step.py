@@ -1,0 +1,166 @@
+"""One optimizer step, and the state it changes."""
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
+from torch.utils.checkpoint import checkpoint
+
+from trainyard.data.loader import Micro
+from trainyard.settings import OptimizerSettings
+from trainyard.train.module import TrainModule
+
+
+@dataclass
+class Progress:
+    """How far training is. With the model and the optimizer, all that a resume needs: the rest is a function of it."""
+
+    epoch: int = 0
+    batches_done: int = 0  # global batches of this epoch that the whole job has finished
+    step: int = 0  # optimizer steps taken
+    samples_seen: int = 0
+    train_s: float = 0.0  # time spent, over all attempts
+
+
+@dataclass
+class TrainState:
+    """Everything that changes while training."""
+
+    module: TrainModule  # bare: what is saved
+    model: Callable[[dict[str, Tensor]], dict[str, Tensor]]  # the same module as the step calls it: DDP, compiled
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+    ema: TrainModule | None
+    ema_decay: float
+    progress: Progress = field(default_factory=Progress)
+    best: dict[str, Any] | None = None  # step and value of the best evaluation
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step says, still on the device: reading it waits for the GPU, so the caller does that rarely or late."""
+
+    losses: dict[str, Tensor]  # () float32 each: this rank's part of the mean over the global batch; ranks add up
+    grad_norm: Tensor  # () float32, before clipping, of the whole global batch
+    skipped: Tensor  # () float32: 1 if the gradient was not finite and the step therefore not taken
+    wait_s: float  # time waited for data
+
+
+def train_step(
+    state: TrainState,
+    micros: Iterable[Micro],
+    *,
+    lr: float,
+    world_size: int,
+    seed: int,
+    clip_grad_norm: float,
+    autocast: Callable[[], AbstractContextManager[None]],
+) -> StepResult:
+    """Take one optimizer step over this rank's micro-batches of one global batch.
+
+    Each micro-batch's mean loss is weighted by its share of the global batch's samples, so gradients equal those of
+    the mean over the whole global batch however it was cut, last partial batch included. Under DDP, which averages
+    over ranks, they cross the network once, with the last micro-batch.
+
+    Whether the gradient is finite is found out and acted upon on the device: the fused optimizers skip their update
+    where `found_inf` is 1. Nothing here waits for the device.
+    """
+    for group in state.optimizer.param_groups:
+        group["lr"] = lr
+    torch.manual_seed(_step_seed(seed, state.progress.step))
+    state.optimizer.zero_grad(set_to_none=True)
+    losses: dict[str, Tensor] = {}
+    wait_s = 0.0
+    for micro in micros:
+        wait_s += micro.wait_s
+        with _synchronized(state.model, micro.last):
+            with autocast():
+                parts = state.model(micro.batch)
+            state.scaler.scale(parts["loss"] * (micro.weight * world_size)).backward()  # type: ignore[no-untyped-call]
+        for name, value in parts.items():
+            losses[name] = losses.get(name, 0.0) + value.detach().float() * micro.weight
+    state.scaler.unscale_(state.optimizer)  # clip true gradients, not scaled ones
+    norm = clip_grad_norm_(state.module.parameters(), clip_grad_norm or float("inf"))
+    skipped = torch.isfinite(norm).logical_not().float()
+    state.optimizer.found_inf = skipped  # type: ignore[attr-defined]  # an enabled scaler puts its own, equal one
+    state.scaler.step(state.optimizer)
+    state.scaler.update()
+    if state.ema is not None:
+        _average(state.ema, state.module, state.ema_decay)
+    return StepResult(losses, norm, skipped, wait_s)
+
+
+def make_optimizer(module: TrainModule, settings: OptimizerSettings) -> torch.optim.Optimizer:
+    """Return the optimizer, always fused: only fused kernels can be told on the device not to step."""
+    groups: Any = [group for group in module.parameter_groups(settings.weight_decay) if group["params"]]
+    if settings.name == "sgd":
+        return torch.optim.SGD(groups, lr=settings.lr, momentum=settings.beta1, fused=True)
+    kind = torch.optim.AdamW if settings.name == "adamw" else torch.optim.Adam
+    return kind(groups, lr=settings.lr, betas=(settings.beta1, settings.beta2), fused=True)
+
+
+def copy_for_average(module: TrainModule) -> TrainModule:
+    """Return the module that holds averaged weights: a copy without gradients, in evaluation mode."""
+    return copy.deepcopy(module).requires_grad_(False).eval()
+
+
+def drop_activations(module: TrainModule) -> int:
+    """Make the module's repeated layers recompute their activations in the backward pass; return how many there are.
+
+    Non-reentrant, which works under DDP. Batch statistics are frozen while recomputing: they were updated by the
+    forward pass, and a second update would make the result depend on an option that only saves memory.
+    """
+    count = 0
+    for layer in module.repeated_layers():
+        original = layer.forward
+        layer.forward = partial(
+            checkpoint, original, use_reentrant=False, context_fn=partial(_recompute_contexts, layer)
+        )
+        count += 1
+    return count
+
+
+def _recompute_contexts(layer: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    return nullcontext(), _frozen_statistics(layer)
+
+
+@contextmanager
+def _frozen_statistics(layer: nn.Module) -> Iterator[None]:
+    tracked = [m for m in layer.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
+    for norm in tracked:
+        norm.track_running_stats = False
+    try:
+        yield
+    finally:
+        for norm in tracked:
+            norm.track_running_stats = True
+
+
+def _synchronized(model: Any, last: bool) -> AbstractContextManager[None]:
+    """Return the context in which DDP keeps gradients to itself, unless this is the step's last micro-batch."""
+    if last or not isinstance(getattr(model, "_orig_mod", model), DistributedDataParallel):
+        return nullcontext()
+    return model.no_sync()  # type: ignore[no-any-return]
+
+
+def _step_seed(seed: int, step: int) -> int:
+    """Return the seed of dropout and other device randomness in a step; the rank was added when `seed` was made."""
+    return (seed * 0x9E3779B97F4A7C15 + step * 0xBF58476D1CE4E5B9) % 2**63
+
+
+@torch.no_grad()
+def _average(ema: TrainModule, module: TrainModule, decay: float) -> None:
+    """Move averaged weights towards the current ones: ema += (1 - decay) * (w - ema); copy everything else."""
+    averaged: list[Tensor] = list(ema.parameters())
+    current: list[Tensor] = list(module.parameters())
+    torch._foreach_lerp_(averaged, current, 1 - decay)
+    for target, source in zip(ema.buffers(), module.buffers(), strict=True):
+        target.copy_(source)

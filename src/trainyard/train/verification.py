@@ -1,0 +1,219 @@
+"""How well scores tell genuine pairs from impostor pairs: error rates, operating points, confidence intervals.
+
+A pair is accepted when its score is at least the threshold. FMR, the false match rate, is the share of impostor
+pairs accepted; FNMR, the false non-match rate, the share of genuine pairs rejected. All rates are in 0..1.
+Definitions follow Maio et al., "FVC2000: Fingerprint verification competition" (TPAMI 24(3), 2002).
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from trainyard.errors import UserError
+
+Floats = NDArray[np.float64]
+Integers = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class EqualErrorRate:
+    """Where FMR and FNMR meet. With finitely many pairs they may jump past each other.
+
+    `rate` is the mean of both at the threshold where they are nearest; `low` and `high` are the two. This is the
+    width of one jump, not a confidence interval: `bootstrap` gives that.
+    """
+
+    rate: float
+    low: float
+    high: float
+    threshold: float
+
+
+@dataclass(frozen=True)
+class ErrorRates:
+    """Both error rates at every threshold that matters: each score once, ascending, then infinity (accept none).
+
+    `fmr` never rises and `fnmr` never falls along the thresholds; all three are (T,) float64.
+    """
+
+    thresholds: Floats
+    fmr: Floats
+    fnmr: Floats
+
+    def equal_error_rate(self) -> EqualErrorRate:
+        """Return the mean of FMR and FNMR where they differ least; of two such thresholds, the lower.
+
+        Their difference only falls, so the place is where its sign changes, or one before.
+        """
+        after = bisect_left(range(len(self.fmr)), True, key=lambda k: self.fmr[k] <= self.fnmr[k])
+        k = min(after - 1, after, key=lambda k: abs(self.fmr[k] - self.fnmr[k]))
+        a, b = float(self.fmr[k]), float(self.fnmr[k])
+        return EqualErrorRate((a + b) / 2, min(a, b), max(a, b), float(self.thresholds[k]))
+
+    def fnmr_at_fmr(self, limit: float) -> float:
+        """Return the lowest FNMR with FMR <= `limit`: FMR100 is 0.01, FMR1000 is 0.001, ZeroFMR is 0."""
+        return float(self.fnmr[bisect_left(range(len(self.fmr)), True, key=lambda k: self.fmr[k] <= limit)])
+
+    def tar_at_far(self, limit: float) -> float:
+        """Return the share of genuine pairs accepted at the best threshold with FMR <= `limit`."""
+        return 1.0 - self.fnmr_at_fmr(limit)
+
+
+def error_rates(genuine: ArrayLike, impostor: ArrayLike) -> ErrorRates:
+    """Return FMR and FNMR at every score.
+
+    Costs three sorts: about 3 s and 0.6 GiB for 10^7 scores.
+
+    Args:
+        genuine: (G,) scores of pairs of one identity, higher is more alike.
+        impostor: (I,) scores of pairs of two identities.
+
+    Raises:
+        UserError: either is empty or holds a number that is not finite.
+    """
+    genuine, impostor = _checked("genuine", genuine), _checked("impostor", impostor)
+    counter = _Counter(genuine, impostor)
+    return counter.rates(np.ones(len(genuine), np.int64), np.ones(len(impostor), np.int64))
+
+
+def d_prime(genuine: ArrayLike, impostor: ArrayLike) -> float:
+    """Return the distance of the two means in units of the root mean square of both standard deviations.
+
+    Infinite when neither group varies and the means differ; 0 when nothing differs.
+
+    Raises:
+        UserError: either is empty or holds a number that is not finite.
+    """
+    genuine, impostor = _checked("genuine", genuine), _checked("impostor", impostor)
+    distance = abs(float(genuine.mean() - impostor.mean()))
+    spread = float(np.sqrt((genuine.var() + impostor.var()) / 2))
+    return distance / spread if spread > 0 else (np.inf if distance > 0 else 0.0)
+
+
+def operating_points(rates: ErrorRates, *, impostors: int) -> dict[str, float]:
+    """Return the usual metrics by name; those that need more impostor pairs than there are, are left out.
+
+    An FMR of 1/n says nothing below n impostor pairs, so FMR100 needs 100 of them, FMR1000 and TAR@FAR=1e-3 need
+    1,000, and TAR@FAR=1e-4 needs 100,000 (ten errors, as it is quoted to decide between systems).
+
+    Args:
+        impostors: number of impostor pairs behind `rates`.
+    """
+    metrics = {"eer": rates.equal_error_rate().rate, "zero_fmr": rates.fnmr_at_fmr(0.0)}
+    if impostors >= 100:
+        metrics["fmr100"] = rates.fnmr_at_fmr(0.01)
+    if impostors >= 1_000:
+        metrics["fmr1000"] = rates.fnmr_at_fmr(0.001)
+        metrics["tar_at_far_1e-3"] = rates.tar_at_far(0.001)
+    if impostors >= 100_000:
+        metrics["tar_at_far_1e-4"] = rates.tar_at_far(0.0001)
+    return metrics
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Scores with the identity (cluster) each side of a pair belongs to. Identities are numbered 0 .. F-1."""
+
+    genuine: Floats  # (G,)
+    impostor: Floats  # (I,)
+    genuine_identity: Integers  # (G,)
+    impostor_identities: Integers  # (I, 2)
+
+    def metrics(self) -> dict[str, float]:
+        """Return `operating_points` of these scores.
+
+        Raises:
+            UserError: there is no genuine or no impostor pair, or a score is not finite.
+        """
+        return operating_points(error_rates(self.genuine, self.impostor), impostors=len(self.impostor))
+
+    def intervals(self, *, draws: int, seed: int = 0) -> dict[str, tuple[float, float]]:
+        """Return the 95 % bootstrap interval of each of `metrics`; see `bootstrap`."""
+        return bootstrap(self, lambda r: operating_points(r, impostors=len(self.impostor)), draws=draws, seed=seed)
+
+
+def bootstrap(
+    pairs: Pairs,
+    statistic: Callable[[ErrorRates], Mapping[str, float]],
+    *,
+    draws: int = 1_000,
+    seed: int = 0,
+    coverage: float = 0.95,
+) -> dict[str, tuple[float, float]]:
+    """Return percentile intervals of a statistic over resampled identities.
+
+    Pairs that share a finger are not independent, so identities are drawn with replacement, not pairs. An identity
+    drawn c times gives its genuine pairs weight c, and its impostor pairs with one drawn d times weight c * d: that
+    equals writing the copies out, with pairs between two copies of one identity left out. Nothing is scored or sorted
+    again; one draw costs about 10 ns per pair (1.5 s for 1,000 draws of 135,000 pairs). Draws that hold no
+    genuine or no impostor pair are left out.
+
+    Raises:
+        UserError: a kind of pair is missing, or no draw holds both kinds.
+    """
+    genuine, impostor = _checked("genuine", pairs.genuine), _checked("impostor", pairs.impostor)
+    counter = _Counter(genuine, impostor)
+    own = pairs.genuine_identity[counter.genuine_order]
+    one, other = pairs.impostor_identities[counter.impostor_order].T.copy()
+    identities = 1 + int(max(pairs.genuine_identity.max(), pairs.impostor_identities.max()))
+    generator = np.random.default_rng(seed)
+    results: list[Mapping[str, float]] = []
+    for _ in range(draws):
+        counts = np.bincount(generator.integers(identities, size=identities), minlength=identities)
+        genuine_weight, impostor_weight = counts[own], counts[one] * counts[other]
+        if genuine_weight.any() and impostor_weight.any():
+            results.append(statistic(counter.rates(genuine_weight, impostor_weight)))
+    if not results:
+        raise UserError(
+            f"no interval from {draws} draws over {identities} identities: each draw lacked genuine or impostor pairs. "
+            "Evaluate on more identities, or set the number of bootstrap draws to 0."
+        )
+    edges = [(1 - coverage) / 2, (1 + coverage) / 2]
+    return {
+        name: (float(low), float(high))
+        for name in results[0]
+        for low, high in [np.quantile([result[name] for result in results], edges)]
+    }
+
+
+class _Counter:
+    """Sorted scores, and where each threshold falls among them, so that weights alone can change."""
+
+    def __init__(self, genuine: Floats, impostor: Floats) -> None:
+        self.genuine_order, self.impostor_order = np.argsort(genuine), np.argsort(impostor)
+        genuine, impostor = genuine[self.genuine_order], impostor[self.impostor_order]
+        self.thresholds = np.append(np.unique(np.concatenate([genuine, impostor])), np.inf)
+        self.genuine_below = np.searchsorted(genuine, self.thresholds, side="left")
+        self.impostor_below = np.searchsorted(impostor, self.thresholds, side="left")
+
+    def rates(self, genuine_weight: Integers, impostor_weight: Integers) -> ErrorRates:
+        """Return the error rates of weighted pairs; the weights are in the order of the sorted scores."""
+        genuine, impostor = _running_sum(genuine_weight), _running_sum(impostor_weight)
+        rejected = genuine[self.genuine_below]
+        accepted = impostor[-1] - impostor[self.impostor_below]
+        return ErrorRates(self.thresholds, accepted / impostor[-1], rejected / genuine[-1])
+
+
+def _running_sum(weight: Integers) -> Integers:
+    total = np.zeros(len(weight) + 1, np.int64)
+    np.cumsum(weight, out=total[1:])
+    return total
+
+
+def _checked(kind: str, scores: ArrayLike) -> Floats:
+    array = np.asarray(scores, dtype=np.float64)
+    if array.size == 0:
+        raise UserError(
+            f"no {kind} pair to score: the evaluation set needs at least two identities, and at least one identity "
+            "with two samples. Check how the data is split."
+        )
+    wrong = int(np.count_nonzero(~np.isfinite(array)))
+    if wrong:
+        raise UserError(
+            f"{wrong} of {array.size} {kind} scores are not finite numbers: the model's output is broken. "
+            "Look for a diverged loss, and lower the learning rate."
+        )
+    return array
