@@ -201,7 +201,7 @@ def _rank_count(args: argparse.Namespace) -> int:
         UserError: more GPUs than there are, or ranks asked for inside a launcher that starts them itself.
     """
     if not args.gpus:
-        return max(1, args.cpu_ranks)
+        return 1 if args.cpu_ranks < 1 else int(args.cpu_ranks)
     if _is_launched():
         raise UserError("--gpus inside torchrun or srun, which start the ranks themselves. Leave it out.")
     import torch

@@ -218,7 +218,7 @@ def _check_value(f: Field[Any], name: str, value: Any) -> None:
     if rule.get("choices") and value not in rule["choices"]:
         raise UserError(f"{name}={value}: expected one of {', '.join(rule['choices'])}.")
     low, high = rule.get("low"), rule.get("high")
-    if (low is not None and value < low) or (high is not None and value > high):
+    if (low is not None and not value >= low) or (high is not None and not value <= high):  # nan is neither
         raise UserError(f"{name}={value}: expected {low} .. {high if high is not None else 'any'}.")
     if rule.get("duration") and value:
         try:

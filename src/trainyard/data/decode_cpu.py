@@ -80,8 +80,6 @@ def place(picture_HWC: Tensor, out_HWC: Tensor, *, flip: bool) -> None:
 def _decode_one(record: np.ndarray, channels: int) -> Tensor:
     """Return (H, W, C) uint8."""
     with Image.open(io.BytesIO(record.data)) as picture:
-        picture.draft(
-            _MODES[channels], picture.size
-        )  # gray of a colour JPEG: its luma plane as stored, as DALI takes it
+        picture.draft(_MODES[channels], picture.size)  # gray of a colour JPEG is its luma as stored, as for DALI
         pixels = np.array(picture.convert(_MODES[channels]))
     return torch.from_numpy(pixels).view(*pixels.shape[:2], channels)

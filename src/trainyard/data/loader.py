@@ -94,7 +94,7 @@ class Loader:
 
         def items() -> Iterator[tuple[np.ndarray, float, bool, Parameters]]:
             for number in itertools.count(epoch):
-                order = orders(number)
+                order = first if number == epoch else orders(number)
                 for index in range(start if number == epoch else 0, len(order)):
                     yield from self._drawn(order.batch(index), number, micro_batch_size)
 

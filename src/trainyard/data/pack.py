@@ -34,13 +34,13 @@ from trainyard.data.shards import (
     ShardSet,
     open_shard,
     read_text,
-    sha256_of,
 )
 from trainyard.errors import UserError
 
 _DEFAULT_COUNT = 4096  # samples per shard where nothing tells their size
 _PROBE = 64  # samples whose sizes give the mean
 _SHOWN = 5  # bad files named in an error
+JOURNAL = "packing.json"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 Progress = Callable[[int], object]
@@ -75,7 +75,7 @@ _Row = dict[str, _Picture | np.ndarray | int | float | str]
 @dataclass(frozen=True)
 class _Written:
     path: Path
-    listing: str
+    sha256: str  # empty if the shard was not written, because of bad files
     count: int
     bad: list[tuple[str, str]]  # key, reason
 
@@ -94,7 +94,8 @@ def pack(
 
     A shard is written aside, flushed to disk and renamed, so each file under its final name is whole; a second call
     with the same input keeps those and writes the rest. The index comes last: without it there is no data set.
-    Nothing of the time, machine or number of workers enters the files.
+    Nothing of the time, machine or number of workers enters the files; what raw files they were made of, which tells
+    whether they are up to date, stands beside them in `packing.json`.
 
     Args:
         samples: in their final order; read lazily, a few shards ahead of the writing.
@@ -114,13 +115,14 @@ def pack(
     count = _samples_per_shard(head, shard_mib)
     out.mkdir(parents=True, exist_ok=True)
     try:
-        written = _write_all(_tasks(itertools.chain(head, stream), out, count, skip_bad, meta), workers, progress)
+        tasks = _tasks(itertools.chain(head, stream), out, count, skip_bad, meta)
+        written = _write_all(tasks, _Journal(out), workers, progress)
         _refuse_bad(written, skip_bad)
         return _finish(out, written, meta)
     except BrokenProcessPool:
         raise PackError(
             f"A packing process was killed, most likely because memory ran out ({workers} processes, each holding a "
-            f"shard of about {shard_mib} MiB twice). Finished shards are kept; go on with --workers 1."
+            f"shard of about {shard_mib} MiB three times). Finished shards are kept; go on with --workers 1."
         ) from None
     except OSError as error:
         if error.errno not in _FULL:
@@ -172,45 +174,76 @@ def _listing(chunk: Sequence[Sample], meta: dict[str, Any]) -> str:
     return digest.hexdigest()
 
 
-def _write_all(tasks: Iterator[_Task], workers: int, progress: Progress) -> list[_Written]:
+class _Journal:
+    """What the shards of a folder were made of: `packing.json`, kept by the one process that packs."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / JOURNAL
+        self._packed_elsewhere = (folder / INDEX).exists() and not self._path.exists()
+        self._shards: dict[str, dict[str, Any]] = json.loads(self._path.read_text()) if self._path.exists() else {}
+
+    def finished(self, task: _Task) -> _Written | None:
+        """Return what an earlier, interrupted call wrote, if it is made of the same raw files."""
+        if not task.path.exists():
+            return None
+        if self._packed_elsewhere:
+            raise PackError(
+                f"{task.path.parent}: holds packed data without the {JOURNAL} that says what they were made of. "
+                "Use them as they are, or choose an empty folder for the output."
+            )
+        entry = self._shards.get(task.path.name)
+        if entry is None:
+            return None  # killed before it was noted: written again, to the same bytes
+        if entry["listing"] != task.listing:
+            raise PackError(
+                f"{task.path}: made of other raw files, or packed with other options. "
+                "Choose an empty folder for the output, or delete this one."
+            )
+        bad = [(str(key), str(reason)) for key, reason in entry["bad"]]
+        return _Written(task.path, entry["sha256"], int(entry["count"]), bad)
+
+    def note(self, task: _Task, written: _Written) -> None:
+        """Add a shard that is whole and on disk."""
+        entry = {"listing": task.listing, "sha256": written.sha256, "count": written.count, "bad": written.bad}
+        self._shards[task.path.name] = entry
+        aside = self._path.with_suffix(".partial")
+        try:
+            aside.write_text(json.dumps(dict(sorted(self._shards.items())), indent=1))
+            aside.replace(self._path)
+        except BaseException:
+            aside.unlink(missing_ok=True)
+            raise
+
+
+def _write_all(tasks: Iterator[_Task], journal: _Journal, workers: int, progress: Progress) -> list[_Written]:
     """Write the shards that are missing, a bounded number at a time; return all, in order."""
     context = multiprocessing.get_context("spawn")  # fork would copy threads' locks
     done = context.Value("q", 0)
     written: list[_Written] = []
-    running: set[Future[_Written]] = set()
+    running: dict[Future[_Written], _Task] = {}
     reported = 0
     with ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(sys.path, done)) as pool:
         try:
             for task in itertools.chain(tasks, [None]):
-                kept = task and _finished(task)
-                if kept:
-                    written.append(kept)
-                    progress(len(task.samples) if task else 0)
-                elif task:
-                    running.add(pool.submit(_write_shard, task))
+                if task is not None:
+                    kept = journal.finished(task)
+                    if kept is None:
+                        running[pool.submit(_write_shard, task)] = task
+                    else:
+                        written.append(kept)
+                        progress(len(task.samples))
                 while running and (task is None or len(running) >= 2 * workers):
-                    ready, running = wait(running, timeout=0.2, return_when=FIRST_COMPLETED)
-                    written += [future.result() for future in ready]
+                    for future in wait(running, timeout=0.2, return_when=FIRST_COMPLETED).done:
+                        written.append(future.result())
+                        finished = running.pop(future)
+                        if written[-1].sha256:
+                            journal.note(finished, written[-1])
                     progress(done.value - reported)
                     reported = done.value
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
     return sorted(written, key=lambda shard: shard.path)
-
-
-def _finished(task: _Task) -> _Written | None:
-    """Return what an earlier, interrupted call wrote, if it is made of the same raw files."""
-    if not task.path.exists():
-        return None
-    with open_shard(task.path) as file:
-        if file.attrs["listing"] != task.listing:
-            raise PackError(
-                f"{task.path}: made of other raw files, or packed with other options. "
-                "Choose an empty folder for the output, or delete this one."
-            )
-        bad = [(str(key), str(reason)) for key, reason in json.loads(file.attrs["bad"])]
-        return _Written(task.path, task.listing, int(file.attrs["count"]), bad)
 
 
 _done: Any = None
@@ -247,15 +280,13 @@ def _write_shard(task: _Task) -> _Written:
             bad.append((sample.key, str(error) or type(error).__name__))
         with _done.get_lock():
             _done.value += 1
-    result = _Written(task.path, task.listing, len(rows), bad)
     if bad and not task.skip_bad:
-        return result
+        return _Written(task.path, "", len(rows), bad)
     with _in_memory() as file:
-        file.attrs.update(schema_version=SCHEMA_VERSION, listing=task.listing, count=len(rows), bad=json.dumps(bad))
+        file.attrs.update(schema_version=SCHEMA_VERSION, count=len(rows))
         if rows:
             _write_rows(file, rows)
-        publish(file, task.path)
-    return result
+        return _Written(task.path, publish(file, task.path), len(rows), bad)
 
 
 def _in_memory() -> h5py.File:
@@ -274,21 +305,23 @@ def _measured(loaded: Loaded) -> _Row:
 
 def _write_rows(file: h5py.File, rows: list[_Row]) -> None:
     """Write one column or one set of records per name; all samples have the same names."""
+    columns, records = file.create_group("columns"), file.create_group("records")  # one that HDF5 adds bears the time
     names = list(rows[0])
+    assert not {"sample_id", "samples_seen"} & set(names), "a batch has these already"
     for row in rows:
         assert list(row) == names, f"{row[KEY]!r} has {list(row)}, the samples before it {names}"
     for name in names:
         values: list[Any] = [row[name] for row in rows]
         first = values[0]
         if isinstance(first, _Picture):
-            _write_pictures(file.create_group(f"records/{name}"), values)
+            _write_pictures(records.create_group(name), values)
         elif isinstance(first, np.ndarray):
-            _write_arrays(file.create_group(f"records/{name}"), np.stack(values))
+            _write_arrays(records.create_group(name), np.stack(values))
         elif isinstance(first, str):
-            _write_text(file.create_group(f"columns/{name}"), values)
+            _write_text(columns.create_group(name), values)
         else:
             numbers = np.array(values)  # one fraction among them makes all of them float
-            file[f"columns/{name}"] = numbers.astype(np.float64 if numbers.dtype.kind == "f" else np.int64)
+            columns[name] = numbers.astype(np.float64 if numbers.dtype.kind == "f" else np.int64)
 
 
 def _write_pictures(group: h5py.Group, values: list[Any]) -> None:
@@ -348,17 +381,17 @@ def _refuse_bad(written: Sequence[_Written], skip_bad: bool) -> None:
 
 def _finish(out: Path, written: Sequence[_Written], meta: dict[str, Any]) -> ShardSet:
     """Write the index, unless the one there says the same; remove what is left of a longer, earlier packing."""
-    listing = hashlib.sha256("".join(shard.listing for shard in written).encode()).hexdigest()
+    content = hashlib.sha256("".join(shard.sha256 for shard in written).encode()).hexdigest()
     index = out / INDEX
     if index.exists():
         with open_shard(index) as file:
-            if file.attrs["listing"] == listing:
+            if file.attrs["content"] == content:
                 return ShardSet(out)
     extra = sorted(set(out.glob("shard-*.h5")) - {shard.path for shard in written})
     if extra:
         raise PackError(f"{extra[0]}: left over from another data set. Choose an empty folder, or delete this one.")
     with _in_memory() as file:
-        file.attrs.update(schema_version=SCHEMA_VERSION, listing=listing, meta=json.dumps(meta, sort_keys=True))
+        file.attrs.update(schema_version=SCHEMA_VERSION, content=content, meta=json.dumps(meta, sort_keys=True))
         file.attrs["skipped"] = sum(len(shard.bad) for shard in written)
         _write_index(file, [shard for shard in written if shard.count])
         publish(file, index)
@@ -370,7 +403,7 @@ def _write_index(file: h5py.File, written: Sequence[_Written]) -> None:
     file.attrs["count"] = sum(shard.count for shard in written)
     shards = file.create_group("shards")
     _write_text(shards.create_group("name"), [shard.path.name for shard in written])
-    _write_text(shards.create_group("sha256"), [sha256_of(shard.path) for shard in written])
+    _write_text(shards.create_group("sha256"), [shard.sha256 for shard in written])
     shards["count"] = np.array([shard.count for shard in written])
     shards["size_bytes"] = np.array([shard.path.stat().st_size for shard in written])
     parts = [open_shard(shard.path) for shard in written]
@@ -378,11 +411,11 @@ def _write_index(file: h5py.File, written: Sequence[_Written]) -> None:
         keys = [key for part in parts for key in read_text(part[f"columns/{KEY}"])]
         _refuse_doubles(keys)
         _write_text(file.create_group(KEY), keys)
-        file.create_group("columns")
-        file.create_group("vocabulary")
+        for group in ("columns", "vocabulary", "records"):
+            file.create_group(group)
         for name in sorted(set(parts[0]["columns"]) - {KEY}):
             _join_column(file, name, parts)
-        for name in parts[0].get("records", {}):
+        for name in parts[0]["records"]:
             group = file.create_group(f"records/{name}")
             kinds = {_kind(part[f"records/{name}"]) for part in parts}
             assert len(kinds) == 1, f"{name} is not the same in all shards: {sorted(kinds)}"
@@ -419,13 +452,18 @@ def _refuse_doubles(keys: list[str]) -> None:
         seen.add(key)
 
 
-def publish(file: h5py.File, path: Path) -> None:
-    """Write an in-memory file durably: the name never points to half of it, even after a power cut."""
+def publish(file: h5py.File, path: Path) -> str:
+    """Write an in-memory file durably: the name never points to half of it, even after a power cut.
+
+    Returns:
+        The SHA-256 of its bytes.
+    """
     file.flush()
+    image = file.id.get_file_image()
     partial = path.with_suffix(".partial")
     try:
         with partial.open("wb") as target:
-            target.write(file.id.get_file_image())
+            target.write(image)
             target.flush()
             os.fsync(target.fileno())
         partial.replace(path)
@@ -437,3 +475,4 @@ def publish(file: h5py.File, path: Path) -> None:
         os.fsync(directory)
     finally:
         os.close(directory)
+    return hashlib.sha256(image).hexdigest()

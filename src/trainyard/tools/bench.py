@@ -44,7 +44,7 @@ class Options:
     scripts: Path = Path("benchmarks")  # folder of worker.py
     results: Path = Path("benchmarks")
     data: Path = Path("data/bench")
-    peers_python: Path | None = None  # interpreter of the peers' environment; None: leave the peers out
+    peers: Path | None = None  # folder of the peers' environment; None: leave them out
     only: tuple[str, ...] = ()  # patterns of configurations, beside ours; empty: all
     rounds: int = 5
     rgb: int = 4000  # pictures generated
@@ -65,7 +65,7 @@ class Configuration:
 
     suite: str
     name: str
-    environment: str  # "dev": this interpreter; "peers": Options.peers_python
+    environment: str  # "dev": this interpreter's; "peers": Options.peers
     note: str  # where its output or its work differs from ours
 
     @property
@@ -90,8 +90,13 @@ Round = dict[str, dict[str, Any]]
 """What the workers of one round printed, by configuration: the fields of `measure`, or `error`."""
 
 
-def run_suite(suite: str, options: Options, *, command: str) -> Path:
+def run_suite(suite: str, options: Options, *, command: str, environment: Mapping[str, Any]) -> Path:
     """Run every configuration of a suite `options.rounds` times, in an order shuffled in each round.
+
+    Args:
+        command: what the user typed.
+        environment: machine, versions and commit. Taken once before the first suite, whose results, new files in the
+            checkout, would make it look changed to the second.
 
     Returns:
         the result file `<results>/<suite>-<date>.jsonl`: a header line, then one line per configuration. It is
@@ -103,7 +108,7 @@ def run_suite(suite: str, options: Options, *, command: str) -> Path:
     """
     configurations = _select(_list(options), suite, options)
     _prepare(configurations, options)
-    head = header(suite, options, command=command)
+    head = header(suite, options, command=command, environment=environment)
     path = _new_file(options.results, f"{suite}-{head['date'][:10]}")
     rounds: list[Round] = []
     for number in range(options.rounds):
@@ -173,7 +178,7 @@ def _list(options: Options) -> list[Configuration]:
 def _select(configurations: Iterable[Configuration], suite: str, options: Options) -> list[Configuration]:
     if suite not in SUITES:
         raise UserError(f"'{suite}' is no benchmark suite. Choose from: {', '.join(SUITES)}.")
-    here = {"dev"} if options.peers_python is None else {"dev", "peers"}
+    here = {"dev"} if options.peers is None else {"dev", "peers"}
     found = [c for c in configurations if c.suite == suite and c.environment in here]
     wanted = options.only or ("*",)
     chosen = [c for c in found if c.name == OURS or any(fnmatch(c.name, pattern) for pattern in wanted)]
@@ -194,13 +199,14 @@ def _prepare(configurations: Sequence[Configuration], options: Options) -> None:
 def _python(environment: str, options: Options) -> Path:
     if environment == "dev":
         return Path(sys.executable)
-    assert options.peers_python is not None
-    if not options.peers_python.exists():
+    assert options.peers is not None
+    python = options.peers / "bin" / "python"
+    if not python.exists():
         raise UserError(
-            f"{options.peers_python}: no interpreter there, but the peers run in an environment of their own. "
+            f"{python}: no interpreter there, but the peers run in an environment of their own. "
             f"Make it as {options.scripts}/README.md says, or leave out --peers."
         )
-    return options.peers_python
+    return python
 
 
 def _run_round(configurations: Sequence[Configuration], number: int, options: Options) -> Round:
@@ -281,17 +287,15 @@ def _kill_group(process: "subprocess.Popen[str]") -> None:
         process.wait()
 
 
-def header(suite: str, options: Options, *, command: str) -> dict[str, Any]:
+def header(suite: str, options: Options, *, command: str, environment: Mapping[str, Any]) -> dict[str, Any]:
     """Return what one must know to judge the numbers below it."""
-    from trainyard.launch.runs import environment_record  # not at import: workers have only the standard library
-
     return {
         "kind": "header",
         "suite": suite,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": command,
         "options": {name: str(v) if isinstance(v, Path) else v for name, v in asdict(options).items()},
-        "environment": environment_record(),
+        "environment": environment,
     }
 
 
@@ -422,7 +426,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     default = Options()
     parser.add_argument("suites", nargs="*", help=f"suites to run, from {', '.join(SUITES)}; default: all")
     parser.add_argument("--quick", action="store_true", help="little data, one round: does it run at all")
-    parser.add_argument("--peers", type=Path, metavar="PYTHON", help="also measure peers, with this interpreter")
+    parser.add_argument("--peers", type=Path, metavar="VENV", help="also measure the peers, in this environment")
     parser.add_argument("--only", action="append", default=[], metavar="PATTERN", help="these beside ours; repeatable")
     parser.add_argument("--show", type=Path, metavar="FILE", help="print the table of a result file and stop")
     parser.add_argument("--rounds", type=int, default=default.rounds, help="default: %(default)s")
@@ -444,8 +448,11 @@ def main(arguments: argparse.Namespace, *, command: str) -> None:
     if arguments.show:
         print(table(read_results(arguments.show)))
         return
+    from trainyard.launch.runs import environment_record  # not at import: the peers' environment lacks what it needs
+
+    environment = environment_record()
     options = Options(
-        peers_python=arguments.peers,
+        peers=arguments.peers,
         only=tuple(arguments.only),
         rounds=arguments.rounds,
         seconds=arguments.seconds,
@@ -454,4 +461,5 @@ def main(arguments: argparse.Namespace, *, command: str) -> None:
         results=arguments.results,
     )
     for suite in arguments.suites or SUITES:
-        run_suite(suite, options.quick() if arguments.quick else options, command=command)
+        chosen = options.quick() if arguments.quick else options
+        run_suite(suite, chosen, command=command, environment=environment)

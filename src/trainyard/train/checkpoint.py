@@ -78,7 +78,7 @@ def save(directory: Path, state: State, *, step: int, meta: Mapping[str, Any]) -
 
     Raises:
         CheckpointError: the state holds something that a safe load would refuse, or the disk took less than all
-            of it (full, quota, I/O error). Nothing of this save remains then, older checkpoints are untouched.
+            of it (full, quota, I/O error). Older checkpoints are untouched then.
     """
     start = time.perf_counter()
     assert step >= 0, step

@@ -1,6 +1,7 @@
 """The training run: steps, evaluation, checkpoints and stopping, from wherever the run folder says it stands."""
 
 import resource
+import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -400,6 +401,8 @@ class _Attempt:
 def epoch_order(job: Job, epoch: int) -> order.EpochOrder:
     """Return the order of an epoch: a pure function of the config and of the data's columns."""
     config, ids = job.config, job.splits[TRAIN]
+    if not len(ids):
+        raise UserError(f"No sample is left to train on, of {job.data.count} in {job.data.folder}.")
     if config.data.order == "shuffle":
         return order.shuffle(ids, seed=config.seed, epoch=epoch, global_batch_size=config.global_batch_size)
     name = config.data.order_by
@@ -446,8 +449,7 @@ def _wrapped(job: Job, module: TrainModule) -> Callable[[dict[str, Tensor]], dic
 
 
 def _recorder(job: Job, state: TrainState, position: int | None) -> Recorder:
-    if position is not None:
-        Recorder.rewind(job.run, position)
+    Recorder.rewind(job.run, position or 0)  # killed before its first checkpoint, a run starts over
     recorder = Recorder(
         job.run,
         trackers=job.config.trackers,
@@ -460,6 +462,7 @@ def _recorder(job: Job, state: TrainState, position: int | None) -> Recorder:
         "total_steps": total_steps(job.config, len(epoch_order(job, 0))),
         "world_size": job.world.world_size,
         "device": job.device.type,
+        "host": socket.gethostname(),
         "monitor": {"split": VALIDATION, "metric": metric, "mode": mode},
     }
     recorder.log("event", state.progress.step, fields)

@@ -64,8 +64,8 @@ class Recorder:
             run: the run folder; it exists.
             trackers: any of "tensorboard", "wandb" (offline) and "mlflow" (local files); all write inside `run`.
             config: what the trackers show as the run's options; may be nested.
-            resume_at: step of the checkpoint that training goes on from, after `rewind`; 0 if an attempt left
-                none and `rewind(run, 0)` dropped what it wrote; None for a new run.
+            resume_at: step of the checkpoint that training goes on from, after `rewind`; None for a new run, and
+                for one that left no checkpoint and starts over, after `rewind(run, 0)`.
 
         Raises:
             UserError: a tracker is unknown or not installed, or a new run finds another one's metrics.
@@ -95,8 +95,11 @@ class Recorder:
         Args:
             kind: "train", "eval" (with `split` among the values) or "event" (with `event` among them).
             step: optimizer steps done.
-            values: numbers, text, or lists and mappings of them. Not `elapsed_s`: it is stamped here, seconds
-                of running over all attempts, without what a resume threw away.
+            values: numbers, text, or lists and mappings of text and finite numbers. Not `elapsed_s`: it is
+                stamped here, seconds of running over all attempts, without what a resume threw away.
+
+        Raises:
+            ValueError: a number inside a list or mapping is not finite; nothing was written.
         """
         assert kind in KINDS, kind
         assert not {"kind", "step", "elapsed_s"} & values.keys(), "these are stamped by the recorder"
@@ -169,12 +172,12 @@ class _Exporter(Protocol):
 
 
 class _TensorBoard:
-    """Event files in `<run>/tensorboard`. A resume purges the step it starts from and all after it."""
+    """Event files in `<run>/tensorboard`. Each attempt purges the step it starts from and all after."""
 
     def __init__(self, run: Path, config: Mapping[str, object], resume_at: int | None) -> None:
         from torch.utils.tensorboard.writer import SummaryWriter
 
-        self._writer: Any = SummaryWriter(str(run / "tensorboard"), purge_step=resume_at)
+        self._writer: Any = SummaryWriter(str(run / "tensorboard"), purge_step=resume_at or 0)
         if not resume_at:
             text = json.dumps(config, indent=2, default=str)
             self._writer.add_text("config", f"```\n{text}\n```", global_step=0)

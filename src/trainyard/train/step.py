@@ -134,14 +134,18 @@ def _recompute_contexts(layer: nn.Module) -> tuple[AbstractContextManager[None],
 
 @contextmanager
 def _frozen_statistics(layer: nn.Module) -> Iterator[None]:
-    tracked = [m for m in layer.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
-    for norm in tracked:
-        norm.track_running_stats = False
+    """Let a forward pass leave running statistics as they are: momentum 0, and the count of batches put back."""
+    norms = [m for m in layer.modules() if isinstance(m, _BatchNorm) and m.training and m.track_running_stats]
+    momenta = [norm.momentum for norm in norms]
+    for norm in norms:
+        norm.momentum = 0.0
     try:
         yield
     finally:
-        for norm in tracked:
-            norm.track_running_stats = True
+        for norm, momentum in zip(norms, momenta, strict=True):
+            norm.momentum = momentum
+            if norm.num_batches_tracked is not None:
+                norm.num_batches_tracked.sub_(1)
 
 
 def _synchronized(model: Any, last: bool) -> AbstractContextManager[None]:

@@ -1,0 +1,1 @@
+"""Benchmarks: configurations, their data, and the results. See README.md."""

@@ -1,0 +1,40 @@
+"""Data that many tests read and none changes."""
+
+import shutil
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+from tests.pictures import pack_folder, write_folder
+from trainyard.data.shards import ShardSet
+
+# The same examples in each run, however loaded the machine: a failure is then nobody's bad luck.
+hypothesis.settings.register_profile("trainyard", deadline=None, derandomize=True, database=None)
+hypothesis.settings.load_profile("trainyard")
+
+
+@pytest.fixture(scope="session")
+def raw_pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of 26 gray pictures of 7 identities."""
+    return write_folder(tmp_path_factory.mktemp("data") / "raw", 26)
+
+
+@pytest.fixture(scope="session")
+def packed_pictures(raw_pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same, packed into several shards."""
+    out = tmp_path_factory.mktemp("data") / "packed"
+    pack_folder(raw_pictures, out).close()
+    return out
+
+
+@pytest.fixture
+def pictures(packed_pictures: Path) -> ShardSet:
+    """The packed pictures, opened."""
+    return ShardSet(packed_pictures)
+
+
+@pytest.fixture
+def spoilable(packed_pictures: Path, tmp_path: Path) -> Path:
+    """A copy of the packed pictures to do harm to."""
+    return Path(shutil.copytree(packed_pictures, tmp_path / "spoilable"))

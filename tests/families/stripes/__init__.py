@@ -1,0 +1,1 @@
+"""A family that trains in seconds: tell the direction of stripes."""

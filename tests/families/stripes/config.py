@@ -1,0 +1,23 @@
+"""Every option of the stripes family."""
+
+from dataclasses import dataclass
+
+from trainyard.settings import TrainConfig, option
+
+
+@dataclass
+class ModelSettings:
+    """A small convolutional network."""
+
+    channels: int = option(8, "of each layer", low=1)
+    batch_norm: bool = option(True, "normalise by batch statistics")
+    dropout: float = option(0.1, "share of features dropped", low=0, high=0.9)
+    diary: str = option("", "file that each training batch's sample ids are appended to", free=True)
+    poison_step: int = option(-1, "samples seen from which the loss is infinite; -1: never", low=-1)
+
+
+@dataclass
+class Config(TrainConfig):
+    """All options of a stripes job."""
+
+    model: ModelSettings = option(ModelSettings, "network")

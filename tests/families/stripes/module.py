@@ -1,0 +1,62 @@
+"""A network that tells the direction of stripes."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from families.stripes.config import Config
+from torch import Tensor, nn
+
+from trainyard.train.module import Batch, DataInfo, Rows, TrainModule
+
+
+class StripesModule(TrainModule):
+    """Two convolutions, mean, dropout, linear."""
+
+    monitor = ("accuracy", "max")
+
+    def __init__(self, config: Config, classes: int) -> None:
+        super().__init__()
+        width, norm = config.model.channels, config.model.batch_norm
+        self.layers = nn.ModuleList(_layer(i, width, norm) for i in (1, width))
+        self.dropout = nn.Dropout(config.model.dropout)
+        self.head = nn.Linear(width, classes)
+        self.poison_step = config.model.poison_step
+        self.diary = config.model.diary
+
+    def logits(self, image_BCHW: Tensor) -> Tensor:
+        x_BCHW = image_BCHW
+        for layer in self.layers:
+            x_BCHW = layer(x_BCHW)
+        return self.head(self.dropout(x_BCHW.mean((2, 3)))).float()
+
+    def forward(self, batch: Batch) -> dict[str, Tensor]:
+        if self.diary and self.training:
+            with Path(self.diary).open("a") as file:  # one write per line, so ranks do not tear each other's
+                file.write(f"{int(batch['samples_seen'])} {' '.join(map(str, batch['sample_id'].tolist()))}\n")
+        loss = F.cross_entropy(self.logits(batch["image"]), batch["direction"])
+        if self.poison_step >= 0:
+            loss = loss * torch.where(batch["samples_seen"] >= self.poison_step, torch.inf, 1.0)
+        return {"loss": loss}
+
+    def predict(self, batch: Batch) -> dict[str, Tensor]:
+        chosen = self.logits(batch["image"]).argmax(1)
+        return {"sample_id": batch["sample_id"], "chosen": chosen, "direction": batch["direction"]}
+
+    def score(self, rows: Rows) -> dict[str, float]:
+        return {"accuracy": float(np.mean(rows["chosen"] == rows["direction"]))}
+
+    def repeated_layers(self) -> Iterable[nn.Module]:
+        return self.layers
+
+
+def _layer(channels_in: int, channels: int, batch_norm: bool) -> nn.Module:
+    norm = nn.BatchNorm2d(channels) if batch_norm else nn.Identity()
+    return nn.Sequential(nn.Conv2d(channels_in, channels, 3, padding=1), norm, nn.ReLU())
+
+
+def build(config: Config, data: DataInfo) -> StripesModule:
+    """Build the network for as many directions as the data have."""
+    return StripesModule(config, len(data.vocabulary["direction"]))

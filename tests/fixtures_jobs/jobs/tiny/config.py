@@ -1,0 +1,21 @@
+"""Every option of the tiny family."""
+
+from dataclasses import dataclass
+
+from trainyard.settings import TrainConfig, option
+
+
+@dataclass
+class HeadSettings:
+    """The last layer."""
+
+    width: int = option(8, "channels", low=1)
+    dropout: float = option(0.0, "share of channels dropped", low=0, high=1)
+
+
+@dataclass
+class Config(TrainConfig):
+    """What tiny adds to the options of every job."""
+
+    head: HeadSettings = option(HeadSettings, "last layer", free=True)
+    labels: list[int] = option(list, "labels that train; empty: all")

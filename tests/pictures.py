@@ -1,0 +1,89 @@
+"""Small deterministic pictures and the packing of folders of them. Importable by packing's worker processes."""
+
+import io
+import os
+import sys
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from trainyard.data.pack import pack
+from trainyard.data.shards import BadRecord, Loaded, Sample, ShardSet
+
+META = {"job": "pictures"}
+
+
+def texture(seed: int, height: int, width: int, channels: int = 1) -> np.ndarray:
+    """Return waves and noise, (height, width, channels) uint8: every pixel differs from its neighbours."""
+    rng = np.random.default_rng(seed)
+    y, x = np.mgrid[:height, :width]
+    planes = []
+    for _ in range(channels):
+        fy, fx, phase = rng.uniform(0.05, 0.4, 3)
+        planes.append(128 + 90 * np.sin(fy * y + fx * x + 9 * phase) + rng.normal(0, 8, (height, width)))
+    return np.clip(np.stack(planes, axis=-1), 0, 255).astype(np.uint8)
+
+
+def encode(picture_HWC: np.ndarray, format: str) -> bytes:
+    """Encode a gray or RGB picture as "jpg" or "png"."""
+    target = io.BytesIO()
+    image = Image.fromarray(picture_HWC[..., 0] if picture_HWC.shape[2] == 1 else picture_HWC)
+    image.save(target, {"jpg": "JPEG", "png": "PNG"}[format])
+    return target.getvalue()
+
+
+def write_folder(folder: Path, count: int, *, channels: int = 1) -> Path:
+    """Write `count` pictures of 40..90 px, four per identity, every third a PNG: `<identity>-<number>.<format>`."""
+    folder.mkdir(parents=True)
+    for i in range(count):
+        height, width = 40 + 7 * i % 50, 40 + 11 * i % 50
+        format = "png" if i % 3 == 0 else "jpg"
+        data = encode(texture(i, height, width, channels), format)
+        (folder / f"anna{i // 4:03d}-{i}.{format}").write_bytes(data)
+    return folder
+
+
+def samples(raw: Path, pause_s: float = 0.0) -> Iterator[Sample]:
+    """List such a folder, sorted by name."""
+    for path in sorted(raw.iterdir()):
+        yield Sample(path.name, partial(load, path, pause_s), {"listed": len(path.name)}, source=path)
+
+
+def load(path: Path, pause_s: float) -> Loaded:
+    """Load one picture with a text, an int, a float, a sometimes-int and an array.
+
+    Raises:
+        BadRecord: it cannot be decoded.
+    """
+    time.sleep(pause_s)
+    who, _, number = path.stem.partition("-")
+    data, i = path.read_bytes(), int(number)
+    try:
+        with Image.open(io.BytesIO(data)) as picture:
+            picture.load()
+    except OSError:
+        raise BadRecord("the picture cannot be decoded") from None
+    weight = i / 2 if i % 2 else i
+    return {"image": data, "who": who, "number": i, "weight": weight, "points": points(i)}
+
+
+def points(number: int) -> np.ndarray:
+    """Return the array that belongs to a picture: (3, 2) float32."""
+    return np.arange(6, dtype=np.float32).reshape(3, 2) + number
+
+
+def pack_folder(
+    raw: Path, out: Path, *, workers: int = 1, skip_bad: bool = False, shard_mib: float = 0.01, pause_s: float = 0.0
+) -> ShardSet:
+    """Pack such a folder into shards of a few pictures each."""
+    listed = samples(raw, pause_s)
+    return pack(listed, out, meta=META, workers=workers, skip_bad=skip_bad, shard_mib=shard_mib)
+
+
+def same_imports() -> dict[str, str]:
+    """Return the environment for a Python that imports what this one imports."""
+    return os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}

@@ -1,0 +1,190 @@
+"""The benchmark's machinery: order, ratios, limits, failures. The numbers it yields are not tested."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from trainyard.errors import UserError
+from trainyard.launch.runs import environment_record
+from trainyard.tools import bench
+from trainyard.tools.bench import Configuration, Options, Round, measure, read_results, result_lines, run_suite
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+OURS, OTHER = (Configuration("rgb", name, "dev", "") for name in ("ours", "other"))
+
+# Speaks the worker's protocol; each name does what it says.
+WORKER = """
+import json, subprocess, sys, time
+command, name = sys.argv[1], sys.argv[2].split("/")[-1]
+if command == "list":
+    for name in ("ours", "fails", "hangs", "leaves"):
+        print(json.dumps(dict(suite="rgb", name=name, environment="dev", note="")))
+elif command == "measure":
+    if name == "fails":
+        sys.exit("no such codec")
+    if name == "hangs":
+        time.sleep(60)
+    if name == "leaves":
+        child = subprocess.Popen(["sleep", "60"])
+        open("left.pid", "w").write(str(child.pid))
+    print(json.dumps(dict(name=name, samples_per_s=2.0, samples_per_core_s=1.0)))
+"""
+
+
+def rounds_of(ours: list[float], other: list[float]) -> list[Round]:
+    rates = zip(ours, other, strict=True)
+    return [{name: rated(rate) for name, rate in zip(("ours", "other"), pair, strict=True)} for pair in rates]
+
+
+def rated(rate: float) -> dict[str, float]:
+    return {"samples_per_s": rate, "samples_per_core_s": rate / 2}
+
+
+def numbered(count: int) -> list[Configuration]:
+    return [Configuration("rgb", str(n), "dev", "") for n in range(count)]
+
+
+@pytest.fixture
+def protocol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Options:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "worker.py").write_text(WORKER)
+    return Options(scripts=tmp_path, results=tmp_path / "results", data=tmp_path, rounds=3)
+
+
+def test_ratios_are_formed_within_a_round_so_that_a_machine_that_slows_down_does_not_change_them():
+    ours, other = result_lines([OURS, OTHER], rounds_of([100, 60, 20], [50, 30, 10]))
+    assert other["ours_over_this_samples_per_s"] == {"median": 2.0, "spread": 0.0, "quotable": True}
+    assert ours["samples_per_s"] == {"median": 60, "spread": 80 / 60, "quotable": False}
+
+
+def test_a_round_in_which_one_side_failed_enters_no_ratio():
+    rounds = rounds_of([100, 100, 100, 100], [50, 50, 50, 1])
+    rounds[3]["other"] = {"error": "out of memory"}
+    other = result_lines([OURS, OTHER], rounds)[1]
+    assert other["ours_over_this_samples_per_s"]["median"] == 2.0
+    assert other["errors"] == ["out of memory"] and len(other["rounds"]) == 3
+
+
+@pytest.mark.parametrize(("rates", "quotable"), [([100, 95, 105], True), ([100, 94, 105], False), ([100, 100], False)])
+def test_a_number_is_quotable_only_with_little_spread_over_enough_rounds(rates: list[float], quotable: bool):
+    ours = result_lines([OURS, OTHER], rounds_of(rates, rates))[0]
+    assert ours["samples_per_s"]["quotable"] is quotable
+
+
+def test_each_round_runs_every_configuration_once_in_an_order_of_its_own():
+    configurations = numbered(10)
+    orders = [tuple(bench.shuffled(configurations, number)) for number in range(100)]
+    assert all(sorted(order, key=lambda c: c.name) == configurations for order in orders)
+    assert len(set(orders)) == 100
+    assert {order[0] for order in orders} == set(configurations)
+    assert orders[0] == tuple(bench.shuffled(configurations, 0))
+
+
+def test_measuring_leaves_the_warm_up_out_and_stops_when_both_limits_are_met():
+    def batches() -> Iterator[list[int]]:
+        time.sleep(0.5)  # start-up, in the first batch
+        while True:
+            yield [0] * 8
+
+    result = measure(batches(), warmup=8, samples=64, seconds=0.0)
+    assert result["samples"] == 64 and result["seconds"] < 0.25
+    assert measure(batches(), warmup=8, samples=64, seconds=0.1)["seconds"] >= 0.1
+
+
+def test_core_seconds_count_the_work_of_child_processes_alive_or_ended():
+    spin = "import time; end = time.process_time() + 0.3\nwhile time.process_time() < end: pass\n"
+    alive: list[subprocess.Popen[bytes]] = []
+
+    def batches() -> Iterator[list[int]]:
+        yield [0]
+        alive.append(subprocess.Popen([sys.executable, "-c", spin + "print(flush=True); input()"], stdin=-1, stdout=-1))
+        stdout = alive[0].stdout
+        assert stdout is not None
+        stdout.read(1)  # it has spun, and lives
+        yield [0]
+        subprocess.run([sys.executable, "-c", spin], check=True)
+        yield [0]
+
+    try:
+        result = measure(batches(), warmup=1, samples=2, seconds=0.0)
+    finally:
+        alive[0].kill()
+        alive[0].communicate()
+    assert result["core_seconds"] >= 0.55  # 2 x 0.3, less a few clock ticks of 10 ms
+
+
+def test_a_step_is_held_against_one_percent_or_three_tenths_of_a_millisecond():
+    def verdict(ours_ms: float, plain_ms: float) -> str:
+        steps = [("ours", ours_ms), ("plain_loop", plain_ms)]
+        return bench.step_verdict([{"name": n, "rounds": [{"ms_per_step": ms}] * 3} for n, ms in steps])
+
+    assert "+0.250 ms" in verdict(5.25, 5.0) and "target 0.300 ms met" in verdict(5.25, 5.0)
+    assert "target 0.300 ms MISSED" in verdict(5.4, 5.0)
+    assert "target 1.000 ms met" in verdict(100.9, 100.0)
+
+
+def test_a_configuration_that_fails_or_hangs_is_named_and_the_others_are_kept(
+    protocol: Options, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(bench, "WORKER_TIMEOUT_S", 1)
+    with pytest.raises(UserError, match=r"fails, hangs failed|hangs, fails failed"):
+        run_suite("rgb", replace(protocol, rounds=1), command="bench", environment={})
+    [path] = protocol.results.iterdir()
+    lines = {line["name"]: line for line in read_results(path)[1:]}
+    assert "no such codec" in lines["fails"]["errors"][0]
+    assert "no result after 1 s" in lines["hangs"]["errors"][0]
+    assert lines["leaves"]["ours_over_this_samples_per_s"]["median"] == 1.0
+    assert "failed in 1 rounds" in bench.table(read_results(path))
+
+
+def test_what_a_worker_leaves_running_is_ended_before_the_next_one(protocol: Options):
+    run_suite("rgb", replace(protocol, rounds=1, only=("leaves",)), command="bench", environment={})
+    status = Path(f"/proc/{Path('left.pid').read_text()}/stat")
+    assert not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_a_second_run_on_one_day_gets_a_file_of_its_own(protocol: Options):
+    quiet = replace(protocol, rounds=1, only=("ours",))
+    first, second = (run_suite("rgb", quiet, command="bench", environment={}) for _ in range(2))
+    assert second.name == first.name.replace(".jsonl", "-2.jsonl")
+
+
+def test_a_suite_or_pattern_that_does_not_exist_is_answered_with_those_that_do(protocol: Options):
+    with pytest.raises(UserError, match=r"'rbg' is no benchmark suite\. Choose from: rgb, gray"):
+        run_suite("rbg", protocol, command="bench", environment={})
+    with pytest.raises(UserError, match=r"--only dali: no such configuration in suite rgb\. It has: ours, fails"):
+        run_suite("rgb", replace(protocol, only=("dali",)), command="bench", environment={})
+
+
+def test_peers_without_their_environment_are_refused_with_the_way_to_make_it(protocol: Options, tmp_path: Path):
+    (tmp_path / "worker.py").write_text(WORKER.replace('environment="dev"', 'environment="peers"'))
+    with pytest.raises(UserError, match=r"no interpreter there.*README.md"):
+        run_suite("rgb", replace(protocol, peers=tmp_path), command="bench", environment={})
+
+
+def test_a_file_that_is_no_result_is_refused(tmp_path: Path):
+    with pytest.raises(UserError, match="no such result file"):
+        read_results(tmp_path / "rgb.jsonl")
+    (tmp_path / "rgb.jsonl").write_text('{"kind": "result"}\n')
+    with pytest.raises(UserError, match="expected a header line"):
+        read_results(tmp_path / "rgb.jsonl")
+
+
+def test_a_quick_run_measures_our_reader_and_h5py_on_generated_pictures_end_to_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    options = Options(scripts=BENCHMARKS, results=tmp_path, data=tmp_path / "data", only=("h5py_flat",)).quick()
+    path = run_suite("read", replace(options, rgb=64, threads=1), command="bench", environment=environment_record())
+    head, *results = [json.loads(line) for line in path.read_text().splitlines()]
+    assert head["suite"] == "read" and head["environment"]["machine"]["cpu"] and "commit" in head["environment"]["code"]
+    assert [line["name"] for line in results] == ["ours", "h5py_flat"]
+    assert all(line["rounds"][0]["samples"] >= 128 and line["versions"]["numpy"] for line in results)
+    assert results[1]["ours_over_this_samples_per_core_s"]["median"] > 0
+    assert "h5py_flat" in capsys.readouterr().out
+    assert len(list((tmp_path / "data").glob("rgb-files-64/*/*.jpg"))) == 64

@@ -1,0 +1,169 @@
+"""What every job promises, held for every folder in jobs/, and for a sixth that a person copies from one of them."""
+
+import importlib
+import os
+import shutil
+import signal
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+
+from tests.training import differences, metrics_of, new_run, start, state_of, train, wait_for_lines
+from trainyard.data.shards import ShardSet
+from trainyard.launch import config as configs
+from trainyard.launch.task import ready_data
+from trainyard.settings import TrainConfig
+from trainyard.train.module import DataInfo, TrainModule
+from trainyard.train.step import TrainState, make_optimizer, train_step
+
+ROOT = Path(__file__).resolve().parents[1]
+JOBS = ROOT / "jobs"
+FAMILIES = sorted(path.parent.name for path in JOBS.glob("*/config.py"))
+
+
+def own_tests(jobs_dir: Path, family: str) -> ModuleType:
+    """Return a family's test module, which holds `SMALL` and `perfect_rows`."""
+    return importlib.import_module(f"{jobs_dir.name}.{family}.test_{family}")
+
+
+def ready(jobs_dir: Path, family: str, root: Path) -> tuple[TrainConfig, ShardSet]:
+    """Return the family's small config, with its data packed and open."""
+    config = configs.compose(family, [*own_tests(jobs_dir, family).SMALL, f"data.cache={root}"], jobs_dir)
+    config = ready_data(config, jobs_dir)
+    return config, ShardSet(Path(config.data.path))
+
+
+def built(jobs_dir: Path, config: TrainConfig, data: ShardSet) -> tuple[TrainModule, dict[str, np.ndarray]]:
+    """Return the family's model and its splits."""
+    splits = configs.load_family(jobs_dir, config.family, "pack").splits(data.columns, data.vocabulary, config)
+    torch.manual_seed(config.seed)
+    info = DataInfo(data.columns, data.vocabulary, splits["train"])
+    return configs.load_family(jobs_dir, config.family, "module").build(config, info), splits
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
+
+
+def test_families_are_found():
+    assert "fingerprint" in FAMILIES
+
+
+@pytest.mark.parametrize("preset", sorted(configs.find_jobs(JOBS)))
+def test_every_preset_loads_and_opens_with_what_it_is_for(preset):
+    config = configs.compose(preset, [], JOBS)
+    assert config.job == preset
+    assert all(option.doc for option in configs.options(config))
+    assert configs.find_jobs(JOBS)[preset].read_text().startswith("# ")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_has_a_base_preset_a_page_and_a_folder_of_the_usual_files(family):
+    names = {path.name for path in (JOBS / family).iterdir()}
+    assert {"config.py", "pack.py", "module.py", "README.md", f"{family}.yaml", f"test_{family}.py"} <= names
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_was_packed_reads_back_equal(family, cache):
+    check_packing(JOBS, family, cache)
+
+
+def check_packing(jobs_dir: Path, family: str, cache: Path) -> None:
+    config, data = ready(jobs_dir, family, cache)
+    raw = next(cache.glob(f"{family}-synthetic-*"))
+    samples = list(configs.load_family(jobs_dir, family, "pack").samples(raw, config))
+    assert len(samples) == data.count > 10
+    assert data.keys(np.arange(data.count)) == [sample.key for sample in samples]
+    for i, sample in enumerate(samples):
+        for name, value in {**sample.columns, **sample.load()}.items():
+            if isinstance(value, bytes):
+                assert data.read(name, np.array([i]))[0].tobytes() == value
+            elif isinstance(value, np.ndarray):
+                read = np.empty((1, *value.shape), dtype=value.dtype)
+                data.gather(name, np.array([i]), read)
+                assert np.array_equal(read[0], value)
+            elif isinstance(value, str):
+                assert data.vocabulary[name][data.columns[name][i]] == value
+            else:
+                assert data.columns[name][i] == value
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_splits_share_no_sample_and_train_is_among_them(family, cache):
+    config, data = ready(JOBS, family, cache)
+    _, splits = built(JOBS, config, data)
+    assert "train" in splits and "val" in splits
+    together = np.concatenate(list(splits.values()))
+    assert len(np.unique(together)) == len(together)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_loss_falls_on_one_batch(family, cache):
+    check_loss(JOBS, family, cache)
+
+
+def check_loss(jobs_dir: Path, family: str, cache: Path) -> None:
+    from contextlib import nullcontext
+
+    from trainyard.data.loader import Loader
+    from trainyard.data.order import shuffle
+
+    config, data = ready(jobs_dir, family, cache)
+    module, splits = built(jobs_dir, config, data)
+    loader = Loader(
+        data, settings=config.data, image=config.image, augmentation=config.augment, seed=0, rank=0, world_size=1,
+        device=torch.device("cpu"), threads=1, channels_last=False, decode="cpu",
+    )  # fmt: skip
+    stream = loader.train(
+        lambda epoch: shuffle(splits["train"], seed=0, epoch=epoch, global_batch_size=16),
+        epoch=0, start=0, micro_batch_size=0,
+    )  # fmt: skip
+    micro = next(stream)
+    stream.close()
+    optimizer = make_optimizer(module, config.optimizer)
+    state = TrainState(module, module, optimizer, torch.amp.GradScaler("cpu", enabled=False), None, 0.0)
+    losses = [
+        float(train_step(state, [micro], lr=3e-3, world_size=1, seed=0, clip_grad_norm=1.0, autocast=nullcontext).losses["loss"])
+        for _ in range(12)
+    ]
+    assert min(losses[-3:]) < 0.9 * losses[0], losses
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_stopped_run_goes_on_bitwise_equal(family, cache, tmp_path):
+    small = [*own_tests(JOBS, family).SMALL, "log_every=1st", f"data.cache={cache}"]
+    whole, stopped = (new_run(tmp_path, *small, job=family, jobs=JOBS) for _ in range(2))
+    assert train(whole, jobs=JOBS) == 0
+    process = start(stopped, jobs=JOBS)
+    wait_for_lines(stopped, 2, process)
+    os.kill(process.pid, signal.SIGTERM)
+    process.join(240)
+    assert process.exitcode == 85, "it was to be stopped in the middle"
+    assert train(stopped, jobs=JOBS) == 0
+    assert differences(state_of(whole), state_of(stopped)) == []
+    assert metrics_of(whole) == metrics_of(stopped)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_perfect_predictor_scores_perfectly(family, cache):
+    config, data = ready(JOBS, family, cache)
+    module, splits = built(JOBS, config, data)
+    rows, expected = own_tests(JOBS, family).perfect_rows(data.columns, splits["val"])
+    metrics = module.score(rows)
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected)
+    assert module.monitor[0] in metrics
+
+
+def test_a_copied_folder_is_a_family_of_its_own(tmp_path):
+    jobs = tmp_path / "mine"
+    shutil.copytree(JOBS / "fingerprint", jobs / "thumbs", ignore=shutil.ignore_patterns("__pycache__", "*.yaml"))
+    (jobs / "__init__.py").touch()
+    (jobs / "thumbs" / "test_fingerprint.py").rename(jobs / "thumbs" / "test_thumbs.py")
+    preset = (JOBS / "fingerprint" / "fingerprint.yaml").read_text()
+    (jobs / "thumbs" / "thumbs.yaml").write_text(preset)
+    check_packing(jobs, "thumbs", tmp_path / "cache")
+    check_loss(jobs, "thumbs", tmp_path / "cache")

@@ -1,0 +1,175 @@
+import os
+import subprocess
+import sys
+
+import pytest
+
+from trainyard.errors import UserError
+from trainyard.hardware import GPUS, _quota_cores, available_cores, gpu_by_name, precision_for
+
+
+@pytest.mark.parametrize(
+    "printed, memory_gib, key",
+    [
+        ("Tesla P100-PCIE-16GB", 15.9, "p100-16-pcie"),
+        ("Tesla P100-PCIE-12GB", 11.9, "p100-12-pcie"),
+        ("Tesla P100-SXM2-16GB", 15.9, "p100-16-sxm"),
+        ("NVIDIA GeForce RTX 2080 Ti", 10.75, "2080ti"),
+        ("GeForce RTX 2080 Ti", 10.75, "2080ti"),  # an old driver
+        ("NVIDIA RTX A5000", 23.7, "a5000"),
+        ("NVIDIA RTX A5000", 22.5, "a5000"),  # ECC on
+        ("A100-PCIE-40GB", 39.4, "a100-40-pcie"),
+        ("NVIDIA A100-SXM4-40GB", 39.4, "a100-40-sxm"),
+        ("NVIDIA A100 80GB PCIe", 79.2, "a100-80-pcie"),
+        ("NVIDIA A100-SXM4-80GB", 79.2, "a100-80-sxm"),
+        ("NVIDIA H100 PCIe", 79.1, "h100-pcie"),
+        ("NVIDIA H100 80GB HBM3", 79.1, "h100-sxm"),
+        ("NVIDIA H200", 139.8, "h200"),
+    ],
+)
+def test_a_device_is_found_by_the_name_cuda_prints(printed, memory_gib, key):
+    gpu = gpu_by_name(printed, memory_gib)
+    assert gpu is not None and gpu.key == key
+
+
+@pytest.mark.parametrize(
+    "printed, memory_gib",
+    [
+        ("NVIDIA A100-SXM4-80GB MIG 3g.40gb", 39.5),
+        ("NVIDIA A100-SXM4-80GB", 39.5),
+        ("NVIDIA GeForce RTX 2080 Ti", 21.5),  # refitted with 22 GB
+        ("NVIDIA RTX A5000 Laptop GPU", 16.0),
+        ("NVIDIA H100 NVL", 93.1),
+        ("NVIDIA H200 NVL", 139.8),
+        ("NVIDIA GH200 480GB", 95.0),
+        ("NVIDIA GeForce RTX 5090", 31.4),
+        ("", 0.0),
+    ],
+)
+def test_an_unknown_card_is_never_guessed(printed, memory_gib):
+    assert gpu_by_name(printed, memory_gib) is None
+
+
+def test_the_table_agrees_with_itself():
+    assert len({gpu.key for gpu in GPUS}) == len({gpu.name for gpu in GPUS}) == len(GPUS) == 12
+    for gpu in GPUS:
+        ampere = gpu.sm >= 80
+        assert (gpu.bf16_tflop_s is not None) == (gpu.tf32_tflop_s is not None) == ampere, gpu.key
+        assert gpu.fp64_tflop_s < gpu.fp32_tflop_s < gpu.fp16_tflop_s, gpu.key
+        assert gpu.hardware_jpeg == (gpu.sm in (80, 90)), gpu.key
+        assert gpu.source, gpu.key
+
+
+@pytest.mark.parametrize(
+    "sm, dtype, loss_scaling, tf32, channels_last",
+    [
+        (52, "fp32", False, False, False),
+        (60, "fp32", False, False, False),
+        (61, "fp32", False, False, False),
+        (70, "fp16", True, False, True),
+        (75, "fp16", True, False, True),
+        (80, "bf16", False, True, True),
+        (86, "bf16", False, True, True),
+        (90, "bf16", False, True, True),
+    ],
+)
+def test_auto_takes_what_each_generation_runs_fastest(sm, dtype, loss_scaling, tf32, channels_last):
+    policy = precision_for(sm)
+    assert (policy.dtype, policy.loss_scaling, policy.tf32) == (dtype, loss_scaling, tf32)
+    assert policy.channels_last == channels_last
+    assert not policy.compile
+
+
+def test_the_cpu_trains_in_fp32_and_takes_bf16_on_request():
+    assert (precision_for(None).dtype, precision_for(None).compile) == ("fp32", False)
+    assert precision_for(None, precision="bf16").dtype == "bf16"
+
+
+@pytest.mark.parametrize(
+    "sm, precision, device, choices, way_out",
+    [
+        (None, "fp16", "the CPU", "fp32, bf16", "precision=fp32"),
+        (60, "bf16", "sm_60", "fp32, fp16", "precision=fp32"),
+        (61, "fp16", "sm_61", "fp32", "precision=fp32"),
+        (70, "bf16", "sm_70", "fp16, fp32", "precision=fp16"),
+        (75, "bf16", "sm_75", "fp16, fp32", "precision=fp16"),
+        (90, "fp8", "sm_90", "bf16, fp16, fp32", "precision=bf16"),
+    ],
+)
+def test_a_precision_the_device_lacks_is_refused_with_the_way_out(sm, precision, device, choices, way_out):
+    with pytest.raises(UserError) as refused:
+        precision_for(sm, precision=precision)
+    for part in (f"precision={precision}", f"({device})", f"only {choices} at", way_out, "precision=auto"):
+        assert part in str(refused.value)
+
+
+def test_fp16_on_p100_is_allowed_and_says_that_it_is_for_memory():
+    policy = precision_for(60, precision="fp16")
+    assert policy.loss_scaling and not policy.channels_last
+    assert "memory" in policy.reasons["dtype"]
+
+
+def test_an_explicit_fp32_is_exact_on_ampere():
+    policy = precision_for(80, precision="fp32")
+    assert (policy.dtype, policy.tf32, policy.channels_last) == ("fp32", False, False)
+
+
+def test_compile_is_impossible_on_p100_and_a_choice_from_volta_on():
+    with pytest.raises(UserError, match=r"compile=on.*Triton.*sm_70.*sm_60.*compile=off"):
+        precision_for(60, compile="on")
+    assert not precision_for(60, compile="off").compile
+    assert precision_for(70, compile="on").compile
+    assert precision_for(None, compile="on").compile
+
+
+def test_a_layout_asked_for_wins_over_the_policy():
+    forced = precision_for(60, channels_last="on")
+    assert forced.channels_last and "slower" in forced.reasons["channels_last"]
+    assert not precision_for(90, channels_last="off").channels_last
+
+
+@pytest.mark.parametrize("sm", [None, 60, 75, 80, 90])
+def test_every_choice_carries_a_reason(sm):
+    policy = precision_for(sm)
+    assert set(policy.reasons) == set(vars(policy)) - {"reasons"}
+    assert all(policy.reasons.values())
+
+
+def test_available_cores_follow_the_affinity_mask_and_not_the_node():
+    mask = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {min(mask)})
+        assert available_cores() == 1
+    finally:
+        os.sched_setaffinity(0, mask)
+    assert 1 <= available_cores() <= len(mask)
+
+
+def cgroup(tmp_path, membership, **limits):
+    """Lay out a cgroup v2 tree: `limits` maps a group ("root", "a", "a__b") to its cpu.max."""
+    for group, text in limits.items():
+        folder = tmp_path / "cgroup" / ("" if group == "root" else group.replace("__", "/"))
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "cpu.max").write_text(text)
+    (tmp_path / "membership").write_text(membership)
+    return tmp_path / "cgroup", tmp_path / "membership"
+
+
+def test_the_tightest_quota_on_the_way_to_the_root_counts(tmp_path):
+    tree = cgroup(tmp_path, "0::/a/b\n", root="max 100000\n", a="150000 100000\n", a__b="400000 100000\n")
+    assert _quota_cores(*tree) == 1.5
+
+
+def test_a_container_that_sees_itself_as_the_root_has_its_quota_there(tmp_path):
+    assert _quota_cores(*cgroup(tmp_path, "0::/\n", root="50000 100000\n")) == 0.5
+
+
+@pytest.mark.parametrize("membership", ["0::/\n", "0::/gone\n", "4:memory:/x\n1:cpu:/\n"])
+def test_no_quota_is_no_limit(tmp_path, membership):
+    assert _quota_cores(*cgroup(tmp_path, membership, root="max 100000\n")) is None
+    assert _quota_cores(tmp_path / "cgroup", tmp_path / "nowhere") is None
+
+
+def test_hardware_loads_no_torch():
+    code = "import sys, trainyard.hardware; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,108 @@
+"""Who may import whom, held."""
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+ORDER = ("errors", "settings", "hardware", "data", "train", "jobs", "launch", "tools", "cli")
+"""Each imports only itself and what stands to its left."""
+
+LOADED_LATE = ("torch", "torchvision", "h5py", "nvidia", "crc32c")
+
+
+def layer_of(module: str) -> str | None:
+    """'trainyard.data.order' -> 'data', 'jobs.pricing.module' -> 'jobs', 'numpy' -> None."""
+    parts = module.split(".")
+    if parts[0] == "jobs":
+        return "jobs"
+    return parts[1] if parts[0] == "trainyard" and len(parts) > 1 and parts[1] in ORDER else None
+
+
+def imports(path: Path, module: str) -> list[str]:
+    """List the absolute names that a file imports anywhere in it."""
+    names = []
+    package = module.split(".")[:-1]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            names += [".".join([*base, *([node.module] if node.module else []), alias.name]) for alias in node.names]
+    return names
+
+
+def violations(root: Path) -> list[str]:
+    """Name every import that points to the right, of another job, or of DALI outside its one file."""
+    files = {path: path.relative_to(root / "src") for path in (root / "src" / "trainyard").rglob("*.py")}
+    files |= {path: path.relative_to(root) for path in (root / "jobs").rglob("*.py") if not path.name.startswith("test_")}
+    assert len(files) > 30, f"only {len(files)} files found: has the source moved?"
+    wrong = []
+    for path, short in files.items():
+        module = ".".join(short.with_suffix("").parts)
+        here = layer_of(module)
+        for name in imports(path, module):
+            there = layer_of(name)
+            if here and there and ORDER.index(there) > ORDER.index(here):
+                wrong.append(f"{short} ({here}) imports {name} ({there})")
+            if here == there == "jobs" and name.split(".")[1] != module.split(".")[1]:
+                wrong.append(f"{short} imports another job: {name}")
+            if name.startswith("nvidia.dali") and short.name != "decode_dali.py":
+                wrong.append(f"{short} imports {name}; only decode_dali.py may")
+    return wrong
+
+
+def test_imports_point_to_the_left():
+    assert violations(ROOT) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "said"),
+    [
+        ("src/trainyard/data/order.py", "from trainyard.train import engine", "data) imports trainyard.train.engine (train)"),
+        ("src/trainyard/train/step.py", "import jobs.fingerprint.module", "(train) imports jobs.fingerprint.module (jobs)"),
+        ("jobs/fingerprint/pack.py", "from jobs.other import pack", "imports another job: jobs.other.pack"),
+        ("src/trainyard/data/loader.py", "import nvidia.dali", "only decode_dali.py may"),
+    ],
+)
+def test_a_planted_violation_is_found(file, line, said, tmp_path):
+    for folder in ("src", "jobs"):
+        for path in (ROOT / folder).rglob("*.py"):
+            copy = tmp_path / path.relative_to(ROOT)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_bytes(path.read_bytes())
+    with (tmp_path / file).open("a") as target:
+        target.write(f"\n\ndef planted():\n    {line}\n")
+    assert any(said in wrong for wrong in violations(tmp_path))
+
+
+def test_source_names_no_job():
+    families = [path.parent.name for path in (ROOT / "jobs").glob("*/pack.py")]
+    assert families
+    named = [
+        f"{path.name}: {family}"
+        for path in (ROOT / "src" / "trainyard").rglob("*.py")
+        for family in families
+        if f"jobs.{family}" in path.read_text()
+    ]
+    assert named == []
+
+
+def test_what_submits_loads_no_torch():
+    """Everything between typing a job's name and handing a task to a scheduler."""
+    code = f"""
+import sys
+from pathlib import Path
+import trainyard.cli, trainyard.launch.task, trainyard.launch.runs
+from trainyard.launch import config
+made = config.compose("fingerprint_1m", ["optimizer.lr=1e-3"], Path({str(ROOT / "jobs")!r}))
+config.options(made)
+trainyard.launch.runs.environment_record()
+print([name for name in {LOADED_LATE!r} if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=dict(os.environ))
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,296 @@
+import importlib.util
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from tests.pictures import points
+from trainyard.data.loader import Loader, Micro, choose_decoder, in_background
+from trainyard.data.order import EpochOrder, shuffle
+from trainyard.data.shards import ShardError, ShardSet
+from trainyard.errors import UserError
+from trainyard.settings import AugmentSettings, DataSettings, ImageSettings
+
+AUGMENTATION = AugmentSettings(
+    rotate_deg=20, shift=0.1, zoom=0.2, crop_area_min=0.4, crop_aspect_max=1.3, flip=0.5, gain=0.2, contrast=0.3
+)
+IMAGE = ImageSettings(height_px=24, width_px=32, channels=1, fill=255, mean=0.5, std=0.25)
+HAS_DALI = all(importlib.util.find_spec(name) for name in ("nvidia", "nvidia.dali"))
+BACK_ENDS = ["cpu", pytest.param("dali", marks=pytest.mark.skipif(not HAS_DALI, reason="needs nvidia.dali"))]
+COUNT = 26
+Orders = Callable[[int], EpochOrder]
+
+
+def loader(data: ShardSet, *, decode: str = "cpu", rank: int = 0, world_size: int = 1, **changes) -> Loader:
+    settings = DataSettings(**{"prefetch": 2} | {name: changes.pop(name) for name in ("prefetch",) if name in changes})
+    options = {"augmentation": AUGMENTATION, "image": IMAGE, "seed": 5, "threads": 2, "channels_last": False}
+    return Loader(
+        data,
+        settings=settings,
+        rank=rank,
+        world_size=world_size,
+        device=torch.device("cpu"),
+        decode=decode,
+        **options | changes,
+    )
+
+
+def orders(batch: int = 8) -> Orders:
+    return lambda epoch: shuffle(np.arange(COUNT), seed=5, epoch=epoch, global_batch_size=batch)
+
+
+def steps(batches: Iterable[Micro], count: int) -> list[list[Micro]]:
+    """Take that many optimizer steps, each a list of micro-batches."""
+    taken: list[list[Micro]] = [[]]
+    for micro in batches:
+        taken[-1].append(micro)
+        if micro.last and len(taken) == count:
+            return taken
+        if micro.last:
+            taken.append([])
+    raise AssertionError(f"the stream ended in step {len(taken)} of {count}")
+
+
+def train(
+    data: ShardSet, count: int, *, start: int = 0, micro: int = 0, batch: int = 8, **changes
+) -> list[list[Micro]]:
+    stream = loader(data, **changes).train(orders(batch), epoch=3, start=start, micro_batch_size=micro)
+    try:
+        return steps(stream, count)
+    finally:
+        stream.close()
+
+
+def same(one: Micro, other: Micro) -> bool:
+    assert one.batch.keys() == other.batch.keys()
+    values_equal = all(torch.equal(one.batch[name], other.batch[name]) for name in one.batch)
+    return values_equal and (one.weight, one.last) == (other.weight, other.last)
+
+
+def ids_of(micros: Iterable[Micro]) -> list[int]:
+    return [i for micro in micros if micro.weight for i in micro.batch["sample_id"].tolist()]
+
+
+@pytest.mark.parametrize("decode", BACK_ENDS)
+def test_training_reads_the_order_epoch_after_epoch(pictures, decode):
+    read = train(pictures, 10, decode=decode)
+    expected = [orders()(epoch).batch(i).tolist() for epoch in (3, 4, 5) for i in range(4)][:10]
+    assert [ids_of(step) for step in read] == expected
+    assert [len(ids) for ids in expected] == [8, 8, 8, 2, 8, 8, 8, 2, 8, 8]
+
+
+def test_dali_and_the_reference_give_bitwise_equal_batches(pictures):
+    pytest.importorskip("nvidia.dali")
+    ours, theirs = (train(pictures, 8, decode=decode, micro=3) for decode in ("cpu", "dali"))
+    assert all(same(a, b) for a, b in zip(itertools.chain(*ours), itertools.chain(*theirs), strict=True))
+
+
+@pytest.mark.parametrize("decode", BACK_ENDS)
+def test_everything_of_a_sample_comes_through(pictures, decode):
+    (micro,) = train(pictures, 1, decode=decode)[0]
+    ids = orders()(3).batch(0)
+    numbers = pictures.columns["number"][ids]
+    assert set(micro.batch) == {"sample_id", "image", "points", "who", "number", "weight", "listed"}
+    for name in ("who", "number", "weight", "listed"):
+        assert np.array_equal(micro.batch[name].numpy(), pictures.columns[name][ids])
+    assert np.array_equal(micro.batch["points"].numpy(), np.stack([points(i) for i in numbers.tolist()]))
+    assert micro.batch["image"].shape == (8, 1, 24, 32) and micro.batch["image"].dtype == torch.float32
+    assert micro.batch["image"].min() >= -2 and micro.batch["image"].max() <= 2  # (0..1 - mean) / std
+
+
+@pytest.mark.parametrize("decode", BACK_ENDS)
+def test_starting_late_gives_the_tail_of_starting_early(pictures, decode):
+    whole, tail = train(pictures, 9, decode=decode), train(pictures, 6, decode=decode, start=3)
+    for a, b in zip(whole[3:], tail, strict=True):
+        assert all(same(*pair) for pair in zip(a, b, strict=True))
+
+
+def test_nothing_before_the_start_is_read(spoilable):
+    data = ShardSet(spoilable)
+    before, after = np.split(orders()(3).ids, [2 * 8])
+    spoil(data, before)
+    read = train(data, 2, start=2)
+    assert [i for step in read for i in ids_of(step)] == after.tolist()
+    with pytest.raises(ShardError):
+        train(data, 1, start=1)
+
+
+def spoil(data: ShardSet, ids: np.ndarray) -> None:
+    """Overwrite the first bytes of some pictures."""
+    for i in ids.tolist():
+        shard = next(shard for shard in reversed(data.shards) if shard.first <= i)
+        with shard.path.open("r+b") as file:
+            file.seek(int(data.records["image"].start[i]))
+            file.write(b"spoiled")
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("micro", [0, 2])
+def test_the_ranks_together_read_the_batches_that_one_rank_reads(pictures, world_size, micro):
+    alone = train(pictures, 5, batch=7)
+    ranks = [train(pictures, 5, batch=7, rank=r, world_size=world_size, micro=micro) for r in range(world_size)]
+    for step, whole in enumerate(alone):
+        parts = [part for rank in ranks for part in rank[step]]
+        counted = [part.batch for part in parts if part.weight]
+        for name, values in whole[0].batch.items():
+            assert torch.equal(torch.cat([batch[name] for batch in counted]), values), name
+        assert len({len(rank[step]) for rank in ranks}) == 1
+        assert sum(part.weight for part in parts) == pytest.approx(1)
+        for part in parts:
+            assert part.weight in (0, pytest.approx(len(part.batch["sample_id"]) / len(whole[0].batch["sample_id"])))
+
+
+def test_a_last_batch_smaller_than_the_ranks_gives_the_others_a_stand_in(pictures):
+    ranks = [train(pictures, 1, start=3, rank=r, world_size=4)[0] for r in range(4)]
+    last = orders()(3).batch(3).tolist()
+    assert len(last) == 2
+    assert sorted(i for rank in ranks for i in ids_of(rank)) == sorted(last)
+    assert sorted(micro.weight for (micro,) in ranks) == [0, 0, 0.5, 0.5]
+    assert all(micro.batch["sample_id"].tolist() == last[:1] for (micro,) in ranks if micro.weight == 0)
+
+
+@pytest.mark.parametrize("decode", BACK_ENDS)
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_evaluation_reads_each_sample_once_over_all_ranks_and_as_it_is(pictures, decode, world_size):
+    ids = np.arange(1, 24)
+    ranks = [loader(pictures, decode=decode, rank=r, world_size=world_size) for r in range(world_size)]
+    read = [micro for one in ranks for micro in one.evaluate(ids, batch_size=5)]
+    assert ids_of(read) == ids.tolist()
+    assert sum(micro.weight for micro in read) == pytest.approx(1)
+    plain = loader(pictures, augmentation=AugmentSettings()).evaluate(ids, batch_size=23)
+    assert torch.equal(torch.cat([micro.batch["image"] for micro in read]), next(plain).batch["image"])
+    plain.close()
+
+
+@pytest.mark.parametrize("decode", BACK_ENDS)
+def test_a_rank_without_anything_to_evaluate_gets_nothing(pictures, decode):
+    ranks = [loader(pictures, decode=decode, rank=r, world_size=3) for r in range(3)]
+    assert [ids_of(one.evaluate(np.array([4, 9]), batch_size=8)) for one in ranks] == [[], [4], [9]]
+
+
+def test_pictures_are_cut_where_packing_said(pictures):
+    whole = next(loader(pictures).evaluate(np.array([2]), batch_size=1)).batch["image"]
+    height, width, _ = pictures.records["image"].shape[2].tolist()
+    for name, values in zip(("box_y", "box_x", "box_height", "box_width"), (0, 0, height, 2 * width), strict=True):
+        pictures.columns[name] = np.full(COUNT, values)
+    cut = next(loader(pictures).evaluate(np.array([2]), batch_size=1)).batch["image"]
+    assert (cut[..., 17:] == (1 - 0.5) / 0.25).all()  # the right half lies outside: fill
+    assert (cut[..., :15] - whole.unfold(3, 2, 2).mean(4)[..., :15]).abs().mean() < 0.2
+
+
+@pytest.mark.parametrize("decode", BACK_ENDS)
+@pytest.mark.parametrize("prefetch", [1, 4])
+def test_a_batch_that_is_kept_is_not_overwritten_by_later_ones(pictures, decode, prefetch):
+    kept: list[Micro] = []
+    copies: list[torch.Tensor] = []
+    stream = loader(pictures, decode=decode, prefetch=prefetch).train(orders(), epoch=0, start=0, micro_batch_size=2)
+    for micro in itertools.islice(stream, 40):
+        time.sleep(0.002)  # let the background run ahead as far as it can
+        kept.append(micro)
+        copies.append(micro.batch["image"].clone())
+    stream.close()
+    fresh = loader(pictures, decode=decode, prefetch=prefetch).train(orders(), epoch=0, start=0, micro_batch_size=2)
+    for micro, copy, again in zip(kept, copies, fresh, strict=False):
+        assert torch.equal(micro.batch["image"], copy) and same(micro, again)
+    fresh.close()
+
+
+def test_a_batch_belongs_to_the_caller_even_its_ids(pictures):
+    order = shuffle(np.arange(COUNT), seed=0, epoch=0, global_batch_size=8)
+    before = order.ids.copy()
+    stream = loader(pictures).train(lambda _: order, epoch=0, start=0, micro_batch_size=0)
+    for value in next(stream).batch.values():
+        value.fill_(0)
+    stream.close()
+    assert np.array_equal(order.ids, before)
+    assert pictures.columns["number"].any()
+
+
+@pytest.mark.parametrize("decode", BACK_ENDS)
+def test_a_damaged_record_ends_training_with_its_name(spoilable, decode):
+    data = ShardSet(spoilable)
+    victim = orders()(3).batch(2)[1:2]
+    spoil(data, victim)
+    with pytest.raises(ShardError, match=f"image of '{data.keys(victim)[0]}' is damaged: its checksum differs"):
+        train(data, 4, decode=decode)
+    assert not background_threads()
+
+
+def background_threads() -> list[str]:
+    return [t.name for t in threading.enumerate() if t.name.startswith(("loader", "decode", "resize"))]
+
+
+@pytest.mark.parametrize("decode", BACK_ENDS)
+def test_leaving_early_ends_every_thread(pictures, decode):
+    stream = loader(pictures, decode=decode).train(orders(), epoch=0, start=0, micro_batch_size=0)
+    next(stream)
+    assert "loader" in background_threads()
+    stream.close()
+    assert background_threads() == []
+
+
+def test_an_exception_in_the_background_is_raised_at_its_place():
+    def items() -> Iterator[int]:
+        yield from (1, 2, 3)
+        raise RuntimeError("broken here")
+
+    seen = []
+    with pytest.raises(RuntimeError, match="broken here"):
+        for item, wait_s in in_background(items(), 2):
+            seen.append(item)
+            assert wait_s >= 0
+    assert seen == [1, 2, 3]
+
+
+def test_the_background_runs_ahead_only_as_far_as_asked():
+    made = []
+
+    def items() -> Iterator[int]:
+        for i in range(100):
+            made.append(i)
+            yield i
+
+    stream = in_background(items(), 3)
+    next(stream)
+    end = time.monotonic() + 10
+    while len(made) < 5 and time.monotonic() < end:
+        time.sleep(0.01)
+    time.sleep(0.1)
+    assert made == [0, 1, 2, 3, 4]  # one taken, three ready, one in hand
+    stream.close()
+
+
+def test_channels_last_changes_the_layout_and_no_value(pictures):
+    (plain,), (last,) = (train(pictures, 1, channels_last=layout)[0] for layout in (False, True))
+    assert torch.equal(plain.batch["image"], last.batch["image"])
+    assert last.batch["image"].is_contiguous(memory_format=torch.channels_last)
+
+
+def test_data_without_pictures_are_read_too(pictures):
+    del pictures.records["image"]
+    (micro,) = train(pictures, 1)[0]
+    assert "image" not in micro.batch and len(micro.batch["points"]) == 8
+
+
+@pytest.mark.parametrize(
+    ("wanted", "importable", "chosen", "reason"),
+    [
+        ("auto", True, "dali", "installed"),
+        ("auto", False, "cpu", "not installed"),
+        ("dali", True, "dali", "asked for"),
+        ("cpu", True, "cpu", "asked for"),
+        ("cpu", False, "cpu", "asked for"),
+    ],
+)
+def test_the_decoder_is_chosen_with_a_reason(wanted, importable, chosen, reason):
+    decoder, why = choose_decoder(wanted, importable=importable)
+    assert decoder == chosen and reason in why
+
+
+def test_asking_for_dali_without_dali_says_what_to_type():
+    with pytest.raises(UserError, match=r"data.decode=dali, but nvidia.dali is not installed.*Use data.decode=cpu"):
+        choose_decoder("dali", importable=False)

@@ -1,0 +1,324 @@
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.pictures import META, encode, pack_folder, points, same_imports, samples, texture, write_folder
+from trainyard.data.pack import JOURNAL, PackError, listing_of, pack
+from trainyard.data.shards import Loaded, Sample, ShardSet
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Return the data set; not the journal, which tells when its raw files were made."""
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.name != JOURNAL}
+
+
+def times(folder: Path) -> dict[str, int]:
+    return {path.name: path.stat().st_mtime_ns for path in folder.glob("shard-*.h5")}
+
+
+def returns(loaded: Loaded) -> Loaded:
+    return loaded
+
+
+def ready(rows: list[Loaded], **columns: list) -> Iterator[Sample]:
+    """List samples that are in memory already."""
+    for i, row in enumerate(rows):
+        yield Sample(f"row {i}", partial(returns, row), {name: values[i] for name, values in columns.items()})
+
+
+def pack_rows(rows: list[Loaded], out: Path, **options) -> ShardSet:
+    return pack(ready(rows), out, meta={}, workers=1, **options)
+
+
+def test_what_was_packed_is_read_back(raw_pictures, pictures):
+    paths = sorted(raw_pictures.iterdir())
+    ids = np.arange(len(paths))
+    assert pictures.count == len(paths) == 26 and pictures.skipped == 0 and len(pictures.shards) > 3
+    assert pictures.keys(ids) == [path.name for path in paths]
+    assert [record.tobytes() for record in pictures.read("image", ids)] == [path.read_bytes() for path in paths]
+    assert pictures.meta == META
+
+
+def test_records_come_in_the_order_asked_for_across_shards(raw_pictures, pictures):
+    paths, ids = sorted(raw_pictures.iterdir()), np.array([25, 0, 13, 13, 7])
+    assert [record.tobytes() for record in pictures.read("image", ids)] == [paths[i].read_bytes() for i in ids]
+    assert pictures.read("image", np.array([], dtype=np.int64)) == []
+
+
+def test_columns_hold_numbers_and_coded_text(raw_pictures, pictures):
+    stems = [path.stem for path in sorted(raw_pictures.iterdir())]
+    numbers = np.array([int(stem.partition("-")[2]) for stem in stems])
+    who = [stem.partition("-")[0] for stem in stems]
+    assert set(pictures.columns) == {"who", "number", "weight", "listed"}
+    assert pictures.columns["number"].dtype == np.int64 and np.array_equal(pictures.columns["number"], numbers)
+    assert pictures.columns["listed"].tolist() == [len(path.name) for path in sorted(raw_pictures.iterdir())]
+    assert pictures.vocabulary == {"who": sorted(set(who))}
+    assert [pictures.vocabulary["who"][code] for code in pictures.columns["who"]] == who
+
+
+def test_a_column_of_ints_and_floats_is_float_in_every_shard(pictures):
+    number, weight = pictures.columns["number"], pictures.columns["weight"]
+    assert weight.dtype == np.float64
+    assert np.array_equal(weight, np.where(number % 2, number / 2, number))
+
+
+def test_numpy_numbers_keep_their_values(tmp_path):
+    rows = [{"a": np.float32(0.5), "b": np.int16(7), "c": 1}, {"a": np.float32(0.25), "b": np.int16(-1), "c": 0.5}]
+    columns = pack_rows(rows, tmp_path / "out").columns
+    assert {name: values.tolist() for name, values in columns.items()} == {
+        "a": [0.5, 0.25],
+        "b": [7, -1],
+        "c": [1, 0.5],
+    }
+    assert columns["b"].dtype == np.int64
+
+
+def test_shapes_of_pictures_are_in_the_index(raw_pictures, pictures):
+    number = pictures.columns["number"]
+    expected = np.stack([40 + 7 * number % 50, 40 + 11 * number % 50, np.ones_like(number)], axis=1)
+    assert np.array_equal(pictures.records["image"].shape, expected)
+
+
+def test_arrays_of_one_shape_are_read_back(pictures):
+    ids = np.array([25, 3, 3, 11])
+    out = np.empty((4, 3, 2), dtype=pictures.records["points"].dtype)
+    pictures.gather("points", ids, out)
+    assert np.array_equal(out, np.stack([points(i) for i in pictures.columns["number"][ids].tolist()]))
+
+
+def test_arrays_keep_their_values_whatever_their_type_and_shape(tmp_path):
+    fields = {
+        f"{dtype} {shape}": (np.arange(3 * np.prod(shape)) % 100).reshape(3, *shape).astype(dtype)
+        for dtype in ("uint8", "int16", ">i2", "float16", "float64")
+        for shape in ((1,), (5,), (2, 3, 4))
+    }
+    rows = [{name: values[i] for name, values in fields.items()} for i in range(3)]
+    data = pack_rows(rows, tmp_path / "out")
+    for name, values in fields.items():
+        out = np.empty_like(values, dtype=data.records[name].dtype)
+        data.gather(name, np.arange(3), out)
+        assert np.array_equal(out, values), name
+
+
+@pytest.fixture(scope="module")
+def by_two_workers(raw_pictures, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("two") / "elsewhere"
+    pack_folder(raw_pictures, out, workers=2)
+    return out
+
+
+def test_the_number_of_workers_and_the_folder_leave_the_bytes_alone(packed_pictures, by_two_workers):
+    assert contents(by_two_workers) == contents(packed_pictures)
+
+
+def test_the_times_of_raw_files_leave_the_bytes_alone(raw_copy, packed_pictures, tmp_path):
+    for path in raw_copy.iterdir():
+        os.utime(path, ns=(0, 0))
+    pack_folder(raw_copy, tmp_path / "out")
+    assert contents(tmp_path / "out") == contents(packed_pictures)
+
+
+def test_packed_data_without_their_journal_are_not_overwritten(raw_pictures, spoilable):
+    (spoilable / JOURNAL).unlink()
+    with pytest.raises(PackError, match="without the packing.json.*Use them as they are"):
+        pack_folder(raw_pictures, spoilable)
+
+
+def test_packing_again_writes_nothing(raw_pictures, spoilable):
+    before = {path.name: path.stat().st_mtime_ns for path in spoilable.iterdir()}
+    done: list[int] = []
+    again = pack(samples(raw_pictures), spoilable, meta=META, workers=1, shard_mib=0.01, progress=done.append)
+    assert again.count == sum(done) == 26
+    assert {path.name: path.stat().st_mtime_ns for path in spoilable.iterdir()} == before
+
+
+def test_a_lost_shard_is_written_again_and_the_others_kept(raw_pictures, packed_pictures, spoilable):
+    before = times(spoilable)
+    (spoilable / "shard-00001.h5").unlink()
+    (spoilable / "index.h5").unlink()
+    pack_folder(raw_pictures, spoilable)
+    assert contents(spoilable) == contents(packed_pictures)
+    assert {name for name, time in times(spoilable).items() if time != before[name]} == {"shard-00001.h5"}
+
+
+@pytest.mark.parametrize("shards_first", [0, 1, 3])
+def test_a_packing_killed_at_any_moment_is_finished_by_the_next(raw_pictures, packed_pictures, tmp_path, shards_first):
+    out = tmp_path / "out"
+    workers = kill_packing(raw_pictures, out, when=lambda: len(times(out)) >= shards_first)
+    noted = json.loads((out / JOURNAL).read_text()) if (out / JOURNAL).exists() else {}
+    kept = {name: time for name, time in times(out).items() if name in noted}
+    assert shards_first - 2 <= len(kept) < len(times(packed_pictures)) and not (out / "index.h5").exists()
+    wait_until(lambda: not any(running(worker) for worker in workers), "the workers outlived the packing")
+    (out / "shard-00004.partial").write_bytes(b"half of it")
+    pack_folder(raw_pictures, out)
+    assert contents(out) == contents(packed_pictures)
+    assert {name: time for name, time in times(out).items() if name in kept} == kept
+
+
+def kill_packing(raw: Path, out: Path, *, when) -> list[int]:
+    """Pack slowly with two workers in a process of its own, and kill it; return the workers' process ids."""
+    work = f"from tests.pictures import *; pack_folder(Path({str(raw)!r}), Path({str(out)!r}), workers=2, pause_s=0.1)"
+    packing = subprocess.Popen([sys.executable, "-c", work], env=same_imports())
+    children = Path(f"/proc/{packing.pid}/task/{packing.pid}/children")
+    wait_until(lambda: len(children.read_text().split()) >= 3, "no workers")  # and multiprocessing's resource tracker
+    workers = [int(child) for child in children.read_text().split()]
+    wait_until(when, "no shards")
+    packing.send_signal(signal.SIGKILL)
+    packing.wait()
+    return workers
+
+
+def running(process: int) -> bool:
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{process}/status").read_text()
+    except FileNotFoundError:
+        return False
+
+
+def wait_until(true, otherwise: str) -> None:
+    end = time.monotonic() + 30
+    while not true():
+        assert time.monotonic() < end, otherwise
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def raw_copy(raw_pictures, tmp_path) -> Path:
+    return Path(shutil.copytree(raw_pictures, tmp_path / "raw"))
+
+
+def test_a_changed_raw_file_is_refused_in_one_sentence(raw_copy, spoilable):
+    changed = sorted(raw_copy.iterdir())[0]
+    os.utime(changed, ns=(0, 0))
+    before = contents(spoilable)
+    with pytest.raises(PackError, match=r"shard-00000.h5: made of other raw files.*empty folder.*delete this one"):
+        pack_folder(raw_copy, spoilable)
+    assert contents(spoilable) == before
+
+
+def test_a_listing_counts_the_samples_and_changes_with_raw_files_and_options(raw_copy):
+    before = listing_of(samples(raw_copy), META)
+    assert before == listing_of(samples(raw_copy), META) and before[0] == 26
+    assert listing_of(samples(raw_copy), {"job": "another"})[1] != before[1]
+    changed = sorted(raw_copy.iterdir())[9]
+    os.utime(changed, ns=(0, 0))
+    assert listing_of(samples(raw_copy), META)[1] != before[1]
+    changed.unlink()
+    assert listing_of(samples(raw_copy), META)[0] == 25
+
+
+def test_other_options_are_refused(raw_pictures, spoilable):
+    with pytest.raises(PackError, match="packed with other options"):
+        pack(samples(raw_pictures), spoilable, meta={"job": "another"}, workers=1, shard_mib=0.01)
+
+
+def test_shards_left_over_from_a_longer_data_set_are_refused(raw_copy, spoilable):
+    for path in sorted(raw_copy.iterdir())[ShardSet(spoilable).shards[-1].first :]:
+        path.unlink()
+    with pytest.raises(PackError, match=r"left over from another data set"):
+        pack_folder(raw_copy, spoilable)
+
+
+@pytest.fixture
+def raw_with_bad(tmp_path) -> Path:
+    """Twelve pictures, of which one is empty, one is cut off, and one is text; all three among the first shards."""
+    raw = write_folder(tmp_path / "raw", 12)
+    first = sorted(raw.iterdir())
+    first[0].write_bytes(b"")
+    first[1].write_bytes(first[1].read_bytes()[:200])
+    first[4].write_text("no picture")
+    return raw
+
+
+def test_unreadable_files_are_counted_and_named_and_nothing_is_left_half_written(raw_with_bad, tmp_path):
+    out = tmp_path / "out"
+    bad = [path.name for path in sorted(raw_with_bad.iterdir())]
+    with pytest.raises(PackError) as error:
+        pack_folder(raw_with_bad, out)
+    text = str(error.value)
+    assert text.startswith("3 of 12 raw files cannot be read:\n")
+    assert [line.split(":")[0].strip() for line in text.splitlines()[1:4]] == [bad[0], bad[1], bad[4]]
+    assert text.splitlines()[-1] == "Mend or remove them, or leave them out: data.on_error=skip"
+    assert not (out / "index.h5").exists() and not list(out.glob("*.partial"))
+
+
+def test_told_to_skip_bad_files_after_a_failure_packing_keeps_what_it_has(raw_with_bad, tmp_path):
+    out, fresh = tmp_path / "out", tmp_path / "fresh"
+    with pytest.raises(PackError):
+        pack_folder(raw_with_bad, out)
+    kept = times(out)
+    assert kept
+    data = pack_folder(raw_with_bad, out, skip_bad=True)
+    assert (data.count, data.skipped) == (9, 3)
+    assert {name: time for name, time in times(out).items() if name in kept} == kept
+    pack_folder(raw_with_bad, fresh, skip_bad=True)
+    assert contents(out) == contents(fresh)
+    good = [path for i, path in enumerate(sorted(raw_with_bad.iterdir())) if i not in (0, 1, 4)]
+    assert data.keys(np.arange(9)) == [path.name for path in good]
+    assert [record.tobytes() for record in data.read("image", np.arange(9))] == [path.read_bytes() for path in good]
+
+
+def test_skipped_files_are_bad_again_for_a_packing_that_may_not_skip(raw_with_bad, tmp_path):
+    pack_folder(raw_with_bad, tmp_path / "out", skip_bad=True)
+    with pytest.raises(PackError, match="3 of 12 raw files cannot be read"):
+        pack_folder(raw_with_bad, tmp_path / "out")
+
+
+def test_bytes_that_are_no_picture_are_a_bad_file_too(tmp_path):
+    rows = [{"image": encode(texture(0, 9, 9), "png")}, {"image": b"not one"}]
+    with pytest.raises(PackError, match=r"1 of 2 raw files cannot be read:\n  row 1: no picture of a known kind"):
+        pack_rows(rows, tmp_path / "out")
+
+
+def test_a_folder_of_bad_files_alone_is_no_data_set_even_if_they_may_be_skipped(tmp_path):
+    with pytest.raises(PackError, match=r"None of the 1 raw files can be read; the first: row 0: no picture"):
+        pack_rows([{"image": b"not one"}], tmp_path / "out", skip_bad=True)
+
+
+def test_a_key_that_names_two_samples_is_refused(tmp_path):
+    twice = [Sample(key, partial(returns, {"x": i})) for i, key in enumerate(["a", "b", "a"])]
+    with pytest.raises(PackError, match="Two samples have the key 'a'"):
+        pack(twice, tmp_path / "out", meta={}, workers=1)
+    assert not (tmp_path / "out" / "index.h5").exists()
+
+
+def test_an_empty_raw_folder_is_refused_with_what_was_expected(tmp_path):
+    with pytest.raises(PackError, match=r"Nothing to pack.*Expected \*.png"):
+        pack([], tmp_path / "out", meta={"expects": "Expected *.png"}, workers=1)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture
+def small_disk(tmp_path) -> Iterator[Path]:
+    """A disk of 1,500 KiB: room for the packed pictures, but not for much more."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1500k", "tmpfs", str(disk)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode != 0:
+        pytest.skip("only root may mount a small disk")
+    yield disk
+    subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+def test_a_full_disk_is_told_once_and_after_making_room_packing_goes_on(raw_pictures, packed_pictures, small_disk):
+    out, ballast = small_disk / "out", small_disk / "ballast"
+    ballast.write_bytes(bytes(900 * 1024))
+    with pytest.raises(PackError, match=r"no space left \(\d+ MiB free\).*Finished shards are kept"):
+        pack_folder(raw_pictures, out)
+    kept = times(out)
+    assert 0 < len(kept) < len(times(packed_pictures))
+    assert not list(out.glob("*.partial")) and not (out / "index.h5").exists()
+    ballast.unlink()
+    pack_folder(raw_pictures, out)
+    assert contents(out) == contents(packed_pictures)
+    assert {name: time for name, time in times(out).items() if name in kept} == kept

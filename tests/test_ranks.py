@@ -1,0 +1,127 @@
+"""Several ranks compute what one does."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.training import FAMILIES, metrics_of, new_run, state_of, train, train_on_ranks
+from trainyard.errors import UserError
+from trainyard.train.distributed import Agreement, World, world_from
+
+EXACT = ("model.batch_norm=false", "model.dropout=0", "max_duration=4st", "eval_every=4st", "ema_decay=0")
+"""Without batch statistics and dropout, whose values belong to a micro-batch and a rank, only rounding differs."""
+
+
+def test_two_ranks_of_two_micro_batches_equal_one_rank_on_the_whole_batch(tmp_path):
+    one = new_run(tmp_path, *EXACT, "global_batch_size=16")
+    two = new_run(tmp_path, *EXACT, "global_batch_size=16", "micro_batch_size=4")
+    assert train(one) == 0
+    assert train_on_ranks(two, 2, meeting="a") == [0, 0]
+    a, b = state_of(one), state_of(two)
+    worst = max(float((a[name] - b[name]).abs().max()) for name in a if name.startswith("model/"))
+    assert worst < 1e-4, "float32 sums in another order, through four steps of Adam at 1e-2"
+    for x, y in zip(metrics_of(one), metrics_of(two), strict=True):
+        assert x.keys() == y.keys()
+        assert x.get("loss", 0) == pytest.approx(y.get("loss", 0), abs=1e-5)
+
+
+def test_a_last_batch_smaller_than_the_ranks_still_counts_each_sample_once(tmp_path):
+    one = new_run(tmp_path, *EXACT, "global_batch_size=59", "max_duration=1ep", "eval_every=1ep")
+    three = new_run(tmp_path, *EXACT, "global_batch_size=59", "max_duration=1ep", "eval_every=1ep")
+    assert train(one) == 0
+    assert train_on_ranks(three, 3, meeting="b") == [0, 0, 0]
+    a, b = state_of(one), state_of(three)
+    assert a["progress/samples_seen"] == b["progress/samples_seen"] == 60
+    assert max(float((a[n] - b[n]).abs().max()) for n in a if n.startswith("model/")) < 1e-4
+
+
+def test_three_ranks_score_an_evaluation_set_as_one_does(tmp_path):
+    one = new_run(tmp_path, *EXACT, "optimizer.lr=0", "max_duration=1st", "eval_every=1st")
+    three = new_run(tmp_path, *EXACT, "optimizer.lr=0", "max_duration=1st", "eval_every=1st")
+    assert train(one) == 0
+    assert train_on_ranks(three, 3, meeting="c") == [0, 0, 0]
+    scores = [[line for line in metrics_of(run) if line["kind"] == "eval"] for run in (one, three)]
+    assert scores[0] == scores[1]
+    assert [line["split"] for line in scores[0]] == ["val", "test"]
+
+
+def test_slurm_variables_start_the_same_training(tmp_path):
+    run = new_run(tmp_path, *EXACT)
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}
+    command = [sys.executable, "-m", "trainyard", "rank", str(run), "--jobs", str(FAMILIES), "--since", str(time.time())]
+    ranks = [
+        subprocess.Popen(command, env={**os.environ, **slurm, "SLURM_PROCID": str(r), "SLURM_LOCALID": str(r)})
+        for r in range(2)
+    ]
+    assert [process.wait(240) for process in ranks] == [0, 0]
+    assert state_of(run)["progress/step"] == 4
+
+
+def test_torchrun_starts_the_same_training(tmp_path):
+    run = new_run(tmp_path, *EXACT)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    trainyard = ["trainyard", "rank", str(run), "--jobs", str(FAMILIES), "--since", str(time.time())]
+    assert subprocess.run([*torchrun, *trainyard], timeout=240).returncode == 0
+    assert state_of(run)["progress/step"] == 4
+
+
+def test_our_launcher_passes_a_signal_on_and_ends_with_the_ranks_code(tmp_path):
+    run = new_run(tmp_path, "max_duration=10000ep", "eval_every=10000ep")
+    command = [sys.executable, "-m", "trainyard", "resume", str(run), "--jobs", str(FAMILIES), "--cpu-ranks", "2"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as launcher:
+        while not (run / "metrics.jsonl").exists() or (run / "metrics.jsonl").read_bytes().count(b"\n") < 3:
+            assert launcher.poll() is None
+            time.sleep(0.05)
+        launcher.send_signal(signal.SIGTERM)
+        _, said = launcher.communicate(timeout=120)
+    assert launcher.returncode == 85
+    assert f"Go on: trainyard resume {run}" in said
+
+
+def test_killing_the_launcher_leaves_no_rank_behind(tmp_path):
+    run = new_run(tmp_path, "max_duration=10000ep", "eval_every=10000ep")
+    command = [sys.executable, "-m", "trainyard", "resume", str(run), "--jobs", str(FAMILIES), "--cpu-ranks", "2"]
+    launcher = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    while not (run / "metrics.jsonl").exists():
+        assert launcher.poll() is None
+        time.sleep(0.05)
+    launcher.kill()
+    launcher.wait()
+    deadline = time.monotonic() + 10
+    while _processes_with(str(run)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert _processes_with(str(run)) == []
+
+
+def test_ranks_are_read_from_each_launcher_and_a_batch_script_is_no_task():
+    torchrun = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
+    assert world_from(torchrun) == World(3, 1, 4, 2, "torchrun")
+    slurm = {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "9"}
+    step = {**slurm, "SLURM_STEP_ID": "0", "SLURM_STEP_TASKS_PER_NODE": "4(x2)", "SLURM_RESTART_COUNT": "2"}
+    assert world_from(step) == World(5, 1, 8, 4, "slurm", "9-0-2")
+    assert world_from(slurm) == World()
+    assert world_from({}) == World()
+    with pytest.raises(UserError, match="LOCAL_RANK is not set"):
+        world_from({"RANK": "0", "WORLD_SIZE": "2"})
+
+
+def test_an_agreement_tells_each_call_what_was_offered_at_the_call_before():
+    agreement = Agreement(2)
+    assert agreement.exchange([0, 3]) == [0, 0]
+    assert agreement.exchange([1, 0]) == [0, 3]
+    assert agreement.exchange([0, 0]) == [1, 0]
+
+
+def _processes_with(text: str) -> list[int]:
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it ended between being listed and being read
+            if text in (folder / "cmdline").read_text():
+                found.append(int(folder.name))
+    return found

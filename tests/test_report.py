@@ -1,0 +1,586 @@
+"""What a run writes of itself is exact, survives kills, and makes a page that stands alone."""
+
+import json
+import math
+import os
+import pty
+import re
+import subprocess
+import sys
+import termios
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+from loguru import logger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from trainyard.errors import UserError
+from trainyard.train import report
+from trainyard.train.report import TIMING_KEYS, Recorder
+
+STEPS, EVERY = 400, 10
+CONFIG = "job: demo\nseed: 0\noptimizer:\n  lr: 0.001\n"
+MONITOR = {"split": "val", "metric": "eer", "mode": "min"}
+ENV = {
+    "versions": {"python": "3.11.2", "torch": "2.13.0", "h5py": "3.12.1"},
+    "hardware": {"host": "node7", "cores": 8, "gpus": ["NVIDIA RTX A5000"]},
+    "git": {"commit": "1a2b3c4", "dirty": False},
+    "data": {"path": "data/demo", "samples": 2400},
+    "choices": {
+        "precision": {"value": "bf16", "reason": "sm_86 runs bf16 at full speed, and it needs no loss scaling"},
+        "compile": {"value": "off", "reason": "its start-up cost has not been measured on this card"},
+    },
+}
+
+
+def new_run(folder: Path, *, config: str = CONFIG, env: dict | None = None) -> Path:
+    run = folder / "demo" / "20260801-101500-1a2b3c4"
+    run.mkdir(parents=True)
+    (run / "config.yaml").write_text(config)
+    if env is not None:
+        (run / "env.json").write_text(json.dumps(env))
+    return run
+
+
+def recorder(run: Path, *, resume_at: int | None = None, trackers: tuple[str, ...] = ()) -> Recorder:
+    return Recorder(run, trackers=trackers, config={"job": "demo", "optimizer": {"lr": 1e-3}}, resume_at=resume_at)
+
+
+def train_values(step: int) -> dict[str, float]:
+    noise = np.random.default_rng(step)
+    data_ms, compute_ms = 3 + noise.exponential(2), 60 + noise.normal(0, 2)
+    return {
+        "epoch": step / 20,
+        "samples_seen": step * 120,
+        "loss": 4 * math.exp(-step / 120) + 0.2 + 0.05 * noise.normal(),
+        "centre_loss": 0.4 * math.exp(-step / 200) + 0.02 * noise.random(),
+        "lr": 1e-3 * (1 + math.cos(math.pi * step / STEPS)) / 2,
+        "grad_norm": 1 + noise.gamma(2.0, 0.3),
+        "samples_per_s": 120_000 / (data_ms + compute_ms),
+        "step_ms": data_ms + compute_ms,
+        "data_wait_ms": data_ms,
+        "compute_ms": compute_ms,
+        "memory_gib": 11.2,
+    }
+
+
+def eval_values(step: int, split: str) -> dict[str, object]:
+    eer = 0.02 + 0.3 * math.exp(-step / 90) + (0.01 if split == "test" else 0)
+    return {
+        "epoch": step / 20,
+        "split": split,
+        "eer": eer,
+        "eer_low": eer * 0.85,
+        "eer_high": eer * 1.2,
+        "tar_at_far_1e-3": 1 - 2 * eer,
+        "seconds": 1.5,
+    }
+
+
+def record(log: Recorder, first: int, last: int, *, positions: dict[int, int] | None = None) -> None:
+    """Write what training the steps first + 1 .. last writes, with a checkpoint every 100."""
+    for step in range(first + EVERY, last + 1, EVERY):
+        log.log("train", step, train_values(step))
+        if step % 40 == 0:
+            for split in ("val", "test"):
+                log.log("eval", step, eval_values(step, split))
+        if step % 100 == 0:
+            position = log.position()
+            log.log("event", step, {"event": "checkpoint", "seconds": 0.4, "bytes": 52_000_000})
+            if positions is not None:
+                positions[step] = position
+
+
+def start(log: Recorder, event: str, step: int) -> None:
+    values = {"total_steps": STEPS, "host": "node7", "device": "A5000", "world_size": 2, "monitor": MONITOR}
+    log.log("event", step, {"event": event, **values})
+
+
+def finished_run(folder: Path, **files) -> Path:
+    """A run that was killed at step 260 and went on from step 200."""
+    run, positions = new_run(folder, **files), {}
+    first = recorder(run)
+    start(first, "start", 0)
+    record(first, 0, 260, positions=positions)
+    Recorder.rewind(run, positions[200])
+    with recorder(run, resume_at=200) as log:
+        start(log, "resume", 200)
+        record(log, 200, STEPS)
+        log.log("event", STEPS, {"event": "done", "reason": "none"})
+    return run
+
+
+class Page(HTMLParser):
+    """The tags with their attributes, and the text outside of tags."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.feed(path.read_text())
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data):
+        self.text += data
+
+
+# --- Recording ----------------------------------------------------------------------------------------------
+
+
+def test_what_was_logged_is_read_back_in_order_and_events_stand_apart(tmp_path):
+    run = new_run(tmp_path)
+    with recorder(run) as log:
+        start(log, "start", 0)
+        log.log("train", 10, {"loss": np.float32(0.5), "samples_seen": np.int64(1200)})
+        log.log("eval", 10, {"split": "val", "eer": 0.25})
+    first, second = report.read_metrics(run)
+    assert (first["kind"], first["step"], first["loss"], first["samples_seen"]) == ("train", 10, 0.5, 1200)
+    assert (second["kind"], second["split"], second["eer"]) == ("eval", "val", 0.25)
+    assert 0 <= first["elapsed_s"] <= second["elapsed_s"] < 60
+    assert [e["event"] for e in report.read_events(run)] == ["start"]
+
+
+def test_a_number_that_json_cannot_hold_comes_back_and_the_file_is_valid_json(tmp_path):
+    run = new_run(tmp_path)
+    with recorder(run, trackers=("tensorboard",)) as log:
+        log.log("train", 10, {"loss": math.nan, "grad_norm": math.inf, "other": np.float32(-math.inf), "lr": 0.1})
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    line = json.loads((run / "metrics.jsonl").read_text(), parse_constant=refuse)
+    assert line["loss"] is None and line["nonfinite"] == {"loss": "nan", "grad_norm": "inf", "other": "-inf"}
+    (read,) = report.read_metrics(run)
+    assert math.isnan(read["loss"]) and read["grad_norm"] == math.inf and read["other"] == -math.inf
+    assert read["lr"] == 0.1 and "nonfinite" not in read
+
+
+def test_a_nested_number_that_json_cannot_hold_is_refused_before_anything_is_written(tmp_path):
+    run = new_run(tmp_path)
+    with recorder(run) as log, pytest.raises(ValueError, match="JSON compliant"):
+        log.log("event", 10, {"event": "skipped_step", "scales": [1.0, math.inf]})
+    assert report.read_events(run) == []
+
+
+def test_a_killed_and_resumed_run_has_the_metrics_of_an_uninterrupted_one(tmp_path):
+    whole = new_run(tmp_path / "whole")
+    with recorder(whole) as log:
+        record(log, 0, STEPS)
+    resumed = finished_run(tmp_path / "resumed")
+
+    def untimed(run):
+        return [{k: v for k, v in line.items() if k not in TIMING_KEYS} for line in report.read_metrics(run)]
+
+    assert untimed(resumed) == untimed(whole)
+    assert len(untimed(whole)) == 60
+    events = [e["event"] for e in report.read_events(resumed)]
+    assert events == ["start", "checkpoint", "checkpoint", "resume", "checkpoint", "checkpoint", "done"]
+
+
+def test_elapsed_time_goes_on_over_a_resume_without_the_time_that_was_thrown_away(tmp_path):
+    run = new_run(tmp_path)
+    line = {"kind": "train", "step": 100, "elapsed_s": 50.0}
+    lost = {"kind": "event", "event": "checkpoint", "step": 180, "elapsed_s": 90.0}
+    (run / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    (run / "events.jsonl").write_text(json.dumps(lost) + "\n")
+    with recorder(run, resume_at=100) as log:
+        log.log("train", 110, {"loss": 1.0})
+    assert 50 <= report.read_metrics(run)[-1]["elapsed_s"] < 80
+
+
+def test_a_kill_in_a_rewind_leaves_the_old_file_or_the_new_one(tmp_path):
+    child = """
+import os, signal, sys
+from pathlib import Path
+from trainyard.train.report import Recorder
+left = int(sys.argv[2])
+def counted(call):
+    def wrapper(*args, **kwargs):
+        global left
+        left -= 1
+        if left < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return call(*args, **kwargs)
+    return wrapper
+os.fsync, os.rename, os.replace = counted(os.fsync), counted(os.rename), counted(os.replace)
+Recorder.rewind(Path(sys.argv[1]), int(sys.argv[3]))
+"""
+    run = new_run(tmp_path)
+    with recorder(run) as log:
+        log.log("train", 10, {"loss": 1.0})
+        offset = log.position()
+        log.log("train", 20, {"loss": 1.0})
+    old = (run / "metrics.jsonl").read_bytes()
+    seen = set()
+    for calls in range(10):
+        (run / "metrics.jsonl").write_bytes(old)
+        ended = subprocess.run([sys.executable, "-c", child, str(run), str(calls), str(offset)], check=False)
+        content = (run / "metrics.jsonl").read_bytes()
+        assert content in (old, old[:offset])
+        seen.add(content)
+        if ended.returncode == 0:
+            break
+    assert ended.returncode == 0 and calls >= 2 and content == old[:offset] and len(seen) == 2
+
+
+@pytest.mark.parametrize("offset", [5, 10_000])
+def test_a_rewind_to_where_no_line_ends_is_refused_and_changes_nothing(tmp_path, offset):
+    run = new_run(tmp_path)
+    with recorder(run) as log:
+        log.log("train", 10, {"loss": 1.0})
+    before = (run / "metrics.jsonl").read_bytes()
+    with pytest.raises(UserError, match=rf"metrics\.jsonl: expected a line to end at byte {offset}"):
+        Recorder.rewind(run, offset)
+    assert (run / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_torn_last_line_is_passed_over_and_does_not_spoil_the_next(tmp_path):
+    run = new_run(tmp_path)
+    with recorder(run) as log:
+        log.log("train", 10, {"loss": 1.0})
+        log.log("event", 10, {"event": "checkpoint"})
+    for name in ("metrics.jsonl", "events.jsonl"):
+        with (run / name).open("ab") as file:
+            file.write(b'{"kind": "train", "st')
+    assert [line["step"] for line in report.read_metrics(run)] == [10]
+    with recorder(run, resume_at=10) as log:
+        log.log("train", 20, {"loss": 1.0})
+        log.log("event", 20, {"event": "done"})
+    assert [line["step"] for line in report.read_metrics(run)] == [10, 20]
+    assert [line["step"] for line in report.read_events(run)] == [10, 20]
+
+
+@pytest.mark.parametrize("damage", [b'{"kind": "train", "st\n', b"[1]\n", b'{"kind": "train"}\n', b"\xff\x00\n"])
+def test_a_damaged_line_that_is_not_a_torn_last_one_names_file_and_line(tmp_path, damage):
+    run = new_run(tmp_path)
+    with recorder(run) as log:
+        log.log("train", 10, {"loss": 1.0})
+    with (run / "metrics.jsonl").open("ab") as file:
+        file.write(damage)
+    with pytest.raises(UserError, match=r"metrics\.jsonl:2: expected a JSON object"):
+        report.read_metrics(run)
+
+
+def test_a_new_run_does_not_write_into_another_runs_metrics(tmp_path):
+    run = finished_run(tmp_path)
+    with pytest.raises(UserError, match="expected no metrics in the folder of a new run, found 60 lines"):
+        recorder(run)
+
+
+def test_a_folder_that_is_not_a_run_is_refused_by_name(tmp_path):
+    for path in (tmp_path, tmp_path / "nowhere"):
+        for read in (report.read_metrics, report.write_report, report.summary_text):
+            with pytest.raises(UserError, match=f"{re.escape(str(path))}: expected the folder of a run"):
+                read(path)
+
+
+# --- Trackers -----------------------------------------------------------------------------------------------
+
+
+def test_tensorboard_shows_each_step_once_after_a_resume_with_what_jsonl_says(tmp_path):
+    run, positions = new_run(tmp_path), {}
+    first = recorder(run, trackers=("tensorboard",))
+    record(first, 0, 200, positions=positions)
+    first.log("eval", 200, {"split": "late", "eer": 0.5})  # after the checkpoint: the resumed run does it again
+    record(first, 200, 260)
+    first.close()
+    Recorder.rewind(run, positions[200])
+    with recorder(run, trackers=("tensorboard",), resume_at=200) as log:
+        log.log("eval", 200, {"split": "late", "eer": 0.5})
+        record(log, 200, STEPS)
+
+    board = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0})
+    board.Reload()
+    lines = report.read_metrics(run)
+    for tag, kind, key in (
+        ("train/loss", "train", "loss"),
+        ("eval/val/eer", "eval", "eer"),
+        ("eval/late/eer", "eval", "eer"),
+    ):
+        expected = [
+            (line["step"], pytest.approx(line[key], rel=1e-6))  # event files hold float32
+            for line in lines
+            if line["kind"] == kind and (kind == "train" or line["split"] == tag.split("/")[1])
+        ]
+        assert [(event.step, event.value) for event in board.Scalars(tag)] == expected
+    assert "timing/samples_per_s" in board.Tags()["scalars"]
+
+
+def test_tensorboard_has_all_up_to_the_checkpoint_when_the_process_is_killed_after_it(tmp_path):
+    run = new_run(tmp_path)
+    child = """
+import os, signal, sys
+from pathlib import Path
+from trainyard.train.report import Recorder
+log = Recorder(Path(sys.argv[1]), trackers=["tensorboard"], config={}, resume_at=None)
+for step in range(10, 510, 10):
+    log.log("train", step, {"loss": 1.0})
+log.position()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    subprocess.run([sys.executable, "-c", child, str(run)], check=False)
+    board = EventAccumulator(str(run / "tensorboard"))
+    board.Reload()
+    assert [event.step for event in board.Scalars("train/loss")] == list(range(10, 510, 10))
+
+
+def test_an_attempt_that_starts_over_leaves_nothing_of_the_one_before(tmp_path):
+    run = new_run(tmp_path)
+    first = recorder(run, trackers=("tensorboard",))
+    start(first, "start", 0)
+    record(first, 0, 100)
+    first.close()
+    Recorder.rewind(run, 0)
+    with recorder(run, trackers=("tensorboard",)) as log:
+        start(log, "start", 0)
+        record(log, 0, 40)
+    board = EventAccumulator(str(run / "tensorboard"))
+    board.Reload()
+    assert [event.step for event in board.Scalars("train/loss")] == [10, 20, 30, 40]
+    assert [line["step"] for line in report.read_metrics(run) if line["kind"] == "train"] == [10, 20, 30, 40]
+    assert "trained  40 of 400 steps" in report.summary_text(run)
+
+
+@pytest.mark.parametrize(("name", "module"), [("wandb", "wandb"), ("mlflow", "mlflow")])
+def test_a_tracker_that_is_not_installed_names_the_extra_to_install(tmp_path, monkeypatch, name, module):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(
+        UserError, match=rf"trackers={name}: {module} is not installed.*pip install 'trainyard\[{name}\]'"
+    ):
+        recorder(new_run(tmp_path), trackers=(name,))
+
+
+def test_an_unknown_tracker_names_those_there_are(tmp_path):
+    with pytest.raises(UserError, match=r"trackers=comet: expected any of tensorboard, wandb, mlflow\."):
+        recorder(new_run(tmp_path), trackers=("comet",))
+
+
+def test_wandb_writes_offline_runs_into_the_run_folder(tmp_path):
+    pytest.importorskip("wandb", reason="wandb is not installed")
+    run = new_run(tmp_path)
+    with recorder(run, trackers=("wandb",)) as log:
+        record(log, 0, 40)
+    assert list(run.glob("wandb/offline-run-*/*.wandb"))
+
+
+def test_mlflow_keeps_options_and_metrics_of_each_attempt_in_the_run_folder(tmp_path):
+    mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed")
+    run = new_run(tmp_path)
+    with recorder(run, trackers=("mlflow",)) as log:
+        record(log, 0, 40)
+    with recorder(run, trackers=("mlflow",), resume_at=40) as log:
+        record(log, 40, 80)
+    client = mlflow.MlflowClient((run / "mlflow").absolute().as_uri())
+    (experiment,) = (e for e in client.search_experiments() if e.name == "demo")
+    attempts = client.search_runs([experiment.experiment_id], order_by=["attributes.start_time ASC"])
+    assert [a.data.params["optimizer.lr"] for a in attempts] == ["0.001", "0.001"]
+    steps = [[m.step for m in client.get_metric_history(a.info.run_id, "train/loss")] for a in attempts]
+    assert steps == [[10, 20, 30, 40], [40, 50, 60, 70, 80]]
+
+
+# --- The report ---------------------------------------------------------------------------------------------
+
+
+def test_the_report_needs_no_network_and_no_other_file(tmp_path):
+    run = finished_run(tmp_path, env=ENV)
+    path = report.write_report(run)
+    page, text = Page(path), path.read_text()
+    images = [attributes for tag, attributes in page.tags if tag == "img"]
+    plots = sorted(plot.name for plot in (run / "plots").iterdir())
+    assert plots == sorted(
+        f"{name}.png"
+        for name in (
+            *("train_loss", "train_centre_loss", "train_lr", "train_grad_norm", "train_samples_per_s", "time"),
+            *("eval_eer", "eval_tar_at_far_1e-3"),
+        )
+    )
+    assert len(images) == len(plots)
+    assert all(image["src"].startswith("data:image/png;base64,iVBOR") and image["alt"] for image in images)
+    links = [v for _, attributes in page.tags for k, v in attributes.items() if k in ("src", "href")]
+    assert len(links) == len(images)
+    assert not {"script", "link", "iframe"} & {tag for tag, _ in page.tags}
+    assert "http" not in text and "url(" not in text and "@import" not in text
+
+
+def test_the_report_says_what_was_trained_chosen_and_found(tmp_path):
+    text = Page(report.write_report(finished_run(tmp_path, env=ENV))).text
+    for expected in (
+        *("demo", "400 of 400", "48,000", "1,8", "11.2 GiB", "20260801-101500-1a2b3c4"),
+        *("Best by eer on val.", "best val, step 400", "0.02352\n[0.01999, 0.02823]"),
+        *("sm_86 runs bf16 at full speed", "h5py", "3.12.1", "NVIDIA RTX A5000", "lr: 0.001", "bytes 52,000,000"),
+        *("data wait", "evaluation", "checkpoint", "node7"),
+    ):
+        assert expected in text, expected
+    assert "not recorded" not in text.split("Attempts and events")[0]
+
+
+def test_text_from_a_run_cannot_become_markup(tmp_path):
+    evil = 'x"><script>alert(1)</script>'
+    run = new_run(tmp_path, config=f"job: {evil}\nnote: '{evil}'\n", env={evil: {evil: evil}, "choices": {evil: evil}})
+    with recorder(run) as log:
+        log.log("event", 0, {"event": "start", "host": evil, "reason": evil, "monitor": {"metric": evil}})
+        log.log("train", 10, {"loss": 1.0, evil: 1.0})
+        log.log("eval", 10, {"split": evil, evil: 1.0})
+        log.log("event", 10, {"event": "stop", "reason": evil, evil: evil})
+    page = Page(report.write_report(run))
+    assert "script" not in {tag for tag, _ in page.tags}
+    assert page.text.count(evil) >= 12
+
+
+@pytest.mark.parametrize("lines", [0, 1])
+def test_a_run_that_has_just_begun_gets_a_report_that_says_what_is_missing(tmp_path, lines):
+    run = new_run(tmp_path)
+    with recorder(run) as log:
+        log.log("event", 0, {"event": "start"})
+        for step in range(1, lines + 1):
+            log.log("train", step, {"loss": 2.0})
+    text = Page(report.write_report(run)).text
+    assert ("No training line yet." in text) == (lines == 0)
+    for expected in ("No evaluation yet.", "still running, or it was killed", "env.json is absent"):
+        assert expected in text
+    assert "no evaluation yet" in report.summary_text(run)
+
+
+def test_a_report_is_drawn_of_losses_that_are_not_finite(tmp_path):
+    run = new_run(tmp_path)
+    with recorder(run) as log:
+        for step in range(1, 101):
+            log.log("train", step, {"loss": math.nan if step > 50 else 1 / step, "grad_norm": math.inf})
+        log.log("eval", 100, {"split": "val", "eer": math.nan})
+    report.write_report(run)
+    assert (run / "plots" / "train_loss.png").stat().st_size > 5_000
+    assert "eer nan" in report.summary_text(run)
+
+
+def test_the_parts_of_the_time_add_up_to_the_time_of_the_run(tmp_path):
+    run = new_run(tmp_path)
+    lines = [
+        {"kind": "train", "step": s, "elapsed_s": s / 2, "data_wait_ms": 100.0, "compute_ms": 300.0}
+        for s in (10, 30, 100)
+    ]
+    evaluation = {"kind": "eval", "step": 100, "split": "val", "seconds": 5.0, "elapsed_s": 55.0}
+    events = [
+        {"kind": "event", "step": 0, "event": "start"},
+        {"kind": "event", "step": 60, "event": "checkpoint", "seconds": 2.0, "elapsed_s": 30.0},
+        {"kind": "event", "step": 80, "event": "checkpoint", "seconds": 9.0, "elapsed_s": 90.0},  # lost
+        {"kind": "event", "step": 60, "event": "resume", "elapsed_s": 30.0},
+        {"kind": "event", "step": 100, "event": "done", "elapsed_s": 60.0},
+    ]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [*lines, evaluation]))
+    (run / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in events))
+    page = Page(report.write_report(run)).text
+    assert (
+        "took     1m00s  compute 50 %  data wait 17 %  evaluation 8 %  checkpoint 3 %  other 22 %"
+        in report.summary_text(run)
+    )
+    for part in ("compute30.050.0", "data wait10.016.7", "evaluation5.08.3", "checkpoint2.03.3", "other13.021.7"):
+        assert part in page, part
+
+
+# --- Words --------------------------------------------------------------------------------------------------
+
+
+def test_the_summary_fits_a_screen_and_ends_with_what_to_type_next(tmp_path):
+    run = finished_run(tmp_path, env=ENV)
+    path = report.write_report(run)
+    text = report.summary_text(run, next_commands=["trainyard export demo", "trainyard why demo"])
+    lines = text.splitlines()
+    assert lines[0] == "demo  done"
+    assert "trained  400 of 400 steps  20 epochs  48,000 samples" in lines
+    assert "val      eer 0.02352 [0.01999, 0.02823]  tar_at_far_1e-3 0.9530" in lines
+    assert "best     eer 0.02352 [0.01999, 0.02823] on val at step 400" in lines
+    assert f"report   {path}" in lines
+    assert lines[-2:] == ["next:    trainyard export demo", "         trainyard why demo"]
+    assert len(lines) <= 24
+
+
+@pytest.mark.parametrize(
+    ("mode", "values", "step"),
+    [("min", [0.3, 0.1, 0.2], 20), ("max", [0.3, 0.1, 0.2], 10), ("min", [math.nan, 0.3, math.nan], 20)],
+)
+def test_the_best_evaluation_is_the_one_the_monitor_asks_for(tmp_path, mode, values, step):
+    run = new_run(tmp_path)
+    with recorder(run) as log:
+        log.log("event", 0, {"event": "start", "monitor": {"split": "val", "metric": "ap", "mode": mode}})
+        for i, value in enumerate(values, start=1):
+            log.log("eval", 10 * i, {"split": "val", "ap": value})
+            log.log("eval", 10 * i, {"split": "test", "ap": 0.9 if mode == "max" else 0.0})
+    assert f"on val at step {step}" in report.summary_text(run)
+
+
+def test_a_line_of_training_reads_as_agreed():
+    values = {"step": 400, "total_steps": 10_000, "loss": 0.2134, "samples_per_s": 1840.2, "step_ms": 75.0}
+    values |= {"data_wait_ms": 3.1, "compute_ms": 66.4, "memory_gib": 31.21}
+    assert report.format_line(values) == (
+        "step 400/10000  loss 0.213  1840 samples/s  data 3 ms (4 %)  compute 66 ms  mem 31.2 GiB  eta 12m"
+    )
+    assert report.format_line({"step": 3, "loss": math.nan}) == "step 3  loss nan"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        *((0, "0s"), (59.4, "59s"), (59.6, "1m00s"), (192, "3m12s"), (599.6, "10m"), (720, "12m")),
+        *((3599, "1h00m"), (3900, "1h05m"), (86_399, "1d00h"), (183_600, "2d03h")),
+    ],
+)
+def test_a_duration_reads_at_a_glance(seconds, text):
+    assert report.format_duration(seconds) == text
+
+
+def open_terminal() -> tuple[int, int]:
+    master, slave = pty.openpty()
+    termios.tcsetwinsize(slave, (24, 100))
+    return master, slave
+
+
+def read_all(terminal: int) -> str:
+    """Read what was written to a terminal that nobody has open any more."""
+    parts = []
+    while True:
+        try:
+            parts.append(os.read(terminal, 4096))
+        except OSError:  # EIO is how Linux says that all was read
+            os.close(terminal)
+            return b"".join(parts).decode()
+
+
+def test_log_lines_do_not_tear_the_progress_bar_on_a_terminal(monkeypatch):
+    master, slave = open_terminal()
+    with os.fdopen(slave, "w") as terminal, monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", terminal)
+        sink = logger.add(report.log_sink, format="{message}")
+        with report.ProgressBar(10, step=4) as bar:
+            bar.update(5, loss=0.5)
+            logger.info("a line from the log")
+            bar.update(6)
+        logger.remove(sink)
+    shown = read_all(master)
+    before, after = shown.split("a line from the log\r\n")
+    assert re.search(r"\d+/10 ", before) and before.endswith("\r")  # the bar was taken away first
+    assert re.search(r"\d+/10 ", after)  # and drawn again below
+
+
+def test_the_progress_bar_is_silent_without_a_terminal(capsys):
+    with report.ProgressBar(10) as bar:
+        bar.update(5, loss=0.5)
+    assert capsys.readouterr().err == ""
+
+
+def test_the_progress_bar_of_a_rank_that_may_not_draw_is_silent_on_a_terminal(monkeypatch):
+    master, slave = open_terminal()
+    with os.fdopen(slave, "w") as terminal, monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", terminal)
+        with report.ProgressBar(10, show=False) as bar:
+            bar.update(5, loss=0.5)
+    assert read_all(master) == ""
+
+
+def test_reading_and_reporting_load_no_torch_and_plot_nothing_at_import():
+    code = "import sys, trainyard.train.report; print(sorted({'torch', 'matplotlib', 'tqdm'} & set(sys.modules)))"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "[]"

@@ -1,0 +1,148 @@
+"""A run that was killed, stopped or moved ends as if nothing had happened."""
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.training import (
+    FAMILIES,
+    differences,
+    metrics_of,
+    new_run,
+    start,
+    state_of,
+    train,
+    train_on_ranks,
+    wait_for_lines,
+)
+from trainyard.errors import UserError
+from trainyard.launch import config as configs
+from trainyard.launch.task import execute
+from trainyard.train import checkpoint
+from trainyard.train.report import read_events, read_metrics
+
+KILLS = 10
+
+
+@pytest.mark.parametrize("decode", ["dali", "cpu"])
+def test_ten_kills_at_random_steps_change_no_bit(decode, tmp_path):
+    whole = new_run(tmp_path, f"data.decode={decode}")
+    assert train(whole) == 0
+
+    killed = new_run(tmp_path, f"data.decode={decode}")
+    rng, kills = random.Random(decode), 0
+    while kills < KILLS:
+        process = start(killed)
+        done = len(read_metrics(killed)) if (killed / "metrics.jsonl").exists() else 0
+        wait_for_lines(killed, min(done + rng.randrange(1, 6), 30), process)
+        assert process.is_alive(), f"ended with {process.exitcode} before kill {kills}"
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        kills += 1
+    last = start(killed)
+    last.join(120)
+
+    assert last.exitcode == 0
+    assert differences(state_of(whole), state_of(killed)) == []
+    assert metrics_of(whole) == metrics_of(killed)
+    resumes = [event["step"] for event in read_events(killed) if event["event"] == "resume"]
+    assert len(resumes) >= KILLS // 2, f"killed {KILLS} times, but resumed only at {resumes}"
+
+
+def stop_after(ranks: list, run: Path, lines: int, signal_number: int = signal.SIGTERM) -> list[int]:
+    """Signal all ranks once the run has written so many metric lines; return their exit codes."""
+    wait_for_lines(run, lines, ranks[0])
+    for process in ranks:
+        os.kill(process.pid, signal_number)
+    for process in ranks:
+        process.join(120)
+    return [process.exitcode for process in ranks]
+
+
+def test_two_one_and_two_ranks_read_each_sample_of_each_epoch_once(tmp_path):
+    diary = tmp_path / "diary"
+    run = new_run(tmp_path, f"model.diary={diary}", "max_duration=3ep", "eval_every=3ep", "global_batch_size=7")
+    per_epoch = -(-60 // 7)
+    two = [start(run, rank=r, world_size=2, meeting="first") for r in range(2)]
+    assert stop_after(two, run, 3) == [85, 85]
+    middle = len(read_metrics(run))
+    assert 3 <= middle < per_epoch, "the first stop was to fall into the first epoch"
+    assert stop_after([start(run)], run, per_epoch + 3) == [85]
+    assert train_on_ranks(run, 2, meeting="last") == [0, 0]
+
+    seen: dict[int, list[int]] = {}
+    for line in diary.read_text().splitlines():
+        at, *ids = map(int, line.split())
+        seen.setdefault(at // 60, []).extend(ids)
+    train_ids = [i for i in range(100) if i % 5 > 1]
+    assert sorted(seen) == [0, 1, 2]
+    assert all(sorted(ids) == train_ids for ids in seen.values())
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 85), (signal.SIGUSR2, 85), (signal.SIGINT, 87)])
+def test_a_signal_saves_at_the_step_boundary_leaves_with_its_code_and_loses_no_step(number, code, tmp_path):
+    whole, stopped = new_run(tmp_path), new_run(tmp_path, "checkpoint.every=1000st")
+    assert train(whole) == 0
+    assert stop_after([start(stopped)], stopped, 7, number) == [code]
+    lines = len(read_metrics(stopped))
+    assert checkpoint.entries(stopped / "checkpoints")[0].step >= 7
+    assert read_events(stopped)[-1]["event"] == "stop"
+    assert train(stopped) == 0
+    assert lines < len(read_metrics(stopped))
+    assert differences(state_of(whole), state_of(stopped)) == []
+    assert metrics_of(whole) == metrics_of(stopped)
+
+
+def test_max_runtime_stops_in_time_with_a_code_of_its_own(tmp_path):
+    run = new_run(tmp_path, "max_duration=10000ep", "max_runtime=1m", "eval_every=10000ep")
+    assert execute(run, FAMILIES, environ={}, started=time.time() - 50) == 86
+    assert read_events(run)[-1]["reason"] == "time limit"
+    assert state_of(run)["progress/step"] > 0
+
+
+def test_a_finished_run_stays_as_it_is(tmp_path):
+    run = new_run(tmp_path, "max_duration=1ep")
+    assert train(run) == 0
+    before, metrics = state_of(run), metrics_of(run)
+    assert train(run) == 0
+    assert differences(before, state_of(run), but=()) == []
+    assert metrics_of(run) == metrics
+
+
+def test_a_gradient_that_is_not_finite_ends_the_run_and_is_not_saved(tmp_path):
+    run = new_run(tmp_path, "model.poison_step=60", "checkpoint.every=1st")
+    with pytest.raises(UserError, match=r"Step 6: the gradient is not finite.*nothing after it is saved"):
+        train(run)
+    state = state_of(run)
+    assert state["progress/step"] <= 6
+    assert all(np.isfinite(v.numpy()).all() for name, v in state.items() if name.startswith("model/"))
+
+
+def test_a_flipped_byte_in_the_newest_checkpoint_is_named_and_the_one_before_it_used(tmp_path, capfd):
+    whole, damaged = new_run(tmp_path), new_run(tmp_path)
+    assert train(whole) == 0
+    assert stop_after([start(damaged)], damaged, 14) == [85]
+    newest, before = checkpoint.entries(damaged / "checkpoints")[:2]
+    data = bytearray(newest.path.read_bytes())
+    data[len(data) // 2] ^= 1
+    newest.path.write_bytes(data)
+    assert train(damaged) == 0
+    said = capfd.readouterr().err
+    assert newest.path.name in said and "damaged" in said and f"resuming from {before.path.name}" in said
+    assert differences(state_of(whole), state_of(damaged)) == []
+
+
+def test_other_data_than_before_are_refused(tmp_path):
+    run = new_run(tmp_path, "max_duration=1ep")
+    assert train(run) == 0
+    other = new_run(tmp_path, "data.synthetic=60")
+    text = (run / "config.yaml").read_text()
+    old_data, new_data = (configs.thaw(r / "config.yaml", FAMILIES).data.path for r in (run, other))
+    (run / "config.yaml").write_text(text.replace(old_data, new_data))
+    with pytest.raises(UserError, match="trained on other data"):
+        train(run)

@@ -1,0 +1,460 @@
+import json
+import multiprocessing
+import os
+import platform
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from loguru import logger
+
+from trainyard.errors import UserError
+from trainyard.launch.runs import (
+    RunLock,
+    create_run,
+    environment_record,
+    latest_run,
+    resolve_run,
+    update_record,
+)
+from trainyard.settings import TrainConfig
+
+SECRET = "hf_planted0123456789"
+TINY = TrainConfig(job="tiny", family="tiny")
+
+
+def record(run: Path) -> dict:
+    return json.loads((run / "env.json").read_text())
+
+
+def git(folder: Path, *arguments: str) -> str:
+    identity = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
+    done = subprocess.run(["git", "-C", folder, *identity, *arguments], check=True, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A clean git checkout of one commit, with a password in the address of its remote."""
+    folder = tmp_path / "checkout"
+    (folder / "jobs").mkdir(parents=True)
+    git(folder, "init", "-q")
+    git(folder, "remote", "add", "origin", f"https://user:{SECRET}@example.com/code.git")
+    (folder / "model.py").write_text("WIDTH = 8\n")
+    git(folder, "add", ".")
+    git(folder, "commit", "-qm", "first")
+    return folder
+
+
+# Creating
+
+
+def test_a_run_is_named_by_job_time_and_commit_and_holds_options_and_record(tmp_path: Path, checkout: Path):
+    before = time.strftime("%Y%m%d-%H%M%S")
+    run = create_run(tmp_path / "runs", TINY, code=checkout / "jobs")
+    time_of_name, commit = run.name.rsplit("-", 1)
+    assert run.parent == tmp_path / "runs" / "tiny"
+    assert before <= time_of_name <= time.strftime("%Y%m%d-%H%M%S")
+    assert commit == git(checkout, "rev-parse", "HEAD")[:7]
+    assert sorted(file.name for file in run.iterdir()) == ["config.yaml", "env.json"]  # clean, so no code.diff
+    assert "job: tiny\n" in (run / "config.yaml").read_text()
+    assert record(run)["code"] == {"commit": git(checkout, "rev-parse", "HEAD"), "dirty": False, "untracked": []}
+
+
+def test_a_run_of_code_outside_git_says_so_and_why(tmp_path: Path):
+    run = create_run(tmp_path / "runs", TINY, code=tmp_path)
+    assert re.fullmatch(r"\d{8}-\d{6}-nogit", run.name)
+    assert record(run)["code"]["commit"] is None and "not a git repository" in record(run)["code"]["reason"]
+
+
+def _create_several(root: Path, code: Path, names: "multiprocessing.Queue[str]") -> None:
+    for _ in range(3):
+        names.put(create_run(root, TINY, code=code).name)
+
+
+def test_runs_started_in_one_second_by_several_processes_get_folders_of_their_own(tmp_path: Path):
+    fork = multiprocessing.get_context("fork")
+    names = fork.Queue()
+    workers = [fork.Process(target=_create_several, args=(tmp_path / "runs", tmp_path, names)) for _ in range(4)]
+    for worker in workers:
+        worker.start()
+    made = [names.get(timeout=60) for _ in range(12)]
+    for worker in workers:
+        worker.join()
+    assert len(set(made)) == 12
+    assert any(name.endswith("-nogit-2") for name in made)
+    assert sorted(path.name for path in (tmp_path / "runs" / "tiny").iterdir()) == sorted(made)  # nothing left over
+
+
+def test_a_run_may_be_given_a_name_once(tmp_path: Path):
+    run = create_run(tmp_path, TINY, name="baseline", code=tmp_path)
+    assert run == tmp_path / "tiny" / "baseline"
+    kept = (run / "env.json").read_bytes()
+    with pytest.raises(
+        UserError, match=r"baseline: there is a run of this name\. Choose another, or resume it: trainyard"
+    ):
+        create_run(tmp_path, TINY, name="baseline", code=tmp_path)
+    assert (run / "env.json").read_bytes() == kept
+    assert [path.name for path in run.parent.iterdir()] == ["baseline"]
+
+
+@pytest.mark.parametrize("name", ["../elsewhere", "a/b", "", ".hidden", "-x", "a b"])
+def test_a_name_that_is_no_plain_file_name_is_refused(tmp_path: Path, name: str):
+    with pytest.raises(UserError, match=r"cannot name a run\. Use letters"):
+        create_run(tmp_path / "runs", TINY, name=name)
+    assert not (tmp_path / "runs").exists()
+
+
+# Recording
+
+
+def test_changes_that_are_not_committed_are_kept_as_a_patch_that_applies(tmp_path: Path, checkout: Path):
+    (checkout / "model.py").write_text("WIDTH = 16\n")
+    (checkout / "weights.bin").write_bytes(bytes(range(256)))
+    git(checkout, "add", "weights.bin")
+    (checkout / "scratch notes.txt").write_text("private")
+    run = create_run(tmp_path / "runs", TINY, code=checkout / "jobs")
+    assert record(run)["code"]["dirty"] is True
+    assert record(run)["code"]["untracked"] == ["scratch notes.txt"]
+    assert "private" not in (run / "code.diff").read_text()
+    clone = tmp_path / "clone"
+    git(tmp_path, "clone", "-q", str(checkout), str(clone))
+    git(clone, "apply", str(run / "code.diff"))
+    assert (clone / "model.py").read_text() == "WIDTH = 16\n"
+    assert (clone / "weights.bin").read_bytes() == bytes(range(256))
+
+
+def test_an_untracked_file_alone_makes_a_checkout_dirty(checkout: Path):
+    (checkout / "new.py").touch()
+    assert environment_record(code=checkout)["code"]["dirty"] is True
+
+
+def test_no_secret_of_environment_or_remote_reaches_the_run(tmp_path: Path, checkout: Path):
+    (checkout / "model.py").write_text("WIDTH = 16\n")
+    environ = {"HF_TOKEN": SECRET, "WANDB_API_KEY": SECRET, "SLURM_JOB_ID": "42", "CUDA_VISIBLE_DEVICES": "0,1"}
+    run = create_run(tmp_path / "runs", TINY, environ=environ, code=checkout)
+    assert record(run)["environ"] == {"SLURM_JOB_ID": "42", "CUDA_VISIBLE_DEVICES": "0,1"}
+    files = [file for file in run.rglob("*") if file.is_file()]
+    assert len(files) == 3
+    assert [file for file in files if SECRET.encode() in file.read_bytes() or b"example.com" in file.read_bytes()] == []
+
+
+def test_the_environment_of_the_process_is_not_read(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "42")
+    assert environment_record()["environ"] == {}
+
+
+def test_the_record_knows_versions_and_machine():
+    found = environment_record()
+    assert found["versions"]["python"] == platform.python_version()
+    assert {"torch", "h5py", "numpy", "hydra-core"} <= set(found["versions"])
+    machine = found["machine"]
+    assert machine["host"] == platform.node() and machine["kernel"] == platform.release()
+    assert 1 <= machine["cores_available"] <= os.cpu_count()
+    assert 0.1 < machine["memory_gib"] < 100_000
+    assert machine["libc"] and machine["cpu"]
+
+
+@pytest.mark.parametrize(
+    ("script", "recorded"),
+    [
+        (None, "none"),
+        ("echo 'NVIDIA H200, 570.1, 143771 MiB'; echo 'NVIDIA H200, 570.1, 143771 MiB'", ("; ",)),
+        ("echo 'Failed to initialize NVML'; exit 18", "unknown: Failed to initialize NVML"),
+        ("exit 9", "unknown: nvidia-smi failed"),
+    ],
+)
+def test_gpus_are_what_nvidia_smi_prints(tmp_path: Path, monkeypatch, script: str | None, recorded: "str | tuple"):
+    if script is not None:
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    expected = "; ".join(["NVIDIA H200, 570.1, 143771 MiB"] * 2) if recorded == ("; ",) else recorded
+    assert environment_record(code=tmp_path)["machine"]["gpus"] == expected
+
+
+def test_a_section_of_the_record_is_added_to_and_the_rest_stays(tmp_path: Path):
+    run = create_run(tmp_path, TINY, code=tmp_path)
+    before = record(run)
+    update_record(run, "result", {"step": 10, "loss": 0.5})
+    update_record(run, "result", {"step": 20})
+    assert record(run) == {**before, "result": {"step": 20, "loss": 0.5}}
+    assert sorted(file.name for file in run.iterdir()) == ["config.yaml", "env.json"]
+
+
+# One writer
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from trainyard.launch.runs import RunLock
+with RunLock(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def holder(run: Path) -> subprocess.Popen:
+    """Return a process that holds the lock of a run until it is killed."""
+    process = subprocess.Popen([sys.executable, "-c", HOLD, run], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "held\n"
+    return process
+
+
+def forge(run: Path, **changes: object) -> None:
+    """Write a lock as this process would, with changes."""
+    with RunLock(run):
+        content = json.loads((run / "lock").read_text())
+    (run / "lock").write_text(json.dumps({**content, **changes}))
+
+
+@pytest.fixture
+def log():
+    lines: list[str] = []
+    sink = logger.add(lines.append, format="{message}")
+    yield lines
+    logger.remove(sink)
+
+
+def test_a_lock_exists_while_it_is_held_and_can_be_taken_again(tmp_path: Path, log: list[str]):
+    for _ in range(2):
+        with RunLock(tmp_path):
+            content = json.loads((tmp_path / "lock").read_text())
+            assert (content["pid"], content["host"]) == (os.getpid(), platform.node())
+        assert list(tmp_path.iterdir()) == []
+    assert log == []
+
+
+def test_a_lock_is_released_when_its_block_fails(tmp_path: Path):
+    with pytest.raises(ZeroDivisionError), RunLock(tmp_path):
+        raise ZeroDivisionError
+    assert not (tmp_path / "lock").exists()
+
+
+def test_a_living_writer_is_named_with_host_time_and_what_to_type(tmp_path: Path):
+    process = holder(tmp_path)
+    try:
+        for break_other_host in (False, True):
+            with pytest.raises(UserError) as caught, RunLock(tmp_path, break_other_host=break_other_host):
+                pass
+            message = str(caught.value)
+            assert f"{tmp_path}: process {process.pid} on {platform.node()} writes to this run since 20" in message
+            assert message.endswith(f"Wait for it, or stop it: kill {process.pid}")
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_one_process_cannot_write_twice(tmp_path: Path):
+    with RunLock(tmp_path):
+        with pytest.raises(UserError, match=f"kill {os.getpid()}"), RunLock(tmp_path):
+            pass
+        assert (tmp_path / "lock").exists()
+
+
+def test_the_lock_of_a_killed_process_is_taken_over_with_a_line_in_the_log(tmp_path: Path, log: list[str]):
+    process = holder(tmp_path)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    with RunLock(tmp_path):
+        assert json.loads((tmp_path / "lock").read_text())["pid"] == os.getpid()
+    assert not (tmp_path / "lock").exists()
+    assert len(log) == 1 and f"took over the lock that process {process.pid} on" in log[0]
+
+
+def test_a_killed_process_that_nobody_waited_for_is_dead(tmp_path: Path):
+    process = holder(tmp_path)
+    process.kill()
+    while " Z " not in Path(f"/proc/{process.pid}/stat").read_text():
+        time.sleep(0.01)
+    with RunLock(tmp_path):
+        pass
+    process.wait()
+
+
+def test_a_later_process_with_the_same_number_is_not_the_writer(tmp_path: Path, log: list[str]):
+    forge(tmp_path, pid=os.getppid())  # alive, but it did not start when this process did
+    with RunLock(tmp_path):
+        pass
+    assert len(log) == 1
+
+
+def test_a_lock_from_before_a_reboot_is_taken_over(tmp_path: Path, log: list[str]):
+    forge(tmp_path, boot_id="another")
+    with RunLock(tmp_path):
+        pass
+    assert len(log) == 1
+
+
+@pytest.mark.parametrize(
+    "changes", [{"host": "node7"}, {"pid_namespace": "pid:[1]"}, {"host": "node7", "boot_id": "x"}]
+)
+def test_a_writer_that_this_host_cannot_see_is_left_alone_unless_told(tmp_path: Path, changes: dict, log: list[str]):
+    forge(tmp_path, pid=77, **changes)
+    host = changes.get("host", platform.node())
+    with pytest.raises(UserError) as caught, RunLock(tmp_path):
+        pass
+    assert f"process 77 on {host} writes to this run since 20" in str(caught.value)
+    assert "ps -p 77" in str(caught.value) and "--break-lock" in str(caught.value)
+    assert log == []
+    with RunLock(tmp_path, break_other_host=True):
+        pass
+    assert len(log) == 1 and not (tmp_path / "lock").exists()
+
+
+def test_a_writer_whose_lock_was_broken_does_not_release_its_successor_s(tmp_path: Path):
+    with RunLock(tmp_path):
+        forged = {**json.loads((tmp_path / "lock").read_text()), "host": "node7"}
+        (tmp_path / "lock").write_text(json.dumps(forged))
+    assert json.loads((tmp_path / "lock").read_text()) == forged
+
+
+def test_a_forked_child_that_leaves_the_block_does_not_release_the_lock(tmp_path: Path):
+    with RunLock(tmp_path) as lock:
+        child = os.fork()
+        if child == 0:
+            lock.__exit__(None, None, None)
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        assert (tmp_path / "lock").exists()
+    assert not (tmp_path / "lock").exists()
+
+
+def test_a_lock_that_cannot_be_read_says_what_to_delete(tmp_path: Path):
+    (tmp_path / "lock").touch()
+    with pytest.raises(UserError, match=f"Try again; .*rm {tmp_path}/lock"), RunLock(tmp_path):
+        pass
+
+
+def _take(run: Path, start: float, outcomes: "multiprocessing.Queue[str]", hold_s: float) -> None:
+    logger.remove()
+    time.sleep(max(0.0, start - time.time()))
+    try:
+        with RunLock(run):
+            outcomes.put("taken")
+            time.sleep(hold_s)
+    except UserError as error:
+        outcomes.put(str(error))
+
+
+@pytest.mark.parametrize("stale", [True, False])
+def test_of_many_processes_that_want_a_run_at_once_one_gets_it(tmp_path: Path, stale: bool):
+    fork = multiprocessing.get_context("fork")
+    for attempt in range(3):
+        run = tmp_path / str(attempt)
+        run.mkdir()
+        if stale:
+            forge(run, pid=os.getppid())
+        outcomes = fork.Queue()
+        start = time.time() + 0.1
+        takers = [fork.Process(target=_take, args=(run, start, outcomes, 0.4)) for _ in range(8)]
+        for taker in takers:
+            taker.start()
+        said = [outcomes.get(timeout=60) for _ in takers]
+        for taker in takers:
+            taker.join()
+        assert said.count("taken") == 1
+        assert not (run / "lock").exists()
+
+
+def _count(run: Path, counter: Path, rounds: int) -> None:
+    logger.remove()
+    done = 0
+    while done < rounds:
+        try:
+            with RunLock(run):
+                value = int(counter.read_text())
+                time.sleep(0.0005)
+                counter.write_text(str(value + 1))
+            done += 1
+        except UserError:
+            time.sleep(0.0005)
+
+
+def test_writers_that_come_and_go_never_overlap(tmp_path: Path):
+    fork = multiprocessing.get_context("fork")
+    counter = tmp_path / "counter"
+    counter.write_text("0")
+    writers = [fork.Process(target=_count, args=(tmp_path, counter, 25)) for _ in range(4)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    assert [writer.exitcode for writer in writers] == [0] * 4
+    assert counter.read_text() == "100"
+
+
+# Finding
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    """Runs of two jobs, oldest first: tiny/b, tiny/a1, tiny/a2, tiny_big/c."""
+    for job, name in [("tiny", "b"), ("tiny", "a1"), ("tiny", "a2"), ("tiny_big", "c")]:
+        create_run(tmp_path / "runs", TrainConfig(job=job), name=name, code=tmp_path)
+    return tmp_path / "runs"
+
+
+def test_the_latest_run_is_the_one_created_last_whatever_its_name(runs: Path):
+    assert latest_run(runs, "tiny") == runs / "tiny" / "a2"
+    create_run(runs, TrainConfig(job="tiny"), name="0", code=runs)
+    assert latest_run(runs, "tiny") == runs / "tiny" / "0"
+
+
+def test_a_job_without_runs_is_answered_with_the_jobs_that_have_some(runs: Path, tmp_path: Path):
+    with pytest.raises(UserError) as caught:
+        latest_run(runs, "tinny")
+    assert "no run of job 'tinny'. There are runs of: tiny, tiny_big." in str(caught.value)
+    assert str(caught.value).endswith("trainyard run tinny")
+    with pytest.raises(UserError, match="There are no runs at all"):
+        latest_run(tmp_path / "nowhere", "tiny")
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [("tiny", "tiny/a2"), ("tiny_big", "tiny_big/c"), ("tiny_", "tiny_big/c"), ("b", "tiny/b")]
+    + [("a1", "tiny/a1"), ("tiny/a2", "tiny/a2"), ("tiny/b", "tiny/b")],
+)
+def test_a_run_is_found_by_job_or_by_the_beginning_of_its_name(runs: Path, text: str, found: str):
+    assert resolve_run(text, runs) == runs / found
+
+
+def test_a_run_is_found_by_its_path(runs: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(runs)
+    assert resolve_run("tiny/a1/", runs / "elsewhere") == Path("tiny/a1")
+    assert resolve_run(str(runs / "tiny" / "a1"), Path("nowhere")) == runs / "tiny" / "a1"
+
+
+def test_a_whole_name_wins_over_names_that_begin_with_it(runs: Path):
+    create_run(runs, TrainConfig(job="tiny"), name="a1-2", code=runs)
+    assert resolve_run("a1", runs) == runs / "tiny" / "a1"
+
+
+def test_an_ambiguous_beginning_names_the_runs_it_could_be(runs: Path):
+    with pytest.raises(UserError, match=r"2 runs begin with 'a': tiny/a1, tiny/a2\. Type more of the name"):
+        resolve_run("a", runs)
+
+
+@pytest.mark.parametrize("text", ["*", "[", "", "/", "..", "tiny/*"])
+def test_text_that_is_no_name_is_answered_like_any_other(runs: Path, text: str):
+    with pytest.raises(UserError, match=r"no run is|runs begin with"):
+        resolve_run(text, runs)
+
+
+def test_an_unknown_run_is_answered_with_the_nearest_or_the_newest(runs: Path, tmp_path: Path):
+    with pytest.raises(UserError, match=r"no run is 'tinnny'\. Nearest: tiny.*Give a path, a job, or the beginning"):
+        resolve_run("tinnny", runs)
+    with pytest.raises(UserError, match=r"no run is 'quux'\. Newest: tiny_big/c, tiny/a2, tiny/a1\."):
+        resolve_run("quux", runs)
+    with pytest.raises(UserError, match="there are no runs, so none is 'tiny'"):
+        resolve_run("tiny", tmp_path / "nowhere")
+
+
+def test_a_run_whose_record_is_lost_is_named(runs: Path):
+    (runs / "tiny" / "a1" / "env.json").write_text("{}")
+    with pytest.raises(UserError, match=r"a1/env.json: does not say when the run was created"):
+        latest_run(runs, "tiny")

@@ -1,0 +1,222 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+from tests.pictures import same_imports
+from trainyard.data.shards import Damage, ShardError, ShardSet, verify
+
+EVERY = np.arange(26)
+
+
+def flip_byte(path: Path, at: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 0x10]))
+
+
+def damage(folder: Path, field: str, sample: int) -> tuple[Path, str]:
+    """Flip a byte in the middle of a record; return its shard and key."""
+    data = ShardSet(folder)
+    shard = next(shard for shard in reversed(data.shards) if shard.first <= sample)
+    records = data.records[field]
+    flip_byte(shard.path, int(records.start[sample] + records.size[sample] // 2))
+    return shard.path, data.keys(np.array([sample]))[0]
+
+
+def test_whole_data_have_no_damage(packed_pictures):
+    read: list[int] = []
+    assert list(verify(packed_pictures, read.append)) == []
+    assert read == [shard.size_bytes for shard in ShardSet(packed_pictures).shards]
+
+
+@pytest.mark.parametrize(("field", "sample"), [("image", 0), ("image", 20), ("points", 13)])
+def test_verify_names_exactly_the_record_and_shard_of_a_flipped_byte(spoilable, field, sample):
+    shard, key = damage(spoilable, field, sample)
+    assert list(verify(spoilable)) == [Damage(shard, f"{field} of '{key}'", "checksum differs")]
+
+
+def test_verify_tells_a_damaged_description_from_damaged_records(spoilable):
+    shard = ShardSet(spoilable).shards[1].path
+    with h5py.File(shard, "r+") as file:
+        file["columns/number"][0] += 1
+    assert list(verify(spoilable)) == [
+        Damage(shard, "the file", "its description is damaged; every record in it is whole")
+    ]
+
+
+def test_verify_names_what_a_cut_off_shard_has_lost_and_goes_on_after_a_missing_one(spoilable):
+    data = ShardSet(spoilable)
+    missing, cut = data.shards[0], data.shards[1]
+    ids = np.arange(cut.first, cut.first + cut.count)
+    end = int(data.records["image"].start[ids[3]]) + 5
+    lost = {f"image of '{key}'" for key in data.keys(ids[3:])}
+    lost |= {
+        f"points of '{key}'"
+        for key, start in zip(data.keys(ids), data.records["points"].start[ids], strict=True)
+        if start >= end
+    }
+    missing.path.unlink()
+    with cut.path.open("r+b") as file:
+        file.truncate(end)
+    found = list(verify(spoilable))
+    assert found[0] == Damage(missing.path, "the file", "missing")
+    assert found[1] == Damage(cut.path, "the file", f"{end} bytes, expected {cut.size_bytes}")
+    assert {(d.shard, d.what, d.reason) for d in found[2:]} == {(cut.path, what, "cut off") for what in lost}
+
+
+def test_reading_a_flipped_byte_names_record_shard_and_command(spoilable):
+    shard, key = damage(spoilable, "image", 20)
+    data = ShardSet(spoilable)
+    with pytest.raises(ShardError) as error:
+        data.read("image", EVERY)
+    assert str(error.value) == (
+        f"{shard}: image of '{key}' is damaged: its checksum differs. "
+        f"See everything that is: trainyard verify {spoilable}"
+    )
+    assert len(data.read("image", EVERY, check_crc=False)) == 26
+    assert len(data.read("image", EVERY[EVERY != 20])) == 25
+
+
+def test_gathering_a_flipped_byte_names_it_too(spoilable):
+    shard, key = damage(spoilable, "points", 13)
+    data, out = ShardSet(spoilable), np.empty((26, 3, 2), dtype=np.float32)
+    with pytest.raises(ShardError, match=f"{shard}: points of '{key}' is damaged: its checksum differs"):
+        data.gather("points", EVERY, out)
+    data.gather("points", EVERY, out, check_crc=False)
+
+
+def test_a_file_cut_off_while_it_is_open_is_told_at_the_read(spoilable):
+    data = ShardSet(spoilable)
+    with data.shards[0].path.open("r+b") as file:
+        file.truncate(int(data.records["image"].start[2]) + 5)
+    assert len(data.read("image", np.array([0, 1]))) == 2
+    with pytest.raises(ShardError, match="is damaged: the file ends early"):
+        data.read("image", np.array([0, 1, 2]))
+
+
+def test_a_folder_that_is_none_is_told_how_to_make_one(tmp_path):
+    with pytest.raises(ShardError, match=r"nowhere: no such folder\. .*: trainyard pack JOB RAW .*nowhere"):
+        ShardSet(tmp_path / "nowhere")
+
+
+def test_a_folder_without_an_index_is_no_data_set(spoilable):
+    (spoilable / "index.h5").unlink()
+    for opens in (ShardSet, lambda folder: list(verify(folder))):
+        with pytest.raises(ShardError, match=r"no index.h5 in it, so it is not packed data: trainyard pack"):
+            opens(spoilable)
+
+
+@pytest.mark.parametrize("content", [b"", b"GIF89a, not HDF5"])
+def test_an_index_that_is_not_hdf5_is_refused(spoilable, content):
+    (spoilable / "index.h5").write_bytes(content)
+    with pytest.raises(ShardError, match=r"index.h5: not a readable HDF5 file .*Pack the data again"):
+        ShardSet(spoilable)
+
+
+def test_a_cut_off_index_is_refused(spoilable):
+    index = spoilable / "index.h5"
+    index.write_bytes(index.read_bytes()[:10_000])
+    with pytest.raises(ShardError, match=r"index.h5: not a readable HDF5 file"):
+        ShardSet(spoilable)
+
+
+@pytest.mark.parametrize(("version", "said"), [(2, "2"), (None, "None")])
+def test_another_schema_is_refused_with_both_versions(spoilable, version, said):
+    with h5py.File(spoilable / "index.h5", "r+") as file:
+        del file.attrs["schema_version"]
+        if version:
+            file.attrs["schema_version"] = version
+    with pytest.raises(ShardError, match=rf"index.h5: written with shard schema {said}, this version reads 1\. Pack"):
+        ShardSet(spoilable)
+
+
+def test_a_missing_shard_is_named(spoilable):
+    (spoilable / "shard-00002.h5").unlink()
+    with pytest.raises(ShardError, match=r"shard-00002.h5: missing, but the index lists it"):
+        ShardSet(spoilable)
+
+
+@pytest.mark.parametrize(("change", "said"), [(-100, "cut off"), (100, "not the one packed")])
+def test_a_shard_of_another_size_is_named_with_both_sizes(spoilable, change, said):
+    path = spoilable / "shard-00001.h5"
+    size = path.stat().st_size
+    with path.open("r+b") as file:
+        file.truncate(size + change)
+    with pytest.raises(ShardError, match=rf"shard-00001.h5: {size + change} bytes, the index says {size}: .*{said}"):
+        ShardSet(spoilable)
+
+
+def test_the_fingerprint_changes_with_the_data(packed_pictures, spoilable):
+    before = ShardSet(packed_pictures).fingerprint
+    assert ShardSet(spoilable).fingerprint == before
+    with h5py.File(spoilable / "index.h5", "r+") as file:
+        file["columns/number"][0] += 1
+    assert ShardSet(spoilable).fingerprint != before
+
+
+def test_a_closed_data_set_opens_its_files_again_when_read(pictures):
+    before = pictures.read("image", EVERY)
+    pictures.close()
+    assert all(np.array_equal(a, b) for a, b in zip(pictures.read("image", EVERY), before, strict=True))
+
+
+COUNT = 10_000_000
+
+WRITE_LARGE_INDEX = """
+import json, sys
+import h5py, numpy as np
+
+count = {count}
+def text(group, values):
+    group["blob"] = np.frombuffer("".join(values).encode(), dtype=np.uint8)
+    group["offset"] = np.cumsum([0, *map(len, values)])
+
+with h5py.File(sys.argv[1] + "/index.h5", "w", libver="latest") as file:
+    file.attrs.update(schema_version=1, count=count, skipped=0, meta=json.dumps({{}}), listing="")
+    shards = file.create_group("shards")
+    text(shards.create_group("name"), ["shard-00000.h5"])
+    text(shards.create_group("sha256"), ["0" * 64])
+    shards["count"], shards["size_bytes"] = np.array([count]), np.array([0])
+    file["key/blob"] = np.full(8 * count, ord("k"), dtype=np.uint8)
+    file["key/offset"] = np.arange(count + 1) * 8
+    file["columns/label"] = np.arange(count)
+    file.create_group("vocabulary")
+    image = file.create_group("records/image")
+    image.attrs["dtype"] = "picture"
+    image["start"], image["size"] = np.arange(count), np.zeros(count, dtype=np.int64)
+    image["crc"], image["shape"] = np.zeros(count, dtype=np.uint32), np.zeros((count, 3), dtype=np.int32)
+open(sys.argv[1] + "/shard-00000.h5", "wb").close()
+"""
+
+OPEN_LARGE_INDEX = """
+import resource, sys
+from pathlib import Path
+import numpy as np
+from trainyard.data.shards import ShardSet
+
+def peak_mb():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
+
+before = peak_mb()
+data = ShardSet(Path(sys.argv[1]))
+records = data.records["image"]
+arrays = [records.start, records.size, records.crc, records.shape, *data.columns.values()]
+assert data.keys(np.array([7, data.count - 1])) == ["k" * 8] * 2
+print(data.count, sum(array.nbytes for array in arrays) / 1e6, peak_mb() - before)
+"""
+
+
+def test_ten_million_samples_cost_their_arrays_and_no_object_each(tmp_path):
+    subprocess.run([sys.executable, "-c", WRITE_LARGE_INDEX.format(count=COUNT), tmp_path], check=True)
+    command = [sys.executable, "-c", OPEN_LARGE_INDEX, tmp_path]
+    opened = subprocess.run(command, check=True, capture_output=True, env=same_imports())
+    count, arrays_mb, peak_mb = map(float, opened.stdout.split())
+    (tmp_path / "index.h5").unlink()
+    assert count == COUNT and arrays_mb == pytest.approx(400)
+    assert peak_mb < arrays_mb + 100  # one Python object per sample would be 300 MB and more

@@ -1,0 +1,208 @@
+"""One optimizer step: the same mathematics however the batch is cut, and no step on a gradient that is not finite."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from trainyard.data.loader import Micro
+from trainyard.hardware import precision_for
+from trainyard.settings import OptimizerSettings
+from trainyard.train.module import Batch, TrainModule
+from trainyard.train.precision import autocast
+from trainyard.train.step import (
+    StepResult,
+    TrainState,
+    copy_for_average,
+    drop_activations,
+    make_optimizer,
+    train_step,
+)
+
+FP32 = autocast(precision_for(None), torch.device("cpu"))
+SUM_TOLERANCE = 1e-6
+"""Of float32 gradients near 1 that are added up in another order."""
+
+
+class Classifier(TrainModule):
+    """Two convolutions and a linear layer on 8 x 8 pictures of 5 classes."""
+
+    def __init__(self, *, batch_norm: bool = False, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(
+                nn.Conv2d(channels, 6, 3), nn.BatchNorm2d(6) if batch_norm else nn.Identity(), nn.Dropout(dropout), nn.Tanh()
+            )
+            for channels in (2, 6)
+        )
+        self.head = nn.Linear(6, 5)
+
+    def forward(self, batch: Batch) -> dict[str, Tensor]:
+        x = batch["image"]
+        for layer in self.layers:
+            x = layer(x)
+        loss = nn.functional.cross_entropy(self.head(x.mean((2, 3))), batch["label"])
+        return {"loss": loss * batch.get("factor", torch.ones(1)).max()}
+
+    def repeated_layers(self) -> nn.ModuleList:
+        return self.layers
+
+
+def state_of(module: TrainModule, *, scaling: bool = False, ema: bool = False, **optimizer: object) -> TrainState:
+    return TrainState(
+        module=module,
+        model=module,
+        optimizer=make_optimizer(module, OptimizerSettings(**optimizer)),  # type: ignore[arg-type]
+        scaler=torch.amp.GradScaler("cpu", enabled=scaling),
+        ema=copy_for_average(module) if ema else None,
+        ema_decay=0.75,
+    )
+
+
+def classifier(seed: int = 0, **options: object) -> Classifier:
+    torch.manual_seed(seed)
+    return Classifier(**options)  # type: ignore[arg-type]
+
+
+def batch_of(size: int) -> Batch:
+    g = torch.Generator().manual_seed(size)
+    return {"image": torch.randn(size, 2, 8, 8, generator=g), "label": torch.randint(5, (size,), generator=g)}
+
+
+def cut(batch: Batch, *sizes: int) -> list[Micro]:
+    total, first, parts = sum(sizes), 0, []
+    for size in sizes:
+        part = {name: values[first : first + size] for name, values in batch.items()}
+        first += size
+        parts.append(Micro(part, size / total, first == total, 0.0))
+    return parts
+
+
+def step(state: TrainState, micros: list[Micro], *, clip: float = 0.0) -> StepResult:
+    return train_step(state, micros, lr=0.1, world_size=1, seed=0, clip_grad_norm=clip, autocast=FP32)
+
+
+def gradients(state: TrainState) -> list[Tensor]:
+    return [p.grad.clone() for p in state.module.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("sizes", [(4, 4, 4), (5, 5, 2), (11, 1), (1,) * 12])
+def test_micro_batches_give_the_gradient_of_the_whole_batch_even_with_a_ragged_last_one(sizes):
+    batch = batch_of(12)
+    whole, parts = state_of(classifier()), state_of(classifier())
+    loss = step(whole, cut(batch, 12)).losses["loss"]
+    loss_of_parts = step(parts, cut(batch, *sizes)).losses["loss"]
+    assert abs(loss - loss_of_parts) < SUM_TOLERANCE
+    for a, b in zip(gradients(whole), gradients(parts), strict=True):
+        assert torch.allclose(a, b, atol=SUM_TOLERANCE, rtol=0)
+
+
+def test_a_stand_in_of_weight_zero_adds_nothing():
+    batch = batch_of(12)
+    alone, accompanied = state_of(classifier()), state_of(classifier())
+    step(alone, cut(batch, 12))
+    micros = cut(batch, 12)
+    stand_in = Micro({name: v[:1] for name, v in batch.items()}, 0.0, True, 0.0)
+    step(accompanied, [Micro(micros[0].batch, 1.0, False, 0.0), stand_in])
+    assert all(torch.equal(a, b) for a, b in zip(gradients(alone), gradients(accompanied), strict=True))
+
+
+def test_gradient_checkpointing_changes_no_bit_of_gradients_or_batch_statistics():
+    options = {"batch_norm": True, "dropout": 0.3}
+    kept, dropped = state_of(classifier(**options)), state_of(classifier(**options))
+    assert drop_activations(dropped.module) == 2
+    for _ in range(3):
+        step(kept, cut(batch_of(12), 6, 6))
+        step(dropped, cut(batch_of(12), 6, 6))
+    assert all(torch.equal(a, b) for a, b in zip(gradients(kept), gradients(dropped), strict=True))
+    a, b = kept.module.state_dict(), dropped.module.state_dict()
+    assert [name for name in a if not torch.equal(a[name], b[name])] == []
+
+
+def test_gradient_checkpointing_recomputes_what_it_dropped():
+    state = state_of(classifier())
+    calls = []
+    state.module.layers[0][0].register_forward_hook(lambda *_: calls.append(1))
+    drop_activations(state.module)
+    step(state, cut(batch_of(4), 4))
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("name", ["adamw", "adam", "sgd"])
+def test_a_step_on_a_gradient_that_is_not_finite_changes_nothing(name):
+    state = state_of(classifier(), name=name, weight_decay=0.1)
+    step(state, cut(batch_of(12), 12))
+    before = copy.deepcopy([state.module.state_dict(), state.optimizer.state_dict()["state"]])
+    batch = batch_of(12) | {"factor": torch.full((12,), float("inf"))}
+    result = step(state, cut(batch, 12), clip=1.0)
+    after = [state.module.state_dict(), state.optimizer.state_dict()["state"]]
+    assert result.skipped == 1
+    assert all(torch.equal(a, b) for a, b in zip(_tensors(before), _tensors(after), strict=True))
+    assert step(state, cut(batch_of(12), 12)).skipped == 0
+    assert not torch.equal(before[0]["head.weight"], state.module.head.weight)
+
+
+def test_loss_scaling_skips_an_overflow_lowers_the_scale_and_clips_true_gradients():
+    state, plain = state_of(classifier(), scaling=True), state_of(classifier())
+    batch = batch_of(12)
+    assert step(state, cut(batch | {"factor": torch.full((12,), 1e38)}, 12)).skipped == 1
+    scale = state.scaler.get_scale()
+    assert scale == 2.0**15
+    result, expected = step(state, cut(batch, 12), clip=0.01), step(plain, cut(batch, 12), clip=0.01)
+    assert result.skipped == 0
+    assert torch.allclose(result.grad_norm, expected.grad_norm, rtol=1e-5)
+    for a, b in zip(gradients(state), gradients(plain), strict=True):
+        assert torch.allclose(a, b, rtol=1e-5, atol=1e-9)
+
+
+@pytest.mark.parametrize(("name", "reference"), [("adamw", torch.optim.AdamW), ("adam", torch.optim.Adam)])
+def test_fused_steps_on_channels_last_weights_equal_the_textbook_loop(name, reference):
+    ours, theirs = classifier().to(memory_format=torch.channels_last), classifier()
+    state = state_of(ours, name=name, weight_decay=0.01)
+    groups = [
+        {"params": [p for p in theirs.parameters() if p.ndim >= 2], "weight_decay": 0.01},
+        {"params": [p for p in theirs.parameters() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = reference(groups, lr=0.1, foreach=False)
+    for _ in range(4):
+        step(state, cut(batch_of(12), 12), clip=0.5)
+        optimizer.zero_grad()
+        theirs(batch_of(12))["loss"].backward()
+        nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
+        optimizer.step()
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.allclose(a, b, atol=1e-4), "Adam's division by a small root magnifies rounding"
+
+
+def test_averaged_weights_move_a_quarter_of_the_way_and_copy_buffers():
+    state = state_of(classifier(batch_norm=True), ema=True)
+    old = state.module.head.weight.detach().clone()
+    step(state, cut(batch_of(12), 12))
+    assert torch.allclose(state.ema.head.weight, old + 0.25 * (state.module.head.weight - old), atol=1e-7)
+    assert torch.equal(state.ema.layers[0][1].running_mean, state.module.layers[0][1].running_mean)
+
+
+def test_dropout_depends_on_the_step_and_the_seed_and_on_nothing_else():
+    def one(progress_step: int, seed: int) -> list[Tensor]:
+        state = state_of(classifier(dropout=0.5))
+        state.progress.step = progress_step
+        torch.rand(17)
+        train_step(
+            state, cut(batch_of(4), 4), lr=0.1, world_size=1, seed=seed, clip_grad_norm=0.0, autocast=FP32
+        )
+        return gradients(state)
+
+    def same(a: list[Tensor], b: list[Tensor]) -> bool:
+        return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+    assert same(one(3, 1), one(3, 1))
+    assert not same(one(3, 1), one(4, 1))
+    assert not same(one(3, 1), one(3, 2))
+
+
+def _tensors(value: object) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else []
+    return [tensor for item in inner for tensor in _tensors(item)]

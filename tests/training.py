@@ -1,0 +1,97 @@
+"""Running real training in tests: in this process, in killable ones, and on several ranks."""
+
+import multiprocessing
+import os
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainyard.launch import config as configs
+from trainyard.launch import runs
+from trainyard.launch.task import execute, ready_data
+from trainyard.train import checkpoint
+from trainyard.train.report import TIMING_KEYS, read_metrics
+
+FAMILIES = Path(__file__).parent / "families"
+FREE = ("progress/train_s", "metrics_position")
+"""What two runs that compute the same may differ in: time spent, and the bytes that writing it down takes."""
+
+_server = multiprocessing.get_context("forkserver")
+_server.set_forkserver_preload(["trainyard.launch.task", "trainyard.train.engine", "trainyard.data.decode_dali"])
+
+
+def new_run(root: Path, *overrides: str, job: str = "stripes", jobs: Path = FAMILIES) -> Path:
+    """Make the data ready and create a run; nothing is trained yet."""
+    config = configs.compose(job, [f"data.cache={root / 'cache'}", *overrides], jobs)
+    return runs.create_run(root / "runs", ready_data(config, jobs))
+
+
+def train(run: Path, *, jobs: Path = FAMILIES) -> int:
+    """Train a run in this process; return its exit code."""
+    return execute(run, jobs, environ={}, started=time.time())
+
+
+def start(run: Path, *, rank: int = 0, world_size: int = 1, meeting: str = "m", jobs: Path = FAMILIES) -> Any:
+    """Start one rank of a run in a process of its own, which a test may kill."""
+    environ = {}
+    if world_size > 1:
+        numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size}
+        environ = {name: str(value) for name, value in numbers.items()} | {"TRAINYARD_MEETING": meeting}
+    process = _server.Process(target=_be_rank, args=(run, environ, jobs))
+    process.start()
+    return process
+
+
+def train_on_ranks(run: Path, world_size: int, *, meeting: str) -> list[int]:
+    """Train a run on several ranks; return their exit codes."""
+    ranks = [start(run, rank=rank, world_size=world_size, meeting=meeting) for rank in range(world_size)]
+    for process in ranks:
+        process.join(240)
+    return [process.exitcode for process in ranks]
+
+
+def wait_for_lines(run: Path, count: int, process: Any) -> None:
+    """Return when a run has written `count` metric lines, or its process has ended."""
+    path = run / "metrics.jsonl"
+    while process.is_alive() and (not path.exists() or path.read_bytes().count(b"\n") < count):
+        time.sleep(0.002)
+
+
+def state_of(run: Path) -> dict[str, Any]:
+    """Return the newest checkpoint as a flat mapping."""
+    found = checkpoint.load_newest_valid(run / "checkpoints")
+    assert found is not None
+    return dict(_flat(found[1]))
+
+
+def metrics_of(run: Path) -> list[dict[str, Any]]:
+    """Return a run's metric lines without timings."""
+    return [{name: v for name, v in line.items() if name not in TIMING_KEYS} for line in read_metrics(run)]
+
+
+def differences(a: dict[str, Any], b: dict[str, Any], *, but: Sequence[str] = FREE) -> list[str]:
+    """Name what differs between two states, bit by bit."""
+    assert a.keys() == b.keys()
+    return [name for name in a if name not in but and not _same(a[name], b[name])]
+
+
+def _be_rank(run: Path, environ: dict[str, str], jobs: Path) -> None:
+    os._exit(execute(run, jobs, environ=environ, started=time.time()))
+
+
+def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _flat(inner, f"{prefix}/{name}" if prefix else str(name))
+    elif isinstance(value, (list, tuple)):
+        for i, inner in enumerate(value):
+            yield from _flat(inner, f"{prefix}/{i}")
+    else:
+        yield prefix, value
+
+
+def _same(a: Any, b: Any) -> bool:
+    return torch.equal(a, b) if isinstance(a, torch.Tensor) else bool(a == b)
