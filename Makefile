@@ -34,6 +34,11 @@ run: setup ## train: JOB=fingerprint_demo  DATA=folder  GPUS=n  SET="optimizer.l
 resume: setup ## go on with a run: RUN=folder, or RUN=job for its newest
 	@$(words); $(T) resume "$${RUN:-$$JOB}" "$${args[@]}"
 
+.venv-peers/.done: benchmarks/peers.lock
+	$(VENV)/bin/uv venv .venv-peers --python $(VENV)/bin/python --clear --quiet
+	$(VENV)/bin/uv pip sync benchmarks/peers.lock --require-hashes --quiet --python .venv-peers/bin/python
+	@touch $@
+
 pack: setup ## write shards: JOB=fingerprint_1m RAW=folder OUT=folder
 	@$(words); $(T) pack "$$JOB" "$${RAW:?RAW=folder of raw files}" "$${OUT:?OUT=folder of shards}" "$${args[@]}"
 
@@ -56,7 +61,7 @@ lint: setup ## ruff and mypy --strict
 bench: setup ## read, decode and step rates against the peers in the same environment, into benchmarks/
 	@$(T) bench
 
-bench-peers: setup .venv-peers/.done ## the same, with webdataset, MosaicML Streaming and FFCV
+bench-peers: setup .venv-peers/.done ## the same, with webdataset, MosaicML Streaming and FFCV (benchmarks/README.md)
 	@$(T) bench --peers .venv-peers
 
 lock: setup ## resolve containers/*.in anew into *.lock, from PyPI alone

@@ -127,7 +127,11 @@ def check_loss(jobs_dir: Path, family: str, cache: Path) -> None:
     optimizer = make_optimizer(module, config.optimizer)
     state = TrainState(module, module, optimizer, torch.amp.GradScaler("cpu", enabled=False), None, 0.0)
     losses = [
-        float(train_step(state, [micro], lr=3e-3, world_size=1, seed=0, clip_grad_norm=1.0, autocast=nullcontext).losses["loss"])
+        float(
+            train_step(state, [micro], lr=3e-3, world_size=1, seed=0, clip_grad_norm=1.0, autocast=nullcontext).losses[
+                "loss"
+            ]
+        )
         for _ in range(12)
     ]
     assert min(losses[-3:]) < 0.9 * losses[0], losses

@@ -39,7 +39,9 @@ def imports(path: Path, module: str) -> list[str]:
 def violations(root: Path) -> list[str]:
     """Name every import that points to the right, of another job, or of DALI outside its one file."""
     files = {path: path.relative_to(root / "src") for path in (root / "src" / "trainyard").rglob("*.py")}
-    files |= {path: path.relative_to(root) for path in (root / "jobs").rglob("*.py") if not path.name.startswith("test_")}
+    files |= {
+        path: path.relative_to(root) for path in (root / "jobs").rglob("*.py") if not path.name.startswith("test_")
+    }
     assert len(files) > 30, f"only {len(files)} files found: has the source moved?"
     wrong = []
     for path, short in files.items():
@@ -63,8 +65,16 @@ def test_imports_point_to_the_left():
 @pytest.mark.parametrize(
     ("file", "line", "said"),
     [
-        ("src/trainyard/data/order.py", "from trainyard.train import engine", "data) imports trainyard.train.engine (train)"),
-        ("src/trainyard/train/step.py", "import jobs.fingerprint.module", "(train) imports jobs.fingerprint.module (jobs)"),
+        (
+            "src/trainyard/data/order.py",
+            "from trainyard.train import engine",
+            "data) imports trainyard.train.engine (train)",
+        ),
+        (
+            "src/trainyard/train/step.py",
+            "import jobs.fingerprint.module",
+            "(train) imports jobs.fingerprint.module (jobs)",
+        ),
         ("jobs/fingerprint/pack.py", "from jobs.other import pack", "imports another job: jobs.other.pack"),
         ("src/trainyard/data/loader.py", "import nvidia.dali", "only decode_dali.py may"),
     ],
@@ -104,5 +114,7 @@ config.options(made)
 trainyard.launch.runs.environment_record()
 print([name for name in {LOADED_LATE!r} if name in sys.modules])
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=dict(os.environ))
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=dict(os.environ)
+    )
     assert done.stdout.strip() == "[]"

@@ -130,7 +130,7 @@ def test_the_times_of_raw_files_leave_the_bytes_alone(raw_copy, packed_pictures,
 
 def test_packed_data_without_their_journal_are_not_overwritten(raw_pictures, spoilable):
     (spoilable / JOURNAL).unlink()
-    with pytest.raises(PackError, match="without the packing.json.*Use them as they are"):
+    with pytest.raises(PackError, match=r"without the packing\.json.*Use them as they are"):
         pack_folder(raw_pictures, spoilable)
 
 

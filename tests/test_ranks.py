@@ -54,7 +54,17 @@ def test_three_ranks_score_an_evaluation_set_as_one_does(tmp_path):
 def test_slurm_variables_start_the_same_training(tmp_path):
     run = new_run(tmp_path, *EXACT)
     slurm = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}
-    command = [sys.executable, "-m", "trainyard", "rank", str(run), "--jobs", str(FAMILIES), "--since", str(time.time())]
+    command = [
+        sys.executable,
+        "-m",
+        "trainyard",
+        "rank",
+        str(run),
+        "--jobs",
+        str(FAMILIES),
+        "--since",
+        str(time.time()),
+    ]
     ranks = [
         subprocess.Popen(command, env={**os.environ, **slurm, "SLURM_PROCID": str(r), "SLURM_LOCALID": str(r)})
         for r in range(2)

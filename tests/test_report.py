@@ -17,8 +17,8 @@ from loguru import logger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from trainyard.errors import UserError
-from trainyard.train import report
-from trainyard.train.report import TIMING_KEYS, Recorder
+from trainyard.train import console, record, report
+from trainyard.train.record import TIMING_KEYS, Recorder
 
 STEPS, EVERY = 400, 10
 CONFIG = "job: demo\nseed: 0\noptimizer:\n  lr: 0.001\n"
@@ -79,7 +79,7 @@ def eval_values(step: int, split: str) -> dict[str, object]:
     }
 
 
-def record(log: Recorder, first: int, last: int, *, positions: dict[int, int] | None = None) -> None:
+def write_training(log: Recorder, first: int, last: int, *, positions: dict[int, int] | None = None) -> None:
     """Write what training the steps first + 1 .. last writes, with a checkpoint every 100."""
     for step in range(first + EVERY, last + 1, EVERY):
         log.log("train", step, train_values(step))
@@ -103,11 +103,11 @@ def finished_run(folder: Path, **files) -> Path:
     run, positions = new_run(folder, **files), {}
     first = recorder(run)
     start(first, "start", 0)
-    record(first, 0, 260, positions=positions)
+    write_training(first, 0, 260, positions=positions)
     Recorder.rewind(run, positions[200])
     with recorder(run, resume_at=200) as log:
         start(log, "resume", 200)
-        record(log, 200, STEPS)
+        write_training(log, 200, STEPS)
         log.log("event", STEPS, {"event": "done", "reason": "none"})
     return run
 
@@ -137,11 +137,11 @@ def test_what_was_logged_is_read_back_in_order_and_events_stand_apart(tmp_path):
         start(log, "start", 0)
         log.log("train", 10, {"loss": np.float32(0.5), "samples_seen": np.int64(1200)})
         log.log("eval", 10, {"split": "val", "eer": 0.25})
-    first, second = report.read_metrics(run)
+    first, second = record.read_metrics(run)
     assert (first["kind"], first["step"], first["loss"], first["samples_seen"]) == ("train", 10, 0.5, 1200)
     assert (second["kind"], second["split"], second["eer"]) == ("eval", "val", 0.25)
     assert 0 <= first["elapsed_s"] <= second["elapsed_s"] < 60
-    assert [e["event"] for e in report.read_events(run)] == ["start"]
+    assert [e["event"] for e in record.read_events(run)] == ["start"]
 
 
 def test_a_number_that_json_cannot_hold_comes_back_and_the_file_is_valid_json(tmp_path):
@@ -154,7 +154,7 @@ def test_a_number_that_json_cannot_hold_comes_back_and_the_file_is_valid_json(tm
 
     line = json.loads((run / "metrics.jsonl").read_text(), parse_constant=refuse)
     assert line["loss"] is None and line["nonfinite"] == {"loss": "nan", "grad_norm": "inf", "other": "-inf"}
-    (read,) = report.read_metrics(run)
+    (read,) = record.read_metrics(run)
     assert math.isnan(read["loss"]) and read["grad_norm"] == math.inf and read["other"] == -math.inf
     assert read["lr"] == 0.1 and "nonfinite" not in read
 
@@ -163,21 +163,21 @@ def test_a_nested_number_that_json_cannot_hold_is_refused_before_anything_is_wri
     run = new_run(tmp_path)
     with recorder(run) as log, pytest.raises(ValueError, match="JSON compliant"):
         log.log("event", 10, {"event": "skipped_step", "scales": [1.0, math.inf]})
-    assert report.read_events(run) == []
+    assert record.read_events(run) == []
 
 
 def test_a_killed_and_resumed_run_has_the_metrics_of_an_uninterrupted_one(tmp_path):
     whole = new_run(tmp_path / "whole")
     with recorder(whole) as log:
-        record(log, 0, STEPS)
+        write_training(log, 0, STEPS)
     resumed = finished_run(tmp_path / "resumed")
 
     def untimed(run):
-        return [{k: v for k, v in line.items() if k not in TIMING_KEYS} for line in report.read_metrics(run)]
+        return [{k: v for k, v in line.items() if k not in TIMING_KEYS} for line in record.read_metrics(run)]
 
     assert untimed(resumed) == untimed(whole)
     assert len(untimed(whole)) == 60
-    events = [e["event"] for e in report.read_events(resumed)]
+    events = [e["event"] for e in record.read_events(resumed)]
     assert events == ["start", "checkpoint", "checkpoint", "resume", "checkpoint", "checkpoint", "done"]
 
 
@@ -189,14 +189,14 @@ def test_elapsed_time_goes_on_over_a_resume_without_the_time_that_was_thrown_awa
     (run / "events.jsonl").write_text(json.dumps(lost) + "\n")
     with recorder(run, resume_at=100) as log:
         log.log("train", 110, {"loss": 1.0})
-    assert 50 <= report.read_metrics(run)[-1]["elapsed_s"] < 80
+    assert 50 <= record.read_metrics(run)[-1]["elapsed_s"] < 80
 
 
 def test_a_kill_in_a_rewind_leaves_the_old_file_or_the_new_one(tmp_path):
     child = """
 import os, signal, sys
 from pathlib import Path
-from trainyard.train.report import Recorder
+from trainyard.train.record import Recorder
 left = int(sys.argv[2])
 def counted(call):
     def wrapper(*args, **kwargs):
@@ -246,12 +246,12 @@ def test_a_torn_last_line_is_passed_over_and_does_not_spoil_the_next(tmp_path):
     for name in ("metrics.jsonl", "events.jsonl"):
         with (run / name).open("ab") as file:
             file.write(b'{"kind": "train", "st')
-    assert [line["step"] for line in report.read_metrics(run)] == [10]
+    assert [line["step"] for line in record.read_metrics(run)] == [10]
     with recorder(run, resume_at=10) as log:
         log.log("train", 20, {"loss": 1.0})
         log.log("event", 20, {"event": "done"})
-    assert [line["step"] for line in report.read_metrics(run)] == [10, 20]
-    assert [line["step"] for line in report.read_events(run)] == [10, 20]
+    assert [line["step"] for line in record.read_metrics(run)] == [10, 20]
+    assert [line["step"] for line in record.read_events(run)] == [10, 20]
 
 
 @pytest.mark.parametrize("damage", [b'{"kind": "train", "st\n', b"[1]\n", b'{"kind": "train"}\n', b"\xff\x00\n"])
@@ -262,7 +262,7 @@ def test_a_damaged_line_that_is_not_a_torn_last_one_names_file_and_line(tmp_path
     with (run / "metrics.jsonl").open("ab") as file:
         file.write(damage)
     with pytest.raises(UserError, match=r"metrics\.jsonl:2: expected a JSON object"):
-        report.read_metrics(run)
+        record.read_metrics(run)
 
 
 def test_a_new_run_does_not_write_into_another_runs_metrics(tmp_path):
@@ -273,7 +273,7 @@ def test_a_new_run_does_not_write_into_another_runs_metrics(tmp_path):
 
 def test_a_folder_that_is_not_a_run_is_refused_by_name(tmp_path):
     for path in (tmp_path, tmp_path / "nowhere"):
-        for read in (report.read_metrics, report.write_report, report.summary_text):
+        for read in (record.read_metrics, report.write_report, report.summary_text):
             with pytest.raises(UserError, match=f"{re.escape(str(path))}: expected the folder of a run"):
                 read(path)
 
@@ -284,18 +284,18 @@ def test_a_folder_that_is_not_a_run_is_refused_by_name(tmp_path):
 def test_tensorboard_shows_each_step_once_after_a_resume_with_what_jsonl_says(tmp_path):
     run, positions = new_run(tmp_path), {}
     first = recorder(run, trackers=("tensorboard",))
-    record(first, 0, 200, positions=positions)
+    write_training(first, 0, 200, positions=positions)
     first.log("eval", 200, {"split": "late", "eer": 0.5})  # after the checkpoint: the resumed run does it again
-    record(first, 200, 260)
+    write_training(first, 200, 260)
     first.close()
     Recorder.rewind(run, positions[200])
     with recorder(run, trackers=("tensorboard",), resume_at=200) as log:
         log.log("eval", 200, {"split": "late", "eer": 0.5})
-        record(log, 200, STEPS)
+        write_training(log, 200, STEPS)
 
     board = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0})
     board.Reload()
-    lines = report.read_metrics(run)
+    lines = record.read_metrics(run)
     for tag, kind, key in (
         ("train/loss", "train", "loss"),
         ("eval/val/eer", "eval", "eer"),
@@ -315,7 +315,7 @@ def test_tensorboard_has_all_up_to_the_checkpoint_when_the_process_is_killed_aft
     child = """
 import os, signal, sys
 from pathlib import Path
-from trainyard.train.report import Recorder
+from trainyard.train.record import Recorder
 log = Recorder(Path(sys.argv[1]), trackers=["tensorboard"], config={}, resume_at=None)
 for step in range(10, 510, 10):
     log.log("train", step, {"loss": 1.0})
@@ -332,16 +332,16 @@ def test_an_attempt_that_starts_over_leaves_nothing_of_the_one_before(tmp_path):
     run = new_run(tmp_path)
     first = recorder(run, trackers=("tensorboard",))
     start(first, "start", 0)
-    record(first, 0, 100)
+    write_training(first, 0, 100)
     first.close()
     Recorder.rewind(run, 0)
     with recorder(run, trackers=("tensorboard",)) as log:
         start(log, "start", 0)
-        record(log, 0, 40)
+        write_training(log, 0, 40)
     board = EventAccumulator(str(run / "tensorboard"))
     board.Reload()
     assert [event.step for event in board.Scalars("train/loss")] == [10, 20, 30, 40]
-    assert [line["step"] for line in report.read_metrics(run) if line["kind"] == "train"] == [10, 20, 30, 40]
+    assert [line["step"] for line in record.read_metrics(run) if line["kind"] == "train"] == [10, 20, 30, 40]
     assert "trained  40 of 400 steps" in report.summary_text(run)
 
 
@@ -363,7 +363,7 @@ def test_wandb_writes_offline_runs_into_the_run_folder(tmp_path):
     pytest.importorskip("wandb", reason="wandb is not installed")
     run = new_run(tmp_path)
     with recorder(run, trackers=("wandb",)) as log:
-        record(log, 0, 40)
+        write_training(log, 0, 40)
     assert list(run.glob("wandb/offline-run-*/*.wandb"))
 
 
@@ -371,9 +371,9 @@ def test_mlflow_keeps_options_and_metrics_of_each_attempt_in_the_run_folder(tmp_
     mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed")
     run = new_run(tmp_path)
     with recorder(run, trackers=("mlflow",)) as log:
-        record(log, 0, 40)
+        write_training(log, 0, 40)
     with recorder(run, trackers=("mlflow",), resume_at=40) as log:
-        record(log, 40, 80)
+        write_training(log, 40, 80)
     client = mlflow.MlflowClient((run / "mlflow").absolute().as_uri())
     (experiment,) = (e for e in client.search_experiments() if e.name == "demo")
     attempts = client.search_runs([experiment.experiment_id], order_by=["attributes.start_time ASC"])
@@ -515,10 +515,10 @@ def test_the_best_evaluation_is_the_one_the_monitor_asks_for(tmp_path, mode, val
 def test_a_line_of_training_reads_as_agreed():
     values = {"step": 400, "total_steps": 10_000, "loss": 0.2134, "samples_per_s": 1840.2, "step_ms": 75.0}
     values |= {"data_wait_ms": 3.1, "compute_ms": 66.4, "memory_gib": 31.21}
-    assert report.format_line(values) == (
+    assert console.format_line(values) == (
         "step 400/10000  loss 0.213  1840 samples/s  data 3 ms (4 %)  compute 66 ms  mem 31.2 GiB  eta 12m"
     )
-    assert report.format_line({"step": 3, "loss": math.nan}) == "step 3  loss nan"
+    assert console.format_line({"step": 3, "loss": math.nan}) == "step 3  loss nan"
 
 
 @pytest.mark.parametrize(
@@ -529,7 +529,7 @@ def test_a_line_of_training_reads_as_agreed():
     ],
 )
 def test_a_duration_reads_at_a_glance(seconds, text):
-    assert report.format_duration(seconds) == text
+    assert console.format_duration(seconds) == text
 
 
 def open_terminal() -> tuple[int, int]:
@@ -553,8 +553,8 @@ def test_log_lines_do_not_tear_the_progress_bar_on_a_terminal(monkeypatch):
     master, slave = open_terminal()
     with os.fdopen(slave, "w") as terminal, monkeypatch.context() as patch:
         patch.setattr(sys, "stderr", terminal)
-        sink = logger.add(report.log_sink, format="{message}")
-        with report.ProgressBar(10, step=4) as bar:
+        sink = logger.add(console.log_sink, format="{message}")
+        with console.ProgressBar(10, step=4) as bar:
             bar.update(5, loss=0.5)
             logger.info("a line from the log")
             bar.update(6)
@@ -566,7 +566,7 @@ def test_log_lines_do_not_tear_the_progress_bar_on_a_terminal(monkeypatch):
 
 
 def test_the_progress_bar_is_silent_without_a_terminal(capsys):
-    with report.ProgressBar(10) as bar:
+    with console.ProgressBar(10) as bar:
         bar.update(5, loss=0.5)
     assert capsys.readouterr().err == ""
 
@@ -575,7 +575,7 @@ def test_the_progress_bar_of_a_rank_that_may_not_draw_is_silent_on_a_terminal(mo
     master, slave = open_terminal()
     with os.fdopen(slave, "w") as terminal, monkeypatch.context() as patch:
         patch.setattr(sys, "stderr", terminal)
-        with report.ProgressBar(10, show=False) as bar:
+        with console.ProgressBar(10, show=False) as bar:
             bar.update(5, loss=0.5)
     assert read_all(master) == ""
 

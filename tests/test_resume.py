@@ -24,7 +24,7 @@ from trainyard.errors import UserError
 from trainyard.launch import config as configs
 from trainyard.launch.task import execute
 from trainyard.train import checkpoint
-from trainyard.train.report import read_events, read_metrics
+from trainyard.train.record import read_events, read_metrics
 
 KILLS = 10
 

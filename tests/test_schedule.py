@@ -38,7 +38,14 @@ def test_a_run_limited_by_time_has_no_cosine():
 
 @pytest.mark.parametrize(
     ("text", "value", "unit"),
-    [("10ep", 10, "ep"), ("0.5ep", 0.5, "ep"), ("2000st", 2000, "st"), ("30min", 30, "min"), ("8h30m", 510, "min"), ("8h", 480, "min")],
+    [
+        ("10ep", 10, "ep"),
+        ("0.5ep", 0.5, "ep"),
+        ("2000st", 2000, "st"),
+        ("30min", 30, "min"),
+        ("8h30m", 510, "min"),
+        ("8h", 480, "min"),
+    ],
 )
 def test_durations_are_read_as_people_write_them(text, value, unit):
     assert Duration.parse(text) == Duration(value, unit)

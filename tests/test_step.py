@@ -32,7 +32,10 @@ class Classifier(TrainModule):
         super().__init__()
         self.layers = nn.ModuleList(
             nn.Sequential(
-                nn.Conv2d(channels, 6, 3), nn.BatchNorm2d(6) if batch_norm else nn.Identity(), nn.Dropout(dropout), nn.Tanh()
+                nn.Conv2d(channels, 6, 3),
+                nn.BatchNorm2d(6) if batch_norm else nn.Identity(),
+                nn.Dropout(dropout),
+                nn.Tanh(),
             )
             for channels in (2, 6)
         )
@@ -188,9 +191,7 @@ def test_dropout_depends_on_the_step_and_the_seed_and_on_nothing_else():
         state = state_of(classifier(dropout=0.5))
         state.progress.step = progress_step
         torch.rand(17)
-        train_step(
-            state, cut(batch_of(4), 4), lr=0.1, world_size=1, seed=seed, clip_grad_norm=0.0, autocast=FP32
-        )
+        train_step(state, cut(batch_of(4), 4), lr=0.1, world_size=1, seed=seed, clip_grad_norm=0.0, autocast=FP32)
         return gradients(state)
 
     def same(a: list[Tensor], b: list[Tensor]) -> bool:

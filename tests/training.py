@@ -13,7 +13,7 @@ from trainyard.launch import config as configs
 from trainyard.launch import runs
 from trainyard.launch.task import execute, ready_data
 from trainyard.train import checkpoint
-from trainyard.train.report import TIMING_KEYS, read_metrics
+from trainyard.train.record import TIMING_KEYS, read_metrics
 
 FAMILIES = Path(__file__).parent / "families"
 FREE = ("progress/train_s", "metrics_position")

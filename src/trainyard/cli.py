@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ from trainyard.errors import UserError
 from trainyard.launch import config as configs
 from trainyard.launch import runs
 from trainyard.settings import TrainConfig
+from trainyard.tools import bench
 
 if TYPE_CHECKING:
     from trainyard.train import checkpoint
@@ -29,6 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logger.add(sys.stderr, format="{message}", level="INFO")
     arguments = _parser().parse_args(argv)
     arguments.started = started
+    arguments.typed = list(sys.argv[1:] if argv is None else argv)
     try:
         code: int = arguments.command(arguments)
         return code
@@ -58,6 +61,7 @@ def _parser() -> argparse.ArgumentParser:
         _add_verify,
         _add_ckpt,
         _add_report,
+        _add_bench,
     ):
         add(verbs)
     return parser
@@ -358,4 +362,17 @@ def _report(args: argparse.Namespace) -> int:
     run = runs.resolve_run(args.run, args.runs)
     report = write_report(run)
     print(summary_text(run, next_commands=[f"open {report}"]))
+    return 0
+
+
+# bench
+
+
+def _add_bench(verbs: Verbs) -> None:
+    verb = _verb(verbs, "bench", _bench, "measure reading, decoding and steps against the usual loaders")
+    bench.add_arguments(verb)
+
+
+def _bench(args: argparse.Namespace) -> int:
+    bench.main(args, command=shlex.join(["trainyard", *args.typed]))
     return 0

@@ -5,7 +5,8 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from trainyard.errors import UserError
 from trainyard.settings import AugmentSettings, DataSettings, ImageSettings
 
 PICTURE = "image"
+_READ_BUFFERS = 8  # more than DALI asks for ahead of what it has decoded
 REGION = ("box_y", "box_x", "box_height", "box_width")
 
 
@@ -44,6 +46,7 @@ class _Item:
     last: bool
     parameters: Parameters
     out: Tensor | None  # (B, H, W, C) uint8 buffer for pictures
+    arrays: dict[str, Tensor]  # records of fixed shape, in fresh memory
     pictures: Tensor | None = None  # decoded; `out` itself, or memory of the decoder
 
 
@@ -74,6 +77,7 @@ class Loader:
         self.rank, self.world_size, self.device = rank, world_size, device
         self._settings, self._image, self._augmentation = settings, image, augmentation
         self._seed, self._threads, self._channels_last, self._decode = seed, threads, channels_last, decode
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="gather")
         self._columns = {name: torch.from_numpy(values) for name, values in data.columns.items()}
         self._has_pictures = PICTURE in data.records and data.records[PICTURE].dtype == "picture"
         self._regions = _regions(data) if self._has_pictures else np.zeros((data.count, 4), dtype=np.int32)
@@ -137,7 +141,8 @@ class Loader:
         def prepared() -> Iterator[_Item]:
             for number, (ids, weight, last, parameters) in enumerate(items):
                 slot = slots[number % len(slots)] if slots else None
-                yield _Item(ids, weight, last, parameters, None if slot is None else slot[: len(ids)])
+                out = None if slot is None else slot[: len(ids)]
+                yield _Item(ids, weight, last, parameters, out, self._gather(ids))
 
         stream = self._decoded(prepared(), largest) if self._has_pictures else prepared()
         copied: list[Any] = []
@@ -161,17 +166,19 @@ class Loader:
     def _decoded(self, items: Iterator[_Item], largest: int) -> Iterator[_Item]:
         """Decode the pictures of each item. Decoders may ask for items ahead of what they have given."""
         ahead: list[_Item] = []
+        index, check_crc = self.data.records[PICTURE], self._settings.check_crc
+        buffers = [np.empty(largest * int(index.size.mean() * 1.5), dtype=np.uint8) for _ in range(_READ_BUFFERS)]
 
         def requests() -> Iterator[Request]:
-            for item in items:
+            for number, item in enumerate(items):
                 ahead.append(item)
-                records = self.data.read(PICTURE, item.ids, check_crc=self._settings.check_crc)
+                buffer = buffers[number % len(buffers)]
+                records = self.data.read(PICTURE, item.ids, check_crc=check_crc, buffer=buffer)
                 assert item.out is not None
-                yield Request(records, self.data.records[PICTURE].shape[item.ids], item.parameters, item.out)
+                yield Request(records, index.shape[item.ids], item.parameters, item.out)
 
         for pictures in self._decoder(largest)(requests()):
-            item = ahead.pop(0)
-            yield _Item(item.ids, item.weight, item.last, item.parameters, item.out, pictures)
+            yield replace(ahead.pop(0), pictures=pictures)
 
     def _decoder(self, largest: int) -> Callable[[Iterator[Request]], Iterator[Tensor]]:
         image = self._image
@@ -192,19 +199,27 @@ class Loader:
     def _to_device(self, item: _Item, *, warp: bool) -> dict[str, Tensor]:
         ids = torch.tensor(item.ids)  # a copy: the caller's, where `item.ids` is a slice of the order
         host = {"sample_id": ids, **{name: values[ids] for name, values in self._columns.items()}}
-        for name, records in self.data.records.items():
-            if records.dtype != "picture":
-                host[name] = self._gather(name, item.ids)
-        batch = {name: values.to(self.device, non_blocking=True) for name, values in host.items()}
+        batch = {name: values.to(self.device, non_blocking=True) for name, values in (host | item.arrays).items()}
         if item.pictures is not None:
             batch[PICTURE] = self._model_input(item.pictures, item.parameters, warp=warp)
         return batch
 
-    def _gather(self, name: str, ids: np.ndarray) -> Tensor:
-        records = self.data.records[name]
-        out = np.empty((len(ids), *records.shape[ids[0]].tolist()), dtype=records.dtype)
-        self.data.gather(name, ids, out, check_crc=self._settings.check_crc)
-        return torch.from_numpy(out)
+    def _gather(self, ids: np.ndarray) -> dict[str, Tensor]:
+        """Copy the fixed-shape records of a micro-batch, each thread a part of its rows."""
+        arrays = {}
+        for name, records in self.data.records.items():
+            if records.dtype == "picture":
+                continue
+            out = np.empty((len(ids), *records.shape[ids[0]].tolist()), dtype=records.dtype)
+            edges = np.linspace(0, len(ids), self._threads + 1).astype(int)
+            parts = [slice(low, high) for low, high in itertools.pairwise(edges.tolist())]
+
+            def copy(part: slice, name: str = name, out: np.ndarray = out) -> None:
+                self.data.gather(name, ids[part], out[part], check_crc=self._settings.check_crc)
+
+            list(self._pool.map(copy, parts))
+            arrays[name] = torch.from_numpy(out)
+        return arrays
 
     def _model_input(self, pictures: Tensor, p: Parameters, *, warp: bool) -> Tensor:
         def moved(values: np.ndarray) -> Tensor:

@@ -147,7 +147,7 @@ def _sole_writer(run: Path, world: "World", break_lock: bool) -> Iterator[None]:
 @contextmanager
 def _log(run: Path, world: "World") -> Iterator[None]:
     """Send rank 0's lines to the run's log file too; other ranks say only what went wrong."""
-    from trainyard.train.report import log_sink
+    from trainyard.train.console import log_sink
 
     logger.remove()
     if world.is_main:

@@ -22,10 +22,11 @@ from trainyard.errors import UserError
 from trainyard.hardware import Precision
 from trainyard.settings import Duration, TrainConfig
 from trainyard.train import checkpoint, distributed, precision
+from trainyard.train.console import ProgressBar, format_line
 from trainyard.train.distributed import Agreement, World
 from trainyard.train.evaluate import evaluate
 from trainyard.train.module import TrainModule
-from trainyard.train.report import ProgressBar, Recorder, format_line
+from trainyard.train.record import Recorder
 from trainyard.train.schedule import lr_factor
 from trainyard.train.step import (
     Progress,

@@ -1,35 +1,15 @@
-"""What a run says of itself: numbers for machines while it trains, a page and a screen for people afterwards.
-
-`metrics.jsonl` is the truth. It holds training and evaluation lines only and is cut back when a run resumes, so
-that a killed run ends with the file of an uninterrupted one. `events.jsonl` tells what happened (start, resume,
-checkpoint, stop, ...) and is never cut. Trackers and the report are made from what these two hold.
-
-One JSON object a line, each with `kind`, `step` (optimizer steps done) and `elapsed_s`:
-
-    train   epoch, samples_seen, loss and other losses, lr, grad_norm, and the timings in TIMING_KEYS
-    eval    epoch, split, metrics; `x_low` and `x_high` are the 95 % interval of metric `x`; seconds
-    event   event, time (UTC) and free fields. The report understands: `start` and `resume` with total_steps,
-            host, world_size, device and monitor {"split", "metric", "mode": "min" or "max"}; `checkpoint` with
-            seconds; `stop` and `failed` with reason; `done`
-
-A number that JSON cannot hold is null, and its name stands with "nan", "inf" or "-inf" under `nonfinite`.
-"""
+"""What a run says of itself afterwards: one HTML page with its plots, and a summary that fits a screen."""
 
 import base64
 import html
 import io
 import json
 import math
-import os
 import re
-import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -38,340 +18,19 @@ from trainyard.errors import UserError
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-TIMING_KEYS = frozenset(
-    {"samples_per_s", "step_ms", "data_wait_ms", "compute_ms", "memory_gib", "elapsed_s", "seconds"}
+from trainyard.train.console import format_duration
+from trainyard.train.record import (
+    ENDS,
+    EVENTS_FILE,
+    STARTS,
+    TIMING_KEYS,
+    Line,
+    elapsed_s,
+    flatten,
+    read_events,
+    read_metrics,
+    replace_file,
 )
-"""What differs between two runs that compute the same: leave these out to compare their metrics."""
-
-METRICS_FILE = "metrics.jsonl"
-EVENTS_FILE = "events.jsonl"
-KINDS = ("train", "eval", "event")
-STARTS = ("start", "resume")
-ENDS = ("done", "stop", "failed")
-
-Line = dict[str, Any]
-
-
-class Recorder:
-    """The only writer of a run's metrics and events. One per run folder, on rank 0."""
-
-    def __init__(
-        self, run: Path, *, trackers: Sequence[str], config: Mapping[str, object], resume_at: int | None
-    ) -> None:
-        """Open both files for appending, and the trackers.
-
-        Args:
-            run: the run folder; it exists.
-            trackers: any of "tensorboard", "wandb" (offline) and "mlflow" (local files); all write inside `run`.
-            config: what the trackers show as the run's options; may be nested.
-            resume_at: step of the checkpoint that training goes on from, after `rewind`; None for a new run, and
-                for one that left no checkpoint and starts over, after `rewind(run, 0)`.
-
-        Raises:
-            UserError: a tracker is unknown or not installed, or a new run finds another one's metrics.
-        """
-        for path in (run / METRICS_FILE, run / EVENTS_FILE):
-            _drop_torn_tail(path)
-        kept = _read_lines(run / METRICS_FILE)
-        if resume_at is None and kept:
-            raise UserError(
-                f"{run / METRICS_FILE}: expected no metrics in the folder of a new run, found {len(kept)} "
-                f"lines. Resume that run, or start in another folder."
-            )
-        assert all(line["step"] <= (resume_at or 0) for line in kept), "rewind before recording"
-        self._exporters = [_exporter(name, run, config, resume_at) for name in trackers]
-        for line in kept:
-            if line["step"] == resume_at:  # they drop this step too: it may be recorded partly before the checkpoint
-                self._export(line["kind"], line["step"], line)
-        before = [*kept, *(e for e in _read_lines(run / EVENTS_FILE) if e["step"] <= (resume_at or 0))]
-        self._elapsed_before_s = _elapsed_s(before) if resume_at is not None else 0.0
-        self._started_s = time.monotonic()
-        self._metrics = (run / METRICS_FILE).open("ab")
-        self._events = (run / EVENTS_FILE).open("ab")
-
-    def log(self, kind: str, step: int, values: Mapping[str, object]) -> None:
-        """Write one line to disk and to the trackers.
-
-        Args:
-            kind: "train", "eval" (with `split` among the values) or "event" (with `event` among them).
-            step: optimizer steps done.
-            values: numbers, text, or lists and mappings of text and finite numbers. Not `elapsed_s`: it is
-                stamped here, seconds of running over all attempts, without what a resume threw away.
-
-        Raises:
-            ValueError: a number inside a list or mapping is not finite; nothing was written.
-        """
-        assert kind in KINDS, kind
-        assert not {"kind", "step", "elapsed_s"} & values.keys(), "these are stamped by the recorder"
-        line: Line = {"kind": kind, "step": step, **values, "elapsed_s": self._elapsed_now_s()}
-        if kind == "event":
-            line["time"] = datetime.now(UTC).isoformat(timespec="seconds")
-        file = self._events if kind == "event" else self._metrics
-        file.write(_encode(line))
-        file.flush()
-        self._export(kind, step, values)
-
-    def position(self) -> int:
-        """Return the length of `metrics.jsonl` in bytes, all on disk. A checkpoint keeps it for `rewind`."""
-        for exporter in self._exporters:
-            exporter.flush()
-        self._metrics.flush()
-        os.fsync(self._metrics.fileno())
-        return self._metrics.tell()
-
-    @staticmethod
-    def rewind(run: Path, offset: int) -> None:
-        """Drop the metrics written after the checkpoint that stored `offset`.
-
-        A kill at any point leaves the old file or the new one.
-
-        Raises:
-            UserError: the file is shorter than `offset`, or no line ends there.
-        """
-        path = run / METRICS_FILE
-        data = path.read_bytes() if path.exists() else b""
-        kept = data[:offset]
-        if len(kept) < offset or (kept and not kept.endswith(b"\n")):
-            raise UserError(
-                f"{path}: expected a line to end at byte {offset}, where the checkpoint says it did; the file "
-                f"has {len(data)} bytes and was changed since. Put the original back, or start a new run."
-            )
-        if kept != data:
-            _replace(path, kept)
-
-    def close(self) -> None:
-        """Close the files and finish the trackers."""
-        self._metrics.close()
-        self._events.close()
-        for exporter in self._exporters:
-            exporter.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def _elapsed_now_s(self) -> float:
-        return round(self._elapsed_before_s + time.monotonic() - self._started_s, 3)
-
-    def _export(self, kind: str, step: int, values: Mapping[str, object]) -> None:
-        for exporter in self._exporters:
-            exporter.log(kind, step, values)
-
-
-# --- Trackers ---------------------------------------------------------------------------------------------
-
-
-class _Exporter(Protocol):
-    def log(self, kind: str, step: int, values: Mapping[str, object]) -> None: ...
-    def flush(self) -> None: ...
-    def close(self) -> None: ...
-
-
-class _TensorBoard:
-    """Event files in `<run>/tensorboard`. Each attempt purges the step it starts from and all after."""
-
-    def __init__(self, run: Path, config: Mapping[str, object], resume_at: int | None) -> None:
-        from torch.utils.tensorboard.writer import SummaryWriter
-
-        self._writer: Any = SummaryWriter(str(run / "tensorboard"), purge_step=resume_at or 0)
-        if not resume_at:
-            text = json.dumps(config, indent=2, default=str)
-            self._writer.add_text("config", f"```\n{text}\n```", global_step=0)
-
-    def log(self, kind: str, step: int, values: Mapping[str, object]) -> None:
-        for tag, value in _scalars(kind, values):
-            self._writer.add_scalar(tag, value, step)
-
-    def flush(self) -> None:
-        self._writer.flush()
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class _WandB:
-    """Offline runs in `<run>/wandb`, one for each attempt: W&B cannot take steps back. `wandb sync` uploads them."""
-
-    def __init__(self, run: Path, config: Mapping[str, object], resume_at: int | None) -> None:
-        import wandb
-
-        self._run: Any = wandb.init(
-            mode="offline",
-            dir=run,
-            project=str(config.get("job") or "trainyard"),
-            group=run.name,
-            name=_attempt_name(run, resume_at),
-            config=dict(config),
-            settings=wandb.Settings(silent=True, console="off"),
-        )
-
-    def log(self, kind: str, step: int, values: Mapping[str, object]) -> None:
-        if scalars := dict(_scalars(kind, values)):
-            self._run.log(scalars, step=step)
-
-    def flush(self) -> None:
-        """Nothing to do: its own process writes what it was given."""
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-class _MLflow:
-    """A local file store in `<run>/mlflow`, with one MLflow run for each attempt."""
-
-    def __init__(self, run: Path, config: Mapping[str, object], resume_at: int | None) -> None:
-        from mlflow import MlflowClient
-        from mlflow.environment_variables import MLFLOW_ALLOW_FILE_STORE
-
-        # MLflow prefers SQLite by now, whose locks network file systems do not keep; plain files need this switch.
-        MLFLOW_ALLOW_FILE_STORE.set(True)
-        self._client: Any = MlflowClient((run / "mlflow").absolute().as_uri())
-        name = str(config.get("job") or "trainyard")
-        experiment = self._client.get_experiment_by_name(name)
-        number = experiment.experiment_id if experiment else self._client.create_experiment(name)
-        self._id = self._client.create_run(number, run_name=_attempt_name(run, resume_at)).info.run_id
-        for key, value in _flat(config):
-            self._client.log_param(self._id, _mlflow_name(key), str(value))
-
-    def log(self, kind: str, step: int, values: Mapping[str, object]) -> None:
-        for tag, value in _scalars(kind, values):
-            self._client.log_metric(self._id, _mlflow_name(tag), value, step=step)
-
-    def flush(self) -> None:
-        """Nothing to do: every call writes its file."""
-
-    def close(self) -> None:
-        self._client.set_terminated(self._id)
-
-
-def _exporter(name: str, run: Path, config: Mapping[str, object], resume_at: int | None) -> _Exporter:
-    kinds: dict[str, Callable[[Path, Mapping[str, object], int | None], _Exporter]] = {
-        "tensorboard": _TensorBoard,
-        "wandb": _WandB,
-        "mlflow": _MLflow,
-    }
-    if name not in kinds:
-        raise UserError(f"trackers={name}: expected any of {', '.join(kinds)}.")
-    try:
-        return kinds[name](run, config, resume_at)
-    except ModuleNotFoundError as error:
-        if name == "tensorboard":  # a dependency of ours: its absence is a broken installation
-            raise
-        raise UserError(
-            f"trackers={name}: {error.name} is not installed here. "
-            f"Run: pip install 'trainyard[{name}]', or leave {name} out of trackers."
-        ) from error
-
-
-def _scalars(kind: str, values: Mapping[str, object]) -> Iterator[tuple[str, float]]:
-    """Yield the numbers of a line under the names trackers show; events have none."""
-    if kind == "event":
-        return
-    prefix = f"eval/{values['split']}" if kind == "eval" else "train"
-    for key, value in values.items():
-        if isinstance(value, int | float | np.number) and key not in ("step", "elapsed_s"):
-            yield f"{'timing' if kind == 'train' and key in TIMING_KEYS else prefix}/{key}", float(value)
-
-
-def _attempt_name(run: Path, resume_at: int | None) -> str:
-    return run.name if resume_at is None else f"{run.name} from step {resume_at}"
-
-
-def _mlflow_name(name: str) -> str:
-    return re.sub(r"[^\w\-. /]", "_", name)
-
-
-# --- Files ------------------------------------------------------------------------------------------------
-
-
-def read_metrics(run: Path) -> list[Line]:
-    """Return the training and evaluation lines of a run, oldest first; none if it has not logged yet.
-
-    Numbers that JSON could not hold are NaN or infinite again. A last line without its end, as kill -9 or a
-    power cut may leave, is passed over.
-
-    Raises:
-        UserError: `run` is not a run folder, or any other line is damaged.
-    """
-    _require_run(run)
-    return _read_lines(run / METRICS_FILE)
-
-
-def read_events(run: Path) -> list[Line]:
-    """Return the events of a run over all its attempts, oldest first, by the rules of `read_metrics`."""
-    _require_run(run)
-    return _read_lines(run / EVENTS_FILE)
-
-
-def _require_run(run: Path) -> None:
-    if not any((run / name).is_file() for name in ("config.yaml", METRICS_FILE, EVENTS_FILE)):
-        found = "a folder without them" if run.is_dir() else "no folder"
-        raise UserError(
-            f"{run}: expected the folder of a run, with config.yaml and {METRICS_FILE}; found {found}. "
-            f"Runs lie in runs/<job>/<time>-<commit>."
-        )
-
-
-def _read_lines(path: Path) -> list[Line]:
-    data = path.read_bytes() if path.exists() else b""
-    complete = data.split(b"\n")[:-1]
-    return [_decode(raw, path, number) for number, raw in enumerate(complete, start=1)]
-
-
-def _decode(raw: bytes, path: Path, number: int) -> Line:
-    try:
-        line = json.loads(raw)
-    except ValueError:
-        line = None
-    if not isinstance(line, dict) or line.get("kind") not in KINDS or not isinstance(line.get("step"), int):
-        raise UserError(
-            f"{path}:{number}: expected a JSON object with kind and step, found {raw[:60]!r}. The file was "
-            f"damaged or edited: restore it from a copy, or remove this line to read the rest."
-        )
-    line.update({name: float(text) for name, text in line.pop("nonfinite", {}).items()})
-    return line
-
-
-def _encode(line: Line) -> bytes:
-    plain = {key: value.item() if isinstance(value, np.generic) else value for key, value in line.items()}
-    nonfinite = {k: str(v) for k, v in plain.items() if isinstance(v, float) and not math.isfinite(v)}
-    if nonfinite:
-        plain |= dict.fromkeys(nonfinite) | {"nonfinite": nonfinite}
-    return json.dumps(plain, allow_nan=False).encode() + b"\n"
-
-
-def _drop_torn_tail(path: Path) -> None:
-    """Cut what a killed writer left after the last whole line, so that the next line begins on its own."""
-    data = path.read_bytes() if path.exists() else b""
-    end = data.rfind(b"\n") + 1
-    if end < len(data):
-        os.truncate(path, end)
-
-
-def _replace(path: Path, data: bytes) -> None:
-    """Write `path` so that a kill at any point leaves its old or its new content."""
-    aside = path.with_name(path.name + ".partial")
-    with aside.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
-
-
-def _elapsed_s(lines: Iterable[Line]) -> float:
-    return max((line.get("elapsed_s", 0.0) for line in lines), default=0.0)
-
-
-# --- What the files say -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -428,7 +87,7 @@ class _Story:
 
     @property
     def elapsed_s(self) -> float:
-        return _elapsed_s([*self.train, *self.evals, *self.current_events()])
+        return elapsed_s([*self.train, *self.evals, *self.current_events()])
 
     def current_events(self) -> list[Line]:
         """The events of the history that stands: not those of steps that a later attempt took again."""
@@ -524,116 +183,6 @@ def _interval_names(name: str) -> tuple[str, str]:
 
 def _has_interval(line: Line, name: str) -> bool:
     return all(isinstance(line.get(end), int | float) for end in _interval_names(name))
-
-
-def _flat(mapping: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Yield ("a.b.c", value) for a nested mapping."""
-    for key, value in mapping.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
-
-
-# --- Words for people -------------------------------------------------------------------------------------
-
-
-def format_line(values: Mapping[str, float]) -> str:
-    """Return the console line of one training interval, leaving out what `values` does not hold.
-
-    `step 400/10000  loss 0.213  1840 samples/s  data 3 ms (4 %)  compute 66 ms  mem 31.2 GiB  eta 12m`
-
-    Args:
-        values: the keys of a train line, with `step` and, where the number of steps is known, `total_steps`.
-            The share of waiting for data and the time left (training only) come from `step_ms`.
-    """
-    total = f"/{values['total_steps']:.0f}" if "total_steps" in values else ""
-    parts = [f"step {values['step']:.0f}{total}", *_measured(values)]
-    if total and "step_ms" in values:
-        left_s = (values["total_steps"] - values["step"]) * values["step_ms"] / 1000
-        parts.append(f"eta {format_duration(left_s)}")
-    return "  ".join(parts)
-
-
-def _measured(values: Mapping[str, float]) -> Iterator[str]:
-    if "loss" in values:
-        yield f"loss {values['loss']:.3g}"
-    if "samples_per_s" in values:
-        yield f"{values['samples_per_s']:.{0 if values['samples_per_s'] >= 10 else 2}f} samples/s"
-    if "data_wait_ms" in values:
-        share = values["data_wait_ms"] / values["step_ms"] if values.get("step_ms") else None
-        yield f"data {values['data_wait_ms']:.0f} ms" + (
-            f" ({share:.0%})".replace("%", " %") if share is not None else ""
-        )
-    if "compute_ms" in values:
-        yield f"compute {values['compute_ms']:.0f} ms"
-    if "memory_gib" in values:
-        yield f"mem {values['memory_gib']:.1f} GiB"
-
-
-def format_duration(seconds: float) -> str:
-    """Return a length of time to two figures or better: 45s, 3m12s, 12m, 1h05m, 2d03h."""
-    whole_s = round(seconds)
-    if whole_s < 60:
-        return f"{whole_s}s"
-    if whole_s < 600:
-        return f"{whole_s // 60}m{whole_s % 60:02d}s"
-    minutes = round(seconds / 60)
-    if minutes < 60:
-        return f"{minutes}m"
-    if minutes < 24 * 60:
-        return f"{minutes // 60}h{minutes % 60:02d}m"
-    return f"{minutes // 1440}d{minutes % 1440 // 60:02d}h"
-
-
-class ProgressBar:
-    """A bar with the time left, on a terminal only. Log lines written through `log_sink` do not tear it."""
-
-    def __init__(self, total_steps: int | None, *, step: int = 0, show: bool = True) -> None:
-        """Draw on standard error.
-
-        Args:
-            total_steps: steps of the whole run; None if time ends it.
-            step: where this attempt starts.
-            show: whether this rank may draw: rank 0.
-        """
-        from tqdm import tqdm
-
-        hide = None if show else True  # None: tqdm hides itself where there is no terminal
-        self._bar = tqdm(
-            total=total_steps,
-            initial=step,
-            unit="step",
-            disable=hide,
-            file=sys.stderr,
-            dynamic_ncols=True,
-            leave=False,
-        )
-
-    def update(self, step: int, *, loss: float | None = None) -> None:
-        """Move to `step` steps done."""
-        if loss is not None:
-            self._bar.set_postfix_str(f"loss {loss:.3g}", refresh=False)
-        self._bar.update(step - self._bar.n)
-
-    def close(self) -> None:
-        """Remove the bar."""
-        self._bar.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-def log_sink(message: str) -> None:
-    """Write a log message to standard error, above the progress bar if there is one: `logger.add(log_sink)`."""
-    from tqdm import tqdm
-
-    tqdm.write(message, file=sys.stderr, end="")
 
 
 def summary_text(run: Path, *, next_commands: Sequence[str] = ()) -> str:
@@ -937,7 +486,7 @@ def write_report(run: Path) -> Path:
     training, metrics, speed = _plots(story)
     (run / "plots").mkdir(exist_ok=True)
     for plot in [*training, *metrics, *speed]:
-        _replace(run / "plots" / f"{plot.name}.png", plot.png)
+        replace_file(run / "plots" / f"{plot.name}.png", plot.png)
     body = "\n".join(
         [
             _header(story),
@@ -952,7 +501,7 @@ def write_report(run: Path) -> Path:
         ]
     )
     page = _PAGE.replace("@TITLE@", html.escape(f"{story.job} - {run.name}")).replace("@BODY@", body)
-    _replace(run / "report.html", page.encode())
+    replace_file(run / "report.html", page.encode())
     return run / "report.html"
 
 
@@ -1121,7 +670,7 @@ def _events(story: _Story) -> str:
             _time(event.get("time")),
             f"{event['step']:,}",
             str(event.get("event", _ABSENT)),
-            ", ".join(f"{k} {_shown(v)}" for k, v in _flat(event) if k not in stamped),
+            ", ".join(f"{k} {_shown(v)}" for k, v in flatten(event) if k not in stamped),
         ]
         for event in story.events[-_EVENTS_SHOWN:]
     ]
@@ -1142,7 +691,7 @@ def _environment_table(story: _Story) -> str:
     parts = []
     for section, content in story.env.items():
         if section != "choices":
-            rows = [[k, _shown(v)] for k, v in (_flat(content) if isinstance(content, Mapping) else [("", content)])]
+            rows = [[k, _shown(v)] for k, v in (flatten(content) if isinstance(content, Mapping) else [("", content)])]
             parts.append(f"<h3>{html.escape(str(section))}</h3>{_table(['name', 'value'], rows, numbers=False)}")
     return "".join(parts)
 

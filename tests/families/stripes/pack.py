@@ -1,14 +1,13 @@
 """Pictures of stripes: `<direction>-<number>.png`."""
 
-import os
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
 import numpy as np
+from families.stripes.config import Config
 from PIL import Image
 
-from families.stripes.config import Config
 from trainyard.data.shards import BadRecord, Loaded, Sample
 
 DIRECTIONS = 4
@@ -45,7 +44,7 @@ def synthesize(raw: Path, *, count: int, seed: int) -> None:
         wave = np.sin(0.9 * (x * np.cos(angle) + y * np.sin(angle)) + rng.uniform(0, 6))
         pixels = np.clip(128 + 80 * wave + rng.normal(0, 20, wave.shape), 0, 255).astype(np.uint8)
         Image.fromarray(pixels).save(aside / f"d{i % DIRECTIONS}-{i:04d}.png")
-    os.replace(aside, raw)
+    aside.replace(raw)
 
 
 def splits(

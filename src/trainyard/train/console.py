@@ -1,0 +1,107 @@
+"""What a person sees while a run trains: log lines, a progress bar, and durations in words."""
+
+import sys
+from collections.abc import Iterator, Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+if TYPE_CHECKING:
+    pass
+
+
+def format_line(values: Mapping[str, float]) -> str:
+    """Return the console line of one training interval, leaving out what `values` does not hold.
+
+    `step 400/10000  loss 0.213  1840 samples/s  data 3 ms (4 %)  compute 66 ms  mem 31.2 GiB  eta 12m`
+
+    Args:
+        values: the keys of a train line, with `step` and, where the number of steps is known, `total_steps`.
+            The share of waiting for data and the time left (training only) come from `step_ms`.
+    """
+    total = f"/{values['total_steps']:.0f}" if "total_steps" in values else ""
+    parts = [f"step {values['step']:.0f}{total}", *_measured(values)]
+    if total and "step_ms" in values:
+        left_s = (values["total_steps"] - values["step"]) * values["step_ms"] / 1000
+        parts.append(f"eta {format_duration(left_s)}")
+    return "  ".join(parts)
+
+
+def _measured(values: Mapping[str, float]) -> Iterator[str]:
+    if "loss" in values:
+        yield f"loss {values['loss']:.3g}"
+    if "samples_per_s" in values:
+        yield f"{values['samples_per_s']:.{0 if values['samples_per_s'] >= 10 else 2}f} samples/s"
+    if "data_wait_ms" in values:
+        share = values["data_wait_ms"] / values["step_ms"] if values.get("step_ms") else None
+        yield f"data {values['data_wait_ms']:.0f} ms" + (
+            f" ({share:.0%})".replace("%", " %") if share is not None else ""
+        )
+    if "compute_ms" in values:
+        yield f"compute {values['compute_ms']:.0f} ms"
+    if "memory_gib" in values:
+        yield f"mem {values['memory_gib']:.1f} GiB"
+
+
+def format_duration(seconds: float) -> str:
+    """Return a length of time to two figures or better: 45s, 3m12s, 12m, 1h05m, 2d03h."""
+    whole_s = round(seconds)
+    if whole_s < 60:
+        return f"{whole_s}s"
+    if whole_s < 600:
+        return f"{whole_s // 60}m{whole_s % 60:02d}s"
+    minutes = round(seconds / 60)
+    if minutes < 60:
+        return f"{minutes}m"
+    if minutes < 24 * 60:
+        return f"{minutes // 60}h{minutes % 60:02d}m"
+    return f"{minutes // 1440}d{minutes % 1440 // 60:02d}h"
+
+
+class ProgressBar:
+    """A bar with the time left, on a terminal only. Log lines written through `log_sink` do not tear it."""
+
+    def __init__(self, total_steps: int | None, *, step: int = 0, show: bool = True) -> None:
+        """Draw on standard error.
+
+        Args:
+            total_steps: steps of the whole run; None if time ends it.
+            step: where this attempt starts.
+            show: whether this rank may draw: rank 0.
+        """
+        from tqdm import tqdm
+
+        hide = None if show else True  # None: tqdm hides itself where there is no terminal
+        self._bar = tqdm(
+            total=total_steps,
+            initial=step,
+            unit="step",
+            disable=hide,
+            file=sys.stderr,
+            dynamic_ncols=True,
+            leave=False,
+        )
+
+    def update(self, step: int, *, loss: float | None = None) -> None:
+        """Move to `step` steps done."""
+        if loss is not None:
+            self._bar.set_postfix_str(f"loss {loss:.3g}", refresh=False)
+        self._bar.update(step - self._bar.n)
+
+    def close(self) -> None:
+        """Remove the bar."""
+        self._bar.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def log_sink(message: str) -> None:
+    """Write a log message to standard error, above the progress bar if there is one: `logger.add(log_sink)`."""
+    from tqdm import tqdm
+
+    tqdm.write(message, file=sys.stderr, end="")
