@@ -164,13 +164,13 @@ def _singular_points(rng: np.random.Generator, kind: str) -> tuple[Points, Point
 
 def _impression(rng: np.random.Generator, finger: _Finger) -> NDArray[np.uint8]:
     along, down = _placed(rng)
-    bent_x = along + finger.bend_x + 2.5 * smooth_field(rng, 70)
-    bent_y = down + finger.bend_y + 2.5 * smooth_field(rng, 70)
+    bent_x = along + finger.bend_x + 2 * smooth_field(rng, 70)
+    bent_y = down + finger.bend_y + 2 * smooth_field(rng, 70)
     ridges = _sampled(finger.pattern, _full_size(bent_x), _full_size(bent_y))
     contact = _full_size(_contact(rng, along, down, finger.aspect))
-    wetness = _full_size(rng.normal(0, 0.25) + 0.3 * smooth_field(rng, 60))
+    wetness = _full_size(rng.normal(0, 0.2) + 0.25 * smooth_field(rng, 60))
     grain = _full_size(rng.standard_normal((HEIGHT_PX // 3, WIDTH_PX // 3), dtype=np.float32))
-    dryness = rng.uniform(0.2, 0.6)
+    dryness = rng.uniform(0.1, 0.4)
     ink = _sigmoid(5 * (ridges + wetness + dryness * grain)) * _sigmoid(contact + 1.2 * grain)
     dark = rng.uniform(15, 70)
     paper = rng.uniform(190, 250) + 5 * _full_size(smooth_field(rng, 80))
@@ -189,8 +189,8 @@ def _placed(rng: np.random.Generator) -> tuple[Floats, Floats]:
 
 def _contact(rng: np.random.Generator, along: Floats, down: Floats, aspect: float) -> Floats:
     """Return how firmly each point touches, positive inside a ragged ellipse."""
-    half_width = rng.uniform(85, 125)
-    off_x, off_y = rng.normal(0, 10, 2)
+    half_width = rng.uniform(95, 125)
+    off_x, off_y = rng.normal(0, 8, 2)
     radius = np.hypot((along - off_x) / half_width, (down - off_y) / (half_width * aspect))
     firmness: Floats = 14 * (1 - radius) + 1.5 * smooth_field(rng, 24)
     return firmness

@@ -269,6 +269,7 @@ def test_too_many_pairs_leave_out_whole_fingers_evenly():
     pairs = len(kept) ** 2 / 2
     assert 15_000 < pairs <= 20_000
     assert np.diff(fingers).max() <= 5
+    assert (fingers[0], fingers[-1]) == (0, 99)
     assert np.array_equal(fingers_within(finger, 10**9), np.arange(800))
 
 
@@ -325,6 +326,8 @@ def test_other_pictures_become_gray_png_without_loss(tmp_path):
     }.items():
         picture.save(tmp_path / name)
         assert np.array_equal(read(load_at_500(tmp_path / name)["image"]), ridges()), name
+    gray.save(tmp_path / "1_8.png", transparency=255)
+    assert np.array_equal(read(load(tmp_path / "1_8.png", "", 500, 64, fill=9)["image"]) == 9, ridges() == 255)
 
 
 def test_a_turned_jpeg_is_stored_upright(tmp_path):

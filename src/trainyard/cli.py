@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     started = time.time()
     logger.remove()
     logger.add(sys.stderr, format="{message}", level="INFO")
-    arguments = _parser().parse_args(argv)
+    arguments = _parsed(argv)
     arguments.started = started
     arguments.typed = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -41,6 +41,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("Interrupted. Nothing half-written is left; the same command goes on from what is done.", file=sys.stderr)
         return 130
+
+
+def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Read the arguments; OPTION=VALUE may stand anywhere, also behind --flags, where argparse would not look."""
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(argv)
+    stray = [word for word in rest if word.startswith("-") or not hasattr(arguments, "overrides")]
+    if stray:
+        parser.error(f"unrecognized arguments: {' '.join(stray)}")
+    if rest:
+        arguments.overrides += rest
+    return arguments
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,5 +1,6 @@
 """Applying the numeric policy of `hardware.precision_for`. The only place that sets torch's global switches."""
 
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -12,7 +13,7 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def set_switches(precision: Precision, *, deterministic: bool) -> None:
-    """Set TF32 and determinism for this process.
+    """Set TF32 and determinism for this process, before its first CUDA call.
 
     TF32 goes through the two calls that exist and agree in every torch from 2.7.1 on; the newer fp32_precision makes
     reading the older ones an error.
@@ -20,6 +21,8 @@ def set_switches(precision: Precision, *, deterministic: bool) -> None:
     Deterministic kernels are asked for with a warning instead of an error where an operator has none: the caller
     collects these (`nondeterministic_operators`) so that the run's record names them.
     """
+    if deterministic:  # without a workspace of its own per stream, cuBLAS may sum in another order
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.set_float32_matmul_precision("high" if precision.tf32 else "highest")
     torch.backends.cudnn.allow_tf32 = precision.tf32
     torch.backends.cudnn.benchmark = not deterministic
