@@ -26,6 +26,7 @@ FAMILIES = sorted(path.parent.name for path in JOBS.glob("*/config.py"))
 
 def own_tests(jobs_dir: Path, family: str) -> ModuleType:
     """Return a family's test module, which holds `SMALL` and `perfect_rows`."""
+    configs.load_family(jobs_dir, family, "config")  # puts the folder on the import path
     return importlib.import_module(f"{jobs_dir.name}.{family}.test_{family}")
 
 
