@@ -20,6 +20,7 @@ from .synthesis import synthesize
 __all__ = ["samples", "splits", "synthesize"]
 
 SUFFIXES = {".tif", ".tiff", ".png", ".bmp", ".jpg", ".jpeg"}
+ORIENTATION = 0x0112  # the EXIF tag; 1 is upright
 BLOCK_PX = 8  # cell of the search for the print, at 500 dpi: about one ridge
 
 
@@ -69,23 +70,31 @@ def _encoded_gray(data: bytes, fill: int) -> tuple[bytes, NDArray[np.uint8]]:
 
     Bytes that already are a plain gray JPEG or PNG stay as they are; anything else becomes a lossless PNG.
     """
-    if not data:
-        raise BadRecord("the file is empty")
-    try:
-        with Image.open(io.BytesIO(data)) as picture:
-            turned = picture.getexif().get(0x0112, 1) != 1  # the Orientation tag
-            plain = picture.mode == "L" and "transparency" not in picture.info and not turned
-            gray = picture if plain else _as_gray(ImageOps.exif_transpose(picture), fill)
-            pixels = np.asarray(gray)
-            if plain and picture.format in ("JPEG", "PNG"):
-                return data, pixels
-    except UnidentifiedImageError:
-        raise BadRecord("the file is no picture, whatever its name says") from None
-    except (OSError, SyntaxError, Image.DecompressionBombError) as error:  # Pillow's words for broken files
-        raise BadRecord(f"the picture cannot be decoded: {error}") from None
+    picture = _decoded(data)
+    turned = picture.getexif().get(ORIENTATION, 1) != 1
+    if picture.mode == "L" and not picture.has_transparency_data and not turned:
+        pixels = np.asarray(picture)
+        if picture.format in ("JPEG", "PNG"):
+            return data, pixels
+    else:
+        pixels = np.asarray(_as_gray(ImageOps.exif_transpose(picture), fill))
     png = io.BytesIO()
     Image.fromarray(pixels).save(png, "PNG", compress_level=1)
     return png.getvalue(), pixels
+
+
+def _decoded(data: bytes) -> Image.Image:
+    if not data:
+        raise BadRecord("the file is empty")
+    try:
+        picture = Image.open(io.BytesIO(data))
+        picture.load()
+        picture.getexif()
+    except UnidentifiedImageError:
+        raise BadRecord("the file is no picture, whatever its name says") from None
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # Pillow's words for broken files
+        raise BadRecord(f"the picture cannot be decoded: {error}") from None
+    return picture
 
 
 def _as_gray(picture: Image.Image, fill: int) -> Image.Image:

@@ -28,7 +28,6 @@ from trainyard.data.shards import BadRecord
 from trainyard.errors import UserError
 from trainyard.train.module import DataInfo
 
-
 SMALL = (
     "data.synthetic=128",
     "model.width=0.05",

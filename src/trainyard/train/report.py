@@ -342,11 +342,19 @@ def _plots(story: _Story) -> tuple[list[_Plot], list[_Plot], list[_Plot]]:
     names = dict.fromkeys(key for line in story.train for key, value in line.items() if isinstance(value, int | float))
     curves = [n for n in names if n not in TIMING_KEYS | {"step", "epoch", "samples_seen"}]
     training = [_curve(story, name) for name in sorted(curves, key=lambda n: n != "loss")]
-    metrics = [_metric_plot(story, name) for name in _all_metrics(story.evals)]
+    metrics = [_metric_plot(story, name) for name in _all_metrics(story.evals) if _moves(story.evals, name)]
     speed = [_curve(story, "samples_per_s")] if "samples_per_s" in names else []
     if _shares(story):
         speed.append(_time_plot(story))
     return training, metrics, speed
+
+
+def _moves(evals: Sequence[Line], name: str) -> bool:
+    """Tell whether a metric differs between evaluations of one split: counts of pairs never do, and make no plot."""
+    values: dict[str, list[Any]] = {}
+    for line in evals:
+        values.setdefault(line["split"], []).append(line.get(name))
+    return all(len(seen) < 2 for seen in values.values()) or any(len(set(seen)) > 1 for seen in values.values())
 
 
 def _curve(story: _Story, key: str) -> _Plot:

@@ -1,0 +1,53 @@
+"""What needs a GPU: decoding on it, and exact resume with its kernels. Skipped, with the reason, where there is none."""
+
+import os
+import signal
+
+import numpy as np
+import pytest
+import torch
+
+from tests.training import differences, new_run, start, state_of, train, wait_for_lines
+from trainyard.data.loader import Loader
+from trainyard.data.order import shuffle
+from trainyard.settings import AugmentSettings, DataSettings, ImageSettings
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
+]
+
+LEVELS = 3
+"""Of 255: nvJPEG's inverse transform and DALI's GPU resize round differently from the host's."""
+
+
+def batch(pictures, device: torch.device, decode: str) -> torch.Tensor:
+    loader = Loader(
+        pictures, settings=DataSettings(), image=ImageSettings(height_px=32, width_px=32),
+        augmentation=AugmentSettings(flip=0.5), seed=0, rank=0, world_size=1, device=device, threads=2,
+        channels_last=True, decode=decode,
+    )  # fmt: skip
+    ids = np.arange(pictures.count)
+    stream = loader.train(
+        lambda epoch: shuffle(ids, seed=0, epoch=epoch, global_batch_size=16), epoch=0, start=0, micro_batch_size=0
+    )
+    first = next(stream).batch["image"].cpu()
+    stream.close()
+    return first
+
+
+def test_pictures_decoded_on_the_gpu_agree_with_the_host(pictures):
+    on_gpu, on_host = batch(pictures, torch.device("cuda", 0), "dali"), batch(pictures, torch.device("cpu"), "cpu")
+    assert float((on_gpu - on_host).abs().max()) * 255 <= LEVELS
+
+
+def test_a_run_stopped_on_a_gpu_goes_on_bitwise_equal(tmp_path):
+    whole, stopped = new_run(tmp_path), new_run(tmp_path)
+    assert train(whole) == 0
+    process = start(stopped)
+    wait_for_lines(stopped, 7, process)
+    os.kill(process.pid, signal.SIGTERM)
+    process.join(240)
+    assert process.exitcode == 85
+    assert train(stopped) == 0
+    assert differences(state_of(whole), state_of(stopped)) == []
