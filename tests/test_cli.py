@@ -147,8 +147,9 @@ def test_a_second_process_on_a_run_is_told_who_has_it(tmp_path, capsys):
 
     run = new_run(tmp_path)
     with RunLock(run):
-        code, told = say(capsys, "resume", str(run), *JOBS)
+        code, told = say(capsys, "resume", str(run), "eval_batch_size=7", *JOBS)
     assert code == 2
+    assert "eval_batch_size: 64" in (run / "config.yaml").read_text()
     assert f"process {os.getpid()} on" in told and "Wait for it, or stop it" in told
 
 

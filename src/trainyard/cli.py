@@ -125,7 +125,8 @@ def _run(args: argparse.Namespace) -> int:
     config = ready_data(config, args.jobs)
     run = args.runs / args.job / args.name if args.name else None
     if run is not None and (run / runs.CONFIG).is_file():
-        _change(run, configs.thaw(run / runs.CONFIG, args.jobs), config)
+        with runs.RunLock(run, break_other_host=args.break_lock):
+            _change(run, configs.thaw(run / runs.CONFIG, args.jobs), config)
     else:
         run = runs.create_run(args.runs, config, name=args.name, environ=os.environ)
     return _train(run, args, count)
@@ -142,8 +143,9 @@ def _resume(args: argparse.Namespace) -> int:
     run = runs.resolve_run(args.run, args.runs)
     count = _rank_count(args)
     if _is_main():
-        config = configs.thaw(run / runs.CONFIG, args.jobs)
-        _change(run, config, configs.apply_overrides(config, args.overrides))
+        with runs.RunLock(run, break_other_host=args.break_lock):
+            config = configs.thaw(run / runs.CONFIG, args.jobs)
+            _change(run, config, configs.apply_overrides(config, args.overrides))
     return _train(run, args, count)
 
 

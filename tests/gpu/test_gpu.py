@@ -1,4 +1,4 @@
-"""What needs a GPU: decoding on it, and exact resume with its kernels. Skipped, with the reason, where there is none."""
+"""What needs a GPU: decoding on it, and exact resume with its kernels. Skipped with a reason where there is none."""
 
 import os
 import signal
