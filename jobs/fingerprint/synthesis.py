@@ -77,7 +77,7 @@ def impressions(seed: int, number: int) -> Iterator[NDArray[np.uint8]]:
     """Yield endless impressions of one finger, (352, 320) uint8, ridges dark, 500 dpi."""
     rng = np.random.default_rng([seed, number])
     pattern = ridge_pattern(rng)
-    bend_x, bend_y = 5 * smooth_field(rng, 90), 5 * smooth_field(rng, 90)
+    bend_x, bend_y = 3 * smooth_field(rng, 90), 3 * smooth_field(rng, 90)
     finger = _Finger(pattern, bend_x, bend_y, aspect=rng.uniform(1.15, 1.5))
     while True:
         yield _impression(rng, finger)
@@ -135,7 +135,7 @@ def orientation_field(rng: np.random.Generator) -> Floats:
     """
     y, x = np.mgrid[ROWS / 2 : -ROWS / 2 : -1, -COLUMNS / 2 : COLUMNS / 2] * CELL_PX
     kind = rng.choice(list(CLASS_SHARES), p=list(CLASS_SHARES.values()))
-    angle: Floats = 0.15 * _enlarged(_coarse_noise(rng, 90), COLUMNS, ROWS)
+    angle: Floats = 0.05 * _enlarged(_coarse_noise(rng, 90), COLUMNS, ROWS)
     if kind == "arch":
         bump = rng.uniform(0.7, 1.3) * np.exp(-(((y + rng.uniform(10, 40)) / rng.uniform(70, 100)) ** 2))
         angle -= np.arctan(bump * np.sin(np.pi * x / (COLUMNS * CELL_PX * rng.uniform(0.75, 0.95))))
@@ -152,14 +152,14 @@ Points = list[tuple[float, float]]
 
 def _singular_points(rng: np.random.Generator, kind: str) -> tuple[Points, Points]:
     """Return the loops and the deltas, (x, y) in px from the middle, y up."""
-    x, y = rng.uniform(-25, 25), rng.uniform(-10, 45)
+    x, y = rng.uniform(-12, 12), rng.uniform(5, 40)
     if kind == "tented":
         return [(x, y)], [(x + rng.uniform(-6, 6), y - rng.uniform(45, 80))]
     if kind == "whorl":
-        loops = [(x, y), (x + rng.uniform(-25, 25), y - rng.uniform(12, 60))]
-        return loops, [(x + side * rng.uniform(55, 115), y - rng.uniform(60, 130)) for side in (-1, 1)]
+        loops = [(x, y), (x + rng.uniform(-18, 18), y - rng.uniform(18, 48))]
+        return loops, [(x + side * rng.uniform(75, 115), y - rng.uniform(95, 130)) for side in (-1, 1)]
     side = 1 if kind == "left" else -1  # the delta of a left loop lies to its right
-    return [(x, y)], [(x + side * rng.uniform(40, 110), y - rng.uniform(50, 120))]
+    return [(x, y)], [(x + side * rng.uniform(60, 105), y - rng.uniform(75, 120))]
 
 
 def _impression(rng: np.random.Generator, finger: _Finger) -> NDArray[np.uint8]:

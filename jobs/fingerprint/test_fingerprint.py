@@ -2,7 +2,6 @@
 
 import io
 import os
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
@@ -13,6 +12,11 @@ from PIL import Image
 from torch import nn
 from torch.nn import functional
 
+from trainyard.data.shards import BadRecord
+from trainyard.errors import UserError
+from trainyard.train.module import DataInfo
+
+from . import module as scoring
 from .config import Config
 from .module import (
     CentreLoss,
@@ -25,9 +29,6 @@ from .module import (
 from .network import Aligner, DeepPrintTex, rigid_matrix, sample_bilinear
 from .pack import load, print_centre, samples, splits, synthesize
 from .synthesis import impressions
-from trainyard.data.shards import BadRecord
-from trainyard.errors import UserError
-from trainyard.train.module import DataInfo
 
 SMALL = (
     "data.synthetic=128",
@@ -55,29 +56,6 @@ def perfect_rows(columns: dict[str, np.ndarray], ids: np.ndarray) -> tuple[dict[
     embedding = np.eye(finger.max() + 1, dtype=np.float32)[finger]
     rows = {"embedding": embedding, "finger": finger, "impression": columns["impression"][ids], "sample_id": ids}
     return rows, {"eer": 0.0, "eer_all_pairs": 0.0, "eer_all_pairs_high": 0.0, "zero_fmr": 0.0}
-
-
-SMALL = [
-    "data.synthetic=96",
-    "model.width=0.1",
-    "model.blocks=[1,1,1]",
-    "model.embedding_dims=32",
-    "image.height_px=80",
-    "image.width_px=80",
-    "global_batch_size=16",
-    "max_duration=6ep",
-    "optimizer.lr=3e-3",
-    "evaluation.bootstrap_draws=10",
-]
-"""Overrides that make a run of seconds; what every family's contract is tested with."""
-
-
-def perfect_rows(columns: Mapping[str, np.ndarray], ids: np.ndarray) -> tuple[dict[str, np.ndarray], dict[str, float]]:
-    """Return the predictions of a model that knows every finger, and the metrics they must give."""
-    finger = columns["finger"][ids]
-    embedding = np.eye(finger.max() + 1, dtype=np.float32)[finger]
-    rows = {"embedding": embedding, "sample_id": ids, "finger": finger, "impression": columns["impression"][ids]}
-    return rows, {"eer": 0.0, "eer_all_pairs": 0.0, "zero_fmr_all_pairs": 0.0}
 
 
 def shared_data() -> Path:
@@ -290,7 +268,7 @@ def test_a_blind_predictor_is_wrong_about_half_the_time():
 
 
 def test_pairs_scored_in_blocks_are_those_of_two_loops(monkeypatch):
-    monkeypatch.setattr(module, "ROWS_AT_ONCE", 7)
+    monkeypatch.setattr(scoring, "ROWS_AT_ONCE", 7)
     rng = np.random.default_rng(0)
     finger = rng.permutation(np.repeat([3, 5, 8, 9], [4, 1, 6, 5]))
     impression = rng.permutation(len(finger))

@@ -4,9 +4,9 @@ import itertools
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -44,10 +44,9 @@ class _Item:
     ids: np.ndarray
     weight: float
     last: bool
-    parameters: Parameters
-    out: Tensor | None  # (B, H, W, C) uint8 buffer for pictures
-    arrays: dict[str, Tensor]  # records of fixed shape, in fresh memory
-    pictures: Tensor | None = None  # decoded; `out` itself, or memory of the decoder
+    parameters: Parameters | None  # None where there are no pictures
+    arrays: dict[str, Tensor] = field(default_factory=dict)  # records of fixed shape, in fresh memory
+    pictures: Tensor | None = None  # (B, H, W, C) uint8, decoded into a buffer that is used again
 
 
 class Loader:
@@ -77,7 +76,6 @@ class Loader:
         self.rank, self.world_size, self.device = rank, world_size, device
         self._settings, self._image, self._augmentation = settings, image, augmentation
         self._seed, self._threads, self._channels_last, self._decode = seed, threads, channels_last, decode
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="gather")
         self._columns = {name: torch.from_numpy(values) for name, values in data.columns.items()}
         self._has_pictures = PICTURE in data.records and data.records[PICTURE].dtype == "picture"
         self._regions = _regions(data) if self._has_pictures else np.zeros((data.count, 4), dtype=np.int32)
@@ -96,7 +94,7 @@ class Loader:
         first = orders(epoch)
         largest = micro_batch_size or -(-first.global_batch_size // self.world_size)
 
-        def items() -> Iterator[tuple[np.ndarray, float, bool, Parameters]]:
+        def items() -> Iterator[_Item]:
             for number in itertools.count(epoch):
                 order = first if number == epoch else orders(number)
                 for index in range(start if number == epoch else 0, len(order)):
@@ -104,47 +102,42 @@ class Loader:
 
         yield from self._stream(items(), largest, warp=augment.warps(self._augmentation))
 
-    def _drawn(
-        self, ids: np.ndarray, epoch: int, micro_batch_size: int
-    ) -> Iterator[tuple[np.ndarray, float, bool, Parameters]]:
+    def _drawn(self, ids: np.ndarray, epoch: int, micro_batch_size: int) -> Iterator[_Item]:
         """Cut one global batch into this rank's micro-batches, each with its augmentation."""
         parts = micro_batches(ids, rank=self.rank, world_size=self.world_size, micro_batch_size=micro_batch_size)
         for position, (part, counted) in enumerate(parts):
-            drawn = augment.draw(
-                self._augmentation,
-                seed=self._seed,
-                epoch=epoch,
-                sample_ids=part,
-                regions=self._regions[part],
-                aspect=self._image.width_px / self._image.height_px,
-            )
-            yield part, counted / len(ids), position == len(parts) - 1, drawn
+            yield _Item(part, counted / len(ids), position == len(parts) - 1, self._draw(part, epoch))
+
+    def _draw(self, ids: np.ndarray, epoch: int) -> Parameters | None:
+        if not self._has_pictures:
+            return None
+        return augment.draw(
+            self._augmentation,
+            seed=self._seed,
+            epoch=epoch,
+            sample_ids=ids,
+            regions=self._regions[ids],
+            aspect=self._image.width_px / self._image.height_px,
+        )
 
     def evaluate(self, ids: np.ndarray, *, batch_size: int) -> Generator[Micro, None, None]:
         """Yield this rank's part of an evaluation set, each sample once over all ranks, without augmentation."""
         low, high = (len(ids) * r // self.world_size for r in (self.rank, self.rank + 1))
         mine = ids[low:high]
 
-        def items() -> Iterator[tuple[np.ndarray, float, bool, Parameters]]:
+        def items() -> Iterator[_Item]:
             for i in range(0, len(mine), batch_size):
                 part = mine[i : i + batch_size]
-                yield part, len(part) / len(ids), True, augment.neutral(self._regions[part])
+                neutral = augment.neutral(self._regions[part]) if self._has_pictures else None
+                yield _Item(part, len(part) / len(ids), True, neutral)
 
         yield from self._stream(items(), batch_size, warp=False)
 
-    def _stream(
-        self, items: Iterator[tuple[np.ndarray, float, bool, Parameters]], largest: int, *, warp: bool
-    ) -> Generator[Micro, None, None]:
+    def _stream(self, items: Iterator[_Item], largest: int, *, warp: bool) -> Generator[Micro, None, None]:
         depth = self._settings.prefetch
-        slots = self._slots(depth + 3, largest)  # in the queue, one held back, one in use, one being filled
-
-        def prepared() -> Iterator[_Item]:
-            for number, (ids, weight, last, parameters) in enumerate(items):
-                slot = slots[number % len(slots)] if slots else None
-                out = None if slot is None else slot[: len(ids)]
-                yield _Item(ids, weight, last, parameters, out, self._gather(ids))
-
-        stream = self._decoded(prepared(), largest) if self._has_pictures else prepared()
+        stream = self._gathered(items)
+        if self._has_pictures:  # buffers: in the queue, one held back, one in use, one being filled
+            stream = self._decoded(stream, self._slots(depth + 3, largest))
         copied: list[Any] = []
         for item, wait_s in in_background(stream, depth):
             batch = self._to_device(item, warp=warp)
@@ -155,17 +148,28 @@ class Loader:
                     copied.pop(0).synchronize()
             yield Micro(batch, item.weight, item.last, wait_s)
 
+    def _gathered(self, items: Iterator[_Item]) -> Iterator[_Item]:
+        """Add the fixed-shape records to each item. One thread does it: two would fight over new memory."""
+        names = [name for name, records in self.data.records.items() if records.dtype != "picture"]
+        for item in items:
+            arrays = {}
+            for name in names:
+                records = self.data.records[name]
+                out = np.empty((len(item.ids), *records.shape[item.ids[0]].tolist()), dtype=records.dtype)
+                self.data.gather(name, item.ids, out, check_crc=self._settings.check_crc)
+                arrays[name] = torch.from_numpy(out)
+            yield replace(item, arrays=arrays)
+
     def _slots(self, count: int, largest: int) -> list[Tensor]:
-        if not self._has_pictures:
-            return []
         shape = (largest, self._image.height_px, self._image.width_px, self._image.channels)
         pinned = self.device.type == "cuda"
         with torch.inference_mode(False):  # a thread that is not in the caller's mode will write to them
             return [torch.empty(shape, dtype=torch.uint8, pin_memory=pinned) for _ in range(count)]
 
-    def _decoded(self, items: Iterator[_Item], largest: int) -> Iterator[_Item]:
+    def _decoded(self, items: Iterator[_Item], slots: list[Tensor]) -> Iterator[_Item]:
         """Decode the pictures of each item. Decoders may ask for items ahead of what they have given."""
-        ahead: list[_Item] = []
+        ahead: deque[_Item] = deque()
+        largest = len(slots[0])
         index, check_crc = self.data.records[PICTURE], self._settings.check_crc
         buffers = [np.empty(largest * int(index.size.mean() * 1.5), dtype=np.uint8) for _ in range(_READ_BUFFERS)]
 
@@ -174,11 +178,12 @@ class Loader:
                 ahead.append(item)
                 buffer = buffers[number % len(buffers)]
                 records = self.data.read(PICTURE, item.ids, check_crc=check_crc, buffer=buffer)
-                assert item.out is not None
-                yield Request(records, index.shape[item.ids], item.parameters, item.out)
+                assert item.parameters is not None
+                out = slots[number % len(slots)][: len(item.ids)]
+                yield Request(records, index.shape[item.ids], item.parameters, out)
 
         for pictures in self._decoder(largest)(requests()):
-            yield replace(ahead.pop(0), pictures=pictures)
+            yield replace(ahead.popleft(), pictures=pictures)
 
     def _decoder(self, largest: int) -> Callable[[Iterator[Request]], Iterator[Tensor]]:
         image = self._image
@@ -200,26 +205,9 @@ class Loader:
         ids = torch.tensor(item.ids)  # a copy: the caller's, where `item.ids` is a slice of the order
         host = {"sample_id": ids, **{name: values[ids] for name, values in self._columns.items()}}
         batch = {name: values.to(self.device, non_blocking=True) for name, values in (host | item.arrays).items()}
-        if item.pictures is not None:
+        if item.pictures is not None and item.parameters is not None:
             batch[PICTURE] = self._model_input(item.pictures, item.parameters, warp=warp)
         return batch
-
-    def _gather(self, ids: np.ndarray) -> dict[str, Tensor]:
-        """Copy the fixed-shape records of a micro-batch, each thread a part of its rows."""
-        arrays = {}
-        for name, records in self.data.records.items():
-            if records.dtype == "picture":
-                continue
-            out = np.empty((len(ids), *records.shape[ids[0]].tolist()), dtype=records.dtype)
-            edges = np.linspace(0, len(ids), self._threads + 1).astype(int)
-            parts = [slice(low, high) for low, high in itertools.pairwise(edges.tolist())]
-
-            def copy(part: slice, name: str = name, out: np.ndarray = out) -> None:
-                self.data.gather(name, ids[part], out[part], check_crc=self._settings.check_crc)
-
-            list(self._pool.map(copy, parts))
-            arrays[name] = torch.from_numpy(out)
-        return arrays
 
     def _model_input(self, pictures: Tensor, p: Parameters, *, warp: bool) -> Tensor:
         def moved(values: np.ndarray) -> Tensor:
