@@ -277,7 +277,7 @@ def test_a_killed_process_that_nobody_waited_for_is_dead(tmp_path: Path):
 
 
 def test_a_later_process_with_the_same_number_is_not_the_writer(tmp_path: Path, log: list[str]):
-    forge(tmp_path, pid=os.getppid())  # alive, but it did not start when this process did
+    forge(tmp_path, started_ticks=1)  # the number of this process, which did not start with the machine
     with RunLock(tmp_path):
         pass
     assert len(log) == 1
@@ -348,7 +348,7 @@ def test_of_many_processes_that_want_a_run_at_once_one_gets_it(tmp_path: Path, s
         run = tmp_path / str(attempt)
         run.mkdir()
         if stale:
-            forge(run, pid=os.getppid())
+            forge(run, started_ticks=1)
         outcomes = fork.Queue()
         start = time.time() + 0.1
         takers = [fork.Process(target=_take, args=(run, start, outcomes, 0.4)) for _ in range(8)]
