@@ -69,8 +69,11 @@ def find(full_name: str) -> Compared:
 def measure_one(full_name: str, setting: Setting, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     limits = {"warmup": arguments.warmup, "samples": arguments.samples, "seconds": arguments.seconds}
     if full_name == "step/ours":
+        import torch
+
         from benchmarks import step
 
+        torch.set_num_threads(1)  # two that wait for each other show the machine's noise, not the step's cost
         return [line | {"versions": versions(("trainyard", "torch"))} for line in step.measure_interleaved(**limits)]
     each = find(full_name)
     if each.suite != "read":
