@@ -1,7 +1,7 @@
 """The reference decoder: Pillow and torch on the host. Says what decoding means; DALI must agree with it."""
 
 import io
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -40,8 +40,18 @@ def decode(requests: Iterator[Request], *, channels: int, fill: int, threads: in
                 picture = _decode_one(request.records[i], channels)
                 place(cut(picture, p.box[i], fill), request.out[i], flip=bool(p.flip[i]))
 
-            list(pool.map(one, range(len(request.records))))
+            on_threads(pool, threads, one, len(request.records))
             yield request.out
+
+
+def on_threads(pool: ThreadPoolExecutor, threads: int, work: Callable[[int], None], count: int) -> None:
+    """Call `work` with 0 .. count - 1, each thread every so-manieth: a task of its own for each would cost as much."""
+
+    def stride(first: int) -> None:
+        for i in range(first, count, threads):
+            work(i)
+
+    list(pool.map(stride, range(threads)))
 
 
 def cut(picture_HWC: Tensor, box: np.ndarray, fill: int) -> Tensor:
@@ -61,7 +71,7 @@ def place(picture_HWC: Tensor, out_HWC: Tensor, *, flip: bool) -> None:
     """Resize a picture into its place in the batch, mirrored if asked; both uint8.
 
     Calls the operator behind `interpolate(..., antialias=True)` with its `out` argument: writing in place saves an
-    allocation and a copy, two fifths of the time. Mirroring the small result is cheaper than the large source.
+    allocation and a copy, two fifths of the time. Mirroring rows of whole pixels afterwards is a sixth of the rest.
     """
     height, width, channels = out_HWC.shape
     target_1CHW = out_HWC.permute(2, 0, 1)[None]
@@ -69,12 +79,12 @@ def place(picture_HWC: Tensor, out_HWC: Tensor, *, flip: bool) -> None:
     if channels == 1:  # a single channel is dense in either layout; say so, or the operator takes a slow path
         source_1CHW, target_1CHW = source_1CHW.contiguous(), out_HWC.view(1, 1, height, width)
     if source_1CHW.shape == target_1CHW.shape:
-        target_1CHW.copy_(source_1CHW.flip(-1) if flip else source_1CHW)
-    elif flip:
-        resized = torch.ops.aten._upsample_bilinear2d_aa(source_1CHW, [height, width], False, None, None)
-        target_1CHW.copy_(resized.flip(-1))
+        target_1CHW.copy_(source_1CHW)
     else:
-        torch.ops.aten._upsample_bilinear2d_aa.out(source_1CHW, [height, width], False, None, None, out=target_1CHW)
+        size = [height, width]
+        torch.ops.aten._upsample_bilinear2d_aa.out(source_1CHW, size, False, None, None, out=target_1CHW)
+    if flip:
+        out_HWC.copy_(out_HWC.flip(1))
 
 
 def _decode_one(record: np.ndarray, channels: int) -> Tensor:

@@ -13,7 +13,7 @@ from nvidia.dali.pipeline import Pipeline
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from trainyard.data.decode_cpu import Request, cut, place
+from trainyard.data.decode_cpu import Request, cut, on_threads, place
 
 
 def decode(
@@ -96,7 +96,7 @@ def _cpu_batches(
                 picture = cut(from_dlpack(pictures[i]), outer[i], fill)
                 place(picture, request.out[i], flip=bool(request.parameters.flip[i]))
 
-            list(pool.map(one, range(len(request.records))))
+            on_threads(pool, threads, one, len(request.records))
             yield request.out
 
 

@@ -135,11 +135,13 @@ class ShardSet:
         needed = int(ends[-1]) if len(ids) else 0
         if buffer is None or len(buffer) < needed:
             buffer = np.empty(needed, dtype=np.uint8)
-        views = [buffer[end - size : end] for end, size in zip(ends.tolist(), sizes.tolist(), strict=True)]
         owners = np.searchsorted(self._first, ids, side="right") - 1
-        for view, owner, start in zip(views, owners.tolist(), records.start[ids].tolist(), strict=True):
-            if os.preadv(self._descriptor(owner), [view.data], start) != len(view):
+        whole, begin = buffer.data, 0
+        for owner, start, end in zip(owners.tolist(), records.start[ids].tolist(), ends.tolist(), strict=True):
+            if os.preadv(self._descriptor(owner), [whole[begin:end]], start) != end - begin:
                 raise self._broken(name, ids, owner, "the file ends early")
+            begin = end
+        views = [buffer[end - size : end] for end, size in zip(ends.tolist(), sizes.tolist(), strict=True)]
         if check_crc:
             self._check(name, ids, views, owners)
         return views
