@@ -1,6 +1,6 @@
 # Images: stages base -> cpu, chosen by --target. The image holds dependencies; the code is copied last.
 #   docker build --target cpu -t trainyard:cpu .
-#   docker run --rm -v "$PWD/runs:/work/runs" -v "$PWD/data:/work/data" trainyard:cpu run fingerprint_demo
+#   docker run --rm -v "$PWD/runs:/workspace/runs" -v "$PWD/data:/workspace/data" trainyard:cpu run fingerprint_demo
 ARG BASE=docker.io/library/python:3.11-slim-bookworm
 
 FROM ${BASE} AS base
@@ -16,5 +16,5 @@ COPY src /opt/trainyard/src
 COPY jobs /opt/trainyard/jobs
 RUN pip install --no-cache-dir --no-deps --no-build-isolation --editable /opt/trainyard
 USER 10001:10001
-WORKDIR /work
+WORKDIR /workspace
 ENTRYPOINT ["trainyard"]
