@@ -40,10 +40,10 @@ resume: setup ## go on with a run: RUN=folder, or RUN=job for its newest
 	@touch $@
 
 pack: setup ## write shards: JOB=fingerprint_1m RAW=folder OUT=folder
-	@$(words); $(T) pack "$$JOB" "$${RAW:?RAW=folder of raw files}" "$${OUT:?OUT=folder of shards}" "$${args[@]}"
+	@$(words); $(T) pack "$$JOB" "$${RAW:?is missing. Type: make pack JOB=$$JOB RAW=folder-of-raw-files OUT=folder-of-shards}" "$${OUT:?is missing. Type: make pack JOB=$$JOB RAW=folder-of-raw-files OUT=folder-of-shards}" "$${args[@]}"
 
 verify: setup ## read shards in full and name every damaged record: OUT=folder
-	@$(T) verify "$${OUT:?OUT=folder of shards}"
+	@$(T) verify "$${OUT:?is missing. Type: make verify OUT=folder-of-shards}"
 
 report: setup ## write a run's report: RUN=folder, or RUN=job for its newest
 	@$(T) report "$${RUN:-$$JOB}"

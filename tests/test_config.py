@@ -242,9 +242,9 @@ def test_a_malformed_override_shows_what_one_looks_like(override: str):
 @pytest.mark.parametrize(
     "override", ["seed=1,2", "seed=range(1,4)", "schedule.name=cosine,step", "max_duration=1ep,2ep"]
 )
-def test_several_values_in_one_run_are_pointed_to_a_sweep(override: str):
+def test_several_values_in_one_run_are_refused_and_told_what_to_do(override: str):
     message = refused("tiny", override)
-    assert message.endswith(f"several values are a sweep, not one run. Use: trainyard sweep tiny {override}")
+    assert message.endswith("several values, but this is one run. Start one run for each of them.")
 
 
 @pytest.mark.parametrize("option", ["job", "family"])
@@ -422,7 +422,7 @@ def test_overrides_of_an_existing_configuration_make_a_checked_copy(tiny: TrainC
     for override, expected in [
         ("sed=1", "Nearest: seed"),
         ("seed=-1", "job tiny: seed=-1"),
-        ("seed=1,2", "sweep tiny"),
+        ("seed=1,2", "seed=1,2: several values, but this is one run"),
     ]:
         with pytest.raises(ConfigError, match=expected):
             apply_overrides(tiny, [override])

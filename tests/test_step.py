@@ -202,6 +202,23 @@ def test_dropout_depends_on_the_step_and_the_seed_and_on_nothing_else():
     assert not same(one(3, 1), one(3, 2))
 
 
+def test_a_save_between_two_overflows_does_not_make_the_run_forget_the_first():
+    from types import SimpleNamespace
+
+    from trainyard.train.engine import _Attempt, _LateRead
+
+    attempt = _Attempt.__new__(_Attempt)
+    attempt.job = SimpleNamespace(precision=SimpleNamespace(loss_scaling=True))
+    attempt.recorder, attempt.skipped_in_a_row = None, 0
+    overflow = torch.ones(())
+    attempt._look(_LateRead(1, overflow))
+    attempt._look(None)
+    attempt._look(_LateRead(2, overflow))
+    assert attempt.skipped_in_a_row == 2
+    attempt._look(_LateRead(3, torch.zeros(())))
+    assert attempt.skipped_in_a_row == 0
+
+
 def _tensors(value: object) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]

@@ -307,7 +307,7 @@ def _set(tree: DictConfig, name: str, text: str, declared: "_Declared", parser: 
         OmegaConf.update(tree, name, value, force_add=False)
     except _Sweep:
         raise ConfigError(
-            f"{name}={text}: several values are a sweep, not one run. Use: trainyard sweep {tree.job} {name}={text}"
+            f"{name}={text}: several values, but this is one run. Start one run for each of them."
         ) from None
     except (HydraException, GrammarParseError, OmegaConfBaseException):
         raise ConfigError(f"{name}={text}: expected {declared.words()}, found '{text}'.") from None

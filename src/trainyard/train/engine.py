@@ -261,7 +261,9 @@ class _Attempt:
         self._look(before)
 
     def _look(self, read: "_LateRead | None") -> None:
-        if read is None or not read.value():
+        if read is None:  # a save has looked already
+            return
+        if not read.value():
             self.skipped_in_a_row = 0
             return
         self.skipped_in_a_row += 1
