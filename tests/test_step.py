@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from trainyard.data.loader import Micro
 from trainyard.hardware import precision_for
 from trainyard.settings import OptimizerSettings
+from trainyard.train.engine import skipped_in_a_row
 from trainyard.train.module import Batch, TrainModule
 from trainyard.train.precision import autocast
 from trainyard.train.step import (
@@ -203,20 +204,11 @@ def test_dropout_depends_on_the_step_and_the_seed_and_on_nothing_else():
 
 
 def test_a_save_between_two_overflows_does_not_make_the_run_forget_the_first():
-    from types import SimpleNamespace
-
-    from trainyard.train.engine import _Attempt, _LateRead
-
-    attempt = _Attempt.__new__(_Attempt)
-    attempt.job = SimpleNamespace(precision=SimpleNamespace(loss_scaling=True))
-    attempt.recorder, attempt.skipped_in_a_row = None, 0
-    overflow = torch.ones(())
-    attempt._look(_LateRead(1, overflow))
-    attempt._look(None)
-    attempt._look(_LateRead(2, overflow))
-    assert attempt.skipped_in_a_row == 2
-    attempt._look(_LateRead(3, torch.zeros(())))
-    assert attempt.skipped_in_a_row == 0
+    count = 0
+    for skipped in (1.0, None, 1.0):
+        count = skipped_in_a_row(count, skipped)
+    assert count == 2
+    assert skipped_in_a_row(count, 0.0) == 0
 
 
 def _tensors(value: object) -> list[Tensor]:

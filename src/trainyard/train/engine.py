@@ -261,12 +261,9 @@ class _Attempt:
         self._look(before)
 
     def _look(self, read: "_LateRead | None") -> None:
-        if read is None:  # a save has looked already
+        self.skipped_in_a_row = skipped_in_a_row(self.skipped_in_a_row, None if read is None else read.value())
+        if read is None or not read.value():
             return
-        if not read.value():
-            self.skipped_in_a_row = 0
-            return
-        self.skipped_in_a_row += 1
         if not self.job.precision.loss_scaling:
             raise UserError(
                 f"Step {read.step}: the gradient is not finite, so the step was not taken and nothing after it is "
@@ -399,6 +396,13 @@ class _Attempt:
     def _event(self, name: str, **fields: Any) -> None:
         if self.recorder is not None:
             self.recorder.log("event", self.state.progress.step, {"event": name, **fields})
+
+
+def skipped_in_a_row(before: int, skipped: float | None) -> int:
+    """Return how many steps in a row were skipped; None, where a save has looked already, leaves the count alone."""
+    if skipped is None:
+        return before
+    return before + 1 if skipped else 0
 
 
 def epoch_order(job: Job, epoch: int) -> order.EpochOrder:
