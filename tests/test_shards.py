@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.pictures import same_imports
-from trainyard.data.shards import Damage, ShardError, ShardSet, verify
+from trainyard.data.shards import Damage, ShardError, ShardSet, choose_reader, file_system_of, verify
 
 EVERY = np.arange(26)
 
@@ -91,13 +91,38 @@ def test_gathering_a_flipped_byte_names_it_too(spoilable):
     data.gather("points", EVERY, out, check_crc=False)
 
 
-def test_a_file_cut_off_while_it_is_open_is_told_at_the_read(spoilable):
+@pytest.mark.parametrize("reader", ["map", "pread"])
+def test_a_file_cut_off_while_it_is_open_is_told_at_the_read(spoilable, reader):
     data = ShardSet(spoilable)
+    data.reader = reader
     with data.shards[0].path.open("r+b") as file:
         file.truncate(int(data.records["image"].start[2]) + 5)
     assert len(data.read("image", np.array([0, 1]))) == 2
     with pytest.raises(ShardError, match="is damaged: the file ends early"):
         data.read("image", np.array([0, 1, 2]))
+
+
+def test_both_readers_read_the_same(spoilable):
+    mapped, called = ShardSet(spoilable), ShardSet(spoilable)
+    mapped.reader, called.reader = "map", "pread"
+    for a, b in zip(mapped.read("image", EVERY[::-1]), called.read("image", EVERY[::-1]), strict=True):
+        assert a.tobytes() == b.tobytes() != b""
+
+
+@pytest.mark.parametrize(
+    ("folder", "kind", "reader"),
+    [("/data/my prints/a", "nfs4", "pread"), ("/data", "ext4", "map"), ("/database", "overlay", "map")],
+)
+def test_the_reader_follows_from_the_file_system_of_the_folder(tmp_path, folder, kind, reader):
+    mounts = tmp_path / "mountinfo"
+    mounts.write_text(
+        "21 1 0:20 / / rw,relatime shared:1 - overlay overlay rw\n"
+        "22 21 8:1 / /data rw - ext4 /dev/sda1 rw\n"
+        "23 22 0:50 / /data/my\\040prints rw - nfs4 server:/prints rw\n"
+    )
+    assert file_system_of(Path(folder), mounts) == kind
+    assert choose_reader(kind)[0] == reader and kind in choose_reader(kind)[1]
+    assert choose_reader(file_system_of(Path(folder), tmp_path / "none"))[0] == "pread"
 
 
 def test_a_folder_that_is_none_is_told_how_to_make_one(tmp_path):

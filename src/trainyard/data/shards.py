@@ -9,9 +9,11 @@ straight to the bytes, because h5py takes a global lock and several times as lon
 import hashlib
 import itertools
 import json
+import mmap
 import os
+import re
 import resource
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,10 @@ SCHEMA_VERSION = 1
 INDEX = "index.h5"
 KEY = "key"
 
+LOCAL_FILE_SYSTEMS = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "tmpfs", "ramfs", "overlay"})
+
 Loaded = dict[str, bytes | np.ndarray | int | float | str]
+_Place = tuple[int, int, int]  # shard, first byte in it, end of the record in the buffer
 
 
 class ShardError(UserError):
@@ -103,7 +108,9 @@ class ShardSet:
             self.vocabulary = {name: read_text(group) for name, group in file["vocabulary"].items()}
             self.records = {name: _read_records(group) for name, group in file["records"].items()}
         self._first = np.array([shard.first for shard in self.shards])
+        self.reader, self.reader_reason = choose_reader(file_system_of(folder))
         self._descriptors: dict[int, int] = {}
+        self._maps: dict[int, memoryview] = {}
         self._arrays: dict[tuple[str, int], np.ndarray] = {}
         self._checked: dict[str, np.ndarray] = {}  # (N,) bool: records whose checksum was right when first read
         for shard in self.shards:
@@ -136,11 +143,10 @@ class ShardSet:
         if buffer is None or len(buffer) < needed:
             buffer = np.empty(needed, dtype=np.uint8)
         owners = np.searchsorted(self._first, ids, side="right") - 1
-        whole, begin = buffer.data, 0
-        for owner, start, end in zip(owners.tolist(), records.start[ids].tolist(), ends.tolist(), strict=True):
-            if os.preadv(self._descriptor(owner), [whole[begin:end]], start) != end - begin:
-                raise self._broken(name, ids, owner, "the file ends early")
-            begin = end
+        places = zip(owners.tolist(), records.start[ids].tolist(), ends.tolist(), strict=True)
+        short = (self._copy if self.reader == "map" else self._pread)(buffer.data, list(places))
+        if short is not None:
+            raise self._broken(name, ids[short:], int(owners[short]), "the file ends early")
         views = [buffer[end - size : end] for end, size in zip(ends.tolist(), sizes.tolist(), strict=True)]
         if check_crc:
             self._check(name, ids, views, owners)
@@ -167,7 +173,37 @@ class ShardSet:
         for descriptor in self._descriptors.values():
             os.close(descriptor)
         self._descriptors.clear()
+        self._maps.clear()
         self._arrays.clear()
+
+    def _pread(self, whole: memoryview, places: Sequence[_Place]) -> int | None:
+        """Read records by system calls; return the position of the first that its file cuts off."""
+        begin = 0
+        for i, (owner, start, end) in enumerate(places):
+            if os.preadv(self._descriptor(owner), [whole[begin:end]], start) != end - begin:
+                return i
+            begin = end
+        return None
+
+    def _copy(self, whole: memoryview, places: Sequence[_Place]) -> int | None:
+        """Copy records from memory maps, twice as fast as `_pread`; return the position of the first cut off.
+
+        Touching a map behind the end of its file kills the process, so the file's size is asked for before each batch.
+        """
+        length = {owner: os.fstat(self._descriptor(owner)).st_size for owner, _, _ in places}
+        begin = 0
+        for i, (owner, start, end) in enumerate(places):
+            stop = start + end - begin
+            if stop > length[owner]:
+                return i
+            whole[begin:end] = self._map(owner)[start:stop]
+            begin = end
+        return None
+
+    def _map(self, owner: int) -> memoryview:
+        if owner not in self._maps:
+            self._maps[owner] = memoryview(mmap.mmap(self._descriptor(owner), 0, prot=mmap.PROT_READ))
+        return self._maps[owner]
 
     def _descriptor(self, owner: int) -> int:
         if owner not in self._descriptors:
@@ -202,6 +238,30 @@ class ShardSet:
             f"{self.shards[owner].path}: {name} of '{self.keys(ids[:1])[0]}' is damaged: {reason}. "
             f"See everything that is: trainyard verify {self.folder}"
         )
+
+
+def choose_reader(file_system: str) -> tuple[str, str]:
+    """Return how records are read, "map" or "pread", and the reason."""
+    if file_system in LOCAL_FILE_SYSTEMS:
+        return "map", f"{file_system} is local: a memory map spares a system call for each record"
+    return "pread", f"{file_system} is not known as local: a failing read is an error, where a map would kill the run"
+
+
+def file_system_of(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str:
+    """Return the type of the file system that holds `path`, such as ext4 or nfs4; "unknown" without `mounts`.
+
+    Args:
+        mounts: proc_pid_mountinfo(5); field 5 is the mount point, with octal escapes, and the type follows " - ".
+    """
+    if not mounts.is_file():
+        return "unknown"
+    found, kind = Path("/"), "unknown"
+    for line in mounts.read_text().splitlines():
+        before, _, after = line.partition(" - ")
+        point = Path(re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), before.split()[4]))
+        if path.resolve().is_relative_to(point) and point.is_relative_to(found):
+            found, kind = point, after.split()[0]
+    return kind
 
 
 def verify(folder: Path, progress: Callable[[int], object] = lambda bytes_read: None) -> Iterator[Damage]:

@@ -194,6 +194,7 @@ def _job(run: Path, config: TrainConfig, jobs_dir: Path, world: "World") -> "Job
         "micro_batch_size": _micro_batch(config, world),
     }
     data = ShardSet(Path(config.data.path))
+    choices["reader"] = _Choice(data.reader, data.reader_reason)
     splits = load_family(jobs_dir, config.family, "pack").splits(data.columns, data.vocabulary, config)
     if world.is_main:
         _record(run, choices, data, {name: len(ids) for name, ids in splits.items()})
