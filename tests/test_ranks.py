@@ -12,7 +12,8 @@ import pytest
 
 from tests.training import FAMILIES, metrics_of, new_run, state_of, train, train_on_ranks
 from trainyard.errors import UserError
-from trainyard.train.distributed import Agreement, World, world_from
+from trainyard.train.distributed import Agreement
+from trainyard.train.world import World, world_from
 
 EXACT = ("model.batch_norm=false", "model.dropout=0", "max_duration=4st", "eval_every=4st", "ema_decay=0")
 """Without batch statistics and dropout, whose values belong to a micro-batch and a rank, only rounding differs."""
@@ -115,6 +116,9 @@ def test_ranks_are_read_from_each_launcher_and_a_batch_script_is_no_task():
     slurm = {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "9"}
     step = {**slurm, "SLURM_STEP_ID": "0", "SLURM_STEP_TASKS_PER_NODE": "4(x2)", "SLURM_RESTART_COUNT": "2"}
     assert world_from(step) == World(5, 1, 8, 4, "slurm", "9-0-2")
+    assert world_from({**step, "SLURM_CPUS_PER_TASK": "6"}).cores == 6
+    local = {"SUBMITIT_LOCAL_NTASKS": "2", "SUBMITIT_LOCAL_GLOBALID": "1", "SUBMITIT_LOCAL_LOCALID": "1"}
+    assert world_from({**local, "SUBMITIT_LOCAL_JOB_ID": "77"}) == World(1, 1, 2, 2, "submitit, here", "local-77")
     assert world_from(slurm) == World()
     assert world_from({}) == World()
     with pytest.raises(UserError, match="LOCAL_RANK is not set"):

@@ -8,3 +8,7 @@ class UserError(ValueError):
     where the wrong value enters; the command line prints it and exits with code 2. Anything else that escapes is our
     bug and keeps its traceback.
     """
+
+
+class NotFinite(UserError):
+    """The gradient is NaN or infinite, and loss scaling cannot help."""

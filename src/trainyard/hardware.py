@@ -81,6 +81,23 @@ def gpu_by_name(cuda_device_name: str, memory_gib: float) -> Gpu | None:
     return None
 
 
+def gpu_of_key(key: str) -> Gpu | None:
+    """Return the table's row of a key, None for "cpu"."""
+    return next((gpu for gpu in GPUS if gpu.key == key), None)
+
+
+def image_target(sm: int | None) -> str:
+    """Return the image target whose kernels run on a compute capability (major * 10 + minor; None: the CPU).
+
+    CUDA 13 dropped what is older than sm_75, and torch dropped sm_60 after 2.7: containers/README.md.
+    """
+    if sm is None:
+        return "cpu"
+    if sm < 75:
+        return "cuda12-pascal"
+    return "cuda12" if sm < 80 else "cuda13"
+
+
 @dataclass(frozen=True)
 class Precision:
     """The numeric and layout policy of one run, decided once."""

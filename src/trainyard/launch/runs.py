@@ -12,6 +12,8 @@ import secrets
 import shutil
 import socket
 import subprocess
+import time
+import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -22,7 +24,7 @@ from typing import Any, Self
 
 from loguru import logger
 
-from trainyard.errors import UserError
+from trainyard.errors import NotFinite, UserError
 from trainyard.launch.config import freeze, write_atomically
 from trainyard.settings import TrainConfig
 
@@ -221,9 +223,10 @@ class _Owner:
     pid: int
     started_ticks: int  # after boot
     since: str  # local time, for people
+    attempt: str = ""  # "<Slurm job>-<restarts>", where Slurm started it
 
     @classmethod
-    def me(cls) -> "_Owner":
+    def me(cls, attempt: str) -> "_Owner":
         started_ticks = _started_ticks(os.getpid())
         assert started_ticks is not None
         return cls(
@@ -233,6 +236,7 @@ class _Owner:
             pid=os.getpid(),
             started_ticks=started_ticks,
             since=f"{datetime.now():%Y-%m-%d %H:%M:%S}",
+            attempt=attempt,
         )
 
     def is_judged_here(self) -> bool:
@@ -245,6 +249,11 @@ class _Owner:
         """Whether the owner still runs, if `is_judged_here`."""
         return self.boot_id == _boot_id() and self.started_ticks == _started_ticks(self.pid)
 
+    def is_succeeded_by(self, attempt: str) -> bool:
+        """Whether Slurm has started the same job again, so that whatever is left of this attempt has lost its right."""
+        (mine, _, number), (other, _, later) = self.attempt.rpartition("-"), attempt.rpartition("-")
+        return bool(mine) and mine == other and number.isdigit() and later.isdigit() and int(number) < int(later)
+
 
 class RunLock:
     """Makes this process the one writer of a run, for a `with` block.
@@ -256,18 +265,32 @@ class RunLock:
     Args:
         run: folder of the run.
         break_other_host: take over a lock whose owner this host cannot see, too. Only for callers that know it dead.
+        attempt: "<Slurm job>-<restarts>", or empty. A lock of an earlier attempt of the same job is taken over even if
+            its owner lives: when a node is lost to Slurm but not dead, the job runs twice.
 
     Raises:
         UserError: on entering: the run has a living writer, or one that this host cannot judge.
     """
 
-    def __init__(self, run: Path, *, break_other_host: bool = False) -> None:
+    def __init__(self, run: Path, *, break_other_host: bool = False, attempt: str = "") -> None:
         self._path = run / LOCK
         self._break_other_host = break_other_host
+        self._attempt = attempt
         self._owner: _Owner | None = None
 
+    def check(self) -> None:
+        """Stop a process that has lost its lock before it writes.
+
+        Raises:
+            UserError: another process has taken over the run.
+        """
+        found = _read_owner(self._path)
+        if found != self._owner:
+            who = f"process {found.pid} on {found.host} writes to it now" if found else "its lock was deleted"
+            raise UserError(f"{self._path.parent}: this attempt no longer owns the run: {who}. It stops here.")
+
     def __enter__(self) -> Self:
-        owner = _Owner.me()
+        owner = _Owner.me(self._attempt)
         content = _to_json(asdict(owner))
         while not _create(self._path, content):
             with _alone(self._path.with_name(f"{LOCK}.guard")):
@@ -293,6 +316,14 @@ class RunLock:
         run, old = self._path.parent, _read_owner(self._path)
         if old is None:
             return False
+        if not old.is_succeeded_by(self._attempt):
+            self._refuse_if_it_may_live(old)
+        logger.warning(f"{run}: took over the lock that process {old.pid} on {old.host} held since {old.since}")
+        write_atomically(self._path, content)
+        return True
+
+    def _refuse_if_it_may_live(self, old: _Owner) -> None:
+        run = self._path.parent
         who = f"process {old.pid} on {old.host} writes to this run since {old.since}"
         if old.is_judged_here():
             if old.lives():
@@ -302,9 +333,6 @@ class RunLock:
                 f"{run}: {who}, and cannot be seen from here. Look there whether it still runs: ps -p {old.pid}. If "
                 "it does not, add --break-lock."
             )
-        logger.warning(f"{run}: took over the lock that process {old.pid} on {old.host} held since {old.since}")
-        write_atomically(self._path, content)
-        return True
 
 
 def _create(path: Path, content: str) -> bool:
@@ -364,6 +392,58 @@ def _boot_id() -> str:
 def _pid_namespace() -> str:
     link = Path("/proc/self/ns/pid")
     return str(link.readlink()) if link.is_symlink() else ""
+
+
+# What went wrong
+
+
+def record_error(run: Path, error: BaseException, *, attempt: str, rank: int) -> Path:
+    """Write why a rank failed, for `trainyard why`, and return the file.
+
+    Several ranks may fail at once, and the file system may be the reason, so each writes its own file.
+    """
+    folder = run / "errors"
+    folder.mkdir(exist_ok=True)
+    path = folder / f"{attempt}-rank{rank}.json"
+    content = {
+        "time": time.time(),
+        "rank": rank,
+        "host": socket.gethostname(),
+        "type": type(error).__name__,
+        "message": str(error),
+        "traceback": "".join(traceback.format_exception(error)),
+        "cause": cause_of(error),
+    }
+    write_atomically(path, _to_json(content))
+    return path
+
+
+def cause_of(error: BaseException) -> str:
+    """Return the kind of a failure in one word; torch's errors are known by name, because torch may be missing."""
+    name, text = type(error).__name__, str(error)
+    if isinstance(error, NotFinite):
+        return "not_finite"
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "disk_full"
+    if isinstance(error, UserError):
+        return "user_error"
+    if name == "OutOfMemoryError":
+        return "device_oom"
+    if isinstance(error, MemoryError) or "DefaultCPUAllocator: can't allocate memory" in text:
+        return "host_oom"
+    if name.startswith("Dist") or any(sign in text for sign in _LOST_PEER):
+        return "lost_peer"
+    return "bug"
+
+
+_LOST_PEER = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "ncclRemoteError",
+    "Socket Timeout",
+)
+"""What gloo, NCCL and the store say in the ranks that are left when one has died."""
 
 
 # Finding a run

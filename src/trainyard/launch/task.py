@@ -4,9 +4,11 @@ Torch, h5py and DALI are imported inside the functions, because the submitting s
 """
 
 import importlib.util
+import os
 import sys
+import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,16 +17,20 @@ from loguru import logger
 
 from trainyard.errors import UserError
 from trainyard.hardware import available_cores, gpu_by_name, precision_for
-from trainyard.launch.config import load_family, thaw
-from trainyard.launch.runs import CONFIG, RunLock, update_record
+from trainyard.launch.config import freeze, load_family, thaw, write_atomically
+from trainyard.launch.runs import CONFIG, RunLock, record_error, update_record
 from trainyard.settings import Duration, TrainConfig
+from trainyard.train.world import World, attempt_id, world_from
 
 if TYPE_CHECKING:
+    import signal
+
     import torch
 
     from trainyard.data.shards import ShardSet
-    from trainyard.train.distributed import World
     from trainyard.train.engine import Job
+    from trainyard.train.record import Heartbeat
+    from trainyard.train.stop import StopFlag
 
 
 def pack_raw(
@@ -78,13 +84,34 @@ def ready_data(config: TrainConfig, jobs_dir: Path) -> TrainConfig:
     Raises:
         UserError: the job needs data and was given none, or what it was given cannot be packed.
     """
-    from trainyard.data.shards import INDEX
-
-    if config.data.path and (Path(config.data.path) / INDEX).is_file():
+    if is_packed(config):
         return config
     raw = Path(config.data.path) if config.data.path else _synthetic(config, jobs_dir)
     packed = pack_raw(config, raw, None, jobs_dir)
     return replace(config, data=replace(config.data, path=str(packed)))
+
+
+def is_packed(config: TrainConfig) -> bool:
+    """Tell whether `data.path` holds shards."""
+    return bool(config.data.path) and (Path(config.data.path) / "index.h5").is_file()
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One rank of one start of a submitted run: what submitit pickles. Everything else stands in the run's folder."""
+
+    run: Path
+    jobs: Path
+
+    def __call__(self) -> None:
+        """Train, and leave with the exit code: submitit would call a run that stopped half-way a success."""
+        try:
+            code = execute(self.run, self.jobs, environ=os.environ, started=time.time())
+        except UserError as error:
+            print(f"{type(error).__name__}: {error}", file=sys.stderr)
+            code = 2
+        if code:
+            sys.exit(code)
 
 
 def execute(run: Path, jobs_dir: Path, *, environ: Mapping[str, str], started: float, break_lock: bool = False) -> int:
@@ -99,20 +126,83 @@ def execute(run: Path, jobs_dir: Path, *, environ: Mapping[str, str], started: f
     Raises:
         UserError: what was asked for cannot be done; the message says why.
     """
+    from trainyard.train.stop import EXIT_USER_ERROR, StopFlag
+
+    world, attempt = world_from(environ), attempt_id(environ, started=started)
+    notes = _Notes(run, attempt, written="TRAINYARD_ATTEMPT" in environ)
+    with StopFlag(notes.signal) as stop:  # before torch is imported: a warning may come early
+        try:
+            lock = RunLock(run, break_other_host=break_lock, attempt=attempt) if world.is_main else None
+            with lock or nullcontext(), _log(run, world):
+                code = _train(run, jobs_dir, world, stop, lock, attempt=attempt, started=started)
+        except BaseException as error:
+            record_error(run, error, attempt=attempt, rank=world.rank)
+            if isinstance(error, UserError):
+                notes.left(EXIT_USER_ERROR)
+            raise
+    if world.is_main:
+        notes.left(code)
+    return code
+
+
+def _train(
+    run: Path,
+    jobs_dir: Path,
+    world: World,
+    stop: "StopFlag",
+    lock: RunLock | None,
+    *,
+    attempt: str,
+    started: float,
+) -> int:
     from trainyard.train import distributed
     from trainyard.train.engine import fit
-    from trainyard.train.stop import EXIT_CODES, RuntimeLimit, StopFlag
+    from trainyard.train.record import Heartbeat
+    from trainyard.train.stop import EXIT_CODES, RuntimeLimit
 
-    world = distributed.world_from(environ)
-    config = thaw(run / CONFIG, jobs_dir)
+    heartbeat = Heartbeat(run, attempt)
+    if world.is_main:
+        heartbeat.beat("preparing")
+    config = _with_data(run, jobs_dir, world)
     limit = Duration.parse(config.max_runtime).minutes() if config.max_runtime else None
-    with StopFlag() as stop, _sole_writer(run, world, break_lock), _log(run, world):
-        distributed.join(world, run)
-        try:
-            job = _job(run, config, jobs_dir, world)
-            return EXIT_CODES[fit(job, stop=stop, limit=RuntimeLimit(limit, started=started))]
-        finally:
-            distributed.leave()
+    distributed.join(world, run)
+    try:
+        job = _job(run, config, jobs_dir, world, heartbeat, lock)
+        return EXIT_CODES[fit(job, stop=stop, limit=RuntimeLimit(limit, started=started))]
+    finally:
+        distributed.leave()
+
+
+def _with_data(run: Path, jobs_dir: Path, world: World) -> TrainConfig:
+    """Return the run's config with packed data: rank 0 packs what is raw and says so in the config, others wait."""
+    config = thaw(run / CONFIG, jobs_dir)
+    if world.is_main:
+        ready = ready_data(config, jobs_dir)
+        if ready.data.path != config.data.path:
+            freeze(ready, run / CONFIG)
+        return ready
+    while not is_packed(config):
+        time.sleep(1)
+        config = thaw(run / CONFIG, jobs_dir)
+    return config
+
+
+class _Notes:
+    """What the ranks leave for the batch script, which may run outside their image: see attempt.sh."""
+
+    def __init__(self, run: Path, attempt: str, *, written: bool) -> None:
+        self._folder, self._attempt, self._written = run / "slurm", attempt, written
+
+    def signal(self, number: "signal.Signals") -> None:
+        """Keep the first signal that any rank notices, with its time."""
+        path = self._folder / f"signal-{self._attempt}"
+        if self._written and not path.exists():
+            path.write_text(f"{number.name} {time.time():.1f}\n")
+
+    def left(self, code: int) -> None:
+        """Say with which code the ranks leave: srun's own may be that of a rank it killed because another left."""
+        if self._written:
+            write_atomically(self._folder / f"left-{self._attempt}", f"{code}\n")
 
 
 def _synthetic(config: TrainConfig, jobs_dir: Path) -> Path:
@@ -136,16 +226,7 @@ def _packing_options(config: TrainConfig) -> dict[str, Any]:
 
 
 @contextmanager
-def _sole_writer(run: Path, world: "World", break_lock: bool) -> Iterator[None]:
-    if not world.is_main:
-        yield
-        return
-    with RunLock(run, break_other_host=break_lock):
-        yield
-
-
-@contextmanager
-def _log(run: Path, world: "World") -> Iterator[None]:
+def _log(run: Path, world: World) -> Iterator[None]:
     """Send rank 0's lines to the run's log file too; other ranks say only what went wrong."""
     from trainyard.train.console import log_sink
 
@@ -168,7 +249,9 @@ class _Choice:
     reason: str
 
 
-def _job(run: Path, config: TrainConfig, jobs_dir: Path, world: "World") -> "Job":
+def _job(
+    run: Path, config: TrainConfig, jobs_dir: Path, world: World, heartbeat: "Heartbeat", lock: RunLock | None
+) -> "Job":
     """Decide everything that depends on this machine and on the data, and record each choice with its reason."""
     import torch
 
@@ -183,14 +266,14 @@ def _job(run: Path, config: TrainConfig, jobs_dir: Path, world: "World") -> "Job
     policy = precision_for(sm, precision=config.precision, channels_last=config.channels_last, compile=config.compile)
     importable = importlib.util.find_spec("nvidia") is not None and importlib.util.find_spec("nvidia.dali") is not None
     decode, why = choose_decoder(config.data.decode, importable=importable)
-    cores = max(1, available_cores() // world.local_world_size)
+    cores, why_cores = _cores(world)
     torch.set_num_threads(cores)
     precision.set_switches(policy, deterministic=config.deterministic)
     choices = {
         "device": _Choice(name, f"rank 0 of {world.world_size}, started by {world.launcher}"),
         **{name: _Choice(getattr(policy, name), reason) for name, reason in policy.reasons.items()},
         "decode": _Choice(decode, why),
-        "threads": _Choice(config.data.threads or cores, "cores of this process, shared by the ranks of the node"),
+        "threads": _Choice(config.data.threads or cores, why_cores),
         "micro_batch_size": _micro_batch(config, world),
     }
     data = ShardSet(Path(config.data.path))
@@ -202,7 +285,8 @@ def _job(run: Path, config: TrainConfig, jobs_dir: Path, world: "World") -> "Job
     info = DataInfo(data.columns, data.vocabulary, splits["train"])
     module = load_family(jobs_dir, config.family, "module").build(config, info)
     threads = config.data.threads or cores
-    return Job(config, module, data, splits, world, device, policy, decode, threads, run)
+    check_owner = lock.check if lock else lambda: None
+    return Job(config, module, data, splits, world, device, policy, decode, threads, run, heartbeat, check_owner)
 
 
 def _card(device: "torch.device") -> tuple[int | None, str]:
@@ -218,7 +302,17 @@ def _card(device: "torch.device") -> tuple[int | None, str]:
     return 10 * major + minor, f"{name}, {memory_gib:.1f} GiB" + ("" if known else " (not in our table of GPUs)")
 
 
-def _micro_batch(config: TrainConfig, world: "World") -> _Choice:
+def _cores(world: World) -> tuple[int, str]:
+    """Return how many cores this rank may keep busy, and the reason."""
+    available = available_cores()
+    if world.cores is not None:  # bound or not: Slurm gives a rank so many, and this machine may have fewer
+        return max(
+            1, min(world.cores, available)
+        ), f"Slurm's cores per task ({world.cores}), of {available} usable here"
+    return max(1, available // world.local_world_size), "cores of this process, shared by the ranks of the node"
+
+
+def _micro_batch(config: TrainConfig, world: World) -> _Choice:
     share = -(-config.global_batch_size // world.world_size)
     size = min(config.micro_batch_size or share, share)
     return _Choice(

@@ -1,9 +1,7 @@
-"""Ranks: who am I, how do we meet, what do we agree on. The only reader of RANK, WORLD_SIZE and SLURM_*."""
+"""Ranks: how we meet, what we tell each other, what we agree on."""
 
 import json
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,65 +12,10 @@ from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
 from trainyard.errors import UserError
+from trainyard.train.world import World
 
 _MEET_S = 600  # how long ranks wait for each other at the start: images load at different speeds
 _STEP_TIMEOUT = timedelta(minutes=30)  # longest save or evaluation that others wait for
-
-
-@dataclass(frozen=True)
-class World:
-    """The processes of a run."""
-
-    rank: int = 0
-    local_rank: int = 0
-    world_size: int = 1
-    local_world_size: int = 1
-    launcher: str = "one process"
-    meeting: str = ""  # name of this start of the run, the same on all ranks; empty: MASTER_ADDR says where to meet
-    address: str = "127.0.0.1"  # where rank 0 listens
-
-    @property
-    def is_main(self) -> bool:
-        """Tell whether this process writes files and speaks."""
-        return self.rank == 0
-
-
-def world_from(environ: Mapping[str, str]) -> World:
-    """Read who we are: Trainyard's own launcher or torchrun (RANK ...), Slurm (SLURM_PROCID ...), or one process.
-
-    Slurm's variables count only inside a job step: a batch script itself, or a shell from salloc, sees the whole
-    job's SLURM_NTASKS without being one of its tasks.
-
-    Raises:
-        UserError: the variables of one launcher are incomplete.
-    """
-    try:
-        if "RANK" in environ and "WORLD_SIZE" in environ:
-            return World(
-                rank=int(environ["RANK"]),
-                local_rank=int(environ["LOCAL_RANK"]),
-                world_size=int(environ["WORLD_SIZE"]),
-                local_world_size=int(environ.get("LOCAL_WORLD_SIZE", environ["WORLD_SIZE"])),
-                launcher="trainyard" if "TRAINYARD_MEETING" in environ else "torchrun",
-                meeting=environ.get("TRAINYARD_MEETING", ""),
-            )
-        if "SLURM_STEP_ID" in environ and int(environ.get("SLURM_NTASKS", "1")) > 1:
-            parts = (environ["SLURM_JOB_ID"], environ["SLURM_STEP_ID"], environ.get("SLURM_RESTART_COUNT", "0"))
-            return World(
-                rank=int(environ["SLURM_PROCID"]),
-                local_rank=int(environ["SLURM_LOCALID"]),
-                world_size=int(environ["SLURM_NTASKS"]),
-                local_world_size=int(environ.get("SLURM_STEP_TASKS_PER_NODE", "1").split("(")[0].split(",")[0]),
-                launcher="slurm",
-                meeting="-".join(parts),
-                address=environ.get("SLURM_LAUNCH_NODE_IPADDR", "127.0.0.1"),
-            )
-    except KeyError as missing:
-        raise UserError(
-            f"The launcher's variables are incomplete: {missing.args[0]} is not set. Start with torchrun, srun, "
-            "or trainyard run --gpus N."
-        ) from None
-    return World()
 
 
 def device_of(world: World) -> torch.device:

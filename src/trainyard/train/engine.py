@@ -18,15 +18,15 @@ from torch.nn.parallel import DistributedDataParallel
 from trainyard.data import order
 from trainyard.data.loader import Loader, Micro
 from trainyard.data.shards import ShardSet
-from trainyard.errors import UserError
+from trainyard.errors import NotFinite, UserError
 from trainyard.hardware import Precision
 from trainyard.settings import Duration, TrainConfig
 from trainyard.train import checkpoint, distributed, precision
 from trainyard.train.console import ProgressBar, format_line
-from trainyard.train.distributed import Agreement, World
+from trainyard.train.distributed import Agreement
 from trainyard.train.evaluate import evaluate
 from trainyard.train.module import TrainModule
-from trainyard.train.record import Recorder
+from trainyard.train.record import Heartbeat, Recorder
 from trainyard.train.schedule import lr_factor
 from trainyard.train.step import (
     Progress,
@@ -38,6 +38,7 @@ from trainyard.train.step import (
     train_step,
 )
 from trainyard.train.stop import RuntimeLimit, Stop, StopFlag
+from trainyard.train.world import World
 
 TRAIN, VALIDATION = "train", "val"
 
@@ -59,6 +60,8 @@ class Job:
     decode: str
     threads: int  # decoding threads of this rank
     run: Path
+    heartbeat: Heartbeat
+    check_owner: Callable[[], None]  # raises if another process has taken over the run
 
 
 def fit(job: Job, *, stop: StopFlag, limit: RuntimeLimit) -> Stop:
@@ -196,6 +199,7 @@ class _Attempt:
                     result = self._step(stream)
                 watch = nullcontext()
                 bar.update(progress.step)
+                self._beat("training")
                 self._check_finite(result)
                 if self.log_every.at(progress.step):
                     self._log(result)
@@ -265,14 +269,14 @@ class _Attempt:
         if read is None or not read.value():
             return
         if not self.job.precision.loss_scaling:
-            raise UserError(
+            raise NotFinite(
                 f"Step {read.step}: the gradient is not finite, so the step was not taken and nothing after it is "
                 "saved. Usual causes: a learning rate too high (optimizer.lr, schedule.warmup), a broken sample, a "
                 f"division by zero in the loss. Go on from the last checkpoint: trainyard resume {self.job.run}"
             )
         self._event("skipped_step", at=read.step, reason="overflow in fp16; loss scale halved")
         if self.skipped_in_a_row > MAX_SKIPPED:
-            raise UserError(
+            raise NotFinite(
                 f"Step {read.step}: {self.skipped_in_a_row} steps in a row overflowed in fp16, so it is not the loss "
                 "scale. Try precision=fp32, or a lower optimizer.lr."
             )
@@ -294,6 +298,7 @@ class _Attempt:
             "memory_gib": _memory_gib(self.job.device),
         }
         self.recorder.log("train", progress.step, line)
+        self.job.heartbeat.samples_per_s = line["samples_per_s"]
         total = {} if self.total_steps is None else {"total_steps": self.total_steps}
         logger.info(format_line({"step": progress.step, **total, **line}))
 
@@ -309,6 +314,10 @@ class _Attempt:
 
     def _at_end(self) -> bool:
         return self.total_steps is not None and self.state.progress.step >= self.total_steps
+
+    def _beat(self, phase: str, *, now: bool = False) -> None:
+        if self.recorder is not None:
+            self.job.heartbeat.beat(phase, step=self.state.progress.step, total_steps=self.total_steps, now=now)
 
     def _evaluate(self) -> bool:
         """Score the validation set; tell whether it is the best score yet."""
@@ -330,6 +339,7 @@ class _Attempt:
         return self.state.module if self.state.ema is None else self.state.ema
 
     def _score(self, split: str, module: TrainModule) -> dict[str, float]:
+        self._beat("evaluating", now=True)
         begin = time.monotonic()
         metrics = evaluate(
             module,
@@ -351,6 +361,7 @@ class _Attempt:
         self._look(self.unread)
         self.unread = None
         if self.recorder is not None:
+            self._beat("saving", now=True)
             saved = self._write_checkpoint(self.recorder)
             self.save_s = saved.seconds
             self._event("checkpoint", seconds=saved.seconds, bytes=saved.bytes, file=saved.path.name)
@@ -462,6 +473,7 @@ def _recorder(job: Job, state: TrainState, position: int | None) -> Recorder:
         trackers=job.config.trackers,
         config=asdict(job.config),
         resume_at=None if position is None else state.progress.step,
+        check_owner=job.check_owner,
     )
     metric, mode = job.module.monitor
     fields = {

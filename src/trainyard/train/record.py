@@ -19,6 +19,7 @@ import json
 import math
 import os
 import re
+import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
@@ -38,6 +39,7 @@ TIMING_KEYS = frozenset(
 )
 """What differs between two runs that compute the same: leave these out to compare their metrics."""
 
+HEARTBEAT_FILE = "heartbeat.json"
 METRICS_FILE = "metrics.jsonl"
 EVENTS_FILE = "events.jsonl"
 KINDS = ("train", "eval", "event")
@@ -51,7 +53,13 @@ class Recorder:
     """The only writer of a run's metrics and events. One per run folder, on rank 0."""
 
     def __init__(
-        self, run: Path, *, trackers: Sequence[str], config: Mapping[str, object], resume_at: int | None
+        self,
+        run: Path,
+        *,
+        trackers: Sequence[str],
+        config: Mapping[str, object],
+        resume_at: int | None,
+        check_owner: Callable[[], None] = lambda: None,
     ) -> None:
         """Open both files for appending, and the trackers.
 
@@ -61,6 +69,7 @@ class Recorder:
             config: what the trackers show as the run's options; may be nested.
             resume_at: step of the checkpoint that training goes on from, after `rewind`; None for a new run, and
                 for one that left no checkpoint and starts over, after `rewind(run, 0)`.
+            check_owner: called before each write; raises if another process has taken over the run.
 
         Raises:
             UserError: a tracker is unknown or not installed, or a new run finds another one's metrics.
@@ -81,6 +90,7 @@ class Recorder:
         before = [*kept, *(e for e in _read_lines(run / EVENTS_FILE) if e["step"] <= (resume_at or 0))]
         self._elapsed_before_s = elapsed_s(before) if resume_at is not None else 0.0
         self._started_s = time.monotonic()
+        self._check_owner = check_owner
         self._metrics = (run / METRICS_FILE).open("ab")
         self._events = (run / EVENTS_FILE).open("ab")
 
@@ -101,6 +111,7 @@ class Recorder:
         line: Line = {"kind": kind, "step": step, **values, "elapsed_s": self._elapsed_now_s()}
         if kind == "event":
             line["time"] = datetime.now(UTC).isoformat(timespec="seconds")
+        self._check_owner()
         file = self._events if kind == "event" else self._metrics
         file.write(_encode(line))
         file.flush()
@@ -108,6 +119,7 @@ class Recorder:
 
     def position(self) -> int:
         """Return the length of `metrics.jsonl` in bytes, all on disk. A checkpoint keeps it for `rewind`."""
+        self._check_owner()
         for exporter in self._exporters:
             exporter.flush()
         self._metrics.flush()
@@ -278,6 +290,37 @@ def _attempt_name(run: Path, resume_at: int | None) -> str:
 
 def _mlflow_name(name: str) -> str:
     return re.sub(r"[^\w\-. /]", "_", name)
+
+
+# --- Heartbeat --------------------------------------------------------------------------------------------
+
+
+class Heartbeat:
+    """Says in `heartbeat.json`, every few seconds, that rank 0 lives, what it does and how far it is.
+
+    Written between steps and not by a thread of its own, so a run that hangs falls silent.
+    """
+
+    def __init__(self, run: Path, attempt: str, *, every_s: float = 5.0) -> None:
+        self.samples_per_s: float | None = None
+        self._path, self._attempt, self._every_s = run / HEARTBEAT_FILE, attempt, every_s
+        self._last_s = -math.inf
+
+    def beat(self, phase: str, *, step: int = 0, total_steps: int | None = None, now: bool = False) -> None:
+        """Write a sign of life, unless the last one is younger than `every_s`.
+
+        Args:
+            phase: "preparing", "training", "evaluating" or "saving".
+            now: write in any case, because what begins may take long.
+        """
+        if not now and time.monotonic() - self._last_s < self._every_s:
+            return
+        self._last_s = time.monotonic()
+        content = {"time": time.time(), "phase": phase, "step": step, "total_steps": total_steps}
+        content |= {"samples_per_s": self.samples_per_s, "host": socket.gethostname(), "attempt": self._attempt}
+        aside = self._path.with_name(f".{self._path.name}.{os.getpid()}")
+        aside.write_text(json.dumps(content))
+        aside.replace(self._path)
 
 
 # --- Files ------------------------------------------------------------------------------------------------

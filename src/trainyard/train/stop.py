@@ -33,8 +33,14 @@ class StopFlag:
     KeyboardInterrupt, for the person who does not want to wait.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, note: Callable[[signal.Signals], None] = lambda number: None) -> None:
+        """Do not listen yet.
+
+        Args:
+            note: called in the handler at each signal; may write a small file, must not touch training.
+        """
         self.reason = Stop.NONE
+        self._tell = note
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
@@ -47,6 +53,7 @@ class StopFlag:
             signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        self._tell(signal.Signals(number))
         if number == signal.SIGINT and self.reason == Stop.ASKED:
             raise KeyboardInterrupt
         self.reason = max(self.reason, _SIGNALS[signal.Signals(number)])

@@ -1,0 +1,86 @@
+"""Who this process is among the ranks of a run. The only reader of RANK, WORLD_SIZE and SLURM_*; loads no torch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from trainyard.errors import UserError
+
+
+@dataclass(frozen=True)
+class World:
+    """The processes of a run."""
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    local_world_size: int = 1
+    launcher: str = "one process"
+    meeting: str = ""  # name of this start of the run, the same on all ranks; empty: MASTER_ADDR says where to meet
+    address: str = "127.0.0.1"  # where rank 0 listens
+    cores: int | None = None  # of this rank, where the launcher says; None: an equal share of the node's
+
+    @property
+    def is_main(self) -> bool:
+        """Tell whether this process writes files and speaks."""
+        return self.rank == 0
+
+
+def world_from(environ: Mapping[str, str]) -> World:
+    """Read who we are: Trainyard's own launcher or torchrun (RANK ...), Slurm, submitit's local executor, or alone.
+
+    Slurm's variables count only inside a job step: a batch script itself, or a shell from salloc, sees the whole
+    job's SLURM_NTASKS without being one of its tasks.
+
+    Raises:
+        UserError: the variables of one launcher are incomplete.
+    """
+    try:
+        if "RANK" in environ and "WORLD_SIZE" in environ:
+            return _torchrun(environ)
+        if "SLURM_STEP_ID" in environ:
+            return _slurm(environ)
+        if "SUBMITIT_LOCAL_NTASKS" in environ:
+            return _submitit_local(environ)
+    except KeyError as missing:
+        raise UserError(
+            f"The launcher's variables are incomplete: {missing.args[0]} is not set. Start with torchrun, srun, "
+            "or trainyard run --gpus N."
+        ) from None
+    return World()
+
+
+def attempt_id(environ: Mapping[str, str], *, started: float) -> str:
+    """Return the name of this start of a run: "<Slurm job>-<restarts>", as the batch script made it, or "local-<s>"."""
+    return environ.get("TRAINYARD_ATTEMPT") or f"local-{int(started)}"
+
+
+def _torchrun(environ: Mapping[str, str]) -> World:
+    return World(
+        rank=int(environ["RANK"]),
+        local_rank=int(environ["LOCAL_RANK"]),
+        world_size=int(environ["WORLD_SIZE"]),
+        local_world_size=int(environ.get("LOCAL_WORLD_SIZE", environ["WORLD_SIZE"])),
+        launcher="trainyard" if "TRAINYARD_MEETING" in environ else "torchrun",
+        meeting=environ.get("TRAINYARD_MEETING", ""),
+    )
+
+
+def _slurm(environ: Mapping[str, str]) -> World:
+    parts = (environ["SLURM_JOB_ID"], environ["SLURM_STEP_ID"], environ.get("SLURM_RESTART_COUNT", "0"))
+    cores = environ.get("SLURM_CPUS_PER_TASK")
+    return World(
+        rank=int(environ["SLURM_PROCID"]),
+        local_rank=int(environ["SLURM_LOCALID"]),
+        world_size=int(environ.get("SLURM_NTASKS", "1")),
+        local_world_size=int(environ.get("SLURM_STEP_TASKS_PER_NODE", "1").split("(")[0].split(",")[0]),
+        launcher="slurm",
+        meeting="-".join(parts),
+        address=environ.get("SLURM_LAUNCH_NODE_IPADDR", "127.0.0.1"),
+        cores=int(cores) if cores else None,
+    )
+
+
+def _submitit_local(environ: Mapping[str, str]) -> World:
+    count, rank = int(environ["SUBMITIT_LOCAL_NTASKS"]), int(environ["SUBMITIT_LOCAL_GLOBALID"])
+    job = environ["SUBMITIT_LOCAL_JOB_ID"]
+    return World(rank, int(environ["SUBMITIT_LOCAL_LOCALID"]), count, count, "submitit, here", f"local-{job}")
