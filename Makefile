@@ -7,13 +7,18 @@ PYTHON ?= python3
 JOB ?= fingerprint_demo
 VENV := .venv
 T := $(VENV)/bin/trainyard
-export JOB DATA RUN RAW OUT GPUS SET NAME
+export JOB DATA RUN RAW OUT GPUS SET NAME HW NODES TIME CLUSTER RUNS SWEEP MAX_PARALLEL
 
 # DATA=folder  GPUS=n  NAME=name  SET="option=value option=value", handed on word by word and never evaluated
 words = set -f; args=(); [ -z "$${DATA:-}" ] || args+=("data.path=$$DATA"); [ -z "$${GPUS:-}" ] || args+=(--gpus "$$GPUS"); \
 	[ -z "$${NAME:-}" ] || args+=(--name "$$NAME"); for word in $${SET:-}; do args+=("$$word"); done
 
-.PHONY: help setup run resume test lint pack verify report jobs bench bench-peers lock clean
+# HW=type  NODES=n  TIME=8h30m  CLUSTER=name  RUNS=folder  DRY=1
+wish = $(words); for pair in "hw $${HW:-}" "nodes $${NODES:-}" "time $${TIME:-}" "cluster $${CLUSTER:-}" "runs $${RUNS:-}"; do \
+	[ -z "$${pair\#* }" ] || args+=("--$${pair%% *}" "$${pair\#* }"); done
+
+.PHONY: help setup run resume submit sweep results status logs why cancel runs cluster-check slurm-lab-up slurm-lab-down \
+	slurm-lab-status test lint pack verify report jobs bench bench-peers lock clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -31,8 +36,45 @@ $(VENV)/.done: containers/dev.lock pyproject.toml
 run: setup ## train: JOB=fingerprint_demo  DATA=folder  GPUS=n  SET="optimizer.lr=1e-4 seed=1"
 	@$(words); $(T) run "$$JOB" "$${args[@]}"
 
-resume: setup ## go on with a run: RUN=folder, or RUN=job for its newest
-	@$(words); $(T) resume "$${RUN:-$$JOB}" "$${args[@]}"
+resume: setup ## go on with a run, where it was: RUN=folder, or RUN=job for its newest  [GPUS=4 HW=a5000]
+	@$(wish); $(T) resume "$${RUN:-$$JOB}" "$${args[@]}"
+
+submit: setup ## train on a cluster: JOB=fingerprint_1m GPUS=8  [HW=a100 NODES=2 TIME=8h CLUSTER=name DRY=1]
+	@$(wish); [ -z "$(DRY)" ] || args+=(--dry); $(T) submit "$$JOB" "$${args[@]}"
+
+sweep: setup ## one array of runs: JOB=job SWEEP="optimizer.lr=1e-4,3e-4 seed=0,1,2"  [MAX_PARALLEL=4]
+	@$(wish); $(T) sweep "$$JOB" --sweep "$${SWEEP:?is missing. Type: make sweep JOB=$$JOB SWEEP=\"seed=0,1,2\"}" \
+		--max-parallel "$${MAX_PARALLEL:-0}" "$${args[@]}"
+
+results: setup ## of a sweep: RUN=sweep
+	@$(T) results "$${RUN:?is missing. Type: make results RUN=name-of-the-sweep}"
+
+status: setup ## what runs, waits or ended lately  [RUN=run, job or sweep]
+	@$(T) status $${RUN:+"$$RUN"}
+
+logs: setup ## a run's log, until it ends: RUN=run or job
+	@$(T) logs --follow "$${RUN:-$$JOB}"
+
+why: setup ## why a run waits, stopped or failed, and what to do: RUN=run or job
+	@$(T) why "$${RUN:-$$JOB}"
+
+cancel: setup ## stop a run, resumably: RUN=run, job or sweep
+	@$(T) cancel "$${RUN:?is missing. Type: make cancel RUN=run}"
+
+runs: setup ## list all runs
+	@$(T) runs
+
+cluster-check: setup ## hold slurm/NAME.yaml against the Slurm here: CLUSTER=NAME
+	@$(T) cluster-check $${CLUSTER:+"$$CLUSTER"}
+
+slurm-lab-up: ## a real Slurm on this machine, to learn and test on (slurm/lab)
+	@$(PYTHON) slurm/lab/lab.py up
+
+slurm-lab-down: ## end it, and every job in it
+	@$(PYTHON) slurm/lab/lab.py down
+
+slurm-lab-status: ## its nodes, jobs and daemons
+	@$(PYTHON) slurm/lab/lab.py status
 
 .venv-peers/.done: benchmarks/peers.lock
 	$(VENV)/bin/uv venv .venv-peers --python $(VENV)/bin/python --clear --quiet

@@ -17,6 +17,7 @@ export TRAINYARD_ATTEMPT=$ty_job-$ty_number
 
 ty_begin() {
     mkdir -p "$ty_notes" && touch "$ty_log" || exit 1
+    echo "trainyard: attempt $TRAINYARD_ATTEMPT on $SLURM_JOB_NODELIST" >&2
     trap ':' TERM # the ranks get it too: stay until they have left
     [ "$ty_number" -eq 0 ] || ty_judge_predecessor
     local newest over
@@ -33,17 +34,20 @@ ty_begin() {
 }
 
 ty_end() { # CODE of srun
-    local code=$1 state
-    [ ! -s "$ty_notes/left-$TRAINYARD_ATTEMPT" ] || code=$(<"$ty_notes/left-$TRAINYARD_ATTEMPT")
+    local code=$1
+    if [ -s "$ty_notes/left-$TRAINYARD_ATTEMPT" ]; then
+        code=$(<"$ty_notes/left-$TRAINYARD_ATTEMPT")
+    elif [ "$code" -eq 0 ]; then
+        code=1 # srun also returns 0 when its node is set down: only the ranks can say that they are done
+    fi
     case $code in
         0) ty_stop "$ty_number" 0 done "" ;;
         2) ty_stop "$ty_number" 2 user_error "it would happen again" ;;
         86) ty_stop "$ty_number" 86 max_runtime "max_runtime is over" ;;
         87) ty_stop "$ty_number" 87 asked "SIGINT" ;;
     esac
-    state=$(squeue -h -j "$SLURM_JOB_ID" -o %T 2>/dev/null)
     # Preempted, cancelled, out of time: Slurm has decided already, and the next attempt, if any, writes down what it was.
-    [ "${state:-RUNNING}" = RUNNING ] || exit "$code"
+    [ "$(ty_state)" = RUNNING ] || exit "$code"
     if [ "$code" -ne 85 ]; then
         ty_restart "$code" crash "$(ty_how "$code")"
     elif ty_limit_is_near; then
@@ -67,13 +71,14 @@ ty_restart() { # CODE CAUSE REASON
 }
 
 ty_judge_predecessor() { # that ended without a word
-    local last=$((ty_number - 1)) nodes down
+    local last=$((ty_number - 1)) said nodes down
     ! grep -q "\"event\":\"end\",\"job\":\"$ty_job\",\"attempt\":$last," "$ty_log" || return 0
+    said=$(grep -h "JOB $SLURM_JOB_ID ON .* CANCELLED AT" "${BASH_SOURCE[0]%/*}/${ty_job}_0_log.err" 2>/dev/null | tail -n 1)
     nodes=$(sed -n "s/.*\"job\":\"$ty_job\",\"attempt\":$last,.*\"nodes\":\"\([^\"]*\)\".*/\1/p" "$ty_log" | tail -n 1)
-    down=$(sinfo -h -N -n "$nodes" -o '%N %T' 2>/dev/null | grep -E ' (down|fail|error|unknown|reboot)|\*$' | cut -d ' ' -f 1 | sort -u)
-    if [ -n "$down" ]; then
-        ty_write_end "$last" -1 node_failure slurm "down: ${down//$'\n'/ }"
-    elif [ -e "$ty_notes/signal-$ty_job-$last" ]; then
+    down=$(sinfo -h -N -n "$nodes" -o '%N %T' | grep -E ' (down|fail|error|unknown|reboot)|\*$' | cut -d ' ' -f 1 | sort -u)
+    if [[ -n $down || $said == *"NODE FAILURE"* ]]; then
+        ty_write_end "$last" -1 node_failure slurm "lost: ${down:-one of $nodes}"
+    elif [[ -e $ty_notes/signal-$ty_job-$last || $said == *PREEMPTION* ]]; then
         ty_write_end "$last" -1 preempted slurm "Slurm took the nodes back"
     else
         ty_write_end "$last" -1 node_failure slurm "ended without warning"
@@ -91,6 +96,15 @@ ty_over() { # CAUSE [1 more]: say so if the job may not start again for this cau
     limit=$(tr ' ' '\n' <<<"$TRAINYARD_LIMITS" | sed -n "s/^$1=//p")
     used=$(grep -c "\"event\":\"end\",\"job\":\"$ty_job\",.*\"cause\":\"$1\"" "$ty_log")
     [ $((used + ${2:-0})) -le "${limit:-0}" ] || printf 'the budget of %d restarts after %s is used up' "${limit:-0}" "$1"
+}
+
+ty_state() { # of the job; when Slurm ends it, this question may be ended too, and is asked again until the script is
+    local state
+    for _ in 1 2 3 4 5; do
+        state=$(squeue -h -j "$SLURM_JOB_ID" -o %T) && [ -n "$state" ] && break
+        sleep 3
+    done
+    printf %s "${state:-RUNNING}"
 }
 
 ty_limit_is_near() { # Slurm's warning comes up to a minute early

@@ -4,6 +4,8 @@ import contextlib
 import difflib
 import errno
 import fcntl
+import functools
+import itertools
 import json
 import os
 import platform
@@ -32,6 +34,7 @@ CONFIG = "config.yaml"
 RECORD = "env.json"
 DIFF = "code.diff"
 LOCK = "lock"
+SUBMISSION = "slurm/submission.json"
 
 _RECORDED_DISTRIBUTIONS = ("trainyard", "torch", "torchvision", "h5py", "numpy", "hydra-core", "submitit")
 _RECORDED_VARIABLES = (
@@ -159,6 +162,7 @@ def _environment(environ: Mapping[str, str], checkout: Mapping[str, Any]) -> dic
     }
 
 
+@functools.cache
 def _versions() -> dict[str, str]:
     installed = {d.name.lower(): d.version for d in metadata.distributions()}
     recorded = {
@@ -214,7 +218,7 @@ def _git(folder: Path, *arguments: str) -> bytes:
 
 
 @dataclass(frozen=True)
-class _Owner:
+class Owner:
     """The process that writes to a run, such that no later process can be mistaken for it."""
 
     host: str
@@ -226,7 +230,7 @@ class _Owner:
     attempt: str = ""  # "<Slurm job>-<restarts>", where Slurm started it
 
     @classmethod
-    def me(cls, attempt: str) -> "_Owner":
+    def me(cls, attempt: str) -> "Owner":
         started_ticks = _started_ticks(os.getpid())
         assert started_ticks is not None
         return cls(
@@ -276,7 +280,7 @@ class RunLock:
         self._path = run / LOCK
         self._break_other_host = break_other_host
         self._attempt = attempt
-        self._owner: _Owner | None = None
+        self._owner: Owner | None = None
 
     def check(self) -> None:
         """Stop a process that has lost its lock before it writes.
@@ -284,16 +288,16 @@ class RunLock:
         Raises:
             UserError: another process has taken over the run.
         """
-        found = _read_owner(self._path)
+        found = read_owner(self._path)
         if found != self._owner:
             who = f"process {found.pid} on {found.host} writes to it now" if found else "its lock was deleted"
             raise UserError(f"{self._path.parent}: this attempt no longer owns the run: {who}. It stops here.")
 
     def __enter__(self) -> Self:
-        owner = _Owner.me(self._attempt)
+        owner = Owner.me(self._attempt)
         content = _to_json(asdict(owner))
         while not _create(self._path, content):
-            with _alone(self._path.with_name(f"{LOCK}.guard")):
+            with _alone_with(self._path):
                 if self._take_over(content):
                     break
         self._owner = owner
@@ -305,7 +309,7 @@ class RunLock:
         assert self._owner is not None
         if self._owner.pid != os.getpid():
             return
-        if _read_owner(self._path) == self._owner:
+        if read_owner(self._path) == self._owner:
             self._path.unlink()
 
     def _take_over(self, content: str) -> bool:
@@ -313,7 +317,7 @@ class RunLock:
 
         Newcomers see the old lock or the new one, never none, so they come here too, and one at a time.
         """
-        run, old = self._path.parent, _read_owner(self._path)
+        run, old = self._path.parent, read_owner(self._path)
         if old is None:
             return False
         if not old.is_succeeded_by(self._attempt):
@@ -322,7 +326,7 @@ class RunLock:
         write_atomically(self._path, content)
         return True
 
-    def _refuse_if_it_may_live(self, old: _Owner) -> None:
+    def _refuse_if_it_may_live(self, old: Owner) -> None:
         run = self._path.parent
         who = f"process {old.pid} on {old.host} writes to this run since {old.since}"
         if old.is_judged_here():
@@ -333,6 +337,18 @@ class RunLock:
                 f"{run}: {who}, and cannot be seen from here. Look there whether it still runs: ps -p {old.pid}. If "
                 "it does not, add --break-lock."
             )
+
+
+def release(run: Path) -> None:
+    """Delete the lock of a run whose Slurm job is over, for a caller who has asked Slurm.
+
+    The owner may lie on a node that cannot be seen from here. Should it live against all appearances, it finds its
+    lock gone at its next write, and stops.
+    """
+    owner = read_owner(run / LOCK)
+    if owner is not None and owner.attempt and not (owner.is_judged_here() and owner.lives()):
+        logger.info(f"{run}: released the lock of attempt {owner.attempt} on {owner.host}, whose job is over")
+        (run / LOCK).unlink()
 
 
 def _create(path: Path, content: str) -> bool:
@@ -348,9 +364,14 @@ def _create(path: Path, content: str) -> bool:
     return True
 
 
-def _read_owner(path: Path) -> _Owner | None:
+def read_owner(path: Path) -> Owner | None:
+    """Return who holds a lock, None if nobody does.
+
+    Raises:
+        UserError: the file is no lock.
+    """
     try:
-        return _Owner(**json.loads(path.read_text(encoding="utf-8")))
+        return Owner(**json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         return None
     except (ValueError, TypeError):
@@ -361,16 +382,34 @@ def _read_owner(path: Path) -> _Owner | None:
 
 
 @contextlib.contextmanager
-def _alone(guard: Path) -> Iterator[None]:
-    """Hold an flock on `guard`; the kernel frees it if the process dies. Others wait the milliseconds it is held."""
+def _alone_with(lock: Path) -> Iterator[None]:
+    """Judge a lock while nobody else does; others wait the milliseconds that takes."""
+    try:
+        with alone(lock.with_name(f"{LOCK}.guard")):
+            yield
+    except FlockRefused as error:
+        raise UserError(
+            f"{lock.parent}: is locked, and this file system cannot tell whether for good ({error}). If nothing writes "
+            f"to the run, delete the lock: rm {lock}"
+        ) from None
+
+
+class FlockRefused(Exception):
+    """The file system knows no flock."""
+
+
+@contextlib.contextmanager
+def alone(guard: Path) -> Iterator[None]:
+    """Hold an flock on the file `guard`, after those who hold it; the kernel frees it if the process dies.
+
+    Raises:
+        FlockRefused: on entering.
+    """
     with guard.open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
         except OSError as error:
-            raise UserError(
-                f"{guard.parent}: is locked, and this file system cannot tell whether for good ({error.strerror}). If "
-                f"nothing writes to the run, delete the lock: rm {guard.parent / LOCK}"
-            ) from None
+            raise FlockRefused(error.strerror) from None
         yield
 
 
@@ -427,6 +466,8 @@ def cause_of(error: BaseException) -> str:
         return "disk_full"
     if isinstance(error, UserError):
         return "user_error"
+    if isinstance(error, KeyboardInterrupt):
+        return "asked"
     if name == "OutOfMemoryError":
         return "device_oom"
     if isinstance(error, MemoryError) or "DefaultCPUAllocator: can't allocate memory" in text:
@@ -462,6 +503,23 @@ def latest_run(root: Path, job: str) -> Path:
         have = f"There are runs of: {', '.join(others)}." if others else "There are no runs at all."
         raise UserError(f"{root}: no run of job '{job}'. {have} Start one: trainyard run {job}")
     return max(candidates, key=_created)
+
+
+def newest(root: Path, count: int | None, *, job: str | None = None) -> list[Path]:
+    """Return the newest runs, newest first; all if `count` is None."""
+    found = [run for run in _runs(root) if job in (None, run.parent.name)]
+    return sorted(found, key=_created, reverse=True)[:count]
+
+
+def short_name(run: Path) -> str:
+    """Return what people type for a run in the usual folder."""
+    return f"{run.parent.name}/{run.name}"
+
+
+def free_name(path: Path) -> Path:
+    """Return `path`, or path-2, path-3, ... where that is taken."""
+    names = itertools.chain([path], (path.with_name(f"{path.name}-{n}") for n in itertools.count(2)))
+    return next(name for name in names if not name.exists())
 
 
 def resolve_run(text: str, root: Path) -> Path:

@@ -10,6 +10,7 @@ import os
 import shlex
 import shutil
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -20,10 +21,10 @@ from trainyard.errors import UserError
 from trainyard.hardware import Precision, gpu_of_key, image_target, precision_for
 from trainyard.launch.cluster import Cluster, GpuNodes, minutes
 from trainyard.launch.config import write_atomically
+from trainyard.launch.runs import SUBMISSION
 from trainyard.launch.task import Attempt
 from trainyard.settings import TrainConfig
 
-SUBMISSION = "slurm/submission.json"
 _PACKAGE = Path(__file__).resolve().parents[1]
 _CODE_LIMIT_MIB = 64
 
@@ -206,7 +207,7 @@ def submit(plan: Plan, runs: Sequence[Path], *, folder: Path, code: Code, parall
     return [job.job_id for job in jobs]
 
 
-def submit_here(config: TrainConfig, run: Path, *, ranks: int, gpus: int, time_min: int, code: Code) -> str:
+def submit_here(run: Path, *, ranks: int, gpus: int, time_min: int, code: Code) -> str:
     """Start a run in the background on this machine with submitit's local executor; return its process id."""
     from submitit.local.local import LocalExecutor
 
@@ -214,10 +215,16 @@ def submit_here(config: TrainConfig, run: Path, *, ranks: int, gpus: int, time_m
     executor = LocalExecutor(folder, python=f"env {shlex.quote(f'PYTHONPATH={code.folder}')} {_interpreter()}")
     executor.update_parameters(tasks_per_node=ranks, gpus_per_node=gpus, timeout_min=time_min, signal_delay_s=60)
     with _without_terminal():
-        job = executor.submit(Attempt(run, code.jobs))
+        job = executor.submit(Attempt(run, code.jobs, since=time.time()))
     note = {"scheduler": "local", "job": job.job_id, "gpus": ranks, "nodes": 1, "time_min": time_min}
     _write_note(run, {**note, "folder": str(folder), "code": str(code.folder), "jobs": str(code.jobs)})
     return str(job.job_id)
+
+
+def read_note(run: Path) -> dict[str, Any]:
+    """Return what the last submission of a run was."""
+    note: dict[str, Any] = json.loads((run / SUBMISSION).read_text(encoding="utf-8"))
+    return note
 
 
 def check_paths(cluster: Cluster, paths: Sequence[Path]) -> None:
@@ -370,14 +377,22 @@ def _python(plan: Plan) -> str:
     if cluster.container.kind != "apptainer":
         return python
     nvidia = ["--nv"] if plan.kind.gres else []
-    return shlex.join(
-        ["apptainer", "exec", *nvidia, *cluster.container.options, _image(plan), cluster.python or "python"]
-    )
+    binds = [word for folder in _mounted(cluster) for word in ("--bind", folder)]
+    python = cluster.python or "python"
+    return shlex.join(["apptainer", "exec", *nvidia, *binds, *cluster.container.options, _image(plan), python])
 
 
 def _pyxis(plan: Plan) -> list[str]:
     container = plan.cluster.container
-    return [f"--container-image={_image(plan)}", *container.options] if container.kind == "pyxis" else []
+    if container.kind != "pyxis":
+        return []
+    mounts = ",".join(f"{folder}:{folder}" for folder in _mounted(plan.cluster))
+    return [f"--container-image={_image(plan)}", f"--container-mounts={mounts}", *container.options]
+
+
+def _mounted(cluster: Cluster) -> list[str]:
+    """Return the folders that an image sees under their own names: runs, code and data lie there."""
+    return [folder for folder in cluster.shared if folder != "/"]
 
 
 def _image(plan: Plan) -> str:
@@ -388,7 +403,12 @@ def _image(plan: Plan) -> str:
 
 
 def _note(run: Path, job: str, scheduler: str, plan: Plan, *, folder: Path, code: Code) -> None:
-    asked = {"cluster": plan.cluster.name, "cluster_file": str(plan.cluster.path), "hw": plan.hw}
+    asked = {
+        "slurm_name": plan.cluster.slurm_name,
+        "cluster": plan.cluster.name,
+        "cluster_file": str(plan.cluster.path),
+        "hw": plan.hw,
+    }
     got = {"card": plan.kind.card, "gpus": plan.gpus, "nodes": plan.nodes, "partition": plan.kind.partition}
     places = {"code": str(code.folder), "jobs": str(code.jobs), "folder": str(folder)}
     _write_note(run, {"scheduler": scheduler, "job": job, **asked, **got, "time_min": plan.time_min, **places})

@@ -18,7 +18,7 @@ from loguru import logger
 from trainyard.errors import UserError
 from trainyard.hardware import available_cores, gpu_by_name, precision_for
 from trainyard.launch.config import freeze, load_family, thaw, write_atomically
-from trainyard.launch.runs import CONFIG, RunLock, record_error, update_record
+from trainyard.launch.runs import CONFIG, FlockRefused, RunLock, alone, record_error, update_record
 from trainyard.settings import Duration, TrainConfig
 from trainyard.train.world import World, attempt_id, world_from
 
@@ -62,7 +62,10 @@ def pack_raw(
             f"{raw}: holds no sample that {config.family} knows. What it expects: {jobs_dir / config.family}/README.md"
         )
     folder = out or Path(config.data.cache) / f"{config.family}-{listing[:12]}"
-    with tqdm(total=count, unit="sample", desc=f"packing {raw.name}", disable=None, leave=False) as bar:
+    with (
+        _first_come(folder),
+        tqdm(total=count, unit="sample", desc=f"packing {raw.name}", disable=None, leave=False) as bar,
+    ):
         data = pack(
             family.samples(raw, config),
             folder,
@@ -102,16 +105,25 @@ class Attempt:
 
     run: Path
     jobs: Path
+    since: float = 0.0  # start of all ranks, seconds since the epoch; 0: each rank's own
 
     def __call__(self) -> None:
         """Train, and leave with the exit code: submitit would call a run that stopped half-way a success."""
         try:
-            code = execute(self.run, self.jobs, environ=os.environ, started=time.time())
+            code = execute(self.run, self.jobs, environ=os.environ, started=self.since or time.time())
+            if code == 0 and world_from(os.environ).is_main:
+                _report(self.run)
         except UserError as error:
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
             code = 2
         if code:
             sys.exit(code)
+
+
+def _report(run: Path) -> None:
+    from trainyard.train.report import write_report
+
+    print(f"report: {write_report(run)}")
 
 
 def execute(run: Path, jobs_dir: Path, *, environ: Mapping[str, str], started: float, break_lock: bool = False) -> int:
@@ -214,10 +226,25 @@ def _synthetic(config: TrainConfig, jobs_dir: Path) -> Path:
             f"What the folder should hold: {jobs_dir / config.family}/README.md"
         )
     raw = Path(config.data.cache) / f"{config.family}-synthetic-{count}-seed{seed}"
-    if not raw.is_dir():
-        logger.info("drawing {} synthetic samples into {}", count, raw)
-        load_family(jobs_dir, config.family, "pack").synthesize(raw, count=count, seed=seed)
+    with _first_come(raw):
+        if not raw.is_dir():
+            logger.info("drawing {} synthetic samples into {}", count, raw)
+            load_family(jobs_dir, config.family, "pack").synthesize(raw, count=count, seed=seed)
     return raw
+
+
+@contextmanager
+def _first_come(folder: Path) -> Iterator[None]:
+    """Let one process at a time make this folder: the runs of a sweep all find that it is missing."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with alone(folder.with_name(f".{folder.name}.guard")):
+            yield
+    except FlockRefused as error:
+        raise UserError(
+            f"{folder.parent}: this file system cannot keep two runs from making {folder.name} at once ({error}). "
+            "Pack once, by hand, to another place: trainyard pack JOB RAW OUT, then data.path=OUT"
+        ) from None
 
 
 def _packing_options(config: TrainConfig) -> dict[str, Any]:

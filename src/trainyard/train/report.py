@@ -286,9 +286,9 @@ def _shown(value: object) -> str:
 # --- Plots ------------------------------------------------------------------------------------------------
 
 _BLUE = "#0072B2"
-_SERIES = (_BLUE, "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+SERIES = (_BLUE, "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 """Colours that people with any colour vision tell apart (Okabe and Ito 2008, https://jfly.uni-koeln.de/color/)."""
-_MARKERS = "os^Dv*P"
+MARKERS = "os^Dv*P"
 _SPENT_COLOURS = {
     "compute": _BLUE,
     "data wait": "#E69F00",
@@ -331,13 +331,13 @@ _TITLES = {
 
 
 @dataclass(frozen=True)
-class _Plot:
+class Plot:
     name: str  # file name without its ending
     title: str
     png: bytes
 
 
-def _plots(story: _Story) -> tuple[list[_Plot], list[_Plot], list[_Plot]]:
+def _plots(story: _Story) -> tuple[list[Plot], list[Plot], list[Plot]]:
     """Draw what there is to draw: (training curves, metrics on evaluation sets, speed)."""
     names = dict.fromkeys(key for line in story.train for key, value in line.items() if isinstance(value, int | float))
     curves = [n for n in names if n not in TIMING_KEYS | {"step", "epoch", "samples_seen"}]
@@ -357,7 +357,7 @@ def _moves(evals: Sequence[Line], name: str) -> bool:
     return all(len(seen) < 2 for seen in values.values()) or any(len(set(seen)) > 1 for seen in values.values())
 
 
-def _curve(story: _Story, key: str) -> _Plot:
+def _curve(story: _Story, key: str) -> Plot:
     """Plot one number of the training lines over the steps, with its running mean where there are many."""
     steps = np.array([line["step"] for line in story.train if key in line])
     values = np.array([line[key] for line in story.train if key in line], dtype=np.float64)
@@ -378,7 +378,7 @@ def _curve(story: _Story, key: str) -> _Plot:
                 steps[~finite],
                 bottom,
                 "x",
-                color=_SERIES[1],
+                color=SERIES[1],
                 transform=place,
                 label="not finite",
                 clip_on=False,
@@ -392,7 +392,7 @@ def _curve(story: _Story, key: str) -> _Plot:
         axes.set_ylabel(_UNITS.get(key, key))
 
     title = _TITLES.get(key, f"Training: {key}")
-    return _Plot(_slug(f"train_{key}"), title, _figure(title, draw))
+    return Plot(slug(f"train_{key}"), title, figure(title, draw))
 
 
 def _spans_decades(values: np.ndarray) -> bool:
@@ -411,7 +411,7 @@ def _running_mean(values: np.ndarray, width: int) -> np.ndarray:
     return mean
 
 
-def _metric_plot(story: _Story, name: str) -> _Plot:
+def _metric_plot(story: _Story, name: str) -> Plot:
     """Plot one metric over the steps, a line for each split, with its 95 % interval where there is one."""
 
     def draw(axes: "Axes") -> None:
@@ -419,7 +419,7 @@ def _metric_plot(story: _Story, name: str) -> _Plot:
             lines = [line for line in story.evals if str(line["split"]) == split and name in line]
             if not lines:
                 continue
-            colour, marker = _SERIES[i % len(_SERIES)], _MARKERS[i % len(_MARKERS)]
+            colour, marker = SERIES[i % len(SERIES)], MARKERS[i % len(MARKERS)]
             steps = [line["step"] for line in lines]
             axes.plot(steps, [line[name] for line in lines], color=colour, marker=marker, markersize=4, label=split)
             certain = [line for line in lines if _has_interval(line, name)]
@@ -429,10 +429,10 @@ def _metric_plot(story: _Story, name: str) -> _Plot:
         axes.set_ylabel(name)
         axes.legend()
 
-    return _Plot(_slug(f"eval_{name}"), name, _figure(name, draw))
+    return Plot(slug(f"eval_{name}"), name, figure(name, draw))
 
 
-def _time_plot(story: _Story) -> _Plot:
+def _time_plot(story: _Story) -> Plot:
     """Plot the share of the run's time that each kind of work took, as one bar."""
 
     def draw(axes: "Axes") -> None:
@@ -449,10 +449,10 @@ def _time_plot(story: _Story) -> _Plot:
 
     title = "Where the time went"
     label = f"share of {format_duration(sum(story.time_spent_s().values()))} (%)"
-    return _Plot("time", title, _figure(title, draw, x_label=label))
+    return Plot("time", title, figure(title, draw, x_label=label))
 
 
-def _figure(title: str, draw: Callable[["Axes"], None], *, x_label: str = "optimizer step") -> bytes:
+def figure(title: str, draw: Callable[["Axes"], None], *, x_label: str = "optimizer step") -> bytes:
     """Return one pair of axes as PNG. No pyplot: no global figure stays behind, and no display is needed."""
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -472,7 +472,7 @@ def _figure(title: str, draw: Callable[["Axes"], None], *, x_label: str = "optim
     return out.getvalue()
 
 
-def _slug(text: str) -> str:
+def slug(text: str) -> str:
     return re.sub(r"[^\w.-]+", "_", text)
 
 
@@ -498,22 +498,22 @@ def write_report(run: Path) -> Path:
     body = "\n".join(
         [
             _header(story),
-            _section("Summary", _summary(story), _results(story)),
-            _section("Training", _gallery(training)),
-            _section("Evaluation", _gallery(metrics), _evaluations(story)),
-            _section("Speed", _gallery(speed), _time_table(story)),
-            _section("Attempts and events", _attempts(story), _events(story)),
-            _section("Automatic choices", _choices(story)),
-            _section("Environment", _environment_table(story)),
-            _section("Configuration", f"<pre>{html.escape(story.config)}</pre>" if story.config else ""),
+            section("Summary", _summary(story), _results(story)),
+            section("Training", gallery(training)),
+            section("Evaluation", gallery(metrics), _evaluations(story)),
+            section("Speed", gallery(speed), _time_table(story)),
+            section("Attempts and events", _attempts(story), _events(story)),
+            section("Automatic choices", _choices(story)),
+            section("Environment", _environment_table(story)),
+            section("Configuration", f"<pre>{html.escape(story.config)}</pre>" if story.config else ""),
         ]
     )
-    page = _PAGE.replace("@TITLE@", html.escape(f"{story.job} - {run.name}")).replace("@BODY@", body)
+    page = PAGE.replace("@TITLE@", html.escape(f"{story.job} - {run.name}")).replace("@BODY@", body)
     replace_file(run / "report.html", page.encode())
     return run / "report.html"
 
 
-_PAGE = """<!DOCTYPE html>
+PAGE = """<!DOCTYPE html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
@@ -586,7 +586,7 @@ def _header(story: _Story) -> str:
     )
 
 
-def _section(title: str, *parts: str) -> str:
+def section(title: str, *parts: str) -> str:
     inner = "\n".join(part for part in parts if part) or '<p class="soft">Not recorded.</p>'
     return f"<section>\n<h2>{html.escape(title)}</h2>\n{inner}\n</section>"
 
@@ -608,12 +608,12 @@ def _results(story: _Story) -> str:
         note = f"Best by {name} on {line['split']}."
     names = _all_metrics(story.evals)
     rows = [[name, *(_value(line, name).replace(" [", "\n[") for _, line in columns)] for name in names]
-    table = _table(["metric", *(title for title, _ in columns)], rows)
+    table = table(["metric", *(title for title, _ in columns)], rows)
     caption = f"Last evaluation of each split; 95 % intervals in brackets. {note}"
     return f'{table}<p class="soft">{html.escape(caption)}</p>'
 
 
-def _gallery(plots: Sequence[_Plot]) -> str:
+def gallery(plots: Sequence[Plot]) -> str:
     figures = [
         f'<figure><img alt="{html.escape(plot.title)}" '
         f'src="data:image/png;base64,{base64.b64encode(plot.png).decode()}"></figure>'
@@ -635,12 +635,12 @@ def _evaluations(story: _Story) -> str:
         ]
         for line in story.evals
     ]
-    return _table(["split", "step", "epoch", *names], rows)
+    return table(["split", "step", "epoch", *names], rows)
 
 
 def _time_table(story: _Story) -> str:
     rows = [[name, f"{seconds:,.1f}", f"{share:.1f}"] for name, seconds, share in _shares(story)]
-    return _table(["part", "seconds", "share (%)"], rows) if rows else ""
+    return table(["part", "seconds", "share (%)"], rows) if rows else ""
 
 
 def _attempts(story: _Story) -> str:
@@ -662,7 +662,7 @@ def _attempts(story: _Story) -> str:
                 _ending(last) if last.get("event") in ENDS else _ABSENT,
             ]
         )
-    return _table(
+    return table(
         ["attempt", "started", "host", "device", "ranks", "from step", "to step", "ended"],
         rows,
         numbers=False,
@@ -684,7 +684,7 @@ def _events(story: _Story) -> str:
     ]
     cut = len(story.events) - len(rows)
     note = f'<p class="soft">{cut} earlier events are in {EVENTS_FILE}.</p>' if cut else ""
-    return _table(["time", "step", "event", "details"], rows, numbers=False) + note
+    return table(["time", "step", "event", "details"], rows, numbers=False) + note
 
 
 def _choices(story: _Story) -> str:
@@ -692,7 +692,7 @@ def _choices(story: _Story) -> str:
     for name, choice in dict(story.env.get("choices") or {}).items():
         known = choice if isinstance(choice, Mapping) else {"value": choice}
         rows.append([str(name), str(known.get("value", _ABSENT)), str(known.get("reason", _ABSENT))])
-    return _table(["choice", "value", "reason"], rows, numbers=False) if rows else ""
+    return table(["choice", "value", "reason"], rows, numbers=False) if rows else ""
 
 
 def _environment_table(story: _Story) -> str:
@@ -700,11 +700,11 @@ def _environment_table(story: _Story) -> str:
     for section, content in story.env.items():
         if section != "choices":
             rows = [[k, _shown(v)] for k, v in (flatten(content) if isinstance(content, Mapping) else [("", content)])]
-            parts.append(f"<h3>{html.escape(str(section))}</h3>{_table(['name', 'value'], rows, numbers=False)}")
+            parts.append(f"<h3>{html.escape(str(section))}</h3>{table(['name', 'value'], rows, numbers=False)}")
     return "".join(parts)
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: bool = True) -> str:
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: bool = True) -> str:
     """Return a table, its text escaped; `numbers` aligns all but the first column to the right."""
 
     def cells(tag: str, row: Sequence[str]) -> str:

@@ -13,6 +13,7 @@ class ModelSettings:
     batch_norm: bool = option(True, "normalise by batch statistics")
     dropout: float = option(0.1, "share of features dropped", low=0, high=0.9)
     diary: str = option("", "file that each training batch's sample ids are appended to", free=True)
+    sleep_ms: int = option(0, "time a training batch takes longer than it must", low=0, free=True)
     poison_step: int = option(-1, "samples seen from which the loss is infinite; -1: never", low=-1)
 
 

@@ -1,5 +1,6 @@
 """A network that tells the direction of stripes."""
 
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -25,6 +26,7 @@ class StripesModule(TrainModule):
         self.head = nn.Linear(width, classes)
         self.poison_step = config.model.poison_step
         self.diary = config.model.diary
+        self.sleep_s = config.model.sleep_ms / 1000
 
     def logits(self, image_BCHW: Tensor) -> Tensor:
         x_BCHW = image_BCHW
@@ -36,6 +38,8 @@ class StripesModule(TrainModule):
         if self.diary and self.training:
             with Path(self.diary).open("a") as file:  # one write per line, so ranks do not tear each other's
                 file.write(f"{int(batch['samples_seen'])} {' '.join(map(str, batch['sample_id'].tolist()))}\n")
+        if self.training:
+            time.sleep(self.sleep_s)
         loss = F.cross_entropy(self.logits(batch["image"]), batch["direction"])
         if self.poison_step >= 0:
             loss = loss * torch.where(batch["samples_seen"] >= self.poison_step, torch.inf, 1.0)

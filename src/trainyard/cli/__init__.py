@@ -5,13 +5,15 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 from loguru import logger
 
 from trainyard import __version__
+from trainyard.cli import cluster
+from trainyard.cli.verb import Verbs, add_verb
 from trainyard.errors import UserError
 from trainyard.launch import config as configs
 from trainyard.launch import runs
@@ -74,33 +76,17 @@ def _parser() -> argparse.ArgumentParser:
         _add_ckpt,
         _add_report,
         _add_bench,
+        cluster.add_commands,
     ):
         add(verbs)
     return parser
-
-
-Verbs: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
-
-
-def _verb(verbs: Verbs, name: str, command: Callable[[argparse.Namespace], int], doc: str) -> argparse.ArgumentParser:
-    verb = verbs.add_parser(name, help=doc, description=doc)
-    verb.set_defaults(command=command)
-    verb.add_argument("--jobs", type=Path, default=_default_jobs(), metavar="DIR", help="folder of job families")
-    verb.add_argument("--runs", type=Path, default=Path("runs"), metavar="DIR", help="folder of runs")
-    return verb
-
-
-def _default_jobs() -> Path:
-    """Return ./jobs, or the one beside the installed checkout."""
-    here = Path("jobs")
-    return here if here.is_dir() else Path(__file__).resolve().parents[2] / "jobs"
 
 
 # run, resume, rank
 
 
 def _add_run(verbs: Verbs) -> None:
-    verb = _verb(verbs, "run", _run, "train a job here: on one GPU, several, or the CPU")
+    verb = add_verb(verbs, "run", _run, "train a job here: on one GPU, several, or the CPU")
     verb.add_argument("job", help="preset, such as fingerprint_demo: trainyard jobs")
     verb.add_argument("overrides", nargs="*", metavar="OPTION=VALUE", help="trainyard options JOB lists them")
     verb.add_argument("--name", help="name of the run's folder; the same name again goes on with that run")
@@ -133,24 +119,32 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _add_resume(verbs: Verbs) -> None:
-    verb = _verb(verbs, "resume", _resume, "go on with a run from its newest valid checkpoint")
+    verb = add_verb(verbs, "resume", _resume, "go on with a run from its newest valid checkpoint")
     verb.add_argument("run", help="its folder, or a job for that job's newest run")
     verb.add_argument("overrides", nargs="*", metavar="OPTION=VALUE", help="options that leave the mathematics alone")
-    _add_ranks(verb)
+    verb.add_argument("--here", action="store_true", help="on this machine, though it was submitted to a cluster")
+    verb.add_argument("--update-code", action="store_true", help="submitted: with today's code, not its own copy")
+    verb.add_argument("--cpu-ranks", type=int, default=0, metavar="N", help="here: processes that share the cores")
+    verb.add_argument("--break-lock", action="store_true", help="take a run from a host that is known dead")
+    cluster.add_wish(verb, gpus=0)
 
 
 def _resume(args: argparse.Namespace) -> int:
     run = runs.resolve_run(args.run, args.runs)
-    count = _rank_count(args)
+    submitted = (run / runs.SUBMISSION).is_file() and not args.here
+    if submitted:
+        cluster.refuse_if_busy([run])
+        runs.release(run)
+    count = 1 if submitted else _rank_count(args)
     if _is_main():
         with runs.RunLock(run, break_other_host=args.break_lock):
             config = configs.thaw(run / runs.CONFIG, args.jobs)
             _change(run, config, configs.apply_overrides(config, args.overrides))
-    return _train(run, args, count)
+    return cluster.resubmit(run.absolute(), args) if submitted else _train(run, args, count)
 
 
 def _add_rank(verbs: Verbs) -> None:
-    verb = _verb(verbs, "rank", _rank, "be one rank of a run (what run and resume start)")
+    verb = add_verb(verbs, "rank", _rank, "be one rank of a run (what run and resume start)")
     verb.add_argument("run", type=Path)
     verb.add_argument("--break-lock", action="store_true")
     verb.add_argument("--since", type=float, required=True)
@@ -235,7 +229,8 @@ def _rank_count(args: argparse.Namespace) -> int:
 
 
 def _is_launched() -> bool:
-    return "RANK" in os.environ or "SLURM_STEP_ID" in os.environ
+    in_step = "SLURM_STEP_ID" in os.environ and int(os.environ.get("SLURM_NTASKS", "1")) > 1
+    return "RANK" in os.environ or in_step
 
 
 def _is_main() -> bool:
@@ -259,7 +254,7 @@ def _await_run(run: Path) -> Path:
 
 
 def _add_jobs(verbs: Verbs) -> None:
-    _verb(verbs, "jobs", _jobs, "list the jobs one can run")
+    add_verb(verbs, "jobs", _jobs, "list the jobs one can run")
 
 
 def _jobs(args: argparse.Namespace) -> int:
@@ -270,7 +265,7 @@ def _jobs(args: argparse.Namespace) -> int:
 
 
 def _add_options(verbs: Verbs) -> None:
-    verb = _verb(verbs, "options", _options, "list a job's options, their values and what they do")
+    verb = add_verb(verbs, "options", _options, "list a job's options, their values and what they do")
     verb.add_argument("job")
     verb.add_argument("overrides", nargs="*", metavar="OPTION=VALUE")
 
@@ -285,7 +280,7 @@ def _options(args: argparse.Namespace) -> int:
 
 
 def _add_pack(verbs: Verbs) -> None:
-    verb = _verb(verbs, "pack", _pack, "write raw files into shards, or finish writing them")
+    verb = add_verb(verbs, "pack", _pack, "write raw files into shards, or finish writing them")
     verb.add_argument("job")
     verb.add_argument("raw", type=Path, help="folder of raw files")
     verb.add_argument("out", type=Path, help="folder of shards")
@@ -304,7 +299,7 @@ def _pack(args: argparse.Namespace) -> int:
 
 
 def _add_verify(verbs: Verbs) -> None:
-    verb = _verb(verbs, "verify", _verify, "read packed data in full and name every damaged record")
+    verb = add_verb(verbs, "verify", _verify, "read packed data in full and name every damaged record")
     verb.add_argument("data", type=Path, help="folder of shards")
 
 
@@ -326,7 +321,7 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _add_ckpt(verbs: Verbs) -> None:
-    verb = _verb(verbs, "ckpt", _ckpt, "list, verify or export the checkpoints of a run")
+    verb = add_verb(verbs, "ckpt", _ckpt, "list, verify or export the checkpoints of a run")
     verb.add_argument("what", choices=("list", "verify", "export"))
     verb.add_argument("run", help="its folder, or a job for that job's newest run")
     verb.add_argument("out", type=Path, nargs="?", help="export: file of weights to write, .safetensors")
@@ -366,7 +361,7 @@ def _export(run: Path, entries: "list[checkpoint.Entry]", args: argparse.Namespa
 
 
 def _add_report(verbs: Verbs) -> None:
-    verb = _verb(verbs, "report", _report, "write a run's report: one HTML page and its plots")
+    verb = add_verb(verbs, "report", _report, "write a run's report: one HTML page and its plots")
     verb.add_argument("run", help="its folder, or a job for that job's newest run")
 
 
@@ -383,7 +378,7 @@ def _report(args: argparse.Namespace) -> int:
 
 
 def _add_bench(verbs: Verbs) -> None:
-    verb = _verb(verbs, "bench", _bench, "measure reading, decoding and steps against the usual loaders")
+    verb = add_verb(verbs, "bench", _bench, "measure reading, decoding and steps against the usual loaders")
     bench.add_arguments(verb)
 
 

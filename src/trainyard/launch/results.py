@@ -1,0 +1,483 @@
+"""What a sweep came to: a metric for each combination of its options with its spread over seeds, as text and files."""
+
+import csv
+import difflib
+import html
+import io
+import itertools
+import math
+import statistics
+import textwrap
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainyard.errors import UserError
+from trainyard.launch.config import write_atomically
+from trainyard.launch.status import ACTIVE
+from trainyard.launch.sweep import Element, Sweep
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+PAGE = "results.html"
+TABLE = "results.csv"
+PLOTS = "plots"
+
+SEED = "seed"
+"""The option whose values are repetitions of one experiment rather than experiments of their own."""
+
+_WIDTH = 110
+_TRAIN = "train"
+_NO_METRICS = ("kind", "step", "epoch", "split", "seconds", "elapsed_s")
+
+
+@dataclass(frozen=True)
+class Monitor:
+    """How a module tells a better model from a worse one."""
+
+    split: str
+    metric: str
+    mode: str  # "min" or "max"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one run of a sweep came to."""
+
+    element: Element
+    state: str  # a word of `trainyard status`
+    monitor: Monitor | None  # None: it has not begun to train
+    metrics: Mapping[str, Mapping[str, float]]  # by split: the best validation so far; of a finished run, the tests too
+    gpu_hours: float
+    cpu_rank_hours: float
+
+    @property
+    def values(self) -> dict[str, str]:
+        """The value of each axis."""
+        return {name: value for name, _, value in (word.partition("=") for word in self.element.overrides)}
+
+    def lacks(self, metric: str, splits: Iterable[str]) -> str:
+        """Return why the run is in no mean of this metric; empty if it is."""
+        if self.state != "done":
+            return self.state
+        missing = [s for s in splits if not math.isfinite(self.metrics.get(s, {}).get(metric, math.nan))]
+        return f"{metric} on {missing[0]} is not a finite number" if missing else ""
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A mean with its 95 % confidence interval."""
+
+    n: int
+    value: float
+    half_width: float | None  # None: one value has no spread
+
+
+@dataclass(frozen=True)
+class Row:
+    """One combination of all options but the seed."""
+
+    values: Mapping[str, str]
+    outcomes: Sequence[Outcome]  # one per seed, finished or not
+    means: Mapping[str, Mean]  # by split, over the finished runs; empty if there is none
+
+    @property
+    def counted(self) -> int:
+        """How many runs the means are over."""
+        return next((mean.n for mean in self.means.values()), 0)
+
+
+@dataclass(frozen=True)
+class Results:
+    """A sweep's runs, and what they mean together."""
+
+    sweep: Sweep
+    metric: str  # empty: no run has begun to train
+    mode: str  # "min" or "max"; empty: nobody said which way is better
+    splits: Sequence[str]  # validation first, where there is one, then the test sets
+    outcomes: Sequence[Outcome]
+    rows: Sequence[Row]
+
+    @property
+    def best(self) -> Row | None:
+        """The combination with the best mean on the first split.
+
+        That is validation where there is one: a choice by the test set would flatter the test value.
+        """
+        ranked = [row for row in self.rows if row.means]
+        if not self.mode or not ranked:
+            return None
+        choose = max if self.mode == "max" else min
+        return choose(ranked, key=lambda row: row.means[self.splits[0]].value)
+
+    def left_out(self) -> Iterator[tuple[Outcome, str]]:
+        """Yield each run that is in no mean, with the reason."""
+        for outcome in self.outcomes:
+            if reason := outcome.lacks(self.metric, self.splits):
+                yield outcome, reason
+
+
+def collect(sweep: Sweep, state_by_run: Mapping[Path, str], *, metric: str = "") -> Results:
+    """Read what the runs of a sweep have recorded.
+
+    Means are over finished runs only: one that stopped half-way is another experiment. Test values are those of the
+    weights that were best on validation.
+
+    Args:
+        state_by_run: state of each element's run, in the words of `trainyard status`.
+        metric: empty: the one by which the module tells a better model.
+
+    Raises:
+        UserError: no run has that metric, or the runs go by different ones and none was named.
+    """
+    outcomes = [_outcome(element, state_by_run[element.run]) for element in sweep.elements]
+    metric, mode = _chosen(outcomes, metric)
+    done = [outcome for outcome in outcomes if outcome.state == "done"]
+    splits = list(dict.fromkeys(s for o in done for s, values in o.metrics.items() if metric in values))
+    groups: dict[tuple[str, ...], list[Outcome]] = {}
+    for outcome in outcomes:
+        groups.setdefault(tuple(v for name, v in outcome.values.items() if name != SEED), []).append(outcome)
+    rows = [_row(group, metric, splits) for group in groups.values()]
+    return Results(sweep, metric, mode, splits, outcomes, rows)
+
+
+def mean_of(values: Sequence[float]) -> Mean:
+    """Return the mean of independent values with its 95 % confidence interval.
+
+    The interval is mean +- t * s / sqrt(n), with t the quantile of Student's distribution for n - 1 degrees of freedom
+    (Student, "The probable error of a mean", Biometrika 6, 1908). It takes the values as normally distributed.
+    """
+    n, mean = len(values), statistics.fmean(values)
+    half_width = t_quantile(n - 1) * statistics.stdev(values) / math.sqrt(n) if n > 1 else None
+    return Mean(n, mean, half_width)
+
+
+def t_quantile(degrees: int, *, confidence: float = 0.95) -> float:
+    """Return t such that Student's distribution has `confidence` of its mass within +- t.
+
+    Solves A(t | degrees) = confidence for the angle atan(t / sqrt(degrees)) by bisection, with the finite sums of
+    Abramowitz and Stegun, Handbook of Mathematical Functions (1964), equations 26.7.3 and 26.7.4.
+    """
+    low, high = 0.0, math.pi / 2
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _t_mass(middle, degrees) < confidence else (low, middle)
+    return math.tan(high) * math.sqrt(degrees)
+
+
+def text(results: Results) -> str:
+    """Return a table that fits a screen, with what to type next."""
+    sweep = results.sweep
+    lines = [f"{sweep.name}  {sweep.job}, {len(results.outcomes)} runs: {_counts(results)}"]
+    lines += [*textwrap.wrap(_caption(results), _WIDTH), ""]
+    lines += _aligned([_header(results), *(_cells(results, row) for row in results.rows)])
+    notices = [*_notices(results)]
+    if notices:
+        lines += ["", "not in the means:", *_aligned(notices)]
+    lines += ["", *_aligned([["" if i else "next:", command] for i, command in enumerate(_next_commands(results))])]
+    return "\n".join(lines)
+
+
+def write(results: Results) -> Path:
+    """Write results.csv (a line for each run, with all metrics), results.html and its plots beside the sweep's file.
+
+    Returns:
+        The page. It holds all it shows: it needs no network and no other file.
+    """
+    from trainyard.train.record import replace_file
+    from trainyard.train.report import PAGE, gallery, section, table
+
+    folder = results.sweep.folder
+    write_atomically(folder / TABLE, _csv(results))
+    plots = [*_plots(results)]
+    (folder / PLOTS).mkdir(exist_ok=True)
+    for plot in plots:
+        replace_file(folder / PLOTS / f"{plot.name}.png", plot.png)
+    table = table(_header(results), [_cells(results, row) for row in results.rows])
+    notices = [*_notices(results)]
+    body = "\n".join(
+        [
+            f"<header><h1>{html.escape(results.sweep.name)}</h1>"
+            f'<p class="soft">Sweep of {html.escape(results.sweep.job)}, {len(results.outcomes)} runs: '
+            f"{_counts(results)}</p></header>",
+            section("Results", table, f'<p class="soft">{html.escape(_caption(results))}</p>').replace("+-", "\u00b1"),
+            section("Not in the means", table(["run", "why", "ask"], notices, numbers=False)) if notices else "",
+            section("Plots", gallery(plots)) if plots else "",
+            section("Runs", table(*_table_of_runs(results))),
+        ]
+    )
+    write_atomically(folder / PAGE, PAGE.replace("@TITLE@", html.escape(results.sweep.name)).replace("@BODY@", body))
+    return folder / PAGE
+
+
+# Reading the runs
+
+
+def _outcome(element: Element, state: str) -> Outcome:
+    from trainyard.train.record import STARTS, read_events, read_metrics
+
+    events = read_events(element.run)
+    lines = read_metrics(element.run)
+    starts = [event for event in events if event["event"] in STARTS]
+    monitor = Monitor(**starts[-1]["monitor"]) if starts else None
+    metrics = _metrics([line for line in lines if line["kind"] == "eval"], monitor, finished=state == "done")
+    hours = _hours(events, lines)
+    return Outcome(element, state, monitor, metrics, hours["gpu"], hours["cpu"])
+
+
+def _metrics(
+    evals: Sequence[Mapping[str, Any]], monitor: Monitor | None, *, finished: bool
+) -> dict[str, dict[str, float]]:
+    """Return by split: the metrics of the best validation, and of the tests at the end of a finished run."""
+    if monitor is None:
+        return {}
+    chosen: dict[str, Mapping[str, Any]] = {}
+    validations = [line for line in evals if line["split"] == monitor.split]
+    finite = [line for line in validations if math.isfinite(line.get(monitor.metric, math.nan))]
+    if finite:
+        choose = max if monitor.mode == "max" else min
+        chosen[monitor.split] = choose(finite, key=lambda line: line[monitor.metric])
+    if finished:
+        chosen |= {line["split"]: line for line in evals if line["split"] not in (monitor.split, _TRAIN)}
+    return {split: _numbers(line) for split, line in chosen.items()}
+
+
+def _numbers(line: Mapping[str, Any]) -> dict[str, float]:
+    return {name: v for name, v in line.items() if name not in _NO_METRICS and isinstance(v, int | float)}
+
+
+def _hours(events: Sequence[Mapping[str, Any]], lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return ranks x hours of all attempts, by kind of device, steps that were lost and taken again included.
+
+    An attempt counts from its first event to the last line of it that stands; what a killed one did after that (less
+    than the time between two checkpoints) is not known.
+    """
+    from trainyard.train.record import STARTS, elapsed_s
+
+    spent = {"gpu": 0.0, "cpu": 0.0}
+    bounds = [i for i, event in enumerate(events) if event["event"] in STARTS] + [len(events)]
+    for begin, end in itertools.pairwise(bounds):
+        first = events[begin]
+        own = [*events[begin:end], *(lines if end == len(events) else [])]  # of the last attempt no line was cut back
+        hours = (elapsed_s(map(dict, own)) - first["elapsed_s"]) / 3600
+        spent["cpu" if first["device"] == "cpu" else "gpu"] += first["world_size"] * hours
+    return spent
+
+
+def _chosen(outcomes: Sequence[Outcome], metric: str) -> tuple[str, str]:
+    """Return the metric to show, and whether more of it is better."""
+    monitors = list(dict.fromkeys((o.monitor.metric, o.monitor.mode) for o in outcomes if o.monitor))
+    if not metric and len(monitors) > 1:
+        names = ", ".join(name for name, _ in monitors)
+        raise UserError(f"The runs of this sweep go by different metrics: {names}. Name one: --metric {monitors[0][0]}")
+    if not metric:
+        return monitors[0] if monitors else ("", "")
+    known = list(dict.fromkeys(name for o in outcomes for values in o.metrics.values() for name in values))
+    if metric not in known:
+        near = difflib.get_close_matches(metric, known, n=1, cutoff=0.0)
+        there = f"Nearest: {near[0]}. There are: {', '.join(known)}." if known else "Nothing has been evaluated yet."
+        raise UserError(f"--metric {metric}: no run of this sweep has it. {there}")
+    return metric, dict(monitors).get(metric, "")
+
+
+def _row(outcomes: Sequence[Outcome], metric: str, splits: Sequence[str]) -> Row:
+    counted = [outcome for outcome in outcomes if not outcome.lacks(metric, splits)]
+    means = {s: mean_of([outcome.metrics[s][metric] for outcome in counted]) for s in splits} if counted else {}
+    return Row({n: v for n, v in outcomes[0].values.items() if n != SEED}, outcomes, means)
+
+
+def _t_mass(angle: float, degrees: int) -> float:
+    """Return the mass of Student's distribution within +- sqrt(degrees) * tan(angle)."""
+    odd = degrees % 2
+    term = total = math.cos(angle) if odd else 1.0
+    for k in range(2 + odd, degrees, 2):
+        term *= (k - 1) / k * math.cos(angle) ** 2
+        total += term
+    if not odd:
+        return math.sin(angle) * total
+    return 2 / math.pi * (angle + (math.sin(angle) * total if degrees > 1 else 0.0))
+
+
+# Words
+
+
+def _counts(results: Results) -> str:
+    return ", ".join(f"{n} {state}" for state, n in Counter(outcome.state for outcome in results.outcomes).items())
+
+
+def _caption(results: Results) -> str:
+    if not results.metric:
+        return "No run has begun to train."
+    if not results.splits:
+        return f"No run has finished, so there is no mean of {results.metric} yet; {TABLE} has what there is so far."
+    first, *tests = results.splits
+    parts = [f"{results.metric}: mean +- 95 % confidence interval over seeds (Student's t)."]
+    monitor = next(outcome.monitor for outcome in results.outcomes if outcome.monitor)
+    if first == monitor.split:
+        parts.append(f"{first}: at the best validation by {monitor.metric}" + ("." if not tests else "; "))
+    if tests and first == monitor.split:
+        parts[-1] += f"{', '.join(tests)}: with the weights of that step."
+    if results.mode:
+        parts.append(f"* {'highest' if results.mode == 'max' else 'lowest'} on {first}.")
+    else:
+        parts.append(f"No best is marked: which way of {results.metric} is better is not recorded.")
+    return " ".join(parts)
+
+
+def _header(results: Results) -> list[str]:
+    axes = [name for name in results.sweep.axes if name != SEED]
+    return ["", *axes, *(f"{results.metric} on {s}" for s in results.splits), "runs", *_cost_names(results)]
+
+
+def _cells(results: Results, row: Row) -> list[str]:
+    shown = [_shown(row.means[s]) if row.means else "-" for s in results.splits]
+    counted = f"{row.counted} of {len(row.outcomes)}"
+    mark = "*" if row is results.best else ""
+    return [mark, *row.values.values(), *shown, counted, *_costs(results, row.outcomes)]
+
+
+def _shown(mean: Mean) -> str:
+    """Write a mean to the second digit of its uncertainty."""
+    if mean.half_width is None:
+        return f"{mean.value:.4g}"
+    digits = 1 - math.floor(math.log10(mean.half_width)) if mean.half_width > 0 else 4
+    if not 0 <= digits <= 8:
+        return f"{mean.value:.4g} +- {mean.half_width:.2g}"
+    return f"{mean.value:.{digits}f} +- {mean.half_width:.{digits}f}"
+
+
+def _cost_names(results: Results) -> list[str]:
+    """Name the columns of cost; one for GPUs, and one for ranks on CPUs, where either was used."""
+    used = {"GPU-hours": sum(o.gpu_hours for o in results.outcomes)}
+    used["CPU rank-hours"] = sum(o.cpu_rank_hours for o in results.outcomes)
+    return [name for name, hours in used.items() if hours]
+
+
+def _costs(results: Results, outcomes: Iterable[Outcome]) -> list[str]:
+    chosen = [*outcomes]
+    sums = {"GPU-hours": sum(o.gpu_hours for o in chosen), "CPU rank-hours": sum(o.cpu_rank_hours for o in chosen)}
+    return [f"{sums[name]:.2f}" if sums[name] >= 0.1 else f"{sums[name]:.2g}" for name in _cost_names(results)]
+
+
+def _notices(results: Results) -> Iterator[list[str]]:
+    """Yield run, reason and what tells more, for each run that is in no mean."""
+    for outcome, reason in results.left_out():
+        verb = "status" if outcome.state in ACTIVE else "report" if outcome.state == "done" else "why"
+        yield [" ".join(outcome.element.overrides), reason, f"trainyard {verb} {outcome.element.run}"]
+
+
+def _next_commands(results: Results) -> list[str]:
+    name, best = results.sweep.name, results.best
+    commands = [f"open {results.sweep.folder / PAGE}"]
+    if any(outcome.state not in ("done", *ACTIVE) for outcome in results.outcomes):
+        commands.append(f"trainyard sweep --continue {name}")
+    if any(outcome.state in ACTIVE for outcome in results.outcomes):
+        commands.append(f"trainyard results {name}")
+    elif best is not None:
+        commands.append(f"trainyard ckpt export {_best_run(results, best)} {results.sweep.job}.safetensors")
+    return commands
+
+
+def _best_run(results: Results, row: Row) -> Path:
+    choose = max if results.mode == "max" else min
+    counted = [o for o in row.outcomes if not o.lacks(results.metric, results.splits)]
+    return choose(counted, key=lambda o: o.metrics[results.splits[0]][results.metric]).element.run
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(f"{c:<{w}}" for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+# Files
+
+
+def _table_of_runs(results: Results) -> tuple[list[str], list[list[str]]]:
+    """Return header and rows: every run with its options and the metric on each split it has."""
+    splits = list(dict.fromkeys(split for outcome in results.outcomes for split in outcome.metrics))
+    header = ["run", *results.sweep.axes, "state", *(f"{results.metric} on {s}" for s in splits), *_cost_names(results)]
+    rows = []
+    for o in results.outcomes:
+        metrics = [o.metrics.get(split, {}).get(results.metric) for split in splits]
+        shown = ["-" if value is None else f"{value:.4g}" for value in metrics]
+        rows.append([o.element.run.name, *o.values.values(), o.state, *shown, *_costs(results, [o])])
+    return header, rows
+
+
+def _csv(results: Results) -> str:
+    names = list(dict.fromkeys(f"{s}/{n}" for o in results.outcomes for s, values in o.metrics.items() for n in values))
+    fixed = ["index", "run", "state", *results.sweep.axes, "gpu_hours", "cpu_rank_hours"]
+    out = io.StringIO()
+    table = csv.DictWriter(out, [*fixed, *names], restval="", lineterminator="\n")
+    table.writeheader()
+    for o in results.outcomes:
+        table.writerow(
+            {"index": o.element.index, "run": o.element.run, "state": o.state, **o.values}
+            | {"gpu_hours": f"{o.gpu_hours:.6g}", "cpu_rank_hours": f"{o.cpu_rank_hours:.6g}"}
+            | {f"{split}/{name}": value for split, values in o.metrics.items() for name, value in values.items()}
+        )
+    return out.getvalue()
+
+
+def _plots(results: Results) -> Iterator[Any]:
+    """Draw the metric over each option whose values are numbers: a point for each seed, mean and interval."""
+    from trainyard.train.report import figure, Plot, slug
+
+    if not results.splits:
+        return
+    split = results.splits[-1]
+    for axis, values in results.sweep.axes.items():
+        if axis != SEED and len(values) > 1 and all(map(_is_number, values)):
+            title = f"{results.metric} on {split}"
+            png = figure(title, _drawing(results, axis, split), x_label=axis)
+            yield Plot(slug(axis), f"{title} over {axis}", png)
+
+
+def _drawing(results: Results, axis: str, split: str) -> Callable[["Axes"], None]:
+    from trainyard.train.report import MARKERS, SERIES
+
+    series: dict[str, list[Row]] = {}
+    for row in results.rows:
+        if row.means:
+            series.setdefault(" ".join(f"{n}={v}" for n, v in row.values.items() if n != axis), []).append(row)
+
+    def draw(axes: "Axes") -> None:
+        for i, (label, rows) in enumerate(series.items()):
+            colour, marker = SERIES[i % len(SERIES)], MARKERS[i % len(MARKERS)]
+            rows = sorted(rows, key=lambda row: float(row.values[axis]))
+            x = [float(row.values[axis]) for row in rows]
+            means = [row.means[split] for row in rows]
+            axes.errorbar(
+                x, [m.value for m in means], [m.half_width or 0.0 for m in means], label=label, color=colour,
+                marker=marker, markersize=5, capsize=3, elinewidth=1,
+            )  # fmt: skip
+            for row, place in zip(rows, x, strict=True):
+                seeds = [o.metrics[split][results.metric] for o in row.outcomes if not o.lacks(results.metric, [split])]
+                axes.plot([place] * len(seeds), seeds, "x", color=colour, markersize=4, alpha=0.7, zorder=3)
+        _set_ticks(axes, results.sweep.axes[axis])
+        axes.set_ylabel(results.metric)
+        if len(series) > 1:
+            axes.legend(fontsize="small")
+
+    return draw
+
+
+def _set_ticks(axes: "Axes", values: Sequence[str]) -> None:
+    """Mark the values themselves; on a logarithmic axis where they span more than a decade."""
+    from matplotlib.ticker import NullLocator
+
+    places = sorted(map(float, values))
+    if places[0] > 0 and places[-1] / places[0] > 10:
+        axes.set_xscale("log")
+    axes.set_xticks(places, [f"{place:g}" for place in places])
+    axes.xaxis.set_minor_locator(NullLocator())
+
+
+def _is_number(value: str) -> bool:
+    try:
+        return math.isfinite(float(value))
+    except ValueError:
+        return False

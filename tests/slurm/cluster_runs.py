@@ -1,0 +1,101 @@
+"""Runs on the lab, for tests: submitted by the command line, watched in their folders."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.slurm.conftest import Lab
+from tests.training import FAMILIES
+from trainyard.cli import main
+from trainyard.launch.runs import resolve_run
+
+LAB_FILE = Path(__file__).parents[2] / "slurm" / "lab.yaml"
+
+Start = Callable[..., Path]
+
+
+def trainyard(*words: object) -> int:
+    """Type a command."""
+    return main([str(word) for word in words])
+
+
+def starter(root: Path, cache: Path) -> Start:
+    """Return a function that submits a run of the stripes family and returns its folder."""
+
+    def start(name: str, *words: object, cluster: Path = LAB_FILE) -> Path:
+        fixed = [f"data.cache={cache}", "--jobs", FAMILIES, "--runs", root, "--cluster", cluster, "--name", name]
+        assert trainyard("submit", "stripes", *words, *fixed) == 0
+        return resolve_run(f"stripes/{name}", root)
+
+    return start
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    """Read a file of JSON lines; none yet is no line."""
+    import json
+
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def ends(run: Path) -> list[tuple[int, str, str]]:
+    """Return attempt, cause and action of each end that the batch scripts wrote down."""
+    found = lines(run / "slurm" / "attempts.jsonl")
+    return [(line["attempt"], line["cause"], line["action"]) for line in found if line["event"] == "end"]
+
+
+def wait(what: str, true: Callable[[], object], *, timeout_s: float = 150) -> None:
+    """Wait until something is true."""
+    deadline = time.monotonic() + timeout_s
+    while not true():
+        if time.monotonic() > deadline:
+            pytest.fail(f"not within {timeout_s} s: {what}")
+        time.sleep(0.2)
+
+
+def steps_of(run: Path) -> int:
+    """Return the last step whose metrics are written."""
+    return max((line["step"] for line in lines(run / "metrics.jsonl") if line["kind"] == "train"), default=0)
+
+
+def wait_for_end(lab: Lab, run: Path, *, timeout_s: float = 200) -> None:
+    """Wait until the batch script wrote its last word and the job has left Slurm."""
+    job = job_of(run)
+
+    def over() -> bool:
+        last = [line for line in lines(run / "slurm" / "attempts.jsonl") if line["job"] == job][-1:]
+        return bool(last) and last[0]["event"] == "end" and last[0]["action"] == "stop"
+
+    wait(f"the end of {run.name}", over, timeout_s=timeout_s)
+    lab.wait_for(job, ("COMPLETED", "FAILED"))
+
+
+def job_of(run: Path) -> str:
+    """Return the Slurm job of a run's last submission."""
+    import json
+
+    return str(json.loads((run / "slurm" / "submission.json").read_text())["job"])
+
+
+def rank_pids(run: Path, rank: int) -> list[int]:
+    """Return the processes that are one rank of a run."""
+    wanted = {f"TRAINYARD_RUN={run}".encode(), f"SLURM_PROCID={rank}".encode()}
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            environ, command = (folder / "environ").read_bytes(), (folder / "cmdline").read_bytes()
+        except OSError:
+            continue  # it ended meanwhile
+        if wanted <= set(environ.split(b"\0")) and b"submitit" in command and b"srun" not in command.split(b"\0")[0]:
+            found.append(int(folder.name))
+    return found
+
+
+def kill_rank(run: Path, rank: int) -> None:
+    """Kill one rank as the kernel would."""
+    (pid,) = rank_pids(run, rank)
+    os.kill(pid, signal.SIGKILL)

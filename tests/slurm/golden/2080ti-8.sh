@@ -1,0 +1,35 @@
+#!/bin/bash
+
+# Parameters
+#SBATCH --account=biometrics
+#SBATCH --cpus-per-task=4
+#SBATCH --error=/shared/runs/fingerprint_1m/NEW/slurm/%j_0_log.err
+#SBATCH --gres=gpu:rtx2080ti:8
+#SBATCH --job-name=fingerprint_1m
+#SBATCH --mail-type=END
+#SBATCH --mem=176GB
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=8
+#SBATCH --open-mode=append
+#SBATCH --output=/shared/runs/fingerprint_1m/NEW/slurm/%j_0_log.out
+#SBATCH --partition=turing
+#SBATCH --qos=normal
+#SBATCH --requeue
+#SBATCH --signal=USR2@120
+#SBATCH --time=1440
+
+# setup
+module load slurm-scripts
+export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
+export PYTHONPATH=/shared/runs/fingerprint_1m/NEW/code
+export TRAINYARD_RUN=/shared/runs/fingerprint_1m/NEW
+export TRAINYARD_LIMITS='preempted=1000 time_limit=100 node_failure=10 crash=2' TRAINYARD_SIGNAL_S=120
+source /shared/runs/fingerprint_1m/NEW/slurm/attempt.sh begin
+
+# command
+export SUBMITIT_EXECUTOR=slurm
+srun --unbuffered --output /shared/runs/fingerprint_1m/NEW/slurm/%j_%t_log.out --error /shared/runs/fingerprint_1m/NEW/slurm/%j_%t_log.err --kill-on-bad-exit=1 --cpu-bind=cores /shared/trainyard/.venv/bin/python -u -m submitit.core._submit /shared/runs/fingerprint_1m/NEW/slurm
+
+
+# teardown
+source /shared/runs/fingerprint_1m/NEW/slurm/attempt.sh end $?

@@ -1,0 +1,35 @@
+#!/bin/bash
+
+# Parameters
+#SBATCH --account=biometrics
+#SBATCH --cpus-per-task=16
+#SBATCH --error=/shared/runs/fingerprint_1m/NEW/slurm/%j_0_log.err
+#SBATCH --gres=gpu:a100:4
+#SBATCH --job-name=fingerprint_1m
+#SBATCH --mail-type=END
+#SBATCH --mem=480GB
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=4
+#SBATCH --open-mode=append
+#SBATCH --output=/shared/runs/fingerprint_1m/NEW/slurm/%j_0_log.out
+#SBATCH --partition=a100
+#SBATCH --qos=normal
+#SBATCH --requeue
+#SBATCH --signal=USR2@120
+#SBATCH --time=2880
+
+# setup
+module load slurm-scripts
+export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
+export PYTHONPATH=/shared/runs/fingerprint_1m/NEW/code
+export TRAINYARD_RUN=/shared/runs/fingerprint_1m/NEW
+export TRAINYARD_LIMITS='preempted=1000 time_limit=100 node_failure=10 crash=2' TRAINYARD_SIGNAL_S=120
+source /shared/runs/fingerprint_1m/NEW/slurm/attempt.sh begin
+
+# command
+export SUBMITIT_EXECUTOR=slurm
+srun --unbuffered --output /shared/runs/fingerprint_1m/NEW/slurm/%j_%t_log.out --error /shared/runs/fingerprint_1m/NEW/slurm/%j_%t_log.err --kill-on-bad-exit=1 --cpu-bind=cores /shared/trainyard/.venv/bin/python -u -m submitit.core._submit /shared/runs/fingerprint_1m/NEW/slurm
+
+
+# teardown
+source /shared/runs/fingerprint_1m/NEW/slurm/attempt.sh end $?

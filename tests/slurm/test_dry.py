@@ -1,0 +1,102 @@
+"""The batch scripts, compared with what a person has read and found right. No Slurm is needed."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from trainyard.cli import main
+
+GOLDEN = Path(__file__).parent / "golden"
+CLUSTER = str(GOLDEN / "cluster.yaml")
+WISHES = [
+    (hw, gpus, nodes)
+    for hw in ("p100", "2080ti", "a5000", "a100")
+    for gpus, nodes in ((1, 0), (4, 0), (8, 0), (8, 2))
+    if (hw, nodes) != ("p100", 2)  # eight P100 are two nodes anyway
+]
+
+
+def dry(*arguments: str) -> list[str]:
+    return ["submit", "fingerprint_1m", *arguments, "--dry", "--cluster", CLUSTER, "--runs", "/shared/runs"]
+
+
+def script(printed: str) -> str:
+    return printed[printed.index("#!/bin/bash") :]
+
+
+@pytest.mark.parametrize(("hw", "gpus", "nodes"), WISHES)
+def test_the_batch_script_for_each_card_is_the_one_that_was_read(hw, gpus, nodes, capsys):
+    wish = ["--hw", hw, "--gpus", str(gpus), *(["--nodes", str(nodes)] if nodes else [])]
+    assert main(dry(*wish)) == 0
+    printed = capsys.readouterr().out
+    golden = GOLDEN / f"{hw}-{gpus}{f'-on-{nodes}' if nodes else ''}.sh"
+    assert script(printed) == golden.read_text()
+
+
+def test_every_golden_text_is_compared():
+    assert len(list(GOLDEN.glob("*.sh"))) == len(WISHES) == 15
+
+
+@pytest.mark.parametrize(
+    ("gpus", "split"), [(1, "64 at once x 8 x 1"), (4, "64 at once x 2 x 4"), (8, "64 at once x 1 x 8")]
+)
+def test_the_global_batch_is_the_same_on_every_card_and_number_of_them(gpus, split, capsys):
+    for hw in ("p100", "2080ti", "a5000", "a100"):
+        assert main(dry("--hw", hw, "--gpus", str(gpus))) == 0
+        assert f"512 = {split} ranks\n" in capsys.readouterr().out
+
+
+def test_make_submit_says_the_same(tmp_path):
+    words = ["JOB=fingerprint_1m", "GPUS=8", "HW=a100", "DRY=1", f"CLUSTER={CLUSTER}", "RUNS=/shared/runs"]
+    made = subprocess.run(
+        ["make", "--no-print-directory", "submit", *words],
+        cwd=Path(__file__).parents[2],
+        env={name: value for name, value in os.environ.items() if not name.startswith("MAKE")},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert made.returncode == 0, made.stderr
+    assert script(made.stdout) == (GOLDEN / "a100-8.sh").read_text()
+    assert "needs DATA=folder" in made.stderr
+
+
+@pytest.mark.parametrize(
+    ("wish", "said"),
+    [
+        (["--hw", "a10"], "HW=a10: cluster has no such GPU type. Nearest: a100. It has: p100 (4 x 4), 2080ti (2 x 8)"),
+        (["--gpus", "64"], "64 GPUs asked for, but cluster has no type with so many: p100 (4 x 4)"),
+        (["--hw", "a100", "--gpus", "17"], "a100 has 2 nodes of 8: at most GPUS=16"),
+        (
+            ["--hw", "a100", "--gpus", "9"],
+            "9 GPUs do not spread evenly over 2 nodes of 8 a100. Ask for a multiple of 2",
+        ),
+        (["--hw", "p100", "--gpus", "8", "--nodes", "1"], "Ask for NODES=2 or 4"),
+        (["--hw", "2080ti", "--time", "3d"], "TIME=3d: partition turing of 2080ti allows at most 1d"),
+        (["--time", "soon"], "'soon' is not a time"),
+        (["--gpus", "0"], "GPUS=0: a job needs at least one"),
+        (["--hw", "p100", "precision=bf16"], "precision=bf16 asked for, but this device (sm_60) runs only fp32"),
+    ],
+)
+def test_an_impossible_wish_gets_one_line_before_the_queue(wish, said, capsys):
+    assert main(dry(*wish)) == 2
+    told = capsys.readouterr().err
+    assert said in told and told.count("\n") == 1
+
+
+def test_a_run_folder_that_slurm_cannot_write_or_nodes_cannot_see_is_refused(tmp_path, capsys):
+    from trainyard.errors import UserError
+    from trainyard.launch.cluster import load_cluster
+    from trainyard.launch.submit import check_paths
+
+    cluster = load_cluster(GOLDEN / "cluster.yaml")
+    check_paths(cluster, [Path("/shared/my runs/it's")])
+    with pytest.raises(
+        UserError, match=r"/scratch/runs: is not below a folder that the nodes of cluster share.*\(/shared\)"
+    ):
+        check_paths(cluster, [Path("/scratch/runs")])
+    for name in ("a\n#SBATCH --uid=0", "100%", "back\\slash"):
+        with pytest.raises(UserError, match="Slurm gives %, backslash and line ends a meaning"):
+            check_paths(cluster, [Path("/shared") / name])

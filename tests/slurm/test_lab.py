@@ -1,0 +1,300 @@
+"""The lab: a real Slurm that starts anywhere, listens to this machine alone, and leaves nothing behind."""
+
+import json
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.slurm.conftest import LAB, Lab, environ_of, lab_command, skip_without
+
+Stranger = Callable[[dict[str, str]], subprocess.Popen[bytes]]
+
+
+@pytest.fixture
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where a test starts a lab of its own; whatever it did, nothing of it runs on."""
+    skip_without("slurmctld", "slurmd", "sinfo", packages="slurmctld slurmd slurm-client")
+    folder = tmp_path_factory.mktemp("own") / "lab"  # not tmp_path, which bears the test's long name
+    yield folder
+    lab_command("down", folder)
+    assert processes(folder) == {}
+
+
+@pytest.fixture(autouse=True)
+def _no_job_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Keep the jobs of a test that failed out of the next one's way."""
+    yield
+    if "lab" in request.fixturenames:
+        lab = request.getfixturevalue("lab")
+        lab.run("scancel", "--user", str(os.getuid()))
+
+
+@pytest.fixture
+def stranger() -> Iterator[Stranger]:
+    """Start processes that are none of the lab's business, with an environment."""
+    started = []
+
+    def start(environ: dict[str, str]) -> subprocess.Popen[bytes]:
+        started.append(subprocess.Popen(["sleep", "600"], env=environ))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def test_up_gives_a_fresh_cluster_each_time_and_down_leaves_only_logs(folder: Path) -> None:
+    first = lab_command("up", folder)
+    assert first.returncode == 0, first.stderr
+    assert all(name in first.stdout for name in ("p100-[0-1]", "a100-urgent", f"export SLURM_CONF={folder}/etc/"))
+    lab = Lab(folder, environ_of(folder))
+    old_job = lab.batch("sleep 600", "-p", "a100")
+    lab.wait_for(old_job, "RUNNING")
+    old = processes(folder)
+
+    assert lab_command("up", folder, "--nodes", "1").returncode == 0
+    assert not old.keys() & processes(folder).keys()
+    assert lab.run("squeue", "-h", "-t", "all") == ""
+    assert int(lab.batch("true", "-p", "a100")) > int(old_job), "a job of the fresh cluster bears an old job's id"
+    assert len(lab.run("sinfo", "-h", "-N", "-o", "%N", "-p", "p100,rtx2080ti,a5000,a100").split()) == 4
+    assert lab_command("status", folder).returncode == 0
+
+    for _ in range(2):
+        down = lab_command("down", folder)
+        assert down.returncode == 0, down.stderr
+        assert processes(folder) == {}
+        assert {path.name for path in folder.iterdir()} == {"lab.lock", "log"}
+    assert lab_command("status", folder).returncode == 1
+
+
+def test_everything_listens_on_the_loopback_address_alone(lab: Lab) -> None:
+    job = lab.batch("srun sleep 600", "-p", "a100", "-N2", "--ntasks-per-node=1")
+    lab.wait_for(job, "RUNNING")
+    assert_only_loopback(lab.folder, {"slurmctld", "slurmd", "srun"})
+
+
+def test_up_that_is_killed_at_any_moment_leaves_nothing_that_down_does_not_end(folder: Path) -> None:
+    for recorded in (0, 1, 2, 5, 9):
+        starting = subprocess.Popen([sys.executable, str(LAB), "up", "--dir", str(folder)], stdout=subprocess.DEVNULL)
+        wait_until(lambda: (folder / "lab.lock").exists() and len(daemons(folder)) >= recorded)  # noqa: B023
+        starting.kill()
+        starting.wait()
+        assert recorded == 0 or processes(folder)
+        ended = lab_command("down", folder)
+        assert ended.returncode == 0, ended.stderr
+        assert processes(folder) == {}
+    again = lab_command("up", folder)
+    assert again.returncode == 0, again.stderr
+
+
+def test_down_ends_the_jobs_of_daemons_that_were_killed(folder: Path) -> None:
+    assert lab_command("up", folder).returncode == 0
+    lab = Lab(folder, environ_of(folder))
+    marker = folder.parent / "pids"
+    # One rank, and one that hides: a child without any environment.
+    job = lab.batch(f"srun sleep 601 & env -i sleep 602 & echo $! > {marker}; wait", "-p", "a100")
+    wait_until(lambda: marker.exists() and marker.read_text().strip() and "slurmstepd" in processes(folder).values())
+    lab.wait_for(job, "RUNNING")
+    hidden = int(marker.read_text())
+    wait_until(lambda: Path(f"/proc/{hidden}/environ").read_bytes() == b"")
+    for daemon in daemons(folder):
+        os.kill(daemon["pid"], signal.SIGKILL)
+    wait_until(lambda: "slurmctld" not in processes(folder).values())
+    assert "slurmstepd" in processes(folder).values()
+
+    ended = lab_command("down", folder)
+    assert ended.returncode == 0, ended.stderr
+    assert processes(folder) == {}
+    assert not is_running(hidden)
+
+
+def test_a_process_that_bears_a_recorded_pid_by_chance_is_not_touched(folder: Path, stranger: Stranger) -> None:
+    assert lab_command("up", folder, "--nodes", "1").returncode == 0
+    bystander = stranger({})
+    recorded = daemons(folder)
+    (folder / "lab.json").write_text(json.dumps([*recorded, {**recorded[0], "pid": bystander.pid}]))
+    assert lab_command("down", folder).returncode == 0
+    assert bystander.poll() is None
+
+
+def test_a_second_lab_and_a_shell_with_its_slurm_conf_outlive_the_first(
+    lab: Lab, folder: Path, stranger: Stranger
+) -> None:
+    job = lab.batch("sleep 600", "-p", "a5000")
+    lab.wait_for(job, "RUNNING")
+    before = processes(lab.folder)
+    assert lab_command("up", folder).returncode == 0
+    shell = stranger(environ_of(folder))
+    assert lab_command("down", folder).returncode == 0
+    assert shell.poll() is None
+    assert before.items() <= processes(lab.folder).items()
+    assert lab.state(job) == "RUNNING"
+
+
+def test_a_folder_that_is_not_a_lab_is_refused_and_left_as_it_is(folder: Path) -> None:
+    folder.mkdir()
+    (folder / "etc").mkdir()
+    (folder / "etc" / "precious").write_text("mine")
+    for command in ("up", "down"):
+        refused = lab_command(command, folder)
+        assert refused.returncode == 2
+        assert (
+            refused.stderr == f"slurm lab: {folder}: not empty and not a lab (no lab.lock in it): use an empty --dir\n"
+        )
+    assert [path.name for path in folder.rglob("*")] == ["etc", "precious"]
+
+
+def test_a_path_too_long_for_unix_sockets_is_refused_before_the_start(folder: Path) -> None:
+    refused = lab_command("up", folder / ("x" * 80))
+    assert refused.returncode == 2
+    assert "Unix sockets below it allow" in refused.stderr
+    assert not folder.exists()
+
+
+def test_missing_packages_are_named_with_what_to_type(tmp_path: Path) -> None:
+    # The daemons' folders are always searched, so the one that can be missing from here is Slurm's client.
+    (tmp_path / "bin").mkdir()
+    refused = subprocess.run(
+        [sys.executable, str(LAB), "up", "--dir", str(tmp_path / "lab")],
+        env={"PATH": str(tmp_path / "bin")},
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert refused.returncode == 2
+    assert "sinfo" in refused.stderr
+    assert "apt-get install slurmctld slurmd slurm-client" in refused.stderr
+    assert not (tmp_path / "lab").exists()
+
+
+def test_a_daemon_that_dies_is_reported_with_the_end_of_its_log(folder: Path) -> None:
+    broken = folder.parent / "bin" / "slurmctld"
+    broken.parent.mkdir()
+    broken.write_text("#!/bin/sh\necho fatal: nothing works here >&2\nexit 1\n")
+    broken.chmod(0o755)
+    refused = subprocess.run(
+        [sys.executable, str(LAB), "up", "--dir", str(folder)],
+        env={"PATH": f"{broken.parent}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert refused.returncode == 2
+    assert refused.stderr == "slurm lab: slurmctld died. Its log:\n  fatal: nothing works here\n"
+    assert processes(folder) == {}
+
+
+def test_a_typed_gres_gives_a_job_that_many_devices(lab: Lab) -> None:
+    devices = lab.run("srun", "-p", "a100", "--gres=gpu:a100:2", "printenv", "CUDA_VISIBLE_DEVICES")
+    assert devices == "0,1\n"
+    wrong_type = lab.attempt("srun", "-p", "a100", "--gres=gpu:p100:2", "true")
+    assert wrong_type.returncode != 0
+    assert "Requested node configuration is not available" in wrong_type.stderr
+
+
+def test_an_urgent_job_preempts_one_that_then_starts_again(lab: Lab) -> None:
+    whole = ("--exclusive", "-N2")
+    victim = lab.batch("sleep 600", "-p", "a100", *whole)
+    lab.wait_for(victim, "RUNNING")
+    urgent = lab.batch("sleep 1", "-p", "a100-urgent", *whole)
+    lab.wait_for(urgent, "COMPLETED")
+    lab.wait_for(victim, "RUNNING")
+    assert "Restarts=1" in lab.run("scontrol", "show", "job", victim)
+
+
+def test_the_short_partition_refuses_more_than_a_minute(lab: Lab) -> None:
+    refused = lab.attempt("sbatch", "-p", "short", "--time=5", "--output=/dev/null", "--wrap=true")
+    assert refused.returncode != 0
+    assert "time limit" in refused.stderr.lower()
+
+
+def test_without_accounting_sacct_does_not_answer(lab: Lab) -> None:
+    refused = lab.attempt("sacct")
+    assert refused.returncode != 0
+    assert "accounting storage is disabled" in refused.stderr
+
+
+def test_with_accounting_sacct_answers_and_the_database_listens_on_loopback_too(lab_accounting: Lab) -> None:
+    lab_accounting.run("srun", "-p", "a100", "--gres=gpu:a100:2", "true")
+    ask = ("sacct", "-n", "-X", "-P", "-o", "State,AllocTRES")
+    wait_until(lambda: "COMPLETED" in lab_accounting.run(*ask), limit_s=30)
+    assert "gres/gpu=2" in lab_accounting.run(*ask)
+    assert_only_loopback(lab_accounting.folder, {"slurmctld", "slurmd", "slurmdbd", "mariadbd"})
+
+
+def daemons(folder: Path) -> list[dict[str, Any]]:
+    """Return what the lab has recorded of the daemons it started."""
+    record = folder / "lab.json"
+    return json.loads(record.read_text()) if record.exists() else []
+
+
+def processes(folder: Path) -> dict[int, str]:
+    """Return pid and program of all that has a path below a lab's folder in its environment or its arguments."""
+    found = {}
+    for process in (entry for entry in Path("/proc").iterdir() if entry.name.isdigit()):
+        try:
+            known = (process / "environ").read_bytes() + (process / "cmdline").read_bytes()
+            program = (process / "exe").readlink().name
+        except OSError:  # gone meanwhile, or another user's
+            continue
+        if f"{folder}/".encode() in known:
+            found[int(process.name)] = program.partition("-")[0]  # Debian calls it slurmctld-wlm
+    return found
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def assert_only_loopback(folder: Path, expected: set[str]) -> None:
+    """Wait until the expected programs listen, and check each address on which a lab's processes do."""
+    wait_until(lambda: {name for name, _ in listeners(folder)} == expected)
+    assert {address for _, address in listeners(folder)} == {"127.0.0.1"}
+
+
+def listeners(folder: Path) -> list[tuple[str, str]]:
+    """Return program and address for each socket on which one of a lab's processes listens."""
+    sockets = listening_sockets()
+    return [(name, sockets[inode]) for pid, name in processes(folder).items() for inode in inodes(pid) & sockets.keys()]
+
+
+def listening_sockets() -> dict[str, str]:
+    """Return inode and address of each listening TCP socket of this machine (proc(5), /proc/net/tcp)."""
+    found = {}
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            address, is_listening = fields[1].partition(":")[0], fields[3] == "0A"
+            if is_listening:
+                short = table == "tcp"
+                found[fields[9]] = socket.inet_ntoa(struct.pack("=I", int(address, 16))) if short else address
+    return found
+
+
+def inodes(pid: int) -> set[str]:
+    """Return the inodes of a process's sockets; none once it is gone."""
+    try:
+        links = [link.readlink().name for link in Path(f"/proc/{pid}/fd").iterdir()]
+    except FileNotFoundError:
+        return set()
+    return {name[8:-1] for name in links if name.startswith("socket:[")}
+
+
+def wait_until(ready: Callable[[], object], limit_s: float = 20) -> None:
+    deadline = time.monotonic() + limit_s
+    while not ready():
+        assert time.monotonic() < deadline, "it did not come to that"
+        time.sleep(0.02)

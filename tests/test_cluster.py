@@ -1,0 +1,328 @@
+"""Cluster files: read strictly, found by name or by their Slurm, and what a mistake in one says."""
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import yaml
+
+from trainyard.errors import UserError
+from trainyard.launch.cluster import (
+    CARDS,
+    Attempts,
+    Cluster,
+    Container,
+    Finding,
+    GpuNodes,
+    check_cluster,
+    find_cluster,
+    load_cluster,
+    minutes,
+    render,
+)
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "slurm" / "examples"
+
+SMALLEST = """\
+slurm_name: tower
+shared: [/home]
+gpus:
+  a100:
+    card: a100-80-sxm
+    partition: gpu
+    per_node: 8
+    nodes: 2
+    gres: gpu:a100
+    cores_per_gpu: 8
+    memory_gib_per_gpu: 60
+"""
+
+
+def write(folder: Path, text: str, name: str = "tower") -> Path:
+    path = folder / f"{name}.yaml"
+    path.write_text(text)
+    return path
+
+
+def complaint(path: Path) -> str:
+    """Return what loading a file says, without the folder in front."""
+    with pytest.raises(UserError) as raised:
+        load_cluster(path)
+    return str(raised.value).removeprefix(f"{path.parent}/")
+
+
+def test_the_three_examples_show_the_three_ways_to_ask_for_a_gpu():
+    examples = {path.stem: load_cluster(path) for path in EXAMPLES.glob("*.yaml")}
+    assert sorted(examples) == ["constraint-venv", "gres-apptainer", "partition-pyxis"]
+    by_type, by_feature, by_partition = (
+        [(kind.gres, kind.constraint, kind.partition) for kind in examples[name].gpus.values() if kind.card != "cpu"]
+        for name in ("gres-apptainer", "constraint-venv", "partition-pyxis")
+    )
+    assert by_type == [("gpu:a100", "", "gpu"), ("gpu:a5000", "", "gpu"), ("gpu:rtx2080ti", "", "gpu")]
+    assert by_feature == [("gpu", "p100", "short"), ("gpu", "p100", "long")]
+    assert by_partition == [("gpu", "", "h100"), ("gpu", "", "a100"), ("gpu", "", "a100-preempt")]
+    assert [examples[name].container.kind for name in sorted(examples)] == ["", "apptainer", "pyxis"]
+    assert len({example.slurm_name for example in examples.values()}) == 3
+
+
+def test_the_first_example_shows_and_explains_every_key_and_every_card():
+    text = (EXAMPLES / "gres-apptainer.yaml").read_text()
+    shown = yaml.safe_load(text)
+    first_gpus = next(iter(shown["gpus"].values()))
+    expected = {f.name for f in fields(Cluster)} - {"name", "path"}
+    assert set(shown) == expected
+    for kind, part in ((GpuNodes, first_gpus), (Container, shown["container"]), (Attempts, shown["attempts"])):
+        assert set(part) == {f.name for f in fields(kind)}
+    words = text.replace("\n", " ")
+    assert [card for card in CARDS if card not in words] == []
+
+
+def test_a_file_with_the_required_keys_alone_takes_the_defaults(tmp_path):
+    cluster = load_cluster(write(tmp_path, SMALLEST))
+    a100 = GpuNodes(
+        card="a100-80-sxm",
+        partition="gpu",
+        per_node=8,
+        nodes=2,
+        gres="gpu:a100",
+        cores_per_gpu=8,
+        memory_gib_per_gpu=60,
+    )
+    assert cluster == Cluster(
+        name="tower", path=tmp_path / "tower.yaml", slurm_name="tower", shared=["/home"], gpus={"a100": a100}
+    )
+    assert (cluster.time_default, cluster.signal_delay_s, cluster.attempts) == ("8h", 120, Attempts())
+
+
+def test_values_stay_as_they_were_typed(tmp_path):
+    """YAML 1.1 would make these 83, false and a dictionary's integer key, and OmegaConf an interpolation."""
+    text = SMALLEST.replace("  a100:\n", "  3090:\n").replace("partition: gpu\n", "partition: no\n")
+    text += "account: 0123\nscratch: ${SLURM_TMPDIR}/data\nqos:\nsbatch: {mail-type: END, exclusive: true}\n"
+    cluster = load_cluster(write(tmp_path, text))
+    assert list(cluster.gpus) == ["3090"]
+    assert cluster.gpus["3090"].partition == "no"
+    assert (cluster.account, cluster.scratch, cluster.qos) == ("0123", "${SLURM_TMPDIR}/data", "")
+    assert cluster.sbatch == {"mail-type": "END", "exclusive": True}
+
+
+SENTENCES = {
+    # name: (what is replaced in SMALLEST, by what, what is said)
+    "an unknown key": (
+        "slurm_name:",
+        "slurm_nam:",
+        "tower.yaml, line 1: there is no key 'slurm_nam'. Nearest: slurm_name. Keys: slurm_name, shared, gpus, "
+        "time_default, signal_delay_s, account, qos, wckey, exclude, srun_args, sbatch, setup, python, container, "
+        "scratch, attempts.",
+    ),
+    "an unknown key of the GPUs": (
+        "cores_per_gpu",
+        "cores_per_gpus",
+        "tower.yaml, line 10: there is no key 'cores_per_gpus' in gpus.a100. Nearest: cores_per_gpu. Keys: card, "
+        "partition, per_node, nodes, gres, constraint, cores_per_gpu, memory_gib_per_gpu, time_max.",
+    ),
+    "an unknown card": (
+        "a100-80-sxm",
+        "a100-80-smx",
+        "tower.yaml, line 5: gpus.a100.card: there is no card 'a100-80-smx'. Nearest: a100-80-sxm. Known: cpu, "
+        "p100-12-pcie, p100-16-pcie, p100-16-sxm, 2080ti, a5000, a100-40-pcie, a100-40-sxm, a100-80-pcie, "
+        "a100-80-sxm, h100-pcie, h100-sxm, h200.",
+    ),
+    "a missing key": (
+        "    nodes: 2\n",
+        "",
+        "tower.yaml, line 5: gpus.a100.nodes: must be given. See slurm/examples/gres-apptainer.yaml.",
+    ),
+    "a word for a number": (
+        "per_node: 8",
+        "per_node: eight",
+        "tower.yaml, line 7: gpus.a100.per_node: expected a whole number, found 'eight'.",
+    ),
+    "a number too small": (
+        "per_node: 8",
+        "per_node: 0",
+        "tower.yaml, line 7: gpus.a100.per_node: expected 1 or more, found 0.",
+    ),
+    "an empty partition": (
+        "partition: gpu",
+        'partition: ""',
+        "tower.yaml, line 6: gpus.a100.partition: must not be empty.",
+    ),
+    "a count in gres": (
+        "gres: gpu:a100",
+        "gres: gpu:a100:8",
+        "tower.yaml, line 9: gpus.a100.gres: expected a name and a type such as gpu:a100, without a count (that is "
+        "per_node), found 'gpu:a100:8'.",
+    ),
+    "GPUs without gres": (
+        "    gres: gpu:a100\n",
+        "",
+        "tower.yaml: gpus.a100.gres: expected it such as gpu or gpu:a100, as the card has GPUs, found ''.",
+    ),
+    "a CPU with gres": (
+        "a100-80-sxm",
+        "cpu",
+        "tower.yaml: gpus.a100.gres: expected it empty, as the card is cpu, found 'gpu:a100'.",
+    ),
+    "no GPUs": (
+        SMALLEST[SMALLEST.index("gpus:") :],
+        "gpus: {}\n",
+        "tower.yaml, line 3: gpus: names no GPUs, so nothing can run. Describe one kind of node, with card: cpu if "
+        "it has none.",
+    ),
+    "GPUs that are no mapping": (
+        SMALLEST[SMALLEST.index("gpus:") :],
+        "gpus: [a100]\n",
+        "tower.yaml, line 3: gpus: expected keys with values, found a list.",
+    ),
+    "text for a list": (
+        "shared: [/home]",
+        "shared: /home",
+        "tower.yaml, line 2: shared: expected a list such as [a, b], found '/home'.",
+    ),
+    "a relative folder": (
+        "[/home]",
+        "[/home, data]",
+        "tower.yaml, line 2: shared: expected absolute paths such as /home, found 'data'.",
+    ),
+    "a time Slurm's way": (
+        "shared:",
+        "time_default: 08:00:00\nshared:",
+        "tower.yaml, line 2: time_default: '08:00:00' is not a time. Write days, hours, minutes: 2d, 8h, 8h30m, 30m; "
+        "or 90 for minutes.",
+    ),
+    "an unknown container": (
+        "shared:",
+        "container: {kind: aptainer, image: x.sif}\nshared:",
+        "tower.yaml, line 2: container.kind: expected one of \"\", apptainer, pyxis, found 'aptainer'. "
+        "Nearest: apptainer.",
+    ),
+    "a container without an image": (
+        "shared:",
+        "container: {kind: pyxis}\nshared:",
+        "tower.yaml: container.image: is empty, but container.kind is given. Give both or none.",
+    ),
+    "another brace in an image": (
+        "shared:",
+        "container: {kind: pyxis, image: 'yard-{gpu}'}\nshared:",
+        "tower.yaml, line 2: container.image: may hold {target} and no other braces, found 'yard-{gpu}'.",
+    ),
+    "an option of sbatch that has a key": (
+        "shared:",
+        "sbatch: {partition: gpu}\nshared:",
+        "tower.yaml, line 2: sbatch: 'partition' is set by 'partition' of the GPUs. Remove it here.",
+    ),
+    "an option of sbatch with dashes": (
+        "shared:",
+        "sbatch: {--mail-type: END}\nshared:",
+        "tower.yaml, line 2: sbatch: expected long options of sbatch without dashes in front, such as mail-type, "
+        "found '--mail-type'.",
+    ),
+    "a line break, which would end a line of the batch script": (
+        "shared:",
+        'account: "me\\nrm -rf x"\nshared:',
+        "tower.yaml, line 2: account: expected one line of text, found a line break or another control character.",
+    ),
+    "the same key twice": (
+        "shared:",
+        "slurm_name: other\nshared:",
+        "tower.yaml, line 2: slurm_name: is there twice. Remove one of them.",
+    ),
+    "no YAML": ("shared: [/home]", "shared: [/home", "tower.yaml, line 3: not YAML: expected ',' or ']', but got ':'."),
+    "nothing": (SMALLEST, "# empty\n", "tower.yaml: is empty. Start from one of slurm/examples/."),
+}
+
+
+@pytest.mark.parametrize("mistake", SENTENCES)
+def test_a_mistake_is_a_sentence_that_names_file_line_and_key(mistake, tmp_path):
+    right, wrong, sentence = SENTENCES[mistake]
+    assert right in SMALLEST
+    assert complaint(write(tmp_path, SMALLEST.replace(right, wrong, 1))) == sentence
+
+
+def test_a_cluster_is_found_by_path_by_name_and_by_its_slurm(tmp_path):
+    tower = write(tmp_path, SMALLEST)
+    write(tmp_path, SMALLEST.replace("tower", "other"), name="other")
+    for wanted, slurm_name in ((str(tower), None), ("tower", "other"), ("", "tower")):
+        assert find_cluster(wanted, tmp_path, slurm_name).path == tower
+
+
+def test_a_cluster_is_found_although_the_file_of_another_has_a_mistake(tmp_path):
+    write(tmp_path, SMALLEST)
+    write(tmp_path, SMALLEST.replace("tower", "other").replace("card:", "cart:"), name="other")
+    assert find_cluster("", tmp_path, "tower").name == "tower"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "slurm_name", "sentence"),
+    [
+        ("towr", None, "There is no cluster 'towr'. Nearest: tower. {there}"),
+        ("", None, "No Slurm answers here, so it must be said which cluster. {there}"),
+        ("", "galaxy", "The Slurm here is named 'galaxy', and no file has this slurm_name. {there}"),
+        ("", "tower", "Several files describe the Slurm 'tower': again, tower. Say which: --cluster NAME."),
+    ],
+)
+def test_a_cluster_that_is_not_found_lists_what_there_is(wanted, slurm_name, sentence, tmp_path):
+    for name in ("tower", "again"):
+        write(tmp_path, SMALLEST, name=name)
+    write(tmp_path, SMALLEST.replace("slurm_name: tower\n", ""), name="third")
+    there = f"{tmp_path} has: again (tower), third (no slurm_name), tower (tower). Say which: --cluster NAME."
+    with pytest.raises(UserError) as raised:
+        find_cluster(wanted, tmp_path, slurm_name)
+    assert str(raised.value) == sentence.format(there=there)
+
+
+def test_a_folder_without_cluster_files_says_where_to_start(tmp_path):
+    with pytest.raises(UserError, match=r"holds no cluster file\. Copy one of slurm/examples/ to .*/NAME\.yaml"):
+        find_cluster("", tmp_path, "tower")
+
+
+def test_times_are_days_hours_and_minutes():
+    texts = {"90": 90, "30m": 30, "8h": 480, "8h30m": 510, "2d": 2880, "2d12h": 3600, "1d1m": 1441}
+    assert {text: minutes(text) for text in texts} == texts
+    for text in ("", "0", "0h", "h", "8h30", "8:00", "1.5h", "-5", "30s", "30m8h"):
+        with pytest.raises(UserError, match="is not a time"):
+            minutes(text)
+
+
+def test_without_slurm_a_check_still_looks_at_this_machine(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    text = SMALLEST.replace("[/home]", f"[{tmp_path}, {tmp_path}/none]")
+    text += f"container: {{kind: apptainer, image: '{tmp_path}/yard-{{target}}.sif'}}\n"
+    (tmp_path / "yard-cpu.sif").touch()
+    assert check_cluster(load_cluster(write(tmp_path, text))) == [
+        Finding("ok", "shared", f"{tmp_path} is here."),
+        Finding("wrong", "shared", f"{tmp_path}/none is not a folder here.", "Correct the path, or remove it."),
+        Finding(
+            "note",
+            "container.kind",
+            "apptainer is not on PATH here.",
+            "The nodes need it: on their PATH, or by a line of `setup`.",
+        ),
+        Finding(
+            "wrong",
+            "container.image",
+            f"there is no {tmp_path}/yard-cuda13.sif.",
+            "Build it: make sif. Or correct the path.",
+        ),
+        Finding(
+            "wrong",
+            "Slurm",
+            "There is no Slurm here: sbatch is not on PATH.",
+            "Check on a login node of the cluster.",
+        ),
+    ]
+
+
+def test_findings_are_lines_and_the_last_says_what_to_do():
+    fine, doubt = Finding("ok", "shared", "/home is here."), Finding("note", "python", "elsewhere.", "Look.")
+    wrong = Finding("wrong", "gpus.a100.nodes", "3, but there are 2.", "Write nodes: 2")
+    assert render([fine, doubt]).splitlines() == [
+        "ok     shared: /home is here.",
+        "note   python: elsewhere. Look.",
+        "Nothing is wrong, 1 to know. Next: trainyard submit JOB",
+    ]
+    assert render([wrong, doubt]).splitlines() == [
+        "wrong  gpus.a100.nodes: 3, but there are 2. Write nodes: 2",
+        "note   python: elsewhere. Look.",
+        "1 wrong, 1 to know. Correct the file, then check again.",
+    ]

@@ -1,0 +1,409 @@
+"""A sweep is all its runs or nothing, its results are what the runs recorded, and Hydra's own multirun trains too."""
+
+import csv
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from tests.training import FAMILIES, train
+from trainyard.errors import UserError
+from trainyard.launch import results, runs, sweep
+from trainyard.launch.config import thaw
+from trainyard.launch.task import ready_data
+from trainyard.train.record import Recorder
+
+MONITOR = {"split": "val", "metric": "accuracy", "mode": "max"}
+
+
+def make(root: Path, words: str, *overrides: str, name: str | None = "s", job: str = "stripes") -> sweep.Sweep:
+    return sweep.create(job, [words], overrides, jobs_dir=FAMILIES, root=root / "runs", name=name, environ={})
+
+
+def files(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file()]
+
+
+def states(made: sweep.Sweep, **others: str) -> dict[Path, str]:
+    """Every run is done, but those named by their number: e4="failed"."""
+    return {e.run: others.get(f"e{e.index}", "done") for e in made.elements}
+
+
+def record(run: Path, val: Sequence[float], test: float | None = None, *, monitor: dict[str, str] = MONITOR) -> None:
+    """Write what a training writes that is evaluated after each of some steps, and on the test set at its end."""
+    fields = {"event": "start", "total_steps": len(val), "world_size": 1, "device": "cpu", "host": "here"}
+    with Recorder(run, trackers=(), config={}, resume_at=None) as log:
+        log.log("event", 0, {**fields, "monitor": monitor})
+        for step, value in enumerate(val, start=1):
+            numbers = {"accuracy": value, "loss": 1 - value, "accuracy_low": value - 0.1, "seconds": 0.5}
+            log.log("eval", step, {"epoch": step, "split": "val", **numbers})
+        if test is not None:
+            log.log("eval", len(val), {"epoch": len(val), "split": "test", "accuracy": test, "loss": 1 - test})
+            log.log("event", len(val), {"event": "done"})
+
+
+class Pictures(HTMLParser):
+    """The sources of a page's pictures, and whatever else it would fetch."""
+
+    def __init__(self, page: Path) -> None:
+        super().__init__()
+        self.sources: list[str] = []
+        self.feed(page.read_text())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.sources += [value or "" for name, value in attrs if name in ("src", "href")]
+
+
+# What varies
+
+
+@pytest.mark.parametrize(
+    ("words", "axes"),
+    [
+        (["seed=0,1 optimizer.lr=1e-4,3e-4"], {"seed": ["0", "1"], "optimizer.lr": ["0.0001", "0.0003"]}),
+        (["seed=0,1", "compile=on,off"], {"seed": ["0", "1"], "compile": ["on", "off"]}),
+        (["seed=range(1,4)"], {"seed": ["1", "2", "3"]}),
+        (["augment.zoom=range(0,1,0.25)"], {"augment.zoom": ["0.0", "0.25", "0.5", "0.75"]}),
+        (["optimizer.name=choice(adamw, sgd)"], {"optimizer.name": ["adamw", "sgd"]}),
+        (["trackers=[wandb, mlflow],[]"], {"trackers": ["[wandb,mlflow]", "[]"]}),
+        (["data.path='/a,b',/c"], {"data.path": ["'/a,b'", "/c"]}),
+        (["data.path='/a b, c' seed=0,1"], {"data.path": ["'/a b, c'"], "seed": ["0", "1"]}),
+        (["deterministic=True,false"], {"deterministic": ["true", "false"]}),
+    ],
+)
+def test_values_are_read_as_hydra_reads_them_in_the_order_typed(words, axes):
+    found = sweep.expand(words)
+    assert found == axes and list(found) == list(axes)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], ["needs an option", "--sweep"]),
+        (["seed"], ["'seed'", "option=value,value"]),
+        (["+seed=0,1"], ["'+seed=0,1'", "without a prefix"]),
+        (["seed = 0,1"], ["without spaces"]),
+        (["seed=0,1,0"], ["seed=0,1,0", "0 comes twice"]),
+        (["seed=0,1 compile=on,off seed=2"], ["'seed' varies twice"]),
+        (["optimizer.name=glob(*)"], ["glob()"]),
+        (["optimizer.lr=interval(0,1)"], ["interval()"]),
+        (["seed=range(3,0)"], ["no value", "range(0,3) is 0,1,2"]),
+        (["seed=range(0,1,0)"], ["seed=range(0,1,0)", "cannot be read"]),
+        (["seed=(1"], ["seed=(1", "cannot be read"]),
+        (["seed=range(0,1000000000)"], ["more than 1000 runs"]),
+        (["seed=range(0,40) data.threads=range(0,40)"], ["more than 1000 runs"]),
+    ],
+)
+def test_what_is_no_sweep_is_refused_in_one_line(words, said):
+    with pytest.raises(UserError) as refused:
+        sweep.expand(words)
+    assert "\n" not in str(refused.value)
+    for part in said:
+        assert part in str(refused.value)
+
+
+# Making one
+
+
+def test_each_combination_is_a_run_of_its_own_and_the_last_axis_varies_fastest(tmp_path: Path):
+    made = make(tmp_path, "optimizer.lr=1e-2,3e-3 seed=0,1,2", "max_duration=1ep")
+    assert [e.index for e in made.elements] == list(range(6))
+    assert [e.run for e in made.elements] == [tmp_path / f"runs/stripes/s-00{i}" for i in range(6)]
+    configs = [thaw(e.run / runs.CONFIG, FAMILIES) for e in made.elements]
+    assert [(c.optimizer.lr, c.seed) for c in configs] == [(lr, s) for lr in (1e-2, 3e-3) for s in (0, 1, 2)]
+    assert {c.max_duration for c in configs} == {"1ep"}
+    assert made.elements[4].overrides == ("optimizer.lr=0.003", "seed=1")
+    assert runs.resolve_run("s-004", tmp_path / "runs") == made.elements[4].run
+
+
+def test_an_option_of_free_text_takes_a_quoted_value_without_its_quotes(tmp_path: Path):
+    made = make(tmp_path, "data.path='/a,b',/c:d")
+    assert [thaw(e.run / runs.CONFIG, FAMILIES).data.path for e in made.elements] == ["/a,b", "/c:d"]
+
+
+@pytest.mark.parametrize(
+    ("words", "overrides", "said"),
+    [
+        ("optimizer.lt=1,2", [], ["optimizer.lt", "Nearest: optimizer.lr"]),
+        ("seed=0,1 optimizer.lr=0.1,-1", [], ["optimizer.lr=-1", "expected 0"]),
+        ("seed=0,1 precision=fp32,fp8", [], ["precision=fp8", "auto, fp32, fp16, bf16"]),
+        ("optimizer.lr=1,1.0", [], ["optimizer.lr=1", "optimizer.lr=1.0", "the same run"]),
+        ("seed=0,1", ["seed=3"], ["seed=3", "also varies"]),
+        ("seed=0,1", ["optimizer.lt=3"], ["optimizer.lt", "Nearest: optimizer.lr"]),
+    ],
+)
+def test_one_wrong_combination_leaves_nothing_behind(words, overrides, said, tmp_path: Path):
+    with pytest.raises(UserError) as refused:
+        make(tmp_path, words, *overrides)
+    for part in said:
+        assert part in str(refused.value)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_run_that_cannot_be_made_takes_the_others_with_it(tmp_path: Path):
+    taken = tmp_path / "runs/stripes/s-002"
+    taken.mkdir(parents=True)
+    (taken / "config.yaml").write_text("of another run\n")
+    with pytest.raises(UserError, match="there is a run of this name"):
+        make(tmp_path, "seed=0,1,2,3")
+    assert files(tmp_path) == [taken / "config.yaml"]
+    assert not (tmp_path / "runs/sweeps/s").exists()
+
+
+def test_a_name_is_taken_once_and_sweeps_of_one_second_get_names_of_their_own(tmp_path: Path):
+    make(tmp_path, "seed=0,1")
+    with pytest.raises(UserError, match="trainyard sweep --continue s"):
+        make(tmp_path, "seed=0,1")
+    with pytest.raises(UserError, match="cannot name a sweep"):
+        make(tmp_path, "seed=0,1", name="../s")
+    first, second = (make(tmp_path, "seed=0", name=None) for _ in range(2))
+    assert first.folder != second.folder and first.elements[0].run != second.elements[0].run
+
+
+def test_a_sweep_is_found_by_name_beginning_or_path_and_is_what_was_made(tmp_path: Path):
+    made = make(tmp_path, "optimizer.lr=1e-2,3e-3 seed=0,1", "max_duration=1ep", name="first-try")
+    make(tmp_path, "seed=0,1", name="fine")
+    for text in ("first-try", "fir", str(made.folder)):
+        assert sweep.load(text, tmp_path / "runs") == made
+    with pytest.raises(UserError, match="2 sweeps begin with 'fi'"):
+        sweep.load("fi", tmp_path / "runs")
+    with pytest.raises(UserError, match="Nearest: first-try"):
+        sweep.load("frist-try", tmp_path / "runs")
+    with pytest.raises(UserError, match="There are none"):
+        sweep.load("x", tmp_path / "elsewhere")
+
+
+def test_a_sweep_moves_with_its_folder_of_runs(tmp_path: Path):
+    make(tmp_path, "seed=0,1")
+    (tmp_path / "runs").rename(tmp_path / "archive")
+    assert [e.run.is_dir() for e in sweep.load("s", tmp_path / "archive").elements] == [True, True]
+
+
+def test_a_damaged_record_is_named(tmp_path: Path):
+    made = make(tmp_path, "seed=0,1")
+    (made.folder / "sweep.json").write_text('{"job": "stripes"}')
+    with pytest.raises(UserError, match=r"sweep\.json: expected the record of a sweep"):
+        sweep.load("s", tmp_path / "runs")
+
+
+def test_what_is_neither_done_nor_with_slurm_is_submitted_again(tmp_path: Path):
+    made = make(tmp_path, "seed=range(0,8)")
+    said = ["done", "waiting", "running", "silent", "failed", "lost", "stopped", "new"]
+    again = sweep.unfinished(made, {e.run: state for e, state in zip(made.elements, said, strict=True)})
+    assert [e.index for e in again] == [4, 5, 6, 7]
+
+
+# What it came to
+
+
+@pytest.mark.parametrize(
+    ("degrees", "t"),
+    [(1, 12.706), (2, 4.303), (3, 3.182), (4, 2.776), (5, 2.571), (10, 2.228), (30, 2.042), (120, 1.980)],
+)
+def test_quantiles_are_those_of_the_printed_table(degrees, t):
+    """Abramowitz and Stegun (1964), table 26.10, column A = 0.95; 3 digits are printed."""
+    assert results.t_quantile(degrees) == pytest.approx(t, abs=5e-4)
+
+
+def test_a_mean_has_students_interval_and_one_value_has_none():
+    mean = results.mean_of([1.0, 2.0, 4.0])
+    assert (mean.n, mean.value) == (3, pytest.approx(7 / 3))
+    assert mean.half_width == pytest.approx(4.302653 * math.sqrt(7 / 3) / math.sqrt(3), rel=1e-6)
+    assert results.mean_of([5.0]) == results.Mean(1, 5.0, None)
+
+
+def test_the_best_is_chosen_on_validation_and_the_test_value_stands_beside_it(tmp_path: Path):
+    made = make(tmp_path, "optimizer.lr=1e-2,1e-4 seed=0,1")
+    for element, (val, test) in zip(
+        made.elements, [([0.6, 0.9], 0.5), ([0.7, 0.3], 0.6), ([0.5], 0.9), ([0.6], 0.8)], strict=True
+    ):
+        record(element.run, val, test)
+    found = results.collect(made, states(made))
+    assert (found.metric, found.mode, list(found.splits)) == ("accuracy", "max", ["val", "test"])
+    high, low = found.rows
+    assert high.means["val"].value == pytest.approx(0.8)  # the best of each run, not the last
+    assert high.means["test"].value == pytest.approx(0.55)
+    assert low.means["test"].value == pytest.approx(0.85)
+    assert found.best is high
+    said = results.text(found)
+    assert "* highest on val" in said and "val: at the best validation by accuracy" in said
+    marked = [line for line in said.splitlines() if line.startswith("* ")]
+    assert len(marked) == 1 and "0.01" in marked[0] and "2 of 2" in marked[0]
+    assert f"trainyard ckpt export {made.elements[0].run} stripes.safetensors" in said
+
+
+def test_a_metric_to_be_low_is_best_where_it_is_lowest(tmp_path: Path):
+    made = make(tmp_path, "optimizer.lr=1e-2,1e-4")
+    for element, val in zip(made.elements, (0.3, 0.6), strict=True):
+        record(element.run, [val], monitor={"split": "val", "metric": "loss", "mode": "min"})
+    found = results.collect(made, states(made))
+    assert found.best is found.rows[1] and found.best.means["val"].value == pytest.approx(0.4)
+    assert "+-" not in results.text(found).split("seeds (Student's t)")[1]  # one seed: no interval
+
+
+def test_a_run_that_failed_is_named_with_its_why_and_is_in_no_mean(tmp_path: Path):
+    made = make(tmp_path, "optimizer.lr=1e-2,1e-4 seed=0,1,2")
+    for element in made.elements[:4]:
+        record(element.run, [0.5 + element.index / 10])
+    record(made.elements[4].run, [0.99])  # half-way, and better than all
+    found = results.collect(made, states(made, e4="failed", e5="waiting"))
+    assert [row.counted for row in found.rows] == [3, 1]
+    assert found.rows[1].means["val"] == results.Mean(1, pytest.approx(0.8), None)
+    said = results.text(found)
+    assert "4 done, 1 failed, 1 waiting" in said and "1 of 3" in said
+    assert f"trainyard why {made.elements[4].run}" in said and f"trainyard status {made.elements[5].run}" in said
+    assert "trainyard sweep --continue s" in said
+
+
+def test_a_finished_run_whose_metric_is_not_a_number_is_in_no_mean_and_said(tmp_path: Path):
+    made = make(tmp_path, "seed=0,1")
+    record(made.elements[0].run, [0.5], 0.5)
+    record(made.elements[1].run, [0.5], math.nan)
+    found = results.collect(made, states(made))
+    assert found.rows[0].counted == 1
+    said = results.text(found)
+    assert "accuracy on test is not a finite number" in said and f"trainyard report {made.elements[1].run}" in said
+
+
+def test_another_metric_can_be_asked_for_and_a_wrong_one_names_the_nearest(tmp_path: Path):
+    made = make(tmp_path, "optimizer.lr=1e-2,1e-4")
+    for element in made.elements:
+        record(element.run, [0.2, 0.9, 0.4], 0.5)
+    found = results.collect(made, states(made), metric="loss")
+    assert found.rows[0].means["val"].value == pytest.approx(0.1)  # where accuracy was best
+    assert found.best is None and "No best is marked" in results.text(found)
+    with pytest.raises(UserError, match="Nearest: accuracy"):
+        results.collect(made, states(made), metric="acuracy")
+
+
+def test_a_sweep_that_has_not_begun_says_so(tmp_path: Path):
+    made = make(tmp_path, "seed=0,1")
+    found = results.collect(made, states(made, e0="waiting", e1="new"))
+    assert "No run has begun to train" in results.text(found)
+    assert results.write(found).is_file()
+
+
+def test_hours_count_every_rank_of_every_attempt_steps_taken_again_included(tmp_path: Path):
+    made = make(tmp_path, "seed=0,1")
+    run, other = (element.run for element in made.elements)
+
+    def event(name: str, step: int, elapsed_s: float, **fields: object) -> str:
+        return json.dumps({"kind": "event", "event": name, "step": step, "elapsed_s": elapsed_s, **fields}) + "\n"
+
+    begin = {"monitor": MONITOR, "device": "cuda"}
+    (run / "events.jsonl").write_text(
+        event("start", 0, 0.0, world_size=8, **begin)
+        + event("checkpoint", 10, 3600.0)
+        + event("stop", 20, 7200.0)  # and went back to step 10
+        + event("resume", 10, 3600.0, world_size=4, **begin)
+        + event("checkpoint", 20, 5400.0)
+    )
+    (run / "metrics.jsonl").write_text('{"kind": "train", "step": 30, "elapsed_s": 7200.0}\n')
+    (other / "events.jsonl").write_text(
+        event("start", 0, 0.0, world_size=2, monitor=MONITOR, device="cpu") + event("stop", 5, 1800.0)
+    )
+    found = results.collect(made, states(made, e0="running", e1="stopped"))
+    assert found.outcomes[0].gpu_hours == pytest.approx(8 * 2 + 4 * 1) and found.outcomes[0].cpu_rank_hours == 0
+    assert (found.outcomes[1].gpu_hours, found.outcomes[1].cpu_rank_hours) == (0, pytest.approx(1))
+    assert "GPU-hours" in results.text(found) and "CPU rank-hours" in results.text(found)
+
+
+def test_the_files_hold_every_run_and_the_page_needs_no_other_file(tmp_path: Path):
+    made = make(tmp_path, "optimizer.lr=1e-4,1e-3,1e-2 augment.zoom=0,0.1 compile=on,off seed=0,1")
+    for element in made.elements[:-1]:
+        record(element.run, [0.5 + element.index / 100], 0.6)
+    page = results.write(results.collect(made, states(made, e23="lost")))
+    with (made.folder / "results.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["index"]) for row in rows] == list(range(24))
+    assert rows[3] | {"state": "done", "optimizer.lr": "0.0001", "compile": "off", "seed": "1"} == rows[3]
+    assert float(rows[3]["val/accuracy"]) == pytest.approx(0.53) and float(rows[3]["test/loss"]) == pytest.approx(0.4)
+    assert rows[23]["state"] == "lost" and rows[23]["val/accuracy"] == ""
+    assert sorted(path.name for path in (made.folder / "plots").iterdir()) == ["augment.zoom.png", "optimizer.lr.png"]
+    sources = Pictures(page).sources
+    assert len(sources) == 2 and all(source.startswith("data:image/png;base64,") for source in sources)
+    assert f"trainyard why {made.elements[23].run}" in page.read_text()
+
+
+def test_an_axis_is_logarithmic_where_its_values_span_more_than_a_decade():
+    from matplotlib.figure import Figure
+
+    for values, scale in ((["0.001", "0.02"], "log"), (["1", "10"], "linear"), (["0", "100"], "linear")):
+        axes = Figure().add_subplot()
+        results._set_ticks(axes, values)
+        assert axes.get_xscale() == scale
+        assert [label.get_text() for label in axes.get_xticklabels()] == values
+
+
+def test_runs_of_a_sweep_train_like_any_other_and_their_results_are_collected(tmp_path: Path):
+    from trainyard.launch.config import compose
+
+    data = ready_data(compose("stripes", [f"data.cache={tmp_path / 'cache'}"], FAMILIES), FAMILIES).data.path
+    made = make(tmp_path, "optimizer.lr=1e-2,1e-5 seed=0,1", f"data.path={data}", "max_duration=3ep", "eval_every=1ep")
+    assert [train(element.run) for element in made.elements] == [0, 0, 0, 0]
+    found = results.collect(made, states(made))
+    assert found.best is found.rows[0]  # at 1e-5 the network has not moved
+    assert [row.counted for row in found.rows] == [2, 2]
+    assert all(outcome.cpu_rank_hours > 0 for outcome in found.outcomes)
+    assert "open" in results.text(found) and results.write(found).is_file()
+
+
+# Hydra's own multirun
+
+
+def multirun(folder: Path, *words: str, jobs: Path = FAMILIES) -> subprocess.CompletedProcess[str]:
+    """Run it in a process of its own, as the command line does: Hydra sets up logging and leaves by itself."""
+    code = (
+        "import os, sys\nfrom pathlib import Path\nfrom trainyard.launch.multirun import multirun\n"
+        f"sys.exit(multirun('stripes', sys.argv[1:], jobs_dir=Path({str(jobs)!r}), runs_dir=Path('runs'), "
+        "environ=os.environ))"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", code, "max_duration=1ep", *words],
+        cwd=folder,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+def events(run: Path) -> list[str]:
+    return [json.loads(line)["event"] for line in (run / "events.jsonl").read_text().splitlines()]
+
+
+def test_hydras_own_multirun_trains_each_combination_as_a_run(tmp_path: Path):
+    done = multirun(tmp_path, "optimizer.lr=1e-2,1e-3")
+    assert done.returncode == 0, done.stderr
+    made = sorted((tmp_path / "runs/stripes").iterdir())
+    assert [run.name[-4:] for run in made] == ["-000", "-001"]
+    assert [thaw(run / runs.CONFIG, FAMILIES).optimizer.lr for run in made] == [1e-2, 1e-3]
+    assert [events(run)[-1] for run in made] == ["done", "done"]
+    assert {path.name for path in tmp_path.iterdir()} == {"runs", "data"}
+
+
+def test_the_submitit_plugin_trains_in_processes_of_its_own_and_a_failure_is_the_exit_code(tmp_path: Path):
+    done = multirun(tmp_path, "hydra/launcher=submitit_local", "model.poison_step=-1,12")
+    assert done.returncode == 1
+    assert "NotFinite" in done.stderr and "trainyard resume" in done.stderr
+    good, bad = sorted((tmp_path / "runs/stripes").iterdir())
+    assert events(good)[-1] == "done" and events(bad)[-1] != "done"
+
+
+def test_what_hydra_refuses_is_said_and_nothing_is_trained(tmp_path: Path):
+    done = multirun(tmp_path, "optimizer.lrr=1,2")
+    assert done.returncode == 1 and "optimizer.lrr" in done.stderr
+    assert not (tmp_path / "runs/stripes").exists()
+
+
+def test_a_training_that_left_half_way_is_no_success_for_hydra(tmp_path: Path):
+    done = multirun(tmp_path, "max_runtime=0min")
+    assert done.returncode == 1 and "ended with code 86" in done.stderr
+    (run,) = (tmp_path / "runs/stripes").iterdir()
+    assert f"trainyard resume {run}" in done.stderr
