@@ -187,8 +187,8 @@ def _fits_slurm(plan: submit.Plan) -> None:
         )
     if found.time_limit_min is not None and plan.time_min > found.time_limit_min:
         raise UserError(
-            f"TIME={plan.time_min}m: partition {plan.kind.partition} allows at most {found.time_limit_min} minutes. Ask "
-            f"for less: a job that reaches its limit saves, starts again and goes on. {check}"
+            f"TIME={plan.time_min}m: partition {plan.kind.partition} allows at most {found.time_limit_min} minutes. "
+            f"Ask for less: a job that reaches its limit saves, starts again and goes on. {check}"
         )
 
 

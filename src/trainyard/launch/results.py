@@ -188,7 +188,7 @@ def write(results: Results) -> Path:
         The page. It holds all it shows: it needs no network and no other file.
     """
     from trainyard.train.record import replace_file
-    from trainyard.train.report import PAGE, gallery, section, table
+    from trainyard.train.report import PAGE_TEMPLATE, gallery, section, table
 
     folder = results.sweep.folder
     write_atomically(folder / TABLE, _csv(results))
@@ -196,20 +196,22 @@ def write(results: Results) -> Path:
     (folder / PLOTS).mkdir(exist_ok=True)
     for plot in plots:
         replace_file(folder / PLOTS / f"{plot.name}.png", plot.png)
-    table = table(_header(results), [_cells(results, row) for row in results.rows])
+    rows = table(_header(results), [_cells(results, row) for row in results.rows])
     notices = [*_notices(results)]
     body = "\n".join(
         [
             f"<header><h1>{html.escape(results.sweep.name)}</h1>"
             f'<p class="soft">Sweep of {html.escape(results.sweep.job)}, {len(results.outcomes)} runs: '
             f"{_counts(results)}</p></header>",
-            section("Results", table, f'<p class="soft">{html.escape(_caption(results))}</p>').replace("+-", "\u00b1"),
+            section("Results", rows, f'<p class="soft">{html.escape(_caption(results))}</p>').replace("+-", "\u00b1"),
             section("Not in the means", table(["run", "why", "ask"], notices, numbers=False)) if notices else "",
             section("Plots", gallery(plots)) if plots else "",
             section("Runs", table(*_table_of_runs(results))),
         ]
     )
-    write_atomically(folder / PAGE, PAGE.replace("@TITLE@", html.escape(results.sweep.name)).replace("@BODY@", body))
+    write_atomically(
+        folder / PAGE, PAGE_TEMPLATE.replace("@TITLE@", html.escape(results.sweep.name)).replace("@BODY@", body)
+    )
     return folder / PAGE
 
 
@@ -424,7 +426,7 @@ def _csv(results: Results) -> str:
 
 def _plots(results: Results) -> Iterator[Any]:
     """Draw the metric over each option whose values are numbers: a point for each seed, mean and interval."""
-    from trainyard.train.report import figure, Plot, slug
+    from trainyard.train.report import Plot, figure, slug
 
     if not results.splits:
         return

@@ -22,7 +22,7 @@ import yaml  # type: ignore[import-untyped]
 from trainyard.errors import UserError
 from trainyard.launch import slurm
 from trainyard.launch.config import write_atomically
-from trainyard.launch.runs import CONFIG, LOCK, RECORD, SUBMISSION, _Owner, _read_owner, short_name
+from trainyard.launch.runs import CONFIG, LOCK, RECORD, SUBMISSION, Owner, read_owner, short_name
 from trainyard.launch.slurm import SlurmError, SlurmJob
 from trainyard.train.console import format_duration
 
@@ -287,7 +287,7 @@ class _Folder:
     events: list[_Object]
     heartbeat: _Object
     errors: list[_RankError]  # oldest first
-    owner: _Owner | None  # of the lock
+    owner: Owner | None  # of the lock
     log_changed: float | None
 
     @property
@@ -348,10 +348,10 @@ def _errors(run: Path) -> list[_RankError]:
     return sorted(errors, key=lambda error: error.time)
 
 
-def _owner(run: Path) -> _Owner | None:
+def _owner(run: Path) -> Owner | None:
     """Return who holds the lock. One that cannot be read belongs to a process that starts now or died starting."""
     try:
-        return _read_owner(run / LOCK)
+        return read_owner(run / LOCK)
     except UserError:
         return None
 
@@ -1060,7 +1060,7 @@ class _Tail:
 # Cancelling
 
 
-def _owner_here(run: Path) -> _Owner:
+def _owner_here(run: Path) -> Owner:
     """Return the process of this host that writes to a run.
 
     Raises:

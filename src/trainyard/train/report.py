@@ -508,12 +508,12 @@ def write_report(run: Path) -> Path:
             section("Configuration", f"<pre>{html.escape(story.config)}</pre>" if story.config else ""),
         ]
     )
-    page = PAGE.replace("@TITLE@", html.escape(f"{story.job} - {run.name}")).replace("@BODY@", body)
+    page = PAGE_TEMPLATE.replace("@TITLE@", html.escape(f"{story.job} - {run.name}")).replace("@BODY@", body)
     replace_file(run / "report.html", page.encode())
     return run / "report.html"
 
 
-PAGE = """<!DOCTYPE html>
+PAGE_TEMPLATE = """<!DOCTYPE html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
@@ -608,9 +608,9 @@ def _results(story: _Story) -> str:
         note = f"Best by {name} on {line['split']}."
     names = _all_metrics(story.evals)
     rows = [[name, *(_value(line, name).replace(" [", "\n[") for _, line in columns)] for name in names]
-    table = table(["metric", *(title for title, _ in columns)], rows)
+    metrics = table(["metric", *(title for title, _ in columns)], rows)
     caption = f"Last evaluation of each split; 95 % intervals in brackets. {note}"
-    return f'{table}<p class="soft">{html.escape(caption)}</p>'
+    return f'{metrics}<p class="soft">{html.escape(caption)}</p>'
 
 
 def gallery(plots: Sequence[Plot]) -> str:
