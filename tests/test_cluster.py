@@ -12,14 +12,13 @@ from trainyard.launch.cluster import (
     Attempts,
     Cluster,
     Container,
-    Finding,
     GpuNodes,
-    check_cluster,
+    clock,
     find_cluster,
     load_cluster,
     minutes,
-    render,
 )
+from trainyard.launch.cluster_check import Finding, check_cluster, render
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "slurm" / "examples"
 
@@ -123,9 +122,9 @@ SENTENCES = {
     "an unknown card": (
         "a100-80-sxm",
         "a100-80-smx",
-        "tower.yaml, line 5: gpus.a100.card: there is no card 'a100-80-smx'. Nearest: a100-80-sxm. Known: cpu, "
-        "p100-12-pcie, p100-16-pcie, p100-16-sxm, 2080ti, a5000, a100-40-pcie, a100-40-sxm, a100-80-pcie, "
-        "a100-80-sxm, h100-pcie, h100-sxm, h200.",
+        "tower.yaml, line 5: gpus.a100.card: expected one of cpu, p100-12-pcie, p100-16-pcie, p100-16-sxm, 2080ti, "
+        "a5000, a100-40-pcie, a100-40-sxm, a100-80-pcie, a100-80-sxm, h100-pcie, h100-sxm, h200, found 'a100-80-smx'. "
+        "Nearest: a100-80-sxm.",
     ),
     "a missing key": (
         "    nodes: 2\n",
@@ -279,6 +278,7 @@ def test_a_folder_without_cluster_files_says_where_to_start(tmp_path):
 def test_times_are_days_hours_and_minutes():
     texts = {"90": 90, "30m": 30, "8h": 480, "8h30m": 510, "2d": 2880, "2d12h": 3600, "1d1m": 1441}
     assert {text: minutes(text) for text in texts} == texts
+    assert [clock(minutes(text)) for text in texts] == ["1h30m", "30m", "8h", "8h30m", "2d", "2d12h", "1d1m"]
     for text in ("", "0", "0h", "h", "8h30", "8:00", "1.5h", "-5", "30s", "30m8h"):
         with pytest.raises(UserError, match="is not a time"):
             minutes(text)

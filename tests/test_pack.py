@@ -165,6 +165,23 @@ def test_a_packing_killed_at_any_moment_is_finished_by_the_next(raw_pictures, pa
     assert {name: time for name, time in times(out).items() if name in kept} == kept
 
 
+def test_a_warning_to_all_processes_of_a_job_does_not_break_a_packing_that_heeds_it_later(
+    raw_pictures, packed_pictures, tmp_path
+):
+    out = tmp_path / "out"
+    work = (
+        "import signal; [signal.signal(n, lambda *_: None) for n in (signal.SIGTERM, signal.SIGUSR2)]\n"
+        f"from tests.pictures import *; pack_folder(Path({str(raw_pictures)!r}), Path({str(out)!r}), workers=2, "
+        "pause_s=0.1)"
+    )
+    packing = subprocess.Popen([sys.executable, "-c", work], env=same_imports(), start_new_session=True)
+    wait_until(lambda: len(times(out)) >= 1, "no shards")
+    os.killpg(packing.pid, signal.SIGUSR2)
+    os.killpg(packing.pid, signal.SIGTERM)
+    assert packing.wait() == 0
+    assert contents(out) == contents(packed_pictures)
+
+
 def kill_packing(raw: Path, out: Path, *, when) -> list[int]:
     """Pack slowly with two workers in a process of its own, and kill it; return the workers' process ids."""
     work = f"from tests.pictures import *; pack_folder(Path({str(raw)!r}), Path({str(out)!r}), workers=2, pause_s=0.1)"

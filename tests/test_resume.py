@@ -22,6 +22,7 @@ from tests.training import (
 )
 from trainyard.errors import UserError
 from trainyard.launch import config as configs
+from trainyard.launch import runs
 from trainyard.launch.task import execute
 from trainyard.train import checkpoint
 from trainyard.train.record import read_events, read_metrics
@@ -96,6 +97,20 @@ def test_a_signal_saves_at_the_step_boundary_leaves_with_its_code_and_loses_no_s
     assert lines < len(read_metrics(stopped))
     assert differences(state_of(whole), state_of(stopped)) == []
     assert metrics_of(whole) == metrics_of(stopped)
+
+
+def test_a_signal_while_data_are_packed_leaves_at_once_and_the_next_start_packs_and_trains(tmp_path):
+    config = configs.compose("stripes", [f"data.cache={tmp_path / 'cache'}"], FAMILIES)
+    run = runs.create_run(tmp_path / "runs", config)
+    process = start(run)
+    while not (run / "heartbeat.json").exists():
+        assert process.is_alive()
+        time.sleep(0.001)
+    os.kill(process.pid, signal.SIGTERM)
+    process.join(60)
+    assert process.exitcode == 85
+    assert not (run / "metrics.jsonl").exists() and not list(tmp_path.glob("cache/*/index.h5"))
+    assert train(run) == 0
 
 
 def test_max_runtime_stops_in_time_with_a_code_of_its_own(tmp_path):

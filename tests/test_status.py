@@ -1,113 +1,23 @@
-"""What is said of a run, from folders written as a cluster writes them, and from real runs on this machine."""
+"""How runs stand, from folders written as a cluster writes them, and from real runs on this machine."""
 
 import json
 import os
-import re
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Mapping
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 import pytest
-from training import new_run, start, train, wait_for_lines
 
+from tests.run_folders import NOW, Folder, in_slurm, iso
+from tests.training import new_run, start, train, wait_for_lines
+from trainyard import cli
 from trainyard.errors import UserError
-from trainyard.launch.slurm import SlurmJob
-from trainyard.launch.status import (
-    CAUSES,
-    Status,
-    cancel,
-    follow,
-    pending_reason,
-    status_of,
-    statuses,
-    table,
-    why,
-)
+from trainyard.launch.attempts import CAUSES
+from trainyard.launch.status import cancel, next_command, overview, pending_reason, statuses, table
 
-NOW = 1_767_400_000.0
 LONG = ("max_duration=10000ep", "eval_every=10000ep")
-
-TRACEBACK = """\
-Traceback (most recent call last):
-  File "/home/ann/runs/prints/first/code/trainyard/train/engine.py", line 190, in _step
-    losses = self.state.model(batch)
-  File "/home/ann/runs/prints/first/code/jobs/prints/module.py", line 88, in forward
-    x = self.block(x)
-        ^^^^^^^^^^^^^
-  File "/home/ann/.venv/lib/python3.11/site-packages/torch/nn/modules/conv.py", line 554, in forward
-    return self._conv_forward(input, self.weight, self.bias)
-torch.OutOfMemoryError: CUDA out of memory.
-"""
-
-
-class Folder:
-    """The folder of a run, written as the launcher, the batch script and the ranks write it."""
-
-    def __init__(self, root: Path, *, job: str | None = "12", submitted: float = NOW - 9000) -> None:
-        self.run = root / "runs" / "prints" / "20260102-030405-abcdef0"
-        self.logs = self.run / "slurm"
-        self.logs.mkdir(parents=True)
-        (self.run / "config.yaml").write_text("job: prints\noptimizer: {name: adamw, lr: 0.004}\n")
-        choices = {"micro_batch_size": {"value": 32, "reason": "as asked"}}
-        (self.run / "env.json").write_text(json.dumps({"choices": choices}))
-        if job is not None:
-            self.submit(job, submitted)
-
-    def submit(self, job: str, at: float) -> None:
-        submission = {"scheduler": "slurm", "job": job, "cluster": "lab", "hw": "a100", "gpus": 8, "nodes": 1}
-        submission |= {"partition": "a100", "submitted": iso(at, "+00:00"), "folder": str(self.logs)}
-        (self.logs / "submission.json").write_text(json.dumps(submission))
-
-    def begin(self, at: float, *, job: str = "12", attempt: int = 0) -> None:
-        line = {"event": "start", "job": job, "attempt": attempt, "time": iso(at), "nodes": "a100-0"}
-        append(self.logs / "attempts.jsonl", line | {"partition": "a100", "checkpoint": ""})
-
-    def end(self, at: float, code: int, cause: str, action: str, *, job: str = "12", attempt: int = 0) -> None:
-        line = {"event": "end", "job": job, "attempt": attempt, "time": iso(at), "code": code, "cause": cause}
-        append(self.logs / "attempts.jsonl", line | {"action": action, "reason": ""})
-
-    def event(self, at: float, name: str, step: int, **more: Any) -> None:
-        append(
-            self.run / "events.jsonl",
-            {"kind": "event", "step": step, "event": name, **more, "elapsed_s": 1.0, "time": iso(at, "+00:00")},
-        )
-
-    def beat(self, at: float, *, attempt: str = "12-0", step: int = 40, phase: str = "training") -> None:
-        beat = {"time": at, "phase": phase, "step": step, "total_steps": 100, "samples_per_s": 123.4}
-        (self.run / "heartbeat.json").write_text(json.dumps(beat | {"host": "a100-0", "attempt": attempt}))
-
-    def error(self, at: float, cause: str, *, rank: int = 0, attempt: str = "12-0", message: str = "no") -> Path:
-        path = self.run / "errors" / f"{attempt}-rank{rank}.json"
-        path.parent.mkdir(exist_ok=True)
-        error = {"time": at, "rank": rank, "host": "a100-0", "type": "OutOfMemoryError", "message": message}
-        path.write_text(json.dumps(error | {"traceback": TRACEBACK, "cause": cause}))
-        return path
-
-    def status(self, *jobs: SlurmJob, asked: bool = True) -> Status:
-        return status_of(self.run, {job.id: job for job in jobs}, now=NOW, asked=asked)
-
-
-def iso(at: float, zone: str = "Z") -> str:
-    return datetime.fromtimestamp(at, UTC).isoformat(timespec="seconds").replace("+00:00", zone)
-
-
-def local(at: float) -> str:
-    """Write a time as slurmstepd does."""
-    return datetime.fromtimestamp(at).isoformat(timespec="seconds")
-
-
-def append(path: Path, line: Mapping[str, Any]) -> None:
-    with path.open("a") as file:
-        file.write(json.dumps(line) + "\n")
-
-
-def in_slurm(state: str, reason: str = "None", *, job: str = "12", restarts: int | None = 0) -> SlurmJob:
-    return SlurmJob(id=job, state=state, reason=reason, nodes="a100-0", restarts=restarts, source="squeue")
 
 
 @pytest.fixture
@@ -128,7 +38,7 @@ def no_slurm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_a_run_that_nobody_started_is_new(tmp_path):
     status = Folder(tmp_path, job=None).status()
     assert (status.state, status.step, status.last_sign_s, status.attempts) == ("new", None, None, [])
-    assert status.next_command == f"trainyard resume {status.run}"
+    assert next_command(status) == f"trainyard resume {status.run}"
 
 
 def test_a_job_in_the_queue_says_in_words_what_it_waits_for(folder):
@@ -173,7 +83,7 @@ def test_a_job_restarted_by_slurm_before_it_could_write_waits_to_start_again(fol
 def test_a_job_that_will_not_start_by_itself_says_what_to_do(folder, reason, cause, command):
     status = folder.status(in_slurm("PENDING", reason))
     assert (status.state, status.cause) == ("waiting", cause)
-    assert status.next_command.startswith(command)
+    assert next_command(status).startswith(command)
 
 
 def test_a_running_job_says_where_it_is_and_how_fast(folder):
@@ -231,7 +141,7 @@ def test_done_is_believed_before_slurm_unless_the_run_was_started_later(folder):
     folder.event(NOW - 890, "start", 0, total_steps=100)
     folder.event(NOW - 10, "done", 100)
     assert folder.status(in_slurm("RUNNING")).state == "done"
-    assert folder.status(in_slurm("FAILED")).next_command.startswith("trainyard report ")
+    assert next_command(folder.status(in_slurm("FAILED"))).startswith("trainyard report ")
     folder.event(NOW - 5, "resume", 100)
     assert folder.status(in_slurm("RUNNING")).state == "running"
 
@@ -286,7 +196,7 @@ def test_a_job_that_slurm_did_not_start_again_as_it_was_asked_says_so(folder):
 def test_a_job_that_slurm_has_forgotten_is_judged_by_its_last_attempt(folder, code, cause, state):
     folder.begin(NOW - 900)
     folder.end(NOW - 60, code, cause, "stop")
-    for status in (folder.status(), folder.status(asked=False), folder.status(in_slurm("FAILED"))):
+    for status in (folder.status(), folder.status(doubt="silence"), folder.status(in_slurm("FAILED"))):
         assert (status.state, status.cause) == (state, cause)
         assert CAUSES[cause] in status.detail
 
@@ -314,16 +224,16 @@ def test_a_process_that_outlived_its_job_is_running(folder):
 
 
 def test_nothing_is_lost_while_slurm_does_not_answer(folder):
-    assert folder.status(asked=False).state == "waiting"
+    assert folder.status(doubt="silence").state == "waiting"
     folder.begin(NOW - 9000)
     folder.beat(NOW - 8000)
-    silent = folder.status(asked=False)
+    silent = folder.status(doubt="silence")
     assert silent.state == "silent"
-    assert silent.detail.endswith("; Slurm does not answer")
+    assert silent.detail.endswith("; Slurm could not be asked")
     folder.beat(NOW - 3)
-    assert folder.status(asked=False).state == "running"
+    assert folder.status(doubt="silence").state == "running"
     folder.end(NOW - 1, 85, "preempted", "requeue")
-    assert folder.status(asked=False).state == "waiting"
+    assert folder.status(doubt="silence").state == "waiting"
 
 
 def test_an_element_of_an_array_is_a_job_like_others(tmp_path):
@@ -372,15 +282,10 @@ def test_attempts_are_put_together_from_what_the_host_and_the_training_wrote(fol
     folder.event(NOW - 90, "resume", 70, world_size=4)
     folder.beat(NOW - 3, attempt="12-2", step=88)
     first, second, third = folder.status(in_slurm("RUNNING")).attempts
-    assert (first.id, first.cause, first.action, first.code, first.steps) == (
-        "12-0",
-        "node_failure",
-        "slurm",
-        -1,
-        (0, 40),
-    )
+    assert (first.id, first.cause, first.action, first.code) == ("12-0", "node_failure", "slurm", -1)
+    assert first.steps == (0, 40)
     assert first.end == NOW - 7500, "the last that was seen of it, not when the next began"
-    assert (second.number, second.world_size, second.steps, second.end) == (1, 4, (40, 70), NOW - 490)
+    assert (second.id, second.world_size, second.steps, second.end) == ("12-1", 4, (40, 70), NOW - 490)
     assert (third.end, third.cause, third.steps) == (None, "", (70, 88))
 
 
@@ -408,111 +313,8 @@ def test_a_local_attempt_that_failed_before_it_trained_is_no_other_attempts_fail
     assert (folder.status().state, folder.status().cause) == ("stopped", "max_runtime")
 
 
-# Why
-
-
-def test_why_names_the_first_ranks_own_error_and_not_its_consequences(folder, no_slurm):
-    folder.begin(NOW - 900)
-    folder.error(NOW - 101, "lost_peer", rank=0)
-    path = folder.error(NOW - 100, "device_oom", rank=2, message="CUDA out of memory.")
-    folder.error(NOW - 99, "device_oom", rank=3)
-    folder.end(NOW - 60, 1, "crash", "stop")
-    said = why(folder.run).splitlines()
-    assert said[0].startswith(f"{folder.run} (job 12): failed: out of memory on the GPU, rank 2 on a100-0")
-    assert said[1:5] == [
-        "rank 2 on a100-0: OutOfMemoryError: CUDA out of memory.",
-        "  /home/ann/runs/prints/first/code/jobs/prints/module.py:88 in forward: x = self.block(x)",
-        f"  whole traceback: {path}",
-        "cause: out of memory on the GPU",
-    ]
-    assert re.search(r"12-0 .* for 14m .*on a100-0 .*no step .*crashed, final", said[6])
-    assert said[-1].startswith(f"next: trainyard resume {folder.run} ")
-    assert "trainyard submit prints micro_batch_size=16" in said[-1]
-
-
-def test_why_of_a_killed_rank_is_what_srun_said_of_the_last_attempt(folder, no_slurm):
-    folder.begin(NOW - 900)
-    folder.end(NOW - 800, 137, "crash", "requeue")
-    folder.begin(NOW - 700, attempt=1)
-    folder.error(NOW - 101, "lost_peer", rank=0, attempt="12-1")
-    folder.end(NOW - 100, 139, "budget", "stop", attempt=1)
-    (folder.logs / "12_0_log.err").write_text(
-        "srun: error: a100-0: task 7: Killed\n"
-        f"slurmstepd-a100-0: error: *** JOB 12 ON a100-0 CANCELLED AT {local(NOW - 790)} DUE TO JOB REQUEUE ***\n"
-        "Terminated\n12:00:01 step 3/100\nsrun: error: a100-0: tasks 0-1: Exited with exit code 1\n"
-        "srun: error: a100-1: task 5: Segmentation fault (core dumped)\nsrun: error: a100-0: task 6: Killed\n"
-        f"slurmstepd-a100-0: error: *** STEP 12.0 ON a100-0 CANCELLED AT {local(NOW - 100)} ***\n"
-    )
-    said = why(folder.run)
-    assert "failed: killed by signal 11, rank 5 on a100-1; budget of attempts used up" in said
-    assert "srun: error: a100-1: task 5: Segmentation fault (core dumped)\ncause: killed by signal 11\n" in said
-    assert "task 7" not in said
-
-
-@pytest.mark.parametrize(
-    "complaint",
-    [
-        "srun: error: a100-0: task 2: Out Of Memory",
-        "slurmstepd: error: Detected 1 oom_kill event in StepId=12.0. Some of the step tasks have been OOM Killed.",
-        "slurmstepd-a100-0: error: Detected 1 oom-kill event(s) in StepId=12.0.",
-    ],
-)
-def test_a_rank_killed_for_memory_is_told_from_one_that_was_killed(folder, no_slurm, complaint):
-    folder.begin(NOW - 900)
-    folder.end(NOW - 100, 137, "crash", "stop")
-    (folder.logs / "12_0_log.err").write_text(f"{complaint}\nsrun: error: a100-0: task 2: Killed\n")
-    assert folder.status().cause == "host_oom"
-    said = why(folder.run)
-    assert f"{complaint}\n" in said
-    assert "data.threads=2" in said.splitlines()[-1]
-
-
-def test_the_rank_that_ran_out_of_memory_is_named_and_not_one_killed_with_it(folder):
-    folder.begin(NOW - 900)
-    folder.end(NOW - 100, 137, "crash", "stop")
-    (folder.logs / "12_0_log.err").write_text(
-        "srun: error: a100-0: task 1: Killed\nsrun: error: a100-1: task 9: Out Of Memory\n"
-    )
-    assert folder.status().detail == "out of memory on the host, rank 9 on a100-1"
-
-
-def test_a_rank_of_which_srun_says_nothing_was_killed_by_the_signal_in_its_code(folder):
-    folder.begin(NOW - 900)
-    folder.end(NOW - 100, 134, "crash", "stop")
-    assert folder.status().cause == "signal 6"
-
-
-@pytest.mark.parametrize(
-    ("cause", "advice"),
-    [
-        ("not_finite", "trainyard submit prints optimizer.lr=0.002"),
-        ("disk_full", "make room where"),
-        ("bug", "mend the code, then: trainyard resume "),
-        ("user_error", "do what the message says, then: trainyard resume "),
-        ("lost_peer", "trainyard resume "),
-    ],
-)
-def test_why_ends_with_what_to_change(folder, no_slurm, cause, advice):
-    folder.begin(NOW - 900)
-    folder.error(NOW - 101, cause)
-    folder.end(NOW - 100, 1, "crash", "stop")
-    *_, note, last = why(folder.run).splitlines()
-    assert note.startswith("Answered from the folders of the runs. ")
-    assert last.startswith("next: ")
-    assert advice in last
-
-
-def test_why_of_a_run_that_goes_on_says_that_nothing_is_wrong(folder, no_slurm):
-    folder.begin(time.time() - 100)
-    folder.beat(time.time())
-    said = why(folder.run).splitlines()
-    assert ": running at step 40/100, 123.4 samples/s: training on a100-0" in said[0]
-    assert said[1] == "Nothing is wrong."
-    assert said[-1] == f"next: trainyard logs -f {folder.run}"
-
-
 def test_every_reason_slurm_gives_is_put_into_words_and_an_unknown_one_kept():
-    assert pending_reason("(QOSMaxGRESPerUser)") == "you use as many GPUs as your QOS allows one user"
+    assert pending_reason("QOSMaxGRESPerUser") == "you use as many GPUs as your QOS allows one user"
     assert pending_reason("QOSMaxCpuPerUserLimit") == "a limit of its QOS is reached"
     assert pending_reason("AssocGrpGRES") == "all GPUs of your account are in use"
     assert pending_reason("AssocGrpCPUMinutesLimit") == "your account is at its limit"
@@ -545,6 +347,75 @@ def test_the_table_is_aligned_and_fits_a_screen_and_ends_with_what_to_type(tmp_p
     assert lines[-1] == f"next: trainyard why {folders[1].run}"
 
 
+def test_a_sweep_too_long_for_a_screen_is_counted_and_what_is_not_done_is_shown_most_urgent_first(tmp_path):
+    found = []
+    for i in range(100):
+        folder = Folder(tmp_path / f"{i:02d}", job=f"12_{i}")
+        if i < 30:
+            folder.event(NOW - 5, "done", 100)
+        elif i < 32:
+            folder.begin(NOW - 90, job=folder.job)
+        state = "FAILED" if i == 30 else "RUNNING" if i == 31 else "PENDING"
+        found.append(folder.status(in_slurm(state, "JobArrayTaskLimit", job=folder.job)))
+    lines = overview(found, NOW).splitlines()
+    assert lines[0] == "100 runs: 1 failed, 1 running, 68 waiting, 30 done"
+    assert [line.split()[1] for line in lines[2:3] + lines[4:6]] == ["failed", "running", "waiting"]
+    assert lines[3] == "    crashed: Slurm says FAILED"
+    reason = "    as many runs of its sweep are running as may run at once"
+    assert lines.count(reason) == 1, "what all say is said once"
+    assert lines[-2:] == ["and 56 more: trainyard runs lists all", f"next: trainyard why {found[30].run}"]
+    assert len(lines) == 20
+    everything_done = overview(found[:30], NOW).splitlines()
+    assert everything_done == ["30 runs: 30 done", f"next: trainyard report {found[0].run}"]
+
+
+def test_where_there_is_no_run_one_is_told_what_to_type(tmp_path, capsys):
+    for command in ("status", "runs"):
+        assert cli.main([command, "--runs", str(tmp_path)]) == 0
+        said = f"{tmp_path}: no runs yet.\nnext: trainyard run JOB, or submit JOB (trainyard jobs lists them)\n"
+        assert capsys.readouterr().out == said
+    new_run(tmp_path)
+    assert cli.main(["runs", "stripe", "--runs", str(tmp_path / "runs")]) == 2
+    assert "no run of job 'stripe'. There are runs of: stripes." in capsys.readouterr().err
+
+
+# Several Slurms
+
+
+@pytest.fixture
+def slurm_named_lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Slurm's commands as they answer where ClusterName is lab and job 12 runs; returns the file of ids asked for."""
+    asked = tmp_path / "asked"
+    answers = {
+        "sbatch": "exit 1",
+        "scontrol": 'if [ "$1" = ping ]; then echo "Slurmctld(primary) at x is UP"; else echo "ClusterName = lab"; fi',
+        "squeue": f'echo "$@" >>{asked}; echo "12|RUNNING|0|a100-0|None"',
+        "scancel": f'echo scancel "$@" >>{asked}',
+    }
+    for command, script in answers.items():
+        path = tmp_path / "bin" / command
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        path.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
+    return asked
+
+
+def test_a_job_of_another_slurm_is_not_mixed_up_with_one_of_the_same_number_here(tmp_path, slurm_named_lab):
+    here, other = Folder(tmp_path / "here"), Folder(tmp_path / "other", slurm_name="tower")
+    (mine, theirs), note = statuses([here.run, other.run])
+    assert (mine.state, mine.doubt) == ("running", "")
+    assert (theirs.state, theirs.detail.endswith("; Slurm could not be asked")) == ("waiting", True)
+    sentence = "Job 12 belongs to the Slurm 'tower', this one is 'lab'."
+    assert note == f"Answered from the folders of the runs. {sentence}"
+    with pytest.raises(UserError, match=sentence):
+        cancel([here.run, other.run])
+    assert "scancel" not in slurm_named_lab.read_text(), "one out of reach: none is ended"
+    assert not (here.logs / "cancelled").exists()
+    statuses([other.run])
+    assert len(slurm_named_lab.read_text().splitlines()) == 2, "of jobs elsewhere alone, squeue is not asked"
+
+
 # Real runs on this machine
 
 
@@ -566,15 +437,11 @@ def test_a_run_here_is_running_then_stopped_when_asked_then_done(tmp_path):
         cancel([run])
 
 
-def test_a_run_that_finished_here_is_done_and_its_log_is_read(tmp_path):
+def test_a_run_that_finished_here_is_done(tmp_path):
     run = new_run(tmp_path, "max_duration=4st")
     assert train(run) == 0
     (status,), _ = statuses([run])
     assert (status.state, status.step, status.total_steps, status.cause) == ("done", 4, 4, "")
-    said: list[str] = []
-    follow(run, follow=True, out=said.append)
-    assert said == (run / "log").read_text().splitlines()
-    assert "Nothing is wrong." in why(run)
 
 
 def test_a_run_handed_to_the_background_waits_until_it_has_begun(tmp_path):
@@ -586,7 +453,6 @@ def test_a_run_handed_to_the_background_waits_until_it_has_begun(tmp_path):
     assert folder.status().state == "new"
     folder.error(NOW - 50, "bug", attempt=f"local-{int(NOW - 90)}")
     assert (folder.status().state, folder.status().job) == ("failed", "")
-    assert "--here" in why(folder.run).splitlines()[-1]
 
 
 def test_a_run_killed_here_is_lost_and_a_run_elsewhere_is_out_of_reach(tmp_path):
@@ -606,70 +472,23 @@ def test_a_run_killed_here_is_lost_and_a_run_elsewhere_is_out_of_reach(tmp_path)
         cancel([run])
 
 
-# Logs
-
-
-def test_before_there_is_a_log_the_files_of_the_job_are_read(folder, no_slurm):
-    said: list[str] = []
-    follow(folder.run, follow=False, out=said.append)
-    assert "no output yet" in said.pop()
-    (folder.logs / "12_0_log.out").write_text("loading modules\n")
-    (folder.logs / "12_0_log.err").write_text("No module named torch\nhalf a li")
-    follow(folder.run, follow=False, out=said.append)
-    assert said == ["loading modules", "No module named torch"]
-
-
-def test_beside_the_log_stand_sruns_complaints_and_the_errors_of_the_last_attempt(folder, no_slurm):
-    folder.begin(NOW - 900)
-    folder.error(NOW - 800, "bug", rank=1)
-    folder.end(NOW - 700, 1, "crash", "requeue")
-    folder.begin(NOW - 600, attempt=1)
-    path = folder.error(NOW - 500, "bug", rank=3, attempt="12-1", message="here")
-    (folder.run / "log").write_text("step 1\n")
-    (folder.logs / "12_0_log.err").write_text("12:00 step 1\nsrun: error: a100-0: task 3: Exited with exit code 1\n")
-    said: list[str] = []
-    follow(folder.run, follow=False, out=said.append)
-    assert said == [
-        "step 1",
-        "srun: error: a100-0: task 3: Exited with exit code 1",
-        f"rank 3 on a100-0: OutOfMemoryError: here (whole traceback: {path})",
-    ]
-
-
-def test_following_a_log_goes_on_over_attempts_and_ends_with_the_run(folder, no_slurm):
-    folder.begin(time.time() - 100)
-    folder.beat(time.time())
-    said: list[str] = []
-    follower = threading.Thread(target=follow, args=(folder.run,), kwargs={"follow": True, "out": said.append})
-    follower.start()
-    log = folder.run / "log"
-    log.write_text("attempt 0\n")
-    wait_until(lambda: "attempt 0" in said)
-    folder.end(time.time(), 85, "preempted", "requeue")
-    wait_until(lambda: any("-- " in line and "waiting" in line for line in said))
-    folder.begin(time.time(), attempt=1)
-    with log.open("a") as file:
-        file.write("attempt 1\n")
-    folder.event(time.time(), "done", 100)
-    follower.join(30)
-    assert not follower.is_alive()
-    assert [line for line in said if line.startswith("attempt")] == ["attempt 0", "attempt 1"]
-
-
-def wait_until(is_so: Any) -> None:
-    deadline = time.monotonic() + 30
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 # Cancelling
 
 
-def test_a_cancellation_that_slurm_refuses_leaves_no_mark(folder, no_slurm):
+def test_a_cancellation_that_slurm_refuses_leaves_no_mark(folder, slurm_named_lab):
+    refusal = "Kill job error on job id 12: Access/permission denied"
+    (slurm_named_lab.parent / "bin" / "scancel").write_text(
+        f"#!/bin/sh\necho 'scancel: error: {refusal}' >&2; exit 1\n"
+    )
+    with pytest.raises(UserError, match=f"^scancel: {refusal}"):
+        cancel([folder.run])
+    assert not (folder.logs / "cancelled").exists()
+
+
+def test_without_slurm_nothing_is_cancelled_and_the_reason_is_said(folder, no_slurm):
     folder.begin(time.time() - 100)
     folder.beat(time.time())
-    with pytest.raises(UserError):
+    with pytest.raises(UserError, match=r"^Nothing was cancelled: There is no Slurm here: sbatch is not on PATH\."):
         cancel([folder.run])
     assert not (folder.logs / "cancelled").exists()
 

@@ -97,6 +97,12 @@ class DataSettings:
     decode: str = option("auto", "who decodes pictures", choices=("auto", "dali", "cpu"), free=True)
     threads: int = option(0, "decoding threads per rank; 0: the cores this rank may use", low=0, free=True)
     prefetch: int = option(2, "batches decoded ahead", low=1, high=64, free=True)
+    stage: str = option(
+        "auto",
+        "whether packed data are copied once to the node's scratch, if it has one",
+        choices=("auto", "off"),
+        free=True,
+    )
     check_crc: bool = option(True, "compare each record with its checksum when it is first read", free=True)
 
 

@@ -10,7 +10,8 @@ import pytest
 from tests.slurm.conftest import Lab
 from trainyard.errors import UserError
 from trainyard.launch import slurm
-from trainyard.launch.cluster import check_cluster, load_cluster, render
+from trainyard.launch.cluster import load_cluster
+from trainyard.launch.cluster_check import check_cluster, render
 from trainyard.launch.slurm import NodeKind, Partition, SlurmJob
 
 GONE = "999999999"  # an id that no lab has given

@@ -1,25 +1,24 @@
 """Sweeps on a real Slurm: one array, never more at once than asked for, gone on with, and collected."""
 
-import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import yaml
 
-from tests.slurm.conftest import LAB, Lab
+from tests.slurm.cluster_runs import LAB_FILE, job_of, kill_rank, lines, steps_of, trainyard, wait
+from tests.slurm.conftest import Lab
 from tests.training import FAMILIES
 from trainyard.launch import results, runs, sweep
-from trainyard.launch.cluster import Cluster, load_cluster
 from trainyard.launch.config import compose, thaw
-from trainyard.launch.status import ACTIVE, cancel, statuses
-from trainyard.launch.submit import Code, Plan, Wish, plan, snapshot_code, submit
+from trainyard.launch.results import mean_of
+from trainyard.launch.status import ACTIVE, statuses
 from trainyard.launch.task import ready_data
 
-PATIENCE_S = 300
+pytestmark = pytest.mark.slurm
 
 
 @pytest.fixture
@@ -36,17 +35,12 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> str:
     return ready_data(compose("stripes", [f"data.cache={cache}"], FAMILIES), FAMILIES).data.path
 
 
-def make(root: Path, words: str, data: str) -> tuple[sweep.Sweep, Plan, Code]:
-    """A sweep of short runs on one pretended GPU each, and what is needed to submit it. Nothing crashes twice."""
-    shared = [f"data.path={data}", "max_duration=2ep"]
-    made = sweep.create("stripes", [words], shared, jobs_dir=FAMILIES, root=root / "runs", name="s", environ={})
-    planned = plan(thaw(made.elements[0].run / runs.CONFIG, FAMILIES), patient(), Wish(hw="2080ti", time="10m"))
-    return made, planned, snapshot_code(FAMILIES, made.folder / "code")
-
-
-def patient() -> Cluster:
-    cluster = load_cluster(LAB.parents[1] / "lab.yaml")
-    return replace(cluster, attempts=replace(cluster.attempts, crash=0))
+def once(folder: Path) -> Path:
+    """A cluster file by which nothing that crashed starts again."""
+    content = yaml.safe_load(LAB_FILE.read_text())
+    path = folder / "once.yaml"
+    path.write_text(yaml.safe_dump({**content, "attempts": {"crash": 0}}, sort_keys=False))
+    return path
 
 
 def states(made: sweep.Sweep) -> dict[Path, str]:
@@ -54,76 +48,61 @@ def states(made: sweep.Sweep) -> dict[Path, str]:
     return {status.run: status.state for status in found}
 
 
-def wait_until(made: sweep.Sweep, is_reached: Callable[[Sequence[str]], bool]) -> Sequence[Sequence[str]]:
-    """Return the states of all runs each time they were looked at, the last ones as wished."""
-    seen = [list(states(made).values())]
-    deadline = time.monotonic() + PATIENCE_S
-    while not is_reached(seen[-1]):
-        assert time.monotonic() < deadline, f"after {PATIENCE_S} s: {seen[-1]}"
-        time.sleep(0.5)
-        seen.append(list(states(made).values()))
-    return seen
-
-
 def has_ended(now: Sequence[str]) -> bool:
     return not set(now) & set(ACTIVE)
 
 
-def test_a_sweep_is_one_array_of_which_no_more_than_asked_for_run_at_once(asks_lab: Lab, tmp_path: Path, packed: str):
-    made, planned, code = make(tmp_path, "model.poison_step=-1,12 seed=0,1", packed)
-    began = time.monotonic()
-    jobs = submit(planned, [e.run for e in made.elements], folder=made.folder / "slurm", code=code, parallel=2)
-    assert time.monotonic() - began < 15, "submitting waits for nothing"
-    array = jobs[0].partition("_")[0]
-    assert jobs == [f"{array}_{i}" for i in range(4)]
-    running = [0]
+def test_a_sweep_of_eight_runs_two_at_a_time_and_what_failed_is_gone_on_with_alone(
+    asks_lab: Lab, tmp_path: Path, packed: str, capsys: pytest.CaptureFixture[str]
+):
+    root, cluster = tmp_path / "runs", once(tmp_path)
+    where = ["--jobs", FAMILIES, "--runs", root, "--cluster", cluster, "--hw", "2080ti"]
+    shared = [f"data.path={packed}", "max_duration=8ep", "model.sleep_ms=100"]
+    words = ["--sweep", "optimizer.lr=1e-2,3e-3 seed=0,1,2,3", "--max-parallel", 2, "--name", "s"]
+    assert trainyard("sweep", "stripes", *words, *shared, *where) == 0
+    made = sweep.load("s", root)
+    first = [job_of(element.run) for element in made.elements]
+    assert first == [f"{first[0].partition('_')[0]}_{i}" for i in range(8)]
 
-    def all_ended(now: Sequence[str]) -> bool:
-        running.append(asks_lab.run("squeue", "-h", "-r", "-j", array, "-t", "RUNNING", "-o", "%i").count("\n"))
-        return has_ended(now)
+    doomed = made.elements[:2]
+    for element in doomed:
+        wait(f"a step of {element.run.name}", lambda run=element.run: steps_of(run) > 0)
+        kill_rank(element.run, 0)
+    most = 0
+    while not has_ended(list(states(made).values())):
+        most = max(most, asks_lab.run("squeue", "-h", "-r", "-n", "stripes", "-t", "RUNNING", "-o", "%i").count("\n"))
+        time.sleep(0.5)
+    assert most == 2
+    assert Counter(states(made).values()) == {"done": 6, "failed": 2}
+    capsys.readouterr()
+    assert trainyard("results", "s", "--runs", root) == 0
+    said = capsys.readouterr().out
+    assert "2 failed, 6 done" in said and "2 of 4" in said
+    assert all(f"trainyard why {element.run}" in said for element in doomed)
 
-    seen = wait_until(made, all_ended)
-    assert max(running) == 2
-    assert Counter(seen[-1]) == {"done": 2, "failed": 2}
+    assert trainyard("sweep", "--continue", "s", "--runs", root, "--jobs", FAMILIES) == 0
+    assert "2 of 8 runs go on" in capsys.readouterr().out
+    again = [job_of(element.run) for element in made.elements]
+    assert again[2:] == first[2:] and not set(again[:2]) & set(first)
+    while not has_ended(list(states(made).values())):
+        time.sleep(0.5)
+    assert Counter(states(made).values()) == {"done": 8}
+    starts = [[e["event"] for e in lines(element.run / "events.jsonl")] for element in made.elements]
+    assert all(events[0] == "start" and events[-1] == "done" for events in starts)
+    assert [events.count("resume") + events.count("start") for events in starts] == [2, 2, 1, 1, 1, 1, 1, 1]
     found = results.collect(made, states(made))
-    assert [row.counted for row in found.rows] == [2, 0]
-    assert {name for outcome in found.outcomes[:2] for name in outcome.metrics} == {"val", "test"}
-    said = results.text(found)
-    assert "2 done, 2 failed" in said and "CPU rank-hours" in said
-    assert all(f"trainyard why {element.run}" in said for element in made.elements[2:])
-
-
-def test_what_was_cancelled_is_gone_on_with_and_what_is_done_is_left_alone(asks_lab: Lab, tmp_path: Path, packed: str):
-    made, planned, code = make(tmp_path, "seed=0,1", packed)
-    folder = made.folder / "slurm"
-    submit(planned, [e.run for e in made.elements], folder=folder, code=code, parallel=1)
-    assert sweep.unfinished(made, states(made)) == []
-    cancel([made.elements[1].run])
-    wait_until(made, has_ended)
-    assert states(made)[made.elements[0].run] == "done"
-    left = sweep.unfinished(made, states(made))
-    assert left == made.elements[1:]
-    submit(planned, [element.run for element in left], folder=folder, code=code)
-    wait_until(made, has_ended)
-    assert [row.counted for row in results.collect(made, states(made)).rows] == [2]
+    assert [row.counted for row in found.rows] == [4, 4]
+    assert trainyard("sweep", "--continue", "s", "--runs", root, "--jobs", FAMILIES) == 0
+    assert "Nothing is missing: 8 done" in capsys.readouterr().out
+    by_hand = [outcome.metrics["test"]["accuracy"] for outcome in found.outcomes[:4]]
+    assert mean_of(by_hand).value == pytest.approx(sum(by_hand) / 4)
 
 
 def test_hydras_own_launcher_submits_a_multirun_and_waits_for_it(lab: Lab, tmp_path: Path, packed: str):
-    program = (
-        "import os, sys\nfrom pathlib import Path\nfrom trainyard.launch.multirun import multirun\n"
-        f"sys.exit(multirun('stripes', sys.argv[1:], jobs_dir=Path({str(FAMILIES)!r}), runs_dir=Path('runs'), "
-        "environ=os.environ))"
-    )
     asked = ["partition=a100", "timeout_min=10", "mem_gb=4", "cpus_per_task=1", "tasks_per_node=2"]
-    done = subprocess.run(
-        [sys.executable, "-c", program, "hydra/launcher=submitit_slurm", *(f"hydra.launcher.{word}" for word in asked)]
-        + [f"data.path={packed}", "max_duration=2ep", "seed=0,1"],
-        cwd=tmp_path,
-        env=lab.environ,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-    )
+    words = ["multirun", "stripes", "--jobs", FAMILIES, "--runs", "runs", "hydra/launcher=submitit_slurm"]
+    words += [*(f"hydra.launcher.{word}" for word in asked), f"data.path={packed}", "max_duration=2ep", "seed=0,1"]
+    done = lab.attempt(sys.executable, "-m", "trainyard", *words, cwd=tmp_path, timeout_s=300)
     assert done.returncode == 0, done.stderr
     made = sorted((tmp_path / "runs/stripes").iterdir())
     assert [thaw(run / runs.CONFIG, FAMILIES).seed for run in made] == [0, 1]

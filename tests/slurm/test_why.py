@@ -11,7 +11,9 @@ import pytest
 from tests.slurm.cluster_runs import LAB_FILE, Start, job_of, kill_rank, starter, steps_of, wait, wait_for_end
 from tests.slurm.conftest import Lab
 from trainyard.errors import UserError
-from trainyard.launch.status import Status, cancel, follow, statuses, table, why
+from trainyard.launch.logs import follow
+from trainyard.launch.status import Status, cancel, statuses, table
+from trainyard.launch.why import why
 
 pytestmark = pytest.mark.slurm
 
@@ -62,7 +64,7 @@ def test_a_killed_rank_and_an_infinite_loss_are_told_apart(asked, start, tmp_pat
 def test_a_preempted_run_says_so_while_it_waits_and_its_log_is_followed_to_its_end(asked, start):
     run = start("preempted", "max_duration=60st", "eval_every=10000ep", "model.sleep_ms=300", "--hw", "a100")
     said: list[str] = []
-    follower = threading.Thread(target=follow, args=(run,), kwargs={"follow": True, "out": said.append}, daemon=True)
+    follower = threading.Thread(target=follow, args=(run, said.append), daemon=True)
     follower.start()
     wait("steps", lambda: steps_of(run) >= 3)
     node = status(run).attempts[0].nodes
@@ -112,4 +114,12 @@ def test_a_slurm_that_does_not_answer_is_noted_and_the_folder_answers(asked, sta
         cancel([run])
     assert not (run / "slurm" / "cancelled").exists()
     monkeypatch.setenv("SLURM_CONF", asked.environ["SLURM_CONF"])
+    submission = run / "slurm" / "submission.json"
+    note = submission.read_text()
+    submission.write_text(note.replace('"slurm_name": "lab"', '"slurm_name": "tower"'))
+    belongs = f"Job {job_of(run)} belongs to the Slurm 'tower', this one is 'lab'."
+    assert statuses([run])[1] == f"Answered from the folders of the runs. {belongs}"
+    with pytest.raises(UserError, match=belongs):
+        cancel([run])
+    submission.write_text(note)
     cancel([run])

@@ -5,7 +5,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,8 +13,10 @@ from trainyard.cli.verb import Verbs, add_verb, beside_checkout
 from trainyard.errors import UserError
 from trainyard.launch import cluster as clusters
 from trainyard.launch import config as configs
-from trainyard.launch import runs, slurm, status, submit
+from trainyard.launch import logs, runs, slurm, status, submit
 from trainyard.launch import sweep as sweeps
+from trainyard.launch.cluster_check import check_cluster, render
+from trainyard.launch.why import why
 from trainyard.settings import TrainConfig
 
 
@@ -174,8 +176,14 @@ def _fits_slurm(plan: submit.Plan) -> None:
     """Hold a plan against the Slurm that is there, which knows better than its file.
 
     Raises:
-        UserError: no such partition, or a limit shorter than the time asked for.
+        UserError: it is another Slurm, or it has no such partition, or a limit shorter than the time asked for.
     """
+    described, here = plan.cluster.slurm_name, slurm.cluster_name()
+    if described and described != here:
+        raise UserError(
+            f"{plan.cluster.path}: describes the Slurm '{described}', but '{here}' answers here. Name the file of this "
+            f"one (--cluster NAME), or log in where the other is."
+        )
     partitions = slurm.partitions()
     found = partitions.get(plan.kind.partition)
     check = f"See what else differs: trainyard cluster-check {plan.cluster.name}"
@@ -306,21 +314,26 @@ def _add_status(verbs: Verbs) -> None:
 
 def _status(args: argparse.Namespace) -> int:
     found = _named(args.run, args.runs) if args.run else runs.newest(args.runs, 20)
-    return _print_table(found)
+    return _print_runs(found, args.runs, status.table if len(found) <= 20 else status.overview)
 
 
 def _add_runs(verbs: Verbs) -> None:
-    _verb = add_verb(verbs, "runs", _runs, "list all runs")
-    _verb.add_argument("job", nargs="?", help="of this job only")
+    verb = add_verb(verbs, "runs", _runs, "list all runs")
+    verb.add_argument("job", nargs="?", help="of this job only")
 
 
 def _runs(args: argparse.Namespace) -> int:
-    return _print_table(runs.newest(args.runs, None, job=args.job))
+    if args.job:
+        runs.latest_run(args.runs, args.job)  # says which jobs have runs, if this one has none
+    return _print_runs(runs.newest(args.runs, None, job=args.job), args.runs, status.table)
 
 
-def _print_table(found: Sequence[Path]) -> int:
+def _print_runs(found: Sequence[Path], root: Path, screen: Callable[[Sequence[status.Status], float], str]) -> int:
+    if not found:
+        print(f"{root.absolute()}: no runs yet.\nnext: trainyard run JOB, or submit JOB (trainyard jobs lists them)")
+        return 0
     known, note = status.statuses(found)
-    print(status.table(known, time.time()))
+    print(screen(known, time.time()))
     if note:
         print(note, file=sys.stderr)
     return 0
@@ -333,7 +346,8 @@ def _add_logs(verbs: Verbs) -> None:
 
 
 def _logs(args: argparse.Namespace) -> int:
-    status.follow(runs.resolve_run(args.run, args.runs), follow=args.follow, out=lambda text: print(text, flush=True))
+    speak = logs.follow if args.follow else logs.show
+    speak(runs.resolve_run(args.run, args.runs), lambda line: print(line, flush=True))
     return 0
 
 
@@ -343,7 +357,7 @@ def _add_why(verbs: Verbs) -> None:
 
 
 def _why(args: argparse.Namespace) -> int:
-    print(status.why(runs.resolve_run(args.run, args.runs)))
+    print(why(runs.resolve_run(args.run, args.runs)))
     return 0
 
 
@@ -381,8 +395,8 @@ def _cluster_check(args: argparse.Namespace) -> int:
     if absent:
         raise UserError(f"{absent} Check the file on a machine from which you can submit.")
     cluster = clusters.find_cluster(args.cluster, beside_checkout("slurm"), slurm.cluster_name())
-    findings = clusters.check_cluster(cluster)
-    print(clusters.render(findings))
+    findings = check_cluster(cluster)
+    print(render(findings))
     return 1 if any(finding.ok == "wrong" for finding in findings) else 0
 
 

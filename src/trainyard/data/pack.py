@@ -255,7 +255,8 @@ def _start_worker(path: list[str], done: Any) -> None:
     The worker ends with the parent, however that ends: one that outlived a killed packing would write into the next.
     """
     global _done
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)  # a terminal and Slurm signal the whole tree; the parent decides
     sys.path[:] = path
     _done = done
     threading.Thread(target=_follow_parent, name="follow parent", daemon=True).start()

@@ -20,17 +20,16 @@ ty_begin() {
     echo "trainyard: attempt $TRAINYARD_ATTEMPT on $SLURM_JOB_NODELIST" >&2
     trap ':' TERM # the ranks get it too: stay until they have left
     [ "$ty_number" -eq 0 ] || ty_judge_predecessor
-    local newest over
+    local newest over cause=budget
     newest=$(ty_newest)
     over=$(ty_over preempted)$(ty_over node_failure)
-    ty_stuck && over="two attempts in a row made no new checkpoint"
+    if ty_stuck; then
+        cause=no_progress
+        over="two attempts in a row made no new checkpoint"
+    fi
     printf '{"event":"start","job":"%s","attempt":%d,"time":"%s","nodes":"%s","partition":"%s","checkpoint":"%s"}\n' \
         "$ty_job" "$ty_number" "$(ty_time)" "$SLURM_JOB_NODELIST" "$SLURM_JOB_PARTITION" "$newest" >>"$ty_log"
-    if [ -n "$over" ]; then
-        local cause=budget
-        ty_stuck && cause=no_progress
-        ty_stop "$ty_number" 1 "$cause" "$over"
-    fi
+    [ -z "$over" ] || ty_stop "$ty_number" 1 "$cause" "$over"
 }
 
 ty_end() { # CODE of srun
@@ -41,7 +40,7 @@ ty_end() { # CODE of srun
         code=1 # srun also returns 0 when its node is set down: only the ranks can say that they are done
     fi
     case $code in
-        0) ty_stop "$ty_number" 0 done "" ;;
+        0) ty_stop "$ty_number" 0 "done" "" ;;
         2) ty_stop "$ty_number" 2 user_error "it would happen again" ;;
         86) ty_stop "$ty_number" 86 max_runtime "max_runtime is over" ;;
         87) ty_stop "$ty_number" 87 asked "SIGINT" ;;
@@ -146,4 +145,7 @@ ty_write_end() { # ATTEMPT CODE CAUSE ACTION REASON
         "$ty_job" "$1" "$(ty_time)" "$2" "$3" "$4" "$5" >>"$ty_log"
 }
 
-"ty_$@"
+case $1 in
+    begin) ty_begin ;;
+    end) ty_end "$2" ;;
+esac

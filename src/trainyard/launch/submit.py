@@ -5,6 +5,7 @@ judgement of how an attempt ended. Loads no torch: submitting takes a fraction o
 """
 
 import contextlib
+import itertools
 import json
 import os
 import shlex
@@ -19,7 +20,8 @@ from typing import Any
 
 from trainyard.errors import UserError
 from trainyard.hardware import Precision, gpu_of_key, image_target, precision_for
-from trainyard.launch.cluster import Cluster, GpuNodes, minutes
+from trainyard.launch import slurm
+from trainyard.launch.cluster import Cluster, GpuNodes, clock, minutes
 from trainyard.launch.config import write_atomically
 from trainyard.launch.runs import SUBMISSION
 from trainyard.launch.task import Attempt
@@ -137,7 +139,7 @@ def describe(plan: Plan, run: Path | None) -> str:
         + ("" if plan.micro_batch * plan.accumulation * plan.gpus == plan.global_batch else ", the last ones smaller"),
         "precision": f"{', '.join(switches)}  ({policy.reasons['dtype']})",
         "a node": f"{plan.ranks_per_node} ranks, {plan.kind.cores_per_gpu} cores each, {_memory_gib(plan)} GiB",
-        "time": f"{_clock(plan.time_min)}, warned {plan.signal_s} s before the end  ({plan.why_time})",
+        "time": f"{clock(plan.time_min)}, warned {plan.signal_s} s before the end  ({plan.why_time})",
         "again": again,
         "runs in": _image(plan) or plan.cluster.python or sys.executable,
         **({"folder": str(run)} if run is not None else {}),
@@ -336,6 +338,7 @@ def _parameters(plan: Plan, runs: Sequence[Path], *, folder: Path, code: Code, p
             "export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK",  # srun has ignored the other since 22.05
             f"export PYTHONPATH={shlex.quote(str(code.folder))}",
             f"export TRAINYARD_RUN={_run_of_this_job(runs, folder)}",
+            *([f'export TRAINYARD_SCRATCH="{cluster.scratch}"'] if cluster.scratch else []),  # expands on the node
             f"export TRAINYARD_LIMITS={shlex.quote(_limits(cluster))} TRAINYARD_SIGNAL_S={plan.signal_s}",
             f"{source} begin",
         ],
@@ -391,8 +394,10 @@ def _pyxis(plan: Plan) -> list[str]:
 
 
 def _mounted(cluster: Cluster) -> list[str]:
-    """Return the folders that an image sees under their own names: runs, code and data lie there."""
-    return [folder for folder in cluster.shared if folder != "/"]
+    """Return the folders that an image sees under their own names: runs, code and data lie there, copies in scratch."""
+    known = itertools.takewhile(lambda part: "$" not in part, Path(cluster.scratch).parts)
+    folders = [*cluster.shared, *([str(Path(*known))] if cluster.scratch.startswith("/") else [])]
+    return [folder for folder in folders if folder != "/"]
 
 
 def _image(plan: Plan) -> str:
@@ -404,7 +409,7 @@ def _image(plan: Plan) -> str:
 
 def _note(run: Path, job: str, scheduler: str, plan: Plan, *, folder: Path, code: Code) -> None:
     asked = {
-        "slurm_name": plan.cluster.slurm_name,
+        "slurm_name": slurm.cluster_name(),
         "cluster": plan.cluster.name,
         "cluster_file": str(plan.cluster.path),
         "hw": plan.hw,
@@ -429,12 +434,6 @@ def _refusal(error: Exception) -> str:
 
 def _checks(plan: Plan) -> str:
     return f"trainyard cluster-check {plan.cluster.name}"
-
-
-def _clock(time_min: int) -> str:
-    days, rest = divmod(time_min, 1440)
-    parts = [(days, "d"), (rest // 60, "h"), (rest % 60, "m")]
-    return "".join(f"{number}{unit}" for number, unit in parts if number)
 
 
 @contextlib.contextmanager

@@ -5,9 +5,10 @@ Torch, h5py and DALI are imported inside the functions, because the submitting s
 
 import importlib.util
 import os
+import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -28,13 +29,25 @@ if TYPE_CHECKING:
     import torch
 
     from trainyard.data.shards import ShardSet
+    from trainyard.data.stage import Staged
     from trainyard.train.engine import Job
     from trainyard.train.record import Heartbeat
-    from trainyard.train.stop import StopFlag
+    from trainyard.train.stop import RuntimeLimit, StopFlag
+
+
+class StopAsked(Exception):
+    """Raised by a hook to leave what can be gone on with later."""
 
 
 def pack_raw(
-    config: TrainConfig, raw: Path, out: Path | None, jobs_dir: Path, *, workers: int = 0, shard_mib: int = 256
+    config: TrainConfig,
+    raw: Path,
+    out: Path | None,
+    jobs_dir: Path,
+    *,
+    workers: int = 0,
+    shard_mib: int = 256,
+    hook: Callable[[], None] = lambda: None,
 ) -> Path:
     """Pack a folder of raw files, or finish packing it; return the folder of shards.
 
@@ -42,6 +55,7 @@ def pack_raw(
         out: None: a folder under `data.cache` named after what is packed and how, so that a change of either makes
             another data set and nothing is ever mixed.
         workers: processes; 0: the cores this process may use.
+        hook: called now and then; what it raises stops the packing, which can be finished later.
 
     Raises:
         UserError: the raw folder is missing, holds nothing the job knows, or holds files that cannot be read.
@@ -62,6 +76,11 @@ def pack_raw(
             f"{raw}: holds no sample that {config.family} knows. What it expects: {jobs_dir / config.family}/README.md"
         )
     folder = out or Path(config.data.cache) / f"{config.family}-{listing[:12]}"
+
+    def progress(samples: int) -> None:
+        bar.update(samples)
+        hook()
+
     with (
         _first_come(folder),
         tqdm(total=count, unit="sample", desc=f"packing {raw.name}", disable=None, leave=False) as bar,
@@ -73,7 +92,7 @@ def pack_raw(
             workers=workers or available_cores(),
             skip_bad=config.data.on_error == "skip",
             shard_mib=shard_mib,
-            progress=bar.update,
+            progress=progress,
         )
     skipped = f", {data.skipped} unreadable left out" if data.skipped else ""
     logger.info("packed {}: {} samples in {} shards{}", folder, data.count, len(data.shards), skipped)
@@ -81,7 +100,7 @@ def pack_raw(
     return folder
 
 
-def ready_data(config: TrainConfig, jobs_dir: Path) -> TrainConfig:
+def ready_data(config: TrainConfig, jobs_dir: Path, *, hook: Callable[[], None] = lambda: None) -> TrainConfig:
     """Return the config with `data.path` pointing at packed shards: synthesized and packed now if need be.
 
     Raises:
@@ -90,7 +109,7 @@ def ready_data(config: TrainConfig, jobs_dir: Path) -> TrainConfig:
     if is_packed(config):
         return config
     raw = Path(config.data.path) if config.data.path else _synthetic(config, jobs_dir)
-    packed = pack_raw(config, raw, None, jobs_dir)
+    packed = pack_raw(config, raw, None, jobs_dir, hook=hook)
     return replace(config, data=replace(config.data, path=str(packed)))
 
 
@@ -146,7 +165,7 @@ def execute(run: Path, jobs_dir: Path, *, environ: Mapping[str, str], started: f
         try:
             lock = RunLock(run, break_other_host=break_lock, attempt=attempt) if world.is_main else None
             with lock or nullcontext(), _log(run, world):
-                code = _train(run, jobs_dir, world, stop, lock, attempt=attempt, started=started)
+                code = _train(run, jobs_dir, world, stop, lock, environ=environ, attempt=attempt, started=started)
         except BaseException as error:
             record_error(run, error, attempt=attempt, rank=world.rank)
             if isinstance(error, UserError):
@@ -164,6 +183,7 @@ def _train(
     stop: "StopFlag",
     lock: RunLock | None,
     *,
+    environ: Mapping[str, str],
     attempt: str,
     started: float,
 ) -> int:
@@ -173,30 +193,69 @@ def _train(
     from trainyard.train.stop import EXIT_CODES, RuntimeLimit
 
     heartbeat = Heartbeat(run, attempt)
-    if world.is_main:
-        heartbeat.beat("preparing")
-    config = _with_data(run, jobs_dir, world)
-    limit = Duration.parse(config.max_runtime).minutes() if config.max_runtime else None
+    try:
+        config = _with_data(run, jobs_dir, world, heartbeat, stop)
+    except StopAsked:
+        return EXIT_CODES[stop.reason]
+    minutes = Duration.parse(config.max_runtime).minutes() if config.max_runtime else None
+    limit = RuntimeLimit(minutes, started=started)
     distributed.join(world, run)
     try:
-        job = _job(run, config, jobs_dir, world, heartbeat, lock)
-        return EXIT_CODES[fit(job, stop=stop, limit=RuntimeLimit(limit, started=started))]
+        staged = _stage(config, world, heartbeat, stop, limit, environ)
+        job = _job(run, config, staged, jobs_dir, world, heartbeat, lock)
+        return EXIT_CODES[fit(job, stop=stop, limit=limit)]
     finally:
         distributed.leave()
 
 
-def _with_data(run: Path, jobs_dir: Path, world: World) -> TrainConfig:
-    """Return the run's config with packed data: rank 0 packs what is raw and says so in the config, others wait."""
+def _with_data(run: Path, jobs_dir: Path, world: World, heartbeat: "Heartbeat", stop: "StopFlag") -> TrainConfig:
+    """Return the run's config with packed data: rank 0 packs what is raw and says so in the config, others wait.
+
+    Raises:
+        StopAsked: a signal came before that was done.
+    """
+
+    def hook() -> None:
+        if stop.reason:
+            raise StopAsked
+        if world.is_main:
+            heartbeat.beat("preparing")
+
     config = thaw(run / CONFIG, jobs_dir)
     if world.is_main:
-        ready = ready_data(config, jobs_dir)
+        heartbeat.beat("preparing", now=True)
+        ready = ready_data(config, jobs_dir, hook=hook)
         if ready.data.path != config.data.path:
             freeze(ready, run / CONFIG)
         return ready
     while not is_packed(config):
+        hook()
         time.sleep(1)
         config = thaw(run / CONFIG, jobs_dir)
     return config
+
+
+def _stage(
+    config: TrainConfig,
+    world: World,
+    heartbeat: "Heartbeat",
+    stop: "StopFlag",
+    limit: "RuntimeLimit",
+    environ: Mapping[str, str],
+) -> "Staged":
+    """Return where this node reads the data. Told to stop, it gives up copying, and the first step saves and leaves."""
+    from trainyard.data.stage import stage
+
+    def stop_asked() -> bool:
+        if world.is_main:
+            heartbeat.beat("preparing")
+        return bool(stop.reason) or limit.reached(reserve_s=0)
+
+    folder = Path(config.data.path)
+    staged = stage(folder, wanted=config.data.stage, environ=environ, stop_asked=stop_asked, tell=logger.info)
+    if staged.failed and world.local_rank == 0 and not world.is_main:  # rank 0 records its own among the choices
+        logger.warning("{} reads from {}: {}", socket.gethostname(), folder, staged.reason)
+    return staged
 
 
 class _Notes:
@@ -277,7 +336,13 @@ class _Choice:
 
 
 def _job(
-    run: Path, config: TrainConfig, jobs_dir: Path, world: World, heartbeat: "Heartbeat", lock: RunLock | None
+    run: Path,
+    config: TrainConfig,
+    staged: "Staged",
+    jobs_dir: Path,
+    world: World,
+    heartbeat: "Heartbeat",
+    lock: RunLock | None,
 ) -> "Job":
     """Decide everything that depends on this machine and on the data, and record each choice with its reason."""
     import torch
@@ -303,11 +368,12 @@ def _job(
         "threads": _Choice(config.data.threads or cores, why_cores),
         "micro_batch_size": _micro_batch(config, world),
     }
-    data = ShardSet(Path(config.data.path))
+    data = ShardSet(staged.folder)
+    choices["stage"] = _Choice(str(data.folder) if staged.copied else "off", staged.reason)
     choices["reader"] = _Choice(data.reader, data.reader_reason)
     splits = load_family(jobs_dir, config.family, "pack").splits(data.columns, data.vocabulary, config)
     if world.is_main:
-        _record(run, choices, data, {name: len(ids) for name, ids in splits.items()})
+        _record(run, choices, config.data.path, data, {name: len(ids) for name, ids in splits.items()})
     torch.manual_seed(config.seed)
     info = DataInfo(data.columns, data.vocabulary, splits["train"])
     module = load_family(jobs_dir, config.family, "module").build(config, info)
@@ -347,9 +413,9 @@ def _micro_batch(config: TrainConfig, world: World) -> _Choice:
     )
 
 
-def _record(run: Path, choices: Mapping[str, _Choice], data: "ShardSet", sizes: Mapping[str, int]) -> None:
+def _record(run: Path, choices: Mapping[str, _Choice], path: str, data: "ShardSet", sizes: Mapping[str, int]) -> None:
     update_record(run, "choices", {name: asdict(choice) for name, choice in choices.items()})
-    update_record(run, "data", {"path": str(data.folder), "fingerprint": data.fingerprint, "samples": data.count})
+    update_record(run, "data", {"path": path, "fingerprint": data.fingerprint, "samples": data.count})
     update_record(run, "data", {"skipped": data.skipped, "splits": dict(sizes)})
     for name, choice in choices.items():
         logger.info("{:<16} {}  ({})", name, choice.value, choice.reason)

@@ -478,6 +478,7 @@ def _recorder(job: Job, state: TrainState, position: int | None) -> Recorder:
     metric, mode = job.module.monitor
     fields = {
         "event": "start" if position is None else "resume",
+        "attempt": job.heartbeat.attempt,
         "total_steps": total_steps(job.config, len(epoch_order(job, 0))),
         "world_size": job.world.world_size,
         "device": job.device.type,

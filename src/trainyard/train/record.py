@@ -303,7 +303,7 @@ class Heartbeat:
 
     def __init__(self, run: Path, attempt: str, *, every_s: float = 5.0) -> None:
         self.samples_per_s: float | None = None
-        self._path, self._attempt, self._every_s = run / HEARTBEAT_FILE, attempt, every_s
+        self.attempt, self._path, self._every_s = attempt, run / HEARTBEAT_FILE, every_s
         self._last_s = -math.inf
 
     def beat(self, phase: str, *, step: int = 0, total_steps: int | None = None, now: bool = False) -> None:
@@ -317,7 +317,7 @@ class Heartbeat:
             return
         self._last_s = time.monotonic()
         content = {"time": time.time(), "phase": phase, "step": step, "total_steps": total_steps}
-        content |= {"samples_per_s": self.samples_per_s, "host": socket.gethostname(), "attempt": self._attempt}
+        content |= {"samples_per_s": self.samples_per_s, "host": socket.gethostname(), "attempt": self.attempt}
         aside = self._path.with_name(f".{self._path.name}.{os.getpid()}")
         aside.write_text(json.dumps(content))
         aside.replace(self._path)

@@ -1,0 +1,415 @@
+"""What the folder of a run says: its submission, its attempts, and what went wrong first in one of them.
+
+Any of its files may be missing, half written, or torn by the loss of a node. Loads no torch.
+"""
+
+import json
+import re
+import signal
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from trainyard.errors import UserError
+from trainyard.launch.runs import LOCK, SUBMISSION, Owner, read_owner
+
+CANCELLED = "slurm/cancelled"
+"""The mark of our own `cancel` in the folder of a run."""
+
+CAUSES = {
+    "preempted": "preempted",
+    "time_limit": "time limit",
+    "node_failure": "node lost",
+    "crash": "crashed",
+    "device_oom": "out of memory on the GPU",
+    "host_oom": "out of memory on the host",
+    "not_finite": "NaN or infinite gradients",
+    "disk_full": "disk full",
+    "lost_peer": "another rank was lost",
+    "bug": "an error in the code",
+    "user_error": "your mistake",
+    "asked": "asked to stop",
+    "cancelled": "cancelled",
+    "max_runtime": "max_runtime reached",
+    "held": "held in the queue until somebody releases it",
+    "never_starts": "cannot start as it was submitted",
+    "no_progress": "no progress: attempts without a new checkpoint",
+    "budget": "budget of attempts used up",
+}
+"""Why a run does not go on, in words. One more is made of its number: "signal 9"."""
+
+Object = dict[str, Any]
+
+
+def words(cause: str) -> str:
+    """Return a cause as people read it."""
+    return f"killed by {cause}" if cause.startswith("signal ") else CAUSES.get(cause, cause)
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One start of a run. Times are seconds since the epoch."""
+
+    id: str  # <job>-<number>, or local-<second of its start>
+    start: float
+    end: float | None  # the last that was seen of it, where it was ended from outside; None while it runs
+    nodes: str
+    cause: str  # see CAUSES, or "done"; "" if it did not say
+    world_size: int | None  # None: it did not come so far as to train
+    steps: tuple[int, int] | None  # first, and last that was written down
+    job: str = ""  # "" if no scheduler started it, as the following
+    action: str = ""  # requeue | slurm | stop: who started it again, if anybody; "" while it runs
+    code: int | None = None  # exit code; -1: Slurm ended it before it could leave
+    reason: str = ""  # of its end, in the words of the batch script
+
+
+class Fault(NamedTuple):
+    """What went wrong first in an attempt."""
+
+    cause: str
+    who: str
+    lines: list[str]  # for a screen
+
+
+class RankError(NamedTuple):
+    """What one rank wrote down when it failed."""
+
+    attempt: str
+    path: Path
+    fields: Object
+
+    @property
+    def time(self) -> float:
+        return float(self.fields.get("time", 0.0))
+
+    @property
+    def cause(self) -> str:
+        return str(self.fields.get("cause", "bug"))
+
+    @property
+    def who(self) -> str:
+        return f"rank {self.fields.get('rank', '?')} on {self.fields.get('host', '?')}"
+
+    @property
+    def what(self) -> str:
+        return f"{self.fields.get('type', 'Error')}: {self.fields.get('message', '')}".rstrip(": \n")
+
+
+@dataclass(frozen=True)
+class Folder:
+    """Everything that the folder of a run says, read once."""
+
+    run: Path
+    submission: Object
+    cancelled: bool
+    starts_and_ends: list[Object]  # of attempts.jsonl
+    events: list[Object]
+    heartbeat: Object
+    errors: list[RankError]  # oldest first
+    owner: Owner | None  # of the lock
+    log_changed: float | None
+
+    @property
+    def job(self) -> str:
+        """Return the id of the Slurm job that it was submitted as last; "" if Slurm is not concerned."""
+        return str(self.submission.get("job", "")) if self.submission.get("scheduler") == "slurm" else ""
+
+    @cached_property
+    def attempts(self) -> list[Attempt]:
+        return _attempts(self)  # oldest first
+
+    @property
+    def newest(self) -> Attempt | None:
+        return self.attempts[-1] if self.attempts else None
+
+    def newest_of(self, job: str) -> Attempt | None:
+        """Return the last attempt of a Slurm job; "": of those that no scheduler started."""
+        return next((attempt for attempt in reversed(self.attempts) if attempt.job == job), None)
+
+    @property
+    def is_done(self) -> bool:
+        """Tell whether its last attempt trained to the end."""
+        told = (e["event"] for e in reversed(self.events) if e.get("event") in (*_STARTS, *_ENDS))
+        return next(told, "") == "done"
+
+    @property
+    def is_held_here(self) -> bool:
+        """Tell whether a living process of this host writes to it."""
+        return self.owner is not None and self.owner.is_judged_here() and self.owner.lives()
+
+    @property
+    def last_sign(self) -> float | None:
+        """Return when anything was written last."""
+        signs = [error.time for error in self.errors]
+        signs += [seconds(lines[-1]["time"]) for lines in (self.starts_and_ends, self.events) if lines]
+        signs += [float(self.heartbeat["time"])] if self.heartbeat else []
+        signs += [self.log_changed] if self.log_changed is not None else []
+        return max(signs, default=None)
+
+    def beat_of(self, attempt: str) -> Object:
+        """Return the heartbeat if it is this attempt's, else nothing."""
+        return self.heartbeat if self.heartbeat.get("attempt") == attempt else {}
+
+
+def read_folder(run: Path) -> Folder:
+    """Read the folder of a run."""
+    log = run / "log"
+    return Folder(
+        run=run,
+        submission=read_object(run / SUBMISSION),
+        cancelled=(run / CANCELLED).exists(),
+        starts_and_ends=[line for line in _lines(run / "slurm" / "attempts.jsonl") if "time" in line],
+        events=[line for line in _lines(run / "events.jsonl") if "time" in line],
+        heartbeat=read_object(run / "heartbeat.json"),
+        errors=read_errors(run),
+        owner=_owner(run),
+        log_changed=log.stat().st_mtime if log.exists() else None,
+    )
+
+
+def read_errors(run: Path) -> list[RankError]:
+    """Return what the ranks of all attempts wrote down when they failed, oldest first."""
+    found = ((path, read_object(path)) for path in run.glob("errors/*-rank*.json"))
+    errors = [RankError(path.name.rpartition("-rank")[0], path, fields) for path, fields in found if fields]
+    return sorted(errors, key=lambda error: error.time)
+
+
+def read_object(path: Path) -> Object:
+    """Return what a JSON file holds; nothing if it is missing or torn."""
+    return next(_decoded([path.read_bytes()]), {}) if path.is_file() else {}
+
+
+def output_files(run: Path, submission: Object) -> tuple[Path, Path]:
+    """Return the files of rank 0's standard output and error. The latter is the batch script's, too."""
+    folder, job = Path(submission.get("folder", run / "slurm")), submission.get("job", "")
+    return folder / f"{job}_0_log.out", folder / f"{job}_0_log.err"
+
+
+def stderr_of(folder: Folder, attempt: Attempt | None) -> list[str]:
+    """Return what the batch script, srun and rank 0 wrote to standard error in an attempt; None: before any began.
+
+    All attempts of a job append to one file, each after a line of attempt.sh.
+    """
+    path = output_files(folder.run, folder.submission | ({"job": attempt.job} if attempt else {}))[1]
+    text = path.read_text(errors="replace") if path.is_file() else ""
+    if attempt is not None:
+        text = text.partition(f"{_BEGINS} {attempt.id} on ")[2].partition(f"{_BEGINS} ")[0].partition("\n")[2]
+    return text.splitlines()
+
+
+def is_complaint(line: str) -> bool:
+    """Tell whether srun or slurmstepd wrote this line."""
+    return re.match(r"(srun|slurmstepd)(-\S+)?: ", line) is not None
+
+
+def seconds(text: str) -> float:
+    """Return a time in ISO 8601 as seconds since the epoch."""
+    return datetime.fromisoformat(text).timestamp()
+
+
+_BEGINS = "trainyard: attempt"
+_STARTS, _ENDS = ("start", "resume"), ("done", "stop", "failed")  # events
+
+
+def _owner(run: Path) -> Owner | None:
+    """Return who holds the lock. One that cannot be read belongs to a process that starts now or died starting."""
+    try:
+        return read_owner(run / LOCK)
+    except UserError:
+        return None
+
+
+def _lines(path: Path) -> list[Object]:
+    """Return the whole lines of a file of JSON lines; the next attempt appends behind what a lost node left torn."""
+    return list(_decoded(path.read_bytes().split(b"\n"))) if path.is_file() else []
+
+
+def _decoded(texts: Iterable[bytes]) -> Iterator[Object]:
+    for text in texts:
+        try:
+            found = json.loads(text)
+        except ValueError:
+            continue
+        if isinstance(found, dict):
+            yield found
+
+
+# Attempts: what the batch script and the training wrote, put together
+
+
+def _attempts(folder: Folder) -> list[Attempt]:
+    sessions = _sessions(folder.events)
+    attempts = []
+    for lines in _by_attempt(folder.starts_and_ends):
+        own = next((session for session in sessions if _falls_into(session, lines)), [])
+        sessions = [session for session in sessions if session is not own]
+        attempts.append(_submitted(folder, lines, own))
+    return sorted([*attempts, *_local(folder, sessions)], key=lambda attempt: attempt.start)
+
+
+def _sessions(events: Sequence[Object]) -> list[list[Object]]:
+    """Split events where an attempt starts or resumes."""
+    sessions: list[list[Object]] = []
+    for event in events:
+        if event.get("event") in _STARTS or not sessions:
+            sessions.append([])
+        sessions[-1].append(event)
+    return sessions
+
+
+def _by_attempt(lines: Sequence[Object]) -> list[list[Object]]:
+    """Group the lines of attempts.jsonl: a start, and its end if it is known. An end without a start is dropped."""
+    groups: dict[str, list[Object]] = {}
+    for line in lines:
+        name = f"{line.get('job')}-{line.get('attempt')}"
+        if line.get("event") == "start":
+            groups[name] = [line]
+        elif name in groups:
+            groups[name].append(line)
+    return list(groups.values())
+
+
+def _falls_into(session: Sequence[Object], lines: Sequence[Object]) -> bool:
+    """Whether a session began during a submitted attempt. Both times come from the attempt's first node.
+
+    An end that the next attempt wrote says nothing of when it was: Slurm starts a job again after all its processes.
+    """
+    start, ends = lines[0], [line for line in lines[1:] if line.get("code") != -1]
+    began = seconds(session[0]["time"])
+    return seconds(start["time"]) <= began and all(began <= seconds(line["time"]) for line in ends)
+
+
+def _submitted(folder: Folder, lines: Sequence[Object], session: Sequence[Object]) -> Attempt:
+    start, end = lines[0], lines[-1] if len(lines) > 1 else {}
+    name = f"{start['job']}-{start['attempt']}"
+    beat = folder.beat_of(name)
+    ended = seconds(end["time"]) if end else None
+    if end.get("code") == -1:  # written when the next attempt started, which may be hours later
+        ended = _last_seen(session, beat)
+    return Attempt(
+        id=name,
+        start=seconds(start["time"]),
+        end=ended,
+        nodes=str(start.get("nodes", "")),
+        cause=str(end.get("cause", "")),
+        world_size=session[0].get("world_size") if session else None,
+        steps=_steps(session, beat),
+        job=str(start["job"]),
+        action=str(end.get("action", "")),
+        code=end.get("code"),
+        reason=str(end.get("reason", "")),
+    )
+
+
+def _last_seen(session: Sequence[Object], beat: Object) -> float | None:
+    return max([*(seconds(event["time"]) for event in session), *([float(beat["time"])] if beat else [])], default=None)
+
+
+def _steps(session: Sequence[Object], beat: Object) -> tuple[int, int] | None:
+    steps = [int(event.get("step", 0)) for event in session]
+    return (steps[0], max(*steps, int(beat.get("step") or 0))) if steps else None
+
+
+def _local(folder: Folder, sessions: Sequence[Sequence[Object]]) -> list[Attempt]:
+    """Put together what no batch script recorded: sessions, and attempts that failed before they trained."""
+    names = {error.attempt for error in folder.errors} | {str(folder.heartbeat.get("attempt", ""))}
+    names |= {folder.owner.attempt} if folder.owner is not None else set()
+    free = sorted((name for name in names if re.fullmatch(r"local-\d+", name)), key=_second)
+    attempts = []
+    for session in sessions:
+        name = _claim(free, session, folder.errors) or f"local-{int(seconds(session[0]['time']))}"
+        free = [other for other in free if other != name]
+        attempts.append(_local_attempt(folder, name, session))
+    return attempts + [_local_attempt(folder, name, []) for name in free]
+
+
+def _second(name: str) -> int:
+    return int(name.removeprefix("local-"))
+
+
+def _claim(free: Sequence[str], session: Sequence[Object], errors: Sequence[RankError]) -> str | None:
+    """Return the attempt a session belongs to: the last that started before it and had not failed by then."""
+    began = seconds(session[0]["time"]) + 1  # both are whole seconds
+    failed = {error.attempt for error in errors if error.time < began - 1}
+    return next((name for name in reversed(free) if _second(name) <= began and name not in failed), None)
+
+
+def _local_attempt(folder: Folder, name: str, session: Sequence[Object]) -> Attempt:
+    errors = [error for error in folder.errors if error.attempt == name]
+    beat, first, last = folder.beat_of(name), session[0] if session else {}, session[-1] if session else {}
+    end = seconds(last["time"]) if last.get("event") in _ENDS else errors[0].time if errors else None
+    if end is None and not folder.is_held_here:
+        end = _last_seen(session, beat)
+    return Attempt(
+        id=name,
+        start=min([float(_second(name)), *(seconds(event["time"]) for event in session[:1])]),
+        end=end,
+        nodes=str(first.get("host") or (errors[0].fields.get("host", "") if errors else "")),
+        cause=_local_cause(last, errors),
+        world_size=first.get("world_size"),
+        steps=_steps(session, beat),
+    )
+
+
+def _local_cause(last: Object, errors: Sequence[RankError]) -> str:
+    if last.get("event") == "done":
+        return "done"
+    if last.get("event") == "stop":
+        # The reasons of train.stop.Stop, as the recorder writes them. Its time limit is max_runtime.
+        return {"time limit": "max_runtime"}.get(str(last.get("reason")), str(last.get("reason", "")))
+    return errors[0].cause if errors else ""
+
+
+# What went wrong first
+
+_RANK_ENDED = re.compile(r"srun: error: (?P<node>\S+): tasks? (?P<ranks>[\d,\-\[\]]+): (?P<how>[^(]+)")
+_OUT_OF_MEMORY = re.compile(r"oom[-_ ]?kill|out of memory", re.IGNORECASE)
+_SIGNALS = {signal.strsignal(number): int(number) for number in signal.valid_signals()}
+
+
+def first_fault(folder: Folder, attempt: Attempt) -> Fault | None:
+    """Return what went wrong first: a rank's own error, else what srun says of a killed one, else its consequence."""
+    errors = [error for error in folder.errors if error.attempt == attempt.id]
+    own = [error for error in errors if error.cause != "lost_peer"]
+    return _by_error(own) or _by_srun(folder, attempt) or _by_error(errors)
+
+
+def _by_error(errors: Sequence[RankError]) -> Fault | None:
+    if not errors:
+        return None
+    first = errors[0]
+    place = _place(str(first.fields.get("traceback", "")))
+    lines = [f"{first.who}: {first.what}", *([f"  {place}"] if place else []), f"  whole traceback: {first.path}"]
+    return Fault(first.cause, first.who, lines)
+
+
+def _place(traceback: str) -> str:
+    """Return the last place of a traceback that lies in the user's code, or else in any, with the line itself."""
+    frames = re.findall(r'^  File "([^"]+)", line (\d+), in (\S+)\n(?:    (?![\^~ ])(.*)\n)?', traceback, re.MULTILINE)
+    foreign = re.compile(r"/(site|dist)-packages/|/lib/python3|/trainyard/(data|train|launch|tools|cli)/|^<")
+    theirs = [frame for frame in frames if not foreign.search(frame[0])]
+    if not frames:
+        return ""
+    path, line, function, text = (theirs or frames)[-1]
+    return f"{path}:{line} in {function}" + (f": {text.strip()}" if text else "")
+
+
+def _by_srun(folder: Folder, attempt: Attempt) -> Fault | None:
+    """Read what srun and slurmstepd wrote, else srun's exit code. The first rank to end drew the others after it."""
+    said = [line for line in stderr_of(folder, attempt) if is_complaint(line)]
+    ended = [match for line in said if (match := _RANK_ENDED.search(line))]
+    killed = [match for match in ended if match["how"].strip() in _SIGNALS]
+    memory = [line for line in said if _OUT_OF_MEMORY.search(line)]
+    culprits = [match for match in ended if _OUT_OF_MEMORY.search(match["how"])] or killed
+    who = f"rank {culprits[0]['ranks']} on {culprits[0]['node']}" if culprits else f"on {attempt.nodes}"
+    if memory:
+        return Fault("host_oom", who, memory[:2])
+    if killed:
+        return Fault(f"signal {_SIGNALS[killed[0]['how'].strip()]}", who, [killed[0].string])
+    if attempt.code is not None and attempt.code > 128:
+        number = attempt.code - 128
+        return Fault(f"signal {number}", who, [f"srun ended with code {attempt.code}: signal {number}"])
+    return None

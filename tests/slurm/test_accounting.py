@@ -1,0 +1,43 @@
+"""With slurmdbd and its database on, what people see is as right as without."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.slurm.cluster_runs import ends, job_of, kill_rank, starter, steps_of, trainyard, wait, wait_for_end
+from tests.slurm.conftest import Lab
+
+pytestmark = pytest.mark.slurm
+
+
+@pytest.fixture(scope="module", autouse=True)
+def on_the_lab(lab_accounting: Lab) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SLURM_CONF", lab_accounting.environ["SLURM_CONF"])
+        yield
+
+
+def test_a_crash_a_requeue_a_cancel_and_a_lost_node_are_told_as_they_were(lab_accounting, tmp_path, capsys):
+    lab = lab_accounting
+    start = starter(tmp_path / "runs", tmp_path / "cache")
+    long = ("max_duration=12ep", "model.sleep_ms=250")
+    crashed = start("crashed", *long, "--hw", "p100")
+    cancelled = start("cancelled", *long, "--hw", "a100")
+    lost = start("lost", *long, "--hw", "a5000")
+    for run in (crashed, cancelled, lost):
+        wait(f"a step of {run.name}", lambda run=run: steps_of(run) >= 2)
+    kill_rank(crashed, 0)
+    lab.run("scancel", job_of(cancelled))
+    lab.run("scontrol", "update", "nodename=a5000-0", "state=down", "reason=test")
+    wait_for_end(lab, crashed)
+    wait_for_end(lab, lost)
+    lab.wait_for(job_of(cancelled), "CANCELLED")
+    assert [end[1] for end in ends(crashed)] == ["crash", "done"]
+    assert [end[1] for end in ends(lost)] == ["node_failure", "done"]
+    capsys.readouterr()
+    assert trainyard("status", crashed, cancelled, lost) == 0
+    told = capsys.readouterr().out
+    assert told.count(" done") == 2 and "stopped" in told
+    assert trainyard("why", cancelled) == 0
+    told = capsys.readouterr().out
+    assert "cancelled" in told and f"trainyard resume {cancelled}" in told

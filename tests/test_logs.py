@@ -1,0 +1,86 @@
+"""A log that is read and followed, while it is written."""
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.run_folders import NOW, Folder
+from tests.training import new_run, train
+from trainyard.launch.logs import follow, show
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Folder:
+    """A run that was submitted as job 12."""
+    return Folder(tmp_path)
+
+
+@pytest.fixture
+def no_slurm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A machine without Slurm's commands."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+
+def test_before_there_is_a_log_the_files_of_the_job_are_read(folder, no_slurm):
+    said: list[str] = []
+    show(folder.run, said.append)
+    assert "no output yet" in said.pop()
+    (folder.logs / "12_0_log.out").write_text("loading modules\n")
+    folder.stderr("No module named torch\nhalf a li")
+    show(folder.run, said.append)
+    assert said == ["loading modules", "No module named torch"]
+
+
+def test_beside_the_log_stand_sruns_complaints_and_the_errors_of_the_last_attempt(folder, no_slurm):
+    folder.begin(NOW - 900)
+    folder.error(NOW - 800, "bug", rank=1)
+    folder.end(NOW - 700, 1, "crash", "requeue")
+    folder.begin(NOW - 600, attempt=1)
+    path = folder.error(NOW - 500, "bug", rank=3, attempt="12-1", message="here")
+    (folder.run / "log").write_text("step 1\n")
+    folder.stderr("12:00 step 1\nsrun: error: a100-0: task 3: Exited with exit code 1\n")
+    said: list[str] = []
+    show(folder.run, said.append)
+    assert said == [
+        "step 1",
+        "srun: error: a100-0: task 3: Exited with exit code 1",
+        f"rank 3 on a100-0: OutOfMemoryError: here (whole traceback: {path})",
+    ]
+
+
+def test_following_a_log_goes_on_over_attempts_and_ends_with_the_run(folder, no_slurm):
+    folder.begin(time.time() - 100)
+    folder.beat(time.time())
+    said: list[str] = []
+    follower = threading.Thread(target=follow, args=(folder.run, said.append))
+    follower.start()
+    log = folder.run / "log"
+    log.write_text("attempt 0\n")
+    wait_until(lambda: "attempt 0" in said)
+    folder.end(time.time(), 85, "preempted", "requeue")
+    wait_until(lambda: any("-- " in line and "waiting" in line for line in said))
+    folder.begin(time.time(), attempt=1)
+    with log.open("a") as file:
+        file.write("attempt 1\n")
+    folder.event(time.time(), "done", 100)
+    follower.join(30)
+    assert not follower.is_alive()
+    assert [line for line in said if line.startswith("attempt")] == ["attempt 0", "attempt 1"]
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_the_log_of_a_run_that_is_done_is_all_that_is_said(tmp_path):
+    run = new_run(tmp_path, "max_duration=4st")
+    assert train(run) == 0
+    said: list[str] = []
+    follow(run, said.append)
+    assert said == (run / "log").read_text().splitlines()
