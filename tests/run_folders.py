@@ -54,11 +54,10 @@ class Folder:
         line = {"event": "end", "job": job, "attempt": attempt, "time": iso(at), "code": code, "cause": cause}
         append(self.logs / "attempts.jsonl", line | {"action": action, "reason": ""})
 
-    def event(self, at: float, name: str, step: int, **more: Any) -> None:
-        append(
-            self.run / "events.jsonl",
-            {"kind": "event", "step": step, "event": name, **more, "elapsed_s": 1.0, "time": iso(at, "+00:00")},
-        )
+    def event(self, at: float, name: str, step: int, *, attempt: str = "12-0", **more: Any) -> None:
+        named = {"attempt": attempt} if name in ("start", "resume") else {}
+        line = {"kind": "event", "step": step, "event": name, **named, **more}
+        append(self.run / "events.jsonl", line | {"elapsed_s": 1.0, "time": iso(at, "+00:00")})
 
     def beat(self, at: float, *, attempt: str = "12-0", step: int = 40, phase: str = "training") -> None:
         beat = {"time": at, "phase": phase, "step": step, "total_steps": 100, "samples_per_s": 123.4}

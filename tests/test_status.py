@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.run_folders import NOW, Folder, in_slurm, iso
+from tests.run_folders import NOW, Folder, append, in_slurm, iso
 from tests.training import new_run, start, train, wait_for_lines
 from trainyard import cli
 from trainyard.errors import UserError
@@ -142,7 +142,8 @@ def test_done_is_believed_before_slurm_unless_the_run_was_started_later(folder):
     folder.event(NOW - 10, "done", 100)
     assert folder.status(in_slurm("RUNNING")).state == "done"
     assert next_command(folder.status(in_slurm("FAILED"))).startswith("trainyard report ")
-    folder.event(NOW - 5, "resume", 100)
+    folder.begin(NOW - 6, attempt=1)
+    folder.event(NOW - 5, "resume", 100, attempt="12-1")
     assert folder.status(in_slurm("RUNNING")).state == "running"
 
 
@@ -257,7 +258,7 @@ def test_a_submitted_run_that_was_resumed_outside_slurm_is_judged_by_that(folder
     folder.begin(NOW - 8000)
     folder.event(NOW - 7990, "start", 0, world_size=8, host="a100-0")
     folder.end(NOW - 7000, 1, "crash", "stop")
-    folder.event(NOW - 500, "resume", 40, world_size=1, host="desk")
+    folder.event(NOW - 500, "resume", 40, attempt=f"local-{int(NOW - 510)}", world_size=1, host="desk")
     folder.event(NOW - 400, "stop", 60, reason="asked")
     status = folder.status(in_slurm("FAILED"))
     assert (status.state, status.cause, status.job, status.gpus) == ("stopped", "asked", "", 1)
@@ -275,11 +276,11 @@ def test_attempts_are_put_together_from_what_the_host_and_the_training_wrote(fol
     folder.event(NOW - 7500, "checkpoint", 40)
     folder.end(NOW - 1000, -1, "node_failure", "slurm")  # written by the attempt that now starts
     folder.begin(NOW - 1000, attempt=1)
-    folder.event(NOW - 990, "resume", 40, world_size=4, host="a100-1")
+    folder.event(NOW - 990, "resume", 40, attempt="12-1", world_size=4, host="a100-1")
     folder.event(NOW - 500, "stop", 70, reason="preempted")
     folder.end(NOW - 490, 85, "preempted", "requeue", attempt=1)
     folder.begin(NOW - 100, attempt=2)
-    folder.event(NOW - 90, "resume", 70, world_size=4)
+    folder.event(NOW - 90, "resume", 70, attempt="12-2", world_size=4)
     folder.beat(NOW - 3, attempt="12-2", step=88)
     first, second, third = folder.status(in_slurm("RUNNING")).attempts
     assert (first.id, first.cause, first.action, first.code) == ("12-0", "node_failure", "slurm", -1)
@@ -287,6 +288,35 @@ def test_attempts_are_put_together_from_what_the_host_and_the_training_wrote(fol
     assert first.end == NOW - 7500, "the last that was seen of it, not when the next began"
     assert (second.id, second.world_size, second.steps, second.end) == ("12-1", 4, (40, 70), NOW - 490)
     assert (third.end, third.cause, third.steps) == (None, "", (70, 88))
+
+
+def test_an_attempt_has_the_events_that_name_it_whatever_the_clocks_say(folder):
+    local = f"local-{int(NOW - 2000)}"
+    folder.begin(NOW - 8000)
+    folder.event(NOW - 8030, "start", 0)  # the clock of this node is half a minute behind
+    folder.event(NOW - 7000, "checkpoint", 30)
+    folder.event(NOW - 1990, "resume", 30, attempt=local)
+    folder.event(NOW - 1900, "checkpoint", 40)
+    folder.error(NOW - 1950, "user_error", attempt=f"local-{int(NOW - 1995)}")  # found the run locked
+    folder.begin(NOW - 1800, attempt=1)
+    folder.event(NOW - 1830, "resume", 40, attempt="12-1")
+    folder.event(NOW - 1700, "checkpoint", 50)
+    attempts = folder.status(in_slurm("RUNNING", restarts=1)).attempts
+    steps = {attempt.id: attempt.steps for attempt in attempts}
+    assert steps == {"12-0": (0, 30), local: (30, 40), f"local-{int(NOW - 1995)}": None, "12-1": (40, 50)}
+
+
+def test_a_start_that_names_no_attempt_belongs_to_none_and_hides_no_other_run(tmp_path):
+    torn, whole = Folder(tmp_path / "torn", job=None), Folder(tmp_path / "whole", job=None)
+    append(torn.run / "events.jsonl", {"event": "start", "step": 0, "time": iso(NOW - 400)})
+    torn.event(NOW - 390, "checkpoint", 10)
+    torn.event(NOW - 300, "resume", 10, attempt=f"local-{int(NOW - 310)}")
+    torn.event(NOW - 200, "stop", 20, reason="asked")
+    whole.event(NOW - 100, "start", 0, attempt=f"local-{int(NOW - 110)}")
+    whole.event(NOW - 90, "stop", 5, reason="asked")
+    (first, second), _ = statuses([torn.run, whole.run])
+    assert [attempt.steps for attempt in first.attempts] == [(10, 20)]
+    assert (second.state, second.cause) == ("stopped", "asked")
 
 
 def test_a_line_torn_by_a_crash_is_passed_over_wherever_it_stands(folder):
@@ -305,7 +335,7 @@ def test_a_line_torn_by_a_crash_is_passed_over_wherever_it_stands(folder):
 def test_a_local_attempt_that_failed_before_it_trained_is_no_other_attempts_failure(tmp_path):
     folder = Folder(tmp_path, job=None)
     folder.error(NOW - 5000, "user_error", attempt=f"local-{int(NOW - 5010)}")
-    folder.event(NOW - 400, "start", 0, world_size=1, host="desk")
+    folder.event(NOW - 390, "start", 0, attempt=f"local-{int(NOW - 400)}", world_size=1, host="desk")
     folder.event(NOW - 300, "stop", 20, reason="time limit")
     first, second = folder.status().attempts
     assert (first.cause, first.steps, first.end) == ("user_error", None, NOW - 5000)

@@ -65,21 +65,33 @@ def test_bad_days_end_in_the_same_bits_and_each_is_recorded_for_what_it_was(lab,
         "signalled": start("signalled", *LONG, *TWO_RANKS, "--hw", "2080ti"),
         "cancelled": start("cancelled", *LONG, *TWO_RANKS, "--hw", "p100"),
     }
-    for name, run in took.items():
-        wait(f"step 6 of {name}", lambda run=run: steps_of(run) >= 6)
-    node = {name: lines(run / "slurm" / "attempts.jsonl")[0]["nodes"] for name, run in took.items()}
-    lab.batch("sleep 1", "-p", "a100-urgent", "--gres=gpu:a100:8", "-w", node["preempted"], "--exclusive")
-    lab.run("scontrol", "update", f"nodename={node['node_failure']}", "state=down", "reason=test")
-    kill_rank(took["crash"], 1)
-    lab.run("scancel", "--signal=USR2", job_of(took["signalled"]))
-    lab.run("scancel", job_of(took["cancelled"]))
+    first_node = dict.fromkeys(took, "")
+    blows = {
+        "preempted": lambda node: lab.batch(
+            "true", "-p", "a100-urgent", "--gres=gpu:a100:8", "-w", node, "--exclusive"
+        ),
+        "node_failure": lambda node: lab.run("scontrol", "update", f"nodename={node}", "state=down", "reason=test"),
+        "crash": lambda node: kill_rank(took["crash"], 1),
+        "signalled": lambda node: lab.run("scancel", "--signal=USR2", job_of(took["signalled"])),
+        "cancelled": lambda node: lab.run("scancel", job_of(took["cancelled"])),
+        "time_limit": lambda node: None,  # comes by itself
+    }
+
+    def all_hit() -> bool:
+        for name, run in took.items():
+            if not first_node[name] and steps_of(run) >= 6:
+                first_node[name] = lines(run / "slurm" / "attempts.jsonl")[0]["nodes"]
+                blows[name](first_node[name])
+        return all(first_node.values())
+
+    wait("each is at step 6 and is hit", all_hit)
     lab.wait_for(job_of(took["cancelled"]), "CANCELLED")
     wait("all is written", lambda: steps_of(took["cancelled"]) and not (took["cancelled"] / "lock").exists())
     assert trainyard("resume", took["cancelled"], "--jobs", "tests/families") == 0
 
     for run in took.values():
         wait_for_end(lab, run)
-    lab.run("scontrol", "update", f"nodename={node['node_failure']}", "state=resume")
+    lab.run("scontrol", "update", f"nodename={first_node['node_failure']}", "state=resume")
     assert ends(took["preempted"]) == [(0, "preempted", "slurm"), (1, "done", "stop")]
     assert ends(took["node_failure"]) == [(0, "node_failure", "slurm"), (1, "done", "stop")]
     assert ends(took["crash"]) == [(0, "crash", "requeue"), (1, "done", "stop")]

@@ -89,6 +89,13 @@ def test_a_partition_that_slurm_does_not_have_is_told_with_the_nearest(capsys, t
     assert told.count("\n") == 1
 
 
+def test_the_file_of_another_slurm_is_refused(capsys, tmp_path, lab_file):
+    content = yaml.safe_load(lab_file.read_text())
+    lab_file.write_text(yaml.safe_dump({**content, "slurm_name": "tower"}))
+    told = refused(capsys, tmp_path, "--hw", "a100", "--cluster", lab_file)
+    assert "describes the Slurm 'tower', but 'lab' answers here" in told and told.count("\n") == 1
+
+
 def test_more_time_than_the_partition_allows_is_told_before_the_queue(capsys, tmp_path, lab_file):
     change(lab_file, "p100", partition="short")
     told = refused(capsys, tmp_path, "--hw", "p100", "--time", "2h", "--cluster", lab_file)

@@ -241,26 +241,24 @@ def _decoded(texts: Iterable[bytes]) -> Iterator[Object]:
 
 
 def _attempts(folder: Folder) -> list[Attempt]:
-    sessions = _sessions(folder.events)
-    attempts = []
-    for lines in _by_attempt(folder.starts_and_ends):
-        own = next((session for session in sessions if _falls_into(session, lines)), [])
-        sessions = [session for session in sessions if session is not own]
-        attempts.append(_submitted(folder, lines, own))
-    return sorted([*attempts, *_local(folder, sessions)], key=lambda attempt: attempt.start)
+    sessions, submitted = _sessions(folder.events), _by_attempt(folder.starts_and_ends)
+    attempts = [_submitted(folder, name, lines, sessions.get(name, [])) for name, lines in submitted.items()]
+    attempts += [_local(folder, name, sessions.get(name, [])) for name in _local_names(folder, sessions)]
+    return sorted(attempts, key=lambda attempt: attempt.start)
 
 
-def _sessions(events: Sequence[Object]) -> list[list[Object]]:
-    """Split events where an attempt starts or resumes."""
-    sessions: list[list[Object]] = []
+def _sessions(events: Sequence[Object]) -> dict[str, list[Object]]:
+    """Group events by the attempt that their `start` or `resume` names; "": those of none, in a torn file."""
+    sessions: dict[str, list[Object]] = {}
+    name = ""
     for event in events:
-        if event.get("event") in _STARTS or not sessions:
-            sessions.append([])
-        sessions[-1].append(event)
+        if event.get("event") in _STARTS:
+            name = str(event.get("attempt", ""))
+        sessions.setdefault(name, []).append(event)
     return sessions
 
 
-def _by_attempt(lines: Sequence[Object]) -> list[list[Object]]:
+def _by_attempt(lines: Sequence[Object]) -> dict[str, list[Object]]:
     """Group the lines of attempts.jsonl: a start, and its end if it is known. An end without a start is dropped."""
     groups: dict[str, list[Object]] = {}
     for line in lines:
@@ -269,22 +267,18 @@ def _by_attempt(lines: Sequence[Object]) -> list[list[Object]]:
             groups[name] = [line]
         elif name in groups:
             groups[name].append(line)
-    return list(groups.values())
+    return groups
 
 
-def _falls_into(session: Sequence[Object], lines: Sequence[Object]) -> bool:
-    """Whether a session began during a submitted attempt. Both times come from the attempt's first node.
-
-    An end that the next attempt wrote says nothing of when it was: Slurm starts a job again after all its processes.
-    """
-    start, ends = lines[0], [line for line in lines[1:] if line.get("code") != -1]
-    began = seconds(session[0]["time"])
-    return seconds(start["time"]) <= began and all(began <= seconds(line["time"]) for line in ends)
+def _local_names(folder: Folder, sessions: Iterable[str]) -> set[str]:
+    """Return the attempts that no batch script recorded: those that trained, and those that did not come so far."""
+    names = {*sessions, *(error.attempt for error in folder.errors), str(folder.heartbeat.get("attempt", ""))}
+    names |= {folder.owner.attempt} if folder.owner is not None else set()
+    return {name for name in names if re.fullmatch(r"local-\d+", name)}
 
 
-def _submitted(folder: Folder, lines: Sequence[Object], session: Sequence[Object]) -> Attempt:
+def _submitted(folder: Folder, name: str, lines: Sequence[Object], session: Sequence[Object]) -> Attempt:
     start, end = lines[0], lines[-1] if len(lines) > 1 else {}
-    name = f"{start['job']}-{start['attempt']}"
     beat = folder.beat_of(name)
     ended = seconds(end["time"]) if end else None
     if end.get("code") == -1:  # written when the next attempt started, which may be hours later
@@ -313,31 +307,7 @@ def _steps(session: Sequence[Object], beat: Object) -> tuple[int, int] | None:
     return (steps[0], max(*steps, int(beat.get("step") or 0))) if steps else None
 
 
-def _local(folder: Folder, sessions: Sequence[Sequence[Object]]) -> list[Attempt]:
-    """Put together what no batch script recorded: sessions, and attempts that failed before they trained."""
-    names = {error.attempt for error in folder.errors} | {str(folder.heartbeat.get("attempt", ""))}
-    names |= {folder.owner.attempt} if folder.owner is not None else set()
-    free = sorted((name for name in names if re.fullmatch(r"local-\d+", name)), key=_second)
-    attempts = []
-    for session in sessions:
-        name = _claim(free, session, folder.errors) or f"local-{int(seconds(session[0]['time']))}"
-        free = [other for other in free if other != name]
-        attempts.append(_local_attempt(folder, name, session))
-    return attempts + [_local_attempt(folder, name, []) for name in free]
-
-
-def _second(name: str) -> int:
-    return int(name.removeprefix("local-"))
-
-
-def _claim(free: Sequence[str], session: Sequence[Object], errors: Sequence[RankError]) -> str | None:
-    """Return the attempt a session belongs to: the last that started before it and had not failed by then."""
-    began = seconds(session[0]["time"]) + 1  # both are whole seconds
-    failed = {error.attempt for error in errors if error.time < began - 1}
-    return next((name for name in reversed(free) if _second(name) <= began and name not in failed), None)
-
-
-def _local_attempt(folder: Folder, name: str, session: Sequence[Object]) -> Attempt:
+def _local(folder: Folder, name: str, session: Sequence[Object]) -> Attempt:
     errors = [error for error in folder.errors if error.attempt == name]
     beat, first, last = folder.beat_of(name), session[0] if session else {}, session[-1] if session else {}
     end = seconds(last["time"]) if last.get("event") in _ENDS else errors[0].time if errors else None
@@ -345,7 +315,7 @@ def _local_attempt(folder: Folder, name: str, session: Sequence[Object]) -> Atte
         end = _last_seen(session, beat)
     return Attempt(
         id=name,
-        start=min([float(_second(name)), *(seconds(event["time"]) for event in session[:1])]),
+        start=float(name.removeprefix("local-")),
         end=end,
         nodes=str(first.get("host") or (errors[0].fields.get("host", "") if errors else "")),
         cause=_local_cause(last, errors),

@@ -8,9 +8,10 @@ One JSON object a line, each with `kind`, `step` (optimizer steps done) and `ela
 
     train   epoch, samples_seen, loss and other losses, lr, grad_norm, and the timings in TIMING_KEYS
     eval    epoch, split, metrics; `x_low` and `x_high` are the 95 % interval of metric `x`; seconds
-    event   event, time (UTC) and free fields. The report understands: `start` and `resume` with total_steps,
-            host, world_size, device and monitor {"split", "metric", "mode": "min" or "max"}; `checkpoint` with
-            seconds; `stop` and `failed` with reason; `done`
+    event   event, time (UTC) and free fields. The report and `status` understand: `start` and `resume` with attempt
+            ("<Slurm job>-<restarts>" or "local-<seconds>"), total_steps, host, world_size, device and monitor
+            {"split", "metric", "mode": "min" or "max"}; `checkpoint` with seconds; `stop` and `failed` with reason;
+            `done`
 
 A number that JSON cannot hold is null, and its name stands with "nan", "inf" or "-inf" under `nonfinite`.
 """
