@@ -5,7 +5,16 @@ import sys
 import pytest
 
 from trainyard.errors import UserError
-from trainyard.hardware import GPUS, _quota_cores, available_cores, gpu_by_name, precision_for
+from trainyard.hardware import (
+    GPUS,
+    _quota_cores,
+    available_cores,
+    gpu_by_name,
+    loaded_driver,
+    precision_for,
+    why_no_gpu,
+    why_no_kernels,
+)
 
 
 @pytest.mark.parametrize(
@@ -173,3 +182,48 @@ def test_no_quota_is_no_limit(tmp_path, membership):
 def test_hardware_loads_no_torch():
     code = "import sys, trainyard.hardware; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("driver", "environ", "said"),
+    [
+        (None, {}, None),
+        ("580.65.06", {"CUDA_VISIBLE_DEVICES": ""}, None),
+        ("535.54.03", {"TRAINYARD_TARGET": "cuda13", "TRAINYARD_MIN_DRIVER": "580.65.06"}, "Take image cuda12, which"),
+        ("470.82.01", {"TRAINYARD_TARGET": "cuda13", "TRAINYARD_MIN_DRIVER": "580.65.06"}, "Ask for a newer driver"),
+        ("580.65.06", {"TRAINYARD_TARGET": "cpu"}, "this is the CPU image"),
+        ("580.65.06", {"TRAINYARD_TARGET": "cuda13", "TRAINYARD_MIN_DRIVER": "580.65.06"}, "start it with its GPUs"),
+        ("580.65.06", {"CUDA_VISIBLE_DEVICES": "0"}, "torch finds no GPU"),
+    ],
+)
+def test_a_gpu_that_torch_cannot_see_is_told_and_never_replaced_by_the_cpu(driver, environ, said):
+    fault = why_no_gpu(driver, environ)
+    assert (fault is None) == (said is None)
+    assert said is None or said in str(fault)
+
+
+@pytest.mark.parametrize(
+    ("sm", "arch_list", "image"),
+    [
+        (60, ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"], "cuda12-pascal"),
+        (75, ["sm_80", "sm_90"], "cuda12"),
+        (80, ["sm_50", "sm_60"], "cuda13"),
+        (60, ["sm_50", "sm_60", "sm_70"], None),
+        (86, ["sm_80", "sm_90"], None),
+        (80, ["sm_86", "sm_90"], "cuda13"),
+        (90, ["sm_80", "compute_80"], None),
+    ],
+)
+def test_a_card_without_kernels_is_told_the_image_that_has_them(sm, arch_list, image):
+    fault = why_no_kernels(sm, arch_list)
+    assert (fault is None) == (image is None)
+    assert image is None or (f"sm_{sm}" in str(fault) and f"make image HW={image}." in str(fault))
+
+
+def test_the_driver_is_read_from_the_kernel(tmp_path):
+    file = tmp_path / "version"
+    assert loaded_driver(file) is None
+    file.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.54.03  Tue Jun  6 22:20:39 UTC 2023\n")
+    assert loaded_driver(file) == "535.54.03"
+    file.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build\n")
+    assert loaded_driver(file) == "580.65.06"

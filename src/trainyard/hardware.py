@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -145,6 +145,60 @@ def precision_for(
         "compile": compile_reason,
     }
     return Precision(dtype, dtype == "fp16", tf32, nhwc, compiled, reasons)
+
+
+def loaded_driver(file: Path = Path("/proc/driver/nvidia/version")) -> str | None:
+    """Return the version of the NVIDIA driver in the kernel, such as "580.65.06"; None without one."""
+    found = re.search(r"Kernel Module(?: for \S+)?\s+(\d+(?:\.\d+)+)", file.read_text()) if file.exists() else None
+    return found[1] if found else None
+
+
+def why_no_gpu(driver: str | None, environ: Mapping[str, str]) -> str | None:
+    """Return why torch finds no GPU though this machine has a driver for one; None where the CPU is what is meant.
+
+    Args:
+        driver: what `loaded_driver` says.
+        environ: the image's TRAINYARD_TARGET and TRAINYARD_MIN_DRIVER, and CUDA_VISIBLE_DEVICES, whose empty value
+            is how a person asks for the CPU.
+    """
+    if driver is None or environ.get("CUDA_VISIBLE_DEVICES") == "":
+        return None
+    target, least = environ.get("TRAINYARD_TARGET", ""), environ.get("TRAINYARD_MIN_DRIVER", "")
+    on_cpu = "To train on the CPU: CUDA_VISIBLE_DEVICES= (empty)."
+    if least and _version(driver) < _version(least):
+        older = " Take image cuda12, which runs from 525 on, or" if _version(driver) >= (525,) else " Ask for"
+        return (
+            f"image {target} needs driver {least} or newer, this machine has {driver}.{older} a newer driver. {on_cpu}"
+        )
+    if target == "cpu":
+        return f"this machine has an NVIDIA driver ({driver}), and this is the CPU image. Take the card's own. {on_cpu}"
+    return (
+        f"this machine has an NVIDIA driver ({driver}), and torch finds no GPU. In a container, start it with its GPUs "
+        f"(make run-image prints the line); otherwise nvidia-smi says what is wrong. {on_cpu}"
+    )
+
+
+def why_no_kernels(sm: int, arch_list: Sequence[str]) -> str | None:
+    """Return why this build of torch cannot compute on a card, and which image can; None if it can.
+
+    A card runs kernels of its own major version and a minor one up to its own, and what PTX of an older version is
+    translated to (CUDA C Programming Guide, "Application Compatibility").
+
+    Args:
+        sm: the card's compute capability, major * 10 + minor.
+        arch_list: torch.cuda.get_arch_list(), such as ["sm_75", "sm_80", "compute_90"].
+    """
+    built = [(kind, int(re.sub(r"\D", "", number))) for kind, _, number in (a.partition("_") for a in arch_list)]
+    if any((kind == "sm" and n // 10 == sm // 10 and n <= sm) or (kind == "compute" and n <= sm) for kind, n in built):
+        return None
+    return (
+        f"this torch has no kernels for this card (sm_{sm}): it was built for {', '.join(arch_list)}. Take image "
+        f"{image_target(sm)}: make image HW={image_target(sm)}."
+    )
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split("."))
 
 
 def available_cores() -> int:

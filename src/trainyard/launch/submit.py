@@ -336,7 +336,8 @@ def _parameters(plan: Plan, runs: Sequence[Path], *, folder: Path, code: Code, p
         "setup": [
             *cluster.setup,
             "export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK",  # srun has ignored the other since 22.05
-            f"export PYTHONPATH={shlex.quote(str(code.folder))}",
+            *(["export CUDA_VISIBLE_DEVICES="] if kind.card == "cpu" else []),
+            _code_path(plan, code),
             f"export TRAINYARD_RUN={_run_of_this_job(runs, folder)}",
             *([f'export TRAINYARD_SCRATCH="{cluster.scratch}"'] if cluster.scratch else []),  # expands on the node
             f"export TRAINYARD_LIMITS={shlex.quote(_limits(cluster))} TRAINYARD_SIGNAL_S={plan.signal_s}",
@@ -344,6 +345,13 @@ def _parameters(plan: Plan, runs: Sequence[Path], *, folder: Path, code: Code, p
         ],
         "teardown": [f"{source} end $?"],
     }
+
+
+def _code_path(plan: Plan, code: Code) -> str:
+    """Return the line that lets Python find the snapshot; an Apptainer image takes nothing of the host's but these."""
+    names = ["APPTAINERENV_PYTHONPATH", "SINGULARITYENV_PYTHONPATH"]
+    names = names if plan.cluster.container.kind == "apptainer" else ["PYTHONPATH"]
+    return "export " + " ".join(f"{name}={shlex.quote(str(code.folder))}" for name in names)
 
 
 def _run_of_this_job(runs: Sequence[Path], folder: Path) -> str:

@@ -17,7 +17,14 @@ from typing import TYPE_CHECKING, Any
 from loguru import logger
 
 from trainyard.errors import UserError
-from trainyard.hardware import available_cores, gpu_by_name, precision_for
+from trainyard.hardware import (
+    available_cores,
+    gpu_by_name,
+    loaded_driver,
+    precision_for,
+    why_no_gpu,
+    why_no_kernels,
+)
 from trainyard.launch.config import freeze, load_family, thaw, write_atomically
 from trainyard.launch.runs import CONFIG, FlockRefused, RunLock, alone, record_error, update_record
 from trainyard.settings import Duration, TrainConfig
@@ -202,7 +209,7 @@ def _train(
     distributed.join(world, run)
     try:
         staged = _stage(config, world, heartbeat, stop, limit, environ)
-        job = _job(run, config, staged, jobs_dir, world, heartbeat, lock)
+        job = _job(run, config, staged, jobs_dir, world, heartbeat, lock, environ)
         return EXIT_CODES[fit(job, stop=stop, limit=limit)]
     finally:
         distributed.leave()
@@ -343,6 +350,7 @@ def _job(
     world: World,
     heartbeat: "Heartbeat",
     lock: RunLock | None,
+    environ: Mapping[str, str],
 ) -> "Job":
     """Decide everything that depends on this machine and on the data, and record each choice with its reason."""
     import torch
@@ -355,6 +363,8 @@ def _job(
 
     device = distributed.device_of(world)
     sm, name = _card(device)
+    if fault := why_no_gpu(loaded_driver(), environ) if sm is None else why_no_kernels(sm, torch.cuda.get_arch_list()):
+        raise UserError(f"Rank {world.rank}: {fault}")
     policy = precision_for(sm, precision=config.precision, channels_last=config.channels_last, compile=config.compile)
     importable = importlib.util.find_spec("nvidia") is not None and importlib.util.find_spec("nvidia.dali") is not None
     decode, why = choose_decoder(config.data.decode, importable=importable)
