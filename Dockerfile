@@ -1,20 +1,86 @@
-# Images: stages base -> cpu, chosen by --target. The image holds dependencies; the code is copied last.
-#   docker build --target cpu -t trainyard:cpu .
-#   docker run --rm -v "$PWD/runs:/workspace/runs" -v "$PWD/data:/workspace/data" trainyard:cpu run fingerprint_demo
-ARG BASE=docker.io/library/python:3.11-slim-bookworm
+# Images, one for each kind of GPU: base -> cpu | cuda12-pascal | cuda12 | cuda13 (which for what: containers/README.md).
+#   docker build --target cuda13 -t trainyard:cuda13 .        or: make image HW=a100, which also adds commit and hashes
+# Docker (BuildKit) and podman build it alike, hence no syntax line, heredoc, COPY --link, SHELL or HEALTHCHECK.
+ARG BASE_IMAGE=docker.io/library/debian:bookworm-slim
 
-FROM ${BASE} AS base
-ENV PYTHONUNBUFFERED=1 PYTHONNOUSERSITE=1 PIP_DISABLE_PIP_VERSION_CHECK=1
-RUN python -m venv /opt/venv
-ENV PATH=/opt/venv/bin:$PATH
+# Wheels for a build without network: --build-context wheelhouse=FOLDER
+FROM scratch AS wheelhouse
 
-FROM base AS cpu
-COPY containers/dev.lock /opt/trainyard/containers/dev.lock
-RUN pip install --no-cache-dir --require-hashes -r /opt/trainyard/containers/dev.lock
+FROM ${BASE_IMAGE} AS base
+COPY containers/debian.txt /opt/trainyard/containers/
+# A base made by `make base` has them all, and needs no network. The versions are the base's: its digest pins them.
+# hadolint ignore=DL3008
+RUN set -eu; wanted=/opt/trainyard/containers/debian.txt; \
+    if ! xargs dpkg-query --show < "$wanted" > /dev/null; then \
+        apt-get update; \
+        DEBIAN_FRONTEND=noninteractive xargs apt-get install --yes --no-install-recommends < "$wanted"; \
+        rm -rf /var/lib/apt/lists/* /var/log/apt /var/log/dpkg.log /var/cache/ldconfig/aux-cache; \
+    fi; \
+    groupadd --gid 10001 trainyard; \
+    useradd --uid 10001 --gid 10001 --no-log-init --no-create-home --home-dir /tmp trainyard; \
+    mkdir -p /workspace; chown 10001:10001 /workspace
+# HOME and USER: caches have a place and a name whoever the image runs as. PYTHONPATH stays unset: it is the run's.
+ENV PATH=/opt/venv/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
+    LANG=C.UTF-8 HOME=/tmp USER=trainyard \
+    PYTHONUNBUFFERED=1 PYTHONNOUSERSITE=1 PYTHONSAFEPATH=1 PYTHONDONTWRITEBYTECODE=1
+WORKDIR /workspace
+# tini: process 1 ignores a SIGTERM it has no handler for yet
+ENTRYPOINT ["tini", "--", "trainyard"]
+LABEL org.opencontainers.image.title=trainyard org.opencontainers.image.licenses=Apache-2.0
+
+FROM base AS code
 COPY pyproject.toml README.md LICENSE /opt/trainyard/
 COPY src /opt/trainyard/src
 COPY jobs /opt/trainyard/jobs
-RUN pip install --no-cache-dir --no-deps --no-build-isolation --editable /opt/trainyard
+RUN python3 -m compileall -q -f --invalidation-mode unchecked-hash /opt/trainyard
+
+# In each: the lock by COPY, because podman's layer cache does not see a change inside a mount.
+FROM base AS cpu
+ARG TORCH_INDEX=""
+COPY containers/install containers/cpu.lock /opt/trainyard/containers/
+RUN --mount=type=bind,from=wheelhouse,target=/run/wheelhouse \
+    --mount=type=secret,id=cacert,target=/run/secrets/cacert --mount=type=secret,id=pipconf,target=/etc/pip.conf \
+    /opt/trainyard/containers/install /opt/trainyard/containers/cpu.lock
+COPY --from=code /opt/trainyard /opt/trainyard
+ENV TRAINYARD_TARGET=cpu
+LABEL io.trainyard.target=cpu io.trainyard.torch=2.13.0
 USER 10001:10001
-WORKDIR /workspace
-ENTRYPOINT ["trainyard"]
+
+FROM base AS cuda12-pascal
+COPY containers/install containers/cuda12-pascal.lock /opt/trainyard/containers/
+RUN --mount=type=bind,from=wheelhouse,target=/run/wheelhouse \
+    --mount=type=secret,id=cacert,target=/run/secrets/cacert --mount=type=secret,id=pipconf,target=/etc/pip.conf \
+    /opt/trainyard/containers/install /opt/trainyard/containers/cuda12-pascal.lock
+COPY --from=code /opt/trainyard /opt/trainyard
+ENV TRAINYARD_TARGET=cuda12-pascal TRAINYARD_MIN_DRIVER=525.60.13 TRAINYARD_MAX_DRIVER=580 \
+    NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility,video \
+    NVIDIA_REQUIRE_CUDA="driver>=525.60.13,driver<581"
+LABEL io.trainyard.target=cuda12-pascal io.trainyard.torch=2.7.1 io.trainyard.sm="50 60 70 75 80 86 90" \
+    io.trainyard.min-driver=525.60.13 io.trainyard.max-driver=580
+USER 10001:10001
+
+FROM base AS cuda12
+COPY containers/install containers/cuda12.lock /opt/trainyard/containers/
+RUN --mount=type=bind,from=wheelhouse,target=/run/wheelhouse \
+    --mount=type=secret,id=cacert,target=/run/secrets/cacert --mount=type=secret,id=pipconf,target=/etc/pip.conf \
+    /opt/trainyard/containers/install /opt/trainyard/containers/cuda12.lock
+COPY --from=code /opt/trainyard /opt/trainyard
+ENV TRAINYARD_TARGET=cuda12 TRAINYARD_MIN_DRIVER=525.60.13 \
+    NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility,video \
+    NVIDIA_REQUIRE_CUDA="driver>=525.60.13"
+LABEL io.trainyard.target=cuda12 io.trainyard.torch=2.10.0 io.trainyard.sm="70 75 80 86 90 100 120" \
+    io.trainyard.min-driver=525.60.13
+USER 10001:10001
+
+FROM base AS cuda13
+COPY containers/install containers/cuda13.lock /opt/trainyard/containers/
+RUN --mount=type=bind,from=wheelhouse,target=/run/wheelhouse \
+    --mount=type=secret,id=cacert,target=/run/secrets/cacert --mount=type=secret,id=pipconf,target=/etc/pip.conf \
+    /opt/trainyard/containers/install /opt/trainyard/containers/cuda13.lock
+COPY --from=code /opt/trainyard /opt/trainyard
+ENV TRAINYARD_TARGET=cuda13 TRAINYARD_MIN_DRIVER=580.65.06 \
+    NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility,video \
+    NVIDIA_REQUIRE_CUDA="driver>=580.65.06"
+LABEL io.trainyard.target=cuda13 io.trainyard.torch=2.13.0 io.trainyard.sm="75 80 86 90 100 120" \
+    io.trainyard.min-driver=580.65.06
+USER 10001:10001

@@ -7,7 +7,7 @@ PYTHON ?= python3
 JOB ?= fingerprint_demo
 VENV := .venv
 T := $(VENV)/bin/trainyard
-export JOB DATA RUN RAW OUT GPUS SET NAME HW NODES TIME CLUSTER RUNS SWEEP MAX_PARALLEL
+export JOB DATA RUN RAW OUT GPUS SET NAME WHEELS BUNDLE HW NODES TIME CLUSTER RUNS SWEEP MAX_PARALLEL
 
 # DATA=folder  GPUS=n  NAME=name  SET="option=value option=value", handed on word by word and never evaluated
 words = set -f; args=(); [ -z "$${DATA:-}" ] || args+=("data.path=$$DATA"); [ -z "$${GPUS:-}" ] || args+=(--gpus "$$GPUS"); \
@@ -18,7 +18,7 @@ wish = $(words); for pair in "hw $${HW:-}" "nodes $${NODES:-}" "time $${TIME:-}"
 	[ -z "$${pair\#* }" ] || args+=("--$${pair%% *}" "$${pair\#* }"); done
 
 .PHONY: help setup run resume submit sweep results status logs why cancel runs cluster-check slurm-lab-up slurm-lab-down \
-	slurm-lab-status test lint pack verify report jobs bench bench-peers lock clean
+	slurm-lab-status image test-image run-image sif wheelhouse bundle verify-bundle test lint pack verify report jobs bench bench-peers lock clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -92,6 +92,28 @@ report: setup ## write a run's report: RUN=folder, or RUN=job for its newest
 
 jobs: setup ## list the jobs
 	@$(T) jobs
+
+image: ## build the image for a card: HW=a100 (default: cpu)  [WHEELS=folder BASE_IMAGE=name]
+	@$(PYTHON) containers/image.py build "$${HW:-cpu}" $${WHEELS:+--wheelhouse "$$WHEELS"}
+
+test-image: ## the test suite in the image, sealed off: HW=a100
+	@$(PYTHON) containers/image.py test "$${HW:-cpu}"
+
+run-image: ## train in the image: HW=a100 JOB=fingerprint_demo  [GPUS=n DATA=folder NAME=name SET="option=value"]
+	@set -f; args=($${SET:-}); [ -z "$${GPUS:-}" ] || args+=(--gpus "$$GPUS"); [ -z "$${DATA:-}" ] || args+=(--data "$$DATA"); \
+		[ -z "$${NAME:-}" ] || args+=(--name "$$NAME"); $(PYTHON) containers/image.py run "$${HW:-cpu}" "$$JOB" "$${args[@]}"
+
+sif: ## an Apptainer image: HW=a100
+	@$(PYTHON) containers/image.py sif "$${HW:-cpu}"
+
+wheelhouse: ## wheels for a build without network: HW=a100 OUT=folder
+	@$(PYTHON) containers/image.py wheelhouse "$${HW:-cpu}" "$${OUT:?is missing. Type: make wheelhouse HW=cpu OUT=wheels}"
+
+bundle: ## image, code, data, hashes, bill of materials: HW=a100 OUT=file.tar  [WHEELS=folder]
+	@$(PYTHON) containers/image.py bundle "$${HW:-cpu}" "$${OUT:?is missing. Type: make bundle HW=cpu OUT=trainyard.tar}" $${WHEELS:+--wheelhouse "$$WHEELS"}
+
+verify-bundle: ## compare every byte of a bundle, and train without network: BUNDLE=file.tar
+	@$(PYTHON) containers/image.py verify-bundle "$${BUNDLE:?is missing. Type: make verify-bundle BUNDLE=trainyard.tar}"
 
 test: setup ## lint, then all tests: CPU, no network
 	@$(MAKE) --no-print-directory lint

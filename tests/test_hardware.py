@@ -188,6 +188,13 @@ def test_hardware_loads_no_torch():
     ("driver", "environ", "said"),
     [
         (None, {}, None),
+        (None, {"TRAINYARD_TARGET": "cpu"}, None),
+        (None, {"TRAINYARD_TARGET": "cuda13", "TRAINYARD_MIN_DRIVER": "580.65.06"}, "image cuda13 is for GPUs"),
+        (
+            "590.10",
+            {"TRAINYARD_TARGET": "cuda12-pascal", "TRAINYARD_MIN_DRIVER": "525.1", "TRAINYARD_MAX_DRIVER": "580"},
+            "needs driver 580 or older",
+        ),
         ("580.65.06", {"CUDA_VISIBLE_DEVICES": ""}, None),
         ("535.54.03", {"TRAINYARD_TARGET": "cuda13", "TRAINYARD_MIN_DRIVER": "580.65.06"}, "Take image cuda12, which"),
         ("470.82.01", {"TRAINYARD_TARGET": "cuda13", "TRAINYARD_MIN_DRIVER": "580.65.06"}, "Ask for a newer driver"),

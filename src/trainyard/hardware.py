@@ -154,17 +154,25 @@ def loaded_driver(file: Path = Path("/proc/driver/nvidia/version")) -> str | Non
 
 
 def why_no_gpu(driver: str | None, environ: Mapping[str, str]) -> str | None:
-    """Return why torch finds no GPU though this machine has a driver for one; None where the CPU is what is meant.
+    """Return why torch finds no GPU where one is to be expected; None where the CPU is what is meant.
 
     Args:
         driver: what `loaded_driver` says.
-        environ: the image's TRAINYARD_TARGET and TRAINYARD_MIN_DRIVER, and CUDA_VISIBLE_DEVICES, whose empty value
-            is how a person asks for the CPU.
+        environ: the image's TRAINYARD_TARGET, _MIN_DRIVER and _MAX_DRIVER, and CUDA_VISIBLE_DEVICES, whose empty
+            value is how a person asks for the CPU.
     """
-    if driver is None or environ.get("CUDA_VISIBLE_DEVICES") == "":
-        return None
     target, least = environ.get("TRAINYARD_TARGET", ""), environ.get("TRAINYARD_MIN_DRIVER", "")
+    newest = environ.get("TRAINYARD_MAX_DRIVER", "")
     on_cpu = "To train on the CPU: CUDA_VISIBLE_DEVICES= (empty)."
+    if environ.get("CUDA_VISIBLE_DEVICES") == "":
+        return None
+    if driver is None:
+        return f"image {target} is for GPUs, and this machine has no NVIDIA driver. {on_cpu}" if least else None
+    if newest and _version(driver)[0] > int(newest):
+        return (
+            f"image {target} needs driver {newest} or older, the last branch for its cards, this machine has {driver}. "
+            f"Ask for driver {newest}, or take another node. {on_cpu}"
+        )
     if least and _version(driver) < _version(least):
         older = " Take image cuda12, which runs from 525 on, or" if _version(driver) >= (525,) else " Ask for"
         return (

@@ -41,6 +41,7 @@ def check_cluster(cluster: Cluster) -> list[Finding]:
         findings += _check_gpus(f"gpus.{hw}", asked, partitions)
     findings += _check_other_partitions(cluster, partitions)
     findings += _check_times(cluster)
+    findings += _check_signals(cluster, settings)
     findings += _check_preemption(cluster, settings, partitions)
     findings += _check_restarts(settings)
     findings += _check_accounting(cluster, settings)
@@ -216,6 +217,13 @@ def _check_times(cluster: Cluster) -> Iterator[Finding]:
             f"{delay} s, but Slurm may warn up to 60 s earlier than asked: a delay below 60 s gains no certain time."
         )
         yield Finding("note", "signal_delay_s", found)
+
+
+def _check_signals(cluster: Cluster, settings: dict[str, str]) -> Iterator[Finding]:
+    """Without cgroups Slurm signals all descendants, and one of Apptainer's, which reads the SIF, dies of it."""
+    if cluster.container.kind == "apptainer" and settings.get("ProctrackType") == "proctrack/linuxproc":
+        advice = "Unpack the SIF (apptainer build --sandbox FOLDER SIF) and name the folder as container.image."
+        yield Finding("note", "ProctrackType", "proctrack/linuxproc: a warned job would lose its SIF.", advice)
 
 
 def _check_preemption(

@@ -1,0 +1,150 @@
+"""Docker or podman, whichever answers, with what podman needs on machines that restrict root."""
+
+import os
+import shlex
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ENGINES = ("docker", "podman")
+
+_HYBRID = Path("/sys/fs/cgroup/unified/cgroup.controllers")
+_CAP_SYS_RESOURCE = 24
+_PODMANS_OWN_NPROC = 32768  # podman 4 lowers its own limit to this before it starts a container
+
+
+class Mistake(Exception):
+    """What was asked for cannot be done. The message is for the person who typed it."""
+
+
+class Absent(Exception):
+    """This machine lacks a program or a right that is needed. The message says which, and how to get it."""
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A container engine that answers here."""
+
+    name: str  # "docker" or "podman"
+    prefix: tuple[str, ...]  # what stands before its arguments
+    environ: Mapping[str, str]
+
+    def run(self, *arguments: str, timeout_s: float) -> None:
+        """Run a command of the engine on this terminal.
+
+        Raises:
+            subprocess.CalledProcessError: it failed, and has said why.
+        """
+        subprocess.run([*self.prefix, *arguments], check=True, env=dict(self.environ), timeout=timeout_s)
+
+    def ask(self, *arguments: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
+        """Run a command of the engine that may fail, and return what it printed."""
+        return subprocess.run(
+            [*self.prefix, *arguments], env=dict(self.environ), capture_output=True, text=True, timeout=timeout_s
+        )
+
+    def line(self, arguments: Sequence[str]) -> str:
+        """Return a command as a person would type it."""
+        lent = [f"{name}={value}" for name, value in self.environ.items() if name == "CONTAINERS_CONF"]
+        return shlex.join([*lent, *self.prefix[:-1], self.name, *arguments])
+
+    def has(self, image: str) -> bool:
+        """Tell whether an image is here."""
+        return self.ask("image", "inspect", image).returncode == 0
+
+    def labels(self, image: str) -> dict[str, str]:
+        """Return the labels of an image that is here."""
+        template = '{{range $name, $value := .Config.Labels}}{{$name}}={{$value}}{{"\\n"}}{{end}}'
+        printed = self.ask("image", "inspect", "--format", template, image).stdout
+        return dict(line.split("=", 1) for line in printed.splitlines() if "=" in line)
+
+    def free_gib(self) -> float:
+        """Return the free space where images lie."""
+        template = "{{.DockerRootDir}}" if self.name == "docker" else "{{.Store.GraphRoot}}"
+        place = Path(self.ask("info", "--format", template).stdout.strip() or "/")
+        # Docker's folder may be on another machine, or not for us to see.
+        while not os.access(place, os.X_OK):
+            place = place.parent
+        return shutil.disk_usage(place).free / 2**30
+
+
+def find_engine(environ: Mapping[str, str]) -> Engine:
+    """Return the engine of this machine; CONTAINER_ENGINE forces one.
+
+    Raises:
+        Absent: none answers.
+        Mistake: CONTAINER_ENGINE names something else.
+    """
+    wanted = environ.get("CONTAINER_ENGINE", "")
+    if wanted not in ("", *ENGINES):
+        raise Mistake(f"CONTAINER_ENGINE={wanted}: expected docker or podman, or nothing.")
+    reasons = []
+    for name in [wanted] if wanted else ENGINES:
+        engine = _docker(environ) if name == "docker" else _podman(environ)
+        reason = engine if isinstance(engine, str) else _why_it_does_not_answer(engine)
+        if reason is None and isinstance(engine, Engine):
+            return engine
+        reasons.append(f"{name} {reason}")
+    raise Absent(f"No container engine answers: {'; '.join(reasons)}. Install one, such as: apt-get install podman")
+
+
+def _docker(environ: Mapping[str, str]) -> Engine | str:
+    program = shutil.which("docker", path=environ.get("PATH"))
+    if program is None:
+        return "is not installed"
+    return Engine("docker", (program,), {**environ, "DOCKER_BUILDKIT": "1"})
+
+
+def _podman(environ: Mapping[str, str]) -> Engine | str:
+    program = shutil.which("podman", path=environ.get("PATH"))
+    if program is None:
+        return "is not installed"
+    return Engine("podman", (*_without_hybrid_cgroups(), program), {**environ, **_limits(environ)})
+
+
+def _why_it_does_not_answer(engine: Engine) -> str | None:
+    questions = {
+        "docker": [["version", "--format", "{{.Server.Version}}"], ["buildx", "version"]],
+        "podman": [["info"]],
+    }
+    for question in questions[engine.name]:
+        answer = engine.ask(*question)
+        if answer.returncode != 0:
+            lines = (answer.stderr.strip() or answer.stdout.strip()).splitlines()
+            return f"does not answer `{engine.name} {' '.join(question)}`: {lines[-1] if lines else 'says nothing'}"
+    return None
+
+
+def _without_hybrid_cgroups() -> tuple[str, ...]:
+    """Hide the second cgroup hierarchy: where it has controllers, crun refuses to start anything."""
+    if os.getuid() != 0 or not _HYBRID.exists() or not _HYBRID.read_text().strip():
+        return ()
+    return ("unshare", "--mount", "sh", "-ec", f'umount {_HYBRID.parent}; exec "$@"', "sh")
+
+
+def _limits(environ: Mapping[str, str]) -> dict[str, str]:
+    """Let containers have our own limits where root may not raise them."""
+    if os.getuid() != 0 or "CONTAINERS_CONF" in environ or _may_raise_limits():
+        return {}
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    ulimits = [f"nofile={soft}:{hard}", f"nproc={_PODMANS_OWN_NPROC}:{_PODMANS_OWN_NPROC}"]
+    path = cache_folder(environ) / "containers.conf"
+    path.write_text(f'[containers]\ndefault_ulimits = {ulimits}\n[engine]\ncgroup_manager = "cgroupfs"\n')
+    return {"CONTAINERS_CONF": str(path)}
+
+
+def _may_raise_limits() -> bool:
+    status = Path("/proc/self/status").read_text()
+    effective = next(line.split()[1] for line in status.splitlines() if line.startswith("CapEff:"))
+    return bool(int(effective, 16) >> _CAP_SYS_RESOURCE & 1)
+
+
+def cache_folder(environ: Mapping[str, str]) -> Path:
+    """Return the folder for what can be made again, made if it is missing."""
+    folder = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trainyard"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder

@@ -1,0 +1,317 @@
+"""Images from this checkout: built, tested, run. `make image`, `make test-image` and `make run-image` come here.
+
+Needs Python 3.11 and a container engine, nothing else: `python3 containers/image.py --help`.
+"""
+
+import argparse
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from base import OWN_BASE, base_image, make_base
+from built import SEALED, USER, check_image, digest_of, tag_of
+from bundle import make_bundle, verify_bundle
+from engine import ENGINES, Absent, Engine, Mistake, find_engine
+from targets import Target, find_target
+
+ROOT = Path(__file__).resolve().parents[1]
+_BUILD_S = 7200
+
+
+def main(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Do what was typed; return the exit code: 2 for a mistake, 3 where this machine lacks something."""
+    args = _parsed(arguments)
+    try:
+        code: int = args.command(args, environ)
+        return code
+    except (Mistake, Absent) as error:
+        print(error, file=sys.stderr)
+        return 2 if isinstance(error, Mistake) else 3
+    except subprocess.TimeoutExpired as late:
+        print(f"{shlex.join(late.cmd)}: still not done after {late.timeout:.0f} s, so it was stopped.", file=sys.stderr)
+        return 1
+    except subprocess.CalledProcessError as error:
+        return error.returncode
+
+
+def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
+    """Read the arguments; OPTION=VALUE may stand behind --flags too, where argparse would not look."""
+    parser = _parser()
+    args, rest = parser.parse_known_args(arguments)
+    if any(word.startswith("-") for word in rest) or (rest and not hasattr(args, "options")):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        args.options += rest
+    return args
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="containers/image.py", description="Images from this checkout.")
+    verbs = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    build = _verb(verbs, "build", _build, "build the image for a card")
+    build.add_argument("--wheelhouse", type=Path, metavar="FOLDER", help="wheels, for a build without network")
+    build.add_argument("--torch-index", default="", metavar="URL", help="cpu: take torch from this index (smaller)")
+    build.add_argument("--pip-conf", type=Path, metavar="FILE", help="pip's settings, such as an index of your own")
+    build.add_argument("--network", default="host", help="of the build: host (default) or none")
+
+    test = _verb(verbs, "test", _test, "run the test suite in the image: no network, nothing writable, not root")
+    test.add_argument("pytest", nargs="*", help="what to run instead of all of it; options behind --")
+
+    sif = _verb(verbs, "sif", _sif, "make a SIF of the image, for Apptainer and SingularityCE")
+    sif.add_argument("--out", type=Path, metavar="FILE", help="default: images/trainyard-<image>.sif")
+
+    run = _verb(verbs, "run", _run, "train a job in the image")
+    run.add_argument("job")
+    run.add_argument("options", nargs="*", metavar="OPTION=VALUE")
+    run.add_argument("--gpus", type=int, default=0, metavar="N", help="GPUs of this machine (default: 1, cpu: none)")
+    run.add_argument("--data", type=Path, metavar="FOLDER", help="raw files or shards; mounted read-only")
+    run.add_argument(
+        "--runs", type=Path, default=ROOT / "runs", metavar="FOLDER", help="where runs lie (default: runs)"
+    )
+    run.add_argument("--jobs", type=Path, default=ROOT / "jobs", metavar="FOLDER", help="families (default: jobs)")
+    run.add_argument("--name", default="", help="name of the run; the same name again goes on with that run")
+    run.add_argument("--dry", action="store_true", help="print the line only")
+
+    wheels = _verb(verbs, "wheelhouse", _wheelhouse, "fetch the wheels of an image, to build it without network")
+    wheels.add_argument("out", type=Path, metavar="FOLDER")
+
+    bundle = _verb(verbs, "bundle", _bundle, "write image, code, data, hashes and bill of materials into one tar")
+    bundle.add_argument("out", type=Path, metavar="FILE")
+    bundle.add_argument("--sif", type=Path, metavar="FILE", help="bundle this SIF instead of the engine's image")
+    bundle.add_argument("--wheelhouse", type=Path, metavar="FOLDER", help="wheels, to build the image again there")
+
+    said = "compare each file of a bundle with its hash, and train a few steps without network"
+    verify = verbs.add_parser("verify-bundle", help=said, description=said)
+    verify.add_argument("bundle", type=Path, metavar="FILE")
+    verify.set_defaults(command=_verify_bundle)
+
+    for name, command, said in (
+        ("base", _base, "make the base image from Debian's packages, where no registry answers"),
+        ("engine", _engine, "say which container engine answers here"),
+    ):
+        verbs.add_parser(name, help=said, description=said).set_defaults(command=command)
+    return parser
+
+
+def _verb(
+    verbs: "argparse._SubParsersAction[argparse.ArgumentParser]", name: str, command: object, said: str
+) -> argparse.ArgumentParser:
+    verb = verbs.add_parser(name, help=said, description=said)
+    verb.add_argument("hw", metavar="HW", help="a card such as a100, or an image such as cuda13")
+    verb.set_defaults(command=command)
+    return verb
+
+
+# build
+
+
+def _build(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    target, engine = find_target(args.hw), find_engine(environ)
+    free = engine.free_gib()
+    if free < target.build_gib:
+        raise Mistake(
+            f"{free:.0f} GiB are free where {engine.name} keeps images, and building {target.name} takes "
+            f"{target.build_gib}. Make room: {engine.name} system prune"
+        )
+    base = base_image(engine, environ)
+    command = ["build", "--file", str(ROOT / "Dockerfile"), "--target", target.name, "--tag", tag_of(target)]
+    command += ["--network", args.network, "--build-arg", f"BASE_IMAGE={base}"]
+    for label, value in _labels(target, base).items():
+        command += ["--label", f"{label}={value}"]
+    if args.torch_index:
+        command += ["--build-arg", f"TORCH_INDEX={args.torch_index}"]
+    if args.wheelhouse:
+        command += ["--build-context", f"wheelhouse={args.wheelhouse.resolve()}"]
+    # What this machine needs to reach an index is lent to the build and stays out of the image.
+    for secret, path in (("cacert", environ.get("PIP_CERT")), ("pipconf", args.pip_conf)):
+        if path:
+            command += ["--secret", f"id={secret},src={Path(path).resolve()}"]
+    engine.run(*command, str(ROOT), timeout_s=_BUILD_S)
+    print(f"{tag_of(target)} is built. Next: make test-image HW={args.hw}, or make run-image HW={args.hw}")
+    return 0
+
+
+def _labels(target: Target, base: str) -> dict[str, str]:
+    prefix = "org.opencontainers.image"
+    commit = subprocess.run(
+        ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    return {
+        f"{prefix}.revision": commit.stdout.strip() or "unknown",
+        f"{prefix}.base.name": base,
+        "io.trainyard.lock": digest_of(target.lock),
+    }
+
+
+def _base(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    make_base(find_engine(environ), environ)
+    print(f"{OWN_BASE} is made; builds here take it from now on.")
+    return 0
+
+
+def _engine(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    print(find_engine(environ).name)
+    return 0
+
+
+# test, run, sif
+
+
+def _test(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    target, engine = find_target(args.hw), find_engine(environ)
+    check_image(engine, target, args.hw)
+    command = ["run", "--rm", "--pull", "never", *SEALED, "--user", USER, "--volume", f"{ROOT}:/workspace:ro"]
+    command += ["--env", "PYTHONPATH=/workspace/src", "--env", "CUDA_VISIBLE_DEVICES="]  # the CPU's part of the tests
+    command += ["--entrypoint", "python", tag_of(target)]
+    tests = ["-m", "pytest", "-p", "no:cacheprovider", *(args.pytest or ["tests", "jobs"])]
+    engine.run(*command, *tests, timeout_s=_BUILD_S)
+    return 0
+
+
+def _run(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    target, engine = find_target(args.hw), find_engine(environ)
+    check_image(engine, target, args.hw)
+    check_driver(target, driver_of(Path("/proc/driver/nvidia/version")))
+    command = _run_words(args, engine, target)
+    print(engine.line(command), flush=True)
+    if not args.dry:
+        args.runs.mkdir(parents=True, exist_ok=True)
+        (ROOT / "data").mkdir(exist_ok=True)
+        os.execvpe(engine.prefix[0], [*engine.prefix, *command], dict(engine.environ))
+    return 0
+
+
+def _run_words(args: argparse.Namespace, engine: Engine, target: Target) -> list[str]:
+    """Return the line that trains: this checkout's code, runs and data, all under the paths they have here."""
+    gpus = 0 if target.name == "cpu" else args.gpus or 1
+    runs, jobs, data = args.runs.resolve(), args.jobs.resolve(), args.data.resolve() if args.data else None
+    train = ["run", args.job, *args.options, *([f"data.path={data}"] if data else [])]
+    train += ["--runs", str(runs), "--jobs", str(jobs), *(["--name", args.name] if args.name else [])]
+    train += ["--gpus", str(gpus)] if gpus > 1 else []
+    # podman started by a user maps others to that user unless told to keep who is who.
+    keep = ["--userns", "keep-id"] if engine.name == "podman" and os.getuid() else []
+    return [
+        *["run", "--rm", "--pull", "never", *keep, "--user", f"{os.getuid()}:{os.getgid()}", "--cap-drop", "ALL"],
+        *["--security-opt", "no-new-privileges", "--read-only", "--tmpfs", "/tmp:exec", "--shm-size", "8g"],
+        *["--stop-timeout", "120", *_gpu_words(engine, gpus)],  # the time for the last step and its checkpoint
+        *_volume(ROOT, "ro"),
+        *_volume(ROOT / "data"),
+        *_volume(runs),
+        *([] if jobs.is_relative_to(ROOT) else _volume(jobs, "ro")),
+        *(_volume(data, "ro") if data else []),
+        *["--workdir", str(ROOT), "--env", f"PYTHONPATH={ROOT / 'src'}", tag_of(target), *train],
+    ]
+
+
+def _gpu_words(engine: Engine, gpus: int) -> list[str]:
+    """Return how an engine is asked for GPUs. podman before 5.0 takes --gpus and silently gives none."""
+    if not gpus:
+        return []
+    if engine.name == "docker":
+        return ["--gpus", str(gpus)]
+    return [word for index in range(gpus) for word in ("--device", f"nvidia.com/gpu={index}")]
+
+
+def _volume(folder: Path, *options: str) -> list[str]:
+    if ":" in str(folder):
+        raise Mistake(f"{folder}: {' or '.join(ENGINES)} cannot mount a folder with a colon in its name.")
+    return ["--volume", ":".join([str(folder), str(folder), *options])]
+
+
+def check_driver(target: Target, driver: str | None) -> None:
+    """Refuse an image that a machine's driver does not serve.
+
+    Raises:
+        Mistake: says which driver would.
+    """
+    if not target.min_driver:
+        return
+    if driver is None:
+        raise Mistake(f"{target.name} needs an NVIDIA driver, and none is loaded here. Without a GPU: HW=cpu")
+    if _numbers(driver) < _numbers(target.min_driver):
+        older = " HW=cuda12 runs from 525 on." if target.name == "cuda13" else ""
+        raise Mistake(
+            f"{target.name} needs driver {target.min_driver} or newer; this machine has {driver}.{older} Else ask "
+            "for a newer driver."
+        )
+    if target.max_driver and _numbers(driver)[0] > int(target.max_driver):
+        raise Mistake(
+            f"{target.name} needs driver {target.max_driver} or older, the last branch that serves its cards; this "
+            f"machine has {driver}. Use another machine, or ask for driver {target.max_driver}."
+        )
+
+
+def driver_of(path: Path) -> str | None:
+    """Return the version of the loaded NVIDIA driver from the kernel's file about it; None without one."""
+    found = re.search(r"Kernel Module(?: for \S+)?\s+(\d+(?:\.\d+)+)", path.read_text()) if path.exists() else None
+    return found[1] if found else None
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split("."))
+
+
+def _sif(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    target, engine = find_target(args.hw), find_engine(environ)
+    check_image(engine, target, args.hw)
+    out = (args.out or ROOT / "images" / f"trainyard-{target.name}.sif").resolve()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(out.parent).free / 2**30
+    if free < target.build_gib:
+        needed = f"making a SIF of {target.name} takes {target.build_gib}"
+        raise Mistake(f"{free:.0f} GiB are free in {out.parent}, and {needed}. Make room, or name another: --out FILE")
+    with tempfile.TemporaryDirectory(prefix=".sif-", dir=out.parent) as folder:
+        engine.run("save", "--output", f"{folder}/image.tar", tag_of(target), timeout_s=_BUILD_S)
+        # gzip: SingularityCE 4.1 cannot open what newer compressors write. Level 1 takes a sixth of level 9's time.
+        compression = ["--mksquashfs-args", "-comp gzip -Xcompression-level 1"]
+        source = ["--build-arg", "FROM=image.tar", "image.sif", str(ROOT / "containers" / "trainyard.def")]
+        subprocess.run(
+            [str(ROOT / "containers" / "apptainer"), "build", *compression, *source],
+            check=True,
+            timeout=_BUILD_S,
+            cwd=folder,
+            env={**environ, "APPTAINER_TMPDIR": folder, "APPTAINER_CACHEDIR": folder},
+        )
+        Path(folder, "image.sif").replace(out)
+    print(f"{out} is made. Name it in slurm/<cluster>.yaml: container: {{kind: apptainer, image: {out}}}")
+    return 0
+
+
+# without network
+
+
+def _wheelhouse(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    target = find_target(args.hw)
+    options = ["--no-deps", "--require-hashes", "--requirement", str(target.lock), "--dest", str(args.out)]
+    subprocess.run([sys.executable, "-m", "pip", "download", *options], check=True, timeout=_BUILD_S, env=dict(environ))
+    print(f"Build with it where there is no network: containers/image.py build {args.hw} --wheelhouse {args.out}")
+    return 0
+
+
+def _bundle(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    target, engine = find_target(args.hw), find_engine(environ)
+    check_image(engine, target, args.hw)
+    make_bundle(target, args.out.resolve(), engine=engine, sif=args.sif, wheels=args.wheelhouse)
+    unpack = f"tar -xf {args.out.name} code && python3 code/containers/image.py verify-bundle {args.out.name}"
+    print(f"{args.out} is written. On the other machine: {unpack}")
+    return 0
+
+
+def _verify_bundle(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    verify_bundle(args.bundle, environ)
+    print(f"{args.bundle} is whole, and trains.")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:], os.environ))

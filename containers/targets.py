@@ -1,0 +1,89 @@
+"""Which image is meant by HW=a100: targets.yaml, read by the standard library, since `make image` needs no setup."""
+
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine import Mistake
+
+HERE = Path(__file__).resolve().parent
+TABLE = HERE / "targets.yaml"
+
+
+@dataclass(frozen=True)
+class Target:
+    """An image, by the name of its stage in the Dockerfile."""
+
+    name: str
+    sm: tuple[int, ...]  # compute capabilities it has kernels for, major * 10 + minor
+    min_driver: str  # "": any
+    max_driver: str  # newest branch; "": any
+    build_gib: int  # free disk that a build needs
+
+    @property
+    def lock(self) -> Path:
+        """Return the list of what is in it."""
+        return HERE / f"{self.name}.lock"
+
+
+def find_target(word: str) -> Target:
+    """Return what a person means: a target, a card, or the beginning of one's name ("a100").
+
+    Raises:
+        Mistake: nothing is called so.
+    """
+    table = read_table(TABLE)
+    names = table["sm"]
+    if word in names:
+        return _target(word, table)
+    meant = {name for card, name in table["cards"].items() if card == word or card.startswith(f"{word}-")}
+    if word and len(meant) == 1:
+        return _target(meant.pop(), table)
+    known = sorted({card.split("-")[0] for card in table["cards"]} | set(names))
+    near = difflib.get_close_matches(word, [*known, *table["cards"]], n=1)
+    nearest = f" Nearest: {near[0]}." if near else ""
+    raise Mistake(f"HW={word}: no such card or image.{nearest} There are: {', '.join(known)}.")
+
+
+def read_table(path: Path) -> dict[str, dict[str, str]]:
+    """Read sections of `  name: value`; a line that is neither is a mistake in the file."""
+    table: dict[str, dict[str, str]] = {}
+    section: dict[str, str] = {}
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if not line or line.startswith("#"):
+            continue
+        if heading := re.fullmatch(r"([a-z_]+):", line):
+            section = table.setdefault(heading[1], {})
+        elif entry := re.fullmatch(r"  ([a-z0-9-]+): ([\w. -]+)", line):
+            section[entry[1]] = entry[2]
+        else:
+            raise Mistake(f"{path}:{number}: expected `section:` or `  name: value`, found: {line}")
+    return table
+
+
+def entries_of(lock: Path) -> list[tuple[str, str, list[str]]]:
+    """Return what a lock holds: name, version and the SHA-256 of each file that may be installed."""
+    entries = re.split(r"^(?=[a-z0-9-]+==)", lock.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
+    heads = (re.match(r"([a-z0-9-]+)==(\S+)", entry) for entry in entries)
+    return [
+        (head[1], head[2], re.findall(r"--hash=sha256:([0-9a-f]{64})", entry))
+        for head, entry in zip(heads, entries, strict=True)
+        if head
+    ]
+
+
+def _target(name: str, table: Mapping[str, Mapping[str, str]]) -> Target:
+    values = {
+        section: "" if table[section][name] == "none" else table[section][name]
+        for section in table
+        if section != "cards"
+    }
+    return Target(
+        name=name,
+        sm=tuple(int(word) for word in values["sm"].split()),
+        min_driver=values["min_driver"],
+        max_driver=values["max_driver"],
+        build_gib=int(values["build_gib"]),
+    )

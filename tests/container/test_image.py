@@ -1,0 +1,125 @@
+"""The CPU image as it is: what is in it, what is not, and that training in it stops and goes on like anywhere."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.container.conftest import ROOT, Image, built, run_script
+from tests.container.test_targets import IMAGE, TARGETS, pins, table
+from tests.training import FAMILIES, differences, metrics_of, state_of
+from trainyard import __version__
+
+
+def test_it_holds_what_is_locked_and_our_own_code(image: Image):
+    printed = image.python(
+        "import json, torch, torchvision, h5py, hydra, submitit, nvidia.dali, trainyard\n"
+        "from importlib.metadata import distributions\n"
+        "found = {d.metadata['Name'].lower().replace('_', '-').replace('.', '-'): d.version for d in distributions()}\n"
+        "print(json.dumps([trainyard.__version__, found]))"
+    )
+    version, found = json.loads(printed)
+    assert version == __version__
+    assert found.items() >= pins("cpu.lock").items()
+    assert set(found) - set(pins("cpu.lock")) == {"pip"}
+
+
+def test_it_runs_as_nobody_in_particular_sealed_off_and_read_only(image: Image):
+    printed = image.python(
+        "import os, socket, tempfile\n"
+        "def may(do):\n"
+        "    try: do()\n"
+        "    except OSError as error: return type(error).__name__ + ' ' + str(error.errno)\n"
+        "    return 'done'\n"
+        "print(os.getuid(), os.getgid(), may(lambda: socket.create_connection(('192.0.2.1', 80), 3)),\n"
+        "      may(lambda: open('/workspace/x', 'w')), may(lambda: open('/tmp/x', 'w')), sep=';')"
+    )
+    assert printed.strip() == "10001;10001;OSError 101;OSError 30;done"
+
+
+def test_nothing_of_the_machine_that_built_it_is_in_it(image: Image):
+    found = image.python(
+        "from pathlib import Path\n"
+        "places = ['/etc/pip.conf', '/run/secrets', '/run/wheelhouse', '/root/.cache', '/root/.config', '/tmp']\n"
+        "places = map(Path, places)\n"
+        "print([str(p) for p in places if p.is_file() or (p.is_dir() and any(p.iterdir()))])",
+        *("--user", "0:0", "--cap-add", "DAC_OVERRIDE"),
+    )
+    assert found.strip() == "[]"
+    recorded = image.ask("image", "inspect", image.name) + image.ask("history", "--no-trunc", image.name)
+    assert [
+        word for word in ("PIP_CERT=", "PIP_INDEX", "find-links", "/certs/", str(Path.home() / ".")) if word in recorded
+    ] == []
+
+
+def test_its_labels_say_what_it_is_and_which_commit_and_lock_it_was_made_from(image: Image):
+    from built import digest_of
+
+    labels = image.engine.labels(image.name)
+    assert labels["io.trainyard.target"] == "cpu" and labels["io.trainyard.torch"] == pins("cpu.lock")["torch"]
+    assert labels["io.trainyard.lock"] == digest_of(ROOT / "containers" / "cpu.lock")
+    assert len(labels["org.opencontainers.image.revision"].removesuffix("-dirty")) == 40
+    assert "bookworm" in labels["org.opencontainers.image.base.name"]
+
+
+def test_a_file_in_the_folder_one_stands_in_does_not_replace_a_module(image: Image, tmp_path: Path):
+    (tmp_path / "torch.py").write_text("raise SystemExit('not torch')\n")
+    printed = image.python("import torch; print(torch.__file__)", "--volume", f"{tmp_path}:/here", "--workdir", "/here")
+    assert printed.startswith("/opt/venv/")
+
+
+def test_it_can_compile(image: Image):
+    code = "import torch; print(torch.compile(lambda x: x.sin() + 1)(torch.zeros(3)).tolist())"
+    assert image.python(code).strip() == "[1.0, 1.0, 1.0]"
+
+
+@pytest.mark.parametrize("target", [target for target in TARGETS if target != "cpu"])
+def test_its_torch_has_kernels_for_the_cards_it_is_meant_for(engine, target: str):
+    image = built(engine, target)
+    flags = image.python("import torch; print(torch._C._cuda_getArchFlags())").split()
+    assert flags == [f"sm_{sm}" for sm in table()["sm"][target].split()]
+
+
+def test_an_image_older_than_its_lock_is_refused(image: Image, checkout: Path):
+    with (checkout / "containers" / "cpu.lock").open("a") as lock:
+        lock.write("# another line\n")
+    said = run_script(sys.executable, checkout / "containers" / "image.py", "run", "cpu", "stripes")
+    assert said.returncode == 2
+    assert said.stderr.endswith("containers/cpu.lock than the one here. Type: make image HW=cpu\n")
+
+
+def test_a_run_that_docker_stops_goes_on_to_the_same_bits(image: Image, tmp_path: Path):
+    whole, stopped = (command(tmp_path / name) for name in ("whole", "stopped"))
+    assert run_script(*whole).returncode == 0
+    with (tmp_path / "said").open("w") as said:
+        process = subprocess.Popen(stopped, cwd=ROOT, stdout=said, stderr=said)
+        wait_for_step(tmp_path / "stopped", process)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 85, (tmp_path / "said").read_text()
+    again = run_script(*stopped)
+    assert again.returncode == 0, again.stdout + again.stderr
+    runs = [tmp_path / name / "stripes" / "r" for name in ("whole", "stopped")]
+    events = [json.loads(line)["event"] for line in (runs[1] / "events.jsonl").read_text().splitlines()]
+    assert events.count("resume") == 1
+    assert differences(*map(state_of, runs)) == []
+    assert metrics_of(runs[0]) == metrics_of(runs[1])
+
+
+def command(runs: Path) -> list[str]:
+    """Return the command that trains a small job in the CPU image, for seconds."""
+    words = ["run", "cpu", "stripes", "--jobs", FAMILIES, "--runs", runs, "--name", "r"]
+    options = [f"data.cache={runs.parent / runs.name}/cache", "max_duration=20ep"]
+    return [str(word) for word in (*IMAGE, *words, *options)]
+
+
+def wait_for_step(runs: Path, process: "subprocess.Popen[bytes]") -> None:
+    """Return when the run in a folder has trained a few steps."""
+    metrics = runs / "stripes" / "r" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not metrics.exists() or metrics.read_bytes().count(b"\n") < 5:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)

@@ -1,0 +1,60 @@
+"""A job whose ranks run in an image on a real Slurm: warned inside, started again from outside, where scontrol is."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.container.conftest import APPTAINER, ROOT, run_script
+from tests.slurm.cluster_runs import LAB_FILE, ends, job_of, starter, steps_of, wait, wait_for_end
+from tests.slurm.conftest import Lab, lab  # noqa: F401 (a fixture)
+
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def unpacked(sif: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The SIF as a folder.
+
+    The lab has no cgroups to keep track of processes, so Slurm sends a warning to all descendants, and that ends the
+    one by which Apptainer reads a SIF. Clusters that track by cgroup signal the ranks alone.
+    """
+    folder = tmp_path_factory.mktemp("image") / "unpacked"
+    done = run_script(APPTAINER, "build", "--sandbox", folder, sif, timeout_s=900)
+    assert done.returncode == 0, done.stderr
+    yield folder
+    shutil.rmtree(folder)  # gigabytes, which pytest would keep for three sessions
+
+
+@pytest.fixture
+def in_the_image(unpacked: Path, tmp_path: Path) -> Path:
+    """The lab's cluster file, with the image to run in."""
+    content = yaml.safe_load(LAB_FILE.read_text())
+    content["shared"] = [str(ROOT), str(tmp_path)]
+    content["setup"] = [f"export PATH={ROOT / 'containers'}:$PATH"]
+    content["container"] = {"kind": "apptainer", "image": str(unpacked)}
+    path = tmp_path / "lab.yaml"
+    path.write_text(yaml.safe_dump(content, sort_keys=False))
+    return path
+
+
+@pytest.fixture(autouse=True)
+def on_the_lab(lab: Lab) -> Iterator[None]:  # noqa: F811
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SLURM_CONF", lab.environ["SLURM_CONF"])
+        yield
+
+
+def test_a_run_in_an_image_is_warned_saves_and_is_started_again_by_the_host(
+    lab: Lab,  # noqa: F811
+    in_the_image: Path,
+    tmp_path: Path,
+):
+    start = starter(tmp_path / "runs", tmp_path / "cache")
+    run = start("sealed", "max_duration=60ep", "--hw", "a100", "--gpus", "2", cluster=in_the_image)
+    wait("some steps", lambda: steps_of(run) > 5)
+    lab.run("scancel", "--signal=USR2", job_of(run))
+    wait_for_end(lab, run)
+    assert ends(run) == [(0, "preempted", "requeue"), (1, "done", "stop")]
