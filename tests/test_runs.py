@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import pytest
@@ -330,13 +331,13 @@ def test_a_lock_that_cannot_be_read_says_what_to_delete(tmp_path: Path):
         pass
 
 
-def _take(run: Path, start: float, outcomes: "multiprocessing.Queue[str]", hold_s: float) -> None:
+def _take(run: Path, start: float, outcomes: "multiprocessing.Queue[str]", all_asked: Event) -> None:
     logger.remove()
     time.sleep(max(0.0, start - time.time()))
     try:
         with RunLock(run):
             outcomes.put("taken")
-            time.sleep(hold_s)
+            all_asked.wait(60)
     except UserError as error:
         outcomes.put(str(error))
 
@@ -349,12 +350,13 @@ def test_of_many_processes_that_want_a_run_at_once_one_gets_it(tmp_path: Path, s
         run.mkdir()
         if stale:
             forge(run, started_ticks=1)
-        outcomes = fork.Queue()
+        outcomes, all_asked = fork.Queue(), fork.Event()
         start = time.time() + 0.1
-        takers = [fork.Process(target=_take, args=(run, start, outcomes, 0.4)) for _ in range(8)]
+        takers = [fork.Process(target=_take, args=(run, start, outcomes, all_asked)) for _ in range(8)]
         for taker in takers:
             taker.start()
         said = [outcomes.get(timeout=60) for _ in takers]
+        all_asked.set()
         for taker in takers:
             taker.join()
         assert said.count("taken") == 1
