@@ -131,6 +131,14 @@ def test_without_a_slurm_it_is_said_what_works_here(capsys, tmp_path, monkeypatc
     assert "trainyard submit stripes --local" in told
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [(["--gpus", 0], "--gpus 0: a job needs at least one rank"), (["--time", "soon"], "is not a time")],
+)
+def test_a_wrong_wish_for_this_machine_leaves_nothing(words, said, capsys, tmp_path):
+    assert said in refused(capsys, tmp_path, "--local", f"data.cache={tmp_path / 'cache'}", *words)
+
+
 def test_submitted_to_this_machine_it_trains_in_the_background_with_the_same_code(tmp_path, capsys):
     here = ["--local", "--gpus", 2, "--jobs", FAMILIES, "--runs", tmp_path / "runs", f"data.cache={tmp_path / 'cache'}"]
     assert trainyard("submit", "stripes", "--name", "here", "data.threads=1", *here) == 0

@@ -93,15 +93,17 @@ def _show(plan: submit.Plan, config: TrainConfig, args: argparse.Namespace) -> i
 
 def _submit_here(config: TrainConfig, args: argparse.Namespace) -> int:
     _has_data(config, args.jobs)
+    if args.gpus < 1:
+        raise UserError(f"--gpus {args.gpus}: a job needs at least one rank. Leave it out for one.")
+    gpus = args.gpus if shutil.which("nvidia-smi") else 0
+    time_min = clusters.minutes(args.time or "30d")
     run = runs.create_run(args.runs.absolute(), config, name=args.name, environ=os.environ)
     try:
         code = submit.snapshot_code(args.jobs, run / "code")
+        job = submit.submit_here(run, ranks=args.gpus, gpus=gpus, time_min=time_min, code=code)
     except BaseException:
         shutil.rmtree(run)
         raise
-    gpus = args.gpus if shutil.which("nvidia-smi") else 0
-    time_min = clusters.minutes(args.time or "30d")
-    job = submit.submit_here(run, ranks=args.gpus, gpus=gpus, time_min=time_min, code=code)
     _tell_submitted(f"process {job} on this machine, {args.gpus} rank{'s' * (args.gpus > 1)}", [run])
     return 0
 
