@@ -9,8 +9,9 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageOps
 
+from trainyard.data.pack import open_picture
 from trainyard.data.shards import BadRecord, Loaded, Sample
 from trainyard.errors import UserError
 
@@ -70,7 +71,7 @@ def _encoded_gray(data: bytes, fill: int) -> tuple[bytes, NDArray[np.uint8]]:
 
     Bytes that already are a plain gray JPEG or PNG stay as they are; anything else becomes a lossless PNG.
     """
-    picture = _decoded(data)
+    picture = open_picture(data)
     turned = picture.getexif().get(ORIENTATION, 1) != 1
     if picture.mode == "L" and not picture.has_transparency_data and not turned:
         pixels = np.asarray(picture)
@@ -81,20 +82,6 @@ def _encoded_gray(data: bytes, fill: int) -> tuple[bytes, NDArray[np.uint8]]:
     png = io.BytesIO()
     Image.fromarray(pixels).save(png, "PNG", compress_level=1)
     return png.getvalue(), pixels
-
-
-def _decoded(data: bytes) -> Image.Image:
-    if not data:
-        raise BadRecord("the file is empty")
-    try:
-        picture = Image.open(io.BytesIO(data))
-        picture.load()
-        picture.getexif()
-    except UnidentifiedImageError:
-        raise BadRecord("the file is no picture, whatever its name says") from None
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # Pillow's words for broken files
-        raise BadRecord(f"the picture cannot be decoded: {error}") from None
-    return picture
 
 
 def _as_gray(picture: Image.Image, fill: int) -> Image.Image:

@@ -6,8 +6,9 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageOps
 
+from trainyard.data.pack import open_picture
 from trainyard.data.shards import BadRecord, Loaded, Sample
 
 from . import protocol
@@ -65,7 +66,7 @@ def load(path: Path | None, min_side_px: int, aspect_max: float) -> Loaded:
     if path is None:
         raise BadRecord("listed, but there is no such file")
     data = path.read_bytes()
-    picture = _decoded(data)
+    picture = open_picture(data)
     short, long = sorted(picture.size)
     if short < min_side_px or long > aspect_max * short:
         raise BadRecord(
@@ -75,25 +76,15 @@ def load(path: Path | None, min_side_px: int, aspect_max: float) -> Loaded:
     return {"image": _plain(data, picture)}
 
 
-def _decoded(data: bytes) -> Image.Image:
-    if not data:
-        raise BadRecord("the file is empty")
-    try:
-        picture = Image.open(io.BytesIO(data))
-        picture.load()
-        picture.getexif()
-    except UnidentifiedImageError:
-        raise BadRecord("the file is no picture, whatever its name says") from None
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # Pillow's words for broken files
-        raise BadRecord(f"the picture cannot be decoded: {error}") from None
-    return picture
-
-
 def _plain(data: bytes, picture: Image.Image) -> bytes:
     """Return the bytes as they are if they are an upright 8-bit JPEG or PNG, gray or RGB; else as PNG."""
     turned = picture.getexif().get(ORIENTATION, 1) != 1
     if picture.format in ("JPEG", "PNG") and picture.mode in ("L", "RGB") and not turned:
         return data
+    if picture.mode not in ("1", "L", "P", "RGB", "RGBA", "LA", "YCbCr", "CMYK"):
+        raise BadRecord(
+            f"its pixels are of mode {picture.mode}, whose range is unknown: convert it to 8-bit RGB or gray"
+        )
     png = io.BytesIO()
     ImageOps.exif_transpose(picture).convert("L" if picture.mode == "L" else "RGB").save(png, "PNG", compress_level=1)
     return png.getvalue()

@@ -857,6 +857,12 @@ def test_jpeg_and_png_are_kept_byte_for_byte_and_others_become_png(tmp_path):
             assert np.array_equal(np.asarray(Image.open(io.BytesIO(stored)).convert("L")), pixels)
 
 
+def test_a_picture_of_16_bits_is_refused_and_not_cut_to_white(tmp_path):
+    Image.fromarray(np.full((64, 64), 4000, dtype=np.uint16)).save(tmp_path / "deep.png")
+    with pytest.raises(BadRecord, match="mode I;16, whose range is unknown"):
+        load(tmp_path / "deep.png", 48, 1.6)
+
+
 def test_orl_faces_pack_as_strangers():
     config = Config()
     config.packing.singles, config.packing.val_share, config.packing.test_share = "keep", 0.25, 0.5

@@ -134,6 +134,25 @@ def pack(
         ) from None
 
 
+def open_picture(data: bytes) -> Image.Image:
+    """Decode a whole picture file, so that a broken one is found when packing and not in training.
+
+    Raises:
+        BadRecord: it is empty, of no kind Pillow knows, cut off or otherwise broken.
+    """
+    if not data:
+        raise BadRecord("the file is empty")
+    try:
+        picture = Image.open(io.BytesIO(data))
+        picture.load()
+        picture.getexif()
+    except UnidentifiedImageError:
+        raise BadRecord("the file is no picture, whatever its name says") from None
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # Pillow's words for broken files
+        raise BadRecord(f"the picture cannot be decoded: {error}") from None
+    return picture
+
+
 def listing_of(samples: Iterable[Sample], meta: dict[str, Any]) -> tuple[int, str]:
     """Return how many samples there are, and a digest of their names, raw files' sizes and times, and `meta`."""
     count, digest = 0, hashlib.sha256(json.dumps(meta, sort_keys=True).encode())
