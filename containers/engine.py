@@ -54,6 +54,11 @@ class Engine:
         """Tell whether an image is here."""
         return self.ask("image", "inspect", image).returncode == 0
 
+    def id_of(self, image: str) -> str:
+        """Return the identity of an image that is here, else nothing."""
+        answer = self.ask("image", "inspect", "--format", "{{.Id}}", image)
+        return answer.stdout.strip() if answer.returncode == 0 else ""
+
     def labels(self, image: str) -> dict[str, str]:
         """Return the labels of an image that is here."""
         template = '{{range $name, $value := .Config.Labels}}{{$name}}={{$value}}{{"\\n"}}{{end}}'

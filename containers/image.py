@@ -133,7 +133,10 @@ def _build(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
     for secret, path in (("cacert", environ.get("PIP_CERT")), ("pipconf", args.pip_conf)):
         if path:
             command += ["--secret", f"id={secret},src={Path(path).resolve()}"]
+    before = engine.id_of(tag_of(target))
     engine.run(*command, str(ROOT), timeout_s=_BUILD_S)
+    if before and before != engine.id_of(tag_of(target)):
+        engine.ask("rmi", before, timeout_s=600)  # gigabytes that have no name any more; kept if a container runs on it
     print(f"{tag_of(target)} is built. Next: make test-image HW={args.hw}, or make run-image HW={args.hw}")
     return 0
 

@@ -17,7 +17,10 @@ EVERYTHING = AugmentSettings(
 
 def drawn(settings: AugmentSettings, ids: np.ndarray, **changes) -> Parameters:
     regions = np.tile(np.array([-5, 7, 120, 90], dtype=np.int32), (len(ids), 1))
-    return draw(settings, **{"seed": 1, "epoch": 4, "sample_ids": ids, "regions": regions, "aspect": 1.0} | changes)
+    return draw(
+        settings,
+        **{"seed": 1, "epoch": 4, "sample_ids": ids, "regions": regions, "height_px": 32, "width_px": 32} | changes,
+    )
 
 
 def fields_of(p: Parameters) -> list[np.ndarray]:
@@ -162,7 +165,7 @@ WARPS = AugmentSettings(rotate_deg=40, shift=0.1, zoom=0.3)
 @pytest.mark.parametrize("sample", range(8))
 def test_a_dot_lands_where_theta_says(sample):
     height, width = 100, 160
-    theta = drawn(WARPS, np.array([sample]), aspect=width / height).theta
+    theta = drawn(WARPS, np.array([sample]), width_px=width, height_px=height).theta
     there = np.array([35.0, 60.0])
     x, y = np.linalg.solve(
         theta[0, :, :2], [(2 * there[1] + 1) / width - 1, (2 * there[0] + 1) / height - 1] - theta[0, :, 2]
@@ -174,7 +177,7 @@ def test_a_dot_lands_where_theta_says(sample):
 @pytest.mark.parametrize("sample", range(8))
 def test_distances_scale_alike_in_all_directions_whatever_the_shape_of_the_picture(sample):
     height, width = 100, 160
-    theta = drawn(WARPS, np.array([sample]), aspect=width / height).theta
+    theta = drawn(WARPS, np.array([sample]), width_px=width, height_px=height).theta
     zoom = 1 / math.sqrt(np.linalg.det(theta[0, :, :2].astype(np.float64)))
     middle, right, below = (
         centre_of(model_input(dot(y, x, height, width), theta)) for y, x in ((50, 80), (50, 95), (65, 80))

@@ -97,7 +97,7 @@ def test_packed_data_of_another_schema_or_cut_off_are_refused(here, capsys):
         file.attrs["schema_version"] = 99
     code, told = say(capsys, "run", "stripes", "data.path=old", *JOBS)
     assert code == 2
-    assert "written with shard schema 99, this version reads 1" in told and "trainyard pack" in told
+    assert "written with shard schema 99, this version reads 2" in told and "trainyard pack" in told
     with Path("out/shard-00000.h5").open("r+b") as shard:
         shard.truncate(3000)
     code, told = say(capsys, "run", "stripes", "data.path=out", *JOBS)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.training import differences, metrics_of, new_run, start, state_of, train, wait_for_lines
-from trainyard.data.shards import ShardSet
+from trainyard.data.shards import Ragged, ShardSet, Sound
 from trainyard.launch import config as configs
 from trainyard.launch.task import ready_data
 from trainyard.settings import TrainConfig
@@ -41,7 +41,7 @@ def built(jobs_dir: Path, config: TrainConfig, data: ShardSet) -> tuple[TrainMod
     """Return the family's model and its splits."""
     splits = configs.load_family(jobs_dir, config.family, "pack").splits(data.columns, data.vocabulary, config)
     torch.manual_seed(config.seed)
-    info = DataInfo(data.columns, data.vocabulary, splits["train"])
+    info = DataInfo.of(data, splits["train"])
     return configs.load_family(jobs_dir, config.family, "module").build(config, info), splits
 
 
@@ -76,12 +76,19 @@ def test_what_was_packed_reads_back_equal(family, cache):
 def check_packing(jobs_dir: Path, family: str, cache: Path) -> None:
     config, data = ready(jobs_dir, family, cache)
     raw = next(cache.glob(f"{family}-synthetic-*"))
-    samples = list(configs.load_family(jobs_dir, family, "pack").samples(raw, config))
+    pack = configs.load_family(jobs_dir, family, "pack")
+    samples = list(pack.samples(raw, config))
+    learned = (pack.learn(raw, config),) if hasattr(pack, "learn") else ()
+    assert data.learned == dict(*learned)
     assert len(samples) == data.count > 10
     assert data.keys(np.arange(data.count)) == [sample.key for sample in samples]
     for i, sample in enumerate(samples):
-        for name, value in {**sample.columns, **sample.load()}.items():
-            if isinstance(value, bytes):
+        for name, value in {**sample.columns, **sample.load(*learned)}.items():
+            if isinstance(value, Ragged | Sound):
+                stored, found = data.values(name, np.array([i]))[0], getattr(value, "values", None)
+                found = value.data if found is None else found
+                assert stored.tobytes() == (found if isinstance(found, bytes) else found.tobytes())
+            elif isinstance(value, bytes):
                 assert data.read(name, np.array([i]))[0].tobytes() == value
             elif isinstance(value, np.ndarray):
                 read = np.empty((1, *value.shape), dtype=value.dtype)

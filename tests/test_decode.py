@@ -66,8 +66,6 @@ def by_dali(asked: list[Request], channels: int) -> list[torch.Tensor]:
         fill=FILL,
         threads=2,
         max_batch_size=10,
-        height_px=SIZE[0],
-        width_px=SIZE[1],
         device_id=None,
     )
     return [out.clone() for out in stream]

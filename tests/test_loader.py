@@ -94,7 +94,8 @@ def test_everything_of_a_sample_comes_through(pictures, decode):
     (micro,) = train(pictures, 1, decode=decode)[0]
     ids = orders()(3).batch(0)
     numbers = pictures.columns["number"][ids]
-    assert set(micro.batch) == {"sample_id", "image", "points", "who", "number", "weight", "listed"}
+    given = {"sample_id", "image", "affine", "picture_px", "noise", "points", "who", "number", "weight", "listed"}
+    assert set(micro.batch) == given
     for name in ("who", "number", "weight", "listed"):
         assert np.array_equal(micro.batch[name].numpy(), pictures.columns[name][ids])
     assert np.array_equal(micro.batch["points"].numpy(), np.stack([points(i) for i in numbers.tolist()]))

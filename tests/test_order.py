@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainyard.data.order import EpochOrder, micro_batches, pxk, rank_share, shuffle
+from trainyard.data.order import EpochOrder, buckets, micro_batches, pxk, rank_share, shuffle
 from trainyard.errors import UserError
 
 
@@ -17,6 +17,28 @@ def test_a_shuffled_epoch_holds_each_sample_exactly_once(n, batch, seed, epoch):
     read = batches_of(shuffle(ids, seed=seed, epoch=epoch, global_batch_size=batch))
     assert [len(b) for b in read[:-1]] == [batch] * (len(read) - 1)
     assert sorted(i for b in read for i in b.tolist()) == ids.tolist()
+
+
+@given(n=st.integers(0, 300), batch=st.integers(1, 50), seed=st.integers(0, 2**40), epoch=st.integers(0, 1000))
+def test_an_epoch_in_buckets_holds_each_sample_exactly_once(n, batch, seed, epoch):
+    ids = 7 * np.arange(n) + 3
+    order = buckets(ids, ids % 11, seed=seed, epoch=epoch, global_batch_size=batch)
+    read = batches_of(order)
+    assert [len(b) for b in read[:-1]] == [batch] * (len(read) - 1)
+    assert sorted(i for b in read for i in b.tolist()) == ids.tolist()
+
+
+def test_buckets_hold_like_lengths_in_an_order_that_changes_each_epoch():
+    length = np.random.default_rng(0).integers(10, 400, size=5003)
+    how = {"seed": 0, "global_batch_size": 32}
+    first, second = (buckets(np.arange(5003), length, epoch=epoch, **how) for epoch in (0, 1))
+    padding = [length[b].max() * len(b) / length[b].sum() - 1 for b in batches_of(first)]
+    assert len(first.batch(len(first) - 1)) == 5003 % 32
+    assert np.mean(padding[:-1]) < 0.06, "shuffled it is more than 0.8"
+    means = np.array([length[b].mean() for b in batches_of(first)[:-1]])
+    assert abs(np.corrcoef(means[1:], means[:-1])[0, 1]) < 0.2, "short and long batches come mixed"
+    together = [{tuple(sorted(b.tolist())) for b in batches_of(order)} for order in (first, second)]
+    assert not together[0] & together[1]
 
 
 def test_an_order_depends_on_its_arguments_alone():

@@ -151,13 +151,13 @@ def test_a_cut_off_index_is_refused(spoilable):
         ShardSet(spoilable)
 
 
-@pytest.mark.parametrize(("version", "said"), [(2, "2"), (None, "None")])
+@pytest.mark.parametrize(("version", "said"), [(1, "1"), (None, "None")])
 def test_another_schema_is_refused_with_both_versions(spoilable, version, said):
     with h5py.File(spoilable / "index.h5", "r+") as file:
         del file.attrs["schema_version"]
         if version:
             file.attrs["schema_version"] = version
-    with pytest.raises(ShardError, match=rf"index.h5: written with shard schema {said}, this version reads 1\. Pack"):
+    with pytest.raises(ShardError, match=rf"index.h5: written with shard schema {said}, this version reads 2\. Pack"):
         ShardSet(spoilable)
 
 
@@ -203,7 +203,7 @@ def text(group, values):
     group["offset"] = np.cumsum([0, *map(len, values)])
 
 with h5py.File(sys.argv[1] + "/index.h5", "w", libver="latest") as file:
-    file.attrs.update(schema_version=1, count=count, skipped=0, meta=json.dumps({{}}), listing="")
+    file.attrs.update(schema_version=2, count=count, skipped=0, meta=json.dumps({{}}), listing="")
     shards = file.create_group("shards")
     text(shards.create_group("name"), ["shard-00000.h5"])
     text(shards.create_group("sha256"), ["0" * 64])
@@ -212,8 +212,9 @@ with h5py.File(sys.argv[1] + "/index.h5", "w", libver="latest") as file:
     file["key/offset"] = np.arange(count + 1) * 8
     file["columns/label"] = np.arange(count)
     file.create_group("vocabulary")
+    file.create_group("learned")
     image = file.create_group("records/image")
-    image.attrs["dtype"] = "picture"
+    image.attrs.update(kind="picture", dtype="uint8")
     image["start"], image["size"] = np.arange(count), np.zeros(count, dtype=np.int64)
     image["crc"], image["shape"] = np.zeros(count, dtype=np.uint32), np.zeros((count, 3), dtype=np.int32)
 open(sys.argv[1] + "/shard-00000.h5", "wb").close()

@@ -90,11 +90,13 @@ class DataSettings:
     synthetic: int = option(0, "samples to synthesize when `path` is empty; 0: this job needs data", low=0)
     on_error: str = option("fail", "what an unreadable raw file does to packing", choices=("fail", "skip"))
     order: str = option(
-        "shuffle", "order of an epoch: each sample once, or identities x samples", choices=("shuffle", "pxk")
+        "shuffle",
+        "order of an epoch: each sample once, identities x samples, or each once with batches of like length",
+        choices=("shuffle", "pxk", "buckets"),
     )
-    order_by: str = option("", "column that names the identity of a sample, for order=pxk")
+    order_by: str = option("", "column with the identity of a sample, for order=pxk, or its length, for order=buckets")
     samples_per_identity: int = option(4, "K of order=pxk", low=2)
-    decode: str = option("auto", "who decodes pictures", choices=("auto", "dali", "cpu"), free=True)
+    decode: str = option("auto", "who decodes pictures and sounds", choices=("auto", "dali", "cpu"), free=True)
     threads: int = option(0, "decoding threads per rank; 0: the cores this rank may use", low=0, free=True)
     prefetch: int = option(2, "batches decoded ahead", low=1, high=64, free=True)
     stage: str = option(
@@ -116,6 +118,24 @@ class ImageSettings:
     fill: int = option(255, "gray level of what lies outside the picture", low=0, high=255)
     mean: float = option(0.0, "subtracted after scaling to 0..1")
     std: float = option(1.0, "divided by after subtracting the mean", low=1e-6)
+    fit: str = option(
+        "stretch",
+        "stretch: resized to height and width; letterbox: scaled to fit, in the upper left corner, and filled up",
+        choices=("stretch", "letterbox"),
+    )
+    scales: list[float] = option(
+        lambda: [1.0], "factors on height and width, one drawn for each global batch of training; each is a shape"
+    )
+
+
+@dataclass
+class SoundSettings:
+    """Sound as the model takes it."""
+
+    frames: int = option(
+        64_600, "length: a random part in training, the first in evaluation; shorter ones repeat", low=1
+    )
+    rate_hz: int = option(16_000, "sampling rate; packing makes sure of it", low=1000)
 
 
 @dataclass
@@ -127,6 +147,11 @@ class AugmentSettings:
     zoom: float = option(0.0, "log-uniform scale between 1/(1+z) and 1+z", low=0, high=4)
     crop_area_min: float = option(1.0, "random-resized crop: smallest share of the area; 1: no crop", low=0.01, high=1)
     crop_aspect_max: float = option(1.0, "random-resized crop: largest aspect ratio (and 1/ratio)", low=1, high=4)
+    scale_min: float = option(1.0, "letterbox: smallest scale, 1 being the fit; log-uniform", low=0.05, high=20)
+    scale_max: float = option(
+        1.0, "letterbox: largest scale; what no longer fits is cut at a random place", low=0.05, high=20
+    )
+    crop_keeps: str = option("", "letterbox: record of boxes (xyxy in pixels), one of which each crop holds if it can")
     flip: float = option(0.0, "probability of a left-right flip", low=0, high=1)
     gain: float = option(0.0, "brightness factor, uniform in 1 +- this", low=0, high=1)
     contrast: float = option(0.0, "contrast about mid-gray, log-uniform between 1/(1+c) and 1+c", low=0, high=4)
@@ -176,6 +201,7 @@ class TrainConfig:
     seed: int = option(0, "of weights, order, augmentation and dropout", low=0)
     data: DataSettings = option(DataSettings, "reading")
     image: ImageSettings = option(ImageSettings, "pictures")
+    sound: SoundSettings = option(SoundSettings, "sounds")
     augment: AugmentSettings = option(AugmentSettings, "augmentation")
     global_batch_size: int = option(32, "samples per optimizer step over all ranks", low=1)
     micro_batch_size: int = option(
@@ -194,6 +220,11 @@ class TrainConfig:
     )
     precision: str = option("auto", "arithmetic of matrix products", choices=("auto", "fp32", "fp16", "bf16"))
     channels_last: str = option("auto", "memory layout of pictures", choices=("auto", "on", "off"))
+    swa: bool = option(
+        False,
+        "average the weights of each new best validation score, and score the test sets with that average, its batch "
+        "statistics taken anew from the training samples",
+    )
     compile: str = option("auto", "torch.compile", choices=("auto", "on", "off"))
     gradient_checkpointing: bool = option(False, "recompute repeated layers in the backward pass to save memory")
     deterministic: bool = option(True, "deterministic kernels: what makes a resume bitwise equal on a GPU")

@@ -1,6 +1,7 @@
 """How each sample is changed in an epoch: parameters as a pure function of (seed, epoch, sample id)."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,7 +9,9 @@ import numpy as np
 from trainyard.settings import AugmentSettings
 
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)  # 2**64 over the golden ratio, SplitMix64's increment
-_DRAWS = 11
+_DRAWS = 13
+_NOISE = 32
+_GEOMETRY, _FOR_THE_JOB, _START, _SHAPE = range(4)  # streams of numbers that have nothing to do with each other
 
 
 @dataclass(frozen=True)
@@ -26,53 +29,109 @@ class Parameters:
     contrast: np.ndarray  # (B,) float32 factor about mid-gray
 
 
-def uniforms(*, seed: int, epoch: int, sample_ids: np.ndarray, count: int) -> np.ndarray:
-    """Return (B, count) float64 in [0, 1), each a hash of (seed, epoch, sample id, position) and of nothing else.
+def uniforms(*, seed: int, epoch: int, sample_ids: np.ndarray, count: int, stream: int = 0) -> np.ndarray:
+    """Return (B, count) float64 in [0, 1), each a hash of (seed, epoch, sample id, position, stream) and nothing else.
 
     The hash is SplitMix64's output function (Steele, Lea and Flood, OOPSLA 2014) applied to counters, so any sample's
     numbers can be had without those before it, on any rank, after any restart.
     """
     with np.errstate(over="ignore"):
         key = _mix(_mix(np.array([seed], dtype=np.uint64) + _GAMMA) + np.uint64(epoch))
-        key = _mix(key + sample_ids.astype(np.uint64) * _GAMMA)
+        key = _mix(key + sample_ids.astype(np.uint64) * _GAMMA) + np.uint64(stream << 32) * _GAMMA
         bits = _mix(key[:, None] + np.arange(1, count + 1, dtype=np.uint64) * _GAMMA)
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
+def noise(*, seed: int, epoch: int, sample_ids: np.ndarray) -> np.ndarray:
+    """Return (B, 32) float32 in [0, 1): numbers for what a job augments itself."""
+    drawn = uniforms(seed=seed, epoch=epoch, sample_ids=sample_ids, count=_NOISE, stream=_FOR_THE_JOB)
+    below_one: np.ndarray = np.minimum(drawn.astype(np.float32), np.float32(1 - 2**-24))
+    return below_one
+
+
+def starts(*, seed: int, epoch: int, sample_ids: np.ndarray, spare: np.ndarray) -> np.ndarray:
+    """Return (B,) int64, where to cut a sound: uniform in 0 .. `spare` (B,), the frames it has more than are taken."""
+    u = uniforms(seed=seed, epoch=epoch, sample_ids=sample_ids, count=1, stream=_START)[:, 0]
+    start: np.ndarray = np.floor(u * (np.maximum(spare, 0) + 1)).astype(np.int64)
+    return start
+
+
+def scale_of(scales: list[float], *, seed: int, epoch: int, batch: int) -> float:
+    """Return the factor on the input's size in one global batch."""
+    u = uniforms(seed=seed, epoch=epoch, sample_ids=np.array([batch]), count=1, stream=_SHAPE)[0, 0]
+    return scales[int(u * len(scales))]
+
+
 def draw(
-    settings: AugmentSettings, *, seed: int, epoch: int, sample_ids: np.ndarray, regions: np.ndarray, aspect: float
+    settings: AugmentSettings,
+    *,
+    seed: int,
+    epoch: int,
+    sample_ids: np.ndarray,
+    regions: np.ndarray,
+    height_px: int,
+    width_px: int,
+    letterbox: bool = False,
+    kept: Sequence[np.ndarray] = (),
 ) -> Parameters:
     """Draw the parameters of a training micro-batch.
 
     Args:
         sample_ids: (B,) int64.
         regions: (B, 4) int32, the part of each picture that counts as the whole: y, x, height, width.
-        aspect: width over height of the pictures that `theta` is applied to.
+        height_px, width_px: of the model's input.
+        letterbox: keep the aspect ratio, and scale as `scale_min` and `scale_max` say instead of cropping.
+        kept: with letterbox, B arrays (L, 4) of boxes x0, y0, x1, y1 in pixels; one of each is to stay in the crop.
     """
     u = uniforms(seed=seed, epoch=epoch, sample_ids=sample_ids, count=_DRAWS).T
     angle = math.radians(settings.rotate_deg) * (2 * u[5] - 1)
     zoom = _log_uniform(u[6], 1 + settings.zoom)
     shift = 2 * settings.shift * (2 * u[7:9] - 1)  # the picture spans 2 units
+    box = _crop(settings, regions, u[:4])
+    if letterbox:
+        low, high = math.log(settings.scale_min), math.log(settings.scale_max)
+        scale = np.exp(low + (high - low) * u[0])
+        box = _letterbox(regions, height_px, width_px, scale, place=u[1:3] if low or high else None)
+        box = _keeping(box, regions, kept, u[11], u[1:3]) if len(kept) else box
     return Parameters(
-        box=_crop(settings, regions, u[:4]),
+        box=box,
         flip=u[4] < settings.flip,
-        theta=_theta(angle, zoom, shift, aspect),
+        theta=_theta(angle, zoom, shift, width_px / height_px),
         gain=(1 + settings.gain * (2 * u[9] - 1)).astype(np.float32),
         contrast=_log_uniform(u[10], 1 + settings.contrast).astype(np.float32),
     )
 
 
-def neutral(regions: np.ndarray) -> Parameters:
-    """Return the parameters of evaluation: each region as it is."""
+def neutral(regions: np.ndarray, *, letterbox: tuple[int, int] | None = None) -> Parameters:
+    """Return the parameters of evaluation: each region as it is, or fitted into a height and width of the input."""
     count = len(regions)
     one, zero = np.ones(count), np.zeros(count)
     return Parameters(
-        box=regions.astype(np.int32),
+        box=_letterbox(regions, *letterbox, one, place=None) if letterbox else regions.astype(np.int32),
         flip=np.zeros(count, dtype=bool),
         theta=_theta(zero, one, np.zeros((2, count)), 1.0),
         gain=one.astype(np.float32),
         contrast=one.astype(np.float32),
     )
+
+
+def affine(p: Parameters, *, height_px: int, width_px: int) -> np.ndarray:
+    """Return (B, 2, 3) float32 that takes (x, y, 1) in pixels of the stored picture to pixels of the model's input.
+
+    Pixels are areas here: the upper left corner of a picture is (0, 0), that of its second pixel (1, 0).
+    """
+    y, x, height, width = p.box.T.astype(np.float64)
+    mirror = np.where(p.flip, -1.0, 1.0)
+    # Either side of the decoded picture spans [-1, 1], and theta takes the output's coordinates to these.
+    decoded = np.zeros((len(y), 3, 3))
+    decoded[:, 0, 0], decoded[:, 0, 2] = mirror * 2 / width, mirror * (-2 * x / width - 1)
+    decoded[:, 1, 1], decoded[:, 1, 2] = 2 / height, -2 * y / height - 1
+    decoded[:, 2, 2] = 1
+    warp = np.zeros_like(decoded)
+    warp[:, :2], warp[:, 2, 2] = p.theta, 1
+    pixels = np.array([[width_px / 2, 0, width_px / 2], [0, height_px / 2, height_px / 2]])
+    whole: np.ndarray = pixels @ np.linalg.inv(warp) @ decoded
+    return whole.astype(np.float32)
 
 
 def warps(settings: AugmentSettings) -> bool:
@@ -120,3 +179,41 @@ def _crop(settings: AugmentSettings, regions: np.ndarray, u: np.ndarray) -> np.n
     y = top + np.floor(u[2] * (height - crop_height + 1))
     x = left + np.floor(u[3] * (width - crop_width + 1))
     return np.stack([y, x, crop_height, crop_width], axis=1).astype(np.int32)
+
+
+def _letterbox(
+    regions: np.ndarray, height_px: int, width_px: int, scale: np.ndarray, *, place: np.ndarray | None
+) -> np.ndarray:
+    """Return (B, 4) int32 windows of the input's aspect ratio, rounded to whole pixels of the picture.
+
+    Args:
+        scale: (B,) relative to the fit, in which the region just fills the input in one direction.
+        place: (2, B) in [0, 1), where between its extremes a window lies; None: the region in the upper left corner.
+    """
+    corner, sides = regions[:, :2].astype(np.float64), regions[:, 2:].astype(np.float64)
+    fit = np.minimum(height_px / sides[:, 0], width_px / sides[:, 1]) * scale
+    window = np.maximum(np.rint(np.array([height_px, width_px]) / fit[:, None]), 1)
+    if place is not None:
+        spare = sides - window  # negative where the window is larger: the region then moves within it
+        corner = corner + np.where(spare >= 0, np.floor(place.T * (spare + 1)), np.ceil(place.T * (spare - 1)))
+    return np.concatenate([corner, window], axis=1).astype(np.int32)
+
+
+def _keeping(
+    box: np.ndarray, regions: np.ndarray, kept: Sequence[np.ndarray], choice: np.ndarray, place: np.ndarray
+) -> np.ndarray:
+    """Move windows so that each holds one of the picture's boxes: whole if it fits, else about its centre."""
+    moved = box.copy()
+    for i, boxes in enumerate(kept):
+        if not len(boxes):
+            continue
+        x0, y0, x1, y1 = boxes[int(choice[i] * len(boxes))].astype(np.float64)
+        for axis, (low, high) in enumerate(((y0, y1), (x0, x1))):
+            start, side, window = regions[i, axis], regions[i, 2 + axis], box[i, 2 + axis]
+            first, last = sorted((start, start + side - window))
+            first, last = max(first, math.ceil(high) - window), min(last, math.floor(low))
+            if first <= last:
+                moved[i, axis] = first + math.floor(place[axis, i] * (last - first + 1))
+            else:
+                moved[i, axis] = round((low + high - window) / 2)
+    return moved

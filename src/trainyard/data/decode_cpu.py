@@ -1,4 +1,4 @@
-"""The reference decoder: Pillow and torch on the host. Says what decoding means; DALI must agree with it."""
+"""The reference decoder: Pillow, torch and soundfile on the host. Says what decoding means; DALI must agree with it."""
 
 import io
 from collections.abc import Callable, Iterator
@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
+import soundfile
 import torch
 from PIL import Image
 from torch import Tensor
@@ -42,6 +43,18 @@ def decode(requests: Iterator[Request], *, channels: int, fill: int, threads: in
 
             on_threads(pool, threads, one, len(request.records))
             yield request.out
+
+
+def decode_sound(batches: Iterator[list[np.ndarray]], *, threads: int) -> Iterator[list[np.ndarray]]:
+    """Decode the WAV or FLAC files of each batch, uint8, to (frames,) int16."""
+    with ThreadPoolExecutor(threads, thread_name_prefix="decode") as pool:
+        for records in batches:
+            yield list(pool.map(_decode_sound, records))
+
+
+def _decode_sound(record: np.ndarray) -> np.ndarray:
+    samples: np.ndarray = soundfile.read(io.BytesIO(record.data), dtype="int16")[0]
+    return samples
 
 
 def on_threads(pool: ThreadPoolExecutor, threads: int, work: Callable[[int], None], count: int) -> None:

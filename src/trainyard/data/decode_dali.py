@@ -23,8 +23,6 @@ def decode(
     fill: int,
     threads: int,
     max_batch_size: int,
-    height_px: int,
-    width_px: int,
     device_id: int | None,
 ) -> Iterator[Tensor]:
     """Decode, cut, resize and mirror, one micro-batch per request, as `decode_cpu.decode` does.
@@ -48,21 +46,38 @@ def decode(
         inner, outer = split_box(request.parameters.box, request.shapes)
         waiting.append((request, outer))
         flip = request.parameters.flip.astype(np.int32)
-        parts = (*np.hsplit(inner, 2), *np.hsplit(outer, 2), flip) if on_gpu else np.hsplit(inner, 2)
+        size = np.tile(np.array(request.out.shape[1:3], dtype=np.int32), (len(flip), 1))
+        parts = (*np.hsplit(inner, 2), *np.hsplit(outer, 2), size, flip) if on_gpu else np.hsplit(inner, 2)
         return (request.records, *(list(part) for part in parts))
 
     pipeline = Pipeline(batch_size=max_batch_size, num_threads=threads, device_id=device_id, prefetch_queue_depth=2)
     with pipeline:
         pipeline.set_outputs(
-            _gpu_graph(feed, channels=channels, fill=fill, size=(height_px, width_px))
-            if on_gpu
-            else _cpu_graph(feed, channels=channels)
+            _gpu_graph(feed, channels=channels, fill=fill) if on_gpu else _cpu_graph(feed, channels=channels)
         )
     pipeline.build()
     if on_gpu:
         yield from _gpu_batches(pipeline, waiting)
     else:
         yield from _cpu_batches(pipeline, waiting, fill=fill, threads=threads)
+
+
+def decode_sound(
+    batches: Iterator[list[np.ndarray]], *, threads: int, max_batch_size: int
+) -> Iterator[list[np.ndarray]]:
+    """Decode the WAV or FLAC files of each batch, uint8, to (frames,) int16; DALI decodes sound on the host alone.
+
+    Args:
+        max_batch_size: of all batches.
+    """
+    pipeline = Pipeline(batch_size=max_batch_size, num_threads=threads, device_id=None, prefetch_queue_depth=2)
+    with pipeline:
+        records = fn.external_source(source=lambda: next(batches), batch=True, no_copy=True, dtype=types.UINT8, ndim=1)
+        sound, _ = fn.decoders.audio(records, dtype=types.INT16, downmix=False)
+        pipeline.set_outputs(fn.squeeze(sound, axes=[1]))
+    pipeline.build()
+    while (sounds := _run(pipeline)) is not None:
+        yield [np.array(sounds.at(i)) for i in range(len(sounds))]
 
 
 def split_box(box: np.ndarray, shapes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -115,7 +130,7 @@ def _run(pipeline: Any) -> Any | None:
 
 
 def _inputs(feed: Any, count: int) -> list[Any]:
-    """Declare what `feed` gives: records (uint8), then `count` - 1 int32 inputs of which flip, the sixth, is scalar."""
+    """Declare what `feed` gives: records (uint8), then `count` - 1 int32 inputs; the seventh, flip, is scalar."""
     return list(
         fn.external_source(
             source=feed,
@@ -123,7 +138,7 @@ def _inputs(feed: Any, count: int) -> list[Any]:
             batch=True,
             no_copy=True,
             dtype=[types.UINT8, *[types.INT32] * (count - 1)],
-            ndim=[1, 1, 1, 1, 1, 0][:count],
+            ndim=[1, 1, 1, 1, 1, 1, 0][:count],
         )
     )
 
@@ -144,11 +159,12 @@ def _cpu_graph(feed: Any, *, channels: int) -> Any:
     return _decode(*_inputs(feed, 3), device="cpu", channels=channels)
 
 
-def _gpu_graph(feed: Any, *, channels: int, fill: int, size: tuple[int, int]) -> Any:
-    records, start, shape, outer_start, outer_shape, flip = _inputs(feed, 6)
+def _gpu_graph(feed: Any, *, channels: int, fill: int) -> Any:
+    records, start, shape, outer_start, outer_shape, size, flip = _inputs(feed, 7)
     pictures = _decode(records, start, shape, device="mixed", channels=channels)
     pictures = fn.slice(
         pictures, outer_start, outer_shape, axes=[0, 1], out_of_bounds_policy="pad", fill_values=[float(fill)]
     )
+    size = fn.cast(size, dtype=types.FLOAT)
     pictures = fn.resize(pictures, size=size, interp_type=types.INTERP_LINEAR, antialias=True)
     return fn.flip(pictures, horizontal=flip)

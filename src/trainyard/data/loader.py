@@ -1,6 +1,7 @@
 """From an order of sample ids to batches on the device: read, decode ahead in the background, cast."""
 
 import itertools
+import math
 import queue
 import threading
 import time
@@ -18,11 +19,11 @@ from trainyard.data.augment import Parameters
 from trainyard.data.decode_cpu import Request
 from trainyard.data.device import to_model_input
 from trainyard.data.order import EpochOrder, micro_batches
-from trainyard.data.shards import ShardSet
+from trainyard.data.shards import ARRAY, PCM, PICTURE, RAGGED, SOUND, ShardSet
 from trainyard.errors import UserError
-from trainyard.settings import AugmentSettings, DataSettings, ImageSettings
+from trainyard.settings import AugmentSettings, DataSettings, ImageSettings, SoundSettings
 
-PICTURE = "image"
+IMAGE = "image"
 _READ_BUFFERS = 8  # more than DALI asks for ahead of what it has decoded
 REGION = ("box_y", "box_x", "box_height", "box_width")
 
@@ -44,15 +45,17 @@ class _Item:
     ids: np.ndarray
     weight: float
     last: bool
-    parameters: Parameters | None  # None where there are no pictures
-    arrays: dict[str, Tensor] = field(default_factory=dict)  # records of fixed shape, in fresh memory
+    epoch: int | None  # None in evaluation
+    size: tuple[int, int] = (0, 0)  # height and width of the input
+    parameters: Parameters | None = None  # where there are pictures
+    arrays: dict[str, Tensor] = field(default_factory=dict)  # all other records, in fresh memory
     pictures: Tensor | None = None  # (B, H, W, C) uint8, decoded into a buffer that is used again
 
 
 class Loader:
-    """Batches of one data set for one rank.
+    """Batches of one data set for one rank; `train.module.Batch` says what is in them.
 
-    Pictures are decoded by `decode` "dali" or "cpu", which agree bit for bit on the host (colour
+    Pictures and sounds are decoded by `decode` "dali" or "cpu", which agree bit for bit on the host (colour
     pictures other than JPEG, read as gray, to one level; 16-bit pictures belong converted when packing). Buffers are
     reused: what a batch holds is new memory on the device, so a caller may keep it.
     """
@@ -63,6 +66,7 @@ class Loader:
         *,
         settings: DataSettings,
         image: ImageSettings,
+        sound: SoundSettings | None = None,
         augmentation: AugmentSettings,
         seed: int,
         rank: int,
@@ -76,9 +80,12 @@ class Loader:
         self.rank, self.world_size, self.device = rank, world_size, device
         self._settings, self._image, self._augmentation = settings, image, augmentation
         self._seed, self._threads, self._channels_last, self._decode = seed, threads, channels_last, decode
+        self._sound = sound or SoundSettings()
         self._columns = {name: torch.from_numpy(values) for name, values in data.columns.items()}
-        self._has_pictures = PICTURE in data.records and data.records[PICTURE].dtype == "picture"
+        self._has_pictures = IMAGE in data.records and data.records[IMAGE].kind == PICTURE
         self._regions = _regions(data) if self._has_pictures else np.zeros((data.count, 4), dtype=np.int32)
+        self._letterbox = image.fit == "letterbox"
+        _check(image, augmentation, data)
 
     def train(
         self, orders: Callable[[int], EpochOrder], *, epoch: int, start: int, micro_batch_size: int
@@ -98,46 +105,59 @@ class Loader:
             for number in itertools.count(epoch):
                 order = first if number == epoch else orders(number)
                 for index in range(start if number == epoch else 0, len(order)):
-                    yield from self._drawn(order.batch(index), number, micro_batch_size)
+                    yield from self._drawn(order.batch(index), number, index, micro_batch_size)
 
         yield from self._stream(items(), largest, warp=augment.warps(self._augmentation))
 
-    def _drawn(self, ids: np.ndarray, epoch: int, micro_batch_size: int) -> Iterator[_Item]:
+    def _drawn(self, ids: np.ndarray, epoch: int, index: int, micro_batch_size: int) -> Iterator[_Item]:
         """Cut one global batch into this rank's micro-batches, each with its augmentation."""
+        size = self._size(augment.scale_of(self._image.scales, seed=self._seed, epoch=epoch, batch=index))
         parts = micro_batches(ids, rank=self.rank, world_size=self.world_size, micro_batch_size=micro_batch_size)
         for position, (part, counted) in enumerate(parts):
-            yield _Item(part, counted / len(ids), position == len(parts) - 1, self._draw(part, epoch))
+            last = position == len(parts) - 1
+            yield _Item(part, counted / len(ids), last, epoch, size, self._draw(part, epoch, size))
 
-    def _draw(self, ids: np.ndarray, epoch: int) -> Parameters | None:
+    def _size(self, scale: float) -> tuple[int, int]:
+        return round(self._image.height_px * scale), round(self._image.width_px * scale)
+
+    def _draw(self, ids: np.ndarray, epoch: int, size: tuple[int, int]) -> Parameters | None:
         if not self._has_pictures:
             return None
+        keeps = self._augmentation.crop_keeps
         return augment.draw(
             self._augmentation,
             seed=self._seed,
             epoch=epoch,
             sample_ids=ids,
             regions=self._regions[ids],
-            aspect=self._image.width_px / self._image.height_px,
+            height_px=size[0],
+            width_px=size[1],
+            letterbox=self._letterbox,
+            kept=self.data.values(keeps, ids, check_crc=self._settings.check_crc) if keeps else (),
         )
 
     def evaluate(self, ids: np.ndarray, *, batch_size: int) -> Generator[Micro, None, None]:
         """Yield this rank's part of an evaluation set, each sample once over all ranks, without augmentation."""
         low, high = (len(ids) * r // self.world_size for r in (self.rank, self.rank + 1))
-        mine = ids[low:high]
+        mine, size = ids[low:high], self._size(1.0)
 
         def items() -> Iterator[_Item]:
             for i in range(0, len(mine), batch_size):
                 part = mine[i : i + batch_size]
-                neutral = augment.neutral(self._regions[part]) if self._has_pictures else None
-                yield _Item(part, len(part) / len(ids), True, neutral)
+                fitted = size if self._letterbox else None
+                neutral = augment.neutral(self._regions[part], letterbox=fitted) if self._has_pictures else None
+                yield _Item(part, len(part) / len(ids), True, None, size, neutral)
 
         yield from self._stream(items(), batch_size, warp=False)
 
     def _stream(self, items: Iterator[_Item], largest: int, *, warp: bool) -> Generator[Micro, None, None]:
         depth = self._settings.prefetch
         stream = self._gathered(items)
+        for name, records in self.data.records.items():
+            if records.kind in (SOUND, PCM):
+                stream = self._heard(name, stream, largest)
         if self._has_pictures:  # buffers: in the queue, one held back, one in use, one being filled
-            stream = self._decoded(stream, self._slots(depth + 3, largest))
+            stream = self._decoded(stream, self._slots(depth + 3, largest), largest)
         copied: list[Any] = []
         for item, wait_s in in_background(stream, depth):
             batch = self._to_device(item, warp=warp)
@@ -149,37 +169,68 @@ class Loader:
             yield Micro(batch, item.weight, item.last, wait_s)
 
     def _gathered(self, items: Iterator[_Item]) -> Iterator[_Item]:
-        """Add the fixed-shape records to each item. One thread does it: two would fight over new memory."""
-        names = [name for name, records in self.data.records.items() if records.dtype != "picture"]
+        """Add the arrays to each item. One thread does it: two would fight over new memory."""
         for item in items:
-            arrays = {}
-            for name in names:
-                records = self.data.records[name]
-                out = np.empty((len(item.ids), *records.shape[item.ids[0]].tolist()), dtype=records.dtype)
-                self.data.gather(name, item.ids, out, check_crc=self._settings.check_crc)
-                arrays[name] = torch.from_numpy(out)
-            yield replace(item, arrays=arrays)
+            arrays: dict[str, np.ndarray] = {}
+            for name, records in self.data.records.items():
+                if records.kind == ARRAY:
+                    shape = (len(item.ids), *records.shape[item.ids[0]].tolist())
+                    arrays[name] = np.empty(shape, dtype=records.dtype)
+                    self.data.gather(name, item.ids, arrays[name], check_crc=self._settings.check_crc)
+                elif records.kind == RAGGED:
+                    values = self.data.values(name, item.ids, check_crc=self._settings.check_crc)
+                    arrays[name], arrays[f"{name}_count"] = filled_up(values)
+            yield replace(item, arrays={name: torch.from_numpy(values) for name, values in arrays.items()})
+
+    def _heard(self, name: str, items: Iterator[_Item], largest: int) -> Iterator[_Item]:
+        """Add the part of each sound that the model takes, as int16; the device makes fractions of it."""
+        records, check_crc = self.data.records[name], self._settings.check_crc
+        ahead: deque[_Item] = deque()
+
+        def asked() -> Iterator[list[np.ndarray]]:
+            for item in items:
+                ahead.append(item)
+                yield self.data.values(name, item.ids, check_crc=check_crc)
+
+        for sounds in asked() if records.kind == PCM else self._sound_decoder(largest)(asked()):
+            item = ahead.popleft()
+            count = records.shape[item.ids, 0].astype(np.int64)
+            frames = self._sound.frames
+            start = np.zeros_like(count)
+            if item.epoch is not None:
+                start = augment.starts(seed=self._seed, epoch=item.epoch, sample_ids=item.ids, spare=count - frames)
+            cut = np.stack([np.resize(x[s : s + frames], frames) for x, s in zip(sounds, start.tolist(), strict=True)])
+            found = {name: torch.from_numpy(cut), f"{name}_count": torch.from_numpy(count)}
+            yield replace(item, arrays=item.arrays | found)
+
+    def _sound_decoder(self, largest: int) -> Callable[[Iterator[list[np.ndarray]]], Iterator[list[np.ndarray]]]:
+        if self._decode == "cpu":
+            return lambda records: decode_cpu.decode_sound(records, threads=self._threads)
+        from trainyard.data import decode_dali
+
+        return lambda records: decode_dali.decode_sound(records, threads=self._threads, max_batch_size=largest)
 
     def _slots(self, count: int, largest: int) -> list[Tensor]:
-        shape = (largest, self._image.height_px, self._image.width_px, self._image.channels)
+        height, width = self._size(max(1.0, *self._image.scales))
+        flat = largest * height * width * self._image.channels
         pinned = self.device.type == "cuda"
         with torch.inference_mode(False):  # a thread that is not in the caller's mode will write to them
-            return [torch.empty(shape, dtype=torch.uint8, pin_memory=pinned) for _ in range(count)]
+            return [torch.empty(flat, dtype=torch.uint8, pin_memory=pinned) for _ in range(count)]
 
-    def _decoded(self, items: Iterator[_Item], slots: list[Tensor]) -> Iterator[_Item]:
+    def _decoded(self, items: Iterator[_Item], slots: list[Tensor], largest: int) -> Iterator[_Item]:
         """Decode the pictures of each item. Decoders may ask for items ahead of what they have given."""
         ahead: deque[_Item] = deque()
-        largest = len(slots[0])
-        index, check_crc = self.data.records[PICTURE], self._settings.check_crc
+        index, check_crc = self.data.records[IMAGE], self._settings.check_crc
         buffers = [np.empty(largest * int(index.size.mean() * 1.5), dtype=np.uint8) for _ in range(_READ_BUFFERS)]
 
         def requests() -> Iterator[Request]:
             for number, item in enumerate(items):
                 ahead.append(item)
                 buffer = buffers[number % len(buffers)]
-                records = self.data.read(PICTURE, item.ids, check_crc=check_crc, buffer=buffer)
+                records = self.data.read(IMAGE, item.ids, check_crc=check_crc, buffer=buffer)
                 assert item.parameters is not None
-                out = slots[number % len(slots)][: len(item.ids)]
+                shape = (len(item.ids), *item.size, self._image.channels)
+                out = slots[number % len(slots)][: math.prod(shape)].view(shape)
                 yield Request(records, index.shape[item.ids], item.parameters, out)
 
         for pictures in self._decoder(largest)(requests()):
@@ -196,17 +247,24 @@ class Loader:
             requests,
             **common,
             max_batch_size=largest,
-            height_px=image.height_px,
-            width_px=image.width_px,
             device_id=self.device.index if self.device.type == "cuda" else None,
         )
 
     def _to_device(self, item: _Item, *, warp: bool) -> dict[str, Tensor]:
         ids = torch.tensor(item.ids)  # a copy: the caller's, where `item.ids` is a slice of the order
-        host = {"sample_id": ids, **{name: values[ids] for name, values in self._columns.items()}}
-        batch = {name: values.to(self.device, non_blocking=True) for name, values in (host | item.arrays).items()}
+        host = {"sample_id": ids, **{name: values[ids] for name, values in self._columns.items()}, **item.arrays}
+        if item.epoch is not None:
+            host["noise"] = torch.from_numpy(augment.noise(seed=self._seed, epoch=item.epoch, sample_ids=item.ids))
+        if item.parameters is not None:
+            moved = augment.affine(item.parameters, height_px=item.size[0], width_px=item.size[1])
+            stored = self.data.records[IMAGE].shape[item.ids, :2].astype(np.float32)
+            host |= {"affine": torch.from_numpy(moved), "picture_px": torch.from_numpy(stored)}
+        batch = {name: values.to(self.device, non_blocking=True) for name, values in host.items()}
         if item.pictures is not None and item.parameters is not None:
-            batch[PICTURE] = self._model_input(item.pictures, item.parameters, warp=warp)
+            batch[IMAGE] = self._model_input(item.pictures, item.parameters, warp=warp)
+        for name, records in self.data.records.items():
+            if records.kind in (SOUND, PCM):
+                batch[name] = batch[name].float().div_(32768)
         return batch
 
     def _model_input(self, pictures: Tensor, p: Parameters, *, warp: bool) -> Tensor:
@@ -283,9 +341,35 @@ def in_background(items: Iterable[_Item], depth: int) -> Iterator[tuple[_Item, f
         thread.join()
 
 
+def filled_up(values: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Return arrays of differing length as one, (B, L, ...) with zeros at their ends, and their lengths (B,) int64."""
+    count = np.array([len(one) for one in values], dtype=np.int64)
+    together = np.zeros((len(values), int(count.max()), *values[0].shape[1:]), dtype=values[0].dtype)
+    for row, one in zip(together, values, strict=True):
+        row[: len(one)] = one
+    return together, count
+
+
+def _check(image: ImageSettings, augmentation: AugmentSettings, data: ShardSet) -> None:
+    """Refuse options that exclude each other, or that the data cannot serve."""
+    if image.fit != "letterbox" and (
+        augmentation.crop_keeps or (augmentation.scale_min, augmentation.scale_max) != (1, 1)
+    ):
+        raise UserError("augment.scale_min, scale_max and crop_keeps work on image.fit=letterbox only. Set that too.")
+    if image.fit == "letterbox" and (augmentation.crop_area_min, augmentation.crop_aspect_max) != (1, 1):
+        raise UserError(
+            "augment.crop_area_min and crop_aspect_max stretch; with image.fit=letterbox use augment.scale_min."
+        )
+    if augmentation.scale_min > augmentation.scale_max:
+        raise UserError(f"augment.scale_min={augmentation.scale_min} is above scale_max={augmentation.scale_max}.")
+    boxes = augmentation.crop_keeps
+    if boxes and (boxes not in data.records or data.records[boxes].kind != RAGGED):
+        raise UserError(f"augment.crop_keeps={boxes}: the data have no such boxes, only {', '.join(data.records)}.")
+
+
 def _regions(data: ShardSet) -> np.ndarray:
     """Return (N, 4) int32: what of each picture counts as the whole; all of it unless packing chose a part."""
     if all(name in data.columns for name in REGION):
         return np.stack([data.columns[name] for name in REGION], axis=1).astype(np.int32)
-    size = data.records[PICTURE].shape[:, :2]
+    size = data.records[IMAGE].shape[:, :2]
     return np.concatenate([np.zeros_like(size), size], axis=1)

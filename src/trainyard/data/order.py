@@ -6,6 +6,10 @@ import numpy as np
 
 from trainyard.errors import UserError
 
+_POOL_BATCHES = (
+    50  # many enough for like lengths in a batch, few enough that neighbours in length meet others each epoch
+)
+
 
 @dataclass(frozen=True)
 class EpochOrder:
@@ -68,6 +72,26 @@ def pxk(
     groups, group_identity, group_round = _groups(train_ids, identity, k, rng)
     order = _spread(group_identity, group_round, global_batch_size // k, rng)
     return EpochOrder(groups[order].reshape(-1), global_batch_size)
+
+
+def buckets(train_ids: np.ndarray, length: np.ndarray, *, seed: int, epoch: int, global_batch_size: int) -> EpochOrder:
+    """Order an epoch so that the samples of a global batch are of like length, which spares padding.
+
+    Coverage: every sample of `train_ids` exactly once. The samples, shuffled, are cut into pools of 50 global batches;
+    a pool is sorted by length and cut into batches, and the batches of all pools are shuffled. What does not fill a
+    batch is drawn before all that, and comes last.
+
+    Args:
+        train_ids: (n,) int64 sample ids.
+        length: (n,) the length of each of them.
+    """
+    rng, size = _generator(seed, epoch), global_batch_size
+    mixed = rng.permutation(len(train_ids))
+    rest, mixed = mixed[: len(mixed) % size], mixed[len(mixed) % size :]
+    pool = np.arange(len(mixed)) // (_POOL_BATCHES * size)
+    mixed = mixed[np.lexsort((length[mixed], pool))]
+    batches = rng.permutation(mixed.reshape(-1, size))
+    return EpochOrder(train_ids[np.concatenate([batches.reshape(-1), rest])], size)
 
 
 def rank_share(batch_ids: np.ndarray, *, rank: int, world_size: int) -> np.ndarray:

@@ -12,7 +12,7 @@ import shutil
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -22,16 +22,24 @@ from typing import Any
 import crc32c
 import h5py
 import numpy as np
+import soundfile
 from PIL import Image, UnidentifiedImageError
 
 from trainyard.data.shards import (
+    ARRAY,
     INDEX,
     KEY,
+    PCM,
+    PICTURE,
+    RAGGED,
     SCHEMA_VERSION,
+    SOUND,
     BadRecord,
     Loaded,
+    Ragged,
     Sample,
     ShardSet,
+    Sound,
     open_shard,
     read_text,
 )
@@ -59,17 +67,20 @@ class _Task:
     samples: list[Sample]
     listing: str  # digest of what the shard is made of
     skip_bad: bool
+    learned: Mapping[str, str] | None  # what `load` is called with; None: with nothing
 
 
 @dataclass(frozen=True)
-class _Picture:
-    """An encoded picture whose header has been read."""
+class _Blob:
+    """A record whose length is its own, with what the index says of it (`shards.Records`)."""
 
     data: bytes
-    shape: tuple[int, int, int]  # height, width, channels
+    kind: str
+    dtype: str
+    shape: tuple[int, ...]
 
 
-_Row = dict[str, _Picture | np.ndarray | int | float | str]
+_Row = dict[str, _Blob | np.ndarray | int | float | str]
 
 
 @dataclass(frozen=True)
@@ -88,6 +99,7 @@ def pack(
     workers: int,
     skip_bad: bool = False,
     shard_mib: float = 256,
+    learned: Mapping[str, str] | None = None,
     progress: Progress = lambda done: None,
 ) -> ShardSet:
     """Write a data set, or finish one that was interrupted.
@@ -104,6 +116,7 @@ def pack(
         workers: processes.
         skip_bad: leave out raw files that cannot be read, instead of failing after all were tried.
         shard_mib: size a shard aims at.
+        learned: texts that the samples' `load` is called with, a function of raw files and `meta`; kept in the index.
 
     Raises:
         PackError: no samples, two with one key, files that cannot be read, another data set in `out`, or no space.
@@ -115,10 +128,10 @@ def pack(
     count = _samples_per_shard(head, shard_mib)
     out.mkdir(parents=True, exist_ok=True)
     try:
-        tasks = _tasks(itertools.chain(head, stream), out, count, skip_bad, meta)
+        tasks = _tasks(itertools.chain(head, stream), out, count, skip_bad, meta, learned)
         written = _write_all(tasks, _Journal(out), workers, progress)
         _refuse_bad(written, skip_bad)
-        return _finish(out, written, meta)
+        return _finish(out, written, meta, learned or {})
     except BrokenProcessPool:
         raise PackError(
             f"A packing process was killed, most likely because memory ran out ({workers} processes, each holding a "
@@ -171,13 +184,20 @@ def _samples_per_shard(head: Sequence[Sample], shard_mib: float) -> int:
     return max(1, math.ceil(shard_mib * 2**20 / mean))
 
 
-def _tasks(samples: Iterable[Sample], out: Path, count: int, skip_bad: bool, meta: dict[str, Any]) -> Iterator[_Task]:
+def _tasks(
+    samples: Iterable[Sample],
+    out: Path,
+    count: int,
+    skip_bad: bool,
+    meta: dict[str, Any],
+    learned: Mapping[str, str] | None,
+) -> Iterator[_Task]:
     stream = iter(samples)
     for number in itertools.count():
         chunk = list(itertools.islice(stream, count))
         if not chunk:
             return
-        yield _Task(out / f"shard-{number:05d}.h5", chunk, _listing(chunk, meta), skip_bad)
+        yield _Task(out / f"shard-{number:05d}.h5", chunk, _listing(chunk, meta), skip_bad, learned)
 
 
 def _listing(chunk: Sequence[Sample], meta: dict[str, Any]) -> str:
@@ -293,7 +313,8 @@ def _write_shard(task: _Task) -> _Written:
     bad: list[tuple[str, str]] = []
     for sample in task.samples:
         try:
-            rows.append(_measured({**sample.columns, **sample.load(), KEY: sample.key}))
+            loaded = sample.load() if task.learned is None else sample.load(task.learned)
+            rows.append(_measured({**sample.columns, **loaded, KEY: sample.key}))
         except (BadRecord, OSError) as error:
             if isinstance(error, OSError) and error.errno in _FULL:
                 raise
@@ -316,11 +337,22 @@ def _in_memory() -> h5py.File:
 
 
 def _measured(loaded: Loaded) -> _Row:
-    """Read the size of each picture from its header."""
+    """Read the size of each picture and sound from its header."""
     return {
-        name: _Picture(value, _picture_shape(value)) if isinstance(value, bytes) else value
-        for name, value in loaded.items()
+        name: _blob(value) if isinstance(value, bytes | Ragged | Sound) else value for name, value in loaded.items()
     }
+
+
+def _blob(value: bytes | Ragged | Sound) -> _Blob:
+    if isinstance(value, bytes):
+        return _Blob(value, PICTURE, "uint8", _picture_shape(value))
+    if isinstance(value, Ragged):
+        array = np.ascontiguousarray(value.values)
+        return _Blob(array.tobytes(), RAGGED, array.dtype.name, array.shape)
+    if isinstance(value.data, bytes):
+        return _Blob(value.data, SOUND, "uint8", _sound_shape(value.data))
+    assert value.data.dtype == np.int16 and value.data.ndim == 1, "PCM is (frames,) int16"
+    return _Blob(value.data.tobytes(), PCM, "int16", value.data.shape)
 
 
 def _write_rows(file: h5py.File, rows: list[_Row]) -> None:
@@ -333,8 +365,8 @@ def _write_rows(file: h5py.File, rows: list[_Row]) -> None:
     for name in names:
         values: list[Any] = [row[name] for row in rows]
         first = values[0]
-        if isinstance(first, _Picture):
-            _write_pictures(records.create_group(name), values)
+        if isinstance(first, _Blob):
+            _write_blobs(records.create_group(name), values)
         elif isinstance(first, np.ndarray):
             _write_arrays(records.create_group(name), np.stack(values))
         elif isinstance(first, str):
@@ -344,15 +376,17 @@ def _write_rows(file: h5py.File, rows: list[_Row]) -> None:
             columns[name] = numbers.astype(np.float64 if numbers.dtype.kind == "f" else np.int64)
 
 
-def _write_pictures(group: h5py.Group, values: list[Any]) -> None:
+def _write_blobs(group: h5py.Group, values: list[_Blob]) -> None:
     data = [value.data for value in values]
     size = np.array([len(one) for one in data], dtype=np.int64)
     blob = group.create_dataset("blob", data=np.frombuffer(b"".join(data), dtype=np.uint8))
-    group["start"] = blob.id.get_offset() + np.cumsum(size) - size
+    group["start"] = (blob.id.get_offset() or 0) + np.cumsum(size) - size  # no offset: all of them are empty
     group["size"] = size
     group["crc"] = np.array([crc32c.crc32c(one) for one in data], dtype=np.uint32)
     group["shape"] = np.array([value.shape for value in values], dtype=np.int32)
-    group.attrs["dtype"] = "picture"
+    group.attrs.update(kind=values[0].kind, dtype=values[0].dtype)
+    kinds = {(value.kind, value.dtype, value.shape[1:] if value.kind == RAGGED else ()) for value in values}
+    assert len(kinds) == 1, f"{group.name} is not the same in all samples: {sorted(kinds)}"
 
 
 def _write_arrays(group: h5py.Group, values: np.ndarray) -> None:
@@ -362,7 +396,7 @@ def _write_arrays(group: h5py.Group, values: np.ndarray) -> None:
     group["size"] = np.full(len(values), size, dtype=np.int64)
     group["crc"] = np.array([crc32c.crc32c(row.data) for row in values], dtype=np.uint32)
     group["shape"] = np.tile(np.array(values.shape[1:], dtype=np.int32), (len(values), 1))
-    group.attrs["dtype"] = values.dtype.name
+    group.attrs.update(kind=ARRAY, dtype=values.dtype.name)
 
 
 def _write_text(group: h5py.Group, values: Sequence[Any]) -> None:
@@ -386,6 +420,23 @@ def _picture_shape(data: bytes) -> tuple[int, int, int]:
         raise BadRecord(str(error)) from None
 
 
+def _sound_shape(data: bytes) -> tuple[int, int]:
+    """Return frames and rate in Hz.
+
+    Raises:
+        BadRecord: no header of a sound file, or of one with more than one channel, without frames, or not of 16 bits.
+    """
+    try:
+        about = soundfile.info(io.BytesIO(data))
+    except soundfile.LibsndfileError as error:
+        raise BadRecord(f"no sound of a known kind: {error}") from None
+    if about.channels != 1 or about.subtype != "PCM_16" or not about.frames:
+        raise BadRecord(
+            f"{about.frames} frames of {about.channels} channels in {about.subtype}: expected one channel of 16 bits"
+        )
+    return about.frames, about.samplerate
+
+
 def _refuse_bad(written: Sequence[_Written], skip_bad: bool) -> None:
     bad = [entry for shard in written for entry in shard.bad]
     if bad and not skip_bad:
@@ -399,7 +450,7 @@ def _refuse_bad(written: Sequence[_Written], skip_bad: bool) -> None:
         raise PackError(f"None of the {len(bad)} raw files can be read; the first: {bad[0][0]}: {bad[0][1]}")
 
 
-def _finish(out: Path, written: Sequence[_Written], meta: dict[str, Any]) -> ShardSet:
+def _finish(out: Path, written: Sequence[_Written], meta: dict[str, Any], learned: Mapping[str, str]) -> ShardSet:
     """Write the index, unless the one there says the same; remove what is left of a longer, earlier packing."""
     content = hashlib.sha256("".join(shard.sha256 for shard in written).encode()).hexdigest()
     index = out / INDEX
@@ -414,6 +465,9 @@ def _finish(out: Path, written: Sequence[_Written], meta: dict[str, Any]) -> Sha
         file.attrs.update(schema_version=SCHEMA_VERSION, content=content, meta=json.dumps(meta, sort_keys=True))
         file.attrs["skipped"] = sum(len(shard.bad) for shard in written)
         _write_index(file, [shard for shard in written if shard.count])
+        kept = file.create_group("learned")
+        for name, text in learned.items():
+            kept[name] = np.frombuffer(text.encode(), dtype=np.uint8)
         publish(file, index)
     return ShardSet(out)
 
@@ -439,7 +493,7 @@ def _write_index(file: h5py.File, written: Sequence[_Written]) -> None:
             group = file.create_group(f"records/{name}")
             kinds = {_kind(part[f"records/{name}"]) for part in parts}
             assert len(kinds) == 1, f"{name} is not the same in all shards: {sorted(kinds)}"
-            group.attrs["dtype"] = parts[0][f"records/{name}"].attrs["dtype"]
+            group.attrs.update(parts[0][f"records/{name}"].attrs)
             for array in ("start", "size", "crc", "shape"):
                 group[array] = np.concatenate([part[f"records/{name}/{array}"][:] for part in parts])
     finally:
@@ -447,10 +501,10 @@ def _write_index(file: h5py.File, written: Sequence[_Written]) -> None:
             part.close()
 
 
-def _kind(group: h5py.Group) -> tuple[str, tuple[int, ...]]:
-    """Return what all shards must agree on: the element type and, for arrays, their shape."""
-    dtype = str(group.attrs["dtype"])
-    return dtype, () if dtype == "picture" else tuple(group["shape"][0].tolist())
+def _kind(group: h5py.Group) -> tuple[str, str, tuple[int, ...]]:
+    """Return what all shards must agree on: the kind, the element type, and an array's shape as far as it is fixed."""
+    kind, shape = str(group.attrs["kind"]), tuple(group["shape"][0].tolist())
+    return kind, str(group.attrs["dtype"]), {ARRAY: shape, RAGGED: shape[1:]}.get(kind, ())
 
 
 def _join_column(file: h5py.File, name: str, parts: Sequence[h5py.File]) -> None:

@@ -1,9 +1,10 @@
 """The shard format: HDF5 files of records and columns with one index file, opened, read and verified.
 
 A data set is a folder. `index.h5` holds everything needed to plan reading: the columns, and for each record its place
-in its shard, checksum and shape. `shard-00000.h5` ... hold the records: encoded pictures as one contiguous unfiltered
-byte array, fixed-shape arrays as one contiguous array. HDF5 is used to describe and write them; reading goes past it,
-straight to the bytes, because h5py takes a global lock and several times as long (benchmarks/).
+in its shard, checksum and shape. `shard-00000.h5` ... hold the records: encoded pictures and sounds, and arrays of
+differing length, as one contiguous unfiltered byte array; fixed-shape arrays as one contiguous array. HDF5 is used to
+describe and write them; reading goes past it, straight to the bytes, because h5py takes a global lock and several times
+as long (benchmarks/).
 """
 
 import hashlib
@@ -24,13 +25,32 @@ import numpy as np
 
 from trainyard.errors import UserError
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 INDEX = "index.h5"
 KEY = "key"
 
 LOCAL_FILE_SYSTEMS = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "tmpfs", "ramfs", "overlay"})
 
-Loaded = dict[str, bytes | np.ndarray | int | float | str]
+PICTURE, ARRAY, RAGGED, SOUND, PCM = "picture", "array", "ragged", "sound", "pcm"
+"""Kinds of records: an encoded picture; an array of equal shape in all samples, or whose first axis differs; sound as
+the bytes of a file, or as samples."""
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """An array whose first axis has another length in each sample; element type and further axes are the same."""
+
+    values: np.ndarray
+
+
+@dataclass(frozen=True)
+class Sound:
+    """One channel of sound in 16 bits: a WAV or FLAC file's bytes, or PCM (frames,) int16."""
+
+    data: bytes | np.ndarray
+
+
+Loaded = dict[str, bytes | np.ndarray | Ragged | Sound | int | float | str]
 _Place = tuple[int, int, int]  # shard, first byte in it, end of the record in the buffer
 
 
@@ -47,11 +67,12 @@ class Sample:
     """One training sample as a family's `pack.samples(raw, config)` yields it: cheap to list, loaded later.
 
     `samples` is a generator in a deterministic order and touches no file contents; `load` runs in a worker process,
-    so it must pickle (a module-level function, or functools.partial of one).
+    so it must pickle (a module-level function, or functools.partial of one). Where the family's `pack.learn` learns
+    something from the training part first, `load` is called with that.
     """
 
     key: str  # unique and stable, such as the path relative to the raw folder
-    load: Callable[[], Loaded]  # bytes: an encoded picture; array: equal shape in all samples; number, text: a column
+    load: Callable[..., Loaded]  # bytes: an encoded picture; array: equal shape in all samples; number, text: a column
     columns: Mapping[str, int | float | str] = field(default_factory=dict)  # what the listing already knows
     source: Path | None = None  # the raw file, whose size and time tell whether packed data is stale
 
@@ -63,8 +84,9 @@ class Records:
     start: np.ndarray  # (N,) int64 byte in the shard file
     size: np.ndarray  # (N,) int64 bytes
     crc: np.ndarray  # (N,) uint32, CRC-32C (Castagnoli) of those bytes
-    shape: np.ndarray  # (N, 3) int32 height, width, channels of an encoded picture; of an array: its shape, per row
-    dtype: str  # "picture", or the numpy name of an array's elements
+    shape: np.ndarray  # (N, ...) int32: height, width, channels of a picture; frames, rate_hz of a sound; an array's
+    kind: str  # PICTURE, ARRAY, ...
+    dtype: str  # numpy name of the elements; uint8 of encoded bytes
 
 
 @dataclass(frozen=True)
@@ -106,6 +128,7 @@ class ShardSet:
             self.shards = _read_shards(file, folder)
             self.columns = {name: data[:] for name, data in file["columns"].items()}
             self.vocabulary = {name: read_text(group) for name, group in file["vocabulary"].items()}
+            self.learned = _read_learned(file)
             self.records = {name: _read_records(group) for name, group in file["records"].items()}
         self._first = np.array([shard.first for shard in self.shards])
         self.reader, self.reader_reason = choose_reader(file_system_of(folder))
@@ -151,6 +174,19 @@ class ShardSet:
         if check_crc:
             self._check(name, ids, views, owners)
         return views
+
+    def values(self, name: str, ids: np.ndarray, *, check_crc: bool = True) -> list[np.ndarray]:
+        """Read records as they were packed: arrays in their shape, encoded ones as uint8 bytes.
+
+        Raises:
+            ShardError: as `read`.
+        """
+        records = self.records[name]
+        read = self.read(name, ids, check_crc=check_crc)
+        if records.kind in (PICTURE, SOUND):
+            return read
+        shapes = records.shape[ids].tolist()
+        return [data.view(records.dtype).reshape(shape) for data, shape in zip(read, shapes, strict=True)]
 
     def gather(self, name: str, ids: np.ndarray, out: np.ndarray, *, check_crc: bool = True) -> None:
         """Copy fixed-shape records into `out` (B, ...), contiguous, whose dtype and shape must be the field's.
@@ -344,6 +380,20 @@ def open_shard(path: Path) -> h5py.File:
     return file
 
 
+def learned_of(folder: Path) -> dict[str, str]:
+    """Return what a data set's family learned from the training part when it was packed (`pack.learn`).
+
+    Raises:
+        ShardError: there is no readable index.
+    """
+    with open_shard(_index_path(folder)) as file:
+        return _read_learned(file)
+
+
+def _read_learned(file: h5py.File) -> dict[str, str]:
+    return {name: data[:].tobytes().decode() for name, data in file["learned"].items()}
+
+
 def read_text(group: h5py.Group) -> list[str]:
     """Read a text column: UTF-8 bytes and N + 1 offsets."""
     blob, offset = group["blob"][:].tobytes(), group["offset"][:].tolist()
@@ -393,4 +443,5 @@ def _read_shards(file: h5py.File, folder: Path) -> list[Shard]:
 
 def _read_records(group: h5py.Group) -> Records:
     arrays = {name: group[name][:] for name in ("start", "size", "crc", "shape")}
-    return Records(**arrays, dtype=str(group.attrs["dtype"]))
+    kind, dtype = (str(group.attrs[name]) for name in ("kind", "dtype"))
+    return Records(**arrays, kind=kind, dtype=dtype)

@@ -99,12 +99,23 @@ def pack_raw(
             workers=workers or available_cores(),
             skip_bad=config.data.on_error == "skip",
             shard_mib=shard_mib,
+            learned=_learned(family, raw, config, folder),
             progress=progress,
         )
     skipped = f", {data.skipped} unreadable left out" if data.skipped else ""
     logger.info("packed {}: {} samples in {} shards{}", folder, data.count, len(data.shards), skipped)
     data.close()
     return folder
+
+
+def _learned(family: Any, raw: Path, config: TrainConfig, folder: Path) -> Mapping[str, str] | None:
+    """Return what the family learns from the training part before it packs; None if it has no `learn`."""
+    from trainyard.data.shards import INDEX, learned_of
+
+    if not hasattr(family, "learn"):
+        return None
+    learned: Mapping[str, str] = learned_of(folder) if (folder / INDEX).is_file() else family.learn(raw, config)
+    return learned
 
 
 def ready_data(config: TrainConfig, jobs_dir: Path, *, hook: Callable[[], None] = lambda: None) -> TrainConfig:
@@ -385,7 +396,7 @@ def _job(
     if world.is_main:
         _record(run, choices, config.data.path, data, {name: len(ids) for name, ids in splits.items()})
     torch.manual_seed(config.seed)
-    info = DataInfo(data.columns, data.vocabulary, splits["train"])
+    info = DataInfo.of(data, splits["train"])
     module = load_family(jobs_dir, config.family, "module").build(config, info)
     threads = config.data.threads or cores
     check_owner = lock.check if lock else lambda: None

@@ -426,9 +426,12 @@ def epoch_order(job: Job, epoch: int) -> order.EpochOrder:
     name = config.data.order_by
     if name not in job.data.columns:
         raise UserError(f"data.order_by={name}: the data have {', '.join(job.data.columns)}.")
+    values = job.data.columns[name][ids]
+    if config.data.order == "buckets":
+        return order.buckets(ids, values, seed=config.seed, epoch=epoch, global_batch_size=config.global_batch_size)
     return order.pxk(
         ids,
-        job.data.columns[name][ids],
+        values,
         samples_per_identity=config.data.samples_per_identity,
         seed=config.seed,
         epoch=epoch,
@@ -495,6 +498,7 @@ def _loader(job: Job) -> Loader:
         job.data,
         settings=config.data,
         image=config.image,
+        sound=config.sound,
         augmentation=config.augment,
         seed=config.seed,
         rank=job.world.rank,

@@ -1,20 +1,35 @@
 """The contract between a job and the engine: the engine knows nothing else of a model."""
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from torch import Tensor, nn
 
+from trainyard.data.shards import ShardSet
+
 Batch = dict[str, Tensor]
 """One micro-batch on the device. First axis of every entry: B samples.
 
-`sample_id` (B,) int64, every numeric column of the data set under its name (B,), and `image` (B, C, H, W) float32,
-already cast, normalised and augmented.
+`sample_id` (B,) int64 and every column of the data set under its name (B,). By kind of record:
+
+- picture: `image` (B, C, H, W) float32, cast, normalised and augmented; `affine` (B, 2, 3) float32 takes (x, y, 1) in
+  pixels of the stored picture, whose left and upper edges are at 0, to pixels of the input; `picture_px` (B, 2) float32
+  is the stored picture's height and width.
+- array of equal shape: under its name, (B, ...).
+- `Ragged`: (B, L, ...), filled up with zeros to the longest of the batch, and `<name>_count` (B,) int64.
+- `Sound`: (B, N) float32 in [-1, 1), and `<name>_count` (B,) int64, the frames of the whole sound.
+
+In training also `samples_seen` () int64, of the run before this step, and `noise` (B, 32) float32 in [0, 1): a pure
+function of (seed, epoch, sample id), for augmentation that a job does itself on the device.
 """
 
 Rows = dict[str, np.ndarray]
 """What `predict` said of a whole evaluation set, on the host: each sample once, sorted by `sample_id`."""
+
+
+def _no_records(name: str, ids: np.ndarray) -> list[np.ndarray]:
+    raise KeyError(name)
 
 
 @dataclass(frozen=True)
@@ -24,6 +39,13 @@ class DataInfo:
     columns: Mapping[str, np.ndarray]  # name -> (N,) numbers or codes, N samples of the whole data set
     vocabulary: Mapping[str, list[str]]  # text column -> the text of each code
     train_ids: np.ndarray  # (n,) int64, the samples that train
+    learned: Mapping[str, str] = field(default_factory=dict)  # what `pack.learn` found in the training part
+    read: Callable[[str, np.ndarray], list[np.ndarray]] = _no_records  # (record, ids) -> as packed; files as uint8
+
+    @classmethod
+    def of(cls, data: ShardSet, train_ids: np.ndarray) -> "DataInfo":
+        """Return what a job may know of an open data set."""
+        return cls(data.columns, data.vocabulary, train_ids, data.learned, data.values)
 
 
 class TrainModule(nn.Module):
@@ -52,12 +74,23 @@ class TrainModule(nn.Module):
         """Turn the rows of one whole evaluation set into metrics. Runs once, on rank 0, on the host."""
         raise NotImplementedError
 
+    def exhibits(self, rows: Rows) -> dict[str, bytes]:
+        """Return plots and pictures of one scored set for the report: title -> PNG. Called at the end, on rank 0."""
+        return {}
+
+    def answers(self, rows: Rows, keys: Sequence[str]) -> Iterator[dict[str, object]]:
+        """Yield one line of `trainyard predict`'s table per row, in their order; `keys` name the samples."""
+        raise NotImplementedError
+
     def repeated_layers(self) -> Iterable[nn.Module]:
         """Layers whose activations gradient checkpointing drops and computes again in the backward pass."""
         return ()
 
     def parameter_groups(self, weight_decay: float) -> list[dict[str, object]]:
-        """Optimizer groups. Default: no weight decay on vectors and scalars (biases, normalisation)."""
+        """Optimizer groups; "lr_scale" in one is a factor on the learning rate.
+
+        Default: no weight decay on vectors and scalars (biases, normalisation).
+        """
         trained = [p for p in self.parameters() if p.requires_grad]
         return [
             {"params": [p for p in trained if p.ndim >= 2], "weight_decay": weight_decay},

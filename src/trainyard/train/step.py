@@ -74,7 +74,7 @@ def train_step(
     where `found_inf` is 1. Nothing here waits for the device.
     """
     for group in state.optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group.get("lr_scale", 1.0)
     torch.manual_seed(_step_seed(seed, state.progress.step))
     state.optimizer.zero_grad(set_to_none=True)
     losses: dict[str, Tensor] = {}

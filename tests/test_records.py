@@ -1,0 +1,341 @@
+"""Records whose length is their own, from packing to the batch: sounds, ragged arrays, boxes that follow pictures."""
+
+import importlib.util
+import io
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from trainyard.data import augment
+from trainyard.data.augment import affine, draw, neutral, noise, scale_of, starts
+from trainyard.data.loader import Loader, Micro
+from trainyard.data.order import shuffle
+from trainyard.data.pack import PackError, pack
+from trainyard.data.shards import Loaded, Ragged, Sample, ShardError, ShardSet, Sound
+from trainyard.errors import UserError
+from trainyard.settings import AugmentSettings, DataSettings, ImageSettings, SoundSettings
+
+HAS_DALI = all(importlib.util.find_spec(name) for name in ("nvidia", "nvidia.dali"))
+BACK_ENDS = ["cpu", pytest.param("dali", marks=pytest.mark.skipif(not HAS_DALI, reason="needs nvidia.dali"))]
+COUNT, FRAMES = 24, 500
+
+
+def wave_of(i: int) -> np.ndarray:
+    """Return sound number i: its length differs from the others', and each sample tells its place."""
+    frames = 90 * i + 200
+    return (np.arange(frames) * 7 + 1000 * i).astype(np.int16)
+
+
+def boxes_of(i: int) -> np.ndarray:
+    """Return i % 5 boxes xyxy inside a picture of 60 x 40 (width x height)."""
+    rng = np.random.default_rng(i)
+    corner = rng.integers(0, (50, 30), size=(i % 5, 2))
+    return np.concatenate([corner, corner + rng.integers(2, 9, size=corner.shape)], axis=1).astype(np.float32)
+
+
+def file_of(wave: np.ndarray, kind: str, rate_hz: int = 16_000) -> bytes:
+    file = io.BytesIO()
+    soundfile.write(file, wave, rate_hz, format=kind, subtype="PCM_16")
+    return file.getvalue()
+
+
+def picture_of(i: int) -> bytes:
+    pixels = np.random.default_rng(i).integers(0, 255, size=(40, 60, 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return file.getvalue()
+
+
+def loaded(i: int) -> Loaded:
+    return {
+        "flac": Sound(file_of(wave_of(i), "FLAC")),
+        "wav": Sound(file_of(wave_of(i), "WAV")),
+        "pcm": Sound(wave_of(i)),
+        "boxes": Ragged(boxes_of(i)),
+        "tokens": Ragged(np.arange(i, dtype=np.int32)),
+        "image": picture_of(i),
+    }
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("records") / "packed"
+    samples = [Sample(f"row {i}", partial(loaded, i)) for i in range(COUNT)]
+    pack(iter(samples), out, meta={}, workers=1).close()
+    return out
+
+
+def loader(folder: Path, *, decode: str = "cpu", rank: int = 0, world_size: int = 1, image=None, augmentation=None):
+    return Loader(
+        ShardSet(folder),
+        settings=DataSettings(),
+        image=image or ImageSettings(height_px=32, width_px=32, channels=3),
+        sound=SoundSettings(frames=FRAMES),
+        augmentation=augmentation or AugmentSettings(),
+        seed=3,
+        rank=rank,
+        world_size=world_size,
+        device=torch.device("cpu"),
+        threads=1,
+        channels_last=False,
+        decode=decode,
+    )
+
+
+def first(folder: Path, *, epoch: int = 0, batches: int = 1, micro: int = 0, **how) -> list[Micro]:
+    stream = loader(folder, **how).train(
+        lambda number: shuffle(np.arange(COUNT), seed=3, epoch=number, global_batch_size=8),
+        epoch=epoch,
+        start=0,
+        micro_batch_size=micro,
+    )
+    try:
+        return [next(stream) for _ in range(batches)]
+    finally:
+        stream.close()
+
+
+def test_records_of_their_own_length_read_back_equal(folder):
+    data, ids = ShardSet(folder), np.array([7, 0, 23, 5])
+    for i, boxes, tokens, pcm, flac in zip(
+        ids.tolist(), *(data.values(name, ids) for name in ("boxes", "tokens", "pcm", "flac")), strict=True
+    ):
+        assert boxes.dtype == np.float32 and np.array_equal(boxes, boxes_of(i))
+        assert tokens.dtype == np.int32 and np.array_equal(tokens, np.arange(i))
+        assert np.array_equal(pcm, wave_of(i))
+        assert flac.tobytes() == file_of(wave_of(i), "FLAC")
+    assert data.records["wav"].shape[ids].tolist() == [[len(wave_of(i)), 16_000] for i in ids.tolist()]
+
+
+def test_a_batch_holds_ragged_arrays_filled_up_with_zeros_and_their_lengths(folder):
+    (micro,) = first(folder)
+    ids = micro.batch["sample_id"].tolist()
+    assert micro.batch["tokens_count"].tolist() == ids
+    assert micro.batch["tokens"].shape == (8, max(ids)) and micro.batch["boxes"].shape[2] == 4
+    for i, tokens, boxes in zip(ids, micro.batch["tokens"], micro.batch["boxes"], strict=True):
+        assert tokens[:i].tolist() == list(range(i)) and not tokens[i:].any()
+        assert np.array_equal(boxes[: i % 5].numpy(), boxes_of(i)) and not boxes[i % 5 :].any()
+
+
+@pytest.mark.parametrize("decode", BACK_ENDS)
+def test_evaluation_takes_the_first_frames_of_each_sound_and_repeats_a_short_one(folder, decode):
+    (micro,) = loader(folder, decode=decode).evaluate(np.arange(COUNT), batch_size=COUNT)
+    for name in ("flac", "wav", "pcm"):
+        assert micro.batch[name].dtype == torch.float32
+        expected = np.stack([np.resize(wave_of(i), FRAMES) for i in range(COUNT)]).astype(np.float32) / 32768
+        assert np.array_equal(micro.batch[name].numpy(), expected)
+        assert micro.batch[f"{name}_count"].tolist() == [len(wave_of(i)) for i in range(COUNT)]
+    assert "noise" not in micro.batch
+
+
+@pytest.mark.parametrize("decode", BACK_ENDS)
+def test_training_cuts_sounds_where_seed_epoch_and_sample_say(folder, decode):
+    one, again = first(folder, decode=decode, batches=3), first(folder, decode=decode, batches=6, micro=4)
+    other = first(folder, decode=decode, batches=3, epoch=1)
+    where = cuts(one)
+    assert where == cuts(again) and where != cuts(other)
+    assert len(set(where.values())) > 10, "long sounds are cut all over"
+    assert all(0 <= cut <= max(0, len(wave_of(i)) - FRAMES) for i, cut in where.items())
+
+
+def cuts(micros: list[Micro]) -> dict[int, int]:
+    """Return where each sound was cut; equal in all three forms."""
+    found = {}
+    for micro in micros:
+        assert torch.equal(micro.batch["flac"], micro.batch["pcm"])
+        assert torch.equal(micro.batch["wav"], micro.batch["pcm"])
+        for i, sound in zip(micro.batch["sample_id"].tolist(), micro.batch["pcm"], strict=True):
+            values = (sound * 32768).to(torch.int16).numpy()
+            at = [k for k in range(len(wave_of(i))) if np.array_equal(np.resize(wave_of(i)[k:], FRAMES), values)]
+            found[i] = at[0]
+    return found
+
+
+def test_every_start_is_drawn_the_last_one_too():
+    drawn = starts(seed=0, epoch=0, sample_ids=np.arange(4000), spare=np.full(4000, 3))
+    counts = np.bincount(drawn)
+    assert len(counts) == 4 and counts.min() > 900
+    assert not starts(seed=0, epoch=0, sample_ids=np.arange(9), spare=np.arange(-9, 0)).any()
+
+
+def test_noise_is_uniform_and_belongs_to_the_sample_and_the_epoch():
+    ids = np.arange(2000)
+    here = noise(seed=1, epoch=2, sample_ids=ids)
+    assert here.dtype == np.float32 and here.shape == (2000, 32) and here.min() >= 0 and here.max() < 1
+    assert abs(here.mean() - 0.5) < 0.01 and abs(np.corrcoef(here[:, 0], here[:, 1])[0, 1]) < 0.1
+    assert np.array_equal(noise(seed=1, epoch=2, sample_ids=ids[::-1]), here[::-1])
+    geometry = augment.uniforms(seed=1, epoch=2, sample_ids=ids, count=32)
+    for other in (noise(seed=1, epoch=3, sample_ids=ids), noise(seed=2, epoch=2, sample_ids=ids), geometry):
+        assert not np.isin(here, other.astype(np.float32)).any(axis=1).all()
+        assert abs(np.corrcoef(here[:, 0], other[:, 0])[0, 1]) < 0.1
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (Sound(b"RIFFnonsense"), "no sound of a known kind"),
+        (Sound(file_of(np.zeros((40, 2), dtype=np.int16), "WAV")), "2 channels in PCM_16: expected one channel"),
+        (Sound(file_of(np.zeros(0, dtype=np.int16), "WAV")), "0 frames"),
+    ],
+)
+def test_a_file_that_is_no_mono_sound_of_16_bits_is_refused_when_packing(tmp_path, wrong, said):
+    with pytest.raises(PackError, match=said):
+        pack(iter([Sample("bad.wav", partial(dict, wave=wrong))]), tmp_path / "out", meta={}, workers=1)
+
+
+def test_what_was_learned_is_handed_to_load_and_kept(tmp_path):
+    samples = [Sample(f"row {i}", count_words) for i in range(3)]
+    learned = {"words": "a b ä"}
+    pack(iter(samples), tmp_path / "out", meta={}, workers=1, learned=learned).close()
+    data = ShardSet(tmp_path / "out")
+    assert data.learned == learned and data.columns["words"].tolist() == [3, 3, 3]
+
+
+def count_words(learned: dict[str, str]) -> Loaded:
+    return {"words": len(learned["words"].split())}
+
+
+def test_a_damaged_ragged_record_is_named(folder, tmp_path):
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for path in folder.iterdir():
+        (copy / path.name).write_bytes(path.read_bytes())
+    place = ShardSet(folder).records["boxes"].start[9]
+    with (copy / "shard-00000.h5").open("r+b") as file:
+        file.seek(int(place))
+        file.write(b"\xff\xff")
+    with pytest.raises(ShardError, match="boxes of 'row 9' is damaged: its checksum differs"):
+        ShardSet(copy).values("boxes", np.array([9]))
+
+
+# boxes follow pictures
+
+LETTERBOX = {"height_px": 48, "width_px": 64}
+sides = st.integers(1, 300)
+
+
+@given(height=sides, width=sides, out=st.tuples(st.integers(8, 200), st.integers(8, 200)))
+def test_a_letterbox_shows_the_whole_region_without_stretching_it(height, width, out):
+    regions = np.array([[3, 5, height, width]], dtype=np.int32)
+    y, x, box_height, box_width = neutral(regions, letterbox=out).box[0].tolist()
+    assert (y, x) == (3, 5) and box_height >= height and box_width >= width
+    assert box_height == height or box_width == width
+    scale_y, scale_x = out[0] / box_height, out[1] / box_width
+    assert abs(scale_y / scale_x - 1) <= 0.5 / min(box_height, box_width) + 1e-9, "only rounded to whole pixels"
+
+
+def test_a_crop_keeps_one_whole_box_where_it_fits():
+    rng = np.random.default_rng(0)
+    regions = np.tile(np.array([0, 0, 400, 600], dtype=np.int32), (300, 1))
+    corner = rng.integers(0, (560, 360), size=(300, 3, 2))
+    boxes = np.concatenate([corner, corner + rng.integers(3, 40, size=corner.shape)], axis=2).astype(np.float32)
+    settings = AugmentSettings(scale_min=2, scale_max=4)
+    p = draw(
+        settings, seed=0, epoch=0, sample_ids=np.arange(300), regions=regions, **LETTERBOX, letterbox=True, kept=boxes
+    )
+    y, x, height, width = p.box.T
+    assert height.max() <= 225 and (p.box[:, :2] >= 0).all() and (y + height <= 400).all() and (x + width <= 600).all()
+    inside = (boxes[:, :, 0] >= x[:, None]) & (boxes[:, :, 1] >= y[:, None])
+    inside &= (boxes[:, :, 2] <= (x + width)[:, None]) & (boxes[:, :, 3] <= (y + height)[:, None])
+    assert inside.any(axis=1).all()
+    without = draw(settings, seed=0, epoch=0, sample_ids=np.arange(300), regions=regions, **LETTERBOX, letterbox=True)
+    assert not np.array_equal(without.box, p.box)
+
+
+def test_scales_lie_between_the_two_and_empty_box_lists_change_nothing():
+    regions = np.tile(np.array([0, 0, 96, 128], dtype=np.int32), (500, 1))
+    settings = AugmentSettings(scale_min=0.5, scale_max=2)
+    how = {"seed": 0, "epoch": 0, "sample_ids": np.arange(500), "regions": regions, "letterbox": True}
+    p = draw(settings, **how, **LETTERBOX)
+    scale = 48 / p.box[:, 2] / 0.5
+    assert 0.49 < scale.min() < 0.55 and 1.85 < scale.max() < 2.05
+    assert abs(np.median(np.log(scale))) < 0.1
+    kept = [np.zeros((0, 4), dtype=np.float32)] * 500
+    assert np.array_equal(draw(settings, **how, **LETTERBOX, kept=kept).box, p.box)
+
+
+def dotted(width: int, height: int, x: float, y: float) -> bytes:
+    """Return a picture with a bright spot of two pixels' standard deviation at (x, y)."""
+    columns, rows = np.arange(width) + 0.5, np.arange(height) + 0.5
+    spot = np.exp(-((columns - x) ** 2) / 8)[None] * np.exp(-((rows - y) ** 2) / 8)[:, None]
+    file = io.BytesIO()
+    Image.fromarray(np.rint(255 * spot).astype(np.uint8)).save(file, "PNG")
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("decode", BACK_ENDS)
+@pytest.mark.parametrize("fit", ["stretch", "letterbox"])
+def test_affine_takes_a_point_to_where_the_picture_shows_it(tmp_path, decode, fit):
+    """Sub-pixel: the centre of mass of a spot in the model's input, under all of the geometry at once."""
+    rng = np.random.default_rng(2)
+    spots = rng.uniform((80, 60), (120, 90), size=(COUNT, 2))
+    rows = [Sample(f"{i}", partial(dict, image=dotted(200, 150, *spots[i]))) for i in range(COUNT)]
+    pack(iter(rows), tmp_path / "out", meta={}, workers=1).close()
+    crops = {"scale_min": 1.0, "scale_max": 1.6} if fit == "letterbox" else {"crop_area_min": 0.7}
+    micros = first(
+        tmp_path / "out",
+        decode=decode,
+        batches=3,
+        image=ImageSettings(height_px=120, width_px=160, channels=1, fill=0, fit=fit),
+        augmentation=AugmentSettings(flip=0.5, rotate_deg=20, shift=0.05, zoom=0.1, **crops),
+    )
+    seen = 0
+    for micro in micros:
+        assert micro.batch["picture_px"].tolist() == [[150, 200]] * 8
+        for i, picture, move in zip(
+            micro.batch["sample_id"].tolist(), micro.batch["image"][:, 0], micro.batch["affine"].numpy(), strict=True
+        ):
+            x, y = move @ [*spots[i], 1]
+            if 15 < x < 145 and 15 < y < 105:
+                seen += 1
+                found = centre_of(picture.numpy())
+                assert abs(found[0] - x) < 0.1 and abs(found[1] - y) < 0.1, (found, (x, y))
+    assert seen > COUNT // 2
+
+
+def centre_of(picture: np.ndarray) -> tuple[float, float]:
+    total = picture.sum()
+    rows, columns = (np.arange(n) + 0.5 for n in picture.shape)
+    return (picture.sum(axis=0) @ columns) / total, (picture.sum(axis=1) @ rows) / total
+
+
+def test_affine_of_an_untouched_picture_is_its_scale():
+    p = neutral(np.array([[0, 0, 40, 60]], dtype=np.int32))
+    assert affine(p, height_px=80, width_px=30)[0].tolist() == [[0.5, 0, 0], [0, 2, 0]]
+
+
+@pytest.mark.parametrize("decode", BACK_ENDS)
+def test_each_global_batch_has_one_of_the_sizes_asked_for(folder, decode):
+    image = ImageSettings(height_px=32, width_px=64, channels=3, scales=[0.5, 1.0, 2.0])
+    micros = first(folder, decode=decode, batches=12, micro=4, image=image)
+    assert {tuple(micro.batch["image"].shape[2:]) for micro in micros} == {(16, 32), (32, 64), (64, 128)}
+    drawn = [scale_of([0.5, 1.0, 2.0], seed=3, epoch=e, batch=b) for e in (0, 1) for b in range(3) for _ in range(2)]
+    assert [tuple(micro.batch["image"].shape[2:]) for micro in micros] == [(32 * s, 64 * s) for s in drawn]
+    (whole,) = loader(folder, decode=decode, image=image).evaluate(np.arange(COUNT), batch_size=COUNT)
+    assert whole.batch["image"].shape[2:] == (32, 64)
+
+
+@pytest.mark.parametrize(
+    ("image", "augmentation", "said"),
+    [
+        ({}, {"scale_max": 2.0}, "work on image.fit=letterbox only"),
+        ({"fit": "letterbox"}, {"crop_area_min": 0.5}, "use augment.scale_min"),
+        ({"fit": "letterbox"}, {"scale_min": 2.0}, "scale_min=2.0 is above scale_max=1.0"),
+        (
+            {"fit": "letterbox"},
+            {"crop_keeps": "cars"},
+            "crop_keeps=cars: the data have no such boxes, only boxes, flac",
+        ),
+        ({"fit": "letterbox"}, {"crop_keeps": "image"}, "crop_keeps=image: the data have no such boxes"),
+    ],
+)
+def test_options_that_exclude_each_other_are_told(folder, image, augmentation, said):
+    with pytest.raises(UserError, match=said):
+        loader(folder, image=ImageSettings(**image), augmentation=AugmentSettings(**augmentation))
