@@ -180,7 +180,8 @@ def test_pair_wise_attention_is_one_softmax_over_the_keys_of_both_pictures_at_th
 
 def test_both_pictures_of_a_pair_learn_from_the_pair_wise_path():
     image = faces(2).requires_grad_()
-    small_network()(image, torch.tensor([1, 0])).pwca_BD[0, 0].backward()  # one number: the sum of a normalised token is constant
+    one_number = small_network()(image, torch.tensor([1, 0])).pwca_BD[0, 0]  # a normalised token's sum is constant
+    one_number.backward()
     assert image.grad is not None
     assert all(float(gradient.abs().sum()) > 0 for gradient in image.grad)
 
