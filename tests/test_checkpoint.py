@@ -480,6 +480,7 @@ def test_an_export_holds_the_averaged_weights_and_says_where_they_come_from(tmp_
         "weights": "model",
         "checkpoint_sha256": entry.sha256,
         "meta": '{"eer": 0.01}',
+        "learned": "{}",
     }
     assert not list(tmp_path.rglob("*.partial"))
 

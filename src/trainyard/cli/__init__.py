@@ -13,7 +13,7 @@ from loguru import logger
 
 from trainyard import __version__
 from trainyard.cli import cluster
-from trainyard.cli.verb import Verbs, add_verb
+from trainyard.cli.verb import Verbs, add_verb, beside_checkout
 from trainyard.errors import UserError
 from trainyard.launch import config as configs
 from trainyard.launch import runs
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the arguments; OPTION=VALUE may stand anywhere, also behind --flags, where argparse would not look."""
-    parser = _parser()
+    parser = _parser(sys.argv[1:] if argv is None else argv)
     arguments, rest = parser.parse_known_args(argv)
     stray = [word for word in rest if word.startswith("-") or not hasattr(arguments, "overrides")]
     if stray:
@@ -57,7 +57,7 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     return arguments
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="trainyard",
         description="Train on whatever GPUs there are, and resume exactly.",
@@ -75,11 +75,21 @@ def _parser() -> argparse.ArgumentParser:
         _add_verify,
         _add_ckpt,
         _add_report,
+        _add_predict,
         _add_bench,
         cluster.add_commands,
     ):
         add(verbs)
+    if not set(argv) & set(verbs.choices):
+        _add_family_commands(verbs)
     return parser
+
+
+def _add_family_commands(verbs: Verbs) -> None:
+    """Add what families bring themselves, from `jobs/<family>/commands.py`; only where no command of ours is typed."""
+    jobs = beside_checkout("jobs")
+    for path in sorted(jobs.glob("[!._]*/commands.py")):
+        configs.load_family(jobs, path.parent.name, "commands").add(verbs)
 
 
 # run, resume, rank
@@ -351,8 +361,7 @@ def _export(run: Path, entries: "list[checkpoint.Entry]", args: argparse.Namespa
 
     if args.out is None:
         raise UserError(f"Name the file to write: trainyard ckpt export {args.run} model.safetensors")
-    best = (entries[0].meta.get("best") or {}).get("step")
-    step = args.step if args.step is not None else best if best is not None else entries[0].step
+    step = checkpoint.kept(entries).step if args.step is None else args.step
     chosen = [entry for entry in entries if entry.step == step]
     if not chosen:
         raise UserError(f"{run}: no checkpoint of step {step}. There are: {', '.join(str(e.step) for e in entries)}.")
@@ -371,6 +380,21 @@ def _report(args: argparse.Namespace) -> int:
     run = runs.resolve_run(args.run, args.runs)
     report = write_report(run)
     print(summary_text(run, next_commands=[f"open {report}"]))
+    return 0
+
+
+def _add_predict(verbs: Verbs) -> None:
+    verb = add_verb(verbs, "predict", _predict, "write a run's predictions for new raw files to a CSV table")
+    verb.add_argument("run", help="its folder, or a job for that job's newest run")
+    verb.add_argument("raw", type=Path, help="new raw files of the job, unlabelled")
+    verb.add_argument("out", type=Path, help="table to write, .csv")
+
+
+def _predict(args: argparse.Namespace) -> int:
+    from trainyard.launch.predict import predict
+
+    count = predict(runs.resolve_run(args.run, args.runs), args.raw, args.out, args.jobs)
+    print(f"{count:,} predictions are in {args.out}")
     return 0
 
 

@@ -39,6 +39,7 @@ _FILLED_IN = ("job", "family")
 _PARTS = {
     "config": ("Config", "a dataclass 'class Config(TrainConfig)' with every option of the family"),
     "pack": ("samples", "a function 'samples(raw, config)' that yields the samples of a raw folder"),
+    "commands": ("add", "a function 'add(verbs)' that adds commands of its own"),
     "module": ("build", "a function 'build(config, data)' that returns a TrainModule"),
 }
 
@@ -98,7 +99,7 @@ def load_family(jobs_dir: Path, family: str, part: str) -> ModuleType:
     that another process can import.
 
     Args:
-        part: "config", "pack" or "module". Only "module" may load torch.
+        part: "config", "pack", "commands" or "module". Only "module" may load torch.
 
     Raises:
         UserError: the file is missing or lacks what a part must have, or a package of the name of `jobs_dir` was

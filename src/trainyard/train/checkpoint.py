@@ -17,7 +17,7 @@ import shutil
 import time
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import RawIOBase
 from pathlib import Path
@@ -107,6 +107,25 @@ def entries(directory: Path) -> list[Entry]:
         return []
     found = [path for path in directory.iterdir() if _DATA_NAME.fullmatch(path.name)]
     return [_entry(path) for path in sorted(found, key=_number, reverse=True)]
+
+
+def kept(found: Sequence[Entry]) -> Entry:
+    """Return the checkpoint whose weights are the run's result: the finished average, else the best, else the newest.
+
+    Args:
+        found: what `entries` lists; not empty.
+    """
+    best = (found[0].meta.get("best") or {}).get("step")
+    if found[0].meta.get("swa"):
+        return found[0]
+    return next((entry for entry in found if entry.step == best), found[0])
+
+
+def kept_weights(state: State) -> dict[str, torch.Tensor]:
+    """Return the weights of a checkpoint that evaluation and export use: averaged ones where there are any."""
+    swa = state.get("swa") or {}
+    averaged = swa["module"] if swa.get("refreshed") else state.get("ema") or {}
+    return {**(state.get("model") or {}), **averaged}
 
 
 def verify(entry: Entry) -> str | None:
@@ -209,8 +228,8 @@ def interval_s(save_s: float, *, mtbf_hours: float, max_minutes: float) -> float
 def export(path: Path, out: Path) -> Path:
     """Write a checkpoint's model weights as a safetensors file, and return `out`.
 
-    Weights are `state["model"]`, with the averaged ones of `state["ema"]` in their place where the checkpoint has
-    them. The file's metadata holds format, step, which weights, the checkpoint's SHA-256, and `meta` as JSON.
+    Weights are `kept_weights`. The file's metadata holds format, step, which weights, the checkpoint's SHA-256, and
+    `meta` and what packing learned as JSON.
 
     Raises:
         CheckpointError: `out` exists or cannot be written, or the checkpoint is damaged or has no such weights.
@@ -218,14 +237,16 @@ def export(path: Path, out: Path) -> Path:
     if out.exists():
         raise CheckpointError(f"{out}: exists already, and is not overwritten. Name another file, or delete it.")
     state, entry = load(path, mmap=True), _entry(path)
-    averaged = state.get("ema") or {}
+    swa = state.get("swa") or {}
+    averaged = swa["module"] if swa.get("refreshed") else state.get("ema") or {}
     weights = _weights(path, state.get("model") or {}, averaged)
     metadata = {
         "format": "pt",
         "step": str(entry.step),
-        "weights": "ema" if averaged else "model",
+        "weights": "swa" if swa.get("refreshed") else "ema" if averaged else "model",
         "checkpoint_sha256": entry.sha256,
         "meta": json.dumps(dict(entry.meta)),
+        "learned": json.dumps(state.get("learned", {})),
     }
     partial = _partial(out)
     try:

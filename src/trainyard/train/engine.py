@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from trainyard.train.console import ProgressBar, format_line
 from trainyard.train.distributed import Agreement
 from trainyard.train.evaluate import evaluate
 from trainyard.train.module import TrainModule
-from trainyard.train.record import Heartbeat, Recorder
+from trainyard.train.record import Heartbeat, Recorder, write_exhibits
 from trainyard.train.schedule import lr_factor
 from trainyard.train.step import (
     Progress,
@@ -38,6 +39,7 @@ from trainyard.train.step import (
     train_step,
 )
 from trainyard.train.stop import RuntimeLimit, Stop, StopFlag
+from trainyard.train.swa import WeightAverage
 from trainyard.train.world import World
 
 TRAIN, VALIDATION = "train", "val"
@@ -100,6 +102,7 @@ def prepare(job: Job) -> tuple[TrainState, int | None]:
         scaler=torch.amp.GradScaler(job.device.type, enabled=job.precision.loss_scaling),
         ema=copy_for_average(module) if config.ema_decay else None,
         ema_decay=config.ema_decay,
+        swa=WeightAverage(copy_for_average(module)) if config.swa else None,
     )
     saved = _newest(job)
     if saved is not None:
@@ -112,16 +115,20 @@ def prepare(job: Job) -> tuple[TrainState, int | None]:
     return state, None if saved is None else saved["metrics_position"]
 
 
-def snapshot(state: TrainState, *, fingerprint: str, metrics_position: int) -> dict[str, Any]:
+def snapshot(
+    state: TrainState, *, fingerprint: str, metrics_position: int, learned: Mapping[str, str]
+) -> dict[str, Any]:
     """Return everything a resume needs, as tensors, numbers, strings and None."""
     return {
         "model": state.module.state_dict(),
         "optimizer": state.optimizer.state_dict(),
         "scaler": state.scaler.state_dict(),
         "ema": None if state.ema is None else state.ema.state_dict(),
+        "swa": None if state.swa is None else state.swa.state_dict(),
         "progress": asdict(state.progress),
         "best": state.best,
         "data": fingerprint,
+        "learned": dict(learned),  # so that the weights can be used without the packed data
         "metrics_position": metrics_position,
     }
 
@@ -142,6 +149,8 @@ def restore(state: TrainState, saved: Mapping[str, Any], *, fingerprint: str) ->
     state.scaler.load_state_dict(saved["scaler"])
     if state.ema is not None:
         state.ema.load_state_dict(saved["ema"])
+    if state.swa is not None:
+        state.swa.load_state_dict(saved["swa"])
     state.progress = Progress(**saved["progress"])
     state.best = saved["best"]
 
@@ -333,12 +342,15 @@ class _Attempt:
         if best is not None and sign * value <= sign * best["value"]:
             return False
         self.state.best = {"step": self.state.progress.step, "metric": name, "value": value}
+        if self.state.swa is not None:
+            self.state.swa.add(self._evaluated())
         return True
 
     def _evaluated(self) -> TrainModule:
         return self.state.module if self.state.ema is None else self.state.ema
 
-    def _score(self, split: str, module: TrainModule) -> dict[str, float]:
+    def _score(self, split: str, module: TrainModule, *, last: bool = False) -> dict[str, float]:
+        """Score one set and log it; the last time with plots and pictures for the report."""
         self._beat("evaluating", now=True)
         begin = time.monotonic()
         metrics = evaluate(
@@ -347,6 +359,7 @@ class _Attempt:
             self.job.splits[split],
             batch_size=self.config.eval_batch_size,
             autocast=self.autocast,
+            show=partial(write_exhibits, self.job.run, split) if last else None,
         )
         progress = self.state.progress
         if self.recorder is not None:
@@ -375,8 +388,12 @@ class _Attempt:
 
     def _write_checkpoint(self, recorder: Recorder) -> checkpoint.Saved:
         state, folder = self.state, self.job.run / "checkpoints"
-        content = snapshot(state, fingerprint=self.job.data.fingerprint, metrics_position=recorder.position())
+        data = self.job.data
+        content = snapshot(
+            state, fingerprint=data.fingerprint, metrics_position=recorder.position(), learned=data.learned
+        )
         meta = {"epoch": state.progress.epoch, "world_size": self.job.world.world_size, "best": state.best}
+        meta["swa"] = state.swa.count if state.swa is not None and state.swa.refreshed else 0
         saved = checkpoint.save(folder, content, step=state.progress.step, meta=meta)
         best = state.best["step"] if state.best else None
         checkpoint.prune(
@@ -387,16 +404,29 @@ class _Attempt:
         return saved
 
     def _test(self) -> None:
-        """Score the test sets, once, with the weights that were best on validation."""
+        """Score the test sets, or validation where there are none, once, with the weights that are to be kept."""
         tests = [name for name in self.job.splits if name not in (TRAIN, VALIDATION)]
-        if not tests:
-            return
+        shown = type(self.job.module).exhibits is not TrainModule.exhibits
+        for name in tests or ([VALIDATION] if shown and VALIDATION in self.job.splits else []):
+            self._score(name, self._final(), last=True)
+
+    def _final(self) -> TrainModule:
+        """Return the module with the averaged weights of the best, or with the best on validation."""
+        if self.state.swa is not None and self.state.swa.count:
+            if not self.state.swa.refreshed:
+                self.state.swa.refresh(
+                    self.loader,
+                    self.job.splits[TRAIN],
+                    batch_size=self.config.eval_batch_size,
+                    autocast=self.autocast,
+                )
+                self._save()
+            return self.state.swa.module
         module, best = self._evaluated(), self.state.best
         if best is not None and best["step"] != self.state.progress.step:
             saved = self._load_best(best["step"])
             module.load_state_dict(saved["ema"] or saved["model"])
-        for name in tests:
-            self._score(name, module)
+        return module
 
     def _load_best(self, step: int) -> dict[str, Any]:
         for entry in checkpoint.entries(self.job.run / "checkpoints"):

@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from trainyard.data.loader import Loader
 from trainyard.train import distributed
@@ -20,10 +21,14 @@ def evaluate(
     *,
     batch_size: int,
     autocast: Callable[[], AbstractContextManager[None]],
+    show: Callable[[dict[str, bytes]], None] | None = None,
 ) -> dict[str, float]:
     """Score a module on the samples `ids`; every rank takes part and gets the metrics.
 
     The module's mode (training or evaluation) is put back as it was.
+
+    Args:
+        show: called on rank 0 with the module's exhibits of this set.
     """
     was_training = module.training
     module.eval()
@@ -31,22 +36,41 @@ def evaluate(
     with torch.inference_mode():
         for micro in loader.evaluate(ids, batch_size=batch_size):
             with autocast():
-                rows = module.predict(micro.batch)
-            mine.append(
-                {
-                    name: value.float().cpu().numpy() if value.is_floating_point() else value.cpu().numpy()
-                    for name, value in rows.items()
-                }
-            )
+                mine.append(_on_host(module.predict(micro.batch)))
     module.train(was_training)
     parts = distributed.to_main(mine)
     metrics = None
     if parts is not None:
-        metrics = {
-            name: float(v) for name, v in module.score(_join([row for part in parts for row in part], ids)).items()
-        }
+        rows = _join([row for part in parts for row in part], ids)
+        metrics = {name: float(value) for name, value in module.score(rows).items()}
+        if show is not None:
+            show(module.exhibits(rows))
     result: dict[str, float] = distributed.from_main(metrics)
     return result
+
+
+def predict(
+    module: TrainModule,
+    loader: Loader,
+    ids: np.ndarray,
+    *,
+    batch_size: int,
+    autocast: Callable[[], AbstractContextManager[None]],
+    progress: Callable[[int], object],
+) -> Rows:
+    """Return the module's rows of the samples `ids`, on this rank alone; `progress` is called with samples done."""
+    module.eval()
+    parts: list[Rows] = []
+    with torch.inference_mode():
+        for micro in loader.evaluate(ids, batch_size=batch_size):
+            with autocast():
+                parts.append(_on_host(module.predict(micro.batch)))
+            progress(len(micro.batch[SAMPLE_ID]))
+    return _join(parts, ids)
+
+
+def _on_host(rows: dict[str, Tensor]) -> Rows:
+    return {name: (v.float() if v.is_floating_point() else v).cpu().numpy() for name, v in rows.items()}
 
 
 def _join(parts: list[Rows], ids: np.ndarray) -> Rows:

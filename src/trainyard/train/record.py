@@ -391,6 +391,14 @@ def _drop_torn_tail(path: Path) -> None:
         os.truncate(path, end)
 
 
+def write_exhibits(run: Path, split: str, exhibits: Mapping[str, bytes]) -> None:
+    """Keep plots and pictures of one scored set, title -> PNG, for the report: `exhibits/SPLIT - TITLE.png`."""
+    folder = run / "exhibits"
+    folder.mkdir(exist_ok=True)
+    for title, png in exhibits.items():
+        replace_file(folder / f"{split} - {title.replace('/', '_')}.png", png)
+
+
 def replace_file(path: Path, data: bytes) -> None:
     """Write `path` so that a kill at any point leaves its old or its new content."""
     aside = path.with_name(path.name + ".partial")

@@ -349,6 +349,11 @@ def _plots(story: _Story) -> tuple[list[Plot], list[Plot], list[Plot]]:
     return training, metrics, speed
 
 
+def _exhibits(run: Path) -> list[Plot]:
+    """Return what the job itself shows of its last evaluation."""
+    return [Plot(path.stem, path.stem, path.read_bytes()) for path in sorted((run / "exhibits").glob("*.png"))]
+
+
 def _moves(evals: Sequence[Line], name: str) -> bool:
     """Tell whether a metric differs between evaluations of one split: counts of pairs never do, and make no plot."""
     values: dict[str, list[Any]] = {}
@@ -500,7 +505,7 @@ def write_report(run: Path) -> Path:
             _header(story),
             section("Summary", _summary(story), _results(story)),
             section("Training", gallery(training)),
-            section("Evaluation", gallery(metrics), _evaluations(story)),
+            section("Evaluation", gallery(metrics), gallery(_exhibits(run)), _evaluations(story)),
             section("Speed", gallery(speed), _time_table(story)),
             section("Attempts and events", _attempts(story), _events(story)),
             section("Automatic choices", _choices(story)),

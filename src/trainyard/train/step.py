@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from trainyard.data.loader import Micro
 from trainyard.settings import OptimizerSettings
 from trainyard.train.module import TrainModule
+from trainyard.train.swa import WeightAverage
 
 
 @dataclass
@@ -42,6 +43,7 @@ class TrainState:
     ema_decay: float
     progress: Progress = field(default_factory=Progress)
     best: dict[str, Any] | None = None  # step and value of the best evaluation
+    swa: WeightAverage | None = None
 
 
 @dataclass(frozen=True)

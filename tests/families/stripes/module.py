@@ -1,13 +1,15 @@
 """A network that tells the direction of stripes."""
 
+import io
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from families.stripes.config import Config
+from PIL import Image
 from torch import Tensor, nn
 
 from trainyard.train.module import Batch, DataInfo, Rows, TrainModule
@@ -18,12 +20,13 @@ class StripesModule(TrainModule):
 
     monitor = ("accuracy", "max")
 
-    def __init__(self, config: Config, classes: int) -> None:
+    def __init__(self, config: Config, directions: list[str]) -> None:
         super().__init__()
+        self.directions = directions
         width, norm = config.model.channels, config.model.batch_norm
         self.layers = nn.ModuleList(_layer(i, width, norm) for i in (1, width))
         self.dropout = nn.Dropout(config.model.dropout)
-        self.head = nn.Linear(width, classes)
+        self.head = nn.Linear(width, len(directions))
         self.poison_step = config.model.poison_step
         self.diary = config.model.diary
         self.sleep_s = config.model.sleep_ms / 1000
@@ -47,10 +50,21 @@ class StripesModule(TrainModule):
 
     def predict(self, batch: Batch) -> dict[str, Tensor]:
         chosen = self.logits(batch["image"]).argmax(1)
-        return {"sample_id": batch["sample_id"], "chosen": chosen, "direction": batch["direction"]}
+        return {"sample_id": batch["sample_id"], "chosen": chosen, "direction": batch.get("direction", chosen)}
 
     def score(self, rows: Rows) -> dict[str, float]:
         return {"accuracy": float(np.mean(rows["chosen"] == rows["direction"]))}
+
+    def exhibits(self, rows: Rows) -> dict[str, bytes]:
+        confused = np.zeros((len(self.directions),) * 2, dtype=np.uint8)
+        np.add.at(confused, (rows["direction"], rows["chosen"]), 1)
+        png = io.BytesIO()
+        Image.fromarray(confused).save(png, "PNG")
+        return {"Confusion, true/chosen": png.getvalue()}
+
+    def answers(self, rows: Rows, keys: Sequence[str]) -> Iterator[dict[str, object]]:
+        for key, chosen in zip(keys, rows["chosen"].tolist(), strict=True):
+            yield {"picture": key, "direction": self.directions[chosen]}
 
     def repeated_layers(self) -> Iterable[nn.Module]:
         return self.layers
@@ -63,4 +77,4 @@ def _layer(channels_in: int, channels: int, batch_norm: bool) -> nn.Module:
 
 def build(config: Config, data: DataInfo) -> StripesModule:
     """Build the network for as many directions as the data have."""
-    return StripesModule(config, len(data.vocabulary["direction"]))
+    return StripesModule(config, data.learned["directions"].split())

@@ -19,7 +19,24 @@ def samples(raw: Path, config: Config) -> Iterator[Sample]:
         yield Sample(path.name, partial(load, path), source=path)
 
 
-def load(path: Path) -> Loaded:
+def learn(raw: Path, config: Config) -> dict[str, str]:
+    """Return the directions there are."""
+    return {"directions": " ".join(sorted({path.name.split("-")[0] for path in raw.iterdir()}))}
+
+
+def unlabelled(raw: Path, config: Config, learned: Mapping[str, str]) -> Iterator[Sample]:
+    """Yield every picture of the folder, whatever its name."""
+    assert learned["directions"]
+    for path in sorted(raw.iterdir()):
+        yield Sample(path.name, partial(load_picture, path), source=path)
+
+
+def load_picture(path: Path) -> Loaded:
+    """Read a picture alone."""
+    return {"image": path.read_bytes()}
+
+
+def load(path: Path, learned: Mapping[str, str]) -> Loaded:
     """Read one picture.
 
     Raises:
@@ -30,7 +47,9 @@ def load(path: Path) -> Loaded:
             picture.load()
     except OSError as error:
         raise BadRecord(str(error)) from None
-    return {"image": path.read_bytes(), "direction": path.name.split("-")[0]}
+    direction = path.name.split("-")[0]
+    assert direction in learned["directions"].split()
+    return {"image": path.read_bytes(), "direction": direction}
 
 
 def synthesize(raw: Path, *, count: int, seed: int) -> None:

@@ -1,0 +1,125 @@
+"""`trainyard predict`: the best weights of a run, on new raw files, as a table."""
+
+import csv
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from tqdm import tqdm
+
+from trainyard.errors import UserError
+from trainyard.hardware import available_cores, precision_for
+from trainyard.launch.config import load_family, thaw
+from trainyard.launch.runs import CONFIG
+from trainyard.settings import TrainConfig
+
+if TYPE_CHECKING:
+    from trainyard.data.shards import ShardSet
+    from trainyard.train.module import TrainModule
+
+
+def predict(run: Path, raw: Path, out: Path, jobs_dir: Path) -> int:
+    """Write one line per sample of `raw` to the CSV file `out`; return how many.
+
+    Raises:
+        UserError: the family has no predictions, the run no checkpoint, `raw` cannot be read, or `out` exists.
+    """
+    if out.exists():
+        raise UserError(f"{out}: exists already, and is not overwritten. Name another file, or delete it.")
+    if not raw.exists():
+        raise UserError(f"{raw}: no such file or folder. Expected what {run.parent.name} was packed from, unlabelled.")
+    config = thaw(run / CONFIG, jobs_dir)
+    pack = load_family(jobs_dir, config.family, "pack")
+    if not hasattr(pack, "unlabelled"):
+        raise UserError(f"{config.family} has no predictions for a table: its pack.py has no 'unlabelled'.")
+    saved = _weights(run)
+    module = _built(config, jobs_dir, saved)
+    with _packed(pack.unlabelled(raw, config, saved["learned"]), config, out.parent) as data:
+        rows = _rows(module, data, config)
+        _write(out, list(module.answers(rows, data.keys(np.arange(data.count)))))
+        return data.count
+
+
+def _weights(run: Path) -> dict[str, Any]:
+    from trainyard.train import checkpoint
+
+    entries = checkpoint.entries(run / "checkpoints")
+    if not entries:
+        raise UserError(f"{run}: no checkpoints yet, so nothing to predict with. Train first: trainyard resume {run}")
+    return checkpoint.load(checkpoint.kept(entries).path)
+
+
+def _built(config: TrainConfig, jobs_dir: Path, saved: dict[str, Any]) -> "TrainModule":
+    from trainyard.train.checkpoint import kept_weights
+    from trainyard.train.module import DataInfo
+
+    nobody = np.empty(0, dtype=np.int64)
+    info = DataInfo({}, {}, nobody, saved["learned"])
+    module: TrainModule = load_family(jobs_dir, config.family, "module").build(config, info)
+    module.load_state_dict(kept_weights(saved))
+    return module
+
+
+@contextmanager
+def _packed(samples: Any, config: TrainConfig, near: Path) -> Iterator["ShardSet"]:
+    """Pack samples beside the output, where there is room for it, for as long as they are needed."""
+    from trainyard.data.pack import pack
+
+    near.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=near, prefix=".predict-") as folder:
+        data = pack(samples, Path(folder) / "packed", meta={"family": config.family}, workers=available_cores())
+        try:
+            yield data
+        finally:
+            data.close()
+
+
+def _rows(module: "TrainModule", data: "ShardSet", config: TrainConfig) -> dict[str, np.ndarray]:
+    import torch
+
+    from trainyard.data.loader import Loader
+    from trainyard.train import evaluate, precision
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    major, minor = torch.cuda.get_device_capability() if device.type == "cuda" else (0, 0)
+    policy = precision_for(10 * major + minor or None, precision=config.precision)
+    loader = Loader(
+        data,
+        settings=config.data,
+        image=config.image,
+        sound=config.sound,
+        augmentation=config.augment,
+        seed=config.seed,
+        rank=0,
+        world_size=1,
+        device=device,
+        threads=available_cores(),
+        channels_last=False,
+        decode="cpu",
+    )
+    with tqdm(total=data.count, unit="sample", desc="predicting", disable=None, leave=False) as bar:
+        return evaluate.predict(
+            module.to(device),
+            loader,
+            np.arange(data.count),
+            batch_size=config.eval_batch_size,
+            autocast=precision.autocast(policy, device),
+            progress=bar.update,
+        )
+
+
+def _write(out: Path, lines: list[dict[str, object]]) -> None:
+    """Write the table aside and rename it: nobody finds half of one."""
+    partial = out.with_name(out.name + ".partial")
+    try:
+        with partial.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, fieldnames=list(lines[0]))
+            writer.writeheader()
+            writer.writerows(lines)
+        partial.replace(out)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise

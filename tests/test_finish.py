@@ -1,0 +1,221 @@
+"""How a run ends: averaged weights, what the job shows, and a table of predictions."""
+
+import csv
+from contextlib import nullcontext
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+
+from tests.training import FAMILIES, differences, metrics_of, new_run, start, state_of, train, train_on_ranks
+from trainyard.cli import main
+from trainyard.data.loader import Loader
+from trainyard.data.shards import ShardSet
+from trainyard.launch import config as configs
+from trainyard.settings import AugmentSettings
+from trainyard.train import checkpoint
+from trainyard.train.module import DataInfo
+from trainyard.train.report import write_report
+from trainyard.train.swa import WeightAverage
+
+SWA = [
+    "swa=true",
+    "ema_decay=0",
+    "eval_every=1ep",
+    "max_duration=4ep",
+    "checkpoint.keep_last=99",
+    "checkpoint.every=1st",
+]
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory) -> Path:
+    run = new_run(tmp_path_factory.mktemp("done"), "max_duration=6ep")
+    assert train(run) == 0
+    return run
+
+
+@pytest.fixture(scope="module")
+def averaged(tmp_path_factory) -> Path:
+    run = new_run(tmp_path_factory.mktemp("swa"), *SWA)
+    assert train(run) == 0
+    return run
+
+
+def built(run: Path) -> tuple[torch.nn.Module, ShardSet, configs.TrainConfig]:
+    config = configs.thaw(run / "config.yaml", FAMILIES)
+    data = ShardSet(Path(config.data.path))
+    info = DataInfo.of(data, np.arange(data.count))
+    return configs.load_family(FAMILIES, "stripes", "module").build(config, info), data, config
+
+
+def best_steps(run: Path) -> list[int]:
+    """Return the steps at which validation was better than ever before."""
+    found, best = [], -1.0
+    for line in metrics_of(run):
+        if line["kind"] == "eval" and line["split"] == "val" and line["accuracy"] > best:
+            best = line["accuracy"]
+            found.append(line["step"])
+    return found
+
+
+def test_the_average_is_the_mean_of_the_weights_at_each_new_best(averaged):
+    steps = best_steps(averaged)
+    assert len(steps) > 1
+    saved = {e.step: checkpoint.load(e.path) for e in checkpoint.entries(averaged / "checkpoints")}
+    last = saved[max(saved)]
+    assert last["swa"]["count"] == len(steps) and last["swa"]["refreshed"]
+    for name in ("head.weight", "layers.0.0.weight"):
+        mean = torch.stack([saved[step]["model"][name].double() for step in steps]).mean(0)
+        torch.testing.assert_close(last["swa"]["module"][name].double(), mean, atol=1e-6, rtol=0)
+
+
+def test_its_batch_statistics_are_those_of_its_own_weights_over_the_training_samples(averaged):
+    module, data, config = built(averaged)
+    swa = state_of(averaged)
+    module.load_state_dict(checkpoint.load(checkpoint.entries(averaged / "checkpoints")[0].path)["swa"]["module"])
+    ids = np.arange(data.count)
+    ids = ids[ids % 5 > 1]
+    loader = Loader(
+        data, settings=config.data, image=config.image, augmentation=AugmentSettings(), seed=0, rank=0, world_size=1,
+        device=torch.device("cpu"), threads=1, channels_last=False, decode="cpu",
+    )  # fmt: skip
+    (micro,) = loader.evaluate(ids, batch_size=64)
+    first = module.layers[0]
+    features = first[0](micro.batch["image"])
+    torch.testing.assert_close(swa["swa/module/layers.0.1.running_mean"], features.mean((0, 2, 3)), atol=1e-5, rtol=0)
+    torch.testing.assert_close(swa["swa/module/layers.0.1.running_var"], features.var((0, 2, 3)), atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(swa["model/layers.0.1.running_mean"], features.mean((0, 2, 3)), atol=1e-3)
+
+
+def test_a_killed_run_ends_with_the_same_average(averaged, tmp_path):
+    run = new_run(tmp_path, *SWA)
+    for lines in (9, 17):
+        process = start(run)
+        while process.is_alive() and len(metrics(run)) < lines:
+            process.join(0.002)
+        process.kill()
+        process.join()
+    assert train(run) == 0
+    assert differences(state_of(averaged), state_of(run)) == []
+    assert metrics_of(averaged) == metrics_of(run)
+
+
+def metrics(run: Path) -> list[bytes]:
+    path = run / "metrics.jsonl"
+    return path.read_bytes().splitlines() if path.exists() else []
+
+
+def test_ranks_agree_on_the_average(tmp_path):
+    run = new_run(tmp_path, *SWA)
+    assert train_on_ranks(run, 2, meeting="swa") == [0, 0]
+    assert state_of(run)["swa/refreshed"]
+    assert torch.isfinite(state_of(run)["swa/module/layers.1.1.running_var"]).all()
+
+
+def test_the_average_is_what_is_exported_and_tested(averaged, tmp_path):
+    assert main(["ckpt", "export", str(averaged), str(tmp_path / "w.safetensors"), "--jobs", str(FAMILIES)]) == 0
+    with safe_open(tmp_path / "w.safetensors", "pt") as file:
+        assert file.metadata()["weights"] == "swa" and "d0 d1 d2 d3" in file.metadata()["learned"]
+        assert torch.equal(file.get_tensor("head.weight"), state_of(averaged)["swa/module/head.weight"])
+
+
+def test_a_network_without_batch_statistics_is_averaged_too(tmp_path):
+    run = new_run(tmp_path, *SWA, "model.batch_norm=false")
+    assert train(run) == 0 and state_of(run)["swa/refreshed"]
+
+
+def test_the_mean_does_not_depend_on_how_many_came_before():
+    one = torch.nn.Linear(2, 2)
+    average = WeightAverage(torch.nn.Linear(2, 2))  # type: ignore[arg-type]
+    values = [3.0, 5.0, 13.0]
+    for value in values:
+        torch.nn.init.constant_(one.weight, value)
+        average.add(one)  # type: ignore[arg-type]
+    assert average.module.weight.tolist() == [[7.0, 7.0]] * 2 and not average.refreshed
+
+
+def test_what_the_job_shows_of_its_test_set_stands_in_the_report(done):
+    (picture,) = (done / "exhibits").iterdir()
+    assert picture.name == "test - Confusion, true_chosen.png" and picture.read_bytes().startswith(b"\x89PNG")
+    assert 'alt="test - Confusion, true_chosen"' in write_report(done).read_text()
+
+
+def test_without_a_test_set_validation_is_shown(tmp_path, monkeypatch):
+    pack = configs.load_family(FAMILIES, "stripes", "pack")
+    splits = pack.splits
+    monkeypatch.setattr(pack, "splits", lambda *a: {k: v for k, v in splits(*a).items() if k != "test"})
+    run = new_run(tmp_path, "max_duration=1ep")
+    assert train(run) == 0
+    assert [path.name for path in (run / "exhibits").iterdir()] == ["val - Confusion, true_chosen.png"]
+
+
+@pytest.fixture
+def unknown(done, tmp_path) -> Path:
+    """Pictures whose names tell nothing, and that are in another order."""
+    raw = tmp_path / "unknown"
+    raw.mkdir()
+    (synthetic,) = (done.parents[2] / "cache").glob("stripes-synthetic-*")
+    for i, path in enumerate(sorted(synthetic.iterdir(), reverse=True)):
+        (raw / f"{i:04d}.png").write_bytes(path.read_bytes())
+    return raw
+
+
+def test_predictions_name_every_picture_once_without_the_packed_data(done, unknown, tmp_path, capsys):
+    config = configs.thaw(done / "config.yaml", FAMILIES)
+    hidden = Path(config.data.path).rename(tmp_path / "hidden")
+    try:
+        assert main(["predict", str(done), str(unknown), str(tmp_path / "out.csv"), "--jobs", str(FAMILIES)]) == 0
+    finally:
+        hidden.rename(config.data.path)
+    with (tmp_path / "out.csv").open(newline="") as file:
+        lines = list(csv.DictReader(file))
+    assert [line["picture"] for line in lines] == [f"{i:04d}.png" for i in range(100)]
+    truth = sorted((f"d{i % 4}-{i:04d}" for i in range(100)), reverse=True)
+    assert np.mean([line["direction"] == t[:2] for line, t in zip(lines, truth, strict=True)]) > 0.6, "chance: 0.25"
+    assert "100 predictions are in" in capsys.readouterr().out
+    assert not list(tmp_path.glob(".predict-*"))
+
+
+@pytest.mark.parametrize("case", ["exists", "no raw", "no checkpoint", "no such family part"])
+def test_predictions_that_cannot_be_made_say_why(done, unknown, tmp_path, capsys, case, monkeypatch):
+    run, out, said = done, tmp_path / "out.csv", ""
+    if case == "exists":
+        out.write_text("mine")
+        said = "out.csv: exists already"
+    elif case == "no raw":
+        unknown, said = tmp_path / "nothing", "nothing: no such file or folder"
+    elif case == "no checkpoint":
+        run, said = new_run(tmp_path), "no checkpoints yet"
+    else:
+        monkeypatch.delattr(configs.load_family(FAMILIES, "stripes", "pack"), "unlabelled")
+        said = "stripes has no predictions for a table"
+    assert main(["predict", str(run), str(unknown), str(out), "--jobs", str(FAMILIES)]) == 2
+    assert said in capsys.readouterr().err
+    assert case == "exists" or not out.exists()
+
+
+def test_a_picture_that_cannot_be_read_leaves_no_table(done, unknown, tmp_path, capsys):
+    (unknown / "0003.png").write_bytes(b"no picture")
+    assert main(["predict", str(done), str(unknown), str(tmp_path / "out.csv"), "--jobs", str(FAMILIES)]) == 2
+    assert "0003.png" in capsys.readouterr().err
+    assert not list(tmp_path.glob("*.csv*")) and not list(tmp_path.glob(".predict-*"))
+
+
+def test_learning_rates_follow_the_schedule_times_each_groups_factor():
+    from trainyard.train.step import TrainState, train_step
+
+    module = torch.nn.Linear(1, 1)
+    groups = [{"params": [module.weight], "lr_scale": 0.1}, {"params": [module.bias]}]
+    optimizer = torch.optim.SGD(groups, lr=1.0, fused=True)
+    state = TrainState(module, lambda batch: {"loss": module(batch["x"]).sum()}, optimizer,
+                       torch.amp.GradScaler("cpu", enabled=False), None, 0.0)  # type: ignore[arg-type]  # fmt: skip
+    from trainyard.data.loader import Micro
+
+    before = [p.item() for p in module.parameters()]
+    micro = Micro({"x": torch.ones(1, 1)}, 1.0, True, 0.0)
+    train_step(state, [micro], lr=0.5, world_size=1, seed=0, clip_grad_norm=0, autocast=nullcontext)
+    moved = [b - p.item() for b, p in zip(before, module.parameters(), strict=True)]
+    assert moved == pytest.approx([0.05, 0.5])
