@@ -117,7 +117,7 @@ verify-bundle: ## compare every byte of a bundle, and train without network: BUN
 
 test: setup ## lint, then all tests: CPU, no network
 	@$(MAKE) --no-print-directory lint
-	@$(VENV)/bin/python -m pytest
+	@$(VENV)/bin/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 
 lint: setup ## ruff and mypy --strict
 	@$(VENV)/bin/ruff format --check . && $(VENV)/bin/ruff check . && $(VENV)/bin/mypy
