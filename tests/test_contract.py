@@ -1,6 +1,7 @@
 """What every job promises, held for every folder in jobs/, and for a sixth that a person copies from one of them."""
 
 import importlib
+import io
 import os
 import shutil
 import signal
@@ -10,6 +11,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from tests.training import differences, metrics_of, new_run, start, state_of, train, wait_for_lines
 from trainyard.data.shards import Ragged, ShardSet, Sound
@@ -168,6 +170,8 @@ def test_a_perfect_predictor_scores_perfectly(family, cache):
     metrics = module.score(rows)
     assert {name: metrics[name] for name in expected} == pytest.approx(expected)
     assert module.monitor[0] in metrics
+    for title, png in module.exhibits(rows).items():
+        assert title and Image.open(io.BytesIO(png)).format == "PNG"
 
 
 def test_a_copied_folder_is_a_family_of_its_own(tmp_path):

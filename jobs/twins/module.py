@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from trainyard.errors import UserError
-from trainyard.train import verification
+from trainyard.train import exhibits, verification
 from trainyard.train.module import Batch, DataInfo, Rows, TrainModule
 
 from . import protocol
@@ -196,6 +196,18 @@ class TwinsModule(TrainModule):
                 if math.isfinite(threshold):
                     metrics[f"accuracy_{name}"] = protocol.accuracy(same, impostor, threshold)
         return metrics
+
+    def exhibits(self, rows: Rows) -> dict[str, bytes]:
+        """Return how the scores of each kind of pair are spread, and the error trade-off against each impostor."""
+        scores = self.exam.scores(rows["embedding"], rows["sample_id"])
+        by_kind = {name: scores.of(kind).score for kind, name in enumerate(protocol.KINDS)}
+        by_kind = {name: values for name, values in by_kind.items() if len(values)}
+        genuine = by_kind[protocol.KINDS[protocol.SAME]]
+        impostors = {name: values for name, values in by_kind.items() if name != protocol.KINDS[protocol.SAME]}
+        return {
+            "Scores by kind of pair": exhibits.score_histogram(by_kind, x_label="cosine"),
+            "Error trade-off": exhibits.error_trade_off(genuine, impostors),
+        }
 
     def _learn_from(self, same: protocol.Scores, impostor: protocol.Scores, twin: protocol.Scores) -> None:
         """Take the threshold and the hardness of twins from the validation set."""

@@ -1,0 +1,56 @@
+"""Plots that several kinds of jobs show of their scores."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainyard.train.report import figure
+from trainyard.train.verification import error_rates
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Floats = NDArray[np.float64]
+_BINS = 60
+_LEAST_ERRORS = 1  # a rate below this many errors is not drawn: it says how many pairs there were
+
+
+def score_histogram(scores: Mapping[str, Floats], *, x_label: str) -> bytes:
+    """Return how the scores of each kind of pair are spread, each kind's area being one."""
+
+    def draw(axes: "Axes") -> None:
+        from matplotlib.ticker import MaxNLocator
+
+        together = np.concatenate(list(scores.values()))
+        edges = np.linspace(together.min(), together.max(), _BINS + 1)
+        for name, values in scores.items():
+            axes.hist(values, bins=list(edges), density=True, alpha=0.5, label=f"{name} ({len(values):,})")
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=6))
+        axes.set_ylabel("density")
+        axes.legend()
+
+    return figure("Scores by kind of pair", draw, x_label=x_label)
+
+
+def error_trade_off(genuine: Floats, impostors: Mapping[str, Floats]) -> bytes:
+    """Return the false rejections against the false acceptances, over all thresholds, for each kind of impostor."""
+
+    def draw(axes: "Axes") -> None:
+        from matplotlib.ticker import LogLocator
+
+        for name, values in impostors.items():
+            rates = error_rates(genuine, values)
+            axes.plot(rates.fmr, rates.fnmr, drawstyle="steps-post", label=name)
+        least = _LEAST_ERRORS / max(len(values) for values in [genuine, *impostors.values()])
+        axes.plot([least, 1], [least, 1], color="0.6", linestyle=":", label="equal")
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        axes.xaxis.set_major_locator(LogLocator())
+        axes.set_xlim(least, 1)
+        axes.set_ylim(least, 1)
+        axes.set_ylabel("false rejections (share)")
+        axes.legend(loc="lower left")
+
+    return figure("Error trade-off", draw, x_label="false acceptances (share)")
