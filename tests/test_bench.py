@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from trainyard.environment import environment_record
 from trainyard.errors import UserError
-from trainyard.launch.runs import environment_record
 from trainyard.tools import bench
 from trainyard.tools.bench import Configuration, Options, Round, measure, read_results, result_lines, run_suite
 

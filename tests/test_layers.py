@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-ORDER = ("errors", "settings", "hardware", "data", "train", "jobs", "launch", "tools", "cli")
+ORDER = ("errors", "settings", "hardware", "environment", "measure", "data", "train", "jobs", "launch", "tools", "cli")
 """Each imports only itself and what stands to its left."""
 
 LOADED_LATE = ("torch", "torchvision", "h5py", "nvidia", "crc32c")
@@ -111,7 +111,7 @@ import trainyard.cli, trainyard.launch.task, trainyard.launch.runs
 from trainyard.launch import config
 made = config.compose("fingerprint_1m", ["optimizer.lr=1e-3"], Path({str(ROOT / "jobs")!r}))
 config.options(made)
-trainyard.launch.runs.environment_record()
+trainyard.environment.environment_record()
 print([name for name in {LOADED_LATE!r} if name in sys.modules])
 """
     done = subprocess.run(

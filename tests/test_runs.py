@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 from loguru import logger
 
+from trainyard.environment import environment_record
 from trainyard.errors import UserError
 from trainyard.launch.runs import (
     RunLock,
     create_run,
-    environment_record,
     latest_run,
     resolve_run,
     update_record,

@@ -4,28 +4,25 @@ import contextlib
 import difflib
 import errno
 import fcntl
-import functools
 import itertools
 import json
 import os
-import platform
 import re
 import secrets
 import shutil
 import socket
-import subprocess
 import time
 import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
-from importlib import metadata
+from datetime import datetime
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import TracebackType
 from typing import Any, Self
 
 from loguru import logger
 
+from trainyard.environment import NO_VARIABLES, THIS_CODE, checkout_of, environment_beside
 from trainyard.errors import NotFinite, UserError
 from trainyard.launch.config import freeze, write_atomically
 from trainyard.settings import TrainConfig
@@ -36,18 +33,6 @@ DIFF = "code.diff"
 LOCK = "lock"
 SUBMISSION = "slurm/submission.json"
 
-_RECORDED_DISTRIBUTIONS = ("trainyard", "torch", "torchvision", "h5py", "numpy", "hydra-core", "submitit")
-_RECORDED_VARIABLES = (
-    "CUDA_VISIBLE_DEVICES",
-    "SLURM_JOB_ID",
-    "SLURM_JOB_PARTITION",
-    "SLURM_JOB_GPUS",
-    "OMP_NUM_THREADS",
-)
-_NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
-_THIS_CODE = Path(__file__).resolve().parent
-
-
 # Creating a run
 
 
@@ -56,8 +41,8 @@ def create_run(
     config: TrainConfig,
     *,
     name: str | None = None,
-    environ: Mapping[str, str] = _NO_VARIABLES,
-    code: Path = _THIS_CODE,
+    environ: Mapping[str, str] = NO_VARIABLES,
+    code: Path = THIS_CODE,
 ) -> Path:
     """Create the folder of a new run, complete from the moment it can be seen, and return it.
 
@@ -78,8 +63,8 @@ def create_run(
         raise UserError(
             f"'{name}' cannot name a run. Use letters, digits and . _ + - only, and begin with a letter or digit."
         )
-    checkout, diff = _checkout(code)
-    record = _environment(environ, checkout)
+    checkout, diff = checkout_of(code)
+    record = environment_beside(environ, checkout)
     family_of_runs = root / config.job
     family_of_runs.mkdir(parents=True, exist_ok=True)
     aside = family_of_runs / f".new-{secrets.token_hex(8)}"
@@ -93,20 +78,6 @@ def create_run(
     except BaseException:
         shutil.rmtree(aside)
         raise
-
-
-def environment_record(environ: Mapping[str, str] = _NO_VARIABLES, *, code: Path = _THIS_CODE) -> dict[str, Any]:
-    """Return what a result depends on besides its configuration: versions, machine, GPUs, commit.
-
-    Asks installed distributions for their versions without importing them, and `nvidia-smi` and `git` for the rest;
-    what cannot be found out is recorded as a text that says why. No address of a git remote is recorded, because it
-    may hold a password. Costs up to a second where there is a GPU.
-
-    Args:
-        environ: environment variables, of which five known ones are recorded.
-        code: any folder of the git checkout whose state is recorded.
-    """
-    return _environment(environ, _checkout(code)[0])
 
 
 def update_record(run: Path, section: str, values: Mapping[str, Any]) -> None:
@@ -136,82 +107,6 @@ def _settle(aside: Path, name: str | None, *, default: str) -> Path:
 
 def _to_json(record: Mapping[str, Any]) -> str:
     return json.dumps(record, indent=2) + "\n"
-
-
-# What a record holds
-
-
-def _environment(environ: Mapping[str, str], checkout: Mapping[str, Any]) -> dict[str, Any]:
-    from trainyard.hardware import available_cores
-
-    return {
-        "created": datetime.now(UTC).isoformat(timespec="microseconds"),
-        "versions": _versions(),
-        "machine": {
-            "host": socket.gethostname(),
-            "platform": platform.platform(),
-            "kernel": platform.release(),
-            "libc": " ".join(platform.libc_ver()),
-            "cpu": _cpu_model(),
-            "cores_available": available_cores(),
-            "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
-            "gpus": _gpus(),
-        },
-        "code": dict(checkout),
-        "environ": {name: environ[name] for name in _RECORDED_VARIABLES if name in environ},
-    }
-
-
-@functools.cache
-def _versions() -> dict[str, str]:
-    installed = {d.name.lower(): d.version for d in metadata.distributions()}
-    recorded = {
-        name: version
-        for name, version in sorted(installed.items())
-        if name in _RECORDED_DISTRIBUTIONS or name.startswith("nvidia-dali")
-    }
-    return {"python": platform.python_version(), **recorded}
-
-
-def _cpu_model() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()  # ARM kernels name no model
-
-
-def _gpus() -> str:
-    """Return name, driver and memory of each GPU, separated by ";", or "none", or why they are not known."""
-    smi = shutil.which("nvidia-smi")
-    if smi is None:
-        return "none"
-    query = [smi, "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
-    try:
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=20)
-    except subprocess.TimeoutExpired:
-        return "unknown: nvidia-smi did not answer within 20 s"
-    lines = [line.strip() for line in (answer.stdout or answer.stderr).splitlines() if line.strip()]
-    return "; ".join(lines) if answer.returncode == 0 else f"unknown: {lines[0] if lines else 'nvidia-smi failed'}"
-
-
-def _checkout(code: Path) -> tuple[dict[str, Any], bytes]:
-    """Return commit, cleanliness and untracked files of a git checkout, and its difference from the commit."""
-    try:
-        commit = _git(code, "rev-parse", "HEAD").decode().strip()
-        top = Path(_git(code, "rev-parse", "--show-toplevel").decode().rstrip("\n"))
-        diff = _git(top, "diff", "HEAD", "--binary", "--no-color", "--no-ext-diff", "--no-textconv")
-        listed = _git(top, "ls-files", "--others", "--exclude-standard", "--directory", "--no-empty-directory", "-z")
-    except (OSError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stderr", None)
-        reason = said.decode(errors="replace").strip().partition("\n")[0] if said else str(error)
-        return {"commit": None, "reason": reason}, b""
-    untracked = listed.decode(errors="backslashreplace").split("\0")[:-1]
-    return {"commit": commit, "dirty": bool(diff or untracked), "untracked": untracked}, diff
-
-
-def _git(folder: Path, *arguments: str) -> bytes:
-    command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]
-    return subprocess.run(command, capture_output=True, check=True, timeout=60).stdout
 
 
 # One writer

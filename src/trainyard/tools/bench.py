@@ -20,18 +20,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from fnmatch import fnmatch
-from itertools import count
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from trainyard.environment import environment_record
 from trainyard.errors import UserError
 from trainyard.hardware import available_cores
+from trainyard.measure import QUOTABLE_ROUNDS, QUOTABLE_SPREAD, Summary, new_file, write_results
 
 SUITES = ("rgb", "gray", "raw", "read", "step")
 OURS = "ours"
-QUOTABLE_SPREAD = 0.1
-QUOTABLE_ROUNDS = 3
 WORKER_TIMEOUT_S = 600
 STEP_TARGET = (0.01, 0.3)
 """A training step of the engine may cost this share, or this many ms, more than a plain loop: the larger one."""
@@ -73,19 +72,6 @@ class Configuration:
         return f"{self.suite}/{self.name}"
 
 
-@dataclass(frozen=True)
-class Summary:
-    """Several rounds of one number."""
-
-    median: float
-    spread: float  # (largest - smallest) / median
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> "Summary":
-        middle = median(values)
-        return cls(middle, (max(values) - min(values)) / abs(middle) if middle else 0.0)
-
-
 Round = dict[str, dict[str, Any]]
 """What the workers of one round printed, by configuration: the fields of `measure`, or `error`."""
 
@@ -109,7 +95,7 @@ def run_suite(suite: str, options: Options, *, command: str, environment: Mappin
     configurations = _select(_list(options), suite, options)
     _prepare(configurations, options)
     head = header(suite, options, command=command, environment=environment)
-    path = _new_file(options.results, f"{suite}-{head['date'][:10]}")
+    path = new_file(options.results, f"{suite}-{head['date'][:10]}")
     rounds: list[Round] = []
     for number in range(options.rounds):
         rounds.append(_run_round(configurations, number, options))
@@ -327,9 +313,7 @@ def _result_line(name: str, about: Configuration | None, rounds: Sequence[Round]
 
 
 def _summary(values: Sequence[float]) -> dict[str, Any]:
-    summary = Summary.of(values)
-    quotable = summary.spread <= QUOTABLE_SPREAD and len(values) >= QUOTABLE_ROUNDS
-    return asdict(summary) | {"quotable": quotable}
+    return asdict(Summary.of(values))
 
 
 def _pairs(rounds: Sequence[Round], first: str, second: str, key: str) -> list[tuple[float, float]]:
@@ -339,13 +323,6 @@ def _pairs(rounds: Sequence[Round], first: str, second: str, key: str) -> list[t
 
 def _median(line: Mapping[str, Any], key: str) -> float:
     return float(line[key]["median"]) if key in line else 0.0
-
-
-def write_results(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
-    """Replace a result file as a whole."""
-    aside = path.with_suffix(".partial")
-    aside.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    aside.replace(path)
 
 
 def read_results(path: Path) -> list[dict[str, Any]]:
@@ -363,12 +340,6 @@ def read_results(path: Path) -> list[dict[str, Any]]:
     if not lines or lines[0].get("kind") != "header":
         raise UserError(f"{path}: expected a header line that `trainyard bench` has written; found none.")
     return lines
-
-
-def _new_file(folder: Path, stem: str) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = (folder / f"{stem}{'' if n == 1 else f'-{n}'}.jsonl" for n in count(1))
-    return next(path for path in paths if not path.exists())
 
 
 def table(lines: Sequence[Mapping[str, Any]]) -> str:
@@ -398,7 +369,7 @@ def _row(line: Mapping[str, Any]) -> tuple[str, ...]:
 def _cell(summary: Mapping[str, Any] | None, form: str) -> str:
     if summary is None:
         return "-"
-    return f"{summary['median']:{form}} +-{summary['spread']:.0%}{'' if summary['quotable'] else ' ?'}"
+    return Summary(**summary).text(form)
 
 
 def step_verdict(results: Sequence[Mapping[str, Any]]) -> str:
@@ -448,8 +419,6 @@ def main(arguments: argparse.Namespace, *, command: str) -> None:
     if arguments.show:
         print(table(read_results(arguments.show)))
         return
-    from trainyard.launch.runs import environment_record  # not at import: the peers' environment lacks what it needs
-
     environment = environment_record()
     options = Options(
         peers=arguments.peers,
