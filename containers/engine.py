@@ -20,7 +20,7 @@ class Mistake(Exception):
 
 
 class Absent(Exception):
-    """This machine lacks a program or a right that is needed. The message says which, and how to get it."""
+    """This machine lacks a program, a right or room that is needed. The message says which, and how to get it."""
 
 
 @dataclass(frozen=True)

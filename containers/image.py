@@ -116,7 +116,7 @@ def _build(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
     target, engine = find_target(args.hw), find_engine(environ)
     free = engine.free_gib()
     if free < target.build_gib:
-        raise Mistake(
+        raise Absent(
             f"{free:.0f} GiB are free where {engine.name} keeps images, and building {target.name} takes "
             f"{target.build_gib}. Make room: {engine.name} system prune"
         )
