@@ -76,7 +76,12 @@ def pack_raw(
             f"{raw}: no such folder. Give the folder of raw files: data.path=FOLDER, or make run DATA=FOLDER"
         )
     family = load_family(jobs_dir, config.family, "pack")
-    meta = {"family": config.family, "fill": config.image.fill, "packing": _packing_options(config)}
+    meta = {
+        "family": config.family,
+        "fill": config.image.fill,
+        "rate_hz": config.sound.rate_hz,
+        "packing": _packing_options(config),
+    }
     count, listing = listing_of(family.samples(raw, config), meta)
     if not count:
         raise UserError(
