@@ -1,0 +1,176 @@
+"""Features on the device against librosa in the loader, and PCM against FLAC in shards, side by side in one run."""
+
+import json
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import soundfile
+import torch
+from scipy.signal import resample_poly
+
+from trainyard import measure
+from trainyard.data.loader import Loader
+from trainyard.data.pack import pack
+from trainyard.data.shards import Sample, ShardSet
+from trainyard.measure import Way
+from trainyard.settings import AugmentSettings, DataSettings, ImageSettings, SoundSettings
+
+from . import frontends
+from .pack import Rule, load
+from .synthesis import draw_speech
+
+FEATURES = ("mel128", "spec257", "lfcc60", "cqt432")
+UTTERANCES, FRAMES, BATCH, RATE_HZ = 96, 64600, 32, 16000
+INSTALL = "uv venv {0} && uv pip install --python {0}/bin/python librosa torch soundfile scipy"
+
+
+def run(*, peers: Path, rounds: int, seconds: float, threads: int, results: Path) -> int:
+    """Measure, print the table and write `results/frontends-<date>.jsonl`; return the exit code.
+
+    Two pairs per feature: the whole way from files to a batch of features (ours: shards, loader, front end; theirs:
+    FLAC files, soundfile, librosa, DataLoader), and features alone from waveforms in memory. Each way gets `threads`
+    threads, or worker processes where there are more than one.
+    """
+    torch.set_num_threads(threads)
+    python = peers / "bin" / "python"
+    with tempfile.TemporaryDirectory() as folder, _librosa(python, Path(folder) / "flac", threads) as ask:
+        root = Path(folder)
+        _draw(root / "flac")
+        stores = {name: _packed(root, encoded=name == "encoded") for name in ("pcm", "encoded")}
+        versions = None if ask is None else ask(None)
+        ways = [way for feature in FEATURES for way in _feature_ways(feature, stores["pcm"], ask, seconds, threads)]
+        ways += _store_ways(stores, seconds, threads)
+        lines = measure.side_by_side(ways, rounds=rounds, warm_up=True)
+        head = measure.header("frontends", {"rounds": rounds, "seconds": seconds, "threads": threads})
+        head["peer_versions"] = versions
+        head["agreement"] = {} if ask is None else {name: _agreement(name, root / "flac", ask) for name in FEATURES}
+        for data in stores.values():
+            data.close()
+    print(measure.table(lines))
+    for name, difference in head["agreement"].items():
+        print(f"{name}: largest difference to librosa's {difference:.2g}")
+    print(f"written: {measure.write_new(results, 'frontends', [head, *lines])}")
+    return 0
+
+
+Ask = Callable[[dict[str, Any] | None], Any]
+
+
+@contextmanager
+def _librosa(python: Path, folder: Path, threads: int) -> Iterator[Ask | None]:
+    """Start librosa's process, and yield how to ask it; None where it is not installed, which is said."""
+    found = python.exists() and subprocess.run([python, "-c", "import librosa"], capture_output=True).returncode == 0
+    if not found:
+        print(f"librosa is not in {python.parents[1]}: ours alone. To add it: {INSTALL.format('.venv-librosa')}")
+        yield None
+        return
+    script = Path(__file__).with_name("librosa_loader.py")
+    command = [str(python), str(script), str(folder), str(FRAMES), str(threads if threads > 1 else 0)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdin is not None and process.stdout is not None
+    stdin, stdout = process.stdin, process.stdout
+
+    def ask(question: dict[str, Any] | None) -> Any:
+        if question is not None:
+            stdin.write(json.dumps(question) + "\n")
+            stdin.flush()
+        return json.loads(stdout.readline())
+
+    try:
+        yield ask
+    finally:
+        stdin.close()
+        process.wait()
+
+
+def _draw(folder: Path) -> None:
+    """Write drawn speech as FLAC, 16 kHz, 4 to 4.8 s."""
+    folder.mkdir()
+    for i in range(UTTERANCES):
+        speech = np.concatenate([draw_speech(0, i, take) for take in range(4)])
+        wave = resample_poly(np.resize(speech, 32300 + 64 * i), 2, 1)
+        pcm = np.clip(np.round(wave * 32767), -32768, 32767).astype(np.int16)
+        soundfile.write(folder / f"{i:03d}.flac", pcm, RATE_HZ, subtype="PCM_16")
+
+
+def _packed(root: Path, *, encoded: bool) -> ShardSet:
+    rule = Rule(RATE_HZ, encoded, False, False, 0.0)
+    paths = sorted((root / "flac").glob("*.flac"))
+    samples = [Sample(path.name, partial(load, path, rule), source=path) for path in paths]
+    return pack(samples, root / ("encoded" if encoded else "pcm"), meta={}, workers=1)
+
+
+def _feature_ways(name: str, data: ShardSet, ask: Ask | None, seconds: float, threads: int) -> list[Way]:
+    frontend = frontends.build(name, rate_hz=RATE_HZ, frames=FRAMES, mean="none")
+    waves = torch.cat([batch["wave"] for batch in _batches(data, "cpu", threads)])[:BATCH]
+
+    def loaded() -> int:
+        return sum(len(frontend(batch["wave"])) for batch in _batches(data, "cpu", threads))
+
+    ours = [
+        Way(f"{name}/ours", lambda: measure.for_at_least(seconds, loaded), "utt/s", "shards to features"),
+        Way(f"{name}/ours, alone", lambda: measure.for_at_least(seconds, lambda: len(frontend(waves))), "utt/s"),
+    ]
+    if ask is None:
+        return ours
+    asked = {"feature": name, "seconds": seconds}
+    theirs = [
+        Way(f"{name}/librosa", lambda: float(ask({**asked, "what": "loaded"})), "utt/s", "FLAC files to features"),
+        Way(f"{name}/librosa, alone", lambda: float(ask({**asked, "what": "made"})), "utt/s"),
+    ]
+    held = [Way(way.name, way.measure, way.unit, way.note, other.name) for way, other in zip(ours, theirs, strict=True)]
+    return [*held, *theirs]
+
+
+def _store_ways(stores: dict[str, ShardSet], seconds: float, threads: int) -> list[Way]:
+    def rate(data: ShardSet, decode: str) -> float:
+        return measure.for_at_least(seconds, lambda: sum(len(b["wave"]) for b in _batches(data, decode, threads)))
+
+    size = {name: int(data.records["wave"].size.sum()) / data.count / 1024 for name, data in stores.items()}
+    pcm = Way("store/pcm", lambda: rate(stores["pcm"], "cpu"), "utt/s", f"{size['pcm']:.0f} KiB each")
+    flac = f"{size['encoded']:.0f} KiB each"
+    return [
+        pcm,
+        Way("store/flac, soundfile", lambda: rate(stores["encoded"], "cpu"), "utt/s", flac, pcm.name),
+        Way("store/flac, DALI", lambda: rate(stores["encoded"], "dali"), "utt/s", flac, pcm.name),
+    ]
+
+
+def _batches(data: ShardSet, decode: str, threads: int) -> Iterator[dict[str, torch.Tensor]]:
+    loader = Loader(
+        data,
+        settings=DataSettings(),
+        image=ImageSettings(),
+        sound=SoundSettings(frames=FRAMES, rate_hz=RATE_HZ),
+        augmentation=AugmentSettings(),
+        seed=0,
+        rank=0,
+        world_size=1,
+        device=torch.device("cpu"),
+        threads=threads,
+        channels_last=False,
+        decode=decode,
+    )
+    for micro in loader.evaluate(np.arange(data.count), batch_size=BATCH):
+        yield micro.batch
+
+
+def _agreement(name: str, folder: Path, ask: Ask) -> float:
+    """Return the largest difference of the first utterance's map; of cqt432 without each bin's mean.
+
+    librosa scales each bin of the constant-Q transform by a constant, which is a shift of its logarithm. Only values
+    within 60 dB of the loudest are compared: below, what is left of rounding differs.
+    """
+    wave = torch.from_numpy(np.resize(soundfile.read(sorted(folder.glob("*.flac"))[0], dtype="float32")[0], FRAMES))
+    ours = frontends.build(name, rate_hz=RATE_HZ, frames=FRAMES, mean="none")(wave[None])[0].double().numpy()
+    theirs = np.array(ask({"feature": name, "what": "features"}))[:, : ours.shape[1]]
+    if name == "cqt432":
+        ours, theirs = (x - x.mean(axis=1, keepdims=True) for x in (ours, theirs))
+    loud = np.ones(ours.shape, bool) if name == "lfcc60" else ours > ours.max() - (60 if name == "mel128" else 13.8)
+    return float(np.abs(ours - theirs)[loud].max())

@@ -1,0 +1,104 @@
+"""The family's own verbs: `score-check`, `score-file` and `bench-frontends`."""
+
+import argparse
+import csv
+from pathlib import Path
+from typing import Any
+
+from trainyard.errors import UserError
+
+
+def add(verbs: Any) -> None:
+    """Add the verbs to the command line."""
+    check = verbs.add_parser(
+        "score-check", help="tell whether an anti-spoofing score file is complete and turned right"
+    )
+    check.add_argument("file", type=Path, help="score file, in the form of ASVspoof 2019, 2021 or 5")
+    check.add_argument("--protocol", type=Path, help="protocol or key file of the set it belongs to")
+    check.add_argument("--asv", type=Path, help="ASV scores of the same set, for the t-DCF")
+    check.set_defaults(command=_score_check)
+
+    write = verbs.add_parser("score-file", help="turn the table of `trainyard predict` into an official score file")
+    write.add_argument("table", type=Path, help="CSV that `trainyard predict` wrote")
+    write.add_argument("out", type=Path, help="score file to write")
+    write.add_argument("--form", choices=("asv2019", "asv2021", "asv5"), default="asv2021", help="default: %(default)s")
+    write.add_argument("--protocol", type=Path, help="what to write, in this order; asv2019 needs it for the keys")
+    write.set_defaults(command=_score_file)
+
+    bench = verbs.add_parser("bench-frontends", help="features on the device against librosa in the loader")
+    bench.add_argument("--peers", type=Path, default=Path(".venv-peers"), help="environment with librosa: %(default)s")
+    bench.add_argument("--rounds", type=int, default=5, help="default: %(default)s")
+    bench.add_argument("--seconds", type=float, default=4.0, help="least time of each in a round: %(default)s")
+    bench.add_argument("--threads", type=int, default=1, help="threads, or worker processes, of each: %(default)s")
+    bench.add_argument("--results", type=Path, default=Path("benchmarks"), help="folder of results: %(default)s")
+    bench.set_defaults(command=_bench)
+
+
+def _score_check(args: argparse.Namespace) -> int:
+    """Print what was found; return 0 if the file is right, 1 if it is not."""
+    from . import protocols, scores
+
+    form, lines = scores.read(args.file)
+    verdict = scores.check(
+        form,
+        lines,
+        protocol=None if args.protocol is None else protocols.trials(args.protocol),
+        asv=None if args.asv is None else protocols.asv_rates(args.asv),
+    )
+    print(f"{args.file}: {verdict.trials:,} scores in the form of {form}")
+    for fault in verdict.faults:
+        print(f"  WRONG  {fault}")
+    for note in verdict.notes:
+        print(f"  note   {note}")
+    for name, value in verdict.metrics.items():
+        shown = f"{100 * value:.4f} %" if name.startswith("eer") else f"{value:,.5f}".rstrip("0").rstrip(".")
+        print(f"  {name:<14} {shown}")
+    print("not right: see above" if verdict.faults else "right, as far as can be told")
+    return 1 if verdict.faults else 0
+
+
+def _score_file(args: argparse.Namespace) -> int:
+    from . import protocols, scores
+
+    found = _predicted(args.table)
+    trials = (
+        [protocols.Trial(name, None) for name in found] if args.protocol is None else protocols.trials(args.protocol)
+    )
+    missing = [trial.utterance for trial in trials if trial.utterance not in found]
+    if missing:
+        raise UserError(
+            f"{args.table}: {len(missing)} of the {len(trials)} utterances of {args.protocol} have no score, such as "
+            f"{missing[0]}. Predict the whole folder: trainyard predict RUN FOLDER OUT.csv"
+        )
+    lines = [scores.Line(trial.utterance, found[trial.utterance], trial.bonafide, trial.attack) for trial in trials]
+    scores.write(args.out, lines, form=args.form)
+    print(f"{args.out}: {len(lines):,} scores in the form of {args.form}. Check it: trainyard score-check {args.out}")
+    return 0
+
+
+def _predicted(path: Path) -> dict[str, float]:
+    """Read the table of `trainyard predict`.
+
+    Raises:
+        UserError: no such file, other columns, or two files of one name.
+    """
+    if not path.is_file():
+        raise UserError(f"{path}: no such file. Write it first: trainyard predict RUN FOLDER {path}")
+    found: dict[str, float] = {}
+    with path.open(newline="") as file:
+        table = csv.DictReader(file)
+        if not {"utterance", "score"} <= set(table.fieldnames or ()):
+            raise UserError(
+                f"{path}: expected the columns utterance and score, found {','.join(table.fieldnames or ())}."
+            )
+        for row in table:
+            if row["utterance"] in found:
+                raise UserError(f"{path}: '{row['utterance']}' comes twice. Predict a folder of one database.")
+            found[row["utterance"]] = float(row["score"])
+    return found
+
+
+def _bench(args: argparse.Namespace) -> int:
+    from .bench import run
+
+    return run(peers=args.peers, rounds=args.rounds, seconds=args.seconds, threads=args.threads, results=args.results)

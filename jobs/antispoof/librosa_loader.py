@@ -1,0 +1,113 @@
+"""Features made by librosa in a data loader, as the seed does it: what `bench-frontends` measures ours against.
+
+Runs in an environment of its own, which has librosa, torch and soundfile and nothing of ours:
+`python librosa_loader.py FOLDER FRAMES WORKERS`. Each line of its input names a feature and what to do; each line of
+its output is the answer, as JSON.
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import librosa
+import numpy as np
+import scipy.fft
+import soundfile
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+RATE_HZ, BATCH = 16000, 32
+
+
+def mel128(wave: np.ndarray) -> np.ndarray:
+    mel = librosa.feature.melspectrogram(
+        y=wave, sr=RATE_HZ, n_fft=512, win_length=512, hop_length=160, n_mels=128, pad_mode="constant"
+    )
+    return librosa.power_to_db(mel, ref=np.max)
+
+
+def spec257(wave: np.ndarray) -> np.ndarray:
+    spectrum = librosa.stft(wave, n_fft=512, win_length=400, hop_length=160, pad_mode="constant")
+    return np.log(np.abs(spectrum) ** 2 + 2.220446e-16)
+
+
+def lfcc60(wave: np.ndarray) -> np.ndarray:
+    wave = librosa.effects.preemphasis(wave, coef=0.97, zi=[0.0])
+    window = np.hamming(320)
+    spectrum = librosa.stft(wave, n_fft=512, win_length=320, hop_length=160, window=window, pad_mode="constant")
+    bands = np.log10(_FILTERS @ (np.abs(spectrum) ** 2) + 2.220446e-16)
+    cepstra = scipy.fft.dct(bands, type=2, norm="ortho", axis=0)[:20]
+    first = librosa.feature.delta(cepstra, width=7, mode="nearest")
+    return np.concatenate([cepstra, first, librosa.feature.delta(first, width=7, mode="nearest")])
+
+
+def cqt432(wave: np.ndarray) -> np.ndarray:
+    wave = librosa.effects.preemphasis(wave, coef=0.97, zi=[0.0])
+    transform = librosa.cqt(
+        wave, sr=RATE_HZ, hop_length=256, fmin=15.0, n_bins=432, bins_per_octave=48, pad_mode="constant"
+    )
+    return np.log(np.abs(transform) ** 2 + 2.220446e-16)
+
+
+FEATURES = {"mel128": mel128, "spec257": spec257, "lfcc60": lfcc60, "cqt432": cqt432}
+_EDGES_HZ = np.linspace(0, 8000, 22)
+_FILTERS = np.array([np.interp(np.arange(257) * 31.25, _EDGES_HZ[i : i + 3], [0, 1, 0]) for i in range(20)])
+
+
+class Utterances(Dataset[torch.Tensor]):
+    """Files, read, cut to length and turned into features one by one, in every epoch anew."""
+
+    def __init__(self, folder: Path, frames: int, feature: str) -> None:
+        self.paths, self.frames, self.feature = sorted(folder.glob("*.flac")), frames, FEATURES[feature]
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, i: int) -> torch.Tensor:
+        wave = soundfile.read(self.paths[i], dtype="float32")[0]
+        return torch.from_numpy(np.asarray(self.feature(np.resize(wave, self.frames)), dtype=np.float32))
+
+
+def loaded_per_s(data: Utterances, workers: int, seconds: float) -> float:
+    """Return utterances per second through a DataLoader, its start left out."""
+    loader = DataLoader(data, BATCH, num_workers=workers, persistent_workers=workers > 0)
+    for _ in loader:  # starts the workers, and fills librosa's caches
+        pass
+    begin, done = time.perf_counter(), 0
+    while time.perf_counter() - begin < seconds:
+        for batch in loader:
+            done += len(batch)
+    return done / (time.perf_counter() - begin)
+
+
+def made_per_s(data: Utterances, seconds: float) -> float:
+    """Return utterances per second of the features alone, from waveforms in memory."""
+    waves = [np.resize(soundfile.read(path, dtype="float32")[0], data.frames) for path in data.paths[:BATCH]]
+    data.feature(waves[0])
+    begin, done = time.perf_counter(), 0
+    while time.perf_counter() - begin < seconds:
+        for wave in waves:
+            data.feature(wave)
+        done += len(waves)
+    return done / (time.perf_counter() - begin)
+
+
+def main() -> None:
+    folder, frames, workers = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    torch.set_num_threads(max(1, workers))
+    print(json.dumps({"librosa": librosa.__version__, "torch": torch.__version__, "numpy": np.__version__}), flush=True)
+    for line in sys.stdin:
+        asked = json.loads(line)
+        data = Utterances(folder, frames, asked["feature"])
+        if asked["what"] == "loaded":
+            answer = loaded_per_s(data, workers, asked["seconds"])
+        elif asked["what"] == "made":
+            answer = made_per_s(data, asked["seconds"])
+        else:
+            answer = data[0].tolist()
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,234 @@
+"""The antispoof model: front end, network, decision, and its score."""
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from loguru import logger
+from torch import Tensor, nn
+
+from trainyard.errors import UserError
+from trainyard.train.exhibits import score_histogram
+from trainyard.train.module import Batch, DataInfo, Rows, TrainModule
+
+from . import augment, frontends, metrics
+from .config import Config, DisturbSettings, LossSettings, ModelSettings
+from .losses import AmSoftmax, CrossEntropy, Decision, OcSoftmax
+from .metrics import AsvRates
+from .network import OneClassResNet, SeNet, SeResNet
+
+
+def build(config: Config, data: DataInfo) -> "AntispoofModule":
+    """Return the model for the utterances that train.
+
+    Raises:
+        UserError: front end, rate, network and their options do not go together.
+    """
+    frontend = frontends.build(
+        config.frontend.name, rate_hz=config.sound.rate_hz, frames=config.sound.frames, mean=config.frontend.mean
+    )
+    network = _network(config.model, config.frontend.name)
+    trials = Trials.of(data)
+    trials.tell_rates(config.sound.rate_hz)
+    return AntispoofModule(
+        frontend,
+        network,
+        _decision(config.loss, network.dims, trials.counts(data.train_ids)),
+        disturb=config.disturb,
+        rate_hz=config.sound.rate_hz,
+        direction_lr_scale=config.loss.lr_scale,
+        trials=trials,
+    )
+
+
+def _network(model: ModelSettings, frontend: str) -> SeNet | SeResNet | OneClassResNet:
+    if model.name == "resnet18_oc":
+        if not frontend.startswith("lfcc"):
+            raise UserError(
+                f"model.name=resnet18_oc takes {OneClassResNet.BINS} bins, and frontend.name={frontend} gives another "
+                "number. Use frontend.name=lfcc60, or model.name=senet34."
+            )
+        return OneClassResNet()
+    if model.name == "seresnet":
+        if len(model.layers) != 4 or min(model.layers) < 1:
+            raise UserError(f"model.layers={model.layers}: expected four counts from 1 on: [2,2,2,2] or [3,4,6,3].")
+        return SeResNet(layers=model.layers, dropout=model.dropout)
+    return SeNet(bottleneck=model.name == "senet50")
+
+
+def _decision(loss: LossSettings, dims: int, counts: tuple[int, int]) -> Decision:
+    if loss.name == "am_softmax":
+        return AmSoftmax(dims, scale=loss.scale, margin=loss.margin)
+    if loss.name == "oc_softmax":
+        return OcSoftmax(dims, scale=loss.scale, margin_bonafide=loss.margin_bonafide, margin_spoof=loss.margin_spoof)
+    return CrossEntropy(dims, counts=counts, gamma=loss.gamma if loss.name == "focal" else 0.0)
+
+
+@dataclass(frozen=True)
+class Trials:
+    """What scoring needs to know of a data set of N utterances; empty where sounds have no labels."""
+
+    label: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))  # (N,) 1: bona fide
+    attack: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.str_))  # (N,) text
+    set: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.str_))  # (N,) text
+    source_rate_hz: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))  # (N,)
+    asv: Mapping[str, AsvRates] = field(default_factory=dict)  # by set
+
+    @classmethod
+    def of(cls, data: DataInfo) -> "Trials":
+        if "label" not in data.columns:
+            return cls()
+        attack, set_of = (np.array(data.vocabulary[name])[data.columns[name]] for name in ("attack", "set"))
+        asv = {name: AsvRates(**rates) for name, rates in json.loads(data.learned.get("asv", "{}")).items()}
+        return cls(data.columns["label"], attack, set_of, data.columns["source_rate_hz"], asv)
+
+    def counts(self, ids: np.ndarray) -> tuple[int, int]:
+        """Return how many of some utterances are spoofed, and how many bona fide; one each where nothing is known."""
+        if not len(self.label) or not len(ids):
+            return 1, 1
+        bonafide = int(self.label[ids].sum())
+        return len(ids) - bonafide, bonafide
+
+    def tell_rates(self, rate_hz: int) -> None:
+        """Say how many files were resampled, and warn where that alone tells the classes apart."""
+        other = self.source_rate_hz != rate_hz
+        if not other.any():
+            return
+        rates = ", ".join(
+            f"{count} of {hz} Hz" for hz, count in sorted(Counter(self.source_rate_hz[other].tolist()).items())
+        )
+        logger.info("resampled to {} Hz when packed: {}", rate_hz, rates)
+        bonafide, spoof = (float(other[self.label == label].mean()) for label in (1, 0))
+        if abs(bonafide - spoof) > 0.1:
+            logger.warning(
+                "{:.0%} of bona fide and {:.0%} of spoofed files were resampled: a network can learn that in place of "
+                "the attacks",
+                bonafide,
+                spoof,
+            )
+
+
+class AntispoofModule(TrainModule):
+    """Scores utterances: high is bona fide.
+
+    Axes: B utterances, N samples, F bins, T frames, D numbers of an embedding.
+
+    Args:
+        frontend: (B, N) float32 to (B, F, T) float32; runs outside autocast.
+        network: (B, F, T) to (B, D).
+        rate_hz: of the sounds.
+        direction_lr_scale: factor on the learning rate of one-class softmax's direction.
+    """
+
+    monitor = ("eer", "min")
+
+    def __init__(
+        self,
+        frontend: nn.Module,
+        network: SeNet | SeResNet | OneClassResNet,
+        decision: Decision,
+        *,
+        disturb: DisturbSettings,
+        rate_hz: int,
+        direction_lr_scale: float,
+        trials: Trials,
+    ) -> None:
+        super().__init__()
+        self.frontend, self.network, self.decision = frontend, network, decision
+        self.disturb, self.rate_hz, self.direction_lr_scale, self.trials = disturb, rate_hz, direction_lr_scale, trials
+        # Windows and filters never change: without this DDP would send them, up to 32 MiB, before every step.
+        self._ddp_params_and_buffers_to_ignore = [f"frontend.{name}" for name, _ in frontend.named_buffers()]
+
+    def forward(self, batch: Batch) -> dict[str, Tensor]:
+        """Return the loss, and the share of utterances that it would call right."""
+        embedding_BD = self.network(self.maps(batch)).float()
+        with torch.autocast(embedding_BD.device.type, enabled=False):
+            loss = self.decision(embedding_BD, batch["label"])
+            right_B = self.decision.calls_bonafide(embedding_BD.detach()) == (batch["label"] == 1)
+        return {"loss": loss, "accuracy": right_B.float().mean()}
+
+    @torch.no_grad()
+    def maps(self, batch: Batch) -> Tensor:
+        """Return what the network reads, (B, F, T) float32; changed at random in training."""
+        wave_BN = batch["wave"]
+        with torch.autocast(wave_BN.device.type, enabled=False):
+            if not self.training:
+                return self.frontend(wave_BN)  # type: ignore[no-any-return]
+            return self._masked(self.frontend(self._disturbed(wave_BN, batch)), batch)
+
+    def _disturbed(self, wave_BN: Tensor, batch: Batch) -> Tensor:
+        rule = self.disturb
+        if rule.roll:
+            wave_BN = augment.roll(wave_BN, batch["noise"])
+        if rule.rawboost:
+            wave_BN = augment.rawboost(
+                wave_BN, batch["noise"], chance=rule.rawboost, kind=rule.rawboost_kind, rate_hz=self.rate_hz
+            )
+        if rule.codec:
+            wave_BN = augment.codec(wave_BN, batch["noise"], chance=rule.codec, rate_hz=self.rate_hz)
+        return wave_BN
+
+    def _masked(self, map_BFT: Tensor, batch: Batch) -> Tensor:
+        rule = self.disturb
+        if not rule.mask:
+            return map_BFT
+        return augment.mask(map_BFT, batch["noise"], chance=rule.mask, bins=rule.mask_bins, frames=rule.mask_frames)
+
+    def predict(self, batch: Batch) -> dict[str, Tensor]:
+        """Return the score of each utterance, (B,) float32; needs no label."""
+        embedding_BD = self.network(self.maps(batch)).float()
+        with torch.autocast(embedding_BD.device.type, enabled=False):
+            return {"score": self.decision.score(embedding_BD), "sample_id": batch["sample_id"]}
+
+    def score(self, rows: Rows) -> dict[str, float]:
+        """Return the metrics of `metrics.of_scores`, rates in 0..1; the t-DCF where the set has ASV scores of its own.
+
+        Raises:
+            UserError: the set lacks bona fide or spoofed speech, or a score is not finite.
+        """
+        ids = rows["sample_id"]
+        return metrics.of_scores(
+            rows["score"], self.trials.label[ids] == 1, self.trials.attack[ids].tolist(), asv=self._asv(ids)
+        )
+
+    def _asv(self, ids: np.ndarray) -> AsvRates | None:
+        names = np.unique(self.trials.set[ids])
+        return self.trials.asv.get(str(names[0])) if len(names) == 1 else None
+
+    def exhibits(self, rows: Rows) -> dict[str, bytes]:
+        """Return the DET plot of one set, and how its scores are spread."""
+        ids, scores = rows["sample_id"], rows["score"].astype(np.float64)
+        genuine = self.trials.label[ids] == 1
+        attacks = metrics.by_attack(scores, genuine, self.trials.attack[ids].tolist())
+        return {
+            "Detection error trade-off": metrics.det_plot(scores[genuine], attacks),
+            "Scores": score_histogram({"bona fide": scores[genuine], "spoofed": scores[~genuine]}, x_label="score"),
+        }
+
+    def answers(self, rows: Rows, keys: Sequence[str]) -> Iterator[dict[str, object]]:
+        """Yield the file, the name that protocols know it by, and its score."""
+        for key, score in zip(keys, rows["score"].tolist(), strict=True):
+            yield {"path": key, "utterance": Path(key).stem, "score": score}
+
+    def repeated_layers(self) -> nn.Sequential:
+        """Return the residual blocks."""
+        return self.network.blocks
+
+    def parameter_groups(self, weight_decay: float) -> list[dict[str, object]]:
+        """Give one-class softmax's direction a learning rate of its own, and no decay: only its angle matters."""
+        groups = super().parameter_groups(weight_decay)
+        if not isinstance(self.decision, OcSoftmax):
+            return groups
+        direction = self.decision.direction_D
+        kept = [{**group, "params": [p for p in _parameters(group) if p is not direction]} for group in groups]
+        return [*kept, {"params": [direction], "weight_decay": 0.0, "lr_scale": self.direction_lr_scale}]
+
+
+def _parameters(group: Mapping[str, object]) -> list[nn.Parameter]:
+    found = group["params"]
+    assert isinstance(found, list)
+    return found

@@ -1,0 +1,216 @@
+"""Score files in the forms that the challenges ask for: written, read, and checked against a protocol.
+
+Forms: `utterance attack key score` (what the 2019 baselines write), `utterance score` (submissions of 2019 and 2021),
+and a table `filename<tab>cm-score` with that header (ASVspoof 5).
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from trainyard.errors import UserError
+
+from . import metrics
+from .metrics import AsvRates
+from .protocols import BONAFIDE, SPOOF, Trial
+
+FORMS = ("asv2019", "asv2021", "asv5")
+KNOWN = {  # ASVspoof 2019 LA (Wang et al. 2020, arXiv:1911.01601, table 3): trials by the first letters of their names
+    "LA_T_": ("ASVspoof 2019 LA training", 2580, 22800),
+    "LA_D_": ("ASVspoof 2019 LA development", 2548, 22296),
+    "LA_E_": ("ASVspoof 2019 LA evaluation", 7355, 63882),
+}
+SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a score file."""
+
+    utterance: str
+    score: float
+    bonafide: bool | None = None  # None: the form has no key
+    attack: str = "-"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was found out about a score file."""
+
+    form: str
+    trials: int
+    faults: list[str] = field(default_factory=list)  # each makes the file wrong
+    notes: list[str] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)  # as `metrics.of_scores`; empty without keys
+
+
+def write(path: Path, lines: Iterable[Line], *, form: str) -> None:
+    """Write a score file.
+
+    Raises:
+        UserError: the form needs keys, and a line has none.
+    """
+    with path.open("w") as file:
+        if form == "asv5":
+            file.write("filename\tcm-score\n")
+        for line in lines:
+            if form == "asv2019":
+                if line.bonafide is None:
+                    raise UserError(
+                        f"{line.utterance}: the form asv2019 has a key on every line. Give the protocol, or write "
+                        "another form: asv2021 or asv5."
+                    )
+                key = BONAFIDE if line.bonafide else SPOOF
+                file.write(f"{line.utterance} {line.attack} {key} {line.score!r}\n")
+            else:
+                file.write(f"{line.utterance}{chr(9) if form == 'asv5' else ' '}{line.score!r}\n")
+
+
+def read(path: Path) -> tuple[str, list[Line]]:
+    """Return the form of a score file, one of `FORMS`, and its lines.
+
+    Raises:
+        UserError: no such file, an empty one, or a line of another form than the first.
+    """
+    if not path.is_file():
+        raise UserError(f"{path}: no such score file.")
+    rows = [(number, text.split()) for number, text in enumerate(path.read_text().splitlines(), 1) if text.strip()]
+    if not rows:
+        raise UserError(f"{path}: the score file is empty.")
+    header = rows[0][1][0].lower() == "filename"
+    rows = rows[1:] if header else rows
+    form = "asv5" if header else "asv2019" if len(rows[0][1]) == 4 else "asv2021"
+    return form, [_line(path, number, words, 4 if form == "asv2019" else 2) for number, words in rows]
+
+
+def check(form: str, lines: Sequence[Line], *, protocol: Sequence[Trial] | None, asv: AsvRates | None) -> Verdict:
+    """Tell whether a score file is complete and turned the right way, and score it.
+
+    Args:
+        form: as `read` says.
+        protocol: what it should hold; None: its own keys are believed, and completeness is judged where the names say
+            which set it is.
+        asv: for the t-DCF; None: without.
+    """
+    verdict = Verdict(form, len(lines))
+    faults, notes = verdict.faults, verdict.notes
+    counts = Counter(line.utterance for line in lines)
+    doubled = [name for name, count in counts.items() if count > 1]
+    if doubled:
+        faults.append(f"{len(doubled)} utterances have more than one score: {_named(doubled)}")
+    broken = [line.utterance for line in lines if not np.isfinite(line.score)]
+    if broken:
+        faults.append(f"{len(broken)} scores are not finite numbers: {_named(broken)}")
+    if protocol is not None:
+        lines = _against(lines, protocol, verdict)
+    elif form == "asv2019":
+        _against_known(lines, counts, verdict)
+    else:
+        notes.append("no keys: give --protocol FILE to see whether it is complete, and its error rates")
+    keyed = [line for line in lines if line.bonafide is not None and np.isfinite(line.score)]
+    if len({line.bonafide for line in keyed}) < 2:
+        if keyed:
+            faults.append("all trials are of one class: error rates need both")
+        return verdict
+    _score(keyed, asv, verdict)
+    return verdict
+
+
+def _score(lines: Sequence[Line], asv: AsvRates | None, verdict: Verdict) -> None:
+    values = np.array([line.score for line in lines])
+    genuine = np.array([bool(line.bonafide) for line in lines])
+    attack = [line.attack for line in lines]
+    distinct = len(np.unique(values))
+    if distinct < 2:
+        verdict.faults.append(f"all scores are {values[0]:g}")
+        return
+    verdict.metrics.update(metrics.of_scores(values, genuine, attack, asv=asv))
+    turned = metrics.eer(-values[genuine], -values[~genuine])
+    if verdict.metrics["eer"] > 0.5 > turned:
+        verdict.faults.append(
+            f"turned round: high must mean bona fide. The EER is {100 * verdict.metrics['eer']:.2f} %, and "
+            f"{100 * turned:.2f} % with the sign of every score changed"
+        )
+    if distinct < 0.5 * len(values):
+        verdict.notes.append(f"only {distinct} distinct scores in {len(values)} trials: ties count against the system")
+    if values.min() >= 0 and values.max() <= 1:
+        verdict.notes.append(
+            "scores lie in 0..1, so they are probabilities and no log-odds: cllr and act_dcf are of no use"
+        )
+
+
+def _against(lines: Sequence[Line], protocol: Sequence[Trial], verdict: Verdict) -> list[Line]:
+    """Hold a file against its protocol; return its lines with the protocol's keys."""
+    listed = {trial.utterance: trial for trial in protocol}
+    given = {line.utterance for line in lines}
+    missing = [name for name in listed if name not in given]
+    unknown = [line.utterance for line in lines if line.utterance not in listed]
+    if missing:
+        verdict.faults.append(f"{len(missing)} of {len(listed)} utterances have no score: {_named(missing)}")
+    if unknown:
+        verdict.faults.append(f"{len(unknown)} utterances are not in the protocol: {_named(unknown)}")
+    wrong = [
+        line.utterance
+        for line in lines
+        if line.bonafide is not None and line.utterance in listed and line.bonafide != listed[line.utterance].bonafide
+    ]
+    if wrong and listed[wrong[0]].bonafide is not None:
+        verdict.faults.append(f"{len(wrong)} keys differ from the protocol's: {_named(wrong)}")
+    if not verdict.faults and [line.utterance for line in lines] != list(listed):
+        verdict.notes.append("the order is not that of the protocol; nothing official needs it")
+    phases = {trial.phase for trial in protocol}
+    if len(phases) > 1 and "eval" in phases:
+        verdict.notes.append("error rates are of the phase eval, as in the challenge; completeness is of all phases")
+        phases = {"eval"}
+    keyed = []
+    for line in lines:
+        if line.utterance in listed and listed[line.utterance].phase in phases:
+            trial = listed[line.utterance]
+            named = line.attack if trial.attack == "-" and not trial.bonafide else trial.attack
+            keyed.append(Line(line.utterance, line.score, trial.bonafide, named))
+    return keyed
+
+
+def _against_known(lines: Sequence[Line], counts: Counter[str], verdict: Verdict) -> None:
+    """Hold a file that bears its own keys against the size of the set that its names belong to."""
+    prefix = lines[0].utterance[:5] if lines else ""
+    if prefix not in KNOWN or any(not name.startswith(prefix) for name in counts):
+        verdict.notes.append("no known set by its names: give --protocol FILE to see whether it is complete")
+        return
+    name, bonafide, spoof = KNOWN[prefix]
+    found = Counter(line.bonafide for line in lines)
+    if (found[True], found[False]) == (bonafide, spoof):
+        verdict.notes.append(f"as many trials as the {name} set has: {bonafide:,} bona fide and {spoof:,} spoofed")
+    elif found[True] > bonafide or found[False] > spoof:
+        verdict.notes.append(f"more trials than the {name} set has: of which set? Give --protocol FILE")
+    else:
+        verdict.faults.append(
+            f"{found[True]:,} bona fide and {found[False]:,} spoofed trials, where the {name} set has {bonafide:,} and "
+            f"{spoof:,}. If it is another set, give --protocol FILE"
+        )
+
+
+def _line(path: Path, number: int, words: list[str], fields: int) -> Line:
+    if len(words) != fields:
+        forms = {4: "utterance attack key score", 2: "utterance score"}
+        raise UserError(
+            f"{path}, line {number}: expected {fields} fields ({forms[fields]}), found {len(words)}: "
+            f"'{' '.join(words)}'."
+        )
+    try:
+        score = float(words[-1])
+    except ValueError:
+        raise UserError(f"{path}, line {number}: '{words[-1]}' is no score.") from None
+    if fields == 2:
+        return Line(words[0], score)
+    if words[2] not in (BONAFIDE, SPOOF):
+        raise UserError(f"{path}, line {number}: key '{words[2]}': expected {BONAFIDE} or {SPOOF}.")
+    return Line(words[0], score, words[2] == BONAFIDE, words[1])
+
+
+def _named(names: Sequence[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more

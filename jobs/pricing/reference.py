@@ -1,0 +1,72 @@
+"""The seed's way to feed a model, to measure ours against: tokenised per item, each time, padded to one length."""
+
+import csv
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from torch.utils.data import Dataset
+from transformers import PreTrainedTokenizerFast
+
+from trainyard.data.loader import Loader
+from trainyard.data.shards import ShardSet
+from trainyard.settings import AugmentSettings, DataSettings, ImageSettings
+
+
+class PerItem(Dataset[dict[str, Any]]):
+    """A torch data set that tokenises whenever an item is asked for."""
+
+    def __init__(
+        self, texts: Sequence[str], numbers: np.ndarray, prices: np.ndarray, *, tokenizer_text: str, max_tokens: int
+    ) -> None:
+        self.texts, self.numbers, self.prices, self.max_tokens = texts, numbers, prices, max_tokens
+        self.tokenizer = PreTrainedTokenizerFast(
+            tokenizer_object=Tokenizer.from_str(tokenizer_text), pad_token="[PAD]", cls_token="[CLS]", sep_token="[SEP]"
+        )
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return len(self.texts)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Return one row, tokenised now."""
+        found = self.tokenizer(
+            self.texts[index], max_length=self.max_tokens, padding="max_length", truncation=True, return_tensors="pt"
+        )
+        return {
+            "input_ids": found["input_ids"][0],
+            "attention_mask": found["attention_mask"][0],
+            "numbers": torch.from_numpy(self.numbers[index]),
+            "price": torch.tensor(self.prices[index]),
+        }
+
+
+def loader(data: ShardSet, settings: DataSettings) -> Loader:
+    """Return our loader on the CPU, with one thread."""
+    return Loader(
+        data,
+        settings=settings,
+        image=ImageSettings(),
+        augmentation=AugmentSettings(),
+        seed=0,
+        rank=0,
+        world_size=1,
+        device=torch.device("cpu"),
+        threads=1,
+        channels_last=False,
+        decode="cpu",
+    )
+
+
+def head(path: Path, out: Path, *, rows: int) -> Path:
+    """Copy the header and the first `rows` rows of a CSV file."""
+    with path.open(newline="", encoding="utf-8-sig") as source, out.open("w", newline="", encoding="utf-8") as target:
+        writer = csv.writer(target)
+        for number, row in enumerate(csv.reader(source)):
+            if number > rows:
+                break
+            writer.writerow(row)
+    return out

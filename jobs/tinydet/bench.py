@@ -1,0 +1,259 @@
+"""Times matcher, reading and waiting beside the loop of the reference, whose pictures are resized twice on the CPU."""
+
+import json
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from scipy.optimize import linear_sum_assignment
+from torch import Tensor
+
+from trainyard.data.loader import Loader, Micro
+from trainyard.data.order import shuffle
+from trainyard.data.pack import pack
+from trainyard.data.shards import ShardSet
+from trainyard.settings import OptimizerSettings
+from trainyard.train.module import DataInfo
+from trainyard.train.step import TrainState, make_optimizer, train_step
+
+from .config import Config
+from .matching import Objects, Terms, costs_of, match
+from .module import TinyDet, build
+from .network import Detected
+from .overfit import small_config
+from .pack import learn, samples, splits
+from .records import header, new_file, write
+from .synthesis import CATEGORIES, HEIGHT_PX, WIDTH_PX, scene
+
+SIDE_PX = 800
+"""Of the network's input in both loops: what the reference's second resizing makes."""
+
+FIRST_PX = 1333
+"""Side of the square that its first one stretches every picture to."""
+
+BATCH, STEPS = 4, 3
+TERMS = Terms("focal", 2, 2, 5, 2)
+
+
+OURS, THEIRS = "ours", "reference"
+UNITS = {"matcher": "ms/step", "reading": "pictures/s", "training": "pictures/s", "waiting": "% of time"}
+
+
+def bench(*, rounds: int, pictures: int, results: Path) -> Path:
+    """Measure every work in each round, in an order shuffled anew; print and write medians, spreads and ratios."""
+    path = new_file(results, "tinydet-bench")
+    found: dict[tuple[str, str], list[float]] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        works = _works(Path(scratch), pictures)
+        for number in range(rounds):
+            order = list(works)
+            random.Random(number).shuffle(order)
+            for who, work in order:
+                for quantity, value in work().items():
+                    found.setdefault((quantity, who), []).append(value)
+    lines = [_line(quantity, who, values, found) for (quantity, who), values in sorted(found.items())]
+    write(path, [header("tinydet-bench", {"rounds": rounds, "pictures": pictures, "batch": BATCH}), *lines])
+    for line in lines:
+        ratio = f"  ours is {line['ours_over_this']:.2f} times this" if "ours_over_this" in line else ""
+        told = f"{line['median']:10.2f} {line['unit']:12} spread {line['spread']:.2f}"
+        print(f"{line['quantity']:10} {line['who']:10} {told}{ratio}")
+    print(f"written: {path}")
+    return path
+
+
+def _line(quantity: str, who: str, values: list[float], found: dict[tuple[str, str], list[float]]) -> dict[str, Any]:
+    middle = statistics.median(values)
+    line: dict[str, Any] = {
+        "kind": "result",
+        "quantity": quantity,
+        "who": who,
+        "unit": UNITS[quantity],
+        "median": middle,
+        "spread": (max(values) - min(values)) / middle if middle else 0.0,
+        "rounds": values,
+    }
+    if who != OURS and min(values) > 0:
+        ratios = [ours / theirs for ours, theirs in zip(found[quantity, OURS], values, strict=True)]
+        line["ours_over_this"] = statistics.median(ratios)
+    return line
+
+
+def _works(scratch: Path, pictures: int) -> list[tuple[str, Callable[[], dict[str, float]]]]:
+    """Return who does it, and what measures one round of it."""
+    raw = scratch / "raw"
+    draw_frames(raw, pictures)
+    config = small_config("ms", tile_px=0, scale=1.0)
+    config.image.height_px = config.image.width_px = SIDE_PX
+    data = pack(samples(raw, config), scratch / "packed", meta={}, workers=1, learned=learn(raw, config))
+    said, objects = _said(), _objects()
+    return [
+        (OURS, lambda: {"matcher": _ms(lambda: match(*said, objects, TERMS))}),
+        (THEIRS, lambda: {"matcher": _ms(lambda: _match_each(said, objects))}),
+        (OURS, lambda: {"reading": _read(_ours(data, config))}),
+        (THEIRS, lambda: {"reading": _read(_resized_twice(raw, data))}),
+        (OURS, lambda: _trained(config, data, _ours(data, config))),
+        (THEIRS, lambda: _trained(config, data, _resized_twice(raw, data))),
+    ]
+
+
+def draw_frames(raw: Path, count: int) -> None:
+    """Write `count` JPEG frames of 8 x 6 synthetic scenes, 1280 x 768 px, with annotations."""
+    (raw / "images").mkdir(parents=True)
+    content: dict[str, Any] = {
+        "images": [],
+        "annotations": [],
+        "categories": [{"id": number, "name": name} for number, name in CATEGORIES],
+    }
+    scenes = [scene(number, 0) for number in range(64)]
+    for number in range(count):
+        frame = np.zeros((6 * HEIGHT_PX, 8 * WIDTH_PX, 3), dtype=np.uint8)
+        content["images"].append({"id": number, "file_name": f"{number}.jpg", "width": 1280, "height": 768})
+        for place in range(48):
+            pixels, boxes, labels = scenes[(number * 7 + place) % len(scenes)]
+            y, x = place // 8 * HEIGHT_PX, place % 8 * WIDTH_PX
+            frame[y : y + HEIGHT_PX, x : x + WIDTH_PX] = pixels
+            for box, label in zip(boxes.tolist(), labels.tolist(), strict=True):
+                bbox = [box[0] + x, box[1] + y, box[2] - box[0], box[3] - box[1]]
+                entry = {"id": len(content["annotations"]), "image_id": number, "category_id": CATEGORIES[label][0]}
+                content["annotations"].append({**entry, "bbox": bbox, "iscrowd": 0})
+        Image.fromarray(frame).save(raw / "images" / f"{number}.jpg", quality=90)
+    (raw / "instances_train.json").write_text(json.dumps(content))
+
+
+def _said() -> Detected:
+    """Return the answers of 6 layers with 300 queries about 16 pictures."""
+    torch.manual_seed(0)
+    boxes = torch.cat([torch.rand(6, 16, 300, 2), 0.02 + 0.02 * torch.rand(6, 16, 300, 2)], dim=-1)
+    return Detected(torch.randn(6, 16, 300, 2), boxes)
+
+
+def _objects() -> Objects:
+    torch.manual_seed(1)
+    boxes = torch.cat([torch.rand(16, 40, 2), 0.02 + 0.02 * torch.rand(16, 40, 2)], dim=-1)
+    valid = torch.arange(40) < torch.randint(5, 41, (16, 1))
+    return Objects(boxes, torch.randint(2, (16, 40)), valid, (SIDE_PX, SIDE_PX))
+
+
+def _match_each(said: Detected, objects: Objects) -> None:
+    """Match as the reference does: layer by layer, all pictures' objects against all predictions, then cut apart."""
+    counts = objects.valid_BL.sum(dim=1).tolist()
+    for logits_BQK, boxes_BQ4 in zip(said.logits_DBQK, said.boxes_DBQ4, strict=True):
+        flat = Detected(logits_BQK.flatten(0, 1)[None, None], boxes_BQ4.flatten(0, 1)[None, None])
+        chosen = objects.valid_BL.flatten()
+        all_boxes, all_labels = objects.boxes_BL4.flatten(0, 1)[chosen], objects.labels_BL.flatten()[chosen]
+        everything = Objects(all_boxes[None], all_labels[None], torch.ones(1, len(all_labels)) > 0, objects.size_px)
+        cost = costs_of(*flat, everything, TERMS).view(*logits_BQK.shape[:2], -1).cpu()
+        for picture, part in enumerate(cost.split(counts, dim=-1)):
+            linear_sum_assignment(part[picture])
+
+
+def _ms(work: Callable[[], object], *, repeats: int = 5) -> float:
+    work()
+    begin = time.perf_counter()
+    for _ in range(repeats):
+        work()
+    return 1000 * (time.perf_counter() - begin) / repeats
+
+
+def _ours(data: ShardSet, config: Config) -> Iterator[Micro]:
+    loader = Loader(
+        data,
+        settings=config.data,
+        image=config.image,
+        augmentation=config.augment,
+        seed=0,
+        rank=0,
+        world_size=1,
+        device=torch.device("cpu"),
+        threads=1,
+        channels_last=True,
+        decode="cpu",
+    )
+    ids = splits(data.columns, data.vocabulary, config)["train"]
+    return loader.train(
+        lambda epoch: shuffle(ids, seed=0, epoch=epoch, global_batch_size=BATCH),
+        epoch=0,
+        start=0,
+        micro_batch_size=BATCH,
+    )
+
+
+def _resized_twice(raw: Path, data: ShardSet) -> Iterator[Micro]:
+    """Yield batches as the reference makes them: stretched to 1333 x 1333, back to a picture, shrunk to 800 x 800.
+
+    In one process, as ours, which decodes ahead in one thread; it ends as 0..1, and both normalise in the network.
+    """
+    files = sorted((raw / "images").iterdir(), key=lambda path: int(path.stem))
+    boxes, labels = (data.values(name, np.arange(data.count)) for name in ("boxes", "labels"))
+    number = 0
+    while True:
+        begin = time.perf_counter()
+        chosen = [(number + i) % len(files) for i in range(BATCH)]
+        number += BATCH
+        pictures = [_twice(files[i]) for i in chosen]
+        most = max(len(labels[i]) for i in chosen)
+        box, label = torch.zeros(BATCH, most, 4), torch.zeros(BATCH, most, dtype=torch.long)
+        for row, i in enumerate(chosen):
+            box[row, : len(labels[i])] = torch.tensor(boxes[i])
+            label[row, : len(labels[i])] = torch.tensor(labels[i])
+        scale = torch.tensor([[SIDE_PX / 1280, 0, 0], [0, SIDE_PX / 768, 0]])
+        batch = {
+            "image": torch.stack(pictures),
+            "boxes": box,
+            "labels": label,
+            "boxes_count": torch.tensor([len(labels[i]) for i in chosen]),
+            "affine": scale.expand(BATCH, -1, -1),
+            "picture_px": torch.tensor([[768.0, 1280.0]]).expand(BATCH, -1),
+            "sample_id": torch.tensor(chosen),
+        }
+        yield Micro(batch, 1.0, True, time.perf_counter() - begin)
+
+
+def _twice(path: Path) -> Tensor:
+    with Image.open(path) as picture:
+        square = picture.convert("RGB").resize((FIRST_PX, FIRST_PX), Image.Resampling.BILINEAR)
+    tensor = torch.from_numpy(np.array(square)).permute(2, 0, 1).float() / 255  # what its data set yields
+    again = Image.fromarray((tensor * 255).byte().permute(1, 2, 0).numpy())  # what its step hands to the processor
+    small = again.resize((SIDE_PX, SIDE_PX), Image.Resampling.BILINEAR)
+    return torch.from_numpy(np.array(small)).permute(2, 0, 1).float() / 255
+
+
+def _read(stream: Iterator[Micro]) -> float:
+    """Return pictures per second of reading alone."""
+    for _ in range(3):  # what is decoded ahead is not counted
+        next(stream)
+    begin = time.perf_counter()
+    for _ in range(2 * STEPS):
+        next(stream)
+    seconds = time.perf_counter() - begin
+    stream.close()  # type: ignore[attr-defined]
+    return 2 * STEPS * BATCH / seconds
+
+
+def _trained(config: Config, data: ShardSet, stream: Iterator[Micro]) -> dict[str, float]:
+    """Return pictures per second of training, and the percentage of the time that was waiting for data."""
+    ids = splits(data.columns, data.vocabulary, config)["train"]
+    torch.manual_seed(0)
+    module: TinyDet = build(config, DataInfo.of(data, ids))
+    optimizer = make_optimizer(module, OptimizerSettings(lr=1e-4))
+    state = TrainState(module, module, optimizer, torch.amp.GradScaler("cpu", enabled=False), None, 0.0)
+
+    def step() -> float:
+        micro = next(stream)
+        train_step(state, [micro], lr=1e-4, world_size=1, seed=0, clip_grad_norm=1.0, autocast=nullcontext)
+        return micro.wait_s
+
+    step()
+    begin = time.perf_counter()
+    wait = sum(step() for _ in range(STEPS))
+    seconds = time.perf_counter() - begin
+    stream.close()  # type: ignore[attr-defined]
+    return {"training": STEPS * BATCH / seconds, "waiting": 100 * wait / seconds}

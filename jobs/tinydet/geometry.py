@@ -1,0 +1,160 @@
+"""Boxes: through the loader's affine maps and back, how much two of them overlap, and which of two tiles' to keep.
+
+Axes: B samples, L boxes. Boxes are x1, y1, x2, y2 unless a name says `centre`: centre x, centre y, width, height.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+from torchvision.ops import nms
+
+SIDE_MIN = 1e-6
+"""Shortest side of a box in shares of the input: no area and no ratio below is then 0 or infinite."""
+
+
+def to_input(boxes_BL4: Tensor, affine_B23: Tensor) -> Tensor:
+    """Return the boxes around the mapped corners: exact for scaling, shifts and flips, enclosing for rotations.
+
+    Args:
+        boxes_BL4: float32, pixels of the stored picture.
+        affine_B23: float32, from (x, y, 1) of the stored picture to the input (`batch["affine"]`).
+
+    Returns:
+        (B, L, 4) float32, pixels of the input, not clipped.
+    """
+    x1, y1, x2, y2 = boxes_BL4.unbind(-1)
+    corners_BL42 = torch.stack([torch.stack(corner, -1) for corner in ((x1, y1), (x2, y1), (x1, y2), (x2, y2))], -2)
+    mapped_BL42 = torch.einsum("bij,blcj->blci", affine_B23[:, :, :2], corners_BL42) + affine_B23[:, None, None, :, 2]
+    return torch.cat([mapped_BL42.amin(dim=2), mapped_BL42.amax(dim=2)], dim=-1)
+
+
+def inverse(affine_B23: Tensor) -> Tensor:
+    """Return the maps back, (B, 2, 3) float32."""
+    a, b, tx, c, d, ty = affine_B23.double().flatten(1).unbind(1)
+    determinant = a * d - b * c
+    rows = [d, -b, b * ty - d * tx, -c, a, c * tx - a * ty]
+    return (torch.stack(rows, dim=1) / determinant[:, None]).view(-1, 2, 3).to(affine_B23.dtype)
+
+
+def from_input(boxes_BL4: Tensor, affine_B23: Tensor, picture_px_B2: Tensor) -> Tensor:
+    """Return boxes of the input in pixels of the stored picture, cut to it.
+
+    Args:
+        picture_px_B2: float32 height and width of the stored pictures.
+    """
+    back_BL4 = to_input(boxes_BL4, inverse(affine_B23))
+    width_height_B4 = picture_px_B2.flip(1).repeat(1, 2)
+    return back_BL4.clamp(min=0).minimum(width_height_B4[:, None])
+
+
+def kept(boxes_BL4: Tensor, size_px: tuple[int, int], *, visible: float, side_min_px: float) -> tuple[Tensor, Tensor]:
+    """Cut boxes to an input of height and width `size_px`.
+
+    Returns:
+        the cut boxes, and (B, L) bool: those of which a share of `visible` or more is left, with sides of
+        `side_min_px` or more.
+    """
+    limit = boxes_BL4.new_tensor([size_px[1], size_px[0]] * 2)
+    cut_BL4 = boxes_BL4.clamp(min=0).minimum(limit)
+    whole, left = area(boxes_BL4), area(cut_BL4)
+    sides = (cut_BL4[..., 2:] - cut_BL4[..., :2]).amin(dim=-1)
+    return cut_BL4, (left > 0) & (left >= visible * whole) & (sides >= side_min_px)
+
+
+def picture_mask(affine_B23: Tensor, picture_px_B2: Tensor, size_px: tuple[int, int], grid: tuple[int, int]) -> Tensor:
+    """Return (B, h, w) bool: cells of a grid over the input whose centres show the picture and not the fill.
+
+    Args:
+        size_px: height and width of the input.
+        grid: h and w of the cells.
+    """
+    y = (torch.arange(grid[0], device=affine_B23.device) + 0.5) * (size_px[0] / grid[0])
+    x = (torch.arange(grid[1], device=affine_B23.device) + 0.5) * (size_px[1] / grid[1])
+    back = inverse(affine_B23)
+    at_hw3 = torch.stack([x[None].expand(*grid), y[:, None].expand(*grid), torch.ones(grid, device=x.device)], -1)
+    at_Bhw2 = torch.einsum("bij,hwj->bhwi", back, at_hw3)
+    limit_B2 = picture_px_B2.flip(1)
+    return ((at_Bhw2 >= 0) & (at_Bhw2 <= limit_B2[:, None, None])).all(dim=-1)
+
+
+def to_centre(boxes: Tensor) -> Tensor:
+    """x1, y1, x2, y2 -> centre x, centre y, width, height; any leading axes."""
+    return torch.cat([(boxes[..., :2] + boxes[..., 2:]) / 2, boxes[..., 2:] - boxes[..., :2]], dim=-1)
+
+
+def to_corners(centred: Tensor) -> Tensor:
+    """Centre x, centre y, width, height -> x1, y1, x2, y2; any leading axes."""
+    half = centred[..., 2:] / 2
+    return torch.cat([centred[..., :2] - half, centred[..., :2] + half], dim=-1)
+
+
+def area(boxes: Tensor) -> Tensor:
+    """Return the areas; of boxes turned inside out: 0."""
+    return (boxes[..., 2:] - boxes[..., :2]).clamp(min=0).prod(dim=-1)
+
+
+def iou(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Return intersection over union and the union, of boxes that broadcast against each other."""
+    low, high = torch.maximum(a[..., :2], b[..., :2]), torch.minimum(a[..., 2:], b[..., 2:])
+    common = (high - low).clamp(min=0).prod(dim=-1)
+    union = area(a) + area(b) - common
+    return common / union.clamp(min=SIDE_MIN**2), union
+
+
+def giou(a: Tensor, b: Tensor) -> Tensor:
+    """Return IoU less the share of the enclosing box that neither fills, in -1..1 (arXiv:1902.09630, algorithm 1)."""
+    overlap, union = iou(a, b)
+    low, high = torch.minimum(a[..., :2], b[..., :2]), torch.maximum(a[..., 2:], b[..., 2:])
+    hull = (high - low).clamp(min=0).prod(dim=-1).clamp(min=SIDE_MIN**2)
+    return overlap - (hull - union) / hull
+
+
+def nwd(a_centre: Tensor, b_centre: Tensor, constant: float) -> Tensor:
+    """Return the normalised Wasserstein distance exp(-W / C) in 0..1, 1 for equal boxes (arXiv:2110.13389, eqs. 6-8).
+
+    A box is taken as a Gaussian, so W^2 = dx^2 + dy^2 + (dw^2 + dh^2) / 4: unlike IoU it tells how far apart two boxes
+    are that do not touch, and changes little when a box of six pixels is off by one.
+
+    Args:
+        a_centre, b_centre: centre x, centre y, width, height in pixels, which broadcast against each other.
+        constant: C, about the mean size of the objects, px.
+    """
+    difference = a_centre - b_centre
+    squared = difference[..., :2].square().sum(-1) + difference[..., 2:].square().sum(-1) / 4
+    return torch.exp(-(squared + 1e-12).sqrt() / constant)  # the root has no slope at 0
+
+
+def merged(
+    boxes: np.ndarray, scores: np.ndarray, labels: np.ndarray, *, by: str, above: float, nwd_px: float
+) -> np.ndarray:
+    """Return which detections stay when the tiles of a picture are joined: greedy suppression within a category.
+
+    Args:
+        boxes: (n, 4) float, pixels of the whole picture.
+        by: "iou", or "nwd" with the constant `nwd_px`.
+        above: a detection goes if it is closer than this to one with a higher score.
+
+    Returns:
+        (m,) int64 indices, by falling score.
+    """
+    stay: list[np.ndarray] = []
+    for label in np.unique(labels):
+        own = np.flatnonzero(labels == label)
+        box = torch.from_numpy(boxes[own]).double()
+        score = torch.from_numpy(scores[own]).double()
+        found = nms(box, score, above) if by == "iou" else _nwd_suppressed(to_centre(box), score, above, nwd_px)
+        stay.append(own[found.numpy()])
+    joined = np.concatenate(stay) if stay else np.zeros(0, dtype=np.int64)
+    best_first: np.ndarray = joined[np.argsort(-scores[joined], kind="stable")]
+    return best_first
+
+
+def _nwd_suppressed(centre: Tensor, score: Tensor, above: float, nwd_px: float) -> Tensor:
+    """Return which of one category's detections stay; costs their number times that of those that stay."""
+    left = score.argsort(descending=True, stable=True)
+    stay = []
+    while len(left):
+        stay.append(left[0])
+        rest = left[1:]
+        left = rest[nwd(centre[left[0]], centre[rest], nwd_px) <= above]
+    return torch.stack(stay)

@@ -1,0 +1,435 @@
+"""The tinydet model with its losses and its score."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+import torch
+from loguru import logger
+from torch import Tensor, nn
+
+from trainyard.errors import UserError
+from trainyard.train.distributed import sum_over_ranks
+from trainyard.train.module import Batch, DataInfo, Rows, TrainModule
+
+from . import geometry, photometric
+from .conditional import Conditional
+from .config import BoxSettings, Config, EvaluationSettings, LossSettings, ModelSettings, PhotometricSettings
+from .denoising import noised
+from .evaluation import SIZES, Found, Truth, evaluate
+from .losses import losses_of
+from .matching import Objects, Terms
+from .multiscale import MultiScale
+from .network import Backbone, Noised, Outputs
+from .pack import TRUTH, answer_place
+from .pictures import drawn, precision_by_size
+from .vanilla import Vanilla
+from .weights import load_backbone, load_detector
+
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+"""Of RGB in 0..1 over ImageNet, as backbones with weights were trained."""
+
+FEW = 10_000
+"""Pictures below which a detection transformer trained from nothing is known to find little (facebookresearch/detr,
+issues 9, 125 and 419)."""
+
+
+@dataclass(frozen=True)
+class Learned:
+    """What packing learned from the training part, see `pack.learn`."""
+
+    categories: list[str]
+    pictures: int
+    width_px: float
+    height_px: float
+    side_px: float
+    per_sample: float
+    most: int
+
+    @classmethod
+    def of(cls, data: DataInfo) -> "Learned":
+        """Read it from the data set."""
+        names = [str(entry["name"]) for entry in json.loads(data.learned["categories"])]
+        return cls(names, **json.loads(data.learned["objects"]))
+
+
+def build(config: Config, data: DataInfo) -> "TinyDet":
+    """Return the detector for the categories of the data.
+
+    Raises:
+        UserError: options that do not fit each other, or weights that do not fit the model.
+    """
+    model, image, learned = config.model, config.image, Learned.of(data)
+    _refuse_misfits(config)
+    classification, terms = terms_of(config.loss, model.variant, nwd_px=_nwd_px(config, learned))
+    backbone = Backbone(
+        model.backbone,
+        norm=norm_of(model),
+        width=model.width,
+        dilated=model.dilated and model.variant != "ms",
+        coarsest=model.strides[-1] if model.variant == "ms" else 32,
+    )
+    if model.backbone_weights and not model.weights:
+        load_backbone(backbone, model.backbone_weights)
+    network = network_of(model, backbone, categories=len(learned.categories))
+    if model.weights:
+        load_detector(network, model.weights)
+    if len(data.train_ids):
+        _warn(model, learned)
+    logger.info("{} objects a sample on the mean; losses: {}", f"{learned.per_sample:.1f}", classification)
+    return TinyDet(
+        network,
+        model=model,
+        terms=terms,
+        objects_per_sample=learned.per_sample if config.loss.normalise == "data" else None,
+        photometric_settings=config.photometric,
+        box_settings=config.boxes,
+        evaluation=config.evaluation,
+        level=(image.mean, image.std),
+        categories=learned.categories,
+        data=data,
+    )
+
+
+def network_of(model: ModelSettings, backbone: Backbone, *, categories: int) -> Vanilla | Conditional | MultiScale:
+    """Return a variant's network, its weights drawn."""
+    if model.variant == "ms":
+        return MultiScale(
+            backbone,
+            categories=categories,
+            strides=model.strides,
+            dims=model.dims,
+            heads=model.heads,
+            points=model.points,
+            feedforward=model.feedforward,
+            encoder_layers=model.encoder_layers,
+            decoder_layers=model.decoder_layers,
+            queries=model.queries,
+            dropout=model.dropout,
+            temperature=model.temperature,
+            anchor_strides=model.anchor_strides,
+            denoising=model.denoising,
+        )
+    form = Vanilla if model.variant == "vanilla" else Conditional
+    return form(
+        backbone,
+        categories=categories,
+        dims=model.dims,
+        heads=model.heads,
+        feedforward=model.feedforward,
+        encoder_layers=model.encoder_layers,
+        decoder_layers=model.decoder_layers,
+        queries=model.queries,
+        dropout=model.dropout,
+        temperature=model.temperature,
+    )
+
+
+def norm_of(model: ModelSettings) -> str:
+    """Return the backbone's norm."""
+    if model.norm != "auto":
+        return model.norm
+    return "frozen" if model.backbone_weights or model.weights else "group"
+
+
+def terms_of(loss: LossSettings, variant: str, *, nwd_px: float) -> tuple[str, Terms]:
+    """Return the name of the classification loss, and all terms with what is automatic decided.
+
+    Weights are those of the papers: 1 for softmax in matching and loss, 2 for focal in both, 2 and 1 for varifocal.
+    """
+    classification = loss.classification
+    if classification == "auto":
+        classification = "softmax" if variant == "vanilla" else "focal"
+    return classification, Terms(
+        classification=classification,
+        match_class=loss.match_class or (1.0 if classification == "softmax" else 2.0),
+        class_weight=loss.class_weight or (2.0 if classification == "focal" else 1.0),
+        box_weight=loss.box_weight,
+        overlap_weight=loss.overlap_weight,
+        nwd_share=loss.nwd_share,
+        nwd_px=nwd_px,
+        no_object=loss.no_object,
+        denoising_weight=loss.denoising_weight,
+    )
+
+
+def _nwd_px(config: Config, learned: Learned) -> float:
+    """Return NWD's constant: as set, or the mean size of the training objects once their samples fill the input."""
+    if config.loss.nwd_px:
+        return config.loss.nwd_px
+    fit = min(config.image.width_px / learned.width_px, config.image.height_px / learned.height_px)
+    return max(1.0, learned.side_px * fit)
+
+
+def _refuse_misfits(config: Config) -> None:
+    model, image = config.model, config.image
+    if image.channels != 3:
+        raise UserError(
+            f"image.channels={image.channels}: tinydet takes RGB. Use image.channels=3; gray files will do."
+        )
+    if image.fit != "letterbox":
+        raise UserError(
+            f"image.fit={image.fit}: it changes the shape of objects, and a tiny one's overlap with it. "
+            "Use image.fit=letterbox."
+        )
+    if image.height_px % 32 or image.width_px % 32:
+        near = [max(32, round(side / 32) * 32) for side in (image.height_px, image.width_px)]
+        raise UserError(
+            f"image.height_px={image.height_px} image.width_px={image.width_px}: expected multiples of 32, such as "
+            f"image.height_px={near[0]} image.width_px={near[1]}."
+        )
+    if model.dims % (4 * model.heads):
+        raise UserError(f"model.dims={model.dims}: expected a multiple of 4 model.heads={4 * model.heads}.")
+    doubling = all(b == 2 * a for a, b in zip(model.strides[:-1], model.strides[1:], strict=True))
+    if not model.strides or not doubling or not set(model.strides) <= {4, 8, 16, 32}:
+        raise UserError(f"model.strides={model.strides}: expected neighbours of 4, 8, 16, 32, such as [8,16,32].")
+    if config.loss.classification == "softmax" and model.variant != "vanilla":
+        raise UserError(
+            "loss.classification=softmax: only model.variant=vanilla has a category 'no object'. Use focal."
+        )
+    if model.variant == "vanilla" and config.loss.classification not in ("auto", "softmax"):
+        raise UserError(f"loss.classification={config.loss.classification}: model.variant=vanilla takes softmax.")
+    if (model.backbone_weights or model.weights) and model.norm == "group":
+        raise UserError("model.norm=group: weights come with batch statistics. Use model.norm=frozen or batch.")
+
+
+def _warn(model: ModelSettings, learned: Learned) -> None:
+    if not model.weights and learned.pictures < FEW:
+        start = "a pretrained backbone alone" if model.backbone_weights else "nothing"
+        logger.warning(
+            "{} training pictures, and the detector starts from {}: below {} pictures detection transformers are known "
+            "to find little or nothing. Start from a detector trained on COCO, model.weights=FILE, or expect a long "
+            "training; model.variant=ms needs the least.",
+            learned.pictures,
+            start,
+            FEW,
+        )
+    if learned.most > model.queries:
+        logger.warning(
+            "a sample has up to {} objects, but only model.queries={} can be found; raise it, or cut smaller tiles",
+            learned.most,
+            model.queries,
+        )
+
+
+class TinyDet(TrainModule):
+    """Finds objects in pictures.
+
+    Axes: B samples, L objects, Q queries, K categories, n detections. Boxes in a batch and in rows are pixels of the
+    stored sample; between input and losses they are shares of the input.
+
+    Args:
+        objects_per_sample: what losses are divided by for each sample; None: the objects that there are.
+        level: mean and std that the loader has applied.
+        data: for `score` and `exhibits`: the objects, and how tiles lie in pictures.
+    """
+
+    monitor = ("ap", "max")
+
+    def __init__(
+        self,
+        network: Vanilla | Conditional | MultiScale,
+        *,
+        model: ModelSettings,
+        terms: Terms,
+        objects_per_sample: float | None,
+        photometric_settings: PhotometricSettings,
+        box_settings: BoxSettings,
+        evaluation: EvaluationSettings,
+        level: tuple[float, float],
+        categories: list[str],
+        data: DataInfo,
+    ) -> None:
+        super().__init__()
+        self.network, self.model, self.terms = network, model, terms
+        self.objects_per_sample, self.level, self.categories = objects_per_sample, level, categories
+        self.photometric, self.boxes, self.evaluation = photometric_settings, box_settings, evaluation
+        self.data = lambda: data  # a function is not copied with the module, as open files cannot be
+        self.register_buffer("mean", torch.tensor(MEAN).view(1, 3, 1, 1), persistent=False)
+        self.register_buffer("std", torch.tensor(STD).view(1, 3, 1, 1), persistent=False)
+
+    def forward(self, batch: Batch) -> dict[str, Tensor]:
+        """Return the loss with its parts (`losses.losses_of`), and how many objects a sample had."""
+        x_BCHW, objects, noisy = self._prepared(batch)
+        outputs = self.network(x_BCHW, batch["affine"], batch["picture_px"], noisy)
+        return self._losses(outputs, noisy, objects)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _prepared(self, batch: Batch) -> tuple[Tensor, Objects, Noised | None]:
+        """Return pictures changed and normalised, the objects that are still in them, and noised ones."""
+        with torch.autocast(batch["image"].device.type, enabled=False):
+            x_BCHW = batch["image"] * self.level[1] + self.level[0]
+            size_px = (x_BCHW.shape[2], x_BCHW.shape[3])
+            boxes, labels, valid = self._boxes(batch, size_px)
+            if "noise" in batch:
+                noise, settings = batch["noise"], self.photometric
+                if settings.paste_p and len(x_BCHW) > 1:
+                    x_BCHW, boxes, labels, valid = photometric.paste(x_BCHW, boxes, labels, valid, noise, settings)
+                x_BCHW = photometric.change(x_BCHW, noise, settings)
+            scale = boxes.new_tensor([size_px[1], size_px[0]] * 2)
+            centred = geometry.to_centre(boxes) / scale
+            centred = torch.cat([centred[..., :2], centred[..., 2:].clamp(min=geometry.SIDE_MIN)], dim=-1)
+            objects = Objects(centred, labels, valid, size_px)
+            return self._normalised(x_BCHW), objects, self._noised(objects)
+
+    def _boxes(self, batch: Batch, size_px: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return boxes in pixels of the input, labels and which of them count: one or more of each, if none counts."""
+        boxes, labels = batch["boxes"], batch["labels"]
+        if not labels.shape[1]:
+            boxes, labels = boxes.new_zeros(len(boxes), 1, 4), labels.new_zeros(len(labels), 1)
+        there = torch.arange(labels.shape[1], device=labels.device) < batch["boxes_count"][:, None]
+        moved = geometry.to_input(boxes, batch["affine"])
+        cut, valid = geometry.kept(moved, size_px, visible=self.boxes.visible_min, side_min_px=self.boxes.side_min_px)
+        return cut, labels, valid & there
+
+    def _noised(self, objects: Objects) -> Noised | None:
+        model = self.model
+        if model.variant != "ms" or not model.denoising or not self.training:
+            return None
+        return noised(
+            objects.boxes_BL4,
+            objects.labels_BL,
+            objects.valid_BL,
+            count=model.denoising,
+            categories=len(self.categories),
+            label_noise=model.label_noise,
+            box_noise=model.box_noise,
+        )
+
+    def _normalised(self, x_BCHW: Tensor) -> Tensor:
+        return (x_BCHW - cast(Tensor, self.mean)) / cast(Tensor, self.std)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _losses(self, outputs: Outputs, noisy: Noised | None, objects: Objects) -> dict[str, Tensor]:
+        with torch.autocast(objects.boxes_BL4.device.type, enabled=False):  # areas need more than 8 bits
+            count = objects.valid_BL.sum().float()
+            losses = losses_of(outputs, noisy, objects, terms=self.terms, divisor=self._divisor(objects))
+            return {**losses, "objects": count / len(objects.valid_BL)}
+
+    def _divisor(self, objects: Objects) -> Tensor:
+        """Return () float32: the mean over ranks of the objects in a micro-batch, or what the training set says."""
+        if self.objects_per_sample is not None:
+            expected = max(1.0, self.objects_per_sample * len(objects.valid_BL))
+            return objects.boxes_BL4.new_tensor(expected)
+        counts = torch.stack([objects.valid_BL.sum().float(), objects.boxes_BL4.new_ones(())])
+        total, ranks = sum_over_ranks(counts).unbind()
+        return (total / ranks).clamp(min=1)
+
+    def predict(self, batch: Batch) -> dict[str, Tensor]:
+        """Return the best n detections of each sample: `box` (B, n, 4) px of the sample, `score`, `label` (B, n).
+
+        Where there are fewer the rest has score 0.
+        """
+        image = batch["image"] * self.level[1] + self.level[0]
+        outputs = self.network(self._normalised(image), batch["affine"], batch["picture_px"])
+        logits, boxes = outputs.found.logits_DBQK[-1].float(), outputs.found.boxes_DBQ4[-1].float()
+        softmax = self.terms.classification == "softmax"
+        score_BQK = logits.softmax(dim=-1)[..., :-1] if softmax else logits.sigmoid()
+        categories, wanted = score_BQK.shape[2], self.evaluation.detections
+        score, index = score_BQK.flatten(1).topk(min(wanted, score_BQK[0].numel()), dim=1)
+        corners = geometry.to_corners(boxes) * boxes.new_tensor([image.shape[3], image.shape[2]] * 2)
+        corners = corners.gather(1, (index // categories)[..., None].expand(-1, -1, 4))
+        found = geometry.from_input(corners, batch["affine"], batch["picture_px"])
+        missing = wanted - score.shape[1]
+        return {
+            "sample_id": batch["sample_id"],
+            "box": nn.functional.pad(found, (0, 0, 0, missing)),
+            "score": nn.functional.pad(score, (0, missing)),
+            "label": nn.functional.pad(index % categories, (0, missing)),
+        }
+
+    def score(self, rows: Rows) -> dict[str, float]:
+        """Return COCO's metrics over whole pictures, their tiles merged; see `evaluation.evaluate`."""
+        data = self.data()
+        columns, ids = data.columns, rows["sample_id"]
+        x, y = (columns[name][ids] for name in ("tile_x", "tile_y"))
+        pictures = _together(columns["picture"][ids])
+        first = np.array([tiles[np.argmin(x[tiles] + y[tiles])] for tiles in pictures])
+        truths = [_truth(table) for table in data.read("truth", ids[first])]
+        founds = [Found(*self._joined(rows, tiles, x, y)[:3]) for tiles in pictures]
+        return evaluate(truths, founds, categories=self.categories, areas=self.evaluation.areas)
+
+    def _joined(
+        self, rows: Rows, tiles: np.ndarray, x: np.ndarray, y: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Return boxes in pixels of the picture, scores, labels, and the row each is of, suppressed between tiles."""
+        real = rows["score"][tiles] > 0
+        offset = np.stack([x[tiles], y[tiles]] * 2, axis=1)[:, None, :]
+        boxes = (rows["box"][tiles] + offset)[real]
+        scores, labels = rows["score"][tiles][real], rows["label"][tiles][real]
+        row = np.broadcast_to(tiles[:, None], real.shape)[real]
+        if len(tiles) > 1:
+            rule = self.evaluation
+            stay = geometry.merged(
+                boxes, scores, labels, by=rule.merge, above=rule.merge_above, nwd_px=self.terms.nwd_px
+            )
+            boxes, scores, labels, row = boxes[stay], scores[stay], labels[stay], row[stay]
+        return boxes, scores, labels, row
+
+    def exhibits(self, rows: Rows) -> dict[str, bytes]:
+        """Return a few samples with objects and detections drawn, and precision by size."""
+        data, rule = self.data(), self.evaluation
+        ids = rows["sample_id"]
+        shown = np.unique(np.linspace(0, len(ids) - 1, min(rule.pictures, len(ids))).round().astype(np.int64))
+        found = {"Average precision by size": precision_by_size(self.score(rows), SIZES[rule.areas])}
+        files, truths = (data.read(name, ids[shown]) for name in ("image", "boxes"))
+        for place, file, truth in zip(shown.tolist(), files, truths, strict=True):
+            clear = rows["score"][place] > rule.draw_above
+            name = data.vocabulary["picture"][data.columns["picture"][ids[place]]]
+            x, y = (data.columns[axis][ids[place]] for axis in ("tile_x", "tile_y"))
+            found[f"{name} at {x},{y}: objects green, found above {rule.draw_above:g} red"] = drawn(
+                file,
+                truth=truth,
+                boxes=rows["box"][place][clear],
+                scores=rows["score"][place][clear],
+                names=[self.categories[label] for label in rows["label"][place][clear].tolist()],
+            )
+        return found
+
+    def answers(self, rows: Rows, keys: Sequence[str]) -> Iterator[dict[str, object]]:
+        """Yield a line for each sample: its place in its picture, and its detections as JSON.
+
+        A detection is [category, score, x1, y1, x2, y2] in pixels of the whole picture. Those that two tiles share
+        are in the line of one of them.
+        """
+        places = [answer_place(key) for key in keys]
+        name, x, y = (np.array(column) for column in zip(*places, strict=True))
+        lines: list[list[list[object]]] = [[] for _ in keys]
+        for tiles in _together(np.unique(name, return_inverse=True)[1]):
+            boxes, scores, labels, row = self._joined(rows, tiles, x, y)
+            for box, score, label, owner in zip(boxes.tolist(), scores.tolist(), labels.tolist(), row, strict=True):
+                corners = [round(value, 2) for value in box]
+                lines[owner].append([self.categories[label], round(score, 4), *corners])
+        for (picture, left, top), found in zip(places, lines, strict=True):
+            yield {"picture": picture, "tile_x": left, "tile_y": top, "detections": json.dumps(found)}
+
+    def repeated_layers(self) -> list[nn.Module]:
+        """Return the encoder's and the decoder's layers."""
+        return self.network.layers()
+
+    def parameter_groups(self, weight_decay: float) -> list[dict[str, object]]:
+        """Return the backbone apart: from weights, it learns at `model.backbone_lr` of the rate (DETR: a tenth)."""
+        pretrained = bool(self.model.weights or self.model.backbone_weights)
+        groups: list[dict[str, object]] = []
+        backbone = {id(p) for p in self.network.backbone.parameters()}
+        for inside, scale in ((True, self.model.backbone_lr if pretrained else 1.0), (False, 1.0)):
+            trained = [p for p in self.parameters() if p.requires_grad and (id(p) in backbone) == inside]
+            for decays in (True, False):
+                chosen = [p for p in trained if (p.ndim >= 2) == decays]
+                decay = weight_decay if decays else 0.0
+                groups.append({"params": chosen, "weight_decay": decay, "lr_scale": scale})
+        return [group for group in groups if group["params"]]
+
+
+def _together(code: np.ndarray) -> list[np.ndarray]:
+    """Return the positions of each code, in order of the codes."""
+    order = np.argsort(code, kind="stable")
+    return np.split(order, np.flatnonzero(np.diff(code[order])) + 1)
+
+
+def _truth(table: np.ndarray) -> Truth:
+    column = {name: table[:, number] for number, name in enumerate(TRUTH)}
+    boxes = np.stack([column[name] for name in ("x1", "y1", "x2", "y2")], axis=1)
+    return Truth(boxes, column["area"], column["label"].astype(np.int64), column["crowd"] > 0)

@@ -1,0 +1,187 @@
+"""What the variants share: backbones, positions, small networks, and the form of their answers."""
+
+import math
+from collections.abc import Callable
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+import torchvision
+from torch import Tensor, nn
+from torchvision.ops import FrozenBatchNorm2d
+
+PRIOR = 0.01
+"""How likely a category is at the start, where each is a yes or no of its own (RetinaNet, arXiv:1708.02002, 4.1)."""
+
+
+class Detected(NamedTuple):
+    """Axes: D decoder layers, B pictures, Q queries, K categories (or K + 1, the last one no object)."""
+
+    logits_DBQK: Tensor
+    boxes_DBQ4: Tensor  # float32 centre x, centre y, width, height, shares of the input in 0..1
+
+
+class Noised(NamedTuple):
+    """Noised objects that the decoder is given beside its queries. Axes: B pictures, N of them, fixed."""
+
+    labels_BN: Tensor  # int64 category, noised
+    boxes_BN4: Tensor  # float32 centre form, noised
+    target_BN: Tensor  # int64, which object of the picture it was made of
+    positive_BN: Tensor  # bool: to be mended; false: to be recognised as none
+    used_BN: Tensor  # bool: it was made of an object, and is not a stand-in
+    group_N: Tensor  # int64: those of another group must not be seen
+
+
+class Outputs(NamedTuple):
+    """What a variant says of a batch."""
+
+    found: Detected
+    proposals: Detected | None = None  # D = 1: the first guesses of two stages
+    noised: Detected | None = None  # Q = N
+
+
+class Backbone(nn.Module):
+    """A network without its classifier, which gives the features of its four stages.
+
+    Args:
+        name: of torchvision's ResNets, or "small".
+        norm: "frozen" also freezes the stem and the first stage, as DETR does.
+        dilated: the last stage stays at stride 16.
+        coarsest: stages at a larger stride are not there: ranks would wait for gradients that never come.
+    """
+
+    def __init__(self, name: str, *, norm: str, width: int, dilated: bool = False, coarsest: int = 32) -> None:
+        super().__init__()
+        make = _norm(norm)
+        self.body: nn.Module
+        if name == "small":
+            self.body = _SmallBody(width, make, stages=(4, 8, 16, 32).index(coarsest) + 1)
+            self.channels = {4: width, 8: 2 * width, 16: 4 * width, 32: 4 * width}
+        else:
+            options = {"replace_stride_with_dilation": [False, False, True]} if dilated else {}
+            self.body = getattr(torchvision.models, name)(weights=None, norm_layer=make, **options)
+            del self.body.fc
+            for part, stride in (("layer2", 8), ("layer3", 16), ("layer4", 32)):
+                if stride > coarsest:
+                    delattr(self.body, part)
+            step = 64 * self.body.layer1[0].expansion
+            self.channels = {4: step, 8: 2 * step, 16: 4 * step, 32: 8 * step}
+        if norm == "frozen":
+            for part in [self.body.conv1, self.body.layer1] if name != "small" else []:
+                part.requires_grad_(False)
+
+    def forward(self, x_BCHW: Tensor) -> list[Tensor]:
+        """Return the stages' features, at strides 4, 8, 16, 32 as far as there are; dilated: 4, 8, 16, 16."""
+        body = self.body
+        if isinstance(body, _SmallBody):
+            return body(x_BCHW)
+        x = body.maxpool(body.relu(body.bn1(body.conv1(x_BCHW))))
+        stages = []
+        for name in ("layer1", "layer2", "layer3", "layer4"):
+            if hasattr(body, name):
+                x = getattr(body, name)(x)
+                stages.append(x)
+        return stages
+
+
+def _norm(name: str) -> Callable[[int], nn.Module]:
+    if name == "frozen":
+        return FrozenBatchNorm2d
+    return nn.BatchNorm2d if name == "batch" else group_norm
+
+
+def group_norm(channels: int) -> nn.GroupNorm:
+    """Return a norm over groups of 8 channels or more, 32 groups at most (arXiv:1803.08494)."""
+    return nn.GroupNorm(math.gcd(32, max(1, channels // 8)), channels)
+
+
+class _SmallBody(nn.Module):
+    """Two convolutions and a residual block at each of strides 4, 8, 16 and 32, or the first of them."""
+
+    def __init__(self, width: int, norm: Callable[[int], nn.Module], *, stages: int) -> None:
+        super().__init__()
+        sizes = [width, 2 * width, 4 * width, 4 * width][:stages]
+        half = max(8, width // 2)
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, half, 3, 2, 1, bias=False), norm(half), nn.ReLU(inplace=True),
+            nn.Conv2d(half, width, 3, 2, 1, bias=False), norm(width), nn.ReLU(inplace=True),
+        )  # fmt: skip
+        self.stages = nn.ModuleList(
+            _Residual(before, after, stride=1 if i == 0 else 2, norm=norm)
+            for i, (before, after) in enumerate(zip([width, *sizes], sizes, strict=False))
+        )
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        x = self.stem(x)
+        found = []
+        for stage in self.stages:
+            x = stage(x)
+            found.append(x)
+        return found
+
+
+class _Residual(nn.Module):
+    def __init__(self, before: int, after: int, *, stride: int, norm: Callable[[int], nn.Module]) -> None:
+        super().__init__()
+        self.path = nn.Sequential(
+            nn.Conv2d(before, after, 3, stride, 1, bias=False), norm(after), nn.ReLU(inplace=True),
+            nn.Conv2d(after, after, 3, 1, 1, bias=False), norm(after),
+        )  # fmt: skip
+        same = stride == 1 and before == after
+        self.aside = (
+            nn.Identity() if same else nn.Sequential(nn.Conv2d(before, after, 1, stride, bias=False), norm(after))
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.path(x) + self.aside(x))
+
+
+class MLP(nn.Module):
+    """Linear layers with ReLU between them."""
+
+    def __init__(self, before: int, hidden: int, after: int, layers: int) -> None:
+        super().__init__()
+        sizes = [before, *[hidden] * (layers - 1), after]
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(sizes))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers[:-1]:
+            x = F.relu(layer(x))
+        return self.layers[-1](x)
+
+
+def box_head(dims: int) -> MLP:
+    """Return the network from a token to the change of a box, which at first changes nothing."""
+    head = MLP(dims, dims, 4, 3)
+    nn.init.zeros_(head.layers[-1].weight)
+    nn.init.zeros_(head.layers[-1].bias)
+    return head
+
+
+def class_head(dims: int, categories: int) -> nn.Linear:
+    """Return the layer from a token to one yes or no for each category, at first no."""
+    head = nn.Linear(dims, categories)
+    nn.init.constant_(head.bias, -math.log((1 - PRIOR) / PRIOR))
+    return head
+
+
+def sine(at: Tensor, dims: int, temperature: float) -> Tensor:
+    """Return (..., dims): sine and cosine in turn of numbers (...) at falling frequencies (arXiv:1706.03762, 3.5)."""
+    power = 2 * (torch.arange(dims, device=at.device) // 2) / dims
+    phase = at.float()[..., None] / temperature**power
+    return torch.stack([phase[..., 0::2].sin(), phase[..., 1::2].cos()], dim=-1).flatten(-2)
+
+
+def grid_positions(shown_Bhw: Tensor, dims: int, temperature: float) -> Tensor:
+    """Return (B, h * w, dims) float32: row, then column, of each cell within what is shown, as DETR has them."""
+    shown = shown_Bhw.float()
+    y, x = shown.cumsum(1), shown.cumsum(2)
+    y, x = (at / (at.amax(dim=axis, keepdim=True) + 1e-6) * (2 * math.pi) for at, axis in ((y, 1), (x, 2)))
+    return torch.cat([sine(y, dims // 2, temperature), sine(x, dims // 2, temperature)], dim=-1).flatten(1, 2)
+
+
+def inverse_sigmoid(share: Tensor) -> Tensor:
+    """Return the logit; beyond 1e-5 from 0 and 1 it grows no more."""
+    share = share.clamp(1e-5, 1 - 1e-5)
+    return torch.log(share / (1 - share))

@@ -1,0 +1,165 @@
+"""Learns a few tiles by heart: a variant that cannot do that cannot learn at all."""
+
+import io
+import json
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from trainyard.data.loader import Micro
+from trainyard.data.shards import Ragged
+from trainyard.errors import UserError
+from trainyard.settings import OptimizerSettings
+from trainyard.train.module import Batch, DataInfo
+from trainyard.train.step import TrainState, make_optimizer, train_step
+
+from .config import Config
+from .module import TinyDet, build
+from .pack import TRUTH, learn, samples
+from .records import header, new_file
+
+FILL = 114
+
+
+def overfit(
+    raw: Path, *, variants: Sequence[str], steps: int, tiles: int, tile_px: int, scale: float, results: Path
+) -> Path:
+    """Train each variant on the same few tiles for the same steps, and print AP50 on them as it goes.
+
+    Returns:
+        the file `overfit-<date>.jsonl`, a header line and a line per evaluation.
+    """
+    unknown = sorted(set(variants) - {"ms", "cond", "vanilla"})
+    if unknown:
+        raise UserError(f"--variants {','.join(variants)}: expected some of ms, cond, vanilla, found {unknown[0]}.")
+    path = new_file(results, "tinydet-overfit")
+    config = small_config(variants[0], tile_px=tile_px, scale=scale)
+    chosen = busiest(raw, config, tiles)
+    told = {"tiles": [key for key, *_ in chosen], "objects": sum(len(labels) for *_, labels in chosen)}
+    with path.open("w") as file:
+        file.write(json.dumps(header("tinydet-overfit", {"steps": steps, "tile_px": tile_px, "scale": scale, **told})))
+        for variant in variants:
+            config = small_config(variant, tile_px=tile_px, scale=scale)
+            for line in learning_curve(config, chosen, learn(raw, config), steps=steps, every=max(1, steps // 12)):
+                file.write("\n" + json.dumps({"variant": variant, **line}))
+                file.flush()
+                print(f"{variant:8} " + "  ".join(f"{name} {value:.4g}" for name, value in line.items()), flush=True)
+    return path
+
+
+Tiled = tuple[str, bytes, np.ndarray, np.ndarray]  # key, picture, boxes (n, 4), labels (n,)
+
+
+def small_config(variant: str, *, tile_px: int, scale: float) -> Config:
+    """Return a detector that a CPU can train in minutes, of any variant."""
+    config = Config()
+    config.packing.tile_px, config.packing.scale = tile_px, scale
+    side = -(-tile_px // 32) * 32
+    config.image.height_px = config.image.width_px = side
+    config.image.channels, config.image.fit = 3, "letterbox"
+    model = config.model
+    model.variant, model.backbone, model.width = variant, "small", 32
+    model.strides, model.dims, model.heads, model.feedforward = [4, 8, 16], 96, 4, 192
+    model.decoder_layers, model.queries, model.denoising = 3, 100, 60
+    model.encoder_layers = 1 if variant == "ms" else 3
+    model.temperature = 10_000.0 if variant == "vanilla" else 20.0
+    config.evaluation.detections = 100
+    return config
+
+
+def busiest(raw: Path, config: Config, count: int) -> list[Tiled]:
+    """Return the training tiles with most objects, one of each picture."""
+    found: dict[str, Tiled] = {}
+    listed = [sample for sample in samples(raw, config) if sample.columns["set"] == "train"]
+    sizes = [len(sample.load.args[2]) for sample in listed]  # type: ignore[attr-defined]
+    for number in np.argsort([-size for size in sizes], kind="stable").tolist():
+        picture = str(listed[number].columns["picture"])
+        if picture not in found and len(found) < count:
+            loaded = listed[number].load()
+            image, boxes, labels = (loaded[name] for name in ("image", "boxes", "labels"))
+            assert isinstance(image, bytes) and isinstance(boxes, Ragged) and isinstance(labels, Ragged)
+            found[picture] = (listed[number].key, image, boxes.values, labels.values)
+    return list(found.values())
+
+
+def learning_curve(
+    config: Config, tiles: Sequence[Tiled], learned: dict[str, str], *, steps: int, every: int, lr: float = 1e-3
+) -> Iterator[dict[str, float]]:
+    """Train on all tiles at once, and yield step, loss and the metrics on the same tiles now and then."""
+    module, batch = prepared(config, tiles, learned)
+    optimizer = make_optimizer(module, OptimizerSettings(lr=lr, weight_decay=1e-4))
+    state = TrainState(module, module, optimizer, torch.amp.GradScaler("cpu", enabled=False), None, 0.0)
+    begin = time.perf_counter()
+    for step in range(1, steps + 1):
+        rise, fall = min(1.0, step / 20), 0.5 * (1 + np.cos(np.pi * step / (steps + 1)))
+        state.progress.step = step
+        micro = [Micro(dict(batch), 1.0, True, 0.0)]
+        result = train_step(
+            state, micro, lr=lr * rise * float(fall), world_size=1, seed=0, clip_grad_norm=1.0, autocast=nullcontext
+        )
+        if step % every == 0 or step == steps:
+            metrics = scored(module, batch)
+            kept = {name: metrics[name] for name in ("ap", "ap50")}
+            sizes = {name: value for name, value in metrics.items() if name in ("ap_verytiny", "ap_tiny", "ap_small")}
+            seconds = time.perf_counter() - begin
+            yield {"step": step, "loss": float(result.losses["loss"]), **kept, **sizes, "seconds": seconds}
+
+
+def prepared(config: Config, tiles: Sequence[Tiled], learned: dict[str, str]) -> tuple[TinyDet, Batch]:
+    """Return a module, drawn with seed 0, and the tiles as one batch; each tile counts as a picture of its own."""
+    truth = [
+        np.column_stack([boxes, (boxes[:, 2:] - boxes[:, :2]).prod(axis=1), labels, np.zeros(len(labels))])
+        for _, _, boxes, labels in tiles
+    ]
+    records = {
+        "truth": [table.reshape(-1, len(TRUTH)).astype(np.float64) for table in truth],
+        "boxes": [boxes for _, _, boxes, _ in tiles],
+        "image": [np.frombuffer(image, dtype=np.uint8) for _, image, _, _ in tiles],
+    }
+    number = np.arange(len(tiles))
+    columns = {"picture": number, "tile_x": np.zeros_like(number), "tile_y": np.zeros_like(number)}
+    data = DataInfo(
+        columns,
+        {"picture": [key for key, *_ in tiles]},
+        number,
+        learned,
+        lambda name, ids: [records[name][i] for i in ids.tolist()],
+    )
+    torch.manual_seed(0)
+    return build(config, data), batch_of(tiles, size_px=(config.image.height_px, config.image.width_px))
+
+
+def batch_of(tiles: Sequence[Tiled], *, size_px: tuple[int, int]) -> Batch:
+    """Return tiles as the loader gives them without augmentation, at their own size in the upper left corner."""
+    pictures = [np.asarray(Image.open(io.BytesIO(image)).convert("RGB")) for _, image, _, _ in tiles]
+    canvas = np.full((len(tiles), *size_px, 3), FILL, dtype=np.uint8)
+    for number, picture in enumerate(pictures):
+        canvas[number, : picture.shape[0], : picture.shape[1]] = picture
+    most = max(len(labels) for *_, labels in tiles)
+    boxes, labels = torch.zeros(len(tiles), most, 4), torch.zeros(len(tiles), most, dtype=torch.long)
+    for number, (_, _, box, label) in enumerate(tiles):
+        boxes[number, : len(label)], labels[number, : len(label)] = torch.from_numpy(box), torch.from_numpy(label)
+    return {
+        "image": torch.from_numpy(canvas).permute(0, 3, 1, 2).contiguous(memory_format=torch.channels_last) / 255,
+        "boxes": boxes,
+        "labels": labels,
+        "boxes_count": torch.tensor([len(label) for *_, label in tiles]),
+        "affine": torch.eye(3)[:2].expand(len(tiles), -1, -1),
+        "picture_px": torch.tensor([picture.shape[:2] for picture in pictures], dtype=torch.float32),
+        "sample_id": torch.arange(len(tiles)),
+    }
+
+
+def scored(module: TinyDet, batch: dict[str, Tensor]) -> dict[str, float]:
+    """Return the metrics on a batch that is a whole set."""
+    module.eval()
+    with torch.inference_mode():
+        rows = {name: values.numpy() for name, values in module.predict(batch).items()}
+    module.train()
+    return module.score(rows)

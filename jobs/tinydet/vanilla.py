@@ -1,0 +1,133 @@
+"""DETR: a transformer over the coarsest features, with learned queries (Carion et al., arXiv:2005.12872)."""
+
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from . import geometry
+from .network import MLP, Backbone, Detected, Noised, Outputs, grid_positions
+
+
+class Vanilla(nn.Module):
+    """DETR.
+
+    Axes: B pictures, S tokens of the last stage, Q queries, d numbers of a token. Parameters bear the names of
+    facebookresearch/detr, so that its weights fit; with ResNet-50 and 91 categories 41,302,368 of them are trained.
+    """
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        *,
+        categories: int,
+        dims: int,
+        heads: int,
+        feedforward: int,
+        encoder_layers: int,
+        decoder_layers: int,
+        queries: int,
+        dropout: float,
+        temperature: float,
+    ) -> None:
+        super().__init__()
+        self.backbone, self.dims, self.temperature = backbone, dims, temperature
+        self.input_proj = nn.Conv2d(backbone.channels[32], dims, 1)
+        self.transformer = nn.ModuleDict(
+            {
+                "encoder": _Stack(EncoderLayer(dims, heads, feedforward, dropout) for _ in range(encoder_layers)),
+                "decoder": _Stack(_DecoderLayer(dims, heads, feedforward, dropout) for _ in range(decoder_layers)),
+            }
+        )
+        self.decoder_norm = nn.LayerNorm(dims)
+        self.query_embed = nn.Embedding(queries, dims)
+        self.class_embed = nn.Linear(dims, categories + 1)
+        self.bbox_embed = MLP(dims, dims, 4, 3)
+        for name, weight in self.transformer.named_parameters():
+            if weight.ndim > 1 and "norm" not in name:
+                nn.init.xavier_uniform_(weight)
+
+    def forward(
+        self, x_BCHW: Tensor, affine_B23: Tensor, picture_px_B2: Tensor, noised: Noised | None = None
+    ) -> Outputs:
+        """Find objects in pictures."""
+        memory, position, hidden = encoded(self, x_BCHW, affine_B23, picture_px_B2)
+        query_pos = self.query_embed.weight.expand(len(memory), -1, -1)
+        token = torch.zeros_like(query_pos)
+        seen = []
+        for layer in cast(_Stack, self.transformer["decoder"]).layers:
+            token = layer(token, memory, hidden, position, query_pos)
+            seen.append(self.decoder_norm(token))
+        token_DBQd = torch.stack(seen)
+        return Outputs(Detected(self.class_embed(token_DBQd), self.bbox_embed(token_DBQd).float().sigmoid()))
+
+    def layers(self) -> list[nn.Module]:
+        """Return the layers that come several times."""
+        return [layer for stack in self.transformer.values() for layer in cast(_Stack, stack).layers]
+
+
+def encoded(
+    network: nn.Module, x_BCHW: Tensor, affine_B23: Tensor, picture_px_B2: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the encoder's tokens (B, S, d), their positions (B, S, d), and (B, S) bool: which show no picture."""
+    features = network.input_proj(network.backbone(x_BCHW)[-1])
+    size, grid = (x_BCHW.shape[2], x_BCHW.shape[3]), (features.shape[2], features.shape[3])
+    shown_Bhw = geometry.picture_mask(affine_B23, picture_px_B2, size, grid)
+    shown_Bhw = shown_Bhw | ~shown_Bhw.any(dim=(1, 2), keepdim=True)  # a sliver between the centres: look at all
+    hidden = ~shown_Bhw.flatten(1)
+    position = grid_positions(shown_Bhw, network.dims, network.temperature)
+    token = features.flatten(2).transpose(1, 2)
+    for layer in network.transformer["encoder"].layers:
+        token = layer(token, hidden, position)
+    return token, position, hidden
+
+
+class _Stack(nn.Module):
+    """A list of layers, under the name that the weights of others have for it."""
+
+    def __init__(self, layers: object) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)  # type: ignore[arg-type]
+
+
+class EncoderLayer(nn.Module):
+    """Self-attention and a feed-forward part, normalised afterwards."""
+
+    def __init__(self, dims: int, heads: int, feedforward: int, dropout: float) -> None:
+        super().__init__()
+        self.self_attn = nn.MultiheadAttention(dims, heads, dropout=dropout, batch_first=True)
+        self.linear1, self.linear2 = nn.Linear(dims, feedforward), nn.Linear(feedforward, dims)
+        self.norm1, self.norm2 = nn.LayerNorm(dims), nn.LayerNorm(dims)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, token_BSd: Tensor, hidden_BS: Tensor | None, position_BSd: Tensor) -> Tensor:
+        asks = token_BSd + position_BSd
+        seen = self.self_attn(asks, asks, token_BSd, key_padding_mask=hidden_BS, need_weights=False)[0]
+        token = self.norm1(token_BSd + self.dropout(seen))
+        return self.norm2(token + self.dropout(self.linear2(self.dropout(F.relu(self.linear1(token))))))
+
+
+class _DecoderLayer(nn.Module):
+    """Queries look at each other, then at the picture."""
+
+    def __init__(self, dims: int, heads: int, feedforward: int, dropout: float) -> None:
+        super().__init__()
+        self.self_attn = nn.MultiheadAttention(dims, heads, dropout=dropout, batch_first=True)
+        self.multihead_attn = nn.MultiheadAttention(dims, heads, dropout=dropout, batch_first=True)
+        self.linear1, self.linear2 = nn.Linear(dims, feedforward), nn.Linear(feedforward, dims)
+        self.norm1, self.norm2, self.norm3 = nn.LayerNorm(dims), nn.LayerNorm(dims), nn.LayerNorm(dims)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(
+        self, token_BQd: Tensor, memory_BSd: Tensor, hidden_BS: Tensor | None, position_BSd: Tensor, query_pos: Tensor
+    ) -> Tensor:
+        asks = token_BQd + query_pos
+        seen = self.self_attn(asks, asks, token_BQd, need_weights=False)[0]
+        token = self.norm1(token_BQd + self.dropout(seen))
+        keys = memory_BSd + position_BSd
+        seen = self.multihead_attn(token + query_pos, keys, memory_BSd, key_padding_mask=hidden_BS, need_weights=False)[
+            0
+        ]
+        token = self.norm2(token + self.dropout(seen))
+        return self.norm3(token + self.dropout(self.linear2(self.dropout(F.relu(self.linear1(token))))))
