@@ -1,6 +1,7 @@
 """How a run ends: averaged weights, what the job shows, and a table of predictions."""
 
 import csv
+import time
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from trainyard.data.shards import ShardSet
 from trainyard.launch import config as configs
 from trainyard.settings import AugmentSettings
 from trainyard.train import checkpoint
+from trainyard.train.engine import _Every
 from trainyard.train.module import DataInfo
 from trainyard.train.report import write_report
 from trainyard.train.swa import WeightAverage
@@ -219,3 +221,13 @@ def test_learning_rates_follow_the_schedule_times_each_groups_factor():
     train_step(state, [micro], lr=0.5, world_size=1, seed=0, clip_grad_norm=0, autocast=nullcontext)
     moved = [b - p.item() for b, p in zip(before, module.parameters(), strict=True)]
     assert moved == pytest.approx([0.05, 0.5])
+
+
+def test_what_is_due_by_the_clock_is_asked_for_once_each_time():
+    """The ranks agree a step late: asked for at the step between as well, it would be done twice."""
+    every = _Every("0.0005min", steps_per_epoch=10)
+    for _ in range(2):
+        assert not every.over()
+        time.sleep(0.04)
+        assert every.over() and not every.over()
+        every.restart()

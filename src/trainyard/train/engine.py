@@ -583,15 +583,19 @@ class _Every:
         self.seconds = length.value * 60 if length is not None and length.unit == "min" else None
         self._steps = max(1, length.steps(steps_per_epoch)) if length is not None and self.seconds is None else None
         self._since = time.monotonic()
+        self._told = False
 
     def at(self, step: int) -> bool:
         return self._steps is not None and step % self._steps == 0
 
     def over(self) -> bool:
-        return self.seconds is not None and time.monotonic() - self._since >= self.seconds
+        """Tell, once until the next `restart`, that the time is over: the ranks act on it a step later."""
+        is_over = not self._told and self.seconds is not None and time.monotonic() - self._since >= self.seconds
+        self._told |= is_over
+        return is_over
 
     def restart(self) -> None:
-        self._since = time.monotonic()
+        self._since, self._told = time.monotonic(), False
 
 
 class _Meter:
