@@ -125,8 +125,8 @@ def check_loss(jobs_dir: Path, family: str, cache: Path) -> None:
     config, data = ready(jobs_dir, family, cache)
     module, splits = built(jobs_dir, config, data)
     loader = Loader(
-        data, settings=config.data, image=config.image, augmentation=config.augment, seed=0, rank=0, world_size=1,
-        device=torch.device("cpu"), threads=1, channels_last=False, decode="cpu",
+        data, settings=config.data, image=config.image, sound=config.sound, augmentation=config.augment,
+        seed=0, rank=0, world_size=1, device=torch.device("cpu"), threads=1, channels_last=False, decode="cpu",
     )  # fmt: skip
     stream = loader.train(
         lambda epoch: shuffle(splits["train"], seed=0, epoch=epoch, global_batch_size=16),

@@ -29,7 +29,6 @@ def add(verbs: Any) -> None:
     bench.add_argument("--peers", type=Path, default=Path(".venv-peers"), help="environment with librosa: %(default)s")
     bench.add_argument("--rounds", type=int, default=5, help="default: %(default)s")
     bench.add_argument("--seconds", type=float, default=4.0, help="least time of each in a round: %(default)s")
-    bench.add_argument("--threads", type=int, default=1, help="threads, or worker processes, of each: %(default)s")
     bench.add_argument("--results", type=Path, default=Path("benchmarks"), help="folder of results: %(default)s")
     bench.set_defaults(command=_bench)
 
@@ -101,4 +100,4 @@ def _predicted(path: Path) -> dict[str, float]:
 def _bench(args: argparse.Namespace) -> int:
     from .bench import run
 
-    return run(peers=args.peers, rounds=args.rounds, seconds=args.seconds, threads=args.threads, results=args.results)
+    return run(peers=args.peers, rounds=args.rounds, seconds=args.seconds, results=args.results)

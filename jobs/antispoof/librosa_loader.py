@@ -1,13 +1,15 @@
 """Features made by librosa in a data loader, as the seed does it: what `bench-frontends` measures ours against.
 
 Runs in an environment of its own, which has librosa, torch and soundfile and nothing of ours:
-`python librosa_loader.py FOLDER FRAMES WORKERS`. Each line of its input names a feature and what to do; each line of
+`python librosa_loader.py FOLDER FRAMES`. Each line of its input names a feature and what to do; each line of
 its output is the answer, as JSON.
 """
 
 import json
 import sys
 import time
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import librosa
@@ -69,44 +71,44 @@ class Utterances(Dataset[torch.Tensor]):
         return torch.from_numpy(np.asarray(self.feature(np.resize(wave, self.frames)), dtype=np.float32))
 
 
-def loaded_per_s(data: Utterances, workers: int, seconds: float) -> float:
-    """Return utterances per second through a DataLoader, its start left out."""
-    loader = DataLoader(data, BATCH, num_workers=workers, persistent_workers=workers > 0)
-    for _ in loader:  # starts the workers, and fills librosa's caches
-        pass
-    begin, done = time.perf_counter(), 0
-    while time.perf_counter() - begin < seconds:
-        for batch in loader:
-            done += len(batch)
-    return done / (time.perf_counter() - begin)
+def loaded(data: Utterances) -> Iterator[int]:
+    """Go through a DataLoader without end; yield how many utterances came at once."""
+    while True:
+        for batch in DataLoader(data, BATCH):
+            yield len(batch)
 
 
-def made_per_s(data: Utterances, seconds: float) -> float:
-    """Return utterances per second of the features alone, from waveforms in memory."""
+def made(data: Utterances) -> Iterator[int]:
+    """Make features alone, from waveforms in memory, without end."""
     waves = [np.resize(soundfile.read(path, dtype="float32")[0], data.frames) for path in data.paths[:BATCH]]
-    data.feature(waves[0])
-    begin, done = time.perf_counter(), 0
-    while time.perf_counter() - begin < seconds:
+    while True:
         for wave in waves:
             data.feature(wave)
-        done += len(waves)
-    return done / (time.perf_counter() - begin)
+            yield 1
+
+
+def per_core_s(work: Iterator[int], seconds: float) -> float:
+    """Return utterances per second of CPU time, the first ones left out, which fill librosa's caches."""
+    next(work)
+    begin, used, done = time.perf_counter(), time.process_time(), 0
+    while time.perf_counter() - begin < seconds:
+        done += next(work)
+    return done / (time.process_time() - used)
 
 
 def main() -> None:
-    folder, frames, workers = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-    torch.set_num_threads(max(1, workers))
+    folder, frames = Path(sys.argv[1]), int(sys.argv[2])
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # on short inputs of its own recursion
     print(json.dumps({"librosa": librosa.__version__, "torch": torch.__version__, "numpy": np.__version__}), flush=True)
     for line in sys.stdin:
         asked = json.loads(line)
         data = Utterances(folder, frames, asked["feature"])
-        if asked["what"] == "loaded":
-            answer = loaded_per_s(data, workers, asked["seconds"])
-        elif asked["what"] == "made":
-            answer = made_per_s(data, asked["seconds"])
+        if asked["what"] == "features":
+            print(json.dumps(data[0].tolist()), flush=True)
         else:
-            answer = data[0].tolist()
-        print(json.dumps(answer), flush=True)
+            work = loaded(data) if asked["what"] == "loaded" else made(data)
+            print(json.dumps(per_core_s(work, asked["seconds"])), flush=True)
 
 
 if __name__ == "__main__":

@@ -151,9 +151,13 @@ class AntispoofModule(TrainModule):
             right_B = self.decision.calls_bonafide(embedding_BD.detach()) == (batch["label"] == 1)
         return {"loss": loss, "accuracy": right_B.float().mean()}
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     @torch.no_grad()
     def maps(self, batch: Batch) -> Tensor:
-        """Return what the network reads, (B, F, T) float32; changed at random in training."""
+        """Return what the network reads, (B, F, T) float32; changed at random in training.
+
+        Not compiled: Fourier transforms gain nothing, and complex numbers fall back to plain kernels anyway.
+        """
         wave_BN = batch["wave"]
         with torch.autocast(wave_BN.device.type, enabled=False):
             if not self.training:

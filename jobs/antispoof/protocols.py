@@ -88,7 +88,8 @@ def trials(path: Path) -> list[Trial]:
         raise UserError(f"{path}: no such protocol file.")
     if path.suffix == ".csv":
         return _csv_trials(path)
-    lines = [(number, line.split()) for number, line in enumerate(path.read_text().splitlines(), 1) if line.strip()]
+    text = path.read_text(errors="replace")
+    lines = [(number, line.split()) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
     if not lines:
         raise UserError(f"{path}: the protocol is empty.")
     header = lines[0][1][0].lower() == "filename"
@@ -121,7 +122,7 @@ def asv_rates(path: Path) -> AsvRates:
     if not path.is_file():
         raise UserError(f"{path}: no such ASV score file.")
     groups: dict[str, list[float]] = {"target": [], "nontarget": [], "spoof": []}
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1):
         words = line.split()
         if not words:
             continue

@@ -77,11 +77,12 @@ def read(path: Path) -> tuple[str, list[Line]]:
     """
     if not path.is_file():
         raise UserError(f"{path}: no such score file.")
-    rows = [(number, text.split()) for number, text in enumerate(path.read_text().splitlines(), 1) if text.strip()]
+    text = path.read_text(errors="replace")
+    rows = [(number, line.split()) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+    header = bool(rows) and rows[0][1][0].lower() == "filename"
+    rows = rows[1:] if header else rows
     if not rows:
         raise UserError(f"{path}: the score file is empty.")
-    header = rows[0][1][0].lower() == "filename"
-    rows = rows[1:] if header else rows
     form = "asv5" if header else "asv2019" if len(rows[0][1]) == 4 else "asv2021"
     return form, [_line(path, number, words, 4 if form == "asv2019" else 2) for number, words in rows]
 
@@ -106,10 +107,10 @@ def check(form: str, lines: Sequence[Line], *, protocol: Sequence[Trial] | None,
         faults.append(f"{len(broken)} scores are not finite numbers: {_named(broken)}")
     if protocol is not None:
         lines = _against(lines, protocol, verdict)
-    elif form == "asv2019":
-        _against_known(lines, counts, verdict)
     else:
-        notes.append("no keys: give --protocol FILE to see whether it is complete, and its error rates")
+        _against_known(lines, counts, verdict)
+        if form != "asv2019":
+            notes.append("no keys: give --protocol FILE for its error rates, and whether it is turned the right way")
     keyed = [line for line in lines if line.bonafide is not None and np.isfinite(line.score)]
     if len({line.bonafide for line in keyed}) < 2:
         if keyed:
@@ -155,9 +156,9 @@ def _against(lines: Sequence[Line], protocol: Sequence[Trial], verdict: Verdict)
     wrong = [
         line.utterance
         for line in lines
-        if line.bonafide is not None and line.utterance in listed and line.bonafide != listed[line.utterance].bonafide
+        if line.utterance in listed and {line.bonafide, listed[line.utterance].bonafide} == {True, False}
     ]
-    if wrong and listed[wrong[0]].bonafide is not None:
+    if wrong:
         verdict.faults.append(f"{len(wrong)} keys differ from the protocol's: {_named(wrong)}")
     if not verdict.faults and [line.utterance for line in lines] != list(listed):
         verdict.notes.append("the order is not that of the protocol; nothing official needs it")
@@ -169,28 +170,32 @@ def _against(lines: Sequence[Line], protocol: Sequence[Trial], verdict: Verdict)
     for line in lines:
         if line.utterance in listed and listed[line.utterance].phase in phases:
             trial = listed[line.utterance]
-            named = line.attack if trial.attack == "-" and not trial.bonafide else trial.attack
-            keyed.append(Line(line.utterance, line.score, trial.bonafide, named))
+            bonafide = line.bonafide if trial.bonafide is None else trial.bonafide
+            keyed.append(
+                Line(line.utterance, line.score, bonafide, line.attack if trial.attack == "-" else trial.attack)
+            )
     return keyed
 
 
 def _against_known(lines: Sequence[Line], counts: Counter[str], verdict: Verdict) -> None:
-    """Hold a file that bears its own keys against the size of the set that its names belong to."""
+    """Hold a file against the size of the set that its names belong to."""
     prefix = lines[0].utterance[:5] if lines else ""
     if prefix not in KNOWN or any(not name.startswith(prefix) for name in counts):
         verdict.notes.append("no known set by its names: give --protocol FILE to see whether it is complete")
         return
     name, bonafide, spoof = KNOWN[prefix]
-    found = Counter(line.bonafide for line in lines)
-    if (found[True], found[False]) == (bonafide, spoof):
-        verdict.notes.append(f"as many trials as the {name} set has: {bonafide:,} bona fide and {spoof:,} spoofed")
-    elif found[True] > bonafide or found[False] > spoof:
+    kinds = Counter(line.bonafide for line in lines)
+    if None in kinds:
+        found, expected = (f"{count:,} trials" for count in (len(counts), bonafide + spoof))
+    else:
+        found = f"{kinds[True]:,} bona fide and {kinds[False]:,} spoofed trials"
+        expected = f"{bonafide:,} bona fide and {spoof:,} spoofed trials"
+    if found == expected:
+        verdict.notes.append(f"as many trials as the {name} set has: {found}")
+    elif len(lines) > bonafide + spoof:
         verdict.notes.append(f"more trials than the {name} set has: of which set? Give --protocol FILE")
     else:
-        verdict.faults.append(
-            f"{found[True]:,} bona fide and {found[False]:,} spoofed trials, where the {name} set has {bonafide:,} and "
-            f"{spoof:,}. If it is another set, give --protocol FILE"
-        )
+        verdict.faults.append(f"{found}, where the {name} set has {expected}. Is it another set? Give --protocol FILE")
 
 
 def _line(path: Path, number: int, words: list[str], fields: int) -> Line:

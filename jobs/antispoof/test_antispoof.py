@@ -30,7 +30,7 @@ from .config import Config
 from .losses import AmSoftmax, CrossEntropy, OcSoftmax, class_weights
 from .metrics import AsvRates, det_curve
 from .module import AntispoofModule, build
-from .network import DenseNorm, OneClassResNet, SeNet, SeResNet, weighted_statistics
+from .network import Block, DenseNorm, OneClassResNet, SeNet, SeResNet, weighted_statistics
 from .pack import Rule, learn, load, samples, splits, synthesize, unlabelled
 from .protocols import Cut, asv_rates, trials, utterances
 from .scores import Line
@@ -113,6 +113,7 @@ def test_a_det_curve_passes_one_trial_at_a_time_and_bona_fide_first_where_scores
     assert curve.frr.tolist() == [0, 0, 0.25, 0.5, 0.5, 0.75, 1]
     assert curve.far.tolist() == [1, 0.5, 0.5, 0.5, 0, 0, 0]
     assert curve.eer() == (0.5, 2.0)
+    assert det_curve([1, 3, 5, 7, 9], [2, 4, 6]).eer() == (pytest.approx((2 / 5 + 1 / 3) / 2), 4.0)
     assert metrics.eer([5, 6], [1, 2]) == 0.0
     assert metrics.eer([1, 2], [5, 6]) == 1.0
     assert metrics.eer([3, 3], [3, 3, 3]) == 1.0
@@ -130,10 +131,11 @@ def test_the_newer_tdcf_has_a_floor_and_the_older_one_has_none():
 
 
 def test_detection_costs_and_cllr_are_those_of_asvspoof_5():
-    bonafide, spoof = np.array([-1.0, 2.0, 3.0, 4.0]), np.array([-3.0, -2.0, 1.0])
+    bonafide, spoof = np.array([-0.5, 2.0, 3.0, 4.0]), np.array([-3.0, -2.0, 1.0])
     # thresholds where a miss costs 0.95 / 4 and a false alarm 0.5 / 3, over 0.5
     assert metrics.min_dcf(det_curve(bonafide, spoof)) == pytest.approx(1 / 3)
-    assert metrics.act_dcf(bonafide, spoof) == pytest.approx((0.95 / 4 + 0.5 / 3) / 0.5)  # threshold -ln 1.9 = -0.642
+    assert metrics.act_dcf(bonafide, spoof) == pytest.approx(1 / 3)  # threshold -ln 1.9 = -0.642
+    assert metrics.act_dcf(bonafide - 1, spoof - 1) == pytest.approx((0.95 / 4 + 0.5 / 3) / 0.5)
     by_hand = (np.log2(1 + np.exp(-bonafide)).mean() + np.log2(1 + np.exp(spoof)).mean()) / 2
     assert metrics.cllr(bonafide, spoof) == pytest.approx(by_hand)
     assert metrics.cllr([0.0], [0.0]) == pytest.approx(1.0)
@@ -258,6 +260,7 @@ def test_spectrum_and_mel_agree_with_a_numpy_version():
 
     top = 15 + math.log(8) / math.log(6.4) * 27
     edges = np.array([hz_of(top * i / 129) for i in range(130)])
+    wave[:, 8000:] = 0  # silence stands at the floor
     power = numpy_power(wave[0].numpy(), np.hanning(513)[:-1], 160, 512, 0)
     mel = 10 * np.log10(numpy_triangles(edges, 512) * (2 / (edges[2:] - edges[:-2]))[:, None] @ power + 1e-30)
     found = frontends.build("mel128", rate_hz=16000, frames=16000, mean="none")(wave)[0].numpy()
@@ -339,7 +342,7 @@ def test_channels_last_reaches_every_layer():
         seen.append(out.is_contiguous(memory_format=torch.channels_last) and not out.is_contiguous())
 
     for layer in network.modules():
-        if isinstance(layer, nn.Conv2d | nn.BatchNorm2d | nn.MaxPool2d):
+        if isinstance(layer, nn.Conv2d | nn.BatchNorm2d | nn.MaxPool2d | Block):
             layer.register_forward_hook(note)
     network(torch.randn(2, 129, 101))
     assert len(seen) > 100 and all(seen)
@@ -552,7 +555,7 @@ def batch(count: int, frames: int = 4000) -> dict[str, torch.Tensor]:
 
 
 def test_maps_are_made_in_float32_whatever_the_precision():
-    module, inputs = small_module().eval(), batch(4)
+    module, inputs = small_module(frontend={"name": "lfcc60"}, sound={"rate_hz": 16000}).eval(), batch(4)
     plain = module.maps(inputs)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(module.maps(inputs), plain)
@@ -586,7 +589,7 @@ def test_ddp_sends_batch_statistics_and_no_windows_or_filters():
     module = small_module(frontend={"name": "spec129"})
     sent = {name for name, _ in module.named_buffers()} - set(module._ddp_params_and_buffers_to_ignore)
     assert sent == {name for name in module.state_dict() if name not in dict(module.named_parameters())}
-    assert "frontend.0.power.window" not in sent and "network.stem.1.running_mean" in sent
+    assert "frontend.maps.power.window" not in sent and "network.stem.1.running_mean" in sent
 
 
 def test_gradient_checkpointing_changes_nothing():
@@ -1078,7 +1081,10 @@ def test_a_score_file_of_a_known_set_that_lacks_a_trial_is_wrong_without_any_pro
     gone = next(i for i, line in enumerate(text) if " bonafide " in line)
     path = protocol(tmp_path / "scores.txt", *text[:gone], *text[gone + 1 :])
     assert run("score-check", str(path)) == 1
-    assert "7,354 bona fide and 63,882 spoofed trials, where the ASVspoof 2019 LA evaluation" in capsys.readouterr().out
+    assert (
+        "7,354 bona fide and 63,882 spoofed trials, where the ASVspoof 2019 LA evaluation set"
+        in capsys.readouterr().out
+    )
 
 
 def test_error_rates_of_2021_are_of_the_evaluation_phase(tmp_path, capsys):
@@ -1093,6 +1099,16 @@ def test_error_rates_of_2021_are_of_the_evaluation_phase(tmp_path, capsys):
 def test_a_score_file_without_keys_says_that_it_needs_a_protocol(tmp_path, capsys):
     assert run("score-check", str(protocol(tmp_path / "scores.txt", "U_1 2.0"))) == 0
     assert "no keys: give --protocol" in capsys.readouterr().out
+    assert run("score-check", str(protocol(tmp_path / "scores.txt", "LA_D_1 2.0", "LA_D_2 1.0"))) == 1
+    assert "2 trials, where the ASVspoof 2019 LA development set has 24,844 trials" in capsys.readouterr().out
+
+
+def test_a_list_of_names_tells_what_is_missing_and_the_files_own_keys_are_believed(tmp_path, capsys):
+    names = protocol(tmp_path / "names.txt", "U_1", "U_2", "U_3", "U_4")
+    assert run("score-check", str(protocol(tmp_path / "scores.txt", *RIGHT)), "--protocol", str(names)) == 0
+    assert "eer            0.0000 %" in capsys.readouterr().out
+    assert run("score-check", str(protocol(tmp_path / "scores.txt", *RIGHT[1:])), "--protocol", str(names)) == 1
+    assert "1 of 4 utterances have no score: U_1" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -1101,6 +1117,7 @@ def test_a_score_file_without_keys_says_that_it_needs_a_protocol(tmp_path, capsy
         (["U_1 2.0", "U_2"], r"line 2: expected 2 fields \(utterance score\), found 1"),
         ([*RIGHT, "U_5 1.0"], r"line 5: expected 4 fields \(utterance attack key score\), found 2"),
         (["U_1 high"], "line 1: 'high' is no score"),
+        (["filename\tcm-score"], "the score file is empty"),
         (["U_1 - real 1.0"], "line 1: key 'real': expected bonafide or spoof"),
         ([], "the score file is empty"),
     ],

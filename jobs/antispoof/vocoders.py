@@ -84,7 +84,7 @@ def _window() -> Floats:
 @cache
 def _bands(count: int, rate_hz: int) -> tuple[Floats, Floats]:
     filters = mel_filters(count, rate_hz=rate_hz, fft=FFT)
-    inverse: Floats = np.linalg.pinv(filters)
+    inverse = np.asarray(np.linalg.pinv(filters), dtype=np.float64)
     return filters, inverse
 
 

@@ -84,9 +84,9 @@ def _baseline(args: argparse.Namespace) -> int:
 def _fold_scores(args: argparse.Namespace, fold: int, run: Path | None) -> dict[str, float]:
     """Score everything on one fold: what learns from its training and validation rows, on its test rows.
 
-    The strength of a ridge's penalty is chosen by the validation rows; then it is fitted on both. A network only ever
-    learns from the training rows. The blend is the geometric mean of network and ridge with numbers: nothing in it is
-    fitted.
+    The strength of a ridge's penalty is chosen by the validation rows; then it is fitted on both. A network has learned
+    from what its own packing.val_share left it. The blend is the geometric mean of the network and of the ridge with
+    numbers: nothing in it is fitted.
     """
     from . import baseline, metrics, pack
 

@@ -56,13 +56,13 @@ def cut(
         inner = fold_of(
             [groups[i] for i in rest.tolist()], log_price[rest], folds=max(2, round(1 / val_share)), seed=seed + 1
         )
-        parts[rest[inner == _most_groups(inner, [groups[i] for i in rest.tolist()])]] = "val"
+        parts[rest[inner == _usual(inner, [groups[i] for i in rest.tolist()])]] = "val"
     return parts
 
 
-def _most_groups(fold: np.ndarray, groups: Sequence[str]) -> int:
-    """Return the fold of the most groups: where one group fills another, that one says little of unseen groups."""
+def _usual(fold: np.ndarray, groups: Sequence[str]) -> int:
+    """Return the fold with the median number of groups: one that a single group fills says little of unseen ones."""
     held: dict[int, set[str]] = {}
     for number, group in zip(fold.tolist(), groups, strict=True):
         held.setdefault(number, set()).add(group)
-    return max(sorted(held), key=lambda number: len(held[number]))
+    return sorted(held, key=lambda number: (len(held[number]), number))[len(held) // 2]

@@ -179,29 +179,33 @@ def _planned(file: str, size_bytes: int, time_ns: int, options: str) -> _Plan:
     keys = [parsing.group_key(items[i], by=rule.group) or f"id {entries[i].key}" for i in sound]
     _require_groups(file, rule, keys)
     log_price = np.log([entries[i].price for i in sound])
-    parts = folds.cut(
-        keys, log_price, folds=rule.folds, fold=rule.fold, val_share=rule.val_share, seed=rule.seed
-    ).tolist()  # fmt: skip
+    parts = folds.cut(keys, log_price, folds=rule.folds, fold=rule.fold, val_share=rule.val_share, seed=rule.seed)
     number_of = {key: number for number, key in enumerate(sorted(set(keys)))}
     rows = [("train", -1, 0)] * len(entries)  # of a row with a fault: it is never written
-    for i, key, part in zip(sound, keys, parts, strict=True):
+    for i, key, part in zip(sound, keys, parts.tolist(), strict=True):
         rows[i] = (part, number_of[key], features.inner_fold(key))
     train = [i for i in sound if rows[i][0] == "train"]
-    train_log = np.array([log_price[k] for k, i in enumerate(sound) if rows[i][0] == "train"])
-    fitted = features.fit(
-        [items[i] for i in train],
-        [entries[i].numbers for i in train],
-        train_log,
-        [rows[i][2] for i in train],
-        columns=rule.numeric_columns,
-    )
-    learned = {
-        TOKENIZER: _tokenizer(rule, [parsing.document(items[i]) for i in train]),
-        FEATURES: fitted.to_text(),
-        PRICES: _prices(train_log),
-    }
+    learned = _learned(rule, [(entries[i], items[i], rows[i][2]) for i in train], log_price[parts == "train"])
     digest = hashlib.blake2b(json.dumps(learned, sort_keys=True).encode()).hexdigest()
     return _Plan(learned, digest, rows)
+
+
+def _learned(
+    rule: PackingSettings, train: list[tuple[catalog.Entry, parsing.Item, int]], log_price: np.ndarray
+) -> dict[str, str]:
+    """Learn from the training rows, each with its inner fold."""
+    fitted = features.fit(
+        [item for _, item, _ in train],
+        [entry.numbers for entry, _, _ in train],
+        log_price,
+        [inner for _, _, inner in train],
+        columns=rule.numeric_columns,
+    )
+    return {
+        TOKENIZER: _tokenizer(rule, [parsing.document(item) for _, item, _ in train]),
+        FEATURES: fitted.to_text(),
+        PRICES: _prices(log_price),
+    }
 
 
 def _require_groups(file: str, rule: PackingSettings, keys: list[str]) -> None:

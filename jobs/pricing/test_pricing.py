@@ -542,13 +542,16 @@ def test_tokens_from_shards_are_bit_identical_to_those_made_anew(drawn, data):
 def test_packing_again_is_bit_identical_and_a_changed_row_makes_other_data(drawn, data, tmp_path):
     again = packed(drawn, small_config(), tmp_path / "again")
     assert again.fingerprint == data.fingerprint
-    listing = listing_of(samples(drawn, small_config()), {})
-    copy = tmp_path / "copy.csv"
-    copy.write_text(
-        (drawn / "catalogue.csv").read_text(encoding="utf-8").replace("Olive", "Ulive", 1), encoding="utf-8"
-    )
-    assert listing_of(samples(copy, small_config()), {}) != listing
-    assert len({s.columns["content"] for s in samples(drawn, small_config())}) == 400
+    rows = list(samples(drawn, small_config()))
+    tested = next(row.key for row in rows if row.columns["set"] == "test")  # learning looks away from it
+    with (drawn / "catalogue.csv").open(newline="", encoding="utf-8") as file:
+        header, *lines = csv.reader(file)
+    other = [[key, text + "Bullet Point 9: new\n" if key == tested else text, price] for key, text, price in lines]
+    copy = catalogue(tmp_path, other, header=",".join(header))
+    assert learn(copy, small_config()) == data.learned
+    changed = [a.key for a, b in zip(rows, samples(copy, small_config()), strict=True) if a.columns != b.columns]
+    assert changed == [tested]
+    assert listing_of(samples(copy, small_config()), {}) != listing_of(rows, {})
 
 
 def test_buckets_spare_padding_and_read_every_row_once():
@@ -917,4 +920,4 @@ def test_real_furniture_is_read_whole_and_three_epochs_beat_the_median(tmp_path)
     merged = {name: torch.cat([row[name] for row in rows]).numpy() for name in rows[0]}
     score = module.score(merged)
     assert score["smape_constant"] == pytest.approx(91, abs=3)
-    assert score["smape"] < 65  # 51 when this was written; TF-IDF with ridge, on text alone, has 56 on this fold
+    assert score["smape"] < 65  # 57.6 when this was written, of a network of 16 dims

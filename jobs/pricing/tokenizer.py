@@ -31,7 +31,8 @@ def learn(texts: Iterable[str], *, size: int) -> Tokenizer:
     substrings of words, probabilities come from expectation-maximisation, and of the candidates those with the least
     expected count go, a share at a time. Characters stay. A small corpus may yield fewer pieces than asked for.
 
-    Costs about 25 s for the 40,000 most frequent words and 8,000 pieces, 3 s for 3,000 texts of 140 characters.
+    Costs 8 s of one core for 4,000 texts of 150 words and 8,000 pieces, 0.2 s for 3,000 of 25 words: what counts is
+    the number of distinct words.
     """
     blank = _assembled([(piece, 0.0) for piece in SPECIAL])
     words = _words(texts, blank)

@@ -93,9 +93,9 @@ class MultiScale(nn.Module):
         proposals, token, boxes = self._first_guesses(memory_BSd, shown_BS, grids, size)
         blocked = None
         if noised is not None:
+            blocked = blocked_between(noised, boxes.shape[1])  # a small input has fewer cells than queries
             token = torch.cat([self.label_embed(noised.labels_BN).to(token.dtype), token], dim=1)
             boxes = torch.cat([noised.boxes_BN4, boxes], dim=1)
-            blocked = blocked_between(noised, self.queries)
         found = self._decoded(token, boxes, memory_BSd, grids, blocked)
         if noised is None:
             return Outputs(found, proposals)

@@ -128,9 +128,12 @@ class _Residual(nn.Module):
             nn.Conv2d(before, after, 3, stride, 1, bias=False), norm(after), nn.ReLU(inplace=True),
             nn.Conv2d(after, after, 3, 1, 1, bias=False), norm(after),
         )  # fmt: skip
+        # A 1 x 1 convolution of stride 2 is a choice of pixels and one of stride 1; torch 2.13's own, of 8 channels in
+        # channels_last on a CPU, writes beyond its memory in the backward pass.
+        choose = nn.MaxPool2d(1, stride)
         same = stride == 1 and before == after
         self.aside = (
-            nn.Identity() if same else nn.Sequential(nn.Conv2d(before, after, 1, stride, bias=False), norm(after))
+            nn.Identity() if same else nn.Sequential(choose, nn.Conv2d(before, after, 1, bias=False), norm(after))
         )
 
     def forward(self, x: Tensor) -> Tensor:

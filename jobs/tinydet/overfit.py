@@ -1,11 +1,11 @@
 """Learns a few tiles by heart: a variant that cannot do that cannot learn at all."""
 
 import io
-import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from trainyard.data.loader import Micro
 from trainyard.data.shards import Ragged
 from trainyard.errors import UserError
+from trainyard.measure import header, write_new
 from trainyard.settings import OptimizerSettings
 from trainyard.train.module import Batch, DataInfo
 from trainyard.train.step import TrainState, make_optimizer, train_step
@@ -22,7 +23,6 @@ from trainyard.train.step import TrainState, make_optimizer, train_step
 from .config import Config
 from .module import TinyDet, build
 from .pack import TRUTH, learn, samples
-from .records import header, new_file
 
 FILL = 114
 
@@ -38,19 +38,17 @@ def overfit(
     unknown = sorted(set(variants) - {"ms", "cond", "vanilla"})
     if unknown:
         raise UserError(f"--variants {','.join(variants)}: expected some of ms, cond, vanilla, found {unknown[0]}.")
-    path = new_file(results, "tinydet-overfit")
     config = small_config(variants[0], tile_px=tile_px, scale=scale)
     chosen = busiest(raw, config, tiles)
-    told = {"tiles": [key for key, *_ in chosen], "objects": sum(len(labels) for *_, labels in chosen)}
-    with path.open("w") as file:
-        file.write(json.dumps(header("tinydet-overfit", {"steps": steps, "tile_px": tile_px, "scale": scale, **told})))
-        for variant in variants:
-            config = small_config(variant, tile_px=tile_px, scale=scale)
-            for line in learning_curve(config, chosen, learn(raw, config), steps=steps, every=max(1, steps // 12)):
-                file.write("\n" + json.dumps({"variant": variant, **line}))
-                file.flush()
-                print(f"{variant:8} " + "  ".join(f"{name} {value:.4g}" for name, value in line.items()), flush=True)
-    return path
+    lines: list[dict[str, Any]] = []
+    for variant in variants:
+        config = small_config(variant, tile_px=tile_px, scale=scale)
+        for line in learning_curve(config, chosen, learn(raw, config), steps=steps, every=max(1, steps // 12)):
+            lines.append({"kind": "result", "variant": variant, **line})
+            print(f"{variant:8} " + "  ".join(f"{name} {value:.4g}" for name, value in line.items()), flush=True)
+    options = {"steps": steps, "tile_px": tile_px, "scale": scale, "tiles": [key for key, *_ in chosen]}
+    options["objects"] = sum(len(labels) for *_, labels in chosen)
+    return write_new(results, "tinydet-overfit", [header("tinydet-overfit", options), *lines])
 
 
 Tiled = tuple[str, bytes, np.ndarray, np.ndarray]  # key, picture, boxes (n, 4), labels (n,)
