@@ -80,7 +80,7 @@ def test_unreadable_pictures_are_named_and_counted_and_left_out_on_request(here,
         (raw / name).write_bytes(b"no picture")
     code, told = say(capsys, "pack", "stripes", "raw", "out", *JOBS)
     assert code == 2
-    assert "2 of 10 raw files cannot be read" in told
+    assert "2 of 10 raw samples cannot be read" in told
     assert "d0-0000.png" in told and "d1-0005.png" in told and "data.on_error=skip" in told
     assert list((here / "out").iterdir()) == []
     code, told = say(capsys, "pack", "stripes", "raw", "out", "data.on_error=skip", *JOBS)

@@ -263,7 +263,7 @@ def test_unreadable_files_are_counted_and_named_and_nothing_is_left_half_written
     with pytest.raises(PackError) as error:
         pack_folder(raw_with_bad, out)
     text = str(error.value)
-    assert text.startswith("3 of 12 raw files cannot be read:\n")
+    assert text.startswith("3 of 12 raw samples cannot be read:\n")
     assert [line.split(":")[0].strip() for line in text.splitlines()[1:4]] == [bad[0], bad[1], bad[4]]
     assert text.splitlines()[-1] == "Mend or remove them, or leave them out: data.on_error=skip"
     assert not (out / "index.h5").exists() and not list(out.glob("*.partial"))
@@ -287,13 +287,13 @@ def test_told_to_skip_bad_files_after_a_failure_packing_keeps_what_it_has(raw_wi
 
 def test_skipped_files_are_bad_again_for_a_packing_that_may_not_skip(raw_with_bad, tmp_path):
     pack_folder(raw_with_bad, tmp_path / "out", skip_bad=True)
-    with pytest.raises(PackError, match="3 of 12 raw files cannot be read"):
+    with pytest.raises(PackError, match="3 of 12 raw samples cannot be read"):
         pack_folder(raw_with_bad, tmp_path / "out")
 
 
 def test_bytes_that_are_no_picture_are_a_bad_file_too(tmp_path):
     rows = [{"image": encode(texture(0, 9, 9), "png")}, {"image": b"not one"}]
-    with pytest.raises(PackError, match=r"1 of 2 raw files cannot be read:\n  row 1: no picture of a known kind"):
+    with pytest.raises(PackError, match=r"1 of 2 raw samples cannot be read:\n  row 1: no picture of a known kind"):
         pack_rows(rows, tmp_path / "out")
 
 
@@ -339,3 +339,13 @@ def test_a_full_disk_is_told_once_and_after_making_room_packing_goes_on(raw_pict
     pack_folder(raw_pictures, out)
     assert contents(out) == contents(packed_pictures)
     assert {name: time for name, time in times(out).items() if name in kept} == kept
+
+
+def test_rows_of_one_large_file_share_its_size(tmp_path):
+    table = tmp_path / "table.csv"
+    table.write_bytes(b"x" * 3_000_000)
+    rows = [Sample(f"row {i}", partial(returns, {"i": i}), source=table) for i in range(64)]
+    data = pack(iter(rows), tmp_path / "out", meta={}, workers=1, shard_mib=1)
+    assert [shard.count for shard in data.shards] == [23, 23, 18], (
+        "a shard aims at a MiB of the file, not of its copies"
+    )

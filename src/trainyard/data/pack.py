@@ -177,10 +177,10 @@ def listing_of(samples: Iterable[Sample], meta: dict[str, Any]) -> tuple[int, st
 
 
 def _samples_per_shard(head: Sequence[Sample], shard_mib: float) -> int:
-    sizes = [sample.source.stat().st_size for sample in head if sample.source]
-    if not sizes:
+    sources = [sample.source for sample in head if sample.source]
+    if not sources:
         return _DEFAULT_COUNT
-    mean = max(1.0, sum(sizes) / len(sizes))
+    mean = max(1.0, sum(source.stat().st_size for source in set(sources)) / len(sources))  # several may share a file
     return max(1, math.ceil(shard_mib * 2**20 / mean))
 
 
@@ -443,7 +443,7 @@ def _refuse_bad(written: Sequence[_Written], skip_bad: bool) -> None:
         shown = "".join(f"\n  {key}: {reason}" for key, reason in bad[:_SHOWN])
         more = f"\n  and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
         raise PackError(
-            f"{len(bad)} of {sum(s.count + len(s.bad) for s in written)} raw files cannot be read:{shown}{more}\n"
+            f"{len(bad)} of {sum(s.count + len(s.bad) for s in written)} raw samples cannot be read:{shown}{more}\n"
             "Mend or remove them, or leave them out: data.on_error=skip"
         )
     if not any(shard.count for shard in written):
