@@ -1,5 +1,6 @@
 """What every job promises, held for every folder in jobs/, and for a sixth that a person copies from one of them."""
 
+import csv
 import importlib
 import io
 import os
@@ -14,6 +15,7 @@ import torch
 from PIL import Image
 
 from tests.training import differences, metrics_of, new_run, start, state_of, train, wait_for_lines
+from trainyard.cli import main
 from trainyard.data.shards import Ragged, ShardSet, Sound
 from trainyard.launch import config as configs
 from trainyard.launch.task import ready_data
@@ -172,6 +174,22 @@ def test_a_perfect_predictor_scores_perfectly(family, cache):
     assert module.monitor[0] in metrics
     for title, png in module.exhibits(rows).items():
         assert title and Image.open(io.BytesIO(png)).format == "PNG"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_that_predicts_does_so_from_a_checkpoint_alone(family, cache, tmp_path, capsys):
+    pack = configs.load_family(JOBS, family, "pack")
+    if not hasattr(pack, "unlabelled"):
+        pytest.skip(f"{family} has no predictions for a table")
+    small = [*own_tests(JOBS, family).SMALL, "max_duration=1st", f"data.cache={cache}"]
+    run = new_run(tmp_path, *small, job=family, jobs=JOBS)
+    assert train(run, jobs=JOBS) == 0
+    config = configs.thaw(run / "config.yaml", JOBS)
+    raw = next(cache.glob(f"{family}-synthetic-*"))
+    samples = list(pack.unlabelled(raw, config, ShardSet(Path(config.data.path)).learned))
+    assert main(["predict", str(run), str(raw), str(tmp_path / "out.csv"), "--jobs", str(JOBS)]) == 0
+    with (tmp_path / "out.csv").open(newline="") as file:
+        assert len(list(csv.DictReader(file))) == len(samples) > 10
 
 
 def test_a_copied_folder_is_a_family_of_its_own(tmp_path):

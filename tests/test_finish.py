@@ -181,7 +181,7 @@ def test_predictions_name_every_picture_once_without_the_packed_data(done, unkno
     assert not list(tmp_path.glob(".predict-*"))
 
 
-@pytest.mark.parametrize("case", ["exists", "no raw", "no checkpoint", "no such family part"])
+@pytest.mark.parametrize("case", ["exists", "no raw", "no checkpoint", "no such family part", "other code"])
 def test_predictions_that_cannot_be_made_say_why(done, unknown, tmp_path, capsys, case, monkeypatch):
     run, out, said = done, tmp_path / "out.csv", ""
     if case == "exists":
@@ -191,6 +191,10 @@ def test_predictions_that_cannot_be_made_say_why(done, unknown, tmp_path, capsys
         unknown, said = tmp_path / "nothing", "nothing: no such file or folder"
     elif case == "no checkpoint":
         run, said = new_run(tmp_path), "no checkpoints yet"
+    elif case == "other code":
+        module = configs.load_family(FAMILIES, "stripes", "module")
+        monkeypatch.setattr(module, "build", lambda config, data: module.StripesModule(config, ["d0", "d1"]))
+        said = "do not fit the model that the code at hand builds. Use the code it was trained"
     else:
         monkeypatch.delattr(configs.load_family(FAMILIES, "stripes", "pack"), "unlabelled")
         said = "stripes has no predictions for a table"

@@ -338,4 +338,4 @@ def test_each_global_batch_has_one_of_the_sizes_asked_for(folder, decode):
 )
 def test_options_that_exclude_each_other_are_told(folder, image, augmentation, said):
     with pytest.raises(UserError, match=said):
-        loader(folder, image=ImageSettings(**image), augmentation=AugmentSettings(**augmentation))
+        first(folder, image=ImageSettings(**image), augmentation=AugmentSettings(**augmentation))

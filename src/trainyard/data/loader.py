@@ -85,7 +85,7 @@ class Loader:
         self._has_pictures = IMAGE in data.records and data.records[IMAGE].kind == PICTURE
         self._regions = _regions(data) if self._has_pictures else np.zeros((data.count, 4), dtype=np.int32)
         self._letterbox = image.fit == "letterbox"
-        _check(image, augmentation, data)
+        _check(image, augmentation)
 
     def train(
         self, orders: Callable[[int], EpochOrder], *, epoch: int, start: int, micro_batch_size: int
@@ -98,6 +98,7 @@ class Loader:
             orders: the order of an epoch; all have the same global batch size.
             micro_batch_size: samples at once; 0: this rank's share of the global batch.
         """
+        _check_boxes(self._augmentation.crop_keeps, self.data)
         first = orders(epoch)
         largest = micro_batch_size or -(-first.global_batch_size // self.world_size)
 
@@ -350,8 +351,8 @@ def filled_up(values: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     return together, count
 
 
-def _check(image: ImageSettings, augmentation: AugmentSettings, data: ShardSet) -> None:
-    """Refuse options that exclude each other, or that the data cannot serve."""
+def _check(image: ImageSettings, augmentation: AugmentSettings) -> None:
+    """Refuse options that exclude each other."""
     if image.fit != "letterbox" and (
         augmentation.crop_keeps or (augmentation.scale_min, augmentation.scale_max) != (1, 1)
     ):
@@ -362,9 +363,12 @@ def _check(image: ImageSettings, augmentation: AugmentSettings, data: ShardSet) 
         )
     if augmentation.scale_min > augmentation.scale_max:
         raise UserError(f"augment.scale_min={augmentation.scale_min} is above scale_max={augmentation.scale_max}.")
-    boxes = augmentation.crop_keeps
-    if boxes and (boxes not in data.records or data.records[boxes].kind != RAGGED):
-        raise UserError(f"augment.crop_keeps={boxes}: the data have no such boxes, only {', '.join(data.records)}.")
+
+
+def _check_boxes(name: str, data: ShardSet) -> None:
+    """Refuse to keep boxes in crops that the data do not have."""
+    if name and (name not in data.records or data.records[name].kind != RAGGED):
+        raise UserError(f"augment.crop_keeps={name}: the data have no such boxes, only {', '.join(data.records)}.")
 
 
 def _regions(data: ShardSet) -> np.ndarray:

@@ -59,7 +59,13 @@ def _built(config: TrainConfig, jobs_dir: Path, saved: dict[str, Any]) -> "Train
     nobody = np.empty(0, dtype=np.int64)
     info = DataInfo({}, {}, nobody, saved["learned"])
     module: TrainModule = load_family(jobs_dir, config.family, "module").build(config, info)
-    module.load_state_dict(kept_weights(saved))
+    try:
+        module.load_state_dict(kept_weights(saved))
+    except RuntimeError as error:  # torch's word for weights of another shape or name
+        raise UserError(
+            "The weights of this run do not fit the model that the code at hand builds. Use the code it was trained "
+            f"with, `code` in the run's env.json, or train anew. {str(error).splitlines()[1].strip()[:300]}"
+        ) from None
     return module
 
 
