@@ -83,7 +83,7 @@ class MultiScale(nn.Module):
     ) -> Outputs:
         """Find objects in pictures, and mend the noised ones."""
         size = (x_BCHW.shape[2], x_BCHW.shape[3])
-        stages = dict(zip((4, 8, 16, 32), self.backbone(x_BCHW), strict=False))
+        stages = {4 << number: stage for number, stage in enumerate(self.backbone(x_BCHW))}  # by stride
         levels = [stages[stride] for stride in self.strides]
         grids = [(level.shape[2], level.shape[3]) for level in levels]
         shown = [geometry.picture_mask(affine_B23, picture_px_B2, size, grid) for grid in grids]
