@@ -14,6 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from trainyard.errors import UserError
 from trainyard.train.report import figure
+from trainyard.train.verification import checked_scores
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -219,16 +220,9 @@ def _cost(frr: ArrayLike, far: ArrayLike) -> Floats:
 
 
 def _checked(kind: str, scores: ArrayLike) -> Floats:
-    array = np.asarray(scores, dtype=np.float64)
-    if array.size == 0:
-        raise UserError(
-            f"no {kind} trial among the scores: error rates need both bona fide and spoofed trials. "
-            "Check the labels and how the data are split."
-        )
-    wrong = int(np.count_nonzero(~np.isfinite(array)))
-    if wrong:
-        raise UserError(
-            f"{wrong} of {array.size} {kind} scores are not finite numbers: the model's output is broken. "
-            "Look for a diverged loss, and lower the learning rate."
-        )
-    return array
+    return checked_scores(
+        kind,
+        scores,
+        none=f"no {kind} trial among the scores: error rates need both bona fide and spoofed trials. "
+        "Check the labels and how the data are split.",
+    )

@@ -76,7 +76,10 @@ def read(path: Path) -> tuple[str, list[Line]]:
         UserError: no such file, an empty one, or a line of another form than the first.
     """
     if not path.is_file():
-        raise UserError(f"{path}: no such score file.")
+        raise UserError(
+            f"{path}: no such score file. Expected lines of 'utterance score' or 'utterance attack key score'; "
+            "trainyard predict and score-file write one."
+        )
     text = path.read_text(errors="replace")
     rows = [(number, line.split()) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
     header = bool(rows) and rows[0][1][0].lower() == "filename"
@@ -203,7 +206,7 @@ def _line(path: Path, number: int, words: list[str], fields: int) -> Line:
         forms = {4: "utterance attack key score", 2: "utterance score"}
         raise UserError(
             f"{path}, line {number}: expected {fields} fields ({forms[fields]}), found {len(words)}: "
-            f"'{' '.join(words)}'."
+            f"'{' '.join(words)}'. Mend the line, or write the file again: trainyard score-file TABLE.csv {path}"
         )
     try:
         score = float(words[-1])

@@ -1076,6 +1076,16 @@ def test_a_score_file_is_told_right_from_wrong(tmp_path, capsys, lines, code, sa
     assert said in capsys.readouterr().out
 
 
+def test_a_score_file_that_is_not_there_or_broken_says_what_to_type(tmp_path):
+    with pytest.raises(UserError, match=r"away.txt: no such score file\. Expected lines of .*score-file write one"):
+        run("score-check", str(tmp_path / "away.txt"))
+    broken = protocol(tmp_path / "scores.txt", RIGHT[0], "U_2 A01 spoof")
+    with pytest.raises(
+        UserError, match=r"scores.txt, line 2: expected 4 fields .*, found 3: .* write the file again: "
+    ):
+        run("score-check", str(broken))
+
+
 def test_a_score_file_of_a_known_set_that_lacks_a_trial_is_wrong_without_any_protocol(tmp_path, capsys):
     text = (shared_audio("asvspoof2019_scores") / SCORES).read_text().splitlines()
     gone = next(i for i, line in enumerate(text) if " bonafide " in line)

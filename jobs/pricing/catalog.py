@@ -39,6 +39,8 @@ def find(raw: Path, *, prefer: str) -> Path:
     Raises:
         UserError: there is none, or several.
     """
+    if not raw.exists():
+        raise UserError(f"{raw}: no such file or folder. Expected a CSV catalogue, or a folder that holds one.")
     if raw.is_file():
         return raw
     found = sorted(raw.glob("*.csv"))

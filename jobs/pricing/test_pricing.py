@@ -346,6 +346,8 @@ def test_bytes_that_are_no_utf_8_and_quotes_that_do_not_close_are_refused(tmp_pa
 
 
 def test_of_a_folder_the_file_named_or_the_only_one_is_read(tmp_path):
+    with pytest.raises(UserError, match=r"away.csv: no such file or folder. Expected a CSV catalogue"):
+        catalog.find(tmp_path / "away.csv", prefer="train.csv")
     with pytest.raises(UserError, match=r"expected one CSV file, or one named train.csv; found no .csv"):
         catalog.find(tmp_path, prefer="train.csv")
     (tmp_path / "a.csv").touch()

@@ -204,12 +204,27 @@ def _running_sum(weight: Integers) -> Integers:
 
 
 def _checked(kind: str, scores: ArrayLike) -> Floats:
+    return checked_scores(
+        kind,
+        scores,
+        none=f"no {kind} pair to score: the evaluation set needs at least two identities, and at least one identity "
+        "with two samples. Check how the data is split.",
+    )
+
+
+def checked_scores(kind: str, scores: ArrayLike, *, none: str) -> Floats:
+    """Return scores as float64.
+
+    Args:
+        kind: of the scores, for the message.
+        none: what to say if there are none.
+
+    Raises:
+        UserError: there are none, or one is not finite.
+    """
     array = np.asarray(scores, dtype=np.float64)
     if array.size == 0:
-        raise UserError(
-            f"no {kind} pair to score: the evaluation set needs at least two identities, and at least one identity "
-            "with two samples. Check how the data is split."
-        )
+        raise UserError(none)
     wrong = int(np.count_nonzero(~np.isfinite(array)))
     if wrong:
         raise UserError(
