@@ -77,7 +77,9 @@ def _batches(loader: Any, folder: Path, setting: Setting, *, kind: str) -> Itera
     from trainyard.data.loader import choose_decoder
     from trainyard.data.shards import ShardSet
     from trainyard.settings import AugmentSettings, DataSettings, ImageSettings
+    from trainyard.train.precision import keep_freed_memory
 
+    keep_freed_memory(torch.device("cpu"))  # as a run does
     data = ShardSet(folder)
     crop = {"crop_area_min": CROP_AREA[0], "crop_aspect_max": CROP_ASPECT[1]} if kind == "rgb" else {}
     stream = loader(

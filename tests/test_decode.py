@@ -1,4 +1,5 @@
 import io
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -146,3 +147,26 @@ def test_pictures_of_very_different_sizes_share_a_batch():
     ours, theirs = (decode([request(records, box, True, 1)], 1)[0] for decode in (by_cpu, by_dali))
     assert torch.equal(ours, theirs)
     assert (ours[0] == ours[0, 0, 0]).all()
+
+
+@pytest.mark.parametrize("limit_bytes", [1, 60_000])
+def test_how_many_requests_dali_takes_at_once_changes_nothing(limit_bytes, monkeypatch):
+    together = by_dali(requests("jpg", 3, 3), 3)
+    monkeypatch.setattr(dali, "_TOGETHER_BYTES", limit_bytes)
+    apart = by_dali(requests("jpg", 3, 3), 3)
+    assert len(apart) == len(together) == 10
+    assert all(torch.equal(a, b) for a, b in zip(apart, together, strict=True))
+
+
+def test_threads_of_a_pool_ask_for_no_helpers_and_leave_the_process_its_number():
+    def number() -> int:
+        return torch.get_num_threads()
+
+    before = number()
+    try:
+        torch.set_num_threads(3)
+        with decode_cpu.pool_of(2) as pool, ThreadPoolExecutor(1) as later:
+            assert {future.result() for future in [pool.submit(number) for _ in range(8)]} == {1}
+            assert number() == later.submit(number).result() == 3
+    finally:
+        torch.set_num_threads(before)

@@ -1,6 +1,8 @@
 """One optimizer step: the same mathematics however the batch is cut, and no step on a gradient that is not finite."""
 
 import copy
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -216,3 +218,26 @@ def _tensors(value: object) -> list[Tensor]:
         return [value]
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else []
     return [tensor for item in inner for tensor in _tensors(item)]
+
+
+def test_memory_that_a_step_gives_back_is_kept_for_the_next():
+    script = """
+import resource, torch
+from trainyard.train.precision import keep_freed_memory
+
+def steps(count):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(count):
+        held = [torch.ones(1 << 20) for _ in range(20)]
+        del held
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+returned = steps(10)
+choice, reason = keep_freed_memory(torch.device("cpu"))
+steps(2)
+print(choice, returned, steps(10))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    choice, returned, kept = done.stdout.split()
+    assert choice == "kept"
+    assert 10 * int(kept) < int(returned)

@@ -1,8 +1,10 @@
 """The reference decoder: Pillow, torch and soundfile on the host. Says what decoding means; DALI must agree with it."""
 
 import io
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,15 +35,13 @@ def decode(requests: Iterator[Request], *, channels: int, fill: int, threads: in
         (B, H, W, C) uint8: the request's `out`. Resizing is bilinear with antialiasing (a triangle filter as wide as
         the scale), rounded to uint8, as in Pillow.
     """
-    with ThreadPoolExecutor(threads, thread_name_prefix="decode") as pool:
+    with pool_of(threads) as pool:
         for request in requests:
-            p = request.parameters
 
-            def one(i: int, request: Request = request, p: Parameters = p) -> None:
-                picture = _decode_one(request.records[i], channels)
-                place(cut(picture, p.box[i], fill), request.out[i], flip=bool(p.flip[i]))
+            def cut_one(i: int, request: Request = request) -> Tensor:
+                return cut(_decode_one(request.records[i], channels), request.parameters.box[i], fill)
 
-            on_threads(pool, threads, one, len(request.records))
+            place_all(cut_one, request, pool, threads)
             yield request.out
 
 
@@ -57,12 +57,39 @@ def _decode_sound(record: np.ndarray) -> np.ndarray:
     return samples
 
 
-def on_threads(pool: ThreadPoolExecutor, threads: int, work: Callable[[int], None], count: int) -> None:
-    """Call `work` with 0 .. count - 1, each thread every so-manieth: a task of its own for each would cost as much."""
+@contextmanager
+def pool_of(threads: int) -> Iterator[ThreadPoolExecutor]:
+    """Threads that each work on pictures of their own, and ask OpenMP for no helpers.
 
-    def stride(first: int) -> None:
-        for i in range(first, count, threads):
-            work(i)
+    A picture is just large enough for torch to share the copying of its bytes between all cores. With every thread of
+    the pool doing so, they wait for each other more than they copy.
+    """
+    wanted, started = torch.get_num_threads(), threading.Barrier(threads + 1)
+
+    def start() -> None:
+        torch.get_num_threads()  # the first call in a thread takes over the process's number
+        torch.set_num_threads(1)  # this thread's, and of all threads that start from now on
+        started.wait()
+
+    with ThreadPoolExecutor(threads, thread_name_prefix="decode", initializer=start) as pool:
+        for _ in range(threads):
+            pool.submit(int)
+        started.wait()
+        torch.set_num_threads(wanted)  # of threads that start from now on
+        yield pool
+
+
+def place_all(cut_one: Callable[[int], Tensor], request: Request, pool: ThreadPoolExecutor, threads: int) -> None:
+    """Resize and mirror the pictures of a request into its buffer.
+
+    Args:
+        cut_one: gives the box of picture 0 .. B - 1, (h, w, C) uint8.
+    """
+    slots, flip = request.out.unbind(), request.parameters.flip.tolist()
+
+    def stride(first: int) -> None:  # a task of its own for each picture would cost as much
+        for i in range(first, len(slots), threads):
+            place(cut_one(i), slots[i], flip=flip[i])
 
     list(pool.map(stride, range(threads)))
 

@@ -3,17 +3,22 @@
 The only file that imports nvidia.dali.
 """
 
+from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 from nvidia.dali import fn, types
 from nvidia.dali.pipeline import Pipeline
+from nvidia.dali.tensors import TensorCPU
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from trainyard.data.decode_cpu import Request, cut, on_threads, place
+from trainyard.data.decode_cpu import Request, cut, place_all, pool_of
+
+_QUEUE = 3  # batches that DALI decodes ahead on the host
+_TOGETHER = 128  # pictures; fewer are slower on two cores, more are not faster
+_TOGETHER_BYTES = 32 << 20  # of decoded pictures: a limit on the queue's memory where they are large
 
 
 def decode(
@@ -38,28 +43,85 @@ def decode(
     Yields:
         (B, H, W, C) uint8.
     """
-    on_gpu = device_id is not None
-    waiting: list[tuple[Request, np.ndarray]] = []  # asked for by DALI, which runs ahead, and not yet yielded
+    common = {"channels": channels, "fill": fill, "threads": threads, "max_batch_size": max_batch_size}
+    return _on_host(requests, **common) if device_id is None else _on_gpu(requests, **common, device_id=device_id)
 
-    def feed() -> tuple[list[np.ndarray], ...]:
+
+def _on_host(
+    requests: Iterator[Request], *, channels: int, fill: int, threads: int, max_batch_size: int
+) -> Iterator[Tensor]:
+    """Give DALI several requests at a time: its threads wait for each other at the end of each batch."""
+    waiting: list[tuple[list[Request], np.ndarray]] = []  # asked for by DALI, which runs ahead, and not yet yielded
+    most = -(-_TOGETHER // max_batch_size)
+
+    def feed() -> tuple[Any, ...]:
+        group = _together(requests, most, channels)
+        box = np.concatenate([request.parameters.box for request in group])
+        inner, outer = split_box(box, np.concatenate([request.shapes for request in group]))
+        waiting.append((group, outer))
+        return _fed([record for request in group for record in request.records], *np.hsplit(inner, 2))
+
+    pipeline = Pipeline(
+        batch_size=most * max_batch_size, num_threads=threads, device_id=None, prefetch_queue_depth=_QUEUE
+    )
+    with pipeline:
+        pipeline.set_outputs(_decode(*_inputs(feed, 3), device="cpu", channels=channels))
+    pipeline.build()
+    with pool_of(threads) as pool:
+        while (pictures := _run(pipeline)) is not None:
+            group, outer = waiting.pop(0)
+            first = 0
+            for request in group:
+
+                def cut_one(i: int, first: int = first, pictures: Any = pictures, outer: Any = outer) -> Tensor:
+                    return cut(from_dlpack(pictures[first + i]), outer[first + i], fill)
+
+                place_all(cut_one, request, pool, threads)
+                yield request.out
+                first += len(request.records)
+
+
+def _together(requests: Iterator[Request], most: int, channels: int) -> list[Request]:
+    """Take one request, and up to `most` while what they decode to is little.
+
+    Raises:
+        StopIteration: there is none left; it ends the pipeline.
+    """
+    group = [next(requests)]
+    decoded_bytes = 0
+    while len(group) < most:
+        decoded_bytes += int(group[-1].parameters.box[:, 2:].prod(axis=1).sum()) * channels
+        request = next(requests, None) if decoded_bytes < _TOGETHER_BYTES else None
+        if request is None:
+            break
+        group.append(request)
+    return group
+
+
+def _on_gpu(
+    requests: Iterator[Request], *, channels: int, fill: int, threads: int, max_batch_size: int, device_id: int
+) -> Iterator[Tensor]:
+    held: deque[Request] = deque(maxlen=8)  # DALI reads their records where they lie, and runs ahead by fewer
+
+    def feed() -> tuple[Any, ...]:
         request = next(requests)  # its StopIteration ends the pipeline
+        held.append(request)
         inner, outer = split_box(request.parameters.box, request.shapes)
-        waiting.append((request, outer))
+        size = np.tile(np.array(request.out.shape[1:3], dtype=np.int32), (len(inner), 1))
         flip = request.parameters.flip.astype(np.int32)
-        size = np.tile(np.array(request.out.shape[1:3], dtype=np.int32), (len(flip), 1))
-        parts = (*np.hsplit(inner, 2), *np.hsplit(outer, 2), size, flip) if on_gpu else np.hsplit(inner, 2)
-        return (request.records, *(list(part) for part in parts))
+        return _fed(request.records, *np.hsplit(inner, 2), *np.hsplit(outer, 2), size, flip)
 
     pipeline = Pipeline(batch_size=max_batch_size, num_threads=threads, device_id=device_id, prefetch_queue_depth=2)
     with pipeline:
-        pipeline.set_outputs(
-            _gpu_graph(feed, channels=channels, fill=fill) if on_gpu else _cpu_graph(feed, channels=channels)
-        )
+        pipeline.set_outputs(_gpu_graph(feed, channels=channels, fill=fill))
     pipeline.build()
-    if on_gpu:
-        yield from _gpu_batches(pipeline, waiting)
-    else:
-        yield from _cpu_batches(pipeline, waiting, fill=fill, threads=threads)
+    while (pictures := _run(pipeline)) is not None:
+        yield from_dlpack(pictures.as_tensor()).clone()  # DALI takes its memory back two runs later
+
+
+def _fed(records: list[np.ndarray], *more: np.ndarray) -> tuple[Any, ...]:
+    """Return what `_inputs` declares. Wrapping each record here spares half the time that DALI takes to look at it."""
+    return ([TensorCPU(record) for record in records], *map(np.ascontiguousarray, more))
 
 
 def decode_sound(
@@ -100,27 +162,6 @@ def split_box(box: np.ndarray, shapes: np.ndarray) -> tuple[np.ndarray, np.ndarr
     return inner, outer
 
 
-def _cpu_batches(
-    pipeline: Any, waiting: list[tuple[Request, np.ndarray]], *, fill: int, threads: int
-) -> Iterator[Tensor]:
-    with ThreadPoolExecutor(threads, thread_name_prefix="resize") as pool:
-        while (pictures := _run(pipeline)) is not None:
-            request, outer = waiting.pop(0)
-
-            def one(i: int, pictures: Any = pictures, request: Request = request, outer: Any = outer) -> None:
-                picture = cut(from_dlpack(pictures[i]), outer[i], fill)
-                place(picture, request.out[i], flip=bool(request.parameters.flip[i]))
-
-            on_threads(pool, threads, one, len(request.records))
-            yield request.out
-
-
-def _gpu_batches(pipeline: Any, waiting: list[tuple[Request, np.ndarray]]) -> Iterator[Tensor]:
-    while (pictures := _run(pipeline)) is not None:
-        waiting.pop(0)
-        yield from_dlpack(pictures.as_tensor()).clone()  # DALI takes its memory back two runs later
-
-
 def _run(pipeline: Any) -> Any | None:
     """Return the next batch of pictures, None at the end."""
     try:
@@ -153,10 +194,6 @@ def _decode(records: Any, start: Any, size: Any, *, device: str, channels: int) 
         output_type=types.GRAY if channels == 1 else types.RGB,  # explicit: ANY_DATA corrupts memory on gray JPEG
         adjust_orientation=False,  # packing has baked it in
     )
-
-
-def _cpu_graph(feed: Any, *, channels: int) -> Any:
-    return _decode(*_inputs(feed, 3), device="cpu", channels=channels)
 
 
 def _gpu_graph(feed: Any, *, channels: int, fill: int) -> Any:

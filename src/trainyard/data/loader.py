@@ -24,7 +24,6 @@ from trainyard.errors import UserError
 from trainyard.settings import AugmentSettings, DataSettings, ImageSettings, SoundSettings
 
 IMAGE = "image"
-_READ_BUFFERS = 8  # more than DALI asks for ahead of what it has decoded
 REGION = ("box_y", "box_x", "box_height", "box_width")
 
 
@@ -187,20 +186,25 @@ class Loader:
         """Add the part of each sound that the model takes, as int16; the device makes fractions of it."""
         records, check_crc = self.data.records[name], self._settings.check_crc
         ahead: deque[_Item] = deque()
+        stored = records.kind == PCM  # and cut before the next are read: one buffer serves all but unusual batches
+        buffer = np.empty(largest * int(records.size.mean() * 1.5), dtype=np.uint8) if stored else None
 
         def asked() -> Iterator[list[np.ndarray]]:
             for item in items:
                 ahead.append(item)
-                yield self.data.values(name, item.ids, check_crc=check_crc)
+                yield self.data.values(name, item.ids, check_crc=check_crc, buffer=buffer)
 
-        for sounds in asked() if records.kind == PCM else self._sound_decoder(largest)(asked()):
+        for sounds in asked() if stored else self._sound_decoder(largest)(asked()):
             item = ahead.popleft()
             count = records.shape[item.ids, 0].astype(np.int64)
             frames = self._sound.frames
             start = np.zeros_like(count)
             if item.epoch is not None:
                 start = augment.starts(seed=self._seed, epoch=item.epoch, sample_ids=item.ids, spare=count - frames)
-            cut = np.stack([np.resize(x[s : s + frames], frames) for x, s in zip(sounds, start.tolist(), strict=True)])
+            cut = np.empty((len(sounds), frames), dtype=np.int16)
+            for row, sound, first in zip(cut, sounds, start.tolist(), strict=True):
+                part = sound[first : first + frames]
+                row[:] = part if len(part) == frames else np.resize(part, frames)
             found = {name: torch.from_numpy(cut), f"{name}_count": torch.from_numpy(count)}
             yield replace(item, arrays=item.arrays | found)
 
@@ -222,13 +226,11 @@ class Loader:
         """Decode the pictures of each item. Decoders may ask for items ahead of what they have given."""
         ahead: deque[_Item] = deque()
         index, check_crc = self.data.records[IMAGE], self._settings.check_crc
-        buffers = [np.empty(largest * int(index.size.mean() * 1.5), dtype=np.uint8) for _ in range(_READ_BUFFERS)]
 
         def requests() -> Iterator[Request]:
             for number, item in enumerate(items):
                 ahead.append(item)
-                buffer = buffers[number % len(buffers)]
-                records = self.data.read(IMAGE, item.ids, check_crc=check_crc, buffer=buffer)
+                records = self.data.read(IMAGE, item.ids, check_crc=check_crc)
                 assert item.parameters is not None
                 shape = (len(item.ids), *item.size, self._image.channels)
                 out = slots[number % len(slots)][: math.prod(shape)].view(shape)
@@ -265,7 +267,7 @@ class Loader:
             batch[IMAGE] = self._model_input(item.pictures, item.parameters, warp=warp)
         for name, records in self.data.records.items():
             if records.kind in (SOUND, PCM):
-                batch[name] = batch[name].float().div_(32768)
+                batch[name] = batch[name] * (1 / 32768)  # exact: a power of two
         return batch
 
     def _model_input(self, pictures: Tensor, p: Parameters, *, warp: bool) -> Tensor:

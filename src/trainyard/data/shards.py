@@ -175,14 +175,19 @@ class ShardSet:
             self._check(name, ids, views, owners)
         return views
 
-    def values(self, name: str, ids: np.ndarray, *, check_crc: bool = True) -> list[np.ndarray]:
+    def values(
+        self, name: str, ids: np.ndarray, *, check_crc: bool = True, buffer: np.ndarray | None = None
+    ) -> list[np.ndarray]:
         """Read records as they were packed: arrays in their shape, encoded ones as uint8 bytes.
+
+        Args:
+            buffer: as in `read`.
 
         Raises:
             ShardError: as `read`.
         """
         records = self.records[name]
-        read = self.read(name, ids, check_crc=check_crc)
+        read = self.read(name, ids, check_crc=check_crc, buffer=buffer)
         if records.kind in (PICTURE, SOUND):
             return read
         shapes = records.shape[ids].tolist()

@@ -393,6 +393,7 @@ def _job(
         "decode": _Choice(decode, why),
         "threads": _Choice(config.data.threads or cores, why_cores),
         "micro_batch_size": _micro_batch(config, world),
+        "freed_memory": _Choice(*precision.keep_freed_memory(device)),
     }
     data = ShardSet(staged.folder)
     choices["stage"] = _Choice(str(data.folder) if staged.copied else "off", staged.reason)

@@ -1,5 +1,6 @@
-"""Applying the numeric policy of `hardware.precision_for`. The only place that sets torch's global switches."""
+"""Applying the policy of `hardware.precision_for`. The only place that sets switches of torch and the C library."""
 
+import ctypes
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -9,6 +10,7 @@ import torch
 
 from trainyard.hardware import Precision
 
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -27,6 +29,21 @@ def set_switches(precision: Precision, *, deterministic: bool) -> None:
     torch.backends.cudnn.allow_tf32 = precision.tf32
     torch.backends.cudnn.benchmark = not deterministic
     torch.use_deterministic_algorithms(deterministic, warn_only=True)
+
+
+def keep_freed_memory(device: torch.device) -> tuple[str, str]:
+    """On the CPU, have the C library keep what tensors give back; return the choice and its reason.
+
+    Torch has no allocator of its own there. What a step needs is tens of MiB, given back at its end: glibc's malloc
+    returns it to the system, and the next step pays for every page anew (mallopt(3), M_TRIM_THRESHOLD).
+    """
+    if device.type != "cpu":
+        return "returned", "tensors are on the device, where torch keeps it"
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    largest_bytes, never = 32 << 20, -1  # blocks above the largest that glibc allows here are always returned
+    if mallopt and mallopt(_M_MMAP_THRESHOLD, largest_bytes) and mallopt(_M_TRIM_THRESHOLD, never):
+        return "kept", "on the CPU, or each step would ask the system for it again"
+    return "returned", "this C library has no mallopt that could keep it"
 
 
 def autocast(precision: Precision, device: torch.device) -> Callable[[], AbstractContextManager[None]]:
