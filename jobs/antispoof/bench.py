@@ -1,6 +1,7 @@
 """Features on the device against librosa in the loader, and PCM against FLAC in shards, side by side in one run."""
 
 import json
+import os
 import subprocess
 import tempfile
 import time
@@ -21,13 +22,15 @@ from trainyard.data.pack import pack
 from trainyard.data.shards import Sample, ShardSet
 from trainyard.measure import Way
 from trainyard.settings import AugmentSettings, DataSettings, ImageSettings, SoundSettings
+from trainyard.train.precision import keep_freed_memory
 
 from . import frontends
 from .pack import Rule, load
 from .synthesis import draw_speech
 
 FEATURES = ("mel128", "spec257", "lfcc60", "cqt432")
-UTTERANCES, FRAMES, BATCH, RATE_HZ = 96, 64600, 32, 16000
+UTTERANCES, FRAMES, BATCH, RATE_HZ = 256, 64600, 32, 16000
+ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 UNIT = "utt/core-s"
 INSTALL = "uv venv {0} && uv pip install --python {0}/bin/python librosa torch soundfile scipy"
 
@@ -41,6 +44,7 @@ def run(*, peers: Path, rounds: int, seconds: float, results: Path) -> int:
     disturbs them less than the clock's.
     """
     torch.set_num_threads(1)
+    keep_freed_memory(torch.device("cpu"))  # as a run does
     python = peers / "bin" / "python"
     with tempfile.TemporaryDirectory() as folder, _librosa(python, Path(folder) / "flac") as ask:
         root = Path(folder)
@@ -83,7 +87,8 @@ def _librosa(python: Path, folder: Path) -> Iterator[Ask | None]:
         return
     script = Path(__file__).with_name("librosa_loader.py")
     command = [str(python), str(script), str(folder), str(FRAMES)]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    environ = {**os.environ, **ONE_THREAD}
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ)
     assert process.stdin is not None and process.stdout is not None
     stdin, stdout = process.stdin, process.stdout
 
@@ -105,7 +110,7 @@ def _draw(folder: Path) -> None:
     folder.mkdir()
     for i in range(UTTERANCES):
         speech = np.concatenate([draw_speech(0, i, take) for take in range(4)])
-        wave = resample_poly(np.resize(speech, 32300 + 64 * i), 2, 1)
+        wave = resample_poly(np.resize(speech, 32300 + 25 * i), 2, 1)
         pcm = np.clip(np.round(wave * 32767), -32768, 32767).astype(np.int16)
         soundfile.write(folder / f"{i:03d}.flac", pcm, RATE_HZ, subtype="PCM_16")
 

@@ -66,17 +66,23 @@ class Frontend(nn.Module):
         super().__init__()
         self.maps, self.mean = maps, mean
 
+    @torch.no_grad()  # maps are made in place
     def forward(self, wave_BN: Tensor) -> Tensor:
-        if wave_BN.device.type != "cpu" or len(wave_BN) <= self.AT_ONCE_ON_CPU:
-            return self.mean(self.maps(wave_BN)).contiguous()  # type: ignore[no-any-return]
-        return torch.cat([self.mean(self.maps(part)) for part in torch.split(wave_BN, self.AT_ONCE_ON_CPU)])
+        parts = wave_BN.split(self.AT_ONCE_ON_CPU if wave_BN.device.type == "cpu" else len(wave_BN))
+        first_BFT = self.mean(self.maps(parts[0]))
+        if len(parts) == 1:
+            return first_BFT.contiguous()  # type: ignore[no-any-return]
+        map_BFT = first_BFT.new_empty((len(wave_BN), *first_BFT.shape[1:]))
+        for out_BFT, part in zip(map_BFT.split(self.AT_ONCE_ON_CPU), parts, strict=True):
+            out_BFT.copy_(first_BFT if part is parts[0] else self.mean(self.maps(part)))
+        return map_BFT
 
 
 class PowerSpectrum(nn.Module):
     """Power of the short-time Fourier transform, (B, N) to (B, fft // 2 + 1, 1 + N // hop).
 
     Frames are centred on multiples of `hop`, with zeros beyond the ends; a window shorter than `fft` stands in its
-    middle.
+    middle. In memory the bins of a frame lie side by side.
     """
 
     def __init__(self, *, window: Tensor, hop: int, fft: int, pre_emphasis: float = 0.0) -> None:
@@ -85,13 +91,46 @@ class PowerSpectrum(nn.Module):
         self.register_buffer("window", window, persistent=False)
 
     def forward(self, wave_BN: Tensor) -> Tensor:
+        real, imaginary = self.squares(wave_BN)
+        return real + imaginary
+
+    def squares(self, wave_BN: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the squares of the real and the imaginary part, which add up to the power."""
         if self.pre_emphasis:
             wave_BN = pre_emphasised(wave_BN, self.pre_emphasis)
         window = cast(Tensor, self.window)
         spectrum = torch.stft(
             wave_BN, self.fft, self.hop, len(window), window, center=True, pad_mode="constant", return_complex=True
         )
-        return spectrum.real.square() + spectrum.imag.square()
+        squared = torch.view_as_real(spectrum).square_()
+        return squared[..., 0], squared[..., 1]
+
+
+class Bands(nn.Module):
+    """Weighted sums of neighbouring bins, (B, K, T) to (B, F, T): a filter bank, without the products with zero.
+
+    Args:
+        filters_FK: each row of its own few bins, in rising order. A group of rows is multiplied with the bins that
+            any of them needs.
+    """
+
+    ROWS = 8  # of 8, 16 and 32 the fastest on a CPU for 20 linear bands over 257 bins; 128 mel bands do not care
+
+    def __init__(self, filters_FK: Floats) -> None:
+        super().__init__()
+        self.spans: list[tuple[int, int]] = []
+        for number, first in enumerate(range(0, len(filters_FK), self.ROWS)):
+            rows = filters_FK[first : first + self.ROWS]
+            used = np.flatnonzero(rows.any(axis=0))
+            low, high = (int(used[0]), int(used[-1]) + 1) if len(used) else (0, 1)
+            self.spans.append((low, high))
+            self.register_buffer(
+                f"weights_{number}", torch.tensor(rows[:, low:high], dtype=torch.float32), persistent=False
+            )
+
+    def forward(self, power_BKT: Tensor) -> Tensor:
+        groups = [getattr(self, f"weights_{i}") @ power_BKT[:, low:high] for i, (low, high) in enumerate(self.spans)]
+        return torch.cat(groups, dim=1)
 
 
 class LogPower(nn.Module):
@@ -102,7 +141,9 @@ class LogPower(nn.Module):
         self.power = power
 
     def forward(self, wave_BN: Tensor) -> Tensor:
-        return torch.log(self.power(wave_BN) + EPS)
+        real, imaginary = self.power.squares(wave_BN)
+        power_BKT = torch.empty(real.shape, device=real.device)  # a bin's frames side by side: adding turns them round
+        return logarithm_(torch.add(real, imaginary, out=power_BKT).add_(EPS))
 
 
 class LogMel(nn.Module):
@@ -110,12 +151,11 @@ class LogMel(nn.Module):
 
     def __init__(self, power: PowerSpectrum, filters_FK: Floats) -> None:
         super().__init__()
-        self.power = power
-        self.register_buffer("filters", torch.tensor(filters_FK, dtype=torch.float32), persistent=False)
+        self.power, self.bands = power, Bands(filters_FK)
 
     def forward(self, wave_BN: Tensor) -> Tensor:
-        decibel_BFT = 10 * torch.log10((cast(Tensor, self.filters) @ self.power(wave_BN)).clamp(min=1e-10))
-        return (decibel_BFT - decibel_BFT.amax(dim=(1, 2), keepdim=True)).clamp(min=-80.0)
+        decibel_BFT = logarithm_(self.bands(self.power(wave_BN)).clamp_(min=1e-10)).mul_(10 / math.log(10))
+        return decibel_BFT.sub_(decibel_BFT.amax(dim=(1, 2), keepdim=True)).clamp_(min=-80.0)
 
 
 class Lfcc(nn.Module):
@@ -141,13 +181,13 @@ class Lfcc(nn.Module):
     ) -> None:
         super().__init__()
         self.power, self.reach, self.slope_gain, self.energy = power, reach, slope_gain, energy
-        self.register_buffer("filters", torch.tensor(filters_FK, dtype=torch.float32), persistent=False)
+        self.bands = Bands(filters_FK)
         dct = torch.tensor(dct_matrix(len(filters_FK))[:cepstra], dtype=torch.float32)
         self.register_buffer("dct", dct, persistent=False)
 
     def forward(self, wave_BN: Tensor) -> Tensor:
         power_BKT = self.power(wave_BN)
-        bands_BFT = torch.log10(cast(Tensor, self.filters) @ power_BKT + EPS)
+        bands_BFT = logarithm_(self.bands(power_BKT).add_(EPS)).mul_(1 / math.log(10))
         cepstra_BCT = cast(Tensor, self.dct) @ bands_BFT
         if self.energy:
             energy_B1T = torch.log10(power_BKT.sum(dim=1, keepdim=True) + EPS)
@@ -206,7 +246,7 @@ class ConstantQ(nn.Module):
         kept = 1 + wave_BN.shape[1] // self.hop
         coefficients_BFT = torch.fft.ifft(torch.cat(rows, dim=2), dim=0)[:kept].permute(1, 2, 0)
         power_BFT = coefficients_BFT.real.square() + coefficients_BFT.imag.square()
-        return torch.log(power_BFT + EPS).contiguous()
+        return logarithm_(power_BFT.add_(EPS)).contiguous()
 
     def _octave(self, spectrum_BS: Tensor, octave: int, start: int) -> Tensor:
         """Return (M, B, Q): the octave's filtered spectra, folded modulo M."""
@@ -235,24 +275,35 @@ class MeanRemoval(nn.Module):
         return map_BFT
 
 
+def logarithm_(x: Tensor) -> Tensor:
+    """Replace float32 values by their natural logarithms. On the CPU by NumPy, whose loop is the faster."""
+    if x.device.type != "cpu":
+        return x.log_()
+    values = x.numpy()
+    np.log(values, out=values)
+    return x
+
+
 def pre_emphasised(wave_BN: Tensor, factor: float) -> Tensor:
     """Return x[t] - factor x[t - 1], the first sample as it is."""
-    return torch.cat([wave_BN[:, :1], wave_BN[:, 1:] - factor * wave_BN[:, :-1]], dim=1)
+    out_BN = wave_BN.clone()
+    out_BN[:, 1:].sub_(wave_BN[:, :-1], alpha=factor)
+    return out_BN
 
 
 def slope(map_BFT: Tensor, reach: int) -> Tensor:
     """Return the regression slope over 2 * reach + 1 frames, the edges repeated (Young et al., HTK Book, 5.16).
 
-    The MATLAB baseline leaves out the division by 2 sum n**2, which
-    makes its slopes 28 and its second slopes 784 times as large as the cepstra's scale asks for.
+    A baseline without the division by 2 sum n**2 has slopes 28 times and second slopes 784 times as large, for a
+    reach of 3: `slope_gain` of `Lfcc` makes them.
     """
     frames = map_BFT.shape[2]
     padded = functional.pad(map_BFT, (reach, reach), mode="replicate")
     total = torch.zeros_like(map_BFT)
     for n in range(1, reach + 1):
-        later, earlier = (padded[:, :, reach + shift : reach + shift + frames] for shift in (n, -n))
-        total = total + n * (later - earlier)
-    return total / (2 * sum(n * n for n in range(1, reach + 1)))
+        total.add_(padded[:, :, reach + n : reach + n + frames], alpha=n)
+        total.sub_(padded[:, :, reach - n : reach - n + frames], alpha=n)
+    return total.div_(2 * sum(n * n for n in range(1, reach + 1)))
 
 
 def _lfcc60(_: int) -> nn.Module:
