@@ -111,6 +111,8 @@ def _seal(target: Target, folder: Path) -> None:
 
 def _unpack(bundle: Path, folder: Path) -> dict[str, Any]:
     """Unpack a bundle and return its manifest, which is whole."""
+    if not bundle.is_file():
+        raise Mistake(f"{bundle}: no such file. Make one: make bundle HW=cpu OUT={bundle}")
     try:
         with tarfile.open(bundle) as tar:
             tar.extractall(folder, filter="data")

@@ -155,6 +155,11 @@ def test_a_second_run_on_one_day_gets_a_file_of_its_own(protocol: Options):
     assert second.name == first.name.replace(".jsonl", "-2.jsonl")
 
 
+def test_away_from_the_checkout_it_says_where_to_go(protocol: Options, tmp_path: Path):
+    with pytest.raises(UserError, match=r"no worker\.py in it.*cd CHECKOUT"):
+        run_suite("rgb", replace(protocol, scripts=tmp_path / "none"), command="bench", environment={})
+
+
 def test_a_suite_or_pattern_that_does_not_exist_is_answered_with_those_that_do(protocol: Options):
     with pytest.raises(UserError, match=r"'rbg' is no benchmark suite\. Choose from: rgb, gray"):
         run_suite("rbg", protocol, command="bench", environment={})

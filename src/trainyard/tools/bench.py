@@ -157,6 +157,11 @@ def _ticks(pid: int) -> int:
 
 
 def _list(options: Options) -> list[Configuration]:
+    if not (options.scripts / "worker.py").is_file():
+        raise UserError(
+            f"{options.scripts}: no worker.py in it. The benchmarks lie in a checkout of Trainyard: go there first, "
+            "cd CHECKOUT, then type it again."
+        )
     listed = _worker(Path(sys.executable), ["list"], options, timeout_s=60)
     return [Configuration(**line) for line in listed]
 
