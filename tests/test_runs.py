@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from loguru import logger
 
-from trainyard.environment import environment_record
+from trainyard.environment import cpu_model, environment_record
 from trainyard.errors import UserError
 from trainyard.launch.runs import (
     RunLock,
@@ -158,6 +158,16 @@ def test_the_record_knows_versions_and_machine():
     assert 1 <= machine["cores_available"] <= os.cpu_count()
     assert 0.1 < machine["memory_gib"] < 100_000
     assert machine["libc"] and machine["cpu"]
+
+
+@pytest.mark.parametrize(("flags", "vectors"), [("fma avx2 avx512f", "AVX-512"), ("fma avx2", "AVX2"), ("", "no AVX2")])
+def test_two_generations_of_one_name_are_told_apart(flags: str, vectors: str):
+    first = f"processor\t: 0\ncpu family\t: 25\nmodel\t\t: 1\nmodel name\t: AMD EPYC\nflags\t\t: fpu {flags}\n"
+    assert cpu_model(f"{first}\n{first.replace('25', '26')}") == f"AMD EPYC (family 25, model 1, {vectors})"
+
+
+def test_where_the_kernel_names_no_cpu_its_architecture_is_recorded():
+    assert cpu_model("processor\t: 0\nBogoMIPS\t: 50.00\n") == platform.machine()
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ def environment_beside(environ: Mapping[str, str], checkout: Mapping[str, Any]) 
             "platform": platform.platform(),
             "kernel": platform.release(),
             "libc": " ".join(platform.libc_ver()),
-            "cpu": _cpu_model(),
+            "cpu": cpu_model(Path("/proc/cpuinfo").read_text()),
             "cores_available": available_cores(),
             "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
             "gpus": _gpus(),
@@ -75,11 +75,15 @@ def _versions() -> dict[str, str]:
     return {"python": platform.python_version(), **recorded}
 
 
-def _cpu_model() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()  # ARM kernels name no model
+def cpu_model(cpuinfo: str) -> str:
+    """Name the CPU with family, model and widest vectors: virtual machines call several generations by one name."""
+    lines = (line.partition(":") for line in cpuinfo.partition("\n\n")[0].splitlines())
+    first = {name.strip(): value.strip() for name, _, value in lines}
+    if "model name" not in first:
+        return platform.machine()  # ARM kernels name no model
+    flags = first.get("flags", "").split()
+    vectors = next((wide for flag, wide in (("avx512f", "AVX-512"), ("avx2", "AVX2")) if flag in flags), "no AVX2")
+    return f"{first['model name']} (family {first.get('cpu family')}, model {first.get('model')}, {vectors})"
 
 
 def _gpus() -> str:
