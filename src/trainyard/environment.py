@@ -76,7 +76,11 @@ def _versions() -> dict[str, str]:
 
 
 def cpu_model(cpuinfo: str) -> str:
-    """Name the CPU with family, model and widest vectors: virtual machines call several generations by one name."""
+    """Name the CPU with family, model and widest vectors: virtual machines call several generations by one name.
+
+    Args:
+        cpuinfo: what stands in /proc/cpuinfo.
+    """
     lines = (line.partition(":") for line in cpuinfo.partition("\n\n")[0].splitlines())
     first = {name.strip(): value.strip() for name, _, value in lines}
     if "model name" not in first:
