@@ -48,7 +48,10 @@ def ends(run: Path) -> list[tuple[int, str, str]]:
     return [(line["attempt"], line["cause"], line["action"]) for line in found if line["event"] == "end"]
 
 
-def wait(what: str, true: Callable[[], object], *, timeout_s: float = 150) -> None:
+PATIENCE_S = 500  # less than a test may take; a busy machine has needed 150 to start six runs at once
+
+
+def wait(what: str, true: Callable[[], object], *, timeout_s: float = PATIENCE_S) -> None:
     """Wait until something is true."""
     deadline = time.monotonic() + timeout_s
     while not true():
@@ -62,7 +65,7 @@ def steps_of(run: Path) -> int:
     return max((line["step"] for line in lines(run / "metrics.jsonl") if line["kind"] == "train"), default=0)
 
 
-def wait_for_end(lab: Lab, run: Path, *, timeout_s: float = 200) -> None:
+def wait_for_end(lab: Lab, run: Path, *, timeout_s: float = PATIENCE_S) -> None:
     """Wait until the batch script wrote its last word and the job has left Slurm."""
     job = job_of(run)
 

@@ -51,7 +51,7 @@ class Lab:
         """Return Slurm's word for a job or an array element, which it knows for ten minutes after the end."""
         return self.run("squeue", "-h", "-r", "-t", "all", "-j", job_id, "-o", "%T").strip()
 
-    def wait_for(self, job_id: str, states: str | Collection[str], timeout_s: float = 60) -> str:
+    def wait_for(self, job_id: str, states: str | Collection[str], timeout_s: float = 180) -> str:
         """Wait until a job is in one of these states, such as "RUNNING"; return it."""
         wanted = {states} if isinstance(states, str) else set(states)
         deadline = time.monotonic() + timeout_s
