@@ -20,6 +20,7 @@ from trainyard import measure
 from trainyard.data.loader import Loader
 from trainyard.data.pack import pack
 from trainyard.data.shards import Sample, ShardSet
+from trainyard.errors import UserError
 from trainyard.measure import Way
 from trainyard.settings import AugmentSettings, DataSettings, ImageSettings, SoundSettings
 from trainyard.train.precision import keep_freed_memory
@@ -32,21 +33,29 @@ FEATURES = ("mel128", "spec257", "lfcc60", "cqt432")
 UTTERANCES, FRAMES, BATCH, RATE_HZ = 256, 64600, 32, 16000
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 UNIT = "utt/core-s"
-INSTALL = "uv venv {0} && uv pip install --python {0}/bin/python librosa torch soundfile scipy"
+ADD_LIBROSA = (
+    "python3 -m venv .venv-librosa && .venv-librosa/bin/pip install librosa torch soundfile scipy, "
+    "then trainyard bench-frontends --peers .venv-librosa"
+)
 
 
-def run(*, peers: Path, rounds: int, seconds: float, results: Path) -> int:
+def run(*, peers: Path | None, rounds: int, seconds: float, results: Path) -> int:
     """Measure, print the table and write `results/frontends-<date>.jsonl`; return the exit code.
 
     Two pairs per feature: the whole way from files to a batch of features (ours: shards, loader, front end; theirs:
     FLAC files, soundfile, librosa, DataLoader), and features alone from waveforms in memory. Each is one process with
     one thread for arithmetic, and rates are per second of its CPU time, whatever thread used it: a busy machine
     disturbs them less than the clock's.
+
+    Args:
+        peers: folder of an environment with librosa; None: ours alone.
+
+    Raises:
+        UserError: there is no librosa in `peers`.
     """
     torch.set_num_threads(1)
     keep_freed_memory(torch.device("cpu"))  # as a run does
-    python = peers / "bin" / "python"
-    with tempfile.TemporaryDirectory() as folder, _librosa(python, Path(folder) / "flac") as ask:
+    with tempfile.TemporaryDirectory() as folder, _librosa(peers, Path(folder) / "flac") as ask:
         root = Path(folder)
         _draw(root / "flac")
         stores = {name: _packed(root, encoded=name == "encoded") for name in ("pcm", "encoded")}
@@ -78,13 +87,15 @@ Ask = Callable[[dict[str, Any] | None], Any]
 
 
 @contextmanager
-def _librosa(python: Path, folder: Path) -> Iterator[Ask | None]:
-    """Start librosa's process, and yield how to ask it; None where it is not installed, which is said."""
-    found = python.exists() and subprocess.run([python, "-c", "import librosa"], capture_output=True).returncode == 0
-    if not found:
-        print(f"librosa is not in {python.parents[1]}: ours alone. To add it: {INSTALL.format('.venv-librosa')}")
+def _librosa(peers: Path | None, folder: Path) -> Iterator[Ask | None]:
+    """Start librosa's process, and yield how to ask it; None where it is not wanted, which is said."""
+    if peers is None:
+        print(f"Ours alone. With librosa beside it: {ADD_LIBROSA}")
         yield None
         return
+    python = peers / "bin" / "python"
+    if not python.exists() or subprocess.run([python, "-c", "import librosa"], capture_output=True).returncode:
+        raise UserError(f"--peers {peers}: no environment with librosa there. Make one: {ADD_LIBROSA}")
     script = Path(__file__).with_name("librosa_loader.py")
     command = [str(python), str(script), str(folder), str(FRAMES)]
     environ = {**os.environ, **ONE_THREAD}

@@ -26,7 +26,7 @@ def add(verbs: Any) -> None:
     write.set_defaults(command=_score_file)
 
     bench = verbs.add_parser("bench-frontends", help="features on the device against librosa in the loader")
-    bench.add_argument("--peers", type=Path, default=Path(".venv-peers"), help="environment with librosa: %(default)s")
+    bench.add_argument("--peers", type=Path, metavar="VENV", help="also measure librosa, in this environment")
     bench.add_argument("--rounds", type=int, default=5, help="default: %(default)s")
     bench.add_argument("--seconds", type=float, default=4.0, help="least time of each in a round: %(default)s")
     bench.add_argument("--results", type=Path, default=Path("benchmarks"), help="folder of results: %(default)s")

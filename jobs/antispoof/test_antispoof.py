@@ -1163,3 +1163,11 @@ def test_predictions_become_an_official_score_file_in_the_order_of_the_protocol(
     protocol(keys, *KEYS, "S3 U_9 - - bonafide")
     with pytest.raises(UserError, match=r"1 of the 5 utterances of .* have no score, such as U_9"):
         run("score-file", str(table), str(out), "--protocol", str(keys))
+
+
+def test_a_benchmark_against_librosa_that_is_not_there_is_refused_with_the_way_to_make_it(tmp_path: Path):
+    with pytest.raises(
+        UserError, match=r"no environment with librosa there\. Make one: python3 -m venv \.venv-librosa"
+    ):
+        run("bench-frontends", "--peers", str(tmp_path), "--results", str(tmp_path))
+    assert list(tmp_path.iterdir()) == []
