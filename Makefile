@@ -27,11 +27,8 @@ setup: $(VENV)/.done ## .venv from the hash-locked containers/dev.lock; skipped 
 
 $(VENV)/.done: containers/dev.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' \
-		|| { echo "Python 3.11 is needed, $$($(PYTHON) --version) found. Type: make setup PYTHON=python3.11"; exit 2; }
-	@[ -x $(VENV)/bin/python ] || $(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --disable-pip-version-check --quiet --progress-bar on --require-hashes -r containers/dev.lock
-	$(VENV)/bin/python -m pip install --disable-pip-version-check --quiet --no-deps --no-build-isolation --editable .
-	@touch $@
+		|| { echo "Python 3.11 is needed, $$($(PYTHON) --version 2>/dev/null || echo none) found. Type: make setup PYTHON=python3.11"; exit 2; }
+	@$(PYTHON) containers/make_venv.py $(VENV) containers/dev.lock --editable .
 
 run: setup ## train: JOB=fingerprint_demo  DATA=folder  GPUS=n  SET="optimizer.lr=1e-4 seed=1"
 	@$(words); $(T) run "$$JOB" "$${args[@]}"
@@ -77,9 +74,10 @@ slurm-lab-status: ## its nodes, jobs and daemons
 	@$(PYTHON) slurm/lab/lab.py status
 
 .venv-peers/.done: benchmarks/peers.lock
-	$(VENV)/bin/uv venv .venv-peers --python $(VENV)/bin/python --clear --quiet
-	$(VENV)/bin/uv pip sync benchmarks/peers.lock --require-hashes --quiet --python .venv-peers/bin/python
-	@touch $@
+	@exec 9>.venv-peers.lock; flock 9; [ ! $@ -nt $< ] || exit 0; \
+		$(VENV)/bin/uv venv .venv-peers --python $(VENV)/bin/python --clear --quiet; \
+		$(VENV)/bin/uv pip sync benchmarks/peers.lock --require-hashes --quiet --python .venv-peers/bin/python; \
+		touch $@
 
 pack: setup ## write shards: JOB=fingerprint_1m RAW=folder OUT=folder
 	@$(words); $(T) pack "$$JOB" "$${RAW:?is missing. Type: make pack JOB=$$JOB RAW=folder-of-raw-files OUT=folder-of-shards}" "$${OUT:?is missing. Type: make pack JOB=$$JOB RAW=folder-of-raw-files OUT=folder-of-shards}" "$${args[@]}"
@@ -116,6 +114,7 @@ verify-bundle: ## compare every byte of a bundle, and train without network: BUN
 	@$(PYTHON) containers/image.py verify-bundle "$${BUNDLE:?is missing. Type: make verify-bundle BUNDLE=trainyard.tar}"
 
 test: setup ## lint, then all tests: CPU, no network
+	@$(PYTHON) containers/machine.py --memory-gib 8 --purpose "the tests"
 	@$(MAKE) --no-print-directory lint
 	@$(VENV)/bin/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 

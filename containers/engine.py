@@ -31,13 +31,17 @@ class Engine:
     prefix: tuple[str, ...]  # what stands before its arguments
     environ: Mapping[str, str]
 
-    def run(self, *arguments: str, timeout_s: float) -> None:
+    def run(self, *arguments: str, timeout_s: float, pass_fds: Sequence[int] = ()) -> None:
         """Run a command of the engine on this terminal.
+
+        Args:
+            pass_fds: file descriptors, such as a lock's, that it keeps open should it outlive this process.
 
         Raises:
             subprocess.CalledProcessError: it failed, and has said why.
         """
-        subprocess.run([*self.prefix, *arguments], check=True, env=dict(self.environ), timeout=timeout_s)
+        command = [*self.prefix, *arguments]
+        subprocess.run(command, check=True, env=dict(self.environ), timeout=timeout_s, pass_fds=pass_fds)
 
     def ask(self, *arguments: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
         """Run a command of the engine that may fail, and return what it printed."""
@@ -65,10 +69,19 @@ class Engine:
         printed = self.ask("image", "inspect", "--format", template, image).stdout
         return dict(line.split("=", 1) for line in printed.splitlines() if "=" in line)
 
+    def store(self) -> Path:
+        """Return the folder where images lie."""
+        template = "{{.DockerRootDir}}" if self.name == "docker" else "{{.Store.GraphRoot}}"
+        return Path(self.ask("info", "--format", template).stdout.strip() or "/")
+
+    def lock_file(self) -> Path:
+        """Return the file to lock while images change: with them, or among this user's, where they are not ours."""
+        store = self.store()
+        return (store if os.access(store, os.W_OK) else cache_folder(self.environ)) / "trainyard.lock"
+
     def free_gib(self) -> float:
         """Return the free space where images lie."""
-        template = "{{.DockerRootDir}}" if self.name == "docker" else "{{.Store.GraphRoot}}"
-        place = Path(self.ask("info", "--format", template).stdout.strip() or "/")
+        place = self.store()
         # Docker's folder may be on another machine, or not for us to see.
         while not os.access(place, os.X_OK):
             place = place.parent
@@ -138,7 +151,9 @@ def _limits(environ: Mapping[str, str]) -> dict[str, str]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     ulimits = [f"nofile={soft}:{hard}", f"nproc={_PODMANS_OWN_NPROC}:{_PODMANS_OWN_NPROC}"]
     path = cache_folder(environ) / "containers.conf"
-    path.write_text(f'[containers]\ndefault_ulimits = {ulimits}\n[engine]\ncgroup_manager = "cgroupfs"\n')
+    partial = path.with_name(f"{path.name}.{os.getpid()}")  # another process may be reading it
+    partial.write_text(f'[containers]\ndefault_ulimits = {ulimits}\n[engine]\ncgroup_manager = "cgroupfs"\n')
+    partial.replace(path)
     return {"CONTAINERS_CONF": str(path)}
 
 

@@ -18,7 +18,9 @@ from base import OWN_BASE, base_image, make_base
 from built import SEALED, USER, check_image, digest_of, tag_of
 from bundle import make_bundle, verify_bundle
 from engine import ENGINES, Absent, Engine, Mistake, find_engine
+from once import hold_lock
 from targets import Target, find_target
+from unpack import provide_apptainer
 
 ROOT = Path(__file__).resolve().parents[1]
 _BUILD_S = 7200
@@ -95,6 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     for name, command, said in (
         ("base", _base, "make the base image from Debian's packages, where no registry answers"),
         ("engine", _engine, "say which container engine answers here"),
+        ("apptainer", _apptainer, "provide an Apptainer for `sif`: the installed one, else one from Debian's packages"),
     ):
         verbs.add_parser(name, help=said, description=said).set_defaults(command=command)
     return parser
@@ -114,6 +117,15 @@ def _verb(
 
 def _build(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
     target, engine = find_target(args.hw), find_engine(environ)
+    with hold_lock(engine.lock_file(), doing="building a container image") as lock:
+        _build_alone(args, environ, target, engine, lock)
+    print(f"{tag_of(target)} is built. Next: make test-image HW={args.hw}, or make run-image HW={args.hw}")
+    return 0
+
+
+def _build_alone(
+    args: argparse.Namespace, environ: Mapping[str, str], target: Target, engine: Engine, lock: int
+) -> None:
     free = engine.free_gib()
     if free < target.build_gib:
         raise Absent(
@@ -134,11 +146,9 @@ def _build(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
         if path:
             command += ["--secret", f"id={secret},src={Path(path).resolve()}"]
     before = engine.id_of(tag_of(target))
-    engine.run(*command, str(ROOT), timeout_s=_BUILD_S)
+    engine.run(*command, str(ROOT), timeout_s=_BUILD_S, pass_fds=(lock,))
     if before and before != engine.id_of(tag_of(target)):
         engine.ask("rmi", before, timeout_s=600)  # gigabytes that have no name any more; kept if a container runs on it
-    print(f"{tag_of(target)} is built. Next: make test-image HW={args.hw}, or make run-image HW={args.hw}")
-    return 0
 
 
 def _labels(target: Target, base: str) -> dict[str, str]:
@@ -157,13 +167,20 @@ def _labels(target: Target, base: str) -> dict[str, str]:
 
 
 def _base(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
-    make_base(find_engine(environ), environ)
+    engine = find_engine(environ)
+    with hold_lock(engine.lock_file(), doing="building a container image"):
+        make_base(engine, environ)
     print(f"{OWN_BASE} is made; builds here take it from now on.")
     return 0
 
 
 def _engine(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
     print(find_engine(environ).name)
+    return 0
+
+
+def _apptainer(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    print(f"{provide_apptainer(environ)}: run it as containers/apptainer")
     return 0
 
 
@@ -267,6 +284,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 def _sif(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
     target, engine = find_target(args.hw), find_engine(environ)
     check_image(engine, target, args.hw)
+    provide_apptainer(environ)
     out = (args.out or ROOT / "images" / f"trainyard-{target.name}.sif").resolve()
     out.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(out.parent).free / 2**30

@@ -1,0 +1,229 @@
+"""What processes share is made by one of them, whole, and survives that one's death: Apptainer, environments."""
+
+import hashlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.container.conftest import APPTAINER, ROOT, run_script
+from tests.container.test_targets import IMAGE
+
+MACHINE = (sys.executable, ROOT / "containers" / "machine.py")
+MAKE_VENV = (sys.executable, ROOT / "containers" / "make_venv.py")
+
+STAND_IN = """\
+#!{python}
+import os, sys, time
+from pathlib import Path
+
+folder = Path(sys.argv[sys.argv.index("sid") + 1])
+with open({calls!r}, "a") as calls:
+    calls.write(f"{{os.getpid()}}\\n")
+(folder / "etc").mkdir()
+for number in range(20):
+    (folder / "etc" / str(number)).write_text("half")
+    time.sleep(0.05)
+while Path({hold!r}).exists():
+    time.sleep(0.05)
+"""
+"""In place of mmdebstrap: notes that it was called, and takes a second to fill a folder, or as long as it is held."""
+
+
+class Archive:
+    """A cache folder that is empty, and a stand-in for Debian's archive."""
+
+    def __init__(self, folder: Path) -> None:
+        self.cache, self.calls, self.hold = folder / "cache", folder / "calls", folder / "hold"
+        programs = folder / "bin"
+        programs.mkdir()
+        program = programs / "mmdebstrap"
+        program.write_text(STAND_IN.format(python=sys.executable, calls=str(self.calls), hold=str(self.hold)))
+        program.chmod(0o755)
+        self.environ = {**os.environ, "XDG_CACHE_HOME": str(self.cache), "PATH": str(programs)}
+        self.root = self.cache / "trainyard" / "apptainer"
+
+    def ask(self) -> "subprocess.Popen[str]":
+        """Start a process that wants Apptainer, in a process group of its own."""
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        return subprocess.Popen([*IMAGE, "apptainer"], env=self.environ, text=True, start_new_session=True, **pipes)
+
+    def called(self) -> list[int]:
+        """The process ids of all that have unpacked."""
+        return [int(line) for line in self.calls.read_text().split()] if self.calls.exists() else []
+
+    def wait_for_call(self, count: int) -> None:
+        deadline = time.monotonic() + 120
+        while len(self.called()) < count or not list(self.root.parent.glob("apptainer.new-*/etc/3")):
+            assert time.monotonic() < deadline, "nobody has begun to unpack"
+            time.sleep(0.02)
+
+    def left_beside(self) -> list[str]:
+        return sorted(path.name for path in self.root.parent.iterdir() if path != self.root)
+
+
+@pytest.fixture
+def archive(tmp_path: Path) -> Archive:
+    if os.getuid():
+        pytest.skip("only root can unpack an Apptainer")
+    return Archive(tmp_path)
+
+
+def test_of_eight_that_want_apptainer_at_once_one_unpacks_and_all_get_it(archive: Archive):
+    asked = [archive.ask() for _ in range(8)]
+    said = [process.communicate(timeout=120) for process in asked]
+    assert [process.returncode for process in asked] == [0] * 8, said
+    assert [out for out, _ in said] == [f"{archive.root}: run it as containers/apptainer\n"] * 8
+    assert len(archive.called()) == 1
+    waited = f"Another process is unpacking Apptainer: waiting until it is done ({archive.root}.lock).\n"
+    assert {err for _, err in said} <= {"", waited} and waited in [err for _, err in said]
+    assert (archive.root / "etc" / "subuid").read_text() == "root:0:65536\n" and (archive.root / "etc" / "19").exists()
+    assert archive.left_beside() == ["apptainer.lock"]
+
+
+def test_when_all_of_the_unpacking_process_is_killed_the_next_one_unpacks_from_scratch(archive: Archive):
+    archive.hold.touch()
+    first = archive.ask()
+    archive.wait_for_call(1)
+    os.killpg(first.pid, signal.SIGKILL)
+    assert first.wait(60) == -signal.SIGKILL and not archive.root.exists()
+    archive.hold.unlink()
+    second = archive.ask()
+    assert second.wait(120) == 0
+    assert len(archive.called()) == 2 and archive.left_beside() == ["apptainer.lock"]
+
+
+def test_what_a_killed_process_started_keeps_others_out_until_it_has_ended(archive: Archive):
+    archive.hold.touch()
+    first = archive.ask()
+    archive.wait_for_call(1)
+    first.kill()
+    assert first.wait(60) == -signal.SIGKILL
+    second = archive.ask()
+    assert second.stderr.readline().startswith("Another process is unpacking Apptainer")
+    assert len(archive.called()) == 1, "two unpack at once"
+    archive.hold.unlink()
+    assert second.wait(120) == 0
+    assert len(archive.called()) == 2 and archive.left_beside() == ["apptainer.lock"]
+
+
+@pytest.mark.skipif(os.environ.get("REQUIRE_CONTAINERS", "") == "", reason="REQUIRE_CONTAINERS is not set: fetches")
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can unpack an Apptainer")
+@pytest.mark.slow
+def test_eight_that_want_the_real_apptainer_at_once_can_run_it(tmp_path: Path):
+    if installed := shutil.which("apptainer"):
+        pytest.skip(f"{installed} is installed: nothing is unpacked")
+    environ = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    line = f"{sys.executable} {IMAGE[1]} apptainer && {APPTAINER} --version"
+    asked = [subprocess.Popen(["sh", "-c", line], env=environ, stdout=subprocess.PIPE, text=True) for _ in range(8)]
+    said = [process.communicate(timeout=500)[0].splitlines() for process in asked]
+    assert [process.returncode for process in asked] == [0] * 8, said
+    assert len({tuple(lines) for lines in said}) == 1 and said[0][1].startswith("apptainer version 1.")
+    shutil.rmtree(tmp_path / "trainyard")  # hundreds of MB, which pytest would keep for three sessions
+
+
+def test_asking_for_apptainer_fetches_nothing(tmp_path: Path):
+    if installed := shutil.which("apptainer"):
+        pytest.skip(f"{installed} is installed")
+    said = run_script(APPTAINER, "--version", environ={"XDG_CACHE_HOME": str(tmp_path)})
+    assert said.returncode == 3 and "python3 containers/image.py apptainer" in said.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+# Environments
+
+
+@pytest.fixture
+def lock(tmp_path: Path) -> Path:
+    """A lock of one package, which lies here."""
+    wheel = tmp_path / "tiny-1-py3-none-any.whl"
+    about = {"METADATA": "Metadata-Version: 2.1\nName: tiny\nVersion: 1\n", "WHEEL": "Wheel-Version: 1.0\n"}
+    about["WHEEL"] += "Generator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    with zipfile.ZipFile(wheel, "w") as file:
+        file.writestr("tiny.py", "VALUE = 1\n")
+        for name, content in {**about, "RECORD": ""}.items():
+            file.writestr(f"tiny-1.dist-info/{name}", content)
+    lock = tmp_path / "tiny.lock"
+    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    lock.write_text(f"tiny @ {wheel.as_uri()} --hash=sha256:{digest}\n")
+    return lock
+
+
+def start_venv(folder: Path, lock: Path) -> "subprocess.Popen[str]":
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    command = [*MAKE_VENV, folder, lock]
+    return subprocess.Popen([str(word) for word in command], text=True, start_new_session=True, **pipes)
+
+
+def value_in(folder: Path) -> str:
+    command = [str(folder / "bin" / "python"), "-c", "import tiny; print(tiny.VALUE)"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
+
+
+def test_two_set_ups_at_once_make_one_environment(tmp_path: Path, lock: Path):
+    folder = tmp_path / "venv"
+    asked = [start_venv(folder, lock) for _ in range(2)]
+    said = [process.communicate(timeout=300)[1] for process in asked]
+    assert [process.returncode for process in asked] == [0, 0], said
+    assert sum("Another process is setting up" in err for err in said) == 1
+    assert value_in(folder) == "1\n"
+
+
+def test_a_set_up_that_was_killed_is_done_again_from_nothing(tmp_path: Path, lock: Path):
+    folder = tmp_path / "venv"
+    first = start_venv(folder, lock)
+    deadline = time.monotonic() + 120
+    while not (folder / "bin" / "python").exists():  # it has no pip yet
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    os.killpg(first.pid, signal.SIGKILL)
+    first.communicate(timeout=60)
+    assert not (folder / ".done").exists()
+    again = start_venv(folder, lock)
+    assert again.wait(300) == 0, again.stderr.read()
+    assert value_in(folder) == "1\n"
+
+
+@pytest.mark.parametrize(
+    ("constant", "value", "said"),
+    [
+        ("PYTHON", (3, 9), "Python 3.9 is needed, 3.1"),
+        ("GLIBC", (9, 99), "glibc 9.99 or newer, and this is Linux x86_64 with glibc 2."),
+    ],
+)
+def test_a_machine_on_which_no_environment_can_be_made_is_told_why(constant, value, said, tmp_path, monkeypatch):
+    import machine
+
+    assert machine.why_no_environment(tmp_path / "venv", disk_gib=0.001) is None
+    monkeypatch.setattr(machine, constant, value)
+    lack = machine.why_no_environment(tmp_path / "venv", disk_gib=0.001)
+    assert said in lack and "\n" not in lack
+
+
+def test_too_little_disk_or_memory_is_said_with_what_there_is(tmp_path):
+    import machine
+
+    lack = machine.why_no_environment(tmp_path / "venv", disk_gib=10**6)
+    assert lack.startswith("setting up takes 1000000 GiB of disk, and ") and f"are free in {tmp_path}." in lack
+    said = run_script(*MACHINE, "--memory-gib", "1000000", "--purpose", "the tests")
+    assert said.returncode == 2 and said.stderr.startswith("the tests: 1e+06 GiB of memory are needed, and ")
+    assert run_script(*MACHINE, "--memory-gib", "0.001", "--purpose", "the tests").returncode == 0
+
+
+def test_memory_is_the_containers_where_that_is_less(tmp_path: Path):
+    import machine
+
+    (tmp_path / "meminfo").write_text("MemTotal:  25165824 kB\nMemAvailable:  16777216 kB\n")
+    ask = (tmp_path / "meminfo", tmp_path)
+    assert machine.available_memory_gib(*ask) == 16
+    (tmp_path / "memory.current").write_text(f"{1 << 30}\n")
+    (tmp_path / "memory.max").write_text("max\n")
+    assert machine.available_memory_gib(*ask) == 16
+    (tmp_path / "memory.max").write_text(f"{3 << 30}\n")
+    assert machine.available_memory_gib(*ask) == 2
