@@ -35,6 +35,10 @@ class LabError(Exception):
     """What keeps the lab from starting or stopping, and what to type."""
 
 
+class PortTaken(LabError):
+    """A daemon died because somebody else listens on its port."""
+
+
 @dataclass(frozen=True)
 class Options:
     """What `up` may vary."""
@@ -85,13 +89,19 @@ def up(folder: Path, options: Options, *, environ: Mapping[str, str]) -> float:
     _check_folder(folder)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     with _locked(folder):
-        _end(folder)
-        shutil.rmtree(folder / "log", ignore_errors=True)
-        try:
-            _Start(folder, options, programs, _daemon_environ(folder, environ)).run()
-        except BaseException:
+        for last in (False, False, True):
             _end(folder)
-            raise
+            shutil.rmtree(folder / "log", ignore_errors=True)
+            try:
+                _Start(folder, options, programs, _daemon_environ(folder, environ)).run()
+                break
+            except PortTaken:  # by another process, such as another checkout's lab, since we looked
+                _end(folder)
+                if last:
+                    raise
+            except BaseException:
+                _end(folder)
+                raise
     return time.monotonic() - before
 
 
@@ -367,7 +377,9 @@ class _Start:
         while not ready():
             for daemon in self.daemons:
                 if not _alive(daemon):
-                    raise LabError(f"{daemon.name} died. Its log:\n{_tail(self.folder, daemon.name)}")
+                    said = _tail(self.folder, daemon.name)
+                    kind = PortTaken if "ddress already in use" in said else LabError
+                    raise kind(f"{daemon.name} died. Its log:\n{said}")
             if time.monotonic() > deadline:
                 raise LabError(f"{name} is not ready after {limit_s:.0f} s. Its log:\n{_tail(self.folder, name)}")
             time.sleep(0.02)

@@ -232,6 +232,20 @@ def test_with_accounting_sacct_answers_and_the_database_listens_on_loopback_too(
     assert_only_loopback(lab_accounting.folder, {"slurmctld", "slurmd", "slurmdbd", "mariadbd"})
 
 
+def test_a_port_that_somebody_takes_at_the_last_moment_costs_another_try(folder: Path, monkeypatch) -> None:
+    monkeypatch.syspath_prepend(LAB.parent)
+    import lab as script
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        first = iter([taken.getsockname()[1]])
+        choose = script._free_ports
+        monkeypatch.setattr(script, "_free_ports", lambda count: next(first, None) or choose(count))
+        script.up(folder, script.Options(nodes=1), environ=dict(os.environ))
+        assert next(first, "tried") == "tried" and script.is_up(folder)
+
+
 def daemons(folder: Path) -> list[dict[str, Any]]:
     """Return what the lab has recorded of the daemons it started."""
     record = folder / "lab.json"
