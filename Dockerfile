@@ -20,8 +20,9 @@ RUN set -eu; wanted=/opt/trainyard/containers/debian.txt; \
     useradd --uid 10001 --gid 10001 --no-log-init --no-create-home --home-dir /tmp trainyard; \
     mkdir -p /workspace; chown 10001:10001 /workspace
 # HOME and USER: caches have a place and a name whoever the image runs as. PYTHONPATH stays unset: it is the run's.
+# OMP_WAIT_POLICY: OpenMP threads that wait do not spin on cores that others need (src/trainyard/hardware.py).
 ENV PATH=/opt/venv/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
-    LANG=C.UTF-8 HOME=/tmp USER=trainyard \
+    LANG=C.UTF-8 HOME=/tmp USER=trainyard OMP_WAIT_POLICY=passive \
     PYTHONUNBUFFERED=1 PYTHONNOUSERSITE=1 PYTHONSAFEPATH=1 PYTHONDONTWRITEBYTECODE=1
 WORKDIR /workspace
 # tini: process 1 ignores a SIGTERM it has no handler for yet

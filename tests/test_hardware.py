@@ -1,17 +1,24 @@
+import json
 import os
+import re
 import subprocess
 import sys
 
 import pytest
 
+from tests.pictures import same_imports
+from tests.training import FAMILIES
 from trainyard.errors import UserError
 from trainyard.hardware import (
     GPUS,
     _quota_cores,
     available_cores,
+    compute_threads,
     gpu_by_name,
     loaded_driver,
+    openmp_wait_policy,
     precision_for,
+    set_openmp_wait_policy,
     why_no_gpu,
     why_no_kernels,
 )
@@ -234,3 +241,57 @@ def test_the_driver_is_read_from_the_kernel(tmp_path):
     assert loaded_driver(file) == "535.54.03"
     file.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build\n")
     assert loaded_driver(file) == "580.65.06"
+
+
+@pytest.mark.parametrize(
+    ("stated", "after", "record"),
+    [
+        ({}, {"OMP_WAIT_POLICY": "passive"}, ("passive", "a thread that waits sleeps")),
+        ({"OMP_WAIT_POLICY": "active"}, {"OMP_WAIT_POLICY": "active"}, ("OMP_WAIT_POLICY=active", "asked for")),
+        ({"GOMP_SPINCOUNT": "1000"}, {"GOMP_SPINCOUNT": "1000"}, ("GOMP_SPINCOUNT=1000", "asked for")),
+    ],
+)
+def test_threads_that_wait_sleep_unless_somebody_asked_for_something_else(stated, after, record):
+    environ = dict(stated)
+    set_openmp_wait_policy(environ)
+    assert environ == after
+    value, reason = openmp_wait_policy(environ)
+    assert value == record[0] and reason.startswith(record[1])
+
+
+@pytest.mark.parametrize(
+    ("environ", "launcher", "threads", "reason"),
+    [
+        ({}, "one process", 4, "why"),
+        ({"OMP_NUM_THREADS": "2"}, "one process", 2, "OMP_NUM_THREADS=2 in the environment"),
+        ({"OMP_NUM_THREADS": "3,1"}, "slurm", 3, "OMP_NUM_THREADS=3,1 in the environment"),
+        ({"OMP_NUM_THREADS": "1"}, "one process", 1, "OMP_NUM_THREADS=1 in the environment"),
+        ({"OMP_NUM_THREADS": "1"}, "torchrun", 4, "why; OMP_NUM_THREADS=1 is what torchrun sets by itself"),
+        ({"OMP_NUM_THREADS": "2"}, "torchrun", 2, "OMP_NUM_THREADS=2 in the environment"),
+    ],
+)
+def test_a_persons_number_of_threads_counts_but_not_torchruns(environ, launcher, threads, reason):
+    chosen, why = compute_threads(environ, cores=4, reason="why", launcher=launcher)
+    assert chosen == threads and why.startswith(reason)
+
+
+@pytest.mark.parametrize("stated", ["many", "0", "-1"])
+def test_a_number_of_threads_that_is_none_is_refused(stated):
+    with pytest.raises(UserError, match=rf"OMP_NUM_THREADS={stated}: expected a number of threads, such as 4\."):
+        compute_threads({"OMP_NUM_THREADS": stated}, cores=4, reason="", launcher="one process")
+
+
+@pytest.mark.parametrize("stated", [{}, {"OMP_WAIT_POLICY": "active"}])
+def test_openmp_itself_says_how_the_threads_of_a_run_wait(stated, tmp_path):
+    environ = {name: value for name, value in same_imports().items() if name != "OMP_WAIT_POLICY"}
+    environ |= {"OMP_DISPLAY_ENV": "TRUE", "OMP_NUM_THREADS": "1"} | stated
+    command = [sys.executable, "-m", "trainyard", "run", "stripes", "--jobs", str(FAMILIES), "--runs", "runs"]
+    words = ["--name", "r", "max_duration=1ep", "data.cache=cache"]
+    done = subprocess.run([*command, *words], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    policy = stated.get("OMP_WAIT_POLICY", "passive")
+    shown = re.findall(r"OMP_WAIT_POLICY = '(\w+)'", done.stderr)
+    assert shown and set(shown) == {policy.upper()}
+    choices = json.loads((tmp_path / "runs" / "stripes" / "r" / "env.json").read_text())["choices"]
+    assert choices["openmp_wait"]["value"] == ("OMP_WAIT_POLICY=active" if stated else "passive")
+    assert choices["compute_threads"] == {"value": 1, "reason": "OMP_NUM_THREADS=1 in the environment"}

@@ -25,6 +25,8 @@ _RECORDED_VARIABLES = (
     "SLURM_JOB_PARTITION",
     "SLURM_JOB_GPUS",
     "OMP_NUM_THREADS",
+    "OMP_WAIT_POLICY",
+    "GOMP_SPINCOUNT",
 )
 NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
 THIS_CODE = Path(__file__).resolve().parent
@@ -38,7 +40,7 @@ def environment_record(environ: Mapping[str, str] = NO_VARIABLES, *, code: Path 
     may hold a password. Costs up to a second where there is a GPU.
 
     Args:
-        environ: environment variables, of which five known ones are recorded.
+        environ: environment variables, of which a few known ones are recorded.
         code: any folder of the git checkout whose state is recorded.
     """
     return environment_beside(environ, checkout_of(code)[0])

@@ -1,8 +1,8 @@
-"""What each GPU can do, how we train on it, and how many cores this process may use. No torch."""
+"""What each GPU can do, how we train on it, and how this process may use the cores. No torch."""
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -218,6 +218,58 @@ def available_cores() -> int:
     quota = _quota_cores(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"))
     allowed = len(os.sched_getaffinity(0))
     return allowed if quota is None else max(1, min(allowed, int(quota)))
+
+
+_WAIT_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+"""What OpenMP's libraries read, once, when they are loaded: the standard's, GNU's (torch's own), Intel's."""
+
+
+def set_openmp_wait_policy(environ: MutableMapping[str, str]) -> None:
+    """Let OpenMP threads that wait for each other sleep, unless a person has said otherwise. Before torch is loaded.
+
+    Left alone, libgomp's threads spin. On cores that others want too, a thread then spins through the time slice of
+    the one that it waits for: two runs side by side on two cores took 50 times as long a step as one.
+
+    Args:
+        environ: the environment of this process, inherited by all that it starts.
+    """
+    if not any(name in environ for name in _WAIT_VARIABLES):
+        environ["OMP_WAIT_POLICY"] = "passive"
+
+
+def openmp_wait_policy(environ: Mapping[str, str]) -> tuple[str, str]:
+    """Return how OpenMP threads wait in this environment, and the reason, for the run's record."""
+    stated = {name: environ[name] for name in _WAIT_VARIABLES if name in environ}
+    if stated == {"OMP_WAIT_POLICY": "passive"}:
+        return "passive", "a thread that waits sleeps: spinning takes a core from those it waits for"
+    if stated:
+        return " ".join(f"{name}={value}" for name, value in stated.items()), "asked for in the environment"
+    return "library's default", "not set when this process started"
+
+
+def compute_threads(environ: Mapping[str, str], *, cores: int, reason: str, launcher: str) -> tuple[int, str]:
+    """Return how many threads torch computes with on the CPU, and the reason.
+
+    OMP_NUM_THREADS is a person's word and counts, but for the 1 that torchrun sets where nothing was set
+    (torch/distributed/run.py): it would leave all other cores of a rank idle.
+
+    Args:
+        cores: that this rank may keep busy.
+        reason: why so many.
+        launcher: who started this rank, as `World.launcher` says.
+
+    Raises:
+        UserError: OMP_NUM_THREADS is no number of threads.
+    """
+    stated = environ.get("OMP_NUM_THREADS", "")
+    if not stated:
+        return cores, reason
+    if launcher == "torchrun" and stated == "1":
+        return cores, f"{reason}; OMP_NUM_THREADS=1 is what torchrun sets by itself, and does not count"
+    threads = stated.partition(",")[0].strip()  # further numbers are for nested regions, of which torch has none
+    if not threads.isdigit() or int(threads) < 1:
+        raise UserError(f"OMP_NUM_THREADS={stated}: expected a number of threads, such as {cores}. Or unset it.")
+    return int(threads), f"OMP_NUM_THREADS={stated} in the environment"
 
 
 def _dtype(sm: int | None, device: str, precision: str) -> tuple[str, str]:

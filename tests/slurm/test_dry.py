@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+import trainyard
 from trainyard.cli import main
 
+ATTEMPT = Path(trainyard.__file__).parent / "launch" / "attempt.sh"
 GOLDEN = Path(__file__).parent / "golden"
 CLUSTER = str(GOLDEN / "cluster.yaml")
 WISHES = [
@@ -102,3 +104,15 @@ def test_a_run_folder_that_slurm_cannot_write_or_nodes_cannot_see_is_refused(tmp
     for name in ("a\n#SBATCH --uid=0", "100%", "back\\slash"):
         with pytest.raises(UserError, match="Slurm gives %, backslash and line ends a meaning"):
             check_paths(cluster, [Path("/shared") / name])
+
+
+@pytest.mark.parametrize(
+    ("stated", "exported"),
+    [({}, "passive,"), ({"OMP_WAIT_POLICY": "active"}, "active,"), ({"GOMP_SPINCOUNT": "9"}, ",9")],
+)
+def test_ranks_find_how_threads_wait_in_their_environment(stated: dict[str, str], exported: str, tmp_path: Path):
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n", "SLURM_JOB_PARTITION": "p"}
+    environ = {"PATH": os.environ["PATH"], "TRAINYARD_RUN": str(tmp_path), "TRAINYARD_LIMITS": "", **slurm, **stated}
+    line = f"source {ATTEMPT} begin; bash -c 'echo ${{OMP_WAIT_POLICY-}},${{GOMP_SPINCOUNT-}}'"
+    done = subprocess.run(["bash", "-c", line], env=environ, capture_output=True, text=True, timeout=60)
+    assert done.stdout == f"{exported}\n", done.stderr

@@ -15,6 +15,7 @@ from trainyard import __version__
 from trainyard.cli import cluster
 from trainyard.cli.verb import Verbs, add_verb, beside_checkout
 from trainyard.errors import UserError
+from trainyard.hardware import set_openmp_wait_policy
 from trainyard.launch import config as configs
 from trainyard.launch import runs
 from trainyard.settings import TrainConfig
@@ -29,6 +30,7 @@ _FAILED, _USER_ERROR = 1, 2
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return its exit code: 0 done, 2 the user's mistake, 85-87 stopped and resumable."""
     started = time.time()
+    set_openmp_wait_policy(os.environ)
     logger.remove()
     logger.add(sys.stderr, format="{message}", level="INFO")
     arguments = _parsed(argv)

@@ -6,7 +6,7 @@
 # reads   TRAINYARD_RUN (folder), TRAINYARD_LIMITS ("crash=2 time_limit=100 ..."), TRAINYARD_SIGNAL_S, SLURM_*
 #         slurm/left-<attempt> (the code the ranks agreed on), slurm/signal-<attempt> (the first signal they noticed)
 # writes  slurm/attempts.jsonl: a line for each start and each end
-# exports TRAINYARD_ATTEMPT ("<job>-<restarts>")
+# exports TRAINYARD_ATTEMPT ("<job>-<restarts>"), OMP_WAIT_POLICY (hardware.py says why; a value from outside stays)
 
 ty_job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
 ty_job=${ty_job:-$SLURM_JOB_ID}
@@ -14,6 +14,7 @@ ty_number=${SLURM_RESTART_COUNT:-0}
 ty_notes=$TRAINYARD_RUN/slurm
 ty_log=$ty_notes/attempts.jsonl
 export TRAINYARD_ATTEMPT=$ty_job-$ty_number
+[ -n "${OMP_WAIT_POLICY+x}${GOMP_SPINCOUNT+x}${KMP_BLOCKTIME+x}" ] || export OMP_WAIT_POLICY=passive
 
 ty_begin() {
     mkdir -p "$ty_notes" && touch "$ty_log" || exit 1

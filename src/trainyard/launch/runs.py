@@ -53,7 +53,7 @@ def create_run(
     Args:
         root: folder of all runs; made if it is missing.
         name: a name for the folder instead of time and commit.
-        environ: environment variables; five known ones are recorded, the rest is not.
+        environ: environment variables; a few known ones are recorded, the rest is not.
         code: any folder of the git checkout whose state is recorded.
 
     Raises:

@@ -19,9 +19,12 @@ from loguru import logger
 from trainyard.errors import UserError
 from trainyard.hardware import (
     available_cores,
+    compute_threads,
     gpu_by_name,
     loaded_driver,
+    openmp_wait_policy,
     precision_for,
+    set_openmp_wait_policy,
     why_no_gpu,
     why_no_kernels,
 )
@@ -151,6 +154,7 @@ class Attempt:
 
     def __call__(self) -> None:
         """Train, and leave with the exit code: submitit would call a run that stopped half-way a success."""
+        set_openmp_wait_policy(os.environ)
         try:
             code = execute(self.run, self.jobs, environ=os.environ, started=self.since or time.time())
             if code == 0 and world_from(os.environ).is_main:
@@ -385,13 +389,16 @@ def _job(
     importable = importlib.util.find_spec("nvidia") is not None and importlib.util.find_spec("nvidia.dali") is not None
     decode, why = choose_decoder(config.data.decode, importable=importable)
     cores, why_cores = _cores(world)
-    torch.set_num_threads(cores)
+    threads, why_threads = compute_threads(environ, cores=cores, reason=why_cores, launcher=world.launcher)
+    torch.set_num_threads(threads)
     precision.set_switches(policy, deterministic=config.deterministic)
     choices = {
         "device": _Choice(name, f"rank 0 of {world.world_size}, started by {world.launcher}"),
         **{name: _Choice(getattr(policy, name), reason) for name, reason in policy.reasons.items()},
         "decode": _Choice(decode, why),
-        "threads": _Choice(config.data.threads or cores, why_cores),
+        "threads": _Choice(config.data.threads or cores, "data.threads" if config.data.threads else why_cores),
+        "compute_threads": _Choice(threads, why_threads),
+        "openmp_wait": _Choice(*openmp_wait_policy(environ)),
         "micro_batch_size": _micro_batch(config, world),
         "freed_memory": _Choice(*precision.keep_freed_memory(device)),
     }
@@ -404,9 +411,9 @@ def _job(
     torch.manual_seed(config.seed)
     info = DataInfo.of(data, splits["train"])
     module = load_family(jobs_dir, config.family, "module").build(config, info)
-    threads = config.data.threads or cores
+    decoding = config.data.threads or cores
     check_owner = lock.check if lock else lambda: None
-    return Job(config, module, data, splits, world, device, policy, decode, threads, run, heartbeat, check_owner)
+    return Job(config, module, data, splits, world, device, policy, decode, decoding, run, heartbeat, check_owner)
 
 
 def _card(device: "torch.device") -> tuple[int | None, str]:
