@@ -1,0 +1,1 @@
+/tmp/w/compat/runs/pricing/submitted-done/slurm/22630370_submission.sh

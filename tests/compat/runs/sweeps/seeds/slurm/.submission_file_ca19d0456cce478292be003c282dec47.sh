@@ -1,0 +1,1 @@
+/tmp/w/compat/runs/sweeps/seeds/slurm/22630372_submission.sh
