@@ -1,5 +1,6 @@
 """The batch scripts, compared with what a person has read and found right. No Slurm is needed."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -116,3 +117,48 @@ def test_ranks_find_how_threads_wait_in_their_environment(stated: dict[str, str]
     line = f"source {ATTEMPT} begin; bash -c 'echo ${{OMP_WAIT_POLICY-}},${{GOMP_SPINCOUNT-}}'"
     done = subprocess.run(["bash", "-c", line], env=environ, capture_output=True, text=True, timeout=60)
     assert done.stdout == f"{exported}\n", done.stderr
+
+
+NODE_FAILURE = """\
+srun: error: Node failure on a-0
+slurmstepd-a-0: error: *** STEP 7.0 ON a-0 CANCELLED AT 2026-11-22T07:10:09 DUE TO NODE FAILURE, SEE SLURMCTLD LOG ***
+"""
+PREEMPTION = "slurmstepd-a-0: error: *** JOB 7 ON a-0 CANCELLED AT 2026-11-22T07:10:09 DUE TO PREEMPTION ***\n"
+
+
+@pytest.mark.parametrize(
+    ("earlier", "said", "signalled", "cause"),
+    [
+        ("", NODE_FAILURE, True, "node_failure"),
+        ("", PREEMPTION, True, "preempted"),
+        (PREEMPTION, "", False, "node_failure"),
+        (NODE_FAILURE, "", True, "preempted"),
+        ("", "", True, "preempted"),
+    ],
+)
+def test_why_an_attempt_ended_is_read_from_its_own_log_where_slurm_does_not_answer(
+    earlier: str, said: str, signalled: bool, cause: str, tmp_path: Path
+):
+    """The attempt judged is the second, 7-1; what was said in the first, 7-0, does not count."""
+    programs, notes = tmp_path / "bin", tmp_path / "slurm"
+    programs.mkdir()
+    (programs / "sinfo").write_text("#!/bin/sh\necho slurm_load_node: Unable to contact slurm controller >&2\nexit 1\n")
+    (programs / "sinfo").chmod(0o755)
+    notes.mkdir()
+    shutil.copy(ATTEMPT, notes / "attempt.sh")
+    starts = [f'{{"event":"start","job":"7","attempt":{n},"nodes":"a-0","checkpoint":"{n}"}}\n' for n in (0, 1)]
+    end = '{"event":"end","job":"7","attempt":0,"code":-1,"cause":"","action":"slurm","reason":""}\n'
+    (notes / "attempts.jsonl").write_text(starts[0] + end + starts[1])
+    began = [f"trainyard: attempt 7-{n} on a-0\n" for n in (0, 1)]
+    log = notes / "7_0_log.err"
+    log.write_text(began[0] + earlier + began[1] + said)
+    if signalled:
+        (notes / "signal-7-1").write_text("SIGTERM 1\n")
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2", "SLURM_JOB_NODELIST": "a-1", "SLURM_JOB_PARTITION": "p"}
+    limits = {"TRAINYARD_LIMITS": "preempted=9 node_failure=9", "TRAINYARD_RUN": str(tmp_path)}
+    environ = {"PATH": f"{programs}:{os.environ['PATH']}", **limits, **slurm}
+    with log.open("a") as errors:
+        command = ["bash", "-c", f"source {notes / 'attempt.sh'} begin"]
+        assert subprocess.run(command, env=environ, stderr=errors, timeout=60).returncode == 0
+    ends = [json.loads(line) for line in (notes / "attempts.jsonl").read_text().splitlines()]
+    assert [(line["attempt"], line["cause"]) for line in ends if line["event"] == "end"][1:] == [(1, cause)]

@@ -73,10 +73,13 @@ ty_restart() { # CODE CAUSE REASON
 ty_judge_predecessor() { # that ended without a word
     local last=$((ty_number - 1)) said nodes down
     ! grep -q "\"event\":\"end\",\"job\":\"$ty_job\",\"attempt\":$last," "$ty_log" || return 0
-    said=$(grep -h "JOB $SLURM_JOB_ID ON .* CANCELLED AT" "${BASH_SOURCE[0]%/*}/${ty_job}_0_log.err" 2>/dev/null | tail -n 1)
+    # What srun and slurmstepd said in that attempt is there even where a busy controller does not answer sinfo.
+    said=$(sed -n "/^trainyard: attempt $ty_job-$last on /,/^trainyard: attempt $ty_job-$ty_number on /p" \
+        "${BASH_SOURCE[0]%/*}/${ty_job}_0_log.err" 2>/dev/null \
+        | grep -E "(JOB|STEP) $SLURM_JOB_ID[. ].*CANCELLED AT|^srun: error: Node failure on")
     nodes=$(sed -n "s/.*\"job\":\"$ty_job\",\"attempt\":$last,.*\"nodes\":\"\([^\"]*\)\".*/\1/p" "$ty_log" | tail -n 1)
     down=$(sinfo -h -N -n "$nodes" -o '%N %T' | grep -E ' (down|fail|error|unknown|reboot)|\*$' | cut -d ' ' -f 1 | sort -u)
-    if [[ -n $down || $said == *"NODE FAILURE"* ]]; then
+    if [[ -n $down || $said == *"NODE FAILURE"* || $said == *"Node failure on"* ]]; then
         ty_write_end "$last" -1 node_failure slurm "lost: ${down:-one of $nodes}"
     elif [[ -e $ty_notes/signal-$ty_job-$last || $said == *PREEMPTION* ]]; then
         ty_write_end "$last" -1 preempted slurm "Slurm took the nodes back"
