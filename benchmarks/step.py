@@ -114,13 +114,13 @@ class Residual(nn.Module):
 
 
 def engine_step(model: Any, batch: dict[str, Tensor], scaler: torch.amp.GradScaler, context: Autocast) -> Step:
-    from trainyard.data.loader import Micro
+    from trainyard.data.loader import MicroBatch
     from trainyard.settings import OptimizerSettings
     from trainyard.train.step import TrainState, make_optimizer, train_step
 
     optimizer = make_optimizer(model, OptimizerSettings(lr=LR))
     state = TrainState(model, model, optimizer, scaler, ema=None, ema_decay=0.0)
-    micros = [Micro(batch, weight=1.0, last=True, wait_s=0.0)]
+    micros = [MicroBatch(batch, weight=1.0, last=True, wait_s=0.0)]
     limits = {"world_size": 1, "seed": SEED, "clip_grad_norm": CLIP_GRAD_NORM}
     return lambda: train_step(state, micros, lr=LR, autocast=context, **limits)
 

@@ -6,9 +6,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from trainyard.launch.attempts import read_folder
-from trainyard.launch.slurm import SlurmJob
-from trainyard.launch.status import Status, status_of
+from trainyard.cluster.query import SlurmJob
+from trainyard.runs.history import read_run
+from trainyard.runs.status import Status, status_of
 
 NOW = 1_767_400_000.0
 
@@ -74,8 +74,8 @@ class Folder:
         with (self.logs / f"{job}_0_log.err").open("a") as file:
             file.write(text)
 
-    def status(self, job: SlurmJob | None = None, *, doubt: str = "") -> Status:
-        return status_of(read_folder(self.run), job, now=NOW, doubt=doubt)
+    def status(self, job: SlurmJob | None = None, *, slurm_unavailable_reason: str = "") -> Status:
+        return status_of(read_run(self.run), job, now=NOW, slurm_unavailable_reason=slurm_unavailable_reason)
 
 
 def iso(at: float, zone: str = "Z") -> str:

@@ -20,6 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 
+from trainyard import files
 from trainyard.errors import UserError
 from trainyard.train import checkpoint
 from trainyard.train.checkpoint import (
@@ -112,7 +113,7 @@ def test_a_folder_without_checkpoints_has_none(tmp_path):
     assert load_newest_valid(tmp_path / "missing") is None
 
 
-DISK = ("save", "_remove_leftovers", "_write", "write", "_fsync", "_delete")
+DISK = ("save", "_remove_leftovers", "_write", "write", "fsync_path", "_delete")
 """The functions of checkpoint.py that change the disk; `write` is one line of interest, called for each record."""
 
 
@@ -132,7 +133,7 @@ def killed_at(number, directory, step):
 
         def trace(frame, event, _):
             code = frame.f_code
-            if code.co_filename != checkpoint.__file__ or code.co_name not in DISK:
+            if code.co_filename not in (checkpoint.__file__, files.__file__) or code.co_name not in DISK:
                 return None
             if next(lines, None) is None:
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -143,7 +143,7 @@ def test_the_same_name_goes_on_with_the_run_and_other_options_are_refused(here, 
 
 
 def test_a_second_process_on_a_run_is_told_who_has_it(tmp_path, capsys):
-    from trainyard.launch.runs import RunLock
+    from trainyard.runs.lock import RunLock
 
     run = new_run(tmp_path)
     with RunLock(run):

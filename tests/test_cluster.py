@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from trainyard.errors import UserError
-from trainyard.launch.cluster import (
+from trainyard.cluster.check import Finding, check_cluster, render
+from trainyard.cluster.description import (
     CARDS,
     Attempts,
     Cluster,
@@ -18,7 +18,7 @@ from trainyard.launch.cluster import (
     load_cluster,
     minutes,
 )
-from trainyard.launch.cluster_check import Finding, check_cluster, render
+from trainyard.errors import UserError
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "slurm" / "examples"
 

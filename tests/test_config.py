@@ -11,8 +11,7 @@ from hydra import initialize_config_dir
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from trainyard.errors import UserError
-from trainyard.launch.config import (
+from trainyard.config import (
     ConfigError,
     apply_overrides,
     compose,
@@ -22,8 +21,9 @@ from trainyard.launch.config import (
     load_family,
     options,
     thaw,
-    write_atomically,
 )
+from trainyard.errors import UserError
+from trainyard.files import write_atomically
 from trainyard.settings import TrainConfig
 
 ROOT = Path(__file__).parents[1]
@@ -157,10 +157,12 @@ def test_configuring_and_creating_a_run_load_no_torch_h5py_or_dali(tmp_path: Pat
     program = f"""
 import sys
 from pathlib import Path
-from trainyard.launch import config, runs
-run = runs.create_run(Path({str(tmp_path)!r}), config.compose("tiny", ["seed=1"], Path({str(JOBS)!r})))
+from trainyard import config
+from trainyard.runs.folder import create_run
+from trainyard.runs.lock import RunLock
+run = create_run(Path({str(tmp_path)!r}), config.compose("tiny", ["seed=1"], Path({str(JOBS)!r})))
 config.thaw(run / "config.yaml", Path({str(JOBS)!r}))
-with runs.RunLock(run):
+with RunLock(run):
     pass
 print(sorted({{name.split(".")[0] for name in sys.modules}} & {{"torch", "torchvision", "h5py", "nvidia", "submitit"}}))
 """

@@ -15,10 +15,10 @@ import torch
 from PIL import Image
 
 from tests.training import differences, metrics_of, new_run, start, state_of, train, wait_for_lines
+from trainyard import config as configs
 from trainyard.cli import main
+from trainyard.data.prepare import ready_data
 from trainyard.data.shards import Ragged, ShardSet, Sound
-from trainyard.launch import config as configs
-from trainyard.launch.task import ready_data
 from trainyard.settings import TrainConfig
 from trainyard.train.module import DataInfo, TrainModule
 from trainyard.train.step import TrainState, make_optimizer, train_step

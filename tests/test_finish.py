@@ -11,15 +11,15 @@ import torch
 from safetensors import safe_open
 
 from tests.training import FAMILIES, differences, metrics_of, new_run, start, state_of, train, train_on_ranks
+from trainyard import config as configs
 from trainyard.cli import main
 from trainyard.data.loader import Loader
 from trainyard.data.shards import ShardSet
-from trainyard.launch import config as configs
+from trainyard.report.run_page import write_report
 from trainyard.settings import AugmentSettings
 from trainyard.train import checkpoint
-from trainyard.train.engine import _Every
+from trainyard.train.meters import Interval
 from trainyard.train.module import DataInfo
-from trainyard.train.report import write_report
 from trainyard.train.swa import WeightAverage
 
 SWA = [
@@ -218,10 +218,10 @@ def test_learning_rates_follow_the_schedule_times_each_groups_factor():
     optimizer = torch.optim.SGD(groups, lr=1.0, fused=True)
     state = TrainState(module, lambda batch: {"loss": module(batch["x"]).sum()}, optimizer,
                        torch.amp.GradScaler("cpu", enabled=False), None, 0.0)  # type: ignore[arg-type]  # fmt: skip
-    from trainyard.data.loader import Micro
+    from trainyard.data.loader import MicroBatch
 
     before = [p.item() for p in module.parameters()]
-    micro = Micro({"x": torch.ones(1, 1)}, 1.0, True, 0.0)
+    micro = MicroBatch({"x": torch.ones(1, 1)}, 1.0, True, 0.0)
     train_step(state, [micro], lr=0.5, world_size=1, seed=0, clip_grad_norm=0, autocast=nullcontext)
     moved = [b - p.item() for b, p in zip(before, module.parameters(), strict=True)]
     assert moved == pytest.approx([0.05, 0.5])
@@ -229,7 +229,7 @@ def test_learning_rates_follow_the_schedule_times_each_groups_factor():
 
 def test_what_is_due_by_the_clock_is_asked_for_once_each_time():
     """The ranks agree a step late: asked for at the step between as well, it would be done twice."""
-    every = _Every("0.0005min", steps_per_epoch=10)
+    every = Interval("0.0005min", steps_per_epoch=10)
     for _ in range(2):
         assert not every.over()
         time.sleep(0.04)

@@ -2,6 +2,7 @@
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,10 +10,17 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-ORDER = ("errors", "settings", "hardware", "environment", "measure", "data", "train", "jobs", "launch", "tools", "cli")
+ORDER = (
+    *("errors", "text", "files", "settings", "hardware", "scoring", "config", "environment", "measure"),
+    *("cluster", "runs", "data", "report", "train", "jobs", "launch", "tools", "cli"),
+)
 """Each imports only itself and what stands to its left."""
 
 LOADED_LATE = ("torch", "torchvision", "h5py", "nvidia", "crc32c")
+LIGHT = ("cluster", "runs", "report")
+"""Packages that load none of these: they answer on login nodes, at once."""
+
+MAX_LINES = 500  # of a file in src
 
 
 def layer_of(module: str) -> str | None:
@@ -55,6 +63,10 @@ def violations(root: Path) -> list[str]:
                 wrong.append(f"{short} imports another job: {name}")
             if name.startswith("nvidia.dali") and short.name != "decode_dali.py":
                 wrong.append(f"{short} imports {name}; only decode_dali.py may")
+            if name.partition(".")[0] in ("trainyard", "jobs") and re.match(r"_[^_]", name.rpartition(".")[2]):
+                wrong.append(f"{short} imports {name}: a leading underscore says that it is nobody else's")
+        if here and here != "jobs" and (lines := path.read_text().count("\n")) > MAX_LINES:
+            wrong.append(f"{short} has {lines} lines, {MAX_LINES} are allowed: split it where it has two subjects")
     return wrong
 
 
@@ -67,8 +79,8 @@ def test_imports_point_to_the_left():
     [
         (
             "src/trainyard/data/order.py",
-            "from trainyard.train import engine",
-            "data) imports trainyard.train.engine (train)",
+            "from trainyard.train import trainer",
+            "data) imports trainyard.train.trainer (train)",
         ),
         (
             "src/trainyard/train/step.py",
@@ -77,6 +89,18 @@ def test_imports_point_to_the_left():
         ),
         ("jobs/fingerprint/pack.py", "from jobs.other import pack", "imports another job: jobs.other.pack"),
         ("src/trainyard/data/loader.py", "import nvidia.dali", "only decode_dali.py may"),
+        (
+            "src/trainyard/runs/status.py",
+            "from trainyard.data.prepare import ready_data",
+            "(runs) imports trainyard.data.prepare.ready_data (data)",
+        ),
+        (
+            "src/trainyard/cluster/check.py",
+            "from trainyard.launch import submit",
+            "(cluster) imports trainyard.launch.submit (launch)",
+        ),
+        ("src/trainyard/cli/cluster.py", "from trainyard.runs.status import _row", "nobody else's"),
+        ("src/trainyard/text.py", "pass\n" * 500, "500 are allowed"),
     ],
 )
 def test_a_planted_violation_is_found(file, line, said, tmp_path):
@@ -107,13 +131,25 @@ def test_what_submits_loads_no_torch():
     code = f"""
 import sys
 from pathlib import Path
-import trainyard.cli, trainyard.launch.task, trainyard.launch.runs
-from trainyard.launch import config
+import trainyard.cli, trainyard.launch.rank_task, trainyard.runs.folder
+from trainyard import config
 made = config.compose("fingerprint_1m", ["optimizer.lr=1e-3"], Path({str(ROOT / "jobs")!r}))
 config.options(made)
 trainyard.environment.environment_record()
 print([name for name in {LOADED_LATE!r} if name in sys.modules])
 """
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=dict(os.environ)
+    )
+    assert done.stdout.strip() == "[]"
+
+
+def test_what_answers_on_a_login_node_loads_neither_torch_nor_dali_nor_h5py():
+    source = ROOT / "src"
+    files = [path for package in LIGHT for path in sorted((source / "trainyard" / package).glob("*.py"))]
+    modules = [".".join(path.relative_to(source).with_suffix("").parts) for path in files if path.stem != "__init__"]
+    assert len(modules) > 10, f"only {modules} found: has the source moved?"
+    code = f"import sys, {', '.join(modules)}; print([name for name in {LOADED_LATE!r} if name in sys.modules])"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=dict(os.environ)
     )

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.pictures import points
-from trainyard.data.loader import Loader, Micro, choose_decoder, in_background
+from trainyard.data.loader import Loader, MicroBatch, choose_decoder, in_background
 from trainyard.data.order import EpochOrder, shuffle
 from trainyard.data.shards import ShardError, ShardSet
 from trainyard.errors import UserError
@@ -43,9 +43,9 @@ def orders(batch: int = 8) -> Orders:
     return lambda epoch: shuffle(np.arange(COUNT), seed=5, epoch=epoch, global_batch_size=batch)
 
 
-def steps(batches: Iterable[Micro], count: int) -> list[list[Micro]]:
+def steps(batches: Iterable[MicroBatch], count: int) -> list[list[MicroBatch]]:
     """Take that many optimizer steps, each a list of micro-batches."""
-    taken: list[list[Micro]] = [[]]
+    taken: list[list[MicroBatch]] = [[]]
     for micro in batches:
         taken[-1].append(micro)
         if micro.last and len(taken) == count:
@@ -57,7 +57,7 @@ def steps(batches: Iterable[Micro], count: int) -> list[list[Micro]]:
 
 def train(
     data: ShardSet, count: int, *, start: int = 0, micro: int = 0, batch: int = 8, **changes
-) -> list[list[Micro]]:
+) -> list[list[MicroBatch]]:
     stream = loader(data, **changes).train(orders(batch), epoch=3, start=start, micro_batch_size=micro)
     try:
         return steps(stream, count)
@@ -65,13 +65,13 @@ def train(
         stream.close()
 
 
-def same(one: Micro, other: Micro) -> bool:
+def same(one: MicroBatch, other: MicroBatch) -> bool:
     assert one.batch.keys() == other.batch.keys()
     values_equal = all(torch.equal(one.batch[name], other.batch[name]) for name in one.batch)
     return values_equal and (one.weight, one.last) == (other.weight, other.last)
 
 
-def ids_of(micros: Iterable[Micro]) -> list[int]:
+def ids_of(micros: Iterable[MicroBatch]) -> list[int]:
     return [i for micro in micros if micro.weight for i in micro.batch["sample_id"].tolist()]
 
 
@@ -186,7 +186,7 @@ def test_pictures_are_cut_where_packing_said(pictures):
 @pytest.mark.parametrize("decode", BACK_ENDS)
 @pytest.mark.parametrize("prefetch", [1, 4])
 def test_a_batch_that_is_kept_is_not_overwritten_by_later_ones(pictures, decode, prefetch):
-    kept: list[Micro] = []
+    kept: list[MicroBatch] = []
     copies: list[torch.Tensor] = []
     stream = loader(pictures, decode=decode, prefetch=prefetch).train(orders(), epoch=0, start=0, micro_batch_size=2)
     for micro in itertools.islice(stream, 40):

@@ -9,7 +9,7 @@ import pytest
 
 from tests.run_folders import NOW, Folder
 from tests.training import new_run, train
-from trainyard.launch.logs import follow, show
+from trainyard.runs.logs import follow, show
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from trainyard.measure import Summary, Way, for_at_least, header, side_by_side, table, write_new
+from trainyard.measure import Candidate, Summary, for_at_least, header, side_by_side, table, write_new
 from trainyard.tools.bench import read_results
 
 
@@ -10,14 +10,14 @@ def test_ratios_are_formed_within_rounds_whose_order_changes():
     called: list[str] = []
     state = {"round": 0.0}
 
-    def way(name: str, factor: float, beside: str = "") -> Way:
+    def way(name: str, factor: float, beside: str = "") -> Candidate:
         def measure() -> float:
             if len(called) % 2 == 0:
                 state["round"] += 1  # the machine is another in each round
             called.append(name)
             return factor * state["round"]
 
-        return Way(name, measure, "rows/s", beside=beside)
+        return Candidate(name, measure, "rows/s", beside=beside)
 
     ours, theirs = side_by_side([way("ours", 3, "theirs"), way("theirs", 1)], rounds=6, tell=lambda line: None)
     assert ours["ratio"] == {"median": 3.0, "spread": 0.0, "quotable": True}
@@ -28,7 +28,9 @@ def test_ratios_are_formed_within_rounds_whose_order_changes():
 
 def test_a_warm_up_round_is_forgotten():
     numbers = iter([100.0, 1.0, 1.0])
-    (line,) = side_by_side([Way("one", lambda: next(numbers), "s")], rounds=2, warm_up=True, tell=lambda line: None)
+    (line,) = side_by_side(
+        [Candidate("one", lambda: next(numbers), "s")], rounds=2, warm_up=True, tell=lambda line: None
+    )
     assert line["rounds"] == [1.0, 1.0] and not line["summary"]["quotable"], "two rounds are too few to quote"
 
 
@@ -45,7 +47,9 @@ def test_work_is_repeated_until_its_time_is_up():
 
 
 def test_results_are_written_with_what_made_them_and_never_over_older_ones(tmp_path):
-    lines = side_by_side([Way("a", lambda: 2.0, "x/s", "a note"), Way("b", lambda: 4.0, "x/s", beside="a")], rounds=3)
+    lines = side_by_side(
+        [Candidate("a", lambda: 2.0, "x/s", "a note"), Candidate("b", lambda: 4.0, "x/s", beside="a")], rounds=3
+    )
     first = write_new(tmp_path, "demo", [header("demo", {"rounds": 3, "folder": tmp_path}), *lines])
     second = write_new(tmp_path, "demo", [header("demo", {}), *lines])
     assert second.stem == f"{first.stem}-2" and first.stem.startswith("demo-20")

@@ -15,7 +15,7 @@ from PIL import Image
 
 from trainyard.data import augment
 from trainyard.data.augment import affine, draw, neutral, noise, scale_of, starts
-from trainyard.data.loader import Loader, Micro
+from trainyard.data.loader import Loader, MicroBatch
 from trainyard.data.order import shuffle
 from trainyard.data.pack import PackError, pack
 from trainyard.data.shards import Loaded, Ragged, Sample, ShardError, ShardSet, Sound
@@ -89,7 +89,7 @@ def loader(folder: Path, *, decode: str = "cpu", rank: int = 0, world_size: int 
     )
 
 
-def first(folder: Path, *, epoch: int = 0, batches: int = 1, micro: int = 0, **how) -> list[Micro]:
+def first(folder: Path, *, epoch: int = 0, batches: int = 1, micro: int = 0, **how) -> list[MicroBatch]:
     stream = loader(folder, **how).train(
         lambda number: shuffle(np.arange(COUNT), seed=3, epoch=number, global_batch_size=8),
         epoch=epoch,
@@ -145,7 +145,7 @@ def test_training_cuts_sounds_where_seed_epoch_and_sample_say(folder, decode):
     assert all(0 <= cut <= max(0, len(wave_of(i)) - FRAMES) for i, cut in where.items())
 
 
-def cuts(micros: list[Micro]) -> dict[int, int]:
+def cuts(micros: list[MicroBatch]) -> dict[int, int]:
     """Return where each sound was cut; equal in all three forms."""
     found = {}
     for micro in micros:

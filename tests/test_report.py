@@ -17,8 +17,10 @@ from loguru import logger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from trainyard.errors import UserError
-from trainyard.train import console, record, report
-from trainyard.train.record import TIMING_KEYS, Recorder
+from trainyard.report import run_page as report
+from trainyard.runs.events import TIMING_KEYS, read_events, read_metrics
+from trainyard.train import console
+from trainyard.train.recorder import Recorder
 
 STEPS, EVERY = 400, 10
 CONFIG = "job: demo\nseed: 0\noptimizer:\n  lr: 0.001\n"
@@ -137,11 +139,11 @@ def test_what_was_logged_is_read_back_in_order_and_events_stand_apart(tmp_path):
         start(log, "start", 0)
         log.log("train", 10, {"loss": np.float32(0.5), "samples_seen": np.int64(1200)})
         log.log("eval", 10, {"split": "val", "eer": 0.25})
-    first, second = record.read_metrics(run)
+    first, second = read_metrics(run)
     assert (first["kind"], first["step"], first["loss"], first["samples_seen"]) == ("train", 10, 0.5, 1200)
     assert (second["kind"], second["split"], second["eer"]) == ("eval", "val", 0.25)
     assert 0 <= first["elapsed_s"] <= second["elapsed_s"] < 60
-    assert [e["event"] for e in record.read_events(run)] == ["start"]
+    assert [e["event"] for e in read_events(run)] == ["start"]
 
 
 def test_a_number_that_json_cannot_hold_comes_back_and_the_file_is_valid_json(tmp_path):
@@ -154,7 +156,7 @@ def test_a_number_that_json_cannot_hold_comes_back_and_the_file_is_valid_json(tm
 
     line = json.loads((run / "metrics.jsonl").read_text(), parse_constant=refuse)
     assert line["loss"] is None and line["nonfinite"] == {"loss": "nan", "grad_norm": "inf", "other": "-inf"}
-    (read,) = record.read_metrics(run)
+    (read,) = read_metrics(run)
     assert math.isnan(read["loss"]) and read["grad_norm"] == math.inf and read["other"] == -math.inf
     assert read["lr"] == 0.1 and "nonfinite" not in read
 
@@ -163,7 +165,7 @@ def test_a_nested_number_that_json_cannot_hold_is_refused_before_anything_is_wri
     run = new_run(tmp_path)
     with recorder(run) as log, pytest.raises(ValueError, match="JSON compliant"):
         log.log("event", 10, {"event": "skipped_step", "scales": [1.0, math.inf]})
-    assert record.read_events(run) == []
+    assert read_events(run) == []
 
 
 def test_a_killed_and_resumed_run_has_the_metrics_of_an_uninterrupted_one(tmp_path):
@@ -173,11 +175,11 @@ def test_a_killed_and_resumed_run_has_the_metrics_of_an_uninterrupted_one(tmp_pa
     resumed = finished_run(tmp_path / "resumed")
 
     def untimed(run):
-        return [{k: v for k, v in line.items() if k not in TIMING_KEYS} for line in record.read_metrics(run)]
+        return [{k: v for k, v in line.items() if k not in TIMING_KEYS} for line in read_metrics(run)]
 
     assert untimed(resumed) == untimed(whole)
     assert len(untimed(whole)) == 60
-    events = [e["event"] for e in record.read_events(resumed)]
+    events = [e["event"] for e in read_events(resumed)]
     assert events == ["start", "checkpoint", "checkpoint", "resume", "checkpoint", "checkpoint", "done"]
 
 
@@ -189,14 +191,14 @@ def test_elapsed_time_goes_on_over_a_resume_without_the_time_that_was_thrown_awa
     (run / "events.jsonl").write_text(json.dumps(lost) + "\n")
     with recorder(run, resume_at=100) as log:
         log.log("train", 110, {"loss": 1.0})
-    assert 50 <= record.read_metrics(run)[-1]["elapsed_s"] < 80
+    assert 50 <= read_metrics(run)[-1]["elapsed_s"] < 80
 
 
 def test_a_kill_in_a_rewind_leaves_the_old_file_or_the_new_one(tmp_path):
     child = """
 import os, signal, sys
 from pathlib import Path
-from trainyard.train.record import Recorder
+from trainyard.train.recorder import Recorder
 left = int(sys.argv[2])
 def counted(call):
     def wrapper(*args, **kwargs):
@@ -246,12 +248,12 @@ def test_a_torn_last_line_is_passed_over_and_does_not_spoil_the_next(tmp_path):
     for name in ("metrics.jsonl", "events.jsonl"):
         with (run / name).open("ab") as file:
             file.write(b'{"kind": "train", "st')
-    assert [line["step"] for line in record.read_metrics(run)] == [10]
+    assert [line["step"] for line in read_metrics(run)] == [10]
     with recorder(run, resume_at=10) as log:
         log.log("train", 20, {"loss": 1.0})
         log.log("event", 20, {"event": "done"})
-    assert [line["step"] for line in record.read_metrics(run)] == [10, 20]
-    assert [line["step"] for line in record.read_events(run)] == [10, 20]
+    assert [line["step"] for line in read_metrics(run)] == [10, 20]
+    assert [line["step"] for line in read_events(run)] == [10, 20]
 
 
 @pytest.mark.parametrize("damage", [b'{"kind": "train", "st\n', b"[1]\n", b'{"kind": "train"}\n', b"\xff\x00\n"])
@@ -262,7 +264,7 @@ def test_a_damaged_line_that_is_not_a_torn_last_one_names_file_and_line(tmp_path
     with (run / "metrics.jsonl").open("ab") as file:
         file.write(damage)
     with pytest.raises(UserError, match=r"metrics\.jsonl:2: expected a JSON object"):
-        record.read_metrics(run)
+        read_metrics(run)
 
 
 def test_a_new_run_does_not_write_into_another_runs_metrics(tmp_path):
@@ -273,7 +275,7 @@ def test_a_new_run_does_not_write_into_another_runs_metrics(tmp_path):
 
 def test_a_folder_that_is_not_a_run_is_refused_by_name(tmp_path):
     for path in (tmp_path, tmp_path / "nowhere"):
-        for read in (record.read_metrics, report.write_report, report.summary_text):
+        for read in (read_metrics, report.write_report, report.summary_text):
             with pytest.raises(UserError, match=f"{re.escape(str(path))}: expected the folder of a run"):
                 read(path)
 
@@ -295,7 +297,7 @@ def test_tensorboard_shows_each_step_once_after_a_resume_with_what_jsonl_says(tm
 
     board = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0})
     board.Reload()
-    lines = record.read_metrics(run)
+    lines = read_metrics(run)
     for tag, kind, key in (
         ("train/loss", "train", "loss"),
         ("eval/val/eer", "eval", "eer"),
@@ -315,7 +317,7 @@ def test_tensorboard_has_all_up_to_the_checkpoint_when_the_process_is_killed_aft
     child = """
 import os, signal, sys
 from pathlib import Path
-from trainyard.train.record import Recorder
+from trainyard.train.recorder import Recorder
 log = Recorder(Path(sys.argv[1]), trackers=["tensorboard"], config={}, resume_at=None)
 for step in range(10, 510, 10):
     log.log("train", step, {"loss": 1.0})
@@ -341,7 +343,7 @@ def test_an_attempt_that_starts_over_leaves_nothing_of_the_one_before(tmp_path):
     board = EventAccumulator(str(run / "tensorboard"))
     board.Reload()
     assert [event.step for event in board.Scalars("train/loss")] == [10, 20, 30, 40]
-    assert [line["step"] for line in record.read_metrics(run) if line["kind"] == "train"] == [10, 20, 30, 40]
+    assert [line["step"] for line in read_metrics(run) if line["kind"] == "train"] == [10, 20, 30, 40]
     assert "trained  40 of 400 steps" in report.summary_text(run)
 
 
@@ -581,6 +583,6 @@ def test_the_progress_bar_of_a_rank_that_may_not_draw_is_silent_on_a_terminal(mo
 
 
 def test_reading_and_reporting_load_no_torch_and_plot_nothing_at_import():
-    code = "import sys, trainyard.train.report; print(sorted({'torch', 'matplotlib', 'tqdm'} & set(sys.modules)))"
+    code = "import sys, trainyard.report.run_page; print(sorted({'torch', 'matplotlib', 'tqdm'} & set(sys.modules)))"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "[]"

@@ -20,12 +20,12 @@ from tests.training import (
     train_on_ranks,
     wait_for_lines,
 )
+from trainyard import config as configs
 from trainyard.errors import UserError
-from trainyard.launch import config as configs
-from trainyard.launch import runs
-from trainyard.launch.task import execute
+from trainyard.launch.rank_task import execute
+from trainyard.runs import folder as runs
+from trainyard.runs.events import read_events, read_metrics
 from trainyard.train import checkpoint
-from trainyard.train.record import read_events, read_metrics
 
 KILLS = 10
 

@@ -15,13 +15,8 @@ from loguru import logger
 
 from trainyard.environment import cpu_model, environment_record
 from trainyard.errors import UserError
-from trainyard.launch.runs import (
-    RunLock,
-    create_run,
-    latest_run,
-    resolve_run,
-    update_record,
-)
+from trainyard.runs.folder import create_run, latest_run, resolve_run, update_env
+from trainyard.runs.lock import RunLock
 from trainyard.settings import TrainConfig
 
 SECRET = "hf_planted0123456789"
@@ -191,8 +186,8 @@ def test_gpus_are_what_nvidia_smi_prints(tmp_path: Path, monkeypatch, script: st
 def test_a_section_of_the_record_is_added_to_and_the_rest_stays(tmp_path: Path):
     run = create_run(tmp_path, TINY, code=tmp_path)
     before = record(run)
-    update_record(run, "result", {"step": 10, "loss": 0.5})
-    update_record(run, "result", {"step": 20})
+    update_env(run, "result", {"step": 10, "loss": 0.5})
+    update_env(run, "result", {"step": 20})
     assert record(run) == {**before, "result": {"step": 20, "loss": 0.5}}
     assert sorted(file.name for file in run.iterdir()) == ["config.yaml", "env.json"]
 
@@ -202,7 +197,7 @@ def test_a_section_of_the_record_is_added_to_and_the_rest_stays(tmp_path: Path):
 HOLD = """
 import sys, time
 from pathlib import Path
-from trainyard.launch.runs import RunLock
+from trainyard.runs.lock import RunLock
 with RunLock(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(60)

@@ -17,13 +17,13 @@ import numpy as np
 import pytest
 
 from tests.training import FAMILIES, new_run
+from trainyard.cluster.description import load_cluster
 from trainyard.data.pack import pack
 from trainyard.data.shards import INDEX, Sample, ShardError, ShardSet
 from trainyard.data.stage import NOTE, SCRATCH, Staged, break_even, stage
 from trainyard.errors import UserError
-from trainyard.launch.cluster import load_cluster
-from trainyard.launch.runs import RECORD
-from trainyard.launch.task import execute
+from trainyard.launch.rank_task import execute
+from trainyard.runs.folder import ENV_FILE
 
 OTHER_FILE_SYSTEM = Path("/dev/shm")
 MIB = 1 << 20
@@ -318,7 +318,7 @@ def cluster_with(folder: Path, scratch: str) -> Path:
 def test_a_run_records_why_it_reads_where_it_does(tmp_path, scratch):
     run = new_run(tmp_path, "max_duration=1st", "eval_every=1st")
     assert execute(run, FAMILIES, environ={SCRATCH: str(scratch)}, started=0.0) == 0
-    choice = json.loads((run / RECORD).read_text())["choices"]["stage"]
+    choice = json.loads((run / ENV_FILE).read_text())["choices"]["stage"]
     assert choice["value"] == "off" and re.fullmatch(r"the data lie on \w+, which is local", choice["reason"])
 
 
@@ -335,7 +335,7 @@ def test_a_run_reads_the_copy_and_records_both_places(tmp_path, scratch):
         assert execute(run, FAMILIES, environ={SCRATCH: str(scratch)}, started=0.0) == 0
     finally:
         unmount()
-    record = json.loads((run / RECORD).read_text())
+    record = json.loads((run / ENV_FILE).read_text())
     assert record["choices"]["stage"]["value"].startswith(str(scratch))
     assert record["choices"]["reader"]["value"] == "map"
     assert record["data"]["path"] == str(packed)

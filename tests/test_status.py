@@ -14,8 +14,9 @@ from tests.run_folders import NOW, Folder, append, in_slurm, iso
 from tests.training import new_run, start, train, wait_for_lines
 from trainyard import cli
 from trainyard.errors import UserError
-from trainyard.launch.attempts import CAUSES
-from trainyard.launch.status import cancel, next_command, overview, pending_reason, statuses, table
+from trainyard.launch.cancel import cancel
+from trainyard.runs.history import CAUSES
+from trainyard.runs.status import next_command, overview, pending_reason, statuses, table
 
 LONG = ("max_duration=10000ep", "eval_every=10000ep")
 
@@ -37,7 +38,7 @@ def no_slurm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def test_a_run_that_nobody_started_is_new(tmp_path):
     status = Folder(tmp_path, job=None).status()
-    assert (status.state, status.step, status.last_sign_s, status.attempts) == ("new", None, None, [])
+    assert (status.state, status.step, status.last_activity_s, status.attempts) == ("new", None, None, [])
     assert next_command(status) == f"trainyard resume {status.run}"
 
 
@@ -93,7 +94,7 @@ def test_a_running_job_says_where_it_is_and_how_fast(folder):
     status = folder.status(in_slurm("RUNNING"))
     assert (status.state, status.detail) == ("running", "training on a100-0")
     assert (status.step, status.total_steps, status.samples_per_s) == (40, 100, 123.4)
-    assert status.last_sign_s == pytest.approx(3)
+    assert status.last_activity_s == pytest.approx(3)
 
 
 def test_a_running_job_without_a_sign_of_life_is_silent_and_says_since_when(folder):
@@ -197,7 +198,11 @@ def test_a_job_that_slurm_did_not_start_again_as_it_was_asked_says_so(folder):
 def test_a_job_that_slurm_has_forgotten_is_judged_by_its_last_attempt(folder, code, cause, state):
     folder.begin(NOW - 900)
     folder.end(NOW - 60, code, cause, "stop")
-    for status in (folder.status(), folder.status(doubt="silence"), folder.status(in_slurm("FAILED"))):
+    for status in (
+        folder.status(),
+        folder.status(slurm_unavailable_reason="silence"),
+        folder.status(in_slurm("FAILED")),
+    ):
         assert (status.state, status.cause) == (state, cause)
         assert CAUSES[cause] in status.detail
 
@@ -225,16 +230,16 @@ def test_a_process_that_outlived_its_job_is_running(folder):
 
 
 def test_nothing_is_lost_while_slurm_does_not_answer(folder):
-    assert folder.status(doubt="silence").state == "waiting"
+    assert folder.status(slurm_unavailable_reason="silence").state == "waiting"
     folder.begin(NOW - 9000)
     folder.beat(NOW - 8000)
-    silent = folder.status(doubt="silence")
+    silent = folder.status(slurm_unavailable_reason="silence")
     assert silent.state == "silent"
     assert silent.detail.endswith("; Slurm could not be asked")
     folder.beat(NOW - 3)
-    assert folder.status(doubt="silence").state == "running"
+    assert folder.status(slurm_unavailable_reason="silence").state == "running"
     folder.end(NOW - 1, 85, "preempted", "requeue")
-    assert folder.status(doubt="silence").state == "waiting"
+    assert folder.status(slurm_unavailable_reason="silence").state == "waiting"
 
 
 def test_an_element_of_an_array_is_a_job_like_others(tmp_path):
@@ -434,7 +439,7 @@ def slurm_named_lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_job_of_another_slurm_is_not_mixed_up_with_one_of_the_same_number_here(tmp_path, slurm_named_lab):
     here, other = Folder(tmp_path / "here"), Folder(tmp_path / "other", slurm_name="tower")
     (mine, theirs), note = statuses([here.run, other.run])
-    assert (mine.state, mine.doubt) == ("running", "")
+    assert (mine.state, mine.slurm_unavailable_reason) == ("running", "")
     assert (theirs.state, theirs.detail.endswith("; Slurm could not be asked")) == ("waiting", True)
     sentence = "Job 12 belongs to the Slurm 'tower', this one is 'lab'."
     assert note == f"Answered from the folders of the runs. {sentence}"
@@ -524,7 +529,7 @@ def test_without_slurm_nothing_is_cancelled_and_the_reason_is_said(folder, no_sl
 
 
 def test_asking_how_runs_stand_loads_no_torch():
-    code = "import sys, trainyard.launch.status; print([m for m in ('torch', 'h5py', 'numpy') if m in sys.modules])"
+    code = "import sys, trainyard.runs.status; print([m for m in ('torch', 'h5py', 'numpy') if m in sys.modules])"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=dict(os.environ)
     )

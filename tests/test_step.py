@@ -8,17 +8,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from trainyard.data.loader import Micro
+from trainyard.data.loader import MicroBatch
 from trainyard.hardware import precision_for
 from trainyard.settings import OptimizerSettings
-from trainyard.train.engine import skipped_in_a_row
+from trainyard.train.meters import skipped_in_a_row
 from trainyard.train.module import Batch, TrainModule
 from trainyard.train.precision import autocast
 from trainyard.train.step import (
     StepResult,
     TrainState,
     copy_for_average,
-    drop_activations,
+    enable_activation_checkpointing,
     make_optimizer,
     train_step,
 )
@@ -76,16 +76,16 @@ def batch_of(size: int) -> Batch:
     return {"image": torch.randn(size, 2, 8, 8, generator=g), "label": torch.randint(5, (size,), generator=g)}
 
 
-def cut(batch: Batch, *sizes: int) -> list[Micro]:
+def cut(batch: Batch, *sizes: int) -> list[MicroBatch]:
     total, first, parts = sum(sizes), 0, []
     for size in sizes:
         part = {name: values[first : first + size] for name, values in batch.items()}
         first += size
-        parts.append(Micro(part, size / total, first == total, 0.0))
+        parts.append(MicroBatch(part, size / total, first == total, 0.0))
     return parts
 
 
-def step(state: TrainState, micros: list[Micro], *, clip: float = 0.0) -> StepResult:
+def step(state: TrainState, micros: list[MicroBatch], *, clip: float = 0.0) -> StepResult:
     return train_step(state, micros, lr=0.1, world_size=1, seed=0, clip_grad_norm=clip, autocast=FP32)
 
 
@@ -109,15 +109,15 @@ def test_a_stand_in_of_weight_zero_adds_nothing():
     alone, accompanied = state_of(classifier()), state_of(classifier())
     step(alone, cut(batch, 12))
     micros = cut(batch, 12)
-    stand_in = Micro({name: v[:1] for name, v in batch.items()}, 0.0, True, 0.0)
-    step(accompanied, [Micro(micros[0].batch, 1.0, False, 0.0), stand_in])
+    stand_in = MicroBatch({name: v[:1] for name, v in batch.items()}, 0.0, True, 0.0)
+    step(accompanied, [MicroBatch(micros[0].batch, 1.0, False, 0.0), stand_in])
     assert all(torch.equal(a, b) for a, b in zip(gradients(alone), gradients(accompanied), strict=True))
 
 
 def test_gradient_checkpointing_changes_no_bit_of_gradients_or_batch_statistics():
     options = {"batch_norm": True, "dropout": 0.3}
     kept, dropped = state_of(classifier(**options)), state_of(classifier(**options))
-    assert drop_activations(dropped.module) == 2
+    assert enable_activation_checkpointing(dropped.module) == 2
     for _ in range(3):
         step(kept, cut(batch_of(12), 6, 6))
         step(dropped, cut(batch_of(12), 6, 6))
@@ -130,7 +130,7 @@ def test_gradient_checkpointing_recomputes_what_it_dropped():
     state = state_of(classifier())
     calls = []
     state.module.layers[0][0].register_forward_hook(lambda *_: calls.append(1))
-    drop_activations(state.module)
+    enable_activation_checkpointing(state.module)
     step(state, cut(batch_of(4), 4))
     assert len(calls) == 2
 

@@ -13,16 +13,19 @@ from pathlib import Path
 import pytest
 
 from tests.training import FAMILIES, train
+from trainyard.config import thaw
+from trainyard.data.prepare import ready_data
 from trainyard.errors import UserError
-from trainyard.launch import results, runs, sweep
-from trainyard.launch.config import thaw
-from trainyard.launch.task import ready_data
-from trainyard.train.record import Recorder
+from trainyard.launch import sweep
+from trainyard.report import sweep_page as results
+from trainyard.runs import folder as runs
+from trainyard.runs import sweep_file
+from trainyard.train.recorder import Recorder
 
 MONITOR = {"split": "val", "metric": "accuracy", "mode": "max"}
 
 
-def make(root: Path, words: str, *overrides: str, name: str | None = "s", job: str = "stripes") -> sweep.Sweep:
+def make(root: Path, words: str, *overrides: str, name: str | None = "s", job: str = "stripes") -> sweep_file.Sweep:
     return sweep.create(job, [words], overrides, jobs_dir=FAMILIES, root=root / "runs", name=name, environ={})
 
 
@@ -30,7 +33,7 @@ def files(folder: Path) -> list[Path]:
     return [path for path in folder.rglob("*") if path.is_file()]
 
 
-def states(made: sweep.Sweep, **others: str) -> dict[Path, str]:
+def states(made: sweep_file.Sweep, **others: str) -> dict[Path, str]:
     """Every run is done, but those named by their number: e4="failed"."""
     return {e.run: others.get(f"e{e.index}", "done") for e in made.elements}
 
@@ -170,32 +173,32 @@ def test_a_sweep_is_found_by_name_beginning_or_path_and_is_what_was_made(tmp_pat
     made = make(tmp_path, "optimizer.lr=1e-2,3e-3 seed=0,1", "max_duration=1ep", name="first-try")
     make(tmp_path, "seed=0,1", name="fine")
     for text in ("first-try", "fir", str(made.folder)):
-        assert sweep.load(text, tmp_path / "runs") == made
+        assert sweep_file.load(text, tmp_path / "runs") == made
     with pytest.raises(UserError, match="2 sweeps begin with 'fi'"):
-        sweep.load("fi", tmp_path / "runs")
+        sweep_file.load("fi", tmp_path / "runs")
     with pytest.raises(UserError, match="Nearest: first-try"):
-        sweep.load("frist-try", tmp_path / "runs")
+        sweep_file.load("frist-try", tmp_path / "runs")
     with pytest.raises(UserError, match="There are none"):
-        sweep.load("x", tmp_path / "elsewhere")
+        sweep_file.load("x", tmp_path / "elsewhere")
 
 
 def test_a_sweep_moves_with_its_folder_of_runs(tmp_path: Path):
     make(tmp_path, "seed=0,1")
     (tmp_path / "runs").rename(tmp_path / "archive")
-    assert [e.run.is_dir() for e in sweep.load("s", tmp_path / "archive").elements] == [True, True]
+    assert [e.run.is_dir() for e in sweep_file.load("s", tmp_path / "archive").elements] == [True, True]
 
 
 def test_a_damaged_record_is_named(tmp_path: Path):
     made = make(tmp_path, "seed=0,1")
     (made.folder / "sweep.json").write_text('{"job": "stripes"}')
     with pytest.raises(UserError, match=r"sweep\.json: expected the record of a sweep"):
-        sweep.load("s", tmp_path / "runs")
+        sweep_file.load("s", tmp_path / "runs")
 
 
 def test_what_is_neither_done_nor_with_slurm_is_submitted_again(tmp_path: Path):
     made = make(tmp_path, "seed=range(0,8)")
     said = ["done", "waiting", "running", "silent", "failed", "lost", "stopped", "new"]
-    again = sweep.unfinished(made, {e.run: state for e, state in zip(made.elements, said, strict=True)})
+    again = sweep_file.unfinished(made, {e.run: state for e, state in zip(made.elements, said, strict=True)})
     assert [e.index for e in again] == [4, 5, 6, 7]
 
 
@@ -342,7 +345,7 @@ def test_an_axis_is_logarithmic_where_its_values_span_more_than_a_decade():
 
 
 def test_runs_of_a_sweep_train_like_any_other_and_their_results_are_collected(tmp_path: Path):
-    from trainyard.launch.config import compose
+    from trainyard.config import compose
 
     data = ready_data(compose("stripes", [f"data.cache={tmp_path / 'cache'}"], FAMILIES), FAMILIES).data.path
     made = make(tmp_path, "optimizer.lr=1e-2,1e-5 seed=0,1", f"data.path={data}", "max_duration=3ep", "eval_every=1ep")

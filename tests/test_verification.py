@@ -4,14 +4,7 @@ import numpy as np
 import pytest
 
 from trainyard.errors import UserError
-from trainyard.train.verification import (
-    ErrorRates,
-    Pairs,
-    bootstrap,
-    d_prime,
-    error_rates,
-    operating_points,
-)
+from trainyard.scoring import ErrorRates, Pairs, bootstrap, d_prime, error_rates, operating_points
 
 
 def by_definition(genuine: list[float], impostor: list[float]) -> list[tuple[float, float, float]]:

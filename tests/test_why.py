@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.run_folders import NOW, Folder, in_slurm, iso
-from trainyard.launch.why import explain, why
+from trainyard.runs.why import explain, why
 
 
 @pytest.fixture

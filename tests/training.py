@@ -9,18 +9,19 @@ from typing import Any
 
 import torch
 
-from trainyard.launch import config as configs
-from trainyard.launch import runs
-from trainyard.launch.task import execute, ready_data
+from trainyard import config as configs
+from trainyard.data.prepare import ready_data
+from trainyard.launch.rank_task import execute
+from trainyard.runs import folder as runs
+from trainyard.runs.events import TIMING_KEYS, read_metrics
 from trainyard.train import checkpoint
-from trainyard.train.record import TIMING_KEYS, read_metrics
 
 FAMILIES = Path(__file__).parent / "families"
 FREE = ("progress/train_s", "metrics_position")
 """What two runs that compute the same may differ in: time spent, and the bytes that writing it down takes."""
 
 _server = multiprocessing.get_context("forkserver")
-_server.set_forkserver_preload(["trainyard.launch.task", "trainyard.train.engine", "trainyard.data.decode_dali"])
+_server.set_forkserver_preload(["trainyard.launch.rank_task", "trainyard.train.trainer", "trainyard.data.decode_dali"])
 
 
 def new_run(root: Path, *overrides: str, job: str = "stripes", jobs: Path = FAMILIES) -> Path:

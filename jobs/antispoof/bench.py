@@ -21,7 +21,7 @@ from trainyard.data.loader import Loader
 from trainyard.data.pack import pack
 from trainyard.data.shards import Sample, ShardSet
 from trainyard.errors import UserError
-from trainyard.measure import Way
+from trainyard.measure import Candidate
 from trainyard.settings import AugmentSettings, DataSettings, ImageSettings, SoundSettings
 from trainyard.train.precision import keep_freed_memory
 
@@ -133,7 +133,7 @@ def _packed(root: Path, *, encoded: bool) -> ShardSet:
     return pack(samples, root / ("encoded" if encoded else "pcm"), meta={}, workers=1)
 
 
-def _feature_ways(name: str, data: ShardSet, ask: Ask | None, seconds: float) -> list[Way]:
+def _feature_ways(name: str, data: ShardSet, ask: Ask | None, seconds: float) -> list[Candidate]:
     frontend = frontends.build(name, rate_hz=RATE_HZ, frames=FRAMES, mean="none")
     waves = torch.cat([batch["wave"] for batch in _batches(data, "cpu")])[:BATCH]
 
@@ -141,31 +141,34 @@ def _feature_ways(name: str, data: ShardSet, ask: Ask | None, seconds: float) ->
         return sum(len(frontend(batch["wave"])) for batch in _batches(data, "cpu"))
 
     ours = [
-        Way(f"{name}/ours", lambda: _per_core_s(seconds, loaded), UNIT, "shards to features"),
-        Way(f"{name}/ours, alone", lambda: _per_core_s(seconds, lambda: len(frontend(waves))), UNIT),
+        Candidate(f"{name}/ours", lambda: _per_core_s(seconds, loaded), UNIT, "shards to features"),
+        Candidate(f"{name}/ours, alone", lambda: _per_core_s(seconds, lambda: len(frontend(waves))), UNIT),
     ]
     if ask is None:
         return ours
     asked = {"feature": name, "seconds": seconds}
     theirs = [
-        Way(f"{name}/librosa", lambda: float(ask({**asked, "what": "loaded"})), UNIT, "FLAC files to features"),
-        Way(f"{name}/librosa, alone", lambda: float(ask({**asked, "what": "made"})), UNIT),
+        Candidate(f"{name}/librosa", lambda: float(ask({**asked, "what": "loaded"})), UNIT, "FLAC files to features"),
+        Candidate(f"{name}/librosa, alone", lambda: float(ask({**asked, "what": "made"})), UNIT),
     ]
-    held = [Way(way.name, way.measure, way.unit, way.note, other.name) for way, other in zip(ours, theirs, strict=True)]
+    held = [
+        Candidate(way.name, way.measure, way.unit, way.note, other.name)
+        for way, other in zip(ours, theirs, strict=True)
+    ]
     return [*held, *theirs]
 
 
-def _store_ways(stores: dict[str, ShardSet], seconds: float) -> list[Way]:
+def _store_ways(stores: dict[str, ShardSet], seconds: float) -> list[Candidate]:
     def rate(data: ShardSet, decode: str) -> float:
         return _per_core_s(seconds, lambda: sum(len(b["wave"]) for b in _batches(data, decode)))
 
     size = {name: int(data.records["wave"].size.sum()) / data.count / 1024 for name, data in stores.items()}
-    pcm = Way("store/pcm", lambda: rate(stores["pcm"], "cpu"), UNIT, f"{size['pcm']:.0f} KiB each")
+    pcm = Candidate("store/pcm", lambda: rate(stores["pcm"], "cpu"), UNIT, f"{size['pcm']:.0f} KiB each")
     flac = f"{size['encoded']:.0f} KiB each"
     return [
         pcm,
-        Way("store/flac, soundfile", lambda: rate(stores["encoded"], "cpu"), UNIT, flac, pcm.name),
-        Way("store/flac, DALI", lambda: rate(stores["encoded"], "dali"), UNIT, flac, pcm.name),
+        Candidate("store/flac, soundfile", lambda: rate(stores["encoded"], "cpu"), UNIT, flac, pcm.name),
+        Candidate("store/flac, DALI", lambda: rate(stores["encoded"], "dali"), UNIT, flac, pcm.name),
     ]
 
 

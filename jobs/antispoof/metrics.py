@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from trainyard.errors import UserError
-from trainyard.train.report import figure
-from trainyard.train.verification import checked_scores
+from trainyard.report.figures import figure
+from trainyard.scoring import checked_scores
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -12,7 +12,7 @@ from loguru import logger
 from torch import Tensor, nn
 
 from trainyard.errors import UserError
-from trainyard.train.exhibits import score_histogram
+from trainyard.report.score_figures import score_histogram
 from trainyard.train.module import Batch, DataInfo, Rows, TrainModule
 
 from . import augment, frontends, metrics

@@ -23,7 +23,7 @@ from trainyard.data.shards import BadRecord, Sound
 from trainyard.errors import UserError
 from trainyard.settings import AugmentSettings, DataSettings, ImageSettings, SoundSettings
 from trainyard.train.module import DataInfo
-from trainyard.train.step import drop_activations
+from trainyard.train.step import enable_activation_checkpointing
 
 from . import augment, commands, frontends, metrics, scores, vocoders
 from .config import Config
@@ -597,7 +597,7 @@ def test_gradient_checkpointing_changes_nothing():
     module(inputs)["loss"].backward()
     before = [weight.grad.clone() for weight in module.parameters()]
     module.zero_grad()
-    assert drop_activations(module) == 16
+    assert enable_activation_checkpointing(module) == 16
     module(inputs)["loss"].backward()
     assert all(torch.equal(a, weight.grad) for a, weight in zip(before, module.parameters(), strict=True))
 
@@ -971,7 +971,7 @@ def test_griffin_and_lim_bring_the_magnitudes_nearer_with_every_round():
 
 
 def test_the_recordings_of_fsdd_make_the_set_of_the_specification():
-    from trainyard.launch.config import compose
+    from trainyard.config import compose
 
     raw = shared_audio("fsdd")
     config = compose("antispoof_fsdd", [], Path(__file__).resolve().parents[1])

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from trainyard import scoring as verification
 from trainyard.errors import UserError
+from trainyard.report import score_figures as exhibits
 from trainyard.settings import Duration
-from trainyard.train import exhibits, verification
 from trainyard.train.module import Batch, DataInfo, Rows, TrainModule
 
 from .config import Config, EvaluationSettings, HeadSettings

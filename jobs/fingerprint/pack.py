@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
-from trainyard.data.pack import open_picture
 from trainyard.data.shards import BadRecord, Loaded, Sample
+from trainyard.data.write_shard import open_image
 from trainyard.errors import UserError
 
 from .config import Config
@@ -71,7 +71,7 @@ def _encoded_gray(data: bytes, fill: int) -> tuple[bytes, NDArray[np.uint8]]:
 
     Bytes that already are a plain gray JPEG or PNG stay as they are; anything else becomes a lossless PNG.
     """
-    picture = open_picture(data)
+    picture = open_image(data)
     turned = picture.getexif().get(ORIENTATION, 1) != 1
     if picture.mode == "L" and not picture.has_transparency_data and not turned:
         pixels = np.asarray(picture)

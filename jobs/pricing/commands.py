@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from trainyard.errors import UserError
-from trainyard.measure import Way, for_at_least, header, side_by_side, write_new
+from trainyard.measure import Candidate, for_at_least, header, side_by_side, write_new
 from trainyard.measure import table as as_table
 
 from .config import Config
@@ -149,7 +149,7 @@ def _fold_of(run: Path) -> int:
 
 def _tested(run: Path) -> float:
     """Return a finished run's SMAPE on its test fold."""
-    from trainyard.train.record import read_metrics
+    from trainyard.runs.events import read_metrics
 
     found = [line["smape"] for line in read_metrics(run) if line.get("split") == "test"]
     if not found:
@@ -176,7 +176,7 @@ def _bench(args: argparse.Namespace) -> int:
     return 0
 
 
-def _ways(args: argparse.Namespace, folder: Path) -> tuple[list[Way], dict[str, float]]:
+def _ways(args: argparse.Namespace, folder: Path) -> tuple[list[Candidate], dict[str, float]]:
     """Pack the catalogue once; return what is measured, and how much of a batch is padding."""
     from torch.utils.data import DataLoader
 
@@ -221,8 +221,8 @@ def _ways(args: argparse.Namespace, folder: Path) -> tuple[list[Way], dict[str, 
 
         return over
 
-    def way(name: str, work: Callable[[], int], note: str, beside: str = "") -> Way:
-        return Way(name, lambda: for_at_least(1.0, work), "rows/s", note, beside)
+    def way(name: str, work: Callable[[], int], note: str, beside: str = "") -> Candidate:
+        return Candidate(name, lambda: for_at_least(1.0, work), "rows/s", note, beside)
 
     _require_equal([sample.load(learned) for sample in samples], data)
     buckets = order.buckets(ids, length, seed=0, epoch=0, global_batch_size=32)

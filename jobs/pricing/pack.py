@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageOps
 
-from trainyard.data.pack import open_picture
 from trainyard.data.shards import BadRecord, Loaded, Ragged, Sample
+from trainyard.data.write_shard import open_image
 from trainyard.errors import UserError
 
 from . import catalog, features, folds, parsing, tokenizer
@@ -265,7 +265,7 @@ def _picture(entry: catalog.Entry, folder: Path, may_miss: bool) -> tuple[bytes,
             raise BadRecord(f"no picture '{path.name}' in {folder} (packing.missing_picture=gray goes on without)")
         return _png(Image.new("RGB", (8, 8), (128, 128, 128))), 0
     data = path.read_bytes()
-    picture = open_picture(data)
+    picture = open_image(data)
     upright = picture.getexif().get(0x0112, 1) == 1
     if picture.format in ("JPEG", "PNG") and picture.mode in ("L", "RGB") and upright:
         return data, 1

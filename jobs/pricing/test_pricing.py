@@ -26,16 +26,16 @@ from tokenizers import Tokenizer, models
 from torch import nn
 
 from tests.training import new_run, train
-from trainyard.data.loader import Micro
+from trainyard.data.loader import MicroBatch
 from trainyard.data.order import EpochOrder, buckets, shuffle
 from trainyard.data.pack import PackError, listing_of
 from trainyard.data.pack import pack as write
 from trainyard.data.shards import ShardSet
 from trainyard.errors import UserError
-from trainyard.launch.predict import predict
 from trainyard.settings import DataSettings, OptimizerSettings
+from trainyard.tools.predict import predict
 from trainyard.train.module import DataInfo
-from trainyard.train.step import TrainState, drop_activations, make_optimizer, train_step
+from trainyard.train.step import TrainState, enable_activation_checkpointing, make_optimizer, train_step
 
 from . import baseline, catalog, features, folds, losses, metrics, pack, parsing, reference, tokenizer
 from .commands import add, padding
@@ -133,7 +133,7 @@ def small_module(data: ShardSet, config: Config | None = None) -> PricingModule:
     return module
 
 
-def micros(data: ShardSet, batches: list[list[int]], micro_batch_size: int) -> list[Micro]:
+def micros(data: ShardSet, batches: list[list[int]], micro_batch_size: int) -> list[MicroBatch]:
     """Return the micro-batches of these global batches, as the engine's loader makes them."""
     sizes = {len(batch) for batch in batches}
     order = EpochOrder(np.concatenate(batches).astype(np.int64), max(sizes))
@@ -656,7 +656,7 @@ def test_recomputing_the_layers_gives_the_same_loss_and_gradients_with_less_memo
         train_ids = splits(data.columns, data.vocabulary, config)["train"]
         module = build(config, DataInfo.of(data, train_ids)).train()
         if recompute:
-            assert drop_activations(module) == config.model.layers
+            assert enable_activation_checkpointing(module) == config.model.layers
         with saved_bytes() as kept:
             torch.manual_seed(1)
             loss = module(batch)["loss"]

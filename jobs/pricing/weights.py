@@ -1,12 +1,12 @@
 """Filling an encoder from a local file, name by name and shape by shape."""
 
-import difflib
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from trainyard.errors import UserError
+from trainyard.text import nearest
 
 FILES = ("model.safetensors", "pytorch_model.bin")
 PREFIX = "deberta."
@@ -25,7 +25,7 @@ def fill(encoder: nn.Module, folder: Path) -> tuple[int, int]:
     wanted = encoder.state_dict()
     missing = sorted(name for name in wanted if name not in found)
     if missing:
-        near = ", ".join(difflib.get_close_matches(missing[0], found, n=3, cutoff=0.0)) or "nothing"
+        near = ", ".join(nearest(missing[0], found, most=3, always=True)) or "nothing"
         raise UserError(
             f"model.encoder={folder}: {len(missing)} of {len(wanted)} weights are not in it; the first: "
             f"'{missing[0]}'; nearest: {near}. Expected a DeBERTa-v3 checkpoint in the names of transformers."

@@ -14,11 +14,11 @@ from PIL import Image
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from trainyard.data.loader import Loader, Micro
+from trainyard.data.loader import Loader, MicroBatch
 from trainyard.data.order import shuffle
 from trainyard.data.pack import pack
 from trainyard.data.shards import ShardSet
-from trainyard.measure import Way, header, side_by_side, table, write_new
+from trainyard.measure import Candidate, header, side_by_side, table, write_new
 from trainyard.settings import OptimizerSettings
 from trainyard.train.module import DataInfo
 from trainyard.train.step import TrainState, make_optimizer, train_step
@@ -52,7 +52,7 @@ def bench(*, rounds: int, pictures: int, results: Path) -> Path:
     return path
 
 
-def ways(scratch: Path, pictures: int) -> list[Way]:
+def ways(scratch: Path, pictures: int) -> list[Candidate]:
     """Return what is measured, over frames drawn and packed into `scratch`.
 
     The network is a very small one: on a CPU it stands for a card that is quick, or nobody would ever wait for data.
@@ -66,19 +66,23 @@ def ways(scratch: Path, pictures: int) -> list[Way]:
     once = {"note": "resized once, decoded ahead by one thread"}
     matched = "6 layers, 16 pictures, 300 queries, 5 to 40 objects"
     return [
-        Way("matching", lambda: _ms(lambda: match(*said, objects, TERMS)), "ms/step", matched, "matching, reference"),
-        Way("matching, reference", lambda: _ms(lambda: _match_each(said, objects)), "ms/step", "a copy for each layer"),
-        Way("reading", lambda: _read(_ours(data, config)), "pictures/s", **once, beside="reading, reference"),
-        Way("reading, reference", lambda: _read(_resized_twice(raw, data)), "pictures/s", **theirs),
-        Way(
+        Candidate(
+            "matching", lambda: _ms(lambda: match(*said, objects, TERMS)), "ms/step", matched, "matching, reference"
+        ),
+        Candidate(
+            "matching, reference", lambda: _ms(lambda: _match_each(said, objects)), "ms/step", "a copy for each layer"
+        ),
+        Candidate("reading", lambda: _read(_ours(data, config)), "pictures/s", **once, beside="reading, reference"),
+        Candidate("reading, reference", lambda: _read(_resized_twice(raw, data)), "pictures/s", **theirs),
+        Candidate(
             "training",
             lambda: _trained(config, data, _ours(data, config))[0],
             "pictures/s",
             beside="training, reference",
         ),
-        Way("training, reference", lambda: _trained(config, data, _resized_twice(raw, data))[0], "pictures/s"),
-        Way("waiting", lambda: _trained(config, data, _ours(data, config))[1], "% of time"),
-        Way("waiting, reference", lambda: _trained(config, data, _resized_twice(raw, data))[1], "% of time"),
+        Candidate("training, reference", lambda: _trained(config, data, _resized_twice(raw, data))[0], "pictures/s"),
+        Candidate("waiting", lambda: _trained(config, data, _ours(data, config))[1], "% of time"),
+        Candidate("waiting, reference", lambda: _trained(config, data, _resized_twice(raw, data))[1], "% of time"),
     ]
 
 
@@ -151,7 +155,7 @@ def _ms(work: Callable[[], object], *, repeats: int = 5) -> float:
     return 1000 * (time.perf_counter() - begin) / repeats
 
 
-def _ours(data: ShardSet, config: Config) -> Iterator[Micro]:
+def _ours(data: ShardSet, config: Config) -> Iterator[MicroBatch]:
     loader = Loader(
         data,
         settings=config.data,
@@ -174,7 +178,7 @@ def _ours(data: ShardSet, config: Config) -> Iterator[Micro]:
     )
 
 
-def _resized_twice(raw: Path, data: ShardSet) -> Iterator[Micro]:
+def _resized_twice(raw: Path, data: ShardSet) -> Iterator[MicroBatch]:
     """Yield batches as the reference makes them: stretched to 1333 x 1333, back to a picture, shrunk to 800 x 800.
 
     In one process, as ours, which decodes ahead in one thread; it ends as 0..1, and both normalise in the network.
@@ -202,7 +206,7 @@ def _resized_twice(raw: Path, data: ShardSet) -> Iterator[Micro]:
             "picture_px": torch.tensor([[768.0, 1280.0]]).expand(BATCH, -1),
             "sample_id": torch.tensor(chosen),
         }
-        yield Micro(batch, 1.0, True, time.perf_counter() - begin)
+        yield MicroBatch(batch, 1.0, True, time.perf_counter() - begin)
 
 
 def _twice(path: Path) -> Tensor:
@@ -214,7 +218,7 @@ def _twice(path: Path) -> Tensor:
     return torch.from_numpy(np.array(small)).permute(2, 0, 1).float() / 255
 
 
-def _read(stream: Iterator[Micro]) -> float:
+def _read(stream: Iterator[MicroBatch]) -> float:
     """Return pictures per second of reading alone."""
     for _ in range(3):  # what is decoded ahead is not counted
         next(stream)
@@ -226,7 +230,7 @@ def _read(stream: Iterator[Micro]) -> float:
     return READS * BATCH / seconds
 
 
-def _trained(config: Config, data: ShardSet, stream: Iterator[Micro]) -> tuple[float, float]:
+def _trained(config: Config, data: ShardSet, stream: Iterator[MicroBatch]) -> tuple[float, float]:
     """Return pictures per second of training, and the percentage of the time that was waiting for data."""
     ids = splits(data.columns, data.vocabulary, config)["train"]
     torch.manual_seed(0)

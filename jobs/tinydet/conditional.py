@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .network import MLP, Backbone, Detected, Noised, Outputs, class_head, inverse_sigmoid, sine
-from .vanilla import EncoderLayer, _Stack, encoded
+from .vanilla import EncoderLayer, LayerStack, encoded
 
 
-class Conditional(nn.Module):
+class ConditionalDETR(nn.Module):
     """Conditional DETR.
 
     Axes as in `vanilla.Vanilla`. Cross-attention asks with content and place side by side, 2 d numbers: the place is
@@ -35,12 +35,12 @@ class Conditional(nn.Module):
         super().__init__()
         self.backbone, self.dims, self.temperature = backbone, dims, temperature
         self.input_proj = nn.Conv2d(backbone.channels[32], dims, 1)
-        decoder = _Stack(
+        decoder = LayerStack(
             _ConditionalLayer(dims, heads, feedforward, dropout, first=number == 0) for number in range(decoder_layers)
         )
         self.transformer = nn.ModuleDict(
             {
-                "encoder": _Stack(EncoderLayer(dims, heads, feedforward, dropout) for _ in range(encoder_layers)),
+                "encoder": LayerStack(EncoderLayer(dims, heads, feedforward, dropout) for _ in range(encoder_layers)),
                 "decoder": decoder,
             }
         )
@@ -70,7 +70,7 @@ class Conditional(nn.Module):
         place = place_of(reference_BQ2, self.dims, self.temperature)
         token = torch.zeros_like(query_pos)
         seen = []
-        for number, layer in enumerate(cast(_Stack, self.transformer["decoder"]).layers):
+        for number, layer in enumerate(cast(LayerStack, self.transformer["decoder"]).layers):
             scaled = place if number == 0 else place * self.query_scale(token)
             token = layer(token, memory, hidden, position, query_pos, scaled)
             seen.append(self.decoder_norm(token))
@@ -82,7 +82,7 @@ class Conditional(nn.Module):
 
     def layers(self) -> list[nn.Module]:
         """Return the layers that come several times."""
-        return [layer for stack in self.transformer.values() for layer in cast(_Stack, stack).layers]
+        return [layer for stack in self.transformer.values() for layer in cast(LayerStack, stack).layers]
 
 
 def place_of(shares: Tensor, dims: int, temperature: float) -> Tensor:
@@ -99,9 +99,11 @@ class _Attention(nn.Module):
         self.heads, self.dropout = heads, dropout
         self.out_proj = nn.Linear(dims, dims)
 
-    def forward(self, parts_q: list[Tensor], parts_k: list[Tensor], v_BSd: Tensor, hidden_BS: Tensor | None) -> Tensor:
+    def forward(
+        self, parts_q: list[Tensor], parts_k: list[Tensor], v_BSd: Tensor, padding_mask_BS: Tensor | None
+    ) -> Tensor:
         q, k = (torch.cat([self._split(part) for part in parts], dim=-1) for parts in (parts_q, parts_k))
-        allowed = None if hidden_BS is None else ~hidden_BS[:, None, None, :]
+        allowed = None if padding_mask_BS is None else ~padding_mask_BS[:, None, None, :]
         dropout = self.dropout if self.training else 0.0
         seen = F.scaled_dot_product_attention(q, k, self._split(v_BSd), attn_mask=allowed, dropout_p=dropout)
         return self.out_proj(seen.transpose(1, 2).flatten(2))

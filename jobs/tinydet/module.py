@@ -15,17 +15,17 @@ from trainyard.train.distributed import sum_over_ranks
 from trainyard.train.module import Batch, DataInfo, Rows, TrainModule
 
 from . import geometry, photometric
-from .conditional import Conditional
+from .conditional import ConditionalDETR
 from .config import BoxSettings, Config, EvaluationSettings, LossSettings, ModelSettings, PhotometricSettings
 from .denoising import noised
 from .evaluation import SIZES, Found, Truth, evaluate
 from .losses import losses_of
 from .matching import Objects, Terms
-from .multiscale import MultiScale
+from .multiscale import DeformableDETR
 from .network import Backbone, Noised, Outputs
 from .pack import TRUTH, answer_place
 from .pictures import drawn, precision_by_size
-from .vanilla import Vanilla
+from .vanilla import DETR
 from .weights import load_backbone, load_detector
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -93,10 +93,10 @@ def build(config: Config, data: DataInfo) -> "TinyDet":
     )
 
 
-def network_of(model: ModelSettings, backbone: Backbone, *, categories: int) -> Vanilla | Conditional | MultiScale:
+def network_of(model: ModelSettings, backbone: Backbone, *, categories: int) -> DETR | ConditionalDETR | DeformableDETR:
     """Return a variant's network, its weights drawn."""
     if model.variant == "ms":
-        return MultiScale(
+        return DeformableDETR(
             backbone,
             categories=categories,
             strides=model.strides,
@@ -112,7 +112,7 @@ def network_of(model: ModelSettings, backbone: Backbone, *, categories: int) -> 
             anchor_strides=model.anchor_strides,
             denoising=model.denoising,
         )
-    form = Vanilla if model.variant == "vanilla" else Conditional
+    form = DETR if model.variant == "vanilla" else ConditionalDETR
     return form(
         backbone,
         categories=categories,
@@ -230,7 +230,7 @@ class TinyDet(TrainModule):
 
     def __init__(
         self,
-        network: Vanilla | Conditional | MultiScale,
+        network: DETR | ConditionalDETR | DeformableDETR,
         *,
         model: ModelSettings,
         terms: Terms,

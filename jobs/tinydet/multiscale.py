@@ -28,7 +28,7 @@ from .network import (
 from .vanilla import EncoderLayer
 
 
-class MultiScale(nn.Module):
+class DeformableDETR(nn.Module):
     """The detector for tiny objects.
 
     Args:

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from trainyard.data.loader import Micro
+from trainyard.data.loader import MicroBatch
 from trainyard.data.shards import Ragged
 from trainyard.errors import UserError
 from trainyard.measure import header, write_new
@@ -97,7 +97,7 @@ def learning_curve(
     for step in range(1, steps + 1):
         rise, fall = min(1.0, step / 20), 0.5 * (1 + np.cos(np.pi * step / (steps + 1)))
         state.progress.step = step
-        micro = [Micro(dict(batch), 1.0, True, 0.0)]
+        micro = [MicroBatch(dict(batch), 1.0, True, 0.0)]
         result = train_step(
             state, micro, lr=lr * rise * float(fall), world_size=1, seed=0, clip_grad_norm=1.0, autocast=nullcontext
         )

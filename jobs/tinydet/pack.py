@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageOps
 
-from trainyard.data.pack import open_picture
 from trainyard.data.shards import BadRecord, Loaded, Ragged, Sample
+from trainyard.data.write_shard import open_image
 from trainyard.errors import UserError
 
 from .coco import SETS, Picture, Rules, read, scaled_px
@@ -241,7 +241,7 @@ def load_picture(
 def _decoded(path: Path, raw_px: tuple[int, int]) -> tuple[bytes | None, Image.Image]:
     """Return the file's bytes if they can be kept, and its pixels, gray or RGB, as the annotations see them."""
     data = path.read_bytes()
-    picture = open_picture(data)
+    picture = open_image(data)
     if picture.mode not in ("1", "L", "P", "RGB", "RGBA", "LA", "YCbCr", "CMYK"):
         raise BadRecord(
             f"its pixels are of mode {picture.mode}, whose range is unknown: convert it to 8-bit RGB or gray"

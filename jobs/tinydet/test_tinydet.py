@@ -24,7 +24,7 @@ from trainyard.data.pack import pack
 from trainyard.data.shards import BadRecord, Sample, ShardSet
 from trainyard.errors import UserError
 from trainyard.train.module import DataInfo
-from trainyard.train.step import copy_for_average, drop_activations
+from trainyard.train.step import copy_for_average, enable_activation_checkpointing
 
 from . import geometry, photometric
 from .coco import Rules, read
@@ -34,7 +34,7 @@ from .evaluation import Found, Truth, evaluate
 from .losses import focal, groups_of, losses_of, varifocal
 from .matching import Objects, Terms, assigned, costs_of, match
 from .module import TinyDet, build, network_of
-from .multiscale import DeformableAttention, MultiScale, sampled
+from .multiscale import DeformableAttention, DeformableDETR, sampled
 from .network import Backbone, Detected, Outputs
 from .overfit import learning_curve, overfit, small_config
 from .pack import answer_place, learn, load_picture, samples, splits, synthesize, tiles, unlabelled
@@ -495,7 +495,7 @@ def test_at_first_each_head_looks_along_a_line_of_its_own_within_the_box():
 def test_queries_do_not_see_noised_objects_nor_groups_each_other():
     config = tiny_config(denoising=24)
     network = tiny_module(config).network.eval()
-    assert isinstance(network, MultiScale)
+    assert isinstance(network, DeformableDETR)
     batch, objects = tiny_batch(), random_objects(np.random.default_rng(0), 3, pictures=2)
     objects = objects._replace(
         labels_BL=objects.labels_BL % 2, valid_BL=torch.tensor([[True] * 3, [True, True, False]])
@@ -581,7 +581,7 @@ def test_gradient_checkpointing_changes_no_gradient(variant):
     for dropping in (False, True):
         module = tiny_module(tiny_config(variant, encoder_layers=2))
         if dropping:
-            assert drop_activations(module) == 4
+            assert enable_activation_checkpointing(module) == 4
         torch.manual_seed(1)
         module(tiny_batch())["loss"].backward()
         grads.append([p.grad for p in module.parameters()])

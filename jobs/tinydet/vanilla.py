@@ -10,7 +10,7 @@ from . import geometry
 from .network import MLP, Backbone, Detected, Noised, Outputs, grid_positions
 
 
-class Vanilla(nn.Module):
+class DETR(nn.Module):
     """DETR.
 
     Axes: B pictures, S tokens of the last stage, Q queries, d numbers of a token. Parameters bear the names of
@@ -36,8 +36,8 @@ class Vanilla(nn.Module):
         self.input_proj = nn.Conv2d(backbone.channels[32], dims, 1)
         self.transformer = nn.ModuleDict(
             {
-                "encoder": _Stack(EncoderLayer(dims, heads, feedforward, dropout) for _ in range(encoder_layers)),
-                "decoder": _Stack(_DecoderLayer(dims, heads, feedforward, dropout) for _ in range(decoder_layers)),
+                "encoder": LayerStack(EncoderLayer(dims, heads, feedforward, dropout) for _ in range(encoder_layers)),
+                "decoder": LayerStack(_DecoderLayer(dims, heads, feedforward, dropout) for _ in range(decoder_layers)),
             }
         )
         self.decoder_norm = nn.LayerNorm(dims)
@@ -56,7 +56,7 @@ class Vanilla(nn.Module):
         query_pos = self.query_embed.weight.expand(len(memory), -1, -1)
         token = torch.zeros_like(query_pos)
         seen = []
-        for layer in cast(_Stack, self.transformer["decoder"]).layers:
+        for layer in cast(LayerStack, self.transformer["decoder"]).layers:
             token = layer(token, memory, hidden, position, query_pos)
             seen.append(self.decoder_norm(token))
         token_DBQd = torch.stack(seen)
@@ -64,7 +64,7 @@ class Vanilla(nn.Module):
 
     def layers(self) -> list[nn.Module]:
         """Return the layers that come several times."""
-        return [layer for stack in self.transformer.values() for layer in cast(_Stack, stack).layers]
+        return [layer for stack in self.transformer.values() for layer in cast(LayerStack, stack).layers]
 
 
 def encoded(
@@ -83,7 +83,7 @@ def encoded(
     return token, position, hidden
 
 
-class _Stack(nn.Module):
+class LayerStack(nn.Module):
     """A list of layers, under the name that the weights of others have for it."""
 
     def __init__(self, layers: object) -> None:
@@ -101,9 +101,9 @@ class EncoderLayer(nn.Module):
         self.norm1, self.norm2 = nn.LayerNorm(dims), nn.LayerNorm(dims)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, token_BSd: Tensor, hidden_BS: Tensor | None, position_BSd: Tensor) -> Tensor:
+    def forward(self, token_BSd: Tensor, padding_mask_BS: Tensor | None, position_BSd: Tensor) -> Tensor:
         asks = token_BSd + position_BSd
-        seen = self.self_attn(asks, asks, token_BSd, key_padding_mask=hidden_BS, need_weights=False)[0]
+        seen = self.self_attn(asks, asks, token_BSd, key_padding_mask=padding_mask_BS, need_weights=False)[0]
         token = self.norm1(token_BSd + self.dropout(seen))
         return self.norm2(token + self.dropout(self.linear2(self.dropout(F.relu(self.linear1(token))))))
 
@@ -120,14 +120,19 @@ class _DecoderLayer(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(
-        self, token_BQd: Tensor, memory_BSd: Tensor, hidden_BS: Tensor | None, position_BSd: Tensor, query_pos: Tensor
+        self,
+        token_BQd: Tensor,
+        memory_BSd: Tensor,
+        padding_mask_BS: Tensor | None,
+        position_BSd: Tensor,
+        query_pos: Tensor,
     ) -> Tensor:
         asks = token_BQd + query_pos
         seen = self.self_attn(asks, asks, token_BQd, need_weights=False)[0]
         token = self.norm1(token_BQd + self.dropout(seen))
         keys = memory_BSd + position_BSd
-        seen = self.multihead_attn(token + query_pos, keys, memory_BSd, key_padding_mask=hidden_BS, need_weights=False)[
-            0
-        ]
+        seen = self.multihead_attn(
+            token + query_pos, keys, memory_BSd, key_padding_mask=padding_mask_BS, need_weights=False
+        )[0]
         token = self.norm2(token + self.dropout(seen))
         return self.norm3(token + self.dropout(self.linear2(self.dropout(F.relu(self.linear1(token))))))

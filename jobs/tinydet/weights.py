@@ -1,7 +1,6 @@
 """Starts a network from a backbone's or a whole detector's weights; a classifier of other categories is left out."""
 
 import argparse
-import difflib
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ from loguru import logger
 from torch import Tensor, nn
 
 from trainyard.errors import UserError
+from trainyard.text import nearest
 
 from .network import Backbone
 
@@ -92,7 +92,7 @@ def read(file: str, option: str) -> dict[str, Tensor]:
 
 def _refuse(option: str, name: str, value: Tensor, found: dict[str, Tensor], hint: str) -> None:
     if name not in found:
-        near = ", ".join(difflib.get_close_matches(name, found, n=3, cutoff=0.0)) or "nothing"
+        near = ", ".join(nearest(name, found, most=3, always=True)) or "nothing"
         raise UserError(f"{option}: no '{name}' in it; nearest: {near}. {hint}")
     if found[name].shape != value.shape:
         raise UserError(

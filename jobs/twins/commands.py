@@ -86,7 +86,7 @@ def _on_core(core: int) -> Any:
 def _measured(way: str, run: Path) -> dict[str, Any]:
     """Return what a run says of its speed, its pairs and its way to the best AUC."""
     from trainyard.data.shards import ShardSet
-    from trainyard.train.record import read_metrics
+    from trainyard.runs.events import read_metrics
 
     lines = list(read_metrics(run))
     train = [line for line in lines if line["kind"] == "train"]

@@ -1,6 +1,5 @@
 """Who is in a raw folder, whose twin, and in which set: the forms in which twin faces are handed around."""
 
-import difflib
 import hashlib
 import json
 from collections.abc import Iterable, Iterator
@@ -9,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trainyard.errors import UserError
+from trainyard.text import nearest
 
 SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".tif", ".tiff", ".pgm", ".ppm"}
 DATASET, PAIRS = "dataset_infor.json", "*twin_pairs*.json"
@@ -248,7 +248,7 @@ def _json(file: Path) -> Any:
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
-    return ", ".join(difflib.get_close_matches(name, list(known), n=3, cutoff=0.0)) or "none"
+    return ", ".join(nearest(name, known, most=3, always=True)) or "none"
 
 
 def _short(value: Any) -> str:

@@ -9,8 +9,9 @@ from loguru import logger
 from torch import Tensor, nn
 from torch.nn import functional
 
+from trainyard import scoring as verification
 from trainyard.errors import UserError
-from trainyard.train import exhibits, verification
+from trainyard.report import score_figures as exhibits
 from trainyard.train.module import Batch, DataInfo, Rows, TrainModule
 
 from . import protocol

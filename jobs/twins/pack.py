@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageOps
 
-from trainyard.data.pack import open_picture
 from trainyard.data.shards import BadRecord, Loaded, Sample
+from trainyard.data.write_shard import open_image
 
 from . import protocol
 from .config import Config
@@ -66,7 +66,7 @@ def load(path: Path | None, min_side_px: int, aspect_max: float) -> Loaded:
     if path is None:
         raise BadRecord("listed, but there is no such file")
     data = path.read_bytes()
-    picture = open_picture(data)
+    picture = open_image(data)
     short, long = sorted(picture.size)
     if short < min_side_px or long > aspect_max * short:
         raise BadRecord(

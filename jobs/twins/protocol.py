@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from trainyard.train import verification
-from trainyard.train.verification import ErrorRates
+from trainyard import scoring as verification
+from trainyard.scoring import ErrorRates
 
 KINDS = ("same", "twin", "random")
 SAME, TWIN, RANDOM = range(3)

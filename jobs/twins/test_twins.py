@@ -17,9 +17,9 @@ from torch.nn import functional
 from trainyard.data.order import pxk
 from trainyard.data.shards import BadRecord, Sample
 from trainyard.errors import UserError
+from trainyard.scoring import error_rates
 from trainyard.train.module import DataInfo
-from trainyard.train.step import drop_activations
-from trainyard.train.verification import error_rates
+from trainyard.train.step import enable_activation_checkpointing
 
 from . import protocol
 from .config import Config
@@ -498,7 +498,7 @@ def test_recomputing_activations_changes_no_gradient():
     gradients = []
     for recompute in (False, True):
         module = small_module(data=data)
-        assert not recompute or drop_activations(module) == 2
+        assert not recompute or enable_activation_checkpointing(module) == 2
         torch.manual_seed(3)  # of the distracting pictures
         module(batch_of(data, data.train_ids[:16]))["loss"].backward()
         gradients.append([weight.grad for weight in module.parameters()])

@@ -1,6 +1,5 @@
 """Weights of a vision transformer from a file, fitted to another picture size and depth."""
 
-import difflib
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from trainyard.errors import UserError
+from trainyard.text import nearest
 
 from .network import DualCrossAttention
 
@@ -36,7 +36,7 @@ def load_weights(network: DualCrossAttention, file: str) -> None:
         found["pos_embed"] = _interpolated(found["pos_embed"], network.grid)
     for name, value in wanted.items():
         if name not in found:
-            near = ", ".join(difflib.get_close_matches(name, found, n=3, cutoff=0.0)) or "nothing"
+            near = ", ".join(nearest(name, found, most=3, always=True)) or "nothing"
             raise UserError(
                 f"model.weights={file}: no '{name}' in it; nearest: {near}. Expected a ViT in timm's names."
             )

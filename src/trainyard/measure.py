@@ -18,13 +18,15 @@ from statistics import median
 from typing import Any
 
 from trainyard.environment import environment_record
+from trainyard.files import write_atomically
+from trainyard.text import align_columns
 
 QUOTABLE_SPREAD = 0.1
 QUOTABLE_ROUNDS = 3
 
 
 @dataclass(frozen=True)
-class Way:
+class Candidate:
     """One of the alternatives, or one number of it."""
 
     name: str
@@ -54,7 +56,7 @@ class Summary:
 
 
 def side_by_side(
-    ways: Sequence[Way], *, rounds: int, warm_up: bool = False, tell: Callable[[str], object] = print
+    ways: Sequence[Candidate], *, rounds: int, warm_up: bool = False, tell: Callable[[str], object] = print
 ) -> list[dict[str, Any]]:
     """Measure every way in each round, in an order shuffled anew; return one line for each.
 
@@ -86,10 +88,7 @@ def table(lines: Iterable[Mapping[str, Any]]) -> str:
     for line in lines:
         ratio = f"{Summary(**line['ratio']).text('.2f')} x {line['beside']}" if "ratio" in line else ""
         rows.append((line["name"], f"{Summary(**line['summary']).text(',.2f')} {line['unit']}", ratio, line["note"]))
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    return "\n".join(
-        "  ".join([*(c.ljust(w) for c, w in zip(row, widths, strict=False)), row[3]]).rstrip() for row in rows
-    )
+    return "\n".join(align_columns(rows))
 
 
 def header(suite: str, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -120,12 +119,10 @@ def new_file(folder: Path, stem: str) -> Path:
 
 def write_results(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
     """Replace a result file as a whole."""
-    aside = path.with_suffix(".partial")
-    aside.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    aside.replace(path)
+    write_atomically(path, "".join(json.dumps(line) + "\n" for line in lines))
 
 
-def _line(way: Way, values: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+def _line(way: Candidate, values: Mapping[str, Sequence[float]]) -> dict[str, Any]:
     mine = values[way.name]
     line: dict[str, Any] = {"kind": "result", "name": way.name, "unit": way.unit, "note": way.note, "rounds": mine}
     line["summary"] = asdict(Summary.of(mine))

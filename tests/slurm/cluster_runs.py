@@ -12,7 +12,7 @@ import pytest
 from tests.slurm.conftest import Lab
 from tests.training import FAMILIES
 from trainyard.cli import main
-from trainyard.launch.runs import resolve_run
+from trainyard.runs.folder import resolve_run
 
 LAB_FILE = Path(__file__).parents[2] / "slurm" / "lab.yaml"
 

@@ -92,8 +92,8 @@ def test_an_impossible_wish_gets_one_line_before_the_queue(wish, said, capsys):
 
 
 def test_a_run_folder_that_slurm_cannot_write_or_nodes_cannot_see_is_refused(tmp_path, capsys):
+    from trainyard.cluster.description import load_cluster
     from trainyard.errors import UserError
-    from trainyard.launch.cluster import load_cluster
     from trainyard.launch.submit import check_paths
 
     cluster = load_cluster(GOLDEN / "cluster.yaml")

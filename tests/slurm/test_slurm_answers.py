@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from tests.slurm.conftest import Lab
+from trainyard.cluster import query as slurm
+from trainyard.cluster.check import check_cluster, render
+from trainyard.cluster.description import load_cluster
+from trainyard.cluster.query import NodeKind, Partition, SlurmJob
 from trainyard.errors import UserError
-from trainyard.launch import slurm
-from trainyard.launch.cluster import load_cluster
-from trainyard.launch.cluster_check import check_cluster, render
-from trainyard.launch.slurm import NodeKind, Partition, SlurmJob
 
 GONE = "999999999"  # an id that no lab has given
 

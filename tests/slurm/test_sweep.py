@@ -12,11 +12,13 @@ import yaml
 from tests.slurm.cluster_runs import LAB_FILE, job_of, kill_rank, lines, steps_of, trainyard, wait
 from tests.slurm.conftest import Lab
 from tests.training import FAMILIES
-from trainyard.launch import results, runs, sweep
-from trainyard.launch.config import compose, thaw
-from trainyard.launch.results import mean_of
-from trainyard.launch.status import ACTIVE, statuses
-from trainyard.launch.task import ready_data
+from trainyard.config import compose, thaw
+from trainyard.data.prepare import ready_data
+from trainyard.report import sweep_page as results
+from trainyard.report.sweep_page import mean_of
+from trainyard.runs import folder as runs
+from trainyard.runs import sweep_file
+from trainyard.runs.status import ACTIVE, statuses
 
 pytestmark = pytest.mark.slurm
 
@@ -43,7 +45,7 @@ def once(folder: Path) -> Path:
     return path
 
 
-def states(made: sweep.Sweep) -> dict[Path, str]:
+def states(made: sweep_file.Sweep) -> dict[Path, str]:
     found, _ = statuses([element.run for element in made.elements])
     return {status.run: status.state for status in found}
 
@@ -60,7 +62,7 @@ def test_a_sweep_of_eight_runs_two_at_a_time_and_what_failed_is_gone_on_with_alo
     shared = [f"data.path={packed}", "max_duration=8ep", "model.sleep_ms=100"]
     words = ["--sweep", "optimizer.lr=1e-2,3e-3 seed=0,1,2,3", "--max-parallel", 2, "--name", "s"]
     assert trainyard("sweep", "stripes", *words, *shared, *where) == 0
-    made = sweep.load("s", root)
+    made = sweep_file.load("s", root)
     first = [job_of(element.run) for element in made.elements]
     assert first == [f"{first[0].partition('_')[0]}_{i}" for i in range(8)]
 

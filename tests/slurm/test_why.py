@@ -11,9 +11,10 @@ import pytest
 from tests.slurm.cluster_runs import LAB_FILE, Start, job_of, kill_rank, starter, steps_of, wait, wait_for_end
 from tests.slurm.conftest import Lab
 from trainyard.errors import UserError
-from trainyard.launch.logs import follow
-from trainyard.launch.status import Status, cancel, statuses, table
-from trainyard.launch.why import why
+from trainyard.launch.cancel import cancel
+from trainyard.runs.logs import follow
+from trainyard.runs.status import Status, statuses, table
+from trainyard.runs.why import why
 
 pytestmark = pytest.mark.slurm
 

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING
 from loguru import logger
 
 from trainyard import __version__
+from trainyard import config as configs
 from trainyard.cli import cluster
 from trainyard.cli.verb import Verbs, add_verb, beside_checkout
 from trainyard.errors import UserError
 from trainyard.hardware import set_openmp_wait_policy
-from trainyard.launch import config as configs
-from trainyard.launch import runs
+from trainyard.runs import folder as runs
+from trainyard.runs.lock import RunLock, release
 from trainyard.settings import TrainConfig
 from trainyard.tools import bench
 
@@ -112,7 +113,7 @@ def _add_ranks(verb: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from trainyard.launch.task import ready_data
+    from trainyard.data.prepare import ready_data
 
     config = configs.compose(args.job, args.overrides, args.jobs)
     count = _rank_count(args)
@@ -123,7 +124,7 @@ def _run(args: argparse.Namespace) -> int:
     config = ready_data(config, args.jobs)
     run = args.runs / args.job / args.name if args.name else None
     if run is not None and (run / runs.CONFIG).is_file():
-        with runs.RunLock(run, break_other_host=args.break_lock):
+        with RunLock(run, break_other_host=args.break_lock):
             _change(run, configs.thaw(run / runs.CONFIG, args.jobs), config)
     else:
         run = runs.create_run(args.runs, config, name=args.name, environ=os.environ)
@@ -138,7 +139,7 @@ def _add_resume(verbs: Verbs) -> None:
     verb.add_argument("--update-code", action="store_true", help="submitted: with today's code, not its own copy")
     verb.add_argument("--cpu-ranks", type=int, default=0, metavar="N", help="here: processes that share the cores")
     verb.add_argument("--break-lock", action="store_true", help="take a run from a host that is known dead")
-    cluster.add_wish(verb, gpus=0)
+    cluster.add_resource_args(verb, gpus=0)
 
 
 def _resume(args: argparse.Namespace) -> int:
@@ -146,10 +147,10 @@ def _resume(args: argparse.Namespace) -> int:
     submitted = (run / runs.SUBMISSION).is_file() and not args.here
     if submitted:
         cluster.refuse_if_busy([run])
-        runs.release(run)
+        release(run)
     count = 1 if submitted else _rank_count(args)
     if _is_main():
-        with runs.RunLock(run, break_other_host=args.break_lock):
+        with RunLock(run, break_other_host=args.break_lock):
             config = configs.thaw(run / runs.CONFIG, args.jobs)
             _change(run, config, configs.apply_overrides(config, args.overrides))
     return cluster.resubmit(run.absolute(), args) if submitted else _train(run, args, count)
@@ -163,15 +164,15 @@ def _add_rank(verbs: Verbs) -> None:
 
 
 def _rank(args: argparse.Namespace) -> int:
-    from trainyard.launch.task import execute
+    from trainyard.launch.rank_task import execute
 
     return execute(args.run, args.jobs, environ=os.environ, started=args.since, break_lock=args.break_lock)
 
 
 def _train(run: Path, args: argparse.Namespace, count: int) -> int:
     """Train in this process, or in several of its own; then say how it went and what to type next."""
+    from trainyard.launch.rank_task import execute
     from trainyard.launch.ranks import run_ranks
-    from trainyard.launch.task import execute
 
     if count > 1:
         again = ["rank", str(run), "--jobs", str(args.jobs), "--since", str(args.started)]
@@ -184,7 +185,7 @@ def _train(run: Path, args: argparse.Namespace, count: int) -> int:
 
 
 def _tell(run: Path, code: int) -> None:
-    from trainyard.train.report import summary_text, write_report
+    from trainyard.report.run_page import summary_text, write_report
     from trainyard.train.stop import EXIT_CODES, EXIT_DONE
 
     if code == EXIT_DONE:
@@ -302,7 +303,7 @@ def _add_pack(verbs: Verbs) -> None:
 
 
 def _pack(args: argparse.Namespace) -> int:
-    from trainyard.launch.task import pack_raw
+    from trainyard.data.prepare import pack_raw
 
     config = configs.compose(args.job, args.overrides, args.jobs)
     pack_raw(config, args.raw, args.out, args.jobs, workers=args.workers, shard_mib=args.shard_mib)
@@ -377,7 +378,7 @@ def _add_report(verbs: Verbs) -> None:
 
 
 def _report(args: argparse.Namespace) -> int:
-    from trainyard.train.report import summary_text, write_report
+    from trainyard.report.run_page import summary_text, write_report
 
     run = runs.resolve_run(args.run, args.runs)
     report = write_report(run)
@@ -393,7 +394,7 @@ def _add_predict(verbs: Verbs) -> None:
 
 
 def _predict(args: argparse.Namespace) -> int:
-    from trainyard.launch.predict import predict
+    from trainyard.tools.predict import predict
 
     count = predict(runs.resolve_run(args.run, args.runs), args.raw, args.out, args.jobs)
     print(f"{count:,} predictions are in {args.out}")

@@ -9,15 +9,19 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from trainyard import config as configs
 from trainyard.cli.verb import Verbs, add_verb, beside_checkout
+from trainyard.cluster import description as clusters
+from trainyard.cluster import query as slurm
+from trainyard.cluster.check import check_cluster, render
 from trainyard.errors import UserError
-from trainyard.launch import cluster as clusters
-from trainyard.launch import config as configs
-from trainyard.launch import logs, runs, slurm, status, submit
+from trainyard.launch import cancel, submit
 from trainyard.launch import sweep as sweeps
-from trainyard.launch.cluster_check import check_cluster, render
-from trainyard.launch.why import why
+from trainyard.runs import folder as runs
+from trainyard.runs import lock, logs, status, sweep_file
+from trainyard.runs.why import why
 from trainyard.settings import TrainConfig
+from trainyard.text import nearest_hint
 
 
 def add_commands(verbs: Verbs) -> None:
@@ -47,10 +51,10 @@ def _add_submit(verbs: Verbs) -> None:
     verb.add_argument("--name", help="name of the run's folder")
     verb.add_argument("--dry", action="store_true", help="print the plan and the batch script, and stop")
     verb.add_argument("--local", action="store_true", help="no Slurm: run it here in the background")
-    add_wish(verb, gpus=1)
+    add_resource_args(verb, gpus=1)
 
 
-def add_wish(verb: argparse.ArgumentParser, *, gpus: int) -> None:
+def add_resource_args(verb: argparse.ArgumentParser, *, gpus: int) -> None:
     """Add what one may wish for on a cluster."""
     verb.add_argument("--gpus", type=int, default=gpus, metavar="N", help="of the whole job")
     verb.add_argument("--hw", default="", metavar="TYPE", help="GPU type of the cluster, such as a100")
@@ -122,7 +126,7 @@ def resubmit(run: Path, args: argparse.Namespace) -> int:
     config = configs.thaw(run / runs.CONFIG, args.jobs)
     cluster = _cluster(args.cluster or before["cluster_file"], job=config.job)
     same = not args.hw or args.hw == before["hw"]
-    wish = submit.Wish(
+    wish = submit.ResourceRequest(
         gpus=args.gpus or before["gpus"],
         hw=args.hw or before["hw"],
         nodes=args.nodes or (before["nodes"] if same and not args.gpus else 0),
@@ -133,6 +137,11 @@ def resubmit(run: Path, args: argparse.Namespace) -> int:
     code = submit.Code(Path(before["code"]), Path(before["jobs"]))
     if args.update_code:
         code = submit.snapshot_code(args.jobs, runs.free_name(run / "code"))
+    elif not submit.can_start(code):
+        raise UserError(
+            f"{run}: was submitted with an older version of Trainyard, whose copy in {code.folder} this one cannot "
+            f"start. Resume it with today's code: trainyard resume {run} --update-code"
+        )
     (job,) = submit.submit(plan, [run], folder=run / "slurm", code=code)
     print(submit.describe(plan, run))
     _tell_submitted(f"job {job}", [run])
@@ -154,8 +163,8 @@ def _cluster(wanted: str, *, job: str, dry: bool = False) -> clusters.Cluster:
     return clusters.find_cluster(wanted, beside_checkout("slurm"), None if absent else slurm.cluster_name())
 
 
-def _wish(args: argparse.Namespace) -> submit.Wish:
-    return submit.Wish(gpus=args.gpus, hw=args.hw, nodes=args.nodes, time=args.time)
+def _wish(args: argparse.Namespace) -> submit.ResourceRequest:
+    return submit.ResourceRequest(gpus=args.gpus, hw=args.hw, nodes=args.nodes, time=args.time)
 
 
 def _everywhere(config: TrainConfig) -> TrainConfig:
@@ -190,7 +199,7 @@ def _fits_slurm(plan: submit.Plan) -> None:
     found = partitions.get(plan.kind.partition)
     check = f"See what else differs: trainyard cluster-check {plan.cluster.name}"
     if found is None:
-        near = clusters.nearest(plan.kind.partition, partitions)
+        near = nearest_hint(plan.kind.partition, partitions)
         raise UserError(
             f"{plan.cluster.path}: gpus.{plan.hw}.partition is '{plan.kind.partition}', which this Slurm does not "
             f"have.{near} It has: {', '.join(partitions)}. {check}"
@@ -220,7 +229,7 @@ def _add_sweep(verbs: Verbs) -> None:
     verb.add_argument("--max-parallel", type=int, default=0, metavar="N", help="runs at once; default: all")
     verb.add_argument("--name", help="name of the sweep")
     verb.add_argument("--continue", dest="again", default="", metavar="SWEEP", help="submit what is not done again")
-    add_wish(verb, gpus=1)
+    add_resource_args(verb, gpus=1)
 
 
 def _sweep(args: argparse.Namespace) -> int:
@@ -251,19 +260,19 @@ def _sweep(args: argparse.Namespace) -> int:
 
 
 def _continue_sweep(args: argparse.Namespace) -> int:
-    sweep = sweeps.load(args.again, args.runs.absolute())
+    sweep = sweep_file.load(args.again, args.runs.absolute())
     states = {known.run: known.state for known in status.statuses([e.run for e in sweep.elements])[0]}
-    missing = sweeps.unfinished(sweep, states)
+    missing = sweep_file.unfinished(sweep, states)
     if not missing:
         print(f"Nothing is missing: {_counted(states.values())}.\nnext  trainyard results {sweep.name}")
         return 0
     note = submit.read_note(missing[0].run)
     cluster = _cluster(args.cluster or note["cluster_file"], job=sweep.job)
-    wish = submit.Wish(note["gpus"], args.hw or note["hw"], args.nodes, args.time or f"{note['time_min']}m")
+    wish = submit.ResourceRequest(note["gpus"], args.hw or note["hw"], args.nodes, args.time or f"{note['time_min']}m")
     plan = submit.plan(configs.thaw(missing[0].run / runs.CONFIG, args.jobs), cluster, wish)
     _fits_slurm(plan)
     for element in missing:
-        runs.release(element.run)
+        lock.release(element.run)
     code = submit.Code(Path(note["code"]), Path(note["jobs"]))
     jobs = _submit_elements(sweep, missing, plan, code, args.max_parallel)
     print(f"{len(missing)} of {len(sweep.elements)} runs go on, the others are: {_counted(states.values())}.")
@@ -272,13 +281,13 @@ def _continue_sweep(args: argparse.Namespace) -> int:
 
 
 def _submit_elements(
-    sweep: sweeps.Sweep, elements: Sequence[sweeps.Element], plan: submit.Plan, code: submit.Code, parallel: int
+    sweep: sweep_file.Sweep, elements: Sequence[sweep_file.Element], plan: submit.Plan, code: submit.Code, parallel: int
 ) -> list[str]:
     folder = sweep.folder / "slurm"
     return submit.submit(plan, [e.run for e in elements], folder=folder, code=code, parallel=parallel)
 
 
-def _tell_sweep(sweep: sweeps.Sweep, jobs: Sequence[str]) -> None:
+def _tell_sweep(sweep: sweep_file.Sweep, jobs: Sequence[str]) -> None:
     first = jobs[0].partition("_")[0]
     print(f"\nsubmitted  {len(jobs)} runs as job {first}\nnext       trainyard status {sweep.name}")
     print(f"           trainyard results {sweep.name}    trainyard sweep --continue {sweep.name}")
@@ -296,9 +305,9 @@ def _add_results(verbs: Verbs) -> None:
 
 
 def _results(args: argparse.Namespace) -> int:
-    from trainyard.launch import results
+    from trainyard.report import sweep_page as results
 
-    sweep = sweeps.load(args.sweep, args.runs.absolute())
+    sweep = sweep_file.load(args.sweep, args.runs.absolute())
     states = {known.run: known.state for known in status.statuses([e.run for e in sweep.elements])[0]}
     found = results.collect(sweep, states, metric=args.metric)
     page = results.write(found)
@@ -369,7 +378,7 @@ def _add_cancel(verbs: Verbs) -> None:
 
 
 def _cancel(args: argparse.Namespace) -> int:
-    print("\n".join(status.cancel(_named(args.run, args.runs))))
+    print("\n".join(cancel.cancel(_named(args.run, args.runs))))
     return 0
 
 
@@ -377,8 +386,8 @@ def _named(names: Sequence[str], root: Path) -> list[Path]:
     """Return the runs that are meant; the name of a sweep means all of its runs."""
     found: list[Path] = []
     for name in names:
-        if sweeps.exists(name, root.absolute()):
-            found += [element.run for element in sweeps.load(name, root.absolute()).elements]
+        if sweep_file.exists(name, root.absolute()):
+            found += [element.run for element in sweep_file.load(name, root.absolute()).elements]
         else:
             found.append(runs.resolve_run(name, root))
     return found

@@ -28,7 +28,7 @@ REGION = ("box_y", "box_x", "box_height", "box_width")
 
 
 @dataclass(frozen=True)
-class Micro:
+class MicroBatch:
     """One micro-batch on the device."""
 
     batch: dict[str, Tensor]
@@ -88,7 +88,7 @@ class Loader:
 
     def train(
         self, orders: Callable[[int], EpochOrder], *, epoch: int, start: int, micro_batch_size: int
-    ) -> Generator[Micro, None, None]:
+    ) -> Generator[MicroBatch, None, None]:
         """Yield this rank's micro-batches from global batch `start` of `epoch` on, epoch after epoch, without end.
 
         Starting late costs nothing: what comes before is neither read nor drawn.
@@ -105,11 +105,11 @@ class Loader:
             for number in itertools.count(epoch):
                 order = first if number == epoch else orders(number)
                 for index in range(start if number == epoch else 0, len(order)):
-                    yield from self._drawn(order.batch(index), number, index, micro_batch_size)
+                    yield from self._split_batch(order.batch(index), number, index, micro_batch_size)
 
         yield from self._stream(items(), largest, warp=augment.warps(self._augmentation))
 
-    def _drawn(self, ids: np.ndarray, epoch: int, index: int, micro_batch_size: int) -> Iterator[_Item]:
+    def _split_batch(self, ids: np.ndarray, epoch: int, index: int, micro_batch_size: int) -> Iterator[_Item]:
         """Cut one global batch into this rank's micro-batches, each with its augmentation."""
         size = self._size(augment.scale_of(self._image.scales, seed=self._seed, epoch=epoch, batch=index))
         parts = micro_batches(ids, rank=self.rank, world_size=self.world_size, micro_batch_size=micro_batch_size)
@@ -136,7 +136,7 @@ class Loader:
             kept=self.data.values(keeps, ids, check_crc=self._settings.check_crc) if keeps else (),
         )
 
-    def evaluate(self, ids: np.ndarray, *, batch_size: int) -> Generator[Micro, None, None]:
+    def evaluate(self, ids: np.ndarray, *, batch_size: int) -> Generator[MicroBatch, None, None]:
         """Yield this rank's part of an evaluation set, each sample once over all ranks, without augmentation."""
         low, high = (len(ids) * r // self.world_size for r in (self.rank, self.rank + 1))
         mine, size = ids[low:high], self._size(1.0)
@@ -150,14 +150,14 @@ class Loader:
 
         yield from self._stream(items(), batch_size, warp=False)
 
-    def _stream(self, items: Iterator[_Item], largest: int, *, warp: bool) -> Generator[Micro, None, None]:
+    def _stream(self, items: Iterator[_Item], largest: int, *, warp: bool) -> Generator[MicroBatch, None, None]:
         depth = self._settings.prefetch
-        stream = self._gathered(items)
+        stream = self._read_arrays(items)
         for name, records in self.data.records.items():
             if records.kind in (SOUND, PCM):
-                stream = self._heard(name, stream, largest)
+                stream = self._decode_audio(name, stream, largest)
         if self._has_pictures:  # buffers: in the queue, one held back, one in use, one being filled
-            stream = self._decoded(stream, self._slots(depth + 3, largest), largest)
+            stream = self._decode_images(stream, self._slots(depth + 3, largest), largest)
         copied: list[Any] = []
         for item, wait_s in in_background(stream, depth):
             batch = self._to_device(item, warp=warp)
@@ -166,9 +166,9 @@ class Loader:
                 copied[-1].record()
                 if len(copied) > 1:  # the buffer before this one is refilled at the earliest from now on
                     copied.pop(0).synchronize()
-            yield Micro(batch, item.weight, item.last, wait_s)
+            yield MicroBatch(batch, item.weight, item.last, wait_s)
 
-    def _gathered(self, items: Iterator[_Item]) -> Iterator[_Item]:
+    def _read_arrays(self, items: Iterator[_Item]) -> Iterator[_Item]:
         """Add the arrays to each item. One thread does it: two would fight over new memory."""
         for item in items:
             arrays: dict[str, np.ndarray] = {}
@@ -179,10 +179,10 @@ class Loader:
                     self.data.gather(name, item.ids, arrays[name], check_crc=self._settings.check_crc)
                 elif records.kind == RAGGED:
                     values = self.data.values(name, item.ids, check_crc=self._settings.check_crc)
-                    arrays[name], arrays[f"{name}_count"] = filled_up(values)
+                    arrays[name], arrays[f"{name}_count"] = pad_ragged(values)
             yield replace(item, arrays={name: torch.from_numpy(values) for name, values in arrays.items()})
 
-    def _heard(self, name: str, items: Iterator[_Item], largest: int) -> Iterator[_Item]:
+    def _decode_audio(self, name: str, items: Iterator[_Item], largest: int) -> Iterator[_Item]:
         """Add the part of each sound that the model takes, as int16; the device makes fractions of it."""
         records, check_crc = self.data.records[name], self._settings.check_crc
         ahead: deque[_Item] = deque()
@@ -222,7 +222,7 @@ class Loader:
         with torch.inference_mode(False):  # a thread that is not in the caller's mode will write to them
             return [torch.empty(flat, dtype=torch.uint8, pin_memory=pinned) for _ in range(count)]
 
-    def _decoded(self, items: Iterator[_Item], slots: list[Tensor], largest: int) -> Iterator[_Item]:
+    def _decode_images(self, items: Iterator[_Item], slots: list[Tensor], largest: int) -> Iterator[_Item]:
         """Decode the pictures of each item. Decoders may ask for items ahead of what they have given."""
         ahead: deque[_Item] = deque()
         index, check_crc = self.data.records[IMAGE], self._settings.check_crc
@@ -344,7 +344,7 @@ def in_background(items: Iterable[_Item], depth: int) -> Iterator[tuple[_Item, f
         thread.join()
 
 
-def filled_up(values: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+def pad_ragged(values: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """Return arrays of differing length as one, (B, L, ...) with zeros at their ends, and their lengths (B,) int64."""
     count = np.array([len(one) for one in values], dtype=np.int64)
     together = np.zeros((len(values), int(count.max()), *values[0].shape[1:]), dtype=values[0].dtype)

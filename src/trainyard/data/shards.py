@@ -24,6 +24,7 @@ import h5py
 import numpy as np
 
 from trainyard.errors import UserError
+from trainyard.files import sha256_of
 
 SCHEMA_VERSION = 2
 INDEX = "index.h5"
@@ -403,12 +404,6 @@ def read_text(group: h5py.Group) -> list[str]:
     """Read a text column: UTF-8 bytes and N + 1 offsets."""
     blob, offset = group["blob"][:].tobytes(), group["offset"][:].tolist()
     return [blob[a:b].decode() for a, b in itertools.pairwise(offset)]
-
-
-def sha256_of(path: Path) -> str:
-    """Return the SHA-256 of a file as hexadecimal text; reads it in pieces, for it may be larger than memory."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def allow_open_files(count: int) -> None:

@@ -22,7 +22,8 @@ from pathlib import Path
 
 import numpy as np
 
-from trainyard.data.shards import INDEX, LOCAL_FILE_SYSTEMS, ShardError, ShardSet, file_system_of, sha256_of
+from trainyard.data.shards import INDEX, LOCAL_FILE_SYSTEMS, ShardError, ShardSet, file_system_of
+from trainyard.files import sha256_of
 
 SCRATCH = "TRAINYARD_SCRATCH"
 """Environment variable: a folder on the node's own disk."""

@@ -12,8 +12,8 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from trainyard.launch import config as configs
-from trainyard.launch import runs
+from trainyard import config as configs
+from trainyard.runs import folder as runs
 from trainyard.settings import TrainConfig
 
 _AWAIT_RUN_S = 120  # how long other ranks wait for rank 0, whose program may load later than theirs
@@ -71,7 +71,7 @@ def multirun(
 
 def _train(config: TrainConfig, jobs_dir: Path, runs_dir: Path) -> None:
     """Train in the process that the launcher made, in a run that a second start of the same job finds again."""
-    from trainyard.launch.task import execute
+    from trainyard.launch.rank_task import execute
     from trainyard.train.world import world_from
 
     started, environ = time.time(), dict(os.environ)  # this is where a process of its own begins

@@ -1,6 +1,6 @@
-"""From a wish (eight GPUs, these nodes) to a Slurm job: the plan a person sees, the batch script, the submission.
+"""Turns a resource request into a Slurm job: the plan a person sees, the batch script, the submission.
 
-submitit writes the script, pickles `task.Attempt` and calls sbatch; attempt.sh, copied beside it, is the script's own
+submitit writes the script, pickles `rank_task.RankTask` and calls sbatch; attempt.sh, copied beside it, is the script's own
 judgement of how an attempt ended. Loads no torch: submitting takes a fraction of a second.
 """
 
@@ -18,21 +18,22 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from trainyard.cluster import query as slurm
+from trainyard.cluster.description import Cluster, GpuNodes, clock, minutes
 from trainyard.errors import UserError
+from trainyard.files import write_atomically, write_json
 from trainyard.hardware import Precision, gpu_of_key, image_target, precision_for
-from trainyard.launch import slurm
-from trainyard.launch.cluster import Cluster, GpuNodes, clock, minutes
-from trainyard.launch.config import write_atomically
-from trainyard.launch.runs import SUBMISSION
-from trainyard.launch.task import Attempt
+from trainyard.launch.rank_task import RankTask
+from trainyard.runs.folder import SUBMISSION
 from trainyard.settings import TrainConfig
+from trainyard.text import nearest_hint
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _CODE_LIMIT_MIB = 64
 
 
 @dataclass(frozen=True)
-class Wish:
+class ResourceRequest:
     """What a person asked for; empty and 0 are ours to choose."""
 
     gpus: int = 1  # of the whole job; card "cpu": ranks
@@ -80,7 +81,7 @@ class Code:
     jobs: Path  # the folder of job families inside it
 
 
-def plan(config: TrainConfig, cluster: Cluster, wish: Wish) -> Plan:
+def plan(config: TrainConfig, cluster: Cluster, wish: ResourceRequest) -> Plan:
     """Choose partition, nodes, time and micro-batch. Asks nobody: a function of its arguments.
 
     Raises:
@@ -166,6 +167,11 @@ def snapshot_code(jobs_dir: Path, into: Path) -> Code:
     return Code(into, into / jobs_dir.resolve().name)
 
 
+def can_start(code: Code) -> bool:
+    """Tell whether a snapshot of code holds what `submit` pickles by name: one of an earlier version may not."""
+    return (code.folder / _PACKAGE.name / "launch" / "rank_task.py").is_file()
+
+
 def sbatch_text(plan: Plan, runs: Sequence[Path], *, folder: Path, code: Code, parallel: int = 0) -> str:
     """Return the batch script that `submit` would hand in."""
     from submitit.slurm.slurm import _make_sbatch_string
@@ -197,7 +203,7 @@ def submit(plan: Plan, runs: Sequence[Path], *, folder: Path, code: Code, parall
     executor = SlurmExecutor(folder, python=_python(plan))
     executor.update_parameters(**_parameters(plan, runs, folder=folder, code=code, parallel=parallel))
     try:
-        jobs = executor.submit_array([Attempt(run, code.jobs) for run in runs])
+        jobs = executor.submit_array([RankTask(run, code.jobs) for run in runs])
     except (FailedJobError, FailedSubmissionError) as error:
         for leftover in set(folder.iterdir()) - before:
             leftover.unlink()
@@ -217,7 +223,7 @@ def submit_here(run: Path, *, ranks: int, gpus: int, time_min: int, code: Code) 
     executor = LocalExecutor(folder, python=f"env {shlex.quote(f'PYTHONPATH={code.folder}')} {_interpreter()}")
     executor.update_parameters(tasks_per_node=ranks, gpus_per_node=gpus, timeout_min=time_min, signal_delay_s=60)
     with _without_terminal():
-        job = executor.submit(Attempt(run, code.jobs, since=time.time()))
+        job = executor.submit(RankTask(run, code.jobs, since=time.time()))
     note = {"scheduler": "local", "job": job.job_id, "gpus": ranks, "nodes": 1, "time_min": time_min}
     _write_note(run, {**note, "folder": str(folder), "code": str(code.folder), "jobs": str(code.jobs)})
     return str(job.job_id)
@@ -252,7 +258,7 @@ def check_paths(cluster: Cluster, paths: Sequence[Path]) -> None:
 # Choosing
 
 
-def _choose_hw(cluster: Cluster, wish: Wish) -> tuple[str, str]:
+def _choose_hw(cluster: Cluster, wish: ResourceRequest) -> tuple[str, str]:
     if wish.gpus < 1:
         raise UserError(f"GPUS={wish.gpus}: a job needs at least one.")
     if wish.hw:
@@ -266,18 +272,15 @@ def _choose_hw(cluster: Cluster, wish: Wish) -> tuple[str, str]:
 
 
 def _no_such_hw(cluster: Cluster, wanted: str) -> str:
-    from difflib import get_close_matches
-
-    near = get_close_matches(wanted.lower(), cluster.gpus, n=1)
-    nearest = f" Nearest: {near[0]}." if near else ""
-    return f"HW={wanted}: {cluster.name} has no such GPU type.{nearest} It has: {_inventory(cluster)} ({cluster.path})."
+    hint = nearest_hint(wanted.lower(), cluster.gpus)
+    return f"HW={wanted}: {cluster.name} has no such GPU type.{hint} It has: {_inventory(cluster)} ({cluster.path})."
 
 
 def _inventory(cluster: Cluster) -> str:
     return ", ".join(f"{hw} ({kind.nodes} x {kind.per_node})" for hw, kind in cluster.gpus.items())
 
 
-def _choose_nodes(hw: str, kind: GpuNodes, wish: Wish) -> int:
+def _choose_nodes(hw: str, kind: GpuNodes, wish: ResourceRequest) -> int:
     nodes = wish.nodes or -(-wish.gpus // kind.per_node)
     if wish.gpus > kind.per_node * kind.nodes or nodes > kind.nodes:
         raise UserError(
@@ -293,7 +296,7 @@ def _choose_nodes(hw: str, kind: GpuNodes, wish: Wish) -> int:
     return nodes
 
 
-def _choose_time(hw: str, kind: GpuNodes, cluster: Cluster, wish: Wish) -> tuple[int, str]:
+def _choose_time(hw: str, kind: GpuNodes, cluster: Cluster, wish: ResourceRequest) -> tuple[int, str]:
     longest = minutes(kind.time_max) if kind.time_max else None
     if wish.time:
         asked = minutes(wish.time)
@@ -431,7 +434,7 @@ def _write_note(run: Path, note: dict[str, Any]) -> None:
     (run / SUBMISSION).parent.mkdir(exist_ok=True)
     (run / "slurm" / "cancelled").unlink(missing_ok=True)
     note = {**note, "submitted": datetime.now(UTC).isoformat(timespec="seconds")}
-    write_atomically(run / SUBMISSION, json.dumps(note, indent=2) + "\n")
+    write_json(run / SUBMISSION, note)
 
 
 def _refusal(error: Exception) -> str:

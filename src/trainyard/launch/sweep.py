@@ -4,15 +4,12 @@ A sweep is a file, `<runs>/sweeps/<name>/sweep.json`, that names its runs. They 
 anything is submitted, so status, logs, why and resume work on each.
 """
 
-import difflib
 import itertools
-import json
 import math
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -20,41 +17,15 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Quote, QuotedString, Transformer, ValueType
 from hydra.errors import HydraException
 
+from trainyard.config import compose
 from trainyard.errors import UserError
-from trainyard.launch.config import compose, write_atomically
-from trainyard.launch.runs import create_run
-from trainyard.launch.status import ACTIVE
+from trainyard.files import write_atomically
+from trainyard.runs.folder import create_run
+from trainyard.runs.sweep_file import FILE, FOLDER, Element, Sweep, encode_sweep
 from trainyard.settings import TrainConfig
 
-FOLDER = "sweeps"
-FILE = "sweep.json"
 MAX_ELEMENTS = 1000
 """Slurm's default MaxArraySize is 1001: more would be refused after all run folders had been made."""
-
-
-@dataclass(frozen=True)
-class Element:
-    """One run of a sweep."""
-
-    index: int  # its place in the sweep, from 0
-    overrides: tuple[str, ...]  # its own, one per axis
-    run: Path
-
-
-@dataclass(frozen=True)
-class Sweep:
-    """A job, what varies, and one run for each combination."""
-
-    folder: Path
-    job: str
-    axes: dict[str, list[str]]  # values of each option as one types them, in the order typed
-    fixed: tuple[str, ...]  # overrides that all elements share
-    elements: list[Element]  # the last axis varies fastest
-
-    @property
-    def name(self) -> str:
-        """The name of its folder, by which people call it."""
-        return self.folder.name
 
 
 def expand(words: Sequence[str]) -> dict[str, list[str]]:
@@ -123,7 +94,7 @@ def create(
             run = create_run(root, config, name=f"{folder.name}-{index:03d}", environ=environ)
             elements.append(Element(index, own, run))
         sweep = Sweep(folder, job, axes, tuple(overrides), elements)
-        write_atomically(folder / FILE, _to_json(sweep, root))
+        write_atomically(folder / FILE, encode_sweep(sweep, root))
     except BaseException:
         for element in elements:
             shutil.rmtree(element.run)
@@ -137,44 +108,6 @@ def discard(sweep: Sweep) -> None:
     for element in sweep.elements:
         shutil.rmtree(element.run)
     shutil.rmtree(sweep.folder)
-
-
-def exists(name: str, root: Path) -> bool:
-    """Tell whether a sweep is named exactly so."""
-    return (root / FOLDER / name / FILE).is_file()
-
-
-def load(text: str, root: Path) -> Sweep:
-    """Return the sweep that a person names.
-
-    Args:
-        text: path of its folder, its name, or a beginning that no other sweep's name has.
-        root: folder of all runs.
-
-    Raises:
-        UserError: no sweep is so named, or several are; names them.
-    """
-    if (Path(text) / FILE).is_file():
-        folder = Path(text).resolve()
-        return _read(folder, folder.parents[1])
-    names = sorted(path.parent.name for path in (root / FOLDER).glob(f"*/{FILE}"))
-    matches = [text] if text in names else [name for name in names if name.startswith(text)]
-    if len(matches) == 1:
-        return _read(root / FOLDER / matches[0], root)
-    if matches:
-        raise UserError(f"{root / FOLDER}: {len(matches)} sweeps begin with '{text}': {_some(matches)}. Type more.")
-    near = difflib.get_close_matches(text, names, n=3, cutoff=0.4)
-    there = f"Nearest: {_some(near)}." if near else f"There are: {_some(names)}." if names else "There are none."
-    raise UserError(f"{root / FOLDER}: no sweep is '{text}'. {there} Make one: trainyard sweep JOB --sweep ...")
-
-
-def unfinished(sweep: Sweep, statuses: Mapping[Path, str]) -> list[Element]:
-    """Return the elements that are neither done nor with Slurm now: what is to be submitted again.
-
-    Args:
-        statuses: state of each element's run, in the words of `trainyard status`.
-    """
-    return [element for element in sweep.elements if statuses[element.run] not in ("done", *ACTIVE)]
 
 
 # What varies
@@ -291,27 +224,3 @@ def _taken(folder: Path) -> str:
         again = f"trainyard sweep --continue {folder.name}"
         return f"{folder}: there is a sweep of this name. Choose another, or go on with it: {again}"
     return f"{folder}: a sweep of this name was cut off while it was made. Choose another, or remove the folder."
-
-
-def _to_json(sweep: Sweep, root: Path) -> str:
-    """Runs are noted relative to the folder of runs, which may move."""
-    elements = [
-        {"index": e.index, "overrides": e.overrides, "run": e.run.relative_to(root).as_posix()} for e in sweep.elements
-    ]
-    created = datetime.now(UTC).isoformat(timespec="seconds")
-    record = {"job": sweep.job, "created": created, "axes": sweep.axes, "fixed": sweep.fixed, "elements": elements}
-    return json.dumps(record, indent=2) + "\n"
-
-
-def _read(folder: Path, root: Path) -> Sweep:
-    path = folder / FILE
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-        elements = [Element(e["index"], tuple(e["overrides"]), root / e["run"]) for e in record["elements"]]
-        return Sweep(folder, record["job"], record["axes"], tuple(record["fixed"]), elements)
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path}: expected the record of a sweep, found {error!r}. Restore it from a copy.") from None
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

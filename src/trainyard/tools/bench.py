@@ -28,6 +28,7 @@ from trainyard.environment import environment_record
 from trainyard.errors import UserError
 from trainyard.hardware import available_cores
 from trainyard.measure import QUOTABLE_ROUNDS, QUOTABLE_SPREAD, Summary, new_file, write_results
+from trainyard.text import align_columns
 
 SUITES = ("rgb", "gray", "raw", "read", "step")
 OURS = "ours"
@@ -353,8 +354,7 @@ def table(lines: Sequence[Mapping[str, Any]]) -> str:
     unit = "record" if head["suite"] == "read" else "img"
     titles = ("configuration", f"{unit}/s", f"{unit}/core-s", "ours/this, wall", "ours/this, core-s", "note")
     rows = [titles, *(_row(line) for line in results)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(titles) - 1)]
-    text = ["  ".join([*(c.ljust(w) for c, w in zip(row, widths, strict=False)), row[-1]]).rstrip() for row in rows]
+    text = align_columns(rows)
     legend = (
         f"median over {head['options']['rounds']} rounds, +- (largest - smallest) / median; "
         f"? not quotable: spread above {QUOTABLE_SPREAD} or fewer than {QUOTABLE_ROUNDS} rounds"

@@ -29,6 +29,7 @@ import torch
 from loguru import logger
 
 from trainyard.errors import UserError
+from trainyard.files import fsync_path
 
 State = dict[str, Any]
 """Nested dicts, lists and tuples of tensors, numbers, strings and None."""
@@ -87,7 +88,7 @@ def save(directory: Path, state: State, *, step: int, meta: Mapping[str, Any]) -
     try:
         if not directory.exists():
             directory.mkdir(parents=True)
-            _fsync(directory.parent)
+            fsync_path(directory.parent)
         _remove_leftovers(directory)
         replaced = [entry.path for entry in entries(directory) if entry.step == step]
         revision = 1 + max((_number(old)[1] for old in replaced), default=-1)
@@ -252,9 +253,9 @@ def export(path: Path, out: Path) -> Path:
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         safetensors.torch.save_file(weights, partial, metadata=metadata)
-        _fsync(partial)
+        fsync_path(partial)
         partial.replace(out)
-        _fsync(out.parent)
+        fsync_path(out.parent)
     except (OSError, safetensors.SafetensorError) as error:
         partial.unlink(missing_ok=True)
         raise CheckpointError(f"{out}: not exported: {error}. Make room, or name a file elsewhere.") from error
@@ -271,13 +272,13 @@ def _write(path: Path, state: State, *, step: int, meta: Mapping[str, Any]) -> i
             torch.save(state, cast(IO[bytes], writer))
         if writer.failure:
             raise writer.failure
-        _fsync(partial)
+        fsync_path(partial)
         manifest_partial.write_text(_manifest(step, writer.bytes, writer.hash.hexdigest(), meta))
-        _fsync(manifest_partial)
+        fsync_path(manifest_partial)
         # A manifest without data is no checkpoint, so it goes first: data without one would be a damaged one.
         manifest_partial.replace(manifest_path)
         partial.replace(path)
-        _fsync(path.parent)
+        fsync_path(path.parent)
     except BaseException:
         partial.unlink(missing_ok=True)
         manifest_partial.unlink(missing_ok=True)
@@ -315,15 +316,6 @@ class _HashingWriter:
 
 def _partial(path: Path) -> Path:
     return path.with_name(path.name + ".partial")
-
-
-def _fsync(path: Path) -> None:
-    """Flush a file's bytes, or a directory's names, to disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _manifest(step: int, size: int, sha256: str, meta: Mapping[str, Any]) -> str:

@@ -3,10 +3,9 @@
 import sys
 from collections.abc import Iterator, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
-if TYPE_CHECKING:
-    pass
+from trainyard.text import format_duration
 
 
 def format_line(values: Mapping[str, float]) -> str:
@@ -40,21 +39,6 @@ def _measured(values: Mapping[str, float]) -> Iterator[str]:
         yield f"compute {values['compute_ms']:.0f} ms"
     if "memory_gib" in values:
         yield f"mem {values['memory_gib']:.1f} GiB"
-
-
-def format_duration(seconds: float) -> str:
-    """Return a length of time to two figures or better: 45s, 3m12s, 12m, 1h05m, 2d03h."""
-    whole_s = round(seconds)
-    if whole_s < 60:
-        return f"{whole_s}s"
-    if whole_s < 600:
-        return f"{whole_s // 60}m{whole_s % 60:02d}s"
-    minutes = round(seconds / 60)
-    if minutes < 60:
-        return f"{minutes}m"
-    if minutes < 24 * 60:
-        return f"{minutes // 60}h{minutes % 60:02d}m"
-    return f"{minutes // 1440}d{minutes % 1440 // 60:02d}h"
 
 
 class ProgressBar:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
 from trainyard.errors import UserError
+from trainyard.files import write_atomically
 from trainyard.train.world import World
 
 _MEET_S = 600  # how long ranks wait for each other at the start: images load at different speeds
@@ -69,7 +70,7 @@ def sum_over_ranks(values: Tensor) -> Tensor:
     return values
 
 
-def from_main(value: Any) -> Any:
+def broadcast_from_rank0(value: Any) -> Any:
     """Return rank 0's value on every rank."""
     if not dist.is_initialized():
         return value
@@ -78,7 +79,7 @@ def from_main(value: Any) -> Any:
     return box[0]
 
 
-def to_main(value: Any) -> list[Any] | None:
+def gather_to_rank0(value: Any) -> list[Any] | None:
     """Return every rank's value, in order of rank, on rank 0; None elsewhere."""
     if not dist.is_initialized():
         return [value]
@@ -121,9 +122,7 @@ def _meet(world: World, run: Path) -> TCPStore:
     limit = timedelta(seconds=_MEET_S)
     if world.is_main:
         store = TCPStore(world.address, 0, world.world_size, True, timeout=limit, wait_for_workers=False)
-        aside = notice.with_suffix(".partial")
-        aside.write_text(json.dumps({"address": world.address, "port": store.port}))
-        aside.replace(notice)
+        write_atomically(notice, json.dumps({"address": world.address, "port": store.port}))
         return store
     deadline = time.monotonic() + _MEET_S
     while not notice.exists():

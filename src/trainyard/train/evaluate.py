@@ -38,14 +38,14 @@ def evaluate(
             with autocast():
                 mine.append(_on_host(module.predict(micro.batch)))
     module.train(was_training)
-    parts = distributed.to_main(mine)
+    parts = distributed.gather_to_rank0(mine)
     metrics = None
     if parts is not None:
         rows = _join([row for part in parts for row in part], ids)
         metrics = {name: float(value) for name, value in module.score(rows).items()}
         if show is not None:
             show(module.exhibits(rows))
-    result: dict[str, float] = distributed.from_main(metrics)
+    result: dict[str, float] = distributed.broadcast_from_rank0(metrics)
     return result
 
 

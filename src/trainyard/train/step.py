@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
 
-from trainyard.data.loader import Micro
+from trainyard.data.loader import MicroBatch
 from trainyard.settings import OptimizerSettings
 from trainyard.train.module import TrainModule
 from trainyard.train.swa import WeightAverage
@@ -58,7 +58,7 @@ class StepResult:
 
 def train_step(
     state: TrainState,
-    micros: Iterable[Micro],
+    micros: Iterable[MicroBatch],
     *,
     lr: float,
     world_size: int,
@@ -114,7 +114,7 @@ def copy_for_average(module: TrainModule) -> TrainModule:
     return copy.deepcopy(module).requires_grad_(False).eval()
 
 
-def drop_activations(module: TrainModule) -> int:
+def enable_activation_checkpointing(module: TrainModule) -> int:
     """Make the module's repeated layers recompute their activations in the backward pass; return how many there are.
 
     Non-reentrant, which works under DDP. Batch statistics are frozen while recomputing: they were updated by the

@@ -1,64 +1,49 @@
-"""How runs stand, for one screen; and their end, where somebody asks for it.
+"""Run status, on one screen.
 
-Nothing here is remembered: each answer is read anew from the folder of the run and from Slurm. What is believed, in
-this order: the event `done`; what Slurm says of the job now; a living process of this host that holds the lock; how
-the last attempt ended; the heartbeat. Loads no torch.
+Nothing is cached: each answer is read from the run's folder and from Slurm. What is believed, in this order: the event
+`done`; what Slurm says of the job now; a living process on this host that holds the lock; how the last attempt ended;
+the heartbeat. Loads no torch.
 """
 
-import contextlib
-import os
 import shlex
-import signal
 import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 
-from trainyard.errors import UserError
-from trainyard.launch import slurm
-from trainyard.launch.attempts import (
-    CANCELLED,
-    CAUSES,
-    Attempt,
-    Folder,
-    Object,
-    first_fault,
-    read_folder,
-    seconds,
-    words,
-)
-from trainyard.launch.config import write_atomically
-from trainyard.launch.runs import Owner, short_name
-from trainyard.launch.slurm import SlurmError, SlurmJob
-from trainyard.train.console import format_duration
+from trainyard.cluster import query as slurm
+from trainyard.cluster.query import SlurmError, SlurmJob
+from trainyard.runs.folder import short_name
+from trainyard.runs.history import CAUSES, Attempt, Object, RunSnapshot, first_fault, read_run, seconds, words
+from trainyard.text import SCREEN_WIDTH, align_columns, cut, format_duration
 
 ACTIVE = ("waiting", "running", "silent")
 """States in which a run goes on without anybody's doing."""
 
 SILENT_S = 600.0  # heartbeats come every few seconds, but a long evaluation or a first compilation may hold them up
 _START_S = 60.0  # a process in the background may take so long to its first line
-_WIDTH, _SCREEN = 120, 20
+_SCREEN = 20
 
 
 @dataclass(frozen=True)
 class Status:
     """How a run stands."""
 
-    folder: Folder  # from which this was read
+    folder: RunSnapshot  # from which this was read
     state: str  # waiting | running | silent | done | stopped | failed | lost | new
     detail: str
     cause: str  # see attempts.CAUSES; "" if nothing is wrong
     step: int | None
     total_steps: int | None
     samples_per_s: float | None  # while it runs
-    last_sign_s: float | None  # age of the newest sign of life
+    last_activity_s: float | None  # age of the newest sign of life
     job: str  # "" if it is, or was last, run without a scheduler
     partition: str
     gpus: int
-    doubt: str  # why Slurm was not asked about its job; "" if it was, or need not be
+    slurm_unavailable_reason: str  # why Slurm was not asked about its job; "" if it was, or need not be
 
     @property
     def run(self) -> Path:
@@ -74,7 +59,7 @@ class Status:
         return self.folder.newest_of(self.job)
 
 
-def status_of(folder: Folder, job: SlurmJob | None, *, now: float, doubt: str = "") -> Status:
+def status_of(folder: RunSnapshot, job: SlurmJob | None, *, now: float, slurm_unavailable_reason: str = "") -> Status:
     """Return how a run stands, from its folder and from what Slurm says of its job.
 
     Args:
@@ -86,7 +71,7 @@ def status_of(folder: Folder, job: SlurmJob | None, *, now: float, doubt: str = 
     if folder.is_done:
         verdict = _Verdict("done")
     elif in_slurm:
-        verdict = _job_verdict(folder, job, now=now, doubt=doubt)
+        verdict = _job_verdict(folder, job, now=now, slurm_unavailable_reason=slurm_unavailable_reason)
     else:
         verdict = _local_verdict(folder, now=now)
     submission = folder.submission if in_slurm else {}
@@ -99,11 +84,11 @@ def status_of(folder: Folder, job: SlurmJob | None, *, now: float, doubt: str = 
         step=_step(folder),
         total_steps=_total_steps(folder),
         samples_per_s=_beat(folder, newest).get("samples_per_s") if verdict.state == "running" else None,
-        last_sign_s=None if folder.last_sign is None else max(0.0, now - folder.last_sign),
+        last_activity_s=None if folder.last_activity is None else max(0.0, now - folder.last_activity),
         job=str(submission.get("job", "")),
         partition=str(submission.get("partition", "")),
         gpus=int(submission.get("gpus", 0)) if in_slurm else (newest and newest.world_size) or 0,
-        doubt=doubt if in_slurm else "",
+        slurm_unavailable_reason=slurm_unavailable_reason if in_slurm else "",
     )
 
 
@@ -112,11 +97,14 @@ def statuses(runs: Sequence[Path]) -> tuple[list[Status], str]:
 
     Slurm is asked once for all of them, and not at all for runs that are done or were never submitted.
     """
-    folders = [read_folder(run) for run in runs]
+    folders = [read_run(run) for run in runs]
     submitted = [folder for folder in folders if folder.job and not folder.is_done]
-    known, doubts, note = _ask(submitted) if submitted else ({}, {}, "")
+    known, unavailable_reasons, note = _ask(submitted) if submitted else ({}, {}, "")
     now = time.time()
-    return [status_of(f, known.get(f.run), now=now, doubt=doubts.get(f.run, "")) for f in folders], note
+    return [
+        status_of(f, known.get(f.run), now=now, slurm_unavailable_reason=unavailable_reasons.get(f.run, ""))
+        for f in folders
+    ], note
 
 
 def table(statuses: Sequence[Status], now: float) -> str:
@@ -145,27 +133,6 @@ def headline(status: Status) -> str:
     return f"{status.run}{job}: {status.state}{step}{rate}{detail}"
 
 
-def cancel(runs: Sequence[Path]) -> list[str]:
-    """End runs for good, and say of each what was done. What they saved stays, and they can be resumed.
-
-    Raises:
-        UserError: none of them goes on, or one is out of reach from here; then none was ended.
-    """
-    found, _ = statuses(runs)
-    active = [status for status in found if status.state in ACTIVE]
-    if not active:
-        states = ", ".join(f"{short_name(status.run)} is {_state(status)}" for status in found[:5])
-        raise UserError(f"Nothing to cancel: {states}. What runs: trainyard status")
-    if doubts := [status.doubt for status in active if status.doubt]:
-        raise UserError(f"Nothing was cancelled: {doubts[0]} Cancel where that Slurm answers.")
-    local = [_owner_here(status) for status in active if not status.job]
-    _cancel_in_slurm([status for status in active if status.job])
-    for owner in local:
-        with contextlib.suppress(ProcessLookupError):  # it has left by itself meanwhile
-            os.kill(owner.pid, signal.SIGINT)
-    return [_cancelled(status) for status in found]
-
-
 def next_command(status: Status) -> str:
     """Return what one types to see more of a run, or to go on."""
     run = shlex.quote(str(status.run))
@@ -189,26 +156,26 @@ def resume_command(status: Status) -> str:
 # Asking Slurm
 
 
-def _ask(submitted: Sequence[Folder]) -> tuple[dict[Path, SlurmJob], dict[Path, str], str]:
+def _ask(submitted: Sequence[RunSnapshot]) -> tuple[dict[Path, SlurmJob], dict[Path, str], str]:
     """Return, by run, what Slurm says of its job, or why it was not asked; and a note for people."""
     known: dict[Path, SlurmJob] = {}
     note = ""
     try:
         if absent := slurm.absent():
             raise SlurmError(absent)
-        doubts = _of_other_slurms(submitted, slurm.cluster_name())
-        ours = [folder for folder in submitted if folder.run not in doubts]
+        unavailable_reasons = _of_other_slurms(submitted, slurm.cluster_name())
+        ours = [folder for folder in submitted if folder.run not in unavailable_reasons]
         jobs, note = slurm.jobs([folder.job for folder in ours])
         known = {folder.run: jobs[folder.job] for folder in ours if folder.job in jobs}
     except SlurmError as error:  # also of one that went away just now
-        doubts = {folder.run: str(error) for folder in submitted}
-    reasons = list(dict.fromkeys(doubts.values()))
+        unavailable_reasons = {folder.run: str(error) for folder in submitted}
+    reasons = list(dict.fromkeys(unavailable_reasons.values()))
     more = f" ({len(reasons) - 1} more like it.)" if len(reasons) > 1 else ""
     unasked = f"Answered from the folders of the runs. {reasons[0]}{more}" if reasons else ""
-    return known, doubts, " ".join(part for part in (unasked, note) if part)
+    return known, unavailable_reasons, " ".join(part for part in (unasked, note) if part)
 
 
-def _of_other_slurms(submitted: Sequence[Folder], here: str) -> dict[Path, str]:
+def _of_other_slurms(submitted: Sequence[RunSnapshot], here: str) -> dict[Path, str]:
     """Say of runs that were submitted to another Slurm than this that they were: their ids mean nothing here."""
     names = {folder.run: str(folder.submission.get("slurm_name", "")) for folder in submitted}
     return {
@@ -305,7 +272,7 @@ def _is_queued(job: SlurmJob | None) -> bool:
     return job is not None and job.state in (*_WAITING, *_RUNNING)
 
 
-def _is_resumed_here(folder: Folder) -> bool:
+def _is_resumed_here(folder: RunSnapshot) -> bool:
     """Whether somebody went on with a run outside Slurm after it was submitted."""
     newest = folder.newest
     if folder.is_held_here and not (newest and newest.job and newest.end is None):
@@ -313,10 +280,10 @@ def _is_resumed_here(folder: Folder) -> bool:
     return newest is not None and not newest.job and newest.start > seconds(folder.submission["submitted"])
 
 
-def _job_verdict(folder: Folder, job: SlurmJob | None, *, now: float, doubt: str) -> _Verdict:
+def _job_verdict(folder: RunSnapshot, job: SlurmJob | None, *, now: float, slurm_unavailable_reason: str) -> _Verdict:
     newest = folder.newest_of(folder.job)
     if job is None:
-        return _unknown_job(folder, newest, now=now, doubt=doubt)
+        return _unknown_job(folder, newest, now=now, slurm_unavailable_reason=slurm_unavailable_reason)
     if job.state in _WAITING:
         return _waiting(folder, job, newest)
     if job.state in _RUNNING:
@@ -324,7 +291,7 @@ def _job_verdict(folder: Folder, job: SlurmJob | None, *, now: float, doubt: str
     return _ended_job(folder, job, newest)
 
 
-def _waiting(folder: Folder, job: SlurmJob, newest: Attempt | None) -> _Verdict:
+def _waiting(folder: RunSnapshot, job: SlurmJob, newest: Attempt | None) -> _Verdict:
     reason, cause = pending_reason(job.reason), ""
     if job.state in ("REQUEUE_HOLD", "SPECIAL_EXIT") or job.reason.startswith(_HELD):
         cause = "held"
@@ -335,7 +302,7 @@ def _waiting(folder: Folder, job: SlurmJob, newest: Attempt | None) -> _Verdict:
     return _Verdict("waiting", f"{_again(folder, newest)}: {reason}", cause)
 
 
-def _again(folder: Folder, newest: Attempt | None) -> str:
+def _again(folder: RunSnapshot, newest: Attempt | None) -> str:
     """Say after what a job starts again. One that Slurm ended could not write it; a preempted one was warned before."""
     if newest is None:
         return "starts again"
@@ -343,7 +310,7 @@ def _again(folder: Folder, newest: Attempt | None) -> str:
     return _AGAIN.get(newest.cause or ("preempted" if warned else ""), "starts again")
 
 
-def _running_job(folder: Folder, job: SlurmJob, newest: Attempt | None, *, now: float) -> _Verdict:
+def _running_job(folder: RunSnapshot, job: SlurmJob, newest: Attempt | None, *, now: float) -> _Verdict:
     where = f" on {job.nodes}" if job.nodes else ""
     if folder.cancelled:
         return _Verdict("running", f"being cancelled{where}")
@@ -356,17 +323,17 @@ def _running_job(folder: Folder, job: SlurmJob, newest: Attempt | None, *, now: 
     return _Verdict("running", f"starting{where}")
 
 
-def _alive(folder: Folder, newest: Attempt | None, where: str, *, now: float) -> _Verdict:
+def _alive(folder: RunSnapshot, newest: Attempt | None, where: str, *, now: float) -> _Verdict:
     """Judge a run whose process is there: does it do anything?"""
     phase = str(_beat(folder, newest).get("phase", "starting"))
-    sign = folder.last_sign
+    sign = folder.last_activity
     if sign is not None and now - sign > SILENT_S:
         since = f"{datetime.fromtimestamp(sign):%Y-%m-%d %H:%M}"
         return _Verdict("silent", f"no sign of life for {format_duration(now - sign)}, since {since}, {phase}{where}")
     return _Verdict("running", f"{phase}{where}")
 
 
-def _ended_job(folder: Folder, job: SlurmJob, newest: Attempt | None) -> _Verdict:
+def _ended_job(folder: RunSnapshot, job: SlurmJob, newest: Attempt | None) -> _Verdict:
     cause = _SLURM_ENDS.get(job.state, "")
     if newest is not None and newest.action == "stop":
         return _left(folder, newest)
@@ -386,7 +353,7 @@ def _end_state(cause: str) -> str:
     return "stopped" if cause in _STOPPED_BY else "failed"
 
 
-def _left(folder: Folder, attempt: Attempt) -> _Verdict:
+def _left(folder: RunSnapshot, attempt: Attempt) -> _Verdict:
     """Judge a run whose last attempt said how it ended and that it is not to be started again."""
     if attempt.cause in _STOPPED_BY:
         reason = f": {attempt.reason}" if attempt.reason else ""
@@ -396,7 +363,7 @@ def _left(folder: Folder, attempt: Attempt) -> _Verdict:
     return _failed(folder, attempt, attempt.cause, otherwise=attempt.reason or f"exit code {attempt.code}")
 
 
-def _failed(folder: Folder, attempt: Attempt | None, cause: str, *, otherwise: str) -> _Verdict:
+def _failed(folder: RunSnapshot, attempt: Attempt | None, cause: str, *, otherwise: str) -> _Verdict:
     fault = first_fault(folder, attempt) if attempt else None
     if fault is None:
         return _Verdict("failed", f"{words(cause)}: {otherwise}", cause)
@@ -404,7 +371,7 @@ def _failed(folder: Folder, attempt: Attempt | None, cause: str, *, otherwise: s
     return _Verdict("failed", f"{words(fault.cause)}, {fault.who}{gave_up}", fault.cause)
 
 
-def _unknown_job(folder: Folder, newest: Attempt | None, *, now: float, doubt: str) -> _Verdict:
+def _unknown_job(folder: RunSnapshot, newest: Attempt | None, *, now: float, slurm_unavailable_reason: str) -> _Verdict:
     """Judge a submitted run of whose job Slurm says nothing: it forgot it, or could not be asked."""
     if newest is not None and newest.action == "stop":
         return _left(folder, newest)
@@ -413,7 +380,7 @@ def _unknown_job(folder: Folder, newest: Attempt | None, *, now: float, doubt: s
     beat = _beat(folder, newest)
     if newest and beat and not newest.action and now - beat["time"] <= SILENT_S:
         return _alive(folder, newest, f" on {newest.nodes}", now=now)
-    if not doubt:
+    if not slurm_unavailable_reason:
         return _Verdict("lost", f"Slurm does not know job {folder.job}, and nothing writes to the run")
     if newest is None:
         return _Verdict("waiting", f"submitted {folder.submission['submitted'][:16]}, not started yet; {_NOT_ASKED}")
@@ -423,7 +390,7 @@ def _unknown_job(folder: Folder, newest: Attempt | None, *, now: float, doubt: s
     return verdict._replace(detail=f"{verdict.detail}; {_NOT_ASKED}")
 
 
-def _local_verdict(folder: Folder, *, now: float) -> _Verdict:
+def _local_verdict(folder: RunSnapshot, *, now: float) -> _Verdict:
     newest, owner = folder.newest, folder.owner
     if owner is not None and (folder.is_held_here or not owner.is_judged_here()):
         return _alive(folder, newest, f", process {owner.pid} on {owner.host}", now=now)
@@ -440,7 +407,7 @@ def _local_verdict(folder: Folder, *, now: float) -> _Verdict:
     return _Verdict("failed", f"ended without saying why; its log is {folder.run / 'log'}", "crash")
 
 
-def _is_starting(folder: Folder, now: float) -> bool:
+def _is_starting(folder: RunSnapshot, now: float) -> bool:
     """Whether it was handed to this machine's background just now, and no process of it has written anything."""
     if folder.submission.get("scheduler") != "local":
         return False
@@ -448,11 +415,11 @@ def _is_starting(folder: Folder, now: float) -> bool:
     return now - submitted < _START_S and (folder.newest is None or folder.newest.start < submitted - 1)
 
 
-def _beat(folder: Folder, newest: Attempt | None) -> Object:
+def _beat(folder: RunSnapshot, newest: Attempt | None) -> Object:
     return folder.beat_of(newest.id) if newest is not None else {}
 
 
-def _step(folder: Folder) -> int | None:
+def _step(folder: RunSnapshot) -> int | None:
     """Return the step of whichever is newer, heartbeat or last event."""
     beat, event = folder.heartbeat, folder.events[-1] if folder.events else {}
     trains = beat.get("phase") != "preparing"  # before that the checkpoint has not been read
@@ -461,7 +428,7 @@ def _step(folder: Folder) -> int | None:
     return event.get("step")
 
 
-def _total_steps(folder: Folder) -> int | None:
+def _total_steps(folder: RunSnapshot) -> int | None:
     said = [line.get("total_steps") for line in (folder.heartbeat, *reversed(folder.events))]
     return next((total for total in said if total is not None), None)
 
@@ -470,27 +437,20 @@ def _total_steps(folder: Folder) -> int | None:
 
 
 _HEAD = ("RUN", "STATE", "STEP", "SAMPLES/S", "FOR", "SIGN", "JOB", "ON")
-_LIMITS = (40, 7, 15, 9, 6, 6, 11, 12)  # with two spaces between them, a line of _WIDTH
+_LIMITS = (40, 7, 15, 9, 6, 6, 11, 12)  # with two spaces between them, a line of SCREEN_WIDTH
 _INDENT = "    "
 _URGENCY = ("failed", "silent", "lost", "stopped", "running", "waiting", "new", "done")
 
 
-def aligned(rows: Sequence[Sequence[str]], *, indent: str = "") -> list[str]:
-    """Return rows of cells as lines with equal columns, none longer than a screen is wide."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    padded = ([cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows)
-    return [_cut(f"{indent}{'  '.join(row)}".rstrip(), _WIDTH) for row in padded]
-
-
 def _rows(statuses: Sequence[Status], now: float) -> list[str]:
     """Return a head and a line per run; below it, unless the run above said so too, what there is to say."""
-    head, *rows = aligned([_HEAD, *(_row(status, now) for status in statuses)])
+    head, *rows = align_columns([_HEAD, *(_row(status, now) for status in statuses)], width=SCREEN_WIDTH)
     lines, said = [head], ""
     for status, row in zip(statuses, rows, strict=True):
         lines.append(row)
         detail = status.detail if status.state not in ("running", "done") else ""
         if detail and detail != said:
-            lines.append(_cut(f"{_INDENT}{detail}", _WIDTH))
+            lines.append(cut(f"{_INDENT}{detail}", SCREEN_WIDTH))
         said = detail
     return lines
 
@@ -504,21 +464,17 @@ def _row(status: Status, now: float) -> tuple[str, ...]:
         _progress(status),
         "" if rate is None else f"{rate:.{0 if rate >= 10 else 2}f}",
         format_duration(max(0.0, now - newest.start)) if lasts and newest else "",
-        "" if status.last_sign_s is None else format_duration(status.last_sign_s),
+        "" if status.last_activity_s is None else format_duration(status.last_activity_s),
         status.job,
         f"{status.partition} x{status.gpus}".strip() if status.gpus else status.partition,
     )
-    return tuple(_cut(cell, limit) for cell, limit in zip(cells, _LIMITS, strict=True))
+    return tuple(cut(cell, limit) for cell, limit in zip(cells, _LIMITS, strict=True))
 
 
 def _progress(status: Status) -> str:
     if status.step is None:
         return ""
     return f"{status.step}/{status.total_steps}" if status.total_steps is not None else str(status.step)
-
-
-def _cut(text: str, width: int) -> str:
-    return text if len(text) <= width else f"{text[: width - 2]}.."
 
 
 def _most_urgent(statuses: Sequence[Status]) -> list[Status]:
@@ -528,44 +484,5 @@ def _most_urgent(statuses: Sequence[Status]) -> list[Status]:
 # Cancelling
 
 
-def _owner_here(status: Status) -> Owner:
-    """Return the process of this host that writes to a run.
-
-    Raises:
-        UserError: it is on another host, or has not begun.
-    """
-    run, owner = status.run, status.folder.owner
-    if owner is None:
-        raise UserError(f"{run}: its process is starting. In a moment, type: trainyard cancel {shlex.quote(str(run))}")
-    if not owner.is_judged_here():
-        raise UserError(
-            f"{run}: process {owner.pid} on {owner.host} writes to it, which cannot be reached from here. "
-            f"Type there: kill -INT {owner.pid}"
-        )
-    return owner
-
-
-def _cancel_in_slurm(submitted: Sequence[Status]) -> None:
-    """Cancel jobs. The mark comes first: a batch script that sees its ranks leave must not start them again."""
-    marks = [status.run / CANCELLED for status in submitted]
-    for mark in marks:
-        write_atomically(mark, f"{datetime.now(UTC).isoformat(timespec='seconds')}\n")
-    try:
-        slurm.cancel([status.job for status in submitted])
-    except SlurmError:
-        for mark in marks:
-            mark.unlink()
-        raise
-
-
-def _cancelled(before: Status) -> str:
-    """Say what was done to a run that stood so."""
-    name = short_name(before.run)
-    if before.state not in ACTIVE:
-        return f"{name}: is {_state(before)}, so there is nothing to cancel."
-    did = f"cancelled job {before.job}" if before.job else "asked its process to save and leave"
-    return f"{name}: {did}. Go on: {resume_command(before)}"
-
-
-def _state(status: Status) -> str:
+def describe_state(status: Status) -> str:
     return f"{status.state} ({status.detail})" if status.detail else status.state

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainyard.errors import UserError
-from trainyard.launch.runs import LOCK, SUBMISSION, Owner, read_owner
+from trainyard.runs.folder import SUBMISSION
+from trainyard.runs.lock import LOCK, Owner, read_owner
 
 CANCELLED = "slurm/cancelled"
 """The mark of our own `cancel` in the folder of a run."""
@@ -99,7 +100,7 @@ class RankError(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Folder:
+class RunSnapshot:
     """Everything that the folder of a run says, read once."""
 
     run: Path
@@ -141,7 +142,7 @@ class Folder:
         return self.owner is not None and self.owner.is_judged_here() and self.owner.lives()
 
     @property
-    def last_sign(self) -> float | None:
+    def last_activity(self) -> float | None:
         """Return when anything was written last."""
         signs = [error.time for error in self.errors]
         signs += [seconds(lines[-1]["time"]) for lines in (self.starts_and_ends, self.events) if lines]
@@ -154,10 +155,10 @@ class Folder:
         return self.heartbeat if self.heartbeat.get("attempt") == attempt else {}
 
 
-def read_folder(run: Path) -> Folder:
+def read_run(run: Path) -> RunSnapshot:
     """Read the folder of a run."""
     log = run / "log"
-    return Folder(
+    return RunSnapshot(
         run=run,
         submission=read_object(run / SUBMISSION),
         cancelled=(run / CANCELLED).exists(),
@@ -188,7 +189,7 @@ def output_files(run: Path, submission: Object) -> tuple[Path, Path]:
     return folder / f"{job}_0_log.out", folder / f"{job}_0_log.err"
 
 
-def stderr_of(folder: Folder, attempt: Attempt | None) -> list[str]:
+def stderr_of(folder: RunSnapshot, attempt: Attempt | None) -> list[str]:
     """Return what the batch script, srun and rank 0 wrote to standard error in an attempt; None: before any began.
 
     All attempts of a job append to one file, each after a line of attempt.sh.
@@ -240,7 +241,7 @@ def _decoded(texts: Iterable[bytes]) -> Iterator[Object]:
 # Attempts: what the batch script and the training wrote, put together
 
 
-def _attempts(folder: Folder) -> list[Attempt]:
+def _attempts(folder: RunSnapshot) -> list[Attempt]:
     sessions, submitted = _sessions(folder.events), _by_attempt(folder.starts_and_ends)
     attempts = [_submitted(folder, name, lines, sessions.get(name, [])) for name, lines in submitted.items()]
     attempts += [_local(folder, name, sessions.get(name, [])) for name in _local_names(folder, sessions)]
@@ -270,14 +271,14 @@ def _by_attempt(lines: Sequence[Object]) -> dict[str, list[Object]]:
     return groups
 
 
-def _local_names(folder: Folder, sessions: Iterable[str]) -> set[str]:
+def _local_names(folder: RunSnapshot, sessions: Iterable[str]) -> set[str]:
     """Return the attempts that no batch script recorded: those that trained, and those that did not come so far."""
     names = {*sessions, *(error.attempt for error in folder.errors), str(folder.heartbeat.get("attempt", ""))}
     names |= {folder.owner.attempt} if folder.owner is not None else set()
     return {name for name in names if re.fullmatch(r"local-\d+", name)}
 
 
-def _submitted(folder: Folder, name: str, lines: Sequence[Object], session: Sequence[Object]) -> Attempt:
+def _submitted(folder: RunSnapshot, name: str, lines: Sequence[Object], session: Sequence[Object]) -> Attempt:
     start, end = lines[0], lines[-1] if len(lines) > 1 else {}
     beat = folder.beat_of(name)
     ended = seconds(end["time"]) if end else None
@@ -307,7 +308,7 @@ def _steps(session: Sequence[Object], beat: Object) -> tuple[int, int] | None:
     return (steps[0], max(*steps, int(beat.get("step") or 0))) if steps else None
 
 
-def _local(folder: Folder, name: str, session: Sequence[Object]) -> Attempt:
+def _local(folder: RunSnapshot, name: str, session: Sequence[Object]) -> Attempt:
     errors = [error for error in folder.errors if error.attempt == name]
     beat, first, last = folder.beat_of(name), session[0] if session else {}, session[-1] if session else {}
     end = seconds(last["time"]) if last.get("event") in _ENDS else errors[0].time if errors else None
@@ -340,7 +341,7 @@ _OUT_OF_MEMORY = re.compile(r"oom[-_ ]?kill|out of memory", re.IGNORECASE)
 _SIGNALS = {signal.strsignal(number): int(number) for number in signal.valid_signals()}
 
 
-def first_fault(folder: Folder, attempt: Attempt) -> Fault | None:
+def first_fault(folder: RunSnapshot, attempt: Attempt) -> Fault | None:
     """Return what went wrong first: a rank's own error, else what srun says of a killed one, else its consequence."""
     errors = [error for error in folder.errors if error.attempt == attempt.id]
     own = [error for error in errors if error.cause != "lost_peer"]
@@ -367,7 +368,7 @@ def _place(traceback: str) -> str:
     return f"{path}:{line} in {function}" + (f": {text.strip()}" if text else "")
 
 
-def _by_srun(folder: Folder, attempt: Attempt) -> Fault | None:
+def _by_srun(folder: RunSnapshot, attempt: Attempt) -> Fault | None:
     """Read what srun and slurmstepd wrote, else srun's exit code. The first rank to end drew the others after it."""
     said = [line for line in stderr_of(folder, attempt) if is_complaint(line)]
     ended = [match for line in said if (match := _RANK_ENDED.search(line))]

@@ -5,9 +5,9 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from trainyard.launch.attempts import is_complaint, output_files, read_errors, read_folder, read_object
-from trainyard.launch.runs import SUBMISSION
-from trainyard.launch.status import ACTIVE, headline, statuses
+from trainyard.runs.folder import SUBMISSION
+from trainyard.runs.history import is_complaint, output_files, read_errors, read_object, read_run
+from trainyard.runs.status import ACTIVE, headline, statuses
 
 _LOOK_S, _ASK_S = 0.5, 5.0  # how often the files are read, and how often Slurm is asked
 
@@ -45,7 +45,7 @@ class _Output:
     def __init__(self, run: Path) -> None:
         self._run = run
         self._tails: dict[Path, _Tail] = {}
-        folder = read_folder(run)
+        folder = read_run(run)
         newest = folder.newest.id if folder.newest else ""
         self._told = {error.path for error in folder.errors if error.attempt != newest}
 

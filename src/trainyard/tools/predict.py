@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tqdm import tqdm
 
+from trainyard.config import load_family, thaw
 from trainyard.errors import UserError
 from trainyard.hardware import available_cores, precision_for
-from trainyard.launch.config import load_family, thaw
-from trainyard.launch.runs import CONFIG
+from trainyard.runs.folder import CONFIG
 from trainyard.settings import TrainConfig
 
 if TYPE_CHECKING:

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from trainyard.cluster import query as slurm
+from trainyard.cluster.description import Cluster, GpuNodes, clock, minutes
+from trainyard.cluster.query import NodeKind, Partition, SlurmError
 from trainyard.hardware import gpu_of_key, image_target
-from trainyard.launch import slurm
-from trainyard.launch.cluster import Cluster, GpuNodes, clock, minutes, nearest
-from trainyard.launch.slurm import NodeKind, Partition, SlurmError
+from trainyard.text import nearest_hint
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ def _check_name(cluster: Cluster, actual: str) -> Iterator[Finding]:
 def _check_gpus(what: str, asked: GpuNodes, partitions: dict[str, Partition]) -> Iterator[Finding]:
     partition = partitions.get(asked.partition)
     if partition is None:
-        found = f"there is no partition '{asked.partition}'.{nearest(asked.partition, partitions)}"
+        found = f"there is no partition '{asked.partition}'.{nearest_hint(asked.partition, partitions)}"
         yield Finding("wrong", f"{what}.partition", found, f"There are: {', '.join(partitions)}.")
         return
     if partition.state != "up":
@@ -142,13 +143,13 @@ def _check_nodes(what: str, asked: GpuNodes, partition: Partition) -> Iterator[F
     with_gres = [kind for kind in partition.kinds if _count(kind, asked.gres)]
     if not with_gres:
         types = sorted({name for kind in partition.kinds for name in kind.gres})
-        found = f"no node of partition {partition.name} has '{asked.gres}'.{nearest(asked.gres, types)}"
+        found = f"no node of partition {partition.name} has '{asked.gres}'.{nearest_hint(asked.gres, types)}"
         yield Finding("wrong", f"{what}.gres", found, f"There are: {', '.join(types) or 'none'}.")
         return
     fitting = [kind for kind in with_gres if _meets(kind, asked.constraint)]
     if not fitting:
         features = sorted({name for kind in with_gres for name in kind.features})
-        found = f"no such node meets '{asked.constraint}'.{nearest(asked.constraint, features)}"
+        found = f"no such node meets '{asked.constraint}'.{nearest_hint(asked.constraint, features)}"
         yield Finding("wrong", f"{what}.constraint", found, f"Their features: {', '.join(features) or 'none'}.")
         return
     most = max(_count(kind, asked.gres) for kind in fitting)
@@ -285,12 +286,12 @@ def _check_accounting(cluster: Cluster, settings: dict[str, str]) -> Iterator[Fi
     names = ", ".join(allowed) or "none"
     qos = {name for account, of in allowed.items() if cluster.account in ("", account) for name in of}
     if cluster.account and cluster.account not in allowed:
-        found = f"user {user} may not charge '{cluster.account}'.{nearest(cluster.account, allowed)}"
+        found = f"user {user} may not charge '{cluster.account}'.{nearest_hint(cluster.account, allowed)}"
         yield Finding(verdict, "account", found, f"Allowed: {names}.")
     elif not allowed:
         yield Finding(verdict, "account", f"user {user} has no account.", "Ask the administrator.")
     elif cluster.qos and cluster.qos not in qos:
-        found = f"user {user} may not use QOS '{cluster.qos}'.{nearest(cluster.qos, sorted(qos))}"
+        found = f"user {user} may not use QOS '{cluster.qos}'.{nearest_hint(cluster.qos, sorted(qos))}"
         yield Finding(verdict, "qos", found, f"Allowed: {', '.join(sorted(qos)) or 'none'}.")
     else:
         yield Finding("ok", "account", f"user {user} may charge {cluster.account or names}.")

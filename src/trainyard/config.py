@@ -3,9 +3,7 @@
 Hydra composes the YAML files; everything past this file is a dataclass. Loads no torch, h5py or DALI.
 """
 
-import difflib
 import importlib
-import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,7 +30,9 @@ from omegaconf.errors import (
 from yaml import YAMLError  # type: ignore[import-untyped]
 
 from trainyard.errors import UserError
+from trainyard.files import write_atomically
 from trainyard.settings import TrainConfig, check
+from trainyard.text import nearest
 
 _FILLED_IN = ("job", "family")
 
@@ -196,19 +196,6 @@ def thaw(path: Path, jobs_dir: Path) -> TrainConfig:
     return _to_config(tree, str(path))
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Replace the file `path` by `text`: a reader, or a crash, sees the old content or the new one, never a part."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with aside.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)
-
-
 # Finding and composing a preset
 
 
@@ -218,7 +205,7 @@ def _find_preset(job: str, jobs_dir: Path) -> Path:
         return presets[job]
     if not presets:
         raise ConfigError(f"{jobs_dir}: holds no preset (<family>/<preset>.yaml). Name the folder of jobs: --jobs DIR.")
-    near = difflib.get_close_matches(job, presets, n=3)
+    near = nearest(job, presets, most=3)
     hint = f"Nearest: {', '.join(near)}." if near else f"{jobs_dir} has {len(presets)} jobs."
     raise ConfigError(f"There is no job '{job}'. {hint} List them: trainyard jobs.")
 
@@ -374,14 +361,14 @@ def _unknown(name: str, known: list[str]) -> str:
     if below:
         return f"'{name}' is a group of options. Set one of: {', '.join(below)}."
     same_leaf = [option for option in known if option.rpartition(".")[2] == name.rpartition(".")[2]]
-    near = difflib.get_close_matches(name, same_leaf or known, n=1, cutoff=0.0 if same_leaf else 0.6)
-    nearest = f" Nearest: {near[0]}." if near else ""
+    near = nearest(name, same_leaf or known, always=bool(same_leaf))
+    hint = f" Nearest: {near[0]}." if near else ""
     level = name
     siblings: list[str] = []
     while not siblings:
         level = level.rpartition(".")[0]
         siblings = _level(level, known)
-    return f"there is no option '{name}'.{nearest} Valid {f'in {level}' if level else 'here'}: {', '.join(siblings)}."
+    return f"there is no option '{name}'.{hint} Valid {f'in {level}' if level else 'here'}: {', '.join(siblings)}."
 
 
 def _level(group: str, known: list[str]) -> list[str]:

@@ -1,81 +1,50 @@
 """The training run: steps, evaluation, checkpoints and stopping, from wherever the run folder says it stands."""
 
-import resource
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from loguru import logger
-from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
-from trainyard.data import order
-from trainyard.data.loader import Loader, Micro
-from trainyard.data.shards import ShardSet
+from trainyard.data.loader import MicroBatch
 from trainyard.errors import NotFinite, UserError
-from trainyard.hardware import Precision
-from trainyard.settings import Duration, TrainConfig
+from trainyard.settings import Duration
 from trainyard.train import checkpoint, distributed, precision
 from trainyard.train.console import ProgressBar, format_line
 from trainyard.train.distributed import Agreement
 from trainyard.train.evaluate import evaluate
+from trainyard.train.meters import DeferredScalar, Interval, StepMeter, peak_memory_gib, skipped_in_a_row
 from trainyard.train.module import TrainModule
-from trainyard.train.record import Heartbeat, Recorder, write_exhibits
+from trainyard.train.recorder import Recorder, write_exhibits
+from trainyard.train.run_context import TRAIN, VALIDATION, RunContext, epoch_order, make_loader, total_steps
+from trainyard.train.run_state import encode_state, prepare_state
 from trainyard.train.schedule import lr_factor
 from trainyard.train.step import (
-    Progress,
     StepResult,
     TrainState,
-    copy_for_average,
-    drop_activations,
-    make_optimizer,
     train_step,
 )
 from trainyard.train.stop import RuntimeLimit, Stop, StopFlag
-from trainyard.train.swa import WeightAverage
-from trainyard.train.world import World
-
-TRAIN, VALIDATION = "train", "val"
 
 MAX_SKIPPED = 20
 """Steps in a row that loss scaling may skip while it looks for a scale; from 2**16 it needs 16 to get down to 1."""
 
 
-@dataclass(frozen=True)
-class Job:
-    """All that a run is made of, once decided."""
-
-    config: TrainConfig
-    module: TrainModule
-    data: ShardSet
-    splits: Mapping[str, np.ndarray]  # sample ids of "train", "val" (may be absent) and test sets by their names
-    world: World
-    device: torch.device
-    precision: Precision
-    decode: str
-    threads: int  # decoding threads of this rank
-    run: Path
-    heartbeat: Heartbeat
-    check_owner: Callable[[], None]  # raises if another process has taken over the run
-
-
-def fit(job: Job, *, stop: StopFlag, limit: RuntimeLimit) -> Stop:
+def fit(job: RunContext, *, stop: StopFlag, limit: RuntimeLimit) -> Stop:
     """Train, or go on training, until the end or a reason to stop; return the reason.
 
     Raises:
         UserError: the run folder holds the state of other data, gradients are not finite, or saving fails.
     """
-    state, position = prepare(job)
+    state, position = prepare_state(job)
     recorder = _recorder(job, state, position) if job.world.is_main else None
     try:
-        return _Attempt(job, state, recorder, stop, limit).run()
+        return Trainer(job, state, recorder, stop, limit).run()
     except Exception as error:
         if recorder is not None:
             recorder.log("event", state.progress.step, {"event": "failed", "reason": str(error)})
@@ -85,90 +54,20 @@ def fit(job: Job, *, stop: StopFlag, limit: RuntimeLimit) -> Stop:
             recorder.close()
 
 
-def prepare(job: Job) -> tuple[TrainState, int | None]:
-    """Build the state, filled from the newest valid checkpoint if there is one.
-
-    Returns:
-        state, and the length of the metrics file at that checkpoint; None for a new run.
-    """
-    layout: Any = torch.channels_last if job.precision.channels_last else torch.contiguous_format
-    module = job.module.to(job.device).train()
-    module.to(memory_format=layout)  # type: ignore[call-overload]
-    config = job.config
-    state = TrainState(
-        module=module,
-        model=module,
-        optimizer=make_optimizer(module, config.optimizer),
-        scaler=torch.amp.GradScaler(job.device.type, enabled=job.precision.loss_scaling),
-        ema=copy_for_average(module) if config.ema_decay else None,
-        ema_decay=config.ema_decay,
-        swa=WeightAverage(copy_for_average(module)) if config.swa else None,
-    )
-    saved = _newest(job)
-    if saved is not None:
-        restore(state, saved, fingerprint=job.data.fingerprint)
-    if config.gradient_checkpointing and not drop_activations(module):
-        raise UserError(
-            f"gradient_checkpointing=true, but the model of {config.family} names no repeated layers to recompute."
-        )
-    state.model = _wrapped(job, module)
-    return state, None if saved is None else saved["metrics_position"]
-
-
-def snapshot(
-    state: TrainState, *, fingerprint: str, metrics_position: int, learned: Mapping[str, str]
-) -> dict[str, Any]:
-    """Return everything a resume needs, as tensors, numbers, strings and None."""
-    return {
-        "model": state.module.state_dict(),
-        "optimizer": state.optimizer.state_dict(),
-        "scaler": state.scaler.state_dict(),
-        "ema": None if state.ema is None else state.ema.state_dict(),
-        "swa": None if state.swa is None else state.swa.state_dict(),
-        "progress": asdict(state.progress),
-        "best": state.best,
-        "data": fingerprint,
-        "learned": dict(learned),  # so that the weights can be used without the packed data
-        "metrics_position": metrics_position,
-    }
-
-
-def restore(state: TrainState, saved: Mapping[str, Any], *, fingerprint: str) -> None:
-    """Fill a state from a snapshot.
-
-    Raises:
-        UserError: the snapshot belongs to other data.
-    """
-    if saved["data"] != fingerprint:
-        raise UserError(
-            "This run was trained on other data than those found now (the packed index differs). "
-            "Put the packed data back, or start a new run."
-        )
-    state.module.load_state_dict(saved["model"])
-    state.optimizer.load_state_dict(saved["optimizer"])
-    state.scaler.load_state_dict(saved["scaler"])
-    if state.ema is not None:
-        state.ema.load_state_dict(saved["ema"])
-    if state.swa is not None:
-        state.swa.load_state_dict(saved["swa"])
-    state.progress = Progress(**saved["progress"])
-    state.best = saved["best"]
-
-
-class _Attempt:
+class Trainer:
     """One start of a run, on one rank. Methods stand in the order in which they are called."""
 
     def __init__(
-        self, job: Job, state: TrainState, recorder: Recorder | None, stop: StopFlag, limit: RuntimeLimit
+        self, job: RunContext, state: TrainState, recorder: Recorder | None, stop: StopFlag, limit: RuntimeLimit
     ) -> None:
         self.job, self.config, self.state, self.recorder = job, job.config, state, recorder
         self.stop, self.limit = stop, limit
         self.autocast = precision.autocast(job.precision, job.device)
-        self.loader = _loader(job)
+        self.loader = make_loader(job)
         self.order = epoch_order(job, state.progress.epoch)
         self.total_steps = total_steps(job.config, len(self.order))
         self.log_every, self.eval_every, self.save_every, self.keep_every = (
-            _Every(text, len(self.order))
+            Interval(text, len(self.order))
             for text in (
                 self.config.log_every,
                 self.config.eval_every,
@@ -178,8 +77,8 @@ class _Attempt:
         )
         self.minutes = _minutes(self.config.max_duration)
         self.agreement = Agreement(4)
-        self.meter = _Meter()
-        self.unread: _LateRead | None = None
+        self.meter = StepMeter()
+        self.unread: DeferredScalar | None = None
         self.skipped_in_a_row = 0
         self.save_s = self.longest_step_s = 0.0
 
@@ -235,7 +134,7 @@ class _Attempt:
             lambda names: self._event("nondeterministic", operators=names) if names else None
         )
 
-    def _step(self, stream: Iterable[Micro]) -> StepResult:
+    def _step(self, stream: Iterable[MicroBatch]) -> StepResult:
         progress = self.state.progress
         begin = time.monotonic()
         result = train_step(
@@ -270,10 +169,10 @@ class _Attempt:
 
     def _check_finite(self, result: StepResult) -> None:
         """Look at the step before this one, so that the host never waits for the device."""
-        before, self.unread = self.unread, _LateRead(self.state.progress.step, result.skipped)
-        self._look(before)
+        before, self.unread = self.unread, DeferredScalar(self.state.progress.step, result.skipped)
+        self._check_previous_step(before)
 
-    def _look(self, read: "_LateRead | None") -> None:
+    def _check_previous_step(self, read: "DeferredScalar | None") -> None:
         self.skipped_in_a_row = skipped_in_a_row(self.skipped_in_a_row, None if read is None else read.value())
         if read is None or not read.value():
             return
@@ -304,7 +203,7 @@ class _Attempt:
             "lr": self.state.optimizer.param_groups[0]["lr"],
             "grad_norm": float(result.grad_norm),
             **self.meter.timings(),
-            "memory_gib": _memory_gib(self.job.device),
+            "memory_gib": peak_memory_gib(self.job.device),
         }
         self.recorder.log("train", progress.step, line)
         self.job.heartbeat.samples_per_s = line["samples_per_s"]
@@ -371,14 +270,14 @@ class _Attempt:
 
     def _save(self) -> None:
         """Write a checkpoint, drop old ones, and set the next interval by what it cost."""
-        self._look(self.unread)
+        self._check_previous_step(self.unread)
         self.unread = None
         if self.recorder is not None:
             self._beat("saving", now=True)
             saved = self._write_checkpoint(self.recorder)
             self.save_s = saved.seconds
             self._event("checkpoint", seconds=saved.seconds, bytes=saved.bytes, file=saved.path.name)
-        self.save_s = distributed.from_main(self.save_s)
+        self.save_s = distributed.broadcast_from_rank0(self.save_s)
         settings = self.config.checkpoint
         if not settings.every:
             self.save_every.seconds = checkpoint.interval_s(
@@ -389,7 +288,7 @@ class _Attempt:
     def _write_checkpoint(self, recorder: Recorder) -> checkpoint.Saved:
         state, folder = self.state, self.job.run / "checkpoints"
         data = self.job.data
-        content = snapshot(
+        content = encode_state(
             state, fingerprint=data.fingerprint, metrics_position=recorder.position(), learned=data.learned
         )
         meta = {"epoch": state.progress.epoch, "world_size": self.job.world.world_size, "best": state.best}
@@ -439,67 +338,12 @@ class _Attempt:
             self.recorder.log("event", self.state.progress.step, {"event": name, **fields})
 
 
-def skipped_in_a_row(before: int, skipped: float | None) -> int:
-    """Return how many steps in a row were skipped; None, where a save has looked already, leaves the count alone."""
-    if skipped is None:
-        return before
-    return before + 1 if skipped else 0
-
-
-def epoch_order(job: Job, epoch: int) -> order.EpochOrder:
-    """Return the order of an epoch: a pure function of the config and of the data's columns."""
-    config, ids = job.config, job.splits[TRAIN]
-    if not len(ids):
-        raise UserError(f"No sample is left to train on, of {job.data.count} in {job.data.folder}.")
-    if config.data.order == "shuffle":
-        return order.shuffle(ids, seed=config.seed, epoch=epoch, global_batch_size=config.global_batch_size)
-    name = config.data.order_by
-    if name not in job.data.columns:
-        raise UserError(f"data.order_by={name}: the data have {', '.join(job.data.columns)}.")
-    values = job.data.columns[name][ids]
-    if config.data.order == "buckets":
-        return order.buckets(ids, values, seed=config.seed, epoch=epoch, global_batch_size=config.global_batch_size)
-    return order.pxk(
-        ids,
-        values,
-        samples_per_identity=config.data.samples_per_identity,
-        seed=config.seed,
-        epoch=epoch,
-        global_batch_size=config.global_batch_size,
-    )
-
-
-def total_steps(config: TrainConfig, steps_per_epoch: int) -> int | None:
-    """Return the optimizer steps of the whole run, None where time ends it."""
-    length = Duration.parse(config.max_duration)
-    return None if length.unit == "min" else length.steps(steps_per_epoch)
-
-
 def _minutes(text: str) -> float | None:
     length = Duration.parse(text)
     return length.value if length.unit == "min" else None
 
 
-def _newest(job: Job) -> dict[str, Any] | None:
-    """Load the newest valid checkpoint on every rank; rank 0 looks, so that all take the same."""
-    found = checkpoint.load_newest_valid(job.run / "checkpoints") if job.world.is_main else None
-    path = distributed.from_main(None if found is None else found[0].path)
-    if path is None:
-        return None
-    saved = found[1] if found is not None else checkpoint.load(path)
-    logger.info("resuming from {}", path.name)
-    return saved
-
-
-def _wrapped(job: Job, module: TrainModule) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
-    model: Any = module
-    if job.world.world_size > 1:
-        ids = [job.device.index] if job.device.type == "cuda" else None
-        model = DistributedDataParallel(module, device_ids=ids, gradient_as_bucket_view=True)
-    return torch.compile(model) if job.precision.compile else model
-
-
-def _recorder(job: Job, state: TrainState, position: int | None) -> Recorder:
+def _recorder(job: RunContext, state: TrainState, position: int | None) -> Recorder:
     Recorder.rewind(job.run, position or 0)  # killed before its first checkpoint, a run starts over
     recorder = Recorder(
         job.run,
@@ -522,25 +366,7 @@ def _recorder(job: Job, state: TrainState, position: int | None) -> Recorder:
     return recorder
 
 
-def _loader(job: Job) -> Loader:
-    config = job.config
-    return Loader(
-        job.data,
-        settings=config.data,
-        image=config.image,
-        sound=config.sound,
-        augmentation=config.augment,
-        seed=config.seed,
-        rank=job.world.rank,
-        world_size=job.world.world_size,
-        device=job.device,
-        threads=job.threads,
-        channels_last=job.precision.channels_last,
-        decode=job.decode,
-    )
-
-
-def _one_step(stream: Iterable[Micro], samples_seen: int, device: torch.device) -> Iterator[Micro]:
+def _one_step(stream: Iterable[MicroBatch], samples_seen: int, device: torch.device) -> Iterator[MicroBatch]:
     """Yield the micro-batches of one optimizer step, each told how many samples the run had seen before it."""
     seen = torch.tensor(samples_seen).to(device, non_blocking=True)
     for micro in stream:
@@ -548,86 +374,3 @@ def _one_step(stream: Iterable[Micro], samples_seen: int, device: torch.device) 
         yield micro
         if micro.last:
             return
-
-
-def _memory_gib(device: torch.device) -> float:
-    """Return the peak memory so far: of the GPU's allocator, or of the process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-
-
-class _LateRead:
-    """A number on its way from the device: reading it waits for the step that made it, not for what came after."""
-
-    def __init__(self, step: int, value: Tensor) -> None:
-        self.step = step
-        self._ready: Any = None
-        self._host = value
-        if value.is_cuda:
-            self._host = torch.empty((), pin_memory=True).copy_(value, non_blocking=True)
-            self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._ready.record()
-
-    def value(self) -> float:
-        if self._ready is not None:
-            self._ready.synchronize()
-        return float(self._host)
-
-
-class _Every:
-    """An interval in steps, or in minutes of the main rank's clock; an empty text never comes."""
-
-    def __init__(self, text: str, steps_per_epoch: int) -> None:
-        length = Duration.parse(text) if text else None
-        self.seconds = length.value * 60 if length is not None and length.unit == "min" else None
-        self._steps = max(1, length.steps(steps_per_epoch)) if length is not None and self.seconds is None else None
-        self._since = time.monotonic()
-        self._told = False
-
-    def at(self, step: int) -> bool:
-        return self._steps is not None and step % self._steps == 0
-
-    def over(self) -> bool:
-        """Tell, once until the next `restart`, that the time is over: the ranks act on it a step later."""
-        is_over = not self._told and self.seconds is not None and time.monotonic() - self._since >= self.seconds
-        self._told |= is_over
-        return is_over
-
-    def restart(self) -> None:
-        self._since, self._told = time.monotonic(), False
-
-
-class _Meter:
-    """Where the time since the last log line went, pauses for evaluation and saving left out."""
-
-    def __init__(self) -> None:
-        self._reset()
-
-    def add(self, samples: int, wait_s: float) -> None:
-        self._steps += 1
-        self._samples += samples
-        self._wait_s += wait_s
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        begin = time.monotonic()
-        yield
-        self._begin += time.monotonic() - begin
-
-    def timings(self) -> dict[str, float]:
-        """Return means per step, and start anew."""
-        elapsed_s, steps = time.monotonic() - self._begin, self._steps
-        result = {
-            "samples_per_s": self._samples / elapsed_s,
-            "step_ms": 1000 * elapsed_s / steps,
-            "data_wait_ms": 1000 * self._wait_s / steps,
-            "compute_ms": 1000 * (elapsed_s - self._wait_s) / steps,
-        }
-        self._reset()
-        return result
-
-    def _reset(self) -> None:
-        self._begin = time.monotonic()
-        self._steps = self._samples = 0
-        self._wait_s = 0.0

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from trainyard.train.report import figure
-from trainyard.train.verification import error_rates
+from trainyard.report.figures import figure
+from trainyard.scoring import error_rates
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

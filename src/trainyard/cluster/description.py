@@ -4,9 +4,8 @@ The file is data, read strictly: a key nobody knows, or a value nobody can use, 
 no torch, and neither OmegaConf nor Hydra, which would read "${SLURM_TMPDIR}" as an interpolation of their own.
 """
 
-import difflib
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
@@ -15,6 +14,7 @@ import yaml  # type: ignore[import-untyped]
 
 from trainyard.errors import UserError
 from trainyard.hardware import GPUS
+from trainyard.text import nearest_hint
 
 CARDS = ("cpu", *(gpu.key for gpu in GPUS))
 """What `card` may say."""
@@ -118,7 +118,7 @@ def find_cluster(wanted: str, folder: Path, slurm_name: str | None) -> Cluster:
     if wanted:
         if wanted not in files:
             raise ClusterError(
-                f"There is no cluster '{wanted}'.{nearest(wanted, files)} {_what_there_is(files, folder)}"
+                f"There is no cluster '{wanted}'.{nearest_hint(wanted, files)} {_what_there_is(files, folder)}"
             )
         return load_cluster(files[wanted])
     if slurm_name is None:
@@ -152,12 +152,6 @@ def clock(total_min: int) -> str:
     """Write minutes as `minutes` reads them: "2d", "8h30m"."""
     parts = (total_min // 1440, "d"), (total_min % 1440 // 60, "h"), (total_min % 60, "m")
     return "".join(f"{number}{unit}" for number, unit in parts if number) or "0m"
-
-
-def nearest(wrong: str, names: Iterable[str]) -> str:
-    """Return " Nearest: x.", to stand behind a sentence about a wrong name; "" if nothing is near."""
-    near = difflib.get_close_matches(wrong, [name for name in names if name], n=1)
-    return f" Nearest: {near[0]}." if near else ""
 
 
 def _slurm_name(path: Path) -> str:
@@ -206,7 +200,9 @@ def _object(kind: type[_T], node: yaml.Node, key: str, **given: Any) -> _T:
     for name, child in _items(node, key):
         if name not in known:
             group = f" in {key}" if key else ""
-            raise _fault(child, "", f"there is no key '{name}'{group}.{nearest(name, known)} Keys: {', '.join(known)}.")
+            raise _fault(
+                child, "", f"there is no key '{name}'{group}.{nearest_hint(name, known)} Keys: {', '.join(known)}."
+            )
         if child.tag == "tag:yaml.org,2002:null":
             continue  # "account:" with nothing after it is the default
         values[name] = _value(hints[name], child, _below(key, name))
@@ -308,7 +304,9 @@ def _at_least(low: int) -> Callable[[int], str]:
 
 def _one_of(*words: str) -> Callable[[str], str]:
     expected = ", ".join(word or '""' for word in words)
-    return lambda word: "" if word in words else f"expected one of {expected}, found '{word}'.{nearest(word, words)}"
+    return lambda word: (
+        "" if word in words else f"expected one of {expected}, found '{word}'.{nearest_hint(word, words)}"
+    )
 
 
 def _not_empty(value: str) -> str:

@@ -1,7 +1,6 @@
 """What a sweep came to: a metric for each combination of its options with its spread over seeds, as text and files."""
 
 import csv
-import difflib
 import html
 import io
 import itertools
@@ -15,9 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainyard.errors import UserError
-from trainyard.launch.config import write_atomically
-from trainyard.launch.status import ACTIVE
-from trainyard.launch.sweep import Element, Sweep
+from trainyard.files import write_atomically
+from trainyard.runs.status import ACTIVE
+from trainyard.runs.sweep_file import Element, Sweep
+from trainyard.text import align_columns, nearest
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -173,11 +173,14 @@ def text(results: Results) -> str:
     sweep = results.sweep
     lines = [f"{sweep.name}  {sweep.job}, {len(results.outcomes)} runs: {_counts(results)}"]
     lines += [*textwrap.wrap(_caption(results), _WIDTH), ""]
-    lines += _aligned([_header(results), *(_cells(results, row) for row in results.rows)])
+    lines += align_columns([_header(results), *(_cells(results, row) for row in results.rows)])
     notices = [*_notices(results)]
     if notices:
-        lines += ["", "not in the means:", *_aligned(notices)]
-    lines += ["", *_aligned([["" if i else "next:", command] for i, command in enumerate(_next_commands(results))])]
+        lines += ["", "not in the means:", *align_columns(notices)]
+    lines += [
+        "",
+        *align_columns([["" if i else "next:", command] for i, command in enumerate(_next_commands(results))]),
+    ]
     return "\n".join(lines)
 
 
@@ -187,15 +190,14 @@ def write(results: Results) -> Path:
     Returns:
         The page. It holds all it shows: it needs no network and no other file.
     """
-    from trainyard.train.record import replace_file
-    from trainyard.train.report import PAGE_TEMPLATE, gallery, section, table
+    from trainyard.report.html import PAGE_TEMPLATE, gallery, section, table
 
     folder = results.sweep.folder
     write_atomically(folder / TABLE, _csv(results))
     plots = [*_plots(results)]
     (folder / PLOTS).mkdir(exist_ok=True)
     for plot in plots:
-        replace_file(folder / PLOTS / f"{plot.name}.png", plot.png)
+        write_atomically(folder / PLOTS / f"{plot.name}.png", plot.png)
     rows = table(_header(results), [_cells(results, row) for row in results.rows])
     notices = [*_notices(results)]
     body = "\n".join(
@@ -219,7 +221,7 @@ def write(results: Results) -> Path:
 
 
 def _outcome(element: Element, state: str) -> Outcome:
-    from trainyard.train.record import STARTS, read_events, read_metrics
+    from trainyard.runs.events import STARTS, read_events, read_metrics
 
     events = read_events(element.run)
     lines = read_metrics(element.run)
@@ -257,7 +259,7 @@ def _hours(events: Sequence[Mapping[str, Any]], lines: Sequence[Mapping[str, Any
     An attempt counts from its first event to the last line of it that stands; what a killed one did after that (less
     than the time between two checkpoints) is not known.
     """
-    from trainyard.train.record import STARTS, elapsed_s
+    from trainyard.runs.events import STARTS, elapsed_s
 
     spent = {"gpu": 0.0, "cpu": 0.0}
     bounds = [i for i, event in enumerate(events) if event["event"] in STARTS] + [len(events)]
@@ -279,7 +281,7 @@ def _chosen(outcomes: Sequence[Outcome], metric: str) -> tuple[str, str]:
         return monitors[0] if monitors else ("", "")
     known = list(dict.fromkeys(name for o in outcomes for values in o.metrics.values() for name in values))
     if metric not in known:
-        near = difflib.get_close_matches(metric, known, n=1, cutoff=0.0)
+        near = nearest(metric, known, always=True)
         there = f"Nearest: {near[0]}. There are: {', '.join(known)}." if known else "Nothing has been evaluated yet."
         raise UserError(f"--metric {metric}: no run of this sweep has it. {there}")
     return metric, dict(monitors).get(metric, "")
@@ -389,11 +391,6 @@ def _best_run(results: Results, row: Row) -> Path:
     return choose(counted, key=lambda o: o.metrics[results.splits[0]][results.metric]).element.run
 
 
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(f"{c:<{w}}" for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]
-
-
 # Files
 
 
@@ -426,7 +423,7 @@ def _csv(results: Results) -> str:
 
 def _plots(results: Results) -> Iterator[Any]:
     """Draw the metric over each option whose values are numbers: a point for each seed, mean and interval."""
-    from trainyard.train.report import Plot, figure, slug
+    from trainyard.report.figures import Plot, figure, slug
 
     if not results.splits:
         return
@@ -439,7 +436,7 @@ def _plots(results: Results) -> Iterator[Any]:
 
 
 def _drawing(results: Results, axis: str, split: str) -> Callable[["Axes"], None]:
-    from trainyard.train.report import MARKERS, SERIES
+    from trainyard.report.figures import MARKERS, SERIES
 
     series: dict[str, list[Row]] = {}
     for row in results.rows:

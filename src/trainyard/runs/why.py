@@ -7,10 +7,10 @@ from pathlib import Path
 
 import yaml  # type: ignore[import-untyped]
 
-from trainyard.launch.attempts import Attempt, first_fault, output_files, read_object, stderr_of, words
-from trainyard.launch.runs import CONFIG, RECORD
-from trainyard.launch.status import ACTIVE, Status, aligned, headline, next_command, resume_command, statuses
-from trainyard.train.console import format_duration
+from trainyard.runs.folder import CONFIG, ENV_FILE
+from trainyard.runs.history import Attempt, first_fault, output_files, read_object, stderr_of, words
+from trainyard.runs.status import ACTIVE, Status, headline, next_command, resume_command, statuses
+from trainyard.text import SCREEN_WIDTH, align_columns, format_duration
 
 _LAST_WORDS = 3
 
@@ -54,7 +54,7 @@ def _history(status: Status) -> list[str]:
     if not status.attempts:
         return []
     rows = [_row(attempt, _cause(attempt, status)) for attempt in status.attempts]
-    return ["attempts:", *aligned(rows, indent="  ")]
+    return ["attempts:", *align_columns(rows, indent="  ", width=SCREEN_WIDTH)]
 
 
 def _cause(attempt: Attempt, status: Status) -> str:
@@ -108,7 +108,7 @@ def _advice(status: Status) -> str:
 
 def _micro_batch_size(run: Path) -> int:
     """Return what a rank took at once in the last attempt, by the run's record; 1 if it did not come so far."""
-    choices = read_object(run / RECORD).get("choices", {})
+    choices = read_object(run / ENV_FILE).get("choices", {})
     return int(choices.get("micro_batch_size", {}).get("value", 1))
 
 

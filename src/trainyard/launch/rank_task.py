@@ -8,15 +8,18 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loguru import logger
 
+from trainyard.config import freeze, load_family, thaw
+from trainyard.data.prepare import StopAsked, is_packed, ready_data
 from trainyard.errors import UserError
+from trainyard.files import write_atomically
 from trainyard.hardware import (
     available_cores,
     compute_threads,
@@ -28,8 +31,8 @@ from trainyard.hardware import (
     why_no_gpu,
     why_no_kernels,
 )
-from trainyard.launch.config import freeze, load_family, thaw, write_atomically
-from trainyard.launch.runs import CONFIG, FlockRefused, RunLock, alone, record_error, update_record
+from trainyard.runs.folder import CONFIG, record_error, update_env
+from trainyard.runs.lock import RunLock
 from trainyard.settings import Duration, TrainConfig
 from trainyard.train.world import World, attempt_id, world_from
 
@@ -40,112 +43,13 @@ if TYPE_CHECKING:
 
     from trainyard.data.shards import ShardSet
     from trainyard.data.stage import Staged
-    from trainyard.train.engine import Job
-    from trainyard.train.record import Heartbeat
+    from trainyard.train.heartbeat import Heartbeat
+    from trainyard.train.run_context import RunContext
     from trainyard.train.stop import RuntimeLimit, StopFlag
 
 
-class StopAsked(Exception):
-    """Raised by a hook to leave what can be gone on with later."""
-
-
-def pack_raw(
-    config: TrainConfig,
-    raw: Path,
-    out: Path | None,
-    jobs_dir: Path,
-    *,
-    workers: int = 0,
-    shard_mib: int = 256,
-    hook: Callable[[], None] = lambda: None,
-) -> Path:
-    """Pack a folder of raw files, or finish packing it; return the folder of shards.
-
-    Args:
-        out: None: a folder under `data.cache` named after what is packed and how, so that a change of either makes
-            another data set and nothing is ever mixed.
-        workers: processes; 0: the cores this process may use.
-        hook: called now and then; what it raises stops the packing, which can be finished later.
-
-    Raises:
-        UserError: the raw folder is missing, holds nothing the job knows, or holds files that cannot be read.
-    """
-    from tqdm import tqdm
-
-    from trainyard.data.pack import listing_of, pack
-
-    if not raw.is_dir():
-        raise UserError(
-            f"{raw}: no such folder. Give the folder of raw files: data.path=FOLDER, or make run DATA=FOLDER"
-        )
-    family = load_family(jobs_dir, config.family, "pack")
-    meta = {
-        "family": config.family,
-        "fill": config.image.fill,
-        "rate_hz": config.sound.rate_hz,
-        "packing": _packing_options(config),
-    }
-    count, listing = listing_of(family.samples(raw, config), meta)
-    if not count:
-        raise UserError(
-            f"{raw}: holds no sample that {config.family} knows. What it expects: {jobs_dir / config.family}/README.md"
-        )
-    folder = out or Path(config.data.cache) / f"{config.family}-{listing[:12]}"
-
-    def progress(samples: int) -> None:
-        bar.update(samples)
-        hook()
-
-    with (
-        _first_come(folder),
-        tqdm(total=count, unit="sample", desc=f"packing {raw.name}", disable=None, leave=False) as bar,
-    ):
-        data = pack(
-            family.samples(raw, config),
-            folder,
-            meta=meta,
-            workers=workers or available_cores(),
-            skip_bad=config.data.on_error == "skip",
-            shard_mib=shard_mib,
-            learned=_learned(family, raw, config, folder),
-            progress=progress,
-        )
-    skipped = f", {data.skipped} unreadable left out" if data.skipped else ""
-    logger.info("packed {}: {} samples in {} shards{}", folder, data.count, len(data.shards), skipped)
-    data.close()
-    return folder
-
-
-def _learned(family: Any, raw: Path, config: TrainConfig, folder: Path) -> Mapping[str, str] | None:
-    """Return what the family learns from the training part before it packs; None if it has no `learn`."""
-    from trainyard.data.shards import INDEX, learned_of
-
-    if not hasattr(family, "learn"):
-        return None
-    learned: Mapping[str, str] = learned_of(folder) if (folder / INDEX).is_file() else family.learn(raw, config)
-    return learned
-
-
-def ready_data(config: TrainConfig, jobs_dir: Path, *, hook: Callable[[], None] = lambda: None) -> TrainConfig:
-    """Return the config with `data.path` pointing at packed shards: synthesized and packed now if need be.
-
-    Raises:
-        UserError: the job needs data and was given none, or what it was given cannot be packed.
-    """
-    if is_packed(config):
-        return config
-    raw = Path(config.data.path) if config.data.path else _synthetic(config, jobs_dir)
-    packed = pack_raw(config, raw, None, jobs_dir, hook=hook)
-    return replace(config, data=replace(config.data, path=str(packed)))
-
-
-def is_packed(config: TrainConfig) -> bool:
-    """Tell whether `data.path` holds shards."""
-    return bool(config.data.path) and (Path(config.data.path) / "index.h5").is_file()
-
-
 @dataclass(frozen=True)
-class Attempt:
+class RankTask:
     """One rank of one start of a submitted run: what submitit pickles. Everything else stands in the run's folder."""
 
     run: Path
@@ -167,7 +71,7 @@ class Attempt:
 
 
 def _report(run: Path) -> None:
-    from trainyard.train.report import write_report
+    from trainyard.report.run_page import write_report
 
     print(f"report: {write_report(run)}")
 
@@ -215,9 +119,9 @@ def _train(
     started: float,
 ) -> int:
     from trainyard.train import distributed
-    from trainyard.train.engine import fit
-    from trainyard.train.record import Heartbeat
+    from trainyard.train.heartbeat import Heartbeat
     from trainyard.train.stop import EXIT_CODES, RuntimeLimit
+    from trainyard.train.trainer import fit
 
     heartbeat = Heartbeat(run, attempt)
     try:
@@ -303,41 +207,6 @@ class _Notes:
             write_atomically(self._folder / f"left-{self._attempt}", f"{code}\n")
 
 
-def _synthetic(config: TrainConfig, jobs_dir: Path) -> Path:
-    """Return a folder of synthetic raw files, made now if it is not there."""
-    count, seed = config.data.synthetic, config.seed
-    if not count:
-        raise UserError(
-            f"{config.job} needs data: data.path=FOLDER, or make run JOB={config.job} DATA=FOLDER. "
-            f"What the folder should hold: {jobs_dir / config.family}/README.md"
-        )
-    raw = Path(config.data.cache) / f"{config.family}-synthetic-{count}-seed{seed}"
-    with _first_come(raw):
-        if not raw.is_dir():
-            logger.info("drawing {} synthetic samples into {}", count, raw)
-            load_family(jobs_dir, config.family, "pack").synthesize(raw, count=count, seed=seed)
-    return raw
-
-
-@contextmanager
-def _first_come(folder: Path) -> Iterator[None]:
-    """Let one process at a time make this folder: the runs of a sweep all find that it is missing."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with alone(folder.with_name(f".{folder.name}.guard")):
-            yield
-    except FlockRefused as error:
-        raise UserError(
-            f"{folder.parent}: this file system cannot keep two runs from making {folder.name} at once ({error}). "
-            "Pack once, by hand, to another place: trainyard pack JOB RAW OUT, then data.path=OUT"
-        ) from None
-
-
-def _packing_options(config: TrainConfig) -> dict[str, Any]:
-    packing = getattr(config, "packing", None)
-    return asdict(packing) if packing is not None else {}
-
-
 @contextmanager
 def _log(run: Path, world: World) -> Iterator[None]:
     """Send rank 0's lines to the run's log file too; other ranks say only what went wrong."""
@@ -371,15 +240,15 @@ def _job(
     heartbeat: "Heartbeat",
     lock: RunLock | None,
     environ: Mapping[str, str],
-) -> "Job":
+) -> "RunContext":
     """Decide everything that depends on this machine and on the data, and record each choice with its reason."""
     import torch
 
     from trainyard.data.loader import choose_decoder
     from trainyard.data.shards import ShardSet
     from trainyard.train import distributed, precision
-    from trainyard.train.engine import Job
     from trainyard.train.module import DataInfo
+    from trainyard.train.run_context import RunContext
 
     device = distributed.device_of(world)
     sm, name = _card(device)
@@ -413,7 +282,9 @@ def _job(
     module = load_family(jobs_dir, config.family, "module").build(config, info)
     decoding = config.data.threads or cores
     check_owner = lock.check if lock else lambda: None
-    return Job(config, module, data, splits, world, device, policy, decode, decoding, run, heartbeat, check_owner)
+    return RunContext(
+        config, module, data, splits, world, device, policy, decode, decoding, run, heartbeat, check_owner
+    )
 
 
 def _card(device: "torch.device") -> tuple[int | None, str]:
@@ -448,9 +319,9 @@ def _micro_batch(config: TrainConfig, world: World) -> _Choice:
 
 
 def _record(run: Path, choices: Mapping[str, _Choice], path: str, data: "ShardSet", sizes: Mapping[str, int]) -> None:
-    update_record(run, "choices", {name: asdict(choice) for name, choice in choices.items()})
-    update_record(run, "data", {"path": path, "fingerprint": data.fingerprint, "samples": data.count})
-    update_record(run, "data", {"skipped": data.skipped, "splits": dict(sizes)})
+    update_env(run, "choices", {name: asdict(choice) for name, choice in choices.items()})
+    update_env(run, "data", {"path": path, "fingerprint": data.fingerprint, "samples": data.count})
+    update_env(run, "data", {"skipped": data.skipped, "splits": dict(sizes)})
     for name, choice in choices.items():
         logger.info("{:<16} {}  ({})", name, choice.value, choice.reason)
     logger.info("{:<16} {}", "data", "  ".join(f"{name} {size}" for name, size in sizes.items()))

@@ -1,0 +1,151 @@
+"""From raw files, or from nothing, to packed shards: what a run needs before it can start."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from loguru import logger
+
+from trainyard.config import load_family
+from trainyard.errors import UserError
+from trainyard.files import FlockRefused, exclusive_lock
+from trainyard.hardware import (
+    available_cores,
+)
+from trainyard.settings import TrainConfig
+
+
+class StopAsked(Exception):
+    """Raised by a hook to leave what can be gone on with later."""
+
+
+def pack_raw(
+    config: TrainConfig,
+    raw: Path,
+    out: Path | None,
+    jobs_dir: Path,
+    *,
+    workers: int = 0,
+    shard_mib: int = 256,
+    hook: Callable[[], None] = lambda: None,
+) -> Path:
+    """Pack a folder of raw files, or finish packing it; return the folder of shards.
+
+    Args:
+        out: None: a folder under `data.cache` named after what is packed and how, so that a change of either makes
+            another data set and nothing is ever mixed.
+        workers: processes; 0: the cores this process may use.
+        hook: called now and then; what it raises stops the packing, which can be finished later.
+
+    Raises:
+        UserError: the raw folder is missing, holds nothing the job knows, or holds files that cannot be read.
+    """
+    from tqdm import tqdm
+
+    from trainyard.data.pack import listing_of, pack
+
+    if not raw.is_dir():
+        raise UserError(
+            f"{raw}: no such folder. Give the folder of raw files: data.path=FOLDER, or make run DATA=FOLDER"
+        )
+    family = load_family(jobs_dir, config.family, "pack")
+    meta = {
+        "family": config.family,
+        "fill": config.image.fill,
+        "rate_hz": config.sound.rate_hz,
+        "packing": _packing_options(config),
+    }
+    count, listing = listing_of(family.samples(raw, config), meta)
+    if not count:
+        raise UserError(
+            f"{raw}: holds no sample that {config.family} knows. What it expects: {jobs_dir / config.family}/README.md"
+        )
+    folder = out or Path(config.data.cache) / f"{config.family}-{listing[:12]}"
+
+    def progress(samples: int) -> None:
+        bar.update(samples)
+        hook()
+
+    with (
+        _first_come(folder),
+        tqdm(total=count, unit="sample", desc=f"packing {raw.name}", disable=None, leave=False) as bar,
+    ):
+        data = pack(
+            family.samples(raw, config),
+            folder,
+            meta=meta,
+            workers=workers or available_cores(),
+            skip_bad=config.data.on_error == "skip",
+            shard_mib=shard_mib,
+            learned=_learned(family, raw, config, folder),
+            progress=progress,
+        )
+    skipped = f", {data.skipped} unreadable left out" if data.skipped else ""
+    logger.info("packed {}: {} samples in {} shards{}", folder, data.count, len(data.shards), skipped)
+    data.close()
+    return folder
+
+
+def _learned(family: Any, raw: Path, config: TrainConfig, folder: Path) -> Mapping[str, str] | None:
+    """Return what the family learns from the training part before it packs; None if it has no `learn`."""
+    from trainyard.data.shards import INDEX, learned_of
+
+    if not hasattr(family, "learn"):
+        return None
+    learned: Mapping[str, str] = learned_of(folder) if (folder / INDEX).is_file() else family.learn(raw, config)
+    return learned
+
+
+def ready_data(config: TrainConfig, jobs_dir: Path, *, hook: Callable[[], None] = lambda: None) -> TrainConfig:
+    """Return the config with `data.path` pointing at packed shards: synthesized and packed now if need be.
+
+    Raises:
+        UserError: the job needs data and was given none, or what it was given cannot be packed.
+    """
+    if is_packed(config):
+        return config
+    raw = Path(config.data.path) if config.data.path else _synthetic(config, jobs_dir)
+    packed = pack_raw(config, raw, None, jobs_dir, hook=hook)
+    return replace(config, data=replace(config.data, path=str(packed)))
+
+
+def is_packed(config: TrainConfig) -> bool:
+    """Tell whether `data.path` holds shards."""
+    return bool(config.data.path) and (Path(config.data.path) / "index.h5").is_file()
+
+
+def _synthetic(config: TrainConfig, jobs_dir: Path) -> Path:
+    """Return a folder of synthetic raw files, made now if it is not there."""
+    count, seed = config.data.synthetic, config.seed
+    if not count:
+        raise UserError(
+            f"{config.job} needs data: data.path=FOLDER, or make run JOB={config.job} DATA=FOLDER. "
+            f"What the folder should hold: {jobs_dir / config.family}/README.md"
+        )
+    raw = Path(config.data.cache) / f"{config.family}-synthetic-{count}-seed{seed}"
+    with _first_come(raw):
+        if not raw.is_dir():
+            logger.info("drawing {} synthetic samples into {}", count, raw)
+            load_family(jobs_dir, config.family, "pack").synthesize(raw, count=count, seed=seed)
+    return raw
+
+
+@contextmanager
+def _first_come(folder: Path) -> Iterator[None]:
+    """Let one process at a time make this folder: the runs of a sweep all find that it is missing."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with exclusive_lock(folder.with_name(f".{folder.name}.guard")):
+            yield
+    except FlockRefused as error:
+        raise UserError(
+            f"{folder.parent}: this file system cannot keep two runs from making {folder.name} at once ({error}). "
+            "Pack once, by hand, to another place: trainyard pack JOB RAW OUT, then data.path=OUT"
+        ) from None
+
+
+def _packing_options(config: TrainConfig) -> dict[str, Any]:
+    packing = getattr(config, "packing", None)
+    return asdict(packing) if packing is not None else {}

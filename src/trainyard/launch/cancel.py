@@ -1,0 +1,78 @@
+"""Cancel runs, on Slurm and on this machine."""
+
+import contextlib
+import os
+import shlex
+import signal
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from trainyard.cluster import query as slurm
+from trainyard.cluster.query import SlurmError
+from trainyard.errors import UserError
+from trainyard.files import write_atomically
+from trainyard.runs.folder import short_name
+from trainyard.runs.history import CANCELLED
+from trainyard.runs.lock import Owner
+from trainyard.runs.status import ACTIVE, Status, describe_state, resume_command, statuses
+
+
+def cancel(runs: Sequence[Path]) -> list[str]:
+    """End runs for good, and say of each what was done. What they saved stays, and they can be resumed.
+
+    Raises:
+        UserError: none of them goes on, or one is out of reach from here; then none was ended.
+    """
+    found, _ = statuses(runs)
+    active = [status for status in found if status.state in ACTIVE]
+    if not active:
+        states = ", ".join(f"{short_name(status.run)} is {describe_state(status)}" for status in found[:5])
+        raise UserError(f"Nothing to cancel: {states}. What runs: trainyard status")
+    if unavailable_reasons := [status.slurm_unavailable_reason for status in active if status.slurm_unavailable_reason]:
+        raise UserError(f"Nothing was cancelled: {unavailable_reasons[0]} Cancel where that Slurm answers.")
+    local = [_owner_here(status) for status in active if not status.job]
+    _cancel_in_slurm([status for status in active if status.job])
+    for owner in local:
+        with contextlib.suppress(ProcessLookupError):  # it has left by itself meanwhile
+            os.kill(owner.pid, signal.SIGINT)
+    return [_cancelled(status) for status in found]
+
+
+def _owner_here(status: Status) -> Owner:
+    """Return the process of this host that writes to a run.
+
+    Raises:
+        UserError: it is on another host, or has not begun.
+    """
+    run, owner = status.run, status.folder.owner
+    if owner is None:
+        raise UserError(f"{run}: its process is starting. In a moment, type: trainyard cancel {shlex.quote(str(run))}")
+    if not owner.is_judged_here():
+        raise UserError(
+            f"{run}: process {owner.pid} on {owner.host} writes to it, which cannot be reached from here. "
+            f"Type there: kill -INT {owner.pid}"
+        )
+    return owner
+
+
+def _cancel_in_slurm(submitted: Sequence[Status]) -> None:
+    """Cancel jobs. The mark comes first: a batch script that sees its ranks leave must not start them again."""
+    marks = [status.run / CANCELLED for status in submitted]
+    for mark in marks:
+        write_atomically(mark, f"{datetime.now(UTC).isoformat(timespec='seconds')}\n")
+    try:
+        slurm.cancel([status.job for status in submitted])
+    except SlurmError:
+        for mark in marks:
+            mark.unlink()
+        raise
+
+
+def _cancelled(before: Status) -> str:
+    """Say what was done to a run that stood so."""
+    name = short_name(before.run)
+    if before.state not in ACTIVE:
+        return f"{name}: is {describe_state(before)}, so there is nothing to cancel."
+    did = f"cancelled job {before.job}" if before.job else "asked its process to save and leave"
+    return f"{name}: {did}. Go on: {resume_command(before)}"

@@ -1,0 +1,180 @@
+"""Everything that a run folder says about its training, read once, and what follows from it."""
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trainyard.errors import UserError
+from trainyard.runs.events import (
+    ENDS,
+    STARTS,
+    Line,
+    elapsed_s,
+    read_events,
+    read_metrics,
+)
+
+
+@dataclass(frozen=True)
+class RunStory:
+    """Everything a run folder holds, read once, and what follows from it."""
+
+    run: Path
+    config: str  # the text of config.yaml; empty if there is none
+    env: Mapping[str, Any]
+    train: list[Line]
+    evals: list[Line]
+    events: list[Line]
+
+    @classmethod
+    def read(cls, run: Path) -> "RunStory":
+        metrics = read_metrics(run)
+        return cls(
+            run=run,
+            config=_read_text(run / "config.yaml"),
+            env=_read_environment(run / "env.json"),
+            train=[line for line in metrics if line["kind"] == "train"],
+            evals=[line for line in metrics if line["kind"] == "eval"],
+            events=read_events(run),
+        )
+
+    @property
+    def job(self) -> str:
+        match = re.search(r"^job: *(\S+)", self.config, re.MULTILINE)
+        return match[1].strip("'\"") if match else self.run.absolute().parent.name
+
+    @property
+    def status(self) -> str:
+        known = [e for e in self.events if e.get("event") in STARTS + ENDS]
+        if not known:
+            return "not recorded"
+        last = known[-1]
+        if last["event"] in STARTS:
+            return "no end recorded: still running, or killed"
+        return describe_ending(last)
+
+    @property
+    def step(self) -> int:
+        return max((line["step"] for line in [*self.train, *self.evals, *self.current_events()]), default=0)
+
+    @property
+    def splits(self) -> list[str]:
+        return list(dict.fromkeys(str(line["split"]) for line in self.evals))
+
+    @property
+    def samples_per_s(self) -> float | None:
+        """Median over the lines; where there are several, without the first, which may hold compilation."""
+        rates = [line["samples_per_s"] for line in self.train if "samples_per_s" in line]
+        return float(np.median(rates[1:] or rates)) if rates else None
+
+    @property
+    def elapsed_s(self) -> float:
+        return elapsed_s([*self.train, *self.evals, *self.current_events()])
+
+    def current_events(self) -> list[Line]:
+        """The events of the history that stands: not those of steps that a later attempt took again."""
+        kept: list[Line] = []
+        for event in self.events:
+            if event.get("event") in STARTS:
+                kept = [e for e in kept if e["step"] <= event["step"]]
+            kept.append(event)
+        return kept
+
+    def started(self, key: str) -> Any:
+        """A field of the latest start or resume; None if it was not recorded."""
+        values = (e.get(key) for e in reversed(self.events) if e.get("event") in STARTS)
+        return next((value for value in values if value is not None), None)
+
+    def last(self, split: str) -> Line:
+        return next(line for line in reversed(self.evals) if str(line["split"]) == split)
+
+    def best(self) -> tuple[str, Line] | None:
+        """The metric that decides and its best evaluation; None if it is not named or never finite."""
+        monitor = self.started("monitor") or {}
+        name, split = str(monitor.get("metric")), str(monitor.get("split"))
+        of_split = [line for line in self.evals if str(line["split"]) == split]
+        finite = [line for line in of_split if math.isfinite(line.get(name, math.nan))]
+        if not finite:
+            return None
+        choose = max if monitor.get("mode") == "max" else min
+        return name, choose(finite, key=lambda line: line[name])
+
+    def time_spent_s(self) -> dict[str, float]:
+        """Seconds of the run by what they went to, adding up to `elapsed_s` if that was recorded."""
+        steps = np.diff([0, *(line["step"] for line in self.train)])
+        parts = {
+            "compute": _per_step_s(self.train, steps, "compute_ms"),
+            "data wait": _per_step_s(self.train, steps, "data_wait_ms"),
+            "evaluation": sum(line.get("seconds", 0.0) for line in self.evals),
+            "checkpoint": sum(e.get("seconds", 0.0) for e in self.current_events() if e.get("event") == "checkpoint"),
+        }
+        return parts | {"other": max(self.elapsed_s - sum(parts.values()), 0.0)}
+
+    def missing(self) -> list[str]:
+        """What a reader would look for and not find, in words."""
+        absent = {
+            "No training line yet.": not self.train,
+            "No evaluation yet.": not self.evals,
+            "The end of the run is not recorded: it is still running, or it was killed.": not any(
+                e.get("event") in ENDS for e in self.events
+            ),
+            "env.json is absent: the environment and the automatic choices are not recorded.": not self.env,
+            "config.yaml is absent: the options are not recorded.": not self.config,
+        }
+        return [text for text, is_absent in absent.items() if is_absent]
+
+
+def describe_ending(event: Line) -> str:
+    reason = event.get("reason") if event["event"] != "done" else None
+    return f"{event['event']} ({reason})" if reason else str(event["event"])
+
+
+def _per_step_s(lines: Sequence[Line], steps: np.ndarray, key: str) -> float:
+    return float(sum(n * line.get(key, 0.0) for n, line in zip(steps, lines, strict=True)) / 1000)
+
+
+def _read_text(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+
+
+def _read_environment(path: Path) -> Mapping[str, Any]:
+    try:
+        env = json.loads(_read_text(path) or "{}")
+    except ValueError as error:
+        raise UserError(f"{path}: expected JSON, found {error}. Restore it, or remove it to go without.") from error
+    if not isinstance(env, dict):
+        raise UserError(f"{path}: expected a JSON object. Restore it, or remove it to go without.")
+    return env
+
+
+def metric_names(line: Line) -> list[str]:
+    """Names of the metrics of an evaluation, in its order; the ends of an interval go with their metric."""
+    fixed = {"kind", "step", "epoch", "split", "seconds", "elapsed_s"}
+    names = [key for key, value in line.items() if key not in fixed and isinstance(value, int | float)]
+    ends = {end for name in names for end in interval_names(name) if has_interval(line, name)}
+    return [name for name in names if name not in ends]
+
+
+def all_metric_names(lines: Iterable[Line]) -> list[str]:
+    return list(dict.fromkeys(name for line in lines for name in metric_names(line)))
+
+
+def interval_names(name: str) -> tuple[str, str]:
+    return f"{name}_low", f"{name}_high"
+
+
+def has_interval(line: Line, name: str) -> bool:
+    return all(isinstance(line.get(end), int | float) for end in interval_names(name))
+
+
+def time_shares(story: RunStory) -> list[tuple[str, float, float]]:
+    """(what, seconds, percent of the run) for each part; empty if nothing was timed."""
+    spent = story.time_spent_s()
+    whole = sum(spent.values())
+    return [(name, seconds, 100 * seconds / whole) for name, seconds in spent.items()] if whole else []

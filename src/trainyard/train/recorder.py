@@ -1,0 +1,171 @@
+"""The one writer of a run's metrics and events; it feeds the trackers, too. The schema: runs/events.py."""
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+
+from trainyard.errors import UserError
+from trainyard.files import write_atomically
+from trainyard.runs.events import EVENTS_FILE, KINDS, METRICS_FILE, Line, elapsed_s, read_lines
+from trainyard.train.trackers import open_tracker
+
+
+class Recorder:
+    """The only writer of a run's metrics and events. One per run folder, on rank 0."""
+
+    def __init__(
+        self,
+        run: Path,
+        *,
+        trackers: Sequence[str],
+        config: Mapping[str, object],
+        resume_at: int | None,
+        check_owner: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Open both files for appending, and the trackers.
+
+        Args:
+            run: the run folder; it exists.
+            trackers: any of "tensorboard", "wandb" (offline) and "mlflow" (local files); all write inside `run`.
+            config: what the trackers show as the run's options; may be nested.
+            resume_at: step of the checkpoint that training goes on from, after `rewind`; None for a new run, and
+                for one that left no checkpoint and starts over, after `rewind(run, 0)`.
+            check_owner: called before each write; raises if another process has taken over the run.
+
+        Raises:
+            UserError: a tracker is unknown or not installed, or a new run finds another one's metrics.
+        """
+        for path in (run / METRICS_FILE, run / EVENTS_FILE):
+            _drop_torn_tail(path)
+        kept = read_lines(run / METRICS_FILE)
+        if resume_at is None and kept:
+            raise UserError(
+                f"{run / METRICS_FILE}: expected no metrics in the folder of a new run, found {len(kept)} "
+                f"lines. Resume that run, or start in another folder."
+            )
+        assert all(line["step"] <= (resume_at or 0) for line in kept), "rewind before recording"
+        self._exporters = [open_tracker(name, run, config, resume_at) for name in trackers]
+        for line in kept:
+            if line["step"] == resume_at:  # they drop this step too: it may be recorded partly before the checkpoint
+                self._export(line["kind"], line["step"], line)
+        before = [*kept, *(e for e in read_lines(run / EVENTS_FILE) if e["step"] <= (resume_at or 0))]
+        self._elapsed_before_s = elapsed_s(before) if resume_at is not None else 0.0
+        self._started_s = time.monotonic()
+        self._check_owner = check_owner
+        self._metrics = (run / METRICS_FILE).open("ab")
+        self._events = (run / EVENTS_FILE).open("ab")
+
+    def log(self, kind: str, step: int, values: Mapping[str, object]) -> None:
+        """Write one line to disk and to the trackers.
+
+        Args:
+            kind: "train", "eval" (with `split` among the values) or "event" (with `event` among them).
+            step: optimizer steps done.
+            values: numbers, text, or lists and mappings of text and finite numbers. Not `elapsed_s`: it is
+                stamped here, seconds of running over all attempts, without what a resume threw away.
+
+        Raises:
+            ValueError: a number inside a list or mapping is not finite; nothing was written.
+        """
+        assert kind in KINDS, kind
+        assert not {"kind", "step", "elapsed_s"} & values.keys(), "these are stamped by the recorder"
+        line: Line = {"kind": kind, "step": step, **values, "elapsed_s": self._elapsed_now_s()}
+        if kind == "event":
+            line["time"] = datetime.now(UTC).isoformat(timespec="seconds")
+        self._check_owner()
+        file = self._events if kind == "event" else self._metrics
+        file.write(_encode(line))
+        file.flush()
+        self._export(kind, step, values)
+
+    def position(self) -> int:
+        """Return the length of `metrics.jsonl` in bytes, all on disk. A checkpoint keeps it for `rewind`."""
+        self._check_owner()
+        for exporter in self._exporters:
+            exporter.flush()
+        self._metrics.flush()
+        os.fsync(self._metrics.fileno())
+        return self._metrics.tell()
+
+    @staticmethod
+    def rewind(run: Path, offset: int) -> None:
+        """Drop the metrics written after the checkpoint that stored `offset`.
+
+        A kill at any point leaves the old file or the new one.
+
+        Raises:
+            UserError: the file is shorter than `offset`, or no line ends there.
+        """
+        path = run / METRICS_FILE
+        data = path.read_bytes() if path.exists() else b""
+        kept = data[:offset]
+        if len(kept) < offset or (kept and not kept.endswith(b"\n")):
+            raise UserError(
+                f"{path}: expected a line to end at byte {offset}, where the checkpoint says it did; the file "
+                f"has {len(data)} bytes and was changed since. Put the original back, or start a new run."
+            )
+        if kept != data:
+            write_atomically(path, kept)
+
+    def close(self) -> None:
+        """Close the files and finish the trackers."""
+        self._metrics.close()
+        self._events.close()
+        for exporter in self._exporters:
+            exporter.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _elapsed_now_s(self) -> float:
+        return round(self._elapsed_before_s + time.monotonic() - self._started_s, 3)
+
+    def _export(self, kind: str, step: int, values: Mapping[str, object]) -> None:
+        for exporter in self._exporters:
+            exporter.log(kind, step, values)
+
+
+# --- Trackers ---------------------------------------------------------------------------------------------
+
+
+# --- Heartbeat --------------------------------------------------------------------------------------------
+
+
+# --- Files ------------------------------------------------------------------------------------------------
+
+
+def _encode(line: Line) -> bytes:
+    plain = {key: value.item() if isinstance(value, np.generic) else value for key, value in line.items()}
+    nonfinite = {k: str(v) for k, v in plain.items() if isinstance(v, float) and not math.isfinite(v)}
+    if nonfinite:
+        plain |= dict.fromkeys(nonfinite) | {"nonfinite": nonfinite}
+    return json.dumps(plain, allow_nan=False).encode() + b"\n"
+
+
+def _drop_torn_tail(path: Path) -> None:
+    """Cut what a killed writer left after the last whole line, so that the next line begins on its own."""
+    data = path.read_bytes() if path.exists() else b""
+    end = data.rfind(b"\n") + 1
+    if end < len(data):
+        os.truncate(path, end)
+
+
+def write_exhibits(run: Path, split: str, exhibits: Mapping[str, bytes]) -> None:
+    """Keep plots and pictures of one scored set, title -> PNG, for the report: `exhibits/SPLIT - TITLE.png`."""
+    folder = run / "exhibits"
+    folder.mkdir(exist_ok=True)
+    for title, png in exhibits.items():
+        write_atomically(folder / f"{split} - {title.replace('/', '_')}.png", png)

@@ -1,0 +1,85 @@
+"""What a run is made of once everything is decided, and what follows from it: its order, its length, its loader."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from trainyard.data import order
+from trainyard.data.loader import Loader
+from trainyard.data.shards import ShardSet
+from trainyard.errors import UserError
+from trainyard.hardware import Precision
+from trainyard.settings import Duration, TrainConfig
+from trainyard.train.heartbeat import Heartbeat
+from trainyard.train.module import TrainModule
+from trainyard.train.world import World
+
+TRAIN, VALIDATION = "train", "val"
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """All that a run is made of, once decided."""
+
+    config: TrainConfig
+    module: TrainModule
+    data: ShardSet
+    splits: Mapping[str, np.ndarray]  # sample ids of "train", "val" (may be absent) and test sets by their names
+    world: World
+    device: torch.device
+    precision: Precision
+    decode: str
+    threads: int  # decoding threads of this rank
+    run: Path
+    heartbeat: Heartbeat
+    check_owner: Callable[[], None]  # raises if another process has taken over the run
+
+
+def epoch_order(job: RunContext, epoch: int) -> order.EpochOrder:
+    """Return the order of an epoch: a pure function of the config and of the data's columns."""
+    config, ids = job.config, job.splits[TRAIN]
+    if not len(ids):
+        raise UserError(f"No sample is left to train on, of {job.data.count} in {job.data.folder}.")
+    if config.data.order == "shuffle":
+        return order.shuffle(ids, seed=config.seed, epoch=epoch, global_batch_size=config.global_batch_size)
+    name = config.data.order_by
+    if name not in job.data.columns:
+        raise UserError(f"data.order_by={name}: the data have {', '.join(job.data.columns)}.")
+    values = job.data.columns[name][ids]
+    if config.data.order == "buckets":
+        return order.buckets(ids, values, seed=config.seed, epoch=epoch, global_batch_size=config.global_batch_size)
+    return order.pxk(
+        ids,
+        values,
+        samples_per_identity=config.data.samples_per_identity,
+        seed=config.seed,
+        epoch=epoch,
+        global_batch_size=config.global_batch_size,
+    )
+
+
+def total_steps(config: TrainConfig, steps_per_epoch: int) -> int | None:
+    """Return the optimizer steps of the whole run, None where time ends it."""
+    length = Duration.parse(config.max_duration)
+    return None if length.unit == "min" else length.steps(steps_per_epoch)
+
+
+def make_loader(job: RunContext) -> Loader:
+    config = job.config
+    return Loader(
+        job.data,
+        settings=config.data,
+        image=config.image,
+        sound=config.sound,
+        augmentation=config.augment,
+        seed=config.seed,
+        rank=job.world.rank,
+        world_size=job.world.world_size,
+        device=job.device,
+        threads=job.threads,
+        channels_last=job.precision.channels_last,
+        decode=job.decode,
+    )
