@@ -133,5 +133,6 @@ lock: setup ## resolve containers/*.in anew into *.lock, from PyPI alone
 			--no-header --only-binary :all: --no-binary antlr4-python3-runtime \
 			--python-version 3.11 --python-platform x86_64-manylinux_2_28; done
 
-clean: ## delete runs/ and data/; keeps the environment
-	rm -rf runs data
+clean: ## delete runs/ and data/, after asking; keeps the environment
+	@du -sh runs data 2>/dev/null || true; read -r -p "Delete these, runs and checkpoints included? [y/N] " answer || true; \
+		if [ "$${answer:-n}" = y ]; then rm -rf runs data; else echo "Nothing was deleted."; fi

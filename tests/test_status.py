@@ -15,7 +15,7 @@ from tests.training import new_run, start, train, wait_for_lines
 from trainyard import cli
 from trainyard.errors import UserError
 from trainyard.launch.cancel import cancel
-from trainyard.runs.history import CAUSES
+from trainyard.runs.state import describe_cause
 from trainyard.runs.status import next_command, overview, pending_reason, statuses, table
 
 LONG = ("max_duration=10000ep", "eval_every=10000ep")
@@ -187,7 +187,7 @@ def test_a_job_that_slurm_did_not_start_again_as_it_was_asked_says_so(folder):
     [
         (85, "preempted", "stopped"),
         (85, "time_limit", "stopped"),
-        (87, "asked", "stopped"),
+        (87, "interrupted", "stopped"),
         (86, "max_runtime", "stopped"),
         (2, "user_error", "failed"),
         (1, "crash", "failed"),
@@ -204,7 +204,7 @@ def test_a_job_that_slurm_has_forgotten_is_judged_by_its_last_attempt(folder, co
         folder.status(in_slurm("FAILED")),
     ):
         assert (status.state, status.cause) == (state, cause)
-        assert CAUSES[cause] in status.detail
+        assert describe_cause(cause) in status.detail
 
 
 def test_a_forgotten_job_without_an_end_is_lost_unless_we_cancelled_it(folder):
@@ -264,9 +264,9 @@ def test_a_submitted_run_that_was_resumed_outside_slurm_is_judged_by_that(folder
     folder.event(NOW - 7990, "start", 0, world_size=8, host="a100-0")
     folder.end(NOW - 7000, 1, "crash", "stop")
     folder.event(NOW - 500, "resume", 40, attempt=f"local-{int(NOW - 510)}", world_size=1, host="desk")
-    folder.event(NOW - 400, "stop", 60, reason="asked")
+    folder.event(NOW - 400, "stop", 60, reason="interrupted")
     status = folder.status(in_slurm("FAILED"))
-    assert (status.state, status.cause, status.job, status.gpus) == ("stopped", "asked", "", 1)
+    assert (status.state, status.cause, status.job, status.gpus) == ("stopped", "interrupted", "", 1)
     assert [attempt.job for attempt in status.attempts] == ["12", ""]
     folder.submit("15", NOW - 100)
     assert folder.status(in_slurm("PENDING", job="15")).state == "waiting"
@@ -318,10 +318,10 @@ def test_a_start_that_names_no_attempt_belongs_to_none_and_hides_no_other_run(tm
     torn.event(NOW - 300, "resume", 10, attempt=f"local-{int(NOW - 310)}")
     torn.event(NOW - 200, "stop", 20, reason="asked")
     whole.event(NOW - 100, "start", 0, attempt=f"local-{int(NOW - 110)}")
-    whole.event(NOW - 90, "stop", 5, reason="asked")
+    whole.event(NOW - 90, "stop", 5, reason="interrupted")
     (first, second), _ = statuses([torn.run, whole.run])
     assert [attempt.steps for attempt in first.attempts] == [(10, 20)]
-    assert (second.state, second.cause) == ("stopped", "asked")
+    assert (second.state, second.cause) == ("stopped", "interrupted")
 
 
 def test_a_line_torn_by_a_crash_is_passed_over_wherever_it_stands(folder):
@@ -466,9 +466,9 @@ def test_a_run_here_is_running_then_stopped_when_asked_then_done(tmp_path):
     process.join(60)
     assert process.exitcode == 87
     (status,), _ = statuses([run])
-    assert (status.state, status.cause) == ("stopped", "asked")
+    assert (status.state, status.cause) == ("stopped", "interrupted")
     assert status.attempts[0].steps == (0, status.step)
-    with pytest.raises(UserError, match=r"Nothing to cancel: stripes/\S+ is stopped \(asked to stop\)"):
+    with pytest.raises(UserError, match=r"Nothing to cancel: stripes/\S+ is stopped \(interrupted by a person\)"):
         cancel([run])
 
 

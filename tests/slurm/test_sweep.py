@@ -18,7 +18,8 @@ from trainyard.report import sweep_page as results
 from trainyard.report.sweep_page import mean_of
 from trainyard.runs import folder as runs
 from trainyard.runs import sweep_file
-from trainyard.runs.status import ACTIVE, statuses
+from trainyard.runs.state import ACTIVE
+from trainyard.runs.status import statuses
 
 pytestmark = pytest.mark.slurm
 

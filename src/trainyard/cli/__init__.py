@@ -19,13 +19,12 @@ from trainyard.errors import UserError
 from trainyard.hardware import set_openmp_wait_policy
 from trainyard.runs import folder as runs
 from trainyard.runs.lock import RunLock, release
+from trainyard.runs.state import ExitCode
 from trainyard.settings import TrainConfig
 from trainyard.tools import bench
 
 if TYPE_CHECKING:
     from trainyard.train import checkpoint
-
-_FAILED, _USER_ERROR = 1, 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except UserError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return _USER_ERROR
+        return ExitCode.USER_ERROR
     except KeyboardInterrupt:
         print("Interrupted. Nothing half-written is left; the same command goes on from what is done.", file=sys.stderr)
         return 130
@@ -186,9 +185,9 @@ def _train(run: Path, args: argparse.Namespace, count: int) -> int:
 
 def _tell(run: Path, code: int) -> None:
     from trainyard.report.run_page import summary_text, write_report
-    from trainyard.train.stop import EXIT_CODES, EXIT_DONE
+    from trainyard.train.stop import EXIT_CODES
 
-    if code == EXIT_DONE:
+    if code == ExitCode.DONE:
         job = run.parent.name
         report = write_report(run)
         after = [f"open {report}", f"trainyard ckpt export {run} {job}.safetensors", f"trainyard options {job}"]
@@ -327,7 +326,7 @@ def _verify(args: argparse.Namespace) -> int:
             damaged += 1
             print(f"{damage.shard}: {damage.what}: {damage.reason}")
     print(f"{args.data}: {'all records are as they were packed' if not damaged else f'{damaged} damaged'}")
-    return _FAILED if damaged else 0
+    return ExitCode.FAILED if damaged else 0
 
 
 # ckpt, report
@@ -356,7 +355,7 @@ def _ckpt(args: argparse.Namespace) -> int:
         damaged += problem is not None
         best = " best" if (entry.meta.get("best") or {}).get("step") == entry.step else ""
         print(f"{entry.path.name}  {entry.bytes / 2**20:9.1f} MiB  {problem or 'ok'}{best}")
-    return _FAILED if damaged else 0
+    return ExitCode.FAILED if damaged else 0
 
 
 def _export(run: Path, entries: "list[checkpoint.Entry]", args: argparse.Namespace) -> int:

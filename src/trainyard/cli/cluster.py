@@ -19,6 +19,7 @@ from trainyard.launch import cancel, submit
 from trainyard.launch import sweep as sweeps
 from trainyard.runs import folder as runs
 from trainyard.runs import lock, logs, status, sweep_file
+from trainyard.runs.state import ACTIVE
 from trainyard.runs.why import why
 from trainyard.settings import TrainConfig
 from trainyard.text import nearest_hint
@@ -214,7 +215,7 @@ def _fits_slurm(plan: submit.Plan) -> None:
 def refuse_if_busy(found: Sequence[Path]) -> None:
     """Raise a UserError if Slurm still holds one of these runs."""
     for known in status.statuses(found)[0]:
-        if known.state in status.ACTIVE:
+        if known.state in ACTIVE:
             raise UserError(f"{known.run}: is {known.state} as job {known.job}. Look: trainyard status {known.run}")
 
 

@@ -3,7 +3,8 @@
 # The batch script sources this outside any image, so it needs bash and Slurm's commands only. It judges why the attempt
 # before this one ended, keeps the budgets, and asks Slurm to start the job again where that helps.
 #
-# reads   TRAINYARD_RUN (folder), TRAINYARD_LIMITS ("crash=2 time_limit=100 ..."), TRAINYARD_SIGNAL_S, SLURM_*
+# reads   TY_DONE, TY_FAILED, TY_USER_ERROR, ... (runs/state.py; `submit` sets them in a line before this file)
+#         TRAINYARD_RUN (folder), TRAINYARD_LIMITS ("crash=2 time_limit=100 ..."), TRAINYARD_SIGNAL_S, SLURM_*
 #         slurm/left-<attempt> (the code the ranks agreed on), slurm/signal-<attempt> (the first signal they noticed)
 # writes  slurm/attempts.jsonl: a line for each start and each end
 # exports TRAINYARD_ATTEMPT ("<job>-<restarts>"), OMP_WAIT_POLICY (hardware.py says why; a value from outside stays)
@@ -38,17 +39,17 @@ ty_end() { # CODE of srun
     if [ -s "$ty_notes/left-$TRAINYARD_ATTEMPT" ]; then
         code=$(<"$ty_notes/left-$TRAINYARD_ATTEMPT")
     elif [ "$code" -eq 0 ]; then
-        code=1 # srun also returns 0 when its node is set down: only the ranks can say that they are done
+        code=$TY_FAILED # srun also returns 0 when its node is set down: only the ranks can say that they are done
     fi
     case $code in
-        0) ty_stop "$ty_number" 0 "done" "" ;;
-        2) ty_stop "$ty_number" 2 user_error "it would happen again" ;;
-        86) ty_stop "$ty_number" 86 max_runtime "max_runtime is over" ;;
-        87) ty_stop "$ty_number" 87 asked "SIGINT" ;;
+        "$TY_DONE") ty_stop "$ty_number" "$code" "done" "" ;;
+        "$TY_USER_ERROR") ty_stop "$ty_number" "$code" user_error "it would happen again" ;;
+        "$TY_MAX_RUNTIME") ty_stop "$ty_number" "$code" max_runtime "max_runtime is over" ;;
+        "$TY_INTERRUPTED") ty_stop "$ty_number" "$code" interrupted "SIGINT" ;;
     esac
     # Preempted, cancelled, out of time: Slurm has decided already, and the next attempt, if any, writes down what it was.
     [ "$(ty_state)" = RUNNING ] || exit "$code"
-    if [ "$code" -ne 85 ]; then
+    if [ "$code" -ne "$TY_PREEMPTED" ]; then
         ty_restart "$code" crash "$(ty_how "$code")"
     elif ty_limit_is_near; then
         ty_restart "$code" time_limit "saved before the limit"

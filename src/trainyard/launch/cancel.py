@@ -15,7 +15,8 @@ from trainyard.files import write_atomically
 from trainyard.runs.folder import short_name
 from trainyard.runs.history import CANCELLED
 from trainyard.runs.lock import Owner
-from trainyard.runs.status import ACTIVE, Status, describe_state, resume_command, statuses
+from trainyard.runs.state import ACTIVE
+from trainyard.runs.status import Status, describe_state, resume_command, statuses
 
 
 def cancel(runs: Sequence[Path]) -> list[str]:

@@ -33,6 +33,7 @@ from trainyard.hardware import (
 )
 from trainyard.runs.folder import CONFIG, record_error, update_env
 from trainyard.runs.lock import RunLock
+from trainyard.runs.state import ExitCode
 from trainyard.settings import Duration, TrainConfig
 from trainyard.train.world import World, attempt_id, world_from
 
@@ -83,12 +84,12 @@ def execute(run: Path, jobs_dir: Path, *, environ: Mapping[str, str], started: f
         started: when the session began, seconds since the epoch: `max_runtime` counts from there.
 
     Returns:
-        The exit code: `train.stop.EXIT_CODES`.
+        The exit code: `ExitCode`.
 
     Raises:
         UserError: what was asked for cannot be done; the message says why.
     """
-    from trainyard.train.stop import EXIT_USER_ERROR, StopFlag
+    from trainyard.train.stop import StopFlag
 
     world, attempt = world_from(environ), attempt_id(environ, started=started)
     notes = _Notes(run, attempt, written="TRAINYARD_ATTEMPT" in environ)
@@ -100,7 +101,7 @@ def execute(run: Path, jobs_dir: Path, *, environ: Mapping[str, str], started: f
         except BaseException as error:
             record_error(run, error, attempt=attempt, rank=world.rank)
             if isinstance(error, UserError):
-                notes.left(EXIT_USER_ERROR)
+                notes.left(ExitCode.USER_ERROR)
             raise
     if world.is_main:
         notes.left(code)

@@ -1,7 +1,7 @@
 """Turns a resource request into a Slurm job: the plan a person sees, the batch script, the submission.
 
-submitit writes the script, pickles `rank_task.RankTask` and calls sbatch; attempt.sh, copied beside it, is the script's own
-judgement of how an attempt ended. Loads no torch: submitting takes a fraction of a second.
+submitit writes the script, pickles `rank_task.RankTask` and calls sbatch; a copy of attempt.sh judges, from
+within the script, how an attempt ended. Loads no torch: submitting takes a fraction of a second.
 """
 
 import contextlib
@@ -25,6 +25,7 @@ from trainyard.files import write_atomically, write_json
 from trainyard.hardware import Precision, gpu_of_key, image_target, precision_for
 from trainyard.launch.rank_task import RankTask
 from trainyard.runs.folder import SUBMISSION
+from trainyard.runs.state import exit_codes_for_shell
 from trainyard.settings import TrainConfig
 from trainyard.text import nearest_hint
 
@@ -167,6 +168,11 @@ def snapshot_code(jobs_dir: Path, into: Path) -> Code:
     return Code(into, into / jobs_dir.resolve().name)
 
 
+def attempt_script() -> str:
+    """Return attempt.sh as a batch script sources it: behind a line that sets the exit codes."""
+    return exit_codes_for_shell() + (_PACKAGE / "launch" / "attempt.sh").read_text()
+
+
 def can_start(code: Code) -> bool:
     """Tell whether a snapshot of code holds what `submit` pickles by name: one of an earlier version may not."""
     return (code.folder / _PACKAGE.name / "launch" / "rank_task.py").is_file()
@@ -196,7 +202,7 @@ def submit(plan: Plan, runs: Sequence[Path], *, folder: Path, code: Code, parall
 
     check_paths(plan.cluster, [*runs, folder, code.folder])
     folder.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(_PACKAGE / "launch" / "attempt.sh", folder / "attempt.sh")
+    (folder / "attempt.sh").write_text(attempt_script())
     if len(runs) > 1:
         write_atomically(_array_list(folder, runs), "".join(f"{run}\n" for run in runs))
     before = set(folder.iterdir())

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainyard.errors import UserError
 from trainyard.files import write_atomically
-from trainyard.runs.status import ACTIVE
+from trainyard.runs.state import ACTIVE, State
 from trainyard.runs.sweep_file import Element, Sweep
 from trainyard.text import align_columns, nearest
 
@@ -61,7 +61,7 @@ class Outcome:
 
     def lacks(self, metric: str, splits: Iterable[str]) -> str:
         """Return why the run is in no mean of this metric; empty if it is."""
-        if self.state != "done":
+        if self.state != State.DONE:
             return self.state
         missing = [s for s in splits if not math.isfinite(self.metrics.get(s, {}).get(metric, math.nan))]
         return f"{metric} on {missing[0]} is not a finite number" if missing else ""
@@ -135,7 +135,7 @@ def collect(sweep: Sweep, state_by_run: Mapping[Path, str], *, metric: str = "")
     """
     outcomes = [_outcome(element, state_by_run[element.run]) for element in sweep.elements]
     metric, mode = _chosen(outcomes, metric)
-    done = [outcome for outcome in outcomes if outcome.state == "done"]
+    done = [outcome for outcome in outcomes if outcome.state == State.DONE]
     splits = list(dict.fromkeys(s for o in done for s, values in o.metrics.items() if metric in values))
     groups: dict[tuple[str, ...], list[Outcome]] = {}
     for outcome in outcomes:
@@ -227,7 +227,7 @@ def _outcome(element: Element, state: str) -> Outcome:
     lines = read_metrics(element.run)
     starts = [event for event in events if event["event"] in STARTS]
     monitor = Monitor(**starts[-1]["monitor"]) if starts else None
-    metrics = _metrics([line for line in lines if line["kind"] == "eval"], monitor, finished=state == "done")
+    metrics = _metrics([line for line in lines if line["kind"] == "eval"], monitor, finished=state == State.DONE)
     hours = _hours(events, lines)
     return Outcome(element, state, monitor, metrics, hours["gpu"], hours["cpu"])
 
@@ -369,14 +369,14 @@ def _costs(results: Results, outcomes: Iterable[Outcome]) -> list[str]:
 def _notices(results: Results) -> Iterator[list[str]]:
     """Yield run, reason and what tells more, for each run that is in no mean."""
     for outcome, reason in results.left_out():
-        verb = "status" if outcome.state in ACTIVE else "report" if outcome.state == "done" else "why"
+        verb = "status" if outcome.state in ACTIVE else "report" if outcome.state == State.DONE else "why"
         yield [" ".join(outcome.element.overrides), reason, f"trainyard {verb} {outcome.element.run}"]
 
 
 def _next_commands(results: Results) -> list[str]:
     name, best = results.sweep.name, results.best
     commands = [f"open {results.sweep.folder / PAGE}"]
-    if any(outcome.state not in ("done", *ACTIVE) for outcome in results.outcomes):
+    if any(outcome.state not in (State.DONE, *ACTIVE) for outcome in results.outcomes):
         commands.append(f"trainyard sweep --continue {name}")
     if any(outcome.state in ACTIVE for outcome in results.outcomes):
         commands.append(f"trainyard results {name}")

@@ -18,6 +18,7 @@ from trainyard.config import freeze
 from trainyard.environment import NO_VARIABLES, THIS_CODE, checkout_of, environment_beside
 from trainyard.errors import NotFinite, UserError
 from trainyard.files import DISK_FULL, write_json
+from trainyard.runs.state import Cause
 from trainyard.settings import TrainConfig
 from trainyard.text import join_names, nearest
 
@@ -125,24 +126,24 @@ def record_error(run: Path, error: BaseException, *, attempt: str, rank: int) ->
     return path
 
 
-def cause_of(error: BaseException) -> str:
+def cause_of(error: BaseException) -> Cause:
     """Return the kind of a failure in one word; torch's errors are known by name, because torch may be missing."""
     name, text = type(error).__name__, str(error)
     if isinstance(error, NotFinite):
-        return "not_finite"
+        return Cause.NOT_FINITE
     if isinstance(error, OSError) and error.errno in DISK_FULL:
-        return "disk_full"
+        return Cause.DISK_FULL
     if isinstance(error, UserError):
-        return "user_error"
+        return Cause.USER_ERROR
     if isinstance(error, KeyboardInterrupt):
-        return "asked"
+        return Cause.INTERRUPTED
     if name == "OutOfMemoryError":
-        return "device_oom"
+        return Cause.DEVICE_OOM
     if isinstance(error, MemoryError) or "DefaultCPUAllocator: can't allocate memory" in text:
-        return "host_oom"
+        return Cause.HOST_OOM
     if name.startswith("Dist") or any(sign in text for sign in _LOST_PEER):
-        return "lost_peer"
-    return "bug"
+        return Cause.LOST_PEER
+    return Cause.BUG
 
 
 _LOST_PEER = (

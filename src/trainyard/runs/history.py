@@ -14,40 +14,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainyard.errors import UserError
+from trainyard.runs.events import ENDS, STARTS
 from trainyard.runs.folder import SUBMISSION
 from trainyard.runs.lock import LOCK, Owner, read_owner
+from trainyard.runs.state import Cause, read_cause
 
 CANCELLED = "slurm/cancelled"
 """The mark of our own `cancel` in the folder of a run."""
 
-CAUSES = {
-    "preempted": "preempted",
-    "time_limit": "time limit",
-    "node_failure": "node lost",
-    "crash": "crashed",
-    "device_oom": "out of memory on the GPU",
-    "host_oom": "out of memory on the host",
-    "not_finite": "NaN or infinite gradients",
-    "disk_full": "disk full",
-    "lost_peer": "another rank was lost",
-    "bug": "an error in the code",
-    "user_error": "your mistake",
-    "asked": "asked to stop",
-    "cancelled": "cancelled",
-    "max_runtime": "max_runtime reached",
-    "held": "held in the queue until somebody releases it",
-    "never_starts": "cannot start as it was submitted",
-    "no_progress": "no progress: attempts without a new checkpoint",
-    "budget": "budget of attempts used up",
-}
-"""Why a run does not go on, in words. One more is made of its number: "signal 9"."""
-
 Object = dict[str, Any]
-
-
-def words(cause: str) -> str:
-    """Return a cause as people read it."""
-    return f"killed by {cause}" if cause.startswith("signal ") else CAUSES.get(cause, cause)
 
 
 @dataclass(frozen=True)
@@ -58,7 +33,7 @@ class Attempt:
     start: float
     end: float | None  # the last that was seen of it, where it was ended from outside; None while it runs
     nodes: str
-    cause: str  # see CAUSES, or "done"; "" if it did not say
+    cause: str  # a `Cause`, "signal <n>", or "done"; "" if it did not say
     world_size: int | None  # None: it did not come so far as to train
     steps: tuple[int, int] | None  # first, and last that was written down
     job: str = ""  # "" if no scheduler started it, as the following
@@ -88,7 +63,7 @@ class RankError(NamedTuple):
 
     @property
     def cause(self) -> str:
-        return str(self.fields.get("cause", "bug"))
+        return read_cause(str(self.fields.get("cause", Cause.BUG)))
 
     @property
     def who(self) -> str:
@@ -133,7 +108,7 @@ class RunSnapshot:
     @property
     def is_done(self) -> bool:
         """Tell whether its last attempt trained to the end."""
-        told = (e["event"] for e in reversed(self.events) if e.get("event") in (*_STARTS, *_ENDS))
+        told = (e["event"] for e in reversed(self.events) if e.get("event") in (*STARTS, *ENDS))
         return next(told, "") == "done"
 
     @property
@@ -212,7 +187,6 @@ def seconds(text: str) -> float:
 
 
 _BEGINS = "trainyard: attempt"
-_STARTS, _ENDS = ("start", "resume"), ("done", "stop", "failed")  # events
 
 
 def _owner(run: Path) -> Owner | None:
@@ -253,7 +227,7 @@ def _sessions(events: Sequence[Object]) -> dict[str, list[Object]]:
     sessions: dict[str, list[Object]] = {}
     name = ""
     for event in events:
-        if event.get("event") in _STARTS:
+        if event.get("event") in STARTS:
             name = str(event.get("attempt", ""))
         sessions.setdefault(name, []).append(event)
     return sessions
@@ -289,7 +263,7 @@ def _submitted(folder: RunSnapshot, name: str, lines: Sequence[Object], session:
         start=seconds(start["time"]),
         end=ended,
         nodes=str(start.get("nodes", "")),
-        cause=str(end.get("cause", "")),
+        cause=read_cause(str(end.get("cause", ""))),
         world_size=session[0].get("world_size") if session else None,
         steps=_steps(session, beat),
         job=str(start["job"]),
@@ -311,7 +285,7 @@ def _steps(session: Sequence[Object], beat: Object) -> tuple[int, int] | None:
 def _local(folder: RunSnapshot, name: str, session: Sequence[Object]) -> Attempt:
     errors = [error for error in folder.errors if error.attempt == name]
     beat, first, last = folder.beat_of(name), session[0] if session else {}, session[-1] if session else {}
-    end = seconds(last["time"]) if last.get("event") in _ENDS else errors[0].time if errors else None
+    end = seconds(last["time"]) if last.get("event") in ENDS else errors[0].time if errors else None
     if end is None and not folder.is_held_here:
         end = _last_seen(session, beat)
     return Attempt(
@@ -329,8 +303,7 @@ def _local_cause(last: Object, errors: Sequence[RankError]) -> str:
     if last.get("event") == "done":
         return "done"
     if last.get("event") == "stop":
-        # The reasons of train.stop.Stop, as the recorder writes them. Its time limit is max_runtime.
-        return {"time limit": "max_runtime"}.get(str(last.get("reason")), str(last.get("reason", "")))
+        return read_cause(str(last.get("reason", "")))
     return errors[0].cause if errors else ""
 
 
@@ -344,7 +317,7 @@ _SIGNALS = {signal.strsignal(number): int(number) for number in signal.valid_sig
 def first_fault(folder: RunSnapshot, attempt: Attempt) -> Fault | None:
     """Return what went wrong first: a rank's own error, else what srun says of a killed one, else its consequence."""
     errors = [error for error in folder.errors if error.attempt == attempt.id]
-    own = [error for error in errors if error.cause != "lost_peer"]
+    own = [error for error in errors if error.cause != Cause.LOST_PEER]
     return _by_error(own) or _by_srun(folder, attempt) or _by_error(errors)
 
 
@@ -377,7 +350,7 @@ def _by_srun(folder: RunSnapshot, attempt: Attempt) -> Fault | None:
     culprits = [match for match in ended if _OUT_OF_MEMORY.search(match["how"])] or killed
     who = f"rank {culprits[0]['ranks']} on {culprits[0]['node']}" if culprits else f"on {attempt.nodes}"
     if memory:
-        return Fault("host_oom", who, memory[:2])
+        return Fault(Cause.HOST_OOM, who, memory[:2])
     if killed:
         return Fault(f"signal {_SIGNALS[killed[0]['how'].strip()]}", who, [killed[0].string])
     if attempt.code is not None and attempt.code > 128:

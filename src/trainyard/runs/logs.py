@@ -7,7 +7,8 @@ from pathlib import Path
 
 from trainyard.runs.folder import SUBMISSION
 from trainyard.runs.history import is_complaint, output_files, read_errors, read_object, read_run
-from trainyard.runs.status import ACTIVE, headline, statuses
+from trainyard.runs.state import ACTIVE, State
+from trainyard.runs.status import headline, statuses
 
 _LOOK_S, _ASK_S = 0.5, 5.0  # how often the files are read, and how often Slurm is asked
 
@@ -30,7 +31,7 @@ def follow(run: Path, out: Out) -> None:
         if time.monotonic() - asked >= _ASK_S:
             (status,), _ = statuses([run])
             asked = time.monotonic()
-            ended = 0 if status.state in ACTIVE else 2 if status.state == "done" else ended + 1
+            ended = 0 if status.state in ACTIVE else 2 if status.state == State.DONE else ended + 1
             if state not in ("", status.state) or (not said and status.state != state):
                 out(f"-- {headline(status)}")
             state = status.state

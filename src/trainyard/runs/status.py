@@ -17,11 +17,9 @@ from typing import NamedTuple
 from trainyard.cluster import query as slurm
 from trainyard.cluster.query import SlurmError, SlurmJob
 from trainyard.runs.folder import short_name
-from trainyard.runs.history import CAUSES, Attempt, Object, RunSnapshot, first_fault, read_run, seconds, words
+from trainyard.runs.history import Attempt, Object, RunSnapshot, first_fault, read_run, seconds
+from trainyard.runs.state import RESUMABLE, Cause, State, describe_cause
 from trainyard.text import SCREEN_WIDTH, align_columns, cut, format_duration
-
-ACTIVE = ("waiting", "running", "silent")
-"""States in which a run goes on without anybody's doing."""
 
 SILENT_S = 600.0  # heartbeats come every few seconds, but a long evaluation or a first compilation may hold them up
 _START_S = 60.0  # a process in the background may take so long to its first line
@@ -33,9 +31,9 @@ class Status:
     """How a run stands."""
 
     folder: RunSnapshot  # from which this was read
-    state: str  # waiting | running | silent | done | stopped | failed | lost | new
+    state: State
     detail: str
-    cause: str  # see attempts.CAUSES; "" if nothing is wrong
+    cause: str  # a `Cause`, or "signal <n>"; "" if nothing is wrong
     step: int | None
     total_steps: int | None
     samples_per_s: float | None  # while it runs
@@ -69,7 +67,7 @@ def status_of(folder: RunSnapshot, job: SlurmJob | None, *, now: float, slurm_un
     """
     in_slurm = bool(folder.job) and (_is_queued(job) or not _is_resumed_here(folder))
     if folder.is_done:
-        verdict = _Verdict("done")
+        verdict = _Verdict(State.DONE)
     elif in_slurm:
         verdict = _job_verdict(folder, job, now=now, slurm_unavailable_reason=slurm_unavailable_reason)
     else:
@@ -83,7 +81,7 @@ def status_of(folder: RunSnapshot, job: SlurmJob | None, *, now: float, slurm_un
         cause=verdict.cause,
         step=_step(folder),
         total_steps=_total_steps(folder),
-        samples_per_s=_beat(folder, newest).get("samples_per_s") if verdict.state == "running" else None,
+        samples_per_s=_beat(folder, newest).get("samples_per_s") if verdict.state == State.RUNNING else None,
         last_activity_s=None if folder.last_activity is None else max(0.0, now - folder.last_activity),
         job=str(submission.get("job", "")),
         partition=str(submission.get("partition", "")),
@@ -116,7 +114,7 @@ def overview(statuses: Sequence[Status], now: float) -> str:
     """Return how many runs stand how, those that are not done as far as a screen holds them, and what to type next."""
     counts = Counter(status.state for status in statuses)
     urgent = _most_urgent(statuses)
-    left = [status for status in urgent if status.state != "done"]
+    left = [status for status in urgent if status.state != State.DONE]
     lines = _rows(left, now)[: _SCREEN - 3] if left else []
     shown = sum(not line.startswith(_INDENT) for line in lines[1:])
     more = [f"and {len(left) - shown} more: trainyard runs lists all"] if shown < len(left) else []
@@ -136,15 +134,15 @@ def headline(status: Status) -> str:
 def next_command(status: Status) -> str:
     """Return what one types to see more of a run, or to go on."""
     run = shlex.quote(str(status.run))
-    if status.cause == "held":
+    if status.cause == Cause.HELD:
         return f"scontrol release {status.job}"
-    if status.cause == "never_starts":
+    if status.cause == Cause.NEVER_STARTS:
         return f"trainyard cancel {run}"
-    if status.state in ("waiting", "running"):
+    if status.state in (State.WAITING, State.RUNNING):
         return f"trainyard logs -f {run}"
-    if status.state in ("failed", "lost", "silent"):
+    if status.state in (State.FAILED, State.LOST, State.SILENT):
         return f"trainyard why {run}"
-    return f"trainyard report {run}" if status.state == "done" else resume_command(status)
+    return f"trainyard report {run}" if status.state == State.DONE else resume_command(status)
 
 
 def resume_command(status: Status) -> str:
@@ -237,7 +235,7 @@ def pending_reason(reason: str) -> str:
 
 
 class _Verdict(NamedTuple):
-    state: str
+    state: State
     detail: str = ""
     cause: str = ""
 
@@ -245,24 +243,21 @@ class _Verdict(NamedTuple):
 _WAITING = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD")
 _RUNNING = ("RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING")
 
-_AGAIN = {
-    "preempted": "starts again after preemption",
-    "time_limit": "goes on after its time limit",
-    "node_failure": "starts again after the loss of a node",
-    "crash": "starts again after a crash",
+_AGAIN: dict[str, str] = {
+    Cause.PREEMPTED: "starts again after preemption",
+    Cause.TIME_LIMIT: "goes on after its time limit",
+    Cause.NODE_FAILURE: "starts again after the loss of a node",
+    Cause.CRASH: "starts again after a crash",
 }
 
-_STOPPED_BY = ("preempted", "time_limit", "asked", "cancelled", "max_runtime")
-"""Causes after which a run has saved, or kept its last checkpoint, and can simply go on. The others are failures."""
-
 _SLURM_ENDS = {
-    "CANCELLED": "cancelled",
-    "TIMEOUT": "time_limit",
-    "DEADLINE": "time_limit",
-    "PREEMPTED": "preempted",
-    "NODE_FAIL": "node_failure",
-    "BOOT_FAIL": "node_failure",
-    "OUT_OF_MEMORY": "host_oom",
+    "CANCELLED": Cause.CANCELLED,
+    "TIMEOUT": Cause.TIME_LIMIT,
+    "DEADLINE": Cause.TIME_LIMIT,
+    "PREEMPTED": Cause.PREEMPTED,
+    "NODE_FAIL": Cause.NODE_FAILURE,
+    "BOOT_FAIL": Cause.NODE_FAILURE,
+    "OUT_OF_MEMORY": Cause.HOST_OOM,
 }
 
 _NOT_ASKED = "Slurm could not be asked"
@@ -294,12 +289,12 @@ def _job_verdict(folder: RunSnapshot, job: SlurmJob | None, *, now: float, slurm
 def _waiting(folder: RunSnapshot, job: SlurmJob, newest: Attempt | None) -> _Verdict:
     reason, cause = pending_reason(job.reason), ""
     if job.state in ("REQUEUE_HOLD", "SPECIAL_EXIT") or job.reason.startswith(_HELD):
-        cause = "held"
+        cause = Cause.HELD
     elif job.reason.startswith(_NEVER_STARTS):
-        cause = "never_starts"
+        cause = Cause.NEVER_STARTS
     if newest is None and not job.restarts:
-        return _Verdict("waiting", reason, cause)
-    return _Verdict("waiting", f"{_again(folder, newest)}: {reason}", cause)
+        return _Verdict(State.WAITING, reason, cause)
+    return _Verdict(State.WAITING, f"{_again(folder, newest)}: {reason}", cause)
 
 
 def _again(folder: RunSnapshot, newest: Attempt | None) -> str:
@@ -307,20 +302,20 @@ def _again(folder: RunSnapshot, newest: Attempt | None) -> str:
     if newest is None:
         return "starts again"
     warned = (folder.run / "slurm" / f"signal-{newest.id}").exists()
-    return _AGAIN.get(newest.cause or ("preempted" if warned else ""), "starts again")
+    return _AGAIN.get(newest.cause or (Cause.PREEMPTED if warned else ""), "starts again")
 
 
 def _running_job(folder: RunSnapshot, job: SlurmJob, newest: Attempt | None, *, now: float) -> _Verdict:
     where = f" on {job.nodes}" if job.nodes else ""
     if folder.cancelled:
-        return _Verdict("running", f"being cancelled{where}")
+        return _Verdict(State.RUNNING, f"being cancelled{where}")
     if job.state == "SUSPENDED":
-        return _Verdict("running", f"suspended by Slurm{where}")
+        return _Verdict(State.RUNNING, f"suspended by Slurm{where}")
     if newest is not None and not newest.action:
         return _alive(folder, newest, where, now=now)
     if newest is not None and job.state == "COMPLETING":
-        return _left(folder, newest) if newest.action == "stop" else _Verdict("waiting", _again(folder, newest))
-    return _Verdict("running", f"starting{where}")
+        return _left(folder, newest) if newest.action == "stop" else _Verdict(State.WAITING, _again(folder, newest))
+    return _Verdict(State.RUNNING, f"starting{where}")
 
 
 def _alive(folder: RunSnapshot, newest: Attempt | None, where: str, *, now: float) -> _Verdict:
@@ -329,46 +324,48 @@ def _alive(folder: RunSnapshot, newest: Attempt | None, where: str, *, now: floa
     sign = folder.last_activity
     if sign is not None and now - sign > SILENT_S:
         since = f"{datetime.fromtimestamp(sign):%Y-%m-%d %H:%M}"
-        return _Verdict("silent", f"no sign of life for {format_duration(now - sign)}, since {since}, {phase}{where}")
-    return _Verdict("running", f"{phase}{where}")
+        return _Verdict(
+            State.SILENT, f"no sign of life for {format_duration(now - sign)}, since {since}, {phase}{where}"
+        )
+    return _Verdict(State.RUNNING, f"{phase}{where}")
 
 
 def _ended_job(folder: RunSnapshot, job: SlurmJob, newest: Attempt | None) -> _Verdict:
     cause = _SLURM_ENDS.get(job.state, "")
     if newest is not None and newest.action == "stop":
         return _left(folder, newest)
-    if cause == "cancelled":
-        return _Verdict("stopped", words(cause), cause)
+    if cause == Cause.CANCELLED:
+        return _Verdict(State.STOPPED, describe_cause(cause), cause)
     if newest is not None and newest.action == "requeue":
-        again = f"{words(newest.cause)}; Slurm did not start it again ({job.state})"
+        again = f"{describe_cause(newest.cause)}; Slurm did not start it again ({job.state})"
         return _Verdict(_end_state(newest.cause), again, newest.cause)
     if job.state == "COMPLETED":
-        return _Verdict("stopped", "Slurm says COMPLETED, but the run is not complete")
+        return _Verdict(State.STOPPED, "Slurm says COMPLETED, but the run is not complete")
     if cause:
-        return _Verdict(_end_state(cause), f"{words(cause)} (Slurm says {job.state})", cause)
-    return _failed(folder, newest, "crash", otherwise=f"Slurm says {job.state}")
+        return _Verdict(_end_state(cause), f"{describe_cause(cause)} (Slurm says {job.state})", cause)
+    return _failed(folder, newest, Cause.CRASH, otherwise=f"Slurm says {job.state}")
 
 
-def _end_state(cause: str) -> str:
-    return "stopped" if cause in _STOPPED_BY else "failed"
+def _end_state(cause: str) -> State:
+    return State.STOPPED if cause in RESUMABLE else State.FAILED
 
 
 def _left(folder: RunSnapshot, attempt: Attempt) -> _Verdict:
     """Judge a run whose last attempt said how it ended and that it is not to be started again."""
-    if attempt.cause in _STOPPED_BY:
+    if attempt.cause in RESUMABLE:
         reason = f": {attempt.reason}" if attempt.reason else ""
-        return _Verdict("stopped", f"{words(attempt.cause)}{reason}", attempt.cause)
+        return _Verdict(State.STOPPED, f"{describe_cause(attempt.cause)}{reason}", attempt.cause)
     if attempt.cause == "done":
-        return _Verdict("stopped", "left as if it were done, but recorded no end")
+        return _Verdict(State.STOPPED, "left as if it were done, but recorded no end")
     return _failed(folder, attempt, attempt.cause, otherwise=attempt.reason or f"exit code {attempt.code}")
 
 
 def _failed(folder: RunSnapshot, attempt: Attempt | None, cause: str, *, otherwise: str) -> _Verdict:
     fault = first_fault(folder, attempt) if attempt else None
     if fault is None:
-        return _Verdict("failed", f"{words(cause)}: {otherwise}", cause)
-    gave_up = f"; {words(cause)}" if cause in ("budget", "no_progress") else ""
-    return _Verdict("failed", f"{words(fault.cause)}, {fault.who}{gave_up}", fault.cause)
+        return _Verdict(State.FAILED, f"{describe_cause(cause)}: {otherwise}", cause)
+    gave_up = f"; {describe_cause(cause)}" if cause in (Cause.BUDGET, Cause.NO_PROGRESS) else ""
+    return _Verdict(State.FAILED, f"{describe_cause(fault.cause)}, {fault.who}{gave_up}", fault.cause)
 
 
 def _unknown_job(folder: RunSnapshot, newest: Attempt | None, *, now: float, slurm_unavailable_reason: str) -> _Verdict:
@@ -376,16 +373,18 @@ def _unknown_job(folder: RunSnapshot, newest: Attempt | None, *, now: float, slu
     if newest is not None and newest.action == "stop":
         return _left(folder, newest)
     if folder.cancelled:
-        return _Verdict("stopped", CAUSES["cancelled"], "cancelled")
+        return _Verdict(State.STOPPED, describe_cause(Cause.CANCELLED), Cause.CANCELLED)
     beat = _beat(folder, newest)
     if newest and beat and not newest.action and now - beat["time"] <= SILENT_S:
         return _alive(folder, newest, f" on {newest.nodes}", now=now)
     if not slurm_unavailable_reason:
-        return _Verdict("lost", f"Slurm does not know job {folder.job}, and nothing writes to the run")
+        return _Verdict(State.LOST, f"Slurm does not know job {folder.job}, and nothing writes to the run")
     if newest is None:
-        return _Verdict("waiting", f"submitted {folder.submission['submitted'][:16]}, not started yet; {_NOT_ASKED}")
+        return _Verdict(
+            State.WAITING, f"submitted {folder.submission['submitted'][:16]}, not started yet; {_NOT_ASKED}"
+        )
     if newest.action:
-        return _Verdict("waiting", f"{_again(folder, newest)}; {_NOT_ASKED}")
+        return _Verdict(State.WAITING, f"{_again(folder, newest)}; {_NOT_ASKED}")
     verdict = _alive(folder, newest, "", now=now)
     return verdict._replace(detail=f"{verdict.detail}; {_NOT_ASKED}")
 
@@ -395,16 +394,16 @@ def _local_verdict(folder: RunSnapshot, *, now: float) -> _Verdict:
     if owner is not None and (folder.is_held_here or not owner.is_judged_here()):
         return _alive(folder, newest, f", process {owner.pid} on {owner.host}", now=now)
     if _is_starting(folder, now):
-        return _Verdict("waiting", "starting on this machine")
+        return _Verdict(State.WAITING, "starting on this machine")
     if newest is None:
-        return _Verdict("new", "created, never started")
-    if newest.cause in _STOPPED_BY:
-        return _Verdict("stopped", words(newest.cause), newest.cause)
+        return _Verdict(State.NEW, "created, never started")
+    if newest.cause in RESUMABLE:
+        return _Verdict(State.STOPPED, describe_cause(newest.cause), newest.cause)
     if fault := first_fault(folder, newest):
-        return _Verdict("failed", f"{words(fault.cause)}, {fault.who}", fault.cause)
+        return _Verdict(State.FAILED, f"{describe_cause(fault.cause)}, {fault.who}", fault.cause)
     if owner is not None:
-        return _Verdict("lost", f"process {owner.pid} on {owner.host} is gone without a word: it was killed")
-    return _Verdict("failed", f"ended without saying why; its log is {folder.run / 'log'}", "crash")
+        return _Verdict(State.LOST, f"process {owner.pid} on {owner.host} is gone without a word: it was killed")
+    return _Verdict(State.FAILED, f"ended without saying why; its log is {folder.run / 'log'}", Cause.CRASH)
 
 
 def _is_starting(folder: RunSnapshot, now: float) -> bool:
@@ -439,7 +438,10 @@ def _total_steps(folder: RunSnapshot) -> int | None:
 _HEAD = ("RUN", "STATE", "STEP", "SAMPLES/S", "FOR", "SIGN", "JOB", "ON")
 _LIMITS = (40, 7, 15, 9, 6, 6, 11, 12)  # with two spaces between them, a line of SCREEN_WIDTH
 _INDENT = "    "
-_URGENCY = ("failed", "silent", "lost", "stopped", "running", "waiting", "new", "done")
+_URGENCY = (
+    *(State.FAILED, State.SILENT, State.LOST, State.STOPPED),
+    *(State.RUNNING, State.WAITING, State.NEW, State.DONE),
+)
 
 
 def _rows(statuses: Sequence[Status], now: float) -> list[str]:
@@ -448,7 +450,7 @@ def _rows(statuses: Sequence[Status], now: float) -> list[str]:
     lines, said = [head], ""
     for status, row in zip(statuses, rows, strict=True):
         lines.append(row)
-        detail = status.detail if status.state not in ("running", "done") else ""
+        detail = status.detail if status.state not in (State.RUNNING, State.DONE) else ""
         if detail and detail != said:
             lines.append(cut(f"{_INDENT}{detail}", SCREEN_WIDTH))
         said = detail
@@ -457,7 +459,7 @@ def _rows(statuses: Sequence[Status], now: float) -> list[str]:
 
 def _row(status: Status, now: float) -> tuple[str, ...]:
     rate, newest = status.samples_per_s, status.newest
-    lasts = status.state in ("running", "silent") and newest is not None
+    lasts = status.state in (State.RUNNING, State.SILENT) and newest is not None
     cells = (
         short_name(status.run),
         status.state,

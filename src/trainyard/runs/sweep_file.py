@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from trainyard.errors import UserError
-from trainyard.runs.status import ACTIVE
+from trainyard.runs.state import ACTIVE, State
 from trainyard.text import join_names, nearest
 
 FOLDER = "sweeps"
@@ -78,7 +78,7 @@ def unfinished(sweep: Sweep, statuses: Mapping[Path, str]) -> list[Element]:
     Args:
         statuses: state of each element's run, in the words of `trainyard status`.
     """
-    return [element for element in sweep.elements if statuses[element.run] not in ("done", *ACTIVE)]
+    return [element for element in sweep.elements if statuses[element.run] not in (State.DONE, *ACTIVE)]
 
 
 def encode_sweep(sweep: Sweep, root: Path) -> str:

@@ -8,8 +8,9 @@ from pathlib import Path
 import yaml  # type: ignore[import-untyped]
 
 from trainyard.runs.folder import CONFIG, ENV_FILE
-from trainyard.runs.history import Attempt, first_fault, output_files, read_object, stderr_of, words
-from trainyard.runs.status import ACTIVE, Status, headline, next_command, resume_command, statuses
+from trainyard.runs.history import Attempt, first_fault, output_files, read_object, stderr_of
+from trainyard.runs.state import ACTIVE, Cause, State, describe_cause
+from trainyard.runs.status import Status, headline, next_command, resume_command, statuses
 from trainyard.text import SCREEN_WIDTH, align_columns, format_duration
 
 _LAST_WORDS = 3
@@ -30,15 +31,15 @@ def explain(status: Status, note: str = "") -> str:
 
 def _explanation(status: Status) -> list[str]:
     newest = status.newest
-    cause = [f"cause: {words(status.cause)}"] if status.cause else []
-    if status.state == "silent":
+    cause = [f"cause: {describe_cause(status.cause)}"] if status.cause else []
+    if status.state == State.SILENT:
         return ["It may hang, or do something long: look at its log. To cancel and resume loses what is not saved."]
-    if status.state == "waiting" and newest is not None and newest.cause == "crash":
+    if status.state == State.WAITING and newest is not None and newest.cause == Cause.CRASH:
         return ["It goes on by itself. What crashed:", *_what_failed(status)]
-    if status.state in (*ACTIVE, "done", "new"):
+    if status.state in (*ACTIVE, State.DONE, State.NEW):
         return cause or ["Nothing is wrong."]
     host = [f"host: {newest.reason}"] if newest is not None and newest.reason else []
-    return [*(_what_failed(status) if status.state == "failed" else []), *cause, *host]
+    return [*(_what_failed(status) if status.state == State.FAILED else []), *cause, *host]
 
 
 def _what_failed(status: Status) -> list[str]:
@@ -72,35 +73,35 @@ def _row(attempt: Attempt, cause: str) -> Sequence[str]:
         "" if attempt.end is None else f"for {format_duration(max(0.0, attempt.end - attempt.start))}",
         f"{ranks}on {attempt.nodes}" if attempt.nodes else "",
         f"steps {attempt.steps[0]}-{attempt.steps[1]}" if attempt.steps else "no step",
-        ", ".join(part for part in (words(cause), again) if part),
+        ", ".join(part for part in (describe_cause(cause), again) if part),
     )
 
 
 def _advice(status: Status) -> str:
     """Return what to type after having read why: the command that goes on, with what to change before or with it."""
-    if status.state == "silent":
+    if status.state == State.SILENT:
         return f"trainyard logs -f {shlex.quote(str(status.run))}"
-    if status.state not in ("failed", "lost"):
+    if status.state not in (State.FAILED, State.LOST):
         return next_command(status)
     resume = resume_command(status)
     anew = f"trainyard {'submit' if status.job else 'run'} {shlex.quote(status.run.absolute().parent.name)}"
     match status.cause:
-        case "device_oom":
+        case Cause.DEVICE_OOM:
             half = max(1, _micro_batch_size(status.run) // 2)
             larger = f"{resume} --hw TYPE" if status.job else resume
             return f"{larger} (with more memory), or anew with less at once: {anew} micro_batch_size={half}"
-        case "host_oom":
+        case Cause.HOST_OOM:
             more = ", or raise memory_gib_per_gpu in the cluster's file" if status.job else ""
             return f"{resume} data.threads=2 data.prefetch=1{more}"
-        case "not_finite":
+        case Cause.NOT_FINITE:
             return f"anew with a lower rate: {anew} optimizer.lr={_learning_rate(status.run) / 2:g}"
-        case "disk_full":
+        case Cause.DISK_FULL:
             return f"make room where {status.run} lies, then: {resume}"
-        case "bug":
+        case Cause.BUG:
             return f"mend the code, then: {resume}{' --update-code' if status.job else ''}"
-        case "user_error":
+        case Cause.USER_ERROR:
             return f"do what the message says, then: {resume}"
-        case "no_progress":
+        case Cause.NO_PROGRESS:
             return f"save more often, or look into the log: {resume} checkpoint.every=5min"
         case _:
             return resume

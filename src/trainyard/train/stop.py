@@ -7,23 +7,27 @@ from enum import IntEnum
 from types import FrameType
 from typing import Any, Self
 
+from trainyard.runs.state import ExitCode
+
 
 class Stop(IntEnum):
     """Reasons to save and leave, in rising order of precedence: ranks that differ agree on the highest."""
 
     NONE = 0
-    ASKED = 1  # SIGINT: a person
+    INTERRUPTED = 1  # SIGINT: a person
     TIME_LIMIT = 2  # max_runtime
     PREEMPTED = 3  # SIGTERM, SIGUSR2: the scheduler
 
 
-EXIT_DONE = 0
-EXIT_FAILED = 1
-EXIT_USER_ERROR = 2
-EXIT_CODES = {Stop.NONE: EXIT_DONE, Stop.PREEMPTED: 85, Stop.TIME_LIMIT: 86, Stop.ASKED: 87}
-"""What a process that saved and left returns; 1 is a failure, 2 the user's mistake."""
+EXIT_CODES = {
+    Stop.NONE: ExitCode.DONE,
+    Stop.PREEMPTED: ExitCode.PREEMPTED,
+    Stop.TIME_LIMIT: ExitCode.MAX_RUNTIME,
+    Stop.INTERRUPTED: ExitCode.INTERRUPTED,
+}
+"""What a rank returns that has saved and left."""
 
-_SIGNALS = {signal.SIGINT: Stop.ASKED, signal.SIGTERM: Stop.PREEMPTED, signal.SIGUSR2: Stop.PREEMPTED}
+_SIGNALS = {signal.SIGINT: Stop.INTERRUPTED, signal.SIGTERM: Stop.PREEMPTED, signal.SIGUSR2: Stop.PREEMPTED}
 
 
 class StopFlag:
@@ -54,7 +58,7 @@ class StopFlag:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._tell(signal.Signals(number))
-        if number == signal.SIGINT and self.reason == Stop.ASKED:
+        if number == signal.SIGINT and self.reason == Stop.INTERRUPTED:
             raise KeyboardInterrupt
         self.reason = max(self.reason, _SIGNALS[signal.Signals(number)])
 
