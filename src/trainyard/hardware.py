@@ -228,8 +228,7 @@ def set_openmp_wait_policy(environ: MutableMapping[str, str]) -> None:
     """Let OpenMP threads that wait for each other sleep, unless a person has said otherwise. Before torch is loaded.
 
     Left alone, libgomp's threads spin. On cores that others want too, a thread then spins through the time slice of
-    the one that it waits for: a step of two runs side by side on two cores took 21 times as long as with threads that
-    sleep (fingerprint_demo, two EPYC cores, 22 November 2026).
+    the one that it waits for, and two runs side by side take many times as long a step.
 
     Args:
         environ: the environment of this process, inherited by all that it starts.
