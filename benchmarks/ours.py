@@ -25,14 +25,14 @@ def picture_shards(setting: Setting, *, kind: str) -> Path:
     """Return the packed JPEG files of one kind."""
     files = pictures.paths(pictures.picture_files(setting, kind))
     write = partial(_pack, files, _encoded, setting.threads)
-    return pictures.made_once(setting.place(f"{kind}-shards"), write)
+    return pictures.make_once(setting.place(f"{kind}-shards"), write)
 
 
 def raw_shards(setting: Setting) -> Path:
     """Return the gray pictures packed decoded and resized."""
     files = pictures.paths(pictures.picture_files(setting, "gray"))
     write = partial(_pack, files, _decoded, setting.threads)
-    return pictures.made_once(setting.place("gray-raw-shards"), write)
+    return pictures.make_once(setting.place("gray-raw-shards"), write)
 
 
 def _encoded(path: Path) -> dict[str, Any]:

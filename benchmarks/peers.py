@@ -22,7 +22,7 @@ TAR_RECORDS = 250  # small enough that every worker process has several tar file
 
 def tar_files(setting: Setting, *, kind: str) -> Path:
     files = pictures.paths(pictures.picture_files(setting, kind))
-    return pictures.made_once(setting.place(f"{kind}-tar"), partial(_write_tars, files))
+    return pictures.make_once(setting.place(f"{kind}-tar"), partial(_write_tars, files))
 
 
 def _write_tars(files: list[Path], out: Path) -> None:
@@ -46,7 +46,7 @@ def webdataset(folder: Path, setting: Setting, *, kind: str) -> Iterator[Tensor]
 
 def mosaic_shards(setting: Setting, *, kind: str) -> Path:
     files = pictures.paths(pictures.picture_files(setting, kind))
-    return pictures.made_once(setting.place(f"{kind}-mds"), partial(_write_mosaic, files))
+    return pictures.make_once(setting.place(f"{kind}-mds"), partial(_write_mosaic, files))
 
 
 def _write_mosaic(files: list[Path], out: Path) -> None:
@@ -103,7 +103,7 @@ def beton(setting: Setting, *, kind: str) -> Path:
     files = pictures.paths(pictures.picture_files(setting, kind))
     field = RGBImageField(write_mode="jpg", jpeg_quality=pictures.QUALITY)
     write = partial(_write_beton, Decoded(files), field)
-    return pictures.made_once(setting.place(f"{kind}-beton"), write)
+    return pictures.make_once(setting.place(f"{kind}-beton"), write)
 
 
 def raw_beton(setting: Setting) -> Path:
@@ -111,7 +111,7 @@ def raw_beton(setting: Setting) -> Path:
 
     files = pictures.paths(pictures.picture_files(setting, "gray"))
     field = NDArrayField(np.dtype("uint8"), (SIZE_PX, SIZE_PX))
-    return pictures.made_once(setting.place("gray-raw-beton"), partial(_write_beton, Rows(files), field))
+    return pictures.make_once(setting.place("gray-raw-beton"), partial(_write_beton, Rows(files), field))
 
 
 def _write_beton(samples: Decoded, field: Any, out: Path) -> None:

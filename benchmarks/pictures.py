@@ -21,7 +21,7 @@ TEXTURE_PX = 1024
 NUM_TEXTURES = 24
 
 
-def made_once(path: Path, make: Callable[[Path], None]) -> Path:
+def make_once(path: Path, make: Callable[[Path], None]) -> Path:
     """Return `path`, after `make` has written it aside if it was not there: a broken run leaves nothing half-made."""
     if not path.exists():
         print(f"making {path}", file=sys.stderr)
@@ -46,7 +46,7 @@ def picture_files(setting: Setting, kind: str) -> Path:
     number = getattr(setting, kind)
     write = {"rgb": _write_rgb, "gray": _write_gray}[kind]
     starts = range(0, number, {"rgb": 1, "gray": GRAY_VARIANTS}[kind])
-    return made_once(setting.place(f"{kind}-files"), partial(_write_all, write, starts, number, setting.threads))
+    return make_once(setting.place(f"{kind}-files"), partial(_write_all, write, starts, number, setting.threads))
 
 
 def paths(folder: Path) -> list[Path]:
@@ -57,19 +57,19 @@ def paths(folder: Path) -> list[Path]:
 def vlen_hdf5(setting: Setting, kind: str) -> Path:
     """Return an HDF5 file that holds each encoded picture as one element of the variable-length array `images`."""
     files = paths(picture_files(setting, kind))
-    return made_once(setting.place(f"{kind}-vlen"), partial(_write_vlen, files))
+    return make_once(setting.place(f"{kind}-vlen"), partial(_write_vlen, files))
 
 
 def flat_hdf5(setting: Setting, kind: str) -> Path:
     """Return an HDF5 file with all encoded pictures in one array `blob`, and their ends in `offset` (N + 1,)."""
     files = paths(picture_files(setting, kind))
-    return made_once(setting.place(f"{kind}-flat"), partial(_write_flat, files))
+    return make_once(setting.place(f"{kind}-flat"), partial(_write_flat, files))
 
 
 def raw_hdf5(setting: Setting) -> Path:
     """Return an HDF5 file with the gray pictures decoded and resized: `images` (N, 224, 224) uint8, contiguous."""
     files = paths(picture_files(setting, "gray"))
-    return made_once(setting.place("gray-raw"), partial(_write_raw, files))
+    return make_once(setting.place("gray-raw"), partial(_write_raw, files))
 
 
 def decoded(path: Path) -> np.ndarray:

@@ -28,7 +28,7 @@ def ours(folder: Path, setting: Setting, *, check_crc: bool) -> Iterator[np.ndar
     shards = ShardSet(folder)
     buffer = np.empty(BUFFER_BYTES, np.uint8)
     for ids in random_ids(shards.count):
-        views = shards.read("image", ids, check_crc=check_crc, buffer=buffer)
+        views = shards.read_bytes("image", ids, check_crc=check_crc, buffer=buffer)
         yield np.array([len(view) for view in views])
 
 

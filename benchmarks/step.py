@@ -120,9 +120,9 @@ def engine_step(model: Any, batch: dict[str, Tensor], scaler: torch.amp.GradScal
 
     optimizer = make_optimizer(model, OptimizerSettings(lr=LR))
     state = TrainState(model, model, optimizer, scaler, ema=None, ema_decay=0.0)
-    micros = [MicroBatch(batch, weight=1.0, last=True, wait_s=0.0)]
+    micro_batches = [MicroBatch(batch, weight=1.0, last=True, wait_s=0.0)]
     limits = {"world_size": 1, "seed": SEED, "clip_grad_norm": CLIP_GRAD_NORM}
-    return lambda: train_step(state, micros, lr=LR, autocast=context, **limits)
+    return lambda: train_step(state, micro_batches, lr=LR, autocast=context, **limits)
 
 
 def plain_step(model: Any, batch: dict[str, Tensor], scaler: torch.amp.GradScaler, context: Autocast) -> Step:

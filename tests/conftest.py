@@ -6,7 +6,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from tests.pictures import pack_folder, write_folder
+from tests.images import pack_folder, write_folder
 from trainyard.data.shards import ShardSet
 
 
@@ -25,26 +25,26 @@ hypothesis.settings.load_profile("trainyard")
 
 
 @pytest.fixture(scope="session")
-def raw_pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of 26 gray pictures of 7 identities."""
+def raw_images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of 26 gray images of 7 identities."""
     return write_folder(tmp_path_factory.mktemp("data") / "raw", 26)
 
 
 @pytest.fixture(scope="session")
-def packed_pictures(raw_pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def packed_images(raw_images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same, packed into several shards."""
     out = tmp_path_factory.mktemp("data") / "packed"
-    pack_folder(raw_pictures, out).close()
+    pack_folder(raw_images, out).close()
     return out
 
 
 @pytest.fixture
-def pictures(packed_pictures: Path) -> ShardSet:
-    """The packed pictures, opened."""
-    return ShardSet(packed_pictures)
+def images(packed_images: Path) -> ShardSet:
+    """The packed images, opened."""
+    return ShardSet(packed_images)
 
 
 @pytest.fixture
-def spoilable(packed_pictures: Path, tmp_path: Path) -> Path:
-    """A copy of the packed pictures to do harm to."""
-    return Path(shutil.copytree(packed_pictures, tmp_path / "spoilable"))
+def spoilable(packed_images: Path, tmp_path: Path) -> Path:
+    """A copy of the packed images to do harm to."""
+    return Path(shutil.copytree(packed_images, tmp_path / "spoilable"))

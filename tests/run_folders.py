@@ -8,7 +8,7 @@ from typing import Any
 
 from trainyard.cluster.query import SlurmJob
 from trainyard.runs.history import read_run
-from trainyard.runs.status import Status, status_of
+from trainyard.runs.status import Status, read_status
 
 NOW = 1_767_400_000.0
 
@@ -75,7 +75,7 @@ class Folder:
             file.write(text)
 
     def status(self, job: SlurmJob | None = None, *, slurm_unavailable_reason: str = "") -> Status:
-        return status_of(read_run(self.run), job, now=NOW, slurm_unavailable_reason=slurm_unavailable_reason)
+        return read_status(read_run(self.run), job, now=NOW, slurm_unavailable_reason=slurm_unavailable_reason)
 
 
 def iso(at: float, zone: str = "Z") -> str:

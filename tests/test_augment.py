@@ -88,7 +88,7 @@ def test_parameters_fill_the_ranges_that_the_settings_state():
     angle_deg = np.degrees(np.arctan2(linear[:, 1, 0], linear[:, 0, 0]))
     for values, low, high in (
         (angle_deg, -30, 30),
-        (p.theta[:, :, 2] / 2, -0.1, 0.1),  # the picture spans 2 units
+        (p.theta[:, :, 2] / 2, -0.1, 0.1),  # the image spans 2 units
         (np.log(zoom), -math.log(1.5), math.log(1.5)),
         (p.gain, 0.6, 1.4),
         (np.log(p.contrast), -math.log(1.6), math.log(1.6)),
@@ -146,15 +146,15 @@ def dot(y: float, x: float, height: int, width: int) -> np.ndarray:
     return (255 * np.exp(-((rows - y) ** 2 + (columns - x) ** 2) / 8)).astype(np.uint8)[None, :, :, None]
 
 
-def model_input(picture: np.ndarray, theta: np.ndarray | None = None, **changes) -> torch.Tensor:
-    one = torch.ones(len(picture))
+def model_input(image: np.ndarray, theta: np.ndarray | None = None, **changes) -> torch.Tensor:
+    one = torch.ones(len(image))
     how = {"gain": one, "contrast": one, "fill": 0, "mean": 0.0, "std": 1.0, "channels_last": False} | changes
-    return to_model_input(torch.from_numpy(picture), theta=None if theta is None else torch.from_numpy(theta), **how)
+    return to_model_input(torch.from_numpy(image), theta=None if theta is None else torch.from_numpy(theta), **how)
 
 
-def centre_of(picture: torch.Tensor) -> np.ndarray:
+def centre_of(image: torch.Tensor) -> np.ndarray:
     """Return the (y, x) in pixels of the only dot."""
-    weight = picture[0, 0].double().numpy()
+    weight = image[0, 0].double().numpy()
     rows, columns = np.mgrid[: weight.shape[0], : weight.shape[1]]
     return np.array([(weight * rows).sum(), (weight * columns).sum()]) / weight.sum()
 
@@ -203,10 +203,10 @@ def test_what_comes_from_outside_the_picture_has_the_fill_level():
 
 
 def test_levels_are_scaled_stretched_about_mid_gray_clamped_and_normalised():
-    picture = np.arange(2 * 4 * 4 * 3, dtype=np.uint8).reshape(2, 4, 4, 3) * 2
+    image = np.arange(2 * 4 * 4 * 3, dtype=np.uint8).reshape(2, 4, 4, 3) * 2
     gain, contrast = torch.tensor([1.2, 0.5]), torch.tensor([1.5, 0.8])
-    found = model_input(picture, gain=gain, contrast=contrast, mean=0.4, std=0.25)
-    x = picture.transpose(0, 3, 1, 2) / 255 * gain.double().numpy()[:, None, None, None]
+    found = model_input(image, gain=gain, contrast=contrast, mean=0.4, std=0.25)
+    x = image.transpose(0, 3, 1, 2) / 255 * gain.double().numpy()[:, None, None, None]
     x = (x - 0.5) * contrast.double().numpy()[:, None, None, None] + 0.5
     assert found.shape == (2, 3, 4, 4) and found.dtype == torch.float32
     assert np.allclose(found.numpy(), (np.clip(x, 0, 1) - 0.4) / 0.25, atol=1e-5)
@@ -215,9 +215,9 @@ def test_levels_are_scaled_stretched_about_mid_gray_clamped_and_normalised():
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("theta", [None, np.eye(2, 3, dtype=np.float32)[None]])
 def test_the_result_has_the_layout_asked_for_and_memory_of_its_own(channels_last, theta):
-    picture = np.full((1, 6, 5, 3), 7, dtype=np.uint8)
-    found = model_input(picture, theta, channels_last=channels_last)
+    image = np.full((1, 6, 5, 3), 7, dtype=np.uint8)
+    found = model_input(image, theta, channels_last=channels_last)
     assert found.is_contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
     before = found.clone()
-    picture[:] = 200
+    image[:] = 200
     assert torch.equal(found, before)

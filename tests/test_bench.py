@@ -79,11 +79,11 @@ def test_a_number_is_quotable_only_with_little_spread_over_enough_rounds(rates: 
 
 def test_each_round_runs_every_configuration_once_in_an_order_of_its_own():
     configurations = numbered(10)
-    orders = [tuple(bench.shuffled(configurations, number)) for number in range(100)]
+    orders = [tuple(bench.shuffle_once(configurations, number)) for number in range(100)]
     assert all(sorted(order, key=lambda c: c.name) == configurations for order in orders)
     assert len(set(orders)) == 100
     assert {order[0] for order in orders} == set(configurations)
-    assert orders[0] == tuple(bench.shuffled(configurations, 0))
+    assert orders[0] == tuple(bench.shuffle_once(configurations, 0))
 
 
 def test_measuring_leaves_the_warm_up_out_and_stops_when_both_limits_are_met():

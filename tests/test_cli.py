@@ -77,7 +77,7 @@ def test_an_empty_folder_says_what_is_expected(here, capsys):
 def test_unreadable_pictures_are_named_and_counted_and_left_out_on_request(here, capsys):
     raw = raw_folder(here)
     for name in ("d0-0000.png", "d1-0005.png"):
-        (raw / name).write_bytes(b"no picture")
+        (raw / name).write_bytes(b"no image")
     code, told = say(capsys, "pack", "stripes", "raw", "out", *JOBS)
     assert code == 2
     assert "2 of 10 raw samples cannot be read" in told

@@ -14,11 +14,11 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.training import differences, metrics_of, new_run, start, state_of, train, wait_for_lines
+from tests.training import differences, new_run, read_run_metrics, start, state_of, train, wait_for_lines
 from trainyard import config as configs
 from trainyard.cli import main
 from trainyard.data.prepare import ready_data
-from trainyard.data.shards import Ragged, ShardSet, Sound
+from trainyard.data.shards import Audio, Ragged, ShardSet
 from trainyard.settings import TrainConfig
 from trainyard.train.module import DataInfo, TrainModule
 from trainyard.train.step import TrainState, make_optimizer, train_step
@@ -82,21 +82,21 @@ def check_packing(jobs_dir: Path, family: str, cache: Path) -> None:
     raw = next(cache.glob(f"{family}-synthetic-*"))
     pack = configs.load_family(jobs_dir, family, "pack")
     samples = list(pack.samples(raw, config))
-    learned = (pack.learn(raw, config),) if hasattr(pack, "learn") else ()
-    assert data.learned == dict(*learned)
+    artifacts = (pack.fit_artifacts(raw, config),) if hasattr(pack, "fit_artifacts") else ()
+    assert data.artifacts == dict(*artifacts)
     assert len(samples) == data.count > 10
     assert data.keys(np.arange(data.count)) == [sample.key for sample in samples]
     for i, sample in enumerate(samples):
-        for name, value in {**sample.columns, **sample.load(*learned)}.items():
-            if isinstance(value, Ragged | Sound):
-                stored, found = data.values(name, np.array([i]))[0], getattr(value, "values", None)
+        for name, value in {**sample.columns, **sample.load(*artifacts)}.items():
+            if isinstance(value, Ragged | Audio):
+                stored, found = data.read_arrays(name, np.array([i]))[0], getattr(value, "values", None)
                 found = value.data if found is None else found
                 assert stored.tobytes() == (found if isinstance(found, bytes) else found.tobytes())
             elif isinstance(value, bytes):
-                assert data.read(name, np.array([i]))[0].tobytes() == value
+                assert data.read_bytes(name, np.array([i]))[0].tobytes() == value
             elif isinstance(value, np.ndarray):
                 read = np.empty((1, *value.shape), dtype=value.dtype)
-                data.gather(name, np.array([i]), read)
+                data.read_into(name, np.array([i]), read)
                 assert np.array_equal(read[0], value)
             elif isinstance(value, str):
                 assert data.vocabulary[name][data.columns[name][i]] == value
@@ -161,7 +161,7 @@ def test_a_stopped_run_goes_on_bitwise_equal(family, cache, tmp_path):
     assert process.exitcode == 85, "it was to be stopped in the middle"
     assert train(stopped, jobs=JOBS) == 0
     assert differences(state_of(whole), state_of(stopped)) == []
-    assert metrics_of(whole) == metrics_of(stopped)
+    assert read_run_metrics(whole) == read_run_metrics(stopped)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -172,7 +172,7 @@ def test_a_perfect_predictor_scores_perfectly(family, cache):
     metrics = module.score(rows)
     assert {name: metrics[name] for name in expected} == pytest.approx(expected)
     assert module.monitor[0] in metrics
-    for title, png in module.exhibits(rows).items():
+    for title, png in module.report_figures(rows).items():
         assert title and Image.open(io.BytesIO(png)).format == "PNG"
 
 
@@ -186,7 +186,7 @@ def test_a_family_that_predicts_does_so_from_a_checkpoint_alone(family, cache, t
     assert train(run, jobs=JOBS) == 0
     config = configs.thaw(run / "config.yaml", JOBS)
     raw = next(cache.glob(f"{family}-synthetic-*"))
-    samples = list(pack.unlabelled(raw, config, ShardSet(Path(config.data.path)).learned))
+    samples = list(pack.unlabelled(raw, config, ShardSet(Path(config.data.path)).artifacts))
     assert main(["predict", str(run), str(raw), str(tmp_path / "out.csv"), "--jobs", str(JOBS)]) == 0
     with (tmp_path / "out.csv").open(newline="") as file:
         assert len(list(csv.DictReader(file))) == len(samples) > 10

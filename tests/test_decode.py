@@ -6,7 +6,7 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.pictures import encode, texture
+from tests.images import encode, texture
 from trainyard.data import decode_cpu
 from trainyard.data.augment import Parameters, neutral
 from trainyard.data.decode_cpu import Request
@@ -34,8 +34,8 @@ def boxes(height: int, width: int) -> list[list[int]]:
 
 
 def encoded(format: str, channels: int) -> list[np.ndarray]:
-    pictures = [texture(i, 60 + 13 * i, 95 - 7 * i, channels) for i in range(5)]
-    return [np.frombuffer(encode(picture, format), dtype=np.uint8) for picture in pictures]
+    images = [texture(i, 60 + 13 * i, 95 - 7 * i, channels) for i in range(5)]
+    return [np.frombuffer(encode(image, format), dtype=np.uint8) for image in images]
 
 
 def request(records: list[np.ndarray], box: list[list[int]], flip: bool, channels: int) -> Request:
@@ -47,7 +47,7 @@ def request(records: list[np.ndarray], box: list[list[int]], flip: bool, channel
 
 
 def requests(format: str, source_channels: int, channels: int) -> list[Request]:
-    """Return every picture with every box, unmirrored and mirrored; the last batch is smaller than the others."""
+    """Return every image with every box, unmirrored and mirrored; the last batch is smaller than the others."""
     made = []
     for number, record in enumerate(encoded(format, source_channels)):
         height, width = Image.open(io.BytesIO(record.data)).size[::-1]
@@ -84,12 +84,12 @@ def test_dali_and_the_reference_give_the_same_bytes(format, source_channels, cha
 
 
 def pillow(record: np.ndarray, box: list[int], channels: int) -> np.ndarray:
-    """Return the box with FILL around the picture, resized: Pillow alone."""
+    """Return the box with FILL around the image, resized: Pillow alone."""
     y, x, height, width = box
     mode, around = ("L", FILL) if channels == 1 else ("RGB", (FILL,) * 3)
-    picture = Image.open(io.BytesIO(record.data)).convert(mode)
+    image = Image.open(io.BytesIO(record.data)).convert(mode)
     canvas = Image.new(mode, (width, height), around)
-    canvas.paste(picture, (-x, -y))
+    canvas.paste(image, (-x, -y))
     resized = np.asarray(canvas.resize((SIZE[1], SIZE[0]), Image.Resampling.BILINEAR))
     return resized.reshape(*SIZE, channels)
 
@@ -120,10 +120,10 @@ def test_gray_of_a_colour_jpeg_is_its_luma_plane():
     """Converting decoded RGB instead clips saturated colours: several levels off, and not what DALI gives."""
     colours = np.kron(np.random.default_rng(0).integers(0, 2, (4, 5, 3)) * 255, np.ones((8, 8, 1))).astype(np.uint8)
     record = np.frombuffer(encode(colours, "jpg"), dtype=np.uint8)
-    with Image.open(io.BytesIO(record.data)) as picture:
-        picture.draft("YCbCr", picture.size)
-        luma = np.asarray(picture)[..., 0]
-        assert picture.mode == "YCbCr"
+    with Image.open(io.BytesIO(record.data)) as image:
+        image.draft("YCbCr", image.size)
+        luma = np.asarray(image)[..., 0]
+        assert image.mode == "YCbCr"
     for decode in (by_cpu, by_dali):
         (found,) = decode([request([record], [[0, 0, *SIZE]], False, 1)], 1)
         assert np.array_equal(found[0, :, :, 0], luma)
@@ -165,7 +165,7 @@ def test_threads_of_a_pool_ask_for_no_helpers_and_leave_the_process_its_number()
     before = number()
     try:
         torch.set_num_threads(3)
-        with decode_cpu.pool_of(2) as pool, ThreadPoolExecutor(1) as later:
+        with decode_cpu.get_pool(2) as pool, ThreadPoolExecutor(1) as later:
             assert {future.result() for future in [pool.submit(number) for _ in range(8)]} == {1}
             assert number() == later.submit(number).result() == 3
     finally:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from tests.training import FAMILIES, differences, metrics_of, new_run, start, state_of, train, train_on_ranks
+from tests.training import FAMILIES, differences, new_run, read_run_metrics, start, state_of, train, train_on_ranks
 from trainyard import config as configs
 from trainyard.cli import main
 from trainyard.data.loader import Loader
@@ -56,7 +56,7 @@ def built(run: Path) -> tuple[torch.nn.Module, ShardSet, configs.TrainConfig]:
 def best_steps(run: Path) -> list[int]:
     """Return the steps at which validation was better than ever before."""
     found, best = [], -1.0
-    for line in metrics_of(run):
+    for line in read_run_metrics(run):
         if line["kind"] == "eval" and line["split"] == "val" and line["accuracy"] > best:
             best = line["accuracy"]
             found.append(line["step"])
@@ -102,7 +102,7 @@ def test_a_killed_run_ends_with_the_same_average(averaged, tmp_path):
         process.join()
     assert train(run) == 0
     assert differences(state_of(averaged), state_of(run)) == []
-    assert metrics_of(averaged) == metrics_of(run)
+    assert read_run_metrics(averaged) == read_run_metrics(run)
 
 
 def metrics(run: Path) -> list[bytes]:
@@ -140,8 +140,8 @@ def test_the_mean_does_not_depend_on_how_many_came_before():
 
 
 def test_what_the_job_shows_of_its_test_set_stands_in_the_report(done):
-    (picture,) = (done / "exhibits").iterdir()
-    assert picture.name == "test - Confusion, true_chosen.png" and picture.read_bytes().startswith(b"\x89PNG")
+    (image,) = (done / "exhibits").iterdir()
+    assert image.name == "test - Confusion, true_chosen.png" and image.read_bytes().startswith(b"\x89PNG")
     assert 'alt="test - Confusion, true_chosen"' in write_report(done).read_text()
 
 
@@ -156,7 +156,7 @@ def test_without_a_test_set_validation_is_shown(tmp_path, monkeypatch):
 
 @pytest.fixture
 def unknown(done, tmp_path) -> Path:
-    """Pictures whose names tell nothing, and that are in another order."""
+    """Images whose names tell nothing, and that are in another order."""
     raw = tmp_path / "unknown"
     raw.mkdir()
     (synthetic,) = (done.parents[2] / "cache").glob("stripes-synthetic-*")
@@ -174,7 +174,7 @@ def test_predictions_name_every_picture_once_without_the_packed_data(done, unkno
         hidden.rename(config.data.path)
     with (tmp_path / "out.csv").open(newline="") as file:
         lines = list(csv.DictReader(file))
-    assert [line["picture"] for line in lines] == [f"{i:04d}.png" for i in range(100)]
+    assert [line["image"] for line in lines] == [f"{i:04d}.png" for i in range(100)]
     truth = sorted((f"d{i % 4}-{i:04d}" for i in range(100)), reverse=True)
     assert np.mean([line["direction"] == t[:2] for line, t in zip(lines, truth, strict=True)]) > 0.6, "chance: 0.25"
     assert "100 predictions are in" in capsys.readouterr().out
@@ -204,7 +204,7 @@ def test_predictions_that_cannot_be_made_say_why(done, unknown, tmp_path, capsys
 
 
 def test_a_picture_that_cannot_be_read_leaves_no_table(done, unknown, tmp_path, capsys):
-    (unknown / "0003.png").write_bytes(b"no picture")
+    (unknown / "0003.png").write_bytes(b"no image")
     assert main(["predict", str(done), str(unknown), str(tmp_path / "out.csv"), "--jobs", str(FAMILIES)]) == 2
     assert "0003.png" in capsys.readouterr().err
     assert not list(tmp_path.glob("*.csv*")) and not list(tmp_path.glob(".predict-*"))
@@ -231,7 +231,7 @@ def test_what_is_due_by_the_clock_is_asked_for_once_each_time():
     """The ranks agree a step late: asked for at the step between as well, it would be done twice."""
     every = Interval("0.0005min", steps_per_epoch=10)
     for _ in range(2):
-        assert not every.over()
+        assert not every.elapsed()
         time.sleep(0.04)
-        assert every.over() and not every.over()
+        assert every.elapsed() and not every.elapsed()
         every.restart()

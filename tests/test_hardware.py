@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.pictures import same_imports
+from tests.images import same_imports
 from tests.training import FAMILIES
 from trainyard.errors import UserError
 from trainyard.hardware import (
@@ -15,9 +15,9 @@ from trainyard.hardware import (
     available_cores,
     compute_threads,
     gpu_by_name,
-    loaded_driver,
     openmp_wait_policy,
     precision_for,
+    read_driver_version,
     set_openmp_wait_policy,
     why_no_gpu,
     why_no_kernels,
@@ -236,11 +236,11 @@ def test_a_card_without_kernels_is_told_the_image_that_has_them(sm, arch_list, i
 
 def test_the_driver_is_read_from_the_kernel(tmp_path):
     file = tmp_path / "version"
-    assert loaded_driver(file) is None
+    assert read_driver_version(file) is None
     file.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.54.03  Tue Jun  6 22:20:39 UTC 2023\n")
-    assert loaded_driver(file) == "535.54.03"
+    assert read_driver_version(file) == "535.54.03"
     file.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build\n")
-    assert loaded_driver(file) == "580.65.06"
+    assert read_driver_version(file) == "580.65.06"
 
 
 @pytest.mark.parametrize(

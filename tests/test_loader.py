@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.pictures import points
+from tests.images import points
 from trainyard.data.loader import Loader, MicroBatch, choose_decoder, in_background
 from trainyard.data.order import EpochOrder, shuffle
 from trainyard.data.shards import ShardError, ShardSet
@@ -71,41 +71,41 @@ def same(one: MicroBatch, other: MicroBatch) -> bool:
     return values_equal and (one.weight, one.last) == (other.weight, other.last)
 
 
-def ids_of(micros: Iterable[MicroBatch]) -> list[int]:
-    return [i for micro in micros if micro.weight for i in micro.batch["sample_id"].tolist()]
+def ids_of(micro_batches: Iterable[MicroBatch]) -> list[int]:
+    return [i for micro in micro_batches if micro.weight for i in micro.batch["sample_id"].tolist()]
 
 
 @pytest.mark.parametrize("decode", BACK_ENDS)
-def test_training_reads_the_order_epoch_after_epoch(pictures, decode):
-    read = train(pictures, 10, decode=decode)
+def test_training_reads_the_order_epoch_after_epoch(images, decode):
+    read = train(images, 10, decode=decode)
     expected = [orders()(epoch).batch(i).tolist() for epoch in (3, 4, 5) for i in range(4)][:10]
     assert [ids_of(step) for step in read] == expected
     assert [len(ids) for ids in expected] == [8, 8, 8, 2, 8, 8, 8, 2, 8, 8]
 
 
-def test_dali_and_the_reference_give_bitwise_equal_batches(pictures):
+def test_dali_and_the_reference_give_bitwise_equal_batches(images):
     pytest.importorskip("nvidia.dali")
-    ours, theirs = (train(pictures, 8, decode=decode, micro=3) for decode in ("cpu", "dali"))
+    ours, theirs = (train(images, 8, decode=decode, micro=3) for decode in ("cpu", "dali"))
     assert all(same(a, b) for a, b in zip(itertools.chain(*ours), itertools.chain(*theirs), strict=True))
 
 
 @pytest.mark.parametrize("decode", BACK_ENDS)
-def test_everything_of_a_sample_comes_through(pictures, decode):
-    (micro,) = train(pictures, 1, decode=decode)[0]
+def test_everything_of_a_sample_comes_through(images, decode):
+    (micro,) = train(images, 1, decode=decode)[0]
     ids = orders()(3).batch(0)
-    numbers = pictures.columns["number"][ids]
-    given = {"sample_id", "image", "affine", "picture_px", "noise", "points", "who", "number", "weight", "listed"}
+    numbers = images.columns["number"][ids]
+    given = {"sample_id", "image", "affine", "image_px", "noise", "points", "who", "number", "weight", "listed"}
     assert set(micro.batch) == given
     for name in ("who", "number", "weight", "listed"):
-        assert np.array_equal(micro.batch[name].numpy(), pictures.columns[name][ids])
+        assert np.array_equal(micro.batch[name].numpy(), images.columns[name][ids])
     assert np.array_equal(micro.batch["points"].numpy(), np.stack([points(i) for i in numbers.tolist()]))
     assert micro.batch["image"].shape == (8, 1, 24, 32) and micro.batch["image"].dtype == torch.float32
     assert micro.batch["image"].min() >= -2 and micro.batch["image"].max() <= 2  # (0..1 - mean) / std
 
 
 @pytest.mark.parametrize("decode", BACK_ENDS)
-def test_starting_late_gives_the_tail_of_starting_early(pictures, decode):
-    whole, tail = train(pictures, 9, decode=decode), train(pictures, 6, decode=decode, start=3)
+def test_starting_late_gives_the_tail_of_starting_early(images, decode):
+    whole, tail = train(images, 9, decode=decode), train(images, 6, decode=decode, start=3)
     for a, b in zip(whole[3:], tail, strict=True):
         assert all(same(*pair) for pair in zip(a, b, strict=True))
 
@@ -121,7 +121,7 @@ def test_nothing_before_the_start_is_read(spoilable):
 
 
 def spoil(data: ShardSet, ids: np.ndarray) -> None:
-    """Overwrite the first bytes of some pictures."""
+    """Overwrite the first bytes of some images."""
     for i in ids.tolist():
         shard = next(shard for shard in reversed(data.shards) if shard.first <= i)
         with shard.path.open("r+b") as file:
@@ -131,9 +131,9 @@ def spoil(data: ShardSet, ids: np.ndarray) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("micro", [0, 2])
-def test_the_ranks_together_read_the_batches_that_one_rank_reads(pictures, world_size, micro):
-    alone = train(pictures, 5, batch=7)
-    ranks = [train(pictures, 5, batch=7, rank=r, world_size=world_size, micro=micro) for r in range(world_size)]
+def test_the_ranks_together_read_the_batches_that_one_rank_reads(images, world_size, micro):
+    alone = train(images, 5, batch=7)
+    ranks = [train(images, 5, batch=7, rank=r, world_size=world_size, micro=micro) for r in range(world_size)]
     for step, whole in enumerate(alone):
         parts = [part for rank in ranks for part in rank[step]]
         counted = [part.batch for part in parts if part.weight]
@@ -145,8 +145,8 @@ def test_the_ranks_together_read_the_batches_that_one_rank_reads(pictures, world
             assert part.weight in (0, pytest.approx(len(part.batch["sample_id"]) / len(whole[0].batch["sample_id"])))
 
 
-def test_a_last_batch_smaller_than_the_ranks_gives_the_others_a_stand_in(pictures):
-    ranks = [train(pictures, 1, start=3, rank=r, world_size=4)[0] for r in range(4)]
+def test_a_last_batch_smaller_than_the_ranks_gives_the_others_a_stand_in(images):
+    ranks = [train(images, 1, start=3, rank=r, world_size=4)[0] for r in range(4)]
     last = orders()(3).batch(3).tolist()
     assert len(last) == 2
     assert sorted(i for rank in ranks for i in ids_of(rank)) == sorted(last)
@@ -156,59 +156,59 @@ def test_a_last_batch_smaller_than_the_ranks_gives_the_others_a_stand_in(picture
 
 @pytest.mark.parametrize("decode", BACK_ENDS)
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_evaluation_reads_each_sample_once_over_all_ranks_and_as_it_is(pictures, decode, world_size):
+def test_evaluation_reads_each_sample_once_over_all_ranks_and_as_it_is(images, decode, world_size):
     ids = np.arange(1, 24)
-    ranks = [loader(pictures, decode=decode, rank=r, world_size=world_size) for r in range(world_size)]
+    ranks = [loader(images, decode=decode, rank=r, world_size=world_size) for r in range(world_size)]
     read = [micro for one in ranks for micro in one.evaluate(ids, batch_size=5)]
     assert ids_of(read) == ids.tolist()
     assert sum(micro.weight for micro in read) == pytest.approx(1)
-    plain = loader(pictures, augmentation=AugmentSettings()).evaluate(ids, batch_size=23)
+    plain = loader(images, augmentation=AugmentSettings()).evaluate(ids, batch_size=23)
     assert torch.equal(torch.cat([micro.batch["image"] for micro in read]), next(plain).batch["image"])
     plain.close()
 
 
 @pytest.mark.parametrize("decode", BACK_ENDS)
-def test_a_rank_without_anything_to_evaluate_gets_nothing(pictures, decode):
-    ranks = [loader(pictures, decode=decode, rank=r, world_size=3) for r in range(3)]
+def test_a_rank_without_anything_to_evaluate_gets_nothing(images, decode):
+    ranks = [loader(images, decode=decode, rank=r, world_size=3) for r in range(3)]
     assert [ids_of(one.evaluate(np.array([4, 9]), batch_size=8)) for one in ranks] == [[], [4], [9]]
 
 
-def test_pictures_are_cut_where_packing_said(pictures):
-    whole = next(loader(pictures).evaluate(np.array([2]), batch_size=1)).batch["image"]
-    height, width, _ = pictures.records["image"].shape[2].tolist()
+def test_pictures_are_cut_where_packing_said(images):
+    whole = next(loader(images).evaluate(np.array([2]), batch_size=1)).batch["image"]
+    height, width, _ = images.records["image"].shape[2].tolist()
     for name, values in zip(("box_y", "box_x", "box_height", "box_width"), (0, 0, height, 2 * width), strict=True):
-        pictures.columns[name] = np.full(COUNT, values)
-    cut = next(loader(pictures).evaluate(np.array([2]), batch_size=1)).batch["image"]
+        images.columns[name] = np.full(COUNT, values)
+    cut = next(loader(images).evaluate(np.array([2]), batch_size=1)).batch["image"]
     assert (cut[..., 17:] == (1 - 0.5) / 0.25).all()  # the right half lies outside: fill
     assert (cut[..., :15] - whole.unfold(3, 2, 2).mean(4)[..., :15]).abs().mean() < 0.2
 
 
 @pytest.mark.parametrize("decode", BACK_ENDS)
 @pytest.mark.parametrize("prefetch", [1, 4])
-def test_a_batch_that_is_kept_is_not_overwritten_by_later_ones(pictures, decode, prefetch):
+def test_a_batch_that_is_kept_is_not_overwritten_by_later_ones(images, decode, prefetch):
     kept: list[MicroBatch] = []
     copies: list[torch.Tensor] = []
-    stream = loader(pictures, decode=decode, prefetch=prefetch).train(orders(), epoch=0, start=0, micro_batch_size=2)
+    stream = loader(images, decode=decode, prefetch=prefetch).train(orders(), epoch=0, start=0, micro_batch_size=2)
     for micro in itertools.islice(stream, 40):
         time.sleep(0.002)  # let the background run ahead as far as it can
         kept.append(micro)
         copies.append(micro.batch["image"].clone())
     stream.close()
-    fresh = loader(pictures, decode=decode, prefetch=prefetch).train(orders(), epoch=0, start=0, micro_batch_size=2)
+    fresh = loader(images, decode=decode, prefetch=prefetch).train(orders(), epoch=0, start=0, micro_batch_size=2)
     for micro, copy, again in zip(kept, copies, fresh, strict=False):
         assert torch.equal(micro.batch["image"], copy) and same(micro, again)
     fresh.close()
 
 
-def test_a_batch_belongs_to_the_caller_even_its_ids(pictures):
+def test_a_batch_belongs_to_the_caller_even_its_ids(images):
     order = shuffle(np.arange(COUNT), seed=0, epoch=0, global_batch_size=8)
     before = order.ids.copy()
-    stream = loader(pictures).train(lambda _: order, epoch=0, start=0, micro_batch_size=0)
+    stream = loader(images).train(lambda _: order, epoch=0, start=0, micro_batch_size=0)
     for value in next(stream).batch.values():
         value.fill_(0)
     stream.close()
     assert np.array_equal(order.ids, before)
-    assert pictures.columns["number"].any()
+    assert images.columns["number"].any()
 
 
 @pytest.mark.parametrize("decode", BACK_ENDS)
@@ -226,8 +226,8 @@ def background_threads() -> list[str]:
 
 
 @pytest.mark.parametrize("decode", BACK_ENDS)
-def test_leaving_early_ends_every_thread(pictures, decode):
-    stream = loader(pictures, decode=decode).train(orders(), epoch=0, start=0, micro_batch_size=0)
+def test_leaving_early_ends_every_thread(images, decode):
+    stream = loader(images, decode=decode).train(orders(), epoch=0, start=0, micro_batch_size=0)
     next(stream)
     assert "loader" in background_threads()
     stream.close()
@@ -265,15 +265,15 @@ def test_the_background_runs_ahead_only_as_far_as_asked():
     stream.close()
 
 
-def test_channels_last_changes_the_layout_and_no_value(pictures):
-    (plain,), (last,) = (train(pictures, 1, channels_last=layout)[0] for layout in (False, True))
+def test_channels_last_changes_the_layout_and_no_value(images):
+    (plain,), (last,) = (train(images, 1, channels_last=layout)[0] for layout in (False, True))
     assert torch.equal(plain.batch["image"], last.batch["image"])
     assert last.batch["image"].is_contiguous(memory_format=torch.channels_last)
 
 
-def test_data_without_pictures_are_read_too(pictures):
-    del pictures.records["image"]
-    (micro,) = train(pictures, 1)[0]
+def test_data_without_pictures_are_read_too(images):
+    del images.records["image"]
+    (micro,) = train(images, 1)[0]
     assert "image" not in micro.batch and len(micro.batch["points"]) == 8
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.pictures import META, encode, pack_folder, points, same_imports, samples, texture, write_folder
-from trainyard.data.pack import JOURNAL, PackError, listing_of, pack
+from tests.images import META, encode, pack_folder, points, same_imports, samples, texture, write_folder
+from trainyard.data.pack import JOURNAL, PackError, pack, read_listing
 from trainyard.data.shards import Loaded, Sample, ShardSet
 
 
@@ -40,34 +40,34 @@ def pack_rows(rows: list[Loaded], out: Path, **options) -> ShardSet:
     return pack(ready(rows), out, meta={}, workers=1, **options)
 
 
-def test_what_was_packed_is_read_back(raw_pictures, pictures):
-    paths = sorted(raw_pictures.iterdir())
+def test_what_was_packed_is_read_back(raw_images, images):
+    paths = sorted(raw_images.iterdir())
     ids = np.arange(len(paths))
-    assert pictures.count == len(paths) == 26 and pictures.skipped == 0 and len(pictures.shards) > 3
-    assert pictures.keys(ids) == [path.name for path in paths]
-    assert [record.tobytes() for record in pictures.read("image", ids)] == [path.read_bytes() for path in paths]
-    assert pictures.meta == META
+    assert images.count == len(paths) == 26 and images.skipped == 0 and len(images.shards) > 3
+    assert images.keys(ids) == [path.name for path in paths]
+    assert [record.tobytes() for record in images.read_bytes("image", ids)] == [path.read_bytes() for path in paths]
+    assert images.meta == META
 
 
-def test_records_come_in_the_order_asked_for_across_shards(raw_pictures, pictures):
-    paths, ids = sorted(raw_pictures.iterdir()), np.array([25, 0, 13, 13, 7])
-    assert [record.tobytes() for record in pictures.read("image", ids)] == [paths[i].read_bytes() for i in ids]
-    assert pictures.read("image", np.array([], dtype=np.int64)) == []
+def test_records_come_in_the_order_asked_for_across_shards(raw_images, images):
+    paths, ids = sorted(raw_images.iterdir()), np.array([25, 0, 13, 13, 7])
+    assert [record.tobytes() for record in images.read_bytes("image", ids)] == [paths[i].read_bytes() for i in ids]
+    assert images.read_bytes("image", np.array([], dtype=np.int64)) == []
 
 
-def test_columns_hold_numbers_and_coded_text(raw_pictures, pictures):
-    stems = [path.stem for path in sorted(raw_pictures.iterdir())]
+def test_columns_hold_numbers_and_coded_text(raw_images, images):
+    stems = [path.stem for path in sorted(raw_images.iterdir())]
     numbers = np.array([int(stem.partition("-")[2]) for stem in stems])
     who = [stem.partition("-")[0] for stem in stems]
-    assert set(pictures.columns) == {"who", "number", "weight", "listed"}
-    assert pictures.columns["number"].dtype == np.int64 and np.array_equal(pictures.columns["number"], numbers)
-    assert pictures.columns["listed"].tolist() == [len(path.name) for path in sorted(raw_pictures.iterdir())]
-    assert pictures.vocabulary == {"who": sorted(set(who))}
-    assert [pictures.vocabulary["who"][code] for code in pictures.columns["who"]] == who
+    assert set(images.columns) == {"who", "number", "weight", "listed"}
+    assert images.columns["number"].dtype == np.int64 and np.array_equal(images.columns["number"], numbers)
+    assert images.columns["listed"].tolist() == [len(path.name) for path in sorted(raw_images.iterdir())]
+    assert images.vocabulary == {"who": sorted(set(who))}
+    assert [images.vocabulary["who"][code] for code in images.columns["who"]] == who
 
 
-def test_a_column_of_ints_and_floats_is_float_in_every_shard(pictures):
-    number, weight = pictures.columns["number"], pictures.columns["weight"]
+def test_a_column_of_ints_and_floats_is_float_in_every_shard(images):
+    number, weight = images.columns["number"], images.columns["weight"]
     assert weight.dtype == np.float64
     assert np.array_equal(weight, np.where(number % 2, number / 2, number))
 
@@ -83,17 +83,17 @@ def test_numpy_numbers_keep_their_values(tmp_path):
     assert columns["b"].dtype == np.int64
 
 
-def test_shapes_of_pictures_are_in_the_index(raw_pictures, pictures):
-    number = pictures.columns["number"]
+def test_shapes_of_pictures_are_in_the_index(raw_images, images):
+    number = images.columns["number"]
     expected = np.stack([40 + 7 * number % 50, 40 + 11 * number % 50, np.ones_like(number)], axis=1)
-    assert np.array_equal(pictures.records["image"].shape, expected)
+    assert np.array_equal(images.records["image"].shape, expected)
 
 
-def test_arrays_of_one_shape_are_read_back(pictures):
+def test_arrays_of_one_shape_are_read_back(images):
     ids = np.array([25, 3, 3, 11])
-    out = np.empty((4, 3, 2), dtype=pictures.records["points"].dtype)
-    pictures.gather("points", ids, out)
-    assert np.array_equal(out, np.stack([points(i) for i in pictures.columns["number"][ids].tolist()]))
+    out = np.empty((4, 3, 2), dtype=images.records["points"].dtype)
+    images.read_into("points", ids, out)
+    assert np.array_equal(out, np.stack([points(i) for i in images.columns["number"][ids].tolist()]))
 
 
 def test_arrays_keep_their_values_whatever_their_type_and_shape(tmp_path):
@@ -106,72 +106,72 @@ def test_arrays_keep_their_values_whatever_their_type_and_shape(tmp_path):
     data = pack_rows(rows, tmp_path / "out")
     for name, values in fields.items():
         out = np.empty_like(values, dtype=data.records[name].dtype)
-        data.gather(name, np.arange(3), out)
+        data.read_into(name, np.arange(3), out)
         assert np.array_equal(out, values), name
 
 
 @pytest.fixture(scope="module")
-def by_two_workers(raw_pictures, tmp_path_factory) -> Path:
+def by_two_workers(raw_images, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("two") / "elsewhere"
-    pack_folder(raw_pictures, out, workers=2)
+    pack_folder(raw_images, out, workers=2)
     return out
 
 
-def test_the_number_of_workers_and_the_folder_leave_the_bytes_alone(packed_pictures, by_two_workers):
-    assert contents(by_two_workers) == contents(packed_pictures)
+def test_the_number_of_workers_and_the_folder_leave_the_bytes_alone(packed_images, by_two_workers):
+    assert contents(by_two_workers) == contents(packed_images)
 
 
-def test_the_times_of_raw_files_leave_the_bytes_alone(raw_copy, packed_pictures, tmp_path):
+def test_the_times_of_raw_files_leave_the_bytes_alone(raw_copy, packed_images, tmp_path):
     for path in raw_copy.iterdir():
         os.utime(path, ns=(0, 0))
     pack_folder(raw_copy, tmp_path / "out")
-    assert contents(tmp_path / "out") == contents(packed_pictures)
+    assert contents(tmp_path / "out") == contents(packed_images)
 
 
-def test_packed_data_without_their_journal_are_not_overwritten(raw_pictures, spoilable):
+def test_packed_data_without_their_journal_are_not_overwritten(raw_images, spoilable):
     (spoilable / JOURNAL).unlink()
     with pytest.raises(PackError, match=r"without the packing\.json.*Use them as they are"):
-        pack_folder(raw_pictures, spoilable)
+        pack_folder(raw_images, spoilable)
 
 
-def test_packing_again_writes_nothing(raw_pictures, spoilable):
+def test_packing_again_writes_nothing(raw_images, spoilable):
     before = {path.name: path.stat().st_mtime_ns for path in spoilable.iterdir()}
     done: list[int] = []
-    again = pack(samples(raw_pictures), spoilable, meta=META, workers=1, shard_mib=0.01, progress=done.append)
+    again = pack(samples(raw_images), spoilable, meta=META, workers=1, shard_mib=0.01, progress=done.append)
     assert again.count == sum(done) == 26
     assert {path.name: path.stat().st_mtime_ns for path in spoilable.iterdir()} == before
 
 
-def test_a_lost_shard_is_written_again_and_the_others_kept(raw_pictures, packed_pictures, spoilable):
+def test_a_lost_shard_is_written_again_and_the_others_kept(raw_images, packed_images, spoilable):
     before = times(spoilable)
     (spoilable / "shard-00001.h5").unlink()
     (spoilable / "index.h5").unlink()
-    pack_folder(raw_pictures, spoilable)
-    assert contents(spoilable) == contents(packed_pictures)
+    pack_folder(raw_images, spoilable)
+    assert contents(spoilable) == contents(packed_images)
     assert {name for name, time in times(spoilable).items() if time != before[name]} == {"shard-00001.h5"}
 
 
 @pytest.mark.parametrize("shards_first", [0, 1, 3])
-def test_a_packing_killed_at_any_moment_is_finished_by_the_next(raw_pictures, packed_pictures, tmp_path, shards_first):
+def test_a_packing_killed_at_any_moment_is_finished_by_the_next(raw_images, packed_images, tmp_path, shards_first):
     out = tmp_path / "out"
-    workers = kill_packing(raw_pictures, out, when=lambda: len(times(out)) >= shards_first)
+    workers = kill_packing(raw_images, out, when=lambda: len(times(out)) >= shards_first)
     noted = json.loads((out / JOURNAL).read_text()) if (out / JOURNAL).exists() else {}
     kept = {name: time for name, time in times(out).items() if name in noted}
-    assert shards_first - 2 <= len(kept) < len(times(packed_pictures)) and not (out / "index.h5").exists()
+    assert shards_first - 2 <= len(kept) < len(times(packed_images)) and not (out / "index.h5").exists()
     wait_until(lambda: not any(running(worker) for worker in workers), "the workers outlived the packing")
     (out / "shard-00004.partial").write_bytes(b"half of it")
-    pack_folder(raw_pictures, out)
-    assert contents(out) == contents(packed_pictures)
+    pack_folder(raw_images, out)
+    assert contents(out) == contents(packed_images)
     assert {name: time for name, time in times(out).items() if name in kept} == kept
 
 
 def test_a_warning_to_all_processes_of_a_job_does_not_break_a_packing_that_heeds_it_later(
-    raw_pictures, packed_pictures, tmp_path
+    raw_images, packed_images, tmp_path
 ):
     out = tmp_path / "out"
     work = (
         "import signal; [signal.signal(n, lambda *_: None) for n in (signal.SIGTERM, signal.SIGUSR2)]\n"
-        f"from tests.pictures import *; pack_folder(Path({str(raw_pictures)!r}), Path({str(out)!r}), workers=2, "
+        f"from tests.images import *; pack_folder(Path({str(raw_images)!r}), Path({str(out)!r}), workers=2, "
         "pause_s=0.1)"
     )
     packing = subprocess.Popen([sys.executable, "-c", work], env=same_imports(), start_new_session=True)
@@ -179,12 +179,12 @@ def test_a_warning_to_all_processes_of_a_job_does_not_break_a_packing_that_heeds
     os.killpg(packing.pid, signal.SIGUSR2)
     os.killpg(packing.pid, signal.SIGTERM)
     assert packing.wait() == 0
-    assert contents(out) == contents(packed_pictures)
+    assert contents(out) == contents(packed_images)
 
 
 def kill_packing(raw: Path, out: Path, *, when) -> list[int]:
     """Pack slowly with two workers in a process of its own, and kill it; return the workers' process ids."""
-    work = f"from tests.pictures import *; pack_folder(Path({str(raw)!r}), Path({str(out)!r}), workers=2, pause_s=0.1)"
+    work = f"from tests.images import *; pack_folder(Path({str(raw)!r}), Path({str(out)!r}), workers=2, pause_s=0.1)"
     packing = subprocess.Popen([sys.executable, "-c", work], env=same_imports())
     children = Path(f"/proc/{packing.pid}/task/{packing.pid}/children")
     wait_until(lambda: len(children.read_text().split()) >= 3, "no workers")  # and multiprocessing's resource tracker
@@ -210,8 +210,8 @@ def wait_until(true, otherwise: str) -> None:
 
 
 @pytest.fixture
-def raw_copy(raw_pictures, tmp_path) -> Path:
-    return Path(shutil.copytree(raw_pictures, tmp_path / "raw"))
+def raw_copy(raw_images, tmp_path) -> Path:
+    return Path(shutil.copytree(raw_images, tmp_path / "raw"))
 
 
 def test_a_changed_raw_file_is_refused_in_one_sentence(raw_copy, spoilable):
@@ -224,19 +224,19 @@ def test_a_changed_raw_file_is_refused_in_one_sentence(raw_copy, spoilable):
 
 
 def test_a_listing_counts_the_samples_and_changes_with_raw_files_and_options(raw_copy):
-    before = listing_of(samples(raw_copy), META)
-    assert before == listing_of(samples(raw_copy), META) and before[0] == 26
-    assert listing_of(samples(raw_copy), {"job": "another"})[1] != before[1]
+    before = read_listing(samples(raw_copy), META)
+    assert before == read_listing(samples(raw_copy), META) and before[0] == 26
+    assert read_listing(samples(raw_copy), {"job": "another"})[1] != before[1]
     changed = sorted(raw_copy.iterdir())[9]
     os.utime(changed, ns=(0, 0))
-    assert listing_of(samples(raw_copy), META)[1] != before[1]
+    assert read_listing(samples(raw_copy), META)[1] != before[1]
     changed.unlink()
-    assert listing_of(samples(raw_copy), META)[0] == 25
+    assert read_listing(samples(raw_copy), META)[0] == 25
 
 
-def test_other_options_are_refused(raw_pictures, spoilable):
+def test_other_options_are_refused(raw_images, spoilable):
     with pytest.raises(PackError, match="packed with other options"):
-        pack(samples(raw_pictures), spoilable, meta={"job": "another"}, workers=1, shard_mib=0.01)
+        pack(samples(raw_images), spoilable, meta={"job": "another"}, workers=1, shard_mib=0.01)
 
 
 def test_shards_left_over_from_a_longer_data_set_are_refused(raw_copy, spoilable):
@@ -248,12 +248,12 @@ def test_shards_left_over_from_a_longer_data_set_are_refused(raw_copy, spoilable
 
 @pytest.fixture
 def raw_with_bad(tmp_path) -> Path:
-    """Twelve pictures, of which one is empty, one is cut off, and one is text; all three among the first shards."""
+    """Twelve images, of which one is empty, one is cut off, and one is text; all three among the first shards."""
     raw = write_folder(tmp_path / "raw", 12)
     first = sorted(raw.iterdir())
     first[0].write_bytes(b"")
     first[1].write_bytes(first[1].read_bytes()[:200])
-    first[4].write_text("no picture")
+    first[4].write_text("no image")
     return raw
 
 
@@ -282,7 +282,9 @@ def test_told_to_skip_bad_files_after_a_failure_packing_keeps_what_it_has(raw_wi
     assert contents(out) == contents(fresh)
     good = [path for i, path in enumerate(sorted(raw_with_bad.iterdir())) if i not in (0, 1, 4)]
     assert data.keys(np.arange(9)) == [path.name for path in good]
-    assert [record.tobytes() for record in data.read("image", np.arange(9))] == [path.read_bytes() for path in good]
+    assert [record.tobytes() for record in data.read_bytes("image", np.arange(9))] == [
+        path.read_bytes() for path in good
+    ]
 
 
 def test_skipped_files_are_bad_again_for_a_packing_that_may_not_skip(raw_with_bad, tmp_path):
@@ -293,12 +295,12 @@ def test_skipped_files_are_bad_again_for_a_packing_that_may_not_skip(raw_with_ba
 
 def test_bytes_that_are_no_picture_are_a_bad_file_too(tmp_path):
     rows = [{"image": encode(texture(0, 9, 9), "png")}, {"image": b"not one"}]
-    with pytest.raises(PackError, match=r"1 of 2 raw samples cannot be read:\n  row 1: no picture of a known kind"):
+    with pytest.raises(PackError, match=r"1 of 2 raw samples cannot be read:\n  row 1: no image of a known kind"):
         pack_rows(rows, tmp_path / "out")
 
 
 def test_a_folder_of_bad_files_alone_is_no_data_set_even_if_they_may_be_skipped(tmp_path):
-    with pytest.raises(PackError, match=r"None of the 1 raw files can be read; the first: row 0: no picture"):
+    with pytest.raises(PackError, match=r"None of the 1 raw files can be read; the first: row 0: no image"):
         pack_rows([{"image": b"not one"}], tmp_path / "out", skip_bad=True)
 
 
@@ -317,7 +319,7 @@ def test_an_empty_raw_folder_is_refused_with_what_was_expected(tmp_path):
 
 @pytest.fixture
 def small_disk(tmp_path) -> Iterator[Path]:
-    """A disk of 1,500 KiB: room for the packed pictures, but not for much more."""
+    """A disk of 1,500 KiB: room for the packed images, but not for much more."""
     disk = tmp_path / "disk"
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=1500k", "tmpfs", str(disk)]
@@ -327,17 +329,17 @@ def small_disk(tmp_path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", str(disk)], check=True)
 
 
-def test_a_full_disk_is_told_once_and_after_making_room_packing_goes_on(raw_pictures, packed_pictures, small_disk):
+def test_a_full_disk_is_told_once_and_after_making_room_packing_goes_on(raw_images, packed_images, small_disk):
     out, ballast = small_disk / "out", small_disk / "ballast"
     ballast.write_bytes(bytes(900 * 1024))
     with pytest.raises(PackError, match=r"no space left \(\d+ MiB free\).*Finished shards are kept"):
-        pack_folder(raw_pictures, out)
+        pack_folder(raw_images, out)
     kept = times(out)
-    assert 0 < len(kept) < len(times(packed_pictures))
+    assert 0 < len(kept) < len(times(packed_images))
     assert not list(out.glob("*.partial")) and not (out / "index.h5").exists()
     ballast.unlink()
-    pack_folder(raw_pictures, out)
-    assert contents(out) == contents(packed_pictures)
+    pack_folder(raw_images, out)
+    assert contents(out) == contents(packed_images)
     assert {name: time for name, time in times(out).items() if name in kept} == kept
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.training import FAMILIES, metrics_of, new_run, state_of, train, train_on_ranks
+from tests.training import FAMILIES, new_run, read_run_metrics, state_of, train, train_on_ranks
 from trainyard.errors import UserError
 from trainyard.train.distributed import Agreement
 from trainyard.train.world import World, world_from
@@ -27,7 +27,7 @@ def test_two_ranks_of_two_micro_batches_equal_one_rank_on_the_whole_batch(tmp_pa
     a, b = state_of(one), state_of(two)
     worst = max(float((a[name] - b[name]).abs().max()) for name in a if name.startswith("model/"))
     assert worst < 1e-4, "float32 sums in another order, through four steps of Adam at 1e-2"
-    for x, y in zip(metrics_of(one), metrics_of(two), strict=True):
+    for x, y in zip(read_run_metrics(one), read_run_metrics(two), strict=True):
         assert x.keys() == y.keys()
         assert x.get("loss", 0) == pytest.approx(y.get("loss", 0), abs=1e-5)
 
@@ -47,7 +47,7 @@ def test_three_ranks_score_an_evaluation_set_as_one_does(tmp_path):
     three = new_run(tmp_path, *EXACT, "optimizer.lr=0", "max_duration=1st", "eval_every=1st")
     assert train(one) == 0
     assert train_on_ranks(three, 3, meeting="c") == [0, 0, 0]
-    scores = [[line for line in metrics_of(run) if line["kind"] == "eval"] for run in (one, three)]
+    scores = [[line for line in read_run_metrics(run) if line["kind"] == "eval"] for run in (one, three)]
     assert scores[0] == scores[1]
     assert [line["split"] for line in scores[0]] == ["val", "test"]
 

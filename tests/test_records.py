@@ -1,4 +1,4 @@
-"""Records whose length is their own, from packing to the batch: sounds, ragged arrays, boxes that follow pictures."""
+"""Records whose length is their own, from packing to the batch: sounds, ragged arrays, boxes that follow images."""
 
 import importlib.util
 import io
@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from trainyard.data import augment
-from trainyard.data.augment import affine, draw, neutral, noise, scale_of, starts
+from trainyard.data.augment import affine, crop_scale, draw, neutral, noise, starts
 from trainyard.data.loader import Loader, MicroBatch
 from trainyard.data.order import shuffle
 from trainyard.data.pack import PackError, pack
-from trainyard.data.shards import Loaded, Ragged, Sample, ShardError, ShardSet, Sound
+from trainyard.data.shards import Audio, Loaded, Ragged, Sample, ShardError, ShardSet
 from trainyard.errors import UserError
-from trainyard.settings import AugmentSettings, DataSettings, ImageSettings, SoundSettings
+from trainyard.settings import AudioSettings, AugmentSettings, DataSettings, ImageSettings
 
 HAS_DALI = all(importlib.util.find_spec(name) for name in ("nvidia", "nvidia.dali"))
 BACK_ENDS = ["cpu", pytest.param("dali", marks=pytest.mark.skipif(not HAS_DALI, reason="needs nvidia.dali"))]
@@ -34,7 +34,7 @@ def wave_of(i: int) -> np.ndarray:
 
 
 def boxes_of(i: int) -> np.ndarray:
-    """Return i % 5 boxes xyxy inside a picture of 60 x 40 (width x height)."""
+    """Return i % 5 boxes xyxy inside an image of 60 x 40 (width x height)."""
     rng = np.random.default_rng(i)
     corner = rng.integers(0, (50, 30), size=(i % 5, 2))
     return np.concatenate([corner, corner + rng.integers(2, 9, size=corner.shape)], axis=1).astype(np.float32)
@@ -55,9 +55,9 @@ def picture_of(i: int) -> bytes:
 
 def loaded(i: int) -> Loaded:
     return {
-        "flac": Sound(file_of(wave_of(i), "FLAC")),
-        "wav": Sound(file_of(wave_of(i), "WAV")),
-        "pcm": Sound(wave_of(i)),
+        "flac": Audio(file_of(wave_of(i), "FLAC")),
+        "wav": Audio(file_of(wave_of(i), "WAV")),
+        "pcm": Audio(wave_of(i)),
         "boxes": Ragged(boxes_of(i)),
         "tokens": Ragged(np.arange(i, dtype=np.int32)),
         "image": picture_of(i),
@@ -77,7 +77,7 @@ def loader(folder: Path, *, decode: str = "cpu", rank: int = 0, world_size: int 
         ShardSet(folder),
         settings=DataSettings(),
         image=image or ImageSettings(height_px=32, width_px=32, channels=3),
-        sound=SoundSettings(frames=FRAMES),
+        sound=AudioSettings(frames=FRAMES),
         augmentation=augmentation or AugmentSettings(),
         seed=3,
         rank=rank,
@@ -105,7 +105,7 @@ def first(folder: Path, *, epoch: int = 0, batches: int = 1, micro: int = 0, **h
 def test_records_of_their_own_length_read_back_equal(folder):
     data, ids = ShardSet(folder), np.array([7, 0, 23, 5])
     for i, boxes, tokens, pcm, flac in zip(
-        ids.tolist(), *(data.values(name, ids) for name in ("boxes", "tokens", "pcm", "flac")), strict=True
+        ids.tolist(), *(data.read_arrays(name, ids) for name in ("boxes", "tokens", "pcm", "flac")), strict=True
     ):
         assert boxes.dtype == np.float32 and np.array_equal(boxes, boxes_of(i))
         assert tokens.dtype == np.int32 and np.array_equal(tokens, np.arange(i))
@@ -145,10 +145,10 @@ def test_training_cuts_sounds_where_seed_epoch_and_sample_say(folder, decode):
     assert all(0 <= cut <= max(0, len(wave_of(i)) - FRAMES) for i, cut in where.items())
 
 
-def cuts(micros: list[MicroBatch]) -> dict[int, int]:
+def cuts(micro_batches: list[MicroBatch]) -> dict[int, int]:
     """Return where each sound was cut; equal in all three forms."""
     found = {}
-    for micro in micros:
+    for micro in micro_batches:
         assert torch.equal(micro.batch["flac"], micro.batch["pcm"])
         assert torch.equal(micro.batch["wav"], micro.batch["pcm"])
         for i, sound in zip(micro.batch["sample_id"].tolist(), micro.batch["pcm"], strict=True):
@@ -180,9 +180,9 @@ def test_noise_is_uniform_and_belongs_to_the_sample_and_the_epoch():
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        (Sound(b"RIFFnonsense"), "no sound of a known kind"),
-        (Sound(file_of(np.zeros((40, 2), dtype=np.int16), "WAV")), "2 channels in PCM_16: expected one channel"),
-        (Sound(file_of(np.zeros(0, dtype=np.int16), "WAV")), "0 frames"),
+        (Audio(b"RIFFnonsense"), "no sound of a known kind"),
+        (Audio(file_of(np.zeros((40, 2), dtype=np.int16), "WAV")), "2 channels in PCM_16: expected one channel"),
+        (Audio(file_of(np.zeros(0, dtype=np.int16), "WAV")), "0 frames"),
     ],
 )
 def test_a_file_that_is_no_mono_sound_of_16_bits_is_refused_when_packing(tmp_path, wrong, said):
@@ -192,14 +192,14 @@ def test_a_file_that_is_no_mono_sound_of_16_bits_is_refused_when_packing(tmp_pat
 
 def test_what_was_learned_is_handed_to_load_and_kept(tmp_path):
     samples = [Sample(f"row {i}", count_words) for i in range(3)]
-    learned = {"words": "a b ä"}
-    pack(iter(samples), tmp_path / "out", meta={}, workers=1, learned=learned).close()
+    artifacts = {"words": "a b ä"}
+    pack(iter(samples), tmp_path / "out", meta={}, workers=1, artifacts=artifacts).close()
     data = ShardSet(tmp_path / "out")
-    assert data.learned == learned and data.columns["words"].tolist() == [3, 3, 3]
+    assert data.artifacts == artifacts and data.columns["words"].tolist() == [3, 3, 3]
 
 
-def count_words(learned: dict[str, str]) -> Loaded:
-    return {"words": len(learned["words"].split())}
+def count_words(artifacts: dict[str, str]) -> Loaded:
+    return {"words": len(artifacts["words"].split())}
 
 
 def test_a_damaged_ragged_record_is_named(folder, tmp_path):
@@ -212,10 +212,10 @@ def test_a_damaged_ragged_record_is_named(folder, tmp_path):
         file.seek(int(place))
         file.write(b"\xff\xff")
     with pytest.raises(ShardError, match="boxes of 'row 9' is damaged: its checksum differs"):
-        ShardSet(copy).values("boxes", np.array([9]))
+        ShardSet(copy).read_arrays("boxes", np.array([9]))
 
 
-# boxes follow pictures
+# boxes follow images
 
 LETTERBOX = {"height_px": 48, "width_px": 64}
 sides = st.integers(1, 300)
@@ -262,7 +262,7 @@ def test_scales_lie_between_the_two_and_empty_box_lists_change_nothing():
 
 
 def dotted(width: int, height: int, x: float, y: float) -> bytes:
-    """Return a picture with a bright spot of two pixels' standard deviation at (x, y)."""
+    """Return an image with a bright spot of two pixels' standard deviation at (x, y)."""
     columns, rows = np.arange(width) + 0.5, np.arange(height) + 0.5
     spot = np.exp(-((columns - x) ** 2) / 8)[None] * np.exp(-((rows - y) ** 2) / 8)[:, None]
     file = io.BytesIO()
@@ -279,7 +279,7 @@ def test_affine_takes_a_point_to_where_the_picture_shows_it(tmp_path, decode, fi
     rows = [Sample(f"{i}", partial(dict, image=dotted(200, 150, *spots[i]))) for i in range(COUNT)]
     pack(iter(rows), tmp_path / "out", meta={}, workers=1).close()
     crops = {"scale_min": 1.0, "scale_max": 1.6} if fit == "letterbox" else {"crop_area_min": 0.7}
-    micros = first(
+    micro_batches = first(
         tmp_path / "out",
         decode=decode,
         batches=3,
@@ -287,23 +287,23 @@ def test_affine_takes_a_point_to_where_the_picture_shows_it(tmp_path, decode, fi
         augmentation=AugmentSettings(flip=0.5, rotate_deg=20, shift=0.05, zoom=0.1, **crops),
     )
     seen = 0
-    for micro in micros:
-        assert micro.batch["picture_px"].tolist() == [[150, 200]] * 8
-        for i, picture, move in zip(
+    for micro in micro_batches:
+        assert micro.batch["image_px"].tolist() == [[150, 200]] * 8
+        for i, image, move in zip(
             micro.batch["sample_id"].tolist(), micro.batch["image"][:, 0], micro.batch["affine"].numpy(), strict=True
         ):
             x, y = move @ [*spots[i], 1]
             if 15 < x < 145 and 15 < y < 105:
                 seen += 1
-                found = centre_of(picture.numpy())
+                found = centre_of(image.numpy())
                 assert abs(found[0] - x) < 0.1 and abs(found[1] - y) < 0.1, (found, (x, y))
     assert seen > COUNT // 2
 
 
-def centre_of(picture: np.ndarray) -> tuple[float, float]:
-    total = picture.sum()
-    rows, columns = (np.arange(n) + 0.5 for n in picture.shape)
-    return (picture.sum(axis=0) @ columns) / total, (picture.sum(axis=1) @ rows) / total
+def centre_of(image: np.ndarray) -> tuple[float, float]:
+    total = image.sum()
+    rows, columns = (np.arange(n) + 0.5 for n in image.shape)
+    return (image.sum(axis=0) @ columns) / total, (image.sum(axis=1) @ rows) / total
 
 
 def test_affine_of_an_untouched_picture_is_its_scale():
@@ -314,10 +314,10 @@ def test_affine_of_an_untouched_picture_is_its_scale():
 @pytest.mark.parametrize("decode", BACK_ENDS)
 def test_each_global_batch_has_one_of_the_sizes_asked_for(folder, decode):
     image = ImageSettings(height_px=32, width_px=64, channels=3, scales=[0.5, 1.0, 2.0])
-    micros = first(folder, decode=decode, batches=12, micro=4, image=image)
-    assert {tuple(micro.batch["image"].shape[2:]) for micro in micros} == {(16, 32), (32, 64), (64, 128)}
-    drawn = [scale_of([0.5, 1.0, 2.0], seed=3, epoch=e, batch=b) for e in (0, 1) for b in range(3) for _ in range(2)]
-    assert [tuple(micro.batch["image"].shape[2:]) for micro in micros] == [(32 * s, 64 * s) for s in drawn]
+    micro_batches = first(folder, decode=decode, batches=12, micro=4, image=image)
+    assert {tuple(micro.batch["image"].shape[2:]) for micro in micro_batches} == {(16, 32), (32, 64), (64, 128)}
+    drawn = [crop_scale([0.5, 1.0, 2.0], seed=3, epoch=e, batch=b) for e in (0, 1) for b in range(3) for _ in range(2)]
+    assert [tuple(micro.batch["image"].shape[2:]) for micro in micro_batches] == [(32 * s, 64 * s) for s in drawn]
     (whole,) = loader(folder, decode=decode, image=image).evaluate(np.arange(COUNT), batch_size=COUNT)
     assert whole.batch["image"].shape[2:] == (32, 64)
 

@@ -12,8 +12,8 @@ import pytest
 from tests.training import (
     FAMILIES,
     differences,
-    metrics_of,
     new_run,
+    read_run_metrics,
     start,
     state_of,
     train,
@@ -50,7 +50,7 @@ def test_ten_kills_at_random_steps_change_no_bit(decode, tmp_path):
 
     assert last.exitcode == 0
     assert differences(state_of(whole), state_of(killed)) == []
-    assert metrics_of(whole) == metrics_of(killed)
+    assert read_run_metrics(whole) == read_run_metrics(killed)
     resumes = [event["step"] for event in read_events(killed) if event["event"] == "resume"]
     assert len(resumes) >= KILLS // 2, f"killed {KILLS} times, but resumed only at {resumes}"
 
@@ -96,7 +96,7 @@ def test_a_signal_saves_at_the_step_boundary_leaves_with_its_code_and_loses_no_s
     assert train(stopped) == 0
     assert lines < len(read_metrics(stopped))
     assert differences(state_of(whole), state_of(stopped)) == []
-    assert metrics_of(whole) == metrics_of(stopped)
+    assert read_run_metrics(whole) == read_run_metrics(stopped)
 
 
 def test_a_signal_while_data_are_packed_leaves_at_once_and_the_next_start_packs_and_trains(tmp_path):
@@ -123,10 +123,10 @@ def test_max_runtime_stops_in_time_with_a_code_of_its_own(tmp_path):
 def test_a_finished_run_stays_as_it_is(tmp_path):
     run = new_run(tmp_path, "max_duration=1ep")
     assert train(run) == 0
-    before, metrics = state_of(run), metrics_of(run)
+    before, metrics = state_of(run), read_run_metrics(run)
     assert train(run) == 0
     assert differences(before, state_of(run), but=()) == []
-    assert metrics_of(run) == metrics
+    assert read_run_metrics(run) == metrics
 
 
 def test_a_gradient_that_is_not_finite_ends_the_run_and_is_not_saved(tmp_path):

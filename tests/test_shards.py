@@ -6,8 +6,8 @@ import h5py
 import numpy as np
 import pytest
 
-from tests.pictures import same_imports
-from trainyard.data.shards import Damage, ShardError, ShardSet, choose_reader, file_system_of, verify
+from tests.images import same_imports
+from trainyard.data.shards import Damage, ShardError, ShardSet, choose_reader, find_file_system, verify
 
 EVERY = np.arange(26)
 
@@ -29,10 +29,10 @@ def damage(folder: Path, field: str, sample: int) -> tuple[Path, str]:
     return shard.path, data.keys(np.array([sample]))[0]
 
 
-def test_whole_data_have_no_damage(packed_pictures):
+def test_whole_data_have_no_damage(packed_images):
     read: list[int] = []
-    assert list(verify(packed_pictures, read.append)) == []
-    assert read == [shard.size_bytes for shard in ShardSet(packed_pictures).shards]
+    assert list(verify(packed_images, read.append)) == []
+    assert read == [shard.size_bytes for shard in ShardSet(packed_images).shards]
 
 
 @pytest.mark.parametrize(("field", "sample"), [("image", 0), ("image", 20), ("points", 13)])
@@ -74,21 +74,21 @@ def test_reading_a_flipped_byte_names_record_shard_and_command(spoilable):
     shard, key = damage(spoilable, "image", 20)
     data = ShardSet(spoilable)
     with pytest.raises(ShardError) as error:
-        data.read("image", EVERY)
+        data.read_bytes("image", EVERY)
     assert str(error.value) == (
         f"{shard}: image of '{key}' is damaged: its checksum differs. "
         f"See everything that is: trainyard verify {spoilable}"
     )
-    assert len(data.read("image", EVERY, check_crc=False)) == 26
-    assert len(data.read("image", EVERY[EVERY != 20])) == 25
+    assert len(data.read_bytes("image", EVERY, check_crc=False)) == 26
+    assert len(data.read_bytes("image", EVERY[EVERY != 20])) == 25
 
 
 def test_gathering_a_flipped_byte_names_it_too(spoilable):
     shard, key = damage(spoilable, "points", 13)
     data, out = ShardSet(spoilable), np.empty((26, 3, 2), dtype=np.float32)
     with pytest.raises(ShardError, match=f"{shard}: points of '{key}' is damaged: its checksum differs"):
-        data.gather("points", EVERY, out)
-    data.gather("points", EVERY, out, check_crc=False)
+        data.read_into("points", EVERY, out)
+    data.read_into("points", EVERY, out, check_crc=False)
 
 
 @pytest.mark.parametrize("reader", ["map", "pread"])
@@ -97,15 +97,15 @@ def test_a_file_cut_off_while_it_is_open_is_told_at_the_read(spoilable, reader):
     data.reader = reader
     with data.shards[0].path.open("r+b") as file:
         file.truncate(int(data.records["image"].start[2]) + 5)
-    assert len(data.read("image", np.array([0, 1]))) == 2
+    assert len(data.read_bytes("image", np.array([0, 1]))) == 2
     with pytest.raises(ShardError, match="is damaged: the file ends early"):
-        data.read("image", np.array([0, 1, 2]))
+        data.read_bytes("image", np.array([0, 1, 2]))
 
 
 def test_both_readers_read_the_same(spoilable):
     mapped, called = ShardSet(spoilable), ShardSet(spoilable)
     mapped.reader, called.reader = "map", "pread"
-    for a, b in zip(mapped.read("image", EVERY[::-1]), called.read("image", EVERY[::-1]), strict=True):
+    for a, b in zip(mapped.read_bytes("image", EVERY[::-1]), called.read_bytes("image", EVERY[::-1]), strict=True):
         assert a.tobytes() == b.tobytes() != b""
 
 
@@ -120,9 +120,9 @@ def test_the_reader_follows_from_the_file_system_of_the_folder(tmp_path, folder,
         "22 21 8:1 / /data rw - ext4 /dev/sda1 rw\n"
         "23 22 0:50 / /data/my\\040prints rw - nfs4 server:/prints rw\n"
     )
-    assert file_system_of(Path(folder), mounts) == kind
+    assert find_file_system(Path(folder), mounts) == kind
     assert choose_reader(kind)[0] == reader and kind in choose_reader(kind)[1]
-    assert choose_reader(file_system_of(Path(folder), tmp_path / "none"))[0] == "pread"
+    assert choose_reader(find_file_system(Path(folder), tmp_path / "none"))[0] == "pread"
 
 
 def test_a_folder_that_is_none_is_told_how_to_make_one(tmp_path):
@@ -177,18 +177,18 @@ def test_a_shard_of_another_size_is_named_with_both_sizes(spoilable, change, sai
         ShardSet(spoilable)
 
 
-def test_the_fingerprint_changes_with_the_data(packed_pictures, spoilable):
-    before = ShardSet(packed_pictures).fingerprint
+def test_the_fingerprint_changes_with_the_data(packed_images, spoilable):
+    before = ShardSet(packed_images).fingerprint
     assert ShardSet(spoilable).fingerprint == before
     with h5py.File(spoilable / "index.h5", "r+") as file:
         file["columns/number"][0] += 1
     assert ShardSet(spoilable).fingerprint != before
 
 
-def test_a_closed_data_set_opens_its_files_again_when_read(pictures):
-    before = pictures.read("image", EVERY)
-    pictures.close()
-    assert all(np.array_equal(a, b) for a, b in zip(pictures.read("image", EVERY), before, strict=True))
+def test_a_closed_data_set_opens_its_files_again_when_read(images):
+    before = images.read_bytes("image", EVERY)
+    images.close()
+    assert all(np.array_equal(a, b) for a, b in zip(images.read_bytes("image", EVERY), before, strict=True))
 
 
 COUNT = 10_000_000
@@ -214,7 +214,7 @@ with h5py.File(sys.argv[1] + "/index.h5", "w", libver="latest") as file:
     file.create_group("vocabulary")
     file.create_group("learned")
     image = file.create_group("records/image")
-    image.attrs.update(kind="picture", dtype="uint8")
+    image.attrs.update(kind="image", dtype="uint8")
     image["start"], image["size"] = np.arange(count), np.zeros(count, dtype=np.int64)
     image["crc"], image["shape"] = np.zeros(count, dtype=np.uint32), np.zeros((count, 3), dtype=np.int32)
 open(sys.argv[1] + "/shard-00000.h5", "wb").close()

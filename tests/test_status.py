@@ -45,7 +45,7 @@ def test_a_run_that_nobody_started_is_new(tmp_path):
 def test_a_job_in_the_queue_says_in_words_what_it_waits_for(folder):
     status = folder.status(in_slurm("PENDING", "Resources"))
     assert (status.state, status.detail) == ("waiting", "next in the queue; waits until enough GPUs are free")
-    assert (status.job, status.partition, status.gpus) == ("12", "a100", 8)
+    assert (status.slurm_job_id, status.partition, status.gpus) == ("12", "a100", 8)
 
 
 @pytest.mark.parametrize(
@@ -266,8 +266,8 @@ def test_a_submitted_run_that_was_resumed_outside_slurm_is_judged_by_that(folder
     folder.event(NOW - 500, "resume", 40, attempt=f"local-{int(NOW - 510)}", world_size=1, host="desk")
     folder.event(NOW - 400, "stop", 60, reason="interrupted")
     status = folder.status(in_slurm("FAILED"))
-    assert (status.state, status.cause, status.job, status.gpus) == ("stopped", "interrupted", "", 1)
-    assert [attempt.job for attempt in status.attempts] == ["12", ""]
+    assert (status.state, status.cause, status.slurm_job_id, status.gpus) == ("stopped", "interrupted", "", 1)
+    assert [attempt.slurm_job_id for attempt in status.attempts] == ["12", ""]
     folder.submit("15", NOW - 100)
     assert folder.status(in_slurm("PENDING", job="15")).state == "waiting"
 
@@ -459,7 +459,7 @@ def test_a_run_here_is_running_then_stopped_when_asked_then_done(tmp_path):
     process = start(run)
     wait_for_lines(run, 3, process)
     (status,), note = statuses([run])
-    assert (status.state, status.job, note) == ("running", "", "")
+    assert (status.state, status.slurm_job_id, note) == ("running", "", "")
     assert f"process {process.pid} on " in status.detail
     (said,) = cancel([run])
     assert said.endswith(f"asked its process to save and leave. Go on: trainyard resume {run}")
@@ -487,7 +487,7 @@ def test_a_run_handed_to_the_background_waits_until_it_has_begun(tmp_path):
     (folder.logs / "submission.json").write_text(json.dumps(note | {"submitted": iso(NOW - 100)}))
     assert folder.status().state == "new"
     folder.error(NOW - 50, "bug", attempt=f"local-{int(NOW - 90)}")
-    assert (folder.status().state, folder.status().job) == ("failed", "")
+    assert (folder.status().state, folder.status().slurm_job_id) == ("failed", "")
 
 
 def test_a_run_killed_here_is_lost_and_a_run_elsewhere_is_out_of_reach(tmp_path):

@@ -29,7 +29,7 @@ SUM_TOLERANCE = 1e-6
 
 
 class Classifier(TrainModule):
-    """Two convolutions and a linear layer on 8 x 8 pictures of 5 classes."""
+    """Two convolutions and a linear layer on 8 x 8 images of 5 classes."""
 
     def __init__(self, *, batch_norm: bool = False, dropout: float = 0.0) -> None:
         super().__init__()
@@ -85,8 +85,8 @@ def cut(batch: Batch, *sizes: int) -> list[MicroBatch]:
     return parts
 
 
-def step(state: TrainState, micros: list[MicroBatch], *, clip: float = 0.0) -> StepResult:
-    return train_step(state, micros, lr=0.1, world_size=1, seed=0, clip_grad_norm=clip, autocast=FP32)
+def step(state: TrainState, micro_batches: list[MicroBatch], *, clip: float = 0.0) -> StepResult:
+    return train_step(state, micro_batches, lr=0.1, world_size=1, seed=0, clip_grad_norm=clip, autocast=FP32)
 
 
 def gradients(state: TrainState) -> list[Tensor]:
@@ -108,9 +108,9 @@ def test_a_stand_in_of_weight_zero_adds_nothing():
     batch = batch_of(12)
     alone, accompanied = state_of(classifier()), state_of(classifier())
     step(alone, cut(batch, 12))
-    micros = cut(batch, 12)
+    micro_batches = cut(batch, 12)
     stand_in = MicroBatch({name: v[:1] for name, v in batch.items()}, 0.0, True, 0.0)
-    step(accompanied, [MicroBatch(micros[0].batch, 1.0, False, 0.0), stand_in])
+    step(accompanied, [MicroBatch(micro_batches[0].batch, 1.0, False, 0.0), stand_in])
     assert all(torch.equal(a, b) for a, b in zip(gradients(alone), gradients(accompanied), strict=True))
 
 

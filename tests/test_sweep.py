@@ -51,8 +51,8 @@ def record(run: Path, val: Sequence[float], test: float | None = None, *, monito
             log.log("event", len(val), {"event": "done"})
 
 
-class Pictures(HTMLParser):
-    """The sources of a page's pictures, and whatever else it would fetch."""
+class Images(HTMLParser):
+    """The sources of a page's images, and whatever else it would fetch."""
 
     def __init__(self, page: Path) -> None:
         super().__init__()
@@ -198,7 +198,7 @@ def test_a_damaged_record_is_named(tmp_path: Path):
 def test_what_is_neither_done_nor_with_slurm_is_submitted_again(tmp_path: Path):
     made = make(tmp_path, "seed=range(0,8)")
     said = ["done", "waiting", "running", "silent", "failed", "lost", "stopped", "new"]
-    again = sweep_file.unfinished(made, {e.run: state for e, state in zip(made.elements, said, strict=True)})
+    again = sweep_file.list_unfinished(made, {e.run: state for e, state in zip(made.elements, said, strict=True)})
     assert [e.index for e in again] == [4, 5, 6, 7]
 
 
@@ -215,10 +215,10 @@ def test_quantiles_are_those_of_the_printed_table(degrees, t):
 
 
 def test_a_mean_has_students_interval_and_one_value_has_none():
-    mean = results.mean_of([1.0, 2.0, 4.0])
+    mean = results.mean_with_interval([1.0, 2.0, 4.0])
     assert (mean.n, mean.value) == (3, pytest.approx(7 / 3))
     assert mean.half_width == pytest.approx(4.302653 * math.sqrt(7 / 3) / math.sqrt(3), rel=1e-6)
-    assert results.mean_of([5.0]) == results.Mean(1, 5.0, None)
+    assert results.mean_with_interval([5.0]) == results.Mean(1, 5.0, None)
 
 
 def test_the_best_is_chosen_on_validation_and_the_test_value_stands_beside_it(tmp_path: Path):
@@ -329,7 +329,7 @@ def test_the_files_hold_every_run_and_the_page_needs_no_other_file(tmp_path: Pat
     assert float(rows[3]["val/accuracy"]) == pytest.approx(0.53) and float(rows[3]["test/loss"]) == pytest.approx(0.4)
     assert rows[23]["state"] == "lost" and rows[23]["val/accuracy"] == ""
     assert sorted(path.name for path in (made.folder / "plots").iterdir()) == ["augment.zoom.png", "optimizer.lr.png"]
-    sources = Pictures(page).sources
+    sources = Images(page).sources
     assert len(sources) == 2 and all(source.startswith("data:image/png;base64,") for source in sources)
     assert f"trainyard why {made.elements[23].run}" in page.read_text()
 

@@ -68,7 +68,7 @@ def state_of(run: Path) -> dict[str, Any]:
     return dict(_flat(found[1]))
 
 
-def metrics_of(run: Path) -> list[dict[str, Any]]:
+def read_run_metrics(run: Path) -> list[dict[str, Any]]:
     """Return a run's metric lines without timings."""
     return [{name: v for name, v in line.items() if name not in TIMING_KEYS} for line in read_metrics(run)]
 

@@ -22,7 +22,7 @@ from trainyard.data.pack import pack
 from trainyard.data.shards import Sample, ShardSet
 from trainyard.errors import UserError
 from trainyard.measure import Candidate
-from trainyard.settings import AugmentSettings, DataSettings, ImageSettings, SoundSettings
+from trainyard.settings import AudioSettings, AugmentSettings, DataSettings, ImageSettings
 from trainyard.train.precision import keep_freed_memory
 
 from . import frontends
@@ -177,7 +177,7 @@ def _batches(data: ShardSet, decode: str) -> Iterator[dict[str, torch.Tensor]]:
         data,
         settings=DataSettings(),
         image=ImageSettings(),
-        sound=SoundSettings(frames=FRAMES, rate_hz=RATE_HZ),
+        sound=AudioSettings(frames=FRAMES, rate_hz=RATE_HZ),
         augmentation=AugmentSettings(),
         seed=0,
         rank=0,

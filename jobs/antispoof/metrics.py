@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from trainyard.errors import UserError
 from trainyard.report.figures import figure
-from trainyard.scoring import checked_scores
+from trainyard.scoring import check_scores
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -220,7 +220,7 @@ def _cost(frr: ArrayLike, far: ArrayLike) -> Floats:
 
 
 def _checked(kind: str, scores: ArrayLike) -> Floats:
-    return checked_scores(
+    return check_scores(
         kind,
         scores,
         none=f"no {kind} trial among the scores: error rates need both bona fide and spoofed trials. "

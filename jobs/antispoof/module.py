@@ -83,7 +83,7 @@ class Trials:
         if "label" not in data.columns:
             return cls()
         attack, set_of = (np.array(data.vocabulary[name])[data.columns[name]] for name in ("attack", "set"))
-        asv = {name: AsvRates(**rates) for name, rates in json.loads(data.learned.get("asv", "{}")).items()}
+        asv = {name: AsvRates(**rates) for name, rates in json.loads(data.artifacts.get("asv", "{}")).items()}
         return cls(data.columns["label"], attack, set_of, data.columns["source_rate_hz"], asv)
 
     def counts(self, ids: np.ndarray) -> tuple[int, int]:
@@ -203,7 +203,7 @@ class AntispoofModule(TrainModule):
         names = np.unique(self.trials.set[ids])
         return self.trials.asv.get(str(names[0])) if len(names) == 1 else None
 
-    def exhibits(self, rows: Rows) -> dict[str, bytes]:
+    def report_figures(self, rows: Rows) -> dict[str, bytes]:
         """Return the DET plot of one set, and how its scores are spread."""
         ids, scores = rows["sample_id"], rows["score"].astype(np.float64)
         genuine = self.trials.label[ids] == 1
@@ -213,7 +213,7 @@ class AntispoofModule(TrainModule):
             "Scores": score_histogram({"bona fide": scores[genuine], "spoofed": scores[~genuine]}, x_label="score"),
         }
 
-    def answers(self, rows: Rows, keys: Sequence[str]) -> Iterator[dict[str, object]]:
+    def prediction_rows(self, rows: Rows, keys: Sequence[str]) -> Iterator[dict[str, object]]:
         """Yield the file, the name that protocols know it by, and its score."""
         for key, score in zip(keys, rows["score"].tolist(), strict=True):
             yield {"path": key, "utterance": Path(key).stem, "score": score}

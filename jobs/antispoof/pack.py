@@ -15,7 +15,7 @@ import soundfile
 from numpy.typing import NDArray
 from scipy.signal import resample_poly
 
-from trainyard.data.shards import BadRecord, Loaded, Sample, Sound
+from trainyard.data.shards import Audio, BadRecord, Loaded, Sample
 from trainyard.errors import UserError
 
 from . import vocoders
@@ -23,7 +23,7 @@ from .config import Config
 from .protocols import TEST, TRAIN, VAL, Cut, Utterance, asv_files, asv_rates, dealt_out, sounds, utterances
 from .synthesis import synthesize
 
-__all__ = ["learn", "samples", "splits", "synthesize", "unlabelled"]
+__all__ = ["fit_artifacts", "samples", "splits", "synthesize", "unlabelled"]
 
 WAVE = "wave"
 Pcm = NDArray[np.int16]
@@ -67,20 +67,20 @@ def samples(raw: Path, config: Config) -> Iterator[Sample]:
                 yield _sample(made, partial(load_copy, one.path, how, kind, f"{rule.seed}:{made.key}"))
 
 
-def learn(raw: Path, config: Config) -> Mapping[str, str]:
+def fit_artifacts(raw: Path, config: Config) -> Mapping[str, str]:
     """Return the error rates of the speaker verification behind the countermeasure, for the t-DCF, by set: `asv`."""
     files = {} if config.packing.copies else asv_files(raw)
     return {"asv": json.dumps({name: asdict(asv_rates(path)) for name, path in files.items()}, sort_keys=True)}
 
 
-def unlabelled(raw: Path, config: Config, learned: Mapping[str, str]) -> Iterator[Sample]:
+def unlabelled(raw: Path, config: Config, artifacts: Mapping[str, str]) -> Iterator[Sample]:
     """Yield every sound file in a folder and below it, or the one that `raw` is, for scoring."""
     for path in [raw] if raw.is_file() else sounds(raw):
         key = raw.name if path == raw else path.relative_to(raw).as_posix()
         yield Sample(key, partial(load, path, Rule.of(config)), source=path)
 
 
-def load(path: Path | None, rule: Rule, learned: Mapping[str, str] | None = None) -> Loaded:
+def load(path: Path | None, rule: Rule, artifacts: Mapping[str, str] | None = None) -> Loaded:
     """Read one file.
 
     Raises:
@@ -88,10 +88,12 @@ def load(path: Path | None, rule: Rule, learned: Mapping[str, str] | None = None
     """
     data, pcm, rate_hz, plain = _decoded(path, rule)
     kept: bytes | Pcm = pcm if not rule.encoded else data if plain else _flac(pcm, rule.rate_hz)
-    return {WAVE: Sound(kept), "source_rate_hz": rate_hz}
+    return {WAVE: Audio(kept), "source_rate_hz": rate_hz}
 
 
-def load_copy(path: Path | None, rule: Rule, kind: str, name: str, learned: Mapping[str, str] | None = None) -> Loaded:
+def load_copy(
+    path: Path | None, rule: Rule, kind: str, name: str, artifacts: Mapping[str, str] | None = None
+) -> Loaded:
     """Read one file and make a machine copy of it; see `load`.
 
     Args:
@@ -100,7 +102,7 @@ def load_copy(path: Path | None, rule: Rule, kind: str, name: str, learned: Mapp
     _, pcm, rate_hz, _ = _decoded(path, rule)
     rng = np.random.default_rng(int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest()))
     made = _as_pcm(vocoders.copy(pcm / 32768, kind, rate_hz=rule.rate_hz, rng=rng))
-    return {WAVE: Sound(_flac(made, rule.rate_hz) if rule.encoded else made), "source_rate_hz": rate_hz}
+    return {WAVE: Audio(_flac(made, rule.rate_hz) if rule.encoded else made), "source_rate_hz": rate_hz}
 
 
 def splits(

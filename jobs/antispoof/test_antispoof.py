@@ -19,9 +19,9 @@ from torch.nn import functional
 
 from trainyard.data.loader import Loader
 from trainyard.data.pack import pack
-from trainyard.data.shards import BadRecord, Sound
+from trainyard.data.shards import Audio, BadRecord
 from trainyard.errors import UserError
-from trainyard.settings import AugmentSettings, DataSettings, ImageSettings, SoundSettings
+from trainyard.settings import AudioSettings, AugmentSettings, DataSettings, ImageSettings
 from trainyard.train.module import DataInfo
 from trainyard.train.step import enable_activation_checkpointing
 
@@ -31,7 +31,7 @@ from .losses import AmSoftmax, CrossEntropy, OcSoftmax, class_weights
 from .metrics import AsvRates, det_curve
 from .module import AntispoofModule, build
 from .network import Block, DenseNorm, OneClassResNet, SeNet, SeResNet, weighted_statistics
-from .pack import Rule, learn, load, samples, splits, synthesize, unlabelled
+from .pack import Rule, fit_artifacts, load, samples, splits, synthesize, unlabelled
 from .protocols import Cut, asv_rates, trials, utterances
 from .scores import Line
 from .synthesis import draw_speech, items
@@ -615,14 +615,14 @@ def test_a_set_is_scored_with_its_own_speaker_verification_and_no_other():
     sets = ["train", "train", "val", "val", "test_2019", "test_2019"]
     data = data_of([1, 0] * 3, ["-", "A01"] * 3, sets, asv=json.dumps({"val": vars(ASV)}))
     module = build(small_config(), data)
-    metrics_of = {
+    read_run_metrics = {
         name: module.score({"score": np.array([1.0, -1.0]), "sample_id": np.array(ids)})
         for name, ids in (("val", [2, 3]), ("test_2019", [4, 5]))
     }
-    assert metrics_of["val"]["min_tdcf_2021"] == pytest.approx(0.0627, abs=1e-4)
-    assert "min_tdcf_2021" not in metrics_of["test_2019"]
+    assert read_run_metrics["val"]["min_tdcf_2021"] == pytest.approx(0.0627, abs=1e-4)
+    assert "min_tdcf_2021" not in read_run_metrics["test_2019"]
     assert module.monitor == ("eer", "min")
-    shown = module.exhibits({"score": np.array([1.0, -1.0]), "sample_id": np.array([2, 3])})
+    shown = module.report_figures({"score": np.array([1.0, -1.0]), "sample_id": np.array([2, 3])})
     assert len(shown) == 2 and all(png.startswith(b"\x89PNG") for png in shown.values())
 
 
@@ -719,9 +719,9 @@ def test_asvspoof_2019_is_read(tmp_path):
 
 
 def test_each_set_has_its_own_asv_scores_and_not_those_of_another(tmp_path):
-    learned = json.loads(learn(asvspoof_2019(tmp_path), Config())["asv"])
-    assert learned["val"]["false_alarm_spoof"] == 0.5 and learned["test_2019"]["false_alarm_spoof"] == 0.0
-    assert sorted(learned) == ["test_2019", "val"]
+    artifacts = json.loads(fit_artifacts(asvspoof_2019(tmp_path), Config())["asv"])
+    assert artifacts["val"]["false_alarm_spoof"] == 0.5 and artifacts["test_2019"]["false_alarm_spoof"] == 0.0
+    assert sorted(artifacts) == ["test_2019", "val"]
 
 
 def test_asvspoof_2021_is_read_phase_by_phase_beside_2019(tmp_path):
@@ -836,7 +836,7 @@ RULE = Rule(rate_hz=16000, encoded=False, resample=True, mix=False, min_s=0.05)
 
 def wave_of(loaded: dict[str, object]) -> bytes | np.ndarray:
     sound = loaded["wave"]
-    assert isinstance(sound, Sound)
+    assert isinstance(sound, Audio)
     return sound.data
 
 
@@ -900,10 +900,10 @@ def test_packed_speech_reads_as_the_first_part_in_evaluation_and_a_random_one_in
     config.sound.rate_hz, config.sound.frames = 16000, 1000
     raw = asvspoof_2019(tmp_path / "raw")
     packed_samples = list(samples(raw, config))
-    data = pack(packed_samples, tmp_path / "packed", meta={}, workers=1, learned=learn(raw, config))
+    data = pack(packed_samples, tmp_path / "packed", meta={}, workers=1, artifacts=fit_artifacts(raw, config))
     ids = splits(data.columns, data.vocabulary, config)["val"]
     loader = Loader(
-        data, settings=DataSettings(decode="cpu"), image=ImageSettings(), sound=SoundSettings(frames=1000),
+        data, settings=DataSettings(decode="cpu"), image=ImageSettings(), sound=AudioSettings(frames=1000),
         augmentation=AugmentSettings(), seed=0, rank=0, world_size=1, device=torch.device("cpu"), threads=1,
         channels_last=False, decode="cpu",
     )  # fmt: skip
@@ -933,8 +933,8 @@ def test_a_folder_to_score_needs_no_protocol(tmp_path):
     assert [sample.key for sample in unlabelled(tmp_path / "two.flac", Config(), {})] == ["two.flac"]
     assert len(wave_of(found[1].load({}))) == 1600
     rows = {"score": np.array([0.5, -1.5], np.float32), "sample_id": np.array([0, 1])}
-    answers = list(small_module().answers(rows, [sample.key for sample in found]))
-    assert answers == [
+    prediction_rows = list(small_module().prediction_rows(rows, [sample.key for sample in found]))
+    assert prediction_rows == [
         {"path": "a/one.wav", "utterance": "one", "score": 0.5},
         {"path": "two.flac", "utterance": "two", "score": -1.5},
     ]

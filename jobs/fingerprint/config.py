@@ -73,4 +73,4 @@ class Config(TrainConfig):
     head: HeadSettings = option(HeadSettings, "loss")
     packing: PackingSettings = option(PackingSettings, "raw files to records")
     split: SplitSettings = option(SplitSettings, "fingers for training, validation and test")
-    evaluation: EvaluationSettings = option(EvaluationSettings, "scoring", free=True)
+    evaluation: EvaluationSettings = option(EvaluationSettings, "scoring", mutable_on_resume=True)

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from trainyard import scoring as verification
 from trainyard.errors import UserError
-from trainyard.report import score_figures as exhibits
+from trainyard.report import score_figures as report_figures
 from trainyard.settings import Duration
 from trainyard.train.module import Batch, DataInfo, Rows, TrainModule
 
@@ -161,14 +161,14 @@ class FingerprintModule(TrainModule):
             metrics["impostors" + suffix] = len(chosen.impostor)
         return metrics | {"fingers": len(np.unique(rows["finger"][kept])), "genuine": len(pairs.genuine)}
 
-    def exhibits(self, rows: Rows) -> dict[str, bytes]:
+    def report_figures(self, rows: Rows) -> dict[str, bytes]:
         """Return how the scores of genuine and impostor pairs are spread, and their error trade-off."""
         kept = fingers_within(rows["finger"], self.evaluation.impostors_max)
         pairs, _ = score_pairs(*(rows[name][kept] for name in ("embedding", "finger", "impression")))
         kinds = {"genuine": pairs.genuine, "impostor": pairs.impostor}
         return {
-            "Scores by kind of pair": exhibits.score_histogram(kinds, x_label="cosine"),
-            "Error trade-off": exhibits.error_trade_off(pairs.genuine, {"all pairs": pairs.impostor}),
+            "Scores by kind of pair": report_figures.score_histogram(kinds, x_label="cosine"),
+            "Error trade-off": report_figures.error_trade_off(pairs.genuine, {"all pairs": pairs.impostor}),
         }
 
     def _intervals(self, pairs: verification.Pairs, suffix: str) -> Mapping[str, float]:

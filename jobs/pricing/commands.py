@@ -189,25 +189,25 @@ def _ways(args: argparse.Namespace, folder: Path) -> tuple[list[Candidate], dict
     config = _config(args, -1)
     config.packing.max_tokens = args.max_tokens
     raw = reference.head(catalog.find(args.raw, prefer=config.packing.file), folder / "head.csv", rows=args.rows)
-    learned = pack.learn(raw, config)
+    artifacts = pack.fit_artifacts(raw, config)
     samples = list(pack.samples(raw, config))
-    data = write(samples, folder / "packed", meta={}, workers=1, learned=learned)
+    data = write(samples, folder / "packed", meta={}, workers=1, artifacts=artifacts)
     ids, length = np.arange(data.count), data.columns["length"]
     texts = pack.table(raw, config).texts.tolist()
     seed = reference.PerItem(
         texts,
-        np.stack(data.values("numbers", ids)),
+        np.stack(data.read_arrays("numbers", ids)),
         data.columns["price"],
-        tokenizer_text=learned[pack.TOKENIZER],
+        tokenizer_text=artifacts[pack.TOKENIZER],
         max_tokens=args.max_tokens,
     )
     loader = reference.loader(data, DataSettings(order="buckets", order_by="length"))
 
     def tokenise() -> int:
-        return sum(bool(sample.load(learned)) for sample in samples)
+        return sum(bool(sample.load(artifacts)) for sample in samples)
 
     def read() -> int:
-        return min(len(data.values("tokens", ids)), len(data.values("numbers", ids)))
+        return min(len(data.read_arrays("tokens", ids)), len(data.read_arrays("numbers", ids)))
 
     def per_item() -> int:
         return sum(len(batch["price"]) for batch in DataLoader(seed, batch_size=8, shuffle=True, num_workers=2))
@@ -224,7 +224,7 @@ def _ways(args: argparse.Namespace, folder: Path) -> tuple[list[Candidate], dict
     def way(name: str, work: Callable[[], int], note: str, beside: str = "") -> Candidate:
         return Candidate(name, lambda: for_at_least(1.0, work), "rows/s", note, beside)
 
-    _require_equal([sample.load(learned) for sample in samples], data)
+    _require_equal([sample.load(artifacts) for sample in samples], data)
     buckets = order.buckets(ids, length, seed=0, epoch=0, global_batch_size=32)
     mixed = order.shuffle(ids, seed=0, epoch=0, global_batch_size=32)
     waste = {
@@ -251,7 +251,9 @@ def padding(lengths: Sequence[np.ndarray]) -> float:
 def _require_equal(fresh: Sequence[Mapping[str, Any]], data: Any) -> None:
     """Make sure that what is read is bit for bit what tokenising gives."""
     ids = np.arange(data.count)
-    for row, tokens, numbers in zip(fresh, data.values("tokens", ids), data.values("numbers", ids), strict=True):
+    for row, tokens, numbers in zip(
+        fresh, data.read_arrays("tokens", ids), data.read_arrays("numbers", ids), strict=True
+    ):
         assert np.array_equal(row["tokens"].values, tokens) and row["numbers"].tobytes() == numbers.tobytes()
 
 

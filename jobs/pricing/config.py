@@ -90,4 +90,4 @@ class Config(TrainConfig):
     rates: RateSettings = option(RateSettings, "learning rates by depth")
     loss: LossSettings = option(LossSettings, "loss")
     packing: PackingSettings = option(PackingSettings, "CSV to records, rows to parts")
-    evaluation: EvaluationSettings = option(EvaluationSettings, "scoring", free=True)
+    evaluation: EvaluationSettings = option(EvaluationSettings, "scoring", mutable_on_resume=True)

@@ -37,10 +37,10 @@ def build(config: Config, data: DataInfo) -> "PricingModule":
         )
     if model.picture_dims and not config.packing.images:
         raise UserError("model.picture_dims needs pictures, but none are packed: packing.images=FOLDER.")
-    words = tokenizer.from_text(data.learned[TOKENIZER]).get_vocab_size()
+    words = tokenizer.from_text(data.artifacts[TOKENIZER]).get_vocab_size()
     network = PriceNetwork(
         _encoder(config, words),
-        numbers=len(Features.from_text(data.learned[FEATURES]).names),
+        numbers=len(Features.from_text(data.artifacts[FEATURES]).names),
         number_dims=model.number_dims,
         head_dims=model.head_dims,
         head_dropout=model.head_dropout,
@@ -50,7 +50,7 @@ def build(config: Config, data: DataInfo) -> "PricingModule":
     )
     return PricingModule(
         network,
-        learned=data.learned,
+        artifacts=data.artifacts,
         rates=config.rates,
         loss=config.loss,
         token_dropout=model.token_dropout,
@@ -62,10 +62,10 @@ def build(config: Config, data: DataInfo) -> "PricingModule":
     )
 
 
-def learned_of(state: Mapping[str, Tensor]) -> dict[str, str]:
+def read_artifacts(state: Mapping[str, Tensor]) -> dict[str, str]:
     """Return what packing had learned, from the state of a trained module: with the config, all that `build` needs."""
-    learned: dict[str, str] = json.loads(state[ARTEFACT].cpu().numpy().tobytes())
-    return learned
+    artifacts: dict[str, str] = json.loads(state[ARTEFACT].cpu().numpy().tobytes())
+    return artifacts
 
 
 class PricingModule(TrainModule):
@@ -74,7 +74,7 @@ class PricingModule(TrainModule):
     Tokenizer, features and price statistics are in a buffer, so one checkpoint is the whole artefact.
 
     Args:
-        learned: what `pack.learn` returned.
+        artifacts: what `pack.fit_artifacts` returned.
         train_count: samples of an epoch, by which the loss knows the epoch.
         draws: bootstrap resamples of the score.
     """
@@ -85,7 +85,7 @@ class PricingModule(TrainModule):
         self,
         network: PriceNetwork,
         *,
-        learned: Mapping[str, str],
+        artifacts: Mapping[str, str],
         rates: RateSettings,
         loss: LossSettings,
         token_dropout: float,
@@ -100,13 +100,13 @@ class PricingModule(TrainModule):
         self.token_dropout, self.title_dropout = token_dropout, title_dropout
         self.id_column, self.price_column = id_column, price_column
         self.smape_from = loss.smape_after_epochs * train_count if loss.smape_after_epochs else float("inf")
-        prices: dict[str, float] = json.loads(learned[PRICES])
+        prices: dict[str, float] = json.loads(artifacts[PRICES])
         self.mean, self.std, self.median = prices["mean"], prices["std"], prices["median"]
         self.low, self.high = prices["low"], prices["high"]
         self._rates = learning_rates(
             network, encoder=rates.encoder, decay=rates.layer_decay, frozen=rates.freeze_embeddings
         )
-        packed = json.dumps(dict(learned), sort_keys=True).encode()
+        packed = json.dumps(dict(artifacts), sort_keys=True).encode()
         self.register_buffer(ARTEFACT, torch.frombuffer(bytearray(packed), dtype=torch.uint8))
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
@@ -128,12 +128,12 @@ class PricingModule(TrainModule):
             rows["predicted"], rows["price"], groups=rows["group"], constant=self.median, draws=self.draws
         )
 
-    def answers(self, rows: Rows, keys: Sequence[str]) -> Iterator[dict[str, object]]:
+    def prediction_rows(self, rows: Rows, keys: Sequence[str]) -> Iterator[dict[str, object]]:
         """Yield one line per sample of a catalogue to be priced: six digits of a price above 0."""
         for key, price in zip(keys, rows["predicted"].tolist(), strict=True):
             yield {self.id_column: key, self.price_column: float(f"{price:.6g}")}
 
-    def exhibits(self, rows: Rows) -> dict[str, bytes]:
+    def report_figures(self, rows: Rows) -> dict[str, bytes]:
         """Return pictures for the report: predicted against true prices, and SMAPE by decile."""
         return {
             "Predicted against true price": _scatter(rows["predicted"], rows["price"]),
@@ -163,7 +163,7 @@ class PricingModule(TrainModule):
         mine = cast(Tensor, getattr(self, ARTEFACT))
         theirs = state_dict.get(ARTEFACT)
         if theirs is not None and not torch.equal(theirs.cpu(), mine.cpu()):
-            ours, found = learned_of({ARTEFACT: mine}), learned_of({ARTEFACT: theirs})
+            ours, found = read_artifacts({ARTEFACT: mine}), read_artifacts({ARTEFACT: theirs})
             differ = ", ".join(name for name in sorted(ours) if ours[name] != found.get(name))
             raise UserError(
                 f"The checkpoint was trained with another {differ or 'state'} than the data at hand were packed with, "

@@ -19,16 +19,16 @@ from . import catalog, features, folds, parsing, tokenizer
 from .config import Config, PackingSettings
 from .synthesis import synthesize
 
-__all__ = ["learn", "samples", "splits", "synthesize", "unlabelled"]
+__all__ = ["fit_artifacts", "samples", "splits", "synthesize", "unlabelled"]
 
 PARTS = ("train", "val", "test")
 TOKENIZER, FEATURES, PRICES = "tokenizer", "features", "prices"
 QUANTILES = (0.001, 0.999)  # of the training prices: no prediction lies beyond
 
 
-def learn(raw: Path, config: Config) -> Mapping[str, str]:
+def fit_artifacts(raw: Path, config: Config) -> Mapping[str, str]:
     """Return what the training rows teach: tokenizer, state of the features, and where prices lie, each as JSON."""
-    return _plan(raw, config.packing).learned
+    return _plan(raw, config.packing).artifacts
 
 
 def samples(raw: Path, config: Config) -> Iterator[Sample]:
@@ -52,7 +52,7 @@ def samples(raw: Path, config: Config) -> Iterator[Sample]:
         )
 
 
-def unlabelled(raw: Path, config: Config, learned: Mapping[str, str]) -> Iterator[Sample]:
+def unlabelled(raw: Path, config: Config, artifacts: Mapping[str, str]) -> Iterator[Sample]:
     """Yield every row of a catalogue to be priced: `raw` is a CSV file or a folder that holds one (or a test.csv).
 
     No row is refused for what its text says or lacks, or for want of a picture: each id must get a price. Units never
@@ -66,7 +66,7 @@ def unlabelled(raw: Path, config: Config, learned: Mapping[str, str]) -> Iterato
             load=partial(
                 load,
                 entry,
-                learned=learned,
+                artifacts=artifacts,
                 max_tokens=rule.max_tokens,
                 inner_fold=None,
                 pictures=_pictures(rule, may_miss=True),
@@ -77,7 +77,7 @@ def unlabelled(raw: Path, config: Config, learned: Mapping[str, str]) -> Iterato
 
 def load(
     entry: catalog.Entry,
-    learned: Mapping[str, str],
+    artifacts: Mapping[str, str],
     *,
     max_tokens: int,
     inner_fold: int | None,
@@ -95,9 +95,9 @@ def load(
     if entry.fault:
         raise BadRecord(entry.fault)
     item = parsing.parse(entry.text)
-    ids = tokenizer.encode(learned[TOKENIZER], parsing.document(item), max_tokens=max_tokens)
-    title = tokenizer.encode(learned[TOKENIZER], item.title, max_tokens=max_tokens)
-    numbers = _features(learned[FEATURES]).row(item, entry.numbers, inner_fold=inner_fold)
+    ids = tokenizer.encode(artifacts[TOKENIZER], parsing.document(item), max_tokens=max_tokens)
+    title = tokenizer.encode(artifacts[TOKENIZER], item.title, max_tokens=max_tokens)
+    numbers = _features(artifacts[FEATURES]).row(item, entry.numbers, inner_fold=inner_fold)
     loaded: Loaded = {"tokens": Ragged(ids), "numbers": numbers, "length": len(ids), "title_length": len(title) - 2}
     if pictures is not None:
         loaded["image"], loaded["has_picture"] = _picture(entry, *pictures)
@@ -135,7 +135,7 @@ def table(raw: Path, config: Config) -> Table:
     rule = config.packing
     plan = _plan(raw, rule)
     entries = catalog.read(catalog.find(raw, prefer=rule.file), _columns(rule))
-    fitted = _features(plan.learned[FEATURES])
+    fitted = _features(plan.artifacts[FEATURES])
     sound = [(entry, row) for entry, row in zip(entries, plan.rows, strict=True) if not entry.fault]
     numbers = [
         fitted.row(parsing.parse(entry.text), entry.numbers, inner_fold=inner if part == "train" else None)
@@ -154,7 +154,7 @@ def table(raw: Path, config: Config) -> Table:
 class _Plan:
     """What the whole catalogue decides for its rows."""
 
-    learned: Mapping[str, str]
+    artifacts: Mapping[str, str]
     digest: str  # of that
     rows: list[tuple[str, int, int]]  # part, group and inner fold of each
 
@@ -185,12 +185,12 @@ def _planned(file: str, size_bytes: int, time_ns: int, options: str) -> _Plan:
     for i, key, part in zip(sound, keys, parts.tolist(), strict=True):
         rows[i] = (part, number_of[key], features.inner_fold(key))
     train = [i for i in sound if rows[i][0] == "train"]
-    learned = _learned(rule, [(entries[i], items[i], rows[i][2]) for i in train], log_price[parts == "train"])
-    digest = hashlib.blake2b(json.dumps(learned, sort_keys=True).encode()).hexdigest()
-    return _Plan(learned, digest, rows)
+    artifacts = _fit_artifacts(rule, [(entries[i], items[i], rows[i][2]) for i in train], log_price[parts == "train"])
+    digest = hashlib.blake2b(json.dumps(artifacts, sort_keys=True).encode()).hexdigest()
+    return _Plan(artifacts, digest, rows)
 
 
-def _learned(
+def _fit_artifacts(
     rule: PackingSettings, train: list[tuple[catalog.Entry, parsing.Item, int]], log_price: np.ndarray
 ) -> dict[str, str]:
     """Learn from the training rows, each with its inner fold."""
@@ -220,7 +220,9 @@ def _require_groups(file: str, rule: PackingSettings, keys: list[str]) -> None:
 
 
 def _tokenizer(rule: PackingSettings, texts: list[str]) -> str:
-    made = tokenizer.load(Path(rule.tokenizer)) if rule.tokenizer else tokenizer.learn(texts, size=rule.vocabulary)
+    made = (
+        tokenizer.load(Path(rule.tokenizer)) if rule.tokenizer else tokenizer.fit_artifacts(texts, size=rule.vocabulary)
+    )
     text: str = made.to_str()
     return text
 

@@ -28,7 +28,7 @@ from torch import nn
 from tests.training import new_run, train
 from trainyard.data.loader import MicroBatch
 from trainyard.data.order import EpochOrder, buckets, shuffle
-from trainyard.data.pack import PackError, listing_of
+from trainyard.data.pack import PackError, read_listing
 from trainyard.data.pack import pack as write
 from trainyard.data.shards import ShardSet
 from trainyard.errors import UserError
@@ -40,9 +40,9 @@ from trainyard.train.step import TrainState, enable_activation_checkpointing, ma
 from . import baseline, catalog, features, folds, losses, metrics, pack, parsing, reference, tokenizer
 from .commands import add, padding
 from .config import Config
-from .module import PricingModule, build, learned_of, masked
+from .module import PricingModule, build, masked, read_artifacts
 from .network import random_encoder
-from .pack import learn, samples, splits, synthesize
+from .pack import fit_artifacts, samples, splits, synthesize
 from .synthesis import FILE, FLOOR
 
 JOBS = Path(__file__).resolve().parents[1]
@@ -121,7 +121,7 @@ def data(drawn: Path, tmp_path_factory: pytest.TempPathFactory) -> ShardSet:
 
 
 def packed(raw: Path, config: Config, out: Path, **options: Any) -> ShardSet:
-    return write(samples(raw, config), out, meta={}, workers=1, learned=learn(raw, config), **options)
+    return write(samples(raw, config), out, meta={}, workers=1, artifacts=fit_artifacts(raw, config), **options)
 
 
 def small_module(data: ShardSet, config: Config | None = None) -> PricingModule:
@@ -133,7 +133,7 @@ def small_module(data: ShardSet, config: Config | None = None) -> PricingModule:
     return module
 
 
-def micros(data: ShardSet, batches: list[list[int]], micro_batch_size: int) -> list[MicroBatch]:
+def micro_batches(data: ShardSet, batches: list[list[int]], micro_batch_size: int) -> list[MicroBatch]:
     """Return the micro-batches of these global batches, as the engine's loader makes them."""
     sizes = {len(batch) for batch in batches}
     order = EpochOrder(np.concatenate(batches).astype(np.int64), max(sizes))
@@ -161,7 +161,7 @@ def saved_bytes() -> Iterator[dict[int, int]]:
 
 
 def batch_of(data: ShardSet, ids: list[int]) -> dict[str, torch.Tensor]:
-    return micros(data, [ids], 0)[0].batch
+    return micro_batches(data, [ids], 0)[0].batch
 
 
 def table(rows: list[list[str]], *, header: str = "sample_id,catalog_content,price") -> str:
@@ -384,14 +384,14 @@ def test_too_few_groups_for_the_folds_are_told(tmp_path):
     with pytest.raises(
         UserError, match=r"its 40 sound rows are 1 groups of near-duplicates, such as 'rice'; expected 20"
     ):
-        learn(catalogue(tmp_path, same), small_config())
+        fit_artifacts(catalogue(tmp_path, same), small_config())
 
 
 def test_a_catalogue_without_a_sound_row_and_a_fold_beyond_the_last_are_refused(tmp_path):
     with pytest.raises(UserError, match=r"no row can train: some.csv, line 2: price is 'x'"):
-        learn(catalogue(tmp_path, [["1", "a", "x"]]), small_config())
+        fit_artifacts(catalogue(tmp_path, [["1", "a", "x"]]), small_config())
     with pytest.raises(UserError, match=r"packing.fold=5: expected -1 .. 4, for packing.folds=5"):
-        learn(catalogue(tmp_path, GOOD), small_config(fold=5))
+        fit_artifacts(catalogue(tmp_path, GOOD), small_config(fold=5))
 
 
 # Folds
@@ -459,27 +459,27 @@ def test_the_tokenizer_has_the_special_ids_and_is_the_same_in_every_process(tmp_
 
 def test_a_learned_tokenizer_gives_frequent_words_a_piece_of_their_own_and_keeps_to_its_size():
     texts = ["organic chocolate bar"] * 50 + [f"rare{i} thing" for i in range(300)]
-    made = tokenizer.learn(texts, size=80)
+    made = tokenizer.fit_artifacts(texts, size=80)
     assert made.get_vocab_size() <= 80
     assert made.encode("organic chocolate").tokens == ["[CLS]", "\u2581organic", "\u2581chocolate", "[SEP]"]
 
 
 def test_a_long_text_is_cut_and_still_ends_with_its_separator(data):
-    ids = tokenizer.encode(data.learned["tokenizer"], "olive oil " * 100, max_tokens=20)
+    ids = tokenizer.encode(data.artifacts["tokenizer"], "olive oil " * 100, max_tokens=20)
     assert len(ids) == 20 and ids[0] == tokenizer.CLS and ids[-1] == tokenizer.SEP and ids.dtype == np.int32
 
 
 def test_a_tokenizer_from_a_file_is_used_and_one_that_does_not_fit_is_refused(data, drawn, tmp_path):
-    (tmp_path / "tokenizer.json").write_text(data.learned["tokenizer"])
-    assert learn(drawn, small_config(tokenizer=str(tmp_path)))["tokenizer"] == data.learned["tokenizer"]
+    (tmp_path / "tokenizer.json").write_text(data.artifacts["tokenizer"])
+    assert fit_artifacts(drawn, small_config(tokenizer=str(tmp_path)))["tokenizer"] == data.artifacts["tokenizer"]
     with pytest.raises(UserError, match=r"no nowhere there.*convert it once: python -c"):
-        learn(drawn, small_config(tokenizer=str(tmp_path / "nowhere")))
+        fit_artifacts(drawn, small_config(tokenizer=str(tmp_path / "nowhere")))
     (tmp_path / "odd.json").write_text(Tokenizer(models.Unigram([("a", 0.0)], unk_id=0)).to_str())
     with pytest.raises(UserError, match=r"have the ids \[None, None, None\]; expected all three"):
-        learn(drawn, small_config(tokenizer=str(tmp_path / "odd.json")))
+        fit_artifacts(drawn, small_config(tokenizer=str(tmp_path / "odd.json")))
     (tmp_path / "no.json").write_text("{}")
     with pytest.raises(UserError, match="not a tokenizer of the tokenizers package"):
-        learn(drawn, small_config(tokenizer=str(tmp_path / "no.json")))
+        fit_artifacts(drawn, small_config(tokenizer=str(tmp_path / "no.json")))
 
 
 def test_what_is_learned_comes_from_the_training_rows_alone(drawn, tmp_path):
@@ -487,13 +487,13 @@ def test_what_is_learned_comes_from_the_training_rows_alone(drawn, tmp_path):
     before = pack.table(drawn, config)
     rows = [[str(i), text, str(price)] for i, (text, price) in enumerate(zip(before.texts, before.prices, strict=True))]
     first = catalogue(tmp_path, rows)
-    learned, parts = learn(first, config), pack.table(first, config).parts
+    artifacts, parts = fit_artifacts(first, config), pack.table(first, config).parts
     unlike = [[key, f"{text}Bullet Point 9: zzz yyy 77 kg", price] for key, text, price in rows]
     changed = [unlike[i] if part == "test" else row for i, (row, part) in enumerate(zip(rows, parts, strict=True))]
     (tmp_path / "b").mkdir()
-    assert learn(catalogue(tmp_path / "b", changed), config) == learned
+    assert fit_artifacts(catalogue(tmp_path / "b", changed), config) == artifacts
     changed = [unlike[i] if part == "train" else row for i, (row, part) in enumerate(zip(rows, parts, strict=True))]
-    assert learn(catalogue(tmp_path / "b", changed), config)["tokenizer"] != learned["tokenizer"]
+    assert fit_artifacts(catalogue(tmp_path / "b", changed), config)["tokenizer"] != artifacts["tokenizer"]
 
 
 def fitted(prices: list[float]) -> tuple[features.Features, list[parsing.Item], list[int]]:
@@ -535,9 +535,9 @@ def test_a_training_row_does_not_get_its_own_price_back_as_its_brands():
 def test_tokens_from_shards_are_bit_identical_to_those_made_anew(drawn, data):
     config = small_config()
     for i, sample in enumerate(samples(drawn, config)):
-        loaded = sample.load(learn(drawn, config))
-        assert np.array_equal(data.values("tokens", np.array([i]))[0], loaded["tokens"].values)
-        assert data.values("numbers", np.array([i]))[0].tobytes() == loaded["numbers"].tobytes()
+        loaded = sample.load(fit_artifacts(drawn, config))
+        assert np.array_equal(data.read_arrays("tokens", np.array([i]))[0], loaded["tokens"].values)
+        assert data.read_arrays("numbers", np.array([i]))[0].tobytes() == loaded["numbers"].tobytes()
         assert data.columns["length"][i] == len(loaded["tokens"].values) <= 48
 
 
@@ -550,10 +550,10 @@ def test_packing_again_is_bit_identical_and_a_changed_row_makes_other_data(drawn
         header, *lines = csv.reader(file)
     other = [[key, text + "Bullet Point 9: new\n" if key == tested else text, price] for key, text, price in lines]
     copy = catalogue(tmp_path, other, header=",".join(header))
-    assert learn(copy, small_config()) == data.learned
+    assert fit_artifacts(copy, small_config()) == data.artifacts
     changed = [a.key for a, b in zip(rows, samples(copy, small_config()), strict=True) if a.columns != b.columns]
     assert changed == [tested]
-    assert listing_of(samples(copy, small_config()), {}) != listing_of(rows, {})
+    assert read_listing(samples(copy, small_config()), {}) != read_listing(rows, {})
 
 
 def test_buckets_spare_padding_and_read_every_row_once():
@@ -597,7 +597,7 @@ def test_pictures_are_found_by_the_end_of_their_address_and_may_be_missing_only_
     config.packing.missing_picture = "gray"
     data = packed(path, config, tmp_path / "out")
     assert data.columns["has_picture"].tolist() == [int(i != 5) for i in range(40)]
-    assert data.values("image", np.array([0]))[0].tobytes() == (tmp_path / "pictures" / "a.jpg").read_bytes()
+    assert data.read_arrays("image", np.array([0]))[0].tobytes() == (tmp_path / "pictures" / "a.jpg").read_bytes()
     config.model.picture_dims, config.image.channels = 16, 3
     config.image.height_px = config.image.width_px = 32
     module = small_module(data, config).eval()
@@ -675,7 +675,7 @@ def test_four_micro_batches_of_eight_are_one_batch_of_32_and_so_is_the_last_part
         module = small_module(data)
         optimizer = torch.optim.SGD(module.parameters(), lr=0.05, fused=True)
         state = TrainState(module, module, optimizer, torch.amp.GradScaler("cpu", enabled=False), None, 0.0)
-        parts = micros(data, batches, size)
+        parts = micro_batches(data, batches, size)
         assert len(parts) == (2 if size == 0 else 4 + 3)
         cut = 1 + next(i for i, micro in enumerate(parts) if micro.last)
         for group in (parts[:cut], parts[cut:]):
@@ -742,7 +742,7 @@ def test_hidden_words_are_only_words_and_titles_go_whole():
 
 
 def test_an_encoder_from_a_local_folder_is_the_one_saved_there(data, tmp_path):
-    words = tokenizer.from_text(data.learned["tokenizer"]).get_vocab_size()
+    words = tokenizer.from_text(data.artifacts["tokenizer"]).get_vocab_size()
     sizes = {"dims": 16, "layers": 1, "heads": 2, "feedforward": 32, "buckets": 8, "max_tokens": 48, "dropout": 0.0}
     saved = random_encoder(vocabulary=words + 7, **sizes)
     saved.save_pretrained(tmp_path / "there")
@@ -768,7 +768,7 @@ def test_an_encoder_from_a_local_folder_is_the_one_saved_there(data, tmp_path):
     ],
 )
 def test_an_encoder_that_does_not_fit_is_refused_with_the_reason(change, said, data, tmp_path):
-    words = tokenizer.from_text(data.learned["tokenizer"]).get_vocab_size()
+    words = tokenizer.from_text(data.artifacts["tokenizer"]).get_vocab_size()
     sizes = {"dims": 16, "layers": 1, "heads": 2, "feedforward": 32, "buckets": 8, "max_tokens": 48, "dropout": 0.0}
     random_encoder(vocabulary=words, **sizes).save_pretrained(tmp_path)
     file = tmp_path / "config.json"
@@ -801,9 +801,9 @@ def test_a_model_that_cannot_be_is_refused(change, said, data):
 
 def test_a_checkpoint_alone_is_the_whole_model(data):
     module = small_module(data).eval()
-    learned = learned_of(module.state_dict())
-    assert learned == data.learned
-    alone = build(small_config(), DataInfo({}, {}, np.empty(0, dtype=np.int64), learned)).eval()
+    artifacts = read_artifacts(module.state_dict())
+    assert artifacts == data.artifacts
+    alone = build(small_config(), DataInfo({}, {}, np.empty(0, dtype=np.int64), artifacts)).eval()
     alone.load_state_dict(module.state_dict())
     batch = batch_of(data, list(range(5)))
     with torch.no_grad():
@@ -811,7 +811,7 @@ def test_a_checkpoint_alone_is_the_whole_model(data):
 
 
 def test_a_checkpoint_of_another_tokenizer_is_refused(data, drawn):
-    other = {**data.learned, "tokenizer": tokenizer.learn(["other words"] * 9, size=290).to_str()}
+    other = {**data.artifacts, "tokenizer": tokenizer.fit_artifacts(["other words"] * 9, size=290).to_str()}
     module = build(small_config(), DataInfo({}, {}, np.empty(0, dtype=np.int64), other))
     with pytest.raises(UserError, match=r"trained with another tokenizer than the data at hand"):
         module.load_state_dict(small_module(data).state_dict())
@@ -864,7 +864,7 @@ def test_training_and_prediction_open_no_connection_and_every_id_gets_one_positi
 def test_the_report_gets_two_pictures(data):
     true = np.exp(np.linspace(0, 4, 50))
     rows = {"predicted": true * 1.1, "price": true, "group": np.arange(50), "sample_id": np.arange(50)}
-    shown = small_module(data).exhibits(rows)
+    shown = small_module(data).report_figures(rows)
     assert len(shown) == 2 and all(Image.open(io.BytesIO(png)).format == "PNG" for png in shown.values())
 
 

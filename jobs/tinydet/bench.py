@@ -28,7 +28,7 @@ from .matching import Objects, Terms, costs_of, match
 from .module import TinyDet, build
 from .network import Detected
 from .overfit import small_config
-from .pack import learn, samples, splits
+from .pack import fit_artifacts, samples, splits
 from .synthesis import CATEGORIES, HEIGHT_PX, WIDTH_PX, scene
 
 SIDE_PX = 800
@@ -60,7 +60,7 @@ def ways(scratch: Path, pictures: int) -> list[Candidate]:
     raw = scratch / "raw"
     draw_frames(raw, pictures)
     config = bench_config()
-    data = pack(samples(raw, config), scratch / "packed", meta={}, workers=1, learned=learn(raw, config))
+    data = pack(samples(raw, config), scratch / "packed", meta={}, workers=1, artifacts=fit_artifacts(raw, config))
     said, objects = _said(), _objects()
     theirs = {"note": "stretched to 1333 x 1333, then to 800 x 800, in turn with the step"}
     once = {"note": "resized once, decoded ahead by one thread"}
@@ -184,7 +184,7 @@ def _resized_twice(raw: Path, data: ShardSet) -> Iterator[MicroBatch]:
     In one process, as ours, which decodes ahead in one thread; it ends as 0..1, and both normalise in the network.
     """
     files = sorted((raw / "images").iterdir(), key=lambda path: int(path.stem))
-    boxes, labels = (data.values(name, np.arange(data.count)) for name in ("boxes", "labels"))
+    boxes, labels = (data.read_arrays(name, np.arange(data.count)) for name in ("boxes", "labels"))
     number = 0
     while True:
         begin = time.perf_counter()
@@ -203,7 +203,7 @@ def _resized_twice(raw: Path, data: ShardSet) -> Iterator[MicroBatch]:
             "labels": label,
             "boxes_count": torch.tensor([len(labels[i]) for i in chosen]),
             "affine": scale.expand(BATCH, -1, -1),
-            "picture_px": torch.tensor([[768.0, 1280.0]]).expand(BATCH, -1),
+            "image_px": torch.tensor([[768.0, 1280.0]]).expand(BATCH, -1),
             "sample_id": torch.tensor(chosen),
         }
         yield MicroBatch(batch, 1.0, True, time.perf_counter() - begin)

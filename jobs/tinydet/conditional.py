@@ -60,11 +60,9 @@ class ConditionalDETR(nn.Module):
         nn.init.zeros_(self.bbox_embed.layers[-1].weight)
         nn.init.zeros_(self.bbox_embed.layers[-1].bias)
 
-    def forward(
-        self, x_BCHW: Tensor, affine_B23: Tensor, picture_px_B2: Tensor, noised: Noised | None = None
-    ) -> Outputs:
+    def forward(self, x_BCHW: Tensor, affine_B23: Tensor, image_px_B2: Tensor, noised: Noised | None = None) -> Outputs:
         """Find objects in pictures."""
-        memory, position, hidden = encoded(self, x_BCHW, affine_B23, picture_px_B2)
+        memory, position, hidden = encoded(self, x_BCHW, affine_B23, image_px_B2)
         query_pos = self.query_embed.weight.expand(len(memory), -1, -1)
         reference_BQ2 = self.ref_point_head(query_pos).float().sigmoid()
         place = place_of(reference_BQ2, self.dims, self.temperature)

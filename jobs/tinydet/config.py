@@ -148,4 +148,4 @@ class Config(TrainConfig):
     photometric: PhotometricSettings = option(PhotometricSettings, "changes of pixels")
     boxes: BoxSettings = option(BoxSettings, "boxes of cut pictures")
     packing: PackingSettings = option(PackingSettings, "raw files to records")
-    evaluation: EvaluationSettings = option(EvaluationSettings, "scoring", free=True)
+    evaluation: EvaluationSettings = option(EvaluationSettings, "scoring", mutable_on_resume=True)

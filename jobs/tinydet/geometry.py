@@ -36,14 +36,14 @@ def inverse(affine_B23: Tensor) -> Tensor:
     return (torch.stack(rows, dim=1) / determinant[:, None]).view(-1, 2, 3).to(affine_B23.dtype)
 
 
-def from_input(boxes_BL4: Tensor, affine_B23: Tensor, picture_px_B2: Tensor) -> Tensor:
+def from_input(boxes_BL4: Tensor, affine_B23: Tensor, image_px_B2: Tensor) -> Tensor:
     """Return boxes of the input in pixels of the stored picture, cut to it.
 
     Args:
-        picture_px_B2: float32 height and width of the stored pictures.
+        image_px_B2: float32 height and width of the stored pictures.
     """
     back_BL4 = to_input(boxes_BL4, inverse(affine_B23))
-    width_height_B4 = picture_px_B2.flip(1).repeat(1, 2)
+    width_height_B4 = image_px_B2.flip(1).repeat(1, 2)
     return back_BL4.clamp(min=0).minimum(width_height_B4[:, None])
 
 
@@ -61,7 +61,7 @@ def kept(boxes_BL4: Tensor, size_px: tuple[int, int], *, visible: float, side_mi
     return cut_BL4, (left > 0) & (left >= visible * whole) & (sides >= side_min_px)
 
 
-def picture_mask(affine_B23: Tensor, picture_px_B2: Tensor, size_px: tuple[int, int], grid: tuple[int, int]) -> Tensor:
+def picture_mask(affine_B23: Tensor, image_px_B2: Tensor, size_px: tuple[int, int], grid: tuple[int, int]) -> Tensor:
     """Return (B, h, w) bool: cells of a grid over the input whose centres show the picture and not the fill.
 
     Args:
@@ -73,7 +73,7 @@ def picture_mask(affine_B23: Tensor, picture_px_B2: Tensor, size_px: tuple[int, 
     back = inverse(affine_B23)
     at_hw3 = torch.stack([x[None].expand(*grid), y[:, None].expand(*grid), torch.ones(grid, device=x.device)], -1)
     at_Bhw2 = torch.einsum("bij,hwj->bhwi", back, at_hw3)
-    limit_B2 = picture_px_B2.flip(1)
+    limit_B2 = image_px_B2.flip(1)
     return ((at_Bhw2 >= 0) & (at_Bhw2 <= limit_B2[:, None, None])).all(dim=-1)
 
 

@@ -37,8 +37,8 @@ issues 9, 125 and 419)."""
 
 
 @dataclass(frozen=True)
-class Learned:
-    """What packing learned from the training part, see `pack.learn`."""
+class Artifacts:
+    """What packing learned from the training part, see `pack.fit_artifacts`."""
 
     categories: list[str]
     pictures: int
@@ -49,10 +49,10 @@ class Learned:
     most: int
 
     @classmethod
-    def of(cls, data: DataInfo) -> "Learned":
+    def of(cls, data: DataInfo) -> "Artifacts":
         """Read it from the data set."""
-        names = [str(entry["name"]) for entry in json.loads(data.learned["categories"])]
-        return cls(names, **json.loads(data.learned["objects"]))
+        names = [str(entry["name"]) for entry in json.loads(data.artifacts["categories"])]
+        return cls(names, **json.loads(data.artifacts["objects"]))
 
 
 def build(config: Config, data: DataInfo) -> "TinyDet":
@@ -61,9 +61,9 @@ def build(config: Config, data: DataInfo) -> "TinyDet":
     Raises:
         UserError: options that do not fit each other, or weights that do not fit the model.
     """
-    model, image, learned = config.model, config.image, Learned.of(data)
+    model, image, artifacts = config.model, config.image, Artifacts.of(data)
     _refuse_misfits(config)
-    classification, terms = terms_of(config.loss, model.variant, nwd_px=_nwd_px(config, learned))
+    classification, terms = terms_of(config.loss, model.variant, nwd_px=_nwd_px(config, artifacts))
     backbone = Backbone(
         model.backbone,
         norm=norm_of(model),
@@ -73,22 +73,22 @@ def build(config: Config, data: DataInfo) -> "TinyDet":
     )
     if model.backbone_weights and not model.weights:
         load_backbone(backbone, model.backbone_weights)
-    network = network_of(model, backbone, categories=len(learned.categories))
+    network = network_of(model, backbone, categories=len(artifacts.categories))
     if model.weights:
         load_detector(network, model.weights)
     if len(data.train_ids):
-        _warn(model, learned)
-    logger.info("{} objects a sample on the mean; losses: {}", f"{learned.per_sample:.1f}", classification)
+        _warn(model, artifacts)
+    logger.info("{} objects a sample on the mean; losses: {}", f"{artifacts.per_sample:.1f}", classification)
     return TinyDet(
         network,
         model=model,
         terms=terms,
-        objects_per_sample=learned.per_sample if config.loss.normalise == "data" else None,
+        objects_per_sample=artifacts.per_sample if config.loss.normalise == "data" else None,
         photometric_settings=config.photometric,
         box_settings=config.boxes,
         evaluation=config.evaluation,
         level=(image.mean, image.std),
-        categories=learned.categories,
+        categories=artifacts.categories,
         data=data,
     )
 
@@ -155,12 +155,12 @@ def terms_of(loss: LossSettings, variant: str, *, nwd_px: float) -> tuple[str, T
     )
 
 
-def _nwd_px(config: Config, learned: Learned) -> float:
+def _nwd_px(config: Config, artifacts: Artifacts) -> float:
     """Return NWD's constant: as set, or the mean size of the training objects once their samples fill the input."""
     if config.loss.nwd_px:
         return config.loss.nwd_px
-    fit = min(config.image.width_px / learned.width_px, config.image.height_px / learned.height_px)
-    return max(1.0, learned.side_px * fit)
+    fit = min(config.image.width_px / artifacts.width_px, config.image.height_px / artifacts.height_px)
+    return max(1.0, artifacts.side_px * fit)
 
 
 def _refuse_misfits(config: Config) -> None:
@@ -195,21 +195,21 @@ def _refuse_misfits(config: Config) -> None:
         raise UserError("model.norm=group: weights come with batch statistics. Use model.norm=frozen or batch.")
 
 
-def _warn(model: ModelSettings, learned: Learned) -> None:
-    if not model.weights and learned.pictures < FEW:
+def _warn(model: ModelSettings, artifacts: Artifacts) -> None:
+    if not model.weights and artifacts.pictures < FEW:
         start = "a pretrained backbone alone" if model.backbone_weights else "nothing"
         logger.warning(
             "{} training pictures, and the detector starts from {}: below {} pictures detection transformers are known "
             "to find little or nothing. Start from a detector trained on COCO, model.weights=FILE, or expect a long "
             "training; model.variant=ms needs the least.",
-            learned.pictures,
+            artifacts.pictures,
             start,
             FEW,
         )
-    if learned.most > model.queries:
+    if artifacts.most > model.queries:
         logger.warning(
             "a sample has up to {} objects, but only model.queries={} can be found; raise it, or cut smaller tiles",
-            learned.most,
+            artifacts.most,
             model.queries,
         )
 
@@ -223,7 +223,7 @@ class TinyDet(TrainModule):
     Args:
         objects_per_sample: what losses are divided by for each sample; None: the objects that there are.
         level: mean and std that the loader has applied.
-        data: for `score` and `exhibits`: the objects, and how tiles lie in pictures.
+        data: for `score` and `report_figures`: the objects, and how tiles lie in pictures.
     """
 
     monitor = ("ap", "max")
@@ -253,7 +253,7 @@ class TinyDet(TrainModule):
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         """Return the loss with its parts (`losses.losses_of`), and how many objects a sample had."""
         x_BCHW, objects, noisy = self._prepared(batch)
-        outputs = self.network(x_BCHW, batch["affine"], batch["picture_px"], noisy)
+        outputs = self.network(x_BCHW, batch["affine"], batch["image_px"], noisy)
         return self._losses(outputs, noisy, objects)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -323,7 +323,7 @@ class TinyDet(TrainModule):
         Where there are fewer the rest has score 0.
         """
         image = batch["image"] * self.level[1] + self.level[0]
-        outputs = self.network(self._normalised(image), batch["affine"], batch["picture_px"])
+        outputs = self.network(self._normalised(image), batch["affine"], batch["image_px"])
         logits, boxes = outputs.found.logits_DBQK[-1].float(), outputs.found.boxes_DBQ4[-1].float()
         softmax = self.terms.classification == "softmax"
         score_BQK = logits.softmax(dim=-1)[..., :-1] if softmax else logits.sigmoid()
@@ -331,7 +331,7 @@ class TinyDet(TrainModule):
         score, index = score_BQK.flatten(1).topk(min(wanted, score_BQK[0].numel()), dim=1)
         corners = geometry.to_corners(boxes) * boxes.new_tensor([image.shape[3], image.shape[2]] * 2)
         corners = corners.gather(1, (index // categories)[..., None].expand(-1, -1, 4))
-        found = geometry.from_input(corners, batch["affine"], batch["picture_px"])
+        found = geometry.from_input(corners, batch["affine"], batch["image_px"])
         missing = wanted - score.shape[1]
         return {
             "sample_id": batch["sample_id"],
@@ -347,7 +347,7 @@ class TinyDet(TrainModule):
         x, y = (columns[name][ids] for name in ("tile_x", "tile_y"))
         pictures = _together(columns["picture"][ids])
         first = np.array([tiles[np.argmin(x[tiles] + y[tiles])] for tiles in pictures])
-        truths = [_truth(table) for table in data.read("truth", ids[first])]
+        truths = [_truth(table) for table in data.read_bytes("truth", ids[first])]
         founds = [Found(*self._joined(rows, tiles, x, y)[:3]) for tiles in pictures]
         return evaluate(truths, founds, categories=self.categories, areas=self.evaluation.areas)
 
@@ -368,13 +368,13 @@ class TinyDet(TrainModule):
             boxes, scores, labels, row = boxes[stay], scores[stay], labels[stay], row[stay]
         return boxes, scores, labels, row
 
-    def exhibits(self, rows: Rows) -> dict[str, bytes]:
+    def report_figures(self, rows: Rows) -> dict[str, bytes]:
         """Return a few samples with objects and detections drawn, and precision by size."""
         data, rule = self.data(), self.evaluation
         ids = rows["sample_id"]
         shown = np.unique(np.linspace(0, len(ids) - 1, min(rule.pictures, len(ids))).round().astype(np.int64))
         found = {"Average precision by size": precision_by_size(self.score(rows), SIZES[rule.areas])}
-        files, truths = (data.read(name, ids[shown]) for name in ("image", "boxes"))
+        files, truths = (data.read_bytes(name, ids[shown]) for name in ("image", "boxes"))
         for place, file, truth in zip(shown.tolist(), files, truths, strict=True):
             clear = rows["score"][place] > rule.draw_above
             name = data.vocabulary["picture"][data.columns["picture"][ids[place]]]
@@ -388,7 +388,7 @@ class TinyDet(TrainModule):
             )
         return found
 
-    def answers(self, rows: Rows, keys: Sequence[str]) -> Iterator[dict[str, object]]:
+    def prediction_rows(self, rows: Rows, keys: Sequence[str]) -> Iterator[dict[str, object]]:
         """Yield a line for each sample: its place in its picture, and its detections as JSON.
 
         A detection is [category, score, x1, y1, x2, y2] in pixels of the whole picture. Those that two tiles share

@@ -78,15 +78,13 @@ class DeformableDETR(nn.Module):
         self.class_embed = nn.ModuleList(class_head(dims, categories) for _ in range(decoder_layers))
         self.bbox_embed = nn.ModuleList(box_head(dims) for _ in range(decoder_layers))
 
-    def forward(
-        self, x_BCHW: Tensor, affine_B23: Tensor, picture_px_B2: Tensor, noised: Noised | None = None
-    ) -> Outputs:
+    def forward(self, x_BCHW: Tensor, affine_B23: Tensor, image_px_B2: Tensor, noised: Noised | None = None) -> Outputs:
         """Find objects in pictures, and mend the noised ones."""
         size = (x_BCHW.shape[2], x_BCHW.shape[3])
         stages = {4 << number: stage for number, stage in enumerate(self.backbone(x_BCHW))}  # by stride
         levels = [stages[stride] for stride in self.strides]
         grids = [(level.shape[2], level.shape[3]) for level in levels]
-        shown = [geometry.picture_mask(affine_B23, picture_px_B2, size, grid) for grid in grids]
+        shown = [geometry.picture_mask(affine_B23, image_px_B2, size, grid) for grid in grids]
         levels = self.encoder(levels, shown[-1])
         shown_BS = torch.cat([mask.flatten(1) for mask in shown], dim=1)
         memory_BSd = torch.cat([level.flatten(2).transpose(1, 2) for level in levels], dim=1) * shown_BS[..., None]

@@ -22,7 +22,7 @@ from trainyard.train.step import TrainState, make_optimizer, train_step
 
 from .config import Config
 from .module import TinyDet, build
-from .pack import TRUTH, learn, samples
+from .pack import TRUTH, fit_artifacts, samples
 
 FILL = 114
 
@@ -43,7 +43,7 @@ def overfit(
     lines: list[dict[str, Any]] = []
     for variant in variants:
         config = small_config(variant, tile_px=tile_px, scale=scale)
-        for line in learning_curve(config, chosen, learn(raw, config), steps=steps, every=max(1, steps // 12)):
+        for line in learning_curve(config, chosen, fit_artifacts(raw, config), steps=steps, every=max(1, steps // 12)):
             lines.append({"kind": "result", "variant": variant, **line})
             print(f"{variant:8} " + "  ".join(f"{name} {value:.4g}" for name, value in line.items()), flush=True)
     options = {"steps": steps, "tile_px": tile_px, "scale": scale, "tiles": [key for key, *_ in chosen]}
@@ -87,10 +87,10 @@ def busiest(raw: Path, config: Config, count: int) -> list[Tiled]:
 
 
 def learning_curve(
-    config: Config, tiles: Sequence[Tiled], learned: dict[str, str], *, steps: int, every: int, lr: float = 1e-3
+    config: Config, tiles: Sequence[Tiled], artifacts: dict[str, str], *, steps: int, every: int, lr: float = 1e-3
 ) -> Iterator[dict[str, float]]:
     """Train on all tiles at once, and yield step, loss and the metrics on the same tiles now and then."""
-    module, batch = prepared(config, tiles, learned)
+    module, batch = prepared(config, tiles, artifacts)
     optimizer = make_optimizer(module, OptimizerSettings(lr=lr, weight_decay=1e-4))
     state = TrainState(module, module, optimizer, torch.amp.GradScaler("cpu", enabled=False), None, 0.0)
     begin = time.perf_counter()
@@ -109,7 +109,7 @@ def learning_curve(
             yield {"step": step, "loss": float(result.losses["loss"]), **kept, **sizes, "seconds": seconds}
 
 
-def prepared(config: Config, tiles: Sequence[Tiled], learned: dict[str, str]) -> tuple[TinyDet, Batch]:
+def prepared(config: Config, tiles: Sequence[Tiled], artifacts: dict[str, str]) -> tuple[TinyDet, Batch]:
     """Return a module, drawn with seed 0, and the tiles as one batch; each tile counts as a picture of its own."""
     truth = [
         np.column_stack([boxes, (boxes[:, 2:] - boxes[:, :2]).prod(axis=1), labels, np.zeros(len(labels))])
@@ -126,7 +126,7 @@ def prepared(config: Config, tiles: Sequence[Tiled], learned: dict[str, str]) ->
         columns,
         {"picture": [key for key, *_ in tiles]},
         number,
-        learned,
+        artifacts,
         lambda name, ids: [records[name][i] for i in ids.tolist()],
     )
     torch.manual_seed(0)
@@ -149,7 +149,7 @@ def batch_of(tiles: Sequence[Tiled], *, size_px: tuple[int, int]) -> Batch:
         "labels": labels,
         "boxes_count": torch.tensor([len(label) for *_, label in tiles]),
         "affine": torch.eye(3)[:2].expand(len(tiles), -1, -1),
-        "picture_px": torch.tensor([picture.shape[:2] for picture in pictures], dtype=torch.float32),
+        "image_px": torch.tensor([picture.shape[:2] for picture in pictures], dtype=torch.float32),
         "sample_id": torch.arange(len(tiles)),
     }
 

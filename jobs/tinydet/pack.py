@@ -18,7 +18,7 @@ from .coco import SETS, Picture, Rules, read, scaled_px
 from .config import Config, PackingSettings
 from .synthesis import synthesize
 
-__all__ = ["answer_place", "learn", "samples", "splits", "synthesize", "unlabelled"]
+__all__ = ["answer_place", "fit_artifacts", "samples", "splits", "synthesize", "unlabelled"]
 
 ORIENTATION = 0x0112  # the EXIF tag; 1 is upright
 KINDS = (".jpg", ".jpeg", ".png", ".bmp", ".tif", ".tiff")
@@ -65,7 +65,7 @@ def samples(raw: Path, config: Config) -> Iterator[Sample]:
             )
 
 
-def learn(raw: Path, config: Config) -> dict[str, str]:
+def fit_artifacts(raw: Path, config: Config) -> dict[str, str]:
     """Return `categories`, a JSON list of {"id", "name"} by label, and `objects`, numbers of the training part.
 
     `objects` is JSON: `pictures`, and of their tiles the mean `width_px` and `height_px`; `side_px`, the mean square
@@ -107,7 +107,7 @@ def splits(
     return {name: np.flatnonzero(set_of == name) for name in SETS if name in vocabulary["set"]}
 
 
-def unlabelled(raw: Path, config: Config, learned: Mapping[str, str]) -> Iterator[Sample]:
+def unlabelled(raw: Path, config: Config, artifacts: Mapping[str, str]) -> Iterator[Sample]:
     """Yield every tile of every picture file in a folder and those below, for `trainyard predict`."""
     rule = config.packing
     for path in sorted(path for path in raw.rglob("*") if path.suffix.lower() in KINDS):
@@ -197,7 +197,7 @@ def load(
     tile: Tile,
     boxes: np.ndarray,
     labels: np.ndarray,
-    learned: Mapping[str, str] | None = None,
+    artifacts: Mapping[str, str] | None = None,
     *,
     first: bool,
 ) -> Loaded:
@@ -222,7 +222,7 @@ def load_picture(
     raw_px: tuple[int, int],
     size_px: tuple[int, int],
     tile: Tile,
-    learned: Mapping[str, str] | None = None,
+    artifacts: Mapping[str, str] | None = None,
 ) -> Loaded:
     """Read one tile's pixels: the file's own bytes where it is a whole upright 8-bit JPEG or PNG, else a PNG."""
     data, picture = _decoded(path, raw_px)

@@ -37,7 +37,7 @@ from .module import TinyDet, build, network_of
 from .multiscale import DeformableAttention, DeformableDETR, sampled
 from .network import Backbone, Detected, Outputs
 from .overfit import learning_curve, overfit, small_config
-from .pack import answer_place, learn, load_picture, samples, splits, synthesize, tiles, unlabelled
+from .pack import answer_place, fit_artifacts, load_picture, samples, splits, synthesize, tiles, unlabelled
 from .synthesis import CATEGORIES, scene
 from .weights import load_backbone, load_detector
 
@@ -112,7 +112,7 @@ def tiny_config(variant: str = "ms", **model: Any) -> Config:
     return config
 
 
-LEARNED = {
+ARTIFACTS = {
     "categories": json.dumps([{"id": 3, "name": "car"}, {"id": 7, "name": "ball"}]),
     "objects": json.dumps(
         {"pictures": 2, "width_px": 64, "height_px": 64, "side_px": 8.0, "per_sample": 2.0, "most": 3}
@@ -122,7 +122,7 @@ LEARNED = {
 
 def tiny_module(config: Config) -> TinyDet:
     torch.manual_seed(0)
-    return build(config, DataInfo({}, {}, np.arange(2), LEARNED))
+    return build(config, DataInfo({}, {}, np.arange(2), ARTIFACTS))
 
 
 def tiny_batch(*, boxes: int = 3, pictures: int = 2, noise: bool = False) -> dict[str, torch.Tensor]:
@@ -134,7 +134,7 @@ def tiny_batch(*, boxes: int = 3, pictures: int = 2, noise: bool = False) -> dic
         "labels": torch.randint(2, (pictures, boxes), generator=generator),
         "boxes_count": torch.tensor([boxes, *[max(0, boxes - 1)] * (pictures - 1)]),
         "affine": torch.eye(3)[:2].repeat(pictures, 1, 1),
-        "picture_px": torch.full((pictures, 2), 64.0),
+        "image_px": torch.full((pictures, 2), 64.0),
         "sample_id": torch.arange(pictures),
     }
     return {**batch, "noise": torch.rand(pictures, 32, generator=generator)} if noise else batch
@@ -505,7 +505,7 @@ def test_queries_do_not_see_noised_objects_nor_groups_each_other():
     with torch.no_grad():
         for parameter in [*network.decoder.parameters(), *network.bbox_embed.parameters()]:  # so that leaks would show
             parameter.add_(0.1 * torch.randn_like(parameter))
-        args = (batch["image"], batch["affine"], batch["picture_px"])
+        args = (batch["image"], batch["affine"], batch["image_px"])
         before = network(*args, one)
         changed = one._replace(boxes_BN4=torch.rand_like(one.boxes_BN4), labels_BN=1 - one.labels_BN)
         after = network(*args, changed)
@@ -600,7 +600,7 @@ def test_a_compiled_module_has_the_same_losses():
 
 def test_averaged_weights_can_be_copied_with_open_data(tmp_path):
     data, config, _ = tiled_data(tmp_path)
-    data.read("image", np.arange(2))  # its files are open and mapped now
+    data.read_bytes("image", np.arange(2))  # its files are open and mapped now
     module = build(config, data)
     averaged = copy_for_average(module)
     assert averaged.score(true_rows(data)) == module.score(true_rows(data))
@@ -612,7 +612,7 @@ def test_predictions_have_a_fixed_number_of_detections_in_pixels_of_the_sample()
     config.evaluation.detections = 16
     module, batch = tiny_module(config).eval(), tiny_batch()
     batch["affine"] = torch.tensor([[[0.5, 0, 0], [0, 0.5, 0]]]).repeat(2, 1, 1)
-    batch["picture_px"] = torch.tensor([[100.0, 128.0]]).repeat(2, 1)
+    batch["image_px"] = torch.tensor([[100.0, 128.0]]).repeat(2, 1)
     rows = module.predict(batch)
     assert rows["box"].shape == (2, 16, 4) and rows["score"].shape == rows["label"].shape == (2, 16)
     assert (rows["score"][:, :10] > 0).all() and (rows["score"][:, 10:] == 0).all()  # 5 queries, 2 categories
@@ -626,11 +626,11 @@ def test_predictions_have_a_fixed_number_of_detections_in_pixels_of_the_sample()
 def test_filling_beside_a_picture_draws_no_first_guess_and_no_attention(variant):
     module = tiny_module(tiny_config(variant)).eval()
     batch = tiny_batch(pictures=1)
-    batch["picture_px"] = torch.tensor([[64.0, 32.0]])
-    outputs = module.network(batch["image"], batch["affine"], batch["picture_px"])
+    batch["image_px"] = torch.tensor([[64.0, 32.0]])
+    outputs = module.network(batch["image"], batch["affine"], batch["image_px"])
     if outputs.proposals is not None:
         assert (outputs.proposals.boxes_DBQ4[..., 0] < 0.5).all()
-    mask = geometry.picture_mask(batch["affine"], batch["picture_px"], (64, 64), (8, 8))
+    mask = geometry.picture_mask(batch["affine"], batch["image_px"], (64, 64), (8, 8))
     assert torch.equal(mask[0], (torch.arange(8) < 4).expand(8, -1))
 
 
@@ -648,7 +648,7 @@ def test_the_detector_for_tiny_objects_learns_two_scenes_by_heart():
         png = io.BytesIO()
         Image.fromarray(pixels).save(png, "PNG")
         made.append((str(number), png.getvalue(), boxes.astype(np.float32), labels))
-    curve = list(learning_curve(config, made, LEARNED, steps=60, every=30, lr=2e-3))
+    curve = list(learning_curve(config, made, ARTIFACTS, steps=60, every=30, lr=2e-3))
     assert curve[-1]["ap50"] > 0.9 and curve[-1]["loss"] < 0.8 * curve[0]["loss"], curve
 
 
@@ -695,7 +695,7 @@ def painted(folder: Path, *, size: tuple[int, int] = (120, 90)) -> Path:
 
 
 def packed_set(raw: Path, out: Path, config: Config) -> ShardSet:
-    return pack(samples(raw, config), out, meta={}, workers=1, learned=learn(raw, config))
+    return pack(samples(raw, config), out, meta={}, workers=1, artifacts=fit_artifacts(raw, config))
 
 
 def loader_of(data: ShardSet, config: Config, decode: str) -> Loader:
@@ -947,15 +947,15 @@ def loaded(raw: Path, config: Config | None = None) -> list[dict[str, Any]]:
 
 def test_sparse_category_ids_become_0_to_k(tmp_path):
     raw = coco_folder(tmp_path, annotations=[box(4, 5, 10, 8), box(20, 5, 6, 6, id=2, category_id=3)])
-    learned = learn(raw, Config())
-    assert json.loads(learned["categories"]) == [{"id": 3, "name": "car"}, {"id": 7, "name": "ball"}]
+    artifacts = fit_artifacts(raw, Config())
+    assert json.loads(artifacts["categories"]) == [{"id": 3, "name": "car"}, {"id": 7, "name": "ball"}]
     first = loaded(raw)[0]
     assert first["labels"].values.tolist() == [1, 0] and first["boxes"].values.tolist() == [
         [4, 5, 14, 13],
         [20, 5, 26, 11],
     ]
     assert first["boxes"].values.dtype == np.float32 and first["labels"].values.dtype == np.int64
-    objects = json.loads(learned["objects"])
+    objects = json.loads(artifacts["objects"])
     assert objects["pictures"] == 3 and objects["most"] == 2 and objects["per_sample"] == pytest.approx(2 / 3)
     assert objects["side_px"] == pytest.approx((math.sqrt(80) + 6) / 2)
 
@@ -1032,7 +1032,7 @@ def test_more_objects_than_a_sample_may_have_are_refused(tmp_path):
     [
         ("missing", "the annotations list it, but there is no such file"),
         ("empty", "the file is empty"),
-        ("text", "no picture"),
+        ("text", "no image"),
         ("half", "cannot be decoded"),
         ("other size", "it is 50 x 40 pixels, the annotations say 60 x 40"),
         ("16 bits", "mode I;16, whose range is unknown"),
@@ -1168,7 +1168,7 @@ def tiled_data(tmp_path: Path) -> tuple[DataInfo, Config, list[Sample]]:
 def true_rows(data: DataInfo, *, length: int = 4) -> dict[str, np.ndarray]:
     """Return each tile's objects as its detections, the more of an object it shows the surer."""
     ids = np.arange(len(data.columns["tile_x"]))
-    boxes, labels = data.read("boxes", ids), data.read("labels", ids)
+    boxes, labels = data.read_bytes("boxes", ids), data.read_bytes("labels", ids)
     area = [(b[:, 2:] - b[:, :2]).prod(axis=1) for b in boxes]
     return {
         "sample_id": ids,
@@ -1194,9 +1194,11 @@ def test_the_tiles_of_a_picture_are_merged_before_scoring(tmp_path, by):
 def test_answers_hold_each_object_once_in_pixels_of_the_whole_picture(tmp_path):
     data, config, listed = tiled_data(tmp_path)
     config.evaluation.merge_above = 0.1
-    answers = list(build(config, data).answers(true_rows(data), [sample.key for sample in listed]))
-    assert len(answers) == len(listed) and [a["tile_x"] for a in answers] == [s.columns["tile_x"] for s in listed]
-    first = [entry for a in answers if a["picture"] == "0.png" for entry in json.loads(str(a["detections"]))]
+    prediction_rows = list(build(config, data).prediction_rows(true_rows(data), [sample.key for sample in listed]))
+    assert len(prediction_rows) == len(listed) and [a["tile_x"] for a in prediction_rows] == [
+        s.columns["tile_x"] for s in listed
+    ]
+    first = [entry for a in prediction_rows if a["picture"] == "0.png" for entry in json.loads(str(a["detections"]))]
     assert sorted(entry[2:] for entry in first) == [[16, 5, 26, 13], [40, 20, 46, 26]]
     assert {entry[0] for entry in first} == {"ball"}
 
@@ -1213,7 +1215,7 @@ def test_unlabelled_pictures_are_cut_like_labelled_ones(tmp_path):
 def test_exhibits_show_precision_by_size_and_samples_with_boxes(tmp_path):
     data, config, _ = tiled_data(tmp_path)
     config.evaluation.pictures = 3
-    found = build(config, data).exhibits(true_rows(data))
+    found = build(config, data).report_figures(true_rows(data))
     assert len(found) == 4 and next(iter(found)) == "Average precision by size"
     drawn = [title for title in found if title.startswith("0.png at 0,0")]
     assert len(drawn) == 1
@@ -1311,11 +1313,11 @@ def test_a_backbone_starts_from_torchvision_s_weights_and_learns_slower(tmp_path
     assert torch.equal(module.network.backbone.body.layer3[1].conv2.weight, published.layer3[1].conv2.weight)
     assert not module.network.backbone.body.conv1.weight.requires_grad, "stem and first stage stay"
     groups = module.parameter_groups(1e-4)
-    scale_of = {id(p): group["lr_scale"] for group in groups for p in group["params"]}
-    assert scale_of[id(module.network.backbone.body.layer3[1].conv2.weight)] == 0.1
-    assert scale_of[id(module.network.class_embed[0].weight)] == 1.0
+    crop_scale = {id(p): group["lr_scale"] for group in groups for p in group["params"]}
+    assert crop_scale[id(module.network.backbone.body.layer3[1].conv2.weight)] == 0.1
+    assert crop_scale[id(module.network.class_embed[0].weight)] == 1.0
     trained = [p for p in module.parameters() if p.requires_grad]
-    assert len(scale_of) == len(trained) == sum(len(group["params"]) for group in groups)
+    assert len(crop_scale) == len(trained) == sum(len(group["params"]) for group in groups)
     assert all((group["weight_decay"] > 0) == (p.ndim >= 2) for group in groups for p in group["params"])
     with pytest.raises(UserError, match=r"'layer1.0.conv1.weight' is \(64, 64, 3, 3\), but the model wants"):
         load_backbone(Backbone("resnet50", norm="frozen", width=8, dilated=False), str(tmp_path / "resnet18.pth"))
@@ -1338,11 +1340,11 @@ def test_training_from_nothing_on_few_pictures_warns(tmp_path, pictures, weights
     if weights:
         torch.save(as_published(vanilla_network(91)), tmp_path / "w.pth")
         config.model.weights = str(tmp_path / "w.pth")
-    objects = {**json.loads(LEARNED["objects"]), "pictures": pictures}
+    objects = {**json.loads(ARTIFACTS["objects"]), "pictures": pictures}
     told: list[str] = []
     sink = logger.add(told.append, format="{message}", level="WARNING")
     try:
-        build(config, DataInfo({}, {}, np.arange(2), {**LEARNED, "objects": json.dumps(objects)}))
+        build(config, DataInfo({}, {}, np.arange(2), {**ARTIFACTS, "objects": json.dumps(objects)}))
     finally:
         logger.remove(sink)
     assert any("known to find little" in line and "model.weights=FILE" in line for line in told) == warned

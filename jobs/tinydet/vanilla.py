@@ -48,11 +48,9 @@ class DETR(nn.Module):
             if weight.ndim > 1 and "norm" not in name:
                 nn.init.xavier_uniform_(weight)
 
-    def forward(
-        self, x_BCHW: Tensor, affine_B23: Tensor, picture_px_B2: Tensor, noised: Noised | None = None
-    ) -> Outputs:
+    def forward(self, x_BCHW: Tensor, affine_B23: Tensor, image_px_B2: Tensor, noised: Noised | None = None) -> Outputs:
         """Find objects in pictures."""
-        memory, position, hidden = encoded(self, x_BCHW, affine_B23, picture_px_B2)
+        memory, position, hidden = encoded(self, x_BCHW, affine_B23, image_px_B2)
         query_pos = self.query_embed.weight.expand(len(memory), -1, -1)
         token = torch.zeros_like(query_pos)
         seen = []
@@ -68,12 +66,12 @@ class DETR(nn.Module):
 
 
 def encoded(
-    network: nn.Module, x_BCHW: Tensor, affine_B23: Tensor, picture_px_B2: Tensor
+    network: nn.Module, x_BCHW: Tensor, affine_B23: Tensor, image_px_B2: Tensor
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the encoder's tokens (B, S, d), their positions (B, S, d), and (B, S) bool: which show no picture."""
     features = network.input_proj(network.backbone(x_BCHW)[-1])
     size, grid = (x_BCHW.shape[2], x_BCHW.shape[3]), (features.shape[2], features.shape[3])
-    shown_Bhw = geometry.picture_mask(affine_B23, picture_px_B2, size, grid)
+    shown_Bhw = geometry.picture_mask(affine_B23, image_px_B2, size, grid)
     shown_Bhw = shown_Bhw | ~shown_Bhw.any(dim=(1, 2), keepdim=True)  # a sliver between the centres: look at all
     hidden = ~shown_Bhw.flatten(1)
     position = grid_positions(shown_Bhw, network.dims, network.temperature)

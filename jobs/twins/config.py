@@ -84,4 +84,4 @@ class Config(TrainConfig):
     model: ModelSettings = option(ModelSettings, "network")
     head: HeadSettings = option(HeadSettings, "losses")
     packing: PackingSettings = option(PackingSettings, "raw files to records, families to sets")
-    evaluation: EvaluationSettings = option(EvaluationSettings, "scoring", free=True)
+    evaluation: EvaluationSettings = option(EvaluationSettings, "scoring", mutable_on_resume=True)

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from trainyard import scoring as verification
 from trainyard.errors import UserError
-from trainyard.report import score_figures as exhibits
+from trainyard.report import score_figures as report_figures
 from trainyard.train.module import Batch, DataInfo, Rows, TrainModule
 
 from . import protocol
@@ -198,7 +198,7 @@ class TwinsModule(TrainModule):
                     metrics[f"accuracy_{name}"] = protocol.accuracy(same, impostor, threshold)
         return metrics
 
-    def exhibits(self, rows: Rows) -> dict[str, bytes]:
+    def report_figures(self, rows: Rows) -> dict[str, bytes]:
         """Return how the scores of each kind of pair are spread, and the error trade-off against each impostor."""
         scores = self.exam.scores(rows["embedding"], rows["sample_id"])
         by_kind = {name: scores.of(kind).score for kind, name in enumerate(protocol.KINDS)}
@@ -206,8 +206,8 @@ class TwinsModule(TrainModule):
         genuine = by_kind[protocol.KINDS[protocol.SAME]]
         impostors = {name: values for name, values in by_kind.items() if name != protocol.KINDS[protocol.SAME]}
         return {
-            "Scores by kind of pair": exhibits.score_histogram(by_kind, x_label="cosine"),
-            "Error trade-off": exhibits.error_trade_off(genuine, impostors),
+            "Scores by kind of pair": report_figures.score_histogram(by_kind, x_label="cosine"),
+            "Error trade-off": report_figures.error_trade_off(genuine, impostors),
         }
 
     def _learn_from(self, same: protocol.Scores, impostor: protocol.Scores, twin: protocol.Scores) -> None:

@@ -823,7 +823,7 @@ def test_too_few_families_to_train_on_is_an_error(tmp_path):
     [
         ("missing", "listed, but there is no such file"),
         ("empty", "the file is empty"),
-        ("text", "no picture"),
+        ("text", "no image"),
         ("half", "cannot be decoded"),
         ("tiny", r"40 x 64 pixels are no face crop: expected sides of 48 or more"),
         ("strip", r"300 x 64 pixels are no face crop.*at most 1\.6 shorter"),

@@ -70,7 +70,7 @@ class Difference(NamedTuple):
     name: str
     old: Any
     new: Any
-    free: bool  # whether a resumed run may change it
+    mutable: bool  # whether a resumed run may change it
 
 
 def find_jobs(jobs_dir: Path) -> dict[str, Path]:
@@ -155,10 +155,10 @@ def options(config: TrainConfig) -> list[Option]:
 
 
 def differences(old: TrainConfig, new: TrainConfig) -> list[Difference]:
-    """Return the options whose values differ. An option is free if it, or a group it belongs to, is declared so."""
+    """Return the options whose values differ. An option is mutable if it, or a group it belongs to, is declared so."""
     assert type(old) is type(new), "configurations of one family"
     return [
-        Difference(a.name, a.value, b.value, a.free)
+        Difference(a.name, a.value, b.value, a.mutable)
         for a, b in zip(_leaves(old), _leaves(new), strict=True)
         if a.value != b.value
     ]
@@ -423,14 +423,14 @@ class _Leaf:
     name: str
     value: Any
     doc: str
-    free: bool
+    mutable: bool
 
 
-def _leaves(config: Any, prefix: str = "", free: bool = False) -> Iterator[_Leaf]:
+def _leaves(config: Any, prefix: str = "", mutable: bool = False) -> Iterator[_Leaf]:
     for f in fields(config):
         value, name = getattr(config, f.name), prefix + f.name
-        is_free = free or bool(f.metadata.get("free"))
+        is_mutable = mutable or bool(f.metadata.get("mutable_on_resume"))
         if is_dataclass(value):
-            yield from _leaves(value, f"{name}.", is_free)
+            yield from _leaves(value, f"{name}.", is_mutable)
         else:
-            yield _Leaf(name, value, f.metadata.get("doc", ""), is_free)
+            yield _Leaf(name, value, f.metadata.get("doc", ""), is_mutable)

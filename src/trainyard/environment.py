@@ -43,7 +43,7 @@ def environment_record(environ: Mapping[str, str] = NO_VARIABLES, *, code: Path 
         environ: environment variables, of which a few known ones are recorded.
         code: any folder of the git checkout whose state is recorded.
     """
-    return environment_beside(environ, checkout_of(code)[0])
+    return environment_beside(environ, find_checkout(code)[0])
 
 
 def environment_beside(environ: Mapping[str, str], checkout: Mapping[str, Any]) -> dict[str, Any]:
@@ -106,7 +106,7 @@ def _gpus() -> str:
     return "; ".join(lines) if answer.returncode == 0 else f"unknown: {lines[0] if lines else 'nvidia-smi failed'}"
 
 
-def checkout_of(code: Path) -> tuple[dict[str, Any], bytes]:
+def find_checkout(code: Path) -> tuple[dict[str, Any], bytes]:
     """Return commit, cleanliness and untracked files of a git checkout, and its difference from the commit."""
     try:
         commit = _git(code, "rev-parse", "HEAD").decode().strip()

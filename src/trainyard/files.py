@@ -59,7 +59,7 @@ def fsync_path(path: Path) -> None:
         os.close(descriptor)
 
 
-def sha256_of(path: Path) -> str:
+def hash_file(path: Path) -> str:
     """Return the SHA-256 of a file as hexadecimal text; reads it in pieces, for it may be larger than memory."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -105,7 +105,7 @@ class Precision:
     dtype: str  # of matrix products and convolutions: "fp32", "fp16" or "bf16"
     loss_scaling: bool  # whether gradients need a GradScaler
     tf32: bool  # whether products that stay in fp32 may round their inputs to TF32
-    channels_last: bool  # whether pictures and convolution weights are NHWC in memory
+    channels_last: bool  # whether images and convolution weights are NHWC in memory
     compile: bool  # whether the model goes through torch.compile
     reasons: Mapping[str, str]  # field name -> why, for the log
 
@@ -147,7 +147,7 @@ def precision_for(
     return Precision(dtype, dtype == "fp16", tf32, nhwc, compiled, reasons)
 
 
-def loaded_driver(file: Path = Path("/proc/driver/nvidia/version")) -> str | None:
+def read_driver_version(file: Path = Path("/proc/driver/nvidia/version")) -> str | None:
     """Return the version of the NVIDIA driver in the kernel, such as "580.65.06"; None without one."""
     found = re.search(r"Kernel Module(?: for \S+)?\s+(\d+(?:\.\d+)+)", file.read_text()) if file.exists() else None
     return found[1] if found else None

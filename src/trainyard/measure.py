@@ -31,7 +31,7 @@ class Candidate:
 
     name: str
     measure: Callable[[], float]  # does the work once, and returns the number
-    unit: str  # such as "pictures/s"
+    unit: str  # such as "images/s"
     note: str = ""  # where its work or its output differs
     beside: str = ""  # the way it is held against: the ratio is this one's number over that one's
 

@@ -204,7 +204,7 @@ def _running_sum(weight: Integers) -> Integers:
 
 
 def _checked(kind: str, scores: ArrayLike) -> Floats:
-    return checked_scores(
+    return check_scores(
         kind,
         scores,
         none=f"no {kind} pair to score: the evaluation set needs at least two identities, and at least one identity "
@@ -212,7 +212,7 @@ def _checked(kind: str, scores: ArrayLike) -> Floats:
     )
 
 
-def checked_scores(kind: str, scores: ArrayLike, *, none: str) -> Floats:
+def check_scores(kind: str, scores: ArrayLike, *, none: str) -> Floats:
     """Return scores as float64.
 
     Args:

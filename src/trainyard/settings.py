@@ -14,7 +14,7 @@ def option(
     choices: tuple[str, ...] = (),
     low: float | None = None,
     high: float | None = None,
-    free: bool = False,
+    mutable_on_resume: bool = False,
     duration: bool = False,
 ) -> Any:
     """Declare one option.
@@ -24,10 +24,17 @@ def option(
         doc: what it does, in one line, with its unit.
         choices: the words allowed.
         low, high: the closed range allowed.
-        free: whether a resumed run may change it, because it does not touch the mathematics.
+        mutable_on_resume: whether a resumed run may change it, because it does not touch the mathematics.
         duration: a length of training, such as 10ep, 2000st or 30min; the empty string means "never".
     """
-    metadata = {"doc": doc, "choices": choices, "low": low, "high": high, "free": free, "duration": duration}
+    metadata = {
+        "doc": doc,
+        "choices": choices,
+        "low": low,
+        "high": high,
+        "mutable_on_resume": mutable_on_resume,
+        "duration": duration,
+    }
     if callable(default):
         return field(default_factory=default, metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -86,7 +93,7 @@ class DataSettings:
     path: str = option(
         "", "folder of raw files, or of packed shards; empty: the job's own synthetic data, if it has any"
     )
-    cache: str = option("data", "folder that packed shards go to when `path` holds raw files", free=True)
+    cache: str = option("data", "folder that packed shards go to when `path` holds raw files", mutable_on_resume=True)
     synthetic: int = option(0, "samples to synthesize when `path` is empty; 0: this job needs data", low=0)
     on_error: str = option("fail", "what an unreadable raw file does to packing", choices=("fail", "skip"))
     order: str = option(
@@ -96,26 +103,30 @@ class DataSettings:
     )
     order_by: str = option("", "column with the identity of a sample, for order=pxk, or its length, for order=buckets")
     samples_per_identity: int = option(4, "K of order=pxk", low=2)
-    decode: str = option("auto", "who decodes pictures and sounds", choices=("auto", "dali", "cpu"), free=True)
-    threads: int = option(0, "decoding threads per rank; 0: the cores this rank may use", low=0, free=True)
-    prefetch: int = option(2, "batches decoded ahead", low=1, high=64, free=True)
+    decode: str = option(
+        "auto", "who decodes images and sounds", choices=("auto", "dali", "cpu"), mutable_on_resume=True
+    )
+    threads: int = option(0, "decoding threads per rank; 0: the cores this rank may use", low=0, mutable_on_resume=True)
+    prefetch: int = option(2, "batches decoded ahead", low=1, high=64, mutable_on_resume=True)
     stage: str = option(
         "auto",
         "whether packed data are copied once to the node's scratch, if it has one",
         choices=("auto", "off"),
-        free=True,
+        mutable_on_resume=True,
     )
-    check_crc: bool = option(True, "compare each record with its checksum when it is first read", free=True)
+    check_crc: bool = option(
+        True, "compare each record with its checksum when it is first read", mutable_on_resume=True
+    )
 
 
 @dataclass
 class ImageSettings:
-    """Pictures as the model takes them."""
+    """Images as the model takes them."""
 
     height_px: int = option(299, "height after resizing", low=8)
     width_px: int = option(299, "width after resizing", low=8)
     channels: int = option(1, "1: gray, 3: RGB", low=1, high=3)
-    fill: int = option(255, "gray level of what lies outside the picture", low=0, high=255)
+    fill: int = option(255, "gray level of what lies outside the image", low=0, high=255)
     mean: float = option(0.0, "subtracted after scaling to 0..1")
     std: float = option(1.0, "divided by after subtracting the mean", low=1e-6)
     fit: str = option(
@@ -129,7 +140,7 @@ class ImageSettings:
 
 
 @dataclass
-class SoundSettings:
+class AudioSettings:
     """Sound as the model takes it."""
 
     frames: int = option(
@@ -140,10 +151,10 @@ class SoundSettings:
 
 @dataclass
 class AugmentSettings:
-    """Random changes of a training picture. Drawn per (seed, epoch, sample); 0 switches one off."""
+    """Random changes of a training image. Drawn per (seed, epoch, sample); 0 switches one off."""
 
     rotate_deg: float = option(0.0, "rotation, uniform in +- this", low=0, high=180)
-    shift: float = option(0.0, "shift along each axis, as a share of the picture, uniform in +- this", low=0, high=1)
+    shift: float = option(0.0, "shift along each axis, as a share of the image, uniform in +- this", low=0, high=1)
     zoom: float = option(0.0, "log-uniform scale between 1/(1+z) and 1+z", low=0, high=4)
     crop_area_min: float = option(1.0, "random-resized crop: smallest share of the area; 1: no crop", low=0.01, high=1)
     crop_aspect_max: float = option(1.0, "random-resized crop: largest aspect ratio (and 1/ratio)", low=1, high=4)
@@ -184,12 +195,17 @@ class CheckpointSettings:
     """When checkpoints are written, and which are kept."""
 
     every: str = option(
-        "", "fixed interval; empty: from the measured cost of a save (Young 1974, Daly 2006)", free=True, duration=True
+        "",
+        "fixed interval; empty: from the measured cost of a save (Young 1974, Daly 2006)",
+        mutable_on_resume=True,
+        duration=True,
     )
-    max_minutes: float = option(15.0, "upper bound of the measured interval", low=0.01, free=True)
-    mtbf_hours: float = option(24.0, "mean time between failures assumed by that formula", low=0.01, free=True)
-    keep_last: int = option(2, "newest checkpoints kept", low=1, free=True)
-    keep_every: str = option("", "also keep one each such interval, for ever", free=True, duration=True)
+    max_minutes: float = option(15.0, "upper bound of the measured interval", low=0.01, mutable_on_resume=True)
+    mtbf_hours: float = option(
+        24.0, "mean time between failures assumed by that formula", low=0.01, mutable_on_resume=True
+    )
+    keep_last: int = option(2, "newest checkpoints kept", low=1, mutable_on_resume=True)
+    keep_every: str = option("", "also keep one each such interval, for ever", mutable_on_resume=True, duration=True)
 
 
 @dataclass
@@ -200,17 +216,20 @@ class TrainConfig:
     family: str = option("", "folder of the preset; filled in by the launcher")
     seed: int = option(0, "of weights, order, augmentation and dropout", low=0)
     data: DataSettings = option(DataSettings, "reading")
-    image: ImageSettings = option(ImageSettings, "pictures")
-    sound: SoundSettings = option(SoundSettings, "sounds")
+    image: ImageSettings = option(ImageSettings, "images")
+    sound: AudioSettings = option(AudioSettings, "sounds")
     augment: AugmentSettings = option(AugmentSettings, "augmentation")
     global_batch_size: int = option(32, "samples per optimizer step over all ranks", low=1)
     micro_batch_size: int = option(
         0, "samples a rank takes at once; 0: its whole share. Batch statistics are over these", low=0
     )
-    eval_batch_size: int = option(64, "samples a rank evaluates at once", low=1, free=True)
+    eval_batch_size: int = option(64, "samples a rank evaluates at once", low=1, mutable_on_resume=True)
     max_duration: str = option("10ep", "when training is complete", duration=True)
     max_runtime: str = option(
-        "", "save and leave after this wall time, e.g. 8h30m, before a session's limit", free=True, duration=True
+        "",
+        "save and leave after this wall time, e.g. 8h30m, before a session's limit",
+        mutable_on_resume=True,
+        duration=True,
     )
     optimizer: OptimizerSettings = option(OptimizerSettings, "optimizer")
     schedule: ScheduleSettings = option(ScheduleSettings, "learning rate")
@@ -219,7 +238,7 @@ class TrainConfig:
         0.0, "decay per step of averaged weights, used for evaluation and export; 0: none", low=0, high=0.99999
     )
     precision: str = option("auto", "arithmetic of matrix products", choices=("auto", "fp32", "fp16", "bf16"))
-    channels_last: str = option("auto", "memory layout of pictures", choices=("auto", "on", "off"))
+    channels_last: str = option("auto", "memory layout of images", choices=("auto", "on", "off"))
     swa: bool = option(
         False,
         "average the weights of each new best validation score, and score the test sets with that average, its batch "
@@ -228,11 +247,11 @@ class TrainConfig:
     compile: str = option("auto", "torch.compile", choices=("auto", "on", "off"))
     gradient_checkpointing: bool = option(False, "recompute repeated layers in the backward pass to save memory")
     deterministic: bool = option(True, "deterministic kernels: what makes a resume bitwise equal on a GPU")
-    eval_every: str = option("1ep", "evaluation interval", free=True, duration=True)
+    eval_every: str = option("1ep", "evaluation interval", mutable_on_resume=True, duration=True)
     log_every: str = option("20st", "interval of log lines and metrics", duration=True)
-    checkpoint: CheckpointSettings = option(CheckpointSettings, "checkpoints", free=True)
+    checkpoint: CheckpointSettings = option(CheckpointSettings, "checkpoints", mutable_on_resume=True)
     trackers: list[str] = option(
-        lambda: ["tensorboard"], "where metrics also go: tensorboard, wandb, mlflow", free=True
+        lambda: ["tensorboard"], "where metrics also go: tensorboard, wandb, mlflow", mutable_on_resume=True
     )
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.container.conftest import ROOT, Image, built, run_script
 from tests.container.test_targets import IMAGE, TARGETS, pins, table
-from tests.training import FAMILIES, differences, metrics_of, state_of
+from tests.training import FAMILIES, differences, read_run_metrics, state_of
 from trainyard import __version__
 
 
@@ -106,7 +106,7 @@ def test_a_run_that_docker_stops_goes_on_to_the_same_bits(image: Image, tmp_path
     events = [json.loads(line)["event"] for line in (runs[1] / "events.jsonl").read_text().splitlines()]
     assert events.count("resume") == 1
     assert differences(*map(state_of, runs)) == []
-    assert metrics_of(runs[0]) == metrics_of(runs[1])
+    assert read_run_metrics(runs[0]) == read_run_metrics(runs[1])
 
 
 def command(runs: Path) -> list[str]:

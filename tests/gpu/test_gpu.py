@@ -21,13 +21,13 @@ LEVELS = 3
 """Of 255: nvJPEG's inverse transform and DALI's GPU resize round differently from the host's."""
 
 
-def batch(pictures, device: torch.device, decode: str) -> torch.Tensor:
+def batch(images, device: torch.device, decode: str) -> torch.Tensor:
     loader = Loader(
-        pictures, settings=DataSettings(), image=ImageSettings(height_px=32, width_px=32),
+        images, settings=DataSettings(), image=ImageSettings(height_px=32, width_px=32),
         augmentation=AugmentSettings(flip=0.5), seed=0, rank=0, world_size=1, device=device, threads=2,
         channels_last=True, decode=decode,
     )  # fmt: skip
-    ids = np.arange(pictures.count)
+    ids = np.arange(images.count)
     stream = loader.train(
         lambda epoch: shuffle(ids, seed=0, epoch=epoch, global_batch_size=16), epoch=0, start=0, micro_batch_size=0
     )
@@ -36,8 +36,8 @@ def batch(pictures, device: torch.device, decode: str) -> torch.Tensor:
     return first
 
 
-def test_pictures_decoded_on_the_gpu_agree_with_the_host(pictures):
-    on_gpu, on_host = batch(pictures, torch.device("cuda", 0), "dali"), batch(pictures, torch.device("cpu"), "cpu")
+def test_pictures_decoded_on_the_gpu_agree_with_the_host(images):
+    on_gpu, on_host = batch(images, torch.device("cuda", 0), "dali"), batch(images, torch.device("cpu"), "cpu")
     assert float((on_gpu - on_host).abs().max()) * 255 <= LEVELS
 
 

@@ -19,7 +19,7 @@ from tests.slurm.cluster_runs import (
     wait_for_end,
 )
 from tests.slurm.conftest import Lab
-from tests.training import differences, metrics_of, state_of
+from tests.training import differences, read_run_metrics, state_of
 
 pytestmark = pytest.mark.slurm
 
@@ -52,7 +52,7 @@ def whole(lab: Lab, start: Start) -> Path:
 
 def assert_same(run: Path, whole: Path) -> None:
     assert differences(state_of(whole), state_of(run)) == [], run.name
-    assert metrics_of(whole) == metrics_of(run), run.name
+    assert read_run_metrics(whole) == read_run_metrics(run), run.name
 
 
 @pytest.mark.timeout(1500)

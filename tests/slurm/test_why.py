@@ -72,7 +72,7 @@ def test_a_preempted_run_says_so_while_it_waits_and_its_log_is_followed_to_its_e
     asked.batch("sleep 1", "-p", "a100-urgent", "--gres=gpu:a100:8", "-w", node, "--exclusive")
     wait("the queue", lambda: status(run).state == "waiting")
     assert status(run).detail.startswith("starts again after preemption: ")
-    assert status(run).job == job_of(run)
+    assert status(run).slurm_job_id == job_of(run)
     wait_for_end(asked, run)
     follower.join(60)
     assert not follower.is_alive()
@@ -108,7 +108,7 @@ def test_a_slurm_that_does_not_answer_is_noted_and_the_folder_answers(asked, sta
     dead.write_text(re.sub("SlurmctldPort=.*", "SlurmctldPort=9", Path(asked.environ["SLURM_CONF"]).read_text()))
     monkeypatch.setenv("SLURM_CONF", str(dead))
     (found,), note = statuses([run])
-    assert (found.state, found.job) == ("running", job_of(run))
+    assert (found.state, found.slurm_job_id) == ("running", job_of(run))
     assert note.startswith("Answered from the folders of the runs. ")
     assert table([found], time.time()).splitlines()[1].split()[:2] == ["stripes/unseen", "running"]
     with pytest.raises(UserError):

@@ -205,7 +205,7 @@ def _change(run: Path, old: TrainConfig, new: TrainConfig) -> None:
         UserError: others differ; says which.
     """
     changed = configs.differences(old, new)
-    fixed = [d for d in changed if not d.free]
+    fixed = [d for d in changed if not d.mutable]
     if fixed:
         lines = "".join(f"\n  {d.name}: {d.old} -> {d.new}" for d in fixed)
         raise UserError(
@@ -363,7 +363,7 @@ def _export(run: Path, entries: "list[checkpoint.Entry]", args: argparse.Namespa
 
     if args.out is None:
         raise UserError(f"Name the file to write: trainyard ckpt export {args.run} model.safetensors")
-    step = checkpoint.kept(entries).step if args.step is None else args.step
+    step = checkpoint.select_checkpoint(entries).step if args.step is None else args.step
     chosen = [entry for entry in entries if entry.step == step]
     if not chosen:
         raise UserError(f"{run}: no checkpoint of step {step}. There are: {', '.join(str(e.step) for e in entries)}.")

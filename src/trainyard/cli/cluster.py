@@ -216,7 +216,9 @@ def refuse_if_busy(found: Sequence[Path]) -> None:
     """Raise a UserError if Slurm still holds one of these runs."""
     for known in status.statuses(found)[0]:
         if known.state in ACTIVE:
-            raise UserError(f"{known.run}: is {known.state} as job {known.job}. Look: trainyard status {known.run}")
+            raise UserError(
+                f"{known.run}: is {known.state} as job {known.slurm_job_id}. Look: trainyard status {known.run}"
+            )
 
 
 # sweep, results
@@ -263,7 +265,7 @@ def _sweep(args: argparse.Namespace) -> int:
 def _continue_sweep(args: argparse.Namespace) -> int:
     sweep = sweep_file.load(args.again, args.runs.absolute())
     states = {known.run: known.state for known in status.statuses([e.run for e in sweep.elements])[0]}
-    missing = sweep_file.unfinished(sweep, states)
+    missing = sweep_file.list_unfinished(sweep, states)
     if not missing:
         print(f"Nothing is missing: {_counted(states.values())}.\nnext  trainyard results {sweep.name}")
         return 0

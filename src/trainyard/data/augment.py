@@ -16,13 +16,13 @@ _GEOMETRY, _FOR_THE_JOB, _START, _SHAPE = range(4)  # streams of numbers that ha
 
 @dataclass(frozen=True)
 class Parameters:
-    """What happens to the B pictures of a micro-batch, the same for either decode back end.
+    """What happens to the B images of a micro-batch, the same for either decode back end.
 
-    The back end cuts `box` out of the picture, resizes it and mirrors it. The device then resamples through `theta`
+    The back end cuts `box` out of the image, resizes it and mirrors it. The device then resamples through `theta`
     and applies gain and contrast (`data/device.py`).
     """
 
-    box: np.ndarray  # (B, 4) int32: y, x, height, width in source pixels; may reach beyond the picture
+    box: np.ndarray  # (B, 4) int32: y, x, height, width in source pixels; may reach beyond the image
     flip: np.ndarray  # (B,) bool: mirror left-right
     theta: np.ndarray  # (B, 2, 3) float32: output to input coordinates in [-1, 1], as torch's affine_grid takes them
     gain: np.ndarray  # (B,) float32 factor
@@ -56,7 +56,7 @@ def starts(*, seed: int, epoch: int, sample_ids: np.ndarray, spare: np.ndarray) 
     return start
 
 
-def scale_of(scales: list[float], *, seed: int, epoch: int, batch: int) -> float:
+def crop_scale(scales: list[float], *, seed: int, epoch: int, batch: int) -> float:
     """Return the factor on the input's size in one global batch."""
     u = uniforms(seed=seed, epoch=epoch, sample_ids=np.array([batch]), count=1, stream=_SHAPE)[0, 0]
     return scales[int(u * len(scales))]
@@ -78,7 +78,7 @@ def draw(
 
     Args:
         sample_ids: (B,) int64.
-        regions: (B, 4) int32, the part of each picture that counts as the whole: y, x, height, width.
+        regions: (B, 4) int32, the part of each image that counts as the whole: y, x, height, width.
         height_px, width_px: of the model's input.
         letterbox: keep the aspect ratio, and scale as `scale_min` and `scale_max` say instead of cropping.
         kept: with letterbox, B arrays (L, 4) of boxes x0, y0, x1, y1 in pixels; one of each is to stay in the crop.
@@ -86,7 +86,7 @@ def draw(
     u = uniforms(seed=seed, epoch=epoch, sample_ids=sample_ids, count=_DRAWS).T
     angle = math.radians(settings.rotate_deg) * (2 * u[5] - 1)
     zoom = _log_uniform(u[6], 1 + settings.zoom)
-    shift = 2 * settings.shift * (2 * u[7:9] - 1)  # the picture spans 2 units
+    shift = 2 * settings.shift * (2 * u[7:9] - 1)  # the image spans 2 units
     box = _crop(settings, regions, u[:4])
     if letterbox:
         low, high = math.log(settings.scale_min), math.log(settings.scale_max)
@@ -116,13 +116,13 @@ def neutral(regions: np.ndarray, *, letterbox: tuple[int, int] | None = None) ->
 
 
 def affine(p: Parameters, *, height_px: int, width_px: int) -> np.ndarray:
-    """Return (B, 2, 3) float32 that takes (x, y, 1) in pixels of the stored picture to pixels of the model's input.
+    """Return (B, 2, 3) float32 that takes (x, y, 1) in pixels of the stored image to pixels of the model's input.
 
-    Pixels are areas here: the upper left corner of a picture is (0, 0), that of its second pixel (1, 0).
+    Pixels are areas here: the upper left corner of an image is (0, 0), that of its second pixel (1, 0).
     """
     y, x, height, width = p.box.T.astype(np.float64)
     mirror = np.where(p.flip, -1.0, 1.0)
-    # Either side of the decoded picture spans [-1, 1], and theta takes the output's coordinates to these.
+    # Either side of the decoded image spans [-1, 1], and theta takes the output's coordinates to these.
     decoded = np.zeros((len(y), 3, 3))
     decoded[:, 0, 0], decoded[:, 0, 2] = mirror * 2 / width, mirror * (-2 * x / width - 1)
     decoded[:, 1, 1], decoded[:, 1, 2] = 2 / height, -2 * y / height - 1
@@ -156,7 +156,7 @@ def _theta(angle: np.ndarray, zoom: np.ndarray, shift: np.ndarray, aspect: float
     """Return (B, 2, 3) float32: rotate by `angle`, enlarge by `zoom`, move by `shift` (2, B).
 
     Coordinates run over [-1, 1] along either side, whatever its length: without `aspect` (width over height) a
-    rotation would shear a picture that is not square.
+    rotation would shear an image that is not square.
     """
     cos, sin = np.cos(angle) / zoom, np.sin(angle) / zoom
     rows = np.stack([cos, -sin / aspect, shift[0], sin * aspect, cos, shift[1]], axis=1)
@@ -184,7 +184,7 @@ def _crop(settings: AugmentSettings, regions: np.ndarray, u: np.ndarray) -> np.n
 def _letterbox(
     regions: np.ndarray, height_px: int, width_px: int, scale: np.ndarray, *, place: np.ndarray | None
 ) -> np.ndarray:
-    """Return (B, 4) int32 windows of the input's aspect ratio, rounded to whole pixels of the picture.
+    """Return (B, 4) int32 windows of the input's aspect ratio, rounded to whole pixels of the image.
 
     Args:
         scale: (B,) relative to the fit, in which the region just fills the input in one direction.
@@ -202,7 +202,7 @@ def _letterbox(
 def _keeping(
     box: np.ndarray, regions: np.ndarray, kept: Sequence[np.ndarray], choice: np.ndarray, place: np.ndarray
 ) -> np.ndarray:
-    """Move windows so that each holds one of the picture's boxes: whole if it fits, else about its centre."""
+    """Move windows so that each holds one of the image's boxes: whole if it fits, else about its centre."""
     moved = box.copy()
     for i, boxes in enumerate(kept):
         if not len(boxes):

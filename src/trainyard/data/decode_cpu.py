@@ -22,7 +22,7 @@ _MODES = {1: "L", 3: "RGB"}
 class Request:
     """One micro-batch to decode."""
 
-    records: list[np.ndarray]  # B encoded pictures, uint8
+    records: list[np.ndarray]  # B encoded images, uint8
     shapes: np.ndarray  # (B, 3) int32: height, width, channels of each
     parameters: Parameters
     out: Tensor  # (B, H, W, C) uint8 on the host, the loader's buffer; the decoder fills it
@@ -35,7 +35,7 @@ def decode(requests: Iterator[Request], *, channels: int, fill: int, threads: in
         (B, H, W, C) uint8: the request's `out`. Resizing is bilinear with antialiasing (a triangle filter as wide as
         the scale), rounded to uint8, as in Pillow.
     """
-    with pool_of(threads) as pool:
+    with get_pool(threads) as pool:
         for request in requests:
 
             def cut_one(i: int, request: Request = request) -> Tensor:
@@ -45,23 +45,23 @@ def decode(requests: Iterator[Request], *, channels: int, fill: int, threads: in
             yield request.out
 
 
-def decode_sound(batches: Iterator[list[np.ndarray]], *, threads: int) -> Iterator[list[np.ndarray]]:
+def decode_audio(batches: Iterator[list[np.ndarray]], *, threads: int) -> Iterator[list[np.ndarray]]:
     """Decode the WAV or FLAC files of each batch, uint8, to (frames,) int16."""
     with ThreadPoolExecutor(threads, thread_name_prefix="decode") as pool:
         for records in batches:
-            yield list(pool.map(_decode_sound, records))
+            yield list(pool.map(_decode_audio_record, records))
 
 
-def _decode_sound(record: np.ndarray) -> np.ndarray:
+def _decode_audio_record(record: np.ndarray) -> np.ndarray:
     samples: np.ndarray = soundfile.read(io.BytesIO(record.data), dtype="int16")[0]
     return samples
 
 
 @contextmanager
-def pool_of(threads: int) -> Iterator[ThreadPoolExecutor]:
-    """Threads that each work on pictures of their own, and ask OpenMP for no helpers.
+def get_pool(threads: int) -> Iterator[ThreadPoolExecutor]:
+    """Threads that each work on images of their own, and ask OpenMP for no helpers.
 
-    A picture is just large enough for torch to share the copying of its bytes between all cores. With every thread of
+    An image is just large enough for torch to share the copying of its bytes between all cores. With every thread of
     the pool doing so, they wait for each other more than they copy.
     """
     wanted, started = torch.get_num_threads(), threading.Barrier(threads + 1)
@@ -80,42 +80,42 @@ def pool_of(threads: int) -> Iterator[ThreadPoolExecutor]:
 
 
 def place_all(cut_one: Callable[[int], Tensor], request: Request, pool: ThreadPoolExecutor, threads: int) -> None:
-    """Resize and mirror the pictures of a request into its buffer.
+    """Resize and mirror the images of a request into its buffer.
 
     Args:
-        cut_one: gives the box of picture 0 .. B - 1, (h, w, C) uint8.
+        cut_one: gives the box of image 0 .. B - 1, (h, w, C) uint8.
     """
     slots, flip = request.out.unbind(), request.parameters.flip.tolist()
 
-    def stride(first: int) -> None:  # a task of its own for each picture would cost as much
+    def stride(first: int) -> None:  # a task of its own for each image would cost as much
         for i in range(first, len(slots), threads):
             place(cut_one(i), slots[i], flip=flip[i])
 
     list(pool.map(stride, range(threads)))
 
 
-def cut(picture_HWC: Tensor, box: np.ndarray, fill: int) -> Tensor:
-    """Return the box (y, x, height, width) of a picture as (h, w, C) uint8; `fill` where it reaches outside."""
+def cut(image_HWC: Tensor, box: np.ndarray, fill: int) -> Tensor:
+    """Return the box (y, x, height, width) of an image as (h, w, C) uint8; `fill` where it reaches outside."""
     y, x, height, width = (int(v) for v in box)
-    rows, columns, channels = picture_HWC.shape
+    rows, columns, channels = image_HWC.shape
     if y >= 0 and x >= 0 and y + height <= rows and x + width <= columns:
-        return picture_HWC[y : y + height, x : x + width]
+        return image_HWC[y : y + height, x : x + width]
     padded = torch.full((height, width, channels), fill, dtype=torch.uint8)
     y0, x0, y1, x1 = max(y, 0), max(x, 0), min(y + height, rows), min(x + width, columns)
     if y1 > y0 and x1 > x0:
-        padded[y0 - y : y1 - y, x0 - x : x1 - x] = picture_HWC[y0:y1, x0:x1]
+        padded[y0 - y : y1 - y, x0 - x : x1 - x] = image_HWC[y0:y1, x0:x1]
     return padded
 
 
-def place(picture_HWC: Tensor, out_HWC: Tensor, *, flip: bool) -> None:
-    """Resize a picture into its place in the batch, mirrored if asked; both uint8.
+def place(image_HWC: Tensor, out_HWC: Tensor, *, flip: bool) -> None:
+    """Resize an image into its place in the batch, mirrored if asked; both uint8.
 
     Calls the operator behind `interpolate(..., antialias=True)` with its `out` argument: writing in place saves an
     allocation and a copy, two fifths of the time. Mirroring rows of whole pixels afterwards is a sixth of the rest.
     """
     height, width, channels = out_HWC.shape
     target_1CHW = out_HWC.permute(2, 0, 1)[None]
-    source_1CHW = picture_HWC.permute(2, 0, 1)[None]
+    source_1CHW = image_HWC.permute(2, 0, 1)[None]
     if channels == 1:  # a single channel is dense in either layout; say so, or the operator takes a slow path
         source_1CHW, target_1CHW = source_1CHW.contiguous(), out_HWC.view(1, 1, height, width)
     if source_1CHW.shape == target_1CHW.shape:
@@ -129,7 +129,7 @@ def place(picture_HWC: Tensor, out_HWC: Tensor, *, flip: bool) -> None:
 
 def _decode_one(record: np.ndarray, channels: int) -> Tensor:
     """Return (H, W, C) uint8."""
-    with Image.open(io.BytesIO(record.data)) as picture:
-        picture.draft(_MODES[channels], picture.size)  # gray of a colour JPEG is its luma as stored, as for DALI
-        pixels = np.array(picture.convert(_MODES[channels]))
+    with Image.open(io.BytesIO(record.data)) as image:
+        image.draft(_MODES[channels], image.size)  # gray of a colour JPEG is its luma as stored, as for DALI
+        pixels = np.array(image.convert(_MODES[channels]))
     return torch.from_numpy(pixels).view(*pixels.shape[:2], channels)

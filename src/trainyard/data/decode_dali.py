@@ -14,11 +14,11 @@ from nvidia.dali.tensors import TensorCPU
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from trainyard.data.decode_cpu import Request, cut, place_all, pool_of
+from trainyard.data.decode_cpu import Request, cut, get_pool, place_all
 
 _QUEUE = 3  # batches that DALI decodes ahead on the host
-_TOGETHER = 128  # pictures; fewer are slower on two cores, more are not faster
-_TOGETHER_BYTES = 32 << 20  # of decoded pictures: a limit on the queue's memory where they are large
+_TOGETHER = 128  # images; fewer are slower on two cores, more are not faster
+_TOGETHER_BYTES = 32 << 20  # of decoded images: a limit on the queue's memory where they are large
 
 
 def decode(
@@ -32,7 +32,7 @@ def decode(
 ) -> Iterator[Tensor]:
     """Decode, cut, resize and mirror, one micro-batch per request, as `decode_cpu.decode` does.
 
-    Without a GPU DALI decodes only the box (bit-equal to cutting the whole picture) and torch resizes into the
+    Without a GPU DALI decodes only the box (bit-equal to cutting the whole image) and torch resizes into the
     request's buffer, because DALI's antialiased CPU resize alone costs as much as the decoding. With a GPU all of it
     runs there, and what is yielded is new memory on the device.
 
@@ -67,14 +67,14 @@ def _on_host(
     with pipeline:
         pipeline.set_outputs(_decode(*_inputs(feed, 3), device="cpu", channels=channels))
     pipeline.build()
-    with pool_of(threads) as pool:
-        while (pictures := _run(pipeline)) is not None:
+    with get_pool(threads) as pool:
+        while (images := _run(pipeline)) is not None:
             group, outer = waiting.pop(0)
             first = 0
             for request in group:
 
-                def cut_one(i: int, first: int = first, pictures: Any = pictures, outer: Any = outer) -> Tensor:
-                    return cut(from_dlpack(pictures[first + i]), outer[first + i], fill)
+                def cut_one(i: int, first: int = first, images: Any = images, outer: Any = outer) -> Tensor:
+                    return cut(from_dlpack(images[first + i]), outer[first + i], fill)
 
                 place_all(cut_one, request, pool, threads)
                 yield request.out
@@ -115,8 +115,8 @@ def _on_gpu(
     with pipeline:
         pipeline.set_outputs(_gpu_graph(feed, channels=channels, fill=fill))
     pipeline.build()
-    while (pictures := _run(pipeline)) is not None:
-        yield from_dlpack(pictures.as_tensor()).clone()  # DALI takes its memory back two runs later
+    while (images := _run(pipeline)) is not None:
+        yield from_dlpack(images.as_tensor()).clone()  # DALI takes its memory back two runs later
 
 
 def _fed(records: list[np.ndarray], *more: np.ndarray) -> tuple[Any, ...]:
@@ -124,7 +124,7 @@ def _fed(records: list[np.ndarray], *more: np.ndarray) -> tuple[Any, ...]:
     return ([TensorCPU(record) for record in records], *map(np.ascontiguousarray, more))
 
 
-def decode_sound(
+def decode_audio(
     batches: Iterator[list[np.ndarray]], *, threads: int, max_batch_size: int
 ) -> Iterator[list[np.ndarray]]:
     """Decode the WAV or FLAC files of each batch, uint8, to (frames,) int16; DALI decodes sound on the host alone.
@@ -143,14 +143,14 @@ def decode_sound(
 
 
 def split_box(box: np.ndarray, shapes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Split boxes that may leave their pictures, since the decoder takes only boxes inside.
+    """Split boxes that may leave their images, since the decoder takes only boxes inside.
 
     Args:
         box: (B, 4) int32 y, x, height, width.
         shapes: (B, 3) height, width, channels.
 
     Returns:
-        inner: (B, 4) int32, the part inside the picture; one pixel where there is none.
+        inner: (B, 4) int32, the part inside the image; one pixel where there is none.
         outer: (B, 4) int32, the whole box as seen from the inner one's corner.
     """
     low = np.maximum(box[:, :2], 0)
@@ -163,7 +163,7 @@ def split_box(box: np.ndarray, shapes: np.ndarray) -> tuple[np.ndarray, np.ndarr
 
 
 def _run(pipeline: Any) -> Any | None:
-    """Return the next batch of pictures, None at the end."""
+    """Return the next batch of images, None at the end."""
     try:
         return pipeline.run()[0]
     except StopIteration:
@@ -198,10 +198,10 @@ def _decode(records: Any, start: Any, size: Any, *, device: str, channels: int) 
 
 def _gpu_graph(feed: Any, *, channels: int, fill: int) -> Any:
     records, start, shape, outer_start, outer_shape, size, flip = _inputs(feed, 7)
-    pictures = _decode(records, start, shape, device="mixed", channels=channels)
-    pictures = fn.slice(
-        pictures, outer_start, outer_shape, axes=[0, 1], out_of_bounds_policy="pad", fill_values=[float(fill)]
+    images = _decode(records, start, shape, device="mixed", channels=channels)
+    images = fn.slice(
+        images, outer_start, outer_shape, axes=[0, 1], out_of_bounds_policy="pad", fill_values=[float(fill)]
     )
     size = fn.cast(size, dtype=types.FLOAT)
-    pictures = fn.resize(pictures, size=size, interp_type=types.INTERP_LINEAR, antialias=True)
-    return fn.flip(pictures, horizontal=flip)
+    images = fn.resize(images, size=size, interp_type=types.INTERP_LINEAR, antialias=True)
+    return fn.flip(images, horizontal=flip)

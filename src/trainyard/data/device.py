@@ -1,4 +1,4 @@
-"""What happens to a batch of pictures once it is on the device: cast, resample, gain, contrast, normalise."""
+"""What happens to a batch of images once it is on the device: cast, resample, gain, contrast, normalise."""
 
 import torch
 import torch.nn.functional as F
@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 def to_model_input(
-    picture_BHWC: Tensor,
+    image_BHWC: Tensor,
     *,
     theta: Tensor | None,
     gain: Tensor,
@@ -16,20 +16,20 @@ def to_model_input(
     std: float,
     channels_last: bool,
 ) -> Tensor:
-    """Turn decoded pictures into what the model takes.
+    """Turn decoded images into what the model takes.
 
     Args:
-        picture_BHWC: uint8.
+        image_BHWC: uint8.
         theta: (B, 2, 3) float32, output to input coordinates in [-1, 1]; None leaves the geometry alone.
         gain, contrast: (B,) float32; brightness factor, and factor about mid-gray.
-        fill: gray level outside the picture.
+        fill: gray level outside the image.
 
     Returns:
         (B, C, H, W) float32: ((clamp(x) in 0..1) - mean) / std; NHWC in memory when `channels_last`. The caller's
         buffer may be reused as soon as this has run.
     """
     layout = torch.channels_last if channels_last else torch.contiguous_format
-    x_BCHW = picture_BHWC.permute(0, 3, 1, 2).to(torch.float32, memory_format=layout, copy=True).div_(255)
+    x_BCHW = image_BHWC.permute(0, 3, 1, 2).to(torch.float32, memory_format=layout, copy=True).div_(255)
     if theta is not None:
         x_BCHW = _resample(x_BCHW, theta, fill / 255).contiguous(memory_format=layout)
     gain_B111, contrast_B111 = gain.view(-1, 1, 1, 1), contrast.view(-1, 1, 1, 1)

@@ -19,9 +19,9 @@ from trainyard.data.augment import Parameters
 from trainyard.data.decode_cpu import Request
 from trainyard.data.device import to_model_input
 from trainyard.data.order import EpochOrder, micro_batches
-from trainyard.data.shards import ARRAY, PCM, PICTURE, RAGGED, SOUND, ShardSet
+from trainyard.data.shards import ARRAY, ENCODED_IMAGE, PCM, RAGGED, SOUND, ShardSet
 from trainyard.errors import UserError
-from trainyard.settings import AugmentSettings, DataSettings, ImageSettings, SoundSettings
+from trainyard.settings import AudioSettings, AugmentSettings, DataSettings, ImageSettings
 
 IMAGE = "image"
 REGION = ("box_y", "box_x", "box_height", "box_width")
@@ -46,16 +46,16 @@ class _Item:
     last: bool
     epoch: int | None  # None in evaluation
     size: tuple[int, int] = (0, 0)  # height and width of the input
-    parameters: Parameters | None = None  # where there are pictures
+    parameters: Parameters | None = None  # where there are images
     arrays: dict[str, Tensor] = field(default_factory=dict)  # all other records, in fresh memory
-    pictures: Tensor | None = None  # (B, H, W, C) uint8, decoded into a buffer that is used again
+    images: Tensor | None = None  # (B, H, W, C) uint8, decoded into a buffer that is used again
 
 
 class Loader:
     """Batches of one data set for one rank; `train.module.Batch` says what is in them.
 
-    Pictures and sounds are decoded by `decode` "dali" or "cpu", which agree bit for bit on the host (colour
-    pictures other than JPEG, read as gray, to one level; 16-bit pictures belong converted when packing). Buffers are
+    Images and sounds are decoded by `decode` "dali" or "cpu", which agree bit for bit on the host (colour
+    images other than JPEG, read as gray, to one level; 16-bit images belong converted when packing). Buffers are
     reused: what a batch holds is new memory on the device, so a caller may keep it.
     """
 
@@ -65,7 +65,7 @@ class Loader:
         *,
         settings: DataSettings,
         image: ImageSettings,
-        sound: SoundSettings | None = None,
+        sound: AudioSettings | None = None,
         augmentation: AugmentSettings,
         seed: int,
         rank: int,
@@ -79,10 +79,10 @@ class Loader:
         self.rank, self.world_size, self.device = rank, world_size, device
         self._settings, self._image, self._augmentation = settings, image, augmentation
         self._seed, self._threads, self._channels_last, self._decode = seed, threads, channels_last, decode
-        self._sound = sound or SoundSettings()
+        self._sound = sound or AudioSettings()
         self._columns = {name: torch.from_numpy(values) for name, values in data.columns.items()}
-        self._has_pictures = IMAGE in data.records and data.records[IMAGE].kind == PICTURE
-        self._regions = _regions(data) if self._has_pictures else np.zeros((data.count, 4), dtype=np.int32)
+        self._has_images = IMAGE in data.records and data.records[IMAGE].kind == ENCODED_IMAGE
+        self._regions = _regions(data) if self._has_images else np.zeros((data.count, 4), dtype=np.int32)
         self._letterbox = image.fit == "letterbox"
         _check(image, augmentation)
 
@@ -111,7 +111,7 @@ class Loader:
 
     def _split_batch(self, ids: np.ndarray, epoch: int, index: int, micro_batch_size: int) -> Iterator[_Item]:
         """Cut one global batch into this rank's micro-batches, each with its augmentation."""
-        size = self._size(augment.scale_of(self._image.scales, seed=self._seed, epoch=epoch, batch=index))
+        size = self._size(augment.crop_scale(self._image.scales, seed=self._seed, epoch=epoch, batch=index))
         parts = micro_batches(ids, rank=self.rank, world_size=self.world_size, micro_batch_size=micro_batch_size)
         for position, (part, counted) in enumerate(parts):
             last = position == len(parts) - 1
@@ -121,7 +121,7 @@ class Loader:
         return round(self._image.height_px * scale), round(self._image.width_px * scale)
 
     def _draw(self, ids: np.ndarray, epoch: int, size: tuple[int, int]) -> Parameters | None:
-        if not self._has_pictures:
+        if not self._has_images:
             return None
         keeps = self._augmentation.crop_keeps
         return augment.draw(
@@ -133,7 +133,7 @@ class Loader:
             height_px=size[0],
             width_px=size[1],
             letterbox=self._letterbox,
-            kept=self.data.values(keeps, ids, check_crc=self._settings.check_crc) if keeps else (),
+            kept=self.data.read_arrays(keeps, ids, check_crc=self._settings.check_crc) if keeps else (),
         )
 
     def evaluate(self, ids: np.ndarray, *, batch_size: int) -> Generator[MicroBatch, None, None]:
@@ -145,7 +145,7 @@ class Loader:
             for i in range(0, len(mine), batch_size):
                 part = mine[i : i + batch_size]
                 fitted = size if self._letterbox else None
-                neutral = augment.neutral(self._regions[part], letterbox=fitted) if self._has_pictures else None
+                neutral = augment.neutral(self._regions[part], letterbox=fitted) if self._has_images else None
                 yield _Item(part, len(part) / len(ids), True, None, size, neutral)
 
         yield from self._stream(items(), batch_size, warp=False)
@@ -156,7 +156,7 @@ class Loader:
         for name, records in self.data.records.items():
             if records.kind in (SOUND, PCM):
                 stream = self._decode_audio(name, stream, largest)
-        if self._has_pictures:  # buffers: in the queue, one held back, one in use, one being filled
+        if self._has_images:  # buffers: in the queue, one held back, one in use, one being filled
             stream = self._decode_images(stream, self._slots(depth + 3, largest), largest)
         copied: list[Any] = []
         for item, wait_s in in_background(stream, depth):
@@ -176,9 +176,9 @@ class Loader:
                 if records.kind == ARRAY:
                     shape = (len(item.ids), *records.shape[item.ids[0]].tolist())
                     arrays[name] = np.empty(shape, dtype=records.dtype)
-                    self.data.gather(name, item.ids, arrays[name], check_crc=self._settings.check_crc)
+                    self.data.read_into(name, item.ids, arrays[name], check_crc=self._settings.check_crc)
                 elif records.kind == RAGGED:
-                    values = self.data.values(name, item.ids, check_crc=self._settings.check_crc)
+                    values = self.data.read_arrays(name, item.ids, check_crc=self._settings.check_crc)
                     arrays[name], arrays[f"{name}_count"] = pad_ragged(values)
             yield replace(item, arrays={name: torch.from_numpy(values) for name, values in arrays.items()})
 
@@ -192,9 +192,9 @@ class Loader:
         def asked() -> Iterator[list[np.ndarray]]:
             for item in items:
                 ahead.append(item)
-                yield self.data.values(name, item.ids, check_crc=check_crc, buffer=buffer)
+                yield self.data.read_arrays(name, item.ids, check_crc=check_crc, buffer=buffer)
 
-        for sounds in asked() if stored else self._sound_decoder(largest)(asked()):
+        for sounds in asked() if stored else self._audio_decoder(largest)(asked()):
             item = ahead.popleft()
             count = records.shape[item.ids, 0].astype(np.int64)
             frames = self._sound.frames
@@ -208,12 +208,12 @@ class Loader:
             found = {name: torch.from_numpy(cut), f"{name}_count": torch.from_numpy(count)}
             yield replace(item, arrays=item.arrays | found)
 
-    def _sound_decoder(self, largest: int) -> Callable[[Iterator[list[np.ndarray]]], Iterator[list[np.ndarray]]]:
+    def _audio_decoder(self, largest: int) -> Callable[[Iterator[list[np.ndarray]]], Iterator[list[np.ndarray]]]:
         if self._decode == "cpu":
-            return lambda records: decode_cpu.decode_sound(records, threads=self._threads)
+            return lambda records: decode_cpu.decode_audio(records, threads=self._threads)
         from trainyard.data import decode_dali
 
-        return lambda records: decode_dali.decode_sound(records, threads=self._threads, max_batch_size=largest)
+        return lambda records: decode_dali.decode_audio(records, threads=self._threads, max_batch_size=largest)
 
     def _slots(self, count: int, largest: int) -> list[Tensor]:
         height, width = self._size(max(1.0, *self._image.scales))
@@ -223,21 +223,21 @@ class Loader:
             return [torch.empty(flat, dtype=torch.uint8, pin_memory=pinned) for _ in range(count)]
 
     def _decode_images(self, items: Iterator[_Item], slots: list[Tensor], largest: int) -> Iterator[_Item]:
-        """Decode the pictures of each item. Decoders may ask for items ahead of what they have given."""
+        """Decode the images of each item. Decoders may ask for items ahead of what they have given."""
         ahead: deque[_Item] = deque()
         index, check_crc = self.data.records[IMAGE], self._settings.check_crc
 
         def requests() -> Iterator[Request]:
             for number, item in enumerate(items):
                 ahead.append(item)
-                records = self.data.read(IMAGE, item.ids, check_crc=check_crc)
+                records = self.data.read_bytes(IMAGE, item.ids, check_crc=check_crc)
                 assert item.parameters is not None
                 shape = (len(item.ids), *item.size, self._image.channels)
                 out = slots[number % len(slots)][: math.prod(shape)].view(shape)
                 yield Request(records, index.shape[item.ids], item.parameters, out)
 
-        for pictures in self._decoder(largest)(requests()):
-            yield replace(ahead.popleft(), pictures=pictures)
+        for images in self._decoder(largest)(requests()):
+            yield replace(ahead.popleft(), images=images)
 
     def _decoder(self, largest: int) -> Callable[[Iterator[Request]], Iterator[Tensor]]:
         image = self._image
@@ -261,21 +261,21 @@ class Loader:
         if item.parameters is not None:
             moved = augment.affine(item.parameters, height_px=item.size[0], width_px=item.size[1])
             stored = self.data.records[IMAGE].shape[item.ids, :2].astype(np.float32)
-            host |= {"affine": torch.from_numpy(moved), "picture_px": torch.from_numpy(stored)}
+            host |= {"affine": torch.from_numpy(moved), "image_px": torch.from_numpy(stored)}
         batch = {name: values.to(self.device, non_blocking=True) for name, values in host.items()}
-        if item.pictures is not None and item.parameters is not None:
-            batch[IMAGE] = self._model_input(item.pictures, item.parameters, warp=warp)
+        if item.images is not None and item.parameters is not None:
+            batch[IMAGE] = self._model_input(item.images, item.parameters, warp=warp)
         for name, records in self.data.records.items():
             if records.kind in (SOUND, PCM):
                 batch[name] = batch[name] * (1 / 32768)  # exact: a power of two
         return batch
 
-    def _model_input(self, pictures: Tensor, p: Parameters, *, warp: bool) -> Tensor:
+    def _model_input(self, images: Tensor, p: Parameters, *, warp: bool) -> Tensor:
         def moved(values: np.ndarray) -> Tensor:
             return torch.from_numpy(values).to(self.device, non_blocking=True)
 
         return to_model_input(
-            pictures.to(self.device, non_blocking=True),
+            images.to(self.device, non_blocking=True),
             theta=moved(p.theta) if warp else None,
             gain=moved(p.gain),
             contrast=moved(p.contrast),
@@ -374,7 +374,7 @@ def _check_boxes(name: str, data: ShardSet) -> None:
 
 
 def _regions(data: ShardSet) -> np.ndarray:
-    """Return (N, 4) int32: what of each picture counts as the whole; all of it unless packing chose a part."""
+    """Return (N, 4) int32: what of each image counts as the whole; all of it unless packing chose a part."""
     if all(name in data.columns for name in REGION):
         return np.stack([data.columns[name] for name in REGION], axis=1).astype(np.int32)
     size = data.records[IMAGE].shape[:, :2]

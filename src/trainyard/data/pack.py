@@ -60,7 +60,7 @@ def pack(
     workers: int,
     skip_bad: bool = False,
     shard_mib: float = 256,
-    learned: Mapping[str, str] | None = None,
+    artifacts: Mapping[str, str] | None = None,
     progress: Progress = lambda done: None,
 ) -> ShardSet:
     """Write a data set, or finish one that was interrupted.
@@ -77,7 +77,7 @@ def pack(
         workers: processes.
         skip_bad: leave out raw files that cannot be read, instead of failing after all were tried.
         shard_mib: size a shard aims at.
-        learned: texts that the samples' `load` is called with, a function of raw files and `meta`; kept in the index.
+        artifacts: texts that the samples' `load` is called with, a function of raw files and `meta`; kept in the index.
 
     Raises:
         PackError: no samples, two with one key, files that cannot be read, another data set in `out`, or no space.
@@ -90,10 +90,10 @@ def pack(
     out.mkdir(parents=True, exist_ok=True)
     remove_partials(out)
     try:
-        tasks = _tasks(itertools.chain(head, stream), out, count, skip_bad, meta, learned)
+        tasks = _tasks(itertools.chain(head, stream), out, count, skip_bad, meta, artifacts)
         written = _write_all(tasks, _Journal(out), workers, progress)
         _refuse_bad(written, skip_bad)
-        return _finish(out, written, meta, learned or {})
+        return _finish(out, written, meta, artifacts or {})
     except BrokenProcessPool:
         raise PackError(
             f"A packing process was killed, most likely because memory ran out ({workers} processes, each holding a "
@@ -109,7 +109,7 @@ def pack(
         ) from None
 
 
-def listing_of(samples: Iterable[Sample], meta: dict[str, Any]) -> tuple[int, str]:
+def read_listing(samples: Iterable[Sample], meta: dict[str, Any]) -> tuple[int, str]:
     """Return how many samples there are, and a digest of their names, raw files' sizes and times, and `meta`."""
     count, digest = 0, hashlib.sha256(json.dumps(meta, sort_keys=True).encode())
     stream = iter(samples)
@@ -133,14 +133,14 @@ def _tasks(
     count: int,
     skip_bad: bool,
     meta: dict[str, Any],
-    learned: Mapping[str, str] | None,
+    artifacts: Mapping[str, str] | None,
 ) -> Iterator[ShardTask]:
     stream = iter(samples)
     for number in itertools.count():
         chunk = list(itertools.islice(stream, count))
         if not chunk:
             return
-        yield ShardTask(out / f"shard-{number:05d}.h5", chunk, _listing(chunk, meta), skip_bad, learned)
+        yield ShardTask(out / f"shard-{number:05d}.h5", chunk, _listing(chunk, meta), skip_bad, artifacts)
 
 
 def _listing(chunk: Sequence[Sample], meta: dict[str, Any]) -> str:
@@ -235,7 +235,7 @@ def _refuse_bad(written: Sequence[WrittenShard], skip_bad: bool) -> None:
         raise PackError(f"None of the {len(bad)} raw files can be read; the first: {bad[0][0]}: {bad[0][1]}")
 
 
-def _finish(out: Path, written: Sequence[WrittenShard], meta: dict[str, Any], learned: Mapping[str, str]) -> ShardSet:
+def _finish(out: Path, written: Sequence[WrittenShard], meta: dict[str, Any], artifacts: Mapping[str, str]) -> ShardSet:
     """Write the index, unless the one there says the same; remove what is left of a longer, earlier packing."""
     content = hashlib.sha256("".join(shard.sha256 for shard in written).encode()).hexdigest()
     index = out / INDEX
@@ -251,7 +251,7 @@ def _finish(out: Path, written: Sequence[WrittenShard], meta: dict[str, Any], le
         file.attrs["skipped"] = sum(len(shard.bad) for shard in written)
         _write_index(file, [shard for shard in written if shard.count])
         kept = file.create_group("learned")
-        for name, text in learned.items():
+        for name, text in artifacts.items():
             kept[name] = np.frombuffer(text.encode(), dtype=np.uint8)
         publish(file, index)
     return ShardSet(out)

@@ -44,7 +44,7 @@ def pack_raw(
     """
     from tqdm import tqdm
 
-    from trainyard.data.pack import listing_of, pack
+    from trainyard.data.pack import pack, read_listing
 
     if not raw.is_dir():
         raise UserError(
@@ -57,7 +57,7 @@ def pack_raw(
         "rate_hz": config.sound.rate_hz,
         "packing": _packing_options(config),
     }
-    count, listing = listing_of(family.samples(raw, config), meta)
+    count, listing = read_listing(family.samples(raw, config), meta)
     if not count:
         raise UserError(
             f"{raw}: holds no sample that {config.family} knows. What it expects: {jobs_dir / config.family}/README.md"
@@ -79,7 +79,7 @@ def pack_raw(
             workers=workers or available_cores(),
             skip_bad=config.data.on_error == "skip",
             shard_mib=shard_mib,
-            learned=_learned(family, raw, config, folder),
+            artifacts=_fit_artifacts(family, raw, config, folder),
             progress=progress,
         )
     skipped = f", {data.skipped} unreadable left out" if data.skipped else ""
@@ -88,14 +88,16 @@ def pack_raw(
     return folder
 
 
-def _learned(family: Any, raw: Path, config: TrainConfig, folder: Path) -> Mapping[str, str] | None:
-    """Return what the family learns from the training part before it packs; None if it has no `learn`."""
-    from trainyard.data.shards import INDEX, learned_of
+def _fit_artifacts(family: Any, raw: Path, config: TrainConfig, folder: Path) -> Mapping[str, str] | None:
+    """Return what the family learns from the training part before it packs; None if it has no `fit_artifacts`."""
+    from trainyard.data.shards import INDEX, read_artifacts
 
-    if not hasattr(family, "learn"):
+    if not hasattr(family, "fit_artifacts"):
         return None
-    learned: Mapping[str, str] = learned_of(folder) if (folder / INDEX).is_file() else family.learn(raw, config)
-    return learned
+    artifacts: Mapping[str, str] = (
+        read_artifacts(folder) if (folder / INDEX).is_file() else family.fit_artifacts(raw, config)
+    )
+    return artifacts
 
 
 def ready_data(config: TrainConfig, jobs_dir: Path, *, hook: Callable[[], None] = lambda: None) -> TrainConfig:

@@ -1,7 +1,7 @@
 """The shard format: HDF5 files of records and columns with one index file, opened, read and verified.
 
 A data set is a folder. `index.h5` holds everything needed to plan reading: the columns, and for each record its place
-in its shard, checksum and shape. `shard-00000.h5` ... hold the records: encoded pictures and sounds, and arrays of
+in its shard, checksum and shape. `shard-00000.h5` ... hold the records: encoded images and sounds, and arrays of
 differing length, as one contiguous unfiltered byte array; fixed-shape arrays as one contiguous array. HDF5 is used to
 describe and write them; reading goes past it, straight to the bytes, because h5py takes a global lock and several times
 as long (benchmarks/).
@@ -24,7 +24,7 @@ import h5py
 import numpy as np
 
 from trainyard.errors import UserError
-from trainyard.files import sha256_of
+from trainyard.files import hash_file
 
 SCHEMA_VERSION = 2
 INDEX = "index.h5"
@@ -32,8 +32,8 @@ KEY = "key"
 
 LOCAL_FILE_SYSTEMS = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "tmpfs", "ramfs", "overlay"})
 
-PICTURE, ARRAY, RAGGED, SOUND, PCM = "picture", "array", "ragged", "sound", "pcm"
-"""Kinds of records: an encoded picture; an array of equal shape in all samples, or whose first axis differs; sound as
+ENCODED_IMAGE, ARRAY, RAGGED, SOUND, PCM = "picture", "array", "ragged", "sound", "pcm"
+"""Kinds of records: an encoded image; an array of equal shape in all samples, or whose first axis differs; sound as
 the bytes of a file, or as samples."""
 
 
@@ -45,13 +45,13 @@ class Ragged:
 
 
 @dataclass(frozen=True)
-class Sound:
+class Audio:
     """One channel of sound in 16 bits: a WAV or FLAC file's bytes, or PCM (frames,) int16."""
 
     data: bytes | np.ndarray
 
 
-Loaded = dict[str, bytes | np.ndarray | Ragged | Sound | int | float | str]
+Loaded = dict[str, bytes | np.ndarray | Ragged | Audio | int | float | str]
 _Place = tuple[int, int, int]  # shard, first byte in it, end of the record in the buffer
 
 
@@ -68,12 +68,12 @@ class Sample:
     """One training sample as a family's `pack.samples(raw, config)` yields it: cheap to list, loaded later.
 
     `samples` is a generator in a deterministic order and touches no file contents; `load` runs in a worker process,
-    so it must pickle (a module-level function, or functools.partial of one). Where the family's `pack.learn` learns
-    something from the training part first, `load` is called with that.
+    so it must pickle (a module-level function, or functools.partial of one). It is called with the artifacts where the
+    family has `pack.fit_artifacts`.
     """
 
     key: str  # unique and stable, such as the path relative to the raw folder
-    load: Callable[..., Loaded]  # bytes: an encoded picture; array: equal shape in all samples; number, text: a column
+    load: Callable[..., Loaded]  # bytes: an encoded image; array: equal shape in all samples; number, text: a column
     columns: Mapping[str, int | float | str] = field(default_factory=dict)  # what the listing already knows
     source: Path | None = None  # the raw file, whose size and time tell whether packed data is stale
 
@@ -85,8 +85,8 @@ class Records:
     start: np.ndarray  # (N,) int64 byte in the shard file
     size: np.ndarray  # (N,) int64 bytes
     crc: np.ndarray  # (N,) uint32, CRC-32C (Castagnoli) of those bytes
-    shape: np.ndarray  # (N, ...) int32: height, width, channels of a picture; frames, rate_hz of a sound; an array's
-    kind: str  # PICTURE, ARRAY, ...
+    shape: np.ndarray  # (N, ...) int32: height, width, channels of an image; frames, rate_hz of a sound; an array's
+    kind: str  # ENCODED_IMAGE, ARRAY, ...
     dtype: str  # numpy name of the elements; uint8 of encoded bytes
 
 
@@ -121,7 +121,7 @@ class ShardSet:
         """
         self.folder = folder
         self._index = _index_path(folder)
-        self.fingerprint = sha256_of(self._index)
+        self.fingerprint = hash_file(self._index)
         with open_shard(self._index) as file:
             self.meta: dict[str, Any] = json.loads(file.attrs["meta"])
             self.count = int(file.attrs["count"])
@@ -129,10 +129,10 @@ class ShardSet:
             self.shards = _read_shards(file, folder)
             self.columns = {name: data[:] for name, data in file["columns"].items()}
             self.vocabulary = {name: read_text(group) for name, group in file["vocabulary"].items()}
-            self.learned = _read_learned(file)
+            self.artifacts = _read_artifacts(file)
             self.records = {name: _read_records(group) for name, group in file["records"].items()}
         self._first = np.array([shard.first for shard in self.shards])
-        self.reader, self.reader_reason = choose_reader(file_system_of(folder))
+        self.reader, self.reader_reason = choose_reader(find_file_system(folder))
         self._descriptors: dict[int, int] = {}
         self._maps: dict[int, memoryview] = {}
         self._arrays: dict[tuple[str, int], np.ndarray] = {}
@@ -146,7 +146,7 @@ class ShardSet:
             offset, blob = file["key/offset"], file["key/blob"]
             return [bytes(blob[offset[i] : offset[i + 1]]).decode() for i in ids.tolist()]
 
-    def read(
+    def read_bytes(
         self, name: str, ids: np.ndarray, *, check_crc: bool = True, buffer: np.ndarray | None = None
     ) -> list[np.ndarray]:
         """Read encoded records.
@@ -176,25 +176,25 @@ class ShardSet:
             self._check(name, ids, views, owners)
         return views
 
-    def values(
+    def read_arrays(
         self, name: str, ids: np.ndarray, *, check_crc: bool = True, buffer: np.ndarray | None = None
     ) -> list[np.ndarray]:
         """Read records as they were packed: arrays in their shape, encoded ones as uint8 bytes.
 
         Args:
-            buffer: as in `read`.
+            buffer: as in `read_bytes`.
 
         Raises:
-            ShardError: as `read`.
+            ShardError: as `read_bytes`.
         """
         records = self.records[name]
-        read = self.read(name, ids, check_crc=check_crc, buffer=buffer)
-        if records.kind in (PICTURE, SOUND):
+        read = self.read_bytes(name, ids, check_crc=check_crc, buffer=buffer)
+        if records.kind in (ENCODED_IMAGE, SOUND):
             return read
         shapes = records.shape[ids].tolist()
         return [data.view(records.dtype).reshape(shape) for data, shape in zip(read, shapes, strict=True)]
 
-    def gather(self, name: str, ids: np.ndarray, out: np.ndarray, *, check_crc: bool = True) -> None:
+    def read_into(self, name: str, ids: np.ndarray, out: np.ndarray, *, check_crc: bool = True) -> None:
         """Copy fixed-shape records into `out` (B, ...), contiguous, whose dtype and shape must be the field's.
 
         Raises:
@@ -289,7 +289,7 @@ def choose_reader(file_system: str) -> tuple[str, str]:
     return "pread", f"{file_system} is not known as local: a failing read is an error, where a map would kill the run"
 
 
-def file_system_of(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str:
+def find_file_system(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str:
     """Return the type of the file system that holds `path`, such as ext4 or nfs4; "unknown" without `mounts`.
 
     Args:
@@ -386,17 +386,17 @@ def open_shard(path: Path) -> h5py.File:
     return file
 
 
-def learned_of(folder: Path) -> dict[str, str]:
-    """Return what a data set's family learned from the training part when it was packed (`pack.learn`).
+def read_artifacts(folder: Path) -> dict[str, str]:
+    """Return what a data set's family learned from the training part when it was packed (`pack.fit_artifacts`).
 
     Raises:
         ShardError: there is no readable index.
     """
     with open_shard(_index_path(folder)) as file:
-        return _read_learned(file)
+        return _read_artifacts(file)
 
 
-def _read_learned(file: h5py.File) -> dict[str, str]:
+def _read_artifacts(file: h5py.File) -> dict[str, str]:
     return {name: data[:].tobytes().decode() for name, data in file["learned"].items()}
 
 

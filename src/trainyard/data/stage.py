@@ -22,8 +22,8 @@ from pathlib import Path
 
 import numpy as np
 
-from trainyard.data.shards import INDEX, LOCAL_FILE_SYSTEMS, ShardError, ShardSet, file_system_of
-from trainyard.files import sha256_of
+from trainyard.data.shards import INDEX, LOCAL_FILE_SYSTEMS, ShardError, ShardSet, find_file_system
+from trainyard.files import hash_file
 
 SCRATCH = "TRAINYARD_SCRATCH"
 """Environment variable: a folder on the node's own disk."""
@@ -85,7 +85,7 @@ def stage(
     if why_not := _why_not(source, wanted, environ, mounts):
         return Staged(source, why_not)
     try:
-        fingerprint = sha256_of(source / INDEX)
+        fingerprint = hash_file(source / INDEX)
         copy = _home(_scratch(source, environ[SCRATCH], mounts)) / fingerprint[:16]
         if not _is_whole(copy, fingerprint):
             with _alone(copy.with_suffix(".lock"), stop_asked, tell):
@@ -118,7 +118,7 @@ def _why_not(source: Path, wanted: str, environ: Mapping[str, str], mounts: Path
         return "asked for"
     if SCRATCH not in environ:
         return f"no {SCRATCH}: the cluster file names no scratch"
-    kind = file_system_of(source, mounts)
+    kind = find_file_system(source, mounts)
     return f"the data lie on {kind}, which is local" if kind in LOCAL_FILE_SYSTEMS else ""
 
 
@@ -131,7 +131,7 @@ def _scratch(source: Path, text: str, mounts: Path) -> Path:
         scratch.mkdir(exist_ok=True)  # not its parents: a disk that is not mounted must not be taken for an empty one
         if scratch.stat().st_dev == source.stat().st_dev:
             raise _Impossible(f"{scratch} is on the file system that the data lie on")
-    kind = file_system_of(scratch, mounts)
+    kind = find_file_system(scratch, mounts)
     if kind not in LOCAL_FILE_SYSTEMS:  # locks and renames could not be relied on, and two nodes might meet there
         raise _Impossible(f"{scratch} is on {kind}, which is not known as local")
     return scratch
@@ -189,7 +189,7 @@ def _locked(descriptor: int, guard: Path) -> bool:
 def _is_whole(copy: Path, fingerprint: str) -> bool:
     """Tell whether there is a copy that can be read; reads its index only."""
     try:
-        if not (copy / NOTE).is_file() or sha256_of(copy / INDEX) != fingerprint:
+        if not (copy / NOTE).is_file() or hash_file(copy / INDEX) != fingerprint:
             return False
         ShardSet(copy)
     except (FileNotFoundError, ShardError):  # the node's cleaning, a disk that lost power, or one who makes it anew

@@ -20,17 +20,17 @@ from PIL import Image, UnidentifiedImageError
 
 from trainyard.data.shards import (
     ARRAY,
+    ENCODED_IMAGE,
     KEY,
     PCM,
-    PICTURE,
     RAGGED,
     SCHEMA_VERSION,
     SOUND,
+    Audio,
     BadRecord,
     Loaded,
     Ragged,
     Sample,
-    Sound,
 )
 from trainyard.files import DISK_FULL, write_atomically
 
@@ -43,7 +43,7 @@ class ShardTask:
     samples: list[Sample]
     listing: str  # digest of what the shard is made of
     skip_bad: bool
-    learned: Mapping[str, str] | None  # what `load` is called with; None: with nothing
+    artifacts: Mapping[str, str] | None  # what `load` is called with; None: with nothing
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class WrittenShard:
 
 
 def open_image(data: bytes) -> Image.Image:
-    """Decode a whole picture file, so that a broken one is found when packing and not in training.
+    """Decode a whole image file, so that a broken one is found when packing and not in training.
 
     Raises:
         BadRecord: it is empty, of no kind Pillow knows, cut off or otherwise broken.
@@ -78,14 +78,14 @@ def open_image(data: bytes) -> Image.Image:
     if not data:
         raise BadRecord("the file is empty")
     try:
-        picture = Image.open(io.BytesIO(data))
-        picture.load()
-        picture.getexif()
+        image = Image.open(io.BytesIO(data))
+        image.load()
+        image.getexif()
     except UnidentifiedImageError:
-        raise BadRecord("the file is no picture, whatever its name says") from None
+        raise BadRecord("the file is no image, whatever its name says") from None
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # Pillow's words for broken files
-        raise BadRecord(f"the picture cannot be decoded: {error}") from None
-    return picture
+        raise BadRecord(f"the image cannot be decoded: {error}") from None
+    return image
 
 
 _done: Any = None
@@ -116,7 +116,7 @@ def write_shard(task: ShardTask) -> WrittenShard:
     bad: list[tuple[str, str]] = []
     for sample in task.samples:
         try:
-            loaded = sample.load() if task.learned is None else sample.load(task.learned)
+            loaded = sample.load() if task.artifacts is None else sample.load(task.artifacts)
             rows.append(_measure({**sample.columns, **loaded, KEY: sample.key}))
         except (BadRecord, OSError) as error:
             if isinstance(error, OSError) and error.errno in DISK_FULL:
@@ -140,16 +140,16 @@ def open_in_memory() -> h5py.File:
 
 
 def _measure(loaded: Loaded) -> _Row:
-    """Read the size of each picture and sound from its header."""
+    """Read the size of each image and sound from its header."""
     return {
-        name: _encode_blob(value) if isinstance(value, bytes | Ragged | Sound) else value
+        name: _encode_blob(value) if isinstance(value, bytes | Ragged | Audio) else value
         for name, value in loaded.items()
     }
 
 
-def _encode_blob(value: bytes | Ragged | Sound) -> _Blob:
+def _encode_blob(value: bytes | Ragged | Audio) -> _Blob:
     if isinstance(value, bytes):
-        return _Blob(value, PICTURE, "uint8", _image_shape(value))
+        return _Blob(value, ENCODED_IMAGE, "uint8", _image_shape(value))
     if isinstance(value, Ragged):
         array = np.ascontiguousarray(value.values)
         return _Blob(array.tobytes(), RAGGED, array.dtype.name, array.shape)
@@ -213,13 +213,13 @@ def _image_shape(data: bytes) -> tuple[int, int, int]:
     """Return height, width and channels.
 
     Raises:
-        BadRecord: the header is of no picture, or of one that is too large.
+        BadRecord: the header is of no image, or of one that is too large.
     """
     try:
-        with Image.open(io.BytesIO(data)) as picture:  # reads the header alone
-            return picture.height, picture.width, len(picture.getbands())
+        with Image.open(io.BytesIO(data)) as image:  # reads the header alone
+            return image.height, image.width, len(image.getbands())
     except UnidentifiedImageError:
-        raise BadRecord("no picture of a known kind") from None
+        raise BadRecord("no image of a known kind") from None
     except Image.DecompressionBombError as error:
         raise BadRecord(str(error)) from None
 

@@ -32,8 +32,8 @@ def cancel(runs: Sequence[Path]) -> list[str]:
         raise UserError(f"Nothing to cancel: {states}. What runs: trainyard status")
     if unavailable_reasons := [status.slurm_unavailable_reason for status in active if status.slurm_unavailable_reason]:
         raise UserError(f"Nothing was cancelled: {unavailable_reasons[0]} Cancel where that Slurm answers.")
-    local = [_owner_here(status) for status in active if not status.job]
-    _cancel_in_slurm([status for status in active if status.job])
+    local = [_owner_here(status) for status in active if not status.slurm_job_id]
+    _cancel_in_slurm([status for status in active if status.slurm_job_id])
     for owner in local:
         with contextlib.suppress(ProcessLookupError):  # it has left by itself meanwhile
             os.kill(owner.pid, signal.SIGINT)
@@ -63,7 +63,7 @@ def _cancel_in_slurm(submitted: Sequence[Status]) -> None:
     for mark in marks:
         write_atomically(mark, f"{datetime.now(UTC).isoformat(timespec='seconds')}\n")
     try:
-        slurm.cancel([status.job for status in submitted])
+        slurm.cancel([status.slurm_job_id for status in submitted])
     except SlurmError:
         for mark in marks:
             mark.unlink()
@@ -75,5 +75,5 @@ def _cancelled(before: Status) -> str:
     name = short_name(before.run)
     if before.state not in ACTIVE:
         return f"{name}: is {describe_state(before)}, so there is nothing to cancel."
-    did = f"cancelled job {before.job}" if before.job else "asked its process to save and leave"
+    did = f"cancelled job {before.slurm_job_id}" if before.slurm_job_id else "asked its process to save and leave"
     return f"{name}: {did}. Go on: {resume_command(before)}"

@@ -24,9 +24,9 @@ from trainyard.hardware import (
     available_cores,
     compute_threads,
     gpu_by_name,
-    loaded_driver,
     openmp_wait_policy,
     precision_for,
+    read_driver_version,
     set_openmp_wait_policy,
     why_no_gpu,
     why_no_kernels,
@@ -251,9 +251,13 @@ def _job(
     from trainyard.train.module import DataInfo
     from trainyard.train.run_context import RunContext
 
-    device = distributed.device_of(world)
+    device = distributed.select_device(world)
     sm, name = _card(device)
-    if fault := why_no_gpu(loaded_driver(), environ) if sm is None else why_no_kernels(sm, torch.cuda.get_arch_list()):
+    if (
+        fault := why_no_gpu(read_driver_version(), environ)
+        if sm is None
+        else why_no_kernels(sm, torch.cuda.get_arch_list())
+    ):
         raise UserError(f"Rank {world.rank}: {fault}")
     policy = precision_for(sm, precision=config.precision, channels_last=config.channels_last, compile=config.compile)
     importable = importlib.util.find_spec("nvidia") is not None and importlib.util.find_spec("nvidia.dali") is not None

@@ -144,7 +144,7 @@ def collect(sweep: Sweep, state_by_run: Mapping[Path, str], *, metric: str = "")
     return Results(sweep, metric, mode, splits, outcomes, rows)
 
 
-def mean_of(values: Sequence[float]) -> Mean:
+def mean_with_interval(values: Sequence[float]) -> Mean:
     """Return the mean of independent values with its 95 % confidence interval.
 
     The interval is mean +- t * s / sqrt(n), with t the quantile of Student's distribution for n - 1 degrees of freedom
@@ -289,7 +289,9 @@ def _chosen(outcomes: Sequence[Outcome], metric: str) -> tuple[str, str]:
 
 def _row(outcomes: Sequence[Outcome], metric: str, splits: Sequence[str]) -> Row:
     counted = [outcome for outcome in outcomes if not outcome.lacks(metric, splits)]
-    means = {s: mean_of([outcome.metrics[s][metric] for outcome in counted]) for s in splits} if counted else {}
+    means = (
+        {s: mean_with_interval([outcome.metrics[s][metric] for outcome in counted]) for s in splits} if counted else {}
+    )
     return Row({n: v for n, v in outcomes[0].values.items() if n != SEED}, outcomes, means)
 
 

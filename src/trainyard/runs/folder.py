@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from trainyard.config import freeze
-from trainyard.environment import NO_VARIABLES, THIS_CODE, checkout_of, environment_beside
+from trainyard.environment import NO_VARIABLES, THIS_CODE, environment_beside, find_checkout
 from trainyard.errors import NotFinite, UserError
 from trainyard.files import DISK_FULL, write_json
 from trainyard.runs.state import Cause
@@ -57,7 +57,7 @@ def create_run(
         raise UserError(
             f"'{name}' cannot name a run. Use letters, digits and . _ + - only, and begin with a letter or digit."
         )
-    checkout, diff = checkout_of(code)
+    checkout, diff = find_checkout(code)
     record = environment_beside(environ, checkout)
     family_of_runs = root / config.job
     family_of_runs.mkdir(parents=True, exist_ok=True)

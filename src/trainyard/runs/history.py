@@ -36,7 +36,7 @@ class Attempt:
     cause: str  # a `Cause`, "signal <n>", or "done"; "" if it did not say
     world_size: int | None  # None: it did not come so far as to train
     steps: tuple[int, int] | None  # first, and last that was written down
-    job: str = ""  # "" if no scheduler started it, as the following
+    slurm_job_id: str = ""  # "" if no scheduler started it, as the following
     action: str = ""  # requeue | slurm | stop: who started it again, if anybody; "" while it runs
     code: int | None = None  # exit code; -1: Slurm ended it before it could leave
     reason: str = ""  # of its end, in the words of the batch script
@@ -89,7 +89,7 @@ class RunSnapshot:
     log_changed: float | None
 
     @property
-    def job(self) -> str:
+    def slurm_job_id(self) -> str:
         """Return the id of the Slurm job that it was submitted as last; "" if Slurm is not concerned."""
         return str(self.submission.get("job", "")) if self.submission.get("scheduler") == "slurm" else ""
 
@@ -101,9 +101,9 @@ class RunSnapshot:
     def newest(self) -> Attempt | None:
         return self.attempts[-1] if self.attempts else None
 
-    def newest_of(self, job: str) -> Attempt | None:
+    def newest_of(self, slurm_job_id: str) -> Attempt | None:
         """Return the last attempt of a Slurm job; "": of those that no scheduler started."""
-        return next((attempt for attempt in reversed(self.attempts) if attempt.job == job), None)
+        return next((attempt for attempt in reversed(self.attempts) if attempt.slurm_job_id == slurm_job_id), None)
 
     @property
     def is_done(self) -> bool:
@@ -169,7 +169,7 @@ def stderr_of(folder: RunSnapshot, attempt: Attempt | None) -> list[str]:
 
     All attempts of a job append to one file, each after a line of attempt.sh.
     """
-    path = output_files(folder.run, folder.submission | ({"job": attempt.job} if attempt else {}))[1]
+    path = output_files(folder.run, folder.submission | ({"job": attempt.slurm_job_id} if attempt else {}))[1]
     text = path.read_text(errors="replace") if path.is_file() else ""
     if attempt is not None:
         text = text.partition(f"{_BEGINS} {attempt.id} on ")[2].partition(f"{_BEGINS} ")[0].partition("\n")[2]
@@ -266,7 +266,7 @@ def _submitted(folder: RunSnapshot, name: str, lines: Sequence[Object], session:
         cause=read_cause(str(end.get("cause", ""))),
         world_size=session[0].get("world_size") if session else None,
         steps=_steps(session, beat),
-        job=str(start["job"]),
+        slurm_job_id=str(start["job"]),
         action=str(end.get("action", "")),
         code=end.get("code"),
         reason=str(end.get("reason", "")),

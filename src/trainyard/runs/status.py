@@ -38,7 +38,7 @@ class Status:
     total_steps: int | None
     samples_per_s: float | None  # while it runs
     last_activity_s: float | None  # age of the newest sign of life
-    job: str  # "" if it is, or was last, run without a scheduler
+    slurm_job_id: str  # "" if it is, or was last, run without a scheduler
     partition: str
     gpus: int
     slurm_unavailable_reason: str  # why Slurm was not asked about its job; "" if it was, or need not be
@@ -54,10 +54,10 @@ class Status:
     @property
     def newest(self) -> Attempt | None:
         """Return the last attempt of its present job, or the last without one."""
-        return self.folder.newest_of(self.job)
+        return self.folder.newest_of(self.slurm_job_id)
 
 
-def status_of(folder: RunSnapshot, job: SlurmJob | None, *, now: float, slurm_unavailable_reason: str = "") -> Status:
+def read_status(folder: RunSnapshot, job: SlurmJob | None, *, now: float, slurm_unavailable_reason: str = "") -> Status:
     """Return how a run stands, from its folder and from what Slurm says of its job.
 
     Args:
@@ -65,7 +65,7 @@ def status_of(folder: RunSnapshot, job: SlurmJob | None, *, now: float, slurm_un
         now: seconds since the epoch.
         doubt: why Slurm was not asked; "" if it was: only then does its silence mean anything.
     """
-    in_slurm = bool(folder.job) and (_is_queued(job) or not _is_resumed_here(folder))
+    in_slurm = bool(folder.slurm_job_id) and (_is_queued(job) or not _is_resumed_here(folder))
     if folder.is_done:
         verdict = _Verdict(State.DONE)
     elif in_slurm:
@@ -73,7 +73,7 @@ def status_of(folder: RunSnapshot, job: SlurmJob | None, *, now: float, slurm_un
     else:
         verdict = _local_verdict(folder, now=now)
     submission = folder.submission if in_slurm else {}
-    newest = folder.newest_of(folder.job if in_slurm else "")
+    newest = folder.newest_of(folder.slurm_job_id if in_slurm else "")
     return Status(
         folder=folder,
         state=verdict.state,
@@ -83,7 +83,7 @@ def status_of(folder: RunSnapshot, job: SlurmJob | None, *, now: float, slurm_un
         total_steps=_total_steps(folder),
         samples_per_s=_beat(folder, newest).get("samples_per_s") if verdict.state == State.RUNNING else None,
         last_activity_s=None if folder.last_activity is None else max(0.0, now - folder.last_activity),
-        job=str(submission.get("job", "")),
+        slurm_job_id=str(submission.get("job", "")),
         partition=str(submission.get("partition", "")),
         gpus=int(submission.get("gpus", 0)) if in_slurm else (newest and newest.world_size) or 0,
         slurm_unavailable_reason=slurm_unavailable_reason if in_slurm else "",
@@ -96,11 +96,11 @@ def statuses(runs: Sequence[Path]) -> tuple[list[Status], str]:
     Slurm is asked once for all of them, and not at all for runs that are done or were never submitted.
     """
     folders = [read_run(run) for run in runs]
-    submitted = [folder for folder in folders if folder.job and not folder.is_done]
+    submitted = [folder for folder in folders if folder.slurm_job_id and not folder.is_done]
     known, unavailable_reasons, note = _ask(submitted) if submitted else ({}, {}, "")
     now = time.time()
     return [
-        status_of(f, known.get(f.run), now=now, slurm_unavailable_reason=unavailable_reasons.get(f.run, ""))
+        read_status(f, known.get(f.run), now=now, slurm_unavailable_reason=unavailable_reasons.get(f.run, ""))
         for f in folders
     ], note
 
@@ -127,7 +127,7 @@ def headline(status: Status) -> str:
     step = f" at step {_progress(status)}" if status.step is not None else ""
     rate = f", {status.samples_per_s:.4g} samples/s" if status.samples_per_s is not None else ""
     detail = f": {status.detail}" if status.detail else ""
-    job = f" (job {status.job})" if status.job else ""
+    job = f" (job {status.slurm_job_id})" if status.slurm_job_id else ""
     return f"{status.run}{job}: {status.state}{step}{rate}{detail}"
 
 
@@ -135,7 +135,7 @@ def next_command(status: Status) -> str:
     """Return what one types to see more of a run, or to go on."""
     run = shlex.quote(str(status.run))
     if status.cause == Cause.HELD:
-        return f"scontrol release {status.job}"
+        return f"scontrol release {status.slurm_job_id}"
     if status.cause == Cause.NEVER_STARTS:
         return f"trainyard cancel {run}"
     if status.state in (State.WAITING, State.RUNNING):
@@ -163,8 +163,8 @@ def _ask(submitted: Sequence[RunSnapshot]) -> tuple[dict[Path, SlurmJob], dict[P
             raise SlurmError(absent)
         unavailable_reasons = _of_other_slurms(submitted, slurm.cluster_name())
         ours = [folder for folder in submitted if folder.run not in unavailable_reasons]
-        jobs, note = slurm.jobs([folder.job for folder in ours])
-        known = {folder.run: jobs[folder.job] for folder in ours if folder.job in jobs}
+        jobs, note = slurm.jobs([folder.slurm_job_id for folder in ours])
+        known = {folder.run: jobs[folder.slurm_job_id] for folder in ours if folder.slurm_job_id in jobs}
     except SlurmError as error:  # also of one that went away just now
         unavailable_reasons = {folder.run: str(error) for folder in submitted}
     reasons = list(dict.fromkeys(unavailable_reasons.values()))
@@ -177,7 +177,7 @@ def _of_other_slurms(submitted: Sequence[RunSnapshot], here: str) -> dict[Path, 
     """Say of runs that were submitted to another Slurm than this that they were: their ids mean nothing here."""
     names = {folder.run: str(folder.submission.get("slurm_name", "")) for folder in submitted}
     return {
-        folder.run: f"Job {folder.job} belongs to the Slurm '{names[folder.run]}', this one is '{here}'."
+        folder.run: f"Job {folder.slurm_job_id} belongs to the Slurm '{names[folder.run]}', this one is '{here}'."
         for folder in submitted
         if names[folder.run] not in ("", here)
     }
@@ -270,13 +270,13 @@ def _is_queued(job: SlurmJob | None) -> bool:
 def _is_resumed_here(folder: RunSnapshot) -> bool:
     """Whether somebody went on with a run outside Slurm after it was submitted."""
     newest = folder.newest
-    if folder.is_held_here and not (newest and newest.job and newest.end is None):
+    if folder.is_held_here and not (newest and newest.slurm_job_id and newest.end is None):
         return True
-    return newest is not None and not newest.job and newest.start > seconds(folder.submission["submitted"])
+    return newest is not None and not newest.slurm_job_id and newest.start > seconds(folder.submission["submitted"])
 
 
 def _job_verdict(folder: RunSnapshot, job: SlurmJob | None, *, now: float, slurm_unavailable_reason: str) -> _Verdict:
-    newest = folder.newest_of(folder.job)
+    newest = folder.newest_of(folder.slurm_job_id)
     if job is None:
         return _unknown_job(folder, newest, now=now, slurm_unavailable_reason=slurm_unavailable_reason)
     if job.state in _WAITING:
@@ -378,7 +378,7 @@ def _unknown_job(folder: RunSnapshot, newest: Attempt | None, *, now: float, slu
     if newest and beat and not newest.action and now - beat["time"] <= SILENT_S:
         return _alive(folder, newest, f" on {newest.nodes}", now=now)
     if not slurm_unavailable_reason:
-        return _Verdict(State.LOST, f"Slurm does not know job {folder.job}, and nothing writes to the run")
+        return _Verdict(State.LOST, f"Slurm does not know job {folder.slurm_job_id}, and nothing writes to the run")
     if newest is None:
         return _Verdict(
             State.WAITING, f"submitted {folder.submission['submitted'][:16]}, not started yet; {_NOT_ASKED}"
@@ -467,7 +467,7 @@ def _row(status: Status, now: float) -> tuple[str, ...]:
         "" if rate is None else f"{rate:.{0 if rate >= 10 else 2}f}",
         format_duration(max(0.0, now - newest.start)) if lasts and newest else "",
         "" if status.last_activity_s is None else format_duration(status.last_activity_s),
-        status.job,
+        status.slurm_job_id,
         f"{status.partition} x{status.gpus}".strip() if status.gpus else status.partition,
     )
     return tuple(cut(cell, limit) for cell, limit in zip(cells, _LIMITS, strict=True))

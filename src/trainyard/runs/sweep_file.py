@@ -72,7 +72,7 @@ def load(text: str, root: Path) -> Sweep:
     raise UserError(f"{root / FOLDER}: no sweep is '{text}'. {there} Make one: trainyard sweep JOB --sweep ...")
 
 
-def unfinished(sweep: Sweep, statuses: Mapping[Path, str]) -> list[Element]:
+def list_unfinished(sweep: Sweep, statuses: Mapping[Path, str]) -> list[Element]:
     """Return the elements that are neither done nor with Slurm now: what is to be submitted again.
 
     Args:

@@ -84,21 +84,21 @@ def _advice(status: Status) -> str:
     if status.state not in (State.FAILED, State.LOST):
         return next_command(status)
     resume = resume_command(status)
-    anew = f"trainyard {'submit' if status.job else 'run'} {shlex.quote(status.run.absolute().parent.name)}"
+    anew = f"trainyard {'submit' if status.slurm_job_id else 'run'} {shlex.quote(status.run.absolute().parent.name)}"
     match status.cause:
         case Cause.DEVICE_OOM:
             half = max(1, _micro_batch_size(status.run) // 2)
-            larger = f"{resume} --hw TYPE" if status.job else resume
+            larger = f"{resume} --hw TYPE" if status.slurm_job_id else resume
             return f"{larger} (with more memory), or anew with less at once: {anew} micro_batch_size={half}"
         case Cause.HOST_OOM:
-            more = ", or raise memory_gib_per_gpu in the cluster's file" if status.job else ""
+            more = ", or raise memory_gib_per_gpu in the cluster's file" if status.slurm_job_id else ""
             return f"{resume} data.threads=2 data.prefetch=1{more}"
         case Cause.NOT_FINITE:
             return f"anew with a lower rate: {anew} optimizer.lr={_learning_rate(status.run) / 2:g}"
         case Cause.DISK_FULL:
             return f"make room where {status.run} lies, then: {resume}"
         case Cause.BUG:
-            return f"mend the code, then: {resume}{' --update-code' if status.job else ''}"
+            return f"mend the code, then: {resume}{' --update-code' if status.slurm_job_id else ''}"
         case Cause.USER_ERROR:
             return f"do what the message says, then: {resume}"
         case Cause.NO_PROGRESS:

@@ -47,7 +47,7 @@ class Options:
     peers: Path | None = None  # folder of the peers' environment; None: leave them out
     only: tuple[str, ...] = ()  # patterns of configurations, beside ours; empty: all
     rounds: int = 5
-    rgb: int = 4000  # pictures generated
+    rgb: int = 4000  # images generated
     gray: int = 6000
     warmup: int = 512  # samples
     samples: int = 2048
@@ -203,7 +203,7 @@ def _python(environment: str, options: Options) -> Path:
 
 def _run_round(configurations: Sequence[Configuration], number: int, options: Options) -> Round:
     results: Round = {}
-    for configuration in shuffled(configurations, number):
+    for configuration in shuffle_once(configurations, number):
         begin = time.perf_counter()
         for name, line in _measure_one(configuration, options).items():
             results[name] = line
@@ -213,7 +213,7 @@ def _run_round(configurations: Sequence[Configuration], number: int, options: Op
     return results
 
 
-def shuffled(configurations: Sequence[Configuration], round_number: int) -> list[Configuration]:
+def shuffle_once(configurations: Sequence[Configuration], round_number: int) -> list[Configuration]:
     """Return the order of one round: another one in each, the same in each run."""
     return random.Random(round_number).sample(configurations, len(configurations))
 

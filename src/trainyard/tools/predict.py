@@ -39,7 +39,7 @@ def predict(run: Path, raw: Path, out: Path, jobs_dir: Path) -> int:
     module = _built(config, jobs_dir, saved)
     with _packed(pack.unlabelled(raw, config, saved["learned"]), config, out.parent) as data:
         rows = _rows(module, data, config)
-        _write(out, list(module.answers(rows, data.keys(np.arange(data.count)))))
+        _write(out, list(module.prediction_rows(rows, data.keys(np.arange(data.count)))))
         return data.count
 
 
@@ -49,18 +49,18 @@ def _weights(run: Path) -> dict[str, Any]:
     entries = checkpoint.entries(run / "checkpoints")
     if not entries:
         raise UserError(f"{run}: no checkpoints yet, so nothing to predict with. Train first: trainyard resume {run}")
-    return checkpoint.load(checkpoint.kept(entries).path)
+    return checkpoint.load(checkpoint.select_checkpoint(entries).path)
 
 
 def _built(config: TrainConfig, jobs_dir: Path, saved: dict[str, Any]) -> "TrainModule":
-    from trainyard.train.checkpoint import kept_weights
+    from trainyard.train.checkpoint import select_weights
     from trainyard.train.module import DataInfo
 
     nobody = np.empty(0, dtype=np.int64)
     info = DataInfo({}, {}, nobody, saved["learned"])
     module: TrainModule = load_family(jobs_dir, config.family, "module").build(config, info)
     try:
-        module.load_state_dict(kept_weights(saved))
+        module.load_state_dict(select_weights(saved))
     except RuntimeError as error:  # torch's word for weights of another shape or name
         raise UserError(
             "The weights of this run do not fit the model that the code at hand builds. Use the code it was trained "

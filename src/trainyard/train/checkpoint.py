@@ -110,7 +110,7 @@ def entries(directory: Path) -> list[Entry]:
     return [_entry(path) for path in sorted(found, key=_number, reverse=True)]
 
 
-def kept(found: Sequence[Entry]) -> Entry:
+def select_checkpoint(found: Sequence[Entry]) -> Entry:
     """Return the checkpoint whose weights are the run's result: the finished average, else the best, else the newest.
 
     Args:
@@ -122,7 +122,7 @@ def kept(found: Sequence[Entry]) -> Entry:
     return next((entry for entry in found if entry.step == best), found[0])
 
 
-def kept_weights(state: State) -> dict[str, torch.Tensor]:
+def select_weights(state: State) -> dict[str, torch.Tensor]:
     """Return the weights of a checkpoint that evaluation and export use: averaged ones where there are any."""
     swa = state.get("swa") or {}
     averaged = swa["module"] if swa.get("refreshed") else state.get("ema") or {}
@@ -229,7 +229,7 @@ def interval_s(save_s: float, *, mtbf_hours: float, max_minutes: float) -> float
 def export(path: Path, out: Path) -> Path:
     """Write a checkpoint's model weights as a safetensors file, and return `out`.
 
-    Weights are `kept_weights`. The file's metadata holds format, step, which weights, the checkpoint's SHA-256, and
+    Weights are `select_weights`. The file's metadata holds format, step, which weights, the checkpoint's SHA-256, and
     `meta` and what packing learned as JSON.
 
     Raises:

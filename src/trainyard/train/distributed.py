@@ -19,7 +19,7 @@ _MEET_S = 600  # how long ranks wait for each other at the start: images load at
 _STEP_TIMEOUT = timedelta(minutes=30)  # longest save or evaluation that others wait for
 
 
-def device_of(world: World) -> torch.device:
+def select_device(world: World) -> torch.device:
     """Return this rank's device: its GPU, or the CPU where there is none.
 
     Raises:

@@ -44,7 +44,7 @@ def evaluate(
         rows = _join([row for part in parts for row in part], ids)
         metrics = {name: float(value) for name, value in module.score(rows).items()}
         if show is not None:
-            show(module.exhibits(rows))
+            show(module.report_figures(rows))
     result: dict[str, float] = distributed.broadcast_from_rank0(metrics)
     return result
 

@@ -54,10 +54,10 @@ class Interval:
         self._since = time.monotonic()
         self._told = False
 
-    def at(self, step: int) -> bool:
+    def due_at(self, step: int) -> bool:
         return self._steps is not None and step % self._steps == 0
 
-    def over(self) -> bool:
+    def elapsed(self) -> bool:
         """Tell, once until the next `restart`, that the time is over: the ranks act on it a step later."""
         is_over = not self._told and self.seconds is not None and time.monotonic() - self._since >= self.seconds
         self._told |= is_over

@@ -13,9 +13,9 @@ Batch = dict[str, Tensor]
 
 `sample_id` (B,) int64 and every column of the data set under its name (B,). By kind of record:
 
-- picture: `image` (B, C, H, W) float32, cast, normalised and augmented; `affine` (B, 2, 3) float32 takes (x, y, 1) in
-  pixels of the stored picture, whose left and upper edges are at 0, to pixels of the input; `picture_px` (B, 2) float32
-  is the stored picture's height and width.
+- image: `image` (B, C, H, W) float32, cast, normalised and augmented; `affine` (B, 2, 3) float32 takes (x, y, 1) in
+  pixels of the stored image, whose left and upper edges are at 0, to pixels of the input; `image_px` (B, 2) float32
+  is the stored image's height and width.
 - array of equal shape: under its name, (B, ...).
 - `Ragged`: (B, L, ...), filled up with zeros to the longest of the batch, and `<name>_count` (B,) int64.
 - `Sound`: (B, N) float32 in [-1, 1), and `<name>_count` (B,) int64, the frames of the whole sound.
@@ -39,13 +39,13 @@ class DataInfo:
     columns: Mapping[str, np.ndarray]  # name -> (N,) numbers or codes, N samples of the whole data set
     vocabulary: Mapping[str, list[str]]  # text column -> the text of each code
     train_ids: np.ndarray  # (n,) int64, the samples that train
-    learned: Mapping[str, str] = field(default_factory=dict)  # what `pack.learn` found in the training part
+    artifacts: Mapping[str, str] = field(default_factory=dict)  # what `pack.fit_artifacts` found in the training part
     read: Callable[[str, np.ndarray], list[np.ndarray]] = _no_records  # (record, ids) -> as packed; files as uint8
 
     @classmethod
     def of(cls, data: ShardSet, train_ids: np.ndarray) -> "DataInfo":
         """Return what a job may know of an open data set."""
-        return cls(data.columns, data.vocabulary, train_ids, data.learned, data.values)
+        return cls(data.columns, data.vocabulary, train_ids, data.artifacts, data.read_arrays)
 
 
 class TrainModule(nn.Module):
@@ -74,11 +74,11 @@ class TrainModule(nn.Module):
         """Turn the rows of one whole evaluation set into metrics. Runs once, on rank 0, on the host."""
         raise NotImplementedError
 
-    def exhibits(self, rows: Rows) -> dict[str, bytes]:
-        """Return plots and pictures of one scored set for the report: title -> PNG. Called at the end, on rank 0."""
+    def report_figures(self, rows: Rows) -> dict[str, bytes]:
+        """Return plots and images of one scored set for the report: title -> PNG. Called at the end, on rank 0."""
         return {}
 
-    def answers(self, rows: Rows, keys: Sequence[str]) -> Iterator[dict[str, object]]:
+    def prediction_rows(self, rows: Rows, keys: Sequence[str]) -> Iterator[dict[str, object]]:
         """Yield one line of `trainyard predict`'s table per row, in their order; `keys` name the samples."""
         raise NotImplementedError
 

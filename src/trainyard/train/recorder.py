@@ -163,9 +163,9 @@ def _drop_torn_tail(path: Path) -> None:
         os.truncate(path, end)
 
 
-def write_exhibits(run: Path, split: str, exhibits: Mapping[str, bytes]) -> None:
-    """Keep plots and pictures of one scored set, title -> PNG, for the report: `exhibits/SPLIT - TITLE.png`."""
+def write_report_figures(run: Path, split: str, report_figures: Mapping[str, bytes]) -> None:
+    """Keep plots and images of one scored set, title -> PNG, for the report: `exhibits/SPLIT - TITLE.png`."""
     folder = run / "exhibits"
     folder.mkdir(exist_ok=True)
-    for title, png in exhibits.items():
+    for title, png in report_figures.items():
         write_atomically(folder / f"{split} - {title.replace('/', '_')}.png", png)

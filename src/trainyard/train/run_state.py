@@ -54,7 +54,7 @@ def prepare_state(job: RunContext) -> tuple[TrainState, int | None]:
 
 
 def encode_state(
-    state: TrainState, *, fingerprint: str, metrics_position: int, learned: Mapping[str, str]
+    state: TrainState, *, fingerprint: str, metrics_position: int, artifacts: Mapping[str, str]
 ) -> dict[str, Any]:
     """Return everything a resume needs, as tensors, numbers, strings and None."""
     return {
@@ -66,7 +66,7 @@ def encode_state(
         "progress": asdict(state.progress),
         "best": state.best,
         "data": fingerprint,
-        "learned": dict(learned),  # so that the weights can be used without the packed data
+        "learned": dict(artifacts),  # so that the weights can be used without the packed data
         "metrics_position": metrics_position,
     }
 

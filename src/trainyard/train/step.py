@@ -58,7 +58,7 @@ class StepResult:
 
 def train_step(
     state: TrainState,
-    micros: Iterable[MicroBatch],
+    micro_batches: Iterable[MicroBatch],
     *,
     lr: float,
     world_size: int,
@@ -81,7 +81,7 @@ def train_step(
     state.optimizer.zero_grad(set_to_none=True)
     losses: dict[str, Tensor] = {}
     wait_s = 0.0
-    for micro in micros:
+    for micro in micro_batches:
         wait_s += micro.wait_s
         with _synchronized(state.model, micro.last):
             with autocast():

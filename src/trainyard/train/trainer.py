@@ -20,7 +20,7 @@ from trainyard.train.distributed import Agreement
 from trainyard.train.evaluate import evaluate
 from trainyard.train.meters import DeferredScalar, Interval, StepMeter, peak_memory_gib, skipped_in_a_row
 from trainyard.train.module import TrainModule
-from trainyard.train.recorder import Recorder, write_exhibits
+from trainyard.train.recorder import Recorder, write_report_figures
 from trainyard.train.run_context import TRAIN, VALIDATION, RunContext, epoch_order, make_loader, total_steps
 from trainyard.train.run_state import encode_state, prepare_state
 from trainyard.train.schedule import lr_factor
@@ -109,15 +109,15 @@ class Trainer:
                 bar.update(progress.step)
                 self._beat("training")
                 self._check_finite(result)
-                if self.log_every.at(progress.step):
+                if self.log_every.due_at(progress.step):
                     self._log(result)
                 reason, minutes_up, evaluate_now, save_now = self._agree()
                 end = self._at_end() or bool(minutes_up)
                 leaving = end or reason != Stop.NONE
                 with self.meter.paused():
-                    if evaluate_now or end or self.eval_every.at(progress.step):
+                    if evaluate_now or end or self.eval_every.due_at(progress.step):
                         save_now |= self._evaluate()
-                    if save_now or leaving or self.save_every.at(progress.step):
+                    if save_now or leaving or self.save_every.due_at(progress.step):
                         self._save()
                 if leaving:
                     return Stop.NONE if end else Stop(reason)
@@ -217,7 +217,12 @@ class Trainer:
             reason = max(reason, Stop.TIME_LIMIT)
         minutes_up = clock and self.minutes is not None and self.state.progress.train_s / 60 >= self.minutes
         return self.agreement.exchange(
-            [int(reason), int(minutes_up), int(clock and self.eval_every.over()), int(clock and self.save_every.over())]
+            [
+                int(reason),
+                int(minutes_up),
+                int(clock and self.eval_every.elapsed()),
+                int(clock and self.save_every.elapsed()),
+            ]
         )
 
     def _at_end(self) -> bool:
@@ -249,7 +254,7 @@ class Trainer:
         return self.state.module if self.state.ema is None else self.state.ema
 
     def _score(self, split: str, module: TrainModule, *, last: bool = False) -> dict[str, float]:
-        """Score one set and log it; the last time with plots and pictures for the report."""
+        """Score one set and log it; the last time with plots and images for the report."""
         self._beat("evaluating", now=True)
         begin = time.monotonic()
         metrics = evaluate(
@@ -258,7 +263,7 @@ class Trainer:
             self.job.splits[split],
             batch_size=self.config.eval_batch_size,
             autocast=self.autocast,
-            show=partial(write_exhibits, self.job.run, split) if last else None,
+            show=partial(write_report_figures, self.job.run, split) if last else None,
         )
         progress = self.state.progress
         if self.recorder is not None:
@@ -289,7 +294,7 @@ class Trainer:
         state, folder = self.state, self.job.run / "checkpoints"
         data = self.job.data
         content = encode_state(
-            state, fingerprint=data.fingerprint, metrics_position=recorder.position(), learned=data.learned
+            state, fingerprint=data.fingerprint, metrics_position=recorder.position(), artifacts=data.artifacts
         )
         meta = {"epoch": state.progress.epoch, "world_size": self.job.world.world_size, "best": state.best}
         meta["swa"] = state.swa.count if state.swa is not None and state.swa.refreshed else 0
@@ -298,14 +303,14 @@ class Trainer:
         checkpoint.prune(
             folder,
             keep_last=self.config.checkpoint.keep_last,
-            protect=lambda step: step == best or self.keep_every.at(step),
+            protect=lambda step: step == best or self.keep_every.due_at(step),
         )
         return saved
 
     def _test(self) -> None:
         """Score the test sets, or validation where there are none, once, with the weights that are to be kept."""
         tests = [name for name in self.job.splits if name not in (TRAIN, VALIDATION)]
-        shown = type(self.job.module).exhibits is not TrainModule.exhibits
+        shown = type(self.job.module).report_figures is not TrainModule.report_figures
         for name in tests or ([VALIDATION] if shown and VALIDATION in self.job.splits else []):
             self._score(name, self._final(), last=True)
 

@@ -55,16 +55,16 @@ class StripesModule(TrainModule):
     def score(self, rows: Rows) -> dict[str, float]:
         return {"accuracy": float(np.mean(rows["chosen"] == rows["direction"]))}
 
-    def exhibits(self, rows: Rows) -> dict[str, bytes]:
+    def report_figures(self, rows: Rows) -> dict[str, bytes]:
         confused = np.zeros((len(self.directions),) * 2, dtype=np.uint8)
         np.add.at(confused, (rows["direction"], rows["chosen"]), 1)
         png = io.BytesIO()
         Image.fromarray(confused).save(png, "PNG")
         return {"Confusion, true/chosen": png.getvalue()}
 
-    def answers(self, rows: Rows, keys: Sequence[str]) -> Iterator[dict[str, object]]:
+    def prediction_rows(self, rows: Rows, keys: Sequence[str]) -> Iterator[dict[str, object]]:
         for key, chosen in zip(keys, rows["chosen"].tolist(), strict=True):
-            yield {"picture": key, "direction": self.directions[chosen]}
+            yield {"image": key, "direction": self.directions[chosen]}
 
     def repeated_layers(self) -> Iterable[nn.Module]:
         return self.layers
@@ -77,4 +77,4 @@ def _layer(channels_in: int, channels: int, batch_norm: bool) -> nn.Module:
 
 def build(config: Config, data: DataInfo) -> StripesModule:
     """Build the network for as many directions as the data have."""
-    return StripesModule(config, data.learned["directions"].split())
+    return StripesModule(config, data.artifacts["directions"].split())

@@ -1,4 +1,4 @@
-"""Pictures of stripes: `<direction>-<number>.png`."""
+"""Images of stripes: `<direction>-<number>.png`."""
 
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -19,41 +19,41 @@ def samples(raw: Path, config: Config) -> Iterator[Sample]:
         yield Sample(path.name, partial(load, path), source=path)
 
 
-def learn(raw: Path, config: Config) -> dict[str, str]:
+def fit_artifacts(raw: Path, config: Config) -> dict[str, str]:
     """Return the directions there are."""
     return {"directions": " ".join(sorted({path.name.split("-")[0] for path in raw.iterdir()}))}
 
 
-def unlabelled(raw: Path, config: Config, learned: Mapping[str, str]) -> Iterator[Sample]:
-    """Yield every picture of the folder, whatever its name."""
-    assert learned["directions"]
+def unlabelled(raw: Path, config: Config, artifacts: Mapping[str, str]) -> Iterator[Sample]:
+    """Yield every image of the folder, whatever its name."""
+    assert artifacts["directions"]
     for path in sorted(raw.iterdir()):
         yield Sample(path.name, partial(load_picture, path), source=path)
 
 
 def load_picture(path: Path) -> Loaded:
-    """Read a picture alone."""
+    """Read an image alone."""
     return {"image": path.read_bytes()}
 
 
-def load(path: Path, learned: Mapping[str, str]) -> Loaded:
-    """Read one picture.
+def load(path: Path, artifacts: Mapping[str, str]) -> Loaded:
+    """Read one image.
 
     Raises:
         BadRecord: it is none.
     """
     try:
-        with Image.open(path) as picture:
-            picture.load()
+        with Image.open(path) as image:
+            image.load()
     except OSError as error:
         raise BadRecord(str(error)) from None
     direction = path.name.split("-")[0]
-    assert direction in learned["directions"].split()
+    assert direction in artifacts["directions"].split()
     return {"image": path.read_bytes(), "direction": direction}
 
 
 def synthesize(raw: Path, *, count: int, seed: int) -> None:
-    """Draw `count` pictures of 24 x 24 px, the directions in turn."""
+    """Draw `count` images of 24 x 24 px, the directions in turn."""
     aside = raw.with_name(raw.name + ".partial")
     aside.mkdir(parents=True)
     rng = np.random.default_rng(seed)

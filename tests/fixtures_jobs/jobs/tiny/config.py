@@ -17,5 +17,5 @@ class HeadSettings:
 class Config(TrainConfig):
     """What tiny adds to the options of every job."""
 
-    head: HeadSettings = option(HeadSettings, "last layer", free=True)
+    head: HeadSettings = option(HeadSettings, "last layer", mutable_on_resume=True)
     labels: list[int] = option(list, "labels that train; empty: all")

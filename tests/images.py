@@ -1,4 +1,4 @@
-"""Small deterministic pictures and the packing of folders of them. Importable by packing's worker processes."""
+"""Small deterministic images and the packing of folders of them. Importable by packing's worker processes."""
 
 import io
 import os
@@ -14,7 +14,7 @@ from PIL import Image
 from trainyard.data.pack import pack
 from trainyard.data.shards import BadRecord, Loaded, Sample, ShardSet
 
-META = {"job": "pictures"}
+META = {"job": "images"}
 
 
 def texture(seed: int, height: int, width: int, channels: int = 1) -> np.ndarray:
@@ -28,16 +28,16 @@ def texture(seed: int, height: int, width: int, channels: int = 1) -> np.ndarray
     return np.clip(np.stack(planes, axis=-1), 0, 255).astype(np.uint8)
 
 
-def encode(picture_HWC: np.ndarray, format: str) -> bytes:
-    """Encode a gray or RGB picture as "jpg" or "png"."""
+def encode(image_HWC: np.ndarray, format: str) -> bytes:
+    """Encode a gray or RGB image as "jpg" or "png"."""
     target = io.BytesIO()
-    image = Image.fromarray(picture_HWC[..., 0] if picture_HWC.shape[2] == 1 else picture_HWC)
+    image = Image.fromarray(image_HWC[..., 0] if image_HWC.shape[2] == 1 else image_HWC)
     image.save(target, {"jpg": "JPEG", "png": "PNG"}[format])
     return target.getvalue()
 
 
 def write_folder(folder: Path, count: int, *, channels: int = 1) -> Path:
-    """Write `count` pictures of 40..90 px, four per identity, every third a PNG: `<identity>-<number>.<format>`."""
+    """Write `count` images of 40..90 px, four per identity, every third a PNG: `<identity>-<number>.<format>`."""
     folder.mkdir(parents=True)
     for i in range(count):
         height, width = 40 + 7 * i % 50, 40 + 11 * i % 50
@@ -54,7 +54,7 @@ def samples(raw: Path, pause_s: float = 0.0) -> Iterator[Sample]:
 
 
 def load(path: Path, pause_s: float) -> Loaded:
-    """Load one picture with a text, an int, a float, a sometimes-int and an array.
+    """Load one image with a text, an int, a float, a sometimes-int and an array.
 
     Raises:
         BadRecord: it cannot be decoded.
@@ -63,23 +63,23 @@ def load(path: Path, pause_s: float) -> Loaded:
     who, _, number = path.stem.partition("-")
     data, i = path.read_bytes(), int(number)
     try:
-        with Image.open(io.BytesIO(data)) as picture:
-            picture.load()
+        with Image.open(io.BytesIO(data)) as image:
+            image.load()
     except OSError:
-        raise BadRecord("the picture cannot be decoded") from None
+        raise BadRecord("the image cannot be decoded") from None
     weight = i / 2 if i % 2 else i
     return {"image": data, "who": who, "number": i, "weight": weight, "points": points(i)}
 
 
 def points(number: int) -> np.ndarray:
-    """Return the array that belongs to a picture: (3, 2) float32."""
+    """Return the array that belongs to an image: (3, 2) float32."""
     return np.arange(6, dtype=np.float32).reshape(3, 2) + number
 
 
 def pack_folder(
     raw: Path, out: Path, *, workers: int = 1, skip_bad: bool = False, shard_mib: float = 0.01, pause_s: float = 0.0
 ) -> ShardSet:
-    """Pack such a folder into shards of a few pictures each."""
+    """Pack such a folder into shards of a few images each."""
     listed = samples(raw, pause_s)
     return pack(listed, out, meta=META, workers=workers, skip_bad=skip_bad, shard_mib=shard_mib)
 
