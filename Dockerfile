@@ -1,6 +1,6 @@
-# Images, one for each kind of GPU: base -> cpu | cuda12-pascal | cuda12 | cuda13 (which for what: containers/README.md).
-#   docker build --target cuda13 -t trainyard:cuda13 .        or: make image HW=a100, which also adds commit and hashes
-# Docker (BuildKit) and podman build it alike, hence no syntax line, heredoc, COPY --link, SHELL or HEALTHCHECK.
+# Container images, one per kind of GPU: base -> cpu | cuda12-pascal | cuda12 | cuda13 (see containers/README.md).
+#   docker build --target cuda13 -t trainyard:cuda13 .        or: make image HW=a100, which adds labels for commit and lock
+# Works with Docker (BuildKit) and podman alike, hence no syntax line, heredoc, COPY --link, SHELL or HEALTHCHECK.
 ARG BASE_IMAGE=docker.io/library/debian:bookworm-slim
 
 # Wheels for a build without network: --build-context wheelhouse=FOLDER
@@ -8,7 +8,7 @@ FROM scratch AS wheelhouse
 
 FROM ${BASE_IMAGE} AS base
 COPY containers/debian.txt /opt/trainyard/containers/
-# A base made by `make base` has them all, and needs no network. The versions are the base's: its digest pins them.
+# Our own base has these packages already and needs no network. The base's digest pins their versions.
 # hadolint ignore=DL3008
 RUN set -eu; wanted=/opt/trainyard/containers/debian.txt; \
     if ! xargs dpkg-query --show < "$wanted" > /dev/null; then \
@@ -19,13 +19,13 @@ RUN set -eu; wanted=/opt/trainyard/containers/debian.txt; \
     groupadd --gid 10001 trainyard; \
     useradd --uid 10001 --gid 10001 --no-log-init --no-create-home --home-dir /tmp trainyard; \
     mkdir -p /workspace; chown 10001:10001 /workspace
-# HOME and USER: caches have a place and a name whoever the image runs as. PYTHONPATH stays unset: it is the run's.
-# OMP_WAIT_POLICY: OpenMP threads that wait do not spin on cores that others need (src/trainyard/hardware.py).
+# HOME and USER: caches work under any user id. PYTHONPATH stays unset: a run sets it.
+# OMP_WAIT_POLICY: waiting OpenMP threads do not spin on cores that others need (src/trainyard/hardware.py).
 ENV PATH=/opt/venv/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
     LANG=C.UTF-8 HOME=/tmp USER=trainyard OMP_WAIT_POLICY=passive \
     PYTHONUNBUFFERED=1 PYTHONNOUSERSITE=1 PYTHONSAFEPATH=1 PYTHONDONTWRITEBYTECODE=1
 WORKDIR /workspace
-# tini: process 1 ignores a SIGTERM it has no handler for yet
+# tini: process 1 ignores SIGTERM until it installs a handler
 ENTRYPOINT ["tini", "--", "trainyard"]
 LABEL org.opencontainers.image.title=trainyard org.opencontainers.image.licenses=Apache-2.0
 
@@ -35,7 +35,7 @@ COPY src /opt/trainyard/src
 COPY jobs /opt/trainyard/jobs
 RUN python3 -m compileall -q -f --invalidation-mode unchecked-hash /opt/trainyard
 
-# In each: the lock by COPY, because podman's layer cache does not see a change inside a mount.
+# Each stage copies its lock, because podman's layer cache does not notice changes inside a mount.
 FROM base AS cpu
 ARG TORCH_INDEX=""
 COPY containers/install containers/cpu.lock /opt/trainyard/containers/

@@ -1,4 +1,4 @@
-"""What images begin with: Debian from a registry, or made here from Debian's packages where no registry answers."""
+"""The base of the container images: Debian from a registry, or built from Debian's packages where none answers."""
 
 import shutil
 import subprocess
@@ -23,28 +23,28 @@ def base_image(engine: Engine, environ: Mapping[str, str]) -> str:
     if engine.has(OWN_BASE):
         return OWN_BASE
     try:
-        answer = engine.ask("pull", "--quiet", PUBLIC_BASE, timeout_s=_PULL_S)
+        answer = engine.query("pull", "--quiet", PUBLIC_BASE, timeout_s=_PULL_S)
         reason = answer.stderr.strip().splitlines()[-1:] if answer.returncode else None
     except subprocess.TimeoutExpired:
         reason = [f"no answer in {_PULL_S} s"]
     if reason is None:
         return PUBLIC_BASE
-    print(f"{PUBLIC_BASE} cannot be pulled ({' '.join(reason)}): making a base from Debian's packages.")
+    print(f"{PUBLIC_BASE} cannot be pulled ({' '.join(reason)}): building a base from Debian's packages.")
     make_base(engine, environ)
     return OWN_BASE
 
 
 def make_base(engine: Engine, environ: Mapping[str, str]) -> None:
-    """Make OWN_BASE: Debian bookworm with the packages of debian.txt. DEBIAN_MIRROR names another mirror."""
+    """Build OWN_BASE: Debian bookworm with the packages of debian.txt. DEBIAN_MIRROR names another mirror."""
     if shutil.which("mmdebstrap", path=environ.get("PATH")) is None:
         raise Absent(
             f"No base image: {PUBLIC_BASE} cannot be pulled, and mmdebstrap is not installed. Install it (apt-get "
-            "install mmdebstrap), or name an image that is here: BASE_IMAGE=name make image"
+            "install mmdebstrap), or name a local container image: BASE_IMAGE=name make image"
         )
     unwanted = [f"--dpkgopt=path-exclude=/usr/share/{what}/*" for what in ("doc", "man", "locale", "info")]
     command = ["mmdebstrap", "--quiet", "--variant=minbase", f"--include={','.join(PACKAGES.read_text().split())}"]
     command += ['--aptopt=Apt::Install-Recommends "false"', *unwanted, "--dpkgopt=path-include=*/copyright"]
-    mirror = environ.get("DEBIAN_MIRROR")  # without one mmdebstrap takes Debian's own, updates and security included
+    mirror = environ.get("DEBIAN_MIRROR")  # without one, mmdebstrap uses Debian's own, with updates and security
     sources = [
         f"deb {mirror}/debian bookworm main",
         f"deb {mirror}/debian bookworm-updates main",
@@ -52,7 +52,7 @@ def make_base(engine: Engine, environ: Mapping[str, str]) -> None:
     ]
     with tempfile.TemporaryDirectory(prefix="trainyard-base-") as folder:
         tar = f"{folder}/base.tar"
-        # The same packages then make the same bytes.
+        # Makes the build reproducible: the same packages give the same bytes.
         dated = {"SOURCE_DATE_EPOCH": "1735689600", **environ}
         subprocess.run(
             [*command, "bookworm", tar, *(sources if mirror else [])], check=True, timeout=_MAKE_S, env=dated

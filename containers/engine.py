@@ -1,4 +1,4 @@
-"""Docker or podman, whichever answers, with what podman needs on machines that restrict root."""
+"""Finds Docker or podman, with the settings that podman needs on machines that restrict root."""
 
 import os
 import shlex
@@ -16,80 +16,80 @@ _PODMANS_OWN_NPROC = 32768  # podman 4 lowers its own limit to this before it st
 
 
 class Mistake(Exception):
-    """What was asked for cannot be done. The message is for the person who typed it."""
+    """The request cannot be carried out. The message is for the person who typed it."""
 
 
 class Absent(Exception):
-    """This machine lacks a program, a right or room that is needed. The message says which, and how to get it."""
+    """This machine lacks a program, a permission or disk space. The message says which, and how to get it."""
 
 
 @dataclass(frozen=True)
 class Engine:
-    """A container engine that answers here."""
+    """A container engine that answers on this machine."""
 
     name: str  # "docker" or "podman"
-    prefix: tuple[str, ...]  # what stands before its arguments
+    prefix: tuple[str, ...]  # command line before the engine's arguments
     environ: Mapping[str, str]
 
     def run(self, *arguments: str, timeout_s: float, pass_fds: Sequence[int] = ()) -> None:
-        """Run a command of the engine on this terminal.
+        """Run an engine command on this terminal.
 
         Args:
-            pass_fds: file descriptors, such as a lock's, that it keeps open should it outlive this process.
+            pass_fds: file descriptors, such as a lock's, that the command inherits and may keep open.
 
         Raises:
-            subprocess.CalledProcessError: it failed, and has said why.
+            subprocess.CalledProcessError: the command failed; it printed the reason.
         """
         command = [*self.prefix, *arguments]
         subprocess.run(command, check=True, env=dict(self.environ), timeout=timeout_s, pass_fds=pass_fds)
 
-    def ask(self, *arguments: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
-        """Run a command of the engine that may fail, and return what it printed."""
+    def query(self, *arguments: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
+        """Run an engine command that may fail, and return its output."""
         return subprocess.run(
             [*self.prefix, *arguments], env=dict(self.environ), capture_output=True, text=True, timeout=timeout_s
         )
 
-    def line(self, arguments: Sequence[str]) -> str:
+    def format_command(self, arguments: Sequence[str]) -> str:
         """Return a command as a person would type it."""
         lent = [f"{name}={value}" for name, value in self.environ.items() if name == "CONTAINERS_CONF"]
         return shlex.join([*lent, *self.prefix[:-1], self.name, *arguments])
 
     def has(self, image: str) -> bool:
-        """Tell whether an image is here."""
-        return self.ask("image", "inspect", image).returncode == 0
+        """Return whether a container image is stored locally."""
+        return self.query("image", "inspect", image).returncode == 0
 
-    def id_of(self, image: str) -> str:
-        """Return the identity of an image that is here, else nothing."""
-        answer = self.ask("image", "inspect", "--format", "{{.Id}}", image)
+    def find_id(self, image: str) -> str:
+        """Return the id of a local container image, "" if there is none."""
+        answer = self.query("image", "inspect", "--format", "{{.Id}}", image)
         return answer.stdout.strip() if answer.returncode == 0 else ""
 
     def labels(self, image: str) -> dict[str, str]:
-        """Return the labels of an image that is here."""
+        """Return the labels of a local container image."""
         template = '{{range $name, $value := .Config.Labels}}{{$name}}={{$value}}{{"\\n"}}{{end}}'
-        printed = self.ask("image", "inspect", "--format", template, image).stdout
+        printed = self.query("image", "inspect", "--format", template, image).stdout
         return dict(line.split("=", 1) for line in printed.splitlines() if "=" in line)
 
     def store(self) -> Path:
-        """Return the folder where images lie."""
+        """Return the folder that holds container images."""
         template = "{{.DockerRootDir}}" if self.name == "docker" else "{{.Store.GraphRoot}}"
-        return Path(self.ask("info", "--format", template).stdout.strip() or "/")
+        return Path(self.query("info", "--format", template).stdout.strip() or "/")
 
     def lock_file(self) -> Path:
-        """Return the file to lock while images change: with them, or among this user's, where they are not ours."""
+        """Return the lock file for building: in the engine's folder if we may write there, else in the user's cache."""
         store = self.store()
         return (store if os.access(store, os.W_OK) else cache_folder(self.environ)) / "trainyard.lock"
 
     def free_gib(self) -> float:
-        """Return the free space where images lie."""
+        """Return the free disk space where container images are stored."""
         place = self.store()
-        # Docker's folder may be on another machine, or not for us to see.
+        # Docker's folder may be on another machine, or unreadable for us.
         while not os.access(place, os.X_OK):
             place = place.parent
         return shutil.disk_usage(place).free / 2**30
 
 
 def find_engine(environ: Mapping[str, str]) -> Engine:
-    """Return the engine of this machine; CONTAINER_ENGINE forces one.
+    """Return this machine's container engine; CONTAINER_ENGINE forces one.
 
     Raises:
         Absent: none answers.
@@ -101,7 +101,7 @@ def find_engine(environ: Mapping[str, str]) -> Engine:
     reasons = []
     for name in [wanted] if wanted else ENGINES:
         engine = _docker(environ) if name == "docker" else _podman(environ)
-        reason = engine if isinstance(engine, str) else _why_it_does_not_answer(engine)
+        reason = engine if isinstance(engine, str) else _diagnose(engine)
         if reason is None and isinstance(engine, Engine):
             return engine
         reasons.append(f"{name} {reason}")
@@ -119,31 +119,31 @@ def _podman(environ: Mapping[str, str]) -> Engine | str:
     program = shutil.which("podman", path=environ.get("PATH"))
     if program is None:
         return "is not installed"
-    return Engine("podman", (*_without_hybrid_cgroups(), program), {**environ, **_limits(environ)})
+    return Engine("podman", (*_hide_hybrid_cgroups(), program), {**environ, **_lend_limits(environ)})
 
 
-def _why_it_does_not_answer(engine: Engine) -> str | None:
+def _diagnose(engine: Engine) -> str | None:
     questions = {
         "docker": [["version", "--format", "{{.Server.Version}}"], ["buildx", "version"]],
         "podman": [["info"]],
     }
     for question in questions[engine.name]:
-        answer = engine.ask(*question)
+        answer = engine.query(*question)
         if answer.returncode != 0:
             lines = (answer.stderr.strip() or answer.stdout.strip()).splitlines()
             return f"does not answer `{engine.name} {' '.join(question)}`: {lines[-1] if lines else 'says nothing'}"
     return None
 
 
-def _without_hybrid_cgroups() -> tuple[str, ...]:
+def _hide_hybrid_cgroups() -> tuple[str, ...]:
     """Hide the second cgroup hierarchy: where it has controllers, crun refuses to start anything."""
     if os.getuid() != 0 or not _HYBRID.exists() or not _HYBRID.read_text().strip():
         return ()
     return ("unshare", "--mount", "sh", "-ec", f'umount {_HYBRID.parent}; exec "$@"', "sh")
 
 
-def _limits(environ: Mapping[str, str]) -> dict[str, str]:
-    """Let containers have our own limits where root may not raise them."""
+def _lend_limits(environ: Mapping[str, str]) -> dict[str, str]:
+    """Pass our own resource limits to containers where root may not raise them."""
     if os.getuid() != 0 or "CONTAINERS_CONF" in environ or _may_raise_limits():
         return {}
     import resource
@@ -164,7 +164,7 @@ def _may_raise_limits() -> bool:
 
 
 def cache_folder(environ: Mapping[str, str]) -> Path:
-    """Return the folder for what can be made again, made if it is missing."""
+    """Return the user's cache folder; create it if missing."""
     folder = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trainyard"
     folder.mkdir(parents=True, exist_ok=True)
     return folder

@@ -1,4 +1,4 @@
-"""Images from this checkout: built, tested, run. `make image`, `make test-image` and `make run-image` come here.
+"""Builds, tests and runs container images of this checkout: behind `make image`, `make test-image`, `make run-image`.
 
 Needs Python 3.11 and a container engine, nothing else: `python3 containers/image.py --help`.
 """
@@ -15,9 +15,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from base import OWN_BASE, base_image, make_base
-from built import SEALED, USER, check_image, digest_of, tag_of
 from bundle import make_bundle, verify_bundle
 from engine import ENGINES, Absent, Engine, Mistake, find_engine
+from local_image import SEALED, USER, check_image, format_tag, hash_file
 from once import hold_lock
 from targets import Target, find_target
 from unpack import provide_apptainer
@@ -27,8 +27,8 @@ _BUILD_S = 7200
 
 
 def main(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Do what was typed; return the exit code: 2 for a mistake, 3 where this machine lacks something."""
-    args = _parsed(arguments)
+    """Run the command; return the exit code: 2 for a user's mistake, 3 if this machine lacks something."""
+    args = _parse(arguments)
     try:
         code: int = args.command(args, environ)
         return code
@@ -36,14 +36,14 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
         print(error, file=sys.stderr)
         return 2 if isinstance(error, Mistake) else 3
     except subprocess.TimeoutExpired as late:
-        print(f"{shlex.join(late.cmd)}: still not done after {late.timeout:.0f} s, so it was stopped.", file=sys.stderr)
+        print(f"{shlex.join(late.cmd)}: not done after {late.timeout:.0f} s, so it was stopped.", file=sys.stderr)
         return 1
     except subprocess.CalledProcessError as error:
         return error.returncode
 
 
-def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
-    """Read the arguments; OPTION=VALUE may stand behind --flags too, where argparse would not look."""
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Read the arguments; OPTION=VALUE may follow --flags too, which argparse alone does not allow."""
     parser = _parser()
     args, rest = parser.parse_known_args(arguments)
     if any(word.startswith("-") for word in rest) or (rest and not hasattr(args, "options")):
@@ -54,49 +54,59 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="containers/image.py", description="Images from this checkout.")
+    parser = argparse.ArgumentParser(prog="containers/image.py", description="Container images of this checkout.")
     verbs = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    build = _verb(verbs, "build", _build, "build the image for a card")
-    build.add_argument("--wheelhouse", type=Path, metavar="FOLDER", help="wheels, for a build without network")
+    build = _verb(verbs, "build", _build, "build the container image for a card")
+    build.add_argument(
+        "--wheelhouse", type=Path, metavar="FOLDER", help="folder of wheels, for a build without network"
+    )
     build.add_argument("--torch-index", default="", metavar="URL", help="cpu: take torch from this index (smaller)")
     build.add_argument("--pip-conf", type=Path, metavar="FILE", help="pip's settings, such as an index of your own")
     build.add_argument("--network", default="host", help="of the build: host (default) or none")
 
-    test = _verb(verbs, "test", _test, "run the test suite in the image: no network, nothing writable, not root")
-    test.add_argument("pytest", nargs="*", help="what to run instead of all of it; options behind --")
+    test = _verb(verbs, "test", _test, "run the test suite in the container image: no network, read-only, not root")
+    test.add_argument("pytest", nargs="*", help="tests to run instead of all; options after --")
 
-    sif = _verb(verbs, "sif", _sif, "make a SIF of the image, for Apptainer and SingularityCE")
+    sif = _verb(verbs, "sif", _sif, "make a SIF of the container image, for Apptainer and SingularityCE")
     sif.add_argument("--out", type=Path, metavar="FILE", help="default: images/trainyard-<image>.sif")
 
-    run = _verb(verbs, "run", _run, "train a job in the image")
+    run = _verb(verbs, "run", _run, "train a job in the container image")
     run.add_argument("job")
     run.add_argument("options", nargs="*", metavar="OPTION=VALUE")
     run.add_argument("--gpus", type=int, default=0, metavar="N", help="GPUs of this machine (default: 1, cpu: none)")
     run.add_argument("--data", type=Path, metavar="FOLDER", help="raw files or shards; mounted read-only")
     run.add_argument(
-        "--runs", type=Path, default=ROOT / "runs", metavar="FOLDER", help="where runs lie (default: runs)"
+        "--runs", type=Path, default=ROOT / "runs", metavar="FOLDER", help="folder of runs (default: runs)"
     )
     run.add_argument("--jobs", type=Path, default=ROOT / "jobs", metavar="FOLDER", help="families (default: jobs)")
-    run.add_argument("--name", default="", help="name of the run; the same name again goes on with that run")
-    run.add_argument("--dry", action="store_true", help="print the line only")
+    run.add_argument("--name", default="", help="name of the run; the same name resumes that run")
+    run.add_argument("--dry", action="store_true", help="only print the command")
 
-    wheels = _verb(verbs, "wheelhouse", _wheelhouse, "fetch the wheels of an image, to build it without network")
+    wheels = _verb(
+        verbs, "wheelhouse", _wheelhouse, "download the wheels of a container image, to build it without network"
+    )
     wheels.add_argument("out", type=Path, metavar="FOLDER")
 
-    bundle = _verb(verbs, "bundle", _bundle, "write image, code, data, hashes and bill of materials into one tar")
+    bundle = _verb(
+        verbs, "bundle", _bundle, "write container image, code, data, hashes and bill of materials into one tar"
+    )
     bundle.add_argument("out", type=Path, metavar="FILE")
-    bundle.add_argument("--sif", type=Path, metavar="FILE", help="bundle this SIF instead of the engine's image")
-    bundle.add_argument("--wheelhouse", type=Path, metavar="FOLDER", help="wheels, to build the image again there")
+    bundle.add_argument(
+        "--sif", type=Path, metavar="FILE", help="bundle this SIF instead of the engine's container image"
+    )
+    bundle.add_argument(
+        "--wheelhouse", type=Path, metavar="FOLDER", help="wheels, to rebuild the container image on the other machine"
+    )
 
-    said = "compare each file of a bundle with its hash, and train a few steps without network"
+    said = "check each file of a bundle against its hash, and train a few steps without network"
     verify = verbs.add_parser("verify-bundle", help=said, description=said)
     verify.add_argument("bundle", type=Path, metavar="FILE")
     verify.set_defaults(command=_verify_bundle)
 
     for name, command, said in (
-        ("base", _base, "make the base image from Debian's packages, where no registry answers"),
-        ("engine", _engine, "say which container engine answers here"),
+        ("base", _base, "build the base image from Debian's packages, where no registry answers"),
+        ("engine", _engine, "print which container engine answers"),
         ("apptainer", _apptainer, "provide an Apptainer for `sif`: the installed one, else one from Debian's packages"),
     ):
         verbs.add_parser(name, help=said, description=said).set_defaults(command=command)
@@ -107,7 +117,7 @@ def _verb(
     verbs: "argparse._SubParsersAction[argparse.ArgumentParser]", name: str, command: object, said: str
 ) -> argparse.ArgumentParser:
     verb = verbs.add_parser(name, help=said, description=said)
-    verb.add_argument("hw", metavar="HW", help="a card such as a100, or an image such as cuda13")
+    verb.add_argument("hw", metavar="HW", help="a card such as a100, or a target such as cuda13")
     verb.set_defaults(command=command)
     return verb
 
@@ -119,7 +129,7 @@ def _build(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
     target, engine = find_target(args.hw), find_engine(environ)
     with hold_lock(engine.lock_file(), doing="building a container image") as lock:
         _build_alone(args, environ, target, engine, lock)
-    print(f"{tag_of(target)} is built. Next: make test-image HW={args.hw}, or make run-image HW={args.hw}")
+    print(f"{format_tag(target)} is built. Next: make test-image HW={args.hw}, or make run-image HW={args.hw}")
     return 0
 
 
@@ -133,7 +143,7 @@ def _build_alone(
             f"{target.build_gib}. Make room: {engine.name} system prune"
         )
     base = base_image(engine, environ)
-    command = ["build", "--file", str(ROOT / "Dockerfile"), "--target", target.name, "--tag", tag_of(target)]
+    command = ["build", "--file", str(ROOT / "Dockerfile"), "--target", target.name, "--tag", format_tag(target)]
     command += ["--network", args.network, "--build-arg", f"BASE_IMAGE={base}"]
     for label, value in _labels(target, base).items():
         command += ["--label", f"{label}={value}"]
@@ -141,14 +151,14 @@ def _build_alone(
         command += ["--build-arg", f"TORCH_INDEX={args.torch_index}"]
     if args.wheelhouse:
         command += ["--build-context", f"wheelhouse={args.wheelhouse.resolve()}"]
-    # What this machine needs to reach an index is lent to the build and stays out of the image.
+    # What this machine needs to reach an index is mounted as a secret during the build and is in no layer.
     for secret, path in (("cacert", environ.get("PIP_CERT")), ("pipconf", args.pip_conf)):
         if path:
             command += ["--secret", f"id={secret},src={Path(path).resolve()}"]
-    before = engine.id_of(tag_of(target))
+    before = engine.find_id(format_tag(target))
     engine.run(*command, str(ROOT), timeout_s=_BUILD_S, pass_fds=(lock,))
-    if before and before != engine.id_of(tag_of(target)):
-        engine.ask("rmi", before, timeout_s=600)  # gigabytes that have no name any more; kept if a container runs on it
+    if before and before != engine.find_id(format_tag(target)):
+        engine.query("rmi", before, timeout_s=600)  # untagged gigabytes; kept while a container uses them
 
 
 def _labels(target: Target, base: str) -> dict[str, str]:
@@ -162,7 +172,7 @@ def _labels(target: Target, base: str) -> dict[str, str]:
     return {
         f"{prefix}.revision": commit.stdout.strip() or "unknown",
         f"{prefix}.base.name": base,
-        "io.trainyard.lock": digest_of(target.lock),
+        "io.trainyard.lock": hash_file(target.lock),
     }
 
 
@@ -170,7 +180,7 @@ def _base(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
     engine = find_engine(environ)
     with hold_lock(engine.lock_file(), doing="building a container image"):
         make_base(engine, environ)
-    print(f"{OWN_BASE} is made; builds here take it from now on.")
+    print(f"{OWN_BASE} is built; builds on this machine use it from now on.")
     return 0
 
 
@@ -191,8 +201,8 @@ def _test(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
     target, engine = find_target(args.hw), find_engine(environ)
     check_image(engine, target, args.hw)
     command = ["run", "--rm", "--pull", "never", *SEALED, "--user", USER, "--volume", f"{ROOT}:/workspace:ro"]
-    command += ["--env", "PYTHONPATH=/workspace/src", "--env", "CUDA_VISIBLE_DEVICES="]  # the CPU's part of the tests
-    command += ["--entrypoint", "python", tag_of(target)]
+    command += ["--env", "PYTHONPATH=/workspace/src", "--env", "CUDA_VISIBLE_DEVICES="]  # CPU tests only
+    command += ["--entrypoint", "python", format_tag(target)]
     tests = ["-m", "pytest", "-p", "no:cacheprovider", *(args.pytest or ["tests", "jobs"])]
     engine.run(*command, *tests, timeout_s=_BUILD_S)
     return 0
@@ -201,9 +211,9 @@ def _test(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
 def _run(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
     target, engine = find_target(args.hw), find_engine(environ)
     check_image(engine, target, args.hw)
-    check_driver(target, driver_of(Path("/proc/driver/nvidia/version")))
-    command = _run_words(args, engine, target)
-    print(engine.line(command), flush=True)
+    check_driver(target, read_driver(Path("/proc/driver/nvidia/version")))
+    command = _build_command(args, engine, target)
+    print(engine.format_command(command), flush=True)
     if not args.dry:
         args.runs.mkdir(parents=True, exist_ok=True)
         (ROOT / "data").mkdir(exist_ok=True)
@@ -211,30 +221,30 @@ def _run(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
     return 0
 
 
-def _run_words(args: argparse.Namespace, engine: Engine, target: Target) -> list[str]:
-    """Return the line that trains: this checkout's code, runs and data, all under the paths they have here."""
+def _build_command(args: argparse.Namespace, engine: Engine, target: Target) -> list[str]:
+    """Return the engine command that trains, with this checkout's code, runs and data at their own paths."""
     gpus = 0 if target.name == "cpu" else args.gpus or 1
     runs, jobs, data = args.runs.resolve(), args.jobs.resolve(), args.data.resolve() if args.data else None
     train = ["run", args.job, *args.options, *([f"data.path={data}"] if data else [])]
     train += ["--runs", str(runs), "--jobs", str(jobs), *(["--name", args.name] if args.name else [])]
     train += ["--gpus", str(gpus)] if gpus > 1 else []
-    # podman started by a user maps others to that user unless told to keep who is who.
+    # Rootless podman maps the container's users to this user unless told to keep ids.
     keep = ["--userns", "keep-id"] if engine.name == "podman" and os.getuid() else []
     return [
         *["run", "--rm", "--pull", "never", *keep, "--user", f"{os.getuid()}:{os.getgid()}", "--cap-drop", "ALL"],
         *["--security-opt", "no-new-privileges", "--read-only", "--tmpfs", "/tmp:exec", "--shm-size", "8g"],
-        *["--stop-timeout", "120", *_gpu_words(engine, gpus)],  # the time for the last step and its checkpoint
+        *["--stop-timeout", "120", *_request_gpus(engine, gpus)],  # time for the last step and its checkpoint
         *_volume(ROOT, "ro"),
         *_volume(ROOT / "data"),
         *_volume(runs),
         *([] if jobs.is_relative_to(ROOT) else _volume(jobs, "ro")),
         *(_volume(data, "ro") if data else []),
-        *["--workdir", str(ROOT), "--env", f"PYTHONPATH={ROOT / 'src'}", tag_of(target), *train],
+        *["--workdir", str(ROOT), "--env", f"PYTHONPATH={ROOT / 'src'}", format_tag(target), *train],
     ]
 
 
-def _gpu_words(engine: Engine, gpus: int) -> list[str]:
-    """Return how an engine is asked for GPUs. podman before 5.0 takes --gpus and silently gives none."""
+def _request_gpus(engine: Engine, gpus: int) -> list[str]:
+    """Return the flags that request GPUs. podman before 5.0 accepts --gpus and silently gives none."""
     if not gpus:
         return []
     if engine.name == "docker":
@@ -249,10 +259,10 @@ def _volume(folder: Path, *options: str) -> list[str]:
 
 
 def check_driver(target: Target, driver: str | None) -> None:
-    """Refuse an image that a machine's driver does not serve.
+    """Refuse a container image that the machine's driver does not support.
 
     Raises:
-        Mistake: says which driver would.
+        Mistake: names the driver that is needed.
     """
     if not target.min_driver:
         return
@@ -261,18 +271,18 @@ def check_driver(target: Target, driver: str | None) -> None:
     if _numbers(driver) < _numbers(target.min_driver):
         older = " HW=cuda12 runs from 525 on." if target.name == "cuda13" else ""
         raise Mistake(
-            f"{target.name} needs driver {target.min_driver} or newer; this machine has {driver}.{older} Else ask "
-            "for a newer driver."
+            f"{target.name} needs driver {target.min_driver} or newer; this machine has {driver}.{older} Otherwise "
+            "ask your administrator for a newer driver."
         )
     if target.max_driver and _numbers(driver)[0] > int(target.max_driver):
         raise Mistake(
-            f"{target.name} needs driver {target.max_driver} or older, the last branch that serves its cards; this "
+            f"{target.name} needs driver {target.max_driver} or older, the last branch that supports its cards; this "
             f"machine has {driver}. Use another machine, or ask for driver {target.max_driver}."
         )
 
 
-def driver_of(path: Path) -> str | None:
-    """Return the version of the loaded NVIDIA driver from the kernel's file about it; None without one."""
+def read_driver(path: Path) -> str | None:
+    """Return the version of the loaded NVIDIA driver, read from the kernel's file; None without a driver."""
     found = re.search(r"Kernel Module(?: for \S+)?\s+(\d+(?:\.\d+)+)", path.read_text()) if path.exists() else None
     return found[1] if found else None
 
@@ -292,7 +302,7 @@ def _sif(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
         needed = f"making a SIF of {target.name} takes {target.build_gib}"
         raise Mistake(f"{free:.0f} GiB are free in {out.parent}, and {needed}. Make room, or name another: --out FILE")
     with tempfile.TemporaryDirectory(prefix=".sif-", dir=out.parent) as folder:
-        engine.run("save", "--output", f"{folder}/image.tar", tag_of(target), timeout_s=_BUILD_S)
+        engine.run("save", "--output", f"{folder}/image.tar", format_tag(target), timeout_s=_BUILD_S)
         # gzip: SingularityCE 4.1 cannot open what newer compressors write. Level 1 takes a sixth of level 9's time.
         compression = ["--mksquashfs-args", "-comp gzip -Xcompression-level 1"]
         source = ["--build-arg", "FROM=image.tar", "image.sif", str(ROOT / "containers" / "trainyard.def")]
@@ -304,7 +314,7 @@ def _sif(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
             env={**environ, "APPTAINER_TMPDIR": folder, "APPTAINER_CACHEDIR": folder},
         )
         Path(folder, "image.sif").replace(out)
-    print(f"{out} is made. Name it in slurm/<cluster>.yaml: container: {{kind: apptainer, image: {out}}}")
+    print(f"{out} is written. Name it in slurm/<cluster>.yaml: container: {{kind: apptainer, image: {out}}}")
     return 0
 
 
@@ -330,7 +340,7 @@ def _bundle(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
 
 def _verify_bundle(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
     verify_bundle(args.bundle, environ)
-    print(f"{args.bundle} is whole, and trains.")
+    print(f"{args.bundle} is intact, and trains.")
     return 0
 
 

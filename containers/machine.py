@@ -16,9 +16,9 @@ GLIBC = (2, 28)  # of the locked wheels: manylinux_2_28
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Return 0, or 2 where memory is lacking, which is printed."""
+    """Return 0, or 2 after printing that memory is short."""
     parser = argparse.ArgumentParser(prog="containers/machine.py", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--memory-gib", type=float, required=True, metavar="N", help="that must be available")
+    parser.add_argument("--memory-gib", type=float, required=True, metavar="N", help="memory that must be available")
     parser.add_argument("--purpose", required=True, metavar="WHAT", help="for the sentence, such as 'the tests'")
     args = parser.parse_args(arguments)
     lack = why_too_little_memory(args.memory_gib, args.purpose)
@@ -31,7 +31,7 @@ def why_no_environment(folder: Path, *, disk_gib: float) -> str | None:
     """Return why an environment cannot be made in a folder on this machine; None if it can.
 
     Args:
-        disk_gib: what must be free there; 0: not asked.
+        disk_gib: free space needed there; 0: not checked.
     """
     if sys.version_info[:2] != PYTHON:
         found, wanted = platform.python_version(), ".".join(map(str, PYTHON))
@@ -50,17 +50,17 @@ def why_no_environment(folder: Path, *, disk_gib: float) -> str | None:
 
 
 def why_too_little_memory(memory_gib: float, purpose: str) -> str | None:
-    """Return why memory does not suffice; None if it does."""
+    """Return why memory is too short; None if it suffices."""
     available = available_memory_gib()
     if available >= memory_gib:
         return None
     return (
-        f"{purpose}: {memory_gib:g} GiB of memory are needed, and {available:.1f} available. End what else runs here."
+        f"{purpose}: {memory_gib:g} GiB of memory are needed, and {available:.1f} available. Stop other programs first."
     )
 
 
 def available_memory_gib(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> float:
-    """Return how much memory a process may still take: the machine's, or less in a container with a limit."""
+    """Return the available memory: the machine's, or less in a container with a limit."""
     lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
     available = int(lines["MemAvailable"].split()[0]) / 2**20
     limit, used = cgroup / "memory.max", cgroup / "memory.current"

@@ -1,9 +1,9 @@
-"""Make or update a Python environment from a hash-locked list; `make setup` and `make bench-peers` come here.
+"""Make or update a Python environment from a hash-locked list; behind `make setup` and `make bench-peers`.
 
     python3.11 containers/make_venv.py .venv containers/dev.lock --editable .
 
-What this machine lacks is said in one sentence before anything is fetched. Several callers at once: one works, the
-others wait. One that was killed leaves nothing that the next would build upon.
+Checks the machine's requirements before it downloads anything. Of several callers one works and the others wait. A
+killed call leaves nothing that the next one would build on.
 """
 
 import argparse
@@ -18,23 +18,23 @@ from pathlib import Path
 from machine import why_no_environment
 from once import hold_lock
 
-DONE = ".done"  # in the environment: which lock it was made from
-DISK_GIB = 10  # 6.1 of packages, and pip's downloads until they are unpacked
+DONE = ".done"  # file in the environment: digest of the lock it was made from
+DISK_GIB = 10  # 6.1 for packages, the rest for pip's downloads
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Do it; return 0, or 2 where this machine lacks something, which is printed."""
+    """Make the environment; return 0, or 2 after printing what this machine lacks."""
     parser = argparse.ArgumentParser(prog="containers/make_venv.py", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("folder", type=Path, help="of the environment")
+    parser.add_argument("folder", type=Path, help="folder of the environment")
     parser.add_argument("lock", type=Path, help="requirements with hashes")
-    parser.add_argument("--editable", type=Path, metavar="CHECKOUT", help="install this project, too, as it is")
+    parser.add_argument("--editable", type=Path, metavar="CHECKOUT", help="also install this project, editable")
     args = parser.parse_args(arguments)
     folder = args.folder.absolute()
     wanted = _digest(args.lock, args.editable)
     done = folder / DONE
     with hold_lock(folder.with_name(f"{folder.name}.lock"), doing=f"setting up {args.folder}") as lock:
         if done.is_file() and done.read_text() == wanted:
-            done.touch()  # newer than the lock, which is all that make looks at
+            done.touch()  # make compares times only
             return 0
         if lack := why_no_environment(folder, disk_gib=0 if done.is_file() else DISK_GIB):
             print(f"{args.folder}: {lack}", file=sys.stderr)
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
             done.unlink()
         else:
             venv.create(folder, clear=True, symlinks=True, with_pip=True)
-        for words in _installs(args.lock, args.editable):
+        for words in _list_installs(args.lock, args.editable):
             command = [str(folder / "bin" / "python"), "-m", "pip", "install", "--disable-pip-version-check", *words]
             code = subprocess.run(command, pass_fds=(lock,)).returncode
             if code:
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _installs(lock: Path, checkout: Path | None) -> list[list[str]]:
+def _list_installs(lock: Path, checkout: Path | None) -> list[list[str]]:
     locked = ["--quiet", "--progress-bar", "on", "--require-hashes", "-r", str(lock)]
     own = ["--quiet", "--no-deps", "--no-build-isolation", "--editable", str(checkout)]
     return [locked, own] if checkout else [locked]
@@ -66,6 +66,6 @@ def _digest(lock: Path, checkout: Path | None) -> str:
 
 
 if __name__ == "__main__":
-    # pip talks to nobody but its index: a person's PYTHONPATH is for their own code.
+    # pip needs none of the user's own modules.
     os.environ.pop("PYTHONPATH", None)
     sys.exit(main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""What several processes of one machine make once and share: one makes it, the others wait and say so."""
+"""Locks for what processes on one machine make once and share: one works, the others wait and say so."""
 
 import fcntl
 import shutil
@@ -11,14 +11,14 @@ from pathlib import Path
 
 @contextmanager
 def hold_lock(lock: Path, *, doing: str) -> Iterator[int]:
-    """Be the only process that does something; others wait here, with a line on stderr.
+    """Hold an exclusive lock; if another process has it, print one line to stderr and wait.
 
-    The kernel frees the lock when its last holder is gone, so kill -9 leaves nothing behind. Give the lock to the
-    programs that do the work (`pass_fds`): they may outlive this process, and nobody else may begin before they end.
+    The kernel releases the lock when its last holder exits, so kill -9 leaves nothing behind. Pass the descriptor to
+    child programs (`pass_fds`): they may outlive this process, and no other process may start before they end.
 
     Args:
-        lock: file beside what is made; created if missing, never deleted.
-        doing: for the line that waiting processes print, such as "unpacking Apptainer".
+        lock: lock file; created if missing, never deleted.
+        doing: what waiting processes print, such as "unpacking Apptainer".
 
     Returns:
         The lock's file descriptor.
@@ -34,11 +34,11 @@ def hold_lock(lock: Path, *, doing: str) -> Iterator[int]:
 
 
 def make_folder_once(folder: Path, make: Callable[[Path, int], None], *, doing: str) -> bool:
-    """Make a folder that is complete from the moment it exists; return whether this process made it.
+    """Create a folder that is complete as soon as it exists; return whether this process created it.
 
     Args:
-        make: fills an empty folder beside `folder`, which is then renamed; its second argument is the lock's file
-            descriptor, for the programs it starts.
+        make: fills an empty temporary folder, which is then renamed; its second argument is the lock's file
+            descriptor, for child programs.
         doing: as in `hold_lock`.
     """
     if folder.exists():
@@ -46,7 +46,7 @@ def make_folder_once(folder: Path, make: Callable[[Path, int], None], *, doing: 
     with hold_lock(folder.with_name(f"{folder.name}.lock"), doing=doing) as lock:
         if folder.exists():
             return False
-        for abandoned in folder.parent.glob(f"{folder.name}.new*"):  # by processes that were killed
+        for abandoned in folder.parent.glob(f"{folder.name}.new*"):  # left by killed processes
             shutil.rmtree(abandoned)
         partial = Path(tempfile.mkdtemp(prefix=f"{folder.name}.new-", dir=folder.parent))
         try:

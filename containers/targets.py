@@ -1,4 +1,4 @@
-"""Which image is meant by HW=a100: targets.yaml, read by the standard library, since `make image` needs no setup."""
+"""Maps HW=a100 to a stage of the Dockerfile. Standard library only, because `make image` needs no setup."""
 
 import difflib
 import re
@@ -14,25 +14,25 @@ TABLE = HERE / "targets.yaml"
 
 @dataclass(frozen=True)
 class Target:
-    """An image, by the name of its stage in the Dockerfile."""
+    """A container image, named after its stage in the Dockerfile."""
 
     name: str
-    sm: tuple[int, ...]  # compute capabilities it has kernels for, major * 10 + minor
+    sm: tuple[int, ...]  # compute capabilities with kernels, major * 10 + minor
     min_driver: str  # "": any
     max_driver: str  # newest branch; "": any
-    build_gib: int  # free disk that a build needs
+    build_gib: int  # free disk space that a build needs
 
     @property
     def lock(self) -> Path:
-        """Return the list of what is in it."""
+        """Return its requirements file."""
         return HERE / f"{self.name}.lock"
 
 
 def find_target(word: str) -> Target:
-    """Return what a person means: a target, a card, or the beginning of one's name ("a100").
+    """Return the target that a word names: a target, a card, or the first part of a card's name ("a100").
 
     Raises:
-        Mistake: nothing is called so.
+        Mistake: no card and no target has that name.
     """
     table = read_table(TABLE)
     names = table["sm"]
@@ -44,7 +44,7 @@ def find_target(word: str) -> Target:
     known = sorted({card.split("-")[0] for card in table["cards"]} | set(names))
     near = difflib.get_close_matches(word, [*known, *table["cards"]], n=1)
     nearest = f" Nearest: {near[0]}." if near else ""
-    raise Mistake(f"HW={word}: no such card or image.{nearest} There are: {', '.join(known)}.")
+    raise Mistake(f"HW={word}: no such card or target.{nearest} There are: {', '.join(known)}.")
 
 
 def read_table(path: Path) -> dict[str, dict[str, str]]:
@@ -63,8 +63,8 @@ def read_table(path: Path) -> dict[str, dict[str, str]]:
     return table
 
 
-def entries_of(lock: Path) -> list[tuple[str, str, list[str]]]:
-    """Return what a lock holds: name, version and the SHA-256 of each file that may be installed."""
+def read_lock(lock: Path) -> list[tuple[str, str, list[str]]]:
+    """Return the entries of a lock: name, version and the SHA-256 of each file that may be installed."""
     entries = re.split(r"^(?=[a-z0-9-]+==)", lock.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
     heads = (re.match(r"([a-z0-9-]+)==(\S+)", entry) for entry in entries)
     return [

@@ -1,6 +1,6 @@
-"""An Apptainer for machines that have none: unpacked from Debian's packages, once, into the user's cache folder.
+"""Unpacks Apptainer from Debian's packages into the user's cache folder, for machines without one.
 
-`containers/apptainer` runs it. It needs root: the kernel gives nobody else the mounts it takes.
+`containers/apptainer` runs it. Needs root, which alone may make the mounts.
 """
 
 import os
@@ -19,14 +19,14 @@ _UNPACK_S = 1800
 
 
 def provide_apptainer(environ: Mapping[str, str]) -> Path:
-    """Return the installed Apptainer, else the folder of an unpacked one, unpacked now if it is not there.
+    """Return the installed Apptainer, else the folder of the unpacked one; unpack it if missing.
 
-    Any number of processes may ask at once: one unpacks, the others wait for it.
+    Safe to call from several processes at once: one unpacks, the others wait.
 
     Raises:
         Absent: none is installed, and none can be unpacked here.
     """
-    # This folder holds a script of that name.
+    # This folder contains a script named apptainer.
     places = [place for place in environ.get("PATH", "").split(os.pathsep) if Path(place).resolve() != _HERE]
     for name in ("apptainer", "singularity"):
         if installed := shutil.which(name, path=os.pathsep.join(places)):
@@ -41,7 +41,7 @@ def provide_apptainer(environ: Mapping[str, str]) -> Path:
         )
 
     def unpack(partial: Path, lock: int) -> None:
-        # sid is never released, so the date in its list means nothing to us.
+        # sid is never released, so its expiry date is meaningless here.
         options = ['--aptopt=Apt::Install-Recommends "false"', '--aptopt=Acquire::Check-Valid-Until "false"']
         mirror = environ.get("DEBIAN_MIRROR")
         command = ["mmdebstrap", "--quiet", "--variant=minbase", f"--include={PACKAGES}", *options]
@@ -57,6 +57,6 @@ def provide_apptainer(environ: Mapping[str, str]) -> Path:
     except subprocess.CalledProcessError as error:
         raise Absent(
             f"Apptainer is not installed, and mmdebstrap could not unpack Debian's packages of it (code "
-            f"{error.returncode}; what it said stands above). Install it: {_INSTALL}"
+            f"{error.returncode}; its output is above). Install it: {_INSTALL}"
         ) from None
     return folder

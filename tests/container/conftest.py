@@ -30,21 +30,21 @@ class Image:
     engine: "Engine"
     name: str
 
-    def ask(self, *words: str) -> str:
+    def query(self, *words: str) -> str:
         """Return what a command of the engine prints."""
-        done = self.engine.ask(*words, timeout_s=300)
+        done = self.engine.query(*words, timeout_s=300)
         assert done.returncode == 0, f"{words}: code {done.returncode}\n{done.stdout}{done.stderr}"
         return done.stdout
 
     def python(self, code: str, *options: str) -> str:
         """Return what Python prints in a sealed container: no network, nothing writable but /tmp, not root."""
         words = ["run", "--rm", "--pull", "never", *sealed(), *options, "--entrypoint", "python", self.name, "-c", code]
-        return self.ask(*words)
+        return self.query(*words)
 
 
 def sealed() -> tuple[str, ...]:
     """Return the engine's arguments for that."""
-    from built import SEALED, USER
+    from local_image import SEALED, USER
 
     return (*SEALED, "--user", USER)
 
@@ -71,20 +71,20 @@ def engine(scripts_are_importable):
 @pytest.fixture(scope="session")
 def image(engine) -> Image:
     """The CPU image, as new as its lock."""
-    return built(engine, "cpu")
+    return find_built(engine, "cpu")
 
 
-def built(engine, target: str) -> Image:
+def find_built(engine, target: str) -> Image:
     """Return an image of a target, or skip."""
-    from built import check_image, tag_of
     from engine import Mistake
+    from local_image import check_image, format_tag
     from targets import find_target
 
     try:
         check_image(engine, find_target(target), target)
     except Mistake as mistake:
         skip_or_fail(str(mistake), needed="image" if target == "cpu" else "all")
-    return Image(engine, tag_of(find_target(target)))
+    return Image(engine, format_tag(find_target(target)))
 
 
 @pytest.fixture(scope="session")
@@ -120,6 +120,6 @@ def run_script(
 ) -> subprocess.CompletedProcess[str]:
     """Run a command as a person does, with these changes to the environment."""
     words: Sequence[str] = [str(word) for word in command]
-    # In an image of ours this is set, and keeps scripts from finding those beside them.
+    # Our container images set this, which keeps scripts from importing their neighbours.
     changed = {**os.environ, "PYTHONSAFEPATH": "", **(environ or {})}
     return subprocess.run(words, cwd=cwd, env=changed, capture_output=True, text=True, timeout=timeout_s)

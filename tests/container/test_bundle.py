@@ -1,4 +1,4 @@
-"""A bundle for places without network: it trains, and it notices one changed byte."""
+"""A bundle for machines without network: it trains, and one changed byte is noticed."""
 
 import json
 import tarfile
@@ -21,14 +21,14 @@ def bundle(image: Image, sif: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return out
 
 
-def test_it_is_compared_and_trained_with_without_network(bundle: Path):
+def test_a_bundle_is_verified_and_trains_without_network(bundle: Path):
     done = run_script(*IMAGE, "verify-bundle", bundle, timeout_s=1800)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "trained  4 of 4 steps" in done.stdout and done.stdout.endswith("is whole, and trains.\n")
+    assert "trained  4 of 4 steps" in done.stdout and done.stdout.endswith("is intact, and trains.\n")
     assert [path.name for path in bundle.parent.iterdir()] == [bundle.name], "left behind"
 
 
-def test_it_lists_what_is_in_it(bundle: Path):
+def test_the_bill_of_materials_lists_every_package(bundle: Path):
     with tarfile.open(bundle) as tar:
         bill = json.load(tar.extractfile("sbom.json"))
         names = tar.getnames()
@@ -54,10 +54,10 @@ def test_one_changed_byte_is_found(bundle: Path, member: str):
         file.seek(place)
         file.write(before)
     assert said.returncode == 2, said.stdout + said.stderr
-    assert said.stderr == f"{bundle}: is not what was bundled: {member} was changed. Copy it anew.\n"
+    assert said.stderr == f"{bundle}: differs from what was bundled: {member} was changed. Copy it again.\n"
 
 
-def test_what_is_no_bundle_is_said_to_be_none(tmp_path: Path):
+def test_a_file_that_is_not_a_bundle_is_refused(tmp_path: Path):
     (tmp_path / "x.tar").write_bytes(b"no tar")
     for name in ("x.tar", "absent.tar"):
         said = run_script(*IMAGE, "verify-bundle", tmp_path / name)

@@ -1,4 +1,4 @@
-"""The CPU image as it is: what is in it, what is not, and that training in it stops and goes on like anywhere."""
+"""The CPU image: what it contains, what it does not, and that training in it stops and resumes as anywhere."""
 
 import json
 import signal
@@ -15,7 +15,7 @@ from tests.training import FAMILIES, differences, read_run_metrics, state_of
 from trainyard import __version__
 
 
-def test_it_holds_what_is_locked_and_our_own_code(image: Image):
+def test_it_contains_the_locked_packages_and_our_code(image: Image):
     printed = image.python(
         "import json, torch, torchvision, h5py, hydra, submitit, nvidia.dali, trainyard\n"
         "from importlib.metadata import distributions\n"
@@ -28,7 +28,7 @@ def test_it_holds_what_is_locked_and_our_own_code(image: Image):
     assert set(found) - set(pins("cpu.lock")) == {"pip"}
 
 
-def test_it_runs_as_nobody_in_particular_sealed_off_and_read_only(image: Image):
+def test_it_runs_as_any_user_without_network_and_read_only(image: Image):
     printed = image.python(
         "import os, socket, tempfile\n"
         "def may(do):\n"
@@ -41,7 +41,7 @@ def test_it_runs_as_nobody_in_particular_sealed_off_and_read_only(image: Image):
     assert printed.strip() == "10001;10001;OSError 101;OSError 30;done"
 
 
-def test_nothing_of_the_machine_that_built_it_is_in_it(image: Image):
+def test_it_contains_nothing_of_the_build_machine(image: Image):
     found = image.python(
         "from pathlib import Path\n"
         "places = ['/etc/pip.conf', '/run/secrets', '/run/wheelhouse', '/root/.cache', '/root/.config', '/tmp']\n"
@@ -50,23 +50,23 @@ def test_nothing_of_the_machine_that_built_it_is_in_it(image: Image):
         *("--user", "0:0", "--cap-add", "DAC_OVERRIDE"),
     )
     assert found.strip() == "[]"
-    recorded = image.ask("image", "inspect", image.name) + image.ask("history", "--no-trunc", image.name)
+    recorded = image.query("image", "inspect", image.name) + image.query("history", "--no-trunc", image.name)
     assert [
         word for word in ("PIP_CERT=", "PIP_INDEX", "find-links", "/certs/", str(Path.home() / ".")) if word in recorded
     ] == []
 
 
-def test_its_labels_say_what_it_is_and_which_commit_and_lock_it_was_made_from(image: Image):
-    from built import digest_of
+def test_its_labels_name_target_commit_and_lock(image: Image):
+    from local_image import hash_file
 
     labels = image.engine.labels(image.name)
     assert labels["io.trainyard.target"] == "cpu" and labels["io.trainyard.torch"] == pins("cpu.lock")["torch"]
-    assert labels["io.trainyard.lock"] == digest_of(ROOT / "containers" / "cpu.lock")
+    assert labels["io.trainyard.lock"] == hash_file(ROOT / "containers" / "cpu.lock")
     assert len(labels["org.opencontainers.image.revision"].removesuffix("-dirty")) == 40
     assert "bookworm" in labels["org.opencontainers.image.base.name"]
 
 
-def test_a_file_in_the_folder_one_stands_in_does_not_replace_a_module(image: Image, tmp_path: Path):
+def test_a_file_in_the_current_folder_does_not_shadow_a_module(image: Image, tmp_path: Path):
     (tmp_path / "torch.py").write_text("raise SystemExit('not torch')\n")
     printed = image.python("import torch; print(torch.__file__)", "--volume", f"{tmp_path}:/here", "--workdir", "/here")
     assert printed.startswith("/opt/venv/")
@@ -78,7 +78,7 @@ def test_it_can_compile(image: Image):
 
 
 @pytest.mark.parametrize("target", [target for target in TARGETS if target != "cpu"])
-def test_its_torch_has_kernels_for_the_cards_it_is_meant_for(engine, target: str):
+def test_its_torch_has_kernels_for_its_cards(engine, target: str):
     image = built(engine, target)
     flags = image.python("import torch; print(torch._C._cuda_getArchFlags())").split()
     assert flags == [f"sm_{sm}" for sm in table()["sm"][target].split()]
@@ -92,7 +92,7 @@ def test_an_image_older_than_its_lock_is_refused(image: Image, checkout: Path):
     assert said.stderr.endswith("containers/cpu.lock than the one here. Type: make image HW=cpu\n")
 
 
-def test_a_run_that_docker_stops_goes_on_to_the_same_bits(image: Image, tmp_path: Path):
+def test_a_run_stopped_by_docker_resumes_to_the_same_bits(image: Image, tmp_path: Path):
     whole, stopped = (command(tmp_path / name) for name in ("whole", "stopped"))
     assert run_script(*whole).returncode == 0
     with (tmp_path / "said").open("w") as said:
@@ -110,14 +110,14 @@ def test_a_run_that_docker_stops_goes_on_to_the_same_bits(image: Image, tmp_path
 
 
 def command(runs: Path) -> list[str]:
-    """Return the command that trains a small job in the CPU image, for seconds."""
+    """Return the command that trains a small job in the CPU image for some seconds."""
     words = ["run", "cpu", "stripes", "--jobs", FAMILIES, "--runs", runs, "--name", "r"]
     options = [f"data.cache={runs.parent / runs.name}/cache", "max_duration=20ep"]
     return [str(word) for word in (*IMAGE, *words, *options)]
 
 
 def wait_for_step(runs: Path, process: "subprocess.Popen[bytes]") -> None:
-    """Return when the run in a folder has trained a few steps."""
+    """Wait until the run has trained a few steps."""
     metrics = runs / "stripes" / "r" / "metrics.jsonl"
     deadline = time.monotonic() + 120
     while not metrics.exists() or metrics.read_bytes().count(b"\n") < 5:

@@ -1,4 +1,4 @@
-"""What processes share is made by one of them, whole, and survives that one's death: Apptainer, environments."""
+"""Apptainer and environments are made once, by one process at a time, and survive that process's death."""
 
 import hashlib
 import os
@@ -33,11 +33,11 @@ for number in range(20):
 while Path({hold!r}).exists():
     time.sleep(0.05)
 """
-"""In place of mmdebstrap: notes that it was called, and takes a second to fill a folder, or as long as it is held."""
+"""Stands in for mmdebstrap: records its calls and takes a second to fill a folder, or waits while a file holds it."""
 
 
 class Archive:
-    """A cache folder that is empty, and a stand-in for Debian's archive."""
+    """An empty cache folder and a stand-in for Debian's archive."""
 
     def __init__(self, folder: Path) -> None:
         self.cache, self.calls, self.hold = folder / "cache", folder / "calls", folder / "hold"
@@ -49,26 +49,26 @@ class Archive:
         self.environ = {**os.environ, "XDG_CACHE_HOME": str(self.cache), "PATH": str(programs)}
         self.root = self.cache / "trainyard" / "apptainer"
 
-    def ask(self) -> "subprocess.Popen[str]":
-        """Start a process that wants Apptainer, in a process group of its own."""
+    def query(self) -> "subprocess.Popen[str]":
+        """Start a process that requests Apptainer, in its own process group."""
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         return subprocess.Popen([*IMAGE, "apptainer"], env=self.environ, text=True, start_new_session=True, **pipes)
 
-    def called(self) -> list[int]:
-        """The process ids of all that have unpacked."""
+    def read_calls(self) -> list[int]:
+        """Return the process ids of all that unpacked."""
         return [int(line) for line in self.calls.read_text().split()] if self.calls.exists() else []
 
     def wait_for_call(self, count: int) -> None:
         deadline = time.monotonic() + 500
-        while len(self.called()) < count or not list(self.root.parent.glob("apptainer.new-*/etc/3")):
+        while len(self.read_calls()) < count or not list(self.root.parent.glob("apptainer.new-*/etc/3")):
             assert time.monotonic() < deadline, "nobody has begun to unpack"
             time.sleep(0.02)
 
-    def left_beside(self) -> list[str]:
+    def list_cache(self) -> list[str]:
         return sorted(path.name for path in self.root.parent.iterdir() if path != self.root)
 
 
-def parent_of(pid: int) -> int:
+def find_parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
@@ -79,52 +79,52 @@ def archive(tmp_path: Path) -> Archive:
     return Archive(tmp_path)
 
 
-def test_of_eight_that_want_apptainer_at_once_one_unpacks_and_all_get_it(archive: Archive):
+def test_of_eight_concurrent_callers_one_unpacks_apptainer_and_all_get_it(archive: Archive):
     archive.hold.touch()
-    asked = [archive.ask() for _ in range(8)]
+    asked = [archive.query() for _ in range(8)]
     archive.wait_for_call(1)
-    waiting = [process for process in asked if process.pid != parent_of(archive.called()[0])]
+    waiting = [process for process in asked if process.pid != find_parent(archive.read_calls()[0])]
     waited = f"Another process is unpacking Apptainer: waiting until it is done ({archive.root}.lock).\n"
     assert [process.stderr.readline() for process in waiting] == [waited] * 7
     archive.hold.unlink()
     said = [process.communicate(timeout=500) for process in asked]
     assert [process.returncode for process in asked] == [0] * 8, said
     assert [out for out, _ in said] == [f"{archive.root}: run it as containers/apptainer\n"] * 8
-    assert len(archive.called()) == 1
+    assert len(archive.read_calls()) == 1
     assert (archive.root / "etc" / "subuid").read_text() == "root:0:65536\n" and (archive.root / "etc" / "19").exists()
-    assert archive.left_beside() == ["apptainer.lock"]
+    assert archive.list_cache() == ["apptainer.lock"]
 
 
-def test_when_all_of_the_unpacking_process_is_killed_the_next_one_unpacks_from_scratch(archive: Archive):
+def test_after_a_killed_unpacking_the_next_caller_starts_from_scratch(archive: Archive):
     archive.hold.touch()
-    first = archive.ask()
+    first = archive.query()
     archive.wait_for_call(1)
     os.killpg(first.pid, signal.SIGKILL)
     assert first.wait(500) == -signal.SIGKILL and not archive.root.exists()
     archive.hold.unlink()
-    second = archive.ask()
+    second = archive.query()
     assert second.wait(500) == 0
-    assert len(archive.called()) == 2 and archive.left_beside() == ["apptainer.lock"]
+    assert len(archive.read_calls()) == 2 and archive.list_cache() == ["apptainer.lock"]
 
 
-def test_what_a_killed_process_started_keeps_others_out_until_it_has_ended(archive: Archive):
+def test_children_of_a_killed_process_keep_the_lock_until_they_end(archive: Archive):
     archive.hold.touch()
-    first = archive.ask()
+    first = archive.query()
     archive.wait_for_call(1)
     first.kill()
     assert first.wait(500) == -signal.SIGKILL
-    second = archive.ask()
+    second = archive.query()
     assert second.stderr.readline().startswith("Another process is unpacking Apptainer")
-    assert len(archive.called()) == 1, "two unpack at once"
+    assert len(archive.read_calls()) == 1, "two unpack at once"
     archive.hold.unlink()
     assert second.wait(500) == 0
-    assert len(archive.called()) == 2 and archive.left_beside() == ["apptainer.lock"]
+    assert len(archive.read_calls()) == 2 and archive.list_cache() == ["apptainer.lock"]
 
 
 @pytest.mark.skipif(os.environ.get("REQUIRE_CONTAINERS", "") == "", reason="REQUIRE_CONTAINERS is not set: fetches")
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can unpack an Apptainer")
 @pytest.mark.slow
-def test_eight_that_want_the_real_apptainer_at_once_can_run_it(tmp_path: Path):
+def test_eight_concurrent_callers_can_run_the_real_apptainer(tmp_path: Path):
     if installed := shutil.which("apptainer"):
         pytest.skip(f"{installed} is installed: nothing is unpacked")
     environ = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
@@ -136,7 +136,7 @@ def test_eight_that_want_the_real_apptainer_at_once_can_run_it(tmp_path: Path):
     shutil.rmtree(tmp_path / "trainyard")  # hundreds of MB, which pytest would keep for three sessions
 
 
-def test_asking_for_apptainer_fetches_nothing(tmp_path: Path):
+def test_looking_for_apptainer_downloads_nothing(tmp_path: Path):
     if installed := shutil.which("apptainer"):
         pytest.skip(f"{installed} is installed")
     said = run_script(APPTAINER, "--version", environ={"XDG_CACHE_HOME": str(tmp_path)})
@@ -149,7 +149,7 @@ def test_asking_for_apptainer_fetches_nothing(tmp_path: Path):
 
 @pytest.fixture
 def lock(tmp_path: Path) -> Path:
-    """A lock of one package, which lies here."""
+    """A lock of one local package."""
     wheel = tmp_path / "tiny-1-py3-none-any.whl"
     about = {"METADATA": "Metadata-Version: 2.1\nName: tiny\nVersion: 1\n", "WHEEL": "Wheel-Version: 1.0\n"}
     about["WHEEL"] += "Generator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
@@ -169,12 +169,12 @@ def start_venv(folder: Path, lock: Path) -> "subprocess.Popen[str]":
     return subprocess.Popen([str(word) for word in command], text=True, start_new_session=True, **pipes)
 
 
-def value_in(folder: Path) -> str:
+def read_value(folder: Path) -> str:
     command = [str(folder / "bin" / "python"), "-c", "import tiny; print(tiny.VALUE)"]
     return subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
 
 
-def test_set_ups_take_turns_and_what_is_done_is_not_done_again(tmp_path: Path, lock: Path):
+def test_concurrent_set_ups_take_turns_and_work_once(tmp_path: Path, lock: Path):
     from once import hold_lock
 
     folder = tmp_path / "venv"
@@ -185,14 +185,14 @@ def test_set_ups_take_turns_and_what_is_done_is_not_done_again(tmp_path: Path, l
         assert not folder.exists()
     said = [process.communicate(timeout=500)[1] for process in asked]
     assert [process.returncode for process in asked] == [0, 0], said
-    assert value_in(folder) == "1\n"
+    assert read_value(folder) == "1\n"
     made = (folder / "pyvenv.cfg").stat()
     again = start_venv(folder, lock)
     assert again.communicate(timeout=500)[1] == "" and again.returncode == 0
     assert (folder / "pyvenv.cfg").stat().st_ino == made.st_ino
 
 
-def test_a_set_up_that_was_killed_is_done_again_from_nothing(tmp_path: Path, lock: Path):
+def test_a_killed_set_up_is_repeated_from_scratch(tmp_path: Path, lock: Path):
     folder = tmp_path / "venv"
     first = start_venv(folder, lock)
     deadline = time.monotonic() + 500
@@ -204,7 +204,7 @@ def test_a_set_up_that_was_killed_is_done_again_from_nothing(tmp_path: Path, loc
     assert not (folder / ".done").exists()
     again = start_venv(folder, lock)
     assert again.wait(500) == 0, again.stderr.read()
-    assert value_in(folder) == "1\n"
+    assert read_value(folder) == "1\n"
 
 
 @pytest.mark.parametrize(
@@ -214,7 +214,7 @@ def test_a_set_up_that_was_killed_is_done_again_from_nothing(tmp_path: Path, loc
         ("GLIBC", (9, 99), "glibc 9.99 or newer, and this is Linux x86_64 with glibc 2."),
     ],
 )
-def test_a_machine_on_which_no_environment_can_be_made_is_told_why(constant, value, said, tmp_path, monkeypatch):
+def test_an_unsuitable_machine_is_refused_with_the_reason(constant, value, said, tmp_path, monkeypatch):
     import machine
 
     assert machine.why_no_environment(tmp_path / "venv", disk_gib=0.001) is None
@@ -223,7 +223,7 @@ def test_a_machine_on_which_no_environment_can_be_made_is_told_why(constant, val
     assert said in lack and "\n" not in lack
 
 
-def test_too_little_disk_or_memory_is_said_with_what_there_is(tmp_path):
+def test_too_little_disk_or_memory_is_reported_with_what_is_available(tmp_path):
     import machine
 
     lack = machine.why_no_environment(tmp_path / "venv", disk_gib=10**6)
@@ -233,14 +233,14 @@ def test_too_little_disk_or_memory_is_said_with_what_there_is(tmp_path):
     assert run_script(*MACHINE, "--memory-gib", "0.001", "--purpose", "the tests").returncode == 0
 
 
-def test_memory_is_the_containers_where_that_is_less(tmp_path: Path):
+def test_a_containers_memory_limit_counts(tmp_path: Path):
     import machine
 
     (tmp_path / "meminfo").write_text("MemTotal:  25165824 kB\nMemAvailable:  16777216 kB\n")
-    ask = (tmp_path / "meminfo", tmp_path)
-    assert machine.available_memory_gib(*ask) == 16
+    query = (tmp_path / "meminfo", tmp_path)
+    assert machine.available_memory_gib(*query) == 16
     (tmp_path / "memory.current").write_text(f"{1 << 30}\n")
     (tmp_path / "memory.max").write_text("max\n")
-    assert machine.available_memory_gib(*ask) == 16
+    assert machine.available_memory_gib(*query) == 16
     (tmp_path / "memory.max").write_text(f"{3 << 30}\n")
-    assert machine.available_memory_gib(*ask) == 2
+    assert machine.available_memory_gib(*query) == 2

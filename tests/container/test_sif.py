@@ -1,4 +1,4 @@
-"""The SIF of the CPU image under a real Apptainer: the host's Python stays out, what Slurm says and sends comes in."""
+"""The SIF of the CPU image under a real Apptainer: the host's Python stays out, Slurm's variables get in."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from tests.training import FAMILIES, differences, state_of
 
 @pytest.fixture
 def hostile(tmp_path: Path) -> dict[str, str]:
-    """An environment that puts other modules before everybody's."""
+    """An environment that would load foreign modules first."""
     folder = tmp_path / "hostile"
     folder.mkdir()
     for name in ("torch", "trainyard", "submitit"):
@@ -26,36 +26,36 @@ def hostile(tmp_path: Path) -> dict[str, str]:
     return {"PYTHONPATH": str(folder), "PYTHONHOME": str(folder), **start}
 
 
-def inside(sif: Path, folder: Path, *words: str | Path) -> list[str]:
-    """Return the command that runs something in the SIF, which sees this checkout and a folder."""
+def build_exec_command(sif: Path, folder: Path, *words: str | Path) -> list[str]:
+    """Return the command that runs something in the SIF with this checkout and a folder mounted."""
     binds = ["--bind", str(ROOT), "--bind", str(folder)]
     return [str(word) for word in (APPTAINER, "exec", *binds, sif, *words)]
 
 
 def test_the_hosts_python_settings_change_nothing(sif: Path, hostile: dict[str, str], tmp_path: Path):
     code = "import sys, torch, trainyard, submitit; print(torch.__file__, trainyard.__file__, sys.flags.optimize)"
-    done = run_script(*inside(sif, tmp_path, "python", "-c", code), environ=hostile)
+    done = run_script(*build_exec_command(sif, tmp_path, "python", "-c", code), environ=hostile)
     assert done.returncode == 0, done.stderr
     torch, trainyard, optimize = done.stdout.split()
     assert torch.startswith("/opt/venv/") and trainyard.startswith("/opt/trainyard/src/") and optimize == "0"
 
 
-def test_what_a_run_says_about_itself_comes_through(sif: Path, hostile: dict[str, str], tmp_path: Path):
+def test_a_runs_own_variables_pass_through(sif: Path, hostile: dict[str, str], tmp_path: Path):
     said = {"SLURM_JOB_ID": "77", "SLURM_PROCID": "3", "SUBMITIT_EXECUTOR": "slurm", "TRAINYARD_ATTEMPT": "77-0"}
     own_code = {"APPTAINERENV_PYTHONPATH": str(ROOT / "src")}
     code = f"import json, os, trainyard; print(json.dumps([trainyard.__file__, *map(os.environ.get, {list(said)})]))"
-    done = run_script(*inside(sif, tmp_path, "python", "-c", code), environ={**hostile, **own_code, **said})
+    done = run_script(*build_exec_command(sif, tmp_path, "python", "-c", code), environ={**hostile, **own_code, **said})
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == [str(ROOT / "src" / "trainyard" / "__init__.py"), *said.values()]
 
 
-def test_it_says_which_lock_it_was_made_from(sif: Path):
-    from built import digest_of
+def test_it_names_the_lock_it_was_made_from(sif: Path):
+    from local_image import hash_file
 
     done = run_script(APPTAINER, "inspect", "--json", "--labels", sif)
     labels = json.loads(done.stdout)["data"]["attributes"]["labels"]
     assert labels["io.trainyard.target"] == "cpu"
-    assert labels["io.trainyard.lock"] == digest_of(ROOT / "containers" / "cpu.lock"), "make sif HW=cpu"
+    assert labels["io.trainyard.lock"] == hash_file(ROOT / "containers" / "cpu.lock"), "make sif HW=cpu"
     assert labels["org.label-schema.usage.singularity.deffile.from"] == "image.tar", (
         "a path of the machine that built it"
     )
@@ -66,16 +66,14 @@ def test_submitit_starts_a_function_in_it(sif: Path, tmp_path: Path):
 
     from submitit import LocalExecutor
 
-    executor = LocalExecutor(tmp_path / "jobs", python=shlex.join(inside(sif, tmp_path, "python")))
+    executor = LocalExecutor(tmp_path / "jobs", python=shlex.join(build_exec_command(sif, tmp_path, "python")))
     executor.update_parameters(timeout_min=5)
     assert executor.submit(operator.mul, 6, 7).result() == 42
 
 
-def test_a_run_that_is_warned_saves_leaves_and_goes_on_to_the_same_bits(
-    sif: Path, hostile: dict[str, str], tmp_path: Path
-):
+def test_a_run_warned_in_a_sif_saves_and_resumes_to_the_same_bits(sif: Path, hostile: dict[str, str], tmp_path: Path):
     environ = {**hostile, "APPTAINERENV_PYTHONPATH": str(ROOT / "src")}
-    whole, stopped = (inside(sif, tmp_path, *training(tmp_path / name)) for name in ("whole", "stopped"))
+    whole, stopped = (build_exec_command(sif, tmp_path, *training(tmp_path / name)) for name in ("whole", "stopped"))
     assert run_script(*whole, environ=environ).returncode == 0
     with (tmp_path / "said").open("w") as said:
         process = subprocess.Popen(stopped, cwd=ROOT, stdout=said, stderr=said, env={**os.environ, **environ})

@@ -1,4 +1,4 @@
-"""A job whose ranks run in an image on a real Slurm: warned inside, started again from outside, where scontrol is."""
+"""Ranks in a container on a real Slurm: warned inside, requeued from outside, where scontrol is."""
 
 import shutil
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
 @pytest.fixture(scope="module")
 def unpacked(sif: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The SIF as a folder.
+    """The unpacked SIF.
 
     The lab has no cgroups to keep track of processes, so Slurm sends a warning to all descendants, and that ends the
     one by which Apptainer reads a SIF. Clusters that track by cgroup signal the ranks alone.
@@ -30,7 +30,7 @@ def unpacked(sif: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pa
 
 @pytest.fixture
 def in_the_image(unpacked: Path, tmp_path: Path) -> Path:
-    """The lab's cluster file, with the image to run in."""
+    """The lab's cluster file, with a container image."""
     content = yaml.safe_load(LAB_FILE.read_text())
     content["shared"] = [str(ROOT), str(tmp_path)]
     content["setup"] = [f"export PATH={ROOT / 'containers'}:$PATH"]
@@ -47,7 +47,7 @@ def on_the_lab(lab: Lab) -> Iterator[None]:  # noqa: F811
         yield
 
 
-def test_a_run_in_an_image_is_warned_saves_and_is_started_again_by_the_host(
+def test_a_warned_run_in_a_container_saves_and_is_requeued_by_the_host(
     lab: Lab,  # noqa: F811
     in_the_image: Path,
     tmp_path: Path,

