@@ -13,7 +13,7 @@ from loguru import logger
 
 from trainyard import __version__
 from trainyard import config as configs
-from trainyard.cli import cluster
+from trainyard.cli import cluster, gc
 from trainyard.cli.verb import Verbs, add_verb, beside_checkout
 from trainyard.errors import UserError
 from trainyard.hardware import set_openmp_wait_policy
@@ -80,6 +80,7 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
         _add_predict,
         _add_bench,
         cluster.add_commands,
+        gc.add_commands,
     ):
         add(verbs)
     if not set(argv) & set(verbs.choices):
