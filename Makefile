@@ -1,4 +1,4 @@
-# The commands people type. Values reach the shell only through quoted variables.
+# The commands that people type. Values reach the shell only through quoted variables.
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -9,16 +9,16 @@ VENV := .venv
 T := $(VENV)/bin/trainyard
 export JOB DATA RUN RAW OUT GPUS SET NAME WHEELS BUNDLE HW NODES TIME CLUSTER RUNS SWEEP MAX_PARALLEL
 
-# DATA=folder  GPUS=n  NAME=name  SET="option=value option=value", handed on word by word and never evaluated
+# DATA=folder  GPUS=n  NAME=name  SET="option=value option=value": passed on word by word, never evaluated
 words = set -f; args=(); [ -z "$${DATA:-}" ] || args+=("data.path=$$DATA"); [ -z "$${GPUS:-}" ] || args+=(--gpus "$$GPUS"); \
 	[ -z "$${NAME:-}" ] || args+=(--name "$$NAME"); for word in $${SET:-}; do args+=("$$word"); done
 
 # HW=type  NODES=n  TIME=8h30m  CLUSTER=name  RUNS=folder  DRY=1
-wish = $(words); for pair in "hw $${HW:-}" "nodes $${NODES:-}" "time $${TIME:-}" "cluster $${CLUSTER:-}" "runs $${RUNS:-}"; do \
+request = $(words); for pair in "hw $${HW:-}" "nodes $${NODES:-}" "time $${TIME:-}" "cluster $${CLUSTER:-}" "runs $${RUNS:-}"; do \
 	[ -z "$${pair\#* }" ] || args+=("--$${pair%% *}" "$${pair\#* }"); done
 
 .PHONY: help setup run resume submit sweep results status logs why cancel runs cluster-check slurm-lab-up slurm-lab-down \
-	slurm-lab-status image test-image run-image sif wheelhouse bundle verify-bundle test lint pack verify report jobs bench bench-peers lock clean
+	slurm-lab-status image test-image run-image sif wheelhouse bundle verify-bundle test test-fast test-long lint pack verify report jobs bench bench-peers lock gc clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -33,20 +33,20 @@ $(VENV)/.done: containers/dev.lock pyproject.toml
 run: setup ## train: JOB=fingerprint_demo  DATA=folder  GPUS=n  SET="optimizer.lr=1e-4 seed=1"
 	@$(words); $(T) run "$$JOB" "$${args[@]}"
 
-resume: setup ## go on with a run, where it was: RUN=folder, or RUN=job for its newest  [GPUS=4 HW=a5000]
-	@$(wish); $(T) resume "$${RUN:-$$JOB}" "$${args[@]}"
+resume: setup ## resume a run where it ran: RUN=folder, or RUN=job for its newest  [GPUS=4 HW=a5000]
+	@$(request); $(T) resume "$${RUN:-$$JOB}" "$${args[@]}"
 
 submit: setup ## train on a cluster: JOB=fingerprint_1m GPUS=8  [HW=a100 NODES=2 TIME=8h CLUSTER=name DRY=1]
-	@$(wish); [ -z "$(DRY)" ] || args+=(--dry); $(T) submit "$$JOB" "$${args[@]}"
+	@$(request); [ -z "$(DRY)" ] || args+=(--dry); $(T) submit "$$JOB" "$${args[@]}"
 
 sweep: setup ## one array of runs: JOB=job SWEEP="optimizer.lr=1e-4,3e-4 seed=0,1,2"  [MAX_PARALLEL=4]
-	@$(wish); $(T) sweep "$$JOB" --sweep "$${SWEEP:?is missing. Type: make sweep JOB=$$JOB SWEEP=\"seed=0,1,2\"}" \
+	@$(request); $(T) sweep "$$JOB" --sweep "$${SWEEP:?is missing. Type: make sweep JOB=$$JOB SWEEP=\"seed=0,1,2\"}" \
 		--max-parallel "$${MAX_PARALLEL:-0}" "$${args[@]}"
 
-results: setup ## of a sweep: RUN=sweep
+results: setup ## the results of a sweep: RUN=sweep
 	@$(T) results "$${RUN:?is missing. Type: make results RUN=name-of-the-sweep}"
 
-status: setup ## what runs, waits or ended lately  [RUN=run, job or sweep]
+status: setup ## what runs, waits or has ended lately  [RUN=run, job or sweep]
 	@$(T) status $${RUN:+"$$RUN"}
 
 logs: setup ## a run's log, until it ends: RUN=run or job
@@ -61,16 +61,16 @@ cancel: setup ## stop a run, resumably: RUN=run, job or sweep
 runs: setup ## list all runs
 	@$(T) runs
 
-cluster-check: setup ## hold slurm/NAME.yaml against the Slurm here: CLUSTER=NAME
+cluster-check: setup ## check slurm/NAME.yaml against this Slurm: CLUSTER=NAME
 	@$(T) cluster-check $${CLUSTER:+"$$CLUSTER"}
 
-slurm-lab-up: ## a real Slurm on this machine, to learn and test on (slurm/lab)
+slurm-lab-up: ## start a real Slurm on this machine, to learn and test with (slurm/lab)
 	@$(PYTHON) slurm/lab/lab.py up
 
-slurm-lab-down: ## end it, and every job in it
+slurm-lab-down: ## stop it, and every job in it
 	@$(PYTHON) slurm/lab/lab.py down
 
-slurm-lab-status: ## its nodes, jobs and daemons
+slurm-lab-status: ## show its nodes, jobs and daemons
 	@$(PYTHON) slurm/lab/lab.py status
 
 .venv-peers/.done: benchmarks/peers.lock
@@ -82,56 +82,67 @@ slurm-lab-status: ## its nodes, jobs and daemons
 pack: setup ## write shards: JOB=fingerprint_1m RAW=folder OUT=folder
 	@$(words); $(T) pack "$$JOB" "$${RAW:?is missing. Type: make pack JOB=$$JOB RAW=folder-of-raw-files OUT=folder-of-shards}" "$${OUT:?is missing. Type: make pack JOB=$$JOB RAW=folder-of-raw-files OUT=folder-of-shards}" "$${args[@]}"
 
-verify: setup ## read shards in full and name every damaged record: OUT=folder
+verify: setup ## read shards in full and list every damaged record: OUT=folder
 	@$(T) verify "$${OUT:?is missing. Type: make verify OUT=folder-of-shards}"
 
-report: setup ## write a run's report: RUN=folder, or RUN=job for its newest
+report: setup ## write a run's HTML report: RUN=folder, or RUN=job for its newest
 	@$(T) report "$${RUN:-$$JOB}"
 
 jobs: setup ## list the jobs
 	@$(T) jobs
 
-image: ## build the image for a card: HW=a100 (default: cpu)  [WHEELS=folder BASE_IMAGE=name]
+image: ## build the container image for a card: HW=a100 (default: cpu)  [WHEELS=folder BASE_IMAGE=name]
 	@$(PYTHON) containers/image.py build "$${HW:-cpu}" $${WHEELS:+--wheelhouse "$$WHEELS"}
 
-test-image: ## the test suite in the image, sealed off: HW=a100
+test-image: ## run the test suite in the container image, without network: HW=a100
 	@$(PYTHON) containers/image.py test "$${HW:-cpu}"
 
-run-image: ## train in the image: HW=a100 JOB=fingerprint_demo  [GPUS=n DATA=folder NAME=name SET="option=value"]
+run-image: ## train in the container image: HW=a100 JOB=fingerprint_demo  [GPUS=n DATA=folder NAME=name SET="option=value"]
 	@set -f; args=($${SET:-}); [ -z "$${GPUS:-}" ] || args+=(--gpus "$$GPUS"); [ -z "$${DATA:-}" ] || args+=(--data "$$DATA"); \
 		[ -z "$${NAME:-}" ] || args+=(--name "$$NAME"); $(PYTHON) containers/image.py run "$${HW:-cpu}" "$$JOB" "$${args[@]}"
 
-sif: ## an Apptainer image: HW=a100
+sif: ## make an Apptainer image: HW=a100
 	@$(PYTHON) containers/image.py sif "$${HW:-cpu}"
 
-wheelhouse: ## wheels for a build without network: HW=a100 OUT=folder
+wheelhouse: ## download wheels for a build without network: HW=a100 OUT=folder
 	@$(PYTHON) containers/image.py wheelhouse "$${HW:-cpu}" "$${OUT:?is missing. Type: make wheelhouse HW=cpu OUT=wheels}"
 
-bundle: ## image, code, data, hashes, bill of materials: HW=a100 OUT=file.tar  [WHEELS=folder]
+bundle: ## write one tar of image, code, data, hashes, bill of materials: HW=a100 OUT=file.tar  [WHEELS=folder]
 	@$(PYTHON) containers/image.py bundle "$${HW:-cpu}" "$${OUT:?is missing. Type: make bundle HW=cpu OUT=trainyard.tar}" $${WHEELS:+--wheelhouse "$$WHEELS"}
 
-verify-bundle: ## compare every byte of a bundle, and train without network: BUNDLE=file.tar
+verify-bundle: ## check every file of a bundle, and train without network: BUNDLE=file.tar
 	@$(PYTHON) containers/image.py verify-bundle "$${BUNDLE:?is missing. Type: make verify-bundle BUNDLE=trainyard.tar}"
 
-test: setup ## lint, then all tests: CPU, no network
+pytest = $(VENV)/bin/python -m pytest -n auto --dist loadgroup --no-loadscope-reorder
+
+test: setup ## lint, then the tests that decide: CPU, no network
 	@$(PYTHON) containers/machine.py --memory-gib 8 --purpose "the tests"
 	@$(MAKE) --no-print-directory lint
-	@$(VENV)/bin/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
+	@$(pytest) -m "not long"
+
+test-fast: setup ## the tests to run all day: no Slurm, no container, no training beyond seconds
+	@$(pytest) -m "not long and not slow and not cluster"
+
+test-long: setup ## the tests that take minutes, one after the other; writes tests/long.json, to be committed
+	@$(VENV)/bin/python tests/run_long.py
 
 lint: setup ## ruff and mypy --strict
 	@$(VENV)/bin/ruff format --check . && $(VENV)/bin/ruff check . && $(VENV)/bin/mypy
 
-bench: setup ## read, decode and step rates against the peers in the same environment, into benchmarks/
+bench: setup ## measure reading, decoding and steps against other loaders, into benchmarks/
 	@$(T) bench
 
-bench-peers: setup .venv-peers/.done ## the same, with webdataset, MosaicML Streaming and FFCV (benchmarks/README.md)
+bench-peers: setup .venv-peers/.done ## the same, adding webdataset, MosaicML Streaming and FFCV (benchmarks/README.md)
 	@$(T) bench --peers .venv-peers
 
-lock: setup ## resolve containers/*.in anew into *.lock, from PyPI alone
+lock: setup ## resolve containers/*.in into *.lock again, from PyPI alone
 	@cd containers && for target in *.in; do \
 		env -u PIP_FIND_LINKS ../$(VENV)/bin/uv pip compile "$$target" --output-file "$${target%.in}.lock" --generate-hashes --quiet \
 			--no-header --only-binary :all: --no-binary antlr4-python3-runtime \
 			--python-version 3.11 --python-platform x86_64-manylinux_2_28; done
+
+gc: setup ## show what takes disk space and who needs it
+	@$(T) gc
 
 clean: ## delete runs/ and data/, after asking; keeps the environment
 	@du -sh runs data 2>/dev/null || true; read -r -p "Delete these, runs and checkpoints included? [y/N] " answer || true; \

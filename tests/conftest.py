@@ -9,16 +9,6 @@ import pytest
 from tests.images import pack_folder, write_folder
 from trainyard.data.shards import ShardSet
 
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """For `pytest -n`: one process has the one Slurm of this machine, and begins with it; others take whole files."""
-    clusters = ("slurm", "container")
-    items.sort(key=lambda item: item.path.parent.name not in clusters)
-    for item in items:
-        group = "cluster" if item.path.parent.name in clusters else item.path.stem
-        item.add_marker(pytest.mark.xdist_group(group))
-
-
 # The same examples in each run, however loaded the machine: a failure is then nobody's bad luck.
 hypothesis.settings.register_profile("trainyard", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("trainyard")

@@ -1,0 +1,116 @@
+"""The language of the code: words that were replaced stay away, and functions are verbs. See CONTRIBUTING.md, Words."""
+
+import ast
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+READ = ("src", "jobs", "containers", "slurm", "benchmarks", "docs", "tests", "README.md", "CONTRIBUTING.md", "Makefile")
+UNREAD = re.compile(r"tests/compat/|\.lock$|\.jsonl$|\.json$|\.h5$|\.ckpt$|tests/test_words\.py$")
+
+REPLACED = {
+    r"\banew\b": "again, from scratch",
+    r"\bh[eo]ld\w* (\w+ ){0,4}against\b": "compare with, check against",
+    r"\b(go|goes|going|gone|went) on with\b": "resume, continue",
+    r"\bhow-manieth\b": "index",
+    r"\bhand(ed|s)? in\b": "submit",
+    r"\bstands? (in|beside|on|above|below|there)\b": "is in, is next to",
+    r"\bbeside\b": "next to, alongside, compared with",
+    r"\bdecode_sound|SoundSettings\b": "decode_audio, AudioSettings",
+    r"\w*[Pp]icture\w*": "image",
+    r"\bmend(s|ed|ing)?\b": "fix, repair",
+    r"\bwish(es|ed)?\b": "resource request, requirement",
+}
+"""What is refused, and what to write instead."""
+
+STORED = re.compile(
+    r"\"pictures?\"|'pictures?'|\bhas_picture\b|\bpicture_dims\b|\bmissing_picture\b|\bpairs_per_picture\b"
+    r"|--pictures\b|\bpicture_px\b|pictures/s|pictures_per_s|args\.pictures"
+)
+"""Names that files on disk carry and that people have typed: they stay."""
+
+VERBS = {"embed", "exceed", "feed", "need", "proceed", "seed", "shed", "shred", "speed"}
+PARTICIPLES = {"built", "chosen", "drawn", "found", "grown", "heard", "held", "kept", "left", "made", "said"}
+PARTICIPLES |= {"seen", "shown", "taken", "told", "written"}
+
+
+def find_words(root: Path, files: list[Path]) -> list[str]:
+    """Return each replaced word with its place and what to write instead."""
+    wrong = []
+    for path in files:
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            plain = STORED.sub("", line)
+            wrong += [
+                f"{path.relative_to(root)}:{number}: '{found[0]}': write {instead}"
+                for pattern, instead in REPLACED.items()
+                if (found := re.search(pattern, plain))
+            ]
+    return wrong
+
+
+def find_participles(root: Path, files: list[Path]) -> list[str]:
+    """Return functions that are not named by a verb; properties, fixtures and tests may be nouns."""
+    wrong = []
+    for path in files:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            if any(re.search("property|fixture", ast.unparse(one)) for one in node.decorator_list):
+                continue
+            name = node.name.strip("_")
+            if name.endswith("_of") or name in PARTICIPLES or (re.fullmatch("[a-z]+ed", name) and name not in VERBS):
+                wrong.append(f"{path.relative_to(root)}:{node.lineno}: {node.name}: a function is a verb")
+    return wrong
+
+
+def list_files(*folders: str) -> list[Path]:
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "--", *folders],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    files = [ROOT / name for name in listed.stdout.splitlines() if not UNREAD.search(name)]
+    files = [path for path in files if path.is_file()]
+    assert len(files) > 100, f"only {len(files)} files found: has the source moved?"
+    return files
+
+
+def test_replaced_words_stay_away():
+    assert find_words(ROOT, list_files(*READ)) == []
+
+
+def test_functions_are_verbs():
+    code = [path for path in list_files("src", "jobs", "containers", "benchmarks") if path.suffix == ".py"]
+    assert find_participles(ROOT, [path for path in code if not path.name.startswith("test_")]) == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "# The weights are read anew.",
+        "# Each shard is held against its hash.",
+        "# Go on with that run.",
+        "# A picture of a finger.",
+        "raw_pictures = 3",
+        "# The index stands beside it.",
+    ],
+)
+def test_a_planted_word_is_found(line, tmp_path):
+    (tmp_path / "planted.py").write_text(f"{line.replace('Go on', 'They go on')}\n")
+    assert find_words(tmp_path, [tmp_path / "planted.py"])
+
+
+@pytest.mark.parametrize("name", ["losses_of", "_drawn", "decoded", "kept"])
+def test_a_planted_participle_is_found(name, tmp_path):
+    (tmp_path / "planted.py").write_text(f"def {name}(x):\n    return x\n")
+    assert find_participles(tmp_path, [tmp_path / "planted.py"])
+
+
+def test_stored_names_and_verbs_are_left_alone(tmp_path):
+    (tmp_path / "fine.py").write_text('KIND = "picture"\n\n\ndef embed(x):\n    return x\n')
+    assert find_words(tmp_path, [tmp_path / "fine.py"]) == find_participles(tmp_path, [tmp_path / "fine.py"]) == []
