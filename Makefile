@@ -113,12 +113,14 @@ bundle: ## write one tar of image, code, data, hashes, bill of materials: HW=a10
 verify-bundle: ## check every file of a bundle, and train without network: BUNDLE=file.tar
 	@$(PYTHON) containers/image.py verify-bundle "$${BUNDLE:?is missing. Type: make verify-bundle BUNDLE=trainyard.tar}"
 
-pytest = $(VENV)/bin/python -m pytest -n auto --dist loadgroup --no-loadscope-reorder
+# COVERAGE=1: measured, processes that tests start included
+pytest = $(VENV)/bin/$(if $(COVERAGE),coverage run,python) -m pytest -n auto --dist loadgroup --no-loadscope-reorder
 
-test: setup ## lint, then the tests that decide: CPU, no network
+test: setup ## lint, then the tests that decide: CPU, no network  [COVERAGE=1]
 	@$(PYTHON) containers/machine.py --memory-gib 8 --purpose "the tests"
 	@$(MAKE) --no-print-directory lint
 	@$(pytest) -m "not long"
+	@[ -z "$(COVERAGE)" ] || { $(VENV)/bin/coverage combine --quiet; $(VENV)/bin/coverage report --sort=cover | tail -n 15; }
 
 test-fast: setup ## the tests to run all day: no Slurm, no container, no training beyond seconds
 	@$(pytest) -m "not long and not slow and not cluster"
@@ -126,8 +128,8 @@ test-fast: setup ## the tests to run all day: no Slurm, no container, no trainin
 test-long: setup ## the tests that take minutes, one after the other; writes tests/long.json, to be committed
 	@$(VENV)/bin/python tests/run_long.py
 
-lint: setup ## ruff and mypy --strict
-	@$(VENV)/bin/ruff format --check . && $(VENV)/bin/ruff check . && $(VENV)/bin/mypy
+lint: setup ## ruff, codespell and mypy --strict
+	@$(VENV)/bin/ruff format --check . && $(VENV)/bin/ruff check . && $(VENV)/bin/codespell && $(VENV)/bin/mypy
 
 bench: setup ## measure reading, decoding and steps against other loaders, into benchmarks/
 	@$(T) bench

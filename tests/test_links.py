@@ -1,0 +1,52 @@
+"""Links between our pages lead somewhere: files, headings, and files that make and the pages name."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def list_pages() -> list[Path]:
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "--", "*.md"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    pages = [ROOT / name for name in listed.stdout.splitlines() if (ROOT / name).is_file()]
+    assert len(pages) > 8, f"only {len(pages)} pages found"
+    return pages
+
+
+def find_broken_links(page: Path) -> list[str]:
+    """Return the relative links of a page whose file or heading does not exist."""
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    broken = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"[a-z]+:", target):
+            continue  # another site's: no network in tests
+        name, _, heading = target.partition("#")
+        file = (page.parent / name).resolve() if name else page
+        if not file.exists() or (heading and heading not in list_anchors(file)):
+            broken.append(target)
+    return broken
+
+
+def list_anchors(page: Path) -> set[str]:
+    """Return the anchors that hosting sites make of a page's headings."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", list_pages(), ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_of_a_page_leads_somewhere(page):
+    assert find_broken_links(page) == []
+
+
+def test_a_broken_link_is_found(tmp_path):
+    (tmp_path / "a.md").write_text("# One heading\n[x](b.md) [y](#one-heading) [z](#none) [w](https://example.org)\n")
+    assert find_broken_links(tmp_path / "a.md") == ["b.md", "#none"]
