@@ -7,7 +7,7 @@ PYTHON ?= python3
 JOB ?= fingerprint_demo
 VENV := .venv
 T := $(VENV)/bin/trainyard
-export JOB DATA RUN RAW OUT GPUS SET NAME WHEELS BUNDLE HW NODES TIME CLUSTER RUNS SWEEP MAX_PARALLEL
+export JOB DATA RUN RAW OUT GPUS SET NAME WHEELS BUNDLE HW NODES TIME CLUSTER RUNS SWEEP MAX_PARALLEL DRY COVERAGE
 
 # DATA=folder  GPUS=n  NAME=name  SET="option=value option=value": passed on word by word, never evaluated
 words = set -f; args=(); [ -z "$${DATA:-}" ] || args+=("data.path=$$DATA"); [ -z "$${GPUS:-}" ] || args+=(--gpus "$$GPUS"); \
@@ -37,7 +37,7 @@ resume: setup ## resume a run where it ran: RUN=folder, or RUN=job for its newes
 	@$(request); $(T) resume "$${RUN:-$$JOB}" "$${args[@]}"
 
 submit: setup ## train on a cluster: JOB=fingerprint_1m GPUS=8  [HW=a100 NODES=2 TIME=8h CLUSTER=name DRY=1]
-	@$(request); [ -z "$(DRY)" ] || args+=(--dry); $(T) submit "$$JOB" "$${args[@]}"
+	@$(request); [ -z "$${DRY:-}" ] || args+=(--dry); $(T) submit "$$JOB" "$${args[@]}"
 
 sweep: setup ## one array of runs: JOB=job SWEEP="optimizer.lr=1e-4,3e-4 seed=0,1,2"  [MAX_PARALLEL=4]
 	@$(request); $(T) sweep "$$JOB" --sweep "$${SWEEP:?is missing. Type: make sweep JOB=$$JOB SWEEP=\"seed=0,1,2\"}" \
@@ -120,7 +120,7 @@ test: setup ## lint, then the tests that decide: CPU, no network  [COVERAGE=1]
 	@$(PYTHON) containers/machine.py --memory-gib 8 --purpose "the tests"
 	@$(MAKE) --no-print-directory lint
 	@$(pytest) -m "not long"
-	@[ -z "$(COVERAGE)" ] || { $(VENV)/bin/coverage combine --quiet; $(VENV)/bin/coverage report --sort=cover | tail -n 15; }
+	@[ -z "$${COVERAGE:-}" ] || { $(VENV)/bin/coverage combine --quiet; $(VENV)/bin/coverage report --sort=cover | tail -n 15; }
 
 test-fast: setup ## the tests to run all day: no Slurm, no container, no training beyond seconds
 	@$(pytest) -m "not long and not slow and not cluster"
