@@ -1,4 +1,4 @@
-"""The folder of a run, written for tests as the launcher, the batch script and the ranks write it."""
+"""Writes run folders for tests, as the launcher, the batch script and the ranks write them."""
 
 import json
 from collections.abc import Mapping
@@ -25,8 +25,8 @@ torch.OutOfMemoryError: CUDA out of memory.
 """
 
 
-class Folder:
-    """The folder of a run, written as the launcher, the batch script and the ranks write it."""
+class RunFolder:
+    """A run folder, written as the launcher, the batch script and the ranks write it."""
 
     def __init__(self, root: Path, *, job: str | None = "12", slurm_name: str = "lab") -> None:
         self.job, self.slurm_name = job, slurm_name
@@ -34,7 +34,7 @@ class Folder:
         self.logs = self.run / "slurm"
         self.logs.mkdir(parents=True)
         (self.run / "config.yaml").write_text("job: prints\noptimizer: {name: adamw, lr: 0.004}\n")
-        choices = {"micro_batch_size": {"value": 32, "reason": "as asked"}}
+        choices = {"micro_batch_size": {"value": 32, "reason": "as requested"}}
         (self.run / "env.json").write_text(json.dumps({"choices": choices}))
         if job is not None:
             self.submit(job, NOW - 9000)
@@ -42,43 +42,43 @@ class Folder:
     def submit(self, job: str, at: float) -> None:
         submission = {"scheduler": "slurm", "job": job, "cluster": "lab", "hw": "a100", "gpus": 8, "nodes": 1}
         submission |= {"slurm_name": self.slurm_name}
-        submission |= {"partition": "a100", "submitted": iso(at, "+00:00"), "folder": str(self.logs)}
+        submission |= {"partition": "a100", "submitted": format_time(at, "+00:00"), "folder": str(self.logs)}
         (self.logs / "submission.json").write_text(json.dumps(submission))
 
     def begin(self, at: float, *, job: str = "12", attempt: int = 0) -> None:
-        line = {"event": "start", "job": job, "attempt": attempt, "time": iso(at), "nodes": "a100-0"}
+        line = {"event": "start", "job": job, "attempt": attempt, "time": format_time(at), "nodes": "a100-0"}
         append(self.logs / "attempts.jsonl", line | {"partition": "a100", "checkpoint": ""})
-        self.stderr(f"trainyard: attempt {job}-{attempt} on a100-0\n", job=job)
+        self.append_stderr(f"trainyard: attempt {job}-{attempt} on a100-0\n", job=job)
 
     def end(self, at: float, code: int, cause: str, action: str, *, job: str = "12", attempt: int = 0) -> None:
-        line = {"event": "end", "job": job, "attempt": attempt, "time": iso(at), "code": code, "cause": cause}
+        line = {"event": "end", "job": job, "attempt": attempt, "time": format_time(at), "code": code, "cause": cause}
         append(self.logs / "attempts.jsonl", line | {"action": action, "reason": ""})
 
-    def event(self, at: float, name: str, step: int, *, attempt: str = "12-0", **more: Any) -> None:
+    def add_event(self, at: float, name: str, step: int, *, attempt: str = "12-0", **more: Any) -> None:
         named = {"attempt": attempt} if name in ("start", "resume") else {}
         line = {"kind": "event", "step": step, "event": name, **named, **more}
-        append(self.run / "events.jsonl", line | {"elapsed_s": 1.0, "time": iso(at, "+00:00")})
+        append(self.run / "events.jsonl", line | {"elapsed_s": 1.0, "time": format_time(at, "+00:00")})
 
-    def beat(self, at: float, *, attempt: str = "12-0", step: int = 40, phase: str = "training") -> None:
+    def write_heartbeat(self, at: float, *, attempt: str = "12-0", step: int = 40, phase: str = "training") -> None:
         beat = {"time": at, "phase": phase, "step": step, "total_steps": 100, "samples_per_s": 123.4}
         (self.run / "heartbeat.json").write_text(json.dumps(beat | {"host": "a100-0", "attempt": attempt}))
 
-    def error(self, at: float, cause: str, *, rank: int = 0, attempt: str = "12-0", message: str = "no") -> Path:
+    def add_error(self, at: float, cause: str, *, rank: int = 0, attempt: str = "12-0", message: str = "no") -> Path:
         path = self.run / "errors" / f"{attempt}-rank{rank}.json"
         path.parent.mkdir(exist_ok=True)
         error = {"time": at, "rank": rank, "host": "a100-0", "type": "OutOfMemoryError", "message": message}
         path.write_text(json.dumps(error | {"traceback": TRACEBACK, "cause": cause}))
         return path
 
-    def stderr(self, text: str, *, job: str = "12") -> None:
+    def append_stderr(self, text: str, *, job: str = "12") -> None:
         with (self.logs / f"{job}_0_log.err").open("a") as file:
             file.write(text)
 
-    def status(self, job: SlurmJob | None = None, *, slurm_unavailable_reason: str = "") -> Status:
+    def read_status(self, job: SlurmJob | None = None, *, slurm_unavailable_reason: str = "") -> Status:
         return read_status(read_run(self.run), job, now=NOW, slurm_unavailable_reason=slurm_unavailable_reason)
 
 
-def iso(at: float, zone: str = "Z") -> str:
+def format_time(at: float, zone: str = "Z") -> str:
     return datetime.fromtimestamp(at, UTC).isoformat(timespec="seconds").replace("+00:00", zone)
 
 
@@ -87,5 +87,5 @@ def append(path: Path, line: Mapping[str, Any]) -> None:
         file.write(json.dumps(line) + "\n")
 
 
-def in_slurm(state: str, reason: str = "None", *, job: str = "12", restarts: int | None = 0) -> SlurmJob:
+def make_slurm_job(state: str, reason: str = "None", *, job: str = "12", restarts: int | None = 0) -> SlurmJob:
     return SlurmJob(id=job, state=state, reason=reason, nodes="a100-0", restarts=restarts, source="squeue")

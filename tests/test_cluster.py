@@ -1,4 +1,4 @@
-"""Cluster files: read strictly, found by name or by their Slurm, and what a mistake in one says."""
+"""Cluster files: read strictly, found by name or by their Slurm, with precise errors for mistakes."""
 
 from dataclasses import fields
 from pathlib import Path
@@ -6,17 +6,17 @@ from pathlib import Path
 import pytest
 import yaml
 
-from trainyard.cluster.check import Finding, check_cluster, render
+from trainyard.cluster.check import Finding, check_cluster, render_findings
 from trainyard.cluster.description import (
     CARDS,
     Attempts,
     Cluster,
     Container,
     GpuNodes,
-    clock,
     find_cluster,
+    format_minutes,
     load_cluster,
-    minutes,
+    parse_minutes,
 )
 from trainyard.errors import UserError
 
@@ -37,20 +37,20 @@ gpus:
 """
 
 
-def write(folder: Path, text: str, name: str = "tower") -> Path:
+def write_cluster_file(folder: Path, text: str, name: str = "tower") -> Path:
     path = folder / f"{name}.yaml"
     path.write_text(text)
     return path
 
 
-def complaint(path: Path) -> str:
-    """Return what loading a file says, without the folder in front."""
+def read_error(path: Path) -> str:
+    """Return the error of loading a file, without the leading folder."""
     with pytest.raises(UserError) as raised:
         load_cluster(path)
     return str(raised.value).removeprefix(f"{path.parent}/")
 
 
-def test_the_three_examples_show_the_three_ways_to_ask_for_a_gpu():
+def test_the_three_examples_show_the_three_ways_to_request_a_gpu():
     examples = {path.stem: load_cluster(path) for path in EXAMPLES.glob("*.yaml")}
     assert sorted(examples) == ["constraint-venv", "gres-apptainer", "partition-pyxis"]
     by_type, by_feature, by_partition = (
@@ -72,12 +72,12 @@ def test_the_first_example_shows_and_explains_every_key_and_every_card():
     assert set(shown) == expected
     for kind, part in ((GpuNodes, first_gpus), (Container, shown["container"]), (Attempts, shown["attempts"])):
         assert set(part) == {f.name for f in fields(kind)}
-    words = text.replace("\n", " ")
-    assert [card for card in CARDS if card not in words] == []
+    one_line = text.replace("\n", " ")
+    assert [card for card in CARDS if card not in one_line] == []
 
 
-def test_a_file_with_the_required_keys_alone_takes_the_defaults(tmp_path):
-    cluster = load_cluster(write(tmp_path, SMALLEST))
+def test_a_file_with_only_the_required_keys_gets_the_defaults(tmp_path):
+    cluster = load_cluster(write_cluster_file(tmp_path, SMALLEST))
     a100 = GpuNodes(
         card="a100-80-sxm",
         partition="gpu",
@@ -93,11 +93,11 @@ def test_a_file_with_the_required_keys_alone_takes_the_defaults(tmp_path):
     assert (cluster.time_default, cluster.signal_delay_s, cluster.attempts) == ("8h", 120, Attempts())
 
 
-def test_values_stay_as_they_were_typed(tmp_path):
+def test_values_stay_as_typed(tmp_path):
     """YAML 1.1 would make these 83, false and a dictionary's integer key, and OmegaConf an interpolation."""
     text = SMALLEST.replace("  a100:\n", "  3090:\n").replace("partition: gpu\n", "partition: no\n")
     text += "account: 0123\nscratch: ${SLURM_TMPDIR}/data\nqos:\nsbatch: {mail-type: END, exclusive: true}\n"
-    cluster = load_cluster(write(tmp_path, text))
+    cluster = load_cluster(write_cluster_file(tmp_path, text))
     assert list(cluster.gpus) == ["3090"]
     assert cluster.gpus["3090"].partition == "no"
     assert (cluster.account, cluster.scratch, cluster.qos) == ("0123", "${SLURM_TMPDIR}/data", "")
@@ -105,7 +105,7 @@ def test_values_stay_as_they_were_typed(tmp_path):
 
 
 SENTENCES = {
-    # name: (what is replaced in SMALLEST, by what, what is said)
+    # name: (text replaced in SMALLEST, its replacement, the error)
     "an unknown key": (
         "slurm_name:",
         "slurm_nam:",
@@ -155,12 +155,12 @@ SENTENCES = {
     "GPUs without gres": (
         "    gres: gpu:a100\n",
         "",
-        "tower.yaml: gpus.a100.gres: expected it such as gpu or gpu:a100, as the card has GPUs, found ''.",
+        "tower.yaml: gpus.a100.gres: expected gpu, gpu:a100 or the like, as the card has GPUs, found ''.",
     ),
     "a CPU with gres": (
         "a100-80-sxm",
         "cpu",
-        "tower.yaml: gpus.a100.gres: expected it empty, as the card is cpu, found 'gpu:a100'.",
+        "tower.yaml: gpus.a100.gres: expected no value, as card is cpu, found 'gpu:a100'.",
     ),
     "no GPUs": (
         SMALLEST[SMALLEST.index("gpus:") :],
@@ -183,7 +183,7 @@ SENTENCES = {
         "[/home, data]",
         "tower.yaml, line 2: shared: expected absolute paths such as /home, found 'data'.",
     ),
-    "a time Slurm's way": (
+    "a time in Slurm's format": (
         "shared:",
         "time_default: 08:00:00\nshared:",
         "tower.yaml, line 2: time_default: '08:00:00' is not a time. Write days, hours, minutes: 2d, 8h, 8h30m, 30m; "
@@ -203,7 +203,7 @@ SENTENCES = {
     "another brace in an image": (
         "shared:",
         "container: {kind: pyxis, image: 'yard-{gpu}'}\nshared:",
-        "tower.yaml, line 2: container.image: may hold {target} and no other braces, found 'yard-{gpu}'.",
+        "tower.yaml, line 2: container.image: may contain {target} but no other braces, found 'yard-{gpu}'.",
     ),
     "an option of sbatch that has a key": (
         "shared:",
@@ -213,7 +213,7 @@ SENTENCES = {
     "an option of sbatch with dashes": (
         "shared:",
         "sbatch: {--mail-type: END}\nshared:",
-        "tower.yaml, line 2: sbatch: expected long options of sbatch without dashes in front, such as mail-type, "
+        "tower.yaml, line 2: sbatch: expected long options of sbatch without leading dashes, such as mail-type, "
         "found '--mail-type'.",
     ),
     "a line break, which would end a line of the batch script": (
@@ -232,22 +232,22 @@ SENTENCES = {
 
 
 @pytest.mark.parametrize("mistake", SENTENCES)
-def test_a_mistake_is_a_sentence_that_names_file_line_and_key(mistake, tmp_path):
+def test_an_error_is_a_sentence_that_names_file_line_and_key(mistake, tmp_path):
     right, wrong, sentence = SENTENCES[mistake]
     assert right in SMALLEST
-    assert complaint(write(tmp_path, SMALLEST.replace(right, wrong, 1))) == sentence
+    assert read_error(write_cluster_file(tmp_path, SMALLEST.replace(right, wrong, 1))) == sentence
 
 
 def test_a_cluster_is_found_by_path_by_name_and_by_its_slurm(tmp_path):
-    tower = write(tmp_path, SMALLEST)
-    write(tmp_path, SMALLEST.replace("tower", "other"), name="other")
+    tower = write_cluster_file(tmp_path, SMALLEST)
+    write_cluster_file(tmp_path, SMALLEST.replace("tower", "other"), name="other")
     for wanted, slurm_name in ((str(tower), None), ("tower", "other"), ("", "tower")):
         assert find_cluster(wanted, tmp_path, slurm_name).path == tower
 
 
-def test_a_cluster_is_found_although_the_file_of_another_has_a_mistake(tmp_path):
-    write(tmp_path, SMALLEST)
-    write(tmp_path, SMALLEST.replace("tower", "other").replace("card:", "cart:"), name="other")
+def test_a_cluster_is_found_even_if_the_file_of_another_is_invalid(tmp_path):
+    write_cluster_file(tmp_path, SMALLEST)
+    write_cluster_file(tmp_path, SMALLEST.replace("tower", "other").replace("card:", "cart:"), name="other")
     assert find_cluster("", tmp_path, "tower").name == "tower"
 
 
@@ -255,16 +255,16 @@ def test_a_cluster_is_found_although_the_file_of_another_has_a_mistake(tmp_path)
     ("wanted", "slurm_name", "sentence"),
     [
         ("towr", None, "There is no cluster 'towr'. Nearest: tower. {there}"),
-        ("", None, "No Slurm answers here, so it must be said which cluster. {there}"),
+        ("", None, "No Slurm answers here, so the cluster must be named. {there}"),
         ("", "galaxy", "The Slurm here is named 'galaxy', and no file has this slurm_name. {there}"),
-        ("", "tower", "Several files describe the Slurm 'tower': again, tower. Say which: --cluster NAME."),
+        ("", "tower", "Several files describe the Slurm 'tower': again, tower. Name one: --cluster NAME."),
     ],
 )
-def test_a_cluster_that_is_not_found_lists_what_there_is(wanted, slurm_name, sentence, tmp_path):
+def test_the_error_for_an_unknown_cluster_lists_the_cluster_files(wanted, slurm_name, sentence, tmp_path):
     for name in ("tower", "again"):
-        write(tmp_path, SMALLEST, name=name)
-    write(tmp_path, SMALLEST.replace("slurm_name: tower\n", ""), name="third")
-    there = f"{tmp_path} has: again (tower), third (no slurm_name), tower (tower). Say which: --cluster NAME."
+        write_cluster_file(tmp_path, SMALLEST, name=name)
+    write_cluster_file(tmp_path, SMALLEST.replace("slurm_name: tower\n", ""), name="third")
+    there = f"{tmp_path} has: again (tower), third (no slurm_name), tower (tower). Name one: --cluster NAME."
     with pytest.raises(UserError) as raised:
         find_cluster(wanted, tmp_path, slurm_name)
     assert str(raised.value) == sentence.format(there=there)
@@ -277,11 +277,19 @@ def test_a_folder_without_cluster_files_says_where_to_start(tmp_path):
 
 def test_times_are_days_hours_and_minutes():
     texts = {"90": 90, "30m": 30, "8h": 480, "8h30m": 510, "2d": 2880, "2d12h": 3600, "1d1m": 1441}
-    assert {text: minutes(text) for text in texts} == texts
-    assert [clock(minutes(text)) for text in texts] == ["1h30m", "30m", "8h", "8h30m", "2d", "2d12h", "1d1m"]
+    assert {text: parse_minutes(text) for text in texts} == texts
+    assert [format_minutes(parse_minutes(text)) for text in texts] == [
+        "1h30m",
+        "30m",
+        "8h",
+        "8h30m",
+        "2d",
+        "2d12h",
+        "1d1m",
+    ]
     for text in ("", "0", "0h", "h", "8h30", "8:00", "1.5h", "-5", "30s", "30m8h"):
         with pytest.raises(UserError, match="is not a time"):
-            minutes(text)
+            parse_minutes(text)
 
 
 def test_without_slurm_a_check_still_looks_at_this_machine(tmp_path, monkeypatch):
@@ -289,14 +297,14 @@ def test_without_slurm_a_check_still_looks_at_this_machine(tmp_path, monkeypatch
     text = SMALLEST.replace("[/home]", f"[{tmp_path}, {tmp_path}/none]")
     text += f"container: {{kind: apptainer, image: '{tmp_path}/yard-{{target}}.sif'}}\n"
     (tmp_path / "yard-cpu.sif").touch()
-    assert check_cluster(load_cluster(write(tmp_path, text))) == [
+    assert check_cluster(load_cluster(write_cluster_file(tmp_path, text))) == [
         Finding("ok", "shared", f"{tmp_path} is here."),
         Finding("wrong", "shared", f"{tmp_path}/none is not a folder here.", "Correct the path, or remove it."),
         Finding(
             "note",
             "container.kind",
             "apptainer is not on PATH here.",
-            "The nodes need it: on their PATH, or by a line of `setup`.",
+            "The nodes need it: on their PATH, or from a line in `setup`.",
         ),
         Finding(
             "wrong",
@@ -313,16 +321,16 @@ def test_without_slurm_a_check_still_looks_at_this_machine(tmp_path, monkeypatch
     ]
 
 
-def test_findings_are_lines_and_the_last_says_what_to_do():
-    fine, doubt = Finding("ok", "shared", "/home is here."), Finding("note", "python", "elsewhere.", "Look.")
+def test_findings_are_lines_and_the_last_line_says_what_to_do():
+    fine, note = Finding("ok", "shared", "/home is here."), Finding("note", "python", "elsewhere.", "Look.")
     wrong = Finding("wrong", "gpus.a100.nodes", "3, but there are 2.", "Write nodes: 2")
-    assert render([fine, doubt]).splitlines() == [
+    assert render_findings([fine, note]).splitlines() == [
         "ok     shared: /home is here.",
         "note   python: elsewhere. Look.",
-        "Nothing is wrong, 1 to know. Next: trainyard submit JOB",
+        "Nothing is wrong (notes: 1). Next: trainyard submit JOB",
     ]
-    assert render([wrong, doubt]).splitlines() == [
+    assert render_findings([wrong, note]).splitlines() == [
         "wrong  gpus.a100.nodes: 3, but there are 2. Write nodes: 2",
         "note   python: elsewhere. Look.",
-        "1 wrong, 1 to know. Correct the file, then check again.",
+        "1 wrong (notes: 1). Correct the file, then check again.",
     ]

@@ -1,4 +1,4 @@
-"""Who may import whom, held."""
+"""Checks which package may import which."""
 
 import ast
 import os
@@ -14,25 +14,25 @@ ORDER = (
     *("errors", "text", "files", "settings", "hardware", "scoring", "config", "environment", "measure"),
     *("cluster", "runs", "data", "report", "train", "jobs", "launch", "tools", "cli"),
 )
-"""Each imports only itself and what stands to its left."""
+"""Each imports only itself and packages to its left."""
 
 LOADED_LATE = ("torch", "torchvision", "h5py", "nvidia", "crc32c")
 LIGHT = ("cluster", "runs", "report")
-"""Packages that load none of these: they answer on login nodes, at once."""
+"""Packages that load none of these, because they must respond quickly on login nodes."""
 
 MAX_LINES = 500  # of a file in src
 
 
-def layer_of(module: str) -> str | None:
-    """'trainyard.data.order' -> 'data', 'jobs.pricing.module' -> 'jobs', 'numpy' -> None."""
+def find_layer(module: str) -> str | None:
+    """Return a module's layer: 'trainyard.data.order' -> 'data', 'jobs.pricing.module' -> 'jobs', 'numpy' -> None."""
     parts = module.split(".")
     if parts[0] == "jobs":
         return "jobs"
     return parts[1] if parts[0] == "trainyard" and len(parts) > 1 and parts[1] in ORDER else None
 
 
-def imports(path: Path, module: str) -> list[str]:
-    """List the absolute names that a file imports anywhere in it."""
+def list_imports(path: Path, module: str) -> list[str]:
+    """List the absolute names of all imports in a file, at any level."""
     names = []
     package = module.split(".")[:-1]
     for node in ast.walk(ast.parse(path.read_text())):
@@ -44,8 +44,8 @@ def imports(path: Path, module: str) -> list[str]:
     return names
 
 
-def violations(root: Path) -> list[str]:
-    """Name every import that points to the right, of another job, or of DALI outside its one file."""
+def find_violations(root: Path) -> list[str]:
+    """Describe every import to the right, of another job, of a private name, or of DALI outside its one file."""
     files = {path: path.relative_to(root / "src") for path in (root / "src" / "trainyard").rglob("*.py")}
     files |= {
         path: path.relative_to(root) for path in (root / "jobs").rglob("*.py") if not path.name.startswith("test_")
@@ -54,9 +54,9 @@ def violations(root: Path) -> list[str]:
     wrong = []
     for path, short in files.items():
         module = ".".join(short.with_suffix("").parts)
-        here = layer_of(module)
-        for name in imports(path, module):
-            there = layer_of(name)
+        here = find_layer(module)
+        for name in list_imports(path, module):
+            there = find_layer(name)
             if here and there and ORDER.index(there) > ORDER.index(here):
                 wrong.append(f"{short} ({here}) imports {name} ({there})")
             if here == there == "jobs" and name.split(".")[1] != module.split(".")[1]:
@@ -64,14 +64,14 @@ def violations(root: Path) -> list[str]:
             if name.startswith("nvidia.dali") and short.name != "decode_dali.py":
                 wrong.append(f"{short} imports {name}; only decode_dali.py may")
             if name.partition(".")[0] in ("trainyard", "jobs") and re.match(r"_[^_]", name.rpartition(".")[2]):
-                wrong.append(f"{short} imports {name}: a leading underscore says that it is nobody else's")
+                wrong.append(f"{short} imports {name}: a leading underscore makes it private")
         if here and here != "jobs" and (lines := path.read_text().count("\n")) > MAX_LINES:
-            wrong.append(f"{short} has {lines} lines, {MAX_LINES} are allowed: split it where it has two subjects")
+            wrong.append(f"{short} has {lines} lines, {MAX_LINES} are allowed: split it by subject")
     return wrong
 
 
 def test_imports_point_to_the_left():
-    assert violations(ROOT) == []
+    assert find_violations(ROOT) == []
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_imports_point_to_the_left():
             "from trainyard.launch import submit",
             "(cluster) imports trainyard.launch.submit (launch)",
         ),
-        ("src/trainyard/cli/cluster.py", "from trainyard.runs.status import _row", "nobody else's"),
+        ("src/trainyard/cli/cluster.py", "from trainyard.runs.status import _build_row", "makes it private"),
         ("src/trainyard/text.py", "pass\n" * 500, "500 are allowed"),
     ],
 )
@@ -111,7 +111,7 @@ def test_a_planted_violation_is_found(file, line, said, tmp_path):
             copy.write_bytes(path.read_bytes())
     with (tmp_path / file).open("a") as target:
         target.write(f"\n\ndef planted():\n    {line}\n")
-    assert any(said in wrong for wrong in violations(tmp_path))
+    assert any(said in wrong for wrong in find_violations(tmp_path))
 
 
 def test_source_names_no_job():
@@ -126,15 +126,15 @@ def test_source_names_no_job():
     assert named == []
 
 
-def test_what_submits_loads_no_torch():
-    """Everything between typing a job's name and handing a task to a scheduler."""
+def test_submitting_loads_no_torch():
+    """Covers everything from typing a job's name to passing a task to a scheduler."""
     code = f"""
 import sys
 from pathlib import Path
 import trainyard.cli, trainyard.launch.rank_task, trainyard.runs.folder
 from trainyard import config
-made = config.compose("fingerprint_1m", ["optimizer.lr=1e-3"], Path({str(ROOT / "jobs")!r}))
-config.options(made)
+composed = config.compose("fingerprint_1m", ["optimizer.lr=1e-3"], Path({str(ROOT / "jobs")!r}))
+config.options(composed)
 trainyard.environment.environment_record()
 print([name for name in {LOADED_LATE!r} if name in sys.modules])
 """
@@ -144,7 +144,7 @@ print([name for name in {LOADED_LATE!r} if name in sys.modules])
     assert done.stdout.strip() == "[]"
 
 
-def test_what_answers_on_a_login_node_loads_neither_torch_nor_dali_nor_h5py():
+def test_what_runs_on_a_login_node_loads_neither_torch_nor_dali_nor_h5py():
     source = ROOT / "src"
     files = [path for package in LIGHT for path in sorted((source / "trainyard" / package).glob("*.py"))]
     modules = [".".join(path.relative_to(source).with_suffix("").parts) for path in files if path.stem != "__init__"]

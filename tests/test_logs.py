@@ -1,4 +1,4 @@
-"""A log that is read and followed, while it is written."""
+"""Showing a run's log, and following it while it is written."""
 
 import threading
 import time
@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.run_folders import NOW, Folder
+from tests.run_folders import NOW, RunFolder
 from tests.training import new_run, train
 from trainyard.runs.logs import follow, show
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Folder:
+def folder(tmp_path: Path) -> RunFolder:
     """A run that was submitted as job 12."""
-    return Folder(tmp_path)
+    return RunFolder(tmp_path)
 
 
 @pytest.fixture
@@ -24,63 +24,63 @@ def no_slurm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
 
 
-def test_before_there_is_a_log_the_files_of_the_job_are_read(folder, no_slurm):
-    said: list[str] = []
-    show(folder.run, said.append)
-    assert "no output yet" in said.pop()
+def test_without_a_log_the_output_files_of_the_job_are_shown(folder, no_slurm):
+    lines: list[str] = []
+    show(folder.run, lines.append)
+    assert "no output yet" in lines.pop()
     (folder.logs / "12_0_log.out").write_text("loading modules\n")
-    folder.stderr("No module named torch\nhalf a li")
-    show(folder.run, said.append)
-    assert said == ["loading modules", "No module named torch"]
+    folder.append_stderr("No module named torch\nhalf a li")
+    show(folder.run, lines.append)
+    assert lines == ["loading modules", "No module named torch"]
 
 
-def test_beside_the_log_stand_sruns_complaints_and_the_errors_of_the_last_attempt(folder, no_slurm):
+def test_the_log_is_shown_with_messages_of_srun_and_errors_of_the_last_attempt(folder, no_slurm):
     folder.begin(NOW - 900)
-    folder.error(NOW - 800, "bug", rank=1)
+    folder.add_error(NOW - 800, "bug", rank=1)
     folder.end(NOW - 700, 1, "crash", "requeue")
     folder.begin(NOW - 600, attempt=1)
-    path = folder.error(NOW - 500, "bug", rank=3, attempt="12-1", message="here")
+    path = folder.add_error(NOW - 500, "bug", rank=3, attempt="12-1", message="here")
     (folder.run / "log").write_text("step 1\n")
-    folder.stderr("12:00 step 1\nsrun: error: a100-0: task 3: Exited with exit code 1\n")
-    said: list[str] = []
-    show(folder.run, said.append)
-    assert said == [
+    folder.append_stderr("12:00 step 1\nsrun: error: a100-0: task 3: Exited with exit code 1\n")
+    lines: list[str] = []
+    show(folder.run, lines.append)
+    assert lines == [
         "step 1",
         "srun: error: a100-0: task 3: Exited with exit code 1",
         f"rank 3 on a100-0: OutOfMemoryError: here (whole traceback: {path})",
     ]
 
 
-def test_following_a_log_goes_on_over_attempts_and_ends_with_the_run(folder, no_slurm):
+def test_following_a_log_continues_through_attempts_and_ends_with_the_run(folder, no_slurm):
     folder.begin(time.time() - 100)
-    folder.beat(time.time())
-    said: list[str] = []
-    follower = threading.Thread(target=follow, args=(folder.run, said.append))
+    folder.write_heartbeat(time.time())
+    lines: list[str] = []
+    follower = threading.Thread(target=follow, args=(folder.run, lines.append))
     follower.start()
     log = folder.run / "log"
     log.write_text("attempt 0\n")
-    wait_until(lambda: "attempt 0" in said)
+    wait_until(lambda: "attempt 0" in lines)
     folder.end(time.time(), 85, "preempted", "requeue")
-    wait_until(lambda: any("-- " in line and "waiting" in line for line in said))
+    wait_until(lambda: any("-- " in line and "waiting" in line for line in lines))
     folder.begin(time.time(), attempt=1)
     with log.open("a") as file:
         file.write("attempt 1\n")
-    folder.event(time.time(), "done", 100)
+    folder.add_event(time.time(), "done", 100)
     follower.join(30)
     assert not follower.is_alive()
-    assert [line for line in said if line.startswith("attempt")] == ["attempt 0", "attempt 1"]
+    assert [line for line in lines if line.startswith("attempt")] == ["attempt 0", "attempt 1"]
 
 
-def wait_until(is_so: Callable[[], bool]) -> None:
+def wait_until(is_true: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 30
-    while not is_so():
+    while not is_true():
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
 
-def test_the_log_of_a_run_that_is_done_is_all_that_is_said(tmp_path):
+def test_following_a_finished_run_prints_its_log_and_nothing_else(tmp_path):
     run = new_run(tmp_path, "max_duration=4st")
     assert train(run) == 0
-    said: list[str] = []
-    follow(run, said.append)
-    assert said == (run / "log").read_text().splitlines()
+    lines: list[str] = []
+    follow(run, lines.append)
+    assert lines == (run / "log").read_text().splitlines()

@@ -15,7 +15,7 @@ from loguru import logger
 
 from trainyard.environment import cpu_model, environment_record
 from trainyard.errors import UserError
-from trainyard.runs.folder import create_run, latest_run, resolve_run, update_env
+from trainyard.runs.folder import create_run, find_latest_run, resolve_run, update_env
 from trainyard.runs.lock import RunLock
 from trainyard.settings import TrainConfig
 
@@ -23,7 +23,7 @@ SECRET = "hf_planted0123456789"
 TINY = TrainConfig(job="tiny", family="tiny")
 
 
-def record(run: Path) -> dict:
+def read_env(run: Path) -> dict:
     return json.loads((run / "env.json").read_text())
 
 
@@ -49,7 +49,7 @@ def checkout(tmp_path: Path) -> Path:
 # Creating
 
 
-def test_a_run_is_named_by_job_time_and_commit_and_holds_options_and_record(tmp_path: Path, checkout: Path):
+def test_a_run_is_named_by_job_time_and_commit_and_contains_options_and_environment(tmp_path: Path, checkout: Path):
     before = time.strftime("%Y%m%d-%H%M%S")
     run = create_run(tmp_path / "runs", TINY, code=checkout / "jobs")
     time_of_name, commit = run.name.rsplit("-", 1)
@@ -58,13 +58,13 @@ def test_a_run_is_named_by_job_time_and_commit_and_holds_options_and_record(tmp_
     assert commit == git(checkout, "rev-parse", "HEAD")[:7]
     assert sorted(file.name for file in run.iterdir()) == ["config.yaml", "env.json"]  # clean, so no code.diff
     assert "job: tiny\n" in (run / "config.yaml").read_text()
-    assert record(run)["code"] == {"commit": git(checkout, "rev-parse", "HEAD"), "dirty": False, "untracked": []}
+    assert read_env(run)["code"] == {"commit": git(checkout, "rev-parse", "HEAD"), "dirty": False, "untracked": []}
 
 
 def test_a_run_of_code_outside_git_says_so_and_why(tmp_path: Path):
     run = create_run(tmp_path / "runs", TINY, code=tmp_path)
     assert re.fullmatch(r"\d{8}-\d{6}-nogit", run.name)
-    assert record(run)["code"]["commit"] is None and "not a git repository" in record(run)["code"]["reason"]
+    assert read_env(run)["code"]["commit"] is None and "not a git repository" in read_env(run)["code"]["reason"]
 
 
 def _create_several(root: Path, code: Path, names: "multiprocessing.Queue[str]") -> None:
@@ -72,34 +72,34 @@ def _create_several(root: Path, code: Path, names: "multiprocessing.Queue[str]")
         names.put(create_run(root, TINY, code=code).name)
 
 
-def test_runs_started_in_one_second_by_several_processes_get_folders_of_their_own(tmp_path: Path):
+def test_runs_created_in_the_same_second_by_several_processes_get_different_folders(tmp_path: Path):
     fork = multiprocessing.get_context("fork")
     names = fork.Queue()
     workers = [fork.Process(target=_create_several, args=(tmp_path / "runs", tmp_path, names)) for _ in range(4)]
     for worker in workers:
         worker.start()
-    made = [names.get(timeout=60) for _ in range(12)]
+    created = [names.get(timeout=60) for _ in range(12)]
     for worker in workers:
         worker.join()
-    assert len(set(made)) == 12
-    assert any(name.endswith("-nogit-2") for name in made)
-    assert sorted(path.name for path in (tmp_path / "runs" / "tiny").iterdir()) == sorted(made)  # nothing left over
+    assert len(set(created)) == 12
+    assert any(name.endswith("-nogit-2") for name in created)
+    assert sorted(path.name for path in (tmp_path / "runs" / "tiny").iterdir()) == sorted(created)  # nothing left over
 
 
-def test_a_run_may_be_given_a_name_once(tmp_path: Path):
+def test_a_name_can_be_given_to_one_run_only(tmp_path: Path):
     run = create_run(tmp_path, TINY, name="baseline", code=tmp_path)
     assert run == tmp_path / "tiny" / "baseline"
-    kept = (run / "env.json").read_bytes()
+    before = (run / "env.json").read_bytes()
     with pytest.raises(
         UserError, match=r"baseline: there is a run of this name\. Choose another, or resume it: trainyard"
     ):
         create_run(tmp_path, TINY, name="baseline", code=tmp_path)
-    assert (run / "env.json").read_bytes() == kept
+    assert (run / "env.json").read_bytes() == before
     assert [path.name for path in run.parent.iterdir()] == ["baseline"]
 
 
 @pytest.mark.parametrize("name", ["../elsewhere", "a/b", "", ".hidden", "-x", "a b"])
-def test_a_name_that_is_no_plain_file_name_is_refused(tmp_path: Path, name: str):
+def test_a_name_that_is_not_a_plain_file_name_is_refused(tmp_path: Path, name: str):
     with pytest.raises(UserError, match=r"cannot name a run\. Use letters"):
         create_run(tmp_path / "runs", TINY, name=name)
     assert not (tmp_path / "runs").exists()
@@ -108,14 +108,14 @@ def test_a_name_that_is_no_plain_file_name_is_refused(tmp_path: Path, name: str)
 # Recording
 
 
-def test_changes_that_are_not_committed_are_kept_as_a_patch_that_applies(tmp_path: Path, checkout: Path):
+def test_uncommitted_changes_are_stored_as_a_patch_that_applies(tmp_path: Path, checkout: Path):
     (checkout / "model.py").write_text("WIDTH = 16\n")
     (checkout / "weights.bin").write_bytes(bytes(range(256)))
     git(checkout, "add", "weights.bin")
     (checkout / "scratch notes.txt").write_text("private")
     run = create_run(tmp_path / "runs", TINY, code=checkout / "jobs")
-    assert record(run)["code"]["dirty"] is True
-    assert record(run)["code"]["untracked"] == ["scratch notes.txt"]
+    assert read_env(run)["code"]["dirty"] is True
+    assert read_env(run)["code"]["untracked"] == ["scratch notes.txt"]
     assert "private" not in (run / "code.diff").read_text()
     clone = tmp_path / "clone"
     git(tmp_path, "clone", "-q", str(checkout), str(clone))
@@ -129,11 +129,11 @@ def test_an_untracked_file_alone_makes_a_checkout_dirty(checkout: Path):
     assert environment_record(code=checkout)["code"]["dirty"] is True
 
 
-def test_no_secret_of_environment_or_remote_reaches_the_run(tmp_path: Path, checkout: Path):
+def test_no_secret_from_the_environment_or_the_remote_reaches_the_run(tmp_path: Path, checkout: Path):
     (checkout / "model.py").write_text("WIDTH = 16\n")
     environ = {"HF_TOKEN": SECRET, "WANDB_API_KEY": SECRET, "SLURM_JOB_ID": "42", "CUDA_VISIBLE_DEVICES": "0,1"}
     run = create_run(tmp_path / "runs", TINY, environ=environ, code=checkout)
-    assert record(run)["environ"] == {"SLURM_JOB_ID": "42", "CUDA_VISIBLE_DEVICES": "0,1"}
+    assert read_env(run)["environ"] == {"SLURM_JOB_ID": "42", "CUDA_VISIBLE_DEVICES": "0,1"}
     files = [file for file in run.rglob("*") if file.is_file()]
     assert len(files) == 3
     assert [file for file in files if SECRET.encode() in file.read_bytes() or b"example.com" in file.read_bytes()] == []
@@ -144,7 +144,7 @@ def test_the_environment_of_the_process_is_not_read(monkeypatch: pytest.MonkeyPa
     assert environment_record()["environ"] == {}
 
 
-def test_the_record_knows_versions_and_machine():
+def test_the_environment_record_contains_versions_and_machine():
     found = environment_record()
     assert found["versions"]["python"] == platform.python_version()
     assert {"torch", "h5py", "numpy", "hydra-core"} <= set(found["versions"])
@@ -156,7 +156,7 @@ def test_the_record_knows_versions_and_machine():
 
 
 @pytest.mark.parametrize(("flags", "vectors"), [("fma avx2 avx512f", "AVX-512"), ("fma avx2", "AVX2"), ("", "no AVX2")])
-def test_two_generations_of_one_name_are_told_apart(flags: str, vectors: str):
+def test_two_cpu_generations_with_the_same_name_are_distinguished(flags: str, vectors: str):
     first = f"processor\t: 0\ncpu family\t: 25\nmodel\t\t: 1\nmodel name\t: AMD EPYC\nflags\t\t: fpu {flags}\n"
     assert cpu_model(f"{first}\n{first.replace('25', '26')}") == f"AMD EPYC (family 25, model 1, {vectors})"
 
@@ -183,18 +183,18 @@ def test_gpus_are_what_nvidia_smi_prints(tmp_path: Path, monkeypatch, script: st
     assert environment_record(code=tmp_path)["machine"]["gpus"] == expected
 
 
-def test_a_section_of_the_record_is_added_to_and_the_rest_stays(tmp_path: Path):
+def test_updating_a_section_of_env_json_keeps_the_rest(tmp_path: Path):
     run = create_run(tmp_path, TINY, code=tmp_path)
-    before = record(run)
+    before = read_env(run)
     update_env(run, "result", {"step": 10, "loss": 0.5})
     update_env(run, "result", {"step": 20})
-    assert record(run) == {**before, "result": {"step": 20, "loss": 0.5}}
+    assert read_env(run) == {**before, "result": {"step": 20, "loss": 0.5}}
     assert sorted(file.name for file in run.iterdir()) == ["config.yaml", "env.json"]
 
 
 # One writer
 
-HOLD = """
+HOLD_LOCK = """
 import sys, time
 from pathlib import Path
 from trainyard.runs.lock import RunLock
@@ -204,15 +204,15 @@ with RunLock(Path(sys.argv[1])):
 """
 
 
-def holder(run: Path) -> subprocess.Popen:
-    """Return a process that holds the lock of a run until it is killed."""
-    process = subprocess.Popen([sys.executable, "-c", HOLD, run], stdout=subprocess.PIPE, text=True)
+def start_lock_holder(run: Path) -> subprocess.Popen:
+    """Start a process that owns the lock of a run until it is killed."""
+    process = subprocess.Popen([sys.executable, "-c", HOLD_LOCK, run], stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "held\n"
     return process
 
 
-def forge(run: Path, **changes: object) -> None:
-    """Write a lock as this process would, with changes."""
+def write_forged_lock(run: Path, **changes: object) -> None:
+    """Write a lock as this process would, with some fields changed."""
     with RunLock(run):
         content = json.loads((run / "lock").read_text())
     (run / "lock").write_text(json.dumps({**content, **changes}))
@@ -226,7 +226,7 @@ def log():
     logger.remove(sink)
 
 
-def test_a_lock_exists_while_it_is_held_and_can_be_taken_again(tmp_path: Path, log: list[str]):
+def test_a_lock_exists_inside_its_block_and_can_be_taken_again(tmp_path: Path, log: list[str]):
     for _ in range(2):
         with RunLock(tmp_path):
             content = json.loads((tmp_path / "lock").read_text())
@@ -242,13 +242,16 @@ def test_a_lock_is_released_when_its_block_fails(tmp_path: Path):
 
 
 def test_a_living_writer_is_named_with_host_time_and_what_to_type(tmp_path: Path):
-    process = holder(tmp_path)
+    process = start_lock_holder(tmp_path)
     try:
         for break_other_host in (False, True):
             with pytest.raises(UserError) as caught, RunLock(tmp_path, break_other_host=break_other_host):
                 pass
             message = str(caught.value)
-            assert f"{tmp_path}: process {process.pid} on {platform.node()} writes to this run since 20" in message
+            assert (
+                f"{tmp_path}: process {process.pid} on {platform.node()} has been writing to this run since 20"
+                in message
+            )
             assert message.endswith(f"Wait for it, or stop it: kill {process.pid}")
     finally:
         process.kill()
@@ -263,7 +266,7 @@ def test_one_process_cannot_write_twice(tmp_path: Path):
 
 
 def test_the_lock_of_a_killed_process_is_taken_over_with_a_line_in_the_log(tmp_path: Path, log: list[str]):
-    process = holder(tmp_path)
+    process = start_lock_holder(tmp_path)
     process.send_signal(signal.SIGKILL)
     process.wait()
     with RunLock(tmp_path):
@@ -273,7 +276,7 @@ def test_the_lock_of_a_killed_process_is_taken_over_with_a_line_in_the_log(tmp_p
 
 
 def test_a_killed_process_that_nobody_waited_for_is_dead(tmp_path: Path):
-    process = holder(tmp_path)
+    process = start_lock_holder(tmp_path)
     process.kill()
     while " Z " not in Path(f"/proc/{process.pid}/stat").read_text():
         time.sleep(0.01)
@@ -282,15 +285,15 @@ def test_a_killed_process_that_nobody_waited_for_is_dead(tmp_path: Path):
     process.wait()
 
 
-def test_a_later_process_with_the_same_number_is_not_the_writer(tmp_path: Path, log: list[str]):
-    forge(tmp_path, started_ticks=1)  # the number of this process, which did not start with the machine
+def test_a_later_process_with_the_same_pid_is_not_the_writer(tmp_path: Path, log: list[str]):
+    write_forged_lock(tmp_path, started_ticks=1)  # this process id, but not its start time
     with RunLock(tmp_path):
         pass
     assert len(log) == 1
 
 
 def test_a_lock_from_before_a_reboot_is_taken_over(tmp_path: Path, log: list[str]):
-    forge(tmp_path, boot_id="another")
+    write_forged_lock(tmp_path, boot_id="another")
     with RunLock(tmp_path):
         pass
     assert len(log) == 1
@@ -299,12 +302,14 @@ def test_a_lock_from_before_a_reboot_is_taken_over(tmp_path: Path, log: list[str
 @pytest.mark.parametrize(
     "changes", [{"host": "node7"}, {"pid_namespace": "pid:[1]"}, {"host": "node7", "boot_id": "x"}]
 )
-def test_a_writer_that_this_host_cannot_see_is_left_alone_unless_told(tmp_path: Path, changes: dict, log: list[str]):
-    forge(tmp_path, pid=77, **changes)
+def test_a_writer_that_this_host_cannot_see_keeps_its_lock_unless_overridden(
+    tmp_path: Path, changes: dict, log: list[str]
+):
+    write_forged_lock(tmp_path, pid=77, **changes)
     host = changes.get("host", platform.node())
     with pytest.raises(UserError) as caught, RunLock(tmp_path):
         pass
-    assert f"process 77 on {host} writes to this run since 20" in str(caught.value)
+    assert f"process 77 on {host} has been writing to this run since 20" in str(caught.value)
     assert "ps -p 77" in str(caught.value) and "--break-lock" in str(caught.value)
     assert log == []
     with RunLock(tmp_path, break_other_host=True):
@@ -312,7 +317,7 @@ def test_a_writer_that_this_host_cannot_see_is_left_alone_unless_told(tmp_path: 
     assert len(log) == 1 and not (tmp_path / "lock").exists()
 
 
-def test_a_writer_whose_lock_was_broken_does_not_release_its_successor_s(tmp_path: Path):
+def test_a_writer_whose_lock_was_broken_does_not_release_the_lock_of_its_successor(tmp_path: Path):
     with RunLock(tmp_path):
         forged = {**json.loads((tmp_path / "lock").read_text()), "host": "node7"}
         (tmp_path / "lock").write_text(json.dumps(forged))
@@ -336,39 +341,39 @@ def test_a_lock_that_cannot_be_read_says_what_to_delete(tmp_path: Path):
         pass
 
 
-def _take(run: Path, start: float, outcomes: "multiprocessing.Queue[str]", all_asked: Event) -> None:
+def _take_lock(run: Path, start: float, outcomes: "multiprocessing.Queue[str]", all_tried: Event) -> None:
     logger.remove()
     time.sleep(max(0.0, start - time.time()))
     try:
         with RunLock(run):
             outcomes.put("taken")
-            all_asked.wait(60)
+            all_tried.wait(60)
     except UserError as error:
         outcomes.put(str(error))
 
 
 @pytest.mark.parametrize("stale", [True, False])
-def test_of_many_processes_that_want_a_run_at_once_one_gets_it(tmp_path: Path, stale: bool):
+def test_of_many_processes_that_request_a_lock_at_once_exactly_one_gets_it(tmp_path: Path, stale: bool):
     fork = multiprocessing.get_context("fork")
-    for attempt in range(3):
-        run = tmp_path / str(attempt)
+    for repeat in range(3):
+        run = tmp_path / str(repeat)
         run.mkdir()
         if stale:
-            forge(run, started_ticks=1)
-        outcomes, all_asked = fork.Queue(), fork.Event()
+            write_forged_lock(run, started_ticks=1)
+        outcomes, all_tried = fork.Queue(), fork.Event()
         start = time.time() + 0.1
-        takers = [fork.Process(target=_take, args=(run, start, outcomes, all_asked)) for _ in range(8)]
-        for taker in takers:
-            taker.start()
-        said = [outcomes.get(timeout=60) for _ in takers]
-        all_asked.set()
-        for taker in takers:
-            taker.join()
-        assert said.count("taken") == 1
+        processes = [fork.Process(target=_take_lock, args=(run, start, outcomes, all_tried)) for _ in range(8)]
+        for process in processes:
+            process.start()
+        results = [outcomes.get(timeout=60) for _ in processes]
+        all_tried.set()
+        for process in processes:
+            process.join()
+        assert results.count("taken") == 1
         assert not (run / "lock").exists()
 
 
-def _count(run: Path, counter: Path, rounds: int) -> None:
+def _count_up(run: Path, counter: Path, rounds: int) -> None:
     logger.remove()
     done = 0
     while done < rounds:
@@ -386,7 +391,7 @@ def test_writers_that_come_and_go_never_overlap(tmp_path: Path):
     fork = multiprocessing.get_context("fork")
     counter = tmp_path / "counter"
     counter.write_text("0")
-    writers = [fork.Process(target=_count, args=(tmp_path, counter, 25)) for _ in range(4)]
+    writers = [fork.Process(target=_count_up, args=(tmp_path, counter, 25)) for _ in range(4)]
     for writer in writers:
         writer.start()
     for writer in writers:
@@ -406,19 +411,19 @@ def runs(tmp_path: Path) -> Path:
     return tmp_path / "runs"
 
 
-def test_the_latest_run_is_the_one_created_last_whatever_its_name(runs: Path):
-    assert latest_run(runs, "tiny") == runs / "tiny" / "a2"
+def test_the_latest_run_is_the_newest_one_whatever_its_name(runs: Path):
+    assert find_latest_run(runs, "tiny") == runs / "tiny" / "a2"
     create_run(runs, TrainConfig(job="tiny"), name="0", code=runs)
-    assert latest_run(runs, "tiny") == runs / "tiny" / "0"
+    assert find_latest_run(runs, "tiny") == runs / "tiny" / "0"
 
 
-def test_a_job_without_runs_is_answered_with_the_jobs_that_have_some(runs: Path, tmp_path: Path):
+def test_the_error_for_a_job_without_runs_lists_jobs_that_have_some(runs: Path, tmp_path: Path):
     with pytest.raises(UserError) as caught:
-        latest_run(runs, "tinny")
+        find_latest_run(runs, "tinny")
     assert "no run of job 'tinny'. There are runs of: tiny, tiny_big." in str(caught.value)
     assert str(caught.value).endswith("trainyard run tinny")
     with pytest.raises(UserError, match="There are no runs at all"):
-        latest_run(tmp_path / "nowhere", "tiny")
+        find_latest_run(tmp_path / "nowhere", "tiny")
 
 
 @pytest.mark.parametrize(
@@ -426,7 +431,7 @@ def test_a_job_without_runs_is_answered_with_the_jobs_that_have_some(runs: Path,
     [("tiny", "tiny/a2"), ("tiny_big", "tiny_big/c"), ("tiny_", "tiny_big/c"), ("b", "tiny/b")]
     + [("a1", "tiny/a1"), ("tiny/a2", "tiny/a2"), ("tiny/b", "tiny/b")],
 )
-def test_a_run_is_found_by_job_or_by_the_beginning_of_its_name(runs: Path, text: str, found: str):
+def test_a_run_is_found_by_job_or_by_a_prefix_of_its_name(runs: Path, text: str, found: str):
     assert resolve_run(text, runs) == runs / found
 
 
@@ -436,23 +441,23 @@ def test_a_run_is_found_by_its_path(runs: Path, monkeypatch: pytest.MonkeyPatch)
     assert resolve_run(str(runs / "tiny" / "a1"), Path("nowhere")) == runs / "tiny" / "a1"
 
 
-def test_a_whole_name_wins_over_names_that_begin_with_it(runs: Path):
+def test_an_exact_name_wins_over_names_that_begin_with_it(runs: Path):
     create_run(runs, TrainConfig(job="tiny"), name="a1-2", code=runs)
     assert resolve_run("a1", runs) == runs / "tiny" / "a1"
 
 
-def test_an_ambiguous_beginning_names_the_runs_it_could_be(runs: Path):
+def test_an_ambiguous_prefix_lists_the_matching_runs(runs: Path):
     with pytest.raises(UserError, match=r"2 runs begin with 'a': tiny/a1, tiny/a2\. Type more of the name"):
         resolve_run("a", runs)
 
 
 @pytest.mark.parametrize("text", ["*", "[", "", "/", "..", "tiny/*"])
-def test_text_that_is_no_name_is_answered_like_any_other(runs: Path, text: str):
+def test_text_that_cannot_be_a_name_gets_the_same_error_as_any_other(runs: Path, text: str):
     with pytest.raises(UserError, match=r"no run is|runs begin with"):
         resolve_run(text, runs)
 
 
-def test_an_unknown_run_is_answered_with_the_nearest_or_the_newest(runs: Path, tmp_path: Path):
+def test_the_error_for_an_unknown_run_lists_the_nearest_or_the_newest(runs: Path, tmp_path: Path):
     with pytest.raises(UserError, match=r"no run is 'tinnny'\. Nearest: tiny.*Give a path, a job, or the beginning"):
         resolve_run("tinnny", runs)
     with pytest.raises(UserError, match=r"no run is 'quux'\. Newest: tiny_big/c, tiny/a2, tiny/a1\."):
@@ -461,7 +466,7 @@ def test_an_unknown_run_is_answered_with_the_nearest_or_the_newest(runs: Path, t
         resolve_run("tiny", tmp_path / "nowhere")
 
 
-def test_a_run_whose_record_is_lost_is_named(runs: Path):
+def test_a_run_without_its_environment_record_is_named(runs: Path):
     (runs / "tiny" / "a1" / "env.json").write_text("{}")
     with pytest.raises(UserError, match=r"a1/env.json: does not say when the run was created"):
-        latest_run(runs, "tiny")
+        find_latest_run(runs, "tiny")

@@ -1,4 +1,4 @@
-"""With slurmdbd and its database on, what people see is as right as without."""
+"""With slurmdbd and its database, status and why are as correct as without."""
 
 from collections.abc import Iterator
 
@@ -11,13 +11,13 @@ pytestmark = pytest.mark.slurm
 
 
 @pytest.fixture(scope="module", autouse=True)
-def on_the_lab(lab_accounting: Lab) -> Iterator[None]:
+def use_lab(lab_accounting: Lab) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SLURM_CONF", lab_accounting.environ["SLURM_CONF"])
         yield
 
 
-def test_a_crash_a_requeue_a_cancel_and_a_lost_node_are_told_as_they_were(lab_accounting, tmp_path, capsys):
+def test_a_crash_a_requeue_a_cancel_and_a_lost_node_are_reported_correctly(lab_accounting, tmp_path, capsys):
     lab = lab_accounting
     start = starter(tmp_path / "runs", tmp_path / "cache")
     long = ("max_duration=12ep", "model.sleep_ms=250")
@@ -36,8 +36,8 @@ def test_a_crash_a_requeue_a_cancel_and_a_lost_node_are_told_as_they_were(lab_ac
     assert [end[1] for end in ends(lost)] == ["node_failure", "done"]
     capsys.readouterr()
     assert trainyard("status", crashed, cancelled, lost) == 0
-    told = capsys.readouterr().out
-    assert told.count(" done") == 2 and "stopped" in told
+    output = capsys.readouterr().out
+    assert output.count(" done") == 2 and "stopped" in output
     assert trainyard("why", cancelled) == 0
-    told = capsys.readouterr().out
-    assert "cancelled" in told and f"trainyard resume {cancelled}" in told
+    output = capsys.readouterr().out
+    assert "cancelled" in output and f"trainyard resume {cancelled}" in output

@@ -1,4 +1,4 @@
-"""What we ask a real Slurm, and what we make of its answers, its silence and its absence."""
+"""Queries of a real Slurm: its answers, its timeouts and its absence."""
 
 import os
 import shutil
@@ -9,7 +9,7 @@ import pytest
 
 from tests.slurm.conftest import Lab
 from trainyard.cluster import query as slurm
-from trainyard.cluster.check import check_cluster, render
+from trainyard.cluster.check import check_cluster, render_findings
 from trainyard.cluster.description import load_cluster
 from trainyard.cluster.query import NodeKind, Partition, SlurmJob
 from trainyard.errors import UserError
@@ -20,14 +20,14 @@ NO_ACCOUNTING = "sacct: Slurm accounting storage is disabled."
 
 
 @pytest.fixture
-def asked(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> Lab:
-    """The lab, as the Slurm that this process talks to."""
+def current_lab(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> Lab:
+    """The lab, as the Slurm that this process uses."""
     monkeypatch.setenv("SLURM_CONF", lab.environ["SLURM_CONF"])
     return lab
 
 
-def stand_in(folder: Path, command: str, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put a shell script before one of Slurm's commands on PATH."""
+def replace_command(folder: Path, command: str, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace a Slurm command by a shell script that comes first on PATH."""
     path = folder / "bin" / command
     path.parent.mkdir(exist_ok=True)
     path.write_text(f"#!/bin/sh\n{script}\n")
@@ -35,22 +35,22 @@ def stand_in(folder: Path, command: str, script: str, monkeypatch: pytest.Monkey
     monkeypatch.setenv("PATH", str(path.parent), prepend=os.pathsep)
 
 
-def job_of(id: str) -> SlurmJob:
-    return slurm.jobs([id])[0][id]
+def query_job(id: str) -> SlurmJob:
+    return slurm.query_jobs([id])[0][id]
 
 
-def test_a_slurm_that_answers_is_not_absent_and_says_its_name(asked):
-    assert slurm.absent() is None
-    assert slurm.cluster_name() == "lab"
+def test_a_slurm_that_answers_is_not_absent_and_returns_its_name(current_lab):
+    assert slurm.explain_absence() is None
+    assert slurm.query_cluster_name() == "lab"
 
 
-def test_jobs_have_slurms_words_for_state_reason_and_place(asked):
-    running = asked.batch("sleep 60", "--partition=a100", "--nodelist=a100-1")
-    waiting = asked.batch("true", "--partition=a100", f"--dependency=afterok:{running}")
-    failed = asked.batch("exit 3", "--partition=a100")
-    asked.wait_for(running, "RUNNING")
-    asked.wait_for(failed, "FAILED")
-    found, note = slurm.jobs([running, waiting, failed, GONE])
+def test_jobs_have_state_reason_and_nodes_as_slurm_prints_them(current_lab):
+    running = current_lab.batch("sleep 60", "--partition=a100", "--nodelist=a100-1")
+    waiting = current_lab.batch("true", "--partition=a100", f"--dependency=afterok:{running}")
+    failed = current_lab.batch("exit 3", "--partition=a100")
+    current_lab.wait_for(running, "RUNNING")
+    current_lab.wait_for(failed, "FAILED")
+    found, note = slurm.query_jobs([running, waiting, failed, GONE])
     assert found == {
         running: SlurmJob(running, "RUNNING", "None", "a100-1", 0, "squeue"),
         waiting: SlurmJob(waiting, "PENDING", "Dependency", "", 0, "squeue"),
@@ -58,106 +58,108 @@ def test_jobs_have_slurms_words_for_state_reason_and_place(asked):
     }
     assert note == NO_ACCOUNTING
     slurm.cancel([running, waiting])
-    asked.wait_for(running, "CANCELLED")
-    assert job_of(waiting).state == "CANCELLED"
+    current_lab.wait_for(running, "CANCELLED")
+    assert query_job(waiting).state == "CANCELLED"
 
 
-def test_elements_of_an_array_are_told_one_by_one_also_while_they_wait_as_one_line(asked):
-    array = asked.batch("sleep 60", "--partition=p100", "--array=0-3%1")
-    asked.wait_for(f"{array}_0", "RUNNING")
-    assert len(asked.run("squeue", "-h", "-j", array).splitlines()) == 2  # without -r the waiting ones are one line
-    found, note = slurm.jobs([f"{array}_0", f"{array}_3"])
+def test_array_elements_are_returned_one_by_one_even_while_squeue_shows_them_as_one_line(current_lab):
+    array = current_lab.batch("sleep 60", "--partition=p100", "--array=0-3%1")
+    current_lab.wait_for(f"{array}_0", "RUNNING")
+    assert (
+        len(current_lab.run("squeue", "-h", "-j", array).splitlines()) == 2
+    )  # without -r the waiting ones are one line
+    found, note = slurm.query_jobs([f"{array}_0", f"{array}_3"])
     assert {id: job.state for id, job in found.items()} == {f"{array}_0": "RUNNING", f"{array}_3": "PENDING"}
     assert note == ""
     slurm.cancel([array])
 
 
-def test_an_element_cancelled_alone_while_it_waits_is_forgotten_at_once(asked):
-    array = asked.batch("sleep 60", "--partition=p100", "--array=0-3%1")
-    asked.wait_for(f"{array}_0", "RUNNING")
+def test_an_element_cancelled_alone_while_it_waits_is_forgotten_at_once(current_lab):
+    array = current_lab.batch("sleep 60", "--partition=p100", "--array=0-3%1")
+    current_lab.wait_for(f"{array}_0", "RUNNING")
     slurm.cancel([f"{array}_3"])
-    found, note = slurm.jobs([f"{array}_2", f"{array}_3"])
+    found, note = slurm.query_jobs([f"{array}_2", f"{array}_3"])
     assert {id: job.state for id, job in found.items()} == {f"{array}_2": "PENDING"}
     assert note == NO_ACCOUNTING
     slurm.cancel([array])
-    assert job_of(f"{array}_2").state == "CANCELLED"  # with its array, it is remembered
+    assert query_job(f"{array}_2").state == "CANCELLED"  # with its array, it is remembered
 
 
-def test_a_job_that_was_put_back_into_the_queue_counts_its_restarts(asked):
-    job = asked.batch("sleep 60", "--partition=a100", "--requeue")
-    asked.wait_for(job, "RUNNING")
-    asked.run("scontrol", "requeue", job)
-    asked.wait_for(job, "PENDING")
-    assert job_of(job).restarts == 1
+def test_a_requeued_job_counts_its_restarts(current_lab):
+    job = current_lab.batch("sleep 60", "--partition=a100", "--requeue")
+    current_lab.wait_for(job, "RUNNING")
+    current_lab.run("scontrol", "requeue", job)
+    current_lab.wait_for(job, "PENDING")
+    assert query_job(job).restarts == 1
     slurm.cancel([job])
 
 
-def test_ids_that_slurm_never_knew_are_absent_from_the_answer(asked):
-    assert slurm.jobs([GONE]) == ({}, NO_ACCOUNTING)
-    assert slurm.jobs([GONE, f"{GONE}_1"]) == ({}, NO_ACCOUNTING)
-    assert slurm.jobs([]) == ({}, "")
+def test_ids_that_slurm_never_knew_are_absent_from_the_answer(current_lab):
+    assert slurm.query_jobs([GONE]) == ({}, NO_ACCOUNTING)
+    assert slurm.query_jobs([GONE, f"{GONE}_1"]) == ({}, NO_ACCOUNTING)
+    assert slurm.query_jobs([]) == ({}, "")
 
 
-def test_cancelling_what_has_ended_or_never_was_is_no_error(asked):
-    ended = asked.batch("true", "--partition=a100")
-    asked.wait_for(ended, "COMPLETED")
+def test_cancelling_an_ended_or_unknown_job_is_not_an_error(current_lab):
+    ended = current_lab.batch("true", "--partition=a100")
+    current_lab.wait_for(ended, "COMPLETED")
     slurm.cancel([ended, GONE])
     slurm.cancel([])
-    assert job_of(ended).state == "COMPLETED"
+    assert query_job(ended).state == "COMPLETED"
 
 
-def test_a_sacct_that_hangs_is_cut_off_and_noted(asked, tmp_path, monkeypatch):
-    stand_in(tmp_path, "sacct", "sleep 60", monkeypatch)
+def test_a_sacct_that_hangs_is_killed_and_noted(current_lab, tmp_path, monkeypatch):
+    replace_command(tmp_path, "sacct", "sleep 60", monkeypatch)
     before = time.monotonic()
-    assert slurm.jobs([GONE]) == ({}, "sacct: no answer within 5 s.")
+    assert slurm.query_jobs([GONE]) == ({}, "sacct: no answer within 5 s.")
     assert time.monotonic() - before < 8
 
 
-def test_without_sacct_squeue_is_believed_alone(asked, tmp_path, monkeypatch):
-    job = asked.batch("true", "--partition=a100")
+def test_without_sacct_only_squeue_answers(current_lab, tmp_path, monkeypatch):
+    job = current_lab.batch("true", "--partition=a100")
     (tmp_path / "squeue").symlink_to(shutil.which("squeue"))
     monkeypatch.setenv("PATH", str(tmp_path))
-    found, note = slurm.jobs([job, GONE])
+    found, note = slurm.query_jobs([job, GONE])
     assert (list(found), note) == ([job], "sacct: is not on PATH.")
 
 
-def test_squeue_is_believed_before_sacct_which_calls_a_requeued_job_lost(asked, tmp_path, monkeypatch):
-    job = asked.batch("sleep 60", "--partition=a100")
-    asked.wait_for(job, "RUNNING")
+def test_squeue_takes_precedence_over_sacct_which_reports_a_requeued_job_as_lost(current_lab, tmp_path, monkeypatch):
+    job = current_lab.batch("sleep 60", "--partition=a100")
+    current_lab.wait_for(job, "RUNNING")
     answer = f"{job}|NODE_FAIL|a100-0|None\n{GONE}|CANCELLED by 1000|None assigned|Dependency|odd"
-    stand_in(tmp_path, "sacct", f"cat <<'END'\n{answer}\nEND", monkeypatch)
-    found, note = slurm.jobs([job, GONE])
+    replace_command(tmp_path, "sacct", f"cat <<'END'\n{answer}\nEND", monkeypatch)
+    found, note = slurm.query_jobs([job, GONE])
     assert found[job].state == "RUNNING"
     assert found[GONE] == SlurmJob(GONE, "CANCELLED", "Dependency|odd", "", None, "sacct")
     assert note == ""
     slurm.cancel([job])
 
 
-def test_partitions_are_told_with_limits_preemption_and_what_a_node_has(asked):
-    found = slurm.partitions()
-    nodes = NodeKind(nodes=2, out=0, cpus=16, memory_mib=64000, features=("a100",), gres={"gpu:a100": 8})
+def test_partitions_have_limits_preemption_and_node_resources(current_lab):
+    found = slurm.query_partitions()
+    nodes = NodeKind(nodes=2, unavailable=0, cpus=16, memory_mib=64000, features=("a100",), gres={"gpu:a100": 8})
     assert found["a100"] == Partition("a100", "up", None, "REQUEUE", 0, (nodes,))
     assert found["a100-grace"].grace_s == 20
     assert found["short"].time_limit_min == 1
 
 
-def test_a_node_that_is_down_is_counted_out(asked):
-    asked.run("scontrol", "update", "NodeName=a5000-1", "State=DOWN", "Reason=test")
+def test_a_node_that_is_down_counts_as_unavailable(current_lab):
+    current_lab.run("scontrol", "update", "NodeName=a5000-1", "State=DOWN", "Reason=test")
     try:
-        (kind,) = slurm.partitions()["a5000"].kinds
+        (kind,) = slurm.query_partitions()["a5000"].kinds
     finally:
-        asked.run("scontrol", "update", "NodeName=a5000-1", "State=RESUME")
-    assert (kind.nodes, kind.out) == (2, 1)
+        current_lab.run("scontrol", "update", "NodeName=a5000-1", "State=RESUME")
+    assert (kind.nodes, kind.unavailable) == (2, 1)
 
 
-def test_a_partition_of_unlike_nodes_with_sockets_and_shards_is_read_as_sinfo_prints_it(asked, tmp_path, monkeypatch):
+def test_a_partition_of_different_nodes_with_sockets_and_shards_is_parsed(current_lab, tmp_path, monkeypatch):
     answer = (
         "a100|up|2-12:30:00|3/1/0/4|128|1031000|a100,ib|gpu:a100:8(S:0-1),shard:a100:32(S:0,1)\n"
         "a100|up|2-12:30:00|0/0/0/0|1|1|(null)|(null)\n"
         "a100|up|2-12:30:00|0/1/1/2|64|515000|(null)|gpu:4,lustre:no_consume:10K"
     )
-    stand_in(tmp_path, "sinfo", f"cat <<'END'\n{answer}\nEND", monkeypatch)
-    assert slurm.partitions()["a100"] == Partition(
+    replace_command(tmp_path, "sinfo", f"cat <<'END'\n{answer}\nEND", monkeypatch)
+    assert slurm.query_partitions()["a100"] == Partition(
         "a100",
         "up",
         3630,
@@ -172,35 +174,35 @@ def test_a_partition_of_unlike_nodes_with_sockets_and_shards_is_read_as_sinfo_pr
 
 def test_without_sbatch_there_is_no_slurm_here(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert slurm.absent() == "There is no Slurm here: sbatch is not on PATH."
+    assert slurm.explain_absence() == "There is no Slurm here: sbatch is not on PATH."
 
 
-def test_a_slurm_that_is_not_configured_is_told_from_one_that_is_down(asked, tmp_path, monkeypatch):
-    conf = Path(asked.environ["SLURM_CONF"]).read_text()
+def test_a_slurm_that_is_not_configured_is_distinguished_from_one_that_is_down(current_lab, tmp_path, monkeypatch):
+    conf = Path(current_lab.environ["SLURM_CONF"]).read_text()
     (tmp_path / "empty.conf").touch()
     monkeypatch.setenv("SLURM_CONF", str(tmp_path / "empty.conf"))
-    assert slurm.absent() == (
+    assert slurm.explain_absence() == (
         "Slurm is installed here but not configured (is SLURM_CONF right?). scontrol: Unable to process configuration "
         "file."
     )
     (line,) = (line for line in conf.splitlines() if line.startswith("SlurmctldPort="))
-    (tmp_path / "down.conf").write_text(conf.replace(line, "SlurmctldPort=9"))  # where nobody listens
+    (tmp_path / "down.conf").write_text(conf.replace(line, "SlurmctldPort=9"))  # where nothing listens
     monkeypatch.setenv("SLURM_CONF", str(tmp_path / "down.conf"))
-    down = slurm.absent()
+    down = slurm.explain_absence()
     assert down is not None
     assert down.startswith("The Slurm controller does not answer. scontrol: Slurmctld(primary) at ")
     assert down.endswith(" is DOWN.")
 
 
 @pytest.mark.slow  # Slurm's commands try for nine seconds
-def test_a_controller_that_is_down_is_a_sentence_within_the_time_limit(asked, tmp_path, monkeypatch):
-    conf = Path(asked.environ["SLURM_CONF"]).read_text()
+def test_a_controller_that_is_down_raises_one_sentence_within_the_time_limit(current_lab, tmp_path, monkeypatch):
+    conf = Path(current_lab.environ["SLURM_CONF"]).read_text()
     (line,) = (line for line in conf.splitlines() if line.startswith("SlurmctldPort="))
     (tmp_path / "down.conf").write_text(conf.replace(line, "SlurmctldPort=9"))
     monkeypatch.setenv("SLURM_CONF", str(tmp_path / "down.conf"))
     before = time.monotonic()
     with pytest.raises(UserError, match=r"^squeue: (no answer within 10 s|.*[Uu]nable to contact slurm controller)"):
-        slurm.jobs(["1"])
+        slurm.query_jobs(["1"])
     assert time.monotonic() - before < 13
 
 
@@ -219,17 +221,17 @@ gpus:
 """
 
 
-def checked(folder: Path, *replacements: tuple[str, str]) -> list[str]:
+def check_lines(folder: Path, *replacements: tuple[str, str]) -> list[str]:
     text = FITS.format(shared=folder)
     for right, wrong in replacements:
         assert right in text
         text = text.replace(right, wrong, 1)
     (folder / "lab.yaml").write_text(text)
-    return render(check_cluster(load_cluster(folder / "lab.yaml"))).splitlines()
+    return render_findings(check_cluster(load_cluster(folder / "lab.yaml"))).splitlines()
 
 
-def test_nothing_is_wrong_with_a_file_that_fits(asked, tmp_path):
-    lines = checked(tmp_path)
+def test_nothing_is_wrong_with_a_file_that_fits(current_lab, tmp_path):
+    lines = check_lines(tmp_path)
     assert [line for line in lines if line.startswith("wrong")] == []
     for expected in (
         "ok     slurm_name: lab.",
@@ -240,10 +242,10 @@ def test_nothing_is_wrong_with_a_file_that_fits(asked, tmp_path):
         "ok     AuthInfo: a job that is started again waits 7 s first (cred_expire in AuthInfo).",
         "ok     MaxArraySize: a sweep has at most 10000 runs.",
         "note   AccountingStorageType: off: Slurm forgets a job 600 sec after its end, and takes any account and QOS. "
-        "status and why read the run's own records as well.",
+        "status and why also read the run folder.",
     ):
         assert expected in lines
-    assert lines[-1].startswith("Nothing is wrong, ")
+    assert lines[-1].startswith("Nothing is wrong (notes: ")
 
 
 @pytest.mark.parametrize(
@@ -285,8 +287,8 @@ def test_nothing_is_wrong_with_a_file_that_fits(asked, tmp_path):
         (
             "memory_gib_per_gpu: 7",
             "memory_gib_per_gpu: 8",
-            "wrong  gpus.a100.memory_gib_per_gpu: 8 x 8 is more than the 62 GiB Slurm gives of a node. Write "
-            "memory_gib_per_gpu: 7",
+            "wrong  gpus.a100.memory_gib_per_gpu: 8 x 8 is more than the 62 GiB that Slurm may allocate on a node. "
+            "Write memory_gib_per_gpu: 7",
         ),
         (
             "partition: p100",
@@ -312,8 +314,8 @@ def test_nothing_is_wrong_with_a_file_that_fits(asked, tmp_path):
         (
             "gpus:",
             "signal_delay_s: 30\ngpus:",
-            "note   signal_delay_s: 30 s, but Slurm may warn up to 60 s earlier than asked: a delay below 60 s gains "
-            "no certain time.",
+            "note   signal_delay_s: 30 s, but Slurm may warn up to 60 s earlier than requested: a delay below 60 s "
+            "guarantees no time.",
         ),
         (
             "gpus:",
@@ -328,16 +330,16 @@ def test_nothing_is_wrong_with_a_file_that_fits(asked, tmp_path):
         ),
     ],
 )
-def test_what_does_not_fit_is_a_line_with_the_right_value(right, wrong, line, asked, tmp_path):
-    assert line in checked(tmp_path, (right, wrong))
+def test_a_mismatch_is_one_line_with_the_right_value(right, wrong, line, current_lab, tmp_path):
+    assert line in check_lines(tmp_path, (right, wrong))
 
 
-def test_a_partition_that_is_down_is_noted(asked, tmp_path):
-    asked.run("scontrol", "update", "PartitionName=a100", "State=DOWN")
+def test_a_partition_that_is_down_is_noted(current_lab, tmp_path):
+    current_lab.run("scontrol", "update", "PartitionName=a100", "State=DOWN")
     try:
-        lines = checked(tmp_path)
+        lines = check_lines(tmp_path)
     finally:
-        asked.run("scontrol", "update", "PartitionName=a100", "State=UP")
+        current_lab.run("scontrol", "update", "PartitionName=a100", "State=UP")
     assert "note   gpus.a100.partition: partition a100 is down: jobs wait. Ask the administrator." in lines
 
 
@@ -348,12 +350,12 @@ def test_sacct_remembers_what_squeue_has_forgotten(lab_accounting, tmp_path, mon
     monkeypatch.setenv("SLURM_CONF", lab_accounting.environ["SLURM_CONF"])
     ended = lab_accounting.batch("true", "--partition=a100")
     lab_accounting.wait_for(ended, "COMPLETED")
-    stand_in(tmp_path, "squeue", "exit 0", monkeypatch)  # as it answers when MinJobAge has passed
+    replace_command(tmp_path, "squeue", "exit 0", monkeypatch)  # as it answers when MinJobAge has passed
     deadline = time.monotonic() + 30
-    while (found := slurm.jobs([ended, GONE])[0]).get(ended) is None or found[ended].state != "COMPLETED":
+    while (found := slurm.query_jobs([ended, GONE])[0]).get(ended) is None or found[ended].state != "COMPLETED":
         assert time.monotonic() < deadline, found  # slurmctld reports to the database in batches
         time.sleep(0.2)
-    assert slurm.jobs([ended, GONE])[1] == ""
+    assert slurm.query_jobs([ended, GONE])[1] == ""
     assert (found[ended].source, found[ended].restarts) == ("sacct", None)
     assert GONE not in found
 
@@ -363,8 +365,10 @@ def test_an_account_that_the_user_may_not_charge_is_found_where_accounting_is_on
     user = lab_accounting.run("id", "-un").strip()
     for words in (("add", "account", "vision"), ("add", "user", user, "account=vision")):
         lab_accounting.run("sacctmgr", "--immediate", *words)
-    assert slurm.accounts(user)["vision"] == {"normal"}
-    lines = checked(tmp_path, ("gpus:", "account: visoin\ngpus:"))
+    assert slurm.query_accounts(user)["vision"] == {"normal"}
+    lines = check_lines(tmp_path, ("gpus:", "account: visoin\ngpus:"))
     (line,) = (line for line in lines if " account: " in line)
     assert line.startswith(f"note   account: user {user} may not charge 'visoin'. Nearest: vision. Allowed: ")
-    assert f"ok     account: user {user} may charge vision." in checked(tmp_path, ("gpus:", "account: vision\ngpus:"))
+    assert f"ok     account: user {user} may charge vision." in check_lines(
+        tmp_path, ("gpus:", "account: vision\ngpus:")
+    )

@@ -19,7 +19,7 @@ from trainyard.report.sweep_page import mean_with_interval
 from trainyard.runs import folder as runs
 from trainyard.runs import sweep_file
 from trainyard.runs.state import ACTIVE
-from trainyard.runs.status import statuses
+from trainyard.runs.status import read_statuses
 
 pytestmark = pytest.mark.slurm
 
@@ -47,7 +47,7 @@ def once(folder: Path) -> Path:
 
 
 def states(made: sweep_file.Sweep) -> dict[Path, str]:
-    found, _ = statuses([element.run for element in made.elements])
+    found, _ = read_statuses([element.run for element in made.elements])
     return {status.run: status.state for status in found}
 
 

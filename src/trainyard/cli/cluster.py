@@ -13,14 +13,14 @@ from trainyard import config as configs
 from trainyard.cli.verb import Verbs, add_verb, beside_checkout
 from trainyard.cluster import description as clusters
 from trainyard.cluster import query as slurm
-from trainyard.cluster.check import check_cluster, render
+from trainyard.cluster.check import check_cluster, render_findings
 from trainyard.errors import UserError
 from trainyard.launch import cancel, submit
 from trainyard.launch import sweep as sweeps
 from trainyard.runs import folder as runs
 from trainyard.runs import lock, logs, status, sweep_file
 from trainyard.runs.state import ACTIVE
-from trainyard.runs.why import why
+from trainyard.runs.why import explain_run
 from trainyard.settings import TrainConfig
 from trainyard.text import nearest_hint
 
@@ -101,7 +101,7 @@ def _submit_here(config: TrainConfig, args: argparse.Namespace) -> int:
     if args.gpus < 1:
         raise UserError(f"--gpus {args.gpus}: a job needs at least one rank. Leave it out for one.")
     gpus = args.gpus if shutil.which("nvidia-smi") else 0
-    time_min = clusters.minutes(args.time or "30d")
+    time_min = clusters.parse_minutes(args.time or "30d")
     run = runs.create_run(args.runs.absolute(), config, name=args.name, environ=os.environ)
     try:
         code = submit.snapshot_code(args.jobs, run / "code")
@@ -114,7 +114,7 @@ def _submit_here(config: TrainConfig, args: argparse.Namespace) -> int:
 
 
 def _tell_submitted(what: str, made: Sequence[Path]) -> None:
-    name = runs.short_name(made[0])
+    name = runs.format_run_name(made[0])
     print(f"\nsubmitted  {what}\nnext       trainyard logs -f {name}")
     print(f"           trainyard status    trainyard why {name}    trainyard cancel {name}")
 
@@ -137,7 +137,7 @@ def resubmit(run: Path, args: argparse.Namespace) -> int:
     _fits_slurm(plan)
     code = submit.Code(Path(before["code"]), Path(before["jobs"]))
     if args.update_code:
-        code = submit.snapshot_code(args.jobs, runs.free_name(run / "code"))
+        code = submit.snapshot_code(args.jobs, runs.find_free_name(run / "code"))
     elif not submit.can_start(code):
         raise UserError(
             f"{run}: was submitted with an older version of Trainyard, whose copy in {code.folder} this one cannot "
@@ -155,13 +155,13 @@ def _cluster(wanted: str, *, job: str, dry: bool = False) -> clusters.Cluster:
     Raises:
         UserError: there is no Slurm here to submit to; says how to run without one.
     """
-    absent = slurm.absent()
+    absent = slurm.explain_absence()
     if absent and not dry:
         raise UserError(
             f"{absent} Run it on this machine instead: trainyard submit {job} --local (in the background), or "
             f"trainyard run {job}. See the batch script only: --dry --cluster NAME."
         )
-    return clusters.find_cluster(wanted, beside_checkout("slurm"), None if absent else slurm.cluster_name())
+    return clusters.find_cluster(wanted, beside_checkout("slurm"), None if absent else slurm.query_cluster_name())
 
 
 def _wish(args: argparse.Namespace) -> submit.ResourceRequest:
@@ -190,13 +190,13 @@ def _fits_slurm(plan: submit.Plan) -> None:
     Raises:
         UserError: it is another Slurm, or it has no such partition, or a limit shorter than the time asked for.
     """
-    described, here = plan.cluster.slurm_name, slurm.cluster_name()
+    described, here = plan.cluster.slurm_name, slurm.query_cluster_name()
     if described and described != here:
         raise UserError(
             f"{plan.cluster.path}: describes the Slurm '{described}', but '{here}' answers here. Name the file of this "
             f"one (--cluster NAME), or log in where the other is."
         )
-    partitions = slurm.partitions()
+    partitions = slurm.query_partitions()
     found = partitions.get(plan.kind.partition)
     check = f"See what else differs: trainyard cluster-check {plan.cluster.name}"
     if found is None:
@@ -214,7 +214,7 @@ def _fits_slurm(plan: submit.Plan) -> None:
 
 def refuse_if_busy(found: Sequence[Path]) -> None:
     """Raise a UserError if Slurm still holds one of these runs."""
-    for known in status.statuses(found)[0]:
+    for known in status.read_statuses(found)[0]:
         if known.state in ACTIVE:
             raise UserError(
                 f"{known.run}: is {known.state} as job {known.slurm_job_id}. Look: trainyard status {known.run}"
@@ -264,7 +264,7 @@ def _sweep(args: argparse.Namespace) -> int:
 
 def _continue_sweep(args: argparse.Namespace) -> int:
     sweep = sweep_file.load(args.again, args.runs.absolute())
-    states = {known.run: known.state for known in status.statuses([e.run for e in sweep.elements])[0]}
+    states = {known.run: known.state for known in status.read_statuses([e.run for e in sweep.elements])[0]}
     missing = sweep_file.list_unfinished(sweep, states)
     if not missing:
         print(f"Nothing is missing: {_counted(states.values())}.\nnext  trainyard results {sweep.name}")
@@ -311,7 +311,7 @@ def _results(args: argparse.Namespace) -> int:
     from trainyard.report import sweep_page as results
 
     sweep = sweep_file.load(args.sweep, args.runs.absolute())
-    states = {known.run: known.state for known in status.statuses([e.run for e in sweep.elements])[0]}
+    states = {known.run: known.state for known in status.read_statuses([e.run for e in sweep.elements])[0]}
     found = results.collect(sweep, states, metric=args.metric)
     page = results.write(found)
     print(f"{results.text(found)}\n{page}")
@@ -327,8 +327,8 @@ def _add_status(verbs: Verbs) -> None:
 
 
 def _status(args: argparse.Namespace) -> int:
-    found = _named(args.run, args.runs) if args.run else runs.newest(args.runs, 20)
-    return _print_runs(found, args.runs, status.table if len(found) <= 20 else status.overview)
+    found = _named(args.run, args.runs) if args.run else runs.list_newest_runs(args.runs, 20)
+    return _print_runs(found, args.runs, status.render_table if len(found) <= 20 else status.render_overview)
 
 
 def _add_runs(verbs: Verbs) -> None:
@@ -338,15 +338,15 @@ def _add_runs(verbs: Verbs) -> None:
 
 def _runs(args: argparse.Namespace) -> int:
     if args.job:
-        runs.latest_run(args.runs, args.job)  # says which jobs have runs, if this one has none
-    return _print_runs(runs.newest(args.runs, None, job=args.job), args.runs, status.table)
+        runs.find_latest_run(args.runs, args.job)  # says which jobs have runs, if this one has none
+    return _print_runs(runs.list_newest_runs(args.runs, None, job=args.job), args.runs, status.render_table)
 
 
 def _print_runs(found: Sequence[Path], root: Path, screen: Callable[[Sequence[status.Status], float], str]) -> int:
     if not found:
         print(f"{root.absolute()}: no runs yet.\nnext: trainyard run JOB, or submit JOB (trainyard jobs lists them)")
         return 0
-    known, note = status.statuses(found)
+    known, note = status.read_statuses(found)
     print(screen(known, time.time()))
     if note:
         print(note, file=sys.stderr)
@@ -371,7 +371,7 @@ def _add_why(verbs: Verbs) -> None:
 
 
 def _why(args: argparse.Namespace) -> int:
-    print(why(runs.resolve_run(args.run, args.runs)))
+    print(explain_run(runs.resolve_run(args.run, args.runs)))
     return 0
 
 
@@ -405,13 +405,13 @@ def _add_cluster_check(verbs: Verbs) -> None:
 
 
 def _cluster_check(args: argparse.Namespace) -> int:
-    absent = slurm.absent()
+    absent = slurm.explain_absence()
     if absent:
         raise UserError(f"{absent} Check the file on a machine from which you can submit.")
-    cluster = clusters.find_cluster(args.cluster, beside_checkout("slurm"), slurm.cluster_name())
+    cluster = clusters.find_cluster(args.cluster, beside_checkout("slurm"), slurm.query_cluster_name())
     findings = check_cluster(cluster)
-    print(render(findings))
-    return 1 if any(finding.ok == "wrong" for finding in findings) else 0
+    print(render_findings(findings))
+    return 1 if any(finding.level == "wrong" for finding in findings) else 0
 
 
 def _add_multirun(verbs: Verbs) -> None:

@@ -1,4 +1,4 @@
-"""A cluster file held against this machine and the Slurm that answers here."""
+"""Checks a cluster file against this machine and the Slurm that answers here."""
 
 import os
 import pwd
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from trainyard.cluster import query as slurm
-from trainyard.cluster.description import Cluster, GpuNodes, clock, minutes
+from trainyard.cluster.description import Cluster, GpuNodes, format_minutes, parse_minutes
 from trainyard.cluster.query import NodeKind, Partition, SlurmError
 from trainyard.hardware import gpu_of_key, image_target
 from trainyard.text import nearest_hint
@@ -19,27 +19,27 @@ from trainyard.text import nearest_hint
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of what became of a check."""
+    """One line of the result of a check."""
 
-    ok: Literal["ok", "note", "wrong"]
+    level: Literal["ok", "note", "wrong"]
     what: str  # a key of the file, or one of Slurm's settings
     found: str
     advice: str = ""
 
 
 def check_cluster(cluster: Cluster) -> list[Finding]:
-    """Hold a cluster file against this machine and its Slurm. Submits nothing; takes under a second.
+    """Check a cluster file against this machine and its Slurm. Submits nothing; takes less than a second.
 
     Raises:
-        SlurmError: the controller stopped answering meanwhile.
+        SlurmError: the controller stopped answering in between.
     """
     findings = [*_check_folders(cluster), *_check_python(cluster), *_check_container(cluster)]
-    if why_not := slurm.absent():
-        return [*findings, Finding("wrong", "Slurm", why_not, "Check on a login node of the cluster.")]
-    settings, partitions = slurm.settings(), slurm.partitions()
+    if reason := slurm.explain_absence():
+        return [*findings, Finding("wrong", "Slurm", reason, "Check on a login node of the cluster.")]
+    settings, partitions = slurm.query_settings(), slurm.query_partitions()
     findings += _check_name(cluster, settings["ClusterName"])
-    for hw, asked in cluster.gpus.items():
-        findings += _check_gpus(f"gpus.{hw}", asked, partitions)
+    for hw, spec in cluster.gpus.items():
+        findings += _check_gpus(f"gpus.{hw}", spec, partitions)
     findings += _check_other_partitions(cluster, partitions)
     findings += _check_times(cluster)
     findings += _check_signals(cluster, settings)
@@ -49,13 +49,13 @@ def check_cluster(cluster: Cluster) -> list[Finding]:
     return findings
 
 
-def render(findings: Sequence[Finding]) -> str:
-    """Return findings for the screen, one a line, and what to do next."""
-    lines = [f"{finding.ok:<5}  {finding.what}: {finding.found} {finding.advice}".rstrip() for finding in findings]
-    wrong, notes = (sum(finding.ok == word for finding in findings) for word in ("wrong", "note"))
+def render_findings(findings: Sequence[Finding]) -> str:
+    """Render findings, one per line, and what to do next."""
+    lines = [f"{finding.level:<5}  {finding.what}: {finding.found} {finding.advice}".rstrip() for finding in findings]
+    wrong, notes = (sum(finding.level == word for finding in findings) for word in ("wrong", "note"))
     if wrong:
-        return "\n".join([*lines, f"{wrong} wrong, {notes} to know. Correct the file, then check again."])
-    return "\n".join([*lines, f"Nothing is wrong, {notes} to know. Next: trainyard submit JOB"])
+        return "\n".join([*lines, f"{wrong} wrong (notes: {notes}). Correct the file, then check again."])
+    return "\n".join([*lines, f"Nothing is wrong (notes: {notes}). Next: trainyard submit JOB"])
 
 
 # The file against this machine
@@ -71,24 +71,24 @@ def _check_folders(cluster: Cluster) -> Iterator[Finding]:
 
 def _check_python(cluster: Cluster) -> Iterator[Finding]:
     if cluster.container.kind:
-        return  # the interpreter is the image's
+        return  # the interpreter is in the container image
     python = shutil.which(cluster.python or sys.executable)
     if python is None:
         yield Finding("wrong", "python", f"there is no {cluster.python} here.", "Name one that the nodes have, too.")
     elif any(Path(python).is_relative_to(folder) for folder in cluster.shared):
         yield Finding("ok", "python", f"{python} is below a shared folder.")
     else:
-        advice = "The nodes need the same one, with the same packages, under this path."
-        yield Finding("note", "python", f"{python} is below no shared folder.", advice)
+        advice = "The nodes need the same one, with the same packages, at this path."
+        yield Finding("note", "python", f"{python} is not below a shared folder.", advice)
 
 
 def _check_container(cluster: Cluster) -> Iterator[Finding]:
     if cluster.container.kind == "apptainer" and shutil.which("apptainer") is None:
-        advice = "The nodes need it: on their PATH, or by a line of `setup`."
+        advice = "The nodes need it: on their PATH, or from a line in `setup`."
         yield Finding("note", "container.kind", "apptainer is not on PATH here.", advice)
-    for image in sorted({_image(cluster, asked) for asked in cluster.gpus.values()}):
+    for image in sorted({_find_image(cluster, spec) for spec in cluster.gpus.values()}):
         if not image.startswith("/"):
-            continue  # of a registry, which only the nodes may reach; "" without a container
+            continue  # in a registry that perhaps only the nodes can reach; "": no container
         if Path(image).exists():
             yield Finding("ok", "container.image", f"{image} is here.")
         else:
@@ -96,8 +96,8 @@ def _check_container(cluster: Cluster) -> Iterator[Finding]:
             yield Finding("wrong", "container.image", f"there is no {image}.", advice)
 
 
-def _image(cluster: Cluster, asked: GpuNodes) -> str:
-    card = gpu_of_key(asked.card)
+def _find_image(cluster: Cluster, spec: GpuNodes) -> str:
+    card = gpu_of_key(spec.card)
     return cluster.container.image.replace("{target}", image_target(card.sm if card else None))
 
 
@@ -111,91 +111,93 @@ def _check_name(cluster: Cluster, actual: str) -> Iterator[Finding]:
         found = f"the file is for '{cluster.slurm_name}', but the Slurm here is '{actual}'."
         yield Finding("wrong", "slurm_name", found, "Check on the right cluster, or take its file.")
     else:
-        advice = f"Write slurm_name: {actual}, and it need not be named when one submits here."
+        advice = f"Write slurm_name: {actual}: then this file is chosen automatically here."
         yield Finding("note", "slurm_name", "the file does not say which Slurm it is for.", advice)
 
 
-def _check_gpus(what: str, asked: GpuNodes, partitions: dict[str, Partition]) -> Iterator[Finding]:
-    partition = partitions.get(asked.partition)
+def _check_gpus(what: str, spec: GpuNodes, partitions: dict[str, Partition]) -> Iterator[Finding]:
+    partition = partitions.get(spec.partition)
     if partition is None:
-        found = f"there is no partition '{asked.partition}'.{nearest_hint(asked.partition, partitions)}"
+        found = f"there is no partition '{spec.partition}'.{nearest_hint(spec.partition, partitions)}"
         yield Finding("wrong", f"{what}.partition", found, f"There are: {', '.join(partitions)}.")
         return
     if partition.state != "up":
         found = f"partition {partition.name} is {partition.state}: jobs wait."
         yield Finding("note", f"{what}.partition", found, "Ask the administrator.")
-    findings = [*_check_time_max(what, asked, partition), *_check_nodes(what, asked, partition)]
+    findings = [*_check_time_max(what, spec, partition), *_check_nodes(what, spec, partition)]
     yield from findings
-    if all(finding.ok != "wrong" for finding in findings):
-        per_node = f"{asked.per_node} x {asked.gres or 'cpu'}"
-        found = f"partition {partition.name} has {asked.nodes} nodes with {per_node}, and cores and memory for them."
+    if all(finding.level != "wrong" for finding in findings):
+        per_node = f"{spec.per_node} x {spec.gres or 'cpu'}"
+        found = f"partition {partition.name} has {spec.nodes} nodes with {per_node}, and cores and memory for them."
         yield Finding("ok", what, found)
 
 
-def _check_time_max(what: str, asked: GpuNodes, partition: Partition) -> Iterator[Finding]:
+def _check_time_max(what: str, spec: GpuNodes, partition: Partition) -> Iterator[Finding]:
     limit = partition.time_limit_min
-    if limit is not None and (not asked.time_max or minutes(asked.time_max) > limit):
-        found = f"{asked.time_max or 'unlimited'}, but partition {partition.name} ends jobs after {clock(limit)}."
-        yield Finding("wrong", f"{what}.time_max", found, f"Write time_max: {clock(limit)}")
+    if limit is not None and (not spec.time_max or parse_minutes(spec.time_max) > limit):
+        found = (
+            f"{spec.time_max or 'unlimited'}, but partition {partition.name} ends jobs after {format_minutes(limit)}."
+        )
+        yield Finding("wrong", f"{what}.time_max", found, f"Write time_max: {format_minutes(limit)}")
 
 
-def _check_nodes(what: str, asked: GpuNodes, partition: Partition) -> Iterator[Finding]:
-    with_gres = [kind for kind in partition.kinds if _count(kind, asked.gres)]
+def _check_nodes(what: str, spec: GpuNodes, partition: Partition) -> Iterator[Finding]:
+    with_gres = [kind for kind in partition.kinds if _count_gres(kind, spec.gres)]
     if not with_gres:
         types = sorted({name for kind in partition.kinds for name in kind.gres})
-        found = f"no node of partition {partition.name} has '{asked.gres}'.{nearest_hint(asked.gres, types)}"
+        found = f"no node of partition {partition.name} has '{spec.gres}'.{nearest_hint(spec.gres, types)}"
         yield Finding("wrong", f"{what}.gres", found, f"There are: {', '.join(types) or 'none'}.")
         return
-    fitting = [kind for kind in with_gres if _meets(kind, asked.constraint)]
+    fitting = [kind for kind in with_gres if _satisfies(kind, spec.constraint)]
     if not fitting:
         features = sorted({name for kind in with_gres for name in kind.features})
-        found = f"no such node meets '{asked.constraint}'.{nearest_hint(asked.constraint, features)}"
+        found = f"no such node meets '{spec.constraint}'.{nearest_hint(spec.constraint, features)}"
         yield Finding("wrong", f"{what}.constraint", found, f"Their features: {', '.join(features) or 'none'}.")
         return
-    most = max(_count(kind, asked.gres) for kind in fitting)
-    if asked.gres and most < asked.per_node:
-        found = f"{asked.per_node}, but the nodes have at most {most} x {asked.gres}."
+    most = max(_count_gres(kind, spec.gres) for kind in fitting)
+    if spec.gres and most < spec.per_node:
+        found = f"{spec.per_node}, but the nodes have at most {most} x {spec.gres}."
         yield Finding("wrong", f"{what}.per_node", found, f"Write per_node: {most}")
         return
     yield from _check_size(
-        what, asked, [k for k in fitting if not asked.gres or _count(k, asked.gres) >= asked.per_node]
+        what, spec, [k for k in fitting if not spec.gres or _count_gres(k, spec.gres) >= spec.per_node]
     )
 
 
-def _check_size(what: str, asked: GpuNodes, kinds: Sequence[NodeKind]) -> Iterator[Finding]:
-    nodes, out = sum(kind.nodes for kind in kinds), sum(kind.out for kind in kinds)
+def _check_size(what: str, spec: GpuNodes, kinds: Sequence[NodeKind]) -> Iterator[Finding]:
+    nodes, unavailable = sum(kind.nodes for kind in kinds), sum(kind.unavailable for kind in kinds)
     cpus, memory_gib = min(kind.cpus for kind in kinds), min(kind.memory_mib for kind in kinds) // 1024
-    if asked.nodes > nodes:
-        found = f"{asked.nodes}, but there are {nodes} such nodes."
+    if spec.nodes > nodes:
+        found = f"{spec.nodes}, but there are {nodes} such nodes."
         yield Finding("wrong", f"{what}.nodes", found, f"Write nodes: {nodes}")
     for key, each, has, unit in (
-        ("cores_per_gpu", asked.cores_per_gpu, cpus, "cores of a node"),
-        ("memory_gib_per_gpu", asked.memory_gib_per_gpu, memory_gib, "GiB Slurm gives of a node"),
+        ("cores_per_gpu", spec.cores_per_gpu, cpus, "cores of a node"),
+        ("memory_gib_per_gpu", spec.memory_gib_per_gpu, memory_gib, "GiB that Slurm may allocate on a node"),
     ):
-        if asked.per_node * each > has:
-            most = has // asked.per_node
-            advice = f"Write {key}: {most}" if most else "Lower per_node, or ask whether Slurm's number is right."
-            found = f"{each} x {asked.per_node} is more than the {has} {unit}."
+        if spec.per_node * each > has:
+            most = has // spec.per_node
+            advice = f"Write {key}: {most}" if most else "Lower per_node, or check whether Slurm's number is right."
+            found = f"{each} x {spec.per_node} is more than the {has} {unit}."
             yield Finding("wrong", f"{what}.{key}", found, advice)
-    if out:
-        yield Finding("note", what, f"{out} of {nodes} nodes are down or drained now.")
+    if unavailable:
+        yield Finding("note", what, f"{unavailable} of {nodes} nodes are down or drained now.")
 
 
-def _count(kind: NodeKind, gres: str) -> int:
-    """Count a generic resource of a node; a name without a type stands for all types, "" for the node itself."""
+def _count_gres(kind: NodeKind, gres: str) -> int:
+    """Count a generic resource of a node. A name without a type matches all types, "" matches the node itself."""
     if not gres:
         return 1
     return sum(count for name, count in kind.gres.items() if gres in (name, name.partition(":")[0]))
 
 
-def _meets(kind: NodeKind, constraint: str) -> bool:
-    """Whether a node has the features of a constraint such as "a100", "a100&ib" or "a100|h100"."""
+def _satisfies(kind: NodeKind, constraint: str) -> bool:
+    """Tell whether a node has the features of a constraint like "a100", "a100&ib" or "a100|h100"."""
     alternatives = (re.findall(r"[\w.:-]+", part) for part in constraint.split("|"))
     return any(set(features) <= set(kind.features) for features in alternatives)
 
 
 def _check_other_partitions(cluster: Cluster, partitions: dict[str, Partition]) -> Iterator[Finding]:
-    named = {asked.partition for asked in cluster.gpus.values()}
+    named = {spec.partition for spec in cluster.gpus.values()}
     if others := [name for name in partitions if name not in named]:
         yield Finding("note", "gpus", f"Slurm has partitions that the file does not name: {', '.join(others)}.")
 
@@ -204,26 +206,26 @@ def _check_other_partitions(cluster: Cluster, partitions: dict[str, Partition]) 
 
 
 def _check_times(cluster: Cluster) -> Iterator[Finding]:
-    default, delay = minutes(cluster.time_default), cluster.signal_delay_s
-    short = [hw for hw, asked in cluster.gpus.items() if asked.time_max and minutes(asked.time_max) < default]
+    default, delay = parse_minutes(cluster.time_default), cluster.signal_delay_s
+    short = [hw for hw, spec in cluster.gpus.items() if spec.time_max and parse_minutes(spec.time_max) < default]
     if short:
         found = f"{cluster.time_default} is more than time_max of {', '.join(short)}."
         yield Finding("note", "time_default", found, "Jobs there get time_max.")
-    least = min([default, *(minutes(asked.time_max) for asked in cluster.gpus.values() if asked.time_max)])
+    least = min([default, *(parse_minutes(spec.time_max) for spec in cluster.gpus.values() if spec.time_max)])
     if delay > least * 60 // 4:
-        found = f"{delay} s is more than a quarter of {clock(least)}, the usual time of a job."
+        found = f"{delay} s is more than a quarter of {format_minutes(least)}, the usual time of a job."
         yield Finding("note", "signal_delay_s", found, "Such a job is warned when a quarter of its time is left.")
     elif delay < 60:
         found = (
-            f"{delay} s, but Slurm may warn up to 60 s earlier than asked: a delay below 60 s gains no certain time."
+            f"{delay} s, but Slurm may warn up to 60 s earlier than requested: a delay below 60 s guarantees no time."
         )
         yield Finding("note", "signal_delay_s", found)
 
 
 def _check_signals(cluster: Cluster, settings: dict[str, str]) -> Iterator[Finding]:
-    """Without cgroups Slurm signals all descendants, and one of Apptainer's, which reads the SIF, dies of it."""
+    """Without cgroups, Slurm signals all descendants, which kills the Apptainer process that serves the SIF."""
     if cluster.container.kind == "apptainer" and settings.get("ProctrackType") == "proctrack/linuxproc":
-        advice = "Unpack the SIF (apptainer build --sandbox FOLDER SIF) and name the folder as container.image."
+        advice = "Unpack the SIF (apptainer build --sandbox FOLDER SIF) and set container.image to the folder."
         yield Finding("note", "ProctrackType", "proctrack/linuxproc: a warned job would lose its SIF.", advice)
 
 
@@ -233,22 +235,24 @@ def _check_preemption(
     if settings["PreemptType"] == "preempt/none":
         yield Finding("ok", "PreemptType", "no job is preempted.")
         return
-    warned = "send_user_signal" in settings["SlurmctldParameters"] + settings.get("PreemptParameters", "")
+    is_warned = "send_user_signal" in settings["SlurmctldParameters"] + settings.get("PreemptParameters", "")
     kill_wait_s = int(settings["KillWait"].split()[0])
     groups: dict[tuple[str, int], list[str]] = {}
-    for name in dict.fromkeys(asked.partition for asked in cluster.gpus.values() if asked.partition in partitions):
+    for name in dict.fromkeys(spec.partition for spec in cluster.gpus.values() if spec.partition in partitions):
         groups.setdefault((partitions[name].preempt_mode, partitions[name].grace_s), []).append(name)
     for (mode, grace_s), names in groups.items():
-        yield _preemption(f"partition{'s' * (len(names) > 1)} {', '.join(names)}", mode, grace_s + kill_wait_s, warned)
+        yield _describe_preemption(
+            f"partition{'s' * (len(names) > 1)} {', '.join(names)}", mode, grace_s + kill_wait_s, is_warned
+        )
 
 
-def _preemption(where: str, mode: str, left_s: int, warned: bool) -> Finding:
+def _describe_preemption(where: str, mode: str, left_s: int, is_warned: bool) -> Finding:
     if "CANCEL" in mode:
-        found = f"{where}: a preempted job is cancelled, not put back into the queue."
-        return Finding("note", "PreemptMode", found, "Go on with: trainyard resume RUN")
+        found = f"{where}: a preempted job is cancelled, not requeued."
+        return Finding("note", "PreemptMode", found, "Resume it: trainyard resume RUN")
     if "REQUEUE" not in mode:
         return Finding("ok", "PreemptMode", f"{where}: {mode}: no job is ended by preemption.")
-    signal = "a warning (SIGUSR2) and " if warned else "SIGTERM and "
+    signal = "a warning (SIGUSR2) and " if is_warned else "SIGTERM and "
     found = f"{where}: a preempted job has {left_s} s between {signal}its end."
     if left_s >= 60:
         return Finding("ok", "PreemptMode", found)
@@ -258,7 +262,7 @@ def _preemption(where: str, mode: str, left_s: int, warned: bool) -> Finding:
 
 def _check_restarts(settings: dict[str, str]) -> Iterator[Finding]:
     if settings["JobRequeue"] == "0":
-        yield Finding("note", "JobRequeue", "off by default here.", "Each of our jobs asks for it (sbatch --requeue).")
+        yield Finding("note", "JobRequeue", "off by default here.", "Each of our jobs requests it (sbatch --requeue).")
     expire = re.search(r"cred_expire=(\d+)", settings["AuthInfo"])
     wait_s = int(expire[1]) if expire else 120
     found = f"a job that is started again waits {wait_s + 1} s first (cred_expire in AuthInfo)."
@@ -273,25 +277,25 @@ def _check_restarts(settings: dict[str, str]) -> Iterator[Finding]:
 def _check_accounting(cluster: Cluster, settings: dict[str, str]) -> Iterator[Finding]:
     if not settings["AccountingStorageType"].endswith("slurmdbd"):
         found = f"off: Slurm forgets a job {settings['MinJobAge']} after its end, and takes any account and QOS."
-        yield Finding("note", "AccountingStorageType", found, "status and why read the run's own records as well.")
+        yield Finding("note", "AccountingStorageType", found, "status and why also read the run folder.")
         return
     user = pwd.getpwuid(os.getuid()).pw_name
     try:
-        allowed = slurm.accounts(user)
+        allowed = slurm.query_accounts(user)
     except SlurmError as error:
         yield Finding("note", "account", f"not checked. {error}")
         return
     enforced = "associations" in settings["AccountingStorageEnforce"]
-    verdict: Literal["note", "wrong"] = "wrong" if enforced else "note"
-    names = ", ".join(allowed) or "none"
-    qos = {name for account, of in allowed.items() if cluster.account in ("", account) for name in of}
+    level: Literal["note", "wrong"] = "wrong" if enforced else "note"
+    accounts = ", ".join(allowed) or "none"
+    qos = {name for account, names in allowed.items() if cluster.account in ("", account) for name in names}
     if cluster.account and cluster.account not in allowed:
         found = f"user {user} may not charge '{cluster.account}'.{nearest_hint(cluster.account, allowed)}"
-        yield Finding(verdict, "account", found, f"Allowed: {names}.")
+        yield Finding(level, "account", found, f"Allowed: {accounts}.")
     elif not allowed:
-        yield Finding(verdict, "account", f"user {user} has no account.", "Ask the administrator.")
+        yield Finding(level, "account", f"user {user} has no account.", "Ask the administrator.")
     elif cluster.qos and cluster.qos not in qos:
         found = f"user {user} may not use QOS '{cluster.qos}'.{nearest_hint(cluster.qos, sorted(qos))}"
-        yield Finding(verdict, "qos", found, f"Allowed: {', '.join(sorted(qos)) or 'none'}.")
+        yield Finding(level, "qos", found, f"Allowed: {', '.join(sorted(qos)) or 'none'}.")
     else:
-        yield Finding("ok", "account", f"user {user} may charge {cluster.account or names}.")
+        yield Finding("ok", "account", f"user {user} may charge {cluster.account or accounts}.")

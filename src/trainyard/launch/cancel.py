@@ -12,11 +12,11 @@ from trainyard.cluster import query as slurm
 from trainyard.cluster.query import SlurmError
 from trainyard.errors import UserError
 from trainyard.files import write_atomically
-from trainyard.runs.folder import short_name
+from trainyard.runs.folder import format_run_name
 from trainyard.runs.history import CANCELLED
 from trainyard.runs.lock import Owner
 from trainyard.runs.state import ACTIVE
-from trainyard.runs.status import Status, describe_state, resume_command, statuses
+from trainyard.runs.status import Status, describe_state, format_resume_command, read_statuses
 
 
 def cancel(runs: Sequence[Path]) -> list[str]:
@@ -25,10 +25,10 @@ def cancel(runs: Sequence[Path]) -> list[str]:
     Raises:
         UserError: none of them goes on, or one is out of reach from here; then none was ended.
     """
-    found, _ = statuses(runs)
+    found, _ = read_statuses(runs)
     active = [status for status in found if status.state in ACTIVE]
     if not active:
-        states = ", ".join(f"{short_name(status.run)} is {describe_state(status)}" for status in found[:5])
+        states = ", ".join(f"{format_run_name(status.run)} is {describe_state(status)}" for status in found[:5])
         raise UserError(f"Nothing to cancel: {states}. What runs: trainyard status")
     if unavailable_reasons := [status.slurm_unavailable_reason for status in active if status.slurm_unavailable_reason]:
         raise UserError(f"Nothing was cancelled: {unavailable_reasons[0]} Cancel where that Slurm answers.")
@@ -46,10 +46,10 @@ def _owner_here(status: Status) -> Owner:
     Raises:
         UserError: it is on another host, or has not begun.
     """
-    run, owner = status.run, status.folder.owner
+    run, owner = status.run, status.snapshot.owner
     if owner is None:
         raise UserError(f"{run}: its process is starting. In a moment, type: trainyard cancel {shlex.quote(str(run))}")
-    if not owner.is_judged_here():
+    if not owner.is_checkable_here():
         raise UserError(
             f"{run}: process {owner.pid} on {owner.host} writes to it, which cannot be reached from here. "
             f"Type there: kill -INT {owner.pid}"
@@ -72,8 +72,8 @@ def _cancel_in_slurm(submitted: Sequence[Status]) -> None:
 
 def _cancelled(before: Status) -> str:
     """Say what was done to a run that stood so."""
-    name = short_name(before.run)
+    name = format_run_name(before.run)
     if before.state not in ACTIVE:
         return f"{name}: is {describe_state(before)}, so there is nothing to cancel."
     did = f"cancelled job {before.slurm_job_id}" if before.slurm_job_id else "asked its process to save and leave"
-    return f"{name}: {did}. Go on: {resume_command(before)}"
+    return f"{name}: {did}. Go on: {format_resume_command(before)}"

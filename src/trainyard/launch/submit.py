@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from trainyard.cluster import query as slurm
-from trainyard.cluster.description import Cluster, GpuNodes, clock, minutes
+from trainyard.cluster.description import Cluster, GpuNodes, format_minutes, parse_minutes
 from trainyard.errors import UserError
 from trainyard.files import write_atomically, write_json
 from trainyard.hardware import Precision, gpu_of_key, image_target, precision_for
 from trainyard.launch.rank_task import RankTask
 from trainyard.runs.folder import SUBMISSION
-from trainyard.runs.state import exit_codes_for_shell
+from trainyard.runs.state import render_exit_codes
 from trainyard.settings import TrainConfig
 from trainyard.text import nearest_hint
 
@@ -141,7 +141,7 @@ def describe(plan: Plan, run: Path | None) -> str:
         + ("" if plan.micro_batch * plan.accumulation * plan.gpus == plan.global_batch else ", the last ones smaller"),
         "precision": f"{', '.join(switches)}  ({policy.reasons['dtype']})",
         "a node": f"{plan.ranks_per_node} ranks, {plan.kind.cores_per_gpu} cores each, {_memory_gib(plan)} GiB",
-        "time": f"{clock(plan.time_min)}, warned {plan.signal_s} s before the end  ({plan.why_time})",
+        "time": f"{format_minutes(plan.time_min)}, warned {plan.signal_s} s before the end  ({plan.why_time})",
         "again": again,
         "runs in": _image(plan) or plan.cluster.python or sys.executable,
         **({"folder": str(run)} if run is not None else {}),
@@ -170,7 +170,7 @@ def snapshot_code(jobs_dir: Path, into: Path) -> Code:
 
 def attempt_script() -> str:
     """Return attempt.sh as a batch script sources it: behind a line that sets the exit codes."""
-    return exit_codes_for_shell() + (_PACKAGE / "launch" / "attempt.sh").read_text()
+    return render_exit_codes() + (_PACKAGE / "launch" / "attempt.sh").read_text()
 
 
 def can_start(code: Code) -> bool:
@@ -303,16 +303,16 @@ def _choose_nodes(hw: str, kind: GpuNodes, wish: ResourceRequest) -> int:
 
 
 def _choose_time(hw: str, kind: GpuNodes, cluster: Cluster, wish: ResourceRequest) -> tuple[int, str]:
-    longest = minutes(kind.time_max) if kind.time_max else None
+    longest = parse_minutes(kind.time_max) if kind.time_max else None
     if wish.time:
-        asked = minutes(wish.time)
+        asked = parse_minutes(wish.time)
         if longest is not None and asked > longest:
             raise UserError(
                 f"TIME={wish.time}: partition {kind.partition} of {hw} allows at most {kind.time_max}. Ask for less: a "
                 "job that reaches its limit saves, starts again and goes on."
             )
         return asked, "asked for"
-    usual = minutes(cluster.time_default)
+    usual = parse_minutes(cluster.time_default)
     if longest is not None and usual > longest:
         return longest, f"longest of partition {kind.partition}"
     return usual, f"time_default of {cluster.path.name}"
@@ -426,7 +426,7 @@ def _image(plan: Plan) -> str:
 
 def _note(run: Path, job: str, scheduler: str, plan: Plan, *, folder: Path, code: Code) -> None:
     asked = {
-        "slurm_name": slurm.cluster_name(),
+        "slurm_name": slurm.query_cluster_name(),
         "cluster": plan.cluster.name,
         "cluster_file": str(plan.cluster.path),
         "hw": plan.hw,

@@ -15,7 +15,7 @@ from trainyard.runs.events import (
     ENDS,
     STARTS,
     Line,
-    elapsed_s,
+    find_elapsed_s,
     read_events,
     read_metrics,
 )
@@ -75,7 +75,7 @@ class RunStory:
 
     @property
     def elapsed_s(self) -> float:
-        return elapsed_s([*self.train, *self.evals, *self.current_events()])
+        return find_elapsed_s([*self.train, *self.evals, *self.current_events()])
 
     def current_events(self) -> list[Line]:
         """The events of the history that stands: not those of steps that a later attempt took again."""

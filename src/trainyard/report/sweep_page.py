@@ -259,14 +259,14 @@ def _hours(events: Sequence[Mapping[str, Any]], lines: Sequence[Mapping[str, Any
     An attempt counts from its first event to the last line of it that stands; what a killed one did after that (less
     than the time between two checkpoints) is not known.
     """
-    from trainyard.runs.events import STARTS, elapsed_s
+    from trainyard.runs.events import STARTS, find_elapsed_s
 
     spent = {"gpu": 0.0, "cpu": 0.0}
     bounds = [i for i, event in enumerate(events) if event["event"] in STARTS] + [len(events)]
     for begin, end in itertools.pairwise(bounds):
         first = events[begin]
         own = [*events[begin:end], *(lines if end == len(events) else [])]  # of the last attempt no line was cut back
-        hours = (elapsed_s(map(dict, own)) - first["elapsed_s"]) / 3600
+        hours = (find_elapsed_s(map(dict, own)) - first["elapsed_s"]) / 3600
         spent["cpu" if first["device"] == "cpu" else "gpu"] += first["world_size"] * hours
     return spent
 

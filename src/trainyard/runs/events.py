@@ -1,19 +1,19 @@
-"""The metrics and events of a run: their schema, and the one reader of them. Loads no torch.
+"""Metrics and events of a run: their schema and their only reader. Loads no torch.
 
-`metrics.jsonl` is the truth. It holds training and evaluation lines only and is cut back when a run resumes, so
-that a killed run ends with the file of an uninterrupted one. `events.jsonl` tells what happened (start, resume,
-checkpoint, stop, ...) and is never cut. Trackers and the report are made from what these two hold.
+`metrics.jsonl` is the source of truth. It contains only training and evaluation lines and is truncated when a run
+resumes, so that a killed and resumed run has the same file as an uninterrupted one. `events.jsonl` records what
+happened (start, resume, checkpoint, stop, ...) and is never truncated. Trackers and the report use only these two.
 
-One JSON object a line, each with `kind`, `step` (optimizer steps done) and `elapsed_s`:
+Each line is a JSON object with `kind`, `step` (optimizer steps done) and `elapsed_s`:
 
     train   epoch, samples_seen, loss and other losses, lr, grad_norm, and the timings in TIMING_KEYS
     eval    epoch, split, metrics; `x_low` and `x_high` are the 95 % interval of metric `x`; seconds
     event   event, time (UTC) and free fields. The report and `status` understand: `start` and `resume` with attempt
-            ("<Slurm job>-<restarts>" or "local-<seconds>"), total_steps, host, world_size, device and monitor
+            ("<Slurm job id>-<restarts>" or "local-<seconds>"), total_steps, host, world_size, device and monitor
             {"split", "metric", "mode": "min" or "max"}; `checkpoint` with seconds; `stop` and `failed` with reason;
             `done`
 
-A number that JSON cannot hold is null, and its name stands with "nan", "inf" or "-inf" under `nonfinite`.
+A number that JSON cannot represent is null; `nonfinite` maps its name to "nan", "inf" or "-inf".
 """
 
 import json
@@ -26,7 +26,7 @@ from trainyard.errors import UserError
 TIMING_KEYS = frozenset(
     {"samples_per_s", "step_ms", "data_wait_ms", "compute_ms", "memory_gib", "elapsed_s", "seconds"}
 )
-"""What differs between two runs that compute the same: leave these out to compare their metrics."""
+"""Keys that differ even between two identical runs: ignore them when comparing metrics."""
 METRICS_FILE = "metrics.jsonl"
 EVENTS_FILE = "events.jsonl"
 KINDS = ("train", "eval", "event")
@@ -38,8 +38,8 @@ Line = dict[str, Any]
 def read_metrics(run: Path) -> list[Line]:
     """Return the training and evaluation lines of a run, oldest first; none if it has not logged yet.
 
-    Numbers that JSON could not hold are NaN or infinite again. A last line without its end, as kill -9 or a
-    power cut may leave, is passed over.
+    Numbers stored as `nonfinite` become NaN or infinite again. An incomplete last line, which kill -9 or a power
+    failure may leave, is skipped.
 
     Raises:
         UserError: `run` is not a run folder, or any other line is damaged.
@@ -49,7 +49,7 @@ def read_metrics(run: Path) -> list[Line]:
 
 
 def read_events(run: Path) -> list[Line]:
-    """Return the events of a run over all its attempts, oldest first, by the rules of `read_metrics`."""
+    """Return the events of all attempts of a run, oldest first; reads like `read_metrics`."""
     _require_run(run)
     return read_lines(run / EVENTS_FILE)
 
@@ -59,32 +59,32 @@ def _require_run(run: Path) -> None:
         found = "a folder without them" if run.is_dir() else "no folder"
         raise UserError(
             f"{run}: expected the folder of a run, with config.yaml and {METRICS_FILE}; found {found}. "
-            f"Runs lie in runs/<job>/<time>-<commit>."
+            f"Runs are in runs/<job>/<time>-<commit>."
         )
 
 
 def read_lines(path: Path) -> list[Line]:
     data = path.read_bytes() if path.exists() else b""
     complete = data.split(b"\n")[:-1]
-    return [_decode(raw, path, number) for number, raw in enumerate(complete, start=1)]
+    return [_parse_line(raw, path, number) for number, raw in enumerate(complete, start=1)]
 
 
-def _decode(raw: bytes, path: Path, number: int) -> Line:
+def _parse_line(raw: bytes, path: Path, number: int) -> Line:
     try:
         line = json.loads(raw)
     except ValueError:
         line = None
     if not isinstance(line, dict) or line.get("kind") not in KINDS or not isinstance(line.get("step"), int):
         raise UserError(
-            f"{path}:{number}: expected a JSON object with kind and step, found {raw[:60]!r}. The file was "
-            f"damaged or edited: restore it from a copy, or remove this line to read the rest."
+            f"{path}:{number}: expected a JSON object with kind and step, found {raw[:60]!r}. The file is "
+            f"damaged or was edited: restore it from a copy, or delete this line to read the rest."
         )
     line.update({name: float(text) for name, text in line.pop("nonfinite", {}).items()})
     return line
 
 
-def elapsed_s(lines: Iterable[Line]) -> float:
-    """Return the running time that these lines cover, in seconds."""
+def find_elapsed_s(lines: Iterable[Line]) -> float:
+    """Return the running time, in seconds, up to the last of these lines."""
     return max((line.get("elapsed_s", 0.0) for line in lines), default=0.0)
 
 

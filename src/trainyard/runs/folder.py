@@ -1,4 +1,7 @@
-"""The folder of a run: created whole, its environment recorded, found again by name. Loads no torch."""
+"""Run folders: creating them with a record of the environment, recording errors, finding runs by name.
+
+Loads no torch.
+"""
 
 import errno
 import itertools
@@ -38,20 +41,20 @@ def create_run(
     environ: Mapping[str, str] = NO_VARIABLES,
     code: Path = THIS_CODE,
 ) -> Path:
-    """Create the folder of a new run, complete from the moment it can be seen, and return it.
+    """Create the folder of a new run and return it. It is complete as soon as it is visible.
 
-    It is `<root>/<job>/<YYYYmmdd-HHMMSS>-<commit>` (local time, 7 digits of the commit, or "nogit"), with -2, -3, ...
-    appended where that is taken. It holds config.yaml (every option), env.json (`environment_record`) and, if the
-    checkout differs from its commit, code.diff.
+    The path is `<root>/<job>/<YYYYmmdd-HHMMSS>-<commit>` (local time; 7 digits of the commit, or "nogit"), with
+    -2, -3, ... appended if it is taken. The folder contains config.yaml (every option), env.json
+    (`environment_record`) and, if the checkout differs from its commit, code.diff.
 
     Args:
-        root: folder of all runs; made if it is missing.
-        name: a name for the folder instead of time and commit.
-        environ: environment variables; a few known ones are recorded, the rest is not.
-        code: any folder of the git checkout whose state is recorded.
+        root: folder of all runs; created if missing.
+        name: name of the folder; default: time and commit.
+        environ: environment variables; only a few known ones are recorded.
+        code: any folder of the git checkout to record.
 
     Raises:
-        UserError: `name` is not a plain file name, or a run bears it already.
+        UserError: `name` is not a plain file name, or a run already has it.
     """
     if name is not None and not re.fullmatch(r"\w[\w.+-]*", name):
         raise UserError(
@@ -59,36 +62,37 @@ def create_run(
         )
     checkout, diff = find_checkout(code)
     record = environment_beside(environ, checkout)
-    family_of_runs = root / config.job
-    family_of_runs.mkdir(parents=True, exist_ok=True)
-    aside = family_of_runs / f".new-{secrets.token_hex(8)}"
-    aside.mkdir()
+    job_folder = root / config.job
+    job_folder.mkdir(parents=True, exist_ok=True)
+    temporary = job_folder / f".new-{secrets.token_hex(8)}"
+    temporary.mkdir()
     try:
-        freeze(config, aside / CONFIG)
-        write_json(aside / ENV_FILE, record)
+        freeze(config, temporary / CONFIG)
+        write_json(temporary / ENV_FILE, record)
         if diff:
-            (aside / DIFF).write_bytes(diff)
-        return _settle(aside, name, default=f"{datetime.now():%Y%m%d-%H%M%S}-{(checkout['commit'] or 'nogit')[:7]}")
+            (temporary / DIFF).write_bytes(diff)
+        default = f"{datetime.now():%Y%m%d-%H%M%S}-{(checkout['commit'] or 'nogit')[:7]}"
+        return _move_into_place(temporary, name, default=default)
     except BaseException:
-        shutil.rmtree(aside)
+        shutil.rmtree(temporary)
         raise
 
 
 def update_env(run: Path, section: str, values: Mapping[str, Any]) -> None:
-    """Add `values` to one section of the run's env.json. For the owner of the run only: two writers lose updates."""
+    """Add `values` to one section of the run's env.json. For the run's owner only: two writers lose updates."""
     path = run / ENV_FILE
     record = json.loads(path.read_text(encoding="utf-8"))
     record[section] = {**record.get(section, {}), **values}
     write_json(path, record)
 
 
-def _settle(aside: Path, name: str | None, *, default: str) -> Path:
-    """Rename a finished folder to its place. A rename onto a folder with content fails, so no run is replaced."""
-    attempt = 1
+def _move_into_place(temporary: Path, name: str | None, *, default: str) -> Path:
+    """Rename a finished folder to its final name. Renaming onto a non-empty folder fails, so no run is replaced."""
+    number = 1
     while True:
-        target = aside.with_name(name or (default if attempt == 1 else f"{default}-{attempt}"))
+        target = temporary.with_name(name or (default if number == 1 else f"{default}-{number}"))
         try:
-            return aside.rename(target)
+            return temporary.rename(target)
         except OSError as error:
             if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
                 raise
@@ -96,19 +100,16 @@ def _settle(aside: Path, name: str | None, *, default: str) -> Path:
             raise UserError(
                 f"{target}: there is a run of this name. Choose another, or resume it: trainyard resume {target}"
             )
-        attempt += 1
+        number += 1
 
 
-# One writer
-
-
-# What went wrong
+# Recording errors
 
 
 def record_error(run: Path, error: BaseException, *, attempt: str, rank: int) -> Path:
-    """Write why a rank failed, for `trainyard why`, and return the file.
+    """Write down why a rank failed, for `trainyard why`, and return the file.
 
-    Several ranks may fail at once, and the file system may be the reason, so each writes its own file.
+    Each rank writes its own file: several may fail at once, and the file system may be the reason.
     """
     folder = run / "errors"
     folder.mkdir(exist_ok=True)
@@ -120,14 +121,14 @@ def record_error(run: Path, error: BaseException, *, attempt: str, rank: int) ->
         "type": type(error).__name__,
         "message": str(error),
         "traceback": "".join(traceback.format_exception(error)),
-        "cause": cause_of(error),
+        "cause": classify_error(error),
     }
     write_json(path, content)
     return path
 
 
-def cause_of(error: BaseException) -> Cause:
-    """Return the kind of a failure in one word; torch's errors are known by name, because torch may be missing."""
+def classify_error(error: BaseException) -> Cause:
+    """Return the cause that an exception stands for. Matches torch's errors by name, because torch may be missing."""
     name, text = type(error).__name__, str(error)
     if isinstance(error, NotFinite):
         return Cause.NOT_FINITE
@@ -141,7 +142,7 @@ def cause_of(error: BaseException) -> Cause:
         return Cause.DEVICE_OOM
     if isinstance(error, MemoryError) or "DefaultCPUAllocator: can't allocate memory" in text:
         return Cause.HOST_OOM
-    if name.startswith("Dist") or any(sign in text for sign in _LOST_PEER):
+    if name.startswith("Dist") or any(message in text for message in _LOST_PEER):
         return Cause.LOST_PEER
     return Cause.BUG
 
@@ -153,59 +154,59 @@ _LOST_PEER = (
     "ncclRemoteError",
     "Socket Timeout",
 )
-"""What gloo, NCCL and the store say in the ranks that are left when one has died."""
+"""Messages of gloo, NCCL and the store in the surviving ranks after one has died."""
 
 
-# Finding a run
+# Finding runs
 
 
-def latest_run(root: Path, job: str) -> Path:
-    """Return the run of a job that was created last.
+def find_latest_run(root: Path, job: str) -> Path:
+    """Return the most recently created run of a job.
 
     Raises:
         UserError: the job has no run in `root`.
     """
-    runs = _runs(root)
+    runs = _list_runs(root)
     candidates = [run for run in runs if run.parent.name == job]
     if not candidates:
         others = sorted({run.parent.name for run in runs})
         have = f"There are runs of: {', '.join(others)}." if others else "There are no runs at all."
         raise UserError(f"{root}: no run of job '{job}'. {have} Start one: trainyard run {job}")
-    return max(candidates, key=_created)
+    return max(candidates, key=_read_creation_time)
 
 
-def newest(root: Path, count: int | None, *, job: str | None = None) -> list[Path]:
-    """Return the newest runs, newest first; all if `count` is None."""
-    found = [run for run in _runs(root) if job in (None, run.parent.name)]
-    return sorted(found, key=_created, reverse=True)[:count]
+def list_newest_runs(root: Path, count: int | None, *, job: str | None = None) -> list[Path]:
+    """Return the `count` newest runs, newest first; all runs if `count` is None."""
+    found = [run for run in _list_runs(root) if job in (None, run.parent.name)]
+    return sorted(found, key=_read_creation_time, reverse=True)[:count]
 
 
-def short_name(run: Path) -> str:
-    """Return what people type for a run in the usual folder."""
+def format_run_name(run: Path) -> str:
+    """Return the short name that users type for a run: `<job>/<run>`."""
     return f"{run.parent.name}/{run.name}"
 
 
-def free_name(path: Path) -> Path:
-    """Return `path`, or path-2, path-3, ... where that is taken."""
+def find_free_name(path: Path) -> Path:
+    """Return `path`, or path-2, path-3, ... if that is taken."""
     names = itertools.chain([path], (path.with_name(f"{path.name}-{n}") for n in itertools.count(2)))
     return next(name for name in names if not name.exists())
 
 
 def resolve_run(text: str, root: Path) -> Path:
-    """Return the run that a person names.
+    """Return the run that the user named.
 
     Args:
-        text: a path; or a job, for its newest run; or the beginning of `<job>/<run>` or `<run>` that only one run has.
+        text: a path; a job, for its newest run; or an unambiguous prefix of `<job>/<run>` or `<run>`.
         root: folder of all runs.
 
     Raises:
-        UserError: no run is so named, or several are; names them.
+        UserError: no run matches, or several do; the message lists them.
     """
     if (Path(text) / CONFIG).is_file():
         return Path(text)
-    named = {f"{run.parent.name}/{run.name}": run for run in _runs(root)}
+    named = {f"{run.parent.name}/{run.name}": run for run in _list_runs(root)}
     if any(run.parent.name == text for run in named.values()):
-        return latest_run(root, text)
+        return find_latest_run(root, text)
     exact = [name for name, run in named.items() if text in (name, run.name)]
     matches = exact or [name for name, run in named.items() if name.startswith(text) or run.name.startswith(text)]
     if len(matches) == 1:
@@ -215,23 +216,23 @@ def resolve_run(text: str, root: Path) -> Path:
             f"{root}: {len(matches)} runs begin with '{text}': {join_names(matches)}. Type more of the name."
         )
     if not named:
-        raise UserError(f"{root}: there are no runs, so none is '{text}'. Give the path of a run's folder.")
-    near = nearest(text, {run.parent.name for run in named.values()} | set(named), most=3)
-    newest = sorted(named, key=lambda name: _created(named[name]), reverse=True)
-    hint = f"Nearest: {join_names(near)}." if near else f"Newest: {join_names(newest[:3])}."
+        raise UserError(f"{root}: there are no runs, so none is '{text}'. Give the path of a run folder.")
+    similar = nearest(text, {run.parent.name for run in named.values()} | set(named), most=3)
+    newest = sorted(named, key=lambda name: _read_creation_time(named[name]), reverse=True)
+    hint = f"Nearest: {join_names(similar)}." if similar else f"Newest: {join_names(newest[:3])}."
     raise UserError(f"{root}: no run is '{text}'. {hint} Give a path, a job, or the beginning of a run's name.")
 
 
-def _runs(root: Path) -> list[Path]:
+def _list_runs(root: Path) -> list[Path]:
     return sorted(path.parent for path in root.glob(f"*/[!.]*/{CONFIG}"))
 
 
-def _created(run: Path) -> str:
-    """Return the time in UTC at which the run was created; such texts sort as their times do."""
+def _read_creation_time(run: Path) -> str:
+    """Return when the run was created, as text in UTC that sorts by time."""
     try:
         return str(json.loads((run / ENV_FILE).read_text(encoding="utf-8"))["created"])
     except (OSError, ValueError, KeyError) as error:
         raise UserError(
-            f"{run / ENV_FILE}: does not say when the run was created ({error}). A whole run folder has it; move this "
-            "one out of the folder of runs."
+            f"{run / ENV_FILE}: does not say when the run was created ({error}). Every complete run folder does; move "
+            "this one out of the folder of runs."
         ) from None

@@ -1,4 +1,4 @@
-"""A run's log, line by line, with what srun and ranks other than 0 have to say."""
+"""Prints a run's log, with messages from srun and errors from all ranks."""
 
 import os
 import time
@@ -6,86 +6,86 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from trainyard.runs.folder import SUBMISSION
-from trainyard.runs.history import is_complaint, output_files, read_errors, read_object, read_run
+from trainyard.runs.history import is_slurm_message, locate_output_files, read_errors, read_object, read_run
 from trainyard.runs.state import ACTIVE, State
-from trainyard.runs.status import headline, statuses
+from trainyard.runs.status import format_headline, read_statuses
 
-_LOOK_S, _ASK_S = 0.5, 5.0  # how often the files are read, and how often Slurm is asked
+_READ_INTERVAL_S, _QUERY_INTERVAL_S = 0.5, 5.0  # of the files; of Slurm
 
 Out = Callable[[str], object]
 
 
 def show(run: Path, out: Out) -> None:
-    """Hand what there is of a run's log to `out`, which takes a line without its end."""
-    if not _Output(run).say(out):
-        (status,), _ = statuses([run])
-        out(f"{run}: no output yet. {headline(status)}")
+    """Pass the current log of a run to `out`, which takes one line without its line end."""
+    if not _Output(run).write_new_lines(out):
+        (status,), _ = read_statuses([run])
+        out(f"{run}: no output yet. {format_headline(status)}")
 
 
 def follow(run: Path, out: Out) -> None:
-    """Do the same, and go on until the run ends, over as many attempts as it takes."""
+    """Like `show`, but continue until the run ends, through all its attempts."""
     output = _Output(run)
-    said = output.say(out)
-    state, ended, asked = "", 0, -_ASK_S
-    while ended < 2:  # between a preemption and the requeue Slurm calls a job ended: believe it the second time
-        if time.monotonic() - asked >= _ASK_S:
-            (status,), _ = statuses([run])
-            asked = time.monotonic()
+    has_output = output.write_new_lines(out)
+    state, ended, queried = "", 0, -_QUERY_INTERVAL_S
+    while ended < 2:  # Slurm reports a job as ended between preemption and requeue: believe only the second report
+        if time.monotonic() - queried >= _QUERY_INTERVAL_S:
+            (status,), _ = read_statuses([run])
+            queried = time.monotonic()
             ended = 0 if status.state in ACTIVE else 2 if status.state == State.DONE else ended + 1
-            if state not in ("", status.state) or (not said and status.state != state):
-                out(f"-- {headline(status)}")
+            if state not in ("", status.state) or (not has_output and status.state != state):
+                out(f"-- {format_headline(status)}")
             state = status.state
-        said |= output.say(out)
+        has_output |= output.write_new_lines(out)
         if ended < 2:
-            time.sleep(_LOOK_S)
+            time.sleep(_READ_INTERVAL_S)
 
 
 class _Output:
-    """What a run and its ranks say, from several files, each line once."""
+    """The output of a run and its ranks, from several files; each line is returned once."""
 
     def __init__(self, run: Path) -> None:
         self._run = run
         self._tails: dict[Path, _Tail] = {}
-        folder = read_run(run)
-        newest = folder.newest.id if folder.newest else ""
-        self._told = {error.path for error in folder.errors if error.attempt != newest}
+        snapshot = read_run(run)
+        newest_id = snapshot.newest_attempt.id if snapshot.newest_attempt else ""
+        self._reported = {error.path for error in snapshot.errors if error.attempt != newest_id}
 
-    def say(self, out: Out) -> bool:
-        """Hand over what is new; tell whether anything was."""
-        lines = list(self._new())
+    def write_new_lines(self, out: Out) -> bool:
+        """Pass all new lines to `out`; return whether there were any."""
+        lines = list(self._read_new())
         for line in lines:
             out(line)
         return bool(lines)
 
-    def _new(self) -> Iterator[str]:
+    def _read_new(self) -> Iterator[str]:
         log = self._run / "log"
         has_log = log.is_file()
-        yield from self._tail(log)
-        standard_out, standard_error = output_files(self._run, read_object(self._run / SUBMISSION))
+        yield from self._read_tail(log)
+        standard_out, standard_error = locate_output_files(self._run, read_object(self._run / SUBMISSION))
         if not has_log:
-            yield from self._tail(standard_out)
-        # Rank 0 says there what it also writes to its log; srun says there what nobody else does.
-        yield from (line for line in self._tail(standard_error) if not has_log or is_complaint(line))
+            yield from self._read_tail(standard_out)
+        # Rank 0 repeats its log on standard error; only the messages of srun are new there.
+        yield from (line for line in self._read_tail(standard_error) if not has_log or is_slurm_message(line))
         for error in read_errors(self._run):
-            if error.path not in self._told:
-                self._told.add(error.path)
-                yield f"{error.who}: {error.what} (whole traceback: {error.path})"
+            if error.path not in self._reported:
+                self._reported.add(error.path)
+                yield f"{error.who}: {error.summary} (whole traceback: {error.path})"
 
-    def _tail(self, path: Path) -> Iterator[str]:
-        return self._tails.setdefault(path, _Tail(path)).lines()
+    def _read_tail(self, path: Path) -> Iterator[str]:
+        return self._tails.setdefault(path, _Tail(path)).read_new_lines()
 
 
 class _Tail:
-    """The lines that a file has got since one looked last. A line is handed out when it is whole."""
+    """Reads the lines appended to a file since the last read. Leaves an incomplete line for the next read."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._position = path, 0
 
-    def lines(self) -> Iterator[str]:
+    def read_new_lines(self) -> Iterator[str]:
         if not self._path.is_file():
             return
         with self._path.open("rb") as file:
-            if self._position > os.fstat(file.fileno()).st_size:  # written anew
+            if self._position > os.fstat(file.fileno()).st_size:  # rewritten
                 self._position = 0
             file.seek(self._position)
             for line in file:

@@ -1,6 +1,7 @@
-"""How a run is, why it does not go on, and what its processes return: one word or number for each, used by all.
+"""Run states, causes of an end, and exit codes: one enum each, used everywhere.
 
-The words are stored in runs' folders (attempts.jsonl, errors/) and typed by people; a word that changes stays readable.
+The words are stored in run folders (attempts.jsonl, errors/) and typed by users. When a word changes, the old one
+must stay readable.
 """
 
 from enum import IntEnum, StrEnum
@@ -11,20 +12,20 @@ class State(StrEnum):
 
     WAITING = "waiting"
     RUNNING = "running"
-    SILENT = "silent"  # its processes are there, but nothing has been written for minutes
+    SILENT = "silent"  # its processes exist, but nothing has been written for minutes
     DONE = "done"
-    STOPPED = "stopped"  # saved, or kept its last checkpoint, and can simply be resumed
+    STOPPED = "stopped"  # saved, or has its last checkpoint; it can simply be resumed
     FAILED = "failed"
-    LOST = "lost"  # gone without a word
+    LOST = "lost"  # disappeared without recording an end
     NEW = "new"  # created, never started
 
 
 ACTIVE = (State.WAITING, State.RUNNING, State.SILENT)
-"""States that a run leaves without anybody's doing."""
+"""States that a run leaves without user action."""
 
 
 class Cause(StrEnum):
-    """Why an attempt ended or a run does not go on. One more is made of its number: "signal 9"."""
+    """Why an attempt ended or a run stopped. Killed ranks have a cause that is not listed here: "signal <n>"."""
 
     PREEMPTED = "preempted"
     TIME_LIMIT = "time_limit"
@@ -47,7 +48,7 @@ class Cause(StrEnum):
 
 
 RESUMABLE = (Cause.PREEMPTED, Cause.TIME_LIMIT, Cause.INTERRUPTED, Cause.CANCELLED, Cause.MAX_RUNTIME)
-"""Causes after which a run has saved, or kept its last checkpoint. The others are failures."""
+"""Causes that leave a run with a checkpoint to resume from. All others are failures."""
 
 _DESCRIPTIONS = {
     Cause.PREEMPTED: "preempted",
@@ -60,34 +61,34 @@ _DESCRIPTIONS = {
     Cause.DISK_FULL: "disk full",
     Cause.LOST_PEER: "another rank was lost",
     Cause.BUG: "an error in the code",
-    Cause.USER_ERROR: "your mistake",
+    Cause.USER_ERROR: "user error",
     Cause.INTERRUPTED: "interrupted by a person",
     Cause.CANCELLED: "cancelled",
     Cause.MAX_RUNTIME: "max_runtime reached",
     Cause.HELD: "held in the queue until somebody releases it",
-    Cause.NEVER_STARTS: "cannot start as it was submitted",
+    Cause.NEVER_STARTS: "can never start as submitted",
     Cause.NO_PROGRESS: "no progress: attempts without a new checkpoint",
-    Cause.BUDGET: "budget of attempts used up",
+    Cause.BUDGET: "attempt budget used up",
 }
 
 _FORMER = {"asked": Cause.INTERRUPTED, "time limit": Cause.MAX_RUNTIME}
-"""Words that runs of earlier versions, and the `stop` events of all, use for a cause."""
+"""Other words for a cause: those of earlier versions, and those in `stop` events of any version."""
 
 
 def read_cause(stored: str) -> str:
-    """Return the cause that a stored word means: a `Cause`, "signal <n>", "done" or ""."""
+    """Convert a stored word to a cause: a `Cause`, "signal <n>", "done" or ""."""
     return _FORMER.get(stored, stored)
 
 
 def describe_cause(cause: str) -> str:
-    """Return a cause as people read it."""
+    """Return a cause in words for the user."""
     if cause.startswith("signal "):
         return f"killed by {cause}"
     return _DESCRIPTIONS[Cause(cause)] if cause in _DESCRIPTIONS else cause
 
 
 class ExitCode(IntEnum):
-    """What a rank returns. From 85 on it has saved and left; attempt.sh judges by these on the host."""
+    """Exit code of a rank. 85 and above: it saved and exited. attempt.sh evaluates these codes on the host."""
 
     DONE = 0
     FAILED = 1
@@ -97,6 +98,6 @@ class ExitCode(IntEnum):
     INTERRUPTED = 87
 
 
-def exit_codes_for_shell() -> str:
-    """Return a line of shell that sets TY_<name> for each exit code."""
+def render_exit_codes() -> str:
+    """Return a line of shell code that sets TY_<name> for each exit code."""
     return " ".join(f"TY_{code.name}={code.value}" for code in ExitCode) + "\n"

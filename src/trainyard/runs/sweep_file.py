@@ -1,4 +1,4 @@
-"""The file of a sweep: which runs it has, and what varies among them. Loads no torch."""
+"""The file that describes a sweep: its runs, and which options vary among them. Loads no torch."""
 
 import json
 from collections.abc import Mapping
@@ -25,64 +25,63 @@ class Element:
 
 @dataclass(frozen=True)
 class Sweep:
-    """A job, what varies, and one run for each combination."""
+    """A job, the options that vary, and one run for each combination."""
 
     folder: Path
     job: str
-    axes: dict[str, list[str]]  # values of each option as one types them, in the order typed
+    axes: dict[str, list[str]]  # values of each option as typed, in the order typed
     fixed: tuple[str, ...]  # overrides that all elements share
     elements: list[Element]  # the last axis varies fastest
 
     @property
     def name(self) -> str:
-        """The name of its folder, by which people call it."""
+        """The name of its folder, which users type."""
         return self.folder.name
 
 
 def exists(name: str, root: Path) -> bool:
-    """Tell whether a sweep is named exactly so."""
+    """Tell whether a sweep has exactly this name."""
     return (root / FOLDER / name / FILE).is_file()
 
 
 def load(text: str, root: Path) -> Sweep:
-    """Return the sweep that a person names.
+    """Return the sweep that the user named.
 
     Args:
-        text: path of its folder, its name, or a beginning that no other sweep's name has.
+        text: path of its folder, its name, or an unambiguous prefix of its name.
         root: folder of all runs.
 
     Raises:
-        UserError: no sweep is so named, or several are; names them.
+        UserError: no sweep matches, or several do; the message lists them.
     """
     if (Path(text) / FILE).is_file():
         folder = Path(text).resolve()
-        return _read(folder, folder.parents[1])
+        return _read_sweep(folder, folder.parents[1])
     names = sorted(path.parent.name for path in (root / FOLDER).glob(f"*/{FILE}"))
     matches = [text] if text in names else [name for name in names if name.startswith(text)]
     if len(matches) == 1:
-        return _read(root / FOLDER / matches[0], root)
+        return _read_sweep(root / FOLDER / matches[0], root)
     if matches:
         raise UserError(
             f"{root / FOLDER}: {len(matches)} sweeps begin with '{text}': {join_names(matches)}. Type more."
         )
-    near = nearest(text, names, most=3)
-    there = (
-        f"Nearest: {join_names(near)}." if near else f"There are: {join_names(names)}." if names else "There are none."
-    )
-    raise UserError(f"{root / FOLDER}: no sweep is '{text}'. {there} Make one: trainyard sweep JOB --sweep ...")
+    similar = nearest(text, names, most=3)
+    existing = f"There are: {join_names(names)}." if names else "There are none."
+    hint = f"Nearest: {join_names(similar)}." if similar else existing
+    raise UserError(f"{root / FOLDER}: no sweep is '{text}'. {hint} Make one: trainyard sweep JOB --sweep ...")
 
 
 def list_unfinished(sweep: Sweep, statuses: Mapping[Path, str]) -> list[Element]:
-    """Return the elements that are neither done nor with Slurm now: what is to be submitted again.
+    """Return the elements that are neither done nor active: those to submit again.
 
     Args:
-        statuses: state of each element's run, in the words of `trainyard status`.
+        statuses: state of each element's run, as `trainyard status` shows it.
     """
     return [element for element in sweep.elements if statuses[element.run] not in (State.DONE, *ACTIVE)]
 
 
 def encode_sweep(sweep: Sweep, root: Path) -> str:
-    """Runs are noted relative to the folder of runs, which may move."""
+    """Return the contents of the sweep's file. Paths of runs are relative to the folder of runs, which may move."""
     elements = [
         {"index": e.index, "overrides": e.overrides, "run": e.run.relative_to(root).as_posix()} for e in sweep.elements
     ]
@@ -91,7 +90,7 @@ def encode_sweep(sweep: Sweep, root: Path) -> str:
     return json.dumps(record, indent=2) + "\n"
 
 
-def _read(folder: Path, root: Path) -> Sweep:
+def _read_sweep(folder: Path, root: Path) -> Sweep:
     path = folder / FILE
     try:
         record = json.loads(path.read_text(encoding="utf-8"))

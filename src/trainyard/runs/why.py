@@ -1,4 +1,4 @@
-"""Why a run waits, stopped or failed: what went wrong first, what happened before, and what to type next."""
+"""Explains why a run waits, stopped or failed: the first fault, the attempts, and what to type next."""
 
 import shlex
 from collections.abc import Sequence
@@ -8,63 +8,64 @@ from pathlib import Path
 import yaml  # type: ignore[import-untyped]
 
 from trainyard.runs.folder import CONFIG, ENV_FILE
-from trainyard.runs.history import Attempt, first_fault, output_files, read_object, stderr_of
+from trainyard.runs.history import Attempt, find_first_fault, locate_output_files, read_object, read_stderr
 from trainyard.runs.state import ACTIVE, Cause, State, describe_cause
-from trainyard.runs.status import Status, headline, next_command, resume_command, statuses
+from trainyard.runs.status import Status, format_headline, format_resume_command, read_statuses, suggest_command
 from trainyard.text import SCREEN_WIDTH, align_columns, format_duration
 
-_LAST_WORDS = 3
+_STDERR_LINES = 3
 
 
-def why(run: Path) -> str:
-    """Return, in few lines, how a run stands, what went wrong first, what happened before, and what to type next."""
-    (status,), note = statuses([run])
-    return explain(status, note)
+def explain_run(run: Path) -> str:
+    """Explain a run in a few lines: its status, the first fault, its attempts, and what to type next."""
+    (status,), note = read_statuses([run])
+    return explain_status(status, note)
 
 
-def explain(status: Status, note: str = "") -> str:
-    """Do the same for a run of which is known how it stands; `note` is what to know about Slurm's answers."""
+def explain_status(status: Status, note: str = "") -> str:
+    """Explain a run from its status; `note` is the note about Slurm's answers."""
     notes = [note] if note else []
-    lines = [headline(status), *_explanation(status), *_history(status), *notes, f"next: {_advice(status)}"]
-    return "\n".join(lines)
+    lines = [format_headline(status), *_explain_cause(status), *_list_attempts(status), *notes]
+    return "\n".join([*lines, f"next: {_advise(status)}"])
 
 
-def _explanation(status: Status) -> list[str]:
-    newest = status.newest
+def _explain_cause(status: Status) -> list[str]:
+    newest = status.newest_attempt
     cause = [f"cause: {describe_cause(status.cause)}"] if status.cause else []
     if status.state == State.SILENT:
-        return ["It may hang, or do something long: look at its log. To cancel and resume loses what is not saved."]
+        return ["It may hang, or a step takes long: see its log. Cancelling and resuming loses what is not saved."]
     if status.state == State.WAITING and newest is not None and newest.cause == Cause.CRASH:
-        return ["It goes on by itself. What crashed:", *_what_failed(status)]
+        return ["It resumes by itself. What crashed:", *_describe_failure(status)]
     if status.state in (*ACTIVE, State.DONE, State.NEW):
         return cause or ["Nothing is wrong."]
     host = [f"host: {newest.reason}"] if newest is not None and newest.reason else []
-    return [*(_what_failed(status) if status.state == State.FAILED else []), *cause, *host]
+    return [*(_describe_failure(status) if status.state == State.FAILED else []), *cause, *host]
 
 
-def _what_failed(status: Status) -> list[str]:
-    """Return what is known of the last attempt's fault; if nothing is, the last that was written to standard error."""
-    if status.newest is not None and (fault := first_fault(status.folder, status.newest)):
+def _describe_failure(status: Status) -> list[str]:
+    """Describe the first fault of the newest attempt; if none is known, show the end of standard error."""
+    newest = status.newest_attempt
+    if newest is not None and (fault := find_first_fault(status.snapshot, newest)):
         return fault.lines
-    said = [line for line in stderr_of(status.folder, status.newest) if line.strip()][-_LAST_WORDS:]
-    path = output_files(status.run, status.folder.submission)[1]
-    return [f"the end of {path}:", *(f"  {line}" for line in said)] if said else []
+    lines = [line for line in read_stderr(status.snapshot, newest) if line.strip()][-_STDERR_LINES:]
+    path = locate_output_files(status.run, status.snapshot.submission)[1]
+    return [f"the end of {path}:", *(f"  {line}" for line in lines)] if lines else []
 
 
-def _history(status: Status) -> list[str]:
+def _list_attempts(status: Status) -> list[str]:
     if not status.attempts:
         return []
-    rows = [_row(attempt, _cause(attempt, status)) for attempt in status.attempts]
+    rows = [_build_row(attempt, _find_cause(attempt, status)) for attempt in status.attempts]
     return ["attempts:", *align_columns(rows, indent="  ", width=SCREEN_WIDTH)]
 
 
-def _cause(attempt: Attempt, status: Status) -> str:
-    """Return why an attempt ended. What the last could not say, Slurm or an error told."""
-    told = status.cause if attempt is status.newest and status.state not in ACTIVE else ""
-    return attempt.cause or told
+def _find_cause(attempt: Attempt, status: Status) -> str:
+    """Return why an attempt ended. If the newest one did not record it, the status knows from Slurm or an error."""
+    is_last = attempt is status.newest_attempt and status.state not in ACTIVE
+    return attempt.cause or (status.cause if is_last else "")
 
 
-def _row(attempt: Attempt, cause: str) -> Sequence[str]:
+def _build_row(attempt: Attempt, cause: str) -> Sequence[str]:
     ranks = f"{attempt.world_size} ranks " if attempt.world_size and attempt.world_size > 1 else ""
     again = {"requeue": "requeued", "slurm": "started again by Slurm", "stop": "final"}.get(attempt.action, "")
     return (
@@ -77,41 +78,42 @@ def _row(attempt: Attempt, cause: str) -> Sequence[str]:
     )
 
 
-def _advice(status: Status) -> str:
-    """Return what to type after having read why: the command that goes on, with what to change before or with it."""
+def _advise(status: Status) -> str:
+    """Return what to type next: the command that resumes the run, with what to change before or with it."""
     if status.state == State.SILENT:
         return f"trainyard logs -f {shlex.quote(str(status.run))}"
     if status.state not in (State.FAILED, State.LOST):
-        return next_command(status)
-    resume = resume_command(status)
-    anew = f"trainyard {'submit' if status.slurm_job_id else 'run'} {shlex.quote(status.run.absolute().parent.name)}"
+        return suggest_command(status)
+    resume = format_resume_command(status)
+    restart = f"trainyard {'submit' if status.slurm_job_id else 'run'} {shlex.quote(status.run.absolute().parent.name)}"
     match status.cause:
         case Cause.DEVICE_OOM:
-            half = max(1, _micro_batch_size(status.run) // 2)
+            half = max(1, _read_micro_batch_size(status.run) // 2)
             larger = f"{resume} --hw TYPE" if status.slurm_job_id else resume
-            return f"{larger} (with more memory), or anew with less at once: {anew} micro_batch_size={half}"
+            return f"{larger} (with more memory), or start again with: {restart} micro_batch_size={half}"
         case Cause.HOST_OOM:
             more = ", or raise memory_gib_per_gpu in the cluster's file" if status.slurm_job_id else ""
             return f"{resume} data.threads=2 data.prefetch=1{more}"
         case Cause.NOT_FINITE:
-            return f"anew with a lower rate: {anew} optimizer.lr={_learning_rate(status.run) / 2:g}"
+            half_lr = _read_learning_rate(status.run) / 2
+            return f"start again with a lower learning rate: {restart} optimizer.lr={half_lr:g}"
         case Cause.DISK_FULL:
-            return f"make room where {status.run} lies, then: {resume}"
+            return f"free disk space for {status.run}, then: {resume}"
         case Cause.BUG:
-            return f"mend the code, then: {resume}{' --update-code' if status.slurm_job_id else ''}"
+            return f"fix the code, then: {resume}{' --update-code' if status.slurm_job_id else ''}"
         case Cause.USER_ERROR:
             return f"do what the message says, then: {resume}"
         case Cause.NO_PROGRESS:
-            return f"save more often, or look into the log: {resume} checkpoint.every=5min"
+            return f"read the log, or save more often: {resume} checkpoint.every=5min"
         case _:
             return resume
 
 
-def _micro_batch_size(run: Path) -> int:
-    """Return what a rank took at once in the last attempt, by the run's record; 1 if it did not come so far."""
+def _read_micro_batch_size(run: Path) -> int:
+    """Return the micro-batch size that env.json records for the last attempt; 1 if it ended before training."""
     choices = read_object(run / ENV_FILE).get("choices", {})
     return int(choices.get("micro_batch_size", {}).get("value", 1))
 
 
-def _learning_rate(run: Path) -> float:
+def _read_learning_rate(run: Path) -> float:
     return float(yaml.safe_load((run / CONFIG).read_text())["optimizer"]["lr"])

@@ -14,7 +14,7 @@ import numpy as np
 
 from trainyard.errors import UserError
 from trainyard.files import write_atomically
-from trainyard.runs.events import EVENTS_FILE, KINDS, METRICS_FILE, Line, elapsed_s, read_lines
+from trainyard.runs.events import EVENTS_FILE, KINDS, METRICS_FILE, Line, find_elapsed_s, read_lines
 from trainyard.train.trackers import open_tracker
 
 
@@ -57,7 +57,7 @@ class Recorder:
             if line["step"] == resume_at:  # they drop this step too: it may be recorded partly before the checkpoint
                 self._export(line["kind"], line["step"], line)
         before = [*kept, *(e for e in read_lines(run / EVENTS_FILE) if e["step"] <= (resume_at or 0))]
-        self._elapsed_before_s = elapsed_s(before) if resume_at is not None else 0.0
+        self._elapsed_before_s = find_elapsed_s(before) if resume_at is not None else 0.0
         self._started_s = time.monotonic()
         self._check_owner = check_owner
         self._metrics = (run / METRICS_FILE).open("ab")
