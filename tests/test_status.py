@@ -16,7 +16,8 @@ from trainyard import cli
 from trainyard.errors import UserError
 from trainyard.launch.cancel import cancel
 from trainyard.runs.state import describe_cause
-from trainyard.runs.status import explain_pending_reason, read_statuses, render_overview, render_table, suggest_command
+from trainyard.runs.status import read_statuses, render_overview, render_table, suggest_command
+from trainyard.runs.verdict import explain_pending_reason
 
 LONG = ("max_duration=10000ep", "eval_every=10000ep")
 

@@ -1,11 +1,10 @@
-"""Reads a run folder: the submission, the attempts, and the first fault of an attempt.
+"""Reads a run folder: the submission, the attempts, and the errors of ranks.
 
 Any file may be missing, incomplete, or torn by the loss of a node. Loads no torch.
 """
 
 import json
 import re
-import signal
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -34,21 +33,13 @@ class Attempt:
     end: float | None  # its last activity if it was killed; None while it runs
     nodes: str
     cause: str  # a `Cause`, "signal <n>", or "done"; "" if none was recorded
-    world_size: int | None  # None: it ended before training
+    world_size: int | None  # None: it has not trained
     steps: tuple[int, int] | None  # first and last recorded step
     # Set only for attempts that Slurm started:
     slurm_job_id: str = ""
     action: str = ""  # how it was started again: "requeue" by us, "slurm", or "stop": not at all; "" while it runs
     code: int | None = None  # exit code; -1: Slurm ended it before it could exit
     reason: str = ""  # why it ended, as the batch script recorded it
-
-
-class Fault(NamedTuple):
-    """What went wrong first in an attempt."""
-
-    cause: str
-    who: str
-    lines: list[str]  # details for the user
 
 
 class RankError(NamedTuple):
@@ -114,7 +105,7 @@ class RunSnapshot:
 
     @property
     def has_live_writer_here(self) -> bool:
-        """Whether a living process on this host writes to the run."""
+        """Whether a live process on this host writes to the run."""
         return self.owner is not None and self.owner.is_checkable_here() and self.owner.is_alive()
 
     @property
@@ -327,55 +318,3 @@ def _find_local_cause(last: JsonObject, errors: Sequence[RankError]) -> str:
     if last.get("event") == "stop":
         return read_cause(str(last.get("reason", "")))
     return errors[0].cause if errors else ""
-
-
-# The first fault of an attempt
-
-_RANK_ENDED = re.compile(r"srun: error: (?P<node>\S+): tasks? (?P<ranks>[\d,\-\[\]]+): (?P<how>[^(]+)")
-_OUT_OF_MEMORY = re.compile(r"oom[-_ ]?kill|out of memory", re.IGNORECASE)
-_SIGNALS = {signal.strsignal(number): int(number) for number in signal.valid_signals()}
-
-
-def find_first_fault(snapshot: RunSnapshot, attempt: Attempt) -> Fault | None:
-    """Return what went wrong first: a rank's own error, else what srun reports of a killed rank, else a lost peer."""
-    errors = [error for error in snapshot.errors if error.attempt == attempt.id]
-    own_errors = [error for error in errors if error.cause != Cause.LOST_PEER]
-    return _describe_rank_error(own_errors) or _find_srun_fault(snapshot, attempt) or _describe_rank_error(errors)
-
-
-def _describe_rank_error(errors: Sequence[RankError]) -> Fault | None:
-    if not errors:
-        return None
-    first = errors[0]
-    place = _find_failing_line(str(first.fields.get("traceback", "")))
-    lines = [f"{first.who}: {first.summary}", *([f"  {place}"] if place else []), f"  whole traceback: {first.path}"]
-    return Fault(first.cause, first.who, lines)
-
-
-def _find_failing_line(traceback: str) -> str:
-    """Return file, line and text of the last traceback frame in the user's code, or of the last frame at all."""
-    frames = re.findall(r'^  File "([^"]+)", line (\d+), in (\S+)\n(?:    (?![\^~ ])(.*)\n)?', traceback, re.MULTILINE)
-    library = re.compile(r"/(site|dist)-packages/|/lib/python3|/trainyard/(data|train|launch|tools|cli)/|^<")
-    user_frames = [frame for frame in frames if not library.search(frame[0])]
-    if not frames:
-        return ""
-    path, line, function, text = (user_frames or frames)[-1]
-    return f"{path}:{line} in {function}" + (f": {text.strip()}" if text else "")
-
-
-def _find_srun_fault(snapshot: RunSnapshot, attempt: Attempt) -> Fault | None:
-    """Find the first killed rank in messages of srun and slurmstepd, else the signal in srun's exit code."""
-    messages = [line for line in read_stderr(snapshot, attempt) if is_slurm_message(line)]
-    ended = [match for line in messages if (match := _RANK_ENDED.search(line))]
-    killed = [match for match in ended if match["how"].strip() in _SIGNALS]
-    out_of_memory = [line for line in messages if _OUT_OF_MEMORY.search(line)]
-    culprits = [match for match in ended if _OUT_OF_MEMORY.search(match["how"])] or killed
-    who = f"rank {culprits[0]['ranks']} on {culprits[0]['node']}" if culprits else f"on {attempt.nodes}"
-    if out_of_memory:
-        return Fault(Cause.HOST_OOM, who, out_of_memory[:2])
-    if killed:
-        return Fault(f"signal {_SIGNALS[killed[0]['how'].strip()]}", who, [killed[0].string])
-    if attempt.code is not None and attempt.code > 128:
-        number = attempt.code - 128
-        return Fault(f"signal {number}", who, [f"srun ended with code {attempt.code}: signal {number}"])
-    return None

@@ -1,8 +1,6 @@
 """Run status, on one screen.
 
-Nothing is cached: each status is read from the run folder and from Slurm. Evidence, strongest first: the event `done`;
-what Slurm reports about the job now; a live process on this host that owns the lock; how the last attempt ended; the
-heartbeat. Loads no torch.
+Nothing is cached: each status is read from the run folder and from Slurm. verdict.py judges it. Loads no torch.
 """
 
 import shlex
@@ -10,19 +8,16 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
-from typing import NamedTuple
 
 from trainyard.cluster import query as slurm
 from trainyard.cluster.query import SlurmError, SlurmJob
 from trainyard.runs.folder import format_run_name
-from trainyard.runs.history import Attempt, JsonObject, RunSnapshot, find_first_fault, parse_time, read_run
-from trainyard.runs.state import RESUMABLE, Cause, State, describe_cause
+from trainyard.runs.history import Attempt, RunSnapshot, parse_time, read_run
+from trainyard.runs.state import Cause, State
+from trainyard.runs.verdict import is_managed_by_slurm, judge_run
 from trainyard.text import SCREEN_WIDTH, align_columns, cut, format_duration
 
-SILENT_S = 600.0  # heartbeats come every few seconds, but a long evaluation or a first compilation may delay them
-_START_S = 60.0  # time that a background process may take to write its first line
 _SCREEN_LINES = 20
 
 
@@ -68,15 +63,11 @@ def read_status(
         slurm_unavailable_reason: why Slurm was not queried. Only if it is "" does `job=None` mean that Slurm does not
             know the job.
     """
-    in_slurm = bool(snapshot.slurm_job_id) and (_is_queued(job) or not _was_resumed_outside_slurm(snapshot))
-    if snapshot.is_done:
-        verdict = _Verdict(State.DONE)
-    elif in_slurm:
-        verdict = _judge_slurm_run(snapshot, job, now=now, slurm_unavailable_reason=slurm_unavailable_reason)
-    else:
-        verdict = _judge_local_run(snapshot, now=now)
+    in_slurm = is_managed_by_slurm(snapshot, job)
+    verdict = judge_run(snapshot, job, in_slurm=in_slurm, now=now, slurm_unavailable_reason=slurm_unavailable_reason)
     submission = snapshot.submission if in_slurm else {}
     newest = snapshot.find_newest_attempt(snapshot.slurm_job_id if in_slurm else "")
+    is_running = verdict.state == State.RUNNING
     return Status(
         snapshot=snapshot,
         state=verdict.state,
@@ -84,7 +75,7 @@ def read_status(
         cause=verdict.cause,
         step=_find_step(snapshot),
         total_steps=_find_total_steps(snapshot),
-        samples_per_s=_get_heartbeat(snapshot, newest).get("samples_per_s") if verdict.state == State.RUNNING else None,
+        samples_per_s=snapshot.get_heartbeat(newest.id).get("samples_per_s") if newest and is_running else None,
         last_activity_s=None if snapshot.last_activity is None else max(0.0, now - snapshot.last_activity),
         slurm_job_id=str(submission.get("job", "")),
         partition=str(submission.get("partition", "")),
@@ -184,249 +175,6 @@ def _find_foreign_jobs(submitted: Sequence[RunSnapshot], here: str) -> dict[Path
         for snapshot in submitted
         if names[snapshot.run] not in ("", here)
     }
-
-
-_REASONS = {
-    "Priority": "other jobs are ahead of it in the queue",
-    "Resources": "next in the queue; waits until enough GPUs are free",
-    "Nodes required for job are DOWN": "its nodes are down, drained or reserved for other jobs",
-    "ReqNodeNotAvail": "its nodes are down, drained or reserved",
-    "BeginTime": "its begin time has not come; after a requeue Slurm waits up to two minutes",
-    "DependencyNeverSatisfied": "a job it depends on failed, so it will never start",
-    "Dependency": "waits for another job to end",
-    "JobArrayTaskLimit": "its sweep already runs as many jobs as it may at once",
-    "JobHeldUser": "held by its owner",
-    "JobHeldAdmin": "held by an administrator",
-    "launch failed requeued held": "Slurm could not start it on a node, and holds it",
-    "job requeued in held state": "requeued, and held",
-    "PartitionTimeLimit": "requests more time than the partition allows; it will not start",
-    "PartitionNodeLimit": "requests more nodes than the partition allows; it will not start",
-    "PartitionDown": "the partition is down and starts no jobs",
-    "PartitionInactive": "the partition is inactive and starts no jobs",
-    "BadConstraints": "no node can ever satisfy its constraints",
-    "Reservation": "waits for its reservation",
-    "QOSMaxGRESPerUser": "you already use as many GPUs as your QOS allows per user",
-    "QOSMaxJobsPerUser": "you already run as many jobs as your QOS allows per user",
-    "QOSMaxWallDuration": "requests more time than its QOS allows; it will not start",
-    "QOSGrpGRES": "all GPUs of its QOS are in use",
-    "QOS": "a limit of its QOS is reached",
-    "AssocGrpGRES": "all GPUs of your account are in use",
-    "AssocMaxJobs": "you already run as many jobs as your account allows",
-    "AssocGrp": "your account is at its limit",
-    "AssocMax": "requests more than your account allows",
-    "Assoc": "a limit of your account is reached",
-    "None": "Slurm has not considered it yet",
-}
-"""Why a job waits, by prefix of Slurm's reason. A longer prefix comes before a shorter one that it begins with."""
-
-_HELD = ("JobHeld", "launch failed requeued held", "job requeued in held state")
-_NEVER_STARTS = (
-    "PartitionTimeLimit",
-    "PartitionNodeLimit",
-    "BadConstraints",
-    "DependencyNeverSatisfied",
-    "QOSMaxWallDuration",
-)
-
-
-def explain_pending_reason(reason: str) -> str:
-    """Explain why Slurm keeps a job waiting; an unknown reason is quoted as it is."""
-    return next((text for prefix, text in _REASONS.items() if reason.startswith(prefix)), f"Slurm says: {reason}")
-
-
-# Judging
-
-
-class _Verdict(NamedTuple):
-    state: State
-    detail: str = ""
-    cause: str = ""
-
-
-_WAITING = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD")
-_RUNNING = ("RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING")
-
-_RESTARTS: dict[str, str] = {
-    Cause.PREEMPTED: "starts again after preemption",
-    Cause.TIME_LIMIT: "resumes after its time limit",
-    Cause.NODE_FAILURE: "starts again after the loss of a node",
-    Cause.CRASH: "starts again after a crash",
-}
-
-_SLURM_END_CAUSES = {
-    "CANCELLED": Cause.CANCELLED,
-    "TIMEOUT": Cause.TIME_LIMIT,
-    "DEADLINE": Cause.TIME_LIMIT,
-    "PREEMPTED": Cause.PREEMPTED,
-    "NODE_FAIL": Cause.NODE_FAILURE,
-    "BOOT_FAIL": Cause.NODE_FAILURE,
-    "OUT_OF_MEMORY": Cause.HOST_OOM,
-}
-
-_UNAVAILABLE = "Slurm could not be queried"
-
-
-def _is_queued(job: SlurmJob | None) -> bool:
-    return job is not None and job.state in (*_WAITING, *_RUNNING)
-
-
-def _was_resumed_outside_slurm(snapshot: RunSnapshot) -> bool:
-    """Tell whether somebody resumed the run outside Slurm after it was submitted."""
-    newest = snapshot.newest_attempt
-    if snapshot.has_live_writer_here and not (newest and newest.slurm_job_id and newest.end is None):
-        return True
-    if newest is None or newest.slurm_job_id:
-        return False
-    return newest.start > parse_time(snapshot.submission["submitted"])
-
-
-def _judge_slurm_run(
-    snapshot: RunSnapshot, job: SlurmJob | None, *, now: float, slurm_unavailable_reason: str
-) -> _Verdict:
-    newest = snapshot.find_newest_attempt(snapshot.slurm_job_id)
-    if job is None:
-        return _judge_unknown_job(snapshot, newest, now=now, slurm_unavailable_reason=slurm_unavailable_reason)
-    if job.state in _WAITING:
-        return _judge_waiting_job(snapshot, job, newest)
-    if job.state in _RUNNING:
-        return _judge_running_job(snapshot, job, newest, now=now)
-    return _judge_ended_job(snapshot, job, newest)
-
-
-def _judge_waiting_job(snapshot: RunSnapshot, job: SlurmJob, newest: Attempt | None) -> _Verdict:
-    reason, cause = explain_pending_reason(job.reason), ""
-    if job.state in ("REQUEUE_HOLD", "SPECIAL_EXIT") or job.reason.startswith(_HELD):
-        cause = Cause.HELD
-    elif job.reason.startswith(_NEVER_STARTS):
-        cause = Cause.NEVER_STARTS
-    if newest is None and not job.restarts:
-        return _Verdict(State.WAITING, reason, cause)
-    return _Verdict(State.WAITING, f"{_describe_restart(snapshot, newest)}: {reason}", cause)
-
-
-def _describe_restart(snapshot: RunSnapshot, newest: Attempt | None) -> str:
-    """Say after what a job starts again. If Slurm killed it, it could record nothing; a preempted one got a signal."""
-    if newest is None:
-        return "starts again"
-    warned = (snapshot.run / "slurm" / f"signal-{newest.id}").exists()
-    return _RESTARTS.get(newest.cause or (Cause.PREEMPTED if warned else ""), "starts again")
-
-
-def _judge_running_job(snapshot: RunSnapshot, job: SlurmJob, newest: Attempt | None, *, now: float) -> _Verdict:
-    where = f" on {job.nodes}" if job.nodes else ""
-    if snapshot.cancelled:
-        return _Verdict(State.RUNNING, f"being cancelled{where}")
-    if job.state == "SUSPENDED":
-        return _Verdict(State.RUNNING, f"suspended by Slurm{where}")
-    if newest is not None and not newest.action:
-        return _judge_live_run(snapshot, newest, where, now=now)
-    if newest is not None and job.state == "COMPLETING":
-        if newest.action == "stop":
-            return _judge_final_attempt(snapshot, newest)
-        return _Verdict(State.WAITING, _describe_restart(snapshot, newest))
-    return _Verdict(State.RUNNING, f"starting{where}")
-
-
-def _judge_live_run(snapshot: RunSnapshot, newest: Attempt | None, where: str, *, now: float) -> _Verdict:
-    """Judge a run that has a process: does it make progress?"""
-    phase = str(_get_heartbeat(snapshot, newest).get("phase", "starting"))
-    last = snapshot.last_activity
-    if last is not None and now - last > SILENT_S:
-        since = f"{datetime.fromtimestamp(last):%Y-%m-%d %H:%M}"
-        return _Verdict(
-            State.SILENT, f"no sign of life for {format_duration(now - last)}, since {since}, {phase}{where}"
-        )
-    return _Verdict(State.RUNNING, f"{phase}{where}")
-
-
-def _judge_ended_job(snapshot: RunSnapshot, job: SlurmJob, newest: Attempt | None) -> _Verdict:
-    cause = _SLURM_END_CAUSES.get(job.state, "")
-    if newest is not None and newest.action == "stop":
-        return _judge_final_attempt(snapshot, newest)
-    if cause == Cause.CANCELLED:
-        return _Verdict(State.STOPPED, describe_cause(cause), cause)
-    if newest is not None and newest.action == "requeue":
-        detail = f"{describe_cause(newest.cause)}; Slurm did not start it again ({job.state})"
-        return _Verdict(_classify_end(newest.cause), detail, newest.cause)
-    if job.state == "COMPLETED":
-        return _Verdict(State.STOPPED, "Slurm says COMPLETED, but the run is not complete")
-    if cause:
-        return _Verdict(_classify_end(cause), f"{describe_cause(cause)} (Slurm says {job.state})", cause)
-    return _judge_failure(snapshot, newest, Cause.CRASH, otherwise=f"Slurm says {job.state}")
-
-
-def _classify_end(cause: str) -> State:
-    return State.STOPPED if cause in RESUMABLE else State.FAILED
-
-
-def _judge_final_attempt(snapshot: RunSnapshot, attempt: Attempt) -> _Verdict:
-    """Judge a run whose last attempt recorded how it ended and that it does not start again."""
-    if attempt.cause in RESUMABLE:
-        reason = f": {attempt.reason}" if attempt.reason else ""
-        return _Verdict(State.STOPPED, f"{describe_cause(attempt.cause)}{reason}", attempt.cause)
-    if attempt.cause == "done":
-        return _Verdict(State.STOPPED, "exited as if done, but the event `done` is missing")
-    return _judge_failure(snapshot, attempt, attempt.cause, otherwise=attempt.reason or f"exit code {attempt.code}")
-
-
-def _judge_failure(snapshot: RunSnapshot, attempt: Attempt | None, cause: str, *, otherwise: str) -> _Verdict:
-    fault = find_first_fault(snapshot, attempt) if attempt else None
-    if fault is None:
-        return _Verdict(State.FAILED, f"{describe_cause(cause)}: {otherwise}", cause)
-    gave_up = f"; {describe_cause(cause)}" if cause in (Cause.BUDGET, Cause.NO_PROGRESS) else ""
-    return _Verdict(State.FAILED, f"{describe_cause(fault.cause)}, {fault.who}{gave_up}", fault.cause)
-
-
-def _judge_unknown_job(
-    snapshot: RunSnapshot, newest: Attempt | None, *, now: float, slurm_unavailable_reason: str
-) -> _Verdict:
-    """Judge a submitted run without an answer from Slurm: it forgot the job, or could not be queried."""
-    if newest is not None and newest.action == "stop":
-        return _judge_final_attempt(snapshot, newest)
-    if snapshot.cancelled:
-        return _Verdict(State.STOPPED, describe_cause(Cause.CANCELLED), Cause.CANCELLED)
-    heartbeat = _get_heartbeat(snapshot, newest)
-    if newest and heartbeat and not newest.action and now - heartbeat["time"] <= SILENT_S:
-        return _judge_live_run(snapshot, newest, f" on {newest.nodes}", now=now)
-    if not slurm_unavailable_reason:
-        return _Verdict(State.LOST, f"Slurm does not know job {snapshot.slurm_job_id}, and nothing writes to the run")
-    if newest is None:
-        return _Verdict(
-            State.WAITING, f"submitted {snapshot.submission['submitted'][:16]}, not started yet; {_UNAVAILABLE}"
-        )
-    if newest.action:
-        return _Verdict(State.WAITING, f"{_describe_restart(snapshot, newest)}; {_UNAVAILABLE}")
-    verdict = _judge_live_run(snapshot, newest, "", now=now)
-    return verdict._replace(detail=f"{verdict.detail}; {_UNAVAILABLE}")
-
-
-def _judge_local_run(snapshot: RunSnapshot, *, now: float) -> _Verdict:
-    newest, owner = snapshot.newest_attempt, snapshot.owner
-    if owner is not None and (snapshot.has_live_writer_here or not owner.is_checkable_here()):
-        return _judge_live_run(snapshot, newest, f", process {owner.pid} on {owner.host}", now=now)
-    if _is_starting(snapshot, now):
-        return _Verdict(State.WAITING, "starting on this machine")
-    if newest is None:
-        return _Verdict(State.NEW, "created, never started")
-    if newest.cause in RESUMABLE:
-        return _Verdict(State.STOPPED, describe_cause(newest.cause), newest.cause)
-    if fault := find_first_fault(snapshot, newest):
-        return _Verdict(State.FAILED, f"{describe_cause(fault.cause)}, {fault.who}", fault.cause)
-    if owner is not None:
-        return _Verdict(State.LOST, f"process {owner.pid} on {owner.host} is gone and recorded no end: it was killed")
-    return _Verdict(State.FAILED, f"ended without recording why; see {snapshot.run / 'log'}", Cause.CRASH)
-
-
-def _is_starting(snapshot: RunSnapshot, now: float) -> bool:
-    """Tell whether it was just submitted to this machine and none of its processes has written anything yet."""
-    if snapshot.submission.get("scheduler") != "local":
-        return False
-    newest, submitted = snapshot.newest_attempt, parse_time(snapshot.submission["submitted"])
-    return now - submitted < _START_S and (newest is None or newest.start < submitted - 1)
-
-
-def _get_heartbeat(snapshot: RunSnapshot, newest: Attempt | None) -> JsonObject:
-    return snapshot.get_heartbeat(newest.id) if newest is not None else {}
 
 
 def _find_step(snapshot: RunSnapshot) -> int | None:

@@ -8,9 +8,10 @@ from pathlib import Path
 import yaml  # type: ignore[import-untyped]
 
 from trainyard.runs.folder import CONFIG, ENV_FILE
-from trainyard.runs.history import Attempt, find_first_fault, locate_output_files, read_object, read_stderr
+from trainyard.runs.history import Attempt, locate_output_files, read_object, read_stderr
 from trainyard.runs.state import ACTIVE, Cause, State, describe_cause
 from trainyard.runs.status import Status, format_headline, format_resume_command, read_statuses, suggest_command
+from trainyard.runs.verdict import find_first_fault
 from trainyard.text import SCREEN_WIDTH, align_columns, format_duration
 
 _STDERR_LINES = 3
