@@ -61,7 +61,7 @@ def line(name: str, wall_s: tuple[float, ...], cpu_s: tuple[float, ...]) -> dict
 def both_kinds(device: torch.device) -> dict[str, Step]:
     """Return the two steps, on equal models and equal batches, with the precision the engine chooses here."""
     from trainyard.hardware import precision_for
-    from trainyard.train.precision import autocast, set_switches
+    from trainyard.train.precision import make_autocast, set_switches
 
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     precision = precision_for(None if capability is None else capability[0] * 10 + capability[1])
@@ -71,7 +71,7 @@ def both_kinds(device: torch.device) -> dict[str, Step]:
     image = torch.rand(BATCH, 3, INPUT_PX, INPUT_PX, generator=random)
     label = torch.randint(CLASSES, (BATCH,), generator=random).to(device)
     batch = {"image": image.to(device, memory_format=layout), "label": label}
-    context = autocast(precision, device)
+    context = make_autocast(precision, device)
     models = [classifier().to(device, memory_format=layout) for _ in range(2)]
     scalers = [torch.amp.GradScaler(device.type, enabled=precision.loss_scaling) for _ in range(2)]
     return {

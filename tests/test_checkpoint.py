@@ -1,3 +1,5 @@
+"""Checkpoints survive kills, damage and full disks, and never run code."""
+
 import contextlib
 import json
 import math
@@ -25,9 +27,9 @@ from trainyard.errors import UserError
 from trainyard.train import checkpoint
 from trainyard.train.checkpoint import (
     CheckpointError,
-    entries,
+    compute_interval_s,
     export,
-    interval_s,
+    list_checkpoints,
     load,
     load_newest_valid,
     prune,
@@ -36,25 +38,25 @@ from trainyard.train.checkpoint import (
 )
 
 
-def state_of(value):
+def make_state(value):
     return {"model": {"w": torch.full((300,), float(value)), "b": torch.arange(5)}, "step": value}
 
 
-def saved(directory, *steps):
+def save_steps(directory, *steps):
     for step in steps:
-        save(directory, state_of(step), step=step, meta={"epoch": step // 10})
+        save(directory, make_state(step), step=step, meta={"epoch": step // 10})
     return directory
 
 
-def steps(directory):
-    return [entry.step for entry in entries(directory)]
+def list_steps(directory):
+    return [entry.step for entry in list_checkpoints(directory)]
 
 
-def newest(directory):
-    """Return the step that a resume would go on from, having checked that its weights are of that step."""
+def check_newest(directory):
+    """Return the step that a resume would load, after checking that its weights are of that step."""
     entry, state = load_newest_valid(directory)
     assert state["step"] == entry.step
-    assert torch.equal(state["model"]["w"], state_of(entry.step)["model"]["w"])
+    assert torch.equal(state["model"]["w"], make_state(entry.step)["model"]["w"])
     return entry.step
 
 
@@ -80,7 +82,7 @@ def test_a_model_and_its_optimizer_come_back_bit_for_bit(tmp_path):
     done = save(tmp_path, state, step=7, meta={"epoch": 1, "eer": math.nan, "at": {2: "a", 10: "b"}})
     entry, loaded = load_newest_valid(tmp_path)
 
-    assert flat(loaded) == flat(state)
+    assert flatten(loaded) == flatten(state)
     assert loaded["tied"][0].data_ptr() == loaded["tied"][1].data_ptr()
     assert loaded["model"]["0.weight"].is_contiguous(memory_format=torch.channels_last)
     assert (entry.step, entry.meta["epoch"], entry.meta["at"]) == (7, 1, {"2": "a", "10": "b"})
@@ -90,21 +92,21 @@ def test_a_model_and_its_optimizer_come_back_bit_for_bit(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000000007.ckpt", "step-000000007.json"]
 
 
-def flat(value):
+def flatten(value):
     """Return a nested state with tensors as their dtype and bytes, so that == is bitwise and NaN equals itself."""
     if isinstance(value, torch.Tensor):
         return str(value.dtype), tuple(value.shape), value.detach().contiguous().reshape(-1).view(torch.uint8).tolist()
     if isinstance(value, dict):
-        return {key: flat(item) for key, item in value.items()}
+        return {key: flatten(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value), [flat(item) for item in value]
+        return type(value), [flatten(item) for item in value]
     return repr(value)
 
 
 def test_steps_are_ordered_by_number_and_not_by_name(tmp_path):
-    saved(tmp_path, 9, 999_999_999, 1_000_000_000, 10)
-    assert steps(tmp_path) == [1_000_000_000, 999_999_999, 10, 9]
-    assert newest(tmp_path) == 1_000_000_000
+    save_steps(tmp_path, 9, 999_999_999, 1_000_000_000, 10)
+    assert list_steps(tmp_path) == [1_000_000_000, 999_999_999, 10, 9]
+    assert check_newest(tmp_path) == 1_000_000_000
 
 
 def test_a_folder_without_checkpoints_has_none(tmp_path):
@@ -114,14 +116,14 @@ def test_a_folder_without_checkpoints_has_none(tmp_path):
 
 
 DISK = ("save", "_remove_leftovers", "_write", "write", "fsync_path", "_delete")
-"""The functions of checkpoint.py that change the disk; `write` is one line of interest, called for each record."""
+"""The functions of checkpoint.py that change the disk; `write`, called for each chunk of data, counts as one line."""
 
 
-def killed_at(number, directory, step):
-    """Save in a forked child that kills itself before the given line that changes the disk or may do so.
+def save_and_kill_at(number, directory, step):
+    """Save in a forked child that kills itself before line `number` of those that may change the disk.
 
     Returns:
-        Whether the save was over before that line came.
+        Whether the save finished before that line.
     """
     child = os.fork()
     if child:
@@ -140,7 +142,7 @@ def killed_at(number, directory, step):
             return None if code.co_name == "write" else trace
 
         sys.settrace(trace)
-        save(directory, state_of(step), step=step, meta={})
+        save(directory, make_state(step), step=step, meta={})
         sys.settrace(None)
         os._exit(0)
     finally:
@@ -148,29 +150,31 @@ def killed_at(number, directory, step):
 
 
 def kill_everywhere(folder, step):
-    """Kill a save before each of its lines in turn, until one is over before it is killed.
+    """Kill a save before each of its lines in turn, until one finishes before it is killed.
 
     Returns:
-        For each, the step found afterwards and whether it is the checkpoint from before; and all warnings logged.
+        For each save, the step found afterwards and whether it is the earlier checkpoint; and all warnings logged.
     """
-    outcomes, messages, over = [], [], False
+    outcomes, messages, finished = [], [], False
     logger.add(messages.append, level="WARNING")
-    while not over:
+    while not finished:
         directory = folder / str(len(outcomes))
-        save(directory, state_of(1) | {"old": True}, step=1, meta={})
-        over = killed_at(len(outcomes), directory, step)
+        save(directory, make_state(1) | {"old": True}, step=1, meta={})
+        finished = save_and_kill_at(len(outcomes), directory, step)
         entry, state = load_newest_valid(directory)
-        assert torch.equal(state["model"]["w"], state_of(entry.step)["model"]["w"])
+        assert torch.equal(state["model"]["w"], make_state(entry.step)["model"]["w"])
         outcomes.append((entry.step, "old" in state))
-        saved(directory, 3)  # the next save clears up
-        whole = {entry.path.with_suffix(suffix) for entry in entries(directory) for suffix in (".ckpt", ".json")}
-        assert set(directory.iterdir()) == whole and newest(directory) == 3
+        save_steps(directory, 3)  # the next save cleans up
+        whole = {
+            entry.path.with_suffix(suffix) for entry in list_checkpoints(directory) for suffix in (".ckpt", ".json")
+        }
+        assert set(directory.iterdir()) == whole and check_newest(directory) == 3
     return outcomes, messages
 
 
 @pytest.mark.parametrize("step", [2, 1], ids=["a further step", "the same step again"])
 def test_kill_9_before_any_line_of_a_save_leaves_the_old_or_the_new_checkpoint(tmp_path, step):
-    spawn = multiprocessing.get_context("spawn")  # to fork where no other test has left a thread
+    spawn = multiprocessing.get_context("spawn")  # to fork in a process without threads of other tests
     with ProcessPoolExecutor(1, mp_context=spawn) as pool:
         outcomes, messages = pool.submit(kill_everywhere, tmp_path, step).result()
     old = outcomes.count((1, True))
@@ -207,36 +211,36 @@ save(Path({str(tmp_path / "new")!r}), {{"x": torch.ones(3)}}, step=5, meta={{}})
 
 
 def test_a_step_saved_again_replaces_the_older_file_without_writing_over_it(tmp_path):
-    first = save(tmp_path, state_of(1), step=1, meta={"try": 1})
-    second = save(tmp_path, state_of(1), step=1, meta={"try": 2})
-    third = save(tmp_path, state_of(1), step=1, meta={"try": 3})
+    first = save(tmp_path, make_state(1), step=1, meta={"try": 1})
+    second = save(tmp_path, make_state(1), step=1, meta={"try": 2})
+    third = save(tmp_path, make_state(1), step=1, meta={"try": 3})
     assert [p.path.name for p in (first, second, third)] == [
         "step-000000001.ckpt",
         "step-000000001-1.ckpt",
         "step-000000001-2.ckpt",
     ]
-    assert [(entry.path, entry.meta["try"]) for entry in entries(tmp_path)] == [(third.path, 3)]
+    assert [(entry.path, entry.meta["try"]) for entry in list_checkpoints(tmp_path)] == [(third.path, 3)]
 
 
-def test_one_flipped_bit_anywhere_is_found_named_and_the_one_before_is_used(tmp_path, warnings):
-    saved(tmp_path, 1, 2)
+def test_one_flipped_bit_anywhere_is_detected_and_reported_and_the_previous_checkpoint_is_used(tmp_path, warnings):
+    save_steps(tmp_path, 1, 2)
     generator = random.Random(0)
     for name in ("step-000000002.ckpt", "step-000000002.json"):
         path = tmp_path / name
         good = path.read_bytes()
-        places = [0, len(good) - 1] + [generator.randrange(len(good)) for _ in range(60)]
-        for place in places:
+        offsets = [0, len(good) - 1] + [generator.randrange(len(good)) for _ in range(60)]
+        for offset in offsets:
             bad = bytearray(good)
-            bad[place] ^= 1 << generator.randrange(8)
+            bad[offset] ^= 1 << generator.randrange(8)
             path.write_bytes(bad)
             if name.endswith(".json") and is_same_json(good, bytes(bad)):
                 continue  # white space
             warnings.clear()
-            assert newest(tmp_path) == 1, (name, place)
+            assert check_newest(tmp_path) == 1, (name, offset)
             assert len(warnings) == 1 and "step-000000002.ckpt" in warnings[0]
         path.write_bytes(good)
-    assert newest(tmp_path) == 2
-    assert steps(tmp_path) == [2, 1], "readers delete nothing"
+    assert check_newest(tmp_path) == 2
+    assert list_steps(tmp_path) == [2, 1], "readers delete nothing"
 
 
 def is_same_json(a, b):
@@ -259,35 +263,35 @@ def is_same_json(a, b):
         (lambda data, manifest: (data.unlink(), data.mkdir()), "bytes, the manifest says"),
     ],
 )
-def test_damage_is_told_by_its_kind(tmp_path, warnings, damage, reason):
-    saved(tmp_path, 1, 2)
+def test_each_kind_of_damage_is_reported(tmp_path, warnings, damage, reason):
+    save_steps(tmp_path, 1, 2)
     damage(tmp_path / "step-000000002.ckpt", tmp_path / "step-000000002.json")
-    bad, good = entries(tmp_path)
+    bad, good = list_checkpoints(tmp_path)
     assert reason in verify(bad) and verify(good) is None
-    assert newest(tmp_path) == 1
+    assert check_newest(tmp_path) == 1
     assert "step-000000002.ckpt" in warnings[0] and reason in warnings[0]
     with pytest.raises(CheckpointError, match=r"step-000000002\.ckpt: damaged"):
         load(bad.path)
 
 
 def test_a_checkpoint_under_the_name_of_another_step_is_refused(tmp_path):
-    saved(tmp_path, 1, 2)
+    save_steps(tmp_path, 1, 2)
     for suffix in (".ckpt", ".json"):
         (tmp_path / f"step-000000001{suffix}").rename(tmp_path / f"step-000000009{suffix}")
-    assert verify(entries(tmp_path)[0]) == "renamed: the manifest is of step 1"
-    assert newest(tmp_path) == 2
+    assert verify(list_checkpoints(tmp_path)[0]) == "renamed: the manifest is of step 1"
+    assert check_newest(tmp_path) == 2
 
 
-def test_nothing_but_damage_is_an_error_that_lists_it_and_deletes_nothing(tmp_path):
-    saved(tmp_path, 1, 2)
+def test_if_every_checkpoint_is_damaged_the_error_lists_them_and_nothing_is_deleted(tmp_path):
+    save_steps(tmp_path, 1, 2)
     for path in tmp_path.glob("*.ckpt"):
         os.truncate(path, 10)
     with pytest.raises(UserError, match=r"(?s)all 2 checkpoints.*step-000000002.*step-000000001.*mv ") as raised:
         load_newest_valid(tmp_path)
-    assert "Nothing was deleted" in str(raised.value) and steps(tmp_path) == [2, 1]
+    assert "Nothing was deleted" in str(raised.value) and list_steps(tmp_path) == [2, 1]
 
 
-def small_disk(tmp_path, size_mib):
+def mount_small_disk(tmp_path, size_mib):
     disk = tmp_path / "disk"
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={size_mib}m", "tmpfs", str(disk)]
@@ -298,17 +302,17 @@ def small_disk(tmp_path, size_mib):
 
 @pytest.fixture
 def disk(tmp_path):
-    disk = small_disk(tmp_path, size_mib=4)
+    disk = mount_small_disk(tmp_path, size_mib=4)
     yield disk
     subprocess.run(["umount", str(disk)], check=True)
 
 
-@pytest.mark.parametrize("early", [True, False], ids=["seen before writing", "met while writing"])
+@pytest.mark.parametrize("early", [True, False], ids=["found before writing", "found while writing"])
 def test_a_full_disk_is_an_error_that_says_so_and_the_last_checkpoint_stays(disk, early, monkeypatch):
-    directory = saved(disk / "checkpoints", 1)
+    directory = save_steps(disk / "checkpoints", 1)
     before = {p.name: p.read_bytes() for p in directory.iterdir()}
     if early:
-        monkeypatch.setattr(checkpoint, "_write", lambda *args, **kwargs: pytest.fail("wrote all the same"))
+        monkeypatch.setattr(checkpoint, "_write", lambda *args, **kwargs: pytest.fail("wrote nevertheless"))
     else:  # what a quota does: free space is reported, and then there is none
         monkeypatch.setattr(checkpoint, "_require_room", lambda directory, needed: None)
     with pytest.raises(CheckpointError) as raised:
@@ -317,14 +321,14 @@ def test_a_full_disk_is_an_error_that_says_so_and_the_last_checkpoint_stays(disk
     for part in (str(directory / "step-000000002.ckpt"), "No space left", "0.008 GiB", "0.004 GiB are free", "df -h"):
         assert part in message
     assert {p.name: p.read_bytes() for p in directory.iterdir()} == before
-    assert newest(directory) == 1
+    assert check_newest(directory) == 1
     monkeypatch.undo()
-    saved(directory, 2)
-    assert newest(directory) == 2
+    save_steps(directory, 2)
+    assert check_newest(directory) == 2
 
 
 def test_a_limit_met_in_the_middle_of_a_save_leaves_no_partial_file(tmp_path):
-    saved(tmp_path, 1)
+    save_steps(tmp_path, 1)
     script = f"""
 import resource
 from pathlib import Path
@@ -339,11 +343,11 @@ except CheckpointError as error:
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert "step-000000002.ckpt: not saved: File too large" in ran.stdout
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000000001.ckpt", "step-000000001.json"]
-    assert newest(tmp_path) == 1
+    assert check_newest(tmp_path) == 1
 
 
 class Planted:
-    """Code in a pickle: whoever loads it without care makes a directory."""
+    """Code in a pickle: an unsafe load creates a directory."""
 
     def __init__(self, target):
         self.target = target
@@ -354,15 +358,15 @@ class Planted:
 
 @pytest.mark.parametrize("write", [torch.save, lambda state, path: path.write_bytes(pickle.dumps(state))])
 def test_code_in_a_file_with_a_matching_manifest_is_refused_and_not_run(tmp_path, write):
-    directory, proof = saved(tmp_path / "run", 1), tmp_path / "proof"
+    directory, proof = save_steps(tmp_path / "run", 1), tmp_path / "proof"
     path = directory / "step-000000001.ckpt"
     write({"model": {}, "x": Planted(proof)}, path)
     sha256 = checkpoint.hashlib.sha256(path.read_bytes()).hexdigest()
-    path.with_suffix(".json").write_text(checkpoint._manifest(1, path.stat().st_size, sha256, {}))
-    assert verify(entries(directory)[0]) is None
-    for attempt in (lambda: load(path), lambda: load_newest_valid(directory), lambda: export(path, tmp_path / "o")):
-        with pytest.raises(CheckpointError, match=r"step-000000001\.ckpt: refused: it holds more than tensors"):
-            attempt()
+    path.with_suffix(".json").write_text(checkpoint._encode_manifest(1, path.stat().st_size, sha256, {}))
+    assert verify(list_checkpoints(directory)[0]) is None
+    for read in (lambda: load(path), lambda: load_newest_valid(directory), lambda: export(path, tmp_path / "o")):
+        with pytest.raises(CheckpointError, match=r"step-000000001\.ckpt: refused: it contains more than tensors"):
+            read()
     assert not proof.exists()
     with contextlib.suppress(RuntimeError):  # "corrupt file", after the code has run
         torch.load(path, weights_only=False)
@@ -390,19 +394,19 @@ def test_what_could_not_be_loaded_safely_is_refused_when_saved(tmp_path, state, 
 
 
 def test_a_save_that_fails_in_its_manifest_leaves_nothing(tmp_path):
-    saved(tmp_path, 1)
+    save_steps(tmp_path, 1)
     with pytest.raises(TypeError, match="Path"):
-        save(tmp_path, state_of(2), step=2, meta={"folder": tmp_path})
+        save(tmp_path, make_state(2), step=2, meta={"folder": tmp_path})
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000000001.ckpt", "step-000000001.json"]
 
 
-def test_leftovers_go_with_the_next_save_and_foreign_files_stay(tmp_path):
-    saved(tmp_path, 1)
+def test_leftovers_are_removed_by_the_next_save_and_foreign_files_stay(tmp_path):
+    save_steps(tmp_path, 1)
     for name in ("step-000000002.ckpt.partial", "step-000000002.json.partial", "step-000000003.json", "step-x.json"):
         (tmp_path / name).write_text("{}")
     (tmp_path / "notes.partial").write_text("mine")
-    assert newest(tmp_path) == 1 and (tmp_path / "step-000000002.ckpt.partial").exists(), "readers delete nothing"
-    saved(tmp_path, 4)
+    assert check_newest(tmp_path) == 1 and (tmp_path / "step-000000002.ckpt.partial").exists(), "readers delete nothing"
+    save_steps(tmp_path, 4)
     assert sorted(p.name for p in tmp_path.iterdir()) == [
         "notes.partial",
         "step-000000001.ckpt",
@@ -414,25 +418,25 @@ def test_leftovers_go_with_the_next_save_and_foreign_files_stay(tmp_path):
 
 
 def test_pruning_keeps_the_newest_and_the_protected_and_deletes_the_oldest_first(tmp_path):
-    saved(tmp_path, *range(1, 9))
+    save_steps(tmp_path, *range(1, 9))
     deleted = prune(tmp_path, keep_last=2, protect=lambda step: step in (3, 5))
-    assert steps(tmp_path) == [8, 7, 5, 3]
+    assert list_steps(tmp_path) == [8, 7, 5, 3]
     assert [p.name for p in deleted] == [f"step-{step:09d}.ckpt" for step in (1, 2, 4, 6)]
     assert len(list(tmp_path.iterdir())) == 2 * 4
     assert prune(tmp_path, keep_last=2, protect=lambda step: step in (3, 5)) == []
 
 
 def test_pruning_never_deletes_the_newest_undamaged_checkpoint(tmp_path):
-    saved(tmp_path, 1, 2, 3, 4, 5)
+    save_steps(tmp_path, 1, 2, 3, 4, 5)
     for step in (3, 4, 5):
         path = tmp_path / f"step-{step:09d}.ckpt"
         data = bytearray(path.read_bytes())
         data[len(data) // 2] ^= 1
         path.write_bytes(data)
     prune(tmp_path, keep_last=1)
-    assert steps(tmp_path) == [5, 4, 3, 2] and newest(tmp_path) == 2
+    assert list_steps(tmp_path) == [5, 4, 3, 2] and check_newest(tmp_path) == 2
     os.truncate(tmp_path / "step-000000002.ckpt", 0)
-    assert prune(tmp_path, keep_last=1) == [] and steps(tmp_path) == [5, 4, 3, 2]
+    assert prune(tmp_path, keep_last=1) == [] and list_steps(tmp_path) == [5, 4, 3, 2]
 
 
 @pytest.mark.parametrize(
@@ -446,7 +450,7 @@ def test_pruning_never_deletes_the_newest_undamaged_checkpoint(tmp_path):
     ],
 )
 def test_the_interval_is_youngs_within_its_bounds(save_s, mtbf_hours, max_minutes, expected_s):
-    assert interval_s(save_s, mtbf_hours=mtbf_hours, max_minutes=max_minutes) == pytest.approx(expected_s)
+    assert compute_interval_s(save_s, mtbf_hours=mtbf_hours, max_minutes=max_minutes) == pytest.approx(expected_s)
 
 
 @pytest.mark.parametrize("save_s", [0.1, 1, 10, 86])
@@ -454,7 +458,7 @@ def test_youngs_interval_is_within_two_percent_of_dalys(save_s):
     mean_s = 24 * 3600
     ratio = save_s / (2 * mean_s)
     daly = math.sqrt(2 * save_s * mean_s) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - save_s
-    assert interval_s(save_s, mtbf_hours=24, max_minutes=1e6) == pytest.approx(daly, rel=0.02)
+    assert compute_interval_s(save_s, mtbf_hours=24, max_minutes=1e6) == pytest.approx(daly, rel=0.02)
 
 
 def test_an_export_holds_the_averaged_weights_and_says_where_they_come_from(tmp_path):
@@ -468,13 +472,13 @@ def test_an_export_holds_the_averaged_weights_and_says_where_they_come_from(tmp_
     save(tmp_path, state | {"ema": averaged}, step=2, meta={})
 
     plain = load_file(export(tmp_path / "step-000000001.ckpt", tmp_path / "out" / "plain.safetensors"))
-    assert flat(plain) == flat(dict(state["model"]))
+    assert flatten(plain) == flatten(dict(state["model"]))
     merged = load_file(export(tmp_path / "step-000000002.ckpt", tmp_path / "ema.safetensors"))
-    assert flat(merged) == flat({**state["model"], **averaged}), "running statistics are not averaged"
+    assert flatten(merged) == flatten({**state["model"], **averaged}), "running statistics are not averaged"
 
     with safe_open(tmp_path / "out" / "plain.safetensors", "pt") as file:
         metadata = file.metadata()
-    entry = entries(tmp_path)[1]
+    entry = list_checkpoints(tmp_path)[1]
     assert metadata == {
         "format": "pt",
         "step": "1",
@@ -487,7 +491,7 @@ def test_an_export_holds_the_averaged_weights_and_says_where_they_come_from(tmp_
 
 
 def test_an_export_refuses_to_overwrite(tmp_path):
-    saved(tmp_path, 1)
+    save_steps(tmp_path, 1)
     out = tmp_path / "model.safetensors"
     out.write_text("precious")
     with pytest.raises(CheckpointError, match=r"model\.safetensors: exists already"):
@@ -499,7 +503,7 @@ def test_an_export_refuses_to_overwrite(tmp_path):
     "state, found",
     [
         ({"weights": 1}, "'model' is empty or missing"),
-        ({"model": {"w": torch.ones(1), "n": 3}}, "'model' has n, which is no tensor"),
+        ({"model": {"w": torch.ones(1), "n": 3}}, "'model' has n, which is not a tensor"),
         (
             {"model": {"w": torch.ones(1)}, "ema": {"module.w": torch.ones(1)}},
             "'ema' has module.w, which 'model' lacks",

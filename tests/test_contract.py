@@ -1,4 +1,4 @@
-"""What every job promises, held for every folder in jobs/, and for a sixth that a person copies from one of them."""
+"""The contract of a job, tested for every folder in jobs/ and for a copy of one of them."""
 
 import csv
 import importlib
@@ -14,7 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.training import differences, new_run, read_run_metrics, start, state_of, train, wait_for_lines
+from tests.training import find_differences, load_state, new_run, read_run_metrics, start, train, wait_for_lines
 from trainyard import config as configs
 from trainyard.cli import main
 from trainyard.data.prepare import ready_data
@@ -28,24 +28,24 @@ JOBS = ROOT / "jobs"
 FAMILIES = sorted(path.parent.name for path in JOBS.glob("*/config.py"))
 
 
-def own_tests(jobs_dir: Path, family: str) -> ModuleType:
+def load_family_tests(jobs_dir: Path, family: str) -> ModuleType:
     """Return a family's test module, which holds `SMALL` and `perfect_rows`."""
     configs.load_family(jobs_dir, family, "config")  # puts the folder on the import path
     return importlib.import_module(f"{jobs_dir.name}.{family}.test_{family}")
 
 
-def ready(jobs_dir: Path, family: str, root: Path) -> tuple[TrainConfig, ShardSet]:
+def prepare_family(jobs_dir: Path, family: str, root: Path) -> tuple[TrainConfig, ShardSet]:
     """Return the family's small config, with its data packed and open."""
-    config = configs.compose(family, [*own_tests(jobs_dir, family).SMALL, f"data.cache={root}"], jobs_dir)
+    config = configs.compose(family, [*load_family_tests(jobs_dir, family).SMALL, f"data.cache={root}"], jobs_dir)
     config = ready_data(config, jobs_dir)
     return config, ShardSet(Path(config.data.path))
 
 
-def built(jobs_dir: Path, config: TrainConfig, data: ShardSet) -> tuple[TrainModule, dict[str, np.ndarray]]:
+def build_module(jobs_dir: Path, config: TrainConfig, data: ShardSet) -> tuple[TrainModule, dict[str, np.ndarray]]:
     """Return the family's model and its splits."""
     splits = configs.load_family(jobs_dir, config.family, "pack").splits(data.columns, data.vocabulary, config)
     torch.manual_seed(config.seed)
-    info = DataInfo.of(data, splits["train"])
+    info = DataInfo.from_shards(data, splits["train"])
     return configs.load_family(jobs_dir, config.family, "module").build(config, info), splits
 
 
@@ -59,7 +59,7 @@ def test_families_are_found():
 
 
 @pytest.mark.parametrize("preset", sorted(configs.find_jobs(JOBS)))
-def test_every_preset_loads_and_opens_with_what_it_is_for(preset):
+def test_every_preset_loads_and_begins_with_a_comment_on_its_purpose(preset):
     config = configs.compose(preset, [], JOBS)
     assert config.job == preset
     assert all(option.doc for option in configs.options(config))
@@ -67,7 +67,7 @@ def test_every_preset_loads_and_opens_with_what_it_is_for(preset):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_has_a_base_preset_a_page_and_a_folder_of_the_usual_files(family):
+def test_every_family_has_a_base_preset_a_readme_and_the_usual_files(family):
     names = {path.name for path in (JOBS / family).iterdir()}
     assert {"config.py", "pack.py", "module.py", "README.md", f"{family}.yaml", f"test_{family}.py"} <= names
 
@@ -78,7 +78,7 @@ def test_what_was_packed_reads_back_equal(family, cache):
 
 
 def check_packing(jobs_dir: Path, family: str, cache: Path) -> None:
-    config, data = ready(jobs_dir, family, cache)
+    config, data = prepare_family(jobs_dir, family, cache)
     raw = next(cache.glob(f"{family}-synthetic-*"))
     pack = configs.load_family(jobs_dir, family, "pack")
     samples = list(pack.samples(raw, config))
@@ -106,11 +106,11 @@ def check_packing(jobs_dir: Path, family: str, cache: Path) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_splits_share_no_sample_and_train_is_among_them(family, cache):
-    config, data = ready(JOBS, family, cache)
-    _, splits = built(JOBS, config, data)
+    config, data = prepare_family(JOBS, family, cache)
+    _, splits = build_module(JOBS, config, data)
     assert "train" in splits and "val" in splits
-    together = np.concatenate(list(splits.values()))
-    assert len(np.unique(together)) == len(together)
+    ids = np.concatenate(list(splits.values()))
+    assert len(np.unique(ids)) == len(ids)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -124,8 +124,8 @@ def check_loss(jobs_dir: Path, family: str, cache: Path) -> None:
     from trainyard.data.loader import Loader
     from trainyard.data.order import shuffle
 
-    config, data = ready(jobs_dir, family, cache)
-    module, splits = built(jobs_dir, config, data)
+    config, data = prepare_family(jobs_dir, family, cache)
+    module, splits = build_module(jobs_dir, config, data)
     loader = Loader(
         data, settings=config.data, image=config.image, sound=config.sound, augmentation=config.augment,
         seed=0, rank=0, world_size=1, device=torch.device("cpu"), threads=1, channels_last=False, decode="cpu",
@@ -150,25 +150,25 @@ def check_loss(jobs_dir: Path, family: str, cache: Path) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_stopped_run_goes_on_bitwise_equal(family, cache, tmp_path):
-    small = [*own_tests(JOBS, family).SMALL, "log_every=1st", f"data.cache={cache}"]
+def test_a_stopped_run_resumes_bitwise_equal(family, cache, tmp_path):
+    small = [*load_family_tests(JOBS, family).SMALL, "log_every=1st", f"data.cache={cache}"]
     whole, stopped = (new_run(tmp_path, *small, job=family, jobs=JOBS) for _ in range(2))
     assert train(whole, jobs=JOBS) == 0
     process = start(stopped, jobs=JOBS)
     wait_for_lines(stopped, 2, process)
     os.kill(process.pid, signal.SIGTERM)
     process.join(240)
-    assert process.exitcode == 85, "it was to be stopped in the middle"
+    assert process.exitcode == 85, "expected it to stop in the middle"
     assert train(stopped, jobs=JOBS) == 0
-    assert differences(state_of(whole), state_of(stopped)) == []
+    assert find_differences(load_state(whole), load_state(stopped)) == []
     assert read_run_metrics(whole) == read_run_metrics(stopped)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_perfect_predictor_scores_perfectly(family, cache):
-    config, data = ready(JOBS, family, cache)
-    module, splits = built(JOBS, config, data)
-    rows, expected = own_tests(JOBS, family).perfect_rows(data.columns, splits["val"])
+    config, data = prepare_family(JOBS, family, cache)
+    module, splits = build_module(JOBS, config, data)
+    rows, expected = load_family_tests(JOBS, family).perfect_rows(data.columns, splits["val"])
     metrics = module.score(rows)
     assert {name: metrics[name] for name in expected} == pytest.approx(expected)
     assert module.monitor[0] in metrics
@@ -181,7 +181,7 @@ def test_a_family_that_predicts_does_so_from_a_checkpoint_alone(family, cache, t
     pack = configs.load_family(JOBS, family, "pack")
     if not hasattr(pack, "unlabelled"):
         pytest.skip(f"{family} has no predictions for a table")
-    small = [*own_tests(JOBS, family).SMALL, "max_duration=1st", f"data.cache={cache}"]
+    small = [*load_family_tests(JOBS, family).SMALL, "max_duration=1st", f"data.cache={cache}"]
     run = new_run(tmp_path, *small, job=family, jobs=JOBS)
     assert train(run, jobs=JOBS) == 0
     config = configs.thaw(run / "config.yaml", JOBS)

@@ -1,4 +1,4 @@
-"""How a run ends: averaged weights, what the job shows, and a table of predictions."""
+"""The end of a run: averaged weights, the job's figures, and a table of predictions."""
 
 import csv
 import time
@@ -10,7 +10,16 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from tests.training import FAMILIES, differences, new_run, read_run_metrics, start, state_of, train, train_on_ranks
+from tests.training import (
+    FAMILIES,
+    find_differences,
+    load_state,
+    new_run,
+    read_run_metrics,
+    start,
+    train,
+    train_on_ranks,
+)
 from trainyard import config as configs
 from trainyard.cli import main
 from trainyard.data.loader import Loader
@@ -46,15 +55,15 @@ def averaged(tmp_path_factory) -> Path:
     return run
 
 
-def built(run: Path) -> tuple[torch.nn.Module, ShardSet, configs.TrainConfig]:
+def build_module(run: Path) -> tuple[torch.nn.Module, ShardSet, configs.TrainConfig]:
     config = configs.thaw(run / "config.yaml", FAMILIES)
     data = ShardSet(Path(config.data.path))
-    info = DataInfo.of(data, np.arange(data.count))
+    info = DataInfo.from_shards(data, np.arange(data.count))
     return configs.load_family(FAMILIES, "stripes", "module").build(config, info), data, config
 
 
-def best_steps(run: Path) -> list[int]:
-    """Return the steps at which validation was better than ever before."""
+def list_best_steps(run: Path) -> list[int]:
+    """Return the steps at which validation was better than before."""
     found, best = [], -1.0
     for line in read_run_metrics(run):
         if line["kind"] == "eval" and line["split"] == "val" and line["accuracy"] > best:
@@ -64,9 +73,9 @@ def best_steps(run: Path) -> list[int]:
 
 
 def test_the_average_is_the_mean_of_the_weights_at_each_new_best(averaged):
-    steps = best_steps(averaged)
+    steps = list_best_steps(averaged)
     assert len(steps) > 1
-    saved = {e.step: checkpoint.load(e.path) for e in checkpoint.entries(averaged / "checkpoints")}
+    saved = {e.step: checkpoint.load(e.path) for e in checkpoint.list_checkpoints(averaged / "checkpoints")}
     last = saved[max(saved)]
     assert last["swa"]["count"] == len(steps) and last["swa"]["refreshed"]
     for name in ("head.weight", "layers.0.0.weight"):
@@ -74,10 +83,12 @@ def test_the_average_is_the_mean_of_the_weights_at_each_new_best(averaged):
         torch.testing.assert_close(last["swa"]["module"][name].double(), mean, atol=1e-6, rtol=0)
 
 
-def test_its_batch_statistics_are_those_of_its_own_weights_over_the_training_samples(averaged):
-    module, data, config = built(averaged)
-    swa = state_of(averaged)
-    module.load_state_dict(checkpoint.load(checkpoint.entries(averaged / "checkpoints")[0].path)["swa"]["module"])
+def test_batch_statistics_of_the_average_are_those_of_its_weights_over_the_training_samples(averaged):
+    module, data, config = build_module(averaged)
+    swa = load_state(averaged)
+    module.load_state_dict(
+        checkpoint.load(checkpoint.list_checkpoints(averaged / "checkpoints")[0].path)["swa"]["module"]
+    )
     ids = np.arange(data.count)
     ids = ids[ids % 5 > 1]
     loader = Loader(
@@ -96,40 +107,40 @@ def test_a_killed_run_ends_with_the_same_average(averaged, tmp_path):
     run = new_run(tmp_path, *SWA)
     for lines in (9, 17):
         process = start(run)
-        while process.is_alive() and len(metrics(run)) < lines:
+        while process.is_alive() and len(read_metric_lines(run)) < lines:
             process.join(0.002)
         process.kill()
         process.join()
     assert train(run) == 0
-    assert differences(state_of(averaged), state_of(run)) == []
+    assert find_differences(load_state(averaged), load_state(run)) == []
     assert read_run_metrics(averaged) == read_run_metrics(run)
 
 
-def metrics(run: Path) -> list[bytes]:
+def read_metric_lines(run: Path) -> list[bytes]:
     path = run / "metrics.jsonl"
     return path.read_bytes().splitlines() if path.exists() else []
 
 
 def test_ranks_agree_on_the_average(tmp_path):
     run = new_run(tmp_path, *SWA)
-    assert train_on_ranks(run, 2, meeting="swa") == [0, 0]
-    assert state_of(run)["swa/refreshed"]
-    assert torch.isfinite(state_of(run)["swa/module/layers.1.1.running_var"]).all()
+    assert train_on_ranks(run, 2, rendezvous="swa") == [0, 0]
+    assert load_state(run)["swa/refreshed"]
+    assert torch.isfinite(load_state(run)["swa/module/layers.1.1.running_var"]).all()
 
 
 def test_the_average_is_what_is_exported_and_tested(averaged, tmp_path):
     assert main(["ckpt", "export", str(averaged), str(tmp_path / "w.safetensors"), "--jobs", str(FAMILIES)]) == 0
     with safe_open(tmp_path / "w.safetensors", "pt") as file:
         assert file.metadata()["weights"] == "swa" and "d0 d1 d2 d3" in file.metadata()["learned"]
-        assert torch.equal(file.get_tensor("head.weight"), state_of(averaged)["swa/module/head.weight"])
+        assert torch.equal(file.get_tensor("head.weight"), load_state(averaged)["swa/module/head.weight"])
 
 
 def test_a_network_without_batch_statistics_is_averaged_too(tmp_path):
     run = new_run(tmp_path, *SWA, "model.batch_norm=false")
-    assert train(run) == 0 and state_of(run)["swa/refreshed"]
+    assert train(run) == 0 and load_state(run)["swa/refreshed"]
 
 
-def test_the_mean_does_not_depend_on_how_many_came_before():
+def test_the_average_gives_all_snapshots_equal_weight():
     one = torch.nn.Linear(2, 2)
     average = WeightAverage(torch.nn.Linear(2, 2))  # type: ignore[arg-type]
     values = [3.0, 5.0, 13.0]
@@ -139,13 +150,13 @@ def test_the_mean_does_not_depend_on_how_many_came_before():
     assert average.module.weight.tolist() == [[7.0, 7.0]] * 2 and not average.refreshed
 
 
-def test_what_the_job_shows_of_its_test_set_stands_in_the_report(done):
+def test_the_jobs_figures_of_its_test_set_are_in_the_report(done):
     (image,) = (done / "exhibits").iterdir()
     assert image.name == "test - Confusion, true_chosen.png" and image.read_bytes().startswith(b"\x89PNG")
     assert 'alt="test - Confusion, true_chosen"' in write_report(done).read_text()
 
 
-def test_without_a_test_set_validation_is_shown(tmp_path, monkeypatch):
+def test_without_a_test_set_the_figures_are_of_validation(tmp_path, monkeypatch):
     pack = configs.load_family(FAMILIES, "stripes", "pack")
     splits = pack.splits
     monkeypatch.setattr(pack, "splits", lambda *a: {k: v for k, v in splits(*a).items() if k != "test"})
@@ -155,8 +166,8 @@ def test_without_a_test_set_validation_is_shown(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def unknown(done, tmp_path) -> Path:
-    """Images whose names tell nothing, and that are in another order."""
+def unlabelled_images(done, tmp_path) -> Path:
+    """Images without a label in their names, and in another order."""
     raw = tmp_path / "unknown"
     raw.mkdir()
     (synthetic,) = (done.parents[2] / "cache").glob("stripes-synthetic-*")
@@ -165,11 +176,14 @@ def unknown(done, tmp_path) -> Path:
     return raw
 
 
-def test_predictions_name_every_picture_once_without_the_packed_data(done, unknown, tmp_path, capsys):
+def test_predictions_name_every_image_once_without_the_packed_data(done, unlabelled_images, tmp_path, capsys):
     config = configs.thaw(done / "config.yaml", FAMILIES)
     hidden = Path(config.data.path).rename(tmp_path / "hidden")
     try:
-        assert main(["predict", str(done), str(unknown), str(tmp_path / "out.csv"), "--jobs", str(FAMILIES)]) == 0
+        assert (
+            main(["predict", str(done), str(unlabelled_images), str(tmp_path / "out.csv"), "--jobs", str(FAMILIES)])
+            == 0
+        )
     finally:
         hidden.rename(config.data.path)
     with (tmp_path / "out.csv").open(newline="") as file:
@@ -182,30 +196,30 @@ def test_predictions_name_every_picture_once_without_the_packed_data(done, unkno
 
 
 @pytest.mark.parametrize("case", ["exists", "no raw", "no checkpoint", "no such family part", "other code"])
-def test_predictions_that_cannot_be_made_say_why(done, unknown, tmp_path, capsys, case, monkeypatch):
-    run, out, said = done, tmp_path / "out.csv", ""
+def test_predictions_that_cannot_be_made_say_why(done, unlabelled_images, tmp_path, capsys, case, monkeypatch):
+    run, out, message = done, tmp_path / "out.csv", ""
     if case == "exists":
         out.write_text("mine")
-        said = "out.csv: exists already"
+        message = "out.csv: exists already"
     elif case == "no raw":
-        unknown, said = tmp_path / "nothing", "nothing: no such file or folder"
+        unlabelled_images, message = tmp_path / "nothing", "nothing: no such file or folder"
     elif case == "no checkpoint":
-        run, said = new_run(tmp_path), "no checkpoints yet"
+        run, message = new_run(tmp_path), "no checkpoints yet"
     elif case == "other code":
         module = configs.load_family(FAMILIES, "stripes", "module")
         monkeypatch.setattr(module, "build", lambda config, data: module.StripesModule(config, ["d0", "d1"]))
-        said = "do not fit the model that the code at hand builds. Use the code it was trained"
+        message = "do not fit the model that the code at hand builds. Use the code it was trained"
     else:
         monkeypatch.delattr(configs.load_family(FAMILIES, "stripes", "pack"), "unlabelled")
-        said = "stripes has no predictions for a table"
-    assert main(["predict", str(run), str(unknown), str(out), "--jobs", str(FAMILIES)]) == 2
-    assert said in capsys.readouterr().err
+        message = "stripes has no predictions for a table"
+    assert main(["predict", str(run), str(unlabelled_images), str(out), "--jobs", str(FAMILIES)]) == 2
+    assert message in capsys.readouterr().err
     assert case == "exists" or not out.exists()
 
 
-def test_a_picture_that_cannot_be_read_leaves_no_table(done, unknown, tmp_path, capsys):
-    (unknown / "0003.png").write_bytes(b"no image")
-    assert main(["predict", str(done), str(unknown), str(tmp_path / "out.csv"), "--jobs", str(FAMILIES)]) == 2
+def test_an_image_that_cannot_be_read_leaves_no_table(done, unlabelled_images, tmp_path, capsys):
+    (unlabelled_images / "0003.png").write_bytes(b"no image")
+    assert main(["predict", str(done), str(unlabelled_images), str(tmp_path / "out.csv"), "--jobs", str(FAMILIES)]) == 2
     assert "0003.png" in capsys.readouterr().err
     assert not list(tmp_path.glob("*.csv*")) and not list(tmp_path.glob(".predict-*"))
 
@@ -227,11 +241,11 @@ def test_learning_rates_follow_the_schedule_times_each_groups_factor():
     assert moved == pytest.approx([0.05, 0.5])
 
 
-def test_what_is_due_by_the_clock_is_asked_for_once_each_time():
-    """The ranks agree a step late: asked for at the step between as well, it would be done twice."""
-    every = Interval("0.0005min", steps_per_epoch=10)
+def test_an_interval_of_time_is_reported_once_until_it_restarts():
+    """The ranks act a step late: if it were also reported at the step between, it would be done twice."""
+    interval = Interval("0.0005min", steps_per_epoch=10)
     for _ in range(2):
-        assert not every.elapsed()
+        assert not interval.elapsed()
         time.sleep(0.04)
-        assert every.elapsed() and not every.elapsed()
-        every.restart()
+        assert interval.elapsed() and not interval.elapsed()
+        interval.restart()

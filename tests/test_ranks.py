@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.training import FAMILIES, new_run, read_run_metrics, state_of, train, train_on_ranks
+from tests.training import FAMILIES, load_state, new_run, read_run_metrics, train, train_on_ranks
 from trainyard.errors import UserError
 from trainyard.train.distributed import Agreement
-from trainyard.train.world import World, world_from
+from trainyard.train.world import World, read_world
 
 EXACT = ("model.batch_norm=false", "model.dropout=0", "max_duration=4st", "eval_every=4st", "ema_decay=0")
 """Without batch statistics and dropout, whose values belong to a micro-batch and a rank, only rounding differs."""
@@ -23,10 +23,10 @@ def test_two_ranks_of_two_micro_batches_equal_one_rank_on_the_whole_batch(tmp_pa
     one = new_run(tmp_path, *EXACT, "global_batch_size=16")
     two = new_run(tmp_path, *EXACT, "global_batch_size=16", "micro_batch_size=4")
     assert train(one) == 0
-    assert train_on_ranks(two, 2, meeting="a") == [0, 0]
-    a, b = state_of(one), state_of(two)
+    assert train_on_ranks(two, 2, rendezvous="a") == [0, 0]
+    a, b = load_state(one), load_state(two)
     worst = max(float((a[name] - b[name]).abs().max()) for name in a if name.startswith("model/"))
-    assert worst < 1e-4, "float32 sums in another order, through four steps of Adam at 1e-2"
+    assert worst < 1e-4, "float32 sums in another order, over four steps of Adam at 1e-2"
     for x, y in zip(read_run_metrics(one), read_run_metrics(two), strict=True):
         assert x.keys() == y.keys()
         assert x.get("loss", 0) == pytest.approx(y.get("loss", 0), abs=1e-5)
@@ -36,8 +36,8 @@ def test_a_last_batch_smaller_than_the_ranks_still_counts_each_sample_once(tmp_p
     one = new_run(tmp_path, *EXACT, "global_batch_size=59", "max_duration=1ep", "eval_every=1ep")
     three = new_run(tmp_path, *EXACT, "global_batch_size=59", "max_duration=1ep", "eval_every=1ep")
     assert train(one) == 0
-    assert train_on_ranks(three, 3, meeting="b") == [0, 0, 0]
-    a, b = state_of(one), state_of(three)
+    assert train_on_ranks(three, 3, rendezvous="b") == [0, 0, 0]
+    a, b = load_state(one), load_state(three)
     assert a["progress/samples_seen"] == b["progress/samples_seen"] == 60
     assert max(float((a[n] - b[n]).abs().max()) for n in a if n.startswith("model/")) < 1e-4
 
@@ -46,7 +46,7 @@ def test_three_ranks_score_an_evaluation_set_as_one_does(tmp_path):
     one = new_run(tmp_path, *EXACT, "optimizer.lr=0", "max_duration=1st", "eval_every=1st")
     three = new_run(tmp_path, *EXACT, "optimizer.lr=0", "max_duration=1st", "eval_every=1st")
     assert train(one) == 0
-    assert train_on_ranks(three, 3, meeting="c") == [0, 0, 0]
+    assert train_on_ranks(three, 3, rendezvous="c") == [0, 0, 0]
     scores = [[line for line in read_run_metrics(run) if line["kind"] == "eval"] for run in (one, three)]
     assert scores[0] == scores[1]
     assert [line["split"] for line in scores[0]] == ["val", "test"]
@@ -71,7 +71,7 @@ def test_slurm_variables_start_the_same_training(tmp_path):
         for r in range(2)
     ]
     assert [process.wait(240) for process in ranks] == [0, 0]
-    assert state_of(run)["progress/step"] == 4
+    assert load_state(run)["progress/step"] == 4
 
 
 def test_torchrun_starts_the_same_training(tmp_path):
@@ -79,7 +79,7 @@ def test_torchrun_starts_the_same_training(tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
     trainyard = ["trainyard", "rank", str(run), "--jobs", str(FAMILIES), "--since", str(time.time())]
     assert subprocess.run([*torchrun, *trainyard], timeout=240).returncode == 0
-    assert state_of(run)["progress/step"] == 4
+    assert load_state(run)["progress/step"] == 4
 
 
 def test_our_launcher_passes_a_signal_on_and_ends_with_the_ranks_code(tmp_path):
@@ -105,24 +105,24 @@ def test_killing_the_launcher_leaves_no_rank_behind(tmp_path):
     launcher.kill()
     launcher.wait()
     deadline = time.monotonic() + 10
-    while _processes_with(str(run)) and time.monotonic() < deadline:
+    while _find_processes(str(run)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert _processes_with(str(run)) == []
+    assert _find_processes(str(run)) == []
 
 
 def test_ranks_are_read_from_each_launcher_and_a_batch_script_is_no_task():
     torchrun = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
-    assert world_from(torchrun) == World(3, 1, 4, 2, "torchrun")
+    assert read_world(torchrun) == World(3, 1, 4, 2, "torchrun")
     slurm = {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "9"}
     step = {**slurm, "SLURM_STEP_ID": "0", "SLURM_STEP_TASKS_PER_NODE": "4(x2)", "SLURM_RESTART_COUNT": "2"}
-    assert world_from(step) == World(5, 1, 8, 4, "slurm", "9-0-2")
-    assert world_from({**step, "SLURM_CPUS_PER_TASK": "6"}).cores == 6
+    assert read_world(step) == World(5, 1, 8, 4, "slurm", "9-0-2")
+    assert read_world({**step, "SLURM_CPUS_PER_TASK": "6"}).cores == 6
     local = {"SUBMITIT_LOCAL_NTASKS": "2", "SUBMITIT_LOCAL_GLOBALID": "1", "SUBMITIT_LOCAL_LOCALID": "1"}
-    assert world_from({**local, "SUBMITIT_LOCAL_JOB_ID": "77"}) == World(1, 1, 2, 2, "submitit, here", "local-77")
-    assert world_from(slurm) == World()
-    assert world_from({}) == World()
+    assert read_world({**local, "SUBMITIT_LOCAL_JOB_ID": "77"}) == World(1, 1, 2, 2, "submitit, here", "local-77")
+    assert read_world(slurm) == World()
+    assert read_world({}) == World()
     with pytest.raises(UserError, match="LOCAL_RANK is not set"):
-        world_from({"RANK": "0", "WORLD_SIZE": "2"})
+        read_world({"RANK": "0", "WORLD_SIZE": "2"})
 
 
 def test_an_agreement_tells_each_call_what_was_offered_at_the_call_before():
@@ -132,7 +132,7 @@ def test_an_agreement_tells_each_call_what_was_offered_at_the_call_before():
     assert agreement.exchange([0, 0]) == [1, 0]
 
 
-def _processes_with(text: str) -> list[int]:
+def _find_processes(text: str) -> list[int]:
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it ended between being listed and being read

@@ -1,4 +1,4 @@
-"""What a run writes of itself is exact, survives kills, and makes a page that stands alone."""
+"""What a run records is exact and survives kills, and its report is one self-contained page."""
 
 import json
 import math
@@ -19,6 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from trainyard.errors import UserError
 from trainyard.report import run_page as report
 from trainyard.runs.events import TIMING_KEYS, read_events, read_metrics
+from trainyard.text import format_duration
 from trainyard.train import console
 from trainyard.train.recorder import Recorder
 
@@ -46,11 +47,11 @@ def new_run(folder: Path, *, config: str = CONFIG, env: dict | None = None) -> P
     return run
 
 
-def recorder(run: Path, *, resume_at: int | None = None, trackers: tuple[str, ...] = ()) -> Recorder:
+def open_recorder(run: Path, *, resume_at: int | None = None, trackers: tuple[str, ...] = ()) -> Recorder:
     return Recorder(run, trackers=trackers, config={"job": "demo", "optimizer": {"lr": 1e-3}}, resume_at=resume_at)
 
 
-def train_values(step: int) -> dict[str, float]:
+def make_train_values(step: int) -> dict[str, float]:
     noise = np.random.default_rng(step)
     data_ms, compute_ms = 3 + noise.exponential(2), 60 + noise.normal(0, 2)
     return {
@@ -68,7 +69,7 @@ def train_values(step: int) -> dict[str, float]:
     }
 
 
-def eval_values(step: int, split: str) -> dict[str, object]:
+def make_eval_values(step: int, split: str) -> dict[str, object]:
     eer = 0.02 + 0.3 * math.exp(-step / 90) + (0.01 if split == "test" else 0)
     return {
         "epoch": step / 20,
@@ -82,40 +83,40 @@ def eval_values(step: int, split: str) -> dict[str, object]:
 
 
 def write_training(log: Recorder, first: int, last: int, *, positions: dict[int, int] | None = None) -> None:
-    """Write what training the steps first + 1 .. last writes, with a checkpoint every 100."""
+    """Write what training steps first + 1 .. last would write, with a checkpoint every 100."""
     for step in range(first + EVERY, last + 1, EVERY):
-        log.log("train", step, train_values(step))
+        log.log("train", step, make_train_values(step))
         if step % 40 == 0:
             for split in ("val", "test"):
-                log.log("eval", step, eval_values(step, split))
+                log.log("eval", step, make_eval_values(step, split))
         if step % 100 == 0:
-            position = log.position()
+            position = log.sync()
             log.log("event", step, {"event": "checkpoint", "seconds": 0.4, "bytes": 52_000_000})
             if positions is not None:
                 positions[step] = position
 
 
-def start(log: Recorder, event: str, step: int) -> None:
+def log_start(log: Recorder, event: str, step: int) -> None:
     values = {"total_steps": STEPS, "host": "node7", "device": "A5000", "world_size": 2, "monitor": MONITOR}
     log.log("event", step, {"event": event, **values})
 
 
-def finished_run(folder: Path, **files) -> Path:
-    """A run that was killed at step 260 and went on from step 200."""
+def make_finished_run(folder: Path, **files) -> Path:
+    """Make a run that was killed at step 260 and resumed from step 200."""
     run, positions = new_run(folder, **files), {}
-    first = recorder(run)
-    start(first, "start", 0)
+    first = open_recorder(run)
+    log_start(first, "start", 0)
     write_training(first, 0, 260, positions=positions)
     Recorder.rewind(run, positions[200])
-    with recorder(run, resume_at=200) as log:
-        start(log, "resume", 200)
+    with open_recorder(run, resume_at=200) as log:
+        log_start(log, "resume", 200)
         write_training(log, 200, STEPS)
         log.log("event", STEPS, {"event": "done", "reason": "none"})
     return run
 
 
 class Page(HTMLParser):
-    """The tags with their attributes, and the text outside of tags."""
+    """Parses a page into tags with their attributes, and the text outside of tags."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -133,10 +134,10 @@ class Page(HTMLParser):
 # --- Recording ----------------------------------------------------------------------------------------------
 
 
-def test_what_was_logged_is_read_back_in_order_and_events_stand_apart(tmp_path):
+def test_what_was_logged_is_read_back_in_order_and_events_are_separate(tmp_path):
     run = new_run(tmp_path)
-    with recorder(run) as log:
-        start(log, "start", 0)
+    with open_recorder(run) as log:
+        log_start(log, "start", 0)
         log.log("train", 10, {"loss": np.float32(0.5), "samples_seen": np.int64(1200)})
         log.log("eval", 10, {"split": "val", "eer": 0.25})
     first, second = read_metrics(run)
@@ -148,7 +149,7 @@ def test_what_was_logged_is_read_back_in_order_and_events_stand_apart(tmp_path):
 
 def test_a_number_that_json_cannot_hold_comes_back_and_the_file_is_valid_json(tmp_path):
     run = new_run(tmp_path)
-    with recorder(run, trackers=("tensorboard",)) as log:
+    with open_recorder(run, trackers=("tensorboard",)) as log:
         log.log("train", 10, {"loss": math.nan, "grad_norm": math.inf, "other": np.float32(-math.inf), "lr": 0.1})
 
     def refuse(constant):
@@ -163,33 +164,33 @@ def test_a_number_that_json_cannot_hold_comes_back_and_the_file_is_valid_json(tm
 
 def test_a_nested_number_that_json_cannot_hold_is_refused_before_anything_is_written(tmp_path):
     run = new_run(tmp_path)
-    with recorder(run) as log, pytest.raises(ValueError, match="JSON compliant"):
+    with open_recorder(run) as log, pytest.raises(ValueError, match="JSON compliant"):
         log.log("event", 10, {"event": "skipped_step", "scales": [1.0, math.inf]})
     assert read_events(run) == []
 
 
 def test_a_killed_and_resumed_run_has_the_metrics_of_an_uninterrupted_one(tmp_path):
     whole = new_run(tmp_path / "whole")
-    with recorder(whole) as log:
+    with open_recorder(whole) as log:
         write_training(log, 0, STEPS)
-    resumed = finished_run(tmp_path / "resumed")
+    resumed = make_finished_run(tmp_path / "resumed")
 
-    def untimed(run):
+    def read_untimed(run):
         return [{k: v for k, v in line.items() if k not in TIMING_KEYS} for line in read_metrics(run)]
 
-    assert untimed(resumed) == untimed(whole)
-    assert len(untimed(whole)) == 60
+    assert read_untimed(resumed) == read_untimed(whole)
+    assert len(read_untimed(whole)) == 60
     events = [e["event"] for e in read_events(resumed)]
     assert events == ["start", "checkpoint", "checkpoint", "resume", "checkpoint", "checkpoint", "done"]
 
 
-def test_elapsed_time_goes_on_over_a_resume_without_the_time_that_was_thrown_away(tmp_path):
+def test_elapsed_time_continues_after_a_resume_without_the_time_that_was_lost(tmp_path):
     run = new_run(tmp_path)
     line = {"kind": "train", "step": 100, "elapsed_s": 50.0}
     lost = {"kind": "event", "event": "checkpoint", "step": 180, "elapsed_s": 90.0}
     (run / "metrics.jsonl").write_text(json.dumps(line) + "\n")
     (run / "events.jsonl").write_text(json.dumps(lost) + "\n")
-    with recorder(run, resume_at=100) as log:
+    with open_recorder(run, resume_at=100) as log:
         log.log("train", 110, {"loss": 1.0})
     assert 50 <= read_metrics(run)[-1]["elapsed_s"] < 80
 
@@ -212,27 +213,27 @@ os.fsync, os.rename, os.replace = counted(os.fsync), counted(os.rename), counted
 Recorder.rewind(Path(sys.argv[1]), int(sys.argv[3]))
 """
     run = new_run(tmp_path)
-    with recorder(run) as log:
+    with open_recorder(run) as log:
         log.log("train", 10, {"loss": 1.0})
-        offset = log.position()
+        offset = log.sync()
         log.log("train", 20, {"loss": 1.0})
     old = (run / "metrics.jsonl").read_bytes()
-    seen = set()
+    contents = set()
     for calls in range(10):
         (run / "metrics.jsonl").write_bytes(old)
         ended = subprocess.run([sys.executable, "-c", child, str(run), str(calls), str(offset)], check=False)
         content = (run / "metrics.jsonl").read_bytes()
         assert content in (old, old[:offset])
-        seen.add(content)
+        contents.add(content)
         if ended.returncode == 0:
             break
-    assert ended.returncode == 0 and calls >= 2 and content == old[:offset] and len(seen) == 2
+    assert ended.returncode == 0 and calls >= 2 and content == old[:offset] and len(contents) == 2
 
 
 @pytest.mark.parametrize("offset", [5, 10_000])
 def test_a_rewind_to_where_no_line_ends_is_refused_and_changes_nothing(tmp_path, offset):
     run = new_run(tmp_path)
-    with recorder(run) as log:
+    with open_recorder(run) as log:
         log.log("train", 10, {"loss": 1.0})
     before = (run / "metrics.jsonl").read_bytes()
     with pytest.raises(UserError, match=rf"metrics\.jsonl: expected a line to end at byte {offset}"):
@@ -240,16 +241,16 @@ def test_a_rewind_to_where_no_line_ends_is_refused_and_changes_nothing(tmp_path,
     assert (run / "metrics.jsonl").read_bytes() == before
 
 
-def test_a_torn_last_line_is_passed_over_and_does_not_spoil_the_next(tmp_path):
+def test_a_torn_last_line_is_skipped_and_does_not_spoil_the_next(tmp_path):
     run = new_run(tmp_path)
-    with recorder(run) as log:
+    with open_recorder(run) as log:
         log.log("train", 10, {"loss": 1.0})
         log.log("event", 10, {"event": "checkpoint"})
     for name in ("metrics.jsonl", "events.jsonl"):
         with (run / name).open("ab") as file:
             file.write(b'{"kind": "train", "st')
     assert [line["step"] for line in read_metrics(run)] == [10]
-    with recorder(run, resume_at=10) as log:
+    with open_recorder(run, resume_at=10) as log:
         log.log("train", 20, {"loss": 1.0})
         log.log("event", 20, {"event": "done"})
     assert [line["step"] for line in read_metrics(run)] == [10, 20]
@@ -259,7 +260,7 @@ def test_a_torn_last_line_is_passed_over_and_does_not_spoil_the_next(tmp_path):
 @pytest.mark.parametrize("damage", [b'{"kind": "train", "st\n', b"[1]\n", b'{"kind": "train"}\n', b"\xff\x00\n"])
 def test_a_damaged_line_that_is_not_a_torn_last_one_names_file_and_line(tmp_path, damage):
     run = new_run(tmp_path)
-    with recorder(run) as log:
+    with open_recorder(run) as log:
         log.log("train", 10, {"loss": 1.0})
     with (run / "metrics.jsonl").open("ab") as file:
         file.write(damage)
@@ -268,14 +269,14 @@ def test_a_damaged_line_that_is_not_a_torn_last_one_names_file_and_line(tmp_path
 
 
 def test_a_new_run_does_not_write_into_another_runs_metrics(tmp_path):
-    run = finished_run(tmp_path)
+    run = make_finished_run(tmp_path)
     with pytest.raises(UserError, match="expected no metrics in the folder of a new run, found 60 lines"):
-        recorder(run)
+        open_recorder(run)
 
 
 def test_a_folder_that_is_not_a_run_is_refused_by_name(tmp_path):
     for path in (tmp_path, tmp_path / "nowhere"):
-        for read in (read_metrics, report.write_report, report.summary_text):
+        for read in (read_metrics, report.write_report, report.format_summary):
             with pytest.raises(UserError, match=f"{re.escape(str(path))}: expected the folder of a run"):
                 read(path)
 
@@ -285,13 +286,13 @@ def test_a_folder_that_is_not_a_run_is_refused_by_name(tmp_path):
 
 def test_tensorboard_shows_each_step_once_after_a_resume_with_what_jsonl_says(tmp_path):
     run, positions = new_run(tmp_path), {}
-    first = recorder(run, trackers=("tensorboard",))
+    first = open_recorder(run, trackers=("tensorboard",))
     write_training(first, 0, 200, positions=positions)
     first.log("eval", 200, {"split": "late", "eer": 0.5})  # after the checkpoint: the resumed run does it again
     write_training(first, 200, 260)
     first.close()
     Recorder.rewind(run, positions[200])
-    with recorder(run, trackers=("tensorboard",), resume_at=200) as log:
+    with open_recorder(run, trackers=("tensorboard",), resume_at=200) as log:
         log.log("eval", 200, {"split": "late", "eer": 0.5})
         write_training(log, 200, STEPS)
 
@@ -321,7 +322,7 @@ from trainyard.train.recorder import Recorder
 log = Recorder(Path(sys.argv[1]), trackers=["tensorboard"], config={}, resume_at=None)
 for step in range(10, 510, 10):
     log.log("train", step, {"loss": 1.0})
-log.position()
+log.sync()
 os.kill(os.getpid(), signal.SIGKILL)
 """
     subprocess.run([sys.executable, "-c", child, str(run)], check=False)
@@ -330,21 +331,21 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert [event.step for event in board.Scalars("train/loss")] == list(range(10, 510, 10))
 
 
-def test_an_attempt_that_starts_over_leaves_nothing_of_the_one_before(tmp_path):
+def test_an_attempt_that_starts_from_scratch_leaves_nothing_of_the_previous_one(tmp_path):
     run = new_run(tmp_path)
-    first = recorder(run, trackers=("tensorboard",))
-    start(first, "start", 0)
+    first = open_recorder(run, trackers=("tensorboard",))
+    log_start(first, "start", 0)
     write_training(first, 0, 100)
     first.close()
     Recorder.rewind(run, 0)
-    with recorder(run, trackers=("tensorboard",)) as log:
-        start(log, "start", 0)
+    with open_recorder(run, trackers=("tensorboard",)) as log:
+        log_start(log, "start", 0)
         write_training(log, 0, 40)
     board = EventAccumulator(str(run / "tensorboard"))
     board.Reload()
     assert [event.step for event in board.Scalars("train/loss")] == [10, 20, 30, 40]
     assert [line["step"] for line in read_metrics(run) if line["kind"] == "train"] == [10, 20, 30, 40]
-    assert "trained  40 of 400 steps" in report.summary_text(run)
+    assert "trained  40 of 400 steps" in report.format_summary(run)
 
 
 @pytest.mark.parametrize(("name", "module"), [("wandb", "wandb"), ("mlflow", "mlflow")])
@@ -353,18 +354,18 @@ def test_a_tracker_that_is_not_installed_names_the_extra_to_install(tmp_path, mo
     with pytest.raises(
         UserError, match=rf"trackers={name}: {module} is not installed.*pip install 'trainyard\[{name}\]'"
     ):
-        recorder(new_run(tmp_path), trackers=(name,))
+        open_recorder(new_run(tmp_path), trackers=(name,))
 
 
-def test_an_unknown_tracker_names_those_there_are(tmp_path):
+def test_an_unknown_tracker_is_an_error_that_lists_the_known_ones(tmp_path):
     with pytest.raises(UserError, match=r"trackers=comet: expected any of tensorboard, wandb, mlflow\."):
-        recorder(new_run(tmp_path), trackers=("comet",))
+        open_recorder(new_run(tmp_path), trackers=("comet",))
 
 
 def test_wandb_writes_offline_runs_into_the_run_folder(tmp_path):
     pytest.importorskip("wandb", reason="wandb is not installed")
     run = new_run(tmp_path)
-    with recorder(run, trackers=("wandb",)) as log:
+    with open_recorder(run, trackers=("wandb",)) as log:
         write_training(log, 0, 40)
     assert list(run.glob("wandb/offline-run-*/*.wandb"))
 
@@ -372,9 +373,9 @@ def test_wandb_writes_offline_runs_into_the_run_folder(tmp_path):
 def test_mlflow_keeps_options_and_metrics_of_each_attempt_in_the_run_folder(tmp_path):
     mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed")
     run = new_run(tmp_path)
-    with recorder(run, trackers=("mlflow",)) as log:
+    with open_recorder(run, trackers=("mlflow",)) as log:
         write_training(log, 0, 40)
-    with recorder(run, trackers=("mlflow",), resume_at=40) as log:
+    with open_recorder(run, trackers=("mlflow",), resume_at=40) as log:
         write_training(log, 40, 80)
     client = mlflow.MlflowClient((run / "mlflow").absolute().as_uri())
     (experiment,) = (e for e in client.search_experiments() if e.name == "demo")
@@ -388,7 +389,7 @@ def test_mlflow_keeps_options_and_metrics_of_each_attempt_in_the_run_folder(tmp_
 
 
 def test_the_report_needs_no_network_and_no_other_file(tmp_path):
-    run = finished_run(tmp_path, env=ENV)
+    run = make_finished_run(tmp_path, env=ENV)
     path = report.write_report(run)
     page, text = Page(path), path.read_text()
     images = [attributes for tag, attributes in page.tags if tag == "img"]
@@ -409,7 +410,7 @@ def test_the_report_needs_no_network_and_no_other_file(tmp_path):
 
 
 def test_the_report_says_what_was_trained_chosen_and_found(tmp_path):
-    text = Page(report.write_report(finished_run(tmp_path, env=ENV))).text
+    text = Page(report.write_report(make_finished_run(tmp_path, env=ENV))).text
     for expected in (
         *("demo", "400 of 400", "48,000", "1,8", "11.2 GiB", "20260801-101500-1a2b3c4"),
         *("Best by eer on val.", "best val, step 400", "0.02352\n[0.01999, 0.02823]"),
@@ -423,7 +424,7 @@ def test_the_report_says_what_was_trained_chosen_and_found(tmp_path):
 def test_text_from_a_run_cannot_become_markup(tmp_path):
     evil = 'x"><script>alert(1)</script>'
     run = new_run(tmp_path, config=f"job: {evil}\nnote: '{evil}'\n", env={evil: {evil: evil}, "choices": {evil: evil}})
-    with recorder(run) as log:
+    with open_recorder(run) as log:
         log.log("event", 0, {"event": "start", "host": evil, "reason": evil, "monitor": {"metric": evil}})
         log.log("train", 10, {"loss": 1.0, evil: 1.0})
         log.log("eval", 10, {"split": evil, evil: 1.0})
@@ -436,7 +437,7 @@ def test_text_from_a_run_cannot_become_markup(tmp_path):
 @pytest.mark.parametrize("lines", [0, 1])
 def test_a_run_that_has_just_begun_gets_a_report_that_says_what_is_missing(tmp_path, lines):
     run = new_run(tmp_path)
-    with recorder(run) as log:
+    with open_recorder(run) as log:
         log.log("event", 0, {"event": "start"})
         for step in range(1, lines + 1):
             log.log("train", step, {"loss": 2.0})
@@ -444,18 +445,18 @@ def test_a_run_that_has_just_begun_gets_a_report_that_says_what_is_missing(tmp_p
     assert ("No training line yet." in text) == (lines == 0)
     for expected in ("No evaluation yet.", "still running, or it was killed", "env.json is absent"):
         assert expected in text
-    assert "no evaluation yet" in report.summary_text(run)
+    assert "no evaluation yet" in report.format_summary(run)
 
 
-def test_a_report_is_drawn_of_losses_that_are_not_finite(tmp_path):
+def test_a_report_is_drawn_from_losses_that_are_not_finite(tmp_path):
     run = new_run(tmp_path)
-    with recorder(run) as log:
+    with open_recorder(run) as log:
         for step in range(1, 101):
             log.log("train", step, {"loss": math.nan if step > 50 else 1 / step, "grad_norm": math.inf})
         log.log("eval", 100, {"split": "val", "eer": math.nan})
     report.write_report(run)
     assert (run / "plots" / "train_loss.png").stat().st_size > 5_000
-    assert "eer nan" in report.summary_text(run)
+    assert "eer nan" in report.format_summary(run)
 
 
 def test_the_parts_of_the_time_add_up_to_the_time_of_the_run(tmp_path):
@@ -477,19 +478,19 @@ def test_the_parts_of_the_time_add_up_to_the_time_of_the_run(tmp_path):
     page = Page(report.write_report(run)).text
     assert (
         "took     1m00s  compute 50 %  data wait 17 %  evaluation 8 %  checkpoint 3 %  other 22 %"
-        in report.summary_text(run)
+        in report.format_summary(run)
     )
     for part in ("compute30.050.0", "data wait10.016.7", "evaluation5.08.3", "checkpoint2.03.3", "other13.021.7"):
         assert part in page, part
 
 
-# --- Words --------------------------------------------------------------------------------------------------
+# --- Text ---------------------------------------------------------------------------------------------------
 
 
 def test_the_summary_fits_a_screen_and_ends_with_what_to_type_next(tmp_path):
-    run = finished_run(tmp_path, env=ENV)
+    run = make_finished_run(tmp_path, env=ENV)
     path = report.write_report(run)
-    text = report.summary_text(run, next_commands=["trainyard export demo", "trainyard why demo"])
+    text = report.format_summary(run, next_commands=["trainyard export demo", "trainyard why demo"])
     lines = text.splitlines()
     assert lines[0] == "demo  done"
     assert "trained  400 of 400 steps  20 epochs  48,000 samples" in lines
@@ -504,17 +505,17 @@ def test_the_summary_fits_a_screen_and_ends_with_what_to_type_next(tmp_path):
     ("mode", "values", "step"),
     [("min", [0.3, 0.1, 0.2], 20), ("max", [0.3, 0.1, 0.2], 10), ("min", [math.nan, 0.3, math.nan], 20)],
 )
-def test_the_best_evaluation_is_the_one_the_monitor_asks_for(tmp_path, mode, values, step):
+def test_the_best_evaluation_is_chosen_by_the_monitor(tmp_path, mode, values, step):
     run = new_run(tmp_path)
-    with recorder(run) as log:
+    with open_recorder(run) as log:
         log.log("event", 0, {"event": "start", "monitor": {"split": "val", "metric": "ap", "mode": mode}})
         for i, value in enumerate(values, start=1):
             log.log("eval", 10 * i, {"split": "val", "ap": value})
             log.log("eval", 10 * i, {"split": "test", "ap": 0.9 if mode == "max" else 0.0})
-    assert f"on val at step {step}" in report.summary_text(run)
+    assert f"on val at step {step}" in report.format_summary(run)
 
 
-def test_a_line_of_training_reads_as_agreed():
+def test_a_training_line_has_its_documented_format():
     values = {"step": 400, "total_steps": 10_000, "loss": 0.2134, "samples_per_s": 1840.2, "step_ms": 75.0}
     values |= {"data_wait_ms": 3.1, "compute_ms": 66.4, "memory_gib": 31.21}
     assert console.format_line(values) == (
@@ -531,7 +532,7 @@ def test_a_line_of_training_reads_as_agreed():
     ],
 )
 def test_a_duration_reads_at_a_glance(seconds, text):
-    assert console.format_duration(seconds) == text
+    assert format_duration(seconds) == text
 
 
 def open_terminal() -> tuple[int, int]:
@@ -541,12 +542,12 @@ def open_terminal() -> tuple[int, int]:
 
 
 def read_all(terminal: int) -> str:
-    """Read what was written to a terminal that nobody has open any more."""
+    """Read what was written to a terminal that is no longer open."""
     parts = []
     while True:
         try:
             parts.append(os.read(terminal, 4096))
-        except OSError:  # EIO is how Linux says that all was read
+        except OSError:  # EIO: on Linux, all was read
             os.close(terminal)
             return b"".join(parts).decode()
 
@@ -563,7 +564,7 @@ def test_log_lines_do_not_tear_the_progress_bar_on_a_terminal(monkeypatch):
         logger.remove(sink)
     shown = read_all(master)
     before, after = shown.split("a line from the log\r\n")
-    assert re.search(r"\d+/10 ", before) and before.endswith("\r")  # the bar was taken away first
+    assert re.search(r"\d+/10 ", before) and before.endswith("\r")  # the bar was removed first
     assert re.search(r"\d+/10 ", after)  # and drawn again below
 
 

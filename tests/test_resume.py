@@ -11,11 +11,11 @@ import pytest
 
 from tests.training import (
     FAMILIES,
-    differences,
+    find_differences,
+    load_state,
     new_run,
     read_run_metrics,
     start,
-    state_of,
     train,
     train_on_ranks,
     wait_for_lines,
@@ -49,14 +49,14 @@ def test_ten_kills_at_random_steps_change_no_bit(decode, tmp_path):
     last.join(120)
 
     assert last.exitcode == 0
-    assert differences(state_of(whole), state_of(killed)) == []
+    assert find_differences(load_state(whole), load_state(killed)) == []
     assert read_run_metrics(whole) == read_run_metrics(killed)
     resumes = [event["step"] for event in read_events(killed) if event["event"] == "resume"]
     assert len(resumes) >= KILLS // 2, f"killed {KILLS} times, but resumed only at {resumes}"
 
 
 def stop_after(ranks: list, run: Path, lines: int, signal_number: int = signal.SIGTERM) -> list[int]:
-    """Signal all ranks once the run has written so many metric lines; return their exit codes."""
+    """Signal all ranks once the run has written `lines` metric lines; return their exit codes."""
     wait_for_lines(run, lines, ranks[0])
     for process in ranks:
         os.kill(process.pid, signal_number)
@@ -69,37 +69,37 @@ def test_two_one_and_two_ranks_read_each_sample_of_each_epoch_once(tmp_path):
     diary = tmp_path / "diary"
     run = new_run(tmp_path, f"model.diary={diary}", "max_duration=3ep", "eval_every=3ep", "global_batch_size=3")
     per_epoch = 60 // 3
-    two = [start(run, rank=r, world_size=2, meeting="first") for r in range(2)]
+    two = [start(run, rank=r, world_size=2, rendezvous="first") for r in range(2)]
     assert stop_after(two, run, 3) == [85, 85]
     middle = len(read_metrics(run))
-    assert 3 <= middle < per_epoch, "the first stop was to fall into the first epoch"
+    assert 3 <= middle < per_epoch, "expected the first stop in the first epoch"
     assert stop_after([start(run)], run, per_epoch + 3) == [85]
-    assert train_on_ranks(run, 2, meeting="last") == [0, 0]
+    assert train_on_ranks(run, 2, rendezvous="last") == [0, 0]
 
-    seen: dict[int, list[int]] = {}
+    ids_by_epoch: dict[int, list[int]] = {}
     for line in diary.read_text().splitlines():
-        at, *ids = map(int, line.split())
-        seen.setdefault(at // 60, []).extend(ids)
+        samples_seen, *ids = map(int, line.split())
+        ids_by_epoch.setdefault(samples_seen // 60, []).extend(ids)
     train_ids = [i for i in range(100) if i % 5 > 1]
-    assert sorted(seen) == [0, 1, 2]
-    assert all(sorted(ids) == train_ids for ids in seen.values())
+    assert sorted(ids_by_epoch) == [0, 1, 2]
+    assert all(sorted(ids) == train_ids for ids in ids_by_epoch.values())
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 85), (signal.SIGUSR2, 85), (signal.SIGINT, 87)])
-def test_a_signal_saves_at_the_step_boundary_leaves_with_its_code_and_loses_no_step(number, code, tmp_path):
+def test_a_signal_saves_at_the_step_boundary_exits_with_its_code_and_loses_no_step(number, code, tmp_path):
     whole, stopped = new_run(tmp_path), new_run(tmp_path, "checkpoint.every=1000st")
     assert train(whole) == 0
     assert stop_after([start(stopped)], stopped, 7, number) == [code]
     lines = len(read_metrics(stopped))
-    assert checkpoint.entries(stopped / "checkpoints")[0].step >= 7
+    assert checkpoint.list_checkpoints(stopped / "checkpoints")[0].step >= 7
     assert read_events(stopped)[-1]["event"] == "stop"
     assert train(stopped) == 0
     assert lines < len(read_metrics(stopped))
-    assert differences(state_of(whole), state_of(stopped)) == []
+    assert find_differences(load_state(whole), load_state(stopped)) == []
     assert read_run_metrics(whole) == read_run_metrics(stopped)
 
 
-def test_a_signal_while_data_are_packed_leaves_at_once_and_the_next_start_packs_and_trains(tmp_path):
+def test_a_signal_while_data_are_packed_exits_at_once_and_the_next_attempt_packs_and_trains(tmp_path):
     config = configs.compose("stripes", [f"data.cache={tmp_path / 'cache'}"], FAMILIES)
     run = runs.create_run(tmp_path / "runs", config)
     process = start(run)
@@ -117,15 +117,15 @@ def test_max_runtime_stops_in_time_with_a_code_of_its_own(tmp_path):
     run = new_run(tmp_path, "max_duration=10000ep", "max_runtime=1m", "eval_every=10000ep")
     assert execute(run, FAMILIES, environ={}, started=time.time() - 50) == 86
     assert read_events(run)[-1]["reason"] == "time limit"
-    assert state_of(run)["progress/step"] > 0
+    assert load_state(run)["progress/step"] > 0
 
 
 def test_a_finished_run_stays_as_it_is(tmp_path):
     run = new_run(tmp_path, "max_duration=1ep")
     assert train(run) == 0
-    before, metrics = state_of(run), read_run_metrics(run)
+    before, metrics = load_state(run), read_run_metrics(run)
     assert train(run) == 0
-    assert differences(before, state_of(run), but=()) == []
+    assert find_differences(before, load_state(run), ignore=()) == []
     assert read_run_metrics(run) == metrics
 
 
@@ -133,26 +133,26 @@ def test_a_gradient_that_is_not_finite_ends_the_run_and_is_not_saved(tmp_path):
     run = new_run(tmp_path, "model.poison_step=60", "checkpoint.every=1st")
     with pytest.raises(UserError, match=r"Step 6: the gradient is not finite.*nothing after it is saved"):
         train(run)
-    state = state_of(run)
+    state = load_state(run)
     assert state["progress/step"] <= 6
     assert all(np.isfinite(v.numpy()).all() for name, v in state.items() if name.startswith("model/"))
 
 
-def test_a_flipped_byte_in_the_newest_checkpoint_is_named_and_the_one_before_it_used(tmp_path, capfd):
+def test_a_flipped_byte_in_the_newest_checkpoint_is_reported_and_the_previous_one_is_used(tmp_path, capfd):
     whole, damaged = new_run(tmp_path), new_run(tmp_path)
     assert train(whole) == 0
     assert stop_after([start(damaged)], damaged, 14) == [85]
-    newest, before = checkpoint.entries(damaged / "checkpoints")[:2]
+    newest, before = checkpoint.list_checkpoints(damaged / "checkpoints")[:2]
     data = bytearray(newest.path.read_bytes())
     data[len(data) // 2] ^= 1
     newest.path.write_bytes(data)
     assert train(damaged) == 0
-    said = capfd.readouterr().err
-    assert newest.path.name in said and "damaged" in said and f"resuming from {before.path.name}" in said
-    assert differences(state_of(whole), state_of(damaged)) == []
+    output = capfd.readouterr().err
+    assert newest.path.name in output and "damaged" in output and f"resuming from {before.path.name}" in output
+    assert find_differences(load_state(whole), load_state(damaged)) == []
 
 
-def test_other_data_than_before_are_refused(tmp_path):
+def test_a_resume_on_other_data_is_refused(tmp_path):
     run = new_run(tmp_path, "max_duration=1ep")
     assert train(run) == 0
     other = new_run(tmp_path, "data.synthetic=60")

@@ -4,36 +4,36 @@ import pytest
 
 from trainyard.errors import UserError
 from trainyard.settings import Duration, ScheduleSettings, TrainConfig, check
-from trainyard.train.schedule import lr_factor
+from trainyard.train.schedule import compute_lr_factor
 
 
-def factors(*steps: int, **settings: object) -> list[float]:
+def compute_factors(*steps: int, **settings: object) -> list[float]:
     schedule = ScheduleSettings(**settings)  # type: ignore[arg-type]
-    return [lr_factor(step, schedule, total_steps=100, steps_per_epoch=10) for step in steps]
+    return [compute_lr_factor(step, schedule, total_steps=100, steps_per_epoch=10) for step in steps]
 
 
 def test_warm_up_rises_in_equal_steps_to_the_peak():
-    assert factors(0, 4, 9, 10, warmup="1ep", name="constant") == pytest.approx([0.1, 0.5, 1.0, 1.0])
+    assert compute_factors(0, 4, 9, 10, warmup="1ep", name="constant") == pytest.approx([0.1, 0.5, 1.0, 1.0])
 
 
 def test_cosine_falls_from_the_peak_to_the_final_ratio():
-    assert factors(0, 50, 100, final_ratio=0.1) == pytest.approx([1.0, 0.55, 0.1])
-    assert factors(20, 60, 100, warmup="20st") == pytest.approx([1.0, 0.5, 0.0])
+    assert compute_factors(0, 50, 100, final_ratio=0.1) == pytest.approx([1.0, 0.55, 0.1])
+    assert compute_factors(20, 60, 100, warmup="20st") == pytest.approx([1.0, 0.5, 0.0])
 
 
 def test_step_drops_at_each_milestone():
     drops = {"name": "step", "milestones": ["6ep", "30st"], "drop": 0.5}
-    assert factors(29, 30, 59, 60, **drops) == [1.0, 0.5, 0.5, 0.25]
+    assert compute_factors(29, 30, 59, 60, **drops) == [1.0, 0.5, 0.5, 0.25]
 
 
 def test_one_cycle_starts_low_peaks_after_its_rise_and_ends_low():
-    assert factors(0, 30, 100, name="one_cycle") == pytest.approx([0.04, 1.0, 0.0])
-    assert factors(10, name="one_cycle", warmup="10st") == pytest.approx([1.0])
+    assert compute_factors(0, 30, 100, name="one_cycle") == pytest.approx([0.04, 1.0, 0.0])
+    assert compute_factors(10, name="one_cycle", warmup="10st") == pytest.approx([1.0])
 
 
 def test_a_run_limited_by_time_has_no_cosine():
     with pytest.raises(UserError, match=r"schedule.name=cosine needs the number of steps.*constant"):
-        lr_factor(0, ScheduleSettings(), total_steps=None, steps_per_epoch=10)
+        compute_lr_factor(0, ScheduleSettings(), total_steps=None, steps_per_epoch=10)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_what_is_no_duration_is_refused_with_examples(text):
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"global_batch_size": 0}, "global_batch_size=0: expected 1 .. any"),
         ({"clip_grad_norm": float("nan")}, "clip_grad_norm=nan: expected 0 .. any"),
@@ -66,7 +66,7 @@ def test_what_is_no_duration_is_refused_with_examples(text):
         ({"max_duration": "ten"}, "max_duration: 'ten' is not a duration"),
     ],
 )
-def test_values_out_of_range_are_named_with_their_range(changes, said):
+def test_values_out_of_range_are_named_with_their_range(changes, message):
     with pytest.raises(UserError) as error:
         check(TrainConfig(**changes))
-    assert said in str(error.value)
+    assert message in str(error.value)

@@ -1,4 +1,4 @@
-"""One optimizer step: the same mathematics however the batch is cut, and no step on a gradient that is not finite."""
+"""One optimizer step: the same mathematics however the batch is split, and no step on a gradient that is not finite."""
 
 import copy
 import subprocess
@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from trainyard.data.loader import MicroBatch
 from trainyard.hardware import precision_for
 from trainyard.settings import OptimizerSettings
-from trainyard.train.meters import skipped_in_a_row
+from trainyard.train.meters import count_skipped_in_a_row
 from trainyard.train.module import Batch, TrainModule
-from trainyard.train.precision import autocast
+from trainyard.train.precision import make_autocast
 from trainyard.train.step import (
     StepResult,
     TrainState,
@@ -23,9 +23,9 @@ from trainyard.train.step import (
     train_step,
 )
 
-FP32 = autocast(precision_for(None), torch.device("cpu"))
+FP32 = make_autocast(precision_for(None), torch.device("cpu"))
 SUM_TOLERANCE = 1e-6
-"""Of float32 gradients near 1 that are added up in another order."""
+"""Of float32 gradients near 1 that are summed in another order."""
 
 
 class Classifier(TrainModule):
@@ -55,7 +55,7 @@ class Classifier(TrainModule):
         return self.layers
 
 
-def state_of(module: TrainModule, *, scaling: bool = False, ema: bool = False, **optimizer: object) -> TrainState:
+def make_state(module: TrainModule, *, scaling: bool = False, ema: bool = False, **optimizer: object) -> TrainState:
     return TrainState(
         module=module,
         model=module,
@@ -66,17 +66,17 @@ def state_of(module: TrainModule, *, scaling: bool = False, ema: bool = False, *
     )
 
 
-def classifier(seed: int = 0, **options: object) -> Classifier:
+def make_classifier(seed: int = 0, **options: object) -> Classifier:
     torch.manual_seed(seed)
     return Classifier(**options)  # type: ignore[arg-type]
 
 
-def batch_of(size: int) -> Batch:
+def make_batch(size: int) -> Batch:
     g = torch.Generator().manual_seed(size)
     return {"image": torch.randn(size, 2, 8, 8, generator=g), "label": torch.randint(5, (size,), generator=g)}
 
 
-def cut(batch: Batch, *sizes: int) -> list[MicroBatch]:
+def split_batch(batch: Batch, *sizes: int) -> list[MicroBatch]:
     total, first, parts = sum(sizes), 0, []
     for size in sizes:
         part = {name: values[first : first + size] for name, values in batch.items()}
@@ -89,92 +89,92 @@ def step(state: TrainState, micro_batches: list[MicroBatch], *, clip: float = 0.
     return train_step(state, micro_batches, lr=0.1, world_size=1, seed=0, clip_grad_norm=clip, autocast=FP32)
 
 
-def gradients(state: TrainState) -> list[Tensor]:
+def copy_gradients(state: TrainState) -> list[Tensor]:
     return [p.grad.clone() for p in state.module.parameters() if p.grad is not None]
 
 
 @pytest.mark.parametrize("sizes", [(4, 4, 4), (5, 5, 2), (11, 1), (1,) * 12])
 def test_micro_batches_give_the_gradient_of_the_whole_batch_even_with_a_ragged_last_one(sizes):
-    batch = batch_of(12)
-    whole, parts = state_of(classifier()), state_of(classifier())
-    loss = step(whole, cut(batch, 12)).losses["loss"]
-    loss_of_parts = step(parts, cut(batch, *sizes)).losses["loss"]
+    batch = make_batch(12)
+    whole, parts = make_state(make_classifier()), make_state(make_classifier())
+    loss = step(whole, split_batch(batch, 12)).losses["loss"]
+    loss_of_parts = step(parts, split_batch(batch, *sizes)).losses["loss"]
     assert abs(loss - loss_of_parts) < SUM_TOLERANCE
-    for a, b in zip(gradients(whole), gradients(parts), strict=True):
+    for a, b in zip(copy_gradients(whole), copy_gradients(parts), strict=True):
         assert torch.allclose(a, b, atol=SUM_TOLERANCE, rtol=0)
 
 
 def test_a_stand_in_of_weight_zero_adds_nothing():
-    batch = batch_of(12)
-    alone, accompanied = state_of(classifier()), state_of(classifier())
-    step(alone, cut(batch, 12))
-    micro_batches = cut(batch, 12)
+    batch = make_batch(12)
+    alone, accompanied = make_state(make_classifier()), make_state(make_classifier())
+    step(alone, split_batch(batch, 12))
+    micro_batches = split_batch(batch, 12)
     stand_in = MicroBatch({name: v[:1] for name, v in batch.items()}, 0.0, True, 0.0)
     step(accompanied, [MicroBatch(micro_batches[0].batch, 1.0, False, 0.0), stand_in])
-    assert all(torch.equal(a, b) for a, b in zip(gradients(alone), gradients(accompanied), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(copy_gradients(alone), copy_gradients(accompanied), strict=True))
 
 
-def test_gradient_checkpointing_changes_no_bit_of_gradients_or_batch_statistics():
+def test_activation_checkpointing_changes_no_bit_of_gradients_or_batch_statistics():
     options = {"batch_norm": True, "dropout": 0.3}
-    kept, dropped = state_of(classifier(**options)), state_of(classifier(**options))
-    assert enable_activation_checkpointing(dropped.module) == 2
+    plain, recomputed = make_state(make_classifier(**options)), make_state(make_classifier(**options))
+    assert enable_activation_checkpointing(recomputed.module) == 2
     for _ in range(3):
-        step(kept, cut(batch_of(12), 6, 6))
-        step(dropped, cut(batch_of(12), 6, 6))
-    assert all(torch.equal(a, b) for a, b in zip(gradients(kept), gradients(dropped), strict=True))
-    a, b = kept.module.state_dict(), dropped.module.state_dict()
+        step(plain, split_batch(make_batch(12), 6, 6))
+        step(recomputed, split_batch(make_batch(12), 6, 6))
+    assert all(torch.equal(a, b) for a, b in zip(copy_gradients(plain), copy_gradients(recomputed), strict=True))
+    a, b = plain.module.state_dict(), recomputed.module.state_dict()
     assert [name for name in a if not torch.equal(a[name], b[name])] == []
 
 
-def test_gradient_checkpointing_recomputes_what_it_dropped():
-    state = state_of(classifier())
+def test_activation_checkpointing_recomputes_what_it_dropped():
+    state = make_state(make_classifier())
     calls = []
     state.module.layers[0][0].register_forward_hook(lambda *_: calls.append(1))
     enable_activation_checkpointing(state.module)
-    step(state, cut(batch_of(4), 4))
+    step(state, split_batch(make_batch(4), 4))
     assert len(calls) == 2
 
 
 @pytest.mark.parametrize("name", ["adamw", "adam", "sgd"])
 def test_a_step_on_a_gradient_that_is_not_finite_changes_nothing(name):
-    state = state_of(classifier(), name=name, weight_decay=0.1)
-    step(state, cut(batch_of(12), 12))
+    state = make_state(make_classifier(), name=name, weight_decay=0.1)
+    step(state, split_batch(make_batch(12), 12))
     before = copy.deepcopy([state.module.state_dict(), state.optimizer.state_dict()["state"]])
-    batch = batch_of(12) | {"factor": torch.full((12,), float("inf"))}
-    result = step(state, cut(batch, 12), clip=1.0)
+    batch = make_batch(12) | {"factor": torch.full((12,), float("inf"))}
+    result = step(state, split_batch(batch, 12), clip=1.0)
     after = [state.module.state_dict(), state.optimizer.state_dict()["state"]]
     assert result.skipped == 1
-    assert all(torch.equal(a, b) for a, b in zip(_tensors(before), _tensors(after), strict=True))
-    assert step(state, cut(batch_of(12), 12)).skipped == 0
+    assert all(torch.equal(a, b) for a, b in zip(_list_tensors(before), _list_tensors(after), strict=True))
+    assert step(state, split_batch(make_batch(12), 12)).skipped == 0
     assert not torch.equal(before[0]["head.weight"], state.module.head.weight)
 
 
 def test_loss_scaling_skips_an_overflow_lowers_the_scale_and_clips_true_gradients():
-    state, plain = state_of(classifier(), scaling=True), state_of(classifier())
-    batch = batch_of(12)
-    assert step(state, cut(batch | {"factor": torch.full((12,), 1e38)}, 12)).skipped == 1
+    state, plain = make_state(make_classifier(), scaling=True), make_state(make_classifier())
+    batch = make_batch(12)
+    assert step(state, split_batch(batch | {"factor": torch.full((12,), 1e38)}, 12)).skipped == 1
     scale = state.scaler.get_scale()
     assert scale == 2.0**15
-    result, expected = step(state, cut(batch, 12), clip=0.01), step(plain, cut(batch, 12), clip=0.01)
+    result, expected = step(state, split_batch(batch, 12), clip=0.01), step(plain, split_batch(batch, 12), clip=0.01)
     assert result.skipped == 0
     assert torch.allclose(result.grad_norm, expected.grad_norm, rtol=1e-5)
-    for a, b in zip(gradients(state), gradients(plain), strict=True):
+    for a, b in zip(copy_gradients(state), copy_gradients(plain), strict=True):
         assert torch.allclose(a, b, rtol=1e-5, atol=1e-9)
 
 
 @pytest.mark.parametrize(("name", "reference"), [("adamw", torch.optim.AdamW), ("adam", torch.optim.Adam)])
 def test_fused_steps_on_channels_last_weights_equal_the_textbook_loop(name, reference):
-    ours, theirs = classifier().to(memory_format=torch.channels_last), classifier()
-    state = state_of(ours, name=name, weight_decay=0.01)
+    ours, theirs = make_classifier().to(memory_format=torch.channels_last), make_classifier()
+    state = make_state(ours, name=name, weight_decay=0.01)
     groups = [
         {"params": [p for p in theirs.parameters() if p.ndim >= 2], "weight_decay": 0.01},
         {"params": [p for p in theirs.parameters() if p.ndim < 2], "weight_decay": 0.0},
     ]
     optimizer = reference(groups, lr=0.1, foreach=False)
     for _ in range(4):
-        step(state, cut(batch_of(12), 12), clip=0.5)
+        step(state, split_batch(make_batch(12), 12), clip=0.5)
         optimizer.zero_grad()
-        theirs(batch_of(12))["loss"].backward()
+        theirs(make_batch(12))["loss"].backward()
         nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
         optimizer.step()
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
@@ -182,45 +182,47 @@ def test_fused_steps_on_channels_last_weights_equal_the_textbook_loop(name, refe
 
 
 def test_averaged_weights_move_a_quarter_of_the_way_and_copy_buffers():
-    state = state_of(classifier(batch_norm=True), ema=True)
+    state = make_state(make_classifier(batch_norm=True), ema=True)
     old = state.module.head.weight.detach().clone()
-    step(state, cut(batch_of(12), 12))
+    step(state, split_batch(make_batch(12), 12))
     assert torch.allclose(state.ema.head.weight, old + 0.25 * (state.module.head.weight - old), atol=1e-7)
     assert torch.equal(state.ema.layers[0][1].running_mean, state.module.layers[0][1].running_mean)
 
 
 def test_dropout_depends_on_the_step_and_the_seed_and_on_nothing_else():
-    def one(progress_step: int, seed: int) -> list[Tensor]:
-        state = state_of(classifier(dropout=0.5))
+    def compute_gradients(progress_step: int, seed: int) -> list[Tensor]:
+        state = make_state(make_classifier(dropout=0.5))
         state.progress.step = progress_step
         torch.rand(17)
-        train_step(state, cut(batch_of(4), 4), lr=0.1, world_size=1, seed=seed, clip_grad_norm=0.0, autocast=FP32)
-        return gradients(state)
+        train_step(
+            state, split_batch(make_batch(4), 4), lr=0.1, world_size=1, seed=seed, clip_grad_norm=0.0, autocast=FP32
+        )
+        return copy_gradients(state)
 
-    def same(a: list[Tensor], b: list[Tensor]) -> bool:
+    def are_equal(a: list[Tensor], b: list[Tensor]) -> bool:
         return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
-    assert same(one(3, 1), one(3, 1))
-    assert not same(one(3, 1), one(4, 1))
-    assert not same(one(3, 1), one(3, 2))
+    assert are_equal(compute_gradients(3, 1), compute_gradients(3, 1))
+    assert not are_equal(compute_gradients(3, 1), compute_gradients(4, 1))
+    assert not are_equal(compute_gradients(3, 1), compute_gradients(3, 2))
 
 
 def test_a_save_between_two_overflows_does_not_make_the_run_forget_the_first():
     count = 0
     for skipped in (1.0, None, 1.0):
-        count = skipped_in_a_row(count, skipped)
+        count = count_skipped_in_a_row(count, skipped)
     assert count == 2
-    assert skipped_in_a_row(count, 0.0) == 0
+    assert count_skipped_in_a_row(count, 0.0) == 0
 
 
-def _tensors(value: object) -> list[Tensor]:
+def _list_tensors(value: object) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else []
-    return [tensor for item in inner for tensor in _tensors(item)]
+    return [tensor for item in inner for tensor in _list_tensors(item)]
 
 
-def test_memory_that_a_step_gives_back_is_kept_for_the_next():
+def test_memory_that_a_step_frees_is_kept_for_the_next():
     script = """
 import resource, torch
 from trainyard.train.precision import keep_freed_memory
@@ -228,8 +230,8 @@ from trainyard.train.precision import keep_freed_memory
 def steps(count):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for _ in range(count):
-        held = [torch.ones(1 << 20) for _ in range(20)]
-        del held
+        tensors = [torch.ones(1 << 20) for _ in range(20)]
+        del tensors
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 returned = steps(10)

@@ -215,10 +215,10 @@ def test_quantiles_are_those_of_the_printed_table(degrees, t):
 
 
 def test_a_mean_has_students_interval_and_one_value_has_none():
-    mean = results.mean_with_interval([1.0, 2.0, 4.0])
+    mean = results.estimate_mean([1.0, 2.0, 4.0])
     assert (mean.n, mean.value) == (3, pytest.approx(7 / 3))
     assert mean.half_width == pytest.approx(4.302653 * math.sqrt(7 / 3) / math.sqrt(3), rel=1e-6)
-    assert results.mean_with_interval([5.0]) == results.Mean(1, 5.0, None)
+    assert results.estimate_mean([5.0]) == results.Mean(1, 5.0, None)
 
 
 def test_the_best_is_chosen_on_validation_and_the_test_value_stands_beside_it(tmp_path: Path):
@@ -234,7 +234,7 @@ def test_the_best_is_chosen_on_validation_and_the_test_value_stands_beside_it(tm
     assert high.means["test"].value == pytest.approx(0.55)
     assert low.means["test"].value == pytest.approx(0.85)
     assert found.best is high
-    said = results.text(found)
+    said = results.format_results(found)
     assert "* highest on val" in said and "val: at the best validation by accuracy" in said
     marked = [line for line in said.splitlines() if line.startswith("* ")]
     assert len(marked) == 1 and "0.01" in marked[0] and "2 of 2" in marked[0]
@@ -247,7 +247,7 @@ def test_a_metric_to_be_low_is_best_where_it_is_lowest(tmp_path: Path):
         record(element.run, [val], monitor={"split": "val", "metric": "loss", "mode": "min"})
     found = results.collect(made, states(made))
     assert found.best is found.rows[1] and found.best.means["val"].value == pytest.approx(0.4)
-    assert "+-" not in results.text(found).split("seeds (Student's t)")[1]  # one seed: no interval
+    assert "+-" not in results.format_results(found).split("seeds (Student's t)")[1]  # one seed: no interval
 
 
 def test_a_run_that_failed_is_named_with_its_why_and_is_in_no_mean(tmp_path: Path):
@@ -258,7 +258,7 @@ def test_a_run_that_failed_is_named_with_its_why_and_is_in_no_mean(tmp_path: Pat
     found = results.collect(made, states(made, e4="failed", e5="waiting"))
     assert [row.counted for row in found.rows] == [3, 1]
     assert found.rows[1].means["val"] == results.Mean(1, pytest.approx(0.8), None)
-    said = results.text(found)
+    said = results.format_results(found)
     assert "4 done, 1 failed, 1 waiting" in said and "1 of 3" in said
     assert f"trainyard why {made.elements[4].run}" in said and f"trainyard status {made.elements[5].run}" in said
     assert "trainyard sweep --continue s" in said
@@ -270,7 +270,7 @@ def test_a_finished_run_whose_metric_is_not_a_number_is_in_no_mean_and_said(tmp_
     record(made.elements[1].run, [0.5], math.nan)
     found = results.collect(made, states(made))
     assert found.rows[0].counted == 1
-    said = results.text(found)
+    said = results.format_results(found)
     assert "accuracy on test is not a finite number" in said and f"trainyard report {made.elements[1].run}" in said
 
 
@@ -280,7 +280,7 @@ def test_another_metric_can_be_asked_for_and_a_wrong_one_names_the_nearest(tmp_p
         record(element.run, [0.2, 0.9, 0.4], 0.5)
     found = results.collect(made, states(made), metric="loss")
     assert found.rows[0].means["val"].value == pytest.approx(0.1)  # where accuracy was best
-    assert found.best is None and "No best is marked" in results.text(found)
+    assert found.best is None and "No best is marked" in results.format_results(found)
     with pytest.raises(UserError, match="Nearest: accuracy"):
         results.collect(made, states(made), metric="acuracy")
 
@@ -288,7 +288,7 @@ def test_another_metric_can_be_asked_for_and_a_wrong_one_names_the_nearest(tmp_p
 def test_a_sweep_that_has_not_begun_says_so(tmp_path: Path):
     made = make(tmp_path, "seed=0,1")
     found = results.collect(made, states(made, e0="waiting", e1="new"))
-    assert "No run has begun to train" in results.text(found)
+    assert "No run has begun to train" in results.format_results(found)
     assert results.write(found).is_file()
 
 
@@ -314,7 +314,7 @@ def test_hours_count_every_rank_of_every_attempt_steps_taken_again_included(tmp_
     found = results.collect(made, states(made, e0="running", e1="stopped"))
     assert found.outcomes[0].gpu_hours == pytest.approx(8 * 2 + 4 * 1) and found.outcomes[0].cpu_rank_hours == 0
     assert (found.outcomes[1].gpu_hours, found.outcomes[1].cpu_rank_hours) == (0, pytest.approx(1))
-    assert "GPU-hours" in results.text(found) and "CPU rank-hours" in results.text(found)
+    assert "GPU-hours" in results.format_results(found) and "CPU rank-hours" in results.format_results(found)
 
 
 def test_the_files_hold_every_run_and_the_page_needs_no_other_file(tmp_path: Path):
@@ -354,7 +354,7 @@ def test_runs_of_a_sweep_train_like_any_other_and_their_results_are_collected(tm
     assert found.best is found.rows[0]  # at 1e-5 the network has not moved
     assert [row.counted for row in found.rows] == [2, 2]
     assert all(outcome.cpu_rank_hours > 0 for outcome in found.outcomes)
-    assert "open" in results.text(found) and results.write(found).is_file()
+    assert "open" in results.format_results(found) and results.write(found).is_file()
 
 
 # Hydra's own multirun

@@ -1,13 +1,13 @@
-"""Verification metrics against a definition written as loops, and the bootstrap against literal resampling."""
+"""Verification metrics compared with their definition as loops, and the bootstrap with literal resampling."""
 
 import numpy as np
 import pytest
 
 from trainyard.errors import UserError
-from trainyard.scoring import ErrorRates, Pairs, bootstrap, d_prime, error_rates, operating_points
+from trainyard.scoring import ErrorRates, Pairs, bootstrap, compute_error_rates, compute_operating_points, d_prime
 
 
-def by_definition(genuine: list[float], impostor: list[float]) -> list[tuple[float, float, float]]:
+def count_by_definition(genuine: list[float], impostor: list[float]) -> list[tuple[float, float, float]]:
     """Return (threshold, FMR, FNMR) at each score and above all, counting pair by pair."""
     return [
         (t, sum(s >= t for s in impostor) / len(impostor), sum(s < t for s in genuine) / len(genuine))
@@ -15,8 +15,8 @@ def by_definition(genuine: list[float], impostor: list[float]) -> list[tuple[flo
     ]
 
 
-def random_scores(seed: int) -> tuple[list[float], list[float]]:
-    """Return scores that differ in number and in how many are tied: from all distinct to nearly all equal."""
+def draw_scores(seed: int) -> tuple[list[float], list[float]]:
+    """Draw a random number of scores, with few to many ties: from all distinct to nearly all equal."""
     rng = np.random.default_rng(seed)
     levels = rng.choice([2, 5, 50, 10**9])
     genuine, impostor = rng.normal(rng.uniform(-1, 3), 1, rng.integers(1, 40)), rng.normal(0, 1, rng.integers(1, 60))
@@ -25,8 +25,8 @@ def random_scores(seed: int) -> tuple[list[float], list[float]]:
 
 @pytest.mark.parametrize("seed", range(200))
 def test_every_metric_equals_its_definition_counted_pair_by_pair(seed):
-    genuine, impostor = random_scores(seed)
-    rates, table = error_rates(genuine, impostor), by_definition(genuine, impostor)
+    genuine, impostor = draw_scores(seed)
+    rates, table = compute_error_rates(genuine, impostor), count_by_definition(genuine, impostor)
     assert list(zip(rates.thresholds, rates.fmr, rates.fnmr, strict=True)) == table
 
     t, fmr, fnmr = min(table, key=lambda row: (abs(row[1] - row[2]), row[0]))
@@ -38,26 +38,26 @@ def test_every_metric_equals_its_definition_counted_pair_by_pair(seed):
 
 
 def test_separated_scores_have_no_errors_and_swapped_ones_only_errors():
-    assert error_rates([0.8, 0.9], [0.1, 0.2]).equal_error_rate().rate == 0.0
-    assert error_rates([0.1, 0.2], [0.8, 0.9]).equal_error_rate().rate == 1.0
-    assert error_rates([0.8, 0.9], [0.1, 0.2]).fnmr_at_fmr(0.0) == 0.0
+    assert compute_error_rates([0.8, 0.9], [0.1, 0.2]).equal_error_rate().rate == 0.0
+    assert compute_error_rates([0.1, 0.2], [0.8, 0.9]).equal_error_rate().rate == 1.0
+    assert compute_error_rates([0.8, 0.9], [0.1, 0.2]).fnmr_at_fmr(0.0) == 0.0
 
 
 def test_a_score_equal_to_the_threshold_is_accepted():
-    rates = error_rates([0.5], [0.5])
+    rates = compute_error_rates([0.5], [0.5])
     assert rates.thresholds[0] == 0.5
     assert rates.fmr[0] == 1.0
     assert rates.fnmr[0] == 0.0
 
 
 def test_one_impostor_above_all_genuine_costs_every_genuine_pair_at_zero_fmr():
-    rates = error_rates([0.5, 0.6, 0.7], [0.1] * 99 + [0.9])
+    rates = compute_error_rates([0.5, 0.6, 0.7], [0.1] * 99 + [0.9])
     assert rates.fnmr_at_fmr(0.0) == 1.0
     assert rates.fnmr_at_fmr(0.01) == 0.0
 
 
 def test_rates_that_jump_past_each_other_give_the_mean_and_both_ends():
-    eer = error_rates([1.0, 3.0, 4.0], [0.0, 2.0]).equal_error_rate()
+    eer = compute_error_rates([1.0, 3.0, 4.0], [0.0, 2.0]).equal_error_rate()
     # at threshold 2: FMR 1/2 and FNMR 1/3; at 3: 0 and 1/3
     assert eer.threshold == 2.0
     assert (eer.low, eer.high) == (1 / 3, 1 / 2)
@@ -65,12 +65,12 @@ def test_rates_that_jump_past_each_other_give_the_mean_and_both_ends():
 
 
 def test_metrics_that_need_more_impostors_than_there_are_are_left_out():
-    rates = error_rates([1.0], [0.0])
-    assert set(operating_points(rates, impostors=45)) == {"eer", "zero_fmr"}
-    assert set(operating_points(rates, impostors=999)) == {"eer", "zero_fmr", "fmr100"}
-    assert "fmr1000" in operating_points(rates, impostors=1_000)
-    assert "tar_at_far_1e-4" not in operating_points(rates, impostors=99_999)
-    assert "tar_at_far_1e-4" in operating_points(rates, impostors=100_000)
+    rates = compute_error_rates([1.0], [0.0])
+    assert set(compute_operating_points(rates, impostors=45)) == {"eer", "zero_fmr"}
+    assert set(compute_operating_points(rates, impostors=999)) == {"eer", "zero_fmr", "fmr100"}
+    assert "fmr1000" in compute_operating_points(rates, impostors=1_000)
+    assert "tar_at_far_1e-4" not in compute_operating_points(rates, impostors=99_999)
+    assert "tar_at_far_1e-4" in compute_operating_points(rates, impostors=100_000)
 
 
 def test_d_prime_is_the_distance_of_the_means_in_pooled_standard_deviations():
@@ -80,7 +80,7 @@ def test_d_prime_is_the_distance_of_the_means_in_pooled_standard_deviations():
 
 
 @pytest.mark.parametrize(
-    ("genuine", "impostor", "says"),
+    ("genuine", "impostor", "message"),
     [
         ([], [0.1], "no genuine pair"),
         ([0.1], [], "no impostor pair"),
@@ -88,12 +88,12 @@ def test_d_prime_is_the_distance_of_the_means_in_pooled_standard_deviations():
         ([0.1], [np.inf], "1 of 1 impostor scores are not finite"),
     ],
 )
-def test_scores_from_which_nothing_follows_are_refused_by_name(genuine, impostor, says):
-    with pytest.raises(UserError, match=says):
-        error_rates(genuine, impostor)
+def test_missing_scores_and_those_that_are_not_finite_are_refused_by_name(genuine, impostor, message):
+    with pytest.raises(UserError, match=message):
+        compute_error_rates(genuine, impostor)
 
 
-def pairs_of(fingers: int, impressions: int, *, seed: int) -> Pairs:
+def make_pairs(fingers: int, impressions: int, *, seed: int) -> Pairs:
     """Return all pairs of a random score matrix."""
     rng = np.random.default_rng(seed)
     finger = np.repeat(np.arange(fingers), impressions)
@@ -105,8 +105,8 @@ def pairs_of(fingers: int, impressions: int, *, seed: int) -> Pairs:
     return Pairs(chosen[same], chosen[~same], finger[one][same], both[~same])
 
 
-def resampled(pairs: Pairs, drawn: np.ndarray) -> ErrorRates:
-    """Write the copies of the drawn identities out, pair by pair."""
+def resample(pairs: Pairs, drawn: np.ndarray) -> ErrorRates:
+    """Copy the drawn identities, pair by pair."""
     genuine = [s for copy in drawn for s, own in zip(pairs.genuine, pairs.genuine_identity, strict=True) if own == copy]
     impostor = [
         s
@@ -115,43 +115,43 @@ def resampled(pairs: Pairs, drawn: np.ndarray) -> ErrorRates:
         for s, (one, other) in zip(pairs.impostor, pairs.impostor_identities, strict=True)
         if {a, b} == {one, other}
     ]
-    return error_rates(genuine, impostor)
+    return compute_error_rates(genuine, impostor)
 
 
-def test_weights_give_what_writing_the_drawn_identities_out_gives():
-    pairs = pairs_of(6, 3, seed=3)
+def test_weighted_pairs_equal_literal_copies_of_the_drawn_identities():
+    pairs = make_pairs(6, 3, seed=3)
     draws = 25
     rng = np.random.default_rng(11)
-    literal = [resampled(pairs, rng.integers(6, size=6)) for _ in range(draws)]
+    literal = [resample(pairs, rng.integers(6, size=6)) for _ in range(draws)]
 
-    seen: list[ErrorRates] = []
-    bootstrap(pairs, lambda rates: seen.append(rates) or {}, draws=draws, seed=11)
+    weighted_rates: list[ErrorRates] = []
+    bootstrap(pairs, lambda rates: weighted_rates.append(rates) or {}, draws=draws, seed=11)
 
-    assert len(seen) == draws
-    for weighted, written in zip(seen, literal, strict=True):
-        assert weighted.equal_error_rate().rate == written.equal_error_rate().rate
+    assert len(weighted_rates) == draws
+    for weighted, copied in zip(weighted_rates, literal, strict=True):
+        assert weighted.equal_error_rate().rate == copied.equal_error_rate().rate
         for limit in (0.0, 0.01, 0.1):
-            assert weighted.fnmr_at_fmr(limit) == written.fnmr_at_fmr(limit)
+            assert weighted.fnmr_at_fmr(limit) == copied.fnmr_at_fmr(limit)
 
 
-def test_the_interval_holds_the_estimate_and_shrinks_with_more_identities():
+def test_the_interval_contains_the_estimate_and_shrinks_with_more_identities():
     widths = []
     for fingers in (8, 60):
-        pairs = pairs_of(fingers, 4, seed=1)
-        low, high = pairs.intervals(draws=200)["eer"]
-        assert low <= pairs.metrics()["eer"] <= high
+        pairs = make_pairs(fingers, 4, seed=1)
+        low, high = pairs.compute_intervals(draws=200)["eer"]
+        assert low <= pairs.compute_metrics()["eer"] <= high
         widths.append(high - low)
     assert widths[1] < widths[0] / 2
 
 
 def test_equal_seeds_draw_equal_intervals():
-    pairs = pairs_of(8, 3, seed=0)
-    assert pairs.intervals(draws=50, seed=1) == pairs.intervals(draws=50, seed=1)
-    assert pairs.intervals(draws=50, seed=1) != pairs.intervals(draws=50, seed=2)
+    pairs = make_pairs(8, 3, seed=0)
+    assert pairs.compute_intervals(draws=50, seed=1) == pairs.compute_intervals(draws=50, seed=1)
+    assert pairs.compute_intervals(draws=50, seed=1) != pairs.compute_intervals(draws=50, seed=2)
 
 
 def test_draws_of_one_identity_alone_are_left_out_and_no_draw_at_all_is_an_error():
     pairs = Pairs(np.array([0.9, 0.8]), np.array([0.1]), np.array([0, 1]), np.array([[0, 1]]))
-    assert pairs.intervals(draws=50)["eer"] == (0.0, 0.0)
+    assert pairs.compute_intervals(draws=50)["eer"] == (0.0, 0.0)
     with pytest.raises(UserError, match="each draw lacked"):
         bootstrap(pairs, lambda rates: {}, draws=0)

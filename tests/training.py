@@ -1,4 +1,4 @@
-"""Running real training in tests: in this process, in killable ones, and on several ranks."""
+"""Runs real training in tests: in this process, in processes that can be killed, and on several ranks."""
 
 import multiprocessing
 import os
@@ -17,15 +17,15 @@ from trainyard.runs.events import TIMING_KEYS, read_metrics
 from trainyard.train import checkpoint
 
 FAMILIES = Path(__file__).parent / "families"
-FREE = ("progress/train_s", "metrics_position")
-"""What two runs that compute the same may differ in: time spent, and the bytes that writing it down takes."""
+VARYING = ("progress/train_s", "metrics_position")
+"""What may differ between two runs that compute the same: time spent, and the bytes that recording it takes."""
 
 _server = multiprocessing.get_context("forkserver")
 _server.set_forkserver_preload(["trainyard.launch.rank_task", "trainyard.train.trainer", "trainyard.data.decode_dali"])
 
 
 def new_run(root: Path, *overrides: str, job: str = "stripes", jobs: Path = FAMILIES) -> Path:
-    """Make the data ready and create a run; nothing is trained yet."""
+    """Prepare the data and create a run, without training."""
     config = configs.compose(job, [f"data.cache={root / 'cache'}", *overrides], jobs)
     return runs.create_run(root / "runs", ready_data(config, jobs))
 
@@ -35,37 +35,37 @@ def train(run: Path, *, jobs: Path = FAMILIES) -> int:
     return execute(run, jobs, environ={}, started=time.time())
 
 
-def start(run: Path, *, rank: int = 0, world_size: int = 1, meeting: str = "m", jobs: Path = FAMILIES) -> Any:
-    """Start one rank of a run in a process of its own, which a test may kill."""
+def start(run: Path, *, rank: int = 0, world_size: int = 1, rendezvous: str = "m", jobs: Path = FAMILIES) -> Any:
+    """Start one rank of a run in a separate process, which a test may kill."""
     environ = {}
     if world_size > 1:
         numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size}
-        environ = {name: str(value) for name, value in numbers.items()} | {"TRAINYARD_MEETING": meeting}
-    process = _server.Process(target=_be_rank, args=(run, environ, jobs))
+        environ = {name: str(value) for name, value in numbers.items()} | {"TRAINYARD_MEETING": rendezvous}
+    process = _server.Process(target=_run_rank, args=(run, environ, jobs))
     process.start()
     return process
 
 
-def train_on_ranks(run: Path, world_size: int, *, meeting: str) -> list[int]:
+def train_on_ranks(run: Path, world_size: int, *, rendezvous: str) -> list[int]:
     """Train a run on several ranks; return their exit codes."""
-    ranks = [start(run, rank=rank, world_size=world_size, meeting=meeting) for rank in range(world_size)]
+    ranks = [start(run, rank=rank, world_size=world_size, rendezvous=rendezvous) for rank in range(world_size)]
     for process in ranks:
         process.join(240)
     return [process.exitcode for process in ranks]
 
 
 def wait_for_lines(run: Path, count: int, process: Any) -> None:
-    """Return when a run has written `count` metric lines, or its process has ended."""
+    """Wait until a run has written `count` metric lines, or its process has ended."""
     path = run / "metrics.jsonl"
     while process.is_alive() and (not path.exists() or path.read_bytes().count(b"\n") < count):
         time.sleep(0.002)
 
 
-def state_of(run: Path) -> dict[str, Any]:
+def load_state(run: Path) -> dict[str, Any]:
     """Return the newest checkpoint as a flat mapping."""
     found = checkpoint.load_newest_valid(run / "checkpoints")
     assert found is not None
-    return dict(_flat(found[1]))
+    return dict(_flatten(found[1]))
 
 
 def read_run_metrics(run: Path) -> list[dict[str, Any]]:
@@ -73,26 +73,26 @@ def read_run_metrics(run: Path) -> list[dict[str, Any]]:
     return [{name: v for name, v in line.items() if name not in TIMING_KEYS} for line in read_metrics(run)]
 
 
-def differences(a: dict[str, Any], b: dict[str, Any], *, but: Sequence[str] = FREE) -> list[str]:
-    """Name what differs between two states, bit by bit."""
+def find_differences(a: dict[str, Any], b: dict[str, Any], *, ignore: Sequence[str] = VARYING) -> list[str]:
+    """Return the names of the entries that differ between two states, bit by bit."""
     assert a.keys() == b.keys()
-    return [name for name in a if name not in but and not _same(a[name], b[name])]
+    return [name for name in a if name not in ignore and not _is_equal(a[name], b[name])]
 
 
-def _be_rank(run: Path, environ: dict[str, str], jobs: Path) -> None:
+def _run_rank(run: Path, environ: dict[str, str], jobs: Path) -> None:
     os._exit(execute(run, jobs, environ=environ, started=time.time()))
 
 
-def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     if isinstance(value, dict):
         for name, inner in value.items():
-            yield from _flat(inner, f"{prefix}/{name}" if prefix else str(name))
+            yield from _flatten(inner, f"{prefix}/{name}" if prefix else str(name))
     elif isinstance(value, (list, tuple)):
         for i, inner in enumerate(value):
-            yield from _flat(inner, f"{prefix}/{i}")
+            yield from _flatten(inner, f"{prefix}/{i}")
     else:
         yield prefix, value
 
 
-def _same(a: Any, b: Any) -> bool:
+def _is_equal(a: Any, b: Any) -> bool:
     return torch.equal(a, b) if isinstance(a, torch.Tensor) else bool(a == b)

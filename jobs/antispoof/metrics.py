@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from trainyard.errors import UserError
-from trainyard.report.figures import figure
+from trainyard.report.figures import draw_figure
 from trainyard.scoring import check_scores
 
 if TYPE_CHECKING:
@@ -209,7 +209,7 @@ def det_plot(bonafide: ArrayLike, attacks: Mapping[str, ArrayLike]) -> bytes:
         axes.set(ylabel="bona fide rejected (%)", xlim=ndtri([5e-4, 0.55]), ylim=ndtri([5e-4, 0.55]))
         axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), title="EER")
 
-    return figure("Detection error trade-off", draw, x_label="spoofed accepted (%)")
+    return draw_figure("Detection error trade-off", draw, x_label="spoofed accepted (%)")
 
 
 def _cost(frr: ArrayLike, far: ArrayLike) -> Floats:
@@ -223,6 +223,6 @@ def _checked(kind: str, scores: ArrayLike) -> Floats:
     return check_scores(
         kind,
         scores,
-        none=f"no {kind} trial among the scores: error rates need both bona fide and spoofed trials. "
+        empty_message=f"no {kind} trial among the scores: error rates need both bona fide and spoofed trials. "
         "Check the labels and how the data are split.",
     )

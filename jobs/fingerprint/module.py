@@ -156,7 +156,7 @@ class FingerprintModule(TrainModule):
         )
         metrics = {"d_prime": verification.d_prime(pairs.genuine, pairs.impostor)}
         for chosen, suffix in ((fvc, ""), (pairs, "_all_pairs")):
-            metrics |= {name + suffix: value for name, value in chosen.metrics().items()}
+            metrics |= {name + suffix: value for name, value in chosen.compute_metrics().items()}
             metrics |= self._intervals(chosen, suffix)
             metrics["impostors" + suffix] = len(chosen.impostor)
         return metrics | {"fingers": len(np.unique(rows["finger"][kept])), "genuine": len(pairs.genuine)}
@@ -167,14 +167,14 @@ class FingerprintModule(TrainModule):
         pairs, _ = score_pairs(*(rows[name][kept] for name in ("embedding", "finger", "impression")))
         kinds = {"genuine": pairs.genuine, "impostor": pairs.impostor}
         return {
-            "Scores by kind of pair": report_figures.score_histogram(kinds, x_label="cosine"),
-            "Error trade-off": report_figures.error_trade_off(pairs.genuine, {"all pairs": pairs.impostor}),
+            "Scores by kind of pair": report_figures.draw_score_histogram(kinds, x_label="cosine"),
+            "Error trade-off": report_figures.draw_error_trade_off(pairs.genuine, {"all pairs": pairs.impostor}),
         }
 
     def _intervals(self, pairs: verification.Pairs, suffix: str) -> Mapping[str, float]:
         if self.evaluation.bootstrap_draws == 0:
             return {}
-        intervals = pairs.intervals(draws=self.evaluation.bootstrap_draws)
+        intervals = pairs.compute_intervals(draws=self.evaluation.bootstrap_draws)
         return {
             f"{name}{suffix}_{side}": value
             for name, (low, high) in intervals.items()

@@ -128,7 +128,7 @@ def small_module(data: ShardSet, config: Config | None = None) -> PricingModule:
     torch.manual_seed(0)
     config = config or small_config()
     train_ids = splits(data.columns, data.vocabulary, config)["train"]
-    module = build(config, DataInfo.of(data, train_ids))
+    module = build(config, DataInfo.from_shards(data, train_ids))
     without_dropout(module)
     return module
 
@@ -654,7 +654,7 @@ def test_recomputing_the_layers_gives_the_same_loss_and_gradients_with_less_memo
     for recompute in (False, True):
         torch.manual_seed(0)
         train_ids = splits(data.columns, data.vocabulary, config)["train"]
-        module = build(config, DataInfo.of(data, train_ids)).train()
+        module = build(config, DataInfo.from_shards(data, train_ids)).train()
         if recompute:
             assert enable_activation_checkpointing(module) == config.model.layers
         with saved_bytes() as kept:

@@ -234,7 +234,7 @@ def _trained(config: Config, data: ShardSet, stream: Iterator[MicroBatch]) -> tu
     """Return pictures per second of training, and the percentage of the time that was waiting for data."""
     ids = splits(data.columns, data.vocabulary, config)["train"]
     torch.manual_seed(0)
-    module: TinyDet = build(config, DataInfo.of(data, ids))
+    module: TinyDet = build(config, DataInfo.from_shards(data, ids))
     optimizer = make_optimizer(module, OptimizerSettings(lr=1e-4))
     state = TrainState(module, module, optimizer, torch.amp.GradScaler("cpu", enabled=False), None, 0.0)
 

@@ -1162,7 +1162,7 @@ def tiled_data(tmp_path: Path) -> tuple[DataInfo, Config, list[Sample]]:
     config = tiny_config()
     config.packing.tile_px, config.packing.tile_overlap, config.packing.tile_visible = 32, 0.5, 0.1
     data = packed_set(raw, tmp_path / "packed", config)
-    return DataInfo.of(data, np.arange(data.count)), config, list(samples(raw, config))
+    return DataInfo.from_shards(data, np.arange(data.count)), config, list(samples(raw, config))
 
 
 def true_rows(data: DataInfo, *, length: int = 4) -> dict[str, np.ndarray]:

@@ -206,13 +206,13 @@ class TwinsModule(TrainModule):
         genuine = by_kind[protocol.KINDS[protocol.SAME]]
         impostors = {name: values for name, values in by_kind.items() if name != protocol.KINDS[protocol.SAME]}
         return {
-            "Scores by kind of pair": report_figures.score_histogram(by_kind, x_label="cosine"),
-            "Error trade-off": report_figures.error_trade_off(genuine, impostors),
+            "Scores by kind of pair": report_figures.draw_score_histogram(by_kind, x_label="cosine"),
+            "Error trade-off": report_figures.draw_error_trade_off(genuine, impostors),
         }
 
     def _learn_from(self, same: protocol.Scores, impostor: protocol.Scores, twin: protocol.Scores) -> None:
         """Take the threshold and the hardness of twins from the validation set."""
-        point = verification.error_rates(same.score, impostor.score).equal_error_rate()
+        point = verification.compute_error_rates(same.score, impostor.score).equal_error_rate()
         cast(Tensor, self.threshold).fill_(point.threshold)
         if len(twin.score):
             cast(Tensor, self.hard_twin).fill_(float(np.median(twin.score)))

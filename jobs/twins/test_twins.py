@@ -17,7 +17,7 @@ from torch.nn import functional
 from trainyard.data.order import pxk
 from trainyard.data.shards import BadRecord, Sample
 from trainyard.errors import UserError
-from trainyard.scoring import error_rates
+from trainyard.scoring import compute_error_rates
 from trainyard.train.module import DataInfo
 from trainyard.train.step import enable_activation_checkpointing
 
@@ -636,7 +636,7 @@ def test_metrics_are_those_of_the_definitions():
     rng = np.random.default_rng(0)
     genuine, impostor = scores_of(rng, 300, 0, 10), scores_of(rng, 1200, 2, 10)
     found = protocol.metrics(genuine, impostor, suffix="random", draws=0)
-    rates = error_rates(genuine.score, impostor.score)
+    rates = compute_error_rates(genuine.score, impostor.score)
     assert found["eer_random"] == rates.equal_error_rate().rate
     assert found["tar_at_far_1e-3_random"] == rates.tar_at_far(0.001)
     wins = (genuine.score[:, None] > impostor.score) + 0.5 * (genuine.score[:, None] == impostor.score)

@@ -1,4 +1,4 @@
-"""How well scores tell genuine pairs from impostor pairs: error rates, operating points, confidence intervals.
+"""Verification metrics of genuine and impostor scores: error rates, operating points, confidence intervals.
 
 A pair is accepted when its score is at least the threshold. FMR, the false match rate, is the share of impostor
 pairs accepted; FNMR, the false non-match rate, the share of genuine pairs rejected. All rates are in 0..1.
@@ -20,10 +20,10 @@ Integers = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class EqualErrorRate:
-    """Where FMR and FNMR meet. With finitely many pairs they may jump past each other.
+    """The rate at which FMR and FNMR are equal. With finitely many pairs they may cross without being equal.
 
-    `rate` is the mean of both at the threshold where they are nearest; `low` and `high` are the two. This is the
-    width of one jump, not a confidence interval: `bootstrap` gives that.
+    `low` and `high` are the two rates at the threshold where they are closest, and `rate` is their mean. They are not
+    a confidence interval: for that, see `bootstrap`.
     """
 
     rate: float
@@ -34,7 +34,7 @@ class EqualErrorRate:
 
 @dataclass(frozen=True)
 class ErrorRates:
-    """Both error rates at every threshold that matters: each score once, ascending, then infinity (accept none).
+    """Both error rates at every threshold that changes them: each score once, ascending, then infinity (accept none).
 
     `fmr` never rises and `fnmr` never falls along the thresholds; all three are (T,) float64.
     """
@@ -44,9 +44,9 @@ class ErrorRates:
     fnmr: Floats
 
     def equal_error_rate(self) -> EqualErrorRate:
-        """Return the mean of FMR and FNMR where they differ least; of two such thresholds, the lower.
+        """Return the mean of FMR and FNMR at the threshold where they differ least; in a tie, the lower threshold.
 
-        Their difference only falls, so the place is where its sign changes, or one before.
+        FMR - FNMR never rises, so that threshold is where its sign changes, or the one before.
         """
         after = bisect_left(range(len(self.fmr)), True, key=lambda k: self.fmr[k] <= self.fnmr[k])
         k = min(after - 1, after, key=lambda k: abs(self.fmr[k] - self.fnmr[k]))
@@ -62,42 +62,42 @@ class ErrorRates:
         return 1.0 - self.fnmr_at_fmr(limit)
 
 
-def error_rates(genuine: ArrayLike, impostor: ArrayLike) -> ErrorRates:
+def compute_error_rates(genuine: ArrayLike, impostor: ArrayLike) -> ErrorRates:
     """Return FMR and FNMR at every score.
 
     Costs three sorts: about 3 s and 0.6 GiB for 10^7 scores.
 
     Args:
-        genuine: (G,) scores of pairs of one identity, higher is more alike.
+        genuine: (G,) scores of pairs of one identity; higher means more similar.
         impostor: (I,) scores of pairs of two identities.
 
     Raises:
         UserError: either is empty or holds a number that is not finite.
     """
-    genuine, impostor = _checked("genuine", genuine), _checked("impostor", impostor)
+    genuine, impostor = _check_pair_scores("genuine", genuine), _check_pair_scores("impostor", impostor)
     counter = _Counter(genuine, impostor)
-    return counter.rates(np.ones(len(genuine), np.int64), np.ones(len(impostor), np.int64))
+    return counter.compute_rates(np.ones(len(genuine), np.int64), np.ones(len(impostor), np.int64))
 
 
 def d_prime(genuine: ArrayLike, impostor: ArrayLike) -> float:
-    """Return the distance of the two means in units of the root mean square of both standard deviations.
+    """Return the distance between the two means in units of the root mean square of both standard deviations.
 
     Infinite when neither group varies and the means differ; 0 when nothing differs.
 
     Raises:
         UserError: either is empty or holds a number that is not finite.
     """
-    genuine, impostor = _checked("genuine", genuine), _checked("impostor", impostor)
+    genuine, impostor = _check_pair_scores("genuine", genuine), _check_pair_scores("impostor", impostor)
     distance = abs(float(genuine.mean() - impostor.mean()))
     spread = float(np.sqrt((genuine.var() + impostor.var()) / 2))
     return distance / spread if spread > 0 else (np.inf if distance > 0 else 0.0)
 
 
-def operating_points(rates: ErrorRates, *, impostors: int) -> dict[str, float]:
-    """Return the usual metrics by name; those that need more impostor pairs than there are, are left out.
+def compute_operating_points(rates: ErrorRates, *, impostors: int) -> dict[str, float]:
+    """Return the usual metrics by name, without those that need more impostor pairs than there are.
 
-    An FMR of 1/n says nothing below n impostor pairs, so FMR100 needs 100 of them, FMR1000 and TAR@FAR=1e-3 need
-    1,000, and TAR@FAR=1e-4 needs 100,000 (ten errors, as it is quoted to decide between systems).
+    An FMR of 1/n cannot be measured with fewer than n impostor pairs, so FMR100 needs 100 of them, FMR1000 and
+    TAR@FAR=1e-3 need 1,000, and TAR@FAR=1e-4 needs 100,000 (ten errors, because it is used to rank systems).
 
     Args:
         impostors: number of impostor pairs behind `rates`.
@@ -115,24 +115,26 @@ def operating_points(rates: ErrorRates, *, impostors: int) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Pairs:
-    """Scores with the identity (cluster) each side of a pair belongs to. Identities are numbered 0 .. F-1."""
+    """Scores of pairs, with the identity (cluster) of each side. Identities are numbered 0 .. F-1."""
 
     genuine: Floats  # (G,)
     impostor: Floats  # (I,)
     genuine_identity: Integers  # (G,)
     impostor_identities: Integers  # (I, 2)
 
-    def metrics(self) -> dict[str, float]:
-        """Return `operating_points` of these scores.
+    def compute_metrics(self) -> dict[str, float]:
+        """Return `compute_operating_points` of these scores.
 
         Raises:
             UserError: there is no genuine or no impostor pair, or a score is not finite.
         """
-        return operating_points(error_rates(self.genuine, self.impostor), impostors=len(self.impostor))
+        return compute_operating_points(compute_error_rates(self.genuine, self.impostor), impostors=len(self.impostor))
 
-    def intervals(self, *, draws: int, seed: int = 0) -> dict[str, tuple[float, float]]:
-        """Return the 95 % bootstrap interval of each of `metrics`; see `bootstrap`."""
-        return bootstrap(self, lambda r: operating_points(r, impostors=len(self.impostor)), draws=draws, seed=seed)
+    def compute_intervals(self, *, draws: int, seed: int = 0) -> dict[str, tuple[float, float]]:
+        """Return the 95 % bootstrap interval of each metric of `compute_metrics`; see `bootstrap`."""
+        return bootstrap(
+            self, lambda r: compute_operating_points(r, impostors=len(self.impostor)), draws=draws, seed=seed
+        )
 
 
 def bootstrap(
@@ -145,16 +147,16 @@ def bootstrap(
 ) -> dict[str, tuple[float, float]]:
     """Return percentile intervals of a statistic over resampled identities.
 
-    Pairs that share a finger are not independent, so identities are drawn with replacement, not pairs. An identity
-    drawn c times gives its genuine pairs weight c, and its impostor pairs with one drawn d times weight c * d: that
-    equals writing the copies out, with pairs between two copies of one identity left out. Nothing is scored or sorted
-    again; one draw costs about 10 ns per pair (1.5 s for 1,000 draws of 135,000 pairs). Draws that hold no
-    genuine or no impostor pair are left out.
+    Pairs that share an identity are not independent, so identities, not pairs, are drawn with replacement. An identity
+    drawn c times gives its genuine pairs weight c, and its impostor pairs with an identity drawn d times weight c * d.
+    This equals copying the drawn identities and leaving out pairs of two copies of one identity. Nothing is scored or
+    sorted again; one draw costs about 10 ns per pair (1.5 s for 1,000 draws of 135,000 pairs). Draws without a
+    genuine or without an impostor pair are left out.
 
     Raises:
-        UserError: a kind of pair is missing, or no draw holds both kinds.
+        UserError: a kind of pair is missing, or no draw has both kinds.
     """
-    genuine, impostor = _checked("genuine", pairs.genuine), _checked("impostor", pairs.impostor)
+    genuine, impostor = _check_pair_scores("genuine", pairs.genuine), _check_pair_scores("impostor", pairs.impostor)
     counter = _Counter(genuine, impostor)
     own = pairs.genuine_identity[counter.genuine_order]
     one, other = pairs.impostor_identities[counter.impostor_order].T.copy()
@@ -165,7 +167,7 @@ def bootstrap(
         counts = np.bincount(generator.integers(identities, size=identities), minlength=identities)
         genuine_weight, impostor_weight = counts[own], counts[one] * counts[other]
         if genuine_weight.any() and impostor_weight.any():
-            results.append(statistic(counter.rates(genuine_weight, impostor_weight)))
+            results.append(statistic(counter.compute_rates(genuine_weight, impostor_weight)))
     if not results:
         raise UserError(
             f"no interval from {draws} draws over {identities} identities: each draw lacked genuine or impostor pairs. "
@@ -180,7 +182,7 @@ def bootstrap(
 
 
 class _Counter:
-    """Sorted scores, and where each threshold falls among them, so that weights alone can change."""
+    """Scores sorted once, with the position of each threshold, so that only the weights change from draw to draw."""
 
     def __init__(self, genuine: Floats, impostor: Floats) -> None:
         self.genuine_order, self.impostor_order = np.argsort(genuine), np.argsort(impostor)
@@ -189,42 +191,42 @@ class _Counter:
         self.genuine_below = np.searchsorted(genuine, self.thresholds, side="left")
         self.impostor_below = np.searchsorted(impostor, self.thresholds, side="left")
 
-    def rates(self, genuine_weight: Integers, impostor_weight: Integers) -> ErrorRates:
-        """Return the error rates of weighted pairs; the weights are in the order of the sorted scores."""
-        genuine, impostor = _running_sum(genuine_weight), _running_sum(impostor_weight)
+    def compute_rates(self, genuine_weight: Integers, impostor_weight: Integers) -> ErrorRates:
+        """Return the error rates of weighted pairs. The weights are in the order of the sorted scores."""
+        genuine, impostor = _cumulate(genuine_weight), _cumulate(impostor_weight)
         rejected = genuine[self.genuine_below]
         accepted = impostor[-1] - impostor[self.impostor_below]
         return ErrorRates(self.thresholds, accepted / impostor[-1], rejected / genuine[-1])
 
 
-def _running_sum(weight: Integers) -> Integers:
+def _cumulate(weight: Integers) -> Integers:
     total = np.zeros(len(weight) + 1, np.int64)
     np.cumsum(weight, out=total[1:])
     return total
 
 
-def _checked(kind: str, scores: ArrayLike) -> Floats:
+def _check_pair_scores(kind: str, scores: ArrayLike) -> Floats:
     return check_scores(
         kind,
         scores,
-        none=f"no {kind} pair to score: the evaluation set needs at least two identities, and at least one identity "
-        "with two samples. Check how the data is split.",
+        empty_message=f"no {kind} pair to score: the evaluation set needs at least two identities, and at least one "
+        "identity with two samples. Check how the data is split.",
     )
 
 
-def check_scores(kind: str, scores: ArrayLike, *, none: str) -> Floats:
+def check_scores(kind: str, scores: ArrayLike, *, empty_message: str) -> Floats:
     """Return scores as float64.
 
     Args:
-        kind: of the scores, for the message.
-        none: what to say if there are none.
+        kind: what the scores are of, for the error message.
+        empty_message: the error message if there are no scores.
 
     Raises:
         UserError: there are none, or one is not finite.
     """
     array = np.asarray(scores, dtype=np.float64)
     if array.size == 0:
-        raise UserError(none)
+        raise UserError(empty_message)
     wrong = int(np.count_nonzero(~np.isfinite(array)))
     if wrong:
         raise UserError(

@@ -11,7 +11,7 @@ import pytest
 
 from tests.container.conftest import ROOT, Image, built, run_script
 from tests.container.test_targets import IMAGE, TARGETS, pins, table
-from tests.training import FAMILIES, differences, read_run_metrics, state_of
+from tests.training import FAMILIES, find_differences, load_state, read_run_metrics
 from trainyard import __version__
 
 
@@ -105,7 +105,7 @@ def test_a_run_stopped_by_docker_resumes_to_the_same_bits(image: Image, tmp_path
     runs = [tmp_path / name / "stripes" / "r" for name in ("whole", "stopped")]
     events = [json.loads(line)["event"] for line in (runs[1] / "events.jsonl").read_text().splitlines()]
     assert events.count("resume") == 1
-    assert differences(*map(state_of, runs)) == []
+    assert find_differences(*map(load_state, runs)) == []
     assert read_run_metrics(runs[0]) == read_run_metrics(runs[1])
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.container.conftest import APPTAINER, ROOT, run_script
 from tests.container.test_image import wait_for_step
-from tests.training import FAMILIES, differences, state_of
+from tests.training import FAMILIES, find_differences, load_state
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def test_a_run_warned_in_a_sif_saves_and_resumes_to_the_same_bits(sif: Path, hos
         assert process.wait(60) == 85, (tmp_path / "said").read_text()
     again = run_script(*stopped, environ=environ)
     assert again.returncode == 0, again.stdout + again.stderr
-    assert differences(*(state_of(tmp_path / name / "stripes" / "r") for name in ("whole", "stopped"))) == []
+    assert find_differences(*(load_state(tmp_path / name / "stripes" / "r") for name in ("whole", "stopped"))) == []
 
 
 def training(runs: Path) -> list[str | Path]:

@@ -1,4 +1,4 @@
-"""What needs a GPU: decoding on it, and exact resume with its kernels. Skipped with a reason where there is none."""
+"""What needs a GPU: decoding on it, and exact resume with its kernels. Skipped with a reason without one."""
 
 import os
 import signal
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.training import differences, new_run, start, state_of, train, wait_for_lines
+from tests.training import find_differences, load_state, new_run, start, train, wait_for_lines
 from trainyard.data.loader import Loader
 from trainyard.data.order import shuffle
 from trainyard.settings import AugmentSettings, DataSettings, ImageSettings
@@ -21,7 +21,7 @@ LEVELS = 3
 """Of 255: nvJPEG's inverse transform and DALI's GPU resize round differently from the host's."""
 
 
-def batch(images, device: torch.device, decode: str) -> torch.Tensor:
+def read_first_batch(images, device: torch.device, decode: str) -> torch.Tensor:
     loader = Loader(
         images, settings=DataSettings(), image=ImageSettings(height_px=32, width_px=32),
         augmentation=AugmentSettings(flip=0.5), seed=0, rank=0, world_size=1, device=device, threads=2,
@@ -36,12 +36,15 @@ def batch(images, device: torch.device, decode: str) -> torch.Tensor:
     return first
 
 
-def test_pictures_decoded_on_the_gpu_agree_with_the_host(images):
-    on_gpu, on_host = batch(images, torch.device("cuda", 0), "dali"), batch(images, torch.device("cpu"), "cpu")
+def test_images_decoded_on_the_gpu_agree_with_the_host(images):
+    on_gpu, on_host = (
+        read_first_batch(images, torch.device("cuda", 0), "dali"),
+        read_first_batch(images, torch.device("cpu"), "cpu"),
+    )
     assert float((on_gpu - on_host).abs().max()) * 255 <= LEVELS
 
 
-def test_a_run_stopped_on_a_gpu_goes_on_bitwise_equal(tmp_path):
+def test_a_run_stopped_on_a_gpu_resumes_bitwise_equal(tmp_path):
     whole, stopped = new_run(tmp_path), new_run(tmp_path)
     assert train(whole) == 0
     process = start(stopped)
@@ -50,4 +53,4 @@ def test_a_run_stopped_on_a_gpu_goes_on_bitwise_equal(tmp_path):
     process.join(240)
     assert process.exitcode == 85
     assert train(stopped) == 0
-    assert differences(state_of(whole), state_of(stopped)) == []
+    assert find_differences(load_state(whole), load_state(stopped)) == []

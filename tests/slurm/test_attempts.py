@@ -19,7 +19,7 @@ from tests.slurm.cluster_runs import (
     wait_for_end,
 )
 from tests.slurm.conftest import Lab
-from tests.training import differences, read_run_metrics, state_of
+from tests.training import find_differences, load_state, read_run_metrics
 
 pytestmark = pytest.mark.slurm
 
@@ -51,7 +51,7 @@ def whole(lab: Lab, start: Start) -> Path:
 
 
 def assert_same(run: Path, whole: Path) -> None:
-    assert differences(state_of(whole), state_of(run)) == [], run.name
+    assert find_differences(load_state(whole), load_state(run)) == [], run.name
     assert read_run_metrics(whole) == read_run_metrics(run), run.name
 
 

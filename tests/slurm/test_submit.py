@@ -12,7 +12,7 @@ import yaml
 
 from tests.slurm.cluster_runs import LAB_FILE, Start, ends, job_of, lines, starter, trainyard, wait, wait_for_end
 from tests.slurm.conftest import Lab
-from tests.training import FAMILIES, differences, new_run, state_of, train_on_ranks
+from tests.training import FAMILIES, find_differences, load_state, new_run, train_on_ranks
 
 pytestmark = pytest.mark.slurm
 
@@ -150,8 +150,8 @@ def test_submitted_to_this_machine_it_trains_in_the_background_with_the_same_cod
     wait("the end", lambda: lines(run / "events.jsonl")[-1:] and lines(run / "events.jsonl")[-1]["event"] == "done")
     assert lines(run / "events.jsonl")[0]["world_size"] == 2
     other = new_run(tmp_path / "other")
-    assert train_on_ranks(other, 2, meeting="m") == [0, 0]
-    assert differences(state_of(other), state_of(run)) == []
+    assert train_on_ranks(other, 2, rendezvous="m") == [0, 0]
+    assert find_differences(load_state(other), load_state(run)) == []
     wait("the report", lambda: (run / "report.html").is_file())
     capsys.readouterr()
     assert trainyard("status", run) == 0

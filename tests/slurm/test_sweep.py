@@ -15,7 +15,7 @@ from tests.training import FAMILIES
 from trainyard.config import compose, thaw
 from trainyard.data.prepare import ready_data
 from trainyard.report import sweep_page as results
-from trainyard.report.sweep_page import mean_with_interval
+from trainyard.report.sweep_page import estimate_mean
 from trainyard.runs import folder as runs
 from trainyard.runs import sweep_file
 from trainyard.runs.state import ACTIVE
@@ -98,7 +98,7 @@ def test_a_sweep_of_eight_runs_two_at_a_time_and_what_failed_is_gone_on_with_alo
     assert trainyard("sweep", "--continue", "s", "--runs", root, "--jobs", FAMILIES) == 0
     assert "Nothing is missing: 8 done" in capsys.readouterr().out
     by_hand = [outcome.metrics["test"]["accuracy"] for outcome in found.outcomes[:4]]
-    assert mean_with_interval(by_hand).value == pytest.approx(sum(by_hand) / 4)
+    assert estimate_mean(by_hand).value == pytest.approx(sum(by_hand) / 4)
 
 
 def test_hydras_own_launcher_submits_a_multirun_and_waits_for_it(lab: Lab, tmp_path: Path, packed: str):

@@ -185,14 +185,14 @@ def _train(run: Path, args: argparse.Namespace, count: int) -> int:
 
 
 def _tell(run: Path, code: int) -> None:
-    from trainyard.report.run_page import summary_text, write_report
+    from trainyard.report.run_page import format_summary, write_report
     from trainyard.train.stop import EXIT_CODES
 
     if code == ExitCode.DONE:
         job = run.parent.name
         report = write_report(run)
         after = [f"open {report}", f"trainyard ckpt export {run} {job}.safetensors", f"trainyard options {job}"]
-        print(summary_text(run, next_commands=after))
+        print(format_summary(run, next_commands=after))
     elif code in EXIT_CODES.values():
         print(f"Stopped and saved. Go on: trainyard resume {run}", file=sys.stderr)
     else:
@@ -345,7 +345,7 @@ def _ckpt(args: argparse.Namespace) -> int:
     from trainyard.train import checkpoint
 
     run = runs.resolve_run(args.run, args.runs)
-    entries = checkpoint.entries(run / "checkpoints")
+    entries = checkpoint.list_checkpoints(run / "checkpoints")
     if not entries:
         raise UserError(f"{run}: no checkpoints yet.")
     if args.what == "export":
@@ -378,11 +378,11 @@ def _add_report(verbs: Verbs) -> None:
 
 
 def _report(args: argparse.Namespace) -> int:
-    from trainyard.report.run_page import summary_text, write_report
+    from trainyard.report.run_page import format_summary, write_report
 
     run = runs.resolve_run(args.run, args.runs)
     report = write_report(run)
-    print(summary_text(run, next_commands=[f"open {report}"]))
+    print(format_summary(run, next_commands=[f"open {report}"]))
     return 0
 
 

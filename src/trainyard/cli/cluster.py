@@ -314,7 +314,7 @@ def _results(args: argparse.Namespace) -> int:
     states = {known.run: known.state for known in status.read_statuses([e.run for e in sweep.elements])[0]}
     found = results.collect(sweep, states, metric=args.metric)
     page = results.write(found)
-    print(f"{results.text(found)}\n{page}")
+    print(f"{results.format_results(found)}\n{page}")
     return 0
 
 

@@ -72,12 +72,12 @@ def multirun(
 def _train(config: TrainConfig, jobs_dir: Path, runs_dir: Path) -> None:
     """Train in the process that the launcher made, in a run that a second start of the same job finds again."""
     from trainyard.launch.rank_task import execute
-    from trainyard.train.world import world_from
+    from trainyard.train.world import read_world
 
     started, environ = time.time(), dict(os.environ)  # this is where a process of its own begins
     place = HydraConfig.get()
     run = runs_dir / config.job / f"{Path(place.sweep.dir).name}-{place.job.num:03d}"
-    if not world_from(environ).is_main:
+    if not read_world(environ).is_main:
         _await(run)
     elif not (run / runs.CONFIG).is_file():
         runs.create_run(runs_dir, config, name=run.name, environ=environ)

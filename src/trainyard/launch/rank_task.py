@@ -35,7 +35,7 @@ from trainyard.runs.folder import CONFIG, record_error, update_env
 from trainyard.runs.lock import RunLock
 from trainyard.runs.state import ExitCode
 from trainyard.settings import Duration, TrainConfig
-from trainyard.train.world import World, attempt_id, world_from
+from trainyard.train.world import World, read_attempt_id, read_world
 
 if TYPE_CHECKING:
     import signal
@@ -62,7 +62,7 @@ class RankTask:
         set_openmp_wait_policy(os.environ)
         try:
             code = execute(self.run, self.jobs, environ=os.environ, started=self.since or time.time())
-            if code == 0 and world_from(os.environ).is_main:
+            if code == 0 and read_world(os.environ).is_main:
                 _report(self.run)
         except UserError as error:
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
@@ -91,7 +91,7 @@ def execute(run: Path, jobs_dir: Path, *, environ: Mapping[str, str], started: f
     """
     from trainyard.train.stop import StopFlag
 
-    world, attempt = world_from(environ), attempt_id(environ, started=started)
+    world, attempt = read_world(environ), read_attempt_id(environ, started=started)
     notes = _Notes(run, attempt, written="TRAINYARD_ATTEMPT" in environ)
     with StopFlag(notes.signal) as stop:  # before torch is imported: a warning may come early
         try:
@@ -181,7 +181,7 @@ def _stage(
     def stop_asked() -> bool:
         if world.is_main:
             heartbeat.beat("preparing")
-        return bool(stop.reason) or limit.reached(reserve_s=0)
+        return bool(stop.reason) or limit.is_reached(reserve_s=0)
 
     folder = Path(config.data.path)
     staged = stage(folder, wanted=config.data.stage, environ=environ, stop_asked=stop_asked, tell=logger.info)
@@ -283,7 +283,7 @@ def _job(
     if world.is_main:
         _record(run, choices, config.data.path, data, {name: len(ids) for name, ids in splits.items()})
     torch.manual_seed(config.seed)
-    info = DataInfo.of(data, splits["train"])
+    info = DataInfo.from_shards(data, splits["train"])
     module = load_family(jobs_dir, config.family, "module").build(config, info)
     decoding = config.data.threads or cores
     check_owner = lock.check if lock else lambda: None

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 BLUE = "#0072B2"
 SERIES = (BLUE, "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-"""Colours that people with any colour vision tell apart (Okabe and Ito 2008, https://jfly.uni-koeln.de/color/)."""
+"""Colours that people with any colour vision can tell apart (Okabe and Ito 2008, https://jfly.uni-koeln.de/color/)."""
 MARKERS = "os^Dv*P"
 _STYLE: Any = {  # matplotlib 3.11 types it by its 300 keys, 3.9 as a plain dict
     "font.family": "DejaVu Sans",
@@ -38,13 +38,13 @@ _STYLE: Any = {  # matplotlib 3.11 types it by its 300 keys, 3.9 as a plain dict
 
 @dataclass(frozen=True)
 class Plot:
-    name: str  # file name without its ending
+    name: str  # file name without its extension
     title: str
     png: bytes
 
 
-def figure(title: str, draw: Callable[["Axes"], None], *, x_label: str = "optimizer step") -> bytes:
-    """Return one pair of axes as PNG. No pyplot: no global figure stays behind, and no display is needed."""
+def draw_figure(title: str, draw: Callable[["Axes"], None], *, x_label: str = "optimizer step") -> bytes:
+    """Draw one pair of axes as PNG. Without pyplot, no global figure remains and no display is needed."""
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -63,5 +63,5 @@ def figure(title: str, draw: Callable[["Axes"], None], *, x_label: str = "optimi
     return out.getvalue()
 
 
-def slug(text: str) -> str:
+def make_slug(text: str) -> str:
     return re.sub(r"[^\w.-]+", "_", text)

@@ -66,12 +66,12 @@ pre { margin: 0; padding: 1rem; overflow-x: auto; font: .8rem/1.45 ui-monospace,
 """
 
 
-def section(title: str, *parts: str) -> str:
+def render_section(title: str, *parts: str) -> str:
     inner = "\n".join(part for part in parts if part) or '<p class="soft">Not recorded.</p>'
     return f"<section>\n<h2>{html.escape(title)}</h2>\n{inner}\n</section>"
 
 
-def gallery(plots: Sequence[Plot]) -> str:
+def render_gallery(plots: Sequence[Plot]) -> str:
     figures = [
         f'<figure><img alt="{html.escape(plot.title)}" '
         f'src="data:image/png;base64,{base64.b64encode(plot.png).decode()}"></figure>'
@@ -80,8 +80,8 @@ def gallery(plots: Sequence[Plot]) -> str:
     return f'<div class="plots">{"".join(figures)}</div>' if figures else ""
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: bool = True) -> str:
-    """Return a table, its text escaped; `numbers` aligns all but the first column to the right."""
+def render_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: bool = True) -> str:
+    """Render a table with escaped text; `numbers` aligns all but the first column to the right."""
 
     def cells(tag: str, row: Sequence[str]) -> str:
         kinds = ["number" if numbers and i > 0 else "text" if i == len(row) - 1 else "" for i in range(len(row))]

@@ -1,4 +1,4 @@
-"""The plots of a run: training curves, metrics of evaluations, where the time went."""
+"""The plots of a run: training curves, evaluation metrics, where the time went."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -6,8 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trainyard.report.figures import BLUE, MARKERS, SERIES, Plot, figure, slug
-from trainyard.report.run_story import RunStory, all_metric_names, has_interval, interval_names, time_shares
+from trainyard.report.figures import BLUE, MARKERS, SERIES, Plot, draw_figure, make_slug
+from trainyard.report.run_story import (
+    RunStory,
+    compute_time_shares,
+    has_interval,
+    list_all_metric_names,
+    name_interval_ends,
+)
 from trainyard.runs.events import (
     TIMING_KEYS,
     Line,
@@ -38,32 +44,33 @@ _TITLES = {
 
 
 def draw_plots(story: RunStory) -> tuple[list[Plot], list[Plot], list[Plot]]:
-    """Draw what there is to draw: (training curves, metrics on evaluation sets, speed)."""
+    """Draw what was recorded; return (training curves, evaluation metrics, speed)."""
     names = dict.fromkeys(key for line in story.train for key, value in line.items() if isinstance(value, int | float))
     curves = [n for n in names if n not in TIMING_KEYS | {"step", "epoch", "samples_seen"}]
-    training = [_curve(story, name) for name in sorted(curves, key=lambda n: n != "loss")]
-    metrics = [_metric_plot(story, name) for name in all_metric_names(story.evals) if _moves(story.evals, name)]
-    speed = [_curve(story, "samples_per_s")] if "samples_per_s" in names else []
-    if time_shares(story):
-        speed.append(_time_plot(story))
+    training = [_plot_curve(story, name) for name in sorted(curves, key=lambda n: n != "loss")]
+    changing = [name for name in list_all_metric_names(story.evals) if _has_changes(story.evals, name)]
+    metrics = [_plot_metric(story, name) for name in changing]
+    speed = [_plot_curve(story, "samples_per_s")] if "samples_per_s" in names else []
+    if compute_time_shares(story):
+        speed.append(_plot_time(story))
     return training, metrics, speed
 
 
 def read_figures(run: Path) -> list[Plot]:
-    """Return what the job itself shows of its last evaluation."""
+    """Return the job's own figures of its last evaluation."""
     return [Plot(path.stem, path.stem, path.read_bytes()) for path in sorted((run / "exhibits").glob("*.png"))]
 
 
-def _moves(evals: Sequence[Line], name: str) -> bool:
-    """Tell whether a metric differs between evaluations of one split: counts of pairs never do, and make no plot."""
+def _has_changes(evals: Sequence[Line], name: str) -> bool:
+    """Return whether a metric is worth a plot: constants, such as counts of pairs, never change within a split."""
     values: dict[str, list[Any]] = {}
     for line in evals:
         values.setdefault(line["split"], []).append(line.get(name))
-    return all(len(seen) < 2 for seen in values.values()) or any(len(set(seen)) > 1 for seen in values.values())
+    return all(len(v) < 2 for v in values.values()) or any(len(set(v)) > 1 for v in values.values())
 
 
-def _curve(story: RunStory, key: str) -> Plot:
-    """Plot one number of the training lines over the steps, with its running mean where there are many."""
+def _plot_curve(story: RunStory, key: str) -> Plot:
+    """Plot one number of the training lines over the steps, with its running mean if there are many."""
     steps = np.array([line["step"] for line in story.train if key in line])
     values = np.array([line[key] for line in story.train if key in line], dtype=np.float64)
     finite = np.isfinite(values)
@@ -74,17 +81,17 @@ def _curve(story: RunStory, key: str) -> Plot:
             axes.plot(steps, values, color=BLUE, marker="o" if len(values) < 25 else "", markersize=4)
         else:
             axes.plot(steps, values, color=BLUE, alpha=0.3, linewidth=0.8, label="logged")
-            axes.plot(steps, _running_mean(values, width), color=BLUE, label=f"mean of {width}")
+            axes.plot(steps, _compute_running_mean(values, width), color=BLUE, label=f"mean of {width}")
             axes.legend()
         if not finite.all():
             bottom = np.zeros(np.sum(~finite))
-            place: Any = axes.get_xaxis_transform()
+            transform: Any = axes.get_xaxis_transform()
             axes.plot(
                 steps[~finite],
                 bottom,
                 "x",
                 color=SERIES[1],
-                transform=place,
+                transform=transform,
                 label="not finite",
                 clip_on=False,
             )
@@ -97,16 +104,16 @@ def _curve(story: RunStory, key: str) -> Plot:
         axes.set_ylabel(_UNITS.get(key, key))
 
     title = _TITLES.get(key, f"Training: {key}")
-    return Plot(slug(f"train_{key}"), title, figure(title, draw))
+    return Plot(make_slug(f"train_{key}"), title, draw_figure(title, draw))
 
 
 def _spans_decades(values: np.ndarray) -> bool:
-    """Whether a linear axis would hide most of the values: 5 % of them are over 100 times another 5 %."""
+    """Return whether a linear axis would hide most values: 5 % of them are over 100 times another 5 %."""
     return bool(np.all(values > 0) and len(values) and np.ptp(np.log10(np.percentile(values, [5, 95]))) > 2)
 
 
-def _running_mean(values: np.ndarray, width: int) -> np.ndarray:
-    """Centred mean over `width` values, fewer at the ends; what is not finite does not count."""
+def _compute_running_mean(values: np.ndarray, width: int) -> np.ndarray:
+    """Return the centred mean over `width` values, fewer at the ends, ignoring those that are not finite."""
     finite = np.isfinite(values)
     window = np.ones(width)
     count = np.convolve(finite, window, mode="same")
@@ -116,8 +123,8 @@ def _running_mean(values: np.ndarray, width: int) -> np.ndarray:
     return mean
 
 
-def _metric_plot(story: RunStory, name: str) -> Plot:
-    """Plot one metric over the steps, a line for each split, with its 95 % interval where there is one."""
+def _plot_metric(story: RunStory, name: str) -> Plot:
+    """Plot one metric over the steps, a line per split, with its 95 % interval if there is one."""
 
     def draw(axes: "Axes") -> None:
         for i, split in enumerate(story.splits):
@@ -127,22 +134,22 @@ def _metric_plot(story: RunStory, name: str) -> Plot:
             colour, marker = SERIES[i % len(SERIES)], MARKERS[i % len(MARKERS)]
             steps = [line["step"] for line in lines]
             axes.plot(steps, [line[name] for line in lines], color=colour, marker=marker, markersize=4, label=split)
-            certain = [line for line in lines if has_interval(line, name)]
-            low, high = ([line[end] for line in certain] for end in interval_names(name))
-            axes.vlines([line["step"] for line in certain], low, high, color=colour, linewidth=1, alpha=0.5)
+            with_interval = [line for line in lines if has_interval(line, name)]
+            low, high = ([line[end] for line in with_interval] for end in name_interval_ends(name))
+            axes.vlines([line["step"] for line in with_interval], low, high, color=colour, linewidth=1, alpha=0.5)
         axes.set_xlim(0, 1.02 * story.evals[-1]["step"] or 1)
         axes.set_ylabel(name)
         axes.legend()
 
-    return Plot(slug(f"eval_{name}"), name, figure(name, draw))
+    return Plot(make_slug(f"eval_{name}"), name, draw_figure(name, draw))
 
 
-def _time_plot(story: RunStory) -> Plot:
+def _plot_time(story: RunStory) -> Plot:
     """Plot the share of the run's time that each kind of work took, as one bar."""
 
     def draw(axes: "Axes") -> None:
         left = 0.0
-        for name, _, share in time_shares(story):
+        for name, _, share in compute_time_shares(story):
             axes.barh(0, share, left=left, height=0.5, color=_SPENT_COLOURS[name], label=f"{name} {share:.0f} %")
             left += share
         axes.set_xlim(0, 100)
@@ -153,5 +160,5 @@ def _time_plot(story: RunStory) -> Plot:
         axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.35), ncols=3)
 
     title = "Where the time went"
-    label = f"share of {format_duration(sum(story.time_spent_s().values()))} (%)"
-    return Plot("time", title, figure(title, draw, x_label=label))
+    label = f"share of {format_duration(sum(story.compute_time_spent_s().values()))} (%)"
+    return Plot("time", title, draw_figure(title, draw, x_label=label))

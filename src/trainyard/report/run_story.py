@@ -1,4 +1,4 @@
-"""Everything that a run folder says about its training, read once, and what follows from it."""
+"""Reads what a run folder recorded about its training, for the report."""
 
 import json
 import math
@@ -23,7 +23,7 @@ from trainyard.runs.events import (
 
 @dataclass(frozen=True)
 class RunStory:
-    """Everything a run folder holds, read once, and what follows from it."""
+    """What a run folder recorded, read once, and what follows from it."""
 
     run: Path
     config: str  # the text of config.yaml; empty if there is none
@@ -61,7 +61,7 @@ class RunStory:
 
     @property
     def step(self) -> int:
-        return max((line["step"] for line in [*self.train, *self.evals, *self.current_events()]), default=0)
+        return max((line["step"] for line in [*self.train, *self.evals, *self.list_current_events()]), default=0)
 
     @property
     def splits(self) -> list[str]:
@@ -69,34 +69,34 @@ class RunStory:
 
     @property
     def samples_per_s(self) -> float | None:
-        """Median over the lines; where there are several, without the first, which may hold compilation."""
+        """Median over the lines; if there are several, without the first, which may include compilation."""
         rates = [line["samples_per_s"] for line in self.train if "samples_per_s" in line]
         return float(np.median(rates[1:] or rates)) if rates else None
 
     @property
     def elapsed_s(self) -> float:
-        return find_elapsed_s([*self.train, *self.evals, *self.current_events()])
+        return find_elapsed_s([*self.train, *self.evals, *self.list_current_events()])
 
-    def current_events(self) -> list[Line]:
-        """The events of the history that stands: not those of steps that a later attempt took again."""
-        kept: list[Line] = []
+    def list_current_events(self) -> list[Line]:
+        """Return the events without those of steps that a later attempt repeated."""
+        current: list[Line] = []
         for event in self.events:
             if event.get("event") in STARTS:
-                kept = [e for e in kept if e["step"] <= event["step"]]
-            kept.append(event)
-        return kept
+                current = [e for e in current if e["step"] <= event["step"]]
+            current.append(event)
+        return current
 
-    def started(self, key: str) -> Any:
-        """A field of the latest start or resume; None if it was not recorded."""
+    def find_start_field(self, key: str) -> Any:
+        """Return a field of the latest start or resume; None if it was not recorded."""
         values = (e.get(key) for e in reversed(self.events) if e.get("event") in STARTS)
         return next((value for value in values if value is not None), None)
 
-    def last(self, split: str) -> Line:
+    def find_last_evaluation(self, split: str) -> Line:
         return next(line for line in reversed(self.evals) if str(line["split"]) == split)
 
-    def best(self) -> tuple[str, Line] | None:
+    def find_best_evaluation(self) -> tuple[str, Line] | None:
         """The metric that decides and its best evaluation; None if it is not named or never finite."""
-        monitor = self.started("monitor") or {}
+        monitor = self.find_start_field("monitor") or {}
         name, split = str(monitor.get("metric")), str(monitor.get("split"))
         of_split = [line for line in self.evals if str(line["split"]) == split]
         finite = [line for line in of_split if math.isfinite(line.get(name, math.nan))]
@@ -105,19 +105,20 @@ class RunStory:
         choose = max if monitor.get("mode") == "max" else min
         return name, choose(finite, key=lambda line: line[name])
 
-    def time_spent_s(self) -> dict[str, float]:
-        """Seconds of the run by what they went to, adding up to `elapsed_s` if that was recorded."""
+    def compute_time_spent_s(self) -> dict[str, float]:
+        """Return the seconds of the run by activity; they add up to `elapsed_s` if that was recorded."""
         steps = np.diff([0, *(line["step"] for line in self.train)])
+        checkpoints = [event for event in self.list_current_events() if event.get("event") == "checkpoint"]
         parts = {
-            "compute": _per_step_s(self.train, steps, "compute_ms"),
-            "data wait": _per_step_s(self.train, steps, "data_wait_ms"),
+            "compute": _sum_per_step_s(self.train, steps, "compute_ms"),
+            "data wait": _sum_per_step_s(self.train, steps, "data_wait_ms"),
             "evaluation": sum(line.get("seconds", 0.0) for line in self.evals),
-            "checkpoint": sum(e.get("seconds", 0.0) for e in self.current_events() if e.get("event") == "checkpoint"),
+            "checkpoint": sum(event.get("seconds", 0.0) for event in checkpoints),
         }
         return parts | {"other": max(self.elapsed_s - sum(parts.values()), 0.0)}
 
-    def missing(self) -> list[str]:
-        """What a reader would look for and not find, in words."""
+    def list_missing(self) -> list[str]:
+        """Return what a reader would look for and not find, as sentences."""
         absent = {
             "No training line yet.": not self.train,
             "No evaluation yet.": not self.evals,
@@ -135,7 +136,7 @@ def describe_ending(event: Line) -> str:
     return f"{event['event']} ({reason})" if reason else str(event["event"])
 
 
-def _per_step_s(lines: Sequence[Line], steps: np.ndarray, key: str) -> float:
+def _sum_per_step_s(lines: Sequence[Line], steps: np.ndarray, key: str) -> float:
     return float(sum(n * line.get(key, 0.0) for n, line in zip(steps, lines, strict=True)) / 1000)
 
 
@@ -147,34 +148,34 @@ def _read_environment(path: Path) -> Mapping[str, Any]:
     try:
         env = json.loads(_read_text(path) or "{}")
     except ValueError as error:
-        raise UserError(f"{path}: expected JSON, found {error}. Restore it, or remove it to go without.") from error
+        raise UserError(f"{path}: expected JSON, found {error}. Restore it, or delete it to do without.") from error
     if not isinstance(env, dict):
-        raise UserError(f"{path}: expected a JSON object. Restore it, or remove it to go without.")
+        raise UserError(f"{path}: expected a JSON object. Restore it, or delete it to do without.")
     return env
 
 
-def metric_names(line: Line) -> list[str]:
-    """Names of the metrics of an evaluation, in its order; the ends of an interval go with their metric."""
+def list_metric_names(line: Line) -> list[str]:
+    """Return the names of an evaluation's metrics, in its order, without the ends of their intervals."""
     fixed = {"kind", "step", "epoch", "split", "seconds", "elapsed_s"}
     names = [key for key, value in line.items() if key not in fixed and isinstance(value, int | float)]
-    ends = {end for name in names for end in interval_names(name) if has_interval(line, name)}
+    ends = {end for name in names for end in name_interval_ends(name) if has_interval(line, name)}
     return [name for name in names if name not in ends]
 
 
-def all_metric_names(lines: Iterable[Line]) -> list[str]:
-    return list(dict.fromkeys(name for line in lines for name in metric_names(line)))
+def list_all_metric_names(lines: Iterable[Line]) -> list[str]:
+    return list(dict.fromkeys(name for line in lines for name in list_metric_names(line)))
 
 
-def interval_names(name: str) -> tuple[str, str]:
+def name_interval_ends(name: str) -> tuple[str, str]:
     return f"{name}_low", f"{name}_high"
 
 
 def has_interval(line: Line, name: str) -> bool:
-    return all(isinstance(line.get(end), int | float) for end in interval_names(name))
+    return all(isinstance(line.get(end), int | float) for end in name_interval_ends(name))
 
 
-def time_shares(story: RunStory) -> list[tuple[str, float, float]]:
-    """(what, seconds, percent of the run) for each part; empty if nothing was timed."""
-    spent = story.time_spent_s()
+def compute_time_shares(story: RunStory) -> list[tuple[str, float, float]]:
+    """Return (activity, seconds, percent of the run) for each activity; empty if nothing was timed."""
+    spent = story.compute_time_spent_s()
     whole = sum(spent.values())
     return [(name, seconds, 100 * seconds / whole) for name, seconds in spent.items()] if whole else []

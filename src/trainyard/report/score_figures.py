@@ -1,4 +1,4 @@
-"""Plots that several kinds of jobs show of their scores."""
+"""Plots of scores that several families show."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -6,42 +6,42 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from trainyard.report.figures import figure
-from trainyard.scoring import error_rates
+from trainyard.report.figures import draw_figure
+from trainyard.scoring import compute_error_rates
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Floats = NDArray[np.float64]
 _BINS = 60
-_LEAST_ERRORS = 1  # a rate below this many errors is not drawn: it says how many pairs there were
+_LEAST_ERRORS = 1  # rates of fewer errors are not drawn: they depend only on the number of pairs
 
 
-def score_histogram(scores: Mapping[str, Floats], *, x_label: str) -> bytes:
-    """Return how the scores of each kind of pair are spread, each kind's area being one."""
+def draw_score_histogram(scores: Mapping[str, Floats], *, x_label: str) -> bytes:
+    """Plot the distribution of the scores of each kind of pair, each with area one."""
 
     def draw(axes: "Axes") -> None:
         from matplotlib.ticker import MaxNLocator
 
-        together = np.concatenate(list(scores.values()))
-        edges = np.linspace(together.min(), together.max(), _BINS + 1)
+        pooled = np.concatenate(list(scores.values()))
+        edges = np.linspace(pooled.min(), pooled.max(), _BINS + 1)
         for name, values in scores.items():
             axes.hist(values, bins=list(edges), density=True, alpha=0.5, label=f"{name} ({len(values):,})")
         axes.xaxis.set_major_locator(MaxNLocator(nbins=6))
         axes.set_ylabel("density")
         axes.legend()
 
-    return figure("Scores by kind of pair", draw, x_label=x_label)
+    return draw_figure("Scores by kind of pair", draw, x_label=x_label)
 
 
-def error_trade_off(genuine: Floats, impostors: Mapping[str, Floats]) -> bytes:
-    """Return the false rejections against the false acceptances, over all thresholds, for each kind of impostor."""
+def draw_error_trade_off(genuine: Floats, impostors: Mapping[str, Floats]) -> bytes:
+    """Plot false rejections over false acceptances, at all thresholds, for each kind of impostor."""
 
     def draw(axes: "Axes") -> None:
         from matplotlib.ticker import LogLocator
 
         for name, values in impostors.items():
-            rates = error_rates(genuine, values)
+            rates = compute_error_rates(genuine, values)
             axes.plot(rates.fmr, rates.fnmr, drawstyle="steps-post", label=name)
         least = _LEAST_ERRORS / max(len(values) for values in [genuine, *impostors.values()])
         axes.plot([least, 1], [least, 1], color="0.6", linestyle=":", label="equal")
@@ -53,4 +53,4 @@ def error_trade_off(genuine: Floats, impostors: Mapping[str, Floats]) -> bytes:
         axes.set_ylabel("false rejections (share)")
         axes.legend(loc="lower left")
 
-    return figure("Error trade-off", draw, x_label="false acceptances (share)")
+    return draw_figure("Error trade-off", draw, x_label="false acceptances (share)")

@@ -1,4 +1,4 @@
-"""What a sweep came to: a metric for each combination of its options with its spread over seeds, as text and files."""
+"""The results of a sweep: a metric and its spread over seeds for each combination of options, as text and files."""
 
 import csv
 import html
@@ -27,7 +27,7 @@ TABLE = "results.csv"
 PLOTS = "plots"
 
 SEED = "seed"
-"""The option whose values are repetitions of one experiment rather than experiments of their own."""
+"""The option whose values repeat one experiment instead of defining different ones."""
 
 _WIDTH = 110
 _TRAIN = "train"
@@ -36,7 +36,7 @@ _NO_METRICS = ("kind", "step", "epoch", "split", "seconds", "elapsed_s")
 
 @dataclass(frozen=True)
 class Monitor:
-    """How a module tells a better model from a worse one."""
+    """The metric that decides which model is better."""
 
     split: str
     metric: str
@@ -45,12 +45,12 @@ class Monitor:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one run of a sweep came to."""
+    """The outcome of one run of a sweep."""
 
     element: Element
-    state: str  # a word of `trainyard status`
-    monitor: Monitor | None  # None: it has not begun to train
-    metrics: Mapping[str, Mapping[str, float]]  # by split: the best validation so far; of a finished run, the tests too
+    state: str  # as in `trainyard status`
+    monitor: Monitor | None  # None: training has not begun
+    metrics: Mapping[str, Mapping[str, float]]  # by split: best validation so far, tests if finished
     gpu_hours: float
     cpu_rank_hours: float
 
@@ -59,8 +59,8 @@ class Outcome:
         """The value of each axis."""
         return {name: value for name, _, value in (word.partition("=") for word in self.element.overrides)}
 
-    def lacks(self, metric: str, splits: Iterable[str]) -> str:
-        """Return why the run is in no mean of this metric; empty if it is."""
+    def explain_exclusion(self, metric: str, splits: Iterable[str]) -> str:
+        """Return why the run is excluded from the means of this metric; empty if it is not."""
         if self.state != State.DONE:
             return self.state
         missing = [s for s in splits if not math.isfinite(self.metrics.get(s, {}).get(metric, math.nan))]
@@ -86,18 +86,18 @@ class Row:
 
     @property
     def counted(self) -> int:
-        """How many runs the means are over."""
+        """The number of runs that the means are over."""
         return next((mean.n for mean in self.means.values()), 0)
 
 
 @dataclass(frozen=True)
 class Results:
-    """A sweep's runs, and what they mean together."""
+    """A sweep's runs and their means."""
 
     sweep: Sweep
     metric: str  # empty: no run has begun to train
-    mode: str  # "min" or "max"; empty: nobody said which way is better
-    splits: Sequence[str]  # validation first, where there is one, then the test sets
+    mode: str  # "min" or "max"; empty: which is better was not recorded
+    splits: Sequence[str]  # validation first, if there is one, then the test sets
     outcomes: Sequence[Outcome]
     rows: Sequence[Row]
 
@@ -105,7 +105,7 @@ class Results:
     def best(self) -> Row | None:
         """The combination with the best mean on the first split.
 
-        That is validation where there is one: a choice by the test set would flatter the test value.
+        That is validation if there is one: a choice by the test set would flatter the test value.
         """
         ranked = [row for row in self.rows if row.means]
         if not self.mode or not ranked:
@@ -113,42 +113,42 @@ class Results:
         choose = max if self.mode == "max" else min
         return choose(ranked, key=lambda row: row.means[self.splits[0]].value)
 
-    def left_out(self) -> Iterator[tuple[Outcome, str]]:
-        """Yield each run that is in no mean, with the reason."""
+    def list_excluded(self) -> Iterator[tuple[Outcome, str]]:
+        """Yield each run that is excluded from the means, with the reason."""
         for outcome in self.outcomes:
-            if reason := outcome.lacks(self.metric, self.splits):
+            if reason := outcome.explain_exclusion(self.metric, self.splits):
                 yield outcome, reason
 
 
 def collect(sweep: Sweep, state_by_run: Mapping[Path, str], *, metric: str = "") -> Results:
     """Read what the runs of a sweep have recorded.
 
-    Means are over finished runs only: one that stopped half-way is another experiment. Test values are those of the
-    weights that were best on validation.
+    Means are over finished runs only: a run that stopped half-way is another experiment. Test values are those of
+    the weights that were best on validation.
 
     Args:
-        state_by_run: state of each element's run, in the words of `trainyard status`.
-        metric: empty: the one by which the module tells a better model.
+        state_by_run: state of each element's run, as in `trainyard status`.
+        metric: empty: the monitor of the runs.
 
     Raises:
-        UserError: no run has that metric, or the runs go by different ones and none was named.
+        UserError: no run has that metric, or the runs have different monitors and no metric was given.
     """
-    outcomes = [_outcome(element, state_by_run[element.run]) for element in sweep.elements]
-    metric, mode = _chosen(outcomes, metric)
+    outcomes = [_read_outcome(element, state_by_run[element.run]) for element in sweep.elements]
+    metric, mode = _choose_metric(outcomes, metric)
     done = [outcome for outcome in outcomes if outcome.state == State.DONE]
     splits = list(dict.fromkeys(s for o in done for s, values in o.metrics.items() if metric in values))
     groups: dict[tuple[str, ...], list[Outcome]] = {}
     for outcome in outcomes:
         groups.setdefault(tuple(v for name, v in outcome.values.items() if name != SEED), []).append(outcome)
-    rows = [_row(group, metric, splits) for group in groups.values()]
+    rows = [_build_row(group, metric, splits) for group in groups.values()]
     return Results(sweep, metric, mode, splits, outcomes, rows)
 
 
-def mean_with_interval(values: Sequence[float]) -> Mean:
+def estimate_mean(values: Sequence[float]) -> Mean:
     """Return the mean of independent values with its 95 % confidence interval.
 
     The interval is mean +- t * s / sqrt(n), with t the quantile of Student's distribution for n - 1 degrees of freedom
-    (Student, "The probable error of a mean", Biometrika 6, 1908). It takes the values as normally distributed.
+    (Student, "The probable error of a mean", Biometrika 6, 1908). It assumes normally distributed values.
     """
     n, mean = len(values), statistics.fmean(values)
     half_width = t_quantile(n - 1) * statistics.stdev(values) / math.sqrt(n) if n > 1 else None
@@ -168,47 +168,49 @@ def t_quantile(degrees: int, *, confidence: float = 0.95) -> float:
     return math.tan(high) * math.sqrt(degrees)
 
 
-def text(results: Results) -> str:
-    """Return a table that fits a screen, with what to type next."""
+def format_results(results: Results) -> str:
+    """Format a table that fits a screen, followed by what to type next."""
     sweep = results.sweep
-    lines = [f"{sweep.name}  {sweep.job}, {len(results.outcomes)} runs: {_counts(results)}"]
-    lines += [*textwrap.wrap(_caption(results), _WIDTH), ""]
-    lines += align_columns([_header(results), *(_cells(results, row) for row in results.rows)])
-    notices = [*_notices(results)]
+    lines = [f"{sweep.name}  {sweep.job}, {len(results.outcomes)} runs: {_format_counts(results)}"]
+    lines += [*textwrap.wrap(_write_caption(results), _WIDTH), ""]
+    lines += align_columns([_build_header(results), *(_build_cells(results, row) for row in results.rows)])
+    notices = [*_list_notices(results)]
     if notices:
         lines += ["", "not in the means:", *align_columns(notices)]
     lines += [
         "",
-        *align_columns([["" if i else "next:", command] for i, command in enumerate(_next_commands(results))]),
+        *align_columns([["" if i else "next:", command] for i, command in enumerate(_suggest_commands(results))]),
     ]
     return "\n".join(lines)
 
 
 def write(results: Results) -> Path:
-    """Write results.csv (a line for each run, with all metrics), results.html and its plots beside the sweep's file.
+    """Write results.csv (a line per run, with all metrics), results.html and its plots next to the sweep's file.
 
     Returns:
-        The page. It holds all it shows: it needs no network and no other file.
+        The page, which needs no network and no other file.
     """
-    from trainyard.report.html import PAGE_TEMPLATE, gallery, section, table
+    from trainyard.report.html import PAGE_TEMPLATE, render_gallery, render_section, render_table
 
     folder = results.sweep.folder
-    write_atomically(folder / TABLE, _csv(results))
-    plots = [*_plots(results)]
+    write_atomically(folder / TABLE, _encode_csv(results))
+    plots = [*_draw_plots(results)]
     (folder / PLOTS).mkdir(exist_ok=True)
     for plot in plots:
         write_atomically(folder / PLOTS / f"{plot.name}.png", plot.png)
-    rows = table(_header(results), [_cells(results, row) for row in results.rows])
-    notices = [*_notices(results)]
+    rows = render_table(_build_header(results), [_build_cells(results, row) for row in results.rows])
+    caption = f'<p class="soft">{html.escape(_write_caption(results))}</p>'
+    notices = [*_list_notices(results)]
+    excluded = render_table(["run", "why", "command"], notices, numbers=False)
     body = "\n".join(
         [
             f"<header><h1>{html.escape(results.sweep.name)}</h1>"
             f'<p class="soft">Sweep of {html.escape(results.sweep.job)}, {len(results.outcomes)} runs: '
-            f"{_counts(results)}</p></header>",
-            section("Results", rows, f'<p class="soft">{html.escape(_caption(results))}</p>').replace("+-", "\u00b1"),
-            section("Not in the means", table(["run", "why", "ask"], notices, numbers=False)) if notices else "",
-            section("Plots", gallery(plots)) if plots else "",
-            section("Runs", table(*_table_of_runs(results))),
+            f"{_format_counts(results)}</p></header>",
+            render_section("Results", rows, caption).replace("+-", "\u00b1"),
+            render_section("Not in the means", excluded) if notices else "",
+            render_section("Plots", render_gallery(plots)) if plots else "",
+            render_section("Runs", render_table(*_build_runs_table(results))),
         ]
     )
     write_atomically(
@@ -220,19 +222,19 @@ def write(results: Results) -> Path:
 # Reading the runs
 
 
-def _outcome(element: Element, state: str) -> Outcome:
+def _read_outcome(element: Element, state: str) -> Outcome:
     from trainyard.runs.events import STARTS, read_events, read_metrics
 
     events = read_events(element.run)
     lines = read_metrics(element.run)
     starts = [event for event in events if event["event"] in STARTS]
     monitor = Monitor(**starts[-1]["monitor"]) if starts else None
-    metrics = _metrics([line for line in lines if line["kind"] == "eval"], monitor, finished=state == State.DONE)
-    hours = _hours(events, lines)
+    metrics = _select_metrics([line for line in lines if line["kind"] == "eval"], monitor, finished=state == State.DONE)
+    hours = _compute_hours(events, lines)
     return Outcome(element, state, monitor, metrics, hours["gpu"], hours["cpu"])
 
 
-def _metrics(
+def _select_metrics(
     evals: Sequence[Mapping[str, Any]], monitor: Monitor | None, *, finished: bool
 ) -> dict[str, dict[str, float]]:
     """Return by split: the metrics of the best validation, and of the tests at the end of a finished run."""
@@ -253,11 +255,11 @@ def _numbers(line: Mapping[str, Any]) -> dict[str, float]:
     return {name: v for name, v in line.items() if name not in _NO_METRICS and isinstance(v, int | float)}
 
 
-def _hours(events: Sequence[Mapping[str, Any]], lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return ranks x hours of all attempts, by kind of device, steps that were lost and taken again included.
+def _compute_hours(events: Sequence[Mapping[str, Any]], lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the rank-hours of all attempts by kind of device, including steps that were lost and repeated.
 
-    An attempt counts from its first event to the last line of it that stands; what a killed one did after that (less
-    than the time between two checkpoints) is not known.
+    An attempt counts from its first event to the last line of it that no resume cut; what a killed attempt did after
+    that (less than the time between two checkpoints) is not known.
     """
     from trainyard.runs.events import STARTS, find_elapsed_s
 
@@ -265,33 +267,31 @@ def _hours(events: Sequence[Mapping[str, Any]], lines: Sequence[Mapping[str, Any
     bounds = [i for i, event in enumerate(events) if event["event"] in STARTS] + [len(events)]
     for begin, end in itertools.pairwise(bounds):
         first = events[begin]
-        own = [*events[begin:end], *(lines if end == len(events) else [])]  # of the last attempt no line was cut back
+        own = [*events[begin:end], *(lines if end == len(events) else [])]  # no line of the last attempt was cut
         hours = (find_elapsed_s(map(dict, own)) - first["elapsed_s"]) / 3600
         spent["cpu" if first["device"] == "cpu" else "gpu"] += first["world_size"] * hours
     return spent
 
 
-def _chosen(outcomes: Sequence[Outcome], metric: str) -> tuple[str, str]:
-    """Return the metric to show, and whether more of it is better."""
+def _choose_metric(outcomes: Sequence[Outcome], metric: str) -> tuple[str, str]:
+    """Return the metric to show and its mode: "min", "max", or empty if that was not recorded."""
     monitors = list(dict.fromkeys((o.monitor.metric, o.monitor.mode) for o in outcomes if o.monitor))
     if not metric and len(monitors) > 1:
         names = ", ".join(name for name, _ in monitors)
-        raise UserError(f"The runs of this sweep go by different metrics: {names}. Name one: --metric {monitors[0][0]}")
+        raise UserError(f"The runs of this sweep have different monitors: {names}. Choose: --metric {monitors[0][0]}")
     if not metric:
         return monitors[0] if monitors else ("", "")
     known = list(dict.fromkeys(name for o in outcomes for values in o.metrics.values() for name in values))
     if metric not in known:
         near = nearest(metric, known, always=True)
-        there = f"Nearest: {near[0]}. There are: {', '.join(known)}." if known else "Nothing has been evaluated yet."
-        raise UserError(f"--metric {metric}: no run of this sweep has it. {there}")
+        choice = f"Nearest: {near[0]}. There are: {', '.join(known)}." if known else "Nothing has been evaluated yet."
+        raise UserError(f"--metric {metric}: no run of this sweep has it. {choice}")
     return metric, dict(monitors).get(metric, "")
 
 
-def _row(outcomes: Sequence[Outcome], metric: str, splits: Sequence[str]) -> Row:
-    counted = [outcome for outcome in outcomes if not outcome.lacks(metric, splits)]
-    means = (
-        {s: mean_with_interval([outcome.metrics[s][metric] for outcome in counted]) for s in splits} if counted else {}
-    )
+def _build_row(outcomes: Sequence[Outcome], metric: str, splits: Sequence[str]) -> Row:
+    counted = [outcome for outcome in outcomes if not outcome.explain_exclusion(metric, splits)]
+    means = {s: estimate_mean([outcome.metrics[s][metric] for outcome in counted]) for s in splits} if counted else {}
     return Row({n: v for n, v in outcomes[0].values.items() if n != SEED}, outcomes, means)
 
 
@@ -307,14 +307,14 @@ def _t_mass(angle: float, degrees: int) -> float:
     return 2 / math.pi * (angle + (math.sin(angle) * total if degrees > 1 else 0.0))
 
 
-# Words
+# Text
 
 
-def _counts(results: Results) -> str:
+def _format_counts(results: Results) -> str:
     return ", ".join(f"{n} {state}" for state, n in Counter(outcome.state for outcome in results.outcomes).items())
 
 
-def _caption(results: Results) -> str:
+def _write_caption(results: Results) -> str:
     if not results.metric:
         return "No run has begun to train."
     if not results.splits:
@@ -329,24 +329,24 @@ def _caption(results: Results) -> str:
     if results.mode:
         parts.append(f"* {'highest' if results.mode == 'max' else 'lowest'} on {first}.")
     else:
-        parts.append(f"No best is marked: which way of {results.metric} is better is not recorded.")
+        parts.append(f"No best is marked: whether a higher or a lower {results.metric} is better is not recorded.")
     return " ".join(parts)
 
 
-def _header(results: Results) -> list[str]:
+def _build_header(results: Results) -> list[str]:
     axes = [name for name in results.sweep.axes if name != SEED]
-    return ["", *axes, *(f"{results.metric} on {s}" for s in results.splits), "runs", *_cost_names(results)]
+    return ["", *axes, *(f"{results.metric} on {s}" for s in results.splits), "runs", *_list_cost_names(results)]
 
 
-def _cells(results: Results, row: Row) -> list[str]:
-    shown = [_shown(row.means[s]) if row.means else "-" for s in results.splits]
+def _build_cells(results: Results, row: Row) -> list[str]:
+    shown = [_format_mean(row.means[s]) if row.means else "-" for s in results.splits]
     counted = f"{row.counted} of {len(row.outcomes)}"
     mark = "*" if row is results.best else ""
-    return [mark, *row.values.values(), *shown, counted, *_costs(results, row.outcomes)]
+    return [mark, *row.values.values(), *shown, counted, *_format_costs(results, row.outcomes)]
 
 
-def _shown(mean: Mean) -> str:
-    """Write a mean to the second digit of its uncertainty."""
+def _format_mean(mean: Mean) -> str:
+    """Format a mean to the second digit of its uncertainty."""
     if mean.half_width is None:
         return f"{mean.value:.4g}"
     digits = 1 - math.floor(math.log10(mean.half_width)) if mean.half_width > 0 else 4
@@ -355,27 +355,27 @@ def _shown(mean: Mean) -> str:
     return f"{mean.value:.{digits}f} +- {mean.half_width:.{digits}f}"
 
 
-def _cost_names(results: Results) -> list[str]:
-    """Name the columns of cost; one for GPUs, and one for ranks on CPUs, where either was used."""
+def _list_cost_names(results: Results) -> list[str]:
+    """Return the names of the cost columns: one for GPUs and one for ranks on CPUs, each if it was used."""
     used = {"GPU-hours": sum(o.gpu_hours for o in results.outcomes)}
     used["CPU rank-hours"] = sum(o.cpu_rank_hours for o in results.outcomes)
     return [name for name, hours in used.items() if hours]
 
 
-def _costs(results: Results, outcomes: Iterable[Outcome]) -> list[str]:
+def _format_costs(results: Results, outcomes: Iterable[Outcome]) -> list[str]:
     chosen = [*outcomes]
     sums = {"GPU-hours": sum(o.gpu_hours for o in chosen), "CPU rank-hours": sum(o.cpu_rank_hours for o in chosen)}
-    return [f"{sums[name]:.2f}" if sums[name] >= 0.1 else f"{sums[name]:.2g}" for name in _cost_names(results)]
+    return [f"{sums[name]:.2f}" if sums[name] >= 0.1 else f"{sums[name]:.2g}" for name in _list_cost_names(results)]
 
 
-def _notices(results: Results) -> Iterator[list[str]]:
-    """Yield run, reason and what tells more, for each run that is in no mean."""
-    for outcome, reason in results.left_out():
+def _list_notices(results: Results) -> Iterator[list[str]]:
+    """Yield run, reason and the command that tells more, for each run that is excluded from the means."""
+    for outcome, reason in results.list_excluded():
         verb = "status" if outcome.state in ACTIVE else "report" if outcome.state == State.DONE else "why"
         yield [" ".join(outcome.element.overrides), reason, f"trainyard {verb} {outcome.element.run}"]
 
 
-def _next_commands(results: Results) -> list[str]:
+def _suggest_commands(results: Results) -> list[str]:
     name, best = results.sweep.name, results.best
     commands = [f"open {results.sweep.folder / PAGE}"]
     if any(outcome.state not in (State.DONE, *ACTIVE) for outcome in results.outcomes):
@@ -383,32 +383,33 @@ def _next_commands(results: Results) -> list[str]:
     if any(outcome.state in ACTIVE for outcome in results.outcomes):
         commands.append(f"trainyard results {name}")
     elif best is not None:
-        commands.append(f"trainyard ckpt export {_best_run(results, best)} {results.sweep.job}.safetensors")
+        commands.append(f"trainyard ckpt export {_find_best_run(results, best)} {results.sweep.job}.safetensors")
     return commands
 
 
-def _best_run(results: Results, row: Row) -> Path:
+def _find_best_run(results: Results, row: Row) -> Path:
     choose = max if results.mode == "max" else min
-    counted = [o for o in row.outcomes if not o.lacks(results.metric, results.splits)]
+    counted = [o for o in row.outcomes if not o.explain_exclusion(results.metric, results.splits)]
     return choose(counted, key=lambda o: o.metrics[results.splits[0]][results.metric]).element.run
 
 
 # Files
 
 
-def _table_of_runs(results: Results) -> tuple[list[str], list[list[str]]]:
-    """Return header and rows: every run with its options and the metric on each split it has."""
+def _build_runs_table(results: Results) -> tuple[list[str], list[list[str]]]:
+    """Return header and rows: each run with its options and the metric on each of its splits."""
     splits = list(dict.fromkeys(split for outcome in results.outcomes for split in outcome.metrics))
-    header = ["run", *results.sweep.axes, "state", *(f"{results.metric} on {s}" for s in splits), *_cost_names(results)]
+    metric_columns = [f"{results.metric} on {split}" for split in splits]
+    header = ["run", *results.sweep.axes, "state", *metric_columns, *_list_cost_names(results)]
     rows = []
     for o in results.outcomes:
         metrics = [o.metrics.get(split, {}).get(results.metric) for split in splits]
         shown = ["-" if value is None else f"{value:.4g}" for value in metrics]
-        rows.append([o.element.run.name, *o.values.values(), o.state, *shown, *_costs(results, [o])])
+        rows.append([o.element.run.name, *o.values.values(), o.state, *shown, *_format_costs(results, [o])])
     return header, rows
 
 
-def _csv(results: Results) -> str:
+def _encode_csv(results: Results) -> str:
     names = list(dict.fromkeys(f"{s}/{n}" for o in results.outcomes for s, values in o.metrics.items() for n in values))
     fixed = ["index", "run", "state", *results.sweep.axes, "gpu_hours", "cpu_rank_hours"]
     out = io.StringIO()
@@ -423,9 +424,9 @@ def _csv(results: Results) -> str:
     return out.getvalue()
 
 
-def _plots(results: Results) -> Iterator[Any]:
-    """Draw the metric over each option whose values are numbers: a point for each seed, mean and interval."""
-    from trainyard.report.figures import Plot, figure, slug
+def _draw_plots(results: Results) -> Iterator[Any]:
+    """Draw the metric over each option whose values are numbers: a point per seed, mean and interval."""
+    from trainyard.report.figures import Plot, draw_figure, make_slug
 
     if not results.splits:
         return
@@ -433,11 +434,11 @@ def _plots(results: Results) -> Iterator[Any]:
     for axis, values in results.sweep.axes.items():
         if axis != SEED and len(values) > 1 and all(map(_is_number, values)):
             title = f"{results.metric} on {split}"
-            png = figure(title, _drawing(results, axis, split), x_label=axis)
-            yield Plot(slug(axis), f"{title} over {axis}", png)
+            png = draw_figure(title, _make_drawer(results, axis, split), x_label=axis)
+            yield Plot(make_slug(axis), f"{title} over {axis}", png)
 
 
-def _drawing(results: Results, axis: str, split: str) -> Callable[["Axes"], None]:
+def _make_drawer(results: Results, axis: str, split: str) -> Callable[["Axes"], None]:
     from trainyard.report.figures import MARKERS, SERIES
 
     series: dict[str, list[Row]] = {}
@@ -456,7 +457,8 @@ def _drawing(results: Results, axis: str, split: str) -> Callable[["Axes"], None
                 marker=marker, markersize=5, capsize=3, elinewidth=1,
             )  # fmt: skip
             for row, place in zip(rows, x, strict=True):
-                seeds = [o.metrics[split][results.metric] for o in row.outcomes if not o.lacks(results.metric, [split])]
+                counted = [o for o in row.outcomes if not o.explain_exclusion(results.metric, [split])]
+                seeds = [o.metrics[split][results.metric] for o in counted]
                 axes.plot([place] * len(seeds), seeds, "x", color=colour, markersize=4, alpha=0.7, zorder=3)
         _set_ticks(axes, results.sweep.axes[axis])
         axes.set_ylabel(results.metric)
@@ -467,7 +469,7 @@ def _drawing(results: Results, axis: str, split: str) -> Callable[["Axes"], None
 
 
 def _set_ticks(axes: "Axes", values: Sequence[str]) -> None:
-    """Mark the values themselves; on a logarithmic axis where they span more than a decade."""
+    """Put the ticks at the values, on a logarithmic axis if they span more than a decade."""
     from matplotlib.ticker import NullLocator
 
     places = sorted(map(float, values))

@@ -46,7 +46,7 @@ def predict(run: Path, raw: Path, out: Path, jobs_dir: Path) -> int:
 def _weights(run: Path) -> dict[str, Any]:
     from trainyard.train import checkpoint
 
-    entries = checkpoint.entries(run / "checkpoints")
+    entries = checkpoint.list_checkpoints(run / "checkpoints")
     if not entries:
         raise UserError(f"{run}: no checkpoints yet, so nothing to predict with. Train first: trainyard resume {run}")
     return checkpoint.load(checkpoint.select_checkpoint(entries).path)
@@ -112,7 +112,7 @@ def _rows(module: "TrainModule", data: "ShardSet", config: TrainConfig) -> dict[
             loader,
             np.arange(data.count),
             batch_size=config.eval_batch_size,
-            autocast=precision.autocast(policy, device),
+            autocast=precision.make_autocast(policy, device),
             progress=bar.update,
         )
 

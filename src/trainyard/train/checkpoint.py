@@ -1,8 +1,8 @@
-"""Checkpoints that survive a crash at any instant, and say so when they did not.
+"""Checkpoints that survive a crash at any instant, and whose damage is detected.
 
 A checkpoint is two files: `step-000000100.ckpt`, written by torch.save, and its manifest `step-000000100.json`
-with the SHA-256 of those bytes. It exists if and only if the data file bears its final name and the manifest's
-hash matches. A final name is never written twice: saving a step again makes `step-000000100-1.ckpt` and then
+with the SHA-256 of those bytes. It exists if and only if the data file has its final name and the manifest's
+hash matches. A final name is never written twice: saving a step again writes `step-000000100-1.ckpt` and then
 deletes the older file. One process writes a directory at a time; any number may read it.
 """
 
@@ -45,76 +45,76 @@ class CheckpointError(UserError):
 
 
 @dataclass(frozen=True)
-class Saved:
-    """What a save did."""
+class SaveResult:
+    """The result of a save."""
 
     path: Path
-    seconds: float  # wall time, hashing and fsync included: the cost that `interval_s` takes
+    seconds: float  # wall time, hashing and fsync included: the cost that `compute_interval_s` takes
     bytes: int
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One checkpoint of a directory, as its names and its manifest describe it."""
+    """One checkpoint of a directory, as its file name and its manifest describe it."""
 
     path: Path
     step: int
     bytes: int  # of the data file on disk
     meta: Mapping[str, Any]  # what the caller of `save` added; empty if the manifest is damaged
     sha256: str  # of the data file, as saved; empty if the manifest is damaged
-    problem: str | None  # what is wrong without having read the data; `verify` also reads the data
+    problem: str | None  # what is wrong, found without reading the data; `verify` also reads the data
 
 
-def save(directory: Path, state: State, *, step: int, meta: Mapping[str, Any]) -> Saved:
+def save(directory: Path, state: State, *, step: int, meta: Mapping[str, Any]) -> SaveResult:
     """Write the checkpoint of `step`, so that kill -9 or a power cut at any instant leaves the directory valid.
 
     Leftovers of interrupted saves are removed first. Tensors that share memory are written once and share it
-    again when loaded; of a view, the whole storage is written.
+    again when loaded; a view is written with its whole storage.
 
     Args:
-        directory: made if it is missing.
-        state: tensors may lie on any device.
+        directory: created if it is missing.
+        state: tensors may be on any device.
         step: optimizer steps finished.
         meta: JSON values for the manifest, such as epoch, metrics, config hash and world size.
 
     Raises:
-        CheckpointError: the state holds something that a safe load would refuse, or the disk took less than all
-            of it (full, quota, I/O error). Older checkpoints are untouched then.
+        CheckpointError: the state contains something that a safe load would refuse, or the disk did not take all of
+            it (full, quota, I/O error). Older checkpoints are then untouched.
     """
     start = time.perf_counter()
     assert step >= 0, step
     _refuse_unsafe(state)
-    needed = _tensor_bytes(state)
+    needed = _count_tensor_bytes(state)
     try:
         if not directory.exists():
             directory.mkdir(parents=True)
             fsync_path(directory.parent)
         _remove_leftovers(directory)
-        replaced = [entry.path for entry in entries(directory) if entry.step == step]
-        revision = 1 + max((_number(old)[1] for old in replaced), default=-1)
+        replaced = [entry.path for entry in list_checkpoints(directory) if entry.step == step]
+        revision = 1 + max((_parse_name(old)[1] for old in replaced), default=-1)
         _require_room(directory, needed)
-        path = directory / _name(step, revision)
+        path = directory / _format_name(step, revision)
         size = _write(path, state, step=step, meta=meta)
     except OSError as error:
-        raise CheckpointError(_not_saved(directory, step, needed, error.strerror or str(error))) from error
+        raise CheckpointError(_describe_failed_save(directory, step, needed, error.strerror or str(error))) from error
     for old in replaced:
         _delete(old)
-    return Saved(path, time.perf_counter() - start, size)
+    return SaveResult(path, time.perf_counter() - start, size)
 
 
-def entries(directory: Path) -> list[Entry]:
-    """List the checkpoints of a directory, damaged ones among them, newest step first. Reads manifests only."""
+def list_checkpoints(directory: Path) -> list[Entry]:
+    """List the checkpoints of a directory, including damaged ones, newest step first. Reads manifests only."""
     if not directory.is_dir():
         return []
     found = [path for path in directory.iterdir() if _DATA_NAME.fullmatch(path.name)]
-    return [_entry(path) for path in sorted(found, key=_number, reverse=True)]
+    return [_read_entry(path) for path in sorted(found, key=_parse_name, reverse=True)]
 
 
 def select_checkpoint(found: Sequence[Entry]) -> Entry:
     """Return the checkpoint whose weights are the run's result: the finished average, else the best, else the newest.
 
     Args:
-        found: what `entries` lists; not empty.
+        found: what `list_checkpoints` returns; not empty.
     """
     best = (found[0].meta.get("best") or {}).get("step")
     if found[0].meta.get("swa"):
@@ -123,7 +123,7 @@ def select_checkpoint(found: Sequence[Entry]) -> Entry:
 
 
 def select_weights(state: State) -> dict[str, torch.Tensor]:
-    """Return the weights of a checkpoint that evaluation and export use: averaged ones where there are any."""
+    """Return the weights of a checkpoint that evaluation and export use: averaged ones if there are any."""
     swa = state.get("swa") or {}
     averaged = swa["module"] if swa.get("refreshed") else state.get("ema") or {}
     return {**(state.get("model") or {}), **averaged}
@@ -145,17 +145,17 @@ def load(path: Path, *, mmap: bool = False) -> State:
     """Verify one checkpoint and return its state, all tensors on the CPU.
 
     Args:
-        path: the .ckpt file; its manifest lies beside it.
+        path: the .ckpt file; its manifest is next to it.
         mmap: map the file instead of copying it, so that only the tensors touched are read. Only for short
             reads of a file that nothing rewrites: a mapped file that is truncated, or deleted on NFS, kills the
-            process with SIGBUS. Hence off for training, whose `prune` deletes what it started from.
+            process with SIGBUS. Therefore off in training, where `prune` deletes the file that it resumed from.
 
     Raises:
-        CheckpointError: it is missing, damaged, or holds more than `State` allows. No code in it is run.
+        CheckpointError: it is missing, damaged, or contains more than `State` allows. No code in it is run.
     """
     if not _DATA_NAME.fullmatch(path.name):
-        raise CheckpointError(f"{path}: not a checkpoint's name. Expected a file like step-000000100.ckpt.")
-    problem = verify(_entry(path))
+        raise CheckpointError(f"{path}: not the name of a checkpoint. Expected a file like step-000000100.ckpt.")
+    problem = verify(_read_entry(path))
     if problem:
         raise CheckpointError(f"{path}: damaged: {problem}. Use another checkpoint of {path.parent}.")
     return _read(path, mmap=mmap)
@@ -164,13 +164,13 @@ def load(path: Path, *, mmap: bool = False) -> State:
 def load_newest_valid(directory: Path) -> tuple[Entry, State] | None:
     """Return the newest undamaged checkpoint with its state (see `load`), None if there is no checkpoint at all.
 
-    Damaged ones are logged by name and reason and skipped, never deleted. A file that is as it was saved and yet
-    does not load is not skipped but raised: older ones would fail alike, or go back further than needed.
+    Damaged ones are logged by name and reason and skipped, never deleted. An undamaged one that does not load is an
+    error and not skipped: older ones would fail too, or lose more training than needed.
 
     Raises:
         CheckpointError: every checkpoint is damaged, or the newest undamaged one does not load.
     """
-    found = entries(directory)
+    found = list_checkpoints(directory)
     damaged = []
     for entry in found:
         problem = verify(entry)
@@ -183,7 +183,7 @@ def load_newest_valid(directory: Path) -> tuple[Entry, State] | None:
     raise CheckpointError(
         f"{directory}: all {len(damaged)} checkpoints are damaged:\n"
         + "\n".join(damaged)
-        + f"\nNothing was deleted. Restore one from a copy, or start again without them: mv {directory} "
+        + f"\nNothing was deleted. Restore one from a copy, or start from scratch without them: mv {directory} "
         f"{directory}.damaged"
     )
 
@@ -191,12 +191,12 @@ def load_newest_valid(directory: Path) -> tuple[Entry, State] | None:
 def prune(directory: Path, *, keep_last: int, protect: Callable[[int], bool] = lambda step: False) -> list[Path]:
     """Delete old checkpoints, oldest first, and return the data files deleted.
 
-    Kept are the newest undamaged checkpoint, the `keep_last` - 1 before it, what is newer than it (damaged, so a
-    person may want to look), and every step that `protect` holds. Reads one checkpoint if there is anything to
-    delete, to be sure that an undamaged one remains; deletes nothing if there is none.
+    Keeps the newest undamaged checkpoint, the `keep_last` - 1 before it, newer ones (they are damaged, and a person
+    may want to inspect them), and every step for which `protect` is true. If there is anything to delete, reads a
+    checkpoint to be sure that an undamaged one remains; deletes nothing if there is none.
     """
     assert keep_last >= 1, keep_last
-    found = entries(directory)
+    found = list_checkpoints(directory)
     if all(protect(entry.step) for entry in found[keep_last:]):
         return []
     newest_valid = next((i for i, entry in enumerate(found) if verify(entry) is None), len(found))
@@ -206,8 +206,8 @@ def prune(directory: Path, *, keep_last: int, protect: Callable[[int], bool] = l
     return doomed[::-1]
 
 
-def interval_s(save_s: float, *, mtbf_hours: float, max_minutes: float) -> float:
-    """Return how many seconds to train between two saves, so that saving and work lost to failures cost least.
+def compute_interval_s(save_s: float, *, mtbf_hours: float, max_minutes: float) -> float:
+    """Return the seconds of training between two saves for which saving and lost work together cost least.
 
     Young's first-order optimum sqrt(2 C M) (Young 1974, CACM 17(9), 530-531), for a save of C seconds and a mean
     time M between failures. Daly's higher-order estimate (Daly 2006, FGCS 22(3), 303-312, eq. 37) differs by less
@@ -215,8 +215,8 @@ def interval_s(save_s: float, *, mtbf_hours: float, max_minutes: float) -> float
 
     Args:
         save_s: measured cost of a save, seconds, > 0.
-        mtbf_hours: mean time between failures of the whole job: of one node, divided by the nodes.
-        max_minutes: upper bound; it holds even where saving then takes more than a tenth of the time.
+        mtbf_hours: mean time between failures of the whole run: that of one node divided by the number of nodes.
+        max_minutes: upper bound, even if saving then takes more than a tenth of the time.
 
     Returns:
         Young's interval, but at least 10 saves long (overhead below a tenth) and at most `max_minutes`.
@@ -229,18 +229,18 @@ def interval_s(save_s: float, *, mtbf_hours: float, max_minutes: float) -> float
 def export(path: Path, out: Path) -> Path:
     """Write a checkpoint's model weights as a safetensors file, and return `out`.
 
-    Weights are `select_weights`. The file's metadata holds format, step, which weights, the checkpoint's SHA-256, and
-    `meta` and what packing learned as JSON.
+    The weights are those of `select_weights`. The file's metadata has format, step, kind of weights, the checkpoint's
+    SHA-256, and `meta` and the artifacts of packing as JSON.
 
     Raises:
         CheckpointError: `out` exists or cannot be written, or the checkpoint is damaged or has no such weights.
     """
     if out.exists():
-        raise CheckpointError(f"{out}: exists already, and is not overwritten. Name another file, or delete it.")
-    state, entry = load(path, mmap=True), _entry(path)
+        raise CheckpointError(f"{out}: exists already and is not overwritten. Name another file, or delete it.")
+    state, entry = load(path, mmap=True), _read_entry(path)
     swa = state.get("swa") or {}
     averaged = swa["module"] if swa.get("refreshed") else state.get("ema") or {}
-    weights = _weights(path, state.get("model") or {}, averaged)
+    weights = _merge_weights(path, state.get("model") or {}, averaged)
     metadata = {
         "format": "pt",
         "step": str(entry.step),
@@ -249,7 +249,7 @@ def export(path: Path, out: Path) -> Path:
         "meta": json.dumps(dict(entry.meta)),
         "learned": json.dumps(state.get("learned", {})),
     }
-    partial = _partial(out)
+    partial = _add_partial_suffix(out)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         safetensors.torch.save_file(weights, partial, metadata=metadata)
@@ -258,14 +258,14 @@ def export(path: Path, out: Path) -> Path:
         fsync_path(out.parent)
     except (OSError, safetensors.SafetensorError) as error:
         partial.unlink(missing_ok=True)
-        raise CheckpointError(f"{out}: not exported: {error}. Make room, or name a file elsewhere.") from error
+        raise CheckpointError(f"{out}: not exported: {error}. Free some space, or name a file elsewhere.") from error
     return out
 
 
 def _write(path: Path, state: State, *, step: int, meta: Mapping[str, Any]) -> int:
     """Write data and manifest in the order that leaves every prefix of it valid; return the data's bytes."""
     manifest_path = path.with_suffix(".json")
-    partial, manifest_partial = _partial(path), _partial(manifest_path)
+    partial, manifest_partial = _add_partial_suffix(path), _add_partial_suffix(manifest_path)
     try:
         with partial.open("wb", buffering=0) as file:
             writer = _HashingWriter(file)
@@ -273,9 +273,9 @@ def _write(path: Path, state: State, *, step: int, meta: Mapping[str, Any]) -> i
         if writer.failure:
             raise writer.failure
         fsync_path(partial)
-        manifest_partial.write_text(_manifest(step, writer.bytes, writer.hash.hexdigest(), meta))
+        manifest_partial.write_text(_encode_manifest(step, writer.bytes, writer.hash.hexdigest(), meta))
         fsync_path(manifest_partial)
-        # A manifest without data is no checkpoint, so it goes first: data without one would be a damaged one.
+        # The manifest goes first: alone it is no checkpoint, but data without a manifest are a damaged one.
         manifest_partial.replace(manifest_path)
         partial.replace(path)
         fsync_path(path.parent)
@@ -287,10 +287,10 @@ def _write(path: Path, state: State, *, step: int, meta: Mapping[str, Any]) -> i
 
 
 class _HashingWriter:
-    """The file that torch.save writes to, front to back. It hashes what was meant, not what a bad disk made of it.
+    """The file that torch.save writes to, front to back. It hashes the intended bytes, not what a bad disk stored.
 
-    torch.save may wrap an exception of `write` into one of its own, which would hide "disk full". So the first
-    failure is kept for the caller to ask for, and what follows is discarded.
+    torch.save may wrap an exception of `write` into one of its own, which would hide "disk full". So `failure` keeps
+    the first one for the caller, and later data are discarded.
     """
 
     def __init__(self, file: RawIOBase) -> None:
@@ -311,14 +311,14 @@ class _HashingWriter:
         return len(data)
 
     def flush(self) -> None:
-        """Do nothing: the file is unbuffered. Like `write`, torch.save calls it."""
+        """Do nothing: the file is unbuffered. torch.save calls this."""
 
 
-def _partial(path: Path) -> Path:
+def _add_partial_suffix(path: Path) -> Path:
     return path.with_name(path.name + ".partial")
 
 
-def _manifest(step: int, size: int, sha256: str, meta: Mapping[str, Any]) -> str:
+def _encode_manifest(step: int, size: int, sha256: str, meta: Mapping[str, Any]) -> str:
     fields = {"format": FORMAT, "step": step, "bytes": size, "sha256": sha256, "meta": dict(meta)}
     fields = json.loads(json.dumps(fields))  # what a reader gets: string keys, no tuples
     return json.dumps({**fields, "self_sha256": _hash_fields(fields)}, indent=1)
@@ -329,7 +329,7 @@ def _hash_fields(fields: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
-def _manifest_problem(manifest: Any, *, step: int, size: int) -> str | None:
+def _check_manifest(manifest: Any, *, step: int, size: int) -> str | None:
     if not isinstance(manifest, dict):
         return "the manifest is damaged: not a JSON object"
     if manifest.get("format") != FORMAT:
@@ -343,9 +343,9 @@ def _manifest_problem(manifest: Any, *, step: int, size: int) -> str | None:
     return None
 
 
-def _entry(path: Path) -> Entry:
+def _read_entry(path: Path) -> Entry:
     """Describe the checkpoint whose data file `path` is."""
-    step, size = _number(path)[0], 0
+    step, size = _parse_name(path)[0], 0
     try:
         size = path.stat().st_size
         manifest = json.loads(path.with_suffix(".json").read_bytes())
@@ -354,17 +354,17 @@ def _entry(path: Path) -> Entry:
     except ValueError as error:
         problem = f"the manifest is damaged: {error}"
     else:
-        problem = _manifest_problem(manifest, step=step, size=size)
+        problem = _check_manifest(manifest, step=step, size=size)
     if problem:
         return Entry(path, step, size, {}, "", problem)
     return Entry(path, step, size, manifest["meta"], manifest["sha256"], None)
 
 
-def _name(step: int, revision: int) -> str:
+def _format_name(step: int, revision: int) -> str:
     return f"step-{step:09d}" + (f"-{revision}" if revision else "") + ".ckpt"
 
 
-def _number(path: Path) -> tuple[int, int]:
+def _parse_name(path: Path) -> tuple[int, int]:
     """Return (step, revision) of a data file's path; a later save of the same step has a higher revision."""
     match = _DATA_NAME.fullmatch(path.name)
     assert match, path
@@ -386,25 +386,25 @@ def _delete(path: Path) -> None:
     path.with_suffix(".json").unlink(missing_ok=True)
 
 
-def _leaves(value: Any, where: str) -> Iterator[tuple[str, Any]]:
-    """Yield everything in a nested state that is no container, keys included, each with where it stands."""
+def _walk_leaves(value: Any, where: str) -> Iterator[tuple[str, Any]]:
+    """Yield all leaves of a nested state, keys included, each with its path."""
     if type(value) in (dict, OrderedDict):
         for key, item in value.items():
             yield f"a key of {where}", key
-            yield from _leaves(item, f"{where}[{key!r}]")
+            yield from _walk_leaves(item, f"{where}[{key!r}]")
     elif type(value) in (list, tuple):
         for i, item in enumerate(value):
-            yield from _leaves(item, f"{where}[{i}]")
+            yield from _walk_leaves(item, f"{where}[{i}]")
     else:
         yield where, value
 
 
 def _refuse_unsafe(state: State) -> None:
-    """Raise for what torch.load(weights_only=True) would refuse, while there is still something to do about it.
+    """Raise for what torch.load(weights_only=True) would refuse, while it can still be corrected.
 
     Types are compared exactly: a numpy float is a subclass of float and pickles as numpy.
     """
-    for where, leaf in _leaves(state, "state"):
+    for where, leaf in _walk_leaves(state, "state"):
         if type(leaf) in (bool, int, float, str, type(None)):
             continue
         if type(leaf) in (torch.Tensor, torch.nn.Parameter) and leaf.layout == torch.strided and not leaf.is_meta:
@@ -413,13 +413,13 @@ def _refuse_unsafe(state: State) -> None:
         raise CheckpointError(
             f"checkpoint not saved: {where} is a {kind} of type {type(leaf).__module__}.{type(leaf).__name__}. "
             "A checkpoint holds dicts, lists and tuples of dense tensors, numbers, strings and None, because it is "
-            "loaded without running code. Convert it, such as float(x), x.tolist() or str(x)."
+            "loaded without running code. Convert it: float(x), x.tolist() or str(x)."
         )
 
 
-def _tensor_bytes(state: State) -> int:
-    """Return the bytes of all storages, each once: what the data file takes, but for names and padding."""
-    storages = [leaf.untyped_storage() for _, leaf in _leaves(state, "state") if isinstance(leaf, torch.Tensor)]
+def _count_tensor_bytes(state: State) -> int:
+    """Count the bytes of all storages, each once: the size of the data file without names and padding."""
+    storages = [leaf.untyped_storage() for _, leaf in _walk_leaves(state, "state") if isinstance(leaf, torch.Tensor)]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
@@ -428,40 +428,40 @@ def _require_room(directory: Path, needed: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def _not_saved(directory: Path, step: int, needed: int, reason: str) -> str:
+def _describe_failed_save(directory: Path, step: int, needed: int, reason: str) -> str:
     disk = next(folder for folder in (directory, *directory.absolute().parents) if folder.exists())
     free = shutil.disk_usage(disk).free
     return (
-        f"{directory / _name(step, 0)}: not saved: {reason}. It takes at least {needed / _GIB:.3f} GiB, "
+        f"{directory / _format_name(step, 0)}: not saved: {reason}. It needs at least {needed / _GIB:.3f} GiB, "
         f"{free / _GIB:.3f} GiB are free (a quota may allow less). Older checkpoints are untouched. Look at "
-        f"df -h {disk} and du -sh {disk}/*, make room or keep fewer (checkpoint.keep_last=1), and start the run "
-        "again: it goes on from the newest checkpoint."
+        f"df -h {disk} and du -sh {disk}/*, free some space or keep fewer (checkpoint.keep_last=1), and start the run "
+        "again: it resumes from the newest checkpoint."
     )
 
 
 def _read(path: Path, *, mmap: bool) -> State:
     if not zipfile.is_zipfile(path):
-        raise CheckpointError(_refused(path, "it is not the zip archive that torch.save writes"))
+        raise CheckpointError(_describe_refusal(path, "it is not the zip archive that torch.save writes"))
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)  # type: ignore[no-any-return]
     except pickle.UnpicklingError as error:
-        raise CheckpointError(_refused(path, str(error).splitlines()[0])) from error
+        raise CheckpointError(_describe_refusal(path, str(error).splitlines()[0])) from error
 
 
-def _refused(path: Path, reason: str) -> str:
+def _describe_refusal(path: Path, reason: str) -> str:
     return (
-        f"{path}: refused: it holds more than tensors, numbers and strings, and loading it could run code: {reason}. "
-        "Trainyard never writes such a file: find out who did before you use anything else of this folder."
+        f"{path}: refused: it contains more than tensors, numbers and strings, and loading it could run code: "
+        f"{reason}. Trainyard never writes such a file: find out who did before you use anything else in this folder."
     )
 
 
-def _weights(path: Path, model: Mapping[str, Any], averaged: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return contiguous tensors that share no memory, as safetensors wants them."""
+def _merge_weights(path: Path, model: Mapping[str, Any], averaged: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return contiguous tensors that share no memory, as safetensors requires."""
     stray = sorted(averaged.keys() - model.keys())
     other = [name for name, value in model.items() if not isinstance(value, torch.Tensor)]
     if not model or stray or other:
         found = f"'ema' has {stray[0]}, which 'model' lacks" if stray else "'model' is empty or missing"
-        found = f"'model' has {other[0]}, which is no tensor" if other else found
+        found = f"'model' has {other[0]}, which is not a tensor" if other else found
         raise CheckpointError(f"{path}: not exported: expected state['model'] to hold all weights, but {found}.")
     merged = {**model, **averaged}
     return {name: w.detach().clone(memory_format=torch.contiguous_format) for name, w in merged.items()}

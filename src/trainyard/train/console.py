@@ -1,4 +1,4 @@
-"""What a person sees while a run trains: log lines, a progress bar, and durations in words."""
+"""What a person sees while a run trains: log lines and a progress bar."""
 
 import sys
 from collections.abc import Iterator, Mapping
@@ -9,23 +9,23 @@ from trainyard.text import format_duration
 
 
 def format_line(values: Mapping[str, float]) -> str:
-    """Return the console line of one training interval, leaving out what `values` does not hold.
+    """Return the console line of one training interval, without the parts that `values` lacks.
 
     `step 400/10000  loss 0.213  1840 samples/s  data 3 ms (4 %)  compute 66 ms  mem 31.2 GiB  eta 12m`
 
     Args:
-        values: the keys of a train line, with `step` and, where the number of steps is known, `total_steps`.
-            The share of waiting for data and the time left (training only) come from `step_ms`.
+        values: the keys of a train line, with `step` and, if the number of steps is known, `total_steps`.
+            `step_ms` gives the share of time spent waiting for data, and the time left (of training alone).
     """
     total = f"/{values['total_steps']:.0f}" if "total_steps" in values else ""
-    parts = [f"step {values['step']:.0f}{total}", *_measured(values)]
+    parts = [f"step {values['step']:.0f}{total}", *_format_measurements(values)]
     if total and "step_ms" in values:
         left_s = (values["total_steps"] - values["step"]) * values["step_ms"] / 1000
         parts.append(f"eta {format_duration(left_s)}")
     return "  ".join(parts)
 
 
-def _measured(values: Mapping[str, float]) -> Iterator[str]:
+def _format_measurements(values: Mapping[str, float]) -> Iterator[str]:
     if "loss" in values:
         yield f"loss {values['loss']:.3g}"
     if "samples_per_s" in values:
@@ -54,7 +54,7 @@ class ProgressBar:
         """
         from tqdm import tqdm
 
-        hide = None if show else True  # None: tqdm hides itself where there is no terminal
+        hide = None if show else True  # None: tqdm hides itself without a terminal
         self._bar = tqdm(
             total=total_steps,
             initial=step,
@@ -66,7 +66,7 @@ class ProgressBar:
         )
 
     def update(self, step: int, *, loss: float | None = None) -> None:
-        """Move to `step` steps done."""
+        """Show `step` steps as done."""
         if loss is not None:
             self._bar.set_postfix_str(f"loss {loss:.3g}", refresh=False)
         self._bar.update(step - self._bar.n)

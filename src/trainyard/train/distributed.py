@@ -1,4 +1,4 @@
-"""Ranks: how we meet, what we tell each other, what we agree on."""
+"""Process-group set-up and small collectives."""
 
 import json
 import time
@@ -15,12 +15,12 @@ from trainyard.errors import UserError
 from trainyard.files import write_atomically
 from trainyard.train.world import World
 
-_MEET_S = 600  # how long ranks wait for each other at the start: images load at different speeds
+_JOIN_TIMEOUT_S = 600  # how long ranks wait for each other at the start: container images load at different speeds
 _STEP_TIMEOUT = timedelta(minutes=30)  # longest save or evaluation that others wait for
 
 
 def select_device(world: World) -> torch.device:
-    """Return this rank's device: its GPU, or the CPU where there is none.
+    """Return this rank's device: its GPU, or the CPU if the node has none.
 
     Raises:
         UserError: more ranks on this node than GPUs.
@@ -30,8 +30,8 @@ def select_device(world: World) -> torch.device:
         return torch.device("cpu")
     if world.local_rank >= gpus:
         raise UserError(
-            f"Rank {world.rank} is number {world.local_rank} on its node, which shows {gpus} GPUs. "
-            f"Ask for {gpus} tasks per node."
+            f"Rank {world.rank} has local rank {world.local_rank}, but its node shows {gpus} GPUs. "
+            f"Request {gpus} tasks per node."
         )
     device = torch.device("cuda", world.local_rank)
     torch.cuda.set_device(device)
@@ -39,26 +39,26 @@ def select_device(world: World) -> torch.device:
 
 
 def join(world: World, run: Path) -> None:
-    """Meet the other ranks. Collectives work on CPU tensors (gloo) and, with GPUs, on CUDA tensors (NCCL).
+    """Join the process group. Collectives work on CPU tensors (gloo) and, with GPUs, on CUDA tensors (NCCL).
 
-    Under Slurm and our own launcher rank 0 listens on a port that the system chooses, and says which in the run
-    folder: no port is ever taken, and none is left over from an earlier start.
+    Under Slurm and our own launcher, rank 0 listens on a port that the system chooses and writes it to the run
+    folder: the port is always free, and never that of an earlier attempt.
     """
     if world.world_size == 1:
         return
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    store = _meet(world, run) if world.meeting else None
+    store = _connect_store(world, run) if world.rendezvous else None
     dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.world_size, timeout=_STEP_TIMEOUT)
 
 
 def leave() -> None:
-    """Part from the other ranks."""
+    """Leave the process group."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def barrier() -> None:
-    """Wait until every rank is here."""
+    """Wait for all ranks."""
     if dist.is_initialized():
         dist.all_reduce(torch.zeros(1))  # on the host: a barrier over NCCL would start the GPUs' communicator
 
@@ -83,7 +83,7 @@ def gather_to_rank0(value: Any) -> list[Any] | None:
     """Return every rank's value, in order of rank, on rank 0; None elsewhere."""
     if not dist.is_initialized():
         return [value]
-    # Objects go through CPU tensors: gather_object would pick the GPU where NCCL is present.
+    # Objects go through CPU tensors: gather_object would pick the GPU if NCCL is present.
     box: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(box, value)
     return box if dist.get_rank() == 0 else None
@@ -117,20 +117,20 @@ class Agreement:
             self._pending = None
 
 
-def _meet(world: World, run: Path) -> TCPStore:
-    notice = run / f"meeting-{world.meeting}.json"
-    limit = timedelta(seconds=_MEET_S)
+def _connect_store(world: World, run: Path) -> TCPStore:
+    address_file = run / f"meeting-{world.rendezvous}.json"
+    limit = timedelta(seconds=_JOIN_TIMEOUT_S)
     if world.is_main:
         store = TCPStore(world.address, 0, world.world_size, True, timeout=limit, wait_for_workers=False)
-        write_atomically(notice, json.dumps({"address": world.address, "port": store.port}))
+        write_atomically(address_file, json.dumps({"address": world.address, "port": store.port}))
         return store
-    deadline = time.monotonic() + _MEET_S
-    while not notice.exists():
+    deadline = time.monotonic() + _JOIN_TIMEOUT_S
+    while not address_file.exists():
         if time.monotonic() > deadline:
             raise UserError(
-                f"Rank {world.rank} waited {_MEET_S} s for rank 0 to write {notice}. Is the run folder on a file "
-                "system that all nodes share?"
+                f"Rank {world.rank} waited {_JOIN_TIMEOUT_S} s for rank 0 to write {address_file}. Is the run folder "
+                "on a file system that all nodes share?"
             )
         time.sleep(0.05)
-    place = json.loads(notice.read_text())
-    return TCPStore(place["address"], place["port"], world.world_size, False, timeout=limit)
+    main = json.loads(address_file.read_text())
+    return TCPStore(main["address"], main["port"], world.world_size, False, timeout=limit)

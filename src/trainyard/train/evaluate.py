@@ -1,4 +1,4 @@
-"""Evaluation: rows from every rank, gathered once, each sample once, scored as a whole set."""
+"""Evaluation: predict on every rank, gather the rows once, and score the whole set."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -21,30 +21,30 @@ def evaluate(
     *,
     batch_size: int,
     autocast: Callable[[], AbstractContextManager[None]],
-    show: Callable[[dict[str, bytes]], None] | None = None,
+    save_figures: Callable[[dict[str, bytes]], None] | None = None,
 ) -> dict[str, float]:
     """Score a module on the samples `ids`; every rank takes part and gets the metrics.
 
-    The module's mode (training or evaluation) is put back as it was.
+    Afterwards the module is in the mode (training or evaluation) in which it was.
 
     Args:
-        show: called on rank 0 with the module's exhibits of this set.
+        save_figures: called on rank 0 with the module's report figures of this set.
     """
     was_training = module.training
     module.eval()
-    mine: list[Rows] = []
+    own_rows: list[Rows] = []
     with torch.inference_mode():
-        for micro in loader.evaluate(ids, batch_size=batch_size):
+        for micro_batch in loader.evaluate(ids, batch_size=batch_size):
             with autocast():
-                mine.append(_on_host(module.predict(micro.batch)))
+                own_rows.append(_copy_to_host(module.predict(micro_batch.batch)))
     module.train(was_training)
-    parts = distributed.gather_to_rank0(mine)
+    parts = distributed.gather_to_rank0(own_rows)
     metrics = None
     if parts is not None:
-        rows = _join([row for part in parts for row in part], ids)
+        rows = _join_rows([row for part in parts for row in part], ids)
         metrics = {name: float(value) for name, value in module.score(rows).items()}
-        if show is not None:
-            show(module.report_figures(rows))
+        if save_figures is not None:
+            save_figures(module.report_figures(rows))
     result: dict[str, float] = distributed.broadcast_from_rank0(metrics)
     return result
 
@@ -62,19 +62,19 @@ def predict(
     module.eval()
     parts: list[Rows] = []
     with torch.inference_mode():
-        for micro in loader.evaluate(ids, batch_size=batch_size):
+        for micro_batch in loader.evaluate(ids, batch_size=batch_size):
             with autocast():
-                parts.append(_on_host(module.predict(micro.batch)))
-            progress(len(micro.batch[SAMPLE_ID]))
-    return _join(parts, ids)
+                parts.append(_copy_to_host(module.predict(micro_batch.batch)))
+            progress(len(micro_batch.batch[SAMPLE_ID]))
+    return _join_rows(parts, ids)
 
 
-def _on_host(rows: dict[str, Tensor]) -> Rows:
+def _copy_to_host(rows: dict[str, Tensor]) -> Rows:
     return {name: (v.float() if v.is_floating_point() else v).cpu().numpy() for name, v in rows.items()}
 
 
-def _join(parts: list[Rows], ids: np.ndarray) -> Rows:
-    """Join rows of all ranks in order of sample id, and make sure that they are the set asked for."""
+def _join_rows(parts: list[Rows], ids: np.ndarray) -> Rows:
+    """Join rows in order of sample id, and check that they are exactly the samples `ids`."""
     rows = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     order = np.argsort(rows[SAMPLE_ID], kind="stable")
     rows = {name: values[order] for name, values in rows.items()}

@@ -1,4 +1,4 @@
-"""The heartbeat: says every few seconds that rank 0 lives."""
+"""The heartbeat: a file that shows that rank 0 is alive."""
 
 import json
 import math
@@ -12,9 +12,9 @@ HEARTBEAT_FILE = "heartbeat.json"
 
 
 class Heartbeat:
-    """Says in `heartbeat.json`, every few seconds, that rank 0 lives, what it does and how far it is.
+    """Writes to `heartbeat.json`, every few seconds, that rank 0 is alive, what it is doing and how far it is.
 
-    Written between steps and not by a thread of its own, so a run that hangs falls silent.
+    It is written between steps and not by a separate thread, so it stops if the run hangs.
     """
 
     def __init__(self, run: Path, attempt: str, *, every_s: float = 5.0) -> None:
@@ -23,11 +23,11 @@ class Heartbeat:
         self._last_s = -math.inf
 
     def beat(self, phase: str, *, step: int = 0, total_steps: int | None = None, now: bool = False) -> None:
-        """Write a sign of life, unless the last one is younger than `every_s`.
+        """Write a heartbeat, unless the last one is younger than `every_s`.
 
         Args:
             phase: "preparing", "training", "evaluating" or "saving".
-            now: write in any case, because what begins may take long.
+            now: write in any case, because the phase that begins may take long.
         """
         if not now and time.monotonic() - self._last_s < self._every_s:
             return

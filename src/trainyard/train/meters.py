@@ -1,4 +1,4 @@
-"""What the training loop keeps an eye on: rates and waiting, intervals, numbers read one step late."""
+"""What the training loop measures: rates, waiting, intervals, and scalars read one step late."""
 
 import resource
 import time
@@ -12,14 +12,14 @@ from torch import Tensor
 from trainyard.settings import Duration
 
 
-def skipped_in_a_row(before: int, skipped: float | None) -> int:
-    """Return how many steps in a row were skipped; None, where a save has looked already, leaves the count alone."""
+def count_skipped_in_a_row(before: int, skipped: float | None) -> int:
+    """Return how many steps in a row were skipped; None (a save has already checked the step) changes nothing."""
     if skipped is None:
         return before
     return before + 1 if skipped else 0
 
 
-def peak_memory_gib(device: torch.device) -> float:
+def read_peak_memory_gib(device: torch.device) -> float:
     """Return the peak memory so far: of the GPU's allocator, or of the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
@@ -27,7 +27,7 @@ def peak_memory_gib(device: torch.device) -> float:
 
 
 class DeferredScalar:
-    """A number on its way from the device: reading it waits for the step that made it, not for what came after."""
+    """A scalar on its way from the device: reading it waits for the step that computed it, not for later work."""
 
     def __init__(self, step: int, value: Tensor) -> None:
         self.step = step
@@ -38,37 +38,37 @@ class DeferredScalar:
             self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._ready.record()
 
-    def value(self) -> float:
+    def read(self) -> float:
         if self._ready is not None:
             self._ready.synchronize()
         return float(self._host)
 
 
 class Interval:
-    """An interval in steps, or in minutes of the main rank's clock; an empty text never comes."""
+    """An interval in steps, or in minutes on rank 0's clock; with an empty text, never due."""
 
     def __init__(self, text: str, steps_per_epoch: int) -> None:
         length = Duration.parse(text) if text else None
         self.seconds = length.value * 60 if length is not None and length.unit == "min" else None
         self._steps = max(1, length.steps(steps_per_epoch)) if length is not None and self.seconds is None else None
         self._since = time.monotonic()
-        self._told = False
+        self._reported = False
 
     def due_at(self, step: int) -> bool:
         return self._steps is not None and step % self._steps == 0
 
     def elapsed(self) -> bool:
-        """Tell, once until the next `restart`, that the time is over: the ranks act on it a step later."""
-        is_over = not self._told and self.seconds is not None and time.monotonic() - self._since >= self.seconds
-        self._told |= is_over
+        """Return True once when the time is over, until the next `restart`: the ranks act on it a step later."""
+        is_over = not self._reported and self.seconds is not None and time.monotonic() - self._since >= self.seconds
+        self._reported |= is_over
         return is_over
 
     def restart(self) -> None:
-        self._since, self._told = time.monotonic(), False
+        self._since, self._reported = time.monotonic(), False
 
 
 class StepMeter:
-    """Where the time since the last log line went, pauses for evaluation and saving left out."""
+    """Measures where the time since the last log line went, without evaluation and saving."""
 
     def __init__(self) -> None:
         self._reset()
@@ -79,13 +79,13 @@ class StepMeter:
         self._wait_s += wait_s
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
+    def pause(self) -> Iterator[None]:
         begin = time.monotonic()
         yield
         self._begin += time.monotonic() - begin
 
-    def timings(self) -> dict[str, float]:
-        """Return means per step, and start anew."""
+    def pop_timings(self) -> dict[str, float]:
+        """Return means per step since the last call, and reset."""
         elapsed_s, steps = time.monotonic() - self._begin, self._steps
         result = {
             "samples_per_s": self._samples / elapsed_s,

@@ -1,4 +1,4 @@
-"""The contract between a job and the engine: the engine knows nothing else of a model."""
+"""The contract between a job and the training engine, which knows nothing else about a model."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,42 +9,42 @@ from torch import Tensor, nn
 from trainyard.data.shards import ShardSet
 
 Batch = dict[str, Tensor]
-"""One micro-batch on the device. First axis of every entry: B samples.
+"""One micro-batch on the device. The first axis of every entry is B, the samples.
 
-`sample_id` (B,) int64 and every column of the data set under its name (B,). By kind of record:
+It has `sample_id` (B,) int64, every column of the data set under its name (B,), and by kind of record:
 
-- image: `image` (B, C, H, W) float32, cast, normalised and augmented; `affine` (B, 2, 3) float32 takes (x, y, 1) in
-  pixels of the stored image, whose left and upper edges are at 0, to pixels of the input; `image_px` (B, 2) float32
-  is the stored image's height and width.
-- array of equal shape: under its name, (B, ...).
-- `Ragged`: (B, L, ...), filled up with zeros to the longest of the batch, and `<name>_count` (B,) int64.
-- `Sound`: (B, N) float32 in [-1, 1), and `<name>_count` (B,) int64, the frames of the whole sound.
+- image: `image` (B, C, H, W) float32, normalised and augmented; `affine` (B, 2, 3) float32 maps (x, y, 1) in pixels
+  of the stored image (left and upper edges at 0) to pixels of the input; `image_px` (B, 2) float32 is the stored
+  image's height and width.
+- array of fixed shape: under its name, (B, ...).
+- `Ragged`: (B, L, ...), padded with zeros to the longest of the batch, and `<name>_count` (B,) int64.
+- `Audio`: (B, N) float32 in [-1, 1), and `<name>_count` (B,) int64, the frames of the whole recording.
 
-In training also `samples_seen` () int64, of the run before this step, and `noise` (B, 32) float32 in [0, 1): a pure
-function of (seed, epoch, sample id), for augmentation that a job does itself on the device.
+In training it also has `samples_seen` () int64, the samples that the run used before this step, and `noise` (B, 32)
+float32 in [0, 1): a pure function of (seed, epoch, sample id), for augmentation that a job does on the device.
 """
 
 Rows = dict[str, np.ndarray]
-"""What `predict` said of a whole evaluation set, on the host: each sample once, sorted by `sample_id`."""
+"""What `predict` returned for a whole evaluation set, on the host: each sample once, sorted by `sample_id`."""
 
 
-def _no_records(name: str, ids: np.ndarray) -> list[np.ndarray]:
+def _raise_no_record(name: str, ids: np.ndarray) -> list[np.ndarray]:
     raise KeyError(name)
 
 
 @dataclass(frozen=True)
 class DataInfo:
-    """What a job may know of its data set when it builds its model."""
+    """What a job may know about its data set when it builds its model."""
 
     columns: Mapping[str, np.ndarray]  # name -> (N,) numbers or codes, N samples of the whole data set
     vocabulary: Mapping[str, list[str]]  # text column -> the text of each code
     train_ids: np.ndarray  # (n,) int64, the samples that train
-    artifacts: Mapping[str, str] = field(default_factory=dict)  # what `pack.fit_artifacts` found in the training part
-    read: Callable[[str, np.ndarray], list[np.ndarray]] = _no_records  # (record, ids) -> as packed; files as uint8
+    artifacts: Mapping[str, str] = field(default_factory=dict)  # what `pack.fit_artifacts` fitted on the training split
+    read: Callable[[str, np.ndarray], list[np.ndarray]] = _raise_no_record  # (record, ids) -> as packed; files as uint8
 
     @classmethod
-    def of(cls, data: ShardSet, train_ids: np.ndarray) -> "DataInfo":
-        """Return what a job may know of an open data set."""
+    def from_shards(cls, data: ShardSet, train_ids: np.ndarray) -> "DataInfo":
+        """Describe an open data set."""
         return cls(data.columns, data.vocabulary, train_ids, data.artifacts, data.read_arrays)
 
 
@@ -52,14 +52,14 @@ class TrainModule(nn.Module):
     """A model with its loss and its score.
 
     A job's `module.py` defines one subclass and `build(config, data: DataInfo) -> TrainModule`. `build` is called
-    with the host's generator already seeded, equally on every rank.
+    after the host's random generator is seeded, with the same seed on every rank.
     """
 
     monitor: tuple[str, str] = ("loss", "min")
-    """Which metric of `score` decides the best checkpoint, and whether "min" or "max" is better."""
+    """The metric of `score` that decides the best checkpoint, and whether "min" or "max" is better."""
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
-        """Return {"loss": () float32, ...}; every further scalar is logged under its name.
+        """Return {"loss": () float32, ...}; every other scalar is logged under its name.
 
         `loss` is a mean over the samples of the batch: the engine weights micro-batches and ranks by their number of
         samples, so that one step equals the mean over the whole global batch.
@@ -67,7 +67,7 @@ class TrainModule(nn.Module):
         raise NotImplementedError
 
     def predict(self, batch: Batch) -> dict[str, Tensor]:
-        """Return one row per sample, first axis B, with `sample_id` (B,) int64 among them. Runs in inference mode."""
+        """Return one row per sample, first axis B, including `sample_id` (B,) int64. Runs in inference mode."""
         raise NotImplementedError
 
     def score(self, rows: Rows) -> dict[str, float]:
@@ -75,19 +75,19 @@ class TrainModule(nn.Module):
         raise NotImplementedError
 
     def report_figures(self, rows: Rows) -> dict[str, bytes]:
-        """Return plots and images of one scored set for the report: title -> PNG. Called at the end, on rank 0."""
+        """Return plots and images of a scored set for the report: title -> PNG. Called at the end, on rank 0."""
         return {}
 
     def prediction_rows(self, rows: Rows, keys: Sequence[str]) -> Iterator[dict[str, object]]:
-        """Yield one line of `trainyard predict`'s table per row, in their order; `keys` name the samples."""
+        """Yield a line of `trainyard predict`'s table for each row, in order; `keys` are the samples' names."""
         raise NotImplementedError
 
     def repeated_layers(self) -> Iterable[nn.Module]:
-        """Layers whose activations gradient checkpointing drops and computes again in the backward pass."""
+        """Return the layers whose activations are recomputed in the backward pass (activation checkpointing)."""
         return ()
 
     def parameter_groups(self, weight_decay: float) -> list[dict[str, object]]:
-        """Optimizer groups; "lr_scale" in one is a factor on the learning rate.
+        """Return the optimizer's parameter groups; a group's "lr_scale" multiplies its learning rate.
 
         Default: no weight decay on vectors and scalars (biases, normalisation).
         """

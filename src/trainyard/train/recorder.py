@@ -1,4 +1,4 @@
-"""The one writer of a run's metrics and events; it feeds the trackers, too. The schema: runs/events.py."""
+"""Writes a run's metrics and events, to disk and to trackers. Their schema is in runs/events.py."""
 
 import json
 import math
@@ -36,27 +36,27 @@ class Recorder:
             run: the run folder; it exists.
             trackers: any of "tensorboard", "wandb" (offline) and "mlflow" (local files); all write inside `run`.
             config: what the trackers show as the run's options; may be nested.
-            resume_at: step of the checkpoint that training goes on from, after `rewind`; None for a new run, and
-                for one that left no checkpoint and starts over, after `rewind(run, 0)`.
+            resume_at: step of the checkpoint that training resumes from, after `rewind`; None for a new run, and
+                for one without a checkpoint that starts from scratch, after `rewind(run, 0)`.
             check_owner: called before each write; raises if another process has taken over the run.
 
         Raises:
-            UserError: a tracker is unknown or not installed, or a new run finds another one's metrics.
+            UserError: a tracker is unknown or not installed, or the folder of a new run already has metrics.
         """
         for path in (run / METRICS_FILE, run / EVENTS_FILE):
             _drop_torn_tail(path)
-        kept = read_lines(run / METRICS_FILE)
-        if resume_at is None and kept:
+        lines = read_lines(run / METRICS_FILE)
+        if resume_at is None and lines:
             raise UserError(
-                f"{run / METRICS_FILE}: expected no metrics in the folder of a new run, found {len(kept)} "
+                f"{run / METRICS_FILE}: expected no metrics in the folder of a new run, found {len(lines)} "
                 f"lines. Resume that run, or start in another folder."
             )
-        assert all(line["step"] <= (resume_at or 0) for line in kept), "rewind before recording"
-        self._exporters = [open_tracker(name, run, config, resume_at) for name in trackers]
-        for line in kept:
-            if line["step"] == resume_at:  # they drop this step too: it may be recorded partly before the checkpoint
-                self._export(line["kind"], line["step"], line)
-        before = [*kept, *(e for e in read_lines(run / EVENTS_FILE) if e["step"] <= (resume_at or 0))]
+        assert all(line["step"] <= (resume_at or 0) for line in lines), "rewind before recording"
+        self._trackers = [open_tracker(name, run, config, resume_at) for name in trackers]
+        for line in lines:
+            if line["step"] == resume_at:  # trackers drop this step too, but part of it may precede the checkpoint
+                self._log_to_trackers(line["kind"], line["step"], line)
+        before = [*lines, *(e for e in read_lines(run / EVENTS_FILE) if e["step"] <= (resume_at or 0))]
         self._elapsed_before_s = find_elapsed_s(before) if resume_at is not None else 0.0
         self._started_s = time.monotonic()
         self._check_owner = check_owner
@@ -69,28 +69,28 @@ class Recorder:
         Args:
             kind: "train", "eval" (with `split` among the values) or "event" (with `event` among them).
             step: optimizer steps done.
-            values: numbers, text, or lists and mappings of text and finite numbers. Not `elapsed_s`: it is
-                stamped here, seconds of running over all attempts, without what a resume threw away.
+            values: numbers, text, or lists and mappings of text and finite numbers. Not `elapsed_s`, which is
+                added here: seconds of running over all attempts, without what a resume discarded.
 
         Raises:
             ValueError: a number inside a list or mapping is not finite; nothing was written.
         """
         assert kind in KINDS, kind
-        assert not {"kind", "step", "elapsed_s"} & values.keys(), "these are stamped by the recorder"
-        line: Line = {"kind": kind, "step": step, **values, "elapsed_s": self._elapsed_now_s()}
+        assert not {"kind", "step", "elapsed_s"} & values.keys(), "the recorder adds these"
+        line: Line = {"kind": kind, "step": step, **values, "elapsed_s": self._compute_elapsed_s()}
         if kind == "event":
             line["time"] = datetime.now(UTC).isoformat(timespec="seconds")
         self._check_owner()
         file = self._events if kind == "event" else self._metrics
         file.write(_encode(line))
         file.flush()
-        self._export(kind, step, values)
+        self._log_to_trackers(kind, step, values)
 
-    def position(self) -> int:
-        """Return the length of `metrics.jsonl` in bytes, all on disk. A checkpoint keeps it for `rewind`."""
+    def sync(self) -> int:
+        """Flush to disk; return the length of `metrics.jsonl` in bytes, which a checkpoint stores for `rewind`."""
         self._check_owner()
-        for exporter in self._exporters:
-            exporter.flush()
+        for tracker in self._trackers:
+            tracker.flush()
         self._metrics.flush()
         os.fsync(self._metrics.fileno())
         return self._metrics.tell()
@@ -106,21 +106,21 @@ class Recorder:
         """
         path = run / METRICS_FILE
         data = path.read_bytes() if path.exists() else b""
-        kept = data[:offset]
-        if len(kept) < offset or (kept and not kept.endswith(b"\n")):
+        head = data[:offset]
+        if len(head) < offset or (head and not head.endswith(b"\n")):
             raise UserError(
                 f"{path}: expected a line to end at byte {offset}, where the checkpoint says it did; the file "
-                f"has {len(data)} bytes and was changed since. Put the original back, or start a new run."
+                f"has {len(data)} bytes and was changed since. Restore the original, or start a new run."
             )
-        if kept != data:
-            write_atomically(path, kept)
+        if head != data:
+            write_atomically(path, head)
 
     def close(self) -> None:
         """Close the files and finish the trackers."""
         self._metrics.close()
         self._events.close()
-        for exporter in self._exporters:
-            exporter.close()
+        for tracker in self._trackers:
+            tracker.close()
 
     def __enter__(self) -> Self:
         return self
@@ -130,21 +130,12 @@ class Recorder:
     ) -> None:
         self.close()
 
-    def _elapsed_now_s(self) -> float:
+    def _compute_elapsed_s(self) -> float:
         return round(self._elapsed_before_s + time.monotonic() - self._started_s, 3)
 
-    def _export(self, kind: str, step: int, values: Mapping[str, object]) -> None:
-        for exporter in self._exporters:
-            exporter.log(kind, step, values)
-
-
-# --- Trackers ---------------------------------------------------------------------------------------------
-
-
-# --- Heartbeat --------------------------------------------------------------------------------------------
-
-
-# --- Files ------------------------------------------------------------------------------------------------
+    def _log_to_trackers(self, kind: str, step: int, values: Mapping[str, object]) -> None:
+        for tracker in self._trackers:
+            tracker.log(kind, step, values)
 
 
 def _encode(line: Line) -> bytes:
@@ -156,16 +147,16 @@ def _encode(line: Line) -> bytes:
 
 
 def _drop_torn_tail(path: Path) -> None:
-    """Cut what a killed writer left after the last whole line, so that the next line begins on its own."""
+    """Cut what a killed writer left after the last whole line, so that the next line starts on its own."""
     data = path.read_bytes() if path.exists() else b""
     end = data.rfind(b"\n") + 1
     if end < len(data):
         os.truncate(path, end)
 
 
-def write_report_figures(run: Path, split: str, report_figures: Mapping[str, bytes]) -> None:
-    """Keep plots and images of one scored set, title -> PNG, for the report: `exhibits/SPLIT - TITLE.png`."""
+def write_report_figures(run: Path, split: str, figures: Mapping[str, bytes]) -> None:
+    """Write plots and images of one scored split, title -> PNG, for the report: `exhibits/SPLIT - TITLE.png`."""
     folder = run / "exhibits"
     folder.mkdir(exist_ok=True)
-    for title, png in report_figures.items():
+    for title, png in figures.items():
         write_atomically(folder / f"{split} - {title.replace('/', '_')}.png", png)

@@ -1,4 +1,4 @@
-"""What a run is made of once everything is decided, and what follows from it: its order, its length, its loader."""
+"""What is decided before training starts, and what follows: epoch order, number of steps, loader."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ TRAIN, VALIDATION = "train", "val"
 
 @dataclass(frozen=True)
 class RunContext:
-    """All that a run is made of, once decided."""
+    """Everything that is decided before training starts."""
 
     config: TrainConfig
     module: TrainModule
@@ -38,17 +38,20 @@ class RunContext:
     check_owner: Callable[[], None]  # raises if another process has taken over the run
 
 
-def epoch_order(job: RunContext, epoch: int) -> order.EpochOrder:
+def build_epoch_order(context: RunContext, epoch: int) -> order.EpochOrder:
     """Return the order of an epoch: a pure function of the config and of the data's columns."""
-    config, ids = job.config, job.splits[TRAIN]
+    config, ids = context.config, context.splits[TRAIN]
     if not len(ids):
-        raise UserError(f"No sample is left to train on, of {job.data.count} in {job.data.folder}.")
+        raise UserError(
+            f"{context.data.folder}: none of its {context.data.count} samples is in the training split. "
+            "Check how the data is split."
+        )
     if config.data.order == "shuffle":
         return order.shuffle(ids, seed=config.seed, epoch=epoch, global_batch_size=config.global_batch_size)
     name = config.data.order_by
-    if name not in job.data.columns:
-        raise UserError(f"data.order_by={name}: the data have {', '.join(job.data.columns)}.")
-    values = job.data.columns[name][ids]
+    if name not in context.data.columns:
+        raise UserError(f"data.order_by={name}: no such column. The data set has {', '.join(context.data.columns)}.")
+    values = context.data.columns[name][ids]
     if config.data.order == "buckets":
         return order.buckets(ids, values, seed=config.seed, epoch=epoch, global_batch_size=config.global_batch_size)
     return order.pxk(
@@ -61,25 +64,25 @@ def epoch_order(job: RunContext, epoch: int) -> order.EpochOrder:
     )
 
 
-def total_steps(config: TrainConfig, steps_per_epoch: int) -> int | None:
-    """Return the optimizer steps of the whole run, None where time ends it."""
+def compute_total_steps(config: TrainConfig, steps_per_epoch: int) -> int | None:
+    """Return the optimizer steps of the whole run, None if its length is a time."""
     length = Duration.parse(config.max_duration)
     return None if length.unit == "min" else length.steps(steps_per_epoch)
 
 
-def make_loader(job: RunContext) -> Loader:
-    config = job.config
+def make_loader(context: RunContext) -> Loader:
+    config = context.config
     return Loader(
-        job.data,
+        context.data,
         settings=config.data,
         image=config.image,
         sound=config.sound,
         augmentation=config.augment,
         seed=config.seed,
-        rank=job.world.rank,
-        world_size=job.world.world_size,
-        device=job.device,
-        threads=job.threads,
-        channels_last=job.precision.channels_last,
-        decode=job.decode,
+        rank=context.world.rank,
+        world_size=context.world.world_size,
+        device=context.device,
+        threads=context.threads,
+        channels_last=context.precision.channels_last,
+        decode=context.decode,
     )

@@ -1,4 +1,4 @@
-"""The state of a run: built for a new run, encoded for a checkpoint, restored from one."""
+"""Builds the state of a run, encodes it for a checkpoint and restores it from one."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -23,33 +23,33 @@ from trainyard.train.step import (
 from trainyard.train.swa import WeightAverage
 
 
-def prepare_state(job: RunContext) -> tuple[TrainState, int | None]:
-    """Build the state, filled from the newest valid checkpoint if there is one.
+def prepare_state(context: RunContext) -> tuple[TrainState, int | None]:
+    """Build the state, and restore it from the newest valid checkpoint if there is one.
 
     Returns:
-        state, and the length of the metrics file at that checkpoint; None for a new run.
+        The state, and the length of the metrics file at that checkpoint (None for a new run).
     """
-    layout: Any = torch.channels_last if job.precision.channels_last else torch.contiguous_format
-    module = job.module.to(job.device).train()
+    layout: Any = torch.channels_last if context.precision.channels_last else torch.contiguous_format
+    module = context.module.to(context.device).train()
     module.to(memory_format=layout)  # type: ignore[call-overload]
-    config = job.config
+    config = context.config
     state = TrainState(
         module=module,
         model=module,
         optimizer=make_optimizer(module, config.optimizer),
-        scaler=torch.amp.GradScaler(job.device.type, enabled=job.precision.loss_scaling),
+        scaler=torch.amp.GradScaler(context.device.type, enabled=context.precision.loss_scaling),
         ema=copy_for_average(module) if config.ema_decay else None,
         ema_decay=config.ema_decay,
         swa=WeightAverage(copy_for_average(module)) if config.swa else None,
     )
-    saved = _newest_checkpoint(job)
+    saved = _load_newest_checkpoint(context)
     if saved is not None:
-        restore_state(state, saved, fingerprint=job.data.fingerprint)
+        restore_state(state, saved, fingerprint=context.data.fingerprint)
     if config.gradient_checkpointing and not enable_activation_checkpointing(module):
         raise UserError(
             f"gradient_checkpointing=true, but the model of {config.family} names no repeated layers to recompute."
         )
-    state.model = _wrap_ddp(job, module)
+    state.model = _wrap_ddp(context, module)
     return state, None if saved is None else saved["metrics_position"]
 
 
@@ -72,10 +72,10 @@ def encode_state(
 
 
 def restore_state(state: TrainState, saved: Mapping[str, Any], *, fingerprint: str) -> None:
-    """Fill a state from a snapshot.
+    """Restore a state from what `encode_state` returned.
 
     Raises:
-        UserError: the snapshot belongs to other data.
+        UserError: it belongs to other data.
     """
     if saved["data"] != fingerprint:
         raise UserError(
@@ -93,9 +93,9 @@ def restore_state(state: TrainState, saved: Mapping[str, Any], *, fingerprint: s
     state.best = saved["best"]
 
 
-def _newest_checkpoint(job: RunContext) -> dict[str, Any] | None:
-    """Load the newest valid checkpoint on every rank; rank 0 looks, so that all take the same."""
-    found = checkpoint.load_newest_valid(job.run / "checkpoints") if job.world.is_main else None
+def _load_newest_checkpoint(context: RunContext) -> dict[str, Any] | None:
+    """Load the newest valid checkpoint on every rank; rank 0 chooses, so that all load the same one."""
+    found = checkpoint.load_newest_valid(context.run / "checkpoints") if context.world.is_main else None
     path = distributed.broadcast_from_rank0(None if found is None else found[0].path)
     if path is None:
         return None
@@ -104,9 +104,9 @@ def _newest_checkpoint(job: RunContext) -> dict[str, Any] | None:
     return saved
 
 
-def _wrap_ddp(job: RunContext, module: TrainModule) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+def _wrap_ddp(context: RunContext, module: TrainModule) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
     model: Any = module
-    if job.world.world_size > 1:
-        ids = [job.device.index] if job.device.type == "cuda" else None
+    if context.world.world_size > 1:
+        ids = [context.device.index] if context.device.type == "cuda" else None
         model = DistributedDataParallel(module, device_ids=ids, gradient_as_bucket_view=True)
-    return torch.compile(model) if job.precision.compile else model
+    return torch.compile(model) if context.precision.compile else model

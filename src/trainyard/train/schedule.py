@@ -7,25 +7,25 @@ from trainyard.errors import UserError
 from trainyard.settings import Duration, ScheduleSettings
 
 _ONE_CYCLE_START = 1 / 25  # of the peak, as in Smith and Topin 2017 (arXiv:1708.07120) and torch's OneCycleLR
-_ONE_CYCLE_WARMUP = 0.3  # share of the run, where `warmup` says nothing
+_ONE_CYCLE_WARMUP = 0.3  # share of the run, if `warmup` is empty
 
 
-def lr_factor(step: int, schedule: ScheduleSettings, *, total_steps: int | None, steps_per_epoch: int) -> float:
-    """Return the learning rate of optimizer step `step` (from 0) over its peak.
+def compute_lr_factor(step: int, schedule: ScheduleSettings, *, total_steps: int | None, steps_per_epoch: int) -> float:
+    """Return the learning rate of optimizer step `step` (from 0), divided by its peak.
 
     Args:
-        total_steps: length of the run; None where the run is limited by time.
+        total_steps: length of the run; None if the run is limited by time.
 
     Raises:
-        UserError: the shape needs a number of steps and the run is limited by time.
+        UserError: the schedule needs a number of steps, and the run is limited by time.
     """
     warmup = Duration.parse(schedule.warmup).steps(steps_per_epoch) if schedule.warmup else 0
     if schedule.name == "one_cycle":
-        return _one_cycle(step, warmup, _known(total_steps, schedule.name), schedule.final_ratio)
+        return _one_cycle(step, warmup, _require_total_steps(total_steps, schedule.name), schedule.final_ratio)
     if step < warmup:
         return (step + 1) / warmup
     if schedule.name == "cosine":
-        total = _known(total_steps, schedule.name)
+        total = _require_total_steps(total_steps, schedule.name)
         return _half_cosine(1.0, schedule.final_ratio, (step - warmup) / max(1, total - warmup))
     if schedule.name == "step":
         drops = sorted(Duration.parse(text).steps(steps_per_epoch) for text in schedule.milestones)
@@ -44,7 +44,7 @@ def _half_cosine(start: float, end: float, progress: float) -> float:
     return end + (start - end) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
-def _known(total_steps: int | None, name: str) -> int:
+def _require_total_steps(total_steps: int | None, name: str) -> int:
     if total_steps is None:
         raise UserError(
             f"schedule.name={name} needs the number of steps, but max_duration is a time. "

@@ -22,21 +22,21 @@ from trainyard.train.swa import WeightAverage
 
 @dataclass
 class Progress:
-    """How far training is. With the model and the optimizer, all that a resume needs: the rest is a function of it."""
+    """How far training has come. With model and optimizer, all that a resume needs: the rest is a function of it."""
 
     epoch: int = 0
     batches_done: int = 0  # global batches of this epoch that the whole job has finished
     step: int = 0  # optimizer steps taken
     samples_seen: int = 0
-    train_s: float = 0.0  # time spent, over all attempts
+    train_s: float = 0.0  # time spent in steps, over all attempts
 
 
 @dataclass
 class TrainState:
     """Everything that changes while training."""
 
-    module: TrainModule  # bare: what is saved
-    model: Callable[[dict[str, Tensor]], dict[str, Tensor]]  # the same module as the step calls it: DDP, compiled
+    module: TrainModule  # not wrapped: what is saved
+    model: Callable[[dict[str, Tensor]], dict[str, Tensor]]  # the same module, under DDP and compiled
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     ema: TrainModule | None
@@ -48,12 +48,12 @@ class TrainState:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step says, still on the device: reading it waits for the GPU, so the caller does that rarely or late."""
+    """What a step returns, still on the device. Reading it waits for the GPU, so the caller reads rarely or late."""
 
-    losses: dict[str, Tensor]  # () float32 each: this rank's part of the mean over the global batch; ranks add up
+    losses: dict[str, Tensor]  # () float32 each: this rank's part of the global batch's mean; sum over ranks
     grad_norm: Tensor  # () float32, before clipping, of the whole global batch
-    skipped: Tensor  # () float32: 1 if the gradient was not finite and the step therefore not taken
-    wait_s: float  # time waited for data
+    skipped: Tensor  # () float32: 1 if the gradient was not finite, so the step was skipped
+    wait_s: float  # time spent waiting for data
 
 
 def train_step(
@@ -68,40 +68,40 @@ def train_step(
 ) -> StepResult:
     """Take one optimizer step over this rank's micro-batches of one global batch.
 
-    Each micro-batch's mean loss is weighted by its share of the global batch's samples, so gradients equal those of
-    the mean over the whole global batch however it was cut, last partial batch included. Under DDP, which averages
-    over ranks, they cross the network once, with the last micro-batch.
+    Each micro-batch's mean loss is weighted by its share of the global batch's samples. So the gradient equals that of
+    the mean over the global batch, however it is split, and also for a partial last batch. DDP, which averages over
+    ranks, all-reduces once per step, with the last micro-batch.
 
-    Whether the gradient is finite is found out and acted upon on the device: the fused optimizers skip their update
-    where `found_inf` is 1. Nothing here waits for the device.
+    Whether the gradient is finite is decided on the device: the fused optimizers skip their update if `found_inf` is
+    1. Nothing here waits for the device.
     """
     for group in state.optimizer.param_groups:
         group["lr"] = lr * group.get("lr_scale", 1.0)
-    torch.manual_seed(_step_seed(seed, state.progress.step))
+    torch.manual_seed(_derive_step_seed(seed, state.progress.step))
     state.optimizer.zero_grad(set_to_none=True)
     losses: dict[str, Tensor] = {}
     wait_s = 0.0
-    for micro in micro_batches:
-        wait_s += micro.wait_s
-        with _synchronized(state.model, micro.last):
+    for micro_batch in micro_batches:
+        wait_s += micro_batch.wait_s
+        with _sync_gradients_if(state.model, micro_batch.last):
             with autocast():
-                parts = state.model(micro.batch)
-            state.scaler.scale(parts["loss"] * (micro.weight * world_size)).backward()  # type: ignore[no-untyped-call]
+                parts = state.model(micro_batch.batch)
+            state.scaler.scale(parts["loss"] * (micro_batch.weight * world_size)).backward()  # type: ignore[no-untyped-call]
         for name, value in parts.items():
-            losses[name] = losses.get(name, 0.0) + value.detach().float() * micro.weight
+            losses[name] = losses.get(name, 0.0) + value.detach().float() * micro_batch.weight
     state.scaler.unscale_(state.optimizer)  # clip true gradients, not scaled ones
     norm = clip_grad_norm_(state.module.parameters(), clip_grad_norm or float("inf"))
     skipped = torch.isfinite(norm).logical_not().float()
-    state.optimizer.found_inf = skipped  # type: ignore[attr-defined]  # an enabled scaler puts its own, equal one
+    state.optimizer.found_inf = skipped  # type: ignore[attr-defined]  # an enabled scaler sets the same value
     state.scaler.step(state.optimizer)
     state.scaler.update()
     if state.ema is not None:
-        _average(state.ema, state.module, state.ema_decay)
+        _update_ema(state.ema, state.module, state.ema_decay)
     return StepResult(losses, norm, skipped, wait_s)
 
 
 def make_optimizer(module: TrainModule, settings: OptimizerSettings) -> torch.optim.Optimizer:
-    """Return the optimizer, always fused: only fused kernels can be told on the device not to step."""
+    """Build the optimizer, always fused: only fused kernels can skip a step by a value on the device."""
     groups: Any = [group for group in module.parameter_groups(settings.weight_decay) if group["params"]]
     if settings.name == "sgd":
         return torch.optim.SGD(groups, lr=settings.lr, momentum=settings.beta1, fused=True)
@@ -110,12 +110,12 @@ def make_optimizer(module: TrainModule, settings: OptimizerSettings) -> torch.op
 
 
 def copy_for_average(module: TrainModule) -> TrainModule:
-    """Return the module that holds averaged weights: a copy without gradients, in evaluation mode."""
+    """Copy a module to hold averaged weights: without gradients, in evaluation mode."""
     return copy.deepcopy(module).requires_grad_(False).eval()
 
 
 def enable_activation_checkpointing(module: TrainModule) -> int:
-    """Make the module's repeated layers recompute their activations in the backward pass; return how many there are.
+    """Make the module's repeated layers recompute their activations in the backward pass; return their number.
 
     Non-reentrant, which works under DDP. Batch statistics are frozen while recomputing: they were updated by the
     forward pass, and a second update would make the result depend on an option that only saves memory.
@@ -124,19 +124,19 @@ def enable_activation_checkpointing(module: TrainModule) -> int:
     for layer in module.repeated_layers():
         original = layer.forward
         layer.forward = partial(
-            checkpoint, original, use_reentrant=False, context_fn=partial(_recompute_contexts, layer)
+            checkpoint, original, use_reentrant=False, context_fn=partial(_make_recompute_contexts, layer)
         )
         count += 1
     return count
 
 
-def _recompute_contexts(layer: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    return nullcontext(), _frozen_statistics(layer)
+def _make_recompute_contexts(layer: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    return nullcontext(), _freeze_batch_statistics(layer)
 
 
 @contextmanager
-def _frozen_statistics(layer: nn.Module) -> Iterator[None]:
-    """Let a forward pass leave running statistics as they are: momentum 0, and the count of batches put back."""
+def _freeze_batch_statistics(layer: nn.Module) -> Iterator[None]:
+    """Keep running statistics unchanged by a forward pass: momentum 0, and the count of batches restored."""
     norms = [m for m in layer.modules() if isinstance(m, _BatchNorm) and m.training and m.track_running_stats]
     momenta = [norm.momentum for norm in norms]
     for norm in norms:
@@ -150,21 +150,21 @@ def _frozen_statistics(layer: nn.Module) -> Iterator[None]:
                 norm.num_batches_tracked.sub_(1)
 
 
-def _synchronized(model: Any, last: bool) -> AbstractContextManager[None]:
-    """Return the context in which DDP keeps gradients to itself, unless this is the step's last micro-batch."""
+def _sync_gradients_if(model: Any, last: bool) -> AbstractContextManager[None]:
+    """Return the context in which DDP all-reduces gradients only for the step's last micro-batch."""
     if last or not isinstance(getattr(model, "_orig_mod", model), DistributedDataParallel):
         return nullcontext()
     return model.no_sync()  # type: ignore[no-any-return]
 
 
-def _step_seed(seed: int, step: int) -> int:
-    """Return the seed of dropout and other device randomness in a step; the rank was added when `seed` was made."""
+def _derive_step_seed(seed: int, step: int) -> int:
+    """Return the seed of dropout and other device randomness in a step; `seed` differs between ranks already."""
     return (seed * 0x9E3779B97F4A7C15 + step * 0xBF58476D1CE4E5B9) % 2**63
 
 
 @torch.no_grad()
-def _average(ema: TrainModule, module: TrainModule, decay: float) -> None:
-    """Move averaged weights towards the current ones: ema += (1 - decay) * (w - ema); copy everything else."""
+def _update_ema(ema: TrainModule, module: TrainModule, decay: float) -> None:
+    """Move averaged weights towards the current ones: ema += (1 - decay) * (w - ema); copy the buffers."""
     averaged: list[Tensor] = list(ema.parameters())
     current: list[Tensor] = list(module.parameters())
     torch._foreach_lerp_(averaged, current, 1 - decay)

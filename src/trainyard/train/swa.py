@@ -18,13 +18,13 @@ from trainyard.train.module import TrainModule
 class WeightAverage:
     """The mean of `count` snapshots."""
 
-    module: TrainModule  # a copy that no optimizer knows
+    module: TrainModule  # a copy that no optimizer updates
     count: int = 0
-    refreshed: bool = False  # whether its batch statistics are those of its weights
+    refreshed: bool = False  # whether its BatchNorm statistics match its weights
 
     @torch.no_grad()
     def add(self, module: TrainModule) -> None:
-        """Take one more snapshot into the mean; everything but weights is that of the last."""
+        """Add a snapshot to the mean; buffers are those of the latest snapshot."""
         self.count += 1
         self.refreshed = False
         torch._foreach_lerp_(list(self.module.parameters()), list(module.parameters()), 1 / self.count)
@@ -32,11 +32,11 @@ class WeightAverage:
             target.copy_(source)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all of it, for a checkpoint."""
+        """Return the state for a checkpoint."""
         return {"module": self.module.state_dict(), "count": self.count, "refreshed": self.refreshed}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned."""
+        """Restore what `state_dict` returned."""
         self.module.load_state_dict(saved["module"])
         self.count, self.refreshed = saved["count"], saved["refreshed"]
 
@@ -48,25 +48,25 @@ class WeightAverage:
         batch_size: int,
         autocast: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """Take the batch statistics anew from the samples `ids`: those averaged belong to none of the weights.
+        """Recompute BatchNorm statistics over the samples `ids`; the present ones do not match the averaged weights.
 
-        Means over batches, as in torch's `update_bn`; every rank takes part with its share, and all get the same.
+        Means over batches, as in torch's `update_bn`. Every rank processes its share, and all get the same result.
         """
         norms = [m for m in self.module.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
         if norms:
-            with _gathering(norms), torch.no_grad():
-                for micro in loader.evaluate(ids, batch_size=batch_size):
-                    if len(micro.batch["sample_id"]) > 1:  # one alone has no variance
+            with _accumulate_statistics(norms), torch.no_grad():
+                for micro_batch in loader.evaluate(ids, batch_size=batch_size):
+                    if len(micro_batch.batch["sample_id"]) > 1:  # a single sample has no variance
                         with autocast():
-                            self.module.predict(micro.batch)
+                            self.module.predict(micro_batch.batch)
             for norm in norms:
-                _join_ranks(norm)
+                _average_over_ranks(norm)
         self.refreshed = True
 
 
 @contextmanager
-def _gathering(norms: list[_BatchNorm]) -> Iterator[None]:
-    """Let layers, and only these, run as in training, with a plain mean over what they see."""
+def _accumulate_statistics(norms: list[_BatchNorm]) -> Iterator[None]:
+    """Put these layers alone into training mode, with a plain mean over their batches."""
     momenta = [norm.momentum for norm in norms]
     for norm in norms:
         norm.reset_running_stats()
@@ -80,11 +80,11 @@ def _gathering(norms: list[_BatchNorm]) -> Iterator[None]:
             norm.eval()
 
 
-def _join_ranks(norm: _BatchNorm) -> None:
-    """Make the statistics the mean over ranks, each weighted by the batches it saw."""
+def _average_over_ranks(norm: _BatchNorm) -> None:
+    """Average the statistics over ranks, weighted by their number of batches."""
     assert norm.num_batches_tracked is not None
-    seen = norm.num_batches_tracked.float()
-    total = distributed.sum_over_ranks(seen.clone())
+    batches = norm.num_batches_tracked.float()
+    total_batches = distributed.sum_over_ranks(batches.clone())
     for values in (norm.running_mean, norm.running_var):
         assert values is not None
-        values.copy_(distributed.sum_over_ranks(values * seen) / total)
+        values.copy_(distributed.sum_over_ranks(values * batches) / total_batches)

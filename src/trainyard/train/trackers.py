@@ -1,4 +1,4 @@
-"""TensorBoard, W&B and MLflow, fed by the recorder."""
+"""The trackers that the recorder writes to: TensorBoard, W&B and MLflow."""
 
 import json
 import re
@@ -19,7 +19,7 @@ class Tracker(Protocol):
 
 
 class _TensorBoard:
-    """Event files in `<run>/tensorboard`. Each attempt purges the step it starts from and all after."""
+    """Event files in `<run>/tensorboard`. Each attempt purges the step it starts from and all later ones."""
 
     def __init__(self, run: Path, config: Mapping[str, object], resume_at: int | None) -> None:
         from torch.utils.tensorboard.writer import SummaryWriter
@@ -30,7 +30,7 @@ class _TensorBoard:
             self._writer.add_text("config", f"```\n{text}\n```", global_step=0)
 
     def log(self, kind: str, step: int, values: Mapping[str, object]) -> None:
-        for tag, value in _scalars(kind, values):
+        for tag, value in _select_scalars(kind, values):
             self._writer.add_scalar(tag, value, step)
 
     def flush(self) -> None:
@@ -41,7 +41,7 @@ class _TensorBoard:
 
 
 class _WandB:
-    """Offline runs in `<run>/wandb`, one for each attempt: W&B cannot take steps back. `wandb sync` uploads them."""
+    """Offline runs in `<run>/wandb`, one per attempt, because W&B cannot undo steps. `wandb sync` uploads them."""
 
     def __init__(self, run: Path, config: Mapping[str, object], resume_at: int | None) -> None:
         import wandb
@@ -51,45 +51,45 @@ class _WandB:
             dir=run,
             project=str(config.get("job") or "trainyard"),
             group=run.name,
-            name=_attempt_name(run, resume_at),
+            name=_format_attempt_name(run, resume_at),
             config=dict(config),
             settings=wandb.Settings(silent=True, console="off"),
         )
 
     def log(self, kind: str, step: int, values: Mapping[str, object]) -> None:
-        if scalars := dict(_scalars(kind, values)):
+        if scalars := dict(_select_scalars(kind, values)):
             self._run.log(scalars, step=step)
 
     def flush(self) -> None:
-        """Nothing to do: its own process writes what it was given."""
+        """Do nothing: W&B's own process writes the data."""
 
     def close(self) -> None:
         self._run.finish()
 
 
 class _MLflow:
-    """A local file store in `<run>/mlflow`, with one MLflow run for each attempt."""
+    """A local file store in `<run>/mlflow`, with one MLflow run per attempt."""
 
     def __init__(self, run: Path, config: Mapping[str, object], resume_at: int | None) -> None:
         from mlflow import MlflowClient
         from mlflow.environment_variables import MLFLOW_ALLOW_FILE_STORE
 
-        # MLflow prefers SQLite by now, whose locks network file systems do not keep; plain files need this switch.
+        # MLflow now prefers SQLite, whose locks fail on network file systems; plain files need this switch.
         MLFLOW_ALLOW_FILE_STORE.set(True)
         self._client: Any = MlflowClient((run / "mlflow").absolute().as_uri())
         name = str(config.get("job") or "trainyard")
         experiment = self._client.get_experiment_by_name(name)
-        number = experiment.experiment_id if experiment else self._client.create_experiment(name)
-        self._id = self._client.create_run(number, run_name=_attempt_name(run, resume_at)).info.run_id
+        experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(name)
+        self._id = self._client.create_run(experiment_id, run_name=_format_attempt_name(run, resume_at)).info.run_id
         for key, value in flatten(config):
-            self._client.log_param(self._id, _mlflow_name(key), str(value))
+            self._client.log_param(self._id, _clean_mlflow_name(key), str(value))
 
     def log(self, kind: str, step: int, values: Mapping[str, object]) -> None:
-        for tag, value in _scalars(kind, values):
-            self._client.log_metric(self._id, _mlflow_name(tag), value, step=step)
+        for tag, value in _select_scalars(kind, values):
+            self._client.log_metric(self._id, _clean_mlflow_name(tag), value, step=step)
 
     def flush(self) -> None:
-        """Nothing to do: every call writes its file."""
+        """Do nothing: every call writes its file."""
 
     def close(self) -> None:
         self._client.set_terminated(self._id)
@@ -106,7 +106,7 @@ def open_tracker(name: str, run: Path, config: Mapping[str, object], resume_at: 
     try:
         return kinds[name](run, config, resume_at)
     except ModuleNotFoundError as error:
-        if name == "tensorboard":  # a dependency of ours: its absence is a broken installation
+        if name == "tensorboard":  # a required dependency: without it the installation is broken
             raise
         raise UserError(
             f"trackers={name}: {error.name} is not installed here. "
@@ -114,8 +114,8 @@ def open_tracker(name: str, run: Path, config: Mapping[str, object], resume_at: 
         ) from error
 
 
-def _scalars(kind: str, values: Mapping[str, object]) -> Iterator[tuple[str, float]]:
-    """Yield the numbers of a line under the names trackers show; events have none."""
+def _select_scalars(kind: str, values: Mapping[str, object]) -> Iterator[tuple[str, float]]:
+    """Yield the numbers of a line with the tags that trackers show; events have none."""
     if kind == "event":
         return
     prefix = f"eval/{values['split']}" if kind == "eval" else "train"
@@ -124,9 +124,9 @@ def _scalars(kind: str, values: Mapping[str, object]) -> Iterator[tuple[str, flo
             yield f"{'timing' if kind == 'train' and key in TIMING_KEYS else prefix}/{key}", float(value)
 
 
-def _attempt_name(run: Path, resume_at: int | None) -> str:
+def _format_attempt_name(run: Path, resume_at: int | None) -> str:
     return run.name if resume_at is None else f"{run.name} from step {resume_at}"
 
 
-def _mlflow_name(name: str) -> str:
+def _clean_mlflow_name(name: str) -> str:
     return re.sub(r"[^\w\-. /]", "_", name)

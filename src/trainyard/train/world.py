@@ -8,39 +8,39 @@ from trainyard.errors import UserError
 
 @dataclass(frozen=True)
 class World:
-    """The processes of a run."""
+    """The ranks of a run, and which of them this process is."""
 
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
     local_world_size: int = 1
     launcher: str = "one process"
-    meeting: str = ""  # name of this start of the run, the same on all ranks; empty: MASTER_ADDR says where to meet
+    rendezvous: str = ""  # names this attempt's rendezvous, equal on all ranks; empty: MASTER_ADDR is used
     address: str = "127.0.0.1"  # where rank 0 listens
-    cores: int | None = None  # of this rank, where the launcher says; None: an equal share of the node's
+    cores: int | None = None  # of this rank, if the launcher says; None: an equal share of the node's
 
     @property
     def is_main(self) -> bool:
-        """Tell whether this process writes files and speaks."""
+        """Whether this process writes files and logs."""
         return self.rank == 0
 
 
-def world_from(environ: Mapping[str, str]) -> World:
-    """Read who we are: Trainyard's own launcher or torchrun (RANK ...), Slurm, submitit's local executor, or alone.
+def read_world(environ: Mapping[str, str]) -> World:
+    """Read which rank we are from Trainyard's launcher or torchrun (RANK ...), Slurm or submitit's local executor.
 
-    Slurm's variables count only inside a job step: a batch script itself, or a shell from salloc, sees the whole
-    job's SLURM_NTASKS without being one of its tasks.
+    Without any of them we are alone. Slurm's variables count only inside a job step: a batch script itself, or a
+    shell from salloc, sees the whole Slurm job's SLURM_NTASKS without being one of its tasks.
 
     Raises:
         UserError: the variables of one launcher are incomplete.
     """
     try:
         if "RANK" in environ and "WORLD_SIZE" in environ:
-            return _torchrun(environ)
+            return _read_torchrun(environ)
         if "SLURM_STEP_ID" in environ:
-            return _slurm(environ)
+            return _read_slurm(environ)
         if "SUBMITIT_LOCAL_NTASKS" in environ:
-            return _submitit_local(environ)
+            return _read_submitit_local(environ)
     except KeyError as missing:
         raise UserError(
             f"The launcher's variables are incomplete: {missing.args[0]} is not set. Start with torchrun, srun, "
@@ -49,23 +49,23 @@ def world_from(environ: Mapping[str, str]) -> World:
     return World()
 
 
-def attempt_id(environ: Mapping[str, str], *, started: float) -> str:
-    """Return the name of this start of a run: "<Slurm job>-<restarts>", as the batch script made it, or "local-<s>"."""
+def read_attempt_id(environ: Mapping[str, str], *, started: float) -> str:
+    """Return the attempt's id: "<Slurm job id>-<restarts>", as the batch script set it, or "local-<seconds>"."""
     return environ.get("TRAINYARD_ATTEMPT") or f"local-{int(started)}"
 
 
-def _torchrun(environ: Mapping[str, str]) -> World:
+def _read_torchrun(environ: Mapping[str, str]) -> World:
     return World(
         rank=int(environ["RANK"]),
         local_rank=int(environ["LOCAL_RANK"]),
         world_size=int(environ["WORLD_SIZE"]),
         local_world_size=int(environ.get("LOCAL_WORLD_SIZE", environ["WORLD_SIZE"])),
         launcher="trainyard" if "TRAINYARD_MEETING" in environ else "torchrun",
-        meeting=environ.get("TRAINYARD_MEETING", ""),
+        rendezvous=environ.get("TRAINYARD_MEETING", ""),
     )
 
 
-def _slurm(environ: Mapping[str, str]) -> World:
+def _read_slurm(environ: Mapping[str, str]) -> World:
     parts = (environ["SLURM_JOB_ID"], environ["SLURM_STEP_ID"], environ.get("SLURM_RESTART_COUNT", "0"))
     cores = environ.get("SLURM_CPUS_PER_TASK")
     return World(
@@ -74,13 +74,13 @@ def _slurm(environ: Mapping[str, str]) -> World:
         world_size=int(environ.get("SLURM_NTASKS", "1")),
         local_world_size=int(environ.get("SLURM_STEP_TASKS_PER_NODE", "1").split("(")[0].split(",")[0]),
         launcher="slurm",
-        meeting="-".join(parts),
+        rendezvous="-".join(parts),
         address=environ.get("SLURM_LAUNCH_NODE_IPADDR", "127.0.0.1"),
         cores=int(cores) if cores else None,
     )
 
 
-def _submitit_local(environ: Mapping[str, str]) -> World:
+def _read_submitit_local(environ: Mapping[str, str]) -> World:
     count, rank = int(environ["SUBMITIT_LOCAL_NTASKS"]), int(environ["SUBMITIT_LOCAL_GLOBALID"])
-    job = environ["SUBMITIT_LOCAL_JOB_ID"]
-    return World(rank, int(environ["SUBMITIT_LOCAL_LOCALID"]), count, count, "submitit, here", f"local-{job}")
+    job_id = environ["SUBMITIT_LOCAL_JOB_ID"]
+    return World(rank, int(environ["SUBMITIT_LOCAL_LOCALID"]), count, count, "submitit, here", f"local-{job_id}")
