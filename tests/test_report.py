@@ -18,7 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from trainyard.errors import UserError
 from trainyard.report import run_page as report
-from trainyard.runs.events import TIMING_KEYS, read_events, read_metrics
+from trainyard.runs.events import TIMING_KEYS, list_metric_names, read_events, read_metrics, select_metrics
 from trainyard.text import format_duration
 from trainyard.train import console
 from trainyard.train.recorder import Recorder
@@ -279,6 +279,13 @@ def test_a_folder_that_is_not_a_run_is_refused_by_name(tmp_path):
         for read in (read_metrics, report.write_report, report.format_summary):
             with pytest.raises(UserError, match=f"{re.escape(str(path))}: expected the folder of a run"):
                 read(path)
+
+
+def test_the_metrics_of_a_line_are_its_numbers_without_positions_and_timings():
+    metrics = {"eer": 0.1, "eer_low": 0.05, "eer_high": 0.2, "lowest_low": 3}
+    line = {"kind": "eval", "step": 1, "epoch": 2, "split": "val", **metrics, "seconds": 0.5, "elapsed_s": 9.0}
+    assert select_metrics(line) == metrics
+    assert list_metric_names(line) == ["eer", "lowest_low"]
 
 
 # --- Trackers -----------------------------------------------------------------------------------------------

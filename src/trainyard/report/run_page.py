@@ -8,21 +8,16 @@ from pathlib import Path
 from trainyard.files import write_atomically
 from trainyard.report.html import PAGE_TEMPLATE, render_gallery, render_section, render_table
 from trainyard.report.run_plots import draw_plots, read_figures
-from trainyard.report.run_story import (
-    RunStory,
-    compute_time_shares,
-    describe_ending,
-    has_interval,
-    list_all_metric_names,
-    list_metric_names,
-    name_interval_ends,
-)
+from trainyard.report.run_story import RunStory, compute_time_shares, describe_ending, list_all_metric_names
 from trainyard.runs.events import (
     ENDS,
     EVENTS_FILE,
     STARTS,
     Line,
     flatten,
+    has_interval,
+    list_metric_names,
+    name_interval_ends,
 )
 from trainyard.text import format_duration
 

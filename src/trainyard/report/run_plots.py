@@ -7,17 +7,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trainyard.report.figures import BLUE, MARKERS, SERIES, Plot, draw_figure, make_slug
-from trainyard.report.run_story import (
-    RunStory,
-    compute_time_shares,
-    has_interval,
-    list_all_metric_names,
-    name_interval_ends,
-)
-from trainyard.runs.events import (
-    TIMING_KEYS,
-    Line,
-)
+from trainyard.report.run_story import RunStory, compute_time_shares, list_all_metric_names
+from trainyard.runs.events import Line, has_interval, name_interval_ends, select_metrics
 from trainyard.text import format_duration
 
 if TYPE_CHECKING:
@@ -45,12 +36,11 @@ _TITLES = {
 
 def draw_plots(story: RunStory) -> tuple[list[Plot], list[Plot], list[Plot]]:
     """Draw what was recorded; return (training curves, evaluation metrics, speed)."""
-    names = dict.fromkeys(key for line in story.train for key, value in line.items() if isinstance(value, int | float))
-    curves = [n for n in names if n not in TIMING_KEYS | {"step", "epoch", "samples_seen"}]
-    training = [_plot_curve(story, name) for name in sorted(curves, key=lambda n: n != "loss")]
+    curves = dict.fromkeys(name for line in story.train for name in select_metrics(line))
+    training = [_plot_curve(story, name) for name in sorted(curves, key=lambda name: name != "loss")]
     changing = [name for name in list_all_metric_names(story.evals) if _has_changes(story.evals, name)]
     metrics = [_plot_metric(story, name) for name in changing]
-    speed = [_plot_curve(story, "samples_per_s")] if "samples_per_s" in names else []
+    speed = [_plot_curve(story, "samples_per_s")] if story.samples_per_s is not None else []
     if compute_time_shares(story):
         speed.append(_plot_time(story))
     return training, metrics, speed

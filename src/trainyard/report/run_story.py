@@ -1,7 +1,6 @@
 """Reads what a run folder recorded about its training, for the report."""
 
 import json
-import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,8 @@ from trainyard.runs.events import (
     STARTS,
     Line,
     find_elapsed_s,
+    find_best_evaluation,
+    list_metric_names,
     read_events,
     read_metrics,
 )
@@ -97,13 +98,9 @@ class RunStory:
     def find_best_evaluation(self) -> tuple[str, Line] | None:
         """The metric that decides and its best evaluation; None if it is not named or never finite."""
         monitor = self.find_start_field("monitor") or {}
-        name, split = str(monitor.get("metric")), str(monitor.get("split"))
-        of_split = [line for line in self.evals if str(line["split"]) == split]
-        finite = [line for line in of_split if math.isfinite(line.get(name, math.nan))]
-        if not finite:
-            return None
-        choose = max if monitor.get("mode") == "max" else min
-        return name, choose(finite, key=lambda line: line[name])
+        split, metric, mode = (str(monitor.get(key)) for key in ("split", "metric", "mode"))
+        best = find_best_evaluation(self.evals, split=split, metric=metric, mode=mode)
+        return None if best is None else (metric, best)
 
     def compute_time_spent_s(self) -> dict[str, float]:
         """Return the seconds of the run by activity; they add up to `elapsed_s` if that was recorded."""
@@ -154,24 +151,8 @@ def _read_environment(path: Path) -> Mapping[str, Any]:
     return env
 
 
-def list_metric_names(line: Line) -> list[str]:
-    """Return the names of an evaluation's metrics, in its order, without the ends of their intervals."""
-    fixed = {"kind", "step", "epoch", "split", "seconds", "elapsed_s"}
-    names = [key for key, value in line.items() if key not in fixed and isinstance(value, int | float)]
-    ends = {end for name in names for end in name_interval_ends(name) if has_interval(line, name)}
-    return [name for name in names if name not in ends]
-
-
 def list_all_metric_names(lines: Iterable[Line]) -> list[str]:
     return list(dict.fromkeys(name for line in lines for name in list_metric_names(line)))
-
-
-def name_interval_ends(name: str) -> tuple[str, str]:
-    return f"{name}_low", f"{name}_high"
-
-
-def has_interval(line: Line, name: str) -> bool:
-    return all(isinstance(line.get(end), int | float) for end in name_interval_ends(name))
 
 
 def compute_time_shares(story: RunStory) -> list[tuple[str, float, float]]:

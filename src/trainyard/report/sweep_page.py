@@ -15,6 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 from trainyard.errors import UserError
 from trainyard.files import write_atomically
+from trainyard.runs.events import (
+    STARTS,
+    Line,
+    elapsed_s,
+    find_best_evaluation,
+    read_events,
+    read_metrics,
+    select_metrics,
+)
 from trainyard.runs.state import ACTIVE, State
 from trainyard.runs.sweep_file import Element, Sweep
 from trainyard.text import align_columns, nearest
@@ -31,7 +40,6 @@ SEED = "seed"
 
 _WIDTH = 110
 _TRAIN = "train"
-_NO_METRICS = ("kind", "step", "epoch", "split", "seconds", "elapsed_s")
 
 
 @dataclass(frozen=True)
@@ -223,52 +231,42 @@ def write(results: Results) -> Path:
 
 
 def _read_outcome(element: Element, state: str) -> Outcome:
-    from trainyard.runs.events import STARTS, read_events, read_metrics
-
     events = read_events(element.run)
     lines = read_metrics(element.run)
     starts = [event for event in events if event["event"] in STARTS]
     monitor = Monitor(**starts[-1]["monitor"]) if starts else None
-    metrics = _select_metrics([line for line in lines if line["kind"] == "eval"], monitor, finished=state == State.DONE)
+    metrics = _collect_metrics(
+        [line for line in lines if line["kind"] == "eval"], monitor, finished=state == State.DONE
+    )
     hours = _compute_hours(events, lines)
     return Outcome(element, state, monitor, metrics, hours["gpu"], hours["cpu"])
 
 
-def _select_metrics(
-    evals: Sequence[Mapping[str, Any]], monitor: Monitor | None, *, finished: bool
-) -> dict[str, dict[str, float]]:
+def _collect_metrics(evals: Sequence[Line], monitor: Monitor | None, *, finished: bool) -> dict[str, dict[str, float]]:
     """Return by split: the metrics of the best validation, and of the tests at the end of a finished run."""
     if monitor is None:
         return {}
-    chosen: dict[str, Mapping[str, Any]] = {}
-    validations = [line for line in evals if line["split"] == monitor.split]
-    finite = [line for line in validations if math.isfinite(line.get(monitor.metric, math.nan))]
-    if finite:
-        choose = max if monitor.mode == "max" else min
-        chosen[monitor.split] = choose(finite, key=lambda line: line[monitor.metric])
+    chosen: dict[str, Line] = {}
+    best = find_best_evaluation(evals, split=monitor.split, metric=monitor.metric, mode=monitor.mode)
+    if best is not None:
+        chosen[monitor.split] = best
     if finished:
         chosen |= {line["split"]: line for line in evals if line["split"] not in (monitor.split, _TRAIN)}
-    return {split: _numbers(line) for split, line in chosen.items()}
+    return {split: select_metrics(line) for split, line in chosen.items()}
 
 
-def _numbers(line: Mapping[str, Any]) -> dict[str, float]:
-    return {name: v for name, v in line.items() if name not in _NO_METRICS and isinstance(v, int | float)}
-
-
-def _compute_hours(events: Sequence[Mapping[str, Any]], lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def _compute_hours(events: Sequence[Line], lines: Sequence[Line]) -> dict[str, float]:
     """Return the rank-hours of all attempts by kind of device, including steps that were lost and repeated.
 
     An attempt counts from its first event to the last line of it that no resume cut; what a killed attempt did after
     that (less than the time between two checkpoints) is not known.
     """
-    from trainyard.runs.events import STARTS, find_elapsed_s
-
     spent = {"gpu": 0.0, "cpu": 0.0}
     bounds = [i for i, event in enumerate(events) if event["event"] in STARTS] + [len(events)]
     for begin, end in itertools.pairwise(bounds):
         first = events[begin]
         own = [*events[begin:end], *(lines if end == len(events) else [])]  # no line of the last attempt was cut
-        hours = (find_elapsed_s(map(dict, own)) - first["elapsed_s"]) / 3600
+        hours = (find_elapsed_s(own) - first["elapsed_s"]) / 3600
         spent["cpu" if first["device"] == "cpu" else "gpu"] += first["world_size"] * hours
     return spent
 

@@ -17,6 +17,7 @@ A number that JSON cannot represent is null; `nonfinite` maps its name to "nan",
 """
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ TIMING_KEYS = frozenset(
     {"samples_per_s", "step_ms", "data_wait_ms", "compute_ms", "memory_gib", "elapsed_s", "seconds"}
 )
 """Keys that differ even between two identical runs: ignore them when comparing metrics."""
+NON_METRIC_KEYS = TIMING_KEYS | {"kind", "step", "epoch", "samples_seen", "split"}
+"""The keys of training and evaluation lines that say when and of what a line is. All other numbers are metrics."""
 METRICS_FILE = "metrics.jsonl"
 EVENTS_FILE = "events.jsonl"
 KINDS = ("train", "eval", "event")
@@ -86,6 +89,39 @@ def _parse_line(raw: bytes, path: Path, number: int) -> Line:
 def find_elapsed_s(lines: Iterable[Line]) -> float:
     """Return the running time, in seconds, up to the last of these lines."""
     return max((line.get("elapsed_s", 0.0) for line in lines), default=0.0)
+
+
+def select_metrics(line: Mapping[str, Any]) -> dict[str, float]:
+    """Return the metrics of a line by name, in its order, including the ends of their intervals."""
+    return {key: value for key, value in line.items() if key not in NON_METRIC_KEYS and isinstance(value, int | float)}
+
+
+def list_metric_names(line: Mapping[str, Any]) -> list[str]:
+    """Return the names of a line's metrics, in its order, without the ends of their intervals."""
+    names = list(select_metrics(line))
+    ends = {end for name in names for end in name_interval_ends(name) if has_interval(line, name)}
+    return [name for name in names if name not in ends]
+
+
+def name_interval_ends(metric: str) -> tuple[str, str]:
+    """Return the names of the lower and the upper end of a metric's 95 % interval."""
+    return f"{metric}_low", f"{metric}_high"
+
+
+def has_interval(line: Mapping[str, Any], metric: str) -> bool:
+    return all(isinstance(line.get(end), int | float) for end in name_interval_ends(metric))
+
+
+def find_best_evaluation(evaluations: Iterable[Line], *, split: str, metric: str, mode: str) -> Line | None:
+    """Return the evaluation of a split with the best finite value of a metric, the first of equals; None without one.
+
+    Args:
+        mode: "max" if higher is better, "min" if lower is.
+    """
+    of_split = [line for line in evaluations if str(line["split"]) == split]
+    finite = [line for line in of_split if math.isfinite(line.get(metric, math.nan))]
+    choose = max if mode == "max" else min
+    return choose(finite, key=lambda line: line[metric], default=None)
 
 
 def flatten(mapping: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, object]]:

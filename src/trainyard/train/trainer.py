@@ -13,6 +13,7 @@ from loguru import logger
 
 from trainyard.data.loader import MicroBatch
 from trainyard.errors import NotFinite, UserError
+from trainyard.runs.events import list_metric_names
 from trainyard.settings import Duration
 from trainyard.train import checkpoint, distributed, precision
 from trainyard.train.console import ProgressBar, format_line
@@ -282,8 +283,8 @@ class Trainer:
         if self.recorder is not None:
             line = {"epoch": progress.epoch, "split": split, **metrics, "seconds": time.monotonic() - begin}
             self.recorder.log("eval", progress.step, line)
-            shown = "  ".join(f"{k} {v:.4g}" for k, v in metrics.items() if not k.endswith(("_low", "_high")))
-            logger.info("{} at step {}: {}", split, progress.step, shown)
+            values = "  ".join(f"{name} {metrics[name]:.4g}" for name in list_metric_names(metrics))
+            logger.info("{} at step {}: {}", split, progress.step, values)
         return metrics
 
     def _save(self) -> None:
