@@ -12,7 +12,8 @@ import pytest
 
 from tests.training import FAMILIES, load_state, new_run, read_run_metrics, train, train_on_ranks
 from trainyard.errors import UserError
-from trainyard.train.distributed import Agreement
+from trainyard.train.distributed import Agreement, Decision
+from trainyard.train.stop import Stop
 from trainyard.train.world import World, read_world
 
 EXACT = ("model.batch_norm=false", "model.dropout=0", "max_duration=4st", "eval_every=4st", "ema_decay=0")
@@ -125,11 +126,36 @@ def test_ranks_are_read_from_each_launcher_and_a_batch_script_is_no_task():
         read_world({"RANK": "0", "WORLD_SIZE": "2"})
 
 
-def test_an_agreement_tells_each_call_what_was_offered_at_the_call_before():
-    agreement = Agreement(2)
-    assert agreement.exchange([0, 3]) == [0, 0]
-    assert agreement.exchange([1, 0]) == [0, 3]
-    assert agreement.exchange([0, 0]) == [1, 0]
+def test_an_agreement_returns_what_was_proposed_at_the_call_before():
+    proposals = [Decision(stop=reason) for reason in Stop]
+    proposals += [Decision(time_is_up=True), Decision(evaluate=True), Decision(save=True, stop=Stop.PREEMPTED)]
+    agreement = Agreement()
+    returned = [agreement.exchange(proposal) for proposal in [*proposals, Decision()]]
+    assert returned == [Decision(), *proposals]
+    assert all(type(value) is type(default) for value, default in zip(returned[-1], Decision(), strict=True))
+
+
+def test_ranks_agree_on_the_maximum_of_each_field(tmp_path):
+    script = """
+import sys
+from pathlib import Path
+from trainyard.train import distributed
+from trainyard.train.distributed import Agreement, Decision
+from trainyard.train.stop import Stop
+from trainyard.train.world import World
+rank = int(sys.argv[1])
+distributed.join(World(rank, rank, 2, 2, rendezvous="agree"), Path(sys.argv[2]))
+agreement = Agreement()
+agreement.exchange((Decision(Stop.TIME_LIMIT, save=True), Decision(Stop.PREEMPTED, evaluate=True))[rank])
+print(agreement.exchange(Decision()) == Decision(Stop.PREEMPTED, evaluate=True, save=True))
+agreement.settle()
+distributed.leave()
+"""
+    command = [sys.executable, "-c", script]
+    ranks = [
+        subprocess.Popen([*command, str(rank), str(tmp_path)], stdout=subprocess.PIPE, text=True) for rank in range(2)
+    ]
+    assert [process.communicate(timeout=120)[0] for process in ranks] == ["True\n", "True\n"]
 
 
 def _find_processes(text: str) -> list[int]:

@@ -4,7 +4,7 @@ import json
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from trainyard.errors import UserError
 from trainyard.files import write_atomically
+from trainyard.train.stop import Stop
 from trainyard.train.world import World
 
 _JOIN_TIMEOUT_S = 600  # how long ranks wait for each other at the start: container images load at different speeds
@@ -89,29 +90,46 @@ def gather_to_rank0(value: Any) -> list[Any] | None:
     return box if dist.get_rank() == 0 else None
 
 
-class Agreement:
-    """A few numbers of which every rank learns the maximum over ranks, one call later.
+class Decision(NamedTuple):
+    """What to do after a step. Each rank proposes one; what the ranks agree on has the maximum of each field."""
 
-    The exchange runs while the step computes, so nobody waits for it; and because all ranks read the same numbers at
-    the same step, they act together.
+    stop: Stop = Stop.NONE
+    time_is_up: bool = False  # a run whose length is a time has reached it
+    evaluate: bool = False
+    save: bool = False
+
+    def encode(self) -> Tensor:
+        return torch.tensor([int(value) for value in self], dtype=torch.int64)
+
+    @classmethod
+    def decode(cls, encoded: Tensor) -> "Decision":
+        stop, *flags = encoded.tolist()
+        return cls(Stop(stop), *map(bool, flags))
+
+
+class Agreement:
+    """The decision on which all ranks agree, learned one call later.
+
+    The exchange runs while the step computes, so no rank waits for it. All ranks read the same decision at the same
+    step, so they act together.
     """
 
-    def __init__(self, count: int) -> None:
-        self._sent = torch.zeros(count, dtype=torch.int64)
+    def __init__(self) -> None:
+        self._sent = Decision().encode()
         self._pending: dist.Work | None = None
 
-    def exchange(self, mine: list[int]) -> list[int]:
-        """Offer my numbers; return the maxima of what was offered at the call before (zeros at first)."""
+    def exchange(self, proposal: Decision) -> Decision:
+        """Propose a decision; return the one agreed on at the call before (at first, to do nothing)."""
         if self._pending is not None:
             self._pending.wait()
-        agreed: list[int] = self._sent.tolist()
-        self._sent = torch.tensor(mine, dtype=torch.int64)
+        agreed = Decision.decode(self._sent)
+        self._sent = proposal.encode()
         if dist.is_initialized():
             self._pending = dist.all_reduce(self._sent, op=dist.ReduceOp.MAX, async_op=True)
         return agreed
 
     def settle(self) -> None:
-        """Wait for an exchange under way, so that leaving breaks nobody's."""
+        """Wait for a pending exchange, so that this rank's exit breaks no other rank's."""
         if self._pending is not None:
             self._pending.wait()
             self._pending = None

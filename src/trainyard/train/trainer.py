@@ -17,7 +17,7 @@ from trainyard.runs.events import list_metric_names
 from trainyard.settings import Duration
 from trainyard.train import checkpoint, distributed, precision
 from trainyard.train.console import ProgressBar, format_line
-from trainyard.train.distributed import Agreement
+from trainyard.train.distributed import Agreement, Decision
 from trainyard.train.evaluate import evaluate
 from trainyard.train.meters import DeferredScalar, Interval, StepMeter, count_skipped_in_a_row, read_peak_memory_gib
 from trainyard.train.module import TrainModule
@@ -84,7 +84,7 @@ class Trainer:
             )
         )
         self.minutes = _parse_minutes(self.config.max_duration)
-        self.agreement = Agreement(4)
+        self.agreement = Agreement()
         self.meter = StepMeter()
         self.previous_skipped: DeferredScalar | None = None
         self.skipped_in_a_row = 0
@@ -119,16 +119,17 @@ class Trainer:
                 self._check_finite(result)
                 if self.log_every.due_at(progress.step):
                     self._log_step(result)
-                reason, minutes_up, evaluate_now, save_now = self._agree()
-                end = self._is_at_end() or bool(minutes_up)
-                leaving = end or reason != Stop.NONE
+                agreed = self._agree()
+                finished = self._is_at_end() or agreed.time_is_up
+                leaving = finished or agreed.stop != Stop.NONE
                 with self.meter.pause():
-                    if evaluate_now or end or self.eval_every.due_at(progress.step):
-                        save_now |= self._evaluate()
-                    if save_now or leaving or self.save_every.due_at(progress.step):
+                    is_best = False
+                    if agreed.evaluate or finished or self.eval_every.due_at(progress.step):
+                        is_best = self._evaluate()
+                    if agreed.save or is_best or leaving or self.save_every.due_at(progress.step):
                         self._save()
                 if leaving:
-                    return Stop.NONE if end else Stop(reason)
+                    return Stop.NONE if finished else agreed.stop
         finally:
             stream.close()
             bar.close()
@@ -224,19 +225,19 @@ class Trainer:
         total = {} if self.total_steps is None else {"total_steps": self.total_steps}
         logger.info(format_line({"step": progress.step, **total, **line}))
 
-    def _agree(self) -> list[int]:
-        """Offer what this rank sees, and learn what the ranks saw a step ago; rank 0's clock counts for all."""
-        reason, clock = self.stop.reason, self.context.world.is_main
+    def _agree(self) -> Decision:
+        """Propose this rank's decision; return the one agreed on a step ago. Rank 0's clock counts for all."""
+        reason, has_clock = self.stop.reason, self.context.world.is_main
         if self.limit.is_reached(reserve_s=2 * (self.longest_step_s + self.save_s) + 1):
             reason = max(reason, Stop.TIME_LIMIT)
-        minutes_up = clock and self.minutes is not None and self.state.progress.train_s / 60 >= self.minutes
+        time_is_up = has_clock and self.minutes is not None and self.state.progress.train_s / 60 >= self.minutes
         return self.agreement.exchange(
-            [
-                int(reason),
-                int(minutes_up),
-                int(clock and self.eval_every.elapsed()),
-                int(clock and self.save_every.elapsed()),
-            ]
+            Decision(
+                stop=reason,
+                time_is_up=time_is_up,
+                evaluate=has_clock and self.eval_every.elapsed(),
+                save=has_clock and self.save_every.elapsed(),
+            )
         )
 
     def _is_at_end(self) -> bool:
