@@ -18,8 +18,8 @@ from trainyard.files import write_atomically
 from trainyard.runs.events import (
     STARTS,
     Line,
-    elapsed_s,
     find_best_evaluation,
+    find_elapsed_s,
     read_events,
     read_metrics,
     select_metrics,

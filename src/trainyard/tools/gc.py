@@ -10,7 +10,7 @@ from pathlib import Path
 
 from trainyard.errors import UserError
 from trainyard.files import FlockRefused, exclusive_lock
-from trainyard.runs.folder import CONFIG, ENV_FILE, newest, short_name
+from trainyard.runs.folder import CONFIG, ENV_FILE, format_run_name, list_newest_runs
 from trainyard.runs.history import RunSnapshot, read_run
 from trainyard.runs.lock import RunLock
 from trainyard.text import align_columns, join_names, nearest_hint
@@ -47,7 +47,7 @@ def find_items(runs_dir: Path, *, data_dirs: Sequence[Path], images: Path, envir
         images: folder of SIF files.
         environ: for the user's cache folder and scratch.
     """
-    runs = [read_run(path) for path in newest(runs_dir, None)] if runs_dir.is_dir() else []
+    runs = [read_run(path) for path in list_newest_runs(runs_dir, None)] if runs_dir.is_dir() else []
     readers = _find_readers(runs)
     own = [path for folder in data_dirs if folder.is_dir() for path in folder.absolute().iterdir()]
     found = [
@@ -163,10 +163,10 @@ def _list_data(path: Path, readers: Sequence[RunSnapshot]) -> Iterator[Item]:
 
 def _list_run(run: RunSnapshot) -> Iterator[Item]:
     """List a run's checkpoints beyond those that its result and a resume need, and its copy of the code."""
-    from trainyard.train.checkpoint import entries, select_checkpoint
+    from trainyard.train.checkpoint import list_checkpoints, select_checkpoint
 
-    name = short_name(run.run)
-    found = entries(run.run / "checkpoints")
+    name = format_run_name(run.run)
+    found = list_checkpoints(run.run / "checkpoints")
     if found:
         kept = {select_checkpoint(found).path} | ({found[0].path} if not run.is_done else set())
         needed = "its result" if run.is_done else "its result and a resume"
@@ -243,7 +243,7 @@ def _find_run(path: Path) -> Path:
 
 
 def _name_runs(runs: Sequence[RunSnapshot]) -> str:
-    names = [short_name(run.run) for run in runs]
+    names = [format_run_name(run.run) for run in runs]
     return names[0] if len(names) == 1 else f"{len(names)} runs: {join_names(names[:3])}" if names else ""
 
 
