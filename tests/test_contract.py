@@ -29,14 +29,14 @@ FAMILIES = sorted(path.parent.name for path in JOBS.glob("*/config.py"))
 
 
 def load_family_tests(jobs_dir: Path, family: str) -> ModuleType:
-    """Return a family's test module, which holds `SMALL` and `perfect_rows`."""
+    """Return a family's test module, which defines `perfect_rows`."""
     configs.load_family(jobs_dir, family, "config")  # puts the folder on the import path
     return importlib.import_module(f"{jobs_dir.name}.{family}.test_{family}")
 
 
 def prepare_family(jobs_dir: Path, family: str, root: Path) -> tuple[TrainConfig, ShardSet]:
     """Return the family's small config, with its data packed and open."""
-    config = configs.compose(family, [*load_family_tests(jobs_dir, family).SMALL, f"data.cache={root}"], jobs_dir)
+    config = configs.compose(f"{family}_smoke", [f"data.cache={root}"], jobs_dir)
     config = ready_data(config, jobs_dir)
     return config, ShardSet(Path(config.data.path))
 
@@ -69,7 +69,8 @@ def test_every_preset_loads_and_begins_with_a_comment_on_its_purpose(preset):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_has_a_base_preset_a_readme_and_the_usual_files(family):
     names = {path.name for path in (JOBS / family).iterdir()}
-    assert {"config.py", "pack.py", "module.py", "README.md", f"{family}.yaml", f"test_{family}.py"} <= names
+    assert {"config.py", "pack.py", "module.py", "README.md", f"test_{family}.py"} <= names
+    assert {f"{family}.yaml", f"{family}_smoke.yaml"} <= names
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -151,8 +152,8 @@ def check_loss(jobs_dir: Path, family: str, cache: Path) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_stopped_run_resumes_bitwise_equal(family, cache, tmp_path):
-    small = [*load_family_tests(JOBS, family).SMALL, "log_every=1st", f"data.cache={cache}"]
-    whole, stopped = (new_run(tmp_path, *small, job=family, jobs=JOBS) for _ in range(2))
+    options = ["log_every=1st", f"data.cache={cache}"]
+    whole, stopped = (new_run(tmp_path, *options, job=f"{family}_smoke", jobs=JOBS) for _ in range(2))
     assert train(whole, jobs=JOBS) == 0
     process = start(stopped, jobs=JOBS)
     wait_for_lines(stopped, 2, process)
@@ -181,8 +182,7 @@ def test_a_family_that_predicts_does_so_from_a_checkpoint_alone(family, cache, t
     pack = configs.load_family(JOBS, family, "pack")
     if not hasattr(pack, "unlabelled"):
         pytest.skip(f"{family} has no predictions for a table")
-    small = [*load_family_tests(JOBS, family).SMALL, "max_duration=1st", f"data.cache={cache}"]
-    run = new_run(tmp_path, *small, job=family, jobs=JOBS)
+    run = new_run(tmp_path, "max_duration=1st", f"data.cache={cache}", job=f"{family}_smoke", jobs=JOBS)
     assert train(run, jobs=JOBS) == 0
     config = configs.thaw(run / "config.yaml", JOBS)
     raw = next(cache.glob(f"{family}-synthetic-*"))
@@ -197,7 +197,8 @@ def test_a_copied_folder_is_a_family_of_its_own(tmp_path):
     shutil.copytree(JOBS / "fingerprint", jobs / "thumbs", ignore=shutil.ignore_patterns("__pycache__", "*.yaml"))
     (jobs / "__init__.py").touch()
     (jobs / "thumbs" / "test_fingerprint.py").rename(jobs / "thumbs" / "test_thumbs.py")
-    preset = (JOBS / "fingerprint" / "fingerprint.yaml").read_text()
-    (jobs / "thumbs" / "thumbs.yaml").write_text(preset)
+    for name in ("fingerprint", "fingerprint_smoke"):
+        preset = (JOBS / "fingerprint" / f"{name}.yaml").read_text().replace("[fingerprint, ", "[thumbs, ")
+        (jobs / "thumbs" / f"{name.replace('fingerprint', 'thumbs')}.yaml").write_text(preset)
     check_packing(jobs, "thumbs", tmp_path / "cache")
     check_loss(jobs, "thumbs", tmp_path / "cache")
