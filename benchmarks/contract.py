@@ -1,4 +1,4 @@
-"""What a configuration of a benchmark is, and what it is given."""
+"""What defines a benchmark configuration, and the settings it receives."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -6,37 +6,37 @@ from pathlib import Path
 from typing import Any
 
 BATCH = 64  # samples
-SIZE_PX = 224  # width and height of what a loader yields
+SIZE_PX = 224  # width and height of the images that a loader yields
 CROP_AREA = (0.08, 1.0)
 CROP_ASPECT = (3 / 4, 4 / 3)
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Where data are kept, how much of them, and how many threads or worker processes to use."""
+    """Where the data is, how much of it, and how many threads or worker processes to use."""
 
     data: Path
-    rgb: int  # pictures
+    rgb: int  # number of images
     gray: int
     threads: int
 
-    def place(self, form: str) -> Path:
-        """Return the place of one form of one set, such as "rgb-files"; the number of pictures is in its name."""
+    def get_path(self, form: str) -> Path:
+        """Return the path of one form of the data, such as "rgb-files"; its name includes the number of images."""
         number = self.rgb if form.startswith("rgb") else self.gray
         return self.data / f"{form}-{number}"
 
 
 @dataclass(frozen=True)
-class Compared:
-    """One configuration.
+class Configuration:
+    """One configuration of a suite.
 
-    `batches` yields without end. In the suites rgb, gray and raw each item is a batch of 64 pictures as a uint8
-    tensor, in any memory layout; in read an int array with the sizes of the 64 records gathered, in bytes.
+    `batches` yields without end. In the suites rgb, gray and raw, each item is a batch of 64 images as a uint8 tensor,
+    in any memory layout; in read, an int array with the sizes of the 64 gathered records, in bytes.
     """
 
     suite: str
     name: str
-    data: Callable[[Setting], Path]  # makes what is read, if it is not there, and returns the file or folder
+    data: Callable[[Setting], Path]  # prepares the data if it is missing, and returns the file or folder
     batches: Callable[[Path, Setting], Iterator[Any]]
-    distributions: tuple[str, ...]  # whose versions belong to the result
+    distributions: tuple[str, ...]  # packages whose versions are recorded with the result
     note: str = ""

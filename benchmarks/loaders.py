@@ -1,4 +1,4 @@
-"""The usual ways to feed a model, with what our own environment holds: torch's DataLoader, and DALI by itself."""
+"""The usual loaders that our own environment has: torch's DataLoader, and DALI on its own."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from PIL import Image
 
-from benchmarks import pictures
-from benchmarks.contract import BATCH, CROP_AREA, CROP_ASPECT, SIZE_PX, Compared, Setting
+from benchmarks import images
+from benchmarks.contract import BATCH, CROP_AREA, CROP_ASPECT, SIZE_PX, Configuration, Setting
 
-if TYPE_CHECKING:  # listing and preparing need no torch, and are several seconds faster without
+if TYPE_CHECKING:  # listing and preparing do not need torch, and are several seconds faster without it
     from torch import Tensor
 
 MODES = {"rgb": "RGB", "gray": "L"}
@@ -22,34 +22,34 @@ ENDLESS = 10**9
 TORCH = ("torch", "torchvision", "pillow")
 
 
-def picture_transform(kind: str) -> Callable[[Image.Image], Tensor]:
-    """Return torchvision's augmentation of one Pillow picture, to (C, 224, 224) uint8."""
+def build_transform(kind: str) -> Callable[[Image.Image], Tensor]:
+    """Build torchvision's augmentation of one Pillow image, to (C, 224, 224) uint8."""
     from torchvision import transforms
 
-    cut = {
+    crop = {
         "rgb": transforms.RandomResizedCrop(SIZE_PX, scale=CROP_AREA, ratio=CROP_ASPECT),
         "gray": transforms.Resize((SIZE_PX, SIZE_PX)),
     }[kind]
-    return transforms.Compose([cut, transforms.RandomHorizontalFlip(), transforms.PILToTensor()])
+    return transforms.Compose([crop, transforms.RandomHorizontalFlip(), transforms.PILToTensor()])
 
 
 class Decode:
-    """Turn an encoded picture into a training sample, as people write it with Pillow and torchvision."""
+    """Decodes and augments one image, as it is usually written with Pillow and torchvision."""
 
     def __init__(self, kind: str) -> None:
         self.mode = MODES[kind]
-        self.transform = picture_transform(kind)
+        self.transform = build_transform(kind)
 
     def __call__(self, record: bytes) -> Tensor:
-        with Image.open(io.BytesIO(record)) as picture:
-            return self.transform(picture.convert(self.mode))
+        with Image.open(io.BytesIO(record)) as image:
+            return self.transform(image.convert(self.mode))
 
 
-class PictureFiles:
+class ImageFiles:
     """One JPEG file per sample."""
 
     def __init__(self, folder: Path, kind: str) -> None:
-        self.files = [str(path) for path in pictures.paths(folder)]
+        self.files = [str(path) for path in images.list_files(folder)]
         self.decode = Decode(kind)
 
     def __len__(self) -> int:
@@ -60,7 +60,7 @@ class PictureFiles:
 
 
 class Hdf5Rows:
-    """One row of an HDF5 array per sample, opened where it is read: a handle must not cross a fork."""
+    """One row of an HDF5 array per sample; opens the file in the reading process, as a handle must not cross a fork."""
 
     def __init__(self, path: Path) -> None:
         import h5py
@@ -81,8 +81,8 @@ class Hdf5Rows:
         return torch.from_numpy(self.rows[index])
 
 
-class Hdf5Pictures(Hdf5Rows):
-    """One encoded picture of variable length per sample: the layout most HDF5 image data sets have."""
+class Hdf5Images(Hdf5Rows):
+    """One encoded image of variable length per sample, the layout of most HDF5 image data sets."""
 
     def __init__(self, path: Path, kind: str) -> None:
         super().__init__(path)
@@ -92,8 +92,8 @@ class Hdf5Pictures(Hdf5Rows):
         return self.decode(super().__getitem__(index).numpy().tobytes())
 
 
-def torch_loader(dataset: Any, workers: int) -> Iterator[Tensor]:
-    """Yield shuffled batches without end; drawing with replacement costs the same and spares it the epochs' ends."""
+def iterate_torch_loader(dataset: Any, workers: int) -> Iterator[Tensor]:
+    """Yield shuffled batches without end; sampling with replacement costs the same and avoids epoch boundaries."""
     from torch.utils.data import DataLoader, RandomSampler
 
     sampler = RandomSampler(dataset, replacement=True, num_samples=ENDLESS)
@@ -101,26 +101,26 @@ def torch_loader(dataset: Any, workers: int) -> Iterator[Tensor]:
     return iter(DataLoader(dataset, BATCH, sampler=sampler, num_workers=workers, prefetch_factor=prefetch))
 
 
-def torch_files(folder: Path, setting: Setting, *, kind: str, parallel: bool) -> Iterator[Tensor]:
-    return torch_loader(PictureFiles(folder, kind), setting.threads if parallel else 0)
+def iterate_torch_files(folder: Path, setting: Setting, *, kind: str, parallel: bool) -> Iterator[Tensor]:
+    return iterate_torch_loader(ImageFiles(folder, kind), setting.threads if parallel else 0)
 
 
-def torch_hdf5(path: Path, setting: Setting, *, kind: str) -> Iterator[Tensor]:
-    return torch_loader(Hdf5Pictures(path, kind), setting.threads)
+def iterate_torch_hdf5(path: Path, setting: Setting, *, kind: str) -> Iterator[Tensor]:
+    return iterate_torch_loader(Hdf5Images(path, kind), setting.threads)
 
 
-def torch_rows(path: Path, setting: Setting, *, parallel: bool) -> Iterator[Tensor]:
-    return torch_loader(Hdf5Rows(path), setting.threads if parallel else 0)
+def iterate_torch_rows(path: Path, setting: Setting, *, parallel: bool) -> Iterator[Tensor]:
+    return iterate_torch_loader(Hdf5Rows(path), setting.threads if parallel else 0)
 
 
-def dali_files(folder: Path, setting: Setting, *, kind: str, antialias: bool) -> Iterator[Tensor]:
-    """Yield DALI's own output buffers, which the next batch overwrites: no copy is charged to it."""
+def iterate_dali_files(folder: Path, setting: Setting, *, kind: str, antialias: bool) -> Iterator[Tensor]:
+    """Yield DALI's own output buffers, which the next batch overwrites, so no copy is measured."""
     import torch
     from nvidia.dali import fn, pipeline_def, types
 
     @pipeline_def(batch_size=BATCH, num_threads=setting.threads, device_id=None, seed=0)
-    def graph() -> Any:
-        files = [str(path) for path in pictures.paths(folder)]
+    def build_graph() -> Any:
+        files = [str(path) for path in images.list_files(folder)]
         records, _ = fn.readers.file(files=files, random_shuffle=True, initial_fill=1024, name="reader")
         if kind == "rgb":
             decoded = fn.decoders.image_random_crop(
@@ -135,14 +135,14 @@ def dali_files(folder: Path, setting: Setting, *, kind: str, antialias: bool) ->
         resized = fn.resize(decoded, size=[SIZE_PX, SIZE_PX], interp_type=types.INTERP_LINEAR, antialias=antialias)
         return fn.flip(resized, horizontal=fn.random.coin_flip())
 
-    pipeline = graph()
+    pipeline = build_graph()
     pipeline.build()
     while True:
         yield torch.from_dlpack(pipeline.run()[0].as_tensor())
 
 
-def dali_rows(path: Path, setting: Setting) -> Iterator[Tensor]:
-    """DALI over views of a memory map of the rows: its external source is the only way to HDF5."""
+def iterate_dali_rows(path: Path, setting: Setting) -> Iterator[Tensor]:
+    """Yield batches from DALI over views of a memory map: only its external source can read HDF5."""
     import h5py
     import torch
     from nvidia.dali import fn, pipeline_def, types
@@ -154,41 +154,49 @@ def dali_rows(path: Path, setting: Setting) -> Iterator[Tensor]:
     sampler = iter(RandomSampler(range(len(rows)), replacement=True, num_samples=ENDLESS))
 
     @pipeline_def(batch_size=BATCH, num_threads=setting.threads, device_id=None)
-    def graph() -> Any:
+    def build_graph() -> Any:
         source = fn.external_source(
             lambda: [rows[next(sampler)] for _ in range(BATCH)], batch=True, no_copy=True, dtype=types.UINT8
         )
         return fn.copy(source)
 
-    pipeline = graph()
+    pipeline = build_graph()
     pipeline.build()
     while True:
         yield torch.from_dlpack(pipeline.run()[0].as_tensor())
 
 
-def configurations() -> list[Compared]:
-    return [*_pictures("rgb"), *_pictures("gray"), *_rows()]
+def list_configurations() -> list[Configuration]:
+    return [*_list_image_configurations("rgb"), *_list_image_configurations("gray"), *_list_row_configurations()]
 
 
-def _pictures(kind: str) -> list[Compared]:
-    files, vlen = partial(pictures.picture_files, kind=kind), partial(pictures.vlen_hdf5, kind=kind)
-    one, several = partial(torch_files, parallel=False, kind=kind), partial(torch_files, parallel=True, kind=kind)
-    plain, smooth = partial(dali_files, antialias=False, kind=kind), partial(dali_files, antialias=True, kind=kind)
+def _list_image_configurations(kind: str) -> list[Configuration]:
+    files, vlen = partial(images.make_jpeg_files, kind=kind), partial(images.make_vlen_hdf5, kind=kind)
+    one, several = (
+        partial(iterate_torch_files, parallel=False, kind=kind),
+        partial(iterate_torch_files, parallel=True, kind=kind),
+    )
+    plain, smooth = (
+        partial(iterate_dali_files, antialias=False, kind=kind),
+        partial(iterate_dali_files, antialias=True, kind=kind),
+    )
     dali = ("nvidia-dali-cuda130", "nvidia-dali-cuda120")
     return [
-        Compared(kind, "torch_files_w0", files, one, TORCH, "Pillow, in this process"),
-        Compared(kind, "torch_files", files, several, TORCH, "Pillow, worker processes"),
-        Compared(kind, "torch_hdf5_vlen", vlen, partial(torch_hdf5, kind=kind), (*TORCH, "h5py"), "Pillow, workers"),
-        Compared(kind, "dali_files", files, smooth, dali, "antialiased as ours"),
-        Compared(kind, "dali_files_aliased", files, plain, dali, "no antialiasing: a cheaper filter than ours"),
+        Configuration(kind, "torch_files_w0", files, one, TORCH, "Pillow, in this process"),
+        Configuration(kind, "torch_files", files, several, TORCH, "Pillow, worker processes"),
+        Configuration(
+            kind, "torch_hdf5_vlen", vlen, partial(iterate_torch_hdf5, kind=kind), (*TORCH, "h5py"), "Pillow, workers"
+        ),
+        Configuration(kind, "dali_files", files, smooth, dali, "antialiased as ours"),
+        Configuration(kind, "dali_files_aliased", files, plain, dali, "no antialiasing: a cheaper filter than ours"),
     ]
 
 
-def _rows() -> list[Compared]:
+def _list_row_configurations() -> list[Configuration]:
     versions = ("torch", "h5py")
-    one, several = partial(torch_rows, parallel=False), partial(torch_rows, parallel=True)
+    one, several = partial(iterate_torch_rows, parallel=False), partial(iterate_torch_rows, parallel=True)
     return [
-        Compared("raw", "torch_hdf5_w0", pictures.raw_hdf5, one, versions, "in this process"),
-        Compared("raw", "torch_hdf5", pictures.raw_hdf5, several, versions, "worker processes"),
-        Compared("raw", "dali_rows", pictures.raw_hdf5, dali_rows, ("nvidia-dali-cuda130",), "no flip"),
+        Configuration("raw", "torch_hdf5_w0", images.make_raw_hdf5, one, versions, "in this process"),
+        Configuration("raw", "torch_hdf5", images.make_raw_hdf5, several, versions, "worker processes"),
+        Configuration("raw", "dali_rows", images.make_raw_hdf5, iterate_dali_rows, ("nvidia-dali-cuda130",), "no flip"),
     ]

@@ -1,4 +1,4 @@
-"""Trainyard's own loader in the suites rgb, gray and raw: what a training run would use, and nothing else."""
+"""Trainyard's own loader in the suites rgb, gray and raw, exactly as a training run uses it."""
 
 from __future__ import annotations
 
@@ -10,37 +10,37 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from benchmarks import pictures
-from benchmarks.contract import BATCH, CROP_AREA, CROP_ASPECT, SIZE_PX, Compared, Setting
+from benchmarks import images
+from benchmarks.contract import BATCH, CROP_AREA, CROP_ASPECT, SIZE_PX, Configuration, Setting
 
-if TYPE_CHECKING:  # listing and preparing need no torch, and are several seconds faster without
+if TYPE_CHECKING:  # listing and preparing do not need torch, and are several seconds faster without it
     from torch import Tensor
 
 
-def rgb_shards(setting: Setting) -> Path:
-    return picture_shards(setting, kind="rgb")
+def pack_rgb(setting: Setting) -> Path:
+    return pack_encoded(setting, kind="rgb")
 
 
-def picture_shards(setting: Setting, *, kind: str) -> Path:
-    """Return the packed JPEG files of one kind."""
-    files = pictures.paths(pictures.picture_files(setting, kind))
-    write = partial(_pack, files, _encoded, setting.threads)
-    return pictures.make_once(setting.place(f"{kind}-shards"), write)
+def pack_encoded(setting: Setting, *, kind: str) -> Path:
+    """Pack the JPEG files of one kind; return the folder."""
+    files = images.list_files(images.make_jpeg_files(setting, kind))
+    write = partial(_pack, files, _read_encoded, setting.threads)
+    return images.make_once(setting.get_path(f"{kind}-shards"), write)
 
 
-def raw_shards(setting: Setting) -> Path:
-    """Return the gray pictures packed decoded and resized."""
-    files = pictures.paths(pictures.picture_files(setting, "gray"))
-    write = partial(_pack, files, _decoded, setting.threads)
-    return pictures.make_once(setting.place("gray-raw-shards"), write)
+def pack_raw(setting: Setting) -> Path:
+    """Pack the gray images decoded and resized; return the folder."""
+    files = images.list_files(images.make_jpeg_files(setting, "gray"))
+    write = partial(_pack, files, _read_decoded, setting.threads)
+    return images.make_once(setting.get_path("gray-raw-shards"), write)
 
 
-def _encoded(path: Path) -> dict[str, Any]:
+def _read_encoded(path: Path) -> dict[str, Any]:
     return {"image": path.read_bytes()}
 
 
-def _decoded(path: Path) -> dict[str, Any]:
-    return {"image": np.array(pictures.decoded(path))[..., None]}
+def _read_decoded(path: Path) -> dict[str, Any]:
+    return {"image": np.array(images.decode_gray(path))[..., None]}
 
 
 def _pack(files: list[Path], load: Any, workers: int, out: Path) -> None:
@@ -51,27 +51,27 @@ def _pack(files: list[Path], load: Any, workers: int, out: Path) -> None:
     pack(samples, out, meta={}, workers=workers).close()
 
 
-def host_batches(folder: Path, setting: Setting, *, kind: str) -> Iterator[Tensor]:
-    """Yield what the loader hands to the device: its uint8 buffers, which are used again after a few batches."""
+def iterate_host_batches(folder: Path, setting: Setting, *, kind: str) -> Iterator[Tensor]:
+    """Yield what the loader copies to the device: its uint8 buffers, which are reused after a few batches."""
     from trainyard.data.loader import Loader
 
     class HostLoader(Loader):
-        """The loader up to where the copy to a device begins: what follows is the device's work."""
+        """The loader up to the copy to the device; everything after that is the device's work."""
 
         def _to_device(self, item: Any, *, warp: bool) -> dict[str, Tensor]:
             return {"image": item.pictures}
 
-    return _batches(HostLoader, folder, setting, kind=kind)
+    return _iterate_batches(HostLoader, folder, setting, kind=kind)
 
 
-def model_batches(folder: Path, setting: Setting, *, kind: str) -> Iterator[Tensor]:
-    """Yield what a model on the CPU takes: cast to float32, changed in brightness and normalised, on one thread."""
+def iterate_model_batches(folder: Path, setting: Setting, *, kind: str) -> Iterator[Tensor]:
+    """Yield what a model on the CPU receives: float32, brightness augmented and normalised, on one thread."""
     from trainyard.data.loader import Loader
 
-    return _batches(Loader, folder, setting, kind=kind)
+    return _iterate_batches(Loader, folder, setting, kind=kind)
 
 
-def _batches(loader: Any, folder: Path, setting: Setting, *, kind: str) -> Iterator[Tensor]:
+def _iterate_batches(loader: Any, folder: Path, setting: Setting, *, kind: str) -> Iterator[Tensor]:
     import torch
 
     from trainyard.data.loader import choose_decoder
@@ -95,31 +95,31 @@ def _batches(loader: Any, folder: Path, setting: Setting, *, kind: str) -> Itera
         channels_last=True,
         decode=choose_decoder("auto", importable=find_spec("nvidia.dali") is not None)[0],
     )
-    orders = partial(_order, np.arange(data.count))
-    for micro in stream.train(orders, epoch=0, start=0, micro_batch_size=0):
-        yield micro.batch["image"]
+    orders = partial(_order_epoch, np.arange(data.count))
+    for micro_batch in stream.train(orders, epoch=0, start=0, micro_batch_size=0):
+        yield micro_batch.batch["image"]
 
 
-def _order(ids: np.ndarray, epoch: int) -> Any:
+def _order_epoch(ids: np.ndarray, epoch: int) -> Any:
     from trainyard.data.order import shuffle
 
     return shuffle(ids, seed=0, epoch=epoch, global_batch_size=BATCH)
 
 
-def configurations() -> list[Compared]:
+def list_configurations() -> list[Configuration]:
     versions = ("trainyard", "torch", "nvidia-dali-cuda130", "nvidia-dali-cuda120")
     return [
-        *(_pictures(kind, versions) for kind in ("rgb", "gray")),
-        *(_pictures_float(kind, versions) for kind in ("rgb", "gray")),
-        Compared("raw", "ours", raw_shards, partial(model_batches, kind="gray"), versions),
+        *(_configure_uint8(kind, versions) for kind in ("rgb", "gray")),
+        *(_configure_float(kind, versions) for kind in ("rgb", "gray")),
+        Configuration("raw", "ours", pack_raw, partial(iterate_model_batches, kind="gray"), versions),
     ]
 
 
-def _pictures(kind: str, versions: tuple[str, ...]) -> Compared:
-    data, batches = partial(picture_shards, kind=kind), partial(host_batches, kind=kind)
-    return Compared(kind, "ours", data, batches, versions, "antialiased; checksums compared at first reading")
+def _configure_uint8(kind: str, versions: tuple[str, ...]) -> Configuration:
+    data, batches = partial(pack_encoded, kind=kind), partial(iterate_host_batches, kind=kind)
+    return Configuration(kind, "ours", data, batches, versions, "antialiased; checksums verified on first read")
 
 
-def _pictures_float(kind: str, versions: tuple[str, ...]) -> Compared:
-    data, batches = partial(picture_shards, kind=kind), partial(model_batches, kind=kind)
-    return Compared(kind, "ours_float", data, batches, versions, "as ours, then normalised to float32 on the host")
+def _configure_float(kind: str, versions: tuple[str, ...]) -> Configuration:
+    data, batches = partial(pack_encoded, kind=kind), partial(iterate_model_batches, kind=kind)
+    return Configuration(kind, "ours_float", data, batches, versions, "as ours, then normalised to float32 on the host")

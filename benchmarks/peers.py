@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from benchmarks import pictures
-from benchmarks.contract import BATCH, CROP_AREA, CROP_ASPECT, SIZE_PX, Compared, Setting
+from benchmarks import images
+from benchmarks.contract import BATCH, CROP_AREA, CROP_ASPECT, SIZE_PX, Configuration, Setting
 from benchmarks.loaders import MODES, TORCH, Decode
 
-if TYPE_CHECKING:  # listing and preparing need no torch, and are several seconds faster without
+if TYPE_CHECKING:  # listing and preparing do not need torch, and are several seconds faster without it
     from torch import Tensor
 
 EPOCH_SAMPLES = 1_000_000
-TAR_RECORDS = 250  # small enough that every worker process has several tar files
+TAR_RECORDS = 250  # small enough to give every worker process several tar files
 
 
-def tar_files(setting: Setting, *, kind: str) -> Path:
-    files = pictures.paths(pictures.picture_files(setting, kind))
-    return pictures.make_once(setting.place(f"{kind}-tar"), partial(_write_tars, files))
+def make_tar_files(setting: Setting, *, kind: str) -> Path:
+    files = images.list_files(images.make_jpeg_files(setting, kind))
+    return images.make_once(setting.get_path(f"{kind}-tar"), partial(_write_tars, files))
 
 
 def _write_tars(files: list[Path], out: Path) -> None:
@@ -34,7 +34,7 @@ def _write_tars(files: list[Path], out: Path) -> None:
             writer.write({"__key__": path.stem, "jpg": path.read_bytes()})
 
 
-def webdataset(folder: Path, setting: Setting, *, kind: str) -> Iterator[Tensor]:
+def iterate_webdataset(folder: Path, setting: Setting, *, kind: str) -> Iterator[Tensor]:
     import torch
     from webdataset import WebDataset, WebLoader
 
@@ -44,9 +44,9 @@ def webdataset(folder: Path, setting: Setting, *, kind: str) -> Iterator[Tensor]
     return iter(WebLoader(batches, batch_size=None, num_workers=setting.threads, prefetch_factor=4))
 
 
-def mosaic_shards(setting: Setting, *, kind: str) -> Path:
-    files = pictures.paths(pictures.picture_files(setting, kind))
-    return pictures.make_once(setting.place(f"{kind}-mds"), partial(_write_mosaic, files))
+def make_mosaic_shards(setting: Setting, *, kind: str) -> Path:
+    files = images.list_files(images.make_jpeg_files(setting, kind))
+    return images.make_once(setting.get_path(f"{kind}-mds"), partial(_write_mosaic, files))
 
 
 def _write_mosaic(files: list[Path], out: Path) -> None:
@@ -57,26 +57,26 @@ def _write_mosaic(files: list[Path], out: Path) -> None:
             writer.write({"jpg": path.read_bytes()})
 
 
-def mosaic(folder: Path, setting: Setting, *, kind: str) -> Iterator[Tensor]:
+def iterate_mosaic(folder: Path, setting: Setting, *, kind: str) -> Iterator[Tensor]:
     from streaming import StreamingDataset
     from streaming.base.util import clean_stale_shared_memory
     from torch.utils.data import DataLoader
 
-    class Pictures(StreamingDataset):
+    class Images(StreamingDataset):
         decode = Decode(kind)
 
         def __getitem__(self, index: int) -> Tensor:
             return self.decode(super().__getitem__(index)["jpg"])
 
     clean_stale_shared_memory()
-    samples = Pictures(local=str(folder), shuffle=True, batch_size=BATCH)
+    samples = Images(local=str(folder), shuffle=True, batch_size=BATCH)
     loader = DataLoader(samples, BATCH, num_workers=setting.threads, prefetch_factor=4, drop_last=True)
     while True:
         yield from loader
 
 
-class Decoded:
-    """What FFCV's writer takes: decoded pictures by index."""
+class DecodedImages:
+    """The input of FFCV's writer: decoded images by index."""
 
     def __init__(self, files: list[Path]) -> None:
         self.files = files
@@ -87,40 +87,40 @@ class Decoded:
     def __getitem__(self, index: int) -> tuple[Any]:
         from PIL import Image
 
-        with Image.open(self.files[index]) as picture:
-            return (picture.convert(MODES["rgb"]),)
+        with Image.open(self.files[index]) as image:
+            return (image.convert(MODES["rgb"]),)
 
 
-class Rows(Decoded):
+class DecodedRows(DecodedImages):
     def __getitem__(self, index: int) -> tuple[np.ndarray]:
-        return (pictures.decoded(self.files[index]),)
+        return (images.decode_gray(self.files[index]),)
 
 
-def beton(setting: Setting, *, kind: str) -> Path:
-    """Return FFCV's file of encoded pictures: it encodes them itself, at the same quality as the originals."""
+def make_beton(setting: Setting, *, kind: str) -> Path:
+    """Make FFCV's file of encoded images; FFCV encodes them itself, at the quality of the originals."""
     from ffcv.fields import RGBImageField
 
-    files = pictures.paths(pictures.picture_files(setting, kind))
-    field = RGBImageField(write_mode="jpg", jpeg_quality=pictures.QUALITY)
-    write = partial(_write_beton, Decoded(files), field)
-    return pictures.make_once(setting.place(f"{kind}-beton"), write)
+    files = images.list_files(images.make_jpeg_files(setting, kind))
+    field = RGBImageField(write_mode="jpg", jpeg_quality=images.QUALITY)
+    write = partial(_write_beton, DecodedImages(files), field)
+    return images.make_once(setting.get_path(f"{kind}-beton"), write)
 
 
-def raw_beton(setting: Setting) -> Path:
+def make_raw_beton(setting: Setting) -> Path:
     from ffcv.fields import NDArrayField
 
-    files = pictures.paths(pictures.picture_files(setting, "gray"))
+    files = images.list_files(images.make_jpeg_files(setting, "gray"))
     field = NDArrayField(np.dtype("uint8"), (SIZE_PX, SIZE_PX))
-    return pictures.make_once(setting.place("gray-raw-beton"), partial(_write_beton, Rows(files), field))
+    return images.make_once(setting.get_path("gray-raw-beton"), partial(_write_beton, DecodedRows(files), field))
 
 
-def _write_beton(samples: Decoded, field: Any, out: Path) -> None:
+def _write_beton(samples: DecodedImages, field: Any, out: Path) -> None:
     from ffcv.writer import DatasetWriter
 
     DatasetWriter(str(out), {"image": field}, num_workers=1).from_indexed_dataset(samples)
 
 
-def ffcv(path: Path, setting: Setting, *, kind: str) -> Iterator[Tensor]:
+def iterate_ffcv(path: Path, setting: Setting, *, kind: str) -> Iterator[Tensor]:
     from ffcv.fields.rgb_image import CenterCropRGBImageDecoder, RandomResizedCropRGBImageDecoder
     from ffcv.transforms import RandomHorizontalFlip, ToTensor, ToTorchImage
 
@@ -129,19 +129,21 @@ def ffcv(path: Path, setting: Setting, *, kind: str) -> Iterator[Tensor]:
         decoder = RandomResizedCropRGBImageDecoder(size, scale=CROP_AREA, ratio=CROP_ASPECT)
     else:
         decoder = CenterCropRGBImageDecoder(size, ratio=1.0)
-    return _ffcv(path, setting, getattr(setting, kind), [decoder, RandomHorizontalFlip(), ToTensor(), ToTorchImage()])
+    return _iterate_ffcv(
+        path, setting, getattr(setting, kind), [decoder, RandomHorizontalFlip(), ToTensor(), ToTorchImage()]
+    )
 
 
-def ffcv_rows(path: Path, setting: Setting) -> Iterator[Tensor]:
+def iterate_ffcv_rows(path: Path, setting: Setting) -> Iterator[Tensor]:
     from ffcv.fields.ndarray import NDArrayDecoder
     from ffcv.transforms import ToTensor
 
-    return _ffcv(path, setting, setting.gray, [NDArrayDecoder(), ToTensor()])
+    return _iterate_ffcv(path, setting, setting.gray, [NDArrayDecoder(), ToTensor()])
 
 
-def _ffcv(path: Path, setting: Setting, count: int, pipeline: list[Any]) -> Iterator[Tensor]:
-    """Iterate over long epochs, made of each index many times: at its full speed, starting one takes FFCV as long as
-    several batches, and the other loaders are spared their epochs' ends as well.
+def _iterate_ffcv(path: Path, setting: Setting, count: int, pipeline: list[Any]) -> Iterator[Tensor]:
+    """Yield batches from long epochs that repeat each index many times: starting an epoch takes FFCV as long as several
+    batches, and the other loaders have no epoch boundaries either.
     """
     from ffcv.loader import Loader, OrderOption
 
@@ -160,26 +162,26 @@ def _ffcv(path: Path, setting: Setting, count: int, pipeline: list[Any]) -> Iter
             yield batch
 
 
-def configurations() -> list[Compared]:
-    return [*_pictures("rgb"), *_pictures("gray"), _raw()]
+def list_configurations() -> list[Configuration]:
+    return [*_list_image_configurations("rgb"), *_list_image_configurations("gray"), _configure_raw()]
 
 
-def _pictures(kind: str) -> list[Compared]:
-    differs = {
-        "rgb": "encoded anew by its writer; area filter",
+def _list_image_configurations(kind: str) -> list[Configuration]:
+    note = {
+        "rgb": "re-encoded by its writer; area filter",
         "gray": "no gray JPEG: decodes and yields 3 channels; center crop; area filter",
     }[kind]
     of_kind = {"kind": kind}
-    tars, webs = partial(tar_files, **of_kind), partial(webdataset, **of_kind)
-    shards, streams = partial(mosaic_shards, **of_kind), partial(mosaic, **of_kind)
-    betons, ffcvs = partial(beton, **of_kind), partial(ffcv, **of_kind)
+    tars, webs = partial(make_tar_files, **of_kind), partial(iterate_webdataset, **of_kind)
+    shards, streams = partial(make_mosaic_shards, **of_kind), partial(iterate_mosaic, **of_kind)
+    betons, ffcvs = partial(make_beton, **of_kind), partial(iterate_ffcv, **of_kind)
     pillow = "Pillow, worker processes"
     return [
-        Compared(kind, "webdataset", tars, webs, ("webdataset", *TORCH), pillow),
-        Compared(kind, "mosaic", shards, streams, ("mosaicml-streaming", *TORCH), pillow),
-        Compared(kind, "ffcv", betons, ffcvs, ("ffcv", "numba", "torch"), differs),
+        Configuration(kind, "webdataset", tars, webs, ("webdataset", *TORCH), pillow),
+        Configuration(kind, "mosaic", shards, streams, ("mosaicml-streaming", *TORCH), pillow),
+        Configuration(kind, "ffcv", betons, ffcvs, ("ffcv", "numba", "torch"), note),
     ]
 
 
-def _raw() -> Compared:
-    return Compared("raw", "ffcv", raw_beton, ffcv_rows, ("ffcv", "numba", "torch"), "no flip")
+def _configure_raw() -> Configuration:
+    return Configuration("raw", "ffcv", make_raw_beton, iterate_ffcv_rows, ("ffcv", "numba", "torch"), "no flip")

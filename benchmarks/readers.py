@@ -1,4 +1,4 @@
-"""The suite "read": gather 64 encoded records, chosen at random, into one buffer that is used again."""
+"""The suite "read": gather 64 random encoded records into one reused buffer."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -7,49 +7,49 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks import pictures
-from benchmarks.contract import BATCH, Compared, Setting
-from benchmarks.ours import rgb_shards
+from benchmarks import images
+from benchmarks.contract import BATCH, Configuration, Setting
+from benchmarks.ours import pack_rgb
 
 BUFFER_BYTES = 64 << 20
 
 
-def random_ids(count: int) -> Iterator[np.ndarray]:
-    """Yield (64,) int64 batches of ids below `count`, each once per pass, without end."""
+def draw_ids(count: int) -> Iterator[np.ndarray]:
+    """Yield (64,) int64 batches of shuffled ids below `count`, each at most once per pass, without end."""
     random = np.random.default_rng(0)
     while True:
         order = random.permutation(count)
         yield from order[: count // BATCH * BATCH].reshape(-1, BATCH)
 
 
-def ours(folder: Path, setting: Setting, *, check_crc: bool) -> Iterator[np.ndarray]:
+def iterate_ours(folder: Path, setting: Setting, *, check_crc: bool) -> Iterator[np.ndarray]:
     from trainyard.data.shards import ShardSet
 
     shards = ShardSet(folder)
     buffer = np.empty(BUFFER_BYTES, np.uint8)
-    for ids in random_ids(shards.count):
+    for ids in draw_ids(shards.count):
         views = shards.read_bytes("image", ids, check_crc=check_crc, buffer=buffer)
         yield np.array([len(view) for view in views])
 
 
-def h5py_vlen(path: Path, setting: Setting) -> Iterator[np.ndarray]:
+def iterate_h5py_vlen(path: Path, setting: Setting) -> Iterator[np.ndarray]:
     import h5py
 
-    images = h5py.File(path, "r")["images"]
-    return _gathered(len(images), lambda index: images[index])
+    records = h5py.File(path, "r")["images"]
+    return _gather(len(records), lambda index: records[index])
 
 
-def h5py_flat(path: Path, setting: Setting) -> Iterator[np.ndarray]:
+def iterate_h5py_flat(path: Path, setting: Setting) -> Iterator[np.ndarray]:
     import h5py
 
     file = h5py.File(path, "r")
     blob, offset = file["blob"], file["offset"][:].tolist()
-    return _gathered(len(offset) - 1, lambda index: blob[offset[index] : offset[index + 1]])
+    return _gather(len(offset) - 1, lambda index: blob[offset[index] : offset[index + 1]])
 
 
-def _gathered(count: int, read: Callable[[int], np.ndarray]) -> Iterator[np.ndarray]:
+def _gather(count: int, read: Callable[[int], np.ndarray]) -> Iterator[np.ndarray]:
     buffer = np.empty(BUFFER_BYTES, np.uint8)
-    for ids in random_ids(count):
+    for ids in draw_ids(count):
         sizes, position = [], 0
         for index in ids.tolist():
             record = read(index)
@@ -59,11 +59,11 @@ def _gathered(count: int, read: Callable[[int], np.ndarray]) -> Iterator[np.ndar
         yield np.array(sizes)
 
 
-def file_per_sample(folder: Path, setting: Setting) -> Iterator[np.ndarray]:
-    """The cheapest way to read a file in Python: three system calls, straight into the buffer."""
-    files = [str(path) for path in pictures.paths(folder)]
+def iterate_files(folder: Path, setting: Setting) -> Iterator[np.ndarray]:
+    """Read each file in the cheapest way Python has: three system calls, directly into the buffer."""
+    files = [str(path) for path in images.list_files(folder)]
     buffer = memoryview(bytearray(BUFFER_BYTES))
-    for ids in random_ids(len(files)):
+    for ids in draw_ids(len(files)):
         sizes, position = [], 0
         for index in ids.tolist():
             descriptor = os.open(files[index], os.O_RDONLY)
@@ -73,14 +73,18 @@ def file_per_sample(folder: Path, setting: Setting) -> Iterator[np.ndarray]:
         yield np.array(sizes)
 
 
-def configurations() -> list[Compared]:
-    ours_versions, h5py_versions = ("trainyard", "numpy"), ("h5py", "numpy")
-    unchecked = partial(ours, check_crc=False)
-    checked = partial(ours, check_crc=True)
+def list_configurations() -> list[Configuration]:
+    our_versions, h5py_versions = ("trainyard", "numpy"), ("h5py", "numpy")
+    unchecked = partial(iterate_ours, check_crc=False)
+    checked = partial(iterate_ours, check_crc=True)
     return [
-        Compared("read", "ours", rgb_shards, unchecked, ours_versions, "one thread, no checksums: as the others"),
-        Compared("read", "ours_crc", rgb_shards, checked, ours_versions, "and compares checksums at first reading"),
-        Compared("read", "h5py_vlen", partial(pictures.vlen_hdf5, kind="rgb"), h5py_vlen, h5py_versions),
-        Compared("read", "h5py_flat", partial(pictures.flat_hdf5, kind="rgb"), h5py_flat, h5py_versions),
-        Compared("read", "files", partial(pictures.picture_files, kind="rgb"), file_per_sample, ("numpy",)),
+        Configuration("read", "ours", pack_rgb, unchecked, our_versions, "one thread, no checksums, as the others"),
+        Configuration("read", "ours_crc", pack_rgb, checked, our_versions, "and verifies checksums on first read"),
+        Configuration(
+            "read", "h5py_vlen", partial(images.make_vlen_hdf5, kind="rgb"), iterate_h5py_vlen, h5py_versions
+        ),
+        Configuration(
+            "read", "h5py_flat", partial(images.make_flat_hdf5, kind="rgb"), iterate_h5py_flat, h5py_versions
+        ),
+        Configuration("read", "files", partial(images.make_jpeg_files, kind="rgb"), iterate_files, ("numpy",)),
     ]

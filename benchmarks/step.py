@@ -1,4 +1,4 @@
-"""The suite "step": what a training step of the engine costs beyond the same step in a plain PyTorch loop."""
+"""The suite "step": what a training step of the engine costs compared with the same step in a plain PyTorch loop."""
 
 import random
 import time
@@ -19,27 +19,27 @@ Autocast = Callable[[], AbstractContextManager[None]]
 
 
 def measure_interleaved(*, warmup: int, samples: int, seconds: float) -> list[dict[str, Any]]:
-    """Time both kinds of step in turns, in an order drawn for each turn, on one device in one process.
+    """Time both steps alternately, in a random order each turn, on one device in one process.
 
     Returns:
-        one line for each: medians over the steps of ms_per_step and of the rates that `bench.measure` gives.
+        one line per step: the medians of ms_per_step and of the rates that `bench.measure` returns.
     """
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    kinds = both_kinds(device)
+    steps = build_steps(device)
     for _ in range(-(-warmup // BATCH)):
-        for step in kinds.values():
+        for step in steps.values():
             step()
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in kinds}
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
     order, begin, turns = random.Random(SEED), time.perf_counter(), 0
     while turns * BATCH < samples or time.perf_counter() - begin < seconds:
-        for name in order.sample(list(kinds), len(kinds)):
-            times[name].append(timed(kinds[name], device))
+        for name in order.sample(list(steps), len(steps)):
+            times[name].append(time_step(steps[name], device))
         turns += 1
-    return [line(name, *zip(*pairs, strict=True)) for name, pairs in times.items()]
+    return [summarise_times(name, *zip(*pairs, strict=True)) for name, pairs in times.items()]
 
 
-def timed(step: Step, device: torch.device) -> tuple[float, float]:
-    """Return wall and CPU seconds of one step, the device's work included."""
+def time_step(step: Step, device: torch.device) -> tuple[float, float]:
+    """Return wall and CPU seconds of one step, including the device's work."""
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     wait()
     wall, cpu = time.perf_counter(), time.process_time()
@@ -48,7 +48,7 @@ def timed(step: Step, device: torch.device) -> tuple[float, float]:
     return time.perf_counter() - wall, time.process_time() - cpu
 
 
-def line(name: str, wall_s: tuple[float, ...], cpu_s: tuple[float, ...]) -> dict[str, Any]:
+def summarise_times(name: str, wall_s: tuple[float, ...], cpu_s: tuple[float, ...]) -> dict[str, Any]:
     return {
         "name": name,
         "steps": len(wall_s),
@@ -58,8 +58,8 @@ def line(name: str, wall_s: tuple[float, ...], cpu_s: tuple[float, ...]) -> dict
     }
 
 
-def both_kinds(device: torch.device) -> dict[str, Step]:
-    """Return the two steps, on equal models and equal batches, with the precision the engine chooses here."""
+def build_steps(device: torch.device) -> dict[str, Step]:
+    """Build both steps, on equal models and batches, with the precision that the engine chooses here."""
     from trainyard.hardware import precision_for
     from trainyard.train.precision import make_autocast, set_switches
 
@@ -71,17 +71,17 @@ def both_kinds(device: torch.device) -> dict[str, Step]:
     image = torch.rand(BATCH, 3, INPUT_PX, INPUT_PX, generator=random)
     label = torch.randint(CLASSES, (BATCH,), generator=random).to(device)
     batch = {"image": image.to(device, memory_format=layout), "label": label}
-    context = make_autocast(precision, device)
-    models = [classifier().to(device, memory_format=layout) for _ in range(2)]
+    context = autocast(precision, device)
+    models = [build_classifier().to(device, memory_format=layout) for _ in range(2)]
     scalers = [torch.amp.GradScaler(device.type, enabled=precision.loss_scaling) for _ in range(2)]
     return {
-        "ours": engine_step(models[0], batch, scalers[0], context),
-        "plain_loop": plain_step(models[1], batch, scalers[1], context),
+        "ours": build_engine_step(models[0], batch, scalers[0], context),
+        "plain_loop": build_plain_step(models[1], batch, scalers[1], context),
     }
 
 
-def classifier() -> Any:
-    """Return a small residual network with its loss: several dozen parameters, as overhead grows with their number."""
+def build_classifier() -> Any:
+    """Build a small residual network with its loss; dozens of parameters, as overhead grows with their number."""
     from trainyard.train.module import TrainModule
 
     class Classifier(TrainModule):
@@ -100,7 +100,7 @@ def classifier() -> Any:
 
 
 class Residual(nn.Module):
-    """Two normalised convolutions beside a strided 1 x 1 one."""
+    """Two normalised convolutions in parallel with a strided 1 x 1 convolution."""
 
     def __init__(self, inner: int, outer: int) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class Residual(nn.Module):
         return torch.relu(self.second_norm(self.second(y)) + self.shortcut(x))
 
 
-def engine_step(model: Any, batch: dict[str, Tensor], scaler: torch.amp.GradScaler, context: Autocast) -> Step:
+def build_engine_step(model: Any, batch: dict[str, Tensor], scaler: torch.amp.GradScaler, context: Autocast) -> Step:
     from trainyard.data.loader import MicroBatch
     from trainyard.settings import OptimizerSettings
     from trainyard.train.step import TrainState, make_optimizer, train_step
@@ -125,8 +125,8 @@ def engine_step(model: Any, batch: dict[str, Tensor], scaler: torch.amp.GradScal
     return lambda: train_step(state, micro_batches, lr=LR, autocast=context, **limits)
 
 
-def plain_step(model: Any, batch: dict[str, Tensor], scaler: torch.amp.GradScaler, context: Autocast) -> Step:
-    """Return a step as anyone would write it by hand for one device; even its loss stays there, unread."""
+def build_plain_step(model: Any, batch: dict[str, Tensor], scaler: torch.amp.GradScaler, context: Autocast) -> Step:
+    """Build a step as one would write it by hand for one device; even its loss stays on the device, unread."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0, fused=True)
 
     def step() -> None:

@@ -1,6 +1,6 @@
-"""List, prepare or measure configurations, and print JSON lines; `trainyard bench` starts it, once for each.
+"""List, prepare or measure configurations, and print JSON lines; `trainyard bench` runs this once per configuration.
 
-Runs in our environment and in the peers', where trainyard is not installed: hence the two paths below.
+Runs in our environment and in the peers', where trainyard is not installed, so it extends sys.path.
 """
 
 import argparse
@@ -14,21 +14,21 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[0:1] = [str(ROOT), str(ROOT / "src")]  # this folder itself holds names that would shadow packages
+sys.path[0:1] = [str(ROOT), str(ROOT / "src")]  # not this folder, whose module names would shadow packages
 
 from benchmarks import loaders, ours, peers, readers  # noqa: E402
-from benchmarks.contract import BATCH, SIZE_PX, Compared, Setting  # noqa: E402
+from benchmarks.contract import BATCH, SIZE_PX, Configuration, Setting  # noqa: E402
 from trainyard.tools.bench import measure  # noqa: E402
 
 STEP = {"suite": "step", "name": "ours", "environment": "dev", "note": "train_step of the engine"}
-"""The suite "step" is no iterator of batches: listed here, it has no data, and `step.py` measures it."""
+"""The suite "step" has no data and no iterator of batches: it is listed here and measured by `step.py`."""
 ENVIRONMENTS = {"dev": (ours, readers, loaders), "peers": (peers,)}
 
 
 def main() -> None:
     arguments = parse()
     output = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # libraries that print would otherwise land among our lines
+    os.dup2(2, 1)  # keeps what libraries print out of our lines
     setting = Setting(arguments.data, arguments.rgb, arguments.gray, arguments.threads)
     if arguments.command == "list":
         lines = describe()
@@ -38,7 +38,7 @@ def main() -> None:
         lines = measure_one(arguments.names[0], setting, arguments)
     output.writelines(json.dumps(line) + "\n" for line in lines)
     output.close()
-    os._exit(0)  # threads and worker processes of a loader in full flight need no orderly end
+    os._exit(0)  # skip the orderly shutdown of a busy loader's threads and worker processes
 
 
 def parse() -> argparse.Namespace:
@@ -54,16 +54,21 @@ def parse() -> argparse.Namespace:
 
 def describe() -> list[dict[str, Any]]:
     return [STEP] + [
-        {"suite": each.suite, "name": each.name, "environment": environment, "note": each.note}
+        {
+            "suite": configuration.suite,
+            "name": configuration.name,
+            "environment": environment,
+            "note": configuration.note,
+        }
         for environment, modules in ENVIRONMENTS.items()
-        for each in chain.from_iterable(module.configurations() for module in modules)
+        for configuration in chain.from_iterable(module.list_configurations() for module in modules)
     ]
 
 
-def find(full_name: str) -> Compared:
+def find(full_name: str) -> Configuration:
     modules = chain.from_iterable(ENVIRONMENTS.values())
-    known = chain.from_iterable(module.configurations() for module in modules)
-    return next(each for each in known if f"{each.suite}/{each.name}" == full_name)
+    known = chain.from_iterable(module.list_configurations() for module in modules)
+    return next(configuration for configuration in known if f"{configuration.suite}/{configuration.name}" == full_name)
 
 
 def measure_one(full_name: str, setting: Setting, arguments: argparse.Namespace) -> list[dict[str, Any]]:
@@ -73,25 +78,27 @@ def measure_one(full_name: str, setting: Setting, arguments: argparse.Namespace)
 
         from benchmarks import step
 
-        torch.set_num_threads(1)  # two that wait for each other show the machine's noise, not the step's cost
-        return [line | {"versions": versions(("trainyard", "torch"))} for line in step.measure_interleaved(**limits)]
-    each = find(full_name)
-    if each.suite != "read":
+        torch.set_num_threads(1)  # several threads waiting for each other would measure noise, not the step's cost
+        return [
+            line | {"versions": find_versions(("trainyard", "torch"))} for line in step.measure_interleaved(**limits)
+        ]
+    configuration = find(full_name)
+    if configuration.suite != "read":
         import torch
 
-        torch.set_num_threads(1)  # every loader here brings threads or processes of its own
-    data = each.data(setting)
+        torch.set_num_threads(1)  # every loader here has its own threads or processes
+    data = configuration.data(setting)
     read_through(data)
-    batches = each.batches(data, setting)
+    batches = configuration.batches(data, setting)
     first = next(batches)
-    check(each, first)
+    check_batch(configuration, first)
     output = {"shape": list(first.shape), "dtype": str(first.dtype)}
-    facts = {"name": each.name, "output": output, "versions": versions(each.distributions)}
-    return [facts | measure(batches, **limits)]
+    about = {"name": configuration.name, "output": output, "versions": find_versions(configuration.distributions)}
+    return [about | measure(batches, **limits)]
 
 
-def versions(distributions: tuple[str, ...]) -> dict[str, str]:
-    """Of two wheels of one package, only one is installed."""
+def find_versions(distributions: tuple[str, ...]) -> dict[str, str]:
+    """Return the installed versions; of alternative wheels of a package, only one is installed."""
     found = {"python": sys.version.split()[0]}
     for name in distributions:
         with suppress(PackageNotFoundError):
@@ -100,21 +107,23 @@ def versions(distributions: tuple[str, ...]) -> dict[str, str]:
 
 
 def read_through(data: Path) -> None:
-    """Bring the data into the page cache: every configuration is measured warm."""
+    """Read the data into the page cache: every configuration is measured warm."""
     for path in [data] if data.is_file() else filter(Path.is_file, data.rglob("*")):
         with path.open("rb") as file:
             while file.read(1 << 24):
                 pass
 
 
-def check(each: Compared, batch: Any) -> None:
-    """Hold the first batch against what the suite asks for; the number of channels is left to the note."""
-    if each.suite == "read":
+def check_batch(configuration: Configuration, batch: Any) -> None:
+    """Check the first batch against what the suite requires; a different number of channels goes into the note."""
+    if configuration.suite == "read":
         assert batch.shape == (BATCH,) and (batch > 0).all(), batch
         return
-    assert str(batch.dtype) == "torch.uint8" or each.name == "ours_float", f"{each.name} yields {batch.dtype}"
+    assert str(batch.dtype) == "torch.uint8" or configuration.name == "ours_float", (
+        f"{configuration.name} yields {batch.dtype}"
+    )
     pixels = BATCH * SIZE_PX * SIZE_PX
-    assert len(batch) == BATCH and batch.numel() in (pixels, 3 * pixels), f"{each.name} yields {batch.shape}"
+    assert len(batch) == BATCH and batch.numel() in (pixels, 3 * pixels), f"{configuration.name} yields {batch.shape}"
 
 
 if __name__ == "__main__":

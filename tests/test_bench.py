@@ -1,4 +1,4 @@
-"""The benchmark's machinery: order, ratios, limits, failures. The numbers it yields are not tested."""
+"""How benchmarks run: order, ratios, limits, failures. The measured numbers are not tested."""
 
 import json
 import subprocess
@@ -13,12 +13,12 @@ import pytest
 from trainyard.environment import environment_record
 from trainyard.errors import UserError
 from trainyard.tools import bench
-from trainyard.tools.bench import Configuration, Options, Round, measure, read_results, result_lines, run_suite
+from trainyard.tools.bench import Configuration, Options, Round, build_result_lines, measure, read_results, run_suite
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 OURS, OTHER = (Configuration("rgb", name, "dev", "") for name in ("ours", "other"))
 
-# Speaks the worker's protocol; each name does what it says.
+# A worker whose configurations do what their names say.
 WORKER = """
 import json, subprocess, sys, time
 command, name = sys.argv[1], sys.argv[2].split("/")[-1]
@@ -37,56 +37,56 @@ elif command == "measure":
 """
 
 
-def rounds_of(ours: list[float], other: list[float]) -> list[Round]:
+def make_rounds(ours: list[float], other: list[float]) -> list[Round]:
     rates = zip(ours, other, strict=True)
-    return [{name: rated(rate) for name, rate in zip(("ours", "other"), pair, strict=True)} for pair in rates]
+    return [{name: make_rates(rate) for name, rate in zip(("ours", "other"), pair, strict=True)} for pair in rates]
 
 
-def rated(rate: float) -> dict[str, float]:
+def make_rates(rate: float) -> dict[str, float]:
     return {"samples_per_s": rate, "samples_per_core_s": rate / 2}
 
 
-def numbered(count: int) -> list[Configuration]:
+def make_configurations(count: int) -> list[Configuration]:
     return [Configuration("rgb", str(n), "dev", "") for n in range(count)]
 
 
 @pytest.fixture
-def protocol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Options:
+def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Options:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "worker.py").write_text(WORKER)
     return Options(scripts=tmp_path, results=tmp_path / "results", data=tmp_path, rounds=3)
 
 
-def test_ratios_are_formed_within_a_round_so_that_a_machine_that_slows_down_does_not_change_them():
-    ours, other = result_lines([OURS, OTHER], rounds_of([100, 60, 20], [50, 30, 10]))
+def test_ratios_are_computed_within_a_round_so_a_machine_that_slows_down_does_not_change_them():
+    ours, other = build_result_lines([OURS, OTHER], make_rounds([100, 60, 20], [50, 30, 10]))
     assert other["ours_over_this_samples_per_s"] == {"median": 2.0, "spread": 0.0, "quotable": True}
     assert ours["samples_per_s"] == {"median": 60, "spread": 80 / 60, "quotable": False}
 
 
-def test_a_round_in_which_one_side_failed_enters_no_ratio():
-    rounds = rounds_of([100, 100, 100, 100], [50, 50, 50, 1])
+def test_a_round_with_one_failed_side_is_left_out_of_the_ratio():
+    rounds = make_rounds([100, 100, 100, 100], [50, 50, 50, 1])
     rounds[3]["other"] = {"error": "out of memory"}
-    other = result_lines([OURS, OTHER], rounds)[1]
+    other = build_result_lines([OURS, OTHER], rounds)[1]
     assert other["ours_over_this_samples_per_s"]["median"] == 2.0
     assert other["errors"] == ["out of memory"] and len(other["rounds"]) == 3
 
 
 @pytest.mark.parametrize(("rates", "quotable"), [([100, 95, 105], True), ([100, 94, 105], False), ([100, 100], False)])
 def test_a_number_is_quotable_only_with_little_spread_over_enough_rounds(rates: list[float], quotable: bool):
-    ours = result_lines([OURS, OTHER], rounds_of(rates, rates))[0]
+    ours = build_result_lines([OURS, OTHER], make_rounds(rates, rates))[0]
     assert ours["samples_per_s"]["quotable"] is quotable
 
 
-def test_each_round_runs_every_configuration_once_in_an_order_of_its_own():
-    configurations = numbered(10)
-    orders = [tuple(bench.shuffle_once(configurations, number)) for number in range(100)]
+def test_each_round_runs_every_configuration_once_in_a_new_order():
+    configurations = make_configurations(10)
+    orders = [tuple(bench.shuffle_configurations(configurations, number)) for number in range(100)]
     assert all(sorted(order, key=lambda c: c.name) == configurations for order in orders)
     assert len(set(orders)) == 100
     assert {order[0] for order in orders} == set(configurations)
-    assert orders[0] == tuple(bench.shuffle_once(configurations, 0))
+    assert orders[0] == tuple(bench.shuffle_configurations(configurations, 0))
 
 
-def test_measuring_leaves_the_warm_up_out_and_stops_when_both_limits_are_met():
+def test_measuring_excludes_the_warm_up_and_stops_when_both_limits_are_reached():
     def batches() -> Iterator[list[int]]:
         time.sleep(0.5)  # start-up, in the first batch
         while True:
@@ -97,7 +97,7 @@ def test_measuring_leaves_the_warm_up_out_and_stops_when_both_limits_are_met():
     assert measure(batches(), warmup=8, samples=64, seconds=0.1)["seconds"] >= 0.1
 
 
-def test_core_seconds_count_the_work_of_child_processes_alive_or_ended():
+def test_core_seconds_include_child_processes_alive_or_ended():
     spin = "import time; end = time.process_time() + 0.3\nwhile time.process_time() < end: pass\n"
     alive: list[subprocess.Popen[bytes]] = []
 
@@ -106,7 +106,7 @@ def test_core_seconds_count_the_work_of_child_processes_alive_or_ended():
         alive.append(subprocess.Popen([sys.executable, "-c", spin + "print(flush=True); input()"], stdin=-1, stdout=-1))
         stdout = alive[0].stdout
         assert stdout is not None
-        stdout.read(1)  # it has spun, and lives
+        stdout.read(1)  # it has used its CPU time, and is alive
         yield [0]
         subprocess.run([sys.executable, "-c", spin], check=True)
         yield [0]
@@ -119,61 +119,61 @@ def test_core_seconds_count_the_work_of_child_processes_alive_or_ended():
     assert result["core_seconds"] >= 0.55  # 2 x 0.3, less a few clock ticks of 10 ms
 
 
-def test_a_step_is_held_against_one_percent_or_three_tenths_of_a_millisecond():
-    def verdict(ours_ms: float, plain_ms: float) -> str:
+def test_the_target_for_a_step_is_one_percent_or_three_tenths_of_a_millisecond():
+    def compare(ours_ms: float, plain_ms: float) -> str:
         steps = [("ours", ours_ms), ("plain_loop", plain_ms)]
-        return bench.step_verdict([{"name": n, "rounds": [{"ms_per_step": ms}] * 3} for n, ms in steps])
+        return bench.compare_steps([{"name": n, "rounds": [{"ms_per_step": ms}] * 3} for n, ms in steps])
 
-    assert "+0.250 ms" in verdict(5.25, 5.0) and "target 0.300 ms met" in verdict(5.25, 5.0)
-    assert "target 0.300 ms MISSED" in verdict(5.4, 5.0)
-    assert "target 1.000 ms met" in verdict(100.9, 100.0)
+    assert "+0.250 ms" in compare(5.25, 5.0) and "target 0.300 ms met" in compare(5.25, 5.0)
+    assert "target 0.300 ms MISSED" in compare(5.4, 5.0)
+    assert "target 1.000 ms met" in compare(100.9, 100.0)
 
 
 def test_a_configuration_that_fails_or_hangs_is_named_and_the_others_are_kept(
-    protocol: Options, monkeypatch: pytest.MonkeyPatch
+    options: Options, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(bench, "WORKER_TIMEOUT_S", 1)
     with pytest.raises(UserError, match=r"fails, hangs failed|hangs, fails failed"):
-        run_suite("rgb", replace(protocol, rounds=1), command="bench", environment={})
-    [path] = protocol.results.iterdir()
+        run_suite("rgb", replace(options, rounds=1), command="bench", environment={})
+    [path] = options.results.iterdir()
     lines = {line["name"]: line for line in read_results(path)[1:]}
     assert "no such codec" in lines["fails"]["errors"][0]
     assert "no result after 1 s" in lines["hangs"]["errors"][0]
     assert lines["leaves"]["ours_over_this_samples_per_s"]["median"] == 1.0
-    assert "failed in 1 rounds" in bench.table(read_results(path))
+    assert "failed in 1 rounds" in bench.format_table(read_results(path))
 
 
-def test_what_a_worker_leaves_running_is_ended_before_the_next_one(protocol: Options):
-    run_suite("rgb", replace(protocol, rounds=1, only=("leaves",)), command="bench", environment={})
+def test_processes_that_a_worker_leaves_behind_are_killed_before_the_next_one(options: Options):
+    run_suite("rgb", replace(options, rounds=1, only=("leaves",)), command="bench", environment={})
     status = Path(f"/proc/{Path('left.pid').read_text()}/stat")
     assert not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
-def test_a_second_run_on_one_day_gets_a_file_of_its_own(protocol: Options):
-    quiet = replace(protocol, rounds=1, only=("ours",))
+def test_a_second_run_on_the_same_day_gets_its_own_file(options: Options):
+    quiet = replace(options, rounds=1, only=("ours",))
     first, second = (run_suite("rgb", quiet, command="bench", environment={}) for _ in range(2))
     assert second.name == first.name.replace(".jsonl", "-2.jsonl")
 
 
-def test_away_from_the_checkout_it_says_where_to_go(protocol: Options, tmp_path: Path):
+def test_outside_a_checkout_the_error_says_where_to_go(options: Options, tmp_path: Path):
     with pytest.raises(UserError, match=r"no worker\.py in it.*cd CHECKOUT"):
-        run_suite("rgb", replace(protocol, scripts=tmp_path / "none"), command="bench", environment={})
+        run_suite("rgb", replace(options, scripts=tmp_path / "none"), command="bench", environment={})
 
 
-def test_a_suite_or_pattern_that_does_not_exist_is_answered_with_those_that_do(protocol: Options):
-    with pytest.raises(UserError, match=r"'rbg' is no benchmark suite\. Choose from: rgb, gray"):
-        run_suite("rbg", protocol, command="bench", environment={})
+def test_an_unknown_suite_or_pattern_is_answered_with_the_known_ones(options: Options):
+    with pytest.raises(UserError, match=r"'rbg' is not a benchmark suite\. Choose from: rgb, gray"):
+        run_suite("rbg", options, command="bench", environment={})
     with pytest.raises(UserError, match=r"--only dali: no such configuration in suite rgb\. It has: ours, fails"):
-        run_suite("rgb", replace(protocol, only=("dali",)), command="bench", environment={})
+        run_suite("rgb", replace(options, only=("dali",)), command="bench", environment={})
 
 
-def test_peers_without_their_environment_are_refused_with_the_way_to_make_it(protocol: Options, tmp_path: Path):
+def test_a_missing_peers_environment_is_refused_with_how_to_create_it(options: Options, tmp_path: Path):
     (tmp_path / "worker.py").write_text(WORKER.replace('environment="dev"', 'environment="peers"'))
     with pytest.raises(UserError, match=r"no interpreter there.*README.md"):
-        run_suite("rgb", replace(protocol, peers=tmp_path), command="bench", environment={})
+        run_suite("rgb", replace(options, peers=tmp_path), command="bench", environment={})
 
 
-def test_a_file_that_is_no_result_is_refused(tmp_path: Path):
+def test_a_file_that_is_not_a_result_file_is_refused(tmp_path: Path):
     with pytest.raises(UserError, match="no such result file"):
         read_results(tmp_path / "rgb.jsonl")
     (tmp_path / "rgb.jsonl").write_text('{"kind": "result"}\n')
@@ -181,10 +181,10 @@ def test_a_file_that_is_no_result_is_refused(tmp_path: Path):
         read_results(tmp_path / "rgb.jsonl")
 
 
-def test_a_quick_run_measures_our_reader_and_h5py_on_generated_pictures_end_to_end(
+def test_a_quick_run_measures_our_reader_and_h5py_on_generated_images_end_to_end(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    options = Options(scripts=BENCHMARKS, results=tmp_path, data=tmp_path / "data", only=("h5py_flat",)).quick()
+    options = Options(scripts=BENCHMARKS, results=tmp_path, data=tmp_path / "data", only=("h5py_flat",)).make_quick()
     path = run_suite("read", replace(options, rgb=64, threads=1), command="bench", environment=environment_record())
     head, *results = [json.loads(line) for line in path.read_text().splitlines()]
     assert head["suite"] == "read" and head["environment"]["machine"]["cpu"] and "commit" in head["environment"]["code"]

@@ -1,8 +1,8 @@
-"""Measure loaders, readers and training steps side by side, and write down what came out.
+"""Measure loaders, readers and training steps side by side, and write the results.
 
 A suite is a set of configurations that do the same work. `benchmarks/worker.py` lists, prepares and measures them,
-each in a process of its own; this file decides the order, collects the rounds, forms ratios and writes the results.
-It needs nothing but the standard library, so that a worker can use `measure` in an environment of its own.
+each in its own process; this file chooses the order, collects the rounds, computes ratios and writes the results.
+It needs only the standard library, so that a worker can use `measure` in a separate environment.
 """
 
 import argparse
@@ -34,18 +34,18 @@ SUITES = ("rgb", "gray", "raw", "read", "step")
 OURS = "ours"
 WORKER_TIMEOUT_S = 600
 STEP_TARGET = (0.01, 0.3)
-"""A training step of the engine may cost this share, or this many ms, more than a plain loop: the larger one."""
+"""A training step of the engine may cost this share, or this many ms, more than a plain loop, whichever is larger."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """How a suite is run. A configuration is timed until it has seen both `samples` and `seconds`."""
+    """How to run a suite. A configuration is timed until both `samples` and `seconds` are reached."""
 
     scripts: Path = Path("benchmarks")  # folder of worker.py
     results: Path = Path("benchmarks")
     data: Path = Path("data/bench")
     peers: Path | None = None  # folder of the peers' environment; None: leave them out
-    only: tuple[str, ...] = ()  # patterns of configurations, beside ours; empty: all
+    only: tuple[str, ...] = ()  # patterns of configurations to run alongside ours; empty: all
     rounds: int = 5
     rgb: int = 4000  # images generated
     gray: int = 6000
@@ -54,14 +54,14 @@ class Options:
     seconds: float = 2.0
     threads: int = field(default_factory=available_cores)  # or worker processes, of every configuration
 
-    def quick(self) -> "Options":
-        """Return the same with little data and one round: shows that it runs, measures nothing."""
+    def make_quick(self) -> "Options":
+        """Return a copy with little data and one round: shows that everything runs, measures nothing."""
         return replace(self, rounds=1, rgb=128, gray=128, warmup=64, samples=128, seconds=0.0)
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """One thing that is measured, as `worker.py list` describes it."""
+    """One thing to measure, as `worker.py list` describes it."""
 
     suite: str
     name: str
@@ -74,110 +74,110 @@ class Configuration:
 
 
 Round = dict[str, dict[str, Any]]
-"""What the workers of one round printed, by configuration: the fields of `measure`, or `error`."""
+"""The output of one round's workers, by configuration: the fields of `measure`, or `error`."""
 
 
 def run_suite(suite: str, options: Options, *, command: str, environment: Mapping[str, Any]) -> Path:
-    """Run every configuration of a suite `options.rounds` times, in an order shuffled in each round.
+    """Run every configuration of a suite `options.rounds` times, in a new shuffled order each round.
 
     Args:
         command: what the user typed.
-        environment: machine, versions and commit. Taken once before the first suite, whose results, new files in the
-            checkout, would make it look changed to the second.
+        environment: machine, versions and commit. Recorded once, before the first suite: its result files would make
+            the checkout look modified to the second suite.
 
     Returns:
         the result file `<results>/<suite>-<date>.jsonl`: a header line, then one line per configuration. It is
-        written anew after each round, so that stopping early keeps the rounds that are done.
+        rewritten after each round, so that stopping early keeps the finished rounds.
 
     Raises:
         UserError: unknown suite, no peers' environment, data that cannot be prepared, or a configuration that failed
-            (the other ones are in the file all the same).
+            (the results of the others are still in the file).
     """
-    configurations = _select(_list(options), suite, options)
+    configurations = _select(_list_configurations(options), suite, options)
     _prepare(configurations, options)
-    head = header(suite, options, command=command, environment=environment)
+    head = build_header(suite, options, command=command, environment=environment)
     path = new_file(options.results, f"{suite}-{head['date'][:10]}")
     rounds: list[Round] = []
     for number in range(options.rounds):
         rounds.append(_run_round(configurations, number, options))
-        write_results(path, [head, *result_lines(configurations, rounds)])
-    print(table(read_results(path)), flush=True)
-    _refuse_failures(read_results(path), path)
+        write_results(path, [head, *build_result_lines(configurations, rounds)])
+    print(format_table(read_results(path)), flush=True)
+    _raise_failures(read_results(path), path)
     return path
 
 
 def measure(batches: Iterator[Sized], *, warmup: int, samples: int, seconds: float) -> dict[str, float]:
-    """Time an endless iterator of batches, whose `len` is their number of samples.
+    """Time an endless iterator of batches; `len(batch)` is its number of samples.
 
     Args:
-        warmup: samples taken before the clock starts; filling caches, rings and worker processes belongs here.
-        samples, seconds: both must have passed before the clock stops.
+        warmup: samples to read before the clock starts, to fill caches, ring buffers and worker processes.
+        samples, seconds: both must be reached before the clock stops.
 
     Returns:
         samples, seconds and core_seconds (CPU time of this process, its threads and its child processes), and the
         rates samples_per_s and samples_per_core_s.
     """
-    _take(batches, samples=warmup, seconds=0.0)
-    cpu_before, begin = _cpu_s(), time.perf_counter()
-    seen = _take(batches, samples=samples, seconds=seconds)
-    wall, cpu = time.perf_counter() - begin, _cpu_s() - cpu_before
+    _consume(batches, samples=warmup, seconds=0.0)
+    cpu_before, begin = _read_cpu_s(), time.perf_counter()
+    count = _consume(batches, samples=samples, seconds=seconds)
+    wall, cpu = time.perf_counter() - begin, _read_cpu_s() - cpu_before
     return {
-        "samples": seen,
+        "samples": count,
         "seconds": wall,
         "core_seconds": cpu,
-        "samples_per_s": seen / wall,
-        "samples_per_core_s": seen / cpu,
+        "samples_per_s": count / wall,
+        "samples_per_core_s": count / cpu,
     }
 
 
-def _take(batches: Iterator[Sized], *, samples: int, seconds: float) -> int:
-    begin, seen = time.perf_counter(), 0
-    while seen < samples or time.perf_counter() - begin < seconds:
-        seen += len(next(batches))
-    return seen
+def _consume(batches: Iterator[Sized], *, samples: int, seconds: float) -> int:
+    begin, count = time.perf_counter(), 0
+    while count < samples or time.perf_counter() - begin < seconds:
+        count += len(next(batches))
+    return count
 
 
-def _cpu_s() -> float:
-    """CPU seconds of this process, of its children that ended, and of its living descendants (in ticks of 10 ms)."""
+def _read_cpu_s() -> float:
+    """Read the CPU seconds of this process, its ended children and its living descendants (in ticks of 10 ms)."""
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
-    living = sum(_ticks(pid) for pid in _descendants(os.getpid()))
+    living = sum(_read_cpu_ticks(pid) for pid in _list_descendants(os.getpid()))
     return time.process_time() + ended.ru_utime + ended.ru_stime + living / os.sysconf("SC_CLK_TCK")
 
 
-def _descendants(pid: int) -> Iterator[int]:
+def _list_descendants(pid: int) -> Iterator[int]:
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         for child in task.read_text().split():
             yield int(child)
-            yield from _descendants(int(child))
+            yield from _list_descendants(int(child))
 
 
-def _ticks(pid: int) -> int:
-    """User and system time of a process and of the children it has waited for: proc(5), stat, fields 14 to 17."""
+def _read_cpu_ticks(pid: int) -> int:
+    """Read user and system time of a process and the children it has waited for: proc(5), stat, fields 14 to 17."""
     fields_after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return sum(int(ticks) for ticks in fields_after_name[11:15])
 
 
-def _list(options: Options) -> list[Configuration]:
+def _list_configurations(options: Options) -> list[Configuration]:
     if not (options.scripts / "worker.py").is_file():
         raise UserError(
-            f"{options.scripts}: no worker.py in it. The benchmarks lie in a checkout of Trainyard: go there first, "
-            "cd CHECKOUT, then type it again."
+            f"{options.scripts}: no worker.py in it. The benchmarks are in a checkout of Trainyard: go there first, "
+            "cd CHECKOUT, then type the command again."
         )
-    listed = _worker(Path(sys.executable), ["list"], options, timeout_s=60)
-    return [Configuration(**line) for line in listed]
+    lines = _run_worker(Path(sys.executable), ["list"], options, timeout_s=60)
+    return [Configuration(**line) for line in lines]
 
 
 def _select(configurations: Iterable[Configuration], suite: str, options: Options) -> list[Configuration]:
     if suite not in SUITES:
-        raise UserError(f"'{suite}' is no benchmark suite. Choose from: {', '.join(SUITES)}.")
+        raise UserError(f"'{suite}' is not a benchmark suite. Choose from: {', '.join(SUITES)}.")
     here = {"dev"} if options.peers is None else {"dev", "peers"}
     found = [c for c in configurations if c.suite == suite and c.environment in here]
     wanted = options.only or ("*",)
     chosen = [c for c in found if c.name == OURS or any(fnmatch(c.name, pattern) for pattern in wanted)]
-    idle = [p for p in options.only if not any(fnmatch(c.name, p) for c in found)]
-    if idle:
+    unmatched = [p for p in options.only if not any(fnmatch(c.name, p) for c in found)]
+    if unmatched:
         names = ", ".join(c.name for c in found)
-        raise UserError(f"--only {idle[0]}: no such configuration in suite {suite}. It has: {names}.")
+        raise UserError(f"--only {unmatched[0]}: no such configuration in suite {suite}. It has: {names}.")
     return chosen
 
 
@@ -185,25 +185,25 @@ def _prepare(configurations: Sequence[Configuration], options: Options) -> None:
     for environment in ("dev", "peers"):
         names = [c.full_name for c in configurations if c.environment == environment]
         if names:
-            _worker(_python(environment, options), ["prepare", *names], options, timeout_s=3600, show=True)
+            _run_worker(_find_python(environment, options), ["prepare", *names], options, timeout_s=3600, show=True)
 
 
-def _python(environment: str, options: Options) -> Path:
+def _find_python(environment: str, options: Options) -> Path:
     if environment == "dev":
         return Path(sys.executable)
     assert options.peers is not None
     python = options.peers / "bin" / "python"
     if not python.exists():
         raise UserError(
-            f"{python}: no interpreter there, but the peers run in an environment of their own. "
-            f"Make it as {options.scripts}/README.md says, or leave out --peers."
+            f"{python}: no interpreter there, but the peers need their own environment. "
+            f"Create it as {options.scripts}/README.md says, or leave out --peers."
         )
     return python
 
 
 def _run_round(configurations: Sequence[Configuration], number: int, options: Options) -> Round:
     results: Round = {}
-    for configuration in shuffle_once(configurations, number):
+    for configuration in shuffle_configurations(configurations, number):
         begin = time.perf_counter()
         for name, line in _measure_one(configuration, options).items():
             results[name] = line
@@ -213,15 +213,15 @@ def _run_round(configurations: Sequence[Configuration], number: int, options: Op
     return results
 
 
-def shuffle_once(configurations: Sequence[Configuration], round_number: int) -> list[Configuration]:
-    """Return the order of one round: another one in each, the same in each run."""
+def shuffle_configurations(configurations: Sequence[Configuration], round_number: int) -> list[Configuration]:
+    """Return the configurations in a random order that depends only on the round."""
     return random.Random(round_number).sample(configurations, len(configurations))
 
 
 def _measure_one(configuration: Configuration, options: Options) -> Round:
     try:
-        lines = _worker(
-            _python(configuration.environment, options),
+        lines = _run_worker(
+            _find_python(configuration.environment, options),
             ["measure", configuration.full_name],
             options,
             timeout_s=WORKER_TIMEOUT_S,
@@ -235,19 +235,19 @@ class WorkerError(UserError):
     """A worker ended without a result."""
 
 
-def _worker(
+def _run_worker(
     python: Path, command: Sequence[str], options: Options, *, timeout_s: float, show: bool = False
 ) -> list[dict[str, Any]]:
-    """Run worker.py in a process group of its own and return the JSON lines it printed.
+    """Run worker.py in its own process group and return the JSON lines it printed.
 
-    Loaders leave threads and processes behind; whatever is still alive in the group afterwards is killed, so that it
-    cannot slow down the next configuration.
+    Loaders leave processes behind; all that are still alive in the group afterwards are killed, so that they cannot
+    slow down the next configuration.
 
     Args:
-        show: whether what it writes to stderr goes to the terminal at once (progress), or only into an error.
+        show: print its stderr to the terminal as it comes (progress), instead of only in an error message.
     """
-    arguments = [str(python), str(options.scripts / "worker.py"), *command, *_worker_options(options)]
-    # Files, not pipes: a process left behind would hold a pipe open, and we would wait for its end.
+    arguments = [str(python), str(options.scripts / "worker.py"), *command, *_format_worker_options(options)]
+    # Files, not pipes: a leftover process would keep a pipe open, and we would wait for it to end.
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
             arguments, stdout=output, stderr=None if show else errors, text=True, start_new_session=True
@@ -265,22 +265,22 @@ def _worker(
         return [json.loads(line) for line in output]
 
 
-def _worker_options(options: Options) -> list[str]:
-    passed = ("data", "rgb", "gray", "warmup", "samples", "seconds", "threads")
-    return [part for name in passed for part in (f"--{name}", str(getattr(options, name)))]
+def _format_worker_options(options: Options) -> list[str]:
+    names = ("data", "rgb", "gray", "warmup", "samples", "seconds", "threads")
+    return [part for name in names for part in (f"--{name}", str(getattr(options, name)))]
 
 
 def _kill_group(process: "subprocess.Popen[str]") -> None:
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
-        return  # the usual case: nothing was left
+        return  # the usual case: no process is left
     finally:
         process.wait()
 
 
-def header(suite: str, options: Options, *, command: str, environment: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what one must know to judge the numbers below it."""
+def build_header(suite: str, options: Options, *, command: str, environment: Mapping[str, Any]) -> dict[str, Any]:
+    """Build the header line: what a reader needs to judge the numbers below it."""
     return {
         "kind": "header",
         "suite": suite,
@@ -291,43 +291,43 @@ def header(suite: str, options: Options, *, command: str, environment: Mapping[s
     }
 
 
-def result_lines(configurations: Sequence[Configuration], rounds: Sequence[Round]) -> list[dict[str, Any]]:
-    """Return one line per thing measured, ours first, the others from fast to slow.
+def build_result_lines(configurations: Sequence[Configuration], rounds: Sequence[Round]) -> list[dict[str, Any]]:
+    """Build one line per configuration, ours first, the others from fast to slow.
 
-    A ratio is formed within a round and then summarised over the rounds: both sides of it met the same state of the
-    machine. A number is quotable if its spread is at most 0.1 over at least 3 rounds.
+    Ratios are computed within a round, where both sides saw the same machine load, and then summarised over the
+    rounds. A number is quotable if its spread is at most 0.1 over at least 3 rounds.
     """
     about = {c.name: c for c in configurations}
     names = dict.fromkeys(name for results in rounds for name in results)
-    lines = [_result_line(name, about.get(name), rounds) for name in names]
-    return sorted(lines, key=lambda line: (line["name"] != OURS, -_median(line, "samples_per_s")))
+    lines = [_build_result_line(name, about.get(name), rounds) for name in names]
+    return sorted(lines, key=lambda line: (line["name"] != OURS, -_get_median(line, "samples_per_s")))
 
 
-def _result_line(name: str, about: Configuration | None, rounds: Sequence[Round]) -> dict[str, Any]:
+def _build_result_line(name: str, about: Configuration | None, rounds: Sequence[Round]) -> dict[str, Any]:
     measured = [results[name] for results in rounds if "samples_per_s" in results.get(name, {})]
     errors = [results[name]["error"] for results in rounds if "error" in results.get(name, {})]
     line: dict[str, Any] = {"kind": "result", "name": name, "note": about.note if about else ""}
     for key in ("samples_per_s", "samples_per_core_s"):
         values = [result[key] for result in measured]
         if values:
-            line[key] = _summary(values)
-        pairs = _pairs(rounds, OURS, name, key)
+            line[key] = _summarise(values)
+        pairs = _pair_rounds(rounds, OURS, name, key)
         if pairs:
-            line[f"ours_over_this_{key}"] = _summary([ours / other for ours, other in pairs])
+            line[f"ours_over_this_{key}"] = _summarise([ours / other for ours, other in pairs])
     line |= {key: measured[-1][key] for key in ("output", "versions") if measured and key in measured[-1]}
     return line | {"errors": errors, "rounds": measured}
 
 
-def _summary(values: Sequence[float]) -> dict[str, Any]:
+def _summarise(values: Sequence[float]) -> dict[str, Any]:
     return asdict(Summary.of(values))
 
 
-def _pairs(rounds: Sequence[Round], first: str, second: str, key: str) -> list[tuple[float, float]]:
+def _pair_rounds(rounds: Sequence[Round], first: str, second: str, key: str) -> list[tuple[float, float]]:
     both = [r for r in rounds if key in r.get(first, {}) and key in r.get(second, {})]
     return [(r[first][key], r[second][key]) for r in both]
 
 
-def _median(line: Mapping[str, Any], key: str) -> float:
+def _get_median(line: Mapping[str, Any], key: str) -> float:
     return float(line[key]["median"]) if key in line else 0.0
 
 
@@ -335,7 +335,7 @@ def read_results(path: Path) -> list[dict[str, Any]]:
     """Read a result file.
 
     Raises:
-        UserError: it is not there, or it is none.
+        UserError: the file is missing, or is not a result file.
     """
     if not path.is_file():
         raise UserError(f"{path}: no such result file. `trainyard bench` writes them to benchmarks/.")
@@ -344,41 +344,41 @@ def read_results(path: Path) -> list[dict[str, Any]]:
     except json.JSONDecodeError as error:
         raise UserError(f"{path}: expected one JSON object per line, found: {error}.") from None
     if not lines or lines[0].get("kind") != "header":
-        raise UserError(f"{path}: expected a header line that `trainyard bench` has written; found none.")
+        raise UserError(f"{path}: expected a header line written by `trainyard bench`, found none.")
     return lines
 
 
-def table(lines: Sequence[Mapping[str, Any]]) -> str:
-    """Return the results for reading: rates with spread, how many times as fast ours is, and what differs."""
+def format_table(lines: Sequence[Mapping[str, Any]]) -> str:
+    """Format results as a table: rates with spread, ratios of our rate to each, and notes."""
     head, *results = lines
     unit = "record" if head["suite"] == "read" else "img"
     titles = ("configuration", f"{unit}/s", f"{unit}/core-s", "ours/this, wall", "ours/this, core-s", "note")
-    rows = [titles, *(_row(line) for line in results)]
+    rows = [titles, *(_format_row(line) for line in results)]
     text = align_columns(rows)
     legend = (
         f"median over {head['options']['rounds']} rounds, +- (largest - smallest) / median; "
         f"? not quotable: spread above {QUOTABLE_SPREAD} or fewer than {QUOTABLE_ROUNDS} rounds"
     )
     parts = [f"{head['suite']}  {head['date']}  {head['command']}", *text, legend]
-    return "\n".join(parts + ([step_verdict(results)] if head["suite"] == "step" else []))
+    return "\n".join(parts + ([compare_steps(results)] if head["suite"] == "step" else []))
 
 
-def _row(line: Mapping[str, Any]) -> tuple[str, ...]:
-    rates = (_cell(line.get(key), ",.1f") for key in ("samples_per_s", "samples_per_core_s"))
+def _format_row(line: Mapping[str, Any]) -> tuple[str, ...]:
+    rates = (_format_cell(line.get(key), ",.1f") for key in ("samples_per_s", "samples_per_core_s"))
     keys = ("ours_over_this_samples_per_s", "ours_over_this_samples_per_core_s")
-    ratios = ("" if line["name"] == OURS else _cell(line.get(key), ".2f") for key in keys)
+    ratios = ("" if line["name"] == OURS else _format_cell(line.get(key), ".2f") for key in keys)
     failed = f"failed in {len(line['errors'])} rounds  " if line["errors"] else ""
     return (line["name"], *rates, *ratios, failed + line["note"])
 
 
-def _cell(summary: Mapping[str, Any] | None, form: str) -> str:
+def _format_cell(summary: Mapping[str, Any] | None, form: str) -> str:
     if summary is None:
         return "-"
     return Summary(**summary).text(form)
 
 
-def step_verdict(results: Sequence[Mapping[str, Any]]) -> str:
-    """Return what a step of the engine costs beyond a plain loop, in ms, paired by round, against the target."""
+def compare_steps(results: Sequence[Mapping[str, Any]]) -> str:
+    """Format the extra time of an engine step over a plain loop, in ms, paired by round, with its target."""
     times = {line["name"]: [r["ms_per_step"] for r in line["rounds"]] for line in results}
     extra = [ours - plain for ours, plain in zip(times[OURS], times["plain_loop"], strict=True)]
     share, least_ms = STEP_TARGET
@@ -390,30 +390,32 @@ def step_verdict(results: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def _refuse_failures(lines: Sequence[Mapping[str, Any]], path: Path) -> None:
+def _raise_failures(lines: Sequence[Mapping[str, Any]], path: Path) -> None:
     failed = [line for line in lines[1:] if line["errors"]]
     if failed:
         names = ", ".join(line["name"] for line in failed)
-        raise UserError(f"{path}: {names} failed; the other results stand. The last error:\n{failed[-1]['errors'][-1]}")
+        raise UserError(
+            f"{path}: {names} failed; the other results are valid. The last error:\n{failed[-1]['errors'][-1]}"
+        )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `trainyard bench`."""
+    """Add the options of `trainyard bench`."""
     default = Options()
     parser.add_argument("suites", nargs="*", help=f"suites to run, from {', '.join(SUITES)}; default: all")
-    parser.add_argument("--quick", action="store_true", help="little data, one round: does it run at all")
+    parser.add_argument("--quick", action="store_true", help="little data, one round: check that everything runs")
     parser.add_argument("--peers", type=Path, metavar="VENV", help="also measure the peers, in this environment")
-    parser.add_argument("--only", action="append", default=[], metavar="PATTERN", help="these beside ours; repeatable")
+    parser.add_argument("--only", action="append", default=[], metavar="PATTERN", help="run these and ours; repeatable")
     parser.add_argument("--show", type=Path, metavar="FILE", help="print the table of a result file and stop")
     parser.add_argument("--rounds", type=int, default=default.rounds, help="default: %(default)s")
-    parser.add_argument("--seconds", type=float, default=default.seconds, help="least time of each: %(default)s")
-    parser.add_argument("--threads", type=int, default=default.threads, help="for each, default: cores, %(default)s")
+    parser.add_argument("--seconds", type=float, default=default.seconds, help="minimum time of each: %(default)s")
+    parser.add_argument("--threads", type=int, default=default.threads, help="for each; default: cores, %(default)s")
     parser.add_argument("--data", type=Path, default=default.data, help="cache of generated data: %(default)s")
     parser.add_argument("--results", type=Path, default=default.results, help="folder of results: %(default)s")
 
 
 def main(arguments: argparse.Namespace, *, command: str) -> None:
-    """Run what `add_arguments` has read.
+    """Run `trainyard bench` with the parsed arguments.
 
     Args:
         command: what the user typed, for the header.
@@ -422,7 +424,7 @@ def main(arguments: argparse.Namespace, *, command: str) -> None:
         UserError: see `run_suite`.
     """
     if arguments.show:
-        print(table(read_results(arguments.show)))
+        print(format_table(read_results(arguments.show)))
         return
     environment = environment_record()
     options = Options(
@@ -435,5 +437,5 @@ def main(arguments: argparse.Namespace, *, command: str) -> None:
         results=arguments.results,
     )
     for suite in arguments.suites or SUITES:
-        chosen = options.quick() if arguments.quick else options
+        chosen = options.make_quick() if arguments.quick else options
         run_suite(suite, chosen, command=command, environment=environment)

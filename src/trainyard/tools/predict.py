@@ -1,4 +1,4 @@
-"""`trainyard predict`: the best weights of a run, on new raw files, as a table."""
+"""`trainyard predict`: run the best weights of a run on new raw files, and write a table."""
 
 import csv
 import tempfile
@@ -22,60 +22,60 @@ if TYPE_CHECKING:
 
 
 def predict(run: Path, raw: Path, out: Path, jobs_dir: Path) -> int:
-    """Write one line per sample of `raw` to the CSV file `out`; return how many.
+    """Write one line per sample of `raw` to the CSV file `out`; return the number of samples.
 
     Raises:
-        UserError: the family has no predictions, the run no checkpoint, `raw` cannot be read, or `out` exists.
+        UserError: the family has no predictions, the run has no checkpoint, `raw` cannot be read, or `out` exists.
     """
     if out.exists():
-        raise UserError(f"{out}: exists already, and is not overwritten. Name another file, or delete it.")
+        raise UserError(f"{out}: exists already and is not overwritten. Choose another file, or delete it.")
     if not raw.exists():
-        raise UserError(f"{raw}: no such file or folder. Expected what {run.parent.name} was packed from, unlabelled.")
+        raise UserError(f"{raw}: no such file or folder. Expected unlabelled raw files, as for {run.parent.name}.")
     config = thaw(run / CONFIG, jobs_dir)
     pack = load_family(jobs_dir, config.family, "pack")
     if not hasattr(pack, "unlabelled"):
         raise UserError(f"{config.family} has no predictions for a table: its pack.py has no 'unlabelled'.")
-    saved = _weights(run)
-    module = _built(config, jobs_dir, saved)
-    with _packed(pack.unlabelled(raw, config, saved["learned"]), config, out.parent) as data:
-        rows = _rows(module, data, config)
-        _write(out, list(module.prediction_rows(rows, data.keys(np.arange(data.count)))))
+    saved = _load_checkpoint(run)
+    module = _build_module(config, jobs_dir, saved)
+    with _pack_temporarily(pack.unlabelled(raw, config, saved["learned"]), config, out.parent) as data:
+        rows = _predict_rows(module, data, config)
+        _write_csv(out, list(module.prediction_rows(rows, data.keys(np.arange(data.count)))))
         return data.count
 
 
-def _weights(run: Path) -> dict[str, Any]:
+def _load_checkpoint(run: Path) -> dict[str, Any]:
     from trainyard.train import checkpoint
 
     entries = checkpoint.list_checkpoints(run / "checkpoints")
     if not entries:
-        raise UserError(f"{run}: no checkpoints yet, so nothing to predict with. Train first: trainyard resume {run}")
+        raise UserError(f"{run}: no checkpoints yet to predict with. Train first: trainyard resume {run}")
     return checkpoint.load(checkpoint.select_checkpoint(entries).path)
 
 
-def _built(config: TrainConfig, jobs_dir: Path, saved: dict[str, Any]) -> "TrainModule":
+def _build_module(config: TrainConfig, jobs_dir: Path, saved: dict[str, Any]) -> "TrainModule":
     from trainyard.train.checkpoint import select_weights
     from trainyard.train.module import DataInfo
 
-    nobody = np.empty(0, dtype=np.int64)
-    info = DataInfo({}, {}, nobody, saved["learned"])
+    no_ids = np.empty(0, dtype=np.int64)
+    info = DataInfo({}, {}, no_ids, saved["learned"])
     module: TrainModule = load_family(jobs_dir, config.family, "module").build(config, info)
     try:
         module.load_state_dict(select_weights(saved))
-    except RuntimeError as error:  # torch's word for weights of another shape or name
+    except RuntimeError as error:  # raised by torch for weights with another shape or name
         raise UserError(
             "The weights of this run do not fit the model that the code at hand builds. Use the code it was trained "
-            f"with, `code` in the run's env.json, or train anew. {str(error).splitlines()[1].strip()[:300]}"
+            f"with (`code` in the run's env.json), or train from scratch. {str(error).splitlines()[1].strip()[:300]}"
         ) from None
     return module
 
 
 @contextmanager
-def _packed(samples: Any, config: TrainConfig, near: Path) -> Iterator["ShardSet"]:
-    """Pack samples beside the output, where there is room for it, for as long as they are needed."""
+def _pack_temporarily(samples: Any, config: TrainConfig, parent: Path) -> Iterator["ShardSet"]:
+    """Pack samples into a temporary folder next to the output, which has the space; delete it at the end."""
     from trainyard.data.pack import pack
 
-    near.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=near, prefix=".predict-") as folder:
+    parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=parent, prefix=".predict-") as folder:
         data = pack(samples, Path(folder) / "packed", meta={"family": config.family}, workers=available_cores())
         try:
             yield data
@@ -83,7 +83,7 @@ def _packed(samples: Any, config: TrainConfig, near: Path) -> Iterator["ShardSet
             data.close()
 
 
-def _rows(module: "TrainModule", data: "ShardSet", config: TrainConfig) -> dict[str, np.ndarray]:
+def _predict_rows(module: "TrainModule", data: "ShardSet", config: TrainConfig) -> dict[str, np.ndarray]:
     import torch
 
     from trainyard.data.loader import Loader
@@ -117,8 +117,8 @@ def _rows(module: "TrainModule", data: "ShardSet", config: TrainConfig) -> dict[
         )
 
 
-def _write(out: Path, lines: list[dict[str, object]]) -> None:
-    """Write the table aside and rename it: nobody finds half of one."""
+def _write_csv(out: Path, lines: list[dict[str, object]]) -> None:
+    """Write the table to a temporary file and rename it, so that no incomplete table is ever visible."""
     partial = out.with_name(out.name + ".partial")
     try:
         with partial.open("w", newline="", encoding="utf-8") as file:
