@@ -1,1 +1,1 @@
-"""A family that trains in seconds: tell the direction of stripes."""
+"""A family that trains in seconds: classifies the direction of stripes."""

@@ -1,4 +1,4 @@
-"""A network that tells the direction of stripes."""
+"""A network that classifies the direction of stripes."""
 
 import io
 import time
@@ -24,14 +24,14 @@ class StripesModule(TrainModule):
         super().__init__()
         self.directions = directions
         width, norm = config.model.channels, config.model.batch_norm
-        self.layers = nn.ModuleList(_layer(i, width, norm) for i in (1, width))
+        self.layers = nn.ModuleList(_build_layer(i, width, norm) for i in (1, width))
         self.dropout = nn.Dropout(config.model.dropout)
         self.head = nn.Linear(width, len(directions))
         self.poison_step = config.model.poison_step
         self.diary = config.model.diary
         self.sleep_s = config.model.sleep_ms / 1000
 
-    def logits(self, image_BCHW: Tensor) -> Tensor:
+    def compute_logits(self, image_BCHW: Tensor) -> Tensor:
         x_BCHW = image_BCHW
         for layer in self.layers:
             x_BCHW = layer(x_BCHW)
@@ -39,42 +39,42 @@ class StripesModule(TrainModule):
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         if self.diary and self.training:
-            with Path(self.diary).open("a") as file:  # one write per line, so ranks do not tear each other's
+            with Path(self.diary).open("a") as file:  # one write per line, so that ranks do not interleave
                 file.write(f"{int(batch['samples_seen'])} {' '.join(map(str, batch['sample_id'].tolist()))}\n")
         if self.training:
             time.sleep(self.sleep_s)
-        loss = F.cross_entropy(self.logits(batch["image"]), batch["direction"])
+        loss = F.cross_entropy(self.compute_logits(batch["image"]), batch["direction"])
         if self.poison_step >= 0:
             loss = loss * torch.where(batch["samples_seen"] >= self.poison_step, torch.inf, 1.0)
         return {"loss": loss}
 
     def predict(self, batch: Batch) -> dict[str, Tensor]:
-        chosen = self.logits(batch["image"]).argmax(1)
-        return {"sample_id": batch["sample_id"], "chosen": chosen, "direction": batch.get("direction", chosen)}
+        predicted = self.compute_logits(batch["image"]).argmax(1)
+        return {"sample_id": batch["sample_id"], "chosen": predicted, "direction": batch.get("direction", predicted)}
 
     def score(self, rows: Rows) -> dict[str, float]:
         return {"accuracy": float(np.mean(rows["chosen"] == rows["direction"]))}
 
     def report_figures(self, rows: Rows) -> dict[str, bytes]:
-        confused = np.zeros((len(self.directions),) * 2, dtype=np.uint8)
-        np.add.at(confused, (rows["direction"], rows["chosen"]), 1)
+        confusion = np.zeros((len(self.directions),) * 2, dtype=np.uint8)
+        np.add.at(confusion, (rows["direction"], rows["chosen"]), 1)
         png = io.BytesIO()
-        Image.fromarray(confused).save(png, "PNG")
+        Image.fromarray(confusion).save(png, "PNG")
         return {"Confusion, true/chosen": png.getvalue()}
 
     def prediction_rows(self, rows: Rows, keys: Sequence[str]) -> Iterator[dict[str, object]]:
-        for key, chosen in zip(keys, rows["chosen"].tolist(), strict=True):
-            yield {"image": key, "direction": self.directions[chosen]}
+        for key, predicted in zip(keys, rows["chosen"].tolist(), strict=True):
+            yield {"image": key, "direction": self.directions[predicted]}
 
     def repeated_layers(self) -> Iterable[nn.Module]:
         return self.layers
 
 
-def _layer(channels_in: int, channels: int, batch_norm: bool) -> nn.Module:
+def _build_layer(channels_in: int, channels: int, batch_norm: bool) -> nn.Module:
     norm = nn.BatchNorm2d(channels) if batch_norm else nn.Identity()
     return nn.Sequential(nn.Conv2d(channels_in, channels, 3, padding=1), norm, nn.ReLU())
 
 
 def build(config: Config, data: DataInfo) -> StripesModule:
-    """Build the network for as many directions as the data have."""
+    """Build the network for the directions in the data."""
     return StripesModule(config, data.artifacts["directions"].split())

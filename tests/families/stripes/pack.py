@@ -20,7 +20,7 @@ def samples(raw: Path, config: Config) -> Iterator[Sample]:
 
 
 def fit_artifacts(raw: Path, config: Config) -> dict[str, str]:
-    """Return the directions there are."""
+    """Return the directions in the data."""
     return {"directions": " ".join(sorted({path.name.split("-")[0] for path in raw.iterdir()}))}
 
 
@@ -28,11 +28,11 @@ def unlabelled(raw: Path, config: Config, artifacts: Mapping[str, str]) -> Itera
     """Yield every image of the folder, whatever its name."""
     assert artifacts["directions"]
     for path in sorted(raw.iterdir()):
-        yield Sample(path.name, partial(load_picture, path), source=path)
+        yield Sample(path.name, partial(load_image, path), source=path)
 
 
-def load_picture(path: Path) -> Loaded:
-    """Read an image alone."""
+def load_image(path: Path) -> Loaded:
+    """Read an image without its label."""
     return {"image": path.read_bytes()}
 
 
@@ -40,7 +40,7 @@ def load(path: Path, artifacts: Mapping[str, str]) -> Loaded:
     """Read one image.
 
     Raises:
-        BadRecord: it is none.
+        BadRecord: the file is not an image.
     """
     try:
         with Image.open(path) as image:
@@ -53,22 +53,22 @@ def load(path: Path, artifacts: Mapping[str, str]) -> Loaded:
 
 
 def synthesize(raw: Path, *, count: int, seed: int) -> None:
-    """Draw `count` images of 24 x 24 px, the directions in turn."""
-    aside = raw.with_name(raw.name + ".partial")
-    aside.mkdir(parents=True)
+    """Draw `count` images of 24 x 24 px, cycling through the directions."""
+    partial_folder = raw.with_name(raw.name + ".partial")
+    partial_folder.mkdir(parents=True)
     rng = np.random.default_rng(seed)
     y, x = np.mgrid[:24, :24]
     for i in range(count):
         angle = np.pi * (i % DIRECTIONS) / DIRECTIONS
         wave = np.sin(0.9 * (x * np.cos(angle) + y * np.sin(angle)) + rng.uniform(0, 6))
         pixels = np.clip(128 + 80 * wave + rng.normal(0, 20, wave.shape), 0, 255).astype(np.uint8)
-        Image.fromarray(pixels).save(aside / f"d{i % DIRECTIONS}-{i:04d}.png")
-    aside.replace(raw)
+        Image.fromarray(pixels).save(partial_folder / f"d{i % DIRECTIONS}-{i:04d}.png")
+    partial_folder.replace(raw)
 
 
 def splits(
     columns: Mapping[str, np.ndarray], vocabulary: Mapping[str, list[str]], config: Config
 ) -> dict[str, np.ndarray]:
-    """Every fifth sample validates, every fifth tests."""
+    """Use every fifth sample for validation and every fifth for testing."""
     ids = np.arange(len(columns["direction"]))
     return {"train": ids[ids % 5 > 1], "val": ids[ids % 5 == 0], "test": ids[ids % 5 == 1]}

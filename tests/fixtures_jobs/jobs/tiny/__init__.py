@@ -1,1 +1,1 @@
-"""A family small enough to read at a glance, for the tests of configuration and runs."""
+"""A minimal family for the tests of configuration and runs."""

@@ -15,7 +15,7 @@ class HeadSettings:
 
 @dataclass
 class Config(TrainConfig):
-    """What tiny adds to the options of every job."""
+    """All options of a tiny job."""
 
     head: HeadSettings = option(HeadSettings, "last layer", mutable_on_resume=True)
-    labels: list[int] = option(list, "labels that train; empty: all")
+    labels: list[int] = option(list, "labels to train on; empty: all")
