@@ -9,22 +9,24 @@ from trainyard.settings import TrainConfig, option
 class ModelSettings:
     """Dual cross-attention on a vision transformer (`network.py`)."""
 
-    dims: int = option(768, "numbers of a token; 384: ViT-S, 768: ViT-B", low=8)
+    dims: int = option(768, "width of a token; 384: ViT-S, 768: ViT-B", low=8)
     layers: int = option(12, "self-attention blocks, L of the paper", low=1)
     heads: int = option(12, "attention heads; 6: ViT-S, 12: ViT-B", low=1)
-    patch_px: int = option(16, "side of a patch; the picture's sides must be multiples of it", low=2)
+    patch_px: int = option(16, "side of a patch; the image's sides must be multiples of it", low=2)
     stem: str = option(
         "patch",
-        "what cuts patches: one convolution as ViT, or small ones, which learn from less",
+        "how patches are embedded: one convolution as in ViT, or several small ones, which need less data",
         choices=("patch", "conv"),
     )
     glca: bool = option(True, "add the global-local block (M = 1) to training and embedding")
-    local_share: float = option(0.15, "share of the patches that the global-local block asks for, R", low=0.01, high=1)
+    local_share: float = option(
+        0.15, "share of the patches that the global-local block uses as queries, R", low=0.01, high=1
+    )
     pwca_layers: int = option(
-        12, "last blocks that training also passes with a distracting picture, T; 0: none. No cost later", low=0
+        12, "last blocks that training also runs with a distractor image, T; 0: none. Free at inference", low=0
     )
     pwca_twin_share: float = option(
-        0.0, "probability that the distracting picture is one of the own twin; else any of the batch", low=0, high=1
+        0.0, "probability that the distractor image is of the own twin; else any of the batch", low=0, high=1
     )
     drop_path: float = option(
         0.1, "probability of skipping the last block, rising from 0 at the first", low=0, high=0.9
@@ -36,38 +38,40 @@ class ModelSettings:
 
 @dataclass
 class HeadSettings:
-    """What trains the embedding. Each branch (SA, GLCA, PWCA) has the same losses; evaluation never uses them."""
+    """The losses, the same for each branch (SA, GLCA, PWCA). Evaluation never uses them."""
 
-    arcface_weight: float = option(1.0, "weight of ArcFace over the training persons; 0: none", low=0)
-    scale: float = option(32.0, "factor s on ArcFace's cosines", low=1, high=256)
-    margin: float = option(0.3, "angle m in radians added to that of the true person", low=0, high=1)
-    triplet_weight: float = option(0.1, "weight of the batch-hard triplet loss, twins as negatives first", low=0)
-    triplet_margin: float = option(0.5, "cosine by which the positive must lead the negative", low=0, high=2)
-    pair_weight: float = option(0.0, "weight of same-or-not cross-entropy over the pairs of the batch", low=0)
+    arcface_weight: float = option(1.0, "weight of ArcFace over the training people; 0: none", low=0)
+    scale: float = option(32.0, "scale s of ArcFace's cosines", low=1, high=256)
+    margin: float = option(0.3, "margin m in radians added to the angle of the true person", low=0, high=1)
+    triplet_weight: float = option(
+        0.1, "weight of the batch-hard triplet loss, which prefers twins as negatives", low=0
+    )
+    triplet_margin: float = option(0.5, "cosine by which the positive must exceed the negative", low=0, high=2)
+    pair_weight: float = option(0.0, "weight of same-or-different cross-entropy over the pairs of the batch", low=0)
     pair_strangers: bool = option(True, "count pairs of strangers too; false: only pairs within a family")
     weighting: str = option(
         "learned",
-        "how branches add up: by learned uncertainty (exp(-w) L + w) / 2, or each with its share",
+        "how branch losses are summed: by learned uncertainty (exp(-w) L + w) / 2, or with branch_shares",
         choices=("learned", "fixed"),
     )
-    branch_shares: list[float] = option(lambda: [1.0, 1.0, 0.3], "of SA, GLCA and PWCA, for weighting=fixed")
+    branch_shares: list[float] = option(lambda: [1.0, 1.0, 0.3], "weights of SA, GLCA and PWCA, for weighting=fixed")
 
 
 @dataclass
 class PackingSettings:
-    """From raw files to records, families to sets, and pictures to pairs. Changing one means packing again."""
+    """How raw files become records, families sets, and images pairs. Changing any of these means packing again."""
 
     singles: str = option(
         "fail",
-        "persons without a twin: an error, kept as families of one, or left out",
+        "people without a twin: an error, kept as families of one, or skipped",
         choices=("fail", "keep", "skip"),
     )
-    min_side_px: int = option(48, "shorter side below which a picture is no face crop", low=1)
-    aspect_max: float = option(1.6, "longer over shorter side above which a picture is no face crop", low=1)
-    val_share: float = option(0.15, "share of families that choose the checkpoint and the threshold", low=0, high=0.9)
-    test_share: float = option(0.15, "share of families tested, where the raw files name no test set", low=0, high=0.9)
-    seed: int = option(0, "of the cut into sets and of the pairs of strangers", low=0)
-    strangers: int = option(20, "pairs of strangers per picture in the evaluation list", low=0)
+    min_side_px: int = option(48, "shorter side below which an image is not a face crop", low=1)
+    aspect_max: float = option(1.6, "longer over shorter side above which an image is not a face crop", low=1)
+    val_share: float = option(0.15, "share of families that select the checkpoint and the threshold", low=0, high=0.9)
+    test_share: float = option(0.15, "share of families to test on, if the raw files name no test set", low=0, high=0.9)
+    seed: int = option(0, "seed of the split into sets and of the pairs of strangers", low=0)
+    strangers: int = option(20, "pairs of strangers per image in the evaluation list", low=0)
 
 
 @dataclass

@@ -1,7 +1,6 @@
-"""The twins model with its losses and its score."""
+"""The twins model: losses, prediction and scoring."""
 
 import math
-from typing import cast
 
 import numpy as np
 import torch
@@ -9,22 +8,22 @@ from loguru import logger
 from torch import Tensor, nn
 from torch.nn import functional
 
-from trainyard import scoring as verification
+from trainyard import scoring
 from trainyard.errors import UserError
-from trainyard.report import score_figures as report_figures
+from trainyard.report import score_figures
 from trainyard.train.module import Batch, DataInfo, Rows, TrainModule
 
 from . import protocol
 from .config import Config, EvaluationSettings, HeadSettings
-from .network import DualCrossAttention, random_partners, twin_partners
+from .network import DualCrossAttention, draw_random_partners, draw_twin_partners
 from .weights import load_weights
 
 
 def build(config: Config, data: DataInfo) -> "TwinsModule":
-    """Return the model for the persons that train.
+    """Build the model for the people in the training set.
 
     Raises:
-        UserError: a patch does not divide the picture, heads do not divide the dims, or the weights do not fit.
+        UserError: the patch does not divide the image, the heads do not divide the dims, or the weights do not fit.
     """
     model, image = config.model, config.image
     if image.height_px % model.patch_px or image.width_px % model.patch_px:
@@ -53,31 +52,35 @@ def build(config: Config, data: DataInfo) -> "TwinsModule":
     )
     if model.weights:
         load_weights(network, model.weights)
-    exam = protocol.Exam.of(data.columns, data.vocabulary)
-    told = ", ".join(f"{exam.pairs.count(kind)} {name}" for kind, name in enumerate(protocol.KINDS))
-    logger.info("evaluation pairs: {}; sha256 {}", told, exam.pairs.sha256()[:16])
+    evaluation_set = protocol.EvaluationSet.from_columns(data.columns, data.vocabulary)
+    counts = ", ".join(f"{evaluation_set.pairs.count(kind)} {name}" for kind, name in enumerate(protocol.KINDS))
+    logger.info("evaluation pairs: {}; sha256 {}", counts, evaluation_set.pairs.compute_sha256()[:16])
     return TwinsModule(
         network,
         person_codes=np.unique(data.columns["person"][data.train_ids]),
         vocabulary_size=len(data.vocabulary["person"]),
         head=config.head,
         twin_share=model.pwca_twin_share,
-        exam=exam,
+        evaluation_set=evaluation_set,
         evaluation=config.evaluation,
     )
 
 
 class TwinsModule(TrainModule):
-    """Embeds faces; learns to tell the training persons apart, twins above all.
+    """Embeds faces; learns to tell the people in the training set apart, above all twins.
 
-    Axes: B pictures, D numbers of a token, C training persons.
+    Axes: B images, D token width, C people in the training set.
 
     Args:
-        person_codes: (C,) the codes of the column `person` that train; each becomes a class.
-        vocabulary_size: number of codes there are.
-        twin_share: how often a twin is the distracting picture of the pair-wise path.
-        exam: the evaluation pairs.
+        person_codes: (C,) codes of the column `person` in the training set; each becomes a class.
+        vocabulary_size: number of codes of the column `person`.
+        twin_share: how often the distractor of the pair-wise path is a twin.
+        evaluation_set: the evaluation pairs.
     """
+
+    class_of_code: Tensor
+    threshold: Tensor
+    hard_twin: Tensor
 
     def __init__(
         self,
@@ -87,20 +90,20 @@ class TwinsModule(TrainModule):
         vocabulary_size: int,
         head: HeadSettings,
         twin_share: float,
-        exam: protocol.Exam,
+        evaluation_set: protocol.EvaluationSet,
         evaluation: EvaluationSettings,
     ) -> None:
         super().__init__()
         self.network, self.head, self.twin_share = network, head, twin_share
-        self.exam, self.evaluation = exam, evaluation
-        self.monitor = (f"auc_{protocol.KINDS[exam.rival]}", "max")
+        self.evaluation_set, self.evaluation = evaluation_set, evaluation
+        self.monitor = (f"auc_{protocol.KINDS[evaluation_set.deciding_impostor]}", "max")
         self.branches = ["sa"] + ["glca"] * (network.glca is not None) + ["pwca"] * (network.pwca_layers > 0)
         dims = network.cls_token.shape[2]
         self.necks = nn.ModuleDict({name: Neck(dims) for name in self.branches})
         class_of_code = torch.full((vocabulary_size,), -1, dtype=torch.long)
         class_of_code[torch.from_numpy(person_codes)] = torch.arange(len(person_codes))
         self.register_buffer("class_of_code", class_of_code)
-        # Parameters of losses that are switched off do not exist: ranks would wait for gradients that never come.
+        # Disabled losses get no parameters: DDP would wait for gradients that never arrive.
         if head.arcface_weight > 0:
             directions = {name: nn.Parameter(torch.randn(len(person_codes), dims)) for name in self.branches}
             self.directions = nn.ParameterDict(directions)
@@ -109,36 +112,36 @@ class TwinsModule(TrainModule):
             self.pair_offset = nn.Parameter(torch.tensor(0.5))
         if head.weighting == "learned":
             self.uncertainty = nn.Parameter(torch.zeros(len(self.branches)))
-        # Set by the validation score and saved with the weights that it belongs to; infinite: not known yet.
+        # Set when validation is scored, and saved with the weights they belong to; infinite: not set yet.
         self.register_buffer("threshold", torch.tensor(math.inf))
         self.register_buffer("hard_twin", torch.tensor(math.inf))
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
-        """Return the loss over the branches, and of each branch its own."""
+        """Return the total loss and the loss of each branch."""
         person_B, family_B = batch["person"], batch["family"]
-        seen = self.network(batch["image"], self._partners(person_B, family_B))
+        tokens = self.network(batch["image"], self._choose_partners(person_B, family_B))
         relation = Relation(person_B, family_B, batch["sample_id"])
         with torch.autocast(person_B.device.type, enabled=False):  # scaled cosines need more than 8 bits
             losses = {
-                name: self._branch_loss(name, getattr(seen, f"{name}_BD").float(), person_B, relation)
+                name: self._compute_branch_loss(name, getattr(tokens, f"{name}_BD").float(), person_B, relation)
                 for name in self.branches
             }
-            total = self._weighed(torch.stack(list(losses.values())))
-        return {"loss": total, **losses, "pairs_per_picture": self._pairs_per_picture(relation)}
+            total = self._weight_losses(torch.stack(list(losses.values())))
+        return {"loss": total, **losses, "pairs_per_picture": self._count_pairs_per_image(relation)}
 
-    def _partners(self, person_B: Tensor, family_B: Tensor) -> Tensor | None:
+    def _choose_partners(self, person_B: Tensor, family_B: Tensor) -> Tensor | None:
         if self.network.pwca_layers == 0:
             return None
         if self.twin_share == 0:
-            return random_partners(len(person_B), person_B.device)
-        return twin_partners(person_B, family_B, share=self.twin_share)
+            return draw_random_partners(len(person_B), person_B.device)
+        return draw_twin_partners(person_B, family_B, share=self.twin_share)
 
-    def _branch_loss(self, name: str, token_BD: Tensor, person_B: Tensor, relation: "Relation") -> Tensor:
+    def _compute_branch_loss(self, name: str, token_BD: Tensor, person_B: Tensor, relation: "Relation") -> Tensor:
         feature_BD = functional.normalize(self.necks[name](token_BD), dim=1)
         cosine_BB = feature_BD @ feature_BD.T
         loss = feature_BD.new_zeros(())
         if self.head.arcface_weight > 0:
-            class_B = cast(Tensor, self.class_of_code)[person_B]
+            class_B = self.class_of_code[person_B]
             cosine_BC = functional.linear(feature_BD, functional.normalize(self.directions[name], dim=1))
             logits_BC = arcface_logits(cosine_BC, class_B, scale=self.head.scale, margin=self.head.margin)
             loss = loss + self.head.arcface_weight * functional.cross_entropy(logits_BC, class_B)
@@ -149,73 +152,75 @@ class TwinsModule(TrainModule):
             loss = loss + self.head.pair_weight * pair_loss(logits_BB, relation, strangers=self.head.pair_strangers)
         return loss
 
-    def _pairs_per_picture(self, relation: "Relation") -> Tensor:
-        """Return how many pairs come of each encoding, which for a list of pairs is a half."""
-        counted = relation.different if self.head.pair_strangers else relation.twin
-        return (relation.same | counted).sum() / 2 / len(counted)
+    def _count_pairs_per_image(self, relation: "Relation") -> Tensor:
+        """Return the number of pairs per encoded image; a list of pairs has 0.5."""
+        different_BB = relation.different if self.head.pair_strangers else relation.twin
+        return (relation.same | different_BB).sum() / 2 / len(different_BB)
 
-    def _weighed(self, loss_N: Tensor) -> Tensor:
-        """Add up the branches: half the sum of exp(-w) L + w (section 3.4 of the paper), or by fixed shares."""
+    def _weight_losses(self, loss_N: Tensor) -> Tensor:
+        """Sum the branch losses: half the sum of exp(-w) L + w (section 3.4 of the paper), or with fixed weights."""
         if self.head.weighting == "learned":
             return ((-self.uncertainty).exp() * loss_N + self.uncertainty).sum() / 2
         share = dict(zip(("sa", "glca", "pwca"), self.head.branch_shares, strict=True))
         return (loss_N * loss_N.new_tensor([share[name] for name in self.branches])).sum()
 
     def predict(self, batch: Batch) -> dict[str, Tensor]:
-        """Return the embeddings (B, D or 2 D) float32 of unit length. The pair-wise path takes no part."""
-        seen = self.network(batch["image"])
-        parts = [self.necks["sa"](seen.sa_BD.float())]
-        if seen.glca_BD is not None:
-            parts.append(self.necks["glca"](seen.glca_BD.float()))
+        """Return unit-length embeddings (B, D or 2 D) float32. The pair-wise path is not used."""
+        tokens = self.network(batch["image"])
+        parts = [self.necks["sa"](tokens.sa_BD.float())]
+        if tokens.glca_BD is not None:
+            parts.append(self.necks["glca"](tokens.glca_BD.float()))
         return {"embedding": functional.normalize(torch.cat(parts, dim=1), dim=1), "sample_id": batch["sample_id"]}
 
     def score(self, rows: Rows) -> dict[str, float]:
         """Return verification metrics in 0..1 by kind of impostor, with 95 % intervals as `_low` and `_high`.
 
-        `*_twin`: same against twins, the headline; `*_random`: against strangers; `*_mixed`: against both;
-        `*_hard_twin`: against those twin pairs that score above the median of the validation's. Scoring the validation
-        set sets that median, and the threshold at its equal error rate: `accuracy_*` are at that threshold.
+        `*_twin`: same person against twins, the headline; `*_random`: against strangers; `*_mixed`: against both;
+        `*_hard_twin`: against twin pairs that score above the median twin pair of the validation set. Scoring the
+        validation set updates that median and the threshold, its equal error rate point, which `accuracy_*` uses.
 
         Raises:
-            UserError: no pair of one person, no pair of two, or embeddings that are not finite.
+            UserError: there are no genuine or no impostor pairs, or embeddings are not finite.
         """
-        scores = self.exam.scores(rows["embedding"], rows["sample_id"])
-        same, twin = scores.of(protocol.SAME), scores.of(protocol.TWIN)
-        if self.exam.validates[rows["sample_id"]].all():
-            self._learn_from(same, scores.of(self.exam.rival), twin)
-        threshold, hard_twin = (float(cast(Tensor, value)) for value in (self.threshold, self.hard_twin))
-        rivals = {
+        scores = self.evaluation_set.score_pairs(rows["embedding"], rows["sample_id"])
+        same, twin = scores.select_kinds(protocol.SAME), scores.select_kinds(protocol.TWIN)
+        if self.evaluation_set.is_validation[rows["sample_id"]].all():
+            self._calibrate(same, scores.select_kinds(self.evaluation_set.deciding_impostor), twin)
+        threshold, hard_twin = float(self.threshold), float(self.hard_twin)
+        impostors = {
             "twin": twin,
-            "random": scores.of(protocol.RANDOM),
-            "mixed": scores.of(protocol.TWIN, protocol.RANDOM),
-            "hard_twin": twin.above(hard_twin),
+            "random": scores.select_kinds(protocol.RANDOM),
+            "mixed": scores.select_kinds(protocol.TWIN, protocol.RANDOM),
+            "hard_twin": twin.select_above(hard_twin),
         }
-        metrics = {f"pairs_{name}": float(len(scores.of(kind).score)) for kind, name in enumerate(protocol.KINDS)}
-        for name, impostor in rivals.items():
+        metrics = {
+            f"pairs_{name}": float(len(scores.select_kinds(kind).score)) for kind, name in enumerate(protocol.KINDS)
+        }
+        for name, impostor in impostors.items():
             if len(impostor.score):
-                metrics |= protocol.metrics(same, impostor, suffix=name, draws=self.evaluation.bootstrap_draws)
+                metrics |= protocol.compute_metrics(same, impostor, suffix=name, draws=self.evaluation.bootstrap_draws)
                 if math.isfinite(threshold):
                     metrics[f"accuracy_{name}"] = protocol.accuracy(same, impostor, threshold)
         return metrics
 
     def report_figures(self, rows: Rows) -> dict[str, bytes]:
-        """Return how the scores of each kind of pair are spread, and the error trade-off against each impostor."""
-        scores = self.exam.scores(rows["embedding"], rows["sample_id"])
-        by_kind = {name: scores.of(kind).score for kind, name in enumerate(protocol.KINDS)}
+        """Return the score histogram of each kind of pair, and the error trade-off against each kind of impostor."""
+        scores = self.evaluation_set.score_pairs(rows["embedding"], rows["sample_id"])
+        by_kind = {name: scores.select_kinds(kind).score for kind, name in enumerate(protocol.KINDS)}
         by_kind = {name: values for name, values in by_kind.items() if len(values)}
         genuine = by_kind[protocol.KINDS[protocol.SAME]]
         impostors = {name: values for name, values in by_kind.items() if name != protocol.KINDS[protocol.SAME]}
         return {
-            "Scores by kind of pair": report_figures.draw_score_histogram(by_kind, x_label="cosine"),
-            "Error trade-off": report_figures.draw_error_trade_off(genuine, impostors),
+            "Scores by kind of pair": score_figures.score_histogram(by_kind, x_label="cosine"),
+            "Error trade-off": score_figures.error_trade_off(genuine, impostors),
         }
 
-    def _learn_from(self, same: protocol.Scores, impostor: protocol.Scores, twin: protocol.Scores) -> None:
-        """Take the threshold and the hardness of twins from the validation set."""
-        point = verification.compute_error_rates(same.score, impostor.score).equal_error_rate()
-        cast(Tensor, self.threshold).fill_(point.threshold)
+    def _calibrate(self, same: protocol.Scores, impostor: protocol.Scores, twin: protocol.Scores) -> None:
+        """Set the threshold and the hard-twin score from the validation set."""
+        point = scoring.error_rates(same.score, impostor.score).equal_error_rate()
+        self.threshold.fill_(point.threshold)
         if len(twin.score):
-            cast(Tensor, self.hard_twin).fill_(float(np.median(twin.score)))
+            self.hard_twin.fill_(float(np.median(twin.score)))
 
     def repeated_layers(self) -> nn.ModuleList:
         """Return the self-attention blocks."""
@@ -223,9 +228,9 @@ class TwinsModule(TrainModule):
 
 
 class Neck(nn.BatchNorm1d):
-    """Batch normalisation without weights between a token and its cosines (BNNeck, arXiv:1903.07071).
+    """Batch normalisation without affine weights, applied before the cosines (BNNeck, arXiv:1903.07071).
 
-    A batch of one picture, which some rank may get to keep step with the others, is normalised as in evaluation.
+    A batch of one image, which a rank may get to stay in step with the others, uses the running statistics.
     """
 
     def __init__(self, dims: int) -> None:
@@ -238,9 +243,9 @@ class Neck(nn.BatchNorm1d):
 
 
 class Relation:
-    """What two pictures of a batch are to each other; all (B, B) bool, symmetric, the diagonal empty.
+    """How the images of a batch are related; all masks are (B, B) bool, symmetric, with an empty diagonal.
 
-    A picture that comes twice in a batch, to fill up its family's group, is no pair with itself.
+    An image repeated in a batch, to fill its family's group, does not form a pair with itself.
     """
 
     def __init__(self, person_B: Tensor, family_B: Tensor, sample_id_B: Tensor) -> None:
@@ -256,37 +261,37 @@ class Relation:
 def arcface_logits(cosine_BC: Tensor, class_B: Tensor, *, scale: float, margin: float) -> Tensor:
     """Return s * cos(angle + m) for the true class and s * cos for the others: ArcFace (arXiv:1801.07698, equation 3).
 
-    Beyond pi - m the cosine would rise again; from there on it goes on falling in a straight line, as in the authors'
-    code.
+    Beyond an angle of pi - m the cosine would rise again; there it continues to fall linearly, as in the authors' code.
     """
     is_true_BC = class_B[:, None] == torch.arange(cosine_BC.shape[1], device=class_B.device)
     sine_BC = (1 - cosine_BC.square()).clamp(min=1e-7).sqrt()
-    turned_BC = cosine_BC * math.cos(margin) - sine_BC * math.sin(margin)
-    falling_BC = torch.where(cosine_BC > -math.cos(margin), turned_BC, cosine_BC - margin * math.sin(margin))
-    return scale * torch.where(is_true_BC, falling_BC, cosine_BC)
+    shifted_BC = cosine_BC * math.cos(margin) - sine_BC * math.sin(margin)
+    penalised_BC = torch.where(cosine_BC > -math.cos(margin), shifted_BC, cosine_BC - margin * math.sin(margin))
+    return scale * torch.where(is_true_BC, penalised_BC, cosine_BC)
 
 
 def triplet_loss(cosine_BB: Tensor, relation: Relation, *, margin: float) -> Tensor:
-    """Return the mean of max(0, m - positive + negative) over pictures with both: the hardest of each in the batch.
+    """Return the mean of max(0, m - positive + negative) over images that have both in the batch.
 
-    Hardest (arXiv:1703.07737): the least alike of the same person, the most alike of the twin; where the batch holds
-    no twin, the most alike of anybody else.
+    Batch-hard (arXiv:1703.07737): the positive is the least similar image of the same person, the negative the most
+    similar image of the twin, or of anyone else if the batch has no twin.
     """
-    rival_BB = torch.where(relation.twin.any(dim=1, keepdim=True), relation.twin, relation.different)
+    negative_BB = torch.where(relation.twin.any(dim=1, keepdim=True), relation.twin, relation.different)
     positive_B = cosine_BB.masked_fill(~relation.same, 2).amin(dim=1)
-    negative_B = cosine_BB.masked_fill(~rival_BB, -2).amax(dim=1)
-    counts_B = relation.same.any(dim=1) & rival_BB.any(dim=1)
+    negative_B = cosine_BB.masked_fill(~negative_BB, -2).amax(dim=1)
+    counts_B = relation.same.any(dim=1) & negative_BB.any(dim=1)
     violation_B = functional.relu(margin - positive_B + negative_B) * counts_B
     return violation_B.sum() / counts_B.sum().clamp(min=1)
 
 
 def pair_loss(logits_BB: Tensor, relation: Relation, *, strangers: bool) -> Tensor:
-    """Return the cross-entropy of "the same person" over all pairs; same and different ones weigh alike."""
+    """Return the cross-entropy of "same person" over all pairs; same and different pairs have equal total weight."""
     different = relation.different if strangers else relation.twin
     return (
-        _mean(functional.softplus(-logits_BB), relation.same) + _mean(functional.softplus(logits_BB), different)
+        _masked_mean(functional.softplus(-logits_BB), relation.same)
+        + _masked_mean(functional.softplus(logits_BB), different)
     ) / 2
 
 
-def _mean(value_BB: Tensor, chosen_BB: Tensor) -> Tensor:
-    return (value_BB * chosen_BB).sum() / chosen_BB.sum().clamp(min=1)
+def _masked_mean(value_BB: Tensor, mask_BB: Tensor) -> Tensor:
+    return (value_BB * mask_BB).sum() / mask_BB.sum().clamp(min=1)

@@ -1,7 +1,7 @@
-"""The evaluation pairs: drawn once when packing, and how scores of them become metrics.
+"""The evaluation pairs, drawn once at packing time, and the metrics computed from their scores.
 
-A pair is `same` (two pictures of a person), `twin` (one of each twin) or `random` (two strangers). All pairs of the
-first two kinds count; strangers are drawn. Both sides of a pair lie in one set, and no pair comes twice.
+A pair is `same` (two images of one person), `twin` (one image of each twin) or `random` (two strangers). All pairs of
+the first two kinds are used; pairs of strangers are sampled. Both images of a pair are in one set; no pair repeats.
 """
 
 import hashlib
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from trainyard import scoring as verification
+from trainyard import scoring
 from trainyard.scoring import ErrorRates
 
 KINDS = ("same", "twin", "random")
@@ -24,15 +24,17 @@ Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 
 
-def draw(person: Sequence[str], family: Sequence[str], *, strangers: int, seed: int) -> list[list[tuple[int, int]]]:
+def draw_pairs(
+    person: Sequence[str], family: Sequence[str], *, strangers: int, seed: int
+) -> list[list[tuple[int, int]]]:
     """Draw the pairs of one set.
 
     Args:
-        person, family: of each of N pictures.
-        strangers: pairs of strangers drawn per picture; fewer where there are not as many.
+        person, family: of each of N images.
+        strangers: pairs of strangers to draw per image; fewer if there are not enough.
 
     Returns:
-        For each picture its (kind, other picture), the other one being later in the order: each pair once.
+        For each image, its pairs as (kind, index of the other image), which always comes later: each pair once.
     """
     people, families = (np.unique(names, return_inverse=True)[1] for names in (person, family))
     count = len(people)
@@ -43,15 +45,15 @@ def draw(person: Sequence[str], family: Sequence[str], *, strangers: int, seed: 
         same = later[people[later] == people[i]]
         twin = later[(families[later] == families[i]) & (people[later] != people[i])]
         others = later[families[later] != families[i]]
-        # a picture early in the order has more later ones: draw in proportion, and all have as many on the whole
+        # earlier images have more later ones: draw in proportion, so that all appear in about as many pairs
         wanted = min(len(others), round(2 * strangers * len(later) / max(1, count - 1)))
-        unknown = np.sort(rng.choice(others, wanted, replace=False)) if wanted else others[:0]
-        chosen.append([(kind, int(j)) for kind, ids in enumerate((same, twin, unknown)) for j in ids])
+        stranger = np.sort(rng.choice(others, wanted, replace=False)) if wanted else others[:0]
+        chosen.append([(kind, int(j)) for kind, ids in enumerate((same, twin, stranger)) for j in ids])
     return chosen
 
 
-def written(pairs: Sequence[tuple[int, int]]) -> str:
-    """Return pairs as the text of a column: "s12 t30 r77", a letter for the kind and the number of the other side."""
+def format_pairs(pairs: Sequence[tuple[int, int]]) -> str:
+    """Format pairs as column text, "s12 t30 r77": a letter for the kind and the number of the other image."""
     return " ".join(f"{LETTERS[kind]}{number}" for kind, number in pairs)
 
 
@@ -65,7 +67,7 @@ class PairList:
 
     @classmethod
     def read(cls, columns: Mapping[str, np.ndarray], vocabulary: Mapping[str, list[str]]) -> "PairList":
-        """Read the column `pairs`; pairs with a picture that packing had to leave out are dropped."""
+        """Read the column `pairs`, dropping pairs with an image that packing left out."""
         number = columns["number"]
         id_of_number = np.full(number.max(initial=-1) + 1, -1, dtype=np.int64)
         id_of_number[number] = np.arange(len(number))
@@ -77,15 +79,15 @@ class PairList:
         one, other, kind = one[known], id_of_number[other[known]], kind[known]
         return cls(one[other >= 0], other[other >= 0], kind[other >= 0])
 
-    def sha256(self) -> str:
-        """Return a digest of the list: two results with equal ones were scored on the same pairs."""
+    def compute_sha256(self) -> str:
+        """Return a digest of the list: results with equal digests were scored on the same pairs."""
         return hashlib.sha256(np.stack([self.one, self.other, self.kind]).astype("<i8").tobytes()).hexdigest()
 
     def count(self, kind: int) -> int:
         return int((self.kind == kind).sum())
 
-    def within(self, ids: Integers) -> "PairList":
-        """Return the pairs whose sides are both among the ascending `ids`, as positions in them."""
+    def restrict_to(self, ids: Integers) -> "PairList":
+        """Return the pairs with both images in the ascending `ids`, as indices into `ids`."""
         one, other = np.searchsorted(ids, self.one), np.searchsorted(ids, self.other)
         clipped = [np.minimum(side, max(0, len(ids) - 1)) for side in (one, other)]
         inside = (ids[clipped[0]] == self.one) & (ids[clipped[1]] == self.other)
@@ -94,55 +96,55 @@ class PairList:
 
 @dataclass(frozen=True)
 class Scores:
-    """Scored pairs, with the families of both sides."""
+    """Scored pairs, with the families of both images."""
 
     score: Floats  # (P,) higher is more alike
     kind: Integers  # (P,)
     families: Integers  # (P, 2)
 
-    def of(self, *kinds: int) -> "Scores":
-        return self._kept(np.isin(self.kind, kinds))
+    def select_kinds(self, *kinds: int) -> "Scores":
+        return self._select(np.isin(self.kind, kinds))
 
-    def above(self, score: float) -> "Scores":
-        return self._kept(self.score > score)
+    def select_above(self, score: float) -> "Scores":
+        return self._select(self.score > score)
 
-    def joined(self, other: "Scores") -> "Scores":
+    def concatenate(self, other: "Scores") -> "Scores":
         return Scores(
             np.concatenate([self.score, other.score]),
             np.concatenate([self.kind, other.kind]),
             np.concatenate([self.families, other.families]),
         )
 
-    def _kept(self, chosen: NDArray[np.bool_]) -> "Scores":
+    def _select(self, chosen: NDArray[np.bool_]) -> "Scores":
         return Scores(self.score[chosen], self.kind[chosen], self.families[chosen])
 
 
 @dataclass(frozen=True)
-class Exam:
-    """What scoring needs to know of a data set of N pictures."""
+class EvaluationSet:
+    """What scoring needs to know about a data set of N images."""
 
     pairs: PairList
     family: Integers  # (N,) codes
-    validates: NDArray[np.bool_]  # (N,) whether a picture is of the validation set
+    is_validation: NDArray[np.bool_]  # (N,) whether an image is in the validation set
 
     @classmethod
-    def of(cls, columns: Mapping[str, np.ndarray], vocabulary: Mapping[str, list[str]]) -> "Exam":
-        set_of = np.array(vocabulary["set"])[columns["set"]]
-        return cls(PairList.read(columns, vocabulary), columns["family"], set_of == "val")
+    def from_columns(cls, columns: Mapping[str, np.ndarray], vocabulary: Mapping[str, list[str]]) -> "EvaluationSet":
+        set_names = np.array(vocabulary["set"])[columns["set"]]
+        return cls(PairList.read(columns, vocabulary), columns["family"], set_names == "val")
 
     @property
-    def rival(self) -> int:
-        """The impostors that decide: twins, or strangers where the validation set has no twins."""
-        return TWIN if self.validates[self.pairs.one[self.pairs.kind == TWIN]].any() else RANDOM
+    def deciding_impostor(self) -> int:
+        """The kind of impostor that selects the checkpoint: twins, or strangers if validation has no twins."""
+        return TWIN if self.is_validation[self.pairs.one[self.pairs.kind == TWIN]].any() else RANDOM
 
-    def scores(self, embedding: np.ndarray, ids: Integers) -> Scores:
-        """Return the cosine of every pair among some pictures; costs one product per pair.
+    def score_pairs(self, embedding: np.ndarray, ids: Integers) -> Scores:
+        """Return the cosine of every pair among the given images; costs one dot product per pair.
 
         Args:
-            embedding: (n, D) of unit length.
+            embedding: (n, D), unit length.
             ids: (n,) ascending sample ids.
         """
-        pairs = self.pairs.within(ids)
+        pairs = self.pairs.restrict_to(ids)
         cosine = np.empty(len(pairs.one))
         for start in range(0, len(cosine), PAIRS_AT_ONCE):
             part = slice(start, start + PAIRS_AT_ONCE)
@@ -150,19 +152,21 @@ class Exam:
         return Scores(cosine, pairs.kind, self.family[ids][np.stack([pairs.one, pairs.other], axis=1)])
 
 
-def metrics(genuine: Scores, impostor: Scores, *, suffix: str, draws: int) -> dict[str, float]:
-    """Return EER, AUC, d' and TAR@FAR of one kind of impostors, each with its 95 % interval.
+def compute_metrics(genuine: Scores, impostor: Scores, *, suffix: str, draws: int) -> dict[str, float]:
+    """Return EER, AUC, d' and TAR@FAR against one kind of impostor, with 95 % intervals for all but d'.
 
-    TAR@FAR=1 % needs 100 impostor pairs, 0.1 % needs 1,000; below, they are left out. Intervals are of `draws`
-    resamples of the families with replacement: pairs of one family are not independent. A family drawn c times counts
-    c times in its own pairs, and c * d times in pairs with one drawn d times.
+    TAR@FAR=1 % needs 100 impostor pairs, 0.1 % needs 1,000; with fewer it is left out. Intervals come from `draws`
+    bootstrap resamples of the families, because pairs within a family are not independent. If a family is drawn c
+    times, its own pairs have weight c, and its pairs with a family drawn d times have weight c * d.
     """
-    both = genuine.joined(impostor)
+    both = genuine.concatenate(impostor)
     is_genuine = np.arange(len(both.score)) < len(genuine.score)
-    curve = _Curve(both.score, is_genuine)
-    result = {f"d_prime_{suffix}": verification.d_prime(genuine.score, impostor.score)}
-    resampled = [values for weight in _resamples(both.families, draws) if (values := curve.statistics(weight))]
-    for name, value in curve.statistics(np.ones(len(both.score))).items():
+    curve = _ErrorCurve(both.score, is_genuine)
+    result = {f"d_prime_{suffix}": scoring.d_prime(genuine.score, impostor.score)}
+    resampled = [
+        values for weight in _resample_families(both.families, draws) if (values := curve.compute_metrics(weight))
+    ]
+    for name, value in curve.compute_metrics(np.ones(len(both.score))).items():
         result[f"{name}_{suffix}"] = value
         if resampled:
             low, high = np.quantile([values[name] for values in resampled], [0.025, 0.975])
@@ -171,18 +175,18 @@ def metrics(genuine: Scores, impostor: Scores, *, suffix: str, draws: int) -> di
 
 
 def accuracy(genuine: Scores, impostor: Scores, threshold: float) -> float:
-    """Return the mean of genuine pairs accepted and impostor pairs rejected, each as a share of its own."""
+    """Return balanced accuracy: the mean of the shares of genuine pairs accepted and impostor pairs rejected."""
     return float(((genuine.score >= threshold).mean() + (impostor.score < threshold).mean()) / 2)
 
 
 def area_under_curve(rates: ErrorRates) -> float:
-    """Return the area under TAR over FAR: the chance that a genuine pair scores above an impostor pair."""
+    """Return the area under TAR over FAR: the probability that a genuine pair scores above an impostor pair."""
     accepted = 1 - rates.fnmr
     return float(-np.sum(np.diff(rates.fmr) * (accepted[1:] + accepted[:-1]) / 2))
 
 
-def _resamples(families: Integers, draws: int) -> Iterator[Floats]:
-    """Yield the weight of each pair in each resample of the families."""
+def _resample_families(families: Integers, draws: int) -> Iterator[Floats]:
+    """Yield the weight of each pair, one array per bootstrap resample of the families."""
     names, codes = np.unique(families, return_inverse=True)
     one, other = codes.reshape(families.shape).T
     rng = np.random.default_rng(0)
@@ -190,8 +194,8 @@ def _resamples(families: Integers, draws: int) -> Iterator[Floats]:
         yield np.where(one == other, counts[one], counts[one] * counts[other])
 
 
-class _Curve:
-    """Sorted scores, and the places where the threshold may lie, so that weights alone can change."""
+class _ErrorCurve:
+    """Scores sorted once, with all candidate thresholds, so that metrics can be recomputed for new pair weights."""
 
     def __init__(self, score: Floats, is_genuine: NDArray[np.bool_]) -> None:
         self.order = np.argsort(score, kind="stable")
@@ -200,8 +204,8 @@ class _Curve:
         self.thresholds, self.below = np.append(thresholds, np.inf), np.append(first, len(score))
         self.impostors = int(np.count_nonzero(~is_genuine))
 
-    def statistics(self, weight: Floats) -> dict[str, float]:
-        """Return the metrics of weighted pairs; none where a side has no weight."""
+    def compute_metrics(self, weight: Floats) -> dict[str, float]:
+        """Return the metrics of the weighted pairs; empty if the genuine or impostor pairs have no weight."""
         ordered = weight[self.order]
         genuine = np.cumsum(np.append(0, ordered * self.is_genuine))
         impostor = np.cumsum(np.append(0, ordered * ~self.is_genuine))

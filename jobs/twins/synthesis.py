@@ -1,9 +1,9 @@
-"""Synthetic twin faces, to try, test and time the job without anybody's data.
+"""Draw synthetic twin faces, to try, test and time the job without real data.
 
-Twins share a genome: shape, colours, skin texture and some moles. Each has marks of his or her own: other moles, and
-slightly other brows, hairline and asymmetry. Every picture then differs in pose, light, expression, focus and noise.
-These are drawings. They show that the machinery learns and let its parts be ranked; a result on them says nothing
-about real twins.
+Twins share a genome: shape, colours, skin texture and some moles. Each twin has individual marks: other moles, and
+slightly different brows, hairline and asymmetry. Every image then differs in pose, light, expression, focus and noise.
+These are drawings. They show that the code learns and let its parts be ranked; a result on them says nothing about
+real twins.
 """
 
 import io
@@ -25,16 +25,16 @@ from trainyard.errors import UserError
 
 Floats = NDArray[np.floating]
 
-PICTURES = 24
-"""Of each person. A list of all pairs then encodes each picture 2 * 24 - 1 = 47 times, near the 54 of ND-TWINS."""
+IMAGES_PER_PERSON = 24
+"""A list of all pairs then encodes each image 2 * 24 - 1 = 47 times, close to the 54 of ND-TWINS."""
 
-FAMILY_PICTURES = 2 * PICTURES
+IMAGES_PER_FAMILY = 2 * IMAGES_PER_PERSON
 SIDE_PX = 96
 DIFFICULTY = 0.1
 DATASET, PAIRS = "dataset_infor.json", "twin_pairs_infor.json"
 
 TRAITS: dict[str, tuple[float, float, float]] = {
-    # mean, spread over families, spread between twins at difficulty 0; lengths in half picture sides
+    # mean, spread over families, spread between twins at difficulty 0; lengths in half image sides
     "face_width": (0.6, 0.06, 0.0),
     "face_height": (0.76, 0.06, 0.0),
     "jaw": (2.3, 0.35, 0.0),  # exponent of the outline: 2 is an ellipse, more is squarer
@@ -59,28 +59,28 @@ TRAITS: dict[str, tuple[float, float, float]] = {
 
 
 def synthesize(raw: Path, *, count: int, seed: int, difficulty: float = DIFFICULTY) -> None:
-    """Write `count` pictures, 24 of each person, in the form `dataset_infor.json` plus `twin_pairs_infor.json`.
+    """Write `count` images, 24 per person, with `dataset_infor.json` and `twin_pairs_infor.json`.
 
-    Equal arguments give equal files, whatever the number of processes. About 5 ms of one core per picture; all cores
-    this process may use are used. The folder appears when it is complete: it is written aside and renamed.
+    Equal arguments give equal files, whatever the number of processes. Takes about 5 ms of one core per image, on all
+    cores that this process may use. The folder is written under another name and renamed, so it is always complete.
 
     Args:
-        raw: folder to create, with pictures `raw/<person>/<number>.jpg`.
-        count: pictures, an even number; if no multiple of 48, the last family has fewer.
-        difficulty: 0: twins differ as much as they do here; 1: they do not differ at all.
+        raw: folder to create, with images `raw/<person>/<number>.jpg`.
+        count: number of images, even; if not a multiple of 48, the last family has fewer.
+        difficulty: 0: twins differ as much as these drawings allow; 1: they do not differ at all.
 
     Raises:
-        UserError: `raw` already holds files, or `count` is odd.
+        UserError: `raw` already contains files, or `count` is odd.
     """
     if raw.exists() and any(raw.iterdir()):
-        raise UserError(f"{raw} already holds files: synthetic faces need a folder of their own. Remove it first.")
+        raise UserError(f"{raw} already contains files: synthetic faces need an empty folder. Remove it first.")
     if count < 2 or count % 2:
         raise UserError(f"data.synthetic={count}: expected an even number, because twins come in pairs. Use 4800.")
-    aside = raw.with_name(f".{raw.name}.{os.getpid()}")
-    aside.mkdir(parents=True)
+    partial_folder = raw.with_name(f".{raw.name}.{os.getpid()}")
+    partial_folder.mkdir(parents=True)
     try:
-        write = partial(_write_family, aside, count, seed, difficulty)
-        families = range(-(-count // FAMILY_PICTURES))
+        write = partial(_write_family, partial_folder, count, seed, difficulty)
+        families = range(-(-count // IMAGES_PER_FAMILY))
         workers = min(len(os.sched_getaffinity(0)), -(-len(families) // 8))
         if workers > 1:
             with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
@@ -88,38 +88,38 @@ def synthesize(raw: Path, *, count: int, seed: int, difficulty: float = DIFFICUL
         else:
             people = list(map(write, families))
         listing = {person: files for family in people for person, files in family.items()}
-        (aside / DATASET).write_text(json.dumps(listing, indent=1))
-        (aside / PAIRS).write_text(json.dumps([sorted(family) for family in people], indent=1))
-        aside.replace(raw)
+        (partial_folder / DATASET).write_text(json.dumps(listing, indent=1))
+        (partial_folder / PAIRS).write_text(json.dumps([sorted(family) for family in people], indent=1))
+        partial_folder.replace(raw)
     except BaseException:
-        shutil.rmtree(aside)
+        shutil.rmtree(partial_folder)
         raise
 
 
 def _write_family(folder: Path, count: int, seed: int, difficulty: float, family: int) -> dict[str, list[str]]:
-    """Write the pictures of two twins; return the files of each."""
-    number = min(FAMILY_PICTURES, count - family * FAMILY_PICTURES) // 2
+    """Write the images of two twins; return the files of each."""
+    number = min(IMAGES_PER_FAMILY, count - family * IMAGES_PER_FAMILY) // 2
     listing = {}
     for twin in range(2):
         person = f"{10 * (family + 1) + twin:05d}"
         (folder / person).mkdir()
         listing[person] = [f"{person}/{i:02d}.jpg" for i in range(number)]
-        for name, picture in zip(listing[person], pictures(seed, family, twin, difficulty=difficulty), strict=False):
-            (folder / name).write_bytes(picture)
+        for name, image in zip(listing[person], draw_images(seed, family, twin, difficulty=difficulty), strict=False):
+            (folder / name).write_bytes(image)
     return listing
 
 
-def pictures(seed: int, family: int, twin: int, *, difficulty: float = DIFFICULTY) -> Iterator[bytes]:
-    """Yield endless pictures of one person, JPEG, 96 x 96 pixels, RGB."""
+def draw_images(seed: int, family: int, twin: int, *, difficulty: float = DIFFICULTY) -> Iterator[bytes]:
+    """Yield images of one person without end: JPEG, 96 x 96 pixels, RGB."""
     face = draw_face(seed, family, twin, difficulty)
     rng = np.random.default_rng([seed, family, 2 + twin])
     while True:
-        yield _jpeg(_photograph(rng, face))
+        yield _encode_jpeg(_draw_photo(rng, face))
 
 
 @dataclass(frozen=True)
 class Mole:
-    """A dark spot: place and radius in half picture sides, darkness in 0..1."""
+    """A dark spot: position and radius in half image sides, darkness in 0..1."""
 
     x: float
     y: float
@@ -129,15 +129,15 @@ class Mole:
 
 @dataclass(frozen=True)
 class Face:
-    """What all pictures of one person share."""
+    """What all images of one person share."""
 
     traits: dict[str, float]
     moles: list[Mole]
-    texture: Floats  # (12, 12) of standard deviation 1: unevenness of the skin, equal in twins
+    texture: Floats  # (12, 12), standard deviation 1: unevenness of the skin, the same for twins
 
 
 def draw_face(seed: int, family: int, twin: int, difficulty: float) -> Face:
-    """Draw the genome of a family, and on it the marks of one twin."""
+    """Draw the genome of a family and the individual marks of one twin."""
     shared = np.random.default_rng([seed, family, 0])
     own = np.random.default_rng([seed, family, 1, twin])
     strength = 1 - difficulty
@@ -145,11 +145,11 @@ def draw_face(seed: int, family: int, twin: int, difficulty: float) -> Face:
     for name, (mean, family_spread, twin_spread) in TRAITS.items():
         traits[name] = mean + family_spread * shared.normal() + strength * twin_spread * own.normal()
     texture = shared.standard_normal((12, 12), dtype=np.float32)
-    moles = _moles(shared, 2, 1.0) + _moles(own, 6, strength)
+    moles = _draw_moles(shared, 2, 1.0) + _draw_moles(own, 6, strength)
     return Face(traits, moles, texture)
 
 
-def _moles(rng: np.random.Generator, number: int, strength: float) -> list[Mole]:
+def _draw_moles(rng: np.random.Generator, number: int, strength: float) -> list[Mole]:
     return [
         Mole(
             x=0.44 * radius * np.cos(angle),
@@ -161,9 +161,9 @@ def _moles(rng: np.random.Generator, number: int, strength: float) -> list[Mole]
     ]
 
 
-def _photograph(rng: np.random.Generator, face: Face) -> NDArray[np.uint8]:
-    """Return one picture (96, 96, 3) uint8 of a face in some pose, light and mood."""
-    x, y = _pose(rng)
+def _draw_photo(rng: np.random.Generator, face: Face) -> NDArray[np.uint8]:
+    """Draw one image (96, 96, 3) uint8 of a face with random pose, light and expression."""
+    x, y = _draw_pose(rng)
     canvas = np.empty((SIDE_PX, SIDE_PX, 3), np.float32)
     canvas[:] = rng.uniform(0.2, 0.9) + rng.normal(0, 0.04, 3)
     _paint_head(canvas, face, x, y)
@@ -171,12 +171,12 @@ def _photograph(rng: np.random.Generator, face: Face) -> NDArray[np.uint8]:
     _paint_features(canvas, face, x + 0.06 * yaw * (1 - x**2 - y**2), y, smile=rng.uniform(-1, 1))
     light = 1 + rng.uniform(-0.3, 0.3) * x + rng.uniform(-0.2, 0.2) * y
     canvas *= light[..., None] * rng.uniform(0.8, 1.2) * (1 + rng.normal(0, 0.02, 3))
-    blurred = Image.fromarray(_as_bytes(canvas)).filter(ImageFilter.GaussianBlur(rng.uniform(0.2, 0.9)))
-    return _as_bytes(np.asarray(blurred) / 255 + rng.normal(0, 0.02, canvas.shape))
+    blurred = Image.fromarray(_to_uint8(canvas)).filter(ImageFilter.GaussianBlur(rng.uniform(0.2, 0.9)))
+    return _to_uint8(np.asarray(blurred) / 255 + rng.normal(0, 0.02, canvas.shape))
 
 
-def _pose(rng: np.random.Generator) -> tuple[Floats, Floats]:
-    """Return (96, 96) coordinates across and down the face, (0, 0) between nose and eyes, 1 half a picture away."""
+def _draw_pose(rng: np.random.Generator) -> tuple[Floats, Floats]:
+    """Draw a pose: (96, 96) x and y in face coordinates, (0, 0) between nose and eyes, 1 is half an image side."""
     row, column = (np.mgrid[0:SIDE_PX, 0:SIDE_PX].astype(np.float32) + 0.5) / (SIDE_PX / 2) - 1
     turn, scale = np.radians(rng.uniform(-6, 6)), rng.uniform(0.94, 1.06)
     shift_x, shift_y = rng.uniform(-0.05, 0.05, 2)
@@ -187,79 +187,79 @@ def _pose(rng: np.random.Generator) -> tuple[Floats, Floats]:
 def _paint_head(canvas: Floats, face: Face, x: Floats, y: Floats) -> None:
     t = face.traits
     width, height = t["face_width"], t["face_height"]
-    hair, skin = _hair(t["hair"]), _skin(t["skin"])
-    _paint(canvas, _ellipse(x, y + 0.12, 1.16 * width, 1.02 * height), hair)
+    hair, skin = _mix_hair(t["hair"]), _mix_skin(t["skin"])
+    _paint(canvas, _cover_ellipse(x, y + 0.12, 1.16 * width, 1.02 * height), hair)
     for side in (-1, 1):
-        _paint(canvas, _ellipse(x - side * width, y - 0.02, 0.08, 0.16), 0.92 * skin)
+        _paint(canvas, _cover_ellipse(x - side * width, y - 0.02, 0.08, 0.16), 0.92 * skin)
     outline = (np.abs(x / width) ** t["jaw"] + np.abs(y / height) ** t["jaw"]) ** (1 / t["jaw"])
-    uneven = Image.fromarray(face.texture).resize((SIDE_PX, SIDE_PX), Image.Resampling.BICUBIC)
-    texture = np.asarray(uneven)[..., None]
-    _paint(canvas, _soft(width * (1 - outline)), skin * (1 + 0.04 * texture))
-    crown = _soft(width * (1 - outline)) * _soft(t["hairline"] - y - 0.25 * x**2)
+    resized = Image.fromarray(face.texture).resize((SIDE_PX, SIDE_PX), Image.Resampling.BICUBIC)
+    texture = np.asarray(resized)[..., None]
+    _paint(canvas, _antialias_edge(width * (1 - outline)), skin * (1 + 0.04 * texture))
+    crown = _antialias_edge(width * (1 - outline)) * _antialias_edge(t["hairline"] - y - 0.25 * x**2)
     _paint(canvas, crown, hair)
 
 
 def _paint_features(canvas: Floats, face: Face, x: Floats, y: Floats, *, smile: float) -> None:
     t = face.traits
-    skin = _skin(t["skin"])
+    skin = _mix_skin(t["skin"])
     for mole in face.moles:
         distance = ((x - mole.x) ** 2 + (y - mole.y) ** 2) / mole.radius**2
         _paint(canvas, 0.75 * mole.darkness * np.exp(-(distance**2)), 0.35 * skin)
     for side in (-1, 1):
         rise = t["asymmetry"] * side
         eye_x, eye_y = x - side * t["eye_apart"], y - t["eye_y"] + rise
-        _paint(canvas, _ellipse(eye_x, eye_y, t["eye_width"], t["eye_open"] * (1 - 0.15 * smile)), 0.93)
-        _paint(canvas, _ellipse(eye_x, eye_y, 0.05, 0.05), _iris(t["iris"]))
-        _paint(canvas, _ellipse(eye_x, eye_y, 0.02, 0.02), 0.05)
+        _paint(canvas, _cover_ellipse(eye_x, eye_y, t["eye_width"], t["eye_open"] * (1 - 0.15 * smile)), 0.93)
+        _paint(canvas, _cover_ellipse(eye_x, eye_y, 0.05, 0.05), _mix_iris(t["iris"]))
+        _paint(canvas, _cover_ellipse(eye_x, eye_y, 0.02, 0.02), 0.05)
         tilted = y - t["brow_y"] + rise - t["brow_tilt"] * side * eye_x
-        _paint(canvas, _ellipse(eye_x, tilted, 0.15, t["brow_thick"]), 0.8 * _hair(t["hair"]))
+        _paint(canvas, _cover_ellipse(eye_x, tilted, 0.15, t["brow_thick"]), 0.8 * _mix_hair(t["hair"]))
     tip = t["eye_y"] + t["nose_length"]
-    _paint(canvas, 0.5 * _ellipse(x - 0.03, y - tip + 0.1, 0.03, 0.14), 0.75 * skin)
+    _paint(canvas, 0.5 * _cover_ellipse(x - 0.03, y - tip + 0.1, 0.03, 0.14), 0.75 * skin)
     for side in (-1, 1):
-        _paint(canvas, 0.8 * _ellipse(x - side * t["nose_width"] / 2, y - tip, 0.03, 0.02), 0.4 * skin)
+        _paint(canvas, 0.8 * _cover_ellipse(x - side * t["nose_width"] / 2, y - tip, 0.03, 0.02), 0.4 * skin)
     curve = y - t["mouth_y"] + 0.8 * smile * x**2
     red = skin * np.array([0.95, 0.6, 0.6], np.float32)
-    _paint(canvas, _ellipse(x, curve, t["mouth_width"] * (1 + 0.1 * smile), t["lip"]), red)
-    _paint(canvas, _ellipse(x, curve, 0.95 * t["mouth_width"], 0.012), 0.5 * red)
+    _paint(canvas, _cover_ellipse(x, curve, t["mouth_width"] * (1 + 0.1 * smile), t["lip"]), red)
+    _paint(canvas, _cover_ellipse(x, curve, 0.95 * t["mouth_width"], 0.012), 0.5 * red)
 
 
-def _paint(canvas: Floats, cover: Floats, colour: Floats | float) -> None:
-    canvas += cover[..., None] * (colour - canvas)
+def _paint(canvas: Floats, coverage: Floats, colour: Floats | float) -> None:
+    canvas += coverage[..., None] * (colour - canvas)
 
 
-def _ellipse(x: Floats, y: Floats, width: float, height: float) -> Floats:
-    """Return the share of each pixel that an ellipse about (0, 0) covers."""
+def _cover_ellipse(x: Floats, y: Floats, width: float, height: float) -> Floats:
+    """Return the share of each pixel covered by an ellipse around (0, 0)."""
     width, height = max(width, 1e-3), max(height, 1e-3)
-    return _soft(min(width, height) * (1 - np.hypot(x / width, y / height)))
+    return _antialias_edge(min(width, height) * (1 - np.hypot(x / width, y / height)))
 
 
-def _soft(inside: Floats) -> Floats:
-    """Turn a distance from an edge, positive inside, into a cover of 0..1 that changes over about a pixel."""
+def _antialias_edge(inside: Floats) -> Floats:
+    """Turn a distance from an edge, positive inside, into coverage in 0..1 that changes over about one pixel."""
     return np.clip(0.5 + inside * SIDE_PX / 2, 0, 1)
 
 
-def _skin(tone: float) -> Floats:
-    return _mixed((0.95, 0.8, 0.7), (0.42, 0.27, 0.2), tone)
+def _mix_skin(tone: float) -> Floats:
+    return _mix_colours((0.95, 0.8, 0.7), (0.42, 0.27, 0.2), tone)
 
 
-def _hair(tone: float) -> Floats:
-    return _mixed((0.08, 0.06, 0.05), (0.75, 0.58, 0.35), tone)
+def _mix_hair(tone: float) -> Floats:
+    return _mix_colours((0.08, 0.06, 0.05), (0.75, 0.58, 0.35), tone)
 
 
-def _iris(tone: float) -> Floats:
-    return _mixed((0.3, 0.18, 0.1), (0.35, 0.5, 0.7), tone)
+def _mix_iris(tone: float) -> Floats:
+    return _mix_colours((0.3, 0.18, 0.1), (0.35, 0.5, 0.7), tone)
 
 
-def _mixed(low: tuple[float, float, float], high: tuple[float, float, float], share: float) -> Floats:
+def _mix_colours(low: tuple[float, float, float], high: tuple[float, float, float], share: float) -> Floats:
     share = min(max(share, 0.0), 1.0)
     return (1 - share) * np.array(low, np.float32) + share * np.array(high, np.float32)
 
 
-def _as_bytes(picture: Floats) -> NDArray[np.uint8]:
-    return np.clip(255 * picture, 0, 255).astype(np.uint8)
+def _to_uint8(image: Floats) -> NDArray[np.uint8]:
+    return np.clip(255 * image, 0, 255).astype(np.uint8)
 
 
-def _jpeg(picture: NDArray[np.uint8]) -> bytes:
+def _encode_jpeg(image: NDArray[np.uint8]) -> bytes:
     data = io.BytesIO()
-    Image.fromarray(picture).save(data, "JPEG", quality=92)
+    Image.fromarray(image).save(data, "JPEG", quality=92)
     return data.getvalue()

@@ -1,4 +1,4 @@
-"""Weights of a vision transformer from a file, fitted to another picture size and depth."""
+"""Load pretrained weights of a vision transformer, adapted to another image size and depth."""
 
 from pathlib import Path
 from typing import Any
@@ -14,72 +14,72 @@ from trainyard.text import nearest
 from .network import DualCrossAttention
 
 PREFIXES = ("module.", "model.", "backbone.", "encoder.")
-NESTS = ("state_dict", "model", "teacher")
-LEFT_OUT = ("head.", "head_dist.", "fc_norm.", "pre_logits.", "dist_token")
+NESTED_KEYS = ("state_dict", "model", "teacher")
+IGNORED_PREFIXES = ("head.", "head_dist.", "fc_norm.", "pre_logits.", "dist_token")
 
 
 def load_weights(network: DualCrossAttention, file: str) -> None:
-    """Fill the self-attention part of a network; the global-local block starts as a copy of its last block.
+    """Load the self-attention weights of a network; the global-local block starts as a copy of its last block.
 
-    Names are timm's and DeiT's (`patch_embed.proj.weight`, `blocks.0.attn.qkv.weight`, ...), which are ours. Position
-    embeddings are interpolated to the network's grid; blocks beyond its depth are not used; heads are left out.
+    Our parameter names are those of timm and DeiT (`patch_embed.proj.weight`, `blocks.0.attn.qkv.weight`, ...).
+    Position embeddings are interpolated to the network's grid; blocks beyond its depth and heads are ignored.
 
     Args:
-        file: safetensors, or what `torch.save` wrote, read with `weights_only`: nothing in it is executed.
+        file: safetensors, or a file from `torch.save`, read with `weights_only` so that no code in it runs.
 
     Raises:
-        UserError: there is no such file, it is no weights file, or a weight is missing or has another shape.
+        UserError: the file is missing or not a weights file, or a weight is missing or has another shape.
     """
-    found = _read(Path(file))
-    wanted = {name: value for name, value in network.state_dict().items() if not name.startswith("glca.")}
-    if "pos_embed" in found:
-        found["pos_embed"] = _interpolated(found["pos_embed"], network.grid)
-    for name, value in wanted.items():
-        if name not in found:
-            near = ", ".join(nearest(name, found, most=3, always=True)) or "nothing"
+    loaded = _read_tensors(Path(file))
+    expected = {name: value for name, value in network.state_dict().items() if not name.startswith("glca.")}
+    if "pos_embed" in loaded:
+        loaded["pos_embed"] = _interpolate_positions(loaded["pos_embed"], network.grid)
+    for name, value in expected.items():
+        if name not in loaded:
+            near = ", ".join(nearest(name, loaded, most=3, always=True)) or "nothing"
             raise UserError(
-                f"model.weights={file}: no '{name}' in it; nearest: {near}. Expected a ViT in timm's names."
+                f"model.weights={file}: no '{name}' in it; nearest: {near}. Expected a ViT with timm's parameter names."
             )
-        if found[name].shape != value.shape:
+        if loaded[name].shape != value.shape:
             raise UserError(
-                f"model.weights={file}: '{name}' is {tuple(found[name].shape)}, but the model wants "
-                f"{tuple(value.shape)}. Set model.dims, model.patch_px and image.channels to those of the file."
+                f"model.weights={file}: '{name}' is {tuple(loaded[name].shape)}, but the model expects "
+                f"{tuple(value.shape)}. Set model.dims, model.patch_px and image.channels to match the file."
             )
-    network.load_state_dict({name: found[name] for name in wanted}, strict=False)
+    network.load_state_dict({name: loaded[name] for name in expected}, strict=False)
     if network.glca is not None:
         network.glca.load_state_dict(network.blocks[-1].state_dict(), strict=False)
         network.glca.norm.load_state_dict(network.norm.state_dict())
-    unused = sorted(name for name in found if name not in wanted and not name.startswith(LEFT_OUT))
-    logger.info("{}: {} weights loaded, {} not used", file, len(wanted), len(unused))
+    unused = sorted(name for name in loaded if name not in expected and not name.startswith(IGNORED_PREFIXES))
+    logger.info("{}: {} weights loaded, {} not used", file, len(expected), len(unused))
 
 
-def _read(path: Path) -> dict[str, Tensor]:
+def _read_tensors(path: Path) -> dict[str, Tensor]:
     if not path.is_file():
         raise UserError(f"model.weights={path}: no such file. Give a .safetensors or .pth file, or leave it empty.")
     try:
-        content: Any = _safetensors(path) if path.suffix == ".safetensors" else torch.load(path, weights_only=True)
-    except Exception as error:  # each reader has its own errors for a broken or unsafe file
+        content: Any = _read_safetensors(path) if path.suffix == ".safetensors" else torch.load(path, weights_only=True)
+    except Exception as error:  # each reader raises its own errors for a broken or unsafe file
         raise UserError(f"model.weights={path}: not a file of tensors ({type(error).__name__}: {error}).") from error
-    for nest in NESTS:
-        if isinstance(content, dict) and isinstance(content.get(nest), dict):
-            content = content[nest]
-    return {_bare(name): value for name, value in content.items() if isinstance(value, Tensor)}
+    for key in NESTED_KEYS:
+        if isinstance(content, dict) and isinstance(content.get(key), dict):
+            content = content[key]
+    return {_strip_prefixes(name): value for name, value in content.items() if isinstance(value, Tensor)}
 
 
-def _safetensors(path: Path) -> dict[str, Tensor]:
+def _read_safetensors(path: Path) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
     return load_file(path)
 
 
-def _bare(name: str) -> str:
+def _strip_prefixes(name: str) -> str:
     for prefix in PREFIXES:
         name = name.removeprefix(prefix)
     return name
 
 
-def _interpolated(pos_1ND: Tensor, grid: tuple[int, int]) -> Tensor:
-    """Return position embeddings (1, 1 + H * W, D) for another grid, bicubic, from a square one."""
+def _interpolate_positions(pos_1ND: Tensor, grid: tuple[int, int]) -> Tensor:
+    """Interpolate position embeddings (1, 1 + H * W, D) bicubically from a square grid to another grid."""
     class_token, patches_1ND = pos_1ND[:, :1], pos_1ND[:, 1:]
     side = round(patches_1ND.shape[1] ** 0.5)
     if side**2 != patches_1ND.shape[1] or (side, side) == grid:

@@ -1,0 +1,114 @@
+"""Reading people, twins and sets from a raw folder."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from trainyard.errors import UserError
+
+from .cases import NAMES, TWINS, index_by_person, read_samples, write_raw_folder
+from .config import Config
+from .listing import SplitRule, connect_families, read_people
+from .synthesis import DATASET, PAIRS
+
+SPLIT_RULE = SplitRule(0.2, 0.2, 0)
+
+
+def test_listing_files_and_person_folders_give_the_same_people(tmp_path: Path) -> None:
+    raw = write_raw_folder(tmp_path / "raw", dict.fromkeys(NAMES, 3), TWINS)
+    listed = read_samples(raw)
+    (raw / DATASET).unlink()
+    assert [(s.key, s.columns) for s in read_samples(raw)] == [(s.key, s.columns) for s in listed]
+    assert len(listed) == 60
+    assert listed[0].key == "9004/0.png" and index_by_person(listed)["9005"][0] == "9004"
+
+
+def test_paths_from_another_machine_are_matched_by_their_tail(tmp_path: Path) -> None:
+    raw = write_raw_folder(tmp_path / "raw", dict.fromkeys(NAMES, 2), TWINS)
+    before = [s.key for s in read_samples(raw)]
+    listing = json.loads((raw / DATASET).read_text())
+    moved = {person: [f"/kaggle/input/nd-twin/{path}" for path in paths] for person, paths in listing.items()}
+    (raw / DATASET).write_text(json.dumps(moved))
+    assert [s.key for s in read_samples(raw)] == before
+
+
+def test_no_family_is_in_two_sets_and_a_triplet_is_one_family(tmp_path: Path) -> None:
+    raw = write_raw_folder(tmp_path / "raw", dict.fromkeys([*NAMES, "9999"], 2), [*TWINS, ["9999", NAMES[1]]])
+    people = read_people(raw, singles="fail", split_rule=SPLIT_RULE)
+    sets_by_family: dict[str, set[str]] = {}
+    for person in people:
+        sets_by_family.setdefault(person.family, set()).add(person.set)
+    assert len(sets_by_family) == 10 and all(len(sets) == 1 for sets in sets_by_family.values())
+    assert [len([1 for sets in sets_by_family.values() if name in sets]) for name in ("train", "val", "test")] == [
+        6,
+        2,
+        2,
+    ]
+    assert {p.name for p in people if p.family == NAMES[0]} == {NAMES[0], NAMES[1], "9999"}
+    assert connect_families("abcd", [("b", "c"), ("c", "d")]) == {"a": "a", "b": "b", "c": "b", "d": "b"}
+
+
+def test_sets_named_in_the_files_are_kept(tmp_path: Path) -> None:
+    raw = write_raw_folder(
+        tmp_path / "raw", dict.fromkeys(NAMES, 2), {"train": TWINS[:6], "val": TWINS[6:8], "test": TWINS[8:]}
+    )
+    found = index_by_person(read_samples(raw))
+    assert [found[pair[0]][1] for pair in TWINS] == ["train"] * 6 + ["val"] * 2 + ["test"] * 2
+    (raw / PAIRS).write_text(json.dumps(TWINS))
+    listing = json.loads((raw / DATASET).read_text())
+    (raw / DATASET).unlink()
+    (raw / f"train_{DATASET}").write_text(json.dumps({name: listing[name] for name in NAMES[:16]}))
+    (raw / f"external_test_{DATASET}").write_text(json.dumps({name: listing[name] for name in NAMES[16:]}))
+    found = index_by_person(read_samples(raw))
+    assert {name for name, (_, set_name) in found.items() if set_name == "test"} == set(NAMES[16:])
+    assert sum(set_name == "val" for _, set_name in found.values()) == 4
+
+
+@pytest.mark.parametrize(
+    ("pairs", "message"),
+    [
+        ([*TWINS, ["9004", "9004"]], "pair 11: '9004' is paired with itself"),
+        ([*TWINS, ["9005", "9004"]], r"'9005' and '9004' are already listed, in .*pair 1\. Remove one"),
+        ([*TWINS, ["9004", "9404x"]], "'9404x' is not in the data set. Nearest: "),
+        (TWINS[1:], r"person '9004' has no twin .*\(2 of 20 people have none\).*packing.singles=keep"),
+        ([*TWINS, ["9004"]], r"pair 11: expected two people.*found \[\"9004\"\]"),
+        ({"tset": TWINS}, "unknown set 'tset'. Expected test"),
+        ("9004", "expected a list of pairs"),
+        ({"train": TWINS, "test": [["9004", "9015"]]}, "person '9004' is in set train and in set test"),
+    ],
+)
+def test_bad_pairs_are_refused_with_their_place(tmp_path: Path, pairs: object, message: str) -> None:
+    raw = write_raw_folder(tmp_path / "raw", dict.fromkeys(NAMES, 1), pairs)
+    with pytest.raises(UserError, match=message):
+        read_samples(raw)
+
+
+def test_a_bad_listing_is_refused_with_its_place(tmp_path: Path) -> None:
+    raw = write_raw_folder(tmp_path / "raw", dict.fromkeys(NAMES, 1), TWINS)
+    for content, message in (
+        ("{", "not JSON"),
+        ("[]", "expected {person"),
+        ('{"9004": []}', "person '9004': expected a list of one or more paths"),
+    ):
+        (raw / DATASET).write_text(content)
+        with pytest.raises(UserError, match=message):
+            read_samples(raw)
+    (raw / DATASET).rename(raw / f"trian_{DATASET}")
+    with pytest.raises(UserError, match=f"expected a name of {DATASET}, train_"):
+        read_samples(raw)
+
+
+def test_people_without_a_twin_are_kept_or_skipped_on_request(tmp_path: Path) -> None:
+    raw = write_raw_folder(tmp_path / "raw", dict.fromkeys([*NAMES, "9997", "9998"], 1), TWINS)
+    config = Config()
+    config.packing.singles = "skip"
+    assert len(read_samples(raw, config)) == 20
+    config.packing.singles = "keep"
+    assert index_by_person(read_samples(raw, config))["9998"][0] == "9998"
+
+
+def test_too_few_families_to_train_on_is_an_error(tmp_path: Path) -> None:
+    raw = write_raw_folder(tmp_path / "raw", dict.fromkeys(NAMES[:10], 1), TWINS[:5])
+    with pytest.raises(UserError, match="5 families, but only 1 left to train on"):
+        read_samples(raw)
