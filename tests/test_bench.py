@@ -181,6 +181,7 @@ def test_a_file_that_is_not_a_result_file_is_refused(tmp_path: Path):
         read_results(tmp_path / "rgb.jsonl")
 
 
+@pytest.mark.slow
 def test_a_quick_run_measures_our_reader_and_h5py_on_generated_images_end_to_end(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

@@ -28,7 +28,7 @@ REPLACED = {
 
 STORED = re.compile(
     r"\"pictures?\"|'pictures?'|\bhas_picture\b|\bpicture_dims\b|\bmissing_picture\b|\bpairs_per_picture\b"
-    r"|--pictures\b|\bpicture_px\b|pictures/s|pictures_per_s|args\.pictures"
+    r"|--pictures\b|\bpicture_px\b|pictures/s|pictures_per_s|args\.pictures|\bone encoding per picture\b"
 )
 """Names that files on disk carry and that people have typed: they stay."""
 
