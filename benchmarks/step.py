@@ -71,7 +71,7 @@ def build_steps(device: torch.device) -> dict[str, Step]:
     image = torch.rand(BATCH, 3, INPUT_PX, INPUT_PX, generator=random)
     label = torch.randint(CLASSES, (BATCH,), generator=random).to(device)
     batch = {"image": image.to(device, memory_format=layout), "label": label}
-    context = autocast(precision, device)
+    context = make_autocast(precision, device)
     models = [build_classifier().to(device, memory_format=layout) for _ in range(2)]
     scalers = [torch.amp.GradScaler(device.type, enabled=precision.loss_scaling) for _ in range(2)]
     return {

@@ -211,13 +211,13 @@ class TwinsModule(TrainModule):
         genuine = by_kind[protocol.KINDS[protocol.SAME]]
         impostors = {name: values for name, values in by_kind.items() if name != protocol.KINDS[protocol.SAME]}
         return {
-            "Scores by kind of pair": score_figures.score_histogram(by_kind, x_label="cosine"),
-            "Error trade-off": score_figures.error_trade_off(genuine, impostors),
+            "Scores by kind of pair": score_figures.draw_score_histogram(by_kind, x_label="cosine"),
+            "Error trade-off": score_figures.draw_error_trade_off(genuine, impostors),
         }
 
     def _calibrate(self, same: protocol.Scores, impostor: protocol.Scores, twin: protocol.Scores) -> None:
         """Set the threshold and the hard-twin score from the validation set."""
-        point = scoring.error_rates(same.score, impostor.score).equal_error_rate()
+        point = scoring.compute_error_rates(same.score, impostor.score).equal_error_rate()
         self.threshold.fill_(point.threshold)
         if len(twin.score):
             self.hard_twin.fill_(float(np.median(twin.score)))

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from trainyard.scoring import error_rates
+from trainyard.scoring import compute_error_rates
 
 from . import protocol
 from .cases import make_data, select_ids
@@ -20,7 +20,7 @@ def test_metrics_match_their_definitions() -> None:
     rng = np.random.default_rng(0)
     genuine, impostor = make_scores(rng, 300, 0, 10), make_scores(rng, 1200, 2, 10)
     found = protocol.compute_metrics(genuine, impostor, suffix="random", draws=0)
-    rates = error_rates(genuine.score, impostor.score)
+    rates = compute_error_rates(genuine.score, impostor.score)
     assert found["eer_random"] == rates.equal_error_rate().rate
     assert found["tar_at_far_1e-3_random"] == rates.tar_at_far(0.001)
     wins = (genuine.score[:, None] > impostor.score) + 0.5 * (genuine.score[:, None] == impostor.score)

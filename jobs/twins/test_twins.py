@@ -1,35 +1,10 @@
-"""The twins family as a whole: its smallest run and a perfect model, used by the tests over all families."""
+"""The twins family as a whole: a perfect model, used by the tests over all families."""
 
 import numpy as np
 import torch
 
 from .cases import make_batch, make_data, make_module
 from .module import Relation
-
-SMALL = (
-    "data.synthetic=384",
-    "image.height_px=32",
-    "image.width_px=32",
-    "model.dims=24",
-    "model.layers=2",
-    "model.heads=2",
-    "model.patch_px=8",
-    "model.pwca_layers=2",
-    "model.drop_path=0.1",
-    "head.pair_weight=0.1",
-    "augment.rotate_deg=0",
-    "augment.gain=0",
-    "augment.contrast=0",
-    "global_batch_size=16",
-    "micro_batch_size=0",
-    "max_duration=8st",
-    "schedule.warmup=0st",
-    "eval_every=4st",
-    "checkpoint.every=3st",
-    "evaluation.bootstrap_draws=5",
-    "trackers=[]",
-)
-"""Options for runs of seconds, used by the tests over all families."""
 
 
 def perfect_rows(columns: dict[str, np.ndarray], ids: np.ndarray) -> tuple[dict[str, np.ndarray], dict[str, float]]:
