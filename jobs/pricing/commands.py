@@ -1,4 +1,4 @@
-"""Commands of the family: the baseline on the same folds, and what tokenising once and bucketing are worth."""
+"""The family's commands: score baselines on the same folds; measure tokenising once and length buckets."""
 
 import argparse
 import csv
@@ -16,7 +16,7 @@ from trainyard.measure import table as as_table
 
 from .config import Config
 
-WAYS = (
+METHODS = (
     *("median", "geometric mean", "tfidf ridge", "tfidf ridge with numbers"),
     *("network", "network and ridge, blended"),
 )
@@ -25,24 +25,24 @@ PRICES = "prices.csv"
 
 def add(verbs: Any) -> None:
     """Add `pricing-baseline` and `pricing-bench`."""
-    verb = verbs.add_parser("pricing-baseline", help="price a catalogue by TF-IDF and ridge, fold by fold")
-    _add_catalogue(verb)
+    verb = verbs.add_parser("pricing-baseline", help="score TF-IDF and ridge on each fold of a catalogue")
+    _add_catalog_arguments(verb)
+    verb.add_argument("--runs", nargs="*", type=Path, default=[], metavar="RUN", help="finished runs to compare with")
+    verb.set_defaults(command=_run_baseline)
+    verb = verbs.add_parser("pricing-bench", help="measure tokenising once against per item, and length buckets")
+    _add_catalog_arguments(verb)
+    verb.add_argument("--rows", type=int, default=20_000, help="use at most this many rows: %(default)s")
     verb.add_argument(
-        "--runs", nargs="*", type=Path, default=[], metavar="RUN", help="finished runs, to stand beside it"
+        "--max-tokens", type=int, default=384, help="maximum text length; the seed project's is %(default)s"
     )
-    verb.set_defaults(command=_baseline)
-    verb = verbs.add_parser("pricing-bench", help="tokenise once or per item, in buckets or not, side by side")
-    _add_catalogue(verb)
-    verb.add_argument("--rows", type=int, default=20_000, help="of the catalogue, at most: %(default)s")
-    verb.add_argument("--max-tokens", type=int, default=384, help="the seed's length: %(default)s")
     verb.add_argument("--rounds", type=int, default=3, help="default: %(default)s")
-    verb.set_defaults(command=_bench)
+    verb.set_defaults(command=_run_bench)
 
 
-def _add_catalogue(verb: argparse.ArgumentParser) -> None:
+def _add_catalog_arguments(verb: argparse.ArgumentParser) -> None:
     rule = Config().packing
-    verb.add_argument("raw", type=Path, help="a CSV file, or the folder of one")
-    verb.add_argument("--file", default=rule.file, help="of the folder: %(default)s")
+    verb.add_argument("raw", type=Path, help="a CSV file, or a folder that contains one")
+    verb.add_argument("--file", default=rule.file, help="CSV file in the folder: %(default)s")
     verb.add_argument("--val-share", type=float, default=rule.val_share, help="default: %(default)s")
     verb.add_argument("--id-column", default=rule.id_column)
     verb.add_argument("--text-column", default=rule.text_column)
@@ -50,11 +50,11 @@ def _add_catalogue(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--numeric-columns", nargs="*", default=[], metavar="COLUMN")
     verb.add_argument("--group", choices=("title", "text"), default=rule.group, help="what near-duplicates share")
     verb.add_argument("--folds", type=int, default=rule.folds)
-    verb.add_argument("--seed", type=int, default=rule.seed, help="of the cut into folds")
+    verb.add_argument("--seed", type=int, default=rule.seed, help="seed of the split into folds")
     verb.add_argument("--results", type=Path, default=Path("benchmarks"), help="folder of results: %(default)s")
 
 
-def _config(args: argparse.Namespace, fold: int) -> Config:
+def _build_config(args: argparse.Namespace, fold: int) -> Config:
     config = Config()
     rule = config.packing
     rule.id_column, rule.text_column, rule.price_column = args.id_column, args.text_column, args.price_column
@@ -66,118 +66,120 @@ def _config(args: argparse.Namespace, fold: int) -> Config:
 # Baseline
 
 
-def _baseline(args: argparse.Namespace) -> int:
-    runs = {_fold_of(run): run for run in args.runs}
+def _run_baseline(args: argparse.Namespace) -> int:
+    runs = {_read_fold(run): run for run in args.runs}
     rows = []
     for fold in range(args.folds):
-        rows.append(_fold_scores(args, fold, runs.get(fold)))
+        rows.append(_score_fold(args, fold, runs.get(fold)))
         print("  ".join(f"{name} {value:.4g}" for name, value in rows[-1].items()), flush=True)
     print("SMAPE, mean +- standard deviation over the folds")
-    for name in WAYS:
+    for name in METHODS:
         values = [row[name] for row in rows if name in row]
         if len(values) == len(rows):
             print(f"  {name:<28} {np.mean(values):6.2f} +- {np.std(values):.2f}")
-    print(f"written: {write_new(args.results, 'pricing-baseline', [header('pricing-baseline', _typed(args)), *rows])}")
+    result = [header("pricing-baseline", _serialize_arguments(args)), *rows]
+    print(f"written: {write_new(args.results, 'pricing-baseline', result)}")
     return 0
 
 
-def _fold_scores(args: argparse.Namespace, fold: int, run: Path | None) -> dict[str, float]:
-    """Score everything on one fold: what learns from its training and validation rows, on its test rows.
+def _score_fold(args: argparse.Namespace, fold: int, run: Path | None) -> dict[str, float]:
+    """Return the SMAPE of each method on the test rows of one fold.
 
-    The strength of a ridge's penalty is chosen by the validation rows; then it is fitted on both. A network has learned
-    from what its own packing.val_share left it. The blend is the geometric mean of the network and of the ridge with
-    numbers: nothing in it is fitted.
+    A ridge's penalty is chosen on the validation rows; the ridge is then fitted on training and validation rows. The
+    network trained on whatever rows its own packing.val_share left. The blend is the geometric mean of the network
+    and the ridge with numbers; nothing in it is fitted.
     """
     from . import baseline, metrics, pack
 
-    table = pack.table(args.raw, _config(args, fold))
-    fit, val, test = (np.flatnonzero(table.parts == part) for part in ("train", "val", "test"))
-    both, true = np.concatenate([fit, val]), table.prices[test]
+    table = pack.read_table(args.raw, _build_config(args, fold))
+    train, val, test = (np.flatnonzero(table.parts == part) for part in ("train", "val", "test"))
+    train_val, true = np.concatenate([train, val]), table.prices[test]
 
-    def ridge(alpha: float, rows: np.ndarray, of: np.ndarray, *, numbers: bool) -> np.ndarray:
-        beside = (table.numbers[rows], table.numbers[of]) if numbers else (None, None)
-        made = baseline.TfidfRidge(alpha).fit(table.texts[rows], table.prices[rows], beside[0])
-        return made.predict(table.texts[of], beside[1])
+    def fit_and_predict(alpha: float, fit_rows: np.ndarray, rows: np.ndarray, *, numbers: bool) -> np.ndarray:
+        fit_numbers, row_numbers = (table.numbers[fit_rows], table.numbers[rows]) if numbers else (None, None)
+        ridge = baseline.TfidfRidge(alpha).fit(table.texts[fit_rows], table.prices[fit_rows], fit_numbers)
+        return ridge.predict(table.texts[rows], row_numbers)
 
-    def tuned(*, numbers: bool) -> np.ndarray:
-        tried = {
-            alpha: metrics.smape(ridge(alpha, fit, val, numbers=numbers), table.prices[val])
+    def tune_and_predict(*, numbers: bool) -> np.ndarray:
+        val_smape = {
+            alpha: metrics.smape(fit_and_predict(alpha, train, val, numbers=numbers), table.prices[val])
             for alpha in baseline.ALPHAS
         }
-        return ridge(min(tried, key=lambda alpha: tried[alpha]), both, test, numbers=numbers)
+        best_alpha = min(val_smape, key=lambda alpha: val_smape[alpha])
+        return fit_and_predict(best_alpha, train_val, test, numbers=numbers)
 
-    known = table.prices[both]
+    train_prices = table.prices[train_val]
     predicted = {
-        "median": np.full(len(test), np.median(known)),
-        "geometric mean": np.full(len(test), np.exp(np.log(known).mean())),
-        "tfidf ridge": tuned(numbers=False),
-        "tfidf ridge with numbers": tuned(numbers=True),
+        "median": np.full(len(test), np.median(train_prices)),
+        "geometric mean": np.full(len(test), np.exp(np.log(train_prices).mean())),
+        "tfidf ridge": tune_and_predict(numbers=False),
+        "tfidf ridge with numbers": tune_and_predict(numbers=True),
     }
     if run is not None and (run / PRICES).is_file():
-        network = _priced(run / PRICES, [table.keys[i] for i in test.tolist()])
+        network = _read_prices(run / PRICES, [table.keys[i] for i in test.tolist()])
         predicted["network"] = network
         predicted["network and ridge, blended"] = np.sqrt(network * predicted["tfidf ridge with numbers"])
     scores = {name: metrics.smape(prices, true) for name, prices in predicted.items()}
     if run is not None:
-        scores["network"] = _tested(run)
+        scores["network"] = _read_test_smape(run)
     return {"fold": fold, "rows": len(test), **scores}
 
 
-def _priced(path: Path, keys: Sequence[str]) -> np.ndarray:
-    """Return the prices of these ids in a table that `trainyard predict` wrote."""
+def _read_prices(path: Path, keys: Sequence[str]) -> np.ndarray:
+    """Return the prices of these ids from a file that `trainyard predict` wrote."""
     with path.open(newline="", encoding="utf-8") as file:
         reader = csv.reader(file)
         next(reader)
-        price_of = {key: float(price) for key, price in reader}
-    missing = [key for key in keys if key not in price_of]
+        prices = {key: float(price) for key, price in reader}
+    missing = [key for key in keys if key not in prices]
     if missing:
         raise UserError(
             f"{path}: no price for id '{missing[0]}'. Predict the same catalogue: trainyard predict RUN FILE"
         )
-    return np.array([price_of[key] for key in keys])
+    return np.array([prices[key] for key in keys])
 
 
-def _fold_of(run: Path) -> int:
-    """Return the fold that a run was tested on."""
+def _read_fold(run: Path) -> int:
+    """Return the fold that a run is tested on."""
     config = run / "config.yaml"
     lines = config.read_text().splitlines() if config.is_file() else []
     found = [line.split(":")[1] for line in lines if line.strip().startswith("fold:")]
     if not found:
-        raise UserError(f"{run}: no run of this family, for no config.yaml there names a fold.")
+        raise UserError(f"{run}: not a pricing run: expected a config.yaml there that names a fold.")
     return int(found[0])
 
 
-def _tested(run: Path) -> float:
+def _read_test_smape(run: Path) -> float:
     """Return a finished run's SMAPE on its test fold."""
     from trainyard.runs.events import read_metrics
 
     found = [line["smape"] for line in read_metrics(run) if line.get("split") == "test"]
     if not found:
-        raise UserError(f"{run}: its test fold has no score yet. Finish it: trainyard resume {run}")
+        raise UserError(f"{run}: the test fold has no score yet. Finish the run: trainyard resume {run}")
     return float(found[-1])
 
 
 # Bench
 
 
-def _bench(args: argparse.Namespace) -> int:
+def _run_bench(args: argparse.Namespace) -> int:
     import torch
 
     torch.set_num_threads(1)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # forked workers of the seed's loop would warn and turn it off
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the seed's forked workers would warn and disable it
     with tempfile.TemporaryDirectory() as folder:
-        ways, waste = _ways(args, Path(folder))
-        lines = side_by_side(ways, rounds=args.rounds, warm_up=True)
+        candidates, waste = _prepare_candidates(args, Path(folder))
+        lines = side_by_side(candidates, rounds=args.rounds, warm_up=True)
     print(as_table(lines))
     for name, share in waste.items():
         print(f"padding, {name:<20}{share:6.1%} of what the encoder computes")
-    found = [header("pricing-bench", _typed(args)), *lines, {"kind": "padding", **waste}]
-    print(f"one thread; written: {write_new(args.results, 'pricing-bench', found)}")
+    result = [header("pricing-bench", _serialize_arguments(args)), *lines, {"kind": "padding", **waste}]
+    print(f"one thread; written: {write_new(args.results, 'pricing-bench', result)}")
     return 0
 
 
-def _ways(args: argparse.Namespace, folder: Path) -> tuple[list[Candidate], dict[str, float]]:
-    """Pack the catalogue once; return what is measured, and how much of a batch is padding."""
+def _prepare_candidates(args: argparse.Namespace, folder: Path) -> tuple[list[Candidate], dict[str, float]]:
+    """Pack the catalogue; return what to measure, and the share of padding by kind of batch."""
     from torch.utils.data import DataLoader
 
     from trainyard.data import order
@@ -186,22 +188,22 @@ def _ways(args: argparse.Namespace, folder: Path) -> tuple[list[Candidate], dict
 
     from . import catalog, pack, reference
 
-    config = _config(args, -1)
+    config = _build_config(args, -1)
     config.packing.max_tokens = args.max_tokens
-    raw = reference.head(catalog.find(args.raw, prefer=config.packing.file), folder / "head.csv", rows=args.rows)
+    raw = reference.copy_head(catalog.find(args.raw, prefer=config.packing.file), folder / "head.csv", rows=args.rows)
     artifacts = pack.fit_artifacts(raw, config)
     samples = list(pack.samples(raw, config))
     data = write(samples, folder / "packed", meta={}, workers=1, artifacts=artifacts)
     ids, length = np.arange(data.count), data.columns["length"]
-    texts = pack.table(raw, config).texts.tolist()
-    seed = reference.PerItem(
+    texts = pack.read_table(raw, config).texts.tolist()
+    seed_dataset = reference.PerItemDataset(
         texts,
         np.stack(data.read_arrays("numbers", ids)),
         data.columns["price"],
-        tokenizer_text=artifacts[pack.TOKENIZER],
+        tokenizer_json=artifacts[pack.TOKENIZER],
         max_tokens=args.max_tokens,
     )
-    loader = reference.loader(data, DataSettings(order="buckets", order_by="length"))
+    loader = reference.build_loader(data, DataSettings(order="buckets", order_by="length"))
 
     def tokenise() -> int:
         return sum(bool(sample.load(artifacts)) for sample in samples)
@@ -209,55 +211,58 @@ def _ways(args: argparse.Namespace, folder: Path) -> tuple[list[Candidate], dict
     def read() -> int:
         return min(len(data.read_arrays("tokens", ids)), len(data.read_arrays("numbers", ids)))
 
-    def per_item() -> int:
-        return sum(len(batch["price"]) for batch in DataLoader(seed, batch_size=8, shuffle=True, num_workers=2))
+    def run_seed_loop() -> int:
+        return sum(len(batch["price"]) for batch in DataLoader(seed_dataset, batch_size=8, shuffle=True, num_workers=2))
 
-    def batches(made: order.EpochOrder) -> Callable[[], int]:
-        def over() -> int:
-            stream = loader.train(lambda epoch: made, epoch=0, start=0, micro_batch_size=0)
-            rows = sum(len(next(stream).batch["price"]) for _ in range(len(made)))
+    def read_batches(epoch_order: order.EpochOrder) -> Callable[[], int]:
+        def read_epoch() -> int:
+            stream = loader.train(lambda epoch: epoch_order, epoch=0, start=0, micro_batch_size=0)
+            rows = sum(len(next(stream).batch["price"]) for _ in range(len(epoch_order)))
             stream.close()
             return rows
 
-        return over
+        return read_epoch
 
-    def way(name: str, work: Callable[[], int], note: str, beside: str = "") -> Candidate:
-        return Candidate(name, lambda: for_at_least(1.0, work), "rows/s", note, beside)
+    def make_candidate(name: str, work: Callable[[], int], note: str, baseline: str = "") -> Candidate:
+        return Candidate(name, lambda: for_at_least(1.0, work), "rows/s", note, baseline)
 
-    _require_equal([sample.load(artifacts) for sample in samples], data)
+    _check_equal([sample.load(artifacts) for sample in samples], data)
     buckets = order.buckets(ids, length, seed=0, epoch=0, global_batch_size=32)
-    mixed = order.shuffle(ids, seed=0, epoch=0, global_batch_size=32)
+    shuffled = order.shuffle(ids, seed=0, epoch=0, global_batch_size=32)
     waste = {
         "to max_tokens": 1 - float(length.mean()) / args.max_tokens,
-        "random batches": padding([length[mixed.batch(i)] for i in range(len(mixed))]),
-        "bucketed batches": padding([length[buckets.batch(i)] for i in range(len(buckets))]),
+        "random batches": compute_padding([length[shuffled.batch(i)] for i in range(len(shuffled))]),
+        "bucketed batches": compute_padding([length[buckets.batch(i)] for i in range(len(buckets))]),
     }
-    ways = [
-        way("tokenise", tokenise, "parse, tokenise and compute the numbers of every row, in memory"),
-        way("read", read, "the same rows from shards, bit-identical", "tokenise"),
-        way("seed's loop", per_item, f"DataLoader, batch 8, 2 workers, per item, padded to {args.max_tokens}"),
-        way("random batches", batches(mixed), "ours, batch 32, padded to the longest", "seed's loop"),
-        way("bucketed batches", batches(buckets), "ours, batch 32 of like length", "seed's loop"),
+    seed_note = f"DataLoader, batch 8, 2 workers, per item, padded to {args.max_tokens}"
+    candidates = [
+        make_candidate("tokenise", tokenise, "parse, tokenise and compute the numbers of every row, in memory"),
+        make_candidate("read", read, "the same rows from shards, bit-identical", "tokenise"),
+        make_candidate("seed's loop", run_seed_loop, seed_note),
+        make_candidate(
+            "random batches", read_batches(shuffled), "ours, batch 32, padded to the longest", "seed's loop"
+        ),
+        make_candidate("bucketed batches", read_batches(buckets), "ours, batch 32 of similar length", "seed's loop"),
     ]
-    return ways, waste
+    return candidates, waste
 
 
-def padding(lengths: Sequence[np.ndarray]) -> float:
+def compute_padding(lengths: Sequence[np.ndarray]) -> float:
     """Return the share of padding in batches whose texts have these lengths, each padded to its longest."""
     computed = sum(len(batch) * int(batch.max()) for batch in lengths)
     return 1 - sum(int(batch.sum()) for batch in lengths) / computed
 
 
-def _require_equal(fresh: Sequence[Mapping[str, Any]], data: Any) -> None:
-    """Make sure that what is read is bit for bit what tokenising gives."""
+def _check_equal(loaded: Sequence[Mapping[str, Any]], data: Any) -> None:
+    """Assert that reading and tokenising give bit-identical rows."""
     ids = np.arange(data.count)
     for row, tokens, numbers in zip(
-        fresh, data.read_arrays("tokens", ids), data.read_arrays("numbers", ids), strict=True
+        loaded, data.read_arrays("tokens", ids), data.read_arrays("numbers", ids), strict=True
     ):
         assert np.array_equal(row["tokens"].values, tokens) and row["numbers"].tobytes() == numbers.tobytes()
 
 
-def _typed(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the arguments as they can be written down."""
+def _serialize_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the arguments as JSON types."""
     kept = {name: value for name, value in vars(args).items() if isinstance(value, str | int | float | list | Path)}
     return {name: [str(part) for part in value] if isinstance(value, list) else value for name, value in kept.items()}

@@ -7,36 +7,36 @@ from trainyard.settings import TrainConfig, option
 
 @dataclass
 class ModelSettings:
-    """DeBERTa-v3 with branches for numbers and pictures (`network.py`)."""
+    """DeBERTa-v3 with branches for numbers and images (`network.py`)."""
 
-    encoder: str = option("", "folder of a local DeBERTa-v3 checkpoint; empty: random weights of the sizes below")
-    dims: int = option(256, "numbers of a token, of a random encoder", low=8)
-    layers: int = option(4, "encoder layers, of a random encoder", low=1)
-    heads: int = option(4, "attention heads, of a random encoder; must divide dims", low=1)
-    feedforward: int = option(1024, "width between the two products of a layer, of a random encoder", low=8)
-    position_buckets: int = option(64, "relative positions told apart, of a random encoder (v3: 256)", low=4)
-    dropout: float = option(0.1, "within the encoder, attention included", low=0, high=0.9)
-    token_dropout: float = option(0.0, "share of a training text's tokens that are read as [UNK]", low=0, high=0.9)
+    encoder: str = option("", "folder of a local DeBERTa-v3 checkpoint; empty: random weights with the sizes below")
+    dims: int = option(256, "hidden size of a random encoder", low=8)
+    layers: int = option(4, "layers of a random encoder", low=1)
+    heads: int = option(4, "attention heads of a random encoder; must divide dims", low=1)
+    feedforward: int = option(1024, "feed-forward width of a random encoder", low=8)
+    position_buckets: int = option(64, "relative position buckets of a random encoder (v3: 256)", low=4)
+    dropout: float = option(0.1, "dropout in the encoder, attention included", low=0, high=0.9)
+    token_dropout: float = option(0.0, "share of a training text's tokens replaced with [UNK]", low=0, high=0.9)
     title_dropout: float = option(
         0.0,
-        "share of training texts whose whole title is read as [UNK], for items of which only the kind is known",
+        "share of training texts whose whole title is replaced with [UNK], for test items of unseen series",
         low=0,
         high=1,
     )
-    bag: bool = option(True, "also give the head the mean of the word embeddings, which few rows can teach")
-    number_dims: int = option(128, "width of the branch of the numbers", low=4)
+    bag: bool = option(True, "also feed the head the mean word embedding, which learns from few rows")
+    number_dims: int = option(128, "width of the number branch", low=4)
     head_dims: list[int] = option(lambda: [384, 192, 96], "widths of the head's hidden layers")
-    head_dropout: list[float] = option(lambda: [0.3, 0.2, 0.1], "dropout after each of them")
-    picture_dims: int = option(0, "width of the picture's branch; 0: none. Needs packing.images", low=0)
+    head_dropout: list[float] = option(lambda: [0.3, 0.2, 0.1], "dropout after each hidden layer")
+    picture_dims: int = option(0, "width of the image branch; 0: none. Needs packing.images", low=0)
 
 
 @dataclass
 class RateSettings:
-    """Learning rates by depth, as factors on optimizer.lr, which the head has."""
+    """Learning rates by depth, as factors on optimizer.lr; the head trains at optimizer.lr itself."""
 
-    encoder: float = option(1.0, "of the encoder's last layer; 0.02 for a pretrained one", low=0)
-    layer_decay: float = option(1.0, "factor per layer below that", low=0.1, high=1)
-    freeze_embeddings: bool = option(False, "leave the word embeddings as they are")
+    encoder: float = option(1.0, "factor for the encoder's last layer; 0.02 suits a pretrained encoder", low=0)
+    layer_decay: float = option(1.0, "further factor for each layer below the last", low=0.1, high=1)
+    freeze_embeddings: bool = option(False, "do not train the word embeddings")
 
 
 @dataclass
@@ -44,35 +44,37 @@ class LossSettings:
     """What is minimised, on the error of ln(price)."""
 
     beta: float = option(0.5, "error in ln below which smooth L1 is quadratic", low=0.01)
-    smape_after_epochs: float = option(0.0, "when the exact SMAPE term replaces smooth L1; 0: never", low=0)
+    smape_after_epochs: float = option(
+        0.0, "epochs after which the exact SMAPE term replaces smooth L1; 0: never", low=0
+    )
 
 
 @dataclass
 class PackingSettings:
-    """From a CSV to records, and rows to parts. Changing one means packing again."""
+    """From CSV to records, and from rows to parts. Changing an option means packing again."""
 
-    file: str = option("train.csv", "CSV file to read, where the folder holds several")
-    id_column: str = option("sample_id", "column of unique ids")
-    text_column: str = option("catalog_content", "column of the text")
-    price_column: str = option("price", "column of the price, above 0")
-    numeric_columns: list[str] = option(list, "further columns of numbers, such as [depth, height, width]")
-    images: str = option("", "folder of picture files, the third input; empty: none")
+    file: str = option("train.csv", "CSV file to read if the folder has several")
+    id_column: str = option("sample_id", "column with unique ids")
+    text_column: str = option("catalog_content", "column with the text")
+    price_column: str = option("price", "column with the price, above 0")
+    numeric_columns: list[str] = option(list, "further numeric columns, such as [depth, height, width]")
+    images: str = option("", "folder of image files, the third input; empty: none")
     picture_column: str = option("image_link", "column whose last path component is a file in packing.images")
     missing_picture: str = option(
-        "fail", "a picture file that is not there: an error, or a gray one that the model does not see",
+        "fail", "if an image file is missing: fail, or store a gray image that the model ignores",
         choices=("fail", "gray"),
     )  # fmt: skip
-    tokenizer: str = option("", "a tokenizer.json, or the folder of one; empty: learned from the training texts")
-    vocabulary: int = option(16_000, "pieces of a learned tokenizer, at most", low=64)
-    max_tokens: int = option(192, "tokens of a text, [CLS] and [SEP] included; the description's end goes", low=8)
+    tokenizer: str = option("", "a tokenizer.json or its folder; empty: train one on the training texts")
+    vocabulary: int = option(16_000, "maximum pieces of a trained tokenizer", low=64)
+    max_tokens: int = option(192, "maximum tokens of a text with [CLS] and [SEP]; the end is cut", low=8)
     group: str = option(
-        "title", "what near-duplicates share, sizes and packs left out: the title, or title and description",
+        "title", "what near-duplicates share, apart from sizes and packs: the title, or title and description",
         choices=("title", "text"),
     )  # fmt: skip
-    folds: int = option(5, "folds of groups", low=2)
-    fold: int = option(0, "the fold that is tested; -1: none, every row trains or validates", low=-1)
-    val_share: float = option(0.1, "share of the other rows that chooses the checkpoint; 0: none", low=0, high=0.5)
-    seed: int = option(0, "of the cut into folds", low=0)
+    folds: int = option(5, "number of folds", low=2)
+    fold: int = option(0, "fold to test; -1: none, every row trains or validates", low=-1)
+    val_share: float = option(0.1, "share of the other rows used for validation; 0: none", low=0, high=0.5)
+    seed: int = option(0, "seed of the split into folds", low=0)
 
 
 @dataclass

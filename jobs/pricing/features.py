@@ -1,4 +1,4 @@
-"""Numbers that say something of a price, beside the text: fitted on the training rows alone, then fixed."""
+"""Numeric features of an item, fitted on the training rows only."""
 
 import hashlib
 import json
@@ -14,54 +14,54 @@ from .parsing import FLAGS, Item
 
 KINDS = ("g", "ml", "count", "mm", "other")
 INNER_FOLDS = 5
-SMOOTHING = 20  # rows' worth of the overall mean that a brand's mean is pulled by
+SMOOTHING = 20  # weight of the overall mean in a brand's mean, in rows
 CLIP = 5.0  # standard deviations
-BRAND_MIN = 2  # rows a brand needs to be remembered
+BRAND_MIN = 2  # rows that a brand needs to be kept
 
 _SENTENCE = re.compile(r"[.!?]+(?:\s|$)")
 
 
 @dataclass(frozen=True)
 class Features:
-    """The fitted state: what turns an item into numbers, on any machine, without the training rows."""
+    """The fitted state: turns an item into numbers without the training rows. Field names are JSON keys."""
 
-    names: tuple[str, ...]  # F of them
-    columns: tuple[str, ...]  # further numeric columns of the catalogue, in their order
+    names: tuple[str, ...]  # (F,)
+    columns: tuple[str, ...]  # further numeric columns of the catalogue, in order
     mean: tuple[float, ...]
     std: tuple[float, ...]
     log_price: float  # mean over the training rows
-    brands: Mapping[str, tuple[tuple[int, ...], tuple[float, ...]]]  # rows and sum of log prices, per inner fold
+    brands: Mapping[str, tuple[tuple[int, ...], tuple[float, ...]]]  # row count and sum of log prices per inner fold
 
-    def to_text(self) -> str:
-        """Return all of it as JSON, the same text for the same state."""
+    def to_json(self) -> str:
+        """Return the state as JSON; equal states give equal text."""
         return json.dumps(asdict(self), sort_keys=True, ensure_ascii=True)
 
     @classmethod
-    def from_text(cls, text: str) -> "Features":
-        """Read what `to_text` wrote."""
+    def from_json(cls, text: str) -> "Features":
+        """Read what `to_json` wrote."""
         fields: dict[str, Any] = json.loads(text)
         brands = {name: (tuple(count), tuple(total)) for name, (count, total) in fields.pop("brands").items()}
         plain: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()}
         return cls(**plain, brands=brands)
 
-    def row(self, item: Item, numbers: Sequence[float], *, inner_fold: int | None) -> np.ndarray:
-        """Return (F,) float32: standardised, within +-5, 0 where the text says nothing (an indicator says so).
+    def compute_row(self, item: Item, numbers: Sequence[float], *, inner_fold: int | None) -> np.ndarray:
+        """Return (F,) float32: standardised, clipped to +-5, 0 for unknown values (indicators mark these).
 
         Args:
             numbers: the further numeric columns; nan where empty.
-            inner_fold: of a training row, whose own fold must not tell its brand's price; None for every other row.
+            inner_fold: of a training row, so that its brand's mean price excludes its own fold; None for other rows.
         """
-        raw = np.array(_raw(item, numbers, self._brand(item, inner_fold)), dtype=np.float64)
+        raw = np.array(_compute_raw(item, numbers, self._estimate_brand_price(item, inner_fold)), dtype=np.float64)
         scaled = (raw - np.array(self.mean)) / np.array(self.std)
         return np.where(np.isnan(raw), 0.0, np.clip(scaled, -CLIP, CLIP)).astype(np.float32)
 
-    def _brand(self, item: Item, inner_fold: int | None) -> tuple[float, float]:
-        """Return the smoothed mean of a brand's log prices and the logarithm of its rows (Micci-Barreca 2001)."""
+    def _estimate_brand_price(self, item: Item, inner_fold: int | None) -> tuple[float, float]:
+        """Return the smoothed mean of the brand's log prices and log1p of its row count (Micci-Barreca 2001)."""
         for name in item.brand:
             if name in self.brands:
                 counts, sums = self.brands[name]
-                kept = [k for k in range(INNER_FOLDS) if k != inner_fold]
-                count, total = sum(counts[k] for k in kept), sum(sums[k] for k in kept)
+                other_folds = [k for k in range(INNER_FOLDS) if k != inner_fold]
+                count, total = sum(counts[k] for k in other_folds), sum(sums[k] for k in other_folds)
                 return (total + SMOOTHING * self.log_price) / (count + SMOOTHING), math.log1p(count)
         return self.log_price, 0.0
 
@@ -77,33 +77,38 @@ def fit(
     """Fit on the training rows.
 
     Args:
-        numbers: (N, C) the further numeric columns, nan where empty.
+        numbers: (N, C) the further numeric columns; nan where empty.
         log_price: (N,) float64.
-        inner_folds: (N,) of `inner_fold`.
+        inner_folds: (N,) from `assign_inner_fold`.
         columns: (C,) names.
     """
     prior = float(log_price.mean())
-    names = _names(columns)
+    names = _list_names(columns)
     count = len(names)
-    bare = Features(
-        names, tuple(columns), (0.0,) * count, (1.0,) * count, prior, _brands(items, log_price, inner_folds)
+    unscaled = Features(
+        names, tuple(columns), (0.0,) * count, (1.0,) * count, prior, _collect_brands(items, log_price, inner_folds)
     )
-    rows = zip(items, numbers, inner_folds, strict=True)
-    raw = np.array([_raw(item, row, bare._brand(item, fold)) for item, row, fold in rows], dtype=np.float64)
+    raw = np.array(
+        [
+            _compute_raw(item, row, unscaled._estimate_brand_price(item, fold))
+            for item, row, fold in zip(items, numbers, inner_folds, strict=True)
+        ],
+        dtype=np.float64,
+    )
     known = ~np.isnan(raw)
-    rows_known = known.sum(axis=0).clip(1)
-    mean = np.where(known, raw, 0).sum(axis=0) / rows_known
-    std = np.sqrt(np.where(known, (raw - mean) ** 2, 0).sum(axis=0) / rows_known)
+    known_count = known.sum(axis=0).clip(1)
+    mean = np.where(known, raw, 0).sum(axis=0) / known_count
+    std = np.sqrt(np.where(known, (raw - mean) ** 2, 0).sum(axis=0) / known_count)
     std = np.where(std > 1e-9, std, 1.0)
-    return Features(names, tuple(columns), tuple(mean.tolist()), tuple(std.tolist()), prior, bare.brands)
+    return Features(names, tuple(columns), tuple(mean.tolist()), tuple(std.tolist()), prior, unscaled.brands)
 
 
-def inner_fold(group: str) -> int:
-    """Return the inner fold of a training row: near-duplicates have the same, so none tells another's price."""
+def assign_inner_fold(group: str) -> int:
+    """Return the inner fold of a training row; near-duplicates share a fold, so none reveals another's price."""
     return hashlib.blake2b(group.encode(), digest_size=8).digest()[0] % INNER_FOLDS
 
 
-def _brands(
+def _collect_brands(
     items: Sequence[Item], log_price: np.ndarray, inner_folds: Sequence[int]
 ) -> dict[str, tuple[tuple[int, ...], tuple[float, ...]]]:
     counts: dict[str, list[int]] = {}
@@ -115,7 +120,7 @@ def _brands(
     return {name: (tuple(counts[name]), tuple(sums[name])) for name in sorted(counts) if sum(counts[name]) >= BRAND_MIN}
 
 
-def _names(columns: Sequence[str]) -> tuple[str, ...]:
+def _list_names(columns: Sequence[str]) -> tuple[str, ...]:
     own = [
         "value_log", "pack_log", "total_log", *(f"{kind}_log" for kind in KINDS), *(f"has_{kind}" for kind in KINDS),
         "brand_price", "brand_rows", "characters", "words", "digits", "sentences", "uppercase", "distinct_words",
@@ -125,13 +130,13 @@ def _names(columns: Sequence[str]) -> tuple[str, ...]:
     return (*own, *further, *(("columns_mean",) if columns else ()))
 
 
-def _raw(item: Item, numbers: Sequence[float], brand: tuple[float, float]) -> list[float]:
-    """Return the features as they are; nan: the text does not say."""
+def _compute_raw(item: Item, numbers: Sequence[float], brand: tuple[float, float]) -> list[float]:
+    """Return the features before standardisation; nan for unknown values."""
     nan = math.nan
-    told = " ".join([item.title, *item.bullets, item.description])
-    words = told.lower().split()
+    whole_text = " ".join([item.title, *item.bullets, item.description])
+    words = whole_text.lower().split()
     amount = nan if item.amount is None else math.log1p(item.amount)
-    letters = sum(map(str.isalpha, told))
+    letters = sum(map(str.isalpha, whole_text))
     logs = [math.log1p(n) if n >= 0 else nan for n in numbers]  # nan >= 0 is false
     known = [n for n in logs if not math.isnan(n)]
     return [
@@ -141,11 +146,11 @@ def _raw(item: Item, numbers: Sequence[float], brand: tuple[float, float]) -> li
         *(amount if item.kind == kind else nan for kind in KINDS),
         *(float(item.kind == kind) for kind in KINDS),
         *brand,
-        math.log1p(len(told)),
+        math.log1p(len(whole_text)),
         math.log1p(len(words)),
-        math.log1p(sum(map(str.isdigit, told))),
-        math.log1p(len(_SENTENCE.findall(told))),
-        sum(map(str.isupper, told)) / max(1, letters),
+        math.log1p(sum(map(str.isdigit, whole_text))),
+        math.log1p(len(_SENTENCE.findall(whole_text))),
+        sum(map(str.isupper, whole_text)) / max(1, letters),
         len(set(words)) / max(1, len(words)),
         float(len(item.bullets)),
         math.log1p(item.pieces),

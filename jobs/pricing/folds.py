@@ -1,4 +1,4 @@
-"""Cutting a catalogue into parts that share no group of near-duplicates and have like prices."""
+"""Splits a catalogue into parts with similar prices and no near-duplicates in common."""
 
 import hashlib
 from collections.abc import Sequence
@@ -8,12 +8,11 @@ import numpy as np
 DECILES = 10
 
 
-def fold_of(groups: Sequence[str], log_price: np.ndarray, *, folds: int, seed: int) -> np.ndarray:
-    """Deal groups out to folds, so that each fold gets a like share of every decile of the price.
+def assign_folds(groups: Sequence[str], log_price: np.ndarray, *, folds: int, seed: int) -> np.ndarray:
+    """Assign groups to folds so that each fold gets a similar share of every price decile.
 
-    Groups go largest first, equally large ones in the order of a hash of (seed, name), each to the fold where it
-    brings the counts per decile nearest to even (least sum of squares, over the total as well). Costs
-    groups x folds x deciles.
+    Takes the largest group first, ties in the order of a hash of (seed, name), and puts each into the fold that
+    keeps the counts per decile and in total most even (least sum of squares). Costs groups x folds x deciles.
 
     Args:
         groups: (N,) the group of each row.
@@ -22,47 +21,47 @@ def fold_of(groups: Sequence[str], log_price: np.ndarray, *, folds: int, seed: i
     Returns:
         (N,) int64 in 0 .. folds - 1.
     """
-    names, group_of = np.unique(np.asarray(groups, dtype=object).astype(str), return_inverse=True)
+    names, group_index = np.unique(np.asarray(groups, dtype=object).astype(str), return_inverse=True)
     edges = np.quantile(log_price, np.linspace(0, 1, DECILES + 1)[1:-1])
     decile = np.searchsorted(edges, log_price, side="right")
     counts = np.zeros((len(names), DECILES + 1))
-    np.add.at(counts, (group_of, decile), 1)
+    np.add.at(counts, (group_index, decile), 1)
     counts[:, DECILES] = counts.sum(axis=1)
     weight = 1 / counts.sum(axis=0).clip(1)
-    rank = [hashlib.blake2b(f"{seed}:{name}".encode()).digest() for name in names]
-    order = sorted(range(len(names)), key=lambda g: (-counts[g, DECILES], rank[g]))
-    have = np.zeros((folds, DECILES + 1))
+    digests = [hashlib.blake2b(f"{seed}:{name}".encode()).digest() for name in names]
+    order = sorted(range(len(names)), key=lambda g: (-counts[g, DECILES], digests[g]))
+    filled = np.zeros((folds, DECILES + 1))
     chosen = np.empty(len(names), dtype=np.int64)
     for g in order:
-        growth = ((2 * have + counts[g]) * counts[g] * weight).sum(axis=1)  # of the sum of squares
+        growth = ((2 * filled + counts[g]) * counts[g] * weight).sum(axis=1)  # of the sum of squares
         chosen[g] = int(np.argmin(growth))
-        have[chosen[g]] += counts[g]
-    return chosen[group_of]
+        filled[chosen[g]] += counts[g]
+    return chosen[group_index]
 
 
-def cut(
+def split_rows(
     groups: Sequence[str], log_price: np.ndarray, *, folds: int, fold: int, val_share: float, seed: int
 ) -> np.ndarray:
-    """Return (N,) "train", "val" or "test": fold `fold` of `folds` is tested, a share of the rest validates.
+    """Return (N,) "train", "val" or "test": fold `fold` of `folds` is the test set, a share of the rest validates.
 
     Args:
-        fold: -1: nothing is tested, and all that does not validate trains.
+        fold: -1: no test set; every row trains or validates.
     """
     parts = np.full(len(groups), "train", dtype="<U5")
     if fold >= 0:
-        parts[fold_of(groups, log_price, folds=folds, seed=seed) == fold] = "test"
+        parts[assign_folds(groups, log_price, folds=folds, seed=seed) == fold] = "test"
     if val_share > 0:
         rest = np.flatnonzero(parts == "train")
-        inner = fold_of(
+        inner = assign_folds(
             [groups[i] for i in rest.tolist()], log_price[rest], folds=max(2, round(1 / val_share)), seed=seed + 1
         )
-        parts[rest[inner == _usual(inner, [groups[i] for i in rest.tolist()])]] = "val"
+        parts[rest[inner == _pick_median_fold(inner, [groups[i] for i in rest.tolist()])]] = "val"
     return parts
 
 
-def _usual(fold: np.ndarray, groups: Sequence[str]) -> int:
-    """Return the fold with the median number of groups: one that a single group fills says little of unseen ones."""
-    held: dict[int, set[str]] = {}
+def _pick_median_fold(fold: np.ndarray, groups: Sequence[str]) -> int:
+    """Return the fold with the median number of groups: a fold with one large group says little about unseen ones."""
+    groups_by_fold: dict[int, set[str]] = {}
     for number, group in zip(fold.tolist(), groups, strict=True):
-        held.setdefault(number, set()).add(group)
-    return sorted(held, key=lambda number: (len(held[number]), number))[len(held) // 2]
+        groups_by_fold.setdefault(number, set()).add(group)
+    return sorted(groups_by_fold, key=lambda number: (len(groups_by_fold[number]), number))[len(groups_by_fold) // 2]

@@ -5,29 +5,29 @@ from torch import Tensor
 from torch.nn import functional
 
 
-def smooth_l1(off: Tensor, *, beta: float) -> Tensor:
-    """Return the Huber-like loss of an error in ln(price), over beta (Girshick 2015, arXiv:1504.08083, eq. 3).
+def smooth_l1(log_error: Tensor, *, beta: float) -> Tensor:
+    """Return the smooth L1 loss of an error in ln(price), over beta (Girshick 2015, arXiv:1504.08083, eq. 3).
 
-    To first order it is what SMAPE counts, since 2 tanh(d / 2) = d - d^3 / 12 + ... .
+    It equals SMAPE's term to first order, since 2 tanh(d / 2) = d - d^3 / 12 + ... .
 
     Args:
-        off: (...) float32, ln p - ln t.
+        log_error: (...) float32, ln p - ln t.
         beta: error in ln below which the loss is quadratic.
     """
-    return functional.smooth_l1_loss(off, torch.zeros_like(off), reduction="none", beta=beta)
+    return functional.smooth_l1_loss(log_error, torch.zeros_like(log_error), reduction="none", beta=beta)
 
 
-def smape_log(off: Tensor) -> Tensor:
-    """Return SMAPE's term itself, 0..2: |p - t| / ((p + t) / 2) = 2 tanh(|ln p - ln t| / 2) for p, t > 0.
+def smape_log(log_error: Tensor) -> Tensor:
+    """Return SMAPE's own term, 0..2: |p - t| / ((p + t) / 2) = 2 tanh(|ln p - ln t| / 2) for p, t > 0.
 
-    Its gradient is bounded and fades for prices that are far off, so it is for the end of training, not for the start.
+    The gradient is bounded and vanishes for large errors, so use this loss late in training, not at the start.
 
     Args:
-        off: (...) float32, ln p - ln t.
+        log_error: (...) float32, ln p - ln t.
     """
-    return 2 * torch.tanh(off.abs() / 2)
+    return 2 * torch.tanh(log_error.abs() / 2)
 
 
-def blended(off: Tensor, *, beta: float, share: Tensor) -> Tensor:
-    """Return (1 - share) of smooth L1 and `share`, () in 0..1, of SMAPE's term; (...) float32."""
-    return smooth_l1(off, beta=beta) * (1 - share) + smape_log(off) * share
+def blend(log_error: Tensor, *, beta: float, share: Tensor) -> Tensor:
+    """Return (...) float32, (1 - share) x smooth L1 + share x SMAPE's term; `share` is () in 0..1."""
+    return smooth_l1(log_error, beta=beta) * (1 - share) + smape_log(log_error) * share

@@ -1,4 +1,4 @@
-"""The pricing model with its loss and its score."""
+"""The pricing model with its loss and metrics."""
 
 import io
 import json
@@ -9,6 +9,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers import DebertaV2Model
 
 from trainyard.errors import UserError
 from trainyard.train.module import Batch, DataInfo, Rows, TrainModule
@@ -16,37 +17,37 @@ from trainyard.train.module import Batch, DataInfo, Rows, TrainModule
 from . import losses, metrics, tokenizer
 from .config import Config, LossSettings, RateSettings
 from .features import Features
-from .network import PriceNetwork, encoder_layers, learning_rates, local_encoder, random_encoder
+from .network import PriceNetwork, assign_learning_rates, build_random_encoder, get_encoder_layers, load_encoder
 from .pack import FEATURES, PRICES, TOKENIZER
 
-ARTEFACT = "artefact"
+ARTIFACTS_BUFFER = "artefact"  # the name in checkpoints
 
 
 def build(config: Config, data: DataInfo) -> "PricingModule":
-    """Return the model for what packing has learned. Needs no row: `learned_of` a checkpoint is enough.
+    """Return the model for the packed artifacts. Needs no rows: `read_artifacts` of a checkpoint is enough.
 
     Raises:
-        UserError: heads do not divide the dims, widths and dropouts of the head differ in number, pictures are asked
-            for and not packed, or a checkpoint to start from does not fit.
+        UserError: `model.heads` does not divide `model.dims`, the head's widths and dropouts differ in number, the
+            model reads images but none are packed, or the encoder checkpoint does not fit.
     """
     model = config.model
     if len(model.head_dims) != len(model.head_dropout):
         raise UserError(
-            f"model.head_dims={model.head_dims} and model.head_dropout={model.head_dropout}: expected as many of one "
-            "as of the other."
+            f"model.head_dims={model.head_dims} and model.head_dropout={model.head_dropout}: expected two lists of "
+            "equal length."
         )
     if model.picture_dims and not config.packing.images:
-        raise UserError("model.picture_dims needs pictures, but none are packed: packing.images=FOLDER.")
-    words = tokenizer.from_text(data.artifacts[TOKENIZER]).get_vocab_size()
+        raise UserError("model.picture_dims needs images, but none are packed. Set packing.images=FOLDER.")
+    vocabulary = tokenizer.parse(data.artifacts[TOKENIZER]).get_vocab_size()
     network = PriceNetwork(
-        _encoder(config, words),
-        numbers=len(Features.from_text(data.artifacts[FEATURES]).names),
+        _build_encoder(config, vocabulary),
+        numbers=len(Features.from_json(data.artifacts[FEATURES]).names),
         number_dims=model.number_dims,
         head_dims=model.head_dims,
         head_dropout=model.head_dropout,
         bag=model.bag,
-        picture_dims=model.picture_dims,
-        picture_channels=config.image.channels,
+        image_dims=model.picture_dims,
+        image_channels=config.image.channels,
     )
     return PricingModule(
         network,
@@ -63,20 +64,20 @@ def build(config: Config, data: DataInfo) -> "PricingModule":
 
 
 def read_artifacts(state: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return what packing had learned, from the state of a trained module: with the config, all that `build` needs."""
-    artifacts: dict[str, str] = json.loads(state[ARTEFACT].cpu().numpy().tobytes())
+    """Return the artifacts in the state of a trained module: with the config, all that `build` needs."""
+    artifacts: dict[str, str] = json.loads(state[ARTIFACTS_BUFFER].cpu().numpy().tobytes())
     return artifacts
 
 
 class PricingModule(TrainModule):
     """Predicts prices.
 
-    Tokenizer, features and price statistics are in a buffer, so one checkpoint is the whole artefact.
+    Tokenizer, features and price statistics are in a buffer, so a checkpoint is self-contained.
 
     Args:
-        artifacts: what `pack.fit_artifacts` returned.
-        train_count: samples of an epoch, by which the loss knows the epoch.
-        draws: bootstrap resamples of the score.
+        artifacts: from `pack.fit_artifacts`.
+        train_count: samples per epoch, to tell the epoch from the samples seen.
+        draws: bootstrap resamples in `score`.
     """
 
     monitor = ("smape", "min")
@@ -99,53 +100,54 @@ class PricingModule(TrainModule):
         self.network, self.loss, self.draws = network, loss, draws
         self.token_dropout, self.title_dropout = token_dropout, title_dropout
         self.id_column, self.price_column = id_column, price_column
-        self.smape_from = loss.smape_after_epochs * train_count if loss.smape_after_epochs else float("inf")
+        self.smape_start = loss.smape_after_epochs * train_count if loss.smape_after_epochs else float("inf")
         prices: dict[str, float] = json.loads(artifacts[PRICES])
         self.mean, self.std, self.median = prices["mean"], prices["std"], prices["median"]
         self.low, self.high = prices["low"], prices["high"]
-        self._rates = learning_rates(
+        self._rates = assign_learning_rates(
             network, encoder=rates.encoder, decay=rates.layer_decay, frozen=rates.freeze_embeddings
         )
-        packed = json.dumps(dict(artifacts), sort_keys=True).encode()
-        self.register_buffer(ARTEFACT, torch.frombuffer(bytearray(packed), dtype=torch.uint8))
+        encoded = json.dumps(dict(artifacts), sort_keys=True).encode()
+        self.register_buffer(ARTIFACTS_BUFFER, torch.frombuffer(bytearray(encoded), dtype=torch.uint8))
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
-        """Return the loss on the logarithm of the price, and the batch's SMAPE, which is what it stands for."""
-        off = self._log_price(batch) - batch["price"].log().float()
-        share = (batch["samples_seen"] >= self.smape_from).float() if "samples_seen" in batch else off.new_zeros(())
-        loss = losses.blended(off, beta=self.loss.beta, share=share).mean()
-        return {"loss": loss, "smape": 100 * losses.smape_log(off.detach()).mean()}
+        """Return the loss on ln(price), and the batch's SMAPE, which the loss approximates."""
+        log_error = self._predict_log_price(batch) - batch["price"].log().float()
+        samples_seen = batch.get("samples_seen")
+        share = log_error.new_zeros(()) if samples_seen is None else (samples_seen >= self.smape_start).float()
+        loss = losses.blend(log_error, beta=self.loss.beta, share=share).mean()
+        return {"loss": loss, "smape": 100 * losses.smape_log(log_error.detach()).mean()}
 
     def predict(self, batch: Batch) -> dict[str, Tensor]:
-        """Return the price, within the range of the training prices, beside the true one where it is known."""
-        log_price = self._log_price(batch).clamp(self.low, self.high)
+        """Return the price, clamped to the range of the training prices, and the true price if it is known."""
+        log_price = self._predict_log_price(batch).clamp(self.low, self.high)
         rows = {"sample_id": batch["sample_id"], "predicted": log_price.exp()}
         return rows | {name: batch[name] for name in ("price", "group") if name in batch}
 
     def score(self, rows: Rows) -> dict[str, float]:
-        """Return the metrics of one set: `metrics.report`."""
-        return metrics.report(
+        """Return the metrics of one set: `metrics.compute_metrics`."""
+        return metrics.compute_metrics(
             rows["predicted"], rows["price"], groups=rows["group"], constant=self.median, draws=self.draws
         )
 
     def prediction_rows(self, rows: Rows, keys: Sequence[str]) -> Iterator[dict[str, object]]:
-        """Yield one line per sample of a catalogue to be priced: six digits of a price above 0."""
+        """Yield the id and the predicted price, to six digits, of each sample."""
         for key, price in zip(keys, rows["predicted"].tolist(), strict=True):
             yield {self.id_column: key, self.price_column: float(f"{price:.6g}")}
 
     def report_figures(self, rows: Rows) -> dict[str, bytes]:
-        """Return pictures for the report: predicted against true prices, and SMAPE by decile."""
+        """Return the plots for the report: predicted against true prices, and SMAPE by decile."""
         return {
-            "Predicted against true price": _scatter(rows["predicted"], rows["price"]),
-            "SMAPE by tenth of the set, cheapest first": _bars(rows["predicted"], rows["price"]),
+            "Predicted against true price": _plot_scatter(rows["predicted"], rows["price"]),
+            "SMAPE by tenth of the set, cheapest first": _plot_decile_bars(rows["predicted"], rows["price"]),
         }
 
     def repeated_layers(self) -> Iterable[nn.Module]:
         """Return the encoder's layers."""
-        return encoder_layers(self.network)
+        return get_encoder_layers(self.network)
 
     def parameter_groups(self, weight_decay: float) -> list[dict[str, object]]:
-        """Return a group for each learning rate, with and without weight decay (none on vectors)."""
+        """Return two groups for each learning rate: matrices with weight decay, vectors without."""
         groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
         for parameter, factor in self._rates:
             groups.setdefault((factor, parameter.ndim >= 2), []).append(parameter)
@@ -155,27 +157,27 @@ class PricingModule(TrainModule):
         ]
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Fill the module, unless the state is of another tokenizer, other features or other prices.
+        """Load the weights.
 
         Raises:
-            UserError: it is.
+            UserError: the checkpoint has another tokenizer, other features or other price statistics.
         """
-        mine = cast(Tensor, getattr(self, ARTEFACT))
-        theirs = state_dict.get(ARTEFACT)
-        if theirs is not None and not torch.equal(theirs.cpu(), mine.cpu()):
-            ours, found = read_artifacts({ARTEFACT: mine}), read_artifacts({ARTEFACT: theirs})
-            differ = ", ".join(name for name in sorted(ours) if ours[name] != found.get(name))
+        own = cast(Tensor, getattr(self, ARTIFACTS_BUFFER))
+        loaded = state_dict.get(ARTIFACTS_BUFFER)
+        if loaded is not None and not torch.equal(loaded.cpu(), own.cpu()):
+            expected, found = read_artifacts({ARTIFACTS_BUFFER: own}), read_artifacts({ARTIFACTS_BUFFER: loaded})
+            differ = ", ".join(name for name in sorted(expected) if expected[name] != found.get(name))
             raise UserError(
-                f"The checkpoint was trained with another {differ or 'state'} than the data at hand were packed with, "
-                "so its weights mean something else. Use the data it was trained on, or train anew on these."
+                f"The checkpoint was trained with another {differ or 'state'} than the one this data was packed with, "
+                "so its weights do not fit. Use the data it was trained on, or train on this data from scratch."
             )
         return super().load_state_dict(state_dict, strict=strict, assign=assign)
 
-    def _log_price(self, batch: Batch) -> Tensor:
+    def _predict_log_price(self, batch: Batch) -> Tensor:
         """Return (B,) float32 ln(price)."""
         token_BL = batch["tokens"]
         if self.training and (self.token_dropout or self.title_dropout):
-            token_BL = masked(token_BL, batch["title_length"], share=self.token_dropout, titles=self.title_dropout)
+            token_BL = mask_tokens(token_BL, batch["title_length"], share=self.token_dropout, titles=self.title_dropout)
         image = batch.get("image")
         if image is not None and "has_picture" in batch:
             image = image * batch["has_picture"].view(-1, 1, 1, 1)
@@ -183,29 +185,29 @@ class PricingModule(TrainModule):
         return standard * self.std + self.mean
 
 
-def masked(token_BL: Tensor, title_B: Tensor, *, share: float, titles: float) -> Tensor:
-    """Return the tokens with some read as [UNK], drawn from torch's generator; [CLS], [SEP] and padding stay.
+def mask_tokens(token_BL: Tensor, title_B: Tensor, *, share: float, titles: float) -> Tensor:
+    """Replace random tokens with [UNK], drawn from torch's generator; keep [CLS], [SEP] and padding.
 
     Args:
-        title_B: int64 tokens of each title, which begins behind [CLS].
-        share: of all tokens.
-        titles: of the texts, whose title goes as a whole.
+        title_B: int64 tokens of each title, which starts right after [CLS].
+        share: of all tokens to replace.
+        titles: share of the texts whose whole title is replaced.
     """
-    place_L = torch.arange(token_BL.shape[1], device=token_BL.device)
-    hidden_B1 = torch.rand(len(token_BL), 1, device=token_BL.device) < titles
+    position_L = torch.arange(token_BL.shape[1], device=token_BL.device)
+    drop_title_B1 = torch.rand(len(token_BL), 1, device=token_BL.device) < titles
     dropped_BL = torch.rand(token_BL.shape, device=token_BL.device) < share
-    dropped_BL |= hidden_B1 & (place_L <= title_B[:, None])
+    dropped_BL |= drop_title_B1 & (position_L <= title_B[:, None])
     return torch.where(dropped_BL & (token_BL > tokenizer.UNK), tokenizer.UNK, token_BL)
 
 
-def _encoder(config: Config, words: int) -> Any:
+def _build_encoder(config: Config, vocabulary: int) -> DebertaV2Model:
     model = config.model
     if model.encoder:
-        return local_encoder(Path(model.encoder), vocabulary=words, dropout=model.dropout)
+        return load_encoder(Path(model.encoder), vocabulary=vocabulary, dropout=model.dropout)
     if model.dims % model.heads:
         raise UserError(f"model.dims={model.dims}: expected a multiple of model.heads={model.heads}.")
-    return random_encoder(
-        vocabulary=words,
+    return build_random_encoder(
+        vocabulary=vocabulary,
         dims=model.dims,
         layers=model.layers,
         heads=model.heads,
@@ -216,7 +218,7 @@ def _encoder(config: Config, words: int) -> Any:
     )
 
 
-def _scatter(predicted: np.ndarray, true: np.ndarray) -> bytes:
+def _plot_scatter(predicted: np.ndarray, true: np.ndarray) -> bytes:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(5, 5), layout="constrained")
@@ -224,21 +226,21 @@ def _scatter(predicted: np.ndarray, true: np.ndarray) -> bytes:
     axes.scatter(true, predicted, s=4, alpha=0.4, linewidths=0)
     ends = [float(min(true.min(), predicted.min())), float(max(true.max(), predicted.max()))]
     axes.plot(ends, ends, color="gray", linewidth=1)
-    return _drawn(figure)
+    return _render_png(figure)
 
 
-def _bars(predicted: np.ndarray, true: np.ndarray) -> bytes:
+def _plot_decile_bars(predicted: np.ndarray, true: np.ndarray) -> bytes:
     from matplotlib.figure import Figure
 
-    decile, terms = metrics.deciles(true), metrics.smape_terms(predicted, true)
-    found = [number for number in range(metrics.DECILES) if (decile == number).any()]
+    decile, terms = metrics.assign_deciles(true), metrics.compute_smape_terms(predicted, true)
+    present = [number for number in range(metrics.DECILES) if (decile == number).any()]
     figure = Figure(figsize=(5, 3), layout="constrained")
     axes = figure.add_subplot(xlabel="tenth of the prices", ylabel="SMAPE, %")
-    axes.bar([number + 1 for number in found], [100 * terms[decile == number].mean() for number in found])
-    return _drawn(figure)
+    axes.bar([number + 1 for number in present], [100 * terms[decile == number].mean() for number in present])
+    return _render_png(figure)
 
 
-def _drawn(figure: Any) -> bytes:
+def _render_png(figure: Any) -> bytes:
     png = io.BytesIO()
     figure.savefig(png, format="png", dpi=120)
     return png.getvalue()

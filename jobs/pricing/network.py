@@ -1,4 +1,4 @@
-"""DeBERTa-v3 for the text, a small network for the numbers, another for the picture, and the head that joins them."""
+"""The price network: DeBERTa-v3 for the text, branches for the numbers and the image, and a head on top."""
 
 import itertools
 import json
@@ -13,26 +13,26 @@ from transformers import DebertaV2Config, DebertaV2Model
 
 from trainyard.errors import UserError
 
-from .weights import fill
+from .weights import load_weights
 
 INIT_STD = 0.02
 
 
 class PriceNetwork(nn.Module):
-    """A price's logarithm, standardised, from what is known of an item.
+    """Predicts the standardised ln(price) of an item.
 
     Axes: B samples, L tokens, D dims of the encoder, F numbers.
 
-    The text is read by its class token, by the mean over its last states and, with `bag`, by the mean over the word
-    embeddings: with few rows and random weights this last one learns first. The head computes in float32 always.
+    The text enters as its class token, the mean of its last states and, with `bag`, the mean of its word embeddings,
+    which learns first from few rows and random weights. The head always computes in float32.
 
     Args:
-        encoder: from `random_encoder` or `local_encoder`.
+        encoder: from `build_random_encoder` or `load_encoder`.
         numbers: F.
-        number_dims: width of the branch of the numbers.
+        number_dims: width of the number branch.
         head_dims: widths of the head's hidden layers.
-        head_dropout: probability after each of them.
-        picture_dims: width of the picture's branch; 0: no pictures.
+        head_dropout: dropout probability after each hidden layer.
+        image_dims: width of the image branch; 0: no images.
     """
 
     def __init__(
@@ -44,17 +44,18 @@ class PriceNetwork(nn.Module):
         head_dims: Sequence[int],
         head_dropout: Sequence[float],
         bag: bool,
-        picture_dims: int = 0,
-        picture_channels: int = 3,
+        image_dims: int = 0,
+        image_channels: int = 3,
     ) -> None:
         super().__init__()
         self.encoder, self.bag = encoder, bag
         self.number_branch = nn.Sequential(
             nn.Linear(numbers, number_dims), nn.ReLU(), nn.Dropout(0.1), nn.LayerNorm(number_dims)
         )
-        self.picture_branch = PictureBranch(picture_channels, picture_dims) if picture_dims else None
+        # checkpoints store this name
+        self.picture_branch = ImageBranch(image_channels, image_dims) if image_dims else None
         text_dims = (3 if bag else 2) * encoder.config.hidden_size
-        self.head = _head(text_dims + number_dims + picture_dims, head_dims, head_dropout)
+        self.head = _build_head(text_dims + number_dims + image_dims, head_dims, head_dropout)
 
     def forward(self, token_BL: Tensor, count_B: Tensor, number_BF: Tensor, image: Tensor | None = None) -> Tensor:
         """Return (B,) float32.
@@ -62,30 +63,30 @@ class PriceNetwork(nn.Module):
         Args:
             token_BL: int ids, padded with 0.
             count_B: int64 tokens of each sample.
-            image: (B, C, H, W), needed where the network has a picture branch.
+            image: (B, C, H, W), required if the network has an image branch.
         """
-        parts = [self._text(token_BL.long(), count_B), self.number_branch(number_BF)]
+        parts = [self._encode_text(token_BL.long(), count_B), self.number_branch(number_BF)]
         if self.picture_branch is not None:
             assert image is not None
             parts.append(self.picture_branch(image))
-        with torch.autocast(number_BF.device.type, enabled=False):  # a hundredth of a logarithm is 8 bits too few
+        with torch.autocast(number_BF.device.type, enabled=False):  # 8 bits cannot resolve 0.01 in ln(price)
             standard_B1: Tensor = self.head(torch.cat([part.float() for part in parts], dim=1))
             return standard_B1.squeeze(1)
 
-    def _text(self, token_BL: Tensor, count_B: Tensor) -> Tensor:
+    def _encode_text(self, token_BL: Tensor, count_B: Tensor) -> Tensor:
         mask_BL = torch.arange(token_BL.shape[1], device=token_BL.device) < count_B[:, None]
         states = self.encoder(input_ids=token_BL, attention_mask=mask_BL.long(), output_hidden_states=True)
         last_BLD = states.last_hidden_state
-        pooled = [last_BLD[:, 0], _mean(last_BLD, mask_BL)]
+        pooled = [last_BLD[:, 0], _mean_pool(last_BLD, mask_BL)]
         if self.bag:
-            pooled.append(_mean(states.hidden_states[0], mask_BL))
+            pooled.append(_mean_pool(states.hidden_states[0], mask_BL))
         return torch.cat(pooled, dim=1)
 
 
-class PictureBranch(nn.Module):
-    """A small residual network: (B, C, H, W) to (B, dims), sides a sixteenth in four steps, then their mean.
+class ImageBranch(nn.Module):
+    """A small convolutional network: (B, C, H, W) to (B, dims), four halvings, then global average pooling.
 
-    Group normalisation, because batches of long texts are small.
+    Uses group normalisation, because batches of long texts are small.
     """
 
     def __init__(self, channels: int, dims: int) -> None:
@@ -108,7 +109,7 @@ class PictureBranch(nn.Module):
         return out_BD
 
 
-def random_encoder(
+def build_random_encoder(
     *,
     vocabulary: int,
     dims: int,
@@ -119,69 +120,68 @@ def random_encoder(
     max_tokens: int,
     dropout: float,
 ) -> DebertaV2Model:
-    """Return a DeBERTa-v3 encoder (He et al. 2021, arXiv:2111.09543) with random weights."""
-    return DebertaV2Model(
-        DebertaV2Config(
-            vocab_size=vocabulary,
-            hidden_size=dims,
-            num_hidden_layers=layers,
-            num_attention_heads=heads,
-            intermediate_size=feedforward,
-            hidden_dropout_prob=dropout,
-            attention_probs_dropout_prob=dropout,
-            max_position_embeddings=max_tokens,
-            relative_attention=True,
-            position_buckets=buckets,
-            pos_att_type=["p2c", "c2p"],
-            share_att_key=True,
-            norm_rel_ebd="layer_norm",
-            position_biased_input=False,
-            type_vocab_size=0,
-            layer_norm_eps=1e-7,
-            pad_token_id=0,
-            initializer_range=INIT_STD,
-        )
-    )
+    """Build a DeBERTa-v3 encoder (He et al. 2021, arXiv:2111.09543) with random weights."""
+    settings: dict[str, Any] = {  # not keywords: DebertaV2Config does not declare all of them
+        "vocab_size": vocabulary,
+        "hidden_size": dims,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "intermediate_size": feedforward,
+        "hidden_dropout_prob": dropout,
+        "attention_probs_dropout_prob": dropout,
+        "max_position_embeddings": max_tokens,
+        "relative_attention": True,
+        "position_buckets": buckets,
+        "pos_att_type": ["p2c", "c2p"],
+        "share_att_key": True,
+        "norm_rel_ebd": "layer_norm",
+        "position_biased_input": False,
+        "type_vocab_size": 0,
+        "layer_norm_eps": 1e-7,
+        "pad_token_id": 0,
+        "initializer_range": INIT_STD,
+    }
+    return DebertaV2Model(DebertaV2Config(**settings))
 
 
-def local_encoder(folder: Path, *, vocabulary: int, dropout: float) -> DebertaV2Model:
-    """Return the encoder of a local checkpoint: `config.json` with `model.safetensors` or `pytorch_model.bin`.
+def load_encoder(folder: Path, *, vocabulary: int, dropout: float) -> DebertaV2Model:
+    """Load the encoder of a local checkpoint: `config.json` and `model.safetensors` or `pytorch_model.bin`.
 
     Args:
-        vocabulary: ids that the tokenizer knows.
+        vocabulary: size of the tokenizer's vocabulary.
 
     Raises:
-        UserError: a file is missing, the configuration is no DeBERTa-v2 or -v3, the tokenizer knows more words than
-            the checkpoint, or a weight is missing or has another shape.
+        UserError: a file is missing, the configuration is not DeBERTa-v2 or -v3, the tokenizer has more pieces than
+            the checkpoint has embeddings, or a weight is missing or has another shape.
     """
-    described = folder / "config.json"
-    if not described.is_file():
-        raise UserError(
-            f"model.encoder={folder}: no config.json there. Expected a folder with a DeBERTa-v3 checkpoint."
-        )
-    settings: dict[str, Any] = json.loads(described.read_text())
+    config_file = folder / "config.json"
+    if not config_file.is_file():
+        raise UserError(f"model.encoder={folder}: no config.json there. Give the folder of a DeBERTa-v3 checkpoint.")
+    settings: dict[str, Any] = json.loads(config_file.read_text())
     if settings.get("model_type") != "deberta-v2":
-        raise UserError(f"model.encoder={folder}: it is a '{settings.get('model_type')}', expected a 'deberta-v2'.")
+        raise UserError(
+            f"model.encoder={folder}: config.json has model_type '{settings.get('model_type')}', expected 'deberta-v2'."
+        )
     if int(settings["vocab_size"]) < vocabulary:
         raise UserError(
-            f"model.encoder={folder}: it has embeddings for {settings['vocab_size']} words, the tokenizer knows "
-            f"{vocabulary}: they do not belong together. Pack with its own: packing.tokenizer={folder}"
+            f"model.encoder={folder}: it has {settings['vocab_size']} word embeddings, but the tokenizer has "
+            f"{vocabulary} pieces. Pack with the encoder's own tokenizer: packing.tokenizer={folder}"
         )
     settings |= {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
     encoder = DebertaV2Model(DebertaV2Config.from_dict(settings))
-    used, unused = fill(encoder, folder)
+    used, unused = load_weights(encoder, folder)
     logger.info("{}: {} weights loaded, {} not used", folder, used, unused)
     return encoder
 
 
-def learning_rates(
+def assign_learning_rates(
     network: PriceNetwork, *, encoder: float, decay: float, frozen: bool
 ) -> list[tuple[nn.Parameter, float]]:
-    """Return every parameter that trains, with the factor of its learning rate.
+    """Return every trainable parameter with its learning rate factor.
 
-    1 for the head and the branches; `encoder` for the encoder's last layer, times `decay` for each layer below it; the
-    embeddings stand below the first (Howard and Ruder 2018, arXiv:1801.06146, section 3.2: discriminative
-    fine-tuning). `frozen`: the word embeddings do not train.
+    The factor is 1 for the head and the branches, `encoder` for the encoder's last layer, and that times `decay` for
+    each layer further down; the embeddings count as the layer below the first (discriminative fine-tuning: Howard and
+    Ruder 2018, arXiv:1801.06146, section 3.2). `frozen` freezes the word embeddings.
     """
     layers = list(network.encoder.encoder.layer)
     factor = {id(p): 1.0 for p in network.parameters()}
@@ -189,12 +189,13 @@ def learning_rates(
     for depth, layer in enumerate(layers):
         factor |= {id(p): encoder * decay ** (len(layers) - 1 - depth) for p in layer.parameters()}
     if frozen:
-        network.encoder.get_input_embeddings().weight.requires_grad_(False)
+        embeddings: nn.Embedding = network.encoder.get_input_embeddings()  # type: ignore[no-untyped-call]
+        embeddings.weight.requires_grad_(False)
     return [(p, factor[id(p)]) for p in network.parameters() if p.requires_grad]
 
 
-def _head(inputs: int, dims: Sequence[int], dropout: Sequence[float]) -> nn.Sequential:
-    """Return layers of Linear, LayerNorm, GELU and dropout, and a last one whose output starts at 0: the mean price."""
+def _build_head(inputs: int, dims: Sequence[int], dropout: Sequence[float]) -> nn.Sequential:
+    """Build hidden layers and a last one whose output starts near 0, which is the mean price."""
     widths = [inputs, *dims]
     layers: list[nn.Module] = []
     for (a, b), p in zip(itertools.pairwise(widths), dropout, strict=True):
@@ -205,12 +206,12 @@ def _head(inputs: int, dims: Sequence[int], dropout: Sequence[float]) -> nn.Sequ
     return nn.Sequential(*layers, last)
 
 
-def _mean(x_BLD: Tensor, mask_BL: Tensor) -> Tensor:
-    """Return (B, D) float32, the mean over the tokens that are there."""
+def _mean_pool(x_BLD: Tensor, mask_BL: Tensor) -> Tensor:
+    """Return (B, D) float32, the mean over the tokens where the mask is true."""
     weight_BL1 = mask_BL.unsqueeze(2).float()
     return (x_BLD.float() * weight_BL1).sum(dim=1) / weight_BL1.sum(dim=1).clamp_min(1)
 
 
-def encoder_layers(network: PriceNetwork) -> Iterable[nn.Module]:
-    """Return the encoder's layers, whose activations are most of the memory."""
+def get_encoder_layers(network: PriceNetwork) -> Iterable[nn.Module]:
+    """Return the encoder's layers, whose activations take most of the memory."""
     return network.encoder.encoder.layer

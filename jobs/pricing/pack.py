@@ -1,4 +1,4 @@
-"""CSV catalogues into samples of tokens, numbers and pictures, and rows into parts that share no near-duplicates."""
+"""Turns CSV catalogues into samples of tokens, numbers and images, and splits rows without shared near-duplicates."""
 
 import hashlib
 import io
@@ -23,55 +23,56 @@ __all__ = ["fit_artifacts", "samples", "splits", "synthesize", "unlabelled"]
 
 PARTS = ("train", "val", "test")
 TOKENIZER, FEATURES, PRICES = "tokenizer", "features", "prices"
-QUANTILES = (0.001, 0.999)  # of the training prices: no prediction lies beyond
+QUANTILES = (0.001, 0.999)  # of the training prices; predictions are clamped to them
 
 
 def fit_artifacts(raw: Path, config: Config) -> Mapping[str, str]:
-    """Return what the training rows teach: tokenizer, state of the features, and where prices lie, each as JSON."""
-    return _plan(raw, config.packing).artifacts
+    """Fit the tokenizer, the features and the price statistics on the training rows; return each as JSON."""
+    return _get_plan(raw, config.packing).artifacts
 
 
 def samples(raw: Path, config: Config) -> Iterator[Sample]:
-    """Yield every row of the catalogue `raw`, a CSV file or a folder that holds one (or a train.csv).
+    """Yield every row of the catalogue `raw`: a CSV file, or a folder with one CSV file or a train.csv.
 
-    Records: `tokens` (ragged int32 ids), `numbers` (F,) float32, and `image` where `packing.images` is set. Columns:
+    Records: `tokens` (ragged int32 ids), `numbers` (F,) float32, and `image` if `packing.images` is set. Columns:
     `price`, `group` (number), `set` (text: train, val or test), `length` and `title_length` (tokens), `has_picture`,
-    and `content`, a hash of the row and of what was learned, which tells packed data that are out of date. A row that
-    cannot train (no price above 0, no text) is a bad record: `data.on_error=skip` leaves such rows out.
+    and `content`, a hash of the row and the artifacts that reveals stale packed data. A row that cannot train (no
+    price above 0, no text) is a bad record: `data.on_error=skip` skips such rows.
     """
-    rule = config.packing
-    plan = _plan(raw, rule)
-    file = catalog.find(raw, prefer=rule.file)
-    for entry, (part, group, inner) in zip(catalog.read(file, _columns(rule)), plan.rows, strict=True):
+    packing = config.packing
+    plan = _get_plan(raw, packing)
+    file = catalog.find(raw, prefer=packing.file)
+    for entry, (part, group, inner) in zip(catalog.read(file, _select_columns(packing)), plan.rows, strict=True):
         inner_fold = inner if part == "train" else None
+        images = _locate_images(packing)
         yield Sample(
             key=entry.key,
-            load=partial(load, entry, max_tokens=rule.max_tokens, inner_fold=inner_fold, pictures=_pictures(rule)),
-            columns={"price": entry.price, "group": group, "set": part, "content": _content(entry, plan.digest)},
-            source=_picture_path(entry, rule),
+            load=partial(load, entry, max_tokens=packing.max_tokens, inner_fold=inner_fold, images=images),
+            columns={"price": entry.price, "group": group, "set": part, "content": _hash_content(entry, plan.digest)},
+            source=_find_image(entry, packing),
         )
 
 
 def unlabelled(raw: Path, config: Config, artifacts: Mapping[str, str]) -> Iterator[Sample]:
-    """Yield every row of a catalogue to be priced: `raw` is a CSV file or a folder that holds one (or a test.csv).
+    """Yield every row of a catalogue to predict: `raw` is a CSV file, or a folder with one CSV file or a test.csv.
 
-    No row is refused for what its text says or lacks, or for want of a picture: each id must get a price. Units never
-    seen in training count as other units.
+    Refuses no row for its text or for a missing image, because each id must get a price. Unknown units count as other
+    units.
     """
-    rule = config.packing
+    packing = config.packing
     file = catalog.find(raw, prefer="test.csv")
-    for entry in catalog.read(file, _columns(rule, priced=False)):
+    for entry in catalog.read(file, _select_columns(packing, priced=False)):
         yield Sample(
             key=entry.key,
             load=partial(
                 load,
                 entry,
                 artifacts=artifacts,
-                max_tokens=rule.max_tokens,
+                max_tokens=packing.max_tokens,
                 inner_fold=None,
-                pictures=_pictures(rule, may_miss=True),
+                images=_locate_images(packing, allow_missing=True),
             ),
-            source=_picture_path(entry, rule),
+            source=_find_image(entry, packing),
         )
 
 
@@ -81,47 +82,47 @@ def load(
     *,
     max_tokens: int,
     inner_fold: int | None,
-    pictures: tuple[Path, bool] | None,
+    images: tuple[Path, bool] | None,
 ) -> Loaded:
-    """Turn one row into what the model reads; tokenised here, once, and never again.
+    """Turn one row into the model's inputs. This is the only place that tokenises.
 
     Args:
-        inner_fold: of a training row, so that its own price does not come back as its brand's.
-        pictures: the folder of pictures and whether one may be missing; None: no pictures.
+        inner_fold: of a training row, so that its own price does not leak into its brand's mean.
+        images: the folder of images and whether an image may be missing; None: no images.
 
     Raises:
-        BadRecord: the row cannot train, or its picture is missing or broken.
+        BadRecord: the row cannot train, or its image is missing or broken.
     """
     if entry.fault:
         raise BadRecord(entry.fault)
     item = parsing.parse(entry.text)
-    ids = tokenizer.encode(artifacts[TOKENIZER], parsing.document(item), max_tokens=max_tokens)
+    ids = tokenizer.encode(artifacts[TOKENIZER], parsing.build_document(item), max_tokens=max_tokens)
     title = tokenizer.encode(artifacts[TOKENIZER], item.title, max_tokens=max_tokens)
-    numbers = _features(artifacts[FEATURES]).row(item, entry.numbers, inner_fold=inner_fold)
+    numbers = _parse_features(artifacts[FEATURES]).compute_row(item, entry.numbers, inner_fold=inner_fold)
     loaded: Loaded = {"tokens": Ragged(ids), "numbers": numbers, "length": len(ids), "title_length": len(title) - 2}
-    if pictures is not None:
-        loaded["image"], loaded["has_picture"] = _picture(entry, *pictures)
+    if images is not None:
+        loaded["image"], loaded["has_picture"] = _read_image(entry, *images)
     return loaded
 
 
 def splits(
     columns: Mapping[str, np.ndarray], vocabulary: Mapping[str, list[str]], config: Config
 ) -> dict[str, np.ndarray]:
-    """Return the sample ids of "train", "val" and "test" as packed: no group of near-duplicates is in two of them.
+    """Return the sample ids of "train", "val" and "test" as packed; they share no group of near-duplicates.
 
     Raises:
-        UserError: no row trains.
+        UserError: there is no training row.
     """
-    set_of = np.array(vocabulary["set"])[columns["set"]]
-    found = {name: np.flatnonzero(set_of == name) for name in PARTS if name in vocabulary["set"]}
-    if "train" not in found:
-        raise UserError("No row trains: give more rows, or lower packing.val_share.")
-    return found
+    set_names = np.array(vocabulary["set"])[columns["set"]]
+    parts = {name: np.flatnonzero(set_names == name) for name in PARTS if name in vocabulary["set"]}
+    if "train" not in parts:
+        raise UserError("There are no training rows. Give more rows, or lower packing.val_share.")
+    return parts
 
 
 @dataclass(frozen=True)
 class Table:
-    """The sound rows of a catalogue as a baseline wants them."""
+    """The valid rows of a catalogue, for baselines."""
 
     keys: list[str]
     texts: np.ndarray  # (N,) str, as written
@@ -130,104 +131,111 @@ class Table:
     parts: np.ndarray  # (N,) "train", "val" or "test"
 
 
-def table(raw: Path, config: Config) -> Table:
-    """Return the rows that `samples` yields, in memory, cut and counted in the same way."""
-    rule = config.packing
-    plan = _plan(raw, rule)
-    entries = catalog.read(catalog.find(raw, prefer=rule.file), _columns(rule))
-    fitted = _features(plan.artifacts[FEATURES])
-    sound = [(entry, row) for entry, row in zip(entries, plan.rows, strict=True) if not entry.fault]
+def read_table(raw: Path, config: Config) -> Table:
+    """Return the valid rows that `samples` yields, in memory, with the same parts and numbers."""
+    packing = config.packing
+    plan = _get_plan(raw, packing)
+    entries = catalog.read(catalog.find(raw, prefer=packing.file), _select_columns(packing))
+    fitted = _parse_features(plan.artifacts[FEATURES])
+    valid = [(entry, row) for entry, row in zip(entries, plan.rows, strict=True) if not entry.fault]
     numbers = [
-        fitted.row(parsing.parse(entry.text), entry.numbers, inner_fold=inner if part == "train" else None)
-        for entry, (part, _, inner) in sound
+        fitted.compute_row(parsing.parse(entry.text), entry.numbers, inner_fold=inner if part == "train" else None)
+        for entry, (part, _, inner) in valid
     ]
     return Table(
-        [entry.key for entry, _ in sound],
-        np.array([entry.text for entry, _ in sound], dtype=object),
-        np.array([entry.price for entry, _ in sound]),
+        [entry.key for entry, _ in valid],
+        np.array([entry.text for entry, _ in valid], dtype=object),
+        np.array([entry.price for entry, _ in valid]),
         np.stack(numbers),
-        np.array([part for _, (part, _, _) in sound]),
+        np.array([part for _, (part, _, _) in valid]),
     )
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """What the whole catalogue decides for its rows."""
+    """Everything about the rows that depends on the whole catalogue."""
 
     artifacts: Mapping[str, str]
-    digest: str  # of that
-    rows: list[tuple[str, int, int]]  # part, group and inner fold of each
+    digest: str  # of the artifacts
+    rows: list[tuple[str, int, int]]  # part, group and inner fold of each row
 
 
-def _plan(raw: Path, rule: PackingSettings) -> _Plan:
-    file = catalog.find(raw, prefer=rule.file)
-    if rule.fold >= rule.folds:
-        raise UserError(f"packing.fold={rule.fold}: expected -1 .. {rule.folds - 1}, for packing.folds={rule.folds}.")
+def _get_plan(raw: Path, packing: PackingSettings) -> _Plan:
+    file = catalog.find(raw, prefer=packing.file)
+    if packing.fold >= packing.folds:
+        raise UserError(
+            f"packing.fold={packing.fold}: expected -1 .. {packing.folds - 1}, for packing.folds={packing.folds}."
+        )
     stat = file.stat()
-    return _planned(str(file), stat.st_size, stat.st_mtime_ns, json.dumps(astuple(rule)))
+    return _compute_plan(str(file), stat.st_size, stat.st_mtime_ns, json.dumps(astuple(packing)))
 
 
-@lru_cache(maxsize=2)  # packing asks three times; a plan is small beside its catalogue
-def _planned(file: str, size_bytes: int, time_ns: int, options: str) -> _Plan:
-    rule = PackingSettings(*json.loads(options))
-    entries = catalog.read(Path(file), _columns(rule))
-    sound = [i for i, entry in enumerate(entries) if not entry.fault]
-    if not sound:
+@lru_cache(maxsize=2)  # packing needs the plan three times; it is small compared with the catalogue
+def _compute_plan(file: str, size_bytes: int, time_ns: int, options: str) -> _Plan:
+    packing = PackingSettings(*json.loads(options))
+    entries = catalog.read(Path(file), _select_columns(packing))
+    valid = [i for i, entry in enumerate(entries) if not entry.fault]
+    if not valid:
         faults = "; ".join(entry.fault for entry in entries[:3]) or "it has no rows"
         raise UserError(f"{file}: no row can train: {faults}.")
-    items = {i: parsing.parse(entries[i].text) for i in sound}
-    keys = [parsing.group_key(items[i], by=rule.group) or f"id {entries[i].key}" for i in sound]
-    _require_groups(file, rule, keys)
-    log_price = np.log([entries[i].price for i in sound])
-    parts = folds.cut(keys, log_price, folds=rule.folds, fold=rule.fold, val_share=rule.val_share, seed=rule.seed)
-    number_of = {key: number for number, key in enumerate(sorted(set(keys)))}
-    rows = [("train", -1, 0)] * len(entries)  # of a row with a fault: it is never written
-    for i, key, part in zip(sound, keys, parts.tolist(), strict=True):
-        rows[i] = (part, number_of[key], features.inner_fold(key))
-    train = [i for i in sound if rows[i][0] == "train"]
-    artifacts = _fit_artifacts(rule, [(entries[i], items[i], rows[i][2]) for i in train], log_price[parts == "train"])
+    items = {i: parsing.parse(entries[i].text) for i in valid}
+    keys = [parsing.compute_group_key(items[i], by=packing.group) or f"id {entries[i].key}" for i in valid]
+    _check_group_count(file, packing, keys)
+    log_price = np.log([entries[i].price for i in valid])
+    parts = folds.split_rows(
+        keys, log_price, folds=packing.folds, fold=packing.fold, val_share=packing.val_share, seed=packing.seed
+    )
+    group_numbers = {key: number for number, key in enumerate(sorted(set(keys)))}
+    rows = [("train", -1, 0)] * len(entries)  # placeholder for rows with a fault, which are never written
+    for i, key, part in zip(valid, keys, parts.tolist(), strict=True):
+        rows[i] = (part, group_numbers[key], features.assign_inner_fold(key))
+    train = [i for i in valid if rows[i][0] == "train"]
+    artifacts = _fit_artifacts(
+        packing, [(entries[i], items[i], rows[i][2]) for i in train], log_price[parts == "train"]
+    )
     digest = hashlib.blake2b(json.dumps(artifacts, sort_keys=True).encode()).hexdigest()
     return _Plan(artifacts, digest, rows)
 
 
 def _fit_artifacts(
-    rule: PackingSettings, train: list[tuple[catalog.Entry, parsing.Item, int]], log_price: np.ndarray
+    packing: PackingSettings, train: list[tuple[catalog.Entry, parsing.Item, int]], log_price: np.ndarray
 ) -> dict[str, str]:
-    """Learn from the training rows, each with its inner fold."""
+    """Fit on the training rows, each with its inner fold."""
     fitted = features.fit(
         [item for _, item, _ in train],
         [entry.numbers for entry, _, _ in train],
         log_price,
         [inner for _, _, inner in train],
-        columns=rule.numeric_columns,
+        columns=packing.numeric_columns,
     )
     return {
-        TOKENIZER: _tokenizer(rule, [parsing.document(item) for _, item, _ in train]),
-        FEATURES: fitted.to_text(),
-        PRICES: _prices(log_price),
+        TOKENIZER: _fit_tokenizer(packing, [parsing.build_document(item) for _, item, _ in train]),
+        FEATURES: fitted.to_json(),
+        PRICES: _summarize_prices(log_price),
     }
 
 
-def _require_groups(file: str, rule: PackingSettings, keys: list[str]) -> None:
-    needed = max(rule.folds, round(1 / rule.val_share) if rule.val_share else 2)
+def _check_group_count(file: str, packing: PackingSettings, keys: list[str]) -> None:
+    needed = max(packing.folds, round(1 / packing.val_share) if packing.val_share else 2)
     found = len(set(keys))
     if found < 2 * needed:
         raise UserError(
-            f"{file}: its {len(keys)} sound rows are {found} groups of near-duplicates, such as '{keys[0]}'; expected "
-            f"{2 * needed} or more, for packing.folds={rule.folds} and packing.val_share={rule.val_share:g}. Give more "
-            "rows, or tell apart more of them: packing.group=text"
+            f"{file}: the {len(keys)} valid rows form {found} groups of near-duplicates, such as '{keys[0]}'; expected "
+            f"{2 * needed} or more, for packing.folds={packing.folds} and packing.val_share={packing.val_share:g}. "
+            "Give more rows, or form smaller groups: packing.group=text"
         )
 
 
-def _tokenizer(rule: PackingSettings, texts: list[str]) -> str:
-    made = (
-        tokenizer.load(Path(rule.tokenizer)) if rule.tokenizer else tokenizer.fit_artifacts(texts, size=rule.vocabulary)
-    )
-    text: str = made.to_str()
+def _fit_tokenizer(packing: PackingSettings, texts: list[str]) -> str:
+    if packing.tokenizer:
+        fitted = tokenizer.load(Path(packing.tokenizer))
+    else:
+        fitted = tokenizer.train_unigram(texts, size=packing.vocabulary)
+    text: str = fitted.to_str()
     return text
 
 
-def _prices(log_price: np.ndarray) -> str:
+def _summarize_prices(log_price: np.ndarray) -> str:
     low, high = np.quantile(log_price, QUANTILES)
     state = {"mean": log_price.mean(), "std": max(float(log_price.std()), 1e-6), "low": low, "high": high}
     median = float(np.exp(np.median(log_price)))
@@ -235,56 +243,57 @@ def _prices(log_price: np.ndarray) -> str:
 
 
 @lru_cache(maxsize=4)
-def _features(text: str) -> features.Features:
-    return features.Features.from_text(text)
+def _parse_features(text: str) -> features.Features:
+    return features.Features.from_json(text)
 
 
-def _columns(rule: PackingSettings, *, priced: bool = True) -> catalog.Columns:
+def _select_columns(packing: PackingSettings, *, priced: bool = True) -> catalog.Columns:
     return catalog.Columns(
-        key=rule.id_column,
-        text=rule.text_column,
-        price=rule.price_column if priced else "",
-        numbers=tuple(rule.numeric_columns),
-        picture=rule.picture_column if rule.images else "",
+        key=packing.id_column,
+        text=packing.text_column,
+        price=packing.price_column if priced else "",
+        numbers=tuple(packing.numeric_columns),
+        image=packing.picture_column if packing.images else "",
     )
 
 
-def _content(entry: catalog.Entry, learned_digest: str) -> int:
-    """Return 63 bits of a hash of a row and of what it is packed with."""
-    told = json.dumps([entry.text, repr(entry.numbers), entry.picture, learned_digest])
-    return int.from_bytes(hashlib.blake2b(told.encode(), digest_size=8).digest()) >> 1
+def _hash_content(entry: catalog.Entry, artifacts_digest: str) -> int:
+    """Return a 63-bit hash of a row and the artifacts it is packed with."""
+    content = json.dumps([entry.text, repr(entry.numbers), entry.image, artifacts_digest])
+    return int.from_bytes(hashlib.blake2b(content.encode(), digest_size=8).digest()) >> 1
 
 
-def _pictures(rule: PackingSettings, *, may_miss: bool = False) -> tuple[Path, bool] | None:
-    return (Path(rule.images), may_miss or rule.missing_picture == "gray") if rule.images else None
+def _locate_images(packing: PackingSettings, *, allow_missing: bool = False) -> tuple[Path, bool] | None:
+    """Return the folder of images and whether an image may be missing; None: no images."""
+    return (Path(packing.images), allow_missing or packing.missing_picture == "gray") if packing.images else None
 
 
-def _picture(entry: catalog.Entry, folder: Path, may_miss: bool) -> tuple[bytes, int]:
-    """Return an encoded RGB picture, and whether it is one: JPEG and PNG stay as they are, other kinds become PNG."""
-    path = folder / _file_name(entry)
+def _read_image(entry: catalog.Entry, folder: Path, allow_missing: bool) -> tuple[bytes, int]:
+    """Return an encoded image and 1: JPEG and PNG as they are, others as RGB PNG. A missing image: a gray one and 0."""
+    path = folder / _get_file_name(entry)
     if not path.is_file():
-        if not may_miss:
-            raise BadRecord(f"no picture '{path.name}' in {folder} (packing.missing_picture=gray goes on without)")
-        return _png(Image.new("RGB", (8, 8), (128, 128, 128))), 0
+        if not allow_missing:
+            raise BadRecord(f"no image '{path.name}' in {folder} (packing.missing_picture=gray packs without it)")
+        return _encode_png(Image.new("RGB", (8, 8), (128, 128, 128))), 0
     data = path.read_bytes()
-    picture = open_image(data)
-    upright = picture.getexif().get(0x0112, 1) == 1
-    if picture.format in ("JPEG", "PNG") and picture.mode in ("L", "RGB") and upright:
+    image = open_image(data)
+    upright = image.getexif().get(0x0112, 1) == 1
+    if image.format in ("JPEG", "PNG") and image.mode in ("L", "RGB") and upright:
         return data, 1
-    return _png(ImageOps.exif_transpose(picture).convert("RGB")), 1
+    return _encode_png(ImageOps.exif_transpose(image).convert("RGB")), 1
 
 
-def _picture_path(entry: catalog.Entry, rule: PackingSettings) -> Path | None:
-    path = Path(rule.images) / _file_name(entry)
-    return path if rule.images and path.is_file() else None
+def _find_image(entry: catalog.Entry, packing: PackingSettings) -> Path | None:
+    path = Path(packing.images) / _get_file_name(entry)
+    return path if packing.images and path.is_file() else None
 
 
-def _file_name(entry: catalog.Entry) -> str:
-    """Return the last component of a path or an address."""
-    return entry.picture.rstrip("/").rpartition("/")[2]
+def _get_file_name(entry: catalog.Entry) -> str:
+    """Return the last component of the image's path or URL."""
+    return entry.image.rstrip("/").rpartition("/")[2]
 
 
-def _png(picture: Image.Image) -> bytes:
+def _encode_png(image: Image.Image) -> bytes:
     png = io.BytesIO()
-    picture.save(png, "PNG", compress_level=1)
+    image.save(png, "PNG", compress_level=1)
     return png.getvalue()

@@ -1,4 +1,4 @@
-"""What a catalogue text says: its fields, quantity and unit, pack, sizes, brand and claims. Same text, same answer."""
+"""Parses a catalogue text into fields, quantity and unit, pack, sizes, brand and claims."""
 
 import html
 import re
@@ -6,7 +6,7 @@ import unicodedata
 from dataclasses import dataclass
 
 UNITS: dict[str, tuple[str, float]] = {}
-"""Spelling of a unit -> its kind and how many of the kind's base unit it holds: g, ml, count (pieces) or mm."""
+"""Spelling of a unit -> its kind and its size in the kind's base unit: g, ml, count (pieces) or mm."""
 
 for _kind, _spellings in {
     "g": {
@@ -59,8 +59,8 @@ _LABEL = re.compile(
     r"(?: (\d+))?\s*:\s*(.*)"
 )
 _NUMBER = r"(\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)"
-_WRITTEN_UNITS = "|".join(sorted(UNITS, key=len, reverse=True))
-_QUANTITY = re.compile(rf"(?i){_NUMBER}[\s-]*(fl\.?\s*oz|fluid\s+ounces?|{_WRITTEN_UNITS})\b\.?")
+_UNIT_SPELLINGS = "|".join(sorted(UNITS, key=len, reverse=True))
+_QUANTITY = re.compile(rf"(?i){_NUMBER}[\s-]*(fl\.?\s*oz|fluid\s+ounces?|{_UNIT_SPELLINGS})\b\.?")
 _PACKS = (
     re.compile(r"(?i)\b(?:pack|set|case)\s+of\s+(\d{1,5})\b"),
     re.compile(r"(?i)\b(\d{1,5})[\s-]?(?:pack|count|ct|pcs)\b"),
@@ -77,71 +77,71 @@ _MAX_PACK = 10_000
 
 @dataclass(frozen=True)
 class Item:
-    """One catalogue text, read. What it does not say is "" or None; `pack` and `pieces` are then 1 and 0."""
+    """One parsed catalogue text. Missing values are "" or None; a missing `pack` is 1, missing `pieces` are 0."""
 
     title: str
     bullets: tuple[str, ...]
     description: str
     maker: str  # from a line Brand, Manufacturer or Designer
-    brand: tuple[str, ...]  # what may be the brand, the longest guess first, lower case
+    brand: tuple[str, ...]  # possible brands in lower case, the longest guess first
     value: float | None  # as written
     unit: str  # as written, lower case
-    kind: str  # of the unit: g, ml, count or mm; "other": a unit we do not know
-    amount: float | None  # value in g, ml, pieces or mm; the value itself for a unit we do not know
+    kind: str  # of the unit: g, ml, count or mm; "other": an unknown unit
+    amount: float | None  # value in g, ml, pieces or mm; the value itself for an unknown unit
     pack: int  # item pack quantity
-    sizes_mm: tuple[float, ...]  # the sides of the first size such as 130x70/105 cm
-    pieces: int  # what the text counts: "table and 4 chairs", "three-seat sofa"
+    sizes_mm: tuple[float, ...]  # the sides of the first size in the text, such as 130x70/105 cm
+    pieces: int  # largest count in the text: "table and 4 chairs", "three-seat sofa"
     flags: tuple[str, ...]
 
 
 def parse(text: str) -> Item:
-    """Read one text: lines "Item Name: ...", "Bullet Point 1: ...", "Value: ...", ... in any order, any of them absent.
+    """Parse one text: lines "Item Name: ...", "Bullet Point 1: ...", "Value: ...", ..., all optional, in any order.
 
-    A line without a known label goes on with the field before it; a text without any label has its first line as title.
-    HTML tags go, entities become characters, characters are normalised (NFKC).
+    A line without a known label continues the previous field; without any label, the first line is the title. HTML
+    tags are removed, entities decoded, characters normalised (NFKC).
     """
-    fields, bullets = _fields(clean(text))
+    fields, bullets = _split_fields(clean(text))
     title, description = fields.get("item name", ""), fields.get("description", "")
-    told = " ".join([title, *bullets, description])
-    value, unit = _written_quantity(fields)
+    whole_text = " ".join([title, *bullets, description])
+    value, unit = _read_stated_quantity(fields)
     if value is None:
-        value, unit = _quantity_in(title)
-    kind, factor = UNITS.get(_spelling(unit), ("other" if unit else "", 1.0))
+        value, unit = _find_quantity(title)
+    kind, factor = UNITS.get(_normalise_unit(unit), ("other" if unit else "", 1.0))
     maker = fields.get("brand") or fields.get("manufacturer") or fields.get("designer") or ""
     return Item(
         title=title,
         bullets=tuple(bullets),
         description=description,
         maker=maker,
-        brand=_brands(fields.get("brand", ""), title),
+        brand=_guess_brands(fields.get("brand", ""), title),
         value=value,
         unit=unit,
         kind=kind,
         amount=None if value is None else value * factor,
-        pack=pack_quantity(title) if title else pack_quantity(told),
-        sizes_mm=_sizes(told),
-        pieces=_pieces(told),
-        flags=tuple(name for name, pattern in _FLAG_PATTERNS.items() if pattern.search(told)),
+        pack=find_pack_quantity(title) if title else find_pack_quantity(whole_text),
+        sizes_mm=_find_sizes(whole_text),
+        pieces=_count_pieces(whole_text),
+        flags=tuple(name for name, pattern in _FLAG_PATTERNS.items() if pattern.search(whole_text)),
     )
 
 
 def clean(text: str) -> str:
-    """Return the text without tags and entities, normalised, its line breaks kept."""
+    """Return the text without tags and entities, normalised, with its line breaks."""
     plain = unicodedata.normalize("NFKC", html.unescape(_TAG.sub(" ", text)))
     return "\n".join(" ".join(line.split()) for line in plain.splitlines())
 
 
-def pack_quantity(text: str) -> int:
+def find_pack_quantity(text: str) -> int:
     """Return the item pack quantity: the largest of "pack of N", "N-count", "qty N", ..., else 1."""
     found = [int(match) for pattern in _PACKS for match in pattern.findall(text)]
     return max(1, *(n for n in [1, *found] if n <= _MAX_PACK))
 
 
-def group_key(item: Item, *, by: str) -> str:
-    """Return what near-duplicates share: a text without its quantities, packs, numbers and punctuation.
+def compute_group_key(item: Item, *, by: str) -> str:
+    """Return the text without quantities, packs, numbers and punctuation, which near-duplicates have in common.
 
     Args:
-        by: "title", or "text": title and description.
+        by: "title", or "text" for title and description.
     """
     text = item.title if by == "title" else f"{item.title} {item.description}"
     for pattern in (*_PACKS, _SIZES, _QUANTITY):
@@ -149,15 +149,15 @@ def group_key(item: Item, *, by: str) -> str:
     return " ".join(_WORD.findall(text.lower()))
 
 
-def document(item: Item) -> str:
-    """Return the text that the encoder reads: what decides first and the description last, for it may be cut off."""
+def build_document(item: Item) -> str:
+    """Return the text for the encoder: the most important fields first, the description last, as it may be cut."""
     quantity = "" if item.value is None else f"{item.value:g} {item.unit}".strip()
     pack = f"pack {item.pack}" if item.pack > 1 else ""
     parts = [item.title, quantity, pack, item.maker, *item.bullets, item.description]
     return " ; ".join(part for part in parts if part)
 
 
-def _fields(text: str) -> tuple[dict[str, str], list[str]]:
+def _split_fields(text: str) -> tuple[dict[str, str], list[str]]:
     fields: dict[str, str] = {}
     bullets: list[str] = []
     current = "item name"
@@ -180,26 +180,26 @@ def _fields(text: str) -> tuple[dict[str, str], list[str]]:
     return fields, [bullet for bullet in bullets if bullet]
 
 
-def _written_quantity(fields: dict[str, str]) -> tuple[float | None, str]:
+def _read_stated_quantity(fields: dict[str, str]) -> tuple[float | None, str]:
     match = re.match(_NUMBER, fields.get("value", ""))
     unit = fields.get("unit", "").strip().lower()
-    return (_number(match[1]) if match else None), ("" if unit in ("none", "nan", "null", "n/a") else unit)
+    return (_parse_number(match[1]) if match else None), ("" if unit in ("none", "nan", "null", "n/a") else unit)
 
 
-def _quantity_in(title: str) -> tuple[float | None, str]:
+def _find_quantity(title: str) -> tuple[float | None, str]:
     match = _QUANTITY.search(title)
-    return (_number(match[1]), match[2].lower()) if match else (None, "")
+    return (_parse_number(match[1]), match[2].lower()) if match else (None, "")
 
 
-def _number(text: str) -> float:
+def _parse_number(text: str) -> float:
     return float(text.replace(",", ""))
 
 
-def _spelling(unit: str) -> str:
+def _normalise_unit(unit: str) -> str:
     return re.sub(r"[\s.\-]", "", unit)
 
 
-def _brands(stated: str, title: str) -> tuple[str, ...]:
+def _guess_brands(stated: str, title: str) -> tuple[str, ...]:
     if stated:
         return (stated.lower(),)
     words = [word.strip(",.;:()").lower() for word in title.split()[:2]]
@@ -207,7 +207,7 @@ def _brands(stated: str, title: str) -> tuple[str, ...]:
     return tuple(" ".join(words[:count]) for count in range(len(words), 0, -1))
 
 
-def _sizes(text: str) -> tuple[float, ...]:
+def _find_sizes(text: str) -> tuple[float, ...]:
     match = _SIZES.search(text)
     if not match:
         return ()
@@ -215,7 +215,7 @@ def _sizes(text: str) -> tuple[float, ...]:
     return tuple(float(side) * UNITS[unit][1] for side in re.findall(r"\d+(?:\.\d+)?", match[1]))
 
 
-def _pieces(text: str) -> int:
+def _count_pieces(text: str) -> int:
     counted = [int(n) for n, word in _PIECES.findall(text) if word.lower() not in UNITS]
-    spelt = [NUMBER_WORDS[word.lower()] for word in _NUMBER_WORD.findall(text)]
-    return max([0, *counted, *spelt])
+    spelled_out = [NUMBER_WORDS[word.lower()] for word in _NUMBER_WORD.findall(text)]
+    return max([0, *counted, *spelled_out])

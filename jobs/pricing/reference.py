@@ -1,4 +1,4 @@
-"""The seed's way to feed a model, to measure ours against: tokenised per item, each time, padded to one length."""
+"""The seed project's data loading, as a baseline: tokenises each item on every access and pads to one length."""
 
 import csv
 from collections.abc import Sequence
@@ -16,15 +16,15 @@ from trainyard.data.shards import ShardSet
 from trainyard.settings import AugmentSettings, DataSettings, ImageSettings
 
 
-class PerItem(Dataset[dict[str, Any]]):
-    """A torch data set that tokenises whenever an item is asked for."""
+class PerItemDataset(Dataset[dict[str, Any]]):
+    """A torch data set that tokenises an item on every access."""
 
     def __init__(
-        self, texts: Sequence[str], numbers: np.ndarray, prices: np.ndarray, *, tokenizer_text: str, max_tokens: int
+        self, texts: Sequence[str], numbers: np.ndarray, prices: np.ndarray, *, tokenizer_json: str, max_tokens: int
     ) -> None:
         self.texts, self.numbers, self.prices, self.max_tokens = texts, numbers, prices, max_tokens
-        self.tokenizer = PreTrainedTokenizerFast(
-            tokenizer_object=Tokenizer.from_str(tokenizer_text), pad_token="[PAD]", cls_token="[CLS]", sep_token="[SEP]"
+        self.tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+            tokenizer_object=Tokenizer.from_str(tokenizer_json), pad_token="[PAD]", cls_token="[CLS]", sep_token="[SEP]"
         )
 
     def __len__(self) -> int:
@@ -32,20 +32,20 @@ class PerItem(Dataset[dict[str, Any]]):
         return len(self.texts)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return one row, tokenised now."""
-        found = self.tokenizer(
+        """Tokenise and return one row."""
+        encoded = self.tokenizer(
             self.texts[index], max_length=self.max_tokens, padding="max_length", truncation=True, return_tensors="pt"
         )
         return {
-            "input_ids": found["input_ids"][0],
-            "attention_mask": found["attention_mask"][0],
+            "input_ids": encoded["input_ids"][0],
+            "attention_mask": encoded["attention_mask"][0],
             "numbers": torch.from_numpy(self.numbers[index]),
             "price": torch.tensor(self.prices[index]),
         }
 
 
-def loader(data: ShardSet, settings: DataSettings) -> Loader:
-    """Return our loader on the CPU, with one thread."""
+def build_loader(data: ShardSet, settings: DataSettings) -> Loader:
+    """Build our loader on the CPU, with one thread."""
     return Loader(
         data,
         settings=settings,
@@ -61,7 +61,7 @@ def loader(data: ShardSet, settings: DataSettings) -> Loader:
     )
 
 
-def head(path: Path, out: Path, *, rows: int) -> Path:
+def copy_head(path: Path, out: Path, *, rows: int) -> Path:
     """Copy the header and the first `rows` rows of a CSV file."""
     with path.open(newline="", encoding="utf-8-sig") as source, out.open("w", newline="", encoding="utf-8") as target:
         writer = csv.writer(target)

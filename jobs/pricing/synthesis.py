@@ -1,4 +1,4 @@
-"""A drawn catalogue whose price follows from its text and numbers, and from noise, which sets the floor."""
+"""A synthetic catalogue: prices follow from text and numbers, plus noise that bounds the best possible score."""
 
 import csv
 import io
@@ -13,9 +13,9 @@ import numpy as np
 from trainyard.errors import UserError
 
 FILE = "catalogue.csv"
-NOISE = 0.12  # standard deviation of ln(price) that nothing explains
+NOISE = 0.12  # standard deviation of the unpredictable part of ln(price)
 FLOOR = 100 * NOISE * math.sqrt(2 / math.pi)
-"""SMAPE of who knows everything but the noise: 2 tanh(d / 2) is about d, and E|d| = NOISE sqrt(2 / pi). 9.6 %."""
+"""The best possible SMAPE, 9.6 %: 2 tanh(d / 2) is about d, and E|d| = NOISE sqrt(2 / pi)."""
 
 _KINDS = (  # name, unit as written, base units of one, sizes, price of the middle size
     ("Ground Coffee", "Ounce", 28.35, (8, 12, 16, 32), 11.0),
@@ -76,53 +76,53 @@ class _Product:
     brand: str
     taste: str
     claims: tuple[str, ...]
-    log_price: float  # of its middle size, alone
+    log_price: float  # of the middle size in a pack of one
 
 
 def synthesize(raw: Path, *, count: int, seed: int) -> None:
-    """Write `count` rows as `raw/catalogue.csv`: ids, texts in the form of the Amazon ML Challenge 2025, prices.
+    """Write `count` rows to `raw/catalogue.csv`: ids, texts in the format of the Amazon ML Challenge 2025, prices.
 
-    Products come in one to four variants of size and pack. Texts hold line breaks, quotes, tags, entities and letters
-    beyond ASCII; a part of the fields is missing, as in life. Equal arguments give equal files.
+    Each product has one to four variants of size and pack. Texts contain line breaks, quotes, tags, entities and
+    letters beyond ASCII; some fields are missing, as in real data. Equal arguments give equal files.
 
     Raises:
         UserError: `raw` already holds files.
     """
     if raw.exists() and any(raw.iterdir()):
-        raise UserError(f"{raw} already holds files: a drawn catalogue needs a folder of its own. Remove it first.")
-    aside = raw.with_name(f".{raw.name}.{os.getpid()}")
-    aside.mkdir(parents=True)
+        raise UserError(f"{raw} already holds files: a synthetic catalogue needs an empty folder. Remove it first.")
+    partial = raw.with_name(f".{raw.name}.{os.getpid()}")
+    partial.mkdir(parents=True)
     try:
-        (aside / FILE).write_text(_table(count, np.random.default_rng(seed)), encoding="utf-8", newline="")
+        (partial / FILE).write_text(_generate_csv(count, np.random.default_rng(seed)), encoding="utf-8", newline="")
         if raw.exists():
             raw.rmdir()
-        aside.rename(raw)
+        partial.rename(raw)
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(partial, ignore_errors=True)
 
 
-def _table(count: int, rng: np.random.Generator) -> str:
+def _generate_csv(count: int, rng: np.random.Generator) -> str:
     out = io.StringIO()
     writer = csv.writer(out)
     writer.writerow(["sample_id", "catalog_content", "price"])
-    brands = [_brand(rng) for _ in range(max(6, count // 60))]
+    brands = [_draw_brand(rng) for _ in range(max(6, count // 60))]
     factors = rng.normal(0, 0.35, len(brands))
     rows = 0
     while rows < count:
-        product = _product(brands, factors, rng)
+        product = _draw_product(brands, factors, rng)
         for _ in range(min(count - rows, int(rng.integers(1, 5)))):
-            text, log_price = _variant(product, rng)
+            text, log_price = _draw_variant(product, rng)
             price = math.exp(log_price + rng.normal(0, NOISE))
             writer.writerow([100_000 + rows, text, f"{max(price, 0.05):.2f}"])
             rows += 1
     return out.getvalue()
 
 
-def _brand(rng: np.random.Generator) -> str:
+def _draw_brand(rng: np.random.Generator) -> str:
     return "".join(rng.choice(_SYLLABLES, int(rng.integers(2, 4)))).capitalize()
 
 
-def _product(brands: list[str], factors: np.ndarray, rng: np.random.Generator) -> _Product:
+def _draw_product(brands: list[str], factors: np.ndarray, rng: np.random.Generator) -> _Product:
     kind, brand = int(rng.integers(len(_KINDS))), int(rng.integers(len(brands)))
     claims = tuple(name for name in _CLAIMS if rng.random() < 0.15)
     worth = sum(math.log(_CLAIMS[name]) for name in claims)
@@ -130,8 +130,8 @@ def _product(brands: list[str], factors: np.ndarray, rng: np.random.Generator) -
     return _Product(kind, brands[brand], taste, claims, math.log(_KINDS[kind][4]) + worth + float(factors[brand]))
 
 
-def _variant(product: _Product, rng: np.random.Generator) -> tuple[str, float]:
-    """Return the text of one variant and the logarithm of its price without noise."""
+def _draw_variant(product: _Product, rng: np.random.Generator) -> tuple[str, float]:
+    """Return the text of one variant and ln of its price without noise."""
     name, unit, _, sizes, _ = _KINDS[product.kind]
     size, pack = float(rng.choice(sizes)), int(rng.choice((1, 1, 1, 2, 3, 6, 12)))
     middle = sizes[len(sizes) // 2]

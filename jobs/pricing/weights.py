@@ -1,4 +1,4 @@
-"""Filling an encoder from a local file, name by name and shape by shape."""
+"""Loads an encoder's weights from a local file and checks every name and shape."""
 
 from pathlib import Path
 
@@ -12,39 +12,39 @@ FILES = ("model.safetensors", "pytorch_model.bin")
 PREFIX = "deberta."
 
 
-def fill(encoder: nn.Module, folder: Path) -> tuple[int, int]:
-    """Load the weights of `folder` into `encoder`; return how many were used and how many were not.
+def load_weights(encoder: nn.Module, folder: Path) -> tuple[int, int]:
+    """Load the weights in `folder` into `encoder`; return how many were used and how many were not.
 
     Args:
-        folder: holds safetensors, or what `torch.save` wrote, read with `weights_only`: nothing in it is executed.
+        folder: contains safetensors or a `torch.save` file; the latter is read with `weights_only`, which runs no code.
 
     Raises:
-        UserError: there is no such file, it is no weights file, or weights are missing or have other shapes.
+        UserError: there is no such file, it is not a weights file, or weights are missing or have other shapes.
     """
-    found = {name.removeprefix(PREFIX): value for name, value in _read(folder).items()}
-    wanted = encoder.state_dict()
-    missing = sorted(name for name in wanted if name not in found)
+    found = {name.removeprefix(PREFIX): value for name, value in _read_tensors(folder).items()}
+    expected = encoder.state_dict()
+    missing = sorted(name for name in expected if name not in found)
     if missing:
         near = ", ".join(nearest(missing[0], found, most=3, always=True)) or "nothing"
         raise UserError(
-            f"model.encoder={folder}: {len(missing)} of {len(wanted)} weights are not in it; the first: "
-            f"'{missing[0]}'; nearest: {near}. Expected a DeBERTa-v3 checkpoint in the names of transformers."
+            f"model.encoder={folder}: {len(missing)} of {len(expected)} weights are missing; the first: "
+            f"'{missing[0]}'; nearest: {near}. Expected a DeBERTa-v3 checkpoint with the names of transformers."
         )
-    other = [name for name, value in wanted.items() if found[name].shape != value.shape]
-    if other:
-        shown = "".join(f"\n  {n}: {tuple(found[n].shape)}, expected {tuple(wanted[n].shape)}" for n in other[:5])
+    wrong = [name for name, value in expected.items() if found[name].shape != value.shape]
+    if wrong:
+        shapes = "".join(f"\n  {n}: {tuple(found[n].shape)}, expected {tuple(expected[n].shape)}" for n in wrong[:5])
         raise UserError(
-            f"model.encoder={folder}: {len(other)} weights have other shapes than config.json beside them says:{shown}"
+            f"model.encoder={folder}: {len(wrong)} weights do not have the shapes that config.json implies:{shapes}"
         )
-    encoder.load_state_dict({name: found[name] for name in wanted})
-    return len(wanted), len(found) - len(wanted)
+    encoder.load_state_dict({name: found[name] for name in expected})
+    return len(expected), len(found) - len(expected)
 
 
-def _read(folder: Path) -> dict[str, Tensor]:
+def _read_tensors(folder: Path) -> dict[str, Tensor]:
     paths = [folder / name for name in FILES if (folder / name).is_file()]
     if not paths:
         raise UserError(
-            f"model.encoder={folder}: no {' and no '.join(FILES)} there. Copy the checkpoint's weights there."
+            f"model.encoder={folder}: no {' and no '.join(FILES)} there. Copy the checkpoint's weights into it."
         )
     path = paths[0]
     try:
@@ -53,6 +53,6 @@ def _read(folder: Path) -> dict[str, Tensor]:
 
             return load_file(path)
         content = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # each reader has its own errors for a broken or unsafe file
+    except Exception as error:  # each reader raises its own errors for a broken or unsafe file
         raise UserError(f"model.encoder={path}: not a file of tensors ({type(error).__name__}: {error}).") from error
     return {name: value for name, value in content.items() if isinstance(value, Tensor)}

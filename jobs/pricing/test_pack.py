@@ -1,0 +1,147 @@
+"""Packing a catalogue."""
+
+import csv
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from trainyard.data.order import buckets, shuffle
+from trainyard.data.pack import PackError, read_listing
+from trainyard.data.shards import Ragged, ShardSet
+from trainyard.errors import UserError
+
+from . import baseline, metrics, pack
+from .cases import VALID_ROWS, make_batch, make_config, make_module, pack_catalogue, write_catalogue
+from .commands import compute_padding
+from .pack import fit_artifacts, samples, synthesize
+from .synthesis import FILE, FLOOR
+
+BAD_ROWS = [
+    (["zero", "x", "0"], "line 42: price is '0', expected a number above 0"),
+    (["negative", "x", "-3"], "line 43: price is '-3', expected a number above 0"),
+    (["word", "x", "cheap"], "line 44: price is 'cheap', expected a number above 0"),
+    (["missing", "x", ""], "line 45: price is '', expected a number above 0"),
+    (["nan", "x", "nan"], "line 46: price is 'nan', expected a number above 0"),
+    (["empty", " \n", "3"], "line 43: catalog_content is empty"),
+]
+BadPacks = dict[str, tuple[str, ShardSet, int]]
+
+
+@pytest.fixture(scope="module")
+def bad_packs(tmp_path_factory: pytest.TempPathFactory) -> BadPacks:
+    """By id of a bad row: the error on packing its catalogue, the data without bad rows, and how many were bad."""
+    packs: BadPacks = {}
+    for rows in ([row for row, _ in BAD_ROWS[:5]], [row for row, _ in BAD_ROWS[5:]]):  # an error names five rows
+        folder = tmp_path_factory.mktemp("bad")
+        path = write_catalogue(folder, [*VALID_ROWS, *rows])
+        with pytest.raises(PackError) as caught:
+            pack_catalogue(path, make_config(), folder / "out")
+        skipped = pack_catalogue(path, make_config(), folder / "out", skip_bad=True)
+        packs |= {row[0]: (str(caught.value), skipped, len(rows)) for row in rows}
+    return packs
+
+
+@pytest.mark.parametrize(("row", "message"), BAD_ROWS)
+def test_rows_that_cannot_train_stop_packing_or_are_skipped(row: list[str], message: str, bad_packs: BadPacks) -> None:
+    error, skipped, bad_count = bad_packs[row[0]]
+    assert f"{row[0]}: some.csv, {message}" in error and "data.on_error=skip" in error
+    assert skipped.count == len(VALID_ROWS) and skipped.skipped == bad_count
+
+
+def test_artifacts_depend_on_the_training_rows_alone(catalogue_folder: Path, tmp_path: Path) -> None:
+    config = make_config()
+    before = pack.read_table(catalogue_folder, config)
+    rows = [[str(i), text, str(price)] for i, (text, price) in enumerate(zip(before.texts, before.prices, strict=True))]
+    first = write_catalogue(tmp_path, rows)
+    artifacts, parts = fit_artifacts(first, config), pack.read_table(first, config).parts
+    altered = [[key, f"{text}Bullet Point 9: zzz yyy 77 kg", price] for key, text, price in rows]
+    changed = [altered[i] if part == "test" else row for i, (row, part) in enumerate(zip(rows, parts, strict=True))]
+    (tmp_path / "b").mkdir()
+    assert fit_artifacts(write_catalogue(tmp_path / "b", changed), config) == artifacts
+    changed = [altered[i] if part == "train" else row for i, (row, part) in enumerate(zip(rows, parts, strict=True))]
+    assert fit_artifacts(write_catalogue(tmp_path / "b", changed), config)["tokenizer"] != artifacts["tokenizer"]
+
+
+def test_tokens_from_shards_are_bit_identical_to_tokenising_again(catalogue_folder: Path, data: ShardSet) -> None:
+    config = make_config()
+    for i, sample in enumerate(samples(catalogue_folder, config)):
+        loaded = sample.load(fit_artifacts(catalogue_folder, config))
+        tokens, numbers = cast(Ragged, loaded["tokens"]).values, cast(np.ndarray, loaded["numbers"])
+        assert np.array_equal(data.read_arrays("tokens", np.array([i]))[0], tokens)
+        assert data.read_arrays("numbers", np.array([i]))[0].tobytes() == numbers.tobytes()
+        assert data.columns["length"][i] == len(tokens) <= 48
+
+
+def test_packing_again_is_bit_identical_and_a_changed_row_changes_the_data(
+    catalogue_folder: Path, data: ShardSet, tmp_path: Path
+) -> None:
+    again = pack_catalogue(catalogue_folder, make_config(), tmp_path / "again")
+    assert again.fingerprint == data.fingerprint
+    rows = list(samples(catalogue_folder, make_config()))
+    tested = next(row.key for row in rows if row.columns["set"] == "test")  # the artifacts do not depend on it
+    with (catalogue_folder / "catalogue.csv").open(newline="", encoding="utf-8") as file:
+        header, *lines = csv.reader(file)
+    other = [[key, text + "Bullet Point 9: new\n" if key == tested else text, price] for key, text, price in lines]
+    copy = write_catalogue(tmp_path, other, header=",".join(header))
+    assert fit_artifacts(copy, make_config()) == data.artifacts
+    changed = [a.key for a, b in zip(rows, samples(copy, make_config()), strict=True) if a.columns != b.columns]
+    assert changed == [tested]
+    assert read_listing(samples(copy, make_config()), {}) != read_listing(rows, {})
+
+
+def test_buckets_reduce_padding_and_read_every_row_once() -> None:
+    length = np.random.default_rng(0).integers(10, 300, 2000)
+    ids = np.arange(2000)
+    order = buckets(ids, length, seed=0, epoch=0, global_batch_size=32)
+    shuffled = shuffle(ids, seed=0, epoch=0, global_batch_size=32)
+    waste = [compute_padding([length[o.batch(i)] for i in range(len(o))]) for o in (shuffled, order)]
+    assert np.array_equal(np.sort(order.ids), ids)
+    assert waste[0] > 0.4 and waste[1] < 0.1
+
+
+def test_the_synthetic_catalogue_is_reproducible_and_its_prices_follow_from_the_text(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        synthesize(tmp_path / name, count=50, seed=1)
+    first = (tmp_path / "a" / FILE).read_bytes()
+    assert first == (tmp_path / "b" / FILE).read_bytes()
+    assert b"<p>" in first and "\u00e9".encode() in first and first.count(b"\r\n") == 51 < first.count(b"\n")
+    with pytest.raises(UserError, match="already holds files"):
+        synthesize(tmp_path / "a", count=50, seed=1)
+    synthesize(tmp_path / "c", count=1500, seed=2)
+    config = make_config()
+    whole = pack.read_table(tmp_path / "c", config)
+    train, test = whole.parts != "test", whole.parts == "test"
+    ridge = baseline.TfidfRidge(0.3).fit(whole.texts[train], whole.prices[train], whole.numbers[train])
+    score = metrics.smape(ridge.predict(whole.texts[test], whole.numbers[test]), whole.prices[test])
+    median_score = metrics.smape(np.full(test.sum(), np.median(whole.prices[train])), whole.prices[test])
+    assert FLOOR < score < 40 < 60 < median_score
+
+
+def test_images_are_found_by_the_end_of_their_url_and_may_be_missing_only_if_configured(tmp_path: Path) -> None:
+    (tmp_path / "images").mkdir()
+    Image.new("RGB", (20, 10), (255, 0, 0)).save(tmp_path / "images" / "a.jpg")
+    Image.new("LA", (20, 10)).save(tmp_path / "images" / "b.png")
+    rows = [[*row, f"https://host/x/{'ab'[i % 2]}.{('jpg', 'png')[i % 2]}"] for i, row in enumerate(VALID_ROWS)]
+    rows[5][3] = "https://host/x/none.jpg"
+    path = write_catalogue(tmp_path, rows, header="sample_id,catalog_content,price,image_link")
+    config = make_config(images=str(tmp_path / "images"))
+    with pytest.raises(PackError, match=r"no image 'none.jpg' in .*images \(packing.missing_picture=gray"):
+        pack_catalogue(path, config, tmp_path / "out")
+    config.packing.missing_picture = "gray"
+    data = pack_catalogue(path, config, tmp_path / "out")
+    assert data.columns["has_picture"].tolist() == [int(i != 5) for i in range(40)]
+    assert data.read_arrays("image", np.array([0]))[0].tobytes() == (tmp_path / "images" / "a.jpg").read_bytes()
+    config.model.picture_dims, config.image.channels = 16, 3
+    config.image.height_px = config.image.width_px = 32
+    module = make_module(data, config).eval()
+    batch = {**make_batch(data, [4, 5]), "image": torch.rand(2, 3, 32, 32)}
+    with torch.no_grad():
+        predicted, with_other_image = (
+            module.predict({**batch, "image": image})["predicted"]
+            for image in (batch["image"], torch.rand(2, 3, 32, 32))
+        )
+    assert predicted[0] != with_other_image[0] and predicted[1] == with_other_image[1]

@@ -1,0 +1,64 @@
+"""Parsing catalogue texts."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from . import parsing
+
+
+@pytest.mark.parametrize(
+    ("text", "value", "kind", "amount", "pack"),
+    [
+        ("Item Name: Beans, 12 Ounce (Pack of 6)", 12, "g", 12 * 28.3495, 6),
+        ("Item Name: Flour 5-Pound Bags (Pack of 2)", 5, "g", 5 * 453.592, 2),
+        ("Item Name: Tea, 100 Count", 100, "count", 100, 100),
+        ("Item Name: Syrup\nValue: 72.0\nUnit: Fl Oz\n", 72, "ml", 72 * 29.5735, 1),
+        ("Item Name: Syrup 12 fl oz (Pack of 6)\nValue: 72.0\nUnit: Fl Oz", 72, "ml", 72 * 29.5735, 6),
+        ("Item Name: Rope 3 m", 3, "mm", 3000, 1),
+        ("Item Name: Set of 4 mugs, qty 2", None, "", None, 4),
+        ("Item Name: Sugar, 1,000 g", 1000, "g", 1000, 1),
+        ("Item Name: Oats\nValue: 18\nUnit: Bushel", 18, "other", 18, 1),
+        ("Item Name: Oats\nValue: None\nUnit: None", None, "", None, 1),
+        ("plain words and no label", None, "", None, 1),
+        ("", None, "", None, 1),
+    ],
+)
+def test_the_parser_reads_quantities(
+    text: str, value: float | None, kind: str, amount: float | None, pack: int
+) -> None:
+    item = parsing.parse(text)
+    assert (item.value, item.kind, item.pack) == (value, kind, pack)
+    assert item.amount == (None if amount is None else pytest.approx(amount))
+
+
+def test_the_parser_handles_html_line_breaks_and_non_ascii_letters() -> None:
+    item = parsing.parse(
+        "Item Name: Cr\u00e8me &amp; Caf\u00e9 \u2013 <b>Organic</b>\nBullet Point 1: Gluten-free,\nreally\n"
+        "Bullet Point 2:\nProduct Description: <p>First.</p>\nSecond: line\n"
+        "Brand: Caf\u00e9 Uno\nValue: 2\nUnit: Count\n"
+    )
+    assert item.title == "Cr\u00e8me & Caf\u00e9 \u2013 Organic"
+    assert item.bullets == ("Gluten-free, really",)
+    assert item.description == "First. Second: line"
+    assert item.brand == ("caf\u00e9 uno",) and item.maker == "Caf\u00e9 Uno"
+    assert item.flags == ("organic", "gluten_free")
+    assert parsing.build_document(item).startswith(
+        "Cr\u00e8me & Caf\u00e9 \u2013 Organic ; 2 count ; Caf\u00e9 Uno ; Gluten-free"
+    )
+    assert parsing.parse("Product Description: Table, 130x70/105 cm and 4 chairs").sizes_mm == (1300, 700, 1050)
+    assert parsing.parse("Product Description: Table, 130x70/105 cm and 4 chairs").pieces == 4
+
+
+@given(st.text(max_size=200))
+def test_the_parser_accepts_any_text(text: str) -> None:
+    item = parsing.parse(text)
+    assert item.pack >= 1 and (item.amount is None or item.amount >= 0)
+    parsing.compute_group_key(item, by="title")
+
+
+def test_variants_of_size_and_pack_form_one_group_apart_from_other_products() -> None:
+    variants = ("Olive Oil, 17 Fl Oz (Pack of 2)", "olive oil 34 fl oz", "Olive Oil - 500 ml", "Olive  Oil, 6 Pack")
+    keys = {parsing.compute_group_key(parsing.parse(f"Item Name: {title}"), by="title") for title in variants}
+    assert keys == {"olive oil"}
+    assert parsing.compute_group_key(parsing.parse("Item Name: Olives, 17 oz"), by="title") not in keys
