@@ -9,59 +9,61 @@ from trainyard.settings import TrainConfig, option
 class ModelSettings:
     """DeepPrint's texture network (`network.py`)."""
 
-    embedding_dims: int = option(512, "numbers of an embedding", low=2)
-    width: float = option(1.0, "factor on every channel count; 1: the paper", low=0.02, high=4)
-    blocks: list[int] = option(lambda: [4, 7, 3], "Inception blocks of kind A, B and C; [4,7,3]: the paper")
+    embedding_dims: int = option(512, "size of the embedding", low=2)
+    width: float = option(1.0, "factor on every channel count; 1: as in the paper", low=0.02, high=4)
+    blocks: list[int] = option(lambda: [4, 7, 3], "number of Inception blocks A, B and C; [4,7,3]: as in the paper")
     dropout: float = option(0.2, "probability of dropping a feature before the embedding", low=0, high=0.95)
-    stn: bool = option(False, "learn to turn and shift the print into place first (the paper's Loc variants)")
-    stn_rotate_deg: float = option(60.0, "largest turn of the stn, both ways", low=0, high=180)
-    stn_shift: float = option(0.2, "largest shift of the stn along each axis, as a share of the picture", low=0, high=1)
+    stn: bool = option(False, "align the print with a spatial transformer first (the paper's Loc variants)")
+    stn_rotate_deg: float = option(60.0, "largest rotation by the stn, in both directions", low=0, high=180)
+    stn_shift: float = option(0.2, "largest shift by the stn along each axis, as a share of the image", low=0, high=1)
 
 
 @dataclass
 class HeadSettings:
-    """What trains the embedding: one class per training finger. Evaluation never uses it."""
+    """The classification head that trains the embedding, one class per training finger. Evaluation never uses it."""
 
     name: str = option("cosface", "softmax over cosines, without or with a margin", choices=("ce", "cosface"))
-    scale: float = option(32.0, "factor s on the cosines; a softmax over bare cosines cannot get sure", low=1, high=256)
-    margin: float = option(0.35, "m taken from the cosine of the true finger (cosface)", low=0, high=1)
+    scale: float = option(
+        32.0, "factor s on the cosines; without it the softmax cannot become confident", low=1, high=256
+    )
+    margin: float = option(0.35, "m subtracted from the cosine of the true finger (cosface)", low=0, high=1)
     margin_warmup: str = option(
-        "", "linear rise of the margin from 0, such as 5ep (training samples) or 1000st", duration=True
+        "", "linear increase of the margin from 0, such as 5ep (of training samples) or 1000st", duration=True
     )
     centre_weight: float = option(
         0.0,
-        "weight of the batch MEAN of squared distances to the finger's centre; 0: none. 2 equals the reference's "
-        "0.125 on the SUM over its batch of 16",
+        "weight of the batch MEAN of squared distances to the finger's centre; 0: none. 2 equals the reference's 0.125 "
+        "on the SUM over its batch of 16",
         low=0,
     )
 
 
 @dataclass
 class PackingSettings:
-    """From raw files to records. Changing one means packing again."""
+    """From raw files to records. Changing an option means packing again."""
 
-    dpi: int = option(500, "resolution of the raw files in dots per inch; their own tags are not trusted", low=1)
+    dpi: int = option(500, "resolution of the raw files in dots per inch; resolution tags are ignored", low=1)
     region_px: int = option(448, "side of the square around the print that the model sees, in px at 500 dpi", low=32)
 
 
 @dataclass
 class SplitSettings:
-    """Which fingers train, choose the best checkpoint, and test. A set is a sub-folder of the raw files."""
+    """Which fingers train, validate and test. A set is a sub-folder of the raw files."""
 
-    train_sets: list[str] = option(lambda: ["*"], "sets that train, by name or pattern such as FVC2004_*")
-    val_sets: list[str] = option(list, "sets that choose the checkpoint; empty: val_share of the training fingers")
-    test_sets: list[str] = option(list, "sets tested, each on its own; empty: test_share of the training fingers")
+    train_sets: list[str] = option(lambda: ["*"], "training sets, by name or pattern such as FVC2004_*")
+    val_sets: list[str] = option(list, "validation sets; empty: val_share of the training fingers")
+    test_sets: list[str] = option(list, "test sets, scored separately; empty: test_share of the training fingers")
     val_share: float = option(0.1, "share of fingers held out for validation", low=0, high=0.9)
-    test_share: float = option(0.2, "share of fingers held out as a test, when there are no test_sets", low=0, high=0.9)
+    test_share: float = option(0.2, "share of fingers held out for testing if there are no test_sets", low=0, high=0.9)
 
 
 @dataclass
 class EvaluationSettings:
     """How embeddings are scored."""
 
-    bootstrap_draws: int = option(1000, "resamples of the fingers behind each 95 % interval; 0: none", low=0)
+    bootstrap_draws: int = option(1000, "resamples of the fingers for each 95 % interval; 0: none", low=0)
     impostors_max: int = option(
-        2_000_000, "cross-finger pairs scored; beyond, evenly spaced fingers are left out", low=1000
+        2_000_000, "largest number of cross-finger pairs to score; if there are more, fingers are skipped", low=1000
     )
 
 

@@ -1,4 +1,4 @@
-"""The fingerprint model with its loss and its score."""
+"""The fingerprint model with its loss and metrics."""
 
 from collections.abc import Mapping
 from math import sqrt
@@ -9,33 +9,33 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from trainyard import scoring as verification
+from trainyard import scoring
 from trainyard.errors import UserError
-from trainyard.report import score_figures as report_figures
+from trainyard.report import score_figures
 from trainyard.settings import Duration
 from trainyard.train.module import Batch, DataInfo, Rows, TrainModule
 
 from .config import Config, EvaluationSettings, HeadSettings
 from .network import SMALLEST_INPUT_PX, Aligner, DeepPrintTex
 
-ROWS_AT_ONCE = 1024  # of the score matrix
+BLOCK_ROWS = 1024  # of the score matrix
 
 
 def build(config: Config, data: DataInfo) -> "FingerprintModule":
-    """Return the model for the fingers that train.
+    """Return the model for the training fingers.
 
     Raises:
-        UserError: the picture is too small for the network, or `model.blocks` are not three counts.
+        UserError: the image is too small for the network, or `model.blocks` is not three counts.
     """
     model, image = config.model, config.image
     if min(image.height_px, image.width_px) < SMALLEST_INPUT_PX:
         raise UserError(
-            f"image.height_px={image.height_px} image.width_px={image.width_px}: the network halves a picture five "
-            f"times and needs {SMALLEST_INPUT_PX} px or more. Use the paper's 299, or 144 for a quick try."
+            f"image.height_px={image.height_px} image.width_px={image.width_px}: the network halves an image five "
+            f"times and needs {SMALLEST_INPUT_PX} px or more. Use the paper's 299, or 144 for a quick test."
         )
     if len(model.blocks) != 3 or min(model.blocks) < 0:
         raise UserError(
-            f"model.blocks={model.blocks}: expected three counts, of blocks A, B and C, such as [4,7,3] or [1,2,1]."
+            f"model.blocks={model.blocks}: expected three counts, for blocks A, B and C, such as [4,7,3] or [1,2,1]."
         )
     aligner = Aligner(image.channels, rotate_deg=model.stn_rotate_deg, shift=model.stn_shift) if model.stn else None
     network = DeepPrintTex(
@@ -52,12 +52,12 @@ def build(config: Config, data: DataInfo) -> "FingerprintModule":
         finger_codes=np.unique(data.columns["finger"][data.train_ids]),
         vocabulary_size=len(data.vocabulary["finger"]),
         head=config.head,
-        margin_warmup_samples=_warmup_samples(config, len(data.train_ids)),
+        margin_warmup_samples=_parse_warmup(config, len(data.train_ids)),
         evaluation=config.evaluation,
     )
 
 
-def _warmup_samples(config: Config, train_samples: int) -> int:
+def _parse_warmup(config: Config, train_samples: int) -> int:
     if not config.head.margin_warmup:
         return 0
     duration = Duration.parse(config.head.margin_warmup)
@@ -65,20 +65,18 @@ def _warmup_samples(config: Config, train_samples: int) -> int:
         return round(duration.value * train_samples)
     if duration.unit == "st":
         return int(duration.value) * config.global_batch_size
-    raise UserError(
-        f"head.margin_warmup={duration}: the margin follows the samples seen, not the clock. Write 5ep or 1000st."
-    )
+    raise UserError(f"head.margin_warmup={duration}: expected epochs or steps, not a time. Write 5ep or 1000st.")
 
 
 class FingerprintModule(TrainModule):
-    """Embeds prints; learns to tell the training fingers apart.
+    """Embeds prints; trains by classifying the training fingers.
 
-    Shapes: B prints, D numbers of an embedding, C training fingers.
+    Shapes: B prints, D embedding size, C training fingers.
 
     Args:
-        network: pictures to unit-norm embeddings (B, D).
-        finger_codes: (C,) the codes of the column `finger` that train; each becomes a class.
-        vocabulary_size: number of codes there are.
+        network: maps images to unit-norm embeddings (B, D).
+        finger_codes: (C,) codes of the training fingers in the column `finger`; each becomes a class.
+        vocabulary_size: number of codes.
         margin_warmup_samples: samples over which the margin rises from 0; 0: full margin from the start.
     """
 
@@ -109,12 +107,12 @@ class FingerprintModule(TrainModule):
         self.evaluation = evaluation
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
-        """Return the softmax loss over cosines plus the weighted centre loss, and the share of prints put right."""
+        """Return the softmax loss over cosines plus the weighted centre loss, and the accuracy."""
         embedding_BD = self.network(batch["image"])
         class_B = cast(Tensor, self.class_of_code)[batch["finger"]]
         with torch.autocast(embedding_BD.device.type, enabled=False):  # scaled cosines need more than 8 bits
             cosine_BC = functional.linear(embedding_BD, functional.normalize(self.directions, dim=1))
-            logits_BC = cosface_logits(cosine_BC, class_B, scale=self.scale, margin=self._margin(batch))
+            logits_BC = compute_cosface_logits(cosine_BC, class_B, scale=self.scale, margin=self._compute_margin(batch))
             softmax = functional.cross_entropy(logits_BC, class_B)
             losses = {"loss": softmax, "softmax": softmax}
             if self.centres is not None:
@@ -123,15 +121,15 @@ class FingerprintModule(TrainModule):
         losses["accuracy"] = (cosine_BC.detach().argmax(dim=1) == class_B).float().mean()
         return losses
 
-    def _margin(self, batch: Batch) -> Tensor | float:
-        """Return the margin now: a function of the samples seen by all ranks, so that it needs no state of its own."""
-        seen = batch.get("samples_seen")
-        if seen is None or self.margin_warmup_samples == 0:
+    def _compute_margin(self, batch: Batch) -> Tensor | float:
+        """Return the current margin, a function of the samples seen by all ranks; so it needs no state."""
+        samples_seen = batch.get("samples_seen")
+        if samples_seen is None or self.margin_warmup_samples == 0:
             return self.margin
-        return self.margin * (seen.float() / self.margin_warmup_samples).clamp(max=1)
+        return self.margin * (samples_seen.float() / self.margin_warmup_samples).clamp(max=1)
 
     def predict(self, batch: Batch) -> dict[str, Tensor]:
-        """Return the embeddings (B, D) float32 with the names of what they embed."""
+        """Return the embeddings (B, D) float32 with sample id, finger and impression."""
         return {
             "embedding": self.network(batch["image"]),
             "sample_id": batch["sample_id"],
@@ -142,36 +140,36 @@ class FingerprintModule(TrainModule):
     def score(self, rows: Rows) -> dict[str, float]:
         """Return verification metrics in 0..1, with 95 % intervals as `<metric>_low` and `<metric>_high`.
 
-        `eer`, `zero_fmr`, ... follow the FVC protocol: genuine are all pairs of a finger, impostor the first
-        impressions of any two fingers. Names ending in `_all_pairs` take every cross-finger pair instead, which says
-        more where fingers are few: 10 fingers have 45 FVC impostors, and 2,880 of all pairs.
+        `eer`, `zero_fmr`, ... follow the FVC protocol: genuine pairs are all pairs of a finger, impostor pairs are the
+        first impressions of any two fingers. Names ending in `_all_pairs` use every cross-finger pair instead, which is
+        more informative for few fingers: 10 fingers with 8 impressions have 45 FVC impostor pairs, but 2,880 in all.
 
         Raises:
             UserError: fewer than two fingers, no finger with two impressions, or embeddings that are not finite.
         """
-        kept = fingers_within(rows["finger"], self.evaluation.impostors_max)
+        kept = subsample_fingers(rows["finger"], self.evaluation.impostors_max)
         pairs, is_fvc = score_pairs(*(rows[name][kept] for name in ("embedding", "finger", "impression")))
-        fvc = verification.Pairs(
+        fvc = scoring.Pairs(
             pairs.genuine, pairs.impostor[is_fvc], pairs.genuine_identity, pairs.impostor_identities[is_fvc]
         )
-        metrics = {"d_prime": verification.d_prime(pairs.genuine, pairs.impostor)}
-        for chosen, suffix in ((fvc, ""), (pairs, "_all_pairs")):
-            metrics |= {name + suffix: value for name, value in chosen.compute_metrics().items()}
-            metrics |= self._intervals(chosen, suffix)
-            metrics["impostors" + suffix] = len(chosen.impostor)
+        metrics = {"d_prime": scoring.d_prime(pairs.genuine, pairs.impostor)}
+        for protocol_pairs, suffix in ((fvc, ""), (pairs, "_all_pairs")):
+            metrics |= {name + suffix: value for name, value in protocol_pairs.compute_metrics().items()}
+            metrics |= self._bootstrap_intervals(protocol_pairs, suffix)
+            metrics["impostors" + suffix] = len(protocol_pairs.impostor)
         return metrics | {"fingers": len(np.unique(rows["finger"][kept])), "genuine": len(pairs.genuine)}
 
     def report_figures(self, rows: Rows) -> dict[str, bytes]:
-        """Return how the scores of genuine and impostor pairs are spread, and their error trade-off."""
-        kept = fingers_within(rows["finger"], self.evaluation.impostors_max)
+        """Return the score histogram of genuine and impostor pairs, and their error trade-off."""
+        kept = subsample_fingers(rows["finger"], self.evaluation.impostors_max)
         pairs, _ = score_pairs(*(rows[name][kept] for name in ("embedding", "finger", "impression")))
         kinds = {"genuine": pairs.genuine, "impostor": pairs.impostor}
         return {
-            "Scores by kind of pair": report_figures.draw_score_histogram(kinds, x_label="cosine"),
-            "Error trade-off": report_figures.draw_error_trade_off(pairs.genuine, {"all pairs": pairs.impostor}),
+            "Scores by kind of pair": score_figures.draw_score_histogram(kinds, x_label="cosine"),
+            "Error trade-off": score_figures.draw_error_trade_off(pairs.genuine, {"all pairs": pairs.impostor}),
         }
 
-    def _intervals(self, pairs: verification.Pairs, suffix: str) -> Mapping[str, float]:
+    def _bootstrap_intervals(self, pairs: scoring.Pairs, suffix: str) -> Mapping[str, float]:
         if self.evaluation.bootstrap_draws == 0:
             return {}
         intervals = pairs.compute_intervals(draws=self.evaluation.bootstrap_draws)
@@ -186,7 +184,7 @@ class FingerprintModule(TrainModule):
         return self.network.texture.blocks
 
     def parameter_groups(self, weight_decay: float) -> list[dict[str, object]]:
-        """Keep weight decay off the centres: it would pull them, and the prints after them, towards zero."""
+        """Exempt the centres from weight decay, which would pull them, and the embeddings, towards zero."""
         groups = super().parameter_groups(weight_decay)
         if self.centres is None:
             return groups
@@ -199,9 +197,9 @@ class FingerprintModule(TrainModule):
 class CentreLoss(nn.Module):
     """Mean squared distance of embeddings to the centre of their class (Wen et al., ECCV 2016).
 
-    Centres are parameters, moved by the gradient of this loss, not by a running mean beside the optimizer: so ranks
-    average what they learn of a centre like any other gradient, and a checkpoint holds all there is to resume.
-    The mean over the batch keeps the weight's meaning when the batch grows; the paper's sum does not.
+    The centres are parameters that follow the gradient of this loss, not a running mean outside the optimizer. So ranks
+    average their gradients as for any parameter, and a checkpoint contains all the state. The loss is the mean over the
+    batch, so its weight does not depend on the batch size as with the paper's sum.
     """
 
     def __init__(self, classes: int, dims: int) -> None:
@@ -212,14 +210,14 @@ class CentreLoss(nn.Module):
         return (embedding_BD - self.weight[class_B]).square().sum(dim=1).mean()
 
 
-def cosface_logits(cosine_BC: Tensor, class_B: Tensor, *, scale: float, margin: Tensor | float) -> Tensor:
+def compute_cosface_logits(cosine_BC: Tensor, class_B: Tensor, *, scale: float, margin: Tensor | float) -> Tensor:
     """Return s * (cos - m) for the true class and s * cos for the others: CosFace (arXiv:1801.09414, equation 4)."""
     is_true_BC = class_B[:, None] == torch.arange(cosine_BC.shape[1], device=class_B.device)
     return scale * torch.where(is_true_BC, cosine_BC - margin, cosine_BC)
 
 
-def fingers_within(finger: np.ndarray, impostors_max: int) -> np.ndarray:
-    """Return the rows of as many evenly spaced fingers as keep the cross-finger pairs to about `impostors_max`."""
+def subsample_fingers(finger: np.ndarray, impostors_max: int) -> np.ndarray:
+    """Return the rows of evenly spaced fingers, as many as keep the cross-finger pairs below about `impostors_max`."""
     codes = np.unique(finger)
     per_finger = len(finger) / max(1, len(codes))
     affordable = max(2, int(sqrt(2 * impostors_max) / per_finger))
@@ -228,35 +226,35 @@ def fingers_within(finger: np.ndarray, impostors_max: int) -> np.ndarray:
     return np.flatnonzero(np.isin(finger, codes[np.linspace(0, len(codes) - 1, affordable).astype(np.int64)]))
 
 
-def score_pairs(
-    embedding: np.ndarray, finger: np.ndarray, impression: np.ndarray
-) -> tuple[verification.Pairs, np.ndarray]:
+def score_pairs(embedding: np.ndarray, finger: np.ndarray, impression: np.ndarray) -> tuple[scoring.Pairs, np.ndarray]:
     """Score every pair of N prints by the cosine of their embeddings.
 
-    Costs one matrix product, done in blocks of rows, and 40 bytes per pair.
+    Costs one matrix product, computed in blocks of rows, and 40 bytes per pair.
 
     Args:
         embedding: (N, D) float32 of unit length.
         finger: (N,) codes.
-        impression: (N,) numbers; a finger's lowest one is its first.
+        impression: (N,) numbers; a finger's lowest number is its first impression.
 
     Returns:
-        The pairs, identities numbered from 0, and (I,) bool: which impostor pairs belong to the FVC protocol.
+        The pairs, with identities numbered from 0, and (I,) bool: which impostor pairs belong to the FVC protocol.
     """
     identity = np.unique(finger, return_inverse=True)[1]
-    by_finger = np.lexsort((impression, identity))
+    order = np.lexsort((impression, identity))
     is_first = np.zeros(len(finger), dtype=bool)
-    is_first[by_finger[np.unique(identity[by_finger], return_index=True)[1]]] = True
-    genuine, impostor, own, both, fvc = [], [], [], [], []
-    for start in range(0, len(finger), ROWS_AT_ONCE):
-        cosine = embedding[start : start + ROWS_AT_ONCE] @ embedding[start:].T
+    is_first[order[np.unique(identity[order], return_index=True)[1]]] = True
+    genuine, impostor, genuine_identity, impostor_identities, is_fvc = [], [], [], [], []
+    for start in range(0, len(finger), BLOCK_ROWS):
+        cosine = embedding[start : start + BLOCK_ROWS] @ embedding[start:].T
         row, column = np.triu_indices(len(cosine), 1, cosine.shape[1])
         score, one, other = cosine[row, column], identity[start + row], identity[start + column]
         same = one == other
         genuine.append(score[same])
-        own.append(one[same])
+        genuine_identity.append(one[same])
         impostor.append(score[~same])
-        both.append(np.stack([one[~same], other[~same]], axis=1))
-        fvc.append((is_first[start + row] & is_first[start + column])[~same])
-    joined = [np.concatenate(parts) for parts in (genuine, impostor, own, both, fvc)]
-    return verification.Pairs(*joined[:4]), joined[4]
+        impostor_identities.append(np.stack([one[~same], other[~same]], axis=1))
+        is_fvc.append((is_first[start + row] & is_first[start + column])[~same])
+    pairs = scoring.Pairs(
+        *(np.concatenate(blocks) for blocks in (genuine, impostor, genuine_identity, impostor_identities))
+    )
+    return pairs, np.concatenate(is_fvc)

@@ -1,7 +1,7 @@
-"""DeepPrint's texture network: a fixed-length, unit-norm embedding of one fingerprint picture.
+"""DeepPrint's texture network: a fixed-length, unit-norm embedding of a fingerprint image.
 
-Engelsma, Cao and Jain, "Learning a fixed-length fingerprint representation" (TPAMI 2021, arXiv:1904.01099), whose
-trunk is Inception-v4: Szegedy, Ioffe, Vanhoucke and Alemi (2016, arXiv:1602.07261, figures 3 to 8).
+Engelsma, Cao and Jain, "Learning a fixed-length fingerprint representation" (TPAMI 2021, arXiv:1904.01099). The trunk
+is Inception-v4: Szegedy, Ioffe, Vanhoucke and Alemi (2016, arXiv:1602.07261, figures 3 to 8).
 """
 
 import math
@@ -12,23 +12,23 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 SMALLEST_INPUT_PX = 75
-"""Side of the smallest picture that leaves one cell after the last reduction."""
+"""Side of the smallest image that leaves one cell after the last reduction."""
 
 
 class DeepPrintTex(nn.Module):
-    """Stem, texture branch and, if asked for, an alignment network in front of both.
+    """Stem, texture branch and, optionally, an alignment network in front of both.
 
-    Shapes: B pictures, C channels, H x W pixels, D numbers of the embedding. At width 1 and 299 x 299 pixels the maps
-    are 384 x 35 x 35 after the stem, 1024 x 17 x 17 and 1536 x 8 x 8 after the two reductions. Other sizes work from
-    `SMALLEST_INPUT_PX` on: the last map is averaged whatever its size.
+    Shapes: B images, C channels, H x W pixels, D embedding size. At width 1 and 299 x 299 pixels the maps are
+    384 x 35 x 35 after the stem, 1024 x 17 x 17 and 1536 x 8 x 8 after the two reductions. Any size from
+    `SMALLEST_INPUT_PX` works, because the last map is averaged.
 
     Args:
-        channels: of the picture.
+        channels: of the image.
         embedding_dims: D.
-        width: factor on every channel count of the trunk; 1 is the paper.
-        blocks: how many blocks of kind A, B and C; (4, 7, 3) is the paper.
+        width: factor on every channel count of the trunk; 1 as in the paper.
+        blocks: number of blocks A, B and C; (4, 7, 3) as in the paper.
         dropout: probability of dropping a feature before the last layer.
-        aligner: moves the picture first; None: the picture as it comes.
+        aligner: aligns the image first; None: no alignment.
     """
 
     def __init__(
@@ -55,10 +55,10 @@ class DeepPrintTex(nn.Module):
 
 
 class Stem(nn.Sequential):
-    """(B, 1, 299, 299) to (B, 384, 35, 35), 605,152 parameters for gray pictures (figure 3)."""
+    """(B, 1, 299, 299) to (B, 384, 35, 35), 605,152 parameters for gray images (figure 3)."""
 
     def __init__(self, channels: int, width: float) -> None:
-        c32, c64, c96, c192 = (scaled(c, width) for c in (32, 64, 96, 192))
+        c32, c64, c96, c192 = (scale_channels(c, width) for c in (32, 64, 96, 192))
         first = Concat(c64, nn.MaxPool2d(3, 2), Conv(c64, c96, 3, stride=2, valid=True))
         c160 = first.out_channels
         second = Concat(
@@ -85,21 +85,21 @@ class Stem(nn.Sequential):
 
 
 class TextureBranch(nn.Module):
-    """The stem's map to a unit-norm embedding (B, D)."""
+    """Maps the stem's output to a unit-norm embedding (B, D)."""
 
     def __init__(self, channels: int, embedding_dims: int, width: float, blocks: Sequence[int], dropout: float) -> None:
         super().__init__()
         count_a, count_b, count_c = blocks
         layers: list[Concat] = []
-        for kind, count in (
-            (inception_a, count_a),
-            (reduction_a, 1),
-            (inception_b, count_b),
-            (reduction_b, 1),
-            (inception_c, count_c),
+        for build_block, count in (
+            (build_inception_a, count_a),
+            (build_reduction_a, 1),
+            (build_inception_b, count_b),
+            (build_reduction_b, 1),
+            (build_inception_c, count_c),
         ):
             for _ in range(count):
-                layers.append(kind(channels, width))
+                layers.append(build_block(channels, width))
                 channels = layers[-1].out_channels
         self.blocks = nn.Sequential(*layers)
         self.dropout = nn.Dropout(dropout)
@@ -112,19 +112,19 @@ class TextureBranch(nn.Module):
 
 
 class Aligner(nn.Module):
-    """Spatial transformer (Jaderberg et al. 2015, arXiv:1506.02025): turns and shifts a picture, never scales it.
+    """Spatial transformer (Jaderberg et al. 2015, arXiv:1506.02025): rotates and shifts an image, never scales it.
 
-    311,555 parameters for gray pictures. The last layer starts at zero, so an untrained aligner is the identity, to
-    1e-4 of the picture's range: that is the rounding of 32-bit coordinates. Turn and shift are bounded by tanh, as in
-    DeepPrint; without bounds one bad step moves the print out of sight, where no gradient brings it back.
+    311,555 parameters for gray images. The last layer starts at zero, so an untrained aligner is the identity up to
+    the rounding of 32-bit coordinates, 1e-4 of the image's range. As in DeepPrint, tanh bounds rotation and shift;
+    without bounds one bad step moves the print out of the image, where no gradient brings it back.
 
     Args:
-        channels: of the picture.
-        rotate_deg: largest turn, both ways.
-        shift: largest shift along each axis, as a share of the picture.
+        channels: of the image.
+        rotate_deg: largest rotation, in both directions.
+        shift: largest shift along each axis, as a share of the image.
     """
 
-    SEEN_PX = 128  # the side at which the network looks at the picture
+    INPUT_PX = 128  # side of the resized image that the network reads
 
     def __init__(self, channels: int, *, rotate_deg: float = 60.0, shift: float = 0.2) -> None:
         super().__init__()
@@ -133,26 +133,26 @@ class Aligner(nn.Module):
         layers: list[nn.Module] = []
         for c_in, c_out, kernel in ((channels, 24, 5), (24, 32, 3), (32, 48, 3), (48, 64, 3)):
             layers += [nn.Conv2d(c_in, c_out, kernel, padding=kernel // 2), nn.MaxPool2d(2), nn.ReLU()]
-        cells = (self.SEEN_PX // 16) ** 2
+        cells = (self.INPUT_PX // 16) ** 2
         self.locate = nn.Sequential(*layers, nn.Flatten(), nn.Linear(64 * cells, 64), nn.ReLU())
         self.pose = nn.Linear(64, 3)
         nn.init.zeros_(self.pose.weight)
         nn.init.zeros_(self.pose.bias)
 
     def forward(self, image_BCHW: Tensor) -> Tensor:
-        """Return the moved pictures, of the same shape; what lies outside repeats the border."""
-        seen = functional.interpolate(image_BCHW, size=(self.SEEN_PX, self.SEEN_PX), mode="bilinear")
-        features_BF = self.locate(seen)
-        # 16-bit coordinates would be off by half a pixel at the far side of a 299-pixel picture.
+        """Return the aligned images, same shape, with the border repeated outside."""
+        resized = functional.interpolate(image_BCHW, size=(self.INPUT_PX, self.INPUT_PX), mode="bilinear")
+        features_BF = self.locate(resized)
+        # 16-bit coordinates would be off by half a pixel at the far side of a 299-pixel image.
         with torch.autocast(image_BCHW.device.type, enabled=False):
             pose_B3 = torch.tanh(self.pose(features_BF.float()))
-            matrix_B23 = rigid_matrix(pose_B3[:, 0] * self.rotate_rad, pose_B3[:, 1:] * 2 * self.shift)
+            matrix_B23 = build_rigid_matrix(pose_B3[:, 0] * self.rotate_rad, pose_B3[:, 1:] * 2 * self.shift)
             grid_BHW2 = functional.affine_grid(matrix_B23, list(image_BCHW.shape), align_corners=False)
             return sample_bilinear(image_BCHW.float(), grid_BHW2)
 
 
-def rigid_matrix(angle_B: Tensor, shift_B2: Tensor) -> Tensor:
-    """Return (B, 2, 3) matrices for `affine_grid`: a turn in radians, then a shift in half picture sides (x, y)."""
+def build_rigid_matrix(angle_B: Tensor, shift_B2: Tensor) -> Tensor:
+    """Return (B, 2, 3) matrices for `affine_grid`: a rotation in radians, then a shift (x, y) in half image sides."""
     cos_B, sin_B = torch.cos(angle_B), torch.sin(angle_B)
     row_x = torch.stack([cos_B, -sin_B, shift_B2[:, 0]], dim=1)
     row_y = torch.stack([sin_B, cos_B, shift_B2[:, 1]], dim=1)
@@ -160,13 +160,13 @@ def rigid_matrix(angle_B: Tensor, shift_B2: Tensor) -> Tensor:
 
 
 def sample_bilinear(image_BCHW: Tensor, grid_BHW2: Tensor) -> Tensor:
-    """Read a picture at the points of a grid, with its border repeated outside.
+    """Sample an image at the points of a grid, with its border repeated outside.
 
-    `grid_sample` has no deterministic backward pass on CUDA, because it scatters into the picture's gradient. The
-    picture is data and needs none, and gathering four neighbours gives the grid its gradient without a scatter.
+    `grid_sample` has no deterministic backward pass on CUDA, because it scatters into the image's gradient. Here the
+    image is data and needs no gradient; gathering four neighbours gives the grid its gradient without a scatter.
 
     Args:
-        grid_BHW2: (x, y) from -1 to 1 over the outer edges of the picture (`align_corners=False`).
+        grid_BHW2: (x, y) from -1 to 1 between the outer edges of the image (`align_corners=False`).
     """
     batch, channels, height, width = image_BCHW.shape
     x = ((grid_BHW2[..., 0] + 1) * width - 1) / 2
@@ -176,24 +176,24 @@ def sample_bilinear(image_BCHW: Tensor, grid_BHW2: Tensor) -> Tensor:
     along_x, along_y = (x - left).unsqueeze(1), (y - top).unsqueeze(1)
     flat_BCP = image_BCHW.flatten(2)
 
-    def corner(row: Tensor, column: Tensor) -> Tensor:
+    def gather_corner(row: Tensor, column: Tensor) -> Tensor:
         index_BP = (row.long() * width + column.long()).flatten(1)
         values = flat_BCP.gather(2, index_BP.unsqueeze(1).expand(-1, channels, -1))
         return values.view(batch, channels, *row.shape[1:])
 
     right, bottom = (left + 1).clamp(max=width - 1), (top + 1).clamp(max=height - 1)
-    upper = corner(top, left) * (1 - along_x) + corner(top, right) * along_x
-    lower = corner(bottom, left) * (1 - along_x) + corner(bottom, right) * along_x
+    upper = gather_corner(top, left) * (1 - along_x) + gather_corner(top, right) * along_x
+    lower = gather_corner(bottom, left) * (1 - along_x) + gather_corner(bottom, right) * along_x
     return upper * (1 - along_y) + lower * along_y
 
 
-def scaled(channels: int, width: float) -> int:
-    """Return a channel count times `width`, as a multiple of 8 (what tensor cores want), at least 8."""
+def scale_channels(channels: int, width: float) -> int:
+    """Return a channel count times `width`, rounded to a multiple of 8 for tensor cores, at least 8."""
     return max(8, round(channels * width / 8) * 8)
 
 
 class Conv(nn.Sequential):
-    """Convolution without bias, batch normalisation, ReLU; `valid` (V in the paper's figures) pads nothing."""
+    """Convolution without bias, batch normalisation, ReLU; `valid` (V in the paper's figures) means no padding."""
 
     def __init__(
         self, c_in: int, c_out: int, kernel: int | tuple[int, int], *, stride: int = 1, valid: bool = False
@@ -209,7 +209,7 @@ class Conv(nn.Sequential):
 
 
 class Concat(nn.Module):
-    """Branches that read one map of `c_in` channels, joined along the channels."""
+    """Parallel branches over one map of `c_in` channels, concatenated along the channels."""
 
     def __init__(self, c_in: int, *branches: nn.Module) -> None:
         super().__init__()
@@ -221,21 +221,21 @@ class Concat(nn.Module):
         return torch.cat([branch(x_BCHW) for branch in self.branches], dim=1)
 
 
-def inception_a(c_in: int, width: float) -> Concat:
+def build_inception_a(c_in: int, width: float) -> Concat:
     """Figure 4: 384 channels to 384."""
-    c64, c96 = (scaled(c, width) for c in (64, 96))
+    c64, c96 = (scale_channels(c, width) for c in (64, 96))
     return Concat(
         c_in,
         Conv(c_in, c96, 1),
         nn.Sequential(Conv(c_in, c64, 1), Conv(c64, c96, 3)),
         nn.Sequential(Conv(c_in, c64, 1), Conv(c64, c96, 3), Conv(c96, c96, 3)),
-        nn.Sequential(_mean_of_neighbours(), Conv(c_in, c96, 1)),
+        nn.Sequential(_build_average_pool(), Conv(c_in, c96, 1)),
     )
 
 
-def reduction_a(c_in: int, width: float) -> Concat:
+def build_reduction_a(c_in: int, width: float) -> Concat:
     """Figure 7 with k, l, m, n = 192, 224, 256, 384: 384 channels to 1024, half the size."""
-    c192, c224, c256, c384 = (scaled(c, width) for c in (192, 224, 256, 384))
+    c192, c224, c256, c384 = (scale_channels(c, width) for c in (192, 224, 256, 384))
     return Concat(
         c_in,
         Conv(c_in, c384, 3, stride=2, valid=True),
@@ -244,9 +244,9 @@ def reduction_a(c_in: int, width: float) -> Concat:
     )
 
 
-def inception_b(c_in: int, width: float) -> Concat:
+def build_inception_b(c_in: int, width: float) -> Concat:
     """Figure 5: 1024 channels to 1024."""
-    c128, c192, c224, c256, c384 = (scaled(c, width) for c in (128, 192, 224, 256, 384))
+    c128, c192, c224, c256, c384 = (scale_channels(c, width) for c in (128, 192, 224, 256, 384))
     return Concat(
         c_in,
         Conv(c_in, c384, 1),
@@ -258,13 +258,13 @@ def inception_b(c_in: int, width: float) -> Concat:
             Conv(c224, c224, (7, 1)),
             Conv(c224, c256, (1, 7)),
         ),
-        nn.Sequential(_mean_of_neighbours(), Conv(c_in, c128, 1)),
+        nn.Sequential(_build_average_pool(), Conv(c_in, c128, 1)),
     )
 
 
-def reduction_b(c_in: int, width: float) -> Concat:
+def build_reduction_b(c_in: int, width: float) -> Concat:
     """Figure 8: 1024 channels to 1536, half the size."""
-    c192, c256, c320 = (scaled(c, width) for c in (192, 256, 320))
+    c192, c256, c320 = (scale_channels(c, width) for c in (192, 256, 320))
     return Concat(
         c_in,
         nn.Sequential(Conv(c_in, c192, 1), Conv(c192, c192, 3, stride=2, valid=True)),
@@ -278,21 +278,21 @@ def reduction_b(c_in: int, width: float) -> Concat:
     )
 
 
-def inception_c(c_in: int, width: float) -> Concat:
+def build_inception_c(c_in: int, width: float) -> Concat:
     """Figure 6: 1536 channels to 1536."""
-    c256, c384, c448, c512 = (scaled(c, width) for c in (256, 384, 448, 512))
+    c256, c384, c448, c512 = (scale_channels(c, width) for c in (256, 384, 448, 512))
 
-    def split(c: int) -> Concat:
+    def build_split(c: int) -> Concat:
         return Concat(c, Conv(c, c256, (1, 3)), Conv(c, c256, (3, 1)))
 
     return Concat(
         c_in,
         Conv(c_in, c256, 1),
-        nn.Sequential(Conv(c_in, c384, 1), split(c384)),
-        nn.Sequential(Conv(c_in, c384, 1), Conv(c384, c448, (3, 1)), Conv(c448, c512, (1, 3)), split(c512)),
-        nn.Sequential(_mean_of_neighbours(), Conv(c_in, c256, 1)),
+        nn.Sequential(Conv(c_in, c384, 1), build_split(c384)),
+        nn.Sequential(Conv(c_in, c384, 1), Conv(c384, c448, (3, 1)), Conv(c448, c512, (1, 3)), build_split(c512)),
+        nn.Sequential(_build_average_pool(), Conv(c_in, c256, 1)),
     )
 
 
-def _mean_of_neighbours() -> nn.AvgPool2d:
+def _build_average_pool() -> nn.AvgPool2d:
     return nn.AvgPool2d(3, stride=1, padding=1, count_include_pad=False)

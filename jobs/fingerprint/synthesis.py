@@ -1,10 +1,9 @@
-"""Simple synthetic fingerprints, to try, test and time the job without anybody's data.
+"""Simple synthetic fingerprints, to try, test and time the job without real data.
 
-The idea is SFinGe's (Cappelli, "Synthetic fingerprint generation", in Handbook of Fingerprint Recognition): an
-orientation field from loops and deltas, ridges grown from noise by filters along it, and then impressions of that one
-pattern, each differently placed, pressed, distorted and worn. What is left out: pores, scratches, sensor styles, and
-periods that change over the finger. So this does not replace real data: a model trained on it alone is weak on
-real prints.
+The idea is SFinGe's (Cappelli, "Synthetic fingerprint generation", in Handbook of Fingerprint Recognition): loops and
+deltas define an orientation field, filters along it grow ridges from noise, and each impression of that pattern differs
+in placement, pressure, distortion and wear. There are no pores, scratches, sensor styles, or ridge periods that vary
+over the finger. This does not replace real data: a model trained on it alone performs poorly on real prints.
 """
 
 import os
@@ -26,9 +25,9 @@ Floats = NDArray[np.float32]
 
 IMPRESSIONS = 8
 HEIGHT_PX, WIDTH_PX = 352, 320  # of an impression, at 500 dpi
-CELL_PX = 2  # the pattern is grown on a grid of this pitch: 4.5 cells a ridge are enough, and four times cheaper
+CELL_PX = 2  # pitch of the grid on which the pattern grows: 4.5 cells per ridge are enough, at a quarter of the cost
 ROWS, COLUMNS = 216, 192  # of that grid: 432 x 384 px, products of small primes for the FFT
-COARSE_PX = 4  # smooth fields are computed at this pitch and enlarged
+COARSE_PX = 4  # pitch at which smooth fields are computed before they are enlarged
 ORIENTATIONS = 16
 GROWTH_STEPS = 6
 CLASS_SHARES = {"arch": 0.037, "tented": 0.029, "left": 0.338, "right": 0.317, "whorl": 0.279}  # SFinGe's manual
@@ -37,22 +36,22 @@ CLASS_SHARES = {"arch": 0.037, "tented": 0.029, "left": 0.338, "right": 0.317, "
 def synthesize(raw: Path, *, count: int, seed: int) -> None:
     """Write `count` prints, 8 impressions of each finger, as `raw/<finger>_<impression>.png`.
 
-    Equal arguments give equal files, whatever the number of processes. About 0.25 s of one core per finger; all cores
-    this process may use are used. The folder appears when it is complete: it is written aside and renamed.
+    Equal arguments give equal files for any number of processes. Uses all available cores, about 0.25 s of one core
+    per finger. The folder appears only when complete: it is written under another name and renamed.
 
     Args:
         raw: folder to create.
-        count: pictures; if no multiple of 8, the last finger has fewer.
+        count: number of images; if not a multiple of 8, the last finger has fewer.
 
     Raises:
         UserError: `raw` already holds files.
     """
     if raw.exists() and any(raw.iterdir()):
-        raise UserError(f"{raw} already holds files: synthetic prints need a folder of their own. Remove it first.")
-    aside = raw.with_name(f".{raw.name}.{os.getpid()}")
-    aside.mkdir(parents=True)
+        raise UserError(f"{raw} already holds files: synthetic prints need an empty folder. Remove it first.")
+    partial_folder = raw.with_name(f".{raw.name}.{os.getpid()}")
+    partial_folder.mkdir(parents=True)
     try:
-        write = partial(_write_finger, aside, count, seed)
+        write = partial(_write_finger, partial_folder, count, seed)
         fingers = range(-(-count // IMPRESSIONS))
         workers = min(len(os.sched_getaffinity(0)), -(-len(fingers) // 8))
         if workers > 1:
@@ -60,27 +59,27 @@ def synthesize(raw: Path, *, count: int, seed: int) -> None:
                 list(pool.map(write, fingers, chunksize=4))
         else:
             list(map(write, fingers))
-        aside.replace(raw)
+        partial_folder.replace(raw)
     except BaseException:
-        shutil.rmtree(aside)
+        shutil.rmtree(partial_folder)
         raise
 
 
 def _write_finger(folder: Path, count: int, seed: int, finger: int) -> None:
-    wanted = min(IMPRESSIONS, count - finger * IMPRESSIONS)
-    for number, picture in zip(range(1, wanted + 1), impressions(seed, finger), strict=False):
+    impressions = min(IMPRESSIONS, count - finger * IMPRESSIONS)
+    for number, image in zip(range(1, impressions + 1), generate_impressions(seed, finger), strict=False):
         path = folder / f"{finger + 1:05d}_{number}.png"
-        Image.fromarray(picture).save(path, compress_level=1)
+        Image.fromarray(image).save(path, compress_level=1)
 
 
-def impressions(seed: int, number: int) -> Iterator[NDArray[np.uint8]]:
+def generate_impressions(seed: int, number: int) -> Iterator[NDArray[np.uint8]]:
     """Yield endless impressions of one finger, (352, 320) uint8, ridges dark, 500 dpi."""
     rng = np.random.default_rng([seed, number])
-    pattern = ridge_pattern(rng)
-    bend_x, bend_y = 3 * smooth_field(rng, 90), 3 * smooth_field(rng, 90)
+    pattern = grow_ridge_pattern(rng)
+    bend_x, bend_y = 3 * draw_smooth_field(rng, 90), 3 * draw_smooth_field(rng, 90)
     finger = _Finger(pattern, bend_x, bend_y, aspect=rng.uniform(1.15, 1.5))
     while True:
-        yield _impression(rng, finger)
+        yield _draw_impression(rng, finger)
 
 
 @dataclass(frozen=True)
@@ -88,20 +87,20 @@ class _Finger:
     """What all impressions of a finger share."""
 
     pattern: Floats  # (216, 192)
-    bend_x: Floats  # (88, 80) px, gives the ridge period its variation over the finger
+    bend_x: Floats  # (88, 80) px, varies the ridge period over the finger
     bend_y: Floats
     aspect: float  # height of the contact area over its width
 
 
-def ridge_pattern(rng: np.random.Generator) -> Floats:
-    """Return (216, 192) float32 in -1..1, ridges positive: noise filtered again and again along the ridges.
+def grow_ridge_pattern(rng: np.random.Generator) -> Floats:
+    """Return (216, 192) float32 in -1..1, ridges positive: noise filtered repeatedly along the ridges.
 
-    One filter per orientation bin, applied to the whole grid by FFT; each cell mixes the two bins next to its own
+    Applies one filter per orientation bin to the whole grid by FFT; each cell blends the two bins nearest to its
     orientation. Minutiae appear by themselves where ridges do not fit.
     """
-    angle = orientation_field(rng)
+    angle = draw_orientation_field(rng)
     period_cells = np.clip(rng.normal(9.1, 0.9), 7.5, 11.0) / CELL_PX
-    bank = _filter_bank(period_cells)
+    bank = _build_filter_bank(period_cells)
     position = (angle / np.pi * ORIENTATIONS) % ORIENTATIONS
     lower = position.astype(np.int64) % ORIENTATIONS
     upper = (lower + 1) % ORIENTATIONS
@@ -116,8 +115,8 @@ def ridge_pattern(rng: np.random.Generator) -> Floats:
     return pattern
 
 
-def _filter_bank(period_cells: float) -> Floats:
-    """Return (16, 216, 97) gains: a Gaussian about the ridge frequency times one about the ridge's normal."""
+def _build_filter_bank(period_cells: float) -> Floats:
+    """Return (16, 216, 97) gains: a Gaussian around the ridge frequency times one around the ridge normal."""
     fx, fy = np.fft.rfftfreq(COLUMNS)[None, :], -np.fft.fftfreq(ROWS)[:, None]  # y up
     radial = np.exp(-((np.hypot(fx, fy) * period_cells - 1) ** 2) / (2 * 0.2**2))
     normal = np.arctan2(fy, fx) - np.pi / 2  # the orientation of ridges with this frequency
@@ -127,20 +126,20 @@ def _filter_bank(period_cells: float) -> Floats:
     return bank
 
 
-def orientation_field(rng: np.random.Generator) -> Floats:
-    """Return the ridges' direction (216, 192) in radians, counter-clockwise from the x axis.
+def draw_orientation_field(rng: np.random.Generator) -> Floats:
+    """Return the ridge direction (216, 192) in radians, counter-clockwise from the x axis.
 
-    Zero-pole model: Sherlock and Monro, "A model for interpreting fingerprint topology" (Pattern Recognition 26(7),
-    1993): half the sum of the angles seen from the loops, less those seen from the deltas.
+    Zero-pole model of Sherlock and Monro, "A model for interpreting fingerprint topology" (Pattern Recognition 26(7),
+    1993): half of the sum of the angles seen from the loops minus those seen from the deltas.
     """
     y, x = np.mgrid[ROWS / 2 : -ROWS / 2 : -1, -COLUMNS / 2 : COLUMNS / 2] * CELL_PX
     kind = rng.choice(list(CLASS_SHARES), p=list(CLASS_SHARES.values()))
-    angle: Floats = 0.05 * _enlarged(_coarse_noise(rng, 90), COLUMNS, ROWS)
+    angle: Floats = 0.05 * _enlarge(_draw_coarse_noise(rng, 90), COLUMNS, ROWS)
     if kind == "arch":
         bump = rng.uniform(0.7, 1.3) * np.exp(-(((y + rng.uniform(10, 40)) / rng.uniform(70, 100)) ** 2))
         angle -= np.arctan(bump * np.sin(np.pi * x / (COLUMNS * CELL_PX * rng.uniform(0.75, 0.95))))
         return angle
-    loops, deltas = _singular_points(rng, kind)
+    loops, deltas = _draw_singular_points(rng, kind)
     for sign, points in ((0.5, loops), (-0.5, deltas)):
         for point_x, point_y in points:
             angle += sign * np.arctan2(y - point_y, x - point_x)
@@ -150,54 +149,54 @@ def orientation_field(rng: np.random.Generator) -> Floats:
 Points = list[tuple[float, float]]
 
 
-def _singular_points(rng: np.random.Generator, kind: str) -> tuple[Points, Points]:
-    """Return the loops and the deltas, (x, y) in px from the middle, y up."""
+def _draw_singular_points(rng: np.random.Generator, kind: str) -> tuple[Points, Points]:
+    """Return the loops and the deltas, (x, y) in px from the middle, y upwards."""
     x, y = rng.uniform(-12, 12), rng.uniform(5, 40)
     if kind == "tented":
         return [(x, y)], [(x + rng.uniform(-6, 6), y - rng.uniform(45, 80))]
     if kind == "whorl":
         loops = [(x, y), (x + rng.uniform(-18, 18), y - rng.uniform(18, 48))]
         return loops, [(x + side * rng.uniform(75, 115), y - rng.uniform(95, 130)) for side in (-1, 1)]
-    side = 1 if kind == "left" else -1  # the delta of a left loop lies to its right
+    side = 1 if kind == "left" else -1  # a left loop has its delta on the right
     return [(x, y)], [(x + side * rng.uniform(60, 105), y - rng.uniform(75, 120))]
 
 
-def _impression(rng: np.random.Generator, finger: _Finger) -> NDArray[np.uint8]:
-    along, down = _placed(rng)
-    bent_x = along + finger.bend_x + 2 * smooth_field(rng, 70)
-    bent_y = down + finger.bend_y + 2 * smooth_field(rng, 70)
-    ridges = _sampled(finger.pattern, _full_size(bent_x), _full_size(bent_y))
-    contact = _full_size(_contact(rng, along, down, finger.aspect))
-    wetness = _full_size(rng.normal(0, 0.2) + 0.25 * smooth_field(rng, 60))
-    grain = _full_size(rng.standard_normal((HEIGHT_PX // 3, WIDTH_PX // 3), dtype=np.float32))
+def _draw_impression(rng: np.random.Generator, finger: _Finger) -> NDArray[np.uint8]:
+    along, down = _draw_placement(rng)
+    bent_x = along + finger.bend_x + 2 * draw_smooth_field(rng, 70)
+    bent_y = down + finger.bend_y + 2 * draw_smooth_field(rng, 70)
+    ridges = _sample_pattern(finger.pattern, _resize_to_full(bent_x), _resize_to_full(bent_y))
+    contact = _resize_to_full(_draw_contact(rng, along, down, finger.aspect))
+    wetness = _resize_to_full(rng.normal(0, 0.2) + 0.25 * draw_smooth_field(rng, 60))
+    grain = _resize_to_full(rng.standard_normal((HEIGHT_PX // 3, WIDTH_PX // 3), dtype=np.float32))
     dryness = rng.uniform(0.1, 0.4)
     ink = _sigmoid(5 * (ridges + wetness + dryness * grain)) * _sigmoid(contact + 1.2 * grain)
     dark = rng.uniform(15, 70)
-    paper = rng.uniform(190, 250) + 5 * _full_size(smooth_field(rng, 80))
+    paper = rng.uniform(190, 250) + 5 * _resize_to_full(draw_smooth_field(rng, 80))
     gray = np.clip(paper - (paper - dark) * ink, 0, 255).astype(np.uint8)
-    picture: NDArray[np.uint8] = gray & 0xFC  # 64 levels are as many as one sees, and a third less PNG
-    return picture
+    image: NDArray[np.uint8] = gray & 0xFC  # 64 levels look the same and make the PNG a third smaller
+    return image
 
 
-def _placed(rng: np.random.Generator) -> tuple[Floats, Floats]:
-    """Return (88, 80) coordinates along and down the finger, in px from its middle, of a finger put down anyhow."""
+def _draw_placement(rng: np.random.Generator) -> tuple[Floats, Floats]:
+    """Return (88, 80) coordinates along and down the finger, in px from its middle, for a random placement."""
     y, x = np.mgrid[0:HEIGHT_PX:COARSE_PX, 0:WIDTH_PX:COARSE_PX].astype(np.float32)
     turn, (shift_y, shift_x) = np.radians(rng.uniform(-20, 20)), rng.normal(0, 12, 2)
     y, x = y - HEIGHT_PX / 2 - shift_y, x - WIDTH_PX / 2 - shift_x
     return np.cos(turn) * x + np.sin(turn) * y, np.cos(turn) * y - np.sin(turn) * x
 
 
-def _contact(rng: np.random.Generator, along: Floats, down: Floats, aspect: float) -> Floats:
-    """Return how firmly each point touches, positive inside a ragged ellipse."""
+def _draw_contact(rng: np.random.Generator, along: Floats, down: Floats, aspect: float) -> Floats:
+    """Return the contact pressure at each point, positive inside a ragged ellipse."""
     half_width = rng.uniform(95, 125)
     off_x, off_y = rng.normal(0, 8, 2)
     radius = np.hypot((along - off_x) / half_width, (down - off_y) / (half_width * aspect))
-    firmness: Floats = 14 * (1 - radius) + 1.5 * smooth_field(rng, 24)
+    firmness: Floats = 14 * (1 - radius) + 1.5 * draw_smooth_field(rng, 24)
     return firmness
 
 
-def _sampled(pattern: Floats, x_px: Floats, y_px: Floats) -> Floats:
-    """Read the pattern bilinearly at points given in px from its middle; outside, its border repeats."""
+def _sample_pattern(pattern: Floats, x_px: Floats, y_px: Floats) -> Floats:
+    """Sample the pattern bilinearly at points in px from its middle, with its border repeated outside."""
     x = np.clip(x_px / CELL_PX + COLUMNS / 2, 0, COLUMNS - 1.001)
     y = np.clip(y_px / CELL_PX + ROWS / 2, 0, ROWS - 1.001)
     column, row = x.astype(np.int32), y.astype(np.int32)
@@ -208,22 +207,22 @@ def _sampled(pattern: Floats, x_px: Floats, y_px: Floats) -> Floats:
     return upper + down * (lower - upper)
 
 
-def smooth_field(rng: np.random.Generator, scale_px: float) -> Floats:
-    """Return (88, 80) float32 of standard deviation about 0.7, one value per 4 px, smooth over `scale_px`."""
-    return _enlarged(_coarse_noise(rng, scale_px), WIDTH_PX // COARSE_PX, HEIGHT_PX // COARSE_PX)
+def draw_smooth_field(rng: np.random.Generator, scale_px: float) -> Floats:
+    """Return (88, 80) float32 with a standard deviation of about 0.7, one value per 4 px, smooth over `scale_px`."""
+    return _enlarge(_draw_coarse_noise(rng, scale_px), WIDTH_PX // COARSE_PX, HEIGHT_PX // COARSE_PX)
 
 
-def _coarse_noise(rng: np.random.Generator, scale_px: float) -> Floats:
+def _draw_coarse_noise(rng: np.random.Generator, scale_px: float) -> Floats:
     shape = (round(HEIGHT_PX / scale_px) + 2, round(WIDTH_PX / scale_px) + 2)
     return rng.standard_normal(shape, dtype=np.float32)
 
 
-def _enlarged(field: Floats, width: int, height: int) -> Floats:
+def _enlarge(field: Floats, width: int, height: int) -> Floats:
     return np.array(Image.fromarray(field.astype(np.float32)).resize((width, height), Image.Resampling.BICUBIC))
 
 
-def _full_size(field: Floats) -> Floats:
-    return _enlarged(field, WIDTH_PX, HEIGHT_PX)
+def _resize_to_full(field: Floats) -> Floats:
+    return _enlarge(field, WIDTH_PX, HEIGHT_PX)
 
 
 def _sigmoid(x: Floats) -> Floats:
