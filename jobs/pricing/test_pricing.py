@@ -21,32 +21,6 @@ from .commands import add
 JOBS = Path(__file__).resolve().parents[1]
 
 
-SMALL = (
-    "data.synthetic=240",
-    "packing.vocabulary=300",
-    "packing.max_tokens=48",
-    "model.dims=16",
-    "model.layers=2",
-    "model.heads=2",
-    "model.feedforward=32",
-    "model.position_buckets=8",
-    "model.number_dims=16",
-    "model.head_dims=[24,16]",
-    "model.head_dropout=[0.1,0.1]",
-    "model.token_dropout=0.05",
-    "model.title_dropout=0.1",
-    "global_batch_size=16",
-    "max_duration=8st",
-    "schedule.warmup=0st",
-    "loss.smape_after_epochs=0.4",
-    "eval_every=4st",
-    "checkpoint.every=3st",
-    "evaluation.bootstrap_draws=5",
-    "trackers=[]",
-)
-"""Makes a run of this family take seconds, for tests that run over all families."""
-
-
 def perfect_rows(columns: dict[str, np.ndarray], ids: np.ndarray) -> tuple[dict[str, np.ndarray], dict[str, float]]:
     """Return what a perfect model predicts for the samples `ids`, and what it must score."""
     price = columns["price"][ids]
@@ -62,7 +36,7 @@ def test_training_and_prediction_open_no_connection_and_every_id_gets_one_positi
 
     monkeypatch.setattr(socket.socket, "connect", refuse)
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
-    run = new_run(tmp_path, *SMALL, job="pricing", jobs=JOBS)
+    run = new_run(tmp_path, job="pricing_smoke", jobs=JOBS)
     assert train(run, jobs=JOBS) == 0
     texts = [
         "Item Name: Never Seen, 3 Bushels\nValue: 3\nUnit: Bushel\n",  # an unknown unit
