@@ -58,8 +58,8 @@ def iterate_host_batches(folder: Path, setting: Setting, *, kind: str) -> Iterat
     class HostLoader(Loader):
         """The loader up to the copy to the device; everything after that is the device's work."""
 
-        def _to_device(self, item: Any, *, warp: bool) -> dict[str, Tensor]:
-            return {"image": item.pictures}
+        def _move_to_device(self, item: Any, *, resample: bool) -> dict[str, Tensor]:
+            return {"image": item.images}
 
     return _iterate_batches(HostLoader, folder, setting, kind=kind)
 

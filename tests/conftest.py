@@ -1,4 +1,4 @@
-"""Data that many tests read and none changes."""
+"""Fixtures that many tests share: raw and packed images."""
 
 import shutil
 from pathlib import Path
@@ -9,20 +9,20 @@ import pytest
 from tests.images import pack_folder, write_folder
 from trainyard.data.shards import ShardSet
 
-# The same examples in each run, however loaded the machine: a failure is then nobody's bad luck.
+# The same examples in every run, however loaded the machine is, so that no failure is a matter of chance.
 hypothesis.settings.register_profile("trainyard", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("trainyard")
 
 
 @pytest.fixture(scope="session")
 def raw_images(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of 26 gray images of 7 identities."""
+    """Return a folder of 26 gray images of 7 identities."""
     return write_folder(tmp_path_factory.mktemp("data") / "raw", 26)
 
 
 @pytest.fixture(scope="session")
 def packed_images(raw_images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same, packed into several shards."""
+    """Return these images packed into several shards."""
     out = tmp_path_factory.mktemp("data") / "packed"
     pack_folder(raw_images, out).close()
     return out
@@ -30,11 +30,11 @@ def packed_images(raw_images: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture
 def images(packed_images: Path) -> ShardSet:
-    """The packed images, opened."""
+    """Return the packed images, opened."""
     return ShardSet(packed_images)
 
 
 @pytest.fixture
-def spoilable(packed_images: Path, tmp_path: Path) -> Path:
-    """A copy of the packed images to do harm to."""
-    return Path(shutil.copytree(packed_images, tmp_path / "spoilable"))
+def packed_copy(packed_images: Path, tmp_path: Path) -> Path:
+    """Return a copy of the packed images that a test may damage."""
+    return Path(shutil.copytree(packed_images, tmp_path / "packed_copy"))

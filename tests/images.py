@@ -1,4 +1,4 @@
-"""Small deterministic images and the packing of folders of them. Importable by packing's worker processes."""
+"""Makes and packs small deterministic images. Importable by the worker processes of packing."""
 
 import io
 import os
@@ -17,8 +17,8 @@ from trainyard.data.shards import BadRecord, Loaded, Sample, ShardSet
 META = {"job": "images"}
 
 
-def texture(seed: int, height: int, width: int, channels: int = 1) -> np.ndarray:
-    """Return waves and noise, (height, width, channels) uint8: every pixel differs from its neighbours."""
+def make_texture(seed: int, height: int, width: int, channels: int = 1) -> np.ndarray:
+    """Return waves plus noise, (height, width, channels) uint8: every pixel differs from its neighbours."""
     rng = np.random.default_rng(seed)
     y, x = np.mgrid[:height, :width]
     planes = []
@@ -28,7 +28,7 @@ def texture(seed: int, height: int, width: int, channels: int = 1) -> np.ndarray
     return np.clip(np.stack(planes, axis=-1), 0, 255).astype(np.uint8)
 
 
-def encode(image_HWC: np.ndarray, format: str) -> bytes:
+def encode_image(image_HWC: np.ndarray, format: str) -> bytes:
     """Encode a gray or RGB image as "jpg" or "png"."""
     target = io.BytesIO()
     image = Image.fromarray(image_HWC[..., 0] if image_HWC.shape[2] == 1 else image_HWC)
@@ -37,27 +37,27 @@ def encode(image_HWC: np.ndarray, format: str) -> bytes:
 
 
 def write_folder(folder: Path, count: int, *, channels: int = 1) -> Path:
-    """Write `count` images of 40..90 px, four per identity, every third a PNG: `<identity>-<number>.<format>`."""
+    """Write `count` images of 40..90 px, four per identity, every third as PNG: `<identity>-<number>.<format>`."""
     folder.mkdir(parents=True)
     for i in range(count):
         height, width = 40 + 7 * i % 50, 40 + 11 * i % 50
         format = "png" if i % 3 == 0 else "jpg"
-        data = encode(texture(i, height, width, channels), format)
+        data = encode_image(make_texture(i, height, width, channels), format)
         (folder / f"anna{i // 4:03d}-{i}.{format}").write_bytes(data)
     return folder
 
 
 def samples(raw: Path, pause_s: float = 0.0) -> Iterator[Sample]:
-    """List such a folder, sorted by name."""
+    """List a folder that `write_folder` wrote, sorted by name."""
     for path in sorted(raw.iterdir()):
         yield Sample(path.name, partial(load, path, pause_s), {"listed": len(path.name)}, source=path)
 
 
 def load(path: Path, pause_s: float) -> Loaded:
-    """Load one image with a text, an int, a float, a sometimes-int and an array.
+    """Load one image with a text, an int, a number that is an int or a float, and an array.
 
     Raises:
-        BadRecord: it cannot be decoded.
+        BadRecord: the image cannot be decoded.
     """
     time.sleep(pause_s)
     who, _, number = path.stem.partition("-")
@@ -68,10 +68,10 @@ def load(path: Path, pause_s: float) -> Loaded:
     except OSError:
         raise BadRecord("the image cannot be decoded") from None
     weight = i / 2 if i % 2 else i
-    return {"image": data, "who": who, "number": i, "weight": weight, "points": points(i)}
+    return {"image": data, "who": who, "number": i, "weight": weight, "points": make_points(i)}
 
 
-def points(number: int) -> np.ndarray:
+def make_points(number: int) -> np.ndarray:
     """Return the array that belongs to an image: (3, 2) float32."""
     return np.arange(6, dtype=np.float32).reshape(3, 2) + number
 
@@ -79,11 +79,11 @@ def points(number: int) -> np.ndarray:
 def pack_folder(
     raw: Path, out: Path, *, workers: int = 1, skip_bad: bool = False, shard_mib: float = 0.01, pause_s: float = 0.0
 ) -> ShardSet:
-    """Pack such a folder into shards of a few images each."""
+    """Pack a folder that `write_folder` wrote into shards of a few images each."""
     listed = samples(raw, pause_s)
     return pack(listed, out, meta=META, workers=workers, skip_bad=skip_bad, shard_mib=shard_mib)
 
 
-def same_imports() -> dict[str, str]:
-    """Return the environment for a Python that imports what this one imports."""
+def make_import_environ() -> dict[str, str]:
+    """Return the environment for a Python process that imports from the same places as this one."""
     return os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}

@@ -70,7 +70,7 @@ def test_an_empty_folder_says_what_is_expected(here, capsys):
     (here / "empty").mkdir()
     code, told = say(capsys, "run", "stripes", "data.path=empty", *JOBS)
     assert code == 2
-    assert "empty: holds no sample that stripes knows" in told
+    assert "empty: contains no sample that stripes knows" in told
     assert not (here / "runs").exists()
 
 

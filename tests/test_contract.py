@@ -17,7 +17,7 @@ from PIL import Image
 from tests.training import find_differences, load_state, new_run, read_run_metrics, start, train, wait_for_lines
 from trainyard import config as configs
 from trainyard.cli import main
-from trainyard.data.prepare import ready_data
+from trainyard.data.prepare import prepare_data
 from trainyard.data.shards import Audio, Ragged, ShardSet
 from trainyard.settings import TrainConfig
 from trainyard.train.module import DataInfo, TrainModule
@@ -36,8 +36,8 @@ def load_family_tests(jobs_dir: Path, family: str) -> ModuleType:
 
 def prepare_family(jobs_dir: Path, family: str, root: Path) -> tuple[TrainConfig, ShardSet]:
     """Return the family's small config, with its data packed and open."""
-    config = configs.compose(f"{family}_smoke", [f"data.cache={root}"], jobs_dir)
-    config = ready_data(config, jobs_dir)
+    config = configs.compose(family, [*load_family_tests(jobs_dir, family).SMALL, f"data.cache={root}"], jobs_dir)
+    config = prepare_data(config, jobs_dir)
     return config, ShardSet(Path(config.data.path))
 
 
@@ -86,7 +86,7 @@ def check_packing(jobs_dir: Path, family: str, cache: Path) -> None:
     artifacts = (pack.fit_artifacts(raw, config),) if hasattr(pack, "fit_artifacts") else ()
     assert data.artifacts == dict(*artifacts)
     assert len(samples) == data.count > 10
-    assert data.keys(np.arange(data.count)) == [sample.key for sample in samples]
+    assert data.read_keys(np.arange(data.count)) == [sample.key for sample in samples]
     for i, sample in enumerate(samples):
         for name, value in {**sample.columns, **sample.load(*artifacts)}.items():
             if isinstance(value, Ragged | Audio):
@@ -128,7 +128,7 @@ def check_loss(jobs_dir: Path, family: str, cache: Path) -> None:
     config, data = prepare_family(jobs_dir, family, cache)
     module, splits = build_module(jobs_dir, config, data)
     loader = Loader(
-        data, settings=config.data, image=config.image, sound=config.sound, augmentation=config.augment,
+        data, settings=config.data, image=config.image, audio=config.sound, augmentation=config.augment,
         seed=0, rank=0, world_size=1, device=torch.device("cpu"), threads=1, channels_last=False, decode="cpu",
     )  # fmt: skip
     stream = loader.train(

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.images import same_imports
+from tests.images import make_import_environ
 from tests.training import FAMILIES
 from trainyard.errors import UserError
 from trainyard.hardware import (
@@ -283,7 +283,7 @@ def test_a_number_of_threads_that_is_none_is_refused(stated):
 
 @pytest.mark.parametrize("stated", [{}, {"OMP_WAIT_POLICY": "active"}])
 def test_openmp_itself_says_how_the_threads_of_a_run_wait(stated, tmp_path):
-    environ = {name: value for name, value in same_imports().items() if name != "OMP_WAIT_POLICY"}
+    environ = {name: value for name, value in make_import_environ().items() if name != "OMP_WAIT_POLICY"}
     environ |= {"OMP_DISPLAY_ENV": "TRUE", "OMP_NUM_THREADS": "1"} | stated
     command = [sys.executable, "-m", "trainyard", "run", "stripes", "--jobs", str(FAMILIES), "--runs", "runs"]
     words = ["--name", "r", "max_duration=1ep", "data.cache=cache"]

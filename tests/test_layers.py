@@ -91,8 +91,8 @@ def test_imports_point_to_the_left():
         ("src/trainyard/data/loader.py", "import nvidia.dali", "only decode_dali.py may"),
         (
             "src/trainyard/runs/status.py",
-            "from trainyard.data.prepare import ready_data",
-            "(runs) imports trainyard.data.prepare.ready_data (data)",
+            "from trainyard.data.prepare import prepare_data",
+            "(runs) imports trainyard.data.prepare.prepare_data (data)",
         ),
         (
             "src/trainyard/cluster/check.py",

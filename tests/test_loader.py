@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.images import points
-from trainyard.data.loader import Loader, MicroBatch, choose_decoder, in_background
+from tests.images import make_points
+from trainyard.data.loader import Loader, MicroBatch, choose_decoder, prefetch
 from trainyard.data.order import EpochOrder, shuffle
 from trainyard.data.shards import ShardError, ShardSet
 from trainyard.errors import UserError
@@ -25,7 +25,7 @@ COUNT = 26
 Orders = Callable[[int], EpochOrder]
 
 
-def loader(data: ShardSet, *, decode: str = "cpu", rank: int = 0, world_size: int = 1, **changes) -> Loader:
+def make_loader(data: ShardSet, *, decode: str = "cpu", rank: int = 0, world_size: int = 1, **changes) -> Loader:
     settings = DataSettings(**{"prefetch": 2} | {name: changes.pop(name) for name in ("prefetch",) if name in changes})
     options = {"augmentation": AUGMENTATION, "image": IMAGE, "seed": 5, "threads": 2, "channels_last": False}
     return Loader(
@@ -39,12 +39,12 @@ def loader(data: ShardSet, *, decode: str = "cpu", rank: int = 0, world_size: in
     )
 
 
-def orders(batch: int = 8) -> Orders:
+def make_orders(batch: int = 8) -> Orders:
     return lambda epoch: shuffle(np.arange(COUNT), seed=5, epoch=epoch, global_batch_size=batch)
 
 
-def steps(batches: Iterable[MicroBatch], count: int) -> list[list[MicroBatch]]:
-    """Take that many optimizer steps, each a list of micro-batches."""
+def take_steps(batches: Iterable[MicroBatch], count: int) -> list[list[MicroBatch]]:
+    """Take the micro-batches of the first `count` optimizer steps."""
     taken: list[list[MicroBatch]] = [[]]
     for micro in batches:
         taken[-1].append(micro)
@@ -58,75 +58,75 @@ def steps(batches: Iterable[MicroBatch], count: int) -> list[list[MicroBatch]]:
 def train(
     data: ShardSet, count: int, *, start: int = 0, micro: int = 0, batch: int = 8, **changes
 ) -> list[list[MicroBatch]]:
-    stream = loader(data, **changes).train(orders(batch), epoch=3, start=start, micro_batch_size=micro)
+    stream = make_loader(data, **changes).train(make_orders(batch), epoch=3, start=start, micro_batch_size=micro)
     try:
-        return steps(stream, count)
+        return take_steps(stream, count)
     finally:
         stream.close()
 
 
-def same(one: MicroBatch, other: MicroBatch) -> bool:
+def are_equal(one: MicroBatch, other: MicroBatch) -> bool:
     assert one.batch.keys() == other.batch.keys()
     values_equal = all(torch.equal(one.batch[name], other.batch[name]) for name in one.batch)
     return values_equal and (one.weight, one.last) == (other.weight, other.last)
 
 
-def ids_of(micro_batches: Iterable[MicroBatch]) -> list[int]:
+def list_ids(micro_batches: Iterable[MicroBatch]) -> list[int]:
     return [i for micro in micro_batches if micro.weight for i in micro.batch["sample_id"].tolist()]
 
 
 @pytest.mark.parametrize("decode", BACK_ENDS)
 def test_training_reads_the_order_epoch_after_epoch(images, decode):
     read = train(images, 10, decode=decode)
-    expected = [orders()(epoch).batch(i).tolist() for epoch in (3, 4, 5) for i in range(4)][:10]
-    assert [ids_of(step) for step in read] == expected
+    expected = [make_orders()(epoch).batch(i).tolist() for epoch in (3, 4, 5) for i in range(4)][:10]
+    assert [list_ids(step) for step in read] == expected
     assert [len(ids) for ids in expected] == [8, 8, 8, 2, 8, 8, 8, 2, 8, 8]
 
 
 def test_dali_and_the_reference_give_bitwise_equal_batches(images):
     pytest.importorskip("nvidia.dali")
     ours, theirs = (train(images, 8, decode=decode, micro=3) for decode in ("cpu", "dali"))
-    assert all(same(a, b) for a, b in zip(itertools.chain(*ours), itertools.chain(*theirs), strict=True))
+    assert all(are_equal(a, b) for a, b in zip(itertools.chain(*ours), itertools.chain(*theirs), strict=True))
 
 
 @pytest.mark.parametrize("decode", BACK_ENDS)
-def test_everything_of_a_sample_comes_through(images, decode):
+def test_a_batch_contains_everything_of_its_samples(images, decode):
     (micro,) = train(images, 1, decode=decode)[0]
-    ids = orders()(3).batch(0)
+    ids = make_orders()(3).batch(0)
     numbers = images.columns["number"][ids]
-    given = {"sample_id", "image", "affine", "image_px", "noise", "points", "who", "number", "weight", "listed"}
-    assert set(micro.batch) == given
+    expected = {"sample_id", "image", "affine", "image_px", "noise", "points", "who", "number", "weight", "listed"}
+    assert set(micro.batch) == expected
     for name in ("who", "number", "weight", "listed"):
         assert np.array_equal(micro.batch[name].numpy(), images.columns[name][ids])
-    assert np.array_equal(micro.batch["points"].numpy(), np.stack([points(i) for i in numbers.tolist()]))
+    assert np.array_equal(micro.batch["points"].numpy(), np.stack([make_points(i) for i in numbers.tolist()]))
     assert micro.batch["image"].shape == (8, 1, 24, 32) and micro.batch["image"].dtype == torch.float32
     assert micro.batch["image"].min() >= -2 and micro.batch["image"].max() <= 2  # (0..1 - mean) / std
 
 
 @pytest.mark.parametrize("decode", BACK_ENDS)
-def test_starting_late_gives_the_tail_of_starting_early(images, decode):
+def test_a_late_start_yields_the_tail_of_an_early_start(images, decode):
     whole, tail = train(images, 9, decode=decode), train(images, 6, decode=decode, start=3)
     for a, b in zip(whole[3:], tail, strict=True):
-        assert all(same(*pair) for pair in zip(a, b, strict=True))
+        assert all(are_equal(*pair) for pair in zip(a, b, strict=True))
 
 
-def test_nothing_before_the_start_is_read(spoilable):
-    data = ShardSet(spoilable)
-    before, after = np.split(orders()(3).ids, [2 * 8])
-    spoil(data, before)
+def test_nothing_before_the_start_is_read(packed_copy):
+    data = ShardSet(packed_copy)
+    before, after = np.split(make_orders()(3).ids, [2 * 8])
+    damage_images(data, before)
     read = train(data, 2, start=2)
-    assert [i for step in read for i in ids_of(step)] == after.tolist()
+    assert [i for step in read for i in list_ids(step)] == after.tolist()
     with pytest.raises(ShardError):
         train(data, 1, start=1)
 
 
-def spoil(data: ShardSet, ids: np.ndarray) -> None:
+def damage_images(data: ShardSet, ids: np.ndarray) -> None:
     """Overwrite the first bytes of some images."""
     for i in ids.tolist():
         shard = next(shard for shard in reversed(data.shards) if shard.first <= i)
         with shard.path.open("r+b") as file:
             file.seek(int(data.records["image"].start[i]))
-            file.write(b"spoiled")
+            file.write(b"damaged")
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -145,41 +145,41 @@ def test_the_ranks_together_read_the_batches_that_one_rank_reads(images, world_s
             assert part.weight in (0, pytest.approx(len(part.batch["sample_id"]) / len(whole[0].batch["sample_id"])))
 
 
-def test_a_last_batch_smaller_than_the_ranks_gives_the_others_a_stand_in(images):
+def test_ranks_without_a_sample_of_the_last_batch_get_a_placeholder(images):
     ranks = [train(images, 1, start=3, rank=r, world_size=4)[0] for r in range(4)]
-    last = orders()(3).batch(3).tolist()
+    last = make_orders()(3).batch(3).tolist()
     assert len(last) == 2
-    assert sorted(i for rank in ranks for i in ids_of(rank)) == sorted(last)
+    assert sorted(i for rank in ranks for i in list_ids(rank)) == sorted(last)
     assert sorted(micro.weight for (micro,) in ranks) == [0, 0, 0.5, 0.5]
     assert all(micro.batch["sample_id"].tolist() == last[:1] for (micro,) in ranks if micro.weight == 0)
 
 
 @pytest.mark.parametrize("decode", BACK_ENDS)
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_evaluation_reads_each_sample_once_over_all_ranks_and_as_it_is(images, decode, world_size):
+def test_evaluation_reads_each_sample_once_over_all_ranks_without_augmentation(images, decode, world_size):
     ids = np.arange(1, 24)
-    ranks = [loader(images, decode=decode, rank=r, world_size=world_size) for r in range(world_size)]
+    ranks = [make_loader(images, decode=decode, rank=r, world_size=world_size) for r in range(world_size)]
     read = [micro for one in ranks for micro in one.evaluate(ids, batch_size=5)]
-    assert ids_of(read) == ids.tolist()
+    assert list_ids(read) == ids.tolist()
     assert sum(micro.weight for micro in read) == pytest.approx(1)
-    plain = loader(images, augmentation=AugmentSettings()).evaluate(ids, batch_size=23)
+    plain = make_loader(images, augmentation=AugmentSettings()).evaluate(ids, batch_size=23)
     assert torch.equal(torch.cat([micro.batch["image"] for micro in read]), next(plain).batch["image"])
     plain.close()
 
 
 @pytest.mark.parametrize("decode", BACK_ENDS)
-def test_a_rank_without_anything_to_evaluate_gets_nothing(images, decode):
-    ranks = [loader(images, decode=decode, rank=r, world_size=3) for r in range(3)]
-    assert [ids_of(one.evaluate(np.array([4, 9]), batch_size=8)) for one in ranks] == [[], [4], [9]]
+def test_a_rank_without_samples_to_evaluate_gets_no_batch(images, decode):
+    ranks = [make_loader(images, decode=decode, rank=r, world_size=3) for r in range(3)]
+    assert [list_ids(one.evaluate(np.array([4, 9]), batch_size=8)) for one in ranks] == [[], [4], [9]]
 
 
-def test_pictures_are_cut_where_packing_said(images):
-    whole = next(loader(images).evaluate(np.array([2]), batch_size=1)).batch["image"]
+def test_images_are_cropped_to_the_region_that_packing_chose(images):
+    whole = next(make_loader(images).evaluate(np.array([2]), batch_size=1)).batch["image"]
     height, width, _ = images.records["image"].shape[2].tolist()
     for name, values in zip(("box_y", "box_x", "box_height", "box_width"), (0, 0, height, 2 * width), strict=True):
         images.columns[name] = np.full(COUNT, values)
-    cut = next(loader(images).evaluate(np.array([2]), batch_size=1)).batch["image"]
-    assert (cut[..., 17:] == (1 - 0.5) / 0.25).all()  # the right half lies outside: fill
+    cut = next(make_loader(images).evaluate(np.array([2]), batch_size=1)).batch["image"]
+    assert (cut[..., 17:] == (1 - 0.5) / 0.25).all()  # the right half is outside the image: fill
     assert (cut[..., :15] - whole.unfold(3, 2, 2).mean(4)[..., :15]).abs().mean() < 0.2
 
 
@@ -188,22 +188,26 @@ def test_pictures_are_cut_where_packing_said(images):
 def test_a_batch_that_is_kept_is_not_overwritten_by_later_ones(images, decode, prefetch):
     kept: list[MicroBatch] = []
     copies: list[torch.Tensor] = []
-    stream = loader(images, decode=decode, prefetch=prefetch).train(orders(), epoch=0, start=0, micro_batch_size=2)
+    stream = make_loader(images, decode=decode, prefetch=prefetch).train(
+        make_orders(), epoch=0, start=0, micro_batch_size=2
+    )
     for micro in itertools.islice(stream, 40):
         time.sleep(0.002)  # let the background run ahead as far as it can
         kept.append(micro)
         copies.append(micro.batch["image"].clone())
     stream.close()
-    fresh = loader(images, decode=decode, prefetch=prefetch).train(orders(), epoch=0, start=0, micro_batch_size=2)
+    fresh = make_loader(images, decode=decode, prefetch=prefetch).train(
+        make_orders(), epoch=0, start=0, micro_batch_size=2
+    )
     for micro, copy, again in zip(kept, copies, fresh, strict=False):
-        assert torch.equal(micro.batch["image"], copy) and same(micro, again)
+        assert torch.equal(micro.batch["image"], copy) and are_equal(micro, again)
     fresh.close()
 
 
-def test_a_batch_belongs_to_the_caller_even_its_ids(images):
+def test_a_caller_may_change_a_batch_and_its_ids(images):
     order = shuffle(np.arange(COUNT), seed=0, epoch=0, global_batch_size=8)
     before = order.ids.copy()
-    stream = loader(images).train(lambda _: order, epoch=0, start=0, micro_batch_size=0)
+    stream = make_loader(images).train(lambda _: order, epoch=0, start=0, micro_batch_size=0)
     for value in next(stream).batch.values():
         value.fill_(0)
     stream.close()
@@ -212,66 +216,66 @@ def test_a_batch_belongs_to_the_caller_even_its_ids(images):
 
 
 @pytest.mark.parametrize("decode", BACK_ENDS)
-def test_a_damaged_record_ends_training_with_its_name(spoilable, decode):
-    data = ShardSet(spoilable)
-    victim = orders()(3).batch(2)[1:2]
-    spoil(data, victim)
-    with pytest.raises(ShardError, match=f"image of '{data.keys(victim)[0]}' is damaged: its checksum differs"):
+def test_a_damaged_record_ends_training_with_an_error_that_names_it(packed_copy, decode):
+    data = ShardSet(packed_copy)
+    victim = make_orders()(3).batch(2)[1:2]
+    damage_images(data, victim)
+    with pytest.raises(ShardError, match=f"image of '{data.read_keys(victim)[0]}' is damaged: its checksum differs"):
         train(data, 4, decode=decode)
-    assert not background_threads()
+    assert not list_background_threads()
 
 
-def background_threads() -> list[str]:
+def list_background_threads() -> list[str]:
     return [t.name for t in threading.enumerate() if t.name.startswith(("loader", "decode", "resize"))]
 
 
 @pytest.mark.parametrize("decode", BACK_ENDS)
-def test_leaving_early_ends_every_thread(images, decode):
-    stream = loader(images, decode=decode).train(orders(), epoch=0, start=0, micro_batch_size=0)
+def test_closing_a_stream_early_ends_every_thread(images, decode):
+    stream = make_loader(images, decode=decode).train(make_orders(), epoch=0, start=0, micro_batch_size=0)
     next(stream)
-    assert "loader" in background_threads()
+    assert "loader" in list_background_threads()
     stream.close()
-    assert background_threads() == []
+    assert list_background_threads() == []
 
 
-def test_an_exception_in_the_background_is_raised_at_its_place():
+def test_an_exception_in_the_background_is_raised_in_its_turn():
     def items() -> Iterator[int]:
         yield from (1, 2, 3)
         raise RuntimeError("broken here")
 
-    seen = []
+    received = []
     with pytest.raises(RuntimeError, match="broken here"):
-        for item, wait_s in in_background(items(), 2):
-            seen.append(item)
+        for item, wait_s in prefetch(items(), 2):
+            received.append(item)
             assert wait_s >= 0
-    assert seen == [1, 2, 3]
+    assert received == [1, 2, 3]
 
 
-def test_the_background_runs_ahead_only_as_far_as_asked():
-    made = []
+def test_the_background_runs_ahead_only_by_its_depth():
+    prepared = []
 
     def items() -> Iterator[int]:
         for i in range(100):
-            made.append(i)
+            prepared.append(i)
             yield i
 
-    stream = in_background(items(), 3)
+    stream = prefetch(items(), 3)
     next(stream)
     end = time.monotonic() + 10
-    while len(made) < 5 and time.monotonic() < end:
+    while len(prepared) < 5 and time.monotonic() < end:
         time.sleep(0.01)
     time.sleep(0.1)
-    assert made == [0, 1, 2, 3, 4]  # one taken, three ready, one in hand
+    assert prepared == [0, 1, 2, 3, 4]  # one taken, three in the queue, one waiting for a place in it
     stream.close()
 
 
-def test_channels_last_changes_the_layout_and_no_value(images):
+def test_channels_last_changes_the_layout_but_no_value(images):
     (plain,), (last,) = (train(images, 1, channels_last=layout)[0] for layout in (False, True))
     assert torch.equal(plain.batch["image"], last.batch["image"])
     assert last.batch["image"].is_contiguous(memory_format=torch.channels_last)
 
 
-def test_data_without_pictures_are_read_too(images):
+def test_data_without_images_is_read_too(images):
     del images.records["image"]
     (micro,) = train(images, 1)[0]
     assert "image" not in micro.batch and len(micro.batch["points"]) == 8
@@ -282,9 +286,9 @@ def test_data_without_pictures_are_read_too(images):
     [
         ("auto", True, "dali", "installed"),
         ("auto", False, "cpu", "not installed"),
-        ("dali", True, "dali", "asked for"),
-        ("cpu", True, "cpu", "asked for"),
-        ("cpu", False, "cpu", "asked for"),
+        ("dali", True, "dali", "requested"),
+        ("cpu", True, "cpu", "requested"),
+        ("cpu", False, "cpu", "requested"),
     ],
 )
 def test_the_decoder_is_chosen_with_a_reason(wanted, importable, chosen, reason):
@@ -292,6 +296,6 @@ def test_the_decoder_is_chosen_with_a_reason(wanted, importable, chosen, reason)
     assert decoder == chosen and reason in why
 
 
-def test_asking_for_dali_without_dali_says_what_to_type():
+def test_requesting_dali_without_dali_says_what_to_type():
     with pytest.raises(UserError, match=r"data.decode=dali, but nvidia.dali is not installed.*Use data.decode=cpu"):
         choose_decoder("dali", importable=False)

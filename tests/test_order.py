@@ -3,50 +3,59 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainyard.data.order import EpochOrder, buckets, micro_batches, pxk, rank_share, shuffle
+from trainyard.data.order import (
+    EpochOrder,
+    bucket_by_length,
+    group_by_identity,
+    shuffle,
+    split_into_micro_batches,
+    take_rank_share,
+)
 from trainyard.errors import UserError
 
 
-def batches_of(order: EpochOrder) -> list[np.ndarray]:
+def list_batches(order: EpochOrder) -> list[np.ndarray]:
     return [order.batch(i) for i in range(len(order))]
 
 
 @given(n=st.integers(0, 300), batch=st.integers(1, 50), seed=st.integers(0, 2**40), epoch=st.integers(0, 1000))
-def test_a_shuffled_epoch_holds_each_sample_exactly_once(n, batch, seed, epoch):
+def test_a_shuffled_epoch_contains_each_sample_exactly_once(n, batch, seed, epoch):
     ids = 7 * np.arange(n) + 3
-    read = batches_of(shuffle(ids, seed=seed, epoch=epoch, global_batch_size=batch))
+    read = list_batches(shuffle(ids, seed=seed, epoch=epoch, global_batch_size=batch))
     assert [len(b) for b in read[:-1]] == [batch] * (len(read) - 1)
     assert sorted(i for b in read for i in b.tolist()) == ids.tolist()
 
 
 @given(n=st.integers(0, 300), batch=st.integers(1, 50), seed=st.integers(0, 2**40), epoch=st.integers(0, 1000))
-def test_an_epoch_in_buckets_holds_each_sample_exactly_once(n, batch, seed, epoch):
+def test_an_epoch_in_buckets_contains_each_sample_exactly_once(n, batch, seed, epoch):
     ids = 7 * np.arange(n) + 3
-    order = buckets(ids, ids % 11, seed=seed, epoch=epoch, global_batch_size=batch)
-    read = batches_of(order)
+    order = bucket_by_length(ids, ids % 11, seed=seed, epoch=epoch, global_batch_size=batch)
+    read = list_batches(order)
     assert [len(b) for b in read[:-1]] == [batch] * (len(read) - 1)
     assert sorted(i for b in read for i in b.tolist()) == ids.tolist()
 
 
-def test_buckets_hold_like_lengths_in_an_order_that_changes_each_epoch():
+def test_buckets_contain_similar_lengths_in_an_order_that_changes_each_epoch():
     length = np.random.default_rng(0).integers(10, 400, size=5003)
     how = {"seed": 0, "global_batch_size": 32}
-    first, second = (buckets(np.arange(5003), length, epoch=epoch, **how) for epoch in (0, 1))
-    padding = [length[b].max() * len(b) / length[b].sum() - 1 for b in batches_of(first)]
+    first, second = (bucket_by_length(np.arange(5003), length, epoch=epoch, **how) for epoch in (0, 1))
+    padding = [length[b].max() * len(b) / length[b].sum() - 1 for b in list_batches(first)]
     assert len(first.batch(len(first) - 1)) == 5003 % 32
-    assert np.mean(padding[:-1]) < 0.06, "shuffled it is more than 0.8"
-    means = np.array([length[b].mean() for b in batches_of(first)[:-1]])
+    assert np.mean(padding[:-1]) < 0.06, "shuffled, it is above 0.8"
+    means = np.array([length[b].mean() for b in list_batches(first)[:-1]])
     assert abs(np.corrcoef(means[1:], means[:-1])[0, 1]) < 0.2, "short and long batches come mixed"
-    together = [{tuple(sorted(b.tolist())) for b in batches_of(order)} for order in (first, second)]
-    assert not together[0] & together[1]
+    compositions = [{tuple(sorted(b.tolist())) for b in list_batches(order)} for order in (first, second)]
+    assert not compositions[0] & compositions[1]
 
 
-def test_an_order_depends_on_its_arguments_alone():
+def test_an_order_depends_only_on_its_arguments():
     ids, identity = np.arange(1000), np.arange(1000) // 7
 
     def orders(seed: int, epoch: int) -> tuple[bytes, bytes]:
         how = {"seed": seed, "epoch": epoch, "global_batch_size": 12}
-        return shuffle(ids, **how).ids.tobytes(), pxk(ids, identity, samples_per_identity=4, **how).ids.tobytes()
+        return shuffle(ids, **how).ids.tobytes(), group_by_identity(
+            ids, identity, samples_per_identity=4, **how
+        ).ids.tobytes()
 
     first = orders(1, 2)
     np.random.default_rng(0).random(5)
@@ -56,11 +65,11 @@ def test_an_order_depends_on_its_arguments_alone():
     )
 
 
-def test_the_order_of_old_runs_still_stands():
+def test_old_runs_keep_their_order():
     """A change here means that runs do not resume across the commit: say so in the change log."""
     how = {"seed": 3, "epoch": 2, "global_batch_size": 4}
     shuffled = shuffle(np.arange(12), **how)
-    grouped = pxk(np.arange(9), np.array([0, 0, 0, 1, 1, 2, 2, 2, 2]), samples_per_identity=2, **how)
+    grouped = group_by_identity(np.arange(9), np.array([0, 0, 0, 1, 1, 2, 2, 2, 2]), samples_per_identity=2, **how)
     assert shuffled.ids.tolist() == [0, 10, 5, 6, 1, 8, 3, 7, 4, 2, 9, 11]
     assert grouped.ids.tolist() == [0, 1, 8, 5, 3, 4, 7, 6, 2, 0]
 
@@ -68,26 +77,28 @@ def test_the_order_of_old_runs_still_stands():
 @given(n=st.integers(0, 100), world_size=st.integers(1, 17))
 def test_the_shares_of_all_ranks_are_the_batch_in_order(n, world_size):
     ids = np.arange(n) * 3
-    shares = [rank_share(ids, rank=r, world_size=world_size) for r in range(world_size)]
+    shares = [take_rank_share(ids, rank=r, world_size=world_size) for r in range(world_size)]
     assert np.array_equal(np.concatenate(shares), ids)
     sizes = [len(share) for share in shares]
     assert max(sizes) - min(sizes) <= 1
 
 
-def test_an_epoch_begun_on_two_ranks_continued_on_one_and_ended_on_two_reads_each_sample_once():
+def test_an_epoch_that_changes_its_number_of_ranks_twice_reads_each_sample_once():
     order = shuffle(np.arange(103), seed=0, epoch=5, global_batch_size=10)
     read: list[int] = []
     for world_size, steps in ((2, range(0, 3)), (1, range(3, 7)), (2, range(7, len(order)))):
         for step in steps:
             for rank in range(world_size):
-                read += rank_share(order.batch(step), rank=rank, world_size=world_size).tolist()
+                read += take_rank_share(order.batch(step), rank=rank, world_size=world_size).tolist()
     assert sorted(read) == list(range(103))
 
 
 @given(n=st.integers(1, 60), world_size=st.integers(1, 9), size=st.integers(0, 20))
-def test_all_ranks_get_equally_many_micro_batches_which_count_each_sample_once(n, world_size, size):
+def test_all_ranks_get_the_same_number_of_micro_batches_which_count_each_sample_once(n, world_size, size):
     ids = np.arange(n) + 100
-    per_rank = [micro_batches(ids, rank=r, world_size=world_size, micro_batch_size=size) for r in range(world_size)]
+    per_rank = [
+        split_into_micro_batches(ids, rank=r, world_size=world_size, micro_batch_size=size) for r in range(world_size)
+    ]
     assert len({len(parts) for parts in per_rank}) == 1
     parts = [part for parts in per_rank for part in parts]
     assert all(len(part) >= 1 for part, _ in parts)
@@ -96,8 +107,8 @@ def test_all_ranks_get_equally_many_micro_batches_which_count_each_sample_once(n
     assert all(counted == len(part) or (counted == 0 and part.tolist() == [100]) for part, counted in parts)
 
 
-def test_a_rank_without_samples_reads_a_stand_in_that_counts_nothing():
-    parts = [micro_batches(np.array([8, 9]), rank=r, world_size=3, micro_batch_size=1) for r in range(3)]
+def test_a_rank_without_samples_reads_a_placeholder_that_counts_0():
+    parts = [split_into_micro_batches(np.array([8, 9]), rank=r, world_size=3, micro_batch_size=1) for r in range(3)]
     assert [[(part.tolist(), counted) for part, counted in mine] for mine in parts] == [
         [([8], 0)],
         [([8], 1)],
@@ -109,28 +120,30 @@ counts = st.lists(st.integers(1, 23), min_size=0, max_size=12)
 
 
 @given(counts=counts, k=st.integers(2, 6), p=st.integers(1, 6), seed=st.integers(0, 99))
-def test_pxk_shows_each_sample_in_groups_of_k_of_one_identity(counts, k, p, seed):
+def test_pxk_contains_each_sample_in_groups_of_k_of_one_identity(counts, k, p, seed):
     identity = np.repeat(np.arange(len(counts)) * 5, counts)
     ids = 2 * np.arange(len(identity)) + 1
-    order = pxk(ids, identity, samples_per_identity=k, seed=seed, epoch=0, global_batch_size=p * k)
+    order = group_by_identity(ids, identity, samples_per_identity=k, seed=seed, epoch=0, global_batch_size=p * k)
     identity_of = dict(zip(ids.tolist(), identity.tolist(), strict=True))
     groups = order.ids.reshape(-1, k).tolist()
     owners = [{identity_of[i] for i in group} for group in groups]
     assert all(len(owner) == 1 for owner in owners)
     for number, n in enumerate(counts):
-        mine = [group for group, owner in zip(groups, owners, strict=True) if owner == {number * 5}]
-        assert len(mine) == -(-n // k)
-        shown = [sum(group.count(i) for group in mine) for i in ids[identity == number * 5].tolist()]
-        assert min(shown) >= 1 and max(shown) - min(shown) <= 1  # filled up with its own samples, evenly
-        assert all(len(set(group)) == min(n, k) for group in mine)
+        own = [group for group, owner in zip(groups, owners, strict=True) if owner == {number * 5}]
+        assert len(own) == -(-n // k)
+        repeats = [sum(group.count(i) for group in own) for i in ids[identity == number * 5].tolist()]
+        assert min(repeats) >= 1 and max(repeats) - min(repeats) <= 1  # its own samples are repeated evenly
+        assert all(len(set(group)) == min(n, k) for group in own)
 
 
 @given(counts=counts, k=st.integers(2, 4), p=st.integers(1, 6), seed=st.integers(0, 99))
-def test_the_identities_of_a_pxk_batch_differ_as_long_as_enough_are_left(counts, k, p, seed):
+def test_the_identities_of_a_pxk_batch_are_distinct_as_long_as_enough_are_left(counts, k, p, seed):
     identity = np.repeat(np.arange(len(counts)), counts)
-    order = pxk(np.arange(len(identity)), identity, samples_per_identity=k, seed=seed, epoch=1, global_batch_size=p * k)
+    order = group_by_identity(
+        np.arange(len(identity)), identity, samples_per_identity=k, seed=seed, epoch=1, global_batch_size=p * k
+    )
     left = [-(-n // k) for n in counts]
-    for batch in batches_of(order):
+    for batch in list_batches(order):
         owners = identity[batch[::k]].tolist()
         if sum(groups > 0 for groups in left) >= p:
             assert len(set(owners)) == p
@@ -141,23 +154,25 @@ def test_the_identities_of_a_pxk_batch_differ_as_long_as_enough_are_left(counts,
 
 def test_one_identity_with_almost_all_samples_does_not_crowd_out_the_others_early():
     identity = np.concatenate([np.zeros(1000, dtype=int), np.arange(1, 9)])
-    order = pxk(np.arange(1008), identity, samples_per_identity=4, seed=0, epoch=0, global_batch_size=12)
+    order = group_by_identity(np.arange(1008), identity, samples_per_identity=4, seed=0, epoch=0, global_batch_size=12)
     first = [set(identity[order.batch(i)].tolist()) for i in range(3)]
     assert [len(owners) for owners in first] == [3, 3, 3]
     assert set.union(*first) == set(range(9))
 
 
 @pytest.mark.parametrize(("k", "batch", "advice"), [(4, 30, "global_batch_size=28"), (8, 6, "global_batch_size=8")])
-def test_a_global_batch_that_k_does_not_divide_is_refused_with_one_that_it_does(k, batch, advice):
+def test_a_global_batch_that_k_does_not_divide_is_refused_with_a_size_that_works(k, batch, advice):
     with pytest.raises(UserError, match=rf"{batch} is not a multiple of data.samples_per_identity={k}.*{advice}"):
-        pxk(np.arange(50), np.arange(50) // 5, samples_per_identity=k, seed=0, epoch=0, global_batch_size=batch)
+        group_by_identity(
+            np.arange(50), np.arange(50) // 5, samples_per_identity=k, seed=0, epoch=0, global_batch_size=batch
+        )
 
 
 def test_a_late_batch_of_two_million_samples_is_a_view_that_costs_no_more_than_an_early_one():
     ids = np.arange(2_000_000)
     for order in (
         shuffle(ids, seed=0, epoch=0, global_batch_size=16),
-        pxk(ids, ids // 10, samples_per_identity=4, seed=0, epoch=0, global_batch_size=16),
+        group_by_identity(ids, ids // 10, samples_per_identity=4, seed=0, epoch=0, global_batch_size=16),
     ):
         for index in (10, 100_000):
             batch = order.batch(index)

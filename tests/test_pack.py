@@ -12,50 +12,59 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.images import META, encode, pack_folder, points, same_imports, samples, texture, write_folder
+from tests.images import (
+    META,
+    encode_image,
+    make_import_environ,
+    make_points,
+    make_texture,
+    pack_folder,
+    samples,
+    write_folder,
+)
 from trainyard.data.pack import JOURNAL, PackError, pack, read_listing
 from trainyard.data.shards import Loaded, Sample, ShardSet
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    """Return the data set; not the journal, which tells when its raw files were made."""
+def read_files(folder: Path) -> dict[str, bytes]:
+    """Return the files of a data set, without the journal, which contains the times of raw files."""
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.name != JOURNAL}
 
 
-def times(folder: Path) -> dict[str, int]:
+def read_times(folder: Path) -> dict[str, int]:
     return {path.name: path.stat().st_mtime_ns for path in folder.glob("shard-*.h5")}
 
 
-def returns(loaded: Loaded) -> Loaded:
-    return loaded
+def return_row(row: Loaded) -> Loaded:
+    return row
 
 
-def ready(rows: list[Loaded], **columns: list) -> Iterator[Sample]:
-    """List samples that are in memory already."""
+def make_samples(rows: list[Loaded], **columns: list) -> Iterator[Sample]:
+    """Yield samples of rows in memory."""
     for i, row in enumerate(rows):
-        yield Sample(f"row {i}", partial(returns, row), {name: values[i] for name, values in columns.items()})
+        yield Sample(f"row {i}", partial(return_row, row), {name: values[i] for name, values in columns.items()})
 
 
 def pack_rows(rows: list[Loaded], out: Path, **options) -> ShardSet:
-    return pack(ready(rows), out, meta={}, workers=1, **options)
+    return pack(make_samples(rows), out, meta={}, workers=1, **options)
 
 
-def test_what_was_packed_is_read_back(raw_images, images):
+def test_packed_images_and_keys_are_read_back(raw_images, images):
     paths = sorted(raw_images.iterdir())
     ids = np.arange(len(paths))
     assert images.count == len(paths) == 26 and images.skipped == 0 and len(images.shards) > 3
-    assert images.keys(ids) == [path.name for path in paths]
+    assert images.read_keys(ids) == [path.name for path in paths]
     assert [record.tobytes() for record in images.read_bytes("image", ids)] == [path.read_bytes() for path in paths]
     assert images.meta == META
 
 
-def test_records_come_in_the_order_asked_for_across_shards(raw_images, images):
+def test_records_are_read_in_the_requested_order_across_shards(raw_images, images):
     paths, ids = sorted(raw_images.iterdir()), np.array([25, 0, 13, 13, 7])
     assert [record.tobytes() for record in images.read_bytes("image", ids)] == [paths[i].read_bytes() for i in ids]
     assert images.read_bytes("image", np.array([], dtype=np.int64)) == []
 
 
-def test_columns_hold_numbers_and_coded_text(raw_images, images):
+def test_columns_contain_numbers_and_encoded_text(raw_images, images):
     stems = [path.stem for path in sorted(raw_images.iterdir())]
     numbers = np.array([int(stem.partition("-")[2]) for stem in stems])
     who = [stem.partition("-")[0] for stem in stems]
@@ -83,17 +92,17 @@ def test_numpy_numbers_keep_their_values(tmp_path):
     assert columns["b"].dtype == np.int64
 
 
-def test_shapes_of_pictures_are_in_the_index(raw_images, images):
+def test_the_index_contains_the_shapes_of_images(raw_images, images):
     number = images.columns["number"]
     expected = np.stack([40 + 7 * number % 50, 40 + 11 * number % 50, np.ones_like(number)], axis=1)
     assert np.array_equal(images.records["image"].shape, expected)
 
 
-def test_arrays_of_one_shape_are_read_back(images):
+def test_arrays_of_the_same_shape_are_read_back(images):
     ids = np.array([25, 3, 3, 11])
     out = np.empty((4, 3, 2), dtype=images.records["points"].dtype)
     images.read_into("points", ids, out)
-    assert np.array_equal(out, np.stack([points(i) for i in images.columns["number"][ids].tolist()]))
+    assert np.array_equal(out, np.stack([make_points(i) for i in images.columns["number"][ids].tolist()]))
 
 
 def test_arrays_keep_their_values_whatever_their_type_and_shape(tmp_path):
@@ -111,61 +120,61 @@ def test_arrays_keep_their_values_whatever_their_type_and_shape(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def by_two_workers(raw_images, tmp_path_factory) -> Path:
+def packed_by_two_workers(raw_images, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("two") / "elsewhere"
     pack_folder(raw_images, out, workers=2)
     return out
 
 
-def test_the_number_of_workers_and_the_folder_leave_the_bytes_alone(packed_images, by_two_workers):
-    assert contents(by_two_workers) == contents(packed_images)
+def test_the_bytes_do_not_depend_on_the_number_of_workers_or_the_folder(packed_images, packed_by_two_workers):
+    assert read_files(packed_by_two_workers) == read_files(packed_images)
 
 
-def test_the_times_of_raw_files_leave_the_bytes_alone(raw_copy, packed_images, tmp_path):
+def test_the_bytes_do_not_depend_on_the_times_of_raw_files(raw_copy, packed_images, tmp_path):
     for path in raw_copy.iterdir():
         os.utime(path, ns=(0, 0))
     pack_folder(raw_copy, tmp_path / "out")
-    assert contents(tmp_path / "out") == contents(packed_images)
+    assert read_files(tmp_path / "out") == read_files(packed_images)
 
 
-def test_packed_data_without_their_journal_are_not_overwritten(raw_images, spoilable):
-    (spoilable / JOURNAL).unlink()
-    with pytest.raises(PackError, match=r"without the packing\.json.*Use them as they are"):
-        pack_folder(raw_images, spoilable)
+def test_packed_data_without_its_journal_is_not_overwritten(raw_images, packed_copy):
+    (packed_copy / JOURNAL).unlink()
+    with pytest.raises(PackError, match=r"packed data, but no packing\.json.*Use the data as it is"):
+        pack_folder(raw_images, packed_copy)
 
 
-def test_packing_again_writes_nothing(raw_images, spoilable):
-    before = {path.name: path.stat().st_mtime_ns for path in spoilable.iterdir()}
+def test_packing_again_writes_nothing(raw_images, packed_copy):
+    before = {path.name: path.stat().st_mtime_ns for path in packed_copy.iterdir()}
     done: list[int] = []
-    again = pack(samples(raw_images), spoilable, meta=META, workers=1, shard_mib=0.01, progress=done.append)
+    again = pack(samples(raw_images), packed_copy, meta=META, workers=1, shard_mib=0.01, progress=done.append)
     assert again.count == sum(done) == 26
-    assert {path.name: path.stat().st_mtime_ns for path in spoilable.iterdir()} == before
+    assert {path.name: path.stat().st_mtime_ns for path in packed_copy.iterdir()} == before
 
 
-def test_a_lost_shard_is_written_again_and_the_others_kept(raw_images, packed_images, spoilable):
-    before = times(spoilable)
-    (spoilable / "shard-00001.h5").unlink()
-    (spoilable / "index.h5").unlink()
-    pack_folder(raw_images, spoilable)
-    assert contents(spoilable) == contents(packed_images)
-    assert {name for name, time in times(spoilable).items() if time != before[name]} == {"shard-00001.h5"}
+def test_a_lost_shard_is_written_again_and_the_others_kept(raw_images, packed_images, packed_copy):
+    before = read_times(packed_copy)
+    (packed_copy / "shard-00001.h5").unlink()
+    (packed_copy / "index.h5").unlink()
+    pack_folder(raw_images, packed_copy)
+    assert read_files(packed_copy) == read_files(packed_images)
+    assert {name for name, time in read_times(packed_copy).items() if time != before[name]} == {"shard-00001.h5"}
 
 
 @pytest.mark.parametrize("shards_first", [0, 1, 3])
-def test_a_packing_killed_at_any_moment_is_finished_by_the_next(raw_images, packed_images, tmp_path, shards_first):
+def test_packing_killed_at_any_moment_is_finished_by_the_next_call(raw_images, packed_images, tmp_path, shards_first):
     out = tmp_path / "out"
-    workers = kill_packing(raw_images, out, when=lambda: len(times(out)) >= shards_first)
-    noted = json.loads((out / JOURNAL).read_text()) if (out / JOURNAL).exists() else {}
-    kept = {name: time for name, time in times(out).items() if name in noted}
-    assert shards_first - 2 <= len(kept) < len(times(packed_images)) and not (out / "index.h5").exists()
-    wait_until(lambda: not any(running(worker) for worker in workers), "the workers outlived the packing")
+    workers = kill_packing(raw_images, out, when=lambda: len(read_times(out)) >= shards_first)
+    journal = json.loads((out / JOURNAL).read_text()) if (out / JOURNAL).exists() else {}
+    kept = {name: time for name, time in read_times(out).items() if name in journal}
+    assert shards_first - 2 <= len(kept) < len(read_times(packed_images)) and not (out / "index.h5").exists()
+    wait_until(lambda: not any(is_running(worker) for worker in workers), "the workers outlived the packing")
     (out / "shard-00004.partial").write_bytes(b"half of it")
     pack_folder(raw_images, out)
-    assert contents(out) == contents(packed_images)
-    assert {name: time for name, time in times(out).items() if name in kept} == kept
+    assert read_files(out) == read_files(packed_images)
+    assert {name: time for name, time in read_times(out).items() if name in kept} == kept
 
 
-def test_a_warning_to_all_processes_of_a_job_does_not_break_a_packing_that_heeds_it_later(
+def test_a_signal_to_the_whole_process_group_does_not_break_packing_that_handles_it_later(
     raw_images, packed_images, tmp_path
 ):
     out = tmp_path / "out"
@@ -174,18 +183,18 @@ def test_a_warning_to_all_processes_of_a_job_does_not_break_a_packing_that_heeds
         f"from tests.images import *; pack_folder(Path({str(raw_images)!r}), Path({str(out)!r}), workers=2, "
         "pause_s=0.1)"
     )
-    packing = subprocess.Popen([sys.executable, "-c", work], env=same_imports(), start_new_session=True)
-    wait_until(lambda: len(times(out)) >= 1, "no shards")
+    packing = subprocess.Popen([sys.executable, "-c", work], env=make_import_environ(), start_new_session=True)
+    wait_until(lambda: len(read_times(out)) >= 1, "no shards")
     os.killpg(packing.pid, signal.SIGUSR2)
     os.killpg(packing.pid, signal.SIGTERM)
     assert packing.wait() == 0
-    assert contents(out) == contents(packed_images)
+    assert read_files(out) == read_files(packed_images)
 
 
 def kill_packing(raw: Path, out: Path, *, when) -> list[int]:
-    """Pack slowly with two workers in a process of its own, and kill it; return the workers' process ids."""
+    """Pack slowly with two workers in another process, and kill it; return the workers' process ids."""
     work = f"from tests.images import *; pack_folder(Path({str(raw)!r}), Path({str(out)!r}), workers=2, pause_s=0.1)"
-    packing = subprocess.Popen([sys.executable, "-c", work], env=same_imports())
+    packing = subprocess.Popen([sys.executable, "-c", work], env=make_import_environ())
     children = Path(f"/proc/{packing.pid}/task/{packing.pid}/children")
     wait_until(lambda: len(children.read_text().split()) >= 3, "no workers")  # and multiprocessing's resource tracker
     workers = [int(child) for child in children.read_text().split()]
@@ -195,17 +204,17 @@ def kill_packing(raw: Path, out: Path, *, when) -> list[int]:
     return workers
 
 
-def running(process: int) -> bool:
+def is_running(process: int) -> bool:
     try:
         return "\nState:\tZ" not in Path(f"/proc/{process}/status").read_text()
     except FileNotFoundError:
         return False
 
 
-def wait_until(true, otherwise: str) -> None:
+def wait_until(condition, message: str) -> None:
     end = time.monotonic() + 30
-    while not true():
-        assert time.monotonic() < end, otherwise
+    while not condition():
+        assert time.monotonic() < end, message
         time.sleep(0.005)
 
 
@@ -214,13 +223,13 @@ def raw_copy(raw_images, tmp_path) -> Path:
     return Path(shutil.copytree(raw_images, tmp_path / "raw"))
 
 
-def test_a_changed_raw_file_is_refused_in_one_sentence(raw_copy, spoilable):
+def test_a_changed_raw_file_is_refused(raw_copy, packed_copy):
     changed = sorted(raw_copy.iterdir())[0]
     os.utime(changed, ns=(0, 0))
-    before = contents(spoilable)
-    with pytest.raises(PackError, match=r"shard-00000.h5: made of other raw files.*empty folder.*delete this one"):
-        pack_folder(raw_copy, spoilable)
-    assert contents(spoilable) == before
+    before = read_files(packed_copy)
+    with pytest.raises(PackError, match=r"shard-00000.h5: made from other raw files.*empty folder.*delete this one"):
+        pack_folder(raw_copy, packed_copy)
+    assert read_files(packed_copy) == before
 
 
 def test_a_listing_counts_the_samples_and_changes_with_raw_files_and_options(raw_copy):
@@ -234,30 +243,30 @@ def test_a_listing_counts_the_samples_and_changes_with_raw_files_and_options(raw
     assert read_listing(samples(raw_copy), META)[0] == 25
 
 
-def test_other_options_are_refused(raw_images, spoilable):
+def test_other_options_are_refused(raw_images, packed_copy):
     with pytest.raises(PackError, match="packed with other options"):
-        pack(samples(raw_images), spoilable, meta={"job": "another"}, workers=1, shard_mib=0.01)
+        pack(samples(raw_images), packed_copy, meta={"job": "another"}, workers=1, shard_mib=0.01)
 
 
-def test_shards_left_over_from_a_longer_data_set_are_refused(raw_copy, spoilable):
-    for path in sorted(raw_copy.iterdir())[ShardSet(spoilable).shards[-1].first :]:
+def test_shards_left_over_from_a_longer_data_set_are_refused(raw_copy, packed_copy):
+    for path in sorted(raw_copy.iterdir())[ShardSet(packed_copy).shards[-1].first :]:
         path.unlink()
     with pytest.raises(PackError, match=r"left over from another data set"):
-        pack_folder(raw_copy, spoilable)
+        pack_folder(raw_copy, packed_copy)
 
 
 @pytest.fixture
 def raw_with_bad(tmp_path) -> Path:
-    """Twelve images, of which one is empty, one is cut off, and one is text; all three among the first shards."""
+    """Write twelve images: one is empty, one cut off and one text, all three in the first shards."""
     raw = write_folder(tmp_path / "raw", 12)
-    first = sorted(raw.iterdir())
-    first[0].write_bytes(b"")
-    first[1].write_bytes(first[1].read_bytes()[:200])
-    first[4].write_text("no image")
+    paths = sorted(raw.iterdir())
+    paths[0].write_bytes(b"")
+    paths[1].write_bytes(paths[1].read_bytes()[:200])
+    paths[4].write_text("no image")
     return raw
 
 
-def test_unreadable_files_are_counted_and_named_and_nothing_is_left_half_written(raw_with_bad, tmp_path):
+def test_unreadable_files_are_counted_and_named_and_no_partial_file_is_left(raw_with_bad, tmp_path):
     out = tmp_path / "out"
     bad = [path.name for path in sorted(raw_with_bad.iterdir())]
     with pytest.raises(PackError) as error:
@@ -265,47 +274,47 @@ def test_unreadable_files_are_counted_and_named_and_nothing_is_left_half_written
     text = str(error.value)
     assert text.startswith("3 of 12 raw samples cannot be read:\n")
     assert [line.split(":")[0].strip() for line in text.splitlines()[1:4]] == [bad[0], bad[1], bad[4]]
-    assert text.splitlines()[-1] == "Mend or remove them, or leave them out: data.on_error=skip"
+    assert text.splitlines()[-1] == "Repair or remove them, or leave them out: data.on_error=skip"
     assert not (out / "index.h5").exists() and not list(out.glob("*.partial"))
 
 
-def test_told_to_skip_bad_files_after_a_failure_packing_keeps_what_it_has(raw_with_bad, tmp_path):
+def test_packing_that_may_skip_bad_files_keeps_the_shards_of_a_failed_call(raw_with_bad, tmp_path):
     out, fresh = tmp_path / "out", tmp_path / "fresh"
     with pytest.raises(PackError):
         pack_folder(raw_with_bad, out)
-    kept = times(out)
+    kept = read_times(out)
     assert kept
     data = pack_folder(raw_with_bad, out, skip_bad=True)
     assert (data.count, data.skipped) == (9, 3)
-    assert {name: time for name, time in times(out).items() if name in kept} == kept
+    assert {name: time for name, time in read_times(out).items() if name in kept} == kept
     pack_folder(raw_with_bad, fresh, skip_bad=True)
-    assert contents(out) == contents(fresh)
+    assert read_files(out) == read_files(fresh)
     good = [path for i, path in enumerate(sorted(raw_with_bad.iterdir())) if i not in (0, 1, 4)]
-    assert data.keys(np.arange(9)) == [path.name for path in good]
+    assert data.read_keys(np.arange(9)) == [path.name for path in good]
     assert [record.tobytes() for record in data.read_bytes("image", np.arange(9))] == [
         path.read_bytes() for path in good
     ]
 
 
-def test_skipped_files_are_bad_again_for_a_packing_that_may_not_skip(raw_with_bad, tmp_path):
+def test_skipped_files_are_errors_again_if_packing_may_not_skip(raw_with_bad, tmp_path):
     pack_folder(raw_with_bad, tmp_path / "out", skip_bad=True)
     with pytest.raises(PackError, match="3 of 12 raw samples cannot be read"):
         pack_folder(raw_with_bad, tmp_path / "out")
 
 
-def test_bytes_that_are_no_picture_are_a_bad_file_too(tmp_path):
-    rows = [{"image": encode(texture(0, 9, 9), "png")}, {"image": b"not one"}]
-    with pytest.raises(PackError, match=r"1 of 2 raw samples cannot be read:\n  row 1: no image of a known kind"):
+def test_bytes_that_are_not_an_image_are_a_bad_file(tmp_path):
+    rows = [{"image": encode_image(make_texture(0, 9, 9), "png")}, {"image": b"not one"}]
+    with pytest.raises(PackError, match=r"1 of 2 raw samples cannot be read:\n  row 1: not an image of a known format"):
         pack_rows(rows, tmp_path / "out")
 
 
-def test_a_folder_of_bad_files_alone_is_no_data_set_even_if_they_may_be_skipped(tmp_path):
-    with pytest.raises(PackError, match=r"None of the 1 raw files can be read; the first: row 0: no image"):
+def test_a_folder_of_only_bad_files_is_refused_even_if_they_may_be_skipped(tmp_path):
+    with pytest.raises(PackError, match=r"None of the 1 raw files can be read. The first: row 0: not an image"):
         pack_rows([{"image": b"not one"}], tmp_path / "out", skip_bad=True)
 
 
-def test_a_key_that_names_two_samples_is_refused(tmp_path):
-    twice = [Sample(key, partial(returns, {"x": i})) for i, key in enumerate(["a", "b", "a"])]
+def test_a_key_of_two_samples_is_refused(tmp_path):
+    twice = [Sample(key, partial(return_row, {"x": i})) for i, key in enumerate(["a", "b", "a"])]
     with pytest.raises(PackError, match="Two samples have the key 'a'"):
         pack(twice, tmp_path / "out", meta={}, workers=1)
     assert not (tmp_path / "out" / "index.h5").exists()
@@ -319,7 +328,7 @@ def test_an_empty_raw_folder_is_refused_with_what_was_expected(tmp_path):
 
 @pytest.fixture
 def small_disk(tmp_path) -> Iterator[Path]:
-    """A disk of 1,500 KiB: room for the packed images, but not for much more."""
+    """Mount a disk of 1,500 KiB: enough for the packed images, but not for much more."""
     disk = tmp_path / "disk"
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=1500k", "tmpfs", str(disk)]
@@ -329,25 +338,23 @@ def small_disk(tmp_path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", str(disk)], check=True)
 
 
-def test_a_full_disk_is_told_once_and_after_making_room_packing_goes_on(raw_images, packed_images, small_disk):
+def test_a_full_disk_is_an_error_and_packing_resumes_when_there_is_space(raw_images, packed_images, small_disk):
     out, ballast = small_disk / "out", small_disk / "ballast"
     ballast.write_bytes(bytes(900 * 1024))
     with pytest.raises(PackError, match=r"no space left \(\d+ MiB free\).*Finished shards are kept"):
         pack_folder(raw_images, out)
-    kept = times(out)
-    assert 0 < len(kept) < len(times(packed_images))
+    kept = read_times(out)
+    assert 0 < len(kept) < len(read_times(packed_images))
     assert not list(out.glob("*.partial")) and not (out / "index.h5").exists()
     ballast.unlink()
     pack_folder(raw_images, out)
-    assert contents(out) == contents(packed_images)
-    assert {name: time for name, time in times(out).items() if name in kept} == kept
+    assert read_files(out) == read_files(packed_images)
+    assert {name: time for name, time in read_times(out).items() if name in kept} == kept
 
 
 def test_rows_of_one_large_file_share_its_size(tmp_path):
     table = tmp_path / "table.csv"
     table.write_bytes(b"x" * 3_000_000)
-    rows = [Sample(f"row {i}", partial(returns, {"i": i}), source=table) for i in range(64)]
+    rows = [Sample(f"row {i}", partial(return_row, {"i": i}), source=table) for i in range(64)]
     data = pack(iter(rows), tmp_path / "out", meta={}, workers=1, shard_mib=1)
-    assert [shard.count for shard in data.shards] == [23, 23, 18], (
-        "a shard aims at a MiB of the file, not of its copies"
-    )
+    assert [shard.count for shard in data.shards] == [23, 23, 18], "the target is 1 MiB of the file, not of its copies"

@@ -6,94 +6,93 @@ import h5py
 import numpy as np
 import pytest
 
-from tests.images import same_imports
+from tests.images import make_import_environ
 from trainyard.data.shards import Damage, ShardError, ShardSet, choose_reader, find_file_system, verify
 
 EVERY = np.arange(26)
 
 
-def flip_byte(path: Path, at: int) -> None:
+def flip_bit(path: Path, offset: int) -> None:
     with path.open("r+b") as file:
-        file.seek(at)
+        file.seek(offset)
         byte = file.read(1)[0]
-        file.seek(at)
+        file.seek(offset)
         file.write(bytes([byte ^ 0x10]))
 
 
-def damage(folder: Path, field: str, sample: int) -> tuple[Path, str]:
-    """Flip a byte in the middle of a record; return its shard and key."""
+def damage_record(folder: Path, field: str, sample: int) -> tuple[Path, str]:
+    """Flip a bit in the middle of a record; return its shard and key."""
     data = ShardSet(folder)
     shard = next(shard for shard in reversed(data.shards) if shard.first <= sample)
     records = data.records[field]
-    flip_byte(shard.path, int(records.start[sample] + records.size[sample] // 2))
-    return shard.path, data.keys(np.array([sample]))[0]
+    flip_bit(shard.path, int(records.start[sample] + records.size[sample] // 2))
+    return shard.path, data.read_keys(np.array([sample]))[0]
 
 
-def test_whole_data_have_no_damage(packed_images):
+def test_intact_data_has_no_damage(packed_images):
     read: list[int] = []
     assert list(verify(packed_images, read.append)) == []
     assert read == [shard.size_bytes for shard in ShardSet(packed_images).shards]
 
 
 @pytest.mark.parametrize(("field", "sample"), [("image", 0), ("image", 20), ("points", 13)])
-def test_verify_names_exactly_the_record_and_shard_of_a_flipped_byte(spoilable, field, sample):
-    shard, key = damage(spoilable, field, sample)
-    assert list(verify(spoilable)) == [Damage(shard, f"{field} of '{key}'", "checksum differs")]
+def test_verify_names_exactly_the_record_and_shard_of_a_flipped_bit(packed_copy, field, sample):
+    shard, key = damage_record(packed_copy, field, sample)
+    assert list(verify(packed_copy)) == [Damage(shard, f"{field} of '{key}'", "checksum differs")]
 
 
-def test_verify_tells_a_damaged_description_from_damaged_records(spoilable):
-    shard = ShardSet(spoilable).shards[1].path
+def test_verify_distinguishes_a_damaged_description_from_damaged_records(packed_copy):
+    shard = ShardSet(packed_copy).shards[1].path
     with h5py.File(shard, "r+") as file:
         file["columns/number"][0] += 1
-    assert list(verify(spoilable)) == [
-        Damage(shard, "the file", "its description is damaged; every record in it is whole")
+    assert list(verify(packed_copy)) == [
+        Damage(shard, "the file", "its description is damaged; every record in it is intact")
     ]
 
 
-def test_verify_names_what_a_cut_off_shard_has_lost_and_goes_on_after_a_missing_one(spoilable):
-    data = ShardSet(spoilable)
+def test_verify_lists_the_lost_records_of_a_cut_off_shard_and_continues_after_a_missing_one(packed_copy):
+    data = ShardSet(packed_copy)
     missing, cut = data.shards[0], data.shards[1]
     ids = np.arange(cut.first, cut.first + cut.count)
     end = int(data.records["image"].start[ids[3]]) + 5
-    lost = {f"image of '{key}'" for key in data.keys(ids[3:])}
+    lost = {f"image of '{key}'" for key in data.read_keys(ids[3:])}
     lost |= {
         f"points of '{key}'"
-        for key, start in zip(data.keys(ids), data.records["points"].start[ids], strict=True)
+        for key, start in zip(data.read_keys(ids), data.records["points"].start[ids], strict=True)
         if start >= end
     }
     missing.path.unlink()
     with cut.path.open("r+b") as file:
         file.truncate(end)
-    found = list(verify(spoilable))
+    found = list(verify(packed_copy))
     assert found[0] == Damage(missing.path, "the file", "missing")
     assert found[1] == Damage(cut.path, "the file", f"{end} bytes, expected {cut.size_bytes}")
     assert {(d.shard, d.what, d.reason) for d in found[2:]} == {(cut.path, what, "cut off") for what in lost}
 
 
-def test_reading_a_flipped_byte_names_record_shard_and_command(spoilable):
-    shard, key = damage(spoilable, "image", 20)
-    data = ShardSet(spoilable)
+def test_reading_a_flipped_bit_is_an_error_with_record_shard_and_command(packed_copy):
+    shard, key = damage_record(packed_copy, "image", 20)
+    data = ShardSet(packed_copy)
     with pytest.raises(ShardError) as error:
         data.read_bytes("image", EVERY)
     assert str(error.value) == (
-        f"{shard}: image of '{key}' is damaged: its checksum differs. "
-        f"See everything that is: trainyard verify {spoilable}"
+        f"{shard}: image of '{key}' is damaged: its checksum differs. List all damage: trainyard verify {packed_copy}"
     )
     assert len(data.read_bytes("image", EVERY, check_crc=False)) == 26
     assert len(data.read_bytes("image", EVERY[EVERY != 20])) == 25
 
 
-def test_gathering_a_flipped_byte_names_it_too(spoilable):
-    shard, key = damage(spoilable, "points", 13)
-    data, out = ShardSet(spoilable), np.empty((26, 3, 2), dtype=np.float32)
+def test_reading_a_flipped_bit_of_an_array_is_an_error_too(packed_copy):
+    shard, key = damage_record(packed_copy, "points", 13)
+    data, out = ShardSet(packed_copy), np.empty((26, 3, 2), dtype=np.float32)
     with pytest.raises(ShardError, match=f"{shard}: points of '{key}' is damaged: its checksum differs"):
         data.read_into("points", EVERY, out)
     data.read_into("points", EVERY, out, check_crc=False)
 
 
 @pytest.mark.parametrize("reader", ["map", "pread"])
-def test_a_file_cut_off_while_it_is_open_is_told_at_the_read(spoilable, reader):
-    data = ShardSet(spoilable)
+def test_reading_a_file_that_was_cut_off_after_opening_is_an_error(packed_copy, reader):
+    data = ShardSet(packed_copy)
     data.reader = reader
     with data.shards[0].path.open("r+b") as file:
         file.truncate(int(data.records["image"].start[2]) + 5)
@@ -102,10 +101,10 @@ def test_a_file_cut_off_while_it_is_open_is_told_at_the_read(spoilable, reader):
         data.read_bytes("image", np.array([0, 1, 2]))
 
 
-def test_both_readers_read_the_same(spoilable):
-    mapped, called = ShardSet(spoilable), ShardSet(spoilable)
-    mapped.reader, called.reader = "map", "pread"
-    for a, b in zip(mapped.read_bytes("image", EVERY[::-1]), called.read_bytes("image", EVERY[::-1]), strict=True):
+def test_both_readers_read_the_same_bytes(packed_copy):
+    mapped, pread = ShardSet(packed_copy), ShardSet(packed_copy)
+    mapped.reader, pread.reader = "map", "pread"
+    for a, b in zip(mapped.read_bytes("image", EVERY[::-1]), pread.read_bytes("image", EVERY[::-1]), strict=True):
         assert a.tobytes() == b.tobytes() != b""
 
 
@@ -113,7 +112,7 @@ def test_both_readers_read_the_same(spoilable):
     ("folder", "kind", "reader"),
     [("/data/my prints/a", "nfs4", "pread"), ("/data", "ext4", "map"), ("/database", "overlay", "map")],
 )
-def test_the_reader_follows_from_the_file_system_of_the_folder(tmp_path, folder, kind, reader):
+def test_the_reader_depends_on_the_file_system_of_the_folder(tmp_path, folder, kind, reader):
     mounts = tmp_path / "mountinfo"
     mounts.write_text(
         "21 1 0:20 / / rw,relatime shared:1 - overlay overlay rw\n"
@@ -125,64 +124,66 @@ def test_the_reader_follows_from_the_file_system_of_the_folder(tmp_path, folder,
     assert choose_reader(find_file_system(Path(folder), tmp_path / "none"))[0] == "pread"
 
 
-def test_a_folder_that_is_none_is_told_how_to_make_one(tmp_path):
+def test_a_missing_folder_is_an_error_that_says_how_to_pack(tmp_path):
     with pytest.raises(ShardError, match=r"nowhere: no such folder\. .*: trainyard pack JOB RAW .*nowhere"):
         ShardSet(tmp_path / "nowhere")
 
 
-def test_a_folder_without_an_index_is_no_data_set(spoilable):
-    (spoilable / "index.h5").unlink()
-    for opens in (ShardSet, lambda folder: list(verify(folder))):
-        with pytest.raises(ShardError, match=r"no index.h5 in it, so it is not packed data: trainyard pack"):
-            opens(spoilable)
+def test_a_folder_without_an_index_is_refused(packed_copy):
+    (packed_copy / "index.h5").unlink()
+    for open_folder in (ShardSet, lambda folder: list(verify(folder))):
+        with pytest.raises(
+            ShardError, match=r"contains no index.h5, so it is not packed data. Pack it: trainyard pack"
+        ):
+            open_folder(packed_copy)
 
 
 @pytest.mark.parametrize("content", [b"", b"GIF89a, not HDF5"])
-def test_an_index_that_is_not_hdf5_is_refused(spoilable, content):
-    (spoilable / "index.h5").write_bytes(content)
+def test_an_index_that_is_not_hdf5_is_refused(packed_copy, content):
+    (packed_copy / "index.h5").write_bytes(content)
     with pytest.raises(ShardError, match=r"index.h5: not a readable HDF5 file .*Pack the data again"):
-        ShardSet(spoilable)
+        ShardSet(packed_copy)
 
 
-def test_a_cut_off_index_is_refused(spoilable):
-    index = spoilable / "index.h5"
+def test_a_cut_off_index_is_refused(packed_copy):
+    index = packed_copy / "index.h5"
     index.write_bytes(index.read_bytes()[:10_000])
     with pytest.raises(ShardError, match=r"index.h5: not a readable HDF5 file"):
-        ShardSet(spoilable)
+        ShardSet(packed_copy)
 
 
 @pytest.mark.parametrize(("version", "said"), [(1, "1"), (None, "None")])
-def test_another_schema_is_refused_with_both_versions(spoilable, version, said):
-    with h5py.File(spoilable / "index.h5", "r+") as file:
+def test_another_schema_is_refused_with_both_versions(packed_copy, version, said):
+    with h5py.File(packed_copy / "index.h5", "r+") as file:
         del file.attrs["schema_version"]
         if version:
             file.attrs["schema_version"] = version
     with pytest.raises(ShardError, match=rf"index.h5: written with shard schema {said}, this version reads 2\. Pack"):
-        ShardSet(spoilable)
+        ShardSet(packed_copy)
 
 
-def test_a_missing_shard_is_named(spoilable):
-    (spoilable / "shard-00002.h5").unlink()
+def test_a_missing_shard_is_named(packed_copy):
+    (packed_copy / "shard-00002.h5").unlink()
     with pytest.raises(ShardError, match=r"shard-00002.h5: missing, but the index lists it"):
-        ShardSet(spoilable)
+        ShardSet(packed_copy)
 
 
 @pytest.mark.parametrize(("change", "said"), [(-100, "cut off"), (100, "not the one packed")])
-def test_a_shard_of_another_size_is_named_with_both_sizes(spoilable, change, said):
-    path = spoilable / "shard-00001.h5"
+def test_a_shard_of_another_size_is_reported_with_both_sizes(packed_copy, change, said):
+    path = packed_copy / "shard-00001.h5"
     size = path.stat().st_size
     with path.open("r+b") as file:
         file.truncate(size + change)
     with pytest.raises(ShardError, match=rf"shard-00001.h5: {size + change} bytes, the index says {size}: .*{said}"):
-        ShardSet(spoilable)
+        ShardSet(packed_copy)
 
 
-def test_the_fingerprint_changes_with_the_data(packed_images, spoilable):
+def test_the_fingerprint_changes_with_the_data(packed_images, packed_copy):
     before = ShardSet(packed_images).fingerprint
-    assert ShardSet(spoilable).fingerprint == before
-    with h5py.File(spoilable / "index.h5", "r+") as file:
+    assert ShardSet(packed_copy).fingerprint == before
+    with h5py.File(packed_copy / "index.h5", "r+") as file:
         file["columns/number"][0] += 1
-    assert ShardSet(spoilable).fingerprint != before
+    assert ShardSet(packed_copy).fingerprint != before
 
 
 def test_a_closed_data_set_opens_its_files_again_when_read(images):
@@ -214,7 +215,7 @@ with h5py.File(sys.argv[1] + "/index.h5", "w", libver="latest") as file:
     file.create_group("vocabulary")
     file.create_group("learned")
     image = file.create_group("records/image")
-    image.attrs.update(kind="image", dtype="uint8")
+    image.attrs.update(kind="picture", dtype="uint8")
     image["start"], image["size"] = np.arange(count), np.zeros(count, dtype=np.int64)
     image["crc"], image["shape"] = np.zeros(count, dtype=np.uint32), np.zeros((count, 3), dtype=np.int32)
 open(sys.argv[1] + "/shard-00000.h5", "wb").close()
@@ -233,15 +234,15 @@ before = peak_mb()
 data = ShardSet(Path(sys.argv[1]))
 records = data.records["image"]
 arrays = [records.start, records.size, records.crc, records.shape, *data.columns.values()]
-assert data.keys(np.array([7, data.count - 1])) == ["k" * 8] * 2
+assert data.read_keys(np.array([7, data.count - 1])) == ["k" * 8] * 2
 print(data.count, sum(array.nbytes for array in arrays) / 1e6, peak_mb() - before)
 """
 
 
-def test_ten_million_samples_cost_their_arrays_and_no_object_each(tmp_path):
+def test_ten_million_samples_need_memory_for_arrays_but_no_object_each(tmp_path):
     subprocess.run([sys.executable, "-c", WRITE_LARGE_INDEX.format(count=COUNT), tmp_path], check=True)
     command = [sys.executable, "-c", OPEN_LARGE_INDEX, tmp_path]
-    opened = subprocess.run(command, check=True, capture_output=True, env=same_imports())
+    opened = subprocess.run(command, check=True, capture_output=True, env=make_import_environ())
     count, arrays_mb, peak_mb = map(float, opened.stdout.split())
     (tmp_path / "index.h5").unlink()
     assert count == COUNT and arrays_mb == pytest.approx(400)

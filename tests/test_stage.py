@@ -20,7 +20,7 @@ from tests.training import FAMILIES, new_run
 from trainyard.cluster.description import load_cluster
 from trainyard.data.pack import pack
 from trainyard.data.shards import INDEX, Sample, ShardError, ShardSet
-from trainyard.data.stage import NOTE, SCRATCH, Staged, break_even, stage
+from trainyard.data.stage import NOTE, SCRATCH, Staged, describe_break_even, stage
 from trainyard.errors import UserError
 from trainyard.launch.rank_task import execute
 from trainyard.runs.folder import ENV_FILE
@@ -31,7 +31,7 @@ MIB = 1 << 20
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """48 MiB in 4 shards, so that copying takes a while."""
+    """Pack 48 MiB into 4 shards, so that copying takes a while."""
     folder = tmp_path_factory.mktemp("large")
     raw, out = [folder / f"{i:02}" for i in range(48)], folder / "packed"
     for path in raw:
@@ -47,61 +47,61 @@ def load(path: Path) -> dict[str, Any]:
 
 @pytest.fixture
 def scratch(tmp_path: Path) -> Iterator[Path]:
-    """A folder on another file system than `tmp_path`."""
+    """Return a folder on another file system than `tmp_path`."""
     if not OTHER_FILE_SYSTEM.is_dir() or OTHER_FILE_SYSTEM.stat().st_dev == tmp_path.stat().st_dev:
         pytest.skip(f"{OTHER_FILE_SYSTEM} is not another file system than {tmp_path}")
     with tempfile.TemporaryDirectory(dir=OTHER_FILE_SYSTEM) as folder:
         yield Path(folder)
 
 
-def mounted(what: str, at: Path, *options: str) -> Callable[[], object]:
-    """Mount a file system and return what unmounts it; skips where that is not allowed."""
-    done = subprocess.run(["mount", *options, what, str(at)], capture_output=True, text=True, timeout=30)
+def mount(source: str, target: Path, *options: str) -> Callable[[], object]:
+    """Mount a file system and return a function that unmounts it; skips if mounting is not allowed."""
+    done = subprocess.run(["mount", *options, source, str(target)], capture_output=True, text=True, timeout=30)
     if done.returncode:
         pytest.skip(f"cannot mount: {done.stderr.strip()}")
-    return lambda: subprocess.run(["umount", "--lazy", str(at)], check=True, timeout=30)
+    return lambda: subprocess.run(["umount", "--lazy", str(target)], check=True, timeout=30)
 
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of 64 MiB."""
+    """Mount a disk of 64 MiB."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    unmount = mounted("tmpfs", disk, "-t", "tmpfs", "-o", f"size={64 * MIB}")
+    unmount = mount("tmpfs", disk, "-t", "tmpfs", "-o", f"size={64 * MIB}")
     yield disk
     unmount()
 
 
-def far(source: Path, mounts: Path) -> Path:
-    """Write a table of mounts in which `source` lies on a network and everything else on local disks."""
+def write_mounts(source: Path, mounts: Path) -> Path:
+    """Write a mount table in which `source` is on a network file system and everything else on local disks."""
     mounts.write_text(f"1 0 0:1 / / rw - ext4 /dev/sda rw\n2 1 0:2 / {source} rw - nfs4 server:/data rw\n")
     return mounts
 
 
 class Stager:
-    """Calls `stage` for data that are said to lie on a network; keeps what it tells."""
+    """Calls `stage` for data that the mount table places on a network file system; keeps the lines it logs."""
 
     def __init__(self, source: Path, scratch: Path | str, folder: Path) -> None:
         self.source, self.told = source, list[str]()
         self.environ = {SCRATCH: str(scratch)}
-        self.mounts = far(source, folder / "mountinfo")
+        self.mounts = write_mounts(source, folder / "mountinfo")
         self.home = Path(scratch) / f"trainyard-{os.getuid()}"
 
     def __call__(self, *, wanted: str = "auto", **options: Any) -> Staged:
         options = {"tell": self.told.append, "mounts": self.mounts, **options}
         return stage(self.source, wanted=wanted, environ=self.environ, **options)
 
-    def left(self) -> set[str]:
-        """Return what lies in our folder on scratch, without the locks."""
+    def list_files(self) -> set[str]:
+        """Return the names in our folder on scratch, without locks."""
         return {path.name for path in self.home.iterdir() if path.suffix != ".lock"}
 
 
 @pytest.fixture
-def staging(spoilable: Path, scratch: Path, tmp_path: Path) -> Stager:
-    return Stager(spoilable, scratch, tmp_path)
+def staging(packed_copy: Path, scratch: Path, tmp_path: Path) -> Stager:
+    return Stager(packed_copy, scratch, tmp_path)
 
 
-def test_a_copy_holds_the_same_records_and_says_what_it_cost(staging, scratch):
+def test_a_copy_contains_the_same_records_and_its_note_states_the_cost(staging, scratch):
     original = ShardSet(staging.source)
     staged = staging()
     copy = ShardSet(staged.folder)
@@ -109,7 +109,7 @@ def test_a_copy_holds_the_same_records_and_says_what_it_cost(staging, scratch):
     assert copy.fingerprint == original.fingerprint
     every = np.arange(original.count)
     for name in original.records:
-        for a, b in zip(original.read(name, every), copy.read(name, every), strict=True):
+        for a, b in zip(original.read_arrays(name, every), copy.read_arrays(name, every), strict=True):
             assert np.array_equal(a, b)
     amount = r"\d[\d.e-]* [MG]B"
     copying, reading, verdict = re.split("; random records, one after another: |: (?=the copy|scratch)", staged.reason)
@@ -126,7 +126,7 @@ def test_a_copy_holds_the_same_records_and_says_what_it_cost(staging, scratch):
     assert staging.home.stat().st_mode & 0o777 == 0o700
 
 
-def test_a_second_run_takes_the_copy_without_the_shards_it_was_made_of_and_makes_it_young(staging):
+def test_a_second_run_reads_the_copy_without_the_original_shards_and_touches_its_files(staging):
     first = staging()
     for shard in ShardSet(staging.source).shards:
         shard.path.unlink()
@@ -137,12 +137,12 @@ def test_a_second_run_takes_the_copy_without_the_shards_it_was_made_of_and_makes
     assert min(path.stat().st_mtime for path in (*first.folder.iterdir(), first.folder)) > 1.1e9
 
 
-@pytest.mark.parametrize("harm", ["cut off", "a shard missing", "no note", "another index"])
-def test_a_copy_that_cannot_be_used_is_made_anew(staging, harm):
+@pytest.mark.parametrize("damage", ["cut off", "a shard missing", "no note", "another index"])
+def test_an_unusable_copy_is_made_again(staging, damage):
     copy = staging().folder
     shard = ShardSet(copy).shards[1].path
     size_bytes = shard.stat().st_size
-    match harm:
+    match damage:
         case "cut off":
             os.truncate(shard, size_bytes - 1)
         case "a shard missing":
@@ -153,99 +153,99 @@ def test_a_copy_that_cannot_be_used_is_made_anew(staging, harm):
             (copy / INDEX).write_bytes((copy / INDEX).read_bytes() + b"x")
     assert staging().copied
     assert len(staging.told) == 2
-    assert shard.stat().st_size == size_bytes and staging.left() == {copy.name}
+    assert shard.stat().st_size == size_bytes and staging.list_files() == {copy.name}
 
 
-def test_a_damaged_shard_is_named_while_copying_and_nothing_is_left(staging):
+def test_a_damaged_shard_is_an_error_of_copying_and_no_file_is_left(staging):
     shard = ShardSet(staging.source).shards[1].path
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)
     with pytest.raises(ShardError, match=rf"^{shard}: is damaged: .* trainyard verify {staging.source}$"):
         staging()
-    assert staging.left() == set()
+    assert staging.list_files() == set()
 
 
-def test_two_processes_at_once_copy_once(large, scratch, tmp_path):
+def test_two_concurrent_processes_copy_once(large, scratch, tmp_path):
     context = multiprocessing.get_context("spawn")
-    start, answers = context.Barrier(2), context.Queue()
+    start, results = context.Barrier(2), context.Queue()
     stager = Stager(large, scratch, tmp_path)
-    processes = [context.Process(target=stage_at_once, args=(stager, start, answers)) for _ in range(2)]
+    processes = [context.Process(target=stage_at_once, args=(stager, start, results)) for _ in range(2)]
     for process in processes:
         process.start()
-    (a, told_a), (b, told_b) = answers.get(timeout=60), answers.get(timeout=60)
+    (a, told_a), (b, told_b) = results.get(timeout=60), results.get(timeout=60)
     for process in processes:
         process.join(60)
     assert a.copied and a == b
     assert sum(line.startswith("copying") for line in told_a + told_b) == 1
-    assert stager.left() == {a.folder.name}
+    assert stager.list_files() == {a.folder.name}
 
 
-def stage_at_once(stager: Stager, start: Any, answers: Any) -> None:
+def stage_at_once(stager: Stager, start: Any, results: Any) -> None:
     start.wait(60)
-    answers.put((stager(), stager.told))
+    results.put((stager(), stager.told))
 
 
-def test_a_killed_copier_leaves_nothing_that_is_taken_for_whole(large, scratch, tmp_path):
+def test_a_killed_copier_leaves_nothing_that_looks_complete(large, scratch, tmp_path):
     stager = Stager(large, scratch, tmp_path)
     process = multiprocessing.get_context("spawn").Process(target=die_while_copying, args=(stager,))
     process.start()
     process.join(60)
     assert process.exitcode == -signal.SIGXFSZ
-    [half] = stager.left()
-    assert half.endswith(".partial")
+    [partial_copy] = stager.list_files()
+    assert partial_copy.endswith(".partial")
     staged = stager()
     assert staged.copied and len(stager.told) == 1
-    assert stager.left() == {staged.folder.name}
+    assert stager.list_files() == {staged.folder.name}
     assert [s.path.stat().st_size for s in ShardSet(staged.folder).shards] == [
         s.size_bytes for s in ShardSet(large).shards
     ]
 
 
 def die_while_copying(stager: Stager) -> None:
-    """Be killed by the kernel, as by SIGKILL, at the first write past 4 MiB of a shard."""
+    """Let the kernel kill this process, as with SIGKILL, at the first write past 4 MiB of a shard."""
     signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4 * MIB, 4 * MIB))
     stager()
 
 
-def test_a_stop_during_a_copy_leaves_none_and_reads_where_the_data_lie(large, scratch, tmp_path):
+def test_a_stop_while_copying_leaves_no_copy_and_reads_the_original(large, scratch, tmp_path):
     stager = Stager(large, scratch, tmp_path)
-    assert stager(stop_asked=lambda: True) == Staged(large, "asked to stop while copying")
-    assert stager.left() == set()
+    assert stager(stop_requested=lambda: True) == Staged(large, "stop requested while copying")
+    assert stager.list_files() == set()
 
 
-def test_a_stop_while_another_process_copies_waits_no_longer(staging):
+def test_a_stop_while_another_process_copies_ends_the_wait(staging):
     copy = staging().folder
     shutil.rmtree(copy)
     with copy.with_suffix(".lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        staged = staging(stop_asked=lambda: True)
-    assert staged == Staged(staging.source, "asked to stop while another process was copying")
-    assert staging.told[1:] == [f"waiting for the process of this node that holds {copy}.lock"]
+        staged = staging(stop_requested=lambda: True)
+    assert staged == Staged(staging.source, "stop requested while another process was copying")
+    assert staging.told[1:] == [f"waiting for the process on this node that holds {copy}.lock"]
 
 
 def test_too_little_space_is_found_before_copying(large, small_disk, tmp_path):
-    (small_disk / "of others").write_bytes(bytes(15 * MIB))  # the data fit, the 5 % to spare do not
+    (small_disk / "of others").write_bytes(bytes(15 * MIB))  # the data fits, but not with 5 % to spare
     stager = Stager(large, small_disk, tmp_path)
     staged = stager()
     assert staged.folder == large and staged.failed and stager.told == []
     assert re.fullmatch(rf"{stager.home} has 51\.\d+ MB free, the copy needs 53\.\d+ MB", staged.reason)
 
 
-def test_a_disk_that_others_fill_meanwhile_is_done_without(large, small_disk, tmp_path):
+def test_a_disk_that_others_fill_while_copying_leaves_no_copy(large, small_disk, tmp_path):
     stager = Stager(large, small_disk, tmp_path)
     staged = stager(tell=lambda line: (small_disk / "of others").write_bytes(bytes(40 * MIB)))
     assert staged.folder == large and staged.failed
     assert re.fullmatch(rf"{stager.home}/.*\.partial/shard-.*: No space left on device", staged.reason)
-    assert stager.left() == set()
+    assert stager.list_files() == set()
 
 
-def test_nothing_is_copied_unasked_or_from_a_local_disk(staging, tmp_path):
-    assert staging(wanted="off") == Staged(staging.source, "asked for")
+def test_nothing_is_copied_if_switched_off_or_from_a_local_disk(staging, tmp_path):
+    assert staging(wanted="off") == Staged(staging.source, "requested")
     none = tmp_path / "none"
     none.write_text("1 0 0:1 / / rw - xfs /dev/sda rw\n")
-    assert staging(mounts=none) == Staged(staging.source, "the data lie on xfs, which is local")
+    assert staging(mounts=none) == Staged(staging.source, "the data is on xfs, which is local")
     staging.environ = {}
     assert staging() == Staged(staging.source, "no TRAINYARD_SCRATCH: the cluster file names no scratch")
     assert not staging.home.exists()
@@ -254,13 +254,13 @@ def test_nothing_is_copied_unasked_or_from_a_local_disk(staging, tmp_path):
 @pytest.mark.parametrize(
     ("place", "said"),
     [
-        ("", "TRAINYARD_SCRATCH is '', no absolute path: does the node set the variables in it?"),
+        ("", "TRAINYARD_SCRATCH is '', not an absolute path. Does the node set the variables in it?"),
         ("{scratch}/no/such", "{scratch}/no/such: No such file or directory"),
-        ("{tmp}/beside", "{tmp}/beside is on the file system that the data lie on"),
-        ("{scratch}/network", "{scratch}/network is on lustre, which is not known as local"),
+        ("{tmp}/same-disk", "{tmp}/same-disk is on the same file system as the data"),
+        ("{scratch}/network", "{scratch}/network is on lustre, which is not known to be local"),
     ],
 )
-def test_a_scratch_that_is_none_is_done_without_for_a_reason(staging, scratch, tmp_path, place, said):
+def test_an_unusable_scratch_is_a_reason_for_no_copy(staging, scratch, tmp_path, place, said):
     names = {"scratch": scratch, "tmp": tmp_path}
     with staging.mounts.open("a") as file:
         file.write(f"3 1 0:3 / {scratch}/network rw - lustre mgs:/scratch rw\n")
@@ -268,7 +268,7 @@ def test_a_scratch_that_is_none_is_done_without_for_a_reason(staging, scratch, t
     assert staging() == Staged(staging.source, said.format(**names), failed=True)
 
 
-def test_a_scratch_of_ones_own_is_made_where_the_disk_is(staging, scratch):
+def test_a_scratch_folder_of_the_user_is_created_on_the_disk(staging, scratch):
     staging.environ = {SCRATCH: f"{scratch}/me"}
     assert staging().folder.is_relative_to(scratch / "me")
 
@@ -288,26 +288,28 @@ def test_a_folder_that_others_could_write_to_is_not_trusted(staging, scratch, tm
     assert staging() == Staged(staging.source, said, failed=True)
 
 
-def test_a_copy_pays_by_the_time_an_epoch_saves():
+def test_the_break_even_follows_from_the_time_that_an_epoch_saves():
     # An epoch takes 100 s there and 10 s here.
-    assert break_even(10**10, copy_s=30, there=1e8, here=1e9) == "the copy has paid for itself after 0.33 epochs"
-    assert "does not pay here: data.stage=off" in break_even(10**10, copy_s=30, there=1e9, here=1e9)
+    assert (
+        describe_break_even(10**10, copy_s=30, there=1e8, here=1e9) == "the copy has paid for itself after 0.33 epochs"
+    )
+    assert "does not pay off here: data.stage=off" in describe_break_even(10**10, copy_s=30, there=1e9, here=1e9)
 
 
 @pytest.mark.parametrize("folder", ["", "/my scratch", "/scratch/$USER", "${SLURM_TMPDIR}/data", "$TMPDIR", "/a_$B.c"])
-def test_a_scratch_may_hold_variables(tmp_path, folder):
-    assert load_cluster(cluster_with(tmp_path, folder)).scratch == folder
+def test_a_scratch_may_contain_variables(tmp_path, folder):
+    assert load_cluster(write_cluster(tmp_path, folder)).scratch == folder
 
 
 @pytest.mark.parametrize(
     "folder", ["scratch", "~/x", "/a`id`", "/$(id)", '/a"b', "/it's", "/a\\b", "${A:-/b}", "/$1", "/a$", "$((1))/x"]
 )
-def test_a_scratch_holds_nothing_else_that_a_shell_reads(tmp_path, folder):
+def test_a_scratch_may_not_contain_other_shell_syntax(tmp_path, folder):
     with pytest.raises(UserError, match=r"line \d+: scratch: expected an absolute path, which may hold variables"):
-        load_cluster(cluster_with(tmp_path, folder))
+        load_cluster(write_cluster(tmp_path, folder))
 
 
-def cluster_with(folder: Path, scratch: str) -> Path:
+def write_cluster(folder: Path, scratch: str) -> Path:
     lines = (Path(__file__).parent / "slurm/golden/cluster.yaml").read_text().splitlines()
     others = [line for line in lines if not line.startswith("scratch:")]
     path = folder / "cluster.yaml"
@@ -315,27 +317,27 @@ def cluster_with(folder: Path, scratch: str) -> Path:
     return path
 
 
-def test_a_run_records_why_it_reads_where_it_does(tmp_path, scratch):
+def test_a_run_records_where_it_reads_and_why(tmp_path, scratch):
     run = new_run(tmp_path, "max_duration=1st", "eval_every=1st")
     assert execute(run, FAMILIES, environ={SCRATCH: str(scratch)}, started=0.0) == 0
     choice = json.loads((run / ENV_FILE).read_text())["choices"]["stage"]
-    assert choice["value"] == "off" and re.fullmatch(r"the data lie on \w+, which is local", choice["reason"])
+    assert choice["value"] == "off" and re.fullmatch(r"the data is on \w+, which is local", choice["reason"])
 
 
 def test_a_run_reads_the_copy_and_records_both_places(tmp_path, scratch):
-    """On squashfs, which is none of the local file systems we know, and needs no server."""
+    """Use squashfs, which is not one of our local file systems and needs no server."""
     if not shutil.which("mksquashfs"):
         pytest.skip("no mksquashfs")
     run = new_run(tmp_path, "max_duration=1st", "eval_every=1st")
     [packed] = (path.parent for path in (tmp_path / "cache").glob("*/index.h5"))
-    image = tmp_path / "data.squashfs"
-    subprocess.run(["mksquashfs", packed, image, "-quiet"], check=True, timeout=60, stdout=subprocess.DEVNULL)
-    unmount = mounted(str(image), packed, "-t", "squashfs", "-o", "loop,ro")
+    disk = tmp_path / "data.squashfs"
+    subprocess.run(["mksquashfs", packed, disk, "-quiet"], check=True, timeout=60, stdout=subprocess.DEVNULL)
+    unmount = mount(str(disk), packed, "-t", "squashfs", "-o", "loop,ro")
     try:
         assert execute(run, FAMILIES, environ={SCRATCH: str(scratch)}, started=0.0) == 0
     finally:
         unmount()
-    record = json.loads((run / ENV_FILE).read_text())
-    assert record["choices"]["stage"]["value"].startswith(str(scratch))
-    assert record["choices"]["reader"]["value"] == "map"
-    assert record["data"]["path"] == str(packed)
+    env = json.loads((run / ENV_FILE).read_text())
+    assert env["choices"]["stage"]["value"].startswith(str(scratch))
+    assert env["choices"]["reader"]["value"] == "map"
+    assert env["data"]["path"] == str(packed)

@@ -14,7 +14,7 @@ import pytest
 
 from tests.training import FAMILIES, train
 from trainyard.config import thaw
-from trainyard.data.prepare import ready_data
+from trainyard.data.prepare import prepare_data
 from trainyard.errors import UserError
 from trainyard.launch import sweep
 from trainyard.report import sweep_page as results
@@ -347,7 +347,7 @@ def test_an_axis_is_logarithmic_where_its_values_span_more_than_a_decade():
 def test_runs_of_a_sweep_train_like_any_other_and_their_results_are_collected(tmp_path: Path):
     from trainyard.config import compose
 
-    data = ready_data(compose("stripes", [f"data.cache={tmp_path / 'cache'}"], FAMILIES), FAMILIES).data.path
+    data = prepare_data(compose("stripes", [f"data.cache={tmp_path / 'cache'}"], FAMILIES), FAMILIES).data.path
     made = make(tmp_path, "optimizer.lr=1e-2,1e-5 seed=0,1", f"data.path={data}", "max_duration=3ep", "eval_every=1ep")
     assert [train(element.run) for element in made.elements] == [0, 0, 0, 0]
     found = results.collect(made, states(made))

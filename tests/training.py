@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from trainyard import config as configs
-from trainyard.data.prepare import ready_data
+from trainyard.data.prepare import prepare_data
 from trainyard.launch.rank_task import execute
 from trainyard.runs import folder as runs
 from trainyard.runs.events import TIMING_KEYS, read_metrics
@@ -27,7 +27,7 @@ _server.set_forkserver_preload(["trainyard.launch.rank_task", "trainyard.train.t
 def new_run(root: Path, *overrides: str, job: str = "stripes", jobs: Path = FAMILIES) -> Path:
     """Prepare the data and create a run, without training."""
     config = configs.compose(job, [f"data.cache={root / 'cache'}", *overrides], jobs)
-    return runs.create_run(root / "runs", ready_data(config, jobs))
+    return runs.create_run(root / "runs", prepare_data(config, jobs))
 
 
 def train(run: Path, *, jobs: Path = FAMILIES) -> int:

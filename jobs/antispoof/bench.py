@@ -177,7 +177,7 @@ def _batches(data: ShardSet, decode: str) -> Iterator[dict[str, torch.Tensor]]:
         data,
         settings=DataSettings(),
         image=ImageSettings(),
-        sound=AudioSettings(frames=FRAMES, rate_hz=RATE_HZ),
+        audio=AudioSettings(frames=FRAMES, rate_hz=RATE_HZ),
         augmentation=AugmentSettings(),
         seed=0,
         rank=0,

@@ -903,7 +903,7 @@ def test_packed_speech_reads_as_the_first_part_in_evaluation_and_a_random_one_in
     data = pack(packed_samples, tmp_path / "packed", meta={}, workers=1, artifacts=fit_artifacts(raw, config))
     ids = splits(data.columns, data.vocabulary, config)["val"]
     loader = Loader(
-        data, settings=DataSettings(decode="cpu"), image=ImageSettings(), sound=AudioSettings(frames=1000),
+        data, settings=DataSettings(decode="cpu"), image=ImageSettings(), audio=AudioSettings(frames=1000),
         augmentation=AugmentSettings(), seed=0, rank=0, world_size=1, device=torch.device("cpu"), threads=1,
         channels_last=False, decode="cpu",
     )  # fmt: skip

@@ -13,7 +13,7 @@ from tests.slurm.cluster_runs import LAB_FILE, job_of, kill_rank, lines, steps_o
 from tests.slurm.conftest import Lab
 from tests.training import FAMILIES
 from trainyard.config import compose, thaw
-from trainyard.data.prepare import ready_data
+from trainyard.data.prepare import prepare_data
 from trainyard.report import sweep_page as results
 from trainyard.report.sweep_page import estimate_mean
 from trainyard.runs import folder as runs
@@ -35,7 +35,7 @@ def asks_lab(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> Lab:
 def packed(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Packed stripes."""
     cache = tmp_path_factory.mktemp("stripes")
-    return ready_data(compose("stripes", [f"data.cache={cache}"], FAMILIES), FAMILIES).data.path
+    return prepare_data(compose("stripes", [f"data.cache={cache}"], FAMILIES), FAMILIES).data.path
 
 
 def once(folder: Path) -> Path:

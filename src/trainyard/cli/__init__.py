@@ -113,7 +113,7 @@ def _add_ranks(verb: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from trainyard.data.prepare import ready_data
+    from trainyard.data.prepare import prepare_data
 
     config = configs.compose(args.job, args.overrides, args.jobs)
     count = _rank_count(args)
@@ -121,7 +121,7 @@ def _run(args: argparse.Namespace) -> int:
         return _train(_await_run(args.runs / args.job / _name_needed(args)), args, count)
     if _is_launched():
         _name_needed(args)
-    config = ready_data(config, args.jobs)
+    config = prepare_data(config, args.jobs)
     run = args.runs / args.job / args.name if args.name else None
     if run is not None and (run / runs.CONFIG).is_file():
         with RunLock(run, break_other_host=args.break_lock):

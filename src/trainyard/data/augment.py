@@ -1,4 +1,4 @@
-"""How each sample is changed in an epoch: parameters as a pure function of (seed, epoch, sample id)."""
+"""Augmentation parameters of each sample: a pure function of (seed, epoch, sample id)."""
 
 import math
 from collections.abc import Sequence
@@ -11,54 +11,58 @@ from trainyard.settings import AugmentSettings
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)  # 2**64 over the golden ratio, SplitMix64's increment
 _DRAWS = 13
 _NOISE = 32
-_GEOMETRY, _FOR_THE_JOB, _START, _SHAPE = range(4)  # streams of numbers that have nothing to do with each other
+_GEOMETRY, _JOB_NOISE, _AUDIO_START, _INPUT_SCALE = range(4)  # independent streams of random numbers
 
 
 @dataclass(frozen=True)
 class Parameters:
-    """What happens to the B images of a micro-batch, the same for either decode back end.
+    """How the B images of a micro-batch are augmented, the same for either decode back end.
 
-    The back end cuts `box` out of the image, resizes it and mirrors it. The device then resamples through `theta`
+    The back end crops `box` from the image, resizes it and mirrors it. The device then resamples through `theta`
     and applies gain and contrast (`data/device.py`).
     """
 
-    box: np.ndarray  # (B, 4) int32: y, x, height, width in source pixels; may reach beyond the image
+    box: np.ndarray  # (B, 4) int32: y, x, height, width in source pixels; may extend beyond the image
     flip: np.ndarray  # (B,) bool: mirror left-right
     theta: np.ndarray  # (B, 2, 3) float32: output to input coordinates in [-1, 1], as torch's affine_grid takes them
     gain: np.ndarray  # (B,) float32 factor
     contrast: np.ndarray  # (B,) float32 factor about mid-gray
 
 
-def uniforms(*, seed: int, epoch: int, sample_ids: np.ndarray, count: int, stream: int = 0) -> np.ndarray:
+def draw_uniforms(*, seed: int, epoch: int, sample_ids: np.ndarray, count: int, stream: int = 0) -> np.ndarray:
     """Return (B, count) float64 in [0, 1), each a hash of (seed, epoch, sample id, position, stream) and nothing else.
 
-    The hash is SplitMix64's output function (Steele, Lea and Flood, OOPSLA 2014) applied to counters, so any sample's
-    numbers can be had without those before it, on any rank, after any restart.
+    The hash is SplitMix64's output function (Steele, Lea and Flood, OOPSLA 2014) applied to counters, so any rank can
+    compute any sample's numbers directly, also after a restart.
     """
     with np.errstate(over="ignore"):
-        key = _mix(_mix(np.array([seed], dtype=np.uint64) + _GAMMA) + np.uint64(epoch))
-        key = _mix(key + sample_ids.astype(np.uint64) * _GAMMA) + np.uint64(stream << 32) * _GAMMA
-        bits = _mix(key[:, None] + np.arange(1, count + 1, dtype=np.uint64) * _GAMMA)
+        key = _mix_bits(_mix_bits(np.array([seed], dtype=np.uint64) + _GAMMA) + np.uint64(epoch))
+        key = _mix_bits(key + sample_ids.astype(np.uint64) * _GAMMA) + np.uint64(stream << 32) * _GAMMA
+        bits = _mix_bits(key[:, None] + np.arange(1, count + 1, dtype=np.uint64) * _GAMMA)
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-def noise(*, seed: int, epoch: int, sample_ids: np.ndarray) -> np.ndarray:
-    """Return (B, 32) float32 in [0, 1): numbers for what a job augments itself."""
-    drawn = uniforms(seed=seed, epoch=epoch, sample_ids=sample_ids, count=_NOISE, stream=_FOR_THE_JOB)
-    below_one: np.ndarray = np.minimum(drawn.astype(np.float32), np.float32(1 - 2**-24))
+def draw_noise(*, seed: int, epoch: int, sample_ids: np.ndarray) -> np.ndarray:
+    """Return (B, 32) float32 in [0, 1): random numbers for a job's own augmentation."""
+    u = draw_uniforms(seed=seed, epoch=epoch, sample_ids=sample_ids, count=_NOISE, stream=_JOB_NOISE)
+    below_one: np.ndarray = np.minimum(u.astype(np.float32), np.float32(1 - 2**-24))
     return below_one
 
 
-def starts(*, seed: int, epoch: int, sample_ids: np.ndarray, spare: np.ndarray) -> np.ndarray:
-    """Return (B,) int64, where to cut a sound: uniform in 0 .. `spare` (B,), the frames it has more than are taken."""
-    u = uniforms(seed=seed, epoch=epoch, sample_ids=sample_ids, count=1, stream=_START)[:, 0]
+def draw_starts(*, seed: int, epoch: int, sample_ids: np.ndarray, spare: np.ndarray) -> np.ndarray:
+    """Return (B,) int64, the first frame of each audio crop: uniform in 0 .. `spare`.
+
+    Args:
+        spare: (B,) frames of the recording minus frames of the crop; negative counts as 0.
+    """
+    u = draw_uniforms(seed=seed, epoch=epoch, sample_ids=sample_ids, count=1, stream=_AUDIO_START)[:, 0]
     start: np.ndarray = np.floor(u * (np.maximum(spare, 0) + 1)).astype(np.int64)
     return start
 
 
-def crop_scale(scales: list[float], *, seed: int, epoch: int, batch: int) -> float:
-    """Return the factor on the input's size in one global batch."""
-    u = uniforms(seed=seed, epoch=epoch, sample_ids=np.array([batch]), count=1, stream=_SHAPE)[0, 0]
+def choose_scale(scales: list[float], *, seed: int, epoch: int, batch: int) -> float:
+    """Return the factor on the model's input size for one global batch."""
+    u = draw_uniforms(seed=seed, epoch=epoch, sample_ids=np.array([batch]), count=1, stream=_INPUT_SCALE)[0, 0]
     return scales[int(u * len(scales))]
 
 
@@ -72,7 +76,7 @@ def draw(
     height_px: int,
     width_px: int,
     letterbox: bool = False,
-    kept: Sequence[np.ndarray] = (),
+    keep_boxes: Sequence[np.ndarray] = (),
 ) -> Parameters:
     """Draw the parameters of a training micro-batch.
 
@@ -80,49 +84,53 @@ def draw(
         sample_ids: (B,) int64.
         regions: (B, 4) int32, the part of each image that counts as the whole: y, x, height, width.
         height_px, width_px: of the model's input.
-        letterbox: keep the aspect ratio, and scale as `scale_min` and `scale_max` say instead of cropping.
-        kept: with letterbox, B arrays (L, 4) of boxes x0, y0, x1, y1 in pixels; one of each is to stay in the crop.
+        letterbox: keep the aspect ratio, and scale between `scale_min` and `scale_max` instead of cropping.
+        keep_boxes: with letterbox, B arrays (L, 4) of boxes x0, y0, x1, y1 in pixels; each crop keeps one of its own.
     """
-    u = uniforms(seed=seed, epoch=epoch, sample_ids=sample_ids, count=_DRAWS).T
+    u = draw_uniforms(seed=seed, epoch=epoch, sample_ids=sample_ids, count=_DRAWS).T
     angle = math.radians(settings.rotate_deg) * (2 * u[5] - 1)
-    zoom = _log_uniform(u[6], 1 + settings.zoom)
+    zoom = _map_to_log_uniform(u[6], 1 + settings.zoom)
     shift = 2 * settings.shift * (2 * u[7:9] - 1)  # the image spans 2 units
-    box = _crop(settings, regions, u[:4])
+    box = _draw_crop(settings, regions, u[:4])
     if letterbox:
         low, high = math.log(settings.scale_min), math.log(settings.scale_max)
         scale = np.exp(low + (high - low) * u[0])
-        box = _letterbox(regions, height_px, width_px, scale, place=u[1:3] if low or high else None)
-        box = _keeping(box, regions, kept, u[11], u[1:3]) if len(kept) else box
+        box = _fit_letterbox(regions, height_px, width_px, scale, place=u[1:3] if low or high else None)
+        box = _shift_to_keep_a_box(box, regions, keep_boxes, u[11], u[1:3]) if len(keep_boxes) else box
     return Parameters(
         box=box,
         flip=u[4] < settings.flip,
-        theta=_theta(angle, zoom, shift, width_px / height_px),
+        theta=_compute_theta(angle, zoom, shift, width_px / height_px),
         gain=(1 + settings.gain * (2 * u[9] - 1)).astype(np.float32),
-        contrast=_log_uniform(u[10], 1 + settings.contrast).astype(np.float32),
+        contrast=_map_to_log_uniform(u[10], 1 + settings.contrast).astype(np.float32),
     )
 
 
-def neutral(regions: np.ndarray, *, letterbox: tuple[int, int] | None = None) -> Parameters:
-    """Return the parameters of evaluation: each region as it is, or fitted into a height and width of the input."""
+def build_neutral(regions: np.ndarray, *, letterbox: tuple[int, int] | None = None) -> Parameters:
+    """Return the parameters for evaluation, which augment nothing.
+
+    Args:
+        letterbox: height and width of the model's input to fit each region into; None: stretch the region.
+    """
     count = len(regions)
     one, zero = np.ones(count), np.zeros(count)
     return Parameters(
-        box=_letterbox(regions, *letterbox, one, place=None) if letterbox else regions.astype(np.int32),
+        box=_fit_letterbox(regions, *letterbox, one, place=None) if letterbox else regions.astype(np.int32),
         flip=np.zeros(count, dtype=bool),
-        theta=_theta(zero, one, np.zeros((2, count)), 1.0),
+        theta=_compute_theta(zero, one, np.zeros((2, count)), 1.0),
         gain=one.astype(np.float32),
         contrast=one.astype(np.float32),
     )
 
 
-def affine(p: Parameters, *, height_px: int, width_px: int) -> np.ndarray:
-    """Return (B, 2, 3) float32 that takes (x, y, 1) in pixels of the stored image to pixels of the model's input.
+def compute_affine(p: Parameters, *, height_px: int, width_px: int) -> np.ndarray:
+    """Return (B, 2, 3) float32, which maps (x, y, 1) in pixels of the stored image to pixels of the model's input.
 
     Pixels are areas here: the upper left corner of an image is (0, 0), that of its second pixel (1, 0).
     """
     y, x, height, width = p.box.T.astype(np.float64)
     mirror = np.where(p.flip, -1.0, 1.0)
-    # Either side of the decoded image spans [-1, 1], and theta takes the output's coordinates to these.
+    # Each axis of the decoded image spans [-1, 1]; theta maps output coordinates to these.
     decoded = np.zeros((len(y), 3, 3))
     decoded[:, 0, 0], decoded[:, 0, 2] = mirror * 2 / width, mirror * (-2 * x / width - 1)
     decoded[:, 1, 1], decoded[:, 1, 2] = 2 / height, -2 * y / height - 1
@@ -134,46 +142,46 @@ def affine(p: Parameters, *, height_px: int, width_px: int) -> np.ndarray:
     return whole.astype(np.float32)
 
 
-def warps(settings: AugmentSettings) -> bool:
-    """Tell whether `theta` can differ from the identity, that is, whether resampling is worth its time."""
+def needs_resampling(settings: AugmentSettings) -> bool:
+    """Return whether `theta` can differ from the identity."""
     return bool(settings.rotate_deg or settings.shift or settings.zoom)
 
 
-def _mix(x: np.ndarray) -> np.ndarray:
+def _mix_bits(x: np.ndarray) -> np.ndarray:
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     mixed: np.ndarray = x ^ (x >> np.uint64(31))
     return mixed
 
 
-def _log_uniform(u: np.ndarray, high: float) -> np.ndarray:
+def _map_to_log_uniform(u: np.ndarray, high: float) -> np.ndarray:
     """Map [0, 1) to a factor between 1 / high and high, uniform in its logarithm."""
     factor: np.ndarray = np.exp(math.log(high) * (2 * u - 1))
     return factor
 
 
-def _theta(angle: np.ndarray, zoom: np.ndarray, shift: np.ndarray, aspect: float) -> np.ndarray:
+def _compute_theta(angle: np.ndarray, zoom: np.ndarray, shift: np.ndarray, aspect: float) -> np.ndarray:
     """Return (B, 2, 3) float32: rotate by `angle`, enlarge by `zoom`, move by `shift` (2, B).
 
-    Coordinates run over [-1, 1] along either side, whatever its length: without `aspect` (width over height) a
-    rotation would shear an image that is not square.
+    Coordinates span [-1, 1] along either side, whatever its length: without `aspect` (width over height) a rotation
+    would shear an image that is not square.
     """
     cos, sin = np.cos(angle) / zoom, np.sin(angle) / zoom
     rows = np.stack([cos, -sin / aspect, shift[0], sin * aspect, cos, shift[1]], axis=1)
     return rows.reshape(-1, 2, 3).astype(np.float32)
 
 
-def _crop(settings: AugmentSettings, regions: np.ndarray, u: np.ndarray) -> np.ndarray:
-    """Return (B, 4) int32 random-resized crops of the regions; the regions themselves where cropping is off.
+def _draw_crop(settings: AugmentSettings, regions: np.ndarray, u: np.ndarray) -> np.ndarray:
+    """Return (B, 4) int32 random-resized crops of the regions; the regions themselves if cropping is off.
 
-    Area and aspect ratio as in Szegedy et al. 2015 (arXiv:1409.4842, section 6): a share of the area uniform in
-    [crop_area_min, 1], log-uniform aspect ratio; a side that would not fit is cut to the region's.
+    Area and aspect ratio follow Szegedy et al. 2015 (arXiv:1409.4842, section 6): a share of the area uniform in
+    [crop_area_min, 1], a log-uniform aspect ratio; a side longer than the region's is shortened to it.
     """
     if settings.crop_area_min == 1 and settings.crop_aspect_max == 1:
         return regions.astype(np.int32)
     top, left, height, width = regions.T.astype(np.float64)
     area = height * width * (settings.crop_area_min + (1 - settings.crop_area_min) * u[0])
-    ratio = _log_uniform(u[1], settings.crop_aspect_max)
+    ratio = _map_to_log_uniform(u[1], settings.crop_aspect_max)
     crop_height = np.clip(np.rint(np.sqrt(area / ratio)), 1, height)
     crop_width = np.clip(np.rint(np.sqrt(area * ratio)), 1, width)
     y = top + np.floor(u[2] * (height - crop_height + 1))
@@ -181,14 +189,14 @@ def _crop(settings: AugmentSettings, regions: np.ndarray, u: np.ndarray) -> np.n
     return np.stack([y, x, crop_height, crop_width], axis=1).astype(np.int32)
 
 
-def _letterbox(
+def _fit_letterbox(
     regions: np.ndarray, height_px: int, width_px: int, scale: np.ndarray, *, place: np.ndarray | None
 ) -> np.ndarray:
     """Return (B, 4) int32 windows of the input's aspect ratio, rounded to whole pixels of the image.
 
     Args:
-        scale: (B,) relative to the fit, in which the region just fills the input in one direction.
-        place: (2, B) in [0, 1), where between its extremes a window lies; None: the region in the upper left corner.
+        scale: (B,) relative to the fit, at which the region just fills the input in one direction.
+        place: (2, B) in [0, 1), the window's position between its extremes; None: the region's upper left corner.
     """
     corner, sides = regions[:, :2].astype(np.float64), regions[:, 2:].astype(np.float64)
     fit = np.minimum(height_px / sides[:, 0], width_px / sides[:, 1]) * scale
@@ -199,12 +207,12 @@ def _letterbox(
     return np.concatenate([corner, window], axis=1).astype(np.int32)
 
 
-def _keeping(
-    box: np.ndarray, regions: np.ndarray, kept: Sequence[np.ndarray], choice: np.ndarray, place: np.ndarray
+def _shift_to_keep_a_box(
+    box: np.ndarray, regions: np.ndarray, keep_boxes: Sequence[np.ndarray], choice: np.ndarray, place: np.ndarray
 ) -> np.ndarray:
-    """Move windows so that each holds one of the image's boxes: whole if it fits, else about its centre."""
+    """Move each window so that it contains one of the image's boxes: all of it if it fits, else its centre."""
     moved = box.copy()
-    for i, boxes in enumerate(kept):
+    for i, boxes in enumerate(keep_boxes):
         if not len(boxes):
             continue
         x0, y0, x1, y1 = boxes[int(choice[i] * len(boxes))].astype(np.float64)

@@ -1,4 +1,4 @@
-"""The reference decoder: Pillow, torch and soundfile on the host. Says what decoding means; DALI must agree with it."""
+"""The reference decoder: Pillow, torch and soundfile on the host. It defines decoding; DALI must agree with it."""
 
 import io
 import threading
@@ -25,11 +25,11 @@ class Request:
     records: list[np.ndarray]  # B encoded images, uint8
     shapes: np.ndarray  # (B, 3) int32: height, width, channels of each
     parameters: Parameters
-    out: Tensor  # (B, H, W, C) uint8 on the host, the loader's buffer; the decoder fills it
+    out: Tensor  # (B, H, W, C) uint8 on the host, the loader's buffer, which the decoder fills
 
 
 def decode(requests: Iterator[Request], *, channels: int, fill: int, threads: int) -> Iterator[Tensor]:
-    """Decode, cut, resize and mirror, one micro-batch per request.
+    """Decode, crop, resize and mirror, one micro-batch per request.
 
     Yields:
         (B, H, W, C) uint8: the request's `out`. Resizing is bilinear with antialiasing (a triangle filter as wide as
@@ -38,10 +38,10 @@ def decode(requests: Iterator[Request], *, channels: int, fill: int, threads: in
     with get_pool(threads) as pool:
         for request in requests:
 
-            def cut_one(i: int, request: Request = request) -> Tensor:
-                return cut(_decode_one(request.records[i], channels), request.parameters.box[i], fill)
+            def crop_image(i: int, request: Request = request) -> Tensor:
+                return crop(_decode_image(request.records[i], channels), request.parameters.box[i], fill)
 
-            place_all(cut_one, request, pool, threads)
+            resize_all(crop_image, request, pool, threads)
             yield request.out
 
 
@@ -59,43 +59,43 @@ def _decode_audio_record(record: np.ndarray) -> np.ndarray:
 
 @contextmanager
 def get_pool(threads: int) -> Iterator[ThreadPoolExecutor]:
-    """Threads that each work on images of their own, and ask OpenMP for no helpers.
+    """Start threads that each process whole images without OpenMP's intra-op threads.
 
-    An image is just large enough for torch to share the copying of its bytes between all cores. With every thread of
-    the pool doing so, they wait for each other more than they copy.
+    An image is just large enough for torch to spread the copying of its bytes over all cores. If every thread of the
+    pool did so, they would wait for each other more than they copy.
     """
-    wanted, started = torch.get_num_threads(), threading.Barrier(threads + 1)
+    process_threads, started = torch.get_num_threads(), threading.Barrier(threads + 1)
 
     def start() -> None:
-        torch.get_num_threads()  # the first call in a thread takes over the process's number
-        torch.set_num_threads(1)  # this thread's, and of all threads that start from now on
+        torch.get_num_threads()  # the first call in a thread inherits the process's number
+        torch.set_num_threads(1)  # for this thread, and for all threads that start from now on
         started.wait()
 
     with ThreadPoolExecutor(threads, thread_name_prefix="decode", initializer=start) as pool:
         for _ in range(threads):
             pool.submit(int)
         started.wait()
-        torch.set_num_threads(wanted)  # of threads that start from now on
+        torch.set_num_threads(process_threads)  # for threads that start from now on
         yield pool
 
 
-def place_all(cut_one: Callable[[int], Tensor], request: Request, pool: ThreadPoolExecutor, threads: int) -> None:
+def resize_all(crop_image: Callable[[int], Tensor], request: Request, pool: ThreadPoolExecutor, threads: int) -> None:
     """Resize and mirror the images of a request into its buffer.
 
     Args:
-        cut_one: gives the box of image 0 .. B - 1, (h, w, C) uint8.
+        crop_image: returns the box of image 0 .. B - 1, (h, w, C) uint8.
     """
-    slots, flip = request.out.unbind(), request.parameters.flip.tolist()
+    out, flip = request.out.unbind(), request.parameters.flip.tolist()
 
-    def stride(first: int) -> None:  # a task of its own for each image would cost as much
-        for i in range(first, len(slots), threads):
-            place(cut_one(i), slots[i], flip=flip[i])
+    def resize_stride(first: int) -> None:  # one task per image would cost as much as its work
+        for i in range(first, len(out), threads):
+            resize(crop_image(i), out[i], flip=flip[i])
 
-    list(pool.map(stride, range(threads)))
+    list(pool.map(resize_stride, range(threads)))
 
 
-def cut(image_HWC: Tensor, box: np.ndarray, fill: int) -> Tensor:
-    """Return the box (y, x, height, width) of an image as (h, w, C) uint8; `fill` where it reaches outside."""
+def crop(image_HWC: Tensor, box: np.ndarray, fill: int) -> Tensor:
+    """Return the box (y, x, height, width) of an image as (h, w, C) uint8, with `fill` outside the image."""
     y, x, height, width = (int(v) for v in box)
     rows, columns, channels = image_HWC.shape
     if y >= 0 and x >= 0 and y + height <= rows and x + width <= columns:
@@ -107,8 +107,8 @@ def cut(image_HWC: Tensor, box: np.ndarray, fill: int) -> Tensor:
     return padded
 
 
-def place(image_HWC: Tensor, out_HWC: Tensor, *, flip: bool) -> None:
-    """Resize an image into its place in the batch, mirrored if asked; both uint8.
+def resize(image_HWC: Tensor, out_HWC: Tensor, *, flip: bool) -> None:
+    """Resize an image into `out_HWC`, mirrored if `flip`; both uint8.
 
     Calls the operator behind `interpolate(..., antialias=True)` with its `out` argument: writing in place saves an
     allocation and a copy, two fifths of the time. Mirroring rows of whole pixels afterwards is a sixth of the rest.
@@ -116,7 +116,7 @@ def place(image_HWC: Tensor, out_HWC: Tensor, *, flip: bool) -> None:
     height, width, channels = out_HWC.shape
     target_1CHW = out_HWC.permute(2, 0, 1)[None]
     source_1CHW = image_HWC.permute(2, 0, 1)[None]
-    if channels == 1:  # a single channel is dense in either layout; say so, or the operator takes a slow path
+    if channels == 1:  # dense in either layout, but the operator takes a slow path unless the strides are NCHW's
         source_1CHW, target_1CHW = source_1CHW.contiguous(), out_HWC.view(1, 1, height, width)
     if source_1CHW.shape == target_1CHW.shape:
         target_1CHW.copy_(source_1CHW)
@@ -127,7 +127,7 @@ def place(image_HWC: Tensor, out_HWC: Tensor, *, flip: bool) -> None:
         out_HWC.copy_(out_HWC.flip(1))
 
 
-def _decode_one(record: np.ndarray, channels: int) -> Tensor:
+def _decode_image(record: np.ndarray, channels: int) -> Tensor:
     """Return (H, W, C) uint8."""
     with Image.open(io.BytesIO(record.data)) as image:
         image.draft(_MODES[channels], image.size)  # gray of a colour JPEG is its luma as stored, as for DALI

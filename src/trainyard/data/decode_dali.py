@@ -1,4 +1,4 @@
-"""Decoding with NVIDIA DALI: on the GPU where there is one, with DALI's CPU operators otherwise.
+"""Decodes with NVIDIA DALI: on the GPU if there is one, with DALI's CPU operators otherwise.
 
 The only file that imports nvidia.dali.
 """
@@ -14,11 +14,11 @@ from nvidia.dali.tensors import TensorCPU
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from trainyard.data.decode_cpu import Request, cut, get_pool, place_all
+from trainyard.data.decode_cpu import Request, crop, get_pool, resize_all
 
 _QUEUE = 3  # batches that DALI decodes ahead on the host
-_TOGETHER = 128  # images; fewer are slower on two cores, more are not faster
-_TOGETHER_BYTES = 32 << 20  # of decoded images: a limit on the queue's memory where they are large
+_GROUP_IMAGES = 128  # images per DALI batch; fewer are slower on two cores, more are not faster
+_GROUP_BYTES = 32 << 20  # decoded bytes per DALI batch: limits the queue's memory if images are large
 
 
 def decode(
@@ -30,128 +30,135 @@ def decode(
     max_batch_size: int,
     device_id: int | None,
 ) -> Iterator[Tensor]:
-    """Decode, cut, resize and mirror, one micro-batch per request, as `decode_cpu.decode` does.
+    """Decode, crop, resize and mirror, one micro-batch per request, as `decode_cpu.decode` does.
 
-    Without a GPU DALI decodes only the box (bit-equal to cutting the whole image) and torch resizes into the
-    request's buffer, because DALI's antialiased CPU resize alone costs as much as the decoding. With a GPU all of it
-    runs there, and what is yielded is new memory on the device.
+    Without a GPU, DALI decodes only the box (bit-equal to cropping the whole image) and torch resizes into the
+    request's buffer, because DALI's antialiased CPU resize alone costs as much as the decoding. With a GPU, everything
+    runs there, and the result is new memory on the device.
 
     Args:
-        max_batch_size: of all requests.
-        device_id: CUDA device, or None for the host.
+        max_batch_size: the largest number of images in any request.
+        device_id: CUDA device; None: decode on the host.
 
     Yields:
         (B, H, W, C) uint8.
     """
     common = {"channels": channels, "fill": fill, "threads": threads, "max_batch_size": max_batch_size}
-    return _on_host(requests, **common) if device_id is None else _on_gpu(requests, **common, device_id=device_id)
+    return (
+        _decode_on_host(requests, **common)
+        if device_id is None
+        else _decode_on_gpu(requests, **common, device_id=device_id)
+    )
 
 
-def _on_host(
+def _decode_on_host(
     requests: Iterator[Request], *, channels: int, fill: int, threads: int, max_batch_size: int
 ) -> Iterator[Tensor]:
-    """Give DALI several requests at a time: its threads wait for each other at the end of each batch."""
-    waiting: list[tuple[list[Request], np.ndarray]] = []  # asked for by DALI, which runs ahead, and not yet yielded
-    most = -(-_TOGETHER // max_batch_size)
+    """Give DALI several requests per batch, because its threads wait for each other at the end of each batch."""
+    waiting: list[tuple[list[Request], np.ndarray]] = []  # requests that DALI has taken ahead, not yet yielded
+    most = -(-_GROUP_IMAGES // max_batch_size)
 
     def feed() -> tuple[Any, ...]:
-        group = _together(requests, most, channels)
+        group = _group_requests(requests, most, channels)
         box = np.concatenate([request.parameters.box for request in group])
         inner, outer = split_box(box, np.concatenate([request.shapes for request in group]))
         waiting.append((group, outer))
-        return _fed([record for request in group for record in request.records], *np.hsplit(inner, 2))
+        return _wrap_inputs([record for request in group for record in request.records], *np.hsplit(inner, 2))
 
     pipeline = Pipeline(
         batch_size=most * max_batch_size, num_threads=threads, device_id=None, prefetch_queue_depth=_QUEUE
     )
     with pipeline:
-        pipeline.set_outputs(_decode(*_inputs(feed, 3), device="cpu", channels=channels))
+        pipeline.set_outputs(_decode(*_declare_inputs(feed, 3), device="cpu", channels=channels))
     pipeline.build()
     with get_pool(threads) as pool:
-        while (images := _run(pipeline)) is not None:
+        while (images := _run_pipeline(pipeline)) is not None:
             group, outer = waiting.pop(0)
             first = 0
             for request in group:
 
-                def cut_one(i: int, first: int = first, images: Any = images, outer: Any = outer) -> Tensor:
-                    return cut(from_dlpack(images[first + i]), outer[first + i], fill)
+                def crop_image(i: int, first: int = first, images: Any = images, outer: Any = outer) -> Tensor:
+                    return crop(from_dlpack(images[first + i]), outer[first + i], fill)
 
-                place_all(cut_one, request, pool, threads)
+                resize_all(crop_image, request, pool, threads)
                 yield request.out
                 first += len(request.records)
 
 
-def _together(requests: Iterator[Request], most: int, channels: int) -> list[Request]:
-    """Take one request, and up to `most` while what they decode to is little.
+def _group_requests(requests: Iterator[Request], most: int, channels: int) -> list[Request]:
+    """Take one request, and more up to `most` while they decode to less than `_GROUP_BYTES`.
 
     Raises:
-        StopIteration: there is none left; it ends the pipeline.
+        StopIteration: no request is left; it ends the pipeline.
     """
     group = [next(requests)]
     decoded_bytes = 0
     while len(group) < most:
         decoded_bytes += int(group[-1].parameters.box[:, 2:].prod(axis=1).sum()) * channels
-        request = next(requests, None) if decoded_bytes < _TOGETHER_BYTES else None
+        request = next(requests, None) if decoded_bytes < _GROUP_BYTES else None
         if request is None:
             break
         group.append(request)
     return group
 
 
-def _on_gpu(
+def _decode_on_gpu(
     requests: Iterator[Request], *, channels: int, fill: int, threads: int, max_batch_size: int, device_id: int
 ) -> Iterator[Tensor]:
-    held: deque[Request] = deque(maxlen=8)  # DALI reads their records where they lie, and runs ahead by fewer
+    alive: deque[Request] = deque(maxlen=8)  # DALI reads records in place, and runs ahead by fewer than 8 requests
 
     def feed() -> tuple[Any, ...]:
         request = next(requests)  # its StopIteration ends the pipeline
-        held.append(request)
+        alive.append(request)
         inner, outer = split_box(request.parameters.box, request.shapes)
         size = np.tile(np.array(request.out.shape[1:3], dtype=np.int32), (len(inner), 1))
         flip = request.parameters.flip.astype(np.int32)
-        return _fed(request.records, *np.hsplit(inner, 2), *np.hsplit(outer, 2), size, flip)
+        return _wrap_inputs(request.records, *np.hsplit(inner, 2), *np.hsplit(outer, 2), size, flip)
 
     pipeline = Pipeline(batch_size=max_batch_size, num_threads=threads, device_id=device_id, prefetch_queue_depth=2)
     with pipeline:
-        pipeline.set_outputs(_gpu_graph(feed, channels=channels, fill=fill))
+        pipeline.set_outputs(_build_gpu_graph(feed, channels=channels, fill=fill))
     pipeline.build()
-    while (images := _run(pipeline)) is not None:
-        yield from_dlpack(images.as_tensor()).clone()  # DALI takes its memory back two runs later
+    while (images := _run_pipeline(pipeline)) is not None:
+        yield from_dlpack(images.as_tensor()).clone()  # DALI reuses its memory two runs later
 
 
-def _fed(records: list[np.ndarray], *more: np.ndarray) -> tuple[Any, ...]:
-    """Return what `_inputs` declares. Wrapping each record here spares half the time that DALI takes to look at it."""
+def _wrap_inputs(records: list[np.ndarray], *more: np.ndarray) -> tuple[Any, ...]:
+    """Return the inputs that `_declare_inputs` declares.
+
+    Wrapping each record here halves the time that DALI spends on inspecting it.
+    """
     return ([TensorCPU(record) for record in records], *map(np.ascontiguousarray, more))
 
 
 def decode_audio(
     batches: Iterator[list[np.ndarray]], *, threads: int, max_batch_size: int
 ) -> Iterator[list[np.ndarray]]:
-    """Decode the WAV or FLAC files of each batch, uint8, to (frames,) int16; DALI decodes sound on the host alone.
+    """Decode the WAV or FLAC files of each batch, uint8, to (frames,) int16; DALI decodes audio on the host only.
 
     Args:
-        max_batch_size: of all batches.
+        max_batch_size: the largest number of files in any batch.
     """
     pipeline = Pipeline(batch_size=max_batch_size, num_threads=threads, device_id=None, prefetch_queue_depth=2)
     with pipeline:
         records = fn.external_source(source=lambda: next(batches), batch=True, no_copy=True, dtype=types.UINT8, ndim=1)
-        sound, _ = fn.decoders.audio(records, dtype=types.INT16, downmix=False)
-        pipeline.set_outputs(fn.squeeze(sound, axes=[1]))
+        audio, _ = fn.decoders.audio(records, dtype=types.INT16, downmix=False)
+        pipeline.set_outputs(fn.squeeze(audio, axes=[1]))
     pipeline.build()
-    while (sounds := _run(pipeline)) is not None:
-        yield [np.array(sounds.at(i)) for i in range(len(sounds))]
+    while (decoded := _run_pipeline(pipeline)) is not None:
+        yield [np.array(decoded.at(i)) for i in range(len(decoded))]
 
 
 def split_box(box: np.ndarray, shapes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Split boxes that may leave their images, since the decoder takes only boxes inside.
+    """Split boxes that may extend beyond their images, since the decoder only takes boxes inside.
 
     Args:
         box: (B, 4) int32 y, x, height, width.
         shapes: (B, 3) height, width, channels.
 
     Returns:
-        inner: (B, 4) int32, the part inside the image; one pixel where there is none.
-        outer: (B, 4) int32, the whole box as seen from the inner one's corner.
+        inner: (B, 4) int32, the part inside the image; one pixel if there is none.
+        outer: (B, 4) int32, the whole box relative to the inner one's corner.
     """
     low = np.maximum(box[:, :2], 0)
     high = np.minimum(box[:, :2] + box[:, 2:], shapes[:, :2])
@@ -162,16 +169,16 @@ def split_box(box: np.ndarray, shapes: np.ndarray) -> tuple[np.ndarray, np.ndarr
     return inner, outer
 
 
-def _run(pipeline: Any) -> Any | None:
-    """Return the next batch of images, None at the end."""
+def _run_pipeline(pipeline: Any) -> Any | None:
+    """Return the next batch, None at the end."""
     try:
         return pipeline.run()[0]
     except StopIteration:
         return None
 
 
-def _inputs(feed: Any, count: int) -> list[Any]:
-    """Declare what `feed` gives: records (uint8), then `count` - 1 int32 inputs; the seventh, flip, is scalar."""
+def _declare_inputs(feed: Any, count: int) -> list[Any]:
+    """Declare what `feed` returns: records (uint8), then `count` - 1 int32 inputs; the seventh, flip, is scalar."""
     return list(
         fn.external_source(
             source=feed,
@@ -192,12 +199,12 @@ def _decode(records: Any, start: Any, size: Any, *, device: str, channels: int) 
         axes=[0, 1],
         device=device,
         output_type=types.GRAY if channels == 1 else types.RGB,  # explicit: ANY_DATA corrupts memory on gray JPEG
-        adjust_orientation=False,  # packing has baked it in
+        adjust_orientation=False,  # packing has applied it
     )
 
 
-def _gpu_graph(feed: Any, *, channels: int, fill: int) -> Any:
-    records, start, shape, outer_start, outer_shape, size, flip = _inputs(feed, 7)
+def _build_gpu_graph(feed: Any, *, channels: int, fill: int) -> Any:
+    records, start, shape, outer_start, outer_shape, size, flip = _declare_inputs(feed, 7)
     images = _decode(records, start, shape, device="mixed", channels=channels)
     images = fn.slice(
         images, outer_start, outer_shape, axes=[0, 1], out_of_bounds_policy="pad", fill_values=[float(fill)]

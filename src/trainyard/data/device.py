@@ -1,11 +1,11 @@
-"""What happens to a batch of images once it is on the device: cast, resample, gain, contrast, normalise."""
+"""Turns decoded images into model input on the device: cast, resample, gain, contrast, normalise."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 
-def to_model_input(
+def prepare_model_input(
     image_BHWC: Tensor,
     *,
     theta: Tensor | None,
@@ -20,13 +20,13 @@ def to_model_input(
 
     Args:
         image_BHWC: uint8.
-        theta: (B, 2, 3) float32, output to input coordinates in [-1, 1]; None leaves the geometry alone.
+        theta: (B, 2, 3) float32, output to input coordinates in [-1, 1]; None: no resampling.
         gain, contrast: (B,) float32; brightness factor, and factor about mid-gray.
         fill: gray level outside the image.
 
     Returns:
-        (B, C, H, W) float32: ((clamp(x) in 0..1) - mean) / std; NHWC in memory when `channels_last`. The caller's
-        buffer may be reused as soon as this has run.
+        (B, C, H, W) float32: ((clamp(x) in 0..1) - mean) / std, in new memory, NHWC if `channels_last`. The caller may
+        reuse `image_BHWC` as soon as this has run.
     """
     layout = torch.channels_last if channels_last else torch.contiguous_format
     x_BCHW = image_BHWC.permute(0, 3, 1, 2).to(torch.float32, memory_format=layout, copy=True).div_(255)
@@ -38,6 +38,6 @@ def to_model_input(
 
 
 def _resample(x_BCHW: Tensor, theta: Tensor, fill: float) -> Tensor:
-    """Sample bilinearly; shifting by `fill` first makes grid_sample's zero padding mean the fill level."""
+    """Sample bilinearly; subtracting `fill` first turns grid_sample's zero padding into the fill level."""
     grid = F.affine_grid(theta, list(x_BCHW.shape), align_corners=False)
     return F.grid_sample(x_BCHW - fill, grid, mode="bilinear", padding_mode="zeros", align_corners=False) + fill

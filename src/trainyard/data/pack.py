@@ -1,4 +1,4 @@
-"""Packing: raw files into shards, in parallel, resumable after a kill, the same bytes for the same input."""
+"""Packs raw files into shards: in parallel, resumable after a kill, the same bytes for the same input."""
 
 import hashlib
 import itertools
@@ -39,9 +39,9 @@ from trainyard.data.write_shard import (
 from trainyard.errors import UserError
 from trainyard.files import DISK_FULL, remove_partials, write_atomically
 
-_DEFAULT_COUNT = 4096  # samples per shard where nothing tells their size
-_PROBE = 64  # samples whose sizes give the mean
-_SHOWN = 5  # bad files named in an error
+_DEFAULT_COUNT = 4096  # samples per shard if their size is unknown
+_PROBE = 64  # samples that the mean size is estimated from
+_MAX_NAMED = 5  # bad files named in an error
 JOURNAL = "packing.json"
 
 Progress = Callable[[int], object]
@@ -49,7 +49,7 @@ Progress = Callable[[int], object]
 
 
 class PackError(UserError):
-    """Raw files cannot be packed, or not into this folder."""
+    """Raw files cannot be packed, or cannot be packed into this folder."""
 
 
 def pack(
@@ -63,63 +63,65 @@ def pack(
     artifacts: Mapping[str, str] | None = None,
     progress: Progress = lambda done: None,
 ) -> ShardSet:
-    """Write a data set, or finish one that was interrupted.
+    """Write a data set, or finish an interrupted one.
 
-    A shard is written aside, flushed to disk and renamed, so each file under its final name is whole; a second call
-    with the same input keeps those and writes the rest. The index comes last: without it there is no data set.
-    Nothing of the time, machine or number of workers enters the files; what raw files they were made of, which tells
-    whether they are up to date, stands beside them in `packing.json`.
+    Each shard is written to a temporary file, flushed to disk and renamed, so a file under its final name is complete;
+    a second call with the same input keeps those files and writes the rest. The index is written last: without it there
+    is no data set. The files do not depend on the time, the machine or the number of workers. `packing.json` next to
+    them lists the raw files that they were made from, which shows whether they are up to date.
 
     Args:
         samples: in their final order; read lazily, a few shards ahead of the writing.
         out: created if missing.
-        meta: plain values that describe the packing and decide, with the samples, whether `out` is up to date.
+        meta: plain values that describe the packing; with the samples they decide whether `out` is up to date.
         workers: processes.
-        skip_bad: leave out raw files that cannot be read, instead of failing after all were tried.
-        shard_mib: size a shard aims at.
-        artifacts: texts that the samples' `load` is called with, a function of raw files and `meta`; kept in the index.
+        skip_bad: leave out raw files that cannot be read, instead of failing after trying all of them.
+        shard_mib: target size of a shard.
+        artifacts: texts passed to the samples' `load`, a function of raw files and `meta`; stored in the index.
 
     Raises:
-        PackError: no samples, two with one key, files that cannot be read, another data set in `out`, or no space.
+        PackError: no samples, two with the same key, unreadable files, another data set in `out`, or a full disk.
     """
     stream = iter(samples)
     head = list(itertools.islice(stream, _PROBE))
     if not head:
-        raise PackError(f"Nothing to pack: the raw folder holds no sample this job knows. {meta.get('expects', '')}")
-    count = _samples_per_shard(head, shard_mib)
+        raise PackError(
+            f"Nothing to pack: the raw folder contains no sample that this job knows. {meta.get('expects', '')}"
+        )
+    count = _choose_samples_per_shard(head, shard_mib)
     out.mkdir(parents=True, exist_ok=True)
     remove_partials(out)
     try:
-        tasks = _tasks(itertools.chain(head, stream), out, count, skip_bad, meta, artifacts)
+        tasks = _plan_shards(itertools.chain(head, stream), out, count, skip_bad, meta, artifacts)
         written = _write_all(tasks, _Journal(out), workers, progress)
         _refuse_bad(written, skip_bad)
         return _finish(out, written, meta, artifacts or {})
     except BrokenProcessPool:
         raise PackError(
-            f"A packing process was killed, most likely because memory ran out ({workers} processes, each holding a "
-            f"shard of about {shard_mib} MiB three times). Finished shards are kept; go on with --workers 1."
+            f"A packing process was killed, most likely because memory ran out ({workers} processes, each with three "
+            f"copies of a shard of about {shard_mib} MiB). Finished shards are kept; resume with --workers 1."
         ) from None
     except OSError as error:
         if error.errno not in DISK_FULL:
             raise
         free = shutil.disk_usage(out).free / 2**20
         raise PackError(
-            f"{out}: no space left ({free:.0f} MiB free). Finished shards are kept: make room, then type the same "
-            "command again, and it goes on from there."
+            f"{out}: no space left ({free:.0f} MiB free). Finished shards are kept: free some space, then run the same "
+            "command again to resume."
         ) from None
 
 
 def read_listing(samples: Iterable[Sample], meta: dict[str, Any]) -> tuple[int, str]:
-    """Return how many samples there are, and a digest of their names, raw files' sizes and times, and `meta`."""
+    """Return the number of samples, and a digest of their names, their raw files' sizes and times, and `meta`."""
     count, digest = 0, hashlib.sha256(json.dumps(meta, sort_keys=True).encode())
     stream = iter(samples)
     while chunk := list(itertools.islice(stream, _DEFAULT_COUNT)):
         count += len(chunk)
-        digest.update(_listing(chunk, meta).encode())
+        digest.update(_hash_listing(chunk, meta).encode())
     return count, digest.hexdigest()
 
 
-def _samples_per_shard(head: Sequence[Sample], shard_mib: float) -> int:
+def _choose_samples_per_shard(head: Sequence[Sample], shard_mib: float) -> int:
     sources = [sample.source for sample in head if sample.source]
     if not sources:
         return _DEFAULT_COUNT
@@ -127,7 +129,7 @@ def _samples_per_shard(head: Sequence[Sample], shard_mib: float) -> int:
     return max(1, math.ceil(shard_mib * 2**20 / mean))
 
 
-def _tasks(
+def _plan_shards(
     samples: Iterable[Sample],
     out: Path,
     count: int,
@@ -140,13 +142,13 @@ def _tasks(
         chunk = list(itertools.islice(stream, count))
         if not chunk:
             return
-        yield ShardTask(out / f"shard-{number:05d}.h5", chunk, _listing(chunk, meta), skip_bad, artifacts)
+        yield ShardTask(out / f"shard-{number:05d}.h5", chunk, _hash_listing(chunk, meta), skip_bad, artifacts)
 
 
-def _listing(chunk: Sequence[Sample], meta: dict[str, Any]) -> str:
-    """Digest what a shard is made of: names, columns, and size and time of the raw files.
+def _hash_listing(chunk: Sequence[Sample], meta: dict[str, Any]) -> str:
+    """Return a digest of what a shard is made from: names, columns, and the raw files' sizes and times.
 
-    Not of `skip_bad`: whoever is told to skip bad files keeps the shards that have none.
+    Not of `skip_bad`: a second call with `skip_bad` keeps the shards without bad files.
     """
     digest = hashlib.sha256(json.dumps([SCHEMA_VERSION, meta], sort_keys=True).encode())
     for sample in chunk:
@@ -157,65 +159,65 @@ def _listing(chunk: Sequence[Sample], meta: dict[str, Any]) -> str:
 
 
 class _Journal:
-    """What the shards of a folder were made of: `packing.json`, kept by the one process that packs."""
+    """`packing.json`: what the shards of a folder were made from. Written by the packing process only."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / JOURNAL
         self._packed_elsewhere = (folder / INDEX).exists() and not self._path.exists()
         self._shards: dict[str, dict[str, Any]] = json.loads(self._path.read_text()) if self._path.exists() else {}
 
-    def finished(self, task: ShardTask) -> WrittenShard | None:
-        """Return what an earlier, interrupted call wrote, if it is made of the same raw files."""
+    def find_finished(self, task: ShardTask) -> WrittenShard | None:
+        """Return the shard that an earlier, interrupted call wrote, if it was made from the same raw files."""
         if not task.path.exists():
             return None
         if self._packed_elsewhere:
             raise PackError(
-                f"{task.path.parent}: holds packed data without the {JOURNAL} that says what they were made of. "
-                "Use them as they are, or choose an empty folder for the output."
+                f"{task.path.parent}: contains packed data, but no {JOURNAL} that lists what it was made from. "
+                "Use the data as it is, or choose an empty folder for the output."
             )
         entry = self._shards.get(task.path.name)
         if entry is None:
-            return None  # killed before it was noted: written again, to the same bytes
+            return None  # the process was killed before adding the entry; writing again gives the same bytes
         if entry["listing"] != task.listing:
             raise PackError(
-                f"{task.path}: made of other raw files, or packed with other options. "
+                f"{task.path}: made from other raw files, or packed with other options. "
                 "Choose an empty folder for the output, or delete this one."
             )
         bad = [(str(key), str(reason)) for key, reason in entry["bad"]]
         return WrittenShard(task.path, entry["sha256"], int(entry["count"]), bad)
 
-    def note(self, task: ShardTask, written: WrittenShard) -> None:
-        """Add a shard that is whole and on disk."""
+    def add(self, task: ShardTask, written: WrittenShard) -> None:
+        """Add a shard that is complete and on disk."""
         entry = {"listing": task.listing, "sha256": written.sha256, "count": written.count, "bad": written.bad}
         self._shards[task.path.name] = entry
         write_atomically(self._path, json.dumps(dict(sorted(self._shards.items())), indent=1))
 
 
 def _write_all(tasks: Iterator[ShardTask], journal: _Journal, workers: int, progress: Progress) -> list[WrittenShard]:
-    """Write the shards that are missing, a bounded number at a time; return all, in order."""
-    context = multiprocessing.get_context("spawn")  # fork would copy threads' locks
-    done = context.Value("q", 0)
+    """Write the missing shards, a bounded number at a time; return all shards in order."""
+    context = multiprocessing.get_context("spawn")  # fork would copy locks that other threads hold
+    done_count = context.Value("q", 0)
     written: list[WrittenShard] = []
     running: dict[Future[WrittenShard], ShardTask] = {}
     reported = 0
-    with ProcessPoolExecutor(workers, context, initializer=start_worker, initargs=(sys.path, done)) as pool:
+    with ProcessPoolExecutor(workers, context, initializer=start_worker, initargs=(sys.path, done_count)) as pool:
         try:
             for task in itertools.chain(tasks, [None]):
                 if task is not None:
-                    kept = journal.finished(task)
-                    if kept is None:
+                    finished = journal.find_finished(task)
+                    if finished is None:
                         running[pool.submit(write_shard, task)] = task
                     else:
-                        written.append(kept)
+                        written.append(finished)
                         progress(len(task.samples))
                 while running and (task is None or len(running) >= 2 * workers):
                     for future in wait(running, timeout=0.2, return_when=FIRST_COMPLETED).done:
                         written.append(future.result())
-                        finished = running.pop(future)
+                        done_task = running.pop(future)
                         if written[-1].sha256:
-                            journal.note(finished, written[-1])
-                    progress(done.value - reported)
-                    reported = done.value
+                            journal.add(done_task, written[-1])
+                    progress(done_count.value - reported)
+                    reported = done_count.value
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
@@ -225,18 +227,22 @@ def _write_all(tasks: Iterator[ShardTask], journal: _Journal, workers: int, prog
 def _refuse_bad(written: Sequence[WrittenShard], skip_bad: bool) -> None:
     bad = [entry for shard in written for entry in shard.bad]
     if bad and not skip_bad:
-        shown = "".join(f"\n  {key}: {reason}" for key, reason in bad[:_SHOWN])
-        more = f"\n  and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
+        named = "".join(f"\n  {key}: {reason}" for key, reason in bad[:_MAX_NAMED])
+        more = f"\n  and {len(bad) - _MAX_NAMED} more" if len(bad) > _MAX_NAMED else ""
         raise PackError(
-            f"{len(bad)} of {sum(s.count + len(s.bad) for s in written)} raw samples cannot be read:{shown}{more}\n"
-            "Mend or remove them, or leave them out: data.on_error=skip"
+            f"{len(bad)} of {sum(s.count + len(s.bad) for s in written)} raw samples cannot be read:{named}{more}\n"
+            "Repair or remove them, or leave them out: data.on_error=skip"
         )
     if not any(shard.count for shard in written):
-        raise PackError(f"None of the {len(bad)} raw files can be read; the first: {bad[0][0]}: {bad[0][1]}")
+        raise PackError(f"None of the {len(bad)} raw files can be read. The first: {bad[0][0]}: {bad[0][1]}")
 
 
 def _finish(out: Path, written: Sequence[WrittenShard], meta: dict[str, Any], artifacts: Mapping[str, str]) -> ShardSet:
-    """Write the index, unless the one there says the same; remove what is left of a longer, earlier packing."""
+    """Write the index, unless the existing one has the same content.
+
+    Raises:
+        PackError: the folder contains shards of another data set.
+    """
     content = hashlib.sha256("".join(shard.sha256 for shard in written).encode()).hexdigest()
     index = out / INDEX
     if index.exists():
@@ -250,15 +256,15 @@ def _finish(out: Path, written: Sequence[WrittenShard], meta: dict[str, Any], ar
         file.attrs.update(schema_version=SCHEMA_VERSION, content=content, meta=json.dumps(meta, sort_keys=True))
         file.attrs["skipped"] = sum(len(shard.bad) for shard in written)
         _write_index(file, [shard for shard in written if shard.count])
-        kept = file.create_group("learned")
+        group = file.create_group("learned")
         for name, text in artifacts.items():
-            kept[name] = np.frombuffer(text.encode(), dtype=np.uint8)
+            group[name] = np.frombuffer(text.encode(), dtype=np.uint8)
         publish(file, index)
     return ShardSet(out)
 
 
 def _write_index(file: h5py.File, written: Sequence[WrittenShard]) -> None:
-    """Join the shards' columns and record places; code text columns by a vocabulary over all shards."""
+    """Concatenate the shards' columns and record positions; encode text columns by one vocabulary for all shards."""
     file.attrs["count"] = sum(shard.count for shard in written)
     shards = file.create_group("shards")
     write_texts(shards.create_group("name"), [shard.path.name for shard in written])
@@ -268,7 +274,7 @@ def _write_index(file: h5py.File, written: Sequence[WrittenShard]) -> None:
     parts = [open_shard(shard.path) for shard in written]
     try:
         keys = [key for part in parts for key in read_text(part[f"columns/{KEY}"])]
-        _refuse_doubles(keys)
+        _refuse_duplicates(keys)
         write_texts(file.create_group(KEY), keys)
         for group in ("columns", "vocabulary", "records"):
             file.create_group(group)
@@ -276,8 +282,8 @@ def _write_index(file: h5py.File, written: Sequence[WrittenShard]) -> None:
             _join_column(file, name, parts)
         for name in parts[0]["records"]:
             group = file.create_group(f"records/{name}")
-            kinds = {_kind(part[f"records/{name}"]) for part in parts}
-            assert len(kinds) == 1, f"{name} is not the same in all shards: {sorted(kinds)}"
+            kinds = {_read_kind(part[f"records/{name}"]) for part in parts}
+            assert len(kinds) == 1, f"{name} differs between shards: {sorted(kinds)}"
             group.attrs.update(parts[0][f"records/{name}"].attrs)
             for array in ("start", "size", "crc", "shape"):
                 group[array] = np.concatenate([part[f"records/{name}/{array}"][:] for part in parts])
@@ -286,8 +292,8 @@ def _write_index(file: h5py.File, written: Sequence[WrittenShard]) -> None:
             part.close()
 
 
-def _kind(group: h5py.Group) -> tuple[str, str, tuple[int, ...]]:
-    """Return what all shards must agree on: the kind, the element type, and an array's shape as far as it is fixed."""
+def _read_kind(group: h5py.Group) -> tuple[str, str, tuple[int, ...]]:
+    """Return what must be equal in all shards: the kind, the dtype, and the fixed part of an array's shape."""
     kind, shape = str(group.attrs["kind"]), tuple(group["shape"][0].tolist())
     return kind, str(group.attrs["dtype"]), {ARRAY: shape, RAGGED: shape[1:]}.get(kind, ())
 
@@ -303,9 +309,9 @@ def _join_column(file: h5py.File, name: str, parts: Sequence[h5py.File]) -> None
     write_texts(file.create_group(f"vocabulary/{name}"), vocabulary)
 
 
-def _refuse_doubles(keys: list[str]) -> None:
+def _refuse_duplicates(keys: list[str]) -> None:
     seen: set[str] = set()
     for key in keys:
         if key in seen:
-            raise PackError(f"Two samples have the key '{key}'; a key must name one sample.")
+            raise PackError(f"Two samples have the key '{key}'; keys must be unique.")
         seen.add(key)

@@ -1,4 +1,4 @@
-"""From raw files, or from nothing, to packed shards: what a run needs before it can start."""
+"""Prepares the packed data that a run needs: synthesizes raw files if there are none, and packs them."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,14 +11,12 @@ from loguru import logger
 from trainyard.config import load_family
 from trainyard.errors import UserError
 from trainyard.files import FlockRefused, exclusive_lock
-from trainyard.hardware import (
-    available_cores,
-)
+from trainyard.hardware import available_cores
 from trainyard.settings import TrainConfig
 
 
-class StopAsked(Exception):
-    """Raised by a hook to leave what can be gone on with later."""
+class StopRequested(Exception):
+    """Raised by a hook to interrupt work that can be resumed later."""
 
 
 def pack_raw(
@@ -34,13 +32,13 @@ def pack_raw(
     """Pack a folder of raw files, or finish packing it; return the folder of shards.
 
     Args:
-        out: None: a folder under `data.cache` named after what is packed and how, so that a change of either makes
-            another data set and nothing is ever mixed.
-        workers: processes; 0: the cores this process may use.
-        hook: called now and then; what it raises stops the packing, which can be finished later.
+        out: None: a folder under `data.cache`, named by a digest of the raw files and the packing options, so that
+            different data sets never mix.
+        workers: processes; 0: as many as the cores this process may use.
+        hook: called now and then; an exception it raises stops the packing, which can be resumed later.
 
     Raises:
-        UserError: the raw folder is missing, holds nothing the job knows, or holds files that cannot be read.
+        UserError: the raw folder is missing, contains nothing that the job knows, or contains unreadable files.
     """
     from tqdm import tqdm
 
@@ -48,19 +46,19 @@ def pack_raw(
 
     if not raw.is_dir():
         raise UserError(
-            f"{raw}: no such folder. Give the folder of raw files: data.path=FOLDER, or make run DATA=FOLDER"
+            f"{raw}: no such folder. Name the folder of raw files: data.path=FOLDER, or make run DATA=FOLDER"
         )
     family = load_family(jobs_dir, config.family, "pack")
     meta = {
         "family": config.family,
         "fill": config.image.fill,
         "rate_hz": config.sound.rate_hz,
-        "packing": _packing_options(config),
+        "packing": _read_packing_options(config),
     }
     count, listing = read_listing(family.samples(raw, config), meta)
     if not count:
         raise UserError(
-            f"{raw}: holds no sample that {config.family} knows. What it expects: {jobs_dir / config.family}/README.md"
+            f"{raw}: contains no sample that {config.family} knows. Expected: see {jobs_dir / config.family}/README.md"
         )
     folder = out or Path(config.data.cache) / f"{config.family}-{listing[:12]}"
 
@@ -69,7 +67,7 @@ def pack_raw(
         hook()
 
     with (
-        _first_come(folder),
+        _lock_folder(folder),
         tqdm(total=count, unit="sample", desc=f"packing {raw.name}", disable=None, leave=False) as bar,
     ):
         data = pack(
@@ -89,7 +87,7 @@ def pack_raw(
 
 
 def _fit_artifacts(family: Any, raw: Path, config: TrainConfig, folder: Path) -> Mapping[str, str] | None:
-    """Return what the family learns from the training part before it packs; None if it has no `fit_artifacts`."""
+    """Return the artifacts that the family fits to the training part; None if it has no `fit_artifacts`."""
     from trainyard.data.shards import INDEX, read_artifacts
 
     if not hasattr(family, "fit_artifacts"):
@@ -100,54 +98,54 @@ def _fit_artifacts(family: Any, raw: Path, config: TrainConfig, folder: Path) ->
     return artifacts
 
 
-def ready_data(config: TrainConfig, jobs_dir: Path, *, hook: Callable[[], None] = lambda: None) -> TrainConfig:
-    """Return the config with `data.path` pointing at packed shards: synthesized and packed now if need be.
+def prepare_data(config: TrainConfig, jobs_dir: Path, *, hook: Callable[[], None] = lambda: None) -> TrainConfig:
+    """Return the config with `data.path` pointing to packed shards, which are synthesized and packed now if needed.
 
     Raises:
-        UserError: the job needs data and was given none, or what it was given cannot be packed.
+        UserError: the job needs data but none was given, or it cannot be packed.
     """
     if is_packed(config):
         return config
-    raw = Path(config.data.path) if config.data.path else _synthetic(config, jobs_dir)
+    raw = Path(config.data.path) if config.data.path else _synthesize_raw(config, jobs_dir)
     packed = pack_raw(config, raw, None, jobs_dir, hook=hook)
     return replace(config, data=replace(config.data, path=str(packed)))
 
 
 def is_packed(config: TrainConfig) -> bool:
-    """Tell whether `data.path` holds shards."""
+    """Return whether `data.path` contains shards."""
     return bool(config.data.path) and (Path(config.data.path) / "index.h5").is_file()
 
 
-def _synthetic(config: TrainConfig, jobs_dir: Path) -> Path:
-    """Return a folder of synthetic raw files, made now if it is not there."""
+def _synthesize_raw(config: TrainConfig, jobs_dir: Path) -> Path:
+    """Return a folder of synthetic raw files, written now if it is missing."""
     count, seed = config.data.synthetic, config.seed
     if not count:
         raise UserError(
             f"{config.job} needs data: data.path=FOLDER, or make run JOB={config.job} DATA=FOLDER. "
-            f"What the folder should hold: {jobs_dir / config.family}/README.md"
+            f"What the folder should contain: {jobs_dir / config.family}/README.md"
         )
     raw = Path(config.data.cache) / f"{config.family}-synthetic-{count}-seed{seed}"
-    with _first_come(raw):
+    with _lock_folder(raw):
         if not raw.is_dir():
-            logger.info("drawing {} synthetic samples into {}", count, raw)
+            logger.info("synthesizing {} samples into {}", count, raw)
             load_family(jobs_dir, config.family, "pack").synthesize(raw, count=count, seed=seed)
     return raw
 
 
 @contextmanager
-def _first_come(folder: Path) -> Iterator[None]:
-    """Let one process at a time make this folder: the runs of a sweep all find that it is missing."""
+def _lock_folder(folder: Path) -> Iterator[None]:
+    """Let one process at a time create this folder, because all runs of a sweep find it missing."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     try:
         with exclusive_lock(folder.with_name(f".{folder.name}.guard")):
             yield
     except FlockRefused as error:
         raise UserError(
-            f"{folder.parent}: this file system cannot keep two runs from making {folder.name} at once ({error}). "
-            "Pack once, by hand, to another place: trainyard pack JOB RAW OUT, then data.path=OUT"
+            f"{folder.parent}: this file system cannot stop two runs from creating {folder.name} at once ({error}). "
+            "Pack once by hand to another folder: trainyard pack JOB RAW OUT, then set data.path=OUT"
         ) from None
 
 
-def _packing_options(config: TrainConfig) -> dict[str, Any]:
+def _read_packing_options(config: TrainConfig) -> dict[str, Any]:
     packing = getattr(config, "packing", None)
     return asdict(packing) if packing is not None else {}

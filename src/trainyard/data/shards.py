@@ -1,10 +1,9 @@
-"""The shard format: HDF5 files of records and columns with one index file, opened, read and verified.
+"""Opens, reads and verifies packed data: HDF5 shards of records and columns, and one index file.
 
-A data set is a folder. `index.h5` holds everything needed to plan reading: the columns, and for each record its place
-in its shard, checksum and shape. `shard-00000.h5` ... hold the records: encoded images and sounds, and arrays of
-differing length, as one contiguous unfiltered byte array; fixed-shape arrays as one contiguous array. HDF5 is used to
-describe and write them; reading goes past it, straight to the bytes, because h5py takes a global lock and several times
-as long (benchmarks/).
+A data set is a folder. `index.h5` contains everything needed to plan reading: the columns, and the position, checksum
+and shape of each record. `shard-00000.h5` and so on contain the records: encoded images, audio and ragged arrays as one
+contiguous unfiltered byte array; fixed-shape arrays as one contiguous array. HDF5 describes and writes them; reading
+bypasses it and goes straight to the bytes, because h5py takes a global lock and several times as long (benchmarks/).
 """
 
 import hashlib
@@ -32,21 +31,21 @@ KEY = "key"
 
 LOCAL_FILE_SYSTEMS = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "tmpfs", "ramfs", "overlay"})
 
-ENCODED_IMAGE, ARRAY, RAGGED, SOUND, PCM = "picture", "array", "ragged", "sound", "pcm"
-"""Kinds of records: an encoded image; an array of equal shape in all samples, or whose first axis differs; sound as
-the bytes of a file, or as samples."""
+ENCODED_IMAGE, ARRAY, RAGGED, AUDIO, PCM = "picture", "array", "ragged", "sound", "pcm"
+"""Kinds of records: an encoded image; an array of the same shape in all samples; an array of variable length; the bytes
+of an audio file; PCM audio."""
 
 
 @dataclass(frozen=True)
 class Ragged:
-    """An array whose first axis has another length in each sample; element type and further axes are the same."""
+    """An array whose first axis varies between samples; dtype and other axes are the same in all of them."""
 
     values: np.ndarray
 
 
 @dataclass(frozen=True)
 class Audio:
-    """One channel of sound in 16 bits: a WAV or FLAC file's bytes, or PCM (frames,) int16."""
+    """Mono 16-bit audio: the bytes of a WAV or FLAC file, or PCM (frames,) int16."""
 
     data: bytes | np.ndarray
 
@@ -56,38 +55,38 @@ _Place = tuple[int, int, int]  # shard, first byte in it, end of the record in t
 
 
 class ShardError(UserError):
-    """Packed data are not what they should be."""
+    """Packed data is missing, damaged or of another format."""
 
 
 class BadRecord(ValueError):
-    """One raw file cannot become a sample: unreadable, truncated, of a kind the job does not know."""
+    """A raw file cannot become a sample: it is unreadable, truncated, or of a kind that the job does not know."""
 
 
 @dataclass(frozen=True)
 class Sample:
     """One training sample as a family's `pack.samples(raw, config)` yields it: cheap to list, loaded later.
 
-    `samples` is a generator in a deterministic order and touches no file contents; `load` runs in a worker process,
-    so it must pickle (a module-level function, or functools.partial of one). It is called with the artifacts where the
+    `samples` is a generator in a deterministic order that reads no file contents. `load` runs in a worker process, so
+    it must be picklable (a module-level function, or functools.partial of one). It is called with the artifacts if the
     family has `pack.fit_artifacts`.
     """
 
-    key: str  # unique and stable, such as the path relative to the raw folder
-    load: Callable[..., Loaded]  # bytes: an encoded image; array: equal shape in all samples; number, text: a column
-    columns: Mapping[str, int | float | str] = field(default_factory=dict)  # what the listing already knows
-    source: Path | None = None  # the raw file, whose size and time tell whether packed data is stale
+    key: str  # unique and stable, for example the path relative to the raw folder
+    load: Callable[..., Loaded]  # bytes: an encoded image; array: same shape in all samples; number, text: a column
+    columns: Mapping[str, int | float | str] = field(default_factory=dict)  # columns known from the listing
+    source: Path | None = None  # the raw file; its size and time show whether packed data is stale
 
 
 @dataclass(frozen=True)
 class Records:
-    """Where the records of one field lie: N rows over all shards, in sample order."""
+    """Position and shape of the records of one field: N rows over all shards, in sample order."""
 
     start: np.ndarray  # (N,) int64 byte in the shard file
     size: np.ndarray  # (N,) int64 bytes
     crc: np.ndarray  # (N,) uint32, CRC-32C (Castagnoli) of those bytes
-    shape: np.ndarray  # (N, ...) int32: height, width, channels of an image; frames, rate_hz of a sound; an array's
+    shape: np.ndarray  # (N, ...) int32: an image's height, width, channels; audio's frames, rate_hz; an array's shape
     kind: str  # ENCODED_IMAGE, ARRAY, ...
-    dtype: str  # numpy name of the elements; uint8 of encoded bytes
+    dtype: str  # NumPy name of the elements; uint8 for encoded bytes
 
 
 @dataclass(frozen=True)
@@ -103,7 +102,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Damage:
-    """One thing that `verify` found wrong."""
+    """One defect that `verify` found."""
 
     shard: Path
     what: str  # "image of 'a/1.png'" or "the file"
@@ -111,16 +110,16 @@ class Damage:
 
 
 class ShardSet:
-    """An open data set. Memory: its arrays, no Python object per sample."""
+    """An open data set. Keeps its arrays in memory, no Python object per sample."""
 
     def __init__(self, folder: Path) -> None:
-        """Read the index and hold it against the files.
+        """Read the index and check the files against it.
 
         Raises:
-            ShardError: no index, another schema, a shard missing or of another size than the index says.
+            ShardError: no index, another schema, or a shard that is missing or has another size than in the index.
         """
         self.folder = folder
-        self._index = _index_path(folder)
+        self._index = _find_index(folder)
         self.fingerprint = hash_file(self._index)
         with open_shard(self._index) as file:
             self.meta: dict[str, Any] = json.loads(file.attrs["meta"])
@@ -136,12 +135,12 @@ class ShardSet:
         self._descriptors: dict[int, int] = {}
         self._maps: dict[int, memoryview] = {}
         self._arrays: dict[tuple[str, int], np.ndarray] = {}
-        self._checked: dict[str, np.ndarray] = {}  # (N,) bool: records whose checksum was right when first read
+        self._checked: dict[str, np.ndarray] = {}  # (N,) bool: records whose checksum was correct when first read
         for shard in self.shards:
             check_size(shard)
 
-    def keys(self, ids: np.ndarray) -> list[str]:
-        """Return the keys of some samples; read from the index when asked for, because few ever are."""
+    def read_keys(self, ids: np.ndarray) -> list[str]:
+        """Return the keys of some samples; reads them from the index on demand, because few are ever needed."""
         with open_shard(self._index) as file:
             offset, blob = file["key/offset"], file["key/blob"]
             return [bytes(blob[offset[i] : offset[i + 1]]).decode() for i in ids.tolist()]
@@ -152,13 +151,13 @@ class ShardSet:
         """Read encoded records.
 
         Args:
-            buffer: uint8 memory to read into, which spares a sixth of the time; fresh memory if None or too small.
+            buffer: uint8 memory to read into, which saves a sixth of the time; new memory if None or too small.
 
         Returns:
             B uint8 arrays, views of one buffer.
 
         Raises:
-            ShardError: a record is shorter than it should be, or its checksum is wrong.
+            ShardError: a record is cut off, or its checksum is wrong.
         """
         records = self.records[name]
         sizes = records.size[ids]
@@ -168,92 +167,93 @@ class ShardSet:
             buffer = np.empty(needed, dtype=np.uint8)
         owners = np.searchsorted(self._first, ids, side="right") - 1
         places = zip(owners.tolist(), records.start[ids].tolist(), ends.tolist(), strict=True)
-        short = (self._copy if self.reader == "map" else self._pread)(buffer.data, list(places))
-        if short is not None:
-            raise self._broken(name, ids[short:], int(owners[short]), "the file ends early")
+        read = self._read_from_maps if self.reader == "map" else self._read_with_pread
+        cut_off = read(buffer.data, list(places))
+        if cut_off is not None:
+            raise self._make_error(name, ids[cut_off:], int(owners[cut_off]), "the file ends early")
         views = [buffer[end - size : end] for end, size in zip(ends.tolist(), sizes.tolist(), strict=True)]
         if check_crc:
-            self._check(name, ids, views, owners)
+            self._verify_checksums(name, ids, views, owners)
         return views
 
     def read_arrays(
         self, name: str, ids: np.ndarray, *, check_crc: bool = True, buffer: np.ndarray | None = None
     ) -> list[np.ndarray]:
-        """Read records as they were packed: arrays in their shape, encoded ones as uint8 bytes.
+        """Read records as they were packed: arrays in their shape, encoded records as uint8 bytes.
 
         Args:
             buffer: as in `read_bytes`.
 
         Raises:
-            ShardError: as `read_bytes`.
+            ShardError: as in `read_bytes`.
         """
         records = self.records[name]
         read = self.read_bytes(name, ids, check_crc=check_crc, buffer=buffer)
-        if records.kind in (ENCODED_IMAGE, SOUND):
+        if records.kind in (ENCODED_IMAGE, AUDIO):
             return read
         shapes = records.shape[ids].tolist()
         return [data.view(records.dtype).reshape(shape) for data, shape in zip(read, shapes, strict=True)]
 
     def read_into(self, name: str, ids: np.ndarray, out: np.ndarray, *, check_crc: bool = True) -> None:
-        """Copy fixed-shape records into `out` (B, ...), contiguous, whose dtype and shape must be the field's.
+        """Copy fixed-shape records into `out` (B, ...): contiguous, with the field's dtype and shape.
 
         Raises:
             ShardError: the checksum of a record is wrong.
         """
         owners = np.searchsorted(self._first, ids, side="right") - 1
         rows = ids - self._first[owners]
-        if len(ids) and (owners == owners[0]).all():  # one call for the batch, and the interpreter is out of the way
-            np.take(self._array(name, int(owners[0])), rows, axis=0, out=out, mode="clip")
+        if len(ids) and (owners == owners[0]).all():  # one call for the batch instead of a loop in Python
+            np.take(self._open_array(name, int(owners[0])), rows, axis=0, out=out, mode="clip")
         else:
             for i, (owner, row) in enumerate(zip(owners.tolist(), rows.tolist(), strict=True)):
-                out[i] = self._array(name, owner)[row]
+                out[i] = self._open_array(name, owner)[row]
         if check_crc:
-            self._check(name, ids, list(out), owners)
+            self._verify_checksums(name, ids, list(out), owners)
 
     def close(self) -> None:
-        """Give back file descriptors and mappings."""
+        """Release file descriptors and memory maps; a later read opens them again."""
         for descriptor in self._descriptors.values():
             os.close(descriptor)
         self._descriptors.clear()
         self._maps.clear()
         self._arrays.clear()
 
-    def _pread(self, whole: memoryview, places: Sequence[_Place]) -> int | None:
-        """Read records by system calls; return the position of the first that its file cuts off."""
+    def _read_with_pread(self, whole: memoryview, places: Sequence[_Place]) -> int | None:
+        """Read records by system calls; return the index of the first record that is cut off."""
         begin = 0
         for i, (owner, start, end) in enumerate(places):
-            if os.preadv(self._descriptor(owner), [whole[begin:end]], start) != end - begin:
+            if os.preadv(self._open_file(owner), [whole[begin:end]], start) != end - begin:
                 return i
             begin = end
         return None
 
-    def _copy(self, whole: memoryview, places: Sequence[_Place]) -> int | None:
-        """Copy records from memory maps, twice as fast as `_pread`; return the position of the first cut off.
+    def _read_from_maps(self, whole: memoryview, places: Sequence[_Place]) -> int | None:
+        """Copy records from memory maps, twice as fast as `_read_with_pread`; return the first that is cut off.
 
-        Touching a map behind the end of its file kills the process, so the file's size is asked for before each batch.
+        Touching a map beyond the end of its file kills the process, so each batch checks the file's size first.
         """
-        length = {owner: os.fstat(self._descriptor(owner)).st_size for owner, _, _ in places}
+        length = {owner: os.fstat(self._open_file(owner)).st_size for owner, _, _ in places}
         begin = 0
         for i, (owner, start, end) in enumerate(places):
             stop = start + end - begin
             if stop > length[owner]:
                 return i
-            whole[begin:end] = self._map(owner)[start:stop]
+            whole[begin:end] = self._open_map(owner)[start:stop]
             begin = end
         return None
 
-    def _map(self, owner: int) -> memoryview:
+    def _open_map(self, owner: int) -> memoryview:
         if owner not in self._maps:
-            self._maps[owner] = memoryview(mmap.mmap(self._descriptor(owner), 0, prot=mmap.PROT_READ))
+            self._maps[owner] = memoryview(mmap.mmap(self._open_file(owner), 0, prot=mmap.PROT_READ))
         return self._maps[owner]
 
-    def _descriptor(self, owner: int) -> int:
+    def _open_file(self, owner: int) -> int:
         if owner not in self._descriptors:
             allow_open_files(len(self.shards))
             self._descriptors[owner] = os.open(self.shards[owner].path, os.O_RDONLY | os.O_CLOEXEC)
         return self._descriptors[owner]
 
-    def _array(self, name: str, owner: int) -> np.ndarray:
+    def _open_array(self, name: str, owner: int) -> np.ndarray:
         if (name, owner) not in self._arrays:
             allow_open_files(len(self.shards))
             shard, records = self.shards[owner], self.records[name]
@@ -266,34 +266,37 @@ class ShardSet:
             ).view(np.ndarray)
         return self._arrays[name, owner]
 
-    def _check(self, name: str, ids: np.ndarray, views: list[np.ndarray], owners: np.ndarray) -> None:
-        """Compare the records that are read for the first time with their checksums."""
-        seen = self._checked.setdefault(name, np.zeros(self.count, dtype=bool))
+    def _verify_checksums(self, name: str, ids: np.ndarray, views: list[np.ndarray], owners: np.ndarray) -> None:
+        """Compare records with their checksums when they are first read."""
+        checked = self._checked.setdefault(name, np.zeros(self.count, dtype=bool))
         crc = self.records[name].crc
-        for i in np.flatnonzero(~seen[ids]).tolist():
+        for i in np.flatnonzero(~checked[ids]).tolist():
             if crc32c.crc32c(views[i].data) != crc[ids[i]]:
-                raise self._broken(name, ids[i : i + 1], int(owners[i]), "its checksum differs")
-        seen[ids] = True
+                raise self._make_error(name, ids[i : i + 1], int(owners[i]), "its checksum differs")
+        checked[ids] = True
 
-    def _broken(self, name: str, ids: np.ndarray, owner: int, reason: str) -> ShardError:
+    def _make_error(self, name: str, ids: np.ndarray, owner: int, reason: str) -> ShardError:
         return ShardError(
-            f"{self.shards[owner].path}: {name} of '{self.keys(ids[:1])[0]}' is damaged: {reason}. "
-            f"See everything that is: trainyard verify {self.folder}"
+            f"{self.shards[owner].path}: {name} of '{self.read_keys(ids[:1])[0]}' is damaged: {reason}. "
+            f"List all damage: trainyard verify {self.folder}"
         )
 
 
 def choose_reader(file_system: str) -> tuple[str, str]:
-    """Return how records are read, "map" or "pread", and the reason."""
+    """Return how to read records, "map" or "pread", and the reason."""
     if file_system in LOCAL_FILE_SYSTEMS:
-        return "map", f"{file_system} is local: a memory map spares a system call for each record"
-    return "pread", f"{file_system} is not known as local: a failing read is an error, where a map would kill the run"
+        return "map", f"{file_system} is local: a memory map saves a system call for each record"
+    return (
+        "pread",
+        f"{file_system} is not known to be local: a failed read is an error, a failed map would kill the run",
+    )
 
 
 def find_file_system(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str:
-    """Return the type of the file system that holds `path`, such as ext4 or nfs4; "unknown" without `mounts`.
+    """Return the type of the file system that contains `path`, for example ext4 or nfs4; "unknown" without `mounts`.
 
     Args:
-        mounts: proc_pid_mountinfo(5); field 5 is the mount point, with octal escapes, and the type follows " - ".
+        mounts: proc_pid_mountinfo(5): field 5 is the mount point, with octal escapes; the type follows " - ".
     """
     if not mounts.is_file():
         return "unknown"
@@ -307,7 +310,7 @@ def find_file_system(path: Path, mounts: Path = Path("/proc/self/mountinfo")) ->
 
 
 def verify(folder: Path, progress: Callable[[int], object] = lambda bytes_read: None) -> Iterator[Damage]:
-    """Hold every shard against the index, and name every damaged record.
+    """Check every shard against the index, and yield every damaged record.
 
     Args:
         progress: called with the bytes read since the last call.
@@ -315,7 +318,7 @@ def verify(folder: Path, progress: Callable[[int], object] = lambda bytes_read: 
     Raises:
         ShardError: there is no readable index.
     """
-    index = _index_path(folder)
+    index = _find_index(folder)
     with open_shard(index) as file:
         shards = _read_shards(file, folder)
         records = {name: _read_records(group) for name, group in file["records"].items()}
@@ -329,11 +332,11 @@ def verify(folder: Path, progress: Callable[[int], object] = lambda bytes_read: 
             yield Damage(shard.path, "the file", f"{found} bytes, expected {shard.size_bytes}")
         content = np.memmap(shard.path, dtype=np.uint8, mode="r") if found else np.empty(0, dtype=np.uint8)
         if hashlib.sha256(content.data).hexdigest() != shard.sha256:
-            yield from _damaged_records(shard, records, keys, content)
+            yield from _find_damaged_records(shard, records, keys, content)
         progress(found)
 
 
-def _damaged_records(
+def _find_damaged_records(
     shard: Shard, records: dict[str, Records], keys: list[str], content: np.ndarray
 ) -> Iterator[Damage]:
     any_record = False
@@ -346,23 +349,23 @@ def _damaged_records(
                 reason = "cut off" if len(data) < size else "checksum differs"
                 yield Damage(shard.path, f"{name} of '{keys[i]}'", reason)
     if not any_record and len(content) == shard.size_bytes:
-        yield Damage(shard.path, "the file", "its description is damaged; every record in it is whole")
+        yield Damage(shard.path, "the file", "its description is damaged; every record in it is intact")
 
 
 def check_size(shard: Shard) -> None:
-    """Compare a shard file's size with what the index says.
+    """Compare a shard file's size with the index.
 
     Raises:
-        ShardError: it is missing or has another size.
+        ShardError: the file is missing or has another size.
     """
     if not shard.path.is_file():
-        raise ShardError(f"{shard.path}: missing, but the index lists it. Pack the data again, or copy it anew.")
+        raise ShardError(f"{shard.path}: missing, but the index lists it. Copy it again, or pack the data again.")
     found = shard.path.stat().st_size
     if found != shard.size_bytes:
         raise ShardError(
             f"{shard.path}: {found} bytes, the index says {shard.size_bytes}: the file is "
             f"{'cut off' if found < shard.size_bytes else 'not the one packed'}. "
-            f"Copy it anew, or delete it and pack again; trainyard verify {shard.path.parent} names what is lost."
+            f"Copy it again, or delete it and pack again. List what is lost: trainyard verify {shard.path.parent}"
         )
 
 
@@ -370,7 +373,7 @@ def open_shard(path: Path) -> h5py.File:
     """Open a file of a data set for reading.
 
     Raises:
-        ShardError: it is no HDF5 file or of another schema.
+        ShardError: it is not an HDF5 file, or has another schema.
     """
     try:
         file = h5py.File(path, "r", locking=False)  # locks fail on many network file systems; nobody writes here
@@ -387,12 +390,12 @@ def open_shard(path: Path) -> h5py.File:
 
 
 def read_artifacts(folder: Path) -> dict[str, str]:
-    """Return what a data set's family learned from the training part when it was packed (`pack.fit_artifacts`).
+    """Return the artifacts that the family fitted to the training part during packing (`pack.fit_artifacts`).
 
     Raises:
         ShardError: there is no readable index.
     """
-    with open_shard(_index_path(folder)) as file:
+    with open_shard(_find_index(folder)) as file:
         return _read_artifacts(file)
 
 
@@ -407,7 +410,7 @@ def read_text(group: h5py.Group) -> list[str]:
 
 
 def allow_open_files(count: int) -> None:
-    """Raise the soft limit on open files, which is often 1024, so that every shard can stay open.
+    """Raise the soft limit on open files, often 1024, so that every shard can stay open.
 
     Raises:
         ShardError: the hard limit is too low.
@@ -418,18 +421,20 @@ def allow_open_files(count: int) -> None:
         return
     if hard != resource.RLIM_INFINITY and hard < need:
         raise ShardError(
-            f"{count} shards, but this system allows {hard} open files (ulimit -Hn). "
+            f"{count} shards, but this system allows only {hard} open files (ulimit -Hn). "
             "Pack into fewer, larger shards: trainyard pack ... --shard-mib 1024"
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (need, hard))
 
 
-def _index_path(folder: Path) -> Path:
+def _find_index(folder: Path) -> Path:
     index = folder / INDEX
     if not folder.is_dir():
-        raise ShardError(f"{folder}: no such folder. Expected packed data: trainyard pack JOB RAW {folder}")
+        raise ShardError(f"{folder}: no such folder. Expected packed data. Pack it: trainyard pack JOB RAW {folder}")
     if not index.is_file():
-        raise ShardError(f"{folder}: no {INDEX} in it, so it is not packed data: trainyard pack JOB RAW OUT")
+        raise ShardError(
+            f"{folder}: contains no {INDEX}, so it is not packed data. Pack it: trainyard pack JOB RAW OUT"
+        )
     return index
 
 

@@ -1,8 +1,8 @@
-"""Staging: packed data copied once to a node's own disk, verified on the way, and read there.
+"""Stages packed data: copies it once to a node's local disk, verifies it on the way, and reads it there.
 
-A copy lies in <scratch>/trainyard-<uid>/<first 16 digits of the fingerprint>/. It is made beside that, under an flock,
-and renamed when it is whole, so what bears the name is. We remove no copies: the next run on the node finds them, and
-the node's own cleaning is expected to take what nobody has used for long.
+A copy is in <scratch>/trainyard-<uid>/<first 16 digits of the fingerprint>/. It is written to a folder next to that,
+under an flock, and renamed when complete, so a folder with the final name is complete. We never remove copies: the next
+run on the node uses them, and the node's own clean-up removes those unused for long.
 """
 
 import fcntl
@@ -26,35 +26,35 @@ from trainyard.data.shards import INDEX, LOCAL_FILE_SYSTEMS, ShardError, ShardSe
 from trainyard.files import hash_file
 
 SCRATCH = "TRAINYARD_SCRATCH"
-"""Environment variable: a folder on the node's own disk."""
+"""Environment variable: a folder on the node's local disk."""
 
 NOTE = "copied.txt"
-"""File of a copy: what making it took, and when that pays."""
+"""File in a copy: what copying cost, and when it pays off."""
 
-_SPARE = 0.05  # share of free space beyond the data: a full disk harms everybody on the node
-_STREAMS = 4  # files at once: one, read, hashed and written in turn, leaves network and disk idle most of the time
-_PIECE_BYTES = 8 << 20
-_LOOK_S = 0.5  # between two looks at `stop_asked`, and at the lock
+_SPARE = 0.05  # free space required beyond the data, as a share of it: a full disk affects everybody on the node
+_STREAMS = 4  # files copied at once; a single one leaves network and disk idle most of the time
+_CHUNK_BYTES = 8 << 20
+_POLL_S = 0.5  # interval of checking `stop_requested` and the lock
 _SAMPLE = 256  # records read for the break-even
 _PAGE_BYTES = 4096
 
 
 @dataclass(frozen=True)
 class Staged:
-    """Where packed data are to be read, and why there."""
+    """Where to read packed data, and why."""
 
     folder: Path
     reason: str
     copied: bool = False  # `folder` is the copy
-    failed: bool = False  # a copy was wanted and cannot be had: worth a warning
+    failed: bool = False  # a copy was wanted but is impossible: worth a warning
 
 
-class _Impossible(Exception):
-    """There will be no copy; the message says why."""
+class _NoCopy(Exception):
+    """A copy is impossible; the message says why."""
 
 
-class _Stopped(_Impossible):
-    """The run is to end, so nobody needs a copy."""
+class _Stopped(_NoCopy):
+    """The run is about to stop, so nobody needs a copy."""
 
 
 def stage(
@@ -62,120 +62,120 @@ def stage(
     *,
     wanted: str,
     environ: Mapping[str, str],
-    stop_asked: Callable[[], bool] = lambda: False,
+    stop_requested: Callable[[], bool] = lambda: False,
     tell: Callable[[str], object] = lambda line: None,
     mounts: Path = Path("/proc/self/mountinfo"),
 ) -> Staged:
-    """Return a copy of packed data on this node's scratch, made now unless it is there; or `source` and the reason.
+    """Return a copy of packed data on this node's scratch, made now if missing; or `source` and the reason.
 
-    Every rank of every job on the node calls this. The first to get the lock copies, the others wait. That a copy
-    cannot be had (no space, scratch not usable) is no error.
+    Every rank of every run on the node calls this. The first to get the lock copies, the others wait. If a copy is
+    impossible (no space, unusable scratch), that is not an error.
 
     Args:
         source: packed data.
         wanted: option `data.stage`.
-        stop_asked: called about twice a second while this waits or copies; True: leave no partial copy, return
+        stop_requested: called about twice a second while waiting or copying; True: leave no partial copy, return
             `source`.
-        tell: called with a line for a person when something begins that may take minutes.
-        mounts: for `file_system_of`.
+        tell: called with a log line before anything that may take minutes.
+        mounts: as in `find_file_system`.
 
     Raises:
-        ShardError: a shard is missing, or damaged where it lies.
+        ShardError: a shard of `source` is missing or damaged.
     """
-    if why_not := _why_not(source, wanted, environ, mounts):
-        return Staged(source, why_not)
+    if reason := _explain_no_copy(source, wanted, environ, mounts):
+        return Staged(source, reason)
     try:
         fingerprint = hash_file(source / INDEX)
-        copy = _home(_scratch(source, environ[SCRATCH], mounts)) / fingerprint[:16]
-        if not _is_whole(copy, fingerprint):
-            with _alone(copy.with_suffix(".lock"), stop_asked, tell):
-                if not _is_whole(copy, fingerprint):
-                    _make(copy, source, stop_asked, tell)
-        return Staged(copy, _use(copy), copied=True)
-    except _Impossible as why:
-        return Staged(source, str(why), failed=not isinstance(why, _Stopped))
+        copy = _make_own_folder(_prepare_scratch(source, environ[SCRATCH], mounts)) / fingerprint[:16]
+        if not _is_complete(copy, fingerprint):
+            with _lock(copy.with_suffix(".lock"), stop_requested, tell):
+                if not _is_complete(copy, fingerprint):
+                    _make_copy(copy, source, stop_requested, tell)
+        return Staged(copy, _touch_copy(copy), copied=True)
+    except _NoCopy as error:
+        return Staged(source, str(error), failed=not isinstance(error, _Stopped))
 
 
-def break_even(size_bytes: int, *, copy_s: float, there: float, here: float) -> str:
-    """Say after how many epochs a copy has paid for itself.
+def describe_break_even(size_bytes: int, *, copy_s: float, there: float, here: float) -> str:
+    """Describe after how many epochs a copy has paid for itself.
 
     Args:
-        size_bytes: what an epoch reads.
-        there, here: bytes per second of reading the original and the copy.
+        size_bytes: bytes that an epoch reads.
+        there, here: read rates of the original and of the copy, in bytes per second.
     """
     saved_s = size_bytes / there - size_bytes / here
     if saved_s <= 0:
-        return "scratch is not faster, so a copy does not pay here: data.stage=off"
+        return "scratch is not faster, so a copy does not pay off here: data.stage=off"
     return f"the copy has paid for itself after {copy_s / saved_s:.2g} epochs"
 
 
 # Whether and where
 
 
-def _why_not(source: Path, wanted: str, environ: Mapping[str, str], mounts: Path) -> str:
-    """Return why no copy is needed; "" if one is."""
+def _explain_no_copy(source: Path, wanted: str, environ: Mapping[str, str], mounts: Path) -> str:
+    """Return why no copy is needed; "" if one is needed."""
     if wanted == "off":
-        return "asked for"
+        return "requested"
     if SCRATCH not in environ:
         return f"no {SCRATCH}: the cluster file names no scratch"
     kind = find_file_system(source, mounts)
-    return f"the data lie on {kind}, which is local" if kind in LOCAL_FILE_SYSTEMS else ""
+    return f"the data is on {kind}, which is local" if kind in LOCAL_FILE_SYSTEMS else ""
 
 
-def _scratch(source: Path, text: str, mounts: Path) -> Path:
-    """Return the scratch folder, made if it is missing from an existing folder, such as /scratch/$USER."""
+def _prepare_scratch(source: Path, text: str, mounts: Path) -> Path:
+    """Return the scratch folder, created if only its last part is missing, for example in /scratch/$USER."""
     scratch = Path(text)
     if not scratch.is_absolute():
-        raise _Impossible(f"{SCRATCH} is '{text}', no absolute path: does the node set the variables in it?")
-    with _needing(scratch):
-        scratch.mkdir(exist_ok=True)  # not its parents: a disk that is not mounted must not be taken for an empty one
+        raise _NoCopy(f"{SCRATCH} is '{text}', not an absolute path. Does the node set the variables in it?")
+    with _turn_os_errors_into_no_copy(scratch):
+        scratch.mkdir(exist_ok=True)  # without parents, so that an unmounted disk does not look like an empty one
         if scratch.stat().st_dev == source.stat().st_dev:
-            raise _Impossible(f"{scratch} is on the file system that the data lie on")
+            raise _NoCopy(f"{scratch} is on the same file system as the data")
     kind = find_file_system(scratch, mounts)
-    if kind not in LOCAL_FILE_SYSTEMS:  # locks and renames could not be relied on, and two nodes might meet there
-        raise _Impossible(f"{scratch} is on {kind}, which is not known as local")
+    if kind not in LOCAL_FILE_SYSTEMS:  # locks and renames may be unreliable, and two nodes may share the folder
+        raise _NoCopy(f"{scratch} is on {kind}, which is not known to be local")
     return scratch
 
 
-def _home(scratch: Path) -> Path:
-    """Return our folder on scratch, where nobody else can put what we would take for data."""
+def _make_own_folder(scratch: Path) -> Path:
+    """Return our folder on scratch, where nobody else can place files that we would read as data."""
     home = scratch / f"trainyard-{os.getuid()}"
-    with _needing(home):
+    with _turn_os_errors_into_no_copy(home):
         home.mkdir(mode=0o700, exist_ok=True)
         found = home.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
-        raise _Impossible(f"{home} is not a folder that only this user can write to")
+        raise _NoCopy(f"{home} is not a folder that only this user can write to")
     return home
 
 
 @contextmanager
-def _needing(path: Path) -> Iterator[None]:
-    """Turn an error of the scratch's file system into a reason to do without it."""
+def _turn_os_errors_into_no_copy(path: Path) -> Iterator[None]:
+    """Turn an error of the scratch's file system into a reason for having no copy."""
     try:
         yield
     except OSError as error:
-        raise _Impossible(f"{path}: {error.strerror}") from error
+        raise _NoCopy(f"{path}: {error.strerror}") from error
 
 
 @contextmanager
-def _alone(guard: Path, stop_asked: Callable[[], bool], tell: Callable[[str], object]) -> Iterator[None]:
-    """Hold an flock on the file `guard`, after those who hold it; the kernel frees it if the process dies."""
-    with _needing(guard):
-        file = guard.open("w")
+def _lock(lock: Path, stop_requested: Callable[[], bool], tell: Callable[[str], object]) -> Iterator[None]:
+    """Wait for an flock on the file `lock` and hold it; the kernel releases it if the process dies."""
+    with _turn_os_errors_into_no_copy(lock):
+        file = lock.open("w")
     with file:
         waiting = False
-        while not _locked(file.fileno(), guard):
+        while not _try_lock(file.fileno(), lock):
             if not waiting:
-                tell(f"waiting for the process of this node that holds {guard}")
+                tell(f"waiting for the process on this node that holds {lock}")
             waiting = True
-            if stop_asked():
-                raise _Stopped("asked to stop while another process was copying")
-            time.sleep(_LOOK_S)
+            if stop_requested():
+                raise _Stopped("stop requested while another process was copying")
+            time.sleep(_POLL_S)
         yield
 
 
-def _locked(descriptor: int, guard: Path) -> bool:
-    with _needing(guard):
+def _try_lock(descriptor: int, lock: Path) -> bool:
+    with _turn_os_errors_into_no_copy(lock):
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -186,123 +186,125 @@ def _locked(descriptor: int, guard: Path) -> bool:
 # The copy
 
 
-def _is_whole(copy: Path, fingerprint: str) -> bool:
-    """Tell whether there is a copy that can be read; reads its index only."""
+def _is_complete(copy: Path, fingerprint: str) -> bool:
+    """Return whether there is a readable copy; reads only its index."""
     try:
         if not (copy / NOTE).is_file() or hash_file(copy / INDEX) != fingerprint:
             return False
         ShardSet(copy)
-    except (FileNotFoundError, ShardError):  # the node's cleaning, a disk that lost power, or one who makes it anew
+    except (FileNotFoundError, ShardError):  # cleaned up, damaged by a power cut, or being copied again
         return False
     return True
 
 
-def _use(copy: Path) -> str:
-    """Make a copy young again, for cleaning goes by the age of each file; return its note."""
-    with _needing(copy):
+def _touch_copy(copy: Path) -> str:
+    """Set the files' times to now, because clean-up goes by their age; return the copy's note."""
+    with _turn_os_errors_into_no_copy(copy):
         for path in (*copy.iterdir(), copy):
             os.utime(path)
         return (copy / NOTE).read_text(encoding="utf-8")
 
 
-def _make(copy: Path, source: Path, stop_asked: Callable[[], bool], tell: Callable[[str], object]) -> None:
+def _make_copy(copy: Path, source: Path, stop_requested: Callable[[], bool], tell: Callable[[str], object]) -> None:
     """Copy the data; the caller holds the lock."""
     data = ShardSet(source)
     files = {source / INDEX: data.fingerprint, **{shard.path: shard.sha256 for shard in data.shards}}
     size_bytes = sum(path.stat().st_size for path in files)
     partial = copy.with_suffix(".partial")
-    with _needing(copy):
-        for useless in (path for path in (copy, partial) if path.exists()):  # of one who was killed
-            shutil.rmtree(useless)
+    with _turn_os_errors_into_no_copy(copy):
+        for leftover in (path for path in (copy, partial) if path.exists()):  # of a process that was killed
+            shutil.rmtree(leftover)
         _check_space(copy.parent, size_bytes)
         partial.mkdir()
-    tell(f"copying {_amount(size_bytes)} from {source} to {copy}, where it stays until the node is cleaned")
+    tell(f"copying {_format_bytes(size_bytes)} from {source} to {copy}, where it stays until the node's clean-up")
     try:
         began = time.monotonic()
-        read_s = _copy_files(files, partial, stop_asked)
+        read_s = _copy_files(files, partial, stop_requested)
         copy_s = time.monotonic() - began
-        there = _read_rate(data, source)
-        with _needing(copy):
-            note = _account(size_bytes, copy_s=copy_s, read_s=read_s, there=there, here=_read_rate(data, partial))
+        there = _measure_read_rate(data, source)
+        with _turn_os_errors_into_no_copy(copy):
+            note = _describe_copy(
+                size_bytes, copy_s=copy_s, read_s=read_s, there=there, here=_measure_read_rate(data, partial)
+            )
             (partial / NOTE).write_text(note, encoding="utf-8")
             partial.rename(copy)
     except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)  # what resists is not taken for whole, and the next one tries again
+        shutil.rmtree(partial, ignore_errors=True)  # a leftover is never read as data, and the next copier removes it
         raise
 
 
 def _check_space(folder: Path, size_bytes: int) -> None:
     free_bytes, needed = shutil.disk_usage(folder).free, int(size_bytes * (1 + _SPARE))
     if free_bytes < needed:
-        raise _Impossible(f"{folder} has {_amount(free_bytes)} free, the copy needs {_amount(needed)}")
+        raise _NoCopy(f"{folder} has {_format_bytes(free_bytes)} free, the copy needs {_format_bytes(needed)}")
 
 
-def _copy_files(files: Mapping[Path, str], into: Path, stop_asked: Callable[[], bool]) -> float:
+def _copy_files(files: Mapping[Path, str], into: Path, stop_requested: Callable[[], bool]) -> float:
     """Copy files and compare each with its SHA-256; return the seconds that reading alone would have taken."""
     streams = min(_STREAMS, len(files))
-    ended = threading.Event()
+    cancelled = threading.Event()
     with ThreadPoolExecutor(streams) as pool:
-        copies = [pool.submit(_copy_file, path, digest, into, ended) for path, digest in files.items()]
+        copies = [pool.submit(_copy_file, path, digest, into, cancelled) for path, digest in files.items()]
         pending = set(copies)
         try:
             while pending:
-                if stop_asked():
-                    raise _Stopped("asked to stop while copying")
-                done, pending = wait(pending, timeout=_LOOK_S, return_when=FIRST_EXCEPTION)
+                if stop_requested():
+                    raise _Stopped("stop requested while copying")
+                done, pending = wait(pending, timeout=_POLL_S, return_when=FIRST_EXCEPTION)
                 for copy in done:
                     copy.result()
         except BaseException:
-            ended.set()
+            cancelled.set()
             pool.shutdown(cancel_futures=True)
             raise
     return sum(copy.result() for copy in copies) / streams
 
 
-def _copy_file(path: Path, sha256: str, into: Path, ended: threading.Event) -> float:
-    """Copy one file in pieces, until `ended`; return the seconds spent reading."""
-    digest, read_s, memory = hashlib.sha256(), 0.0, memoryview(bytearray(_PIECE_BYTES))
+def _copy_file(path: Path, sha256: str, into: Path, cancelled: threading.Event) -> float:
+    """Copy one file in chunks, until `cancelled`; return the seconds spent reading."""
+    digest, read_s, memory = hashlib.sha256(), 0.0, memoryview(bytearray(_CHUNK_BYTES))
     target = into / path.name
-    with path.open("rb", buffering=0) as original, _created(target) as copy:
-        while not ended.is_set():
+    with path.open("rb", buffering=0) as original, _create_file(target) as copy:
+        while not cancelled.is_set():
             began = time.monotonic()
-            piece = memory[: original.readinto(memory)]
+            chunk = memory[: original.readinto(memory)]
             read_s += time.monotonic() - began
-            if not piece:
+            if not chunk:
                 break
-            digest.update(piece)
-            with _needing(target):
-                while piece:
-                    piece = piece[copy.write(piece) :]
-        with _needing(target):
-            os.fsync(copy.fileno())  # the new name must not outlive, over a power cut, what it stands for
-    if digest.hexdigest() != sha256 and not ended.is_set():
+            digest.update(chunk)
+            with _turn_os_errors_into_no_copy(target):
+                while chunk:
+                    chunk = chunk[copy.write(chunk) :]
+        with _turn_os_errors_into_no_copy(target):
+            os.fsync(copy.fileno())  # after a power cut, the final name must not exist without the content
+    if digest.hexdigest() != sha256 and not cancelled.is_set():
         raise ShardError(
-            f"{path}: is damaged: its SHA-256 is not the one in {INDEX}. Not copied to {into.parent}. "
-            f"See what is lost: trainyard verify {path.parent}"
+            f"{path}: is damaged: its SHA-256 differs from {INDEX}. Not copied to {into.parent}. "
+            f"List what is lost: trainyard verify {path.parent}"
         )
     return read_s
 
 
-def _created(target: Path) -> FileIO:
-    with _needing(target):
+def _create_file(target: Path) -> FileIO:
+    with _turn_os_errors_into_no_copy(target):
         return target.open("wb", buffering=0)
 
 
 # What it is worth
 
 
-def _account(size_bytes: int, *, copy_s: float, read_s: float, there: float, here: float) -> str:
-    reading = f"{_amount(size_bytes / max(read_s, 1e-9))}/s"
+def _describe_copy(size_bytes: int, *, copy_s: float, read_s: float, there: float, here: float) -> str:
+    reading = f"{_format_bytes(size_bytes / max(read_s, 1e-9))}/s"
     return (
-        f"{_amount(size_bytes)} copied on {datetime.now(UTC):%Y-%m-%d at %H:%M} UTC in {copy_s:.1f} s "
+        f"{_format_bytes(size_bytes)} copied on {datetime.now(UTC):%Y-%m-%d at %H:%M} UTC in {copy_s:.1f} s "
         f"(read there at {reading}); random records, one after another: "
-        f"{_amount(there)}/s there, {_amount(here)}/s here: "
-        f"{break_even(size_bytes, copy_s=copy_s, there=there, here=here)}"
+        f"{_format_bytes(there)}/s there, {_format_bytes(here)}/s here: "
+        f"{describe_break_even(size_bytes, copy_s=copy_s, there=there, here=here)}"
     )
 
 
-def _read_rate(data: ShardSet, folder: Path) -> float:
-    """Return the bytes per second at which random records are read from `folder`, not from the page cache."""
+def _measure_read_rate(data: ShardSet, folder: Path) -> float:
+    """Return the bytes per second of reading random records from `folder`, bypassing the page cache."""
     name = max(data.records, key=lambda name: int(data.records[name].size.sum()))
     records = data.records[name]
     ids = np.random.default_rng(0).choice(data.count, min(_SAMPLE, data.count), replace=False)
@@ -311,7 +313,7 @@ def _read_rate(data: ShardSet, folder: Path) -> float:
     descriptors = {owner: os.open(folder / data.shards[owner].path.name, os.O_RDONLY) for owner in {*owners.tolist()}}
     try:
         for owner, start, size in places:
-            first = start // _PAGE_BYTES * _PAGE_BYTES  # part of a page is not dropped
+            first = start // _PAGE_BYTES * _PAGE_BYTES  # the kernel drops whole pages only
             os.posix_fadvise(descriptors[owner], first, size + 2 * _PAGE_BYTES, os.POSIX_FADV_DONTNEED)
         began = time.monotonic()
         read_bytes = sum(len(os.pread(descriptors[owner], size, start)) for owner, start, size in places)
@@ -321,5 +323,5 @@ def _read_rate(data: ShardSet, folder: Path) -> float:
             os.close(descriptor)
 
 
-def _amount(count_bytes: float) -> str:
+def _format_bytes(count_bytes: float) -> str:
     return f"{count_bytes / 1e9:.4g} GB" if count_bytes >= 1e9 else f"{count_bytes / 1e6:.4g} MB"

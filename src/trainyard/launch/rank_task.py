@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from loguru import logger
 
 from trainyard.config import freeze, load_family, thaw
-from trainyard.data.prepare import StopAsked, is_packed, ready_data
+from trainyard.data.prepare import StopRequested, is_packed, prepare_data
 from trainyard.errors import UserError
 from trainyard.files import write_atomically
 from trainyard.hardware import (
@@ -127,7 +127,7 @@ def _train(
     heartbeat = Heartbeat(run, attempt)
     try:
         config = _with_data(run, jobs_dir, world, heartbeat, stop)
-    except StopAsked:
+    except StopRequested:
         return EXIT_CODES[stop.reason]
     minutes = Duration.parse(config.max_runtime).minutes() if config.max_runtime else None
     limit = RuntimeLimit(minutes, started=started)
@@ -144,19 +144,19 @@ def _with_data(run: Path, jobs_dir: Path, world: World, heartbeat: "Heartbeat", 
     """Return the run's config with packed data: rank 0 packs what is raw and says so in the config, others wait.
 
     Raises:
-        StopAsked: a signal came before that was done.
+        StopRequested: a signal came before that was done.
     """
 
     def hook() -> None:
         if stop.reason:
-            raise StopAsked
+            raise StopRequested
         if world.is_main:
             heartbeat.beat("preparing")
 
     config = thaw(run / CONFIG, jobs_dir)
     if world.is_main:
         heartbeat.beat("preparing", now=True)
-        ready = ready_data(config, jobs_dir, hook=hook)
+        ready = prepare_data(config, jobs_dir, hook=hook)
         if ready.data.path != config.data.path:
             freeze(ready, run / CONFIG)
         return ready
@@ -184,7 +184,7 @@ def _stage(
         return bool(stop.reason) or limit.is_reached(reserve_s=0)
 
     folder = Path(config.data.path)
-    staged = stage(folder, wanted=config.data.stage, environ=environ, stop_asked=stop_asked, tell=logger.info)
+    staged = stage(folder, wanted=config.data.stage, environ=environ, stop_requested=stop_asked, tell=logger.info)
     if staged.failed and world.local_rank == 0 and not world.is_main:  # rank 0 records its own among the choices
         logger.warning("{} reads from {}: {}", socket.gethostname(), folder, staged.reason)
     return staged

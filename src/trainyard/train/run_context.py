@@ -53,8 +53,10 @@ def build_epoch_order(context: RunContext, epoch: int) -> order.EpochOrder:
         raise UserError(f"data.order_by={name}: no such column. The data set has {', '.join(context.data.columns)}.")
     values = context.data.columns[name][ids]
     if config.data.order == "buckets":
-        return order.buckets(ids, values, seed=config.seed, epoch=epoch, global_batch_size=config.global_batch_size)
-    return order.pxk(
+        return order.bucket_by_length(
+            ids, values, seed=config.seed, epoch=epoch, global_batch_size=config.global_batch_size
+        )
+    return order.group_by_identity(
         ids,
         values,
         samples_per_identity=config.data.samples_per_identity,
@@ -76,7 +78,7 @@ def make_loader(context: RunContext) -> Loader:
         context.data,
         settings=config.data,
         image=config.image,
-        sound=config.sound,
+        audio=config.sound,
         augmentation=config.augment,
         seed=config.seed,
         rank=context.world.rank,
