@@ -76,24 +76,19 @@ def _iterate_batches(loader: Any, folder: Path, setting: Setting, *, kind: str) 
 
     from trainyard.data.loader import choose_decoder
     from trainyard.data.shards import ShardSet
-    from trainyard.settings import AugmentSettings, DataSettings, ImageSettings
+    from trainyard.settings import AugmentSettings, ImageSettings, TrainConfig
     from trainyard.train.precision import keep_freed_memory
 
     keep_freed_memory(torch.device("cpu"))  # as a run does
     data = ShardSet(folder)
     crop = {"crop_area_min": CROP_AREA[0], "crop_aspect_max": CROP_ASPECT[1]} if kind == "rgb" else {}
-    stream = loader(
-        data,
-        settings=DataSettings(),
+    config = TrainConfig(
         image=ImageSettings(height_px=SIZE_PX, width_px=SIZE_PX, channels=3 if kind == "rgb" else 1),
-        augmentation=AugmentSettings(flip=0.5, **crop),
-        seed=0,
-        rank=0,
-        world_size=1,
-        device=torch.device("cpu"),
-        threads=setting.threads,
-        channels_last=True,
-        decode=choose_decoder("auto", importable=find_spec("nvidia.dali") is not None)[0],
+        augment=AugmentSettings(flip=0.5, **crop),
+    )
+    decode, _ = choose_decoder("auto", importable=find_spec("nvidia.dali") is not None)
+    stream = loader.from_config(
+        config, data, device=torch.device("cpu"), decode=decode, threads=setting.threads, channels_last=True
     )
     orders = partial(_order_epoch, np.arange(data.count))
     for micro_batch in stream.train(orders, epoch=0, start=0, micro_batch_size=0):

@@ -127,10 +127,7 @@ def check_loss(jobs_dir: Path, family: str, cache: Path) -> None:
 
     config, data = prepare_family(jobs_dir, family, cache)
     module, splits = build_module(jobs_dir, config, data)
-    loader = Loader(
-        data, settings=config.data, image=config.image, audio=config.sound, augmentation=config.augment,
-        seed=0, rank=0, world_size=1, device=torch.device("cpu"), threads=1, channels_last=False, decode="cpu",
-    )  # fmt: skip
+    loader = Loader.from_config(config, data, device=torch.device("cpu"), decode="cpu")
     stream = loader.train(
         lambda epoch: shuffle(splits["train"], seed=0, epoch=epoch, global_batch_size=16),
         epoch=0, start=0, micro_batch_size=0,

@@ -25,7 +25,6 @@ from trainyard.cli import main
 from trainyard.data.loader import Loader
 from trainyard.data.shards import ShardSet
 from trainyard.report.run_page import write_report
-from trainyard.settings import AugmentSettings
 from trainyard.train import checkpoint
 from trainyard.train.meters import Interval
 from trainyard.train.module import DataInfo
@@ -91,10 +90,7 @@ def test_batch_statistics_of_the_average_are_those_of_its_weights_over_the_train
     )
     ids = np.arange(data.count)
     ids = ids[ids % 5 > 1]
-    loader = Loader(
-        data, settings=config.data, image=config.image, augmentation=AugmentSettings(), seed=0, rank=0, world_size=1,
-        device=torch.device("cpu"), threads=1, channels_last=False, decode="cpu",
-    )  # fmt: skip
+    loader = Loader.from_config(config, data, device=torch.device("cpu"), decode="cpu")
     (micro,) = loader.evaluate(ids, batch_size=64)
     first = module.layers[0]
     features = first[0](micro.batch["image"])

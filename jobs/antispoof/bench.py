@@ -22,7 +22,7 @@ from trainyard.data.pack import pack
 from trainyard.data.shards import Sample, ShardSet
 from trainyard.errors import UserError
 from trainyard.measure import Candidate
-from trainyard.settings import AudioSettings, AugmentSettings, DataSettings, ImageSettings
+from trainyard.settings import AudioSettings, TrainConfig
 from trainyard.train.precision import keep_freed_memory
 
 from . import frontends
@@ -173,20 +173,8 @@ def _store_ways(stores: dict[str, ShardSet], seconds: float) -> list[Candidate]:
 
 
 def _batches(data: ShardSet, decode: str) -> Iterator[dict[str, torch.Tensor]]:
-    loader = Loader(
-        data,
-        settings=DataSettings(),
-        image=ImageSettings(),
-        audio=AudioSettings(frames=FRAMES, rate_hz=RATE_HZ),
-        augmentation=AugmentSettings(),
-        seed=0,
-        rank=0,
-        world_size=1,
-        device=torch.device("cpu"),
-        threads=1,
-        channels_last=False,
-        decode=decode,
-    )
+    config = TrainConfig(sound=AudioSettings(frames=FRAMES, rate_hz=RATE_HZ))
+    loader = Loader.from_config(config, data, device=torch.device("cpu"), decode=decode)
     for micro in loader.evaluate(np.arange(data.count), batch_size=BATCH):
         yield micro.batch
 

@@ -21,7 +21,6 @@ from trainyard.data.loader import Loader
 from trainyard.data.pack import pack
 from trainyard.data.shards import Audio, BadRecord
 from trainyard.errors import UserError
-from trainyard.settings import AudioSettings, AugmentSettings, DataSettings, ImageSettings
 from trainyard.train.module import DataInfo
 from trainyard.train.step import enable_activation_checkpointing
 
@@ -902,11 +901,7 @@ def test_packed_speech_reads_as_the_first_part_in_evaluation_and_a_random_one_in
     packed_samples = list(samples(raw, config))
     data = pack(packed_samples, tmp_path / "packed", meta={}, workers=1, artifacts=fit_artifacts(raw, config))
     ids = splits(data.columns, data.vocabulary, config)["val"]
-    loader = Loader(
-        data, settings=DataSettings(decode="cpu"), image=ImageSettings(), audio=AudioSettings(frames=1000),
-        augmentation=AugmentSettings(), seed=0, rank=0, world_size=1, device=torch.device("cpu"), threads=1,
-        channels_last=False, decode="cpu",
-    )  # fmt: skip
+    loader = Loader.from_config(config, data, device=torch.device("cpu"), decode="cpu")
     (micro,) = loader.evaluate(ids, batch_size=8)
     for row, sample_id in zip(micro.batch["wave"], micro.batch["sample_id"].tolist(), strict=True):
         pcm = soundfile.read(packed_samples[sample_id].source, dtype="int16")[0]

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from trainyard.data.loader import Loader
 from trainyard.data.shards import ShardSet
-from trainyard.settings import AugmentSettings, DataSettings, ImageSettings
+from trainyard.settings import DataSettings, TrainConfig
 
 
 class PerItemDataset(Dataset[dict[str, Any]]):
@@ -44,21 +44,9 @@ class PerItemDataset(Dataset[dict[str, Any]]):
         }
 
 
-def build_loader(data: ShardSet, settings: DataSettings) -> Loader:
-    """Build our loader on the CPU, with one thread."""
-    return Loader(
-        data,
-        settings=settings,
-        image=ImageSettings(),
-        augmentation=AugmentSettings(),
-        seed=0,
-        rank=0,
-        world_size=1,
-        device=torch.device("cpu"),
-        threads=1,
-        channels_last=False,
-        decode="cpu",
-    )
+def loader(data: ShardSet, settings: DataSettings) -> Loader:
+    """Return our loader on the CPU, with one thread."""
+    return Loader.from_config(TrainConfig(data=settings), data, device=torch.device("cpu"), decode="cpu")
 
 
 def copy_head(path: Path, out: Path, *, rows: int) -> Path:

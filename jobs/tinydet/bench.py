@@ -156,19 +156,7 @@ def _ms(work: Callable[[], object], *, repeats: int = 5) -> float:
 
 
 def _ours(data: ShardSet, config: Config) -> Iterator[MicroBatch]:
-    loader = Loader(
-        data,
-        settings=config.data,
-        image=config.image,
-        augmentation=config.augment,
-        seed=0,
-        rank=0,
-        world_size=1,
-        device=torch.device("cpu"),
-        threads=1,
-        channels_last=True,
-        decode="cpu",
-    )
+    loader = Loader.from_config(config, data, device=torch.device("cpu"), decode="cpu", channels_last=True)
     ids = splits(data.columns, data.vocabulary, config)["train"]
     return loader.train(
         lambda epoch: shuffle(ids, seed=0, epoch=epoch, global_batch_size=BATCH),

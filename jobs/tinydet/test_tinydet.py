@@ -699,10 +699,7 @@ def packed_set(raw: Path, out: Path, config: Config) -> ShardSet:
 
 
 def loader_of(data: ShardSet, config: Config, decode: str) -> Loader:
-    return Loader(
-        data, settings=config.data, image=config.image, augmentation=config.augment, seed=0, rank=0, world_size=1,
-        device=torch.device("cpu"), threads=1, channels_last=False, decode=decode,
-    )  # fmt: skip
+    return Loader.from_config(config, data, device=torch.device("cpu"), decode=decode)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import torch
 from tests.training import find_differences, load_state, new_run, start, train, wait_for_lines
 from trainyard.data.loader import Loader
 from trainyard.data.order import shuffle
-from trainyard.settings import AugmentSettings, DataSettings, ImageSettings
+from trainyard.settings import AugmentSettings, ImageSettings, TrainConfig
 
 pytestmark = [
     pytest.mark.gpu,
@@ -22,11 +22,8 @@ LEVELS = 3
 
 
 def read_first_batch(images, device: torch.device, decode: str) -> torch.Tensor:
-    loader = Loader(
-        images, settings=DataSettings(), image=ImageSettings(height_px=32, width_px=32),
-        augmentation=AugmentSettings(flip=0.5), seed=0, rank=0, world_size=1, device=device, threads=2,
-        channels_last=True, decode=decode,
-    )  # fmt: skip
+    config = TrainConfig(image=ImageSettings(height_px=32, width_px=32), augment=AugmentSettings(flip=0.5))
+    loader = Loader.from_config(config, images, device=device, decode=decode, threads=2, channels_last=True)
     ids = np.arange(images.count)
     stream = loader.train(
         lambda epoch: shuffle(ids, seed=0, epoch=epoch, global_batch_size=16), epoch=0, start=0, micro_batch_size=0

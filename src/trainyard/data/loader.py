@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from trainyard.data.device import prepare_model_input
 from trainyard.data.order import EpochOrder, split_into_micro_batches
 from trainyard.data.shards import ARRAY, AUDIO, ENCODED_IMAGE, PCM, RAGGED, ShardSet
 from trainyard.errors import UserError
-from trainyard.settings import AudioSettings, AugmentSettings, DataSettings, ImageSettings
+from trainyard.settings import AudioSettings, AugmentSettings, DataSettings, ImageSettings, TrainConfig
 
 IMAGE = "image"
 REGION = ("box_y", "box_x", "box_height", "box_width")
@@ -85,6 +85,44 @@ class Loader:
         self._regions = _read_regions(data) if self._has_images else np.zeros((data.count, 4), dtype=np.int32)
         self._letterbox = image.fit == "letterbox"
         _check_options(image, augmentation)
+
+    @classmethod
+    def from_config(
+        cls,
+        config: TrainConfig,
+        data: ShardSet,
+        *,
+        device: torch.device,
+        decode: str,
+        rank: int = 0,
+        world_size: int = 1,
+        threads: int = 1,
+        channels_last: bool = False,
+    ) -> Self:
+        """Build a loader from a typed config and what the config leaves open.
+
+        Args:
+            decode: "dali" or "cpu", see `choose_decoder`.
+            threads: decoding threads of this rank.
+            channels_last: memory layout of images on the device.
+
+        Raises:
+            UserError: options of the config exclude each other.
+        """
+        return cls(
+            data,
+            settings=config.data,
+            image=config.image,
+            audio=config.sound,
+            augmentation=config.augment,
+            seed=config.seed,
+            rank=rank,
+            world_size=world_size,
+            device=device,
+            threads=threads,
+            channels_last=channels_last,
+            decode=decode,
+        )
 
     def train(
         self, orders: Callable[[int], EpochOrder], *, epoch: int, start: int, micro_batch_size: int

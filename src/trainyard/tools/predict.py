@@ -92,20 +92,7 @@ def _predict_rows(module: "TrainModule", data: "ShardSet", config: TrainConfig) 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     major, minor = torch.cuda.get_device_capability() if device.type == "cuda" else (0, 0)
     policy = precision_for(10 * major + minor or None, precision=config.precision)
-    loader = Loader(
-        data,
-        settings=config.data,
-        image=config.image,
-        audio=config.sound,
-        augmentation=config.augment,
-        seed=config.seed,
-        rank=0,
-        world_size=1,
-        device=device,
-        threads=available_cores(),
-        channels_last=False,
-        decode="cpu",
-    )
+    loader = Loader.from_config(config, data, device=device, decode="cpu", threads=available_cores())
     with tqdm(total=data.count, unit="sample", desc="predicting", disable=None, leave=False) as bar:
         return evaluate.predict(
             module.to(device),

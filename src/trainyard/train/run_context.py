@@ -73,18 +73,13 @@ def compute_total_steps(config: TrainConfig, steps_per_epoch: int) -> int | None
 
 
 def make_loader(context: RunContext) -> Loader:
-    config = context.config
-    return Loader(
+    return Loader.from_config(
+        context.config,
         context.data,
-        settings=config.data,
-        image=config.image,
-        audio=config.sound,
-        augmentation=config.augment,
-        seed=config.seed,
+        device=context.device,
+        decode=context.decode,
         rank=context.world.rank,
         world_size=context.world.world_size,
-        device=context.device,
         threads=context.threads,
         channels_last=context.precision.channels_last,
-        decode=context.decode,
     )
