@@ -57,7 +57,9 @@ def make_requests(format: str, source_channels: int, channels: int) -> list[Requ
 
 
 def decode_on_cpu(requests: list[Request], channels: int, threads: int = 2) -> list[torch.Tensor]:
-    return [out.clone() for out in decode_cpu.decode(iter(requests), channels=channels, fill=FILL, threads=threads)]
+    return [
+        images.clone() for _, images in decode_cpu.decode(iter(requests), channels=channels, fill=FILL, threads=threads)
+    ]
 
 
 def decode_with_dali(requests: list[Request], channels: int) -> list[torch.Tensor]:
@@ -69,7 +71,7 @@ def decode_with_dali(requests: list[Request], channels: int) -> list[torch.Tenso
         max_batch_size=10,
         device_id=None,
     )
-    return [out.clone() for out in stream]
+    return [images.clone() for _, images in stream]
 
 
 FORMATS = [("jpg", 1, 1), ("png", 1, 1), ("jpg", 3, 3), ("png", 3, 3), ("jpg", 3, 1), ("jpg", 1, 3)]

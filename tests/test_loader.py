@@ -13,7 +13,7 @@ from trainyard.data.loader import Loader, MicroBatch, choose_decoder, prefetch
 from trainyard.data.order import EpochOrder, shuffle
 from trainyard.data.shards import ShardError, ShardSet
 from trainyard.errors import UserError
-from trainyard.settings import AugmentSettings, DataSettings, ImageSettings
+from trainyard.settings import AugmentSettings, DataSettings, ImageSettings, TrainConfig
 
 AUGMENTATION = AugmentSettings(
     rotate_deg=20, shift=0.1, zoom=0.2, crop_area_min=0.4, crop_aspect_max=1.3, flip=0.5, gain=0.2, contrast=0.3
@@ -202,6 +202,51 @@ def test_a_batch_that_is_kept_is_not_overwritten_by_later_ones(images, decode, p
     for micro, copy, again in zip(kept, copies, fresh, strict=False):
         assert torch.equal(micro.batch["image"], copy) and are_equal(micro, again)
     fresh.close()
+
+
+class HostLoader(Loader):
+    """Yields the host buffers themselves, and counts the buffers filled."""
+
+    filled = 0
+
+    def _decode_images(self, *args, **kwargs) -> Iterator:
+        for item in super()._decode_images(*args, **kwargs):
+            self.filled += 1
+            yield item
+
+    def _move_to_device(self, item, *, resample: bool) -> dict[str, torch.Tensor]:
+        return {"image": item.images}
+
+
+@pytest.mark.parametrize("decode", BACK_ENDS)
+@pytest.mark.parametrize("depth", [1, 3])
+def test_a_buffer_is_reused_only_after_the_two_next_batches_were_taken(images, decode, depth):
+    """A GPU may still be copying from the buffer of a batch when the caller takes the next one."""
+    count = 5 * (depth + 3)
+    unlimited = stream_host_batches(make_host_loader(images, decode=decode, prefetch=64))  # a buffer for each batch
+    expected = [micro.batch["image"].clone() for micro in itertools.islice(unlimited, count)]
+    unlimited.close()
+    loader = make_host_loader(images, decode=decode, prefetch=depth)
+    stream = stream_host_batches(loader)
+    previous = None
+    for number, micro in enumerate(itertools.islice(stream, count)):
+        end = time.monotonic() + 10
+        while loader.filled < number + depth + 2 and time.monotonic() < end:
+            time.sleep(0.001)
+        assert loader.filled == number + depth + 2, "the background has filled every buffer that it may"
+        assert torch.equal(micro.batch["image"], expected[number])
+        assert previous is None or torch.equal(previous.batch["image"], expected[number - 1])
+        previous = micro
+    stream.close()
+
+
+def make_host_loader(data: ShardSet, *, decode: str, prefetch: int) -> HostLoader:
+    config = TrainConfig(seed=5, data=DataSettings(prefetch=prefetch), image=IMAGE, augment=AUGMENTATION)
+    return HostLoader.from_config(config, data, device=torch.device("cpu"), decode=decode)
+
+
+def stream_host_batches(loader: HostLoader) -> Iterator[MicroBatch]:
+    return loader.train(make_orders(), epoch=0, start=0, micro_batch_size=2)
 
 
 def test_a_caller_may_change_a_batch_and_its_ids(images):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import soundfile
@@ -28,12 +29,28 @@ class Request:
     out: Tensor  # (B, H, W, C) uint8 on the host, the loader's buffer, which the decoder fills
 
 
-def decode(requests: Iterator[Request], *, channels: int, fill: int, threads: int) -> Iterator[Tensor]:
+@dataclass(frozen=True)
+class AudioRequest:
+    """One micro-batch of audio to decode."""
+
+    records: list[np.ndarray]  # B WAV or FLAC files, uint8
+
+
+AnyRequest = TypeVar("AnyRequest", bound=Request)
+AnyAudioRequest = TypeVar("AnyAudioRequest", bound=AudioRequest)
+
+
+def decode(
+    requests: Iterator[AnyRequest], *, channels: int, fill: int, threads: int
+) -> Iterator[tuple[AnyRequest, Tensor]]:
     """Decode, crop, resize and mirror, one micro-batch per request.
 
+    A decoder may take requests ahead of those it has yielded, but fills `out` only just before it yields the request.
+
     Yields:
-        (B, H, W, C) uint8: the request's `out`. Resizing is bilinear with antialiasing (a triangle filter as wide as
-        the scale), rounded to uint8, as in Pillow.
+        request: in the order of `requests`.
+        images: (B, H, W, C) uint8, the request's `out`. Resizing is bilinear with antialiasing (a triangle filter as
+            wide as the scale), rounded to uint8, as in Pillow.
     """
     with get_pool(threads) as pool:
         for request in requests:
@@ -42,14 +59,21 @@ def decode(requests: Iterator[Request], *, channels: int, fill: int, threads: in
                 return crop(_decode_image(request.records[i], channels), request.parameters.box[i], fill)
 
             resize_all(crop_image, request, pool, threads)
-            yield request.out
+            yield request, request.out
 
 
-def decode_audio(batches: Iterator[list[np.ndarray]], *, threads: int) -> Iterator[list[np.ndarray]]:
-    """Decode the WAV or FLAC files of each batch, uint8, to (frames,) int16."""
+def decode_audio(
+    requests: Iterator[AnyAudioRequest], *, threads: int
+) -> Iterator[tuple[AnyAudioRequest, list[np.ndarray]]]:
+    """Decode the audio of each request.
+
+    Yields:
+        request: in the order of `requests`.
+        recordings: B arrays (frames,) int16.
+    """
     with ThreadPoolExecutor(threads, thread_name_prefix="decode") as pool:
-        for records in batches:
-            yield list(pool.map(_decode_audio_record, records))
+        for request in requests:
+            yield request, list(pool.map(_decode_audio_record, request.records))
 
 
 def _decode_audio_record(record: np.ndarray) -> np.ndarray:

@@ -14,7 +14,7 @@ from nvidia.dali.tensors import TensorCPU
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from trainyard.data.decode_cpu import Request, crop, get_pool, resize_all
+from trainyard.data.decode_cpu import AnyAudioRequest, AnyRequest, crop, get_pool, resize_all
 
 _QUEUE = 3  # batches that DALI decodes ahead on the host
 _GROUP_IMAGES = 128  # images per DALI batch; fewer are slower on two cores, more are not faster
@@ -22,14 +22,14 @@ _GROUP_BYTES = 32 << 20  # decoded bytes per DALI batch: limits the queue's memo
 
 
 def decode(
-    requests: Iterator[Request],
+    requests: Iterator[AnyRequest],
     *,
     channels: int,
     fill: int,
     threads: int,
     max_batch_size: int,
     device_id: int | None,
-) -> Iterator[Tensor]:
+) -> Iterator[tuple[AnyRequest, Tensor]]:
     """Decode, crop, resize and mirror, one micro-batch per request, as `decode_cpu.decode` does.
 
     Without a GPU, DALI decodes only the box (bit-equal to cropping the whole image) and torch resizes into the
@@ -41,28 +41,27 @@ def decode(
         device_id: CUDA device; None: decode on the host.
 
     Yields:
-        (B, H, W, C) uint8.
+        request: in the order of `requests`.
+        images: (B, H, W, C) uint8.
     """
     common = {"channels": channels, "fill": fill, "threads": threads, "max_batch_size": max_batch_size}
-    return (
-        _decode_on_host(requests, **common)
-        if device_id is None
-        else _decode_on_gpu(requests, **common, device_id=device_id)
-    )
+    if device_id is None:
+        return _decode_on_host(requests, **common)
+    return _decode_on_gpu(requests, **common, device_id=device_id)
 
 
 def _decode_on_host(
-    requests: Iterator[Request], *, channels: int, fill: int, threads: int, max_batch_size: int
-) -> Iterator[Tensor]:
+    requests: Iterator[AnyRequest], *, channels: int, fill: int, threads: int, max_batch_size: int
+) -> Iterator[tuple[AnyRequest, Tensor]]:
     """Give DALI several requests per batch, because its threads wait for each other at the end of each batch."""
-    waiting: list[tuple[list[Request], np.ndarray]] = []  # requests that DALI has taken ahead, not yet yielded
+    pending: deque[tuple[list[AnyRequest], np.ndarray]] = deque()  # requests that DALI took ahead, not yet decoded
     most = -(-_GROUP_IMAGES // max_batch_size)
 
     def feed() -> tuple[Any, ...]:
         group = _group_requests(requests, most, channels)
         box = np.concatenate([request.parameters.box for request in group])
         inner, outer = split_box(box, np.concatenate([request.shapes for request in group]))
-        waiting.append((group, outer))
+        pending.append((group, outer))
         return _wrap_inputs([record for request in group for record in request.records], *np.hsplit(inner, 2))
 
     pipeline = Pipeline(
@@ -73,7 +72,7 @@ def _decode_on_host(
     pipeline.build()
     with get_pool(threads) as pool:
         while (images := _run_pipeline(pipeline)) is not None:
-            group, outer = waiting.pop(0)
+            group, outer = pending.popleft()
             first = 0
             for request in group:
 
@@ -81,11 +80,11 @@ def _decode_on_host(
                     return crop(from_dlpack(images[first + i]), outer[first + i], fill)
 
                 resize_all(crop_image, request, pool, threads)
-                yield request.out
+                yield request, request.out
                 first += len(request.records)
 
 
-def _group_requests(requests: Iterator[Request], most: int, channels: int) -> list[Request]:
+def _group_requests(requests: Iterator[AnyRequest], most: int, channels: int) -> list[AnyRequest]:
     """Take one request, and more up to `most` while they decode to less than `_GROUP_BYTES`.
 
     Raises:
@@ -103,12 +102,14 @@ def _group_requests(requests: Iterator[Request], most: int, channels: int) -> li
 
 
 def _decode_on_gpu(
-    requests: Iterator[Request], *, channels: int, fill: int, threads: int, max_batch_size: int, device_id: int
-) -> Iterator[Tensor]:
-    alive: deque[Request] = deque(maxlen=8)  # DALI reads records in place, and runs ahead by fewer than 8 requests
+    requests: Iterator[AnyRequest], *, channels: int, fill: int, threads: int, max_batch_size: int, device_id: int
+) -> Iterator[tuple[AnyRequest, Tensor]]:
+    pending: deque[AnyRequest] = deque()  # requests that DALI took ahead, not yet decoded
+    alive: deque[AnyRequest] = deque(maxlen=8)  # DALI reads records in place, and runs ahead by fewer than 8 requests
 
     def feed() -> tuple[Any, ...]:
         request = next(requests)  # its StopIteration ends the pipeline
+        pending.append(request)
         alive.append(request)
         inner, outer = split_box(request.parameters.box, request.shapes)
         size = np.tile(np.array(request.out.shape[1:3], dtype=np.int32), (len(inner), 1))
@@ -120,7 +121,7 @@ def _decode_on_gpu(
         pipeline.set_outputs(_build_gpu_graph(feed, channels=channels, fill=fill))
     pipeline.build()
     while (images := _run_pipeline(pipeline)) is not None:
-        yield from_dlpack(images.as_tensor()).clone()  # DALI reuses its memory two runs later
+        yield pending.popleft(), from_dlpack(images.as_tensor()).clone()  # DALI reuses its memory two runs later
 
 
 def _wrap_inputs(records: list[np.ndarray], *more: np.ndarray) -> tuple[Any, ...]:
@@ -132,21 +133,28 @@ def _wrap_inputs(records: list[np.ndarray], *more: np.ndarray) -> tuple[Any, ...
 
 
 def decode_audio(
-    batches: Iterator[list[np.ndarray]], *, threads: int, max_batch_size: int
-) -> Iterator[list[np.ndarray]]:
-    """Decode the WAV or FLAC files of each batch, uint8, to (frames,) int16; DALI decodes audio on the host only.
+    requests: Iterator[AnyAudioRequest], *, threads: int, max_batch_size: int
+) -> Iterator[tuple[AnyAudioRequest, list[np.ndarray]]]:
+    """Decode the audio of each request, as `decode_cpu.decode_audio` does; DALI decodes audio on the host only.
 
     Args:
-        max_batch_size: the largest number of files in any batch.
+        max_batch_size: the largest number of files in any request.
     """
+    pending: deque[AnyAudioRequest] = deque()  # requests that DALI took ahead, not yet decoded
+
+    def feed() -> list[np.ndarray]:
+        request = next(requests)  # its StopIteration ends the pipeline
+        pending.append(request)
+        return request.records
+
     pipeline = Pipeline(batch_size=max_batch_size, num_threads=threads, device_id=None, prefetch_queue_depth=2)
     with pipeline:
-        records = fn.external_source(source=lambda: next(batches), batch=True, no_copy=True, dtype=types.UINT8, ndim=1)
+        records = fn.external_source(source=feed, batch=True, no_copy=True, dtype=types.UINT8, ndim=1)
         audio, _ = fn.decoders.audio(records, dtype=types.INT16, downmix=False)
         pipeline.set_outputs(fn.squeeze(audio, axes=[1]))
     pipeline.build()
     while (decoded := _run_pipeline(pipeline)) is not None:
-        yield [np.array(decoded.at(i)) for i in range(len(decoded))]
+        yield pending.popleft(), [np.array(decoded.at(i)) for i in range(len(decoded))]
 
 
 def split_box(box: np.ndarray, shapes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from trainyard.data import augment, decode_cpu
 from trainyard.data.augment import Parameters
-from trainyard.data.decode_cpu import Request
+from trainyard.data.decode_cpu import AudioRequest, Request
 from trainyard.data.device import prepare_model_input
 from trainyard.data.order import EpochOrder, split_into_micro_batches
 from trainyard.data.shards import ARRAY, AUDIO, ENCODED_IMAGE, PCM, RAGGED, ShardSet
@@ -25,6 +25,7 @@ from trainyard.settings import AudioSettings, AugmentSettings, DataSettings, Ima
 
 IMAGE = "image"
 REGION = ("box_y", "box_x", "box_height", "box_width")
+_UNFINISHED_COPIES = 1  # copies to the device that may still be reading their buffer when the next item is taken
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,20 @@ class _Item:
     parameters: Parameters | None = None  # None without images
     arrays: dict[str, Tensor] = field(default_factory=dict)  # all other records, in new memory
     images: Tensor | None = None  # (B, H, W, C) uint8, in a buffer that will be reused
+
+
+@dataclass(frozen=True)
+class _ImageRequest(Request):
+    """The images of an item to decode."""
+
+    item: _Item
+
+
+@dataclass(frozen=True)
+class _AudioRequest(AudioRequest):
+    """The audio of an item to decode."""
+
+    item: _Item
 
 
 class Loader:
@@ -203,18 +218,21 @@ class Loader:
         depth = self._settings.prefetch
         stream = self._read_arrays(items)
         for name, records in self.data.records.items():
-            if records.kind in (AUDIO, PCM):
+            if records.kind == AUDIO:
                 stream = self._decode_audio(name, stream, largest)
-        if self._has_images:  # buffers: in the queue, one being copied, one whose copy is awaited, one being filled
-            stream = self._decode_images(stream, self._allocate_buffers(depth + 3, largest), largest)
-        copied: list[Any] = []
+            elif records.kind == PCM:
+                stream = self._read_pcm(name, stream, largest)
+        if self._has_images:
+            buffers = self._allocate_buffers(count_prefetched(depth) + _UNFINISHED_COPIES, largest)
+            stream = self._decode_images(stream, buffers, largest)
+        copies: deque[Any] = deque()
         for item, wait_s in prefetch(stream, depth):
             batch = self._move_to_device(item, resample=resample)
             if self.device.type == "cuda":
-                copied.append(torch.cuda.Event())  # type: ignore[no-untyped-call]
-                copied[-1].record()
-                if len(copied) > 1:  # the previous item's buffer may be refilled from now on
-                    copied.pop(0).synchronize()
+                copies.append(torch.cuda.Event())  # type: ignore[no-untyped-call]
+                copies[-1].record()
+                if len(copies) > _UNFINISHED_COPIES:
+                    copies.popleft().synchronize()
             yield MicroBatch(batch, item.weight, item.last, wait_s)
 
     def _read_arrays(self, items: Iterator[_Item]) -> Iterator[_Item]:
@@ -231,40 +249,47 @@ class Loader:
                     arrays[name], arrays[f"{name}_count"] = pad_ragged(values)
             yield replace(item, arrays={name: torch.from_numpy(values) for name, values in arrays.items()})
 
+    def _read_pcm(self, name: str, items: Iterator[_Item], largest: int) -> Iterator[_Item]:
+        """Add a crop of each PCM recording; it is copied before the next read, so one buffer is enough."""
+        usual_bytes = largest * int(self.data.records[name].size.mean() * 1.5)  # longer batches get new memory
+        buffer = np.empty(usual_bytes, dtype=np.uint8)
+        for item in items:
+            recordings = self.data.read_arrays(name, item.ids, check_crc=self._settings.check_crc, buffer=buffer)
+            yield self._add_audio(name, item, recordings)
+
     def _decode_audio(self, name: str, items: Iterator[_Item], largest: int) -> Iterator[_Item]:
-        """Add a crop of each recording as int16, which is scaled to [-1, 1) on the device."""
-        records, check_crc = self.data.records[name], self._settings.check_crc
-        ahead: deque[_Item] = deque()
-        is_pcm = records.kind == PCM  # cropped before the next read, so one buffer is enough for most batches
-        buffer = np.empty(largest * int(records.size.mean() * 1.5), dtype=np.uint8) if is_pcm else None
+        """Add a crop of each encoded recording."""
 
-        def read() -> Iterator[list[np.ndarray]]:
+        def make_requests() -> Iterator[_AudioRequest]:
             for item in items:
-                ahead.append(item)
-                yield self.data.read_arrays(name, item.ids, check_crc=check_crc, buffer=buffer)
+                records = self.data.read_arrays(name, item.ids, check_crc=self._settings.check_crc)
+                yield _AudioRequest(records, item)
 
-        for recordings in read() if is_pcm else self._make_audio_decoder(largest)(read()):
-            item = ahead.popleft()
-            count = records.shape[item.ids, 0].astype(np.int64)
-            frames = self._audio.frames
-            start = np.zeros_like(count)
-            if item.epoch is not None:
-                start = augment.draw_starts(
-                    seed=self._seed, epoch=item.epoch, sample_ids=item.ids, spare=count - frames
-                )
-            crops = np.empty((len(recordings), frames), dtype=np.int16)
-            for row, recording, first in zip(crops, recordings, start.tolist(), strict=True):
-                part = recording[first : first + frames]
-                row[:] = part if len(part) == frames else np.resize(part, frames)
-            arrays = {name: torch.from_numpy(crops), f"{name}_count": torch.from_numpy(count)}
-            yield replace(item, arrays=item.arrays | arrays)
+        for request, recordings in self._run_audio_decoder(make_requests(), largest):
+            yield self._add_audio(name, request.item, recordings)
 
-    def _make_audio_decoder(self, largest: int) -> Callable[[Iterator[list[np.ndarray]]], Iterator[list[np.ndarray]]]:
+    def _add_audio(self, name: str, item: _Item, recordings: list[np.ndarray]) -> _Item:
+        """Add a crop of each recording as int16, which is scaled to [-1, 1) on the device."""
+        count = self.data.records[name].shape[item.ids, 0].astype(np.int64)
+        frames = self._audio.frames
+        start = np.zeros_like(count)
+        if item.epoch is not None:
+            start = augment.draw_starts(seed=self._seed, epoch=item.epoch, sample_ids=item.ids, spare=count - frames)
+        crops = np.empty((len(recordings), frames), dtype=np.int16)
+        for row, recording, first in zip(crops, recordings, start.tolist(), strict=True):
+            part = recording[first : first + frames]
+            row[:] = part if len(part) == frames else np.resize(part, frames)
+        arrays = {name: torch.from_numpy(crops), f"{name}_count": torch.from_numpy(count)}
+        return replace(item, arrays=item.arrays | arrays)
+
+    def _run_audio_decoder(
+        self, requests: Iterator[_AudioRequest], largest: int
+    ) -> Iterator[tuple[_AudioRequest, list[np.ndarray]]]:
         if self._decode == "cpu":
-            return lambda records: decode_cpu.decode_audio(records, threads=self._threads)
+            return decode_cpu.decode_audio(requests, threads=self._threads)
         from trainyard.data import decode_dali
 
-        return lambda records: decode_dali.decode_audio(records, threads=self._threads, max_batch_size=largest)
+        return decode_dali.decode_audio(requests, threads=self._threads, max_batch_size=largest)
 
     def _allocate_buffers(self, count: int, largest: int) -> list[Tensor]:
         height, width = self._scale_size(max(1.0, *self._image.scales))
@@ -274,30 +299,29 @@ class Loader:
             return [torch.empty(flat, dtype=torch.uint8, pin_memory=pinned) for _ in range(count)]
 
     def _decode_images(self, items: Iterator[_Item], buffers: list[Tensor], largest: int) -> Iterator[_Item]:
-        """Decode the images of each item. Decoders may take items ahead of those they have yielded."""
-        ahead: deque[_Item] = deque()
-        index, check_crc = self.data.records[IMAGE], self._settings.check_crc
+        """Decode the images of each item into the buffers, one after another and again."""
 
-        def requests() -> Iterator[Request]:
-            for number, item in enumerate(items):
-                ahead.append(item)
-                records = self.data.read_bytes(IMAGE, item.ids, check_crc=check_crc)
+        def make_requests() -> Iterator[_ImageRequest]:
+            for item, buffer in zip(items, itertools.cycle(buffers), strict=False):
                 assert item.parameters is not None
+                records = self.data.read_bytes(IMAGE, item.ids, check_crc=self._settings.check_crc)
                 shape = (len(item.ids), *item.size, self._image.channels)
-                out = buffers[number % len(buffers)][: math.prod(shape)].view(shape)
-                yield Request(records, index.shape[item.ids], item.parameters, out)
+                out = buffer[: math.prod(shape)].view(shape)
+                yield _ImageRequest(records, self.data.records[IMAGE].shape[item.ids], item.parameters, out, item)
 
-        for images in self._make_image_decoder(largest)(requests()):
-            yield replace(ahead.popleft(), images=images)
+        for request, images in self._run_image_decoder(make_requests(), largest):
+            yield replace(request.item, images=images)
 
-    def _make_image_decoder(self, largest: int) -> Callable[[Iterator[Request]], Iterator[Tensor]]:
+    def _run_image_decoder(
+        self, requests: Iterator[_ImageRequest], largest: int
+    ) -> Iterator[tuple[_ImageRequest, Tensor]]:
         image = self._image
         common: dict[str, Any] = {"channels": image.channels, "fill": image.fill, "threads": self._threads}
         if self._decode == "cpu":
-            return lambda requests: decode_cpu.decode(requests, **common)
+            return decode_cpu.decode(requests, **common)
         from trainyard.data import decode_dali  # takes a second to import, and small container images lack DALI
 
-        return lambda requests: decode_dali.decode(
+        return decode_dali.decode(
             requests,
             **common,
             max_batch_size=largest,
@@ -395,6 +419,11 @@ def prefetch(items: Iterable[_Item], depth: int) -> Iterator[tuple[_Item, float]
     finally:
         stop.set()
         thread.join()
+
+
+def count_prefetched(depth: int) -> int:
+    """Return how many items of `prefetch` exist at once: one in preparation, `depth` ready, one with the caller."""
+    return 1 + depth + 1
 
 
 def pad_ragged(values: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
