@@ -36,7 +36,7 @@ def load_family_tests(jobs_dir: Path, family: str) -> ModuleType:
 
 def prepare_family(jobs_dir: Path, family: str, root: Path) -> tuple[TrainConfig, ShardSet]:
     """Return the family's small config, with its data packed and open."""
-    config = configs.compose(family, [*load_family_tests(jobs_dir, family).SMALL, f"data.cache={root}"], jobs_dir)
+    config = configs.compose(f"{family}_smoke", [f"data.cache={root}"], jobs_dir)
     config = prepare_data(config, jobs_dir)
     return config, ShardSet(Path(config.data.path))
 

@@ -87,7 +87,7 @@ def test_names_split_at_the_last_underscore_and_fingers_are_unique_over_sets(tmp
         ("101_left.png", "whole", "the name is not"),
         ("_1.png", "whole", "the name is not"),
         ("101_1.png", "empty", "the file is empty"),
-        ("101_1.tif", "text", "no image"),
+        ("101_1.tif", "text", "not an image"),
         ("101_1.png", "half", "cannot be decoded"),
         ("101_1.tif", "half", "cannot be decoded"),
         ("101_1.jpg", "half", "cannot be decoded"),

@@ -226,9 +226,9 @@ def _prepare_candidates(args: argparse.Namespace, folder: Path) -> tuple[list[Ca
     def make_candidate(name: str, work: Callable[[], int], note: str, baseline: str = "") -> Candidate:
         return Candidate(name, lambda: for_at_least(1.0, work), "rows/s", note, baseline)
 
-    _require_equal([sample.load(artifacts) for sample in samples], data)
+    _check_equal([sample.load(artifacts) for sample in samples], data)
     buckets = order.bucket_by_length(ids, length, seed=0, epoch=0, global_batch_size=32)
-    mixed = order.shuffle(ids, seed=0, epoch=0, global_batch_size=32)
+    shuffled = order.shuffle(ids, seed=0, epoch=0, global_batch_size=32)
     waste = {
         "to max_tokens": 1 - float(length.mean()) / args.max_tokens,
         "random batches": compute_padding([length[shuffled.batch(i)] for i in range(len(shuffled))]),

@@ -44,8 +44,8 @@ class PerItemDataset(Dataset[dict[str, Any]]):
         }
 
 
-def loader(data: ShardSet, settings: DataSettings) -> Loader:
-    """Return our loader on the CPU, with one thread."""
+def build_loader(data: ShardSet, settings: DataSettings) -> Loader:
+    """Build our loader on the CPU, with one thread."""
     return Loader.from_config(TrainConfig(data=settings), data, device=torch.device("cpu"), decode="cpu")
 
 

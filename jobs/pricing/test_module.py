@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from torch import nn
 
-from trainyard.data.order import buckets
+from trainyard.data.order import bucket_by_length
 from trainyard.data.shards import ShardSet
 from trainyard.errors import UserError
 from trainyard.settings import DataSettings, OptimizerSettings
@@ -121,7 +121,9 @@ def test_real_furniture_is_packed_completely_and_three_epochs_beat_the_median(tm
     optimizer = make_optimizer(module, OptimizerSettings(lr=3e-3))
     state = TrainState(module, module, optimizer, torch.amp.GradScaler("cpu", enabled=False), None, 0.0)
     stream = reference.build_loader(data, DataSettings()).train(
-        lambda epoch: buckets(parts["train"], data.columns["length"], seed=0, epoch=epoch, global_batch_size=32),
+        lambda epoch: bucket_by_length(
+            parts["train"], data.columns["length"], seed=0, epoch=epoch, global_batch_size=32
+        ),
         epoch=0, start=0, micro_batch_size=0,
     )  # fmt: skip
     for _ in range(3 * -(-len(parts["train"]) // 32)):

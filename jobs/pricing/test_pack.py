@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from trainyard.data.order import buckets, shuffle
+from trainyard.data.order import bucket_by_length, shuffle
 from trainyard.data.pack import PackError, read_listing
 from trainyard.data.shards import Ragged, ShardSet
 from trainyard.errors import UserError
@@ -96,7 +96,7 @@ def test_packing_again_is_bit_identical_and_a_changed_row_changes_the_data(
 def test_buckets_reduce_padding_and_read_every_row_once() -> None:
     length = np.random.default_rng(0).integers(10, 300, 2000)
     ids = np.arange(2000)
-    order = buckets(ids, length, seed=0, epoch=0, global_batch_size=32)
+    order = bucket_by_length(ids, length, seed=0, epoch=0, global_batch_size=32)
     shuffled = shuffle(ids, seed=0, epoch=0, global_batch_size=32)
     waste = [compute_padding([length[o.batch(i)] for i in range(len(o))]) for o in (shuffled, order)]
     assert np.array_equal(np.sort(order.ids), ids)

@@ -1029,7 +1029,7 @@ def test_more_objects_than_a_sample_may_have_are_refused(tmp_path):
     [
         ("missing", "the annotations list it, but there is no such file"),
         ("empty", "the file is empty"),
-        ("text", "no image"),
+        ("text", "not an image"),
         ("half", "cannot be decoded"),
         ("other size", "it is 50 x 40 pixels, the annotations say 60 x 40"),
         ("16 bits", "mode I;16, whose range is unknown"),

@@ -19,7 +19,7 @@ from .pack import load
     [
         ("missing", "listed, but there is no such file"),
         ("empty", "the file is empty"),
-        ("text", "no image"),
+        ("text", "not an image"),
         ("half", "cannot be decoded"),
         ("tiny", r"40 x 64 pixels are not a face crop: expected sides of 48 or more"),
         ("strip", r"300 x 64 pixels are not a face crop.*at most 1\.6 times the shorter"),

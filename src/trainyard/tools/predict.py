@@ -35,11 +35,11 @@ def predict(run: Path, raw: Path, out: Path, jobs_dir: Path) -> int:
     pack = load_family(jobs_dir, config.family, "pack")
     if not hasattr(pack, "unlabelled"):
         raise UserError(f"{config.family} has no predictions for a table: its pack.py has no 'unlabelled'.")
-    saved = _weights(run)
-    module = _built(config, jobs_dir, saved)
-    with _packed(pack.unlabelled(raw, config, saved["learned"]), config, out.parent) as data:
-        rows = _rows(module, data, config)
-        _write(out, list(module.prediction_rows(rows, data.read_keys(np.arange(data.count)))))
+    saved = _load_checkpoint(run)
+    module = _build_module(config, jobs_dir, saved)
+    with _pack_temporarily(pack.unlabelled(raw, config, saved["learned"]), config, out.parent) as data:
+        rows = _predict_rows(module, data, config)
+        _write_csv(out, list(module.prediction_rows(rows, data.read_keys(np.arange(data.count)))))
         return data.count
 
 
