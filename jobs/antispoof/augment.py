@@ -1,8 +1,8 @@
-"""Random changes of sounds and maps on the device: another start, RawBoost-like noise, codecs, SpecAugment.
+"""Augmentation of waveforms and maps on the device: random starts, RawBoost-like noise, codecs, SpecAugment.
 
-Every number comes from `noise`, (B, 32) uniform in [0, 1), which the loader draws per (seed, epoch, sample): the same
-sample is changed in the same way whatever the batch, the rank or the restart. Longer rows of random numbers are hashed
-from it here. B utterances, N samples, F bins, T frames.
+All randomness comes from `noise`, (B, 32) uniform in [0, 1), which the loader draws per (seed, epoch, sample): a
+sample is augmented in the same way whatever the batch, the rank or the restart. Longer rows of random numbers are
+hashed from it here. B utterances, N samples, F bins, T frames.
 """
 
 import math
@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 BANDS = 5  # stop bands of a random filter
-ORDERS = 5  # powers of the sound that a distorted one is made of
+ORDERS = 5  # powers of the waveform in non-linear filtering
 
 
 class Slot(IntEnum):
-    """Which column of `noise` decides what."""
+    """Columns of `noise`, by what they decide."""
 
     RAWBOOST, CODEC, CODEC_KIND, CODEC_CUT, MASK_BINS, MASK_FRAMES, BINS, BINS_AT, FRAMES, FRAMES_AT = range(10)
     IMPULSES, SNR, START = 10, 11, 12
@@ -24,16 +24,16 @@ class Slot(IntEnum):
 
 
 class Stream(IntEnum):
-    """Which hashed row of numbers is which."""
+    """Streams of hashed random numbers, by what they are for."""
 
     FILTERS, COLOUR, IMPULSE_AT, IMPULSE_A, IMPULSE_B, NORMAL_A, NORMAL_B, GAINS = range(8)
 
 
 @torch.no_grad()
 def roll(wave_BN: Tensor, noise_BK: Tensor) -> Tensor:
-    """Start each sound at a random sample, its beginning following its end.
+    """Rotate each waveform to start at a random sample.
 
-    What is shorter than N repeats from its start, so without this it would be the same in every epoch.
+    An utterance shorter than N repeats from its start, so without this it would be the same in every epoch.
     """
     count = wave_BN.shape[1]
     start_B1 = (noise_BK[:, Slot.START, None] * count).long().clamp(max=count - 1)
@@ -41,108 +41,112 @@ def roll(wave_BN: Tensor, noise_BK: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def rawboost(wave_BN: Tensor, noise_BK: Tensor, *, chance: float, kind: str, rate_hz: int) -> Tensor:
-    """Add what a telephone line adds, after RawBoost (Tak et al. 2022, arXiv:2111.04433), to a share of the sounds.
+def apply_rawboost(wave_BN: Tensor, noise_BK: Tensor, *, chance: float, kind: str, rate_hz: int) -> Tensor:
+    """Add telephone-line noise to a share of the waveforms, after RawBoost (Tak et al. 2022, arXiv:2111.04433).
 
-    Linear and non-linear filtering (sum of powers of the sound, each through its own stop bands; equation 1), impulses
-    in proportion to the sound (equation 2), stationary coloured noise at 10 to 40 dB (equation 3). Bands, gains and
-    ratios are theirs; filters are smooth and of zero phase in place of FIR filters of random length.
+    Linear and non-linear filtering (sum of powers of the waveform, each through its own stop bands; equation 1),
+    impulses proportional to the signal (equation 2), stationary coloured noise at 10 to 40 dB (equation 3). Bands,
+    gains and ratios are theirs; filters are smooth and zero-phase instead of FIR filters of random length.
 
     Args:
-        chance: share of sounds changed.
+        chance: share of waveforms changed.
         kind: "series", one after the other (their algorithm 4), or "parallel", filtering plus impulses (their 5).
     """
-    filtered = _limited(_convolutive(wave_BN, noise_BK, rate_hz))
+    filtered = _limit_peak(_add_convolutive_noise(wave_BN, noise_BK, rate_hz))
     if kind == "series":
-        changed = _limited(_impulses(filtered, noise_BK))
-        changed = _limited(_stationary(changed, noise_BK, rate_hz))
+        changed = _limit_peak(_add_impulses(filtered, noise_BK))
+        changed = _limit_peak(_add_stationary_noise(changed, noise_BK, rate_hz))
     else:
         assert kind == "parallel", kind
-        changed = _limited(filtered + _limited(_impulses(wave_BN, noise_BK)))
+        changed = _limit_peak(filtered + _limit_peak(_add_impulses(wave_BN, noise_BK)))
     return torch.where(noise_BK[:, Slot.RAWBOOST, None] < chance, changed, wave_BN)
 
 
 @torch.no_grad()
-def codec(wave_BN: Tensor, noise_BK: Tensor, *, chance: float, rate_hz: int) -> Tensor:
-    """Pass a share of the sounds through a telephone's codec: a cut band and 8 bits, by mu-law, A-law or evenly.
+def apply_codec(wave_BN: Tensor, noise_BK: Tensor, *, chance: float, rate_hz: int) -> Tensor:
+    """Pass a share of the waveforms through a telephone codec: a low-pass and 8 bits (mu-law, A-law or uniform).
 
-    The band ends between 3.4 kHz (or 0.42 of the rate, if that is less) and half the rate. Laws as in ITU-T G.711.
+    The cut-off is between 3.4 kHz (or 0.42 of the rate, if that is lower) and half the rate. Laws as in ITU-T G.711.
     """
     spectrum = torch.fft.rfft(wave_BN)
     hz = torch.fft.rfftfreq(wave_BN.shape[1], 1 / rate_hz, device=wave_BN.device)
-    low_hz = min(3400.0, 0.42 * rate_hz)
-    cut_hz = low_hz + (rate_hz / 2 - low_hz) * noise_BK[:, Slot.CODEC_CUT, None]
-    narrow = torch.fft.irfft(spectrum * torch.sigmoid((cut_hz - hz) / 50), n=wave_BN.shape[1]).clamp(-1, 1)
+    lowest_hz = min(3400.0, 0.42 * rate_hz)
+    cutoff_hz = lowest_hz + (rate_hz / 2 - lowest_hz) * noise_BK[:, Slot.CODEC_CUT, None]
+    narrow = torch.fft.irfft(spectrum * torch.sigmoid((cutoff_hz - hz) / 50), n=wave_BN.shape[1]).clamp(-1, 1)
     kind = noise_BK[:, Slot.CODEC_KIND, None]
-    coded = torch.where(kind < 0.4, _mu_law(narrow), torch.where(kind < 0.8, _a_law(narrow), _even(narrow)))
+    coded = torch.where(
+        kind < 0.4, _apply_mu_law(narrow), torch.where(kind < 0.8, _apply_a_law(narrow), _quantise(narrow))
+    )
     return torch.where(noise_BK[:, Slot.CODEC, None] < chance, coded, wave_BN)
 
 
 @torch.no_grad()
-def mask(map_BFT: Tensor, noise_BK: Tensor, *, chance: float, bins: int, frames: int) -> Tensor:
+def apply_specaugment(map_BFT: Tensor, noise_BK: Tensor, *, chance: float, bins: int, frames: int) -> Tensor:
     """Replace up to `bins` bins and up to `frames` frames by the map's mean: SpecAugment (arXiv:1904.08779).
 
     Args:
         chance: probability of either mask.
-        bins, frames: largest widths; widths are uniform from 0 on.
+        bins, frames: largest widths; widths are uniform from 0 up.
     """
     count_F, count_T = map_BFT.shape[1:]
-    in_bins_BF = _run(noise_BK, Slot.BINS, Slot.BINS_AT, count_F, bins) & (noise_BK[:, Slot.MASK_BINS, None] < chance)
-    in_frames_BT = _run(noise_BK, Slot.FRAMES, Slot.FRAMES_AT, count_T, frames) & (
+    bins_BF = _draw_span(noise_BK, Slot.BINS, Slot.BINS_AT, count_F, bins) & (
+        noise_BK[:, Slot.MASK_BINS, None] < chance
+    )
+    frames_BT = _draw_span(noise_BK, Slot.FRAMES, Slot.FRAMES_AT, count_T, frames) & (
         noise_BK[:, Slot.MASK_FRAMES, None] < chance
     )
-    hidden_BFT = in_bins_BF[:, :, None] | in_frames_BT[:, None, :]
-    return torch.where(hidden_BFT, map_BFT.mean(dim=(1, 2), keepdim=True), map_BFT)
+    mask_BFT = bins_BF[:, :, None] | frames_BT[:, None, :]
+    return torch.where(mask_BFT, map_BFT.mean(dim=(1, 2), keepdim=True), map_BFT)
 
 
-def uniforms(noise_BK: Tensor, stream: Stream, count: int) -> Tensor:
-    """Return (B, count) float32 in [0, 1): a hash of two numbers of each row, the stream and the position.
+def draw_uniforms(noise_BK: Tensor, stream: Stream, count: int) -> Tensor:
+    """Return (B, count) float32 in [0, 1): a hash of two numbers from each row, the stream and the position.
 
     SplitMix64's output function (Steele, Lea and Flood, OOPSLA 2014) over counters, in wrapping int64 arithmetic.
     """
     bits = (noise_BK[:, [Slot.SEED_HIGH, Slot.SEED_LOW]] * 2**24).long()
     seed_B = bits[:, 0] * 2**24 + bits[:, 1] + stream * 2**50
     position = torch.arange(1, count + 1, device=noise_BK.device)
-    x = _mix(_mix(seed_B)[:, None] + position * _signed(0x9E3779B97F4A7C15))
-    return _shifted(x, 40).float() / 2**24
+    x = _mix_bits(_mix_bits(seed_B)[:, None] + position * _wrap_int64(0x9E3779B97F4A7C15))
+    return _shift_right(x, 40).float() / 2**24
 
 
-def _mix(x: Tensor) -> Tensor:
-    x = (x ^ _shifted(x, 30)) * _signed(0xBF58476D1CE4E5B9)
-    x = (x ^ _shifted(x, 27)) * _signed(0x94D049BB133111EB)
-    mixed: Tensor = x ^ _shifted(x, 31)
+def _mix_bits(x: Tensor) -> Tensor:
+    x = (x ^ _shift_right(x, 30)) * _wrap_int64(0xBF58476D1CE4E5B9)
+    x = (x ^ _shift_right(x, 27)) * _wrap_int64(0x94D049BB133111EB)
+    mixed: Tensor = x ^ _shift_right(x, 31)
     return mixed
 
 
-def _shifted(x: Tensor, bits: int) -> Tensor:
-    return (x >> bits) & ((1 << (64 - bits)) - 1)  # int64 shifts carry the sign along
+def _shift_right(x: Tensor, bits: int) -> Tensor:
+    return (x >> bits) & ((1 << (64 - bits)) - 1)  # int64 shifts extend the sign bit
 
 
-def _signed(value: int) -> int:
+def _wrap_int64(value: int) -> int:
     return value - 2**64 if value >= 2**63 else value
 
 
-def _normals(noise_BK: Tensor, count: int) -> Tensor:
-    radius = (-2 * torch.log1p(-uniforms(noise_BK, Stream.NORMAL_A, count))).sqrt()
-    return radius * torch.cos(2 * math.pi * uniforms(noise_BK, Stream.NORMAL_B, count))
+def _draw_normals(noise_BK: Tensor, count: int) -> Tensor:
+    radius = (-2 * torch.log1p(-draw_uniforms(noise_BK, Stream.NORMAL_A, count))).sqrt()
+    return radius * torch.cos(2 * math.pi * draw_uniforms(noise_BK, Stream.NORMAL_B, count))
 
 
-def _convolutive(wave_BN: Tensor, noise_BK: Tensor, rate_hz: int) -> Tensor:
-    gains_db = -5 - 15 * uniforms(noise_BK, Stream.GAINS, ORDERS)
-    responses = _stop_bands(noise_BK, Stream.FILTERS, ORDERS, wave_BN.shape[1], rate_hz)
+def _add_convolutive_noise(wave_BN: Tensor, noise_BK: Tensor, rate_hz: int) -> Tensor:
+    gains_db = -5 - 15 * draw_uniforms(noise_BK, Stream.GAINS, ORDERS)
+    responses = _draw_stop_bands(noise_BK, Stream.FILTERS, ORDERS, wave_BN.shape[1], rate_hz)
     total: Tensor | None = None
     for order, response in enumerate(responses):
         spectrum = torch.fft.rfft(wave_BN ** (order + 1)) * response
         total = spectrum if total is None else total + spectrum * 10 ** (gains_db[:, order, None] / 20)
     assert total is not None
-    total[:, 0] = 0  # even powers have a mean, which a line does not pass
+    total[:, 0] = 0  # even powers have a mean, and a telephone line passes no DC
     filtered: Tensor = torch.fft.irfft(total, n=wave_BN.shape[1])
     return filtered
 
 
-def _stop_bands(noise_BK: Tensor, stream: Stream, count: int, samples: int, rate_hz: int) -> list[Tensor]:
+def _draw_stop_bands(noise_BK: Tensor, stream: Stream, count: int, samples: int, rate_hz: int) -> list[Tensor]:
     """Return `count` responses (B, samples // 2 + 1) in 0..1 with stop bands 100 to 1,000 Hz wide."""
-    u = uniforms(noise_BK, stream, count * BANDS * 2).view(-1, count, BANDS, 2)
+    u = draw_uniforms(noise_BK, stream, count * BANDS * 2).view(-1, count, BANDS, 2)
     hz = torch.fft.rfftfreq(samples, 1 / rate_hz, device=noise_BK.device)
     responses = []
     for i in range(count):
@@ -155,18 +159,18 @@ def _stop_bands(noise_BK: Tensor, stream: Stream, count: int, samples: int, rate
     return responses
 
 
-def _impulses(wave_BN: Tensor, noise_BK: Tensor) -> Tensor:
-    """Change up to a tenth of the samples by up to twice their value."""
+def _add_impulses(wave_BN: Tensor, noise_BK: Tensor) -> Tensor:
+    """Change up to a tenth of the samples, each by up to twice its value."""
     count = wave_BN.shape[1]
-    hit = uniforms(noise_BK, Stream.IMPULSE_AT, count) < 0.1 * noise_BK[:, Slot.IMPULSES, None]
-    a, b = (2 * uniforms(noise_BK, stream, count) - 1 for stream in (Stream.IMPULSE_A, Stream.IMPULSE_B))
+    hit = draw_uniforms(noise_BK, Stream.IMPULSE_AT, count) < 0.1 * noise_BK[:, Slot.IMPULSES, None]
+    a, b = (2 * draw_uniforms(noise_BK, stream, count) - 1 for stream in (Stream.IMPULSE_A, Stream.IMPULSE_B))
     return wave_BN + torch.where(hit, 2 * wave_BN * a * b, 0.0)
 
 
-def _stationary(wave_BN: Tensor, noise_BK: Tensor, rate_hz: int) -> Tensor:
+def _add_stationary_noise(wave_BN: Tensor, noise_BK: Tensor, rate_hz: int) -> Tensor:
     count = wave_BN.shape[1]
-    (response,) = _stop_bands(noise_BK, Stream.COLOUR, 1, count, rate_hz)
-    coloured = torch.fft.irfft(torch.fft.rfft(_normals(noise_BK, count)) * response, n=count)
+    (response,) = _draw_stop_bands(noise_BK, Stream.COLOUR, 1, count, rate_hz)
+    coloured = torch.fft.irfft(torch.fft.rfft(_draw_normals(noise_BK, count)) * response, n=count)
     ratio_db = 10 + 30 * noise_BK[:, Slot.SNR, None]
     level = _norm(wave_BN) / _norm(coloured).clamp(min=1e-9) / 10 ** (ratio_db / 20)
     noisy: Tensor = wave_BN + coloured * level
@@ -177,34 +181,34 @@ def _norm(wave_BN: Tensor) -> Tensor:
     return wave_BN.square().sum(dim=1, keepdim=True).sqrt()
 
 
-def _limited(wave_BN: Tensor) -> Tensor:
-    """Scale down what is louder than full scale."""
+def _limit_peak(wave_BN: Tensor) -> Tensor:
+    """Scale down waveforms that exceed full scale."""
     return wave_BN / wave_BN.abs().amax(dim=1, keepdim=True).clamp(min=1.0)
 
 
-def _even(wave: Tensor, levels: int = 127) -> Tensor:
+def _quantise(wave: Tensor, levels: int = 127) -> Tensor:
     return (wave * levels).round() / levels
 
 
-def _mu_law(wave: Tensor) -> Tensor:
+def _apply_mu_law(wave: Tensor) -> Tensor:
     mu = 255.0
-    coded = _even(wave.sign() * torch.log1p(mu * wave.abs()) / math.log1p(mu))
+    coded = _quantise(wave.sign() * torch.log1p(mu * wave.abs()) / math.log1p(mu))
     return coded.sign() * torch.expm1(coded.abs() * math.log1p(mu)) / mu
 
 
-def _a_law(wave: Tensor) -> Tensor:
+def _apply_a_law(wave: Tensor) -> Tensor:
     a = 87.6
     scale = 1 + math.log(a)
     size = wave.abs()
-    pressed = torch.where(size < 1 / a, a * size, 1 + torch.log((a * size).clamp(min=1))) / scale
-    coded = _even(wave.sign() * pressed)
+    compressed = torch.where(size < 1 / a, a * size, 1 + torch.log((a * size).clamp(min=1))) / scale
+    coded = _quantise(wave.sign() * compressed)
     level = coded.abs() * scale
     return coded.sign() * torch.where(level < 1, level, torch.exp(level - 1)) / a
 
 
-def _run(noise_BK: Tensor, width_slot: Slot, place_slot: Slot, count: int, longest: int) -> Tensor:
-    """Return (B, count) bool: a run of 0 .. longest true values at a random place."""
+def _draw_span(noise_BK: Tensor, width_slot: Slot, start_slot: Slot, count: int, longest: int) -> Tensor:
+    """Return (B, count) bool: a span of 0 to `longest` true values at a random position."""
     width = (noise_BK[:, width_slot, None] * (min(longest, count) + 1)).floor()
-    first = (noise_BK[:, place_slot, None] * (count - width + 1)).floor()
+    first = (noise_BK[:, start_slot, None] * (count - width + 1)).floor()
     position = torch.arange(count, device=noise_BK.device)
     return (position >= first) & (position < first + width)

@@ -10,80 +10,88 @@ from trainyard.errors import UserError
 
 def add(verbs: Any) -> None:
     """Add the verbs to the command line."""
-    check = verbs.add_parser(
-        "score-check", help="tell whether an anti-spoofing score file is complete and turned right"
-    )
-    check.add_argument("file", type=Path, help="score file, in the form of ASVspoof 2019, 2021 or 5")
-    check.add_argument("--protocol", type=Path, help="protocol or key file of the set it belongs to")
+    check = verbs.add_parser("score-check", help="check that an anti-spoofing score file is complete and not inverted")
+    check.add_argument("file", type=Path, help="score file in the format of ASVspoof 2019, 2021 or 5")
+    check.add_argument("--protocol", type=Path, help="protocol or key file of its set")
     check.add_argument("--asv", type=Path, help="ASV scores of the same set, for the t-DCF")
-    check.set_defaults(command=_score_check)
+    check.set_defaults(command=_check_score_file)
 
     write = verbs.add_parser("score-file", help="turn the table of `trainyard predict` into an official score file")
     write.add_argument("table", type=Path, help="CSV that `trainyard predict` wrote")
     write.add_argument("out", type=Path, help="score file to write")
     write.add_argument("--form", choices=("asv2019", "asv2021", "asv5"), default="asv2021", help="default: %(default)s")
-    write.add_argument("--protocol", type=Path, help="what to write, in this order; asv2019 needs it for the keys")
-    write.set_defaults(command=_score_file)
+    write.add_argument(
+        "--protocol", type=Path, help="utterances to write, in this order; asv2019 needs it for the keys"
+    )
+    write.set_defaults(command=_write_score_file)
 
-    bench = verbs.add_parser("bench-frontends", help="features on the device against librosa in the loader")
+    bench = verbs.add_parser("bench-frontends", help="compare features on the device with librosa in the loader")
     bench.add_argument("--peers", type=Path, metavar="VENV", help="also measure librosa, in this environment")
     bench.add_argument("--rounds", type=int, default=5, help="default: %(default)s")
-    bench.add_argument("--seconds", type=float, default=4.0, help="least time of each in a round: %(default)s")
-    bench.add_argument("--results", type=Path, default=Path("benchmarks"), help="folder of results: %(default)s")
-    bench.set_defaults(command=_bench)
+    bench.add_argument(
+        "--seconds", type=float, default=4.0, help="minimum time of each measurement in a round, default: %(default)s"
+    )
+    bench.add_argument(
+        "--results", type=Path, default=Path("benchmarks"), help="folder of results, default: %(default)s"
+    )
+    bench.set_defaults(command=_run_bench)
 
 
-def _score_check(args: argparse.Namespace) -> int:
-    """Print what was found; return 0 if the file is right, 1 if it is not."""
+def _check_score_file(args: argparse.Namespace) -> int:
+    """Check a score file and print the findings; return 0 if it is valid, 1 if not."""
     from . import protocols, scores
 
     form, lines = scores.read(args.file)
     verdict = scores.check(
         form,
         lines,
-        protocol=None if args.protocol is None else protocols.trials(args.protocol),
-        asv=None if args.asv is None else protocols.asv_rates(args.asv),
+        protocol=None if args.protocol is None else protocols.read_trials(args.protocol),
+        asv=None if args.asv is None else protocols.read_asv_rates(args.asv),
     )
-    print(f"{args.file}: {verdict.trials:,} scores in the form of {form}")
+    print(f"{args.file}: {verdict.trials:,} scores in the {form} format")
     for fault in verdict.faults:
         print(f"  WRONG  {fault}")
     for note in verdict.notes:
         print(f"  note   {note}")
     for name, value in verdict.metrics.items():
-        shown = f"{100 * value:.4f} %" if name.startswith("eer") else f"{value:,.5f}".rstrip("0").rstrip(".")
-        print(f"  {name:<14} {shown}")
-    print("not right: see above" if verdict.faults else "right, as far as can be told")
+        text = f"{100 * value:.4f} %" if name.startswith("eer") else f"{value:,.5f}".rstrip("0").rstrip(".")
+        print(f"  {name:<14} {text}")
+    print("not valid: see above" if verdict.faults else "valid, as far as can be checked")
     return 1 if verdict.faults else 0
 
 
-def _score_file(args: argparse.Namespace) -> int:
+def _write_score_file(args: argparse.Namespace) -> int:
     from . import protocols, scores
 
-    found = _predicted(args.table)
+    score_by_name = _read_predictions(args.table)
     trials = (
-        [protocols.Trial(name, None) for name in found] if args.protocol is None else protocols.trials(args.protocol)
+        [protocols.Trial(name, None) for name in score_by_name]
+        if args.protocol is None
+        else protocols.read_trials(args.protocol)
     )
-    missing = [trial.utterance for trial in trials if trial.utterance not in found]
+    missing = [trial.utterance for trial in trials if trial.utterance not in score_by_name]
     if missing:
         raise UserError(
-            f"{args.table}: {len(missing)} of the {len(trials)} utterances of {args.protocol} have no score, such as "
-            f"{missing[0]}. Predict the whole folder: trainyard predict RUN FOLDER OUT.csv"
+            f"{args.table}: {len(missing)} of the {len(trials)} utterances of {args.protocol} have no score, "
+            f"for example {missing[0]}. Predict the whole folder: trainyard predict RUN FOLDER OUT.csv"
         )
-    lines = [scores.Line(trial.utterance, found[trial.utterance], trial.bonafide, trial.attack) for trial in trials]
+    lines = [
+        scores.Line(trial.utterance, score_by_name[trial.utterance], trial.bonafide, trial.attack) for trial in trials
+    ]
     scores.write(args.out, lines, form=args.form)
-    print(f"{args.out}: {len(lines):,} scores in the form of {args.form}. Check it: trainyard score-check {args.out}")
+    print(f"{args.out}: {len(lines):,} scores in the {args.form} format. Check it: trainyard score-check {args.out}")
     return 0
 
 
-def _predicted(path: Path) -> dict[str, float]:
+def _read_predictions(path: Path) -> dict[str, float]:
     """Read the table of `trainyard predict`.
 
     Raises:
-        UserError: no such file, other columns, or two files of one name.
+        UserError: the file is missing, has other columns, or lists two files of one name.
     """
     if not path.is_file():
         raise UserError(f"{path}: no such file. Write it first: trainyard predict RUN FOLDER {path}")
-    found: dict[str, float] = {}
+    score_by_name: dict[str, float] = {}
     with path.open(newline="") as file:
         table = csv.DictReader(file)
         if not {"utterance", "score"} <= set(table.fieldnames or ()):
@@ -91,13 +99,13 @@ def _predicted(path: Path) -> dict[str, float]:
                 f"{path}: expected the columns utterance and score, found {','.join(table.fieldnames or ())}."
             )
         for row in table:
-            if row["utterance"] in found:
-                raise UserError(f"{path}: '{row['utterance']}' comes twice. Predict a folder of one database.")
-            found[row["utterance"]] = float(row["score"])
-    return found
+            if row["utterance"] in score_by_name:
+                raise UserError(f"{path}: '{row['utterance']}' is listed twice. Predict a folder of one database.")
+            score_by_name[row["utterance"]] = float(row["score"])
+    return score_by_name
 
 
-def _bench(args: argparse.Namespace) -> int:
+def _run_bench(args: argparse.Namespace) -> int:
     from .bench import run
 
     return run(peers=args.peers, rounds=args.rounds, seconds=args.seconds, results=args.results)

@@ -7,62 +7,62 @@ from trainyard.settings import TrainConfig, option
 
 @dataclass
 class FrontendSettings:
-    """From waveform to map, on the device (`frontends.py`)."""
+    """Turns waveforms into feature maps on the device (`frontends.py`)."""
 
     name: str = option(
         "lfcc60",
-        "recipe; spec129 is for 8 kHz, the others for 16 kHz",
+        "recipe; spec129 is for 8 kHz, the others are for 16 kHz",
         choices=("lfcc60", "lfcc60_nii", "lfcc_hr", "spec257", "cqt432", "mel128", "spec129"),
     )
     mean: str = option(
         "utterance",
-        "subtracted from each bin: its mean over the utterance, over three seconds around the frame, or nothing",
+        "what to subtract from each bin: its mean over the utterance, over three seconds around the frame, or nothing",
         choices=("utterance", "sliding", "none"),
     )
 
 
 @dataclass
 class ModelSettings:
-    """The network behind the front end (`network.py`)."""
+    """The network after the front end (`network.py`)."""
 
     name: str = option(
         "seresnet",
         "senet34, senet50: ASSERT; seresnet: full width, attentive pooling; resnet18_oc: AIR, takes 60 bins",
         choices=("senet34", "senet50", "seresnet", "resnet18_oc"),
     )
-    layers: list[int] = option(lambda: [2, 2, 2, 2], "blocks of each stage of seresnet; [3,4,6,3] is the larger one")
-    dropout: float = option(
-        0.3, "probability of dropping a number before the last dense layers of seresnet", low=0, high=0.9
-    )
+    layers: list[int] = option(lambda: [2, 2, 2, 2], "seresnet: blocks per stage; [3,4,6,3] is the larger network")
+    dropout: float = option(0.3, "seresnet: dropout probability before the last dense layers", low=0, high=0.9)
 
 
 @dataclass
 class LossSettings:
-    """What decides, and trains (`losses.py`)."""
+    """The classification head and its loss (`losses.py`)."""
 
     name: str = option(
         "wce",
-        "cross-entropy weighted by inverse class counts, focal, additive margin, or one class",
+        "cross-entropy weighted by inverse class counts, focal, additive margin, or one-class",
         choices=("wce", "focal", "am_softmax", "oc_softmax"),
     )
-    gamma: float = option(2.0, "exponent of focal", low=0, high=10)
-    scale: float = option(20.0, "factor on the cosines of am_softmax and oc_softmax", low=1, high=256)
-    margin: float = option(0.9, "m of am_softmax", low=0, high=2)
-    margin_bonafide: float = option(0.9, "cosine above which oc_softmax leaves bona fide speech alone", low=-1, high=1)
-    margin_spoof: float = option(0.2, "cosine below which oc_softmax leaves spoofed speech alone", low=-1, high=1)
-    lr_scale: float = option(1.0, "factor on the learning rate of oc_softmax's direction", low=0, high=1000)
+    gamma: float = option(2.0, "focal: exponent", low=0, high=10)
+    scale: float = option(20.0, "am_softmax, oc_softmax: factor on the cosines", low=1, high=256)
+    margin: float = option(0.9, "am_softmax: margin m", low=0, high=2)
+    margin_bonafide: float = option(0.9, "oc_softmax: cosine that bona fide speech should exceed", low=-1, high=1)
+    margin_spoof: float = option(0.2, "oc_softmax: cosine that spoofed speech should stay below", low=-1, high=1)
+    lr_scale: float = option(1.0, "oc_softmax: factor on the learning rate of its direction", low=0, high=1000)
 
 
 @dataclass
 class DisturbSettings:
-    """Random changes of training sounds on the device (`augment.py`)."""
+    """Augmentation of training utterances on the device (`augment.py`)."""
 
-    roll: bool = option(False, "start each sound at a random sample, its beginning following its end")
-    rawboost: float = option(0.0, "share of sounds with RawBoost-like noise", low=0, high=1)
+    roll: bool = option(False, "rotate each utterance to start at a random sample")
+    rawboost: float = option(0.0, "share of utterances with RawBoost-like noise", low=0, high=1)
     rawboost_kind: str = option(
-        "series", "filter, impulses and noise after each other, or filter plus impulses", choices=("series", "parallel")
+        "series",
+        "filter, impulses and noise one after the other, or filter plus impulses",
+        choices=("series", "parallel"),
     )
-    codec: float = option(0.0, "share of sounds passed through a telephone's codec", low=0, high=1)
+    codec: float = option(0.0, "share of utterances passed through a telephone codec", low=0, high=1)
     mask: float = option(0.0, "probability of either mask of SpecAugment", low=0, high=1)
     mask_bins: int = option(20, "largest number of bins masked", low=0)
     mask_frames: int = option(50, "largest number of frames masked", low=0)
@@ -70,32 +70,33 @@ class DisturbSettings:
 
 @dataclass
 class PackingSettings:
-    """From raw files to records, and utterances to sets. Changing one means packing again."""
+    """How raw files become records, and which set an utterance belongs to. A change means packing again."""
 
     store: str = option(
         "pcm",
-        "how shards hold sound: 16-bit samples, or files' bytes (smaller as FLAC, slower)",
+        "audio in shards: 16-bit samples, or the files' bytes (smaller as FLAC, slower)",
         choices=("pcm", "encoded"),
     )
     rate: str = option(
-        "resample", "what happens to files of another rate than sound.rate_hz", choices=("resample", "refuse")
+        "resample", "what to do with files of another rate than sound.rate_hz", choices=("resample", "refuse")
     )
-    stereo: str = option("refuse", "what happens to files of several channels", choices=("refuse", "mix"))
-    min_s: float = option(0.05, "length in seconds below which a file is no utterance", low=0)
+    stereo: str = option("refuse", "what to do with files of several channels", choices=("refuse", "mix"))
+    min_s: float = option(0.05, "shortest utterance in seconds; shorter files are refused", low=0)
     val_share: float = option(
-        0.15, "share that chooses the checkpoint, of what no protocol gives to a set", low=0, high=0.9
+        0.15, "validation share of the utterances that no protocol assigns to a set", low=0, high=0.9
     )
-    test_share: float = option(0.15, "share tested, of what no protocol gives to a set", low=0, high=0.9)
-    seed: int = option(0, "of the cut into sets and of the copies", low=0)
+    test_share: float = option(0.15, "test share of the utterances that no protocol assigns to a set", low=0, high=0.9)
+    seed: int = option(0, "of the split into sets and of the copies", low=0)
     copies: list[str] = option(
-        list, "make the attacks here, by copy synthesis of bona fide recordings: of A01, A02, A03, A04 (vocoders.py)"
+        list, "attacks to make by copy synthesis of bona fide recordings: any of A01, A02, A03, A04 (vocoders.py)"
     )
-    unseen: list[str] = option(list, "those copies that the training set has none of")
+    unseen: list[str] = option(list, "copies to leave out of the training set")
     recordings: str = option(
-        "(?P<speaker>[^_]+)_.*", "names (without suffix) of the recordings to copy, a pattern with a group `speaker`"
+        "(?P<speaker>[^_]+)_.*",
+        "regular expression with a group `speaker`: names (without suffix) of recordings to copy",
     )
     val_speakers: list[str] = option(
-        list, "speakers of the validation set, with copies; [] and no test_speakers: by share"
+        list, "speakers of the validation set, with copies; if this and test_speakers are []: by share"
     )
     test_speakers: list[str] = option(list, "speakers of the test set, with copies")
 
@@ -104,8 +105,8 @@ class PackingSettings:
 class Config(TrainConfig):
     """All options of an antispoof job."""
 
-    frontend: FrontendSettings = option(FrontendSettings, "waveform to map")
+    frontend: FrontendSettings = option(FrontendSettings, "waveforms to feature maps")
     model: ModelSettings = option(ModelSettings, "network")
-    loss: LossSettings = option(LossSettings, "decision and loss")
-    disturb: DisturbSettings = option(DisturbSettings, "augmentation of sounds")
+    loss: LossSettings = option(LossSettings, "classification head and loss")
+    disturb: DisturbSettings = option(DisturbSettings, "augmentation of utterances")
     packing: PackingSettings = option(PackingSettings, "raw files to records, utterances to sets")

@@ -1,7 +1,7 @@
-"""What decides between bona fide and spoofed, and what trains it: cross-entropy, focal, AM-softmax, OC-softmax.
+"""Classification heads and their losses: cross-entropy, focal, AM-softmax, OC-softmax.
 
-Legend: B utterances, D numbers of an embedding. Labels are 1 for bona fide and 0 for spoofed, and a high score means
-bona fide, whatever the loss. (AIR's own code has labels the other way round.) Everything is computed in float32.
+Legend: B utterances, D embedding dimensions. Labels are 1 for bona fide and 0 for spoofed, and a high score means
+bona fide, whatever the loss. (AIR's own code swaps the labels.) Everything is computed in float32.
 """
 
 import torch
@@ -10,29 +10,29 @@ from torch.nn import functional
 
 
 class Decision(nn.Module):
-    """The last layer: from embeddings to scores, and to the loss."""
+    """The classification head: turns embeddings into scores and the loss."""
 
     def forward(self, embedding_BD: Tensor, label_B: Tensor) -> Tensor:
-        """Return the loss, a mean over the batch."""
+        """Return the loss, averaged over the batch."""
         raise NotImplementedError
 
     def score(self, embedding_BD: Tensor) -> Tensor:
         """Return (B,) float32, high for bona fide."""
         raise NotImplementedError
 
-    def calls_bonafide(self, embedding_BD: Tensor) -> Tensor:
-        """Return (B,) bool: what the loss itself would decide."""
+    def predict_bonafide(self, embedding_BD: Tensor) -> Tensor:
+        """Return (B,) bool: the class at the threshold that the loss implies."""
         raise NotImplementedError
 
 
 class CrossEntropy(Decision):
-    """Weighted cross-entropy over two logits; with `gamma` above 0 the focal loss (Lin et al. 2017, arXiv:1708.02002).
+    """Weighted cross-entropy over two logits; with `gamma` above 0, the focal loss (Lin et al. 2017, arXiv:1708.02002).
 
-    The score is the difference z1 - z0 of the logits: log-odds, which calibration measures ask for. With weights it is
-    the log-odds at even priors, that is, a log-likelihood ratio.
+    The score is the difference z1 - z0 of the logits: log-odds, which calibration metrics need. With weights it is the
+    log-odds at even priors, that is, a log-likelihood ratio.
 
     Weights are N / (2 N_c), so that their mean over the training set is 1. torch divides by the sum of the weights in
-    the batch instead, which would make the loss depend on how the global batch is cut.
+    the batch instead, which would make the loss depend on how the global batch is split.
     """
 
     weight_2: Tensor
@@ -43,7 +43,7 @@ class CrossEntropy(Decision):
         self.logits = nn.Linear(dims, 2)
         nn.init.xavier_normal_(self.logits.weight)
         nn.init.zeros_(self.logits.bias)
-        self.register_buffer("weight_2", class_weights(counts))
+        self.register_buffer("weight_2", compute_class_weights(counts))
 
     def forward(self, embedding_BD: Tensor, label_B: Tensor) -> Tensor:
         log_p_B = functional.log_softmax(self.logits(embedding_BD), dim=1).gather(1, label_B[:, None]).squeeze(1)
@@ -55,14 +55,14 @@ class CrossEntropy(Decision):
         log_odds_B: Tensor = logits_B2[:, 1] - logits_B2[:, 0]
         return log_odds_B
 
-    def calls_bonafide(self, embedding_BD: Tensor) -> Tensor:
+    def predict_bonafide(self, embedding_BD: Tensor) -> Tensor:
         return self.score(embedding_BD) > 0
 
 
 class AmSoftmax(Decision):
     """Softmax over scaled cosines with a margin (Wang et al. 2018, arXiv:1801.05599, equation 5).
 
-    The score is the cosine to the bona fide direction.
+    The score is the cosine similarity to the bona fide direction.
     """
 
     def __init__(self, dims: int, *, scale: float, margin: float) -> None:
@@ -72,25 +72,25 @@ class AmSoftmax(Decision):
         nn.init.xavier_normal_(self.directions_2D)
 
     def forward(self, embedding_BD: Tensor, label_B: Tensor) -> Tensor:
-        cosine_B2 = self._cosines(embedding_BD)
-        taken_B2 = self.margin * functional.one_hot(label_B, 2)
-        return functional.cross_entropy(self.scale * (cosine_B2 - taken_B2), label_B)
+        cosine_B2 = self._compute_cosines(embedding_BD)
+        margin_B2 = self.margin * functional.one_hot(label_B, 2)
+        return functional.cross_entropy(self.scale * (cosine_B2 - margin_B2), label_B)
 
     def score(self, embedding_BD: Tensor) -> Tensor:
-        return self._cosines(embedding_BD)[:, 1]
+        return self._compute_cosines(embedding_BD)[:, 1]
 
-    def calls_bonafide(self, embedding_BD: Tensor) -> Tensor:
-        return self._cosines(embedding_BD).argmax(dim=1) == 1
+    def predict_bonafide(self, embedding_BD: Tensor) -> Tensor:
+        return self._compute_cosines(embedding_BD).argmax(dim=1) == 1
 
-    def _cosines(self, embedding_BD: Tensor) -> Tensor:
+    def _compute_cosines(self, embedding_BD: Tensor) -> Tensor:
         return functional.normalize(embedding_BD, dim=1) @ functional.normalize(self.directions_2D, dim=1).T
 
 
 class OcSoftmax(Decision):
     """One-class softmax (Zhang, Jiang and Duan 2021, arXiv:2010.13995, equation 5).
 
-    Bona fide embeddings are drawn to within `margin_bonafide` (a cosine) of one direction, spoofed ones are pushed
-    beyond `margin_spoof`. The score is that cosine.
+    Pulls bona fide embeddings to a cosine above `margin_bonafide` with one direction, and pushes spoofed ones below
+    `margin_spoof`. The score is that cosine.
     """
 
     def __init__(self, dims: int, *, scale: float, margin_bonafide: float, margin_spoof: float) -> None:
@@ -100,17 +100,17 @@ class OcSoftmax(Decision):
 
     def forward(self, embedding_BD: Tensor, label_B: Tensor) -> Tensor:
         cosine_B = self.score(embedding_BD)
-        short_B = torch.where(label_B == 1, self.margin_bonafide - cosine_B, cosine_B - self.margin_spoof)
-        return functional.softplus(self.scale * short_B).mean()
+        violation_B = torch.where(label_B == 1, self.margin_bonafide - cosine_B, cosine_B - self.margin_spoof)
+        return functional.softplus(self.scale * violation_B).mean()
 
     def score(self, embedding_BD: Tensor) -> Tensor:
         return functional.normalize(embedding_BD, dim=1) @ functional.normalize(self.direction_D, dim=0)
 
-    def calls_bonafide(self, embedding_BD: Tensor) -> Tensor:
+    def predict_bonafide(self, embedding_BD: Tensor) -> Tensor:
         return self.score(embedding_BD) > (self.margin_bonafide + self.margin_spoof) / 2
 
 
-def class_weights(counts: tuple[int, int]) -> Tensor:
-    """Return N / (2 N_c) of spoofed and bona fide; on ASVspoof 2019 LA they are as 0.1 to 0.9."""
+def compute_class_weights(counts: tuple[int, int]) -> Tensor:
+    """Return N / (2 N_c) for spoofed and bona fide; on ASVspoof 2019 LA their ratio is 0.1 to 0.9."""
     total = sum(counts)
     return torch.tensor([total / (2 * count) for count in counts], dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""The antispoof model: front end, network, decision, and its score."""
+"""The antispoof model: front end, network and classification head, and its metrics."""
 
 import json
 from collections import Counter
@@ -23,21 +23,21 @@ from .network import OneClassResNet, SeNet, SeResNet
 
 
 def build(config: Config, data: DataInfo) -> "AntispoofModule":
-    """Return the model for the utterances that train.
+    """Return the model for a data set.
 
     Raises:
-        UserError: front end, rate, network and their options do not go together.
+        UserError: front end, rate, network and their options do not fit together.
     """
     frontend = frontends.build(
         config.frontend.name, rate_hz=config.sound.rate_hz, frames=config.sound.frames, mean=config.frontend.mean
     )
-    network = _network(config.model, config.frontend.name)
-    trials = Trials.of(data)
-    trials.tell_rates(config.sound.rate_hz)
+    network = _build_network(config.model, config.frontend.name)
+    trials = Trials.from_data(data)
+    trials.log_resampling(config.sound.rate_hz)
     return AntispoofModule(
         frontend,
         network,
-        _decision(config.loss, network.dims, trials.counts(data.train_ids)),
+        _build_decision(config.loss, network.dims, trials.count_classes(data.train_ids)),
         disturb=config.disturb,
         rate_hz=config.sound.rate_hz,
         direction_lr_scale=config.loss.lr_scale,
@@ -45,22 +45,22 @@ def build(config: Config, data: DataInfo) -> "AntispoofModule":
     )
 
 
-def _network(model: ModelSettings, frontend: str) -> SeNet | SeResNet | OneClassResNet:
+def _build_network(model: ModelSettings, frontend: str) -> SeNet | SeResNet | OneClassResNet:
     if model.name == "resnet18_oc":
         if not frontend.startswith("lfcc"):
             raise UserError(
-                f"model.name=resnet18_oc takes {OneClassResNet.BINS} bins, and frontend.name={frontend} gives another "
+                f"model.name=resnet18_oc takes {OneClassResNet.BINS} bins, but frontend.name={frontend} has another "
                 "number. Use frontend.name=lfcc60, or model.name=senet34."
             )
         return OneClassResNet()
     if model.name == "seresnet":
         if len(model.layers) != 4 or min(model.layers) < 1:
-            raise UserError(f"model.layers={model.layers}: expected four counts from 1 on: [2,2,2,2] or [3,4,6,3].")
+            raise UserError(f"model.layers={model.layers}: expected four counts of 1 or more: [2,2,2,2] or [3,4,6,3].")
         return SeResNet(layers=model.layers, dropout=model.dropout)
     return SeNet(bottleneck=model.name == "senet50")
 
 
-def _decision(loss: LossSettings, dims: int, counts: tuple[int, int]) -> Decision:
+def _build_decision(loss: LossSettings, dims: int, counts: tuple[int, int]) -> Decision:
     if loss.name == "am_softmax":
         return AmSoftmax(dims, scale=loss.scale, margin=loss.margin)
     if loss.name == "oc_softmax":
@@ -70,7 +70,7 @@ def _decision(loss: LossSettings, dims: int, counts: tuple[int, int]) -> Decisio
 
 @dataclass(frozen=True)
 class Trials:
-    """What scoring needs to know of a data set of N utterances; empty where sounds have no labels."""
+    """What scoring needs to know about a data set of N utterances; empty without labels."""
 
     label: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))  # (N,) 1: bona fide
     attack: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.str_))  # (N,) text
@@ -79,33 +79,33 @@ class Trials:
     asv: Mapping[str, AsvRates] = field(default_factory=dict)  # by set
 
     @classmethod
-    def of(cls, data: DataInfo) -> "Trials":
+    def from_data(cls, data: DataInfo) -> "Trials":
         if "label" not in data.columns:
             return cls()
-        attack, set_of = (np.array(data.vocabulary[name])[data.columns[name]] for name in ("attack", "set"))
+        attack, set_names = (np.array(data.vocabulary[name])[data.columns[name]] for name in ("attack", "set"))
         asv = {name: AsvRates(**rates) for name, rates in json.loads(data.artifacts.get("asv", "{}")).items()}
-        return cls(data.columns["label"], attack, set_of, data.columns["source_rate_hz"], asv)
+        return cls(data.columns["label"], attack, set_names, data.columns["source_rate_hz"], asv)
 
-    def counts(self, ids: np.ndarray) -> tuple[int, int]:
-        """Return how many of some utterances are spoofed, and how many bona fide; one each where nothing is known."""
+    def count_classes(self, ids: np.ndarray) -> tuple[int, int]:
+        """Return how many of these utterances are spoofed and how many bona fide; 1 and 1 if unknown."""
         if not len(self.label) or not len(ids):
             return 1, 1
         bonafide = int(self.label[ids].sum())
         return len(ids) - bonafide, bonafide
 
-    def tell_rates(self, rate_hz: int) -> None:
-        """Say how many files were resampled, and warn where that alone tells the classes apart."""
-        other = self.source_rate_hz != rate_hz
-        if not other.any():
+    def log_resampling(self, rate_hz: int) -> None:
+        """Log how many files were resampled, and warn if that alone tells the classes apart."""
+        resampled = self.source_rate_hz != rate_hz
+        if not resampled.any():
             return
         rates = ", ".join(
-            f"{count} of {hz} Hz" for hz, count in sorted(Counter(self.source_rate_hz[other].tolist()).items())
+            f"{count} of {hz} Hz" for hz, count in sorted(Counter(self.source_rate_hz[resampled].tolist()).items())
         )
         logger.info("resampled to {} Hz when packed: {}", rate_hz, rates)
-        bonafide, spoof = (float(other[self.label == label].mean()) for label in (1, 0))
+        bonafide, spoof = (float(resampled[self.label == label].mean()) for label in (1, 0))
         if abs(bonafide - spoof) > 0.1:
             logger.warning(
-                "{:.0%} of bona fide and {:.0%} of spoofed files were resampled: a network can learn that in place of "
+                "{:.0%} of bona fide and {:.0%} of spoofed files were resampled: a network can learn that instead of "
                 "the attacks",
                 bonafide,
                 spoof,
@@ -115,12 +115,12 @@ class Trials:
 class AntispoofModule(TrainModule):
     """Scores utterances: high is bona fide.
 
-    Axes: B utterances, N samples, F bins, T frames, D numbers of an embedding.
+    Axes: B utterances, N samples, F bins, T frames, D embedding dimensions.
 
     Args:
         frontend: (B, N) float32 to (B, F, T) float32; runs outside autocast.
         network: (B, F, T) to (B, D).
-        rate_hz: of the sounds.
+        rate_hz: of the waveforms.
         direction_lr_scale: factor on the learning rate of one-class softmax's direction.
     """
 
@@ -144,79 +144,79 @@ class AntispoofModule(TrainModule):
         self._ddp_params_and_buffers_to_ignore = [f"frontend.{name}" for name, _ in frontend.named_buffers()]
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
-        """Return the loss, and the share of utterances that it would call right."""
-        embedding_BD = self.network(self.maps(batch)).float()
+        """Return the loss, and the share of utterances classified correctly."""
+        embedding_BD = self.network(self.compute_maps(batch)).float()
         with torch.autocast(embedding_BD.device.type, enabled=False):
             loss = self.decision(embedding_BD, batch["label"])
-            right_B = self.decision.calls_bonafide(embedding_BD.detach()) == (batch["label"] == 1)
-        return {"loss": loss, "accuracy": right_B.float().mean()}
+            correct_B = self.decision.predict_bonafide(embedding_BD.detach()) == (batch["label"] == 1)
+        return {"loss": loss, "accuracy": correct_B.float().mean()}
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     @torch.no_grad()
-    def maps(self, batch: Batch) -> Tensor:
-        """Return what the network reads, (B, F, T) float32; changed at random in training.
+    def compute_maps(self, batch: Batch) -> Tensor:
+        """Return the network's input, (B, F, T) float32; augmented in training.
 
-        Not compiled: Fourier transforms gain nothing, and complex numbers fall back to plain kernels anyway.
+        Not compiled: Fourier transforms gain nothing, and complex numbers fall back to eager kernels anyway.
         """
         wave_BN = batch["wave"]
         with torch.autocast(wave_BN.device.type, enabled=False):
             if not self.training:
                 return self.frontend(wave_BN)  # type: ignore[no-any-return]
-            return self._masked(self.frontend(self._disturbed(wave_BN, batch)), batch)
+            return self._mask_maps(self.frontend(self._augment_waves(wave_BN, batch)), batch)
 
-    def _disturbed(self, wave_BN: Tensor, batch: Batch) -> Tensor:
+    def _augment_waves(self, wave_BN: Tensor, batch: Batch) -> Tensor:
         rule = self.disturb
         if rule.roll:
             wave_BN = augment.roll(wave_BN, batch["noise"])
         if rule.rawboost:
-            wave_BN = augment.rawboost(
+            wave_BN = augment.apply_rawboost(
                 wave_BN, batch["noise"], chance=rule.rawboost, kind=rule.rawboost_kind, rate_hz=self.rate_hz
             )
         if rule.codec:
-            wave_BN = augment.codec(wave_BN, batch["noise"], chance=rule.codec, rate_hz=self.rate_hz)
+            wave_BN = augment.apply_codec(wave_BN, batch["noise"], chance=rule.codec, rate_hz=self.rate_hz)
         return wave_BN
 
-    def _masked(self, map_BFT: Tensor, batch: Batch) -> Tensor:
+    def _mask_maps(self, map_BFT: Tensor, batch: Batch) -> Tensor:
         rule = self.disturb
         if not rule.mask:
             return map_BFT
-        return augment.mask(map_BFT, batch["noise"], chance=rule.mask, bins=rule.mask_bins, frames=rule.mask_frames)
+        return augment.apply_specaugment(
+            map_BFT, batch["noise"], chance=rule.mask, bins=rule.mask_bins, frames=rule.mask_frames
+        )
 
     def predict(self, batch: Batch) -> dict[str, Tensor]:
-        """Return the score of each utterance, (B,) float32; needs no label."""
-        embedding_BD = self.network(self.maps(batch)).float()
+        """Return the score of each utterance, (B,) float32; needs no labels."""
+        embedding_BD = self.network(self.compute_maps(batch)).float()
         with torch.autocast(embedding_BD.device.type, enabled=False):
             return {"score": self.decision.score(embedding_BD), "sample_id": batch["sample_id"]}
 
     def score(self, rows: Rows) -> dict[str, float]:
-        """Return the metrics of `metrics.of_scores`, rates in 0..1; the t-DCF where the set has ASV scores of its own.
+        """Return `metrics.compute_metrics`, rates in 0..1; with the t-DCF if the set has its own ASV scores.
 
         Raises:
             UserError: the set lacks bona fide or spoofed speech, or a score is not finite.
         """
         ids = rows["sample_id"]
-        return metrics.of_scores(
-            rows["score"], self.trials.label[ids] == 1, self.trials.attack[ids].tolist(), asv=self._asv(ids)
+        return metrics.compute_metrics(
+            rows["score"], self.trials.label[ids] == 1, self.trials.attack[ids].tolist(), asv=self._find_asv_rates(ids)
         )
 
-    def _asv(self, ids: np.ndarray) -> AsvRates | None:
+    def _find_asv_rates(self, ids: np.ndarray) -> AsvRates | None:
         names = np.unique(self.trials.set[ids])
         return self.trials.asv.get(str(names[0])) if len(names) == 1 else None
 
     def report_figures(self, rows: Rows) -> dict[str, bytes]:
-        """Return the DET plot of one set, and how its scores are spread."""
+        """Return the DET plot and the score histogram of one set."""
         ids, scores = rows["sample_id"], rows["score"].astype(np.float64)
         genuine = self.trials.label[ids] == 1
-        attacks = metrics.by_attack(scores, genuine, self.trials.attack[ids].tolist())
+        attacks = metrics.group_by_attack(scores, genuine, self.trials.attack[ids].tolist())
         return {
-            "Detection error trade-off": metrics.det_plot(scores[genuine], attacks),
-            "Scores": draw_score_histogram(
-                {"bona fide": scores[genuine], "spoofed": scores[~genuine]}, x_label="score"
-            ),
+            "Detection error trade-off": metrics.draw_det_plot(scores[genuine], attacks),
+            "Scores": score_histogram({"bona fide": scores[genuine], "spoofed": scores[~genuine]}, x_label="score"),
         }
 
     def prediction_rows(self, rows: Rows, keys: Sequence[str]) -> Iterator[dict[str, object]]:
-        """Yield the file, the name that protocols know it by, and its score."""
+        """Yield each file, its utterance name as in protocols, and its score."""
         for key, score in zip(keys, rows["score"].tolist(), strict=True):
             yield {"path": key, "utterance": Path(key).stem, "score": score}
 
@@ -225,16 +225,16 @@ class AntispoofModule(TrainModule):
         return self.network.blocks
 
     def parameter_groups(self, weight_decay: float) -> list[dict[str, object]]:
-        """Give one-class softmax's direction a learning rate of its own, and no decay: only its angle matters."""
+        """Give the direction of one-class softmax its own learning rate and no decay: only its angle matters."""
         groups = super().parameter_groups(weight_decay)
         if not isinstance(self.decision, OcSoftmax):
             return groups
         direction = self.decision.direction_D
-        kept = [{**group, "params": [p for p in _parameters(group) if p is not direction]} for group in groups]
-        return [*kept, {"params": [direction], "weight_decay": 0.0, "lr_scale": self.direction_lr_scale}]
+        others = [{**group, "params": [p for p in _get_parameters(group) if p is not direction]} for group in groups]
+        return [*others, {"params": [direction], "weight_decay": 0.0, "lr_scale": self.direction_lr_scale}]
 
 
-def _parameters(group: Mapping[str, object]) -> list[nn.Parameter]:
-    found = group["params"]
-    assert isinstance(found, list)
-    return found
+def _get_parameters(group: Mapping[str, object]) -> list[nn.Parameter]:
+    parameters = group["params"]
+    assert isinstance(parameters, list)
+    return parameters

@@ -1,7 +1,7 @@
-"""The networks: maps of sound to embeddings. SE-ResNets of three kinds, and the ResNet-18 of one-class learning.
+"""The networks, which turn feature maps into embeddings: three SE-ResNets, and the ResNet-18 of one-class learning.
 
-Legend: B utterances, C channels, F bins, T frames, D numbers of an embedding. Every network takes (B, F, T) float32 and
-returns (B, D); the layer that decides belongs to the loss (`losses.py`).
+Legend: B utterances, C channels, F bins, T frames, D embedding dimensions. Every network takes (B, F, T) float32 and
+returns (B, D); the classification head belongs to the loss (`losses.py`).
 """
 
 from collections.abc import Sequence
@@ -15,41 +15,43 @@ class SeNet(nn.Module):
     """SENet34 and SENet50 of ASSERT (Lai et al. 2019, arXiv:1904.01120, table 2): a quarter of the usual width.
 
     Args:
-        bottleneck: SENet50's blocks, 1x1 - 3x3 - 1x1 with twice the width at the end, in place of two 3x3.
+        bottleneck: SENet50's blocks, 1x1 - 3x3 - 1x1 with twice the width at the end, instead of two 3x3.
     """
 
     layers = (3, 4, 6, 3)
 
     def __init__(self, *, bottleneck: bool) -> None:
         super().__init__()
-        self.stem = nn.Sequential(conv(1, 16, 7, stride=2), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(3, 2, 1))
-        self.blocks, channels = stages(
+        self.stem = nn.Sequential(build_conv(1, 16, 7, stride=2), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(3, 2, 1))
+        self.blocks, channels = build_stages(
             16, widths=(16, 32, 64, 128), layers=self.layers, bottleneck=bottleneck, expansion=2 if bottleneck else 1
         )
         self.dims = channels
         initialise(self)
 
-    def maps(self, map_BFT: Tensor) -> Tensor:
+    def compute_maps(self, map_BFT: Tensor) -> Tensor:
         """Return the maps before pooling, (B, C, F', T')."""
         out: Tensor = self.blocks(self.stem(map_BFT.unsqueeze(1)))
         return out
 
     def forward(self, map_BFT: Tensor) -> Tensor:
-        return self.maps(map_BFT).mean(dim=(2, 3))
+        return self.compute_maps(map_BFT).mean(dim=(2, 3))
 
 
 class SeResNet(nn.Module):
-    """The seed's SE-ResNet: full width, attentive statistics over time, two dense layers to the embedding.
+    """The reference SE-ResNet: full width, attentive statistics over time, two dense layers to the embedding.
 
     Args:
         layers: blocks of each stage: [2, 2, 2, 2] or [3, 4, 6, 3].
-        dropout: before each dense layer but the first.
+        dropout: before every dense layer except the first.
     """
 
     def __init__(self, *, layers: Sequence[int], dropout: float) -> None:
         super().__init__()
-        self.stem = nn.Sequential(conv(1, 64, 7, stride=2), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(3, 2, 1))
-        self.blocks, channels = stages(64, widths=(64, 128, 256, 512), layers=layers, bottleneck=False, expansion=1)
+        self.stem = nn.Sequential(build_conv(1, 64, 7, stride=2), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(3, 2, 1))
+        self.blocks, channels = build_stages(
+            64, widths=(64, 128, 256, 512), layers=layers, bottleneck=False, expansion=1
+        )
         self.pool = AttentiveStatistics(channels)
         self.dense = nn.Sequential(
             nn.Linear(2 * channels, 512),
@@ -65,10 +67,10 @@ class SeResNet(nn.Module):
         initialise(self)
 
     def forward(self, map_BFT: Tensor) -> Tensor:
-        out: Tensor = self.dense(self.pool(self.maps(map_BFT)))
+        out: Tensor = self.dense(self.pool(self.compute_maps(map_BFT)))
         return out
 
-    def maps(self, map_BFT: Tensor) -> Tensor:
+    def compute_maps(self, map_BFT: Tensor) -> Tensor:
         """Return the maps averaged over frequency, (B, C, T')."""
         return self.blocks(self.stem(map_BFT.unsqueeze(1))).mean(dim=2)  # type: ignore[no-any-return]
 
@@ -76,7 +78,7 @@ class SeResNet(nn.Module):
 class OneClassResNet(nn.Module):
     """ResNet-18 of AIR (Zhang, Jiang and Duan 2021, arXiv:2010.13995): pre-activation blocks, attention over time.
 
-    It takes 60 bins, which its kernels bring down to one.
+    Takes 60 bins, which its kernels reduce to one.
     """
 
     BINS = 60
@@ -104,13 +106,13 @@ class OneClassResNet(nn.Module):
         x_BCT = self.last(self.blocks(self.stem(map_BFT.unsqueeze(1)))).squeeze(2)
         with torch.autocast(x_BCT.device.type, enabled=False):
             weight_BT = torch.einsum("bct,c->bt", x_BCT.float(), self.attention.float()).tanh().softmax(dim=1)
-            pooled = weighted_statistics(x_BCT.float(), weight_BT)
+            pooled = compute_weighted_statistics(x_BCT.float(), weight_BT)
         out: Tensor = self.embedding(pooled)
         return out
 
 
 class SqueezeExcitation(nn.Module):
-    """Scales each channel by what all of them say (Hu et al. 2018, arXiv:1709.01507); reduction 16, no bias."""
+    """Scales channels by gates computed from all of them (Hu et al. 2018, arXiv:1709.01507); reduction 16, no bias."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -124,60 +126,60 @@ class SqueezeExcitation(nn.Module):
 
 
 class Block(nn.Module):
-    """A residual block with squeeze and excitation after its last normalisation, before the sum."""
+    """A residual block with squeeze-and-excitation after its last normalisation, before the sum."""
 
     def __init__(self, channels: int, width: int, *, out: int, stride: int, bottleneck: bool) -> None:
         super().__init__()
         if bottleneck:
             self.body = nn.Sequential(
-                conv(channels, width, 1),
+                build_conv(channels, width, 1),
                 nn.BatchNorm2d(width),
                 nn.ReLU(),
-                conv(width, width, 3, stride=stride),
+                build_conv(width, width, 3, stride=stride),
                 nn.BatchNorm2d(width),
                 nn.ReLU(),
-                conv(width, out, 1),
+                build_conv(width, out, 1),
                 nn.BatchNorm2d(out),
                 SqueezeExcitation(out),
             )
         else:
             self.body = nn.Sequential(
-                conv(channels, width, 3, stride=stride),
+                build_conv(channels, width, 3, stride=stride),
                 nn.BatchNorm2d(width),
                 nn.ReLU(),
-                conv(width, out, 3),
+                build_conv(width, out, 3),
                 nn.BatchNorm2d(out),
                 SqueezeExcitation(out),
             )
         self.shortcut: nn.Module = nn.Identity()
         if stride != 1 or channels != out:
-            self.shortcut = nn.Sequential(conv(channels, out, 1, stride=stride), nn.BatchNorm2d(out))
+            self.shortcut = nn.Sequential(build_conv(channels, out, 1, stride=stride), nn.BatchNorm2d(out))
 
     def forward(self, x_BCFT: Tensor) -> Tensor:
         return functional.relu(self.body(x_BCFT) + self.shortcut(x_BCFT))
 
 
 class PreActivationBlock(nn.Module):
-    """A residual block that normalises before it convolves (He et al. 2016, arXiv:1603.05027)."""
+    """A residual block with normalisation before each convolution (He et al. 2016, arXiv:1603.05027)."""
 
     def __init__(self, channels: int, width: int, stride: int) -> None:
         super().__init__()
         self.before = nn.Sequential(nn.BatchNorm2d(channels), nn.ReLU())
         self.body = nn.Sequential(
-            conv(channels, width, 3, stride=stride), nn.BatchNorm2d(width), nn.ReLU(), conv(width, width, 3)
+            build_conv(channels, width, 3, stride=stride), nn.BatchNorm2d(width), nn.ReLU(), build_conv(width, width, 3)
         )
         changes = stride != 1 or channels != width
-        self.shortcut = conv(channels, width, 1, stride=stride) if changes else None
+        self.shortcut = build_conv(channels, width, 1, stride=stride) if changes else None
 
     def forward(self, x_BCFT: Tensor) -> Tensor:
         active = self.before(x_BCFT)
-        kept = x_BCFT if self.shortcut is None else self.shortcut(active)
-        out: Tensor = self.body(active) + kept
+        shortcut = x_BCFT if self.shortcut is None else self.shortcut(active)
+        out: Tensor = self.body(active) + shortcut
         return out
 
 
 class DenseNorm(nn.BatchNorm1d):
-    """Batch normalisation of vectors; a batch of one, which some rank may get, is normalised as in evaluation."""
+    """Batch normalisation of vectors; a batch of one, which a rank may get, is normalised as in evaluation."""
 
     def forward(self, x_BD: Tensor) -> Tensor:
         if self.training and len(x_BD) == 1:
@@ -188,9 +190,9 @@ class DenseNorm(nn.BatchNorm1d):
 
 
 class AttentiveStatistics(nn.Module):
-    """Mean and standard deviation over time, frames weighted by what a small network says of them (Okabe et al. 2018).
+    """Mean and standard deviation over time, with frame weights from a small network (Okabe et al. 2018).
 
-    (B, C, T) to (B, 2 C), in float32: a variance is the difference of two near numbers.
+    (B, C, T) to (B, 2 C), in float32: a variance is the difference of two numbers that are close.
     """
 
     def __init__(self, channels: int) -> None:
@@ -200,20 +202,20 @@ class AttentiveStatistics(nn.Module):
     def forward(self, x_BCT: Tensor) -> Tensor:
         with torch.autocast(x_BCT.device.type, enabled=False):
             x_BCT = x_BCT.float()
-            return weighted_statistics(x_BCT, self.attention(x_BCT).squeeze(1).softmax(dim=1))
+            return compute_weighted_statistics(x_BCT, self.attention(x_BCT).squeeze(1).softmax(dim=1))
 
 
-def weighted_statistics(x_BCT: Tensor, weight_BT: Tensor) -> Tensor:
-    """Return weighted mean and standard deviation, (B, 2 C); weights add up to 1 over time."""
+def compute_weighted_statistics(x_BCT: Tensor, weight_BT: Tensor) -> Tensor:
+    """Return the weighted mean and standard deviation, (B, 2 C); weights sum to 1 over time."""
     mean_BC = torch.einsum("bct,bt->bc", x_BCT, weight_BT)
     square_BC = torch.einsum("bct,bt->bc", x_BCT.square(), weight_BT)
     return torch.cat([mean_BC, (square_BC - mean_BC.square()).clamp(min=1e-12).sqrt()], dim=1)
 
 
-def stages(
+def build_stages(
     channels: int, *, widths: Sequence[int], layers: Sequence[int], bottleneck: bool, expansion: int
 ) -> tuple[nn.Sequential, int]:
-    """Return the blocks of all stages, each but the first halving the map, and the channels they end with."""
+    """Return the blocks of all stages and their output channels; every stage but the first halves the map."""
     blocks: list[nn.Module] = []
     for stage, (width, count) in enumerate(zip(widths, layers, strict=True)):
         for i in range(count):
@@ -223,13 +225,13 @@ def stages(
     return nn.Sequential(*blocks), channels
 
 
-def conv(channels: int, out: int, size: int, *, stride: int = 1) -> nn.Conv2d:
-    """Return a square convolution without bias that keeps the map's size, but for its stride."""
+def build_conv(channels: int, out: int, size: int, *, stride: int = 1) -> nn.Conv2d:
+    """Return a square convolution without bias; at stride 1 it keeps the map's size."""
     return nn.Conv2d(channels, out, size, stride=stride, padding=size // 2, bias=False)
 
 
 def initialise(network: nn.Module) -> None:
-    """Draw convolutions by Kaiming's rule over outputs and dense layers by Xavier's; biases are 0."""
+    """Initialise convolutions by Kaiming's rule (fan-out), dense layers by Xavier's, and biases to 0."""
     for layer in network.modules():
         if isinstance(layer, nn.Conv2d | nn.Conv1d):
             nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")

@@ -1,6 +1,6 @@
-"""What the databases and people's own folders say of each utterance: file, label, attack, speaker, set.
+"""Reads protocols and raw folders: file, label, attack, speaker and set of each utterance.
 
-A protocol file is read by `trials`; a raw folder, which holds one or several databases, by `utterances`.
+`read_trials` reads a protocol file; `find_utterances` reads a raw folder with one or several databases.
 """
 
 import csv
@@ -29,39 +29,39 @@ class Trial:
     """One line of a protocol."""
 
     utterance: str
-    bonafide: bool | None  # None: the protocol lists names alone
+    bonafide: bool | None  # None: the protocol lists names only
     attack: str = "-"
     speaker: str = ""
-    phase: str = ""  # of 2021: progress, eval or hidden
-    path: str = ""  # of a CSV
-    set: str = ""  # of a CSV
+    phase: str = ""  # 2021 only: progress, eval or hidden
+    path: str = ""  # CSV only
+    set: str = ""  # CSV only
 
 
 @dataclass(frozen=True)
 class Utterance:
-    """One sound of a raw folder."""
+    """One recording of a raw folder."""
 
     key: str  # unique: the file's path relative to the raw folder
-    path: Path | None  # None: listed, but not there
+    path: Path | None  # None: listed, but missing
     bonafide: bool
     attack: str  # "-": bona fide
     speaker: str  # "": unknown
-    set: str  # train, val, test or test_...; "": to be cut
+    set: str  # train, val, test or test_...; "": not assigned yet
 
 
 @dataclass(frozen=True)
-class Cut:
-    """How utterances that no protocol gives to a set are dealt out, by speaker where that is known."""
+class SplitRule:
+    """How to split utterances that no protocol assigns to a set; by speaker if known."""
 
     val_share: float
     test_share: float
     seed: int
 
 
-def utterances(raw: Path, cut: Cut) -> list[Utterance]:
-    """Return every utterance of the databases in a raw folder or in its sub-folders, in a fixed order.
+def find_utterances(raw: Path, split: SplitRule) -> list[Utterance]:
+    """Return every utterance of the databases in a raw folder or its sub-folders, in a fixed order.
 
-    Known forms: ASVspoof 2019 LA, 2021 LA and DF, ASVspoof 5, `protocol.csv`, Fake-or-Real
+    Known layouts: ASVspoof 2019 LA, 2021 LA and DF, ASVspoof 5, `protocol.csv`, Fake-or-Real
     (`{training,validation,testing}/{real,fake}`) and `{bonafide,spoof}/`, or `{real,fake}/`, without sets.
 
     Raises:
@@ -69,25 +69,25 @@ def utterances(raw: Path, cut: Cut) -> list[Utterance]:
     """
     found: dict[str, Utterance] = {}
     for base in (raw, *sorted(path for path in raw.iterdir() if path.is_dir())):
-        for form in FORMS:
-            for one in form(raw, base):
-                found.setdefault(one.key, one)  # `training/real` is also somebody's own folder `real`
-    return dealt_out(list(found.values()), cut)
+        for read in READERS:
+            for utterance in read(raw, base):
+                found.setdefault(utterance.key, utterance)  # `training/real` also matches as an own folder `real`
+    return assign_sets(list(found.values()), split)
 
 
-def trials(path: Path) -> list[Trial]:
-    """Read a protocol; its form is told from its first line, and every other line must have it too.
+def read_trials(path: Path) -> list[Trial]:
+    """Read a protocol; the first line tells its format, which every other line must have too.
 
-    Forms: the 5 fields of ASVspoof 2019, the 8 and more of 2021, those of ASVspoof 5 (utterance second, the key
-    wherever it stands), `filename cm-label` with that header, CSV with a header, and a list of names.
+    Formats: the 5 fields of ASVspoof 2019, the 8 or more of 2021, those of ASVspoof 5 (utterance second, the key in
+    any place), `filename cm-label` with that header, CSV with a header, and a list of names.
 
     Raises:
-        UserError: no such file, no known form, or a line of another one.
+        UserError: the file is missing, the format is unknown, or a line has another format.
     """
     if not path.is_file():
         raise UserError(f"{path}: no such protocol file.")
     if path.suffix == ".csv":
-        return _csv_trials(path)
+        return _read_csv_trials(path)
     text = path.read_text(errors="replace")
     lines = [(number, line.split()) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
     if not lines:
@@ -95,29 +95,27 @@ def trials(path: Path) -> list[Trial]:
     header = lines[0][1][0].lower() == "filename"
     if header:
         lines = lines[1:]
-    form, fields = _form_of(path, lines[0][1] if lines else [], header)
-    read: list[Trial] = []
+    parse, fields = _detect_format(path, lines[0][1] if lines else [], header)
+    listed: list[Trial] = []
     for number, words in lines:
         if len(words) != fields:
             raise UserError(
                 f"{path}, line {number}: expected {fields} fields, as in the first line, found {len(words)}: "
-                f"'{' '.join(words)}'. Mend or remove the line."
+                f"'{' '.join(words)}'. Fix or remove the line."
             )
         try:
-            read.append(form(words))
+            listed.append(parse(words))
         except ValueError as error:
-            raise UserError(
-                f"{path}, line {number}: {error} in '{' '.join(words)}'. Mend or remove the line."
-            ) from None
-    _refuse_doubles(path, [trial.utterance for trial in read])
-    return read
+            raise UserError(f"{path}, line {number}: {error} in '{' '.join(words)}'. Fix or remove the line.") from None
+    _refuse_duplicates(path, [trial.utterance for trial in listed])
+    return listed
 
 
-def asv_rates(path: Path) -> AsvRates:
+def read_asv_rates(path: Path) -> AsvRates:
     """Read an ASV score file, `source target|nontarget|spoof score` per line, and return the system's error rates.
 
     Raises:
-        UserError: no such file, a line of another form, or a kind of trial is missing.
+        UserError: the file is missing, a line has another format, or a kind of trial is missing.
     """
     if not path.is_file():
         raise UserError(f"{path}: no such ASV score file.")
@@ -134,15 +132,15 @@ def asv_rates(path: Path) -> AsvRates:
                 f"{path}, line {number}: expected 'source target|nontarget|spoof score', found '{line.strip()}'."
             ) from None
     try:
-        return AsvRates.of(groups["target"], groups["nontarget"], groups["spoof"])
+        return AsvRates.from_scores(groups["target"], groups["nontarget"], groups["spoof"])
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
 
 
-def asv_files(raw: Path) -> dict[str, Path]:
-    """Return the ASV score files of ASVspoof 2019 in a raw folder, by the set they belong to.
+def find_asv_files(raw: Path) -> dict[str, Path]:
+    """Return the ASV score files of ASVspoof 2019 in a raw folder, by set.
 
-    The validation set has its own: the scores of the evaluation set would make its t-DCF wrong.
+    The validation set has its own file: the scores of the evaluation set would make its t-DCF wrong.
     """
     names = {
         VAL: "ASVspoof2019.LA.asv.dev.gi.trl.scores.txt",
@@ -157,35 +155,36 @@ def asv_files(raw: Path) -> dict[str, Path]:
     return found
 
 
-def sounds(folder: Path) -> list[Path]:
-    """Return the sound files in a folder and below it, sorted; hidden ones are passed over."""
+def find_audio_files(folder: Path) -> list[Path]:
+    """Return the audio files in a folder and below it, sorted; skips hidden ones."""
     found: list[Path] = []
-    for where, folders, names in os.walk(folder):
+    for parent, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        found += [Path(where) / name for name in names if name.lower().endswith(SUFFIXES) and not name.startswith(".")]
+        found += [Path(parent) / name for name in names if name.lower().endswith(SUFFIXES) and not name.startswith(".")]
     return sorted(found)
 
 
-def dealt_out(found: list[Utterance], cut: Cut) -> list[Utterance]:
-    """Give the utterances without a set to one: whole speakers, or whole file names, so that copies stay together."""
+def assign_sets(found: list[Utterance], split: SplitRule) -> list[Utterance]:
+    """Assign utterances without a set to one, by speaker or else by file name, so that copies stay together."""
     result = []
-    for one in found:
-        if not one.set:
-            place = fraction(one.speaker or Path(one.key).stem, cut.seed)
-            name = TEST if place < cut.test_share else VAL if place < cut.test_share + cut.val_share else TRAIN
-            one = replace(one, set=name)
-        result.append(one)
-    names = sorted({one.set for one in result})
+    for utterance in found:
+        if not utterance.set:
+            position = hash_to_fraction(utterance.speaker or Path(utterance.key).stem, split.seed)
+            is_val = position < split.test_share + split.val_share
+            name = TEST if position < split.test_share else VAL if is_val else TRAIN
+            utterance = replace(utterance, set=name)
+        result.append(utterance)
+    names = sorted({utterance.set for utterance in result})
     if names and TRAIN not in names:
         raise UserError(
-            f"No utterance is left to train on: the raw folder holds {', '.join(names)}. "
-            "To score sounds with a trained model: trainyard predict RUN FOLDER OUT.csv"
+            f"No utterance is left to train on: the raw folder contains only {', '.join(names)}. "
+            "To score recordings with a trained model: trainyard predict RUN FOLDER OUT.csv"
         )
     return result
 
 
-def fraction(text: str, seed: int) -> float:
-    """Return a number in [0, 1) that is a hash of a text: who is dealt out by it stays where he is as data grow."""
+def hash_to_fraction(text: str, seed: int) -> float:
+    """Hash a text to a number in [0, 1): assignments based on it do not change as data grow."""
     digest = hashlib.blake2b(f"{seed}:{text}".encode(), digest_size=8).digest()
     return int.from_bytes(digest) / 2**64
 
@@ -193,17 +192,17 @@ def fraction(text: str, seed: int) -> float:
 # Lines
 
 
-def _form_of(path: Path, words: list[str], header: bool) -> tuple[Callable[[list[str]], Trial], int]:
+def _detect_format(path: Path, words: list[str], header: bool) -> tuple[Callable[[list[str]], Trial], int]:
     if header and len(words) == 2:
-        return _key_line, 2
+        return _parse_name_and_key, 2
     if len(words) == 1:
-        return _name_line, 1
+        return _parse_name, 1
     if len(words) == 5 and words[4] in (BONAFIDE, SPOOF):
-        return _line_2019, 5
+        return _parse_2019, 5
     if len(words) >= 8 and words[5] in (BONAFIDE, SPOOF):
-        return _line_2021, len(words)
+        return _parse_2021, len(words)
     if len(words) >= 6 and {BONAFIDE, SPOOF} & set(words):
-        return _line_5, len(words)
+        return _parse_asvspoof5, len(words)
     raise UserError(
         f"{path}, line 1: found {len(words)} fields: '{' '.join(words)}'. Expected 5 (ASVspoof 2019: speaker utterance "
         "- attack bonafide|spoof), 8 or more (2021: the key is the sixth), 6 or more with a key among them (ASVspoof "
@@ -211,53 +210,53 @@ def _form_of(path: Path, words: list[str], header: bool) -> tuple[Callable[[list
     )
 
 
-def _line_2019(words: list[str]) -> Trial:
-    return Trial(words[1], _key(words[4]), words[3], words[0])
+def _parse_2019(words: list[str]) -> Trial:
+    return Trial(words[1], _parse_key(words[4]), words[3], words[0])
 
 
-def _line_2021(words: list[str]) -> Trial:
-    return Trial(words[1], _key(words[5]), words[4], words[0], phase=words[7])
+def _parse_2021(words: list[str]) -> Trial:
+    return Trial(words[1], _parse_key(words[5]), words[4], words[0], phase=words[7])
 
 
-def _line_5(words: list[str]) -> Trial:
-    """The utterance is second, the key is the last field that is one, and the attack stands before it."""
+def _parse_asvspoof5(words: list[str]) -> Trial:
+    """Parse a line whose second field is the utterance; the key is the last one found, after the attack."""
     at = max((i for i, word in enumerate(words) if word in (BONAFIDE, SPOOF)), default=-1)
     if at < 3:
-        raise ValueError("no bonafide or spoof from the fourth field on")
+        raise ValueError("no bonafide or spoof in the fourth or a later field")
     bonafide = words[at] == BONAFIDE
     return Trial(words[1], bonafide, "-" if bonafide else words[at - 1], words[0])
 
 
-def _name_line(words: list[str]) -> Trial:
+def _parse_name(words: list[str]) -> Trial:
     return Trial(words[0], None)
 
 
-def _key_line(words: list[str]) -> Trial:
-    return Trial(words[0], _key(words[1]))
+def _parse_name_and_key(words: list[str]) -> Trial:
+    return Trial(words[0], _parse_key(words[1]))
 
 
-def _key(word: str) -> bool:
+def _parse_key(word: str) -> bool:
     if word not in (BONAFIDE, SPOOF):
         raise ValueError(f"expected bonafide or spoof, found '{word}'")
     return word == BONAFIDE
 
 
-def _csv_trials(path: Path) -> list[Trial]:
+def _read_csv_trials(path: Path) -> list[Trial]:
     with path.open(newline="") as file:
         table = csv.reader(file)
         header = [name.strip().lower() for name in next(table, [])]
         known = {"path", "label", "attack", "speaker", "set"}
         if not {"path", "label"} <= set(header) <= known:
             raise UserError(
-                f"{path}, line 1: expected a header with path and label, and if you like attack, speaker and set; "
+                f"{path}, line 1: expected a header with path and label, optionally attack, speaker and set; "
                 f"found '{','.join(header)}'."
             )
-        read = [_csv_trial(path, number, header, row) for number, row in enumerate(table, 2) if row]
-    _refuse_doubles(path, [trial.path for trial in read])
-    return read
+        listed = [_parse_csv_row(path, number, header, row) for number, row in enumerate(table, 2) if row]
+    _refuse_duplicates(path, [trial.path for trial in listed])
+    return listed
 
 
-def _csv_trial(path: Path, number: int, header: list[str], row: list[str]) -> Trial:
+def _parse_csv_row(path: Path, number: int, header: list[str], row: list[str]) -> Trial:
     where = f"{path}, line {number}"
     if len(row) != len(header):
         raise UserError(
@@ -266,49 +265,49 @@ def _csv_trial(path: Path, number: int, header: list[str], row: list[str]) -> Tr
     cell = {name: value.strip() for name, value in zip(header, row, strict=True)}
     if cell["label"].lower() not in WORDS:
         raise UserError(f"{where}: label '{cell['label']}': expected one of {', '.join(WORDS)}.")
-    bonafide, wanted = WORDS[cell["label"].lower()], cell.get("set", "")
-    if wanted and not re.fullmatch(rf"{TRAIN}|{VAL}|{TEST}(_\w+)?", wanted):
-        raise UserError(f"{where}: set '{wanted}': expected {TRAIN}, {VAL}, {TEST} or {TEST}_NAME, or nothing.")
+    bonafide, set_name = WORDS[cell["label"].lower()], cell.get("set", "")
+    if set_name and not re.fullmatch(rf"{TRAIN}|{VAL}|{TEST}(_\w+)?", set_name):
+        raise UserError(f"{where}: set '{set_name}': expected {TRAIN}, {VAL}, {TEST} or {TEST}_NAME, or nothing.")
     attack = "-" if bonafide else cell.get("attack") or SPOOF
     name = Path(cell["path"])
-    return Trial(name.stem, bonafide, attack, cell.get("speaker", ""), path=name.as_posix(), set=wanted)
+    return Trial(name.stem, bonafide, attack, cell.get("speaker", ""), path=name.as_posix(), set=set_name)
 
 
-def _refuse_doubles(path: Path, names: Sequence[str]) -> None:
-    seen: set[str] = set()
+def _refuse_duplicates(path: Path, names: Sequence[str]) -> None:
+    known: set[str] = set()
     for name in names:
-        if name in seen:
+        if name in known:
             raise UserError(f"{path}: '{name}' is listed twice. Remove one of its lines.")
-        seen.add(name)
+        known.add(name)
 
 
 # Raw folders
 
 
-def _asv2019(raw: Path, base: Path) -> Iterator[Utterance]:
+def _find_asvspoof_2019(raw: Path, base: Path) -> Iterator[Utterance]:
     protocols = base / "ASVspoof2019_LA_cm_protocols"
     for part, suffix, set_name in (("train", "trn", TRAIN), ("dev", "trl", VAL), ("eval", "trl", "test_2019")):
         path = protocols / f"ASVspoof2019.LA.cm.{part}.{suffix}.txt"
         if path.is_file():
-            yield from _listed(raw, trials(path), base / f"ASVspoof2019_LA_{part}" / "flac", set_name)
+            yield from _match_trials(raw, read_trials(path), base / f"ASVspoof2019_LA_{part}" / "flac", set_name)
 
 
-def _asv2021(raw: Path, base: Path) -> Iterator[Utterance]:
+def _find_asvspoof_2021(raw: Path, base: Path) -> Iterator[Utterance]:
     for track in ("LA", "DF"):
-        sound = base / f"ASVspoof2021_{track}_eval" / "flac"
-        if not sound.is_dir():
+        audio = base / f"ASVspoof2021_{track}_eval" / "flac"
+        if not audio.is_dir():
             continue
-        places = [base / "keys" / track / "CM", base / "keys" / "CM", sound.parent, base]
+        places = [base / "keys" / track / "CM", base / "keys" / "CM", audio.parent, base]
         metadata = next((p / "trial_metadata.txt" for p in places if (p / "trial_metadata.txt").is_file()), None)
         if metadata is None:
             raise UserError(
-                f"{sound.parent}: its keys are missing. Expected {places[0] / 'trial_metadata.txt'}. To score sounds "
-                "without keys: trainyard predict RUN FOLDER OUT.csv"
+                f"{audio.parent}: its keys are missing. Expected {places[0] / 'trial_metadata.txt'}. To score "
+                "recordings without keys: trainyard predict RUN FOLDER OUT.csv"
             )
-        yield from _listed(raw, trials(metadata), sound, f"test_2021_{track.lower()}")
+        yield from _match_trials(raw, read_trials(metadata), audio, f"test_2021_{track.lower()}")
 
 
-def _asv5(raw: Path, base: Path) -> Iterator[Utterance]:
+def _find_asvspoof5(raw: Path, base: Path) -> Iterator[Utterance]:
     for part, folders, set_name in (
         ("train", ("flac_T",), TRAIN),
         ("dev.track_1", ("flac_D",), VAL),
@@ -319,63 +318,68 @@ def _asv5(raw: Path, base: Path) -> Iterator[Utterance]:
                 (p for p in (place / f"ASVspoof5.{part}{end}" for end in (".tsv", ".txt")) if p.is_file()), None
             )
             if path is not None:
-                sound = next((base / name for name in folders if (base / name).is_dir()), base / folders[0])
-                yield from _listed(raw, trials(path), sound, set_name)
+                audio = next((base / name for name in folders if (base / name).is_dir()), base / folders[0])
+                yield from _match_trials(raw, read_trials(path), audio, set_name)
                 break
 
 
-def _table(raw: Path, base: Path) -> Iterator[Utterance]:
+def _find_table(raw: Path, base: Path) -> Iterator[Utterance]:
     path = base / "protocol.csv"
-    for trial in trials(path) if path.is_file() else ():
+    for trial in read_trials(path) if path.is_file() else ():
         assert trial.bonafide is not None
         file = base / trial.path
         yield Utterance(
-            _key_of(raw, file), file if file.is_file() else None, trial.bonafide, trial.attack, trial.speaker, trial.set
+            _make_key(raw, file),
+            file if file.is_file() else None,
+            trial.bonafide,
+            trial.attack,
+            trial.speaker,
+            trial.set,
         )
 
 
-def _fake_or_real(raw: Path, base: Path) -> Iterator[Utterance]:
+def _find_fake_or_real(raw: Path, base: Path) -> Iterator[Utterance]:
     for part, set_name in (("training", TRAIN), ("validation", VAL), ("testing", TEST)):
         for name in ("real", "fake"):
-            for path in sounds(base / part / name):
+            for path in find_audio_files(base / part / name):
                 yield Utterance(
-                    _key_of(raw, path), path, name == "real", "-" if name == "real" else "fake", "", set_name
+                    _make_key(raw, path), path, name == "real", "-" if name == "real" else "fake", "", set_name
                 )
 
 
-def _own_folder(raw: Path, base: Path) -> Iterator[Utterance]:
-    """`bonafide/[<speaker>/]` and `spoof/[<attack>/[<speaker>/]]`, in any of the words for them."""
+def _find_own_folder(raw: Path, base: Path) -> Iterator[Utterance]:
+    """Read `bonafide/[<speaker>/]` and `spoof/[<attack>/[<speaker>/]]`, or any other of `WORDS`."""
     if (base / "protocol.csv").is_file():
         return
     for folder in sorted(path for path in base.iterdir() if path.is_dir() and not path.name.isdecimal()):
         bonafide = WORDS.get(folder.name.lower())
-        for path in [] if bonafide is None else sounds(folder):
+        for path in [] if bonafide is None else find_audio_files(folder):
             *inner, _ = path.relative_to(folder).parts
             attack = "-" if bonafide else inner.pop(0) if inner else SPOOF
-            yield Utterance(_key_of(raw, path), path, bool(bonafide), attack, inner[0] if inner else "", "")
+            yield Utterance(_make_key(raw, path), path, bool(bonafide), attack, inner[0] if inner else "", "")
 
 
-FORMS: tuple[Callable[[Path, Path], Iterator[Utterance]], ...] = (
-    _asv2019,
-    _asv2021,
-    _asv5,
-    _table,
-    _fake_or_real,
-    _own_folder,
+READERS: tuple[Callable[[Path, Path], Iterator[Utterance]], ...] = (
+    _find_asvspoof_2019,
+    _find_asvspoof_2021,
+    _find_asvspoof5,
+    _find_table,
+    _find_fake_or_real,
+    _find_own_folder,
 )
 
 
-def _listed(raw: Path, listed: Sequence[Trial], folder: Path, set_name: str) -> Iterator[Utterance]:
-    """Yield what a protocol lists, each phase of 2021 as a set; one look at the folder tells what is there."""
+def _match_trials(raw: Path, listed: Sequence[Trial], folder: Path, set_name: str) -> Iterator[Utterance]:
+    """Yield the utterances that a protocol lists, each phase of 2021 as its own set; lists the folder only once."""
     present = {entry.name for entry in os.scandir(folder)} if folder.is_dir() else set()
     for trial in listed:
         if trial.bonafide is None:
-            raise UserError(f"{folder}: the protocol lists names alone, and training needs the keys.")
+            raise UserError(f"{folder}: the protocol lists names only, but training needs the keys.")
         name = next((trial.utterance + end for end in (".flac", ".wav") if trial.utterance + end in present), None)
-        key = _key_of(raw, folder / (name or f"{trial.utterance}.flac"))
-        place = f"{set_name}_{trial.phase}" if trial.phase else set_name
-        yield Utterance(key, folder / name if name else None, trial.bonafide, trial.attack, trial.speaker, place)
+        key = _make_key(raw, folder / (name or f"{trial.utterance}.flac"))
+        trial_set = f"{set_name}_{trial.phase}" if trial.phase else set_name
+        yield Utterance(key, folder / name if name else None, trial.bonafide, trial.attack, trial.speaker, trial_set)
 
 
-def _key_of(raw: Path, path: Path) -> str:
+def _make_key(raw: Path, path: Path) -> str:
     return path.relative_to(raw).as_posix()

@@ -1,7 +1,7 @@
-"""Score files in the forms that the challenges ask for: written, read, and checked against a protocol.
+"""Reads and writes score files in the formats of the challenges, and checks them against a protocol.
 
-Forms: `utterance attack key score` (what the 2019 baselines write), `utterance score` (submissions of 2019 and 2021),
-and a table `filename<tab>cm-score` with that header (ASVspoof 5).
+Formats: `utterance attack key score` (written by the 2019 baselines), `utterance score` (submissions of 2019 and
+2021), and a table `filename<tab>cm-score` with that header (ASVspoof 5).
 """
 
 from collections import Counter
@@ -17,13 +17,13 @@ from . import metrics
 from .metrics import AsvRates
 from .protocols import BONAFIDE, SPOOF, Trial
 
-FORMS = ("asv2019", "asv2021", "asv5")
-KNOWN = {  # ASVspoof 2019 LA (Wang et al. 2020, arXiv:1911.01601, table 3): trials by the first letters of their names
+FORMATS = ("asv2019", "asv2021", "asv5")
+KNOWN = {  # ASVspoof 2019 LA (Wang et al. 2020, arXiv:1911.01601, table 3): trials by name prefix
     "LA_T_": ("ASVspoof 2019 LA training", 2580, 22800),
     "LA_D_": ("ASVspoof 2019 LA development", 2548, 22296),
     "LA_E_": ("ASVspoof 2019 LA evaluation", 7355, 63882),
 }
-SHOWN = 5
+MAX_NAMES = 5
 
 
 @dataclass(frozen=True)
@@ -32,26 +32,26 @@ class Line:
 
     utterance: str
     score: float
-    bonafide: bool | None = None  # None: the form has no key
+    bonafide: bool | None = None  # None: the format has no key
     attack: str = "-"
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was found out about a score file."""
+    """The result of checking a score file."""
 
     form: str
     trials: int
-    faults: list[str] = field(default_factory=list)  # each makes the file wrong
+    faults: list[str] = field(default_factory=list)  # each makes the file invalid
     notes: list[str] = field(default_factory=list)
-    metrics: dict[str, float] = field(default_factory=dict)  # as `metrics.of_scores`; empty without keys
+    metrics: dict[str, float] = field(default_factory=dict)  # see `metrics.compute_metrics`; empty without keys
 
 
 def write(path: Path, lines: Iterable[Line], *, form: str) -> None:
     """Write a score file.
 
     Raises:
-        UserError: the form needs keys, and a line has none.
+        UserError: the format needs keys, and a line has none.
     """
     with path.open("w") as file:
         if form == "asv5":
@@ -60,8 +60,8 @@ def write(path: Path, lines: Iterable[Line], *, form: str) -> None:
             if form == "asv2019":
                 if line.bonafide is None:
                     raise UserError(
-                        f"{line.utterance}: the form asv2019 has a key on every line. Give the protocol, or write "
-                        "another form: asv2021 or asv5."
+                        f"{line.utterance}: the asv2019 format needs a key on every line. Pass --protocol, or "
+                        "use another format: --form asv2021 or asv5."
                     )
                 key = BONAFIDE if line.bonafide else SPOOF
                 file.write(f"{line.utterance} {line.attack} {key} {line.score!r}\n")
@@ -70,10 +70,10 @@ def write(path: Path, lines: Iterable[Line], *, form: str) -> None:
 
 
 def read(path: Path) -> tuple[str, list[Line]]:
-    """Return the form of a score file, one of `FORMS`, and its lines.
+    """Return the format of a score file, one of `FORMATS`, and its lines.
 
     Raises:
-        UserError: no such file, an empty one, or a line of another form than the first.
+        UserError: the file is missing or empty, or a line has another format than the first.
     """
     if not path.is_file():
         raise UserError(
@@ -87,33 +87,33 @@ def read(path: Path) -> tuple[str, list[Line]]:
     if not rows:
         raise UserError(f"{path}: the score file is empty.")
     form = "asv5" if header else "asv2019" if len(rows[0][1]) == 4 else "asv2021"
-    return form, [_line(path, number, words, 4 if form == "asv2019" else 2) for number, words in rows]
+    return form, [_parse_line(path, number, words, 4 if form == "asv2019" else 2) for number, words in rows]
 
 
 def check(form: str, lines: Sequence[Line], *, protocol: Sequence[Trial] | None, asv: AsvRates | None) -> Verdict:
-    """Tell whether a score file is complete and turned the right way, and score it.
+    """Check that a score file is complete and that high scores mean bona fide, and compute its metrics.
 
     Args:
-        form: as `read` says.
-        protocol: what it should hold; None: its own keys are believed, and completeness is judged where the names say
-            which set it is.
-        asv: for the t-DCF; None: without.
+        form: its format, as returned by `read`.
+        protocol: expected trials; None: use the file's own keys, and check completeness only if the names belong to a
+            known set.
+        asv: for the t-DCF; None: no t-DCF.
     """
     verdict = Verdict(form, len(lines))
     faults, notes = verdict.faults, verdict.notes
     counts = Counter(line.utterance for line in lines)
-    doubled = [name for name, count in counts.items() if count > 1]
-    if doubled:
-        faults.append(f"{len(doubled)} utterances have more than one score: {_named(doubled)}")
-    broken = [line.utterance for line in lines if not np.isfinite(line.score)]
-    if broken:
-        faults.append(f"{len(broken)} scores are not finite numbers: {_named(broken)}")
+    duplicates = [name for name, count in counts.items() if count > 1]
+    if duplicates:
+        faults.append(f"{len(duplicates)} utterances have more than one score: {_join_names(duplicates)}")
+    non_finite = [line.utterance for line in lines if not np.isfinite(line.score)]
+    if non_finite:
+        faults.append(f"{len(non_finite)} scores are not finite numbers: {_join_names(non_finite)}")
     if protocol is not None:
-        lines = _against(lines, protocol, verdict)
+        lines = _check_against_protocol(lines, protocol, verdict)
     else:
-        _against_known(lines, counts, verdict)
+        _check_against_known_sets(lines, counts, verdict)
         if form != "asv2019":
-            notes.append("no keys: give --protocol FILE for its error rates, and whether it is turned the right way")
+            notes.append("no keys: pass --protocol FILE to get error rates and to check the sign of the scores")
     keyed = [line for line in lines if line.bonafide is not None and np.isfinite(line.score)]
     if len({line.bonafide for line in keyed}) < 2:
         if keyed:
@@ -131,43 +131,43 @@ def _score(lines: Sequence[Line], asv: AsvRates | None, verdict: Verdict) -> Non
     if distinct < 2:
         verdict.faults.append(f"all scores are {values[0]:g}")
         return
-    verdict.metrics.update(metrics.of_scores(values, genuine, attack, asv=asv))
-    turned = metrics.eer(-values[genuine], -values[~genuine])
-    if verdict.metrics["eer"] > 0.5 > turned:
+    verdict.metrics.update(metrics.compute_metrics(values, genuine, attack, asv=asv))
+    inverted_eer = metrics.eer(-values[genuine], -values[~genuine])
+    if verdict.metrics["eer"] > 0.5 > inverted_eer:
         verdict.faults.append(
-            f"turned round: high must mean bona fide. The EER is {100 * verdict.metrics['eer']:.2f} %, and "
-            f"{100 * turned:.2f} % with the sign of every score changed"
+            f"inverted: high must mean bona fide. The EER is {100 * verdict.metrics['eer']:.2f} %, and "
+            f"{100 * inverted_eer:.2f} % with the sign of every score changed"
         )
     if distinct < 0.5 * len(values):
         verdict.notes.append(f"only {distinct} distinct scores in {len(values)} trials: ties count against the system")
     if values.min() >= 0 and values.max() <= 1:
         verdict.notes.append(
-            "scores lie in 0..1, so they are probabilities and no log-odds: cllr and act_dcf are of no use"
+            "scores are in 0..1, so they are probabilities, not log-odds: cllr and act_dcf are meaningless"
         )
 
 
-def _against(lines: Sequence[Line], protocol: Sequence[Trial], verdict: Verdict) -> list[Line]:
-    """Hold a file against its protocol; return its lines with the protocol's keys."""
+def _check_against_protocol(lines: Sequence[Line], protocol: Sequence[Trial], verdict: Verdict) -> list[Line]:
+    """Compare a file with its protocol; return its lines with the protocol's keys."""
     listed = {trial.utterance: trial for trial in protocol}
     given = {line.utterance for line in lines}
     missing = [name for name in listed if name not in given]
     unknown = [line.utterance for line in lines if line.utterance not in listed]
     if missing:
-        verdict.faults.append(f"{len(missing)} of {len(listed)} utterances have no score: {_named(missing)}")
+        verdict.faults.append(f"{len(missing)} of {len(listed)} utterances have no score: {_join_names(missing)}")
     if unknown:
-        verdict.faults.append(f"{len(unknown)} utterances are not in the protocol: {_named(unknown)}")
+        verdict.faults.append(f"{len(unknown)} utterances are not in the protocol: {_join_names(unknown)}")
     wrong = [
         line.utterance
         for line in lines
         if line.utterance in listed and {line.bonafide, listed[line.utterance].bonafide} == {True, False}
     ]
     if wrong:
-        verdict.faults.append(f"{len(wrong)} keys differ from the protocol's: {_named(wrong)}")
+        verdict.faults.append(f"{len(wrong)} keys differ from the protocol's: {_join_names(wrong)}")
     if not verdict.faults and [line.utterance for line in lines] != list(listed):
-        verdict.notes.append("the order is not that of the protocol; nothing official needs it")
+        verdict.notes.append("the order differs from the protocol's; no official tool needs it")
     phases = {trial.phase for trial in protocol}
     if len(phases) > 1 and "eval" in phases:
-        verdict.notes.append("error rates are of the phase eval, as in the challenge; completeness is of all phases")
+        verdict.notes.append("error rates are for the eval phase, as in the challenge; completeness is for all phases")
         phases = {"eval"}
     keyed = []
     for line in lines:
@@ -180,11 +180,11 @@ def _against(lines: Sequence[Line], protocol: Sequence[Trial], verdict: Verdict)
     return keyed
 
 
-def _against_known(lines: Sequence[Line], counts: Counter[str], verdict: Verdict) -> None:
-    """Hold a file against the size of the set that its names belong to."""
+def _check_against_known_sets(lines: Sequence[Line], counts: Counter[str], verdict: Verdict) -> None:
+    """Compare a file with the size of the set that its names belong to."""
     prefix = lines[0].utterance[:5] if lines else ""
     if prefix not in KNOWN or any(not name.startswith(prefix) for name in counts):
-        verdict.notes.append("no known set by its names: give --protocol FILE to see whether it is complete")
+        verdict.notes.append("the names match no known set: pass --protocol FILE to check that the file is complete")
         return
     name, bonafide, spoof = KNOWN[prefix]
     kinds = Counter(line.bonafide for line in lines)
@@ -194,24 +194,24 @@ def _against_known(lines: Sequence[Line], counts: Counter[str], verdict: Verdict
         found = f"{kinds[True]:,} bona fide and {kinds[False]:,} spoofed trials"
         expected = f"{bonafide:,} bona fide and {spoof:,} spoofed trials"
     if found == expected:
-        verdict.notes.append(f"as many trials as the {name} set has: {found}")
+        verdict.notes.append(f"as many trials as the {name} set: {found}")
     elif len(lines) > bonafide + spoof:
-        verdict.notes.append(f"more trials than the {name} set has: of which set? Give --protocol FILE")
+        verdict.notes.append(f"more trials than the {name} set. Which set is it? Pass --protocol FILE")
     else:
-        verdict.faults.append(f"{found}, where the {name} set has {expected}. Is it another set? Give --protocol FILE")
+        verdict.faults.append(f"{found}, but the {name} set has {expected}. Is it another set? Pass --protocol FILE")
 
 
-def _line(path: Path, number: int, words: list[str], fields: int) -> Line:
+def _parse_line(path: Path, number: int, words: list[str], fields: int) -> Line:
     if len(words) != fields:
-        forms = {4: "utterance attack key score", 2: "utterance score"}
+        formats = {4: "utterance attack key score", 2: "utterance score"}
         raise UserError(
-            f"{path}, line {number}: expected {fields} fields ({forms[fields]}), found {len(words)}: "
-            f"'{' '.join(words)}'. Mend the line, or write the file again: trainyard score-file TABLE.csv {path}"
+            f"{path}, line {number}: expected {fields} fields ({formats[fields]}), found {len(words)}: "
+            f"'{' '.join(words)}'. Fix the line, or write the file again: trainyard score-file TABLE.csv {path}"
         )
     try:
         score = float(words[-1])
     except ValueError:
-        raise UserError(f"{path}, line {number}: '{words[-1]}' is no score.") from None
+        raise UserError(f"{path}, line {number}: '{words[-1]}' is not a score.") from None
     if fields == 2:
         return Line(words[0], score)
     if words[2] not in (BONAFIDE, SPOOF):
@@ -219,6 +219,6 @@ def _line(path: Path, number: int, words: list[str], fields: int) -> Line:
     return Line(words[0], score, words[2] == BONAFIDE, words[1])
 
 
-def _named(names: Sequence[str]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(names[:SHOWN]) + more
+def _join_names(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    return ", ".join(names[:MAX_NAMES]) + more

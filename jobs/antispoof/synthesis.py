@@ -1,8 +1,8 @@
-"""Synthetic speech and machine copies of it, to try, test and time the job without anybody's voice.
+"""Synthetic speech and vocoded copies of it, to try, test and time the job without recordings of real people.
 
-A drawn voice is a pulse train with breath through moving formants, with noisy consonants, pauses, a room and a
-microphone. Its copies go through `vocoders.py`: two kinds are in the training and validation sets, four in the test
-set. Speakers are in one set only. **These are drawings: a result on them says nothing about speech or real attacks.**
+A synthetic voice is a pulse train with breath noise through moving formants, with noisy consonants, pauses, a room and
+a microphone. Its copies go through `vocoders.py`: two kinds are in the training and validation sets, four in the test
+set. Each speaker is in one set only. **Results on synthetic voices say nothing about real speech or real attacks.**
 """
 
 import csv
@@ -17,17 +17,17 @@ from pathlib import Path
 import numpy as np
 import soundfile
 from numpy.typing import NDArray
-from scipy.signal import lfilter
+from scipy.signal import lfilter  # type: ignore[import-untyped]
 
 from trainyard.errors import UserError
 
-from .vocoders import KINDS, copy
+from .vocoders import KINDS, synthesize_copy
 
 Floats = NDArray[np.float64]
 
 RATE_HZ = 8000
-TAKES = 10  # sounds of a speaker
-SEEN = ("A01", "A02")
+TAKES = 10  # recordings per speaker
+TRAIN_KINDS = ("A01", "A02")
 ROLES = ("train", "train", "train", "val", "test")  # of every five speakers
 PROTOCOL = "protocol.csv"
 
@@ -58,96 +58,98 @@ class Item:
 
 
 def synthesize(raw: Path, *, count: int, seed: int) -> None:
-    """Write `count` sounds as `raw/wav/*.wav` (8 kHz, 16 bit, 0.8 to 1.4 s) and `raw/protocol.csv`.
+    """Write `count` recordings as `raw/wav/*.wav` (8 kHz, 16 bit, 0.8 to 1.4 s) and `raw/protocol.csv`.
 
-    Equal arguments give equal files, whatever the number of processes. About 15 ms of one core per sound; all cores
-    this process may use are used. The folder appears when it is complete: it is written aside and renamed.
+    Equal arguments give equal files, whatever the number of processes. Takes about 15 ms of one core per recording and
+    uses all cores available to this process. The folder appears when complete: it is written elsewhere, then renamed.
 
     Raises:
-        UserError: `raw` already holds files, or `count` is too small for three sets.
+        UserError: `raw` already contains files, or `count` is too small for three sets.
     """
     if raw.exists() and any(raw.iterdir()):
-        raise UserError(f"{raw} already holds files: synthetic sounds need a folder of their own. Remove it first.")
+        raise UserError(
+            f"{raw} already contains files: synthetic recordings need a folder of their own. Remove it first."
+        )
     if count < 51:
-        raise UserError(f"data.synthetic={count}: expected 51 or more, or a set would lack a kind. Use 4800.")
-    listing = items(count)
+        raise UserError(f"data.synthetic={count}: expected 51 or more: with fewer, a set lacks a kind. Use 4800.")
+    listing = list_items(count)
     groups: dict[tuple[int, int], list[Item]] = {}
     for item in listing:
         groups.setdefault((item.speaker, item.take), []).append(item)
-    aside = raw.with_name(f".{raw.name}.{os.getpid()}")
-    (aside / "wav").mkdir(parents=True)
+    temporary = raw.with_name(f".{raw.name}.{os.getpid()}")
+    (temporary / "wav").mkdir(parents=True)
     try:
-        write = partial(_write, aside, seed)
+        write = partial(_write_group, temporary, seed)
         workers = min(len(os.sched_getaffinity(0)), -(-len(groups) // 64))
         if workers > 1:
             with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
                 list(pool.map(write, groups.values(), chunksize=8))
         else:
             list(map(write, groups.values()))
-        with (aside / PROTOCOL).open("w", newline="") as file:
+        with (temporary / PROTOCOL).open("w", newline="") as file:
             table = csv.writer(file)
             table.writerow(["path", "label", "attack", "speaker", "set"])
             for item in listing:
                 label = "bonafide" if item.kind == "-" else "spoof"
                 table.writerow([f"wav/{item.name}", label, item.kind, f"S{item.speaker:03d}", item.role])
-        aside.replace(raw)
+        temporary.replace(raw)
     except BaseException:
-        shutil.rmtree(aside)
+        shutil.rmtree(temporary)
         raise
 
 
-def items(count: int) -> list[Item]:
-    """List the sounds: take by take, so that a short list still has every speaker."""
-    per_take = sum(1 + len(_kinds(role)) for role in ROLES)
+def list_items(count: int) -> list[Item]:
+    """List the recordings, take by take, so that a short list still has every speaker."""
+    per_take = sum(1 + len(_list_kinds(role)) for role in ROLES)
     speakers = len(ROLES) * -(-count // (per_take * TAKES))
-    every = (
+    all_items = (
         Item(f"S{speaker:03d}_{take}{'' if kind == '-' else '_' + kind}.wav", speaker, take, kind, role)
         for take in range(TAKES)
         for speaker in range(speakers)
         for role in (ROLES[speaker % len(ROLES)],)
-        for kind in ("-", *_kinds(role))
+        for kind in ("-", *_list_kinds(role))
     )
-    return [item for item, _ in zip(every, range(count), strict=False)]
+    return [item for item, _ in zip(all_items, range(count), strict=False)]
 
 
-def draw_speech(seed: int, speaker: int, take: int) -> Floats:
-    """Return a sound (frames,) float64 in [-1, 1]: the voice is of (seed, speaker), the words of all three."""
+def generate_speech(seed: int, speaker: int, take: int) -> Floats:
+    """Return (frames,) float64 in [-1, 1]; the voice depends on (seed, speaker), the words on all three."""
     voice, words = np.random.default_rng([seed, speaker]), np.random.default_rng([seed, speaker, take])
     tract = voice.uniform(0.95, 1.25)  # factor on formants: length of the vocal tract
     pitch_hz, breath = voice.uniform(85, 240), voice.uniform(0.03, 0.12)
     tilt, echo_s = voice.uniform(0.85, 0.96), voice.uniform(0.02, 0.08)
     frames = int(words.uniform(0.8, 1.4) * RATE_HZ)
-    track_HzT, voiced_T, loud_T = _tracks(words, frames, tract)
-    source = _source(words, frames, pitch_hz, voiced_T, breath, tilt)
-    sound = _through_formants(source, track_HzT) * loud_T
+    track_HzT, voiced_T, loud_T = _draw_tracks(words, frames, tract)
+    source = _draw_source(words, frames, pitch_hz, voiced_T, breath, tilt)
+    wave = _apply_formants(source, track_HzT) * loud_T
     room = words.standard_normal(int(echo_s * RATE_HZ)) * np.exp(-6.9 * np.linspace(0, 1, int(echo_s * RATE_HZ)))
     room[0] = 4.0
-    sound = np.convolve(sound, room)[:frames]
-    sound = lfilter([1, -1], [1, -0.97], sound)  # a microphone passes no steady pressure
-    sound = sound / np.abs(sound).max() * words.uniform(0.3, 0.9)
-    heard: Floats = np.clip(sound + words.standard_normal(frames) * 10 ** (-words.uniform(50, 65) / 20), -1, 1)
-    return heard
+    wave = np.convolve(wave, room)[:frames]
+    wave = lfilter([1, -1], [1, -0.97], wave)  # a microphone passes no DC
+    wave = wave / np.abs(wave).max() * words.uniform(0.3, 0.9)
+    recorded: Floats = np.clip(wave + words.standard_normal(frames) * 10 ** (-words.uniform(50, 65) / 20), -1, 1)
+    return recorded
 
 
-def _kinds(role: str) -> tuple[str, ...]:
-    return tuple(KINDS) if role == "test" else SEEN
+def _list_kinds(role: str) -> tuple[str, ...]:
+    return tuple(KINDS) if role == "test" else TRAIN_KINDS
 
 
-def _write(folder: Path, seed: int, group: list[Item]) -> None:
-    """Write a drawn sound and its copies. Copies are made of what a 16-bit file holds."""
+def _write_group(folder: Path, seed: int, group: list[Item]) -> None:
+    """Write a synthetic recording and its copies, which are made from its 16-bit samples."""
     speaker, take = group[0].speaker, group[0].take
-    original = np.round(draw_speech(seed, speaker, take) * 32767) / 32768
+    original = np.round(generate_speech(seed, speaker, take) * 32767) / 32768
     for item in group:
         wave = original
         if item.kind != "-":
             rng = np.random.default_rng([seed, speaker, take, 1 + list(KINDS).index(item.kind)])
-            wave = copy(original, item.kind, rate_hz=RATE_HZ, rng=rng)
+            wave = synthesize_copy(original, item.kind, rate_hz=RATE_HZ, rng=rng)
         pcm = np.clip(np.round(wave * 32768), -32768, 32767).astype(np.int16)
         soundfile.write(folder / "wav" / item.name, pcm, RATE_HZ, subtype="PCM_16")
 
 
-def _tracks(rng: np.random.Generator, frames: int, tract: float) -> tuple[Floats, Floats, Floats]:
-    """Return formants in Hz (3, blocks), how voiced each sample is and how loud, from a row of random sounds."""
+def _draw_tracks(rng: np.random.Generator, frames: int, tract: float) -> tuple[Floats, Floats, Floats]:
+    """Draw random phones; return formants in Hz (3, blocks), and voicing and loudness of each sample."""
     targets: list[tuple[int, tuple[float, ...], float, float]] = []
     at = int(rng.uniform(0.02, 0.08) * RATE_HZ)
     while at < frames:
@@ -162,23 +164,23 @@ def _tracks(rng: np.random.Generator, frames: int, tract: float) -> tuple[Floats
         else:  # a pause, as before a plosive
             targets.append((at, vowel, 0.0, 0.0))
             at += int(rng.uniform(0.03, 0.08) * RATE_HZ)
-    when = np.array([t[0] for t in targets], dtype=np.float64)
+    starts = np.array([t[0] for t in targets], dtype=np.float64)
     blocks = np.arange(0, frames, BLOCK, dtype=np.float64)
-    formants = np.stack([np.interp(blocks, when, [t[1][i] * tract for t in targets]) for i in range(3)])
-    index = np.clip(np.searchsorted(when, np.arange(frames), side="right") - 1, 0, None)
+    formants = np.stack([np.interp(blocks, starts, [t[1][i] * tract for t in targets]) for i in range(3)])
+    index = np.clip(np.searchsorted(starts, np.arange(frames), side="right") - 1, 0, None)
     smooth = np.hanning(2 * BLOCK + 1)
     smooth /= smooth.sum()
     voiced, loud = (
         np.convolve(np.array([t[column] for t in targets])[index], smooth, mode="same") for column in (2, 3)
     )
-    loud[: int(when[0])] *= np.linspace(0, 1, int(when[0]))
+    loud[: int(starts[0])] *= np.linspace(0, 1, int(starts[0]))
     return formants, voiced, loud
 
 
-def _source(
+def _draw_source(
     rng: np.random.Generator, frames: int, pitch_hz: float, voiced: Floats, breath: float, tilt: float
 ) -> Floats:
-    """Return pulses of a wandering pitch with jitter, plus breath, softened towards high frequencies."""
+    """Draw a glottal source: low-pass filtered pulses with wandering pitch and jitter, plus breath noise."""
     seconds = np.arange(frames) / RATE_HZ
     knots = rng.normal(0, 0.08, 6).cumsum()
     contour = np.interp(seconds, np.linspace(0, seconds[-1], 6), knots) + 0.01 * np.sin(2 * np.pi * 5 * seconds)
@@ -193,8 +195,8 @@ def _source(
     return source
 
 
-def _through_formants(source: Floats, track_HzT: Floats) -> Floats:
-    """Pass the source through three resonators in a row, whose frequencies change every block."""
+def _apply_formants(source: Floats, track_HzT: Floats) -> Floats:
+    """Filter the source by three resonators in series, whose frequencies change every block."""
     out = source
     for formant, width_hz in zip(track_HzT, (70.0, 110.0, 160.0), strict=True):
         state, parts = np.zeros(2), []
