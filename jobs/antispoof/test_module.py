@@ -1,0 +1,112 @@
+"""The antispoof module: maps, gradients, scoring, refusals and warnings."""
+
+import json
+from typing import cast
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from trainyard.errors import UserError
+from trainyard.train.step import enable_activation_checkpointing
+
+from .cases import ASV, make_batch, make_config, make_data, make_module
+from .module import build
+
+
+def test_maps_are_computed_in_float32_whatever_the_precision() -> None:
+    module, inputs = make_module(frontend={"name": "lfcc60"}, sound={"rate_hz": 16000}).eval(), make_batch(4)
+    plain = module.compute_maps(inputs)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(module.compute_maps(inputs), plain)
+        rows = module.predict(inputs)
+    assert plain.dtype == rows["score"].dtype == torch.float32
+
+
+def test_evaluation_is_deterministic_and_needs_no_label() -> None:
+    module = make_module(disturb={"rawboost": 1.0, "codec": 1.0, "mask": 1.0})
+    inputs = make_batch(4)
+    changed, plain = module.train().compute_maps(inputs), module.eval().compute_maps(inputs)
+    assert not torch.allclose(changed, plain, atol=1e-2)
+    module.frontend(inputs["wave"])
+    assert torch.equal(plain, module.frontend(inputs["wave"]))
+    del inputs["label"], inputs["noise"]
+    assert torch.equal(module.predict(inputs)["score"], module.predict(inputs)["score"])
+
+
+def test_every_weight_gets_a_gradient() -> None:
+    for sections in (
+        {},
+        {"loss": {"name": "oc_softmax"}},
+        {"model": {"name": "seresnet", "layers": [1, 1, 1, 1]}, "loss": {"name": "am_softmax"}},
+    ):
+        module = make_module(**sections)
+        module(make_batch(4))["loss"].backward()
+        assert all(weight.grad is not None for weight in module.parameters())
+
+
+def test_ddp_broadcasts_batch_statistics_but_no_windows_or_filters() -> None:
+    module = make_module(frontend={"name": "spec129"})
+    sent = {name for name, _ in module.named_buffers()} - set(module._ddp_params_and_buffers_to_ignore)
+    assert sent == {name for name in module.state_dict() if name not in dict(module.named_parameters())}
+    assert "frontend.maps.power.window" not in sent and "network.stem.1.running_mean" in sent
+
+
+def clone_gradient(weight: nn.Parameter) -> torch.Tensor:
+    assert weight.grad is not None
+    return weight.grad.clone()
+
+
+def test_activation_checkpointing_changes_no_gradient() -> None:
+    module, inputs = make_module(), make_batch(6)
+    module(inputs)["loss"].backward()
+    before = [clone_gradient(weight) for weight in module.parameters()]
+    module.zero_grad()
+    assert enable_activation_checkpointing(module) == 16
+    module(inputs)["loss"].backward()
+    assert all(torch.equal(a, clone_gradient(weight)) for a, weight in zip(before, module.parameters(), strict=True))
+
+
+def test_the_direction_of_one_class_softmax_has_its_own_learning_rate() -> None:
+    module = make_module(loss={"name": "oc_softmax", "lr_scale": 3.0})
+    groups = module.parameter_groups(0.1)
+    assert groups[-1]["params"] == [module.decision.direction_D]
+    assert (groups[-1]["weight_decay"], groups[-1]["lr_scale"]) == (0.0, 3.0)
+    parameters = [weight for group in groups for weight in cast(list[nn.Parameter], group["params"])]
+    assert len(parameters) == len({id(weight) for weight in parameters}) == len(list(module.parameters()))
+
+
+def test_a_set_is_scored_only_with_its_own_asv_rates() -> None:
+    sets = ["train", "train", "val", "val", "test_2019", "test_2019"]
+    data = make_data([1, 0] * 3, ["-", "A01"] * 3, sets, asv=json.dumps({"val": vars(ASV)}))
+    module = build(make_config(), data)
+    scored = {
+        name: module.score({"score": np.array([1.0, -1.0]), "sample_id": np.array(ids)})
+        for name, ids in (("val", [2, 3]), ("test_2019", [4, 5]))
+    }
+    assert scored["val"]["min_tdcf_2021"] == pytest.approx(0.0627, abs=1e-4)
+    assert "min_tdcf_2021" not in scored["test_2019"]
+    assert module.monitor == ("eer", "min")
+    figures = module.report_figures({"score": np.array([1.0, -1.0]), "sample_id": np.array([2, 3])})
+    assert len(figures) == 2 and all(png.startswith(b"\x89PNG") for png in figures.values())
+
+
+def test_a_network_that_does_not_fit_the_front_end_is_refused() -> None:
+    with pytest.raises(UserError, match=r"resnet18_oc takes 60 bins.*Use frontend.name=lfcc60"):
+        make_module(model={"name": "resnet18_oc"})
+    with pytest.raises(UserError, match=r"model.layers=\[2\]: expected four counts"):
+        make_module(model={"name": "seresnet", "layers": [2]})
+
+
+def test_resampled_files_are_logged_and_a_difference_between_the_classes_is_warned_about() -> None:
+    from loguru import logger
+
+    lines: list[str] = []
+    handle = logger.add(lambda message: lines.append(str(message)), format="{level} {message}")
+    data = make_data([1, 0] * 2, ["-", "A01"] * 2, ["train"] * 4)
+    data.columns["source_rate_hz"][[1, 3]] = 44100
+    build(make_config(), data)
+    logger.remove(handle)
+    assert "INFO resampled to 8000 Hz when packed: 2 of 44100 Hz\n" in lines
+    assert any("0% of bona fide and 100% of spoofed files were resampled" in line for line in lines)

@@ -1,0 +1,165 @@
+"""Packing: conversion of files, copies, splits, unlabelled folders."""
+
+import io
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+
+from trainyard.config import compose
+from trainyard.data.loader import Loader
+from trainyard.data.pack import pack
+from trainyard.data.shards import BadRecord
+from trainyard.errors import UserError
+from trainyard.settings import AudioSettings, AugmentSettings, DataSettings, ImageSettings
+
+from .cases import find_shared_audio, get_wave, make_config, make_module, write_recording
+from .config import Config
+from .pack import ConversionRule, fit_artifacts, load, samples, splits, unlabelled
+
+RULE = ConversionRule(rate_hz=16000, encoded=False, resample=True, mix=False, min_s=0.05)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("missing", "listed, but the file is missing"),
+        ("empty", "the file is empty"),
+        ("text", "not a complete audio file in a known format"),
+        ("no frames", "no audio: 0 frames"),
+        ("short", r"too short: 160 frames at 16000 Hz, expected at least 0.05 s \(packing.min_s\)"),
+        ("stereo", r"2 channels, expected one: convert the file.*packing.stereo=mix"),
+        ("half a flac", "truncated|not a complete audio file"),
+        ("broken flac", "truncated|not a complete audio file"),
+        ("half a wav", "truncated: .* the header announces more"),
+        ("rate", r"8000 Hz, expected 16000 \(sound.rate_hz\): convert the file, or use packing.rate=resample"),
+    ],
+)
+def test_an_unusable_file_is_refused_with_the_reason(tmp_path: Path, content: str, reason: str) -> None:
+    kind = "wav" if content in ("half a wav", "no frames") else "flac"
+    seconds = {"no frames": 0.0, "short": 0.01}.get(content, 0.5)
+    path = write_recording(
+        tmp_path / f"a.{kind}",
+        seconds=seconds,
+        channels=1 + (content == "stereo"),
+        rate_hz=8000 if content == "rate" else 16000,
+    )
+    data = path.read_bytes()
+    broken = data[: len(data) // 2] + bytes(len(data) // 4) + data[len(data) * 3 // 4 :]
+    replaced = {"empty": b"", "text": b"hello", "half a flac": data[: len(data) // 2], "broken flac": broken}
+    path.write_bytes(replaced.get(content, data[: len(data) // 2] if content == "half a wav" else data))
+    rule = ConversionRule(16000, False, content != "rate", False, 0.05)
+    with pytest.raises(BadRecord, match=reason):
+        load(None if content == "missing" else path, rule)
+
+
+def test_files_of_another_rate_width_or_channel_become_16_bit_mono(tmp_path: Path) -> None:
+    tone = 0.5 * np.sin(2 * np.pi * 440 * np.arange(8000) / 8000)
+    soundfile.write(tmp_path / "a.wav", np.stack([tone, tone], axis=1), 8000, subtype="FLOAT")
+    found = load(tmp_path / "a.wav", ConversionRule(16000, False, True, True, 0.05))
+    expected = 0.5 * np.sin(2 * np.pi * 440 * np.arange(16000) / 16000)
+    data = get_wave(found)
+    assert isinstance(data, np.ndarray) and data.dtype == np.int16 and len(data) == 16000
+    assert np.abs(data / 32768 - expected)[200:-200].max() < 2e-3
+    assert found["source_rate_hz"] == 8000
+    encoded = get_wave(load(tmp_path / "a.wav", ConversionRule(16000, True, True, True, 0.05)))
+    assert isinstance(encoded, bytes)
+    assert np.array_equal(soundfile.read(io.BytesIO(encoded), dtype="int16")[0], data)
+
+
+def test_plain_files_are_stored_byte_for_byte_or_as_their_samples(tmp_path: Path) -> None:
+    for kind in ("wav", "flac"):
+        path = write_recording(tmp_path / f"a.{kind}")
+        assert get_wave(load(path, ConversionRule(16000, True, True, False, 0.05))) == path.read_bytes()
+        assert np.array_equal(get_wave(load(path, RULE)), soundfile.read(path, dtype="int16")[0])
+
+
+@pytest.mark.parametrize("store", ["pcm", "encoded"])
+def test_evaluation_reads_the_first_part_of_packed_speech_and_no_noise(
+    asvspoof_2019: Path, tmp_path: Path, store: str
+) -> None:
+    config = make_config(packing={"store": store})
+    config.sound.rate_hz, config.sound.frames = 16000, 1000
+    packed_samples = list(samples(asvspoof_2019, config))
+    data = pack(packed_samples, tmp_path / "packed", meta={}, workers=1, artifacts=fit_artifacts(asvspoof_2019, config))
+    ids = splits(data.columns, data.vocabulary, config)["val"]
+    loader = Loader(
+        data, settings=DataSettings(decode="cpu"), image=ImageSettings(), sound=AudioSettings(frames=1000),
+        augmentation=AugmentSettings(), seed=0, rank=0, world_size=1, device=torch.device("cpu"), threads=1,
+        channels_last=False, decode="cpu",
+    )  # fmt: skip
+    (micro,) = loader.evaluate(ids, batch_size=8)
+    for row, sample_id in zip(micro.batch["wave"], micro.batch["sample_id"].tolist(), strict=True):
+        pcm = soundfile.read(packed_samples[sample_id].source, dtype="int16")[0]
+        assert np.array_equal(row.numpy() * 32768, pcm[:1000])
+    assert micro.batch["label"].tolist() == [0, 1, 0, 1]
+    assert "noise" not in micro.batch
+    data.close()
+
+
+def test_a_set_without_both_classes_is_refused(tmp_path: Path) -> None:
+    columns = {"label": np.array([1, 0, 1, 1]), "set": np.array([0, 0, 1, 1])}
+    with pytest.raises(UserError, match="the val set has 2 bona fide and 0 spoofed utterances"):
+        splits(columns, {"set": ["train", "val"]}, Config())
+    with pytest.raises(UserError, match="the val set has 0 bona fide and 0 spoofed"):
+        splits({name: values[:2] for name, values in columns.items()}, {"set": ["train"]}, Config())
+
+
+def test_a_folder_to_score_needs_no_protocol(tmp_path: Path) -> None:
+    write_recording(tmp_path / "a/one.wav")
+    write_recording(tmp_path / "two.flac", rate_hz=8000)
+    (tmp_path / "notes.txt").write_text("not audio")
+    found = list(unlabelled(tmp_path, Config(), {"asv": "{}"}))
+    assert [sample.key for sample in found] == ["a/one.wav", "two.flac"]
+    assert [sample.key for sample in unlabelled(tmp_path / "two.flac", Config(), {})] == ["two.flac"]
+    assert len(get_wave(found[1].load({}))) == 1600
+    rows = {"score": np.array([0.5, -1.5], np.float32), "sample_id": np.array([0, 1])}
+    prediction_rows = list(make_module().prediction_rows(rows, [sample.key for sample in found]))
+    assert prediction_rows == [
+        {"path": "a/one.wav", "utterance": "one", "score": 0.5},
+        {"path": "two.flac", "utterance": "two", "score": -1.5},
+    ]
+
+
+def test_fsdd_recordings_and_their_copies_make_the_specified_sets() -> None:
+
+    raw = find_shared_audio("fsdd")
+    config = compose("antispoof_fsdd", [], Path(__file__).resolve().parents[1])
+    assert isinstance(config, Config)
+    found = list(samples(raw, config))
+    count = Counter((sample.columns["set"], sample.columns["attack"]) for sample in found)
+    assert count == {
+        ("train", "-"): 1000, ("train", "A01"): 1000, ("train", "A02"): 1000,
+        ("val", "-"): 250, ("val", "A01"): 250, ("val", "A02"): 250, ("val", "A03"): 250, ("val", "A04"): 250,
+        ("test", "-"): 250, ("test", "A01"): 250, ("test", "A02"): 250, ("test", "A03"): 250, ("test", "A04"): 250,
+    }  # fmt: skip
+    speakers = {(sample.columns["set"], sample.columns["speaker"]) for sample in found}
+    assert speakers == {
+        *(("train", s) for s in ("george", "jackson", "lucas", "nicolas")),
+        ("val", "theo"),
+        ("test", "yweweler"),
+    }
+    original, copy = found[0].load({}), found[1].load({})
+    assert copy["wave"].data.shape == original["wave"].data.shape  # type: ignore[union-attr]
+    assert np.array_equal(copy["wave"].data, found[1].load({})["wave"].data)  # type: ignore[union-attr]
+    assert not np.array_equal(copy["wave"].data, original["wave"].data)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("packing", "message"),
+    [
+        ({"copies": ["A09"]}, "packing.copies: 'A09' is not one of A01, A02, A03, A04"),
+        ({"copies": ["A01"], "unseen": ["A02"]}, "packing.unseen: 'A02' is not one of A01"),
+        ({"copies": ["A01"], "recordings": "("}, "not a regular expression"),
+        ({"copies": ["A01"], "recordings": ".*"}, r"expected a group \(\?P<speaker>"),
+        ({"copies": ["A01"], "val_speakers": ["eve"]}, "speaker 'eve' has no recording in .* Speakers: ann, bob"),
+    ],
+)
+def test_copies_that_cannot_be_made_are_refused(tmp_path: Path, packing: dict[str, object], message: str) -> None:
+    for name in ("ann_1", "bob_1"):
+        write_recording(tmp_path / f"{name}.wav")
+    with pytest.raises(UserError, match=message):
+        list(samples(tmp_path, make_config(packing=packing)))
