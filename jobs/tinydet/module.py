@@ -347,7 +347,7 @@ class TinyDet(TrainModule):
         x, y = (columns[name][ids] for name in ("tile_x", "tile_y"))
         pictures = _together(columns["picture"][ids])
         first = np.array([tiles[np.argmin(x[tiles] + y[tiles])] for tiles in pictures])
-        truths = [_truth(table) for table in data.read_bytes("truth", ids[first])]
+        truths = [_truth(table) for table in data.read("truth", ids[first])]
         founds = [Found(*self._joined(rows, tiles, x, y)[:3]) for tiles in pictures]
         return evaluate(truths, founds, categories=self.categories, areas=self.evaluation.areas)
 
@@ -374,7 +374,7 @@ class TinyDet(TrainModule):
         ids = rows["sample_id"]
         shown = np.unique(np.linspace(0, len(ids) - 1, min(rule.pictures, len(ids))).round().astype(np.int64))
         found = {"Average precision by size": precision_by_size(self.score(rows), SIZES[rule.areas])}
-        files, truths = (data.read_bytes(name, ids[shown]) for name in ("image", "boxes"))
+        files, truths = (data.read(name, ids[shown]) for name in ("image", "boxes"))
         for place, file, truth in zip(shown.tolist(), files, truths, strict=True):
             clear = rows["score"][place] > rule.draw_above
             name = data.vocabulary["picture"][data.columns["picture"][ids[place]]]

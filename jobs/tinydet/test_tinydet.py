@@ -600,7 +600,7 @@ def test_a_compiled_module_has_the_same_losses():
 
 def test_averaged_weights_can_be_copied_with_open_data(tmp_path):
     data, config, _ = tiled_data(tmp_path)
-    data.read_bytes("image", np.arange(2))  # its files are open and mapped now
+    data.read("image", np.arange(2))  # its files are open and mapped now
     module = build(config, data)
     averaged = copy_for_average(module)
     assert averaged.score(true_rows(data)) == module.score(true_rows(data))
@@ -1165,7 +1165,7 @@ def tiled_data(tmp_path: Path) -> tuple[DataInfo, Config, list[Sample]]:
 def true_rows(data: DataInfo, *, length: int = 4) -> dict[str, np.ndarray]:
     """Return each tile's objects as its detections, the more of an object it shows the surer."""
     ids = np.arange(len(data.columns["tile_x"]))
-    boxes, labels = data.read_bytes("boxes", ids), data.read_bytes("labels", ids)
+    boxes, labels = data.read("boxes", ids), data.read("labels", ids)
     area = [(b[:, 2:] - b[:, :2]).prod(axis=1) for b in boxes]
     return {
         "sample_id": ids,
