@@ -1,4 +1,4 @@
-"""Times matcher, reading and waiting beside the loop of the reference, whose pictures are resized twice on the CPU."""
+"""Times matching, reading and waiting, compared with the reference loop, which resizes images twice on the CPU."""
 
 import json
 import tempfile
@@ -24,71 +24,92 @@ from trainyard.train.module import DataInfo
 from trainyard.train.step import TrainState, make_optimizer, train_step
 
 from .config import Config
-from .matching import Objects, Terms, costs_of, match
+from .matching import LossTerms, Objects, compute_costs, match
 from .module import TinyDet, build
-from .network import Detected
-from .overfit import small_config
+from .network import Predictions
+from .overfit import make_small_config
 from .pack import fit_artifacts, samples, splits
-from .synthesis import CATEGORIES, HEIGHT_PX, WIDTH_PX, scene
+from .synthesis import CATEGORIES, HEIGHT_PX, WIDTH_PX, draw_scene
 
 SIDE_PX = 800
-"""Of the network's input in both loops: what the reference's second resizing makes."""
+"""Side of the network's input in both loops, which the reference's second resizing produces."""
 
 FIRST_PX = 1333
-"""Side of the square that its first one stretches every picture to."""
+"""Side of the square to which the reference's first resizing stretches every image."""
 
 BATCH, STEPS, READS = 4, 8, 24
-TERMS = Terms("focal", 2, 2, 5, 2)
+TERMS = LossTerms("focal", 2, 2, 5, 2)
 
 
-def bench(*, rounds: int, pictures: int, results: Path) -> Path:
-    """Measure all ways in each round, in an order shuffled anew; print and write medians, spreads and ratios."""
+def bench(*, rounds: int, images: int, results: Path) -> Path:
+    """Measure all candidates in each round, in a newly shuffled order; print and write medians, spreads and ratios."""
     with tempfile.TemporaryDirectory() as scratch:
-        lines = side_by_side(ways(Path(scratch), pictures), rounds=rounds, warm_up=True)
+        lines = side_by_side(make_candidates(Path(scratch), images), rounds=rounds, warm_up=True)
     print(table(lines))
-    options = {"rounds": rounds, "pictures": pictures, "batch": BATCH, "threads": torch.get_num_threads()}
+    options = {"rounds": rounds, "pictures": images, "batch": BATCH, "threads": torch.get_num_threads()}
     path = write_new(results, "tinydet-bench", [header("tinydet-bench", options), *lines])
     print(f"written: {path}")
     return path
 
 
-def ways(scratch: Path, pictures: int) -> list[Candidate]:
-    """Return what is measured, over frames drawn and packed into `scratch`.
+def make_candidates(scratch: Path, images: int) -> list[Candidate]:
+    """Return the candidates, which read frames drawn and packed into `scratch`.
 
-    The network is a very small one: on a CPU it stands for a card that is quick, or nobody would ever wait for data.
+    The network is very small: on a CPU it simulates a fast GPU, without which nothing would ever wait for data.
     """
     raw = scratch / "raw"
-    draw_frames(raw, pictures)
-    config = bench_config()
+    draw_frames(raw, images)
+    config = make_bench_config()
     data = pack(samples(raw, config), scratch / "packed", meta={}, workers=1, artifacts=fit_artifacts(raw, config))
-    said, objects = _said(), _objects()
-    theirs = {"note": "stretched to 1333 x 1333, then to 800 x 800, in turn with the step"}
-    once = {"note": "resized once, decoded ahead by one thread"}
-    matched = "6 layers, 16 pictures, 300 queries, 5 to 40 objects"
+    predictions, objects = _make_predictions(), _make_objects()
+    reference_note = {"note": "stretched to 1333 x 1333, then to 800 x 800, not overlapped with the step"}
+    our_note = {"note": "resized once, decoded ahead in one thread"}
+    matching_note = "6 layers, 16 images, 300 queries, 5 to 40 objects"
     return [
         Candidate(
-            "matching", lambda: _ms(lambda: match(*said, objects, TERMS)), "ms/step", matched, "matching, reference"
+            "matching",
+            lambda: _time_ms(lambda: match(*predictions, objects, TERMS)),
+            "ms/step",
+            matching_note,
+            "matching, reference",
         ),
         Candidate(
-            "matching, reference", lambda: _ms(lambda: _match_each(said, objects)), "ms/step", "a copy for each layer"
+            "matching, reference",
+            lambda: _time_ms(lambda: _match_each(predictions, objects)),
+            "ms/step",
+            "a copy for each layer",
         ),
-        Candidate("reading", lambda: _read(_ours(data, config)), "pictures/s", **once, beside="reading, reference"),
-        Candidate("reading, reference", lambda: _read(_resized_twice(raw, data)), "pictures/s", **theirs),
+        Candidate(
+            "reading",
+            lambda: _measure_reading(_stream_ours(data, config)),
+            "pictures/s",
+            **our_note,
+            beside="reading, reference",
+        ),
+        Candidate(
+            "reading, reference", lambda: _measure_reading(_stream_reference(raw, data)), "pictures/s", **reference_note
+        ),
         Candidate(
             "training",
-            lambda: _trained(config, data, _ours(data, config))[0],
+            lambda: _measure_training(config, data, _stream_ours(data, config))[0],
             "pictures/s",
             beside="training, reference",
         ),
-        Candidate("training, reference", lambda: _trained(config, data, _resized_twice(raw, data))[0], "pictures/s"),
-        Candidate("waiting", lambda: _trained(config, data, _ours(data, config))[1], "% of time"),
-        Candidate("waiting, reference", lambda: _trained(config, data, _resized_twice(raw, data))[1], "% of time"),
+        Candidate(
+            "training, reference",
+            lambda: _measure_training(config, data, _stream_reference(raw, data))[0],
+            "pictures/s",
+        ),
+        Candidate("waiting", lambda: _measure_training(config, data, _stream_ours(data, config))[1], "% of time"),
+        Candidate(
+            "waiting, reference", lambda: _measure_training(config, data, _stream_reference(raw, data))[1], "% of time"
+        ),
     ]
 
 
-def bench_config() -> Config:
-    """Return a very small detector over inputs of 800 px."""
-    config = small_config("ms", tile_px=0, scale=1.0)
+def make_bench_config() -> Config:
+    """Return the config of a very small detector for inputs of 800 px."""
+    config = make_small_config("ms", tile_px=0, scale=1.0)
     config.image.height_px = config.image.width_px = SIDE_PX
     model = config.model
     model.width, model.strides, model.dims, model.feedforward = 8, [16, 32], 32, 32
@@ -104,7 +125,7 @@ def draw_frames(raw: Path, count: int) -> None:
         "annotations": [],
         "categories": [{"id": number, "name": name} for number, name in CATEGORIES],
     }
-    scenes = [scene(number, 0) for number in range(64)]
+    scenes = [draw_scene(number, 0) for number in range(64)]
     for number in range(count):
         frame = np.zeros((6 * HEIGHT_PX, 8 * WIDTH_PX, 3), dtype=np.uint8)
         content["images"].append({"id": number, "file_name": f"{number}.jpg", "width": 1280, "height": 768})
@@ -120,34 +141,34 @@ def draw_frames(raw: Path, count: int) -> None:
     (raw / "instances_train.json").write_text(json.dumps(content))
 
 
-def _said() -> Detected:
-    """Return the answers of 6 layers with 300 queries about 16 pictures."""
+def _make_predictions() -> Predictions:
+    """Make the predictions of 6 layers with 300 queries for 16 images."""
     torch.manual_seed(0)
     boxes = torch.cat([torch.rand(6, 16, 300, 2), 0.02 + 0.02 * torch.rand(6, 16, 300, 2)], dim=-1)
-    return Detected(torch.randn(6, 16, 300, 2), boxes)
+    return Predictions(torch.randn(6, 16, 300, 2), boxes)
 
 
-def _objects() -> Objects:
+def _make_objects() -> Objects:
     torch.manual_seed(1)
     boxes = torch.cat([torch.rand(16, 40, 2), 0.02 + 0.02 * torch.rand(16, 40, 2)], dim=-1)
     valid = torch.arange(40) < torch.randint(5, 41, (16, 1))
     return Objects(boxes, torch.randint(2, (16, 40)), valid, (SIDE_PX, SIDE_PX))
 
 
-def _match_each(said: Detected, objects: Objects) -> None:
-    """Match as the reference does: layer by layer, all pictures' objects against all predictions, then cut apart."""
+def _match_each(predictions: Predictions, objects: Objects) -> None:
+    """Match as the reference does: per layer, the objects of all images with all predictions, then split by image."""
     counts = objects.valid_BL.sum(dim=1).tolist()
-    for logits_BQK, boxes_BQ4 in zip(said.logits_DBQK, said.boxes_DBQ4, strict=True):
-        flat = Detected(logits_BQK.flatten(0, 1)[None, None], boxes_BQ4.flatten(0, 1)[None, None])
+    for logits_BQK, boxes_BQ4 in zip(predictions.logits_DBQK, predictions.boxes_DBQ4, strict=True):
+        flat = Predictions(logits_BQK.flatten(0, 1)[None, None], boxes_BQ4.flatten(0, 1)[None, None])
         chosen = objects.valid_BL.flatten()
         all_boxes, all_labels = objects.boxes_BL4.flatten(0, 1)[chosen], objects.labels_BL.flatten()[chosen]
-        everything = Objects(all_boxes[None], all_labels[None], torch.ones(1, len(all_labels)) > 0, objects.size_px)
-        cost = costs_of(*flat, everything, TERMS).view(*logits_BQK.shape[:2], -1).cpu()
-        for picture, part in enumerate(cost.split(counts, dim=-1)):
-            linear_sum_assignment(part[picture])
+        all_objects = Objects(all_boxes[None], all_labels[None], torch.ones(1, len(all_labels)) > 0, objects.size_px)
+        cost = compute_costs(*flat, all_objects, TERMS).view(*logits_BQK.shape[:2], -1).cpu()
+        for image, part in enumerate(cost.split(counts, dim=-1)):
+            linear_sum_assignment(part[image])
 
 
-def _ms(work: Callable[[], object], *, repeats: int = 5) -> float:
+def _time_ms(work: Callable[[], object], *, repeats: int = 5) -> float:
     work()
     begin = time.perf_counter()
     for _ in range(repeats):
@@ -155,8 +176,20 @@ def _ms(work: Callable[[], object], *, repeats: int = 5) -> float:
     return 1000 * (time.perf_counter() - begin) / repeats
 
 
-def _ours(data: ShardSet, config: Config) -> Iterator[MicroBatch]:
-    loader = Loader.from_config(config, data, device=torch.device("cpu"), decode="cpu", channels_last=True)
+def _stream_ours(data: ShardSet, config: Config) -> Iterator[MicroBatch]:
+    loader = Loader(
+        data,
+        settings=config.data,
+        image=config.image,
+        augmentation=config.augment,
+        seed=0,
+        rank=0,
+        world_size=1,
+        device=torch.device("cpu"),
+        threads=1,
+        channels_last=True,
+        decode="cpu",
+    )
     ids = splits(data.columns, data.vocabulary, config)["train"]
     return loader.train(
         lambda epoch: shuffle(ids, seed=0, epoch=epoch, global_batch_size=BATCH),
@@ -166,10 +199,11 @@ def _ours(data: ShardSet, config: Config) -> Iterator[MicroBatch]:
     )
 
 
-def _resized_twice(raw: Path, data: ShardSet) -> Iterator[MicroBatch]:
-    """Yield batches as the reference makes them: stretched to 1333 x 1333, back to a picture, shrunk to 800 x 800.
+def _stream_reference(raw: Path, data: ShardSet) -> Iterator[MicroBatch]:
+    """Yield batches as the reference makes them: stretched to 1333 x 1333, converted back, shrunk to 800 x 800.
 
-    In one process, as ours, which decodes ahead in one thread; it ends as 0..1, and both normalise in the network.
+    It runs in one process, as ours does, which decodes ahead in one thread. Values are in 0..1; both loops normalise in
+    the network.
     """
     files = sorted((raw / "images").iterdir(), key=lambda path: int(path.stem))
     boxes, labels = (data.read_arrays(name, np.arange(data.count)) for name in ("boxes", "labels"))
@@ -178,7 +212,7 @@ def _resized_twice(raw: Path, data: ShardSet) -> Iterator[MicroBatch]:
         begin = time.perf_counter()
         chosen = [(number + i) % len(files) for i in range(BATCH)]
         number += BATCH
-        pictures = [_twice(files[i]) for i in chosen]
+        images = [_resize_twice(files[i]) for i in chosen]
         most = max(len(labels[i]) for i in chosen)
         box, label = torch.zeros(BATCH, most, 4), torch.zeros(BATCH, most, dtype=torch.long)
         for row, i in enumerate(chosen):
@@ -186,7 +220,7 @@ def _resized_twice(raw: Path, data: ShardSet) -> Iterator[MicroBatch]:
             label[row, : len(labels[i])] = torch.tensor(labels[i])
         scale = torch.tensor([[SIDE_PX / 1280, 0, 0], [0, SIDE_PX / 768, 0]])
         batch = {
-            "image": torch.stack(pictures),
+            "image": torch.stack(images),
             "boxes": box,
             "labels": label,
             "boxes_count": torch.tensor([len(labels[i]) for i in chosen]),
@@ -197,18 +231,18 @@ def _resized_twice(raw: Path, data: ShardSet) -> Iterator[MicroBatch]:
         yield MicroBatch(batch, 1.0, True, time.perf_counter() - begin)
 
 
-def _twice(path: Path) -> Tensor:
-    with Image.open(path) as picture:
-        square = picture.convert("RGB").resize((FIRST_PX, FIRST_PX), Image.Resampling.BILINEAR)
-    tensor = torch.from_numpy(np.array(square)).permute(2, 0, 1).float() / 255  # what its data set yields
-    again = Image.fromarray((tensor * 255).byte().permute(1, 2, 0).numpy())  # what its step hands to the processor
+def _resize_twice(path: Path) -> Tensor:
+    with Image.open(path) as image:
+        square = image.convert("RGB").resize((FIRST_PX, FIRST_PX), Image.Resampling.BILINEAR)
+    tensor = torch.from_numpy(np.array(square)).permute(2, 0, 1).float() / 255  # what the reference's data set yields
+    again = Image.fromarray((tensor * 255).byte().permute(1, 2, 0).numpy())  # what its step passes to the processor
     small = again.resize((SIDE_PX, SIDE_PX), Image.Resampling.BILINEAR)
     return torch.from_numpy(np.array(small)).permute(2, 0, 1).float() / 255
 
 
-def _read(stream: Iterator[MicroBatch]) -> float:
-    """Return pictures per second of reading alone."""
-    for _ in range(3):  # what is decoded ahead is not counted
+def _measure_reading(stream: Iterator[MicroBatch]) -> float:
+    """Return images per second of reading alone."""
+    for _ in range(3):  # batches that were decoded ahead do not count
         next(stream)
     begin = time.perf_counter()
     for _ in range(READS):
@@ -218,8 +252,8 @@ def _read(stream: Iterator[MicroBatch]) -> float:
     return READS * BATCH / seconds
 
 
-def _trained(config: Config, data: ShardSet, stream: Iterator[MicroBatch]) -> tuple[float, float]:
-    """Return pictures per second of training, and the percentage of the time that was waiting for data."""
+def _measure_training(config: Config, data: ShardSet, stream: Iterator[MicroBatch]) -> tuple[float, float]:
+    """Return images per second of training, and the percentage of time spent waiting for data."""
     ids = splits(data.columns, data.vocabulary, config)["train"]
     torch.manual_seed(0)
     module: TinyDet = build(config, DataInfo.from_shards(data, ids))

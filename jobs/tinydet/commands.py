@@ -1,4 +1,4 @@
-"""Commands of the family: overfit a few tiles, and time its parts beside those of the reference."""
+"""Commands of the family: overfit a few tiles, and time its parts against those of the reference."""
 
 import argparse
 from pathlib import Path
@@ -8,21 +8,27 @@ from typing import Any
 def add(verbs: Any) -> None:
     """Add `tinydet-overfit` and `tinydet-bench` to trainyard's commands."""
     verb = verbs.add_parser(
-        "tinydet-overfit", help="learn a few tiles by heart, to see that a variant can: learning curves side by side"
+        "tinydet-overfit", help="overfit a few tiles with each variant, and compare the learning curves"
     )
-    verb.add_argument("raw", type=Path, help="pictures with COCO annotations")
-    verb.add_argument("--variants", default="ms,vanilla", help="some of ms, cond, vanilla (default: %(default)s)")
-    verb.add_argument("--steps", type=int, default=600, help="optimizer steps of each (default: %(default)s)")
-    verb.add_argument("--tiles", type=int, default=4, help="tiles: those with most objects (default: %(default)s)")
+    verb.add_argument("raw", type=Path, help="folder of images with COCO annotations")
+    verb.add_argument("--variants", default="ms,vanilla", help="which of ms, cond, vanilla (default: %(default)s)")
+    verb.add_argument("--steps", type=int, default=600, help="optimizer steps per variant (default: %(default)s)")
+    verb.add_argument(
+        "--tiles", type=int, default=4, help="how many tiles: those with the most objects (default: %(default)s)"
+    )
     verb.add_argument("--tile-px", type=int, default=256, help="side of a tile (default: %(default)s)")
-    verb.add_argument("--scale", type=float, default=0.5, help="made smaller before (default: %(default)s)")
+    verb.add_argument(
+        "--scale", type=float, default=0.5, help="factor on the image size before cutting (default: %(default)s)"
+    )
     verb.add_argument("--results", type=Path, default=Path("benchmarks"), help="folder of the result file")
     verb.set_defaults(command=_overfit)
     verb = verbs.add_parser(
-        "tinydet-bench", help="matcher ms, pictures/s and data wait, beside a loop that resizes twice on the CPU"
+        "tinydet-bench", help="matcher ms, images/s and data wait, compared with a loop that resizes twice on the CPU"
     )
-    verb.add_argument("--rounds", type=int, default=5, help="rounds, each in another order (default: %(default)s)")
-    verb.add_argument("--pictures", type=int, default=48, help="pictures of 1280 x 768 drawn (default: %(default)s)")
+    verb.add_argument("--rounds", type=int, default=5, help="rounds, each in a different order (default: %(default)s)")
+    verb.add_argument(
+        "--pictures", type=int, default=48, help="how many images of 1280 x 768 to draw (default: %(default)s)"
+    )
     verb.add_argument("--results", type=Path, default=Path("benchmarks"), help="folder of the result file")
     verb.set_defaults(command=_bench)
 
@@ -45,5 +51,5 @@ def _overfit(args: argparse.Namespace) -> int:
 def _bench(args: argparse.Namespace) -> int:
     from .bench import bench
 
-    bench(rounds=args.rounds, pictures=args.pictures, results=args.results)
+    bench(rounds=args.rounds, images=args.pictures, results=args.results)
     return 0

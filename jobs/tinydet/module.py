@@ -1,4 +1,4 @@
-"""The tinydet model with its losses and its score."""
+"""The tinydet model with its losses and scores."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -17,28 +17,28 @@ from trainyard.train.module import Batch, DataInfo, Rows, TrainModule
 from . import geometry, photometric
 from .conditional import ConditionalDETR
 from .config import BoxSettings, Config, EvaluationSettings, LossSettings, ModelSettings, PhotometricSettings
-from .denoising import noised
-from .evaluation import SIZES, Found, Truth, evaluate
-from .losses import losses_of
-from .matching import Objects, Terms
+from .denoising import build_denoising_queries
+from .evaluation import SIZES, Detections, GroundTruth, evaluate
+from .figures import draw_detections, plot_precision_by_size
+from .losses import compute_losses
+from .matching import LossTerms, Objects
 from .multiscale import DeformableDETR
-from .network import Backbone, Noised, Outputs
-from .pack import TRUTH, answer_place
-from .pictures import drawn, precision_by_size
+from .network import Backbone, DenoisingQueries, Outputs
+from .pack import TRUTH, parse_key
 from .vanilla import DETR
 from .weights import load_backbone, load_detector
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-"""Of RGB in 0..1 over ImageNet, as backbones with weights were trained."""
+"""ImageNet statistics of RGB in 0..1, with which the pretrained backbones were trained."""
 
-FEW = 10_000
-"""Pictures below which a detection transformer trained from nothing is known to find little (facebookresearch/detr,
-issues 9, 125 and 419)."""
+FEW_IMAGES = 10_000
+"""With fewer training images, a detection transformer trained from scratch is known to find little
+(facebookresearch/detr, issues 9, 125 and 419)."""
 
 
 @dataclass(frozen=True)
 class Artifacts:
-    """What packing learned from the training part, see `pack.fit_artifacts`."""
+    """What packing computed from the training set, see `pack.fit_artifacts`."""
 
     categories: list[str]
     pictures: int
@@ -49,36 +49,38 @@ class Artifacts:
     most: int
 
     @classmethod
-    def of(cls, data: DataInfo) -> "Artifacts":
-        """Read it from the data set."""
+    def from_data(cls, data: DataInfo) -> "Artifacts":
+        """Read the artifacts of a data set."""
         names = [str(entry["name"]) for entry in json.loads(data.artifacts["categories"])]
         return cls(names, **json.loads(data.artifacts["objects"]))
 
 
 def build(config: Config, data: DataInfo) -> "TinyDet":
-    """Return the detector for the categories of the data.
+    """Build the detector for the categories of the data.
 
     Raises:
-        UserError: options that do not fit each other, or weights that do not fit the model.
+        UserError: the options contradict each other, or the weights do not fit the model.
     """
-    model, image, artifacts = config.model, config.image, Artifacts.of(data)
-    _refuse_misfits(config)
-    classification, terms = terms_of(config.loss, model.variant, nwd_px=_nwd_px(config, artifacts))
+    model, image, artifacts = config.model, config.image, Artifacts.from_data(data)
+    _check_options(config)
+    classification, terms = make_terms(config.loss, model.variant, nwd_px=_choose_nwd_px(config, artifacts))
     backbone = Backbone(
         model.backbone,
-        norm=norm_of(model),
+        norm=choose_norm(model),
         width=model.width,
         dilated=model.dilated and model.variant != "ms",
         coarsest=model.strides[-1] if model.variant == "ms" else 32,
     )
     if model.backbone_weights and not model.weights:
         load_backbone(backbone, model.backbone_weights)
-    network = network_of(model, backbone, categories=len(artifacts.categories))
+    network = build_network(model, backbone, categories=len(artifacts.categories))
     if model.weights:
         load_detector(network, model.weights)
     if len(data.train_ids):
-        _warn(model, artifacts)
-    logger.info("{} objects a sample on the mean; losses: {}", f"{artifacts.per_sample:.1f}", classification)
+        _warn_of_limits(model, artifacts)
+    logger.info(
+        "{} objects per sample on average; classification loss: {}", f"{artifacts.per_sample:.1f}", classification
+    )
     return TinyDet(
         network,
         model=model,
@@ -87,14 +89,16 @@ def build(config: Config, data: DataInfo) -> "TinyDet":
         photometric_settings=config.photometric,
         box_settings=config.boxes,
         evaluation=config.evaluation,
-        level=(image.mean, image.std),
+        loader_norm=(image.mean, image.std),
         categories=artifacts.categories,
         data=data,
     )
 
 
-def network_of(model: ModelSettings, backbone: Backbone, *, categories: int) -> DETR | ConditionalDETR | DeformableDETR:
-    """Return a variant's network, its weights drawn."""
+def build_network(
+    model: ModelSettings, backbone: Backbone, *, categories: int
+) -> DETR | ConditionalDETR | DeformableDETR:
+    """Build a variant's network with random weights."""
     if model.variant == "ms":
         return DeformableDETR(
             backbone,
@@ -112,8 +116,8 @@ def network_of(model: ModelSettings, backbone: Backbone, *, categories: int) -> 
             anchor_strides=model.anchor_strides,
             denoising=model.denoising,
         )
-    form = DETR if model.variant == "vanilla" else ConditionalDETR
-    return form(
+    network = DETR if model.variant == "vanilla" else ConditionalDETR
+    return network(
         backbone,
         categories=categories,
         dims=model.dims,
@@ -127,22 +131,23 @@ def network_of(model: ModelSettings, backbone: Backbone, *, categories: int) -> 
     )
 
 
-def norm_of(model: ModelSettings) -> str:
-    """Return the backbone's norm."""
+def choose_norm(model: ModelSettings) -> str:
+    """Choose the backbone's norm."""
     if model.norm != "auto":
         return model.norm
     return "frozen" if model.backbone_weights or model.weights else "group"
 
 
-def terms_of(loss: LossSettings, variant: str, *, nwd_px: float) -> tuple[str, Terms]:
-    """Return the name of the classification loss, and all terms with what is automatic decided.
+def make_terms(loss: LossSettings, variant: str, *, nwd_px: float) -> tuple[str, LossTerms]:
+    """Return the name of the classification loss, and all terms with the automatic options resolved.
 
-    Weights are those of the papers: 1 for softmax in matching and loss, 2 for focal in both, 2 and 1 for varifocal.
+    The category weights are those of the papers: 1 for softmax in matching and loss, 2 for focal in both, 2 and 1 for
+    varifocal.
     """
     classification = loss.classification
     if classification == "auto":
         classification = "softmax" if variant == "vanilla" else "focal"
-    return classification, Terms(
+    return classification, LossTerms(
         classification=classification,
         match_class=loss.match_class or (1.0 if classification == "softmax" else 2.0),
         class_weight=loss.class_weight or (2.0 if classification == "focal" else 1.0),
@@ -155,23 +160,23 @@ def terms_of(loss: LossSettings, variant: str, *, nwd_px: float) -> tuple[str, T
     )
 
 
-def _nwd_px(config: Config, artifacts: Artifacts) -> float:
-    """Return NWD's constant: as set, or the mean size of the training objects once their samples fill the input."""
+def _choose_nwd_px(config: Config, artifacts: Artifacts) -> float:
+    """Return NWD's constant: as set, or the mean size of the training objects when a sample is scaled to the input."""
     if config.loss.nwd_px:
         return config.loss.nwd_px
     fit = min(config.image.width_px / artifacts.width_px, config.image.height_px / artifacts.height_px)
     return max(1.0, artifacts.side_px * fit)
 
 
-def _refuse_misfits(config: Config) -> None:
+def _check_options(config: Config) -> None:
     model, image = config.model, config.image
     if image.channels != 3:
         raise UserError(
-            f"image.channels={image.channels}: tinydet takes RGB. Use image.channels=3; gray files will do."
+            f"image.channels={image.channels}: tinydet needs RGB. Use image.channels=3; gray files work too."
         )
     if image.fit != "letterbox":
         raise UserError(
-            f"image.fit={image.fit}: it changes the shape of objects, and a tiny one's overlap with it. "
+            f"image.fit={image.fit}: it changes the shape of objects, and so the overlap of tiny ones. "
             "Use image.fit=letterbox."
         )
     if image.height_px % 32 or image.width_px % 32:
@@ -184,46 +189,46 @@ def _refuse_misfits(config: Config) -> None:
         raise UserError(f"model.dims={model.dims}: expected a multiple of 4 model.heads={4 * model.heads}.")
     doubling = all(b == 2 * a for a, b in zip(model.strides[:-1], model.strides[1:], strict=True))
     if not model.strides or not doubling or not set(model.strides) <= {4, 8, 16, 32}:
-        raise UserError(f"model.strides={model.strides}: expected neighbours of 4, 8, 16, 32, such as [8,16,32].")
+        raise UserError(f"model.strides={model.strides}: expected neighbours among 4, 8, 16, 32, such as [8,16,32].")
     if config.loss.classification == "softmax" and model.variant != "vanilla":
         raise UserError(
             "loss.classification=softmax: only model.variant=vanilla has a category 'no object'. Use focal."
         )
     if model.variant == "vanilla" and config.loss.classification not in ("auto", "softmax"):
-        raise UserError(f"loss.classification={config.loss.classification}: model.variant=vanilla takes softmax.")
+        raise UserError(f"loss.classification={config.loss.classification}: model.variant=vanilla needs softmax.")
     if (model.backbone_weights or model.weights) and model.norm == "group":
-        raise UserError("model.norm=group: weights come with batch statistics. Use model.norm=frozen or batch.")
+        raise UserError("model.norm=group: pretrained weights have batch norm. Use model.norm=frozen or batch.")
 
 
-def _warn(model: ModelSettings, artifacts: Artifacts) -> None:
-    if not model.weights and artifacts.pictures < FEW:
-        start = "a pretrained backbone alone" if model.backbone_weights else "nothing"
+def _warn_of_limits(model: ModelSettings, artifacts: Artifacts) -> None:
+    if not model.weights and artifacts.pictures < FEW_IMAGES:
+        start = "a pretrained backbone alone" if model.backbone_weights else "random weights"
         logger.warning(
-            "{} training pictures, and the detector starts from {}: below {} pictures detection transformers are known "
-            "to find little or nothing. Start from a detector trained on COCO, model.weights=FILE, or expect a long "
-            "training; model.variant=ms needs the least.",
+            "{} training images, and the detector starts from {}: with fewer than {} images detection transformers are "
+            "known to find little or nothing. Start from a detector trained on COCO, model.weights=FILE, or expect a "
+            "long training; model.variant=ms needs the fewest images.",
             artifacts.pictures,
             start,
-            FEW,
+            FEW_IMAGES,
         )
     if artifacts.most > model.queries:
         logger.warning(
-            "a sample has up to {} objects, but only model.queries={} can be found; raise it, or cut smaller tiles",
+            "a sample has up to {} objects, but at most model.queries={} can be found; raise it, or cut smaller tiles",
             artifacts.most,
             model.queries,
         )
 
 
 class TinyDet(TrainModule):
-    """Finds objects in pictures.
+    """Finds objects in images.
 
-    Axes: B samples, L objects, Q queries, K categories, n detections. Boxes in a batch and in rows are pixels of the
-    stored sample; between input and losses they are shares of the input.
+    Axes: B samples, L objects, Q queries, K categories, n detections. Boxes in a batch and in rows are in pixels of the
+    stored sample; between input and losses they are relative to the input.
 
     Args:
-        objects_per_sample: what losses are divided by for each sample; None: the objects that there are.
-        level: mean and std that the loader has applied.
-        data: for `score` and `report_figures`: the objects, and how tiles lie in pictures.
+        objects_per_sample: by which the losses of each sample are divided; None: by the actual number of objects.
+        loader_norm: mean and std that the loader has applied.
+        data: for `score` and `report_figures`: the objects, and the positions of tiles in images.
     """
 
     monitor = ("ap", "max")
@@ -233,62 +238,64 @@ class TinyDet(TrainModule):
         network: DETR | ConditionalDETR | DeformableDETR,
         *,
         model: ModelSettings,
-        terms: Terms,
+        terms: LossTerms,
         objects_per_sample: float | None,
         photometric_settings: PhotometricSettings,
         box_settings: BoxSettings,
         evaluation: EvaluationSettings,
-        level: tuple[float, float],
+        loader_norm: tuple[float, float],
         categories: list[str],
         data: DataInfo,
     ) -> None:
         super().__init__()
         self.network, self.model, self.terms = network, model, terms
-        self.objects_per_sample, self.level, self.categories = objects_per_sample, level, categories
+        self.objects_per_sample, self.loader_norm, self.categories = objects_per_sample, loader_norm, categories
         self.photometric, self.boxes, self.evaluation = photometric_settings, box_settings, evaluation
-        self.data = lambda: data  # a function is not copied with the module, as open files cannot be
+        self.data = lambda: data  # a function: copying the module must not copy open files
         self.register_buffer("mean", torch.tensor(MEAN).view(1, 3, 1, 1), persistent=False)
         self.register_buffer("std", torch.tensor(STD).view(1, 3, 1, 1), persistent=False)
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
-        """Return the loss with its parts (`losses.losses_of`), and how many objects a sample had."""
-        x_BCHW, objects, noisy = self._prepared(batch)
-        outputs = self.network(x_BCHW, batch["affine"], batch["image_px"], noisy)
-        return self._losses(outputs, noisy, objects)
+        """Return the loss with its parts (`losses.compute_losses`), and the number of objects per sample."""
+        x_BCHW, objects, denoising_queries = self._prepare(batch)
+        outputs = self.network(x_BCHW, batch["affine"], batch["image_px"], denoising_queries)
+        return self._compute_losses(outputs, denoising_queries, objects)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _prepared(self, batch: Batch) -> tuple[Tensor, Objects, Noised | None]:
-        """Return pictures changed and normalised, the objects that are still in them, and noised ones."""
+    def _prepare(self, batch: Batch) -> tuple[Tensor, Objects, DenoisingQueries | None]:
+        """Return augmented and normalised images, the objects left in them, and the denoising queries."""
         with torch.autocast(batch["image"].device.type, enabled=False):
-            x_BCHW = batch["image"] * self.level[1] + self.level[0]
+            x_BCHW = batch["image"] * self.loader_norm[1] + self.loader_norm[0]
             size_px = (x_BCHW.shape[2], x_BCHW.shape[3])
-            boxes, labels, valid = self._boxes(batch, size_px)
+            boxes, labels, valid = self._map_boxes(batch, size_px)
             if "noise" in batch:
                 noise, settings = batch["noise"], self.photometric
                 if settings.paste_p and len(x_BCHW) > 1:
                     x_BCHW, boxes, labels, valid = photometric.paste(x_BCHW, boxes, labels, valid, noise, settings)
-                x_BCHW = photometric.change(x_BCHW, noise, settings)
+                x_BCHW = photometric.augment(x_BCHW, noise, settings)
             scale = boxes.new_tensor([size_px[1], size_px[0]] * 2)
-            centred = geometry.to_centre(boxes) / scale
+            centred = geometry.xyxy_to_cxcywh(boxes) / scale
             centred = torch.cat([centred[..., :2], centred[..., 2:].clamp(min=geometry.SIDE_MIN)], dim=-1)
             objects = Objects(centred, labels, valid, size_px)
-            return self._normalised(x_BCHW), objects, self._noised(objects)
+            return self._normalise(x_BCHW), objects, self._build_denoising_queries(objects)
 
-    def _boxes(self, batch: Batch, size_px: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return boxes in pixels of the input, labels and which of them count: one or more of each, if none counts."""
+    def _map_boxes(self, batch: Batch, size_px: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return boxes in pixels of the input, labels, and which are valid; never empty, even without objects."""
         boxes, labels = batch["boxes"], batch["labels"]
         if not labels.shape[1]:
             boxes, labels = boxes.new_zeros(len(boxes), 1, 4), labels.new_zeros(len(labels), 1)
-        there = torch.arange(labels.shape[1], device=labels.device) < batch["boxes_count"][:, None]
-        moved = geometry.to_input(boxes, batch["affine"])
-        cut, valid = geometry.kept(moved, size_px, visible=self.boxes.visible_min, side_min_px=self.boxes.side_min_px)
-        return cut, labels, valid & there
+        present = torch.arange(labels.shape[1], device=labels.device) < batch["boxes_count"][:, None]
+        moved = geometry.map_to_input(boxes, batch["affine"])
+        clipped, valid = geometry.clip_boxes(
+            moved, size_px, visible=self.boxes.visible_min, side_min_px=self.boxes.side_min_px
+        )
+        return clipped, labels, valid & present
 
-    def _noised(self, objects: Objects) -> Noised | None:
+    def _build_denoising_queries(self, objects: Objects) -> DenoisingQueries | None:
         model = self.model
         if model.variant != "ms" or not model.denoising or not self.training:
             return None
-        return noised(
+        return build_denoising_queries(
             objects.boxes_BL4,
             objects.labels_BL,
             objects.valid_BL,
@@ -298,18 +305,22 @@ class TinyDet(TrainModule):
             box_noise=model.box_noise,
         )
 
-    def _normalised(self, x_BCHW: Tensor) -> Tensor:
+    def _normalise(self, x_BCHW: Tensor) -> Tensor:
         return (x_BCHW - cast(Tensor, self.mean)) / cast(Tensor, self.std)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _losses(self, outputs: Outputs, noisy: Noised | None, objects: Objects) -> dict[str, Tensor]:
+    def _compute_losses(
+        self, outputs: Outputs, denoising_queries: DenoisingQueries | None, objects: Objects
+    ) -> dict[str, Tensor]:
         with torch.autocast(objects.boxes_BL4.device.type, enabled=False):  # areas need more than 8 bits
             count = objects.valid_BL.sum().float()
-            losses = losses_of(outputs, noisy, objects, terms=self.terms, divisor=self._divisor(objects))
+            losses = compute_losses(
+                outputs, denoising_queries, objects, terms=self.terms, divisor=self._compute_divisor(objects)
+            )
             return {**losses, "objects": count / len(objects.valid_BL)}
 
-    def _divisor(self, objects: Objects) -> Tensor:
-        """Return () float32: the mean over ranks of the objects in a micro-batch, or what the training set says."""
+    def _compute_divisor(self, objects: Objects) -> Tensor:
+        """Return () float32: objects in a micro-batch, averaged over ranks or expected from the training set."""
         if self.objects_per_sample is not None:
             expected = max(1.0, self.objects_per_sample * len(objects.valid_BL))
             return objects.boxes_BL4.new_tensor(expected)
@@ -320,18 +331,18 @@ class TinyDet(TrainModule):
     def predict(self, batch: Batch) -> dict[str, Tensor]:
         """Return the best n detections of each sample: `box` (B, n, 4) px of the sample, `score`, `label` (B, n).
 
-        Where there are fewer the rest has score 0.
+        If there are fewer, the rest has score 0.
         """
-        image = batch["image"] * self.level[1] + self.level[0]
-        outputs = self.network(self._normalised(image), batch["affine"], batch["image_px"])
-        logits, boxes = outputs.found.logits_DBQK[-1].float(), outputs.found.boxes_DBQ4[-1].float()
+        image = batch["image"] * self.loader_norm[1] + self.loader_norm[0]
+        outputs = self.network(self._normalise(image), batch["affine"], batch["image_px"])
+        logits, boxes = outputs.predictions.logits_DBQK[-1].float(), outputs.predictions.boxes_DBQ4[-1].float()
         softmax = self.terms.classification == "softmax"
         score_BQK = logits.softmax(dim=-1)[..., :-1] if softmax else logits.sigmoid()
         categories, wanted = score_BQK.shape[2], self.evaluation.detections
         score, index = score_BQK.flatten(1).topk(min(wanted, score_BQK[0].numel()), dim=1)
-        corners = geometry.to_corners(boxes) * boxes.new_tensor([image.shape[3], image.shape[2]] * 2)
+        corners = geometry.cxcywh_to_xyxy(boxes) * boxes.new_tensor([image.shape[3], image.shape[2]] * 2)
         corners = corners.gather(1, (index // categories)[..., None].expand(-1, -1, 4))
-        found = geometry.from_input(corners, batch["affine"], batch["image_px"])
+        found = geometry.map_from_input(corners, batch["affine"], batch["image_px"])
         missing = wanted - score.shape[1]
         return {
             "sample_id": batch["sample_id"],
@@ -341,95 +352,95 @@ class TinyDet(TrainModule):
         }
 
     def score(self, rows: Rows) -> dict[str, float]:
-        """Return COCO's metrics over whole pictures, their tiles merged; see `evaluation.evaluate`."""
+        """Return COCO's metrics on whole images, with tiles merged; see `evaluation.evaluate`."""
         data = self.data()
         columns, ids = data.columns, rows["sample_id"]
         x, y = (columns[name][ids] for name in ("tile_x", "tile_y"))
-        pictures = _together(columns["picture"][ids])
-        first = np.array([tiles[np.argmin(x[tiles] + y[tiles])] for tiles in pictures])
-        truths = [_truth(table) for table in data.read("truth", ids[first])]
-        founds = [Found(*self._joined(rows, tiles, x, y)[:3]) for tiles in pictures]
-        return evaluate(truths, founds, categories=self.categories, areas=self.evaluation.areas)
+        tiles_of_images = _group_by_code(columns["picture"][ids])
+        first = np.array([tiles[np.argmin(x[tiles] + y[tiles])] for tiles in tiles_of_images])
+        truths = [_to_ground_truth(table) for table in data.read("truth", ids[first])]
+        detections = [Detections(*self._merge_tiles(rows, tiles, x, y)[:3]) for tiles in tiles_of_images]
+        return evaluate(truths, detections, categories=self.categories, areas=self.evaluation.areas)
 
-    def _joined(
+    def _merge_tiles(
         self, rows: Rows, tiles: np.ndarray, x: np.ndarray, y: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Return boxes in pixels of the picture, scores, labels, and the row each is of, suppressed between tiles."""
-        real = rows["score"][tiles] > 0
+        """Merge the detections of an image's tiles; return boxes in its pixels, scores, labels, and the row of each."""
+        is_real = rows["score"][tiles] > 0
         offset = np.stack([x[tiles], y[tiles]] * 2, axis=1)[:, None, :]
-        boxes = (rows["box"][tiles] + offset)[real]
-        scores, labels = rows["score"][tiles][real], rows["label"][tiles][real]
-        row = np.broadcast_to(tiles[:, None], real.shape)[real]
+        boxes = (rows["box"][tiles] + offset)[is_real]
+        scores, labels = rows["score"][tiles][is_real], rows["label"][tiles][is_real]
+        row = np.broadcast_to(tiles[:, None], is_real.shape)[is_real]
         if len(tiles) > 1:
             rule = self.evaluation
-            stay = geometry.merged(
+            kept = geometry.merge_detections(
                 boxes, scores, labels, by=rule.merge, above=rule.merge_above, nwd_px=self.terms.nwd_px
             )
-            boxes, scores, labels, row = boxes[stay], scores[stay], labels[stay], row[stay]
+            boxes, scores, labels, row = boxes[kept], scores[kept], labels[kept], row[kept]
         return boxes, scores, labels, row
 
     def report_figures(self, rows: Rows) -> dict[str, bytes]:
-        """Return a few samples with objects and detections drawn, and precision by size."""
+        """Return a plot of precision by size, and a few samples with objects and detections drawn."""
         data, rule = self.data(), self.evaluation
         ids = rows["sample_id"]
-        shown = np.unique(np.linspace(0, len(ids) - 1, min(rule.pictures, len(ids))).round().astype(np.int64))
-        found = {"Average precision by size": precision_by_size(self.score(rows), SIZES[rule.areas])}
-        files, truths = (data.read(name, ids[shown]) for name in ("image", "boxes"))
-        for place, file, truth in zip(shown.tolist(), files, truths, strict=True):
-            clear = rows["score"][place] > rule.draw_above
-            name = data.vocabulary["picture"][data.columns["picture"][ids[place]]]
-            x, y = (data.columns[axis][ids[place]] for axis in ("tile_x", "tile_y"))
-            found[f"{name} at {x},{y}: objects green, found above {rule.draw_above:g} red"] = drawn(
+        chosen = np.unique(np.linspace(0, len(ids) - 1, min(rule.pictures, len(ids))).round().astype(np.int64))
+        figures = {"Average precision by size": plot_precision_by_size(self.score(rows), SIZES[rule.areas])}
+        files, truths = (data.read(name, ids[chosen]) for name in ("image", "boxes"))
+        for row, file, truth in zip(chosen.tolist(), files, truths, strict=True):
+            confident = rows["score"][row] > rule.draw_above
+            name = data.vocabulary["picture"][data.columns["picture"][ids[row]]]
+            x, y = (data.columns[axis][ids[row]] for axis in ("tile_x", "tile_y"))
+            figures[f"{name} at {x},{y}: objects green, found above {rule.draw_above:g} red"] = draw_detections(
                 file,
                 truth=truth,
-                boxes=rows["box"][place][clear],
-                scores=rows["score"][place][clear],
-                names=[self.categories[label] for label in rows["label"][place][clear].tolist()],
+                boxes=rows["box"][row][confident],
+                scores=rows["score"][row][confident],
+                names=[self.categories[label] for label in rows["label"][row][confident].tolist()],
             )
-        return found
+        return figures
 
     def prediction_rows(self, rows: Rows, keys: Sequence[str]) -> Iterator[dict[str, object]]:
-        """Yield a line for each sample: its place in its picture, and its detections as JSON.
+        """Yield a line for each sample: its position in its image, and its detections as JSON.
 
-        A detection is [category, score, x1, y1, x2, y2] in pixels of the whole picture. Those that two tiles share
-        are in the line of one of them.
+        A detection is [category, score, x1, y1, x2, y2] in pixels of the whole image. One that two tiles share is in
+        the line of only one of them.
         """
-        places = [answer_place(key) for key in keys]
-        name, x, y = (np.array(column) for column in zip(*places, strict=True))
+        places = [parse_key(key) for key in keys]
+        names, x, y = (np.array(column) for column in zip(*places, strict=True))
         lines: list[list[list[object]]] = [[] for _ in keys]
-        for tiles in _together(np.unique(name, return_inverse=True)[1]):
-            boxes, scores, labels, row = self._joined(rows, tiles, x, y)
+        for tiles in _group_by_code(np.unique(names, return_inverse=True)[1]):
+            boxes, scores, labels, row = self._merge_tiles(rows, tiles, x, y)
             for box, score, label, owner in zip(boxes.tolist(), scores.tolist(), labels.tolist(), row, strict=True):
                 corners = [round(value, 2) for value in box]
                 lines[owner].append([self.categories[label], round(score, 4), *corners])
-        for (picture, left, top), found in zip(places, lines, strict=True):
-            yield {"picture": picture, "tile_x": left, "tile_y": top, "detections": json.dumps(found)}
+        for (name, left, top), detections in zip(places, lines, strict=True):
+            yield {"picture": name, "tile_x": left, "tile_y": top, "detections": json.dumps(detections)}
 
     def repeated_layers(self) -> list[nn.Module]:
         """Return the encoder's and the decoder's layers."""
-        return self.network.layers()
+        return self.network.repeated_layers()
 
     def parameter_groups(self, weight_decay: float) -> list[dict[str, object]]:
-        """Return the backbone apart: from weights, it learns at `model.backbone_lr` of the rate (DETR: a tenth)."""
+        """Return groups; a pretrained backbone's learning rate is scaled by `model.backbone_lr` (DETR: a tenth)."""
         pretrained = bool(self.model.weights or self.model.backbone_weights)
         groups: list[dict[str, object]] = []
         backbone = {id(p) for p in self.network.backbone.parameters()}
         for inside, scale in ((True, self.model.backbone_lr if pretrained else 1.0), (False, 1.0)):
-            trained = [p for p in self.parameters() if p.requires_grad and (id(p) in backbone) == inside]
+            trainable = [p for p in self.parameters() if p.requires_grad and (id(p) in backbone) == inside]
             for decays in (True, False):
-                chosen = [p for p in trained if (p.ndim >= 2) == decays]
+                chosen = [p for p in trainable if (p.ndim >= 2) == decays]
                 decay = weight_decay if decays else 0.0
                 groups.append({"params": chosen, "weight_decay": decay, "lr_scale": scale})
         return [group for group in groups if group["params"]]
 
 
-def _together(code: np.ndarray) -> list[np.ndarray]:
-    """Return the positions of each code, in order of the codes."""
+def _group_by_code(code: np.ndarray) -> list[np.ndarray]:
+    """Return the indices at which each code occurs, in order of the codes."""
     order = np.argsort(code, kind="stable")
     return np.split(order, np.flatnonzero(np.diff(code[order])) + 1)
 
 
-def _truth(table: np.ndarray) -> Truth:
+def _to_ground_truth(table: np.ndarray) -> GroundTruth:
     column = {name: table[:, number] for number, name in enumerate(TRUTH)}
     boxes = np.stack([column[name] for name in ("x1", "y1", "x2", "y2")], axis=1)
-    return Truth(boxes, column["area"], column["label"].astype(np.int64), column["crowd"] > 0)
+    return GroundTruth(boxes, column["area"], column["label"].astype(np.int64), column["crowd"] > 0)

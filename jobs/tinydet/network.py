@@ -1,4 +1,4 @@
-"""What the variants share: backbones, positions, small networks, and the form of their answers."""
+"""What the variants share: backbones, position encodings, small networks, and the types of their outputs."""
 
 import math
 from collections.abc import Callable
@@ -12,55 +12,55 @@ from torch import Tensor, nn
 from torchvision.ops import FrozenBatchNorm2d
 
 PRIOR = 0.01
-"""How likely a category is at the start, where each is a yes or no of its own (RetinaNet, arXiv:1708.02002, 4.1)."""
+"""Initial probability of a category, where each has its own sigmoid (RetinaNet, arXiv:1708.02002, 4.1)."""
 
 
-class Detected(NamedTuple):
-    """Axes: D decoder layers, B pictures, Q queries, K categories (or K + 1, the last one no object)."""
+class Predictions(NamedTuple):
+    """Predictions of all layers. Axes: D layers, B images, Q queries, K categories (or K + 1, the last: no object)."""
 
     logits_DBQK: Tensor
-    boxes_DBQ4: Tensor  # float32 centre x, centre y, width, height, shares of the input in 0..1
+    boxes_DBQ4: Tensor  # float32 centre x, centre y, width, height, relative to the input, 0..1
 
 
-class Noised(NamedTuple):
-    """Noised objects that the decoder is given beside its queries. Axes: B pictures, N of them, fixed."""
+class DenoisingQueries(NamedTuple):
+    """Noised objects, decoded alongside the other queries. Axes: B images, N denoising queries, a fixed number."""
 
     labels_BN: Tensor  # int64 category, noised
     boxes_BN4: Tensor  # float32 centre form, noised
-    target_BN: Tensor  # int64, which object of the picture it was made of
-    positive_BN: Tensor  # bool: to be mended; false: to be recognised as none
-    used_BN: Tensor  # bool: it was made of an object, and is not a stand-in
-    group_N: Tensor  # int64: those of another group must not be seen
+    target_BN: Tensor  # int64, index of the object it was made from
+    positive_BN: Tensor  # bool: the decoder restores the object; false: it rejects it as no object
+    used_BN: Tensor  # bool: made from an object; false: only fills up the number
+    group_N: Tensor  # int64: groups must not attend to each other
 
 
 class Outputs(NamedTuple):
-    """What a variant says of a batch."""
+    """The outputs of a variant for a batch."""
 
-    found: Detected
-    proposals: Detected | None = None  # D = 1: the first guesses of two stages
-    noised: Detected | None = None  # Q = N
+    predictions: Predictions
+    proposals: Predictions | None = None  # D = 1: of the first stage, if there are two
+    denoising: Predictions | None = None  # Q = N
 
 
 class Backbone(nn.Module):
-    """A network without its classifier, which gives the features of its four stages.
+    """An image network without its classifier; returns the features of its four stages.
 
     Args:
-        name: of torchvision's ResNets, or "small".
+        name: one of torchvision's ResNets, or "small".
         norm: "frozen" also freezes the stem and the first stage, as DETR does.
         dilated: the last stage stays at stride 16.
-        coarsest: stages at a larger stride are not there: ranks would wait for gradients that never come.
+        coarsest: stages at a larger stride are removed: ranks would wait for gradients that never come.
     """
 
     def __init__(self, name: str, *, norm: str, width: int, dilated: bool = False, coarsest: int = 32) -> None:
         super().__init__()
-        make = _norm(norm)
+        make_norm = _choose_norm_layer(norm)
         self.body: nn.Module
         if name == "small":
-            self.body = _SmallBody(width, make, stages=(4, 8, 16, 32).index(coarsest) + 1)
+            self.body = _SmallBody(width, make_norm, stages=(4, 8, 16, 32).index(coarsest) + 1)
             self.channels = {4: width, 8: 2 * width, 16: 4 * width, 32: 4 * width}
         else:
             options = {"replace_stride_with_dilation": [False, False, True]} if dilated else {}
-            self.body = getattr(torchvision.models, name)(weights=None, norm_layer=make, **options)
+            self.body = getattr(torchvision.models, name)(weights=None, norm_layer=make_norm, **options)
             del self.body.fc
             for part, stride in (("layer2", 8), ("layer3", 16), ("layer4", 32)):
                 if stride > coarsest:
@@ -72,7 +72,7 @@ class Backbone(nn.Module):
                 part.requires_grad_(False)
 
     def forward(self, x_BCHW: Tensor) -> list[Tensor]:
-        """Return the stages' features, at strides 4, 8, 16, 32 as far as there are; dilated: 4, 8, 16, 16."""
+        """Return the features of the stages: at strides 4, 8, 16, 32 up to `coarsest`; dilated: 4, 8, 16, 16."""
         body = self.body
         if isinstance(body, _SmallBody):
             return body(x_BCHW)
@@ -85,19 +85,19 @@ class Backbone(nn.Module):
         return stages
 
 
-def _norm(name: str) -> Callable[[int], nn.Module]:
+def _choose_norm_layer(name: str) -> Callable[[int], nn.Module]:
     if name == "frozen":
         return FrozenBatchNorm2d
-    return nn.BatchNorm2d if name == "batch" else group_norm
+    return nn.BatchNorm2d if name == "batch" else make_group_norm
 
 
-def group_norm(channels: int) -> nn.GroupNorm:
-    """Return a norm over groups of 8 channels or more, 32 groups at most (arXiv:1803.08494)."""
+def make_group_norm(channels: int) -> nn.GroupNorm:
+    """Return a norm over at most 32 groups, with 8 channels or more each (arXiv:1803.08494)."""
     return nn.GroupNorm(math.gcd(32, max(1, channels // 8)), channels)
 
 
 class _SmallBody(nn.Module):
-    """Two convolutions and a residual block at each of strides 4, 8, 16 and 32, or the first of them."""
+    """Two convolutions, then a residual block at each of strides 4, 8, 16 and 32, or at the first few."""
 
     def __init__(self, width: int, norm: Callable[[int], nn.Module], *, stages: int) -> None:
         super().__init__()
@@ -114,11 +114,11 @@ class _SmallBody(nn.Module):
 
     def forward(self, x: Tensor) -> list[Tensor]:
         x = self.stem(x)
-        found = []
+        features = []
         for stage in self.stages:
             x = stage(x)
-            found.append(x)
-        return found
+            features.append(x)
+        return features
 
 
 class _Residual(nn.Module):
@@ -128,12 +128,14 @@ class _Residual(nn.Module):
             nn.Conv2d(before, after, 3, stride, 1, bias=False), norm(after), nn.ReLU(inplace=True),
             nn.Conv2d(after, after, 3, 1, 1, bias=False), norm(after),
         )  # fmt: skip
-        # A 1 x 1 convolution of stride 2 is a choice of pixels and one of stride 1; torch 2.13's own, of 8 channels in
-        # channels_last on a CPU, writes beyond its memory in the backward pass.
-        choose = nn.MaxPool2d(1, stride)
-        same = stride == 1 and before == after
+        # Max-pool plus a 1 x 1 convolution of stride 1 equals one of stride 2. The latter, with 8 channels in
+        # channels_last on a CPU, writes out of bounds in the backward pass of torch 2.13.
+        subsample = nn.MaxPool2d(1, stride)
+        is_same_shape = stride == 1 and before == after
         self.aside = (
-            nn.Identity() if same else nn.Sequential(choose, nn.Conv2d(before, after, 1, bias=False), norm(after))
+            nn.Identity()
+            if is_same_shape
+            else nn.Sequential(subsample, nn.Conv2d(before, after, 1, bias=False), norm(after))
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -154,37 +156,37 @@ class MLP(nn.Module):
         return self.layers[-1](x)
 
 
-def box_head(dims: int) -> MLP:
-    """Return the network from a token to the change of a box, which at first changes nothing."""
+def make_box_head(dims: int) -> MLP:
+    """Build the network from a token to the change of a box, which is initially 0."""
     head = MLP(dims, dims, 4, 3)
     nn.init.zeros_(head.layers[-1].weight)
     nn.init.zeros_(head.layers[-1].bias)
     return head
 
 
-def class_head(dims: int, categories: int) -> nn.Linear:
-    """Return the layer from a token to one yes or no for each category, at first no."""
+def make_class_head(dims: int, categories: int) -> nn.Linear:
+    """Build the layer from a token to a logit per category, initially of probability `PRIOR`."""
     head = nn.Linear(dims, categories)
     nn.init.constant_(head.bias, -math.log((1 - PRIOR) / PRIOR))
     return head
 
 
-def sine(at: Tensor, dims: int, temperature: float) -> Tensor:
-    """Return (..., dims): sine and cosine in turn of numbers (...) at falling frequencies (arXiv:1706.03762, 3.5)."""
-    power = 2 * (torch.arange(dims, device=at.device) // 2) / dims
-    phase = at.float()[..., None] / temperature**power
+def sine(values: Tensor, dims: int, temperature: float) -> Tensor:
+    """Return (..., dims): interleaved sine and cosine of (...) at falling frequencies (arXiv:1706.03762, 3.5)."""
+    power = 2 * (torch.arange(dims, device=values.device) // 2) / dims
+    phase = values.float()[..., None] / temperature**power
     return torch.stack([phase[..., 0::2].sin(), phase[..., 1::2].cos()], dim=-1).flatten(-2)
 
 
-def grid_positions(shown_Bhw: Tensor, dims: int, temperature: float) -> Tensor:
-    """Return (B, h * w, dims) float32: row, then column, of each cell within what is shown, as DETR has them."""
-    shown = shown_Bhw.float()
-    y, x = shown.cumsum(1), shown.cumsum(2)
+def encode_grid_positions(image_Bhw: Tensor, dims: int, temperature: float) -> Tensor:
+    """Return (B, h * w, dims) float32: sine positions of row, then column, within the image, as in DETR."""
+    mask = image_Bhw.float()
+    y, x = mask.cumsum(1), mask.cumsum(2)
     y, x = (at / (at.amax(dim=axis, keepdim=True) + 1e-6) * (2 * math.pi) for at, axis in ((y, 1), (x, 2)))
     return torch.cat([sine(y, dims // 2, temperature), sine(x, dims // 2, temperature)], dim=-1).flatten(1, 2)
 
 
 def inverse_sigmoid(share: Tensor) -> Tensor:
-    """Return the logit; beyond 1e-5 from 0 and 1 it grows no more."""
+    """Return the logit of values clamped to 1e-5 .. 1 - 1e-5."""
     share = share.clamp(1e-5, 1 - 1e-5)
     return torch.log(share / (1 - share))

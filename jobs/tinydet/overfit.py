@@ -1,4 +1,4 @@
-"""Learns a few tiles by heart: a variant that cannot do that cannot learn at all."""
+"""Overfits a few tiles: a variant that cannot do that cannot learn at all."""
 
 import io
 import time
@@ -30,20 +30,22 @@ FILL = 114
 def overfit(
     raw: Path, *, variants: Sequence[str], steps: int, tiles: int, tile_px: int, scale: float, results: Path
 ) -> Path:
-    """Train each variant on the same few tiles for the same steps, and print AP50 on them as it goes.
+    """Train each variant on the same few tiles for the same number of steps, and print AP50 on them meanwhile.
 
     Returns:
-        the file `overfit-<date>.jsonl`, a header line and a line per evaluation.
+        the file `tinydet-overfit-<date>.jsonl`: a header line, and a line per evaluation.
     """
     unknown = sorted(set(variants) - {"ms", "cond", "vanilla"})
     if unknown:
         raise UserError(f"--variants {','.join(variants)}: expected some of ms, cond, vanilla, found {unknown[0]}.")
-    config = small_config(variants[0], tile_px=tile_px, scale=scale)
-    chosen = busiest(raw, config, tiles)
+    config = make_small_config(variants[0], tile_px=tile_px, scale=scale)
+    chosen = find_busiest_tiles(raw, config, tiles)
     lines: list[dict[str, Any]] = []
     for variant in variants:
-        config = small_config(variant, tile_px=tile_px, scale=scale)
-        for line in learning_curve(config, chosen, fit_artifacts(raw, config), steps=steps, every=max(1, steps // 12)):
+        config = make_small_config(variant, tile_px=tile_px, scale=scale)
+        for line in record_learning_curve(
+            config, chosen, fit_artifacts(raw, config), steps=steps, every=max(1, steps // 12)
+        ):
             lines.append({"kind": "result", "variant": variant, **line})
             print(f"{variant:8} " + "  ".join(f"{name} {value:.4g}" for name, value in line.items()), flush=True)
     options = {"steps": steps, "tile_px": tile_px, "scale": scale, "tiles": [key for key, *_ in chosen]}
@@ -51,11 +53,11 @@ def overfit(
     return write_new(results, "tinydet-overfit", [header("tinydet-overfit", options), *lines])
 
 
-Tiled = tuple[str, bytes, np.ndarray, np.ndarray]  # key, picture, boxes (n, 4), labels (n,)
+LabelledTile = tuple[str, bytes, np.ndarray, np.ndarray]  # key, encoded image, boxes (n, 4), labels (n,)
 
 
-def small_config(variant: str, *, tile_px: int, scale: float) -> Config:
-    """Return a detector that a CPU can train in minutes, of any variant."""
+def make_small_config(variant: str, *, tile_px: int, scale: float) -> Config:
+    """Return the config of a detector of any variant that a CPU can train in minutes."""
     config = Config()
     config.packing.tile_px, config.packing.scale = tile_px, scale
     side = -(-tile_px // 32) * 32
@@ -71,46 +73,52 @@ def small_config(variant: str, *, tile_px: int, scale: float) -> Config:
     return config
 
 
-def busiest(raw: Path, config: Config, count: int) -> list[Tiled]:
-    """Return the training tiles with most objects, one of each picture."""
-    found: dict[str, Tiled] = {}
-    listed = [sample for sample in samples(raw, config) if sample.columns["set"] == "train"]
-    sizes = [len(sample.load.args[2]) for sample in listed]  # type: ignore[attr-defined]
+def find_busiest_tiles(raw: Path, config: Config, count: int) -> list[LabelledTile]:
+    """Return the training tiles with the most objects, at most one per image."""
+    tiles: dict[str, LabelledTile] = {}
+    all_samples = [sample for sample in samples(raw, config) if sample.columns["set"] == "train"]
+    sizes = [len(sample.load.args[2]) for sample in all_samples]  # type: ignore[attr-defined]
     for number in np.argsort([-size for size in sizes], kind="stable").tolist():
-        picture = str(listed[number].columns["picture"])
-        if picture not in found and len(found) < count:
-            loaded = listed[number].load()
+        image_name = str(all_samples[number].columns["picture"])
+        if image_name not in tiles and len(tiles) < count:
+            loaded = all_samples[number].load()
             image, boxes, labels = (loaded[name] for name in ("image", "boxes", "labels"))
             assert isinstance(image, bytes) and isinstance(boxes, Ragged) and isinstance(labels, Ragged)
-            found[picture] = (listed[number].key, image, boxes.values, labels.values)
-    return list(found.values())
+            tiles[image_name] = (all_samples[number].key, image, boxes.values, labels.values)
+    return list(tiles.values())
 
 
-def learning_curve(
-    config: Config, tiles: Sequence[Tiled], artifacts: dict[str, str], *, steps: int, every: int, lr: float = 1e-3
+def record_learning_curve(
+    config: Config,
+    tiles: Sequence[LabelledTile],
+    artifacts: dict[str, str],
+    *,
+    steps: int,
+    every: int,
+    lr: float = 1e-3,
 ) -> Iterator[dict[str, float]]:
-    """Train on all tiles at once, and yield step, loss and the metrics on the same tiles now and then."""
-    module, batch = prepared(config, tiles, artifacts)
+    """Train on all tiles at once; every `every` steps, yield step, loss and the metrics on the same tiles."""
+    module, batch = prepare(config, tiles, artifacts)
     optimizer = make_optimizer(module, OptimizerSettings(lr=lr, weight_decay=1e-4))
     state = TrainState(module, module, optimizer, torch.amp.GradScaler("cpu", enabled=False), None, 0.0)
     begin = time.perf_counter()
     for step in range(1, steps + 1):
-        rise, fall = min(1.0, step / 20), 0.5 * (1 + np.cos(np.pi * step / (steps + 1)))
+        warmup, decay = min(1.0, step / 20), 0.5 * (1 + np.cos(np.pi * step / (steps + 1)))
         state.progress.step = step
         micro = [MicroBatch(dict(batch), 1.0, True, 0.0)]
         result = train_step(
-            state, micro, lr=lr * rise * float(fall), world_size=1, seed=0, clip_grad_norm=1.0, autocast=nullcontext
+            state, micro, lr=lr * warmup * float(decay), world_size=1, seed=0, clip_grad_norm=1.0, autocast=nullcontext
         )
         if step % every == 0 or step == steps:
-            metrics = scored(module, batch)
-            kept = {name: metrics[name] for name in ("ap", "ap50")}
+            metrics = compute_metrics(module, batch)
+            overall = {name: metrics[name] for name in ("ap", "ap50")}
             sizes = {name: value for name, value in metrics.items() if name in ("ap_verytiny", "ap_tiny", "ap_small")}
             seconds = time.perf_counter() - begin
-            yield {"step": step, "loss": float(result.losses["loss"]), **kept, **sizes, "seconds": seconds}
+            yield {"step": step, "loss": float(result.losses["loss"]), **overall, **sizes, "seconds": seconds}
 
 
-def prepared(config: Config, tiles: Sequence[Tiled], artifacts: dict[str, str]) -> tuple[TinyDet, Batch]:
-    """Return a module, drawn with seed 0, and the tiles as one batch; each tile counts as a picture of its own."""
+def prepare(config: Config, tiles: Sequence[LabelledTile], artifacts: dict[str, str]) -> tuple[TinyDet, Batch]:
+    """Build a module with seed 0, and the tiles as one batch; each tile counts as a separate image."""
     truth = [
         np.column_stack([boxes, (boxes[:, 2:] - boxes[:, :2]).prod(axis=1), labels, np.zeros(len(labels))])
         for _, _, boxes, labels in tiles
@@ -130,15 +138,15 @@ def prepared(config: Config, tiles: Sequence[Tiled], artifacts: dict[str, str]) 
         lambda name, ids: [records[name][i] for i in ids.tolist()],
     )
     torch.manual_seed(0)
-    return build(config, data), batch_of(tiles, size_px=(config.image.height_px, config.image.width_px))
+    return build(config, data), make_batch(tiles, size_px=(config.image.height_px, config.image.width_px))
 
 
-def batch_of(tiles: Sequence[Tiled], *, size_px: tuple[int, int]) -> Batch:
-    """Return tiles as the loader gives them without augmentation, at their own size in the upper left corner."""
-    pictures = [np.asarray(Image.open(io.BytesIO(image)).convert("RGB")) for _, image, _, _ in tiles]
+def make_batch(tiles: Sequence[LabelledTile], *, size_px: tuple[int, int]) -> Batch:
+    """Make the batch that the loader makes without augmentation: each tile at its own size in the upper left corner."""
+    images = [np.asarray(Image.open(io.BytesIO(image)).convert("RGB")) for _, image, _, _ in tiles]
     canvas = np.full((len(tiles), *size_px, 3), FILL, dtype=np.uint8)
-    for number, picture in enumerate(pictures):
-        canvas[number, : picture.shape[0], : picture.shape[1]] = picture
+    for number, pixels in enumerate(images):
+        canvas[number, : pixels.shape[0], : pixels.shape[1]] = pixels
     most = max(len(labels) for *_, labels in tiles)
     boxes, labels = torch.zeros(len(tiles), most, 4), torch.zeros(len(tiles), most, dtype=torch.long)
     for number, (_, _, box, label) in enumerate(tiles):
@@ -149,13 +157,13 @@ def batch_of(tiles: Sequence[Tiled], *, size_px: tuple[int, int]) -> Batch:
         "labels": labels,
         "boxes_count": torch.tensor([len(label) for *_, label in tiles]),
         "affine": torch.eye(3)[:2].expand(len(tiles), -1, -1),
-        "image_px": torch.tensor([picture.shape[:2] for picture in pictures], dtype=torch.float32),
+        "image_px": torch.tensor([pixels.shape[:2] for pixels in images], dtype=torch.float32),
         "sample_id": torch.arange(len(tiles)),
     }
 
 
-def scored(module: TinyDet, batch: dict[str, Tensor]) -> dict[str, float]:
-    """Return the metrics on a batch that is a whole set."""
+def compute_metrics(module: TinyDet, batch: dict[str, Tensor]) -> dict[str, float]:
+    """Return the metrics on a batch that is the whole data set."""
     module.eval()
     with torch.inference_mode():
         rows = {name: values.numpy() for name, values in module.predict(batch).items()}

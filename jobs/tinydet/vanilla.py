@@ -1,4 +1,4 @@
-"""DETR: a transformer over the coarsest features, with learned queries (Carion et al., arXiv:2005.12872)."""
+"""DETR: a transformer on the coarsest features, with learned queries (Carion et al., arXiv:2005.12872)."""
 
 from typing import cast
 
@@ -7,13 +7,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from . import geometry
-from .network import MLP, Backbone, Detected, Noised, Outputs, grid_positions
+from .network import MLP, Backbone, DenoisingQueries, Outputs, Predictions, encode_grid_positions
 
 
 class DETR(nn.Module):
     """DETR.
 
-    Axes: B pictures, S tokens of the last stage, Q queries, d numbers of a token. Parameters bear the names of
+    Axes: B images, S tokens of the last stage, Q queries, d the width of a token. Parameters have the names of
     facebookresearch/detr, so that its weights fit; with ResNet-50 and 91 categories 41,302,368 of them are trained.
     """
 
@@ -48,41 +48,43 @@ class DETR(nn.Module):
             if weight.ndim > 1 and "norm" not in name:
                 nn.init.xavier_uniform_(weight)
 
-    def forward(self, x_BCHW: Tensor, affine_B23: Tensor, image_px_B2: Tensor, noised: Noised | None = None) -> Outputs:
-        """Find objects in pictures."""
-        memory, position, hidden = encoded(self, x_BCHW, affine_B23, image_px_B2)
+    def forward(
+        self, x_BCHW: Tensor, affine_B23: Tensor, image_px_B2: Tensor, denoising_queries: DenoisingQueries | None = None
+    ) -> Outputs:
+        """Find objects in images."""
+        memory, position, padding_mask = encode(self, x_BCHW, affine_B23, image_px_B2)
         query_pos = self.query_embed.weight.expand(len(memory), -1, -1)
         token = torch.zeros_like(query_pos)
-        seen = []
+        outputs = []
         for layer in cast(LayerStack, self.transformer["decoder"]).layers:
-            token = layer(token, memory, hidden, position, query_pos)
-            seen.append(self.decoder_norm(token))
-        token_DBQd = torch.stack(seen)
-        return Outputs(Detected(self.class_embed(token_DBQd), self.bbox_embed(token_DBQd).float().sigmoid()))
+            token = layer(token, memory, padding_mask, position, query_pos)
+            outputs.append(self.decoder_norm(token))
+        token_DBQd = torch.stack(outputs)
+        return Outputs(Predictions(self.class_embed(token_DBQd), self.bbox_embed(token_DBQd).float().sigmoid()))
 
-    def layers(self) -> list[nn.Module]:
-        """Return the layers that come several times."""
+    def repeated_layers(self) -> list[nn.Module]:
+        """Return the layers of encoder and decoder."""
         return [layer for stack in self.transformer.values() for layer in cast(LayerStack, stack).layers]
 
 
-def encoded(
+def encode(
     network: nn.Module, x_BCHW: Tensor, affine_B23: Tensor, image_px_B2: Tensor
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the encoder's tokens (B, S, d), their positions (B, S, d), and (B, S) bool: which show no picture."""
+    """Return the encoder's tokens (B, S, d), their positions (B, S, d), and the padding mask (B, S)."""
     features = network.input_proj(network.backbone(x_BCHW)[-1])
     size, grid = (x_BCHW.shape[2], x_BCHW.shape[3]), (features.shape[2], features.shape[3])
-    shown_Bhw = geometry.picture_mask(affine_B23, image_px_B2, size, grid)
-    shown_Bhw = shown_Bhw | ~shown_Bhw.any(dim=(1, 2), keepdim=True)  # a sliver between the centres: look at all
-    hidden = ~shown_Bhw.flatten(1)
-    position = grid_positions(shown_Bhw, network.dims, network.temperature)
+    image_Bhw = geometry.make_image_mask(affine_B23, image_px_B2, size, grid)
+    image_Bhw = image_Bhw | ~image_Bhw.any(dim=(1, 2), keepdim=True)  # a sliver between the centres: attend to all
+    padding_mask = ~image_Bhw.flatten(1)
+    position = encode_grid_positions(image_Bhw, network.dims, network.temperature)
     token = features.flatten(2).transpose(1, 2)
     for layer in network.transformer["encoder"].layers:
-        token = layer(token, hidden, position)
-    return token, position, hidden
+        token = layer(token, padding_mask, position)
+    return token, position, padding_mask
 
 
 class LayerStack(nn.Module):
-    """A list of layers, under the name that the weights of others have for it."""
+    """A list of layers, named as in published weights."""
 
     def __init__(self, layers: object) -> None:
         super().__init__()
@@ -90,7 +92,7 @@ class LayerStack(nn.Module):
 
 
 class EncoderLayer(nn.Module):
-    """Self-attention and a feed-forward part, normalised afterwards."""
+    """Self-attention and a feed-forward block, each followed by a norm."""
 
     def __init__(self, dims: int, heads: int, feedforward: int, dropout: float) -> None:
         super().__init__()
@@ -100,14 +102,14 @@ class EncoderLayer(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, token_BSd: Tensor, padding_mask_BS: Tensor | None, position_BSd: Tensor) -> Tensor:
-        asks = token_BSd + position_BSd
-        seen = self.self_attn(asks, asks, token_BSd, key_padding_mask=padding_mask_BS, need_weights=False)[0]
-        token = self.norm1(token_BSd + self.dropout(seen))
+        query = token_BSd + position_BSd
+        attn_out = self.self_attn(query, query, token_BSd, key_padding_mask=padding_mask_BS, need_weights=False)[0]
+        token = self.norm1(token_BSd + self.dropout(attn_out))
         return self.norm2(token + self.dropout(self.linear2(self.dropout(F.relu(self.linear1(token))))))
 
 
 class _DecoderLayer(nn.Module):
-    """Queries look at each other, then at the picture."""
+    """Queries attend to each other, then to the image."""
 
     def __init__(self, dims: int, heads: int, feedforward: int, dropout: float) -> None:
         super().__init__()
@@ -125,12 +127,12 @@ class _DecoderLayer(nn.Module):
         position_BSd: Tensor,
         query_pos: Tensor,
     ) -> Tensor:
-        asks = token_BQd + query_pos
-        seen = self.self_attn(asks, asks, token_BQd, need_weights=False)[0]
-        token = self.norm1(token_BQd + self.dropout(seen))
+        query = token_BQd + query_pos
+        attn_out = self.self_attn(query, query, token_BQd, need_weights=False)[0]
+        token = self.norm1(token_BQd + self.dropout(attn_out))
         keys = memory_BSd + position_BSd
-        seen = self.multihead_attn(
+        attn_out = self.multihead_attn(
             token + query_pos, keys, memory_BSd, key_padding_mask=padding_mask_BS, need_weights=False
         )[0]
-        token = self.norm2(token + self.dropout(seen))
+        token = self.norm2(token + self.dropout(attn_out))
         return self.norm3(token + self.dropout(self.linear2(self.dropout(F.relu(self.linear1(token))))))
