@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from scipy.optimize import linear_sum_assignment
+from scipy.optimize import linear_sum_assignment  # type: ignore[import-untyped]
 from torch import Tensor
 
 from trainyard.data.loader import Loader, MicroBatch
@@ -164,7 +164,7 @@ def _match_each(predictions: Predictions, objects: Objects) -> None:
         all_boxes, all_labels = objects.boxes_BL4.flatten(0, 1)[chosen], objects.labels_BL.flatten()[chosen]
         all_objects = Objects(all_boxes[None], all_labels[None], torch.ones(1, len(all_labels)) > 0, objects.size_px)
         cost = compute_costs(*flat, all_objects, TERMS).view(*logits_BQK.shape[:2], -1).cpu()
-        for image, part in enumerate(cost.split(counts, dim=-1)):
+        for image, part in enumerate(torch.split(cost, counts, dim=-1)):
             linear_sum_assignment(part[image])
 
 

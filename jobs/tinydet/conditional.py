@@ -57,8 +57,7 @@ class ConditionalDETR(nn.Module):
                 nn.init.xavier_uniform_(weight)
         self.class_embed = make_class_head(dims, categories)
         self.bbox_embed = MLP(dims, dims, 4, 3)
-        nn.init.zeros_(self.bbox_embed.layers[-1].weight)
-        nn.init.zeros_(self.bbox_embed.layers[-1].bias)
+        self.bbox_embed.zero_last_layer()
 
     def forward(
         self, x_BCHW: Tensor, affine_B23: Tensor, image_px_B2: Tensor, denoising_queries: DenoisingQueries | None = None
@@ -106,14 +105,26 @@ class _Attention(nn.Module):
         allowed = None if padding_mask_BS is None else ~padding_mask_BS[:, None, None, :]
         dropout = self.dropout if self.training else 0.0
         attn_out = F.scaled_dot_product_attention(q, k, self._split(v_BSd), attn_mask=allowed, dropout_p=dropout)
-        return self.out_proj(attn_out.transpose(1, 2).flatten(2))
+        out: Tensor = self.out_proj(attn_out.transpose(1, 2).flatten(2))
+        return out
 
     def _split(self, x_BSd: Tensor) -> Tensor:
-        return x_BSd.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        return torch.unflatten(x_BSd, -1, (self.heads, -1)).transpose(1, 2)
 
 
 class _ConditionalLayer(nn.Module):
     """Queries attend to each other, then to the image near their reference points."""
+
+    sa_qcontent_proj: nn.Linear
+    sa_qpos_proj: nn.Linear
+    sa_kcontent_proj: nn.Linear
+    sa_kpos_proj: nn.Linear
+    sa_v_proj: nn.Linear
+    ca_qcontent_proj: nn.Linear
+    ca_qpos_proj: nn.Linear  # first layer only
+    ca_kcontent_proj: nn.Linear
+    ca_kpos_proj: nn.Linear
+    ca_v_proj: nn.Linear
 
     def __init__(self, dims: int, heads: int, feedforward: int, dropout: float, *, first: bool) -> None:
         super().__init__()
@@ -147,4 +158,5 @@ class _ConditionalLayer(nn.Module):
         q_pos = self.ca_qpos_sine_proj(reference_pos)
         attn_out = self.cross_attn([q, q_pos], [k, k_pos], self.ca_v_proj(memory), padding_mask)
         token = self.norm2(token + self.dropout(attn_out))
-        return self.norm3(token + self.dropout(self.linear2(self.dropout(F.relu(self.linear1(token))))))
+        out: Tensor = self.norm3(token + self.dropout(self.linear2(self.dropout(F.relu(self.linear1(token))))))
+        return out

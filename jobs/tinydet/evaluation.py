@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from pycocotools.coco import COCO
-from pycocotools.cocoeval import COCOeval
+from pycocotools.coco import COCO  # type: ignore[import-untyped]
+from pycocotools.cocoeval import COCOeval  # type: ignore[import-untyped]
 
 FAR = 1e10
 SIZES: dict[str, dict[str, tuple[float, float]]] = {

@@ -6,7 +6,7 @@ Axes: B samples, L boxes. Boxes are x1, y1, x2, y2 unless a name says `centre`: 
 import numpy as np
 import torch
 from torch import Tensor
-from torchvision.ops import nms
+from torchvision.ops import nms  # type: ignore[import-untyped]
 
 SIDE_MIN = 1e-6
 """Shortest side of a box relative to the input: no area or ratio below becomes 0 or infinite."""

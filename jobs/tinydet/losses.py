@@ -99,7 +99,7 @@ def compute_layer_losses(
     in_layer_DM = (pairs.layer_M == torch.arange(layers, device=real_M.device)[:, None]) & real_M
     box_D = _sum_where(in_layer_DM, distance_M)
     overlap_D = _sum_where(in_layer_DM, 1 - overlap_M)
-    class_D = _class_losses(predictions, pairs, object_M, real_M, objects, terms, counted_BQ)
+    class_D = _compute_class_losses(predictions, pairs, object_M, real_M, objects, terms, counted_BQ)
     if terms.classification != "softmax":
         class_D = class_D / divisor
     return torch.stack([class_D, box_D / divisor, overlap_D / divisor], dim=1)
@@ -109,7 +109,7 @@ def _sum_where(chosen_DM: Tensor, value_M: Tensor) -> Tensor:
     return torch.where(chosen_DM, value_M, 0.0).sum(dim=1)
 
 
-def _class_losses(
+def _compute_class_losses(
     predictions: Predictions,
     pairs: Matches,
     object_M: Tensor,

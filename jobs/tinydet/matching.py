@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from scipy.optimize import linear_sum_assignment
+from scipy.optimize import linear_sum_assignment  # type: ignore[import-untyped]
 from torch import Tensor
 
 from . import geometry
@@ -85,9 +85,9 @@ def solve_assignments(cost_DBQL: np.ndarray, valid_BL: np.ndarray, *, device: to
                 np.stack([np.full_like(query, layer), np.full_like(query, image), query, real[column]])
             )
     pairs = np.concatenate(pairs_by_problem, axis=1) if pairs_by_problem else np.zeros((4, 0), dtype=np.int64)
-    return Matches(
-        *torch.from_numpy(pairs.astype(np.int64)).to(device, non_blocking=True).unbind(0), non_finite=non_finite
-    )
+    pairs_4M = torch.from_numpy(pairs.astype(np.int64)).to(device, non_blocking=True)
+    layer_M, image_M, query_M, object_M = pairs_4M.unbind(0)
+    return Matches(layer_M, image_M, query_M, object_M, non_finite=non_finite)
 
 
 def compute_costs(logits_DBQK: Tensor, boxes_DBQ4: Tensor, objects: Objects, terms: LossTerms) -> Tensor:

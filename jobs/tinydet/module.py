@@ -1,7 +1,7 @@
 """The tinydet model with its losses and scores."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -251,7 +251,7 @@ class TinyDet(TrainModule):
         self.network, self.model, self.terms = network, model, terms
         self.objects_per_sample, self.loader_norm, self.categories = objects_per_sample, loader_norm, categories
         self.photometric, self.boxes, self.evaluation = photometric_settings, box_settings, evaluation
-        self.data = lambda: data  # a function: copying the module must not copy open files
+        self.data: Callable[[], DataInfo] = lambda: data  # a function: copying the module must not copy open files
         self.register_buffer("mean", torch.tensor(MEAN).view(1, 3, 1, 1), persistent=False)
         self.register_buffer("std", torch.tensor(STD).view(1, 3, 1, 1), persistent=False)
 
@@ -259,7 +259,8 @@ class TinyDet(TrainModule):
         """Return the loss with its parts (`losses.compute_losses`), and the number of objects per sample."""
         x_BCHW, objects, denoising_queries = self._prepare(batch)
         outputs = self.network(x_BCHW, batch["affine"], batch["image_px"], denoising_queries)
-        return self._compute_losses(outputs, denoising_queries, objects)
+        losses: dict[str, Tensor] = self._compute_losses(outputs, denoising_queries, objects)
+        return losses
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _prepare(self, batch: Batch) -> tuple[Tensor, Objects, DenoisingQueries | None]:
@@ -356,10 +357,10 @@ class TinyDet(TrainModule):
         data = self.data()
         columns, ids = data.columns, rows["sample_id"]
         x, y = (columns[name][ids] for name in ("tile_x", "tile_y"))
-        tiles_of_images = _group_by_code(columns["picture"][ids])
-        first = np.array([tiles[np.argmin(x[tiles] + y[tiles])] for tiles in tiles_of_images])
+        tile_groups = _group_by_code(columns["picture"][ids])
+        first = np.array([tiles[np.argmin(x[tiles] + y[tiles])] for tiles in tile_groups])
         truths = [_to_ground_truth(table) for table in data.read("truth", ids[first])]
-        detections = [Detections(*self._merge_tiles(rows, tiles, x, y)[:3]) for tiles in tiles_of_images]
+        detections = [Detections(*self._merge_tiles(rows, tiles, x, y)[:3]) for tiles in tile_groups]
         return evaluate(truths, detections, categories=self.categories, areas=self.evaluation.areas)
 
     def _merge_tiles(

@@ -215,7 +215,7 @@ class HybridEncoder(nn.Module):
         position = encode_grid_positions(image_Bhw, self.dims, self.temperature)
         for layer in self.attention:
             token = layer(token, padding_mask, position)
-        return token.transpose(1, 2).unflatten(2, level.shape[2:])
+        return torch.unflatten(token.transpose(1, 2), 2, level.shape[2:])
 
 
 def _make_conv(dims: int, *, stride: int = 1) -> nn.Sequential:
@@ -231,7 +231,8 @@ class _Fuse(nn.Module):
 
     def forward(self, one: Tensor, other: Tensor) -> Tensor:
         both = one + other
-        return both + self.path(both)
+        out: Tensor = both + self.path(both)
+        return out
 
 
 class _DecoderLayer(nn.Module):
@@ -265,10 +266,11 @@ class _DecoderLayer(nn.Module):
         )
         token = self.norm1(token + self.dropout(self.out(attn_out.transpose(1, 2).flatten(2))))
         token = self.norm2(token + self.dropout(self.look(token + position, boxes, memory, grids)))
-        return self.norm3(token + self.dropout(self.linear2(self.dropout(F.relu(self.linear1(token))))))
+        out: Tensor = self.norm3(token + self.dropout(self.linear2(self.dropout(F.relu(self.linear1(token))))))
+        return out
 
     def _split(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        return torch.unflatten(x, -1, (self.heads, -1)).transpose(1, 2)
 
 
 class DeformableAttention(nn.Module):
@@ -304,7 +306,8 @@ class DeformableAttention(nn.Module):
         points = boxes[:, :, None, None, None, :2] + offsets / self.points * half
         weights = weights.unflatten(-1, (self.levels, self.points))
         values = self.values(memory).float().unflatten(-1, (self.heads, -1))  # bfloat16 would round positions to 1/256
-        return self.out(sample_levels(values, grids, points, weights))
+        out: Tensor = self.out(sample_levels(values, grids, points, weights))
+        return out
 
 
 def sample_levels(values: Tensor, grids: list[tuple[int, int]], points: Tensor, weights: Tensor) -> Tensor:
@@ -317,11 +320,11 @@ def sample_levels(values: Tensor, grids: list[tuple[int, int]], points: Tensor, 
     """
     batch, _, heads, _ = values.shape
     total = values.new_zeros(())
-    levels = values.split([h * w for h, w in grids], dim=1)
+    levels = torch.split(values, [h * w for h, w in grids], dim=1)
     for number, (level, (h, w)) in enumerate(zip(levels, grids, strict=True)):
         maps = level.permute(0, 2, 3, 1).reshape(batch * heads, -1, h, w)
         grid = (2 * points[:, :, :, number] - 1).transpose(1, 2).flatten(0, 1)  # (B * M, Q, P, 2)
         sampled = F.grid_sample(maps, grid, mode="bilinear", padding_mode="zeros", align_corners=False)
         weight = weights[:, :, :, number].transpose(1, 2).flatten(0, 1)[:, None]
         total = total + (sampled * weight).sum(dim=-1)  # (B * M, c, Q)
-    return total.unflatten(0, (batch, heads)).flatten(1, 2).transpose(1, 2)
+    return torch.unflatten(total, 0, (batch, heads)).flatten(1, 2).transpose(1, 2)

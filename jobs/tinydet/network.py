@@ -3,13 +3,13 @@
 import math
 from collections.abc import Callable
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
-import torchvision
+import torchvision  # type: ignore[import-untyped]
 from torch import Tensor, nn
-from torchvision.ops import FrozenBatchNorm2d
+from torchvision.ops import FrozenBatchNorm2d  # type: ignore[import-untyped]
 
 PRIOR = 0.01
 """Initial probability of a category, where each has its own sigmoid (RetinaNet, arXiv:1708.02002, 4.1)."""
@@ -60,24 +60,25 @@ class Backbone(nn.Module):
             self.channels = {4: width, 8: 2 * width, 16: 4 * width, 32: 4 * width}
         else:
             options = {"replace_stride_with_dilation": [False, False, True]} if dilated else {}
-            self.body = getattr(torchvision.models, name)(weights=None, norm_layer=make_norm, **options)
-            del self.body.fc
+            resnet = getattr(torchvision.models, name)(weights=None, norm_layer=make_norm, **options)
+            del resnet.fc
             for part, stride in (("layer2", 8), ("layer3", 16), ("layer4", 32)):
                 if stride > coarsest:
-                    delattr(self.body, part)
-            step = 64 * self.body.layer1[0].expansion
+                    delattr(resnet, part)
+            if norm == "frozen":
+                resnet.conv1.requires_grad_(False)
+                resnet.layer1.requires_grad_(False)
+            self.body = resnet
+            step = 64 * resnet.layer1[0].expansion
             self.channels = {4: step, 8: 2 * step, 16: 4 * step, 32: 8 * step}
-        if norm == "frozen":
-            for part in [self.body.conv1, self.body.layer1] if name != "small" else []:
-                part.requires_grad_(False)
 
     def forward(self, x_BCHW: Tensor) -> list[Tensor]:
         """Return the features of the stages: at strides 4, 8, 16, 32 up to `coarsest`; dilated: 4, 8, 16, 16."""
-        body = self.body
-        if isinstance(body, _SmallBody):
-            return body(x_BCHW)
+        if isinstance(self.body, _SmallBody):
+            return cast(list[Tensor], self.body(x_BCHW))
+        body = cast(Any, self.body)
+        stages: list[Tensor] = []
         x = body.maxpool(body.relu(body.bn1(body.conv1(x_BCHW))))
-        stages = []
         for name in ("layer1", "layer2", "layer3", "layer4"):
             if hasattr(body, name):
                 x = getattr(body, name)(x)
@@ -86,8 +87,9 @@ class Backbone(nn.Module):
 
 
 def _choose_norm_layer(name: str) -> Callable[[int], nn.Module]:
+    frozen: Callable[[int], nn.Module] = FrozenBatchNorm2d
     if name == "frozen":
-        return FrozenBatchNorm2d
+        return frozen
     return nn.BatchNorm2d if name == "batch" else make_group_norm
 
 
@@ -150,17 +152,23 @@ class MLP(nn.Module):
         sizes = [before, *[hidden] * (layers - 1), after]
         self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(sizes))
 
+    def zero_last_layer(self) -> None:
+        """Make the initial output 0."""
+        last = cast(nn.Linear, self.layers[-1])
+        nn.init.zeros_(last.weight)
+        nn.init.zeros_(last.bias)
+
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers[:-1]:
             x = F.relu(layer(x))
-        return self.layers[-1](x)
+        out: Tensor = self.layers[-1](x)
+        return out
 
 
 def make_box_head(dims: int) -> MLP:
     """Build the network from a token to the change of a box, which is initially 0."""
     head = MLP(dims, dims, 4, 3)
-    nn.init.zeros_(head.layers[-1].weight)
-    nn.init.zeros_(head.layers[-1].bias)
+    head.zero_last_layer()
     return head
 
 
@@ -186,7 +194,7 @@ def encode_grid_positions(image_Bhw: Tensor, dims: int, temperature: float) -> T
     return torch.cat([sine(y, dims // 2, temperature), sine(x, dims // 2, temperature)], dim=-1).flatten(1, 2)
 
 
-def inverse_sigmoid(share: Tensor) -> Tensor:
+def inverse_sigmoid(probability: Tensor) -> Tensor:
     """Return the logit of values clamped to 1e-5 .. 1 - 1e-5."""
-    share = share.clamp(1e-5, 1 - 1e-5)
-    return torch.log(share / (1 - share))
+    probability = probability.clamp(1e-5, 1 - 1e-5)
+    return torch.log(probability / (1 - probability))

@@ -40,14 +40,14 @@ def augment(x_BCHW: Tensor, noise_BN: Tensor, settings: PhotometricSettings) -> 
 def jitter_colour(x_BCHW: Tensor, noise_BN: Tensor, settings: PhotometricSettings) -> Tensor:
     """Change brightness, contrast, saturation and hue, in this order; the result is in 0..1."""
 
-    def factor(column: int, range_: float) -> Tensor:
+    def draw_factor(column: int, range_: float) -> Tensor:
         return (1 + range_ * (2 * noise_BN[:, column] - 1)).view(-1, 1, 1, 1)
 
-    x = x_BCHW * factor(BRIGHTNESS, settings.brightness)
+    x = x_BCHW * draw_factor(BRIGHTNESS, settings.brightness)
     mean = _compute_luma(x).mean(dim=(1, 2, 3), keepdim=True)
-    x = mean + (x - mean) * factor(CONTRAST, settings.contrast)
+    x = mean + (x - mean) * draw_factor(CONTRAST, settings.contrast)
     gray = _compute_luma(x)
-    x = gray + (x - gray) * factor(SATURATION, settings.saturation)
+    x = gray + (x - gray) * draw_factor(SATURATION, settings.saturation)
     return _rotate_hue(x, math.radians(settings.hue_deg) * (2 * noise_BN[:, HUE] - 1)).clamp(0, 1)
 
 

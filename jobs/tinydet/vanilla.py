@@ -1,6 +1,7 @@
 """DETR: a transformer on the coarsest features, with learned queries (Carion et al., arXiv:2005.12872)."""
 
-from typing import cast
+from collections.abc import Iterable
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -67,18 +68,26 @@ class DETR(nn.Module):
         return [layer for stack in self.transformer.values() for layer in cast(LayerStack, stack).layers]
 
 
+class _HasEncoder(Protocol):
+    backbone: Backbone
+    input_proj: nn.Conv2d
+    transformer: nn.ModuleDict
+    dims: int
+    temperature: float
+
+
 def encode(
-    network: nn.Module, x_BCHW: Tensor, affine_B23: Tensor, image_px_B2: Tensor
+    network: _HasEncoder, x_BCHW: Tensor, affine_B23: Tensor, image_px_B2: Tensor
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the encoder's tokens (B, S, d), their positions (B, S, d), and the padding mask (B, S)."""
-    features = network.input_proj(network.backbone(x_BCHW)[-1])
+    features: Tensor = network.input_proj(network.backbone(x_BCHW)[-1])
     size, grid = (x_BCHW.shape[2], x_BCHW.shape[3]), (features.shape[2], features.shape[3])
     image_Bhw = geometry.make_image_mask(affine_B23, image_px_B2, size, grid)
     image_Bhw = image_Bhw | ~image_Bhw.any(dim=(1, 2), keepdim=True)  # a sliver between the centres: attend to all
     padding_mask = ~image_Bhw.flatten(1)
     position = encode_grid_positions(image_Bhw, network.dims, network.temperature)
     token = features.flatten(2).transpose(1, 2)
-    for layer in network.transformer["encoder"].layers:
+    for layer in cast(LayerStack, network.transformer["encoder"]).layers:
         token = layer(token, padding_mask, position)
     return token, position, padding_mask
 
@@ -86,9 +95,9 @@ def encode(
 class LayerStack(nn.Module):
     """A list of layers, named as in published weights."""
 
-    def __init__(self, layers: object) -> None:
+    def __init__(self, layers: Iterable[nn.Module]) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(layers)  # type: ignore[arg-type]
+        self.layers = nn.ModuleList(layers)
 
 
 class EncoderLayer(nn.Module):
@@ -105,7 +114,8 @@ class EncoderLayer(nn.Module):
         query = token_BSd + position_BSd
         attn_out = self.self_attn(query, query, token_BSd, key_padding_mask=padding_mask_BS, need_weights=False)[0]
         token = self.norm1(token_BSd + self.dropout(attn_out))
-        return self.norm2(token + self.dropout(self.linear2(self.dropout(F.relu(self.linear1(token))))))
+        out: Tensor = self.norm2(token + self.dropout(self.linear2(self.dropout(F.relu(self.linear1(token))))))
+        return out
 
 
 class _DecoderLayer(nn.Module):
@@ -135,4 +145,5 @@ class _DecoderLayer(nn.Module):
             token + query_pos, keys, memory_BSd, key_padding_mask=padding_mask_BS, need_weights=False
         )[0]
         token = self.norm2(token + self.dropout(attn_out))
-        return self.norm3(token + self.dropout(self.linear2(self.dropout(F.relu(self.linear1(token))))))
+        out: Tensor = self.norm3(token + self.dropout(self.linear2(self.dropout(F.relu(self.linear1(token))))))
+        return out

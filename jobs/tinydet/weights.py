@@ -33,13 +33,15 @@ def load_backbone(backbone: Backbone, file: str) -> None:
     Raises:
         UserError: the file is missing or has no weights, or a weight is missing or has another shape.
     """
-    found = {name.removeprefix("body."): value for name, value in read_tensors(file, "model.backbone_weights").items()}
-    wanted = {name: value for name, value in backbone.body.state_dict().items() if "num_batches_tracked" not in name}
+    loaded = {name.removeprefix("body."): value for name, value in read_tensors(file, "model.backbone_weights").items()}
+    expected = {name: value for name, value in backbone.body.state_dict().items() if "num_batches_tracked" not in name}
     option = f"model.backbone_weights={file}"
-    for name, value in wanted.items():
-        _check_weight(option, name, value, found, "Set model.backbone to the one in the file.")
-    backbone.body.load_state_dict({name: found[name] for name in wanted}, strict=False)
-    logger.info("{}: {} weights of the backbone loaded, {} not used", file, len(wanted), len(set(found) - set(wanted)))
+    for name, value in expected.items():
+        _check_weight(option, name, value, loaded, "Set model.backbone to the one in the file.")
+    backbone.body.load_state_dict({name: loaded[name] for name in expected}, strict=False)
+    logger.info(
+        "{}: {} weights of the backbone loaded, {} not used", file, len(expected), len(set(loaded) - set(expected))
+    )
 
 
 def load_detector(network: nn.Module, file: str) -> None:
@@ -50,22 +52,22 @@ def load_detector(network: nn.Module, file: str) -> None:
     Raises:
         UserError: the file is missing or has no weights, or a weight outside the classifier is missing or does not fit.
     """
-    found = {_rename_key(name): value for name, value in read_tensors(file, "model.weights").items()}
-    wanted = {name: value for name, value in network.state_dict().items() if "num_batches_tracked" not in name}
+    loaded = {_rename_key(name): value for name, value in read_tensors(file, "model.weights").items()}
+    expected = {name: value for name, value in network.state_dict().items() if "num_batches_tracked" not in name}
     replaced = []
-    for name, value in wanted.items():
-        if name.startswith(CATEGORY_PARTS) and (name not in found or found[name].shape != value.shape):
+    for name, value in expected.items():
+        if name.startswith(CATEGORY_PARTS) and (name not in loaded or loaded[name].shape != value.shape):
             replaced.append(name)
             continue
         hint = "Set model.queries to the number in the file." if name.startswith("query_embed") else (
             "Set model.variant, backbone, dims, heads, feedforward and the numbers of layers to those in the file."
         )  # fmt: skip
-        _check_weight(f"model.weights={file}", name, value, found, hint)
-    network.load_state_dict({name: found[name] for name in wanted if name not in replaced}, strict=False)
+        _check_weight(f"model.weights={file}", name, value, loaded, hint)
+    network.load_state_dict({name: loaded[name] for name in expected if name not in replaced}, strict=False)
     outcome = "its classifier is used: the categories must be the same, in the same order"
     if replaced:
         outcome = f"its classifier has other categories, ours starts from random weights: {', '.join(replaced)}"
-    logger.info("{}: {} weights loaded; {}", file, len(wanted) - len(replaced), outcome)
+    logger.info("{}: {} weights loaded; {}", file, len(expected) - len(replaced), outcome)
 
 
 def read_tensors(file: str, option: str) -> dict[str, Tensor]:
@@ -78,7 +80,7 @@ def read_tensors(file: str, option: str) -> dict[str, Tensor]:
     if not path.is_file():
         raise UserError(f"{option}={file}: no such file. Give a .safetensors, .pth or .ckpt file, or leave it empty.")
     try:
-        content: Any = _read_safetensors(path) if path.suffix == ".safetensors" else _read_pickle(path)
+        content: Any = _read_safetensors(path) if path.suffix == ".safetensors" else _read_torch_file(path)
     except Exception as error:  # each reader raises its own errors for a broken or unsafe file
         raise UserError(f"{option}={file}: not a file of tensors ({type(error).__name__}: {error}).") from error
     for key in NESTED_KEYS:
@@ -90,13 +92,13 @@ def read_tensors(file: str, option: str) -> dict[str, Tensor]:
     return tensors
 
 
-def _check_weight(option: str, name: str, value: Tensor, found: dict[str, Tensor], hint: str) -> None:
-    if name not in found:
-        near = ", ".join(nearest(name, found, most=3, always=True)) or "nothing"
+def _check_weight(option: str, name: str, value: Tensor, loaded: dict[str, Tensor], hint: str) -> None:
+    if name not in loaded:
+        near = ", ".join(nearest(name, loaded, most=3, always=True)) or "nothing"
         raise UserError(f"{option}: it contains no '{name}'; nearest: {near}. {hint}")
-    if found[name].shape != value.shape:
+    if loaded[name].shape != value.shape:
         raise UserError(
-            f"{option}: '{name}' is {tuple(found[name].shape)}, but the model expects {tuple(value.shape)}. {hint}"
+            f"{option}: '{name}' is {tuple(loaded[name].shape)}, but the model expects {tuple(value.shape)}. {hint}"
         )
 
 
@@ -106,7 +108,7 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
     return load_file(path)
 
 
-def _read_pickle(path: Path) -> Any:
+def _read_torch_file(path: Path) -> Any:
     with torch.serialization.safe_globals([argparse.Namespace]):  # DETR stores its command line with the weights
         return torch.load(path, map_location="cpu", weights_only=True)
 
