@@ -174,20 +174,8 @@ def _build_store_candidates(stores: dict[str, ShardSet], seconds: float) -> list
 
 
 def _load_batches(data: ShardSet, decode: str) -> Iterator[dict[str, torch.Tensor]]:
-    loader = Loader(
-        data,
-        settings=DataSettings(),
-        image=ImageSettings(),
-        sound=AudioSettings(frames=FRAMES, rate_hz=RATE_HZ),
-        augmentation=AugmentSettings(),
-        seed=0,
-        rank=0,
-        world_size=1,
-        device=torch.device("cpu"),
-        threads=1,
-        channels_last=False,
-        decode=decode,
-    )
+    config = TrainConfig(sound=AudioSettings(frames=FRAMES, rate_hz=RATE_HZ))
+    loader = Loader.from_config(config, data, device=torch.device("cpu"), decode=decode)
     for micro in loader.evaluate(np.arange(data.count), batch_size=BATCH):
         yield micro.batch
 

@@ -223,6 +223,6 @@ def _validate(kind: str, scores: ArrayLike) -> Floats:
     return check_scores(
         kind,
         scores,
-        none=f"no {kind} trial among the scores: error rates need both bona fide and spoofed trials. "
+        empty_message=f"no {kind} trial among the scores: error rates need both bona fide and spoofed trials. "
         "Check the labels and the splits.",
     )

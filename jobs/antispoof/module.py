@@ -12,7 +12,6 @@ from loguru import logger
 from torch import Tensor, nn
 
 from trainyard.errors import UserError
-from trainyard.report.score_figures import draw_score_histogram
 from trainyard.train.module import Batch, DataInfo, Rows, TrainModule
 
 from . import augment, frontends, metrics
@@ -212,7 +211,9 @@ class AntispoofModule(TrainModule):
         attacks = metrics.group_by_attack(scores, genuine, self.trials.attack[ids].tolist())
         return {
             "Detection error trade-off": metrics.draw_det_plot(scores[genuine], attacks),
-            "Scores": score_histogram({"bona fide": scores[genuine], "spoofed": scores[~genuine]}, x_label="score"),
+            "Scores": draw_score_histogram(
+                {"bona fide": scores[genuine], "spoofed": scores[~genuine]}, x_label="score"
+            ),
         }
 
     def prediction_rows(self, rows: Rows, keys: Sequence[str]) -> Iterator[dict[str, object]]:

@@ -1,4 +1,4 @@
-"""The antispoof family as a whole; `SMALL` and `perfect_rows` are for tests over all families."""
+"""The antispoof family as a whole; `perfect_rows` is for tests over all families."""
 
 import numpy as np
 import torch
@@ -6,24 +6,6 @@ import torch
 from . import metrics, vocoders
 from .cases import make_module
 from .synthesis import generate_speech
-
-SMALL = (
-    "data.synthetic=120",
-    "sound.frames=2400",
-    "sound.rate_hz=8000",
-    "frontend.name=spec129",
-    "model.name=senet34",
-    "disturb.codec=0.5",
-    "disturb.mask=0.5",
-    "global_batch_size=16",
-    "max_duration=8st",
-    "schedule.warmup=0st",
-    "eval_every=4st",
-    "checkpoint.every=3st",
-    "deterministic=true",
-    "trackers=[]",
-)
-"""Options that make a run of this family take seconds, for tests over all families."""
 
 
 def perfect_rows(columns: dict[str, np.ndarray], ids: np.ndarray) -> tuple[dict[str, np.ndarray], dict[str, float]]:

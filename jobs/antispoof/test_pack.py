@@ -14,7 +14,6 @@ from trainyard.data.loader import Loader
 from trainyard.data.pack import pack
 from trainyard.data.shards import BadRecord
 from trainyard.errors import UserError
-from trainyard.settings import AudioSettings, AugmentSettings, DataSettings, ImageSettings
 
 from .cases import find_shared_audio, get_wave, make_config, make_module, write_recording
 from .config import Config
@@ -86,11 +85,7 @@ def test_evaluation_reads_the_first_part_of_packed_speech_and_no_noise(
     packed_samples = list(samples(asvspoof_2019, config))
     data = pack(packed_samples, tmp_path / "packed", meta={}, workers=1, artifacts=fit_artifacts(asvspoof_2019, config))
     ids = splits(data.columns, data.vocabulary, config)["val"]
-    loader = Loader(
-        data, settings=DataSettings(decode="cpu"), image=ImageSettings(), sound=AudioSettings(frames=1000),
-        augmentation=AugmentSettings(), seed=0, rank=0, world_size=1, device=torch.device("cpu"), threads=1,
-        channels_last=False, decode="cpu",
-    )  # fmt: skip
+    loader = Loader.from_config(config, data, device=torch.device("cpu"), decode="cpu")
     (micro,) = loader.evaluate(ids, batch_size=8)
     for row, sample_id in zip(micro.batch["wave"], micro.batch["sample_id"].tolist(), strict=True):
         pcm = soundfile.read(packed_samples[sample_id].source, dtype="int16")[0]

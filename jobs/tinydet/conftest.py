@@ -42,7 +42,7 @@ def packed_tiles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TiledData
     config = make_config()
     config.packing.tile_px, config.packing.tile_overlap, config.packing.tile_visible = 32, 0.5, 0.1
     data = pack_folder(raw, folder / "packed", config)
-    yield DataInfo.of(data, np.arange(data.count)), config, list(samples(raw, config))
+    yield DataInfo.from_shards(data, np.arange(data.count)), config, list(samples(raw, config))
     data.close()
 
 

@@ -1,4 +1,4 @@
-"""The family as a whole: its smallest run, the rows of a perfect model, and its options."""
+"""The family as a whole: the rows of a perfect model, and its options."""
 
 import json
 from pathlib import Path
@@ -15,37 +15,6 @@ from trainyard.train.module import DataInfo
 from .cases import ARTIFACTS, make_config, make_module, make_vanilla, pad, rename_as_published
 from .module import build
 from .synthesis import draw_scene
-
-SMALL = (
-    "data.synthetic=72",
-    "packing.tile_px=0",
-    "image.height_px=64",
-    "image.width_px=64",
-    "augment.scale_min=1",
-    "augment.scale_max=1.5",
-    "photometric.blur_px=5",
-    "photometric.paste_px=10",
-    "model.backbone=small",
-    "model.width=8",
-    "model.strides=[8,16]",
-    "model.dims=32",
-    "model.heads=4",
-    "model.points=2",
-    "model.feedforward=32",
-    "model.decoder_layers=2",
-    "model.queries=20",
-    "model.denoising=20",
-    "global_batch_size=16",
-    "micro_batch_size=0",
-    "max_duration=8st",
-    "schedule.warmup=0st",
-    "eval_every=4st",
-    "checkpoint.every=3st",
-    "evaluation.detections=20",
-    "evaluation.pictures=2",
-    "trackers=[]",
-)
-"""Makes a run of this family take seconds, for tests that cover all families."""
 
 
 def perfect_rows(columns: dict[str, np.ndarray], ids: np.ndarray) -> tuple[dict[str, np.ndarray], dict[str, float]]:
