@@ -241,7 +241,7 @@ def test_an_interval_of_time_is_reported_once_until_it_restarts():
     """The ranks act a step late: if it were also reported at the step between, it would be done twice."""
     interval = Interval("0.0005min", steps_per_epoch=10)
     for _ in range(2):
-        assert not interval.elapsed()
+        assert not interval.has_elapsed()
         time.sleep(0.04)
-        assert interval.elapsed() and not interval.elapsed()
+        assert interval.has_elapsed() and not interval.has_elapsed()
         interval.restart()

@@ -1,4 +1,4 @@
-"""Checkpoints that survive a crash at any instant, and whose damage is detected.
+"""Checkpoints that survive a crash at any instant, and detect damage.
 
 A checkpoint is two files: `step-000000100.ckpt`, written by torch.save, and its manifest `step-000000100.json`
 with the SHA-256 of those bytes. It exists if and only if the data file has its final name and the manifest's

@@ -54,10 +54,10 @@ class Interval:
         self._since = time.monotonic()
         self._reported = False
 
-    def due_at(self, step: int) -> bool:
+    def is_due_at(self, step: int) -> bool:
         return self._steps is not None and step % self._steps == 0
 
-    def elapsed(self) -> bool:
+    def has_elapsed(self) -> bool:
         """Return True once when the time is over, until the next `restart`: the ranks act on it a step later."""
         is_over = not self._reported and self.seconds is not None and time.monotonic() - self._since >= self.seconds
         self._reported |= is_over

@@ -117,16 +117,16 @@ class Trainer:
                 bar.update(progress.step)
                 self._beat("training")
                 self._check_finite(result)
-                if self.log_every.due_at(progress.step):
+                if self.log_every.is_due_at(progress.step):
                     self._log_step(result)
                 agreed = self._agree()
                 finished = self._is_at_end() or agreed.time_is_up
                 leaving = finished or agreed.stop != Stop.NONE
                 with self.meter.pause():
                     is_best = False
-                    if agreed.evaluate or finished or self.eval_every.due_at(progress.step):
+                    if agreed.evaluate or finished or self.eval_every.is_due_at(progress.step):
                         is_best = self._evaluate()
-                    if agreed.save or is_best or leaving or self.save_every.due_at(progress.step):
+                    if agreed.save or is_best or leaving or self.save_every.is_due_at(progress.step):
                         self._save()
                 if leaving:
                     return Stop.NONE if finished else agreed.stop
@@ -235,8 +235,8 @@ class Trainer:
             Decision(
                 stop=reason,
                 time_is_up=time_is_up,
-                evaluate=has_clock and self.eval_every.elapsed(),
-                save=has_clock and self.save_every.elapsed(),
+                evaluate=has_clock and self.eval_every.has_elapsed(),
+                save=has_clock and self.save_every.has_elapsed(),
             )
         )
 
@@ -318,7 +318,7 @@ class Trainer:
         checkpoint.prune(
             folder,
             keep_last=self.config.checkpoint.keep_last,
-            protect=lambda step: step == best or self.keep_every.due_at(step),
+            protect=lambda step: step == best or self.keep_every.is_due_at(step),
         )
         return saved
 
