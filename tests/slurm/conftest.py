@@ -1,4 +1,4 @@
-"""A real Slurm for the tests of this folder, started by slurm/lab/lab.py and ended with the session."""
+"""A real Slurm for the tests in this folder, started by slurm/lab/lab.py and stopped at the end of the session."""
 
 import os
 import shutil
@@ -17,18 +17,18 @@ CLIENT_VARIABLES = ("SLURM_", "SLURMD_", "SBATCH_", "SUBMITIT_")
 
 @dataclass(frozen=True)
 class Lab:
-    """A running cluster. Tests share it: cancel what you leave in the queue."""
+    """A running cluster, shared by tests: cancel the jobs you leave in the queue."""
 
     folder: Path
     environ: dict[str, str]  # in which Slurm's commands talk to this cluster
 
     def run(self, *command: str | Path, cwd: Path | None = None, timeout_s: float = 60) -> str:
-        """Return what a command prints; one that fails fails the test with all it said."""
-        done = self.attempt(*command, cwd=cwd, timeout_s=timeout_s)
+        """Return what a command prints; if it fails, fail the test with its output."""
+        done = self.try_run(*command, cwd=cwd, timeout_s=timeout_s)
         assert done.returncode == 0, f"{command}: code {done.returncode}\n{done.stdout}{done.stderr}"
         return done.stdout
 
-    def attempt(
+    def try_run(
         self, *command: str | Path, cwd: Path | None = None, timeout_s: float = 60
     ) -> subprocess.CompletedProcess[str]:
         """Run a command that may fail."""
@@ -42,32 +42,32 @@ class Lab:
             timeout=timeout_s,
         )
 
-    def batch(self, script: str, *options: str) -> str:
-        """Submit a bash script that logs to nowhere; return its job id."""
+    def submit(self, script: str, *options: str) -> str:
+        """Submit a bash script without a log; return its Slurm job id."""
         command = ["sbatch", "--parsable", "--output=/dev/null", *options, f"--wrap={script}"]
         return self.run(*command).strip()
 
-    def state(self, job_id: str) -> str:
-        """Return Slurm's word for a job or an array element, which it knows for ten minutes after the end."""
+    def read_state(self, job_id: str) -> str:
+        """Return Slurm's state of a job or array element, which is available for ten minutes after its end."""
         return self.run("squeue", "-h", "-r", "-t", "all", "-j", job_id, "-o", "%T").strip()
 
     def wait_for(self, job_id: str, states: str | Collection[str], timeout_s: float = 180) -> str:
-        """Wait until a job is in one of these states, such as "RUNNING"; return it."""
+        """Wait until a job is in one of these states, such as "RUNNING"; return the state."""
         wanted = {states} if isinstance(states, str) else set(states)
         deadline = time.monotonic() + timeout_s
-        while (state := self.state(job_id)) not in wanted:
+        while (state := self.read_state(job_id)) not in wanted:
             if time.monotonic() > deadline:
-                shown = self.run("scontrol", "show", "job", job_id)
-                pytest.fail(f"job {job_id} is {state}, not {sorted(wanted)}, after {timeout_s} s:\n{shown}")
+                details = self.run("scontrol", "show", "job", job_id)
+                pytest.fail(f"job {job_id} is {state}, not {sorted(wanted)}, after {timeout_s} s:\n{details}")
             time.sleep(0.1)
         return state
 
 
 @pytest.fixture(scope="session")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    """A cluster without accounting, as most small ones are: sacct does not answer."""
+    """A cluster without accounting, like most small ones: sacct does not answer."""
     skip_without("slurmctld", "slurmd", "sinfo", packages="slurmctld slurmd slurm-client")
-    yield from running_lab(tmp_path_factory.mktemp("lab"))
+    yield from run_lab(tmp_path_factory.mktemp("lab"))
 
 
 @pytest.fixture(scope="module")
@@ -77,47 +77,47 @@ def lab_accounting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     skip_without(
         "slurmdbd", "mariadbd", "mariadb-install-db", packages="slurmdbd mariadb-server-core mariadb-client-core"
     )
-    yield from running_lab(tmp_path_factory.mktemp("lab"), "--accounting")
+    yield from run_lab(tmp_path_factory.mktemp("lab"), "--accounting")
 
 
-def running_lab(folder: Path, *options: str) -> Iterator[Lab]:
-    """Start a lab in a folder, and end it afterwards."""
-    started = lab_command("up", folder, *options)
+def run_lab(folder: Path, *options: str) -> Iterator[Lab]:
+    """Start a lab in a folder, and stop it afterwards."""
+    started = run_lab_command("up", folder, *options)
     assert started.returncode == 0, started.stderr
-    yield Lab(folder, environ_of(folder))
-    ended = lab_command("down", folder)
+    yield Lab(folder, make_lab_environ(folder))
+    ended = run_lab_command("down", folder)
     assert ended.returncode == 0, ended.stderr
 
 
-def lab_command(command: str, folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    """Run lab.py as a person does."""
+def run_lab_command(command: str, folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """Run lab.py as users do."""
     arguments: Sequence[str] = [sys.executable, str(LAB), command, "--dir", str(folder), *options]
     return subprocess.run(arguments, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120)
 
 
-def environ_of(folder: Path) -> dict[str, str]:
+def make_lab_environ(folder: Path) -> dict[str, str]:
     """Return this process's environment with Slurm's commands pointed at the lab in `folder`."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(CLIENT_VARIABLES)}
-    return {**kept, "SLURM_CONF": str(folder / "etc" / "slurm.conf")}
+    others = {name: value for name, value in os.environ.items() if not name.startswith(CLIENT_VARIABLES)}
+    return {**others, "SLURM_CONF": str(folder / "etc" / "slurm.conf")}
 
 
 def skip_without(*programs: str, packages: str) -> None:
-    """Skip with the reason when Slurm is not installed; its daemons lie outside most people's PATH."""
+    """Skip the test if Slurm is not installed; its daemons are not on most users' PATH."""
     path = f"{os.environ.get('PATH', '')}:/usr/local/sbin:/usr/sbin:/sbin"
     missing = [program for program in programs if shutil.which(program, path=path) is None]
     if missing:
-        pytest.skip(f"{', '.join(missing)}: not on this machine. Type: apt-get install {packages}")
+        pytest.skip(f"{', '.join(missing)}: not found on this machine. Type: apt-get install {packages}")
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Show what slurmctld logged last below a test that failed."""
+    """Show the end of slurmctld's log below a failed test."""
     report = yield
     if report.failed:
-        used = [value for value in getattr(item, "funcargs", {}).values() if isinstance(value, Lab)]
-        for log in (one.folder / "log" / "slurmctld.log" for one in used):
+        labs = [value for value in getattr(item, "funcargs", {}).values() if isinstance(value, Lab)]
+        for log in (lab.folder / "log" / "slurmctld.log" for lab in labs):
             if log.exists():
                 end = log.read_text(errors="replace").splitlines()[-30:]
                 report.sections.append((f"end of {log}", "\n".join(end)))

@@ -68,7 +68,7 @@ def test_bad_days_end_in_the_same_bits_and_each_is_recorded_for_what_it_was(lab,
     }
     first_node = dict.fromkeys(took, "")
     blows = {
-        "preempted": lambda node: lab.batch(
+        "preempted": lambda node: lab.submit(
             "true", "-p", "a100-urgent", "--gres=gpu:a100:8", "-w", node, "--exclusive"
         ),
         "node_failure": lambda node: lab.run("scontrol", "update", f"nodename={node}", "state=down", "reason=test"),

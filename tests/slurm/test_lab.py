@@ -1,4 +1,4 @@
-"""The lab: a real Slurm that starts anywhere, listens to this machine alone, and leaves nothing behind."""
+"""The lab: a real Slurm that starts anywhere, listens only on this machine, and leaves nothing behind."""
 
 import json
 import os
@@ -14,24 +14,24 @@ from typing import Any
 
 import pytest
 
-from tests.slurm.conftest import LAB, Lab, environ_of, lab_command, skip_without
+from tests.slurm.conftest import LAB, Lab, make_lab_environ, run_lab_command, skip_without
 
-Stranger = Callable[[dict[str, str]], subprocess.Popen[bytes]]
+StartBystander = Callable[[dict[str, str]], subprocess.Popen[bytes]]
 
 
 @pytest.fixture
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Where a test starts a lab of its own; whatever it did, nothing of it runs on."""
+    """The folder for a test's own lab; afterwards none of its processes is left."""
     skip_without("slurmctld", "slurmd", "sinfo", packages="slurmctld slurmd slurm-client")
-    folder = tmp_path_factory.mktemp("own") / "lab"  # not tmp_path, which bears the test's long name
+    folder = tmp_path_factory.mktemp("own") / "lab"  # not tmp_path, which contains the test's long name
     yield folder
-    lab_command("down", folder)
-    assert processes(folder) == {}
+    run_lab_command("down", folder)
+    assert find_processes(folder) == {}
 
 
 @pytest.fixture(autouse=True)
 def _no_job_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Keep the jobs of a test that failed out of the next one's way."""
+    """Cancel the jobs that a failed test left, before the next one starts."""
     yield
     if "lab" in request.fixturenames:
         lab = request.getfixturevalue("lab")
@@ -39,8 +39,8 @@ def _no_job_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture
-def stranger() -> Iterator[Stranger]:
-    """Start processes that are none of the lab's business, with an environment."""
+def start_bystander() -> Iterator[StartBystander]:
+    """Return a function that starts a process unrelated to the lab, with a given environment."""
     started = []
 
     def start(environ: dict[str, str]) -> subprocess.Popen[bytes]:
@@ -54,91 +54,95 @@ def stranger() -> Iterator[Stranger]:
 
 
 def test_up_gives_a_fresh_cluster_each_time_and_down_leaves_only_logs(folder: Path) -> None:
-    first = lab_command("up", folder)
+    first = run_lab_command("up", folder)
     assert first.returncode == 0, first.stderr
     assert all(name in first.stdout for name in ("p100-[0-1]", "a100-urgent", f"export SLURM_CONF={folder}/etc/"))
-    lab = Lab(folder, environ_of(folder))
-    old_job = lab.batch("sleep 600", "-p", "a100")
+    lab = Lab(folder, make_lab_environ(folder))
+    old_job = lab.submit("sleep 600", "-p", "a100")
     lab.wait_for(old_job, "RUNNING")
-    old = processes(folder)
+    old = find_processes(folder)
 
-    assert lab_command("up", folder, "--nodes", "1").returncode == 0
-    assert not old.keys() & processes(folder).keys()
+    assert run_lab_command("up", folder, "--nodes", "1").returncode == 0
+    assert not old.keys() & find_processes(folder).keys()
     assert lab.run("squeue", "-h", "-t", "all") == ""
-    assert int(lab.batch("true", "-p", "a100")) > int(old_job), "a job of the fresh cluster bears an old job's id"
+    assert int(lab.submit("true", "-p", "a100")) > int(old_job), "a job of the fresh cluster has an old job's id"
     assert len(lab.run("sinfo", "-h", "-N", "-o", "%N", "-p", "p100,rtx2080ti,a5000,a100").split()) == 4
-    assert lab_command("status", folder).returncode == 0
+    assert run_lab_command("status", folder).returncode == 0
 
     for _ in range(2):
-        down = lab_command("down", folder)
+        down = run_lab_command("down", folder)
         assert down.returncode == 0, down.stderr
-        assert processes(folder) == {}
+        assert find_processes(folder) == {}
         assert {path.name for path in folder.iterdir()} == {"lab.lock", "log"}
-    assert lab_command("status", folder).returncode == 1
+    assert run_lab_command("status", folder).returncode == 1
 
 
-def test_everything_listens_on_the_loopback_address_alone(lab: Lab) -> None:
-    job = lab.batch("srun sleep 600", "-p", "a100", "-N2", "--ntasks-per-node=1")
+def test_everything_listens_only_on_the_loopback_address(lab: Lab) -> None:
+    job = lab.submit("srun sleep 600", "-p", "a100", "-N2", "--ntasks-per-node=1")
     lab.wait_for(job, "RUNNING")
     assert_only_loopback(lab.folder, {"slurmctld", "slurmd", "srun"})
 
 
-def test_up_that_is_killed_at_any_moment_leaves_nothing_that_down_does_not_end(folder: Path) -> None:
+def test_down_cleans_up_after_an_up_that_was_killed_at_any_moment(folder: Path) -> None:
     for recorded in (0, 1, 2, 5, 9):
         starting = subprocess.Popen([sys.executable, str(LAB), "up", "--dir", str(folder)], stdout=subprocess.DEVNULL)
-        wait_until(lambda: (folder / "lab.lock").exists() and len(daemons(folder)) >= recorded)  # noqa: B023
+        wait_until(lambda: (folder / "lab.lock").exists() and len(read_daemons(folder)) >= recorded)  # noqa: B023
         starting.kill()
         starting.wait()
-        assert recorded == 0 or processes(folder)
-        ended = lab_command("down", folder)
+        assert recorded == 0 or find_processes(folder)
+        ended = run_lab_command("down", folder)
         assert ended.returncode == 0, ended.stderr
-        assert processes(folder) == {}
-    again = lab_command("up", folder)
+        assert find_processes(folder) == {}
+    again = run_lab_command("up", folder)
     assert again.returncode == 0, again.stderr
 
 
 def test_down_ends_the_jobs_of_daemons_that_were_killed(folder: Path) -> None:
-    assert lab_command("up", folder).returncode == 0
-    lab = Lab(folder, environ_of(folder))
+    assert run_lab_command("up", folder).returncode == 0
+    lab = Lab(folder, make_lab_environ(folder))
     marker = folder.parent / "pids"
-    # One rank, and one that hides: a child without any environment.
-    job = lab.batch(f"srun sleep 601 & env -i sleep 602 & echo $! > {marker}; wait", "-p", "a100")
-    wait_until(lambda: marker.exists() and marker.read_text().strip() and "slurmstepd" in processes(folder).values())
+    # One rank, and one hidden process: a child without any environment.
+    job = lab.submit(f"srun sleep 601 & env -i sleep 602 & echo $! > {marker}; wait", "-p", "a100")
+    wait_until(
+        lambda: marker.exists() and marker.read_text().strip() and "slurmstepd" in find_processes(folder).values()
+    )
     lab.wait_for(job, "RUNNING")
     hidden = int(marker.read_text())
     wait_until(lambda: Path(f"/proc/{hidden}/environ").read_bytes() == b"")
-    for daemon in daemons(folder):
+    for daemon in read_daemons(folder):
         os.kill(daemon["pid"], signal.SIGKILL)
-    wait_until(lambda: "slurmctld" not in processes(folder).values())
-    assert "slurmstepd" in processes(folder).values()
+    wait_until(lambda: "slurmctld" not in find_processes(folder).values())
+    assert "slurmstepd" in find_processes(folder).values()
 
-    ended = lab_command("down", folder)
+    ended = run_lab_command("down", folder)
     assert ended.returncode == 0, ended.stderr
-    assert processes(folder) == {}
+    assert find_processes(folder) == {}
     assert not is_running(hidden)
 
 
-def test_a_process_that_bears_a_recorded_pid_by_chance_is_not_touched(folder: Path, stranger: Stranger) -> None:
-    assert lab_command("up", folder, "--nodes", "1").returncode == 0
-    bystander = stranger({})
-    recorded = daemons(folder)
+def test_a_process_that_has_a_recorded_pid_by_chance_is_not_touched(
+    folder: Path, start_bystander: StartBystander
+) -> None:
+    assert run_lab_command("up", folder, "--nodes", "1").returncode == 0
+    bystander = start_bystander({})
+    recorded = read_daemons(folder)
     (folder / "lab.json").write_text(json.dumps([*recorded, {**recorded[0], "pid": bystander.pid}]))
-    assert lab_command("down", folder).returncode == 0
+    assert run_lab_command("down", folder).returncode == 0
     assert bystander.poll() is None
 
 
 def test_a_second_lab_and_a_shell_with_its_slurm_conf_outlive_the_first(
-    lab: Lab, folder: Path, stranger: Stranger
+    lab: Lab, folder: Path, start_bystander: StartBystander
 ) -> None:
-    job = lab.batch("sleep 600", "-p", "a5000")
+    job = lab.submit("sleep 600", "-p", "a5000")
     lab.wait_for(job, "RUNNING")
-    before = processes(lab.folder)
-    assert lab_command("up", folder).returncode == 0
-    shell = stranger(environ_of(folder))
-    assert lab_command("down", folder).returncode == 0
+    before = find_processes(lab.folder)
+    assert run_lab_command("up", folder).returncode == 0
+    shell = start_bystander(make_lab_environ(folder))
+    assert run_lab_command("down", folder).returncode == 0
     assert shell.poll() is None
-    assert before.items() <= processes(lab.folder).items()
-    assert lab.state(job) == "RUNNING"
+    assert before.items() <= find_processes(lab.folder).items()
+    assert lab.read_state(job) == "RUNNING"
 
 
 def test_a_folder_that_is_not_a_lab_is_refused_and_left_as_it_is(folder: Path) -> None:
@@ -146,7 +150,7 @@ def test_a_folder_that_is_not_a_lab_is_refused_and_left_as_it_is(folder: Path) -
     (folder / "etc").mkdir()
     (folder / "etc" / "precious").write_text("mine")
     for command in ("up", "down"):
-        refused = lab_command(command, folder)
+        refused = run_lab_command(command, folder)
         assert refused.returncode == 2
         assert (
             refused.stderr == f"slurm lab: {folder}: not empty and not a lab (no lab.lock in it): use an empty --dir\n"
@@ -155,14 +159,14 @@ def test_a_folder_that_is_not_a_lab_is_refused_and_left_as_it_is(folder: Path) -
 
 
 def test_a_path_too_long_for_unix_sockets_is_refused_before_the_start(folder: Path) -> None:
-    refused = lab_command("up", folder / ("x" * 80))
+    refused = run_lab_command("up", folder / ("x" * 80))
     assert refused.returncode == 2
     assert "Unix sockets below it allow" in refused.stderr
     assert not folder.exists()
 
 
 def test_missing_packages_are_named_with_what_to_type(tmp_path: Path) -> None:
-    # The daemons' folders are always searched, so the one that can be missing from here is Slurm's client.
+    # The daemons' folders are always searched, so only Slurm's client can be missing here.
     (tmp_path / "bin").mkdir()
     refused = subprocess.run(
         [sys.executable, str(LAB), "up", "--dir", str(tmp_path / "lab")],
@@ -191,48 +195,48 @@ def test_a_daemon_that_dies_is_reported_with_the_end_of_its_log(folder: Path) ->
     )
     assert refused.returncode == 2
     assert refused.stderr == "slurm lab: slurmctld died. Its log:\n  fatal: nothing works here\n"
-    assert processes(folder) == {}
+    assert find_processes(folder) == {}
 
 
 def test_a_typed_gres_gives_a_job_that_many_devices(lab: Lab) -> None:
     devices = lab.run("srun", "-p", "a100", "--gres=gpu:a100:2", "printenv", "CUDA_VISIBLE_DEVICES")
     assert devices == "0,1\n"
-    wrong_type = lab.attempt("srun", "-p", "a100", "--gres=gpu:p100:2", "true")
+    wrong_type = lab.try_run("srun", "-p", "a100", "--gres=gpu:p100:2", "true")
     assert wrong_type.returncode != 0
     assert "Requested node configuration is not available" in wrong_type.stderr
 
 
-def test_an_urgent_job_preempts_one_that_then_starts_again(lab: Lab) -> None:
+def test_an_urgent_job_preempts_another_which_is_requeued(lab: Lab) -> None:
     whole = ("--exclusive", "-N2")
-    victim = lab.batch("sleep 600", "-p", "a100", *whole)
+    victim = lab.submit("sleep 600", "-p", "a100", *whole)
     lab.wait_for(victim, "RUNNING")
-    urgent = lab.batch("sleep 1", "-p", "a100-urgent", *whole)
+    urgent = lab.submit("sleep 1", "-p", "a100-urgent", *whole)
     lab.wait_for(urgent, "COMPLETED")
     lab.wait_for(victim, "RUNNING")
     assert "Restarts=1" in lab.run("scontrol", "show", "job", victim)
 
 
 def test_the_short_partition_refuses_more_than_a_minute(lab: Lab) -> None:
-    refused = lab.attempt("sbatch", "-p", "short", "--time=5", "--output=/dev/null", "--wrap=true")
+    refused = lab.try_run("sbatch", "-p", "short", "--time=5", "--output=/dev/null", "--wrap=true")
     assert refused.returncode != 0
     assert "time limit" in refused.stderr.lower()
 
 
 def test_without_accounting_sacct_does_not_answer(lab: Lab) -> None:
-    refused = lab.attempt("sacct")
+    refused = lab.try_run("sacct")
     assert refused.returncode != 0
     assert "accounting storage is disabled" in refused.stderr
 
 
 def test_with_accounting_sacct_answers_and_the_database_listens_on_loopback_too(lab_accounting: Lab) -> None:
     lab_accounting.run("srun", "-p", "a100", "--gres=gpu:a100:2", "true")
-    ask = ("sacct", "-n", "-X", "-P", "-o", "State,AllocTRES")
-    wait_until(lambda: "COMPLETED" in lab_accounting.run(*ask), limit_s=30)
-    assert "gres/gpu=2" in lab_accounting.run(*ask)
+    query = ("sacct", "-n", "-X", "-P", "-o", "State,AllocTRES")
+    wait_until(lambda: "COMPLETED" in lab_accounting.run(*query), limit_s=30)
+    assert "gres/gpu=2" in lab_accounting.run(*query)
     assert_only_loopback(lab_accounting.folder, {"slurmctld", "slurmd", "slurmdbd", "mariadbd"})
 
 
-def test_a_port_that_somebody_takes_at_the_last_moment_costs_another_try(folder: Path, monkeypatch) -> None:
+def test_a_port_that_is_taken_at_the_last_moment_only_costs_another_try(folder: Path, monkeypatch) -> None:
     monkeypatch.syspath_prepend(LAB.parent)
     import lab as script
 
@@ -240,26 +244,26 @@ def test_a_port_that_somebody_takes_at_the_last_moment_costs_another_try(folder:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         first = iter([taken.getsockname()[1]])
-        choose = script._free_ports
-        monkeypatch.setattr(script, "_free_ports", lambda count: next(first, None) or choose(count))
+        choose = script._find_free_ports
+        monkeypatch.setattr(script, "_find_free_ports", lambda count: next(first, None) or choose(count))
         script.up(folder, script.Options(nodes=1), environ=dict(os.environ))
         assert next(first, "tried") == "tried" and script.is_up(folder)
 
 
-def daemons(folder: Path) -> list[dict[str, Any]]:
-    """Return what the lab has recorded of the daemons it started."""
+def read_daemons(folder: Path) -> list[dict[str, Any]]:
+    """Return what the lab recorded about the daemons it started."""
     record = folder / "lab.json"
     return json.loads(record.read_text()) if record.exists() else []
 
 
-def processes(folder: Path) -> dict[int, str]:
-    """Return pid and program of all that has a path below a lab's folder in its environment or its arguments."""
+def find_processes(folder: Path) -> dict[int, str]:
+    """Return pid and program of every process with a path below a lab's folder in its environment or arguments."""
     found = {}
     for process in (entry for entry in Path("/proc").iterdir() if entry.name.isdigit()):
         try:
             known = (process / "environ").read_bytes() + (process / "cmdline").read_bytes()
             program = (process / "exe").readlink().name
-        except OSError:  # gone meanwhile, or another user's
+        except OSError:  # it has exited, or belongs to another user
             continue
         if f"{folder}/".encode() in known:
             found[int(process.name)] = program.partition("-")[0]  # Debian calls it slurmctld-wlm
@@ -274,18 +278,22 @@ def is_running(pid: int) -> bool:
 
 
 def assert_only_loopback(folder: Path, expected: set[str]) -> None:
-    """Wait until the expected programs listen, and check each address on which a lab's processes do."""
-    wait_until(lambda: {name for name, _ in listeners(folder)} == expected)
-    assert {address for _, address in listeners(folder)} == {"127.0.0.1"}
+    """Wait until the expected programs listen, and check every address on which the lab's processes listen."""
+    wait_until(lambda: {name for name, _ in find_listeners(folder)} == expected)
+    assert {address for _, address in find_listeners(folder)} == {"127.0.0.1"}
 
 
-def listeners(folder: Path) -> list[tuple[str, str]]:
+def find_listeners(folder: Path) -> list[tuple[str, str]]:
     """Return program and address for each socket on which one of a lab's processes listens."""
-    sockets = listening_sockets()
-    return [(name, sockets[inode]) for pid, name in processes(folder).items() for inode in inodes(pid) & sockets.keys()]
+    sockets = read_listening_sockets()
+    return [
+        (name, sockets[inode])
+        for pid, name in find_processes(folder).items()
+        for inode in read_socket_inodes(pid) & sockets.keys()
+    ]
 
 
-def listening_sockets() -> dict[str, str]:
+def read_listening_sockets() -> dict[str, str]:
     """Return inode and address of each listening TCP socket of this machine (proc(5), /proc/net/tcp)."""
     found = {}
     for table in ("tcp", "tcp6"):
@@ -298,8 +306,8 @@ def listening_sockets() -> dict[str, str]:
     return found
 
 
-def inodes(pid: int) -> set[str]:
-    """Return the inodes of a process's sockets; none once it is gone."""
+def read_socket_inodes(pid: int) -> set[str]:
+    """Return the inodes of a process's sockets; none if it has exited."""
     try:
         links = [link.readlink().name for link in Path(f"/proc/{pid}/fd").iterdir()]
     except FileNotFoundError:
@@ -310,5 +318,5 @@ def inodes(pid: int) -> set[str]:
 def wait_until(ready: Callable[[], object], limit_s: float = 20) -> None:
     deadline = time.monotonic() + limit_s
     while not ready():
-        assert time.monotonic() < deadline, "it did not come to that"
+        assert time.monotonic() < deadline, f"not true within {limit_s} s"
         time.sleep(0.02)

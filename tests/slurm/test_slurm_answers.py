@@ -348,7 +348,7 @@ def test_a_partition_that_is_down_is_noted(current_lab, tmp_path):
 
 def test_sacct_remembers_what_squeue_has_forgotten(lab_accounting, tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_CONF", lab_accounting.environ["SLURM_CONF"])
-    ended = lab_accounting.batch("true", "--partition=a100")
+    ended = lab_accounting.submit("true", "--partition=a100")
     lab_accounting.wait_for(ended, "COMPLETED")
     replace_command(tmp_path, "squeue", "exit 0", monkeypatch)  # as it answers when MinJobAge has passed
     deadline = time.monotonic() + 30

@@ -176,7 +176,7 @@ def test_the_grace_time_of_a_partition_is_used_to_save_and_start_again(lab, tmp_
     run = start("graced", "model.sleep_ms=300", "max_duration=8ep", "--hw", "a100", "--gpus", 2, cluster=lab_file)
     wait("step 3", lambda: len(lines(run / "metrics.jsonl")) >= 3)
     node = lines(run / "slurm" / "attempts.jsonl")[0]["nodes"]
-    lab.batch("sleep 1", "-p", "a100-urgent", "--gres=gpu:a100:8", "-w", node, "--exclusive")
+    lab.submit("sleep 1", "-p", "a100-urgent", "--gres=gpu:a100:8", "-w", node, "--exclusive")
     wait_for_end(lab, run)
     assert [end[1] for end in ends(run)] == ["preempted", "done"]
     resumed = [line for line in lines(run / "events.jsonl") if line["event"] == "resume"]

@@ -105,7 +105,7 @@ def test_hydras_own_launcher_submits_a_multirun_and_waits_for_it(lab: Lab, tmp_p
     asked = ["partition=a100", "timeout_min=10", "mem_gb=4", "cpus_per_task=1", "tasks_per_node=2"]
     words = ["multirun", "stripes", "--jobs", FAMILIES, "--runs", "runs", "hydra/launcher=submitit_slurm"]
     words += [*(f"hydra.launcher.{word}" for word in asked), f"data.path={packed}", "max_duration=2ep", "seed=0,1"]
-    done = lab.attempt(sys.executable, "-m", "trainyard", *words, cwd=tmp_path, timeout_s=300)
+    done = lab.try_run(sys.executable, "-m", "trainyard", *words, cwd=tmp_path, timeout_s=300)
     assert done.returncode == 0, done.stderr
     made = sorted((tmp_path / "runs/stripes").iterdir())
     assert [thaw(run / runs.CONFIG, FAMILIES).seed for run in made] == [0, 1]
