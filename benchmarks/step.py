@@ -60,11 +60,11 @@ def summarise_times(name: str, wall_s: tuple[float, ...], cpu_s: tuple[float, ..
 
 def build_steps(device: torch.device) -> dict[str, Step]:
     """Build both steps, on equal models and batches, with the precision that the engine chooses here."""
-    from trainyard.hardware import precision_for
+    from trainyard.hardware import choose_precision
     from trainyard.train.precision import make_autocast, set_switches
 
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    precision = precision_for(None if capability is None else capability[0] * 10 + capability[1])
+    precision = choose_precision(None if capability is None else capability[0] * 10 + capability[1])
     set_switches(precision, deterministic=False)
     layout = torch.channels_last if precision.channels_last else torch.contiguous_format
     random = torch.Generator().manual_seed(SEED)

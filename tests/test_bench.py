@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from trainyard.environment import environment_record
+from trainyard.environment import collect_environment
 from trainyard.errors import UserError
 from trainyard.tools import bench
 from trainyard.tools.bench import Configuration, Options, Round, build_result_lines, measure, read_results, run_suite
@@ -186,7 +186,7 @@ def test_a_quick_run_measures_our_reader_and_h5py_on_generated_images_end_to_end
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     options = Options(scripts=BENCHMARKS, results=tmp_path, data=tmp_path / "data", only=("h5py_flat",)).make_quick()
-    path = run_suite("read", replace(options, rgb=64, threads=1), command="bench", environment=environment_record())
+    path = run_suite("read", replace(options, rgb=64, threads=1), command="bench", environment=collect_environment())
     head, *results = [json.loads(line) for line in path.read_text().splitlines()]
     assert head["suite"] == "read" and head["environment"]["machine"]["cpu"] and "commit" in head["environment"]["code"]
     assert [line["name"] for line in results] == ["ours", "h5py_flat"]

@@ -1,4 +1,4 @@
-"""What a person sees: one line for a mistake, nothing half-written, and what to type next."""
+"""What users see: one message per mistake, nothing half-written, and what to type next."""
 
 import os
 import resource
@@ -23,14 +23,14 @@ def here(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-def say(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
-    """Run a command in this process; return its code and what it said on standard error."""
+def run_cli(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
+    """Run a command in this process; return its exit code and its standard error."""
     capsys.readouterr()
     code = cli.main(list(argv))
     return code, capsys.readouterr().err
 
 
-def raw_folder(here: Path, count: int = 10) -> Path:
+def make_raw_folder(here: Path, count: int = 10) -> Path:
     from families.stripes.pack import synthesize
 
     synthesize(here / "raw", count=count, seed=0)
@@ -38,7 +38,7 @@ def raw_folder(here: Path, count: int = 10) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"),
+    ("argv", "expected"),
     [
         (["run", "strips"], ["no job 'strips'", "stripes", "trainyard jobs"]),
         (["run", "stripes", "optimizer.lt=1"], ["optimizer.lt", "optimizer.lr", "weight_decay"]),
@@ -49,7 +49,7 @@ def raw_folder(here: Path, count: int = 10) -> Path:
         (["run", "stripes", "precision=fp16"], ["precision=fp16", "the CPU", "precision=fp32"]),
         (["run", "stripes", "data.path=nowhere"], ["nowhere: no such folder", "data.path=FOLDER"]),
         (["run", "stripes", "data.synthetic=0"], ["needs data", "DATA=FOLDER"]),
-        (["run", "stripes", "--gpus", "8"], ["8 GPUs asked for", "shows 0", "Leave --gpus (GPUS=) out"]),
+        (["run", "stripes", "--gpus", "8"], ["8 GPUs requested", "this machine has 0", "Leave --gpus (GPUS=) out"]),
         (["resume", "nothing"], ["no runs"]),
         (["report", "nothing"], ["no runs"]),
         (["verify", "nowhere"], ["nowhere: no such folder", "trainyard pack"]),
@@ -57,60 +57,60 @@ def raw_folder(here: Path, count: int = 10) -> Path:
         (["run", "stripes", "data.order=pxk", "data.order_by=colour"], ["data.order_by=colour", "direction"]),
     ],
 )
-def test_a_mistake_gets_one_clear_message_and_leaves_nothing_behind(argv, said, here, capsys):
-    code, told = say(capsys, *argv, *JOBS)
+def test_a_mistake_gets_one_clear_message_and_leaves_nothing_behind(argv, expected, here, capsys):
+    code, stderr = run_cli(capsys, *argv, *JOBS)
     assert code == 2
-    for part in said:
-        assert part in told
-    assert "Traceback" not in told
+    for part in expected:
+        assert part in stderr
+    assert "Traceback" not in stderr
     assert not [path for path in here.rglob("*") if ".partial" in path.name or path.name.startswith(".new-")]
 
 
 def test_an_empty_folder_says_what_is_expected(here, capsys):
     (here / "empty").mkdir()
-    code, told = say(capsys, "run", "stripes", "data.path=empty", *JOBS)
+    code, stderr = run_cli(capsys, "run", "stripes", "data.path=empty", *JOBS)
     assert code == 2
-    assert "empty: contains no sample that stripes knows" in told
+    assert "empty: holds no sample that stripes knows" in stderr
     assert not (here / "runs").exists()
 
 
-def test_unreadable_pictures_are_named_and_counted_and_left_out_on_request(here, capsys):
-    raw = raw_folder(here)
+def test_unreadable_images_are_named_counted_and_skipped_on_request(here, capsys):
+    raw = make_raw_folder(here)
     for name in ("d0-0000.png", "d1-0005.png"):
         (raw / name).write_bytes(b"no image")
-    code, told = say(capsys, "pack", "stripes", "raw", "out", *JOBS)
+    code, stderr = run_cli(capsys, "pack", "stripes", "raw", "out", *JOBS)
     assert code == 2
-    assert "2 of 10 raw samples cannot be read" in told
-    assert "d0-0000.png" in told and "d1-0005.png" in told and "data.on_error=skip" in told
+    assert "2 of 10 raw samples cannot be read" in stderr
+    assert "d0-0000.png" in stderr and "d1-0005.png" in stderr and "data.on_error=skip" in stderr
     assert list((here / "out").iterdir()) == []
-    code, told = say(capsys, "pack", "stripes", "raw", "out", "data.on_error=skip", *JOBS)
+    code, stderr = run_cli(capsys, "pack", "stripes", "raw", "out", "data.on_error=skip", *JOBS)
     assert code == 0
-    assert "8 samples in 1 shards, 2 unreadable left out" in told
-    assert say(capsys, "verify", "out", *JOBS)[0] == 0
+    assert "8 samples in 1 shards, 2 unreadable left out" in stderr
+    assert run_cli(capsys, "verify", "out", *JOBS)[0] == 0
 
 
-def test_packed_data_of_another_schema_or_cut_off_are_refused(here, capsys):
-    raw_folder(here)
-    assert say(capsys, "pack", "stripes", "raw", "out", *JOBS)[0] == 0
+def test_packed_data_with_another_schema_or_a_truncated_shard_is_refused(here, capsys):
+    make_raw_folder(here)
+    assert run_cli(capsys, "pack", "stripes", "raw", "out", *JOBS)[0] == 0
     shutil.copytree("out", "old")
     with h5py.File("old/index.h5", "r+") as file:
         file.attrs["schema_version"] = 99
-    code, told = say(capsys, "run", "stripes", "data.path=old", *JOBS)
+    code, stderr = run_cli(capsys, "run", "stripes", "data.path=old", *JOBS)
     assert code == 2
-    assert "written with shard schema 99, this version reads 2" in told and "trainyard pack" in told
+    assert "written with shard schema 99, this version reads 2" in stderr and "trainyard pack" in stderr
     with Path("out/shard-00000.h5").open("r+b") as shard:
         shard.truncate(3000)
-    code, told = say(capsys, "run", "stripes", "data.path=out", *JOBS)
+    code, stderr = run_cli(capsys, "run", "stripes", "data.path=out", *JOBS)
     assert code == 2
-    assert "shard-00000.h5: 3000 bytes, the index says" in told and "cut off" in told
+    assert "shard-00000.h5: 3000 bytes, the index says" in stderr and "cut off" in stderr
     code = cli.main(["verify", "out", *JOBS])
     assert code == 1
     assert "damaged" in capsys.readouterr().out
 
 
 def test_a_damaged_record_is_named_by_verify(here, capsys):
-    raw_folder(here)
-    assert say(capsys, "pack", "stripes", "raw", "out", *JOBS)[0] == 0
+    make_raw_folder(here)
+    assert run_cli(capsys, "pack", "stripes", "raw", "out", *JOBS)[0] == 0
     shard = Path("out/shard-00000.h5")
     data = bytearray(shard.read_bytes())
     at = data.index(Path("raw/d1-0001.png").read_bytes()) + 60
@@ -121,40 +121,40 @@ def test_a_damaged_record_is_named_by_verify(here, capsys):
     assert lines == ["out/shard-00000.h5: image of 'd1-0001.png': checksum differs", "out: 1 damaged"]
 
 
-def test_a_run_in_progress_refuses_changed_mathematics_and_takes_the_rest(tmp_path, capsys):
+def test_a_run_in_progress_refuses_options_that_change_the_mathematics_and_accepts_others(tmp_path, capsys):
     run = new_run(tmp_path, "max_duration=1ep")
     assert train(run) == 0
-    code, told = say(capsys, "resume", str(run), "optimizer.lr=0.5", "eval_batch_size=7", *JOBS)
+    code, stderr = run_cli(capsys, "resume", str(run), "optimizer.lr=0.5", "eval_batch_size=7", *JOBS)
     assert code == 2
-    assert "optimizer.lr: 0.01 -> 0.5" in told and "eval_batch_size" not in told and "start a new run" in told
-    code, told = say(capsys, "resume", str(run), "eval_batch_size=7", *JOBS)
+    assert "optimizer.lr: 0.01 -> 0.5" in stderr and "eval_batch_size" not in stderr and "start a new run" in stderr
+    code, stderr = run_cli(capsys, "resume", str(run), "eval_batch_size=7", *JOBS)
     assert code == 0
-    assert "eval_batch_size: 64 -> 7" in told
+    assert "eval_batch_size: 64 -> 7" in stderr
     assert "eval_batch_size: 7" in (run / "config.yaml").read_text()
 
 
-def test_the_same_name_goes_on_with_the_run_and_other_options_are_refused(here, capsys):
+def test_the_same_name_resumes_the_run_and_refuses_other_options(here, capsys):
     quick = ["--name", "mine", "max_duration=1ep", *JOBS]
     assert cli.main(["run", "stripes", *quick]) == 0
-    assert "resuming" in say(capsys, "run", "stripes", *quick)[1]
-    code, told = say(capsys, "run", "stripes", "seed=4", *quick)
+    assert "resuming" in run_cli(capsys, "run", "stripes", *quick)[1]
+    code, stderr = run_cli(capsys, "run", "stripes", "seed=4", *quick)
     assert code == 2
-    assert "seed: 0 -> 4" in told
+    assert "seed: 0 -> 4" in stderr
 
 
-def test_a_second_process_on_a_run_is_told_who_has_it(tmp_path, capsys):
+def test_a_second_process_on_a_run_is_told_who_owns_it(tmp_path, capsys):
     from trainyard.runs.lock import RunLock
 
     run = new_run(tmp_path)
     with RunLock(run):
-        code, told = say(capsys, "resume", str(run), "eval_batch_size=7", *JOBS)
+        code, stderr = run_cli(capsys, "resume", str(run), "eval_batch_size=7", *JOBS)
     assert code == 2
     assert "eval_batch_size: 64" in (run / "config.yaml").read_text()
-    assert f"process {os.getpid()} on" in told and "Wait for it, or stop it" in told
+    assert f"process {os.getpid()} on" in stderr and "Wait for it, or stop it" in stderr
 
 
-def test_a_full_disk_ends_a_run_with_a_sentence_and_spares_what_was_saved(tmp_path):
-    """The limit on file size makes the kernel refuse a write as a full disk does, for this one process."""
+def test_a_full_disk_stops_a_run_with_one_message_and_keeps_what_was_saved(tmp_path):
+    """A file size limit makes the kernel refuse writes of this one process, as a full disk would."""
     run = new_run(tmp_path, "max_duration=2ep", "checkpoint.every=1st")
 
     def small_files() -> None:
@@ -190,10 +190,10 @@ def test_checkpoints_are_listed_verified_and_exported(here, capsys):
     assert cli.main(["ckpt", "verify", "stripes", *JOBS]) == 0
     assert cli.main(["ckpt", "export", "stripes", "model.safetensors", *JOBS]) == 0
     assert "head.weight" in load_file("model.safetensors")
-    code, told = say(capsys, "ckpt", "export", "stripes", "model.safetensors", *JOBS)
-    assert code == 2 and "exists already" in told
-    code, told = say(capsys, "ckpt", "export", "stripes", "other.safetensors", "--step", "999", *JOBS)
-    assert code == 2 and "no checkpoint of step 999" in told
+    code, stderr = run_cli(capsys, "ckpt", "export", "stripes", "model.safetensors", *JOBS)
+    assert code == 2 and "exists already" in stderr
+    code, stderr = run_cli(capsys, "ckpt", "export", "stripes", "other.safetensors", "--step", "999", *JOBS)
+    assert code == 2 and "no checkpoint of step 999" in stderr
 
 
 def test_jobs_and_options_are_listed(here, capsys):

@@ -15,11 +15,11 @@ from trainyard.config import (
     ConfigError,
     apply_overrides,
     compose,
-    differences,
+    find_differences,
     find_jobs,
     freeze,
+    list_options,
     load_family,
-    options,
     thaw,
 )
 from trainyard.errors import UserError
@@ -33,15 +33,15 @@ BASE = "defaults: [schema, _self_]\n"
 
 @pytest.fixture(autouse=True)
 def a_process_without_jobs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let each test import its own package `jobs`, as a fresh process would."""
+    """Let each test import its own `jobs` package, as a fresh process would."""
 
-    def imported() -> dict[str, object]:
+    def pop_jobs_modules() -> dict[str, object]:
         return {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] == "jobs"}
 
-    before = imported()
+    before = pop_jobs_modules()
     monkeypatch.setattr(sys, "path", list(sys.path))
     yield
-    imported()
+    pop_jobs_modules()
     sys.modules.update(before)
 
 
@@ -50,8 +50,8 @@ def tiny() -> TrainConfig:
     return compose("tiny", [], JOBS)
 
 
-def family(folder: Path, name: str = "tiny", **presets: str) -> Path:
-    """Make a folder of jobs that holds one family with the options of tiny, and return it."""
+def make_family(folder: Path, name: str = "tiny", **presets: str) -> Path:
+    """Make a folder of jobs with one family that has the options of tiny; return the folder."""
     home = folder / "jobs" / name
     home.mkdir(parents=True)
     (folder / "jobs" / "__init__.py").touch()
@@ -62,8 +62,8 @@ def family(folder: Path, name: str = "tiny", **presets: str) -> Path:
     return home.parent
 
 
-def refused(job: str, *overrides: str, jobs: Path = JOBS) -> str:
-    """Return the one line with which a job is refused."""
+def read_refusal(job: str, *overrides: str, jobs: Path = JOBS) -> str:
+    """Return the one-line message with which a job is refused."""
     with pytest.raises(ConfigError) as caught:
         compose(job, overrides, jobs)
     message = str(caught.value)
@@ -74,7 +74,7 @@ def refused(job: str, *overrides: str, jobs: Path = JOBS) -> str:
 # Composing
 
 
-def test_a_preset_is_its_family_s_options_with_its_own_differences_over_those_it_builds_on():
+def test_a_preset_overrides_the_presets_it_is_based_on_and_the_family_defaults():
     config = compose("tiny_big", [], JOBS)
     assert type(config).__name__ == "Config" and isinstance(config, TrainConfig)
     assert (config.job, config.family) == ("tiny_big", "tiny")
@@ -105,7 +105,7 @@ def test_overrides_are_typed_and_a_later_one_wins():
     assert config.channels_last == "on" and type(config.head.dropout) is float
 
 
-def test_an_override_reaches_the_options_that_refer_to_it():
+def test_an_override_changes_the_options_that_refer_to_it():
     config = compose("tiny_big", ["data.path=/raw", "data.cache=${data.path}/packed"], JOBS)
     assert config.data.cache == "/raw/packed"
 
@@ -128,7 +128,7 @@ def test_free_text_is_taken_as_typed(typed: str, meant: str):
 
 
 def test_composing_twice_with_different_families_mixes_nothing(tmp_path: Path):
-    other = family(tmp_path, name="other", other=BASE + "seed: 1")
+    other = make_family(tmp_path, name="other", other=BASE + "seed: 1")
     (other / "other" / "config.py").write_text(
         "from dataclasses import dataclass\n"
         "from trainyard.settings import TrainConfig, option\n\n"
@@ -148,7 +148,7 @@ def test_composing_works_in_a_program_that_has_started_hydra_itself():
 def test_composing_leaves_no_files_and_prints_nothing(tmp_path: Path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     compose("tiny", ["seed=1"], JOBS)
-    refused("tiny", "sed=1")
+    read_refusal("tiny", "sed=1")
     assert list(tmp_path.iterdir()) == []
     assert capfd.readouterr() == ("", "")
 
@@ -171,20 +171,20 @@ print(sorted({{name.split(".")[0] for name in sys.modules}} & {{"torch", "torchv
     assert (done.stdout, done.returncode) == ("[]\n", 0), done.stderr
 
 
-# Errors of a user
+# User errors
 
 
-def test_an_unknown_job_is_answered_with_the_nearest_names():
-    message = refused("tiny_bigg")
+def test_an_unknown_job_gets_the_nearest_names():
+    message = read_refusal("tiny_bigg")
     assert "no job 'tiny_bigg'" in message and "Nearest: tiny_big, tiny" in message and "trainyard jobs" in message
 
 
-def test_an_unknown_job_near_none_says_how_to_list_them():
-    assert "has 2 jobs. List them: trainyard jobs" in refused("quantum")
+def test_an_unknown_job_without_a_near_name_says_how_to_list_them():
+    assert "has 2 jobs. List them: trainyard jobs" in read_refusal("quantum")
 
 
-def test_a_misspelt_option_is_answered_with_the_nearest_and_those_beside_it():
-    message = refused("tiny", "optimizer.lrr=1")
+def test_a_misspelt_option_gets_the_nearest_one_and_those_of_its_group():
+    message = read_refusal("tiny", "optimizer.lrr=1")
     assert message.startswith("optimizer.lrr=1: there is no option 'optimizer.lrr'. Nearest: optimizer.lr.")
     assert "Valid in optimizer: name, lr, weight_decay, beta1, beta2." in message
 
@@ -200,17 +200,17 @@ def test_a_misspelt_option_is_answered_with_the_nearest_and_those_beside_it():
     ],
 )
 def test_the_nearest_option_is_found_with_or_without_its_group(typed: str, nearest: str):
-    assert f"Nearest: {nearest}." in refused("tiny", f"{typed}=1")
+    assert f"Nearest: {nearest}." in read_refusal("tiny", f"{typed}=1")
 
 
 def test_an_unknown_option_at_the_top_lists_the_top():
-    message = refused("tiny", "sed=1")
+    message = read_refusal("tiny", "sed=1")
     assert "Nearest: seed." in message and "Valid here: job, family, seed, data," in message
     assert "head, labels." in message and "head.width" not in message
 
 
 def test_a_group_cannot_be_set_as_a_whole():
-    message = refused("tiny", "optimizer=sgd")
+    message = read_refusal("tiny", "optimizer=sgd")
     assert "'optimizer' is a group of options. Set one of: optimizer.name, optimizer.lr" in message
 
 
@@ -229,8 +229,8 @@ def test_a_group_cannot_be_set_as_a_whole():
         ("data.path=${data.cache", "expected text (str), found '${data.cache'"),
     ],
 )
-def test_a_value_of_the_wrong_type_names_option_expectation_and_finding(override: str, expected: str):
-    message = refused("tiny", override)
+def test_a_value_of_the_wrong_type_names_the_option_and_what_was_expected_and_found(override: str, expected: str):
+    message = read_refusal("tiny", override)
     assert override.partition("=")[0] in message and expected in message
 
 
@@ -238,58 +238,60 @@ def test_a_value_of_the_wrong_type_names_option_expectation_and_finding(override
     "override", ["optimizer.lr", "optimizer.lr:1", "+seed=1", "~seed", "seed =1", "=1", "--seed=1"]
 )
 def test_a_malformed_override_shows_what_one_looks_like(override: str):
-    assert refused("tiny", override).startswith(f"'{override}' is not an override. Write option=value, such as")
+    assert read_refusal("tiny", override).startswith(f"'{override}' is not an override. Write option=value, such as")
 
 
 @pytest.mark.parametrize(
     "override", ["seed=1,2", "seed=range(1,4)", "schedule.name=cosine,step", "max_duration=1ep,2ep"]
 )
-def test_several_values_in_one_run_are_refused_and_told_what_to_do(override: str):
-    message = refused("tiny", override)
-    assert message.endswith("several values, but this is one run. Start one run for each of them.")
+def test_several_values_in_one_run_are_refused_with_what_to_do(override: str):
+    message = read_refusal("tiny", override)
+    assert message.endswith("several values, but this is one run. Start one run per value.")
 
 
 @pytest.mark.parametrize("option", ["job", "family"])
 def test_what_the_preset_decides_cannot_be_overridden(option: str):
-    assert f"'{option}' follows from the preset" in refused("tiny", f"{option}=x")
+    assert f"'{option}' is set by the preset" in read_refusal("tiny", f"{option}=x")
 
 
 def test_a_value_out_of_range_names_job_option_and_choices():
-    message = refused("tiny", "schedule.name=cosin")
+    message = read_refusal("tiny", "schedule.name=cosin")
     assert message.startswith("job tiny: schedule.name=cosin: expected one of cosine, step")
 
 
 def test_a_shell_variable_that_nobody_expanded_is_refused():
-    message = refused("tiny", "data.path=${SCRATCH}/x")
+    message = read_refusal("tiny", "data.path=${SCRATCH}/x")
     assert "data.path" in message and "'SCRATCH' not found" in message and "write the value itself" in message
 
 
-def test_a_value_that_must_be_given_is_asked_for(tmp_path: Path):
-    jobs = family(tmp_path, tiny=BASE)
+def test_a_value_that_must_be_given_is_requested(tmp_path: Path):
+    jobs = make_family(tmp_path, tiny=BASE)
     config = jobs / "tiny" / "config.py"
     config.write_text(config.read_text().replace("option(8,", "option('???',"))  # no default, as OmegaConf writes it
-    assert "'head.width' must be given: head.width=<value>" in refused("tiny", jobs=jobs)
+    assert "'head.width' must be given: head.width=<value>" in read_refusal("tiny", jobs=jobs)
     assert compose("tiny", ["head.width=2"], jobs).head.width == 2
 
 
-# Errors of an author of presets
+# Errors in presets
 
 
 def test_a_yaml_error_names_file_and_line(tmp_path: Path):
-    jobs = family(tmp_path, tiny=BASE + "seed: 1\noptimizer: {lr: 1\nprecision: fp32\n", big="defaults: [tiny, _self_]")
-    message = refused("big", jobs=jobs)
+    jobs = make_family(
+        tmp_path, tiny=BASE + "seed: 1\noptimizer: {lr: 1\nprecision: fp32\n", big="defaults: [tiny, _self_]"
+    )
+    message = read_refusal("big", jobs=jobs)
     assert str(jobs / "tiny" / "tiny.yaml") + ", line 4: not YAML" in message
 
 
 def test_an_option_given_twice_in_a_preset_names_file_and_line(tmp_path: Path):
-    jobs = family(tmp_path, tiny=BASE + "seed: 1\nseed: 2\n")
-    message = refused("tiny", jobs=jobs)
+    jobs = make_family(tmp_path, tiny=BASE + "seed: 1\nseed: 2\n")
+    message = read_refusal("tiny", jobs=jobs)
     assert str(jobs / "tiny" / "tiny.yaml") + ", line 3" in message and "duplicate key seed" in message
 
 
 def test_an_unprintable_character_in_a_preset_names_the_file(tmp_path: Path):
-    jobs = family(tmp_path, tiny=BASE + "max_duration: \x01\n")
-    assert str(jobs / "tiny" / "tiny.yaml") + ": not YAML: unacceptable character" in refused("tiny", jobs=jobs)
+    jobs = make_family(tmp_path, tiny=BASE + "max_duration: \x01\n")
+    assert str(jobs / "tiny" / "tiny.yaml") + ": not YAML: unacceptable character" in read_refusal("tiny", jobs=jobs)
 
 
 @pytest.mark.parametrize(
@@ -302,28 +304,28 @@ def test_an_unprintable_character_in_a_preset_names_the_file(tmp_path: Path):
         ("optimizer: 3", "int is not a subclass of OptimizerSettings"),
     ],
 )
-def test_a_wrong_option_in_a_preset_names_the_file_it_stands_in(tmp_path: Path, text: str, expected: str):
-    jobs = family(tmp_path, tiny=BASE + text, big="defaults: [tiny, _self_]\nseed: 1")
-    message = refused("big", jobs=jobs)
+def test_a_wrong_option_in_a_preset_names_its_file(tmp_path: Path, text: str, expected: str):
+    jobs = make_family(tmp_path, tiny=BASE + text, big="defaults: [tiny, _self_]\nseed: 1")
+    message = read_refusal("big", jobs=jobs)
     assert message.startswith(f"{jobs / 'tiny' / 'tiny.yaml'}: ") and expected in message
 
 
-def test_a_preset_built_on_one_that_does_not_exist_lists_the_others(tmp_path: Path):
-    jobs = family(tmp_path, tiny=BASE, big="defaults: [tinny, _self_]")
-    message = refused("big", jobs=jobs)
+def test_a_preset_based_on_one_that_does_not_exist_lists_the_others(tmp_path: Path):
+    jobs = make_family(tmp_path, tiny=BASE, big="defaults: [tinny, _self_]")
+    message = read_refusal("big", jobs=jobs)
     assert message.startswith(f"{jobs / 'tiny' / 'big.yaml'}: its defaults name 'tinny'") and "one of: tiny" in message
 
 
 @pytest.mark.parametrize("text", ["seed: 1", "", "words"])
-def test_a_preset_without_the_family_s_options_is_told_how_to_begin(tmp_path: Path, text: str):
-    jobs = family(tmp_path, tiny=text)
-    message = refused("tiny", jobs=jobs)
+def test_a_preset_without_the_family_options_is_told_how_to_begin(tmp_path: Path, text: str):
+    jobs = make_family(tmp_path, tiny=text)
+    message = read_refusal("tiny", jobs=jobs)
     assert str(jobs / "tiny" / "tiny.yaml") in message and "defaults: [schema, _self_]" in message
 
 
 def test_a_preset_that_is_a_list_names_its_file(tmp_path: Path):
-    jobs = family(tmp_path, tiny="- 1")
-    assert refused("tiny", jobs=jobs).startswith(f"{jobs / 'tiny' / 'tiny.yaml'}: ")
+    jobs = make_family(tmp_path, tiny="- 1")
+    assert read_refusal("tiny", jobs=jobs).startswith(f"{jobs / 'tiny' / 'tiny.yaml'}: ")
 
 
 # Families
@@ -333,9 +335,9 @@ def test_jobs_are_found_by_preset_name():
     assert find_jobs(JOBS) == {"tiny": JOBS / "tiny" / "tiny.yaml", "tiny_big": JOBS / "tiny" / "tiny_big.yaml"}
 
 
-def test_two_presets_of_one_name_are_refused_naming_both(tmp_path: Path):
-    jobs = family(tmp_path, tiny=BASE)
-    family(tmp_path / "other", tiny=BASE)
+def test_two_presets_with_one_name_are_refused_and_both_are_named(tmp_path: Path):
+    jobs = make_family(tmp_path, tiny=BASE)
+    make_family(tmp_path / "other", tiny=BASE)
     (tmp_path / "other" / "jobs" / "tiny").rename(jobs / "other")
     with pytest.raises(UserError) as caught:
         find_jobs(jobs)
@@ -349,11 +351,11 @@ def test_a_missing_folder_of_jobs_is_named(tmp_path: Path):
 
 
 def test_a_folder_without_presets_says_so(tmp_path: Path):
-    assert "holds no preset" in refused("tiny", jobs=tmp_path)
+    assert "contains no preset" in read_refusal("tiny", jobs=tmp_path)
 
 
-def test_a_family_in_a_folder_of_one_s_own_is_imported_from_there(tmp_path: Path):
-    jobs = family(tmp_path, name="mine", mine=BASE)
+def test_a_family_in_another_folder_is_imported_from_there(tmp_path: Path):
+    jobs = make_family(tmp_path, name="mine", mine=BASE)
     module = load_family(jobs, "mine", "config")
     assert Path(module.__file__) == jobs / "mine" / "config.py"
     assert module.__name__ == "jobs.mine.config" and sys.path[0] == str(tmp_path)
@@ -361,15 +363,15 @@ def test_a_family_in_a_folder_of_one_s_own_is_imported_from_there(tmp_path: Path
 
 def test_a_second_folder_of_the_same_name_is_refused(tmp_path: Path):
     compose("tiny", [], JOBS)
-    jobs = family(tmp_path, name="mine", mine=BASE)
+    jobs = make_family(tmp_path, name="mine", mine=BASE)
     with pytest.raises(UserError) as caught:
         compose("mine", [], jobs)
-    assert f"'jobs' is already taken by {JOBS}" in str(caught.value)
-    assert f"cannot be read from {jobs}" in str(caught.value)
+    assert f"'jobs' is already imported from {JOBS}" in str(caught.value)
+    assert f"cannot be loaded from {jobs}" in str(caught.value)
 
 
 def test_a_folder_that_python_cannot_name_is_refused(tmp_path: Path):
-    jobs = family(tmp_path, tiny=BASE).rename(tmp_path / "my-jobs")
+    jobs = make_family(tmp_path, tiny=BASE).rename(tmp_path / "my-jobs")
     with pytest.raises(UserError, match=r"my-jobs: the folder's name must be a Python name"):
         compose("tiny", [], jobs)
 
@@ -378,8 +380,8 @@ def test_a_folder_that_python_cannot_name_is_refused(tmp_path: Path):
     ("part", "needs"),
     [("config", "class Config(TrainConfig)"), ("pack", "samples(raw, config)"), ("module", "build(config, data)")],
 )
-def test_a_part_that_is_missing_or_empty_says_what_it_must_hold(tmp_path: Path, part: str, needs: str):
-    jobs = family(tmp_path, tiny=BASE)
+def test_a_part_that_is_missing_or_empty_says_what_it_must_define(tmp_path: Path, part: str, needs: str):
+    jobs = make_family(tmp_path, tiny=BASE)
     file = jobs / "tiny" / f"{part}.py"
     file.unlink(missing_ok=True)
     with pytest.raises(UserError) as caught:
@@ -392,14 +394,14 @@ def test_a_part_that_is_missing_or_empty_says_what_it_must_hold(tmp_path: Path, 
 
 
 def test_a_config_that_does_not_extend_the_options_of_every_job_is_refused(tmp_path: Path):
-    jobs = family(tmp_path, tiny=BASE)
+    jobs = make_family(tmp_path, tiny=BASE)
     (jobs / "tiny" / "config.py").write_text("class Config: pass\n")
     with pytest.raises(UserError, match="is not a dataclass that extends TrainConfig"):
         compose("tiny", [], jobs)
 
 
 def test_a_bug_in_a_family_keeps_its_traceback(tmp_path: Path):
-    jobs = family(tmp_path, tiny=BASE)
+    jobs = make_family(tmp_path, tiny=BASE)
     (jobs / "tiny" / "config.py").write_text("1 / 0\n")
     with pytest.raises(ZeroDivisionError):
         compose("tiny", [], jobs)
@@ -409,8 +411,8 @@ def test_a_bug_in_a_family_keeps_its_traceback(tmp_path: Path):
 
 
 def test_every_option_is_listed_once_with_value_and_doc(tiny: TrainConfig):
-    listed = {option.name: option for option in options(tiny)}
-    assert len(listed) == len(options(tiny))
+    listed = {option.name: option for option in list_options(tiny)}
+    assert len(listed) == len(list_options(tiny))
     assert listed["optimizer.lr"].value == 2e-3 and "learning rate" in listed["optimizer.lr"].doc
     assert listed["head.width"] == ("head.width", 8, "channels")
     assert "optimizer" not in listed and all(option.doc for option in listed.values())
@@ -430,18 +432,18 @@ def test_overrides_of_an_existing_configuration_make_a_checked_copy(tiny: TrainC
             apply_overrides(tiny, [override])
 
 
-def test_differences_name_what_changed_and_whether_a_resume_may(tiny: TrainConfig):
+def test_differences_name_what_changed_and_whether_a_resume_may_change_it(tiny: TrainConfig):
     changed = apply_overrides(tiny, ["seed=8", "eval_batch_size=8", "trackers=[]", "head.width=9"])
-    assert differences(tiny, changed) == [
+    assert find_differences(tiny, changed) == [
         ("seed", 7, 8, False),
         ("eval_batch_size", 64, 8, True),
         ("trackers", ["tensorboard"], [], True),
-        ("head.width", 8, 9, True),  # free, because its group is
+        ("head.width", 8, 9, True),  # mutable, because its group is
     ]
-    assert differences(tiny, tiny) == []
+    assert find_differences(tiny, tiny) == []
 
 
-def test_a_frozen_configuration_holds_every_option_and_says_how_to_resume(tiny: TrainConfig, tmp_path: Path):
+def test_a_frozen_configuration_has_every_option_and_says_how_to_resume(tiny: TrainConfig, tmp_path: Path):
     freeze(tiny, tmp_path / "config.yaml")
     text = (tmp_path / "config.yaml").read_text()
     assert text.startswith("#") and "trainyard resume" in text
@@ -450,7 +452,7 @@ def test_a_frozen_configuration_holds_every_option_and_says_how_to_resume(tiny: 
     assert thaw(tmp_path / "config.yaml", JOBS) == tiny
 
 
-# One folder and one configuration serve all examples; an example overwrites its file.
+# All examples share one folder and one configuration; each example overwrites the file.
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     text=st.text(st.characters()),  # lone surrogates too: a path that is not UTF-8
@@ -475,10 +477,10 @@ def test_a_configuration_frozen_by_a_version_with_other_options_is_refused(tiny:
     with pytest.raises(ConfigError) as caught:
         thaw(path, JOBS)
     assert str(caught.value).startswith(f"{path}: there is no option 'optimizer.beta3'. Nearest: optimizer.beta2.")
-    assert "made by another version of family 'tiny'" in str(caught.value) and "\n" not in str(caught.value)
+    assert "created by another version of family 'tiny'" in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_an_option_younger_than_the_run_takes_its_default(tiny: TrainConfig, tmp_path: Path):
+def test_an_option_newer_than_the_run_takes_its_default(tiny: TrainConfig, tmp_path: Path):
     path = tmp_path / "config.yaml"
     freeze(tiny, path)
     path.write_text(path.read_text().replace("  beta2: 0.999\n", ""))
@@ -490,12 +492,12 @@ def test_an_option_younger_than_the_run_takes_its_default(tiny: TrainConfig, tmp
     [
         (None, r"no such file, so .* is not the folder of a run"),
         ("seed: [", r"config.yaml, line 1: not YAML"),
-        ("seed: 1", r"with 'family' among them"),
-        ("- 1", r"with 'family' among them"),
+        ("seed: 1", r"including 'family'"),
+        ("- 1", r"including 'family'"),
         ("family: tiny\nseed: -1", r"config.yaml: seed=-1: expected 0"),
     ],
 )
-def test_a_file_that_is_no_frozen_configuration_is_named(tmp_path: Path, text: str | None, expected: str):
+def test_a_file_that_is_not_a_frozen_configuration_is_named(tmp_path: Path, text: str | None, expected: str):
     if text is not None:
         (tmp_path / "config.yaml").write_text(text)
     with pytest.raises(ConfigError, match=expected):

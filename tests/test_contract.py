@@ -62,7 +62,7 @@ def test_families_are_found():
 def test_every_preset_loads_and_begins_with_a_comment_on_its_purpose(preset):
     config = configs.compose(preset, [], JOBS)
     assert config.job == preset
-    assert all(option.doc for option in configs.options(config))
+    assert all(option.doc for option in configs.list_options(config))
     assert configs.find_jobs(JOBS)[preset].read_text().startswith("# ")
 
 

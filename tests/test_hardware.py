@@ -11,16 +11,16 @@ from tests.training import FAMILIES
 from trainyard.errors import UserError
 from trainyard.hardware import (
     GPUS,
-    _quota_cores,
-    available_cores,
-    compute_threads,
-    gpu_by_name,
-    openmp_wait_policy,
-    precision_for,
+    _read_cpu_quota,
+    choose_compute_threads,
+    choose_precision,
+    count_cores,
+    explain_missing_gpu,
+    explain_missing_kernels,
+    find_gpu_by_name,
     read_driver_version,
+    read_openmp_wait_policy,
     set_openmp_wait_policy,
-    why_no_gpu,
-    why_no_kernels,
 )
 
 
@@ -44,7 +44,7 @@ from trainyard.hardware import (
     ],
 )
 def test_a_device_is_found_by_the_name_cuda_prints(printed, memory_gib, key):
-    gpu = gpu_by_name(printed, memory_gib)
+    gpu = find_gpu_by_name(printed, memory_gib)
     assert gpu is not None and gpu.key == key
 
 
@@ -62,11 +62,11 @@ def test_a_device_is_found_by_the_name_cuda_prints(printed, memory_gib, key):
         ("", 0.0),
     ],
 )
-def test_an_unknown_card_is_never_guessed(printed, memory_gib):
-    assert gpu_by_name(printed, memory_gib) is None
+def test_an_unknown_card_is_never_matched(printed, memory_gib):
+    assert find_gpu_by_name(printed, memory_gib) is None
 
 
-def test_the_table_agrees_with_itself():
+def test_the_gpu_table_is_consistent():
     assert len({gpu.key for gpu in GPUS}) == len({gpu.name for gpu in GPUS}) == len(GPUS) == 12
     for gpu in GPUS:
         ampere = gpu.sm >= 80
@@ -89,16 +89,16 @@ def test_the_table_agrees_with_itself():
         (90, "bf16", False, True, True),
     ],
 )
-def test_auto_takes_what_each_generation_runs_fastest(sm, dtype, loss_scaling, tf32, channels_last):
-    policy = precision_for(sm)
+def test_auto_chooses_what_each_generation_runs_fastest(sm, dtype, loss_scaling, tf32, channels_last):
+    policy = choose_precision(sm)
     assert (policy.dtype, policy.loss_scaling, policy.tf32) == (dtype, loss_scaling, tf32)
     assert policy.channels_last == channels_last
     assert not policy.compile
 
 
-def test_the_cpu_trains_in_fp32_and_takes_bf16_on_request():
-    assert (precision_for(None).dtype, precision_for(None).compile) == ("fp32", False)
-    assert precision_for(None, precision="bf16").dtype == "bf16"
+def test_the_cpu_trains_in_fp32_and_in_bf16_on_request():
+    assert (choose_precision(None).dtype, choose_precision(None).compile) == ("fp32", False)
+    assert choose_precision(None, precision="bf16").dtype == "bf16"
 
 
 @pytest.mark.parametrize(
@@ -112,57 +112,57 @@ def test_the_cpu_trains_in_fp32_and_takes_bf16_on_request():
         (90, "fp8", "sm_90", "bf16, fp16, fp32", "precision=bf16"),
     ],
 )
-def test_a_precision_the_device_lacks_is_refused_with_the_way_out(sm, precision, device, choices, way_out):
+def test_an_unsupported_precision_is_refused_with_what_to_use_instead(sm, precision, device, choices, way_out):
     with pytest.raises(UserError) as refused:
-        precision_for(sm, precision=precision)
+        choose_precision(sm, precision=precision)
     for part in (f"precision={precision}", f"({device})", f"only {choices} at", way_out, "precision=auto"):
         assert part in str(refused.value)
 
 
-def test_fp16_on_p100_is_allowed_and_says_that_it_is_for_memory():
-    policy = precision_for(60, precision="fp16")
+def test_fp16_on_p100_is_allowed_and_says_that_it_saves_memory():
+    policy = choose_precision(60, precision="fp16")
     assert policy.loss_scaling and not policy.channels_last
     assert "memory" in policy.reasons["dtype"]
 
 
 def test_an_explicit_fp32_is_exact_on_ampere():
-    policy = precision_for(80, precision="fp32")
+    policy = choose_precision(80, precision="fp32")
     assert (policy.dtype, policy.tf32, policy.channels_last) == ("fp32", False, False)
 
 
-def test_compile_is_impossible_on_p100_and_a_choice_from_volta_on():
+def test_compile_is_impossible_on_p100_and_optional_from_volta_on():
     with pytest.raises(UserError, match=r"compile=on.*Triton.*sm_70.*sm_60.*compile=off"):
-        precision_for(60, compile="on")
-    assert not precision_for(60, compile="off").compile
-    assert precision_for(70, compile="on").compile
-    assert precision_for(None, compile="on").compile
+        choose_precision(60, compile="on")
+    assert not choose_precision(60, compile="off").compile
+    assert choose_precision(70, compile="on").compile
+    assert choose_precision(None, compile="on").compile
 
 
-def test_a_layout_asked_for_wins_over_the_policy():
-    forced = precision_for(60, channels_last="on")
+def test_a_requested_layout_overrides_the_policy():
+    forced = choose_precision(60, channels_last="on")
     assert forced.channels_last and "slower" in forced.reasons["channels_last"]
-    assert not precision_for(90, channels_last="off").channels_last
+    assert not choose_precision(90, channels_last="off").channels_last
 
 
 @pytest.mark.parametrize("sm", [None, 60, 75, 80, 90])
-def test_every_choice_carries_a_reason(sm):
-    policy = precision_for(sm)
+def test_every_choice_has_a_reason(sm):
+    policy = choose_precision(sm)
     assert set(policy.reasons) == set(vars(policy)) - {"reasons"}
     assert all(policy.reasons.values())
 
 
-def test_available_cores_follow_the_affinity_mask_and_not_the_node():
+def test_the_core_count_follows_the_affinity_mask_and_not_the_node():
     mask = os.sched_getaffinity(0)
     try:
         os.sched_setaffinity(0, {min(mask)})
-        assert available_cores() == 1
+        assert count_cores() == 1
     finally:
         os.sched_setaffinity(0, mask)
-    assert 1 <= available_cores() <= len(mask)
+    assert 1 <= count_cores() <= len(mask)
 
 
-def cgroup(tmp_path, membership, **limits):
-    """Lay out a cgroup v2 tree: `limits` maps a group ("root", "a", "a__b") to its cpu.max."""
+def make_cgroup(tmp_path, membership, **limits):
+    """Make a cgroup v2 tree: `limits` maps a group ("root", "a", "a__b") to its cpu.max."""
     for group, text in limits.items():
         folder = tmp_path / "cgroup" / ("" if group == "root" else group.replace("__", "/"))
         folder.mkdir(parents=True, exist_ok=True)
@@ -171,19 +171,19 @@ def cgroup(tmp_path, membership, **limits):
     return tmp_path / "cgroup", tmp_path / "membership"
 
 
-def test_the_tightest_quota_on_the_way_to_the_root_counts(tmp_path):
-    tree = cgroup(tmp_path, "0::/a/b\n", root="max 100000\n", a="150000 100000\n", a__b="400000 100000\n")
-    assert _quota_cores(*tree) == 1.5
+def test_the_tightest_quota_up_to_the_root_counts(tmp_path):
+    tree = make_cgroup(tmp_path, "0::/a/b\n", root="max 100000\n", a="150000 100000\n", a__b="400000 100000\n")
+    assert _read_cpu_quota(*tree) == 1.5
 
 
 def test_a_container_that_sees_itself_as_the_root_has_its_quota_there(tmp_path):
-    assert _quota_cores(*cgroup(tmp_path, "0::/\n", root="50000 100000\n")) == 0.5
+    assert _read_cpu_quota(*make_cgroup(tmp_path, "0::/\n", root="50000 100000\n")) == 0.5
 
 
 @pytest.mark.parametrize("membership", ["0::/\n", "0::/gone\n", "4:memory:/x\n1:cpu:/\n"])
 def test_no_quota_is_no_limit(tmp_path, membership):
-    assert _quota_cores(*cgroup(tmp_path, membership, root="max 100000\n")) is None
-    assert _quota_cores(tmp_path / "cgroup", tmp_path / "nowhere") is None
+    assert _read_cpu_quota(*make_cgroup(tmp_path, membership, root="max 100000\n")) is None
+    assert _read_cpu_quota(tmp_path / "cgroup", tmp_path / "nowhere") is None
 
 
 def test_hardware_loads_no_torch():
@@ -192,7 +192,7 @@ def test_hardware_loads_no_torch():
 
 
 @pytest.mark.parametrize(
-    ("driver", "environ", "said"),
+    ("driver", "environ", "expected"),
     [
         (None, {}, None),
         (None, {"TRAINYARD_TARGET": "cpu"}, None),
@@ -203,17 +203,17 @@ def test_hardware_loads_no_torch():
             "needs driver 580 or older",
         ),
         ("580.65.06", {"CUDA_VISIBLE_DEVICES": ""}, None),
-        ("535.54.03", {"TRAINYARD_TARGET": "cuda13", "TRAINYARD_MIN_DRIVER": "580.65.06"}, "Take image cuda12, which"),
+        ("535.54.03", {"TRAINYARD_TARGET": "cuda13", "TRAINYARD_MIN_DRIVER": "580.65.06"}, "Use image cuda12, which"),
         ("470.82.01", {"TRAINYARD_TARGET": "cuda13", "TRAINYARD_MIN_DRIVER": "580.65.06"}, "Ask for a newer driver"),
-        ("580.65.06", {"TRAINYARD_TARGET": "cpu"}, "this is the CPU image"),
-        ("580.65.06", {"TRAINYARD_TARGET": "cuda13", "TRAINYARD_MIN_DRIVER": "580.65.06"}, "start it with its GPUs"),
+        ("580.65.06", {"TRAINYARD_TARGET": "cpu"}, "but this is the CPU image"),
+        ("580.65.06", {"TRAINYARD_TARGET": "cuda13", "TRAINYARD_MIN_DRIVER": "580.65.06"}, "start it with GPUs"),
         ("580.65.06", {"CUDA_VISIBLE_DEVICES": "0"}, "torch finds no GPU"),
     ],
 )
-def test_a_gpu_that_torch_cannot_see_is_told_and_never_replaced_by_the_cpu(driver, environ, said):
-    fault = why_no_gpu(driver, environ)
-    assert (fault is None) == (said is None)
-    assert said is None or said in str(fault)
+def test_a_gpu_that_torch_cannot_see_is_an_error_and_never_replaced_by_the_cpu(driver, environ, expected):
+    fault = explain_missing_gpu(driver, environ)
+    assert (fault is None) == (expected is None)
+    assert expected is None or expected in str(fault)
 
 
 @pytest.mark.parametrize(
@@ -228,8 +228,8 @@ def test_a_gpu_that_torch_cannot_see_is_told_and_never_replaced_by_the_cpu(drive
         (90, ["sm_80", "compute_80"], None),
     ],
 )
-def test_a_card_without_kernels_is_told_the_image_that_has_them(sm, arch_list, image):
-    fault = why_no_kernels(sm, arch_list)
+def test_a_card_without_kernels_gets_the_name_of_the_container_image_that_has_them(sm, arch_list, image):
+    fault = explain_missing_kernels(sm, arch_list)
     assert (fault is None) == (image is None)
     assert image is None or (f"sm_{sm}" in str(fault) and f"make image HW={image}." in str(fault))
 
@@ -246,16 +246,20 @@ def test_the_driver_is_read_from_the_kernel(tmp_path):
 @pytest.mark.parametrize(
     ("stated", "after", "record"),
     [
-        ({}, {"OMP_WAIT_POLICY": "passive"}, ("passive", "a thread that waits sleeps")),
-        ({"OMP_WAIT_POLICY": "active"}, {"OMP_WAIT_POLICY": "active"}, ("OMP_WAIT_POLICY=active", "asked for")),
-        ({"GOMP_SPINCOUNT": "1000"}, {"GOMP_SPINCOUNT": "1000"}, ("GOMP_SPINCOUNT=1000", "asked for")),
+        ({}, {"OMP_WAIT_POLICY": "passive"}, ("passive", "waiting threads sleep")),
+        (
+            {"OMP_WAIT_POLICY": "active"},
+            {"OMP_WAIT_POLICY": "active"},
+            ("OMP_WAIT_POLICY=active", "set in the environment"),
+        ),
+        ({"GOMP_SPINCOUNT": "1000"}, {"GOMP_SPINCOUNT": "1000"}, ("GOMP_SPINCOUNT=1000", "set in the environment")),
     ],
 )
-def test_threads_that_wait_sleep_unless_somebody_asked_for_something_else(stated, after, record):
+def test_waiting_threads_sleep_unless_another_policy_is_set(stated, after, record):
     environ = dict(stated)
     set_openmp_wait_policy(environ)
     assert environ == after
-    value, reason = openmp_wait_policy(environ)
+    value, reason = read_openmp_wait_policy(environ)
     assert value == record[0] and reason.startswith(record[1])
 
 
@@ -266,23 +270,23 @@ def test_threads_that_wait_sleep_unless_somebody_asked_for_something_else(stated
         ({"OMP_NUM_THREADS": "2"}, "one process", 2, "OMP_NUM_THREADS=2 in the environment"),
         ({"OMP_NUM_THREADS": "3,1"}, "slurm", 3, "OMP_NUM_THREADS=3,1 in the environment"),
         ({"OMP_NUM_THREADS": "1"}, "one process", 1, "OMP_NUM_THREADS=1 in the environment"),
-        ({"OMP_NUM_THREADS": "1"}, "torchrun", 4, "why; OMP_NUM_THREADS=1 is what torchrun sets by itself"),
+        ({"OMP_NUM_THREADS": "1"}, "torchrun", 4, "why; ignores OMP_NUM_THREADS=1, which torchrun sets by default"),
         ({"OMP_NUM_THREADS": "2"}, "torchrun", 2, "OMP_NUM_THREADS=2 in the environment"),
     ],
 )
-def test_a_persons_number_of_threads_counts_but_not_torchruns(environ, launcher, threads, reason):
-    chosen, why = compute_threads(environ, cores=4, reason="why", launcher=launcher)
+def test_a_users_number_of_threads_counts_but_not_torchruns_default(environ, launcher, threads, reason):
+    chosen, why = choose_compute_threads(environ, cores=4, reason="why", launcher=launcher)
     assert chosen == threads and why.startswith(reason)
 
 
 @pytest.mark.parametrize("stated", ["many", "0", "-1"])
-def test_a_number_of_threads_that_is_none_is_refused(stated):
+def test_an_invalid_number_of_threads_is_refused(stated):
     with pytest.raises(UserError, match=rf"OMP_NUM_THREADS={stated}: expected a number of threads, such as 4\."):
-        compute_threads({"OMP_NUM_THREADS": stated}, cores=4, reason="", launcher="one process")
+        choose_compute_threads({"OMP_NUM_THREADS": stated}, cores=4, reason="", launcher="one process")
 
 
 @pytest.mark.parametrize("stated", [{}, {"OMP_WAIT_POLICY": "active"}])
-def test_openmp_itself_says_how_the_threads_of_a_run_wait(stated, tmp_path):
+def test_openmp_itself_reports_how_the_threads_of_a_run_wait(stated, tmp_path):
     environ = {name: value for name, value in make_import_environ().items() if name != "OMP_WAIT_POLICY"}
     environ |= {"OMP_DISPLAY_ENV": "TRUE", "OMP_NUM_THREADS": "1"} | stated
     command = [sys.executable, "-m", "trainyard", "run", "stripes", "--jobs", str(FAMILIES), "--runs", "runs"]

@@ -93,7 +93,7 @@ def test_our_launcher_passes_a_signal_on_and_ends_with_the_ranks_code(tmp_path):
         launcher.send_signal(signal.SIGTERM)
         _, said = launcher.communicate(timeout=120)
     assert launcher.returncode == 85
-    assert f"Go on: trainyard resume {run}" in said
+    assert f"Resume: trainyard resume {run}" in said
 
 
 def test_killing_the_launcher_leaves_no_rank_behind(tmp_path):

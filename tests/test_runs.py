@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from loguru import logger
 
-from trainyard.environment import cpu_model, environment_record
+from trainyard.environment import collect_environment, describe_cpu
 from trainyard.errors import UserError
 from trainyard.runs.folder import create_run, find_latest_run, resolve_run, update_env
 from trainyard.runs.lock import RunLock
@@ -126,7 +126,7 @@ def test_uncommitted_changes_are_stored_as_a_patch_that_applies(tmp_path: Path, 
 
 def test_an_untracked_file_alone_makes_a_checkout_dirty(checkout: Path):
     (checkout / "new.py").touch()
-    assert environment_record(code=checkout)["code"]["dirty"] is True
+    assert collect_environment(code=checkout)["code"]["dirty"] is True
 
 
 def test_no_secret_from_the_environment_or_the_remote_reaches_the_run(tmp_path: Path, checkout: Path):
@@ -141,11 +141,11 @@ def test_no_secret_from_the_environment_or_the_remote_reaches_the_run(tmp_path: 
 
 def test_the_environment_of_the_process_is_not_read(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("SLURM_JOB_ID", "42")
-    assert environment_record()["environ"] == {}
+    assert collect_environment()["environ"] == {}
 
 
 def test_the_environment_record_contains_versions_and_machine():
-    found = environment_record()
+    found = collect_environment()
     assert found["versions"]["python"] == platform.python_version()
     assert {"torch", "h5py", "numpy", "hydra-core"} <= set(found["versions"])
     machine = found["machine"]
@@ -158,11 +158,11 @@ def test_the_environment_record_contains_versions_and_machine():
 @pytest.mark.parametrize(("flags", "vectors"), [("fma avx2 avx512f", "AVX-512"), ("fma avx2", "AVX2"), ("", "no AVX2")])
 def test_two_cpu_generations_with_the_same_name_are_distinguished(flags: str, vectors: str):
     first = f"processor\t: 0\ncpu family\t: 25\nmodel\t\t: 1\nmodel name\t: AMD EPYC\nflags\t\t: fpu {flags}\n"
-    assert cpu_model(f"{first}\n{first.replace('25', '26')}") == f"AMD EPYC (family 25, model 1, {vectors})"
+    assert describe_cpu(f"{first}\n{first.replace('25', '26')}") == f"AMD EPYC (family 25, model 1, {vectors})"
 
 
 def test_where_the_kernel_names_no_cpu_its_architecture_is_recorded():
-    assert cpu_model("processor\t: 0\nBogoMIPS\t: 50.00\n") == platform.machine()
+    assert describe_cpu("processor\t: 0\nBogoMIPS\t: 50.00\n") == platform.machine()
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_gpus_are_what_nvidia_smi_prints(tmp_path: Path, monkeypatch, script: st
         (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     expected = "; ".join(["NVIDIA H200, 570.1, 143771 MiB"] * 2) if recorded == ("; ",) else recorded
-    assert environment_record(code=tmp_path)["machine"]["gpus"] == expected
+    assert collect_environment(code=tmp_path)["machine"]["gpus"] == expected
 
 
 def test_updating_a_section_of_env_json_keeps_the_rest(tmp_path: Path):

@@ -511,7 +511,7 @@ def test_a_run_killed_here_is_lost_and_a_run_elsewhere_is_out_of_reach(tmp_path)
     (run / "lock").write_text(json.dumps(lock | {"host": "elsewhere"}))
     (status,), _ = read_statuses([run])
     assert (status.state, status.detail.endswith(" on elsewhere")) == ("running", True)
-    with pytest.raises(UserError, match=f"Type there: kill -INT {process.pid}"):
+    with pytest.raises(UserError, match=f"On that host, type: kill -INT {process.pid}"):
         cancel([run])
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from trainyard.data.loader import MicroBatch
-from trainyard.hardware import precision_for
+from trainyard.hardware import choose_precision
 from trainyard.settings import OptimizerSettings
 from trainyard.train.meters import count_skipped_in_a_row
 from trainyard.train.module import Batch, TrainModule
@@ -23,7 +23,7 @@ from trainyard.train.step import (
     train_step,
 )
 
-FP32 = make_autocast(precision_for(None), torch.device("cpu"))
+FP32 = make_autocast(choose_precision(None), torch.device("cpu"))
 SUM_TOLERANCE = 1e-6
 """Of float32 gradients near 1 that are summed in another order."""
 

@@ -1,4 +1,4 @@
-"""A sweep is all its runs or nothing, its results are what the runs recorded, and Hydra's own multirun trains too."""
+"""A sweep creates all its runs or none, its results are what the runs recorded, and Hydra's own multirun works."""
 
 import csv
 import json
@@ -25,21 +25,25 @@ from trainyard.train.recorder import Recorder
 MONITOR = {"split": "val", "metric": "accuracy", "mode": "max"}
 
 
-def make(root: Path, words: str, *overrides: str, name: str | None = "s", job: str = "stripes") -> sweep_file.Sweep:
+def make_sweep(
+    root: Path, words: str, *overrides: str, name: str | None = "s", job: str = "stripes"
+) -> sweep_file.Sweep:
     return sweep.create(job, [words], overrides, jobs_dir=FAMILIES, root=root / "runs", name=name, environ={})
 
 
-def files(folder: Path) -> list[Path]:
+def list_files(folder: Path) -> list[Path]:
     return [path for path in folder.rglob("*") if path.is_file()]
 
 
-def states(made: sweep_file.Sweep, **others: str) -> dict[Path, str]:
-    """Every run is done, but those named by their number: e4="failed"."""
+def make_states(made: sweep_file.Sweep, **others: str) -> dict[Path, str]:
+    """Return the state "done" for every run, except for those named by their index: e4="failed"."""
     return {e.run: others.get(f"e{e.index}", "done") for e in made.elements}
 
 
-def record(run: Path, val: Sequence[float], test: float | None = None, *, monitor: dict[str, str] = MONITOR) -> None:
-    """Write what a training writes that is evaluated after each of some steps, and on the test set at its end."""
+def record_run(
+    run: Path, val: Sequence[float], test: float | None = None, *, monitor: dict[str, str] = MONITOR
+) -> None:
+    """Write what a training writes that evaluates after each step, and on the test set at its end."""
     fields = {"event": "start", "total_steps": len(val), "world_size": 1, "device": "cpu", "host": "here"}
     with Recorder(run, trackers=(), config={}, resume_at=None) as log:
         log.log("event", 0, {**fields, "monitor": monitor})
@@ -51,8 +55,8 @@ def record(run: Path, val: Sequence[float], test: float | None = None, *, monito
             log.log("event", len(val), {"event": "done"})
 
 
-class Images(HTMLParser):
-    """The sources of a page's images, and whatever else it would fetch."""
+class ImageSources(HTMLParser):
+    """The sources of a page's images, and everything else that it would fetch."""
 
     def __init__(self, page: Path) -> None:
         super().__init__()
@@ -86,13 +90,13 @@ def test_values_are_read_as_hydra_reads_them_in_the_order_typed(words, axes):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "expected"),
     [
         ([], ["needs an option", "--sweep"]),
         (["seed"], ["'seed'", "option=value,value"]),
         (["+seed=0,1"], ["'+seed=0,1'", "without a prefix"]),
         (["seed = 0,1"], ["without spaces"]),
-        (["seed=0,1,0"], ["seed=0,1,0", "0 comes twice"]),
+        (["seed=0,1,0"], ["seed=0,1,0", "0 appears twice"]),
         (["seed=0,1 compile=on,off seed=2"], ["'seed' varies twice"]),
         (["optimizer.name=glob(*)"], ["glob()"]),
         (["optimizer.lr=interval(0,1)"], ["interval()"]),
@@ -103,19 +107,19 @@ def test_values_are_read_as_hydra_reads_them_in_the_order_typed(words, axes):
         (["seed=range(0,40) data.threads=range(0,40)"], ["more than 1000 runs"]),
     ],
 )
-def test_what_is_no_sweep_is_refused_in_one_line(words, said):
+def test_an_invalid_sweep_is_refused_in_one_line(words, expected):
     with pytest.raises(UserError) as refused:
         sweep.expand(words)
     assert "\n" not in str(refused.value)
-    for part in said:
+    for part in expected:
         assert part in str(refused.value)
 
 
-# Making one
+# Creating a sweep
 
 
-def test_each_combination_is_a_run_of_its_own_and_the_last_axis_varies_fastest(tmp_path: Path):
-    made = make(tmp_path, "optimizer.lr=1e-2,3e-3 seed=0,1,2", "max_duration=1ep")
+def test_each_combination_is_a_separate_run_and_the_last_axis_varies_fastest(tmp_path: Path):
+    made = make_sweep(tmp_path, "optimizer.lr=1e-2,3e-3 seed=0,1,2", "max_duration=1ep")
     assert [e.index for e in made.elements] == list(range(6))
     assert [e.run for e in made.elements] == [tmp_path / f"runs/stripes/s-00{i}" for i in range(6)]
     configs = [thaw(e.run / runs.CONFIG, FAMILIES) for e in made.elements]
@@ -125,13 +129,13 @@ def test_each_combination_is_a_run_of_its_own_and_the_last_axis_varies_fastest(t
     assert runs.resolve_run("s-004", tmp_path / "runs") == made.elements[4].run
 
 
-def test_an_option_of_free_text_takes_a_quoted_value_without_its_quotes(tmp_path: Path):
-    made = make(tmp_path, "data.path='/a,b',/c:d")
+def test_a_free_text_option_takes_a_quoted_value_without_its_quotes(tmp_path: Path):
+    made = make_sweep(tmp_path, "data.path='/a,b',/c:d")
     assert [thaw(e.run / runs.CONFIG, FAMILIES).data.path for e in made.elements] == ["/a,b", "/c:d"]
 
 
 @pytest.mark.parametrize(
-    ("words", "overrides", "said"),
+    ("words", "overrides", "expected"),
     [
         ("optimizer.lt=1,2", [], ["optimizer.lt", "Nearest: optimizer.lr"]),
         ("seed=0,1 optimizer.lr=0.1,-1", [], ["optimizer.lr=-1", "expected 0"]),
@@ -141,37 +145,37 @@ def test_an_option_of_free_text_takes_a_quoted_value_without_its_quotes(tmp_path
         ("seed=0,1", ["optimizer.lt=3"], ["optimizer.lt", "Nearest: optimizer.lr"]),
     ],
 )
-def test_one_wrong_combination_leaves_nothing_behind(words, overrides, said, tmp_path: Path):
+def test_one_wrong_combination_leaves_nothing_behind(words, overrides, expected, tmp_path: Path):
     with pytest.raises(UserError) as refused:
-        make(tmp_path, words, *overrides)
-    for part in said:
+        make_sweep(tmp_path, words, *overrides)
+    for part in expected:
         assert part in str(refused.value)
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_run_that_cannot_be_made_takes_the_others_with_it(tmp_path: Path):
+def test_if_one_run_cannot_be_created_none_is(tmp_path: Path):
     taken = tmp_path / "runs/stripes/s-002"
     taken.mkdir(parents=True)
     (taken / "config.yaml").write_text("of another run\n")
     with pytest.raises(UserError, match="there is a run of this name"):
-        make(tmp_path, "seed=0,1,2,3")
-    assert files(tmp_path) == [taken / "config.yaml"]
+        make_sweep(tmp_path, "seed=0,1,2,3")
+    assert list_files(tmp_path) == [taken / "config.yaml"]
     assert not (tmp_path / "runs/sweeps/s").exists()
 
 
-def test_a_name_is_taken_once_and_sweeps_of_one_second_get_names_of_their_own(tmp_path: Path):
-    make(tmp_path, "seed=0,1")
+def test_a_name_is_used_once_and_sweeps_of_the_same_second_get_different_names(tmp_path: Path):
+    make_sweep(tmp_path, "seed=0,1")
     with pytest.raises(UserError, match="trainyard sweep --continue s"):
-        make(tmp_path, "seed=0,1")
+        make_sweep(tmp_path, "seed=0,1")
     with pytest.raises(UserError, match="cannot name a sweep"):
-        make(tmp_path, "seed=0,1", name="../s")
-    first, second = (make(tmp_path, "seed=0", name=None) for _ in range(2))
+        make_sweep(tmp_path, "seed=0,1", name="../s")
+    first, second = (make_sweep(tmp_path, "seed=0", name=None) for _ in range(2))
     assert first.folder != second.folder and first.elements[0].run != second.elements[0].run
 
 
-def test_a_sweep_is_found_by_name_beginning_or_path_and_is_what_was_made(tmp_path: Path):
-    made = make(tmp_path, "optimizer.lr=1e-2,3e-3 seed=0,1", "max_duration=1ep", name="first-try")
-    make(tmp_path, "seed=0,1", name="fine")
+def test_a_sweep_is_found_by_name_prefix_or_path_and_loads_as_it_was_created(tmp_path: Path):
+    made = make_sweep(tmp_path, "optimizer.lr=1e-2,3e-3 seed=0,1", "max_duration=1ep", name="first-try")
+    make_sweep(tmp_path, "seed=0,1", name="fine")
     for text in ("first-try", "fir", str(made.folder)):
         assert sweep_file.load(text, tmp_path / "runs") == made
     with pytest.raises(UserError, match="2 sweeps begin with 'fi'"):
@@ -182,146 +186,146 @@ def test_a_sweep_is_found_by_name_beginning_or_path_and_is_what_was_made(tmp_pat
         sweep_file.load("x", tmp_path / "elsewhere")
 
 
-def test_a_sweep_moves_with_its_folder_of_runs(tmp_path: Path):
-    make(tmp_path, "seed=0,1")
+def test_a_sweep_can_be_moved_with_its_folder_of_runs(tmp_path: Path):
+    make_sweep(tmp_path, "seed=0,1")
     (tmp_path / "runs").rename(tmp_path / "archive")
     assert [e.run.is_dir() for e in sweep_file.load("s", tmp_path / "archive").elements] == [True, True]
 
 
-def test_a_damaged_record_is_named(tmp_path: Path):
-    made = make(tmp_path, "seed=0,1")
+def test_a_damaged_sweep_file_is_named(tmp_path: Path):
+    made = make_sweep(tmp_path, "seed=0,1")
     (made.folder / "sweep.json").write_text('{"job": "stripes"}')
     with pytest.raises(UserError, match=r"sweep\.json: expected the record of a sweep"):
         sweep_file.load("s", tmp_path / "runs")
 
 
-def test_what_is_neither_done_nor_with_slurm_is_submitted_again(tmp_path: Path):
-    made = make(tmp_path, "seed=range(0,8)")
-    said = ["done", "waiting", "running", "silent", "failed", "lost", "stopped", "new"]
-    again = sweep_file.list_unfinished(made, {e.run: state for e, state in zip(made.elements, said, strict=True)})
-    assert [e.index for e in again] == [4, 5, 6, 7]
+def test_runs_that_are_neither_done_nor_active_are_submitted_again(tmp_path: Path):
+    made = make_sweep(tmp_path, "seed=range(0,8)")
+    names = ["done", "waiting", "running", "silent", "failed", "lost", "stopped", "new"]
+    unfinished = sweep_file.list_unfinished(made, {e.run: s for e, s in zip(made.elements, names, strict=True)})
+    assert [e.index for e in unfinished] == [4, 5, 6, 7]
 
 
-# What it came to
+# Results
 
 
 @pytest.mark.parametrize(
     ("degrees", "t"),
     [(1, 12.706), (2, 4.303), (3, 3.182), (4, 2.776), (5, 2.571), (10, 2.228), (30, 2.042), (120, 1.980)],
 )
-def test_quantiles_are_those_of_the_printed_table(degrees, t):
-    """Abramowitz and Stegun (1964), table 26.10, column A = 0.95; 3 digits are printed."""
+def test_quantiles_match_the_published_table(degrees, t):
+    """Abramowitz and Stegun (1964), table 26.10, column A = 0.95, printed with 3 digits."""
     assert results.t_quantile(degrees) == pytest.approx(t, abs=5e-4)
 
 
-def test_a_mean_has_students_interval_and_one_value_has_none():
+def test_a_mean_has_a_student_interval_and_a_single_value_has_none():
     mean = results.estimate_mean([1.0, 2.0, 4.0])
     assert (mean.n, mean.value) == (3, pytest.approx(7 / 3))
     assert mean.half_width == pytest.approx(4.302653 * math.sqrt(7 / 3) / math.sqrt(3), rel=1e-6)
     assert results.estimate_mean([5.0]) == results.Mean(1, 5.0, None)
 
 
-def test_the_best_is_chosen_on_validation_and_the_test_value_stands_beside_it(tmp_path: Path):
-    made = make(tmp_path, "optimizer.lr=1e-2,1e-4 seed=0,1")
+def test_the_best_is_chosen_on_validation_and_its_test_value_is_shown_alongside(tmp_path: Path):
+    made = make_sweep(tmp_path, "optimizer.lr=1e-2,1e-4 seed=0,1")
     for element, (val, test) in zip(
         made.elements, [([0.6, 0.9], 0.5), ([0.7, 0.3], 0.6), ([0.5], 0.9), ([0.6], 0.8)], strict=True
     ):
-        record(element.run, val, test)
-    found = results.collect(made, states(made))
+        record_run(element.run, val, test)
+    found = results.collect(made, make_states(made))
     assert (found.metric, found.mode, list(found.splits)) == ("accuracy", "max", ["val", "test"])
     high, low = found.rows
     assert high.means["val"].value == pytest.approx(0.8)  # the best of each run, not the last
     assert high.means["test"].value == pytest.approx(0.55)
     assert low.means["test"].value == pytest.approx(0.85)
     assert found.best is high
-    said = results.format_results(found)
-    assert "* highest on val" in said and "val: at the best validation by accuracy" in said
-    marked = [line for line in said.splitlines() if line.startswith("* ")]
+    text = results.text(found)
+    assert "* highest on val" in text and "val: at the best validation by accuracy" in text
+    marked = [line for line in text.splitlines() if line.startswith("* ")]
     assert len(marked) == 1 and "0.01" in marked[0] and "2 of 2" in marked[0]
-    assert f"trainyard ckpt export {made.elements[0].run} stripes.safetensors" in said
+    assert f"trainyard ckpt export {made.elements[0].run} stripes.safetensors" in text
 
 
-def test_a_metric_to_be_low_is_best_where_it_is_lowest(tmp_path: Path):
-    made = make(tmp_path, "optimizer.lr=1e-2,1e-4")
+def test_a_metric_to_minimize_is_best_where_it_is_lowest(tmp_path: Path):
+    made = make_sweep(tmp_path, "optimizer.lr=1e-2,1e-4")
     for element, val in zip(made.elements, (0.3, 0.6), strict=True):
-        record(element.run, [val], monitor={"split": "val", "metric": "loss", "mode": "min"})
-    found = results.collect(made, states(made))
+        record_run(element.run, [val], monitor={"split": "val", "metric": "loss", "mode": "min"})
+    found = results.collect(made, make_states(made))
     assert found.best is found.rows[1] and found.best.means["val"].value == pytest.approx(0.4)
     assert "+-" not in results.format_results(found).split("seeds (Student's t)")[1]  # one seed: no interval
 
 
-def test_a_run_that_failed_is_named_with_its_why_and_is_in_no_mean(tmp_path: Path):
-    made = make(tmp_path, "optimizer.lr=1e-2,1e-4 seed=0,1,2")
+def test_a_failed_run_is_listed_with_its_why_command_and_is_in_no_mean(tmp_path: Path):
+    made = make_sweep(tmp_path, "optimizer.lr=1e-2,1e-4 seed=0,1,2")
     for element in made.elements[:4]:
-        record(element.run, [0.5 + element.index / 10])
-    record(made.elements[4].run, [0.99])  # half-way, and better than all
-    found = results.collect(made, states(made, e4="failed", e5="waiting"))
+        record_run(element.run, [0.5 + element.index / 10])
+    record_run(made.elements[4].run, [0.99])  # half-way, and better than all
+    found = results.collect(made, make_states(made, e4="failed", e5="waiting"))
     assert [row.counted for row in found.rows] == [3, 1]
     assert found.rows[1].means["val"] == results.Mean(1, pytest.approx(0.8), None)
-    said = results.format_results(found)
-    assert "4 done, 1 failed, 1 waiting" in said and "1 of 3" in said
-    assert f"trainyard why {made.elements[4].run}" in said and f"trainyard status {made.elements[5].run}" in said
-    assert "trainyard sweep --continue s" in said
+    text = results.text(found)
+    assert "4 done, 1 failed, 1 waiting" in text and "1 of 3" in text
+    assert f"trainyard why {made.elements[4].run}" in text and f"trainyard status {made.elements[5].run}" in text
+    assert "trainyard sweep --continue s" in text
 
 
-def test_a_finished_run_whose_metric_is_not_a_number_is_in_no_mean_and_said(tmp_path: Path):
-    made = make(tmp_path, "seed=0,1")
-    record(made.elements[0].run, [0.5], 0.5)
-    record(made.elements[1].run, [0.5], math.nan)
-    found = results.collect(made, states(made))
+def test_a_finished_run_with_a_nan_metric_is_reported_and_is_in_no_mean(tmp_path: Path):
+    made = make_sweep(tmp_path, "seed=0,1")
+    record_run(made.elements[0].run, [0.5], 0.5)
+    record_run(made.elements[1].run, [0.5], math.nan)
+    found = results.collect(made, make_states(made))
     assert found.rows[0].counted == 1
-    said = results.format_results(found)
-    assert "accuracy on test is not a finite number" in said and f"trainyard report {made.elements[1].run}" in said
+    text = results.text(found)
+    assert "accuracy on test is not a finite number" in text and f"trainyard report {made.elements[1].run}" in text
 
 
-def test_another_metric_can_be_asked_for_and_a_wrong_one_names_the_nearest(tmp_path: Path):
-    made = make(tmp_path, "optimizer.lr=1e-2,1e-4")
+def test_another_metric_can_be_requested_and_a_wrong_one_names_the_nearest(tmp_path: Path):
+    made = make_sweep(tmp_path, "optimizer.lr=1e-2,1e-4")
     for element in made.elements:
-        record(element.run, [0.2, 0.9, 0.4], 0.5)
-    found = results.collect(made, states(made), metric="loss")
+        record_run(element.run, [0.2, 0.9, 0.4], 0.5)
+    found = results.collect(made, make_states(made), metric="loss")
     assert found.rows[0].means["val"].value == pytest.approx(0.1)  # where accuracy was best
     assert found.best is None and "No best is marked" in results.format_results(found)
     with pytest.raises(UserError, match="Nearest: accuracy"):
-        results.collect(made, states(made), metric="acuracy")
+        results.collect(made, make_states(made), metric="acuracy")
 
 
 def test_a_sweep_that_has_not_begun_says_so(tmp_path: Path):
-    made = make(tmp_path, "seed=0,1")
-    found = results.collect(made, states(made, e0="waiting", e1="new"))
-    assert "No run has begun to train" in results.format_results(found)
+    made = make_sweep(tmp_path, "seed=0,1")
+    found = results.collect(made, make_states(made, e0="waiting", e1="new"))
+    assert "No run has begun to train" in results.text(found)
     assert results.write(found).is_file()
 
 
-def test_hours_count_every_rank_of_every_attempt_steps_taken_again_included(tmp_path: Path):
-    made = make(tmp_path, "seed=0,1")
+def test_hours_count_every_rank_of_every_attempt_including_repeated_steps(tmp_path: Path):
+    made = make_sweep(tmp_path, "seed=0,1")
     run, other = (element.run for element in made.elements)
 
-    def event(name: str, step: int, elapsed_s: float, **fields: object) -> str:
+    def make_event(name: str, step: int, elapsed_s: float, **fields: object) -> str:
         return json.dumps({"kind": "event", "event": name, "step": step, "elapsed_s": elapsed_s, **fields}) + "\n"
 
     begin = {"monitor": MONITOR, "device": "cuda"}
     (run / "events.jsonl").write_text(
-        event("start", 0, 0.0, world_size=8, **begin)
-        + event("checkpoint", 10, 3600.0)
-        + event("stop", 20, 7200.0)  # and went back to step 10
-        + event("resume", 10, 3600.0, world_size=4, **begin)
-        + event("checkpoint", 20, 5400.0)
+        make_event("start", 0, 0.0, world_size=8, **begin)
+        + make_event("checkpoint", 10, 3600.0)
+        + make_event("stop", 20, 7200.0)  # the resume goes back to step 10
+        + make_event("resume", 10, 3600.0, world_size=4, **begin)
+        + make_event("checkpoint", 20, 5400.0)
     )
     (run / "metrics.jsonl").write_text('{"kind": "train", "step": 30, "elapsed_s": 7200.0}\n')
     (other / "events.jsonl").write_text(
-        event("start", 0, 0.0, world_size=2, monitor=MONITOR, device="cpu") + event("stop", 5, 1800.0)
+        make_event("start", 0, 0.0, world_size=2, monitor=MONITOR, device="cpu") + make_event("stop", 5, 1800.0)
     )
-    found = results.collect(made, states(made, e0="running", e1="stopped"))
+    found = results.collect(made, make_states(made, e0="running", e1="stopped"))
     assert found.outcomes[0].gpu_hours == pytest.approx(8 * 2 + 4 * 1) and found.outcomes[0].cpu_rank_hours == 0
     assert (found.outcomes[1].gpu_hours, found.outcomes[1].cpu_rank_hours) == (0, pytest.approx(1))
     assert "GPU-hours" in results.format_results(found) and "CPU rank-hours" in results.format_results(found)
 
 
-def test_the_files_hold_every_run_and_the_page_needs_no_other_file(tmp_path: Path):
-    made = make(tmp_path, "optimizer.lr=1e-4,1e-3,1e-2 augment.zoom=0,0.1 compile=on,off seed=0,1")
+def test_the_csv_has_every_run_and_the_page_needs_no_other_file(tmp_path: Path):
+    made = make_sweep(tmp_path, "optimizer.lr=1e-4,1e-3,1e-2 augment.zoom=0,0.1 compile=on,off seed=0,1")
     for element in made.elements[:-1]:
-        record(element.run, [0.5 + element.index / 100], 0.6)
-    page = results.write(results.collect(made, states(made, e23="lost")))
+        record_run(element.run, [0.5 + element.index / 100], 0.6)
+    page = results.write(results.collect(made, make_states(made, e23="lost")))
     with (made.folder / "results.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [int(row["index"]) for row in rows] == list(range(24))
@@ -329,7 +333,7 @@ def test_the_files_hold_every_run_and_the_page_needs_no_other_file(tmp_path: Pat
     assert float(rows[3]["val/accuracy"]) == pytest.approx(0.53) and float(rows[3]["test/loss"]) == pytest.approx(0.4)
     assert rows[23]["state"] == "lost" and rows[23]["val/accuracy"] == ""
     assert sorted(path.name for path in (made.folder / "plots").iterdir()) == ["augment.zoom.png", "optimizer.lr.png"]
-    sources = Images(page).sources
+    sources = ImageSources(page).sources
     assert len(sources) == 2 and all(source.startswith("data:image/png;base64,") for source in sources)
     assert f"trainyard why {made.elements[23].run}" in page.read_text()
 
@@ -348,9 +352,11 @@ def test_runs_of_a_sweep_train_like_any_other_and_their_results_are_collected(tm
     from trainyard.config import compose
 
     data = prepare_data(compose("stripes", [f"data.cache={tmp_path / 'cache'}"], FAMILIES), FAMILIES).data.path
-    made = make(tmp_path, "optimizer.lr=1e-2,1e-5 seed=0,1", f"data.path={data}", "max_duration=3ep", "eval_every=1ep")
+    made = make_sweep(
+        tmp_path, "optimizer.lr=1e-2,1e-5 seed=0,1", f"data.path={data}", "max_duration=3ep", "eval_every=1ep"
+    )
     assert [train(element.run) for element in made.elements] == [0, 0, 0, 0]
-    found = results.collect(made, states(made))
+    found = results.collect(made, make_states(made))
     assert found.best is found.rows[0]  # at 1e-5 the network has not moved
     assert [row.counted for row in found.rows] == [2, 2]
     assert all(outcome.cpu_rank_hours > 0 for outcome in found.outcomes)
@@ -360,11 +366,11 @@ def test_runs_of_a_sweep_train_like_any_other_and_their_results_are_collected(tm
 # Hydra's own multirun
 
 
-def multirun(folder: Path, *words: str, jobs: Path = FAMILIES) -> subprocess.CompletedProcess[str]:
-    """Run it in a process of its own, as the command line does: Hydra sets up logging and leaves by itself."""
+def run_multirun(folder: Path, *words: str, jobs: Path = FAMILIES) -> subprocess.CompletedProcess[str]:
+    """Run Hydra's multirun in a separate process, as the command line does: Hydra sets up logging and exits itself."""
     code = (
-        "import os, sys\nfrom pathlib import Path\nfrom trainyard.launch.multirun import multirun\n"
-        f"sys.exit(multirun('stripes', sys.argv[1:], jobs_dir=Path({str(jobs)!r}), runs_dir=Path('runs'), "
+        "import os, sys\nfrom pathlib import Path\nfrom trainyard.launch.multirun import run_multirun\n"
+        f"sys.exit(run_multirun('stripes', sys.argv[1:], jobs_dir=Path({str(jobs)!r}), runs_dir=Path('runs'), "
         "environ=os.environ))"
     )
     return subprocess.run(
@@ -377,36 +383,36 @@ def multirun(folder: Path, *words: str, jobs: Path = FAMILIES) -> subprocess.Com
     )
 
 
-def events(run: Path) -> list[str]:
+def read_events(run: Path) -> list[str]:
     return [json.loads(line)["event"] for line in (run / "events.jsonl").read_text().splitlines()]
 
 
 def test_hydras_own_multirun_trains_each_combination_as_a_run(tmp_path: Path):
-    done = multirun(tmp_path, "optimizer.lr=1e-2,1e-3")
+    done = run_multirun(tmp_path, "optimizer.lr=1e-2,1e-3")
     assert done.returncode == 0, done.stderr
     made = sorted((tmp_path / "runs/stripes").iterdir())
     assert [run.name[-4:] for run in made] == ["-000", "-001"]
     assert [thaw(run / runs.CONFIG, FAMILIES).optimizer.lr for run in made] == [1e-2, 1e-3]
-    assert [events(run)[-1] for run in made] == ["done", "done"]
+    assert [read_events(run)[-1] for run in made] == ["done", "done"]
     assert {path.name for path in tmp_path.iterdir()} == {"runs", "data"}
 
 
-def test_the_submitit_plugin_trains_in_processes_of_its_own_and_a_failure_is_the_exit_code(tmp_path: Path):
-    done = multirun(tmp_path, "hydra/launcher=submitit_local", "model.poison_step=-1,12")
+def test_the_submitit_plugin_trains_in_separate_processes_and_a_failure_sets_the_exit_code(tmp_path: Path):
+    done = run_multirun(tmp_path, "hydra/launcher=submitit_local", "model.poison_step=-1,12")
     assert done.returncode == 1
     assert "NotFinite" in done.stderr and "trainyard resume" in done.stderr
     good, bad = sorted((tmp_path / "runs/stripes").iterdir())
-    assert events(good)[-1] == "done" and events(bad)[-1] != "done"
+    assert read_events(good)[-1] == "done" and read_events(bad)[-1] != "done"
 
 
-def test_what_hydra_refuses_is_said_and_nothing_is_trained(tmp_path: Path):
-    done = multirun(tmp_path, "optimizer.lrr=1,2")
+def test_what_hydra_refuses_is_reported_and_nothing_is_trained(tmp_path: Path):
+    done = run_multirun(tmp_path, "optimizer.lrr=1,2")
     assert done.returncode == 1 and "optimizer.lrr" in done.stderr
     assert not (tmp_path / "runs/stripes").exists()
 
 
-def test_a_training_that_left_half_way_is_no_success_for_hydra(tmp_path: Path):
-    done = multirun(tmp_path, "max_runtime=0min")
+def test_a_training_that_stopped_half_way_is_not_a_success_for_hydra(tmp_path: Path):
+    done = run_multirun(tmp_path, "max_runtime=0min")
     assert done.returncode == 1 and "ended with code 86" in done.stderr
     (run,) = (tmp_path / "runs/stripes").iterdir()
     assert f"trainyard resume {run}" in done.stderr

@@ -62,15 +62,15 @@ def run(*, peers: Path | None, rounds: int, seconds: float, results: Path) -> in
         versions = None if query is None else query(None)
         candidates = [c for name in FEATURES for c in _build_feature_candidates(name, stores["pcm"], query, seconds)]
         candidates += _build_store_candidates(stores, seconds)
-        lines = measure.side_by_side(candidates, rounds=rounds, warm_up=True)
-        head = measure.header("frontends", {"rounds": rounds, "seconds": seconds})
+        lines = measure.measure_candidates(candidates, rounds=rounds, warm_up=True)
+        head = measure.make_header("frontends", {"rounds": rounds, "seconds": seconds})
         head["peer_versions"] = versions
         head["agreement"] = (
             {} if query is None else {name: _compare_features(name, root / "flac", query) for name in FEATURES}
         )
         for data in stores.values():
             data.close()
-    print(measure.table(lines))
+    print(measure.format_table(lines))
     for name, difference in head["agreement"].items():
         print(f"{name}: {'95 % of values differ' if name == 'cqt432' else 'all differ'} by less than {difference:.2g}")
     print(f"written: {measure.write_new(results, 'frontends', [head, *lines])}")

@@ -12,6 +12,7 @@ from loguru import logger
 from torch import Tensor, nn
 
 from trainyard.errors import UserError
+from trainyard.report.score_figures import draw_score_histogram
 from trainyard.train.module import Batch, DataInfo, Rows, TrainModule
 
 from . import augment, frontends, metrics

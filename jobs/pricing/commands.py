@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 
 from trainyard.errors import UserError
-from trainyard.measure import Candidate, for_at_least, header, side_by_side, write_new
-from trainyard.measure import table as as_table
+from trainyard.measure import Candidate, make_header, measure_candidates, measure_rate, write_new
 
 from .config import Config
 
@@ -77,7 +76,7 @@ def _run_baseline(args: argparse.Namespace) -> int:
         values = [row[name] for row in rows if name in row]
         if len(values) == len(rows):
             print(f"  {name:<28} {np.mean(values):6.2f} +- {np.std(values):.2f}")
-    result = [header("pricing-baseline", _serialize_arguments(args)), *rows]
+    result = [make_header("pricing-baseline", _serialize_arguments(args)), *rows]
     print(f"written: {write_new(args.results, 'pricing-baseline', result)}")
     return 0
 
@@ -169,11 +168,11 @@ def _run_bench(args: argparse.Namespace) -> int:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the seed's forked workers would warn and disable it
     with tempfile.TemporaryDirectory() as folder:
         candidates, waste = _prepare_candidates(args, Path(folder))
-        lines = side_by_side(candidates, rounds=args.rounds, warm_up=True)
-    print(as_table(lines))
+        lines = measure_candidates(candidates, rounds=args.rounds, warm_up=True)
+    print(format_table(lines))
     for name, share in waste.items():
         print(f"padding, {name:<20}{share:6.1%} of what the encoder computes")
-    result = [header("pricing-bench", _serialize_arguments(args)), *lines, {"kind": "padding", **waste}]
+    result = [make_header("pricing-bench", _serialize_arguments(args)), *lines, {"kind": "padding", **waste}]
     print(f"one thread; written: {write_new(args.results, 'pricing-bench', result)}")
     return 0
 
@@ -224,7 +223,7 @@ def _prepare_candidates(args: argparse.Namespace, folder: Path) -> tuple[list[Ca
         return read_epoch
 
     def make_candidate(name: str, work: Callable[[], int], note: str, baseline: str = "") -> Candidate:
-        return Candidate(name, lambda: for_at_least(1.0, work), "rows/s", note, baseline)
+        return Candidate(name, lambda: measure_rate(1.0, work), "rows/s", note, baseline)
 
     _check_equal([sample.load(artifacts) for sample in samples], data)
     buckets = order.bucket_by_length(ids, length, seed=0, epoch=0, global_batch_size=32)

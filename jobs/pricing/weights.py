@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from trainyard.errors import UserError
-from trainyard.text import nearest
+from trainyard.text import find_nearest
 
 FILES = ("model.safetensors", "pytorch_model.bin")
 PREFIX = "deberta."
@@ -25,7 +25,7 @@ def load_weights(encoder: nn.Module, folder: Path) -> tuple[int, int]:
     expected = encoder.state_dict()
     missing = sorted(name for name in expected if name not in found)
     if missing:
-        near = ", ".join(nearest(missing[0], found, most=3, always=True)) or "nothing"
+        near = ", ".join(find_nearest(missing[0], found, most=3, always=True)) or "nothing"
         raise UserError(
             f"model.encoder={folder}: {len(missing)} of {len(expected)} weights are missing; the first: "
             f"'{missing[0]}'; nearest: {near}. Expected a DeBERTa-v3 checkpoint with the names of transformers."

@@ -18,7 +18,7 @@ from trainyard.data.loader import Loader, MicroBatch
 from trainyard.data.order import shuffle
 from trainyard.data.pack import pack
 from trainyard.data.shards import ShardSet
-from trainyard.measure import Candidate, header, side_by_side, table, write_new
+from trainyard.measure import Candidate, make_header, measure_candidates, write_new
 from trainyard.settings import OptimizerSettings
 from trainyard.train.module import DataInfo
 from trainyard.train.step import TrainState, make_optimizer, train_step
@@ -44,10 +44,10 @@ TERMS = LossTerms("focal", 2, 2, 5, 2)
 def bench(*, rounds: int, images: int, results: Path) -> Path:
     """Measure all candidates in each round, in a newly shuffled order; print and write medians, spreads and ratios."""
     with tempfile.TemporaryDirectory() as scratch:
-        lines = side_by_side(make_candidates(Path(scratch), images), rounds=rounds, warm_up=True)
-    print(table(lines))
+        lines = measure_candidates(make_candidates(Path(scratch), images), rounds=rounds, warm_up=True)
+    print(format_table(lines))
     options = {"rounds": rounds, "pictures": images, "batch": BATCH, "threads": torch.get_num_threads()}
-    path = write_new(results, "tinydet-bench", [header("tinydet-bench", options), *lines])
+    path = write_new(results, "tinydet-bench", [make_header("tinydet-bench", options), *lines])
     print(f"written: {path}")
     return path
 
@@ -84,7 +84,7 @@ def make_candidates(scratch: Path, images: int) -> list[Candidate]:
             lambda: _measure_reading(_stream_ours(data, config)),
             "pictures/s",
             **our_note,
-            beside="reading, reference",
+            baseline="reading, reference",
         ),
         Candidate(
             "reading, reference", lambda: _measure_reading(_stream_reference(raw, data)), "pictures/s", **reference_note
@@ -93,7 +93,7 @@ def make_candidates(scratch: Path, images: int) -> list[Candidate]:
             "training",
             lambda: _measure_training(config, data, _stream_ours(data, config))[0],
             "pictures/s",
-            beside="training, reference",
+            baseline="training, reference",
         ),
         Candidate(
             "training, reference",

@@ -15,7 +15,7 @@ from torch import Tensor
 from trainyard.data.loader import MicroBatch
 from trainyard.data.shards import Ragged
 from trainyard.errors import UserError
-from trainyard.measure import header, write_new
+from trainyard.measure import make_header, write_new
 from trainyard.settings import OptimizerSettings
 from trainyard.train.module import Batch, DataInfo
 from trainyard.train.step import TrainState, make_optimizer, train_step
@@ -50,7 +50,7 @@ def overfit(
             print(f"{variant:8} " + "  ".join(f"{name} {value:.4g}" for name, value in line.items()), flush=True)
     options = {"steps": steps, "tile_px": tile_px, "scale": scale, "tiles": [key for key, *_ in chosen]}
     options["objects"] = sum(len(labels) for *_, labels in chosen)
-    return write_new(results, "tinydet-overfit", [header("tinydet-overfit", options), *lines])
+    return write_new(results, "tinydet-overfit", [make_header("tinydet-overfit", options), *lines])
 
 
 LabelledTile = tuple[str, bytes, np.ndarray, np.ndarray]  # key, encoded image, boxes (n, 4), labels (n,)

@@ -9,7 +9,7 @@ from loguru import logger
 from torch import Tensor, nn
 
 from trainyard.errors import UserError
-from trainyard.text import nearest
+from trainyard.text import find_nearest
 
 from .network import Backbone
 
@@ -94,7 +94,7 @@ def read_tensors(file: str, option: str) -> dict[str, Tensor]:
 
 def _check_weight(option: str, name: str, value: Tensor, loaded: dict[str, Tensor], hint: str) -> None:
     if name not in loaded:
-        near = ", ".join(nearest(name, loaded, most=3, always=True)) or "nothing"
+        near = ", ".join(find_nearest(name, loaded, most=3, always=True)) or "nothing"
         raise UserError(f"{option}: it contains no '{name}'; nearest: {near}. {hint}")
     if loaded[name].shape != value.shape:
         raise UserError(

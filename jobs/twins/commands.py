@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trainyard.errors import UserError
-from trainyard.measure import header, write_new
+from trainyard.measure import make_header, write_new
 
 CANDIDATES = {"one encoding per picture": "twins_demo", "list of pairs": "twins_pairlist"}
 
@@ -61,7 +61,7 @@ def _compare(args: argparse.Namespace) -> int:
         f"{ours['s_to_common_auc']:.0f} s"
     )
     options = {"minutes": args.minutes, "pictures": args.pictures, "seed": args.seed, "common_auc": common_auc}
-    print(f"written: {write_new(args.results, 'twins-compare', [header('twins-compare', options), *lines])}")
+    print(f"written: {write_new(args.results, 'twins-compare', [make_header('twins-compare', options), *lines])}")
     return 0
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trainyard.errors import UserError
-from trainyard.text import nearest
+from trainyard.text import find_nearest
 
 SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".tif", ".tiff", ".pgm", ".ppm"}
 DATASET, PAIRS = "dataset_infor.json", "*twin_pairs*.json"
@@ -259,7 +259,7 @@ def _read_json(file: Path) -> Any:
 
 
 def _suggest(name: str, known: Iterable[str]) -> str:
-    return ", ".join(nearest(name, known, most=3, always=True)) or "none"
+    return ", ".join(find_nearest(name, known, most=3, always=True)) or "none"
 
 
 def _abbreviate(value: Any) -> str:

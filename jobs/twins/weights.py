@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from trainyard.errors import UserError
-from trainyard.text import nearest
+from trainyard.text import find_nearest
 
 from .network import DualCrossAttention
 
@@ -36,7 +36,7 @@ def load_weights(network: DualCrossAttention, file: str) -> None:
         loaded["pos_embed"] = _interpolate_positions(loaded["pos_embed"], network.grid)
     for name, value in expected.items():
         if name not in loaded:
-            near = ", ".join(nearest(name, loaded, most=3, always=True)) or "nothing"
+            near = ", ".join(find_nearest(name, loaded, most=3, always=True)) or "nothing"
             raise UserError(
                 f"model.weights={file}: no '{name}' in it; nearest: {near}. Expected a ViT with timm's parameter names."
             )

@@ -1,6 +1,6 @@
-"""From a preset and overrides to one typed configuration, and back from the file a run keeps of it.
+"""Composes a preset and overrides into one typed configuration, and saves and loads that of a run.
 
-Hydra composes the YAML files; everything past this file is a dataclass. Loads no torch, h5py or DALI.
+Hydra composes the YAML files; outside this module a configuration is a dataclass. Loads no torch, h5py or DALI.
 """
 
 import importlib
@@ -32,9 +32,9 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 from trainyard.errors import UserError
 from trainyard.files import write_atomically
 from trainyard.settings import TrainConfig, check
-from trainyard.text import nearest
+from trainyard.text import find_nearest
 
-_FILLED_IN = ("job", "family")
+_SET_BY_PRESET = ("job", "family")
 
 _PARTS = {
     "config": ("Config", "a dataclass 'class Config(TrainConfig)' with every option of the family"),
@@ -46,7 +46,7 @@ _PARTS = {
 _HEADER = """\
 # Every option of this run, as it was started. Presets are not read again.
 # Resume the run: trainyard resume <this folder>
-# A resume may change only options that do not touch the mathematics: trainyard resume <this folder> option=value
+# A resume may change only options that do not affect the mathematics: trainyard resume <this folder> option=value
 """
 
 _TYPE_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
@@ -57,15 +57,15 @@ class ConfigError(UserError):
 
 
 class Option(NamedTuple):
-    """One line of a listing of options."""
+    """One option, for listings."""
 
-    name: str  # with dots, as one types it
+    name: str  # dotted, as typed
     value: Any
     doc: str
 
 
 class Difference(NamedTuple):
-    """One option that two configurations do not share."""
+    """One option whose value differs between two configurations."""
 
     name: str
     old: Any
@@ -85,8 +85,8 @@ def find_jobs(jobs_dir: Path) -> dict[str, Path]:
     for path in sorted(jobs_dir.glob("[!._]*/*.yaml"), key=lambda p: p.stem):
         if path.stem in found:
             raise UserError(
-                f"Two presets are named '{path.stem}': {found[path.stem]} and {path}. Preset names are unique over "
-                "all families; rename one of the files."
+                f"Two presets are named '{path.stem}': {found[path.stem]} and {path}. Preset names must be unique "
+                "across families; rename one of the files."
             )
         found[path.stem] = path
     return found
@@ -95,15 +95,15 @@ def find_jobs(jobs_dir: Path) -> dict[str, Path]:
 def load_family(jobs_dir: Path, family: str, part: str) -> ModuleType:
     """Import one part of a family: `<name of jobs_dir>.<family>.<part>`.
 
-    The parent of `jobs_dir` becomes the first entry of `sys.path`, so that objects of the module pickle by a name
+    The parent of `jobs_dir` becomes the first entry of `sys.path`, so that objects of the module pickle under a name
     that another process can import.
 
     Args:
         part: "config", "pack", "commands" or "module". Only "module" may load torch.
 
     Raises:
-        UserError: the file is missing or lacks what a part must have, or a package of the name of `jobs_dir` was
-            imported from elsewhere.
+        UserError: the file is missing or does not define what this part must define, or a package with the name of
+            `jobs_dir` was imported from elsewhere.
     """
     file = jobs_dir / family / f"{part}.py"
     name, expected = _PARTS[part]
@@ -121,13 +121,13 @@ def load_family(jobs_dir: Path, family: str, part: str) -> ModuleType:
 def compose(job: str, overrides: Sequence[str], jobs_dir: Path) -> TrainConfig:
     """Return the checked configuration of a preset with overrides such as `optimizer.lr=1e-4` applied.
 
-    Values are written as Hydra writes them, with one difference: a value of an option that holds free text (a path,
-    a column name) is taken as it stands, with its spaces, commas and equal signs. Costs about 0.1 s.
+    Values use Hydra's syntax, with one difference: the value of a free-text option (a path, a column name) is taken
+    verbatim, with its spaces, commas and equal signs. Takes about 0.1 s.
 
     Raises:
-        ConfigError: an unknown job or option, a value of the wrong type or out of range, a malformed override, a
+        ConfigError: an unknown job or option, a value of the wrong type or out of range, a malformed override, or a
             preset that does not compose.
-        UserError: `jobs_dir` or the family's `config.py` is not as it should be.
+        UserError: `jobs_dir` or the family's `config.py` is invalid.
     """
     preset = _find_preset(job, jobs_dir)
     family = preset.parent.name
@@ -149,48 +149,48 @@ def apply_overrides(config: TrainConfig, overrides: Sequence[str]) -> TrainConfi
     return _to_config(tree, f"job {config.job}")
 
 
-def options(config: TrainConfig) -> list[Option]:
-    """Return every option in the order of its declaration, for a listing."""
-    return [Option(leaf.name, leaf.value, leaf.doc) for leaf in _leaves(config)]
+def list_options(config: TrainConfig) -> list[Option]:
+    """Return every option, in the order of declaration."""
+    return [Option(leaf.name, leaf.value, leaf.doc) for leaf in _walk_leaves(config)]
 
 
-def differences(old: TrainConfig, new: TrainConfig) -> list[Difference]:
-    """Return the options whose values differ. An option is mutable if it, or a group it belongs to, is declared so."""
+def find_differences(old: TrainConfig, new: TrainConfig) -> list[Difference]:
+    """Return the options whose values differ. An option is mutable if it, or one of its groups, is declared so."""
     assert type(old) is type(new), "configurations of one family"
     return [
         Difference(a.name, a.value, b.value, a.mutable)
-        for a, b in zip(_leaves(old), _leaves(new), strict=True)
+        for a, b in zip(_walk_leaves(old), _walk_leaves(new), strict=True)
         if a.value != b.value
     ]
 
 
 def freeze(config: TrainConfig, path: Path) -> None:
-    """Write every option with its value to `path` as YAML, or leave what stands there untouched."""
+    """Write every option with its value to `path` as YAML, atomically."""
     write_atomically(path, _HEADER + OmegaConf.to_yaml(OmegaConf.structured(config)))
 
 
 def thaw(path: Path, jobs_dir: Path) -> TrainConfig:
-    """Read what `freeze` wrote. An option younger than the file takes its default.
+    """Read what `freeze` wrote. An option added since then takes its default.
 
     Raises:
-        ConfigError: no such file, no YAML, an option that the family no longer has, or a value out of range.
+        ConfigError: no such file, invalid YAML, an option that the family no longer has, or a value out of range.
         UserError: the family is not in `jobs_dir`.
     """
     if not path.is_file():
-        raise ConfigError(f"{path}: no such file, so {path.parent} is not the folder of a run. Runs lie under runs/.")
+        raise ConfigError(f"{path}: no such file, so {path.parent} is not the folder of a run. Runs are under runs/.")
     try:
         frozen = OmegaConf.load(path)
     except YAMLError as error:
-        raise ConfigError(_yaml_fault(path, error)) from None
+        raise ConfigError(_describe_yaml_error(path, error)) from None
     if not isinstance(frozen, DictConfig) or not frozen.get("family"):
-        raise ConfigError(f"{path}: expected the options of a run, with 'family' among them. The file was changed.")
+        raise ConfigError(f"{path}: expected the options of a run, including 'family'. The file was changed.")
     config_type = load_family(jobs_dir, frozen.family, "config").Config
     try:
         tree = OmegaConf.merge(OmegaConf.structured(config_type), frozen)
     except OmegaConfBaseException as error:
         raise ConfigError(
-            f"{path}: {_fault(error, OmegaConf.structured(config_type))} The run was made by another version of "
-            f"family '{frozen.family}'. Resume it with the code it was started with (its commit is in env.json)."
+            f"{path}: {_describe_error(error, OmegaConf.structured(config_type))} The run was created by another "
+            f"version of family '{frozen.family}'. Resume it with the code that started it (its commit is in env.json)."
         ) from None
     assert isinstance(tree, DictConfig)
     return _to_config(tree, str(path))
@@ -204,8 +204,10 @@ def _find_preset(job: str, jobs_dir: Path) -> Path:
     if job in presets:
         return presets[job]
     if not presets:
-        raise ConfigError(f"{jobs_dir}: holds no preset (<family>/<preset>.yaml). Name the folder of jobs: --jobs DIR.")
-    near = nearest(job, presets, most=3)
+        raise ConfigError(
+            f"{jobs_dir}: contains no preset (<family>/<preset>.yaml). Name the folder of jobs: --jobs DIR."
+        )
+    near = find_nearest(job, presets, most=3)
     hint = f"Nearest: {', '.join(near)}." if near else f"{jobs_dir} has {len(presets)} jobs."
     raise ConfigError(f"There is no job '{job}'. {hint} List them: trainyard jobs.")
 
@@ -219,7 +221,7 @@ def _import_jobs_package(home: Path) -> None:
     places = [Path(place).resolve() for place in getattr(package, "__path__", [package.__file__])]
     if places[:1] != [home]:
         raise UserError(
-            f"Python package '{home.name}' is already taken by {places[0]}, so jobs cannot be read from {home}. "
+            f"Python package '{home.name}' is already imported from {places[0]}, so jobs cannot be loaded from {home}. "
             "Give the folder another name, and an empty __init__.py."
         )
 
@@ -229,51 +231,51 @@ def _is_config_type(candidate: object) -> bool:
 
 
 def _compose_preset(preset: Path, config_type: type[TrainConfig]) -> DictConfig:
-    """Let Hydra merge a preset with those it builds on. Values are typed; interpolations are not yet resolved."""
+    """Have Hydra merge a preset with the presets it is based on. Values are typed; interpolations are not resolved."""
     ConfigStore.instance().store(name="schema", node=config_type)
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(preset.parent.resolve()), version_base="1.3"):
             tree = hydra_compose(preset.stem)
     except YAMLError as error:
-        raise ConfigError(_yaml_fault(preset, error)) from None
+        raise ConfigError(_describe_yaml_error(preset, error)) from None
     except (HydraException, OmegaConfBaseException, ValueError, OSError) as error:
-        raise ConfigError(_preset_fault(preset, error, OmegaConf.structured(config_type))) from None
+        raise ConfigError(_describe_preset_error(preset, error, OmegaConf.structured(config_type))) from None
     if OmegaConf.get_type(tree) is not config_type:
         raise ConfigError(
-            f"{preset}: is not built on the options of its family. The base preset begins with "
-            f"'defaults: [schema, _self_]', any other with 'defaults: [{preset.parent.name}, _self_]'."
+            f"{preset}: is not based on the options of its family. The base preset begins with "
+            f"'defaults: [schema, _self_]', all others with 'defaults: [{preset.parent.name}, _self_]'."
         )
     return tree
 
 
-def _yaml_fault(path: Path, error: YAMLError) -> str:
+def _describe_yaml_error(path: Path, error: YAMLError) -> str:
     mark = getattr(error, "problem_mark", None)
     if mark is None:
-        return f"{path}: not YAML: {_first_line(error)}."
+        return f"{path}: not YAML: {_take_first_line(error)}."
     return f"{mark.name}, line {mark.line + 1}: not YAML: {getattr(error, 'problem', None) or 'cannot be read'}."
 
 
-def _preset_fault(preset: Path, error: Exception, schema: DictConfig) -> str:
-    """Say in which file of a chain of presets composition failed, and why."""
-    where = re.match(r"In '([^']+)': ", str(error))  # Hydra 1.3 names the preset so, and nowhere else
+def _describe_preset_error(preset: Path, error: Exception, schema: DictConfig) -> str:
+    """Say which preset in the chain of defaults failed to compose, and why."""
+    where = re.match(r"In '([^']+)': ", str(error))  # Hydra 1.3 names the preset only in this prefix
     path = preset.with_name(f"{where[1]}.yaml") if where else preset
     if isinstance(error, MissingConfigException):
         others = sorted(p.stem for p in preset.parent.glob("*.yaml") if p != path)
         return (
-            f"{path}: its defaults name '{error.missing_cfg_file}', which is no preset of this family. "
+            f"{path}: its defaults name '{error.missing_cfg_file}', which is not a preset of this family. "
             f"Expected schema or one of: {', '.join(others)}."
         )
     if isinstance(error.__context__, OmegaConfBaseException):
-        return f"{path}: {_fault(error.__context__, schema)}"
-    return f"{path}: {_first_line(error)}."
+        return f"{path}: {_describe_error(error.__context__, schema)}"
+    return f"{path}: {_take_first_line(error)}."
 
 
 # Overrides
 
 
 def _override(tree: DictConfig, overrides: Sequence[str]) -> None:
-    declared = dict(_declared(tree))
+    declared = dict(_walk_declarations(tree))
     parser = OverridesParser.create()
     for override in overrides:
         name, equals, text = override.partition("=")
@@ -282,42 +284,40 @@ def _override(tree: DictConfig, overrides: Sequence[str]) -> None:
                 f"'{override}' is not an override. Write option=value, such as optimizer.lr=1e-4, without spaces "
                 "around the equal sign and without a prefix."
             )
-        if name in _FILLED_IN:
-            raise ConfigError(f"{override}: '{name}' follows from the preset. Name another job instead.")
+        if name in _SET_BY_PRESET:
+            raise ConfigError(f"{override}: '{name}' is set by the preset. Choose another job instead.")
         if name not in declared:
-            raise ConfigError(f"{override}: {_unknown(name, list(declared))}")
+            raise ConfigError(f"{override}: {_describe_unknown(name, list(declared))}")
         _set(tree, name, text, declared[name], parser)
 
 
-def _set(tree: DictConfig, name: str, text: str, declared: "_Declared", parser: OverridesParser) -> None:
+def _set(tree: DictConfig, name: str, text: str, declared: "_Declaration", parser: OverridesParser) -> None:
     try:
-        value = declared.read(text, parser)
+        value = declared.parse(text, parser)
         OmegaConf.update(tree, name, value, force_add=False)
-    except _Sweep:
-        raise ConfigError(
-            f"{name}={text}: several values, but this is one run. Start one run for each of them."
-        ) from None
+    except _SeveralValues:
+        raise ConfigError(f"{name}={text}: several values, but this is one run. Start one run per value.") from None
     except (HydraException, GrammarParseError, OmegaConfBaseException):
-        raise ConfigError(f"{name}={text}: expected {declared.words()}, found '{text}'.") from None
+        raise ConfigError(f"{name}={text}: expected {declared.describe()}, found '{text}'.") from None
 
 
-class _Sweep(Exception):
-    """The text of a value names several values."""
+class _SeveralValues(Exception):
+    """The text of an override contains several values."""
 
 
 @dataclass(frozen=True)
-class _Declared:
+class _Declaration:
     """What an option accepts."""
 
     hint: Any  # its type
     metadata: Mapping[str, Any]
 
-    def read(self, text: str, parser: OverridesParser) -> Any:
-        """Turn the text after the equal sign into what OmegaConf converts to the option's type.
+    def parse(self, text: str, parser: OverridesParser) -> Any:
+        """Parse the text after the equal sign into a value that OmegaConf converts to the option's type.
 
         Raises:
-            _Sweep: the text names several values.
-            HydraException: Hydra's grammar does not know such a value.
+            _SeveralValues: the text contains several values.
+            HydraException: the text does not match Hydra's grammar.
         """
         quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
         is_word = bool(self.metadata.get("choices") or self.metadata.get("duration"))
@@ -325,17 +325,17 @@ class _Declared:
             return text
         parsed = parser.parse_override(f"value={text}")
         if parsed.is_sweep_override():
-            raise _Sweep
+            raise _SeveralValues
         return text if self.hint is str and not quoted else parsed.value()
 
-    def holds(self, value: Any) -> bool:
-        """Whether the elements of a list have its type: OmegaConf 2.3 lets a list through inside a list."""
+    def accepts(self, value: Any) -> bool:
+        """Return whether list elements have the declared type: OmegaConf 2.3 accepts a list nested in a list."""
         if get_origin(self.hint) is not list:
             return True
         (element,) = get_args(self.hint)
         return element not in _TYPE_WORDS or all(isinstance(item, element) for item in value)
 
-    def words(self) -> str:
+    def describe(self) -> str:
         if self.hint in _TYPE_WORDS:
             return f"{_TYPE_WORDS[self.hint]} ({self.hint.__name__})"
         if get_origin(self.hint) is list:
@@ -343,36 +343,36 @@ class _Declared:
         return str(self.hint)
 
 
-def _declared(tree: DictConfig, prefix: str = "") -> Iterator[tuple[str, _Declared]]:
-    """Yield full name and declaration of every option of a typed tree."""
+def _walk_declarations(tree: DictConfig, prefix: str = "") -> Iterator[tuple[str, _Declaration]]:
+    """Yield the dotted name and the declaration of every option of a typed tree."""
     kind = OmegaConf.get_type(tree)
     assert kind is not None and is_dataclass(kind)
     hints = get_type_hints(kind)
     for f in fields(kind):
         if is_dataclass(OmegaConf.get_type(tree, f.name)):
-            yield from _declared(tree[f.name], f"{prefix}{f.name}.")
+            yield from _walk_declarations(tree[f.name], f"{prefix}{f.name}.")
         else:
-            yield prefix + f.name, _Declared(hints[f.name], f.metadata)
+            yield prefix + f.name, _Declaration(hints[f.name], f.metadata)
 
 
-def _unknown(name: str, known: list[str]) -> str:
-    """Say that an option does not exist, which one was meant, and what there is at its level."""
+def _describe_unknown(name: str, known: list[str]) -> str:
+    """Say that an option does not exist, which one is nearest, and which ones its level has."""
     below = [option for option in known if option.startswith(f"{name}.")]
     if below:
         return f"'{name}' is a group of options. Set one of: {', '.join(below)}."
     same_leaf = [option for option in known if option.rpartition(".")[2] == name.rpartition(".")[2]]
-    near = nearest(name, same_leaf or known, always=bool(same_leaf))
+    near = find_nearest(name, same_leaf or known, always=bool(same_leaf))
     hint = f" Nearest: {near[0]}." if near else ""
     level = name
     siblings: list[str] = []
     while not siblings:
         level = level.rpartition(".")[0]
-        siblings = _level(level, known)
+        siblings = _list_group(level, known)
     return f"there is no option '{name}'.{hint} Valid {f'in {level}' if level else 'here'}: {', '.join(siblings)}."
 
 
-def _level(group: str, known: list[str]) -> list[str]:
-    """Return the names directly below a group ("" is the top), each once."""
+def _list_group(group: str, known: list[str]) -> list[str]:
+    """Return the names directly below a group ("" is the top level), without duplicates."""
     prefix = f"{group}." if group else ""
     return list(dict.fromkeys(name[len(prefix) :].partition(".")[0] for name in known if name.startswith(prefix)))
 
@@ -384,11 +384,11 @@ def _to_config(tree: DictConfig, where: str) -> TrainConfig:
     try:
         config = OmegaConf.to_object(tree)
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{where}: {_fault(error, tree)}") from None
+        raise ConfigError(f"{where}: {_describe_error(error, tree)}") from None
     assert isinstance(config, TrainConfig)
-    for leaf, (name, declared) in zip(_leaves(config), _declared(tree), strict=True):
-        if not declared.holds(leaf.value):
-            raise ConfigError(f"{where}: {name}={leaf.value}: expected {declared.words()}.")
+    for leaf, (name, declared) in zip(_walk_leaves(config), _walk_declarations(tree), strict=True):
+        if not declared.accepts(leaf.value):
+            raise ConfigError(f"{where}: {name}={leaf.value}: expected {declared.describe()}.")
     try:
         check(config)
     except UserError as error:
@@ -396,22 +396,22 @@ def _to_config(tree: DictConfig, where: str) -> TrainConfig:
     return config
 
 
-def _fault(error: OmegaConfBaseException, tree: DictConfig) -> str:
-    """Put what OmegaConf found wrong into one sentence that names the option."""
+def _describe_error(error: OmegaConfBaseException, tree: DictConfig) -> str:
+    """Describe an OmegaConf error in one sentence that names the option."""
     name = error.full_key or ""
-    declared = dict(_declared(tree))
+    declared = dict(_walk_declarations(tree))
     if isinstance(error, ConfigKeyError | ConfigAttributeError) and name not in declared:
-        return _unknown(name, list(declared))
+        return _describe_unknown(name, list(declared))
     if isinstance(error, MissingMandatoryValue):
         return f"'{name}' must be given: {name}=<value>."
     if isinstance(error, InterpolationResolutionError):
-        return f"{name}: {_first_line(error)}. '${{...}}' names another option; write the value itself."
+        return f"{name}: {_take_first_line(error)}. '${{...}}' names another option; write the value itself."
     if name not in declared:
-        return f"{f'{name}: ' if name else ''}{_first_line(error)}."
-    return f"{name}: expected {declared[name].words()}. {_first_line(error)}."
+        return f"{f'{name}: ' if name else ''}{_take_first_line(error)}."
+    return f"{name}: expected {declared[name].describe()}. {_take_first_line(error)}."
 
 
-def _first_line(error: Exception) -> str:
+def _take_first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0].rstrip(".")
 
 
@@ -426,11 +426,11 @@ class _Leaf:
     mutable: bool
 
 
-def _leaves(config: Any, prefix: str = "", mutable: bool = False) -> Iterator[_Leaf]:
+def _walk_leaves(config: Any, prefix: str = "", mutable: bool = False) -> Iterator[_Leaf]:
     for f in fields(config):
         value, name = getattr(config, f.name), prefix + f.name
         is_mutable = mutable or bool(f.metadata.get("mutable_on_resume"))
         if is_dataclass(value):
-            yield from _leaves(value, f"{name}.", is_mutable)
+            yield from _walk_leaves(value, f"{name}.", is_mutable)
         else:
             yield _Leaf(name, value, f.metadata.get("doc", ""), is_mutable)

@@ -1,4 +1,4 @@
-"""What a result depends on besides its configuration: versions, machine, GPUs and commit. Loads no torch."""
+"""Collects what a result depends on besides its configuration: versions, machine, GPUs, commit. Loads no torch."""
 
 import functools
 import os
@@ -13,7 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from trainyard.hardware import available_cores
+from trainyard.hardware import count_cores
 
 _RECORDED_DISTRIBUTIONS = (
     *("trainyard", "torch", "torchvision", "h5py", "numpy", "hydra-core", "submitit"),
@@ -32,34 +32,34 @@ NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
 THIS_CODE = Path(__file__).resolve().parent
 
 
-def environment_record(environ: Mapping[str, str] = NO_VARIABLES, *, code: Path = THIS_CODE) -> dict[str, Any]:
+def collect_environment(environ: Mapping[str, str] = NO_VARIABLES, *, code: Path = THIS_CODE) -> dict[str, Any]:
     """Return what a result depends on besides its configuration: versions, machine, GPUs, commit.
 
-    Asks installed distributions for their versions without importing them, and `nvidia-smi` and `git` for the rest;
-    what cannot be found out is recorded as a text that says why. No address of a git remote is recorded, because it
-    may hold a password. Costs up to a second where there is a GPU.
+    Versions come from the metadata of installed distributions, without importing them; GPUs and the commit from
+    `nvidia-smi` and `git`. Where a value is not available, a text says why. Git remotes are not recorded, because
+    their URLs may contain a password. Takes up to a second on a machine with GPUs.
 
     Args:
-        environ: environment variables, of which a few known ones are recorded.
+        environ: environment variables; a few known ones are recorded.
         code: any folder of the git checkout whose state is recorded.
     """
-    return environment_beside(environ, find_checkout(code)[0])
+    return describe_environment(environ, find_checkout(code)[0])
 
 
-def environment_beside(environ: Mapping[str, str], checkout: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the same as `environment_record`, for a checkout that has been looked at."""
+def describe_environment(environ: Mapping[str, str], checkout: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what `collect_environment` returns, given what `find_checkout` found."""
     return {
         "created": datetime.now(UTC).isoformat(timespec="microseconds"),
-        "versions": _versions(),
+        "versions": _read_versions(),
         "machine": {
             "host": socket.gethostname(),
             "platform": platform.platform(),
             "kernel": platform.release(),
             "libc": " ".join(platform.libc_ver()),
-            "cpu": cpu_model(Path("/proc/cpuinfo").read_text()),
-            "cores_available": available_cores(),
+            "cpu": describe_cpu(Path("/proc/cpuinfo").read_text()),
+            "cores_available": count_cores(),
             "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
-            "gpus": _gpus(),
+            "gpus": _query_gpus(),
         },
         "code": dict(checkout),
         "environ": {name: environ[name] for name in _RECORDED_VARIABLES if name in environ},
@@ -67,7 +67,7 @@ def environment_beside(environ: Mapping[str, str], checkout: Mapping[str, Any]) 
 
 
 @functools.cache
-def _versions() -> dict[str, str]:
+def _read_versions() -> dict[str, str]:
     installed = {d.name.lower(): d.version for d in metadata.distributions()}
     recorded = {
         name: version
@@ -77,23 +77,23 @@ def _versions() -> dict[str, str]:
     return {"python": platform.python_version(), **recorded}
 
 
-def cpu_model(cpuinfo: str) -> str:
-    """Name the CPU with family, model and widest vectors: virtual machines call several generations by one name.
+def describe_cpu(cpuinfo: str) -> str:
+    """Return the CPU's name, family, model and vector extension: virtual machines use one name for many generations.
 
     Args:
-        cpuinfo: what stands in /proc/cpuinfo.
+        cpuinfo: the content of /proc/cpuinfo.
     """
     lines = (line.partition(":") for line in cpuinfo.partition("\n\n")[0].splitlines())
     first = {name.strip(): value.strip() for name, _, value in lines}
     if "model name" not in first:
-        return platform.machine()  # ARM kernels name no model
+        return platform.machine()  # ARM kernels do not state a model
     flags = first.get("flags", "").split()
     vectors = next((wide for flag, wide in (("avx512f", "AVX-512"), ("avx2", "AVX2")) if flag in flags), "no AVX2")
     return f"{first['model name']} (family {first.get('cpu family')}, model {first.get('model')}, {vectors})"
 
 
-def _gpus() -> str:
-    """Return name, driver and memory of each GPU, separated by ";", or "none", or why they are not known."""
+def _query_gpus() -> str:
+    """Return name, driver and memory of each GPU, separated by ";", or "none", or why they are unknown."""
     smi = shutil.which("nvidia-smi")
     if smi is None:
         return "none"
@@ -107,20 +107,22 @@ def _gpus() -> str:
 
 
 def find_checkout(code: Path) -> tuple[dict[str, Any], bytes]:
-    """Return commit, cleanliness and untracked files of a git checkout, and its difference from the commit."""
+    """Return commit, dirty flag and untracked files of a git checkout, and its diff against the commit."""
     try:
-        commit = _git(code, "rev-parse", "HEAD").decode().strip()
-        top = Path(_git(code, "rev-parse", "--show-toplevel").decode().rstrip("\n"))
-        diff = _git(top, "diff", "HEAD", "--binary", "--no-color", "--no-ext-diff", "--no-textconv")
-        listed = _git(top, "ls-files", "--others", "--exclude-standard", "--directory", "--no-empty-directory", "-z")
+        commit = _run_git(code, "rev-parse", "HEAD").decode().strip()
+        top = Path(_run_git(code, "rev-parse", "--show-toplevel").decode().rstrip("\n"))
+        diff = _run_git(top, "diff", "HEAD", "--binary", "--no-color", "--no-ext-diff", "--no-textconv")
+        listed = _run_git(
+            top, "ls-files", "--others", "--exclude-standard", "--directory", "--no-empty-directory", "-z"
+        )
     except (OSError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stderr", None)
-        reason = said.decode(errors="replace").strip().partition("\n")[0] if said else str(error)
+        stderr = getattr(error, "stderr", None)
+        reason = stderr.decode(errors="replace").strip().partition("\n")[0] if stderr else str(error)
         return {"commit": None, "reason": reason}, b""
     untracked = listed.decode(errors="backslashreplace").split("\0")[:-1]
     return {"commit": commit, "dirty": bool(diff or untracked), "untracked": untracked}, diff
 
 
-def _git(folder: Path, *arguments: str) -> bytes:
+def _run_git(folder: Path, *arguments: str) -> bytes:
     command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]
     return subprocess.run(command, capture_output=True, check=True, timeout=60).stdout

@@ -2,11 +2,11 @@
 
 
 class UserError(ValueError):
-    """The user's input, files or machine do not allow what was asked.
+    """The user's input, files or machine make the request impossible.
 
     The message says what is wrong, where, what was expected, what was found, and what to type next. Raise it once,
-    where the wrong value enters; the command line prints it and exits with code 2. Anything else that escapes is our
-    bug and keeps its traceback.
+    where the wrong value enters; the command line prints it and exits with code 2. Any other exception that escapes
+    is our bug and keeps its traceback.
     """
 
 

@@ -1,4 +1,4 @@
-"""Files that hold their old content or their new one, never half of it; hashes; locks that the kernel releases."""
+"""Atomic file writes, file hashes, and locks that the kernel releases."""
 
 import contextlib
 import errno
@@ -11,19 +11,19 @@ from pathlib import Path
 from typing import Any
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
-"""Error numbers of a write for which there is no room."""
+"""Error numbers of a write that failed because the disk or quota is full."""
 
 
 _PARTIAL = ".partial"
 
 
 def write_atomically(path: Path, content: str | bytes, *, durable: bool = True) -> None:
-    """Replace the file `path`: a reader, a kill or a crash sees the old content or the new one, never a part.
+    """Write or replace the file `path`: a reader, a kill or a crash finds the old or the new content, never a part.
 
     Args:
-        content: text is written as UTF-8.
-        durable: wait until the disk has it, so that a power cut cannot take it back; off for what is written every
-            few seconds and worthless after a crash.
+        content: text is encoded as UTF-8.
+        durable: wait until the content is on disk, so that it survives a power cut; off for files that are written
+            every few seconds and worthless after a crash.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}{_PARTIAL}")
     try:
@@ -40,18 +40,18 @@ def write_atomically(path: Path, content: str | bytes, *, durable: bool = True) 
 
 
 def remove_partials(folder: Path) -> None:
-    """Remove what killed writers left in a folder. For callers who know that nobody writes there now."""
+    """Remove partial files that killed writers left in a folder. Call it only when nobody is writing there."""
     for partial in folder.glob(f"*{_PARTIAL}"):
         partial.unlink()
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replace the file `path` by JSON that people can read, as `write_atomically` does."""
+    """Write or replace the file `path` with readable JSON, as `write_atomically` does."""
     write_atomically(path, json.dumps(value, indent=2) + "\n")
 
 
 def fsync_path(path: Path) -> None:
-    """Flush a file's bytes, or a directory's names, to disk."""
+    """Flush a file's content, or a directory's entries, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -60,21 +60,21 @@ def fsync_path(path: Path) -> None:
 
 
 def hash_file(path: Path) -> str:
-    """Return the SHA-256 of a file as hexadecimal text; reads it in pieces, for it may be larger than memory."""
+    """Return the SHA-256 of a file in hexadecimal; reads it in chunks, because it may be larger than memory."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 class FlockRefused(Exception):
-    """The file system knows no flock."""
+    """The file system does not support flock."""
 
 
 @contextlib.contextmanager
 def exclusive_lock(guard: Path) -> Iterator[None]:
-    """Hold an flock on the file `guard`, after those who hold it; the kernel releases it if the process dies.
+    """Wait for and hold an flock on the file `guard`; the kernel releases it if the process dies.
 
     Raises:
-        FlockRefused: on entering.
+        FlockRefused: the file system does not support flock; raised on entry.
     """
     with guard.open("a") as file:
         try:

@@ -1,4 +1,4 @@
-"""What each GPU can do, how we train on it, and how this process may use the cores. No torch."""
+"""What each GPU can do, how to train on it, and how many CPU cores this process may use. Loads no torch."""
 
 import os
 import re
@@ -9,17 +9,17 @@ from pathlib import Path
 from trainyard.errors import UserError
 
 CPU_CHANNELS_LAST = True
-"""Whether convolutions on the CPU take NHWC: oneDNN reads it as it is. Not yet measured against NCHW."""
+"""Whether convolutions on the CPU use NHWC, which oneDNN reads directly. Not yet benchmarked against NCHW."""
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU model as its vendor states it: dense peaks at boost clock, never with structured sparsity.
+    """One GPU model as its vendor specifies it: dense peaks at boost clock, never with structured sparsity.
 
-    A plan's upper bounds, not promises: ask `torch.cuda.mem_get_info()` for the memory that is really free.
+    Upper bounds for planning, not promises: `torch.cuda.mem_get_info()` returns the memory that is really free.
     """
 
-    key: str  # what a person types, such as "a100-80-sxm"
+    key: str  # what people type, such as "a100-80-sxm"
     name: str  # what torch.cuda.get_device_name() prints, without a leading "NVIDIA "
     sm: int  # compute capability, major * 10 + minor
     memory_gib: float
@@ -29,7 +29,7 @@ class Gpu:
     fp16_tflop_s: float  # products of fp16 summed in fp32, except on P100, which has no tensor cores
     bf16_tflop_s: float | None
     fp64_tflop_s: float  # without tensor cores
-    hardware_jpeg: bool  # a decoder of its own, which DALI's "mixed" uses
+    hardware_jpeg: bool  # has a hardware JPEG decoder, which DALI's "mixed" backend uses
     source: str
 
 
@@ -39,7 +39,7 @@ _TU102 = (
     "fp64 from memory of the datasheet: 1/32 of fp32."
 )
 _A5000 = (
-    "RTX A5000 datasheet, whose tensor figures are with sparsity; fp16, bf16, TF32 are computed: 64 SM x 4 "
+    "RTX A5000 datasheet, which states tensor figures with sparsity; fp16, bf16, TF32 are computed: 64 SM x 4 "
     "tensor cores x 128 FMA x 2 x 1.695 GHz = 111, and half. fp64 from memory of the datasheet: 1/64 of fp32."
 )
 _A100 = "A100 datasheet, June 2021: https://www.nvidia.com/en-us/data-center/a100/"
@@ -66,13 +66,13 @@ GPUS: tuple[Gpu, ...] = (
 # fmt: on
 
 
-def gpu_by_name(cuda_device_name: str, memory_gib: float) -> Gpu | None:
-    """Return the table's row of a device, or None for a card we do not know.
+def find_gpu_by_name(cuda_device_name: str, memory_gib: float) -> Gpu | None:
+    """Return the entry of a device, or None for an unknown card.
 
     Args:
-        cuda_device_name: what torch.cuda.get_device_name() prints. Old drivers leave out "NVIDIA ".
+        cuda_device_name: what torch.cuda.get_device_name() prints. Old drivers omit "NVIDIA ".
         memory_gib: the device's total memory in GiB. ECC and the driver take up to 8 % of the nominal size; a
-            card outside 90-102 % of it is another one (a MIG slice, a 2080 Ti refitted with 22 GB).
+            card outside 90-102 % of it is a different one (a MIG slice, a 2080 Ti refitted with 22 GB).
     """
     name = re.sub(r"^NVIDIA ", "", cuda_device_name.strip())
     for gpu in GPUS:
@@ -81,15 +81,15 @@ def gpu_by_name(cuda_device_name: str, memory_gib: float) -> Gpu | None:
     return None
 
 
-def gpu_of_key(key: str) -> Gpu | None:
-    """Return the table's row of a key, None for "cpu"."""
+def get_gpu(key: str) -> Gpu | None:
+    """Return the entry with this key, None for "cpu"."""
     return next((gpu for gpu in GPUS if gpu.key == key), None)
 
 
-def image_target(sm: int | None) -> str:
-    """Return the image target whose kernels run on a compute capability (major * 10 + minor; None: the CPU).
+def choose_image_target(sm: int | None) -> str:
+    """Return the container image target with kernels for a compute capability (major * 10 + minor; None: the CPU).
 
-    CUDA 13 dropped what is older than sm_75, and torch dropped sm_60 after 2.7: containers/README.md.
+    CUDA 13 dropped cards older than sm_75, and torch dropped sm_60 after 2.7: containers/README.md.
     """
     if sm is None:
         return "cpu"
@@ -100,23 +100,23 @@ def image_target(sm: int | None) -> str:
 
 @dataclass(frozen=True)
 class Precision:
-    """The numeric and layout policy of one run, decided once."""
+    """The numeric and memory-layout policy of one run, decided once."""
 
     dtype: str  # of matrix products and convolutions: "fp32", "fp16" or "bf16"
     loss_scaling: bool  # whether gradients need a GradScaler
     tf32: bool  # whether products that stay in fp32 may round their inputs to TF32
     channels_last: bool  # whether images and convolution weights are NHWC in memory
-    compile: bool  # whether the model goes through torch.compile
+    compile: bool  # whether the model is compiled with torch.compile
     reasons: Mapping[str, str]  # field name -> why, for the log
 
 
-def precision_for(
+def choose_precision(
     sm: int | None, *, precision: str = "auto", channels_last: str = "auto", compile: str = "auto"
 ) -> Precision:
     """Choose how to compute on a device.
 
-    We look at the compute capability and never at `torch.cuda.is_bf16_supported()`, which by default also
-    answers True for cards that only emulate bf16.
+    Uses the compute capability and never `torch.cuda.is_bf16_supported()`, which by default also returns True for
+    cards that only emulate bf16.
 
     Args:
         sm: compute capability as major * 10 + minor (P100: 60, 2080 Ti: 75, A100: 80), None for the CPU.
@@ -124,16 +124,16 @@ def precision_for(
         channels_last, compile: "auto", "on" or "off".
 
     Raises:
-        UserError: the device cannot do what was asked, or not at full speed.
+        UserError: the device does not support the request, or not at full speed.
     """
     assert {channels_last, compile} <= {"auto", "on", "off"}, (channels_last, compile)
     device = "the CPU" if sm is None else f"sm_{sm}"
-    dtype, dtype_reason = _dtype(sm, device, precision)
-    tf32, tf32_reason = _tf32(sm, device, precision)
-    nhwc, nhwc_reason = _channels_last(sm, device, dtype, channels_last)
-    compiled, compile_reason = _compile(sm, device, compile)
+    dtype, dtype_reason = _choose_dtype(sm, device, precision)
+    tf32, tf32_reason = _choose_tf32(sm, device, precision)
+    nhwc, nhwc_reason = _choose_channels_last(sm, device, dtype, channels_last)
+    compiled, compile_reason = _choose_compile(sm, device, compile)
     scaling_reason = {
-        "fp16": "small gradients underflow in fp16, whose smallest normal number is 6e-5",
+        "fp16": "small gradients underflow in fp16: its smallest normal number is 6e-5",
         "bf16": "bf16 has the exponent range of fp32",
         "fp32": "nothing to scale in fp32",
     }[dtype]
@@ -148,49 +148,54 @@ def precision_for(
 
 
 def read_driver_version(file: Path = Path("/proc/driver/nvidia/version")) -> str | None:
-    """Return the version of the NVIDIA driver in the kernel, such as "580.65.06"; None without one."""
+    """Return the version of the loaded NVIDIA kernel driver, such as "580.65.06"; None if there is none."""
     found = re.search(r"Kernel Module(?: for \S+)?\s+(\d+(?:\.\d+)+)", file.read_text()) if file.exists() else None
     return found[1] if found else None
 
 
-def why_no_gpu(driver: str | None, environ: Mapping[str, str]) -> str | None:
-    """Return why torch finds no GPU where one is to be expected; None where the CPU is what is meant.
+def explain_missing_gpu(driver: str | None, environ: Mapping[str, str]) -> str | None:
+    """Return why torch finds no GPU where one is expected; None if the CPU is intended.
 
     Args:
-        driver: what `loaded_driver` says.
-        environ: the image's TRAINYARD_TARGET, _MIN_DRIVER and _MAX_DRIVER, and CUDA_VISIBLE_DEVICES, whose empty
-            value is how a person asks for the CPU.
+        driver: what `read_driver_version` returned.
+        environ: the container image's TRAINYARD_TARGET, _MIN_DRIVER and _MAX_DRIVER, and CUDA_VISIBLE_DEVICES, which
+            users set to the empty string to train on the CPU.
     """
-    target, least = environ.get("TRAINYARD_TARGET", ""), environ.get("TRAINYARD_MIN_DRIVER", "")
-    newest = environ.get("TRAINYARD_MAX_DRIVER", "")
+    target, min_driver = environ.get("TRAINYARD_TARGET", ""), environ.get("TRAINYARD_MIN_DRIVER", "")
+    max_driver = environ.get("TRAINYARD_MAX_DRIVER", "")
     on_cpu = "To train on the CPU: CUDA_VISIBLE_DEVICES= (empty)."
     if environ.get("CUDA_VISIBLE_DEVICES") == "":
         return None
     if driver is None:
-        return f"image {target} is for GPUs, and this machine has no NVIDIA driver. {on_cpu}" if least else None
-    if newest and _version(driver)[0] > int(newest):
+        if not min_driver:
+            return None
+        return f"container image {target} is for GPUs, but this machine has no NVIDIA driver. {on_cpu}"
+    if max_driver and _parse_version(driver)[0] > int(max_driver):
         return (
-            f"image {target} needs driver {newest} or older, the last branch for its cards, this machine has {driver}. "
-            f"Ask for driver {newest}, or take another node. {on_cpu}"
+            f"container image {target} needs driver {max_driver} or older, the last branch for its cards; this machine "
+            f"has {driver}. Ask for driver {max_driver}, or use another node. {on_cpu}"
         )
-    if least and _version(driver) < _version(least):
-        older = " Take image cuda12, which runs from 525 on, or" if _version(driver) >= (525,) else " Ask for"
+    if min_driver and _parse_version(driver) < _parse_version(min_driver):
+        hint = " Use image cuda12, which runs from 525 on, or" if _parse_version(driver) >= (525,) else " Ask for"
         return (
-            f"image {target} needs driver {least} or newer, this machine has {driver}.{older} a newer driver. {on_cpu}"
+            f"container image {target} needs driver {min_driver} or newer; this machine has {driver}.{hint} a newer "
+            f"driver. {on_cpu}"
         )
     if target == "cpu":
-        return f"this machine has an NVIDIA driver ({driver}), and this is the CPU image. Take the card's own. {on_cpu}"
+        return (
+            f"this machine has an NVIDIA driver ({driver}), but this is the CPU image. Use the card's image. {on_cpu}"
+        )
     return (
-        f"this machine has an NVIDIA driver ({driver}), and torch finds no GPU. In a container, start it with its GPUs "
-        f"(make run-image prints the line); otherwise nvidia-smi says what is wrong. {on_cpu}"
+        f"this machine has an NVIDIA driver ({driver}), but torch finds no GPU. In a container, start it with GPUs "
+        f"(make run-image prints the command); otherwise nvidia-smi says what is wrong. {on_cpu}"
     )
 
 
-def why_no_kernels(sm: int, arch_list: Sequence[str]) -> str | None:
-    """Return why this build of torch cannot compute on a card, and which image can; None if it can.
+def explain_missing_kernels(sm: int, arch_list: Sequence[str]) -> str | None:
+    """Return why this build of torch cannot compute on a card, and which container image can; None if it can.
 
-    A card runs kernels of its own major version and a minor one up to its own, and what PTX of an older version is
-    translated to (CUDA C Programming Guide, "Application Compatibility").
+    A card runs kernels of its own major version and of a minor version up to its own, and PTX of any older version,
+    which the driver compiles (CUDA C Programming Guide, "Application Compatibility").
 
     Args:
         sm: the card's compute capability, major * 10 + minor.
@@ -200,101 +205,101 @@ def why_no_kernels(sm: int, arch_list: Sequence[str]) -> str | None:
     if any((kind == "sm" and n // 10 == sm // 10 and n <= sm) or (kind == "compute" and n <= sm) for kind, n in built):
         return None
     return (
-        f"this torch has no kernels for this card (sm_{sm}): it was built for {', '.join(arch_list)}. Take image "
-        f"{image_target(sm)}: make image HW={image_target(sm)}."
+        f"this torch has no kernels for this card (sm_{sm}): it was built for {', '.join(arch_list)}. Use image "
+        f"{choose_image_target(sm)}: make image HW={choose_image_target(sm)}."
     )
 
 
-def _version(text: str) -> tuple[int, ...]:
+def _parse_version(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split("."))
 
 
-def available_cores() -> int:
+def count_cores() -> int:
     """Return how many CPU cores this process may keep busy, at least 1.
 
-    The affinity mask is what Slurm's and Docker's core lists set; the CPU quota is what `docker --cpus` and
-    Kubernetes set. `os.cpu_count()` knows neither and answers for the whole node.
+    Slurm and Docker core lists set the affinity mask; `docker --cpus` and Kubernetes set the CPU quota.
+    `os.cpu_count()` ignores both and counts the whole node.
     """
-    quota = _quota_cores(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"))
+    quota = _read_cpu_quota(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"))
     allowed = len(os.sched_getaffinity(0))
     return allowed if quota is None else max(1, min(allowed, int(quota)))
 
 
 _WAIT_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
-"""What OpenMP's libraries read, once, when they are loaded: the standard's, GNU's (torch's own), Intel's."""
+"""Variables that OpenMP libraries read once, when loaded: the standard's, GNU's (the one torch uses), Intel's."""
 
 
 def set_openmp_wait_policy(environ: MutableMapping[str, str]) -> None:
-    """Let OpenMP threads that wait for each other sleep, unless a person has said otherwise. Before torch is loaded.
+    """Make waiting OpenMP threads sleep, unless the user has set another policy. Call it before torch is loaded.
 
-    Left alone, libgomp's threads spin. On cores that others want too, a thread then spins through the time slice of
-    the one that it waits for, and two runs side by side take many times as long a step.
+    By default libgomp's threads spin. On shared cores a thread then spins through the time slice of the thread that
+    it waits for, and steps of two runs on one machine take many times as long.
 
     Args:
-        environ: the environment of this process, inherited by all that it starts.
+        environ: the environment of this process, which its children inherit.
     """
     if not any(name in environ for name in _WAIT_VARIABLES):
         environ["OMP_WAIT_POLICY"] = "passive"
 
 
-def openmp_wait_policy(environ: Mapping[str, str]) -> tuple[str, str]:
-    """Return how OpenMP threads wait in this environment, and the reason, for the run's record."""
+def read_openmp_wait_policy(environ: Mapping[str, str]) -> tuple[str, str]:
+    """Return how OpenMP threads wait in this environment, and the reason, for the run's env.json."""
     stated = {name: environ[name] for name in _WAIT_VARIABLES if name in environ}
     if stated == {"OMP_WAIT_POLICY": "passive"}:
-        return "passive", "a thread that waits sleeps: spinning takes a core from those it waits for"
+        return "passive", "waiting threads sleep: a spinning thread takes a core from those it waits for"
     if stated:
-        return " ".join(f"{name}={value}" for name, value in stated.items()), "asked for in the environment"
+        return " ".join(f"{name}={value}" for name, value in stated.items()), "set in the environment"
     return "library's default", "not set when this process started"
 
 
-def compute_threads(environ: Mapping[str, str], *, cores: int, reason: str, launcher: str) -> tuple[int, str]:
-    """Return how many threads torch computes with on the CPU, and the reason.
+def choose_compute_threads(environ: Mapping[str, str], *, cores: int, reason: str, launcher: str) -> tuple[int, str]:
+    """Return how many threads torch uses for CPU computation, and the reason.
 
-    OMP_NUM_THREADS is a person's word and counts, but for the 1 that torchrun sets where nothing was set
+    OMP_NUM_THREADS takes precedence, except for the value 1 that torchrun sets by default
     (torch/distributed/run.py): it would leave all other cores of a rank idle.
 
     Args:
-        cores: that this rank may keep busy.
-        reason: why so many.
-        launcher: who started this rank, as `World.launcher` says.
+        cores: how many cores this rank may keep busy.
+        reason: where that number comes from.
+        launcher: what started this rank: `World.launcher`.
 
     Raises:
-        UserError: OMP_NUM_THREADS is no number of threads.
+        UserError: OMP_NUM_THREADS is not a number of threads.
     """
     stated = environ.get("OMP_NUM_THREADS", "")
     if not stated:
         return cores, reason
     if launcher == "torchrun" and stated == "1":
-        return cores, f"{reason}; OMP_NUM_THREADS=1 is what torchrun sets by itself, and does not count"
-    threads = stated.partition(",")[0].strip()  # further numbers are for nested regions, of which torch has none
+        return cores, f"{reason}; ignores OMP_NUM_THREADS=1, which torchrun sets by default"
+    threads = stated.partition(",")[0].strip()  # further numbers are for nested regions; torch has none
     if not threads.isdigit() or int(threads) < 1:
         raise UserError(f"OMP_NUM_THREADS={stated}: expected a number of threads, such as {cores}. Or unset it.")
     return int(threads), f"OMP_NUM_THREADS={stated} in the environment"
 
 
-def _dtype(sm: int | None, device: str, precision: str) -> tuple[str, str]:
-    choices = _dtypes(sm)
+def _choose_dtype(sm: int | None, device: str, precision: str) -> tuple[str, str]:
+    choices = _list_fast_dtypes(sm)
     if precision == "auto":
         return choices[0], f"{device}: {_AUTO_REASON[choices[0]]}"
     if precision not in choices:
         raise UserError(
-            f"precision={precision} asked for, but this device ({device}) runs only {', '.join(choices)} "
+            f"precision={precision} requested, but this device ({device}) runs only {', '.join(choices)} "
             f"at full speed. Use precision={choices[0]}, or precision=auto."
         )
     if sm == 60 and precision == "fp16":
-        return precision, "asked for; saves memory, and matrix products gain little without tensor cores"
-    return precision, "asked for"
+        return precision, "requested; saves memory, but matrix products gain little without tensor cores"
+    return precision, "requested"
 
 
 _AUTO_REASON = {
-    "fp32": "no tensor cores to gain from",
-    "fp16": "tensor cores take fp16, and have no bf16 before sm_80",
-    "bf16": "tensor cores take bf16, and it needs no loss scaling",
+    "fp32": "no tensor cores",
+    "fp16": "tensor cores support fp16, and no bf16 before sm_80",
+    "bf16": "tensor cores support bf16, and it needs no loss scaling",
 }
 
 
-def _dtypes(sm: int | None) -> tuple[str, ...]:
-    """Return what runs at full speed, what "auto" takes first."""
+def _list_fast_dtypes(sm: int | None) -> tuple[str, ...]:
+    """Return the data types that run at full speed, the one that "auto" chooses first."""
     if sm is None:
         return ("fp32", "bf16")
     if sm >= 80:
@@ -305,44 +310,44 @@ def _dtypes(sm: int | None) -> tuple[str, ...]:
     return ("fp32", "fp16") if sm == 60 else ("fp32",)
 
 
-def _tf32(sm: int | None, device: str, precision: str) -> tuple[bool, str]:
+def _choose_tf32(sm: int | None, device: str, precision: str) -> tuple[bool, str]:
     if sm is None or sm < 80:
         return False, f"{device} has no TF32"
     if precision == "fp32":
-        return False, "precision=fp32 asked for, and TF32 rounds inputs to 10 bits of mantissa"
-    return True, f"{device}: what autocast leaves in fp32 goes to tensor cores too"
+        return False, "precision=fp32 requested, and TF32 rounds inputs to 10 bits of mantissa"
+    return True, f"{device}: products that autocast leaves in fp32 use tensor cores too"
 
 
-def _channels_last(sm: int | None, device: str, dtype: str, asked: str) -> tuple[bool, str]:
-    if asked != "auto":
-        slow = sm is not None and sm < 70 and asked == "on"
-        return asked == "on", "asked for" + (
+def _choose_channels_last(sm: int | None, device: str, dtype: str, requested: str) -> tuple[bool, str]:
+    if requested != "auto":
+        slow = sm is not None and sm < 70 and requested == "on"
+        return requested == "on", "requested" + (
             f"; slower than NCHW on {device}, which has no tensor cores" if slow else ""
         )
     if sm is None:
-        return CPU_CHANNELS_LAST, "the CPU: oneDNN convolutions read NHWC as it is"
+        return CPU_CHANNELS_LAST, "the CPU: oneDNN convolutions read NHWC directly"
     if sm >= 70 and dtype != "fp32":
         return True, f"{device}: cuDNN's tensor-core convolutions read NHWC"
     return False, f"{device} in {dtype}: cuDNN's NHWC paths need tensor cores"
 
 
-def _compile(sm: int | None, device: str, asked: str) -> tuple[bool, str]:
+def _choose_compile(sm: int | None, device: str, requested: str) -> tuple[bool, str]:
     if sm is not None and sm < 70:
         reason = f"torch.compile generates Triton kernels, and Triton needs sm_70 or newer, not {device}"
-        if asked == "on":
-            raise UserError(f"compile=on asked for, but {reason}. Use compile=off, or compile=auto.")
+        if requested == "on":
+            raise UserError(f"compile=on requested, but {reason}. Use compile=off, or compile=auto.")
         return False, reason
-    if asked == "auto":
+    if requested == "auto":
         return False, f"its start-up cost has not been measured on {device}; compile=on tries it"
-    return asked == "on", "asked for"
+    return requested == "on", "requested"
 
 
-def _quota_cores(hierarchy: Path, membership: Path) -> float | None:
-    """Return the tightest CPU quota, in cores, of this process's cgroup (v2) and those above it, if any.
+def _read_cpu_quota(hierarchy: Path, membership: Path) -> float | None:
+    """Return the tightest CPU quota, in cores, of this process's cgroup (v2) and its ancestors, if any.
 
     Args:
         hierarchy: where cgroup v2 is mounted.
-        membership: a file like /proc/self/cgroup, whose line `0::/a/b` names the process's own group.
+        membership: a file like /proc/self/cgroup; its line `0::/a/b` names the process's own group.
     """
     if not membership.exists():
         return None
@@ -351,11 +356,11 @@ def _quota_cores(hierarchy: Path, membership: Path) -> float | None:
         return None
     group = hierarchy / own[1]
     limits = [folder / "cpu.max" for folder in (group, *group.parents) if folder.is_relative_to(hierarchy)]
-    quotas = [_cores(limit.read_text()) for limit in limits if limit.is_file()]
+    quotas = [_parse_cpu_max(limit.read_text()) for limit in limits if limit.is_file()]
     return min((quota for quota in quotas if quota is not None), default=None)
 
 
-def _cores(cpu_max: str) -> float | None:
-    """Read "150000 100000" (quota and period in us: 1.5 cores) or "max 100000" (no quota)."""
+def _parse_cpu_max(cpu_max: str) -> float | None:
+    """Parse "150000 100000" (quota and period in us: 1.5 cores) or "max 100000" (no quota)."""
     quota, period = cpu_max.split()
     return None if quota == "max" else int(quota) / int(period)

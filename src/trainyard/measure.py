@@ -1,7 +1,7 @@
-"""Measuring alternatives side by side: rounds in shuffled order, medians with spread, ratios within a round, one file.
+"""Measures alternatives side by side: shuffled rounds, medians with spread, ratios within a round, one result file.
 
-Ratios are formed within a round, because both sides of one met the same state of the machine. A number whose spread is
-above 0.1, or that was measured in fewer than three rounds, is marked: do not quote it.
+Ratios are computed within a round, where both sides saw the same state of the machine. A number with a spread above
+0.1, or measured in fewer than three rounds, is marked: do not quote it.
 """
 
 import json
@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from trainyard.environment import environment_record
+from trainyard.environment import collect_environment
 from trainyard.files import write_atomically
 from trainyard.text import align_columns
 
@@ -27,13 +27,13 @@ QUOTABLE_ROUNDS = 3
 
 @dataclass(frozen=True)
 class Candidate:
-    """One of the alternatives, or one number of it."""
+    """One alternative, or one of its numbers."""
 
     name: str
-    measure: Callable[[], float]  # does the work once, and returns the number
+    measure: Callable[[], float]  # does the work once and returns the number
     unit: str  # such as "images/s"
-    note: str = ""  # where its work or its output differs
-    beside: str = ""  # the way it is held against: the ratio is this one's number over that one's
+    note: str = ""  # how its work or its output differs
+    baseline: str = ""  # name of the candidate to compare with: the ratio is this number / the baseline's
 
 
 @dataclass(frozen=True)
@@ -45,72 +45,72 @@ class Summary:
     quotable: bool
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> "Summary":
+    def from_values(cls, values: Sequence[float]) -> "Summary":
         middle = median(values)
         spread = (max(values) - min(values)) / abs(middle) if middle else 0.0
         return cls(middle, spread, spread <= QUOTABLE_SPREAD and len(values) >= QUOTABLE_ROUNDS)
 
-    def text(self, form: str = ",.1f") -> str:
-        """Return the median with its spread, and a question mark if it is not to be quoted."""
+    def format(self, form: str = ",.1f") -> str:
+        """Return the median with its spread, and a question mark if it must not be quoted."""
         return f"{self.median:{form}} +-{self.spread:.0%}{'' if self.quotable else ' ?'}"
 
 
-def side_by_side(
-    ways: Sequence[Candidate], *, rounds: int, warm_up: bool = False, tell: Callable[[str], object] = print
+def measure_candidates(
+    candidates: Sequence[Candidate], *, rounds: int, warm_up: bool = False, tell: Callable[[str], object] = print
 ) -> list[dict[str, Any]]:
-    """Measure every way in each round, in an order shuffled anew; return one line for each.
+    """Measure every candidate in each round, in a new random order per round; return one line per candidate.
 
     Args:
-        warm_up: take one round more before the others, and forget it.
-        tell: called with a line for each number measured.
+        warm_up: run one extra round first and discard it.
+        tell: called with a text line for each measured number.
     """
-    values: dict[str, list[float]] = {way.name: [] for way in ways}
+    values: dict[str, list[float]] = {candidate.name: [] for candidate in candidates}
     for number in range(-1 if warm_up else 0, rounds):
-        for way in random.Random(number).sample(list(ways), len(ways)):
-            value = way.measure()
+        for candidate in random.Random(number).sample(list(candidates), len(candidates)):
+            value = candidate.measure()
             if number >= 0:
-                values[way.name].append(value)
-                tell(f"round {number + 1}/{rounds}  {way.name:34} {value:14,.2f} {way.unit}")
-    return [_line(way, values) for way in ways]
+                values[candidate.name].append(value)
+                tell(f"round {number + 1}/{rounds}  {candidate.name:34} {value:14,.2f} {candidate.unit}")
+    return [_summarize(candidate, values) for candidate in candidates]
 
 
-def for_at_least(seconds: float, work: Callable[[], int]) -> float:
-    """Repeat work that returns how many samples it did; return samples per second."""
+def measure_rate(seconds: float, work: Callable[[], int]) -> float:
+    """Repeat work, which returns how many samples it processed, for at least `seconds`; return samples per second."""
     begin, done = time.perf_counter(), work()
     while time.perf_counter() - begin < seconds:
         done += work()
     return done / (time.perf_counter() - begin)
 
 
-def table(lines: Iterable[Mapping[str, Any]]) -> str:
-    """Return the lines of `side_by_side` for reading."""
+def format_table(lines: Iterable[Mapping[str, Any]]) -> str:
+    """Format the lines of `measure_candidates` as a table."""
     rows = [("", "median +- spread", "ratio", "")]
     for line in lines:
-        ratio = f"{Summary(**line['ratio']).text('.2f')} x {line['beside']}" if "ratio" in line else ""
-        rows.append((line["name"], f"{Summary(**line['summary']).text(',.2f')} {line['unit']}", ratio, line["note"]))
+        ratio = f"{Summary(**line['ratio']).format('.2f')} x {line['beside']}" if "ratio" in line else ""
+        rows.append((line["name"], f"{Summary(**line['summary']).format(',.2f')} {line['unit']}", ratio, line["note"]))
     return "\n".join(align_columns(rows))
 
 
-def header(suite: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what one must know to judge the numbers below it."""
+def make_header(suite: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the header line of a result file: everything needed to judge the numbers below it."""
     return {
         "kind": "header",
         "suite": suite,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join(["trainyard", *sys.argv[1:]]),
         "options": {name: str(value) if isinstance(value, Path) else value for name, value in options.items()},
-        "environment": environment_record(),
+        "environment": collect_environment(),
     }
 
 
 def write_new(folder: Path, suite: str, lines: Iterable[Mapping[str, Any]]) -> Path:
-    """Write `<folder>/<suite>-<date>.jsonl`, or with -2, -3, ... where that is taken; return its path."""
-    path = new_file(folder, f"{suite}-{datetime.now(UTC):%Y-%m-%d}")
+    """Write `<folder>/<suite>-<date>.jsonl`, with -2, -3, ... if that name is taken; return its path."""
+    path = find_free_path(folder, f"{suite}-{datetime.now(UTC):%Y-%m-%d}")
     write_results(path, lines)
     return path
 
 
-def new_file(folder: Path, stem: str) -> Path:
+def find_free_path(folder: Path, stem: str) -> Path:
     """Return the first free name of `<stem>.jsonl`, `<stem>-2.jsonl`, ..."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = (folder / f"{stem}{'' if n == 1 else f'-{n}'}.jsonl" for n in count(1))
@@ -118,15 +118,21 @@ def new_file(folder: Path, stem: str) -> Path:
 
 
 def write_results(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
-    """Replace a result file as a whole."""
+    """Write or replace a result file, atomically."""
     write_atomically(path, "".join(json.dumps(line) + "\n" for line in lines))
 
 
-def _line(way: Candidate, values: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    mine = values[way.name]
-    line: dict[str, Any] = {"kind": "result", "name": way.name, "unit": way.unit, "note": way.note, "rounds": mine}
-    line["summary"] = asdict(Summary.of(mine))
-    if way.beside:
-        ratios = [one / other for one, other in zip(mine, values[way.beside], strict=True)]
-        line |= {"beside": way.beside, "ratio": asdict(Summary.of(ratios))}
+def _summarize(candidate: Candidate, values: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+    numbers = values[candidate.name]
+    line: dict[str, Any] = {
+        "kind": "result",
+        "name": candidate.name,
+        "unit": candidate.unit,
+        "note": candidate.note,
+        "rounds": numbers,
+    }
+    line["summary"] = asdict(Summary.from_values(numbers))
+    if candidate.baseline:
+        ratios = [number / base for number, base in zip(numbers, values[candidate.baseline], strict=True)]
+        line |= {"beside": candidate.baseline, "ratio": asdict(Summary.from_values(ratios))}
     return line

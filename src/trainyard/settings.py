@@ -1,4 +1,4 @@
-"""Every option a job has, with unit, default and range. No torch: the submitting side reads this too."""
+"""Every option that all jobs share, with unit, default and range. No torch: the submitting side imports this too."""
 
 import re
 from dataclasses import Field, dataclass, field, fields, is_dataclass
@@ -20,12 +20,12 @@ def option(
     """Declare one option.
 
     Args:
-        default: its value unless a preset or the command line says otherwise; a callable makes a fresh one.
-        doc: what it does, in one line, with its unit.
-        choices: the words allowed.
-        low, high: the closed range allowed.
-        mutable_on_resume: whether a resumed run may change it, because it does not touch the mathematics.
-        duration: a length of training, such as 10ep, 2000st or 30min; the empty string means "never".
+        default: the value unless a preset or the command line sets another; a callable is a default factory.
+        doc: one line about what it does, with its unit.
+        choices: the allowed words.
+        low, high: the allowed closed range.
+        mutable_on_resume: whether a resumed run may change it, because it does not affect the mathematics.
+        duration: whether it is a length of training, such as 10ep, 2000st or 30min; the empty string means "never".
     """
     metadata = {
         "doc": doc,
@@ -52,7 +52,7 @@ class Duration:
         """Read "10ep", "2000st", "30min", "8h" or "8h30m".
 
         Raises:
-            UserError: `text` is none of these, or a step count is not whole.
+            UserError: `text` is none of these, or a number of steps is not whole.
         """
         clock = re.fullmatch(r"(?:(\d+)h)?(?:(\d+)m)?", text)
         if text and clock:
@@ -62,8 +62,8 @@ class Duration:
             raise UserError(f"'{text}' is not a duration. Write epochs 10ep, steps 2000st, minutes 30min, or 8h30m.")
         return cls(float(match[1]), match[2])
 
-    def steps(self, steps_per_epoch: int) -> int:
-        """Return the number of optimizer steps; minutes have none.
+    def to_steps(self, steps_per_epoch: int) -> int:
+        """Return the number of optimizer steps; a duration in minutes has none.
 
         Raises:
             UserError: the duration is in minutes.
@@ -72,7 +72,7 @@ class Duration:
             raise UserError(f"'{self}' is a time, but a number of steps is needed here. Write 10ep or 2000st.")
         return round(self.value * steps_per_epoch) if self.unit == "ep" else int(self.value)
 
-    def minutes(self) -> float:
+    def to_minutes(self) -> float:
         """Return the length in minutes.
 
         Raises:
@@ -95,85 +95,85 @@ class DataSettings:
     )
     cache: str = option("data", "folder that packed shards go to when `path` holds raw files", mutable_on_resume=True)
     synthetic: int = option(0, "samples to synthesize when `path` is empty; 0: this job needs data", low=0)
-    on_error: str = option("fail", "what an unreadable raw file does to packing", choices=("fail", "skip"))
+    on_error: str = option("fail", "how packing treats an unreadable raw file", choices=("fail", "skip"))
     order: str = option(
         "shuffle",
-        "order of an epoch: each sample once, identities x samples, or each once with batches of like length",
+        "order of an epoch: each sample once, identities x samples, or each once in batches of similar length",
         choices=("shuffle", "pxk", "buckets"),
     )
     order_by: str = option("", "column with the identity of a sample, for order=pxk, or its length, for order=buckets")
     samples_per_identity: int = option(4, "K of order=pxk", low=2)
     decode: str = option(
-        "auto", "who decodes images and sounds", choices=("auto", "dali", "cpu"), mutable_on_resume=True
+        "auto", "who decodes images and audio", choices=("auto", "dali", "cpu"), mutable_on_resume=True
     )
     threads: int = option(0, "decoding threads per rank; 0: the cores this rank may use", low=0, mutable_on_resume=True)
-    prefetch: int = option(2, "batches decoded ahead", low=1, high=64, mutable_on_resume=True)
+    prefetch: int = option(2, "batches decoded in advance", low=1, high=64, mutable_on_resume=True)
     stage: str = option(
         "auto",
-        "whether packed data are copied once to the node's scratch, if it has one",
+        "whether packed data is copied once to the node's scratch disk, if it has one",
         choices=("auto", "off"),
         mutable_on_resume=True,
     )
     check_crc: bool = option(
-        True, "compare each record with its checksum when it is first read", mutable_on_resume=True
+        True, "check each record against its checksum when it is first read", mutable_on_resume=True
     )
 
 
 @dataclass
 class ImageSettings:
-    """Images as the model takes them."""
+    """Images as the model sees them."""
 
     height_px: int = option(299, "height after resizing", low=8)
     width_px: int = option(299, "width after resizing", low=8)
     channels: int = option(1, "1: gray, 3: RGB", low=1, high=3)
-    fill: int = option(255, "gray level of what lies outside the image", low=0, high=255)
+    fill: int = option(255, "gray level of pixels outside the image", low=0, high=255)
     mean: float = option(0.0, "subtracted after scaling to 0..1")
     std: float = option(1.0, "divided by after subtracting the mean", low=1e-6)
     fit: str = option(
         "stretch",
-        "stretch: resized to height and width; letterbox: scaled to fit, in the upper left corner, and filled up",
+        "stretch: resized to height and width; letterbox: scaled to fit, in the upper left corner, then padded",
         choices=("stretch", "letterbox"),
     )
     scales: list[float] = option(
-        lambda: [1.0], "factors on height and width, one drawn for each global batch of training; each is a shape"
+        lambda: [1.0], "factors on height and width, one drawn per global training batch; each makes another shape"
     )
 
 
 @dataclass
 class AudioSettings:
-    """Sound as the model takes it."""
+    """Audio as the model sees it."""
 
     frames: int = option(
-        64_600, "length: a random part in training, the first in evaluation; shorter ones repeat", low=1
+        64_600, "length: a random segment in training, the first in evaluation; shorter recordings repeat", low=1
     )
-    rate_hz: int = option(16_000, "sampling rate; packing makes sure of it", low=1000)
+    rate_hz: int = option(16_000, "sampling rate; packing ensures it", low=1000)
 
 
 @dataclass
 class AugmentSettings:
-    """Random changes of a training image. Drawn per (seed, epoch, sample); 0 switches one off."""
+    """Random changes to a training image, drawn per (seed, epoch, sample); 0 disables one."""
 
     rotate_deg: float = option(0.0, "rotation, uniform in +- this", low=0, high=180)
-    shift: float = option(0.0, "shift along each axis, as a share of the image, uniform in +- this", low=0, high=1)
+    shift: float = option(0.0, "shift along each axis, as a fraction of the image, uniform in +- this", low=0, high=1)
     zoom: float = option(0.0, "log-uniform scale between 1/(1+z) and 1+z", low=0, high=4)
-    crop_area_min: float = option(1.0, "random-resized crop: smallest share of the area; 1: no crop", low=0.01, high=1)
+    crop_area_min: float = option(1.0, "random-resized crop: smallest area fraction; 1: no crop", low=0.01, high=1)
     crop_aspect_max: float = option(1.0, "random-resized crop: largest aspect ratio (and 1/ratio)", low=1, high=4)
     scale_min: float = option(1.0, "letterbox: smallest scale, 1 being the fit; log-uniform", low=0.05, high=20)
     scale_max: float = option(
-        1.0, "letterbox: largest scale; what no longer fits is cut at a random place", low=0.05, high=20
+        1.0, "letterbox: largest scale; an image that no longer fits is cropped at random", low=0.05, high=20
     )
-    crop_keeps: str = option("", "letterbox: record of boxes (xyxy in pixels), one of which each crop holds if it can")
+    crop_keeps: str = option("", "letterbox: record of boxes (xyxy in pixels); each crop contains one if possible")
     flip: float = option(0.0, "probability of a left-right flip", low=0, high=1)
     gain: float = option(0.0, "brightness factor, uniform in 1 +- this", low=0, high=1)
-    contrast: float = option(0.0, "contrast about mid-gray, log-uniform between 1/(1+c) and 1+c", low=0, high=4)
+    contrast: float = option(0.0, "contrast around mid-gray, log-uniform between 1/(1+c) and 1+c", low=0, high=4)
 
 
 @dataclass
 class OptimizerSettings:
-    """The optimizer. Fused kernels only: they can be gated on the device when a step is not finite."""
+    """The optimizer. Fused kernels only: they can skip a step that is not finite on the device."""
 
     name: str = option("adamw", "algorithm", choices=("adamw", "adam", "sgd"))
-    lr: float = option(1e-3, "peak learning rate, for the stated global batch", low=0)
+    lr: float = option(1e-3, "peak learning rate, for this global batch size", low=0)
     weight_decay: float = option(0.0, "decoupled for adamw, L2 otherwise; not on vectors", low=0)
     beta1: float = option(0.9, "first moment of Adam, momentum of SGD", low=0, high=0.9999)
     beta2: float = option(0.999, "second moment of Adam", low=0, high=0.99999)
@@ -185,7 +185,7 @@ class ScheduleSettings:
 
     name: str = option("cosine", "shape after warm-up", choices=("cosine", "step", "one_cycle", "constant"))
     warmup: str = option("0st", "linear rise from 0", duration=True)
-    final_ratio: float = option(0.0, "last learning rate over peak (cosine, one_cycle)", low=0, high=1)
+    final_ratio: float = option(0.0, "final learning rate / peak (cosine, one_cycle)", low=0, high=1)
     milestones: list[str] = option(list, "when the step schedule drops, such as [30ep, 60ep]")
     drop: float = option(0.1, "factor of each drop (step)", low=0, high=1)
 
@@ -196,38 +196,38 @@ class CheckpointSettings:
 
     every: str = option(
         "",
-        "fixed interval; empty: from the measured cost of a save (Young 1974, Daly 2006)",
+        "fixed interval; empty: computed from the measured cost of a save (Young 1974, Daly 2006)",
         mutable_on_resume=True,
         duration=True,
     )
     max_minutes: float = option(15.0, "upper bound of the measured interval", low=0.01, mutable_on_resume=True)
     mtbf_hours: float = option(
-        24.0, "mean time between failures assumed by that formula", low=0.01, mutable_on_resume=True
+        24.0, "mean time between failures that the formula assumes", low=0.01, mutable_on_resume=True
     )
     keep_last: int = option(2, "newest checkpoints kept", low=1, mutable_on_resume=True)
-    keep_every: str = option("", "also keep one each such interval, for ever", mutable_on_resume=True, duration=True)
+    keep_every: str = option("", "also keep one per interval, forever", mutable_on_resume=True, duration=True)
 
 
 @dataclass
 class TrainConfig:
-    """What every job has. A family subclasses it in its `config.py` and adds its own options."""
+    """The options of every job. A family subclasses this in its `config.py` and adds its own options."""
 
     job: str = option("", "preset; filled in by the launcher")
     family: str = option("", "folder of the preset; filled in by the launcher")
     seed: int = option(0, "of weights, order, augmentation and dropout", low=0)
-    data: DataSettings = option(DataSettings, "reading")
+    data: DataSettings = option(DataSettings, "data")
     image: ImageSettings = option(ImageSettings, "images")
-    sound: AudioSettings = option(AudioSettings, "sounds")
+    sound: AudioSettings = option(AudioSettings, "audio")
     augment: AugmentSettings = option(AugmentSettings, "augmentation")
     global_batch_size: int = option(32, "samples per optimizer step over all ranks", low=1)
     micro_batch_size: int = option(
-        0, "samples a rank takes at once; 0: its whole share. Batch statistics are over these", low=0
+        0, "samples per micro-batch; 0: the rank's whole share. Batch statistics are computed over these", low=0
     )
     eval_batch_size: int = option(64, "samples a rank evaluates at once", low=1, mutable_on_resume=True)
     max_duration: str = option("10ep", "when training is complete", duration=True)
     max_runtime: str = option(
         "",
-        "save and leave after this wall time, e.g. 8h30m, before a session's limit",
+        "save and exit after this wall time, such as 8h30m, before the limit of a session",
         mutable_on_resume=True,
         duration=True,
     )
@@ -235,31 +235,34 @@ class TrainConfig:
     schedule: ScheduleSettings = option(ScheduleSettings, "learning rate")
     clip_grad_norm: float = option(1.0, "largest global gradient norm; 0: no clipping", low=0)
     ema_decay: float = option(
-        0.0, "decay per step of averaged weights, used for evaluation and export; 0: none", low=0, high=0.99999
+        0.0,
+        "decay per step of the averaged weights used for evaluation and export; 0: no averaging",
+        low=0,
+        high=0.99999,
     )
-    precision: str = option("auto", "arithmetic of matrix products", choices=("auto", "fp32", "fp16", "bf16"))
+    precision: str = option("auto", "data type of matrix products", choices=("auto", "fp32", "fp16", "bf16"))
     channels_last: str = option("auto", "memory layout of images", choices=("auto", "on", "off"))
     swa: bool = option(
         False,
-        "average the weights of each new best validation score, and score the test sets with that average, its batch "
-        "statistics taken anew from the training samples",
+        "average the weights at each new best validation score, and score the test sets with that average, after "
+        "recomputing BatchNorm statistics on training samples",
     )
     compile: str = option("auto", "torch.compile", choices=("auto", "on", "off"))
     gradient_checkpointing: bool = option(False, "recompute repeated layers in the backward pass to save memory")
-    deterministic: bool = option(True, "deterministic kernels: what makes a resume bitwise equal on a GPU")
+    deterministic: bool = option(True, "use deterministic kernels, so that a resume is bitwise equal on a GPU")
     eval_every: str = option("1ep", "evaluation interval", mutable_on_resume=True, duration=True)
     log_every: str = option("20st", "interval of log lines and metrics", duration=True)
     checkpoint: CheckpointSettings = option(CheckpointSettings, "checkpoints", mutable_on_resume=True)
     trackers: list[str] = option(
-        lambda: ["tensorboard"], "where metrics also go: tensorboard, wandb, mlflow", mutable_on_resume=True
+        lambda: ["tensorboard"], "where metrics are also sent: tensorboard, wandb, mlflow", mutable_on_resume=True
     )
 
 
 def check(config: Any, prefix: str = "") -> None:
-    """Hold every value against its option's choices and range.
+    """Check every value against its option's choices and range.
 
     Raises:
-        UserError: names the option, what is allowed and what was found.
+        UserError: a value is not allowed; names the option, what is allowed and what was found.
     """
     for f in fields(config):
         value, name = getattr(config, f.name), prefix + f.name
@@ -274,7 +277,7 @@ def _check_value(f: Field[Any], name: str, value: Any) -> None:
     if rule.get("choices") and value not in rule["choices"]:
         raise UserError(f"{name}={value}: expected one of {', '.join(rule['choices'])}.")
     low, high = rule.get("low"), rule.get("high")
-    if (low is not None and not value >= low) or (high is not None and not value <= high):  # nan is neither
+    if (low is not None and not value >= low) or (high is not None and not value <= high):  # NaN fails both
         raise UserError(f"{name}={value}: expected {low} .. {high if high is not None else 'any'}.")
     if rule.get("duration") and value:
         try:

@@ -1,4 +1,4 @@
-"""Text for people: durations, columns, lists of names, the nearest name to a wrong one."""
+"""Text for people: durations, columns, lists of names, the nearest match for a wrong name."""
 
 import difflib
 from collections.abc import Iterable, Sequence
@@ -7,7 +7,7 @@ SCREEN_WIDTH = 120
 
 
 def format_duration(seconds: float) -> str:
-    """Return a length of time to two figures or better: 45s, 3m12s, 12m, 1h05m, 2d03h."""
+    """Format a duration to at least two significant digits: 45s, 3m12s, 12m, 1h05m, 2d03h."""
     whole_s = round(seconds)
     if whole_s < 60:
         return f"{whole_s}s"
@@ -22,10 +22,10 @@ def format_duration(seconds: float) -> str:
 
 
 def align_columns(rows: Sequence[Sequence[str]], *, indent: str = "", width: int | None = None) -> list[str]:
-    """Return rows of cells as lines with columns of equal width, two spaces between them.
+    """Format rows of cells as lines with aligned columns, separated by two spaces.
 
     Args:
-        width: cut lines that are longer; None: keep them.
+        width: cut longer lines to this width; None: keep them.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     padded = ([cell.ljust(wide) for cell, wide in zip(row, widths, strict=True)] for row in rows)
@@ -34,24 +34,24 @@ def align_columns(rows: Sequence[Sequence[str]], *, indent: str = "", width: int
 
 
 def cut(text: str, width: int) -> str:
-    """Return a text, shortened where it is longer than `width` characters, with ".." to show it."""
+    """Cut a text that is longer than `width` characters; ".." marks the cut."""
     return text if len(text) <= width else f"{text[: width - 2]}.."
 
 
 def join_names(names: Sequence[str], *, most: int = 8) -> str:
-    """Return names with commas between; of many the first, and how many more there are."""
+    """Join names with commas; of more than `most` show the first ones and the number of the rest."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-def nearest(wrong: str, names: Iterable[str], *, most: int = 1, always: bool = False) -> list[str]:
-    """Return the names that look most like a wrong one, the nearest first.
+def find_nearest(wrong: str, names: Iterable[str], *, most: int = 1, always: bool = False) -> list[str]:
+    """Return the names that look most like a wrong one, nearest first.
 
     Args:
-        always: return names even where none looks alike.
+        always: return names even if none is similar.
     """
     return difflib.get_close_matches(wrong, [name for name in names if name], n=most, cutoff=0.0 if always else 0.6)
 
 
-def nearest_hint(wrong: str, names: Iterable[str]) -> str:
-    """Return " Nearest: x.", to end a sentence about a wrong name; "" if nothing is near."""
-    return "".join(f" Nearest: {name}." for name in nearest(wrong, names))
+def suggest_nearest(wrong: str, names: Iterable[str]) -> str:
+    """Return " Nearest: x.", to append to a sentence about a wrong name; "" if none is similar."""
+    return "".join(f" Nearest: {name}." for name in find_nearest(wrong, names))

@@ -8,7 +8,15 @@ import pytest
 import yaml
 
 from tests.container.conftest import APPTAINER, ROOT, run_script
-from tests.slurm.cluster_runs import LAB_FILE, ends, job_of, starter, steps_of, wait, wait_for_end
+from tests.slurm.cluster_runs import (
+    LAB_FILE,
+    make_starter,
+    read_ends,
+    read_last_step,
+    read_slurm_job_id,
+    wait,
+    wait_for_end,
+)
 from tests.slurm.conftest import Lab, lab  # noqa: F401 (a fixture)
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
@@ -52,9 +60,9 @@ def test_a_warned_run_in_a_container_saves_and_is_requeued_by_the_host(
     in_the_image: Path,
     tmp_path: Path,
 ):
-    start = starter(tmp_path / "runs", tmp_path / "cache")
+    start = make_starter(tmp_path / "runs", tmp_path / "cache")
     run = start("sealed", "max_duration=60ep", "--hw", "a100", "--gpus", "2", cluster=in_the_image)
-    wait("some steps", lambda: steps_of(run) > 5)
-    lab.run("scancel", "--signal=USR2", job_of(run))
+    wait("some steps", lambda: read_last_step(run) > 5)
+    lab.run("scancel", "--signal=USR2", read_slurm_job_id(run))
     wait_for_end(lab, run)
-    assert ends(run) == [(0, "preempted", "requeue"), (1, "done", "stop")]
+    assert read_ends(run) == [(0, "preempted", "requeue"), (1, "done", "stop")]

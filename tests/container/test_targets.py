@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from tests.container.conftest import ROOT, run_script
-from trainyard.hardware import GPUS, image_target
+from trainyard.hardware import GPUS, choose_image_target
 
 CONTAINERS = ROOT / "containers"
 TARGETS = ("cpu", "cuda12-pascal", "cuda12", "cuda13")
@@ -40,9 +40,9 @@ def read_stage(target: str) -> str:
 
 def test_each_card_has_an_image_with_kernels_for_it():
     cards = {"cpu": None} | {gpu.key: gpu.sm for gpu in GPUS}
-    assert table()["cards"] == {card: image_target(sm) for card, sm in cards.items()}
+    assert table()["cards"] == {card: choose_image_target(sm) for card, sm in cards.items()}
     for card, sm in cards.items():
-        assert sm is None or str(sm) in table()["sm"][image_target(sm)].split(), card
+        assert sm is None or str(sm) in table()["sm"][choose_image_target(sm)].split(), card
 
 
 def test_our_reader_of_the_table_agrees_with_yaml():

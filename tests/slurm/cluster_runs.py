@@ -1,4 +1,4 @@
-"""Runs on the lab, for tests: submitted by the command line, watched in their folders."""
+"""Helpers for tests with runs on the lab: submitted through the command line, watched through their folders."""
 
 import os
 import signal
@@ -20,11 +20,11 @@ Start = Callable[..., Path]
 
 
 def trainyard(*words: object) -> int:
-    """Type a command."""
+    """Run a `trainyard` command in this process; return its exit code."""
     return main([str(word) for word in words])
 
 
-def starter(root: Path, cache: Path) -> Start:
+def make_starter(root: Path, cache: Path) -> Start:
     """Return a function that submits a run of the stripes family and returns its folder."""
 
     def start(name: str, *words: object, cluster: Path = LAB_FILE) -> Path:
@@ -35,70 +35,70 @@ def starter(root: Path, cache: Path) -> Start:
     return start
 
 
-def lines(path: Path) -> list[dict[str, Any]]:
-    """Read a file of JSON lines; none yet is no line."""
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Read a file of JSON lines; a missing file has none."""
     import json
 
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def ends(run: Path) -> list[tuple[int, str, str]]:
-    """Return attempt, cause and action of each end that the batch scripts wrote down."""
-    found = lines(run / "slurm" / "attempts.jsonl")
+def read_ends(run: Path) -> list[tuple[int, str, str]]:
+    """Return attempt, cause and action of each end that the batch scripts recorded."""
+    found = read_lines(run / "slurm" / "attempts.jsonl")
     return [(line["attempt"], line["cause"], line["action"]) for line in found if line["event"] == "end"]
 
 
-PATIENCE_S = 500  # less than a test may take; a busy machine has needed 150 to start six runs at once
+TIMEOUT_S = 500  # below pytest's timeout; a busy machine has needed 150 to start six runs at once
 
 
-def wait(what: str, true: Callable[[], object], *, timeout_s: float = PATIENCE_S) -> None:
-    """Wait until something is true."""
+def wait(what: str, condition: Callable[[], object], *, timeout_s: float = TIMEOUT_S) -> None:
+    """Wait until a condition is true."""
     deadline = time.monotonic() + timeout_s
-    while not true():
+    while not condition():
         if time.monotonic() > deadline:
             pytest.fail(f"not within {timeout_s} s: {what}")
         time.sleep(0.2)
 
 
-def steps_of(run: Path) -> int:
-    """Return the last step whose metrics are written."""
-    return max((line["step"] for line in lines(run / "metrics.jsonl") if line["kind"] == "train"), default=0)
+def read_last_step(run: Path) -> int:
+    """Return the last step with written metrics."""
+    return max((line["step"] for line in read_lines(run / "metrics.jsonl") if line["kind"] == "train"), default=0)
 
 
-def wait_for_end(lab: Lab, run: Path, *, timeout_s: float = PATIENCE_S) -> None:
-    """Wait until the batch script wrote its last word and the job has left Slurm."""
-    job = job_of(run)
+def wait_for_end(lab: Lab, run: Path, *, timeout_s: float = TIMEOUT_S) -> None:
+    """Wait until the batch script has recorded the final end and the Slurm job is over."""
+    job_id = read_slurm_job_id(run)
 
-    def over() -> bool:
-        last = [line for line in lines(run / "slurm" / "attempts.jsonl") if line["job"] == job][-1:]
+    def has_ended() -> bool:
+        last = [line for line in read_lines(run / "slurm" / "attempts.jsonl") if line["job"] == job_id][-1:]
         return bool(last) and last[0]["event"] == "end" and last[0]["action"] == "stop"
 
-    wait(f"the end of {run.name}", over, timeout_s=timeout_s)
-    lab.wait_for(job, ("COMPLETED", "FAILED"))
+    wait(f"the end of {run.name}", has_ended, timeout_s=timeout_s)
+    lab.wait_for(job_id, ("COMPLETED", "FAILED"))
 
 
-def job_of(run: Path) -> str:
-    """Return the Slurm job of a run's last submission."""
+def read_slurm_job_id(run: Path) -> str:
+    """Return the Slurm job id of a run's last submission."""
     import json
 
     return str(json.loads((run / "slurm" / "submission.json").read_text())["job"])
 
 
-def rank_pids(run: Path, rank: int) -> list[int]:
-    """Return the processes that are one rank of a run."""
+def find_rank_pids(run: Path, rank: int) -> list[int]:
+    """Return the pids of one rank of a run."""
     wanted = {f"TRAINYARD_RUN={run}".encode(), f"SLURM_PROCID={rank}".encode()}
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             environ, command = (folder / "environ").read_bytes(), (folder / "cmdline").read_bytes()
         except OSError:
-            continue  # it ended meanwhile
+            continue  # it has exited in the meantime
         if wanted <= set(environ.split(b"\0")) and b"submitit" in command and b"srun" not in command.split(b"\0")[0]:
             found.append(int(folder.name))
     return found
 
 
 def kill_rank(run: Path, rank: int) -> None:
-    """Kill one rank as the kernel would."""
-    (pid,) = rank_pids(run, rank)
+    """Kill one rank with SIGKILL, as the kernel would."""
+    (pid,) = find_rank_pids(run, rank)
     os.kill(pid, signal.SIGKILL)

@@ -4,7 +4,16 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.slurm.cluster_runs import ends, job_of, kill_rank, starter, steps_of, trainyard, wait, wait_for_end
+from tests.slurm.cluster_runs import (
+    kill_rank,
+    make_starter,
+    read_ends,
+    read_last_step,
+    read_slurm_job_id,
+    trainyard,
+    wait,
+    wait_for_end,
+)
 from tests.slurm.conftest import Lab
 
 pytestmark = pytest.mark.slurm
@@ -19,21 +28,21 @@ def use_lab(lab_accounting: Lab) -> Iterator[None]:
 
 def test_a_crash_a_requeue_a_cancel_and_a_lost_node_are_reported_correctly(lab_accounting, tmp_path, capsys):
     lab = lab_accounting
-    start = starter(tmp_path / "runs", tmp_path / "cache")
+    start = make_starter(tmp_path / "runs", tmp_path / "cache")
     long = ("max_duration=12ep", "model.sleep_ms=250")
     crashed = start("crashed", *long, "--hw", "p100")
     cancelled = start("cancelled", *long, "--hw", "a100")
     lost = start("lost", *long, "--hw", "a5000")
     for run in (crashed, cancelled, lost):
-        wait(f"a step of {run.name}", lambda run=run: steps_of(run) >= 2)
+        wait(f"a step of {run.name}", lambda run=run: read_last_step(run) >= 2)
     kill_rank(crashed, 0)
-    lab.run("scancel", job_of(cancelled))
+    lab.run("scancel", read_slurm_job_id(cancelled))
     lab.run("scontrol", "update", "nodename=a5000-0", "state=down", "reason=test")
     wait_for_end(lab, crashed)
     wait_for_end(lab, lost)
-    lab.wait_for(job_of(cancelled), "CANCELLED")
-    assert [end[1] for end in ends(crashed)] == ["crash", "done"]
-    assert [end[1] for end in ends(lost)] == ["node_failure", "done"]
+    lab.wait_for(read_slurm_job_id(cancelled), "CANCELLED")
+    assert [end[1] for end in read_ends(crashed)] == ["crash", "done"]
+    assert [end[1] for end in read_ends(lost)] == ["node_failure", "done"]
     capsys.readouterr()
     assert trainyard("status", crashed, cancelled, lost) == 0
     output = capsys.readouterr().out

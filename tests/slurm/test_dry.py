@@ -1,4 +1,4 @@
-"""The batch scripts, compared with what a person has read and found right. No Slurm is needed."""
+"""The batch scripts, compared with golden texts that a person has reviewed. Needs no Slurm."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from trainyard.cli import main
 ATTEMPT = Path(trainyard.__file__).parent / "launch" / "attempt.sh"
 GOLDEN = Path(__file__).parent / "golden"
 CLUSTER = str(GOLDEN / "cluster.yaml")
-WISHES = [
+REQUESTS = [
     (hw, gpus, nodes)
     for hw in ("p100", "2080ti", "a5000", "a100")
     for gpus, nodes in ((1, 0), (4, 0), (8, 0), (8, 2))
@@ -22,38 +22,39 @@ WISHES = [
 ]
 
 
-def dry(*arguments: str) -> list[str]:
+def make_arguments(*arguments: str) -> list[str]:
     return ["submit", "fingerprint_1m", *arguments, "--dry", "--cluster", CLUSTER, "--runs", "/shared/runs"]
 
 
-def script(printed: str) -> str:
+def extract_script(printed: str) -> str:
     return printed[printed.index("#!/bin/bash") :]
 
 
-@pytest.mark.parametrize(("hw", "gpus", "nodes"), WISHES)
-def test_the_batch_script_for_each_card_is_the_one_that_was_read(hw, gpus, nodes, capsys):
-    wish = ["--hw", hw, "--gpus", str(gpus), *(["--nodes", str(nodes)] if nodes else [])]
-    assert main(dry(*wish)) == 0
+@pytest.mark.parametrize(("hw", "gpus", "nodes"), REQUESTS)
+def test_the_batch_script_for_each_card_matches_the_golden_text(hw, gpus, nodes, capsys):
+    words = ["--hw", hw, "--gpus", str(gpus), *(["--nodes", str(nodes)] if nodes else [])]
+    assert main(make_arguments(*words)) == 0
     printed = capsys.readouterr().out
     golden = GOLDEN / f"{hw}-{gpus}{f'-on-{nodes}' if nodes else ''}.sh"
-    assert script(printed) == golden.read_text()
+    assert extract_script(printed) == golden.read_text()
 
 
 def test_every_golden_text_is_compared():
-    assert len(list(GOLDEN.glob("*.sh"))) == len(WISHES) == 15
+    assert len(list(GOLDEN.glob("*.sh"))) == len(REQUESTS) == 15
 
 
 @pytest.mark.parametrize(
-    ("gpus", "split"), [(1, "64 at once x 8 x 1"), (4, "64 at once x 2 x 4"), (8, "64 at once x 1 x 8")]
+    ("gpus", "split"),
+    [(1, "64 x 8 micro-batches x 1"), (4, "64 x 2 micro-batches x 4"), (8, "64 x 1 micro-batches x 8")],
 )
-def test_the_global_batch_is_the_same_on_every_card_and_number_of_them(gpus, split, capsys):
+def test_the_global_batch_is_the_same_for_every_card_and_number_of_gpus(gpus, split, capsys):
     for hw in ("p100", "2080ti", "a5000", "a100"):
-        assert main(dry("--hw", hw, "--gpus", str(gpus))) == 0
+        assert main(make_arguments("--hw", hw, "--gpus", str(gpus))) == 0
         assert f"512 = {split} ranks\n" in capsys.readouterr().out
 
 
-@pytest.mark.skipif(shutil.which("make") is None, reason="make is not here: images hold none")
-def test_make_submit_says_the_same(tmp_path):
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed, as in container images")
+def test_make_submit_prints_the_same(tmp_path):
     words = ["JOB=fingerprint_1m", "GPUS=8", "HW=a100", "DRY=1", f"CLUSTER={CLUSTER}", "RUNS=/shared/runs"]
     made = subprocess.run(
         ["make", "--no-print-directory", "submit", *words],
@@ -64,31 +65,31 @@ def test_make_submit_says_the_same(tmp_path):
         timeout=60,
     )
     assert made.returncode == 0, made.stderr
-    assert script(made.stdout) == (GOLDEN / "a100-8.sh").read_text()
+    assert extract_script(made.stdout) == (GOLDEN / "a100-8.sh").read_text()
     assert "needs DATA=folder" in made.stderr
 
 
 @pytest.mark.parametrize(
-    ("wish", "said"),
+    ("words", "expected"),
     [
         (["--hw", "a10"], "HW=a10: cluster has no such GPU type. Nearest: a100. It has: p100 (4 x 4), 2080ti (2 x 8)"),
-        (["--gpus", "64"], "64 GPUs asked for, but cluster has no type with so many: p100 (4 x 4)"),
+        (["--gpus", "64"], "64 GPUs requested, but no GPU type of cluster has that many: p100 (4 x 4)"),
         (["--hw", "a100", "--gpus", "17"], "a100 has 2 nodes of 8: at most GPUS=16"),
         (
             ["--hw", "a100", "--gpus", "9"],
-            "9 GPUs do not spread evenly over 2 nodes of 8 a100. Ask for a multiple of 2",
+            "9 GPUs cannot be split evenly over 2 nodes of 8 a100. Request a multiple of 2",
         ),
-        (["--hw", "p100", "--gpus", "8", "--nodes", "1"], "Ask for NODES=2 or 4"),
+        (["--hw", "p100", "--gpus", "8", "--nodes", "1"], "Request NODES=2 or 4"),
         (["--hw", "2080ti", "--time", "3d"], "TIME=3d: partition turing of 2080ti allows at most 1d"),
         (["--time", "soon"], "'soon' is not a time"),
-        (["--gpus", "0"], "GPUS=0: a job needs at least one"),
-        (["--hw", "p100", "precision=bf16"], "precision=bf16 asked for, but this device (sm_60) runs only fp32"),
+        (["--gpus", "0"], "GPUS=0: a job needs at least one GPU"),
+        (["--hw", "p100", "precision=bf16"], "precision=bf16 requested, but this device (sm_60) runs only fp32"),
     ],
 )
-def test_an_impossible_wish_gets_one_line_before_the_queue(wish, said, capsys):
-    assert main(dry(*wish)) == 2
-    told = capsys.readouterr().err
-    assert said in told and told.count("\n") == 1
+def test_an_impossible_request_gets_a_one_line_error_before_submission(words, expected, capsys):
+    assert main(make_arguments(*words)) == 2
+    error = capsys.readouterr().err
+    assert expected in error and error.count("\n") == 1
 
 
 def test_a_run_folder_that_slurm_cannot_write_or_nodes_cannot_see_is_refused(tmp_path, capsys):
@@ -103,7 +104,7 @@ def test_a_run_folder_that_slurm_cannot_write_or_nodes_cannot_see_is_refused(tmp
     ):
         check_paths(cluster, [Path("/scratch/runs")])
     for name in ("a\n#SBATCH --uid=0", "100%", "back\\slash"):
-        with pytest.raises(UserError, match="Slurm gives %, backslash and line ends a meaning"):
+        with pytest.raises(UserError, match="Slurm interprets %, backslash and line breaks in paths"):
             check_paths(cluster, [Path("/shared") / name])
 
 
@@ -111,7 +112,7 @@ def test_a_run_folder_that_slurm_cannot_write_or_nodes_cannot_see_is_refused(tmp
     ("stated", "exported"),
     [({}, "passive,"), ({"OMP_WAIT_POLICY": "active"}, "active,"), ({"GOMP_SPINCOUNT": "9"}, ",9")],
 )
-def test_ranks_find_how_threads_wait_in_their_environment(stated: dict[str, str], exported: str, tmp_path: Path):
+def test_the_batch_script_exports_how_threads_wait(stated: dict[str, str], exported: str, tmp_path: Path):
     slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n", "SLURM_JOB_PARTITION": "p"}
     environ = {"PATH": os.environ["PATH"], "TRAINYARD_RUN": str(tmp_path), "TRAINYARD_LIMITS": "", **slurm, **stated}
     line = f"source {ATTEMPT} begin; bash -c 'echo ${{OMP_WAIT_POLICY-}},${{GOMP_SPINCOUNT-}}'"
@@ -127,7 +128,7 @@ PREEMPTION = "slurmstepd-a-0: error: *** JOB 7 ON a-0 CANCELLED AT 2026-11-22T07
 
 
 @pytest.mark.parametrize(
-    ("earlier", "said", "signalled", "cause"),
+    ("earlier", "log_text", "signalled", "cause"),
     [
         ("", NODE_FAILURE, True, "node_failure"),
         ("", PREEMPTION, True, "preempted"),
@@ -136,10 +137,10 @@ PREEMPTION = "slurmstepd-a-0: error: *** JOB 7 ON a-0 CANCELLED AT 2026-11-22T07
         ("", "", True, "preempted"),
     ],
 )
-def test_why_an_attempt_ended_is_read_from_its_own_log_where_slurm_does_not_answer(
-    earlier: str, said: str, signalled: bool, cause: str, tmp_path: Path
+def test_the_cause_of_an_end_is_read_from_the_attempts_own_log_if_slurm_does_not_answer(
+    earlier: str, log_text: str, signalled: bool, cause: str, tmp_path: Path
 ):
-    """The attempt judged is the second, 7-1; what was said in the first, 7-0, does not count."""
+    """The attempt in question is the second, 7-1; the log of the first, 7-0, does not count."""
     programs, notes = tmp_path / "bin", tmp_path / "slurm"
     programs.mkdir()
     (programs / "sinfo").write_text("#!/bin/sh\necho slurm_load_node: Unable to contact slurm controller >&2\nexit 1\n")
@@ -151,7 +152,7 @@ def test_why_an_attempt_ended_is_read_from_its_own_log_where_slurm_does_not_answ
     (notes / "attempts.jsonl").write_text(starts[0] + end + starts[1])
     began = [f"trainyard: attempt 7-{n} on a-0\n" for n in (0, 1)]
     log = notes / "7_0_log.err"
-    log.write_text(began[0] + earlier + began[1] + said)
+    log.write_text(began[0] + earlier + began[1] + log_text)
     if signalled:
         (notes / "signal-7-1").write_text("SIGTERM 1\n")
     slurm = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2", "SLURM_JOB_NODELIST": "a-1", "SLURM_JOB_PARTITION": "p"}

@@ -1,4 +1,4 @@
-"""Sweeps on a real Slurm: one array, never more at once than asked for, gone on with, and collected."""
+"""Sweeps on a real Slurm: one array, never more runs at once than requested, continued, and collected."""
 
 import sys
 import time
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.slurm.cluster_runs import LAB_FILE, job_of, kill_rank, lines, steps_of, trainyard, wait
+from tests.slurm.cluster_runs import LAB_FILE, kill_rank, read_last_step, read_lines, read_slurm_job_id, trainyard, wait
 from tests.slurm.conftest import Lab
 from tests.training import FAMILIES
 from trainyard.config import compose, thaw
@@ -25,28 +25,28 @@ pytestmark = pytest.mark.slurm
 
 
 @pytest.fixture
-def asks_lab(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> Lab:
-    """The lab, which the Slurm commands of this process talk to."""
+def lab_client(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> Lab:
+    """The lab, with the Slurm commands of this process pointed at it."""
     monkeypatch.setenv("SLURM_CONF", lab.environ["SLURM_CONF"])
     return lab
 
 
 @pytest.fixture(scope="module")
-def packed(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Packed stripes."""
+def packed_stripes(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder of packed stripes."""
     cache = tmp_path_factory.mktemp("stripes")
     return prepare_data(compose("stripes", [f"data.cache={cache}"], FAMILIES), FAMILIES).data.path
 
 
-def once(folder: Path) -> Path:
-    """A cluster file by which nothing that crashed starts again."""
+def write_no_restart_cluster(folder: Path) -> Path:
+    """Write a cluster file that does not restart crashed jobs."""
     content = yaml.safe_load(LAB_FILE.read_text())
     path = folder / "once.yaml"
     path.write_text(yaml.safe_dump({**content, "attempts": {"crash": 0}}, sort_keys=False))
     return path
 
 
-def states(made: sweep_file.Sweep) -> dict[Path, str]:
+def read_states(made: sweep_file.Sweep) -> dict[Path, str]:
     found, _ = read_statuses([element.run for element in made.elements])
     return {status.run: status.state for status in found}
 
@@ -55,45 +55,45 @@ def has_ended(now: Sequence[str]) -> bool:
     return not set(now) & set(ACTIVE)
 
 
-def test_a_sweep_of_eight_runs_two_at_a_time_and_what_failed_is_gone_on_with_alone(
-    asks_lab: Lab, tmp_path: Path, packed: str, capsys: pytest.CaptureFixture[str]
+def test_a_sweep_of_eight_runs_two_at_a_time_and_only_what_failed_is_continued(
+    lab_client: Lab, tmp_path: Path, packed_stripes: str, capsys: pytest.CaptureFixture[str]
 ):
-    root, cluster = tmp_path / "runs", once(tmp_path)
+    root, cluster = tmp_path / "runs", write_no_restart_cluster(tmp_path)
     where = ["--jobs", FAMILIES, "--runs", root, "--cluster", cluster, "--hw", "2080ti"]
-    shared = [f"data.path={packed}", "max_duration=8ep", "model.sleep_ms=100"]
+    shared = [f"data.path={packed_stripes}", "max_duration=8ep", "model.sleep_ms=100"]
     words = ["--sweep", "optimizer.lr=1e-2,3e-3 seed=0,1,2,3", "--max-parallel", 2, "--name", "s"]
     assert trainyard("sweep", "stripes", *words, *shared, *where) == 0
     made = sweep_file.load("s", root)
-    first = [job_of(element.run) for element in made.elements]
+    first = [read_slurm_job_id(element.run) for element in made.elements]
     assert first == [f"{first[0].partition('_')[0]}_{i}" for i in range(8)]
 
     doomed = made.elements[:2]
     for element in doomed:
-        wait(f"a step of {element.run.name}", lambda run=element.run: steps_of(run) > 0)
+        wait(f"a step of {element.run.name}", lambda run=element.run: read_last_step(run) > 0)
         kill_rank(element.run, 0)
     most = 0
-    while not has_ended(list(states(made).values())):
-        most = max(most, asks_lab.run("squeue", "-h", "-r", "-n", "stripes", "-t", "RUNNING", "-o", "%i").count("\n"))
+    while not has_ended(list(read_states(made).values())):
+        most = max(most, lab_client.run("squeue", "-h", "-r", "-n", "stripes", "-t", "RUNNING", "-o", "%i").count("\n"))
         time.sleep(0.5)
     assert most == 2
-    assert Counter(states(made).values()) == {"done": 6, "failed": 2}
+    assert Counter(read_states(made).values()) == {"done": 6, "failed": 2}
     capsys.readouterr()
     assert trainyard("results", "s", "--runs", root) == 0
-    said = capsys.readouterr().out
-    assert "2 failed, 6 done" in said and "2 of 4" in said
-    assert all(f"trainyard why {element.run}" in said for element in doomed)
+    output = capsys.readouterr().out
+    assert "2 failed, 6 done" in output and "2 of 4" in output
+    assert all(f"trainyard why {element.run}" in output for element in doomed)
 
     assert trainyard("sweep", "--continue", "s", "--runs", root, "--jobs", FAMILIES) == 0
-    assert "2 of 8 runs go on" in capsys.readouterr().out
-    again = [job_of(element.run) for element in made.elements]
+    assert "2 of 8 runs were submitted again" in capsys.readouterr().out
+    again = [read_slurm_job_id(element.run) for element in made.elements]
     assert again[2:] == first[2:] and not set(again[:2]) & set(first)
-    while not has_ended(list(states(made).values())):
+    while not has_ended(list(read_states(made).values())):
         time.sleep(0.5)
-    assert Counter(states(made).values()) == {"done": 8}
-    starts = [[e["event"] for e in lines(element.run / "events.jsonl")] for element in made.elements]
+    assert Counter(read_states(made).values()) == {"done": 8}
+    starts = [[e["event"] for e in read_lines(element.run / "events.jsonl")] for element in made.elements]
     assert all(events[0] == "start" and events[-1] == "done" for events in starts)
     assert [events.count("resume") + events.count("start") for events in starts] == [2, 2, 1, 1, 1, 1, 1, 1]
-    found = results.collect(made, states(made))
+    found = results.collect(made, read_states(made))
     assert [row.counted for row in found.rows] == [4, 4]
     assert trainyard("sweep", "--continue", "s", "--runs", root, "--jobs", FAMILIES) == 0
     assert "Nothing is missing: 8 done" in capsys.readouterr().out
@@ -101,10 +101,15 @@ def test_a_sweep_of_eight_runs_two_at_a_time_and_what_failed_is_gone_on_with_alo
     assert estimate_mean(by_hand).value == pytest.approx(sum(by_hand) / 4)
 
 
-def test_hydras_own_launcher_submits_a_multirun_and_waits_for_it(lab: Lab, tmp_path: Path, packed: str):
-    asked = ["partition=a100", "timeout_min=10", "mem_gb=4", "cpus_per_task=1", "tasks_per_node=2"]
+def test_hydras_own_launcher_submits_a_multirun_and_waits_for_it(lab: Lab, tmp_path: Path, packed_stripes: str):
+    launcher_options = ["partition=a100", "timeout_min=10", "mem_gb=4", "cpus_per_task=1", "tasks_per_node=2"]
     words = ["multirun", "stripes", "--jobs", FAMILIES, "--runs", "runs", "hydra/launcher=submitit_slurm"]
-    words += [*(f"hydra.launcher.{word}" for word in asked), f"data.path={packed}", "max_duration=2ep", "seed=0,1"]
+    words += [
+        *(f"hydra.launcher.{word}" for word in launcher_options),
+        f"data.path={packed_stripes}",
+        "max_duration=2ep",
+        "seed=0,1",
+    ]
     done = lab.try_run(sys.executable, "-m", "trainyard", *words, cwd=tmp_path, timeout_s=300)
     assert done.returncode == 0, done.stderr
     made = sorted((tmp_path / "runs/stripes").iterdir())

@@ -8,7 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.slurm.cluster_runs import LAB_FILE, Start, job_of, kill_rank, starter, steps_of, wait, wait_for_end
+from tests.slurm.cluster_runs import (
+    LAB_FILE,
+    Start,
+    kill_rank,
+    make_starter,
+    read_last_step,
+    read_slurm_job_id,
+    wait,
+    wait_for_end,
+)
 from tests.slurm.conftest import Lab
 from trainyard.errors import UserError
 from trainyard.launch.cancel import cancel
@@ -31,7 +40,7 @@ def current_lab(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> Lab:
 @pytest.fixture(scope="module")
 def start(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
     root = tmp_path_factory.mktemp("why")
-    yield starter(root / "runs", root / "cache")
+    yield make_starter(root / "runs", root / "cache")
     lab.run("scancel", "--name=stripes")
 
 
@@ -45,7 +54,7 @@ def test_a_killed_rank_and_an_infinite_loss_are_distinguished(current_lab, start
     once.write_text(f"{LAB_FILE.read_text()}\nattempts: {{crash: 0}}\n")
     infinite = start("infinite", "max_duration=20st", "model.poison_step=60", "--hw", "a5000")
     killed = start("killed", *ENDLESS, "--gpus", 2, "--hw", "2080ti", cluster=once)
-    wait("steps", lambda: steps_of(killed) >= 3)
+    wait("steps", lambda: read_last_step(killed) >= 3)
     running = explain_run(killed).splitlines()
     assert running[1] == "Nothing is wrong."
     assert running[-1] == f"next: trainyard logs -f {killed}"
@@ -67,12 +76,12 @@ def test_a_preempted_run_says_so_while_it_waits_and_its_log_is_followed_to_its_e
     output: list[str] = []
     follower = threading.Thread(target=follow, args=(run, output.append), daemon=True)
     follower.start()
-    wait("steps", lambda: steps_of(run) >= 3)
+    wait("steps", lambda: read_last_step(run) >= 3)
     node = read_one_status(run).attempts[0].nodes
     current_lab.batch("sleep 1", "-p", "a100-urgent", "--gres=gpu:a100:8", "-w", node, "--exclusive")
     wait("the queue", lambda: read_one_status(run).state == "waiting")
     assert read_one_status(run).detail.startswith("starts again after preemption: ")
-    assert read_one_status(run).slurm_job_id == job_of(run)
+    assert read_one_status(run).slurm_job_id == read_slurm_job_id(run)
     wait_for_end(current_lab, run)
     follower.join(60)
     assert not follower.is_alive()
@@ -87,13 +96,13 @@ def test_a_held_job_says_how_to_release_it_and_a_cancelled_one_how_to_resume_it(
     current_lab.wait_for(blocker, "RUNNING")
     run = start("held", *ENDLESS, "--hw", "p100")
     wait("a reason", lambda: read_one_status(run).detail == "next in the queue; waits until enough GPUs are free")
-    current_lab.run("scontrol", "hold", job_of(run))
+    current_lab.run("scontrol", "hold", read_slurm_job_id(run))
     wait("hold", lambda: read_one_status(run).cause == "held")
-    assert explain_run(run).splitlines()[-1] == f"next: scontrol release {job_of(run)}"
-    current_lab.run("scontrol", "release", job_of(run))
+    assert explain_run(run).splitlines()[-1] == f"next: scontrol release {read_slurm_job_id(run)}"
+    current_lab.run("scontrol", "release", read_slurm_job_id(run))
     current_lab.run("scancel", blocker)
-    wait("steps", lambda: steps_of(run) >= 3)
-    assert cancel([run]) == [f"stripes/held: cancelled job {job_of(run)}. Go on: trainyard resume {run}"]
+    wait("steps", lambda: read_last_step(run) >= 3)
+    assert cancel([run]) == [f"stripes/held: cancelled job {read_slurm_job_id(run)}. Go on: trainyard resume {run}"]
     wait("the end", lambda: read_one_status(run).state == "stopped")
     assert read_one_status(run).cause == "cancelled"
     assert "cause: cancelled\n" in explain_run(run)
@@ -103,12 +112,12 @@ def test_a_held_job_says_how_to_release_it_and_a_cancelled_one_how_to_resume_it(
 
 def test_a_slurm_that_does_not_answer_is_noted_and_the_folder_answers(current_lab, start, tmp_path, monkeypatch):
     run = start("unseen", *ENDLESS, "--hw", "a5000")
-    wait("steps", lambda: steps_of(run) >= 3)
+    wait("steps", lambda: read_last_step(run) >= 3)
     dead = tmp_path / "slurm.conf"
     dead.write_text(re.sub("SlurmctldPort=.*", "SlurmctldPort=9", Path(current_lab.environ["SLURM_CONF"]).read_text()))
     monkeypatch.setenv("SLURM_CONF", str(dead))
     (found,), note = read_statuses([run])
-    assert (found.state, found.slurm_job_id) == ("running", job_of(run))
+    assert (found.state, found.slurm_job_id) == ("running", read_slurm_job_id(run))
     assert note.startswith("Answered from the run folders only. ")
     assert render_table([found], time.time()).splitlines()[1].split()[:2] == ["stripes/unseen", "running"]
     with pytest.raises(UserError):
@@ -118,7 +127,7 @@ def test_a_slurm_that_does_not_answer_is_noted_and_the_folder_answers(current_la
     submission = run / "slurm" / "submission.json"
     original = submission.read_text()
     submission.write_text(original.replace('"slurm_name": "lab"', '"slurm_name": "tower"'))
-    belongs = f"Job {job_of(run)} belongs to the Slurm 'tower', this one is 'lab'."
+    belongs = f"Job {read_slurm_job_id(run)} belongs to the Slurm 'tower', this one is 'lab'."
     assert read_statuses([run])[1] == f"Answered from the run folders only. {belongs}"
     with pytest.raises(UserError, match=belongs):
         cancel([run])

@@ -1,4 +1,4 @@
-"""The command line: reads what a person typed, calls what does it, and says what to type next."""
+"""The command line: parses the arguments, calls the code that does the work, and prints what to type next."""
 
 import argparse
 import os
@@ -14,7 +14,7 @@ from loguru import logger
 from trainyard import __version__
 from trainyard import config as configs
 from trainyard.cli import cluster, gc
-from trainyard.cli.verb import Verbs, add_verb, beside_checkout
+from trainyard.cli.verb import Verbs, add_verb, find_project_folder
 from trainyard.errors import UserError
 from trainyard.hardware import set_openmp_wait_policy
 from trainyard.runs import folder as runs
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; return its exit code: 0 done, 2 the user's mistake, 85-87 stopped and resumable."""
+    """Run one command; return its exit code: 0 done, 2 user error, 85-87 stopped and resumable."""
     started = time.time()
     set_openmp_wait_policy(os.environ)
     logger.remove()
     logger.add(sys.stderr, format="{message}", level="INFO")
-    arguments = _parsed(argv)
+    arguments = _parse_arguments(argv)
     arguments.started = started
     arguments.typed = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -43,27 +43,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return ExitCode.USER_ERROR
     except KeyboardInterrupt:
-        print("Interrupted. Nothing half-written is left; the same command goes on from what is done.", file=sys.stderr)
+        print(
+            "Interrupted. No file is half-written; the same command continues where this one stopped.", file=sys.stderr
+        )
         return 130
 
 
-def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Read the arguments; OPTION=VALUE may stand anywhere, also behind --flags, where argparse would not look."""
-    parser = _parser(sys.argv[1:] if argv is None else argv)
+def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the arguments; OPTION=VALUE may come anywhere, also after --flags, where argparse does not look for it."""
+    parser = _build_parser(sys.argv[1:] if argv is None else argv)
     arguments, rest = parser.parse_known_args(argv)
-    stray = [word for word in rest if word.startswith("-") or not hasattr(arguments, "overrides")]
-    if stray:
-        parser.error(f"unrecognized arguments: {' '.join(stray)}")
+    unrecognized = [word for word in rest if word.startswith("-") or not hasattr(arguments, "overrides")]
+    if unrecognized:
+        parser.error(f"unrecognized arguments: {' '.join(unrecognized)}")
     if rest:
         arguments.overrides += rest
     return arguments
 
 
-def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
+def _build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="trainyard",
-        description="Train on whatever GPUs there are, and resume exactly.",
-        epilog="Options of a job are written name=value, such as optimizer.lr=1e-4: trainyard options JOB",
+        description="Train on whatever GPUs are available, and resume exactly.",
+        epilog="Options of a job are written name=value, such as optimizer.lr=1e-4. List them: trainyard options JOB",
     )
     parser.add_argument("--version", action="version", version=__version__)
     verbs = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -89,8 +91,8 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
 
 
 def _add_family_commands(verbs: Verbs) -> None:
-    """Add what families bring themselves, from `jobs/<family>/commands.py`; only where no command of ours is typed."""
-    jobs = beside_checkout("jobs")
+    """Add the families' own commands, from `jobs/<family>/commands.py`; only if none of the built-in ones was typed."""
+    jobs = find_project_folder("jobs")
     for path in sorted(jobs.glob("[!._]*/commands.py")):
         configs.load_family(jobs, path.parent.name, "commands").add(verbs)
 
@@ -102,43 +104,43 @@ def _add_run(verbs: Verbs) -> None:
     verb = add_verb(verbs, "run", _run, "train a job here: on one GPU, several, or the CPU")
     verb.add_argument("job", help="preset, such as fingerprint_demo: trainyard jobs")
     verb.add_argument("overrides", nargs="*", metavar="OPTION=VALUE", help="trainyard options JOB lists them")
-    verb.add_argument("--name", help="name of the run's folder; the same name again goes on with that run")
+    verb.add_argument("--name", help="name of the run's folder; the same name again resumes that run")
     _add_ranks(verb)
 
 
 def _add_ranks(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--gpus", type=int, default=0, metavar="N", help="processes, one per GPU")
     verb.add_argument("--cpu-ranks", type=int, default=0, metavar="N", help="processes that share the cores")
-    verb.add_argument("--break-lock", action="store_true", help="take a run from a host that is known dead")
+    verb.add_argument("--break-lock", action="store_true", help="take over a run whose host is known to be dead")
 
 
 def _run(args: argparse.Namespace) -> int:
     from trainyard.data.prepare import prepare_data
 
     config = configs.compose(args.job, args.overrides, args.jobs)
-    count = _rank_count(args)
-    if not _is_main():  # started by torchrun or srun: rank 0 makes the folder
-        return _train(_await_run(args.runs / args.job / _name_needed(args)), args, count)
+    count = _count_ranks(args)
+    if not _is_main():  # started by torchrun or srun: rank 0 creates the folder
+        return _train(_wait_for_run(args.runs / args.job / _require_name(args)), args, count)
     if _is_launched():
-        _name_needed(args)
+        _require_name(args)
     config = prepare_data(config, args.jobs)
     run = args.runs / args.job / args.name if args.name else None
     if run is not None and (run / runs.CONFIG).is_file():
         with RunLock(run, break_other_host=args.break_lock):
-            _change(run, configs.thaw(run / runs.CONFIG, args.jobs), config)
+            _apply_changes(run, configs.thaw(run / runs.CONFIG, args.jobs), config)
     else:
         run = runs.create_run(args.runs, config, name=args.name, environ=os.environ)
     return _train(run, args, count)
 
 
 def _add_resume(verbs: Verbs) -> None:
-    verb = add_verb(verbs, "resume", _resume, "go on with a run from its newest valid checkpoint")
+    verb = add_verb(verbs, "resume", _resume, "resume a run from its newest valid checkpoint")
     verb.add_argument("run", help="its folder, or a job for that job's newest run")
-    verb.add_argument("overrides", nargs="*", metavar="OPTION=VALUE", help="options that leave the mathematics alone")
-    verb.add_argument("--here", action="store_true", help="on this machine, though it was submitted to a cluster")
-    verb.add_argument("--update-code", action="store_true", help="submitted: with today's code, not its own copy")
+    verb.add_argument("overrides", nargs="*", metavar="OPTION=VALUE", help="options that do not change the mathematics")
+    verb.add_argument("--here", action="store_true", help="on this machine, even if it was submitted to a cluster")
+    verb.add_argument("--update-code", action="store_true", help="submitted run: use today's code, not its own copy")
     verb.add_argument("--cpu-ranks", type=int, default=0, metavar="N", help="here: processes that share the cores")
-    verb.add_argument("--break-lock", action="store_true", help="take a run from a host that is known dead")
+    verb.add_argument("--break-lock", action="store_true", help="take over a run whose host is known to be dead")
     cluster.add_resource_args(verb, gpus=0)
 
 
@@ -148,70 +150,70 @@ def _resume(args: argparse.Namespace) -> int:
     if submitted:
         cluster.refuse_if_busy([run])
         release(run)
-    count = 1 if submitted else _rank_count(args)
+    count = 1 if submitted else _count_ranks(args)
     if _is_main():
         with RunLock(run, break_other_host=args.break_lock):
             config = configs.thaw(run / runs.CONFIG, args.jobs)
-            _change(run, config, configs.apply_overrides(config, args.overrides))
+            _apply_changes(run, config, configs.apply_overrides(config, args.overrides))
     return cluster.resubmit(run.absolute(), args) if submitted else _train(run, args, count)
 
 
 def _add_rank(verbs: Verbs) -> None:
-    verb = add_verb(verbs, "rank", _rank, "be one rank of a run (what run and resume start)")
+    verb = add_verb(verbs, "rank", _run_rank, "train as one rank of a run (started by run and resume)")
     verb.add_argument("run", type=Path)
     verb.add_argument("--break-lock", action="store_true")
     verb.add_argument("--since", type=float, required=True)
 
 
-def _rank(args: argparse.Namespace) -> int:
+def _run_rank(args: argparse.Namespace) -> int:
     from trainyard.launch.rank_task import execute
 
     return execute(args.run, args.jobs, environ=os.environ, started=args.since, break_lock=args.break_lock)
 
 
 def _train(run: Path, args: argparse.Namespace, count: int) -> int:
-    """Train in this process, or in several of its own; then say how it went and what to type next."""
+    """Train in this process, or in several child processes; then print the outcome and what to type next."""
     from trainyard.launch.rank_task import execute
     from trainyard.launch.ranks import run_ranks
 
     if count > 1:
-        again = ["rank", str(run), "--jobs", str(args.jobs), "--since", str(args.started)]
-        code = run_ranks(again + ["--break-lock"] * args.break_lock, count, environ=os.environ)
+        command = ["rank", str(run), "--jobs", str(args.jobs), "--since", str(args.started)]
+        code = run_ranks(command + ["--break-lock"] * args.break_lock, count, environ=os.environ)
     else:
         code = execute(run, args.jobs, environ=os.environ, started=args.started, break_lock=args.break_lock)
     if _is_main():
-        _tell(run, code)
+        _print_outcome(run, code)
     return code
 
 
-def _tell(run: Path, code: int) -> None:
+def _print_outcome(run: Path, code: int) -> None:
     from trainyard.report.run_page import format_summary, write_report
     from trainyard.train.stop import EXIT_CODES
 
     if code == ExitCode.DONE:
         job = run.parent.name
         report = write_report(run)
-        after = [f"open {report}", f"trainyard ckpt export {run} {job}.safetensors", f"trainyard options {job}"]
-        print(format_summary(run, next_commands=after))
+        next_commands = [f"open {report}", f"trainyard ckpt export {run} {job}.safetensors", f"trainyard options {job}"]
+        print(format_summary(run, next_commands=next_commands))
     elif code in EXIT_CODES.values():
-        print(f"Stopped and saved. Go on: trainyard resume {run}", file=sys.stderr)
+        print(f"Stopped and saved. Resume: trainyard resume {run}", file=sys.stderr)
     else:
-        print(f"Failed with code {code}; the log is {run}/log. Go on: trainyard resume {run}", file=sys.stderr)
+        print(f"Failed with code {code}; the log is {run}/log. Resume: trainyard resume {run}", file=sys.stderr)
 
 
-def _change(run: Path, old: TrainConfig, new: TrainConfig) -> None:
-    """Take over changed options that a run in progress may change.
+def _apply_changes(run: Path, old: TrainConfig, new: TrainConfig) -> None:
+    """Write changed options to the run's config, if a run in progress may change them.
 
     Raises:
-        UserError: others differ; says which.
+        UserError: other options differ; names them.
     """
-    changed = configs.differences(old, new)
+    changed = configs.find_differences(old, new)
     fixed = [d for d in changed if not d.mutable]
     if fixed:
         lines = "".join(f"\n  {d.name}: {d.old} -> {d.new}" for d in fixed)
         raise UserError(
-            f"{run}: a run in progress keeps its options, but these differ:{lines}\n"
-            f"Go on as it was (trainyard resume {run}), or start a new run under another name."
+            f"{run}: a run in progress keeps these options, but they differ:{lines}\n"
+            f"Resume it unchanged (trainyard resume {run}), or start a new run under another name."
         )
     for d in changed:
         logger.info("{}: {} -> {}", d.name, d.old, d.new)
@@ -219,11 +221,11 @@ def _change(run: Path, old: TrainConfig, new: TrainConfig) -> None:
         configs.freeze(new, run / runs.CONFIG)
 
 
-def _rank_count(args: argparse.Namespace) -> int:
+def _count_ranks(args: argparse.Namespace) -> int:
     """Return how many ranks to start.
 
     Raises:
-        UserError: more GPUs than there are, or ranks asked for inside a launcher that starts them itself.
+        UserError: more GPUs are requested than there are, or --gpus is used inside a launcher that starts the ranks.
     """
     if not args.gpus:
         return 1 if args.cpu_ranks < 1 else int(args.cpu_ranks)
@@ -235,7 +237,7 @@ def _rank_count(args: argparse.Namespace) -> int:
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if wanted > found:
         raise UserError(
-            f"{wanted} GPUs asked for, and this machine shows {found}. "
+            f"{wanted} GPUs requested, but this machine has {found}. "
             + (f"Use --gpus {found}." if found else "Leave --gpus (GPUS=) out to train on the CPU.")
         )
     return wanted
@@ -250,14 +252,14 @@ def _is_main() -> bool:
     return int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))) == 0
 
 
-def _name_needed(args: argparse.Namespace) -> str:
+def _require_name(args: argparse.Namespace) -> str:
     if not args.name:
-        raise UserError("Under torchrun or srun a new run needs --name NAME, so that all ranks mean the same folder.")
+        raise UserError("Under torchrun or srun a new run needs --name NAME, so that all ranks use the same folder.")
     return str(args.name)
 
 
-def _await_run(run: Path) -> Path:
-    """Wait until rank 0 has packed the data and made the run's folder."""
+def _wait_for_run(run: Path) -> Path:
+    """Wait until rank 0 has packed the data and created the run's folder."""
     while not (run / runs.CONFIG).is_file():
         time.sleep(0.2)
     return run
@@ -267,10 +269,10 @@ def _await_run(run: Path) -> Path:
 
 
 def _add_jobs(verbs: Verbs) -> None:
-    add_verb(verbs, "jobs", _jobs, "list the jobs one can run")
+    add_verb(verbs, "jobs", _list_jobs, "list the jobs you can run")
 
 
-def _jobs(args: argparse.Namespace) -> int:
+def _list_jobs(args: argparse.Namespace) -> int:
     for name, preset in sorted(configs.find_jobs(args.jobs).items()):
         first = preset.read_text().partition("\n")[0]
         print(f"{name:<24} {first.lstrip('# ')}")
@@ -278,13 +280,13 @@ def _jobs(args: argparse.Namespace) -> int:
 
 
 def _add_options(verbs: Verbs) -> None:
-    verb = add_verb(verbs, "options", _options, "list a job's options, their values and what they do")
+    verb = add_verb(verbs, "options", _list_options, "list a job's options, their values and what they do")
     verb.add_argument("job")
     verb.add_argument("overrides", nargs="*", metavar="OPTION=VALUE")
 
 
-def _options(args: argparse.Namespace) -> int:
-    for option in configs.options(configs.compose(args.job, args.overrides, args.jobs)):
+def _list_options(args: argparse.Namespace) -> int:
+    for option in configs.list_options(configs.compose(args.job, args.overrides, args.jobs)):
         print(f"{option.name}={option.value!s:<{max(1, 44 - len(option.name))}} {option.doc}")
     return 0
 
@@ -299,7 +301,7 @@ def _add_pack(verbs: Verbs) -> None:
     verb.add_argument("out", type=Path, help="folder of shards")
     verb.add_argument("overrides", nargs="*", metavar="OPTION=VALUE")
     verb.add_argument("--workers", type=int, default=0, metavar="N", help="processes (default: the cores)")
-    verb.add_argument("--shard-mib", type=int, default=256, metavar="MIB", help="size a shard aims at")
+    verb.add_argument("--shard-mib", type=int, default=256, metavar="MIB", help="target size of a shard")
 
 
 def _pack(args: argparse.Namespace) -> int:
@@ -312,7 +314,7 @@ def _pack(args: argparse.Namespace) -> int:
 
 
 def _add_verify(verbs: Verbs) -> None:
-    verb = add_verb(verbs, "verify", _verify, "read packed data in full and name every damaged record")
+    verb = add_verb(verbs, "verify", _verify, "read all packed data and name every damaged record")
     verb.add_argument("data", type=Path, help="folder of shards")
 
 
@@ -334,14 +336,14 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _add_ckpt(verbs: Verbs) -> None:
-    verb = add_verb(verbs, "ckpt", _ckpt, "list, verify or export the checkpoints of a run")
+    verb = add_verb(verbs, "ckpt", _run_ckpt, "list, verify or export the checkpoints of a run")
     verb.add_argument("what", choices=("list", "verify", "export"))
     verb.add_argument("run", help="its folder, or a job for that job's newest run")
-    verb.add_argument("out", type=Path, nargs="?", help="export: file of weights to write, .safetensors")
+    verb.add_argument("out", type=Path, nargs="?", help="export: weights file to write, .safetensors")
     verb.add_argument("--step", type=int, help="export: checkpoint of this step (default: the best, else the newest)")
 
 
-def _ckpt(args: argparse.Namespace) -> int:
+def _run_ckpt(args: argparse.Namespace) -> int:
     from trainyard.train import checkpoint
 
     run = runs.resolve_run(args.run, args.runs)
@@ -373,11 +375,11 @@ def _export(run: Path, entries: "list[checkpoint.Entry]", args: argparse.Namespa
 
 
 def _add_report(verbs: Verbs) -> None:
-    verb = add_verb(verbs, "report", _report, "write a run's report: one HTML page and its plots")
+    verb = add_verb(verbs, "report", _write_report, "write a run's report: one HTML page and its plots")
     verb.add_argument("run", help="its folder, or a job for that job's newest run")
 
 
-def _report(args: argparse.Namespace) -> int:
+def _write_report(args: argparse.Namespace) -> int:
     from trainyard.report.run_page import format_summary, write_report
 
     run = runs.resolve_run(args.run, args.runs)
@@ -387,10 +389,10 @@ def _report(args: argparse.Namespace) -> int:
 
 
 def _add_predict(verbs: Verbs) -> None:
-    verb = add_verb(verbs, "predict", _predict, "write a run's predictions for new raw files to a CSV table")
+    verb = add_verb(verbs, "predict", _predict, "write a run's predictions for new raw files to a CSV file")
     verb.add_argument("run", help="its folder, or a job for that job's newest run")
     verb.add_argument("raw", type=Path, help="new raw files of the job, unlabelled")
-    verb.add_argument("out", type=Path, help="table to write, .csv")
+    verb.add_argument("out", type=Path, help="CSV file to write")
 
 
 def _predict(args: argparse.Namespace) -> int:
@@ -405,10 +407,10 @@ def _predict(args: argparse.Namespace) -> int:
 
 
 def _add_bench(verbs: Verbs) -> None:
-    verb = add_verb(verbs, "bench", _bench, "measure reading, decoding and steps against the usual loaders")
+    verb = add_verb(verbs, "bench", _run_bench, "compare reading, decoding and training steps with the usual loaders")
     bench.add_arguments(verb)
 
 
-def _bench(args: argparse.Namespace) -> int:
+def _run_bench(args: argparse.Namespace) -> int:
     bench.main(args, command=shlex.join(["trainyard", *args.typed]))
     return 0

@@ -1,4 +1,4 @@
-"""The commands that concern a cluster: submit and sweep, and what became of it."""
+"""The commands for clusters: submit and sweep, then status, logs, why, cancel and results."""
 
 import argparse
 import os
@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from trainyard import config as configs
-from trainyard.cli.verb import Verbs, add_verb, beside_checkout
+from trainyard.cli.verb import Verbs, add_verb, find_project_folder
 from trainyard.cluster import description as clusters
 from trainyard.cluster import query as slurm
 from trainyard.cluster.check import check_cluster, render_findings
@@ -22,11 +22,11 @@ from trainyard.runs import lock, logs, status, sweep_file
 from trainyard.runs.state import ACTIVE
 from trainyard.runs.why import explain_run
 from trainyard.settings import TrainConfig
-from trainyard.text import nearest_hint
+from trainyard.text import suggest_nearest
 
 
 def add_commands(verbs: Verbs) -> None:
-    """Add all of them."""
+    """Add all cluster commands."""
     for add in (
         _add_submit,
         _add_sweep,
@@ -51,29 +51,29 @@ def _add_submit(verbs: Verbs) -> None:
     verb.add_argument("overrides", nargs="*", metavar="OPTION=VALUE", help="trainyard options JOB lists them")
     verb.add_argument("--name", help="name of the run's folder")
     verb.add_argument("--dry", action="store_true", help="print the plan and the batch script, and stop")
-    verb.add_argument("--local", action="store_true", help="no Slurm: run it here in the background")
+    verb.add_argument("--local", action="store_true", help="without Slurm: run on this machine, in the background")
     add_resource_args(verb, gpus=1)
 
 
 def add_resource_args(verb: argparse.ArgumentParser, *, gpus: int) -> None:
-    """Add what one may wish for on a cluster."""
-    verb.add_argument("--gpus", type=int, default=gpus, metavar="N", help="of the whole job")
+    """Add the options of a resource request."""
+    verb.add_argument("--gpus", type=int, default=gpus, metavar="N", help="GPUs of the whole job")
     verb.add_argument("--hw", default="", metavar="TYPE", help="GPU type of the cluster, such as a100")
-    verb.add_argument("--nodes", type=int, default=0, metavar="N", help="nodes; default: as few as hold the GPUs")
-    verb.add_argument("--time", default="", metavar="LENGTH", help="limit of one attempt, such as 8h30m")
+    verb.add_argument("--nodes", type=int, default=0, metavar="N", help="default: as few nodes as have that many GPUs")
+    verb.add_argument("--time", default="", metavar="LENGTH", help="time limit of one attempt, such as 8h30m")
     verb.add_argument("--cluster", default="", metavar="NAME", help="slurm/NAME.yaml, or a path")
 
 
 def _submit(args: argparse.Namespace) -> int:
-    config = _everywhere(configs.compose(args.job, args.overrides, args.jobs))
+    config = _make_paths_absolute(configs.compose(args.job, args.overrides, args.jobs))
     if args.local:
-        return _submit_here(config, args)
-    cluster = _cluster(args.cluster, job=args.job, dry=args.dry)
-    plan = submit.plan(config, cluster, _wish(args))
+        return _submit_locally(config, args)
+    cluster = _find_cluster(args.cluster, job=args.job, dry=args.dry)
+    plan = submit.make_plan(config, cluster, _read_request(args))
     if args.dry:
-        return _show(plan, config, args)
-    _has_data(config, args.jobs)
-    _fits_slurm(plan)
+        return _print_dry_run(plan, config, args)
+    _require_data(config, args.jobs)
+    _check_against_slurm(plan)
     run = runs.create_run(args.runs.absolute(), config, name=args.name, environ=os.environ)
     try:
         code = submit.snapshot_code(args.jobs, run / "code")
@@ -82,22 +82,22 @@ def _submit(args: argparse.Namespace) -> int:
         shutil.rmtree(run)
         raise
     print(submit.describe(plan, run))
-    _tell_submitted(f"job {job}", [run])
+    _print_submitted(f"Slurm job {job}", run)
     return 0
 
 
-def _show(plan: submit.Plan, config: TrainConfig, args: argparse.Namespace) -> int:
+def _print_dry_run(plan: submit.Plan, config: TrainConfig, args: argparse.Namespace) -> int:
     run = args.runs.absolute() / config.job / (args.name or "NEW")
     code = submit.Code(run / "code", run / "code" / args.jobs.resolve().name)
     print(submit.describe(plan, run))
-    print(f"\n{submit.sbatch_text(plan, [run], folder=run / 'slurm', code=code)}")
+    print(f"\n{submit.render_batch_script(plan, [run], folder=run / 'slurm', code=code)}")
     if not config.data.path and not config.data.synthetic:
-        print("Nothing was submitted, and nothing could be yet: this job needs DATA=folder.", file=sys.stderr)
+        print("Nothing was submitted. To submit, this job needs DATA=folder.", file=sys.stderr)
     return 0
 
 
-def _submit_here(config: TrainConfig, args: argparse.Namespace) -> int:
-    _has_data(config, args.jobs)
+def _submit_locally(config: TrainConfig, args: argparse.Namespace) -> int:
+    _require_data(config, args.jobs)
     if args.gpus < 1:
         raise UserError(f"--gpus {args.gpus}: a job needs at least one rank. Leave it out for one.")
     gpus = args.gpus if shutil.which("nvidia-smi") else 0
@@ -105,119 +105,119 @@ def _submit_here(config: TrainConfig, args: argparse.Namespace) -> int:
     run = runs.create_run(args.runs.absolute(), config, name=args.name, environ=os.environ)
     try:
         code = submit.snapshot_code(args.jobs, run / "code")
-        job = submit.submit_here(run, ranks=args.gpus, gpus=gpus, time_min=time_min, code=code)
+        job = submit.submit_locally(run, ranks=args.gpus, gpus=gpus, time_min=time_min, code=code)
     except BaseException:
         shutil.rmtree(run)
         raise
-    _tell_submitted(f"process {job} on this machine, {args.gpus} rank{'s' * (args.gpus > 1)}", [run])
+    _print_submitted(f"process {job} on this machine, {args.gpus} rank{'s' * (args.gpus > 1)}", run)
     return 0
 
 
-def _tell_submitted(what: str, made: Sequence[Path]) -> None:
-    name = runs.format_run_name(made[0])
+def _print_submitted(what: str, run: Path) -> None:
+    name = runs.format_run_name(run)
     print(f"\nsubmitted  {what}\nnext       trainyard logs -f {name}")
     print(f"           trainyard status    trainyard why {name}    trainyard cancel {name}")
 
 
 def resubmit(run: Path, args: argparse.Namespace) -> int:
-    """Submit a run again, which goes on from its newest checkpoint; what is not asked for anew stays as it was."""
-    before = submit.read_note(run)
-    if before["scheduler"] == "local":
-        raise UserError(f"{run}: ran on this machine. Go on with it here: trainyard resume {run} --here")
+    """Submit a run again, to resume from its newest checkpoint; resources that are not given stay as they were."""
+    previous = submit.read_submission(run)
+    if previous["scheduler"] == "local":
+        raise UserError(f"{run}: ran on this machine. Resume it here: trainyard resume {run} --here")
     config = configs.thaw(run / runs.CONFIG, args.jobs)
-    cluster = _cluster(args.cluster or before["cluster_file"], job=config.job)
-    same = not args.hw or args.hw == before["hw"]
-    wish = submit.ResourceRequest(
-        gpus=args.gpus or before["gpus"],
-        hw=args.hw or before["hw"],
-        nodes=args.nodes or (before["nodes"] if same and not args.gpus else 0),
-        time=args.time or (f"{before['time_min']}m" if same else ""),
+    cluster = _find_cluster(args.cluster or previous["cluster_file"], job=config.job)
+    same_hw = not args.hw or args.hw == previous["hw"]
+    request = submit.ResourceRequest(
+        gpus=args.gpus or previous["gpus"],
+        hw=args.hw or previous["hw"],
+        nodes=args.nodes or (previous["nodes"] if same_hw and not args.gpus else 0),
+        time=args.time or (f"{previous['time_min']}m" if same_hw else ""),
     )
-    plan = submit.plan(config, cluster, wish)
-    _fits_slurm(plan)
-    code = submit.Code(Path(before["code"]), Path(before["jobs"]))
+    plan = submit.make_plan(config, cluster, request)
+    _check_against_slurm(plan)
+    code = submit.Code(Path(previous["code"]), Path(previous["jobs"]))
     if args.update_code:
         code = submit.snapshot_code(args.jobs, runs.find_free_name(run / "code"))
     elif not submit.can_start(code):
         raise UserError(
-            f"{run}: was submitted with an older version of Trainyard, whose copy in {code.folder} this one cannot "
-            f"start. Resume it with today's code: trainyard resume {run} --update-code"
+            f"{run}: was submitted with an older version of Trainyard, and this version cannot start that copy "
+            f"({code.folder}). Resume it with today's code: trainyard resume {run} --update-code"
         )
     (job,) = submit.submit(plan, [run], folder=run / "slurm", code=code)
     print(submit.describe(plan, run))
-    _tell_submitted(f"job {job}", [run])
+    _print_submitted(f"Slurm job {job}", run)
     return 0
 
 
-def _cluster(wanted: str, *, job: str, dry: bool = False) -> clusters.Cluster:
-    """Return the cluster that is meant.
+def _find_cluster(wanted: str, *, job: str, dry: bool = False) -> clusters.Cluster:
+    """Return the requested cluster.
 
     Raises:
-        UserError: there is no Slurm here to submit to; says how to run without one.
+        UserError: there is no Slurm here to submit to; says how to run without it.
     """
     absent = slurm.explain_absence()
     if absent and not dry:
         raise UserError(
             f"{absent} Run it on this machine instead: trainyard submit {job} --local (in the background), or "
-            f"trainyard run {job}. See the batch script only: --dry --cluster NAME."
+            f"trainyard run {job}. To see only the batch script: --dry --cluster NAME."
         )
-    return clusters.find_cluster(wanted, beside_checkout("slurm"), None if absent else slurm.query_cluster_name())
+    return clusters.find_cluster(wanted, find_project_folder("slurm"), None if absent else slurm.query_cluster_name())
 
 
-def _wish(args: argparse.Namespace) -> submit.ResourceRequest:
+def _read_request(args: argparse.Namespace) -> submit.ResourceRequest:
     return submit.ResourceRequest(gpus=args.gpus, hw=args.hw, nodes=args.nodes, time=args.time)
 
 
-def _everywhere(config: TrainConfig) -> TrainConfig:
-    """Make paths absolute: a node's working folder is not this one."""
+def _make_paths_absolute(config: TrainConfig) -> TrainConfig:
+    """Make paths absolute: the working folder on a node is not this one."""
     path = str(Path(config.data.path).absolute()) if config.data.path else ""
     return replace(config, data=replace(config.data, path=path, cache=str(Path(config.data.cache).absolute())))
 
 
-def _has_data(config: TrainConfig, jobs_dir: Path) -> None:
+def _require_data(config: TrainConfig, jobs_dir: Path) -> None:
     if not config.data.path and not config.data.synthetic:
         raise UserError(
             f"{config.job} needs data: data.path=FOLDER, or make submit JOB={config.job} DATA=FOLDER. "
-            f"What the folder should hold: {jobs_dir / config.family}/README.md"
+            f"What the folder should contain: {jobs_dir / config.family}/README.md"
         )
     if config.data.path and not Path(config.data.path).is_dir():
-        raise UserError(f"{config.data.path}: no such folder. Give the folder of raw files or of shards: DATA=FOLDER")
+        raise UserError(f"{config.data.path}: no such folder. Name a folder of raw files or of shards: DATA=FOLDER")
 
 
-def _fits_slurm(plan: submit.Plan) -> None:
-    """Hold a plan against the Slurm that is there, which knows better than its file.
+def _check_against_slurm(plan: submit.Plan) -> None:
+    """Check a plan against the Slurm that answers here; the cluster file may be out of date.
 
     Raises:
-        UserError: it is another Slurm, or it has no such partition, or a limit shorter than the time asked for.
+        UserError: this is another Slurm, it has no such partition, or its time limit is shorter than requested.
     """
     described, here = plan.cluster.slurm_name, slurm.query_cluster_name()
     if described and described != here:
         raise UserError(
-            f"{plan.cluster.path}: describes the Slurm '{described}', but '{here}' answers here. Name the file of this "
-            f"one (--cluster NAME), or log in where the other is."
+            f"{plan.cluster.path}: describes the Slurm '{described}', but '{here}' answers here. Name this cluster's "
+            f"file (--cluster NAME), or log in to '{described}'."
         )
     partitions = slurm.query_partitions()
     found = partitions.get(plan.kind.partition)
-    check = f"See what else differs: trainyard cluster-check {plan.cluster.name}"
+    check = f"See all differences: trainyard cluster-check {plan.cluster.name}"
     if found is None:
-        near = nearest_hint(plan.kind.partition, partitions)
+        hint = suggest_nearest(plan.kind.partition, partitions)
         raise UserError(
             f"{plan.cluster.path}: gpus.{plan.hw}.partition is '{plan.kind.partition}', which this Slurm does not "
-            f"have.{near} It has: {', '.join(partitions)}. {check}"
+            f"have.{hint} It has: {', '.join(partitions)}. {check}"
         )
     if found.time_limit_min is not None and plan.time_min > found.time_limit_min:
         raise UserError(
             f"TIME={plan.time_min}m: partition {plan.kind.partition} allows at most {found.time_limit_min} minutes. "
-            f"Ask for less: a job that reaches its limit saves, starts again and goes on. {check}"
+            f"Request less: a job that reaches its limit saves, is requeued and resumes. {check}"
         )
 
 
 def refuse_if_busy(found: Sequence[Path]) -> None:
-    """Raise a UserError if Slurm still holds one of these runs."""
+    """Raise a UserError if one of these runs is still waiting or running in Slurm."""
     for known in status.read_statuses(found)[0]:
         if known.state in ACTIVE:
             raise UserError(
-                f"{known.run}: is {known.state} as job {known.slurm_job_id}. Look: trainyard status {known.run}"
+                f"{known.run}: is {known.state} as Slurm job {known.slurm_job_id}. See: trainyard status {known.run}"
             )
 
 
@@ -225,61 +225,64 @@ def refuse_if_busy(found: Sequence[Path]) -> None:
 
 
 def _add_sweep(verbs: Verbs) -> None:
-    verb = add_verb(verbs, "sweep", _sweep, "run a job with many settings, as one Slurm array")
+    verb = add_verb(verbs, "sweep", _run_sweep, "run a job with many settings, as one Slurm array")
     verb.add_argument("job", nargs="?", help="preset")
     verb.add_argument("overrides", nargs="*", metavar="OPTION=VALUE", help="options that all runs share")
     verb.add_argument("--sweep", action="append", default=[], metavar="OPTION=A,B,...", help="what varies; repeatable")
-    verb.add_argument("--max-parallel", type=int, default=0, metavar="N", help="runs at once; default: all")
+    verb.add_argument("--max-parallel", type=int, default=0, metavar="N", help="runs that train at once; default: all")
     verb.add_argument("--name", help="name of the sweep")
-    verb.add_argument("--continue", dest="again", default="", metavar="SWEEP", help="submit what is not done again")
+    verb.add_argument("--continue", dest="again", default="", metavar="SWEEP", help="submit the unfinished runs again")
     add_resource_args(verb, gpus=1)
 
 
-def _sweep(args: argparse.Namespace) -> int:
+def _run_sweep(args: argparse.Namespace) -> int:
     if args.again:
         return _continue_sweep(args)
     if not args.job or not args.sweep:
         raise UserError('Name a job and what varies: trainyard sweep JOB --sweep "optimizer.lr=1e-4,3e-4 seed=0,1,2"')
-    cluster = _cluster(args.cluster, job=args.job)
-    config = _everywhere(configs.compose(args.job, args.overrides, args.jobs))
-    plan = submit.plan(config, cluster, _wish(args))
-    _has_data(config, args.jobs)
-    _fits_slurm(plan)
+    cluster = _find_cluster(args.cluster, job=args.job)
+    config = _make_paths_absolute(configs.compose(args.job, args.overrides, args.jobs))
+    plan = submit.make_plan(config, cluster, _read_request(args))
+    _require_data(config, args.jobs)
+    _check_against_slurm(plan)
     fixed = [*args.overrides, f"data.path={config.data.path}", f"data.cache={config.data.cache}"]
     sweep = sweeps.create(
         args.job, args.sweep, fixed, jobs_dir=args.jobs, root=args.runs.absolute(), name=args.name, environ=os.environ
     )
     try:
-        for element in sweep.elements:  # what varies may be what this card cannot do
-            submit.plan(configs.thaw(element.run / runs.CONFIG, args.jobs), cluster, _wish(args))
+        for element in sweep.elements:  # a value that varies may be impossible on this GPU type
+            submit.make_plan(configs.thaw(element.run / runs.CONFIG, args.jobs), cluster, _read_request(args))
         code = submit.snapshot_code(args.jobs, sweep.folder / "code")
         jobs = _submit_elements(sweep, sweep.elements, plan, code, args.max_parallel)
     except BaseException:
         sweeps.discard(sweep)
         raise
     print(submit.describe(plan, sweep.folder))
-    _tell_sweep(sweep, jobs)
+    _print_sweep(sweep, jobs)
     return 0
 
 
 def _continue_sweep(args: argparse.Namespace) -> int:
     sweep = sweep_file.load(args.again, args.runs.absolute())
     states = {known.run: known.state for known in status.read_statuses([e.run for e in sweep.elements])[0]}
-    missing = sweep_file.list_unfinished(sweep, states)
-    if not missing:
-        print(f"Nothing is missing: {_counted(states.values())}.\nnext  trainyard results {sweep.name}")
+    unfinished = sweep_file.list_unfinished(sweep, states)
+    if not unfinished:
+        print(f"Nothing is missing: {_count_states(states.values())}.\nnext  trainyard results {sweep.name}")
         return 0
-    note = submit.read_note(missing[0].run)
-    cluster = _cluster(args.cluster or note["cluster_file"], job=sweep.job)
-    wish = submit.ResourceRequest(note["gpus"], args.hw or note["hw"], args.nodes, args.time or f"{note['time_min']}m")
-    plan = submit.plan(configs.thaw(missing[0].run / runs.CONFIG, args.jobs), cluster, wish)
-    _fits_slurm(plan)
-    for element in missing:
+    submission = submit.read_submission(unfinished[0].run)
+    cluster = _find_cluster(args.cluster or submission["cluster_file"], job=sweep.job)
+    request = submit.ResourceRequest(
+        submission["gpus"], args.hw or submission["hw"], args.nodes, args.time or f"{submission['time_min']}m"
+    )
+    plan = submit.make_plan(configs.thaw(unfinished[0].run / runs.CONFIG, args.jobs), cluster, request)
+    _check_against_slurm(plan)
+    for element in unfinished:
         lock.release(element.run)
-    code = submit.Code(Path(note["code"]), Path(note["jobs"]))
-    jobs = _submit_elements(sweep, missing, plan, code, args.max_parallel)
-    print(f"{len(missing)} of {len(sweep.elements)} runs go on, the others are: {_counted(states.values())}.")
-    _tell_sweep(sweep, jobs)
+    code = submit.Code(Path(submission["code"]), Path(submission["jobs"]))
+    jobs = _submit_elements(sweep, unfinished, plan, code, args.max_parallel)
+    counts = _count_states(states.values())
+    print(f"{len(unfinished)} of {len(sweep.elements)} runs were submitted again. Before: {counts}.")
+    _print_sweep(sweep, jobs)
     return 0
 
 
@@ -290,24 +293,24 @@ def _submit_elements(
     return submit.submit(plan, [e.run for e in elements], folder=folder, code=code, parallel=parallel)
 
 
-def _tell_sweep(sweep: sweep_file.Sweep, jobs: Sequence[str]) -> None:
+def _print_sweep(sweep: sweep_file.Sweep, jobs: Sequence[str]) -> None:
     first = jobs[0].partition("_")[0]
-    print(f"\nsubmitted  {len(jobs)} runs as job {first}\nnext       trainyard status {sweep.name}")
+    print(f"\nsubmitted  {len(jobs)} runs as Slurm job {first}\nnext       trainyard status {sweep.name}")
     print(f"           trainyard results {sweep.name}    trainyard sweep --continue {sweep.name}")
 
 
-def _counted(states: Iterable[str]) -> str:
+def _count_states(states: Iterable[str]) -> str:
     names = list(states)
     return ", ".join(f"{names.count(name)} {name}" for name in dict.fromkeys(names))
 
 
 def _add_results(verbs: Verbs) -> None:
-    verb = add_verb(verbs, "results", _results, "what came out of a sweep: table, CSV, HTML and plot")
+    verb = add_verb(verbs, "results", _print_results, "the results of a sweep: table, CSV, HTML and plot")
     verb.add_argument("sweep")
-    verb.add_argument("--metric", default="", help="default: what the model is chosen by")
+    verb.add_argument("--metric", default="", help="default: the one that selects the best checkpoint")
 
 
-def _results(args: argparse.Namespace) -> int:
+def _print_results(args: argparse.Namespace) -> int:
     from trainyard.report import sweep_page as results
 
     sweep = sweep_file.load(args.sweep, args.runs.absolute())
@@ -322,55 +325,55 @@ def _results(args: argparse.Namespace) -> int:
 
 
 def _add_status(verbs: Verbs) -> None:
-    verb = add_verb(verbs, "status", _status, "what runs, waits or ended lately")
+    verb = add_verb(verbs, "status", _print_status, "list runs that wait, run or ended recently")
     verb.add_argument("run", nargs="*", help="runs, jobs or sweeps; default: the 20 newest runs")
 
 
-def _status(args: argparse.Namespace) -> int:
-    found = _named(args.run, args.runs) if args.run else runs.list_newest_runs(args.runs, 20)
+def _print_status(args: argparse.Namespace) -> int:
+    found = _resolve_names(args.run, args.runs) if args.run else runs.list_newest_runs(args.runs, 20)
     return _print_runs(found, args.runs, status.render_table if len(found) <= 20 else status.render_overview)
 
 
 def _add_runs(verbs: Verbs) -> None:
-    verb = add_verb(verbs, "runs", _runs, "list all runs")
-    verb.add_argument("job", nargs="?", help="of this job only")
+    verb = add_verb(verbs, "runs", _list_runs, "list all runs")
+    verb.add_argument("job", nargs="?", help="only runs of this job")
 
 
-def _runs(args: argparse.Namespace) -> int:
+def _list_runs(args: argparse.Namespace) -> int:
     if args.job:
         runs.find_latest_run(args.runs, args.job)  # says which jobs have runs, if this one has none
     return _print_runs(runs.list_newest_runs(args.runs, None, job=args.job), args.runs, status.render_table)
 
 
-def _print_runs(found: Sequence[Path], root: Path, screen: Callable[[Sequence[status.Status], float], str]) -> int:
+def _print_runs(found: Sequence[Path], root: Path, render_runs: Callable[[Sequence[status.Status], float], str]) -> int:
     if not found:
         print(f"{root.absolute()}: no runs yet.\nnext: trainyard run JOB, or submit JOB (trainyard jobs lists them)")
         return 0
     known, note = status.read_statuses(found)
-    print(screen(known, time.time()))
+    print(render_runs(known, time.time()))
     if note:
         print(note, file=sys.stderr)
     return 0
 
 
 def _add_logs(verbs: Verbs) -> None:
-    verb = add_verb(verbs, "logs", _logs, "print a run's log")
+    verb = add_verb(verbs, "logs", _print_logs, "print a run's log")
     verb.add_argument("run", help="its folder, or a job for that job's newest run")
-    verb.add_argument("-f", "--follow", action="store_true", help="go on printing until the run ends")
+    verb.add_argument("-f", "--follow", action="store_true", help="keep printing until the run ends")
 
 
-def _logs(args: argparse.Namespace) -> int:
-    speak = logs.follow if args.follow else logs.show
-    speak(runs.resolve_run(args.run, args.runs), lambda line: print(line, flush=True))
+def _print_logs(args: argparse.Namespace) -> int:
+    print_log = logs.follow if args.follow else logs.show
+    print_log(runs.resolve_run(args.run, args.runs), lambda line: print(line, flush=True))
     return 0
 
 
 def _add_why(verbs: Verbs) -> None:
-    verb = add_verb(verbs, "why", _why, "why a run waits, stopped or failed, and what to do")
+    verb = add_verb(verbs, "why", _explain, "explain why a run waits, stopped or failed, and what to do")
     verb.add_argument("run", help="its folder, or a job for that job's newest run")
 
 
-def _why(args: argparse.Namespace) -> int:
+def _explain(args: argparse.Namespace) -> int:
     print(explain_run(runs.resolve_run(args.run, args.runs)))
     return 0
 
@@ -381,12 +384,12 @@ def _add_cancel(verbs: Verbs) -> None:
 
 
 def _cancel(args: argparse.Namespace) -> int:
-    print("\n".join(cancel.cancel(_named(args.run, args.runs))))
+    print("\n".join(cancel.cancel(_resolve_names(args.run, args.runs))))
     return 0
 
 
-def _named(names: Sequence[str], root: Path) -> list[Path]:
-    """Return the runs that are meant; the name of a sweep means all of its runs."""
+def _resolve_names(names: Sequence[str], root: Path) -> list[Path]:
+    """Return the runs with these names; the name of a sweep means all of its runs."""
     found: list[Path] = []
     for name in names:
         if sweep_file.exists(name, root.absolute()):
@@ -400,27 +403,27 @@ def _named(names: Sequence[str], root: Path) -> list[Path]:
 
 
 def _add_cluster_check(verbs: Verbs) -> None:
-    verb = add_verb(verbs, "cluster-check", _cluster_check, "hold a cluster file against the Slurm it describes")
-    verb.add_argument("cluster", nargs="?", default="", help="slurm/NAME.yaml, or a path; default: by Slurm's own name")
+    verb = add_verb(verbs, "cluster-check", _check_cluster, "compare a cluster file with the Slurm it describes")
+    verb.add_argument("cluster", nargs="?", default="", help="slurm/NAME.yaml, or a path; default: by Slurm's name")
 
 
-def _cluster_check(args: argparse.Namespace) -> int:
+def _check_cluster(args: argparse.Namespace) -> int:
     absent = slurm.explain_absence()
     if absent:
-        raise UserError(f"{absent} Check the file on a machine from which you can submit.")
-    cluster = clusters.find_cluster(args.cluster, beside_checkout("slurm"), slurm.query_cluster_name())
+        raise UserError(f"{absent} Check the file on a machine that can submit to that Slurm.")
+    cluster = clusters.find_cluster(args.cluster, find_project_folder("slurm"), slurm.query_cluster_name())
     findings = check_cluster(cluster)
     print(render_findings(findings))
     return 1 if any(finding.level == "wrong" for finding in findings) else 0
 
 
 def _add_multirun(verbs: Verbs) -> None:
-    verb = add_verb(verbs, "multirun", _multirun, "Hydra's own multirun, with its launchers and sweepers")
+    verb = add_verb(verbs, "multirun", _run_multirun, "Hydra's own multirun, with its launchers and sweepers")
     verb.add_argument("job", help="preset")
     verb.add_argument("overrides", nargs="*", metavar="OPTION=VALUE", help="as for Hydra, such as seed=0,1,2")
 
 
-def _multirun(args: argparse.Namespace) -> int:
+def _run_multirun(args: argparse.Namespace) -> int:
     from trainyard.launch import multirun
 
-    return multirun.multirun(args.job, args.overrides, jobs_dir=args.jobs, runs_dir=args.runs, environ=os.environ)
+    return multirun.run_multirun(args.job, args.overrides, jobs_dir=args.jobs, runs_dir=args.runs, environ=os.environ)

@@ -1,4 +1,4 @@
-"""What every command has: a name, one line about it, and where jobs and runs lie."""
+"""What all commands share: a name, a one-line help text, and the folders of jobs and runs."""
 
 import argparse
 from collections.abc import Callable
@@ -16,12 +16,14 @@ def add_verb(
     """Add one command."""
     verb = verbs.add_parser(name, help=doc, description=doc)
     verb.set_defaults(command=command)
-    verb.add_argument("--jobs", type=Path, default=beside_checkout("jobs"), metavar="DIR", help="folder of families")
+    verb.add_argument(
+        "--jobs", type=Path, default=find_project_folder("jobs"), metavar="DIR", help="folder of families"
+    )
     verb.add_argument("--runs", type=Path, default=Path("runs"), metavar="DIR", help="folder of runs")
     return verb
 
 
-def beside_checkout(name: str) -> Path:
-    """Return ./NAME, or the one beside the installed checkout."""
-    here = Path(name)
-    return here if here.is_dir() else CHECKOUT / name
+def find_project_folder(name: str) -> Path:
+    """Return ./NAME if it exists, else that folder of the installed checkout."""
+    local = Path(name)
+    return local if local.is_dir() else CHECKOUT / name

@@ -13,8 +13,8 @@ from typing import Literal
 from trainyard.cluster import query as slurm
 from trainyard.cluster.description import Cluster, GpuNodes, format_minutes, parse_minutes
 from trainyard.cluster.query import NodeKind, Partition, SlurmError
-from trainyard.hardware import gpu_of_key, image_target
-from trainyard.text import nearest_hint
+from trainyard.hardware import choose_image_target, get_gpu
+from trainyard.text import suggest_nearest
 
 
 @dataclass(frozen=True)
@@ -97,8 +97,8 @@ def _check_container(cluster: Cluster) -> Iterator[Finding]:
 
 
 def _find_image(cluster: Cluster, spec: GpuNodes) -> str:
-    card = gpu_of_key(spec.card)
-    return cluster.container.image.replace("{target}", image_target(card.sm if card else None))
+    card = get_gpu(spec.card)
+    return cluster.container.image.replace("{target}", choose_image_target(card.sm if card else None))
 
 
 # The file against Slurm's partitions
@@ -118,7 +118,7 @@ def _check_name(cluster: Cluster, actual: str) -> Iterator[Finding]:
 def _check_gpus(what: str, spec: GpuNodes, partitions: dict[str, Partition]) -> Iterator[Finding]:
     partition = partitions.get(spec.partition)
     if partition is None:
-        found = f"there is no partition '{spec.partition}'.{nearest_hint(spec.partition, partitions)}"
+        found = f"there is no partition '{spec.partition}'.{suggest_nearest(spec.partition, partitions)}"
         yield Finding("wrong", f"{what}.partition", found, f"There are: {', '.join(partitions)}.")
         return
     if partition.state != "up":
@@ -145,13 +145,13 @@ def _check_nodes(what: str, spec: GpuNodes, partition: Partition) -> Iterator[Fi
     with_gres = [kind for kind in partition.kinds if _count_gres(kind, spec.gres)]
     if not with_gres:
         types = sorted({name for kind in partition.kinds for name in kind.gres})
-        found = f"no node of partition {partition.name} has '{spec.gres}'.{nearest_hint(spec.gres, types)}"
+        found = f"no node of partition {partition.name} has '{spec.gres}'.{suggest_nearest(spec.gres, types)}"
         yield Finding("wrong", f"{what}.gres", found, f"There are: {', '.join(types) or 'none'}.")
         return
     fitting = [kind for kind in with_gres if _satisfies(kind, spec.constraint)]
     if not fitting:
         features = sorted({name for kind in with_gres for name in kind.features})
-        found = f"no such node meets '{spec.constraint}'.{nearest_hint(spec.constraint, features)}"
+        found = f"no such node meets '{spec.constraint}'.{suggest_nearest(spec.constraint, features)}"
         yield Finding("wrong", f"{what}.constraint", found, f"Their features: {', '.join(features) or 'none'}.")
         return
     most = max(_count_gres(kind, spec.gres) for kind in fitting)
@@ -290,12 +290,12 @@ def _check_accounting(cluster: Cluster, settings: dict[str, str]) -> Iterator[Fi
     accounts = ", ".join(allowed) or "none"
     qos = {name for account, names in allowed.items() if cluster.account in ("", account) for name in names}
     if cluster.account and cluster.account not in allowed:
-        found = f"user {user} may not charge '{cluster.account}'.{nearest_hint(cluster.account, allowed)}"
+        found = f"user {user} may not charge '{cluster.account}'.{suggest_nearest(cluster.account, allowed)}"
         yield Finding(level, "account", found, f"Allowed: {accounts}.")
     elif not allowed:
         yield Finding(level, "account", f"user {user} has no account.", "Ask the administrator.")
     elif cluster.qos and cluster.qos not in qos:
-        found = f"user {user} may not use QOS '{cluster.qos}'.{nearest_hint(cluster.qos, sorted(qos))}"
+        found = f"user {user} may not use QOS '{cluster.qos}'.{suggest_nearest(cluster.qos, sorted(qos))}"
         yield Finding(level, "qos", found, f"Allowed: {', '.join(sorted(qos)) or 'none'}.")
     else:
         yield Finding("ok", "account", f"user {user} may charge {cluster.account or accounts}.")

@@ -14,7 +14,7 @@ import yaml  # type: ignore[import-untyped]
 
 from trainyard.errors import UserError
 from trainyard.hardware import GPUS
-from trainyard.text import nearest_hint
+from trainyard.text import suggest_nearest
 
 CARDS = ("cpu", *(gpu.key for gpu in GPUS))
 """Values of `card`."""
@@ -118,7 +118,7 @@ def find_cluster(wanted: str, folder: Path, slurm_name: str | None) -> Cluster:
     if wanted:
         if wanted not in files:
             raise ClusterError(
-                f"There is no cluster '{wanted}'.{nearest_hint(wanted, files)} {_list_clusters(files, folder)}"
+                f"There is no cluster '{wanted}'.{suggest_nearest(wanted, files)} {_list_clusters(files, folder)}"
             )
         return load_cluster(files[wanted])
     if slurm_name is None:
@@ -201,7 +201,7 @@ def _build_dataclass(kind: type[_T], node: yaml.Node, key: str, **given: Any) ->
         if name not in known:
             group = f" in {key}" if key else ""
             raise _make_error(
-                child, "", f"there is no key '{name}'{group}.{nearest_hint(name, known)} Keys: {', '.join(known)}."
+                child, "", f"there is no key '{name}'{group}.{suggest_nearest(name, known)} Keys: {', '.join(known)}."
             )
         if child.tag == "tag:yaml.org,2002:null":
             continue  # "account:" with nothing after it is the default
@@ -308,7 +308,7 @@ def _require_at_least(low: int) -> Callable[[int], str]:
 def _require_one_of(*words: str) -> Callable[[str], str]:
     expected = ", ".join(word or '""' for word in words)
     return lambda word: (
-        "" if word in words else f"expected one of {expected}, found '{word}'.{nearest_hint(word, words)}"
+        "" if word in words else f"expected one of {expected}, found '{word}'.{suggest_nearest(word, words)}"
     )
 
 

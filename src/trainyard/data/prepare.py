@@ -11,7 +11,7 @@ from loguru import logger
 from trainyard.config import load_family
 from trainyard.errors import UserError
 from trainyard.files import FlockRefused, exclusive_lock
-from trainyard.hardware import available_cores
+from trainyard.hardware import count_cores
 from trainyard.settings import TrainConfig
 
 
@@ -74,7 +74,7 @@ def pack_raw(
             family.samples(raw, config),
             folder,
             meta=meta,
-            workers=workers or available_cores(),
+            workers=workers or count_cores(),
             skip_bad=config.data.on_error == "skip",
             shard_mib=shard_mib,
             artifacts=_fit_artifacts(family, raw, config, folder),

@@ -1,4 +1,4 @@
-"""Cancel runs, on Slurm and on this machine."""
+"""Cancels runs, on Slurm and on this machine."""
 
 import contextlib
 import os
@@ -20,45 +20,47 @@ from trainyard.runs.status import Status, describe_state, format_resume_command,
 
 
 def cancel(runs: Sequence[Path]) -> list[str]:
-    """End runs for good, and say of each what was done. What they saved stays, and they can be resumed.
+    """Cancel runs and return one line per run that says what was done. Checkpoints stay, so runs can be resumed.
 
     Raises:
-        UserError: none of them goes on, or one is out of reach from here; then none was ended.
+        UserError: none of the runs is active, or one cannot be reached from here; then none was cancelled.
     """
     found, _ = read_statuses(runs)
     active = [status for status in found if status.state in ACTIVE]
     if not active:
         states = ", ".join(f"{format_run_name(status.run)} is {describe_state(status)}" for status in found[:5])
-        raise UserError(f"Nothing to cancel: {states}. What runs: trainyard status")
+        raise UserError(f"Nothing to cancel: {states}. List the active runs: trainyard status")
     if unavailable_reasons := [status.slurm_unavailable_reason for status in active if status.slurm_unavailable_reason]:
-        raise UserError(f"Nothing was cancelled: {unavailable_reasons[0]} Cancel where that Slurm answers.")
-    local = [_owner_here(status) for status in active if not status.slurm_job_id]
+        raise UserError(
+            f"Nothing was cancelled: {unavailable_reasons[0]} Cancel from a machine that reaches that Slurm."
+        )
+    local = [_find_local_owner(status) for status in active if not status.slurm_job_id]
     _cancel_in_slurm([status for status in active if status.slurm_job_id])
     for owner in local:
-        with contextlib.suppress(ProcessLookupError):  # it has left by itself meanwhile
+        with contextlib.suppress(ProcessLookupError):  # it has exited in the meantime
             os.kill(owner.pid, signal.SIGINT)
-    return [_cancelled(status) for status in found]
+    return [_describe_outcome(status) for status in found]
 
 
-def _owner_here(status: Status) -> Owner:
-    """Return the process of this host that writes to a run.
+def _find_local_owner(status: Status) -> Owner:
+    """Return the process on this host that owns a run.
 
     Raises:
-        UserError: it is on another host, or has not begun.
+        UserError: it is on another host, or has not started yet.
     """
     run, owner = status.run, status.snapshot.owner
     if owner is None:
         raise UserError(f"{run}: its process is starting. In a moment, type: trainyard cancel {shlex.quote(str(run))}")
     if not owner.is_checkable_here():
         raise UserError(
-            f"{run}: process {owner.pid} on {owner.host} writes to it, which cannot be reached from here. "
-            f"Type there: kill -INT {owner.pid}"
+            f"{run}: is written by process {owner.pid} on {owner.host}, which cannot be reached from here. "
+            f"On that host, type: kill -INT {owner.pid}"
         )
     return owner
 
 
 def _cancel_in_slurm(submitted: Sequence[Status]) -> None:
-    """Cancel jobs. The mark comes first: a batch script that sees its ranks leave must not start them again."""
+    """Cancel Slurm jobs. The mark is written first: a batch script whose ranks exit must not requeue the job."""
     marks = [status.run / CANCELLED for status in submitted]
     for mark in marks:
         write_atomically(mark, f"{datetime.now(UTC).isoformat(timespec='seconds')}\n")
@@ -70,10 +72,10 @@ def _cancel_in_slurm(submitted: Sequence[Status]) -> None:
         raise
 
 
-def _cancelled(before: Status) -> str:
-    """Say what was done to a run that stood so."""
+def _describe_outcome(before: Status) -> str:
+    """Say what was done to a run, given its status before."""
     name = format_run_name(before.run)
     if before.state not in ACTIVE:
         return f"{name}: is {describe_state(before)}, so there is nothing to cancel."
-    did = f"cancelled job {before.slurm_job_id}" if before.slurm_job_id else "asked its process to save and leave"
-    return f"{name}: {did}. Go on: {format_resume_command(before)}"
+    did = f"cancelled Slurm job {before.slurm_job_id}" if before.slurm_job_id else "told its process to save and exit"
+    return f"{name}: {did}. Resume: {format_resume_command(before)}"

@@ -1,4 +1,4 @@
-"""What runs on the node: data made ready, everything decided and recorded, then training.
+"""Runs one rank: prepares the data, decides and records everything that depends on the machine, then trains.
 
 Torch, h5py and DALI are imported inside the functions, because the submitting side imports this file to pickle it.
 """
@@ -21,15 +21,15 @@ from trainyard.data.prepare import StopRequested, is_packed, prepare_data
 from trainyard.errors import UserError
 from trainyard.files import write_atomically
 from trainyard.hardware import (
-    available_cores,
-    compute_threads,
-    gpu_by_name,
-    openmp_wait_policy,
-    precision_for,
+    choose_compute_threads,
+    choose_precision,
+    count_cores,
+    explain_missing_gpu,
+    explain_missing_kernels,
+    find_gpu_by_name,
     read_driver_version,
+    read_openmp_wait_policy,
     set_openmp_wait_policy,
-    why_no_gpu,
-    why_no_kernels,
 )
 from trainyard.runs.folder import CONFIG, record_error, update_env
 from trainyard.runs.lock import RunLock
@@ -51,19 +51,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RankTask:
-    """One rank of one start of a submitted run: what submitit pickles. Everything else stands in the run's folder."""
+    """One rank of one attempt of a submitted run: what submitit pickles. Everything else is in the run's folder."""
 
     run: Path
     jobs: Path
     since: float = 0.0  # start of all ranks, seconds since the epoch; 0: each rank's own
 
     def __call__(self) -> None:
-        """Train, and leave with the exit code: submitit would call a run that stopped half-way a success."""
+        """Train, and exit with the run's code: submitit would call a run that stopped half-way a success."""
         set_openmp_wait_policy(os.environ)
         try:
             code = execute(self.run, self.jobs, environ=os.environ, started=self.since or time.time())
             if code == 0 and read_world(os.environ).is_main:
-                _report(self.run)
+                _write_report(self.run)
         except UserError as error:
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
             code = 2
@@ -71,40 +71,40 @@ class RankTask:
             sys.exit(code)
 
 
-def _report(run: Path) -> None:
+def _write_report(run: Path) -> None:
     from trainyard.report.run_page import write_report
 
     print(f"report: {write_report(run)}")
 
 
 def execute(run: Path, jobs_dir: Path, *, environ: Mapping[str, str], started: float, break_lock: bool = False) -> int:
-    """Train the run in this folder, from wherever it stands, as the rank that the environment says.
+    """Train the run in this folder from its newest checkpoint, as the rank that the environment states.
 
     Args:
-        started: when the session began, seconds since the epoch: `max_runtime` counts from there.
+        started: when the attempt began, in seconds since the epoch: `max_runtime` counts from here.
 
     Returns:
         The exit code: `ExitCode`.
 
     Raises:
-        UserError: what was asked for cannot be done; the message says why.
+        UserError: the requested run is impossible; the message says why.
     """
     from trainyard.train.stop import StopFlag
 
     world, attempt = read_world(environ), read_attempt_id(environ, started=started)
-    notes = _Notes(run, attempt, written="TRAINYARD_ATTEMPT" in environ)
-    with StopFlag(notes.signal) as stop:  # before torch is imported: a warning may come early
+    notes = _BatchScriptNotes(run, attempt, enabled="TRAINYARD_ATTEMPT" in environ)
+    with StopFlag(notes.write_signal) as stop:  # before torch is imported: a warning may come early
         try:
             lock = RunLock(run, break_other_host=break_lock, attempt=attempt) if world.is_main else None
-            with lock or nullcontext(), _log(run, world):
+            with lock or nullcontext(), _set_up_logging(run, world):
                 code = _train(run, jobs_dir, world, stop, lock, environ=environ, attempt=attempt, started=started)
         except BaseException as error:
             record_error(run, error, attempt=attempt, rank=world.rank)
             if isinstance(error, UserError):
-                notes.left(ExitCode.USER_ERROR)
+                notes.write_exit_code(ExitCode.USER_ERROR)
             raise
     if world.is_main:
-        notes.left(code)
+        notes.write_exit_code(code)
     return code
 
 
@@ -126,25 +126,25 @@ def _train(
 
     heartbeat = Heartbeat(run, attempt)
     try:
-        config = _with_data(run, jobs_dir, world, heartbeat, stop)
+        config = _prepare_data(run, jobs_dir, world, heartbeat, stop)
     except StopRequested:
         return EXIT_CODES[stop.reason]
-    minutes = Duration.parse(config.max_runtime).minutes() if config.max_runtime else None
+    minutes = Duration.parse(config.max_runtime).to_minutes() if config.max_runtime else None
     limit = RuntimeLimit(minutes, started=started)
     distributed.join(world, run)
     try:
-        staged = _stage(config, world, heartbeat, stop, limit, environ)
-        job = _job(run, config, staged, jobs_dir, world, heartbeat, lock, environ)
-        return EXIT_CODES[fit(job, stop=stop, limit=limit)]
+        staged = _stage_data(config, world, heartbeat, stop, limit, environ)
+        context = _build_context(run, config, staged, jobs_dir, world, heartbeat, lock, environ)
+        return EXIT_CODES[fit(context, stop=stop, limit=limit)]
     finally:
         distributed.leave()
 
 
-def _with_data(run: Path, jobs_dir: Path, world: World, heartbeat: "Heartbeat", stop: "StopFlag") -> TrainConfig:
-    """Return the run's config with packed data: rank 0 packs what is raw and says so in the config, others wait.
+def _prepare_data(run: Path, jobs_dir: Path, world: World, heartbeat: "Heartbeat", stop: "StopFlag") -> TrainConfig:
+    """Return the run's config with packed data: rank 0 packs raw data and updates the config; other ranks wait.
 
     Raises:
-        StopRequested: a signal came before that was done.
+        StopAsked: a signal arrived before that was done.
     """
 
     def hook() -> None:
@@ -167,7 +167,7 @@ def _with_data(run: Path, jobs_dir: Path, world: World, heartbeat: "Heartbeat", 
     return config
 
 
-def _stage(
+def _stage_data(
     config: TrainConfig,
     world: World,
     heartbeat: "Heartbeat",
@@ -175,42 +175,42 @@ def _stage(
     limit: "RuntimeLimit",
     environ: Mapping[str, str],
 ) -> "Staged":
-    """Return where this node reads the data. Told to stop, it gives up copying, and the first step saves and leaves."""
+    """Return where this node reads the data. On a stop request it gives up copying; the first step saves and exits."""
     from trainyard.data.stage import stage
 
-    def stop_asked() -> bool:
+    def stop_requested() -> bool:
         if world.is_main:
             heartbeat.beat("preparing")
         return bool(stop.reason) or limit.is_reached(reserve_s=0)
 
     folder = Path(config.data.path)
-    staged = stage(folder, wanted=config.data.stage, environ=environ, stop_requested=stop_asked, tell=logger.info)
-    if staged.failed and world.local_rank == 0 and not world.is_main:  # rank 0 records its own among the choices
+    staged = stage(folder, wanted=config.data.stage, environ=environ, stop_requested=stop_requested, tell=logger.info)
+    if staged.failed and world.local_rank == 0 and not world.is_main:  # rank 0's reason is among the recorded choices
         logger.warning("{} reads from {}: {}", socket.gethostname(), folder, staged.reason)
     return staged
 
 
-class _Notes:
-    """What the ranks leave for the batch script, which may run outside their image: see attempt.sh."""
+class _BatchScriptNotes:
+    """Files that tell the batch script, which may run outside the ranks' container image, what happened: attempt.sh."""
 
-    def __init__(self, run: Path, attempt: str, *, written: bool) -> None:
-        self._folder, self._attempt, self._written = run / "slurm", attempt, written
+    def __init__(self, run: Path, attempt: str, *, enabled: bool) -> None:
+        self._folder, self._attempt, self._enabled = run / "slurm", attempt, enabled
 
-    def signal(self, number: "signal.Signals") -> None:
-        """Keep the first signal that any rank notices, with its time."""
+    def write_signal(self, number: "signal.Signals") -> None:
+        """Write the first signal that any rank receives, with its time."""
         path = self._folder / f"signal-{self._attempt}"
-        if self._written and not path.exists():
+        if self._enabled and not path.exists():
             path.write_text(f"{number.name} {time.time():.1f}\n")
 
-    def left(self, code: int) -> None:
-        """Say with which code the ranks leave: srun's own may be that of a rank it killed because another left."""
-        if self._written:
+    def write_exit_code(self, code: int) -> None:
+        """Write the code with which the ranks exit: srun's own may be from a rank it killed because another exited."""
+        if self._enabled:
             write_atomically(self._folder / f"left-{self._attempt}", f"{code}\n")
 
 
 @contextmanager
-def _log(run: Path, world: World) -> Iterator[None]:
-    """Send rank 0's lines to the run's log file too; other ranks say only what went wrong."""
+def _set_up_logging(run: Path, world: World) -> Iterator[None]:
+    """Log rank 0 to the console and to the run's log file; other ranks log warnings and errors only."""
     from trainyard.train.console import log_sink
 
     logger.remove()
@@ -232,7 +232,7 @@ class _Choice:
     reason: str
 
 
-def _job(
+def _build_context(
     run: Path,
     config: TrainConfig,
     staged: "Staged",
@@ -242,7 +242,7 @@ def _job(
     lock: RunLock | None,
     environ: Mapping[str, str],
 ) -> "RunContext":
-    """Decide everything that depends on this machine and on the data, and record each choice with its reason."""
+    """Choose everything that depends on this machine and on the data, and record each choice with its reason."""
     import torch
 
     from trainyard.data.loader import choose_decoder
@@ -252,18 +252,20 @@ def _job(
     from trainyard.train.run_context import RunContext
 
     device = distributed.select_device(world)
-    sm, name = _card(device)
+    sm, name = _describe_device(device)
     if (
-        fault := why_no_gpu(read_driver_version(), environ)
+        fault := explain_missing_gpu(read_driver_version(), environ)
         if sm is None
-        else why_no_kernels(sm, torch.cuda.get_arch_list())
+        else explain_missing_kernels(sm, torch.cuda.get_arch_list())
     ):
         raise UserError(f"Rank {world.rank}: {fault}")
-    policy = precision_for(sm, precision=config.precision, channels_last=config.channels_last, compile=config.compile)
+    policy = choose_precision(
+        sm, precision=config.precision, channels_last=config.channels_last, compile=config.compile
+    )
     importable = importlib.util.find_spec("nvidia") is not None and importlib.util.find_spec("nvidia.dali") is not None
     decode, why = choose_decoder(config.data.decode, importable=importable)
-    cores, why_cores = _cores(world)
-    threads, why_threads = compute_threads(environ, cores=cores, reason=why_cores, launcher=world.launcher)
+    cores, why_cores = _choose_cores(world)
+    threads, why_threads = choose_compute_threads(environ, cores=cores, reason=why_cores, launcher=world.launcher)
     torch.set_num_threads(threads)
     precision.set_switches(policy, deterministic=config.deterministic)
     choices = {
@@ -272,8 +274,8 @@ def _job(
         "decode": _Choice(decode, why),
         "threads": _Choice(config.data.threads or cores, "data.threads" if config.data.threads else why_cores),
         "compute_threads": _Choice(threads, why_threads),
-        "openmp_wait": _Choice(*openmp_wait_policy(environ)),
-        "micro_batch_size": _micro_batch(config, world),
+        "openmp_wait": _Choice(*read_openmp_wait_policy(environ)),
+        "micro_batch_size": _choose_micro_batch_size(config, world),
         "freed_memory": _Choice(*precision.keep_freed_memory(device)),
     }
     data = ShardSet(staged.folder)
@@ -281,7 +283,7 @@ def _job(
     choices["reader"] = _Choice(data.reader, data.reader_reason)
     splits = load_family(jobs_dir, config.family, "pack").splits(data.columns, data.vocabulary, config)
     if world.is_main:
-        _record(run, choices, config.data.path, data, {name: len(ids) for name, ids in splits.items()})
+        _record_choices(run, choices, config.data.path, data, {name: len(ids) for name, ids in splits.items()})
     torch.manual_seed(config.seed)
     info = DataInfo.from_shards(data, splits["train"])
     module = load_family(jobs_dir, config.family, "module").build(config, info)
@@ -292,38 +294,39 @@ def _job(
     )
 
 
-def _card(device: "torch.device") -> tuple[int | None, str]:
+def _describe_device(device: "torch.device") -> tuple[int | None, str]:
     """Return a device's compute capability (major * 10 + minor; None: CPU) and its name."""
     import torch
 
     if device.type == "cpu":
-        return None, f"CPU, {available_cores()} cores"
+        return None, f"CPU, {count_cores()} cores"
     major, minor = torch.cuda.get_device_capability(device)
     name = torch.cuda.get_device_name(device)
     memory_gib = torch.cuda.get_device_properties(device).total_memory / 2**30
-    known = gpu_by_name(name, memory_gib)
-    return 10 * major + minor, f"{name}, {memory_gib:.1f} GiB" + ("" if known else " (not in our table of GPUs)")
+    known = find_gpu_by_name(name, memory_gib)
+    return 10 * major + minor, f"{name}, {memory_gib:.1f} GiB" + ("" if known else " (not in the GPU table)")
 
 
-def _cores(world: World) -> tuple[int, str]:
+def _choose_cores(world: World) -> tuple[int, str]:
     """Return how many cores this rank may keep busy, and the reason."""
-    available = available_cores()
-    if world.cores is not None:  # bound or not: Slurm gives a rank so many, and this machine may have fewer
+    available = count_cores()
+    if world.cores is not None:  # bound or not: Slurm grants a rank this many, and this machine may have fewer
         return max(
             1, min(world.cores, available)
         ), f"Slurm's cores per task ({world.cores}), of {available} usable here"
-    return max(1, available // world.local_world_size), "cores of this process, shared by the ranks of the node"
+    return max(1, available // world.local_world_size), "cores of this process, split among the ranks of the node"
 
 
-def _micro_batch(config: TrainConfig, world: World) -> _Choice:
+def _choose_micro_batch_size(config: TrainConfig, world: World) -> _Choice:
     share = -(-config.global_batch_size // world.world_size)
     size = min(config.micro_batch_size or share, share)
-    return _Choice(
-        size, f"global batch {config.global_batch_size} over {world.world_size} ranks in {-(-share // size)} parts each"
-    )
+    batch, ranks = config.global_batch_size, world.world_size
+    return _Choice(size, f"global batch {batch} over {ranks} ranks, {-(-share // size)} micro-batches each")
 
 
-def _record(run: Path, choices: Mapping[str, _Choice], path: str, data: "ShardSet", sizes: Mapping[str, int]) -> None:
+def _record_choices(
+    run: Path, choices: Mapping[str, _Choice], path: str, data: "ShardSet", sizes: Mapping[str, int]
+) -> None:
     update_env(run, "choices", {name: asdict(choice) for name, choice in choices.items()})
     update_env(run, "data", {"path": path, "fingerprint": data.fingerprint, "samples": data.count})
     update_env(run, "data", {"skipped": data.skipped, "splits": dict(sizes)})

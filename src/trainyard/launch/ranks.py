@@ -1,4 +1,4 @@
-"""Several ranks on this machine: one process per GPU, or per share of the cores, started and watched together."""
+"""Starts and supervises several ranks on this machine: one process per GPU, or per share of the cores."""
 
 import ctypes
 import os
@@ -10,30 +10,30 @@ import time
 from collections.abc import Mapping, Sequence
 from types import FrameType
 
-_GRACE_S = 15.0  # between asking the others to leave after one failed, and ending them
+_GRACE_S = 15.0  # after one rank has failed, until the others are killed
 _POLL_S = 0.05
 _PR_SET_PDEATHSIG = 1
 
 
 def run_ranks(arguments: Sequence[str], count: int, *, environ: Mapping[str, str]) -> int:
-    """Run `trainyard ARGUMENTS` as `count` ranks and return the exit code of the first that failed, or of all.
+    """Run `trainyard ARGUMENTS` as `count` ranks; return the exit code of the first that failed, or 0.
 
-    SIGINT, SIGTERM and SIGUSR2 are passed on; the ranks agree among themselves when to save and leave. If one rank
-    dies the others cannot go on: they are ended. If this process is killed, so are they.
+    SIGINT, SIGTERM and SIGUSR2 reach the ranks, which agree when to save and exit. If one rank dies the others cannot
+    continue and are killed. If this process is killed, so are they.
     """
-    meeting = secrets.token_hex(8)
-    ranks = [_start(arguments, rank, count, meeting, environ) for rank in range(count)]
+    rendezvous = secrets.token_hex(8)
+    ranks = [_start_rank(arguments, rank, count, rendezvous, environ) for rank in range(count)]
 
-    def forward(number: int, frame: FrameType | None) -> None:
+    def forward_signal(number: int, frame: FrameType | None) -> None:
         for process in ranks:
             if process.poll() is None:
                 process.send_signal(number)
 
-    # A terminal sends Ctrl-C to the whole group, so the ranks have it already: only be deaf to it here.
-    before = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGUSR2)}
+    # A terminal sends Ctrl-C to the whole process group, so the ranks already get it: ignore it here.
+    before = {number: signal.signal(number, forward_signal) for number in (signal.SIGTERM, signal.SIGUSR2)}
     before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        return _wait(ranks)
+        return _wait_for_ranks(ranks)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -42,23 +42,23 @@ def run_ranks(arguments: Sequence[str], count: int, *, environ: Mapping[str, str
             process.wait()
 
 
-def _start(
-    arguments: Sequence[str], rank: int, count: int, meeting: str, environ: Mapping[str, str]
+def _start_rank(
+    arguments: Sequence[str], rank: int, count: int, rendezvous: str, environ: Mapping[str, str]
 ) -> "subprocess.Popen[bytes]":
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
-    own = {name: str(value) for name, value in numbers.items()} | {"TRAINYARD_MEETING": meeting}
+    own = {name: str(value) for name, value in numbers.items()} | {"TRAINYARD_MEETING": rendezvous}
     command = [sys.executable, "-m", "trainyard", *arguments]
     return subprocess.Popen(command, env={**environ, **own}, preexec_fn=_die_with_parent)
 
 
 def _die_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent is gone: kill -9 of the launcher must leave no rank."""
+    """Have the kernel kill this process when its parent dies: kill -9 of the launcher must leave no rank behind."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() == 1:
         os._exit(1)
 
 
-def _wait(ranks: "list[subprocess.Popen[bytes]]") -> int:
+def _wait_for_ranks(ranks: "list[subprocess.Popen[bytes]]") -> int:
     deadline: float | None = None
     first = 0
     while any(process.poll() is None for process in ranks):

@@ -1,6 +1,6 @@
-"""Sweeps: many runs of one job from a line such as `optimizer.lr=1e-4,3e-4 seed=0,1,2`. Loads no torch or h5py.
+"""Creates sweeps: many runs of one job from a line such as `optimizer.lr=1e-4,3e-4 seed=0,1,2`. No torch or h5py.
 
-A sweep is a file, `<runs>/sweeps/<name>/sweep.json`, that names its runs. They are runs like any other, made before
+A sweep is a file, `<runs>/sweeps/<name>/sweep.json`, that names its runs. They are ordinary runs, created before
 anything is submitted, so status, logs, why and resume work on each.
 """
 
@@ -25,28 +25,28 @@ from trainyard.runs.sweep_file import FILE, FOLDER, Element, Sweep, encode_sweep
 from trainyard.settings import TrainConfig
 
 MAX_ELEMENTS = 1000
-"""Slurm's default MaxArraySize is 1001: more would be refused after all run folders had been made."""
+"""Slurm's default MaxArraySize is 1001: a larger array would be refused after all run folders had been created."""
 
 
 def expand(words: Sequence[str]) -> dict[str, list[str]]:
     """Return the values of each option that varies, as one types them, in the order typed.
 
     Values are written as for Hydra's own multirun: `seed=0,1,2`, `seed=range(0,3)`, `optimizer.name=choice(adamw,sgd)`.
-    What stands in quotes or brackets is one value.
+    Text in quotes or brackets is one value.
 
     Args:
-        words: each an option with its values, or several of these with spaces between.
+        words: each an option with its values, or several of these separated by spaces.
 
     Raises:
-        UserError: a word is no option with values, an option or a value comes twice, or the combinations are more
-            than `MAX_ELEMENTS`.
+        UserError: a word is not an option with values, an option or a value appears twice, or there are more
+            than `MAX_ELEMENTS` combinations.
     """
     parser = OverridesParser.create()
     axes: dict[str, list[str]] = {}
-    for word in itertools.chain.from_iterable(_split(text) for text in words):
-        name, values = _axis(word, parser)
+    for word in itertools.chain.from_iterable(_split_words(text) for text in words):
+        name, values = _parse_axis(word, parser)
         if name in axes:
-            raise UserError(f"{word}: '{name}' varies twice in this sweep. Write all its values behind one equal sign.")
+            raise UserError(f"{word}: '{name}' varies twice in this sweep. Write all its values after one equal sign.")
         axes[name] = values
     if not axes:
         raise UserError('A sweep needs an option with several values: --sweep "optimizer.lr=1e-4,3e-4 seed=0,1,2"')
@@ -65,19 +65,19 @@ def create(
     name: str | None,
     environ: Mapping[str, str],
 ) -> Sweep:
-    """Make the runs of a sweep and the file that names them: all of them, or nothing.
+    """Create the runs of a sweep and the file that names them: all of them, or nothing.
 
-    Every combination is composed and checked before anything is written. Costs about 0.1 s a run.
+    Every combination is composed and checked before anything is written. Takes about 0.1 s per run.
 
     Args:
         sweep_words: what varies, as `expand` reads it.
-        overrides: what all runs share.
+        overrides: options that all runs share.
         root: folder of all runs.
-        name: of the sweep; None: job and time. Its runs bear it too, followed by their number.
-        environ: environment variables, of which a run records five known ones.
+        name: name of the sweep; None: job and time. Run names are this name followed by their index.
+        environ: environment variables; a run records a few known ones.
 
     Raises:
-        UserError: a word or a combination is not what the job accepts, or the name is taken.
+        UserError: the job does not accept a word or a combination, or the name is taken.
     """
     axes = expand(sweep_words)
     _refuse_fixed(axes, overrides)
@@ -87,7 +87,7 @@ def create(
     ]
     configs = [compose(job, [*overrides, *own], jobs_dir) for own in combinations]
     _refuse_equal(combinations, configs)
-    folder = _claim(root / FOLDER, name, default=f"{job}-{datetime.now():%Y%m%d-%H%M%S}")
+    folder = _claim_folder(root / FOLDER, name, default=f"{job}-{datetime.now():%Y%m%d-%H%M%S}")
     elements: list[Element] = []
     try:
         for index, (own, config) in enumerate(zip(combinations, configs, strict=True)):
@@ -113,8 +113,8 @@ def discard(sweep: Sweep) -> None:
 # What varies
 
 
-def _split(text: str) -> Iterator[str]:
-    """Yield the words of a line. Spaces inside quotes, brackets and braces part nothing."""
+def _split_words(text: str) -> Iterator[str]:
+    """Yield the words of a line. Spaces inside quotes, brackets and braces do not separate words."""
     word, quote, depth, escaped = "", "", 0, False
     for character in text:
         if character.isspace() and not quote and not depth and not escaped:
@@ -135,44 +135,44 @@ def _split(text: str) -> Iterator[str]:
         yield word
 
 
-def _axis(word: str, parser: OverridesParser) -> tuple[str, list[str]]:
+def _parse_axis(word: str, parser: OverridesParser) -> tuple[str, list[str]]:
     name, equals, _ = word.partition("=")
     if not equals or not re.fullmatch(r"[\w.]+", name):
         raise UserError(
-            f"'{word}' does not say what varies. Write option=value,value, such as optimizer.lr=1e-4,3e-4, without "
-            "spaces around the equal sign and without a prefix."
+            f"'{word}' is not an option with values. Write option=value,value, such as optimizer.lr=1e-4,3e-4, "
+            "without spaces around the equal sign and without a prefix."
         )
     try:
         override = parser.parse_override(word)
-        values = list(itertools.islice(_values(word, override), MAX_ELEMENTS + 1))
+        values = list(itertools.islice(_list_values(word, override), MAX_ELEMENTS + 1))
     except UserError:
         raise
     except (HydraException, ValueError):  # ValueError: a range with step 0
         raise UserError(
-            f"{word}: cannot be read as values of {name}. Write them with commas between, as range(first,end,step) or "
-            "as choice(a,b), and put a value with special characters in quotes."
+            f"{word}: cannot be read as values of {name}. Separate values with commas, or write range(first,end,step) "
+            "or choice(a,b), and put a value with special characters in quotes."
         ) from None
     if not values:
-        raise UserError(f"{word}: has no value. The end of a range is not part of it: range(0,3) is 0,1,2.")
-    twice = [value for value in dict.fromkeys(values) if values.count(value) > 1]
-    if twice:
-        raise UserError(f"{word}: {twice[0]} comes twice. The same run again would tell nothing: vary seed instead.")
+        raise UserError(f"{word}: has no value. A range does not include its end: range(0,3) is 0,1,2.")
+    duplicates = [value for value in dict.fromkeys(values) if values.count(value) > 1]
+    if duplicates:
+        raise UserError(f"{word}: {duplicates[0]} appears twice. Identical runs add no information: vary seed instead.")
     return name, values
 
 
-def _values(word: str, override: Override) -> Iterator[str]:
+def _list_values(word: str, override: Override) -> Iterator[str]:
     if override.value_type in (ValueType.GLOB_CHOICE_SWEEP, ValueType.INTERVAL_SWEEP):
         kind = "glob" if override.value_type == ValueType.GLOB_CHOICE_SWEEP else "interval"
-        raise UserError(f"{word}: {kind}() names no values that one can count. Write them: {override.key_or_group}=a,b")
+        raise UserError(f"{word}: {kind}() does not list its values. Write them: {override.key_or_group}=a,b")
     if not override.is_sweep_override():
         yield override.get_value_string()
         return
     for value in override.sweep_iterator():
-        yield _typed(value)
+        yield _format_value(value)
 
 
-def _typed(value: Any) -> str:
-    """Write a value such that Hydra reads it again, and an option of free text takes it as it stands."""
+def _format_value(value: Any) -> str:
+    """Write a value so that Hydra can parse it, and a free-text option takes it verbatim."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str) and not re.fullmatch(r"[\w./+-]*", value):
@@ -185,42 +185,42 @@ def _refuse_fixed(axes: Mapping[str, Sequence[str]], overrides: Sequence[str]) -
         name = override.partition("=")[0]
         if name in axes:
             raise UserError(
-                f"{override}: '{name}' also varies in this sweep ({', '.join(axes[name])}). Keep one of both."
+                f"{override}: '{name}' also varies in this sweep ({', '.join(axes[name])}). Keep only one of the two."
             )
 
 
 def _refuse_equal(combinations: Sequence[tuple[str, ...]], configs: Sequence[TrainConfig]) -> None:
-    """Refuse values that differ as text only, such as 1 and 1.0."""
-    seen: dict[str, tuple[str, ...]] = {}
+    """Refuse values that differ only as text, such as 1 and 1.0."""
+    first_with: dict[str, tuple[str, ...]] = {}
     for own, config in zip(combinations, configs, strict=True):
-        other = seen.setdefault(repr(config), own)
-        if other is not own:
-            raise UserError(f"'{' '.join(other)}' and '{' '.join(own)}' are the same run. Leave one of them out.")
+        first = first_with.setdefault(repr(config), own)
+        if first is not own:
+            raise UserError(f"'{' '.join(first)}' and '{' '.join(own)}' are the same run. Leave one of them out.")
 
 
 # The file
 
 
-def _claim(sweeps: Path, name: str | None, *, default: str) -> Path:
-    """Make the folder of a new sweep, which nobody else has."""
+def _claim_folder(sweeps: Path, name: str | None, *, default: str) -> Path:
+    """Create the folder of a new sweep, atomically: two sweeps never get the same one."""
     if name is not None and not re.fullmatch(r"\w[\w.+-]*", name):
         raise UserError(
-            f"'{name}' cannot name a sweep. Use letters, digits and . _ + - only, and begin with a letter or digit."
+            f"'{name}' cannot name a sweep. Use only letters, digits and . _ + -, and begin with a letter or digit."
         )
     sweeps.mkdir(parents=True, exist_ok=True)
-    for attempt in itertools.count(1):
-        folder = sweeps / (name or (default if attempt == 1 else f"{default}-{attempt}"))
+    for number in itertools.count(1):
+        folder = sweeps / (name or (default if number == 1 else f"{default}-{number}"))
         try:
             folder.mkdir()
             return folder
         except FileExistsError:
             if name is not None:
-                raise UserError(_taken(folder)) from None
+                raise UserError(_describe_taken(folder)) from None
     raise AssertionError("unreachable")
 
 
-def _taken(folder: Path) -> str:
+def _describe_taken(folder: Path) -> str:
     if (folder / FILE).is_file():
-        again = f"trainyard sweep --continue {folder.name}"
-        return f"{folder}: there is a sweep of this name. Choose another, or go on with it: {again}"
-    return f"{folder}: a sweep of this name was cut off while it was made. Choose another, or remove the folder."
+        command = f"trainyard sweep --continue {folder.name}"
+        return f"{folder}: a sweep of this name exists. Choose another name, or continue it: {command}"
+    return f"{folder}: creating a sweep of this name was interrupted. Choose another name, or remove the folder."

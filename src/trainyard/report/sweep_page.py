@@ -26,7 +26,7 @@ from trainyard.runs.events import (
 )
 from trainyard.runs.state import ACTIVE, State
 from trainyard.runs.sweep_file import Element, Sweep
-from trainyard.text import align_columns, nearest
+from trainyard.text import align_columns, find_nearest
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -281,7 +281,7 @@ def _choose_metric(outcomes: Sequence[Outcome], metric: str) -> tuple[str, str]:
         return monitors[0] if monitors else ("", "")
     known = list(dict.fromkeys(name for o in outcomes for values in o.metrics.values() for name in values))
     if metric not in known:
-        near = nearest(metric, known, always=True)
+        near = find_nearest(metric, known, always=True)
         choice = f"Nearest: {near[0]}. There are: {', '.join(known)}." if known else "Nothing has been evaluated yet."
         raise UserError(f"--metric {metric}: no run of this sweep has it. {choice}")
     return metric, dict(monitors).get(metric, "")

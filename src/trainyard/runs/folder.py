@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from trainyard.config import freeze
-from trainyard.environment import NO_VARIABLES, THIS_CODE, environment_beside, find_checkout
+from trainyard.environment import NO_VARIABLES, THIS_CODE, describe_environment, find_checkout
 from trainyard.errors import NotFinite, UserError
 from trainyard.files import DISK_FULL, write_json
 from trainyard.runs.state import Cause
 from trainyard.settings import TrainConfig
-from trainyard.text import join_names, nearest
+from trainyard.text import find_nearest, join_names
 
 CONFIG = "config.yaml"
 ENV_FILE = "env.json"
@@ -61,7 +61,7 @@ def create_run(
             f"'{name}' cannot name a run. Use letters, digits and . _ + - only, and begin with a letter or digit."
         )
     checkout, diff = find_checkout(code)
-    record = environment_beside(environ, checkout)
+    record = describe_environment(environ, checkout)
     job_folder = root / config.job
     job_folder.mkdir(parents=True, exist_ok=True)
     temporary = job_folder / f".new-{secrets.token_hex(8)}"
@@ -217,7 +217,7 @@ def resolve_run(text: str, root: Path) -> Path:
         )
     if not named:
         raise UserError(f"{root}: there are no runs, so none is '{text}'. Give the path of a run folder.")
-    similar = nearest(text, {run.parent.name for run in named.values()} | set(named), most=3)
+    similar = find_nearest(text, {run.parent.name for run in named.values()} | set(named), most=3)
     newest = sorted(named, key=lambda name: _read_creation_time(named[name]), reverse=True)
     hint = f"Nearest: {join_names(similar)}." if similar else f"Newest: {join_names(newest[:3])}."
     raise UserError(f"{root}: no run is '{text}'. {hint} Give a path, a job, or the beginning of a run's name.")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from trainyard.errors import UserError
 from trainyard.runs.state import ACTIVE, State
-from trainyard.text import join_names, nearest
+from trainyard.text import find_nearest, join_names
 
 FOLDER = "sweeps"
 FILE = "sweep.json"
@@ -65,7 +65,7 @@ def load(text: str, root: Path) -> Sweep:
         raise UserError(
             f"{root / FOLDER}: {len(matches)} sweeps begin with '{text}': {join_names(matches)}. Type more."
         )
-    similar = nearest(text, names, most=3)
+    similar = find_nearest(text, names, most=3)
     existing = f"There are: {join_names(names)}." if names else "There are none."
     hint = f"Nearest: {join_names(similar)}." if similar else existing
     raise UserError(f"{root / FOLDER}: no sweep is '{text}'. {hint} Make one: trainyard sweep JOB --sweep ...")

@@ -24,10 +24,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from trainyard.environment import environment_record
+from trainyard.environment import collect_environment
 from trainyard.errors import UserError
-from trainyard.hardware import available_cores
-from trainyard.measure import QUOTABLE_ROUNDS, QUOTABLE_SPREAD, Summary, new_file, write_results
+from trainyard.hardware import count_cores
+from trainyard.measure import QUOTABLE_ROUNDS, QUOTABLE_SPREAD, Summary, find_free_path, write_results
 from trainyard.text import align_columns
 
 SUITES = ("rgb", "gray", "raw", "read", "step")
@@ -52,7 +52,7 @@ class Options:
     warmup: int = 512  # samples
     samples: int = 2048
     seconds: float = 2.0
-    threads: int = field(default_factory=available_cores)  # or worker processes, of every configuration
+    threads: int = field(default_factory=count_cores)  # or worker processes, of every configuration
 
     def make_quick(self) -> "Options":
         """Return a copy with little data and one round: shows that everything runs, measures nothing."""
@@ -96,7 +96,7 @@ def run_suite(suite: str, options: Options, *, command: str, environment: Mappin
     configurations = _select(_list_configurations(options), suite, options)
     _prepare(configurations, options)
     head = build_header(suite, options, command=command, environment=environment)
-    path = new_file(options.results, f"{suite}-{head['date'][:10]}")
+    path = find_free_path(options.results, f"{suite}-{head['date'][:10]}")
     rounds: list[Round] = []
     for number in range(options.rounds):
         rounds.append(_run_round(configurations, number, options))
@@ -319,7 +319,7 @@ def _build_result_line(name: str, about: Configuration | None, rounds: Sequence[
 
 
 def _summarise(values: Sequence[float]) -> dict[str, Any]:
-    return asdict(Summary.of(values))
+    return asdict(Summary.from_values(values))
 
 
 def _pair_rounds(rounds: Sequence[Round], first: str, second: str, key: str) -> list[tuple[float, float]]:
@@ -374,7 +374,7 @@ def _format_row(line: Mapping[str, Any]) -> tuple[str, ...]:
 def _format_cell(summary: Mapping[str, Any] | None, form: str) -> str:
     if summary is None:
         return "-"
-    return Summary(**summary).text(form)
+    return Summary(**summary).format(form)
 
 
 def compare_steps(results: Sequence[Mapping[str, Any]]) -> str:
@@ -426,7 +426,7 @@ def main(arguments: argparse.Namespace, *, command: str) -> None:
     if arguments.show:
         print(format_table(read_results(arguments.show)))
         return
-    environment = environment_record()
+    environment = collect_environment()
     options = Options(
         peers=arguments.peers,
         only=tuple(arguments.only),

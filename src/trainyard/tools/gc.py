@@ -13,7 +13,7 @@ from trainyard.files import FlockRefused, exclusive_lock
 from trainyard.runs.folder import CONFIG, ENV_FILE, format_run_name, list_newest_runs
 from trainyard.runs.history import RunSnapshot, read_run
 from trainyard.runs.lock import RunLock
-from trainyard.text import align_columns, join_names, nearest_hint
+from trainyard.text import align_columns, join_names, suggest_nearest
 
 CONTAINER_IMAGES = "localhost/trainyard"
 _INDEX = "index.h5"
@@ -91,7 +91,7 @@ def select_items(items: Sequence[Item], names: Sequence[str], *, force: bool = F
             continue
         if name not in by_name:
             raise UserError(
-                f"'{name}': nothing of that name takes space.{nearest_hint(name, by_name)} See: trainyard gc"
+                f"'{name}': nothing of that name takes space.{suggest_nearest(name, by_name)} See: trainyard gc"
             )
         item = by_name[name]
         if item.needed_by and not force:

@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from trainyard.config import load_family, thaw
 from trainyard.errors import UserError
-from trainyard.hardware import available_cores, precision_for
+from trainyard.hardware import choose_precision, count_cores
 from trainyard.runs.folder import CONFIG
 from trainyard.settings import TrainConfig
 
@@ -76,7 +76,7 @@ def _pack_temporarily(samples: Any, config: TrainConfig, parent: Path) -> Iterat
 
     parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=parent, prefix=".predict-") as folder:
-        data = pack(samples, Path(folder) / "packed", meta={"family": config.family}, workers=available_cores())
+        data = pack(samples, Path(folder) / "packed", meta={"family": config.family}, workers=count_cores())
         try:
             yield data
         finally:
@@ -91,8 +91,8 @@ def _predict_rows(module: "TrainModule", data: "ShardSet", config: TrainConfig) 
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     major, minor = torch.cuda.get_device_capability() if device.type == "cuda" else (0, 0)
-    policy = precision_for(10 * major + minor or None, precision=config.precision)
-    loader = Loader.from_config(config, data, device=device, decode="cpu", threads=available_cores())
+    policy = choose_precision(10 * major + minor or None, precision=config.precision)
+    loader = Loader.from_config(config, data, device=device, decode="cpu", threads=count_cores())
     with tqdm(total=data.count, unit="sample", desc="predicting", disable=None, leave=False) as bar:
         return evaluate.predict(
             module.to(device),

@@ -50,7 +50,7 @@ class Interval:
     def __init__(self, text: str, steps_per_epoch: int) -> None:
         length = Duration.parse(text) if text else None
         self.seconds = length.value * 60 if length is not None and length.unit == "min" else None
-        self._steps = max(1, length.steps(steps_per_epoch)) if length is not None and self.seconds is None else None
+        self._steps = max(1, length.to_steps(steps_per_epoch)) if length is not None and self.seconds is None else None
         self._since = time.monotonic()
         self._reported = False
 

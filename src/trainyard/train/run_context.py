@@ -69,7 +69,7 @@ def build_epoch_order(context: RunContext, epoch: int) -> order.EpochOrder:
 def compute_total_steps(config: TrainConfig, steps_per_epoch: int) -> int | None:
     """Return the optimizer steps of the whole run, None if its length is a time."""
     length = Duration.parse(config.max_duration)
-    return None if length.unit == "min" else length.steps(steps_per_epoch)
+    return None if length.unit == "min" else length.to_steps(steps_per_epoch)
 
 
 def make_loader(context: RunContext) -> Loader:

@@ -19,7 +19,7 @@ def compute_lr_factor(step: int, schedule: ScheduleSettings, *, total_steps: int
     Raises:
         UserError: the schedule needs a number of steps, and the run is limited by time.
     """
-    warmup = Duration.parse(schedule.warmup).steps(steps_per_epoch) if schedule.warmup else 0
+    warmup = Duration.parse(schedule.warmup).to_steps(steps_per_epoch) if schedule.warmup else 0
     if schedule.name == "one_cycle":
         return _one_cycle(step, warmup, _require_total_steps(total_steps, schedule.name), schedule.final_ratio)
     if step < warmup:
@@ -28,7 +28,7 @@ def compute_lr_factor(step: int, schedule: ScheduleSettings, *, total_steps: int
         total = _require_total_steps(total_steps, schedule.name)
         return _half_cosine(1.0, schedule.final_ratio, (step - warmup) / max(1, total - warmup))
     if schedule.name == "step":
-        drops = sorted(Duration.parse(text).steps(steps_per_epoch) for text in schedule.milestones)
+        drops = sorted(Duration.parse(text).to_steps(steps_per_epoch) for text in schedule.milestones)
         return float(schedule.drop ** bisect.bisect_right(drops, step))
     return 1.0
 
