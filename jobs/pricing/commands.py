@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from trainyard.errors import UserError
-from trainyard.measure import Candidate, make_header, measure_candidates, measure_rate, write_new
+from trainyard.measure import Candidate, format_table, make_header, measure_candidates, measure_rate, write_new
 
 from .config import Config
 

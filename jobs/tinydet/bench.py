@@ -18,7 +18,7 @@ from trainyard.data.loader import Loader, MicroBatch
 from trainyard.data.order import shuffle
 from trainyard.data.pack import pack
 from trainyard.data.shards import ShardSet
-from trainyard.measure import Candidate, make_header, measure_candidates, write_new
+from trainyard.measure import Candidate, format_table, make_header, measure_candidates, write_new
 from trainyard.settings import OptimizerSettings
 from trainyard.train.module import DataInfo
 from trainyard.train.step import TrainState, make_optimizer, train_step
