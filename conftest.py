@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from trainyard.hardware import available_cores, set_openmp_wait_policy
+from trainyard.hardware import count_cores, set_openmp_wait_policy
 
 set_openmp_wait_policy(os.environ)
 
@@ -17,7 +17,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """Return one process per core and two that wait for Slurm, fewer where memory is short (2 GiB each)."""
     lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     by_memory = int(lines["MemAvailable"].split()[0]) // 2**21
-    return max(1, min(available_cores() + 2, by_memory))
+    return max(1, min(count_cores() + 2, by_memory))
 
 
 @pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook

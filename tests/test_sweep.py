@@ -238,7 +238,7 @@ def test_the_best_is_chosen_on_validation_and_its_test_value_is_shown_alongside(
     assert high.means["test"].value == pytest.approx(0.55)
     assert low.means["test"].value == pytest.approx(0.85)
     assert found.best is high
-    text = results.text(found)
+    text = results.format_results(found)
     assert "* highest on val" in text and "val: at the best validation by accuracy" in text
     marked = [line for line in text.splitlines() if line.startswith("* ")]
     assert len(marked) == 1 and "0.01" in marked[0] and "2 of 2" in marked[0]
@@ -262,7 +262,7 @@ def test_a_failed_run_is_listed_with_its_why_command_and_is_in_no_mean(tmp_path:
     found = results.collect(made, make_states(made, e4="failed", e5="waiting"))
     assert [row.counted for row in found.rows] == [3, 1]
     assert found.rows[1].means["val"] == results.Mean(1, pytest.approx(0.8), None)
-    text = results.text(found)
+    text = results.format_results(found)
     assert "4 done, 1 failed, 1 waiting" in text and "1 of 3" in text
     assert f"trainyard why {made.elements[4].run}" in text and f"trainyard status {made.elements[5].run}" in text
     assert "trainyard sweep --continue s" in text
@@ -274,7 +274,7 @@ def test_a_finished_run_with_a_nan_metric_is_reported_and_is_in_no_mean(tmp_path
     record_run(made.elements[1].run, [0.5], math.nan)
     found = results.collect(made, make_states(made))
     assert found.rows[0].counted == 1
-    text = results.text(found)
+    text = results.format_results(found)
     assert "accuracy on test is not a finite number" in text and f"trainyard report {made.elements[1].run}" in text
 
 
@@ -292,7 +292,7 @@ def test_another_metric_can_be_requested_and_a_wrong_one_names_the_nearest(tmp_p
 def test_a_sweep_that_has_not_begun_says_so(tmp_path: Path):
     made = make_sweep(tmp_path, "seed=0,1")
     found = results.collect(made, make_states(made, e0="waiting", e1="new"))
-    assert "No run has begun to train" in results.text(found)
+    assert "No run has begun to train" in results.format_results(found)
     assert results.write(found).is_file()
 
 

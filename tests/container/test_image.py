@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.container.conftest import ROOT, Image, built, run_script
-from tests.container.test_targets import IMAGE, TARGETS, pins, table
+from tests.container.conftest import ROOT, Image, find_built, run_script
+from tests.container.test_targets import IMAGE, TARGETS, read_pins, table
 from tests.training import FAMILIES, find_differences, load_state, read_run_metrics
 from trainyard import __version__
 
@@ -24,8 +24,8 @@ def test_it_contains_the_locked_packages_and_our_code(image: Image):
     )
     version, found = json.loads(printed)
     assert version == __version__
-    assert found.items() >= pins("cpu.lock").items()
-    assert set(found) - set(pins("cpu.lock")) == {"pip"}
+    assert found.items() >= read_pins("cpu.lock").items()
+    assert set(found) - set(read_pins("cpu.lock")) == {"pip"}
 
 
 def test_it_runs_as_any_user_without_network_and_read_only(image: Image):
@@ -60,7 +60,7 @@ def test_its_labels_name_target_commit_and_lock(image: Image):
     from local_image import hash_file
 
     labels = image.engine.labels(image.name)
-    assert labels["io.trainyard.target"] == "cpu" and labels["io.trainyard.torch"] == pins("cpu.lock")["torch"]
+    assert labels["io.trainyard.target"] == "cpu" and labels["io.trainyard.torch"] == read_pins("cpu.lock")["torch"]
     assert labels["io.trainyard.lock"] == hash_file(ROOT / "containers" / "cpu.lock")
     assert len(labels["org.opencontainers.image.revision"].removesuffix("-dirty")) == 40
     assert "bookworm" in labels["org.opencontainers.image.base.name"]
@@ -79,7 +79,7 @@ def test_it_can_compile(image: Image):
 
 @pytest.mark.parametrize("target", [target for target in TARGETS if target != "cpu"])
 def test_its_torch_has_kernels_for_its_cards(engine, target: str):
-    image = built(engine, target)
+    image = find_built(engine, target)
     flags = image.python("import torch; print(torch._C._cuda_getArchFlags())").split()
     assert flags == [f"sm_{sm}" for sm in table()["sm"][target].split()]
 

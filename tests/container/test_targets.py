@@ -78,8 +78,8 @@ def test_an_unknown_card_is_refused_with_the_nearest():
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_lock_meets_its_requirements_with_hashes_for_every_package(target: str):
-    locked, wished = read_pins(f"{target}.lock"), read_pins(f"{target}.in") | read_pins("runtime.txt")
-    assert len(wished) >= 9 and wished.items() <= locked.items()
+    locked, wanted = read_pins(f"{target}.lock"), read_pins(f"{target}.in") | read_pins("runtime.txt")
+    assert len(wanted) >= 9 and wanted.items() <= locked.items()
     entries = re.split(r"^(?=[a-z0-9-]+==)", (CONTAINERS / f"{target}.lock").read_text(), flags=re.MULTILINE)[1:]
     assert len(entries) == len(locked)
     assert [entry.split()[0] for entry in entries if "--hash=sha256:" not in entry] == []

@@ -45,9 +45,9 @@ def test_a_slurm_that_answers_is_not_absent_and_returns_its_name(current_lab):
 
 
 def test_jobs_have_state_reason_and_nodes_as_slurm_prints_them(current_lab):
-    running = current_lab.batch("sleep 60", "--partition=a100", "--nodelist=a100-1")
-    waiting = current_lab.batch("true", "--partition=a100", f"--dependency=afterok:{running}")
-    failed = current_lab.batch("exit 3", "--partition=a100")
+    running = current_lab.submit("sleep 60", "--partition=a100", "--nodelist=a100-1")
+    waiting = current_lab.submit("true", "--partition=a100", f"--dependency=afterok:{running}")
+    failed = current_lab.submit("exit 3", "--partition=a100")
     current_lab.wait_for(running, "RUNNING")
     current_lab.wait_for(failed, "FAILED")
     found, note = slurm.query_jobs([running, waiting, failed, GONE])
@@ -63,7 +63,7 @@ def test_jobs_have_state_reason_and_nodes_as_slurm_prints_them(current_lab):
 
 
 def test_array_elements_are_returned_one_by_one_even_while_squeue_shows_them_as_one_line(current_lab):
-    array = current_lab.batch("sleep 60", "--partition=p100", "--array=0-3%1")
+    array = current_lab.submit("sleep 60", "--partition=p100", "--array=0-3%1")
     current_lab.wait_for(f"{array}_0", "RUNNING")
     assert (
         len(current_lab.run("squeue", "-h", "-j", array).splitlines()) == 2
@@ -75,7 +75,7 @@ def test_array_elements_are_returned_one_by_one_even_while_squeue_shows_them_as_
 
 
 def test_an_element_cancelled_alone_while_it_waits_is_forgotten_at_once(current_lab):
-    array = current_lab.batch("sleep 60", "--partition=p100", "--array=0-3%1")
+    array = current_lab.submit("sleep 60", "--partition=p100", "--array=0-3%1")
     current_lab.wait_for(f"{array}_0", "RUNNING")
     slurm.cancel([f"{array}_3"])
     found, note = slurm.query_jobs([f"{array}_2", f"{array}_3"])
@@ -86,7 +86,7 @@ def test_an_element_cancelled_alone_while_it_waits_is_forgotten_at_once(current_
 
 
 def test_a_requeued_job_counts_its_restarts(current_lab):
-    job = current_lab.batch("sleep 60", "--partition=a100", "--requeue")
+    job = current_lab.submit("sleep 60", "--partition=a100", "--requeue")
     current_lab.wait_for(job, "RUNNING")
     current_lab.run("scontrol", "requeue", job)
     current_lab.wait_for(job, "PENDING")
@@ -101,7 +101,7 @@ def test_ids_that_slurm_never_knew_are_absent_from_the_answer(current_lab):
 
 
 def test_cancelling_an_ended_or_unknown_job_is_not_an_error(current_lab):
-    ended = current_lab.batch("true", "--partition=a100")
+    ended = current_lab.submit("true", "--partition=a100")
     current_lab.wait_for(ended, "COMPLETED")
     slurm.cancel([ended, GONE])
     slurm.cancel([])
@@ -116,7 +116,7 @@ def test_a_sacct_that_hangs_is_killed_and_noted(current_lab, tmp_path, monkeypat
 
 
 def test_without_sacct_only_squeue_answers(current_lab, tmp_path, monkeypatch):
-    job = current_lab.batch("true", "--partition=a100")
+    job = current_lab.submit("true", "--partition=a100")
     (tmp_path / "squeue").symlink_to(shutil.which("squeue"))
     monkeypatch.setenv("PATH", str(tmp_path))
     found, note = slurm.query_jobs([job, GONE])
@@ -124,7 +124,7 @@ def test_without_sacct_only_squeue_answers(current_lab, tmp_path, monkeypatch):
 
 
 def test_squeue_takes_precedence_over_sacct_which_reports_a_requeued_job_as_lost(current_lab, tmp_path, monkeypatch):
-    job = current_lab.batch("sleep 60", "--partition=a100")
+    job = current_lab.submit("sleep 60", "--partition=a100")
     current_lab.wait_for(job, "RUNNING")
     answer = f"{job}|NODE_FAIL|a100-0|None\n{GONE}|CANCELLED by 1000|None assigned|Dependency|odd"
     replace_command(tmp_path, "sacct", f"cat <<'END'\n{answer}\nEND", monkeypatch)

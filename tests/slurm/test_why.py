@@ -78,7 +78,7 @@ def test_a_preempted_run_says_so_while_it_waits_and_its_log_is_followed_to_its_e
     follower.start()
     wait("steps", lambda: read_last_step(run) >= 3)
     node = read_one_status(run).attempts[0].nodes
-    current_lab.batch("sleep 1", "-p", "a100-urgent", "--gres=gpu:a100:8", "-w", node, "--exclusive")
+    current_lab.submit("sleep 1", "-p", "a100-urgent", "--gres=gpu:a100:8", "-w", node, "--exclusive")
     wait("the queue", lambda: read_one_status(run).state == "waiting")
     assert read_one_status(run).detail.startswith("starts again after preemption: ")
     assert read_one_status(run).slurm_job_id == read_slurm_job_id(run)
@@ -92,7 +92,7 @@ def test_a_preempted_run_says_so_while_it_waits_and_its_log_is_followed_to_its_e
 
 
 def test_a_held_job_says_how_to_release_it_and_a_cancelled_one_how_to_resume_it(current_lab, start):
-    blocker = current_lab.batch("sleep 300", "-p", "p100", "--nodes=2", "--exclusive")
+    blocker = current_lab.submit("sleep 300", "-p", "p100", "--nodes=2", "--exclusive")
     current_lab.wait_for(blocker, "RUNNING")
     run = start("held", *ENDLESS, "--hw", "p100")
     wait("a reason", lambda: read_one_status(run).detail == "next in the queue; waits until enough GPUs are free")
