@@ -1,4 +1,4 @@
-"""Set-up that precedes every test module: thread policy, and how many processes `pytest -n auto` starts."""
+"""Set-up that precedes every test module: thread policy, and how `pytest -n auto` shares out the tests."""
 
 import os
 from pathlib import Path
@@ -9,22 +9,43 @@ from trainyard.hardware import count_cores, set_openmp_wait_policy
 
 set_openmp_wait_policy(os.environ)
 
-CLUSTER_FOLDERS = ("slurm", "container")
-"""Below tests/: what starts a Slurm or a container, and mostly waits for it."""
+CLUSTER_GROUPS = (
+    ("slurm/test_interruptions", "slurm/test_lab", "container/test_slurm", "container/test_sif"),
+    ("slurm/test_attempts", "slurm/test_sweep", "slurm/test_slurm_answers"),
+    ("slurm/test_submit", "slurm/test_why", "slurm/test_accounting"),
+)
+"""Files that mostly wait for a Slurm, in groups that take about equally long: each group starts one Slurm."""
+
+LONGEST = ("test_resume", "test_contract", "test_ranks", "test_image", "test_sweep", "test_checkpoint", "test_finish")
+"""Files that start first, so that none of them is left alone at the end."""
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Return one process per core and two that wait for Slurm, fewer where memory is short (2 GiB each)."""
+    """Return one process per core and one per group that waits for a Slurm; fewer if memory is short (2 GiB each)."""
     lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     by_memory = int(lines["MemAvailable"].split()[0]) // 2**21
-    return max(1, min(count_cores() + 2, by_memory))
+    return max(1, min(count_cores() + len(CLUSTER_GROUPS), by_memory))
 
 
 @pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep the tests of a file in one process, where they share fixtures; start with those that wait for Slurm."""
+    """Keep the tests of a file in one process, which shares fixtures; mark those that start a Slurm or a container."""
     for item in items:
-        if item.path.parent.name in CLUSTER_FOLDERS:
+        name = str(item.path.relative_to(item.config.rootpath / "tests").with_suffix("")) if _is_ours(item) else ""
+        group = next((f"cluster-{i}" for i, files in enumerate(CLUSTER_GROUPS) if name in files), str(item.path))
+        item.add_marker(pytest.mark.xdist_group(group))
+        if name.startswith(("slurm/", "container/")) and name not in ("slurm/test_dry", "container/test_targets"):
             item.add_marker(pytest.mark.cluster)
-        item.add_marker(pytest.mark.xdist_group(str(item.path.relative_to(item.config.rootpath).with_suffix(""))))
-    items.sort(key=lambda item: item.get_closest_marker("cluster") is None)
+    items.sort(key=_rank)
+
+
+def _is_ours(item: pytest.Item) -> bool:
+    return item.path.is_relative_to(item.config.rootpath / "tests")
+
+
+def _rank(item: pytest.Item) -> int:
+    """Return when an item starts: with those that wait first, then the longest files, then the others as collected."""
+    group = next(item.iter_markers("xdist_group")).args[0]
+    if group.startswith("cluster-"):
+        return 0
+    return 1 + (LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))

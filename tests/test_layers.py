@@ -134,8 +134,8 @@ from pathlib import Path
 import trainyard.cli, trainyard.launch.rank_task, trainyard.runs.folder
 from trainyard import config
 composed = config.compose("fingerprint_1m", ["optimizer.lr=1e-3"], Path({str(ROOT / "jobs")!r}))
-config.options(composed)
-trainyard.environment.environment_record()
+config.list_options(composed)
+trainyard.environment.collect_environment()
 print([name for name in {LOADED_LATE!r} if name in sys.modules])
 """
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Everything a cluster does to a job, on a real Slurm: the run ends with the same bits as an undisturbed one."""
+"""Attempts of jobs on a real Slurm: when a run is started again, when not, and on which nodes and GPUs."""
 
 import json
 from collections.abc import Iterator
@@ -19,13 +19,10 @@ from tests.slurm.cluster_runs import (
     wait_for_end,
 )
 from tests.slurm.conftest import Lab
-from tests.training import find_differences, load_state, read_run_metrics
 
 pytestmark = pytest.mark.slurm
 
-# 60 steps in 15 seconds: time to interrupt them; and a checkpoint every 4 epochs, so that steps can be lost.
-LONG = ("max_duration=12ep", "eval_every=4ep", "model.sleep_ms=250")
-TWO_RANKS = ("--gpus", 2, "--time", "20m")
+LONG = ("max_duration=12ep", "eval_every=4ep", "model.sleep_ms=250")  # 60 steps in 15 seconds: time to interrupt them
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -41,75 +38,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Start:
     return make_starter(root / "runs", root / "cache")
 
 
-@pytest.fixture(scope="module")
-def whole(lab: Lab, start: Start) -> Path:
-    """An undisturbed run of two ranks. It packs the data that the other runs read."""
-    run = start("whole", *LONG, *TWO_RANKS, "--hw", "2080ti")
-    wait_for_end(lab, run)
-    assert read_ends(run) == [(0, "done", "stop")]
-    return run
-
-
-def assert_same(run: Path, whole: Path) -> None:
-    assert find_differences(load_state(whole), load_state(run)) == [], run.name
-    assert read_run_metrics(whole) == read_run_metrics(run), run.name
-
-
-@pytest.mark.timeout(1500)
-def test_every_kind_of_interruption_gives_the_same_bits_and_is_recorded_with_its_cause(lab, start, whole):
-    """All at once, each on its own nodes: most of the time is spent waiting for Slurm."""
-    took = {
-        "time_limit": start("limited", *LONG[:2], "model.sleep_ms=1600", "--gpus", 2, "--time", "2m", "--hw", "p100"),
-        "preempted": start("preempted", *LONG, *TWO_RANKS, "--hw", "a100"),
-        "node_failure": start("node-lost", *LONG, *TWO_RANKS, "--hw", "a5000"),
-        "crash": start("killed", *LONG, *TWO_RANKS, "--hw", "2080ti"),
-        "signalled": start("signalled", *LONG, *TWO_RANKS, "--hw", "2080ti"),
-        "cancelled": start("cancelled", *LONG, *TWO_RANKS, "--hw", "p100"),
-    }
-    first_node = dict.fromkeys(took, "")
-    blows = {
-        "preempted": lambda node: lab.submit(
-            "true", "-p", "a100-urgent", "--gres=gpu:a100:8", "-w", node, "--exclusive"
-        ),
-        "node_failure": lambda node: lab.run("scontrol", "update", f"nodename={node}", "state=down", "reason=test"),
-        "crash": lambda node: kill_rank(took["crash"], 1),
-        "signalled": lambda node: lab.run("scancel", "--signal=USR2", read_slurm_job_id(took["signalled"])),
-        "cancelled": lambda node: lab.run("scancel", read_slurm_job_id(took["cancelled"])),
-        "time_limit": lambda node: None,  # happens by itself
-    }
-
-    def all_hit() -> bool:
-        for name, run in took.items():
-            if not first_node[name] and read_last_step(run) >= 6:
-                first_node[name] = read_lines(run / "slurm" / "attempts.jsonl")[0]["nodes"]
-                blows[name](first_node[name])
-        return all(first_node.values())
-
-    try:
-        wait("each is at step 6 and is hit", all_hit)
-        lab.wait_for(read_slurm_job_id(took["cancelled"]), "CANCELLED")
-        wait("all is written", lambda: read_last_step(took["cancelled"]) and not (took["cancelled"] / "lock").exists())
-        assert trainyard("resume", took["cancelled"], "--jobs", "tests/families") == 0
-        for run in took.values():
-            wait_for_end(lab, run)
-    finally:  # other tests share the lab
-        if first_node["node_failure"]:
-            lab.run("scontrol", "update", f"nodename={first_node['node_failure']}", "state=resume")
-    assert read_ends(took["preempted"]) == [(0, "preempted", "slurm"), (1, "done", "stop")]
-    assert read_ends(took["node_failure"]) == [(0, "node_failure", "slurm"), (1, "done", "stop")]
-    assert read_ends(took["crash"]) == [(0, "crash", "requeue"), (1, "done", "stop")]
-    assert read_ends(took["signalled"]) == [(0, "preempted", "requeue"), (1, "done", "stop")]
-    assert read_ends(took["cancelled"]) == [(0, "done", "stop")], "the cancelled attempt could not write its end"
-    limited = read_ends(took["time_limit"])
-    assert len(limited) > 1 and limited[-1] == (len(limited) - 1, "done", "stop")
-    assert {end[1:] for end in limited[:-1]} == {("time_limit", "requeue")}
-    moved = read_lines(took["node_failure"] / "slurm" / "attempts.jsonl")
-    assert moved[0]["nodes"] != moved[2]["nodes"], "the lost node was used again"
-    for run in took.values():
-        assert_same(run, whole)
-
-
-def test_a_run_that_crashes_twice_before_its_first_checkpoint_stops_and_says_so(lab, start, whole, capsys):
+def test_a_run_that_crashes_twice_before_its_first_checkpoint_stops_and_says_so(lab, start, capsys):
     run = start("stuck", *LONG, "checkpoint.every=1000st", "--hw", "a5000")
     for attempt in range(2):
         wait(
@@ -133,7 +62,7 @@ def is_at(run: Path, attempt: int) -> bool:
     return beat["attempt"].endswith(f"-{attempt}") and beat["phase"] == "training"
 
 
-def test_a_run_with_infinite_gradients_is_not_requeued(lab, start, whole, capsys):
+def test_a_run_with_infinite_gradients_is_not_requeued(lab, start, capsys):
     run = start("infinite", "model.poison_step=60", "--hw", "a5000", "--gpus", 2)
     wait_for_end(lab, run)
     assert read_ends(run) == [(0, "user_error", "stop")]
@@ -143,7 +72,7 @@ def test_a_run_with_infinite_gradients_is_not_requeued(lab, start, whole, capsys
 
 
 @pytest.mark.parametrize(("gpus", "nodes"), [(4, 1), (4, 2)])
-def test_four_ranks_train_on_one_node_and_on_two(gpus, nodes, lab, start, whole):
+def test_four_ranks_train_on_one_node_and_on_two(gpus, nodes, lab, start):
     run = start(f"on-{nodes}", "--hw", "a100", "--gpus", gpus, "--nodes", nodes)
     wait_for_end(lab, run)
     assert read_ends(run) == [(0, "done", "stop")]
@@ -153,7 +82,7 @@ def test_four_ranks_train_on_one_node_and_on_two(gpus, nodes, lab, start, whole)
     assert (run / "report.html").is_file()
 
 
-def test_a_resume_on_half_the_gpus_of_another_type_reads_each_sample_once_per_epoch(lab, start, whole, tmp_path):
+def test_a_resume_on_half_the_gpus_of_another_type_reads_each_sample_once_per_epoch(lab, start, tmp_path):
     diary = tmp_path / "diary"
     options = (
         f"model.diary={diary}",
