@@ -70,7 +70,7 @@ def test_an_empty_folder_says_what_is_expected(here, capsys):
     (here / "empty").mkdir()
     code, stderr = run_cli(capsys, "run", "stripes", "data.path=empty", *JOBS)
     assert code == 2
-    assert "empty: holds no sample that stripes knows" in stderr
+    assert "empty: contains no sample that stripes knows" in stderr
     assert not (here / "runs").exists()
 
 
@@ -198,7 +198,7 @@ def test_checkpoints_are_listed_verified_and_exported(here, capsys):
 
 def test_jobs_and_options_are_listed(here, capsys):
     assert cli.main(["jobs", *JOBS]) == 0
-    assert "stripes                  Tell the direction of stripes." in capsys.readouterr().out
+    assert "stripes                  Classify the direction of stripes:" in capsys.readouterr().out
     assert cli.main(["options", "stripes", *JOBS]) == 0
     listed = capsys.readouterr().out
     assert "optimizer.lr=0.01" in listed and "model.channels=8" in listed and "of each layer" in listed

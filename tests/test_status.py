@@ -470,7 +470,7 @@ def test_a_local_run_is_running_and_after_cancel_stopped(tmp_path):
     assert (status.state, status.slurm_job_id, note) == ("running", "", "")
     assert f"process {process.pid} on " in status.detail
     (message,) = cancel([run])
-    assert message.endswith(f"asked its process to save and leave. Go on: trainyard resume {run}")
+    assert message.endswith(f"told its process to save and exit. Resume: trainyard resume {run}")
     process.join(60)
     assert process.exitcode == 87
     (status,), _ = read_statuses([run])

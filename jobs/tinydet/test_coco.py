@@ -122,7 +122,7 @@ def test_too_many_objects_in_a_sample_are_an_error(tmp_path: Path) -> None:
     [
         ("missing", "the annotations list it, but the file is missing"),
         ("empty", "the file is empty"),
-        ("text", "no image"),
+        ("text", "not an image"),
         ("half", "cannot be decoded"),
         ("other size", "it is 50 x 40 pixels, but the annotations say 60 x 40"),
         ("16 bits", "mode I;16 of unknown range"),

@@ -89,7 +89,7 @@ def test_an_image_older_than_its_lock_is_refused(image: Image, checkout: Path):
         lock.write("# another line\n")
     said = run_script(sys.executable, checkout / "containers" / "image.py", "run", "cpu", "stripes")
     assert said.returncode == 2
-    assert said.stderr.endswith("containers/cpu.lock than the one here. Type: make image HW=cpu\n")
+    assert said.stderr.endswith("containers/cpu.lock than this checkout's. Type: make image HW=cpu\n")
 
 
 def test_a_run_stopped_by_docker_resumes_to_the_same_bits(image: Image, tmp_path: Path):
