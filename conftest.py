@@ -10,9 +10,8 @@ from trainyard.hardware import count_cores, set_openmp_wait_policy
 set_openmp_wait_policy(os.environ)
 
 CLUSTER_GROUPS = (
-    ("slurm/test_interruptions", "slurm/test_lab", "container/test_slurm", "container/test_sif"),
-    ("slurm/test_attempts", "slurm/test_sweep", "slurm/test_slurm_answers"),
-    ("slurm/test_submit", "slurm/test_why", "slurm/test_accounting"),
+    ("slurm/test_interruptions", "slurm/test_submit", "slurm/test_lab", "slurm/test_slurm_answers"),
+    ("slurm/test_attempts", "slurm/test_sweep", "slurm/test_why", "slurm/test_accounting", "container/test_slurm"),
 )
 """Files that mostly wait for a Slurm, in groups that take about equally long: each group starts one Slurm."""
 

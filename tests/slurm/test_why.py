@@ -102,7 +102,8 @@ def test_a_held_job_says_how_to_release_it_and_a_cancelled_one_how_to_resume_it(
     current_lab.run("scontrol", "release", read_slurm_job_id(run))
     current_lab.run("scancel", blocker)
     wait("steps", lambda: read_last_step(run) >= 3)
-    assert cancel([run]) == [f"stripes/held: cancelled Slurm job {read_slurm_job_id(run)}. Resume: trainyard resume {run}"]
+    job = read_slurm_job_id(run)
+    assert cancel([run]) == [f"stripes/held: cancelled Slurm job {job}. Resume: trainyard resume {run}"]
     wait("the end", lambda: read_one_status(run).state == "stopped")
     assert read_one_status(run).cause == "cancelled"
     assert "cause: cancelled\n" in explain_run(run)
