@@ -20,10 +20,11 @@ LONGEST = ("test_resume", "test_contract", "test_ranks", "test_image", "test_swe
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Return one process per core and one per group that waits for a Slurm; fewer if memory is short (2 GiB each)."""
+    """Return one process per core, and one per group that waits for a Slurm; fewer if memory is short (2 GiB each)."""
     lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     by_memory = int(lines["MemAvailable"].split()[0]) // 2**21
-    return max(1, min(count_cores() + len(CLUSTER_GROUPS), by_memory))
+    waiting = 0 if "not cluster" in config.getoption("markexpr") else len(CLUSTER_GROUPS)
+    return max(1, min(count_cores() + waiting, by_memory))
 
 
 @pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook

@@ -86,6 +86,7 @@ def test_each_round_runs_every_configuration_once_in_a_new_order():
     assert orders[0] == tuple(bench.shuffle_configurations(configurations, 0))
 
 
+@pytest.mark.slow
 def test_measuring_excludes_the_warm_up_and_stops_when_both_limits_are_reached():
     def batches() -> Iterator[list[int]]:
         time.sleep(0.5)  # start-up, in the first batch
@@ -129,6 +130,7 @@ def test_the_target_for_a_step_is_one_percent_or_three_tenths_of_a_millisecond()
     assert "target 1.000 ms met" in compare(100.9, 100.0)
 
 
+@pytest.mark.slow
 def test_a_configuration_that_fails_or_hangs_is_named_and_the_others_are_kept(
     options: Options, monkeypatch: pytest.MonkeyPatch
 ):

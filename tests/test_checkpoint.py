@@ -172,6 +172,7 @@ def kill_everywhere(folder, step):
     return outcomes, messages
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [2, 1], ids=["a further step", "the same step again"])
 def test_kill_9_before_any_line_of_a_save_leaves_the_old_or_the_new_checkpoint(tmp_path, step):
     spawn = multiprocessing.get_context("spawn")  # to fork in a process without threads of other tests
@@ -183,6 +184,7 @@ def test_kill_9_before_any_line_of_a_save_leaves_the_old_or_the_new_checkpoint(t
     assert not messages, "a killed save must not look like damage"
 
 
+@pytest.mark.slow
 def test_bytes_reach_the_disk_before_their_names_do(tmp_path):
     script = f"""
 import os, sys
@@ -327,6 +329,7 @@ def test_a_full_disk_is_an_error_that_says_so_and_the_last_checkpoint_stays(disk
     assert check_newest(directory) == 2
 
 
+@pytest.mark.slow
 def test_a_limit_met_in_the_middle_of_a_save_leaves_no_partial_file(tmp_path):
     save_steps(tmp_path, 1)
     script = f"""

@@ -37,6 +37,7 @@ def make_raw_folder(here: Path, count: int = 10) -> Path:
     return here / "raw"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("argv", "expected"),
     [
@@ -74,6 +75,7 @@ def test_an_empty_folder_says_what_is_expected(here, capsys):
     assert not (here / "runs").exists()
 
 
+@pytest.mark.slow
 def test_unreadable_images_are_named_counted_and_skipped_on_request(here, capsys):
     raw = make_raw_folder(here)
     for name in ("d0-0000.png", "d1-0005.png"):
@@ -89,6 +91,7 @@ def test_unreadable_images_are_named_counted_and_skipped_on_request(here, capsys
     assert run_cli(capsys, "verify", "out", *JOBS)[0] == 0
 
 
+@pytest.mark.slow
 def test_packed_data_with_another_schema_or_a_truncated_shard_is_refused(here, capsys):
     make_raw_folder(here)
     assert run_cli(capsys, "pack", "stripes", "raw", "out", *JOBS)[0] == 0
@@ -121,6 +124,7 @@ def test_a_damaged_record_is_named_by_verify(here, capsys):
     assert lines == ["out/shard-00000.h5: image of 'd1-0001.png': checksum differs", "out: 1 damaged"]
 
 
+@pytest.mark.slow
 def test_a_run_in_progress_refuses_options_that_change_the_mathematics_and_accepts_others(tmp_path, capsys):
     run = new_run(tmp_path, "max_duration=1ep")
     assert train(run) == 0
@@ -133,6 +137,7 @@ def test_a_run_in_progress_refuses_options_that_change_the_mathematics_and_accep
     assert "eval_batch_size: 7" in (run / "config.yaml").read_text()
 
 
+@pytest.mark.slow
 def test_the_same_name_resumes_the_run_and_refuses_other_options(here, capsys):
     quick = ["--name", "mine", "max_duration=1ep", *JOBS]
     assert cli.main(["run", "stripes", *quick]) == 0
@@ -153,6 +158,7 @@ def test_a_second_process_on_a_run_is_told_who_owns_it(tmp_path, capsys):
     assert f"process {os.getpid()} on" in stderr and "Wait for it, or stop it" in stderr
 
 
+@pytest.mark.slow
 def test_a_full_disk_stops_a_run_with_one_message_and_keeps_what_was_saved(tmp_path):
     """A file size limit makes the kernel refuse writes of this one process, as a full disk would."""
     run = new_run(tmp_path, "max_duration=2ep", "checkpoint.every=1st")
@@ -171,6 +177,7 @@ def test_a_full_disk_stops_a_run_with_one_message_and_keeps_what_was_saved(tmp_p
     assert train(run) == 0
 
 
+@pytest.mark.slow
 def test_the_summary_fits_a_screen_and_says_what_to_type_next(here, capsys):
     assert cli.main(["run", "stripes", "max_duration=1ep", *JOBS]) == 0
     shown = capsys.readouterr().out
@@ -180,6 +187,7 @@ def test_the_summary_fits_a_screen_and_says_what_to_type_next(here, capsys):
     assert report.stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_checkpoints_are_listed_verified_and_exported(here, capsys):
     from safetensors.torch import load_file
 

@@ -43,6 +43,7 @@ def run_command(capsys: pytest.CaptureFixture[str], *words: object, code: int = 
     return output.out + output.err
 
 
+@pytest.mark.slow
 def test_status_of_each_run_is_what_the_version_that_wrote_it_reported(lab, capsys):
     output = run_command(capsys, "status")
     states = {words[0]: words[1] for line in output.splitlines() if (words := line.split()) and "/" in words[0]}
@@ -58,6 +59,7 @@ def test_status_of_each_run_is_what_the_version_that_wrote_it_reported(lab, caps
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", ["pricing/failed", "pricing/submitted-failed"])
 def test_why_names_the_gradient_and_the_checkpoint_to_resume_from(run, lab, capsys):
     output = run_command(capsys, "why", run)
@@ -71,6 +73,7 @@ def test_every_record_of_the_packed_data_verifies(lab, capsys):
         assert "all records are as they were packed" in run_command(capsys, "verify", folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", ["fingerprint/stopped", "pricing/stopped"])
 def test_a_stopped_run_resumes_from_its_checkpoint_and_trains_to_the_end(run, lab, capsys):
     output = run_command(capsys, "resume", run, "--jobs", JOBS)
@@ -86,6 +89,7 @@ def test_checkpoints_verify_and_export(lab, capsys):
     assert (lab / "weights.safetensors").stat().st_size > 1000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", ["pricing/done", "pricing/submitted-done", "pricing/submitted-failed"])
 def test_a_report_is_written(run, lab, capsys):
     run_command(capsys, "report", run)
@@ -107,6 +111,7 @@ def test_the_results_of_the_sweep_are_read(lab, capsys):
     assert "2 of 2" in output and "smape on val" in output
 
 
+@pytest.mark.slow
 def test_the_cluster_file_plans_a_job(lab, capsys):
     words = ["submit", "pricing", f"data.path={lab}/data/pricing-d9f5e792e348", "--hw", "a100", "--gpus", "2", "--dry"]
     output = run_command(capsys, *words, "--cluster", lab / "cluster.yaml", "--jobs", JOBS, "--runs", lab / "runs")

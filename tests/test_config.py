@@ -453,6 +453,7 @@ def test_a_frozen_configuration_has_every_option_and_says_how_to_resume(tiny: Tr
 
 
 # All examples share one folder and one configuration; each example overwrites the file.
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     text=st.text(st.characters()),  # lone surrogates too: a path that is not UTF-8

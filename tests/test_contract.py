@@ -58,6 +58,7 @@ def test_families_are_found():
     assert "fingerprint" in FAMILIES
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", sorted(configs.find_jobs(JOBS)))
 def test_every_preset_loads_and_begins_with_a_comment_on_its_purpose(preset):
     config = configs.compose(preset, [], JOBS)
@@ -73,6 +74,7 @@ def test_every_family_has_a_base_preset_a_readme_and_the_usual_files(family):
     assert {f"{family}.yaml", f"{family}_smoke.yaml"} <= names
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_was_packed_reads_back_equal(family, cache):
     check_packing(JOBS, family, cache)
@@ -105,6 +107,7 @@ def check_packing(jobs_dir: Path, family: str, cache: Path) -> None:
                 assert data.columns[name][i] == value
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_splits_share_no_sample_and_train_is_among_them(family, cache):
     config, data = prepare_family(JOBS, family, cache)
@@ -114,6 +117,7 @@ def test_splits_share_no_sample_and_train_is_among_them(family, cache):
     assert len(np.unique(ids)) == len(ids)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_loss_falls_on_one_batch(family, cache):
     check_loss(JOBS, family, cache)
@@ -147,6 +151,7 @@ def check_loss(jobs_dir: Path, family: str, cache: Path) -> None:
     assert min(losses[-3:]) < 0.9 * losses[0], losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_stopped_run_resumes_bitwise_equal(family, cache, tmp_path):
     options = ["log_every=1st", f"data.cache={cache}"]
@@ -162,6 +167,7 @@ def test_a_stopped_run_resumes_bitwise_equal(family, cache, tmp_path):
     assert read_run_metrics(whole) == read_run_metrics(stopped)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_perfect_predictor_scores_perfectly(family, cache):
     config, data = prepare_family(JOBS, family, cache)
@@ -174,6 +180,7 @@ def test_a_perfect_predictor_scores_perfectly(family, cache):
         assert title and Image.open(io.BytesIO(png)).format == "PNG"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_that_predicts_does_so_from_a_checkpoint_alone(family, cache, tmp_path, capsys):
     pack = configs.load_family(JOBS, family, "pack")
@@ -189,6 +196,7 @@ def test_a_family_that_predicts_does_so_from_a_checkpoint_alone(family, cache, t
         assert len(list(csv.DictReader(file))) == len(samples) > 10
 
 
+@pytest.mark.slow
 def test_a_copied_folder_is_a_family_of_its_own(tmp_path):
     jobs = tmp_path / "mine"
     shutil.copytree(JOBS / "fingerprint", jobs / "thumbs", ignore=shutil.ignore_patterns("__pycache__", "*.yaml"))

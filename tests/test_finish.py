@@ -71,6 +71,7 @@ def list_best_steps(run: Path) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_the_average_is_the_mean_of_the_weights_at_each_new_best(averaged):
     steps = list_best_steps(averaged)
     assert len(steps) > 1
@@ -99,6 +100,7 @@ def test_batch_statistics_of_the_average_are_those_of_its_weights_over_the_train
     assert not torch.allclose(swa["model/layers.0.1.running_mean"], features.mean((0, 2, 3)), atol=1e-3)
 
 
+@pytest.mark.slow
 def test_a_killed_run_ends_with_the_same_average(averaged, tmp_path):
     run = new_run(tmp_path, *SWA)
     for lines in (9, 17):
@@ -117,6 +119,7 @@ def read_metric_lines(run: Path) -> list[bytes]:
     return path.read_bytes().splitlines() if path.exists() else []
 
 
+@pytest.mark.slow
 def test_ranks_agree_on_the_average(tmp_path):
     run = new_run(tmp_path, *SWA)
     assert train_on_ranks(run, 2, rendezvous="swa") == [0, 0]
@@ -124,6 +127,7 @@ def test_ranks_agree_on_the_average(tmp_path):
     assert torch.isfinite(load_state(run)["swa/module/layers.1.1.running_var"]).all()
 
 
+@pytest.mark.slow
 def test_the_average_is_what_is_exported_and_tested(averaged, tmp_path):
     assert main(["ckpt", "export", str(averaged), str(tmp_path / "w.safetensors"), "--jobs", str(FAMILIES)]) == 0
     with safe_open(tmp_path / "w.safetensors", "pt") as file:
@@ -131,6 +135,7 @@ def test_the_average_is_what_is_exported_and_tested(averaged, tmp_path):
         assert torch.equal(file.get_tensor("head.weight"), load_state(averaged)["swa/module/head.weight"])
 
 
+@pytest.mark.slow
 def test_a_network_without_batch_statistics_is_averaged_too(tmp_path):
     run = new_run(tmp_path, *SWA, "model.batch_norm=false")
     assert train(run) == 0 and load_state(run)["swa/refreshed"]
@@ -146,12 +151,14 @@ def test_the_average_gives_all_snapshots_equal_weight():
     assert average.module.weight.tolist() == [[7.0, 7.0]] * 2 and not average.refreshed
 
 
+@pytest.mark.slow
 def test_the_jobs_figures_of_its_test_set_are_in_the_report(done):
     (image,) = (done / "exhibits").iterdir()
     assert image.name == "test - Confusion, true_chosen.png" and image.read_bytes().startswith(b"\x89PNG")
     assert 'alt="test - Confusion, true_chosen"' in write_report(done).read_text()
 
 
+@pytest.mark.slow
 def test_without_a_test_set_the_figures_are_of_validation(tmp_path, monkeypatch):
     pack = configs.load_family(FAMILIES, "stripes", "pack")
     splits = pack.splits
@@ -172,6 +179,7 @@ def unlabelled_images(done, tmp_path) -> Path:
     return raw
 
 
+@pytest.mark.slow
 def test_predictions_name_every_image_once_without_the_packed_data(done, unlabelled_images, tmp_path, capsys):
     config = configs.thaw(done / "config.yaml", FAMILIES)
     hidden = Path(config.data.path).rename(tmp_path / "hidden")
@@ -191,6 +199,7 @@ def test_predictions_name_every_image_once_without_the_packed_data(done, unlabel
     assert not list(tmp_path.glob(".predict-*"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["exists", "no raw", "no checkpoint", "no such family part", "other code"])
 def test_predictions_that_cannot_be_made_say_why(done, unlabelled_images, tmp_path, capsys, case, monkeypatch):
     run, out, message = done, tmp_path / "out.csv", ""

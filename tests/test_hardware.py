@@ -285,6 +285,7 @@ def test_an_invalid_number_of_threads_is_refused(stated):
         choose_compute_threads({"OMP_NUM_THREADS": stated}, cores=4, reason="", launcher="one process")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stated", [{}, {"OMP_WAIT_POLICY": "active"}])
 def test_openmp_itself_reports_how_the_threads_of_a_run_wait(stated, tmp_path):
     environ = {name: value for name, value in make_import_environ().items() if name != "OMP_WAIT_POLICY"}

@@ -74,6 +74,7 @@ def test_imports_point_to_the_left():
     assert find_violations(ROOT) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("file", "line", "said"),
     [

@@ -183,6 +183,7 @@ def test_images_are_cropped_to_the_region_that_packing_chose(images):
     assert (cut[..., :15] - whole.unfold(3, 2, 2).mean(4)[..., :15]).abs().mean() < 0.2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("decode", BACK_ENDS)
 @pytest.mark.parametrize("prefetch", [1, 4])
 def test_a_batch_that_is_kept_is_not_overwritten_by_later_ones(images, decode, prefetch):
@@ -218,6 +219,7 @@ class HostLoader(Loader):
         return {"image": item.images}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("decode", BACK_ENDS)
 @pytest.mark.parametrize("depth", [1, 3])
 def test_a_buffer_is_reused_only_after_the_two_next_batches_were_taken(images, decode, depth):

@@ -51,6 +51,7 @@ def test_the_log_is_shown_with_messages_of_srun_and_errors_of_the_last_attempt(f
     ]
 
 
+@pytest.mark.slow
 def test_following_a_log_continues_through_attempts_and_ends_with_the_run(folder, no_slurm):
     folder.begin(time.time() - 100)
     folder.write_heartbeat(time.time())
@@ -78,6 +79,7 @@ def wait_until(is_true: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_following_a_finished_run_prints_its_log_and_nothing_else(tmp_path):
     run = new_run(tmp_path, "max_duration=4st")
     assert train(run) == 0

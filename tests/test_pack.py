@@ -160,6 +160,7 @@ def test_a_lost_shard_is_written_again_and_the_others_kept(raw_images, packed_im
     assert {name for name, time in read_times(packed_copy).items() if time != before[name]} == {"shard-00001.h5"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shards_first", [0, 1, 3])
 def test_packing_killed_at_any_moment_is_finished_by_the_next_call(raw_images, packed_images, tmp_path, shards_first):
     out = tmp_path / "out"
@@ -174,6 +175,7 @@ def test_packing_killed_at_any_moment_is_finished_by_the_next_call(raw_images, p
     assert {name: time for name, time in read_times(out).items() if name in kept} == kept
 
 
+@pytest.mark.slow
 def test_a_signal_to_the_whole_process_group_does_not_break_packing_that_handles_it_later(
     raw_images, packed_images, tmp_path
 ):
@@ -278,6 +280,7 @@ def test_unreadable_files_are_counted_and_named_and_no_partial_file_is_left(raw_
     assert not (out / "index.h5").exists() and not list(out.glob("*.partial"))
 
 
+@pytest.mark.slow
 def test_packing_that_may_skip_bad_files_keeps_the_shards_of_a_failed_call(raw_with_bad, tmp_path):
     out, fresh = tmp_path / "out", tmp_path / "fresh"
     with pytest.raises(PackError):

@@ -20,6 +20,7 @@ EXACT = ("model.batch_norm=false", "model.dropout=0", "max_duration=4st", "eval_
 """Without batch statistics and dropout, whose values belong to a micro-batch and a rank, only rounding differs."""
 
 
+@pytest.mark.slow
 def test_two_ranks_of_two_micro_batches_equal_one_rank_on_the_whole_batch(tmp_path):
     one = new_run(tmp_path, *EXACT, "global_batch_size=16")
     two = new_run(tmp_path, *EXACT, "global_batch_size=16", "micro_batch_size=4")
@@ -33,6 +34,7 @@ def test_two_ranks_of_two_micro_batches_equal_one_rank_on_the_whole_batch(tmp_pa
         assert x.get("loss", 0) == pytest.approx(y.get("loss", 0), abs=1e-5)
 
 
+@pytest.mark.slow
 def test_a_last_batch_smaller_than_the_ranks_still_counts_each_sample_once(tmp_path):
     one = new_run(tmp_path, *EXACT, "global_batch_size=59", "max_duration=1ep", "eval_every=1ep")
     three = new_run(tmp_path, *EXACT, "global_batch_size=59", "max_duration=1ep", "eval_every=1ep")
@@ -43,6 +45,7 @@ def test_a_last_batch_smaller_than_the_ranks_still_counts_each_sample_once(tmp_p
     assert max(float((a[n] - b[n]).abs().max()) for n in a if n.startswith("model/")) < 1e-4
 
 
+@pytest.mark.slow
 def test_three_ranks_score_an_evaluation_set_as_one_does(tmp_path):
     one = new_run(tmp_path, *EXACT, "optimizer.lr=0", "max_duration=1st", "eval_every=1st")
     three = new_run(tmp_path, *EXACT, "optimizer.lr=0", "max_duration=1st", "eval_every=1st")
@@ -53,6 +56,7 @@ def test_three_ranks_score_an_evaluation_set_as_one_does(tmp_path):
     assert [line["split"] for line in scores[0]] == ["val", "test"]
 
 
+@pytest.mark.slow
 def test_slurm_variables_start_the_same_training(tmp_path):
     run = new_run(tmp_path, *EXACT)
     slurm = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}
@@ -75,6 +79,7 @@ def test_slurm_variables_start_the_same_training(tmp_path):
     assert load_state(run)["progress/step"] == 4
 
 
+@pytest.mark.slow
 def test_torchrun_starts_the_same_training(tmp_path):
     run = new_run(tmp_path, *EXACT)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
@@ -83,6 +88,7 @@ def test_torchrun_starts_the_same_training(tmp_path):
     assert load_state(run)["progress/step"] == 4
 
 
+@pytest.mark.slow
 def test_our_launcher_passes_a_signal_on_and_ends_with_the_ranks_code(tmp_path):
     run = new_run(tmp_path, "max_duration=10000ep", "eval_every=10000ep")
     command = [sys.executable, "-m", "trainyard", "resume", str(run), "--jobs", str(FAMILIES), "--cpu-ranks", "2"]
@@ -96,6 +102,7 @@ def test_our_launcher_passes_a_signal_on_and_ends_with_the_ranks_code(tmp_path):
     assert f"Resume: trainyard resume {run}" in said
 
 
+@pytest.mark.slow
 def test_killing_the_launcher_leaves_no_rank_behind(tmp_path):
     run = new_run(tmp_path, "max_duration=10000ep", "eval_every=10000ep")
     command = [sys.executable, "-m", "trainyard", "resume", str(run), "--jobs", str(FAMILIES), "--cpu-ranks", "2"]
@@ -135,6 +142,7 @@ def test_an_agreement_returns_what_was_proposed_at_the_call_before():
     assert all(type(value) is type(default) for value, default in zip(returned[-1], Decision(), strict=True))
 
 
+@pytest.mark.slow
 def test_ranks_agree_on_the_maximum_of_each_field(tmp_path):
     script = """
 import sys

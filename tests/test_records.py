@@ -104,6 +104,7 @@ def take_batches(packed: Path, *, epoch: int = 0, batches: int = 1, micro: int =
         stream.close()
 
 
+@pytest.mark.slow
 def test_records_of_variable_length_are_read_back_equal(packed):
     data, ids = ShardSet(packed), np.array([7, 0, 23, 5])
     for i, boxes, tokens, pcm, flac in zip(
@@ -116,6 +117,7 @@ def test_records_of_variable_length_are_read_back_equal(packed):
     assert data.records["wav"].shape[ids].tolist() == [[len(make_wave(i)), 16_000] for i in ids.tolist()]
 
 
+@pytest.mark.slow
 def test_a_batch_contains_ragged_arrays_padded_with_zeros_and_their_lengths(packed):
     (micro,) = take_batches(packed)
     ids = micro.batch["sample_id"].tolist()
@@ -137,6 +139,7 @@ def test_evaluation_takes_the_first_frames_of_each_recording_and_repeats_a_short
     assert "noise" not in micro.batch
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("decode", BACK_ENDS)
 def test_training_crops_audio_by_seed_epoch_and_sample(packed, decode):
     crops, again = (
@@ -184,6 +187,7 @@ def test_noise_is_uniform_and_depends_on_seed_epoch_and_sample():
         assert abs(np.corrcoef(here[:, 0], other[:, 0])[0, 1]) < 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
@@ -197,6 +201,7 @@ def test_packing_refuses_audio_that_is_not_mono_and_16_bit(tmp_path, wrong, said
         pack(iter([Sample("bad.wav", partial(dict, wave=wrong))]), tmp_path / "out", meta={}, workers=1)
 
 
+@pytest.mark.slow
 def test_artifacts_are_passed_to_load_and_stored(tmp_path):
     samples = [Sample(f"row {i}", count_words) for i in range(3)]
     artifacts = {"words": "a b ä"}
@@ -276,6 +281,7 @@ def draw_spot(width: int, height: int, x: float, y: float) -> bytes:
     return file.getvalue()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("decode", BACK_ENDS)
 @pytest.mark.parametrize("fit", ["stretch", "letterbox"])
 def test_affine_maps_a_point_to_its_position_in_the_image(tmp_path, decode, fit):

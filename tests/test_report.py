@@ -320,6 +320,7 @@ def test_tensorboard_shows_each_step_once_after_a_resume_with_what_jsonl_says(tm
     assert "timing/samples_per_s" in board.Tags()["scalars"]
 
 
+@pytest.mark.slow
 def test_tensorboard_has_all_up_to_the_checkpoint_when_the_process_is_killed_after_it(tmp_path):
     run = new_run(tmp_path)
     child = """
@@ -395,6 +396,7 @@ def test_mlflow_keeps_options_and_metrics_of_each_attempt_in_the_run_folder(tmp_
 # --- The report ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_report_needs_no_network_and_no_other_file(tmp_path):
     run = make_finished_run(tmp_path, env=ENV)
     path = report.write_report(run)
@@ -416,6 +418,7 @@ def test_the_report_needs_no_network_and_no_other_file(tmp_path):
     assert "http" not in text and "url(" not in text and "@import" not in text
 
 
+@pytest.mark.slow
 def test_the_report_says_what_was_trained_chosen_and_found(tmp_path):
     text = Page(report.write_report(make_finished_run(tmp_path, env=ENV))).text
     for expected in (
@@ -494,6 +497,7 @@ def test_the_parts_of_the_time_add_up_to_the_time_of_the_run(tmp_path):
 # --- Text ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_summary_fits_a_screen_and_ends_with_what_to_type_next(tmp_path):
     run = make_finished_run(tmp_path, env=ENV)
     path = report.write_report(run)

@@ -28,6 +28,7 @@ from trainyard.runs.events import read_events, read_metrics
 from trainyard.train import checkpoint
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("decode", "count"),
     [("dali", 3), ("cpu", 3), *(pytest.param(decode, 10, marks=pytest.mark.long) for decode in ("dali", "cpu"))],
@@ -66,6 +67,7 @@ def stop_after(ranks: list, run: Path, lines: int, signal_number: int = signal.S
     return [process.exitcode for process in ranks]
 
 
+@pytest.mark.slow
 def test_two_one_and_two_ranks_read_each_sample_of_each_epoch_once(tmp_path):
     diary = tmp_path / "diary"
     run = new_run(tmp_path, f"model.diary={diary}", "max_duration=3ep", "eval_every=3ep", "global_batch_size=3")
@@ -86,6 +88,7 @@ def test_two_one_and_two_ranks_read_each_sample_of_each_epoch_once(tmp_path):
     assert all(sorted(ids) == train_ids for ids in ids_by_epoch.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 85), (signal.SIGUSR2, 85), (signal.SIGINT, 87)])
 def test_a_signal_saves_at_the_step_boundary_exits_with_its_code_and_loses_no_step(number, code, tmp_path):
     whole, stopped = new_run(tmp_path), new_run(tmp_path, "checkpoint.every=1000st")
@@ -100,6 +103,7 @@ def test_a_signal_saves_at_the_step_boundary_exits_with_its_code_and_loses_no_st
     assert read_run_metrics(whole) == read_run_metrics(stopped)
 
 
+@pytest.mark.slow
 def test_a_signal_while_data_are_packed_exits_at_once_and_the_next_attempt_packs_and_trains(tmp_path):
     config = configs.compose("stripes", [f"data.cache={tmp_path / 'cache'}"], FAMILIES)
     run = runs.create_run(tmp_path / "runs", config)
@@ -114,6 +118,7 @@ def test_a_signal_while_data_are_packed_exits_at_once_and_the_next_attempt_packs
     assert train(run) == 0
 
 
+@pytest.mark.slow
 def test_max_runtime_stops_in_time_with_a_code_of_its_own(tmp_path):
     run = new_run(tmp_path, "max_duration=10000ep", "max_runtime=1m", "eval_every=10000ep")
     assert execute(run, FAMILIES, environ={}, started=time.time() - 50) == 86
@@ -121,6 +126,7 @@ def test_max_runtime_stops_in_time_with_a_code_of_its_own(tmp_path):
     assert load_state(run)["progress/step"] > 0
 
 
+@pytest.mark.slow
 def test_a_finished_run_stays_as_it_is(tmp_path):
     run = new_run(tmp_path, "max_duration=1ep")
     assert train(run) == 0
@@ -139,6 +145,7 @@ def test_a_gradient_that_is_not_finite_ends_the_run_and_is_not_saved(tmp_path):
     assert all(np.isfinite(v.numpy()).all() for name, v in state.items() if name.startswith("model/"))
 
 
+@pytest.mark.slow
 def test_a_flipped_byte_in_the_newest_checkpoint_is_reported_and_the_previous_one_is_used(tmp_path, capfd):
     whole, damaged = new_run(tmp_path), new_run(tmp_path)
     assert train(whole) == 0
@@ -153,6 +160,7 @@ def test_a_flipped_byte_in_the_newest_checkpoint_is_reported_and_the_previous_on
     assert find_differences(load_state(whole), load_state(damaged)) == []
 
 
+@pytest.mark.slow
 def test_a_resume_on_other_data_is_refused(tmp_path):
     run = new_run(tmp_path, "max_duration=1ep")
     assert train(run) == 0

@@ -352,6 +352,7 @@ def _take_lock(run: Path, start: float, outcomes: "multiprocessing.Queue[str]", 
         outcomes.put(str(error))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stale", [True, False])
 def test_of_many_processes_that_request_a_lock_at_once_exactly_one_gets_it(tmp_path: Path, stale: bool):
     fork = multiprocessing.get_context("fork")

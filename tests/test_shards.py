@@ -239,6 +239,7 @@ print(data.count, sum(array.nbytes for array in arrays) / 1e6, peak_mb() - befor
 """
 
 
+@pytest.mark.slow
 def test_ten_million_samples_need_memory_for_arrays_but_no_object_each(tmp_path):
     subprocess.run([sys.executable, "-c", WRITE_LARGE_INDEX.format(count=COUNT), tmp_path], check=True)
     command = [sys.executable, "-c", OPEN_LARGE_INDEX, tmp_path]

@@ -166,6 +166,7 @@ def test_a_damaged_shard_is_an_error_of_copying_and_no_file_is_left(staging):
     assert staging.list_files() == set()
 
 
+@pytest.mark.slow
 def test_two_concurrent_processes_copy_once(large, scratch, tmp_path):
     context = multiprocessing.get_context("spawn")
     start, results = context.Barrier(2), context.Queue()
@@ -186,6 +187,7 @@ def stage_at_once(stager: Stager, start: Any, results: Any) -> None:
     results.put((stager(), stager.told))
 
 
+@pytest.mark.slow
 def test_a_killed_copier_leaves_nothing_that_looks_complete(large, scratch, tmp_path):
     stager = Stager(large, scratch, tmp_path)
     process = multiprocessing.get_context("spawn").Process(target=die_while_copying, args=(stager,))
@@ -209,6 +211,7 @@ def die_while_copying(stager: Stager) -> None:
     stager()
 
 
+@pytest.mark.slow
 def test_a_stop_while_copying_leaves_no_copy_and_reads_the_original(large, scratch, tmp_path):
     stager = Stager(large, scratch, tmp_path)
     assert stager(stop_requested=lambda: True) == Staged(large, "stop requested while copying")

@@ -462,6 +462,7 @@ def test_a_job_of_another_slurm_is_not_confused_with_a_job_of_the_same_id_here(t
 # Real runs on this machine
 
 
+@pytest.mark.slow
 def test_a_local_run_is_running_and_after_cancel_stopped(tmp_path):
     run = new_run(tmp_path, *LONG)
     process = start(run)
@@ -480,6 +481,7 @@ def test_a_local_run_is_running_and_after_cancel_stopped(tmp_path):
         cancel([run])
 
 
+@pytest.mark.slow
 def test_a_run_that_finished_here_is_done(tmp_path):
     run = new_run(tmp_path, "max_duration=4st")
     assert train(run) == 0
@@ -498,6 +500,7 @@ def test_a_run_in_the_background_waits_until_it_has_started(tmp_path):
     assert (folder.read_status().state, folder.read_status().slurm_job_id) == ("failed", "")
 
 
+@pytest.mark.slow
 def test_a_run_killed_here_is_lost_and_a_run_elsewhere_is_out_of_reach(tmp_path):
     run = new_run(tmp_path, *LONG)
     process = start(run)

@@ -222,6 +222,7 @@ def _list_tensors(value: object) -> list[Tensor]:
     return [tensor for item in inner for tensor in _list_tensors(item)]
 
 
+@pytest.mark.slow
 def test_memory_that_a_step_frees_is_kept_for_the_next():
     script = """
 import resource, torch

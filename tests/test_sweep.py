@@ -118,6 +118,7 @@ def test_an_invalid_sweep_is_refused_in_one_line(words, expected):
 # Creating a sweep
 
 
+@pytest.mark.slow
 def test_each_combination_is_a_separate_run_and_the_last_axis_varies_fastest(tmp_path: Path):
     made = make_sweep(tmp_path, "optimizer.lr=1e-2,3e-3 seed=0,1,2", "max_duration=1ep")
     assert [e.index for e in made.elements] == list(range(6))
@@ -199,6 +200,7 @@ def test_a_damaged_sweep_file_is_named(tmp_path: Path):
         sweep_file.load("s", tmp_path / "runs")
 
 
+@pytest.mark.slow
 def test_runs_that_are_neither_done_nor_active_are_submitted_again(tmp_path: Path):
     made = make_sweep(tmp_path, "seed=range(0,8)")
     names = ["done", "waiting", "running", "silent", "failed", "lost", "stopped", "new"]
@@ -321,6 +323,7 @@ def test_hours_count_every_rank_of_every_attempt_including_repeated_steps(tmp_pa
     assert "GPU-hours" in results.format_results(found) and "CPU rank-hours" in results.format_results(found)
 
 
+@pytest.mark.slow
 def test_the_csv_has_every_run_and_the_page_needs_no_other_file(tmp_path: Path):
     made = make_sweep(tmp_path, "optimizer.lr=1e-4,1e-3,1e-2 augment.zoom=0,0.1 compile=on,off seed=0,1")
     for element in made.elements[:-1]:
@@ -348,6 +351,7 @@ def test_an_axis_is_logarithmic_where_its_values_span_more_than_a_decade():
         assert [label.get_text() for label in axes.get_xticklabels()] == values
 
 
+@pytest.mark.slow
 def test_runs_of_a_sweep_train_like_any_other_and_their_results_are_collected(tmp_path: Path):
     from trainyard.config import compose
 
@@ -387,6 +391,7 @@ def read_events(run: Path) -> list[str]:
     return [json.loads(line)["event"] for line in (run / "events.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_hydras_own_multirun_trains_each_combination_as_a_run(tmp_path: Path):
     done = run_multirun(tmp_path, "optimizer.lr=1e-2,1e-3")
     assert done.returncode == 0, done.stderr
@@ -397,6 +402,7 @@ def test_hydras_own_multirun_trains_each_combination_as_a_run(tmp_path: Path):
     assert {path.name for path in tmp_path.iterdir()} == {"runs", "data"}
 
 
+@pytest.mark.slow
 def test_the_submitit_plugin_trains_in_separate_processes_and_a_failure_sets_the_exit_code(tmp_path: Path):
     done = run_multirun(tmp_path, "hydra/launcher=submitit_local", "model.poison_step=-1,12")
     assert done.returncode == 1
@@ -411,6 +417,7 @@ def test_what_hydra_refuses_is_reported_and_nothing_is_trained(tmp_path: Path):
     assert not (tmp_path / "runs/stripes").exists()
 
 
+@pytest.mark.slow
 def test_a_training_that_stopped_half_way_is_not_a_success_for_hydra(tmp_path: Path):
     done = run_multirun(tmp_path, "max_runtime=0min")
     assert done.returncode == 1 and "ended with code 86" in done.stderr

@@ -86,6 +86,7 @@ def list_files(*folders: str) -> list[Path]:
     return files
 
 
+@pytest.mark.slow
 def test_replaced_words_stay_away():
     assert find_words(ROOT, list_files(*READ)) == []
 

@@ -1,6 +1,7 @@
 """The antispoof family as a whole; `perfect_rows` is for tests over all families."""
 
 import numpy as np
+import pytest
 import torch
 
 from . import metrics, vocoders
@@ -14,6 +15,7 @@ def perfect_rows(columns: dict[str, np.ndarray], ids: np.ndarray) -> tuple[dict[
     return rows, {"eer": 0.0, "min_dcf": 0.0, "act_dcf": 0.0, "eer_A01": 0.0, "eer_A02": 0.0}
 
 
+@pytest.mark.slow
 def test_the_network_memorises_thirty_two_utterances_and_two_runs_are_bitwise_equal() -> None:
     """Synthetic speech against copies with its phases: 24 steps, twice; 6 s."""
     waves = []

@@ -66,6 +66,7 @@ def test_a_missing_or_broken_score_file_says_what_to_type(tmp_path: Path) -> Non
         run_verb("score-check", str(broken))
 
 
+@pytest.mark.slow
 def test_a_score_file_of_a_known_set_without_a_trial_is_invalid_even_without_a_protocol(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

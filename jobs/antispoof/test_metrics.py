@@ -11,6 +11,7 @@ from .metrics import AsvRates, compute_det_curve
 from .protocols import read_asv_rates
 
 
+@pytest.mark.slow
 def test_the_scores_of_a_published_system_have_its_published_error_rates() -> None:
     folder = find_shared_audio("asvspoof2019_scores")
     asv = read_asv_rates(folder / ASV_EVAL)

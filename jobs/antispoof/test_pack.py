@@ -76,6 +76,7 @@ def test_plain_files_are_stored_byte_for_byte_or_as_their_samples(tmp_path: Path
         assert np.array_equal(get_wave(load(path, RULE)), soundfile.read(path, dtype="int16")[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("store", ["pcm", "encoded"])
 def test_evaluation_reads_the_first_part_of_packed_speech_and_no_noise(
     asvspoof_2019: Path, tmp_path: Path, store: str

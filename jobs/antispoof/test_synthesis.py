@@ -42,6 +42,7 @@ def test_griffin_lim_gets_closer_to_the_magnitudes_with_more_rounds() -> None:
     assert errors[0] > errors[1] > errors[2]
 
 
+@pytest.mark.slow
 def test_synthetic_speech_is_reproducible_and_each_speaker_is_in_one_set(tmp_path: Path) -> None:
     for name in ("once", "twice"):
         synthesize(tmp_path / name, count=51, seed=3)

@@ -69,6 +69,7 @@ def test_every_parameter_has_a_gradient_and_is_in_one_optimizer_group() -> None:
     assert id(module.directions) in decayed
 
 
+@pytest.mark.slow
 def test_a_small_model_memorises_its_prints() -> None:
     config = make_config()
     config.model.dropout = 0.0

@@ -25,6 +25,7 @@ def test_synthetic_prints_are_reproducible_and_complete_when_they_appear(tmp_pat
         synthesize(tmp_path / "once", count=8, seed=3)
 
 
+@pytest.mark.slow
 def test_several_processes_generate_the_same_prints(tmp_path: Path) -> None:
     synthesize(tmp_path / "all", count=8 * 8 + 1, seed=0)  # nine fingers: two processes
     assert len(list((tmp_path / "all").iterdir())) == 65

@@ -111,6 +111,7 @@ def test_the_report_gets_two_plots(data: ShardSet) -> None:
     assert len(plots) == 2 and all(Image.open(io.BytesIO(png)).format == "PNG" for png in plots.values())
 
 
+@pytest.mark.slow
 def test_real_furniture_is_packed_completely_and_three_epochs_beat_the_median(tmp_path: Path) -> None:
     torch.set_num_threads(1)  # on a busy machine a second thread only slows so small a network down
     config = make_config(numeric_columns=["depth", "height", "width"])

@@ -45,6 +45,7 @@ def bad_packs(tmp_path_factory: pytest.TempPathFactory) -> BadPacks:
     return packs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("row", "message"), BAD_ROWS)
 def test_rows_that_cannot_train_stop_packing_or_are_skipped(row: list[str], message: str, bad_packs: BadPacks) -> None:
     error, skipped, bad_count = bad_packs[row[0]]
@@ -103,6 +104,7 @@ def test_buckets_reduce_padding_and_read_every_row_once() -> None:
     assert waste[0] > 0.4 and waste[1] < 0.1
 
 
+@pytest.mark.slow
 def test_the_synthetic_catalogue_is_reproducible_and_its_prices_follow_from_the_text(tmp_path: Path) -> None:
     for name in ("a", "b"):
         synthesize(tmp_path / name, count=50, seed=1)
@@ -121,6 +123,7 @@ def test_the_synthetic_catalogue_is_reproducible_and_its_prices_follow_from_the_
     assert FLOOR < score < 40 < 60 < median_score
 
 
+@pytest.mark.slow
 def test_images_are_found_by_the_end_of_their_url_and_may_be_missing_only_if_configured(tmp_path: Path) -> None:
     (tmp_path / "images").mkdir()
     Image.new("RGB", (20, 10), (255, 0, 0)).save(tmp_path / "images" / "a.jpg")

@@ -28,6 +28,7 @@ def perfect_rows(columns: dict[str, np.ndarray], ids: np.ndarray) -> tuple[dict[
     return rows, {"smape": 0.0, "mae_log": 0.0, "bias_log": 0.0, "median_ratio": 1.0, "smape_decile_1": 0.0}
 
 
+@pytest.mark.slow
 def test_training_and_prediction_open_no_connection_and_every_id_gets_one_positive_price(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -68,6 +68,7 @@ def make_one_image(count: int, found: int) -> tuple[list[GroundTruth], list[Dete
     return [truth], [Detections(boxes[:found], np.linspace(1, 0.5, found), zeros[:found])]
 
 
+@pytest.mark.slow
 def test_more_than_100_objects_need_the_limits_of_aitod() -> None:
     truths, detections = make_one_image(300, 300)
     assert evaluate(truths, detections, categories=["a"], areas="aitod")["ap"] == pytest.approx(1.0)

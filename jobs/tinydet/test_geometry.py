@@ -63,6 +63,7 @@ AUGMENTATIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("decode", ["cpu", "dali"])
 @pytest.mark.parametrize("name", AUGMENTATIONS)
 def test_boxes_follow_the_image_to_less_than_a_pixel(

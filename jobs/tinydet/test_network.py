@@ -69,6 +69,7 @@ def test_gradient_checkpointing_changes_no_gradient(variant: str) -> None:
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(*grads, strict=True) if a is not None)
 
 
+@pytest.mark.slow
 def test_a_compiled_module_has_the_same_losses() -> None:
     config = make_config()
     losses = []

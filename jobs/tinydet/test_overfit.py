@@ -16,6 +16,7 @@ from .overfit import make_small_config, overfit, record_learning_curve
 from .synthesis import draw_scene
 
 
+@pytest.mark.slow
 def test_the_detector_for_tiny_objects_overfits_two_scenes() -> None:
     config = make_small_config("ms", tile_px=160, scale=1.0)
     config.image.height_px, config.image.width_px = 128, 160
@@ -31,6 +32,7 @@ def test_the_detector_for_tiny_objects_overfits_two_scenes() -> None:
     assert curve[-1]["ap50"] > 0.9 and curve[-1]["loss"] < 0.8 * curve[0]["loss"], curve
 
 
+@pytest.mark.slow
 def test_overfitting_writes_a_curve_for_each_variant_on_the_same_tiles(tmp_path: Path) -> None:
     raw = write_coco(tmp_path / "raw")
     options: dict[str, Any] = {"steps": 2, "tiles": 2, "tile_px": 32, "scale": 1.0, "results": tmp_path}

@@ -15,6 +15,7 @@ from .pack import synthesize
 from .synthesis import IMAGES_PER_FAMILY, PAIRS, draw_face, draw_images
 
 
+@pytest.mark.slow
 def test_synthetic_faces_are_reproducible(tmp_path: Path) -> None:
     for name in ("once", "twice"):
         synthesize(tmp_path / name, count=2 * IMAGES_PER_FAMILY + 6, seed=3)
@@ -44,6 +45,7 @@ def test_twins_share_a_genome_and_differ_in_marks_except_at_difficulty_one() -> 
     assert same.traits == again.traits and not any(mole.darkness for mole in same.moles[2:])
 
 
+@pytest.mark.slow
 def test_images_of_strangers_differ_more_than_those_of_twins() -> None:
     def average_face(family: int, twin: int) -> np.ndarray:
         images = itertools.islice(draw_images(0, family, twin), 12)

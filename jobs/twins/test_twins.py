@@ -1,6 +1,7 @@
 """The twins family as a whole: a perfect model, used by the tests over all families."""
 
 import numpy as np
+import pytest
 import torch
 
 from .cases import make_batch, make_data, make_module
@@ -17,6 +18,7 @@ def perfect_rows(columns: dict[str, np.ndarray], ids: np.ndarray) -> tuple[dict[
     return rows, expected
 
 
+@pytest.mark.slow
 def test_a_small_model_overfits_four_pairs_of_twins() -> None:
     data = make_data()
     module, batch = make_module(data=data), make_batch(data, data.train_ids[:32])

@@ -186,6 +186,7 @@ def test_without_an_engine_the_error_says_how_to_install_one(tmp_path: Path):
     assert (said.returncode, said.stderr) == (2, "CONTAINER_ENGINE=moby: expected docker or podman, or nothing.\n")
 
 
+@pytest.mark.slow
 def test_a_build_without_disk_space_is_refused_before_any_download(engine, checkout: Path):
     table = checkout / "containers" / "targets.yaml"
     table.write_text(re.sub(r"(build_gib:\n  cpu:) \d+", r"\1 99000", table.read_text()))

@@ -30,6 +30,7 @@ def extract_script(printed: str) -> str:
     return printed[printed.index("#!/bin/bash") :]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("hw", "gpus", "nodes"), REQUESTS)
 def test_the_batch_script_for_each_card_matches_the_golden_text(hw, gpus, nodes, capsys):
     words = ["--hw", hw, "--gpus", str(gpus), *(["--nodes", str(nodes)] if nodes else [])]
@@ -43,6 +44,7 @@ def test_every_golden_text_is_compared():
     assert len(list(GOLDEN.glob("*.sh"))) == len(REQUESTS) == 15
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("gpus", "split"),
     [(1, "64 x 8 micro-batches x 1"), (4, "64 x 2 micro-batches x 4"), (8, "64 x 1 micro-batches x 8")],
@@ -69,6 +71,7 @@ def test_make_submit_prints_the_same(tmp_path):
     assert "needs DATA=folder" in made.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
