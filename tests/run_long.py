@@ -19,7 +19,10 @@ TESTED = ("src", "jobs", "containers", "slurm", "tests", "conftest.py", "pyproje
 
 
 def main() -> int:
-    """Run the tests, write the result, and return pytest's exit code."""
+    """Run the tests, write the result and return pytest's exit code; with --check, only describe the result."""
+    if sys.argv[1:] == ["--check"]:
+        print(describe_result())
+        return 0
     if dirty := _git("status", "--porcelain", "--", *TESTED, f":!{RESULT.relative_to(ROOT)}"):
         print(f"Commit first, so that the result names what it ran on:\n{dirty}", file=sys.stderr)
         return 2
@@ -43,6 +46,17 @@ def main() -> int:
     RESULT.write_text(json.dumps(result, indent=1) + "\n")
     print(f"{RESULT.relative_to(ROOT)} is written: commit it.")
     return code
+
+
+def describe_result() -> str:
+    """Return one line: when the long tests ran, how they ended, and whether the code has changed since."""
+    if not RESULT.is_file():
+        return "The long tests have no result. Type: make test-long"
+    result = json.loads(RESULT.read_text())
+    outcomes = [test["outcome"] for test in result["tests"].values()]
+    counts = ", ".join(f"{outcomes.count(one)} {one}" for one in dict.fromkeys(outcomes))
+    age = "on this code" if result["tree"] == hash_tested() else f"on other code ({result['commit'][:7]})"
+    return f"Long tests: {counts}, {result['date']}, {age}."
 
 
 def describe_case(case: ElementTree.Element) -> dict[str, object]:

@@ -18,7 +18,7 @@ _LEAST_ERRORS = 1  # rates of fewer errors are not drawn: they depend only on th
 
 
 def draw_score_histogram(scores: Mapping[str, Floats], *, x_label: str) -> bytes:
-    """Plot the distribution of the scores of each kind of pair, each with area one."""
+    """Plot the distribution of the scores of each kind of pair, each with area one; a kind without scores has none."""
 
     def draw(axes: "Axes") -> None:
         from matplotlib.ticker import MaxNLocator
@@ -26,7 +26,8 @@ def draw_score_histogram(scores: Mapping[str, Floats], *, x_label: str) -> bytes
         pooled = np.concatenate(list(scores.values()))
         edges = np.linspace(pooled.min(), pooled.max(), _BINS + 1)
         for name, values in scores.items():
-            axes.hist(values, bins=list(edges), density=True, alpha=0.5, label=f"{name} ({len(values):,})")
+            density = len(values) > 0
+            axes.hist(values, bins=list(edges), density=density, alpha=0.5, label=f"{name} ({len(values):,})")
         axes.xaxis.set_major_locator(MaxNLocator(nbins=6))
         axes.set_ylabel("density")
         axes.legend()
