@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from trainyard import cli
+from trainyard.files import exclusive_lock
 from trainyard.runs.lock import RunLock
 from trainyard.tools import gc
 from trainyard.train import checkpoint
@@ -96,6 +97,7 @@ def test_unneeded_deletes_exactly_what_the_list_says_nobody_needs(place, capsys)
     (place / "data/pricing-half/packing.json").write_text("{}")
     (place / "runs/pricing/.new-0123").mkdir()
     (place / "runs/pricing/.new-0123/config.yaml").write_text("job: pricing\n")
+    os.utime(place / "runs/pricing/.new-0123", (0, 0))
     before = find(place)
     kinds = {item.kind for item in before.values() if not item.needed_by}
     assert {"drawn", "half-packed", "leftover", "checkpoints"} <= kinds
@@ -164,3 +166,44 @@ def test_code_of_a_stopped_submitted_run_is_needed_by_it(place):
     (run / "code/x.py").write_text("x = 1\n")
     assert find(place)[str(run / "code")].needed_by == "pricing/submitted-failed"
     assert json.loads((run / "env.json").read_text())
+
+
+def test_a_run_that_is_being_created_is_not_a_leftover(place):
+    (place / "runs/pricing/.new-4567").mkdir()
+    (place / "runs/pricing/.new-4567/config.yaml").write_text("job: pricing\n")
+    name = "runs/pricing/.new-4567"
+    assert str(place / name) not in find(place)
+    os.utime(place / name, (0, 0))
+    assert find(place)[str(place / name)].kind == "leftover"
+
+
+def test_data_that_another_process_is_packing_stay(place, capsys):
+    folder = place / "data/pricing-half"
+    folder.mkdir()
+    (folder / "packing.json").write_text("{}")
+    with exclusive_lock(place / "data/.pricing-half.guard"):  # another open file, as another process has
+        assert "another process is making it now" in run_gc(capsys, "--delete", str(folder), code=2)
+    assert folder.is_dir()
+    run_gc(capsys, "--delete", str(folder))
+    assert not folder.exists()
+
+
+def test_an_engine_that_fails_is_named_and_everything_else_is_listed(place, tmp_path, capsys):
+    engine = tmp_path / "docker"
+    engine.write_text("#!/bin/sh\necho 'Cannot connect to the Docker daemon' >&2\nexit 1\n")
+    engine.chmod(0o755)
+    lines = run_gc(capsys).splitlines()
+    assert lines[0].startswith("Container images are not listed: docker image ls")
+    assert lines[0].endswith("Cannot connect to the Docker daemon")
+    assert any(line.startswith("packed") for line in lines)
+
+
+def test_a_container_image_that_cannot_be_deleted_is_one_sentence(place, tmp_path, capsys):
+    engine = tmp_path / "docker"
+    engine.write_text(
+        "#!/bin/sh\ncase $2 in ls) echo 0123;; inspect) echo 1000 localhost/trainyard:cpu;;\n"
+        "rm) echo 'image is being used by running container 99' >&2; exit 1;; esac\n"
+    )
+    engine.chmod(0o755)
+    refused = run_gc(capsys, "--delete", "localhost/trainyard:cpu", code=2)
+    assert refused.startswith("UserError: docker image rm localhost/trainyard:cpu: image is being used")

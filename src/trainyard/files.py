@@ -69,16 +69,26 @@ class FlockRefused(Exception):
     """The file system does not support flock."""
 
 
+class LockHeld(Exception):
+    """Another process holds the lock."""
+
+
 @contextlib.contextmanager
-def exclusive_lock(guard: Path) -> Iterator[None]:
-    """Wait for and hold an flock on the file `guard`; the kernel releases it if the process dies.
+def exclusive_lock(guard: Path, *, wait: bool = True) -> Iterator[None]:
+    """Hold an flock on the file `guard`; the kernel releases it if the process dies.
+
+    Args:
+        wait: until another process releases it.
 
     Raises:
         FlockRefused: the file system does not support flock; raised on entry.
+        LockHeld: another process holds it, and `wait` is false.
     """
     with guard.open("a") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX)
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            raise LockHeld from None
         except OSError as error:
             raise FlockRefused(error.strerror) from None
         yield

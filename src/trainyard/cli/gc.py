@@ -21,7 +21,7 @@ def _gc(args: argparse.Namespace) -> int:
     from trainyard.tools import gc
 
     data = args.data or [Path("data")]
-    items = gc.find_items(args.runs, data_dirs=data, images=CHECKOUT / "images", environ=os.environ)
+    items = gc.find_items(args.runs, data_dirs=data, images=CHECKOUT / "images", environ=os.environ, tell=print)
     if not args.delete:
         print(gc.format_items(items))
         return 0

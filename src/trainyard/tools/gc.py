@@ -2,14 +2,16 @@
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from trainyard.errors import UserError
-from trainyard.files import FlockRefused, exclusive_lock
+from trainyard.files import FlockRefused, LockHeld, exclusive_lock
 from trainyard.runs.folder import CONFIG, ENV_FILE, format_run_name, list_newest_runs
 from trainyard.runs.history import RunSnapshot, read_run
 from trainyard.runs.lock import RunLock
@@ -20,6 +22,7 @@ _INDEX = "index.h5"
 _SYNTHETIC = "-synthetic-"  # in the name of a folder of drawn raw files
 _GIB = 2**30
 _ENGINE_TIMEOUT_S = 60
+_LEFTOVER_AGE_S = 3600  # a run is created within seconds: a younger folder may be one that is being created
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,14 @@ class Item:
     command: tuple[str, ...] = ()  # deletes it, where it is not files of ours
 
 
-def find_items(runs_dir: Path, *, data_dirs: Sequence[Path], images: Path, environ: Mapping[str, str]) -> list[Item]:
+def find_items(
+    runs_dir: Path,
+    *,
+    data_dirs: Sequence[Path],
+    images: Path,
+    environ: Mapping[str, str],
+    tell: Callable[[str], object] = lambda line: None,
+) -> list[Item]:
     """List what Trainyard keeps on this machine's disks, largest first within each kind.
 
     Reads file sizes, `env.json` and checkpoint manifests; costs one `stat` for each file.
@@ -46,6 +56,7 @@ def find_items(runs_dir: Path, *, data_dirs: Sequence[Path], images: Path, envir
             what the runs of `runs_dir` read is listed: the rest may be somebody else's.
         images: folder of SIF files.
         environ: for the user's cache folder and scratch.
+        tell: called with a line about what could not be listed.
     """
     runs = [read_run(path) for path in list_newest_runs(runs_dir, None)] if runs_dir.is_dir() else []
     readers = _find_readers(runs)
@@ -56,7 +67,7 @@ def find_items(runs_dir: Path, *, data_dirs: Sequence[Path], images: Path, envir
         *_list_leftovers(runs_dir),
         *_list_copies(environ),
         *_list_sifs(images),
-        *_list_container_images(),
+        *_list_container_images(tell),
         *_list_caches(environ),
     ]
     kinds = list(dict.fromkeys(item.kind for item in found))
@@ -115,17 +126,21 @@ def delete_items(items: Sequence[Item], tell: Callable[[str], object]) -> int:
     freed = 0
     for item in items:
         if item.command:
-            subprocess.run(item.command, check=True, stdout=subprocess.DEVNULL, timeout=_ENGINE_TIMEOUT_S)
+            _run_engine(item.command)
         elif item.kind in ("checkpoints", "code"):
             with RunLock(_find_run(item.paths[0])):
                 _delete(item.paths)
         elif item.kind in ("packed", "half-packed", "drawn"):
             (folder,) = item.paths
             try:
-                with exclusive_lock(folder.with_name(f".{folder.name}.guard")):
+                with exclusive_lock(folder.with_name(f".{folder.name}.guard"), wait=False):
                     _delete(item.paths)
+            except LockHeld:
+                raise UserError(f"{folder}: another process is making it now. See: trainyard gc") from None
             except FlockRefused as error:
-                raise UserError(f"{folder}: cannot be locked ({error}), so another run may read it now.") from None
+                raise UserError(
+                    f"{folder}: cannot be locked ({error}), so a run may be making it now. If none is: rm -r '{folder}'"
+                ) from None
         else:
             _delete(item.paths)
         freed += item.bytes
@@ -187,6 +202,8 @@ def _list_run(run: RunSnapshot) -> Iterator[Item]:
 def _list_leftovers(runs_dir: Path) -> Iterator[Item]:
     """List folders of runs whose creation was interrupted: none can be named, resumed or listed."""
     for path in sorted(runs_dir.glob("*/.new-*")) if runs_dir.is_dir() else ():
+        if time.time() - path.stat().st_mtime < _LEFTOVER_AGE_S:
+            continue
         yield Item(str(path), "leftover", _measure(path), "", "nothing to get back", (path,))
 
 
@@ -205,15 +222,19 @@ def _list_sifs(images: Path) -> Iterator[Item]:
         yield Item(str(path), "sif", path.stat().st_size, "clusters that name it", again, (path,))
 
 
-def _list_container_images() -> Iterator[Item]:
-    """List container images of ours, from the engine that answers; no engine, none."""
+def _list_container_images(tell: Callable[[str], object]) -> Iterator[Item]:
+    """List our container images in each engine that is installed; say so if one does not answer."""
     for engine in ("docker", "podman"):
         if shutil.which(engine) is None:
             continue
         listing = (engine, "image", "ls", "--filter", f"reference={CONTAINER_IMAGES}", "--format", "{{.ID}}")
-        found = _query(listing)
+        try:
+            found = _run_engine(listing)
+        except UserError as error:
+            tell(f"Container images are not listed: {error}")
+            continue
         for image in dict.fromkeys(found.split()):
-            shown = _query(
+            shown = _run_engine(
                 (engine, "image", "inspect", "--format", "{{.Size}} {{range .RepoTags}}{{.}} {{end}}", image)
             )
             size, *tags = shown.split() or ["0"]
@@ -222,13 +243,20 @@ def _list_container_images() -> Iterator[Item]:
                 yield Item(tag, f"{engine} image", int(size), "", "make image HW=...", command=command)
 
 
-def _query(command: Sequence[str]) -> str:
-    """Return what an engine prints; nothing if it does not answer, which is no reason to list nothing else."""
+def _run_engine(command: Sequence[str]) -> str:
+    """Return what an engine prints.
+
+    Raises:
+        UserError: it failed or did not answer; quotes its last line.
+    """
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_ENGINE_TIMEOUT_S)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout if done.returncode == 0 else ""
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise UserError(f"{shlex.join(command)}: {error}") from None
+    if done.returncode:
+        lines = done.stderr.strip().splitlines()
+        raise UserError(f"{shlex.join(command)}: {lines[-1] if lines else f'code {done.returncode}'}")
+    return done.stdout
 
 
 def _list_caches(environ: Mapping[str, str]) -> Iterator[Item]:
@@ -254,7 +282,10 @@ def _measure(folder: Path) -> int:
 
 def _delete(paths: Sequence[Path]) -> None:
     for path in paths:
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
+        try:
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+        except OSError as error:
+            raise UserError(f"{path}: cannot be deleted: {error}.") from None
