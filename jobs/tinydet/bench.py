@@ -82,23 +82,23 @@ def make_candidates(scratch: Path, images: int) -> list[Candidate]:
         Candidate(
             "reading",
             lambda: _measure_reading(_stream_ours(data, config)),
-            "pictures/s",
+            "images/s",
             **our_note,
             baseline="reading, reference",
         ),
         Candidate(
-            "reading, reference", lambda: _measure_reading(_stream_reference(raw, data)), "pictures/s", **reference_note
+            "reading, reference", lambda: _measure_reading(_stream_reference(raw, data)), "images/s", **reference_note
         ),
         Candidate(
             "training",
             lambda: _measure_training(config, data, _stream_ours(data, config))[0],
-            "pictures/s",
+            "images/s",
             baseline="training, reference",
         ),
         Candidate(
             "training, reference",
             lambda: _measure_training(config, data, _stream_reference(raw, data))[0],
-            "pictures/s",
+            "images/s",
         ),
         Candidate("waiting", lambda: _measure_training(config, data, _stream_ours(data, config))[1], "% of time"),
         Candidate(
