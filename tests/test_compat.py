@@ -22,7 +22,7 @@ JOBS = Path(__file__).parents[1] / "jobs"
 @pytest.fixture
 def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of the set as the current folder, with its stored paths changed to match; Slurm is unavailable."""
-    folder = Path(shutil.copytree(COMPAT, tmp_path / "lab"))
+    folder = Path(shutil.copytree(COMPAT, tmp_path / "lab", symlinks=True))
     changed = 0
     for path in folder.rglob("*"):
         if path.is_file() and path.suffix not in (".ckpt", ".h5") and "/lab" in (text := path.read_text()):

@@ -19,7 +19,7 @@ SET = Path(__file__).parent / "compat"
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with the runs and packed data of tests/compat, without container engine, cache and scratch."""
-    place = Path(shutil.copytree(SET, tmp_path / "place"))
+    place = Path(shutil.copytree(SET, tmp_path / "place", symlinks=True))
     monkeypatch.chdir(place)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
