@@ -3,6 +3,7 @@
 Torch, h5py and DALI are imported inside the functions, because the submitting side imports this file to pickle it.
 """
 
+import gc
 import importlib.util
 import os
 import socket
@@ -94,6 +95,7 @@ def execute(run: Path, jobs_dir: Path, *, environ: Mapping[str, str], started: f
     world, attempt = read_world(environ), read_attempt_id(environ, started=started)
     notes = _BatchScriptNotes(run, attempt, enabled="TRAINYARD_ATTEMPT" in environ)
     with StopFlag(notes.write_signal) as stop:  # before torch is imported: a warning may come early
+        _load_torch()
         try:
             lock = RunLock(run, break_other_host=break_lock, attempt=attempt) if world.is_main else None
             with lock or nullcontext(), _set_up_logging(run, world):
@@ -106,6 +108,22 @@ def execute(run: Path, jobs_dir: Path, *, environ: Mapping[str, str], started: f
     if world.is_main:
         notes.write_exit_code(code)
     return code
+
+
+def _load_torch() -> None:
+    """Load torch, and the compiler that its optimizers load at their first step, with garbage collection paused.
+
+    Loading makes half a million objects and drops hardly any, so collecting meanwhile takes a sixth of the time and
+    finds nothing. Frozen, they are not visited by later collections either, which would delay single steps.
+    """
+    if "torch" in sys.modules:
+        return
+    gc.disable()
+    try:
+        import torch._dynamo  # noqa: F401
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def _train(
