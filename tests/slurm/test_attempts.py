@@ -62,15 +62,6 @@ def is_at(run: Path, attempt: int) -> bool:
     return beat["attempt"].endswith(f"-{attempt}") and beat["phase"] == "training"
 
 
-def test_a_run_with_infinite_gradients_is_not_requeued(lab, start, capsys):
-    run = start("infinite", "model.poison_step=60", "--hw", "a5000", "--gpus", 2)
-    wait_for_end(lab, run)
-    assert read_ends(run) == [(0, "user_error", "stop")]
-    assert trainyard("why", run) == 0
-    output = capsys.readouterr().out
-    assert "the gradient is not finite" in output and "optimizer.lr" in output
-
-
 def test_four_ranks_on_two_nodes_train_to_the_end(lab, start):
     run = start("two-nodes", "data.decode=dali", "--hw", "a100", "--gpus", 4, "--nodes", 2)
     wait_for_end(lab, run)

@@ -47,55 +47,52 @@ def assert_same(run: Path, whole: Path) -> None:
 
 @pytest.mark.timeout(1500)
 def test_every_kind_of_interruption_gives_the_same_bits_and_is_recorded_with_its_cause(lab, start):
-    """All at once, each on its own nodes: most of the time is spent waiting for Slurm."""
+    """All runs at once, each on its own nodes, because most of the time is spent waiting for Slurm."""
     whole = start("whole", *LONG, *TWO_RANKS, "--hw", "2080ti")  # undisturbed; all find the data unpacked
-    took = {
-        "time_limit": start("limited", *LONG[:2], "model.sleep_ms=1600", "--gpus", 2, "--time", "2m", "--hw", "p100"),
-        "preempted": start("preempted", *LONG, *TWO_RANKS, "--hw", "a100"),
-        "node_failure": start("node-lost", *LONG, *TWO_RANKS, "--hw", "a5000"),
-        "crash": start("killed", *LONG, *TWO_RANKS, "--hw", "2080ti"),
-        "signalled": start("signalled", *LONG, *TWO_RANKS, "--hw", "2080ti"),
-        "cancelled": start("cancelled", *LONG, *TWO_RANKS, "--hw", "p100"),
-    }
-    first_node = dict.fromkeys(took, "")
-    blows = {
-        "preempted": lambda node: lab.submit(
-            "true", "-p", "a100-urgent", "--gres=gpu:a100:8", "-w", node, "--exclusive"
-        ),
-        "node_failure": lambda node: lab.run("scontrol", "update", f"nodename={node}", "state=down", "reason=test"),
-        "crash": lambda node: kill_rank(took["crash"], 1),
-        "signalled": lambda node: lab.run("scancel", "--signal=USR2", read_slurm_job_id(took["signalled"])),
-        "cancelled": lambda node: lab.run("scancel", read_slurm_job_id(took["cancelled"])),
-        "time_limit": lambda node: None,  # happens by itself
-    }
-
-    def all_hit() -> bool:
-        for name, run in took.items():
-            if not first_node[name] and read_last_step(run) >= 6:
-                first_node[name] = read_lines(run / "slurm" / "attempts.jsonl")[0]["nodes"]
-                blows[name](first_node[name])
-        return all(first_node.values())
-
+    limited = start("limited", *LONG[:2], "model.sleep_ms=1600", "--gpus", 2, "--time", "2m", "--hw", "p100")
+    evicted = start("evicted", *LONG, *TWO_RANKS, "--hw", "a100")
+    stopped = start("stopped", *LONG, *TWO_RANKS, "--hw", "2080ti")
+    lost = ""
     try:
-        wait("each is at step 6 and is hit", all_hit)
-        lab.wait_for(read_slurm_job_id(took["cancelled"]), "CANCELLED")
-        wait("all is written", lambda: read_last_step(took["cancelled"]) and not (took["cancelled"] / "lock").exists())
-        assert trainyard("resume", took["cancelled"], "--jobs", "tests/families") == 0
-        for run in (whole, *took.values()):
+        wait("the first steps", lambda: min(count_steps(evicted, 0), count_steps(stopped, 0)) >= 6)
+        lab.submit("true", "-p", "a100-urgent", "--gres=gpu:a100:8", "-w", read_node(evicted), "--exclusive")
+        kill_rank(stopped, 1)
+
+        wait("steps after the kill", lambda: count_steps(stopped, 1) >= 3)
+        lab.run("scancel", "--signal=USR2", read_slurm_job_id(stopped))
+        wait("steps after the preemption", lambda: count_steps(evicted, 1) >= 3)
+        lost = read_node(evicted)
+        lab.run("scontrol", "update", f"nodename={lost}", "state=down", "reason=test")
+
+        wait("steps after the signal", lambda: count_steps(stopped, 2) >= 3)
+        lab.run("scancel", read_slurm_job_id(stopped))
+        lab.wait_for(read_slurm_job_id(stopped), "CANCELLED")
+        wait("all is written", lambda: not (stopped / "lock").exists())
+        assert trainyard("resume", stopped, "--jobs", "tests/families") == 0
+        for run in (whole, limited, evicted, stopped):
             wait_for_end(lab, run)
     finally:  # other tests share the lab
-        if first_node["node_failure"]:
-            lab.run("scontrol", "update", f"nodename={first_node['node_failure']}", "state=resume")
+        if lost:
+            lab.run("scontrol", "update", f"nodename={lost}", "state=resume")
     assert read_ends(whole) == [(0, "done", "stop")]
-    assert read_ends(took["preempted"]) == [(0, "preempted", "slurm"), (1, "done", "stop")]
-    assert read_ends(took["node_failure"]) == [(0, "node_failure", "slurm"), (1, "done", "stop")]
-    assert read_ends(took["crash"]) == [(0, "crash", "requeue"), (1, "done", "stop")]
-    assert read_ends(took["signalled"]) == [(0, "preempted", "requeue"), (1, "done", "stop")]
-    assert read_ends(took["cancelled"]) == [(0, "done", "stop")], "the cancelled attempt could not write its end"
-    limited = read_ends(took["time_limit"])
-    assert len(limited) > 1 and limited[-1] == (len(limited) - 1, "done", "stop")
-    assert {end[1:] for end in limited[:-1]} == {("time_limit", "requeue")}
-    moved = read_lines(took["node_failure"] / "slurm" / "attempts.jsonl")
-    assert moved[0]["nodes"] != moved[2]["nodes"], "the lost node was used again"
-    for run in took.values():
+    assert read_ends(evicted) == [(0, "preempted", "slurm"), (1, "node_failure", "slurm"), (2, "done", "stop")]
+    # The third attempt was cancelled and could not write its end; the fourth is the first of a new Slurm job.
+    assert read_ends(stopped) == [(0, "crash", "requeue"), (1, "preempted", "requeue"), (0, "done", "stop")]
+    ends = read_ends(limited)
+    assert len(ends) > 1 and ends[-1] == (len(ends) - 1, "done", "stop")
+    assert {end[1:] for end in ends[:-1]} == {("time_limit", "requeue")}
+    assert read_node(evicted) != lost, "the lost node was used again"
+    for run in (limited, evicted, stopped):
         assert_same(run, whole)
+
+
+def read_node(run: Path) -> str:
+    """Return the node of a run's newest attempt."""
+    return [line["nodes"] for line in read_lines(run / "slurm" / "attempts.jsonl") if line["event"] == "start"][-1]
+
+
+def count_steps(run: Path, attempt: int) -> int:
+    """Return how many steps an attempt of a run's Slurm job has done, 0 before it trains."""
+    events = [line for line in read_lines(run / "events.jsonl") if line["event"] in ("start", "resume")]
+    began = [line["step"] for line in events if line["attempt"] == f"{read_slurm_job_id(run)}-{attempt}"]
+    return read_last_step(run) - began[0] if began else 0

@@ -13,6 +13,7 @@ from tests.slurm.cluster_runs import (
     Start,
     kill_rank,
     make_starter,
+    read_ends,
     read_last_step,
     read_slurm_job_id,
     wait,
@@ -52,7 +53,7 @@ def read_one_status(run: Path) -> Status:
 def test_a_killed_rank_and_an_infinite_loss_are_distinguished(current_lab, start, tmp_path):
     once = tmp_path / "lab.yaml"
     once.write_text(f"{LAB_FILE.read_text()}\nattempts: {{crash: 0}}\n")
-    infinite = start("infinite", "max_duration=20st", "model.poison_step=60", "--hw", "a5000")
+    infinite = start("infinite", "max_duration=20st", "model.poison_step=60", "--hw", "a5000", "--gpus", 2)
     killed = start("killed", *ENDLESS, "--gpus", 2, "--hw", "2080ti", cluster=once)
     wait("steps", lambda: read_last_step(killed) >= 3)
     running = explain_run(killed).splitlines()
@@ -64,9 +65,10 @@ def test_a_killed_rank_and_an_infinite_loss_are_distinguished(current_lab, start
     assert (read_one_status(killed).state, read_one_status(killed).cause) == ("failed", "signal 9")
     assert ": task 1: Killed\ncause: killed by signal 9\n" in explain_run(killed)
     assert (read_one_status(infinite).state, read_one_status(infinite).cause) == ("failed", "not_finite")
+    assert read_ends(infinite) == [(0, "user_error", "stop")], "it would happen again, so it is not requeued"
     output = explain_run(infinite)
     assert "rank 0 on " in output
-    assert "NotFinite: Step " in output
+    assert "NotFinite: Step " in output and "the gradient is not finite" in output
     assert "cause: NaN or infinite gradients" in output
     assert output.splitlines()[-1].endswith("optimizer.lr=0.005")
 
