@@ -3,10 +3,10 @@
 import contextlib
 import json
 import math
-import multiprocessing
 import os
 import pickle
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -22,6 +22,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 
+from tests.training import FORKSERVER
 from trainyard import files
 from trainyard.errors import UserError
 from trainyard.train import checkpoint
@@ -175,8 +176,7 @@ def kill_everywhere(folder, step):
 @pytest.mark.slow
 @pytest.mark.parametrize("step", [2, 1], ids=["a further step", "the same step again"])
 def test_kill_9_before_any_line_of_a_save_leaves_the_old_or_the_new_checkpoint(tmp_path, step):
-    spawn = multiprocessing.get_context("spawn")  # to fork in a process without threads of other tests
-    with ProcessPoolExecutor(1, mp_context=spawn) as pool:
+    with ProcessPoolExecutor(1, mp_context=FORKSERVER) as pool:
         outcomes, messages = pool.submit(kill_everywhere, tmp_path, step).result()
     old = outcomes.count((1, True))
     assert outcomes == [(1, True)] * old + [(step, False)] * (len(outcomes) - old)
@@ -184,25 +184,28 @@ def test_kill_9_before_any_line_of_a_save_leaves_the_old_or_the_new_checkpoint(t
     assert not messages, "a killed save must not look like damage"
 
 
-@pytest.mark.slow
+def save_and_record_calls(directory: Path) -> list[str]:
+    """Save a checkpoint; return the files that were flushed and renamed, in order. Runs in a process of its own."""
+    calls = []
+    real_fsync, real_replace = os.fsync, os.replace
+
+    def fsync(descriptor):
+        calls.append(f"fsync {Path(f'/proc/self/fd/{descriptor}').readlink().name}")
+        real_fsync(descriptor)
+
+    def replace(source, target):
+        calls.append(f"rename {Path(source).name} {Path(target).name}")
+        real_replace(source, target)
+
+    os.fsync, os.replace = fsync, replace
+    save(directory, {"x": torch.ones(3)}, step=5, meta={})
+    return calls
+
+
 def test_bytes_reach_the_disk_before_their_names_do(tmp_path):
-    script = f"""
-import os, sys
-from pathlib import Path
-import torch
-from trainyard.train.checkpoint import save
-real_fsync, real_replace = os.fsync, os.replace
-def fsync(descriptor):
-    print("fsync", Path(os.readlink(f"/proc/self/fd/{{descriptor}}")).name)
-    real_fsync(descriptor)
-def replace(source, target):
-    print("rename", Path(source).name, Path(target).name)
-    real_replace(source, target)
-os.fsync, os.replace = fsync, replace
-save(Path({str(tmp_path / "new")!r}), {{"x": torch.ones(3)}}, step=5, meta={{}})
-"""
-    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert ran.stdout.splitlines() == [
+    with ProcessPoolExecutor(1, mp_context=FORKSERVER) as pool:
+        calls = pool.submit(save_and_record_calls, tmp_path / "new").result()
+    assert calls == [
         f"fsync {tmp_path.name}",
         "fsync step-000000005.ckpt.partial",
         "fsync step-000000005.json.partial",
@@ -329,22 +332,21 @@ def test_a_full_disk_is_an_error_that_says_so_and_the_last_checkpoint_stays(disk
     assert check_newest(directory) == 2
 
 
-@pytest.mark.slow
+def save_within_a_limit(directory: Path) -> str:
+    """Return the error of a save that needs more than a file may take. Runs in a process of its own."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+    try:
+        save(directory, {"x": torch.zeros(10), "y": torch.zeros(500_000)}, step=2, meta={})
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
 def test_a_limit_met_in_the_middle_of_a_save_leaves_no_partial_file(tmp_path):
     save_steps(tmp_path, 1)
-    script = f"""
-import resource
-from pathlib import Path
-import torch
-from trainyard.train.checkpoint import CheckpointError, save
-resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-try:
-    save(Path({str(tmp_path)!r}), {{"x": torch.zeros(10), "y": torch.zeros(500_000)}}, step=2, meta={{}})
-except CheckpointError as error:
-    print(error)
-"""
-    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert "step-000000002.ckpt: not saved: File too large" in ran.stdout
+    with ProcessPoolExecutor(1, mp_context=FORKSERVER) as pool:
+        error = pool.submit(save_within_a_limit, tmp_path).result()
+    assert "step-000000002.ckpt: not saved: File too large" in error
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000000001.ckpt", "step-000000001.json"]
     assert check_newest(tmp_path) == 1
 

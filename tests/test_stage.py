@@ -1,6 +1,5 @@
 import fcntl
 import json
-import multiprocessing
 import os
 import re
 import resource
@@ -16,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.training import FAMILIES, new_run
+from tests.training import FAMILIES, FORKSERVER, new_run
 from trainyard.cluster.description import load_cluster
 from trainyard.data.pack import pack
 from trainyard.data.shards import INDEX, Sample, ShardError, ShardSet
@@ -168,10 +167,9 @@ def test_a_damaged_shard_is_an_error_of_copying_and_no_file_is_left(staging):
 
 @pytest.mark.slow
 def test_two_concurrent_processes_copy_once(large, scratch, tmp_path):
-    context = multiprocessing.get_context("spawn")
-    start, results = context.Barrier(2), context.Queue()
+    start, results = FORKSERVER.Barrier(2), FORKSERVER.Queue()
     stager = Stager(large, scratch, tmp_path)
-    processes = [context.Process(target=stage_at_once, args=(stager, start, results)) for _ in range(2)]
+    processes = [FORKSERVER.Process(target=stage_at_once, args=(stager, start, results)) for _ in range(2)]
     for process in processes:
         process.start()
     (a, told_a), (b, told_b) = results.get(timeout=60), results.get(timeout=60)
@@ -190,7 +188,7 @@ def stage_at_once(stager: Stager, start: Any, results: Any) -> None:
 @pytest.mark.slow
 def test_a_killed_copier_leaves_nothing_that_looks_complete(large, scratch, tmp_path):
     stager = Stager(large, scratch, tmp_path)
-    process = multiprocessing.get_context("spawn").Process(target=die_while_copying, args=(stager,))
+    process = FORKSERVER.Process(target=die_while_copying, args=(stager,))
     process.start()
     process.join(60)
     assert process.exitcode == -signal.SIGXFSZ

@@ -5,18 +5,18 @@ import json
 import math
 import os
 import subprocess
-import sys
 from collections.abc import Sequence
+from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
-from tests.training import FAMILIES, train
+from tests.training import FAMILIES, run_as_command, train
 from trainyard.config import thaw
 from trainyard.data.prepare import prepare_data
 from trainyard.errors import UserError
-from trainyard.launch import sweep
+from trainyard.launch import multirun, sweep
 from trainyard.report import sweep_page as results
 from trainyard.runs import folder as runs
 from trainyard.runs import sweep_file
@@ -372,19 +372,13 @@ def test_runs_of_a_sweep_train_like_any_other_and_their_results_are_collected(tm
 
 def run_multirun(folder: Path, *words: str, jobs: Path = FAMILIES) -> subprocess.CompletedProcess[str]:
     """Run Hydra's multirun in a separate process, as the command line does: Hydra sets up logging and exits itself."""
-    code = (
-        "import os, sys\nfrom pathlib import Path\nfrom trainyard.launch.multirun import run_multirun\n"
-        f"sys.exit(run_multirun('stripes', sys.argv[1:], jobs_dir=Path({str(jobs)!r}), runs_dir=Path('runs'), "
-        "environ=os.environ))"
-    )
-    return subprocess.run(
-        [sys.executable, "-c", code, "max_duration=1ep", *words],
-        cwd=folder,
-        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    work = partial(_run_multirun_in_this_process, jobs, ("max_duration=1ep", *words))
+    return run_as_command(work, folder)
+
+
+def _run_multirun_in_this_process(jobs: Path, words: Sequence[str]) -> int:
+    os.environ.pop("PYTHONPATH", None)
+    return multirun.run_multirun("stripes", words, jobs_dir=jobs, runs_dir=Path("runs"), environ=os.environ)
 
 
 def read_events(run: Path) -> list[str]:

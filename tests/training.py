@@ -2,8 +2,10 @@
 
 import multiprocessing
 import os
+import subprocess
+import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +22,11 @@ FAMILIES = Path(__file__).parent / "families"
 VARYING = ("progress/train_s", "metrics_position")
 """What may differ between two runs that compute the same: time spent, and the bytes that recording it takes."""
 
-_server = multiprocessing.get_context("forkserver")
-_server.set_forkserver_preload(["trainyard.launch.rank_task", "trainyard.train.trainer", "trainyard.data.decode_dali"])
+FORKSERVER = multiprocessing.get_context("forkserver")
+"""Starts processes without threads of other tests, in which torch is loaded already: that saves seconds in each."""
+FORKSERVER.set_forkserver_preload(
+    ["trainyard.launch.rank_task", "trainyard.train.trainer", "trainyard.data.decode_dali"]
+)
 
 
 def new_run(root: Path, *overrides: str, job: str = "stripes", jobs: Path = FAMILIES) -> Path:
@@ -41,7 +46,7 @@ def start(run: Path, *, rank: int = 0, world_size: int = 1, rendezvous: str = "m
     if world_size > 1:
         numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size}
         environ = {name: str(value) for name, value in numbers.items()} | {"TRAINYARD_MEETING": rendezvous}
-    process = _server.Process(target=_run_rank, args=(run, environ, jobs))
+    process = FORKSERVER.Process(target=_run_rank, args=(run, environ, jobs))
     process.start()
     return process
 
@@ -52,6 +57,20 @@ def train_on_ranks(run: Path, world_size: int, *, rendezvous: str) -> list[int]:
     for process in ranks:
         process.join(240)
     return [process.exitcode for process in ranks]
+
+
+def run_as_command(
+    work: Callable[[], int], folder: Path, *, timeout_s: float = 240
+) -> subprocess.CompletedProcess[str]:
+    """Run `work` in a process of its own in `folder`; return its exit code and what it printed, as a command's."""
+    folder.mkdir(exist_ok=True)
+    outputs = [folder.with_name(f"{folder.name}.{name}") for name in ("stdout", "stderr")]
+    process = FORKSERVER.Process(target=_run_redirected, args=(work, folder, outputs))
+    process.start()
+    process.join(240)
+    assert process.exitcode is not None, "it has not ended"
+    stdout, stderr = (path.read_text() for path in outputs)
+    return subprocess.CompletedProcess([], process.exitcode, stdout, stderr)
 
 
 def wait_for_lines(run: Path, count: int, process: Any) -> None:
@@ -81,6 +100,13 @@ def find_differences(a: dict[str, Any], b: dict[str, Any], *, ignore: Sequence[s
 
 def _run_rank(run: Path, environ: dict[str, str], jobs: Path) -> None:
     os._exit(execute(run, jobs, environ=environ, started=time.time()))
+
+
+def _run_redirected(work: Callable[[], int], folder: Path, outputs: Sequence[Path]) -> None:
+    os.chdir(folder)
+    for descriptor, path in enumerate(outputs, start=1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
+    sys.exit(work())
 
 
 def _flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
