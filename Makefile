@@ -116,10 +116,12 @@ verify-bundle: ## check every file of a bundle, and train without network: BUNDL
 # COVERAGE=1: measured, processes that tests start included
 pytest = $(if $(COVERAGE),COVERAGE_FILE="$$PWD/.coverage" )$(VENV)/bin/$(if $(COVERAGE),coverage run,python) -m pytest -n auto --dist loadgroup --no-loadscope-reorder
 
-test: setup ## lint, then the tests that decide: CPU, no network  [COVERAGE=1]
+test: setup ## lint, and the tests that decide: CPU, no network  [COVERAGE=1]
 	@$(PYTHON) containers/machine.py --memory-gib 8 --purpose "the tests"
-	@$(MAKE) --no-print-directory lint
-	@$(pytest) -m "not long"
+	@# mypy keeps one core busy for a minute, so lint runs alongside the first tests and is shown last.
+	@linted=$$(mktemp); trap 'rm -f "$$linted"' EXIT; $(MAKE) --no-print-directory lint >"$$linted" 2>&1 & \
+		code=0; $(pytest) -m "not long" || code=$$?; \
+		wait $$! || code=$$?; cat "$$linted"; exit $$code
 	@[ -z "$${COVERAGE:-}" ] || { $(VENV)/bin/coverage combine --quiet; $(VENV)/bin/coverage report --sort=cover | tail -n 15; }
 
 test-fast: setup ## the tests to run all day: no Slurm, no container, no training beyond seconds
