@@ -6,12 +6,16 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.training import FAMILIES, load_state, new_run, read_run_metrics, train, train_on_ranks
+from tests.training import FAMILIES, FORKSERVER, load_state, new_run, read_run_metrics, train, train_on_ranks
+from trainyard.cli import main
 from trainyard.errors import UserError
+from trainyard.train import distributed
 from trainyard.train.distributed import Agreement, Decision
 from trainyard.train.stop import Stop
 from trainyard.train.world import World, read_world
@@ -60,22 +64,14 @@ def test_three_ranks_score_an_evaluation_set_as_one_does(tmp_path):
 def test_slurm_variables_start_the_same_training(tmp_path):
     run = new_run(tmp_path, *EXACT)
     slurm = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}
-    command = [
-        sys.executable,
-        "-m",
-        "trainyard",
-        "rank",
-        str(run),
-        "--jobs",
-        str(FAMILIES),
-        "--since",
-        str(time.time()),
-    ]
+    words = ["rank", str(run), "--jobs", str(FAMILIES), "--since", str(time.time())]
     ranks = [
-        subprocess.Popen(command, env={**os.environ, **slurm, "SLURM_PROCID": str(r), "SLURM_LOCALID": str(r)})
+        FORKSERVER.Process(
+            target=_run_command, args=(words, {**slurm, "SLURM_PROCID": str(r), "SLURM_LOCALID": str(r)})
+        )
         for r in range(2)
     ]
-    assert [process.wait(240) for process in ranks] == [0, 0]
+    assert _wait_for_codes(ranks) == [0, 0]
     assert load_state(run)["progress/step"] == 4
 
 
@@ -142,28 +138,31 @@ def test_an_agreement_returns_what_was_proposed_at_the_call_before():
     assert all(type(value) is type(default) for value, default in zip(returned[-1], Decision(), strict=True))
 
 
-@pytest.mark.slow
 def test_ranks_agree_on_the_maximum_of_each_field(tmp_path):
-    script = """
-import sys
-from pathlib import Path
-from trainyard.train import distributed
-from trainyard.train.distributed import Agreement, Decision
-from trainyard.train.stop import Stop
-from trainyard.train.world import World
-rank = int(sys.argv[1])
-distributed.join(World(rank, rank, 2, 2, rendezvous="agree"), Path(sys.argv[2]))
-agreement = Agreement()
-agreement.exchange((Decision(Stop.TIME_LIMIT, save=True), Decision(Stop.PREEMPTED, evaluate=True))[rank])
-print(agreement.exchange(Decision()) == Decision(Stop.PREEMPTED, evaluate=True, save=True))
-agreement.settle()
-distributed.leave()
-"""
-    command = [sys.executable, "-c", script]
-    ranks = [
-        subprocess.Popen([*command, str(rank), str(tmp_path)], stdout=subprocess.PIPE, text=True) for rank in range(2)
-    ]
-    assert [process.communicate(timeout=120)[0] for process in ranks] == ["True\n", "True\n"]
+    assert _wait_for_codes([FORKSERVER.Process(target=_agree, args=(rank, tmp_path)) for rank in range(2)]) == [0, 0]
+
+
+def _agree(rank: int, folder: Path) -> None:
+    distributed.join(World(rank, rank, 2, 2, rendezvous="agree"), folder)
+    agreement = Agreement()
+    agreement.exchange((Decision(Stop.TIME_LIMIT, save=True), Decision(Stop.PREEMPTED, evaluate=True))[rank])
+    agreed = agreement.exchange(Decision())
+    agreement.settle()
+    distributed.leave()
+    sys.exit(0 if agreed == Decision(Stop.PREEMPTED, evaluate=True, save=True) else f"rank {rank}: {agreed}")
+
+
+def _run_command(words: list[str], environ: dict[str, str]) -> None:
+    os.environ.update(environ)
+    sys.exit(main(words))
+
+
+def _wait_for_codes(processes: Sequence[Any]) -> list[int]:
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(240)
+    return [process.exitcode for process in processes]
 
 
 def _find_processes(text: str) -> list[int]:
