@@ -17,7 +17,7 @@ from trainyard.hardware import count_cores
 
 _RECORDED_DISTRIBUTIONS = (
     *("trainyard", "torch", "torchvision", "h5py", "numpy", "hydra-core", "submitit"),
-    *("pillow", "pycocotools", "scikit-learn", "scipy", "soundfile", "tokenizers", "transformers"),
+    *("pillow", "pycocotools", "scikit-learn", "scipy", "soundfile", "tokenizers", "transformers", "wsq"),
 )
 _RECORDED_VARIABLES = (
     "CUDA_VISIBLE_DEVICES",
