@@ -42,7 +42,20 @@ class HeadSettings:
 class PackingSettings:
     """From raw files to records. Changing an option means packing again."""
 
-    dpi: int = option(500, "resolution of the raw files in dots per inch; resolution tags are ignored", low=1)
+    layout: str = option(
+        "auto",
+        "how file names say whose print it is; auto: [<set>/]<finger>_<impression>, if no other reading differs",
+        choices=("auto", "sets", "sessions", "fvc", "sd4", "sd14", "sd300", "sd302", "mcyt", "socofing", "polyu"),
+    )
+    dpi: int = option(
+        500,
+        "resolution of the raw files in dots per inch, where neither index.csv, dpi_of_sets, the layout nor a WSQ file "
+        "states it; tags of other files are ignored",
+        low=1,
+    )
+    dpi_of_sets: list[str] = option(
+        list, "resolutions of sets that differ from dpi, by name or pattern, such as [FVC2002_DB2_B:569]"
+    )
     region_px: int = option(448, "side of the square around the print that the model sees, in px at 500 dpi", low=32)
 
 

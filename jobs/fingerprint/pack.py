@@ -8,57 +8,103 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+from loguru import logger
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
 from trainyard.data.shards import BadRecord, Loaded, Sample
 from trainyard.data.write_shard import open_image
 from trainyard.errors import UserError
+from trainyard.text import join_names
 
-from .config import Config
+from .config import Config, SplitSettings
+from .index_csv import DPI_RANGE
+from .listing import Listing, describe_listing, find_doubts, list_prints
 from .synthesis import synthesize
+from .wsq_images import WSQ_START, can_decode_wsq, decode_wsq
 
-__all__ = ["samples", "splits", "synthesize"]
+__all__ = ["log_reading", "samples", "splits", "synthesize"]
 
-SUFFIXES = {".tif", ".tiff", ".png", ".bmp", ".jpg", ".jpeg"}
 ORIENTATION = 0x0112  # the EXIF tag; 1 is upright
 BLOCK_PX = 8  # cell size of the search for the print, at 500 dpi: about one ridge
 
 
 def samples(raw: Path, config: Config) -> Iterator[Sample]:
-    """Yield every image `raw/<finger>_<impression>.<suffix>` and `raw/<set>/<finger>_<impression>.<suffix>`.
+    """Yield every print below `raw`, as `index.csv` or `packing.layout` reads it (`listing.list_prints`).
 
-    The last underscore separates the impression, a number; the finger itself may contain underscores. Files with other
-    suffixes are skipped. Columns: `finger` (text, unique over all sets), `impression` (number), `set` (text, "" for
-    images directly in `raw`), and `box_y, box_x, box_height, box_width`, the square to crop in px.
-    """
-    for folder in (raw, *sorted(path for path in raw.iterdir() if path.is_dir())):
-        set_name = "" if folder == raw else folder.name
-        for path in sorted(path for path in folder.iterdir() if path.suffix.lower() in SUFFIXES):
-            yield Sample(
-                key=path.relative_to(raw).as_posix(),
-                load=partial(load, path, set_name, config.packing.dpi, config.packing.region_px, config.image.fill),
-                source=path,
-            )
-
-
-def load(path: Path, set_name: str, dpi: int, region_px: int, fill: int) -> Loaded:
-    """Read one image and find the print in it.
+    Columns: `finger` (text, unique over all sets), `impression` (number), `set` (text, "" for images directly in
+    `raw`), `split` (text, "" where `index.csv` does not say), `dpi`, and `box_y, box_x, box_height, box_width`, the
+    square to crop in px. Files whose names cannot be read are yielded too: loading one gives the reason.
 
     Raises:
-        BadRecord: the name is not `<finger>_<impression>`, or the file is not a complete image of a known format.
+        UserError: as `list_prints`; or there are WSQ files, and their decoder is not installed.
     """
-    finger, underscore, impression = path.stem.rpartition("_")
-    if not underscore or not finger or not impression.isdecimal():
-        raise BadRecord(f"the name is not <finger>_<impression>{path.suffix}, such as 101_1{path.suffix}")
-    data, gray = _encode_gray(path.read_bytes(), fill)
+    listing = list_prints(raw, config.packing)
+    _refuse_wsq_without_decoder(listing)
+    for one in listing.prints:
+        yield Sample(
+            key=one.path,
+            load=partial(
+                load,
+                raw / one.path,
+                stated_dpi=one.dpi,
+                default_dpi=config.packing.dpi,
+                region_px=config.packing.region_px,
+                fill=config.image.fill,
+            ),
+            columns={
+                "finger": one.finger,
+                "impression": one.impression,
+                "set": one.set,
+                "split": one.split,
+                "dpi": one.dpi,
+            },
+            source=raw / one.path,
+        )
+    for path, reason in listing.unreadable.items():
+        yield Sample(key=path, load=partial(_refuse, reason), source=raw / path)
+
+
+def log_reading(raw: Path, config: Config) -> None:
+    """Log how a raw folder is read: five examples, what is not read, and what looks wrong."""
+    listing = list_prints(raw, config.packing)
+    for line in describe_listing(listing, config.packing):
+        logger.info("{}", line)
+    for doubt in find_doubts(listing):
+        logger.warning("{}", doubt)
+
+
+def _refuse_wsq_without_decoder(listing: Listing) -> None:
+    wsq = [one.path for one in listing.prints if one.path.lower().endswith(".wsq")]
+    if wsq and not can_decode_wsq():
+        raise UserError(
+            f"{len(wsq)} WSQ files ({join_names(wsq, most=3)}), but no decoder is installed here. In a checkout, type "
+            "make setup; for a container image, make image HW=card; elsewhere, pip install wsq."
+        )
+
+
+def _refuse(reason: str) -> Loaded:
+    raise BadRecord(reason)
+
+
+def load(path: Path, *, stated_dpi: int, default_dpi: int, region_px: int, fill: int) -> Loaded:
+    """Read one image and find the print in it.
+
+    Args:
+        stated_dpi: the resolution that the listing or an option states; 0: a WSQ file's own, else `default_dpi`.
+
+    Raises:
+        BadRecord: the file is not a complete image of a known format.
+    """
+    data, gray, own_dpi = _encode_gray(path.read_bytes(), fill)
+    if own_dpi and not stated_dpi and not DPI_RANGE[0] <= own_dpi <= DPI_RANGE[1]:
+        raise BadRecord(f"its comment says {own_dpi} dpi, which cannot be. State it: packing.dpi_of_sets=[*:500]")
+    dpi = stated_dpi or own_dpi or default_dpi
     centre_y, centre_x = find_print_centre(gray, dpi)
     side = round(region_px * dpi / 500)
     return {
         "image": data,
-        "finger": f"{set_name}/{finger}" if set_name else finger,
-        "impression": int(impression),
-        "set": set_name,
+        "dpi": dpi,
         "box_y": round(centre_y - side / 2),
         "box_x": round(centre_x - side / 2),
         "box_height": side,
@@ -66,22 +112,29 @@ def load(path: Path, set_name: str, dpi: int, region_px: int, fill: int) -> Load
     }
 
 
-def _encode_gray(data: bytes, fill: int) -> tuple[bytes, NDArray[np.uint8]]:
-    """Return an encoded 8-bit gray image and its pixels (H, W).
+def _encode_gray(data: bytes, fill: int) -> tuple[bytes, NDArray[np.uint8], int]:
+    """Return an encoded 8-bit gray image, its pixels (H, W), and the resolution that a WSQ file states, else 0.
 
     A plain gray JPEG or PNG keeps its bytes; anything else becomes a lossless PNG.
     """
+    if data.startswith(WSQ_START):
+        pixels, dpi = decode_wsq(data)
+        return _encode_png(pixels), pixels, dpi
     image = open_image(data)
     rotated = image.getexif().get(ORIENTATION, 1) != 1
     if image.mode == "L" and not image.has_transparency_data and not rotated:
         pixels = np.asarray(image)
         if image.format in ("JPEG", "PNG"):
-            return data, pixels
+            return data, pixels, 0
     else:
         pixels = np.asarray(_convert_to_gray(ImageOps.exif_transpose(image), fill))
+    return _encode_png(pixels), pixels, 0
+
+
+def _encode_png(pixels: NDArray[np.uint8]) -> bytes:
     png = io.BytesIO()
     Image.fromarray(pixels).save(png, "PNG", compress_level=1)
-    return png.getvalue(), pixels
+    return png.getvalue()
 
 
 def _convert_to_gray(image: Image.Image, fill: int) -> Image.Image:
@@ -129,34 +182,71 @@ def _compute_box_mean(cells: NDArray[np.float64], reach: int) -> NDArray[np.floa
 def splits(
     columns: Mapping[str, np.ndarray], vocabulary: Mapping[str, list[str]], config: Config
 ) -> dict[str, np.ndarray]:
-    """Return the sample ids of "train", "val" and the tests, which share no finger.
+    """Return the sample ids of "train", "val" and the tests; what trains, validates and tests shares no finger.
 
-    Fingers are held out in the order of a hash of (seed, name), so the split depends on nothing else. Shares are of the
-    fingers in `train_sets`, rounded, and at least two fingers, because one finger has no impostors.
+    The `split` column of `index.csv` decides if there is one; only `val` is held out here, if the column has none.
+    Otherwise sets have roles, and fingers are held out in the order of a hash of (seed, name), so the split depends on
+    nothing else. Shares are of the fingers in `train_sets`, rounded, and at least two fingers, because one finger has
+    no impostors.
 
     Args:
-        columns: `finger` and `set`, (N,) codes.
+        columns: `finger`, `set` and, but for data packed by older commits, `split`, (N,) codes.
         vocabulary: the names of those codes.
 
     Returns:
         Ascending int64 ids. Tests are named "test_<set>", or "test" if there are no `test_sets`.
 
     Raises:
-        UserError: a pattern matches no set, a set has two roles, or too few fingers are left for training.
+        UserError: a pattern matches no set, a set has two roles, a finger would be in two splits, or too few fingers
+            are left for training.
     """
-    settings = config.split
-    train_sets = _match_sets("split.train_sets", settings.train_sets, vocabulary["set"])
-    val_sets = _match_sets("split.val_sets", settings.val_sets, vocabulary["set"])
-    test_sets = _match_sets("split.test_sets", settings.test_sets, vocabulary["set"])
-    if settings.train_sets == ["*"]:
-        train_sets = [name for name in train_sets if name not in val_sets + test_sets]
-    _refuse_two_roles(train_sets, val_sets, test_sets)
+    given = np.array(vocabulary["split"])[columns["split"]] if "split" in columns else np.array([""])
+    if given.any():
+        masks = _take_given_splits(given, columns["finger"], vocabulary["finger"], config)
+    else:
+        masks = _deal_out_fingers(columns, vocabulary, config)
+    _refuse_shared_fingers(masks, columns["finger"], vocabulary["finger"])
+    return {name: np.flatnonzero(mask) for name, mask in masks.items() if mask.any()}
 
+
+def _take_given_splits(
+    given: np.ndarray, finger_codes: np.ndarray, finger_names: list[str], config: Config
+) -> dict[str, np.ndarray]:
+    """Return (N,) bool for each split that `index.csv` names, and for `val`: held out of `train` if it has none."""
+    settings = config.split
+    unlike = [
+        f"split.{name}=[{','.join(default)}]"
+        for name, default in (("train_sets", ["*"]), ("val_sets", []), ("test_sets", []))
+        if getattr(settings, name) != default
+    ]
+    if unlike:
+        raise UserError(
+            "The split column of index.csv and split.*_sets both say which prints train. Remove the column and pack "
+            f"again, or type {' '.join(unlike)}"
+        )
+    masks = {str(name): given == name for name in ("train", *sorted(set(given.tolist()) - {"train"}))}
+    if "val" not in masks:
+        fingers = _sort_fingers(finger_codes[masks["train"]], finger_names, config.seed)
+        val, train = np.split(fingers, [_count_held_out(len(fingers), settings.val_share)])
+        masks["val"], masks["train"] = np.isin(finger_codes, val), np.isin(finger_codes, train)
+    found = len(np.unique(finger_codes[masks["train"]]))
+    if found < 2:
+        raise UserError(
+            f"The split column of index.csv leaves {found} fingers to train on: at least 2 are needed. Give more lines "
+            "the split train, and pack again."
+        )
+    return masks
+
+
+def _deal_out_fingers(
+    columns: Mapping[str, np.ndarray], vocabulary: Mapping[str, list[str]], config: Config
+) -> dict[str, np.ndarray]:
+    """Return (N,) bool for each split, by the roles of sets and the shares of `config.split`."""
+    settings = config.split
+    train_sets, val_sets, test_sets = _find_roles(settings, vocabulary["set"])
     set_names, finger_codes = np.array(vocabulary["set"])[columns["set"]], columns["finger"]
-    fingers = np.unique(finger_codes[np.isin(set_names, train_sets)])
-    fingers = np.array(
-        sorted(fingers, key=lambda code: _hash_finger(config.seed, vocabulary["finger"][code])), dtype=np.int64
-    )
+    is_dealt = np.isin(set_names, train_sets)
+    fingers = _sort_fingers(finger_codes[is_dealt], vocabulary["finger"], config.seed)
     test_count = 0 if test_sets else _count_held_out(len(fingers), settings.test_share)
     val_count = 0 if val_sets else _count_held_out(len(fingers), settings.val_share)
     test, val, train = np.split(fingers, [test_count, test_count + val_count])
@@ -165,11 +255,41 @@ def splits(
             f"{len(fingers)} fingers to train on, less {test_count} for testing and {val_count} for validation: at "
             "least 2 must be left. Give more data, or lower split.val_share and split.test_share."
         )
-    masks = {"train": np.isin(finger_codes, train), "val": np.isin(finger_codes, val) | np.isin(set_names, val_sets)}
+    masks = {
+        "train": np.isin(finger_codes, train) & is_dealt,
+        "val": (np.isin(finger_codes, val) & is_dealt) | np.isin(set_names, val_sets),
+    }
     masks |= {f"test_{name}": set_names == name for name in test_sets}
     if test_count:
-        masks["test"] = np.isin(finger_codes, test)
-    return {name: np.flatnonzero(mask) for name, mask in masks.items() if mask.any()}
+        masks["test"] = np.isin(finger_codes, test) & is_dealt
+    return masks
+
+
+def _find_roles(settings: SplitSettings, names: list[str]) -> tuple[list[str], list[str], list[str]]:
+    train_sets = _match_sets("split.train_sets", settings.train_sets, names)
+    val_sets = _match_sets("split.val_sets", settings.val_sets, names)
+    test_sets = _match_sets("split.test_sets", settings.test_sets, names)
+    if settings.train_sets == ["*"]:
+        train_sets = [name for name in train_sets if name not in val_sets + test_sets]
+    _refuse_two_roles(train_sets, val_sets, test_sets)
+    return train_sets, val_sets, test_sets
+
+
+def _refuse_shared_fingers(masks: Mapping[str, np.ndarray], finger_codes: np.ndarray, finger_names: list[str]) -> None:
+    """Refuse a finger in two of train, val and the tests: sets may share fingers. Two tests may, too."""
+    owners: dict[str, np.ndarray] = {}
+    for name, mask in masks.items():
+        role = name.partition("_")[0]
+        owners[role] = np.union1d(owners.get(role, np.array([], np.int64)), finger_codes[mask])
+    for one, other in (("train", "val"), ("train", "test"), ("val", "test")):
+        shared = np.intersect1d(owners.get(one, []), owners.get(other, [])).astype(np.int64)
+        if len(shared):
+            raise UserError(
+                f"{len(shared)} fingers, such as {finger_names[shared[0]]}, are in '{one}' and in '{other}': the sets "
+                "share fingers, and a score on fingers that trained says nothing. Leave split.val_sets and "
+                "split.test_sets empty, so that fingers are held out in all sets, or write an index.csv with a split "
+                "column."
+            )
 
 
 def _match_sets(option: str, patterns: list[str], names: list[str]) -> list[str]:
@@ -188,6 +308,11 @@ def _refuse_two_roles(train_sets: list[str], val_sets: list[str], test_sets: lis
             f"'{repeated[0]}' is named in two of split.train_sets, split.val_sets and split.test_sets, but these "
             "must not share fingers. Keep it in one of them."
         )
+
+
+def _sort_fingers(codes: np.ndarray, names: list[str], seed: int) -> NDArray[np.int64]:
+    """Return the distinct codes, ordered by a hash of (seed, name)."""
+    return np.array(sorted(np.unique(codes), key=lambda code: _hash_finger(seed, names[code])), dtype=np.int64)
 
 
 def _hash_finger(seed: int, finger: str) -> bytes:

@@ -23,7 +23,13 @@ def read_pixels(data: object) -> np.ndarray:
         return np.asarray(image)
 
 
-load_500_dpi = partial(load, set_name="", dpi=500, region_px=64, fill=255)
+def make_config(layout: str) -> Config:
+    config = Config()
+    config.packing.layout = layout
+    return config
+
+
+load_500_dpi = partial(load, stated_dpi=0, default_dpi=500, region_px=64, fill=255)
 
 
 @pytest.mark.parametrize("suffix", ["png", "jpg"])
@@ -52,9 +58,7 @@ def test_other_images_become_gray_png_without_loss(tmp_path: Path) -> None:
         image.save(tmp_path / name)
         assert np.array_equal(read_pixels(load_500_dpi(tmp_path / name)["image"]), draw_ridges()), name
     gray.save(tmp_path / "1_8.png", transparency=255)
-    assert np.array_equal(
-        read_pixels(load(tmp_path / "1_8.png", "", 500, 64, fill=9)["image"]) == 9, draw_ridges() == 255
-    )
+    assert np.array_equal(read_pixels(load_500_dpi(tmp_path / "1_8.png", fill=9)["image"]) == 9, draw_ridges() == 255)
 
 
 def test_a_rotated_jpeg_is_stored_upright(tmp_path: Path) -> None:
@@ -72,9 +76,9 @@ def test_names_split_at_the_last_underscore_and_fingers_are_unique_over_sets(tmp
         path.parent.mkdir(exist_ok=True)
         Image.fromarray(draw_ridges()).save(path)
     (tmp_path / "A" / "readme.txt").write_text("not an image")
-    listed = list(samples(tmp_path, Config()))
+    listed = list(samples(tmp_path, make_config("sets")))
     assert [s.key for s in listed] == ["loose_2.png", "A/012_10_7.png", "A/101_1.png", "B/101_1.png"]
-    rows = [s.load() for s in listed]
+    rows = [s.columns for s in listed]
     assert [r["finger"] for r in rows] == ["loose", "A/012_10", "A/101", "B/101"]
     assert [r["impression"] for r in rows] == [2, 7, 1, 1]
     assert [r["set"] for r in rows] == ["", "A", "A", "B"]
@@ -103,13 +107,13 @@ def test_a_file_that_is_not_a_print_is_refused_with_the_reason(
     data = path.read_bytes()
     path.write_bytes({"empty": b"", "text": b"scanned in May", "half": data[: len(data) // 2]}.get(content, data))
     with pytest.raises(BadRecord, match=reason):
-        load_500_dpi(path)
+        next(samples(tmp_path, Config())).load()
 
 
 def test_the_region_is_a_square_around_the_print_in_source_pixels(tmp_path: Path) -> None:
     Image.fromarray(draw_ridges(400, 300)).save(tmp_path / "1_1.png")
     for dpi, side in ((500, 64), (1000, 128)):
-        row = cast(dict[str, int], load(tmp_path / "1_1.png", "", dpi, 64, 255))
+        row = cast(dict[str, int], load_500_dpi(tmp_path / "1_1.png", stated_dpi=dpi))
         assert row["box_height"] == row["box_width"] == side
         # the middle of the stripes is (300, 225); the estimate is accurate to a cell or two
         assert row["box_y"] + side / 2 == pytest.approx(300, abs=16)

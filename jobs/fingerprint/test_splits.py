@@ -69,3 +69,57 @@ def test_too_few_fingers_to_hold_out_any_are_refused() -> None:
     columns, vocabulary = make_columns(("", 5))
     with pytest.raises(UserError, match="5 fingers to train on"):
         splits(columns, vocabulary, Config())
+
+
+def make_shared_columns(split: str = "") -> tuple[dict[str, np.ndarray], dict[str, list[str]]]:
+    """Return columns and vocabulary of 20 fingers with one print in each of two sets; `split`: a letter per finger."""
+    names = {"a": "train", "v": "val", "t": "test_one", "": ""}
+    vocabulary = {
+        "finger": [f"f{i:02d}" for i in range(20)],
+        "set": ["one", "two"],
+        "split": sorted(set(names.values())),
+    }
+    given = [names[letter] for letter in split or [""] * 20]
+    return {
+        "finger": np.tile(np.arange(20), 2),
+        "set": np.repeat([0, 1], 20),
+        "split": np.tile([vocabulary["split"].index(name) for name in given], 2),
+    }, vocabulary
+
+
+def test_fingers_that_sets_share_are_held_out_in_all_sets() -> None:
+    columns, vocabulary = make_shared_columns()
+    parts = splits(columns, vocabulary, Config())
+    owners = [set(columns["finger"][ids]) for ids in parts.values()]
+    assert len(set.union(*owners)) == sum(map(len, owners)) == 20
+    assert {name: len(ids) for name, ids in parts.items()} == {"train": 28, "val": 4, "test": 8}
+    config = Config()
+    config.split.train_sets = ["one"]
+    assert set(columns["set"][np.concatenate(list(splits(columns, vocabulary, config).values()))]) == {0}
+
+
+def test_a_finger_that_trains_in_one_set_and_tests_in_another_is_refused() -> None:
+    columns, vocabulary = make_shared_columns()
+    config = Config()
+    config.split.test_sets = ["two"]
+    with pytest.raises(UserError, match=r"18 fingers, such as f\d\d, are in 'train' and in 'test'.*index\.csv"):
+        splits(columns, vocabulary, config)
+
+
+def test_the_split_column_of_index_csv_wins() -> None:
+    columns, vocabulary = make_shared_columns("a" * 12 + "v" * 3 + "t" * 5)
+    parts = splits(columns, vocabulary, Config())
+    assert {name: set(columns["finger"][ids]) for name, ids in parts.items()} == {
+        "train": set(range(12)),
+        "val": set(range(12, 15)),
+        "test_one": set(range(15, 20)),
+    }
+    columns, vocabulary = make_shared_columns("a" * 15 + "t" * 5)
+    parts = splits(columns, vocabulary, Config())
+    assert [len(parts[name]) for name in ("train", "val", "test_one")] == [26, 4, 10]
+    config = Config()
+    config.split.test_sets = ["two"]
+    with pytest.raises(UserError, match=r"both say which prints train.*split\.test_sets=\[\]"):
+        splits(columns, vocabulary, config)
+    with pytest.raises(UserError, match="leaves 0 fingers to train on"):
+        splits(*make_shared_columns("t" * 20), Config())

@@ -61,6 +61,8 @@ def pack_raw(
             f"{raw}: contains no sample that {config.family} knows. Expected: see {jobs_dir / config.family}/README.md"
         )
     folder = out or Path(config.data.cache) / f"{config.family}-{listing[:12]}"
+    if hasattr(family, "log_reading"):
+        family.log_reading(raw, config)
 
     def progress(samples: int) -> None:
         bar.update(samples)

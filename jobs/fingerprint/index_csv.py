@@ -1,0 +1,176 @@
+"""Reads `index.csv`, the table that says whose print each file of a raw folder is."""
+
+import csv
+import io
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from trainyard.errors import UserError
+from trainyard.text import suggest_nearest
+
+INDEX_CSV = "index.csv"
+COLUMNS = ("path", "finger", "impression", "set", "dpi", "split")
+REQUIRED = ("path", "finger")
+MAY_BE_EMPTY = ("set", "dpi")
+DPI_RANGE = (50, 10_000)
+_MOST_LISTED = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the table; what its columns leave open is None, 0 or ""."""
+
+    line: int
+    path: str
+    finger: str
+    impression: int | None
+    set: str
+    dpi: int
+    split: str
+
+
+def read_index_csv(file: Path, *, images: Collection[str]) -> list[Row]:
+    """Return the rows, in the order of the file.
+
+    Args:
+        images: the paths below the raw folder that can be read, "/" between folders.
+
+    Raises:
+        UserError: the file is not such a table; the message lists the bad cells, one sentence each with the line.
+    """
+    try:
+        text = file.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise UserError(
+            f"{file}: line {line}: expected UTF-8, found the byte {error.object[error.start]:#04x}."
+        ) from None
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    problems: list[str] = []
+    rows: list[Row] = []
+    try:
+        header = _check_header(next(reader, []))
+        for cells in reader:
+            if any(cell.strip() for cell in cells):
+                problem, row = _read_row(reader.line_num, header, [cell.strip() for cell in cells], images)
+                problems += problem
+                rows += row
+    except csv.Error as error:
+        raise UserError(f"{file}: line {reader.line_num}: expected comma-separated cells, found {error}.") from None
+    except _BadHeader as error:
+        raise UserError(f"{file}: line 1: {error}") from None
+    problems += [*_find_repeated(rows), *_find_fingers_in_two_splits(rows)]
+    if problems:
+        listed = "".join(f"\n  {problem}" for problem in problems[:_MOST_LISTED])
+        more = f"\n  and {len(problems) - _MOST_LISTED} more" if len(problems) > _MOST_LISTED else ""
+        raise UserError(f"{file}: {len(problems)} of its cells are wrong:{listed}{more}")
+    if not rows:
+        raise UserError(f"{file}: expected one line for each print below the header, found none.")
+    return rows
+
+
+class _BadHeader(ValueError):
+    """The first line does not name the columns."""
+
+
+def _check_header(cells: list[str]) -> list[str]:
+    names = [cell.strip() for cell in cells]
+    wanted = f"expected the columns {', '.join(COLUMNS)}, of which {' and '.join(REQUIRED)} must be there"
+    if len(names) == 1 and (";" in names[0] or "\t" in names[0]):
+        raise _BadHeader(
+            f"{wanted}, found cells separated by {'semicolons' if ';' in names[0] else 'tabs'}: use commas."
+        )
+    for name in names:
+        if name not in COLUMNS:
+            raise _BadHeader(f"{wanted}, found '{name}'.{suggest_nearest(name, COLUMNS)} Rename or remove the column.")
+    repeated = [name for name in COLUMNS if names.count(name) > 1]
+    missing = [name for name in REQUIRED if name not in names]
+    if repeated or missing:
+        raise _BadHeader(f"{wanted}, found {f'{repeated[0]} twice' if repeated else f'no {missing[0]}'}.")
+    return names
+
+
+def _read_row(line: int, header: list[str], cells: list[str], images: Collection[str]) -> tuple[list[str], list[Row]]:
+    """Return what is wrong with a line, and its row if nothing is."""
+    if len(cells) != len(header):
+        return [f"line {line}: expected {len(header)} cells, found {len(cells)}."], []
+    given = dict(zip(header, cells, strict=True))
+    if "path" in given:
+        given["path"] = PurePosixPath(given["path"]).as_posix() if given["path"] else ""
+    problems = [
+        f"line {line}, {name}: expected {expected}, found {repr(value) if value else 'nothing'}."
+        for name, value in given.items()
+        if (value or name not in MAY_BE_EMPTY) and (expected := _check_cell(name, value, images))
+    ]
+    if problems:
+        return problems, []
+    impression = int(given["impression"]) if "impression" in given else None
+    return [], [
+        Row(
+            line,
+            given["path"],
+            given["finger"],
+            impression,
+            given.get("set", ""),
+            int(given.get("dpi") or 0),
+            given.get("split", ""),
+        )
+    ]
+
+
+def _check_cell(name: str, value: str, images: Collection[str]) -> str:
+    """Return what was expected if a cell is wrong, else ""."""
+    low, high = DPI_RANGE
+    checks: dict[str, tuple[Callable[[str], bool], str]] = {
+        "path": (images.__contains__, "the path of an image below the folder of this file, such as set/101_1.png"),
+        "finger": (bool, "the name of the finger"),
+        "impression": (_is_number, "a whole number"),
+        "set": (bool, "the name of the set"),
+        "dpi": (lambda text: _is_number(text) and low <= int(text) <= high, f"a whole number of {low} to {high}"),
+        "split": (_is_split, "train, val, test, or test_ and a name"),
+    }
+    is_right, expected = checks[name]
+    return "" if is_right(value) else expected
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and len(text) <= 18
+
+
+def _is_split(text: str) -> bool:
+    return text in ("train", "val", "test") or (text.startswith("test_") and len(text) > len("test_"))
+
+
+def _find_repeated(rows: Iterable[Row]) -> list[str]:
+    """Return a sentence for each path, and each impression of a finger in a set, that an earlier line has."""
+    problems = []
+    paths: dict[str, int] = {}
+    prints: dict[tuple[str, str, int], int] = {}
+    for row in rows:
+        first = paths.setdefault(row.path, row.line)
+        if first != row.line:
+            problems.append(f"line {row.line}, path: expected each path once, found '{row.path}' in line {first} too.")
+        elif row.impression is not None:
+            first = prints.setdefault((row.set, row.finger, row.impression), row.line)
+            if first != row.line:
+                problems.append(
+                    f"line {row.line}, impression: expected another number than in line {first}, found impression "
+                    f"{row.impression} of finger '{row.finger}' again{f' in set {row.set!r}' if row.set else ''}."
+                )
+    return problems
+
+
+def _find_fingers_in_two_splits(rows: Iterable[Row]) -> list[str]:
+    """Return a sentence for each finger that is in two of train, val and the tests; tests may share fingers."""
+    first: dict[str, Row] = {}
+    problems: dict[str, str] = {}
+    for row in rows:
+        other = first.setdefault(row.finger, row)
+        roles = {other.split.partition("_")[0], row.split.partition("_")[0]}
+        if len(roles) > 1 and row.finger not in problems:
+            problems[row.finger] = (
+                f"line {row.line}, split: expected '{other.split}' as for finger '{row.finger}' in line {other.line}, "
+                f"found '{row.split}': a finger that trains must not validate or test."
+            )
+    return list(problems.values())

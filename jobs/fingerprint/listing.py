@@ -1,0 +1,358 @@
+"""Lists the prints of a raw folder and says whose they are: by `index.csv`, or by the file names."""
+
+import os
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from itertools import groupby
+from operator import attrgetter
+from pathlib import Path
+
+from trainyard.errors import UserError
+from trainyard.text import align_columns, join_names
+
+from .config import PackingSettings
+from .index_csv import DPI_RANGE, INDEX_CSV, read_index_csv
+from .layouts import FVC, NAMED, PUBLIC, SESSIONS, SETS, Layout, NotOneFinger, Reading
+
+SUFFIXES = {".tif", ".tiff", ".png", ".bmp", ".jpg", ".jpeg", ".wsq"}
+UNREAD_IMAGES = {".raw", ".pgm", ".jp2", ".j2k", ".jpx", ".gif", ".webp", ".heic", ".dcm", ".eft", ".an2", ".nist"}
+"""Endings of files that may hold prints and are not read. They are named in a warning."""
+
+README = "jobs/fingerprint/README.md"
+EXAMPLES = 5
+SINGLE_SHARE = 0.9  # of the fingers with one impression, above which the names are probably read in the wrong way
+
+
+@dataclass(frozen=True, slots=True)
+class Print:
+    """One image and whose it is."""
+
+    path: str  # below the raw folder, "/" between folders
+    finger: str  # unique over the data set
+    impression: int
+    set: str
+    dpi: int  # 0: neither the listing nor an option for its set says; the file or packing.dpi decides
+    split: str  # "": split.* decide
+
+
+@dataclass
+class Listing:
+    """What a raw folder contains."""
+
+    source: str  # what said whose print it is
+    prints: list[Print] = field(default_factory=list)  # in the order they are packed
+    unreadable: dict[str, str] = field(default_factory=dict)  # path -> reason: names that the layout cannot read
+    left_out: dict[str, list[str]] = field(default_factory=dict)  # why -> paths of images that are not packed
+    other: list[str] = field(default_factory=list)  # paths of all other files
+
+
+def list_prints(raw: Path, packing: PackingSettings) -> Listing:
+    """Return the prints below a folder, sorted by set folder and name; reads no image.
+
+    Raises:
+        UserError: `index.csv` has wrong cells; the file names can be read in two ways that give other fingers or
+            another resolution; no file is an image; two files are the same impression; or `packing.dpi_of_sets` does
+            not fit.
+    """
+    images, other = _find_files(raw)
+    if other and not images:
+        raise UserError(f"{raw}: expected images ({' '.join(sorted(SUFFIXES))}), found {_count_by_suffix(other)}.")
+    if (raw / INDEX_CSV).is_file():
+        listing = _list_by_index(raw, images, packing)
+    elif packing.layout == "auto":
+        listing = _list_by_name(images, _choose_layout(raw, images, packing))
+    else:
+        listing = _list_by_name(images, NAMED[packing.layout])
+    listing.other = [path for path in other if path != INDEX_CSV]
+    _refuse_repeated_impressions(raw, listing.prints)
+    dpi_of_sets = _match_dpi(packing.dpi_of_sets, sorted({one.set for one in listing.prints}))
+    explicit = listing.source == INDEX_CSV  # a cell is closer to the print than an option for its set
+    listing.prints = [
+        replace(one, dpi=(one.dpi or dpi_of_sets.get(one.set, 0)) if explicit else dpi_of_sets.get(one.set, one.dpi))
+        for one in listing.prints
+    ]
+    return listing
+
+
+def describe_listing(listing: Listing, packing: PackingSettings) -> list[str]:
+    """Return the lines that tell a person how the folder is read: a summary and five examples."""
+    prints = listing.prints
+    fingers, sets = {one.finger for one in prints}, {one.set for one in prints}
+    header = ["path", "finger", "impression", "set", "dpi", "split"]
+    rows = [
+        [one.path, one.finger, str(one.impression), one.set or "-", _name_dpi(one, packing), one.split or "-"]
+        for one in _pick_examples(prints)
+    ]
+    lines = [
+        f"prints {len(prints)}, fingers {len(fingers)}, sets {len(sets)}; read by {listing.source}. For example:",
+        *align_columns([header, *rows], indent="  "),
+    ]
+    plain = [path for path in listing.other if _read_suffix(path) not in SUFFIXES | UNREAD_IMAGES]
+    if plain:
+        lines.append(f"not read, because they are no images: {_count_by_suffix(plain)}")
+    return lines
+
+
+def find_doubts(listing: Listing) -> list[str]:
+    """Return a sentence for each reason to doubt that the folder is read as its owner means."""
+    doubts = [
+        f"{len(paths)} images are left out, {why}: {join_names(paths, most=3)}"
+        for why, paths in sorted(listing.left_out.items())
+    ]
+    unread = [path for path in listing.other if _read_suffix(path) in UNREAD_IMAGES]
+    if unread:
+        doubts.append(f"not read: {_count_by_suffix(unread)}. Convert prints among them to 8-bit gray PNG.")
+    irregular = [path for path in listing.other if _read_suffix(path) in SUFFIXES]
+    if irregular:
+        doubts.append(f"not read, because they are no regular files: {_count_by_suffix(irregular)}")
+    count = Counter(one.finger for one in listing.prints)
+    singles = sum(number == 1 for number in count.values())
+    if len(count) > 1 and singles >= SINGLE_SHARE * len(count):
+        doubts.append(
+            f"{singles} of {len(count)} fingers have a single impression, so there is next to nothing to learn from or "
+            "to score. If that is not so, the names are read in the wrong way: choose another packing.layout, or "
+            f"write an {INDEX_CSV} ({README})."
+        )
+    return doubts
+
+
+def _find_files(raw: Path) -> tuple[list[str], list[str]]:
+    """Return the paths of images, and of other files, below a folder; hidden ones do not count.
+
+    A folder's own files come before those of its sub-folders, each sorted by name.
+
+    Raises:
+        UserError: a folder cannot be listed, or links to one that was listed already, so its prints would be there
+            twice.
+    """
+    images: list[str] = []
+    other: list[str] = []
+    seen: dict[Path, str] = {}
+    waiting = [""]
+    while waiting:
+        prefix = waiting.pop()
+        first = seen.setdefault((raw / prefix).resolve(), prefix)
+        if first != prefix:
+            raise UserError(
+                f"{raw / prefix}: links to {raw / first}, so its prints would count twice. Remove the link."
+            )
+        folders = []
+        for entry in _list_folder(raw / prefix):
+            path = prefix + entry.name
+            if entry.is_dir():
+                folders.append(f"{path}/")
+            else:
+                (images if _read_suffix(path) in SUFFIXES and entry.is_file() else other).append(path)
+        waiting += reversed(folders)
+    return images, other
+
+
+def _list_folder(folder: Path) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as entries:
+            return sorted((entry for entry in entries if not entry.name.startswith(".")), key=attrgetter("name"))
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be listed ({error.strerror}). Give yourself the right to read it.") from None
+
+
+def _read_suffix(path: str) -> str:
+    stem, dot, suffix = path.rpartition("/")[2].rpartition(".")
+    return f".{suffix.lower()}" if stem and dot else ""
+
+
+def _list_by_index(raw: Path, images: Sequence[str], packing: PackingSettings) -> Listing:
+    if packing.layout != "auto":
+        raise UserError(
+            f"{raw / INDEX_CSV} and packing.layout={packing.layout} both say whose prints these are. "
+            f"Remove {INDEX_CSV}, or set packing.layout=auto."
+        )
+    rows = read_index_csv(raw / INDEX_CSV, images=set(images))
+    listing = Listing(INDEX_CSV)
+    numbered: Counter[tuple[str, str]] = Counter()
+    for row in sorted(rows, key=attrgetter("path")):
+        numbered[row.set, row.finger] += 1
+        impression = numbered[row.set, row.finger] if row.impression is None else row.impression
+        listing.prints.append(Print(row.path, row.finger, impression, row.set, row.dpi, row.split))
+    if missing := sorted(set(images) - {row.path for row in rows}):
+        listing.left_out[f"because {INDEX_CSV} does not name them"] = missing
+    return listing
+
+
+def _list_by_name(images: Sequence[str], layout: Layout) -> Listing:
+    listing = Listing(f"packing.layout={layout.name}")
+    for path in images:
+        try:
+            reading = layout.read(_cut_suffix(path))
+        except NotOneFinger:
+            listing.left_out.setdefault("because they show several fingers or a palm", []).append(path)
+            continue
+        if reading is None:
+            deep = layout in (SETS, SESSIONS) and path.count("/") > 1
+            what = "the file is more than one folder deep" if deep else f"the name is not {layout.expected}"
+            listing.unreadable[path] = f"{what}. Choose another packing.layout, or write an {INDEX_CSV}: {README}"
+        else:
+            listing.prints.append(Print(path, reading.finger, reading.impression, reading.set, reading.dpi, ""))
+    return listing
+
+
+def _cut_suffix(image: str) -> str:
+    return image.rpartition(".")[
+        0
+    ]  # ten times as fast as pathlib, and called a dozen times for each of a million files
+
+
+def _choose_layout(raw: Path, images: Sequence[str], packing: PackingSettings) -> Layout:
+    """Return the layout of a folder whose names can be read in one way only.
+
+    Raises:
+        UserError: a public data set's reading gives other fingers, or another resolution, than the plain one; or
+            two sub-folders have a finger of the same name.
+    """
+    plain = {path: SETS.read(_cut_suffix(path)) for path in images}
+    stated = {
+        one.set
+        for one in plain.values()
+        if one and any(fnmatchcase(one.set, option.rpartition(":")[0]) for option in packing.dpi_of_sets)
+    }
+    dpi = {path: 0 if one is None or one.set in stated else packing.dpi for path, one in plain.items()}
+    choices = [
+        choice for layout in PUBLIC if (choice := _compare_readings(layout, _read_fitting(images, layout), plain, dpi))
+    ]
+    if choices:
+        raise UserError(
+            f"{raw}: whose prints are these? {' '.join(choices)} If the plain reading is right, type "
+            f"packing.layout=sets. If none is, write an {INDEX_CSV}: {README}."
+        )
+    _refuse_shared_names(raw, images)
+    return SETS
+
+
+def _read_fitting(images: Iterable[str], layout: Layout) -> dict[str, Reading | None]:
+    """Return a layout's readings of the files that fit it, None for several fingers.
+
+    Where other data sets may have such names, they count only if all names of a folder fit.
+    """
+    fitting: dict[str, Reading | None] = {}
+    for _, paths in groupby(images, key=lambda path: path.rpartition("/")[0]):
+        group: dict[str, Reading | None] = {}
+        all_fit = True
+        for path in paths:
+            try:
+                reading = layout.read(_cut_suffix(path))
+            except NotOneFinger:
+                group[path] = None
+                continue
+            if reading is None:
+                all_fit = False
+            else:
+                group[path] = reading
+        if all_fit or layout.distinctive:
+            fitting |= group
+    return fitting
+
+
+def _compare_readings(
+    layout: Layout, public: dict[str, Reading | None], plain: dict[str, Reading | None], dpi: dict[str, int]
+) -> str:
+    """Return a sentence on how a public layout's reading differs from the plain one; "" if it does not.
+
+    Args:
+        public, plain: the readings of the files; None where there is none.
+        dpi: of the plain reading; 0 where an option states it, which is then right for both.
+    """
+    finger_of: dict[str, str] = {}  # plain finger -> public finger; the same fingers if this and its reverse are maps
+    name_of: dict[str, str] = {}
+    for path, reading in public.items():
+        start = f"The names fit {layout.title} (packing.layout={layout.name}), where {path} is"
+        other = plain[path]
+        if reading is None:
+            return f"{start} an image of several fingers or a palm."
+        start = f"{start} impression {reading.impression} of finger {reading.finger}"
+        if other is None:
+            return f"{start}; it is no <finger>_<impression>."
+        finger = finger_of.setdefault(other.finger, reading.finger)
+        name = name_of.setdefault(reading.finger, other.finger)
+        if finger != reading.finger or name != other.finger:
+            return f"{start}; as <finger>_<impression> it is impression {other.impression} of finger {other.finger}."
+        if reading.dpi and dpi[path] not in (0, reading.dpi):
+            return (
+                f"{start} at {reading.dpi} dpi, but packing.dpi={dpi[path]}. To state that alone, type "
+                f"packing.dpi_of_sets=[{other.set or '*'}:{reading.dpi}]."
+            )
+    return ""
+
+
+def _refuse_shared_names(raw: Path, images: Iterable[str]) -> None:
+    """Refuse two folders with a finger of the same name, unless they are FVC's, whose fingers are known to differ."""
+    owners: dict[str, tuple[str, str]] = {}  # finger -> folder and path
+    for path in images:
+        reading = SESSIONS.read(_cut_suffix(path))
+        if reading is None or FVC.read(_cut_suffix(path)):
+            continue
+        folder, other = owners.setdefault(reading.finger, (reading.set, path))
+        if folder != reading.set:
+            raise UserError(
+                f"{raw}: {other} and {path} have a finger of the same name. Is it one finger? Then type "
+                f"packing.layout=sessions. Are these two fingers? Then type packing.layout=sets. If some folders share "
+                f"their fingers and others do not, write an {INDEX_CSV}: {README}."
+            )
+
+
+def _refuse_repeated_impressions(raw: Path, prints: Iterable[Print]) -> None:
+    seen: dict[tuple[str, str, int], str] = {}
+    for one in prints:
+        other = seen.setdefault((one.set, one.finger, one.impression), one.path)
+        if other != one.path:
+            raise UserError(
+                f"{raw}: {other} and {one.path} are both impression {one.impression} of finger {one.finger}"
+                f"{f' in set {one.set}' if one.set else ''}: the same print twice makes scores too good. Remove one, "
+                f"or tell them apart in an {INDEX_CSV}: {README}."
+            )
+
+
+def _match_dpi(options: Sequence[str], sets: Sequence[str]) -> dict[str, int]:
+    """Return the resolution of each set that `packing.dpi_of_sets` names."""
+    found: dict[str, int] = {}
+    for option in options:
+        pattern, colon, text = option.rpartition(":")
+        low, high = DPI_RANGE
+        if not colon or not (text.isascii() and text.isdecimal() and low <= int(text) <= high):
+            raise UserError(
+                f"packing.dpi_of_sets: expected SET:DPI with {low} to {high} dpi, such as [FVC2002_DB2_B:569], found "
+                f"'{option}'."
+            )
+        matched = [name for name in sets if fnmatchcase(name, pattern)]
+        if not matched:
+            raise UserError(
+                f"packing.dpi_of_sets: '{pattern}' matches no set. Sets found: "
+                f"{join_names([name or '(none: images directly in the raw folder)' for name in sets])}."
+            )
+        for name in matched:
+            if found.setdefault(name, int(text)) != int(text):
+                raise UserError(f"packing.dpi_of_sets: set '{name}' has {found[name]} and {text} dpi. Keep one.")
+    return found
+
+
+def _pick_examples(prints: Sequence[Print]) -> list[Print]:
+    """Return evenly spaced prints, the first and the last among them."""
+    if len(prints) <= EXAMPLES:
+        return list(prints)
+    return [prints[i * (len(prints) - 1) // (EXAMPLES - 1)] for i in range(EXAMPLES)]
+
+
+def _name_dpi(one: Print, packing: PackingSettings) -> str:
+    if one.dpi:
+        return str(one.dpi)
+    return f"of the file, or {packing.dpi}" if _read_suffix(one.path) == ".wsq" else str(packing.dpi)
+
+
+def _count_by_suffix(paths: Iterable[str]) -> str:
+    """Return such as "2 .raw (a.raw, b.raw), 1 .txt (notes.txt)"."""
+    by_suffix: dict[str, list[str]] = {}
+    for path in paths:
+        by_suffix.setdefault(_read_suffix(path) or "without ending", []).append(path)
+    return ", ".join(
+        f"{len(found)} {suffix} ({join_names(found, most=3)})" for suffix, found in sorted(by_suffix.items())
+    )
