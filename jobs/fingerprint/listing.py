@@ -336,10 +336,11 @@ def _match_dpi(options: Sequence[str], sets: Sequence[str]) -> dict[str, int]:
 
 
 def _pick_examples(prints: Sequence[Print]) -> list[Print]:
-    """Return evenly spaced prints, the first and the last among them."""
-    if len(prints) <= EXAMPLES:
-        return list(prints)
-    return [prints[i * (len(prints) - 1) // (EXAMPLES - 1)] for i in range(EXAMPLES)]
+    """Return five prints in their order: the first of each set, and evenly spaced ones, the last among them."""
+    firsts = {one.set: i for i, one in reversed(list(enumerate(prints)))}
+    spaced = [i * (len(prints) - 1) // (EXAMPLES - 1) for i in range(EXAMPLES)]
+    picked = list(dict.fromkeys([*sorted(firsts.values()), *reversed(spaced)]))[:EXAMPLES]
+    return [prints[i] for i in sorted(picked)] if prints else []
 
 
 def _name_dpi(one: Print, packing: PackingSettings) -> str:

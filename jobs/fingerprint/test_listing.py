@@ -1,6 +1,7 @@
 """Whose print a file is: by its name, or by index.csv."""
 
 import os
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,11 @@ def test_auto_refuses_names_that_a_layout_reads_in_another_way_and_says_what_to_
         read_fingers(tmp_path)
     assert "index.csv" in str(refused.value) and "packing.layout=sets" in str(refused.value)
     assert len(set(read_fingers(tmp_path, layout).values())) == 1
+
+
+def test_every_layout_is_an_option_and_has_an_example_here() -> None:
+    (choices,) = (one.metadata["choices"] for one in fields(PackingSettings) if one.name == "layout")
+    assert choices == ("auto", *NAMED)
     assert set(NAMED) == {*SAME_FINGER, "sets", "fvc"}
 
 
@@ -190,6 +196,14 @@ def test_a_person_sees_five_examples_and_is_warned_of_single_impressions(tmp_pat
     assert lines[2].split() == ["INFO", "A/0_1.png", "A/0", "1", "A", "500", "-"]
     assert len(lines) == 8
     assert lines[7].startswith("WARNING 19 of 20 fingers have a single impression")
+
+
+def test_the_examples_show_every_set(tmp_path: Path) -> None:
+    make_files(tmp_path, "A/1_1.png", "B/2_1.png", *(f"C/3_{number}.png" for number in range(50)))
+    lines = describe_listing(list_prints(tmp_path, make_packing()), make_packing())
+    shown = [line.split()[0] for line in lines[2:]]
+    assert shown == ["A/1_1.png", "B/2_1.png", "C/3_0.png", "C/3_41.png", "C/3_9.png"]
+    assert len(describe_listing(list_prints(tmp_path / "A", make_packing()), make_packing())) == 3
 
 
 def write_index(raw: Path, text: str) -> Path:
