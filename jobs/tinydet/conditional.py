@@ -7,7 +7,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .network import MLP, Backbone, DenoisingQueries, Outputs, Predictions, inverse_sigmoid, make_class_head, sine
+from .exact import ExactLinear
+from .network import (
+    MLP,
+    Backbone,
+    DenoisingQueries,
+    Outputs,
+    Predictions,
+    inverse_sigmoid,
+    make_box_head,
+    make_class_head,
+    sine,
+)
 from .vanilla import EncoderLayer, LayerStack, encode
 
 
@@ -45,7 +56,7 @@ class ConditionalDETR(nn.Module):
             }
         )
         self.query_scale = MLP(dims, dims, dims, 2)
-        self.ref_point_head = MLP(dims, dims, 2, 2)
+        self.ref_point_head = MLP(dims, dims, 2, 2, linear=ExactLinear)
         self.decoder_norm = nn.LayerNorm(dims)
         self.query_embed = nn.Embedding(queries, dims)
         for weight in [
@@ -56,8 +67,7 @@ class ConditionalDETR(nn.Module):
             if weight.ndim > 1:
                 nn.init.xavier_uniform_(weight)
         self.class_embed = make_class_head(dims, categories)
-        self.bbox_embed = MLP(dims, dims, 4, 3)
-        self.bbox_embed.zero_last_layer()
+        self.bbox_embed = make_box_head(dims)
 
     def forward(
         self, x_BCHW: Tensor, affine_B23: Tensor, image_px_B2: Tensor, denoising_queries: DenoisingQueries | None = None
@@ -65,7 +75,7 @@ class ConditionalDETR(nn.Module):
         """Find objects in images."""
         memory, position, padding_mask = encode(self, x_BCHW, affine_B23, image_px_B2)
         query_pos = self.query_embed.weight.expand(len(memory), -1, -1)
-        reference_BQ2 = self.ref_point_head(query_pos).float().sigmoid()
+        reference_BQ2 = self.ref_point_head(query_pos).sigmoid()
         reference_pos = encode_points(reference_BQ2, self.dims, self.temperature)
         token = torch.zeros_like(query_pos)
         tokens = []
@@ -74,7 +84,7 @@ class ConditionalDETR(nn.Module):
             token = layer(token, memory, padding_mask, position, query_pos, scaled)
             tokens.append(self.decoder_norm(token))
         token_DBQd = torch.stack(tokens)
-        change_DBQ4 = self.bbox_embed(token_DBQd).float()
+        change_DBQ4 = self.bbox_embed(token_DBQd)
         centre = change_DBQ4[..., :2] + inverse_sigmoid(reference_BQ2)
         boxes = torch.cat([centre, change_DBQ4[..., 2:]], dim=-1).sigmoid()
         return Outputs(Predictions(self.class_embed(token_DBQd), boxes))

@@ -1,5 +1,6 @@
 """Maps boxes between stored image and network input, measures their overlap, and merges detections of tiles.
 
+Everything is float32 or float64 and without matrix products, so that neither autocast nor TF32 rounds a coordinate.
 Axes: B samples, L boxes. Boxes are x1, y1, x2, y2 unless a name says `centre`: centre x, centre y, width, height.
 """
 
@@ -24,8 +25,17 @@ def map_to_input(boxes_BL4: Tensor, affine_B23: Tensor) -> Tensor:
     """
     x1, y1, x2, y2 = boxes_BL4.unbind(-1)
     corners_BL42 = torch.stack([torch.stack(corner, -1) for corner in ((x1, y1), (x2, y1), (x1, y2), (x2, y2))], -2)
-    mapped_BL42 = torch.einsum("bij,blcj->blci", affine_B23[:, :, :2], corners_BL42) + affine_B23[:, None, None, :, 2]
+    mapped_BL42 = _apply_affine(affine_B23[:, None, None], corners_BL42)
     return torch.cat([mapped_BL42.amin(dim=2), mapped_BL42.amax(dim=2)], dim=-1)
+
+
+def _apply_affine(affine: Tensor, points: Tensor) -> Tensor:
+    """Map points (..., 2) by maps (..., 2, 3); leading axes broadcast.
+
+    Written out, because as a matrix product autocast would round it to bfloat16 and TF32 to 10 bits: pixels at 640.
+    """
+    x, y = points[..., 0, None], points[..., 1, None]
+    return affine[..., 0] * x + affine[..., 1] * y + affine[..., 2]
 
 
 def invert_affine(affine_B23: Tensor) -> Tensor:
@@ -73,8 +83,8 @@ def make_image_mask(affine_B23: Tensor, image_px_B2: Tensor, size_px: tuple[int,
     y = (torch.arange(grid[0], device=affine_B23.device) + 0.5) * (size_px[0] / grid[0])
     x = (torch.arange(grid[1], device=affine_B23.device) + 0.5) * (size_px[1] / grid[1])
     back = invert_affine(affine_B23)
-    at_hw3 = torch.stack([x[None].expand(*grid), y[:, None].expand(*grid), torch.ones(grid, device=x.device)], -1)
-    at_Bhw2 = torch.einsum("bij,hwj->bhwi", back, at_hw3)
+    at_hw2 = torch.stack([x[None].expand(*grid), y[:, None].expand(*grid)], dim=-1)
+    at_Bhw2 = _apply_affine(back[:, None, None], at_hw2)
     limit_B2 = image_px_B2.flip(1)
     return ((at_Bhw2 >= 0) & (at_Bhw2 <= limit_B2[:, None, None])).all(dim=-1)
 

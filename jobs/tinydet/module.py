@@ -23,7 +23,7 @@ from .figures import draw_detections, plot_precision_by_size
 from .losses import compute_losses
 from .matching import LossTerms, Objects
 from .multiscale import DeformableDETR
-from .network import Backbone, DenoisingQueries, Outputs
+from .network import Backbone, DenoisingQueries, Outputs, Predictions
 from .pack import TRUTH, parse_key
 from .vanilla import DETR
 from .weights import load_backbone, load_detector
@@ -336,12 +336,17 @@ class TinyDet(TrainModule):
         """
         image = batch["image"] * self.loader_norm[1] + self.loader_norm[0]
         outputs = self.network(self._normalise(image), batch["affine"], batch["image_px"])
-        logits, boxes = outputs.predictions.logits_DBQK[-1].float(), outputs.predictions.boxes_DBQ4[-1].float()
+        with torch.autocast(image.device.type, enabled=False):
+            return self._choose_detections(outputs.predictions, batch)
+
+    def _choose_detections(self, predictions: Predictions, batch: Batch) -> dict[str, Tensor]:
+        height, width = batch["image"].shape[2:]
+        logits, boxes = predictions.logits_DBQK[-1].float(), predictions.boxes_DBQ4[-1]
         softmax = self.terms.classification == "softmax"
         score_BQK = logits.softmax(dim=-1)[..., :-1] if softmax else logits.sigmoid()
         categories, wanted = score_BQK.shape[2], self.evaluation.detections
         score, index = score_BQK.flatten(1).topk(min(wanted, score_BQK[0].numel()), dim=1)
-        corners = geometry.cxcywh_to_xyxy(boxes) * boxes.new_tensor([image.shape[3], image.shape[2]] * 2)
+        corners = geometry.cxcywh_to_xyxy(boxes) * boxes.new_tensor([width, height] * 2)
         corners = corners.gather(1, (index // categories)[..., None].expand(-1, -1, 4))
         found = geometry.map_from_input(corners, batch["affine"], batch["image_px"])
         missing = wanted - score.shape[1]

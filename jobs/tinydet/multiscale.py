@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from . import geometry
+from .exact import ExactLinear
 from .network import (
     MLP,
     Backbone,
@@ -116,7 +117,7 @@ class DeformableDETR(nn.Module):
         score_BS = logits_BSK.detach().float().amax(dim=-1).masked_fill(~image_BS, -math.inf)
         best_BQ = score_BS.topk(min(self.queries, score_BS.shape[1]), dim=1).indices
         chosen_BQd = _gather_tokens(token_BSd, best_BQ)
-        boxes_BQ4 = (self.proposal_box(chosen_BQd).float() + inverse_sigmoid(anchors_S4)[best_BQ]).sigmoid()
+        boxes_BQ4 = (self.proposal_box(chosen_BQd) + inverse_sigmoid(anchors_S4)[best_BQ]).sigmoid()
         proposals = Predictions(_gather_tokens(logits_BSK, best_BQ)[None], boxes_BQ4[None])
         return proposals, chosen_BQd.detach(), boxes_BQ4.detach()
 
@@ -128,7 +129,7 @@ class DeformableDETR(nn.Module):
         for layer, to_class, to_box in zip(self.decoder, self.class_embed, self.bbox_embed, strict=True):
             box_encoding = sine(2 * math.pi * boxes, self.dims // 2, self.temperature).flatten(-2)
             token = layer(token, self.box_position(box_encoding), boxes, memory, grids, blocked)
-            refined = (to_box(token).float() + inverse_sigmoid(boxes)).sigmoid()
+            refined = (to_box(token) + inverse_sigmoid(boxes)).sigmoid()
             logits.append(to_class(token))
             all_boxes.append(refined)
             boxes = refined.detach()
@@ -279,7 +280,7 @@ class DeformableAttention(nn.Module):
     def __init__(self, dims: int, *, heads: int, levels: int, points: int) -> None:
         super().__init__()
         self.heads, self.levels, self.points = heads, levels, points
-        self.offsets = nn.Linear(dims, heads * levels * points * 2)
+        self.offsets = ExactLinear(dims, heads * levels * points * 2)
         self.weights = nn.Linear(dims, heads * levels * points)
         self.values, self.out = nn.Linear(dims, dims), nn.Linear(dims, dims)
         for layer in (self.offsets, self.weights):
@@ -300,7 +301,7 @@ class DeformableAttention(nn.Module):
             boxes: (B, Q, 4) float32 in centre form, relative to the input. An offset of P reaches a box's edge.
             memory: (B, S, d), the cells of all levels, level by level and row by row.
         """
-        offsets = self.offsets(query).float().unflatten(-1, (self.heads, self.levels, self.points, 2))
+        offsets = self.offsets(query).unflatten(-1, (self.heads, self.levels, self.points, 2))
         weights = self.weights(query).float().unflatten(-1, (self.heads, -1)).softmax(dim=-1)
         half = boxes[:, :, None, None, None, 2:] / 2
         points = boxes[:, :, None, None, None, :2] + offsets / self.points * half

@@ -11,6 +11,8 @@ import torchvision  # type: ignore[import-untyped]
 from torch import Tensor, nn
 from torchvision.ops import FrozenBatchNorm2d  # type: ignore[import-untyped]
 
+from .exact import ExactLinear
+
 PRIOR = 0.01
 """Initial probability of a category, where each has its own sigmoid (RetinaNet, arXiv:1708.02002, 4.1)."""
 
@@ -145,12 +147,14 @@ class _Residual(nn.Module):
 
 
 class MLP(nn.Module):
-    """Linear layers with ReLU between them."""
+    """Linear layers with ReLU between them; `linear=ExactLinear` if the output is a coordinate."""
 
-    def __init__(self, before: int, hidden: int, after: int, layers: int) -> None:
+    def __init__(
+        self, before: int, hidden: int, after: int, layers: int, *, linear: type[nn.Linear] = nn.Linear
+    ) -> None:
         super().__init__()
         sizes = [before, *[hidden] * (layers - 1), after]
-        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(sizes))
+        self.layers = nn.ModuleList(linear(a, b) for a, b in pairwise(sizes))
 
     def zero_last_layer(self) -> None:
         """Make the initial output 0."""
@@ -165,10 +169,11 @@ class MLP(nn.Module):
         return out
 
 
-def make_box_head(dims: int) -> MLP:
-    """Build the network from a token to the change of a box, which is initially 0."""
-    head = MLP(dims, dims, 4, 3)
-    head.zero_last_layer()
+def make_box_head(dims: int, *, initially_zero: bool = True) -> MLP:
+    """Build the network from a token to a box or the change of one, as four logits in float32."""
+    head = MLP(dims, dims, 4, 3, linear=ExactLinear)
+    if initially_zero:
+        head.zero_last_layer()
     return head
 
 

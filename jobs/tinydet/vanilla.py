@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from . import geometry
-from .network import MLP, Backbone, DenoisingQueries, Outputs, Predictions, encode_grid_positions
+from .network import Backbone, DenoisingQueries, Outputs, Predictions, encode_grid_positions, make_box_head
 
 
 class DETR(nn.Module):
@@ -44,7 +44,7 @@ class DETR(nn.Module):
         self.decoder_norm = nn.LayerNorm(dims)
         self.query_embed = nn.Embedding(queries, dims)
         self.class_embed = nn.Linear(dims, categories + 1)
-        self.bbox_embed = MLP(dims, dims, 4, 3)
+        self.bbox_embed = make_box_head(dims, initially_zero=False)
         for name, weight in self.transformer.named_parameters():
             if weight.ndim > 1 and "norm" not in name:
                 nn.init.xavier_uniform_(weight)
@@ -61,7 +61,7 @@ class DETR(nn.Module):
             token = layer(token, memory, padding_mask, position, query_pos)
             outputs.append(self.decoder_norm(token))
         token_DBQd = torch.stack(outputs)
-        return Outputs(Predictions(self.class_embed(token_DBQd), self.bbox_embed(token_DBQd).float().sigmoid()))
+        return Outputs(Predictions(self.class_embed(token_DBQd), self.bbox_embed(token_DBQd).sigmoid()))
 
     def repeated_layers(self) -> list[nn.Module]:
         """Return the layers of encoder and decoder."""

@@ -31,6 +31,21 @@ def set_switches(precision: Precision, *, deterministic: bool) -> None:
     torch.use_deterministic_algorithms(deterministic, warn_only=True)
 
 
+@contextmanager
+def multiply_in_float32(device_type: str) -> Iterator[None]:
+    """Make matrix products float32, whatever autocast and TF32 say: for coordinates, which need more than 10 bits.
+
+    The switch of TF32 belongs to the process, so only one thread may compute.
+    """
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        with torch.autocast(device_type, enabled=False):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 def keep_freed_memory(device: torch.device) -> tuple[str, str]:
     """On the CPU, make the C library keep the memory that tensors free; return the choice and its reason.
 
