@@ -36,7 +36,11 @@ class ModelSettings:
     queries: int = option(300, "most objects that can be found in an image", low=1)
     dropout: float = option(0.0, "dropout rate in attention and feed-forward blocks", low=0, high=0.9)
     temperature: float = option(
-        20.0, "temperature of sine positions: 10000 in DETR, 20 separates nearby positions", low=1, high=10_000
+        0.0,
+        "temperature of sine positions; 0: as published, 10000 for vanilla and cond, 20 for ms, which separates "
+        "nearby positions",
+        low=0,
+        high=10_000,
     )
     anchor_strides: float = option(2.0, "ms: side of the anchor in each cell, in strides of its level", low=0.1)
     denoising: int = option(100, "ms: denoising queries, in addition to the others; 0: none", low=0)
@@ -121,7 +125,7 @@ class PackingSettings:
         choices=("fail", "skip"),
     )
     side_min_px: float = option(1.0, "boxes with a shorter side are left out and counted", low=0)
-    objects_max: int = option(1500, "most objects in a sample; more is an error", low=1)
+    objects_max: int = option(0, "most objects in a sample; more is an error; 0: any number", low=0)
     val_share: float = option(
         0.15, "share of images, or sequences, for validation in annotation files that name no split", low=0
     )

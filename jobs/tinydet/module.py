@@ -99,6 +99,7 @@ def build_network(
     model: ModelSettings, backbone: Backbone, *, categories: int
 ) -> DETR | ConditionalDETR | DeformableDETR:
     """Build a variant's network with random weights."""
+    temperature = choose_temperature(model)
     if model.variant == "ms":
         return DeformableDETR(
             backbone,
@@ -112,7 +113,7 @@ def build_network(
             decoder_layers=model.decoder_layers,
             queries=model.queries,
             dropout=model.dropout,
-            temperature=model.temperature,
+            temperature=temperature,
             anchor_strides=model.anchor_strides,
             denoising=model.denoising,
         )
@@ -127,8 +128,17 @@ def build_network(
         decoder_layers=model.decoder_layers,
         queries=model.queries,
         dropout=model.dropout,
-        temperature=model.temperature,
+        temperature=temperature,
     )
+
+
+def choose_temperature(model: ModelSettings) -> float:
+    """Choose the temperature of sine positions: as set, or the published one of the variant.
+
+    That is 10000 in facebookresearch/detr and in Atten4Vis/ConditionalDETR, for the reference points of its decoder,
+    too (models/position_encoding.py and models/transformer.py, read 2026-11-22), and 20 in DAB-DETR and its successors.
+    """
+    return model.temperature or (20.0 if model.variant == "ms" else 10_000.0)
 
 
 def choose_norm(model: ModelSettings) -> str:
@@ -187,6 +197,8 @@ def _check_options(config: Config) -> None:
         )
     if model.dims % (4 * model.heads):
         raise UserError(f"model.dims={model.dims}: expected a multiple of 4 model.heads={4 * model.heads}.")
+    if 0 < model.temperature < 1:
+        raise UserError(f"model.temperature={model.temperature:g}: expected 1 or more, or 0 for the published one.")
     doubling = all(b == 2 * a for a, b in zip(model.strides[:-1], model.strides[1:], strict=True))
     if not model.strides or not doubling or not set(model.strides) <= {4, 8, 16, 32}:
         raise UserError(f"model.strides={model.strides}: expected neighbours among 4, 8, 16, 32, such as [8,16,32].")

@@ -68,7 +68,6 @@ def make_small_config(variant: str, *, tile_px: int, scale: float) -> Config:
     model.strides, model.dims, model.heads, model.feedforward = [4, 8, 16], 96, 4, 192
     model.decoder_layers, model.queries, model.denoising = 3, 100, 60
     model.encoder_layers = 1 if variant == "ms" else 3
-    model.temperature = 10_000.0 if variant == "vanilla" else 20.0
     config.evaluation.detections = 100
     return config
 

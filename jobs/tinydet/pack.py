@@ -44,13 +44,13 @@ def samples(raw: Path, config: Config) -> Iterator[Sample]:
     crowds; `truth` (m, 7) float64, see `TRUTH`.
 
     Raises:
-        UserError: the annotations are wrong, or a tile has more objects than `packing.objects_max`.
+        UserError: the annotations are wrong, or a tile has more objects than `packing.objects_max`, if that is set.
     """
     rule = config.packing
     for image in read_collection(raw, make_rules(rule)).images:
         for number, tile in enumerate(cut_tiles(image.size_px, side_px=rule.tile_px, overlap=rule.tile_overlap)):
             boxes, labels = clip_objects(image, tile, visible=rule.tile_visible)
-            if len(labels) > rule.objects_max:
+            if 0 < rule.objects_max < len(labels):
                 where = f" in a tile at {tile.x},{tile.y}" * bool(number)
                 cut = "Cut images into tiles: packing.tile_px=512" if not rule.tile_px else "Use smaller tiles"
                 raise UserError(

@@ -106,15 +106,19 @@ def test_unusable_boxes_are_left_out_and_counted(tmp_path: Path) -> None:
     )
 
 
-def test_too_many_objects_in_a_sample_are_an_error(tmp_path: Path) -> None:
-    many = [make_entry(n % 50, n % 30, 4, 4, id=n) for n in range(1501)]
-    with pytest.raises(
-        UserError, match=r"0.png has 1501 objects, expected 1500 at most. Cut images into tiles: packing.tile_px=512"
-    ):
-        list(samples(write_coco(tmp_path, annotations=many), Config()))
+def test_any_number_of_objects_is_packed_unless_a_limit_is_set(tmp_path: Path) -> None:
+    many = [make_entry(n % 50, n % 30, 4, 4, id=n) for n in range(2100)]  # AI-TOD-v2 has images with more than 2,000
+    raw = write_coco(tmp_path, annotations=many)
+    assert len(load_samples(raw)[0]["boxes"].values) == 2100
+    assert json.loads(fit_artifacts(raw, Config())["objects"])["most"] == 2100
     config = Config()
-    config.packing.objects_max = 2000
-    assert len(load_samples(tmp_path, config)[0]["boxes"].values) == 1501
+    config.packing.objects_max = 1500
+    with pytest.raises(
+        UserError, match=r"0.png has 2100 objects, expected 1500 at most. Cut images into tiles: packing.tile_px=512"
+    ):
+        list(samples(raw, config))
+    config.packing.objects_max = 2100
+    assert len(load_samples(raw, config)[0]["boxes"].values) == 2100
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,13 @@ import pytest
 import torch
 from loguru import logger
 
+from trainyard import config as configs
 from trainyard.errors import UserError
 from trainyard.train.module import DataInfo
 
-from .cases import ARTIFACTS, make_config, make_module, make_vanilla, pad, rename_as_published
-from .module import build
+from .cases import ARTIFACTS, make_batch, make_config, make_module, make_vanilla, pad, rename_as_published
+from .config import Config
+from .module import build, choose_temperature
 from .synthesis import draw_scene
 
 
@@ -62,12 +64,33 @@ def test_more_objects_than_queries_warn() -> None:
 
 
 @pytest.mark.parametrize(
+    ("preset", "temperature"), [("tinydet", 20), ("tinydet_vanilla", 10_000), ("tinydet_cond", 10_000)]
+)
+def test_positions_have_the_published_temperature_and_runs_of_before_keep_theirs(
+    tmp_path: Path, preset: str, temperature: float
+) -> None:
+    jobs = Path(__file__).resolve().parents[1]
+    config = configs.compose(preset, [], jobs)
+    assert isinstance(config, Config) and choose_temperature(config.model) == temperature
+    configs.freeze(configs.compose(preset, ["model.temperature=20"], jobs), tmp_path / "config.yaml")
+    before = configs.thaw(tmp_path / "config.yaml", jobs)
+    assert isinstance(before, Config) and choose_temperature(before.model) == 20
+
+
+@pytest.mark.parametrize("variant", ["vanilla", "cond", "ms"])
+def test_an_image_with_more_objects_than_queries_trains(variant: str) -> None:
+    losses = make_module(make_config(variant))(make_batch(boxes=40))
+    assert losses["loss"].isfinite() and losses["broken_costs"] == 0
+
+
+@pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"image.fit": "stretch"}, r"image.fit=stretch: it changes the shape"),
         ({"image.height_px": 100}, r"expected multiples of 32, such as image.height_px=96"),
         ({"image.channels": 1}, r"image.channels=1: tinydet needs RGB"),
         ({"model.dims": 36}, r"model.dims=36: expected a multiple of 4 model.heads=16"),
+        ({"model.temperature": 0.5}, r"model.temperature=0.5: expected 1 or more, or 0 for the published one"),
         ({"model.strides": [4, 16]}, r"model.strides=\[4, 16\]: expected neighbours"),
         ({"loss.classification": "softmax"}, r"loss.classification=softmax: only model.variant=vanilla"),
         ({"model.variant": "vanilla", "loss.classification": "focal"}, r"model.variant=vanilla needs softmax"),
