@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -15,7 +15,14 @@ from loguru import logger
 
 from trainyard.errors import UserError
 
-SETS = ("train", "val", "test")
+from .layout import BOTH, SETS, AnnotationFile, find_annotation_files, find_image, list_image_folders
+
+ENTRIES = {
+    "annotations": ("id", "image_id", "category_id", "bbox"),
+    "categories": ("id", "name"),
+    "images": ("id", "file_name", "width", "height"),
+}
+"""What an annotation file contains, and what each entry must have."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +43,8 @@ class AnnotatedImage:
 
     name: str  # `file_name` in the annotations
     path: Path | None  # None: listed, but the file is missing
+    searched: tuple[Path, ...]  # folders in which it was searched
+    file: str  # name of the annotation file
     image_id: int
     set: str
     raw_px: tuple[int, int]  # width, height of the file
@@ -56,79 +65,116 @@ class Collection:
     counts: Mapping[str, int] = field(default_factory=dict)  # boxes that were clipped or left out, by reason
 
 
+@dataclass(frozen=True)
+class SetSummary:
+    """What a set contains."""
+
+    name: str
+    images: int
+    boxes: int
+    most: int  # boxes in one image
+    files: list[str]  # annotation files
+
+    def __str__(self) -> str:
+        """Return one line for people."""
+        images, boxes = "image" + "s" * (self.images != 1), "box" + "es" * (self.boxes != 1)
+        counts = f"{self.images} {images}, {self.boxes} {boxes}, at most {self.most} in an image"
+        return f"{self.name}: {counts} (from {', '.join(self.files)})"
+
+
 def read_collection(raw: Path, rules: Rules) -> Collection:
     """Read every annotation file of a raw folder; an unchanged folder is read once per process.
 
-    Annotations are `*.json` in `annotations/`, else in the folder itself. A file whose name ends in train, val or test
-    names the set of its images; images of any other file are assigned by a hash, and a sequence is never divided.
+    The name of an annotation file names the set of its images (`layout.py`). Those of a file that names no single set
+    are divided by a hash among the sets that no file names; a sequence is never divided.
 
     Raises:
         UserError: there are no annotations, or one is wrong; the message names the file and the entry.
     """
-    files = find_annotation_files(raw)
-    if not files:
-        raise UserError(
-            f"{raw}: no annotations. Expected COCO JSON files in {raw}/annotations, such as instances_train.json and "
-            "instances_val.json, and the images in the folder images."
-        )
-    stamp = tuple((path, path.stat().st_mtime_ns, path.stat().st_size) for path in files)
-    return _read_cached(raw, stamp, rules)
-
-
-def find_annotation_files(raw: Path) -> list[Path]:
-    """Return the annotation files of a raw folder, sorted by name, without unions of other files."""
-    files = sorted((raw / "annotations").glob("*.json")) or sorted(raw.glob("*.json"))
-    names = {path.stem for path in files}
-    unions = {path for path in files if path.stem.endswith("trainval") and {_find_train_stem(path)} <= names}
-    return [path for path in files if path not in unions]
-
-
-def find_image(raw: Path, name: str) -> Path | None:
-    """Return the path of an image: as named, or in `images`, with or without the folders in its name."""
-    for folder in (raw, raw / "images"):
-        for tail in (name, Path(name).name):
-            if (folder / tail).is_file():
-                return folder / tail
-    return None
-
-
-def _find_train_stem(path: Path) -> str:
-    """'instances_trainval' -> 'instances_train': if that file exists, the union of train and val is not read."""
-    return path.stem.removesuffix("val")
+    files, left_out = find_annotation_files(raw)
+    stamp = tuple((file, file.path.stat().st_mtime_ns, file.path.stat().st_size) for file in files)
+    return _read_cached(raw, stamp, tuple(left_out), rules)
 
 
 @lru_cache(maxsize=2)
-def _read_cached(raw: Path, stamp: tuple[tuple[Path, int, int], ...], rules: Rules) -> Collection:
-    contents = {path: _read_json(path) for path, _, _ in stamp}
+def _read_cached(
+    raw: Path, stamp: tuple[tuple[AnnotationFile, int, int], ...], left_out: tuple[Path, ...], rules: Rules
+) -> Collection:
+    files = [file for file, _, _ in stamp]
+    if left_out:
+        logger.info(
+            "boxes are read from {}; not read, because they annotate the same images: {}",
+            ", ".join(file.path.name for file in files),
+            ", ".join(path.name for path in left_out),
+        )
+    contents = {file.path: _read_json(file.path) for file in files}
     names = _read_categories(contents)
     ids = sorted(names)
     label_of = {category: label for label, category in enumerate(ids)}
     counts: Counter[str] = Counter()
     images: list[AnnotatedImage] = []
     listed_in: dict[str, Path] = {}
-    for path, content in contents.items():
-        for image in _read_images(raw, path, content, label_of, names, rules, counts):
+    rules = _divide_among_unnamed_sets(rules, files)
+    for file in files:
+        for image in _read_images(raw, file, contents[file.path], label_of, names, rules, counts):
             if image.name in listed_in:
-                raise UserError(
-                    f"{path}: the image '{image.name}' is listed twice, also in {listed_in[image.name]}. "
-                    "List it once: a set that shares an image with another measures nothing."
-                )
-            listed_in[image.name] = path
+                raise _describe_duplicate(file.path, image.name, listed_in[image.name])
+            listed_in[image.name] = file.path
             images.append(image)
     _log_counts(counts)
     if not any(image.set == "train" for image in images):
-        raise UserError(f"{raw}: none of the {len(images)} images is left to train on. Lower packing.val_share.")
+        divided = any(file.set in ("", BOTH) for file in files)
+        way_out = "Lower packing.val_share" if divided else f"Add annotations such as {files[0].path.parent}/train.json"
+        raise UserError(f"{raw}: none of the {len(images)} images is left to train on. {way_out}.")
     return Collection(images, [names[i] for i in ids], ids, counts)
+
+
+def _divide_among_unnamed_sets(rules: Rules, files: Sequence[AnnotationFile]) -> Rules:
+    """Return the rules for images of files that name no single set: an official val or test set gets no others."""
+    named = {file.set for file in files}
+    rules = replace(
+        rules,
+        val_share=0.0 if "val" in named else rules.val_share,
+        test_share=0.0 if "test" in named else rules.test_share,
+    )
+    for file in files:
+        if file.set in ("", BOTH):
+            logger.info(
+                "{} names no single set: its images are divided, {:.0%} to val, {:.0%} to test, the rest to train "
+                "(packing.val_share, test_share, seed)",
+                file.path.name,
+                rules.val_share,
+                rules.test_share,
+            )
+    return rules
+
+
+def _describe_duplicate(path: Path, name: str, other: Path) -> UserError:
+    if path == other:
+        return UserError(f"{path}: the image '{name}' is listed twice. List it once.")
+    return UserError(
+        f"{path}: the image '{name}' is listed twice, also in {other}, and a set that shares an image with another "
+        "measures nothing. If the files are two versions of one set, or one contains the other, move one of them "
+        f"elsewhere; if these are two images, put their folders into file_name, such as 'train/{Path(name).name}'."
+    )
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text())
+        content: dict[str, Any] = json.loads(path.read_text())
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: not JSON ({error}). Expected COCO annotations.") from None
-    missing = [key for key in ("images", "annotations", "categories") if key not in content]
-    if not isinstance(content, dict) or missing:
+    missing = [key for key in ENTRIES if not isinstance(content, dict) or not isinstance(content.get(key), list)]
+    if missing:
         raise UserError(f"{path}: not COCO annotations: {', '.join(missing)} missing. Move other JSON files elsewhere.")
+    for key, names in ENTRIES.items():
+        for number, entry in enumerate(content[key]):
+            lacking = [name for name in names if not isinstance(entry, dict) or name not in entry]
+            if lacking:
+                raise UserError(
+                    f"{path}: {key}[{number}] has no {', '.join(lacking)}. Expected {', '.join(names)} in each entry; "
+                    "move a file of another kind elsewhere."
+                )
     return content
 
 
@@ -149,14 +195,14 @@ def _read_categories(contents: Mapping[Path, dict[str, Any]]) -> dict[int, str]:
 
 def _read_images(
     raw: Path,
-    path: Path,
+    file: AnnotationFile,
     content: dict[str, Any],
     label_of: Mapping[int, int],
     names: Mapping[int, str],
     rules: Rules,
     counts: Counter[str],
 ) -> Iterator[AnnotatedImage]:
-    images = content["images"]
+    path, images = file.path, content["images"]
     _check_unique(path, "image", [entry["id"] for entry in images])
     _check_unique(path, "annotation", [entry["id"] for entry in content["annotations"]])
     by_image: dict[int, list[dict[str, Any]]] = {entry["id"]: [] for entry in images}
@@ -173,9 +219,10 @@ def _read_images(
                 f"Known: {known}{' ...' * (len(names) > 10)}. Add it to the categories, or remove the annotation."
             )
         by_image[entry["image_id"]].append(entry)
-    named_set = next(
-        (name for name in SETS if path.stem.lower().endswith(name) and not path.stem.endswith("trainval")), ""
-    )
+    folders = list_image_folders(raw, file)
+    found = {str(entry["file_name"]): find_image(folders, str(entry["file_name"])) for entry in images}
+    if found and not any(found.values()):
+        raise _describe_missing_images(raw, file, list(found), folders)
     for entry in sorted(images, key=lambda image: str(image["file_name"])):
         width, height = int(entry["width"]), int(entry["height"])
         rows = list(_read_objects(path, by_image[entry["id"]], width, height, rules, counts))
@@ -185,9 +232,11 @@ def _read_images(
         factor = np.array([size_px[0] / width, size_px[1] / height])
         yield AnnotatedImage(
             name=str(entry["file_name"]),
-            path=find_image(raw, str(entry["file_name"])),
+            path=found[str(entry["file_name"])],
+            searched=tuple(folders),
+            file=path.name,
             image_id=int(entry["id"]),
-            set=named_set or _assign_set(sequence, rules),
+            set=file.set if file.set in SETS else _assign_set(sequence, rules),
             raw_px=(width, height),
             size_px=size_px,
             boxes=table[:, :4] * np.tile(factor, 2),
@@ -195,6 +244,15 @@ def _read_images(
             areas=table[:, 4] * factor.prod(),
             crowd=np.array([row[6] for row in rows], dtype=bool),
         )
+
+
+def _describe_missing_images(raw: Path, file: AnnotationFile, names: list[str], folders: Sequence[Path]) -> UserError:
+    named = f", or {raw / file.set}, a folder named after the set" if file.set else ""
+    return UserError(
+        f"{file.path}: none of the {len(names)} images that it lists is there, such as '{names[0]}'. Searched: "
+        f"{', '.join(map(str, folders))}. Move the images to {raw / 'images'}{named}; or move this file elsewhere, "
+        "to pack the other sets alone."
+    )
 
 
 def scale_size(size_px: tuple[int, int], scale: float) -> tuple[int, int]:
@@ -207,7 +265,12 @@ def _read_objects(
 ) -> Iterator[tuple[float, float, float, float, float, int, bool]]:
     """Yield x1, y1, x2, y2, area, category and crowd of each object, clipped to its image."""
     for entry in entries:
-        x, y, w, h = (float(value) for value in entry["bbox"])
+        try:
+            x, y, w, h = (float(value) for value in entry["bbox"])
+        except (TypeError, ValueError):
+            raise UserError(
+                f"{path}: annotation {entry['id']}, bbox {entry['bbox']}: expected four numbers, x, y, width, height."
+            ) from None
         where = f"{path}: annotation {entry['id']}, bbox [{x:g}, {y:g}, {w:g}, {h:g}]"
         if not all(math.isfinite(value) for value in (x, y, w, h)):
             raise UserError(f"{where}: not finite. Expected x, y, width, height in pixels.")
@@ -262,3 +325,15 @@ def _log_counts(counts: Counter[str]) -> None:
 def select_set(collection: Collection, name: str) -> Collection:
     """Return the images of one set."""
     return replace(collection, images=[image for image in collection.images if image.set == name])
+
+
+def summarize_sets(collection: Collection) -> list[SetSummary]:
+    """Count images and boxes of each set; crowds do not count."""
+    summaries = []
+    for name in SETS:
+        images = select_set(collection, name).images
+        counts = [int((~image.crowd).sum()) for image in images]
+        if images:
+            files = sorted({image.file for image in images})
+            summaries.append(SetSummary(name, len(images), sum(counts), max(counts), files))
+    return summaries

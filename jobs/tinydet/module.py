@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import cast
 
 import numpy as np
@@ -15,6 +15,7 @@ from trainyard.train.distributed import sum_over_ranks
 from trainyard.train.module import Batch, DataInfo, Rows, TrainModule
 
 from . import geometry, photometric
+from .coco import SetSummary
 from .conditional import ConditionalDETR
 from .config import BoxSettings, Config, EvaluationSettings, LossSettings, ModelSettings, PhotometricSettings
 from .denoising import build_denoising_queries
@@ -47,12 +48,14 @@ class Artifacts:
     side_px: float
     per_sample: float
     most: int
+    sets: list[SetSummary] = field(default_factory=list)  # empty in data that older versions packed
 
     @classmethod
     def from_data(cls, data: DataInfo) -> "Artifacts":
         """Read the artifacts of a data set."""
         names = [str(entry["name"]) for entry in json.loads(data.artifacts["categories"])]
-        return cls(names, **json.loads(data.artifacts["objects"]))
+        sets = [SetSummary(**entry) for entry in json.loads(data.artifacts.get("sets", "[]"))]
+        return cls(names, sets=sets, **json.loads(data.artifacts["objects"]))
 
 
 def build(config: Config, data: DataInfo) -> "TinyDet":
@@ -77,6 +80,8 @@ def build(config: Config, data: DataInfo) -> "TinyDet":
     if model.weights:
         load_detector(network, model.weights)
     if len(data.train_ids):
+        for summary in artifacts.sets:
+            logger.info("{}", summary)
         _warn_of_limits(model, artifacts)
     logger.info(
         "{} objects per sample on average; classification loss: {}", f"{artifacts.per_sample:.1f}", classification

@@ -3,19 +3,21 @@
 import io
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 
 import numpy as np
+from loguru import logger
 from PIL import Image, ImageOps
 
 from trainyard.data.shards import BadRecord, Loaded, Ragged, Sample
 from trainyard.data.write_shard import open_image
 from trainyard.errors import UserError
 
-from .coco import SETS, AnnotatedImage, Rules, read_collection, scale_size
+from .coco import AnnotatedImage, Rules, read_collection, scale_size, summarize_sets
 from .config import Config, PackingSettings
+from .layout import SETS
 from .synthesis import synthesize
 
 __all__ = ["fit_artifacts", "parse_key", "samples", "splits", "synthesize", "unlabelled"]
@@ -66,13 +68,17 @@ def samples(raw: Path, config: Config) -> Iterator[Sample]:
 
 
 def fit_artifacts(raw: Path, config: Config) -> dict[str, str]:
-    """Return `categories`, a JSON list of {"id", "name"} by label, and `objects`, statistics of the training set.
+    """Return `categories`, a JSON list of {"id", "name"} by label; `sets`, a JSON list of `SetSummary`, which is also
+    logged; and `objects`, statistics of the training set.
 
     `objects` is JSON: `pictures`, the number of images; `width_px` and `height_px`, the mean size of their tiles;
     `side_px`, the mean square root of an object's area; `per_sample` and `most`, mean and maximum objects of a tile.
     """
     rule = config.packing
     collection = read_collection(raw, make_rules(rule))
+    summaries = summarize_sets(collection)
+    for summary in summaries:
+        logger.info("{}", summary)
     images = [image for image in collection.images if image.set == "train"]
     counts: list[int] = []
     sides: list[float] = []
@@ -95,6 +101,7 @@ def fit_artifacts(raw: Path, config: Config) -> dict[str, str]:
     }
     return {
         "categories": json.dumps([{"id": number, "name": name} for number, name in names]),
+        "sets": json.dumps([asdict(summary) for summary in summaries]),
         "objects": json.dumps(objects),
     }
 
@@ -207,7 +214,8 @@ def load(
         BadRecord: the image is missing, cannot be read, or its size is not the annotated one.
     """
     if image.path is None:
-        raise BadRecord("the annotations list it, but the file is missing")
+        places = ", ".join(map(str, image.searched))
+        raise BadRecord(f"the annotations list it, but the file is missing; searched: {places}")
     truth = np.column_stack([image.boxes, image.areas, image.labels, image.crowd]).astype(np.float64)
     return {
         **load_image(image.path, image.raw_px, image.size_px, tile),

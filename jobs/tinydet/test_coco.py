@@ -59,6 +59,10 @@ def test_a_crowd_is_kept_for_evaluation_and_not_trained_on(tmp_path: Path) -> No
             r"annotation 1.*width or height is negative.*packing.outside=skip",
         ),
         ({"annotations": [make_entry(4, math.nan, 10, 8)]}, r"annotation 1.*not finite"),
+        ({"annotations": [make_entry(4, 5, 10)]}, r"annotation 1, bbox \[4, 5, 10\]: expected four numbers"),
+        ({"annotations": [{"id": 1, "image_id": 5}]}, r"annotations\[0\] has no category_id, bbox. Expected id"),
+        ({"images": [{"id": 5, "file_name": "0.png"}]}, r"images\[0\] has no width, height"),
+        ({"images": ["0.png"]}, r"images\[0\] has no id, file_name, width, height"),
         (
             {"annotations": [make_entry(4, 5, 10, 8, category_id=2)]},
             r"category 2, which is unknown. Known: 3 car, 7 ball",
@@ -156,6 +160,9 @@ def test_a_folder_without_annotations_or_with_other_json_is_refused(tmp_path: Pa
         list(samples(tmp_path, Config()))
     (tmp_path / "notes.json").write_text('{"images": []}')
     with pytest.raises(UserError, match=r"notes.json: not COCO annotations: annotations, categories missing"):
+        list(samples(tmp_path, Config()))
+    (tmp_path / "notes.json").write_text("5")
+    with pytest.raises(UserError, match=r"notes.json: not COCO annotations: annotations, categories, images missing"):
         list(samples(tmp_path, Config()))
     (tmp_path / "notes.json").write_text("{")
     with pytest.raises(UserError, match=r"notes.json: not JSON"):

@@ -229,9 +229,10 @@ def _refuse_bad(written: Sequence[WrittenShard], skip_bad: bool) -> None:
     if bad and not skip_bad:
         named = "".join(f"\n  {key}: {reason}" for key, reason in bad[:_MAX_NAMED])
         more = f"\n  and {len(bad) - _MAX_NAMED} more" if len(bad) > _MAX_NAMED else ""
+        some_left = any(shard.count for shard in written)
         raise PackError(
             f"{len(bad)} of {sum(s.count + len(s.bad) for s in written)} raw samples cannot be read:{named}{more}\n"
-            "Repair or remove them, or leave them out: data.on_error=skip"
+            + ("Repair or remove them, or leave them out: data.on_error=skip" if some_left else "Repair them.")
         )
     if not any(shard.count for shard in written):
         raise PackError(f"None of the {len(bad)} raw files can be read. The first: {bad[0][0]}: {bad[0][1]}")
