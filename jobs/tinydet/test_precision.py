@@ -11,11 +11,11 @@ from trainyard.train.module import Batch
 
 from . import geometry
 from .cases import make_batch, make_config, make_module
-from .conditional import ConditionalDETR
+from .conditional import ConditionalDETR, encode_points
 from .exact import ExactLinear, multiply
 from .module import TinyDet
 from .multiscale import DeformableAttention, DeformableDETR, make_anchors
-from .network import MLP, Outputs, inverse_sigmoid
+from .network import MLP, Outputs, encode_grid_positions, inverse_sigmoid
 
 SCALE = 0.1  # the input has 64 pixels, the stored image 640
 ROUNDING_PX = 2e-3
@@ -136,7 +136,7 @@ def test_proposals_are_anchors_moved_in_float32(precision: str) -> None:
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_boxes_and_masks_are_mapped_in_float32(precision: str) -> None:
+def test_boxes_masks_and_position_codes_are_computed_in_float32(precision: str) -> None:
     torch.manual_seed(0)
     turn = torch.tensor([[[0.31, -0.17, 12.7], [0.17, 0.31, 3.1]]])
     corner = 1000 * torch.rand(1, 500, 2)
@@ -145,7 +145,8 @@ def test_boxes_and_masks_are_mapped_in_float32(precision: str) -> None:
     def map_all() -> list[Tensor]:
         there = geometry.map_to_input(boxes, turn)
         mask = geometry.make_image_mask(turn, image_px, (640, 640), (160, 160))
-        return [there, geometry.map_from_input(there, turn, image_px), mask]
+        codes = encode_grid_positions(mask, 16, 10_000), encode_points(corner / 1000, 16, 20)
+        return [there, geometry.map_from_input(there, turn, image_px), mask, *codes]
 
     exact = map_all()
     with PRECISIONS[precision]():
