@@ -1,4 +1,4 @@
-"""The one exception a user sees as a line of text instead of a traceback."""
+"""The exceptions a user sees as a line of text instead of a traceback."""
 
 
 class UserError(ValueError):
@@ -12,3 +12,10 @@ class UserError(ValueError):
 
 class NotFinite(UserError):
     """The gradient is NaN or infinite, and loss scaling cannot help."""
+
+
+class DiskFull(UserError):
+    """A disk or quota is full, or a file system is read-only: the same command works once there is room.
+
+    Raised where commands and attempts end (`files.report_full_disk`), with an exit code and a cause of its own.
+    """

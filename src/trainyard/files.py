@@ -1,18 +1,24 @@
-"""Atomic file writes, file hashes, and locks that the kernel releases."""
+"""Atomic file writes, full disks, file hashes, and locks that the kernel releases."""
 
 import contextlib
 import errno
 import fcntl
+import glob
 import hashlib
 import json
 import os
+import secrets
+import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
-"""Error numbers of a write that failed because the disk or quota is full."""
+from trainyard.errors import DiskFull, UserError
+from trainyard.text import format_size
 
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+"""Error numbers of a write that failed because the disk or quota is full or the file system is read-only."""
 
 _PARTIAL = ".partial"
 
@@ -25,24 +31,149 @@ def write_atomically(path: Path, content: str | bytes, *, durable: bool = True) 
         durable: wait until the content is on disk, so that it survives a power cut; off for files that are written
             every few seconds and worthless after a crash.
     """
+    data = content.encode() if isinstance(content, str) else content
     partial = path.with_name(f".{path.name}.{os.getpid()}{_PARTIAL}")
-    try:
-        with partial.open("wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
-            if durable:
-                file.flush()
-                os.fsync(file.fileno())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
-    if durable:
-        fsync_path(path.parent)
+    with name_failed_write(path, size_bytes=len(data)):
+        try:
+            with partial.open("wb") as file:
+                file.write(data)
+                if durable:
+                    file.flush()
+                    os.fsync(file.fileno())
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+        if durable:
+            fsync_path(path.parent)
 
 
 def remove_partials(folder: Path) -> None:
     """Remove partial files that killed writers left in a folder. Call it only when nobody is writing there."""
     for partial in folder.glob(f"*{_PARTIAL}"):
         partial.unlink()
+
+
+@contextlib.contextmanager
+def create_folder(path: Path) -> Iterator[Path]:
+    """Yield a new empty folder, which becomes `path` when the block ends, and is deleted if it raises.
+
+    What a killed process left is never in the way, whatever its process id: in a container all have the same.
+
+    Args:
+        path: does not exist, or is an empty folder.
+    """
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}{_PARTIAL}")
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        partial.replace(path)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def remove_partial_folders(path: Path) -> None:
+    """Remove what killed `create_folder(path)` blocks left. Call it only when nobody is creating `path`."""
+    for partial in path.parent.glob(f".{glob.escape(path.name)}.*{_PARTIAL}"):
+        shutil.rmtree(partial)
+
+
+class AppendedFile:
+    """A file that grows at its end. Each write goes straight to the kernel, so closing it repeats none that failed."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        with name_failed_write(path):
+            self._file = path.open("ab", buffering=0)
+
+    def write(self, data: bytes) -> None:
+        """Append all of `data`; on a full disk a part of it may be in the file."""
+        with name_failed_write(self._path, size_bytes=len(data)):
+            rest = memoryview(data)
+            while rest:
+                rest = rest[self._file.write(rest) :]
+
+    def sync(self) -> int:
+        """Flush to disk; return the length of the file in bytes."""
+        with name_failed_write(self._path):
+            os.fsync(self._file.fileno())
+        return os.fstat(self._file.fileno()).st_size
+
+    def fileno(self) -> int:
+        return self._file.fileno()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+@contextlib.contextmanager
+def name_failed_write(path: Path, *, size_bytes: int = 0) -> Iterator[None]:
+    """Make an OSError of the block say which file it is about, and how much room that needs: write(2) does not."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = str(path)
+        if size_bytes:
+            error.add_note(f"It needs {format_size(size_bytes)}.")
+        raise
+
+
+@contextlib.contextmanager
+def report_full_disk(folder: Path) -> Iterator[None]:
+    """Turn every error in the block that comes from a full or read-only disk into one `DiskFull`.
+
+    For the places where commands and attempts end; everything below raises plain OSErrors, or UserErrors from them.
+
+    Args:
+        folder: where the block writes, for an error that does not name its file.
+    """
+    before, threading.excepthook = threading.excepthook, _print_thread_error
+    try:
+        yield
+    except DiskFull:
+        raise
+    except Exception as error:
+        failed = _find_full_disk(error)
+        if failed is None:
+            raise
+        message = str(error) if isinstance(error, UserError) else _describe_full_disk(failed, folder)
+        raise DiskFull(message) from error
+    finally:
+        threading.excepthook = before
+
+
+def _print_thread_error(error: threading.ExceptHookArgs) -> None:
+    """Print the traceback of a thread, unless a full disk ended it: TensorBoard raises that again where it is used."""
+    if _find_full_disk(error.exc_value) is None:
+        threading.__excepthook__(error)
+
+
+def _find_full_disk(error: BaseException | None) -> OSError | None:
+    """Return the failed write that an exception comes from, if the disk was the reason."""
+    while error is not None and not (isinstance(error, OSError) and error.errno in DISK_FULL):
+        error = error.__cause__ or error.__context__
+    return error
+
+
+def _describe_full_disk(error: OSError, folder: Path) -> str:
+    path = Path(os.fsdecode(error.filename)) if isinstance(error.filename, str | bytes) else folder
+    disk = find_existing(path)
+    needed = " ".join(["", *getattr(error, "__notes__", [])])
+    remedy = "Have it mounted for writing" if error.errno == errno.EROFS else "Make room (trainyard gc shows what for)"
+    return (
+        f"{path}: not written: {error.strerror}.{needed} {describe_room(disk)}. {remedy}, and start the same command "
+        "again: it continues where this one stopped."
+    )
+
+
+def find_existing(path: Path) -> Path:
+    """Return the folder nearest to `path`, itself or above it, that exists."""
+    return next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
+
+
+def describe_room(folder: Path) -> str:
+    """Return how much room there is: "0.004 GiB are free on the disk of /data (a quota may allow less)"."""
+    return f"{format_size(shutil.disk_usage(folder).free)} are free on the disk of {folder} (a quota may allow less)"
 
 
 def write_json(path: Path, value: Any) -> None:

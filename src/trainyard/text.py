@@ -1,4 +1,4 @@
-"""Text for people: durations, columns, lists of names, the nearest match for a wrong name."""
+"""Text for people: durations, sizes, columns, lists of names, the nearest match for a wrong name."""
 
 import difflib
 from collections.abc import Iterable, Sequence
@@ -19,6 +19,11 @@ def format_duration(seconds: float) -> str:
     if minutes < 24 * 60:
         return f"{minutes // 60}h{minutes % 60:02d}m"
     return f"{minutes // 1440}d{minutes % 1440 // 60:02d}h"
+
+
+def format_size(count_bytes: int) -> str:
+    """Format a size in GiB to three decimals, or in whole KiB where that would read 0.000: 0.008 GiB, 12 KiB."""
+    return f"{count_bytes / 2**30:.3f} GiB" if count_bytes >= 2**20 else f"{-(-count_bytes // 2**10)} KiB"
 
 
 def align_columns(rows: Sequence[Sequence[str]], *, indent: str = "", width: int | None = None) -> list[str]:
