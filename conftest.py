@@ -17,6 +17,9 @@ CLUSTER_GROUPS = (
 )
 """Files that mostly wait for a Slurm, in groups that take about equally long: each group starts one Slurm."""
 
+WITHOUT_CLUSTER = ("slurm/test_dry", "slurm/test_disk_full", "container/test_targets")
+"""Files there that start neither a Slurm nor a container."""
+
 LONGEST = ("test_resume", "test_contract", "test_ranks", "test_image", "test_sweep", "test_checkpoint", "test_finish")
 """Files that start first, so that none of them is left alone at the end."""
 
@@ -42,7 +45,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         name = str(item.path.relative_to(item.config.rootpath / "tests").with_suffix("")) if _is_ours(item) else ""
         group = next((f"cluster-{i}" for i, files in enumerate(CLUSTER_GROUPS) if name in files), str(item.path))
         item.add_marker(pytest.mark.xdist_group(group))
-        if name.startswith(("slurm/", "container/")) and name not in ("slurm/test_dry", "container/test_targets"):
+        if name.startswith(("slurm/", "container/")) and name not in WITHOUT_CLUSTER:
             item.add_marker(pytest.mark.cluster)
     items.sort(key=_rank)
 

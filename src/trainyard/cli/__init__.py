@@ -16,10 +16,11 @@ from trainyard import config as configs
 from trainyard.cli import cluster, gc
 from trainyard.cli.verb import Verbs, add_verb, find_project_folder
 from trainyard.errors import UserError
+from trainyard.files import report_full_disk
 from trainyard.hardware import set_openmp_wait_policy
 from trainyard.runs import folder as runs
 from trainyard.runs.lock import RunLock, release
-from trainyard.runs.state import ExitCode
+from trainyard.runs.state import ExitCode, choose_exit_code
 from trainyard.settings import TrainConfig
 from trainyard.tools import bench
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; return its exit code: 0 done, 2 user error, 85-87 stopped and resumable."""
+    """Run one command; return its exit code: 0 done, 2 user error, 74 disk full, 85-87 stopped and resumable."""
     started = time.time()
     set_openmp_wait_policy(os.environ)
     logger.remove()
@@ -37,11 +38,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments.started = started
     arguments.typed = list(sys.argv[1:] if argv is None else argv)
     try:
-        code: int = arguments.command(arguments)
+        with report_full_disk(Path.cwd()):
+            code: int = arguments.command(arguments)
         return code
     except UserError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return ExitCode.USER_ERROR
+        return choose_exit_code(error)
     except KeyboardInterrupt:
         print(
             "Interrupted. No file is half-written; the same command continues where this one stopped.", file=sys.stderr

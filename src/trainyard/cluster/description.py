@@ -58,6 +58,7 @@ class Attempts:
     time_limit: int = 100
     node_failure: int = 10
     crash: int = 2
+    disk_full: int = 30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -379,6 +380,6 @@ _CHECKS: dict[str, Callable[[Any], str]] = {
     "kind": _require_one_of("", "apptainer", "pyxis"),
     "image": _check_image,
     "scratch": _check_scratch,
-    **dict.fromkeys(("preempted", "time_limit", "node_failure", "crash"), _require_at_least(0)),
+    **dict.fromkeys(("preempted", "time_limit", "node_failure", "crash", "disk_full"), _require_at_least(0)),
 }
 """The check of a value that has the right type, by the last part of its key."""

@@ -1,5 +1,6 @@
 """Packs raw files into shards: in parallel, resumable after a kill, the same bytes for the same input."""
 
+import errno
 import hashlib
 import itertools
 import json
@@ -105,8 +106,9 @@ def pack(
         if error.errno not in DISK_FULL:
             raise
         free = shutil.disk_usage(out).free / 2**20
+        reason = "the file system is read-only" if error.errno == errno.EROFS else "no space left"
         raise PackError(
-            f"{out}: no space left ({free:.0f} MiB free). Finished shards are kept: free some space, then run the same "
+            f"{out}: {reason} ({free:.0f} MiB free). Finished shards are kept: free some space, then run the same "
             "command again to resume."
         ) from None
 

@@ -18,7 +18,10 @@ export TRAINYARD_ATTEMPT=$ty_job_id-$ty_attempt
 [ -n "${OMP_WAIT_POLICY+x}${GOMP_SPINCOUNT+x}${KMP_BLOCKTIME+x}" ] || export OMP_WAIT_POLICY=passive
 
 ty_begin() {
-    mkdir -p "$ty_folder" && touch "$ty_log" || exit 1
+    if ! mkdir -p "$ty_folder" || ! touch "$ty_log" || ! ty_has_room; then
+        ty_restart "$TY_DISK_FULL" disk_full "no room in $ty_folder"
+    fi
+    [ -z "$(tail -c 1 "$ty_log")" ] || echo >>"$ty_log" # a line that a full disk cut short
     echo "trainyard: attempt $TRAINYARD_ATTEMPT on $SLURM_JOB_NODELIST" >&2
     trap ':' TERM # the ranks get it too: wait for them to exit
     [ "$ty_attempt" -eq 0 ] || ty_record_previous_end
@@ -38,6 +41,8 @@ ty_end() { # SRUN_EXIT_CODE
     local code=$1
     if [ -s "$ty_folder/left-$TRAINYARD_ATTEMPT" ]; then
         code=$(<"$ty_folder/left-$TRAINYARD_ATTEMPT")
+    elif ! ty_has_room; then
+        code=$TY_DISK_FULL # the ranks could not leave a note
     elif [ "$code" -eq 0 ]; then
         code=$TY_FAILED # srun also returns 0 when its node is set DOWN: only the ranks know whether they finished
     fi
@@ -49,7 +54,9 @@ ty_end() { # SRUN_EXIT_CODE
     esac
     # Preempted, cancelled, out of time: Slurm has already decided, and the next attempt, if any, records the cause.
     [ "$(ty_read_state)" = RUNNING ] || exit "$code"
-    if [ "$code" -ne "$TY_PREEMPTED" ]; then
+    if [ "$code" -eq "$TY_DISK_FULL" ]; then
+        ty_restart "$code" disk_full "no room for what the run writes"
+    elif [ "$code" -ne "$TY_PREEMPTED" ]; then
         ty_restart "$code" crash "$(ty_describe_exit "$code")"
     elif ty_is_limit_near; then
         ty_restart "$code" time_limit "saved before the limit"
@@ -61,7 +68,7 @@ ty_end() { # SRUN_EXIT_CODE
 ty_restart() { # CODE CAUSE REASON
     local refusal
     refusal=$(ty_check_budget "$2" 1)
-    ! ty_is_stuck \
+    [ "$2" = disk_full ] || ! ty_is_stuck \
         || ty_stop "$ty_attempt" "$1" no_progress "two attempts in a row made no new checkpoint; the last: $2, $3"
     [ -z "$refusal" ] || ty_stop "$ty_attempt" "$1" "$2" "$3; $refusal"
     ty_write_end "$ty_attempt" "$1" "$2" requeue "$3"
@@ -75,6 +82,10 @@ ty_restart() { # CODE CAUSE REASON
 ty_record_previous_end() { # if it ended without recording why
     local last=$((ty_attempt - 1)) messages nodes down
     ! grep -q "\"event\":\"end\",\"job\":\"$ty_job_id\",\"attempt\":$last," "$ty_log" || return 0
+    if ! grep -q "\"event\":\"start\",\"job\":\"$ty_job_id\",\"attempt\":$last," "$ty_log"; then
+        ty_write_end "$last" -1 disk_full slurm "found no room to record its start"
+        return
+    fi
     # The log has what srun and slurmstepd said in that attempt, even when a busy controller does not answer sinfo.
     messages=$(sed -n "/^trainyard: attempt $ty_job_id-$last on /,/^trainyard: attempt $ty_job_id-$ty_attempt on /p" \
         "${BASH_SOURCE[0]%/*}/${ty_job_id}_0_log.err" 2>/dev/null \
@@ -91,8 +102,9 @@ ty_record_previous_end() { # if it ended without recording why
 }
 
 ty_is_stuck() { # true if the last two recorded starts (this one may be among them) had the newest checkpoint
-    local starts
-    starts=$(grep "\"event\":\"start\",\"job\":\"$ty_job_id\"," "$ty_log" | tail -n 2)
+    local starts full # attempts that a full disk ended do not count
+    full=$(sed -n "s/.*\"event\":\"end\",\"job\":\"$ty_job_id\",\(\"attempt\":[0-9]*,\).*\"cause\":\"disk_full\".*/\1/p" "$ty_log")
+    starts=$(grep "\"event\":\"start\",\"job\":\"$ty_job_id\"," "$ty_log" | grep -vF "${full:-no such line}" | tail -n 2)
     [ "$(grep -c "\"checkpoint\":\"$(ty_find_newest)\"}" <<<"$starts")" -eq 2 ]
 }
 
@@ -100,7 +112,17 @@ ty_check_budget() { # CAUSE [EXTRA]: print why not if restarts after CAUSE, plus
     local limit used
     limit=$(tr ' ' '\n' <<<"$TRAINYARD_LIMITS" | sed -n "s/^$1=//p")
     used=$(grep -c "\"event\":\"end\",\"job\":\"$ty_job_id\",.*\"cause\":\"$1\"" "$ty_log")
+    [ "$1" != disk_full ] || ty_has_room || used=$ty_attempt # the log cannot count them
     [ $((used + ${2:-0})) -le "${limit:-0}" ] || printf 'the budget of %d restarts after %s is used up' "${limit:-0}" "$1"
+}
+
+ty_has_room() { # for 64 KiB in the run's folder; not on a full or read-only disk
+    local room=$ty_folder/.room-$TRAINYARD_ATTEMPT
+    { printf '%65536s' '' >"$room"; } 2>/dev/null || {
+        rm -f "$room" 2>/dev/null
+        return 1
+    }
+    rm -f "$room"
 }
 
 ty_read_state() { # of the job; when Slurm ends the job it may kill squeue too, so retry until this script is killed

@@ -10,7 +10,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,8 +19,8 @@ from loguru import logger
 
 from trainyard.config import freeze, load_family, thaw
 from trainyard.data.prepare import StopRequested, is_packed, prepare_data
-from trainyard.errors import UserError
-from trainyard.files import write_atomically
+from trainyard.errors import DiskFull, UserError
+from trainyard.files import AppendedFile, report_full_disk, write_atomically
 from trainyard.hardware import (
     choose_compute_threads,
     choose_precision,
@@ -34,7 +34,7 @@ from trainyard.hardware import (
 )
 from trainyard.runs.folder import CONFIG, record_error, update_env
 from trainyard.runs.lock import RunLock
-from trainyard.runs.state import ExitCode
+from trainyard.runs.state import choose_exit_code
 from trainyard.settings import Duration, TrainConfig
 from trainyard.train.world import World, read_attempt_id, read_world
 
@@ -64,10 +64,11 @@ class RankTask:
         try:
             code = execute(self.run, self.jobs, environ=os.environ, started=self.since or time.time())
             if code == 0 and read_world(os.environ).is_main:
-                _write_report(self.run)
+                with report_full_disk(self.run):
+                    _write_report(self.run)
         except UserError as error:
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
-            code = 2
+            code = choose_exit_code(error)
         if code:
             sys.exit(code)
 
@@ -98,12 +99,14 @@ def execute(run: Path, jobs_dir: Path, *, environ: Mapping[str, str], started: f
         _load_torch()
         try:
             lock = RunLock(run, break_other_host=break_lock, attempt=attempt) if world.is_main else None
-            with lock or nullcontext(), _set_up_logging(run, world):
+            with report_full_disk(run), lock or nullcontext(), _set_up_logging(run, world):
                 code = _train(run, jobs_dir, world, stop, lock, environ=environ, attempt=attempt, started=started)
         except BaseException as error:
-            record_error(run, error, attempt=attempt, rank=world.rank)
-            if isinstance(error, UserError):
-                notes.write_exit_code(ExitCode.USER_ERROR)
+            # A full disk may leave no room for these two either; then the exit code and the message have to do.
+            with suppress(OSError) if isinstance(error, DiskFull) else nullcontext():
+                if isinstance(error, UserError):
+                    notes.write_exit_code(choose_exit_code(error))
+                record_error(run, error, attempt=attempt, rank=world.rank)
             raise
     if world.is_main:
         notes.write_exit_code(code)
@@ -232,16 +235,19 @@ def _set_up_logging(run: Path, world: World) -> Iterator[None]:
     from trainyard.train.console import log_sink
 
     logger.remove()
-    if world.is_main:
-        logger.add(log_sink, format="{time:HH:mm:ss} {message}", level="INFO", colorize=False)
-        logger.add(run / "log", format="{time:YYYY-MM-DD HH:mm:ss} {level} {message}", level="DEBUG")
-    else:
-        logger.add(sys.stderr, format=f"rank {world.rank}: {{message}}", level="WARNING")
-    try:
-        yield
-    finally:
-        logger.remove()
-        logger.add(sys.stderr, format="{message}", level="INFO")
+    with ExitStack() as files:
+        if world.is_main:
+            file = files.enter_context(closing(AppendedFile(run / "log")))
+            logger.add(log_sink, format="{time:HH:mm:ss} {message}", level="INFO", colorize=False)
+            line = "{time:YYYY-MM-DD HH:mm:ss} {level} {message}"
+            logger.add(lambda text: file.write(text.encode()), format=line, level="DEBUG", catch=False)
+        else:
+            logger.add(sys.stderr, format=f"rank {world.rank}: {{message}}", level="WARNING")
+        try:
+            yield
+        finally:
+            logger.remove()
+            logger.add(sys.stderr, format="{message}", level="INFO")
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from typing import Any
 
 from trainyard.config import freeze
 from trainyard.environment import NO_VARIABLES, THIS_CODE, describe_environment, find_checkout
-from trainyard.errors import NotFinite, UserError
-from trainyard.files import DISK_FULL, write_json
+from trainyard.errors import DiskFull, NotFinite, UserError
+from trainyard.files import write_json
 from trainyard.runs.state import Cause
 from trainyard.settings import TrainConfig
 from trainyard.text import find_nearest, join_names
@@ -132,7 +132,7 @@ def classify_error(error: BaseException) -> Cause:
     name, text = type(error).__name__, str(error)
     if isinstance(error, NotFinite):
         return Cause.NOT_FINITE
-    if isinstance(error, OSError) and error.errno in DISK_FULL:
+    if isinstance(error, DiskFull):
         return Cause.DISK_FULL
     if isinstance(error, UserError):
         return Cause.USER_ERROR

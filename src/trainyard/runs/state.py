@@ -6,6 +6,8 @@ must stay readable.
 
 from enum import IntEnum, StrEnum
 
+from trainyard.errors import DiskFull, UserError
+
 
 class State(StrEnum):
     """Where a run is now."""
@@ -58,7 +60,7 @@ _DESCRIPTIONS = {
     Cause.DEVICE_OOM: "out of memory on the GPU",
     Cause.HOST_OOM: "out of memory on the host",
     Cause.NOT_FINITE: "NaN or infinite gradients",
-    Cause.DISK_FULL: "disk full",
+    Cause.DISK_FULL: "disk full or read-only",
     Cause.LOST_PEER: "another rank was lost",
     Cause.BUG: "an error in the code",
     Cause.USER_ERROR: "user error",
@@ -93,9 +95,15 @@ class ExitCode(IntEnum):
     DONE = 0
     FAILED = 1
     USER_ERROR = 2
+    DISK_FULL = 74  # or read-only; sysexits.h calls 74 an input/output error
     PREEMPTED = 85
     MAX_RUNTIME = 86
     INTERRUPTED = 87
+
+
+def choose_exit_code(error: UserError) -> ExitCode:
+    """Return the exit code of a command or a rank that a `UserError` ended."""
+    return ExitCode.DISK_FULL if isinstance(error, DiskFull) else ExitCode.USER_ERROR
 
 
 def render_exit_codes() -> str:

@@ -310,6 +310,7 @@ _RESTARTS: dict[str, str] = {
     Cause.TIME_LIMIT: "resumes after its time limit",
     Cause.NODE_FAILURE: "starts again after the loss of a node",
     Cause.CRASH: "starts again after a crash",
+    Cause.DISK_FULL: "starts again, because the disk was full or read-only",
 }
 
 _REASONS = {

@@ -35,8 +35,8 @@ def _explain_cause(status: Status) -> list[str]:
     cause = [f"cause: {describe_cause(status.cause)}"] if status.cause else []
     if status.state == State.SILENT:
         return ["It may hang, or a step takes long: see its log. Cancelling and resuming loses what is not saved."]
-    if status.state == State.WAITING and newest is not None and newest.cause == Cause.CRASH:
-        return ["It resumes by itself. What crashed:", *_describe_failure(status)]
+    if status.state == State.WAITING and newest is not None and newest.cause in (Cause.CRASH, Cause.DISK_FULL):
+        return ["It resumes by itself. What failed:", *_describe_failure(status)]
     if status.state in (*ACTIVE, State.DONE, State.NEW):
         return cause or ["Nothing is wrong."]
     host = [f"host: {newest.reason}"] if newest is not None and newest.reason else []

@@ -29,7 +29,8 @@ import torch
 from loguru import logger
 
 from trainyard.errors import UserError
-from trainyard.files import fsync_path
+from trainyard.files import find_existing, fsync_path
+from trainyard.text import format_size
 
 State = dict[str, Any]
 """Nested dicts, lists and tuples of tensors, numbers, strings and None."""
@@ -37,7 +38,6 @@ State = dict[str, Any]
 FORMAT = 1
 
 _DATA_NAME = re.compile(r"step-(\d+)(?:-(\d+))?\.ckpt")
-_GIB = 2**30
 
 
 class CheckpointError(UserError):
@@ -429,11 +429,11 @@ def _require_room(directory: Path, needed: int) -> None:
 
 
 def _describe_failed_save(directory: Path, step: int, needed: int, reason: str) -> str:
-    disk = next(folder for folder in (directory, *directory.absolute().parents) if folder.exists())
+    disk = find_existing(directory)
     free = shutil.disk_usage(disk).free
     return (
-        f"{directory / _format_name(step, 0)}: not saved: {reason}. It needs at least {needed / _GIB:.3f} GiB, "
-        f"{free / _GIB:.3f} GiB are free (a quota may allow less). Older checkpoints are untouched. Look at "
+        f"{directory / _format_name(step, 0)}: not saved: {reason}. It needs at least {format_size(needed)}, "
+        f"{format_size(free)} are free (a quota may allow less). Older checkpoints are untouched. Look at "
         f"df -h {disk} and du -sh {disk}/*, free some space or keep fewer (checkpoint.keep_last=1), and start the run "
         "again: it resumes from the newest checkpoint."
     )

@@ -13,7 +13,7 @@ from typing import Self
 import numpy as np
 
 from trainyard.errors import UserError
-from trainyard.files import write_atomically
+from trainyard.files import AppendedFile, write_atomically
 from trainyard.runs.events import EVENTS_FILE, KINDS, METRICS_FILE, Line, find_elapsed_s, read_lines
 from trainyard.train.trackers import open_tracker
 
@@ -60,8 +60,8 @@ class Recorder:
         self._elapsed_before_s = find_elapsed_s(before) if resume_at is not None else 0.0
         self._started_s = time.monotonic()
         self._check_owner = check_owner
-        self._metrics = (run / METRICS_FILE).open("ab")
-        self._events = (run / EVENTS_FILE).open("ab")
+        self._metrics = AppendedFile(run / METRICS_FILE)
+        self._events = AppendedFile(run / EVENTS_FILE)
 
     def log(self, kind: str, step: int, values: Mapping[str, object]) -> None:
         """Write one line to disk and to the trackers.
@@ -83,7 +83,6 @@ class Recorder:
         self._check_owner()
         file = self._events if kind == "event" else self._metrics
         file.write(_encode(line))
-        file.flush()
         self._log_to_trackers(kind, step, values)
 
     def sync(self) -> int:
@@ -91,9 +90,7 @@ class Recorder:
         self._check_owner()
         for tracker in self._trackers:
             tracker.flush()
-        self._metrics.flush()
-        os.fsync(self._metrics.fileno())
-        return self._metrics.tell()
+        return self._metrics.sync()
 
     @staticmethod
     def rewind(run: Path, offset: int) -> None:

@@ -3,7 +3,7 @@
 import socket
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -55,7 +55,9 @@ def fit(context: RunContext, *, stop: StopFlag, limit: RuntimeLimit) -> Stop:
         return Trainer(context, state, recorder, stop, limit).run()
     except Exception as error:
         if recorder is not None:
-            recorder.log("event", state.progress.step, {"event": "failed", "reason": str(error)})
+            # If the disk is full, the error itself is more than a second one about this line.
+            with suppress(OSError):
+                recorder.log("event", state.progress.step, {"event": "failed", "reason": str(error)})
         raise
     finally:
         if recorder is not None:
