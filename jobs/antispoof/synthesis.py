@@ -7,7 +7,6 @@ set. Each speaker is in one set only. **Results on synthetic voices say nothing 
 
 import csv
 import os
-import shutil
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +19,7 @@ from numpy.typing import NDArray
 from scipy.signal import lfilter  # type: ignore[import-untyped]
 
 from trainyard.errors import UserError
+from trainyard.files import create_folder
 
 from .vocoders import KINDS, synthesize_copy
 
@@ -76,26 +76,21 @@ def synthesize(raw: Path, *, count: int, seed: int) -> None:
     groups: dict[tuple[int, int], list[Item]] = {}
     for item in listing:
         groups.setdefault((item.speaker, item.take), []).append(item)
-    temporary = raw.with_name(f".{raw.name}.{os.getpid()}")
-    (temporary / "wav").mkdir(parents=True)
-    try:
-        write = partial(_write_group, temporary, seed)
+    with create_folder(raw) as folder:
+        (folder / "wav").mkdir()
+        write = partial(_write_group, folder, seed)
         workers = min(len(os.sched_getaffinity(0)), -(-len(groups) // 64))
         if workers > 1:
             with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
                 list(pool.map(write, groups.values(), chunksize=8))
         else:
             list(map(write, groups.values()))
-        with (temporary / PROTOCOL).open("w", newline="") as file:
+        with (folder / PROTOCOL).open("w", newline="") as file:
             table = csv.writer(file)
             table.writerow(["path", "label", "attack", "speaker", "set"])
             for item in listing:
                 label = "bonafide" if item.kind == "-" else "spoof"
                 table.writerow([f"wav/{item.name}", label, item.kind, f"S{item.speaker:03d}", item.role])
-        temporary.replace(raw)
-    except BaseException:
-        shutil.rmtree(temporary)
-        raise
 
 
 def list_items(count: int) -> list[Item]:

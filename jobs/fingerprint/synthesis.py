@@ -7,7 +7,6 @@ over the finger. This does not replace real data: a model trained on it alone pe
 """
 
 import os
-import shutil
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from trainyard.errors import UserError
+from trainyard.files import create_folder
 
 Floats = NDArray[np.float32]
 
@@ -48,10 +48,8 @@ def synthesize(raw: Path, *, count: int, seed: int) -> None:
     """
     if raw.exists() and any(raw.iterdir()):
         raise UserError(f"{raw} already holds files: synthetic prints need an empty folder. Remove it first.")
-    partial_folder = raw.with_name(f".{raw.name}.{os.getpid()}")
-    partial_folder.mkdir(parents=True)
-    try:
-        write = partial(_write_finger, partial_folder, count, seed)
+    with create_folder(raw) as folder:
+        write = partial(_write_finger, folder, count, seed)
         fingers = range(-(-count // IMPRESSIONS))
         workers = min(len(os.sched_getaffinity(0)), -(-len(fingers) // 8))
         if workers > 1:
@@ -59,10 +57,6 @@ def synthesize(raw: Path, *, count: int, seed: int) -> None:
                 list(pool.map(write, fingers, chunksize=4))
         else:
             list(map(write, fingers))
-        partial_folder.replace(raw)
-    except BaseException:
-        shutil.rmtree(partial_folder)
-        raise
 
 
 def _write_finger(folder: Path, count: int, seed: int, finger: int) -> None:

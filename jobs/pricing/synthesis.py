@@ -3,14 +3,13 @@
 import csv
 import io
 import math
-import os
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from trainyard.errors import UserError
+from trainyard.files import create_folder
 
 FILE = "catalogue.csv"
 NOISE = 0.12  # standard deviation of the unpredictable part of ln(price)
@@ -90,15 +89,8 @@ def synthesize(raw: Path, *, count: int, seed: int) -> None:
     """
     if raw.exists() and any(raw.iterdir()):
         raise UserError(f"{raw} already holds files: a synthetic catalogue needs an empty folder. Remove it first.")
-    partial = raw.with_name(f".{raw.name}.{os.getpid()}")
-    partial.mkdir(parents=True)
-    try:
-        (partial / FILE).write_text(_generate_csv(count, np.random.default_rng(seed)), encoding="utf-8", newline="")
-        if raw.exists():
-            raw.rmdir()
-        partial.rename(raw)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    with create_folder(raw) as folder:
+        (folder / FILE).write_text(_generate_csv(count, np.random.default_rng(seed)), encoding="utf-8", newline="")
 
 
 def _generate_csv(count: int, rng: np.random.Generator) -> str:

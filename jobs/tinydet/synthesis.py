@@ -8,8 +8,6 @@ says nothing about real images.
 import io
 import json
 import math
-import os
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +15,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from trainyard.errors import UserError
+from trainyard.files import create_folder
 
 Floats = NDArray[np.float64]
 
@@ -44,21 +43,15 @@ def synthesize(raw: Path, count: int, seed: int) -> None:
         )
     if raw.exists() and any(raw.iterdir()):
         raise UserError(f"{raw}: already contains files. Choose a new folder.")
-    partial_dir = raw.with_name(f".{raw.name}.partial-{os.getpid()}")
-    try:
-        (partial_dir / "images").mkdir(parents=True)
-        (partial_dir / "annotations").mkdir()
+    with create_folder(raw) as folder:
+        (folder / "images").mkdir()
+        (folder / "annotations").mkdir()
         content = {name: _make_empty_content() for name in ("train", "val")}
         for number in range(count):
             name = "val" if number % VAL_EVERY == VAL_EVERY - 1 else "train"
-            _add_scene(content[name], partial_dir / "images", number, seed)
+            _add_scene(content[name], folder / "images", number, seed)
         for name, entries in content.items():
-            (partial_dir / "annotations" / f"instances_{name}.json").write_text(json.dumps(entries))
-        if raw.exists():
-            raw.rmdir()
-        partial_dir.replace(raw)
-    finally:
-        shutil.rmtree(partial_dir, ignore_errors=True)
+            (folder / "annotations" / f"instances_{name}.json").write_text(json.dumps(entries))
 
 
 def _make_empty_content() -> dict[str, list[dict[str, object]]]:

@@ -9,7 +9,6 @@ real twins.
 import io
 import json
 import os
-import shutil
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageFilter
 
 from trainyard.errors import UserError
+from trainyard.files import create_folder
 
 Floats = NDArray[np.floating]
 
@@ -76,10 +76,8 @@ def synthesize(raw: Path, *, count: int, seed: int, difficulty: float = DIFFICUL
         raise UserError(f"{raw} already contains files: synthetic faces need an empty folder. Remove it first.")
     if count < 2 or count % 2:
         raise UserError(f"data.synthetic={count}: expected an even number, because twins come in pairs. Use 4800.")
-    partial_folder = raw.with_name(f".{raw.name}.{os.getpid()}")
-    partial_folder.mkdir(parents=True)
-    try:
-        write = partial(_write_family, partial_folder, count, seed, difficulty)
+    with create_folder(raw) as folder:
+        write = partial(_write_family, folder, count, seed, difficulty)
         families = range(-(-count // IMAGES_PER_FAMILY))
         workers = min(len(os.sched_getaffinity(0)), -(-len(families) // 8))
         if workers > 1:
@@ -88,12 +86,8 @@ def synthesize(raw: Path, *, count: int, seed: int, difficulty: float = DIFFICUL
         else:
             people = list(map(write, families))
         listing = {person: files for family in people for person, files in family.items()}
-        (partial_folder / DATASET).write_text(json.dumps(listing, indent=1))
-        (partial_folder / PAIRS).write_text(json.dumps([sorted(family) for family in people], indent=1))
-        partial_folder.replace(raw)
-    except BaseException:
-        shutil.rmtree(partial_folder)
-        raise
+        (folder / DATASET).write_text(json.dumps(listing, indent=1))
+        (folder / PAIRS).write_text(json.dumps([sorted(family) for family in people], indent=1))
 
 
 def _write_family(folder: Path, count: int, seed: int, difficulty: float, family: int) -> dict[str, list[str]]:

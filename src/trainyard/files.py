@@ -3,10 +3,10 @@
 import contextlib
 import errno
 import fcntl
-import glob
 import hashlib
 import json
 import os
+import re
 import secrets
 import shutil
 import threading
@@ -74,8 +74,11 @@ def create_folder(path: Path) -> Iterator[Path]:
 
 def remove_partial_folders(path: Path) -> None:
     """Remove what killed `create_folder(path)` blocks left. Call it only when nobody is creating `path`."""
-    for partial in path.parent.glob(f".{glob.escape(path.name)}.*{_PARTIAL}"):
-        shutil.rmtree(partial)
+    # Earlier versions ended the name with a process id.
+    leftover = re.compile(rf"\.{re.escape(path.name)}\.(partial-)?[0-9a-f]+({re.escape(_PARTIAL)})?")
+    for partial in path.parent.iterdir():
+        if partial.is_dir() and leftover.fullmatch(partial.name):
+            shutil.rmtree(partial, ignore_errors=True)  # it is in nobody's way: its name is never used again
 
 
 class AppendedFile:

@@ -10,7 +10,7 @@ from loguru import logger
 
 from trainyard.config import load_family
 from trainyard.errors import UserError
-from trainyard.files import FlockRefused, exclusive_lock
+from trainyard.files import FlockRefused, exclusive_lock, remove_partial_folders
 from trainyard.hardware import count_cores
 from trainyard.settings import TrainConfig
 
@@ -129,6 +129,7 @@ def _synthesize_raw(config: TrainConfig, jobs_dir: Path) -> Path:
     raw = Path(config.data.cache) / f"{config.family}-synthetic-{count}-seed{seed}"
     with _lock_folder(raw):
         if not raw.is_dir():
+            remove_partial_folders(raw)
             logger.info("synthesizing {} samples into {}", count, raw)
             load_family(jobs_dir, config.family, "pack").synthesize(raw, count=count, seed=seed)
     return raw

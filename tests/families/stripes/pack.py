@@ -9,6 +9,7 @@ from families.stripes.config import Config
 from PIL import Image
 
 from trainyard.data.shards import BadRecord, Loaded, Sample
+from trainyard.files import create_folder
 
 DIRECTIONS = 4
 
@@ -54,16 +55,14 @@ def load(path: Path, artifacts: Mapping[str, str]) -> Loaded:
 
 def synthesize(raw: Path, *, count: int, seed: int) -> None:
     """Draw `count` images of 24 x 24 px, cycling through the directions."""
-    partial_folder = raw.with_name(raw.name + ".partial")
-    partial_folder.mkdir(parents=True)
     rng = np.random.default_rng(seed)
     y, x = np.mgrid[:24, :24]
-    for i in range(count):
-        angle = np.pi * (i % DIRECTIONS) / DIRECTIONS
-        wave = np.sin(0.9 * (x * np.cos(angle) + y * np.sin(angle)) + rng.uniform(0, 6))
-        pixels = np.clip(128 + 80 * wave + rng.normal(0, 20, wave.shape), 0, 255).astype(np.uint8)
-        Image.fromarray(pixels).save(partial_folder / f"d{i % DIRECTIONS}-{i:04d}.png")
-    partial_folder.replace(raw)
+    with create_folder(raw) as folder:
+        for i in range(count):
+            angle = np.pi * (i % DIRECTIONS) / DIRECTIONS
+            wave = np.sin(0.9 * (x * np.cos(angle) + y * np.sin(angle)) + rng.uniform(0, 6))
+            pixels = np.clip(128 + 80 * wave + rng.normal(0, 20, wave.shape), 0, 255).astype(np.uint8)
+            Image.fromarray(pixels).save(folder / f"d{i % DIRECTIONS}-{i:04d}.png")
 
 
 def splits(

@@ -1,0 +1,82 @@
+"""Files and folders appear whole, and what a killed process left is in nobody's way."""
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from trainyard.config import load_family
+from trainyard.errors import DiskFull, UserError
+from trainyard.files import AppendedFile, create_folder, remove_partial_folders, report_full_disk, write_atomically
+
+JOBS = Path(__file__).parents[1] / "jobs"
+FEWEST = {"antispoof": 51, "fingerprint": 8, "pricing": 8, "tinydet": 10, "twins": 2}
+
+
+@pytest.mark.slow
+def test_what_a_killed_process_of_the_same_process_id_left_is_in_nobodys_way(tmp_path):
+    """In a container every process has the same id; all families write their synthetic data in one way."""
+    families = sorted(path.parent.name for path in JOBS.glob("*/synthesis.py"))
+    assert families == sorted(FEWEST)
+    for family in families:
+        raw = tmp_path / f"{family}-synthetic"
+        leftovers = [tmp_path / f".{raw.name}.{os.getpid()}", tmp_path / f".{raw.name}.partial-{os.getpid()}"]
+        for leftover in leftovers:
+            (leftover / "images").mkdir(parents=True)
+            (leftover / "half").write_text("hal")
+        load_family(JOBS, family, "pack").synthesize(raw, count=FEWEST[family], seed=0)
+        assert any(raw.iterdir()) and not list(raw.rglob("half"))
+        remove_partial_folders(raw)
+        assert [path.name for path in tmp_path.glob(".*")] == []
+
+
+def test_a_folder_appears_when_it_is_complete_and_not_at_all_after_an_error(tmp_path):
+    with pytest.raises(ZeroDivisionError), create_folder(tmp_path / "a"):
+        raise ZeroDivisionError
+    assert list(tmp_path.iterdir()) == []
+    with create_folder(tmp_path / "a") as folder:
+        (folder / "file").touch()
+        assert not (tmp_path / "a").exists()
+    assert [path.name for path in tmp_path.rglob("*")] == ["a", "file"]
+    (tmp_path / ".a.b.12.partial").mkdir()  # of a folder that is called a.b
+    remove_partial_folders(tmp_path / "a")
+    assert (tmp_path / ".a.b.12.partial").exists()
+
+
+def test_a_write_that_finds_no_room_names_file_size_and_room(tmp_path):
+    """/dev/full refuses every write as a full disk does, for any user."""
+    (tmp_path / "log").symlink_to("/dev/full")
+    with pytest.raises(DiskFull) as caught, report_full_disk(tmp_path):
+        AppendedFile(tmp_path / "log").write(b"x" * 3000)
+    message = str(caught.value)
+    assert f"{tmp_path}/log: not written: No space left on device. It needs 3 KiB. " in message
+    assert f"GiB are free on the disk of {tmp_path} " in message and "\n" not in message
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS])
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_every_error_that_comes_from_a_full_or_read_only_disk_becomes_one(number, wrapped, tmp_path):
+    with pytest.raises(DiskFull) as caught, report_full_disk(tmp_path):
+        try:
+            raise OSError(number, os.strerror(number))
+        except OSError:
+            if wrapped:
+                raise UserError("not saved, for this reason") from None
+            raise
+    assert ("not saved, for this reason" if wrapped else os.strerror(number)) in str(caught.value)
+    assert ("mounted for writing" in str(caught.value)) == (number == errno.EROFS and not wrapped)
+
+
+def test_other_errors_stay_what_they_are(tmp_path):
+    for error in (PermissionError(errno.EACCES, "no"), UserError("wrong"), ZeroDivisionError(), KeyboardInterrupt()):
+        with pytest.raises(type(error)) as caught, report_full_disk(tmp_path):
+            raise error
+        assert caught.value is error
+
+
+def test_an_atomic_write_that_fails_says_what_it_was_for(tmp_path):
+    (tmp_path / "file").mkdir()
+    with pytest.raises(OSError) as caught:
+        write_atomically(tmp_path / "file", "text")
+    assert caught.value.filename == str(tmp_path / "file") and caught.value.__notes__ == ["It needs 1 KiB."]
