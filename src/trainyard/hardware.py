@@ -277,6 +277,22 @@ def choose_compute_threads(environ: Mapping[str, str], *, cores: int, reason: st
     return int(threads), f"OMP_NUM_THREADS={stated} in the environment"
 
 
+def keep_compute_threads(recorded: int | None, chosen: int, reason: str) -> tuple[int, str]:
+    """Return how many threads a run on the CPU computes with, and the reason: as many as when it began.
+
+    The bits of sums depend on the number of threads, and not on the number of cores that run them.
+
+    Args:
+        recorded: what this rank of the run computed with; None: it has not trained with as many ranks.
+        chosen: what `choose_compute_threads` returned, with its reason.
+    """
+    if recorded is None or recorded == chosen:
+        return chosen, reason
+    return recorded, (
+        f"as this run began, because on the CPU its bits depend on it; a new run would take {chosen}: {reason}"
+    )
+
+
 def _choose_dtype(sm: int | None, device: str, precision: str) -> tuple[str, str]:
     choices = _list_fast_dtypes(sm)
     if precision == "auto":

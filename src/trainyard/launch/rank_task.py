@@ -28,11 +28,14 @@ from trainyard.hardware import (
     explain_missing_gpu,
     explain_missing_kernels,
     find_gpu_by_name,
+    keep_compute_threads,
     read_driver_version,
     read_openmp_wait_policy,
     set_openmp_wait_policy,
 )
-from trainyard.runs.folder import CONFIG, record_error, update_env
+from trainyard.runs.events import STARTS, read_events
+from trainyard.runs.folder import CONFIG, ENV_FILE, record_error, update_env
+from trainyard.runs.history import read_object
 from trainyard.runs.lock import RunLock
 from trainyard.runs.state import choose_exit_code
 from trainyard.settings import Duration, TrainConfig
@@ -290,7 +293,10 @@ def _build_context(
     decode, why = choose_decoder(config.data.decode, importable=importable)
     cores, why_cores = _choose_cores(world)
     threads, why_threads = choose_compute_threads(environ, cores=cores, reason=why_cores, launcher=world.launcher)
+    if sm is None:
+        threads, why_threads = keep_compute_threads(_read_compute_threads(run, world), threads, why_threads)
     torch.set_num_threads(threads)
+    threads_by_rank = distributed.gather_to_rank0(threads)  # also waits until every rank has read the record
     precision.set_switches(policy, deterministic=config.deterministic)
     choices = {
         "device": _Choice(name, f"rank 0 of {world.world_size}, started by {world.launcher}"),
@@ -307,6 +313,7 @@ def _build_context(
     choices["reader"] = _Choice(data.reader, data.reader_reason)
     splits = load_family(jobs_dir, config.family, "pack").splits(data.columns, data.vocabulary, config)
     if world.is_main:
+        update_env(run, "exactness", {"compute_threads_by_rank": threads_by_rank})
         _record_choices(run, choices, config.data.path, data, {name: len(ids) for name, ids in splits.items()})
     torch.manual_seed(config.seed)
     info = DataInfo.from_shards(data, splits["train"])
@@ -339,6 +346,19 @@ def _choose_cores(world: World) -> tuple[int, str]:
             1, min(world.cores, available)
         ), f"Slurm's cores per task ({world.cores}), of {available} usable here"
     return max(1, available // world.local_world_size), "cores of this process, split among the ranks of the node"
+
+
+def _read_compute_threads(run: Path, world: World) -> int | None:
+    """Return how many threads this rank computed with in the last attempt with as many ranks; None if none is known.
+
+    Runs of earlier versions recorded that of rank 0 alone, and the number of ranks among the events.
+    """
+    env = read_object(run / ENV_FILE)
+    by_rank = env.get("exactness", {}).get("compute_threads_by_rank")
+    if by_rank is None and "compute_threads" in env.get("choices", {}):
+        starts = [event for event in read_events(run) if event.get("event") in STARTS]
+        by_rank = [env["choices"]["compute_threads"]["value"]] * (starts[-1]["world_size"] if starts else 0)
+    return int(by_rank[world.rank]) if by_rank and len(by_rank) == world.world_size else None
 
 
 def _choose_micro_batch_size(config: TrainConfig, world: World) -> _Choice:
