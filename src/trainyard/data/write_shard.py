@@ -98,7 +98,7 @@ def start_worker(path: list[str], done_count: Any) -> None:
     write into the output of the next.
     """
     global _done_count
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)  # a terminal and Slurm signal the whole tree; the parent decides
     sys.path[:] = path
     _done_count = done_count

@@ -10,6 +10,8 @@ import time
 from collections.abc import Mapping, Sequence
 from types import FrameType
 
+from trainyard.train.stop import FORWARDED_SIGNALS, STOP_SIGNALS, leave_closed_terminal
+
 _GRACE_S = 15.0  # after one rank has failed, until the others are killed
 _POLL_S = 0.05
 _PR_SET_PDEATHSIG = 1
@@ -18,20 +20,26 @@ _PR_SET_PDEATHSIG = 1
 def run_ranks(arguments: Sequence[str], count: int, *, environ: Mapping[str, str]) -> int:
     """Run `trainyard ARGUMENTS` as `count` ranks; return the exit code of the first that failed, or 0.
 
-    SIGINT, SIGTERM and SIGUSR2 reach the ranks, which agree when to save and exit. If one rank dies the others cannot
+    Signals that stop a run reach the ranks, which agree when to save and exit. If one rank dies the others cannot
     continue and are killed. If this process is killed, so are they.
     """
     rendezvous = secrets.token_hex(8)
+    # Blocked here and, by inheritance, in the ranks until they listen: a signal while they start is late, not lost.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     ranks = [_start_rank(arguments, rank, count, rendezvous, environ) for rank in range(count)]
 
     def forward_signal(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            leave_closed_terminal()
         for process in ranks:
             if process.poll() is None:
                 process.send_signal(number)
 
     # A terminal sends Ctrl-C to the whole process group, so the ranks already get it: ignore it here.
-    before = {number: signal.signal(number, forward_signal) for number in (signal.SIGTERM, signal.SIGUSR2)}
+    listened = [number for number in FORWARDED_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, forward_signal) for number in listened}
     before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     try:
         return _wait_for_ranks(ranks)
     finally:

@@ -1,6 +1,10 @@
-"""Why a run stops: signals, the runtime limit, and the exit code for the launcher."""
+"""Why a run stops: signals, the runtime limit, and the exit code for the launcher. Loads nothing that takes time."""
 
+import contextlib
+import os
 import signal
+import stat
+import sys
 import time
 from collections.abc import Callable
 from enum import IntEnum
@@ -16,7 +20,7 @@ class Stop(IntEnum):
     NONE = 0
     INTERRUPTED = 1  # SIGINT: a person
     TIME_LIMIT = 2  # max_runtime
-    PREEMPTED = 3  # SIGTERM, SIGUSR2: the scheduler
+    PREEMPTED = 3  # SIGTERM, SIGUSR2: the scheduler; SIGHUP, SIGQUIT: a closed terminal, Ctrl-\\
 
 
 EXIT_CODES = {
@@ -27,7 +31,43 @@ EXIT_CODES = {
 }
 """What a rank returns after it has saved, by reason."""
 
-_SIGNALS = {signal.SIGINT: Stop.INTERRUPTED, signal.SIGTERM: Stop.PREEMPTED, signal.SIGUSR2: Stop.PREEMPTED}
+FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP, signal.SIGQUIT)
+"""Signals that stop a run, except SIGINT, which a terminal sends to every process by itself."""
+
+STOP_SIGNALS = (signal.SIGINT, *FORWARDED_SIGNALS)
+"""Signals that make a run save and exit."""
+
+
+def exit_on_signals() -> None:
+    """Make this process exit with a stop's code at a signal, until a `StopFlag` listens: there is nothing to save yet.
+
+    Call it first of all, because the default action of these signals is to kill. SIGINT already raises.
+    """
+    for number in FORWARDED_SIGNALS:
+        if not _is_ignored(number):
+            signal.signal(number, _exit)
+
+
+def _exit(number: int, frame: FrameType | None) -> None:
+    leave_closed_terminal()
+    with contextlib.suppress(OSError):  # a pipe that nobody reads any more
+        os.write(2, b"Stopped by a signal before training began. The same command starts it again.\n")
+    sys.exit(ExitCode.PREEMPTED)
+
+
+def _is_ignored(number: signal.Signals) -> bool:
+    """Tell whether whoever started this process wants a signal ignored, as nohup does."""
+    return number in (signal.SIGHUP, signal.SIGQUIT) and signal.getsignal(number) is signal.SIG_IGN
+
+
+def leave_closed_terminal() -> None:
+    """Point standard streams of a terminal that is gone to /dev/null: every write to it would fail."""
+    null = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1, 2):
+        with contextlib.suppress(OSError):  # it may be closed
+            if stat.S_ISCHR(os.fstat(descriptor).st_mode) and not os.isatty(descriptor):
+                os.dup2(null, descriptor)
+    os.close(null)
 
 
 class StopFlag:
@@ -48,8 +88,10 @@ class StopFlag:
         self._previous_handlers: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
-        for number in _SIGNALS:
-            self._previous_handlers[number] = signal.signal(number, self._handle)
+        for number in STOP_SIGNALS:
+            if not _is_ignored(number):
+                self._previous_handlers[number] = signal.signal(number, self._handle)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # the launcher of several ranks blocks them
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -57,10 +99,12 @@ class StopFlag:
             signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            leave_closed_terminal()
         self._on_signal(signal.Signals(number))
         if number == signal.SIGINT and self.reason == Stop.INTERRUPTED:
             raise KeyboardInterrupt
-        self.reason = max(self.reason, _SIGNALS[signal.Signals(number)])
+        self.reason = max(self.reason, Stop.INTERRUPTED if number == signal.SIGINT else Stop.PREEMPTED)
 
 
 class RuntimeLimit:
