@@ -14,13 +14,14 @@ from loguru import logger
 from trainyard import __version__
 from trainyard import config as configs
 from trainyard.cli import cluster, gc
-from trainyard.cli.verb import Verbs, add_verb, find_project_folder
+from trainyard.cli.verb import Verbs, add_trust_option, add_verb, find_project_folder
 from trainyard.errors import UserError
 from trainyard.files import report_full_disk
 from trainyard.hardware import set_openmp_wait_policy
 from trainyard.runs import folder as runs
 from trainyard.runs.lock import RunLock, release
 from trainyard.runs.state import ExitCode, choose_exit_code
+from trainyard.runs.submission import read_submission
 from trainyard.settings import TrainConfig
 from trainyard.tools import bench
 
@@ -114,11 +115,15 @@ def _add_ranks(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--gpus", type=int, default=0, metavar="N", help="processes, one per GPU")
     verb.add_argument("--cpu-ranks", type=int, default=0, metavar="N", help="processes that share the cores")
     verb.add_argument("--break-lock", action="store_true", help="take over a run whose host is known to be dead")
+    add_trust_option(verb)
 
 
 def _run(args: argparse.Namespace) -> int:
     from trainyard.data.prepare import prepare_data
 
+    run = args.runs / args.job / args.name if args.name else None
+    if run is not None and (run / runs.CONFIG).is_file():
+        cluster.require_trust([run], args, here=True)
     config = configs.compose(args.job, args.overrides, args.jobs)
     count = _count_ranks(args)
     if not _is_main():  # started by torchrun or srun: rank 0 creates the folder
@@ -126,7 +131,6 @@ def _run(args: argparse.Namespace) -> int:
     if _is_launched():
         _require_name(args)
     config = prepare_data(config, args.jobs)
-    run = args.runs / args.job / args.name if args.name else None
     if run is not None and (run / runs.CONFIG).is_file():
         with RunLock(run, break_other_host=args.break_lock):
             _apply_changes(run, configs.thaw(run / runs.CONFIG, args.jobs), config)
@@ -143,13 +147,16 @@ def _add_resume(verbs: Verbs) -> None:
     verb.add_argument("--update-code", action="store_true", help="submitted run: use today's code, not its own copy")
     verb.add_argument("--cpu-ranks", type=int, default=0, metavar="N", help="here: processes that share the cores")
     verb.add_argument("--break-lock", action="store_true", help="take over a run whose host is known to be dead")
+    add_trust_option(verb)
     cluster.add_resource_args(verb, gpus=0)
 
 
 def _resume(args: argparse.Namespace) -> int:
     run = runs.resolve_run(args.run, args.runs)
+    cluster.require_trust([run], args, here=args.here)
     submitted = (run / runs.SUBMISSION).is_file() and not args.here
     if submitted:
+        read_submission(run)  # or say what is wrong with it
         cluster.refuse_if_busy([run])
         release(run)
     count = 1 if submitted else _count_ranks(args)

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import shlex
 import shutil
 import sys
 import time
@@ -10,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from trainyard import config as configs
-from trainyard.cli.verb import Verbs, add_verb, find_project_folder
+from trainyard.cli.verb import Verbs, add_trust_option, add_verb, find_project_folder
 from trainyard.cluster import description as clusters
 from trainyard.cluster import query as slurm
 from trainyard.cluster.check import check_cluster, render_findings
@@ -18,8 +19,9 @@ from trainyard.errors import UserError
 from trainyard.launch import cancel, submit
 from trainyard.launch import sweep as sweeps
 from trainyard.runs import folder as runs
-from trainyard.runs import lock, logs, status, sweep_file
+from trainyard.runs import lock, logs, status, sweep_file, trust
 from trainyard.runs.state import ACTIVE
+from trainyard.runs.submission import read_submission
 from trainyard.runs.why import explain_run
 from trainyard.settings import TrainConfig
 from trainyard.text import suggest_nearest
@@ -121,7 +123,7 @@ def _print_submitted(what: str, run: Path) -> None:
 
 def resubmit(run: Path, args: argparse.Namespace) -> int:
     """Submit a run again, to resume from its newest checkpoint; resources that are not given stay as they were."""
-    previous = submit.read_submission(run)
+    previous = read_submission(run)
     if previous["scheduler"] == "local":
         raise UserError(f"{run}: ran on this machine. Resume it here: trainyard resume {run} --here")
     config = configs.thaw(run / runs.CONFIG, args.jobs)
@@ -212,6 +214,19 @@ def _check_against_slurm(plan: submit.Plan) -> None:
         )
 
 
+def require_trust(folders: Sequence[Path], args: argparse.Namespace, *, here: bool = False) -> None:
+    """Raise a UserError if others own or can change what is executed from these folders, unless `--trust` was typed."""
+    cluster_files = find_project_folder("slurm").resolve()
+    trust.require_trust(
+        folders,
+        here=here,
+        jobs_dir=args.jobs,
+        is_chosen=lambda file: bool(args.cluster) or file.resolve().parent == cluster_files,
+        trusted=args.trust,
+        command=shlex.join(["trainyard", *args.typed]),
+    )
+
+
 def refuse_if_busy(found: Sequence[Path]) -> None:
     """Raise a UserError if one of these runs is still waiting or running in Slurm."""
     for known in status.read_statuses(found)[0]:
@@ -232,6 +247,7 @@ def _add_sweep(verbs: Verbs) -> None:
     verb.add_argument("--max-parallel", type=int, default=0, metavar="N", help="runs that train at once; default: all")
     verb.add_argument("--name", help="name of the sweep")
     verb.add_argument("--continue", dest="again", default="", metavar="SWEEP", help="submit the unfinished runs again")
+    add_trust_option(verb)
     add_resource_args(verb, gpus=1)
 
 
@@ -264,12 +280,13 @@ def _run_sweep(args: argparse.Namespace) -> int:
 
 def _continue_sweep(args: argparse.Namespace) -> int:
     sweep = sweep_file.load(args.again, args.runs.absolute())
+    require_trust([sweep.folder, *(e.run for e in sweep.elements)], args)
     states = {known.run: known.state for known in status.read_statuses([e.run for e in sweep.elements])[0]}
     unfinished = sweep_file.list_unfinished(sweep, states)
     if not unfinished:
         print(f"Nothing is missing: {_count_states(states.values())}.\nnext  trainyard results {sweep.name}")
         return 0
-    submission = submit.read_submission(unfinished[0].run)
+    submission = read_submission(unfinished[0].run)
     cluster = _find_cluster(args.cluster or submission["cluster_file"], job=sweep.job)
     request = submit.ResourceRequest(
         submission["gpus"], args.hw or submission["hw"], args.nodes, args.time or f"{submission['time_min']}m"

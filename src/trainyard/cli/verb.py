@@ -23,6 +23,13 @@ def add_verb(
     return verb
 
 
+def add_trust_option(verb: argparse.ArgumentParser) -> None:
+    """Add the flag for run folders that others own or can change: `runs.trust`."""
+    verb.add_argument(
+        "--trust", action="store_true", help="use a folder that others own or can change: what it runs, runs as you"
+    )
+
+
 def find_project_folder(name: str) -> Path:
     """Return ./NAME if it exists, else that folder of the installed checkout."""
     local = Path(name)

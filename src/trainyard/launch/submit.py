@@ -6,7 +6,6 @@ script, decides how an attempt ended. Loads no torch: submitting takes a fractio
 
 import contextlib
 import itertools
-import json
 import os
 import shlex
 import shutil
@@ -236,12 +235,6 @@ def submit_locally(run: Path, *, ranks: int, gpus: int, time_min: int, code: Cod
     folders = {"folder": str(folder), "code": str(code.folder), "jobs": str(code.jobs)}
     _write_submission(run, {"scheduler": "local", "job": job.job_id, **resources, **folders})
     return str(job.job_id)
-
-
-def read_submission(run: Path) -> dict[str, Any]:
-    """Return what was written about a run's last submission."""
-    submission: dict[str, Any] = json.loads((run / SUBMISSION).read_text(encoding="utf-8"))
-    return submission
 
 
 def check_paths(cluster: Cluster, paths: Sequence[Path]) -> None:

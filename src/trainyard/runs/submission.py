@@ -1,0 +1,59 @@
+"""Reads what was written about a run's last submission: the file decides what a resume executes, and where."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from trainyard.errors import UserError
+from trainyard.runs.folder import SUBMISSION
+
+_TEXTS = ("scheduler", "job", "cluster_file", "hw", "code", "jobs", "submitted")
+_COUNTS = ("gpus", "nodes", "time_min")
+_PATHS = ("cluster_file", "code", "jobs")
+_NOT_LOCAL = ("cluster_file", "hw")
+
+
+def read_submission(run: Path) -> dict[str, Any]:
+    """Return what was written about a run's last submission.
+
+    Raises:
+        UserError: the file is missing or damaged, or says something that no submission writes.
+    """
+    path = run / SUBMISSION
+    try:
+        submission = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(_describe(path, f"cannot be read ({error})", run)) from None
+    if not isinstance(submission, dict):
+        raise UserError(_describe(path, "is not a JSON object", run))
+    if problem := _find_problem(submission):
+        raise UserError(_describe(path, problem, run))
+    return submission
+
+
+def _find_problem(submission: dict[str, Any]) -> str:
+    """Return what is wrong, or ""."""
+    is_local = submission.get("scheduler") == "local"
+    for key in (*_TEXTS, *_COUNTS):
+        value = submission.get(key)
+        if is_local and key in _NOT_LOCAL:
+            continue
+        if key in _TEXTS and not isinstance(value, str):
+            return f"'{key}' should be text, found {value!r}"
+        if key in _COUNTS and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            return f"'{key}' should be a whole number from 1, found {value!r}"
+        if key in _PATHS and not str(value).startswith("/"):
+            return f"'{key}' should be an absolute path, found {value!r}"
+    if not is_local and submission["scheduler"] != "slurm":
+        return f"'scheduler' should be slurm or local, found {submission['scheduler']!r}"
+    if not re.fullmatch(r"\d+(_\d+)?", submission["job"]):
+        return f"'job' should be the number of a Slurm job or a process, found {submission['job']!r}"
+    return ""
+
+
+def _describe(path: Path, problem: str, run: Path) -> str:
+    return (
+        f"{path}: {problem}, so how this run was submitted is not known. Restore the file from a copy, or resume the "
+        f"run on this machine, with the code of this checkout: trainyard resume {run} --here"
+    )
