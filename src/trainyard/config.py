@@ -7,6 +7,7 @@ import importlib
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from types import ModuleType
@@ -19,6 +20,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
+from omegaconf import resolvers as omegaconf_resolvers
 from omegaconf.errors import (
     ConfigAttributeError,
     ConfigKeyError,
@@ -149,6 +151,25 @@ def apply_overrides(config: TrainConfig, overrides: Sequence[str]) -> TrainConfi
     return _to_config(tree, f"job {config.job}")
 
 
+def resolve(tree: DictConfig, where: str) -> TrainConfig:
+    """Return the values of a typed tree, with its interpolations resolved; `where` begins the message of an error.
+
+    Raises:
+        ConfigError: a value is missing or of the wrong type, or an interpolation leads nowhere or to the environment.
+    """
+    with _refuse_environment() as variables:
+        try:
+            config = OmegaConf.to_object(tree)
+        except OmegaConfBaseException as error:
+            if variables:
+                words = _describe_environment_use(error.full_key or "an option", variable=variables[0])
+            else:
+                words = _describe_error(error, tree)
+            raise ConfigError(f"{where}: {words}") from None
+    assert isinstance(config, TrainConfig)
+    return config
+
+
 def list_options(config: TrainConfig) -> list[Option]:
     """Return every option, in the order of declaration."""
     return [Option(leaf.name, leaf.value, leaf.doc) for leaf in _walk_leaves(config)]
@@ -182,15 +203,18 @@ def thaw(path: Path, jobs_dir: Path) -> TrainConfig:
         frozen = OmegaConf.load(path)
     except YAMLError as error:
         raise ConfigError(_describe_yaml_error(path, error)) from None
-    if not isinstance(frozen, DictConfig) or not frozen.get("family"):
+    if not isinstance(frozen, DictConfig) or "family" not in frozen:
         raise ConfigError(f"{path}: expected the options of a run, including 'family'. The file was changed.")
-    config_type = load_family(jobs_dir, frozen.family, "config").Config
+    family = OmegaConf.to_container(frozen, resolve=False)["family"]  # type: ignore[index, call-overload]
+    if not re.fullmatch(r"\w[\w.-]*", str(family)):
+        raise ConfigError(f"{path}: family: expected the name of a folder in {jobs_dir}, found '{family}'.")
+    config_type = load_family(jobs_dir, family, "config").Config
     try:
         tree = OmegaConf.merge(OmegaConf.structured(config_type), frozen)
     except OmegaConfBaseException as error:
         raise ConfigError(
             f"{path}: {_describe_error(error, OmegaConf.structured(config_type))} The run was created by another "
-            f"version of family '{frozen.family}'. Resume it with the code that started it (its commit is in env.json)."
+            f"version of family '{family}'. Resume it with the code that started it (its commit is in env.json)."
         ) from None
     assert isinstance(tree, DictConfig)
     return _to_config(tree, str(path))
@@ -381,11 +405,7 @@ def _list_group(group: str, known: list[str]) -> list[str]:
 
 
 def _to_config(tree: DictConfig, where: str) -> TrainConfig:
-    try:
-        config = OmegaConf.to_object(tree)
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"{where}: {_describe_error(error, tree)}") from None
-    assert isinstance(config, TrainConfig)
+    config = resolve(tree, where)
     for leaf, (name, declared) in zip(_walk_leaves(config), _walk_declarations(tree), strict=True):
         if not declared.accepts(leaf.value):
             raise ConfigError(f"{where}: {name}={leaf.value}: expected {declared.describe()}.")
@@ -409,6 +429,30 @@ def _describe_error(error: OmegaConfBaseException, tree: DictConfig) -> str:
     if name not in declared:
         return f"{f'{name}: ' if name else ''}{_take_first_line(error)}."
     return f"{name}: expected {declared[name].describe()}. {_take_first_line(error)}."
+
+
+@contextmanager
+def _refuse_environment() -> Iterator[list[str]]:
+    """Have `${oc.env:NAME}` fail, however it is written; the list then contains the variable's name."""
+    variables: list[str] = []
+
+    def refuse(name: str, *default: object) -> None:
+        variables.append(name)
+        raise KeyError(name)
+
+    OmegaConf.register_new_resolver("oc.env", refuse, replace=True)
+    try:
+        yield variables
+    finally:
+        OmegaConf.register_new_resolver("oc.env", omegaconf_resolvers.oc.env, replace=True)
+
+
+def _describe_environment_use(option: str, *, variable: str) -> str:
+    return (
+        f"{option}: reads the environment variable {variable}, but every option is stored in the run folder, and shown "
+        f'in its report and in trackers. If {variable} is no secret, let the shell write its value: "${variable}". '
+        f'If it is one, read it in the family\'s code, where it is needed: os.environ["{variable}"]'
+    )
 
 
 def _take_first_line(error: Exception) -> str:

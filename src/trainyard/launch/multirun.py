@@ -10,7 +10,7 @@ from pathlib import Path
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from trainyard import config as configs
 from trainyard.runs import folder as runs
@@ -54,8 +54,7 @@ def run_multirun(
 
     def train(tree: DictConfig) -> None:
         """Run one combination. Nested, so that it is pickled by value, with the paths in its closure."""
-        config = OmegaConf.to_object(tree)
-        assert isinstance(config, TrainConfig)
+        config = configs.resolve(tree, f"job {job}")
         _train(configs.apply_overrides(replace(config, job=job, family=family), []), jobs_dir, runs_dir)
 
     _add_to_path(environ, jobs_dir.parent)
