@@ -1,5 +1,6 @@
 """Run folders that somebody else owns or can change: nothing in them is executed, and one sentence says why."""
 
+import grp
 import json
 import os
 import pickle
@@ -13,9 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.training import FAMILIES
+from tests.training import FAMILIES, new_run, train
 from trainyard import cli
 from trainyard import config as configs
+from trainyard.cluster import description as clusters
+from trainyard.errors import UserError
+from trainyard.launch import submit
+from trainyard.report.run_page import write_report
 from trainyard.runs.folder import create_run
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -171,8 +176,7 @@ def test_another_user_is_refused_the_run_of_root_and_may_resume_a_copy(place):
         assert done.returncode == 2
         return done.stderr
 
-    probe = subprocess.run([*user, sys.executable, "-c", "import hydra, loguru"], env=environ, capture_output=True, cwd=place)
-    if probe.returncode:
+    if subprocess.run([*user, sys.executable, "-c", "import loguru"], env=environ, cwd=place).returncode:
         pytest.skip("this Python is not readable to another user")
     assert f"{run}: belongs to root (uid 0), mode 0755, and you are uid {STRANGER}." in try_resume(run)
     subprocess.run([*user, "cp", "-r", str(run), str(place / "home" / "mine")], check=True)
@@ -226,6 +230,18 @@ def test_families_inside_a_writable_run_are_not_imported(place, capsys, here):
     assert not marker.exists()
 
 
+def test_predictions_do_not_import_families_inside_a_writable_run(place, capsys, monkeypatch):
+    run = make_run(place)
+    marker = submit_by_hand(run)
+    close(run)
+    shutil.copytree(run / "code" / "handed_jobs", run / "jobs")
+    (run / "jobs" / "stripes").chmod(0o777)
+    monkeypatch.chdir(run)
+    assert cli.main(["predict", str(run), "raw", "out.csv"]) == 2
+    assert f"{run / 'jobs' / 'stripes'}: everybody can change it" in capsys.readouterr().err
+    assert not marker.exists()
+
+
 def test_the_group_may_write_a_folder_whose_entries_it_cannot_replace(place, capsys):
     run = make_run(place)
     submit_by_hand(run)
@@ -270,13 +286,14 @@ def test_a_link_out_of_the_folder_is_refused(place, capsys, name):
     assert not marker.exists() and (target.is_dir() or target.read_text() == "precious\n")
 
 
-def test_links_inside_the_folder_and_those_of_trackers_are_fine(place, capsys):
+def test_links_inside_the_folder_and_those_that_trackers_and_submitit_leave_are_fine(place, capsys):
     run = make_run(place)
     submit_by_hand(run)
     close(run)
     (run / "best").symlink_to("checkpoints")
     (run / "wandb").mkdir()
     (run / "wandb" / "debug.log").symlink_to(place / "elsewhere")
+    (run / "slurm" / ".submission_file_ab12.sh").symlink_to("/before/the/run/was/moved/7_submission.sh")
     assert is_past_the_check(resume(capsys, run))
 
 
@@ -314,6 +331,81 @@ def test_the_same_name_again_does_not_resume_what_others_can_change(place, capsy
     assert cli.main(words) == 2
     assert f"{run}: everybody can change it" in capsys.readouterr().err
     assert sorted(path.name for path in run.iterdir()) == ["config.yaml", "env.json"]
+
+
+# What Trainyard creates
+
+
+def list_writable(folder: Path) -> list[str]:
+    """Return what others than the owner can change in a folder, with the mode."""
+    found = {path: path.stat().st_mode for path in [folder, *folder.rglob("*")]}
+    return [f"{path.relative_to(folder)} {mode:o}" for path, mode in found.items() if mode & 0o022]
+
+
+@pytest.fixture(params=[0o000, 0o002])
+def open_umask(request: pytest.FixtureRequest) -> Iterator[int]:
+    """The umask of a site where everybody, or the group, can change new files."""
+    before = os.umask(request.param)
+    yield request.param
+    assert os.umask(before) == request.param  # as it was
+
+
+def test_whatever_the_umask_only_the_owner_can_change_what_a_submission_runs(place, open_umask, monkeypatch):
+    (place / "bin").mkdir()
+    said = {"sbatch": f"umask > {place}/umask; echo Submitted batch job 12", "scontrol": "echo ClusterName = here"}
+    for name, line in {**said, "srun": ":"}.items():
+        (place / "bin" / name).write_text(f"#!/bin/sh\n{line}\n")
+        (place / "bin" / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{place / 'bin'}:{os.environ['PATH']}")
+    run = make_run(place)
+    (place / "cluster.yaml").write_text(CLUSTER % "x")
+    families = shutil.copytree(FAMILIES, place / "checkout")
+    subprocess.run(["chmod", "-R", "a+rwX", families], check=True)
+    code = submit.snapshot_code(families, run / "code")
+    config = configs.thaw(run / "config.yaml", FAMILIES)
+    plan = submit.make_plan(config, clusters.load_cluster(place / "cluster.yaml"), submit.ResourceRequest())
+    assert submit.submit(plan, [run], folder=run / "slurm", code=code) == ["12"]
+    assert (run / "code" / "checkout" / "stripes" / "config.py").is_file() and list((run / "slurm").glob("*.pkl"))
+    assert list_writable(run) == []
+    assert (place / "umask").read_text() == "0022\n"  # Slurm gives it to the job
+    assert [path.stat().st_mode & 0o777 for path in (run / "slurm").glob("*_submission.sh")] == [0o700]
+    for parent in (run.parent, run.parent.parent):  # others may have runs there, but cannot replace this one
+        assert parent.stat().st_mode & 0o7777 == 0o1777 & ~open_umask
+
+
+@pytest.mark.slow
+def test_whatever_the_umask_only_the_owner_can_change_what_training_writes(tmp_path):
+    before = os.umask(0)
+    try:
+        run = new_run(tmp_path, "max_duration=4st", "eval_every=2st", "data.synthetic=40")
+        assert train(run) == 0
+        write_report(run)
+    finally:
+        os.umask(before)
+    assert {"log", "metrics.jsonl", "checkpoints", "report.html"} <= {path.name for path in run.iterdir()}
+    assert list_writable(run) == []
+
+
+def test_a_group_may_write_what_is_not_executed(place, capsys):
+    mine = grp.getgrgid(os.getegid())
+    config = configs.compose("stripes", [], FAMILIES)
+    run = create_run(place / "runs", config, name="shared", code=place, group=mine.gr_name)
+    submit_by_hand(run)
+    (run / "code").chmod(0o755)
+    modes = {path.name: f"{path.stat().st_mode & 0o7777:o}" for path in [run.parent, run, *run.iterdir()]}
+    assert modes == {
+        **{"stripes": "3775", "shared": "3775", "checkpoints": "2775", "config.yaml": "644", "env.json": "644"},
+        **{"code": "755", "slurm": "2755", "cluster.yaml": "644"},
+    }
+    assert run.stat().st_gid == (run / "config.yaml").stat().st_gid == mine.gr_gid
+    assert is_past_the_check(resume(capsys, run))
+
+
+def test_a_group_that_does_not_exist_is_one_sentence_and_no_run(place):
+    config = configs.compose("stripes", [], FAMILIES)
+    with pytest.raises(UserError, match=r"cannot be given to group 'no-such'.* id -Gn\. Correct `group`"):
+        create_run(place / "runs", config, code=place, group="no-such")
+    assert not (place / "runs").exists()
 
 
 # A submission that no submission writes

@@ -9,6 +9,7 @@ import os
 import re
 import secrets
 import shutil
+import stat
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -197,6 +198,62 @@ def hash_file(path: Path) -> str:
     """Return the SHA-256 of a file in hexadecimal; reads it in chunks, because it may be larger than memory."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextlib.contextmanager
+def limit_writers() -> Iterator[None]:
+    """Create files and folders that only their owner can change, whatever the umask, until the block ends.
+
+    The umask belongs to the whole process, and child processes inherit it.
+    """
+    before = os.umask(0o022)
+    os.umask(before | 0o022)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+def create_common_folder(folder: Path, *, group: str = "") -> None:
+    """Create a folder for entries of several users, if it is missing; only the owner of an entry can replace it.
+
+    Args:
+        group: whose members may create entries; "": whoever the umask lets write.
+
+    Raises:
+        UserError: this user is not in the group, or there is none of this name.
+    """
+    try:
+        folder.mkdir(parents=True)
+    except FileExistsError:
+        return
+    if group:
+        try:
+            share_folder(folder, group)
+        except UserError:
+            folder.rmdir()
+            raise
+    elif (mode := stat.S_IMODE(folder.stat().st_mode)) & 0o022:
+        folder.chmod(mode | stat.S_ISVTX)
+
+
+def share_folder(folder: Path, group: str, *, sticky: bool = True) -> None:
+    """Let the members of a group create entries in a folder; new ones belong to the group.
+
+    Args:
+        sticky: only the owner of an entry can replace or delete it.
+
+    Raises:
+        UserError: this user is not in the group, or there is none of this name.
+    """
+    try:
+        shutil.chown(folder, group=group)
+    except (LookupError, PermissionError):
+        raise UserError(
+            f"{folder}: cannot be given to group '{group}', which the cluster file names: there is no such group here, "
+            "or you are not in it. List your groups: id -Gn. Correct `group` in the cluster file, or leave it out."
+        ) from None
+    folder.chmod(0o2775 | (stat.S_ISVTX if sticky else 0))
 
 
 class FlockRefused(Exception):

@@ -16,7 +16,7 @@ from trainyard import config as configs
 from trainyard.cli import cluster, gc
 from trainyard.cli.verb import Verbs, add_trust_option, add_verb, find_project_folder
 from trainyard.errors import UserError
-from trainyard.files import report_full_disk
+from trainyard.files import limit_writers, report_full_disk
 from trainyard.hardware import set_openmp_wait_policy
 from trainyard.runs import folder as runs
 from trainyard.runs.lock import RunLock, release
@@ -132,7 +132,7 @@ def _run(args: argparse.Namespace) -> int:
         _require_name(args)
     config = prepare_data(config, args.jobs)
     if run is not None and (run / runs.CONFIG).is_file():
-        with RunLock(run, break_other_host=args.break_lock):
+        with limit_writers(), RunLock(run, break_other_host=args.break_lock):
             _apply_changes(run, configs.thaw(run / runs.CONFIG, args.jobs), config)
     else:
         run = runs.create_run(args.runs, config, name=args.name, environ=os.environ)
@@ -161,7 +161,7 @@ def _resume(args: argparse.Namespace) -> int:
         release(run)
     count = 1 if submitted else _count_ranks(args)
     if _is_main():
-        with RunLock(run, break_other_host=args.break_lock):
+        with limit_writers(), RunLock(run, break_other_host=args.break_lock):
             config = configs.thaw(run / runs.CONFIG, args.jobs)
             _apply_changes(run, config, configs.apply_overrides(config, args.overrides))
     return cluster.resubmit(run.absolute(), args) if submitted else _train(run, args, count)
@@ -402,12 +402,16 @@ def _add_predict(verbs: Verbs) -> None:
     verb.add_argument("run", help="its folder, or a job for that job's newest run")
     verb.add_argument("raw", type=Path, help="new raw files of the job, unlabelled")
     verb.add_argument("out", type=Path, help="CSV file to write")
+    add_trust_option(verb)
 
 
 def _predict(args: argparse.Namespace) -> int:
     from trainyard.tools.predict import predict
 
-    count = predict(runs.resolve_run(args.run, args.runs), args.raw, args.out, args.jobs)
+    run = runs.resolve_run(args.run, args.runs)
+    if args.jobs.resolve().is_relative_to(run.resolve()):  # typed there: ./jobs is the run's
+        cluster.require_trust([run], args, here=True)
+    count = predict(run, args.raw, args.out, args.jobs)
     print(f"{count:,} predictions are in {args.out}")
     return 0
 

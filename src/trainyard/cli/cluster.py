@@ -76,7 +76,7 @@ def _submit(args: argparse.Namespace) -> int:
         return _print_dry_run(plan, config, args)
     _require_data(config, args.jobs)
     _check_against_slurm(plan)
-    run = runs.create_run(args.runs.absolute(), config, name=args.name, environ=os.environ)
+    run = runs.create_run(args.runs.absolute(), config, name=args.name, environ=os.environ, group=cluster.group)
     try:
         code = submit.snapshot_code(args.jobs, run / "code")
         (job,) = submit.submit(plan, [run], folder=run / "slurm", code=code)
@@ -263,7 +263,14 @@ def _run_sweep(args: argparse.Namespace) -> int:
     _check_against_slurm(plan)
     fixed = [*args.overrides, f"data.path={config.data.path}", f"data.cache={config.data.cache}"]
     sweep = sweeps.create(
-        args.job, args.sweep, fixed, jobs_dir=args.jobs, root=args.runs.absolute(), name=args.name, environ=os.environ
+        args.job,
+        args.sweep,
+        fixed,
+        jobs_dir=args.jobs,
+        root=args.runs.absolute(),
+        name=args.name,
+        environ=os.environ,
+        group=cluster.group,
     )
     try:
         for element in sweep.elements:  # a value that varies may be impossible on this GPU type

@@ -82,6 +82,7 @@ class Cluster:
     python: str = ""
     container: Container = field(default_factory=Container)
     scratch: str = ""
+    group: str = ""  # whose members may write into run folders; "": only their owners
     attempts: Attempts = field(default_factory=Attempts)
 
 

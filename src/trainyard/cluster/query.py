@@ -111,7 +111,7 @@ def cancel(ids: Sequence[str]) -> None:
         SlurmError: Slurm refused, or does not answer.
     """
     if ids:
-        _run_checked(["scancel", *ids])
+        _run_checked(["scancel", "--", *ids])  # ids come from run folders: none of them is an option
 
 
 def query_cluster_name() -> str:

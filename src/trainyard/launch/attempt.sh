@@ -16,6 +16,7 @@ ty_folder=$TRAINYARD_RUN/slurm
 ty_log=$ty_folder/attempts.jsonl
 export TRAINYARD_ATTEMPT=$ty_job_id-$ty_attempt
 [ -n "${OMP_WAIT_POLICY+x}${GOMP_SPINCOUNT+x}${KMP_BLOCKTIME+x}" ] || export OMP_WAIT_POLICY=passive
+umask g-w,o-w # only the owner of a run can change what this script and the ranks write
 
 ty_begin() {
     if ! mkdir -p "$ty_folder" || ! touch "$ty_log" || ! ty_has_room; then

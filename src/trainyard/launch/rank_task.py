@@ -20,7 +20,7 @@ from loguru import logger
 from trainyard.config import freeze, load_family, thaw
 from trainyard.data.prepare import StopRequested, is_packed, prepare_data
 from trainyard.errors import DiskFull, UserError
-from trainyard.files import AppendedFile, report_full_disk, write_atomically
+from trainyard.files import AppendedFile, limit_writers, report_full_disk, write_atomically
 from trainyard.hardware import (
     choose_compute_threads,
     choose_precision,
@@ -82,6 +82,7 @@ def _write_report(run: Path) -> None:
     print(f"report: {write_report(run)}")
 
 
+@limit_writers()
 def execute(run: Path, jobs_dir: Path, *, environ: Mapping[str, str], started: float, break_lock: bool = False) -> int:
     """Train the run in this folder from its newest checkpoint, as the rank that the environment states.
 

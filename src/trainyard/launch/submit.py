@@ -9,6 +9,7 @@ import itertools
 import os
 import shlex
 import shutil
+import stat
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -20,7 +21,7 @@ from typing import Any
 from trainyard.cluster import query as slurm
 from trainyard.cluster.description import Cluster, GpuNodes, format_minutes, parse_minutes
 from trainyard.errors import UserError
-from trainyard.files import write_atomically, write_json
+from trainyard.files import limit_writers, write_atomically, write_json
 from trainyard.hardware import Precision, choose_image_target, choose_precision, get_gpu
 from trainyard.launch.rank_task import RankTask
 from trainyard.runs.folder import SUBMISSION
@@ -150,6 +151,7 @@ def describe(plan: Plan, run: Path | None) -> str:
     return "\n".join(f"{name:<10} {value}" for name, value in rows.items())
 
 
+@limit_writers()
 def snapshot_code(jobs_dir: Path, into: Path) -> Code:
     """Copy Trainyard's own code and the families to a new folder `into`.
 
@@ -164,8 +166,11 @@ def snapshot_code(jobs_dir: Path, into: Path) -> Code:
             f"only code: at most {_CODE_LIMIT_MIB} MiB. Largest: {largest}. Move data out of it."
         )
     unwanted = shutil.ignore_patterns("__pycache__", "*.pyc", ".*")
+    into.mkdir()
     shutil.copytree(_PACKAGE, into / _PACKAGE.name, ignore=unwanted)
     shutil.copytree(jobs_dir, into / jobs_dir.resolve().name, ignore=unwanted)
+    for path in into.rglob("*"):  # others may be able to change the checkout, whose modes were copied
+        path.chmod(stat.S_IMODE(path.stat().st_mode) & ~0o022)
     return Code(into, into / jobs_dir.resolve().name)
 
 
@@ -188,6 +193,7 @@ def render_batch_script(plan: Plan, runs: Sequence[Path], *, folder: Path, code:
     return _make_sbatch_string(command, folder, map_count=len(runs) if len(runs) > 1 else None, **parameters)
 
 
+@limit_writers()
 def submit(plan: Plan, runs: Sequence[Path], *, folder: Path, code: Code, parallel: int = 0) -> list[str]:
     """Submit runs, several as one array, and return their Slurm job ids, in order.
 
@@ -217,11 +223,14 @@ def submit(plan: Plan, runs: Sequence[Path], *, folder: Path, code: Code, parall
         raise UserError(
             f"Slurm refused the job: {_extract_refusal(error)}\nCheck the cluster file: {_suggest_check(plan)}"
         ) from None
+    for script in folder.glob("*_submission.sh"):
+        script.chmod(0o700)  # the cluster file's `setup` may contain a password
     for run, job in zip(runs, jobs, strict=True):
         _record_submission(run, job.job_id, "slurm", plan, folder=folder, code=code)
     return [job.job_id for job in jobs]
 
 
+@limit_writers()
 def submit_locally(run: Path, *, ranks: int, gpus: int, time_min: int, code: Code) -> str:
     """Start a run in the background on this machine, with submitit's local executor; return its process id."""
     from submitit.local.local import LocalExecutor

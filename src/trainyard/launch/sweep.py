@@ -19,7 +19,7 @@ from hydra.errors import HydraException
 
 from trainyard.config import compose
 from trainyard.errors import UserError
-from trainyard.files import write_atomically
+from trainyard.files import create_common_folder, limit_writers, write_atomically
 from trainyard.runs.folder import create_run
 from trainyard.runs.sweep_file import FILE, FOLDER, Element, Sweep, encode_sweep
 from trainyard.settings import TrainConfig
@@ -64,6 +64,7 @@ def create(
     root: Path,
     name: str | None,
     environ: Mapping[str, str],
+    group: str = "",
 ) -> Sweep:
     """Create the runs of a sweep and the file that names them: all of them, or nothing.
 
@@ -75,6 +76,7 @@ def create(
         root: folder of all runs.
         name: name of the sweep; None: job and time. Run names are this name followed by their index.
         environ: environment variables; a run records a few known ones.
+        group: as for `create_run`.
 
     Raises:
         UserError: the job does not accept a word or a combination, or the name is taken.
@@ -87,14 +89,18 @@ def create(
     ]
     configs = [compose(job, [*overrides, *own], jobs_dir) for own in combinations]
     _refuse_equal(combinations, configs)
-    folder = _claim_folder(root / FOLDER, name, default=f"{job}-{datetime.now():%Y%m%d-%H%M%S}")
+    create_common_folder(root, group=group)
+    create_common_folder(root / FOLDER, group=group)
+    with limit_writers():
+        folder = _claim_folder(root / FOLDER, name, default=f"{job}-{datetime.now():%Y%m%d-%H%M%S}")
     elements: list[Element] = []
     try:
         for index, (own, config) in enumerate(zip(combinations, configs, strict=True)):
-            run = create_run(root, config, name=f"{folder.name}-{index:03d}", environ=environ)
+            run = create_run(root, config, name=f"{folder.name}-{index:03d}", environ=environ, group=group)
             elements.append(Element(index, own, run))
         sweep = Sweep(folder, job, axes, tuple(overrides), elements)
-        write_atomically(folder / FILE, encode_sweep(sweep, root))
+        with limit_writers():
+            write_atomically(folder / FILE, encode_sweep(sweep, root))
     except BaseException:
         for element in elements:
             shutil.rmtree(element.run)
@@ -207,7 +213,6 @@ def _claim_folder(sweeps: Path, name: str | None, *, default: str) -> Path:
         raise UserError(
             f"'{name}' cannot name a sweep. Use only letters, digits and . _ + -, and begin with a letter or digit."
         )
-    sweeps.mkdir(parents=True, exist_ok=True)
     for number in itertools.count(1):
         folder = sweeps / (name or (default if number == 1 else f"{default}-{number}"))
         try:

@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from trainyard.files import write_atomically
+from trainyard.files import limit_writers, write_atomically
 from trainyard.report.html import PAGE_TEMPLATE, render_gallery, render_section, render_table
 from trainyard.report.run_plots import draw_plots, read_figures
 from trainyard.report.run_story import RunStory, compute_time_shares, describe_ending, list_all_metric_names
@@ -114,6 +114,7 @@ def _format_value(value: object) -> str:
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
 
 
+@limit_writers()
 def write_report(run: Path) -> Path:
     """Write `<run>/plots/*.png` and `<run>/report.html`, and return the page's path.
 

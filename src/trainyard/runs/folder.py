@@ -20,7 +20,7 @@ from typing import Any
 from trainyard.config import freeze
 from trainyard.environment import NO_VARIABLES, THIS_CODE, describe_environment, find_checkout
 from trainyard.errors import DiskFull, NotFinite, UserError
-from trainyard.files import write_json
+from trainyard.files import create_common_folder, limit_writers, share_folder, write_json
 from trainyard.runs.state import Cause
 from trainyard.settings import TrainConfig
 from trainyard.text import find_nearest, join_names
@@ -40,6 +40,7 @@ def create_run(
     name: str | None = None,
     environ: Mapping[str, str] = NO_VARIABLES,
     code: Path = THIS_CODE,
+    group: str = "",
 ) -> Path:
     """Create the folder of a new run and return it. It is complete as soon as it is visible.
 
@@ -52,9 +53,10 @@ def create_run(
         name: name of the folder; default: time and commit.
         environ: environment variables; only a few known ones are recorded.
         code: any folder of the git checkout to record.
+        group: whose members may add files to the run and delete checkpoints; "": only its owner can change it.
 
     Raises:
-        UserError: `name` is not a plain file name, or a run already has it.
+        UserError: `name` is not a plain file name, a run already has it, or this user is not in `group`.
     """
     if name is not None and not re.fullmatch(r"\w[\w.+-]*", name):
         raise UserError(
@@ -62,20 +64,25 @@ def create_run(
         )
     checkout, diff = find_checkout(code)
     record = describe_environment(environ, checkout)
-    job_folder = root / config.job
-    job_folder.mkdir(parents=True, exist_ok=True)
-    temporary = job_folder / f".new-{secrets.token_hex(8)}"
-    temporary.mkdir()
-    try:
-        freeze(config, temporary / CONFIG)
-        write_json(temporary / ENV_FILE, record)
-        if diff:
-            (temporary / DIFF).write_bytes(diff)
-        default = f"{datetime.now():%Y%m%d-%H%M%S}-{(checkout['commit'] or 'nogit')[:7]}"
-        return _move_into_place(temporary, name, default=default)
-    except BaseException:
-        shutil.rmtree(temporary)
-        raise
+    for folder in (root, root / config.job):
+        create_common_folder(folder, group=group)
+    temporary = root / config.job / f".new-{secrets.token_hex(8)}"
+    with limit_writers():
+        temporary.mkdir()
+        try:
+            freeze(config, temporary / CONFIG)
+            write_json(temporary / ENV_FILE, record)
+            if diff:
+                (temporary / DIFF).write_bytes(diff)
+            if group:
+                (temporary / "checkpoints").mkdir()
+                share_folder(temporary / "checkpoints", group, sticky=False)
+                share_folder(temporary, group)
+            default = f"{datetime.now():%Y%m%d-%H%M%S}-{(checkout['commit'] or 'nogit')[:7]}"
+            return _move_into_place(temporary, name, default=default)
+        except BaseException:
+            shutil.rmtree(temporary)
+            raise
 
 
 def update_env(run: Path, section: str, values: Mapping[str, Any]) -> None:

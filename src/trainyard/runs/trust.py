@@ -26,6 +26,9 @@ _OWNED_ALONE = (CONFIG, ENV_FILE, SWEEP_FILE, "code*", "jobs", "slurm")
 _OF_TRACKERS = ("tensorboard", "wandb", "mlflow")
 """Folders that are not searched: trackers put links to their own logs there, and resuming opens nothing in them."""
 
+_UNUSED_LINKS = ".submission_file_*"
+"""Links that submitit leaves behind, with absolute paths, which lead elsewhere once a run has been moved."""
+
 _NOBODY = 65534
 _ROOT = 0
 
@@ -131,7 +134,7 @@ def _find_faults(path: Path, status: os.stat_result, owners: Sequence[int]) -> I
 def _find_odd_kind(path: Path, status: os.stat_result, root: Path) -> _Fault | None:
     if stat.S_ISLNK(status.st_mode):
         target = path.resolve()
-        inside = target.is_relative_to(root)
+        inside = target.is_relative_to(root) or fnmatch(path.name, _UNUSED_LINKS)
         return None if inside else _Fault(path, f"is a link that leads out of the folder, to {target}", "entry")
     if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
         return _Fault(path, "is neither a file nor a folder", "entry")
