@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 ORDER = (
-    *("errors", "text", "files", "settings", "hardware", "scoring", "config", "environment", "measure"),
+    *("errors", "text", "files", "masking", "settings", "hardware", "scoring", "config", "environment", "measure"),
     *("cluster", "runs", "data", "report", "train", "jobs", "launch", "tools", "cli"),
 )
 """Each imports only itself and packages to its left."""

@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from trainyard.hardware import count_cores
+from trainyard.masking import mask_diff
 
 _RECORDED_DISTRIBUTIONS = (
     *("trainyard", "torch", "torchvision", "h5py", "numpy", "hydra-core", "submitit"),
@@ -107,7 +108,10 @@ def _query_gpus() -> str:
 
 
 def find_checkout(code: Path) -> tuple[dict[str, Any], bytes]:
-    """Return commit, dirty flag and untracked files of a git checkout, and its diff against the commit."""
+    """Return commit, dirty flag and untracked files of a git checkout, and its diff against the commit.
+
+    What looks like a password or a key is masked in the diff; `masked` lists where, if that was anywhere.
+    """
     try:
         commit = _run_git(code, "rev-parse", "HEAD").decode().strip()
         top = Path(_run_git(code, "rev-parse", "--show-toplevel").decode().rstrip("\n"))
@@ -120,7 +124,9 @@ def find_checkout(code: Path) -> tuple[dict[str, Any], bytes]:
         reason = stderr.decode(errors="replace").strip().partition("\n")[0] if stderr else str(error)
         return {"commit": None, "reason": reason}, b""
     untracked = listed.decode(errors="backslashreplace").split("\0")[:-1]
-    return {"commit": commit, "dirty": bool(diff or untracked), "untracked": untracked}, diff
+    diff, masked = mask_diff(diff)
+    checkout = {"commit": commit, "dirty": bool(diff or untracked), "untracked": untracked}
+    return checkout | ({"masked": [str(finding) for finding in masked]} if masked else {}), diff
 
 
 def _run_git(folder: Path, *arguments: str) -> bytes:

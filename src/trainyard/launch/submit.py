@@ -24,6 +24,7 @@ from trainyard.errors import UserError
 from trainyard.files import limit_writers, write_atomically, write_json
 from trainyard.hardware import Precision, choose_image_target, choose_precision, get_gpu
 from trainyard.launch.rank_task import RankTask
+from trainyard.masking import find_secrets
 from trainyard.runs.folder import SUBMISSION
 from trainyard.runs.state import render_exit_codes
 from trainyard.settings import TrainConfig
@@ -156,7 +157,7 @@ def snapshot_code(jobs_dir: Path, into: Path) -> Code:
     """Copy Trainyard's own code and the families to a new folder `into`.
 
     Raises:
-        UserError: the families' folder holds data: more than 64 MiB.
+        UserError: the families' folder holds data, which is more than 64 MiB, or a file or a line that is a secret.
     """
     sizes = {path: path.stat().st_size for path in jobs_dir.rglob("*") if path.is_file()}
     if sum(sizes.values()) > _CODE_LIMIT_MIB << 20:
@@ -164,6 +165,12 @@ def snapshot_code(jobs_dir: Path, into: Path) -> Code:
         raise UserError(
             f"{jobs_dir}: {sum(sizes.values()) >> 20} MiB, but each submission copies this folder, so it should hold "
             f"only code: at most {_CODE_LIMIT_MIB} MiB. Largest: {largest}. Move data out of it."
+        )
+    if secret := next(find_secrets(jobs_dir), None):
+        raise UserError(
+            f"{secret.place.removesuffix(':0')}: is or contains {secret.kind}, and each submission copies {jobs_dir} "
+            "into its run folder. Keep secrets elsewhere, in a file that only you can read, and have `setup` in the "
+            "cluster file export them: setup: [source ~/.secrets]. The code then reads os.environ."
         )
     unwanted = shutil.ignore_patterns("__pycache__", "*.pyc", ".*")
     into.mkdir()

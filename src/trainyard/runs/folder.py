@@ -12,15 +12,18 @@ import shutil
 import socket
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
+
+from loguru import logger
 
 from trainyard.config import freeze
 from trainyard.environment import NO_VARIABLES, THIS_CODE, describe_environment, find_checkout
 from trainyard.errors import DiskFull, NotFinite, UserError
 from trainyard.files import create_common_folder, limit_writers, share_folder, write_json
+from trainyard.masking import mask_text
 from trainyard.runs.state import Cause
 from trainyard.settings import TrainConfig
 from trainyard.text import find_nearest, join_names
@@ -73,7 +76,7 @@ def create_run(
             freeze(config, temporary / CONFIG)
             write_json(temporary / ENV_FILE, record)
             if diff:
-                (temporary / DIFF).write_bytes(diff)
+                _write_diff(temporary / DIFF, diff, masked=checkout.get("masked", []))
             if group:
                 (temporary / "checkpoints").mkdir()
                 share_folder(temporary / "checkpoints", group, sticky=False)
@@ -83,6 +86,15 @@ def create_run(
         except BaseException:
             shutil.rmtree(temporary)
             raise
+
+
+def _write_diff(path: Path, diff: bytes, *, masked: Sequence[str]) -> None:
+    """Write the diff for the run's owner alone: what was not committed may not be meant for others."""
+    note = "".join(f"# masked, because it looks like a secret: {place}\n" for place in masked)
+    path.touch(mode=0o600)
+    path.write_bytes(note.encode() + diff)
+    if masked:
+        logger.warning("{}: masked what looks like secrets: {}", path.name, join_names(list(masked)))
 
 
 def update_env(run: Path, section: str, values: Mapping[str, Any]) -> None:
@@ -126,8 +138,8 @@ def record_error(run: Path, error: BaseException, *, attempt: str, rank: int) ->
         "rank": rank,
         "host": socket.gethostname(),
         "type": type(error).__name__,
-        "message": str(error),
-        "traceback": "".join(traceback.format_exception(error)),
+        "message": mask_text(str(error)),
+        "traceback": mask_text("".join(traceback.format_exception(error))),
         "cause": classify_error(error),
     }
     write_json(path, content)

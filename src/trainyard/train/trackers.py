@@ -53,7 +53,8 @@ class _WandB:
             group=run.name,
             name=_format_attempt_name(run, resume_at),
             config=dict(config),
-            settings=wandb.Settings(silent=True, console="off"),
+            # Without this, it would store its own patch of uncommitted changes, passwords included, and the git remote.
+            settings=wandb.Settings(silent=True, console="off", disable_code=True, disable_git=True),
         )
 
     def log(self, kind: str, step: int, values: Mapping[str, object]) -> None:
