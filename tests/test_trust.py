@@ -1,5 +1,6 @@
 """Run folders that somebody else owns or can change: nothing in them is executed, and one sentence says why."""
 
+import functools
 import grp
 import json
 import os
@@ -20,6 +21,7 @@ from trainyard import config as configs
 from trainyard.cluster import description as clusters
 from trainyard.errors import UserError
 from trainyard.launch import submit
+from trainyard.launch.cancel import cancel
 from trainyard.report.run_page import write_report
 from trainyard.runs.folder import create_run
 
@@ -52,8 +54,21 @@ def place() -> Iterator[Path]:
         yield Path(folder)
 
 
+@functools.cache
+def read_new_run() -> dict[str, str]:
+    """Return the files of a new run, created once for all tests."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = create_run(Path(folder), configs.compose("stripes", [], FAMILIES), code=Path(folder))
+        return {path.name: path.read_text() for path in run.iterdir()}
+
+
 def make_run(place: Path, name: str = "handed") -> Path:
-    return create_run(place / "runs", configs.compose("stripes", [], FAMILIES), name=name, code=place)
+    run = place / "runs" / "stripes" / name
+    run.mkdir(parents=True)
+    for file, text in read_new_run().items():
+        (run / file).write_text(text)
+    close(run)
+    return run
 
 
 def submit_by_hand(run: Path, **changed: object) -> Path:
@@ -86,13 +101,16 @@ def submit_by_hand(run: Path, **changed: object) -> Path:
 
 
 def close(folder: Path) -> None:
-    subprocess.run(["chmod", "-R", "go-w", folder], check=True)
+    for path in [folder, *folder.rglob("*")]:
+        path.chmod(path.stat().st_mode & ~0o022)
 
 
 def resume(capsys: pytest.CaptureFixture[str], run: Path, *more: str, jobs: Path = FAMILIES) -> str:
     """Resume a run that must be refused; return what was said, which is one sentence on standard error."""
     capsys.readouterr()
-    assert cli.main(["resume", str(run), "--jobs", str(jobs), *more]) == 2
+    with pytest.MonkeyPatch.context() as without_slurm:  # asking it takes longer than all the rest
+        without_slurm.setenv("PATH", "")
+        assert cli.main(["resume", str(run), "--jobs", str(jobs), *more]) == 2
     printed = capsys.readouterr()
     assert printed.out == "" and "Traceback" not in printed.err
     return printed.err
@@ -170,8 +188,8 @@ def test_another_user_is_refused_the_run_of_root_and_may_resume_a_copy(place):
     user = ["setpriv", f"--reuid={STRANGER}", f"--regid={STRANGER}", "--clear-groups"]
     environ = {"PYTHONPATH": str(python), "HOME": str(place / "home"), "PATH": os.environ["PATH"]}
 
-    def try_resume(folder: Path) -> str:
-        words = [*user, sys.executable, "-m", "trainyard", "resume", str(folder), "--jobs", str(families)]
+    def try_resume(folder: Path, *more: str) -> str:
+        words = [*user, sys.executable, "-m", "trainyard", "resume", str(folder), "--jobs", str(families), *more]
         done = subprocess.run(words, env=environ, cwd=place, capture_output=True, text=True)
         assert done.returncode == 2
         return done.stderr
@@ -179,10 +197,10 @@ def test_another_user_is_refused_the_run_of_root_and_may_resume_a_copy(place):
     if subprocess.run([*user, sys.executable, "-c", "import loguru"], env=environ, cwd=place).returncode:
         pytest.skip("this Python is not readable to another user")
     assert f"{run}: belongs to root (uid 0), mode 0755, and you are uid {STRANGER}." in try_resume(run)
+    assert "you cannot write there. Resume a copy of it" in try_resume(run, "--trust")
     subprocess.run([*user, "cp", "-r", str(run), str(place / "home" / "mine")], check=True)
-    submission = json.loads((run / "slurm" / "submission.json").read_text().replace(str(run), str(place / "home/mine")))
-    (place / "home" / "mine" / "slurm" / "submission.json").write_text(json.dumps(submission))
-    assert is_past_the_check(try_resume(place / "home" / "mine"))
+    assert f"{run / 'code'}" in try_resume(place / "home" / "mine")
+    assert is_past_the_check(try_resume(place / "home" / "mine", "--update-code", "--cluster", "x"))
 
 
 # That others can change
@@ -262,6 +280,25 @@ def test_code_and_cluster_file_elsewhere_that_everybody_can_change_are_refused(p
     there.chmod(0o777)
     said = resume(capsys, run)
     assert f"{there}: everybody can change it" in said and f"chmod -R go-w {there} - " in said
+    assert not marker.exists()
+
+
+def test_code_in_a_folder_where_others_can_replace_it_is_refused_unless_it_is_not_used(place, capsys):
+    """As that of a sweep, when one of its runs is resumed."""
+    run, sweep = make_run(place), place / "sweep"
+    sweep.mkdir()
+    marker = submit_by_hand(run)
+    (run / "code").rename(sweep / "code")
+    shutil.rmtree(run / "slurm")
+    submit_by_hand(run, code=str(sweep / "code"), jobs=str(sweep / "code" / "handed_jobs"))
+    shutil.rmtree(run / "code")
+    for folder in (run, sweep):
+        close(folder)
+    assert is_past_the_check(resume(capsys, run))
+    sweep.chmod(0o777)
+    said = resume(capsys, run)
+    assert f"{sweep}: everybody can change it" in said and f"chmod -R go-w {sweep} - " in said
+    assert is_past_the_check(resume(capsys, run, "--update-code"))
     assert not marker.exists()
 
 
@@ -352,12 +389,17 @@ def open_umask(request: pytest.FixtureRequest) -> Iterator[int]:
 
 def test_whatever_the_umask_only_the_owner_can_change_what_a_submission_runs(place, open_umask, monkeypatch):
     (place / "bin").mkdir()
-    said = {"sbatch": f"umask > {place}/umask; echo Submitted batch job 12", "scontrol": "echo ClusterName = here"}
-    for name, line in {**said, "srun": ":"}.items():
+    answers = {
+        "sbatch": f"umask > {place}/umask; echo Submitted batch job 12",
+        "scontrol": 'if [ "$1" = ping ]; then echo "Slurmctld(primary) at x is UP"; else echo "ClusterName = here"; fi',
+        "squeue": 'echo "12|RUNNING|0|n-0|None"',
+        "scancel": '[ "$*" = "-- 12" ]',
+    }
+    for name, line in {**answers, "srun": ":"}.items():
         (place / "bin" / name).write_text(f"#!/bin/sh\n{line}\n")
         (place / "bin" / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{place / 'bin'}:{os.environ['PATH']}")
-    run = make_run(place)
+    run = create_run(place / "runs", configs.compose("stripes", [], FAMILIES), code=place)
     (place / "cluster.yaml").write_text(CLUSTER % "x")
     families = shutil.copytree(FAMILIES, place / "checkout")
     subprocess.run(["chmod", "-R", "a+rwX", families], check=True)
@@ -366,6 +408,7 @@ def test_whatever_the_umask_only_the_owner_can_change_what_a_submission_runs(pla
     plan = submit.make_plan(config, clusters.load_cluster(place / "cluster.yaml"), submit.ResourceRequest())
     assert submit.submit(plan, [run], folder=run / "slurm", code=code) == ["12"]
     assert (run / "code" / "checkout" / "stripes" / "config.py").is_file() and list((run / "slurm").glob("*.pkl"))
+    assert "cancelled Slurm job 12" in cancel([run])[0] and (run / "slurm" / "cancelled").is_file()
     assert list_writable(run) == []
     assert (place / "umask").read_text() == "0022\n"  # Slurm gives it to the job
     assert [path.stat().st_mode & 0o777 for path in (run / "slurm").glob("*_submission.sh")] == [0o700]
@@ -377,7 +420,7 @@ def test_whatever_the_umask_only_the_owner_can_change_what_a_submission_runs(pla
 def test_whatever_the_umask_only_the_owner_can_change_what_training_writes(tmp_path):
     before = os.umask(0)
     try:
-        run = new_run(tmp_path, "max_duration=4st", "eval_every=2st", "data.synthetic=40")
+        run = new_run(tmp_path, "max_duration=4st", "eval_every=4st", "data.synthetic=40")
         assert train(run) == 0
         write_report(run)
     finally:

@@ -217,11 +217,12 @@ def _check_against_slurm(plan: submit.Plan) -> None:
 def require_trust(folders: Sequence[Path], args: argparse.Namespace, *, here: bool = False) -> None:
     """Raise a UserError if others own or can change what is executed from these folders, unless `--trust` was typed."""
     cluster_files = find_project_folder("slurm").resolve()
+    code = [] if here or getattr(args, "update_code", False) else ["code", "jobs"]
     trust.require_trust(
         folders,
-        here=here,
+        uses=[*code, *([] if here or args.cluster else ["cluster_file"])],
         jobs_dir=args.jobs,
-        is_chosen=lambda file: bool(args.cluster) or file.resolve().parent == cluster_files,
+        is_chosen=lambda file: file.resolve().parent == cluster_files,
         trusted=args.trust,
         command=shlex.join(["trainyard", *args.typed]),
     )

@@ -11,7 +11,7 @@ from pathlib import Path
 from trainyard.cluster import query as slurm
 from trainyard.cluster.query import SlurmError
 from trainyard.errors import UserError
-from trainyard.files import write_atomically
+from trainyard.files import limit_writers, write_atomically
 from trainyard.runs.folder import format_run_name
 from trainyard.runs.history import CANCELLED
 from trainyard.runs.lock import Owner
@@ -59,6 +59,7 @@ def _find_local_owner(status: Status) -> Owner:
     return owner
 
 
+@limit_writers()
 def _cancel_in_slurm(submitted: Sequence[Status]) -> None:
     """Cancel Slurm jobs. The mark is written first: a batch script whose ranks exit must not requeue the job."""
     marks = [status.run / CANCELLED for status in submitted]

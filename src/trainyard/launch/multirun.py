@@ -13,12 +13,14 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from trainyard import config as configs
+from trainyard.files import limit_writers
 from trainyard.runs import folder as runs
 from trainyard.settings import TrainConfig
 
 _WAIT_FOR_RUN_S = 120  # how long other ranks wait for rank 0, which may start later than they do
 
 
+@limit_writers()
 def run_multirun(
     job: str, overrides: Sequence[str], *, jobs_dir: Path, runs_dir: Path, environ: MutableMapping[str, str]
 ) -> int:

@@ -46,7 +46,7 @@ class _Fault(NamedTuple):
 def require_trust(
     folders: Sequence[Path],
     *,
-    here: bool,
+    uses: Sequence[str],
     jobs_dir: Path,
     is_chosen: Callable[[Path], bool],
     trusted: bool,
@@ -59,29 +59,43 @@ def require_trust(
 
     Args:
         folders: the runs, after their sweep if a sweep is continued.
-        here: the submission is not used: the run continues on this machine, with the code at hand.
+        uses: what of the last submission will be used: of "code", "jobs" and "cluster_file".
         jobs_dir: the folder of families in use; checked if it is inside one of the folders.
         is_chosen: tells whether the user gets this cluster file without the folder, so that it need not be checked.
-        trusted: the user knows all this: nothing is checked.
+        trusted: the user knows all this: nothing is checked but that the folders can be written.
         command: what the user typed, without the flag.
 
     Raises:
         UntrustedRun: names the owner, the mode, what would be executed, and what to type.
     """
-    if trusted:
-        return
     roots = list(dict.fromkeys(folder.resolve() for folder in folders))
+    if trusted:
+        for root in roots:
+            _require_writable(root)
+        return
     for root in roots:
         faults = list(_search_folder(root, alone=_OWNED_ALONE))
-        if not faults and jobs_dir.resolve().is_relative_to(root):
+        if not faults and jobs_dir.is_dir() and jobs_dir.resolve().is_relative_to(root):
             faults = list(_search_folder(jobs_dir.resolve()))
         if faults:
             raise UntrustedRun(_describe(faults, root, executed=_list_executed(root), command=command))
-    for root in (root for root in roots if not here and (root / SUBMISSION).is_file()):
-        for path in _list_named(root):
+    for root in (root for root in roots if uses and (root / SUBMISSION).is_file()):
+        for path in _list_named(root, uses):
             faults = list(_search_named(path, roots, is_chosen))
             if faults:
                 raise UntrustedRun(_describe(faults, path, executed=_list_executed(root), command=command))
+
+
+def _require_writable(root: Path) -> None:
+    """Refuse a folder in which this user cannot replace the files of its owner, as every attempt does."""
+    status = root.stat()
+    is_owner = os.geteuid() == _ROOT or status.st_uid == _find_user_on(root)
+    if not os.access(root, os.W_OK) or (status.st_mode & stat.S_ISVTX and not is_owner):
+        raise UntrustedRun(
+            f"{root}: belongs to {_name_user(status.st_uid)}, mode {_format_mode(status)}, and you cannot write there. "
+            f"Resume a copy of it, with today's code: cp -r {shlex.quote(str(root))} COPY; "
+            "trainyard resume COPY --update-code"
+        )
 
 
 # What is searched
@@ -100,6 +114,8 @@ def _search_folder(root: Path, *, alone: Sequence[str] = ("*",)) -> Iterator[_Fa
     for path, status in _walk(root):
         if fault := _find_odd_kind(path, status, root):
             yield fault
+        elif stat.S_ISLNK(status.st_mode):
+            continue  # its mode means nothing, and what it leads to is checked where it is
         elif any(fnmatch(path.relative_to(root).parts[0], pattern) for pattern in alone):
             yield from _find_faults(path, status, [user])
 
@@ -166,10 +182,10 @@ def _find_user_on(folder: Path) -> int:
         return os.geteuid()
 
 
-def _list_named(root: Path) -> list[Path]:
-    """Return what a folder's submission names: the code, the jobs in it, and the cluster file."""
+def _list_named(root: Path, keys: Sequence[str]) -> list[Path]:
+    """Return the code, the jobs in it and the cluster file that a folder's submission names."""
     submission = read_submission(root)
-    return list(dict.fromkeys(Path(submission[key]) for key in ("code", "jobs", "cluster_file") if key in submission))
+    return [Path(submission[key]) for key in keys if key in submission]
 
 
 def _list_executed(root: Path) -> list[str]:
@@ -178,7 +194,7 @@ def _list_executed(root: Path) -> list[str]:
         return []
     names = sorted(p.name for p in root.iterdir() if any(fnmatch(p.name, pattern) for pattern in _OWNED_ALONE))
     try:
-        named = _list_named(root) if (root / SUBMISSION).is_file() else []
+        named = _list_named(root, ("code", "cluster_file")) if (root / SUBMISSION).is_file() else []
     except UserError:  # damaged, which matters only to those who trust the folder
         named = []
     return [*names, *(str(path) for path in named if not path.is_relative_to(root))]
@@ -192,7 +208,8 @@ def _describe(faults: Sequence[_Fault], folder: Path, *, executed: Sequence[str]
     more = f" ({len(faults) - 1} more like it)" if len(faults) > 1 else ""
     uses = f" '{command}' would use, as you: {', '.join(executed)}." if executed else ""
     if kinds == {"mode"}:
-        close = f"chmod -R go-w {shlex.quote(str(folder))}"
+        outermost = first.path if folder.is_relative_to(first.path) else folder
+        close = f"chmod -R go-w {shlex.quote(str(outermost))}"
         advice = f"If nobody else has changed anything there, close it: {close} - or use it as it is: {command} --trust"
     else:
         hint = f" {_UNKNOWN_OWNER}" if "unknown owner" in kinds else ""
