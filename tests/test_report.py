@@ -494,6 +494,15 @@ def test_the_parts_of_the_time_add_up_to_the_time_of_the_run(tmp_path):
         assert part in page, part
 
 
+def test_a_missing_interval_is_explained(tmp_path):
+    run = new_run(tmp_path)
+    for lost, is_explained in (({}, False), ({"draws_lost_twin": 0.52}, True)):
+        evaluation = {"kind": "eval", "step": 9, "split": "val", "eer_twin": 0.25, **lost, "elapsed_s": 5.0}
+        (run / "metrics.jsonl").write_text(json.dumps(evaluation) + "\n")
+        page = Page(report.write_report(run)).text
+        assert ("No 95 % interval where bootstrap draws were of no use (draws_lost_twin)" in page) == is_explained
+
+
 # --- Text ---------------------------------------------------------------------------------------------------
 
 

@@ -4,7 +4,16 @@ import numpy as np
 import pytest
 
 from trainyard.errors import UserError
-from trainyard.scoring import ErrorRates, Pairs, bootstrap, compute_error_rates, compute_operating_points, d_prime
+from trainyard.scoring import (
+    ErrorRates,
+    Pairs,
+    bootstrap,
+    compute_error_rates,
+    compute_operating_points,
+    d_prime,
+    explain_missing_intervals,
+    summarize_draws,
+)
 
 
 def count_by_definition(genuine: list[float], impostor: list[float]) -> list[tuple[float, float, float]]:
@@ -138,7 +147,7 @@ def test_the_interval_contains_the_estimate_and_shrinks_with_more_identities():
     widths = []
     for fingers in (8, 60):
         pairs = make_pairs(fingers, 4, seed=1)
-        low, high = pairs.compute_intervals(draws=200)["eer"]
+        low, high = pairs.compute_intervals(draws=200).ends["eer"]
         assert low <= pairs.compute_metrics()["eer"] <= high
         widths.append(high - low)
     assert widths[1] < widths[0] / 2
@@ -150,8 +159,22 @@ def test_equal_seeds_draw_equal_intervals():
     assert pairs.compute_intervals(draws=50, seed=1) != pairs.compute_intervals(draws=50, seed=2)
 
 
-def test_draws_of_one_identity_alone_are_left_out_and_no_draw_at_all_is_an_error():
-    pairs = Pairs(np.array([0.9, 0.8]), np.array([0.1]), np.array([0, 1]), np.array([[0, 1]]))
-    assert pairs.compute_intervals(draws=50)["eer"] == (0.0, 0.0)
-    with pytest.raises(UserError, match="each draw lacked"):
-        bootstrap(pairs, lambda rates: {}, draws=0)
+def test_with_few_identities_the_interval_is_left_out_and_a_metric_says_how_many_draws_were_of_no_use():
+    two = Pairs(np.array([0.9, 0.8]), np.array([0.1]), np.array([0, 1]), np.array([[0, 1]]))
+    found = two.compute_intervals(draws=400)
+    assert found.ends == {} and found.draws_lost == pytest.approx(0.5, abs=0.1)  # both drawn: 2 of 4 ways
+    assert found.to_metrics("_all") == {"draws_lost_all": found.draws_lost}
+    assert explain_missing_intervals(found.to_metrics("_all")) == (
+        "No 95 % interval where bootstrap draws were of no use (draws_lost_all): too few groups."
+    )
+    assert bootstrap(two, lambda rates: {}, draws=0).to_metrics() == {} == summarize_draws([], draws=0).to_metrics()
+
+
+def test_an_interval_is_left_out_once_more_draws_are_lost_than_lie_outside_it():
+    values = [{"eer": float(i)} for i in range(95)]
+    assert summarize_draws(values, draws=100).to_metrics() == {
+        "eer_low": pytest.approx(2.35),
+        "eer_high": pytest.approx(91.65),
+    }
+    assert summarize_draws(values[1:], draws=100).to_metrics() == {"draws_lost": pytest.approx(0.06)}
+    assert explain_missing_intervals(["eer", "eer_low", "eer_high"]) == ""

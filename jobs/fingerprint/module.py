@@ -1,6 +1,5 @@
 """The fingerprint model with its loss and metrics."""
 
-from collections.abc import Mapping
 from math import sqrt
 from typing import cast
 
@@ -138,7 +137,7 @@ class FingerprintModule(TrainModule):
         }
 
     def score(self, rows: Rows) -> dict[str, float]:
-        """Return verification metrics in 0..1, with 95 % intervals as `<metric>_low` and `<metric>_high`.
+        """Return verification metrics in 0..1, with 95 % intervals as `Intervals.to_metrics` names them.
 
         `eer`, `zero_fmr`, ... follow the FVC protocol: genuine pairs are all pairs of a finger, impostor pairs are the
         first impressions of any two fingers. Names ending in `_all_pairs` use every cross-finger pair instead, which is
@@ -155,7 +154,7 @@ class FingerprintModule(TrainModule):
         metrics = {"d_prime": scoring.d_prime(pairs.genuine, pairs.impostor)}
         for protocol_pairs, suffix in ((fvc, ""), (pairs, "_all_pairs")):
             metrics |= {name + suffix: value for name, value in protocol_pairs.compute_metrics().items()}
-            metrics |= self._bootstrap_intervals(protocol_pairs, suffix)
+            metrics |= protocol_pairs.compute_intervals(draws=self.evaluation.bootstrap_draws).to_metrics(suffix)
             metrics["impostors" + suffix] = len(protocol_pairs.impostor)
         return metrics | {"fingers": len(np.unique(rows["finger"][kept])), "genuine": len(pairs.genuine)}
 
@@ -167,16 +166,6 @@ class FingerprintModule(TrainModule):
         return {
             "Scores by kind of pair": score_figures.draw_score_histogram(kinds, x_label="cosine"),
             "Error trade-off": score_figures.draw_error_trade_off(pairs.genuine, {"all pairs": pairs.impostor}),
-        }
-
-    def _bootstrap_intervals(self, pairs: scoring.Pairs, suffix: str) -> Mapping[str, float]:
-        if self.evaluation.bootstrap_draws == 0:
-            return {}
-        intervals = pairs.compute_intervals(draws=self.evaluation.bootstrap_draws)
-        return {
-            f"{name}{suffix}_{side}": value
-            for name, (low, high) in intervals.items()
-            for side, value in (("low", low), ("high", high))
         }
 
     def repeated_layers(self) -> nn.Sequential:

@@ -3,6 +3,8 @@
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from trainyard.scoring import Intervals, summarize_draws
+
 Floats = NDArray[np.float64]
 
 DECILES = 10
@@ -37,8 +39,9 @@ def compute_metrics(
         draws: bootstrap resamples for the 95 % interval; 0: no interval.
 
     Returns:
-        smape, smape_low, smape_high, smape_constant; mae_log; bias_log (mean ln p - ln t, above 0: too high) and
-        median_ratio (p / t); smape_decile_1 (the cheapest tenth of the set) ... smape_decile_10.
+        smape, its interval as `Intervals.to_metrics` names it, smape_constant; mae_log; bias_log (mean ln p - ln t,
+        above 0: too high) and median_ratio (p / t); smape_decile_1 (the cheapest tenth of the set) ...
+        smape_decile_10.
     """
     p, t = np.asarray(predicted, dtype=np.float64), np.asarray(true, dtype=np.float64)
     terms = compute_smape_terms(p, t)
@@ -50,8 +53,7 @@ def compute_metrics(
         "bias_log": float(log_error.mean()),
         "median_ratio": float(np.exp(np.median(log_error))),
     }
-    if draws:
-        metrics["smape_low"], metrics["smape_high"] = _bootstrap_interval(terms, np.asarray(groups), draws, seed)
+    metrics |= _bootstrap(terms, np.asarray(groups), draws=draws, seed=seed).to_metrics()
     decile = assign_deciles(t)
     for number in range(DECILES):
         if (decile == number).any():
@@ -67,11 +69,12 @@ def assign_deciles(true: ArrayLike) -> NDArray[np.int64]:
     return decile
 
 
-def _bootstrap_interval(terms: Floats, groups: NDArray[np.generic], draws: int, seed: int) -> tuple[float, float]:
-    """Return the 2.5 and 97.5 percentiles of SMAPE over resampled groups."""
+def _bootstrap(terms: Floats, groups: NDArray[np.generic], *, draws: int, seed: int) -> Intervals:
+    """Return the interval of SMAPE over resampled groups; none of a single group, which every draw would repeat."""
     _, group_index = np.unique(groups, return_inverse=True)
     sums, counts = np.bincount(group_index, weights=terms), np.bincount(group_index)
+    if len(counts) == 1:
+        return summarize_draws([], draws=draws)
     chosen = np.random.default_rng(seed).integers(len(counts), size=(draws, len(counts)))
     means = sums[chosen].sum(axis=1) / counts[chosen].sum(axis=1)
-    low, high = np.quantile(100 * means, [0.025, 0.975])
-    return float(low), float(high)
+    return summarize_draws([{"smape": 100 * mean} for mean in means.tolist()], draws=draws)

@@ -51,3 +51,10 @@ def test_metrics_are_reported_by_decile_and_the_bootstrap_draws_groups() -> None
     )
     width_by_group, width_by_row = (found["smape_high"] - found["smape_low"] for found in (by_group, by_row))
     assert width_by_group > 3 * width_by_row
+
+
+def test_a_single_group_has_no_interval_instead_of_one_without_width() -> None:
+    true = np.linspace(5, 50, 20)
+    found = metrics.compute_metrics(true * 1.1, true, groups=np.zeros(20), constant=20.0, draws=50)
+    assert found["draws_lost"] == 1.0 and not {"smape_low", "smape_high"} & set(found)
+    assert "draws_lost" not in metrics.compute_metrics(true, true, groups=np.zeros(20), constant=20.0, draws=0)

@@ -163,15 +163,12 @@ def compute_metrics(genuine: Scores, impostor: Scores, *, suffix: str, draws: in
     is_genuine = np.arange(len(both.score)) < len(genuine.score)
     curve = _ErrorCurve(both.score, is_genuine)
     result = {f"d_prime_{suffix}": scoring.d_prime(genuine.score, impostor.score)}
+    metrics = curve.compute_metrics(np.ones(len(both.score)))
     resampled = [
         values for weight in _resample_families(both.families, draws) if (values := curve.compute_metrics(weight))
     ]
-    for name, value in curve.compute_metrics(np.ones(len(both.score))).items():
-        result[f"{name}_{suffix}"] = value
-        if resampled:
-            low, high = np.quantile([values[name] for values in resampled], [0.025, 0.975])
-            result |= {f"{name}_{suffix}_low": float(low), f"{name}_{suffix}_high": float(high)}
-    return result
+    intervals = scoring.summarize_draws(resampled, draws=draws)
+    return result | {f"{name}_{suffix}": value for name, value in metrics.items()} | intervals.to_metrics(f"_{suffix}")
 
 
 def accuracy(genuine: Scores, impostor: Scores, threshold: float) -> float:
@@ -186,8 +183,10 @@ def area_under_curve(rates: ErrorRates) -> float:
 
 
 def _resample_families(families: Integers, draws: int) -> Iterator[Floats]:
-    """Yield the weight of each pair, one array per bootstrap resample of the families."""
+    """Yield the weight of each pair, one array per bootstrap resample of the families; none of a single family."""
     names, codes = np.unique(families, return_inverse=True)
+    if len(names) == 1:
+        return  # every draw would repeat the set itself
     one, other = codes.reshape(families.shape).T
     rng = np.random.default_rng(0)
     for counts in rng.multinomial(len(names), np.full(len(names), 1 / len(names)), draws).astype(np.float64):

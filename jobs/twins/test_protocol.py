@@ -37,6 +37,15 @@ def test_the_bootstrap_resamples_families_and_weights_their_pairs_accordingly() 
         assert weight[2] == counts[0] * counts[1] and weight[3] == counts[1] * counts[2]
 
 
+@pytest.mark.parametrize(("families", "lost"), [(1, 1.0), (2, 0.5)])
+def test_few_families_have_no_interval_instead_of_one_without_width(families: int, lost: float) -> None:
+    rng = np.random.default_rng(0)
+    impostor = make_scores(rng, 50, 1 if families == 1 else 2, families)
+    found = protocol.compute_metrics(make_scores(rng, 20, 0, families), impostor, suffix="twin", draws=400)
+    assert found["draws_lost_twin"] == pytest.approx(lost, abs=0.1)
+    assert not [name for name in found if name.endswith(("_low", "_high"))]
+
+
 def test_each_pair_is_listed_once_with_its_kind_and_strangers_are_spread_evenly() -> None:
     person = [f"{i // 4}" for i in range(80)]
     family = [f"{i // 8}" for i in range(80)]

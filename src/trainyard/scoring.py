@@ -6,7 +6,7 @@ Definitions follow Maio et al., "FVC2000: Fingerprint verification competition" 
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +16,8 @@ from trainyard.errors import UserError
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
+
+_DRAWS_LOST = "draws_lost"
 
 
 @dataclass(frozen=True)
@@ -130,11 +132,53 @@ class Pairs:
         """
         return compute_operating_points(compute_error_rates(self.genuine, self.impostor), impostors=len(self.impostor))
 
-    def compute_intervals(self, *, draws: int, seed: int = 0) -> dict[str, tuple[float, float]]:
-        """Return the 95 % bootstrap interval of each metric of `compute_metrics`; see `bootstrap`."""
+    def compute_intervals(self, *, draws: int, seed: int = 0) -> "Intervals":
+        """Return the 95 % bootstrap intervals of the metrics of `compute_metrics`; see `bootstrap`."""
         return bootstrap(
             self, lambda r: compute_operating_points(r, impostors=len(self.impostor)), draws=draws, seed=seed
         )
+
+
+@dataclass(frozen=True)
+class Intervals:
+    """The bootstrap intervals of some metrics, or why there are none."""
+
+    ends: Mapping[str, tuple[float, float]]  # by metric; empty if too many draws were of no use
+    draws_lost: float  # share of the draws that were of no use, 0..1
+
+    def to_metrics(self, suffix: str = "") -> dict[str, float]:
+        """Return `<metric><suffix>_low` and `_high` of each metric; without intervals, `draws_lost<suffix>`."""
+        ends = {
+            f"{name}{suffix}_{side}": value
+            for name, (low, high) in self.ends.items()
+            for side, value in (("low", low), ("high", high))
+        }
+        return ends if ends or not self.draws_lost else {_DRAWS_LOST + suffix: self.draws_lost}
+
+
+def summarize_draws(values: Sequence[Mapping[str, float]], *, draws: int, coverage: float = 0.95) -> Intervals:
+    """Return the percentile interval of each metric over bootstrap draws.
+
+    There is none if more draws were of no use than an interval leaves outside, because the missing values could then
+    lie anywhere: with only a few independent clusters, the draws that remain are nearly all the same.
+
+    Args:
+        values: the metrics of each draw that could be scored.
+        draws: how many were drawn; 0: no intervals are wanted.
+    """
+    lost = 1 - len(values) / draws if draws else 0.0
+    if not values or lost > 1 - coverage:
+        return Intervals({}, lost)
+    edges = [(1 - coverage) / 2, (1 + coverage) / 2]
+    names = values[0]
+    quantiles = {name: np.quantile([value[name] for value in values], edges) for name in names}
+    return Intervals({name: (float(low), float(high)) for name, (low, high) in quantiles.items()}, lost)
+
+
+def explain_missing_intervals(metrics: Iterable[str]) -> str:
+    """Return a sentence about the intervals that `to_metrics` left out; "" if these metrics lack none."""
+    lost = [name for name in metrics if name.startswith(_DRAWS_LOST)]
+    return f"No 95 % interval where bootstrap draws were of no use ({', '.join(lost)}): too few groups." if lost else ""
 
 
 def bootstrap(
@@ -144,17 +188,17 @@ def bootstrap(
     draws: int = 1_000,
     seed: int = 0,
     coverage: float = 0.95,
-) -> dict[str, tuple[float, float]]:
+) -> Intervals:
     """Return percentile intervals of a statistic over resampled identities.
 
     Pairs that share an identity are not independent, so identities, not pairs, are drawn with replacement. An identity
     drawn c times gives its genuine pairs weight c, and its impostor pairs with an identity drawn d times weight c * d.
     This equals copying the drawn identities and leaving out pairs of two copies of one identity. Nothing is scored or
     sorted again; one draw costs about 10 ns per pair (1.5 s for 1,000 draws of 135,000 pairs). Draws without a
-    genuine or without an impostor pair are left out.
+    genuine or without an impostor pair are of no use; see `summarize_draws`.
 
     Raises:
-        UserError: a kind of pair is missing, or no draw has both kinds.
+        UserError: a kind of pair is missing.
     """
     genuine, impostor = _check_pair_scores("genuine", pairs.genuine), _check_pair_scores("impostor", pairs.impostor)
     counter = _Counter(genuine, impostor)
@@ -168,17 +212,7 @@ def bootstrap(
         genuine_weight, impostor_weight = counts[own], counts[one] * counts[other]
         if genuine_weight.any() and impostor_weight.any():
             results.append(statistic(counter.compute_rates(genuine_weight, impostor_weight)))
-    if not results:
-        raise UserError(
-            f"no interval from {draws} draws over {identities} identities: each draw lacked genuine or impostor pairs. "
-            "Evaluate on more identities, or set the number of bootstrap draws to 0."
-        )
-    edges = [(1 - coverage) / 2, (1 + coverage) / 2]
-    return {
-        name: (float(low), float(high))
-        for name in results[0]
-        for low, high in [np.quantile([result[name] for result in results], edges)]
-    }
+    return summarize_draws(results, draws=draws, coverage=coverage)
 
 
 class _Counter:

@@ -19,6 +19,7 @@ from trainyard.runs.events import (
     list_metric_names,
     name_interval_ends,
 )
+from trainyard.scoring import explain_missing_intervals
 from trainyard.text import format_duration
 
 
@@ -181,7 +182,8 @@ def _render_results(story: RunStory) -> str:
     names = list_all_metric_names(story.evals)
     rows = [[name, *(_format_metric(line, name).replace(" [", "\n[") for _, line in columns)] for name in names]
     metrics = render_table(["metric", *(title for title, _ in columns)], rows)
-    caption = f"Last evaluation of each split; 95 % intervals in brackets. {note}"
+    missing = explain_missing_intervals(names)
+    caption = " ".join(["Last evaluation of each split; 95 % intervals in brackets.", missing, note])
     return f'{metrics}<p class="soft">{html.escape(caption)}</p>'
 
 

@@ -14,6 +14,7 @@ from loguru import logger
 from trainyard.data.loader import MicroBatch
 from trainyard.errors import NotFinite, UserError
 from trainyard.runs.events import list_metric_names
+from trainyard.scoring import explain_missing_intervals
 from trainyard.settings import Duration
 from trainyard.train import checkpoint, distributed, precision
 from trainyard.train.console import ProgressBar, format_line
@@ -288,6 +289,8 @@ class Trainer:
             self.recorder.log("eval", progress.step, line)
             values = "  ".join(f"{name} {metrics[name]:.4g}" for name in list_metric_names(metrics))
             logger.info("{} at step {}: {}", split, progress.step, values)
+            if missing := explain_missing_intervals(metrics):
+                logger.info(missing)
         return metrics
 
     def _save(self) -> None:
