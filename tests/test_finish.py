@@ -25,6 +25,7 @@ from trainyard.cli import main
 from trainyard.data.loader import Loader
 from trainyard.data.shards import ShardSet
 from trainyard.report.run_page import write_report
+from trainyard.tables import read_table
 from trainyard.train import checkpoint
 from trainyard.train.meters import Interval
 from trainyard.train.module import DataInfo
@@ -197,6 +198,16 @@ def test_predictions_name_every_image_once_without_the_packed_data(done, unlabel
     assert np.mean([line["direction"] == t[:2] for line, t in zip(lines, truth, strict=True)]) > 0.6, "chance: 0.25"
     assert "100 predictions are in" in capsys.readouterr().out
     assert not list(tmp_path.glob(".predict-*"))
+
+
+@pytest.mark.slow
+def test_a_file_name_that_is_a_formula_is_text_in_the_table(done, unlabelled_images, tmp_path):
+    (unlabelled_images / "0000.png").rename(unlabelled_images / "=1+1.png")
+    out = tmp_path / "out.csv"
+    assert main(["predict", str(done), str(unlabelled_images), str(out), "--jobs", str(FAMILIES)]) == 0
+    with out.open(newline="") as file:
+        assert "'=1+1.png" in [line["image"] for line in csv.DictReader(file)]
+    assert "=1+1.png" in [row["image"] for row in read_table(out)]
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ from trainyard.launch import multirun, sweep
 from trainyard.report import sweep_page as results
 from trainyard.runs import folder as runs
 from trainyard.runs import sweep_file
+from trainyard.tables import read_table
 from trainyard.train.recorder import Recorder
 
 MONITOR = {"split": "val", "metric": "accuracy", "mode": "max"}
@@ -339,6 +340,13 @@ def test_the_csv_has_every_run_and_the_page_needs_no_other_file(tmp_path: Path):
     sources = ImageSources(page).sources
     assert len(sources) == 2 and all(source.startswith("data:image/png;base64,") for source in sources)
     assert f"trainyard why {made.elements[23].run}" in page.read_text()
+
+
+def test_a_swept_text_that_is_a_formula_is_text_in_the_csv(tmp_path: Path):
+    made = make_sweep(tmp_path, "augment.crop_keeps=-a1,plain")
+    (row, _) = results.write(results.collect(made, make_states(made))).with_name("results.csv").read_text().split()[1:]
+    assert ",'-a1," in row
+    assert [row["augment.crop_keeps"] for row in read_table(made.folder / "results.csv")] == ["-a1", "plain"]
 
 
 def test_an_axis_is_logarithmic_where_its_values_span_more_than_a_decade():

@@ -1,11 +1,11 @@
 """The family's own verbs: `score-check`, `score-file` and `bench-frontends`."""
 
 import argparse
-import csv
 from pathlib import Path
 from typing import Any
 
 from trainyard.errors import UserError
+from trainyard.tables import read_table
 
 
 def add(verbs: Any) -> None:
@@ -87,21 +87,17 @@ def _read_predictions(path: Path) -> dict[str, float]:
     """Read the table of `trainyard predict`.
 
     Raises:
-        UserError: the file is missing, has other columns, or lists two files of one name.
+        UserError: the file cannot be read, lists two files of one name, or has a score that is not a number.
     """
-    if not path.is_file():
-        raise UserError(f"{path}: no such file. Write it first: trainyard predict RUN FOLDER {path}")
     score_by_name: dict[str, float] = {}
-    with path.open(newline="") as file:
-        table = csv.DictReader(file)
-        if not {"utterance", "score"} <= set(table.fieldnames or ()):
-            raise UserError(
-                f"{path}: expected the columns utterance and score, found {','.join(table.fieldnames or ())}."
-            )
-        for row in table:
-            if row["utterance"] in score_by_name:
-                raise UserError(f"{path}: '{row['utterance']}' is listed twice. Predict a folder of one database.")
-            score_by_name[row["utterance"]] = float(row["score"])
+    for row in read_table(path, columns=("utterance", "score")):
+        name, score = row["utterance"], row["score"]
+        if name in score_by_name:
+            raise UserError(f"{path}: '{name}' is listed twice. Predict a folder of one database.")
+        try:
+            score_by_name[name] = float(score)
+        except ValueError:
+            raise UserError(f"{path}: the score of '{name}' is '{score}', expected a number. Fix the line.") from None
     return score_by_name
 
 

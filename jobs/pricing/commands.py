@@ -1,7 +1,6 @@
 """The family's commands: score baselines on the same folds; measure tokenising once and length buckets."""
 
 import argparse
-import csv
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -12,6 +11,7 @@ import numpy as np
 
 from trainyard.errors import UserError
 from trainyard.measure import Candidate, format_table, make_header, measure_candidates, measure_rate, write_new
+from trainyard.tables import read_table
 
 from .config import Config
 
@@ -126,10 +126,10 @@ def _score_fold(args: argparse.Namespace, fold: int, run: Path | None) -> dict[s
 
 def _read_prices(path: Path, keys: Sequence[str]) -> np.ndarray:
     """Return the prices of these ids from a file that `trainyard predict` wrote."""
-    with path.open(newline="", encoding="utf-8") as file:
-        reader = csv.reader(file)
-        next(reader)
-        prices = {key: float(price) for key, price in reader}
+    prices = {}
+    for row in read_table(path):
+        key, price = row.values()
+        prices[key] = float(price)
     missing = [key for key in keys if key not in prices]
     if missing:
         raise UserError(

@@ -1,6 +1,5 @@
 """The results of a sweep: a metric and its spread over seeds for each combination of options, as text and files."""
 
-import csv
 import html
 import io
 import itertools
@@ -26,6 +25,7 @@ from trainyard.runs.events import (
 )
 from trainyard.runs.state import ACTIVE, State
 from trainyard.runs.sweep_file import Element, Sweep
+from trainyard.tables import write_table
 from trainyard.text import align_columns, find_nearest
 
 if TYPE_CHECKING:
@@ -411,14 +411,13 @@ def _encode_csv(results: Results) -> str:
     names = list(dict.fromkeys(f"{s}/{n}" for o in results.outcomes for s, values in o.metrics.items() for n in values))
     fixed = ["index", "run", "state", *results.sweep.axes, "gpu_hours", "cpu_rank_hours"]
     out = io.StringIO()
-    table = csv.DictWriter(out, [*fixed, *names], restval="", lineterminator="\n")
-    table.writeheader()
-    for o in results.outcomes:
-        table.writerow(
-            {"index": o.element.index, "run": o.element.run, "state": o.state, **o.values}
-            | {"gpu_hours": f"{o.gpu_hours:.6g}", "cpu_rank_hours": f"{o.cpu_rank_hours:.6g}"}
-            | {f"{split}/{name}": value for split, values in o.metrics.items() for name, value in values.items()}
-        )
+    rows = (
+        {"index": o.element.index, "run": o.element.run, "state": o.state, **o.values}
+        | {"gpu_hours": f"{o.gpu_hours:.6g}", "cpu_rank_hours": f"{o.cpu_rank_hours:.6g}"}
+        | {f"{split}/{name}": value for split, values in o.metrics.items() for name, value in values.items()}
+        for o in results.outcomes
+    )
+    write_table(out, [*fixed, *names], rows, line_end="\n")
     return out.getvalue()
 
 

@@ -1,6 +1,5 @@
 """`trainyard predict`: run the best weights of a run on new raw files, and write a table."""
 
-import csv
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from trainyard.errors import UserError
 from trainyard.hardware import choose_precision, count_cores
 from trainyard.runs.folder import CONFIG
 from trainyard.settings import TrainConfig
+from trainyard.tables import write_table
 
 if TYPE_CHECKING:
     from trainyard.data.shards import ShardSet
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def predict(run: Path, raw: Path, out: Path, jobs_dir: Path) -> int:
-    """Write one line per sample of `raw` to the CSV file `out`; return the number of samples.
+    """Write one line per sample of `raw` to the CSV file `out`, as `tables` does; return the number of samples.
 
     Raises:
         UserError: the family has no predictions, the run has no checkpoint, `raw` cannot be read, or `out` exists.
@@ -109,9 +109,7 @@ def _write_csv(out: Path, lines: list[dict[str, object]]) -> None:
     partial = out.with_name(out.name + ".partial")
     try:
         with partial.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, fieldnames=list(lines[0]))
-            writer.writeheader()
-            writer.writerows(lines)
+            write_table(file, list(lines[0]), lines)
         partial.replace(out)
     except BaseException:
         partial.unlink(missing_ok=True)

@@ -1,0 +1,78 @@
+"""Writes CSV tables in which no spreadsheet finds a formula, and reads them back.
+
+Excel and LibreOffice compute a cell that begins with = + - @, a tab or a line break, and a file name or an id may come
+from a stranger. Such a text gets an apostrophe in front, which marks text in both programs (OWASP, "CSV Injection");
+`read_table` takes it off again. Numbers, also those written as text, stay as they are.
+"""
+
+import csv
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from numbers import Number
+from pathlib import Path
+from typing import TextIO
+
+from trainyard.errors import UserError
+
+_FORMULA = re.compile("'*[=+\\-@\\t\\r\\n\uff1d\uff0b\uff0d\uff20]")  # the last four: full-width = + - @
+_NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:e[+-]?\d+)?", re.IGNORECASE | re.ASCII)
+_WRITE_ANOTHER = "Was it changed by hand? Write another: trainyard predict RUN RAW OUT.csv"
+
+
+def write_table(
+    file: TextIO, columns: Sequence[str], rows: Iterable[Mapping[str, object]], *, line_end: str = "\r\n"
+) -> None:
+    """Write a header and rows; a column that a row lacks is left empty.
+
+    Args:
+        file: opened with newline="".
+    """
+    table = csv.writer(file, lineterminator=line_end)
+    table.writerow([_protect(name) for name in columns])
+    for row in rows:
+        assert row.keys() <= set(columns), "a value without a column would be lost"
+        table.writerow([_protect(row.get(name, "")) for name in columns])
+
+
+def read_table(path: Path, *, columns: Sequence[str] = ()) -> Iterator[dict[str, str]]:
+    """Yield the rows of a table that `write_table` wrote, with every text as it was before.
+
+    Args:
+        columns: that the table must have.
+
+    Raises:
+        UserError: the file is missing, not UTF-8 or not CSV, lacks a column, or a row has too many or too few fields.
+    """
+    if not path.is_file():
+        raise UserError(f"{path}: no such file. Write it first: trainyard predict RUN RAW {path}")
+    csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # a cell of detections may exceed csv's default of 128 KiB
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            table = csv.reader(file, strict=True)
+            names = [_restore(name) for name in next(table, [])]
+            if missing := [name for name in columns if name not in names]:
+                raise UserError(
+                    f"{path}: no column {', '.join(missing)}; it has: {', '.join(names) or 'none'}. {_WRITE_ANOTHER}"
+                )
+            for cells in table:
+                if len(cells) == len(names):
+                    yield dict(zip(names, map(_restore, cells), strict=True))
+                elif cells:
+                    raise UserError(
+                        f"{path}, line {table.line_num}: {len(cells)} fields, the header has {len(names)}. "
+                        f"{_WRITE_ANOTHER}"
+                    )
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise UserError(f"{path}: not a CSV table in UTF-8 ({error}). {_WRITE_ANOTHER}") from None
+
+
+def _protect(value: object) -> object:
+    if isinstance(value, Number):
+        return value
+    text = str(value)
+    return f"'{text}" if _FORMULA.match(text) and not _NUMBER.fullmatch(text) else text
+
+
+def _restore(cell: str) -> str:
+    return cell[1:] if cell.startswith("'") and _FORMULA.match(cell) else cell
