@@ -4,14 +4,16 @@ Formats: `utterance attack key score` (written by the 2019 baselines), `utteranc
 2021), and a table `filename<tab>cm-score` with that header (ASVspoof 5).
 """
 
+import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from trainyard.errors import UserError
+from trainyard.files import write_atomically
 
 from . import metrics
 from .metrics import AsvRates
@@ -47,47 +49,48 @@ class Verdict:
     metrics: dict[str, float] = field(default_factory=dict)  # see `metrics.compute_metrics`; empty without keys
 
 
-def write(path: Path, lines: Iterable[Line], *, form: str) -> None:
-    """Write a score file.
+def write(path: Path, lines: Sequence[Line], *, form: str) -> None:
+    """Write a score file that `read` reads back equal, apart from keys and attacks where the format has none.
 
     Raises:
-        UserError: the format needs keys, and a line has none.
+        UserError: there are no lines, the format needs keys and a line has none, or the format cannot hold a name.
+            No file is written then.
     """
-    with path.open("w") as file:
-        if form == "asv5":
-            file.write("filename\tcm-score\n")
-        for line in lines:
-            if form == "asv2019":
-                if line.bonafide is None:
-                    raise UserError(
-                        f"{line.utterance}: the asv2019 format needs a key on every line. Pass --protocol, or "
-                        "use another format: --form asv2021 or asv5."
-                    )
-                key = BONAFIDE if line.bonafide else SPOOF
-                file.write(f"{line.utterance} {line.attack} {key} {line.score!r}\n")
-            else:
-                file.write(f"{line.utterance}{chr(9) if form == 'asv5' else ' '}{line.score!r}\n")
+    if not lines:
+        raise UserError(f"{path}: there are no scores to write. Predict a folder of recordings first.")
+    rows = [_format_line(line, form) for line in lines]
+    header = ["filename\tcm-score"] if form == "asv5" else []
+    write_atomically(path, "".join(f"{row}\n" for row in [*header, *rows]))
 
 
 def read(path: Path) -> tuple[str, list[Line]]:
     """Return the format of a score file, one of `FORMATS`, and its lines.
 
+    With a header whose columns a tab separates, names may contain spaces.
+
     Raises:
-        UserError: the file is missing or empty, or a line has another format than the first.
+        UserError: the file is missing, empty or not UTF-8, or a line has another format than the first.
     """
     if not path.is_file():
         raise UserError(
             f"{path}: no such score file. Expected lines of 'utterance score' or 'utterance attack key score'; "
             "trainyard predict and score-file write one."
         )
-    text = path.read_text(errors="replace")
-    rows = [(number, line.split()) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
-    header = bool(rows) and rows[0][1][0].lower() == "filename"
-    rows = rows[1:] if header else rows
-    if not rows:
+    try:
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{path}: byte {error.start} is not UTF-8. Convert the file: iconv -f cp1252 -t utf-8 {path} > utf8.txt"
+        ) from None
+    rows = [(number, line.rstrip("\r")) for number, line in enumerate(lines, 1) if line.strip()]
+    header = rows[0][1].split() if rows else []
+    has_header = bool(header) and header[0].lower() == "filename" and not _is_number(header[-1])
+    separator = "\t" if has_header and "\t" in rows[0][1] else None  # None: any white space
+    split_rows = [(number, line.split(separator)) for number, line in rows[has_header:]]
+    if not split_rows:
         raise UserError(f"{path}: the score file is empty.")
-    form = "asv5" if header else "asv2019" if len(rows[0][1]) == 4 else "asv2021"
-    return form, [_parse_line(path, number, words, 4 if form == "asv2019" else 2) for number, words in rows]
+    form = "asv5" if has_header else "asv2019" if len(split_rows[0][1]) == 4 else "asv2021"
+    return form, [_parse_line(path, number, words, 4 if form == "asv2019" else 2) for number, words in split_rows]
 
 
 def check(form: str, lines: Sequence[Line], *, protocol: Sequence[Trial] | None, asv: AsvRates | None) -> Verdict:
@@ -217,6 +220,44 @@ def _parse_line(path: Path, number: int, words: list[str], fields: int) -> Line:
     if words[2] not in (BONAFIDE, SPOOF):
         raise UserError(f"{path}, line {number}: key '{words[2]}': expected {BONAFIDE} or {SPOOF}.")
     return Line(words[0], score, words[2] == BONAFIDE, words[1])
+
+
+def _format_line(line: Line, form: str) -> str:
+    _refuse_unwritable("name", line.utterance, form)
+    if form != "asv2019":
+        return f"{line.utterance}{chr(9) if form == 'asv5' else ' '}{line.score!r}"
+    _refuse_unwritable("attack", line.attack, form)
+    if line.bonafide is None:
+        raise UserError(
+            f"{line.utterance}: the asv2019 format needs a key on every line. Pass --protocol, or "
+            "use another format: --form asv2021 or asv5."
+        )
+    return f"{line.utterance} {line.attack} {BONAFIDE if line.bonafide else SPOOF} {line.score!r}"
+
+
+def _refuse_unwritable(what: str, text: str, form: str) -> None:
+    """Raise a UserError if a name or an attack would read back as another one."""
+    separators = r"[\t\r\n]" if form == "asv5" else r"[\s\ufeff]"  # a byte order mark at the start is not read
+    found = re.search(separators, text)
+    if text and not found and _is_unicode(text):
+        return
+    fault = f"contains {found[0]!a}" if found else "is not Unicode" if text else "is empty"
+    place = "recording and predict again" if what == "name" else "attack in the protocol"
+    remedy = f"Rename the {place}" + (", or write --form asv5, which takes spaces." if form != "asv5" else ".")
+    raise UserError(f"The {what} {text!a} {fault}, so the {form} format cannot hold it. {remedy}")
+
+
+def _is_unicode(text: str) -> bool:
+    """Return whether a text can be written as UTF-8; names of files in another encoding cannot."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
 
 
 def _join_names(names: Sequence[str]) -> str:

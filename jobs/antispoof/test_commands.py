@@ -2,11 +2,15 @@
 
 import argparse
 import csv
+import re
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from trainyard.errors import UserError
+from trainyard.tables import write_table
 
 from . import commands, scores
 from .cases import SCORES, find_shared_audio, write_lines
@@ -132,6 +136,70 @@ def test_a_written_score_file_reads_back_equal(tmp_path: Path, form: str) -> Non
     found_form, found_lines = scores.read(tmp_path / "scores.txt")
     assert found_form == form
     assert found_lines == (lines if form == "asv2019" else [Line(line.utterance, line.score) for line in lines])
+
+
+_NAMES = st.text(st.sampled_from("ab \t\n\r\x0b\x85\xa0\u2028\ufeff\ud800\u00e9=-'") | st.characters(), max_size=6)
+_LINES = st.builds(Line, _NAMES | st.just("filename"), st.floats(allow_nan=False), st.booleans(), _NAMES | st.just("-"))
+
+
+@settings(max_examples=300)
+@given(st.lists(_LINES, min_size=1, max_size=3), st.sampled_from(scores.FORMATS))
+def test_a_score_file_holds_any_name_or_refuses_it_before_anything_is_written(
+    tmp_path_factory: pytest.TempPathFactory, lines: list[Line], form: str
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "hostile-scores.txt"
+    path.unlink(missing_ok=True)
+    try:
+        scores.write(path, lines, form=form)
+    except UserError as error:
+        assert re.fullmatch(r"The (name|attack) .*, so the \w+ format cannot hold it\. Rename .*\.", str(error))
+        assert not path.exists()
+    else:
+        kept = lines if form == "asv2019" else [Line(line.utterance, line.score) for line in lines]
+        assert scores.read(path) == (form, kept)
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "message"),
+    [
+        ("my voice", "asv2021", "The name 'my voice' contains ' ', so the asv2021 format cannot hold it. Rename the "
+         "recording and predict again, or write --form asv5, which takes spaces."),
+        ("a\tb", "asv5", r"The name 'a\tb' contains '\t', so the asv5 format cannot hold it. Rename the recording and "
+         "predict again."),
+        ("", "asv5", "The name '' is empty"),
+    ],
+)  # fmt: skip
+def test_a_name_that_no_line_can_hold_is_refused_when_the_score_file_is_written(
+    tmp_path: Path, name: str, form: str, message: str
+) -> None:
+    table, out = tmp_path / "out.csv", tmp_path / "scores.txt"
+    with table.open("w", newline="", encoding="utf-8") as file:
+        write_table(file, ["utterance", "score"], [{"utterance": name, "score": 1.0}])
+    with pytest.raises(UserError, match=re.escape(message)):
+        run_verb("score-file", str(table), str(out), "--form", form)
+    assert not out.exists()
+
+
+def test_names_with_spaces_and_formulas_pass_from_the_table_through_the_score_file_to_the_check(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table, out = tmp_path / "out.csv", tmp_path / "scores.txt"
+    names = ["my voice", "=1+1", "caf\u00e9 \u00a0", "filename"]
+    with table.open("w", newline="", encoding="utf-8") as file:
+        rows = [{"path": f"{name}.wav", "utterance": name, "score": -0.5 + i} for i, name in enumerate(names)]
+        write_table(file, ["path", "utterance", "score"], rows)
+    assert run_verb("score-file", str(table), str(out), "--form", "asv5") == 0
+    assert [line.utterance for line in scores.read(out)[1]] == names
+    assert run_verb("score-check", str(out)) == 0
+    assert "4 scores in the asv5 format" in capsys.readouterr().out
+
+
+def test_a_table_without_scores_or_with_a_word_as_score_is_refused(tmp_path: Path) -> None:
+    table = tmp_path / "out.csv"
+    for content, message in (("", "there are no scores to write"), ("a,high\n", "score of 'a' is 'high'")):
+        table.write_text(f"utterance,score\n{content}")
+        with pytest.raises(UserError, match=message):
+            run_verb("score-file", str(table), str(tmp_path / "scores.txt"))
 
 
 def test_predictions_become_an_official_score_file_in_the_order_of_the_protocol(
