@@ -27,7 +27,7 @@ from .pack import fit_artifacts, samples, splits
 VALID_ROWS = [
     [str(i), f"Item Name: {'abcdefghij'[i % 10] * 3} {'abcd'[i // 10]}, {i} oz", str(5 + i)] for i in range(40)
 ]
-COLUMNS = catalog.Columns("sample_id", "catalog_content", "price")
+COLUMNS = catalog.Columns("sample_id", ("catalog_content",), "price")
 
 
 def find_shared_catalogue() -> Path:

@@ -2,12 +2,23 @@
 
 import csv
 import math
+import re
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import TextIO
+
+from loguru import logger
 
 from trainyard.errors import UserError
+from trainyard.text import find_nearest
+
+from .amounts import AmountReader
+
+DELIMITERS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "vertical bars"}
 
 
 @dataclass(frozen=True)
@@ -15,11 +26,16 @@ class Entry:
     """One row of a catalogue."""
 
     key: str
-    text: str
+    texts: tuple[str, ...]  # of each text column
     price: float  # nan if the row cannot train
     numbers: tuple[float, ...]  # the further numeric columns; nan where a cell is empty
     image: str  # path or URL, "" if there is none
     fault: str = ""  # why the row cannot train; "" if it can
+
+    @property
+    def text(self) -> str:
+        """The texts below each other."""
+        return "\n".join(self.texts)
 
 
 @dataclass(frozen=True)
@@ -27,10 +43,11 @@ class Columns:
     """The CSV column of each field."""
 
     key: str
-    text: str
+    texts: tuple[str, ...]
     price: str  # "" to read no prices, for prediction
     numbers: tuple[str, ...] = ()
     image: str = ""
+    decimal_mark: str = "auto"  # one of `amounts.MARKS`
 
 
 def find(raw: Path, *, prefer: str) -> Path:
@@ -43,9 +60,9 @@ def find(raw: Path, *, prefer: str) -> Path:
         raise UserError(f"{raw}: no such file or folder. Expected a CSV catalogue, or a folder that contains one.")
     if raw.is_file():
         return raw
-    found = sorted(raw.glob("*.csv"))
-    if raw / prefer in found:
+    if (raw / prefer).is_file():
         return raw / prefer
+    found = sorted(path for ending in ("csv", "tsv") for path in raw.glob(f"*.{ending}"))
     if len(found) != 1:
         names = ", ".join(path.name for path in found) or "no .csv"
         raise UserError(
@@ -56,91 +73,153 @@ def find(raw: Path, *, prefer: str) -> Path:
 
 
 def read(path: Path, columns: Columns) -> list[Entry]:
-    """Read a UTF-8 catalogue; quoted fields may contain line breaks and commas.
+    """Read a UTF-8 catalogue; quoted fields may contain line breaks and delimiters.
 
     A row that cannot train is kept with its `fault`: packing reports it, or skips it.
 
     Raises:
-        UserError: a column is missing, a row has the wrong number of fields, two rows have the same id, or the file
-            is not UTF-8.
+        UserError: a column is missing, a row has the wrong number of fields, two rows have the same id, a row to
+            predict has none, a number could mean two values, or the file is not UTF-8.
     """
-    csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # a description may exceed csv's default of 128 KiB
     entries: list[Entry] = []
     line_by_key: dict[str, int] = {}
-    for line, row in _read_rows(path, columns):
+    amounts = AmountReader(str(path), decimal_mark=columns.decimal_mark)
+    for line, row in read_rows(path, columns):
         key = row[columns.key].strip()
-        if not key:
-            raise UserError(f"{path}, line {line}: no {columns.key}. Every row needs one.")
-        if key in line_by_key:
+        if not key and not columns.price:
+            raise UserError(f"{path}, line {line}: no {columns.key}. Every row to predict needs one.")
+        if key and key in line_by_key:
             raise UserError(
                 f"{path}, line {line}: {columns.key} '{key}' is already used in line {line_by_key[key]}; "
                 "ids must be unique. Remove or rename one of them."
             )
         line_by_key[key] = line
-        entries.append(_parse_row(key, row, columns, f"{path.name}, line {line}"))
+        entries.append(_parse_row(key, row, columns, amounts, file=path.name, line=line))
+    if columns.price:
+        amounts.refuse_doubt()
     return entries
 
 
-def _read_rows(path: Path, columns: Columns) -> Iterator[tuple[int, dict[str, str]]]:
-    """Yield each row with the number of the line on which it ends."""
+def read_rows(path: Path, columns: Columns) -> Iterator[tuple[int, dict[str, str]]]:
+    """Yield each row, as text by column, with the number of the line on which it ends; see `read`."""
+    csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # a description may exceed csv's default of 128 KiB
+    line = 0  # the last one read without an error
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
-            reader = csv.reader(file, strict=True)
-            names = next(reader, [])
-            _check_columns(path, names, columns)
+            delimiter = _find_delimiter(file, path, columns)
+            reader = csv.reader(file, delimiter=delimiter, strict=True)
+            names, line = next(reader), reader.line_num
             for values in reader:
+                line = reader.line_num
                 if len(values) == len(names):
-                    yield reader.line_num, dict(zip(names, values, strict=True))
+                    yield line, dict(zip(names, values, strict=True))
                 elif values:
                     raise UserError(
-                        f"{path}, line {reader.line_num}: {len(values)} fields, the header has {len(names)}. "
-                        "Quote texts that contain commas or line breaks, and double the quotes within them."
+                        f"{path}, line {line}: {len(values)} fields, the header has {len(names)}. Quote texts that "
+                        f"contain {DELIMITERS[delimiter]} or line breaks, and double the quotes within them."
                     )
     except UnicodeDecodeError as error:
+        encoding = "utf-16" if path.read_bytes()[:2] in (b"\xff\xfe", b"\xfe\xff") else "cp1252"
         raise UserError(
             f"{path}: byte {error.start} is not UTF-8 ({error.reason}). Convert the file: "
-            f"iconv -f cp1252 -t utf-8 {path.name} > utf8.csv"
+            f"iconv -f {encoding} -t utf-8 {path} > utf8.csv"
         ) from None
     except csv.Error as error:
-        raise UserError(f"{path}, line {reader.line_num}: invalid CSV ({error}). Fix the quotes there.") from None
+        raise UserError(f"{path}, line {line + 1}: invalid CSV ({error}). Fix the quotes there.") from None
 
 
-def _check_columns(path: Path, names: Sequence[str], columns: Columns) -> None:
-    options = [
-        ("packing.id_column", columns.key),
-        ("packing.text_column", columns.text),
-        ("packing.price_column", columns.price),
-        ("packing.picture_column", columns.image),
-        *(("packing.numeric_columns", name) for name in columns.numbers),
-    ]
-    for option, name in options:
-        if name and name not in names:
-            raise UserError(
-                f"{path}: no column '{name}'. It has: {', '.join(names) or 'none'}. "
-                f"Name the right column: {option}=COLUMN"
-            )
+def _find_delimiter(file: TextIO, path: Path, columns: Columns) -> str:
+    """Return the delimiter under which the header has every column, and rewind the file.
+
+    Raises:
+        UserError: there is none.
+        csv.Error: the header's quotes are broken under each.
+    """
+    headers, errors = {}, []
+    for delimiter in DELIMITERS:
+        file.seek(0)
+        try:
+            headers[delimiter] = next(csv.reader(file, delimiter=delimiter, strict=True), [])
+        except csv.Error as error:  # so it is for quoted names that another delimiter separates
+            errors.append(error)
+    file.seek(0)
+    needed = {columns.key, *columns.texts, columns.price, *columns.numbers, columns.image} - {""}
+    fitting = [delimiter for delimiter, names in headers.items() if needed <= set(names)]
+    if not fitting:
+        delimiter = max(headers, key=lambda candidate: len(headers[candidate]), default="")
+        if errors and len(headers.get(delimiter, [])) < 2:
+            raise errors[0]
+        raise UserError(_describe_missing_columns(path, headers[delimiter], columns, delimiter))
+    names = headers[fitting[0]]
+    repeated = [name for name in sorted(needed) if names.count(name) > 1]
+    if repeated:
+        raise UserError(f"{path}: several columns are named '{repeated[0]}'. Rename all but one of them in the file.")
+    if fitting[0] != ",":
+        _log_delimiter(path, fitting[0])
+    return fitting[0]
 
 
-def _parse_row(key: str, row: dict[str, str], columns: Columns, place: str) -> Entry:
-    text, fault, price = row[columns.text], "", math.nan
+@cache  # packing reads the file several times
+def _log_delimiter(path: Path, delimiter: str) -> None:
+    logger.info("{}: the columns are separated by {}", path, DELIMITERS[delimiter])
+
+
+def _describe_missing_columns(path: Path, names: Sequence[str], columns: Columns, delimiter: str) -> str:
+    """Say which columns are missing, which look most like them, and which options name others."""
+    options = {
+        "id_column": [columns.key],
+        "text_column": [columns.texts[0]],
+        "further_text_columns": columns.texts[1:],
+        "price_column": [columns.price],
+        "numeric_columns": columns.numbers,
+        "picture_column": [columns.image],
+    }
+    missing, remedies, arguments = [], [], []
+    for option, wanted in options.items():
+        lacking = [name for name in wanted if name and name not in names]
+        nearest = {name: find_nearest(name, names) for name in lacking}
+        missing += [f"'{name}'" + "".join(f" (nearest: {near})" for near in nearest[name]) for name in lacking]
+        if lacking:
+            chosen = [(nearest.get(name, [name]) or ["COLUMN"])[0] for name in wanted]
+            value = _format_list(chosen) if option.endswith("s") else chosen[0]
+            remedies.append(shlex.quote(f"packing.{option}={value}"))
+            arguments.append(shlex.join([f"--{option.replace('_', '-')}", *chosen]))
+    separated = "" if delimiter == "," else f", separated by {DELIMITERS[delimiter]}"
+    found = f"no {_plural('column', missing)} {', '.join(missing)}. It has: {', '.join(names) or 'none'}{separated}."
+    if not columns.price:
+        return f"{path}: {found} Rename the columns in the file: the run was trained with the missing names."
+    remedy = f"Name the right {_plural('column', missing)}: {' '.join(remedies)}"
+    return f"{path}: {found} {remedy} (a command such as pricing-baseline takes {' '.join(arguments)})"
+
+
+def _format_list(names: Sequence[str]) -> str:
+    """Write a list as an option takes it, with quotes where they are needed."""
+    quoted = [name if re.fullmatch(r"\w+", name) else '"' + name.replace('"', '\\"') + '"' for name in names]
+    return f"[{','.join(quoted)}]"
+
+
+def _plural(noun: str, counted: Sequence[str]) -> str:
+    return noun if len(counted) == 1 else f"{noun}s"
+
+
+def _parse_row(
+    key: str, row: dict[str, str], columns: Columns, amounts: AmountReader, *, file: str, line: int
+) -> Entry:
+    texts = tuple(row[name] for name in columns.texts)
+    faults = [] if key else [f"no {columns.key}"]
+    price = math.nan
     if columns.price:
-        price = _parse_number(row[columns.price])
+        price = amounts.read_price(row[columns.price], line=line)
         if not (price > 0 and math.isfinite(price)):
-            fault = f"{place}: {columns.price} is '{row[columns.price]}', expected a number above 0"
-        elif not text.strip():
-            fault = f"{place}: {columns.text} is empty"
+            faults.append(f"{columns.price} is '{row[columns.price]}', expected a number above 0")
+        elif not any(text.strip() for text in texts):
+            faults.append(f"{' and '.join(columns.texts)} is empty")
     numbers = []
     for name in columns.numbers:
         cell = row[name].strip()
-        numbers.append(_parse_number(cell))
+        numbers.append(amounts.read_number(cell, line=line))
         if cell and math.isnan(numbers[-1]):
-            fault = fault or f"{place}: {name} is '{cell}', expected a number or an empty cell"
+            faults.append(f"{name} is '{cell}', expected a number or an empty cell")
     image = row[columns.image].strip() if columns.image else ""
-    return Entry(key, text, math.nan if fault else price, tuple(numbers), image, fault)
-
-
-def _parse_number(cell: str) -> float:
-    try:
-        return float(cell)
-    except ValueError:
-        return math.nan
+    fault = f"{file}, line {line}: {faults[0]}" if faults else ""
+    return Entry(key or f"line {line}", texts, math.nan if fault else price, tuple(numbers), image, fault)

@@ -13,6 +13,7 @@ from trainyard.errors import UserError
 from trainyard.measure import Candidate, format_table, make_header, measure_candidates, measure_rate, write_new
 from trainyard.tables import read_table
 
+from .amounts import MARKS
 from .config import Config
 
 METHODS = (
@@ -45,8 +46,10 @@ def _add_catalog_arguments(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--val-share", type=float, default=rule.val_share, help="default: %(default)s")
     verb.add_argument("--id-column", default=rule.id_column)
     verb.add_argument("--text-column", default=rule.text_column)
+    verb.add_argument("--further-text-columns", nargs="*", default=[], metavar="COLUMN")
     verb.add_argument("--price-column", default=rule.price_column)
     verb.add_argument("--numeric-columns", nargs="*", default=[], metavar="COLUMN")
+    verb.add_argument("--decimal-mark", choices=MARKS, default=rule.decimal_mark)
     verb.add_argument("--group", choices=("title", "text"), default=rule.group, help="what near-duplicates share")
     verb.add_argument("--folds", type=int, default=rule.folds)
     verb.add_argument("--seed", type=int, default=rule.seed, help="seed of the split into folds")
@@ -59,6 +62,7 @@ def _build_config(args: argparse.Namespace, fold: int) -> Config:
     rule.id_column, rule.text_column, rule.price_column = args.id_column, args.text_column, args.price_column
     rule.numeric_columns, rule.group, rule.folds, rule.seed = args.numeric_columns, args.group, args.folds, args.seed
     rule.fold, rule.file, rule.val_share = fold, args.file, args.val_share
+    rule.further_text_columns, rule.decimal_mark = args.further_text_columns, args.decimal_mark
     return config
 
 
@@ -189,7 +193,8 @@ def _prepare_candidates(args: argparse.Namespace, folder: Path) -> tuple[list[Ca
 
     config = _build_config(args, -1)
     config.packing.max_tokens = args.max_tokens
-    raw = reference.copy_head(catalog.find(args.raw, prefer=config.packing.file), folder / "head.csv", rows=args.rows)
+    found, columns = catalog.find(args.raw, prefer=config.packing.file), pack.select_columns(config.packing)
+    raw = reference.copy_head(found, folder / "head.csv", columns, rows=args.rows)
     artifacts = pack.fit_artifacts(raw, config)
     samples = list(pack.samples(raw, config))
     data = write(samples, folder / "packed", meta={}, workers=1, artifacts=artifacts)

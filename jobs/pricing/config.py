@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from trainyard.settings import TrainConfig, option
 
+from .amounts import MARKS
+
 
 @dataclass
 class ModelSettings:
@@ -55,9 +57,13 @@ class PackingSettings:
 
     file: str = option("train.csv", "CSV file to read if the folder has several")
     id_column: str = option("sample_id", "column with unique ids")
-    text_column: str = option("catalog_content", "column with the text")
+    text_column: str = option("catalog_content", "column with the text, or with its beginning, such as the title")
+    further_text_columns: list[str] = option(list, "columns with the rest of the text, such as [description]")
     price_column: str = option("price", "column with the price, above 0")
     numeric_columns: list[str] = option(list, "further numeric columns, such as [depth, height, width]")
+    decimal_mark: str = option(
+        "auto", "what separates decimals; auto: a point, but a file that leaves doubt is refused", choices=MARKS
+    )
     images: str = option("", "folder of image files, the third input; empty: none")
     picture_column: str = option("image_link", "column whose last path component is a file in packing.images")
     missing_picture: str = option(

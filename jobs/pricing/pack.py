@@ -3,7 +3,7 @@
 import hashlib
 import io
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from .synthesis import synthesize
 __all__ = ["fit_artifacts", "samples", "splits", "synthesize", "unlabelled"]
 
 PARTS = ("train", "val", "test")
-TOKENIZER, FEATURES, PRICES = "tokenizer", "features", "prices"
+TOKENIZER, FEATURES, PRICES, DOCUMENT = "tokenizer", "features", "prices", "document"
 QUANTILES = (0.001, 0.999)  # of the training prices; predictions are clamped to them
 
 
@@ -42,7 +42,7 @@ def samples(raw: Path, config: Config) -> Iterator[Sample]:
     packing = config.packing
     plan = _get_plan(raw, packing)
     file = catalog.find(raw, prefer=packing.file)
-    for entry, (part, group, inner) in zip(catalog.read(file, _select_columns(packing)), plan.rows, strict=True):
+    for entry, (part, group, inner) in zip(catalog.read(file, select_columns(packing)), plan.rows, strict=True):
         inner_fold = inner if part == "train" else None
         images = _locate_images(packing)
         yield Sample(
@@ -61,7 +61,7 @@ def unlabelled(raw: Path, config: Config, artifacts: Mapping[str, str]) -> Itera
     """
     packing = config.packing
     file = catalog.find(raw, prefer="test.csv")
-    for entry in catalog.read(file, _select_columns(packing, priced=False)):
+    for entry in catalog.read(file, select_columns(packing, priced=False)):
         yield Sample(
             key=entry.key,
             load=partial(
@@ -95,8 +95,10 @@ def load(
     """
     if entry.fault:
         raise BadRecord(entry.fault)
-    item = parsing.parse(entry.text)
-    ids = tokenizer.encode(artifacts[TOKENIZER], parsing.build_document(item), max_tokens=max_tokens)
+    item = parsing.parse(*entry.texts)
+    ids = tokenizer.encode(
+        artifacts[TOKENIZER], parsing.build_document(item, _get_document_fields(artifacts)), max_tokens=max_tokens
+    )
     title = tokenizer.encode(artifacts[TOKENIZER], item.title, max_tokens=max_tokens)
     numbers = _parse_features(artifacts[FEATURES]).compute_row(item, entry.numbers, inner_fold=inner_fold)
     loaded: Loaded = {"tokens": Ragged(ids), "numbers": numbers, "length": len(ids), "title_length": len(title) - 2}
@@ -135,11 +137,11 @@ def read_table(raw: Path, config: Config) -> Table:
     """Return the valid rows that `samples` yields, in memory, with the same parts and numbers."""
     packing = config.packing
     plan = _get_plan(raw, packing)
-    entries = catalog.read(catalog.find(raw, prefer=packing.file), _select_columns(packing))
+    entries = catalog.read(catalog.find(raw, prefer=packing.file), select_columns(packing))
     fitted = _parse_features(plan.artifacts[FEATURES])
     valid = [(entry, row) for entry, row in zip(entries, plan.rows, strict=True) if not entry.fault]
     numbers = [
-        fitted.compute_row(parsing.parse(entry.text), entry.numbers, inner_fold=inner if part == "train" else None)
+        fitted.compute_row(parsing.parse(*entry.texts), entry.numbers, inner_fold=inner if part == "train" else None)
         for entry, (part, _, inner) in valid
     ]
     return Table(
@@ -173,12 +175,12 @@ def _get_plan(raw: Path, packing: PackingSettings) -> _Plan:
 @lru_cache(maxsize=2)  # packing needs the plan three times; it is small compared with the catalogue
 def _compute_plan(file: str, size_bytes: int, time_ns: int, options: str) -> _Plan:
     packing = PackingSettings(*json.loads(options))
-    entries = catalog.read(Path(file), _select_columns(packing))
+    entries = catalog.read(Path(file), select_columns(packing))
     valid = [i for i, entry in enumerate(entries) if not entry.fault]
     if not valid:
         faults = "; ".join(entry.fault for entry in entries[:3]) or "it has no rows"
         raise UserError(f"{file}: no row can train: {faults}.")
-    items = {i: parsing.parse(entries[i].text) for i in valid}
+    items = {i: parsing.parse(*entries[i].texts) for i in valid}
     keys = [parsing.compute_group_key(items[i], by=packing.group) or f"id {entries[i].key}" for i in valid]
     _check_group_count(file, packing, keys)
     log_price = np.log([entries[i].price for i in valid])
@@ -212,7 +214,14 @@ def _fit_artifacts(
         TOKENIZER: _fit_tokenizer(packing, [parsing.build_document(item) for _, item, _ in train]),
         FEATURES: fitted.to_json(),
         PRICES: _summarize_prices(log_price),
+        DOCUMENT: json.dumps(parsing.DOCUMENT),
     }
+
+
+def _get_document_fields(artifacts: Mapping[str, str]) -> Sequence[str]:
+    """Return the fields that the encoder reads; data packed by earlier versions do not name them."""
+    fields: list[str] = json.loads(artifacts[DOCUMENT]) if DOCUMENT in artifacts else list(parsing.FIRST_DOCUMENT)
+    return fields
 
 
 def _check_group_count(file: str, packing: PackingSettings, keys: list[str]) -> None:
@@ -247,19 +256,21 @@ def _parse_features(text: str) -> features.Features:
     return features.Features.from_json(text)
 
 
-def _select_columns(packing: PackingSettings, *, priced: bool = True) -> catalog.Columns:
+def select_columns(packing: PackingSettings, *, priced: bool = True) -> catalog.Columns:
+    """Return the columns that packing or, without prices, prediction reads."""
     return catalog.Columns(
         key=packing.id_column,
-        text=packing.text_column,
+        texts=(packing.text_column, *packing.further_text_columns),
         price=packing.price_column if priced else "",
         numbers=tuple(packing.numeric_columns),
         image=packing.picture_column if packing.images else "",
+        decimal_mark=packing.decimal_mark,
     )
 
 
 def _hash_content(entry: catalog.Entry, artifacts_digest: str) -> int:
     """Return a 63-bit hash of a row and the artifacts it is packed with."""
-    content = json.dumps([entry.text, repr(entry.numbers), entry.image, artifacts_digest])
+    content = json.dumps([*entry.texts, repr(entry.numbers), entry.image, artifacts_digest])
     return int.from_bytes(hashlib.blake2b(content.encode(), digest_size=8).digest()) >> 1
 
 

@@ -3,6 +3,7 @@
 import html
 import re
 import unicodedata
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 UNITS: dict[str, tuple[str, float]] = {}
@@ -82,6 +83,7 @@ class Item:
     title: str
     bullets: tuple[str, ...]
     description: str
+    category: str  # from a line Category
     maker: str  # from a line Brand, Manufacturer or Designer
     brand: tuple[str, ...]  # possible brands in lower case, the longest guess first
     value: float | None  # as written
@@ -94,13 +96,16 @@ class Item:
     flags: tuple[str, ...]
 
 
-def parse(text: str) -> Item:
-    """Parse one text: lines "Item Name: ...", "Bullet Point 1: ...", "Value: ...", ..., all optional, in any order.
+def parse(*texts: str) -> Item:
+    """Parse one item: lines "Item Name: ...", "Bullet Point 1: ...", "Value: ...", ..., all optional, in any order.
 
     A line without a known label continues the previous field; without any label, the first line is the title. HTML
     tags are removed, entities decoded, characters normalised (NFKC).
+
+    Args:
+        texts: one, or one from each of several columns; all but the first begin in the description.
     """
-    fields, bullets = _split_fields(clean(text))
+    fields, bullets = _split_fields([clean(text) for text in texts])
     title, description = fields.get("item name", ""), fields.get("description", "")
     whole_text = " ".join([title, *bullets, description])
     value, unit = _read_stated_quantity(fields)
@@ -112,6 +117,7 @@ def parse(text: str) -> Item:
         title=title,
         bullets=tuple(bullets),
         description=description,
+        category=fields.get("category", ""),
         maker=maker,
         brand=_guess_brands(fields.get("brand", ""), title),
         value=value,
@@ -149,34 +155,46 @@ def compute_group_key(item: Item, *, by: str) -> str:
     return " ".join(_WORD.findall(text.lower()))
 
 
-def build_document(item: Item) -> str:
-    """Return the text for the encoder: the most important fields first, the description last, as it may be cut."""
+DOCUMENT = ("title", "quantity", "pack", "maker", "category", "bullets", "description")
+"""The fields that the encoder reads, the most important first, the description last, as it may be cut."""
+FIRST_DOCUMENT = tuple(field for field in DOCUMENT if field != "category")
+"""The same for data that was packed before the category was read."""
+
+
+def build_document(item: Item, fields: Sequence[str] = DOCUMENT) -> str:
+    """Return the text for the encoder: these fields, in this order."""
     quantity = "" if item.value is None else f"{item.value:g} {item.unit}".strip()
     pack = f"pack {item.pack}" if item.pack > 1 else ""
-    parts = [item.title, quantity, pack, item.maker, *item.bullets, item.description]
-    return " ; ".join(part for part in parts if part)
+    parts = {
+        "title": [item.title], "quantity": [quantity], "pack": [pack], "maker": [item.maker],
+        "category": [item.category], "bullets": item.bullets, "description": [item.description],
+    }  # fmt: skip
+    return " ; ".join(part for field in fields for part in parts[field] if part)
 
 
-def _split_fields(text: str) -> tuple[dict[str, str], list[str]]:
+def _split_fields(texts: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     fields: dict[str, str] = {}
     bullets: list[str] = []
-    current = "item name"
-    for line in text.splitlines():
-        label = _LABEL.match(line)
-        if label:
-            name, content = label[1].lower(), label[3]
-            current = "description" if name == "product description" else name.removesuffix("s")
-            if current == "bullet point":
-                bullets.append(content)
+    for number, text in enumerate(texts):
+        current = "description" if number else "item name"
+        for line in text.splitlines():
+            label = _LABEL.match(line)
+            if label:
+                name, content = label[1].lower(), label[3]
+                current = "description" if name == "product description" else name.removesuffix("s")
+                if current == "bullet point":
+                    bullets.append(content)
+                elif current == "description" and number:  # an earlier column may have one too
+                    fields[current] = f"{fields.get(current, '')} {content}".strip()
+                else:
+                    fields[current] = content
+            elif current == "bullet point":
+                bullets[-1] = f"{bullets[-1]} {line}".strip()
+            elif current == "item name" and fields.get(current):  # a title is one line
+                current = "description"
+                fields[current] = line
             else:
-                fields[current] = content
-        elif current == "bullet point":
-            bullets[-1] = f"{bullets[-1]} {line}".strip()
-        elif current == "item name" and fields.get(current):  # a title is one line
-            current = "description"
-            fields[current] = line
-        else:
-            fields[current] = f"{fields.get(current, '')} {line}".strip()
+                fields[current] = f"{fields.get(current, '')} {line}".strip()
     return fields, [bullet for bullet in bullets if bullet]
 
 

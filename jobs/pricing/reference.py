@@ -1,6 +1,7 @@
 """The seed project's data loading, as a baseline: tokenises each item on every access and pads to one length."""
 
 import csv
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from transformers import PreTrainedTokenizerFast
 from trainyard.data.loader import Loader
 from trainyard.data.shards import ShardSet
 from trainyard.settings import DataSettings, TrainConfig
+
+from . import catalog
 
 
 class PerItemDataset(Dataset[dict[str, Any]]):
@@ -49,12 +52,11 @@ def build_loader(data: ShardSet, settings: DataSettings) -> Loader:
     return Loader.from_config(TrainConfig(data=settings), data, device=torch.device("cpu"), decode="cpu")
 
 
-def copy_head(path: Path, out: Path, *, rows: int) -> Path:
-    """Copy the header and the first `rows` rows of a CSV file."""
-    with path.open(newline="", encoding="utf-8-sig") as source, out.open("w", newline="", encoding="utf-8") as target:
-        writer = csv.writer(target)
-        for number, row in enumerate(csv.reader(source)):
-            if number > rows:
-                break
-            writer.writerow(row)
+def copy_head(path: Path, out: Path, columns: catalog.Columns, *, rows: int) -> Path:
+    """Copy the header and the first `rows` rows of a catalogue, separated by commas."""
+    head = [row for _, row in itertools.islice(catalog.read_rows(path, columns), rows)]
+    with out.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(head[0]) if head else [])
+        writer.writeheader()
+        writer.writerows(head)
     return out

@@ -1,14 +1,21 @@
 """Reading CSV catalogues."""
 
+import csv
 import re
+import shlex
+from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
+from trainyard import config as configs
 from trainyard.errors import UserError
 
 from . import catalog
 from .cases import COLUMNS, format_csv, write_catalogue
+from .config import Config
+from .pack import select_columns
 
 
 def test_the_reader_handles_line_breaks_quotes_html_a_byte_order_mark_and_a_very_long_text(tmp_path: Path) -> None:
@@ -31,7 +38,6 @@ def test_the_reader_handles_line_breaks_quotes_html_a_byte_order_mark_and_a_very
         ([["1", "x", "2"]], "sample_id,catalog_content,cost", "packing.price_column=COLUMN"),
         ([["1", "x", "2"], ["1", "y", "3"]], None, "line 3: sample_id '1' is already used in line 2"),
         ([["1", "x", "2"], ["2", "y"]], None, "line 3: 2 fields, the header has 3"),
-        ([["", "x", "2"]], None, "line 2: no sample_id"),
     ],
 )
 def test_a_broken_catalogue_is_refused_with_file_and_line(
@@ -42,6 +48,124 @@ def test_a_broken_catalogue_is_refused_with_file_and_line(
         catalog.read(path, COLUMNS)
 
 
+def test_a_row_without_an_id_cannot_train_but_ends_only_a_prediction(tmp_path: Path) -> None:
+    path = write_catalogue(tmp_path, [["1", "x", "2"], ["", "y", "3"]])
+    assert [(entry.key, entry.fault) for entry in catalog.read(path, COLUMNS)] == [
+        ("1", ""),
+        ("line 3", "some.csv, line 3: no sample_id"),
+    ]
+    with pytest.raises(UserError, match=r"line 3: no sample_id\. Every row to predict needs one"):
+        catalog.read(path, replace(COLUMNS, price=""))
+
+
+@pytest.mark.parametrize(("delimiter", "word"), [(";", "semicolons"), ("\t", "tabs"), ("|", "vertical bars")])
+@pytest.mark.parametrize("quoting", [csv.QUOTE_MINIMAL, csv.QUOTE_ALL])
+def test_a_file_with_another_delimiter_reads_like_one_with_commas(
+    delimiter: str, word: str, quoting: Literal[0, 1], tmp_path: Path
+) -> None:
+    rows = [["1", 'a; "b",\tc|d\ne', "37.49"], ["2", "x", "5"]]
+    expected = catalog.read(write_catalogue(tmp_path, rows), COLUMNS)
+    path = tmp_path / "other" / "some.csv"
+    path.parent.mkdir()
+    with path.open("w", newline="", encoding="utf-8-sig") as file:
+        csv.writer(file, delimiter=delimiter, quoting=quoting).writerows(
+            [["sample_id", "catalog_content", "price"], *rows]
+        )
+    assert catalog.read(path, COLUMNS) == expected
+    path.write_text(f"id{delimiter}text\n")
+    with pytest.raises(UserError, match=rf"It has: id, text, separated by {word}\. Name the right columns: "):
+        catalog.read(path, COLUMNS)
+
+
+def apply_remedy(error: pytest.ExceptionInfo[UserError]) -> catalog.Columns:
+    """Type what an error says to type, and return the columns that are then read."""
+    words = shlex.split(
+        re.split(r"Name the right columns?: |State\b.*?: ", str(error.value))[1].partition(" (a command")[0]
+    )
+    config = configs.apply_overrides(Config(), [word.rstrip(",;") for word in words if word.startswith("packing.")])
+    assert isinstance(config, Config)
+    return select_columns(config.packing)
+
+
+def test_all_missing_columns_are_named_at_once_and_the_options_work_when_typed(tmp_path: Path) -> None:
+    path = write_catalogue(tmp_path, [["1", "x", "2", "3"]], header="sample id,catalogue_content,price,depth (cm)")
+    wanted = replace(COLUMNS, numbers=("depth_cm", "price"))
+    with pytest.raises(UserError) as caught:
+        catalog.read(path, wanted)
+    assert (
+        "no columns 'sample_id' (nearest: sample id), 'catalog_content' (nearest: catalogue_content), 'depth_cm' "
+        "(nearest: depth (cm)). It has: sample id, catalogue_content, price, depth (cm). Name the right columns: "
+        "'packing.id_column=sample id' packing.text_column=catalogue_content "
+        "'packing.numeric_columns=[\"depth (cm)\",price]' (a command such as pricing-baseline takes "
+        "--id-column 'sample id' --text-column catalogue_content --numeric-columns 'depth (cm)' price)"
+    ) in str(caught.value)
+    (entry,) = catalog.read(path, apply_remedy(caught))
+    assert (entry.key, entry.texts, entry.price, entry.numbers) == ("1", ("x",), 2.0, (3.0, 2.0))
+    with pytest.raises(UserError, match=r"Rename the columns in the file: the run was trained with the missing names"):
+        catalog.read(path, replace(wanted, price=""))
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    path = write_catalogue(tmp_path, [["1", "x", "2", "3"]], header="sample_id,catalog_content,price,price")
+    with pytest.raises(UserError, match="several columns are named 'price'"):
+        catalog.read(path, COLUMNS)
+
+
+PRICES = [
+    (["$37.49"], "auto", [37.49]),
+    (["37.49 \u20ac", "\u20ac5"], "auto", [37.49, 5]),
+    (["US$\u00a01,234.50"], "auto", [1234.5]),
+    (["1'234.50", "1 234.50", "1\u202f234.50"], "auto", [1234.5] * 3),
+    (["1,234,567"], "auto", [1234567]),
+    (["$1,234", "$37.49"], "auto", [1234, 37.49]),  # the second shows what the comma is
+    (["1.234", "37.5"], "auto", [1.234, 37.5]),
+    (["0.125", "1e3", "5.", "+7"], "auto", [0.125, 1000, 5, 7]),
+    (["1,234", "1.234"], "point", [1234, 1.234]),
+    (["37,49", "1.234,56 \u20ac", "1.234", "12"], "comma", [37.49, 1234.56, 1234, 12]),
+]
+
+
+@pytest.mark.parametrize(("cells", "mark", "expected"), PRICES)
+def test_prices_are_read_as_people_write_them(
+    cells: list[str], mark: str, expected: list[float], tmp_path: Path
+) -> None:
+    path = write_catalogue(tmp_path, [[str(i), "x", cell] for i, cell in enumerate(cells)])
+    entries = catalog.read(path, replace(COLUMNS, decimal_mark=mark))
+    assert [entry.price for entry in entries] == expected
+
+
+@pytest.mark.parametrize(
+    ("cells", "message", "expected"),
+    [
+        (["5", "1,234"], "line 3: '1,234' could be 1234 or 1.234, and no other number tells. State which: ", 1234),
+        (["5", "$1.234"], "line 3: '1.234' could be 1.234 or 1234, and no other number tells. State which: ", 1.234),
+        (["5", "37,49"], "line 3: '37,49' has a decimal comma. State it: packing.decimal_mark=comma, or", 37.49),
+        (["37.49", "1.234,56"], "'1.234,56' has a decimal comma, but '37.49' in line 2 a decimal point. Write", None),
+        (
+            ["$5", "\u20ac5"],
+            "prices in several currencies: '$5' in line 2, '\u20ac5' in line 3. Convert them to one",
+            None,
+        ),
+    ],
+)
+def test_prices_that_could_mean_two_values_are_refused_and_the_option_named_decides(
+    cells: list[str], message: str, expected: float | None, tmp_path: Path
+) -> None:
+    path = write_catalogue(tmp_path, [[str(i), "x", cell] for i, cell in enumerate(cells)])
+    with pytest.raises(UserError, match=re.escape(message)) as caught:
+        catalog.read(path, COLUMNS)
+    if expected is not None:
+        assert catalog.read(path, apply_remedy(caught))[1].price == expected
+
+
+@pytest.mark.parametrize(
+    "cell", ["37.49 EUR", "99\u00a2", "$5\u20ac", "1,23,4", "-5", "1_000", "inf", "", "$", "12,34.5"]
+)
+def test_what_is_no_clear_price_is_a_fault_of_its_row(cell: str, tmp_path: Path) -> None:
+    path = write_catalogue(tmp_path, [["1", "x", cell], ["2", "x", "2.50"]])
+    assert "expected a number above 0" in catalog.read(path, COLUMNS)[0].fault
+
+
 def test_bytes_that_are_not_utf_8_and_unclosed_quotes_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "some.csv"
     path.write_bytes(format_csv([["1", "caf", "2"]]).encode().replace(b"caf", b"caf\xe9"))
@@ -49,6 +173,12 @@ def test_bytes_that_are_not_utf_8_and_unclosed_quotes_are_refused(tmp_path: Path
         catalog.read(path, COLUMNS)
     path.write_text('sample_id,catalog_content,price\n1,"open,2\n')
     with pytest.raises(UserError, match="line 2: invalid CSV"):
+        catalog.read(path, COLUMNS)
+    path.write_text('sample_id,"catalog_content,price\n1,x,2\n')
+    with pytest.raises(UserError, match="line 1: invalid CSV"):
+        catalog.read(path, COLUMNS)
+    path.write_text("sample_id\tcatalog_content\tprice\n1\tx\t2\n", encoding="utf-16")
+    with pytest.raises(UserError, match=r"iconv -f utf-16 -t utf-8 /.*some.csv > utf8.csv"):
         catalog.read(path, COLUMNS)
 
 
@@ -64,3 +194,5 @@ def test_in_a_folder_the_preferred_file_or_the_only_one_is_found(tmp_path: Path)
         catalog.find(tmp_path, prefer="train.csv")
     (tmp_path / "train.csv").touch()
     assert catalog.find(tmp_path, prefer="train.csv").name == "train.csv"
+    (tmp_path / "train.txt").touch()
+    assert catalog.find(tmp_path, prefer="train.txt").name == "train.txt"

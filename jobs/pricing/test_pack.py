@@ -14,7 +14,7 @@ from trainyard.data.pack import PackError, read_listing
 from trainyard.data.shards import Ragged, ShardSet
 from trainyard.errors import UserError
 
-from . import baseline, metrics, pack
+from . import baseline, catalog, metrics, pack, parsing
 from .cases import VALID_ROWS, make_batch, make_config, make_module, pack_catalogue, write_catalogue
 from .commands import compute_padding
 from .pack import fit_artifacts, samples, synthesize
@@ -27,6 +27,7 @@ BAD_ROWS = [
     (["missing", "x", ""], "line 45: price is '', expected a number above 0"),
     (["nan", "x", "nan"], "line 46: price is 'nan', expected a number above 0"),
     (["empty", " \n", "3"], "line 43: catalog_content is empty"),
+    (["", "x", "3"], "line 44: no sample_id"),
 ]
 BadPacks = dict[str, tuple[str, ShardSet, int]]
 
@@ -49,8 +50,41 @@ def bad_packs(tmp_path_factory: pytest.TempPathFactory) -> BadPacks:
 @pytest.mark.parametrize(("row", "message"), BAD_ROWS)
 def test_rows_that_cannot_train_stop_packing_or_are_skipped(row: list[str], message: str, bad_packs: BadPacks) -> None:
     error, skipped, bad_count = bad_packs[row[0]]
-    assert f"{row[0]}: some.csv, {message}" in error and "data.on_error=skip" in error
+    assert f"{row[0] or 'line 44'}: some.csv, {message}" in error and "data.on_error=skip" in error
     assert skipped.count == len(VALID_ROWS) and skipped.skipped == bad_count
+
+
+def test_the_text_may_come_from_several_columns(tmp_path: Path) -> None:
+    header = "sample_id,title,details,more,price"
+    rows = [[key, text.removeprefix("Item Name: "), "<p>Rich</p>\nUnit: Fl Oz", f"{i} bags", price]
+            for i, (key, text, price) in enumerate(VALID_ROWS)]  # fmt: skip
+    path = write_catalogue(tmp_path, rows, header=header)
+    config = make_config(text_column="title", further_text_columns=["details", "more"])
+    data = pack_catalogue(path, config, tmp_path / "out")
+    assert data.count == len(rows) and 0 < data.columns["title_length"].max() < data.columns["length"].min()
+    item = parsing.parse(*rows[7][1:4])
+    assert (item.title, item.description, item.kind) == ("hhh a, 7 oz", "Rich 7 bags", "g")
+    joined = pack.read_table(path, config).texts[7]
+    assert joined == "hhh a, 7 oz\n<p>Rich</p>\nUnit: Fl Oz\n7 bags"
+    rows[3][1:4] = ["", " ", "\n"]
+    faults = [entry.fault for entry in catalog.read(write_catalogue(tmp_path, rows, header=header),
+                                                    pack.select_columns(config.packing))]  # fmt: skip
+    assert [fault for fault in faults if fault] == ["some.csv, line 9: title and details and more is empty"]
+
+
+def test_the_encoder_reads_the_category_except_in_data_that_was_packed_before(catalogue_folder: Path) -> None:
+    artifacts = dict(fit_artifacts(catalogue_folder, make_config()))
+    texts = ["Item Name: Olive Oil\nCategory: Organic Gift", "Item Name: Olive Oil"]
+    entries = [catalog.Entry("1", (text,), 5.0, (), "") for text in texts]
+
+    def load(entry: catalog.Entry) -> tuple[list[int], bytes]:
+        loaded = pack.load(entry, artifacts, max_tokens=48, inner_fold=None, images=None)
+        return cast(Ragged, loaded["tokens"]).values.tolist(), cast(np.ndarray, loaded["numbers"]).tobytes()
+
+    (with_category, numbers), (without, same_numbers) = map(load, entries)
+    assert len(with_category) > len(without) and numbers == same_numbers  # the network's inputs keep their shapes
+    del artifacts["document"]  # as of an earlier version
+    assert load(entries[0]) == load(entries[1]) == (without, numbers)
 
 
 def test_artifacts_depend_on_the_training_rows_alone(catalogue_folder: Path, tmp_path: Path) -> None:

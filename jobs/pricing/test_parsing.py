@@ -50,9 +50,17 @@ def test_the_parser_handles_html_line_breaks_and_non_ascii_letters() -> None:
     assert parsing.parse("Product Description: Table, 130x70/105 cm and 4 chairs").pieces == 4
 
 
-@given(st.text(max_size=200))
-def test_the_parser_accepts_any_text(text: str) -> None:
-    item = parsing.parse(text)
+def test_a_further_text_begins_in_the_description_and_no_description_is_lost() -> None:
+    item = parsing.parse("Olive Oil\nCategory: Pantry", "one\nCategory: Food", "Product Description: two", "three")
+    assert (item.title, item.category) == ("Olive Oil", "Food")
+    assert item.description == "one two three"
+    assert parsing.parse("Item Name: x\nUnit: Oz", "Value: 3", "y").unit == "oz"
+    assert "Pantry" in parsing.build_document(parsing.parse("Olive Oil\nCategory: Pantry"))
+
+
+@given(st.text(max_size=200), st.text(max_size=50))
+def test_the_parser_accepts_any_text(text: str, further: str) -> None:
+    item = parsing.parse(text, further)
     assert item.pack >= 1 and (item.amount is None or item.amount >= 0)
     parsing.compute_group_key(item, by="title")
 
