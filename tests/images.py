@@ -5,12 +5,15 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+import h5py
 import numpy as np
 from PIL import Image
 
+from trainyard.data.index import HEADER_BYTES, INDEX, seal_index
 from trainyard.data.pack import pack
 from trainyard.data.shards import BadRecord, Loaded, Sample, ShardSet
 
@@ -82,6 +85,15 @@ def pack_folder(
     """Pack a folder that `write_folder` wrote into shards of a few images each."""
     listed = samples(raw, pause_s)
     return pack(listed, out, meta=META, workers=workers, skip_bad=skip_bad, shard_mib=shard_mib)
+
+
+@contextmanager
+def edit_index(folder: Path) -> Iterator[h5py.File]:
+    """Open an index for a change, and seal it again: what a stranger could have written."""
+    index = folder / INDEX
+    with h5py.File(index, "r+") as file:
+        yield file
+    index.write_bytes(seal_index(index.read_bytes()[HEADER_BYTES:]))
 
 
 def make_import_environ() -> dict[str, str]:

@@ -7,9 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import h5py
 import pytest
 
+from tests.images import edit_index
 from tests.training import FAMILIES, new_run, train
 from trainyard import cli
 
@@ -96,7 +96,7 @@ def test_packed_data_with_another_schema_or_a_truncated_shard_is_refused(here, c
     make_raw_folder(here)
     assert run_cli(capsys, "pack", "stripes", "raw", "out", *JOBS)[0] == 0
     shutil.copytree("out", "old")
-    with h5py.File("old/index.h5", "r+") as file:
+    with edit_index(Path("old")) as file:
         file.attrs["schema_version"] = 99
     code, stderr = run_cli(capsys, "run", "stripes", "data.path=old", *JOBS)
     assert code == 2

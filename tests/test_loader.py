@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from tests.images import make_points
+from trainyard.data.hdf5 import ShardError
 from trainyard.data.loader import Loader, MicroBatch, choose_decoder, prefetch
 from trainyard.data.order import EpochOrder, shuffle
-from trainyard.data.shards import ShardError, ShardSet
+from trainyard.data.shards import ShardSet
 from trainyard.errors import UserError
 from trainyard.settings import AugmentSettings, DataSettings, ImageSettings, TrainConfig
 

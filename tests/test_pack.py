@@ -23,7 +23,7 @@ from tests.images import (
     write_folder,
 )
 from trainyard.data.pack import JOURNAL, PackError, pack, read_listing
-from trainyard.data.shards import Loaded, Sample, ShardSet
+from trainyard.data.shards import Loaded, Ragged, Sample, ShardSet
 
 
 def read_files(folder: Path) -> dict[str, bytes]:
@@ -111,8 +111,11 @@ def test_arrays_keep_their_values_whatever_their_type_and_shape(tmp_path):
         for dtype in ("uint8", "int16", ">i2", "float16", "float64")
         for shape in ((1,), (5,), (2, 3, 4))
     }
-    rows = [{name: values[i] for name, values in fields.items()} for i in range(3)]
+    ragged = [np.arange(1, i + 2, dtype=">i2") for i in range(3)]
+    rows = [{name: values[i] for name, values in fields.items()} | {"ragged": Ragged(ragged[i])} for i in range(3)]
     data = pack_rows(rows, tmp_path / "out")
+    for values, read in zip(ragged, data.read_arrays("ragged", np.arange(3)), strict=True):
+        assert np.array_equal(read, values), "an index names no byte order"
     for name, values in fields.items():
         out = np.empty_like(values, dtype=data.records[name].dtype)
         data.read_into(name, np.arange(3), out)
@@ -165,7 +168,7 @@ def test_a_lost_shard_is_written_again_and_the_others_kept(raw_images, packed_im
 def test_packing_killed_at_any_moment_is_finished_by_the_next_call(raw_images, packed_images, tmp_path, shards_first):
     out = tmp_path / "out"
     workers = kill_packing(raw_images, out, when=lambda: len(read_times(out)) >= shards_first)
-    journal = json.loads((out / JOURNAL).read_text()) if (out / JOURNAL).exists() else {}
+    journal = json.loads((out / JOURNAL).read_text())["shards"] if (out / JOURNAL).exists() else {}
     kept = {name: time for name, time in read_times(out).items() if name in journal}
     assert shards_first - 2 <= len(kept) < len(read_times(packed_images)) and not (out / "index.h5").exists()
     wait_until(lambda: not any(is_running(worker) for worker in workers), "the workers outlived the packing")

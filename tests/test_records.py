@@ -15,10 +15,11 @@ from PIL import Image
 
 from trainyard.data import augment
 from trainyard.data.augment import build_neutral, choose_scale, compute_affine, draw, draw_noise, draw_starts
+from trainyard.data.hdf5 import ShardError
 from trainyard.data.loader import Loader, MicroBatch
 from trainyard.data.order import shuffle
 from trainyard.data.pack import PackError, pack
-from trainyard.data.shards import Audio, Loaded, Ragged, Sample, ShardError, ShardSet
+from trainyard.data.shards import Audio, Loaded, Ragged, Sample, ShardSet
 from trainyard.errors import UserError
 from trainyard.settings import AudioSettings, AugmentSettings, DataSettings, ImageSettings
 

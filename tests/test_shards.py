@@ -6,10 +6,13 @@ import h5py
 import numpy as np
 import pytest
 
-from tests.images import make_import_environ
-from trainyard.data.shards import Damage, ShardError, ShardSet, choose_reader, find_file_system, verify
+from tests.images import edit_index, make_import_environ
+from trainyard.data.hdf5 import ShardError
+from trainyard.data.index import HEADER_BYTES
+from trainyard.data.shards import Damage, ShardSet, choose_reader, find_file_system, verify
 
 EVERY = np.arange(26)
+HDF5_SIGNATURE = b"\x89HDF\r\n\x1a\n"
 
 
 def flip_bit(path: Path, offset: int) -> None:
@@ -141,20 +144,27 @@ def test_a_folder_without_an_index_is_refused(packed_copy):
 @pytest.mark.parametrize("content", [b"", b"GIF89a, not HDF5"])
 def test_an_index_that_is_not_hdf5_is_refused(packed_copy, content):
     (packed_copy / "index.h5").write_bytes(content)
+    with pytest.raises(ShardError, match=r"index.h5: damaged: its content differs from the SHA-256 .*trainyard pack"):
+        ShardSet(packed_copy)
+    (packed_copy / "index.h5").write_bytes(HDF5_SIGNATURE + content)
     with pytest.raises(ShardError, match=r"index.h5: not a readable HDF5 file .*Pack the data again"):
         ShardSet(packed_copy)
 
 
 def test_a_cut_off_index_is_refused(packed_copy):
     index = packed_copy / "index.h5"
-    index.write_bytes(index.read_bytes()[:10_000])
+    whole = index.read_bytes()
+    index.write_bytes(whole[:10_000])
+    with pytest.raises(ShardError, match=r"index.h5: damaged: its content differs from the SHA-256"):
+        ShardSet(packed_copy)
+    index.write_bytes(whole[HEADER_BYTES:10_000])
     with pytest.raises(ShardError, match=r"index.h5: not a readable HDF5 file"):
         ShardSet(packed_copy)
 
 
 @pytest.mark.parametrize(("version", "said"), [(1, "1"), (None, "None")])
 def test_another_schema_is_refused_with_both_versions(packed_copy, version, said):
-    with h5py.File(packed_copy / "index.h5", "r+") as file:
+    with edit_index(packed_copy) as file:
         del file.attrs["schema_version"]
         if version:
             file.attrs["schema_version"] = version
@@ -181,7 +191,7 @@ def test_a_shard_of_another_size_is_reported_with_both_sizes(packed_copy, change
 def test_the_fingerprint_changes_with_the_data(packed_images, packed_copy):
     before = ShardSet(packed_images).fingerprint
     assert ShardSet(packed_copy).fingerprint == before
-    with h5py.File(packed_copy / "index.h5", "r+") as file:
+    with edit_index(packed_copy) as file:
         file["columns/number"][0] += 1
     assert ShardSet(packed_copy).fingerprint != before
 
@@ -216,7 +226,7 @@ with h5py.File(sys.argv[1] + "/index.h5", "w", libver="latest") as file:
     file.create_group("learned")
     image = file.create_group("records/image")
     image.attrs.update(kind="picture", dtype="uint8")
-    image["start"], image["size"] = np.arange(count), np.zeros(count, dtype=np.int64)
+    image["start"], image["size"] = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
     image["crc"], image["shape"] = np.zeros(count, dtype=np.uint32), np.zeros((count, 3), dtype=np.int32)
 open(sys.argv[1] + "/shard-00000.h5", "wb").close()
 """

@@ -17,8 +17,10 @@ import pytest
 
 from tests.training import FAMILIES, FORKSERVER, new_run
 from trainyard.cluster.description import load_cluster
+from trainyard.data.hdf5 import ShardError
+from trainyard.data.index import INDEX
 from trainyard.data.pack import pack
-from trainyard.data.shards import INDEX, Sample, ShardError, ShardSet
+from trainyard.data.shards import Sample, ShardSet
 from trainyard.data.stage import NOTE, SCRATCH, Staged, describe_break_even, stage
 from trainyard.errors import UserError
 from trainyard.launch.rank_task import execute

@@ -18,8 +18,9 @@ from trainyard.data import augment, decode_cpu
 from trainyard.data.augment import Parameters
 from trainyard.data.decode_cpu import AudioRequest, Request
 from trainyard.data.device import prepare_model_input
+from trainyard.data.index import ARRAY, AUDIO, ENCODED_IMAGE, PCM, RAGGED
 from trainyard.data.order import EpochOrder, split_into_micro_batches
-from trainyard.data.shards import ARRAY, AUDIO, ENCODED_IMAGE, PCM, RAGGED, ShardSet
+from trainyard.data.shards import ShardSet
 from trainyard.errors import UserError
 from trainyard.settings import AudioSettings, AugmentSettings, DataSettings, ImageSettings, TrainConfig
 

@@ -17,28 +17,20 @@ from typing import Any
 import h5py
 import numpy as np
 
-from trainyard.data.shards import (
-    ARRAY,
-    INDEX,
-    KEY,
-    RAGGED,
-    SCHEMA_VERSION,
-    Sample,
-    ShardSet,
-    open_shard,
-    read_text,
-)
+from trainyard.data.hdf5 import SCHEMA_VERSION, open_hdf5, read_texts
+from trainyard.data.index import ARRAY, INDEX, RAGGED, read_index, seal_index
+from trainyard.data.shards import KEY, Sample, ShardSet
 from trainyard.data.write_shard import (
     ShardTask,
     WrittenShard,
     open_in_memory,
-    publish,
     start_worker,
+    take_image,
     write_shard,
     write_texts,
 )
 from trainyard.errors import UserError
-from trainyard.files import DISK_FULL, remove_partials, write_atomically
+from trainyard.files import DISK_FULL, hash_file, remove_partials, write_atomically
 
 _DEFAULT_COUNT = 4096  # samples per shard if their size is unknown
 _PROBE = 64  # samples that the mean size is estimated from
@@ -166,7 +158,7 @@ class _Journal:
     def __init__(self, folder: Path) -> None:
         self._path = folder / JOURNAL
         self._packed_elsewhere = (folder / INDEX).exists() and not self._path.exists()
-        self._shards: dict[str, dict[str, Any]] = json.loads(self._path.read_text()) if self._path.exists() else {}
+        self._shards = _read_journal(self._path) if self._path.exists() else {}
 
     def find_finished(self, task: ShardTask) -> WrittenShard | None:
         """Return the shard that an earlier, interrupted call wrote, if it was made from the same raw files."""
@@ -185,14 +177,47 @@ class _Journal:
                 f"{task.path}: made from other raw files, or packed with other options. "
                 "Choose an empty folder for the output, or delete this one."
             )
-        bad = [(str(key), str(reason)) for key, reason in entry["bad"]]
-        return WrittenShard(task.path, entry["sha256"], int(entry["count"]), bad)
+        bad = [(key, reason) for key, reason in entry["bad"]]
+        return WrittenShard(task.path, entry["sha256"], entry["count"], bad, resumed=True)
 
     def add(self, task: ShardTask, written: WrittenShard) -> None:
         """Add a shard that is complete and on disk."""
         entry = {"listing": task.listing, "sha256": written.sha256, "count": written.count, "bad": written.bad}
         self._shards[task.path.name] = entry
-        write_atomically(self._path, json.dumps(dict(sorted(self._shards.items())), indent=1))
+        write_atomically(
+            self._path,
+            json.dumps({"sha256": _hash_journal(self._shards), "shards": dict(sorted(self._shards.items()))}, indent=1),
+        )
+
+
+def _read_journal(path: Path) -> dict[str, dict[str, Any]]:
+    """Return what a journal says about each shard. Earlier versions wrote the shards alone, without a digest.
+
+    Raises:
+        PackError: it was changed since it was written.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        shards: dict[str, dict[str, Any]] = content["shards"] if "sha256" in content else content
+        intact = "sha256" not in content or content["sha256"] == _hash_journal(shards)
+        for entry in shards.values():
+            types = {name: type(value) for name, value in entry.items()}
+            intact &= types == {"listing": str, "sha256": str, "count": int, "bad": list}
+            intact &= all(len(pair) == 2 and {*map(type, pair)} == {str} for pair in entry["bad"])
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError):  # not JSON, or other JSON
+        intact = False
+    if not intact:
+        follow_up = (
+            f"Check the packed data: trainyard verify {path.parent}. If it is whole, train with data.path={path.parent}"
+            if (path.parent / INDEX).exists()
+            else "Delete it and run the same command again, which writes every shard again."
+        )
+        raise PackError(f"{path}: damaged: it is not the list of packed shards that packing wrote. {follow_up}")
+    return shards
+
+
+def _hash_journal(shards: dict[str, dict[str, Any]]) -> str:
+    return hashlib.sha256(json.dumps(shards, sort_keys=True).encode()).hexdigest()
 
 
 def _write_all(tasks: Iterator[ShardTask], journal: _Journal, workers: int, progress: Progress) -> list[WrittenShard]:
@@ -248,10 +273,8 @@ def _finish(out: Path, written: Sequence[WrittenShard], meta: dict[str, Any], ar
     """
     content = hashlib.sha256("".join(shard.sha256 for shard in written).encode()).hexdigest()
     index = out / INDEX
-    if index.exists():
-        with open_shard(index) as file:
-            if file.attrs["content"] == content:
-                return ShardSet(out)
+    if index.exists() and read_index(out).content == content:
+        return ShardSet(out)
     extra = sorted(set(out.glob("shard-*.h5")) - {shard.path for shard in written})
     if extra:
         raise PackError(f"{extra[0]}: left over from another data set. Choose an empty folder, or delete this one.")
@@ -262,7 +285,7 @@ def _finish(out: Path, written: Sequence[WrittenShard], meta: dict[str, Any], ar
         group = file.create_group("learned")
         for name, text in artifacts.items():
             group[name] = np.frombuffer(text.encode(), dtype=np.uint8)
-        publish(file, index)
+        write_atomically(index, seal_index(take_image(file)))
     return ShardSet(out)
 
 
@@ -274,9 +297,12 @@ def _write_index(file: h5py.File, written: Sequence[WrittenShard]) -> None:
     write_texts(shards.create_group("sha256"), [shard.sha256 for shard in written])
     shards["count"] = np.array([shard.count for shard in written])
     shards["size_bytes"] = np.array([shard.path.stat().st_size for shard in written])
-    parts = [open_shard(shard.path) for shard in written]
+    for shard in written:
+        if shard.resumed:
+            _refuse_changed(shard)
+    parts = [open_hdf5(shard.path) for shard in written]
     try:
-        keys = [key for part in parts for key in read_text(part[f"columns/{KEY}"])]
+        keys = [key for part in parts for key in read_texts(part[f"columns/{KEY}"])]
         _refuse_duplicates(keys)
         write_texts(file.create_group(KEY), keys)
         for group in ("columns", "vocabulary", "records"):
@@ -295,6 +321,15 @@ def _write_index(file: h5py.File, written: Sequence[WrittenShard]) -> None:
             part.close()
 
 
+def _refuse_changed(shard: WrittenShard) -> None:
+    """Refuse a shard that was damaged after an earlier call wrote it: the index would take its labels from it."""
+    if hash_file(shard.path) != shard.sha256:
+        raise PackError(
+            f"{shard.path}: damaged: its SHA-256 differs from {JOURNAL}. "
+            "Delete it and run the same command again: the other shards are kept."
+        )
+
+
 def _read_kind(group: h5py.Group) -> tuple[str, str, tuple[int, ...]]:
     """Return what must be equal in all shards: the kind, the dtype, and the fixed part of an array's shape."""
     kind, shape = str(group.attrs["kind"]), tuple(group["shape"][0].tolist())
@@ -305,7 +340,7 @@ def _join_column(file: h5py.File, name: str, parts: Sequence[h5py.File]) -> None
     if isinstance(parts[0][f"columns/{name}"], h5py.Dataset):
         file[f"columns/{name}"] = np.concatenate([part[f"columns/{name}"][:] for part in parts])
         return
-    texts = [text for part in parts for text in read_text(part[f"columns/{name}"])]
+    texts = [text for part in parts for text in read_texts(part[f"columns/{name}"])]
     vocabulary = sorted(set(texts))
     code = {text: i for i, text in enumerate(vocabulary)}
     file[f"columns/{name}"] = np.array([code[text] for text in texts], dtype=np.int64)

@@ -90,12 +90,12 @@ def pack_raw(
 
 def _fit_artifacts(family: Any, raw: Path, config: TrainConfig, folder: Path) -> Mapping[str, str] | None:
     """Return the artifacts that the family fits to the training part; None if it has no `fit_artifacts`."""
-    from trainyard.data.shards import INDEX, read_artifacts
+    from trainyard.data.index import INDEX, read_index
 
     if not hasattr(family, "fit_artifacts"):
         return None
     artifacts: Mapping[str, str] = (
-        read_artifacts(folder) if (folder / INDEX).is_file() else family.fit_artifacts(raw, config)
+        read_index(folder).artifacts if (folder / INDEX).is_file() else family.fit_artifacts(raw, config)
     )
     return artifacts
 
@@ -104,9 +104,12 @@ def prepare_data(config: TrainConfig, jobs_dir: Path, *, hook: Callable[[], None
     """Return the config with `data.path` pointing to packed shards, which are synthesized and packed now if needed.
 
     Raises:
-        UserError: the job needs data but none was given, or it cannot be packed.
+        UserError: the job needs data but none was given, it cannot be packed, or it was packed for another family.
     """
+    from trainyard.data.index import read_index
+
     if is_packed(config):
+        read_index(Path(config.data.path)).check_family(config.family)
         return config
     raw = Path(config.data.path) if config.data.path else _synthesize_raw(config, jobs_dir)
     packed = pack_raw(config, raw, None, jobs_dir, hook=hook)

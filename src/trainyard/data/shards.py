@@ -7,33 +7,24 @@ bypasses it and goes straight to the bytes, because h5py takes a global lock and
 """
 
 import hashlib
-import itertools
-import json
 import mmap
 import os
 import re
 import resource
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import crc32c
-import h5py
 import numpy as np
 
-from trainyard.errors import UserError
-from trainyard.files import hash_file
+from trainyard.data.hdf5 import ShardError
+from trainyard.data.index import AUDIO, ENCODED_IMAGE, Records, Shard, read_index, read_keys
 
-SCHEMA_VERSION = 2
-INDEX = "index.h5"
 KEY = "key"
 
 LOCAL_FILE_SYSTEMS = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "tmpfs", "ramfs", "overlay"})
-
-ENCODED_IMAGE, ARRAY, RAGGED, AUDIO, PCM = "picture", "array", "ragged", "sound", "pcm"
-"""Kinds of records: an encoded image; an array of the same shape in all samples; an array of variable length; the bytes
-of an audio file; PCM audio."""
 
 
 @dataclass(frozen=True)
@@ -52,10 +43,6 @@ class Audio:
 
 Loaded = dict[str, bytes | np.ndarray | Ragged | Audio | int | float | str]
 _Place = tuple[int, int, int]  # shard, first byte in it, end of the record in the buffer
-
-
-class ShardError(UserError):
-    """Packed data is missing, damaged or of another format."""
 
 
 class BadRecord(ValueError):
@@ -78,29 +65,6 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Records:
-    """Position and shape of the records of one field: N rows over all shards, in sample order."""
-
-    start: np.ndarray  # (N,) int64 byte in the shard file
-    size: np.ndarray  # (N,) int64 bytes
-    crc: np.ndarray  # (N,) uint32, CRC-32C (Castagnoli) of those bytes
-    shape: np.ndarray  # (N, ...) int32: an image's height, width, channels; audio's frames, rate_hz; an array's shape
-    kind: str  # ENCODED_IMAGE, ARRAY, ...
-    dtype: str  # NumPy name of the elements; uint8 for encoded bytes
-
-
-@dataclass(frozen=True)
-class Shard:
-    """One file of a data set, as the index describes it."""
-
-    path: Path
-    first: int  # sample id of its first record
-    count: int
-    size_bytes: int
-    sha256: str
-
-
-@dataclass(frozen=True)
 class Damage:
     """One defect that `verify` found."""
 
@@ -119,17 +83,15 @@ class ShardSet:
             ShardError: no index, another schema, or a shard that is missing or has another size than in the index.
         """
         self.folder = folder
-        self._index = _find_index(folder)
-        self.fingerprint = hash_file(self._index)
-        with open_shard(self._index) as file:
-            self.meta: dict[str, Any] = json.loads(file.attrs["meta"])
-            self.count = int(file.attrs["count"])
-            self.skipped = int(file.attrs["skipped"])
-            self.shards = _read_shards(file, folder)
-            self.columns = {name: data[:] for name, data in file["columns"].items()}
-            self.vocabulary = {name: read_text(group) for name, group in file["vocabulary"].items()}
-            self.artifacts = _read_artifacts(file)
-            self.records = {name: _read_records(group) for name, group in file["records"].items()}
+        self.index = index = read_index(folder)
+        self.fingerprint, self.meta, self.count, self.skipped = (
+            index.fingerprint,
+            index.meta,
+            index.count,
+            index.skipped,
+        )
+        self.shards, self.columns, self.vocabulary = index.shards, index.columns, index.vocabulary
+        self.artifacts, self.records = index.artifacts, index.records
         self._first = np.array([shard.first for shard in self.shards])
         self.reader, self.reader_reason = choose_reader(find_file_system(folder))
         self._descriptors: dict[int, int] = {}
@@ -141,9 +103,7 @@ class ShardSet:
 
     def read_keys(self, ids: np.ndarray) -> list[str]:
         """Return the keys of some samples; reads them from the index on demand, because few are ever needed."""
-        with open_shard(self._index) as file:
-            offset, blob = file["key/offset"], file["key/blob"]
-            return [bytes(blob[offset[i] : offset[i + 1]]).decode() for i in ids.tolist()]
+        return read_keys(self.folder, ids)
 
     def read_bytes(
         self, name: str, ids: np.ndarray, *, check_crc: bool = True, buffer: np.ndarray | None = None
@@ -318,21 +278,18 @@ def verify(folder: Path, progress: Callable[[int], object] = lambda bytes_read: 
     Raises:
         ShardError: there is no readable index.
     """
-    index = _find_index(folder)
-    with open_shard(index) as file:
-        shards = _read_shards(file, folder)
-        records = {name: _read_records(group) for name, group in file["records"].items()}
-        keys = read_text(file["key"])
-    for shard in shards:
+    index, keys = read_index(folder), read_keys(folder)
+    for shard in index.shards:
         if not shard.path.is_file():
             yield Damage(shard.path, "the file", "missing")
             continue
+        refuse_link_out(shard)
         found = shard.path.stat().st_size
         if found != shard.size_bytes:
             yield Damage(shard.path, "the file", f"{found} bytes, expected {shard.size_bytes}")
         content = np.memmap(shard.path, dtype=np.uint8, mode="r") if found else np.empty(0, dtype=np.uint8)
         if hashlib.sha256(content.data).hexdigest() != shard.sha256:
-            yield from _find_damaged_records(shard, records, keys, content)
+            yield from _find_damaged_records(shard, index.records, keys, content)
         progress(found)
 
 
@@ -360,6 +317,7 @@ def check_size(shard: Shard) -> None:
     """
     if not shard.path.is_file():
         raise ShardError(f"{shard.path}: missing, but the index lists it. Copy it again, or pack the data again.")
+    refuse_link_out(shard)
     found = shard.path.stat().st_size
     if found != shard.size_bytes:
         raise ShardError(
@@ -369,44 +327,18 @@ def check_size(shard: Shard) -> None:
         )
 
 
-def open_shard(path: Path) -> h5py.File:
-    """Open a file of a data set for reading.
+def refuse_link_out(shard: Shard) -> None:
+    """Refuse a shard that is a link to a file elsewhere, which a stranger's packed data could use to read ours.
 
     Raises:
-        ShardError: it is not an HDF5 file, or has another schema.
+        ShardError: it is one.
     """
-    try:
-        file = h5py.File(path, "r", locking=False)  # locks fail on many network file systems; nobody writes here
-    except OSError as error:
-        raise ShardError(f"{path}: not a readable HDF5 file ({error}). Pack the data again.") from None
-    found = file.attrs.get("schema_version")
-    if found != SCHEMA_VERSION:
-        file.close()
+    real = shard.path.resolve()
+    if real.parent != shard.path.parent.resolve():
         raise ShardError(
-            f"{path}: written with shard schema {found}, this version reads {SCHEMA_VERSION}. "
-            "Pack the data again: trainyard pack JOB RAW OUT"
+            f"{shard.path}: a link to {real}, outside its folder. Packed data contains its shards itself. "
+            f"If you trust it: cp --remove-destination {shlex.quote(str(real))} {shlex.quote(str(shard.path))}"
         )
-    return file
-
-
-def read_artifacts(folder: Path) -> dict[str, str]:
-    """Return the artifacts that the family fitted to the training part during packing (`pack.fit_artifacts`).
-
-    Raises:
-        ShardError: there is no readable index.
-    """
-    with open_shard(_find_index(folder)) as file:
-        return _read_artifacts(file)
-
-
-def _read_artifacts(file: h5py.File) -> dict[str, str]:
-    return {name: data[:].tobytes().decode() for name, data in file["learned"].items()}
-
-
-def read_text(group: h5py.Group) -> list[str]:
-    """Read a text column: UTF-8 bytes and N + 1 offsets."""
-    blob, offset = group["blob"][:].tobytes(), group["offset"][:].tolist()
-    return [blob[a:b].decode() for a, b in itertools.pairwise(offset)]
 
 
 def allow_open_files(count: int) -> None:
@@ -425,28 +357,3 @@ def allow_open_files(count: int) -> None:
             "Pack into fewer, larger shards: trainyard pack ... --shard-mib 1024"
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (need, hard))
-
-
-def _find_index(folder: Path) -> Path:
-    index = folder / INDEX
-    if not folder.is_dir():
-        raise ShardError(f"{folder}: no such folder. Expected packed data. Pack it: trainyard pack JOB RAW {folder}")
-    if not index.is_file():
-        raise ShardError(
-            f"{folder}: contains no {INDEX}, so it is not packed data. Pack it: trainyard pack JOB RAW OUT"
-        )
-    return index
-
-
-def _read_shards(file: h5py.File, folder: Path) -> list[Shard]:
-    group = file["shards"]
-    counts, sizes = group["count"][:], group["size_bytes"][:]
-    first = np.cumsum(counts) - counts
-    rows = zip(read_text(group["name"]), first, counts, sizes, read_text(group["sha256"]), strict=True)
-    return [Shard(folder / name, int(f), int(c), int(s), digest) for name, f, c, s, digest in rows]
-
-
-def _read_records(group: h5py.Group) -> Records:
-    arrays = {name: group[name][:] for name in ("start", "size", "crc", "shape")}
-    kind, dtype = (str(group.attrs[name]) for name in ("kind", "dtype"))
-    return Records(**arrays, kind=kind, dtype=dtype)

@@ -22,7 +22,9 @@ from pathlib import Path
 
 import numpy as np
 
-from trainyard.data.shards import INDEX, LOCAL_FILE_SYSTEMS, ShardError, ShardSet, find_file_system
+from trainyard.data.hdf5 import ShardError
+from trainyard.data.index import INDEX, find_index, read_fingerprint
+from trainyard.data.shards import LOCAL_FILE_SYSTEMS, ShardSet, find_file_system
 from trainyard.files import hash_file
 
 SCRATCH = "TRAINYARD_SCRATCH"
@@ -85,7 +87,7 @@ def stage(
     if reason := _explain_no_copy(source, wanted, environ, mounts):
         return Staged(source, reason)
     try:
-        fingerprint = hash_file(source / INDEX)
+        fingerprint, _ = read_fingerprint(find_index(source))
         copy = _make_own_folder(_prepare_scratch(source, environ[SCRATCH], mounts)) / fingerprint[:16]
         if not _is_complete(copy, fingerprint):
             with _lock(copy.with_suffix(".lock"), stop_requested, tell):
@@ -189,7 +191,7 @@ def _try_lock(descriptor: int, lock: Path) -> bool:
 def _is_complete(copy: Path, fingerprint: str) -> bool:
     """Return whether there is a readable copy; reads only its index."""
     try:
-        if not (copy / NOTE).is_file() or hash_file(copy / INDEX) != fingerprint:
+        if not (copy / NOTE).is_file() or read_fingerprint(copy / INDEX)[0] != fingerprint:
             return False
         ShardSet(copy)
     except (FileNotFoundError, ShardError):  # cleaned up, damaged by a power cut, or being copied again
@@ -208,7 +210,7 @@ def _touch_copy(copy: Path) -> str:
 def _make_copy(copy: Path, source: Path, stop_requested: Callable[[], bool], tell: Callable[[str], object]) -> None:
     """Copy the data; the caller holds the lock."""
     data = ShardSet(source)
-    files = {source / INDEX: data.fingerprint, **{shard.path: shard.sha256 for shard in data.shards}}
+    files = {source / INDEX: hash_file(source / INDEX), **{shard.path: shard.sha256 for shard in data.shards}}
     size_bytes = sum(path.stat().st_size for path in files)
     partial = copy.with_suffix(".partial")
     with _turn_os_errors_into_no_copy(copy):

@@ -18,20 +18,9 @@ import numpy as np
 import soundfile
 from PIL import Image, UnidentifiedImageError
 
-from trainyard.data.shards import (
-    ARRAY,
-    AUDIO,
-    ENCODED_IMAGE,
-    KEY,
-    PCM,
-    RAGGED,
-    SCHEMA_VERSION,
-    Audio,
-    BadRecord,
-    Loaded,
-    Ragged,
-    Sample,
-)
+from trainyard.data.hdf5 import NUMBERS, SCHEMA_VERSION
+from trainyard.data.index import ARRAY, AUDIO, ENCODED_IMAGE, PCM, RAGGED
+from trainyard.data.shards import KEY, Audio, BadRecord, Loaded, Ragged, Sample
 from trainyard.files import DISK_FULL, write_atomically
 
 
@@ -67,6 +56,7 @@ class WrittenShard:
     sha256: str  # empty if the shard was not written because of bad files
     count: int
     bad: list[tuple[str, str]]  # key, reason
+    resumed: bool = False  # an earlier call wrote it
 
 
 def open_image(data: bytes) -> Image.Image:
@@ -132,7 +122,9 @@ def write_shard(task: ShardTask) -> WrittenShard:
         file.attrs.update(schema_version=SCHEMA_VERSION, count=len(rows))
         if rows:
             _write_rows(file, rows)
-        return WrittenShard(task.path, publish(file, task.path), len(rows), bad)
+        content = take_image(file)
+    write_atomically(task.path, content)
+    return WrittenShard(task.path, hashlib.sha256(content).hexdigest(), len(rows), bad)
 
 
 def open_in_memory() -> h5py.File:
@@ -153,12 +145,18 @@ def _encode_blob(value: bytes | Ragged | Audio) -> _Blob:
     if isinstance(value, bytes):
         return _Blob(value, ENCODED_IMAGE, "uint8", _read_image_shape(value))
     if isinstance(value, Ragged):
-        array = np.ascontiguousarray(value.values)
+        array = _make_native(value.values)
         return _Blob(array.tobytes(), RAGGED, array.dtype.name, array.shape)
     if isinstance(value.data, bytes):
         return _Blob(value.data, AUDIO, "uint8", _read_audio_shape(value.data))
     assert value.data.dtype == np.int16 and value.data.ndim == 1, "PCM is (frames,) int16"
     return _Blob(value.data.tobytes(), PCM, "int16", value.data.shape)
+
+
+def _make_native(values: np.ndarray) -> np.ndarray:
+    """Return the array in this machine's byte order, because an index names types without one."""
+    assert values.dtype.name in NUMBERS, f"{values.dtype} cannot be packed, only {', '.join(sorted(NUMBERS))}"
+    return np.ascontiguousarray(values, dtype=values.dtype.newbyteorder("="))
 
 
 def _write_rows(file: h5py.File, rows: list[_Row]) -> None:
@@ -174,7 +172,7 @@ def _write_rows(file: h5py.File, rows: list[_Row]) -> None:
         if isinstance(first, _Blob):
             _write_blobs(records.create_group(name), values)
         elif isinstance(first, np.ndarray):
-            _write_arrays(records.create_group(name), np.stack(values))
+            _write_arrays(records.create_group(name), _make_native(np.stack(values)))
         elif isinstance(first, str):
             write_texts(columns.create_group(name), values)
         else:
@@ -244,13 +242,8 @@ def _read_audio_shape(data: bytes) -> tuple[int, int]:
     return info.frames, info.samplerate
 
 
-def publish(file: h5py.File, path: Path) -> str:
-    """Write an in-memory file durably: the path never names an incomplete file, even after a power cut.
-
-    Returns:
-        The SHA-256 of its bytes.
-    """
+def take_image(file: h5py.File) -> bytes:
+    """Return the bytes of an in-memory file."""
     file.flush()
-    content = file.id.get_file_image()
-    write_atomically(path, content)
-    return hashlib.sha256(content).hexdigest()
+    image: bytes = file.id.get_file_image()
+    return image

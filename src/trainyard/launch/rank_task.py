@@ -310,6 +310,8 @@ def _build_context(
         "freed_memory": _Choice(*precision.keep_freed_memory(device)),
     }
     data = ShardSet(staged.folder)
+    if world.is_main and not data.index.has_digest:
+        logger.warning(data.index.explain_no_digest())
     choices["stage"] = _Choice(str(data.folder) if staged.copied else "off", staged.reason)
     choices["reader"] = _Choice(data.reader, data.reader_reason)
     splits = load_family(jobs_dir, config.family, "pack").splits(data.columns, data.vocabulary, config)

@@ -1,0 +1,285 @@
+"""Reads and writes the index of packed data, and refuses one that was changed, contradicts itself or leads elsewhere.
+
+An index begins with 512 bytes that HDF5 leaves to its users: one line of text with the SHA-256 of everything after
+them, so every byte is checked before HDF5 interprets any. Check by hand: `tail -c +513 index.h5 | sha256sum`.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+
+from trainyard.data.hdf5 import (
+    NUMBERS,
+    ShardError,
+    explain_malformed,
+    make_refusal,
+    open_hdf5,
+    read_array,
+    read_group,
+    read_number,
+    read_string,
+    read_texts,
+)
+
+INDEX = "index.h5"
+
+ENCODED_IMAGE, ARRAY, RAGGED, AUDIO, PCM = "picture", "array", "ragged", "sound", "pcm"
+"""Kinds of records: an encoded image; an array of the same shape in all samples; an array of variable length; the bytes
+of an audio file; PCM audio."""
+
+HEADER_BYTES = 512  # the smallest user block that HDF5 knows
+_MARK = b"Trainyard index. SHA-256 of the bytes after the first 512: "
+_HDF5_SIGNATURE = b"\x89HDF\r\n\x1a\n"
+
+_SHARD_NAME = re.compile(r"shard-\d{5,9}\.h5")
+_ROWS = 1 << 20  # rows checked at once, so that checking needs no second copy of a large index
+
+
+@dataclass(frozen=True)
+class Records:
+    """Position and shape of the records of one field: N rows over all shards, in sample order."""
+
+    start: np.ndarray  # (N,) int64 byte in the shard file
+    size: np.ndarray  # (N,) int64 bytes
+    crc: np.ndarray  # (N,) uint32, CRC-32C (Castagnoli) of those bytes
+    shape: np.ndarray  # (N, ...) int32: an image's height, width, channels; audio's frames, rate_hz; an array's shape
+    kind: str  # ENCODED_IMAGE, ARRAY, ...
+    dtype: str  # NumPy name of the elements; uint8 for encoded bytes
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file of a data set, as the index describes it."""
+
+    path: Path
+    first: int  # sample id of its first record
+    count: int
+    size_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Index:
+    """What an index contains, except the keys, which few need."""
+
+    path: Path
+    fingerprint: str  # SHA-256 of its HDF5 content: the identity of the data set
+    has_digest: bool  # False: written before indexes had one, so nobody can say whether it was changed
+    meta: dict[str, Any]
+    content: str  # digest of the shards' digests
+    count: int
+    skipped: int
+    shards: list[Shard]
+    columns: dict[str, np.ndarray]
+    vocabulary: dict[str, list[str]]
+    artifacts: dict[str, str]
+    records: dict[str, Records]
+
+    def explain_no_digest(self) -> str:
+        """Say what an index without a digest means, and how to add one."""
+        return (
+            f"{self.path}: written before an index had a checksum of its own, so a changed label, key or shape in it "
+            "would not be noticed. To add one: delete it, and run the same trainyard pack again, which keeps the "
+            "shards."
+        )
+
+    def check_family(self, family: str) -> None:
+        """Refuse data that was packed for another family than the job's.
+
+        Raises:
+            ShardError: it was.
+        """
+        packed = self.meta.get("family", family)  # none if `pack` was called directly
+        if packed != family:
+            raise ShardError(
+                f"{self.path.parent}: packed for the family {packed!a}, but this job's family is '{family}'. "
+                f"Give it data of its own: data.path=FOLDER, or pack the raw files for it: trainyard pack JOB RAW OUT"
+            )
+
+
+def seal_index(content: bytes) -> bytes:
+    """Return an HDF5 file with the header that states its digest."""
+    return _make_header(hashlib.sha256(content).hexdigest()) + content
+
+
+def read_fingerprint(path: Path) -> tuple[str, bool]:
+    """Return the SHA-256 of an index's HDF5 content, and whether the index states it, as those written today do.
+
+    Raises:
+        ShardError: the file was changed since it was written.
+    """
+    with path.open("rb") as file:
+        header = file.read(HEADER_BYTES)
+        stated = not header.startswith(_HDF5_SIGNATURE)
+        if not stated:
+            file.seek(0)
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if stated and header != _make_header(found):
+        raise ShardError(
+            f"{path}: damaged: its content differs from the SHA-256 in its first line. Copy it again, or delete it and "
+            "run the same trainyard pack again, which keeps the shards."
+        )
+    return found, stated
+
+
+def find_index(folder: Path) -> Path:
+    """Return the path of a data set's index.
+
+    Raises:
+        ShardError: there is none.
+    """
+    index = folder / INDEX
+    if not folder.is_dir():
+        raise ShardError(f"{folder}: no such folder. Expected packed data. Pack it: trainyard pack JOB RAW {folder}")
+    if not index.is_file():
+        raise ShardError(
+            f"{folder}: contains no {INDEX}, so it is not packed data. Pack it: trainyard pack JOB RAW OUT"
+        )
+    return index
+
+
+def read_index(folder: Path) -> Index:
+    """Read an index.
+
+    Raises:
+        ShardError: there is none, it was changed, it has another schema, or what it says cannot be true.
+    """
+    path = find_index(folder)
+    fingerprint, has_digest = read_fingerprint(path)
+    with open_hdf5(path) as file, explain_malformed(path):
+        count = read_number(file, "count")
+        shards = _read_shards(file, folder, count)
+        vocabulary = {name: read_texts(read_group(file["vocabulary"], name)) for name in read_group(file, "vocabulary")}
+        return Index(
+            path,
+            fingerprint,
+            has_digest,
+            _read_meta(file),
+            read_string(file, "content") if "content" in file.attrs else "",
+            count,
+            read_number(file, "skipped"),
+            shards,
+            _read_columns(file, count, vocabulary),
+            vocabulary,
+            {name: _read_artifact(file["learned"], name) for name in read_group(file, "learned")},
+            {name: _read_records(file["records"], name, shards) for name in read_group(file, "records")},
+        )
+
+
+def read_keys(folder: Path, ids: np.ndarray | None = None) -> list[str]:
+    """Return the keys of some samples, or of all.
+
+    Raises:
+        ShardError: as in `read_index`.
+    """
+    path = find_index(folder)
+    read_fingerprint(path)
+    with open_hdf5(path) as file, explain_malformed(path):
+        group = read_group(file, "key")
+        if ids is None:
+            return read_texts(group)
+        ends = [group["offset"][i : i + 2].tolist() for i in ids.tolist()]  # few of many
+        return [group["blob"][begin:end].tobytes().decode() for begin, end in ends]
+
+
+def _make_header(sha256: str) -> bytes:
+    return (_MARK + sha256.encode() + b"\n").ljust(HEADER_BYTES, b"\n")
+
+
+def _read_meta(file: h5py.File) -> dict[str, Any]:
+    try:
+        meta = json.loads(read_string(file, "meta"))
+    except (RecursionError, json.JSONDecodeError) as error:
+        raise make_refusal(Path(file.filename), f"attribute 'meta' is not JSON ({error})") from None
+    if not isinstance(meta, dict):
+        raise make_refusal(Path(file.filename), "attribute 'meta' is not a JSON object")
+    return meta
+
+
+def _read_shards(file: h5py.File, folder: Path, count: int) -> list[Shard]:
+    """Read the list of shards; a name must be one that packing gives, so that none leads out of the folder."""
+    path, group = Path(file.filename), read_group(file, "shards")
+    names, digests = (read_texts(read_group(group, name)) for name in ("name", "sha256"))
+    counts, sizes = (read_array(group, name, dtype="int64", length=len(names)) for name in ("count", "size_bytes"))
+    for name in names:
+        if not _SHARD_NAME.fullmatch(name):
+            raise make_refusal(path, f"names the shard {name!a}, expected one such as shard-00000.h5")
+    if len(set(names)) != len(names) or len(digests) != len(names) or not names:
+        raise make_refusal(path, "lists no shards, or one of them twice")
+    if min(counts.tolist()) < 1 or min(sizes.tolist()) < 0 or sum(counts.tolist()) != count:
+        raise make_refusal(path, f"counts {sum(counts.tolist())} samples in its shards, but {count} in all")
+    first = np.cumsum(counts) - counts
+    rows = zip(names, first.tolist(), counts.tolist(), sizes.tolist(), digests, strict=True)
+    return [Shard(folder / name, f, c, s, digest) for name, f, c, s, digest in rows]
+
+
+def _read_columns(file: h5py.File, count: int, vocabulary: dict[str, list[str]]) -> dict[str, np.ndarray]:
+    group = read_group(file, "columns")
+    dtypes = {name: "float64" if getattr(group[name], "dtype", None) == np.float64 else "int64" for name in group}
+    columns = {name: read_array(group, name, dtype=dtype, length=count) for name, dtype in dtypes.items()}
+    for name, texts in vocabulary.items():
+        codes = columns.get(name, np.empty(0))
+        if codes.dtype != np.int64 or codes.min() < 0 or codes.max() >= len(texts):
+            raise make_refusal(Path(file.filename), f"column '{name}' names texts that are not in its vocabulary")
+    if len(read_group(file, "key").get("offset", ())) != count + 1:
+        raise make_refusal(Path(file.filename), f"has not one key for each of its {count} samples")
+    return columns
+
+
+def _read_artifact(group: h5py.Group, name: str) -> str:
+    return read_array(group, name, dtype="uint8").tobytes().decode()
+
+
+def _read_records(parent: h5py.Group, name: str, shards: list[Shard]) -> Records:
+    group, path = read_group(parent, name), Path(parent.file.filename)
+    kind, dtype = read_string(group, "kind"), read_string(group, "dtype")
+    if kind not in (ENCODED_IMAGE, ARRAY, RAGGED, AUDIO, PCM):
+        raise make_refusal(path, f"{group.name} is of the unknown kind {kind!a}")
+    if dtype not in NUMBERS or (kind in (ENCODED_IMAGE, AUDIO) and dtype != "uint8"):
+        raise make_refusal(path, f"{group.name} has elements of type {dtype!a}")
+    count = shards[-1].first + shards[-1].count
+    records = Records(
+        start=read_array(group, "start", dtype="int64", length=count),
+        size=read_array(group, "size", dtype="int64", length=count),
+        crc=read_array(group, "crc", dtype="uint32", length=count),
+        shape=read_array(group, "shape", dtype="int32", length=count, axes=2),
+        kind=kind,
+        dtype=dtype,
+    )
+    for shard, rows in _cut_rows(shards):
+        if fault := _find_fault(records, shard, rows):
+            raise make_refusal(path, f"{group.name}: {fault} in {shard.path.name}")
+    return records
+
+
+def _cut_rows(shards: list[Shard]) -> Iterator[tuple[Shard, slice]]:
+    """Yield the rows of each shard in parts, each part beginning with the last row of the one before."""
+    for shard in shards:
+        for begin in range(0, shard.count, _ROWS):
+            first = shard.first + max(begin - 1, 0)
+            yield shard, slice(first, shard.first + min(begin + _ROWS, shard.count))
+
+
+def _find_fault(records: Records, shard: Shard, rows: slice) -> str:
+    """Return what cannot be true of some rows of a shard; "" if nothing."""
+    start, size, shape = records.start[rows], records.size[rows], records.shape[rows]
+    if start.min() < 0 or size.min() < 0 or (size > shard.size_bytes - start).any():
+        return "a record lies outside the file"
+    if records.kind in (ENCODED_IMAGE, AUDIO):
+        axes = 3 if records.kind == ENCODED_IMAGE else 2
+        return "" if shape.shape[1] == axes and shape.min() >= 0 else "a shape cannot be true"
+    itemsize = np.dtype(records.dtype).itemsize
+    if shape.min(initial=0) < 0 or (shape.prod(axis=1, dtype=np.float64) * itemsize != size).any():
+        return "a shape does not match the size of its record"
+    if records.kind == ARRAY and ((shape != shape[0]).any() or (np.diff(start) != size[0]).any()):
+        return "arrays of one shape do not follow each other"
+    if records.kind == PCM and (shape.shape[1] != 1 or records.dtype != "int16"):
+        return "a shape cannot be true"
+    return "a shape differs beyond its first axis" if (shape[:, 1:] != shape[0, 1:]).any() else ""
