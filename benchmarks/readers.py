@@ -22,7 +22,7 @@ def draw_ids(count: int) -> Iterator[np.ndarray]:
         yield from order[: count // BATCH * BATCH].reshape(-1, BATCH)
 
 
-def iterate_ours(folder: Path, setting: Setting, *, check_crc: bool) -> Iterator[np.ndarray]:
+def iterate_ours(folder: Path, setting: Setting, *, check_crc: str) -> Iterator[np.ndarray]:
     from trainyard.data.shards import ShardSet
 
     shards = ShardSet(folder)
@@ -75,11 +75,13 @@ def iterate_files(folder: Path, setting: Setting) -> Iterator[np.ndarray]:
 
 def list_configurations() -> list[Configuration]:
     our_versions, h5py_versions = ("trainyard", "numpy"), ("h5py", "numpy")
-    unchecked = partial(iterate_ours, check_crc=False)
-    checked = partial(iterate_ours, check_crc=True)
+    unchecked = partial(iterate_ours, check_crc="off")
+    checked = partial(iterate_ours, check_crc="first")
+    always = partial(iterate_ours, check_crc="always")
     return [
         Configuration("read", "ours", pack_rgb, unchecked, our_versions, "one thread, no checksums, as the others"),
         Configuration("read", "ours_crc", pack_rgb, checked, our_versions, "and verifies checksums on first read"),
+        Configuration("read", "ours_crc_always", pack_rgb, always, our_versions, "and on every read"),
         Configuration(
             "read", "h5py_vlen", partial(images.make_vlen_hdf5, kind="rgb"), iterate_h5py_vlen, h5py_versions
         ),

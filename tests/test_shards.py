@@ -81,7 +81,7 @@ def test_reading_a_flipped_bit_is_an_error_with_record_shard_and_command(packed_
     assert str(error.value) == (
         f"{shard}: image of '{key}' is damaged: its checksum differs. List all damage: trainyard verify {packed_copy}"
     )
-    assert len(data.read_bytes("image", EVERY, check_crc=False)) == 26
+    assert len(data.read_bytes("image", EVERY, check_crc="off")) == 26
     assert len(data.read_bytes("image", EVERY[EVERY != 20])) == 25
 
 
@@ -90,7 +90,25 @@ def test_reading_a_flipped_bit_of_an_array_is_an_error_too(packed_copy):
     data, out = ShardSet(packed_copy), np.empty((26, 3, 2), dtype=np.float32)
     with pytest.raises(ShardError, match=f"{shard}: points of '{key}' is damaged: its checksum differs"):
         data.read_into("points", EVERY, out)
-    data.read_into("points", EVERY, out, check_crc=False)
+    data.read_into("points", EVERY, out, check_crc="off")
+
+
+@pytest.mark.parametrize("reader", ["map", "pread"])
+def test_a_record_that_changes_after_its_first_reading_is_noticed_when_checked_always(packed_copy, reader):
+    data, out = ShardSet(packed_copy), np.empty((26, 3, 2), dtype=np.float32)
+    data.reader = reader
+    data.read_bytes("image", EVERY)
+    data.read_into("points", EVERY, out)
+    for field in ("image", "points"):
+        damage_record(packed_copy, field, 20)
+    assert len(data.read_bytes("image", EVERY)) == 26, "the default checks what it reads for the first time"
+    data.read_into("points", EVERY, out)
+    with pytest.raises(ShardError, match=r"image of '.*' is damaged: its checksum differs"):
+        data.read_bytes("image", EVERY, check_crc="always")
+    with pytest.raises(ShardError, match=r"points of '.*' is damaged: its checksum differs"):
+        data.read_into("points", EVERY, out, check_crc="always")
+    with pytest.raises(ShardError, match=r"image of '.*' is damaged: its checksum differs"):
+        ShardSet(packed_copy).read_bytes("image", EVERY)
 
 
 @pytest.mark.parametrize("reader", ["map", "pread"])

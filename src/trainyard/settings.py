@@ -114,9 +114,17 @@ class DataSettings:
         choices=("auto", "off"),
         mutable_on_resume=True,
     )
-    check_crc: bool = option(
-        True, "check each record against its checksum when it is first read", mutable_on_resume=True
+    check_crc: str = option(
+        "first",
+        "when a rank compares a record with its checksum: first: when it first reads it, so that a file that changes "
+        "on disk later is not noticed before the next attempt; always: in every epoch; off: never",
+        choices=("first", "always", "off"),
+        mutable_on_resume=True,
     )
+
+    def __post_init__(self) -> None:
+        """Read the words of earlier versions, and YAML's reading of a bare `off`."""
+        self.check_crc = {"true": "first", "false": "off"}.get(self.check_crc.lower(), self.check_crc)
 
 
 @dataclass

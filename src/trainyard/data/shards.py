@@ -23,6 +23,8 @@ from trainyard.data.hdf5 import ShardError
 from trainyard.data.index import AUDIO, ENCODED_IMAGE, Records, Shard, read_index, read_keys
 
 KEY = "key"
+FIRST, ALWAYS, OFF = "first", "always", "off"
+"""When a record is compared with its checksum: option `data.check_crc`."""
 
 LOCAL_FILE_SYSTEMS = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "tmpfs", "ramfs", "overlay"})
 
@@ -106,11 +108,12 @@ class ShardSet:
         return read_keys(self.folder, ids)
 
     def read_bytes(
-        self, name: str, ids: np.ndarray, *, check_crc: bool = True, buffer: np.ndarray | None = None
+        self, name: str, ids: np.ndarray, *, check_crc: str = FIRST, buffer: np.ndarray | None = None
     ) -> list[np.ndarray]:
         """Read encoded records.
 
         Args:
+            check_crc: when to compare records with their checksums: option `data.check_crc`.
             buffer: uint8 memory to read into, which saves a sixth of the time; new memory if None or too small.
 
         Returns:
@@ -132,12 +135,11 @@ class ShardSet:
         if cut_off is not None:
             raise self._make_error(name, ids[cut_off:], int(owners[cut_off]), "the file ends early")
         views = [buffer[end - size : end] for end, size in zip(ends.tolist(), sizes.tolist(), strict=True)]
-        if check_crc:
-            self._verify_checksums(name, ids, views, owners)
+        self._verify_checksums(name, ids, views, owners, when=check_crc)
         return views
 
     def read_arrays(
-        self, name: str, ids: np.ndarray, *, check_crc: bool = True, buffer: np.ndarray | None = None
+        self, name: str, ids: np.ndarray, *, check_crc: str = FIRST, buffer: np.ndarray | None = None
     ) -> list[np.ndarray]:
         """Read records as they were packed: arrays in their shape, encoded records as uint8 bytes.
 
@@ -154,7 +156,7 @@ class ShardSet:
         shapes = records.shape[ids].tolist()
         return [data.view(records.dtype).reshape(shape) for data, shape in zip(read, shapes, strict=True)]
 
-    def read_into(self, name: str, ids: np.ndarray, out: np.ndarray, *, check_crc: bool = True) -> None:
+    def read_into(self, name: str, ids: np.ndarray, out: np.ndarray, *, check_crc: str = FIRST) -> None:
         """Copy fixed-shape records into `out` (B, ...): contiguous, with the field's dtype and shape.
 
         Raises:
@@ -167,8 +169,7 @@ class ShardSet:
         else:
             for i, (owner, row) in enumerate(zip(owners.tolist(), rows.tolist(), strict=True)):
                 out[i] = self._open_array(name, owner)[row]
-        if check_crc:
-            self._verify_checksums(name, ids, list(out), owners)
+        self._verify_checksums(name, ids, list(out), owners, when=check_crc)
 
     def close(self) -> None:
         """Release file descriptors and memory maps; a later read opens them again."""
@@ -226,11 +227,15 @@ class ShardSet:
             ).view(np.ndarray)
         return self._arrays[name, owner]
 
-    def _verify_checksums(self, name: str, ids: np.ndarray, views: list[np.ndarray], owners: np.ndarray) -> None:
-        """Compare records with their checksums when they are first read."""
+    def _verify_checksums(
+        self, name: str, ids: np.ndarray, views: list[np.ndarray], owners: np.ndarray, *, when: str
+    ) -> None:
+        """Compare records with their checksums: those read for the first time, all of them, or none."""
+        if when == OFF:
+            return
         checked = self._checked.setdefault(name, np.zeros(self.count, dtype=bool))
         crc = self.records[name].crc
-        for i in np.flatnonzero(~checked[ids]).tolist():
+        for i in range(len(ids)) if when == ALWAYS else np.flatnonzero(~checked[ids]).tolist():
             if crc32c.crc32c(views[i].data) != crc[ids[i]]:
                 raise self._make_error(name, ids[i : i + 1], int(owners[i]), "its checksum differs")
         checked[ids] = True
