@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from trainyard.data.raw import list_files
 from trainyard.errors import UserError
 
 from .metrics import AsvRates
@@ -157,11 +158,7 @@ def find_asv_files(raw: Path) -> dict[str, Path]:
 
 def find_audio_files(folder: Path) -> list[Path]:
     """Return the audio files in a folder and below it, sorted; skips hidden ones."""
-    found: list[Path] = []
-    for parent, folders, names in os.walk(folder):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        found += [Path(parent) / name for name in names if name.lower().endswith(SUFFIXES) and not name.startswith(".")]
-    return sorted(found)
+    return list_files(folder, SUFFIXES)
 
 
 def assign_sets(found: list[Utterance], split: SplitRule) -> list[Utterance]:

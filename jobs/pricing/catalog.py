@@ -13,6 +13,7 @@ from typing import TextIO
 
 from loguru import logger
 
+from trainyard.data.raw import list_files
 from trainyard.errors import UserError
 from trainyard.text import find_nearest
 
@@ -60,9 +61,9 @@ def find(raw: Path, *, prefer: str) -> Path:
         raise UserError(f"{raw}: no such file or folder. Expected a CSV catalogue, or a folder that contains one.")
     if raw.is_file():
         return raw
-    if (raw / prefer).is_file():
+    found = list_files(raw, {".csv", ".tsv"}, depth=0)
+    if raw / prefer in found:
         return raw / prefer
-    found = sorted(path for ending in ("csv", "tsv") for path in raw.glob(f"*.{ending}"))
     if len(found) != 1:
         names = ", ".join(path.name for path in found) or "no .csv"
         raise UserError(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
 
+from trainyard.data.raw import list_files
 from trainyard.errors import UserError
 
 SETS = ("train", "val", "test")
@@ -48,7 +49,7 @@ def find_annotation_files(raw: Path) -> tuple[list[AnnotationFile], list[Path]]:
         UserError: there are none, or their names do not tell them apart. Official validation images must never train,
             so nothing is guessed; a single file may have any name.
     """
-    found = sorted((raw / "annotations").glob("*.json")) or sorted(raw.glob("*.json"))
+    found = list_files(raw / "annotations", {".json"}, depth=0) or list_files(raw, {".json"}, depth=0)
     if not found:
         raise UserError(
             f"{raw}: no annotations. Expected COCO JSON files in {raw}/annotations, such as instances_train.json and "

@@ -11,6 +11,7 @@ import numpy as np
 from loguru import logger
 from PIL import Image, ImageOps
 
+from trainyard.data.raw import list_files
 from trainyard.data.shards import BadRecord, Loaded, Ragged, Sample
 from trainyard.data.write_shard import open_image
 from trainyard.errors import UserError
@@ -117,7 +118,7 @@ def splits(
 def unlabelled(raw: Path, config: Config, artifacts: Mapping[str, str]) -> Iterator[Sample]:
     """Yield every tile of every image file in a folder and its subfolders, for `trainyard predict`."""
     rule = config.packing
-    for path in sorted(path for path in raw.rglob("*") if path.suffix.lower() in SUFFIXES):
+    for path in list_files(raw, SUFFIXES):
         name = str(path.relative_to(raw))
         try:
             with Image.open(path) as header:

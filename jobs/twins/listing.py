@@ -1,12 +1,14 @@
 """Read who is in a raw folder, who is whose twin, and which set each family belongs to."""
 
 import hashlib
+import itertools
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trainyard.data.raw import list_files
 from trainyard.errors import UserError
 from trainyard.text import find_nearest
 
@@ -60,7 +62,7 @@ def read_people(raw: Path, *, singles: str, split_rule: SplitRule) -> list[Perso
             a family is in two sets, a person has no twin or no image, or too few families are left to train on.
     """
     listing, set_by_person = _read_listing(raw)
-    pairs = [pair for file in sorted(raw.glob(PAIRS)) for pair in _read_pairs(file)]
+    pairs = [pair for file in _find_pair_files(raw) for pair in _read_pairs(file)]
     _refuse_bad_pairs(pairs, listing)
     family_by_person = connect_families(listing, [(pair.one, pair.other) for pair in pairs])
     for pair in pairs:
@@ -102,10 +104,13 @@ class _Pair:
 
 def _read_listing(raw: Path) -> tuple[dict[str, list[ListedImage]], dict[str, str]]:
     """Return each person's images, and the sets stated by the names of the listing files."""
-    files = sorted(raw.glob("*" + DATASET))
+    files = [path for path in list_files(raw, {".json"}, depth=0) if path.name.endswith(DATASET)]
     if not files:
-        folders = sorted(path for path in raw.iterdir() if path.is_dir())
-        return {path.name: images for path in folders if (images := list(_list_folder(raw, path)))}, {}
+        paths = [path for path in list_files(raw, SUFFIXES, depth=1) if path.parent != raw]
+        by_person = itertools.groupby(paths, key=lambda path: path.parent.name)
+        return {
+            name: [ListedImage(path.relative_to(raw).as_posix(), path) for path in own] for name, own in by_person
+        }, {}
     listing: dict[str, list[ListedImage]] = {}
     set_by_person: dict[str, str] = {}
     for file in files:
@@ -121,9 +126,8 @@ def _read_listing(raw: Path) -> tuple[dict[str, list[ListedImage]], dict[str, st
     return listing, set_by_person
 
 
-def _list_folder(raw: Path, folder: Path) -> Iterator[ListedImage]:
-    for path in sorted(path for path in folder.iterdir() if path.suffix.lower() in SUFFIXES):
-        yield ListedImage(path.relative_to(raw).as_posix(), path)
+def _find_pair_files(raw: Path) -> list[Path]:
+    return [path for path in list_files(raw, {".json"}, depth=0) if path.match(PAIRS)]
 
 
 def _resolve_images(raw: Path, file: Path, person: str, listed: Any) -> Iterator[ListedImage]:

@@ -19,6 +19,7 @@ import numpy as np
 
 from trainyard.data.hdf5 import SCHEMA_VERSION, open_hdf5, read_texts
 from trainyard.data.index import ARRAY, INDEX, RAGGED, read_index, seal_index
+from trainyard.data.raw import check_sources
 from trainyard.data.shards import KEY, Sample, ShardSet
 from trainyard.data.write_shard import (
     ShardTask,
@@ -74,8 +75,9 @@ def pack(
 
     Raises:
         PackError: no samples, two with the same key, unreadable files, another data set in `out`, or a full disk.
+        UserError: a raw file that `raw.check_sources` refuses.
     """
-    stream = iter(samples)
+    stream = check_sources(samples)
     head = list(itertools.islice(stream, _PROBE))
     if not head:
         raise PackError(
@@ -108,7 +110,7 @@ def pack(
 def read_listing(samples: Iterable[Sample], meta: dict[str, Any]) -> tuple[int, str]:
     """Return the number of samples, and a digest of their names, their raw files' sizes and times, and `meta`."""
     count, digest = 0, hashlib.sha256(json.dumps(meta, sort_keys=True).encode())
-    stream = iter(samples)
+    stream = check_sources(samples)
     while chunk := list(itertools.islice(stream, _DEFAULT_COUNT)):
         count += len(chunk)
         digest.update(_hash_listing(chunk, meta).encode())
