@@ -61,9 +61,10 @@ def find(raw: Path, *, prefer: str) -> Path:
         raise UserError(f"{raw}: no such file or folder. Expected a CSV catalogue, or a folder that contains one.")
     if raw.is_file():
         return raw
-    found = list_files(raw, {".csv", ".tsv"}, depth=0)
-    if raw / prefer in found:
+    files = list_files(raw, {".csv", ".tsv", Path(prefer).suffix.lower()}, depth=0)
+    if raw / prefer in files:
         return raw / prefer
+    found = [path for path in files if path.suffix.lower() in (".csv", ".tsv")]
     if len(found) != 1:
         names = ", ".join(path.name for path in found) or "no .csv"
         raise UserError(
