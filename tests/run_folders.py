@@ -35,7 +35,7 @@ class RunFolder:
         self.logs.mkdir(parents=True)
         (self.run / "config.yaml").write_text("job: prints\noptimizer: {name: adamw, lr: 0.004}\n")
         choices = {"micro_batch_size": {"value": 32, "reason": "as requested"}}
-        (self.run / "env.json").write_text(json.dumps({"choices": choices}))
+        (self.run / "env.json").write_text(json.dumps({"created": format_time(NOW - 9999), "choices": choices}))
         if job is not None:
             self.submit(job, NOW - 9000)
 

@@ -9,9 +9,9 @@ import pytest
 
 from trainyard import cli
 from trainyard.files import exclusive_lock
+from trainyard.runs import manifest
 from trainyard.runs.lock import RunLock
 from trainyard.tools import gc
-from trainyard.train import checkpoint
 
 SET = Path(__file__).parent / "compat"
 
@@ -72,13 +72,13 @@ def test_of_packed_data_elsewhere_only_what_our_runs_read_is_listed(place, tmp_p
 
 def test_a_finished_run_keeps_the_checkpoint_of_its_result_and_frees_the_others(place, capsys):
     run = Path("runs/pricing/done")
-    kept = checkpoint.select_checkpoint(checkpoint.list_checkpoints(run / "checkpoints")).path
-    others = [entry.path for entry in checkpoint.list_checkpoints(run / "checkpoints") if entry.path != kept]
+    kept = manifest.select_checkpoint(manifest.list_checkpoints(run / "checkpoints")).path
+    others = [entry.path for entry in manifest.list_checkpoints(run / "checkpoints") if entry.path != kept]
     assert others, "the set has no run with several checkpoints"
     printed = run_gc(capsys, "--delete", f"{run}/checkpoints (older)")
     assert "freed" in printed and kept.is_file() and kept.with_suffix(".json").is_file()
     assert not any(path.exists() or path.with_suffix(".json").exists() for path in others)
-    assert checkpoint.verify(checkpoint.list_checkpoints(run / "checkpoints")[0]) is None
+    assert manifest.verify(manifest.list_checkpoints(run / "checkpoints")[0]) is None
 
 
 def test_what_a_run_needs_is_refused_and_the_line_to_type_works(place, capsys):

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 ORDER = (
     *("errors", "text", "files", "masking", "tables", "settings", "hardware"),
-    *("scoring", "config", "environment", "measure"),
+    *("scoring", "frozen", "config", "environment", "measure"),
     *("cluster", "runs", "data", "report", "train", "jobs", "launch", "tools", "cli"),
 )
 """Each imports only itself and packages to its left."""

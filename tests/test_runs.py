@@ -13,18 +13,15 @@ from pathlib import Path
 import pytest
 from loguru import logger
 
+from trainyard.cli import main
 from trainyard.environment import collect_environment, describe_cpu
 from trainyard.errors import UserError
-from trainyard.runs.folder import create_run, find_latest_run, resolve_run, update_env
+from trainyard.runs.folder import create_run, find_latest_run, read_env, resolve_run, update_env
 from trainyard.runs.lock import RunLock
 from trainyard.settings import TrainConfig
 
 SECRET = "hf_planted0123456789"
 TINY = TrainConfig(job="tiny", family="tiny")
-
-
-def read_env(run: Path) -> dict:
-    return json.loads((run / "env.json").read_text())
 
 
 def git(folder: Path, *arguments: str) -> str:
@@ -467,7 +464,27 @@ def test_the_error_for_an_unknown_run_lists_the_nearest_or_the_newest(runs: Path
         resolve_run("tiny", tmp_path / "nowhere")
 
 
-def test_a_run_without_its_environment_record_is_named(runs: Path):
-    (runs / "tiny" / "a1" / "env.json").write_text("{}")
-    with pytest.raises(UserError, match=r"a1/env.json: does not say when the run was created"):
+@pytest.mark.parametrize(
+    ("damage", "sentence"),
+    [
+        ("{}", "does not say when the run was created"),
+        ("[1, 2", "is damaged, not JSON"),
+        ("[]", "expected a JSON object"),
+        ('{"created": 5}', "does not say when the run was created"),
+        ('{"created": "2026", "sha256": "0"}', "does not match the digest in it"),
+    ],
+)
+def test_a_run_with_a_damaged_environment_record_is_named_and_hides_no_other(
+    runs: Path, capsys: pytest.CaptureFixture[str], damage: str, sentence: str
+):
+    (runs / "tiny" / "a2" / "env.json").write_text(damage)
+    assert main(["runs", "--runs", str(runs)]) == 0
+    output = capsys.readouterr().out
+    assert all(f"{run.parent.name}/{run.name}" in output for run in runs.glob("*/*"))
+    assert sentence in output
+    assert find_latest_run(runs, "tiny") == runs / "tiny" / "a1", "the newest of those that can be dated"
+    assert f"{runs}/tiny/a2/env.json: " in capsys.readouterr().err
+    for run in ("b", "a1", "a2"):
+        (runs / "tiny" / run / "env.json").write_text(damage)
+    with pytest.raises(UserError, match=sentence):
         find_latest_run(runs, "tiny")

@@ -32,7 +32,7 @@ from omegaconf.errors import (
 from yaml import YAMLError  # type: ignore[import-untyped]
 
 from trainyard.errors import UserError
-from trainyard.files import write_atomically
+from trainyard.frozen import LOCATION, ConfigError, read_frozen, write_frozen
 from trainyard.settings import TrainConfig, check
 from trainyard.text import find_nearest
 
@@ -45,17 +45,7 @@ _PARTS = {
     "module": ("build", "a function 'build(config, data)' that returns a TrainModule"),
 }
 
-_HEADER = """\
-# Every option of this run, as it was started. Presets are not read again.
-# Resume the run: trainyard resume <this folder>
-# A resume may change only options that do not affect the mathematics: trainyard resume <this folder> option=value
-"""
-
 _TYPE_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
-
-
-class ConfigError(UserError):
-    """A preset, an override or a frozen configuration is not what the job accepts. One line."""
 
 
 class Option(NamedTuple):
@@ -185,36 +175,38 @@ def find_differences(old: TrainConfig, new: TrainConfig) -> list[Difference]:
     ]
 
 
+def list_kept_options(config: TrainConfig) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return all options by dotted name: those that a run keeps, and those that may change when it is resumed."""
+    leaves = list(_walk_leaves(config))
+    kept = {leaf.name: leaf.value for leaf in leaves if not leaf.mutable and leaf.name != LOCATION}
+    return kept, {leaf.name: leaf.value for leaf in leaves if leaf.name not in kept}
+
+
 def freeze(config: TrainConfig, path: Path) -> None:
     """Write every option with its value to `path` as YAML, atomically."""
-    write_atomically(path, _HEADER + OmegaConf.to_yaml(OmegaConf.structured(config)))
+    write_frozen(OmegaConf.structured(config), path)
 
 
 def thaw(path: Path, jobs_dir: Path) -> TrainConfig:
     """Read what `freeze` wrote. An option added since then takes its default.
 
     Raises:
-        ConfigError: no such file, invalid YAML, an option that the family no longer has, or a value out of range.
+        ConfigError: no such file, invalid YAML, more than plain values, an option that the family no longer has, or a
+            value out of range.
         UserError: the family is not in `jobs_dir`.
     """
-    if not path.is_file():
-        raise ConfigError(f"{path}: no such file, so {path.parent} is not the folder of a run. Runs are under runs/.")
-    try:
-        frozen = OmegaConf.load(path)
-    except YAMLError as error:
-        raise ConfigError(_describe_yaml_error(path, error)) from None
-    if not isinstance(frozen, DictConfig) or "family" not in frozen:
+    frozen = read_frozen(path)
+    if not isinstance(frozen, DictConfig) or not frozen.get("family"):
         raise ConfigError(f"{path}: expected the options of a run, including 'family'. The file was changed.")
-    family = OmegaConf.to_container(frozen, resolve=False)["family"]  # type: ignore[index, call-overload]
-    if not re.fullmatch(r"\w[\w.-]*", str(family)):
-        raise ConfigError(f"{path}: family: expected the name of a folder in {jobs_dir}, found '{family}'.")
-    config_type = load_family(jobs_dir, family, "config").Config
+    if not re.fullmatch(r"[A-Za-z]\w*", str(frozen.family), re.ASCII):
+        raise ConfigError(f"{path}: '{str(frozen.family)[:40]}' is not the name of a family. The file was changed.")
+    config_type = load_family(jobs_dir, frozen.family, "config").Config
     try:
         tree = OmegaConf.merge(OmegaConf.structured(config_type), frozen)
     except OmegaConfBaseException as error:
         raise ConfigError(
             f"{path}: {_describe_error(error, OmegaConf.structured(config_type))} The run was created by another "
-            f"version of family '{family}'. Resume it with the code that started it (its commit is in env.json)."
+            f"version of family '{frozen.family}'. Resume it with the code that started it (its commit is in env.json)."
         ) from None
     assert isinstance(tree, DictConfig)
     return _to_config(tree, str(path))

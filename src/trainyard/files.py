@@ -12,6 +12,7 @@ import shutil
 import stat
 import threading
 from collections.abc import Iterator
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +184,50 @@ def describe_room(folder: Path) -> str:
 def write_json(path: Path, value: Any) -> None:
     """Write or replace the file `path` with readable JSON, as `write_atomically` does."""
     write_atomically(path, json.dumps(value, indent=2) + "\n")
+
+
+def open_file(path: Path) -> BufferedReader:
+    """Open a file that may be another person's, for reading.
+
+    Raises:
+        OSError: it cannot be read; also if it is a link, which could show a file from elsewhere, or a pipe, device or
+            folder, on which reading could wait for ever.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        if path.is_symlink():
+            raise OSError(error.errno, "it is a link, and a link may lead out of its folder", str(path)) from None
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return os.fdopen(descriptor, "rb")
+
+
+def read_file(path: Path, *, most_bytes: int) -> bytes:
+    """Return the content of a file that may be another person's (see `open_file`), if it is as small as it should be.
+
+    Raises:
+        OSError: it cannot be read, or is larger than `most_bytes`.
+    """
+    with open_file(path) as file:
+        data = file.read(most_bytes + 1)
+    if len(data) > most_bytes:
+        raise OSError(errno.EFBIG, f"it is larger than {most_bytes} bytes, the most that is expected", str(path))
+    return data
+
+
+def parse_json(text: bytes) -> Any:
+    """Parse JSON that may be damaged or hostile.
+
+    Raises:
+        ValueError: it is not JSON, or nested too deeply.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
 
 
 def fsync_path(path: Path) -> None:

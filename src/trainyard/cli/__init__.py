@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from loguru import logger
 
@@ -18,15 +17,14 @@ from trainyard.cli.verb import Verbs, add_trust_option, add_verb, find_project_f
 from trainyard.errors import UserError
 from trainyard.files import limit_writers, report_full_disk
 from trainyard.hardware import set_openmp_wait_policy
+from trainyard.runs import changes
 from trainyard.runs import folder as runs
 from trainyard.runs.lock import RunLock, release
+from trainyard.runs.manifest import Entry, list_checkpoints, verify
 from trainyard.runs.state import ExitCode, choose_exit_code
 from trainyard.runs.submission import read_submission
 from trainyard.settings import TrainConfig
 from trainyard.tools import bench
-
-if TYPE_CHECKING:
-    from trainyard.train import checkpoint
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -133,6 +131,7 @@ def _run(args: argparse.Namespace) -> int:
     config = prepare_data(config, args.jobs)
     if run is not None and (run / runs.CONFIG).is_file():
         with limit_writers(), RunLock(run, break_other_host=args.break_lock):
+            changes.refuse_changes(run)
             _apply_changes(run, configs.thaw(run / runs.CONFIG, args.jobs), config)
     else:
         run = runs.create_run(args.runs, config, name=args.name, environ=os.environ)
@@ -148,6 +147,9 @@ def _add_resume(verbs: Verbs) -> None:
     verb.add_argument("--cpu-ranks", type=int, default=0, metavar="N", help="here: processes that share the cores")
     verb.add_argument("--break-lock", action="store_true", help="take over a run whose host is known to be dead")
     add_trust_option(verb)
+    verb.add_argument(
+        "--changed-files", choices=("restore", "accept"), help="what to do with files it did not write so"
+    )
     cluster.add_resource_args(verb, gpus=0)
 
 
@@ -162,9 +164,26 @@ def _resume(args: argparse.Namespace) -> int:
     count = 1 if submitted else _count_ranks(args)
     if _is_main():
         with limit_writers(), RunLock(run, break_other_host=args.break_lock):
+            _settle_changed_files(run, args.changed_files)
             config = configs.thaw(run / runs.CONFIG, args.jobs)
             _apply_changes(run, config, configs.apply_overrides(config, args.overrides))
     return cluster.resubmit(run.absolute(), args) if submitted else _train(run, args, count)
+
+
+def _settle_changed_files(run: Path, wanted: str | None) -> None:
+    """Restore or accept the run's changed files as the user asks.
+
+    Raises:
+        UserError: some are changed, and the user did not say what to do, or it cannot be done.
+    """
+    if wanted:
+        for change in changes.find_changes(run):
+            logger.warning("{}: {} {}ed", change.path, change.problem, wanted.removesuffix("e"))
+    if wanted == "restore":
+        changes.restore_files(run)
+    elif wanted == "accept":
+        changes.accept_changes(run)
+    changes.refuse_changes(run)
 
 
 def _add_rank(verbs: Verbs) -> None:
@@ -357,33 +376,35 @@ def _add_ckpt(verbs: Verbs) -> None:
 
 
 def _run_ckpt(args: argparse.Namespace) -> int:
-    from trainyard.train import checkpoint
-
     run = runs.resolve_run(args.run, args.runs)
-    entries = checkpoint.list_checkpoints(run / "checkpoints")
+    entries = list_checkpoints(run / "checkpoints")
     if not entries:
         raise UserError(f"{run}: no checkpoints yet.")
     if args.what == "export":
         return _export(run, entries, args)
     damaged = 0
     for entry in entries:
-        problem = checkpoint.verify(entry) if args.what == "verify" else entry.problem
+        problem = verify(entry) if args.what == "verify" else entry.problem
         damaged += problem is not None
         best = " best" if (entry.meta.get("best") or {}).get("step") == entry.step else ""
         print(f"{entry.path.name}  {entry.bytes / 2**20:9.1f} MiB  {problem or 'ok'}{best}")
     return ExitCode.FAILED if damaged else 0
 
 
-def _export(run: Path, entries: "list[checkpoint.Entry]", args: argparse.Namespace) -> int:
+def _export(run: Path, entries: Sequence[Entry], args: argparse.Namespace) -> int:
     from trainyard.train import checkpoint
 
     if args.out is None:
         raise UserError(f"Name the file to write: trainyard ckpt export {args.run} model.safetensors")
-    step = checkpoint.select_checkpoint(entries).step if args.step is None else args.step
-    chosen = [entry for entry in entries if entry.step == step]
-    if not chosen:
-        raise UserError(f"{run}: no checkpoint of step {step}. There are: {', '.join(str(e.step) for e in entries)}.")
-    print(f"step {step} -> {checkpoint.export(chosen[0].path, args.out)}")
+    if args.step is None:
+        chosen, problem = checkpoint.choose_undamaged(run / "checkpoints")
+        if problem:
+            logger.warning("{}: {}.", run, problem)
+    elif args.step in (steps := [entry.step for entry in entries]):
+        chosen = entries[steps.index(args.step)]
+    else:
+        raise UserError(f"{run}: no checkpoint of step {args.step}. There are: {', '.join(map(str, steps))}.")
+    print(f"step {chosen.step} -> {checkpoint.export(chosen.path, args.out)}")
     return 0
 
 

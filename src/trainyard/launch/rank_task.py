@@ -33,6 +33,7 @@ from trainyard.hardware import (
     read_openmp_wait_policy,
     set_openmp_wait_policy,
 )
+from trainyard.runs.changes import refuse_changes
 from trainyard.runs.events import STARTS, read_events
 from trainyard.runs.folder import CONFIG, ENV_FILE, record_error, update_env
 from trainyard.runs.history import read_object
@@ -178,6 +179,8 @@ def _prepare_data(run: Path, jobs_dir: Path, world: World, heartbeat: "Heartbeat
         if world.is_main:
             heartbeat.beat("preparing")
 
+    if world.is_main:
+        refuse_changes(run)
     config = thaw(run / CONFIG, jobs_dir)
     if world.is_main:
         heartbeat.beat("preparing", now=True)

@@ -47,6 +47,7 @@ def format_summary(run: Path, *, next_commands: Sequence[str] = ()) -> str:
         name, line = best
         rows.append(("best", [f"{name} {_format_metric(line, name)} on {line['split']} at step {line['step']:,}"]))
     rows.append(("report", [str(page) if page.exists() else "not written"]))
+    rows += [("" if i else "changed", [change]) for i, change in enumerate(story.changes)]
     rows += [("" if i else "next:", [command]) for i, command in enumerate(next_commands)]
     return "\n".join([f"{story.job}  {story.status}", *_format_columns(rows)])
 

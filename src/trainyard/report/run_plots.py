@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from trainyard.files import read_file
 from trainyard.report.figures import BLUE, MARKERS, SERIES, Plot, draw_figure, make_slug
 from trainyard.report.run_story import RunStory, compute_time_shares, list_all_metric_names
 from trainyard.runs.events import Line, has_interval, name_interval_ends, select_metrics
@@ -48,7 +49,20 @@ def draw_plots(story: RunStory) -> tuple[list[Plot], list[Plot], list[Plot]]:
 
 def read_figures(run: Path) -> list[Plot]:
     """Return the job's own figures of its last evaluation."""
-    return [Plot(path.stem, path.stem, path.read_bytes()) for path in sorted((run / "exhibits").glob("*.png"))]
+    paths = sorted((run / "exhibits").glob("*.png"))
+    return [Plot(path.stem, path.stem, png) for path in paths if (png := _read_png(path))]
+
+
+def _read_png(path: Path) -> bytes:
+    """Return a PNG; nothing if it is no PNG or a link: a report is shown to others, and must not show other files."""
+    try:
+        data = read_file(path, most_bytes=_MOST_PNG_BYTES)
+    except OSError:
+        return b""
+    return data if data.startswith(b"\x89PNG") else b""
+
+
+_MOST_PNG_BYTES = 2**26
 
 
 def _has_changes(evals: Sequence[Line], name: str) -> bool:

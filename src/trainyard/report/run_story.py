@@ -1,6 +1,5 @@
 """Reads what a run folder recorded about its training, for the report."""
 
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +9,8 @@ from typing import Any
 import numpy as np
 
 from trainyard.errors import UserError
+from trainyard.files import parse_json, read_file
+from trainyard.runs.changes import find_changes
 from trainyard.runs.events import (
     ENDS,
     STARTS,
@@ -20,6 +21,7 @@ from trainyard.runs.events import (
     read_events,
     read_metrics,
 )
+from trainyard.runs.folder import ENV_DIGEST
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ class RunStory:
     train: list[Line]
     evals: list[Line]
     events: list[Line]
+    changes: list[str]  # a sentence for each file that is not as the run wrote it
 
     @classmethod
     def read(cls, run: Path) -> "RunStory":
@@ -43,6 +46,7 @@ class RunStory:
             train=[line for line in metrics if line["kind"] == "train"],
             evals=[line for line in metrics if line["kind"] == "eval"],
             events=read_events(run),
+            changes=[str(change) for change in find_changes(run)],
         )
 
     @property
@@ -125,7 +129,7 @@ class RunStory:
             "env.json is absent: the environment and the automatic choices are not recorded.": not self.env,
             "config.yaml is absent: the options are not recorded.": not self.config,
         }
-        return [text for text, is_absent in absent.items() if is_absent]
+        return [*self.changes, *(text for text, is_absent in absent.items() if is_absent)]
 
 
 def describe_ending(event: Line) -> str:
@@ -138,17 +142,25 @@ def _sum_per_step_s(lines: Sequence[Line], steps: np.ndarray, key: str) -> float
 
 
 def _read_text(path: Path) -> str:
-    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    try:
+        return read_file(path, most_bytes=_MOST_BYTES).decode(errors="replace")
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}. Restore it, or delete it to do without.") from None
 
 
 def _read_environment(path: Path) -> Mapping[str, Any]:
     try:
-        env = json.loads(_read_text(path) or "{}")
+        env = parse_json(_read_text(path).encode() or b"{}")
     except ValueError as error:
         raise UserError(f"{path}: expected JSON, found {error}. Restore it, or delete it to do without.") from error
     if not isinstance(env, dict):
         raise UserError(f"{path}: expected a JSON object. Restore it, or delete it to do without.")
-    return env
+    return {name: value for name, value in env.items() if name != ENV_DIGEST}
+
+
+_MOST_BYTES = 16 * 2**20  # of config.yaml and env.json
 
 
 def list_all_metric_names(lines: Iterable[Line]) -> list[str]:

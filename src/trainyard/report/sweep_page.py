@@ -12,8 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from loguru import logger
+
 from trainyard.errors import UserError
 from trainyard.files import write_atomically
+from trainyard.runs.changes import find_changes
 from trainyard.runs.events import (
     STARTS,
     Line,
@@ -233,6 +236,8 @@ def write(results: Results) -> Path:
 def _read_outcome(element: Element, state: str) -> Outcome:
     events = read_events(element.run)
     lines = read_metrics(element.run)
+    for change in find_changes(element.run):
+        logger.warning("{}", change)
     starts = [event for event in events if event["event"] in STARTS]
     monitor = Monitor(**starts[-1]["monitor"]) if starts else None
     metrics = _collect_metrics(

@@ -18,11 +18,14 @@ A number that JSON cannot represent is null; `nonfinite` maps its name to "nan",
 
 import json
 import math
+import os
 from collections.abc import Iterable, Iterator, Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from trainyard.errors import UserError
+from trainyard.files import parse_json, read_file
 
 TIMING_KEYS = frozenset(
     {"samples_per_s", "step_ms", "data_wait_ms", "compute_ms", "memory_gib", "elapsed_s", "seconds"}
@@ -36,6 +39,9 @@ KINDS = ("train", "eval", "event")
 STARTS = ("start", "resume")
 ENDS = ("done", "stop", "failed")
 Line = dict[str, Any]
+
+_NONFINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+_MOST_BYTES = 2**32  # of a file of metrics; a hundred bytes a line, millions of lines
 
 
 def read_metrics(run: Path) -> list[Line]:
@@ -67,23 +73,74 @@ def _require_run(run: Path) -> None:
 
 
 def read_lines(path: Path) -> list[Line]:
-    data = path.read_bytes() if path.exists() else b""
+    """Return the whole lines of a file of metrics or events; none if it does not exist.
+
+    Raises:
+        UserError: it cannot be read, or a line is damaged.
+    """
+    try:
+        data = read_file(path, most_bytes=_MOST_BYTES)
+    except FileNotFoundError:
+        data = b""
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}. Put the file itself there.") from None
     complete = data.split(b"\n")[:-1]
     return [_parse_line(raw, path, number) for number, raw in enumerate(complete, start=1)]
 
 
 def _parse_line(raw: bytes, path: Path, number: int) -> Line:
     try:
-        line = json.loads(raw)
+        line = parse_json(raw)
+        problem = _find_problem(line)
     except ValueError:
-        line = None
-    if not isinstance(line, dict) or line.get("kind") not in KINDS or not isinstance(line.get("step"), int):
+        problem = "a JSON object with kind and step"
+    if problem:
         raise UserError(
-            f"{path}:{number}: expected a JSON object with kind and step, found {raw[:60]!r}. The file is "
+            f"{path}:{number}: expected {problem}, found {raw[:60]!r}. The file is "
             f"damaged or was edited: restore it from a copy, or delete this line to read the rest."
         )
-    line.update({name: float(text) for name, text in line.pop("nonfinite", {}).items()})
-    return line
+    line.update({name: _NONFINITE[str(text)] for name, text in line.pop("nonfinite", {}).items()})
+    found: Line = line
+    return found
+
+
+def _find_problem(line: Any) -> str:
+    """Return what a parsed line should have been; "" if it is what a recorder writes."""
+    if not isinstance(line, dict) or line.get("kind") not in KINDS or type(line.get("step")) is not int:
+        return "a JSON object with kind and step"
+    nonfinite = line.get("nonfinite", {})
+    if not isinstance(nonfinite, dict) or any(str(text) not in _NONFINITE for text in nonfinite.values()):
+        return "nan, inf or -inf for each name in 'nonfinite'"
+    numbers = {name: value for name, value in line.items() if name in _NUMBERS and value is not None}
+    if not all(type(value) in (int, float) and -(2**63) < value < 2**63 for value in numbers.values()):
+        return f"a number below 2**63 for each of {', '.join(numbers)}"
+    if line["step"] < 0 or any(type(value) is int and abs(value) >= 2**1000 for value in line.values()):
+        return "a step from 0, and no number of hundreds of digits"
+    texts = {"eval": ("split",), "event": ("event", "time")}.get(line["kind"], ())
+    if any(not isinstance(line.get(name, "" if line["kind"] == "event" else None), str) for name in texts):
+        return f"text for {' and '.join(texts)}"
+    return "" if isinstance(line.get("monitor", {}), dict) else "split, metric and mode in 'monitor'"
+
+
+_NUMBERS = TIMING_KEYS | {"step", "epoch", "samples_seen", "total_steps", "world_size", "loss", "lr", "grad_norm"}
+
+
+def append_event(run: Path, fields: Mapping[str, Any]) -> None:
+    """Append one event to a run that does not train. For the run's owner only."""
+    path = run / EVENTS_FILE
+    drop_torn_tail(path)
+    last = (read_lines(path) or [{}])[-1]
+    line = {"kind": "event", "step": last.get("step", 0), **fields, "elapsed_s": last.get("elapsed_s", 0.0)}
+    with path.open("ab") as file:
+        file.write(json.dumps(line | {"time": datetime.now(UTC).isoformat(timespec="seconds")}).encode() + b"\n")
+
+
+def drop_torn_tail(path: Path) -> None:
+    """Cut what a killed writer left after the last whole line, so that the next line starts on its own."""
+    data = path.read_bytes() if path.exists() else b""
+    end = data.rfind(b"\n") + 1
+    if end < len(data):
+        os.truncate(path, end)
 
 
 def find_elapsed_s(lines: Iterable[Line]) -> float:

@@ -13,7 +13,7 @@ import socket
 import time
 import traceback
 from collections.abc import Mapping, Sequence
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,9 @@ from loguru import logger
 from trainyard.config import freeze
 from trainyard.environment import NO_VARIABLES, THIS_CODE, describe_environment, find_checkout
 from trainyard.errors import DiskFull, NotFinite, UserError
-from trainyard.files import create_common_folder, limit_writers, share_folder, write_json
+from trainyard.files import create_common_folder, limit_writers, parse_json, read_file, share_folder, write_json
 from trainyard.masking import mask_text
+from trainyard.runs.manifest import hash_fields
 from trainyard.runs.state import Cause
 from trainyard.settings import TrainConfig
 from trainyard.text import find_nearest, join_names
@@ -32,6 +33,11 @@ CONFIG = "config.yaml"
 ENV_FILE = "env.json"
 DIFF = "code.diff"
 SUBMISSION = "slurm/submission.json"
+
+
+class EnvChanged(UserError):
+    """env.json is readable, but not as the run wrote it."""
+
 
 # Creating a run
 
@@ -74,7 +80,7 @@ def create_run(
         temporary.mkdir()
         try:
             freeze(config, temporary / CONFIG)
-            write_json(temporary / ENV_FILE, record)
+            write_env(temporary, record)
             if diff:
                 _write_diff(temporary / DIFF, diff, masked=checkout.get("masked", []))
             if group:
@@ -98,11 +104,53 @@ def _write_diff(path: Path, diff: bytes, *, masked: Sequence[str]) -> None:
 
 
 def update_env(run: Path, section: str, values: Mapping[str, Any]) -> None:
-    """Add `values` to one section of the run's env.json. For the run's owner only: two writers lose updates."""
+    """Add `values` to one section of the run's env.json. For the run's owner only: two writers lose updates.
+
+    Raises:
+        UserError: as for `read_env`.
+    """
+    record = read_env(run)
+    write_env(run, {**record, section: {**record.get(section, {}), **values}})
+
+
+def write_env(run: Path, record: Mapping[str, Any]) -> None:
+    """Write env.json with a digest of its content."""
+    fields = json.loads(json.dumps(dict(record)))  # what a reader gets: string keys, no tuples
+    write_json(run / ENV_FILE, {**fields, ENV_DIGEST: hash_fields(fields)})
+
+
+def read_env(run: Path, *, checked: bool = True) -> dict[str, Any]:
+    """Return the content of env.json, without its digest; versions before this one wrote none.
+
+    Args:
+        checked: compare it with its digest.
+
+    Raises:
+        UserError: it cannot be read, is not a JSON object, or does not match its digest.
+    """
     path = run / ENV_FILE
-    record = json.loads(path.read_text(encoding="utf-8"))
-    record[section] = {**record.get(section, {}), **values}
-    write_json(path, record)
+    try:
+        record = parse_json(read_file(path, most_bytes=_MOST_ENV_BYTES))
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}.") from None
+    except ValueError as error:
+        raise UserError(f"{path}: is damaged, not JSON: {error}.") from None
+    if not isinstance(record, dict) or any(not isinstance(record.get(name, {}), dict) for name in _ENV_SECTIONS):
+        raise UserError(f"{path}: is damaged: expected a JSON object with objects in it, found {str(record)[:60]}.")
+    stated = record.pop(ENV_DIGEST, None)
+    if checked and stated is not None and stated != hash_fields(record):
+        raise EnvChanged(f"{path}: was changed: its content does not match the digest in it.")
+    return record
+
+
+def select_fixed_env(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the part of env.json that is written when the run is created, and never again."""
+    return {name: record[name] for name in ("created", "versions", "machine", "code", "environ") if name in record}
+
+
+ENV_DIGEST = "sha256"
+_ENV_SECTIONS = ("choices", "data", "machine", "versions", "code", "environ")
+_MOST_ENV_BYTES = 16 * 2**20
 
 
 def _move_into_place(temporary: Path, name: str | None, *, default: str) -> Path:
@@ -191,13 +239,23 @@ def find_latest_run(root: Path, job: str) -> Path:
         others = sorted({run.parent.name for run in runs})
         have = f"There are runs of: {', '.join(others)}." if others else "There are no runs at all."
         raise UserError(f"{root}: no run of job '{job}'. {have} Start one: trainyard run {job}")
-    return max(candidates, key=_read_creation_time)
+    created, damaged = {}, []
+    for run in candidates:
+        try:
+            created[run] = read_creation_time(run)
+        except UserError as error:
+            damaged.append(str(error))
+    if not created:
+        raise UserError("\n".join(damaged))
+    for problem in damaged:
+        logger.warning("{} So it is not considered when the newest run of {} is chosen.", problem, job)
+    return max(created, key=lambda run: created[run])
 
 
 def list_newest_runs(root: Path, count: int | None, *, job: str | None = None) -> list[Path]:
     """Return the `count` newest runs, newest first; all runs if `count` is None."""
     found = [run for run in _list_runs(root) if job in (None, run.parent.name)]
-    return sorted(found, key=_read_creation_time, reverse=True)[:count]
+    return sorted(found, key=_estimate_creation_time, reverse=True)[:count]
 
 
 def format_run_name(run: Path) -> str:
@@ -237,7 +295,7 @@ def resolve_run(text: str, root: Path) -> Path:
     if not named:
         raise UserError(f"{root}: there are no runs, so none is '{text}'. Give the path of a run folder.")
     similar = find_nearest(text, {run.parent.name for run in named.values()} | set(named), most=3)
-    newest = sorted(named, key=lambda name: _read_creation_time(named[name]), reverse=True)
+    newest = sorted(named, key=lambda name: _estimate_creation_time(named[name]), reverse=True)
     hint = f"Nearest: {join_names(similar)}." if similar else f"Newest: {join_names(newest[:3])}."
     raise UserError(f"{root}: no run is '{text}'. {hint} Give a path, a job, or the beginning of a run's name.")
 
@@ -246,12 +304,24 @@ def _list_runs(root: Path) -> list[Path]:
     return sorted(path.parent for path in root.glob(f"*/[!.]*/{CONFIG}"))
 
 
-def _read_creation_time(run: Path) -> str:
-    """Return when the run was created, as text in UTC that sorts by time."""
-    try:
-        return str(json.loads((run / ENV_FILE).read_text(encoding="utf-8"))["created"])
-    except (OSError, ValueError, KeyError) as error:
+def read_creation_time(run: Path) -> str:
+    """Return when the run was created, as text in UTC that sorts by time.
+
+    Raises:
+        UserError: its env.json is damaged.
+    """
+    created = read_env(run).get("created")
+    if not isinstance(created, str):
         raise UserError(
-            f"{run / ENV_FILE}: does not say when the run was created ({error}). Every complete run folder does; move "
-            "this one out of the folder of runs."
-        ) from None
+            f"{run / ENV_FILE}: does not say when the run was created. Every complete run folder does; move this one "
+            "out of the folder of runs."
+        )
+    return created
+
+
+def _estimate_creation_time(run: Path) -> str:
+    """Return when the run was created, or changed last if that is damaged: to list it among the others."""
+    try:
+        return read_creation_time(run)
+    except UserError:
+        return datetime.fromtimestamp(run.stat().st_mtime, UTC).isoformat(timespec="microseconds")

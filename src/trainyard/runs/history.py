@@ -3,25 +3,28 @@
 Any file may be missing, incomplete, or torn by the loss of a node. Loads no torch.
 """
 
-import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainyard.errors import UserError
+from trainyard.files import parse_json, read_file
 from trainyard.runs.events import ENDS, STARTS
-from trainyard.runs.folder import SUBMISSION
+from trainyard.runs.folder import SUBMISSION, read_creation_time
 from trainyard.runs.lock import LOCK, Owner, read_owner
+from trainyard.runs.manifest import MOST
 from trainyard.runs.state import Cause, read_cause
 
 CANCELLED = "slurm/cancelled"
 """File that `trainyard cancel` creates in a run folder before it cancels the Slurm job."""
 
 JsonObject = dict[str, Any]
+
+_MOST_BYTES = 2**30  # of a file of events
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,7 @@ class RunSnapshot:
     errors: list[RankError]  # oldest first
     owner: Owner | None  # of the lock
     log_changed: float | None  # modification time of the log
+    damage: str = ""  # what is wrong with its files; "" if nothing
 
     @property
     def slurm_job_id(self) -> str:
@@ -123,31 +127,87 @@ class RunSnapshot:
 
 
 def read_run(run: Path) -> RunSnapshot:
-    """Read a run folder."""
+    """Read a run folder. What is damaged in it is left out, and named in `damage`."""
+    damage: list[str] = []
+
+    def keep(path: Path, lines: list[JsonObject], kinds: _Kinds) -> list[JsonObject]:
+        misfits = [line for line in lines if not _has_kinds(line, kinds)]
+        if misfits:
+            damage.append(f"{path}: has {len(misfits)} lines that no run writes, such as {str(misfits[0])[:60]}.")
+        return [line for line in lines if line not in misfits] if misfits else lines
+
+    def keep_object(path: Path, kinds: _Kinds) -> JsonObject:
+        return next(iter(keep(path, [read_object(path)], kinds)), {})
+
+    def keep_lines(path: Path, kinds: _Kinds) -> list[JsonObject]:
+        return keep(path, [line for line in _read_json_lines(path) if "time" in line], kinds)
+
     log = run / "log"
-    return RunSnapshot(
+    snapshot = RunSnapshot(
         run=run,
-        submission=read_object(run / SUBMISSION),
+        submission=keep_object(run / SUBMISSION, _SUBMISSION),
         cancelled=(run / CANCELLED).exists(),
-        starts_and_ends=[line for line in _read_json_lines(run / "slurm" / "attempts.jsonl") if "time" in line],
-        events=[line for line in _read_json_lines(run / "events.jsonl") if "time" in line],
-        heartbeat=read_object(run / "heartbeat.json"),
+        starts_and_ends=keep_lines(run / "slurm" / "attempts.jsonl", _START_OR_END),
+        events=keep_lines(run / "events.jsonl", _EVENT),
+        heartbeat=keep_object(run / "heartbeat.json", _HEARTBEAT),
         errors=read_errors(run),
         owner=_read_owner(run),
         log_changed=log.stat().st_mtime if log.exists() else None,
     )
+    try:
+        read_creation_time(run)
+    except UserError as error:
+        damage.append(str(error))
+    return replace(snapshot, damage=" ".join(damage))
+
+
+_Kinds = Mapping[str, str]
+_TIME = "time"  # ISO 8601
+_START_OR_END = {"time": _TIME, "event": "text", "attempt": "count", "code": "number", "cause": "text"}
+_EVENT = {"time": _TIME, "event": "text", "step": "count", "total_steps": "count", "world_size": "count"}
+_HEARTBEAT = {
+    **{"time": "number", "phase": "text", "attempt": "text"},
+    **{"step": "count", "total_steps": "count", "samples_per_s": "number"},
+}
+_SUBMISSION = {"submitted": _TIME, "scheduler": "text", "gpus": "count", "nodes": "count", "folder": "text"}
+
+
+def _has_kinds(fields: JsonObject, kinds: _Kinds) -> bool:
+    """Tell whether the values are of these kinds; all but the first may be missing, and the whole object too."""
+    first = next(iter(kinds))
+    is_complete = not fields or fields.get(first) is not None
+    return is_complete and all(_is_of_kind(fields[name], kinds[name]) for name in kinds if fields.get(name) is not None)
+
+
+def _is_of_kind(value: object, kind: str) -> bool:
+    """Tell whether a value from a file is a time, a text, a count, or a number that torch and C can represent."""
+    if kind in (_TIME, "text"):
+        return isinstance(value, str) and (kind == "text" or _is_time(value))
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < MOST
+    return is_number and (kind == "number" or (isinstance(value, int) and value >= 0))
+
+
+def _is_time(text: str) -> bool:
+    try:
+        return parse_time(text) >= 0
+    except (ValueError, OverflowError):
+        return False
 
 
 def read_errors(run: Path) -> list[RankError]:
     """Return the errors that ranks recorded in all attempts, oldest first."""
     found = ((path, read_object(path)) for path in run.glob("errors/*-rank*.json"))
-    errors = [RankError(path.name.rpartition("-rank")[0], path, fields) for path, fields in found if fields]
+    errors = [
+        RankError(path.name.rpartition("-rank")[0], path, fields)
+        for path, fields in found
+        if fields and _is_of_kind(fields.get("time", 0.0), "number")
+    ]
     return sorted(errors, key=lambda error: error.time)
 
 
 def read_object(path: Path) -> JsonObject:
     """Return the contents of a JSON file; an empty object if it is missing or torn."""
-    return next(_parse_json([path.read_bytes()]), {}) if path.is_file() else {}
+    return next(_parse_json([_read(path)]), {})
 
 
 def locate_output_files(run: Path, submission: JsonObject) -> tuple[Path, Path]:
@@ -201,13 +261,21 @@ def _read_owner(run: Path) -> Owner | None:
 
 def _read_json_lines(path: Path) -> list[JsonObject]:
     """Return the intact lines of a JSON lines file. Any line may be torn: attempts append after a lost node."""
-    return list(_parse_json(path.read_bytes().split(b"\n"))) if path.is_file() else []
+    return list(_parse_json(_read(path).split(b"\n")))
+
+
+def _read(path: Path) -> bytes:
+    """Return the content of a file; nothing if it is missing, or no file of a run (see `files.open_file`)."""
+    try:
+        return read_file(path, most_bytes=_MOST_BYTES)
+    except OSError:
+        return b""
 
 
 def _parse_json(texts: Iterable[bytes]) -> Iterator[JsonObject]:
     for text in texts:
         try:
-            found = json.loads(text)
+            found = parse_json(text)
         except ValueError:
             continue
         if isinstance(found, dict):
@@ -257,7 +325,7 @@ def _find_local_attempts(snapshot: RunSnapshot, attempts_with_events: Iterable[s
         str(snapshot.heartbeat.get("attempt", "")),
     }
     names |= {snapshot.owner.attempt} if snapshot.owner is not None else set()
-    return {name for name in names if re.fullmatch(r"local-\d+", name)}
+    return {name for name in names if re.fullmatch(r"local-[0-9]{1,11}", name)}
 
 
 def _build_slurm_attempt(
@@ -276,7 +344,7 @@ def _build_slurm_attempt(
         cause=read_cause(str(end.get("cause", ""))),
         world_size=events[0].get("world_size") if events else None,
         steps=_find_step_range(events, heartbeat),
-        slurm_job_id=str(start["job"]),
+        slurm_job_id=str(start.get("job", "")),
         action=str(end.get("action", "")),
         code=end.get("code"),
         reason=str(end.get("reason", "")),

@@ -122,7 +122,8 @@ def format_headline(status: Status) -> str:
     rate = f", {status.samples_per_s:.4g} samples/s" if status.samples_per_s is not None else ""
     detail = f": {status.detail}" if status.detail else ""
     job = f" (job {status.slurm_job_id})" if status.slurm_job_id else ""
-    return f"{status.run}{job}: {status.state}{step}{rate}{detail}"
+    damage = f" -- {status.snapshot.damage}" if status.snapshot.damage else ""
+    return f"{status.run}{job}: {status.state}{step}{rate}{detail}{damage}"
 
 
 def suggest_command(status: Status) -> str:
@@ -214,6 +215,8 @@ def _render_rows(statuses: Sequence[Status], now: float) -> list[str]:
         if detail and detail != previous:
             lines.append(cut(f"{_INDENT}{detail}", SCREEN_WIDTH))
         previous = detail
+        if status.snapshot.damage:
+            lines.append(f"{_INDENT}{status.snapshot.damage}")
     return lines
 
 

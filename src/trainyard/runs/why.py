@@ -7,6 +7,7 @@ from pathlib import Path
 
 import yaml  # type: ignore[import-untyped]
 
+from trainyard.runs.changes import find_changes
 from trainyard.runs.folder import CONFIG, ENV_FILE
 from trainyard.runs.history import Attempt, locate_output_files, read_object, read_stderr
 from trainyard.runs.state import ACTIVE, Cause, State, describe_cause
@@ -26,7 +27,8 @@ def explain_run(run: Path) -> str:
 def explain_status(status: Status, note: str = "") -> str:
     """Explain a run from its status; `note` is the note about Slurm's answers."""
     notes = [note] if note else []
-    lines = [format_headline(status), *_explain_cause(status), *_list_attempts(status), *notes]
+    changes = [str(change) for change in find_changes(status.run)]
+    lines = [format_headline(status), *_explain_cause(status), *_list_attempts(status), *notes, *changes]
     return "\n".join([*lines, f"next: {_advise(status)}"])
 
 

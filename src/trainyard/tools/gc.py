@@ -1,6 +1,5 @@
 """What takes disk space, who still needs it, and deleting what a person names: `trainyard gc`."""
 
-import json
 import os
 import shlex
 import shutil
@@ -12,9 +11,10 @@ from pathlib import Path
 
 from trainyard.errors import UserError
 from trainyard.files import FlockRefused, LockHeld, exclusive_lock
-from trainyard.runs.folder import CONFIG, ENV_FILE, format_run_name, list_newest_runs
+from trainyard.runs.folder import CONFIG, format_run_name, list_newest_runs, read_env
 from trainyard.runs.history import RunSnapshot, read_run
 from trainyard.runs.lock import RunLock
+from trainyard.runs.manifest import list_checkpoints, select_checkpoint
 from trainyard.text import align_columns, join_names, suggest_nearest
 
 CONTAINER_IMAGES = "localhost/trainyard"
@@ -157,7 +157,7 @@ def _find_readers(runs: Sequence[RunSnapshot]) -> dict[Path, list[RunSnapshot]]:
     """Return, by folder of packed data, the runs that were trained on it."""
     readers: dict[Path, list[RunSnapshot]] = {}
     for run in runs:
-        data = json.loads((run.run / ENV_FILE).read_text(encoding="utf-8")).get("data", {})
+        data = read_env(run.run).get("data", {})
         if "path" in data:
             readers.setdefault(Path(data["path"]).absolute(), []).append(run)
     return readers
@@ -178,8 +178,6 @@ def _list_data(path: Path, readers: Sequence[RunSnapshot]) -> Iterator[Item]:
 
 def _list_run(run: RunSnapshot) -> Iterator[Item]:
     """List a run's checkpoints beyond those that its result and a resume need, and its copy of the code."""
-    from trainyard.train.checkpoint import list_checkpoints, select_checkpoint
-
     name = format_run_name(run.run)
     found = list_checkpoints(run.run / "checkpoints")
     if found:

@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from loguru import logger
 from tqdm import tqdm
 
 from trainyard.config import load_family, thaw
 from trainyard.errors import UserError
 from trainyard.hardware import choose_precision, count_cores
 from trainyard.runs.folder import CONFIG
+from trainyard.runs.manifest import list_checkpoints
 from trainyard.settings import TrainConfig
 from trainyard.tables import write_table
 
@@ -46,10 +48,16 @@ def predict(run: Path, raw: Path, out: Path, jobs_dir: Path) -> int:
 def _load_checkpoint(run: Path) -> dict[str, Any]:
     from trainyard.train import checkpoint
 
-    entries = checkpoint.list_checkpoints(run / "checkpoints")
-    if not entries:
+    folder = run / "checkpoints"
+    if not list_checkpoints(folder):
         raise UserError(f"{run}: no checkpoints yet to predict with. Train first: trainyard resume {run}")
-    return checkpoint.load(checkpoint.select_checkpoint(entries).path)
+    entry, problem = checkpoint.choose_undamaged(folder)
+    if problem:
+        logger.warning("{}: {}.", run, problem)
+    saved = checkpoint.load(entry.path)
+    if not isinstance(saved.get("learned"), dict):
+        raise UserError(f"{entry.path}: has no artifacts of packing, which training always saves. Use another run.")
+    return saved
 
 
 def _build_module(config: TrainConfig, jobs_dir: Path, saved: dict[str, Any]) -> "TrainModule":
@@ -61,10 +69,10 @@ def _build_module(config: TrainConfig, jobs_dir: Path, saved: dict[str, Any]) ->
     module: TrainModule = load_family(jobs_dir, config.family, "module").build(config, info)
     try:
         module.load_state_dict(select_weights(saved))
-    except RuntimeError as error:  # raised by torch for weights with another shape or name
+    except (RuntimeError, LookupError, AttributeError, TypeError) as error:  # weights with another shape or name
         raise UserError(
             "The weights of this run do not fit the model that the code at hand builds. Use the code it was trained "
-            f"with (`code` in the run's env.json), or train from scratch. {str(error).splitlines()[1].strip()[:300]}"
+            f"with (`code` in the run's env.json), or train from scratch. {' '.join(str(error).split())[:300]}"
         ) from None
     return module
 

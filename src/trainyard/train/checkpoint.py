@@ -12,10 +12,8 @@ import json
 import math
 import os
 import pickle
-import re
 import shutil
 import time
-import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,20 +26,26 @@ import safetensors.torch
 import torch
 from loguru import logger
 
-from trainyard.errors import UserError
 from trainyard.files import find_existing, fsync_path
+from trainyard.runs.changes import FILES
+from trainyard.runs.manifest import (
+    DATA_NAME,
+    FORMAT,
+    CheckpointError,
+    Entry,
+    find_result_step,
+    format_name,
+    hash_fields,
+    list_checkpoints,
+    parse_name,
+    read_entry,
+    verify,
+)
 from trainyard.text import format_size
+from trainyard.train.archive import check_archive, check_state
 
 State = dict[str, Any]
 """Nested dicts, lists and tuples of tensors, numbers, strings and None."""
-
-FORMAT = 1
-
-_DATA_NAME = re.compile(r"step-(\d+)(?:-(\d+))?\.ckpt")
-
-
-class CheckpointError(UserError):
-    """A checkpoint cannot be written, read or found."""
 
 
 @dataclass(frozen=True)
@@ -51,18 +55,6 @@ class SaveResult:
     path: Path
     seconds: float  # wall time, hashing and fsync included: the cost that `compute_interval_s` takes
     bytes: int
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One checkpoint of a directory, as its file name and its manifest describe it."""
-
-    path: Path
-    step: int
-    bytes: int  # of the data file on disk
-    meta: Mapping[str, Any]  # what the caller of `save` added; empty if the manifest is damaged
-    sha256: str  # of the data file, as saved; empty if the manifest is damaged
-    problem: str | None  # what is wrong, found without reading the data; `verify` also reads the data
 
 
 def save(directory: Path, state: State, *, step: int, meta: Mapping[str, Any]) -> SaveResult:
@@ -91,9 +83,9 @@ def save(directory: Path, state: State, *, step: int, meta: Mapping[str, Any]) -
             fsync_path(directory.parent)
         _remove_leftovers(directory)
         replaced = [entry.path for entry in list_checkpoints(directory) if entry.step == step]
-        revision = 1 + max((_parse_name(old)[1] for old in replaced), default=-1)
+        revision = 1 + max((parse_name(old)[1] for old in replaced), default=-1)
         _require_room(directory, needed)
-        path = directory / _format_name(step, revision)
+        path = directory / format_name(step, revision)
         size = _write(path, state, step=step, meta=meta)
     except OSError as error:
         raise CheckpointError(_describe_failed_save(directory, step, needed, error.strerror or str(error))) from error
@@ -102,43 +94,15 @@ def save(directory: Path, state: State, *, step: int, meta: Mapping[str, Any]) -
     return SaveResult(path, time.perf_counter() - start, size)
 
 
-def list_checkpoints(directory: Path) -> list[Entry]:
-    """List the checkpoints of a directory, including damaged ones, newest step first. Reads manifests only."""
-    if not directory.is_dir():
-        return []
-    found = [path for path in directory.iterdir() if _DATA_NAME.fullmatch(path.name)]
-    return [_read_entry(path) for path in sorted(found, key=_parse_name, reverse=True)]
-
-
-def select_checkpoint(found: Sequence[Entry]) -> Entry:
-    """Return the checkpoint whose weights are the run's result: the finished average, else the best, else the newest.
-
-    Args:
-        found: what `list_checkpoints` returns; not empty.
-    """
-    best = (found[0].meta.get("best") or {}).get("step")
-    if found[0].meta.get("swa"):
-        return found[0]
-    return next((entry for entry in found if entry.step == best), found[0])
-
-
 def select_weights(state: State) -> dict[str, torch.Tensor]:
     """Return the weights of a checkpoint that evaluation and export use: averaged ones if there are any."""
+    return {**(state.get("model") or {}), **_select_averaged(state)}
+
+
+def _select_averaged(state: State) -> dict[str, torch.Tensor]:
     swa = state.get("swa") or {}
-    averaged = swa["module"] if swa.get("refreshed") else state.get("ema") or {}
-    return {**(state.get("model") or {}), **averaged}
-
-
-def verify(entry: Entry) -> str | None:
-    """Read the whole data file and return what is wrong with the checkpoint, None if it is as it was saved."""
-    if entry.problem:
-        return entry.problem
-    try:
-        with entry.path.open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        return f"the data file cannot be read: {error.strerror}"
-    return None if found == entry.sha256 else f"SHA-256 is {found[:12]}.., the manifest says {entry.sha256[:12]}.."
+    averaged: dict[str, torch.Tensor] = swa["module"] if swa.get("refreshed") else state.get("ema") or {}
+    return averaged
 
 
 def load(path: Path, *, mmap: bool = False) -> State:
@@ -153,12 +117,43 @@ def load(path: Path, *, mmap: bool = False) -> State:
     Raises:
         CheckpointError: it is missing, damaged, or contains more than `State` allows. No code in it is run.
     """
-    if not _DATA_NAME.fullmatch(path.name):
+    if not DATA_NAME.fullmatch(path.name):
         raise CheckpointError(f"{path}: not the name of a checkpoint. Expected a file like step-000000100.ckpt.")
-    problem = verify(_read_entry(path))
+    problem = verify(read_entry(path))
     if problem:
-        raise CheckpointError(f"{path}: damaged: {problem}. Use another checkpoint of {path.parent}.")
+        raise CheckpointError(
+            f"{path}: damaged: {problem}. Restore it from a copy; the others: trainyard ckpt verify {path.parents[1]}"
+        )
     return _read(path, mmap=mmap)
+
+
+def choose_undamaged(directory: Path, *, step: int | None = None) -> tuple[Entry, str]:
+    """Return the checkpoint whose weights are the run's result, or the newest undamaged one if that cannot be used.
+
+    Args:
+        directory: has a checkpoint.
+        step: of the result; default: the newest manifest says it.
+
+    Returns:
+        The checkpoint, and why it is not the one of `step`; "" if it is.
+
+    Raises:
+        CheckpointError: every checkpoint is damaged.
+    """
+    found = list_checkpoints(directory)
+    step = find_result_step(found) if step is None else step
+    wanted = next((entry for entry in found if entry.step == step), None)
+    problem = f"the one of step {step} is missing" if wanted is None else verify(wanted)
+    if wanted is not None and problem is None:
+        return wanted, ""
+    usable, damaged = _find_newest_valid(found)
+    if usable is None:
+        raise CheckpointError(_describe_all_damaged(directory, damaged))
+    what = f"{wanted.path.name} is damaged ({problem})" if wanted else f"{problem} from {directory}"
+    return usable, (
+        f"{what}, which has the best weights of this run; {usable.path.name}, the newest undamaged one, is used "
+        "instead. To use the best ones, restore that file from a copy"
+    )
 
 
 def load_newest_valid(directory: Path) -> tuple[Entry, State] | None:
@@ -171,16 +166,28 @@ def load_newest_valid(directory: Path) -> tuple[Entry, State] | None:
         CheckpointError: every checkpoint is damaged, or the newest undamaged one does not load.
     """
     found = list_checkpoints(directory)
-    damaged = []
+    entry, damaged = _find_newest_valid(found)
+    if entry is not None:
+        return entry, _read(entry.path, mmap=False)
+    if not found:
+        return None
+    raise CheckpointError(_describe_all_damaged(directory, damaged))
+
+
+def _find_newest_valid(found: Sequence[Entry]) -> tuple[Entry | None, list[str]]:
+    """Return the newest undamaged checkpoint, None without one, and a line for each newer one, logged as a warning."""
+    damaged: list[str] = []
     for entry in found:
         problem = verify(entry)
         if problem is None:
-            return entry, _read(entry.path, mmap=False)
+            return entry, damaged
         logger.warning("{}: damaged, trying the one before: {}", entry.path, problem)
         damaged.append(f"  {entry.path.name}: {problem}")
-    if not damaged:
-        return None
-    raise CheckpointError(
+    return None, damaged
+
+
+def _describe_all_damaged(directory: Path, damaged: Sequence[str]) -> str:
+    return (
         f"{directory}: all {len(damaged)} checkpoints are damaged:\n"
         + "\n".join(damaged)
         + f"\nNothing was deleted. Restore one from a copy, or start from scratch without them: mv {directory} "
@@ -237,16 +244,18 @@ def export(path: Path, out: Path) -> Path:
     """
     if out.exists():
         raise CheckpointError(f"{out}: exists already and is not overwritten. Name another file, or delete it.")
-    state, entry = load(path, mmap=True), _read_entry(path)
-    swa = state.get("swa") or {}
-    averaged = swa["module"] if swa.get("refreshed") else state.get("ema") or {}
-    weights = _merge_weights(path, state.get("model") or {}, averaged)
+    state, entry = load(path, mmap=True), read_entry(path)
+    try:
+        averaged = _select_averaged(state)
+        weights = _merge_weights(path, state.get("model") or {}, averaged)
+    except (LookupError, AttributeError, TypeError) as error:
+        raise CheckpointError(f"{path}: not exported: its weights are not where they should be ({error}).") from error
     metadata = {
         "format": "pt",
         "step": str(entry.step),
-        "weights": "swa" if swa.get("refreshed") else "ema" if averaged else "model",
+        "weights": "swa" if (state.get("swa") or {}).get("refreshed") else "ema" if averaged else "model",
         "checkpoint_sha256": entry.sha256,
-        "meta": json.dumps(dict(entry.meta)),
+        "meta": json.dumps({name: value for name, value in entry.meta.items() if name != FILES}),
         "learned": json.dumps(state.get("learned", {})),
     }
     partial = _add_partial_suffix(out)
@@ -321,61 +330,14 @@ def _add_partial_suffix(path: Path) -> Path:
 def _encode_manifest(step: int, size: int, sha256: str, meta: Mapping[str, Any]) -> str:
     fields = {"format": FORMAT, "step": step, "bytes": size, "sha256": sha256, "meta": dict(meta)}
     fields = json.loads(json.dumps(fields))  # what a reader gets: string keys, no tuples
-    return json.dumps({**fields, "self_sha256": _hash_fields(fields)}, indent=1)
-
-
-def _hash_fields(fields: Mapping[str, Any]) -> str:
-    """Hash a manifest's own fields: a flipped bit in `meta` may well leave valid JSON."""
-    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
-
-
-def _check_manifest(manifest: Any, *, step: int, size: int) -> str | None:
-    if not isinstance(manifest, dict):
-        return "the manifest is damaged: not a JSON object"
-    if manifest.get("format") != FORMAT:
-        return f"written with checkpoint format {manifest.get('format')}, this checkout reads {FORMAT}"
-    if manifest.pop("self_sha256", None) != _hash_fields(manifest):
-        return "the manifest is damaged: its own SHA-256 does not match"
-    if manifest["step"] != step:
-        return f"renamed: the manifest is of step {manifest['step']}"
-    if manifest["bytes"] != size:
-        return f"the data file has {size} bytes, the manifest says {manifest['bytes']}"
-    return None
-
-
-def _read_entry(path: Path) -> Entry:
-    """Describe the checkpoint whose data file `path` is."""
-    step, size = _parse_name(path)[0], 0
-    try:
-        size = path.stat().st_size
-        manifest = json.loads(path.with_suffix(".json").read_bytes())
-    except OSError as error:
-        problem: str | None = f"{Path(error.filename or path).name} cannot be read: {error.strerror}"
-    except ValueError as error:
-        problem = f"the manifest is damaged: {error}"
-    else:
-        problem = _check_manifest(manifest, step=step, size=size)
-    if problem:
-        return Entry(path, step, size, {}, "", problem)
-    return Entry(path, step, size, manifest["meta"], manifest["sha256"], None)
-
-
-def _format_name(step: int, revision: int) -> str:
-    return f"step-{step:09d}" + (f"-{revision}" if revision else "") + ".ckpt"
-
-
-def _parse_name(path: Path) -> tuple[int, int]:
-    """Return (step, revision) of a data file's path; a later save of the same step has a higher revision."""
-    match = _DATA_NAME.fullmatch(path.name)
-    assert match, path
-    return int(match[1]), int(match[2] or 0)
+    return json.dumps({**fields, "self_sha256": hash_fields(fields)}, indent=1)
 
 
 def _remove_leftovers(directory: Path) -> None:
     """Remove what an interrupted save or deletion left: partial files, and manifests without their data."""
     for path in list(directory.glob("step-*")):
         data = path.with_suffix(".ckpt")
-        orphan = path.suffix == ".json" and _DATA_NAME.fullmatch(data.name) and not data.exists()
+        orphan = path.suffix == ".json" and DATA_NAME.fullmatch(data.name) and not data.exists()
         if orphan or path.name.endswith((".ckpt.partial", ".json.partial")):
             path.unlink()
 
@@ -432,7 +394,7 @@ def _describe_failed_save(directory: Path, step: int, needed: int, reason: str) 
     disk = find_existing(directory)
     free = shutil.disk_usage(disk).free
     return (
-        f"{directory / _format_name(step, 0)}: not saved: {reason}. It needs at least {format_size(needed)}, "
+        f"{directory / format_name(step, 0)}: not saved: {reason}. It needs at least {format_size(needed)}, "
         f"{format_size(free)} are free (a quota may allow less). Older checkpoints are untouched. Look at "
         f"df -h {disk} and du -sh {disk}/*, free some space or keep fewer (checkpoint.keep_last=1), and start the run "
         "again: it resumes from the newest checkpoint."
@@ -440,12 +402,17 @@ def _describe_failed_save(directory: Path, step: int, needed: int, reason: str) 
 
 
 def _read(path: Path, *, mmap: bool) -> State:
-    if not zipfile.is_zipfile(path):
-        raise CheckpointError(_describe_refusal(path, "it is not the zip archive that torch.save writes"))
     try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)  # type: ignore[no-any-return]
+        check_archive(path)
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+        check_state(state)
     except pickle.UnpicklingError as error:
         raise CheckpointError(_describe_refusal(path, str(error).splitlines()[0])) from error
+    except (MemoryError, OSError):
+        raise
+    except Exception as error:  # torch raises anything for a file that it did not write
+        raise CheckpointError(_describe_refusal(path, f"{type(error).__name__}: {error}".splitlines()[0])) from error
+    return cast(State, state)
 
 
 def _describe_refusal(path: Path, reason: str) -> str:

@@ -1,8 +1,8 @@
 """Writes a run's metrics and events, to disk and to trackers. Their schema is in runs/events.py."""
 
+import hashlib
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
@@ -14,7 +14,15 @@ import numpy as np
 
 from trainyard.errors import UserError
 from trainyard.files import AppendedFile, write_atomically
-from trainyard.runs.events import EVENTS_FILE, KINDS, METRICS_FILE, Line, find_elapsed_s, read_lines
+from trainyard.runs.events import (
+    EVENTS_FILE,
+    KINDS,
+    METRICS_FILE,
+    Line,
+    drop_torn_tail,
+    find_elapsed_s,
+    read_lines,
+)
 from trainyard.train.trackers import open_tracker
 
 
@@ -44,14 +52,18 @@ class Recorder:
             UserError: a tracker is unknown or not installed, or the folder of a new run already has metrics.
         """
         for path in (run / METRICS_FILE, run / EVENTS_FILE):
-            _drop_torn_tail(path)
+            drop_torn_tail(path)
         lines = read_lines(run / METRICS_FILE)
         if resume_at is None and lines:
             raise UserError(
                 f"{run / METRICS_FILE}: expected no metrics in the folder of a new run, found {len(lines)} "
                 f"lines. Resume that run, or start in another folder."
             )
-        assert all(line["step"] <= (resume_at or 0) for line in lines), "rewind before recording"
+        if any(line["step"] > (resume_at or 0) for line in lines):
+            raise UserError(
+                f"{run / METRICS_FILE}: expected no line after step {resume_at or 0}, where the checkpoint is. The "
+                "file was changed since: restore it from a copy, or start a new run."
+            )
         self._trackers = [open_tracker(name, run, config, resume_at) for name in trackers]
         for line in lines:
             if line["step"] == resume_at:  # trackers drop this step too, but part of it may precede the checkpoint
@@ -61,6 +73,7 @@ class Recorder:
         self._started_s = time.monotonic()
         self._check_owner = check_owner
         self._metrics = AppendedFile(run / METRICS_FILE)
+        self._digest = hashlib.sha256((run / METRICS_FILE).read_bytes())  # of all lines, those of earlier attempts too
         self._events = AppendedFile(run / EVENTS_FILE)
 
     def log(self, kind: str, step: int, values: Mapping[str, object]) -> None:
@@ -82,7 +95,10 @@ class Recorder:
             line["time"] = datetime.now(UTC).isoformat(timespec="seconds")
         self._check_owner()
         file = self._events if kind == "event" else self._metrics
-        file.write(_encode(line))
+        data = _encode(line)
+        file.write(data)
+        if file is self._metrics:
+            self._digest.update(data)
         self._log_to_trackers(kind, step, values)
 
     def sync(self) -> int:
@@ -91,6 +107,11 @@ class Recorder:
         for tracker in self._trackers:
             tracker.flush()
         return self._metrics.sync()
+
+    @property
+    def metrics_sha256(self) -> str:
+        """SHA-256 of `metrics.jsonl` as it was written."""
+        return self._digest.hexdigest()
 
     @staticmethod
     def rewind(run: Path, offset: int) -> None:
@@ -141,14 +162,6 @@ def _encode(line: Line) -> bytes:
     if nonfinite:
         plain |= dict.fromkeys(nonfinite) | {"nonfinite": nonfinite}
     return json.dumps(plain, allow_nan=False).encode() + b"\n"
-
-
-def _drop_torn_tail(path: Path) -> None:
-    """Cut what a killed writer left after the last whole line, so that the next line starts on its own."""
-    data = path.read_bytes() if path.exists() else b""
-    end = data.rfind(b"\n") + 1
-    if end < len(data):
-        os.truncate(path, end)
 
 
 def write_report_figures(run: Path, split: str, figures: Mapping[str, bytes]) -> None:

@@ -1,7 +1,11 @@
 """Builds the state of a run, encodes it for a checkpoint and restores it from one."""
 
-from collections.abc import Callable, Mapping
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,6 +14,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from trainyard.errors import UserError
+from trainyard.runs.manifest import MOST, CheckpointError
 from trainyard.train import checkpoint, distributed
 from trainyard.train.module import TrainModule
 from trainyard.train.run_context import RunContext
@@ -42,15 +47,15 @@ def prepare_state(context: RunContext) -> tuple[TrainState, int | None]:
         ema_decay=config.ema_decay,
         swa=WeightAverage(copy_for_average(module)) if config.swa else None,
     )
-    saved = _load_newest_checkpoint(context)
-    if saved is not None:
-        restore_state(state, saved, fingerprint=context.data.fingerprint)
+    found = _load_newest_checkpoint(context)
+    if found is not None:
+        restore_state(state, found[1], fingerprint=context.data.fingerprint, path=found[0])
     if config.gradient_checkpointing and not enable_activation_checkpointing(module):
         raise UserError(
             f"gradient_checkpointing=true, but the model of {config.family} names no repeated layers to recompute."
         )
     state.model = _wrap_ddp(context, module)
-    return state, None if saved is None else saved["metrics_position"]
+    return state, None if found is None else found[1]["metrics_position"]
 
 
 def encode_state(
@@ -71,29 +76,89 @@ def encode_state(
     }
 
 
-def restore_state(state: TrainState, saved: Mapping[str, Any], *, fingerprint: str) -> None:
+def restore_state(state: TrainState, saved: Mapping[str, Any], *, fingerprint: str, path: Path) -> None:
     """Restore a state from what `encode_state` returned.
 
+    Args:
+        path: the file that it was loaded from.
+
     Raises:
+        CheckpointError: something is missing in it, or does not fit this run's model.
         UserError: it belongs to other data.
     """
+    with refuse_misfit(path):
+        _check_fields(saved)
     if saved["data"] != fingerprint:
         raise UserError(
             "This run was trained on other data than those found now (the packed index differs). "
             "Put the packed data back, or start a new run."
         )
-    state.module.load_state_dict(saved["model"])
-    state.optimizer.load_state_dict(saved["optimizer"])
-    state.scaler.load_state_dict(saved["scaler"])
-    if state.ema is not None:
-        state.ema.load_state_dict(saved["ema"])
-    if state.swa is not None:
-        state.swa.load_state_dict(saved["swa"])
-    state.progress = Progress(**saved["progress"])
-    state.best = saved["best"]
+    with refuse_misfit(path):
+        state.module.load_state_dict(saved["model"])
+        state.optimizer.load_state_dict(saved["optimizer"])
+        _check_moments(state.optimizer)
+        state.scaler.load_state_dict(saved["scaler"])
+        if state.ema is not None:
+            state.ema.load_state_dict(saved["ema"])
+        if state.swa is not None:
+            state.swa.load_state_dict(saved["swa"])
+        state.progress = Progress(**saved["progress"])
+        state.best = saved["best"]
 
 
-def _load_newest_checkpoint(context: RunContext) -> dict[str, Any] | None:
+@contextmanager
+def refuse_misfit(path: Path) -> Iterator[None]:
+    """Turn what torch raises for a state that does not fit into one sentence about the checkpoint `path`.
+
+    Raises:
+        CheckpointError: instead of it.
+    """
+    try:
+        yield
+    except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
+        reason = " ".join(str(error).split())[:300]
+        reason = f"it lacks {reason}" if isinstance(error, KeyError) else reason
+        raise CheckpointError(
+            f"{path}: undamaged, but it does not fit this run: {reason}. Resume with the code that wrote it (its "
+            f"commit is in env.json), or from the checkpoint before it: mv {path} {path}.refused"
+        ) from error
+
+
+def _check_fields(saved: Mapping[str, Any]) -> None:
+    """Raise an error that names the first field that is missing or of another kind."""
+    for name, kinds in _FIELDS.items():
+        if type(saved[name]) not in kinds:
+            raise TypeError(f"'{name}' is {saved[name]!r:.60}, expected {kinds[0].__name__}")
+    counts = {"metrics_position": saved["metrics_position"], **saved["progress"]}
+    for name, value in counts.items():
+        is_number = type(value) is int or (name == "train_s" and type(value) is float and math.isfinite(value))
+        if not is_number or not 0 <= value < MOST:
+            raise ValueError(f"'{name}' is {value!r:.60}, expected a number from 0 to 2**63")
+    best = saved["best"]
+    if best is not None and [type(best[name]) for name in ("step", "metric", "value")] != [int, str, float]:
+        raise TypeError(f"'best' is {best!r:.60}, expected a step, a metric and its value")
+
+
+_FIELDS: dict[str, tuple[type, ...]] = {
+    "model": (OrderedDict, dict),
+    "optimizer": (dict,),
+    "scaler": (dict,),
+    "progress": (dict,),
+    "best": (dict, type(None)),
+    "data": (str,),
+    "metrics_position": (int,),
+}
+
+
+def _check_moments(optimizer: torch.optim.Optimizer) -> None:
+    """Raise an error if the statistics of a parameter have another shape: torch does not look until it uses them."""
+    for parameter, statistics in optimizer.state.items():
+        for name, value in statistics.items():
+            if isinstance(value, Tensor) and value.ndim and value.shape != parameter.shape:
+                raise ValueError(f"'{name}' has shape {tuple(value.shape)}, its parameter {tuple(parameter.shape)}")
+
+
+def _load_newest_checkpoint(context: RunContext) -> tuple[Path, dict[str, Any]] | None:
     """Load the newest valid checkpoint on every rank; rank 0 chooses, so that all load the same one."""
     found = checkpoint.load_newest_valid(context.run / "checkpoints") if context.world.is_main else None
     path = distributed.broadcast_from_rank0(None if found is None else found[0].path)
@@ -101,7 +166,7 @@ def _load_newest_checkpoint(context: RunContext) -> dict[str, Any] | None:
         return None
     saved = found[1] if found is not None else checkpoint.load(path)
     logger.info("resuming from {}", path.name)
-    return saved
+    return path, saved
 
 
 def _wrap_ddp(context: RunContext, module: TrainModule) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:

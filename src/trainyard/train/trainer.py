@@ -6,14 +6,19 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from loguru import logger
 
+from trainyard.config import list_kept_options
 from trainyard.data.loader import MicroBatch
 from trainyard.errors import NotFinite, UserError
+from trainyard.runs.changes import FILES, describe_files
 from trainyard.runs.events import list_metric_names
+from trainyard.runs.folder import read_env, select_fixed_env, update_env
+from trainyard.runs.manifest import CheckpointError, parse_name
 from trainyard.scoring import explain_missing_intervals
 from trainyard.settings import Duration
 from trainyard.train import checkpoint, distributed, precision
@@ -31,7 +36,7 @@ from trainyard.train.run_context import (
     compute_total_steps,
     make_loader,
 )
-from trainyard.train.run_state import encode_state, prepare_state
+from trainyard.train.run_state import encode_state, prepare_state, refuse_misfit
 from trainyard.train.schedule import compute_lr_factor
 from trainyard.train.step import (
     StepResult,
@@ -76,6 +81,11 @@ class Trainer:
         self.autocast = precision.make_autocast(context.precision, context.device)
         self.loader = make_loader(context)
         self.order = build_epoch_order(context, state.progress.epoch)
+        if state.progress.batches_done >= len(self.order):
+            raise CheckpointError(
+                f"{context.run}/checkpoints: the newest is in batch {state.progress.batches_done} of an epoch of "
+                f"{len(self.order)}. Trainyard never writes such a file: find out who did."
+            )
         self.total_steps = compute_total_steps(context.config, len(self.order))
         self.log_every, self.eval_every, self.save_every, self.keep_every = (
             Interval(text, len(self.order))
@@ -92,13 +102,17 @@ class Trainer:
         self.previous_skipped: DeferredScalar | None = None
         self.skipped_in_a_row = 0
         self.save_s = self.longest_step_s = 0.0
+        self.env = select_fixed_env(read_env(context.run)) if recorder is not None else {}
 
     def run(self) -> Stop:
         """Take the remaining steps; at the end of training, score the test sets with the final weights."""
         reason = Stop.NONE if self._is_at_end() else self._train()
         if reason is Stop.NONE:
             self._score_test_sets()
-        self._log_event("done" if reason is Stop.NONE else "stop", reason=reason.name.lower().replace("_", " "))
+        name, why = "done" if reason is Stop.NONE else "stop", reason.name.lower().replace("_", " ")
+        if self.recorder is not None:
+            metrics = {"bytes": self.recorder.sync(), "sha256": self.recorder.metrics_sha256}
+            self._log_event(name, reason=why, metrics=metrics)
         distributed.barrier()  # no rank leaves while another still needs it
         return reason
 
@@ -318,6 +332,12 @@ class Trainer:
         )
         meta = {"epoch": state.progress.epoch, "world_size": self.context.world.world_size, "best": state.best}
         meta["swa"] = state.swa.count if state.swa is not None and state.swa.refreshed else 0
+        meta[FILES] = describe_files(
+            list_kept_options(self.context.config),
+            self.env,
+            metrics_bytes=content["metrics_position"],
+            metrics_sha256=recorder.metrics_sha256,
+        )
         saved = checkpoint.save(folder, content, step=state.progress.step, meta=meta)
         best = state.best["step"] if state.best else None
         checkpoint.prune(
@@ -345,18 +365,36 @@ class Trainer:
                     autocast=self.autocast,
                 )
                 self._save()
+            self._record_choice("final_weights", f"the mean of {self.state.swa.count}", "swa=true")
             return self.state.swa.module
         module, best = self._select_eval_module(), self.state.best
-        if best is not None and best["step"] != self.state.progress.step:
-            saved = self._load_best(best["step"])
+        why = f"best on validation: {best['metric']} {best['value']:.4g}" if best else "there is no validation"
+        if best is None or best["step"] == self.state.progress.step:
+            self._record_choice("final_weights", f"step {self.state.progress.step}", why)
+            return module
+        path, problem = self._choose_best(best["step"])
+        saved = checkpoint.load(path)
+        with refuse_misfit(path):
             module.load_state_dict(saved["ema"] or saved["model"])
+        self._record_choice("final_weights", f"step {parse_name(path)[0]}", problem or why)
+        if problem:
+            run = self.context.run
+            logger.warning("{}: {}, and score the test sets again: trainyard resume {}", run, problem, run)
+            self._log_event("best_unusable", used=path.name, reason=problem)
         return module
 
-    def _load_best(self, step: int) -> dict[str, Any]:
-        for entry in checkpoint.list_checkpoints(self.context.run / "checkpoints"):
-            if entry.step == step:
-                return checkpoint.load(entry.path)
-        raise UserError(f"{self.context.run}/checkpoints: the best checkpoint, of step {step}, is missing.")
+    def _choose_best(self, step: int) -> tuple[Path, str]:
+        """Return the best checkpoint, or the one used instead, and why; rank 0 chooses, so that all load the same."""
+        chosen: tuple[Path, str] | None = None
+        if self.context.world.is_main:
+            entry, problem = checkpoint.choose_undamaged(self.context.run / "checkpoints", step=step)
+            chosen = entry.path, problem
+        result: tuple[Path, str] = distributed.broadcast_from_rank0(chosen)
+        return result
+
+    def _record_choice(self, name: str, value: str, reason: str) -> None:
+        if self.recorder is not None:
+            update_env(self.context.run, "choices", {name: {"value": value, "reason": reason}})
 
     def _log_event(self, name: str, **fields: Any) -> None:
         if self.recorder is not None:

@@ -1,0 +1,218 @@
+"""Notices that a run's own files are not as the run wrote them: its options, its environment record, its metrics.
+
+config.yaml and env.json carry a digest of their content, so that a change is noticed at any time. Each checkpoint
+records what both said, so that another run's file is noticed too, and both can be restored; and a digest of the metrics
+up to it. What a user accepts in spite of that is an event. Runs of earlier versions recorded none of this, and resume.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from trainyard.errors import UserError
+from trainyard.files import open_file
+from trainyard.frozen import LOCATION, ConfigError, build_tree, hash_options, read_options, write_frozen
+from trainyard.runs.events import ENDS, EVENTS_FILE, METRICS_FILE, STARTS, Line, append_event, read_lines
+from trainyard.runs.folder import CONFIG, ENV_FILE, EnvChanged, read_env, select_fixed_env, write_env
+from trainyard.runs.manifest import hash_fields, list_checkpoints
+
+FILES = "files"
+"""What `meta` of a checkpoint calls the record of the run's files."""
+ACCEPTED = "accepted"
+"""The event of accepting changed files, with a digest of each."""
+
+_APPENDED = (METRICS_FILE, EVENTS_FILE, "log")
+_MOST_NAMED = 3
+
+
+def describe_files(
+    options: tuple[Mapping[str, Any], Mapping[str, Any]],
+    env: Mapping[str, Any],
+    *,
+    metrics_bytes: int,
+    metrics_sha256: str,
+) -> dict[str, Any]:
+    """Return what a checkpoint records about its run's files.
+
+    Args:
+        options: those that the run keeps, and those that may change: what it trains with, not what the file says.
+        env: what `select_fixed_env` returns.
+        metrics_bytes: length of the metrics at this checkpoint.
+        metrics_sha256: of that many bytes.
+    """
+    metrics = {"bytes": metrics_bytes, "sha256": metrics_sha256}
+    return {"kept": dict(options[0]), "mutable": dict(options[1]), "env": dict(env), "metrics": metrics}
+
+
+class Change(NamedTuple):
+    """A file of a run that is not as the run wrote it."""
+
+    path: Path
+    problem: str
+    advice: str  # what to type
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.problem} {self.advice}"
+
+
+def refuse_changes(run: Path) -> None:
+    """Raise if a file of the run is not as the run wrote it. Reads the metrics once.
+
+    Raises:
+        UserError: says what differs, and what to type to restore or accept it.
+    """
+    if found := find_changes(run):
+        raise UserError("\n".join(map(str, found)))
+
+
+def find_changes(run: Path) -> list[Change]:
+    """Return the files that are not as the run wrote them. Reads the metrics once.
+
+    Raises:
+        UserError: the events are damaged.
+    """
+    if links := [run / name for name in _APPENDED if (run / name).is_symlink()]:
+        problem = "it is a link, and writing to it would change a file elsewhere."
+        return [Change(link, problem, f"Delete it: rm {link}") for link in links]
+    events = read_lines(run / EVENTS_FILE)
+    record = _find_record(run, events)
+    accepted = {str(event.get(name)) for event in events if event.get("event") == ACCEPTED for name in _CHECKS}
+    found = (check(run, record, accepted) for check in _CHECKS.values())
+    return [change for change in found if change is not None]
+
+
+def accept_changes(run: Path) -> None:
+    """Declare the files of a run right as they are: later checks compare with them. For the run's owner only.
+
+    Raises:
+        UserError: one cannot be read, so it cannot be accepted.
+    """
+    record = _find_record(run, read_lines(run / EVENTS_FILE))
+    options, _ = read_options(run / CONFIG)
+    env = read_env(run, checked=False)
+    digests = {CONFIG: _hash_kept(options, record), ENV_FILE: hash_fields(select_fixed_env(env))}
+    if record:
+        digests[METRICS_FILE] = _hash_metrics(run, record["metrics"]["bytes"])[0]
+    append_event(run, {"event": ACCEPTED, **digests})
+    write_frozen(build_tree(options), run / CONFIG)
+    write_env(run, env)
+
+
+def restore_files(run: Path) -> None:
+    """Write config.yaml and env.json again as the newest checkpoint recorded them. For the run's owner only.
+
+    Raises:
+        UserError: no checkpoint recorded them.
+    """
+    record = _find_record(run, read_lines(run / EVENTS_FILE))
+    if not record:
+        raise UserError(f"{run}: no checkpoint recorded its files. Restore them from a copy, or start a new run.")
+    if _check_config(run, record, set()) is not None:
+        write_frozen(build_tree({**record["kept"], **record["mutable"]}), run / CONFIG)
+    if _check_env(run, record, set()) is not None:
+        write_env(run, record["env"])
+
+
+def _find_record(run: Path, events: list[Line]) -> dict[str, Any]:
+    """Return what the newest checkpoint recorded; empty if there is none, or it is of a version that recorded nothing.
+
+    A run that resumed from an older checkpoint, because newer ones are damaged, has rewritten its metrics since.
+    """
+    steps = [event["step"] for event in events if event.get("event") in ("checkpoint", *STARTS)]
+    entries = [entry for entry in list_checkpoints(run / "checkpoints") if entry.problem is None]
+    newest = next((entry for entry in entries if not steps or entry.step <= steps[-1]), None)
+    record = {} if newest is None else newest.meta.get(FILES, {})
+    if not isinstance(record, dict) or (record and not _is_record(record)):
+        raise UserError(f"{newest.path if newest else run}: its manifest does not describe files as Trainyard does.")
+    ending = [event for event in events if event.get("event") in (*STARTS, *ENDS)][-1:]
+    final = ending[0].get("metrics") if ending else None  # test scores follow the last checkpoint
+    return {**record, "metrics": final} if record and _is_record({**record, "metrics": final}) else record
+
+
+def _is_record(record: Mapping[str, Any]) -> bool:
+    metrics = record.get("metrics")
+    has_metrics = isinstance(metrics, dict) and type(metrics.get("bytes")) is int and metrics["bytes"] >= 0
+    return has_metrics and all(isinstance(record.get(name), dict) for name in ("kept", "mutable", "env"))
+
+
+def _check_config(run: Path, record: Mapping[str, Any], accepted: set[str]) -> Change | None:
+    path = run / CONFIG
+    if not record and not path.exists():
+        return None  # reading it says so
+    try:
+        options, stated = read_options(path)
+    except ConfigError as error:
+        return Change(path, str(error).removeprefix(str(path)).lstrip(":, "), _advise(run, record, can_accept=False))
+    kept, mutable = record.get("kept", {}), record.get("mutable", {})
+    is_intact = stated == hash_options(options)
+    expected = kept if is_intact else {**kept, **mutable}
+    differing = [name for name in expected if name in options.keys() - {LOCATION} and options[name] != expected[name]]
+    if differing and not (is_intact and _hash_kept(options, record) in accepted):
+        shown = [f"{name} is {options[name]}, not {expected[name]}" for name in differing[:_MOST_NAMED]]
+        more = f", and {len(differing) - _MOST_NAMED} more" if len(differing) > _MOST_NAMED else ""
+        problem = f"was changed since the newest checkpoint: {'; '.join(shown)}{more}."
+        return Change(path, problem, _advise(run, record))
+    if stated and not is_intact:
+        return Change(path, "was changed: its options do not match the digest above them.", _advise(run, record))
+    return None
+
+
+def _check_env(run: Path, record: Mapping[str, Any], accepted: set[str]) -> Change | None:
+    path = run / ENV_FILE
+    if not record and not path.exists():
+        return None
+    try:
+        fixed = select_fixed_env(read_env(run))
+    except UserError as error:
+        can_accept = isinstance(error, EnvChanged)
+        return Change(path, str(error).removeprefix(f"{path}: "), _advise(run, record, can_accept=can_accept))
+    if not record or fixed == record["env"] or hash_fields(fixed) in accepted:
+        return None
+    names = [name for name in record["env"] | fixed if fixed.get(name) != record["env"].get(name)]
+    problem = f"was changed since the newest checkpoint: {', '.join(names)} differ."
+    return Change(path, problem, _advise(run, record))
+
+
+def _check_metrics(run: Path, record: Mapping[str, Any], accepted: set[str]) -> Change | None:
+    if not record:
+        return None
+    expected = record["metrics"]
+    try:
+        found, size = _hash_metrics(run, expected["bytes"])
+    except OSError as error:
+        problem = f"cannot be read: {error.strerror}."
+        return Change(run / METRICS_FILE, problem, "Restore it from a copy, or start a new run.")
+    if found == expected["sha256"] or found in accepted:
+        return None
+    reason = f"has {size} bytes" if size < expected["bytes"] else f"has SHA-256 {found[:12]}.."
+    problem = (
+        f"was changed: its first {expected['bytes']} bytes had SHA-256 {str(expected['sha256'])[:12]}.. when the run "
+        f"last recorded it, now it {reason}."
+    )
+    return Change(run / METRICS_FILE, problem, _advise(run, {}))
+
+
+_CHECKS = {CONFIG: _check_config, ENV_FILE: _check_env, METRICS_FILE: _check_metrics}
+
+
+def _hash_kept(options: Mapping[str, Any], record: Mapping[str, Any]) -> str:
+    return hash_options({name: options.get(name) for name in record["kept"]}) if record else ""
+
+
+def _hash_metrics(run: Path, count: int) -> tuple[str, int]:
+    """Return the SHA-256 of the first `count` bytes of the metrics, and how many there are."""
+    digest, size = hashlib.sha256(), 0
+    if count == 0 and not (run / METRICS_FILE).exists():
+        return digest.hexdigest(), 0
+    with open_file(run / METRICS_FILE) as file:
+        while chunk := file.read(min(2**20, count - size)):
+            digest.update(chunk)
+            size += len(chunk)
+    return digest.hexdigest(), size
+
+
+def _advise(run: Path, record: Mapping[str, Any], *, can_accept: bool = True) -> str:
+    command = f"trainyard resume {run} --changed-files"
+    restore = f"Restore it from the newest checkpoint: {command} restore" if record else "Restore it from a copy"
+    return f"{restore}; or resume with it as it is: {command} accept" if can_accept else restore

@@ -1,0 +1,140 @@
+"""Reads what checkpoints say about themselves, in their names and manifests. Loads no torch.
+
+train/checkpoint.py writes them, and says what they are.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainyard.errors import UserError
+from trainyard.files import open_file, parse_json, read_file
+
+FORMAT = 1
+DATA_NAME = re.compile(r"step-([0-9]+)(?:-([0-9]+))?\.ckpt")
+MOST = 2**63
+"""Steps, sizes and counts are below this; torch cannot represent more."""
+
+_MOST_BYTES = 16 * 2**20  # of a manifest, which has a few thousand
+
+
+class CheckpointError(UserError):
+    """A checkpoint cannot be written, read or found."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One checkpoint of a directory, as its file name and its manifest describe it."""
+
+    path: Path
+    step: int
+    bytes: int  # of the data file on disk
+    meta: Mapping[str, Any]  # what the caller of `save` added; empty if the manifest is damaged
+    sha256: str  # of the data file, as saved; empty if the manifest is damaged
+    problem: str | None  # what is wrong, found without reading the data; `verify` also reads the data
+
+
+def list_checkpoints(directory: Path) -> list[Entry]:
+    """List the checkpoints of a directory, including damaged ones, newest step first. Reads manifests only."""
+    if not directory.is_dir():
+        return []
+    found = [path for path in directory.iterdir() if DATA_NAME.fullmatch(path.name)]
+    return [read_entry(path) for path in sorted(found, key=parse_name, reverse=True)]
+
+
+def select_checkpoint(found: Sequence[Entry]) -> Entry:
+    """Return the checkpoint whose weights are the run's result: the finished average, else the best, else the newest.
+
+    Args:
+        found: what `list_checkpoints` returns; not empty. Damaged manifests say nothing; data are not read.
+    """
+    intact = [entry for entry in found if entry.problem is None] or found
+    step = find_result_step(found)
+    return next((entry for entry in intact if entry.step == step), intact[0])
+
+
+def find_result_step(found: Sequence[Entry]) -> int | None:
+    """Return the step whose weights are the run's result, as the newest intact manifest says; None without one."""
+    newest = next((entry for entry in found if entry.problem is None), None)
+    if newest is None:
+        return None
+    return newest.step if newest.meta.get("swa") or not newest.meta.get("best") else int(newest.meta["best"]["step"])
+
+
+def verify(entry: Entry) -> str | None:
+    """Read the whole data file and return what is wrong with the checkpoint, None if it is as it was saved."""
+    if entry.problem:
+        return entry.problem
+    try:
+        with open_file(entry.path) as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        return f"the data file cannot be read: {error.strerror}"
+    return None if found == entry.sha256 else f"SHA-256 is {found[:12]}.., the manifest says {entry.sha256[:12]}.."
+
+
+def hash_fields(fields: Mapping[str, Any]) -> str:
+    """Hash a JSON object by its content: a flipped bit may well leave valid JSON."""
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+
+
+def read_entry(path: Path) -> Entry:
+    """Describe the checkpoint whose data file `path` is."""
+    step, size = parse_name(path)[0], 0
+    try:
+        if path.is_symlink():
+            open_file(path)  # raises, and says why
+        size = path.stat().st_size
+        manifest = parse_json(read_file(path.with_suffix(".json"), most_bytes=_MOST_BYTES))
+        problem = _check_manifest(manifest, step=step, size=size)
+        if problem is None:
+            open_file(path).close()
+    except OSError as error:
+        problem = f"{Path(error.filename or path).name} cannot be read: {error.strerror}"
+    except (ValueError, RecursionError) as error:
+        problem = f"the manifest is damaged: {error}"
+    if problem:
+        return Entry(path, step, size, {}, "", problem)
+    return Entry(path, step, size, manifest["meta"], manifest["sha256"], None)
+
+
+def _check_manifest(manifest: Any, *, step: int, size: int) -> str | None:
+    if not isinstance(manifest, dict):
+        return "the manifest is damaged: not a JSON object"
+    if manifest.get("format") != FORMAT:
+        return f"written with checkpoint format {str(manifest.get('format'))[:20]}, this checkout reads {FORMAT}"
+    if manifest.pop("self_sha256", None) != hash_fields(manifest):
+        return "the manifest is damaged: its own SHA-256 does not match"
+    for name, kind in (("step", int), ("bytes", int), ("sha256", str), ("meta", dict)):
+        if type(manifest.get(name)) is not kind:
+            return f"the manifest has no valid '{name}': expected {kind.__name__}, found {_show(manifest.get(name))}"
+    if manifest["step"] != step:
+        return f"renamed: the manifest is of step {str(manifest['step'])[:20]}"
+    if step >= MOST:
+        return "no run has so many steps"
+    if manifest["bytes"] != size:
+        return f"the data file has {size} bytes, the manifest says {str(manifest['bytes'])[:20]}"
+    best = manifest["meta"].get("best")
+    if best is not None and not (isinstance(best, dict) and type(best.get("step")) is int):
+        return f"the manifest has no valid 'best': expected an object with a step, found {_show(best)}"
+    return None
+
+
+def _show(value: object) -> str:
+    return "nothing" if value is None else repr(value)[:40]
+
+
+def format_name(step: int, revision: int) -> str:
+    """Return the name of a data file."""
+    return f"step-{step:09d}" + (f"-{revision}" if revision else "") + ".ckpt"
+
+
+def parse_name(path: Path) -> tuple[int, int]:
+    """Return (step, revision) of a data file's path; a later save of the same step has a higher revision."""
+    match = DATA_NAME.fullmatch(path.name)
+    assert match, path
+    return int(match[1]), int(match[2] or 0)

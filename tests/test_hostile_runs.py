@@ -1,0 +1,262 @@
+"""Files of a run folder or bundle that a stranger made: none is read, executed or shown, and each gets one sentence."""
+
+import hashlib
+import itertools
+import json
+import math
+import os
+import re
+import shutil
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.training import FAMILIES
+from trainyard import config as configs
+from trainyard.cli import main
+from trainyard.errors import UserError
+from trainyard.report.run_page import write_report
+from trainyard.runs.changes import find_changes
+from trainyard.runs.folder import create_run
+from trainyard.runs.manifest import CheckpointError, list_checkpoints
+from trainyard.train import checkpoint
+
+SECRET = "hunter2-of-the-victim"
+JOBS = ["--jobs", str(FAMILIES)]
+
+
+@pytest.fixture(scope="module")
+def gift(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run folder with a checkpoint, metrics and events."""
+    root = tmp_path_factory.mktemp("gift")
+    run = create_run(root / "runs", configs.compose("stripes", [], FAMILIES), name="gift", code=root)
+    checkpoint.save(run / "checkpoints", {"model": {"w": torch.arange(300.0)}}, step=1, meta={})
+    write_lines(run / "metrics.jsonl", {"kind": "train", "step": 1, "loss": 1.0, "elapsed_s": 1.0})
+    time = {"time": "2026-01-02T03:04:05+00:00"}
+    write_lines(run / "events.jsonl", {"kind": "event", "step": 0, "event": "start", "attempt": "local-1", **time})
+    return run
+
+
+@pytest.fixture
+def run(gift: Path, tmp_path: Path) -> Path:
+    """A copy of it, which a test may change."""
+    return Path(shutil.copytree(gift, tmp_path / "runs" / "stripes" / "gift"))
+
+
+@pytest.fixture
+def secret(tmp_path: Path) -> Path:
+    """A file of the victim, outside the run folder, that parses as anything."""
+    path = tmp_path / "victim" / "secret"
+    path.parent.mkdir()
+    path.write_text(json.dumps({"created": SECRET, "family": SECRET, "job": SECRET}) + "\n")
+    return path
+
+
+def write_lines(path: Path, *lines: object) -> None:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+# Checkpoints
+
+
+def seal(path: Path) -> None:
+    """Make the manifest match the data file, as its author can."""
+    data = path.read_bytes()
+    manifest = {"format": 1, "step": 1, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest(), "meta": {}}
+    path.with_suffix(".json").write_text(json.dumps(manifest | {"self_sha256": checkpoint.hash_fields(manifest)}))
+
+
+def rewrite(path: Path, change: Callable[[str, bytes], bytes], *, compression: int = zipfile.ZIP_STORED) -> None:
+    """Write the archive again with changed records."""
+    with zipfile.ZipFile(path) as archive:
+        records = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w", compression) as archive:
+        for name, data in records.items():
+            archive.writestr(name, change(name, data))
+
+
+def inflate(path: Path) -> None:
+    """A zip bomb: 64 MiB of zeros in 64 KiB."""
+    zeros = bytes(2**26)
+    rewrite(path, lambda name, data: zeros if name.endswith("/data/0") else data, compression=zipfile.ZIP_DEFLATED)
+    assert path.stat().st_size < 2**18
+
+
+def declare_more(path: Path) -> None:
+    """A tensor of 65,535 numbers with a record of 300: torch would read the memory behind it."""
+    count = b"M" + (300).to_bytes(2, "little")
+    rewrite(path, lambda name, data: data.replace(count, b"M\xff\xff") if name.endswith("/data.pkl") else data)
+
+
+def repeat(path: Path) -> None:
+    """A tensor of four bytes that declares to be repeated to 4 TB."""
+    torch.save({"model": {"w": torch.zeros(1).expand(2**40)}}, path)
+
+
+def nest(path: Path) -> None:
+    """A list that contains itself."""
+    inner: list[object] = []
+    inner.append(inner)
+    torch.save({"model": inner, "size": torch.Size([1])}, path)
+
+
+@pytest.mark.parametrize(
+    ("craft", "found"),
+    [
+        (inflate, "its records are compressed, which torch.save never does"),
+        (declare_more, "a tensor declares 262140 bytes, but its record has 1200"),
+        (repeat, "a tensor of shape (1099511627776,) repeats very few data"),
+        (nest, "it holds a Size"),
+        (lambda path: torch.save([1], path), "it holds a list, not a dict"),
+        (lambda path: torch.save({"x": torch.zeros(2, device="meta")}, path), "refused"),
+        (lambda path: path.write_bytes(b"PK\x05\x06" + bytes(18)), "it is not the zip archive that torch.save writes"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "it is not the zip archive that torch.save writes"),
+    ],
+)
+def test_a_checkpoint_that_declares_what_it_has_not_is_refused(run, craft, found):
+    path = run / "checkpoints" / "step-000000001.ckpt"
+    craft(path)
+    seal(path)
+    assert checkpoint.verify(list_checkpoints(run / "checkpoints")[0]) is None
+    for read in (lambda: checkpoint.load(path), lambda: checkpoint.load_newest_valid(path.parent)):
+        with pytest.raises(CheckpointError) as raised:
+            read()
+        assert found in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_links_and_pipes_among_checkpoints_are_not_opened(run, secret):
+    data = run / "checkpoints" / "step-000000001.ckpt"
+    manifest = data.with_suffix(".json")
+    for path, kind in ((data, "link"), (manifest, "link"), (data, "pipe"), (manifest, "pipe")):
+        content = path.read_bytes()
+        path.unlink()
+        if kind == "link":
+            shutil.copy(secret, other := secret.with_name("copy"))
+            other.write_bytes(content)  # what it points to is right, and still not of this folder
+            path.symlink_to(other)
+        else:
+            os.mkfifo(path)
+        problem = checkpoint.verify(list_checkpoints(run / "checkpoints")[0]) or ""
+        assert f"{path.name} cannot be read: it is " in problem or "bytes, the manifest says" in problem, problem
+        path.unlink()
+        path.write_bytes(content)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, " " * (17 * 2**20), "9" * 5000, "\x00"])
+def test_a_manifest_of_absurd_size_or_depth_is_a_damaged_one(run, text):
+    (run / "checkpoints" / "step-000000001.json").write_text(text)
+    problem = list_checkpoints(run / "checkpoints")[0].problem
+    assert problem is not None and re.match(r"the manifest is damaged|step-000000001.json cannot be read", problem)
+    assert len(problem) < 200
+
+
+# Run folders
+
+LETTERS = "abcdefghijklmnop"
+BOMB = "a: &a [x]\n" + "".join(f"{b}: &{b} [*{a}, *{a}]\n" for a, b in itertools.pairwise(LETTERS))
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        (BOMB, "has an anchor, and a run's options are plain values"),
+        ("seed: !!python/object/apply:os.mkdir [PROOF]", "has a tag"),
+        ("seed: !!int 5", "has a tag"),
+        ("warm_start: ${oc.env:TRAINYARD_SECRET}", "has a reference to other values"),
+        ("_target_: os.mkdir", "there is no option '_target_'"),
+        ("optimizer: {_target_: os.mkdir}", "there is no option 'optimizer._target_'"),
+        ("a: " + "[" * 5000, "has too many levels"),
+        ("# " + "x" * 2**20, "larger than 1048576 bytes"),
+        ("family: ../../victim", "is not the name of a family"),
+        ("seed: 1\nseed: 2", "not YAML: found duplicate key seed"),
+    ],
+)
+def test_options_that_do_something_are_refused(run, monkeypatch, capsys, tmp_path, line, found):
+    monkeypatch.setenv("TRAINYARD_SECRET", SECRET)
+    text = "family: stripes\njob: stripes\n" if not line.startswith("family") else ""
+    (run / "config.yaml").write_text(text + line.replace("PROOF", str(tmp_path / "proof")) + "\n")
+    with pytest.raises(UserError) as raised:
+        configs.thaw(run / "config.yaml", FAMILIES)
+    assert found in str(raised.value) and "\n" not in str(raised.value) and SECRET not in str(raised.value)
+    assert main(["resume", str(run), *JOBS]) == 2
+    output = capsys.readouterr()
+    assert SECRET not in output.err + output.out and not (tmp_path / "proof").exists()
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "env.json", "metrics.jsonl", "events.jsonl"])
+def test_a_link_to_the_victims_file_is_not_shown(run, secret, capsys, name):
+    (run / name).unlink()
+    (run / name).symlink_to(secret)
+    for words in (["report"], ["why"], ["status"], ["resume", *JOBS], ["runs", "--runs", str(run.parents[1])]):
+        main([words[0], *([] if words[0] == "runs" else [str(run)]), *words[1:]])
+    shown = capsys.readouterr()
+    assert SECRET not in shown.out + shown.err and "it is a link" in shown.err
+    assert not any(SECRET in path.read_text() for path in run.glob("report.html"))
+
+
+def test_a_report_embeds_only_images_of_the_run(run, secret):
+    (run / "exhibits").mkdir()
+    (run / "exhibits" / "a.png").symlink_to(secret)
+    (run / "exhibits" / "b.png").write_bytes(secret.read_bytes())
+    page = write_report(run).read_text()
+    assert "a.png" not in page and 'alt="a"' not in page and 'alt="b"' not in page
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"kind": "train", "step": 10**300, "loss": 1.0},
+        {"kind": "train", "step": -1, "loss": 1.0},
+        {"kind": "train", "step": True, "loss": 1.0},
+        {"kind": "train", "step": 1, "loss": "x"},
+        {"kind": "train", "step": 1, "loss": 1.0, "samples_per_s": [1]},
+        {"kind": "train", "step": 1, "loss": None, "nonfinite": {"loss": "__import__('os')"}},
+        {"kind": "train", "step": 1, "loss": None, "nonfinite": ["loss"]},
+        {"kind": "train", "step": 1, "loss": math.nan},
+        {"kind": "train", "step": 1, "loss": 1.0, "samples_per_s": math.inf},
+        {"kind": "eval", "step": 1, "accuracy": 0.5},
+        {"kind": "eval", "step": 1, "split": ["val"], "accuracy": 0.5},
+        {"kind": "eval", "step": 1, "split": "val", "accuracy": 10**400},
+        [["kind", "train"]],
+    ],
+)
+def test_a_metrics_line_that_no_run_writes_is_one_sentence(run, capsys, line):
+    write_lines(run / "metrics.jsonl", line)
+    assert main(["report", str(run)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"UserError: {run}/metrics.jsonl:1: expected ") and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("events.jsonl", {"kind": "event", "step": 10**40, "event": "start", "time": "2026-01-01T00:00:00+00:00"}),
+        ("events.jsonl", {"kind": "event", "step": 1, "event": ["start"], "time": 5}),
+        ("events.jsonl", {"kind": "event", "step": 1, "event": "start", "time": "0001-01-01T00:00:00"}),
+        ("heartbeat.json", {"time": "now", "step": 1}),
+        ("heartbeat.json", {"step": 1}),
+        ("heartbeat.json", {"time": 1e300, "step": 1, "attempt": "local-1"}),
+        ("heartbeat.json", {"time": 1.0, "step": {}, "samples_per_s": "fast"}),
+        ("slurm/submission.json", {"scheduler": "slurm", "job": "1", "submitted": "soon", "gpus": "all"}),
+        ("slurm/attempts.jsonl", {"event": "start", "job": "1", "attempt": 0, "time": 10**30}),
+        ("errors/local-1-rank0.json", {"time": "late", "message": [1]}),
+        ("env.json", {"created": 1, "choices": [1]}),
+    ],
+)
+def test_one_strange_run_is_listed_and_the_others_too(run, tmp_path, capsys, name, content):
+    shutil.copytree(run, run.with_name("mine"))
+    (run / name).parent.mkdir(exist_ok=True)
+    write_lines(run / name, content)
+    assert main(["runs", "--runs", str(tmp_path / "runs")]) == 0
+    output = capsys.readouterr().out
+    assert "stripes/mine" in output and "stripes/gift" in output
+    assert str(run / name) in output or name.startswith("errors")
+    main(["why", str(run)])
+
+
+def test_a_run_of_this_test_is_not_strange_by_itself(run):
+    assert find_changes(run) == []
+    assert write_report(run).stat().st_size > 1000
