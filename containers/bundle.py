@@ -6,6 +6,7 @@
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import tarfile
@@ -119,18 +120,60 @@ def _unpack(bundle: Path, folder: Path) -> dict[str, Any]:
     if not bundle.is_file():
         raise Mistake(f"{bundle}: no such file. Make one: make bundle HW=cpu OUT={bundle}")
     try:
-        with tarfile.open(bundle) as tar:
+        with tarfile.open(bundle, "r:") as tar:  # not compressed: it cannot unpack to more than its own size
+            _refuse_strange_members(bundle, tar)
             tar.extractall(folder, filter="data")
     except (OSError, tarfile.TarError) as error:
         raise Mistake(f"{bundle}: cannot be unpacked: {error}. Copy it again.") from None
     try:
         manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_bytes())
-        whole = manifest.pop("digest") == _digest(manifest)
-    except (OSError, ValueError, KeyError):
+        whole = manifest.pop("digest") == _digest(manifest) and _is_manifest(manifest)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         whole = False
     if not whole:
         raise Mistake(f"{bundle}: differs from what was bundled: {MANIFEST} was changed. Copy it again.")
     return manifest
+
+
+def _refuse_strange_members(bundle: Path, tar: tarfile.TarFile) -> None:
+    """Raise for what `make_bundle` never writes: only files and folders, inside the bundle, each once.
+
+    Raises:
+        Mistake: names the member and says what is wrong with it.
+    """
+    names: set[str] = set()
+    size = bundle.stat().st_size
+    for member in tar:
+        parts = Path(member.name).parts
+        wrong = (
+            f"is a {_KINDS.get(member.type, 'special file')}"
+            if not (member.isreg() or member.isdir()) or member.issparse()
+            else "leads out of it"
+            if member.name.startswith("/") or ".." in parts
+            else "is there twice"
+            if member.name in names
+            else f"declares {member.size} bytes, more than the bundle has"
+            if member.size > size
+            else f"is larger than {_MOST_MANIFEST_BYTES} bytes"
+            if member.name == MANIFEST and member.size > _MOST_MANIFEST_BYTES
+            else ""
+        )
+        if wrong:
+            raise Mistake(
+                f"{bundle}: refused: '{member.name[:80]}' in it {wrong}. A bundle has only files and folders of its "
+                "own: find out who made it."
+            )
+        names.add(member.name)
+
+
+_KINDS = {tarfile.SYMTYPE: "link", tarfile.LNKTYPE: "link", tarfile.FIFOTYPE: "pipe", tarfile.CHRTYPE: "device"}
+_MOST_MANIFEST_BYTES = 2**26
+
+
+def _is_manifest(manifest: Mapping[str, Any]) -> bool:
+    files, image = manifest["files"], manifest["image"]
+    is_listing = isinstance(files, dict) and all(isinstance(digest, str) for digest in files.values())
+    return is_listing and isinstance(image, str) and re.fullmatch(r"[a-z0-9][\w./:-]*", image) is not None
 
 
 def _digest(manifest: Mapping[str, Any]) -> str:

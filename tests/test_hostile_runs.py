@@ -1,12 +1,14 @@
 """Files of a run folder or bundle that a stranger made: none is read, executed or shown, and each gets one sentence."""
 
 import hashlib
+import io
 import itertools
 import json
 import math
 import os
 import re
 import shutil
+import tarfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -260,3 +262,50 @@ def test_one_strange_run_is_listed_and_the_others_too(run, tmp_path, capsys, nam
 def test_a_run_of_this_test_is_not_strange_by_itself(run):
     assert find_changes(run) == []
     assert write_report(run).stat().st_size > 1000
+
+
+# Bundles
+
+
+def add_member(tar: tarfile.TarFile, name: str, content: bytes = b"", **fields: object) -> None:
+    info = tarfile.TarInfo(name)
+    info.size = len(content)
+    for field, value in fields.items():
+        setattr(info, field, value)
+    tar.addfile(info, io.BytesIO(content) if info.isreg() else None)
+
+
+def seal_bundle(**fields: object) -> bytes:
+    digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+    return json.dumps({**fields, "digest": digest}).encode()
+
+
+@pytest.mark.parametrize(
+    ("members", "found"),
+    [
+        ([("data", b"", {"type": tarfile.SYMTYPE, "linkname": "/etc"})], "'data' in it is a link"),
+        ([("code", b"", {"type": tarfile.LNKTYPE, "linkname": "../victim/secret"})], "'code' in it is a link"),
+        ([("../victim/new", b"x", {})], "'../victim/new' in it leads out of it"),
+        ([("/tmp/trainyard-hostile", b"x", {})], "leads out of it"),
+        ([("pipe", b"", {"type": tarfile.FIFOTYPE})], "'pipe' in it is a pipe"),
+        ([("a", b"x", {}), ("a", b"y", {})], "'a' in it is there twice"),
+        ([("manifest.json", seal_bundle(files=[1], image="x"), {})], "manifest.json was changed"),
+        ([("manifest.json", seal_bundle(files={}, image="--privileged"), {})], "manifest.json was changed"),
+        ([("manifest.json", b"[" * 100_000, {})], "manifest.json was changed"),
+    ],
+)
+def test_a_bundle_with_strange_members_is_refused_and_nothing_is_written(tmp_path, secret, monkeypatch, members, found):
+    bundle = tmp_path / "gift" / "bundle.tar"
+    bundle.parent.mkdir()
+    with tarfile.open(bundle, "w") as tar:
+        for name, content, fields in members:
+            add_member(tar, name, content, **fields)
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "containers")
+    from bundle import verify_bundle
+    from engine import Mistake
+
+    with pytest.raises(Mistake) as raised:
+        verify_bundle(bundle, os.environ)
+    assert found in str(raised.value) and "\n" not in str(raised.value)
+    assert [path.name for path in bundle.parent.iterdir()] == ["bundle.tar"]
+    assert [path.name for path in secret.parent.iterdir()] == ["secret"]
