@@ -97,7 +97,7 @@ def test_a_run_that_somebody_handed_over_cannot_read_the_environment(monkeypatch
     text = (tmp_path / "config.yaml").read_text()
     assert "path: /harmless" in text
     (tmp_path / "config.yaml").write_text(text.replace("/harmless", "${oc.env:PLANTED}"))
-    with pytest.raises(ConfigError, match=r"config\.yaml: data\.path: reads the environment variable PLANTED"):
+    with pytest.raises(ConfigError, match=r"config\.yaml: has a reference to other values, \$\{\.\.\.\}"):
         thaw(tmp_path / "config.yaml", FAMILIES)
 
 
@@ -109,10 +109,10 @@ def test_other_code_may_still_read_the_environment_through_omegaconf(monkeypatch
     assert OmegaConf.create({"a": "${oc.env:PLANTED}"}).a == VALUE
 
 
-@pytest.mark.parametrize("family", ["../../elsewhere", "/tmp/elsewhere", "[a]", "''"])
+@pytest.mark.parametrize("family", ["../../elsewhere", "/elsewhere", "[a]", "''"])
 def test_a_run_cannot_name_a_family_outside_the_folder_of_jobs(tmp_path, family):
     (tmp_path / "config.yaml").write_text(f"job: tiny\nfamily: {family}\n")
-    with pytest.raises(ConfigError, match=r"family: expected the name of a folder in"):
+    with pytest.raises(ConfigError, match=r"is not the name of a family|including 'family'\. The file was changed"):
         thaw(tmp_path / "config.yaml", FAMILIES)
 
 
