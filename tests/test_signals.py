@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.images import make_import_environ
 from tests.training import FAMILIES, load_state, new_run, start, wait_for_lines
 from trainyard.runs.events import read_events
 from trainyard.runs.state import ExitCode
@@ -44,6 +45,20 @@ def test_a_closed_terminal_and_ctrl_backslash_save_like_sigterm(number, tmp_path
     process.join(60)
     assert process.exitcode == ExitCode.PREEMPTED
     assert load_state(run)["progress/step"] >= 5 and read_events(run)[-1]["event"] == "stop"
+
+
+def test_a_rank_that_slurm_starts_keeps_a_signal_until_its_run_listens(tmp_path):
+    command = [sys.executable, "-m", "trainyard.launch.start_rank", str(tmp_path)]
+    process = subprocess.Popen(command, env={**make_import_environ(), "SUBMITIT_EXECUTOR": "local"})
+    while not read_status(process.pid, "SigBlk") >> (signal.SIGUSR2 - 1) & 1:
+        assert process.poll() is None
+    assert "numpy" not in list_libraries(process.pid), "submitit is loaded already"
+    process.send_signal(signal.SIGUSR2)
+    while "numpy" not in list_libraries(process.pid):  # it goes on loading
+        assert process.poll() is None
+    assert read_status(process.pid, "ShdPnd") >> (signal.SIGUSR2 - 1) & 1
+    process.kill()
+    process.wait()
 
 
 @pytest.mark.parametrize("verb", ["run", "resume"])

@@ -95,7 +95,7 @@ def find_rank_pids(run: Path, rank: int) -> list[int]:
             environ, command = (folder / "environ").read_bytes(), (folder / "cmdline").read_bytes()
         except OSError:
             continue  # it has exited in the meantime
-        if wanted <= set(environ.split(b"\0")) and b"submitit" in command and b"srun" not in command.split(b"\0")[0]:
+        if wanted <= set(environ.split(b"\0")) and b"start_rank" in command and b"srun" not in command.split(b"\0")[0]:
             found.append(int(folder.name))
     return found
 

@@ -32,6 +32,7 @@ from trainyard.text import suggest_nearest
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _CODE_LIMIT_MIB = 64
+_START_RANK = "trainyard.launch.start_rank"
 
 
 @dataclass(frozen=True)
@@ -187,15 +188,15 @@ def render_attempt_script() -> str:
 
 
 def can_start(code: Code) -> bool:
-    """Return whether a code snapshot has what `submit` pickles by name: one from an earlier version may not."""
-    return (code.folder / _PACKAGE.name / "launch" / "rank_task.py").is_file()
+    """Return whether a code snapshot has what the batch script starts: one from an earlier version may not."""
+    return code.folder.joinpath(*_START_RANK.split(".")).with_suffix(".py").is_file()
 
 
 def render_batch_script(plan: Plan, runs: Sequence[Path], *, folder: Path, code: Code, parallel: int = 0) -> str:
     """Return the batch script that `submit` would submit."""
     from submitit.slurm.slurm import _make_sbatch_string
 
-    command = f"{_build_python_command(plan)} -u -m submitit.core._submit {shlex.quote(str(folder))}"
+    command = f"{_build_python_command(plan)} -u -m {_START_RANK} {shlex.quote(str(folder))}"
     parameters = _build_parameters(plan, runs, folder=folder, code=code, parallel=parallel)
     return _make_sbatch_string(command, folder, map_count=len(runs) if len(runs) > 1 else None, **parameters)
 
