@@ -67,7 +67,7 @@ def test_a_killed_rank_and_an_infinite_loss_are_distinguished(current_lab, start
     assert (read_one_status(infinite).state, read_one_status(infinite).cause) == ("failed", "not_finite")
     assert read_ends(infinite) == [(0, "user_error", "stop")], "it would happen again, so it is not requeued"
     output = explain_run(infinite)
-    assert "rank 0 on " in output
+    assert re.search("rank [01] on ", output), "the rank that failed first is not named"
     assert "NotFinite: Step " in output and "the gradient is not finite" in output
     assert "cause: NaN or infinite gradients" in output
     assert output.splitlines()[-1].endswith("optimizer.lr=0.005")
