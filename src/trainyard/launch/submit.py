@@ -196,9 +196,9 @@ def render_batch_script(plan: Plan, runs: Sequence[Path], *, folder: Path, code:
     """Return the batch script that `submit` would submit."""
     from submitit.slurm.slurm import _make_sbatch_string
 
-    command = f"{_build_python_command(plan)} -u -m {_START_RANK} {shlex.quote(str(folder))}"
     parameters = _build_parameters(plan, runs, folder=folder, code=code, parallel=parallel)
-    return _make_sbatch_string(command, folder, map_count=len(runs) if len(runs) > 1 else None, **parameters)
+    command, count = _build_rank_command(plan, folder), len(runs) if len(runs) > 1 else None
+    return _make_sbatch_string(command, folder, map_count=count, **parameters)
 
 
 @limit_writers()
@@ -221,7 +221,11 @@ def submit(plan: Plan, runs: Sequence[Path], *, folder: Path, code: Code, parall
     if len(runs) > 1:
         write_atomically(_name_array_list(folder, runs), "".join(f"{run}\n" for run in runs))
     before = set(folder.iterdir())
-    executor = SlurmExecutor(folder, python=_build_python_command(plan))
+
+    class RankExecutor(SlurmExecutor):  # srun starts our own module instead of submitit's
+        _submitit_command_str = _build_rank_command(plan, folder)
+
+    executor = RankExecutor(folder)
     executor.update_parameters(**_build_parameters(plan, runs, folder=folder, code=code, parallel=parallel))
     try:
         jobs = executor.submit_array([RankTask(run, code.jobs) for run in runs])
@@ -405,6 +409,11 @@ def _compute_memory_gib(plan: Plan) -> int:
 
 def _quote_interpreter() -> str:
     return shlex.quote(sys.executable)
+
+
+def _build_rank_command(plan: Plan, folder: Path) -> str:
+    """Return what srun starts for each rank."""
+    return f"{_build_python_command(plan)} -u -m {_START_RANK} {shlex.quote(str(folder))}"
 
 
 def _build_python_command(plan: Plan) -> str:
