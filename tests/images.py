@@ -96,6 +96,11 @@ def edit_index(folder: Path) -> Iterator[h5py.File]:
     index.write_bytes(seal_index(index.read_bytes()[HEADER_BYTES:]))
 
 
+def make_unmeasured_environ() -> dict[str, str]:
+    """Return this environment for a process that coverage leaves alone: its time, files, signal handlers."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE")}
+
+
 def make_import_environ() -> dict[str, str]:
     """Return the environment for a Python process that imports from the same places as this one."""
     return os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.images import edit_index
+from tests.images import edit_index, make_unmeasured_environ
 from tests.training import FAMILIES, new_run, train
 from trainyard import cli
 
@@ -171,7 +171,7 @@ def test_a_full_disk_stops_a_run_with_one_message_and_keeps_what_was_saved(tmp_p
 
     command = [sys.executable, "-m", "trainyard", "resume", str(run), *JOBS]
     # Coverage would write its own file, too large for the limit, and say so.
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE")}
+    environ = make_unmeasured_environ()
     done = subprocess.run(command, capture_output=True, text=True, preexec_fn=small_files, timeout=240, env=environ)
     assert done.returncode == 2
     assert "not saved" in done.stderr and "Traceback" not in done.stderr

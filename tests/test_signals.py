@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.images import make_import_environ
+from tests.images import make_import_environ, make_unmeasured_environ
 from tests.training import FAMILIES, load_state, new_run, start, wait_for_lines
 from trainyard.runs.events import read_events
 from trainyard.runs.state import ExitCode
@@ -64,7 +64,9 @@ def test_a_rank_that_slurm_starts_keeps_a_signal_until_its_run_listens(tmp_path)
 @pytest.mark.parametrize("verb", ["run", "resume"])
 @pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM])
 def test_a_run_listens_before_it_imports_anything_slow(verb, number, tmp_path):
-    process = subprocess.Popen([*RUN, verb, "stripes", *JOBS], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    environ = make_unmeasured_environ()  # coverage has a handler for SIGTERM
+    command = [*RUN, verb, "stripes", *JOBS]
+    process = subprocess.Popen(command, cwd=tmp_path, env=environ, stderr=subprocess.PIPE, text=True)
     while not listens_to(process.pid, number):
         assert process.poll() is None
     assert "numpy" not in list_libraries(process.pid) and "yaml" not in list_libraries(process.pid)
