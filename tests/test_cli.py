@@ -37,6 +37,13 @@ def make_raw_folder(here: Path, count: int = 10) -> Path:
     return here / "raw"
 
 
+@pytest.mark.parametrize("flag", ["--trus", "--break"])
+def test_a_flag_is_typed_in_full(here, capsys, flag):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["resume", "newest", flag])
+    assert f"unrecognized arguments: {flag}" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("argv", "expected"),

@@ -65,6 +65,7 @@ def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def _build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="trainyard",
+        allow_abbrev=False,
         description="Train on whatever GPUs are available, and resume exactly.",
         epilog="Options of a job are written name=value, such as optimizer.lr=1e-4. List them: trainyard options JOB",
     )

@@ -14,7 +14,7 @@ def add_verb(
     verbs: Verbs, name: str, command: Callable[[argparse.Namespace], int], doc: str
 ) -> argparse.ArgumentParser:
     """Add one command."""
-    verb = verbs.add_parser(name, help=doc, description=doc)
+    verb = verbs.add_parser(name, help=doc, description=doc, allow_abbrev=False)
     verb.set_defaults(command=command)
     verb.add_argument(
         "--jobs", type=Path, default=find_project_folder("jobs"), metavar="DIR", help="folder of families"
