@@ -197,7 +197,7 @@ def render_batch_script(plan: Plan, runs: Sequence[Path], *, folder: Path, code:
     from submitit.slurm.slurm import _make_sbatch_string
 
     parameters = _build_parameters(plan, runs, folder=folder, code=code, parallel=parallel)
-    command, count = _build_rank_command(plan, folder), len(runs) if len(runs) > 1 else None
+    command, count = _build_rank_command(_build_python_command(plan), folder), len(runs) if len(runs) > 1 else None
     return _make_sbatch_string(command, folder, map_count=count, **parameters)
 
 
@@ -223,7 +223,7 @@ def submit(plan: Plan, runs: Sequence[Path], *, folder: Path, code: Code, parall
     before = set(folder.iterdir())
 
     class RankExecutor(SlurmExecutor):  # srun starts our own module instead of submitit's
-        _submitit_command_str = _build_rank_command(plan, folder)
+        _submitit_command_str = _build_rank_command(_build_python_command(plan), folder)
 
     executor = RankExecutor(folder)
     executor.update_parameters(**_build_parameters(plan, runs, folder=folder, code=code, parallel=parallel))
@@ -248,7 +248,12 @@ def submit_locally(run: Path, *, ranks: int, gpus: int, time_min: int, code: Cod
     from submitit.local.local import LocalExecutor
 
     folder = run / "slurm"
-    executor = LocalExecutor(folder, python=f"env {shlex.quote(f'PYTHONPATH={code.folder}')} {_quote_interpreter()}")
+    python = f"env {shlex.quote(f'PYTHONPATH={code.folder}')} {_quote_interpreter()}"
+
+    class RankExecutor(LocalExecutor):  # ranks start with our own module instead of submitit's
+        _submitit_command_str = _build_rank_command(python, folder)
+
+    executor = RankExecutor(folder)
     executor.update_parameters(tasks_per_node=ranks, gpus_per_node=gpus, timeout_min=time_min, signal_delay_s=60)
     with _detach_output():
         job = executor.submit(RankTask(run, code.jobs, since=time.time()))
@@ -411,9 +416,9 @@ def _quote_interpreter() -> str:
     return shlex.quote(sys.executable)
 
 
-def _build_rank_command(plan: Plan, folder: Path) -> str:
-    """Return what srun starts for each rank."""
-    return f"{_build_python_command(plan)} -u -m {_START_RANK} {shlex.quote(str(folder))}"
+def _build_rank_command(python: str, folder: Path) -> str:
+    """Return what starts each rank; `python` is a quoted command."""
+    return f"{python} -u -m {_START_RANK} {shlex.quote(str(folder))}"
 
 
 def _build_python_command(plan: Plan) -> str:
