@@ -233,7 +233,8 @@ def submit(plan: Plan, runs: Sequence[Path], *, folder: Path, code: Code, parall
         for leftover in set(folder.iterdir()) - before:
             leftover.unlink()
         raise UserError(
-            f"Slurm refused the job: {_extract_refusal(error)}\nCheck the cluster file: {_suggest_check(plan)}"
+            f"Slurm refused the job: {_extract_refusal(error)}\n"
+            f"Check the cluster file: trainyard cluster-check {plan.cluster.name}"
         ) from None
     for script in folder.glob("*_submission.sh"):
         script.chmod(0o700)  # the cluster file's `setup` may contain a password
@@ -248,7 +249,7 @@ def submit_locally(run: Path, *, ranks: int, gpus: int, time_min: int, code: Cod
     from submitit.local.local import LocalExecutor
 
     folder = run / "slurm"
-    python = f"env {shlex.quote(f'PYTHONPATH={code.folder}')} {_quote_interpreter()}"
+    python = f"env {shlex.quote(f'PYTHONPATH={code.folder}')} {shlex.quote(sys.executable)}"
 
     class RankExecutor(LocalExecutor):  # ranks start with our own module instead of submitit's
         _submitit_command_str = _build_rank_command(python, folder)
@@ -412,10 +413,6 @@ def _compute_memory_gib(plan: Plan) -> int:
     return plan.kind.memory_gib_per_gpu * plan.ranks_per_node
 
 
-def _quote_interpreter() -> str:
-    return shlex.quote(sys.executable)
-
-
 def _build_rank_command(python: str, folder: Path) -> str:
     """Return what starts each rank; `python` is a quoted command."""
     return f"{python} -u -m {_START_RANK} {shlex.quote(str(folder))}"
@@ -424,7 +421,7 @@ def _build_rank_command(python: str, folder: Path) -> str:
 def _build_python_command(plan: Plan) -> str:
     """Return the command that runs Python on a node, quoted."""
     cluster = plan.cluster
-    python = shlex.quote(cluster.python) if cluster.python else _quote_interpreter()
+    python = shlex.quote(cluster.python or sys.executable)
     if cluster.container.kind != "apptainer":
         return python
     nvidia = ["--nv"] if plan.kind.gres else []
@@ -482,10 +479,6 @@ def _extract_refusal(error: Exception) -> str:
     """Return what sbatch said, without submitit's framing."""
     lines = [line for line in str(error).splitlines() if line.startswith("sbatch: ")]
     return "\n".join(lines) or str(error).strip()
-
-
-def _suggest_check(plan: Plan) -> str:
-    return f"trainyard cluster-check {plan.cluster.name}"
 
 
 @contextlib.contextmanager
