@@ -1,10 +1,12 @@
 """Fixtures that many tests share: raw and packed images."""
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
 import pytest
+from loguru import logger
 
 from tests.images import pack_folder, write_folder
 from trainyard.data.shards import ShardSet
@@ -38,3 +40,12 @@ def images(packed_images: Path) -> ShardSet:
 def packed_copy(packed_images: Path, tmp_path: Path) -> Path:
     """Return a copy of the packed images that a test may damage."""
     return Path(shutil.copytree(packed_images, tmp_path / "packed_copy"))
+
+
+@pytest.fixture
+def log() -> Iterator[list[str]]:
+    """Return the messages that are logged while the test runs."""
+    lines: list[str] = []
+    sink = logger.add(lines.append, format="{message}")
+    yield lines
+    logger.remove(sink)

@@ -12,7 +12,6 @@ import time
 from pathlib import Path
 
 import pytest
-from loguru import logger
 
 from trainyard.errors import UserError
 from trainyard.runs.lock import Owner, RunLock, read_owner, release
@@ -26,14 +25,6 @@ with RunLock(Path(sys.argv[1])):
     time.sleep(60)
 """
 CONTAINER = ["unshare", *([] if os.geteuid() == 0 else ["-Ur"]), "--uts", "--pid", "--fork", "--kill-child"]
-
-
-@pytest.fixture
-def log():
-    lines: list[str] = []
-    sink = logger.add(lines.append, format="{message}")
-    yield lines
-    logger.remove(sink)
 
 
 @pytest.fixture

@@ -215,14 +215,6 @@ def write_forged_lock(run: Path, **changes: object) -> None:
     (run / "lock").write_text(json.dumps({**content, **changes}))
 
 
-@pytest.fixture
-def log():
-    lines: list[str] = []
-    sink = logger.add(lines.append, format="{message}")
-    yield lines
-    logger.remove(sink)
-
-
 def test_a_lock_exists_inside_its_block_and_can_be_taken_again(tmp_path: Path, log: list[str]):
     for _ in range(2):
         with RunLock(tmp_path):

@@ -78,7 +78,7 @@ def _refuse_wsq_without_decoder(listing: Listing) -> None:
     wsq = [one.path for one in listing.prints if one.path.lower().endswith(".wsq")]
     if wsq and not can_decode_wsq():
         raise UserError(
-            f"{len(wsq)} WSQ files ({join_names(wsq, most=3)}), but no decoder is installed here. In a checkout, type "
+            f"WSQ files are here ({join_names(wsq, most=3)}), but no decoder is installed. In a checkout, type "
             "make setup; for a container image, make image HW=card; elsewhere, pip install wsq."
         )
 

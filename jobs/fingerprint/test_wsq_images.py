@@ -2,6 +2,7 @@
 
 import io
 import random
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -10,10 +11,11 @@ import wsq
 from PIL import Image
 
 from trainyard.data.shards import BadRecord
+from trainyard.errors import UserError
 
 from .config import Config
 from .pack import samples
-from .wsq_images import decode_wsq
+from .wsq_images import DECODER, decode_wsq
 
 PUBLISHED = Path(wsq.__file__).parent / "tests" / "test.wsq"  # a print that the package brings along
 
@@ -52,6 +54,16 @@ def test_a_wsq_file_is_packed_as_png_at_its_own_resolution_unless_another_is_sta
     config.packing.dpi_of_sets = []
     with pytest.raises(BadRecord, match=r"its comment says 1 dpi.*packing\.dpi_of_sets=\[\*:500\]"):
         next(samples(tmp_path, config)).load()
+
+
+def test_wsq_files_without_their_decoder_are_refused_with_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "101_1.wsq").write_bytes(make_wsq(569))
+    monkeypatch.setitem(sys.modules, DECODER, None)  # Python then finds no such module
+    expected = r"WSQ files are here \(101_1.wsq\), but no decoder is installed.*make setup.*pip install wsq"
+    with pytest.raises(UserError, match=expected):
+        next(iter(samples(tmp_path, Config())))
 
 
 @pytest.mark.parametrize("kept", [0, 2, 300, 10_000])
