@@ -7,7 +7,7 @@ PYTHON ?= python3
 JOB ?= fingerprint_demo
 VENV := .venv
 T := $(VENV)/bin/trainyard
-export JOB DATA RUN RAW OUT GPUS SET NAME WHEELS BUNDLE HW NODES TIME CLUSTER RUNS SWEEP MAX_PARALLEL DRY COVERAGE
+export JOB DATA RUN RAW OUT GPUS SET NAME WHEELS BUNDLE HW NODES TIME CLUSTER RUNS SWEEP MAX_PARALLEL DRY COVERAGE PYTHON PIECES
 
 # DATA=folder  GPUS=n  NAME=name  SET="option=value option=value": passed on word by word, never evaluated
 words = set -f; args=(); [ -z "$${DATA:-}" ] || args+=("data.path=$$DATA"); [ -z "$${GPUS:-}" ] || args+=(--gpus "$$GPUS"); \
@@ -104,8 +104,10 @@ run-image: ## train in the container image: HW=a100 JOB=fingerprint_demo  [GPUS=
 sif: ## make an Apptainer image: HW=a100
 	@$(PYTHON) containers/image.py sif "$${HW:-cpu}"
 
-wheelhouse: ## download wheels for a build without network: HW=a100 OUT=folder
-	@$(PYTHON) containers/image.py wheelhouse "$${HW:-cpu}" "$${OUT:?is missing. Type: make wheelhouse HW=cpu OUT=wheels}"
+wheelhouse: ## download wheels for a machine without network: HW=a100 OUT=wheels  [PYTHON=3.12 PIECES=60]
+	@case "$$PYTHON" in [0-9]*) version=$$PYTHON python=python3 ;; *) version= python=$$PYTHON ;; esac; \
+		"$$python" containers/image.py wheelhouse "$${HW:-cpu}" "$${OUT:-wheels}" \
+		$${version:+--python "$$version"} $${PIECES:+--pieces "$$PIECES"}
 
 bundle: ## write one tar of image, code, data, hashes, bill of materials: HW=a100 OUT=file.tar  [WHEELS=folder]
 	@$(PYTHON) containers/image.py bundle "$${HW:-cpu}" "$${OUT:?is missing. Type: make bundle HW=cpu OUT=trainyard.tar}" $${WHEELS:+--wheelhouse "$$WHEELS"}

@@ -21,6 +21,7 @@ from local_image import SEALED, USER, check_image, format_tag, hash_file
 from once import hold_lock
 from targets import Target, find_target
 from unpack import provide_apptainer
+from wheelhouse import download_wheels, make_pieces
 
 ROOT = Path(__file__).resolve().parents[1]
 _BUILD_S = 7200
@@ -87,6 +88,15 @@ def _parser() -> argparse.ArgumentParser:
         verbs, "wheelhouse", _wheelhouse, "download the wheels of a container image, to build it without network"
     )
     wheels.add_argument("out", type=Path, metavar="FOLDER")
+    wheels.add_argument("--python", type=_version, metavar="3.N", help="version they are for; default: this one")
+    wheels.add_argument(
+        "--pieces",
+        type=int,
+        default=0,
+        metavar="MIB",
+        help="for a machine that has torch: what else it needs, in files of at most so many MiB, and a script that "
+        "joins and installs them",
+    )
 
     bundle = _verb(
         verbs, "bundle", _bundle, "write container image, code, data, hashes and bill of materials into one tar"
@@ -120,6 +130,13 @@ def _verb(
     verb.add_argument("hw", metavar="HW", help="a card such as a100, or a target such as cuda13")
     verb.set_defaults(command=command)
     return verb
+
+
+def _version(text: str) -> str:
+    """Check a version of Python, such as 3.12."""
+    if not re.fullmatch(r"3\.\d{1,2}", text):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a version of Python, such as 3.12")
+    return text
 
 
 # build
@@ -323,8 +340,11 @@ def _sif(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
 
 def _wheelhouse(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
     target = find_target(args.hw)
-    options = ["--no-deps", "--require-hashes", "--requirement", str(target.lock), "--dest", str(args.out)]
-    subprocess.run([sys.executable, "-m", "pip", "download", *options], check=True, timeout=_BUILD_S, env=dict(environ))
+    if args.pieces:
+        script = make_pieces(target, args.out, python=args.python or "", piece_mib=args.pieces, environ=environ)
+        print(f"On the machine without network, in this checkout: sh {script} && python3 -m trainyard jobs")
+        return 0
+    download_wheels(target, args.out, python=args.python or "", environ=environ)
     print(f"Build with it where there is no network: containers/image.py build {args.hw} --wheelhouse {args.out}")
     return 0
 

@@ -1,0 +1,185 @@
+"""Downloads the wheels of a container image; for a machine that has torch, in pieces, with a script that installs them.
+
+Standard library and pip only, because `make wheelhouse` needs no setup.
+"""
+
+import hashlib
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from engine import Mistake
+from targets import Target
+
+ROOT = Path(__file__).resolve().parents[1]
+_MIB = 2**20
+_PIP_S = 7200
+_PRESENT = ("torch", "torchvision")  # what the other machine has, with all that only they need
+_GLIBC = (28, 27, 26, 24, 17, 12, 5)  # wheels' oldest systems, as pip names them: manylinux_2_28 ...
+_INSTALL = """\
+#!/bin/sh
+# Joins the pieces in this folder and installs their wheels for ${{PYTHON:-python3}}, which has torch:
+#     sh install.sh [options of pip install, such as --target FOLDER]
+set -eu
+cd "$(dirname "$0")"
+python=${{PYTHON:-python3}}
+"$python" - <<'EOF'
+import sys
+if sys.version_info[:2] != {version}:
+    found = sys.version.split()[0]
+    sys.exit(f"{name}: for Python {python}, and this is {{found}}. Name another: PYTHON=python{python} sh install.sh")
+try:
+    import torch, torchvision
+except ImportError as error:
+    sys.exit(f"torch and torchvision are not in these pieces, and must be here: {{error}}")
+EOF
+sha256sum --check --quiet SHA256SUMS
+cat {name}.tar.* | tar -x
+exec "$python" -m pip install --no-index --no-deps "$@" {name}/*.whl
+"""
+
+
+def download_wheels(target: Target, out: Path, *, python: str, environ: Mapping[str, str]) -> None:
+    """Download every wheel of a target's lock into a folder, and build those that exist as source only.
+
+    Args:
+        python: the version they are for, such as "3.12"; "": this interpreter's.
+
+    Raises:
+        Mistake: a source distribution makes wheels of this interpreter only.
+        subprocess.CalledProcessError: pip failed; it has said why.
+    """
+    _download(target.lock.read_text(encoding="utf-8"), out, python, environ)
+
+
+def make_pieces(target: Target, out: Path, *, python: str, piece_mib: int, environ: Mapping[str, str]) -> Path:
+    """Write what a machine that has torch needs without network, in files of at most `piece_mib` MiB.
+
+    The wheels are those of the lock without torch, torchvision and what only they need, and this checkout's own.
+
+    Returns:
+        the script in `out` that joins and installs them.
+
+    Raises:
+        Mistake: `out` is not empty, or as `download_wheels`.
+    """
+    if out.is_dir() and any(out.iterdir()):
+        raise Mistake(f"{out}: is not empty, and pieces of another time would be joined with these. Name a new folder.")
+    out.mkdir(parents=True, exist_ok=True)
+    python = python or _own_version()
+    with tempfile.TemporaryDirectory(prefix=".wheels-", dir=out) as folder:
+        wheels = Path(folder) / f"trainyard-{target.name}-py{python.replace('.', '')}"
+        _download(drop_packages(target.lock.read_text(encoding="utf-8"), _PRESENT), wheels, python, environ)
+        _build_own_wheel(wheels, Path(folder) / "checkout", environ)
+        return pack_wheels(wheels, out, python=python, piece_bytes=piece_mib * _MIB)
+
+
+def pack_wheels(wheels: Path, out: Path, *, python: str, piece_bytes: int) -> Path:
+    """Write a folder of wheels as pieces, their hashes, and a script that checks, joins and installs them."""
+    name = wheels.name
+    archive = wheels.with_name(f"{name}.tar")
+    with tarfile.open(archive, "w") as tar:
+        tar.add(wheels, arcname=name)
+    pieces = split_file(archive, out, piece_bytes)
+    archive.unlink()
+    sums = "".join(f"{_hash(piece)}  {piece.name}\n" for piece in pieces)
+    (out / "SHA256SUMS").write_text(sums, encoding="utf-8")
+    version = tuple(int(part) for part in python.split("."))
+    script = out / "install.sh"
+    script.write_text(_INSTALL.format(name=name, python=python, version=version), encoding="utf-8")
+    return script
+
+
+def drop_packages(lock: str, names: Sequence[str]) -> str:
+    """Return a lock without some packages and without what only they need.
+
+    pip-tools and uv write under each entry which packages need it ("# via").
+    """
+    entries = dict(_read_entries(lock))
+    dropped = set(names) & entries.keys()
+    while True:
+        more = {name for name, entry in entries.items() if (needed := _read_via(entry)) and needed <= dropped} - dropped
+        if not more:
+            return "".join(entry for name, entry in entries.items() if name not in dropped)
+        dropped |= more
+
+
+def split_file(path: Path, into: Path, most_bytes: int) -> list[Path]:
+    """Cut a file into numbered ones of at most `most_bytes`; `cat NAME.*` joins them."""
+    pieces: list[Path] = []
+    with path.open("rb") as file:
+        while part := file.read(most_bytes):
+            pieces.append(into / f"{path.name}.{len(pieces):03}")
+            pieces[-1].write_bytes(part)
+    return pieces
+
+
+def _read_entries(lock: str) -> Iterator[tuple[str, str]]:
+    for entry in re.split(r"^(?=[a-z0-9-]+==)", lock, flags=re.MULTILINE)[1:]:
+        yield entry.partition("==")[0], entry
+
+
+def _read_via(entry: str) -> set[str]:
+    """Return what needs an entry, such as {"torch", "-r runtime.txt"}."""
+    comment = entry.partition("# via")[2]
+    return {line.strip(" #\t") for line in comment.splitlines()} - {""}
+
+
+def _download(lock: str, out: Path, python: str, environ: Mapping[str, str]) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        requirements = Path(folder) / "requirements.txt"
+        requirements.write_text(lock, encoding="utf-8")
+        _pip(
+            ["download", "--no-deps", "--require-hashes", *_describe_machine(python), "--dest", str(out)]
+            + ["--requirement", str(requirements)],
+            environ,
+        )
+        for source in sorted(path for path in out.iterdir() if path.suffix != ".whl"):
+            built = Path(folder) / source.name
+            _pip(["wheel", "--no-deps", "--wheel-dir", str(built), str(source)], environ)
+            for wheel in built.iterdir():
+                if python and not wheel.name.endswith("-py3-none-any.whl") and python != _own_version():
+                    raise Mistake(
+                        f"{source.name}: exists as source only, and builds for this Python ({_own_version()}) alone. "
+                        f"Run this with Python {python}."
+                    )
+                shutil.move(wheel, out / wheel.name)
+            source.unlink()
+
+
+def _build_own_wheel(out: Path, copy: Path, environ: Mapping[str, str]) -> None:
+    """Build this checkout's wheel, from a copy: setuptools writes into the folder that it builds from."""
+    ignore = shutil.ignore_patterns("__pycache__", "*.egg-info")
+    shutil.copytree(ROOT / "src", copy / "src", ignore=ignore)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, copy / name)
+    _pip(["wheel", "--no-deps", "--wheel-dir", str(out), str(copy)], environ)
+
+
+def _describe_machine(python: str) -> list[str]:
+    """Return pip's options for wheels of x86-64 Linux and another version of Python."""
+    if not python:
+        return []
+    tags = [f"manylinux_2_{number}_x86_64" for number in _GLIBC] + ["manylinux2014_x86_64", "manylinux1_x86_64"]
+    platforms = [word for tag in tags for word in ("--platform", tag)]
+    return ["--python-version", python, "--implementation", "cp", *platforms]
+
+
+def _own_version() -> str:
+    return f"{sys.version_info.major}.{sys.version_info.minor}"
+
+
+def _pip(words: Sequence[str], environ: Mapping[str, str]) -> None:
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *words]
+    subprocess.run(command, check=True, timeout=_PIP_S, env=dict(environ))
+
+
+def _hash(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

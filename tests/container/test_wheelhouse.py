@@ -1,0 +1,83 @@
+"""Wheels for a machine without network: what goes into them, and that the pieces install there."""
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+OWN = f"{sys.version_info.major}.{sys.version_info.minor}"
+
+
+def pack(root: Path, *, python: str) -> Path:
+    """Pack one wheel in pieces of 1 KiB; return the script that installs it."""
+    from wheelhouse import pack_wheels
+
+    make_wheel(root / "wheels")
+    (root / "out").mkdir()
+    return pack_wheels(root / "wheels", root / "out", python=python, piece_bytes=1024)
+
+
+def make_wheel(folder: Path) -> None:
+    """Write a wheel of one module that holds half a kilobyte."""
+    about, name = "tiny-1.0.dist-info", "tiny-1.0-py3-none-any.whl"
+    files = {
+        "tiny.py": f"value = {'7' * 500!r}\n",
+        f"{about}/METADATA": "Metadata-Version: 2.1\nName: tiny\nVersion: 1.0\n",
+        f"{about}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    files[f"{about}/RECORD"] = "".join(f"{path},,\n" for path in [*files, f"{about}/RECORD"])
+    folder.mkdir()
+    with zipfile.ZipFile(folder / name, "w") as wheel:
+        for path, text in files.items():
+            wheel.writestr(path, text)
+
+
+def install(script: Path, site: Path) -> "subprocess.CompletedProcess[str]":
+    environ = {"PATH": os.environ["PATH"], "PYTHON": sys.executable, "PIP_NO_CACHE_DIR": "1"}
+    return subprocess.run(["sh", script, "--quiet", "--target", site], env=environ, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("name", ["cpu", "cuda12-pascal", "cuda12", "cuda13"])
+def test_beside_torch_a_machine_needs_dali_and_nvjpeg_and_nothing_that_only_torch_needs(name, tmp_path):
+    from targets import find_target, read_lock
+    from wheelhouse import drop_packages
+
+    path = tmp_path / "part.lock"
+    path.write_text(drop_packages(find_target(name).lock.read_text(), ("torch", "torchvision")))
+    kept, whole = read_lock(path), read_lock(find_target(name).lock)
+    names = {entry[0] for entry in kept}
+    assert all(entry in whole for entry in kept), "an entry has lost a hash"
+    assert any(one.startswith("nvidia-dali") for one in names) and any(one.startswith("nvidia-nvjpeg") for one in names)
+    assert {"numpy", "h5py", "filelock", "antlr4-python3-runtime"} <= names  # torch needs filelock, others do too
+    gone = {entry[0] for entry in whole} - names
+    assert {"torch", "torchvision", "triton", "sympy", "mpmath"} <= gone  # mpmath: what sympy needs
+    assert not any(one.startswith(("nvidia-cudnn", "nvidia-nccl", "nvidia-cublas")) for one in names)
+
+
+@pytest.mark.slow
+def test_pieces_are_joined_and_installed_without_an_index(tmp_path):
+    pieces = pack(tmp_path, python=OWN)
+    found = sorted(pieces.parent.glob("wheels.tar.*"))
+    assert len(found) > 3 and max(piece.stat().st_size for piece in found) == 1024
+    done = install(pieces, tmp_path / "site")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "site" / "tiny.py").read_text() == f"value = {'7' * 500!r}\n"
+
+
+@pytest.mark.slow
+def test_a_damaged_piece_is_named_and_nothing_is_installed(tmp_path):
+    pieces = pack(tmp_path, python=OWN)
+    piece = pieces.with_name("wheels.tar.001")
+    piece.write_bytes(bytes(1024))
+    done = install(pieces, tmp_path / "site")
+    assert done.returncode != 0 and "wheels.tar.001: FAILED" in done.stdout
+    assert not (tmp_path / "site").exists()
+
+
+def test_pieces_for_another_python_say_which_to_use(tmp_path):
+    done = install(pack(tmp_path, python="3.99"), tmp_path / "site")
+    assert done.returncode != 0 and done.stderr.count("\n") == 1
+    assert "wheels: for Python 3.99, and this is 3." in done.stderr and "PYTHON=python3.99 sh install.sh" in done.stderr
