@@ -1,5 +1,6 @@
 """Conditional DETR: each query attends around a reference point of its own (Meng et al., arXiv:2108.06152)."""
 
+import itertools
 import math
 from typing import cast
 
@@ -55,15 +56,15 @@ class ConditionalDETR(nn.Module):
                 "decoder": decoder,
             }
         )
-        self.query_scale = MLP(dims, dims, dims, 2)
+        drawn_uniformly: list[nn.Module] = [self.transformer]
+        if decoder_layers > 1:  # the first layer does not use it; ranks would wait forever for its gradient
+            self.query_scale = MLP(dims, dims, dims, 2)
+            drawn_uniformly.append(self.query_scale)
         self.ref_point_head = MLP(dims, dims, 2, 2, linear=ExactLinear)
         self.decoder_norm = nn.LayerNorm(dims)
         self.query_embed = nn.Embedding(queries, dims)
-        for weight in [
-            *self.transformer.parameters(),
-            *self.query_scale.parameters(),
-            *self.ref_point_head.parameters(),
-        ]:
+        drawn_uniformly.append(self.ref_point_head)
+        for weight in itertools.chain.from_iterable(part.parameters() for part in drawn_uniformly):
             if weight.ndim > 1:
                 nn.init.xavier_uniform_(weight)
         self.class_embed = make_class_head(dims, categories)

@@ -31,6 +31,14 @@ def test_a_dilated_backbone_ends_at_stride_16() -> None:
 
 
 @pytest.mark.parametrize("variant", ["vanilla", "cond", "ms"])
+def test_the_smallest_network_of_every_variant_has_no_parameter_without_a_gradient(variant: str) -> None:
+    module = make_module(make_config(variant, encoder_layers=0, decoder_layers=1, denoising=0))
+    module(make_batch())["loss"].backward()
+    untrained = [name for name, p in module.named_parameters() if p.requires_grad and p.grad is None]
+    assert untrained == [], "ranks would wait for them forever"
+
+
+@pytest.mark.parametrize("variant", ["vanilla", "cond", "ms"])
 def test_every_parameter_of_every_variant_is_trained(variant: str) -> None:
     module = make_module(make_config(variant))
     for parameter in module.parameters():  # layers that start at 0 would block the gradients of those before them
