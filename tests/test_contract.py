@@ -6,6 +6,7 @@ import io
 import os
 import shutil
 import signal
+from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
 
@@ -17,6 +18,7 @@ from PIL import Image
 from tests.training import find_differences, load_state, new_run, read_run_metrics, start, train, wait_for_lines
 from trainyard import config as configs
 from trainyard.cli import main
+from trainyard.data.loader import MicroBatch
 from trainyard.data.prepare import prepare_data
 from trainyard.data.shards import Audio, Ragged, ShardSet
 from trainyard.settings import TrainConfig
@@ -126,18 +128,9 @@ def test_the_loss_falls_on_one_batch(family, cache):
 def check_loss(jobs_dir: Path, family: str, cache: Path) -> None:
     from contextlib import nullcontext
 
-    from trainyard.data.loader import Loader
-    from trainyard.data.order import shuffle
-
     config, data = prepare_family(jobs_dir, family, cache)
     module, splits = build_module(jobs_dir, config, data)
-    loader = Loader.from_config(config, data, device=torch.device("cpu"), decode="cpu")
-    stream = loader.train(
-        lambda epoch: shuffle(splits["train"], seed=0, epoch=epoch, global_batch_size=16),
-        epoch=0, start=0, micro_batch_size=0,
-    )  # fmt: skip
-    micro = next(stream)
-    stream.close()
+    micro = read_micro_batch(config, data, splits)
     optimizer = make_optimizer(module, config.optimizer)
     state = TrainState(module, module, optimizer, torch.amp.GradScaler("cpu", enabled=False), None, 0.0)
     losses = [
@@ -149,6 +142,35 @@ def check_loss(jobs_dir: Path, family: str, cache: Path) -> None:
         for _ in range(12)
     ]
     assert min(losses[-3:]) < 0.9 * losses[0], losses
+
+
+def read_micro_batch(config: TrainConfig, data: ShardSet, splits: dict[str, np.ndarray]) -> MicroBatch:
+    """Return the first micro-batch of training."""
+    from trainyard.data.loader import Loader
+    from trainyard.data.order import shuffle
+
+    loader = Loader.from_config(config, data, device=torch.device("cpu"), decode="cpu")
+    stream = loader.train(
+        lambda epoch: shuffle(splits["train"], seed=0, epoch=epoch, global_batch_size=16),
+        epoch=0, start=0, micro_batch_size=0,
+    )  # fmt: skip
+    micro = next(stream)
+    stream.close()
+    return micro
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_trained_parameter_gets_a_gradient_also_in_the_shallowest_network(family, cache):
+    config, data = prepare_family(JOBS, family, cache)
+    depths = [f for f in fields(config.model) if f.name.endswith("layers") and isinstance(f.metadata["low"], int)]
+    shallowest = [f"model.{f.name}={f.metadata['low']}" for f in depths]
+    for options in [[], shallowest] if shallowest else [[]]:
+        config = configs.compose(f"{family}_smoke", [f"data.cache={cache}", *options], JOBS)
+        module, splits = build_module(JOBS, config, data)
+        module(read_micro_batch(config, data, splits).batch)["loss"].backward()
+        untrained = [name for name, p in module.named_parameters() if p.requires_grad and p.grad is None]
+        assert untrained == [], f"{options}: ranks would wait for these gradients forever"
 
 
 @pytest.mark.slow
