@@ -126,6 +126,20 @@ def test_activation_checkpointing_changes_no_bit_of_gradients_or_batch_statistic
     assert [name for name in a if not torch.equal(a[name], b[name])] == []
 
 
+@pytest.mark.slow
+def test_activation_checkpointing_works_under_torch_compile_and_counts_batch_statistics_once():
+    plain, compiled = (make_state(make_classifier(batch_norm=True)) for _ in range(2))
+    enable_activation_checkpointing(compiled.module)
+    compiled.model = torch.compile(compiled.module, backend="aot_eager", fullgraph=True)
+    for _ in range(2):
+        step(plain, split_batch(make_batch(12), 6, 6))
+        step(compiled, split_batch(make_batch(12), 6, 6))
+    for a, b in zip(copy_gradients(plain), copy_gradients(compiled), strict=True):
+        assert torch.allclose(a, b, atol=SUM_TOLERANCE)
+    for (name, a), b in zip(plain.module.named_buffers(), compiled.module.buffers(), strict=True):
+        assert torch.allclose(a, b, atol=SUM_TOLERANCE), name
+
+
 def test_activation_checkpointing_recomputes_what_it_dropped():
     state = make_state(make_classifier())
     calls = []
@@ -147,6 +161,41 @@ def test_a_step_on_a_gradient_that_is_not_finite_changes_nothing(name):
     assert all(torch.equal(a, b) for a, b in zip(_list_tensors(before), _list_tensors(after), strict=True))
     assert step(state, split_batch(make_batch(12), 12)).skipped == 0
     assert not torch.equal(before[0]["head.weight"], state.module.head.weight)
+
+
+def test_a_forward_pass_that_overflows_leaves_buffers_and_averaged_weights_as_they_were():
+    module = make_classifier(batch_norm=True)
+    module.register_buffer("centres", torch.ones(2, 3, dtype=torch.float64))
+
+    def move_centres(_: nn.Module, inputs: tuple[Tensor], output: Tensor) -> None:
+        module.centres.mul_(output.detach().sum())
+
+    module.head.register_forward_hook(move_centres)
+    state = make_state(module, scaling=True, ema=True)
+    step(state, split_batch(make_batch(12), 6, 6))
+    before = copy.deepcopy([state.module.state_dict(), state.ema.state_dict()])
+    batch = make_batch(12)
+    batch["image"][3] = float("inf")
+    assert step(state, split_batch(batch, 6, 6)).skipped == 1
+    for old, new in zip(before, (state.module.state_dict(), state.ema.state_dict()), strict=True):
+        assert [name for name in old if not torch.equal(old[name], new[name])] == []
+    assert step(state, split_batch(make_batch(12), 6, 6)).skipped == 0
+    norm = state.module.layers[0][1]
+    assert norm.running_mean.isfinite().all() and norm.num_batches_tracked == 4
+    assert not torch.equal(before[1]["head.weight"], state.ema.head.weight)
+
+
+def test_sgd_whose_first_step_is_skipped_begins_with_the_second():
+    plain, skipping = (make_state(make_classifier(), name="sgd", weight_decay=0.1) for _ in range(2))
+    torch.use_deterministic_algorithms(True)  # fills uninitialised memory with NaN
+    try:
+        step(skipping, split_batch(make_batch(12) | {"factor": torch.full((12,), float("inf"))}, 12))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for _ in range(2):
+        step(plain, split_batch(make_batch(12), 12))
+        assert step(skipping, split_batch(make_batch(12), 12)).skipped == 0
+    assert all(torch.equal(a, b) for a, b in zip(plain.module.parameters(), skipping.module.parameters(), strict=True))
 
 
 def test_loss_scaling_skips_an_overflow_lowers_the_scale_and_clips_true_gradients():

@@ -1,6 +1,7 @@
 """One optimizer step, and the state it changes."""
 
 import copy
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -73,12 +74,15 @@ def train_step(
     ranks, all-reduces once per step, with the last micro-batch.
 
     Whether the gradient is finite is decided on the device: the fused optimizers skip their update if `found_inf` is
-    1. Nothing here waits for the device.
+    1. Nothing here waits for the device. A skipped step changes nothing: buffers, too, are put back, because a forward
+    pass that overflows leaves NaN in batch statistics. Only loss scaling continues after a skipped step, so only it
+    pays for that.
     """
     for group in state.optimizer.param_groups:
         group["lr"] = lr * group.get("lr_scale", 1.0)
     torch.manual_seed(_derive_step_seed(seed, state.progress.step))
     state.optimizer.zero_grad(set_to_none=True)
+    buffers = _copy_buffers(state.module) if state.scaler.is_enabled() else []
     losses: dict[str, Tensor] = {}
     wait_s = 0.0
     for micro_batch in micro_batches:
@@ -95,16 +99,25 @@ def train_step(
     state.optimizer.found_inf = skipped  # type: ignore[attr-defined]  # an enabled scaler sets the same value
     state.scaler.step(state.optimizer)
     state.scaler.update()
+    _put_back_buffers(buffers, skipped)
     if state.ema is not None:
-        _update_ema(state.ema, state.module, state.ema_decay)
+        _update_ema(state.ema, state.module, state.ema_decay, skipped)
     return StepResult(losses, norm, skipped, wait_s)
 
 
 def make_optimizer(module: TrainModule, settings: OptimizerSettings) -> torch.optim.Optimizer:
-    """Build the optimizer, always fused: only fused kernels can skip a step by a value on the device."""
+    """Build the optimizer, always fused: only fused kernels can skip a step by a value on the device.
+
+    The momentum of SGD begins at 0. Torch would take uninitialised memory and fill it in the first step, which may be
+    skipped.
+    """
     groups: Any = [group for group in module.parameter_groups(settings.weight_decay) if group["params"]]
     if settings.name == "sgd":
-        return torch.optim.SGD(groups, lr=settings.lr, momentum=settings.beta1, fused=True)
+        optimizer = torch.optim.SGD(groups, lr=settings.lr, momentum=settings.beta1, fused=True)
+        if settings.beta1:
+            for parameter in itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups):
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        return optimizer
     kind = torch.optim.AdamW if settings.name == "adamw" else torch.optim.Adam
     return kind(groups, lr=settings.lr, betas=(settings.beta1, settings.beta2), fused=True)
 
@@ -122,12 +135,21 @@ def enable_activation_checkpointing(module: TrainModule) -> int:
     """
     count = 0
     for layer in module.repeated_layers():
-        original = layer.forward
-        layer.forward = partial(
-            checkpoint, original, use_reentrant=False, context_fn=partial(_make_recompute_contexts, layer)
-        )
+        layer.forward = partial(_run_checkpointed, layer, layer.forward)
         count += 1
     return count
+
+
+def _run_checkpointed(layer: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Compute a layer's output, and again in the backward pass.
+
+    Under torch.compile the contexts are not needed: the compiler recomputes operators that the gradient needs, and an
+    update of statistics is none of them. Nor would it accept them.
+    """
+    if torch.compiler.is_compiling():
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+    contexts = partial(_make_recompute_contexts, layer)
+    return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 
 def _make_recompute_contexts(layer: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
@@ -162,11 +184,36 @@ def _derive_step_seed(seed: int, step: int) -> int:
     return (seed * 0x9E3779B97F4A7C15 + step * 0xBF58476D1CE4E5B9) % 2**63
 
 
+def _copy_buffers(module: nn.Module) -> list[tuple[list[Tensor], Tensor]]:
+    """Return the module's buffers by data type, each with a copy of their values in one tensor: few, large kernels."""
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for buffer in module.buffers():
+        by_dtype.setdefault(buffer.dtype, []).append(buffer)
+    return [(buffers, _join(buffers)) for buffers in by_dtype.values()]
+
+
 @torch.no_grad()
-def _update_ema(ema: TrainModule, module: TrainModule, decay: float) -> None:
-    """Move averaged weights towards the current ones: ema += (1 - decay) * (w - ema); copy the buffers."""
+def _put_back_buffers(copied: list[tuple[list[Tensor], Tensor]], skipped: Tensor) -> None:
+    """Give buffers the values of `_copy_buffers` if `skipped` is 1, without waiting for the device."""
+    for buffers, before in copied:
+        values = torch.where(skipped.bool(), before, _join(buffers))
+        parts = values.split_with_sizes([buffer.numel() for buffer in buffers])
+        torch._foreach_copy_(buffers, [part.view(buffer.shape) for part, buffer in zip(parts, buffers, strict=True)])
+
+
+def _join(tensors: list[Tensor]) -> Tensor:
+    return torch.cat([tensor.flatten() for tensor in tensors])
+
+
+@torch.no_grad()
+def _update_ema(ema: TrainModule, module: TrainModule, decay: float, skipped: Tensor) -> None:
+    """Move averaged weights towards the current ones: ema += (1 - decay) * (w - ema); copy the buffers.
+
+    If `skipped` is 1, nothing moves. Takes memory for one more copy of the weights while it runs.
+    """
     averaged: list[Tensor] = list(ema.parameters())
-    current: list[Tensor] = list(module.parameters())
-    torch._foreach_lerp_(averaged, current, 1 - decay)
+    changes = torch._foreach_sub(list(module.parameters()), averaged)
+    torch._foreach_mul_(changes, (1 - decay) * (1 - skipped))
+    torch._foreach_add_(averaged, changes)
     for target, source in zip(ema.buffers(), module.buffers(), strict=True):
         target.copy_(source)
