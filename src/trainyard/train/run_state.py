@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from trainyard.errors import UserError
+from trainyard.runs.folder import update_env
 from trainyard.runs.manifest import MOST, CheckpointError
 from trainyard.train import checkpoint, distributed
 from trainyard.train.module import TrainModule
@@ -50,6 +51,10 @@ def prepare_state(context: RunContext) -> tuple[TrainState, int | None]:
     found = _load_newest_checkpoint(context)
     if found is not None:
         restore_state(state, found[1], fingerprint=context.data.fingerprint, path=found[0])
+    if context.precision.loss_scaling and context.world.is_main:
+        saved = found is not None and bool(found[1]["scaler"])
+        reason = "of the checkpoint" if saved else "torch's first value: no step with loss scaling is behind it"
+        update_env(context.run, "choices", {"loss_scale": {"value": state.scaler.get_scale(), "reason": reason}})
     if config.gradient_checkpointing and not enable_activation_checkpointing(module):
         raise UserError(
             f"gradient_checkpointing=true, but the model of {config.family} names no repeated layers to recompute."
@@ -97,7 +102,9 @@ def restore_state(state: TrainState, saved: Mapping[str, Any], *, fingerprint: s
         state.module.load_state_dict(saved["model"])
         state.optimizer.load_state_dict(saved["optimizer"])
         _check_moments(state.optimizer)
-        state.scaler.load_state_dict(saved["scaler"])
+        _lay_out_moments(state.optimizer)
+        if saved["scaler"]:  # empty if it was saved with a precision that needs no loss scaling
+            state.scaler.load_state_dict(saved["scaler"])
         if state.ema is not None:
             state.ema.load_state_dict(saved["ema"])
         if state.swa is not None:
@@ -156,6 +163,17 @@ def _check_moments(optimizer: torch.optim.Optimizer) -> None:
         for name, value in statistics.items():
             if isinstance(value, Tensor) and value.ndim and value.shape != parameter.shape:
                 raise ValueError(f"'{name}' has shape {tuple(value.shape)}, its parameter {tuple(parameter.shape)}")
+
+
+def _lay_out_moments(optimizer: torch.optim.Optimizer) -> None:
+    """Give the statistics of each parameter its strides: fused kernels go through memory, not through indices.
+
+    They come with those of the hardware that saved them, where convolution weights may have been NHWC.
+    """
+    for parameter, statistics in optimizer.state.items():
+        for name, value in statistics.items():
+            if isinstance(value, Tensor) and value.ndim and value.stride() != parameter.stride():
+                statistics[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
 def _load_newest_checkpoint(context: RunContext) -> tuple[Path, dict[str, Any]] | None:
