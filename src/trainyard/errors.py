@@ -19,3 +19,11 @@ class DiskFull(UserError):
 
     Raised where commands and attempts end (`files.report_full_disk`), with an exit code and a cause of its own.
     """
+
+
+class NoDeterministicKernel(UserError):
+    """An operator has no deterministic kernel, and the run computes as if every operator had one."""
+
+    def __init__(self, operator: str, message: str) -> None:
+        super().__init__(message)
+        self.operator = operator

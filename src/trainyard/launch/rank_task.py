@@ -301,10 +301,11 @@ def _build_context(
         threads, why_threads = keep_compute_threads(_read_compute_threads(run, world), threads, why_threads)
     torch.set_num_threads(threads)
     threads_by_rank = distributed.gather_to_rank0(threads)  # also waits until every rank has read the record
-    precision.set_switches(policy, deterministic=config.deterministic)
+    benchmark, why_benchmark = precision.set_switches(policy, deterministic=config.deterministic)
     choices = {
         "device": _Choice(name, f"rank 0 of {world.world_size}, started by {world.launcher}"),
         **{name: _Choice(getattr(policy, name), reason) for name, reason in policy.reasons.items()},
+        "cudnn_benchmark": _Choice(benchmark, why_benchmark),
         "decode": _Choice(decode, why),
         "threads": _Choice(config.data.threads or cores, "data.threads" if config.data.threads else why_cores),
         "compute_threads": _Choice(threads, why_threads),

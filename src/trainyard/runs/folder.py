@@ -21,7 +21,7 @@ from loguru import logger
 
 from trainyard.config import freeze
 from trainyard.environment import NO_VARIABLES, THIS_CODE, describe_environment, find_checkout
-from trainyard.errors import DiskFull, NotFinite, UserError
+from trainyard.errors import DiskFull, NoDeterministicKernel, NotFinite, UserError
 from trainyard.files import create_common_folder, limit_writers, parse_json, read_file, share_folder, write_json
 from trainyard.masking import mask_text
 from trainyard.runs.manifest import hash_fields
@@ -190,6 +190,8 @@ def record_error(run: Path, error: BaseException, *, attempt: str, rank: int) ->
         "traceback": mask_text("".join(traceback.format_exception(error))),
         "cause": classify_error(error),
     }
+    if isinstance(error, NoDeterministicKernel):
+        content["operator"] = error.operator
     write_json(path, content)
     return path
 

@@ -53,6 +53,9 @@ class TrainModule(nn.Module):
 
     A job's `module.py` defines one subclass and `build(config, data: DataInfo) -> TrainModule`. `build` is called
     after the host's random generator is seeded, with the same seed on every rank.
+
+    With deterministic=true, the first attempt tries `forward` and its backward pass once, on a deep copy of the module
+    (`determinism.choose_determinism`).
     """
 
     monitor: tuple[str, str] = ("loss", "min")

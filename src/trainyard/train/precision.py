@@ -2,11 +2,13 @@
 
 import ctypes
 import os
+import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
+import torch.utils.deterministic
 
 from trainyard.hardware import Precision
 
@@ -14,21 +16,86 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
-def set_switches(precision: Precision, *, deterministic: bool) -> None:
-    """Set TF32 and determinism for this process, before its first CUDA call.
+def set_switches(precision: Precision, *, deterministic: bool) -> tuple[str, str]:
+    """Set TF32 and determinism for this process, before its first CUDA call; return the policy of cuDNN's benchmark.
 
     TF32 is set by the two calls that exist and agree in every torch since 2.7.1; after the newer fp32_precision is
     set, reading the older ones is an error.
 
-    An operator without a deterministic kernel gives a warning instead of an error; the caller collects the warnings
-    (`collect_nondeterministic_operators`), so that the run's events name these operators.
+    Returns:
+        Whether cuDNN chooses its algorithms by timing them, and why.
     """
     if deterministic:  # without a workspace of its own per stream, cuBLAS may sum in another order
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.set_float32_matmul_precision("high" if precision.tf32 else "highest")
     torch.backends.cudnn.allow_tf32 = precision.tf32
     torch.backends.cudnn.benchmark = not deterministic
-    torch.use_deterministic_algorithms(deterministic, warn_only=True)
+    set_determinism(deterministic)
+    if deterministic:
+        return "off", "deterministic=true: timing may choose another algorithm in each attempt, which sums differently"
+    return "on", "deterministic=false: cuDNN times its algorithms at the first use of each shape"
+
+
+def set_determinism(deterministic: bool, *, exceptions: Sequence[str] = ()) -> None:
+    """Choose deterministic kernels, and refuse operators that have none, unless there are exceptions.
+
+    Torch has one switch for both: the flash and memory-efficient kernels of scaled_dot_product_attention have a
+    deterministic backward pass, but use it only while every operator without one is refused (`warn_only=False`). So
+    with exceptions, attention is computed by its math back end. cuDNN's attention is never deterministic.
+
+    Memory that an operator leaves uninitialised is not filled: no result may depend on it, and filling takes time.
+
+    Args:
+        exceptions: the operators of this run's step that have no deterministic kernel; any of them allows all.
+    """
+    torch.use_deterministic_algorithms(deterministic, warn_only=bool(exceptions))
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a property
+    fused = not (deterministic and exceptions)
+    torch.backends.cuda.enable_flash_sdp(fused)
+    torch.backends.cuda.enable_mem_efficient_sdp(fused)
+    torch.backends.cuda.enable_cudnn_sdp(not deterministic)
+    torch.backends.cuda.enable_math_sdp(True)
+
+
+@contextmanager
+def allow_nondeterministic_operators() -> Iterator[None]:
+    """Allow operators without a deterministic kernel; those that have one still use it."""
+    enabled, warn_only = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    torch.use_deterministic_algorithms(enabled, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+
+
+def find_nondeterministic_operators(work: Callable[[], object]) -> list[str]:
+    """Do `work`, and return the operators in it that have no deterministic kernel on their device, sorted.
+
+    Torch names them in warnings, also those of the backward pass; other warnings are issued again.
+    """
+    found: set[str] = set()
+    other_warnings = []
+    with warnings.catch_warnings(record=True) as caught, allow_nondeterministic_operators():
+        warnings.simplefilter("always")
+        work()
+    for warning in caught:
+        text = str(warning.message)
+        if (operator := parse_nondeterministic_operator(text)) is not None:
+            found.add(operator)
+        elif "defaults to a non-deterministic algorithm" not in text:  # fused attention: see `set_determinism`
+            other_warnings.append(warning)
+    for warning in other_warnings:
+        warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+    return sorted(found)
+
+
+def parse_nondeterministic_operator(text: str) -> str | None:
+    """Return the operator that has no deterministic kernel, according to torch's warning or error; None: another."""
+    found = re.search(r"(\S+) does not have a deterministic implementation", text)
+    return found[1] if found else None
 
 
 @contextmanager
@@ -65,28 +132,3 @@ def make_autocast(precision: Precision, device: torch.device) -> Callable[[], Ab
     """Return a function that makes the autocast context of a forward pass; in fp32 the context does nothing."""
     dtype = DTYPES[precision.dtype]
     return lambda: torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32)
-
-
-@contextmanager
-def collect_nondeterministic_operators(report: Callable[[list[str]], object]) -> Iterator[None]:
-    """Collect the operators that, according to torch, have no deterministic kernel; issue other warnings again.
-
-    Args:
-        report: called at the end with their names, sorted.
-    """
-    found: set[str] = set()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
-            yield
-        finally:
-            other_warnings = []
-            for warning in caught:
-                text = str(warning.message)
-                if "does not have a deterministic implementation" in text:
-                    found.add(text.split(" ")[0])
-                else:
-                    other_warnings.append(warning)
-    for warning in other_warnings:
-        warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
-    report(sorted(found))

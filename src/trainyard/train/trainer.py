@@ -1,9 +1,10 @@
 """The training loop: steps, evaluation, checkpoints and stopping, from wherever the run folder says the run is."""
 
+import itertools
 import socket
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,7 @@ from trainyard.scoring import explain_missing_intervals
 from trainyard.settings import Duration
 from trainyard.train import checkpoint, distributed, precision
 from trainyard.train.console import ProgressBar, format_line
+from trainyard.train.determinism import choose_determinism, describe_determinism, explain_nondeterministic_operator
 from trainyard.train.distributed import Agreement, Decision
 from trainyard.train.evaluate import evaluate
 from trainyard.train.meters import DeferredScalar, Interval, StepMeter, count_skipped_in_a_row, read_peak_memory_gib
@@ -125,12 +127,11 @@ class Trainer:
             micro_batch_size=self.config.micro_batch_size,
         )
         bar = ProgressBar(self.total_steps, step=progress.step, show=self.context.world.is_main)
-        step_context = self._record_nondeterminism()
         try:
+            micro_batches = self._choose_determinism(stream)
             while True:
-                with step_context:
-                    result = self._take_step(stream)
-                step_context = nullcontext()
+                with explain_nondeterministic_operator(self.context.run):
+                    result = self._take_step(micro_batches)
                 bar.update(progress.step)
                 self._beat("training")
                 self._check_finite(result)
@@ -152,13 +153,31 @@ class Trainer:
             bar.close()
             self.agreement.settle()
 
-    def _record_nondeterminism(self) -> AbstractContextManager[None]:
-        """Return the context of the first step: it records operators without a deterministic kernel."""
-        if not self.config.deterministic:
-            return nullcontext()
-        return precision.collect_nondeterministic_operators(
-            lambda names: self._log_event("nondeterministic", operators=names) if names else None
-        )
+    def _choose_determinism(self, stream: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+        """Choose how deterministic this run is, and record it; return the stream with all its micro-batches."""
+        context = self.context
+        peeked: list[MicroBatch] = []
+
+        def peek() -> MicroBatch:
+            peeked.append(next(_read_one_step(stream, self.state.progress.samples_seen, context.device)))
+            return peeked[0]
+
+        findings = None
+        if self.config.deterministic:
+            findings = choose_determinism(
+                self.state.module,
+                peek,
+                run=context.run,
+                device=context.device,
+                is_main=context.world.is_main,
+                autocast=self.autocast,
+            )
+            if findings.operators:
+                self._log_event("nondeterministic", operators=findings.operators)
+        for name, (value, reason) in describe_determinism(findings).items():
+            self._record_choice(name, value, reason)
+            logger.info("{:<16} {}  ({})", name, value, reason)
+        return itertools.chain(peeked, stream)
 
     def _take_step(self, stream: Iterable[MicroBatch]) -> StepResult:
         progress = self.state.progress
@@ -264,6 +283,7 @@ class Trainer:
         if self.recorder is not None:
             self.context.heartbeat.beat(phase, step=self.state.progress.step, total_steps=self.total_steps, now=now)
 
+    @precision.allow_nondeterministic_operators()  # scoring has no backward pass, and changes no weights
     def _evaluate(self) -> bool:
         """Score the validation set; return whether it is the best score so far."""
         self.eval_every.restart()
@@ -347,6 +367,7 @@ class Trainer:
         )
         return saved
 
+    @precision.allow_nondeterministic_operators()
     def _score_test_sets(self) -> None:
         """Score the test sets with the final weights; if there are none, validation if the job has report figures."""
         tests = [name for name in self.context.splits if name not in (TRAIN, VALIDATION)]

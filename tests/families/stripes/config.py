@@ -15,6 +15,9 @@ class ModelSettings:
     diary: str = option("", "file to append the sample ids of each training batch to", mutable_on_resume=True)
     sleep_ms: int = option(0, "extra time per training batch", low=0, mutable_on_resume=True)
     poison_step: int = option(-1, "samples seen at which the loss becomes infinite; -1: never", low=-1)
+    unpool_step: int = option(
+        -1, "samples seen from which training uses an operator that has no deterministic kernel; -1: never", low=-1
+    )
 
 
 @dataclass

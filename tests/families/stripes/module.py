@@ -28,6 +28,7 @@ class StripesModule(TrainModule):
         self.dropout = nn.Dropout(config.model.dropout)
         self.head = nn.Linear(width, len(directions))
         self.poison_step = config.model.poison_step
+        self.unpool_step = config.model.unpool_step
         self.diary = config.model.diary
         self.sleep_s = config.model.sleep_ms / 1000
 
@@ -43,7 +44,11 @@ class StripesModule(TrainModule):
                 file.write(f"{int(batch['samples_seen'])} {' '.join(map(str, batch['sample_id'].tolist()))}\n")
         if self.training:
             time.sleep(self.sleep_s)
-        loss = F.cross_entropy(self.compute_logits(batch["image"]), batch["direction"])
+        image_BCHW = batch["image"]
+        if self.training and 0 <= self.unpool_step <= int(batch["samples_seen"]):
+            pooled, indices = F.max_pool2d(image_BCHW, 1, return_indices=True)
+            image_BCHW = F.max_unpool2d(pooled, indices, 1)
+        loss = F.cross_entropy(self.compute_logits(image_BCHW), batch["direction"])
         if self.poison_step >= 0:
             loss = loss * torch.where(batch["samples_seen"] >= self.poison_step, torch.inf, 1.0)
         return {"loss": loss}
