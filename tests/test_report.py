@@ -64,6 +64,7 @@ def make_train_values(step: int) -> dict[str, float]:
         "samples_per_s": 120_000 / (data_ms + compute_ms),
         "step_ms": data_ms + compute_ms,
         "data_wait_ms": data_ms,
+        "idle_ms": data_ms,
         "compute_ms": compute_ms,
         "memory_gib": 11.2,
     }
@@ -425,7 +426,7 @@ def test_the_report_says_what_was_trained_chosen_and_found(tmp_path):
         *("demo", "400 of 400", "48,000", "1,8", "11.2 GiB", "20260801-101500-1a2b3c4"),
         *("Best by eer on val.", "best val, step 400", "0.02352\n[0.01999, 0.02823]"),
         *("sm_86 runs bf16 at full speed", "h5py", "3.12.1", "NVIDIA RTX A5000", "lr: 0.001", "bytes 52,000,000"),
-        *("data wait", "evaluation", "checkpoint", "node7"),
+        *("idle", "evaluation", "checkpoint", "node7"),
     ):
         assert expected in text, expected
     assert "not recorded" not in text.split("Attempts and events")[0]
@@ -469,12 +470,14 @@ def test_a_report_is_drawn_from_losses_that_are_not_finite(tmp_path):
     assert "eer nan" in report.format_summary(run)
 
 
-def test_the_parts_of_the_time_add_up_to_the_time_of_the_run(tmp_path):
+@pytest.mark.parametrize(
+    "idle",
+    [{"data_wait_ms": 300.0, "idle_ms": 100.0}, {"data_wait_ms": 100.0}],
+    ids=["measured", "of earlier versions"],
+)
+def test_the_parts_of_the_time_add_up_to_the_time_of_the_run(idle, tmp_path):
     run = new_run(tmp_path)
-    lines = [
-        {"kind": "train", "step": s, "elapsed_s": s / 2, "data_wait_ms": 100.0, "compute_ms": 300.0}
-        for s in (10, 30, 100)
-    ]
+    lines = [{"kind": "train", "step": s, "elapsed_s": s / 2, **idle, "compute_ms": 300.0} for s in (10, 30, 100)]
     evaluation = {"kind": "eval", "step": 100, "split": "val", "seconds": 5.0, "elapsed_s": 55.0}
     events = [
         {"kind": "event", "step": 0, "event": "start"},
@@ -487,10 +490,10 @@ def test_the_parts_of_the_time_add_up_to_the_time_of_the_run(tmp_path):
     (run / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in events))
     page = Page(report.write_report(run)).text
     assert (
-        "took     1m00s  compute 50 %  data wait 17 %  evaluation 8 %  checkpoint 3 %  other 22 %"
+        "took     1m00s  compute 50 %  idle 17 %  evaluation 8 %  checkpoint 3 %  other 22 %"
         in report.format_summary(run)
     )
-    for part in ("compute30.050.0", "data wait10.016.7", "evaluation5.08.3", "checkpoint2.03.3", "other13.021.7"):
+    for part in ("compute30.050.0", "idle10.016.7", "evaluation5.08.3", "checkpoint2.03.3", "other13.021.7"):
         assert part in page, part
 
 
@@ -537,9 +540,9 @@ def test_the_best_evaluation_is_chosen_by_the_monitor(tmp_path, mode, values, st
 
 def test_a_training_line_has_its_documented_format():
     values = {"step": 400, "total_steps": 10_000, "loss": 0.2134, "samples_per_s": 1840.2, "step_ms": 75.0}
-    values |= {"data_wait_ms": 3.1, "compute_ms": 66.4, "memory_gib": 31.21}
+    values |= {"data_wait_ms": 9.3, "idle_ms": 3.1, "compute_ms": 66.4, "memory_gib": 31.21}
     assert console.format_line(values) == (
-        "step 400/10000  loss 0.213  1840 samples/s  data 3 ms (4 %)  compute 66 ms  mem 31.2 GiB  eta 12m"
+        "step 400/10000  loss 0.213  1840 samples/s  idle 3 ms (4 %)  compute 66 ms  mem 31.2 GiB  eta 12m"
     )
     assert console.format_line({"step": 3, "loss": math.nan}) == "step 3  loss nan"
 

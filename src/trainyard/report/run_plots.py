@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _SPENT_COLOURS = {
     "compute": BLUE,
-    "data wait": "#E69F00",
+    "idle": "#E69F00",
     "evaluation": "#009E73",
     "checkpoint": "#CC79A7",
     "other": "#c4c9d1",

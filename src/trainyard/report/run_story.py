@@ -112,7 +112,7 @@ class RunStory:
         checkpoints = [event for event in self.list_current_events() if event.get("event") == "checkpoint"]
         parts = {
             "compute": _sum_per_step_s(self.train, steps, "compute_ms"),
-            "data wait": _sum_per_step_s(self.train, steps, "data_wait_ms"),
+            "idle": _sum_per_step_s(self.train, steps, "idle_ms", "data_wait_ms"),  # the latter: earlier versions
             "evaluation": sum(line.get("seconds", 0.0) for line in self.evals),
             "checkpoint": sum(event.get("seconds", 0.0) for event in checkpoints),
         }
@@ -137,8 +137,10 @@ def describe_ending(event: Line) -> str:
     return f"{event['event']} ({reason})" if reason else str(event["event"])
 
 
-def _sum_per_step_s(lines: Sequence[Line], steps: np.ndarray, key: str) -> float:
-    return float(sum(n * line.get(key, 0.0) for n, line in zip(steps, lines, strict=True)) / 1000)
+def _sum_per_step_s(lines: Sequence[Line], steps: np.ndarray, *keys: str) -> float:
+    """Return the seconds of a time per step, which each line has under the first of these keys that it has at all."""
+    per_step_ms = (next((line[key] for key in keys if key in line), 0.0) for line in lines)
+    return float(sum(n * ms for n, ms in zip(steps, per_step_ms, strict=True)) / 1000)
 
 
 def _read_text(path: Path) -> str:

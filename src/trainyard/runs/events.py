@@ -6,7 +6,11 @@ happened (start, resume, checkpoint, stop, ...) and is never truncated. Trackers
 
 Each line is a JSON object with `kind`, `step` (optimizer steps done) and `elapsed_s`:
 
-    train   epoch, samples_seen, loss and other losses, lr, grad_norm, and the timings in TIMING_KEYS
+    train   epoch, samples_seen, loss and other losses, lr, grad_norm, and means since the last line: samples_per_s, and
+            per step step_ms = idle_ms + compute_ms and data_wait_ms. data_wait_ms is how long the host waited for the
+            loader; idle_ms how long the device had nothing to compute before its micro-batches had arrived, on the CPU
+            the same. Without evaluation and saving. Versions before this wrote no idle_ms, and step_ms - data_wait_ms
+            as compute_ms
     eval    epoch, split, metrics; `x_low` and `x_high` are the 95 % interval of metric `x`; seconds
     event   event, time (UTC) and free fields. The report and `status` understand: `start` and `resume` with attempt
             ("<Slurm job id>-<restarts>" or "local-<seconds>"), total_steps, host, world_size, device and monitor
@@ -28,7 +32,7 @@ from trainyard.errors import UserError
 from trainyard.files import parse_json, read_file
 
 TIMING_KEYS = frozenset(
-    {"samples_per_s", "step_ms", "data_wait_ms", "compute_ms", "memory_gib", "elapsed_s", "seconds"}
+    {"samples_per_s", "step_ms", "data_wait_ms", "idle_ms", "compute_ms", "memory_gib", "elapsed_s", "seconds"}
 )
 """Keys that differ even between two identical runs: ignore them when comparing metrics."""
 NON_METRIC_KEYS = TIMING_KEYS | {"kind", "step", "epoch", "samples_seen", "split"}

@@ -11,11 +11,11 @@ from trainyard.text import format_duration
 def format_line(values: Mapping[str, float]) -> str:
     """Return the console line of one training interval, without the parts that `values` lacks.
 
-    `step 400/10000  loss 0.213  1840 samples/s  data 3 ms (4 %)  compute 66 ms  mem 31.2 GiB  eta 12m`
+    `step 400/10000  loss 0.213  1840 samples/s  idle 3 ms (4 %)  compute 66 ms  mem 31.2 GiB  eta 12m`
 
     Args:
         values: the keys of a train line, with `step` and, if the number of steps is known, `total_steps`.
-            `step_ms` gives the share of time spent waiting for data, and the time left (of training alone).
+            `step_ms` gives the share of time that the device was idle, and the time left (of training alone).
     """
     total = f"/{values['total_steps']:.0f}" if "total_steps" in values else ""
     parts = [f"step {values['step']:.0f}{total}", *_format_measurements(values)]
@@ -30,11 +30,9 @@ def _format_measurements(values: Mapping[str, float]) -> Iterator[str]:
         yield f"loss {values['loss']:.3g}"
     if "samples_per_s" in values:
         yield f"{values['samples_per_s']:.{0 if values['samples_per_s'] >= 10 else 2}f} samples/s"
-    if "data_wait_ms" in values:
-        share = values["data_wait_ms"] / values["step_ms"] if values.get("step_ms") else None
-        yield f"data {values['data_wait_ms']:.0f} ms" + (
-            f" ({share:.0%})".replace("%", " %") if share is not None else ""
-        )
+    if "idle_ms" in values:
+        share = values["idle_ms"] / values["step_ms"] if values.get("step_ms") else None
+        yield f"idle {values['idle_ms']:.0f} ms" + (f" ({share:.0%})".replace("%", " %") if share is not None else "")
     if "compute_ms" in values:
         yield f"compute {values['compute_ms']:.0f} ms"
     if "memory_gib" in values:

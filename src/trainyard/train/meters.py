@@ -1,15 +1,41 @@
-"""What the training loop measures: rates, waiting, intervals, and scalars read one step late."""
+"""What the training loop measures: rates, waiting, idle time, intervals, and scalars read one step late."""
 
 import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from trainyard.settings import Duration
+
+T = TypeVar("T")
+
+
+class DeviceEvent(Protocol):
+    """A mark in the queue of a device, such as torch.cuda.Event: reached when all that was queued before is done."""
+
+    def record(self) -> None:
+        """Queue the mark."""
+
+    def synchronize(self) -> None:
+        """Wait until it is reached."""
+
+    def elapsed_time(self, end_event: Any) -> float:
+        """Return the milliseconds from here to a later mark, on the device's clock. Both must have been reached."""
+
+
+def choose_event_type(device: torch.device) -> Callable[[], DeviceEvent] | None:
+    """Return what makes an event of this device; None for the CPU, which has done its work when a call returns."""
+    return _make_cuda_event if device.type == "cuda" else None
+
+
+def _make_cuda_event() -> DeviceEvent:
+    event: DeviceEvent = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    return event
 
 
 def count_skipped_in_a_row(before: int, skipped: float | None) -> int:
@@ -29,13 +55,11 @@ def read_peak_memory_gib(device: torch.device) -> float:
 class DeferredScalar:
     """A scalar on its way from the device: reading it waits for the step that computed it, not for later work."""
 
-    def __init__(self, step: int, value: Tensor) -> None:
+    def __init__(self, step: int, value: Tensor, make_event: Callable[[], DeviceEvent] | None) -> None:
         self.step = step
-        self._ready: Any = None
-        self._host = value
-        if value.is_cuda:
-            self._host = torch.empty((), pin_memory=True).copy_(value, non_blocking=True)
-            self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._host = torch.empty((), pin_memory=True).copy_(value, non_blocking=True) if value.is_cuda else value
+        self._ready = None if make_event is None else make_event()
+        if self._ready is not None:
             self._ready.record()
 
     def read(self) -> float:
@@ -68,35 +92,119 @@ class Interval:
 
 
 class StepMeter:
-    """Measures where the time since the last log line went, without evaluation and saving."""
+    """Measures the time of steps, without evaluation and saving, and how much of it the device was idle.
 
-    def __init__(self) -> None:
+    The calls of a step return before an asynchronous device has done its work. So a step is over when the device has
+    finished it, which the host learns when it has launched the next one: it is never further ahead. The device is idle
+    from the end of its queue until the next micro-batch arrives; events in the queue measure that. On the CPU a step is
+    over when its calls return, and the time spent waiting for data is idle.
+    """
+
+    def __init__(self, make_event: Callable[[], DeviceEvent] | None) -> None:
+        """Begin to measure.
+
+        Args:
+            make_event: what `choose_event_type` returned.
+        """
+        self.longest_step_s = 0.0
+        self._make_event = make_event
+        self._launched: _LaunchedStep | None = None
+        self._gaps: list[_Gap] = []
+        self._counted_until = time.monotonic()
+        self._queue_end = self._record()
         self._reset()
 
-    def add(self, samples: int, wait_s: float) -> None:
+    @property
+    def unfinished_steps(self) -> int:
+        """How many of the steps that were launched the device may not have finished: 0 or 1."""
+        return 0 if self._launched is None else 1
+
+    def watch(self, micro_batches: Iterable[T]) -> Iterator[T]:
+        """Yield the micro-batches of a step, which queues the computation of each before it takes the next."""
+        for micro_batch in micro_batches:
+            if self._queue_end is not None and (arrival := self._record()) is not None:
+                self._gaps.append((self._queue_end, arrival))
+            yield micro_batch
+            self._queue_end = self._record()
+
+    def end_step(self, samples: int, wait_s: float) -> float:
+        """Count a launched step, and wait for the one before it.
+
+        Returns:
+            the seconds of training that ended with the step waited for; 0.0 if there was none.
+        """
         self._steps += 1
         self._samples += samples
         self._wait_s += wait_s
+        self._queue_end = self._record()
+        if self._queue_end is None:
+            self._idle_s += wait_s
+            return self._count_time()
+        before, self._launched = self._launched, _LaunchedStep(self._queue_end, self._gaps)
+        self._gaps = []
+        return 0.0 if before is None else self._finish(before)
+
+    def settle(self) -> float:
+        """Wait until the device has finished every step; return the seconds of training not returned before."""
+        step, self._launched = self._launched, None
+        return self._count_time() if step is None else self._finish(step)
 
     @contextmanager
     def pause(self) -> Iterator[None]:
+        """Leave out the time inside. The device must have settled: what it has yet to do would be left out too."""
+        assert self._launched is None, "settle first"
         begin = time.monotonic()
         yield
-        self._begin += time.monotonic() - begin
+        paused_s = time.monotonic() - begin
+        self._begin += paused_s
+        self._counted_until += paused_s
+        self._queue_end = self._record()
 
     def pop_timings(self) -> dict[str, float]:
-        """Return means per step since the last call, and reset."""
+        """Return means per step since the last call, and reset. The device must have settled."""
+        assert self._launched is None, "settle first"
         elapsed_s, steps = time.monotonic() - self._begin, self._steps
         result = {
             "samples_per_s": self._samples / elapsed_s,
             "step_ms": 1000 * elapsed_s / steps,
             "data_wait_ms": 1000 * self._wait_s / steps,
-            "compute_ms": 1000 * (elapsed_s - self._wait_s) / steps,
+            "idle_ms": 1000 * self._idle_s / steps,
+            "compute_ms": 1000 * max(0.0, elapsed_s - self._idle_s) / steps,
         }
         self._reset()
         return result
 
+    def _record(self) -> DeviceEvent | None:
+        if self._make_event is None:
+            return None
+        event = self._make_event()
+        event.record()
+        return event
+
+    def _finish(self, step: "_LaunchedStep") -> float:
+        step.end.synchronize()
+        self._idle_s += sum(begin.elapsed_time(end) for begin, end in step.gaps) / 1000
+        return self._count_time()
+
+    def _count_time(self) -> float:
+        now = time.monotonic()
+        seconds, self._counted_until = now - self._counted_until, now
+        self.longest_step_s = max(self.longest_step_s, seconds)
+        return seconds
+
     def _reset(self) -> None:
         self._begin = time.monotonic()
         self._steps = self._samples = 0
-        self._wait_s = 0.0
+        self._wait_s = self._idle_s = 0.0
+
+
+_Gap = tuple[DeviceEvent, DeviceEvent]
+"""The end of the queue, and the arrival of the next micro-batch."""
+
+
+@dataclass(frozen=True)
+class _LaunchedStep:
+    """A step that the device may not have finished."""
+
+    end: DeviceEvent
+    gaps: list[_Gap]  # before each of its micro-batches

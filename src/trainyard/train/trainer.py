@@ -3,7 +3,7 @@
 import itertools
 import socket
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
@@ -27,7 +27,15 @@ from trainyard.train.console import ProgressBar, format_line
 from trainyard.train.determinism import choose_determinism, describe_determinism, explain_nondeterministic_operator
 from trainyard.train.distributed import Agreement, Decision
 from trainyard.train.evaluate import evaluate
-from trainyard.train.meters import DeferredScalar, Interval, StepMeter, count_skipped_in_a_row, read_peak_memory_gib
+from trainyard.train.meters import (
+    DeferredScalar,
+    DeviceEvent,
+    Interval,
+    StepMeter,
+    choose_event_type,
+    count_skipped_in_a_row,
+    read_peak_memory_gib,
+)
 from trainyard.train.module import TrainModule
 from trainyard.train.recorder import Recorder, write_report_figures
 from trainyard.train.run_context import (
@@ -60,7 +68,7 @@ def fit(context: RunContext, *, stop: StopFlag, limit: RuntimeLimit) -> Stop:
     state, metrics_position = prepare_state(context)
     recorder = _open_recorder(context, state, metrics_position) if context.world.is_main else None
     try:
-        return Trainer(context, state, recorder, stop, limit).run()
+        return Trainer(context, state, recorder, stop, limit, choose_event_type(context.device)).run()
     except Exception as error:
         if recorder is not None:
             # If the disk is full, the error itself is more than a second one about this line.
@@ -76,7 +84,13 @@ class Trainer:
     """One attempt of a run, on one rank. Methods are in the order in which they are called."""
 
     def __init__(
-        self, context: RunContext, state: TrainState, recorder: Recorder | None, stop: StopFlag, limit: RuntimeLimit
+        self,
+        context: RunContext,
+        state: TrainState,
+        recorder: Recorder | None,
+        stop: StopFlag,
+        limit: RuntimeLimit,
+        make_event: Callable[[], DeviceEvent] | None,
     ) -> None:
         self.context, self.config, self.state, self.recorder = context, context.config, state, recorder
         self.stop, self.limit = stop, limit
@@ -100,10 +114,11 @@ class Trainer:
         )
         self.minutes = _parse_minutes(self.config.max_duration)
         self.agreement = Agreement()
-        self.meter = StepMeter()
+        self.make_event = make_event
+        self.meter = StepMeter(make_event)
         self.previous_skipped: DeferredScalar | None = None
         self.skipped_in_a_row = 0
-        self.save_s = self.longest_step_s = 0.0
+        self.save_s = 0.0
         self.env = select_fixed_env(read_env(context.run)) if recorder is not None else {}
 
     def run(self) -> Stop:
@@ -128,7 +143,8 @@ class Trainer:
         )
         bar = ProgressBar(self.total_steps, step=progress.step, show=self.context.world.is_main)
         try:
-            micro_batches = self._choose_determinism(stream)
+            with self.meter.pause():
+                micro_batches = self._choose_determinism(stream)
             while True:
                 with explain_nondeterministic_operator(self.context.run):
                     result = self._take_step(micro_batches)
@@ -140,12 +156,14 @@ class Trainer:
                 agreed = self._agree()
                 finished = self._is_at_end() or agreed.time_is_up
                 leaving = finished or agreed.stop != Stop.NONE
-                with self.meter.pause():
-                    is_best = False
-                    if agreed.evaluate or finished or self.eval_every.is_due_at(progress.step):
-                        is_best = self._evaluate()
-                    if agreed.save or is_best or leaving or self.save_every.is_due_at(progress.step):
-                        self._save()
+                has_to_evaluate = agreed.evaluate or finished or self.eval_every.is_due_at(progress.step)
+                has_to_save = agreed.save or leaving or self.save_every.is_due_at(progress.step)
+                if has_to_evaluate or has_to_save:
+                    self._settle()
+                    with self.meter.pause():
+                        is_best = has_to_evaluate and self._evaluate()
+                        if has_to_save or is_best:
+                            self._save()
                 if leaving:
                     return Stop.NONE if finished else agreed.stop
         finally:
@@ -181,20 +199,19 @@ class Trainer:
 
     def _take_step(self, stream: Iterable[MicroBatch]) -> StepResult:
         progress = self.state.progress
-        begin = time.monotonic()
         result = train_step(
             self.state,
-            _read_one_step(stream, progress.samples_seen, self.context.device),
+            self.meter.watch(_read_one_step(stream, progress.samples_seen, self.context.device)),
             lr=self._compute_lr(),
             world_size=self.context.world.world_size,
             seed=self.config.seed * 1_000_003 + self.context.world.rank,
             clip_grad_norm=self.config.clip_grad_norm,
             autocast=self.autocast,
         )
-        self.longest_step_s = max(self.longest_step_s, time.monotonic() - begin)
-        progress.train_s += time.monotonic() - begin
         samples = len(self.order.batch(progress.batches_done))
-        self.meter.add(samples, result.wait_s)
+        progress.train_s += self.meter.end_step(samples, result.wait_s)
+        if not self.meter.longest_step_s:
+            self._settle()  # the first step: the runtime limit needs to know how long one takes
         progress.step += 1
         progress.samples_seen += samples
         progress.batches_done += 1
@@ -202,6 +219,10 @@ class Trainer:
             progress.epoch, progress.batches_done = progress.epoch + 1, 0
             self.order = build_epoch_order(self.context, progress.epoch)
         return result
+
+    def _settle(self) -> None:
+        """Wait for the device, so that the time of every step so far is known."""
+        self.state.progress.train_s += self.meter.settle()
 
     def _compute_lr(self) -> float:
         factor = compute_lr_factor(
@@ -216,7 +237,7 @@ class Trainer:
         """Check the previous step, so that the host never waits for the device."""
         previous, self.previous_skipped = (
             self.previous_skipped,
-            DeferredScalar(self.state.progress.step, result.skipped),
+            DeferredScalar(self.state.progress.step, result.skipped, self.make_event),
         )
         self._check_previous_step(previous)
 
@@ -246,6 +267,7 @@ class Trainer:
         values = distributed.sum_over_ranks(torch.stack([result.losses[name] for name in names])).tolist()
         if self.recorder is None:
             return
+        self._settle()
         progress = self.state.progress
         line = {
             "epoch": progress.epoch,
@@ -264,7 +286,8 @@ class Trainer:
     def _agree(self) -> Decision:
         """Propose this rank's decision; return the one agreed on a step ago. Rank 0's clock counts for all."""
         reason, has_clock = self.stop.reason, self.context.world.is_main
-        if self.limit.is_reached(reserve_s=2 * (self.longest_step_s + self.save_s) + 1):
+        steps = self.meter.unfinished_steps + 2  # ranks act on a decision a step later, and the next is a step away
+        if self.limit.is_reached(reserve_s=steps * self.meter.longest_step_s + 2 * self.save_s + 1):
             reason = max(reason, Stop.TIME_LIMIT)
         time_is_up = has_clock and self.minutes is not None and self.state.progress.train_s / 60 >= self.minutes
         return self.agreement.exchange(

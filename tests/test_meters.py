@@ -1,0 +1,232 @@
+"""Time is what the device took, not what launching took: the training loop on an imitated asynchronous device."""
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.training import FAMILIES, load_state, new_run
+from trainyard import config as configs
+from trainyard.config import load_family
+from trainyard.data.shards import ShardSet
+from trainyard.hardware import choose_precision
+from trainyard.runs.events import read_metrics
+from trainyard.settings import ScheduleSettings
+from trainyard.train.heartbeat import Heartbeat
+from trainyard.train.meters import StepMeter
+from trainyard.train.module import DataInfo
+from trainyard.train.recorder import Recorder
+from trainyard.train.run_context import RunContext
+from trainyard.train.run_state import prepare_state
+from trainyard.train.stop import RuntimeLimit, Stop, StopFlag
+from trainyard.train.trainer import Trainer
+from trainyard.train.world import World
+
+LAUNCH_S = 0.3
+"""What launching a micro-batch costs the host."""
+COMPUTE_S = 1.0
+"""What computing it costs the device."""
+
+
+class ImitatedDevice:
+    """Executes what is queued after the host has moved on, as a GPU does. Its clock is the host's, and imitated too."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+        self.free_at_s = 0.0  # when all that is queued is done
+        self.most_queued_s = 0.0
+
+    def launch(self, *, host_s: float, device_s: float) -> None:
+        """Queue work of `device_s`, the first of which can begin at once; launching the rest takes `host_s`."""
+        self.free_at_s = max(self.free_at_s, self.now_s) + device_s
+        self.most_queued_s = max(self.most_queued_s, self.free_at_s - self.now_s)
+        self.now_s += host_s
+
+    def wait(self) -> None:
+        self.now_s = max(self.now_s, self.free_at_s)
+
+    def make_event(self) -> "ImitatedEvent":
+        return ImitatedEvent(self)
+
+
+@dataclass
+class ImitatedEvent:
+    """What torch.cuda.Event is to a GPU."""
+
+    device: ImitatedDevice
+    at_s: float = -1.0
+
+    def record(self) -> None:
+        self.at_s = max(self.device.free_at_s, self.device.now_s)
+
+    def synchronize(self) -> None:
+        self.device.now_s = max(self.device.now_s, self.at_s)
+
+    def elapsed_time(self, end_event: "ImitatedEvent") -> float:
+        assert max(self.at_s, end_event.at_s) <= self.device.now_s, "CUDA raises: the device has not reached it"
+        return 1000 * (end_event.at_s - self.at_s)
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> ImitatedDevice:
+    imitated = ImitatedDevice()
+    monkeypatch.setattr("time.monotonic", lambda: imitated.now_s)
+    return imitated
+
+
+@pytest.fixture(scope="module")
+def new(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a run that has not begun; its data is packed, in processes that need a real clock."""
+    rarely = ("eval_every=1000ep", "checkpoint.every=1000st", "log_every=10st", "ema_decay=0", "data.decode=cpu")
+    return new_run(tmp_path_factory.mktemp("meters"), *rarely)
+
+
+@pytest.fixture
+def run(new: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(new, tmp_path / "run")
+
+
+def train(
+    run: Path,
+    device: ImitatedDevice,
+    *,
+    compute_s: float = COMPUTE_S,
+    data_s: float = 0.0,
+    predict_s: float = 0.0,
+    stop_at: int | None = None,
+    limit: RuntimeLimit | None = None,
+    **options: Any,
+) -> Stop:
+    """Train with the real loop; the model's work is also queued on the imitated device.
+
+    Args:
+        compute_s: work of a micro-batch.
+        data_s: how long the loader takes for each.
+        predict_s: work of a batch of the evaluation.
+        stop_at: a signal arrives in this step.
+        options: of the run.
+    """
+    config = replace(configs.thaw(run / "config.yaml", FAMILIES), **options)
+    data = ShardSet(Path(config.data.path))
+    splits = load_family(FAMILIES, config.family, "pack").splits(data.columns, data.vocabulary, config)
+    module = load_family(FAMILIES, config.family, "module").build(config, DataInfo.from_shards(data, splits["train"]))
+    context = RunContext(
+        config=config,
+        module=module,
+        data=data,
+        splits=splits,
+        world=World(),
+        device=torch.device("cpu"),
+        precision=choose_precision(None),
+        decode="cpu",
+        threads=1,
+        run=run,
+        heartbeat=Heartbeat(run, "imitated"),
+        check_owner=lambda: None,
+    )
+    state, metrics_position = prepare_state(context)
+    stop = StopFlag()
+
+    compute, predict = state.model, module.predict
+
+    def compute_on_device(batch: Any) -> Any:
+        device.launch(host_s=LAUNCH_S, device_s=compute_s)
+        if state.progress.step + 1 == stop_at:
+            stop.reason = Stop.PREEMPTED
+        return compute(batch)
+
+    def predict_on_device(batch: Any) -> Any:
+        device.launch(host_s=0.0, device_s=predict_s)
+        device.wait()  # its rows are copied to the host
+        return predict(batch)
+
+    state.model = compute_on_device
+    module.predict = predict_on_device  # type: ignore[method-assign]
+    Recorder.rewind(run, metrics_position or 0)
+    resume_at = None if metrics_position is None else state.progress.step
+    with Recorder(run, trackers=(), config={}, resume_at=resume_at) as recorder:
+        unlimited = RuntimeLimit(None, started=0)
+        trainer = Trainer(context, state, recorder, stop, limit or unlimited, device.make_event)
+        read_batches = trainer.loader.train
+
+        def read_slowly(*args: Any, **options: Any) -> Iterator[Any]:
+            for micro_batch in read_batches(*args, **options):
+                device.now_s += data_s
+                yield micro_batch
+
+        trainer.loader.train = read_slowly  # type: ignore[assignment,method-assign]
+        return trainer.run()
+
+
+def test_the_time_of_training_is_the_devices_time_over_all_attempts(run, device):
+    begin = device.now_s
+    assert train(run, device, max_duration="20st", stop_at=8) == Stop.PREEMPTED
+    between = load_state(run)["progress/train_s"]
+    assert between == pytest.approx(device.now_s - begin)
+    device.now_s += 5000  # in the queue
+    assert train(run, device, max_duration="20st") == Stop.NONE
+    assert load_state(run)["progress/train_s"] == pytest.approx(20 * COMPUTE_S), "20 s of work; launching it took 6 s"
+    assert device.most_queued_s == pytest.approx(2 * COMPUTE_S), "the host is one step ahead at most"
+
+
+def test_evaluation_is_no_time_of_training_and_no_idle_time(run, device):
+    begin = device.now_s
+    assert train(run, device, predict_s=7.0, max_duration="20st", eval_every="4st", eval_batch_size=20) == Stop.NONE
+    assert load_state(run)["progress/train_s"] == pytest.approx(20 * COMPUTE_S)
+    assert device.now_s - begin > 20 * COMPUTE_S
+    lines = [line for line in read_metrics(run) if line["kind"] == "train"]
+    assert [line["idle_ms"] for line in lines] == pytest.approx([0, 0])
+    assert [line["step_ms"] for line in lines] == pytest.approx([1000 * COMPUTE_S] * 2)
+
+
+def test_a_run_whose_length_is_a_time_trains_that_long(run, device):
+    begin = device.now_s
+    assert (
+        train(run, device, compute_s=2.0, max_duration="1min", schedule=ScheduleSettings(name="constant")) == Stop.NONE
+    )
+    assert 60 <= device.now_s - begin < 60 + 4 * 2.0, "the clock is one step late, and ranks act a step later"
+
+
+def test_max_runtime_leaves_time_for_the_steps_that_the_device_has_not_finished(run, device):
+    begin = device.now_s
+    limit = RuntimeLimit(1, started=begin, now=lambda: device.now_s)
+    assert train(run, device, compute_s=6.0, limit=limit, max_duration="1000st") == Stop.TIME_LIMIT
+    assert 60 - 4 * 6.0 < device.now_s - begin <= 60
+    assert load_state(run)["progress/train_s"] == pytest.approx(device.now_s - begin)
+
+
+@pytest.mark.parametrize(
+    ("parts", "data_s", "idle_s"),
+    [
+        (1, 0.4, 0.4),  # once, after a log line, for which the host has waited for the device
+        (2, 2.0, 2.0 + 19 * (2.0 + LAUNCH_S - COMPUTE_S)),
+    ],
+    ids=["data in time", "data late, two micro-batches"],
+)
+def test_idle_is_when_the_device_has_nothing_to_do_and_not_when_the_host_waits(parts, data_s, idle_s, run, device):
+    train(run, device, data_s=data_s, max_duration="20st", micro_batch_size=12 // parts)
+    line = [line for line in read_metrics(run) if line["kind"] == "train"][-1]
+    assert line["compute_ms"] == pytest.approx(1000 * COMPUTE_S * parts)
+    assert line["idle_ms"] == pytest.approx(1000 * idle_s / 10)
+    assert line["step_ms"] == pytest.approx(line["compute_ms"] + line["idle_ms"])
+    assert line["samples_per_s"] == pytest.approx(12_000 / line["step_ms"])
+
+
+def test_on_the_cpu_idle_is_waiting_for_data(device):
+    meter = StepMeter(None)
+    total_s = 0.0
+    for _ in range(4):
+        device.now_s += 0.5
+        for _ in meter.watch([12]):
+            device.now_s += 1.5
+        total_s += meter.end_step(12, wait_s=0.5)
+    assert total_s + meter.settle() == pytest.approx(8.0)
+    assert meter.longest_step_s == pytest.approx(2.0)
+    timings = meter.pop_timings()
+    assert timings == pytest.approx(
+        {"samples_per_s": 6.0, "step_ms": 2000, "data_wait_ms": 500, "idle_ms": 500, "compute_ms": 1500}
+    )
