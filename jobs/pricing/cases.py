@@ -1,8 +1,10 @@
 """Builders that the tests of this family share."""
 
+import contextlib
 import csv
 import io
 import os
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -85,6 +87,19 @@ def make_micro_batches(data: ShardSet, batches: list[list[int]], micro_batch_siz
 
 def make_batch(data: ShardSet, ids: list[int]) -> dict[str, torch.Tensor]:
     return make_micro_batches(data, [ids], 0)[0].batch
+
+
+@contextlib.contextmanager
+def record_saved_bytes() -> Iterator[dict[int, int]]:
+    """Yield the bytes of each storage saved for the backward pass, by its address."""
+    saved: dict[int, int] = {}
+
+    def record(x: torch.Tensor) -> torch.Tensor:
+        saved[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(record, lambda x: x):
+        yield saved
 
 
 def format_csv(rows: list[list[str]], *, header: str = "sample_id,catalog_content,price") -> str:

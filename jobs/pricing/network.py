@@ -13,6 +13,7 @@ from transformers import DebertaV2Config, DebertaV2Model
 
 from trainyard.errors import UserError
 
+from .attention import replace_attention
 from .weights import load_weights
 
 INIT_STD = 0.02
@@ -141,7 +142,7 @@ def build_random_encoder(
         "pad_token_id": 0,
         "initializer_range": INIT_STD,
     }
-    return DebertaV2Model(DebertaV2Config(**settings))
+    return replace_attention(DebertaV2Model(DebertaV2Config(**settings)))
 
 
 def load_encoder(folder: Path, *, vocabulary: int, dropout: float) -> DebertaV2Model:
@@ -171,7 +172,7 @@ def load_encoder(folder: Path, *, vocabulary: int, dropout: float) -> DebertaV2M
     encoder = DebertaV2Model(DebertaV2Config.from_dict(settings))
     used, unused = load_weights(encoder, folder)
     logger.info("{}: {} weights loaded, {} not used", folder, used, unused)
-    return encoder
+    return replace_attention(encoder)
 
 
 def assign_learning_rates(

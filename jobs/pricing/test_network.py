@@ -1,9 +1,7 @@
 """The network, its encoder and its learning rates."""
 
-import contextlib
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,23 +16,10 @@ from trainyard.train.module import DataInfo
 from trainyard.train.step import enable_activation_checkpointing
 
 from . import tokenizer
-from .cases import make_batch, make_config, make_module
+from .cases import make_batch, make_config, make_module, record_saved_bytes
 from .module import build, mask_tokens
 from .network import build_random_encoder
 from .pack import splits
-
-
-@contextlib.contextmanager
-def record_saved_bytes() -> Iterator[dict[int, int]]:
-    """Yield the bytes of each storage saved for the backward pass, by its address."""
-    saved: dict[int, int] = {}
-
-    def record(x: torch.Tensor) -> torch.Tensor:
-        saved[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(record, lambda x: x):
-        yield saved
 
 
 def flatten_gradients(module: nn.Module) -> torch.Tensor:
