@@ -36,6 +36,13 @@ class HeadSettings:
         "on the SUM over its batch of 16",
         low=0,
     )
+    sampled_classes: int = option(
+        0,
+        "other training fingers that a step compares its prints with, drawn for each step (partial FC); 0: all. Ranks "
+        "then exchange the gradients of these alone, and logits take less memory. Accuracy counts among them. Its "
+        "effect on the metrics was not measured",
+        low=0,
+    )
 
 
 @dataclass

@@ -14,6 +14,7 @@ from trainyard.report import score_figures
 from trainyard.settings import Duration
 from trainyard.train.module import Batch, DataInfo, Rows, TrainModule
 
+from .class_sampling import compute_sampled_cosines, draw_classes
 from .config import Config, EvaluationSettings, HeadSettings
 from .network import SMALLEST_INPUT_PX, Aligner, DeepPrintTex
 
@@ -51,6 +52,8 @@ def build(config: Config, data: DataInfo) -> "FingerprintModule":
         finger_codes=np.unique(data.columns["finger"][data.train_ids]),
         vocabulary_size=len(data.vocabulary["finger"]),
         head=config.head,
+        seed=config.seed,
+        global_batch_size=config.global_batch_size,
         margin_warmup_samples=_parse_warmup(config, len(data.train_ids)),
         evaluation=config.evaluation,
     )
@@ -76,6 +79,7 @@ class FingerprintModule(TrainModule):
         network: maps images to unit-norm embeddings (B, D).
         finger_codes: (C,) codes of the training fingers in the column `finger`; each becomes a class.
         vocabulary_size: number of codes.
+        seed: of the classes that each step samples.
         margin_warmup_samples: samples over which the margin rises from 0; 0: full margin from the start.
     """
 
@@ -89,6 +93,8 @@ class FingerprintModule(TrainModule):
         finger_codes: np.ndarray,
         vocabulary_size: int,
         head: HeadSettings,
+        seed: int,
+        global_batch_size: int,
         margin_warmup_samples: int,
         evaluation: EvaluationSettings,
     ) -> None:
@@ -103,6 +109,9 @@ class FingerprintModule(TrainModule):
         self.margin = head.margin if head.name == "cosface" else 0.0
         self.margin_warmup_samples = margin_warmup_samples
         self.centre_weight = head.centre_weight
+        self.sampled_classes = min(head.sampled_classes, len(finger_codes))
+        self.seed = seed
+        self.global_batch_size = global_batch_size
         self.evaluation = evaluation
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
@@ -110,15 +119,28 @@ class FingerprintModule(TrainModule):
         embedding_BD = self.network(batch["image"])
         class_B = cast(Tensor, self.class_of_code)[batch["finger"]]
         with torch.autocast(embedding_BD.device.type, enabled=False):  # scaled cosines need more than 8 bits
-            cosine_BC = functional.linear(embedding_BD, functional.normalize(self.directions, dim=1))
-            logits_BC = compute_cosface_logits(cosine_BC, class_B, scale=self.scale, margin=self._compute_margin(batch))
-            softmax = functional.cross_entropy(logits_BC, class_B)
+            cosine_BC, true_B = self._compute_cosines(embedding_BD, class_B, batch)
+            logits_BC = compute_cosface_logits(cosine_BC, true_B, scale=self.scale, margin=self._compute_margin(batch))
+            softmax = functional.cross_entropy(logits_BC, true_B)
             losses = {"loss": softmax, "softmax": softmax}
             if self.centres is not None:
                 losses["centre"] = self.centres(embedding_BD, class_B)
                 losses["loss"] = softmax + self.centre_weight * losses["centre"]
-        losses["accuracy"] = (cosine_BC.detach().argmax(dim=1) == class_B).float().mean()
+        losses["accuracy"] = (cosine_BC.detach().argmax(dim=1) == true_B).float().mean()
         return losses
+
+    def _compute_cosines(self, embedding_BD: Tensor, class_B: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the cosines with the classes that this step compares with, and the column of each print's own."""
+        if not self.sampled_classes:
+            return functional.linear(embedding_BD, functional.normalize(self.directions, dim=1)), class_B
+        sampled_S = draw_classes(
+            self.sampled_classes,
+            classes=len(self.directions),
+            seed=self.seed,
+            samples_seen=batch.get("samples_seen", torch.zeros((), dtype=torch.long, device=class_B.device)),
+        )
+        cosine_BS = compute_sampled_cosines(embedding_BD, self.directions, class_B, sampled_S)
+        return cosine_BS, torch.zeros_like(class_B)
 
     def _compute_margin(self, batch: Batch) -> Tensor | float:
         """Return the current margin, a function of the samples seen by all ranks; so it needs no state."""
@@ -171,6 +193,13 @@ class FingerprintModule(TrainModule):
     def repeated_layers(self) -> nn.Sequential:
         """Return the Inception blocks."""
         return self.network.texture.blocks
+
+    def sparse_gradients(self) -> dict[str, int]:
+        """Return what a global batch compares with: its own classes and the sampled ones; centres only of its own."""
+        if not self.sampled_classes:
+            return {}
+        sparse = {"directions": self.sampled_classes + self.global_batch_size}
+        return sparse if self.centres is None else sparse | {"centres.weight": self.global_batch_size}
 
     def parameter_groups(self, weight_decay: float) -> list[dict[str, object]]:
         """Exempt the centres from weight decay, which would pull them, and the embeddings, towards zero."""

@@ -190,6 +190,9 @@ def _load_newest_checkpoint(context: RunContext) -> tuple[Path, dict[str, Any]] 
 def _wrap_ddp(context: RunContext, module: TrainModule) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
     model: Any = module
     if context.world.world_size > 1:
+        # torch writes the name of a parameter of the root module once as "name" and once as ".name"
+        ignored = [spelling for name in module.sparse_gradients() for spelling in (name, f".{name}")]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ignored)  # type: ignore[no-untyped-call]
         ids = [context.device.index] if context.device.type == "cuda" else None
         model = DistributedDataParallel(module, device_ids=ids, gradient_as_bucket_view=True)
     return torch.compile(model) if context.precision.compile else model

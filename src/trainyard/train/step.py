@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from trainyard.data.loader import MicroBatch
 from trainyard.settings import OptimizerSettings
+from trainyard.train.distributed import average_rows
 from trainyard.train.module import TrainModule
 from trainyard.train.swa import WeightAverage
 
@@ -71,7 +72,7 @@ def train_step(
 
     Each micro-batch's mean loss is weighted by its share of the global batch's samples. So the gradient equals that of
     the mean over the global batch, however it is split, and also for a partial last batch. DDP, which averages over
-    ranks, all-reduces once per step, with the last micro-batch.
+    ranks, all-reduces once per step, with the last micro-batch; sparse gradients follow.
 
     Whether the gradient is finite is decided on the device: the fused optimizers skip their update if `found_inf` is
     1. Nothing here waits for the device. A skipped step changes nothing: buffers, too, are put back, because a forward
@@ -93,6 +94,8 @@ def train_step(
             state.scaler.scale(parts["loss"] * (micro_batch.weight * world_size)).backward()  # type: ignore[no-untyped-call]
         for name, value in parts.items():
             losses[name] = losses.get(name, 0.0) + value.detach().float() * micro_batch.weight
+    for name, most in state.module.sparse_gradients().items():
+        average_rows(cast(Tensor, state.module.get_parameter(name).grad), most=most)
     state.scaler.unscale_(state.optimizer)  # clip true gradients, not scaled ones
     norm = clip_grad_norm_(state.module.parameters(), clip_grad_norm or float("inf"))
     skipped = torch.isfinite(norm).logical_not().float()
