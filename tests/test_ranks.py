@@ -16,7 +16,14 @@ from tests.training import FAMILIES, FORKSERVER, load_state, new_run, read_run_m
 from trainyard.cli import main
 from trainyard.errors import UserError
 from trainyard.train import distributed
-from trainyard.train.distributed import Agreement, Decision
+from trainyard.train.distributed import (
+    Agreement,
+    Card,
+    Decision,
+    choose_gpu_index,
+    identify_card,
+    refuse_shared_cards,
+)
 from trainyard.train.stop import Stop
 from trainyard.train.world import World, read_world
 
@@ -127,6 +134,34 @@ def test_ranks_are_read_from_each_launcher_and_a_batch_script_is_no_task():
     assert read_world({}) == World()
     with pytest.raises(UserError, match="LOCAL_RANK is not set"):
         read_world({"RANK": "0", "WORLD_SIZE": "2"})
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "visible", "index"), [(0, 0, None), (3, 0, None), (0, 1, 0), (3, 1, 0), (0, 4, 0), (3, 4, 3)]
+)
+def test_a_rank_uses_the_gpu_of_its_local_rank_or_the_only_one_it_sees(local_rank, visible, index):
+    assert choose_gpu_index(World(4 + local_rank, local_rank, 8, 4), visible) == index
+
+
+def test_fewer_gpus_than_local_ranks_are_refused_with_flags_that_help():
+    with pytest.raises(UserError, match=r"local rank 2, but sees only 2 GPUs.*--ntasks-per-node=2.*--gpus-per-task=1"):
+        choose_gpu_index(World(6, 2, 8, 4), 2)
+
+
+def test_ranks_that_would_share_a_gpu_are_refused():
+    one, other, elsewhere = Card("a", "GPU-1"), Card("a", "GPU-2"), Card("b", "GPU-1")
+    refuse_shared_cards([one, other, elsewhere])
+    refuse_shared_cards([Card("a", ""), Card("a", "")])  # on the CPU
+    with pytest.raises(UserError, match=r"Ranks 0, 2 on a use the same GPU \(GPU-1\).*Start 2 there \(--gpus 2"):
+        refuse_shared_cards([one, other, one, elsewhere])
+
+
+def test_slices_of_one_gpu_are_told_apart_by_their_names():
+    slices = [f"MIG-{i}" for i in range(2)]
+    refuse_shared_cards([Card("a", identify_card("GPU-1", name)) for name in slices])
+    assert identify_card("GPU-1", "MIG-5,MIG-6") == "MIG-5"
+    assert identify_card("GPU-1", "0") == identify_card("GPU-1", "") == "GPU-1"
+    assert identify_card("", "MIG-5") == "", "the rank uses the CPU"
 
 
 def test_an_agreement_returns_what_was_proposed_at_the_call_before():

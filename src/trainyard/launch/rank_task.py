@@ -282,7 +282,7 @@ def _build_context(
     from trainyard.train.module import DataInfo
     from trainyard.train.run_context import RunContext
 
-    device = distributed.select_device(world)
+    device = distributed.select_device(world, environ)
     sm, name = _describe_device(device)
     if (
         fault := explain_missing_gpu(read_driver_version(), environ)

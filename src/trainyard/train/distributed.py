@@ -1,7 +1,9 @@
-"""Process-group set-up and small collectives."""
+"""Process-group set-up, each rank's device, and small collectives."""
 
 import json
+import socket
 import time
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,23 +22,76 @@ _JOIN_TIMEOUT_S = 600  # how long ranks wait for each other at the start: contai
 _STEP_TIMEOUT = timedelta(minutes=30)  # longest save or evaluation that others wait for
 
 
-def select_device(world: World) -> torch.device:
-    """Return this rank's device: its GPU, or the CPU if the node has none.
+class Card(NamedTuple):
+    """The GPU that a rank uses."""
+
+    host: str
+    identity: str  # the UUID of the GPU, or of its MIG slice; empty: the rank uses the CPU
+
+
+def select_device(world: World, environ: Mapping[str, str]) -> torch.device:
+    """Return this rank's device: its GPU, or the CPU if it sees none. Every rank takes part.
 
     Raises:
-        UserError: more ranks on this node than GPUs.
+        UserError: there is no GPU for this rank, or several ranks would use the same one.
     """
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if not gpus:
+    index = choose_gpu_index(world, torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    uuid = "" if index is None else str(torch.cuda.get_device_properties(index).uuid)
+    own = Card(socket.gethostname(), identify_card(uuid, environ.get("CUDA_VISIBLE_DEVICES", "")))
+    refuse_shared_cards(_gather(own))
+    if index is None:
         return torch.device("cpu")
-    if world.local_rank >= gpus:
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def choose_gpu_index(world: World, visible: int) -> int | None:
+    """Return which of the GPUs that this rank sees it uses; None if it sees none.
+
+    A rank that sees one GPU uses it, whatever its local rank: Slurm's --gpus-per-task and --gpu-bind, and MIG, show
+    each task only its own. `refuse_shared_cards` notices if it is another rank's, too.
+
+    Raises:
+        UserError: it sees several GPUs, but none for its local rank.
+    """
+    if visible <= 1:
+        return 0 if visible else None
+    if world.local_rank >= visible:
         raise UserError(
-            f"Rank {world.rank} has local rank {world.local_rank}, but its node shows {gpus} GPUs. "
-            f"Request {gpus} tasks per node."
+            f"Rank {world.rank} has local rank {world.local_rank}, but sees only {visible} GPUs. Start {visible} ranks "
+            f"on this node (--ntasks-per-node={visible}, --nproc-per-node={visible}), or have Slurm give each rank a "
+            "GPU of its own (--gpus-per-task=1)."
         )
-    device = torch.device("cuda", world.local_rank)
-    torch.cuda.set_device(device)
-    return device
+    return world.local_rank
+
+
+def identify_card(uuid: str, visible_devices: str) -> str:
+    """Return what tells a rank's GPU from all others: its UUID, or that of the MIG slice in CUDA_VISIBLE_DEVICES.
+
+    For a slice, CUDA may report the UUID of the whole GPU; a process uses the first slice only.
+    """
+    return visible_devices.split(",")[0] if uuid and visible_devices.startswith("MIG-") else uuid
+
+
+def refuse_shared_cards(cards: Sequence[Card]) -> None:
+    """Check that no two ranks use one GPU: NCCL would fail in the first collective.
+
+    Args:
+        cards: those of all ranks, in order of rank.
+
+    Raises:
+        UserError: names the ranks, the node and the GPU.
+    """
+    for card in dict.fromkeys(cards):
+        ranks = [str(rank) for rank, other in enumerate(cards) if other == card]
+        if card.identity and len(ranks) > 1:
+            count = len({other for other in cards if other.host == card.host})
+            raise UserError(
+                f"Ranks {', '.join(ranks)} on {card.host} use the same GPU ({card.identity}), but each rank needs one "
+                f"of its own. Start {count} there (--gpus {count}, --ntasks-per-node={count}, "
+                f"--nproc-per-node={count}), or have Slurm give each rank a GPU of its own (--gpus-per-task=1). To "
+                "train on the CPU: CUDA_VISIBLE_DEVICES= (empty)."
+            )
 
 
 def join(world: World, run: Path) -> None:
@@ -101,12 +156,8 @@ def broadcast_from_rank0(value: Any) -> Any:
 
 def gather_to_rank0(value: Any) -> list[Any] | None:
     """Return every rank's value, in order of rank, on rank 0; None elsewhere."""
-    if not dist.is_initialized():
-        return [value]
-    # Objects go through CPU tensors: gather_object would pick the GPU if NCCL is present.
-    box: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(box, value)
-    return box if dist.get_rank() == 0 else None
+    values = _gather(value)
+    return values if not dist.is_initialized() or dist.get_rank() == 0 else None
 
 
 class Decision(NamedTuple):
@@ -171,3 +222,12 @@ def _connect_store(world: World, run: Path) -> TCPStore:
         time.sleep(0.05)
     main = json.loads(address_file.read_text())
     return TCPStore(main["address"], main["port"], world.world_size, False, timeout=limit)
+
+
+def _gather(value: Any) -> list[Any]:
+    if not dist.is_initialized():
+        return [value]
+    # Objects go through CPU tensors: gather_object would pick the GPU if NCCL is present.
+    box: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(box, value)
+    return box
