@@ -1,5 +1,6 @@
 """Evaluation: predict on every rank, gather the rows once, and score the whole set."""
 
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
@@ -12,6 +13,7 @@ from trainyard.train import distributed
 from trainyard.train.module import Rows, TrainModule
 
 SAMPLE_ID = "sample_id"
+_UNFINISHED_COPIES = 2  # batches whose rows may still be on their way to the host while the next one is computed
 
 
 def evaluate(
@@ -31,12 +33,7 @@ def evaluate(
         save_figures: called on rank 0 with the module's report figures of this set.
     """
     was_training = module.training
-    module.eval()
-    own_rows: list[Rows] = []
-    with torch.inference_mode():
-        for micro_batch in loader.evaluate(ids, batch_size=batch_size):
-            with autocast():
-                own_rows.append(_copy_to_host(module.predict(micro_batch.batch)))
+    own_rows = _predict_share(module, loader, ids, batch_size=batch_size, autocast=autocast)
     module.train(was_training)
     parts = distributed.gather_to_rank0(own_rows)
     metrics = None
@@ -59,18 +56,53 @@ def predict(
     progress: Callable[[int], object],
 ) -> Rows:
     """Return the module's rows of the samples `ids`, on this rank alone; `progress` is called with samples done."""
-    module.eval()
-    parts: list[Rows] = []
-    with torch.inference_mode():
-        for micro_batch in loader.evaluate(ids, batch_size=batch_size):
-            with autocast():
-                parts.append(_copy_to_host(module.predict(micro_batch.batch)))
-            progress(len(micro_batch.batch[SAMPLE_ID]))
+    parts = _predict_share(module, loader, ids, batch_size=batch_size, autocast=autocast, progress=progress)
     return _join_rows(parts, ids)
 
 
-def _copy_to_host(rows: dict[str, Tensor]) -> Rows:
-    return {name: (v.float() if v.is_floating_point() else v).cpu().numpy() for name, v in rows.items()}
+def _predict_share(
+    module: TrainModule,
+    loader: Loader,
+    ids: np.ndarray,
+    *,
+    batch_size: int,
+    autocast: Callable[[], AbstractContextManager[None]],
+    progress: Callable[[int], object] = lambda samples: None,
+) -> list[Rows]:
+    """Return the rows of this rank's share of `ids`, one entry per batch; leaves the module in evaluation mode.
+
+    Rows are read a few batches late, so that the host queues the next batches while the device computes.
+    """
+    module.eval()
+    parts: list[Rows] = []
+    copies: deque[_RowCopy] = deque()
+    with torch.inference_mode():
+        for micro_batch in loader.evaluate(ids, batch_size=batch_size):
+            with autocast():
+                copies.append(_RowCopy(module.predict(micro_batch.batch)))
+            if len(copies) > _UNFINISHED_COPIES:
+                parts.append(copies.popleft().finish())
+            progress(len(micro_batch.batch[SAMPLE_ID]))
+        return parts + [copy.finish() for copy in copies]
+
+
+class _RowCopy:
+    """Rows of one batch on their way from the device into page-locked memory."""
+
+    def __init__(self, rows: dict[str, Tensor]) -> None:
+        wide = {name: v.float() if v.is_floating_point() else v for name, v in rows.items()}
+        self._rows = {name: v.to("cpu", non_blocking=True) for name, v in wide.items()}
+        self._is_complete: torch.cuda.Event | None = None
+        if rows[SAMPLE_ID].is_cuda:
+            self._is_complete = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._is_complete.record()
+
+    def finish(self) -> Rows:
+        """Wait for the copy, and return the rows in ordinary memory: page-locked memory is scarce."""
+        if self._is_complete is None:
+            return {name: v.numpy() for name, v in self._rows.items()}
+        self._is_complete.synchronize()
+        return {name: v.numpy().copy() for name, v in self._rows.items()}
 
 
 def _join_rows(parts: list[Rows], ids: np.ndarray) -> Rows:

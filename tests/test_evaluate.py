@@ -1,0 +1,49 @@
+"""Evaluation reads rows from the device without making it wait."""
+
+from contextlib import nullcontext
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainyard.data.loader import Loader
+from trainyard.settings import AugmentSettings, ImageSettings, TrainConfig
+from trainyard.train.evaluate import predict
+from trainyard.train.module import Batch, TrainModule
+
+
+class Watched(Tensor):
+    """A tensor that writes down when a copy to the host starts, and when the host reads it."""
+
+    log: ClassVar[list[str]] = []
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(function, "__name__", "")
+        if name == "cpu" or (name == "to" and not (kwargs or {}).get("non_blocking")):
+            cls.log.append("wait")
+        elif name in ("to", "numpy"):
+            cls.log.append({"to": "start", "numpy": "read"}[name])
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+class Means(TrainModule):
+    """Predicts the mean of each image."""
+
+    def predict(self, batch: Batch) -> dict[str, Tensor]:
+        Watched.log.append("compute")
+        return {
+            "sample_id": batch["sample_id"],
+            "value": batch["image"].mean((1, 2, 3)).as_subclass(Watched),
+        }
+
+
+def test_rows_are_read_two_batches_late_and_few_wait_at_a_time(images):
+    config = TrainConfig(image=ImageSettings(height_px=24, width_px=32), augment=AugmentSettings())
+    loader = Loader.from_config(config, images, device=torch.device("cpu"), decode="cpu")
+    Watched.log.clear()
+    rows = predict(Means(), loader, np.arange(20), batch_size=4, autocast=nullcontext, progress=lambda samples: None)
+    one, late = ["compute", "start"], ["compute", "start", "read"]
+    assert Watched.log == [*one, *one, *late, *late, *late, "read", "read"]
+    assert rows["sample_id"].tolist() == list(range(20)) and rows["value"].dtype == np.float32
