@@ -90,6 +90,19 @@ def test_two_one_and_two_ranks_read_each_sample_of_each_epoch_once(tmp_path):
     assert all(sorted(ids) == train_ids for ids in ids_by_epoch.values())
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("micro_batch_size", [0, 2])
+def test_three_ranks_that_were_stopped_end_as_if_they_had_not_been(micro_batch_size, tmp_path):
+    options = ("max_duration=3ep", f"micro_batch_size={micro_batch_size}")
+    whole, stopped = new_run(tmp_path, *options), new_run(tmp_path, *options)
+    assert train_on_ranks(whole, 3, rendezvous="whole") == [0, 0, 0]
+    three = [start(stopped, rank=r, world_size=3, rendezvous="first") for r in range(3)]
+    assert stop_after(three, stopped, 5) == [85, 85, 85]
+    assert train_on_ranks(stopped, 3, rendezvous="second") == [0, 0, 0]
+    assert find_differences(load_state(whole), load_state(stopped)) == []
+    assert read_run_metrics(whole) == read_run_metrics(stopped)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 85), (signal.SIGUSR2, 85), (signal.SIGINT, 87)])
 def test_a_signal_saves_at_the_step_boundary_exits_with_its_code_and_loses_no_step(number, code, tmp_path):

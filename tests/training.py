@@ -25,7 +25,7 @@ VARYING = ("progress/train_s", "metrics_position")
 FORKSERVER = multiprocessing.get_context("forkserver")
 """Starts processes without threads of other tests, in which torch is loaded already: that saves seconds in each."""
 FORKSERVER.set_forkserver_preload(
-    ["trainyard.launch.rank_task", "trainyard.train.trainer", "trainyard.data.decode_dali"]
+    ["torch._dynamo", "trainyard.launch.rank_task", "trainyard.train.trainer", "trainyard.data.decode_dali"]
 )
 
 

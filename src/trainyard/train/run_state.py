@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from loguru import logger
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from trainyard.errors import UserError
 from trainyard.runs.folder import update_env
 from trainyard.runs.manifest import MOST, CheckpointError
 from trainyard.train import checkpoint, distributed
+from trainyard.train.data_parallel import wrap_in_ddp
 from trainyard.train.module import TrainModule
 from trainyard.train.run_context import RunContext
 from trainyard.train.step import (
@@ -190,9 +190,5 @@ def _load_newest_checkpoint(context: RunContext) -> tuple[Path, dict[str, Any]] 
 def _wrap_ddp(context: RunContext, module: TrainModule) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
     model: Any = module
     if context.world.world_size > 1:
-        # torch writes the name of a parameter of the root module once as "name" and once as ".name"
-        ignored = [spelling for name in module.sparse_gradients() for spelling in (name, f".{name}")]
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ignored)  # type: ignore[no-untyped-call]
-        ids = [context.device.index] if context.device.type == "cuda" else None
-        model = DistributedDataParallel(module, device_ids=ids, gradient_as_bucket_view=True)
+        model = wrap_in_ddp(module, device=context.device)
     return torch.compile(model) if context.precision.compile else model
