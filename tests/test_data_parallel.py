@@ -1,4 +1,4 @@
-"""Ranks that train together: a resume repeats their sums bit by bit."""
+"""Ranks that train together: a resume repeats their sums bit by bit, and they score what a checkpoint has."""
 
 import os
 import sys
@@ -8,16 +8,20 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from tests.training import FORKSERVER, find_differences
-from trainyard.data.loader import MicroBatch
-from trainyard.settings import OptimizerSettings
+from trainyard.data.loader import Loader, MicroBatch
+from trainyard.data.shards import ShardSet
+from trainyard.errors import UserError
+from trainyard.settings import AugmentSettings, ImageSettings, OptimizerSettings, TrainConfig
 from trainyard.train import distributed
-from trainyard.train.data_parallel import wrap_in_ddp
-from trainyard.train.module import Batch, TrainModule
+from trainyard.train.data_parallel import choose_sync_batchnorm, wrap_in_ddp
+from trainyard.train.evaluate import evaluate, predict
+from trainyard.train.module import Batch, Rows, TrainModule
 from trainyard.train.run_state import encode_state, restore_state
 from trainyard.train.step import TrainState, copy_for_average, make_optimizer, train_step
 from trainyard.train.world import World
@@ -36,6 +40,25 @@ class Classifier(TrainModule):
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         return {"loss": nn.functional.cross_entropy(self.layers(batch["point"]), batch["label"])}
+
+
+class Brightness(TrainModule):
+    """The mean of normalised images, which depends on running statistics; with a constant, and a value to save."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm2d(1)
+        self.register_buffer("table", torch.arange(3.0), persistent=False)
+        self.register_buffer("threshold", torch.zeros(()))
+
+    def forward(self, batch: Batch) -> dict[str, Tensor]:
+        return {"loss": self.norm(batch["image"]).square().mean()}
+
+    def predict(self, batch: Batch) -> dict[str, Tensor]:
+        return {"sample_id": batch["sample_id"], "value": self.norm(batch["image"]).mean((1, 2, 3))}
+
+    def score(self, rows: Rows) -> dict[str, float]:
+        return {"mean": float(rows["value"].astype(np.float64).mean())}
 
 
 @pytest.mark.slow
@@ -59,6 +82,42 @@ def _compare_resumed_with_undisturbed(rank: int, world_size: int, folder: Path) 
         if rank == 0:  # whose state is saved
             assert find_differences(whole.module.state_dict(), resumed.module.state_dict()) == [], accumulation
             assert find_differences(whole.ema.state_dict(), resumed.ema.state_dict()) == [], accumulation
+
+
+@pytest.mark.slow
+def test_ranks_score_with_the_buffers_that_rank_0_saves_and_steps_send_statistics_only(packed_images, tmp_path):
+    run_on_ranks(_compare_scores_with_those_of_rank_0, 2, tmp_path, packed_images)
+
+
+def _compare_scores_with_those_of_rank_0(rank: int, world_size: int, folder: Path, packed: Path) -> None:
+    module = Brightness()
+    model = wrap_in_ddp(module, device=CPU, sync_batchnorm=False)
+    module.table.fill_(rank)
+    module.threshold.fill_(rank)
+    for _ in range(2):
+        generator = torch.Generator().manual_seed(rank)
+        model({"image": torch.randn(4, 1, 8, 8, generator=generator) * (rank + 1) + rank})["loss"].backward()
+    assert module.table.tolist() == [rank] * 3 and module.threshold == rank, "a step sends no constants"
+    values = distributed.gather_to_rank0(float(module.norm.running_mean))
+    assert values is None or values[0] != values[1], "each rank has its own statistics after a step"
+
+    ids = np.arange(24)
+    share, alone = (_make_loader(packed, rank, size) for size in (world_size, 1))
+    metrics = evaluate(module, share, ids, batch_size=6, autocast=nullcontext)
+    buffers = distributed.gather_to_rank0({name: value.clone() for name, value in module.state_dict().items()})
+    if buffers is not None:
+        rows = predict(module, alone, ids, batch_size=6, autocast=nullcontext, progress=lambda samples: None)
+        assert metrics == module.score(rows), "one process scores the same with what rank 0 saves"
+        assert find_differences(*buffers) == []
+        assert module.threshold == 0
+
+
+def test_batch_statistics_are_synchronised_on_request_between_gpus_only():
+    assert choose_sync_batchnorm(False, device_type="cuda", world_size=8)[0] is False
+    assert choose_sync_batchnorm(True, device_type="cuda", world_size=8)[0] is True
+    assert choose_sync_batchnorm(True, device_type="cpu", world_size=1) == (False, "one rank has the whole micro-batch")
+    with pytest.raises(UserError, match=r"sync_batchnorm=true on 2 ranks on the CPU.*Use sync_batchnorm=false"):
+        choose_sync_batchnorm(True, device_type="cpu", world_size=2)
 
 
 def run_on_ranks(work: Callable[..., None], world_size: int, folder: Path, *arguments: object) -> None:
@@ -100,7 +159,7 @@ def _make_state(saved: dict[str, Any] | None = None, path: Path = Path()) -> Tra
     )
     if saved is not None:
         restore_state(state, saved, fingerprint="", path=path)
-    state.model = wrap_in_ddp(module, device=CPU)
+    state.model = wrap_in_ddp(module, device=CPU, sync_batchnorm=False)
     return state
 
 
@@ -127,3 +186,9 @@ def _take_steps(state: TrainState, steps: range, *, rank: int, world_size: int, 
 
 def _count_buckets(state: TrainState) -> int:
     return len(state.model.reducer._get_zeros_like_grad_buckets())  # type: ignore[attr-defined]
+
+
+def _make_loader(packed: Path, rank: int, world_size: int) -> Loader:
+    config = TrainConfig(image=ImageSettings(height_px=24, width_px=32), augment=AugmentSettings())
+    data = ShardSet(packed)
+    return Loader.from_config(config, data, device=CPU, decode="cpu", rank=rank % world_size, world_size=world_size)

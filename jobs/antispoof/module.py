@@ -140,8 +140,6 @@ class AntispoofModule(TrainModule):
         super().__init__()
         self.frontend, self.network, self.decision = frontend, network, decision
         self.disturb, self.rate_hz, self.direction_lr_scale, self.trials = disturb, rate_hz, direction_lr_scale, trials
-        # Windows and filters never change: without this DDP would send them, up to 32 MiB, before every step.
-        self._ddp_params_and_buffers_to_ignore = [f"frontend.{name}" for name, _ in frontend.named_buffers()]
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         """Return the loss, and the share of utterances classified correctly."""

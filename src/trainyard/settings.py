@@ -257,6 +257,9 @@ class TrainConfig:
     )
     compile: str = option("auto", "torch.compile", choices=("auto", "on", "off"))
     gradient_checkpointing: bool = option(False, "recompute repeated layers in the backward pass to save memory")
+    sync_batchnorm: bool = option(
+        False, "on several GPUs, BatchNorm uses the statistics of all ranks' micro-batches, not each rank its own"
+    )
     deterministic: bool = option(True, "use deterministic kernels, so that a resume is bitwise equal on a GPU")
     eval_every: str = option("1ep", "evaluation interval", mutable_on_resume=True, duration=True)
     log_every: str = option("20st", "interval of log lines and metrics", duration=True)

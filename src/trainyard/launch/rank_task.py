@@ -278,7 +278,7 @@ def _build_context(
 
     from trainyard.data.loader import choose_decoder
     from trainyard.data.shards import ShardSet
-    from trainyard.train import distributed, precision
+    from trainyard.train import data_parallel, distributed, precision
     from trainyard.train.module import DataInfo
     from trainyard.train.run_context import RunContext
 
@@ -312,6 +312,11 @@ def _build_context(
         "openmp_wait": _Choice(*read_openmp_wait_policy(environ)),
         "micro_batch_size": _choose_micro_batch_size(config, world),
         "freed_memory": _Choice(*precision.keep_freed_memory(device)),
+        "sync_batchnorm": _Choice(
+            *data_parallel.choose_sync_batchnorm(
+                config.sync_batchnorm, device_type=device.type, world_size=world.world_size
+            )
+        ),
     }
     data = ShardSet(staged.folder)
     if world.is_main and not data.index.has_digest:

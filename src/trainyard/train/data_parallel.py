@@ -1,20 +1,73 @@
-"""Data-parallel training: the order in which ranks sum gradients."""
+"""Data-parallel training: the order in which ranks sum gradients, and the buffers that they share."""
 
 import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
+from trainyard.errors import UserError
+from trainyard.train import distributed
 from trainyard.train.module import TrainModule
 
 
-def wrap_in_ddp(module: TrainModule, *, device: torch.device) -> DistributedDataParallel:
-    """Wrap a module so that ranks train it together."""
+def choose_sync_batchnorm(wanted: bool, *, device_type: str, world_size: int) -> tuple[bool, str]:
+    """Return whether BatchNorm layers use the batch statistics of all ranks, and the reason.
+
+    Raises:
+        UserError: they should, but torch cannot synchronise them on this device.
+    """
+    if not wanted:
+        return False, "sync_batchnorm=false: each rank normalises by its own micro-batch"
+    if world_size == 1:
+        return False, "one rank has the whole micro-batch"
+    if device_type == "cpu":
+        raise UserError(
+            f"sync_batchnorm=true on {world_size} ranks on the CPU, but torch synchronises batch statistics only "
+            "between GPUs. Use sync_batchnorm=false, one rank, or GPUs."
+        )
+    return True, "sync_batchnorm=true: all ranks normalise by the statistics of their micro-batches together"
+
+
+def wrap_in_ddp(module: TrainModule, *, device: torch.device, sync_batchnorm: bool) -> DistributedDataParallel:
+    """Wrap a module so that ranks train it together. Its optimizer and its averaged copies stay valid.
+
+    All buffers become rank 0's, once. After that, each step starts from rank 0's BatchNorm statistics, so that a resume
+    from its checkpoint continues with those that every rank had; all other buffers count as constant.
+    """
+    if sync_batchnorm:
+        module = nn.SyncBatchNorm.convert_sync_batchnorm(module)  # type: ignore[no-untyped-call]
+    distributed.overwrite_with_rank0(module.buffers())
+    statistics = list_statistics(module)
+    constants = [name for name, _ in module.named_buffers() if name not in statistics]
     # torch writes the name of a parameter of the root module once as "name" and once as ".name"
-    ignored = [spelling for name in module.sparse_gradients() for spelling in (name, f".{name}")]
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ignored)  # type: ignore[no-untyped-call]
+    sparse = [spelling for name in module.sparse_gradients() for spelling in (name, f".{name}")]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(  # type: ignore[no-untyped-call]
+        module, [*constants, *sparse]
+    )
     ids = [device.index] if device.type == "cuda" else None
     model = DistributedDataParallel(module, device_ids=ids, gradient_as_bucket_view=True)
     _fix_bucket_order(model)
     return model
+
+
+def share_saved_buffers(module: TrainModule) -> None:
+    """Give every rank the buffers that a checkpoint has: rank 0's.
+
+    In a step, each rank updates running statistics with its own micro-batches. What all ranks score together must be
+    what is saved.
+    """
+    saved: dict[str, Tensor] = module.state_dict()
+    distributed.overwrite_with_rank0(saved[name] for name, _ in module.named_buffers() if name in saved)
+
+
+def list_statistics(module: nn.Module) -> set[str]:
+    """Return the names of the buffers that training updates."""
+    return {
+        f"{path}.{name}" if path else name
+        for path, layer in module.named_modules()
+        if isinstance(layer, _BatchNorm)
+        for name, _ in layer.named_buffers(recurse=False)
+    }
 
 
 def _fix_bucket_order(model: DistributedDataParallel) -> None:

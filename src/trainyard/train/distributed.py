@@ -3,7 +3,7 @@
 import json
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -143,6 +143,19 @@ def average_rows(gradient: Tensor, *, most: int) -> None:
     values = gradient[rows] / dist.get_world_size()
     dist.all_reduce(values)
     gradient.index_copy_(0, rows, torch.where(touched.sum() > most, torch.nan, values))
+
+
+def overwrite_with_rank0(tensors: Iterable[Tensor]) -> None:
+    """Overwrite tensors, which have the same shapes on all ranks, with rank 0's values."""
+    if not dist.is_initialized():
+        return
+    dense = [(tensor, tensor.contiguous()) for tensor in tensors if tensor.numel()]  # what backends accept
+    pending = [dist.broadcast(values, src=0, async_op=True) for _, values in dense]
+    for work in pending:
+        work.wait()
+    for tensor, values in dense:
+        if values is not tensor:
+            tensor.copy_(values)
 
 
 def broadcast_from_rank0(value: Any) -> Any:

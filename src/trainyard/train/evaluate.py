@@ -10,6 +10,7 @@ from torch import Tensor
 
 from trainyard.data.loader import Loader
 from trainyard.train import distributed
+from trainyard.train.data_parallel import share_saved_buffers
 from trainyard.train.module import Rows, TrainModule
 
 SAMPLE_ID = "sample_id"
@@ -27,12 +28,14 @@ def evaluate(
 ) -> dict[str, float]:
     """Score a module on the samples `ids`; every rank takes part and gets the metrics.
 
-    Afterwards the module is in the mode (training or evaluation) in which it was.
+    All ranks score what a checkpoint of the module has: its buffers become rank 0's. Afterwards the module is in the
+    mode (training or evaluation) in which it was.
 
     Args:
         save_figures: called on rank 0 with the module's report figures of this set.
     """
     was_training = module.training
+    share_saved_buffers(module)
     own_rows = _predict_share(module, loader, ids, batch_size=batch_size, autocast=autocast)
     module.train(was_training)
     parts = distributed.gather_to_rank0(own_rows)

@@ -56,6 +56,9 @@ class TrainModule(nn.Module):
 
     With deterministic=true, the first attempt tries `forward` and its backward pass once, on a deep copy of the module
     (`determinism.choose_determinism`).
+
+    On several ranks, BatchNorm's running statistics are the only buffers that a step may change: each rank updates its
+    own, and rank 0's are scored and saved. All other buffers count as constant while training; `score` may set some.
     """
 
     monitor: tuple[str, str] = ("loss", "min")

@@ -190,5 +190,5 @@ def _load_newest_checkpoint(context: RunContext) -> tuple[Path, dict[str, Any]] 
 def _wrap_ddp(context: RunContext, module: TrainModule) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
     model: Any = module
     if context.world.world_size > 1:
-        model = wrap_in_ddp(module, device=context.device)
+        model = wrap_in_ddp(module, device=context.device, sync_batchnorm=context.config.sync_batchnorm)
     return torch.compile(model) if context.precision.compile else model

@@ -24,7 +24,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def add(self, module: TrainModule) -> None:
-        """Add a snapshot to the mean; buffers are those of the latest snapshot."""
+        """Add a snapshot to the mean; buffers are those of the latest snapshot, which its evaluation made rank 0's."""
         self.count += 1
         self.refreshed = False
         torch._foreach_lerp_(list(self.module.parameters()), list(module.parameters()), 1 / self.count)
