@@ -58,7 +58,7 @@ def iterate_host_batches(folder: Path, setting: Setting, *, kind: str) -> Iterat
     class HostLoader(Loader):
         """The loader up to the copy to the device; everything after that is the device's work."""
 
-        def _move_to_device(self, item: Any, *, resample: bool) -> dict[str, Tensor]:
+        def _make_batch(self, item: Any, *, resample: bool) -> dict[str, Tensor]:
             return {"image": item.images}
 
     return _iterate_batches(HostLoader, folder, setting, kind=kind)

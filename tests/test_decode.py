@@ -63,15 +63,8 @@ def decode_on_cpu(requests: list[Request], channels: int, threads: int = 2) -> l
 
 
 def decode_with_dali(requests: list[Request], channels: int) -> list[torch.Tensor]:
-    stream = dali.decode(
-        iter(requests),
-        channels=channels,
-        fill=FILL,
-        threads=2,
-        max_batch_size=10,
-        device_id=None,
-    )
-    return [images.clone() for _, images in stream]
+    decoder = dali.ImageDecoder(channels=channels, fill=FILL, threads=2)
+    return [images.clone() for _, images in decoder.decode(iter(requests), max_batch_size=10)]
 
 
 FORMATS = [("jpg", 1, 1), ("png", 1, 1), ("jpg", 3, 3), ("png", 3, 3), ("jpg", 3, 1), ("jpg", 1, 3)]

@@ -10,8 +10,9 @@ import torch
 
 from tests.images import make_points
 from trainyard.data.hdf5 import ShardError
-from trainyard.data.loader import Loader, MicroBatch, choose_decoder, prefetch
+from trainyard.data.loader import Loader, MicroBatch, choose_decoder
 from trainyard.data.order import EpochOrder, shuffle
+from trainyard.data.prefetch import prefetch
 from trainyard.data.shards import ShardSet
 from trainyard.errors import UserError
 from trainyard.settings import AugmentSettings, DataSettings, ImageSettings, TrainConfig
@@ -29,12 +30,13 @@ Orders = Callable[[int], EpochOrder]
 def make_loader(data: ShardSet, *, decode: str = "cpu", rank: int = 0, world_size: int = 1, **changes) -> Loader:
     settings = DataSettings(**{"prefetch": 2} | {name: changes.pop(name) for name in ("prefetch",) if name in changes})
     options = {"augmentation": AUGMENTATION, "image": IMAGE, "seed": 5, "threads": 2, "channels_last": False}
+    device = changes.pop("device", torch.device("cpu"))
     return Loader(
         data,
         settings=settings,
         rank=rank,
         world_size=world_size,
-        device=torch.device("cpu"),
+        device=device,
         decode=decode,
         **options | changes,
     )
@@ -216,7 +218,7 @@ class HostLoader(Loader):
             self.filled += 1
             yield item
 
-    def _move_to_device(self, item, *, resample: bool) -> dict[str, torch.Tensor]:
+    def _make_batch(self, item, *, resample: bool) -> dict[str, torch.Tensor]:
         return {"image": item.images}
 
 
@@ -293,7 +295,7 @@ def test_an_exception_in_the_background_is_raised_in_its_turn():
 
     received = []
     with pytest.raises(RuntimeError, match="broken here"):
-        for item, wait_s in prefetch(items(), 2):
+        for item, wait_s in prefetch(items(), 2, start=int):
             received.append(item)
             assert wait_s >= 0
     assert received == [1, 2, 3]
@@ -307,7 +309,7 @@ def test_the_background_runs_ahead_only_by_its_depth():
             prepared.append(i)
             yield i
 
-    stream = prefetch(items(), 3)
+    stream = prefetch(items(), 3, start=int)
     next(stream)
     end = time.monotonic() + 10
     while len(prepared) < 5 and time.monotonic() < end:

@@ -8,128 +8,212 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+from nvidia.dali import backend as _untyped_backend
 from nvidia.dali import fn, types
 from nvidia.dali.pipeline import Pipeline
 from nvidia.dali.tensors import TensorCPU
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from trainyard.data.decode_cpu import AnyAudioRequest, AnyRequest, crop, get_pool, resize_all
+from trainyard.data.decode_cpu import AnyAudioRequest, AnyRequest, Request, crop, get_pool, resize_all
+from trainyard.data.transfer import CopyStream
 
-_QUEUE = 3  # batches that DALI decodes ahead on the host
+backend: Any = _untyped_backend  # its stubs lack the memory pools
+_HOST_QUEUE = 3  # batches that DALI decodes ahead on the host
+_GPU_QUEUE = 2
 _GROUP_IMAGES = 128  # images per DALI batch; fewer are slower on two cores, more are not faster
 _GROUP_BYTES = 32 << 20  # decoded bytes per DALI batch: limits the queue's memory if images are large
 
 
-def decode(
-    requests: Iterator[AnyRequest],
-    *,
-    channels: int,
-    fill: int,
-    threads: int,
-    max_batch_size: int,
-    device_id: int | None,
-) -> Iterator[tuple[AnyRequest, Tensor]]:
-    """Decode, crop, resize and mirror, one micro-batch per request, as `decode_cpu.decode` does.
+class ImageDecoder:
+    """Decodes streams of requests, one after another, as `decode_cpu.decode` does.
+
+    A pipeline costs memory and start-up, so a stream that is read to its end leaves its pipeline to the next one.
 
     Without a GPU, DALI decodes only the box (bit-equal to cropping the whole image) and torch resizes into the
     request's buffer, because DALI's antialiased CPU resize alone costs as much as the decoding. With a GPU, everything
     runs there, and the result is new memory on the device.
-
-    Args:
-        max_batch_size: the largest number of images in any request.
-        device_id: CUDA device; None: decode on the host.
-
-    Yields:
-        request: in the order of `requests`.
-        images: (B, H, W, C) uint8.
     """
-    common = {"channels": channels, "fill": fill, "threads": threads, "max_batch_size": max_batch_size}
-    if device_id is None:
-        return _decode_on_host(requests, **common)
-    return _decode_on_gpu(requests, **common, device_id=device_id)
+
+    def __init__(self, *, channels: int, fill: int, threads: int, copies: CopyStream | None = None) -> None:
+        """Build a decoder.
+
+        Args:
+            copies: the stream that copies on the GPU that decodes; None: decode on the host.
+        """
+        self._channels, self._fill, self._threads, self._copies = channels, fill, threads, copies
+        self._idle: _ImagePipeline | None = None
+
+    def decode(self, requests: Iterator[AnyRequest], *, max_batch_size: int) -> Iterator[tuple[AnyRequest, Tensor]]:
+        """Decode, crop, resize and mirror, one micro-batch per request.
+
+        Args:
+            max_batch_size: the largest number of images in any request.
+
+        Yields:
+            request: in the order of `requests`.
+            images: (B, H, W, C) uint8; on a GPU, for the stream `copies` to hand over.
+        """
+        pipeline, self._idle = self._idle, None
+        if pipeline is None or pipeline.max_batch_size < max_batch_size:
+            pipeline = self._build_pipeline(max_batch_size)
+        pipeline.start(requests)
+        yield from self._resize(pipeline) if self._copies is None else self._copy(pipeline, self._copies)
+        pipeline.reset()
+        self._idle = pipeline
+        if self._copies is not None:
+            backend.ReleaseUnusedMemory()  # torch's allocator cannot take what DALI's pools keep
+
+    def _build_pipeline(self, max_batch_size: int) -> "_ImagePipeline":
+        return _ImagePipeline(
+            channels=self._channels,
+            fill=self._fill,
+            threads=self._threads,
+            max_batch_size=max_batch_size,
+            device_id=None if self._copies is None else self._copies.device.index,
+        )
+
+    def _resize(self, pipeline: "_ImagePipeline") -> Iterator[tuple[Any, Tensor]]:
+        with get_pool(self._threads) as pool:
+            while (images := pipeline.run()) is not None:
+                group = pipeline.pop_group()
+                _, outer = _split_boxes(group)
+                first = 0
+                for request in group:
+
+                    def crop_image(i: int, first: int = first, images: Any = images, outer: Any = outer) -> Tensor:
+                        return crop(from_dlpack(images[first + i]), outer[first + i], self._fill)
+
+                    resize_all(crop_image, request, pool, self._threads)
+                    yield request, request.out
+                    first += len(request.records)
+
+    def _copy(self, pipeline: "_ImagePipeline", copies: CopyStream) -> Iterator[tuple[Any, Tensor]]:
+        """Copy what DALI decoded into new memory: it takes its own back when the pipeline runs again."""
+
+        def copy(images: Any) -> list[tuple[Any, Tensor]]:
+            group = pipeline.pop_group()
+            whole: Any = from_dlpack(images.as_tensor())
+            parts = whole.split([len(request.records) for request in group])
+            return [(request, part.clone()) for request, part in zip(group, parts, strict=True)]
+
+        for decoded in copies.run_and_copy(pipeline.run, copy):
+            yield from decoded
 
 
-def _decode_on_host(
-    requests: Iterator[AnyRequest], *, channels: int, fill: int, threads: int, max_batch_size: int
-) -> Iterator[tuple[AnyRequest, Tensor]]:
-    """Give DALI several requests per batch, because its threads wait for each other at the end of each batch."""
-    pending: deque[tuple[list[AnyRequest], np.ndarray]] = deque()  # requests that DALI took ahead, not yet decoded
-    most = -(-_GROUP_IMAGES // max_batch_size)
+def limit_memory() -> tuple[str, str]:
+    """Let DALI's buffers grow no further than a batch needs; return what limits its memory on a GPU, and why.
 
-    def feed() -> tuple[Any, ...]:
-        group = _group_requests(requests, most, channels)
-        box = np.concatenate([request.parameters.box for request in group])
-        inner, outer = split_box(box, np.concatenate([request.shapes for request in group]))
-        pending.append((group, outer))
-        return _wrap_inputs([record for request in group for record in request.records], *np.hsplit(inner, 2))
-
-    pipeline = Pipeline(
-        batch_size=most * max_batch_size, num_threads=threads, device_id=None, prefetch_queue_depth=_QUEUE
+    Its pools have no upper limit of their own, and what they hold, torch's allocator cannot take.
+    """
+    backend.SetDeviceBufferGrowthFactor(1.0)
+    backend.SetHostBufferGrowthFactor(1.0)
+    value = f"{_GPU_QUEUE} batches of {_GROUP_BYTES >> 20} MiB decoded ahead, or one micro-batch each if that is larger"
+    return (
+        value,
+        "DALI's pools grow alongside torch's allocator; what they do not use is released after each evaluation",
     )
-    with pipeline:
-        pipeline.set_outputs(_decode(*_declare_inputs(feed, 3), device="cpu", channels=channels))
-    pipeline.build()
-    with get_pool(threads) as pool:
-        while (images := _run_pipeline(pipeline)) is not None:
-            group, outer = pending.popleft()
-            first = 0
-            for request in group:
-
-                def crop_image(i: int, first: int = first, images: Any = images, outer: Any = outer) -> Tensor:
-                    return crop(from_dlpack(images[first + i]), outer[first + i], fill)
-
-                resize_all(crop_image, request, pool, threads)
-                yield request, request.out
-                first += len(request.records)
 
 
-def _group_requests(requests: Iterator[AnyRequest], most: int, channels: int) -> list[AnyRequest]:
-    """Take one request, and more up to `most` while they decode to less than `_GROUP_BYTES`.
+class _ImagePipeline:
+    """A pipeline, and the requests that it decodes."""
 
-    Raises:
-        StopIteration: no request is left; it ends the pipeline.
+    def __init__(self, *, channels: int, fill: int, threads: int, max_batch_size: int, device_id: int | None) -> None:
+        most = -(-_GROUP_IMAGES // max_batch_size)
+        self.max_batch_size = max_batch_size
+        self._feed = feed = _Feed(most=most, channels=channels, on_gpu=device_id is not None)
+        self._pipeline = pipeline = Pipeline(
+            batch_size=most * max_batch_size,
+            num_threads=threads,
+            device_id=device_id,
+            prefetch_queue_depth=_HOST_QUEUE if device_id is None else _GPU_QUEUE,
+        )
+        with pipeline:
+            pipeline.set_outputs(
+                _decode(*_declare_inputs(feed.read_batch, 3), device="cpu", channels=channels)
+                if device_id is None
+                else _build_gpu_graph(feed.read_batch, channels=channels, fill=fill)
+            )
+        pipeline.build()
+
+    def start(self, requests: Iterator[AnyRequest]) -> None:
+        """Set the requests that the pipeline decodes until its end."""
+        self._feed.start(requests)
+
+    def run(self) -> Any | None:
+        """Return the next batch, None at the end; the pipeline's memory, until it runs again."""
+        return _run_pipeline(self._pipeline)
+
+    def pop_group(self) -> list[Any]:
+        """Return the requests of the batch that `run` has just returned."""
+        return self._feed.pending.popleft()
+
+    def reset(self) -> None:
+        """Make the pipeline ready for other requests, after its end."""
+        self._pipeline.reset()
+
+
+class _Feed:
+    """What a pipeline reads from: several requests per batch, because its threads wait for each other at its end.
+
+    Apart from the pipeline, which refers to it: a cycle would keep both, and the memory on the device, until collected.
     """
-    group = [next(requests)]
+
+    def __init__(self, *, most: int, channels: int, on_gpu: bool) -> None:
+        self._most, self._channels, self._on_gpu = most, channels, on_gpu
+        self._groups: Iterator[list[Any]] = iter(())
+        self.pending: deque[list[Any]] = deque()  # what DALI took ahead; it reads these requests' records in place
+
+    def start(self, requests: Iterator[AnyRequest]) -> None:
+        assert not self.pending
+        self._groups = _group_requests(requests, self._most, self._channels)
+
+    def read_batch(self) -> tuple[Any, ...]:
+        """Return the inputs that `_declare_inputs` declares.
+
+        Raises:
+            StopIteration: no request is left; it ends the pipeline.
+        """
+        group = next(self._groups)
+        self.pending.append(group)
+        inner, outer = _split_boxes(group)
+        # wrapping each record here halves the time that DALI spends on inspecting it
+        records = [TensorCPU(record) for request in group for record in request.records]
+        numbers = np.hsplit(inner, 2)
+        if self._on_gpu:
+            size = np.tile(np.array(group[0].out.shape[1:3], dtype=np.int32), (len(inner), 1))
+            flip = np.concatenate([request.parameters.flip for request in group]).astype(np.int32)
+            numbers += [*np.hsplit(outer, 2), size, flip]
+        return (records, *map(np.ascontiguousarray, numbers))
+
+
+def _split_boxes(group: list[Any]) -> tuple[np.ndarray, np.ndarray]:
+    box = np.concatenate([request.parameters.box for request in group])
+    return split_box(box, np.concatenate([request.shapes for request in group]))
+
+
+def _group_requests(requests: Iterator[AnyRequest], most: int, channels: int) -> Iterator[list[AnyRequest]]:
+    """Yield up to `most` requests at a time that decode to no more than `_GROUP_BYTES` but for the last of them.
+
+    All requests of a group have results of one size, so that a pipeline can return them as one tensor.
+    """
+    group: list[AnyRequest] = []
     decoded_bytes = 0
-    while len(group) < most:
-        decoded_bytes += int(group[-1].parameters.box[:, 2:].prod(axis=1).sum()) * channels
-        request = next(requests, None) if decoded_bytes < _GROUP_BYTES else None
-        if request is None:
-            break
+    for request in requests:
+        if group and request.out.shape[1:] != group[0].out.shape[1:]:
+            yield group
+            group, decoded_bytes = [], 0
         group.append(request)
-    return group
+        decoded_bytes += _count_decoded_bytes(request, channels)
+        if len(group) == most or decoded_bytes >= _GROUP_BYTES:
+            yield group
+            group, decoded_bytes = [], 0
+    if group:
+        yield group
 
 
-def _decode_on_gpu(
-    requests: Iterator[AnyRequest], *, channels: int, fill: int, threads: int, max_batch_size: int, device_id: int
-) -> Iterator[tuple[AnyRequest, Tensor]]:
-    pending: deque[AnyRequest] = deque()  # requests that DALI took ahead, not yet decoded
-    alive: deque[AnyRequest] = deque(maxlen=8)  # DALI reads records in place, and runs ahead by fewer than 8 requests
-
-    def feed() -> tuple[Any, ...]:
-        request = next(requests)  # its StopIteration ends the pipeline
-        pending.append(request)
-        alive.append(request)
-        inner, outer = split_box(request.parameters.box, request.shapes)
-        size = np.tile(np.array(request.out.shape[1:3], dtype=np.int32), (len(inner), 1))
-        flip = request.parameters.flip.astype(np.int32)
-        return _wrap_inputs(request.records, *np.hsplit(inner, 2), *np.hsplit(outer, 2), size, flip)
-
-    pipeline = Pipeline(batch_size=max_batch_size, num_threads=threads, device_id=device_id, prefetch_queue_depth=2)
-    with pipeline:
-        pipeline.set_outputs(_build_gpu_graph(feed, channels=channels, fill=fill))
-    pipeline.build()
-    while (images := _run_pipeline(pipeline)) is not None:
-        yield pending.popleft(), from_dlpack(images.as_tensor()).clone()  # DALI reuses its memory two runs later
-
-
-def _wrap_inputs(records: list[np.ndarray], *more: np.ndarray) -> tuple[Any, ...]:
-    """Return the inputs that `_declare_inputs` declares.
-
-    Wrapping each record here halves the time that DALI spends on inspecting it.
-    """
-    return ([TensorCPU(record) for record in records], *map(np.ascontiguousarray, more))
+def _count_decoded_bytes(request: Request, channels: int) -> int:
+    return int(request.parameters.box[:, 2:].prod(axis=1).sum()) * channels
 
 
 def decode_audio(
@@ -208,6 +292,7 @@ def _decode(records: Any, start: Any, size: Any, *, device: str, channels: int) 
         device=device,
         output_type=types.GRAY if channels == 1 else types.RGB,  # explicit: ANY_DATA corrupts memory on gray JPEG
         adjust_orientation=False,  # packing has applied it
+        jpeg_fancy_upsampling=True,  # of nvJPEG: interpolates chroma as libjpeg does, here and in Pillow
     )
 
 

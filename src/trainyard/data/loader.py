@@ -2,12 +2,10 @@
 
 import itertools
 import math
-import queue
-import threading
-import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Self
 
 import numpy as np
@@ -20,13 +18,16 @@ from trainyard.data.decode_cpu import AudioRequest, Request
 from trainyard.data.device import prepare_model_input
 from trainyard.data.index import ARRAY, AUDIO, ENCODED_IMAGE, PCM, RAGGED
 from trainyard.data.order import EpochOrder, split_into_micro_batches
+from trainyard.data.prefetch import count_prefetched, prefetch
 from trainyard.data.shards import ShardSet
+from trainyard.data.transfer import CopyStream
 from trainyard.errors import UserError
 from trainyard.settings import AudioSettings, AugmentSettings, DataSettings, ImageSettings, TrainConfig
 
 IMAGE = "image"
 REGION = ("box_y", "box_x", "box_height", "box_width")
-_UNFINISHED_COPIES = 1  # copies to the device that may still be reading their buffer when the next item is taken
+_UNFINISHED_COPIES = 1  # items that a GPU may still be reading from their buffers when the next one is taken
+_AHEAD_ON_GPU = 1  # micro-batches whose copy to a GPU starts before their turn
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class _Item:
-    """A micro-batch on the host, as the background thread prepares it."""
+    """A micro-batch, as the background thread prepares it on the host; `_upload` moves its tensors."""
 
     ids: np.ndarray
     weight: float
@@ -49,8 +50,10 @@ class _Item:
     epoch: int | None  # None in evaluation
     size: tuple[int, int] = (0, 0)  # height and width of the model's input
     parameters: Parameters | None = None  # None without images
-    arrays: dict[str, Tensor] = field(default_factory=dict)  # all other records, in new memory
-    images: Tensor | None = None  # (B, H, W, C) uint8, in a buffer that will be reused
+    values: dict[str, Tensor] = field(default_factory=dict)  # of the batch, all but its image, in new memory
+    augmentation: dict[str, Tensor] = field(default_factory=dict)  # what `prepare_model_input` takes
+    images: Tensor | None = None  # (B, H, W, C) uint8, in a buffer that will be reused, or on the device
+    copied: Any = None  # the event of its copy to a GPU
 
 
 @dataclass(frozen=True)
@@ -100,6 +103,8 @@ class Loader:
         self._has_images = IMAGE in data.records and data.records[IMAGE].kind == ENCODED_IMAGE
         self._regions = _read_regions(data) if self._has_images else np.zeros((data.count, 4), dtype=np.int32)
         self._letterbox = image.fit == "letterbox"
+        self._copies = CopyStream(device) if device.type == "cuda" else None
+        self._dali: Any = None  # built when it is first needed
         _check_options(image, augmentation)
 
     @classmethod
@@ -226,15 +231,10 @@ class Loader:
         if self._has_images:
             buffers = self._allocate_buffers(count_prefetched(depth) + _UNFINISHED_COPIES, largest)
             stream = self._decode_images(stream, buffers, largest)
-        copies: deque[Any] = deque()
-        for item, wait_s in prefetch(stream, depth):
-            batch = self._move_to_device(item, resample=resample)
-            if self.device.type == "cuda":
-                copies.append(torch.cuda.Event())  # type: ignore[no-untyped-call]
-                copies[-1].record()
-                if len(copies) > _UNFINISHED_COPIES:
-                    copies.popleft().synchronize()
-            yield MicroBatch(batch, item.weight, item.last, wait_s)
+        upload = partial(self._upload, unfinished=deque())
+        ahead = 0 if self._copies is None else _AHEAD_ON_GPU
+        for item, wait_s in prefetch(map(self._add_values, stream), depth, start=upload, ahead=ahead):
+            yield MicroBatch(self._make_batch(item, resample=resample), item.weight, item.last, wait_s)
 
     def _read_arrays(self, items: Iterator[_Item]) -> Iterator[_Item]:
         """Add the arrays to each item. In one thread, because two would compete for new memory."""
@@ -248,7 +248,7 @@ class Loader:
                 elif records.kind == RAGGED:
                     values = self.data.read_arrays(name, item.ids, check_crc=self._settings.check_crc)
                     arrays[name], arrays[f"{name}_count"] = pad_ragged(values)
-            yield replace(item, arrays={name: torch.from_numpy(values) for name, values in arrays.items()})
+            yield replace(item, values={name: torch.from_numpy(values) for name, values in arrays.items()})
 
     def _read_pcm(self, name: str, items: Iterator[_Item], largest: int) -> Iterator[_Item]:
         """Add a crop of each PCM recording; it is copied before the next read, so one buffer is enough."""
@@ -280,8 +280,8 @@ class Loader:
         for row, recording, first in zip(crops, recordings, start.tolist(), strict=True):
             part = recording[first : first + frames]
             row[:] = part if len(part) == frames else np.resize(part, frames)
-        arrays = {name: torch.from_numpy(crops), f"{name}_count": torch.from_numpy(count)}
-        return replace(item, arrays=item.arrays | arrays)
+        values = {name: torch.from_numpy(crops), f"{name}_count": torch.from_numpy(count)}
+        return replace(item, values=item.values | values)
 
     def _run_audio_decoder(
         self, requests: Iterator[_AudioRequest], largest: int
@@ -320,42 +320,70 @@ class Loader:
         common: dict[str, Any] = {"channels": image.channels, "fill": image.fill, "threads": self._threads}
         if self._decode == "cpu":
             return decode_cpu.decode(requests, **common)
-        from trainyard.data import decode_dali  # takes a second to import, and small container images lack DALI
+        if self._dali is None:
+            from trainyard.data import decode_dali  # takes a second to import, and small container images lack DALI
 
-        return decode_dali.decode(
-            requests,
-            **common,
-            max_batch_size=largest,
-            device_id=self.device.index if self.device.type == "cuda" else None,
-        )
+            self._dali = decode_dali.ImageDecoder(**common, copies=self._copies)
+        stream: Iterator[tuple[_ImageRequest, Tensor]] = self._dali.decode(requests, max_batch_size=largest)
+        return stream
 
-    def _move_to_device(self, item: _Item, *, resample: bool) -> dict[str, Tensor]:
+    def _add_values(self, item: _Item) -> _Item:
+        """Add all of the batch that is not read from a record; pin everything that a GPU will copy."""
         ids = torch.tensor(item.ids)  # a copy, because the caller owns the batch and `item.ids` is part of the order
-        host = {"sample_id": ids, **{name: values[ids] for name, values in self._columns.items()}, **item.arrays}
+        values = {"sample_id": ids, **{name: column[ids] for name, column in self._columns.items()}, **item.values}
+        augmentation: dict[str, Tensor] = {}
         if item.epoch is not None:
             noise = augment.draw_noise(seed=self._seed, epoch=item.epoch, sample_ids=item.ids)
-            host["noise"] = torch.from_numpy(noise)
-        if item.parameters is not None:
-            affine = augment.compute_affine(item.parameters, height_px=item.size[0], width_px=item.size[1])
+            values["noise"] = torch.from_numpy(noise)
+        if (p := item.parameters) is not None:
+            affine = augment.compute_affine(p, height_px=item.size[0], width_px=item.size[1])
             image_px = self.data.records[IMAGE].shape[item.ids, :2].astype(np.float32)
-            host |= {"affine": torch.from_numpy(affine), "image_px": torch.from_numpy(image_px)}
-        batch = {name: values.to(self.device, non_blocking=True) for name, values in host.items()}
+            values |= {"affine": torch.from_numpy(affine), "image_px": torch.from_numpy(image_px)}
+            arrays = {"theta": p.theta, "gain": p.gain, "contrast": p.contrast}
+            augmentation = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        if self._copies is not None:
+            values, augmentation = (
+                {name: tensor.pin_memory() for name, tensor in group.items()} for group in (values, augmentation)
+            )
+        return replace(item, values=values, augmentation=augmentation)
+
+    def _upload(self, item: _Item, *, unfinished: deque[Any]) -> _Item:
+        """Start the copy of an item to a GPU.
+
+        Args:
+            unfinished: events of earlier copies. All but `_UNFINISHED_COPIES` have happened when this returns, so that
+                the background thread may use their buffers again.
+        """
+        if self._copies is None:
+            return item
+        images = {} if item.images is None else {IMAGE: item.images}
+        (values, augmentation, images), copied = self._copies.upload(item.values, item.augmentation, images)
+        unfinished.append(copied)
+        while len(unfinished) > _UNFINISHED_COPIES:
+            unfinished.popleft().synchronize()
+        return replace(item, values=values, augmentation=augmentation, images=images.get(IMAGE), copied=copied)
+
+    def _make_batch(self, item: _Item, *, resample: bool) -> dict[str, Tensor]:
+        """Return the batch of an item whose tensors are on the device."""
+        if self._copies is not None:
+            images = [] if item.images is None else [item.images]
+            self._copies.hand_over(item.copied, [*item.values.values(), *item.augmentation.values(), *images])
+        batch = dict(item.values)
         if item.images is not None and item.parameters is not None:
-            batch[IMAGE] = self._make_model_input(item.images, item.parameters, resample=resample)
+            batch[IMAGE] = self._make_model_input(item.images, resample=resample, **item.augmentation)
         for name, records in self.data.records.items():
             if records.kind in (AUDIO, PCM):
                 batch[name] = batch[name] * (1 / 32768)  # exact: a power of two
         return batch
 
-    def _make_model_input(self, images: Tensor, p: Parameters, *, resample: bool) -> Tensor:
-        def move(values: np.ndarray) -> Tensor:
-            return torch.from_numpy(values).to(self.device, non_blocking=True)
-
+    def _make_model_input(
+        self, images: Tensor, *, resample: bool, theta: Tensor, gain: Tensor, contrast: Tensor
+    ) -> Tensor:
         return prepare_model_input(
-            images.to(self.device, non_blocking=True),
-            theta=move(p.theta) if resample else None,
-            gain=move(p.gain),
-            contrast=move(p.contrast),
+            images,
+            theta=theta if resample else None,
+            gain=gain,
+            contrast=contrast,
             fill=self._image.fill,
             mean=self._image.mean,
             std=self._image.std,
@@ -379,52 +407,6 @@ def choose_decoder(wanted: str, *, importable: bool) -> tuple[str, str]:
             "Use data.decode=cpu, or a container image that has DALI."
         )
     return "cpu", "nvidia.dali is not installed here"
-
-
-def prefetch(items: Iterable[_Item], depth: int) -> Iterator[tuple[_Item, float]]:
-    """Run an iterator in a thread, up to `depth` items ahead; yield each item and the seconds waited for it.
-
-    An exception of the iterator is raised here, in its turn. Closing the generator early stops the thread.
-    """
-    ready: queue.Queue[tuple[_Item | None, BaseException | None]] = queue.Queue(depth)
-    stop = threading.Event()
-
-    def put(entry: tuple[_Item | None, BaseException | None]) -> None:
-        while not stop.is_set():
-            try:
-                return ready.put(entry, timeout=0.1)
-            except queue.Full:
-                continue
-
-    def work() -> None:
-        try:
-            for item in items:
-                put((item, None))
-                if stop.is_set():
-                    return
-            put((None, None))
-        except BaseException as error:
-            put((None, error))
-
-    thread = threading.Thread(target=work, name="loader", daemon=True)
-    thread.start()
-    try:
-        while True:
-            begin = time.perf_counter()
-            item, error = ready.get()
-            if error is not None:
-                raise error
-            if item is None:
-                return
-            yield item, time.perf_counter() - begin
-    finally:
-        stop.set()
-        thread.join()
-
-
-def count_prefetched(depth: int) -> int:
-    """Return how many items of `prefetch` exist at once: one in preparation, `depth` ready, one with the caller."""
-    return 1 + depth + 1
 
 
 def pad_ragged(values: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:

@@ -318,6 +318,10 @@ def _build_context(
             )
         ),
     }
+    if decode == "dali" and device.type == "cuda":
+        from trainyard.data.decode_dali import limit_memory
+
+        choices["decode_memory"] = _Choice(*limit_memory())
     data = ShardSet(staged.folder)
     if world.is_main and not data.index.has_digest:
         logger.warning(data.index.explain_no_digest())
