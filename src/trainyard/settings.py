@@ -104,7 +104,10 @@ class DataSettings:
     order_by: str = option("", "column with the identity of a sample, for order=pxk, or its length, for order=buckets")
     samples_per_identity: int = option(4, "K of order=pxk", low=2)
     decode: str = option(
-        "auto", "who decodes images and audio", choices=("auto", "dali", "cpu"), mutable_on_resume=True
+        "auto",
+        "who decodes images and audio; torchvision: JPEG on a GPU that has no DALI, all else as cpu",
+        choices=("auto", "dali", "torchvision", "cpu"),
+        mutable_on_resume=True,
     )
     threads: int = option(0, "decoding threads per rank; 0: the cores this rank may use", low=0, mutable_on_resume=True)
     prefetch: int = option(2, "batches decoded in advance", low=1, high=64, mutable_on_resume=True)

@@ -56,7 +56,7 @@ def decode(
         for request in requests:
 
             def crop_image(i: int, request: Request = request) -> Tensor:
-                return crop(_decode_image(request.records[i], channels), request.parameters.box[i], fill)
+                return crop(decode_image(request.records[i], channels), request.parameters.box[i], fill)
 
             resize_all(crop_image, request, pool, threads)
             yield request, request.out
@@ -124,7 +124,7 @@ def crop(image_HWC: Tensor, box: np.ndarray, fill: int) -> Tensor:
     rows, columns, channels = image_HWC.shape
     if y >= 0 and x >= 0 and y + height <= rows and x + width <= columns:
         return image_HWC[y : y + height, x : x + width]
-    padded = torch.full((height, width, channels), fill, dtype=torch.uint8)
+    padded = torch.full((height, width, channels), fill, dtype=torch.uint8, device=image_HWC.device)
     y0, x0, y1, x1 = max(y, 0), max(x, 0), min(y + height, rows), min(x + width, columns)
     if y1 > y0 and x1 > x0:
         padded[y0 - y : y1 - y, x0 - x : x1 - x] = image_HWC[y0:y1, x0:x1]
@@ -151,7 +151,7 @@ def resize(image_HWC: Tensor, out_HWC: Tensor, *, flip: bool) -> None:
         out_HWC.copy_(out_HWC.flip(1))
 
 
-def _decode_image(record: np.ndarray, channels: int) -> Tensor:
+def decode_image(record: np.ndarray, channels: int) -> Tensor:
     """Return (H, W, C) uint8."""
     with Image.open(io.BytesIO(record.data)) as image:
         image.draft(_MODES[channels], image.size)  # gray of a colour JPEG is its luma as stored, as for DALI

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainyard.data import augment, decode_cpu
+from trainyard.data import augment, decode_cpu, decode_torchvision
 from trainyard.data.augment import Parameters
 from trainyard.data.decode_cpu import AudioRequest, Request
 from trainyard.data.device import prepare_model_input
@@ -28,6 +28,7 @@ IMAGE = "image"
 REGION = ("box_y", "box_x", "box_height", "box_width")
 _UNFINISHED_COPIES = 1  # items that a GPU may still be reading from their buffers when the next one is taken
 _AHEAD_ON_GPU = 1  # micro-batches whose copy to a GPU starts before their turn
+_INSTEAD = "data.decode=cpu, or a container image that has DALI."
 
 
 @dataclass(frozen=True)
@@ -73,9 +74,9 @@ class _AudioRequest(AudioRequest):
 class Loader:
     """Batches of one data set for one rank; `train.module.Batch` describes their content.
 
-    `decode` is "dali" or "cpu". On the host the two agree bit for bit, except that gray levels of colour images other
-    than JPEG may differ by one; packing should convert 16-bit images. Host buffers are reused, but a batch is new
-    memory on the device, so a caller may keep it.
+    `decode` is "dali", "torchvision" or "cpu". On the host DALI and the CPU decoder agree bit for bit, except that gray
+    levels of colour images other than JPEG may differ by one; packing should convert 16-bit images. Host buffers are
+    reused, but a batch is new memory on the device, so a caller may keep it.
     """
 
     def __init__(
@@ -123,7 +124,7 @@ class Loader:
         """Build a loader from a typed config and what the config leaves open.
 
         Args:
-            decode: "dali" or "cpu", see `choose_decoder`.
+            decode: "dali", "torchvision" or "cpu", see `choose_decoder`.
             threads: decoding threads of this rank.
             channels_last: memory layout of images on the device.
 
@@ -286,7 +287,7 @@ class Loader:
     def _run_audio_decoder(
         self, requests: Iterator[_AudioRequest], largest: int
     ) -> Iterator[tuple[_AudioRequest, list[np.ndarray]]]:
-        if self._decode == "cpu":
+        if self._decode != "dali":
             return decode_cpu.decode_audio(requests, threads=self._threads)
         from trainyard.data import decode_dali
 
@@ -320,6 +321,8 @@ class Loader:
         common: dict[str, Any] = {"channels": image.channels, "fill": image.fill, "threads": self._threads}
         if self._decode == "cpu":
             return decode_cpu.decode(requests, **common)
+        if self._decode == "torchvision":
+            return decode_torchvision.decode(requests, **common, device=self.device, copies=self._copies)
         if self._dali is None:
             from trainyard.data import decode_dali  # takes a second to import, and small container images lack DALI
 
@@ -391,22 +394,34 @@ class Loader:
         )
 
 
-def choose_decoder(wanted: str, *, importable: bool) -> tuple[str, str]:
+def choose_decoder(wanted: str, *, importable: bool, device: torch.device = torch.device("cpu")) -> tuple[str, str]:
     """Return the decoder for data.decode=`wanted`, and the reason.
 
+    Args:
+        importable: whether DALI is installed.
+
     Raises:
-        UserError: DALI is requested but not installed.
+        UserError: DALI or torchvision is requested, but not installed or not usable.
     """
     if wanted == "cpu":
         return "cpu", "requested"
+    if wanted == "torchvision":
+        if fault := decode_torchvision.explain_unusable(device):
+            raise UserError(f"data.decode=torchvision, but it cannot decode JPEG on {device}: {fault}. Use {_INSTEAD}")
+        return "torchvision", "requested"
     if importable:
         return "dali", "requested" if wanted == "dali" else "installed, and bit-equal to the CPU reference on the host"
     if wanted == "dali":
-        raise UserError(
-            "data.decode=dali, but nvidia.dali is not installed here. "
-            "Use data.decode=cpu, or a container image that has DALI."
-        )
-    return "cpu", "nvidia.dali is not installed here"
+        raise UserError(f"data.decode=dali, but nvidia.dali is not installed here. Use {_INSTEAD}")
+    missing = "nvidia.dali is not installed here"
+    if device.type != "cuda":
+        return "cpu", missing
+    if fault := decode_torchvision.explain_unusable(device):
+        return "cpu", f"{missing}, and torchvision cannot decode JPEG on {device}: {fault}"
+    return "torchvision", (
+        f"{missing}; torchvision decodes JPEG on {device}, but on the host what nvJPEG decodes differently: "
+        "colour with subsampled chroma, and other formats"
+    )
 
 
 def pad_ragged(values: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:

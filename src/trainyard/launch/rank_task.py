@@ -294,7 +294,7 @@ def _build_context(
         sm, precision=config.precision, channels_last=config.channels_last, compile=config.compile
     )
     importable = importlib.util.find_spec("nvidia") is not None and importlib.util.find_spec("nvidia.dali") is not None
-    decode, why = choose_decoder(config.data.decode, importable=importable)
+    decode, why = choose_decoder(config.data.decode, importable=importable, device=device)
     cores, why_cores = _choose_cores(world)
     threads, why_threads = choose_compute_threads(environ, cores=cores, reason=why_cores, launcher=world.launcher)
     if sm is None:
