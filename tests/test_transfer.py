@@ -16,6 +16,7 @@ from torch import Tensor
 from tests.late_device import LateDevice
 from tests.test_loader import AUGMENTATION, HAS_DALI, IMAGE, are_equal, make_loader, make_orders, train
 from trainyard.data.augment import build_neutral
+from trainyard.data.check_images import compare_with_synchronised_decode, delay_compute
 from trainyard.data.decode_cpu import Request
 from trainyard.data.loader import Loader
 from trainyard.data.prefetch import prefetch
@@ -237,3 +238,30 @@ def test_all_evaluations_of_a_loader_share_one_pipeline(images, monkeypatch):
     assert len(built) == 1
     (first, *_) = list(loader.evaluate(np.arange(20), batch_size=4))
     assert len(built) == 2 and first.batch["sample_id"].tolist() == [0, 1, 2, 3]
+
+
+class MislabellingLoader(Loader):
+    """Hands out a later batch's images under a label now and then, as a decoder that overwrites its memory does."""
+
+    def _make_batch(self, item, *, resample: bool) -> dict[str, Tensor]:
+        batch = super()._make_batch(item, resample=resample)
+        if item.epoch is not None and 9 in item.ids:
+            batch["image"] = batch["image"].flip(0)
+        return batch
+
+
+@pytest.mark.parametrize("decode", ["cpu", pytest.param("dali", marks=needs_dali)])
+def test_the_check_for_a_gpu_names_the_samples_that_have_another_image(images, decode):
+    config = TrainConfig(image=IMAGE)
+    results = []
+    for loader_type in (Loader, MislabellingLoader):
+        loader = loader_type.from_config(config, images, device=torch.device("cpu"), decode=decode)
+        results.append(
+            compare_with_synchronised_decode(
+                loader, make_orders(), steps=3, micro_batch_size=4, delay=delay_compute(loader.device)
+            )
+        )
+    right, wrong = results
+    assert (right.images, right.wrong) == (24, [])
+    ids = [part.tolist() for i in range(3) for part in np.split(make_orders()(0).batch(i), 2)]
+    assert wrong.wrong == next(part for part in ids if 9 in part)
