@@ -18,7 +18,7 @@ request = $(words); for pair in "hw $${HW:-}" "nodes $${NODES:-}" "time $${TIME:
 	[ -z "$${pair\#* }" ] || args+=("--$${pair%% *}" "$${pair\#* }"); done
 
 .PHONY: help setup run resume submit sweep results status logs why cancel runs cluster-check slurm-lab-up slurm-lab-down \
-	slurm-lab-status image test-image run-image sif wheelhouse bundle verify-bundle test test-fast test-long lint pack verify report jobs bench bench-peers lock gc clean
+	slurm-lab-status image test-image run-image sif wheelhouse bundle verify-bundle test test-fast test-long lint pack verify report jobs bench bench-peers gpu-check lock gc clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -137,6 +137,9 @@ lint: setup ## ruff, codespell and mypy --strict
 
 bench: setup ## measure reading, decoding and steps against other loaders, into benchmarks/
 	@$(T) bench
+
+gpu-check: setup ## find out what this card does with every job, in ten minutes, into benchmarks/  [SET="--quick --only bitwise"]
+	@set -f; $(T) gpu-check $${SET:-}
 
 bench-peers: setup .venv-peers/.done ## the same, adding webdataset, MosaicML Streaming and FFCV (benchmarks/README.md)
 	@$(T) bench --peers .venv-peers

@@ -5,11 +5,9 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from trainyard import config as configs
 from trainyard.data.prepare import prepare_data
@@ -17,11 +15,10 @@ from trainyard.launch.rank_task import execute
 from trainyard.runs import folder as runs
 from trainyard.runs.events import TIMING_KEYS, read_metrics
 from trainyard.train import checkpoint
+from trainyard.train.compare import find_differences as find_differences  # tests import it from here
+from trainyard.train.compare import flatten_state
 
 FAMILIES = Path(__file__).parent / "families"
-VARYING = ("progress/train_s", "metrics_position")
-"""What may differ between two runs that compute the same: time spent, and the bytes that recording it takes."""
-
 FORKSERVER = multiprocessing.get_context("forkserver")
 """Starts processes without threads of other tests, in which torch is loaded already: that saves seconds in each."""
 FORKSERVER.set_forkserver_preload(
@@ -84,18 +81,12 @@ def load_state(run: Path) -> dict[str, Any]:
     """Return the newest checkpoint as a flat mapping."""
     found = checkpoint.load_newest_valid(run / "checkpoints")
     assert found is not None
-    return dict(_flatten(found[1]))
+    return flatten_state(found[1])
 
 
 def read_run_metrics(run: Path) -> list[dict[str, Any]]:
     """Return a run's metric lines without timings."""
     return [{name: v for name, v in line.items() if name not in TIMING_KEYS} for line in read_metrics(run)]
-
-
-def find_differences(a: dict[str, Any], b: dict[str, Any], *, ignore: Sequence[str] = VARYING) -> list[str]:
-    """Return the names of the entries that differ between two states, bit by bit."""
-    assert a.keys() == b.keys()
-    return [name for name in a if name not in ignore and not _is_equal(a[name], b[name])]
 
 
 def _run_rank(run: Path, environ: dict[str, str], jobs: Path) -> None:
@@ -107,18 +98,3 @@ def _run_redirected(work: Callable[[], int], folder: Path, outputs: Sequence[Pat
     for descriptor, path in enumerate(outputs, start=1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
     sys.exit(work())
-
-
-def _flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict):
-        for name, inner in value.items():
-            yield from _flatten(inner, f"{prefix}/{name}" if prefix else str(name))
-    elif isinstance(value, (list, tuple)):
-        for i, inner in enumerate(value):
-            yield from _flatten(inner, f"{prefix}/{i}")
-    else:
-        yield prefix, value
-
-
-def _is_equal(a: Any, b: Any) -> bool:
-    return torch.equal(a, b) if isinstance(a, torch.Tensor) else bool(a == b)

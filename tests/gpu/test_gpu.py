@@ -1,53 +1,49 @@
-"""What needs a GPU: decoding on it, and exact resume with its kernels. Skipped with a reason without one."""
+"""The checks of `trainyard gpu-check` as tests, at small sizes on a card. Skipped with a reason without one."""
 
-import os
-import signal
+from functools import partial
+from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
-from tests.training import find_differences, load_state, new_run, start, train, wait_for_lines
-from trainyard.data.loader import Loader
-from trainyard.data.order import shuffle
-from trainyard.settings import AugmentSettings, ImageSettings, TrainConfig
+from tests.training import run_as_command
+from trainyard.tools.gpu_check import FAILED, NOT_RUN, OK, run_in_process
+from trainyard.tools.gpu_checks.check import Check, Sizes
+from trainyard.tools.gpu_checks.plan import list_checks
+
+JOBS = Path(__file__).parents[2] / "jobs"
+CODES = {OK: 0, FAILED: 1, NOT_RUN: 3}
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.slow,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
 ]
 
-LEVELS = 3
-"""Of 255: nvJPEG's inverse transform and DALI's GPU resize round differently from the host's."""
+
+def list_small_checks() -> list[Check]:
+    return list_checks(JOBS, small=True, quick=False)
 
 
-def read_first_batch(images, device: torch.device, decode: str) -> torch.Tensor:
-    config = TrainConfig(image=ImageSettings(height_px=32, width_px=32), augment=AugmentSettings(flip=0.5))
-    loader = Loader.from_config(config, images, device=device, decode=decode, threads=2, channels_last=True)
-    ids = np.arange(images.count)
-    stream = loader.train(
-        lambda epoch: shuffle(ids, seed=0, epoch=epoch, global_batch_size=16), epoch=0, start=0, micro_batch_size=0
+def run_check(name: str, data: Path) -> int:
+    """Run one check on the card, in a process that has not started CUDA; print how it ended."""
+    check = next(check for check in list_small_checks() if check.full_name == name)
+    sizes = Sizes(JOBS, data, Path.cwd(), small=True, rounds=1, seconds=0.2, matrix=2048)
+    outcome = run_in_process(
+        partial(check.work, torch.device("cuda", 0), sizes), limit_s=200, log=Path("log").resolve()
     )
-    first = next(stream).batch["image"].cpu()
-    stream.close()
-    return first
+    print(outcome.status, outcome.error or outcome.reason, outcome.figures, Path("log").read_text(), sep="\n")
+    return CODES[outcome.status]
 
 
-def test_images_decoded_on_the_gpu_agree_with_the_host(images):
-    on_gpu, on_host = (
-        read_first_batch(images, torch.device("cuda", 0), "dali"),
-        read_first_batch(images, torch.device("cpu"), "cpu"),
-    )
-    assert float((on_gpu - on_host).abs().max()) * 255 <= LEVELS
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return tmp_path_factory.mktemp("gpu-check")
 
 
-def test_a_run_stopped_on_a_gpu_resumes_bitwise_equal(tmp_path):
-    whole, stopped = new_run(tmp_path), new_run(tmp_path)
-    assert train(whole) == 0
-    process = start(stopped)
-    wait_for_lines(stopped, 7, process)
-    os.kill(process.pid, signal.SIGTERM)
-    process.join(240)
-    assert process.exitcode == 85
-    assert train(stopped) == 0
-    assert find_differences(load_state(whole), load_state(stopped)) == []
+@pytest.mark.parametrize("name", [check.full_name for check in list_small_checks()])
+def test_a_check_passes_on_this_card(name, data, tmp_path):
+    done = run_as_command(partial(run_check, name, data), tmp_path / "here")
+    if done.returncode == CODES[NOT_RUN]:
+        pytest.skip(done.stdout.splitlines()[1])
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -24,7 +24,7 @@ from trainyard.runs.manifest import Entry, list_checkpoints, verify
 from trainyard.runs.state import ExitCode, choose_exit_code
 from trainyard.runs.submission import read_submission
 from trainyard.settings import TrainConfig
-from trainyard.tools import bench
+from trainyard.tools import bench, gpu_check
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -83,6 +83,7 @@ def _build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
         _add_report,
         _add_predict,
         _add_bench,
+        _add_gpu_check,
         cluster.add_commands,
         gc.add_commands,
     ):
@@ -442,7 +443,7 @@ def _predict(args: argparse.Namespace) -> int:
     return 0
 
 
-# bench
+# bench, gpu-check
 
 
 def _add_bench(verbs: Verbs) -> None:
@@ -453,3 +454,12 @@ def _add_bench(verbs: Verbs) -> None:
 def _run_bench(args: argparse.Namespace) -> int:
     bench.main(args, command=shlex.join(["trainyard", *args.typed]))
     return 0
+
+
+def _add_gpu_check(verbs: Verbs) -> None:
+    doc = "check in ten minutes that this card trains every job right, and how fast; write down what it finds"
+    gpu_check.add_arguments(add_verb(verbs, "gpu-check", _run_gpu_check, doc))
+
+
+def _run_gpu_check(args: argparse.Namespace) -> int:
+    return gpu_check.main(args, environ=os.environ)

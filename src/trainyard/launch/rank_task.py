@@ -160,7 +160,7 @@ def _train(
     distributed.join(world, run)
     try:
         staged = _stage_data(config, world, heartbeat, stop, limit, environ)
-        context = _build_context(run, config, staged, jobs_dir, world, heartbeat, lock, environ)
+        context = build_context(run, config, staged, jobs_dir, world, heartbeat, lock, environ)
         return EXIT_CODES[fit(context, stop=stop, limit=limit)]
     finally:
         distributed.leave()
@@ -263,7 +263,7 @@ class _Choice:
     reason: str
 
 
-def _build_context(
+def build_context(
     run: Path,
     config: TrainConfig,
     staged: "Staged",

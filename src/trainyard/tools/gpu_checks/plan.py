@@ -1,0 +1,134 @@
+"""Lists the checks of `trainyard gpu-check` for the families in a folder of jobs, in the order in which they run."""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+from trainyard import config as configs
+from trainyard.errors import UserError
+from trainyard.text import find_nearest
+from trainyard.tools.gpu_checks import card, decoding, exact_runs, preset_steps
+from trainyard.tools.gpu_checks.check import STEPS, Check, Figures, NotRun, Sizes, Work
+
+_MODES = (
+    ("auto", ["precision=auto", "compile=off"]),
+    ("fp16", ["precision=fp16", "compile=off"]),
+    ("compile", ["precision=auto", "compile=on"]),
+)
+_NO_CARD = "there is no card here"
+_SLOW_COMPILER = "compiling takes minutes on a CPU, and says nothing about a card"
+_SMALL = ("smoke", "demo")
+
+
+def list_checks(jobs: Path, *, small: bool, quick: bool) -> list[Check]:
+    """List all checks.
+
+    Args:
+        small: of the families' smoke and demo presets alone, as on a CPU; otherwise of every preset.
+        quick: of one preset per family, and without what compiles on a CPU.
+    """
+    families = _find_families(jobs)
+    return [
+        *_list_card_checks(),
+        *_list_contact_checks(families, small=small, quick=quick),
+        *(Check("bitwise", name, partial(exact_runs.compare_runs, family=name)) for name in families),
+        *(Check("decode", name, partial(decoding.compare_decoding, preset=name)) for name in _choose(families, small)),
+        *_list_speed_checks(_choose(families, small), small=small, quick=quick),
+        *_list_overlap_checks(_choose(families, small)),
+        Check("memory", "prediction", compare_memory),
+    ]
+
+
+def select_checks(checks: Sequence[Check], patterns: Sequence[str]) -> list[Check]:
+    """Return the checks that any pattern means, all without patterns.
+
+    Raises:
+        UserError: a pattern means none.
+    """
+    for pattern in patterns:
+        if not any(check.matches(pattern) for check in checks):
+            names = sorted({part for check in checks for part in check.full_name.split("/")})
+            near = find_nearest(pattern, names, most=3)
+            hint = f"Nearest: {', '.join(near)}. " if near else ""
+            raise UserError(
+                f"--only {pattern}: there is no such check. {hint}"
+                f"Name a step ({', '.join(STEPS)}) or a preset of this list: trainyard gpu-check --list"
+            )
+    return [check for check in checks if not patterns or any(check.matches(pattern) for pattern in patterns)]
+
+
+def compare_memory(device: object, sizes: Sizes) -> Figures:
+    """Compare the memory that is predicted for a preset with what its steps take."""
+    raise NotRun("no prediction exists yet")
+
+
+def _find_families(jobs: Path) -> dict[str, list[str]]:
+    """Return the presets of each family that has a smoke preset, base preset first.
+
+    Raises:
+        UserError: there is no such folder, or no family in it.
+    """
+    found: dict[str, list[str]] = {}
+    for preset, path in configs.find_jobs(jobs).items():
+        found.setdefault(path.parent.name, []).append(preset)
+    families = {name: sorted(found[name]) for name in sorted(found) if f"{name}_smoke" in found[name]}
+    if not families:
+        raise UserError(f"{jobs}: no family with a preset FAMILY_smoke.yaml. Name the folder of jobs: --jobs DIR")
+    return families
+
+
+def _choose(families: dict[str, list[str]], small: bool) -> list[str]:
+    """Return one preset of each family: its smoke preset, or its base preset."""
+    return [f"{name}_smoke" if small else name for name in families]
+
+
+def _list_card_checks() -> Iterator[Check]:
+    yield Check("environment", "kernels", card.check_kernels)
+    yield Check("environment", "products", card.check_products)
+    yield Check("environment", "copies", card.measure_copies, card_only=_NO_CARD)
+    yield Check("environment", "peers", card.check_peers, card_only=_NO_CARD)
+    yield Check("environment", "clocks", card.read_clocks, card_only=_NO_CARD)
+
+
+def _list_contact_checks(families: dict[str, list[str]], *, small: bool, quick: bool) -> Iterator[Check]:
+    """Yield the first steps of presets: all in one mode, then all in the next, small presets before large ones."""
+    if small:
+        presets = [f"{name}_smoke" for name in families]
+        presets += [] if quick else [f"{name}_demo" for name in families if f"{name}_demo" in families[name]]
+    else:
+        demos = [f"{name}_demo" for name in families if f"{name}_demo" in families[name]]
+        full = [preset for presets in families.values() for preset in presets if not preset.endswith(_SMALL)]
+        presets = demos + (list(families) if quick else full)
+    for mode, overrides in _MODES:
+        for preset in presets:
+            work: Work = partial(preset_steps.take_first_steps, preset=preset, overrides=overrides)
+            slow = small and mode == "compile" and (quick or not preset.endswith("_smoke"))
+            yield Check("contact", f"{preset}/{mode}", work, card_only=_SLOW_COMPILER if slow else "")
+
+
+def _list_speed_checks(presets: Sequence[str], *, small: bool, quick: bool) -> Iterator[Check]:
+    """Yield the timings: eager ones of all presets before compiled ones, the likeliest settings first."""
+    settings = [(deterministic, layout) for layout in ("on", "off") for deterministic in ("false", "true")]
+    for deterministic, layout in settings[:1] if quick else settings:
+        yield from _list_timings("eager", presets, deterministic, layout)
+    for deterministic, layout in settings[:1] if quick or small else settings:
+        yield from _list_timings("compiled", presets, deterministic, layout)
+
+
+def _list_timings(kind: str, presets: Sequence[str], deterministic: str, layout: str) -> Iterator[Check]:
+    measure = preset_steps.measure_eager_steps if kind == "eager" else preset_steps.measure_compiled_steps
+    words = (
+        f"{kind}/{'deterministic' if deterministic == 'true' else 'any-order'}/{'nhwc' if layout == 'on' else 'nchw'}"
+    )
+    overrides = ["precision=auto", f"deterministic={deterministic}", f"channels_last={layout}"]
+    overrides += ["compile=off"] if kind == "eager" else []
+    card_only = _SLOW_COMPILER if kind == "compiled" else ""
+    for preset in presets:
+        work: Work = partial(measure, preset=preset, overrides=overrides)
+        yield Check("speed", f"{preset}/{words}", work, card_only=card_only)
+
+
+def _list_overlap_checks(presets: Sequence[str]) -> Iterator[Check]:
+    for preset in presets:
+        work: Work = partial(preset_steps.measure_overlap, preset=preset, overrides=["compile=off"])
+        yield Check("overlap", preset, work)

@@ -1,0 +1,352 @@
+"""Checks that train a preset on small synthetic data: first steps, rates of full-size steps, loader against compute.
+
+Everything that a run decides is decided by the same code (`rank_task.build_context`). What differs is said in the
+figures: a step has one micro-batch, and a head has as many classes as the synthetic data.
+"""
+
+import shutil
+import time
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from trainyard import config as configs
+from trainyard.data.loader import MicroBatch
+from trainyard.data.prepare import prepare_data
+from trainyard.data.stage import stage
+from trainyard.errors import UserError
+from trainyard.launch.rank_task import build_context
+from trainyard.measure import Candidate, Summary, measure_candidates
+from trainyard.runs.folder import create_run
+from trainyard.settings import TrainConfig
+from trainyard.tools.gpu_checks.card import (
+    measure_device_rate,
+    measure_product_rate,
+    read_capability,
+    wait_for_device,
+)
+from trainyard.tools.gpu_checks.check import CheckFailed, Figures, NotRun, Sizes
+from trainyard.train.heartbeat import Heartbeat
+from trainyard.train.meters import read_peak_memory_gib
+from trainyard.train.precision import make_autocast
+from trainyard.train.run_context import TRAIN, RunContext, build_epoch_order, compute_total_steps, make_loader
+from trainyard.train.run_state import prepare_state
+from trainyard.train.schedule import compute_lr_factor
+from trainyard.train.step import StepResult, TrainState, train_step
+from trainyard.train.world import World
+
+Stream = Generator[MicroBatch, None, None]
+
+_WARM_UP = 3  # steps before the clock starts
+_MICRO_BATCHES = 4  # of synthetic data, at least: validation and test parts leave fewer to train on
+
+
+@dataclass
+class PresetSteps:
+    """A preset's state, ready to take optimizer steps of one micro-batch each."""
+
+    context: RunContext
+    state: TrainState
+    total_steps: int | None
+    steps_per_epoch: int
+
+    def open_stream(self) -> Stream:
+        """Return the loader's stream of micro-batches, from the first on; close it."""
+        return make_loader(self.context).train(
+            lambda epoch: build_epoch_order(self.context, epoch),
+            epoch=0,
+            start=0,
+            micro_batch_size=self.context.config.micro_batch_size,
+        )
+
+    def read_micro_batch(self) -> MicroBatch:
+        """Return the first micro-batch, on the device."""
+        with closing(self.open_stream()) as stream:
+            return next(stream)
+
+    def take_step(self, micro_batch: MicroBatch) -> StepResult:
+        """Take the next optimizer step, with the learning rate that a run would have."""
+        context, progress = self.context, self.state.progress
+        samples_seen = torch.tensor(progress.samples_seen).to(context.device, non_blocking=True)
+        batch = {**micro_batch.batch, "samples_seen": samples_seen}
+        factor = compute_lr_factor(
+            progress.step,
+            context.config.schedule,
+            total_steps=self.total_steps,
+            steps_per_epoch=self.steps_per_epoch,
+        )
+        result = train_step(
+            self.state,
+            [MicroBatch(batch, weight=1.0, last=True, wait_s=micro_batch.wait_s)],
+            lr=context.config.optimizer.lr * factor,
+            world_size=1,
+            seed=context.config.seed,
+            clip_grad_norm=context.config.clip_grad_norm,
+            autocast=make_autocast(context.precision, context.device),
+        )
+        progress.step += 1
+        progress.samples_seen += count_samples(micro_batch)
+        return result
+
+    def describe(self) -> Figures:
+        """Return what the figures of a step depend on."""
+        config, precision = self.context.config, self.context.precision
+        return {
+            "preset": config.job,
+            "family": config.family,
+            "precision": precision.dtype,
+            "tf32": precision.tf32,
+            "channels_last": precision.channels_last,
+            "compile": precision.compile,
+            "deterministic": config.deterministic,
+            "gradient_checkpointing": config.gradient_checkpointing,
+            "micro_batch_size": config.global_batch_size,
+            "micro_batches_per_step": 1,
+            "parameters": sum(p.numel() for p in self.state.module.parameters()),
+        }
+
+
+def count_samples(micro_batch: MicroBatch) -> int:
+    return len(micro_batch.batch["sample_id"])
+
+
+def prepare_preset(preset: str, overrides: Sequence[str], sizes: Sizes) -> TrainConfig:
+    """Return a preset's config with small synthetic data, packed now if needed, and one micro-batch per step.
+
+    Raises:
+        NotRun: the preset does not train on synthetic data, or not on this machine; says why.
+    """
+    try:
+        config = configs.compose(preset, overrides, sizes.jobs)
+        micro_batch_size = config.micro_batch_size or config.global_batch_size
+        smoke = configs.compose(f"{config.family}_smoke", [], sizes.jobs)
+        count = max(smoke.data.synthetic, 0 if sizes.small else _MICRO_BATCHES * micro_batch_size)
+        own = [f"global_batch_size={micro_batch_size}", f"data.synthetic={count}", f"data.cache={sizes.data}"]
+        config = configs.apply_overrides(config, [*own, "data.path=", "data.stage=off", "trackers=[]"])
+        return prepare_data(config, sizes.jobs)
+    except UserError as error:
+        raise NotRun(str(error)) from error
+
+
+@contextmanager
+def open_preset(preset: str, overrides: Sequence[str], sizes: Sizes) -> Iterator[PresetSteps]:
+    """Prepare a preset's steps on this machine's device, as a run would; its run folder is deleted at the end.
+
+    Raises:
+        NotRun: the preset does not train on synthetic data, or not on this machine; says why.
+    """
+    config = prepare_preset(preset, overrides, sizes)
+    run = create_run(sizes.scratch, config, name=uuid4().hex)
+    try:
+        context = _build_context(run, config, sizes)
+        with closing(context.data):
+            state, _ = prepare_state(context)
+            count = len(build_epoch_order(context, 0))
+            yield PresetSteps(context, state, compute_total_steps(config, count), count)
+    finally:
+        shutil.rmtree(run)
+
+
+def _build_context(run: Path, config: TrainConfig, sizes: Sizes) -> RunContext:
+    staged = stage(Path(config.data.path), wanted="off", environ=sizes.environ)
+    heartbeat = Heartbeat(run, "gpu-check")
+    try:
+        context = build_context(run, config, staged, sizes.jobs, World(), heartbeat, None, sizes.environ)
+        build_epoch_order(context, 0)  # or say that the synthetic data leaves nothing to train on
+        return context
+    except UserError as error:
+        raise NotRun(str(error)) from error
+
+
+# First contact
+
+
+def take_first_steps(device: torch.device, sizes: Sizes, *, preset: str, overrides: Sequence[str]) -> Figures:
+    """Take the first optimizer steps of a preset and predict once; check that losses, weights and rows are finite.
+
+    Raises:
+        CheckFailed: they are not, or every step was skipped.
+    """
+    with open_preset(preset, overrides, sizes) as steps, closing(steps.open_stream()) as stream:
+        module = steps.state.module
+        unset = _find_nonfinite(module.state_dict())  # such as a threshold that the first evaluation sets
+        begin = time.perf_counter()
+        results = [steps.take_step(next(stream))]
+        wait_for_device(device)
+        first_step_s = time.perf_counter() - begin
+        begin, samples = time.perf_counter(), 0
+        for _ in range(sizes.steps - 1):
+            micro_batch = next(stream)
+            samples += count_samples(micro_batch)
+            results.append(steps.take_step(micro_batch))
+        wait_for_device(device)
+        elapsed_s = time.perf_counter() - begin
+        losses = torch.stack([result.losses["loss"] for result in results]).tolist()
+        skipped = int(torch.stack([result.skipped for result in results]).sum())
+        _check_losses(losses, skipped, loss_scaling=steps.context.precision.loss_scaling)
+        if spoilt := sorted(_find_nonfinite(module.state_dict()) - unset):
+            raise CheckFailed(f"{len(spoilt)} tensors of the model are no longer finite; the first is {spoilt[0]}")
+        if spoilt := sorted(_find_nonfinite(_predict(steps))):
+            raise CheckFailed(f"what the model predicts is not finite: {spoilt[0]}")
+        return {
+            **steps.describe(),
+            "steps": sizes.steps,
+            "first_loss": losses[0],
+            "last_loss": losses[-1],
+            "skipped_steps": skipped,
+            "first_step_s": round(first_step_s, 3),
+            "samples_per_s": round(samples / elapsed_s, 2),
+            "peak_memory_gib": round(read_peak_memory_gib(device), 3),
+        }
+
+
+def _check_losses(losses: Sequence[float], skipped: int, *, loss_scaling: bool) -> None:
+    wrong = [number for number, loss in enumerate(losses) if not torch.isfinite(torch.tensor(loss))]
+    if wrong:
+        raise CheckFailed(f"the loss of step {wrong[0]} is {losses[wrong[0]]}")
+    if skipped and (not loss_scaling or skipped == len(losses)):
+        raise CheckFailed(f"{skipped} of {len(losses)} steps were skipped: their gradients are not finite")
+
+
+def _find_nonfinite(values: Mapping[str, Tensor]) -> set[str]:
+    """Return the names of the tensors with a value that is NaN or infinite."""
+    return {name for name, v in values.items() if v.is_floating_point() and not bool(torch.isfinite(v).all())}
+
+
+def _predict(steps: PresetSteps) -> dict[str, Tensor]:
+    context = steps.context
+    ids = context.splits[TRAIN][: context.config.eval_batch_size]
+    module = steps.state.module.eval()
+    autocast = make_autocast(context.precision, context.device)
+    with torch.inference_mode(), closing(make_loader(context).evaluate(ids, batch_size=len(ids))) as stream, autocast():
+        return module.predict(next(stream).batch)
+
+
+# Rates of steps
+
+
+def measure_eager_steps(device: torch.device, sizes: Sizes, *, preset: str, overrides: Sequence[str]) -> Figures:
+    """Time steps on one micro-batch that stays on the device, and compare them with the card's measured peak."""
+    with open_preset(preset, overrides, sizes) as steps:
+        micro_batch = steps.read_micro_batch()
+        rates = _measure_steps(steps, micro_batch, device, sizes)
+        flops = _count_flops(steps, micro_batch)
+        figures = {
+            **steps.describe(),
+            **_name_card(device),
+            "samples_per_s": round(rates.median, 2),
+            "spread": round(rates.spread, 3),
+            "quotable": rates.quotable,
+            "peak_memory_gib": round(read_peak_memory_gib(device), 3),
+            "gflop_per_sample": round(flops / 1e9, 3),
+        }
+        precision = steps.context.precision
+        kind = "tf32" if precision.dtype == "fp32" and precision.tf32 else precision.dtype
+    peak = measure_product_rate(kind, device, sizes)
+    return figures | {
+        "peak_tflop_s": round(peak.median, 2),
+        "mfu": round(rates.median * flops / (peak.median * 1e12), 4),
+    }
+
+
+def measure_compiled_steps(device: torch.device, sizes: Sizes, *, preset: str, overrides: Sequence[str]) -> Figures:
+    """Time the same steps eager and compiled, one after the other in one process, and what compiling costs at first."""
+    eager = _measure_uncompiled(preset, overrides, device, sizes)  # freed before the compiled ones are built
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    with open_preset(preset, [*overrides, "compile=on"], sizes) as steps:
+        micro_batch = steps.read_micro_batch()
+        wait_for_device(device)
+        begin = time.perf_counter()
+        steps.take_step(micro_batch)
+        wait_for_device(device)
+        first_s = time.perf_counter() - begin
+        compiled = _measure_steps(steps, micro_batch, device, sizes)
+        return {
+            **steps.describe(),
+            **_name_card(device),
+            "samples_per_s_eager": round(eager.median, 2),
+            "spread_eager": round(eager.spread, 3),
+            "samples_per_s_compiled": round(compiled.median, 2),
+            "spread_compiled": round(compiled.spread, 3),
+            "quotable": eager.quotable and compiled.quotable,
+            "compile_startup_s": round(max(0.0, first_s - count_samples(micro_batch) / compiled.median), 2),
+            "peak_memory_gib": round(read_peak_memory_gib(device), 3),
+        }
+
+
+def _measure_uncompiled(preset: str, overrides: Sequence[str], device: torch.device, sizes: Sizes) -> Summary:
+    with open_preset(preset, [*overrides, "compile=off"], sizes) as steps:
+        return _measure_steps(steps, steps.read_micro_batch(), device, sizes)
+
+
+def _measure_steps(steps: PresetSteps, micro_batch: MicroBatch, device: torch.device, sizes: Sizes) -> Summary:
+    def work() -> int:
+        steps.take_step(micro_batch)
+        return count_samples(micro_batch)
+
+    for _ in range(_WARM_UP):
+        work()
+    rates = [measure_device_rate(work, device, seconds=sizes.seconds) for _ in range(sizes.rounds)]
+    return Summary.from_values(rates)
+
+
+def _count_flops(steps: PresetSteps, micro_batch: MicroBatch) -> float:
+    """Count the operations of a step's products and convolutions, per sample; recomputed activations count again."""
+    with FlopCounterMode(display=False) as counter:
+        steps.take_step(micro_batch)
+    total: int = counter.get_total_flops()
+    return total / count_samples(micro_batch)
+
+
+def _name_card(device: torch.device) -> Figures:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    return {"card": name, "sm": read_capability(device), "torch": torch.__version__}
+
+
+# Loader and compute
+
+
+def measure_overlap(device: torch.device, sizes: Sizes, *, preset: str, overrides: Sequence[str]) -> Figures:
+    """Time the loader alone, steps alone, and both together, in rounds of shuffled order."""
+    with open_preset(preset, overrides, sizes) as steps:
+        kept = steps.read_micro_batch()
+
+        def load(stream: Stream) -> int:
+            return count_samples(next(stream))
+
+        def compute() -> int:
+            steps.take_step(kept)
+            return count_samples(kept)
+
+        def load_and_compute(stream: Stream) -> int:
+            micro_batch = next(stream)
+            steps.take_step(micro_batch)
+            return count_samples(micro_batch)
+
+        def measure_with_stream(work: Any) -> float:
+            with closing(steps.open_stream()) as stream:
+                work(stream)  # fills the queue
+                return measure_device_rate(partial(work, stream), device, seconds=sizes.seconds)
+
+        candidates = [
+            Candidate("loader", partial(measure_with_stream, load), "samples/s"),
+            Candidate("compute", partial(measure_device_rate, compute, device, seconds=sizes.seconds), "samples/s"),
+            Candidate("both", partial(measure_with_stream, load_and_compute), "samples/s"),
+        ]
+        lines = measure_candidates(candidates, rounds=sizes.rounds, warm_up=True)
+        rates = {line["name"]: Summary(**line["summary"]) for line in lines}
+        figures: Figures = {**steps.describe(), "decode": steps.context.decode, "threads": steps.context.threads}
+        for name, rate in rates.items():
+            figures |= {f"{name}_samples_per_s": round(rate.median, 2), f"{name}_spread": round(rate.spread, 3)}
+        slower = min(rates["loader"].median, rates["compute"].median)
+        return figures | {"both_over_slower": round(rates["both"].median / slower, 3)}
