@@ -34,9 +34,10 @@ from trainyard.tools.gpu_checks.card import (
     wait_for_device,
 )
 from trainyard.tools.gpu_checks.check import CheckFailed, Figures, NotRun, Sizes
+from trainyard.train.determinism import choose_determinism
 from trainyard.train.heartbeat import Heartbeat
 from trainyard.train.meters import read_peak_memory_gib
-from trainyard.train.precision import make_autocast
+from trainyard.train.precision import allow_nondeterministic_operators, make_autocast
 from trainyard.train.run_context import TRAIN, RunContext, build_epoch_order, compute_total_steps, make_loader
 from trainyard.train.run_state import prepare_state
 from trainyard.train.schedule import compute_lr_factor
@@ -70,13 +71,24 @@ class PresetSteps:
     def read_micro_batch(self) -> MicroBatch:
         """Return the first micro-batch, on the device."""
         with closing(self.open_stream()) as stream:
-            return next(stream)
+            return self._complete(next(stream))
+
+    def choose_determinism(self) -> None:
+        """Make the choice that a run makes before its first step, if the preset asks for determinism."""
+        context = self.context
+        if context.config.deterministic:
+            choose_determinism(
+                self.state.module,
+                self.read_micro_batch,
+                run=context.run,
+                device=context.device,
+                is_main=True,
+                autocast=make_autocast(context.precision, context.device),
+            )
 
     def take_step(self, micro_batch: MicroBatch) -> StepResult:
         """Take the next optimizer step, with the learning rate that a run would have."""
         context, progress = self.context, self.state.progress
-        samples_seen = torch.tensor(progress.samples_seen).to(context.device, non_blocking=True)
-        batch = {**micro_batch.batch, "samples_seen": samples_seen}
         factor = compute_lr_factor(
             progress.step,
             context.config.schedule,
@@ -85,7 +97,7 @@ class PresetSteps:
         )
         result = train_step(
             self.state,
-            [MicroBatch(batch, weight=1.0, last=True, wait_s=micro_batch.wait_s)],
+            [self._complete(micro_batch)],
             lr=context.config.optimizer.lr * factor,
             world_size=1,
             seed=context.config.seed,
@@ -95,6 +107,12 @@ class PresetSteps:
         progress.step += 1
         progress.samples_seen += count_samples(micro_batch)
         return result
+
+    def _complete(self, micro_batch: MicroBatch) -> MicroBatch:
+        """Return a micro-batch as a step of its own, which begins after the samples seen so far."""
+        samples_seen = torch.tensor(self.state.progress.samples_seen).to(self.context.device, non_blocking=True)
+        batch = {**micro_batch.batch, "samples_seen": samples_seen}
+        return MicroBatch(batch, weight=1.0, last=True, wait_s=micro_batch.wait_s)
 
     def describe(self) -> Figures:
         """Return what the figures of a step depend on."""
@@ -150,7 +168,9 @@ def open_preset(preset: str, overrides: Sequence[str], sizes: Sizes) -> Iterator
         with closing(context.data):
             state, _ = prepare_state(context)
             count = len(build_epoch_order(context, 0))
-            yield PresetSteps(context, state, compute_total_steps(config, count), count)
+            steps = PresetSteps(context, state, compute_total_steps(config, count), count)
+            steps.choose_determinism()
+            yield steps
     finally:
         shutil.rmtree(run)
 
@@ -226,8 +246,9 @@ def _predict(steps: PresetSteps) -> dict[str, Tensor]:
     ids = context.splits[TRAIN][: context.config.eval_batch_size]
     module = steps.state.module.eval()
     autocast = make_autocast(context.precision, context.device)
-    with torch.inference_mode(), closing(make_loader(context).evaluate(ids, batch_size=len(ids))) as stream, autocast():
-        return module.predict(next(stream).batch)
+    with closing(make_loader(context).evaluate(ids, batch_size=len(ids))) as stream:
+        with torch.inference_mode(), allow_nondeterministic_operators(), autocast():
+            return module.predict(next(stream).batch)
 
 
 # Rates of steps
