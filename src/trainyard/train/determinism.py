@@ -78,13 +78,10 @@ def describe_determinism(findings: Findings | None) -> dict[str, tuple[str, str]
         }
     used = ", ".join(findings.attention) or "none"
     if not findings.operators:
+        fused = "deterministic, because torch refuses operators that are not; cuDNN's, which never is, is switched off"
         return {
             "deterministic": ("all operators", "each has a deterministic kernel on this device; others are refused"),
-            "attention": (
-                used,
-                "in the first micro-batch; flash, memory-efficient and math are deterministic while torch refuses "
-                "operators that are not, and cuDNN's is switched off",
-            ),
+            "attention": (used, fused if findings.attention else "the first micro-batch computed none"),
         }
     return {
         "deterministic": (
