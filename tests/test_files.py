@@ -80,3 +80,13 @@ def test_an_atomic_write_that_fails_says_what_it_was_for(tmp_path):
     with pytest.raises(OSError) as caught:
         write_atomically(tmp_path / "file", "text")
     assert caught.value.filename == str(tmp_path / "file") and caught.value.__notes__ == ["It needs 1 KiB."]
+
+
+@pytest.mark.timeout(20)
+def test_errors_that_name_each_other_as_their_context_are_passed_on(tmp_path):
+    first, second = KeyError("first"), KeyError("second")
+    second.__context__ = first
+    first.__context__ = second
+    with pytest.raises(KeyError) as caught, report_full_disk(tmp_path):
+        raise second from None
+    assert caught.value is second

@@ -241,9 +241,13 @@ def test_an_image_that_cannot_be_read_leaves_no_table(done, unlabelled_images, t
 
 
 def test_learning_rates_follow_the_schedule_times_each_groups_factor():
+    from trainyard.train.module import TrainModule
     from trainyard.train.step import TrainState, train_step
 
-    module = torch.nn.Linear(1, 1)
+    class Scale(torch.nn.Linear, TrainModule):
+        """A layer as a module of its own."""
+
+    module = Scale(1, 1)
     groups = [{"params": [module.weight], "lr_scale": 0.1}, {"params": [module.bias]}]
     optimizer = torch.optim.SGD(groups, lr=1.0, fused=True)
     state = TrainState(module, lambda batch: {"loss": module(batch["x"]).sum()}, optimizer,

@@ -155,9 +155,13 @@ def _print_thread_error(error: threading.ExceptHookArgs) -> None:
 
 def _find_full_disk(error: BaseException | None) -> OSError | None:
     """Return the failed write that an exception comes from, if the disk was the reason."""
-    while error is not None and not (isinstance(error, OSError) and error.errno in DISK_FULL):
+    seen: list[BaseException] = []  # libraries raise errors again, and then two may name each other
+    while error is not None and not any(error is one for one in seen):
+        if isinstance(error, OSError) and error.errno in DISK_FULL:
+            return error
+        seen.append(error)
         error = error.__cause__ or error.__context__
-    return error
+    return None
 
 
 def _describe_full_disk(error: OSError, folder: Path) -> str:
