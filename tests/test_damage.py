@@ -173,6 +173,7 @@ def test_six_hundred_flipped_bits_are_noticed_or_change_nothing(run):
         ("config.yaml", "seed: 0", "seed: [", "config.yaml: line "),
         ("env.json", '"commit"', '"kommit"', "env.json: was changed: its content does not match the digest in it."),
         ("env.json", '"device"', '"decive"', "env.json: was changed: its content does not match the digest in it."),
+        ("env.json", '"sha256"', '"shc256"', "env.json: was changed: it has lost the digest of its content."),
         ("env.json", "{", "[", "env.json: is damaged, not JSON"),
         ("metrics.jsonl", '"loss": ', '"loss": 9', "metrics.jsonl: was changed: its first"),
         ("metrics.jsonl", '"test", "accuracy": 0', '"test", "accuracy": 1', "metrics.jsonl: was changed: its first"),

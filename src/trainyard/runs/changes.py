@@ -163,7 +163,7 @@ def _check_env(run: Path, record: Mapping[str, Any], accepted: set[str]) -> Chan
     if not record and not path.exists():
         return None
     try:
-        fixed = select_fixed_env(read_env(run))
+        fixed = select_fixed_env(read_env(run, needs_digest=bool(record)))
     except UserError as error:
         can_accept = isinstance(error, EnvChanged)
         return Change(path, str(error).removeprefix(f"{path}: "), _advise(run, record, can_accept=can_accept))

@@ -119,11 +119,12 @@ def write_env(run: Path, record: Mapping[str, Any]) -> None:
     write_json(run / ENV_FILE, {**fields, ENV_DIGEST: hash_fields(fields)})
 
 
-def read_env(run: Path, *, checked: bool = True) -> dict[str, Any]:
+def read_env(run: Path, *, checked: bool = True, needs_digest: bool = False) -> dict[str, Any]:
     """Return the content of env.json, without its digest; versions before this one wrote none.
 
     Args:
         checked: compare it with its digest.
+        needs_digest: refuse it without one.
 
     Raises:
         UserError: it cannot be read, is not a JSON object, or does not match its digest.
@@ -140,6 +141,8 @@ def read_env(run: Path, *, checked: bool = True) -> dict[str, Any]:
     stated = record.pop(ENV_DIGEST, None)
     if checked and stated is not None and stated != hash_fields(record):
         raise EnvChanged(f"{path}: was changed: its content does not match the digest in it.")
+    if needs_digest and stated is None:
+        raise EnvChanged(f"{path}: was changed: it has lost the digest of its content.")
     return record
 
 
