@@ -116,7 +116,7 @@ verify-bundle: ## check every file of a bundle, and train without network: BUNDL
 	@$(PYTHON) containers/image.py verify-bundle "$${BUNDLE:?is missing. Type: make verify-bundle BUNDLE=trainyard.tar}"
 
 # COVERAGE=1: measured, processes that tests start included
-pytest = $(if $(COVERAGE),COVERAGE_FILE="$$PWD/.coverage" )$(VENV)/bin/$(if $(COVERAGE),coverage run,python) -m pytest -n auto --dist loadgroup --no-loadscope-reorder
+pytest = $(if $(COVERAGE),COVERAGE_FILE="$$PWD/.coverage" )$(VENV)/bin/$(if $(COVERAGE),coverage run,python) -m pytest -n auto --no-loadscope-reorder
 
 test: setup ## lint, and the tests that decide: CPU, no network  [COVERAGE=1]
 	@$(PYTHON) containers/machine.py --memory-gib 8 --purpose "the tests"

@@ -5,6 +5,8 @@ import os
 from pathlib import Path
 
 import pytest
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
 
 from trainyard.hardware import count_cores, set_openmp_wait_policy
 
@@ -38,25 +40,42 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep the tests of a file in one process, which shares fixtures; mark those that start a Slurm or a container."""
+    """Mark the tests that start a Slurm or a container; start those that wait first, then the longest files."""
     for item in items:
-        name = str(item.path.relative_to(item.config.rootpath / "tests").with_suffix("")) if _is_ours(item) else ""
-        group = next((f"cluster-{i}" for i, files in enumerate(CLUSTER_GROUPS) if name in files), str(item.path))
-        item.add_marker(pytest.mark.xdist_group(group))
+        name = _name_file(item.nodeid)
         if name.startswith(("slurm/", "container/")) and name not in WITHOUT_CLUSTER:
             item.add_marker(pytest.mark.cluster)
     items.sort(key=_rank)
 
 
-def _is_ours(item: pytest.Item) -> bool:
-    return item.path.is_relative_to(item.config.rootpath / "tests")
+class FileScheduling(LoadScopeScheduling):
+    """Gives the tests of a file, or of a group of files, to one process, which shares their fixtures.
+
+    The marker `xdist_group` does not: xdist 3.8 appends it to a name that pytest 9.2 no longer reads.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        return find_group(nodeid)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> FileScheduling:
+    """Share the tests out file by file, whatever --dist says."""
+    return FileScheduling(config, log)
+
+
+def find_group(nodeid: str) -> str:
+    """Return what is shared out together with a test: its cluster group, or its file."""
+    name = _name_file(nodeid)
+    return next((f"cluster-{i}" for i, files in enumerate(CLUSTER_GROUPS) if name in files), name)
+
+
+def _name_file(nodeid: str) -> str:
+    return nodeid.partition("::")[0].removeprefix("tests/").removesuffix(".py")
 
 
 def _rank(item: pytest.Item) -> int:
-    """Return when an item starts: with those that wait first, then the longest files, then the others as collected."""
-    group = next(item.iter_markers("xdist_group")).args[0]
+    group = find_group(item.nodeid)
     if group.startswith("cluster-"):
         return 0
     return 1 + (LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
