@@ -72,6 +72,7 @@ def test_a_file_in_the_current_folder_does_not_shadow_a_module(image: Image, tmp
     assert printed.startswith("/opt/venv/")
 
 
+@pytest.mark.long
 def test_it_can_compile(image: Image):
     code = "import torch; print(torch.compile(lambda x: x.sin() + 1)(torch.zeros(3)).tolist())"
     assert image.python(code).strip() == "[1.0, 1.0, 1.0]"

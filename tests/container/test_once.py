@@ -123,7 +123,7 @@ def test_children_of_a_killed_process_keep_the_lock_until_they_end(archive: Arch
 
 @pytest.mark.skipif(os.environ.get("REQUIRE_CONTAINERS", "") == "", reason="REQUIRE_CONTAINERS is not set: fetches")
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can unpack an Apptainer")
-@pytest.mark.slow
+@pytest.mark.long
 def test_eight_concurrent_callers_can_run_the_real_apptainer(tmp_path: Path):
     if installed := shutil.which("apptainer"):
         pytest.skip(f"{installed} is installed: nothing is unpacked")

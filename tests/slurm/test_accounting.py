@@ -26,6 +26,7 @@ def use_lab(lab_accounting: Lab) -> Iterator[None]:
         yield
 
 
+@pytest.mark.long
 def test_a_crash_a_requeue_a_cancel_and_a_lost_node_are_reported_correctly(lab_accounting, tmp_path, capsys):
     lab = lab_accounting
     start = make_starter(tmp_path / "runs", tmp_path / "cache")

@@ -71,6 +71,7 @@ def test_four_ranks_on_two_nodes_train_to_the_end(lab, start):
     assert (run / "report.html").is_file()
 
 
+@pytest.mark.long
 def test_a_resume_on_half_the_gpus_of_another_type_reads_each_sample_once_per_epoch(lab, start, tmp_path):
     diary = tmp_path / "diary"
     options = (

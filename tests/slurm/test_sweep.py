@@ -101,6 +101,7 @@ def test_a_sweep_of_six_runs_two_at_a_time_and_only_what_failed_is_continued(
     assert estimate_mean(by_hand).value == pytest.approx(sum(by_hand) / 3)
 
 
+@pytest.mark.long
 def test_hydras_own_launcher_submits_a_multirun_and_waits_for_it(lab: Lab, tmp_path: Path, packed_stripes: str):
     launcher_options = ["partition=a100", "timeout_min=10", "mem_gb=4", "cpus_per_task=1", "tasks_per_node=2"]
     words = ["multirun", "stripes", "--jobs", FAMILIES, "--runs", "runs", "hydra/launcher=submitit_slurm"]
