@@ -378,15 +378,17 @@ def test_runs_of_a_sweep_train_like_any_other_and_their_results_are_collected(tm
 # Hydra's own multirun
 
 
-def run_multirun(folder: Path, *words: str, jobs: Path = FAMILIES) -> subprocess.CompletedProcess[str]:
+def run_multirun(
+    folder: Path, *words: str, jobs: Path = FAMILIES, dry: bool = False
+) -> subprocess.CompletedProcess[str]:
     """Run Hydra's multirun in a separate process, as the command line does: Hydra sets up logging and exits itself."""
-    work = partial(_run_multirun_in_this_process, jobs, ("max_duration=1ep", *words))
+    work = partial(_run_multirun_in_this_process, jobs, ("max_duration=1ep", *words), dry)
     return run_as_command(work, folder)
 
 
-def _run_multirun_in_this_process(jobs: Path, words: Sequence[str]) -> int:
+def _run_multirun_in_this_process(jobs: Path, words: Sequence[str], dry: bool) -> int:
     os.environ.pop("PYTHONPATH", None)
-    return multirun.run_multirun("stripes", words, jobs_dir=jobs, runs_dir=Path("runs"), environ=os.environ)
+    return multirun.run_multirun("stripes", words, jobs_dir=jobs, runs_dir=Path("runs"), environ=os.environ, dry=dry)
 
 
 def read_events(run: Path) -> list[str]:
@@ -425,3 +427,11 @@ def test_a_training_that_stopped_half_way_is_not_a_success_for_hydra(tmp_path: P
     assert done.returncode == 1 and "ended with code 86" in done.stderr
     (run,) = (tmp_path / "runs/stripes").iterdir()
     assert f"trainyard resume {run}" in done.stderr
+
+
+def test_a_dry_multirun_prints_each_combination_and_starts_and_writes_nothing(tmp_path: Path):
+    done = run_multirun(tmp_path / "here", "seed=0,1", "hydra/launcher=submitit_local", dry=True)
+    assert done.returncode == 0, done.stderr
+    printed = [line for line in done.stdout.splitlines() if not line.startswith("[")]
+    assert printed == [f"stripes max_duration=1ep seed={seed}" for seed in (0, 1)]
+    assert list((tmp_path / "here").iterdir()) == []

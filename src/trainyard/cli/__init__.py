@@ -6,14 +6,15 @@ import shlex
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from loguru import logger
 
 from trainyard import __version__
 from trainyard import config as configs
-from trainyard.cli import cluster, gc
-from trainyard.cli.verb import Verbs, add_trust_option, add_verb, find_project_folder
+from trainyard.cli import cluster, dry, gc
+from trainyard.cli.verb import Verbs, add_dry_option, add_trust_option, add_verb, find_project_folder
 from trainyard.errors import UserError
 from trainyard.files import limit_writers, report_full_disk
 from trainyard.hardware import set_openmp_wait_policy
@@ -109,6 +110,7 @@ def _add_run(verbs: Verbs) -> None:
     verb.add_argument("overrides", nargs="*", metavar="OPTION=VALUE", help="trainyard options JOB lists them")
     verb.add_argument("--name", help="name of the run's folder; the same name again resumes that run")
     _add_ranks(verb)
+    add_dry_option(verb)
 
 
 def _add_ranks(verb: argparse.ArgumentParser) -> None:
@@ -121,11 +123,14 @@ def _add_ranks(verb: argparse.ArgumentParser) -> None:
 def _run(args: argparse.Namespace) -> int:
     from trainyard.data.prepare import prepare_data
 
+    runs.check_name(args.name, of="run")
     run = args.runs / args.job / args.name if args.name else None
     if run is not None and (run / runs.CONFIG).is_file():
         cluster.require_trust([run], args, here=True)
     config = configs.compose(args.job, args.overrides, args.jobs)
     count = _count_ranks(args)
+    if args.dry:
+        return _print_run(run or args.runs / args.job / dry.NEW, config, args, count)
     if not _is_main():  # started by torchrun or srun: rank 0 creates the folder
         return _train(_wait_for_run(args.runs / args.job / _require_name(args)), args, count)
     if _is_launched():
@@ -138,6 +143,15 @@ def _run(args: argparse.Namespace) -> int:
     else:
         run = runs.create_run(args.runs, config, name=args.name, environ=os.environ)
     return _train(run, args, count)
+
+
+def _print_run(run: Path, config: TrainConfig, args: argparse.Namespace, count: int) -> int:
+    if (run / runs.CONFIG).is_file():
+        changes.refuse_changes(run)
+        old = configs.thaw(run / runs.CONFIG, args.jobs)
+        config = replace(config, data=replace(config.data, path=old.data.path))  # packing would name the folder
+        _apply_changes(run, old, config, write=False)
+    return dry.print_run(run, config, args.jobs, ranks=count)
 
 
 def _add_resume(verbs: Verbs) -> None:
@@ -162,8 +176,16 @@ def _resume(args: argparse.Namespace) -> int:
     if submitted:
         read_submission(run)  # or say what is wrong with it
         cluster.refuse_if_busy([run])
-        release(run)
     count = 1 if submitted else _count_ranks(args)
+    if args.dry:
+        if not args.changed_files:
+            changes.refuse_changes(run)
+        config = configs.thaw(run / runs.CONFIG, args.jobs)
+        new = configs.apply_overrides(config, args.overrides)
+        _apply_changes(run, config, new, write=False)
+        return cluster.resubmit(run.absolute(), args) if submitted else dry.print_run(run, new, args.jobs, ranks=count)
+    if submitted:
+        release(run)
     if _is_main():
         with limit_writers(), RunLock(run, break_other_host=args.break_lock):
             _settle_changed_files(run, args.changed_files)
@@ -231,8 +253,8 @@ def _print_outcome(run: Path, code: int) -> None:
         print(f"Failed with code {code}; the log is {run}/log. Resume: trainyard resume {run}", file=sys.stderr)
 
 
-def _apply_changes(run: Path, old: TrainConfig, new: TrainConfig) -> None:
-    """Write changed options to the run's config, if a run in progress may change them.
+def _apply_changes(run: Path, old: TrainConfig, new: TrainConfig, *, write: bool = True) -> None:
+    """Name changed options and write them to the run's config, if a run in progress may change them.
 
     Raises:
         UserError: other options differ; names them.
@@ -247,7 +269,7 @@ def _apply_changes(run: Path, old: TrainConfig, new: TrainConfig) -> None:
         )
     for d in changed:
         logger.info("{}: {} -> {}", d.name, d.old, d.new)
-    if changed:
+    if changed and write:
         configs.freeze(new, run / runs.CONFIG)
 
 

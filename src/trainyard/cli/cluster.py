@@ -11,7 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from trainyard import config as configs
-from trainyard.cli.verb import Verbs, add_trust_option, add_verb, find_project_folder
+from trainyard.cli import dry
+from trainyard.cli.verb import Verbs, add_dry_option, add_trust_option, add_verb, find_project_folder
 from trainyard.cluster import description as clusters
 from trainyard.cluster import query as slurm
 from trainyard.cluster.check import check_cluster, render_findings
@@ -52,7 +53,6 @@ def _add_submit(verbs: Verbs) -> None:
     verb.add_argument("job", help="preset, such as fingerprint_1m: trainyard jobs")
     verb.add_argument("overrides", nargs="*", metavar="OPTION=VALUE", help="trainyard options JOB lists them")
     verb.add_argument("--name", help="name of the run's folder")
-    verb.add_argument("--dry", action="store_true", help="print the plan and the batch script, and stop")
     verb.add_argument("--local", action="store_true", help="without Slurm: run on this machine, in the background")
     add_resource_args(verb, gpus=1)
 
@@ -64,16 +64,18 @@ def add_resource_args(verb: argparse.ArgumentParser, *, gpus: int) -> None:
     verb.add_argument("--nodes", type=int, default=0, metavar="N", help="default: as few nodes as have that many GPUs")
     verb.add_argument("--time", default="", metavar="LENGTH", help="time limit of one attempt, such as 8h30m")
     verb.add_argument("--cluster", default="", metavar="NAME", help="slurm/NAME.yaml, or a path")
+    add_dry_option(verb)
 
 
 def _submit(args: argparse.Namespace) -> int:
+    runs.check_name(args.name, of="run")
     config = _make_paths_absolute(configs.compose(args.job, args.overrides, args.jobs))
     if args.local:
         return _submit_locally(config, args)
     cluster = _find_cluster(args.cluster, job=args.job, dry=args.dry)
     plan = submit.make_plan(config, cluster, _read_request(args))
     if args.dry:
-        return _print_dry_run(plan, config, args)
+        return dry.print_submit(plan, config, args)
     _require_data(config, args.jobs)
     _check_against_slurm(plan)
     run = runs.create_run(args.runs.absolute(), config, name=args.name, environ=os.environ, group=cluster.group)
@@ -88,20 +90,14 @@ def _submit(args: argparse.Namespace) -> int:
     return 0
 
 
-def _print_dry_run(plan: submit.Plan, config: TrainConfig, args: argparse.Namespace) -> int:
-    run = args.runs.absolute() / config.job / (args.name or "NEW")
-    code = submit.Code(run / "code", run / "code" / args.jobs.resolve().name)
-    print(submit.describe(plan, run))
-    print(f"\n{submit.render_batch_script(plan, [run], folder=run / 'slurm', code=code)}")
-    if not config.data.path and not config.data.synthetic:
-        print("Nothing was submitted. To submit, this job needs DATA=folder.", file=sys.stderr)
-    return 0
-
-
 def _submit_locally(config: TrainConfig, args: argparse.Namespace) -> int:
-    _require_data(config, args.jobs)
+    if not args.dry:
+        _require_data(config, args.jobs)
     if args.gpus < 1:
         raise UserError(f"--gpus {args.gpus}: a job needs at least one rank. Leave it out for one.")
+    if args.dry:
+        run = args.runs.absolute() / config.job / (args.name or dry.NEW)
+        return dry.print_run(run, config, args.jobs, ranks=args.gpus)
     gpus = args.gpus if shutil.which("nvidia-smi") else 0
     time_min = clusters.parse_minutes(args.time or "30d")
     run = runs.create_run(args.runs.absolute(), config, name=args.name, environ=os.environ)
@@ -127,7 +123,7 @@ def resubmit(run: Path, args: argparse.Namespace) -> int:
     if previous["scheduler"] == "local":
         raise UserError(f"{run}: ran on this machine. Resume it here: trainyard resume {run} --here")
     config = configs.thaw(run / runs.CONFIG, args.jobs)
-    cluster = _find_cluster(args.cluster or previous["cluster_file"], job=config.job)
+    cluster = _find_cluster(args.cluster or previous["cluster_file"], job=config.job, dry=args.dry)
     same_hw = not args.hw or args.hw == previous["hw"]
     request = submit.ResourceRequest(
         gpus=args.gpus or previous["gpus"],
@@ -136,15 +132,19 @@ def resubmit(run: Path, args: argparse.Namespace) -> int:
         time=args.time or (f"{previous['time_min']}m" if same_hw else ""),
     )
     plan = submit.make_plan(config, cluster, request)
-    _check_against_slurm(plan)
+    if not args.dry:
+        _check_against_slurm(plan)
     code = submit.Code(Path(previous["code"]), Path(previous["jobs"]))
     if args.update_code:
-        code = submit.snapshot_code(args.jobs, runs.find_free_name(run / "code"))
+        copy_code = dry.name_code if args.dry else submit.snapshot_code
+        code = copy_code(args.jobs, runs.find_free_name(run / "code"))
     elif not submit.can_start(code):
         raise UserError(
             f"{run}: was submitted with an older version of Trainyard, and this version cannot start that copy "
             f"({code.folder}). Resume it with today's code: trainyard resume {run} --update-code"
         )
+    if args.dry:
+        return dry.print_submission(plan, {run: ""}, folder=run / "slurm", code=code)
     (job,) = submit.submit(plan, [run], folder=run / "slurm", code=code)
     print(submit.describe(plan, run))
     _print_submitted(f"Slurm job {job}", run)
@@ -257,12 +257,14 @@ def _run_sweep(args: argparse.Namespace) -> int:
         return _continue_sweep(args)
     if not args.job or not args.sweep:
         raise UserError('Name a job and what varies: trainyard sweep JOB --sweep "optimizer.lr=1e-4,3e-4 seed=0,1,2"')
-    cluster = _find_cluster(args.cluster, job=args.job)
+    cluster = _find_cluster(args.cluster, job=args.job, dry=args.dry)
     config = _make_paths_absolute(configs.compose(args.job, args.overrides, args.jobs))
     plan = submit.make_plan(config, cluster, _read_request(args))
+    fixed = [*args.overrides, f"data.path={config.data.path}", f"data.cache={config.data.cache}"]
+    if args.dry:
+        return dry.print_sweep(plan, fixed, _read_request(args), args)
     _require_data(config, args.jobs)
     _check_against_slurm(plan)
-    fixed = [*args.overrides, f"data.path={config.data.path}", f"data.cache={config.data.cache}"]
     sweep = sweeps.create(
         args.job,
         args.sweep,
@@ -295,15 +297,18 @@ def _continue_sweep(args: argparse.Namespace) -> int:
         print(f"Nothing is missing: {_count_states(states.values())}.\nnext  trainyard results {sweep.name}")
         return 0
     submission = read_submission(unfinished[0].run)
-    cluster = _find_cluster(args.cluster or submission["cluster_file"], job=sweep.job)
+    cluster = _find_cluster(args.cluster or submission["cluster_file"], job=sweep.job, dry=args.dry)
     request = submit.ResourceRequest(
         submission["gpus"], args.hw or submission["hw"], args.nodes, args.time or f"{submission['time_min']}m"
     )
     plan = submit.make_plan(configs.thaw(unfinished[0].run / runs.CONFIG, args.jobs), cluster, request)
+    code = submit.Code(Path(submission["code"]), Path(submission["jobs"]))
+    if args.dry:
+        made = {element.run: " ".join(element.overrides) for element in unfinished}
+        return dry.print_submission(plan, made, folder=sweep.folder / "slurm", code=code, parallel=args.max_parallel)
     _check_against_slurm(plan)
     for element in unfinished:
         lock.release(element.run)
-    code = submit.Code(Path(submission["code"]), Path(submission["jobs"]))
     jobs = _submit_elements(sweep, unfinished, plan, code, args.max_parallel)
     counts = _count_states(states.values())
     print(f"{len(unfinished)} of {len(sweep.elements)} runs were submitted again. Before: {counts}.")
@@ -446,9 +451,12 @@ def _add_multirun(verbs: Verbs) -> None:
     verb = add_verb(verbs, "multirun", _run_multirun, "Hydra's own multirun, with its launchers and sweepers")
     verb.add_argument("job", help="preset")
     verb.add_argument("overrides", nargs="*", metavar="OPTION=VALUE", help="as for Hydra, such as seed=0,1,2")
+    add_dry_option(verb)
 
 
 def _run_multirun(args: argparse.Namespace) -> int:
     from trainyard.launch import multirun
 
-    return multirun.run_multirun(args.job, args.overrides, jobs_dir=args.jobs, runs_dir=args.runs, environ=os.environ)
+    return multirun.run_multirun(
+        args.job, args.overrides, jobs_dir=args.jobs, runs_dir=args.runs, environ=os.environ, dry=args.dry
+    )

@@ -30,6 +30,11 @@ def add_trust_option(verb: argparse.ArgumentParser) -> None:
     )
 
 
+def add_dry_option(verb: argparse.ArgumentParser) -> None:
+    """Add the flag of every command that starts training or a Slurm job."""
+    verb.add_argument("--dry", action="store_true", help="print what would start, and start nothing")
+
+
 def find_project_folder(name: str) -> Path:
     """Return ./NAME if it exists, else that folder of the installed checkout."""
     local = Path(name)

@@ -1,10 +1,12 @@
 """Decides which samples each global batch of an epoch contains: pure functions of (seed, epoch, columns)."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from trainyard.errors import UserError
+from trainyard.settings import TrainConfig
 
 _POOL_BATCHES = 50  # enough for similar lengths in a batch, few enough that batches differ between epochs
 
@@ -29,6 +31,26 @@ class EpochOrder:
         """Return the (B,) sample ids of global batch `index`; only the last batch may be smaller."""
         assert 0 <= index < len(self), (index, len(self))
         return self.ids[index * self.global_batch_size : (index + 1) * self.global_batch_size]
+
+
+def order_epoch(
+    train_ids: np.ndarray, columns: Mapping[str, np.ndarray], config: TrainConfig, *, epoch: int
+) -> EpochOrder:
+    """Order an epoch as `data.order` says.
+
+    Raises:
+        UserError: there is no column `data.order_by`, or the global batch size does not suit the order.
+    """
+    seed, size, by = config.seed, config.global_batch_size, config.data.order_by
+    if config.data.order == "shuffle":
+        return shuffle(train_ids, seed=seed, epoch=epoch, global_batch_size=size)
+    if by not in columns:
+        raise UserError(f"data.order_by={by}: no such column. The data set has {', '.join(columns)}.")
+    values = columns[by][train_ids]
+    if config.data.order == "buckets":
+        return bucket_by_length(train_ids, values, seed=seed, epoch=epoch, global_batch_size=size)
+    k = config.data.samples_per_identity
+    return group_by_identity(train_ids, values, samples_per_identity=k, seed=seed, epoch=epoch, global_batch_size=size)
 
 
 def shuffle(train_ids: np.ndarray, *, seed: int, epoch: int, global_batch_size: int) -> EpochOrder:

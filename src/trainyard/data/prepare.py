@@ -44,10 +44,7 @@ def pack_raw(
 
     from trainyard.data.pack import pack, read_listing
 
-    if not raw.is_dir():
-        raise UserError(
-            f"{raw}: no such folder. Name the folder of raw files: data.path=FOLDER, or make run DATA=FOLDER"
-        )
+    _require_folder(raw)
     family = load_family(jobs_dir, config.family, "pack")
     meta = {
         "family": config.family,
@@ -111,7 +108,7 @@ def prepare_data(config: TrainConfig, jobs_dir: Path, *, hook: Callable[[], None
     if is_packed(config):
         read_index(Path(config.data.path)).check_family(config.family)
         return config
-    raw = Path(config.data.path) if config.data.path else _synthesize_raw(config, jobs_dir)
+    raw = find_raw(config, jobs_dir) or _synthesize_raw(config, jobs_dir)
     packed = pack_raw(config, raw, None, jobs_dir, hook=hook)
     return replace(config, data=replace(config.data, path=str(packed)))
 
@@ -121,14 +118,33 @@ def is_packed(config: TrainConfig) -> bool:
     return bool(config.data.path) and (Path(config.data.path) / "index.h5").is_file()
 
 
+def find_raw(config: TrainConfig, jobs_dir: Path) -> Path | None:
+    """Return the folder of raw files that a run packs; None if it synthesizes them.
+
+    Raises:
+        UserError: the job needs data but none was given, or there is no such folder.
+    """
+    if config.data.path:
+        _require_folder(Path(config.data.path))
+        return Path(config.data.path)
+    if config.data.synthetic:
+        return None
+    raise UserError(
+        f"{config.job} needs data: data.path=FOLDER, or make run JOB={config.job} DATA=FOLDER. "
+        f"What the folder should contain: {jobs_dir / config.family}/README.md"
+    )
+
+
+def _require_folder(raw: Path) -> None:
+    if not raw.is_dir():
+        raise UserError(
+            f"{raw}: no such folder. Name the folder of raw files: data.path=FOLDER, or make run DATA=FOLDER"
+        )
+
+
 def _synthesize_raw(config: TrainConfig, jobs_dir: Path) -> Path:
     """Return a folder of synthetic raw files, written now if it is missing."""
     count, seed = config.data.synthetic, config.seed
-    if not count:
-        raise UserError(
-            f"{config.job} needs data: data.path=FOLDER, or make run JOB={config.job} DATA=FOLDER. "
-            f"What the folder should contain: {jobs_dir / config.family}/README.md"
-        )
     raw = Path(config.data.cache) / f"{config.family}-synthetic-{count}-seed{seed}"
     with _lock_folder(raw):
         if not raw.is_dir():

@@ -1,12 +1,14 @@
 """Hydra's own multirun, for people who want its sweepers and launchers. Trainyard's own sweeps: `trainyard sweep`."""
 
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator, MutableMapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -22,7 +24,13 @@ _WAIT_FOR_RUN_S = 120  # how long other ranks wait for rank 0, which may start l
 
 @limit_writers()
 def run_multirun(
-    job: str, overrides: Sequence[str], *, jobs_dir: Path, runs_dir: Path, environ: MutableMapping[str, str]
+    job: str,
+    overrides: Sequence[str],
+    *,
+    jobs_dir: Path,
+    runs_dir: Path,
+    environ: MutableMapping[str, str],
+    dry: bool = False,
 ) -> int:
     """Train a job once for each combination of values, as `python app.py --multirun` of a Hydra application does.
 
@@ -43,6 +51,7 @@ def run_multirun(
         overrides: in Hydra's grammar, which accepts special characters only in quotes.
         environ: the process environment. The parent of `jobs_dir` is added to its PYTHONPATH: a job's process
             unpickles objects of the family before any of our code runs there.
+        dry: print each combination, and start nothing: no launcher is used.
 
     Returns:
         0, or 1 if a job failed or Hydra refused an override; Hydra has printed why.
@@ -59,14 +68,20 @@ def run_multirun(
         config = configs.resolve(tree, f"job {job}")
         _train(configs.apply_overrides(replace(config, job=job, family=family), []), jobs_dir, runs_dir)
 
+    def show(tree: DictConfig) -> None:
+        configs.resolve(tree, f"job {job}")
+        print(" ".join([job, *HydraConfig.get().overrides.task]), flush=True)
+
     _add_to_path(environ, jobs_dir.parent)
-    application = hydra.main(config_path=str(preset.parent), config_name=job, version_base="1.3")(train)
-    sweep_dir = f"hydra.sweep.dir={runs_dir}/multirun/${{now:%Y%m%d-%H%M%S}}"
-    with _replace_argv(["--multirun", sweep_dir, *overrides]):
-        try:
-            application()
-        except SystemExit as exit_request:  # Hydra prints what went wrong, and exits
-            return int(exit_request.code or 0)
+    decorate = hydra.main(config_path=str(preset.parent), config_name=job, version_base="1.3")
+    application = decorate(show if dry else train)
+    words = [word for word in overrides if not (dry and re.match(r"[+~]*hydra[./]launcher", word))]
+    with TemporaryDirectory() if dry else nullcontext(f"{runs_dir}/multirun/${{now:%Y%m%d-%H%M%S}}") as sweep_dir:
+        with _replace_argv(["--multirun", f"hydra.sweep.dir={sweep_dir}", *words]):
+            try:
+                application()
+            except SystemExit as exit_request:  # Hydra prints what went wrong, and exits
+                return int(exit_request.code or 0)
     return 0
 
 

@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Quote, QuotedString, Transformer, ValueType
@@ -20,7 +20,7 @@ from hydra.errors import HydraException
 from trainyard.config import compose
 from trainyard.errors import UserError
 from trainyard.files import create_common_folder, limit_writers, write_atomically
-from trainyard.runs.folder import create_run
+from trainyard.runs.folder import check_name, create_run
 from trainyard.runs.sweep_file import FILE, FOLDER, Element, Sweep, encode_sweep
 from trainyard.settings import TrainConfig
 
@@ -55,6 +55,36 @@ def expand(words: Sequence[str]) -> dict[str, list[str]]:
     return axes
 
 
+class Combination(NamedTuple):
+    """One run of a sweep, before it has a folder."""
+
+    overrides: tuple[str, ...]  # its own, one per axis
+    config: TrainConfig
+
+
+def combine(
+    job: str, sweep_words: Sequence[str], overrides: Sequence[str], jobs_dir: Path
+) -> tuple[dict[str, list[str]], list[Combination]]:
+    """Return the values of each option that varies, and every combination of them. Writes nothing.
+
+    Raises:
+        UserError: the job does not accept a word or a combination, or two combinations are the same run.
+    """
+    axes = expand(sweep_words)
+    _refuse_fixed(axes, overrides)
+    combinations = []
+    for values in itertools.product(*axes.values()):
+        own = tuple(f"{option}={value}" for option, value in zip(axes, values, strict=True))
+        combinations.append(Combination(own, compose(job, [*overrides, *own], jobs_dir)))
+    _refuse_equal(combinations)
+    return axes, combinations
+
+
+def name_run(sweep: str, index: int) -> str:
+    """Return the name of a sweep's run."""
+    return f"{sweep}-{index:03d}"
+
+
 def create(
     job: str,
     sweep_words: Sequence[str],
@@ -81,22 +111,15 @@ def create(
     Raises:
         UserError: the job does not accept a word or a combination, or the name is taken.
     """
-    axes = expand(sweep_words)
-    _refuse_fixed(axes, overrides)
-    combinations = [
-        tuple(f"{option}={value}" for option, value in zip(axes, values, strict=True))
-        for values in itertools.product(*axes.values())
-    ]
-    configs = [compose(job, [*overrides, *own], jobs_dir) for own in combinations]
-    _refuse_equal(combinations, configs)
+    axes, combinations = combine(job, sweep_words, overrides, jobs_dir)
     create_common_folder(root, group=group)
     create_common_folder(root / FOLDER, group=group)
     with limit_writers():
         folder = _claim_folder(root / FOLDER, name, default=f"{job}-{datetime.now():%Y%m%d-%H%M%S}")
     elements: list[Element] = []
     try:
-        for index, (own, config) in enumerate(zip(combinations, configs, strict=True)):
-            run = create_run(root, config, name=f"{folder.name}-{index:03d}", environ=environ, group=group)
+        for index, (own, config) in enumerate(combinations):
+            run = create_run(root, config, name=name_run(folder.name, index), environ=environ, group=group)
             elements.append(Element(index, own, run))
         sweep = Sweep(folder, job, axes, tuple(overrides), elements)
         with limit_writers():
@@ -195,10 +218,10 @@ def _refuse_fixed(axes: Mapping[str, Sequence[str]], overrides: Sequence[str]) -
             )
 
 
-def _refuse_equal(combinations: Sequence[tuple[str, ...]], configs: Sequence[TrainConfig]) -> None:
+def _refuse_equal(combinations: Sequence[Combination]) -> None:
     """Refuse values that differ only as text, such as 1 and 1.0."""
     first_with: dict[str, tuple[str, ...]] = {}
-    for own, config in zip(combinations, configs, strict=True):
+    for own, config in combinations:
         first = first_with.setdefault(repr(config), own)
         if first is not own:
             raise UserError(f"'{' '.join(first)}' and '{' '.join(own)}' are the same run. Leave one of them out.")
@@ -209,10 +232,7 @@ def _refuse_equal(combinations: Sequence[tuple[str, ...]], configs: Sequence[Tra
 
 def _claim_folder(sweeps: Path, name: str | None, *, default: str) -> Path:
     """Create the folder of a new sweep, atomically: two sweeps never get the same one."""
-    if name is not None and not re.fullmatch(r"\w[\w.+-]*", name):
-        raise UserError(
-            f"'{name}' cannot name a sweep. Use only letters, digits and . _ + -, and begin with a letter or digit."
-        )
+    check_name(name, of="sweep")
     for number in itertools.count(1):
         folder = sweeps / (name or (default if number == 1 else f"{default}-{number}"))
         try:

@@ -67,10 +67,7 @@ def create_run(
     Raises:
         UserError: `name` is not a plain file name, a run already has it, or this user is not in `group`.
     """
-    if name is not None and not re.fullmatch(r"\w[\w.+-]*", name):
-        raise UserError(
-            f"'{name}' cannot name a run. Use letters, digits and . _ + - only, and begin with a letter or digit."
-        )
+    check_name(name, of="run")
     checkout, diff = find_checkout(code)
     record = describe_environment(environ, checkout)
     for folder in (root, root / config.job):
@@ -92,6 +89,18 @@ def create_run(
         except BaseException:
             shutil.rmtree(temporary)
             raise
+
+
+def check_name(name: str | None, *, of: str) -> None:
+    """Raise a UserError if a name is not a plain file name; None is no name.
+
+    Args:
+        of: what it names: a run or a sweep.
+    """
+    if name is not None and not re.fullmatch(r"\w[\w.+-]*", name):
+        raise UserError(
+            f"'{name}' cannot name a {of}. Use letters, digits and . _ + - only, and begin with a letter or digit."
+        )
 
 
 def _write_diff(path: Path, diff: bytes, *, masked: Sequence[str]) -> None:

@@ -46,24 +46,7 @@ def build_epoch_order(context: RunContext, epoch: int) -> order.EpochOrder:
             f"{context.data.folder}: none of its {context.data.count} samples is in the training split. "
             "Check how the data is split."
         )
-    if config.data.order == "shuffle":
-        return order.shuffle(ids, seed=config.seed, epoch=epoch, global_batch_size=config.global_batch_size)
-    name = config.data.order_by
-    if name not in context.data.columns:
-        raise UserError(f"data.order_by={name}: no such column. The data set has {', '.join(context.data.columns)}.")
-    values = context.data.columns[name][ids]
-    if config.data.order == "buckets":
-        return order.bucket_by_length(
-            ids, values, seed=config.seed, epoch=epoch, global_batch_size=config.global_batch_size
-        )
-    return order.group_by_identity(
-        ids,
-        values,
-        samples_per_identity=config.data.samples_per_identity,
-        seed=config.seed,
-        epoch=epoch,
-        global_batch_size=config.global_batch_size,
-    )
+    return order.order_epoch(ids, context.data.columns, config, epoch=epoch)
 
 
 def compute_total_steps(config: TrainConfig, steps_per_epoch: int) -> int | None:

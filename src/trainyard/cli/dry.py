@@ -1,0 +1,117 @@
+"""What `--dry` prints: what a command would start. It starts and writes nothing, and loads no torch."""
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from trainyard import config as configs
+from trainyard.data.prepare import find_raw, is_packed
+from trainyard.launch import submit, sweep
+from trainyard.runs.folder import check_name
+from trainyard.runs.manifest import list_checkpoints
+from trainyard.runs.sweep_file import FOLDER
+from trainyard.settings import Duration, TrainConfig
+
+NEW = "NEW"
+"""Stands for the name of a run that would get its time as a name."""
+
+
+def print_run(run: Path, config: TrainConfig, jobs_dir: Path, *, ranks: int) -> int:
+    """Print what a run on this machine would train on, how long, and from which step.
+
+    Raises:
+        UserError: the run would be refused for its data.
+    """
+    preset = configs.compose(config.job, [], jobs_dir)
+    options = [f"{d.name}={d.new}" for d in configs.find_differences(preset, config)]
+    data, steps_per_epoch = _describe_data(config, jobs_dir)
+    saved = next((entry for entry in list_checkpoints(run / "checkpoints") if entry.problem is None), None)
+    rows = {
+        "job": config.job,
+        "options": " ".join(options) or "as in the preset",
+        "data": data,
+        "length": _describe_length(config.max_duration, steps_per_epoch),
+        "batch": f"{config.global_batch_size} samples a step, over {ranks} rank{'s' * (ranks > 1)} of this machine",
+        "begins": f"at step {saved.step}, from {saved.path.name}" if saved else "at step 0",
+        "folder": str(run),
+    }
+    print("\n".join(f"{name:<10} {value}" for name, value in rows.items()))
+    print("Nothing was started.", file=sys.stderr)
+    return 0
+
+
+def print_submit(plan: submit.Plan, config: TrainConfig, args: argparse.Namespace) -> int:
+    """Print what `submit` would submit."""
+    run = args.runs.absolute() / config.job / (args.name or NEW)
+    print_submission(plan, {run: ""}, folder=run / "slurm", code=name_code(args.jobs, run / "code"))
+    if not config.data.path and not config.data.synthetic:
+        print("To submit, this job needs DATA=folder.", file=sys.stderr)
+    return 0
+
+
+def print_sweep(
+    plan: submit.Plan, fixed: Sequence[str], request: submit.ResourceRequest, args: argparse.Namespace
+) -> int:
+    """Print the array that `sweep` would submit, and the options of each of its runs.
+
+    Raises:
+        UserError: the sweep would be refused for its name, or one of its runs for its options or on these GPUs.
+    """
+    check_name(args.name, of="sweep")
+    name, root = args.name or NEW, args.runs.absolute()
+    runs: dict[Path, str] = {}
+    for index, (own, config) in enumerate(sweep.combine(args.job, args.sweep, fixed, args.jobs)[1]):
+        submit.make_plan(config, plan.cluster, request)
+        runs[root / args.job / sweep.name_run(name, index)] = " ".join(own)
+    folder = root / FOLDER / name
+    code = name_code(args.jobs, folder / "code")
+    return print_submission(plan, runs, folder=folder / "slurm", code=code, parallel=args.max_parallel)
+
+
+def print_submission(
+    plan: submit.Plan, runs: Mapping[Path, str], *, folder: Path, code: submit.Code, parallel: int = 0
+) -> int:
+    """Print the plan and the batch script of a submission.
+
+    Args:
+        runs: each with the options that are its own; several are one array.
+        folder, code, parallel: as for `submit.submit`.
+    """
+    print(submit.describe(plan, folder.parent))
+    if len(runs) > 1:
+        print("\n".join(f"{'run':<10} {run.name}  {own}" for run, own in runs.items()))
+    print(f"\n{submit.render_batch_script(plan, list(runs), folder=folder, code=code, parallel=parallel)}")
+    print("Nothing was submitted.", file=sys.stderr)
+    return 0
+
+
+def name_code(jobs_dir: Path, into: Path) -> submit.Code:
+    """Return what `submit.snapshot_code` would, without copying."""
+    return submit.Code(into, into / jobs_dir.resolve().name)
+
+
+def _describe_data(config: TrainConfig, jobs_dir: Path) -> tuple[str, int | None]:
+    """Return which data a run reads, and the steps of an epoch; None before the data is packed."""
+    from trainyard.data.index import read_index
+    from trainyard.data.order import order_epoch
+
+    if not is_packed(config):
+        raw = find_raw(config, jobs_dir)
+        found = f"{raw}: raw files" if raw else f"{config.data.synthetic} samples to synthesize"
+        return f"{found}, packed into {config.data.cache} unless that was done before", None
+    index = read_index(Path(config.data.path))
+    index.check_family(config.family)
+    splits = configs.load_family(jobs_dir, config.family, "pack").splits(index.columns, index.vocabulary, config)
+    sizes = ", ".join(f"{name} {len(ids)}" for name, ids in splits.items())
+    steps = len(order_epoch(splits["train"], index.columns, config, epoch=0))
+    return f"{config.data.path}: {index.count} samples ({sizes})", steps
+
+
+def _describe_length(text: str, steps_per_epoch: int | None) -> str:
+    length = Duration.parse(text)
+    if length.unit == "min":
+        return text
+    if steps_per_epoch is None:
+        return f"{text}; packing counts the steps of an epoch" if length.unit == "ep" else text
+    return f"{text}: {length.to_steps(steps_per_epoch)} steps, {steps_per_epoch} in an epoch"
