@@ -1,21 +1,43 @@
-# The commands that people type. Values reach the shell only through quoted variables.
-.DEFAULT_GOAL := help
-SHELL := /bin/bash
-.SHELLFLAGS := -eu -o pipefail -c
+# The commands that people type. A target takes the variables that its line of help names, and PYTHON. Neither make nor
+# a shell evaluates their values: make keeps them as typed, and recipes read them from the environment, in quotes.
+# What was typed after `make`; not what bash adds to complete a line. DRY=1 counts from the environment too.
+override typed := $(foreach v,$(.VARIABLES),$(if $(filter command,$(origin $v)),$v))
+override typed := $(filter-out __BASH_MAKE_COMPLETION__,$(typed))
+MAKEOVERRIDES :=
 
+.DEFAULT_GOAL := help
+override SHELL := /bin/bash
+override .SHELLFLAGS := -eu -o pipefail -c
+override VENV := .venv
+override T := $(VENV)/bin/trainyard
 PYTHON ?= python3
 JOB ?= fingerprint_demo
-VENV := .venv
-T := $(VENV)/bin/trainyard
-export JOB DATA RUN RAW OUT GPUS SET NAME WHEELS BUNDLE HW NODES TIME CLUSTER RUNS SWEEP MAX_PARALLEL DRY COVERAGE PYTHON PIECES
+export PYTHON JOB
 
-# DATA=folder  GPUS=n  NAME=name  SET="option=value option=value": passed on word by word, never evaluated
-words = set -f; args=(); [ -z "$${DATA:-}" ] || args+=("data.path=$$DATA"); [ -z "$${GPUS:-}" ] || args+=(--gpus "$$GPUS"); \
-	[ -z "$${NAME:-}" ] || args+=(--name "$$NAME"); for word in $${SET:-}; do args+=("$$word"); done
+ifneq ($(typed)$(value DRY),)
+unexport $(typed)
+override hash := \#
+override takes := $(shell awk '/^[a-z-]+:.*$(hash)$(hash)/ { target = $$1; print target; \
+	while (match($$0, /[A-Z][A-Z_]*=/)) { print target substr($$0, RSTART, RLENGTH - 1); $$0 = substr($$0, RSTART + RLENGTH) } }' \
+	Makefile)
+override commands := $(patsubst %:,%,$(filter %:,$(takes)))
+override goals := $(filter $(commands),$(or $(MAKECMDGOALS),help))
+override allowed := $(strip $(foreach goal,$(or $(goals),$(commands)),$(patsubst $(goal):%,%,$(filter $(goal):%,$(takes)))))
+override refused := $(firstword $(filter-out $(allowed) PYTHON,$(typed)) \
+	$(if $(value DRY),$(foreach goal,$(goals),$(if $(filter $(takes),$(goal):DRY),,DRY))))
+ifneq ($(refused),)
+override nearest := $(shell python3 -c 'import difflib, sys; print(*difflib.get_close_matches(sys.argv[1], sys.argv[2:], 1))' \
+	'$(subst ','\'',$(refused))' $(allowed))
+$(error $(strip make $(goals)) does not take $(refused).$(if $(nearest), Nearest: $(nearest).) It takes $(or $(allowed),no variables))
+endif
+$(foreach v,$(typed),$(eval override export $v := $$(value $v)))
+endif
 
-# HW=type  NODES=n  TIME=8h30m  CLUSTER=name  RUNS=folder  DRY=1
-request = $(words); for pair in "hw $${HW:-}" "nodes $${NODES:-}" "time $${TIME:-}" "cluster $${CLUSTER:-}" "runs $${RUNS:-}"; do \
-	[ -z "$${pair\#* }" ] || args+=("--$${pair%% *}" "$${pair\#* }"); done
+# SET="option=value option=value" word by word, DRY=1, and the flags that the call names: gpus reads GPUS
+arguments = set -f; args=($${SET:-}); [ -z "$${DRY:-}" ] || args+=(--dry); \
+	for flag in $1; do name=$${flag^^}; name=$${name//-/_}; [ -z "$${!name:-}" ] || args+=("--$$flag=$${!name}"); done
+data = [ -z "$${DATA:-}" ] || args+=("data.path=$$DATA")
+request = gpus hw nodes time cluster runs
 
 .PHONY: help setup run resume submit sweep results status logs why cancel runs cluster-check slurm-lab-up slurm-lab-down \
 	slurm-lab-status image test-image run-image sif wheelhouse bundle verify-bundle test test-fast test-long lint pack verify report jobs bench bench-peers gpu-check lock gc clean
@@ -26,22 +48,23 @@ help: ## this list
 setup: $(VENV)/.done ## .venv from the hash-locked containers/dev.lock; skipped when it is current
 
 $(VENV)/.done: containers/dev.lock pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' \
-		|| { echo "Python 3.11 is needed, $$($(PYTHON) --version 2>/dev/null || echo none) found. Type: make setup PYTHON=python3.11"; exit 2; }
-	@$(PYTHON) containers/make_venv.py $(VENV) containers/dev.lock --editable .
+	@"$$PYTHON" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || { \
+		found=$$("$$PYTHON" --version 2>/dev/null || echo none); \
+		echo "Python 3.11 is needed, $$found found. Type: make setup PYTHON=python3.11"; exit 2; }
+	@"$$PYTHON" containers/make_venv.py $(VENV) containers/dev.lock --editable .
 
-run: setup ## train: JOB=fingerprint_demo  DATA=folder  GPUS=n  SET="optimizer.lr=1e-4 seed=1"
-	@$(words); $(T) run "$$JOB" "$${args[@]}"
+run: setup ## train: JOB=fingerprint_demo  DATA=folder  GPUS=n  SET="optimizer.lr=1e-4 seed=1"  [NAME=name DRY=1]
+	@$(call arguments,gpus name); $(data); $(T) run "$$JOB" "$${args[@]}"
 
-resume: setup ## resume a run where it ran: RUN=folder, or RUN=job for its newest  [GPUS=4 HW=a5000]
-	@$(request); $(T) resume "$${RUN:-$$JOB}" "$${args[@]}"
+resume: setup ## resume a run where it ran: RUN=run, or JOB=job for its newest  [GPUS=4 HW=a5000 NODES=n TIME=8h CLUSTER=name RUNS=folder SET="option=value" DRY=1]
+	@$(call arguments,$(request)); $(T) resume "$${RUN:-$$JOB}" "$${args[@]}"
 
-submit: setup ## train on a cluster: JOB=fingerprint_1m GPUS=8  [HW=a100 NODES=2 TIME=8h CLUSTER=name DRY=1]
-	@$(request); [ -z "$${DRY:-}" ] || args+=(--dry); $(T) submit "$$JOB" "$${args[@]}"
+submit: setup ## train on a cluster: JOB=fingerprint_1m DATA=folder GPUS=8  [HW=a100 NODES=2 TIME=8h CLUSTER=name RUNS=folder NAME=name SET="option=value" DRY=1]
+	@$(call arguments,$(request) name); $(data); $(T) submit "$$JOB" "$${args[@]}"
 
-sweep: setup ## one array of runs: JOB=job SWEEP="optimizer.lr=1e-4,3e-4 seed=0,1,2"  [MAX_PARALLEL=4]
-	@$(request); $(T) sweep "$$JOB" --sweep "$${SWEEP:?is missing. Type: make sweep JOB=$$JOB SWEEP=\"seed=0,1,2\"}" \
-		--max-parallel "$${MAX_PARALLEL:-0}" "$${args[@]}"
+sweep: setup ## one array of runs: JOB=job SWEEP="optimizer.lr=1e-4,3e-4 seed=0,1,2"  [MAX_PARALLEL=4, and as for submit: DATA= GPUS= HW= NODES= TIME= CLUSTER= RUNS= NAME= SET= DRY=1]
+	@$(call arguments,$(request) name max-parallel); $(data); \
+		$(T) sweep "$$JOB" --sweep="$${SWEEP:?is missing. Type: make sweep JOB=$$JOB SWEEP=\"seed=0,1,2\"}" "$${args[@]}"
 
 results: setup ## the results of a sweep: RUN=sweep
 	@$(T) results "$${RUN:?is missing. Type: make results RUN=name-of-the-sweep}"
@@ -49,10 +72,10 @@ results: setup ## the results of a sweep: RUN=sweep
 status: setup ## what runs, waits or has ended lately  [RUN=run, job or sweep]
 	@$(T) status $${RUN:+"$$RUN"}
 
-logs: setup ## a run's log, until it ends: RUN=run or job
+logs: setup ## a run's log, until it ends: RUN=run, or JOB=job for its newest
 	@$(T) logs --follow "$${RUN:-$$JOB}"
 
-why: setup ## why a run waits, stopped or failed, and what to do: RUN=run or job
+why: setup ## why a run waits, stopped or failed, and what to do: RUN=run, or JOB=job for its newest
 	@$(T) why "$${RUN:-$$JOB}"
 
 cancel: setup ## stop a run, resumably: RUN=run, job or sweep
@@ -65,13 +88,13 @@ cluster-check: setup ## check slurm/NAME.yaml against this Slurm: CLUSTER=NAME
 	@$(T) cluster-check $${CLUSTER:+"$$CLUSTER"}
 
 slurm-lab-up: ## start a real Slurm on this machine, to learn and test with (slurm/lab)
-	@$(PYTHON) slurm/lab/lab.py up
+	@"$$PYTHON" slurm/lab/lab.py up
 
 slurm-lab-down: ## stop it, and every job in it
-	@$(PYTHON) slurm/lab/lab.py down
+	@"$$PYTHON" slurm/lab/lab.py down
 
 slurm-lab-status: ## show its nodes, jobs and daemons
-	@$(PYTHON) slurm/lab/lab.py status
+	@"$$PYTHON" slurm/lab/lab.py status
 
 .venv-peers/.done: benchmarks/peers.lock
 	@exec 9>.venv-peers.lock; flock 9; [ ! $@ -nt $< ] || exit 0; \
@@ -79,49 +102,49 @@ slurm-lab-status: ## show its nodes, jobs and daemons
 		$(VENV)/bin/uv pip sync benchmarks/peers.lock --require-hashes --quiet --python .venv-peers/bin/python; \
 		touch $@
 
-pack: setup ## write shards: JOB=fingerprint_1m RAW=folder OUT=folder
-	@$(words); $(T) pack "$$JOB" "$${RAW:?is missing. Type: make pack JOB=$$JOB RAW=folder-of-raw-files OUT=folder-of-shards}" "$${OUT:?is missing. Type: make pack JOB=$$JOB RAW=folder-of-raw-files OUT=folder-of-shards}" "$${args[@]}"
+pack: setup ## write shards: JOB=fingerprint_1m RAW=folder OUT=folder  [SET="option=value"]
+	@$(arguments); $(T) pack "$$JOB" "$${RAW:?is missing. Type: make pack JOB=$$JOB RAW=folder-of-raw-files OUT=folder-of-shards}" "$${OUT:?is missing. Type: make pack JOB=$$JOB RAW=folder-of-raw-files OUT=folder-of-shards}" "$${args[@]}"
 
 verify: setup ## read shards in full and list every damaged record: OUT=folder
 	@$(T) verify "$${OUT:?is missing. Type: make verify OUT=folder-of-shards}"
 
-report: setup ## write a run's HTML report: RUN=folder, or RUN=job for its newest
+report: setup ## write a run's HTML report: RUN=run, or JOB=job for its newest
 	@$(T) report "$${RUN:-$$JOB}"
 
 jobs: setup ## list the jobs
 	@$(T) jobs
 
 image: ## build the container image for a card: HW=a100 (default: cpu)  [WHEELS=folder BASE_IMAGE=name]
-	@$(PYTHON) containers/image.py build "$${HW:-cpu}" $${WHEELS:+--wheelhouse "$$WHEELS"}
+	@"$$PYTHON" containers/image.py build "$${HW:-cpu}" $${WHEELS:+--wheelhouse="$$WHEELS"}
 
 test-image: ## run the test suite in the container image, without network: HW=a100
-	@$(PYTHON) containers/image.py test "$${HW:-cpu}"
+	@"$$PYTHON" containers/image.py test "$${HW:-cpu}"
 
-run-image: ## train in the container image: HW=a100 JOB=fingerprint_demo  [GPUS=n DATA=folder NAME=name SET="option=value"]
-	@set -f; args=($${SET:-}); [ -z "$${GPUS:-}" ] || args+=(--gpus "$$GPUS"); [ -z "$${DATA:-}" ] || args+=(--data "$$DATA"); \
-		[ -z "$${NAME:-}" ] || args+=(--name "$$NAME"); $(PYTHON) containers/image.py run "$${HW:-cpu}" "$$JOB" "$${args[@]}"
+run-image: ## train in the container image: HW=a100 JOB=fingerprint_demo  [GPUS=n DATA=folder NAME=name SET="option=value" DRY=1]
+	@$(call arguments,gpus data name); "$$PYTHON" containers/image.py run "$${HW:-cpu}" "$$JOB" "$${args[@]}"
 
 sif: ## make an Apptainer image: HW=a100
-	@$(PYTHON) containers/image.py sif "$${HW:-cpu}"
+	@"$$PYTHON" containers/image.py sif "$${HW:-cpu}"
 
 wheelhouse: ## download wheels for a machine without network: HW=a100 OUT=wheels  [PYTHON=3.12 PIECES=60]
 	@case "$$PYTHON" in [0-9]*) version=$$PYTHON python=python3 ;; *) version= python=$$PYTHON ;; esac; \
 		"$$python" containers/image.py wheelhouse "$${HW:-cpu}" "$${OUT:-wheels}" \
-		$${version:+--python "$$version"} $${PIECES:+--pieces "$$PIECES"}
+		$${version:+--python="$$version"} $${PIECES:+--pieces="$$PIECES"}
 
 bundle: ## write one tar of image, code, data, hashes, bill of materials: HW=a100 OUT=file.tar  [WHEELS=folder]
-	@$(PYTHON) containers/image.py bundle "$${HW:-cpu}" "$${OUT:?is missing. Type: make bundle HW=cpu OUT=trainyard.tar}" $${WHEELS:+--wheelhouse "$$WHEELS"}
+	@"$$PYTHON" containers/image.py bundle "$${HW:-cpu}" "$${OUT:?is missing. Type: make bundle HW=cpu OUT=trainyard.tar}" $${WHEELS:+--wheelhouse="$$WHEELS"}
 
 verify-bundle: ## check every file of a bundle, and train without network: BUNDLE=file.tar
-	@$(PYTHON) containers/image.py verify-bundle "$${BUNDLE:?is missing. Type: make verify-bundle BUNDLE=trainyard.tar}"
+	@"$$PYTHON" containers/image.py verify-bundle "$${BUNDLE:?is missing. Type: make verify-bundle BUNDLE=trainyard.tar}"
 
 # COVERAGE=1: measured, processes that tests start included
-pytest = $(if $(COVERAGE),COVERAGE_FILE="$$PWD/.coverage" )$(VENV)/bin/$(if $(COVERAGE),coverage run,python) -m pytest -n auto --no-loadscope-reorder
+pytest = $(if $(value COVERAGE),COVERAGE_FILE="$$PWD/.coverage" )$(VENV)/bin/$(if $(value COVERAGE),coverage run,python) -m pytest -n auto --no-loadscope-reorder
+linters = $(VENV)/bin/ruff format --check . && $(VENV)/bin/ruff check . && $(VENV)/bin/codespell && $(VENV)/bin/mypy
 
 test: setup ## lint, and the tests that decide: CPU, no network  [COVERAGE=1]
-	@$(PYTHON) containers/machine.py --memory-gib 8 --purpose "the tests"
+	@"$$PYTHON" containers/machine.py --memory-gib 8 --purpose "the tests"
 	@# mypy keeps one core busy for a minute, so lint runs alongside the first tests and is shown last.
-	@linted=$$(mktemp); trap 'rm -f "$$linted"' EXIT; $(MAKE) --no-print-directory lint >"$$linted" 2>&1 & \
+	@linted=$$(mktemp); trap 'rm -f "$$linted"' EXIT; { $(linters); } >"$$linted" 2>&1 & \
 		code=0; $(pytest) -m "not long" || code=$$?; \
 		wait $$! || code=$$?; cat "$$linted"; exit $$code
 	@[ -z "$${COVERAGE:-}" ] || { $(VENV)/bin/coverage combine --quiet; $(VENV)/bin/coverage report --sort=cover | tail -n 15; }
@@ -133,13 +156,13 @@ test-long: setup ## the tests that take minutes, one after the other; writes tes
 	@$(VENV)/bin/python tests/run_long.py
 
 lint: setup ## ruff, codespell and mypy --strict
-	@$(VENV)/bin/ruff format --check . && $(VENV)/bin/ruff check . && $(VENV)/bin/codespell && $(VENV)/bin/mypy
+	@$(linters)
 
 bench: setup ## measure reading, decoding and steps against other loaders, into benchmarks/
 	@$(T) bench
 
 gpu-check: setup ## find out what this card does with every job, in ten minutes, into benchmarks/  [SET="--quick --only bitwise"]
-	@set -f; $(T) gpu-check $${SET:-}
+	@$(arguments); $(T) gpu-check "$${args[@]}"
 
 bench-peers: setup .venv-peers/.done ## the same, adding webdataset, MosaicML Streaming and FFCV (benchmarks/README.md)
 	@$(T) bench --peers .venv-peers

@@ -1,0 +1,144 @@
+"""`make` passes each value on as it was typed, and refuses a variable that it would ignore."""
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+LINE_OF_HELP = re.compile(r"^([a-z-]+):.*## (.*)", re.MULTILINE)
+TAKES = {
+    target: set(re.findall(r"[A-Z][A-Z_]*(?==)", text))
+    for target, text in LINE_OF_HELP.findall((ROOT / "Makefile").read_text())
+}
+KNOWN = sorted(set().union(*TAKES.values(), {"PYTHON"}))
+
+pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed, as in container images")
+
+
+def run_make(*words: str, environ: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Run make in this checkout; it takes the environment for current, so that it never makes one in a test."""
+    inherited = {name: v for name, v in os.environ.items() if not name.startswith("MAKE") and name not in KNOWN}
+    return subprocess.run(
+        ["make", "--no-print-directory", "--old-file=.venv/.done", *words],
+        cwd=ROOT,
+        env={**inherited, **(environ or {})},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def list_hostile_values(flag: Path) -> list[str]:
+    """Return values that would create the file `flag`, or change, if make or a shell evaluated them."""
+    touch = f"touch {flag}"
+    return [
+        f"$(shell {touch})",
+        f"a$$(shell {touch})",
+        f"$(eval X := $(shell {touch}))$(X)",
+        f"/tmp/$({touch})",
+        f"`{touch}`",
+        f"; {touch} #",
+        f"'; {touch}; '",
+        f'"; {touch}; "',
+        f"x && {touch} || {touch} | {touch} &",
+        f"a\n{touch}\n\tb",
+        f"${{X:-$({touch})}}",
+        "$(HOME) ${HOME} $HOME $$HOME $@ $* $",
+        "* ? [a-z] ~ {a,b} !x",
+        "--help",
+        "back\\slash\\ \\$x \\",
+        "a=b, c:=d #e %f (g",
+        "$(error stopped)",
+    ]
+
+
+def test_every_value_reaches_a_command_as_it_was_typed(tmp_path: Path):
+    flag = tmp_path / "ran"
+    for value in list_hostile_values(flag):
+        for words, environ in (([f"{name}={value}" for name in KNOWN], {}), ([], dict.fromkeys(KNOWN, value))):
+            done = run_make("--eval=print-values: ; @env -0", "print-values", *words, environ=environ)
+            assert done.returncode == 0, done.stderr
+            found = dict(line.partition("=")[::2] for line in done.stdout.split("\0"))
+            expected = {name: value for name in KNOWN if words or name in environ}
+            assert {name: found[name] for name in expected} == expected
+    assert not flag.exists()
+    assert len(KNOWN) > 20 and len(TAKES) > 35, "has the form of the Makefile changed?"
+
+
+def test_a_python_that_is_a_command_line_is_not_run_as_one(tmp_path: Path):
+    flag = tmp_path / "ran"
+    for value in (f"x; touch {flag}", f"$(shell touch {flag})", f"sh -c 'touch {flag}'"):
+        for words, environ in (([f"PYTHON={value}"], {}), ([], {"PYTHON": value})):
+            done = run_make("slurm-lab-status", *words, environ=environ)
+            assert done.returncode == 2 and value in done.stderr, done
+    assert not flag.exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["run", "JBO=pricing_demo"], "make run does not take JBO. Nearest: JOB. It takes JOB DATA GPUS SET NAME DRY."),
+        (["submit", "GPU=8"], "make submit does not take GPU. Nearest: GPUS. It takes JOB"),
+        (["sweep", "MAXPARALLEL=2"], "make sweep does not take MAXPARALLEL. Nearest: MAX_PARALLEL."),
+        (["results", "RUNS=x"], "make results does not take RUNS. Nearest: RUN. It takes RUN."),
+        (["runs", "DRY=1"], "make runs does not take DRY. It takes no variables."),
+        (["pack", "GPUS=8"], "make pack does not take GPUS. It takes JOB RAW OUT SET."),
+        (["JOB=pricing_demo"], "make help does not take JOB. It takes no variables."),
+        (["lint", "test", "COVERAGES=1"], "make lint test does not take COVERAGES. Nearest: COVERAGE."),
+        (["run", "arguments=:"], "make run does not take arguments."),
+        (["run", "typed=", "JBO=x"], "make run does not take"),
+        (["run", "SHELL=/bin/echo"], "make run does not take SHELL."),
+        (["run", "VENV=/elsewhere"], "make run does not take VENV."),
+    ],
+)
+def test_a_variable_that_a_target_does_not_take_is_refused_with_the_nearest(words, expected):
+    done = run_make(*words)
+    assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
+    assert expected in done.stderr
+
+
+def test_the_value_of_a_refused_variable_is_not_evaluated_either(tmp_path: Path):
+    flag = tmp_path / "ran"
+    for value in list_hostile_values(flag)[:9:2]:
+        assert "does not take JBO" in run_make("run", f"JBO={value}").stderr
+    assert not flag.exists()
+
+
+def test_dry_is_refused_where_it_would_not_hold():
+    assert {target for target, names in TAKES.items() if "DRY" in names} == {
+        "run",
+        "resume",
+        "submit",
+        "sweep",
+        "run-image",
+    }
+    for words, environ in ((["pack", "DRY=1"], {}), (["pack"], {"DRY": "1"}), (["submit", "clean", "DRY=1"], {})):
+        done = run_make(*words, environ=environ)
+        assert done.returncode == 2 and "does not take DRY." in done.stderr and done.stdout == ""
+
+
+def test_completing_a_line_in_bash_lists_the_targets():
+    done = run_make("-npq", "__BASH_MAKE_COMPLETION__=1", ".DEFAULT")
+    assert re.search(r"^submit: setup", done.stdout, re.MULTILINE)
+
+
+def test_several_targets_take_what_one_of_them_takes():
+    assert run_make("--dry-run", "lint", "test", "COVERAGE=1").returncode == 0
+
+
+@pytest.mark.slow
+def test_five_hostile_values_through_make_and_the_command_line_are_printed_as_typed(tmp_path: Path):
+    flag = tmp_path / "ran"
+    text = "/".join(list_hostile_values(flag)[:9:2])
+    raw, cache = Path(f"{tmp_path}/{text}"), f"{tmp_path}/{text.replace(' ', '_')}"
+    raw.mkdir(parents=True)
+    done = run_make("run", "JOB=pricing_demo", f"DATA={raw}", f"SET=data.cache={cache} seed=3", "DRY=1")
+    assert done.returncode == 0, done.stderr
+    assert f"{raw}: raw files, packed into {cache} unless" in done.stdout and "seed=3" in done.stdout
+    assert not flag.exists()
