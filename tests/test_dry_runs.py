@@ -82,6 +82,7 @@ def test_a_dry_run_of_synthetic_or_raw_data_packs_nothing(tmp_path: Path, monkey
     assert list(tmp_path.iterdir()) == [tmp_path / "raw"]
 
 
+@pytest.mark.slow
 def test_a_dry_sweep_prints_every_run_and_the_array_and_writes_nothing(tmp_path: Path, cluster, capsys):
     words = ["--sweep", "optimizer.lr=1e-2,3e-3 seed=0,1", "--max-parallel", "3", "--name", "s", "--gpus", "2"]
     before = list_files(tmp_path)
