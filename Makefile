@@ -45,12 +45,17 @@ request = gpus hw nodes time cluster runs
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' Makefile
 
-setup: $(VENV)/.done ## .venv from the hash-locked containers/dev.lock; skipped when it is current
+setup: $(VENV)/.done ## .venv from the hash-locked containers/dev.lock; skipped when it is current  [PYTHON=python3.13]
+	@# An environment keeps its Python: to name another one must not be ignored in silence.
+	@which='import sys; print(sys.version_info[:2])'; [ -z "$(filter PYTHON,$(typed))" ] || \
+		[ "$$("$$PYTHON" -c "$$which")" = "$$($(VENV)/bin/python -c "$$which")" ] || { \
+		echo "$(VENV) has $$($(VENV)/bin/python --version), and $$PYTHON is $$("$$PYTHON" --version)." \
+			"Type: rm -r $(VENV); make setup PYTHON=$$PYTHON"; exit 2; }
 
 $(VENV)/.done: containers/dev.lock pyproject.toml
-	@"$$PYTHON" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || { \
+	@"$$PYTHON" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || { \
 		found=$$("$$PYTHON" --version 2>/dev/null || echo none); \
-		echo "Python 3.11 is needed, $$found found. Type: make setup PYTHON=python3.11"; exit 2; }
+		echo "Python 3.11 to 3.13 is needed, $$found found. Type: make setup PYTHON=python3.11"; exit 2; }
 	@"$$PYTHON" containers/make_venv.py $(VENV) containers/dev.lock --editable .
 
 run: setup ## train: JOB=fingerprint_demo  DATA=folder  GPUS=n  SET="optimizer.lr=1e-4 seed=1"  [NAME=name DRY=1]
@@ -168,10 +173,12 @@ bench-peers: setup .venv-peers/.done ## the same, adding webdataset, MosaicML St
 	@$(T) bench --peers .venv-peers
 
 lock: setup ## resolve containers/*.in into *.lock again, from PyPI alone
+	@# dev.lock is installed on each supported Python, hence with markers; a container image has the oldest.
 	@cd containers && for target in *.in; do \
+		case $$target in dev.in) machine=--universal ;; *) machine=--python-platform=x86_64-manylinux_2_28 ;; esac; \
 		env -u PIP_FIND_LINKS ../$(VENV)/bin/uv pip compile "$$target" --output-file "$${target%.in}.lock" --generate-hashes --quiet \
 			--no-header --only-binary :all: --no-binary antlr4-python3-runtime \
-			--python-version 3.11 --python-platform x86_64-manylinux_2_28; done
+			--python-version 3.11 $$machine; done
 
 gc: setup ## show what takes disk space and who needs it
 	@$(T) gc

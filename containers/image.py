@@ -1,6 +1,6 @@
 """Builds, tests and runs container images of this checkout: behind `make image`, `make test-image`, `make run-image`.
 
-Needs Python 3.11 and a container engine, nothing else: `python3 containers/image.py --help`.
+Needs Python 3.11 or newer and a container engine, nothing else: `python3 containers/image.py --help`.
 """
 
 import argparse

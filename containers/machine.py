@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-PYTHON = (3, 11)
+PYTHONS = ((3, 11), (3, 13))  # the oldest and the newest that the tests run on
 GLIBC = (2, 28)  # of the locked wheels: manylinux_2_28
 
 
@@ -33,11 +33,12 @@ def why_no_environment(folder: Path, *, disk_gib: float) -> str | None:
     Args:
         disk_gib: free space needed there; 0: not checked.
     """
-    if sys.version_info[:2] != PYTHON:
-        found, wanted = platform.python_version(), ".".join(map(str, PYTHON))
-        return f"Python {wanted} is needed, {found} found. Type: make setup PYTHON=python{wanted}"
+    if not PYTHONS[0] <= sys.version_info[:2] <= PYTHONS[1]:
+        oldest, newest = (".".join(map(str, version)) for version in PYTHONS)
+        found = platform.python_version()
+        return f"Python {oldest} to {newest} is needed, {found} found. Type: make setup PYTHON=python{oldest}"
     if importlib.util.find_spec("ensurepip") is None:
-        return f"this Python comes without ensurepip. Type: apt-get install python{PYTHON[0]}.{PYTHON[1]}-venv"
+        return f"this Python comes without ensurepip. Type: apt-get install python3.{sys.version_info.minor}-venv"
     libc, version = platform.libc_ver()
     if (platform.system(), platform.machine(), libc) != ("Linux", "x86_64", "glibc") or _numbers(version) < GLIBC:
         wanted, found = ".".join(map(str, GLIBC)), f"{platform.system()} {platform.machine()} with {libc} {version}"

@@ -210,7 +210,7 @@ def test_a_killed_set_up_is_repeated_from_scratch(tmp_path: Path, lock: Path):
 @pytest.mark.parametrize(
     ("constant", "value", "said"),
     [
-        ("PYTHON", (3, 9), "Python 3.9 is needed, 3.1"),
+        ("PYTHONS", ((3, 8), (3, 9)), "Python 3.8 to 3.9 is needed, 3.1"),
         ("GLIBC", (9, 99), "glibc 9.99 or newer, and this is Linux x86_64 with glibc 2."),
     ],
 )
