@@ -1,6 +1,7 @@
 """One optimizer step: the same mathematics however the batch is split, and no step on a gradient that is not finite."""
 
 import copy
+import re
 import subprocess
 import sys
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trainyard.data.loader import MicroBatch
+from trainyard.errors import UserError
 from trainyard.hardware import choose_precision
 from trainyard.settings import OptimizerSettings
 from trainyard.train.meters import count_skipped_in_a_row
@@ -20,6 +22,7 @@ from trainyard.train.step import (
     copy_for_average,
     enable_activation_checkpointing,
     make_optimizer,
+    refuse_recounted_statistics,
     train_step,
 )
 
@@ -127,6 +130,7 @@ def test_activation_checkpointing_changes_no_bit_of_gradients_or_batch_statistic
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(torch.__version__ < (2, 13), reason="this torch counts them twice, so a run refuses")
 def test_activation_checkpointing_works_under_torch_compile_and_counts_batch_statistics_once():
     plain, compiled = (make_state(make_classifier(batch_norm=True)) for _ in range(2))
     enable_activation_checkpointing(compiled.module)
@@ -138,6 +142,19 @@ def test_activation_checkpointing_works_under_torch_compile_and_counts_batch_sta
         assert torch.allclose(a, b, atol=SUM_TOLERANCE)
     for (name, a), b in zip(plain.module.named_buffers(), compiled.module.buffers(), strict=True):
         assert torch.allclose(a, b, atol=SUM_TOLERANCE), name
+
+
+@pytest.mark.parametrize(
+    ("version", "batch_norm", "refused"),
+    [("2.7.1+cu126", True, True), ("2.12.1", True, True), ("2.13.0+cu130", True, False), ("2.7.1", False, False)],
+)
+def test_a_torch_that_would_count_batch_statistics_twice_is_refused(version, batch_norm, refused):
+    module = make_classifier(batch_norm=batch_norm)
+    if refused:
+        with pytest.raises(UserError, match=rf"torch {re.escape(version)} would .*Use compile=off"):
+            refuse_recounted_statistics(module, version)
+    else:
+        refuse_recounted_statistics(module, version)
 
 
 def test_activation_checkpointing_recomputes_what_it_dropped():

@@ -25,6 +25,7 @@ from trainyard.train.step import (
     copy_for_average,
     enable_activation_checkpointing,
     make_optimizer,
+    refuse_recounted_statistics,
 )
 from trainyard.train.swa import WeightAverage
 
@@ -59,6 +60,8 @@ def prepare_state(context: RunContext) -> tuple[TrainState, int | None]:
         raise UserError(
             f"gradient_checkpointing=true, but the model of {config.family} names no repeated layers to recompute."
         )
+    if config.gradient_checkpointing and context.precision.compile:
+        refuse_recounted_statistics(module, torch.__version__)
     state.model = _wrap_ddp(context, module)
     return state, None if found is None else found[1]["metrics_position"]
 

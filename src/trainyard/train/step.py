@@ -16,6 +16,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
 
 from trainyard.data.loader import MicroBatch
+from trainyard.errors import UserError
 from trainyard.settings import OptimizerSettings
 from trainyard.train.distributed import average_rows
 from trainyard.train.module import TrainModule
@@ -141,6 +142,24 @@ def enable_activation_checkpointing(module: TrainModule) -> int:
         layer.forward = partial(_run_checkpointed, layer, layer.forward)
         count += 1
     return count
+
+
+def refuse_recounted_statistics(module: TrainModule, version: str) -> None:
+    """Refuse to compile recomputed layers whose running statistics this torch would update twice.
+
+    In torch 2.7.1 the compiled backward pass recomputes a layer together with its update of statistics; 2.13.0 keeps
+    such updates in the forward pass (torch/_functorch/partitioners.py). Versions between were not tried.
+
+    Raises:
+        UserError: it would.
+    """
+    norms = (part for layer in module.repeated_layers() for part in layer.modules() if isinstance(part, _BatchNorm))
+    if [int(part) for part in version.split(".")[:2]] < [2, 13] and any(norm.track_running_stats for norm in norms):
+        raise UserError(
+            f"gradient_checkpointing=true in a compiled model with BatchNorm, but torch {version} would update the "
+            "running statistics once more in the backward pass. Use compile=off, gradient_checkpointing=false, or "
+            "torch 2.13.0 or newer."
+        )
 
 
 def _run_checkpointed(layer: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
