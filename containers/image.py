@@ -29,8 +29,8 @@ _BUILD_S = 7200
 
 def main(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
     """Run the command; return the exit code: 2 for a user's mistake, 3 if this machine lacks something."""
-    args = _parse(arguments)
     try:
+        args = _parse(arguments)
         code: int = args.command(args, environ)
         return code
     except (Mistake, Absent) as error:
@@ -88,11 +88,10 @@ def _parser() -> argparse.ArgumentParser:
         verbs, "wheelhouse", _wheelhouse, "download the wheels of a container image, to build it without network"
     )
     wheels.add_argument("out", type=Path, metavar="FOLDER")
-    wheels.add_argument("--python", type=_version, metavar="3.N", help="version they are for; default: this one")
+    wheels.add_argument("--python", type=_read_version, metavar="3.N", help="version they are for; default: this one")
     wheels.add_argument(
         "--pieces",
-        type=int,
-        default=0,
+        type=_read_mib,
         metavar="MIB",
         help="for a machine that has torch: what else it needs, in files of at most so many MiB, and a script that "
         "joins and installs them",
@@ -132,11 +131,26 @@ def _verb(
     return verb
 
 
-def _version(text: str) -> str:
-    """Check a version of Python, such as 3.12."""
+def _read_version(text: str) -> str:
+    """Check a version of Python, such as 3.12.
+
+    Raises:
+        Mistake: it is none. One sentence, where argparse would print the usage first.
+    """
     if not re.fullmatch(r"3\.\d{1,2}", text):
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a version of Python, such as 3.12")
+        raise Mistake(f"PYTHON={text}: expected a version of Python, such as PYTHON=3.12 (--python 3.12)")
     return text
+
+
+def _read_mib(text: str) -> int:
+    """Read a number of MiB.
+
+    Raises:
+        Mistake: it is none, or 0.
+    """
+    if not re.fullmatch(r"0*[1-9]\d{0,8}", text, re.ASCII):
+        raise Mistake(f"PIECES={text}: expected a whole number of MiB, 1 or more, such as PIECES=60 (--pieces 60)")
+    return int(text)
 
 
 # build

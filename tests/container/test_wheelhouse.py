@@ -81,3 +81,22 @@ def test_pieces_for_another_python_say_which_to_use(tmp_path):
     done = install(pack(tmp_path, python="3.99"), tmp_path / "site")
     assert done.returncode != 0 and done.stderr.count("\n") == 1
     assert "wheels: for Python 3.99, and this is 3." in done.stderr and "PYTHON=python3.99 sh install.sh" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--pieces", "-3"], "PIECES=-3: expected a whole number of MiB, 1 or more, such as PIECES=60 (--pieces 60)"),
+        (["--pieces", "0"], "PIECES=0: expected a whole number of MiB"),
+        (["--pieces", "sixty"], "PIECES=sixty: expected a whole number of MiB"),
+        (["--pieces", "6.5"], "PIECES=6.5: expected a whole number of MiB"),
+        (["--python", "3"], "PYTHON=3: expected a version of Python, such as PYTHON=3.12"),
+    ],
+)
+def test_a_wrong_number_is_one_sentence_before_anything_is_downloaded(words, expected, tmp_path, capfd):
+    import image
+
+    assert image.main(["wheelhouse", "cpu", str(tmp_path / "wheels"), *words], {"PATH": "/nowhere"}) == 2
+    said = capfd.readouterr()
+    assert said.out == "" and said.err.startswith(expected) and said.err.count("\n") == 1
+    assert not (tmp_path / "wheels").exists()
