@@ -44,6 +44,32 @@ def test_a_flag_is_typed_in_full(here, capsys, flag):
     assert f"unrecognized arguments: {flag}" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["gpu-check", "--quik"], "trainyard gpu-check: unrecognized arguments: --quik. Nearest: --quick. All of"),
+        (["resume", "newest", "--trus=1"], "unrecognized arguments: --trus=1. Nearest: --trust. All of them: "),
+        (["jobs", "--xyzzy"], "trainyard jobs: unrecognized arguments: --xyzzy. All of them: trainyard jobs --help"),
+        (["jobs", "more"], "trainyard jobs: unrecognized arguments: more. All of them: trainyard jobs --help"),
+    ],
+)
+def test_an_unknown_flag_is_one_line_with_the_nearest_one_of_that_command(here, capsys, argv, said):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(argv)
+    stderr = capsys.readouterr().err
+    assert said in stderr and stderr.endswith(f"trainyard {argv[0]} --help\n") and stderr.count("\n") == 1
+    with pytest.raises(SystemExit, match="0"):
+        cli.main([argv[0], "--help"])
+
+
+def test_synchronised_batch_statistics_on_the_cpu_are_refused_before_data_are_packed(here, capsys):
+    code, stderr = run_cli(capsys, "run", "stripes", "sync_batchnorm=true", "--cpu-ranks", "2", *JOBS)
+    assert code == 2 and stderr.count("\n") == 1
+    assert stderr.startswith("UserError: sync_batchnorm=true on 2 ranks on the CPU")
+    assert "Use sync_batchnorm=false" in stderr
+    assert list(here.iterdir()) == []
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("argv", "expected"),

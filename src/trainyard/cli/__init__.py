@@ -2,12 +2,14 @@
 
 import argparse
 import os
+import re
 import shlex
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 from loguru import logger
 
@@ -25,7 +27,9 @@ from trainyard.runs.manifest import Entry, list_checkpoints, verify
 from trainyard.runs.state import ExitCode, choose_exit_code
 from trainyard.runs.submission import read_submission
 from trainyard.settings import TrainConfig
+from trainyard.text import find_nearest
 from trainyard.tools import bench, gpu_check
+from trainyard.train.world import read_world
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,17 +57,25 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the arguments; OPTION=VALUE may come anywhere, also after --flags, where argparse does not look for it."""
-    parser = _build_parser(sys.argv[1:] if argv is None else argv)
+    parser, verbs = _build_parser(sys.argv[1:] if argv is None else argv)
     arguments, rest = parser.parse_known_args(argv)
     unrecognized = [word for word in rest if word.startswith("-") or not hasattr(arguments, "overrides")]
     if unrecognized:
-        parser.error(f"unrecognized arguments: {' '.join(unrecognized)}")
+        _refuse_words(verbs.choices[arguments.verb], unrecognized)
     if rest:
         arguments.overrides += rest
     return arguments
 
 
-def _build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
+def _refuse_words(verb: argparse.ArgumentParser, words: Sequence[str]) -> NoReturn:
+    """Exit with one line about words that a command does not know, and the flags of it that come nearest."""
+    flags = re.findall(r"(?<![\w-])--?\w[\w-]*", verb.format_usage())
+    near = dict.fromkeys(flag for word in words for flag in find_nearest(word.partition("=")[0], flags))
+    hint = f" Nearest: {', '.join(near)}." if near else ""
+    verb.exit(2, f"{verb.prog}: unrecognized arguments: {' '.join(words)}.{hint} All of them: {verb.prog} --help\n")
+
+
+def _build_parser(argv: Sequence[str]) -> tuple[argparse.ArgumentParser, Verbs]:
     parser = argparse.ArgumentParser(
         prog="trainyard",
         allow_abbrev=False,
@@ -71,7 +83,7 @@ def _build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
         epilog="Options of a job are written name=value, such as optimizer.lr=1e-4. List them: trainyard options JOB",
     )
     parser.add_argument("--version", action="version", version=__version__)
-    verbs = parser.add_subparsers(required=True, metavar="COMMAND")
+    verbs = parser.add_subparsers(required=True, metavar="COMMAND", dest="verb")
     for add in (
         _add_run,
         _add_resume,
@@ -91,7 +103,7 @@ def _build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
         add(verbs)
     if not set(argv) & set(verbs.choices):
         _add_family_commands(verbs)
-    return parser
+    return parser, verbs
 
 
 def _add_family_commands(verbs: Verbs) -> None:
@@ -129,6 +141,7 @@ def _run(args: argparse.Namespace) -> int:
         cluster.require_trust([run], args, here=True)
     config = configs.compose(args.job, args.overrides, args.jobs)
     count = _count_ranks(args)
+    _refuse_impossible(config, count)
     if args.dry:
         return _print_run(run or args.runs / args.job / dry.NEW, config, args, count)
     if not _is_main():  # started by torchrun or srun: rank 0 creates the folder
@@ -190,7 +203,9 @@ def _resume(args: argparse.Namespace) -> int:
         with limit_writers(), RunLock(run, break_other_host=args.break_lock):
             _settle_changed_files(run, args.changed_files)
             config = configs.thaw(run / runs.CONFIG, args.jobs)
-            _apply_changes(run, config, configs.apply_overrides(config, args.overrides))
+            changed = configs.apply_overrides(config, args.overrides)
+            _refuse_impossible(changed, count)
+            _apply_changes(run, config, changed)
     return cluster.resubmit(run.absolute(), args) if submitted else _train(run, args, count)
 
 
@@ -293,6 +308,17 @@ def _count_ranks(args: argparse.Namespace) -> int:
             + (f"Use --gpus {found}." if found else "Leave --gpus (GPUS=) out to train on the CPU.")
         )
     return wanted
+
+
+def _refuse_impossible(config: TrainConfig, count: int) -> None:
+    """Refuse what the ranks would refuse, each on its own, after the data were packed and the run was created."""
+    world_size = read_world(os.environ).world_size if _is_launched() else count
+    if config.sync_batchnorm and world_size > 1:
+        import torch
+
+        from trainyard.train.data_parallel import choose_sync_batchnorm
+
+        choose_sync_batchnorm(True, device_type="cuda" if torch.cuda.is_available() else "cpu", world_size=world_size)
 
 
 def _is_launched() -> bool:
