@@ -23,22 +23,28 @@ class LateEvent:
 
 
 class LateStream:
-    """A queue of work; `eager`: work runs at once, as if the device had nothing else to do."""
+    """A queue of work; `eager`: work runs at once, as if the device had nothing else to do, but for `delay`."""
 
     def __init__(self, name: str, lock: threading.RLock, *, eager: bool = False) -> None:
-        self.name, self._lock, self._eager = name, lock, eager
+        self.name, self._lock, self._eager, self._delayed = name, lock, eager, False
         self._work: deque[Callable[[], object]] = deque()
 
     def push(self, work: Callable[[], object]) -> None:
         with self._lock:
             self._work.append(work)
-        if self._eager:
+        if self._eager and not self._delayed:
             self.synchronize()
+
+    def delay(self) -> None:
+        """Let nothing run until somebody waits, as behind a kernel that takes long."""
+        with self._lock:
+            self._delayed = True
 
     def run_until(self, reached: Callable[[], bool]) -> None:
         with self._lock:
             while not reached() and self._work:
                 self._work.popleft()()
+            self._delayed = self._delayed and bool(self._work)
 
     def synchronize(self) -> None:
         self.run_until(lambda: False)
@@ -68,7 +74,7 @@ class LateDevice:
         self._streams = [self.compute]
         self._memory: list[Tensor] = []  # of the device; kept, so that no address is used twice
         self._pinned: list[Tensor] = []
-        to, clone, empty = Tensor.to, Tensor.clone, torch.empty
+        to, cpu, clone, empty = Tensor.to, Tensor.cpu, Tensor.clone, torch.empty
 
         def move(tensor: Tensor, *args: Any, **options: Any) -> Tensor:
             if not (args and isinstance(args[0], torch.device) and args[0].type == "cuda"):
@@ -78,6 +84,11 @@ class LateDevice:
             assert options.get("non_blocking"), "a copy that blocks the host"
             self.uploads.append((self.current_stream().name, _contains(self._pinned, tensor)))
             return self._copy_late(tensor)
+
+        def read(tensor: Tensor) -> Tensor:
+            if self.holds(tensor):
+                self.current_stream().synchronize()
+            return cpu(tensor)
 
         def pin(tensor: Tensor) -> Tensor:
             self._pinned.append(clone(tensor))
@@ -96,7 +107,9 @@ class LateDevice:
         monkeypatch.setattr(torch.cuda, "Stream", self._create_stream)
         monkeypatch.setattr(torch.cuda, "stream", self._use)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: self.current_stream())
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: self.finish())
         monkeypatch.setattr(Tensor, "to", move)
+        monkeypatch.setattr(Tensor, "cpu", read)
         monkeypatch.setattr(Tensor, "clone", lambda tensor: self._copy_late(tensor))
         monkeypatch.setattr(Tensor, "pin_memory", pin)
         monkeypatch.setattr(Tensor, "record_stream", record)

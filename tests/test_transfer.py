@@ -21,7 +21,7 @@ from trainyard.data.decode_cpu import Request
 from trainyard.data.loader import Loader
 from trainyard.data.prefetch import prefetch
 from trainyard.data.transfer import CopyStream
-from trainyard.settings import DataSettings, TrainConfig
+from trainyard.settings import DataSettings, ImageSettings, TrainConfig
 
 GPU = torch.device("cuda", 0)
 needs_dali = pytest.mark.skipif(not HAS_DALI, reason="needs nvidia.dali")
@@ -119,7 +119,7 @@ def test_an_item_starts_before_its_turn_only_if_it_is_ready():
 class OverwritingPipeline:
     """DALI's pipeline as the host sees it: decodes ahead into its own memory, which `run` takes back.
 
-    An "image" is filled with the first byte of its record.
+    An "image" is filled with a number that its record gives: the sum of its bytes, modulo 251.
     """
 
     def __init__(self, graph: Any, batch_size: int, shape: tuple[int, ...], queue: int) -> None:
@@ -147,7 +147,8 @@ class OverwritingPipeline:
         self.memory.fill(255)
         while len(self.ahead) < self.queue:
             try:
-                self.ahead.append(np.array([np.asarray(record)[0] for record in self.feed()[0]]))
+                numbers = [np.asarray(record).sum(dtype=np.int64) % 251 for record in self.feed()[0]]
+                self.ahead.append(np.array(numbers, dtype=np.uint8))
             except StopIteration:
                 break
         if not self.ahead:
@@ -265,3 +266,40 @@ def test_the_check_for_a_gpu_names_the_samples_that_have_another_image(images, d
     assert (right.images, right.wrong) == (24, [])
     ids = [part.tolist() for i in range(3) for part in np.split(make_orders()(0).batch(i), 2)]
     assert wrong.wrong == next(part for part in ids if 9 in part)
+
+
+class HastyCopyStream(CopyStream):
+    """Copies on the stream that computes, and lets the decoder run again before the copy has happened."""
+
+    def run_and_copy(self, run: Callable[[], Any], copy: Callable[[Any], Any]) -> Iterator[Any]:
+        while (decoded := run()) is not None:
+            yield copy(decoded)
+
+
+class RawLoader(Loader):
+    """Yields the decoder's images as they are: what a model's kernels would do with them is not imitated."""
+
+    def _make_batch(self, item, *, resample: bool) -> dict[str, Tensor]:
+        self._copies.hand_over(item.copied, [*item.values.values(), item.images])
+        return {"sample_id": item.values["sample_id"], "image": item.images}
+
+
+@pytest.mark.parametrize("copies_type", [CopyStream, HastyCopyStream])
+def test_the_check_for_a_gpu_fails_if_the_decoders_memory_is_overwritten_before_it_is_copied(
+    images, gpu_pipelines, monkeypatch, copies_type
+):
+    from trainyard.data import decode_dali
+
+    monkeypatch.setattr(decode_dali, "_GROUP_BYTES", 1)  # the pipeline runs once for each micro-batch
+    device = LateDevice(monkeypatch, eager=True)
+    config = TrainConfig(image=ImageSettings(height_px=SIZE[0], width_px=SIZE[1], channels=1))
+    loader = RawLoader.from_config(config, images, device=GPU, decode="dali")
+    loader._copies = copies_type(GPU)
+    found = compare_with_synchronised_decode(
+        loader, make_orders(), steps=3, micro_batch_size=2, delay=device.compute.delay
+    )
+    assert found.images == 24
+    if copies_type is CopyStream:
+        assert found.wrong == []
+    else:  # the pipeline has run again after all micro-batches of the first step but the last
+        assert set(make_orders()(0).batch(0)[:6].tolist()) <= set(found.wrong)
