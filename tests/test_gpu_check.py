@@ -15,11 +15,17 @@ import torch
 from tests.training import FAMILIES, FORKSERVER, run_as_command
 from trainyard.cli import main
 from trainyard.errors import UserError
+from trainyard.settings import OptimizerSettings
 from trainyard.tools import gpu_check
 from trainyard.tools.gpu_check import Budget, format_table, read_lines, run_checks, run_in_process
-from trainyard.tools.gpu_checks.check import STEPS, Check, Figures, NotRun, Sizes
+from trainyard.tools.gpu_checks import overflow
+from trainyard.tools.gpu_checks.check import STEPS, Check, CheckFailed, Figures, NotRun, Sizes
+from trainyard.tools.gpu_checks.overflow import check_overflow
 from trainyard.tools.gpu_checks.plan import list_checks, select_checks
+from trainyard.tools.gpu_checks.preset_steps import take_first_steps
+from trainyard.train import step
 from trainyard.train.compare import find_differences, flatten_state
+from trainyard.train.module import TrainModule
 
 JOBS = Path(__file__).parents[1] / "jobs"
 HEADER = {
@@ -139,6 +145,48 @@ def test_a_command_that_is_killed_keeps_its_lines_and_leaves_no_process(tmp_path
     assert wait_until_dead(check)
 
 
+def interrupt(device: torch.device, sizes: Sizes) -> Figures:
+    """Press Ctrl-C while this check and a process that it started run."""
+    pid = os.fork()
+    if pid:
+        (sizes.data / "pids").write_text(f"{os.getpid()} {pid}")
+        os.kill(os.getppid(), signal.SIGINT)
+    time.sleep(600)
+    return {}
+
+
+def run_until_interrupted(folder: Path) -> int:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sizes, path = Sizes(JOBS, folder, folder), folder / "gpu-test.jsonl"
+    checks = [Check("contact", work.__name__, work) for work in (pass_check, interrupt, fail_check)]
+    lines = run_checks(checks, device="cpu", sizes=sizes, budget=Budget(60.0, 60.0), header=HEADER, path=path)
+    print(format_table(lines, path))
+    return 0
+
+
+def test_ctrl_c_shows_what_is_finished_and_names_what_is_left(tmp_path):
+    folder = tmp_path / "here"
+    done = run_as_command(partial(run_until_interrupted, folder), folder)
+    assert done.returncode == 0, done.stderr
+    results = read_lines(folder / "gpu-test.jsonl")[1:]
+    assert [(line["check"], line["status"], line.get("reason")) for line in results] == [
+        ("pass_check", "ok", None),
+        ("interrupt", "not run", "interrupted"),
+        ("fail_check", "not run", "interrupted"),
+    ]
+    assert f"results: {folder / 'gpu-test.jsonl'}" in done.stdout
+    left = "a new call checks from the start, into a new file; only what is left: trainyard gpu-check --only contact"
+    assert done.stdout.endswith(f"next: {left}\n")
+    assert wait_until_dead(*(folder / "pids").read_text().split())
+
+
+def test_what_is_left_of_chosen_checks_is_named_one_by_one(tmp_path):
+    chosen = HEADER | {"options": {"minutes": 10, "only": ["auto"]}}
+    left = [make_line(name, "not run", reason="interrupted") for name in ("x/auto", "y/auto")]
+    table = format_table([chosen, make_line("w/auto", "failed", error="no", log="l"), *left], tmp_path / "r.jsonl")
+    assert table.endswith("trainyard gpu-check --only 'contact/x/auto' --only 'contact/y/auto'")
+
+
 def test_what_needs_a_card_is_never_ok_without_one(tmp_path):
     check = Check("environment", "peers", pass_check, card_only="there is no card here")
     sizes, path = Sizes(JOBS, tmp_path, tmp_path), tmp_path / "r.jsonl"
@@ -209,12 +257,50 @@ def test_every_preset_and_family_is_checked_on_a_card():
     assert list(dict.fromkeys(steps)) == list(STEPS)
 
 
+def test_quick_leaves_out_checks_by_name_and_on_a_cpu_takes_each_step_and_each_demo():
+    for small in (False, True):
+        whole, quick = (list_checks(JOBS, small=small, quick=quick) for quick in (False, True))
+        assert [check.full_name for check in quick] == [check.full_name for check in whole]
+        assert not any(check.left_out for check in whole) and any(check.left_out for check in quick)
+    taken = {check.full_name for check in quick if not check.explain_absence("cpu")}
+    demos = {f"contact/{path.stem}/auto" for path in JOBS.glob("*/*_demo.yaml")}
+    assert len(demos) > 4 and {name for name in taken if name.startswith("contact/")} == demos
+    assert {name.partition("/")[0] for name in taken} == set(STEPS)
+    assert sum(name.startswith("bitwise/") for name in taken) == 1
+
+
+def test_what_quick_leaves_out_is_a_line_with_the_reason(tmp_path):
+    sizes, path = Sizes(JOBS, tmp_path, tmp_path), tmp_path / "r.jsonl"
+    checks = [Check("contact", "x", fail_check, left_out="--quick leaves it out"), Check("contact", "y", pass_check)]
+    told: list[str] = []
+    run_checks(
+        checks, device="cuda", sizes=sizes, budget=Budget(60.0, 60.0), header=HEADER, path=path, tell=told.append
+    )
+    x, y = read_lines(path)[1:]
+    assert (x["status"], x["reason"], y["status"]) == ("not run", "--quick leaves it out", "ok")
+    assert "[1/1, " in told[0] and "contact/y" in told[0]
+
+
+@pytest.mark.parametrize(
+    ("error", "full"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB."), True),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True),
+        (RuntimeError("[/opt/dali/core/mm/cuda_vm_resource.h] dali::CUDABadAlloc: CUDA allocation failed"), True),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+    ],
+)
+def test_a_full_card_is_told_from_an_error(error, full):
+    assert gpu_check.is_out_of_memory(error) is full
+
+
 def test_only_selects_by_step_preset_or_pattern_and_refuses_the_unknown():
     checks = list_checks(JOBS, small=True, quick=True)
     assert {check.step for check in select_checks(checks, ["bitwise"])} == {"bitwise"}
     assert {check.step for check in select_checks(checks, ["pricing_smoke"])} >= {"contact", "speed", "overlap"}
     assert [check.full_name for check in select_checks(checks, ["contact/pricing*/auto"])] == [
-        "contact/pricing_smoke/auto"
+        "contact/pricing_smoke/auto",
+        "contact/pricing_demo/auto",
     ]
     with pytest.raises(UserError, match=r"--only pricing_smok: there is no such check\. Nearest: pricing_smoke"):
         select_checks(checks, ["pricing_smok"])
@@ -247,6 +333,65 @@ def make_jobs(folder: Path, planted: str = "") -> Path:
     return jobs
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "adam", "sgd"])
+def test_a_step_that_overflows_changes_nothing(optimizer, tmp_path):
+    figures = check_overflow(torch.device("cpu"), Sizes(JOBS, tmp_path, tmp_path), optimizer=optimizer)
+    assert figures["loss_scale"] == 2.0**15 and not torch.are_deterministic_algorithms_enabled()
+
+
+def keep_buffers(copied: object, skipped: torch.Tensor) -> None:
+    """Leave NaN in batch statistics."""
+
+
+def move_ema(ema: TrainModule, module: TrainModule, decay: float, skipped: torch.Tensor) -> None:
+    """Move averaged weights although the step was skipped."""
+    next(ema.parameters()).add_(1.0)
+
+
+def make_torch_sgd(module: TrainModule, settings: OptimizerSettings) -> torch.optim.Optimizer:
+    return torch.optim.SGD(module.parameters(), lr=settings.lr, momentum=settings.beta1, fused=True)
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "planted", "said"),
+    [
+        (step, "_put_back_buffers", keep_buffers, "skipped changed layers.1.running_mean, layers.1.running_var"),
+        (step, "_update_ema", move_ema, "skipped changed ema.layers.0.weight"),
+        (overflow, "make_optimizer", make_torch_sgd, "leaves layers.0.weight, .*layers.0.weight.momentum_buffer.* not"),
+    ],
+)
+def test_a_step_that_does_not_recover_from_an_overflow_is_found(place, name, planted, said, tmp_path, monkeypatch):
+    monkeypatch.setattr(place, name, planted)
+    with pytest.raises(CheckFailed, match=said):
+        check_overflow(torch.device("cpu"), Sizes(JOBS, tmp_path, tmp_path), optimizer="sgd")
+
+
+def prepare_presets(jobs: Path, folder: Path) -> int:
+    """Take steps with presets that cannot be prepared; print how each ends."""
+    sizes, path = Sizes(jobs, folder / "data", folder, small=True, steps=1), folder / "r.jsonl"
+    unknown = ["data.order=pxk", "data.order_by=colour"]
+    checks = [
+        Check("contact", name, partial(take_first_steps, preset=preset, overrides=overrides))
+        for name, preset, overrides in [
+            ("broken", "stripes_smoke", unknown),
+            ("full", "stripes", unknown),
+            ("fp16", "stripes_smoke", ["precision=fp16"]),
+        ]
+    ]
+    run_checks(checks, device="cpu", sizes=sizes, budget=Budget(60.0, 60.0), header=HEADER, path=path)
+    return 0
+
+
+@pytest.mark.slow
+def test_a_preset_that_cannot_be_prepared_fails_if_it_needs_nothing_but_generated_data(tmp_path):
+    done = run_as_command(partial(prepare_presets, make_jobs(tmp_path), tmp_path / "here"), tmp_path / "here")
+    assert done.returncode == 0, done.stderr
+    broken, full, fp16 = read_lines(tmp_path / "here" / "r.jsonl")[1:]
+    assert (broken["status"], full["status"], fp16["status"]) == ("failed", "not run", "not run")
+    assert broken["error"] == full["reason"] == "data.order_by=colour: no such column."
+    assert fp16["reason"].startswith("precision=fp16 requested, but this device (the CPU) runs only")
+
+
 def check_on_cpu(jobs: Path, *words: str) -> int:
     return main(["gpu-check", "--cpu", "--quick", "--jobs", str(jobs), *words])
 
@@ -264,6 +409,7 @@ def test_the_smallest_run_on_a_cpu_answers_every_step(tmp_path):
     assert {"environment/copies", "environment/peers", "environment/clocks", "memory/prediction"} <= not_run
     assert {"contact/stripes_smoke/fp16", "contact/stripes_smoke/compile"} <= not_run
     ran = {"environment/kernels", "environment/products", "contact/stripes_smoke/auto", "bitwise/stripes"}
+    ran |= {"environment/overflow/adamw", "environment/overflow/sgd"}
     ran |= {"decode/stripes_smoke", "overlap/stripes_smoke", "speed/stripes_smoke/eager/any-order/nhwc"}
     assert {name for name, status in statuses.items() if status == "ok"} == ran
     speed = next(line for line in lines if line["step"] == "speed" and line["status"] == "ok")
@@ -285,6 +431,12 @@ def test_a_job_that_does_not_repeat_itself_fails_the_command(tmp_path):
         (["--jobs", "nowhere"], "nowhere: no such folder of jobs. Name one: --jobs DIR."),
         (["--minutes", "0"], "--minutes 0: expected a number above 0"),
         (["--show", "nothing.jsonl"], "nothing.jsonl: no such file"),
+        (["--results", "/proc/x"], "--results /proc/x: nothing can be written there: "),
+        (
+            ["--results", "../here.stderr"],
+            "--results ../here.stderr: nothing can be written there: Not a directory. Name",
+        ),
+        (["--data", "/proc/x/y"], "that you may write to: --data FOLDER"),
     ],
 )
 def test_bad_input_is_one_sentence(words, expected, tmp_path):

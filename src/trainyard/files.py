@@ -10,6 +10,7 @@ import re
 import secrets
 import shutil
 import stat
+import tempfile
 import threading
 from collections.abc import Iterator
 from io import BufferedReader
@@ -173,6 +174,27 @@ def _describe_full_disk(error: OSError, folder: Path) -> str:
         f"{path}: not written: {error.strerror}.{needed} {describe_room(disk)}. {remedy}, and start the same command "
         "again: it continues where this one stopped."
     )
+
+
+def require_writable(folder: Path, *, flag: str) -> None:
+    """Check that a folder is there and can be written to, or can be created; creates nothing.
+
+    Args:
+        flag: with which the folder is named, such as "--results".
+
+    Raises:
+        UserError: it cannot; says why and what to type.
+    """
+    existing = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            return
+    except OSError as error:
+        where = "" if existing == folder else f" in {existing}"
+        raise UserError(
+            f"{flag} {folder}: nothing can be written there: {error.strerror}{where}. Name a folder that you may write "
+            f"to: {flag} FOLDER"
+        ) from error
 
 
 def find_existing(path: Path) -> Path:

@@ -18,7 +18,7 @@ from statistics import median
 from typing import Any
 
 from trainyard.environment import collect_environment
-from trainyard.files import write_atomically
+from trainyard.files import require_writable, write_atomically
 from trainyard.text import align_columns
 
 QUOTABLE_SPREAD = 0.1
@@ -111,7 +111,12 @@ def write_new(folder: Path, suite: str, lines: Iterable[Mapping[str, Any]]) -> P
 
 
 def find_free_path(folder: Path, stem: str) -> Path:
-    """Return the first free name of `<stem>.jsonl`, `<stem>-2.jsonl`, ..."""
+    """Return the first free name of `<stem>.jsonl`, `<stem>-2.jsonl`, ... in a folder, which is created if missing.
+
+    Raises:
+        UserError: the folder cannot be written to.
+    """
+    require_writable(folder, flag="--results")
     folder.mkdir(parents=True, exist_ok=True)
     paths = (folder / f"{stem}{'' if n == 1 else f'-{n}'}.jsonl" for n in count(1))
     return next(path for path in paths if not path.exists())

@@ -18,6 +18,7 @@ import ctypes
 import json
 import os
 import re
+import shlex
 import signal
 import sys
 import tempfile
@@ -32,18 +33,21 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from trainyard.config import find_jobs
+from trainyard.config import find_jobs, load_family
 from trainyard.errors import NotFinite, UserError
+from trainyard.files import require_writable
 from trainyard.measure import find_free_path, make_header, write_results
 from trainyard.runs.state import ExitCode
 from trainyard.text import SCREEN_WIDTH, align_columns, cut, format_duration, join_names
-from trainyard.tools.gpu_checks.check import STEPS, Check, Figures, NotRun, Sizes
+from trainyard.tools.gpu_checks.check import ONE_FAMILY, STEPS, Check, Figures, NotRun, Sizes
 
 OK, FAILED, NOT_RUN = "ok", "failed", "not run"
+INTERRUPTED = "interrupted"  # a reason
 SUITE = "gpu-check"
 
 _DESCRIBE_S = 120.0  # for the first start of CUDA on a cold machine
 _SHOWN = 12  # failures and reasons in the table
+_DATA, _RESULTS = Path("data/gpu-check"), Path("benchmarks")
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -182,7 +186,9 @@ def run_checks(
     path: Path,
     tell: Callable[[str], object] = partial(print, end="", flush=True),
 ) -> list[dict[str, Any]]:
-    """Run checks one after another; write the result file again after each; return its lines.
+    """Run checks one after another; write the result file again after each; return its lines, one for each check.
+
+    Ctrl-C ends the check that runs, and the lines of the unfinished ones say so.
 
     Args:
         device: "cuda" or "cpu".
@@ -192,24 +198,33 @@ def run_checks(
     lines: list[dict[str, Any]] = [dict(header)]
     write_results(path, lines)
     begin = time.monotonic()
-    ends = budget.plan_step_ends(dict.fromkeys(check.step for check in checks))
-    for number, check in enumerate(checks, 1):
-        elapsed_s = time.monotonic() - begin
-        limit_s = budget.limit_check(elapsed_s=elapsed_s, step_end_s=ends[check.step])
-        clock = f"{format_duration(elapsed_s)} of {format_duration(budget.seconds)}"
-        tell(f"[{number}/{len(checks)}, {clock}]  {check.full_name}, at most {limit_s:.0f} s: ")
-        log = sizes.scratch / f"{check.file_name}.log"
-        outcome = _run_check(check, device, sizes, budget, limit_s=limit_s, log=log)
-        kept = _keep_log(log, path) if outcome.status == FAILED else None
-        lines.append(outcome.to_line(check, kept))
-        write_results(path, lines)
-        tell(f"{_describe(outcome)}, {outcome.seconds:.1f} s\n")
+    planned = [check for check in checks if not check.explain_absence(device)]
+    ends = budget.plan_step_ends(dict.fromkeys(check.step for check in planned))
+    try:
+        for check in checks:
+            if absence := check.explain_absence(device):
+                lines.append(Outcome(NOT_RUN, 0.0, reason=absence).to_line(check, None))
+                continue
+            elapsed_s = time.monotonic() - begin
+            limit_s = budget.limit_check(elapsed_s=elapsed_s, step_end_s=ends[check.step])
+            clock = f"{planned.index(check) + 1}/{len(planned)}, {format_duration(elapsed_s)}"
+            tell(f"[{clock} of {format_duration(budget.seconds)}]  {check.full_name}, at most {limit_s:.0f} s: ")
+            log = sizes.scratch / f"{check.file_name}.log"
+            outcome = _run_check(check, device, sizes, budget, limit_s=limit_s, log=log)
+            kept = _keep_log(log, path) if outcome.status == FAILED else None
+            lines.append(outcome.to_line(check, kept))
+            write_results(path, lines)
+            tell(f"{_describe(outcome)}, {outcome.seconds:.1f} s\n")
+    except KeyboardInterrupt:
+        tell(f"{INTERRUPTED}\n")
+        for check in checks[len(lines) - 1 :]:
+            reason = check.explain_absence(device) or INTERRUPTED
+            lines.append(Outcome(NOT_RUN, 0.0, reason=reason).to_line(check, None))
+    write_results(path, lines)
     return lines
 
 
 def _run_check(check: Check, device: str, sizes: Sizes, budget: Budget, *, limit_s: float, log: Path) -> Outcome:
-    if check.card_only and device == "cpu":
-        return Outcome(NOT_RUN, 0.0, reason=check.card_only)
     if not limit_s:
         return Outcome(NOT_RUN, 0.0, reason="the time of its step was over")
     outcome = run_in_process(partial(_work_on, check, device, sizes), limit_s=limit_s, log=log)
@@ -224,11 +239,16 @@ def _work_on(check: Check, device: str, sizes: Sizes) -> Figures:
     chosen = torch.device(device, 0) if device == "cuda" else torch.device("cpu")
     try:
         return check.work(chosen, sizes)
-    except torch.OutOfMemoryError as error:
-        if sizes.small:
+    except RuntimeError as error:
+        if sizes.small or not is_out_of_memory(error):
             raise
         gib = torch.cuda.get_device_properties(chosen).total_memory / 2**30
-        raise NotRun(f"it does not fit into the {gib:.1f} GiB of this card") from error
+        raise NotRun(f"its micro-batch does not fit into the {gib:.1f} GiB of this card; a smaller one may") from error
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Return whether an error says that the card's memory is used up: torch's own does, and that of a library."""
+    return bool(re.search(r"out of memory|(CUDNN|CUBLAS)_STATUS_ALLOC_FAILED|CUDABadAlloc", str(error)))
 
 
 def _keep_log(log: Path, path: Path) -> Path:
@@ -308,6 +328,10 @@ def _list_reasons(results: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _say_next(header: Mapping[str, Any], results: Sequence[Mapping[str, Any]], path: Path) -> str:
+    if left := [line for line in results if line.get("reason") == INTERRUPTED]:
+        names = map(_quote, left) if header["options"].get("only") else dict.fromkeys(line["step"] for line in left)
+        only = " ".join(f"--only {name}" for name in names)
+        return f"a new call checks from the start, into a new file; only what is left: {header['repeat']} {only}"
     failed = [line for line in results if line["status"] == FAILED]
     if failed:
         return f"read {failed[0]['log']}, then repeat it alone: {header['repeat']} --only {_quote(failed[0])}"
@@ -328,13 +352,19 @@ def _quote(line: Mapping[str, Any]) -> str:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `trainyard gpu-check`."""
     parser.add_argument("--minutes", type=float, default=10.0, help="for everything together: %(default)s")
-    parser.add_argument("--quick", action="store_true", help="one preset per family, few steps, one setting")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="few steps, one timing of each; leaves out all presets but each family's demo and base preset (with --cpu "
+        "but the demo), all settings but one, and with --cpu all families but the first in the steps "
+        f"{join_names(ONE_FAMILY)}; what is left out is listed as not run",
+    )
     parser.add_argument("--cpu", action="store_true", help="the same steps without a GPU, at small sizes")
     parser.add_argument("--only", action="append", default=[], metavar="NAME", help="a step or a preset; repeatable")
     parser.add_argument("--list", action="store_true", help="print the names of the checks and stop")
     parser.add_argument("--show", type=Path, metavar="FILE", help="print the table of a result file and stop")
-    parser.add_argument("--data", type=Path, default=Path("data/gpu-check"), help="synthetic data: %(default)s")
-    parser.add_argument("--results", type=Path, default=Path("benchmarks"), help="folder of results: %(default)s")
+    parser.add_argument("--data", type=Path, default=_DATA, help="synthetic data: %(default)s")
+    parser.add_argument("--results", type=Path, default=_RESULTS, help="folder of results: %(default)s")
 
 
 def main(arguments: argparse.Namespace, *, environ: MutableMapping[str, str]) -> int:
@@ -349,7 +379,10 @@ def main(arguments: argparse.Namespace, *, environ: MutableMapping[str, str]) ->
     if not 0 < arguments.minutes < 1e4:
         raise UserError(f"--minutes {arguments.minutes:g}: expected a number above 0, such as --minutes 10")
     find_jobs(arguments.jobs)  # or say at once that there are none
-    _load_torch(environ, cpu=arguments.cpu)
+    if not arguments.list:
+        for name in ("data", "results"):
+            require_writable(getattr(arguments, name), flag=f"--{name}")
+    _load_torch(environ, arguments.jobs, cpu=arguments.cpu)
     from trainyard.tools.gpu_checks.plan import list_checks, select_checks
 
     checks = select_checks(list_checks(arguments.jobs, small=arguments.cpu, quick=arguments.quick), arguments.only)
@@ -371,6 +404,8 @@ def main(arguments: argparse.Namespace, *, environ: MutableMapping[str, str]) ->
             path=path,
         )
     print(f"\n{format_table(lines, path)}")
+    if any(line.get("reason") == INTERRUPTED for line in lines):
+        return 128 + signal.SIGINT
     return ExitCode.FAILED if _count(lines[1:], FAILED) else ExitCode.DONE
 
 
@@ -384,17 +419,20 @@ def choose_sizes(arguments: argparse.Namespace, *, scratch: Path, environ: Mappi
     return sizes
 
 
-def _load_torch(environ: MutableMapping[str, str], *, cpu: bool) -> None:
+def _load_torch(environ: MutableMapping[str, str], jobs: Path, *, cpu: bool) -> None:
     """Load what the checks' processes share, without starting CUDA: a process that did could not fork others."""
     environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     import torch._dynamo
 
     import trainyard.train.trainer
 
-    if cpu:
+    if cpu:  # whether loading DALI or a family starts CUDA is their own affair, so only here
         environ["CUDA_VISIBLE_DEVICES"] = ""
-        with suppress(ImportError):  # whether loading DALI starts CUDA is its own affair, so only here
+        with suppress(ImportError):
             import trainyard.data.decode_dali  # noqa: F401
+        for family in sorted({path.parent.name for path in find_jobs(jobs).values()}):
+            with suppress(Exception):  # its checks load it again, and say what is wrong
+                load_family(jobs, family, "module")
 
     assert not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
 
@@ -431,8 +469,11 @@ def _read_options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _build_repeat(arguments: argparse.Namespace) -> str:
     """Return the command without --only and --minutes, for what to type next."""
-    flags = [f"--{name}" for name in ("cpu", "quick") if getattr(arguments, name)]
-    return " ".join(["trainyard gpu-check", *flags])
+    words = [f"--{name}" for name in ("cpu", "quick") if getattr(arguments, name)]
+    for name, usual in {"jobs": Path("jobs"), "data": _DATA, "results": _RESULTS}.items():
+        chosen = getattr(arguments, name)
+        words += [] if chosen == usual else [f"--{name}", str(chosen)]
+    return shlex.join(["trainyard", "gpu-check", *words])
 
 
 @contextmanager

@@ -43,12 +43,13 @@ Work: TypeAlias = Callable[["torch.device", Sizes], Figures]
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the result: a function, which runs in a process of its own."""
+    """One line of the result: a function, which runs in a process of its own, or the reason why it does not."""
 
     step: str  # a key of `STEPS`
     name: str  # what is checked, such as "fingerprint_demo/fp16"
     work: Work
     card_only: str = ""  # why a machine without a GPU cannot answer; "": it can
+    left_out: str = ""  # why this call does without it; "": it does not
 
     @property
     def full_name(self) -> str:
@@ -59,6 +60,10 @@ class Check:
         """Return whether --only PATTERN means this check: its whole name, or one part of it."""
         parts = (self.full_name, self.name, *self.full_name.split("/"))
         return any(fnmatch(part, pattern) for part in parts)
+
+    def explain_absence(self, device: str) -> str:
+        """Return why this call does not run it on a "cuda" or "cpu" device; "": it does."""
+        return self.left_out or (self.card_only if device == "cpu" else "")
 
     @property
     def file_name(self) -> str:
@@ -75,3 +80,9 @@ STEPS: Mapping[str, tuple[str, float]] = {
     "memory": ("predicted memory against observed", 0.01),
 }
 """The steps in their order: what each shows, and its share of the time. Time that is left goes to the next one."""
+
+ONE_FAMILY = ("bitwise", "speed", "overlap")
+"""The steps that --quick takes with one family on a CPU: they cost the most, and their rates say nothing there."""
+
+SMALL = ("_smoke", "_demo")
+"""How presets end that train on generated data on every machine."""

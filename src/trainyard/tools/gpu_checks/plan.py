@@ -1,14 +1,15 @@
 """Lists the checks of `trainyard gpu-check` for the families in a folder of jobs, in the order in which they run."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from trainyard import config as configs
 from trainyard.errors import UserError
 from trainyard.text import find_nearest
-from trainyard.tools.gpu_checks import card, decoding, exact_runs, preset_steps
-from trainyard.tools.gpu_checks.check import STEPS, Check, Figures, NotRun, Sizes, Work
+from trainyard.tools.gpu_checks import card, decoding, exact_runs, overflow, preset_steps
+from trainyard.tools.gpu_checks.check import ONE_FAMILY, SMALL, STEPS, Check, Figures, NotRun, Sizes, Work
 
 _MODES = (
     ("auto", ["precision=auto", "compile=off"]),
@@ -17,7 +18,7 @@ _MODES = (
 )
 _NO_CARD = "there is no card here"
 _SLOW_COMPILER = "compiling takes minutes on a CPU, and says nothing about a card"
-_SMALL = ("smoke", "demo")
+_QUICK = "--quick leaves it out"
 
 
 def list_checks(jobs: Path, *, small: bool, quick: bool) -> list[Check]:
@@ -25,18 +26,26 @@ def list_checks(jobs: Path, *, small: bool, quick: bool) -> list[Check]:
 
     Args:
         small: of the families' smoke and demo presets alone, as on a CPU; otherwise of every preset.
-        quick: of one preset per family, and without what compiles on a CPU.
+        quick: leave out most presets and settings; on a CPU, all but one family in the steps of `ONE_FAMILY`.
     """
     families = _find_families(jobs)
-    return [
+    one_each = {name: f"{name}_smoke" if small else name for name in families}
+    few = list(families)[:1] if small and quick else list(families)
+    checks = [
         *_list_card_checks(),
         *_list_contact_checks(families, small=small, quick=quick),
         *(Check("bitwise", name, partial(exact_runs.compare_runs, family=name)) for name in families),
-        *(Check("decode", name, partial(decoding.compare_decoding, preset=name)) for name in _choose(families, small)),
-        *_list_speed_checks(_choose(families, small), small=small, quick=quick),
-        *_list_overlap_checks(_choose(families, small)),
+        *(Check("decode", name, partial(decoding.compare_decoding, preset=name)) for name in one_each.values()),
+        *_list_speed_checks(one_each.values(), small=small, quick=quick),
+        *_list_overlap_checks(one_each.values()),
         Check("memory", "prediction", compare_memory),
     ]
+    chosen = {*few, *(one_each[name] for name in few)}
+    return [_leave_out(check, check.step in ONE_FAMILY and check.name.split("/")[0] not in chosen) for check in checks]
+
+
+def _leave_out(check: Check, unwanted: bool) -> Check:
+    return replace(check, left_out=_QUICK) if unwanted else check
 
 
 def select_checks(checks: Sequence[Check], patterns: Sequence[str]) -> list[Check]:
@@ -77,14 +86,11 @@ def _find_families(jobs: Path) -> dict[str, list[str]]:
     return families
 
 
-def _choose(families: dict[str, list[str]], small: bool) -> list[str]:
-    """Return one preset of each family: its smoke preset, or its base preset."""
-    return [f"{name}_smoke" if small else name for name in families]
-
-
 def _list_card_checks() -> Iterator[Check]:
     yield Check("environment", "kernels", card.check_kernels)
     yield Check("environment", "products", card.check_products)
+    for optimizer in ("adamw", "sgd"):
+        yield Check("environment", f"overflow/{optimizer}", partial(overflow.check_overflow, optimizer=optimizer))
     yield Check("environment", "copies", card.measure_copies, card_only=_NO_CARD)
     yield Check("environment", "peers", card.check_peers, card_only=_NO_CARD)
     yield Check("environment", "clocks", card.read_clocks, card_only=_NO_CARD)
@@ -92,30 +98,30 @@ def _list_card_checks() -> Iterator[Check]:
 
 def _list_contact_checks(families: dict[str, list[str]], *, small: bool, quick: bool) -> Iterator[Check]:
     """Yield the first steps of presets: all in one mode, then all in the next, small presets before large ones."""
-    if small:
-        presets = [f"{name}_smoke" for name in families]
-        presets += [] if quick else [f"{name}_demo" for name in families if f"{name}_demo" in families[name]]
-    else:
-        demos = [f"{name}_demo" for name in families if f"{name}_demo" in families[name]]
-        full = [preset for presets in families.values() for preset in presets if not preset.endswith(_SMALL)]
-        presets = demos + (list(families) if quick else full)
+    demos = [f"{name}_demo" for name in families if f"{name}_demo" in families[name]]
+    smoke = [f"{name}_smoke" for name in families]
+    full = [preset for presets in families.values() for preset in presets if not preset.endswith(SMALL)]
+    presets = [*smoke, *demos] if small else [*demos, *full]
+    wanted = {*demos, *families, *(f"{name}_smoke" for name in families if f"{name}_demo" not in demos)}
     for mode, overrides in _MODES:
         for preset in presets:
             work: Work = partial(preset_steps.take_first_steps, preset=preset, overrides=overrides)
             slow = small and mode == "compile" and (quick or not preset.endswith("_smoke"))
-            yield Check("contact", f"{preset}/{mode}", work, card_only=_SLOW_COMPILER if slow else "")
+            unwanted = quick and (preset not in wanted or (small and mode == "fp16"))
+            check = Check("contact", f"{preset}/{mode}", work, card_only=_SLOW_COMPILER if slow else "")
+            yield _leave_out(check, unwanted)
 
 
-def _list_speed_checks(presets: Sequence[str], *, small: bool, quick: bool) -> Iterator[Check]:
+def _list_speed_checks(presets: Iterable[str], *, small: bool, quick: bool) -> Iterator[Check]:
     """Yield the timings: eager ones of all presets before compiled ones, the likeliest settings first."""
     settings = [(deterministic, layout) for layout in ("on", "off") for deterministic in ("false", "true")]
-    for deterministic, layout in settings[:1] if quick else settings:
-        yield from _list_timings("eager", presets, deterministic, layout)
-    for deterministic, layout in settings[:1] if quick or small else settings:
-        yield from _list_timings("compiled", presets, deterministic, layout)
+    for kind in ("eager", "compiled"):
+        for number, (deterministic, layout) in enumerate(settings[:1] if small and kind == "compiled" else settings):
+            for check in _list_timings(kind, presets, deterministic, layout):
+                yield _leave_out(check, quick and number > 0)
 
 
-def _list_timings(kind: str, presets: Sequence[str], deterministic: str, layout: str) -> Iterator[Check]:
+def _list_timings(kind: str, presets: Iterable[str], deterministic: str, layout: str) -> Iterator[Check]:
     measure = preset_steps.measure_eager_steps if kind == "eager" else preset_steps.measure_compiled_steps
     words = (
         f"{kind}/{'deterministic' if deterministic == 'true' else 'any-order'}/{'nhwc' if layout == 'on' else 'nchw'}"
@@ -128,7 +134,7 @@ def _list_timings(kind: str, presets: Sequence[str], deterministic: str, layout:
         yield Check("speed", f"{preset}/{words}", work, card_only=card_only)
 
 
-def _list_overlap_checks(presets: Sequence[str]) -> Iterator[Check]:
+def _list_overlap_checks(presets: Iterable[str]) -> Iterator[Check]:
     for preset in presets:
         work: Work = partial(preset_steps.measure_overlap, preset=preset, overrides=["compile=off"])
         yield Check("overlap", preset, work)

@@ -7,7 +7,7 @@ figures: a step has one micro-batch, and a head has as many classes as the synth
 import shutil
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from trainyard.data.loader import MicroBatch
 from trainyard.data.prepare import prepare_data
 from trainyard.data.stage import stage
 from trainyard.errors import UserError
+from trainyard.hardware import choose_precision
 from trainyard.launch.rank_task import build_context
 from trainyard.measure import Candidate, Summary, measure_candidates
 from trainyard.runs.folder import create_run
@@ -33,7 +34,7 @@ from trainyard.tools.gpu_checks.card import (
     read_capability,
     wait_for_device,
 )
-from trainyard.tools.gpu_checks.check import CheckFailed, Figures, NotRun, Sizes
+from trainyard.tools.gpu_checks.check import SMALL, CheckFailed, Figures, NotRun, Sizes
 from trainyard.train.determinism import choose_determinism
 from trainyard.train.heartbeat import Heartbeat
 from trainyard.train.meters import read_peak_memory_gib
@@ -140,16 +141,22 @@ def prepare_preset(preset: str, overrides: Sequence[str], sizes: Sizes) -> Train
     """Return a preset's config with small synthetic data, packed now if needed, and one micro-batch per step.
 
     Raises:
-        NotRun: the preset does not train on synthetic data, or not on this machine; says why.
+        NotRun: this device does not compute as the config says.
     """
+    config = configs.compose(preset, overrides, sizes.jobs)
+    _refuse_unsupported_settings(config)
+    micro_batch_size = config.micro_batch_size or config.global_batch_size
+    smoke = configs.compose(f"{config.family}_smoke", [], sizes.jobs)
+    count = max(smoke.data.synthetic, 0 if sizes.small else _MICRO_BATCHES * micro_batch_size)
+    own = [f"global_batch_size={micro_batch_size}", f"data.synthetic={count}", f"data.cache={sizes.data}"]
+    config = configs.apply_overrides(config, [*own, "data.path=", "data.stage=off", "trackers=[]"])
+    return prepare_data(config, sizes.jobs)
+
+
+def _refuse_unsupported_settings(config: TrainConfig) -> None:
+    sm = read_capability(torch.device("cuda", 0)) if torch.cuda.is_available() else None
     try:
-        config = configs.compose(preset, overrides, sizes.jobs)
-        micro_batch_size = config.micro_batch_size or config.global_batch_size
-        smoke = configs.compose(f"{config.family}_smoke", [], sizes.jobs)
-        count = max(smoke.data.synthetic, 0 if sizes.small else _MICRO_BATCHES * micro_batch_size)
-        own = [f"global_batch_size={micro_batch_size}", f"data.synthetic={count}", f"data.cache={sizes.data}"]
-        config = configs.apply_overrides(config, [*own, "data.path=", "data.stage=off", "trackers=[]"])
-        return prepare_data(config, sizes.jobs)
+        choose_precision(sm, precision=config.precision, channels_last=config.channels_last, compile=config.compile)
     except UserError as error:
         raise NotRun(str(error)) from error
 
@@ -159,31 +166,41 @@ def open_preset(preset: str, overrides: Sequence[str], sizes: Sizes) -> Iterator
     """Prepare a preset's steps on this machine's device, as a run would; its run folder is deleted at the end.
 
     Raises:
-        NotRun: the preset does not train on synthetic data, or not on this machine; says why.
+        NotRun: this device does not compute as the preset says, or the preset needs more than synthetic data, such as
+            a file of weights; says why.
+        UserError: a smoke or demo preset, which needs nothing else, cannot be prepared.
     """
-    config = prepare_preset(preset, overrides, sizes)
-    run = create_run(sizes.scratch, config, name=uuid4().hex)
+    with ExitStack() as closed:
+        with _explain_missing_files(preset):
+            config = prepare_preset(preset, overrides, sizes)
+            run = create_run(sizes.scratch, config, name=uuid4().hex)
+            closed.callback(shutil.rmtree, run)
+            context = _build_context(run, config, sizes)
+            closed.enter_context(closing(context.data))
+        state, _ = prepare_state(context)
+        count = len(build_epoch_order(context, 0))
+        steps = PresetSteps(context, state, compute_total_steps(config, count), count)
+        steps.choose_determinism()
+        yield steps
+
+
+@contextmanager
+def _explain_missing_files(preset: str) -> Iterator[None]:
+    """Turn the error of a preset that may need files which are not here into the reason why it does not run."""
     try:
-        context = _build_context(run, config, sizes)
-        with closing(context.data):
-            state, _ = prepare_state(context)
-            count = len(build_epoch_order(context, 0))
-            steps = PresetSteps(context, state, compute_total_steps(config, count), count)
-            steps.choose_determinism()
-            yield steps
-    finally:
-        shutil.rmtree(run)
+        yield
+    except UserError as error:
+        if preset.endswith(SMALL):
+            raise
+        raise NotRun(str(error)) from error
 
 
 def _build_context(run: Path, config: TrainConfig, sizes: Sizes) -> RunContext:
     staged = stage(Path(config.data.path), wanted="off", environ=sizes.environ)
     heartbeat = Heartbeat(run, "gpu-check")
-    try:
-        context = build_context(run, config, staged, sizes.jobs, World(), heartbeat, None, sizes.environ)
-        build_epoch_order(context, 0)  # or say that the synthetic data leaves nothing to train on
-        return context
-    except UserError as error:
-        raise NotRun(str(error)) from error
+    context = build_context(run, config, staged, sizes.jobs, World(), heartbeat, None, sizes.environ)
+    build_epoch_order(context, 0)  # or say that the synthetic data leaves nothing to train on
+    return context
 
 
 # First contact
