@@ -22,6 +22,7 @@ from trainyard.data.prepare import StopRequested, is_packed, prepare_data
 from trainyard.errors import DiskFull, UserError
 from trainyard.files import AppendedFile, limit_writers, report_full_disk, write_atomically
 from trainyard.hardware import (
+    Precision,
     choose_compute_threads,
     choose_precision,
     count_cores,
@@ -276,52 +277,15 @@ def build_context(
     """Choose everything that depends on this machine and on the data, and record each choice with its reason."""
     import torch
 
-    from trainyard.data.loader import choose_decoder
     from trainyard.data.shards import ShardSet
-    from trainyard.train import data_parallel, distributed, precision
+    from trainyard.train import distributed
     from trainyard.train.module import DataInfo
     from trainyard.train.run_context import RunContext
 
     device = distributed.select_device(world, environ)
-    sm, name = _describe_device(device)
-    if (
-        fault := explain_missing_gpu(read_driver_version(), environ)
-        if sm is None
-        else explain_missing_kernels(sm, torch.cuda.get_arch_list())
-    ):
-        raise UserError(f"Rank {world.rank}: {fault}")
-    policy = choose_precision(
-        sm, precision=config.precision, channels_last=config.channels_last, compile=config.compile
-    )
-    importable = importlib.util.find_spec("nvidia") is not None and importlib.util.find_spec("nvidia.dali") is not None
-    decode, why = choose_decoder(config.data.decode, importable=importable, device=device)
-    cores, why_cores = _choose_cores(world)
-    threads, why_threads = choose_compute_threads(environ, cores=cores, reason=why_cores, launcher=world.launcher)
-    if sm is None:
-        threads, why_threads = keep_compute_threads(_read_compute_threads(run, world), threads, why_threads)
-    torch.set_num_threads(threads)
-    threads_by_rank = distributed.gather_to_rank0(threads)  # also waits until every rank has read the record
-    benchmark, why_benchmark = precision.set_switches(policy, deterministic=config.deterministic)
-    choices = {
-        "device": _Choice(name, f"rank 0 of {world.world_size}, started by {world.launcher}"),
-        **{name: _Choice(getattr(policy, name), reason) for name, reason in policy.reasons.items()},
-        "cudnn_benchmark": _Choice(benchmark, why_benchmark),
-        "decode": _Choice(decode, why),
-        "threads": _Choice(config.data.threads or cores, "data.threads" if config.data.threads else why_cores),
-        "compute_threads": _Choice(threads, why_threads),
-        "openmp_wait": _Choice(*read_openmp_wait_policy(environ)),
-        "micro_batch_size": _choose_micro_batch_size(config, world),
-        "freed_memory": _Choice(*precision.keep_freed_memory(device)),
-        "sync_batchnorm": _Choice(
-            *data_parallel.choose_sync_batchnorm(
-                config.sync_batchnorm, device_type=device.type, world_size=world.world_size
-            )
-        ),
-    }
-    if decode == "dali" and device.type == "cuda":
-        from trainyard.data.decode_dali import limit_memory
-
-        choices["decode_memory"] = _Choice(*limit_memory())
+    policy, choices = _choose_settings(run, config, world, device, environ)
+    # also waits until every rank has read the record
+    threads_by_rank = distributed.gather_to_rank0(choices["compute_threads"].value)
     data = ShardSet(staged.folder)
     if world.is_main and not data.index.has_digest:
         logger.warning(data.index.explain_no_digest())
@@ -334,11 +298,62 @@ def build_context(
     torch.manual_seed(config.seed)
     info = DataInfo.from_shards(data, splits["train"])
     module = load_family(jobs_dir, config.family, "module").build(config, info)
-    decoding = config.data.threads or cores
+    decode, threads = choices["decode"].value, choices["threads"].value
     check_owner = lock.check if lock else lambda: None
-    return RunContext(
-        config, module, data, splits, world, device, policy, decode, decoding, run, heartbeat, check_owner
+    return RunContext(config, module, data, splits, world, device, policy, decode, threads, run, heartbeat, check_owner)
+
+
+def _choose_settings(
+    run: Path, config: TrainConfig, world: World, device: "torch.device", environ: Mapping[str, str]
+) -> tuple[Precision, dict[str, _Choice]]:
+    """Choose what depends on this machine alone, and set this process's switches and threads accordingly.
+
+    Raises:
+        UserError: the config asks for what this machine cannot do.
+    """
+    from trainyard.data.loader import choose_decoder
+    from trainyard.train import data_parallel, precision
+
+    sm, name = _describe_device(device)
+    _refuse_unusable_device(sm, world, environ)
+    policy = choose_precision(
+        sm, precision=config.precision, channels_last=config.channels_last, compile=config.compile
     )
+    importable = importlib.util.find_spec("nvidia") is not None and importlib.util.find_spec("nvidia.dali") is not None
+    cores, why_cores = _choose_cores(world)
+    choices = {
+        "device": _Choice(name, f"rank 0 of {world.world_size}, started by {world.launcher}"),
+        **{name: _Choice(getattr(policy, name), reason) for name, reason in policy.reasons.items()},
+        "cudnn_benchmark": _Choice(*precision.set_switches(policy, deterministic=config.deterministic)),
+        "decode": _Choice(*choose_decoder(config.data.decode, importable=importable, device=device)),
+        "threads": _Choice(config.data.threads or cores, "data.threads" if config.data.threads else why_cores),
+        "compute_threads": _set_compute_threads(run, world, sm, environ),
+        "openmp_wait": _Choice(*read_openmp_wait_policy(environ)),
+        "micro_batch_size": _choose_micro_batch_size(config, world),
+        "freed_memory": _Choice(*precision.keep_freed_memory(device)),
+        "sync_batchnorm": _Choice(
+            *data_parallel.choose_sync_batchnorm(
+                config.sync_batchnorm, device_type=device.type, world_size=world.world_size
+            )
+        ),
+    }
+    if choices["decode"].value == "dali" and device.type == "cuda":
+        from trainyard.data.decode_dali import limit_memory
+
+        choices["decode_memory"] = _Choice(*limit_memory())
+    return policy, choices
+
+
+def _refuse_unusable_device(sm: int | None, world: World, environ: Mapping[str, str]) -> None:
+    """Refuse a GPU for which torch has no kernels, and the CPU where a GPU is expected."""
+    import torch
+
+    if sm is None:
+        fault = explain_missing_gpu(read_driver_version(), environ)
+    else:
+        fault = explain_missing_kernels(sm, torch.cuda.get_arch_list())
+    if fault:
+        raise UserError(f"Rank {world.rank}: {fault}")
 
 
 def _describe_device(device: "torch.device") -> tuple[int | None, str]:
@@ -362,6 +377,18 @@ def _choose_cores(world: World) -> tuple[int, str]:
             1, min(world.cores, available)
         ), f"Slurm's cores per task ({world.cores}), of {available} usable here"
     return max(1, available // world.local_world_size), "cores of this process, split among the ranks of the node"
+
+
+def _set_compute_threads(run: Path, world: World, sm: int | None, environ: Mapping[str, str]) -> _Choice:
+    """Choose with how many threads torch computes on the host, and set that; on the CPU, a run keeps its number."""
+    import torch
+
+    cores, reason = _choose_cores(world)
+    threads, why = choose_compute_threads(environ, cores=cores, reason=reason, launcher=world.launcher)
+    if sm is None:
+        threads, why = keep_compute_threads(_read_compute_threads(run, world), threads, why)
+    torch.set_num_threads(threads)
+    return _Choice(threads, why)
 
 
 def _read_compute_threads(run: Path, world: World) -> int | None:
