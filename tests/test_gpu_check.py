@@ -1,6 +1,5 @@
 """`trainyard gpu-check`: what a check's end means, what is kept when something dies, and its smallest run on a CPU."""
 
-import json
 import os
 import shutil
 import signal
@@ -226,15 +225,6 @@ def test_without_a_failure_the_table_says_what_to_do_with_the_result(tmp_path):
     over = make_line("y", "not run", reason="the time of its step was over")
     assert "--minutes 20" in format_table([HEADER, over], path)
     assert "on a machine with a GPU" in format_table([HEADER | {"device": "cpu"}, make_line("x", "ok")], path)
-
-
-def test_measurements_of_compiled_steps_are_found_in_all_files(tmp_path):
-    compiled = make_line("x/compiled/any-order/nhwc", "ok", samples_per_s_compiled=2.0, samples_per_s_eager=1.0)
-    for name in ("a", "b"):
-        (tmp_path / name).write_text(
-            "".join(json.dumps(line) + "\n" for line in (HEADER, make_line("y", "ok"), compiled))
-        )
-    assert list(gpu_check.read_compile_measurements([tmp_path / "a", tmp_path / "b"])) == [compiled, compiled]
 
 
 def test_a_file_of_something_else_is_refused(tmp_path):

@@ -285,6 +285,22 @@ def limit_writers() -> Iterator[None]:
         os.umask(before)
 
 
+def make_own_folder(path: Path) -> Path:
+    """Create a folder that only this user can write to, or check that there is one; return it.
+
+    Raises:
+        UserError: it cannot be created, or others own it or can write to it.
+    """
+    try:
+        path.mkdir(mode=0o700, exist_ok=True)
+        found = path.lstat()
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from error
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+        raise UserError(f"{path} is not a folder that only this user can write to")
+    return path
+
+
 def create_common_folder(folder: Path, *, group: str = "") -> None:
     """Create a folder for entries of several users, if it is missing; only the owner of an entry can replace it.
 

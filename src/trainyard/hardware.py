@@ -2,6 +2,8 @@
 
 import os
 import re
+import shutil
+import sysconfig
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -347,15 +349,40 @@ def _choose_channels_last(sm: int | None, device: str, dtype: str, requested: st
     return False, f"{device} in {dtype}: cuDNN's NHWC paths need tensor cores"
 
 
+def can_compile(sm: int | None) -> bool:
+    """Return whether torch.compile has kernels for a device: on GPUs it generates Triton code."""
+    return sm is None or sm >= 70
+
+
 def _choose_compile(sm: int | None, device: str, requested: str) -> tuple[bool, str]:
-    if sm is not None and sm < 70:
+    if not can_compile(sm):
         reason = f"torch.compile generates Triton kernels, and Triton needs sm_70 or newer, not {device}"
         if requested == "on":
             raise UserError(f"compile=on requested, but {reason}. Use compile=off, or compile=auto.")
         return False, reason
     if requested == "auto":
-        return False, f"its start-up cost has not been measured on {device}; compile=on tries it"
+        return False, "decided on the node, by what trainyard gpu-check measured there"
     return requested == "on", "requested"
+
+
+def explain_missing_compiler(sm: int | None, environ: Mapping[str, str], *, headers: Path | None = None) -> str | None:
+    """Return why torch.compile cannot build kernels on this machine; None if it can.
+
+    Triton builds a C function that starts each kernel; kernels for the CPU are C++.
+
+    Args:
+        sm: the card's compute capability; None: the CPU.
+        environ: PATH, and CC or CXX, which may name the compiler.
+        headers: where Python.h should be; default: where this Python says it is.
+    """
+    headers = headers or Path(sysconfig.get_paths()["include"])
+    variable, language, usual = ("CXX", "C++", ("g++",)) if sm is None else ("CC", "C", ("gcc", "clang"))
+    names = (environ[variable],) if environ.get(variable) else usual
+    if not any(shutil.which(name, path=environ.get("PATH")) for name in names):
+        return f"there is no {language} compiler here ({' or '.join(names)}), which torch.compile needs"
+    if not (headers / "Python.h").is_file():
+        return f"there is no {headers}/Python.h, which torch.compile needs"
+    return None
 
 
 def _read_cpu_quota(hierarchy: Path, membership: Path) -> float | None:

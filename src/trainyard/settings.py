@@ -258,7 +258,9 @@ class TrainConfig:
         "average the weights at each new best validation score, and score the test sets with that average, after "
         "recomputing BatchNorm statistics on training samples",
     )
-    compile: str = option("auto", "torch.compile", choices=("auto", "on", "off"))
+    compile: str = option(
+        "auto", "torch.compile; auto: where trainyard gpu-check measured that it pays", choices=("auto", "on", "off")
+    )
     gradient_checkpointing: bool = option(False, "recompute repeated layers in the backward pass to save memory")
     sync_batchnorm: bool = option(
         False, "on several GPUs, BatchNorm uses the statistics of all ranks' micro-batches, not each rank its own"

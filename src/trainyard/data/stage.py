@@ -9,7 +9,6 @@ import fcntl
 import hashlib
 import os
 import shutil
-import stat
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -25,7 +24,8 @@ import numpy as np
 from trainyard.data.hdf5 import ShardError
 from trainyard.data.index import INDEX, find_index, read_fingerprint
 from trainyard.data.shards import LOCAL_FILE_SYSTEMS, ShardSet, find_file_system
-from trainyard.files import hash_file
+from trainyard.errors import UserError
+from trainyard.files import hash_file, make_own_folder
 
 SCRATCH = "TRAINYARD_SCRATCH"
 """Environment variable: a folder on the node's local disk."""
@@ -141,13 +141,10 @@ def _prepare_scratch(source: Path, text: str, mounts: Path) -> Path:
 
 def _make_own_folder(scratch: Path) -> Path:
     """Return our folder on scratch, where nobody else can place files that we would read as data."""
-    home = scratch / f"trainyard-{os.getuid()}"
-    with _turn_os_errors_into_no_copy(home):
-        home.mkdir(mode=0o700, exist_ok=True)
-        found = home.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
-        raise _NoCopy(f"{home} is not a folder that only this user can write to")
-    return home
+    try:
+        return make_own_folder(scratch / f"trainyard-{os.getuid()}")
+    except UserError as error:
+        raise _NoCopy(str(error)) from error
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,9 +23,11 @@ from trainyard.errors import DiskFull, UserError
 from trainyard.files import AppendedFile, limit_writers, report_full_disk, write_atomically
 from trainyard.hardware import (
     Precision,
+    can_compile,
     choose_compute_threads,
     choose_precision,
     count_cores,
+    explain_missing_compiler,
     explain_missing_gpu,
     explain_missing_kernels,
     find_gpu_by_name,
@@ -34,9 +36,10 @@ from trainyard.hardware import (
     read_openmp_wait_policy,
     set_openmp_wait_policy,
 )
+from trainyard.launch import compile_choice
 from trainyard.runs.changes import refuse_changes
 from trainyard.runs.events import STARTS, read_events
-from trainyard.runs.folder import CONFIG, ENV_FILE, record_error, update_env
+from trainyard.runs.folder import CONFIG, ENV_FILE, read_env, record_error, update_env
 from trainyard.runs.history import read_object
 from trainyard.runs.lock import RunLock
 from trainyard.runs.state import choose_exit_code
@@ -292,6 +295,10 @@ def build_context(
     choices["stage"] = _Choice(str(data.folder) if staged.copied else "off", staged.reason)
     choices["reader"] = _Choice(data.reader, data.reader_reason)
     splits = load_family(jobs_dir, config.family, "pack").splits(data.columns, data.vocabulary, config)
+    policy = _decide_compile(policy, run, config, world, environ, device=device, samples=len(splits["train"]))
+    choices["compile"] = _Choice(policy.compile, policy.reasons["compile"])
+    if policy.compile:
+        choices["compile_cache"] = _set_compile_cache(environ, device)
     if world.is_main:
         update_env(run, "exactness", {"compute_threads_by_rank": threads_by_rank})
         _record_choices(run, choices, config.data.path, data, {name: len(ids) for name, ids in splits.items()})
@@ -354,6 +361,77 @@ def _refuse_unusable_device(sm: int | None, world: World, environ: Mapping[str, 
         fault = explain_missing_kernels(sm, torch.cuda.get_arch_list())
     if fault:
         raise UserError(f"Rank {world.rank}: {fault}")
+
+
+def _decide_compile(
+    policy: Precision,
+    run: Path,
+    config: TrainConfig,
+    world: World,
+    environ: Mapping[str, str],
+    *,
+    device: "torch.device",
+    samples: int,
+) -> Precision:
+    """Decide compile=auto once for this run on this card: compiled steps have other bits. Rank 0 decides for all.
+
+    Args:
+        samples: of an epoch.
+
+    Raises:
+        UserError: the run compiles, but there is no compiler here.
+    """
+    import torch
+
+    from trainyard.train import distributed
+
+    sm, _ = _describe_device(device)
+    card = _name_card(device) or compile_choice.CPU
+    missing = explain_missing_compiler(sm, environ)
+    decision = policy.compile, policy.reasons["compile"]
+    if config.compile == "auto" and can_compile(sm) and world.is_main:
+        place, env = f"{card}, torch {torch.__version__}", read_env(run)
+        kept = compile_choice.keep_compile(env, place)
+        setup = compile_choice.Setup(
+            card, torch.__version__, config.family, policy.dtype, policy.channels_last, config.deterministic
+        )
+        if kept is not None:
+            decision = kept, "as when this run began on this card: compiled steps have other bits"
+        else:
+            length = compile_choice.plan_length(config, samples=samples, world_size=world.world_size)
+            decision = compile_choice.decide_compile(compile_choice.find_results(), setup, preset=config.job, **length)
+        if kept is None and decision[0] and missing:
+            decision = False, missing
+        before = env.get("exactness", {}).get("compiled_by_card", {})
+        update_env(run, "exactness", {"compiled_by_card": {**before, place: decision[0]}})
+    compiled, reason = distributed.broadcast_from_rank0(decision)
+    if compiled and missing:
+        raise UserError(
+            f"Rank {world.rank}: this run compiles its model ({reason}), but {missing}. Use a container image, which "
+            "has it, or start a new run with compile=off."
+        )
+    return replace(policy, compile=compiled, reasons={**policy.reasons, "compile": reason})
+
+
+def _set_compile_cache(environ: Mapping[str, str], device: "torch.device") -> _Choice:
+    """Make torch.compile keep its code in this user's own folder, and load from it what it finds."""
+    import torch
+
+    folder, reason = compile_choice.choose_cache(
+        environ,
+        card=_name_card(device),
+        torch_version=torch.__version__,
+        attempt=read_attempt_id(environ, started=0),
+    )
+    kernels = environ.get("TRITON_CACHE_DIR") or str(folder / "triton")
+    os.environ.update(dict(zip(compile_choice.CACHE_VARIABLES, (str(folder), kernels), strict=True)))
+    return _Choice(str(folder), reason)
+
+
+def _name_card(device: "torch.device") -> str | None:
+    import torch
+
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else None
 
 
 def _describe_device(device: "torch.device") -> tuple[int | None, str]:

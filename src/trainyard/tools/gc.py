@@ -210,6 +210,9 @@ def _list_copies(environ: Mapping[str, str]) -> Iterator[Item]:
     home = Path(scratch) / f"trainyard-{os.getuid()}" if scratch else None
     for path in sorted(home.iterdir()) if home and home.is_dir() else ():
         if path.is_dir() and not path.name.startswith("."):
+            if path.name == "compiled":
+                yield Item(str(path), "cache", _measure(path), "", "the next run here compiles again", (path,))
+                continue
             again = "the next run on this node copies it again"
             yield Item(str(path), "staged", _measure(path), "runs on this node that read it", again, (path,))
 
@@ -260,7 +263,7 @@ def _run_engine(command: Sequence[str]) -> str:
 def _list_caches(environ: Mapping[str, str]) -> Iterator[Item]:
     folder = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trainyard"
     if folder.is_dir():
-        again = "the next make sif fetches Apptainer again"
+        again = "the next make sif fetches Apptainer again, the next run compiles again"
         yield Item(str(folder), "cache", _measure(folder), "", again, (folder,))
 
 

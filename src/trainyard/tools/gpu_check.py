@@ -7,7 +7,7 @@ check: `step`, `check`, `status` ("ok", "failed", "not run"), `seconds`, and its
 Lines of step "speed" whose `check` contains "/compiled/" have what a choice between eager and compiled steps needs:
 `card`, `sm`, `torch`, `family`, `preset`, `precision`, `channels_last`, `deterministic`, `micro_batch_size`,
 `samples_per_s_eager`, `samples_per_s_compiled` (medians), `quotable`, and `compile_startup_s`, the extra time of the
-first compiled step. `read_compile_measurements` returns them.
+first compiled step. compile=auto reads them: launch/compile_choice.py.
 
 Every check runs in a process of its own, forked from this one, which loads torch once and never starts CUDA. A check
 may fail, crash or hang: its process group is killed at the end of its time, and the next one starts.
@@ -281,12 +281,6 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     if not lines or lines[0].get("suite") != SUITE:
         raise UserError(f"{path}: not a result of trainyard gpu-check. Write one: trainyard gpu-check")
     return lines
-
-
-def read_compile_measurements(paths: Iterable[Path]) -> Iterator[dict[str, Any]]:
-    """Yield the lines that compare eager with compiled steps, of all result files; their fields: this file's head."""
-    for path in paths:
-        yield from (line for line in read_lines(path)[1:] if "samples_per_s_compiled" in line)
 
 
 def format_table(lines: Sequence[Mapping[str, Any]], path: Path) -> str:

@@ -8,7 +8,7 @@ import shutil
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from trainyard.data.prepare import prepare_data
 from trainyard.data.stage import stage
 from trainyard.errors import UserError
 from trainyard.hardware import choose_precision
+from trainyard.launch.compile_choice import CACHE_VARIABLES
 from trainyard.launch.rank_task import build_context
 from trainyard.measure import Candidate, Summary, measure_candidates
 from trainyard.runs.folder import create_run
@@ -301,6 +302,8 @@ def measure_compiled_steps(device: torch.device, sizes: Sizes, *, preset: str, o
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
+    empty = sizes.scratch / f"compiled-{uuid4().hex}"
+    sizes = replace(sizes, environ={**sizes.environ, CACHE_VARIABLES[0]: str(empty), CACHE_VARIABLES[1]: ""})
     with open_preset(preset, [*overrides, "compile=on"], sizes) as steps:
         micro_batch = steps.read_micro_batch()
         wait_for_device(device)
