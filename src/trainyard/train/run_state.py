@@ -16,6 +16,7 @@ from trainyard.errors import UserError
 from trainyard.runs.folder import update_env
 from trainyard.runs.manifest import MOST, CheckpointError
 from trainyard.train import checkpoint, distributed
+from trainyard.train.compiled_layers import compile_layers
 from trainyard.train.data_parallel import wrap_in_ddp
 from trainyard.train.module import TrainModule
 from trainyard.train.run_context import RunContext
@@ -62,7 +63,7 @@ def prepare_state(context: RunContext) -> tuple[TrainState, int | None]:
         )
     if config.gradient_checkpointing and context.precision.compile:
         refuse_recounted_statistics(module, torch.__version__)
-    state.model = _wrap_ddp(context, module)
+    state.model = _build_model(context, module)
     return state, None if found is None else found[1]["metrics_position"]
 
 
@@ -190,8 +191,17 @@ def _load_newest_checkpoint(context: RunContext) -> tuple[Path, dict[str, Any]] 
     return path, saved
 
 
-def _wrap_ddp(context: RunContext, module: TrainModule) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+def _build_model(context: RunContext, module: TrainModule) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+    """Return what a step calls: the module, compiled as this run chose, under DDP."""
     model: Any = module
+    layers = compile_layers(module) if context.precision.compile else 0
     if context.world.world_size > 1:
         model = wrap_in_ddp(module, device=context.device, sync_batchnorm=context.config.sync_batchnorm)
-    return torch.compile(model) if context.precision.compile else model
+    if not context.precision.compile:
+        return model  # type: ignore[no-any-return]
+    chosen = ("the whole model", "it names no repeated layers")
+    if layers:
+        chosen = (f"{layers} repeated layers", "each by itself: layers of one kind share what is generated")
+    if context.world.is_main:
+        update_env(context.run, "choices", {"compiled": dict(zip(("value", "reason"), chosen, strict=True))})
+    return model if layers else torch.compile(model)

@@ -1,0 +1,140 @@
+"""Compiled layers: generated once for each kind, used by training steps alone, and loaded again from a kept cache."""
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.test_step import Classifier, copy_gradients, make_batch, make_classifier, make_state, split_batch, step
+from trainyard.hardware import explain_missing_compiler
+from trainyard.launch.compile_choice import choose_cache
+from trainyard.train.compiled_layers import compile_layers
+from trainyard.train.step import copy_for_average, enable_activation_checkpointing
+
+
+class CountingBackend:
+    """Generates nothing, and keeps the graphs that it is given."""
+
+    def __init__(self) -> None:
+        self.graphs: list[torch.fx.GraphModule] = []
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        self.graphs.append(graph)
+        return graph.forward
+
+
+@pytest.fixture
+def backend() -> Iterator[CountingBackend]:
+    """Return a backend, and put torch's settings back afterwards."""
+    import torch._dynamo
+
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(recompile_limit=8, optimize_ddp=True):
+        yield CountingBackend()
+    torch._dynamo.reset()
+
+
+def make_deep_classifier(count: int) -> Classifier:
+    """Return a classifier with `count` layers of one kind: those of torch.nn, whose code dynamo skips by itself."""
+    module = make_classifier()
+    module.layers.extend(nn.Sequential(nn.Conv2d(6, 6, 3, padding=1), nn.Tanh()) for _ in range(count))
+    return module
+
+
+def test_layers_of_one_kind_are_compiled_once(backend):
+    graphs = []
+    for count in (1, 12):
+        torch._dynamo.reset()
+        module = make_deep_classifier(count)
+        backend.graphs.clear()
+        assert compile_layers(module, backend=backend) == 2 + count
+        module(make_batch(4))["loss"].backward()
+        graphs.append(len(backend.graphs))
+    assert graphs == [3, 3]
+
+
+def test_layers_of_many_kinds_are_all_compiled(backend):
+    module = make_classifier()
+    module.layers = nn.ModuleList(nn.Conv2d(2 if k == 0 else 1 + k, 2 + k, 1) for k in range(5))
+    module.layers.extend(nn.Conv2d(6, 6, k, padding="same") for k in range(2, 8))
+    compile_layers(module, backend=backend)
+    module(make_batch(4))["loss"].backward()
+    assert len(backend.graphs) == 11
+
+
+def test_compiled_layers_train_to_the_same_bits_and_keep_their_names(backend):
+    eager, compiled = (make_state(make_classifier(batch_norm=True)) for _ in range(2))
+    names = list(compiled.module.state_dict())
+    compile_layers(compiled.module, backend=backend)
+    for _ in range(2):
+        for state in (eager, compiled):
+            step(state, split_batch(make_batch(12), 6, 6))
+    assert backend.graphs, "nothing was compiled"
+    assert list(compiled.module.state_dict()) == names
+    expected = eager.module.state_dict()
+    assert [k for k, v in compiled.module.state_dict().items() if not torch.equal(v, expected[k])] == []
+
+
+def test_scoring_and_copies_compile_nothing(backend):
+    module = make_classifier(batch_norm=True)
+    compile_layers(module, backend=backend)
+    module(make_batch(4))
+    trained = len(backend.graphs)
+    assert trained > 0
+    with torch.inference_mode():
+        module.eval()(make_batch(7))
+    copied = copy.deepcopy(module).train()
+    copied(make_batch(5))["loss"].backward()
+    assert [p.grad for p in module.parameters()] == [None] * len(list(module.parameters()))
+    assert all(p.grad is not None for p in copied.parameters())
+    copy_for_average(module)(make_batch(6))
+    assert len(backend.graphs) == trained
+
+
+@pytest.mark.slow
+def test_compiled_layers_recompute_activations_and_count_batch_statistics_once(backend):
+    plain, compiled = (make_state(make_classifier(batch_norm=True)) for _ in range(2))
+    assert enable_activation_checkpointing(compiled.module) == 2
+    assert compile_layers(compiled.module, backend="aot_eager") == 2
+    for state in (plain, compiled):
+        step(state, split_batch(make_batch(12), 6, 6))
+    for a, b in zip(copy_gradients(plain), copy_gradients(compiled), strict=True):
+        assert torch.allclose(a, b, atol=1e-6, rtol=0)  # sums in another order
+    for (name, a), b in zip(plain.module.named_buffers(), compiled.module.buffers(), strict=True):
+        assert torch.allclose(a, b, atol=1e-6, rtol=0), name
+
+
+_COMPILE = """
+import json, torch
+from torch._dynamo.utils import counters
+from tests.test_compiled_layers import make_deep_classifier, make_batch
+from trainyard.train.compiled_layers import compile_layers
+torch.manual_seed(0)
+module = make_deep_classifier(2)
+compile_layers(module)
+module(make_batch(4))["loss"].backward()
+found = {**counters["inductor"], **counters["aot_autograd"]}
+print(json.dumps({name: found.get(name, 0) for name in ("fxgraph_cache_hit", "fxgraph_cache_miss",
+                                                        "autograd_cache_hit", "autograd_cache_miss")}))
+"""
+
+
+@pytest.mark.long
+@pytest.mark.skipif(bool(explain_missing_compiler(None, os.environ)), reason="there is no C++ compiler here")
+def test_a_second_process_loads_what_the_first_one_compiled(tmp_path):
+    environ = {"XDG_CACHE_HOME": str(tmp_path)}
+    folder, _ = choose_cache(environ, card=None, torch_version=torch.__version__, attempt="local-0")
+    environ = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(folder), "TRITON_CACHE_DIR": str(folder / "triton")}
+    command = [sys.executable, "-c", _COMPILE]
+    done = [subprocess.run(command, env=environ, capture_output=True, text=True, check=True) for _ in range(2)]
+    cold, warm = (json.loads(process.stdout.splitlines()[-1]) for process in done)
+    assert cold["autograd_cache_miss"] > 0, cold
+    assert warm["autograd_cache_hit"] == cold["autograd_cache_miss"], warm
+    assert warm["autograd_cache_miss"] == warm["fxgraph_cache_miss"] == 0, warm
