@@ -139,8 +139,9 @@ def test_a_run_keeps_what_it_chose_on_a_card_and_chooses_again_on_another():
     assert keep_compile(of_an_earlier_version, "A100") is False
 
 
+@pytest.mark.slow
 def test_a_run_on_the_cpu_decides_by_a_measurement_and_a_resume_keeps_the_decision(tmp_path, monkeypatch):
-    """The decision is taken where a run takes it. Short runs never compile, so this one says it is long, and stops."""
+    """The decision is negative, because the run is short: compiling for real takes a minute."""
     monkeypatch.chdir(tmp_path)
     run = new_run(tmp_path, "max_duration=1st")
     setup = Setup("cpu", torch.__version__, "stripes", "fp32", channels_last=False, deterministic=True)

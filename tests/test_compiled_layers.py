@@ -5,7 +5,9 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from tests.test_step import Classifier, copy_gradients, make_batch, make_classifier, make_state, split_batch, step
+from tests.training import FAMILIES, new_run
 from trainyard.hardware import explain_missing_compiler
-from trainyard.launch.compile_choice import choose_cache
+from trainyard.launch.compile_choice import CACHE_VARIABLES, choose_cache
+from trainyard.launch.rank_task import execute
+from trainyard.runs.folder import read_env
 from trainyard.train.compiled_layers import compile_layers
 from trainyard.train.step import copy_for_average, enable_activation_checkpointing
 
@@ -48,6 +53,7 @@ def make_deep_classifier(count: int) -> Classifier:
     return module
 
 
+@pytest.mark.slow
 def test_layers_of_one_kind_are_compiled_once(backend):
     graphs = []
     for count in (1, 12):
@@ -138,3 +144,17 @@ def test_a_second_process_loads_what_the_first_one_compiled(tmp_path):
     assert cold["autograd_cache_miss"] > 0, cold
     assert warm["autograd_cache_hit"] == cold["autograd_cache_miss"], warm
     assert warm["autograd_cache_miss"] == warm["fxgraph_cache_miss"] == 0, warm
+
+
+@pytest.mark.long
+@pytest.mark.skipif(bool(explain_missing_compiler(None, os.environ)), reason="there is no C++ compiler here")
+def test_a_run_compiles_with_activation_checkpointing_and_says_what_and_where(tmp_path, monkeypatch, backend):
+    for name in CACHE_VARIABLES:
+        monkeypatch.setenv(name, "")  # a run sets them: put back what was there
+    run = new_run(tmp_path, "compile=on", "gradient_checkpointing=true", "max_duration=3st")
+    assert execute(run, FAMILIES, environ={"XDG_CACHE_HOME": str(tmp_path / "home")}, started=time.time()) == 0
+    choices = read_env(run)["choices"]
+    assert choices["compile"] == {"value": True, "reason": "requested"}
+    assert choices["compiled"]["value"].endswith("repeated layers")
+    folder = Path(choices["compile_cache"]["value"])
+    assert folder.is_relative_to(tmp_path / "home") and list(folder.rglob("*.so"))

@@ -160,6 +160,14 @@ def test_staged_copies_and_the_cache_are_found(place, tmp_path):
     assert found[str(tmp_path / "cache/trainyard")].bytes == 20
 
 
+def test_compiled_code_on_scratch_is_a_cache_that_nobody_needs(place, tmp_path):
+    compiled = tmp_path / "scratch" / f"trainyard-{os.getuid()}" / "compiled"
+    (compiled / "a100-torch-2.13.0").mkdir(parents=True)
+    (compiled / "a100-torch-2.13.0" / "kernel.py").write_bytes(b"x" * 10)
+    item = find(place, TRAINYARD_SCRATCH=str(tmp_path / "scratch"))[str(compiled)]
+    assert (item.kind, item.bytes, item.needed_by) == ("cache", 10, "")
+
+
 def test_code_of_a_stopped_submitted_run_is_needed_by_it(place):
     run = place / "runs/pricing/submitted-failed"
     (run / "code").mkdir()
