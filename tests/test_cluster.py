@@ -111,7 +111,7 @@ SENTENCES = {
         "slurm_nam:",
         "tower.yaml, line 1: there is no key 'slurm_nam'. Nearest: slurm_name. Keys: slurm_name, shared, gpus, "
         "time_default, signal_delay_s, account, qos, wckey, exclude, srun_args, sbatch, setup, python, container, "
-        "scratch, group, attempts.",
+        "scratch, group, attempts, data.",
     ),
     "an unknown key of the GPUs": (
         "cores_per_gpu",
@@ -318,6 +318,16 @@ def test_without_slurm_a_check_still_looks_at_this_machine(tmp_path, monkeypatch
             "There is no Slurm here: sbatch is not on PATH.",
             "Check on a login node of the cluster.",
         ),
+    ]
+
+
+def test_a_data_root_is_looked_for_on_this_machine(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    roots = f"data: {{a: '{tmp_path}', b: '{tmp_path}/none', c: synthetic}}\n"
+    found = check_cluster(load_cluster(write_cluster_file(tmp_path, SMALLEST + roots)))
+    assert [finding for finding in found if finding.what.startswith("data.")] == [
+        Finding("ok", "data.a", f"{tmp_path} is here."),
+        Finding("wrong", "data.b", f"{tmp_path}/none is not a folder here.", "Correct the path, or remove it."),
     ]
 
 

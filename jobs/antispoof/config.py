@@ -110,3 +110,7 @@ class Config(TrainConfig):
     loss: LossSettings = option(LossSettings, "classification head and loss")
     disturb: DisturbSettings = option(DisturbSettings, "augmentation of utterances")
     packing: PackingSettings = option(PackingSettings, "raw files to records, utterances to sets")
+
+    def explain_batch_dependence(self) -> str:
+        """Return why results depend on the micro-batch; "" if they do not."""
+        return "BatchNorm statistics are over a micro-batch"

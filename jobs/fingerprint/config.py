@@ -96,3 +96,7 @@ class Config(TrainConfig):
     packing: PackingSettings = option(PackingSettings, "raw files to records")
     split: SplitSettings = option(SplitSettings, "fingers for training, validation and test")
     evaluation: EvaluationSettings = option(EvaluationSettings, "scoring", mutable_on_resume=True)
+
+    def explain_batch_dependence(self) -> str:
+        """Return why results depend on the micro-batch; "" if they do not."""
+        return "BatchNorm statistics are over a micro-batch"

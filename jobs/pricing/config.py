@@ -99,3 +99,7 @@ class Config(TrainConfig):
     loss: LossSettings = option(LossSettings, "loss")
     packing: PackingSettings = option(PackingSettings, "CSV to records, rows to parts")
     evaluation: EvaluationSettings = option(EvaluationSettings, "scoring", mutable_on_resume=True)
+
+    def explain_batch_dependence(self) -> str:
+        """Return why results depend on the micro-batch; "" if they do not."""
+        return ""

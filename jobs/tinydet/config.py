@@ -161,3 +161,12 @@ class Config(TrainConfig):
     boxes: BoxSettings = option(BoxSettings, "boxes of cropped images")
     packing: PackingSettings = option(PackingSettings, "raw files to samples")
     evaluation: EvaluationSettings = option(EvaluationSettings, "scoring", mutable_on_resume=True)
+
+    def explain_batch_dependence(self) -> str:
+        """Return why results depend on the micro-batch; "" if they do not."""
+        reasons = {
+            "losses are divided by the objects of a micro-batch (loss.normalise=batch)": self.loss.normalise == "batch",
+            "objects come from the next image of the micro-batch (photometric.paste_p)": self.photometric.paste_p > 0,
+            "BatchNorm statistics are over a micro-batch (model.norm=batch)": self.model.norm == "batch",
+        }
+        return "; ".join(reason for reason, holds in reasons.items() if holds)

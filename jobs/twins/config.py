@@ -89,3 +89,7 @@ class Config(TrainConfig):
     head: HeadSettings = option(HeadSettings, "losses")
     packing: PackingSettings = option(PackingSettings, "raw files to records, families to sets")
     evaluation: EvaluationSettings = option(EvaluationSettings, "scoring", mutable_on_resume=True)
+
+    def explain_batch_dependence(self) -> str:
+        """Return why results depend on the micro-batch; "" if they do not."""
+        return "pairs and batch statistics are computed within a micro-batch"

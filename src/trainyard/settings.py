@@ -220,6 +220,15 @@ class CheckpointSettings:
 
 
 @dataclass
+class NeedsSettings:
+    """What a preset needs of each GPU. Planning refuses a type with less; 0 and "" state nothing."""
+
+    memory_gib: float = option(0.0, "memory of a GPU; 0: that of `card`, if it names one", low=0)
+    micro_batch_size: int = option(0, "samples of a micro-batch that this memory is stated for; 0: of any", low=0)
+    card: str = option("", "the card that the preset was written for, such as p100 or a100-80: chosen first")
+
+
+@dataclass
 class TrainConfig:
     """The options of every job. A family subclasses this in its `config.py` and adds its own options."""
 
@@ -268,10 +277,15 @@ class TrainConfig:
     deterministic: bool = option(True, "use deterministic kernels, so that a resume is bitwise equal on a GPU")
     eval_every: str = option("1ep", "evaluation interval", mutable_on_resume=True, duration=True)
     log_every: str = option("20st", "interval of log lines and metrics", duration=True)
+    needs: NeedsSettings = option(NeedsSettings, "what it needs of a GPU", mutable_on_resume=True)
     checkpoint: CheckpointSettings = option(CheckpointSettings, "checkpoints", mutable_on_resume=True)
     trackers: list[str] = option(
         lambda: ["tensorboard"], "where metrics are also sent: tensorboard, wandb, mlflow", mutable_on_resume=True
     )
+
+    def explain_batch_dependence(self) -> str:
+        """Return why results depend on `micro_batch_size`; "" if they do not, so that planning may choose another."""
+        return f"family {self.family} does not say whether results depend on the micro-batch"
 
 
 def check(config: Any, prefix: str = "") -> None:

@@ -23,7 +23,17 @@ REQUESTS = [
 
 
 def make_arguments(*arguments: str) -> list[str]:
-    return ["submit", "fingerprint_1m", *arguments, "--dry", "--cluster", CLUSTER, "--runs", "/shared/runs"]
+    return [
+        "submit",
+        "fingerprint_1m",
+        "needs.memory_gib=0",
+        *arguments,
+        "--dry",
+        "--cluster",
+        CLUSTER,
+        "--runs",
+        "/shared/runs",
+    ]
 
 
 def extract_script(printed: str) -> str:
@@ -55,20 +65,44 @@ def test_the_global_batch_is_the_same_for_every_card_and_number_of_gpus(gpus, sp
         assert f"512 = {split} ranks\n" in capsys.readouterr().out
 
 
-@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed, as in container images")
-def test_make_submit_prints_the_same(tmp_path):
-    words = ["JOB=fingerprint_1m", "GPUS=8", "HW=a100", "DRY=1", f"CLUSTER={CLUSTER}", "RUNS=/shared/runs"]
-    made = subprocess.run(
-        ["make", "--no-print-directory", "--old-file=.venv/.done", "submit", *words],
+def run_make(*words: str) -> subprocess.CompletedProcess[str]:
+    """Type `make submit` for eight GPUs of the golden cluster, without submitting."""
+    return subprocess.run(
+        [
+            "make",
+            "--no-print-directory",
+            "--old-file=.venv/.done",
+            "submit",
+            "JOB=fingerprint_1m",
+            "GPUS=8",
+            "DRY=1",
+            f"CLUSTER={CLUSTER}",
+            *words,
+        ],
         cwd=Path(__file__).parents[2],
         env={name: value for name, value in os.environ.items() if not name.startswith("MAKE")},
         capture_output=True,
         text=True,
         timeout=60,
     )
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed, as in container images")
+def test_make_submit_prints_the_same():
+    made = run_make("HW=a100", "RUNS=/shared/runs")
     assert made.returncode == 0, made.stderr
     assert extract_script(made.stdout) == (GOLDEN / "a100-8.sh").read_text()
     assert "needs DATA=folder" in made.stderr
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed, as in container images")
+def test_make_submit_asks_for_synthetic_samples_only_with_1():
+    made = run_make("SYNTHETIC=1")
+    assert "2400 synthetic samples" in made.stdout and "needs DATA" not in made.stderr, made.stderr
+    refused = run_make("SYNTHETIC=5000")
+    assert (
+        refused.returncode == 2 and 'expected 1. For a number of samples: SET="data.synthetic=5000"' in refused.stderr
+    )
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import os
 import resource
+import shlex
 import shutil
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from tests.slurm.cluster_runs import (
 )
 from tests.slurm.conftest import Lab
 from tests.training import FAMILIES, find_differences, load_state, new_run, train_on_ranks
+from trainyard.runs.folder import read_env
 
 pytestmark = pytest.mark.slurm
 
@@ -209,3 +211,33 @@ def test_the_lab_passes_its_own_check(lab):
         timeout=60,
     )
     assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+def test_both_lines_that_a_job_without_data_is_refused_with_can_be_typed(lab, tmp_path, capsys):
+    """The job is held, so that no rank starts."""
+    content = yaml.safe_load(LAB_FILE.read_text())
+    held = tmp_path / "held.yaml"
+    held.write_text(yaml.safe_dump({**content, "data": {}, "sbatch": {"hold": True}}, sort_keys=False))
+    (tmp_path / "raw").mkdir()
+    (tmp_path / "raw" / "7_1.png").touch()
+    runs = tmp_path / "runs"
+    assert trainyard("submit", "fingerprint_1m", "--gpus", 8, "--cluster", held, "--runs", runs) == 2
+    assert not runs.exists()
+    lines = [line.strip() for line in capsys.readouterr().err.splitlines() if line.startswith("  trainyard submit ")]
+    assert len(lines) == 2
+    for line, data in zip(lines, (str(tmp_path / "raw"), "2400 synthetic samples"), strict=True):
+        words = [word.replace("FOLDER", str(tmp_path / "raw")) for word in shlex.split(line)]
+        assert trainyard(*words[1:]) == 0
+        run = next(run for run in runs.glob("fingerprint_1m/*") if read_choice(run, "data_root") == data)
+        assert read_choice(run, "gpu_type") == "a100"
+        lab.run("scancel", read_slurm_job_id(run))
+    empty = ["--cluster", held, "--runs", tmp_path / "more", f"data.path={tmp_path / 'config'}"]
+    (tmp_path / "config").mkdir()
+    assert trainyard("submit", "fingerprint_1m", "--gpus", 8, *empty) == 2
+    assert "contains no sample that fingerprint knows, so nothing was submitted" in capsys.readouterr().err
+    assert not (tmp_path / "more").exists() and lab.run("squeue", "-h", "-n", "fingerprint_1m") == ""
+
+
+def read_choice(run: Path, name: str) -> str:
+    """Return what a run's env.json says was chosen."""
+    return str(read_env(run)["choices"][name]["value"])

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from trainyard import config as configs
 from trainyard.cli import dry
+from trainyard.cli.choices import add_synthetic_option, compose_job, describe_choices, record_choices, settle_elements
 from trainyard.cli.verb import Verbs, add_dry_option, add_trust_option, add_verb, find_project_folder
 from trainyard.cluster import description as clusters
 from trainyard.cluster import query as slurm
@@ -19,12 +20,12 @@ from trainyard.cluster.check import check_cluster, render_findings
 from trainyard.errors import UserError
 from trainyard.launch import cancel, submit
 from trainyard.launch import sweep as sweeps
+from trainyard.launch.choose_data import require_data
 from trainyard.runs import folder as runs
 from trainyard.runs import lock, logs, status, sweep_file, trust
 from trainyard.runs.state import ACTIVE
 from trainyard.runs.submission import read_submission
 from trainyard.runs.why import explain_run
-from trainyard.settings import TrainConfig
 from trainyard.text import suggest_nearest
 
 
@@ -54,6 +55,7 @@ def _add_submit(verbs: Verbs) -> None:
     verb.add_argument("overrides", nargs="*", metavar="OPTION=VALUE", help="trainyard options JOB lists them")
     verb.add_argument("--name", help="name of the run's folder")
     verb.add_argument("--local", action="store_true", help="without Slurm: run on this machine, in the background")
+    add_synthetic_option(verb)
     add_resource_args(verb, gpus=1)
 
 
@@ -69,39 +71,42 @@ def add_resource_args(verb: argparse.ArgumentParser, *, gpus: int) -> None:
 
 def _submit(args: argparse.Namespace) -> int:
     runs.check_name(args.name, of="run")
-    config = _make_paths_absolute(configs.compose(args.job, args.overrides, args.jobs))
     if args.local:
-        return _submit_locally(config, args)
+        return _submit_locally(args)
     cluster = _find_cluster(args.cluster, job=args.job, dry=args.dry)
-    plan = submit.make_plan(config, cluster, _read_request(args))
+    data = compose_job(args, cluster)
+    plan = submit.make_plan(data.config, cluster, _read_request(args))
     if args.dry:
-        return dry.print_submit(plan, config, args)
-    _require_data(config, args.jobs)
+        return dry.print_submit(plan, data, args)
+    count = require_data(data, jobs_dir=args.jobs, typed=args.typed)
     _check_against_slurm(plan)
-    run = runs.create_run(args.runs.absolute(), config, name=args.name, environ=os.environ, group=cluster.group)
+    run = runs.create_run(args.runs.absolute(), plan.config, name=args.name, environ=os.environ, group=cluster.group)
     try:
+        record_choices(run, data, plan)
         code = submit.snapshot_code(args.jobs, run / "code")
         (job,) = submit.submit(plan, [run], folder=run / "slurm", code=code)
     except BaseException:
         shutil.rmtree(run)
         raise
-    print(submit.describe(plan, run))
+    print(submit.describe(plan, run, **describe_choices(data, plan, count)))
     _print_submitted(f"Slurm job {job}", run)
     return 0
 
 
-def _submit_locally(config: TrainConfig, args: argparse.Namespace) -> int:
+def _submit_locally(args: argparse.Namespace) -> int:
+    data = compose_job(args, None)
     if not args.dry:
-        _require_data(config, args.jobs)
+        require_data(data, jobs_dir=args.jobs, typed=args.typed)
     if args.gpus < 1:
         raise UserError(f"--gpus {args.gpus}: a job needs at least one rank. Leave it out for one.")
     if args.dry:
-        run = args.runs.absolute() / config.job / (args.name or dry.NEW)
-        return dry.print_run(run, config, args.jobs, ranks=args.gpus)
+        run = args.runs.absolute() / args.job / (args.name or dry.NEW)
+        return dry.print_run(run, data.config, args.jobs, ranks=args.gpus)
     gpus = args.gpus if shutil.which("nvidia-smi") else 0
     time_min = clusters.parse_minutes(args.time or "30d")
-    run = runs.create_run(args.runs.absolute(), config, name=args.name, environ=os.environ)
+    run = runs.create_run(args.runs.absolute(), data.config, name=args.name, environ=os.environ)
     try:
+        record_choices(run, data)
         code = submit.snapshot_code(args.jobs, run / "code")
         job = submit.submit_locally(run, ranks=args.gpus, gpus=gpus, time_min=time_min, code=code)
     except BaseException:
@@ -130,6 +135,7 @@ def resubmit(run: Path, args: argparse.Namespace) -> int:
         hw=args.hw or previous["hw"],
         nodes=args.nodes or (previous["nodes"] if same_hw and not args.gpus else 0),
         time=args.time or (f"{previous['time_min']}m" if same_hw else ""),
+        keeps_micro_batch=True,
     )
     plan = submit.make_plan(config, cluster, request)
     if not args.dry:
@@ -168,22 +174,6 @@ def _find_cluster(wanted: str, *, job: str, dry: bool = False) -> clusters.Clust
 
 def _read_request(args: argparse.Namespace) -> submit.ResourceRequest:
     return submit.ResourceRequest(gpus=args.gpus, hw=args.hw, nodes=args.nodes, time=args.time)
-
-
-def _make_paths_absolute(config: TrainConfig) -> TrainConfig:
-    """Make paths absolute: the working folder on a node is not this one."""
-    path = str(Path(config.data.path).absolute()) if config.data.path else ""
-    return replace(config, data=replace(config.data, path=path, cache=str(Path(config.data.cache).absolute())))
-
-
-def _require_data(config: TrainConfig, jobs_dir: Path) -> None:
-    if not config.data.path and not config.data.synthetic:
-        raise UserError(
-            f"{config.job} needs data: data.path=FOLDER, or make submit JOB={config.job} DATA=FOLDER. "
-            f"What the folder should contain: {jobs_dir / config.family}/README.md"
-        )
-    if config.data.path and not Path(config.data.path).is_dir():
-        raise UserError(f"{config.data.path}: no such folder. Name a folder of raw files or of shards: DATA=FOLDER")
 
 
 def _check_against_slurm(plan: submit.Plan) -> None:
@@ -248,6 +238,7 @@ def _add_sweep(verbs: Verbs) -> None:
     verb.add_argument("--max-parallel", type=int, default=0, metavar="N", help="runs that train at once; default: all")
     verb.add_argument("--name", help="name of the sweep")
     verb.add_argument("--continue", dest="again", default="", metavar="SWEEP", help="submit the unfinished runs again")
+    add_synthetic_option(verb)
     add_trust_option(verb)
     add_resource_args(verb, gpus=1)
 
@@ -258,12 +249,12 @@ def _run_sweep(args: argparse.Namespace) -> int:
     if not args.job or not args.sweep:
         raise UserError('Name a job and what varies: trainyard sweep JOB --sweep "optimizer.lr=1e-4,3e-4 seed=0,1,2"')
     cluster = _find_cluster(args.cluster, job=args.job, dry=args.dry)
-    config = _make_paths_absolute(configs.compose(args.job, args.overrides, args.jobs))
-    plan = submit.make_plan(config, cluster, _read_request(args))
-    fixed = [*args.overrides, f"data.path={config.data.path}", f"data.cache={config.data.cache}"]
+    data = compose_job(args, cluster)
+    plan = submit.make_plan(data.config, cluster, _read_request(args))
+    fixed = [*args.overrides, *data.overrides]
     if args.dry:
-        return dry.print_sweep(plan, fixed, _read_request(args), args)
-    _require_data(config, args.jobs)
+        return dry.print_sweep(plan, data, fixed, _read_request(args), args)
+    count = require_data(data, jobs_dir=args.jobs, typed=args.typed)
     _check_against_slurm(plan)
     sweep = sweeps.create(
         args.job,
@@ -276,14 +267,19 @@ def _run_sweep(args: argparse.Namespace) -> int:
         group=cluster.group,
     )
     try:
-        for element in sweep.elements:  # a value that varies may be impossible on this GPU type
-            submit.make_plan(configs.thaw(element.run / runs.CONFIG, args.jobs), cluster, _read_request(args))
+        request = replace(_read_request(args), hw=plan.hw)
+        settle_elements(
+            [element.run for element in sweep.elements],
+            data,
+            lambda config: replace(submit.make_plan(config, cluster, request), why_hw=plan.why_hw),
+            args.jobs,
+        )
         code = submit.snapshot_code(args.jobs, sweep.folder / "code")
         jobs = _submit_elements(sweep, sweep.elements, plan, code, args.max_parallel)
     except BaseException:
         sweeps.discard(sweep)
         raise
-    print(submit.describe(plan, sweep.folder))
+    print(submit.describe(plan, sweep.folder, **describe_choices(data, plan, count)))
     _print_sweep(sweep, jobs)
     return 0
 
@@ -299,7 +295,11 @@ def _continue_sweep(args: argparse.Namespace) -> int:
     submission = read_submission(unfinished[0].run)
     cluster = _find_cluster(args.cluster or submission["cluster_file"], job=sweep.job, dry=args.dry)
     request = submit.ResourceRequest(
-        submission["gpus"], args.hw or submission["hw"], args.nodes, args.time or f"{submission['time_min']}m"
+        submission["gpus"],
+        args.hw or submission["hw"],
+        args.nodes,
+        args.time or f"{submission['time_min']}m",
+        keeps_micro_batch=True,
     )
     plan = submit.make_plan(configs.thaw(unfinished[0].run / runs.CONFIG, args.jobs), cluster, request)
     code = submit.Code(Path(submission["code"]), Path(submission["jobs"]))

@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from trainyard import config as configs
+from trainyard.cli.choices import describe_choices
 from trainyard.data.prepare import find_raw, is_packed
 from trainyard.launch import submit, sweep
+from trainyard.launch.choose_data import DataChoice
 from trainyard.runs.folder import check_name
 from trainyard.runs.manifest import list_checkpoints
 from trainyard.runs.sweep_file import FOLDER
@@ -41,17 +43,17 @@ def print_run(run: Path, config: TrainConfig, jobs_dir: Path, *, ranks: int) -> 
     return 0
 
 
-def print_submit(plan: submit.Plan, config: TrainConfig, args: argparse.Namespace) -> int:
+def print_submit(plan: submit.Plan, data: DataChoice, args: argparse.Namespace) -> int:
     """Print what `submit` would submit."""
-    run = args.runs.absolute() / config.job / (args.name or NEW)
-    print_submission(plan, {run: ""}, folder=run / "slurm", code=name_code(args.jobs, run / "code"))
-    if not config.data.path and not config.data.synthetic:
-        print("To submit, this job needs DATA=folder.", file=sys.stderr)
+    run = args.runs.absolute() / plan.job / (args.name or NEW)
+    print_submission(plan, {run: ""}, folder=run / "slurm", code=name_code(args.jobs, run / "code"), data=data)
+    if not data.value:
+        print("To submit, this job needs DATA=folder, or SYNTHETIC=1.", file=sys.stderr)
     return 0
 
 
 def print_sweep(
-    plan: submit.Plan, fixed: Sequence[str], request: submit.ResourceRequest, args: argparse.Namespace
+    plan: submit.Plan, data: DataChoice, fixed: Sequence[str], request: submit.ResourceRequest, args: argparse.Namespace
 ) -> int:
     """Print the array that `sweep` would submit, and the options of each of its runs.
 
@@ -66,19 +68,26 @@ def print_sweep(
         runs[root / args.job / sweep.name_run(name, index)] = " ".join(own)
     folder = root / FOLDER / name
     code = name_code(args.jobs, folder / "code")
-    return print_submission(plan, runs, folder=folder / "slurm", code=code, parallel=args.max_parallel)
+    return print_submission(plan, runs, folder=folder / "slurm", code=code, parallel=args.max_parallel, data=data)
 
 
 def print_submission(
-    plan: submit.Plan, runs: Mapping[Path, str], *, folder: Path, code: submit.Code, parallel: int = 0
+    plan: submit.Plan,
+    runs: Mapping[Path, str],
+    *,
+    folder: Path,
+    code: submit.Code,
+    parallel: int = 0,
+    data: DataChoice | None = None,
 ) -> int:
     """Print the plan and the batch script of a submission.
 
     Args:
         runs: each with the options that are its own; several are one array.
         folder, code, parallel: as for `submit.submit`.
+        data: as chosen for new runs; existing ones keep theirs.
     """
-    print(submit.describe(plan, folder.parent))
+    print(submit.describe(plan, folder.parent, **(describe_choices(data, plan) if data else {})))
     if len(runs) > 1:
         print("\n".join(f"{'run':<10} {run.name}  {own}" for run, own in runs.items()))
     print(f"\n{submit.render_batch_script(plan, list(runs), folder=folder, code=code, parallel=parallel)}")

@@ -11,9 +11,11 @@ from loguru import logger
 
 from trainyard import config as configs
 from trainyard.cli import cluster, dry
+from trainyard.cli.choices import add_synthetic_option, record_choices
 from trainyard.cli.verb import Verbs, add_dry_option, add_trust_option, add_verb
 from trainyard.errors import UserError
 from trainyard.files import limit_writers
+from trainyard.launch.choose_data import DataChoice, choose_data, refuse_no_data
 from trainyard.runs import changes
 from trainyard.runs import folder as runs
 from trainyard.runs.lock import RunLock, release
@@ -28,6 +30,7 @@ def add_run(verbs: Verbs) -> None:
     verb.add_argument("job", help="preset, such as fingerprint_demo: trainyard jobs")
     verb.add_argument("overrides", nargs="*", metavar="OPTION=VALUE", help="trainyard options JOB lists them")
     verb.add_argument("--name", help="name of the run's folder; the same name again resumes that run")
+    add_synthetic_option(verb)
     _add_ranks(verb)
     add_dry_option(verb)
 
@@ -50,19 +53,34 @@ def _run(args: argparse.Namespace) -> int:
     count = _count_ranks(args)
     _refuse_impossible(config, count)
     if args.dry:
-        return _print_run(run or args.runs / args.job / dry.NEW, config, args, count)
+        return _print_run(run or args.runs / args.job / dry.NEW, _choose_data(config, args).config, args, count)
     if not _is_main():  # started by torchrun or srun: rank 0 creates the folder
         return _train(_wait_for_run(args.runs / args.job / _require_name(args)), args, count)
     if _is_launched():
         _require_name(args)
-    config = prepare_data(config, args.jobs)
+    data = _choose_data(config, args)
+    config = prepare_data(data.config, args.jobs)
     if run is not None and (run / runs.CONFIG).is_file():
         with limit_writers(), RunLock(run, break_other_host=args.break_lock):
             changes.refuse_changes(run)
             _apply_changes(run, configs.thaw(run / runs.CONFIG, args.jobs), config)
     else:
         run = runs.create_run(args.runs, config, name=args.name, environ=os.environ)
+        record_choices(run, data)
     return _train(run, args, count)
+
+
+def _choose_data(config: TrainConfig, args: argparse.Namespace) -> DataChoice:
+    data = choose_data(
+        config,
+        overrides=args.overrides,
+        wants_synthetic=args.synthetic,
+        cluster=None,
+        jobs_dir=args.jobs,
+        environ=os.environ,
+    )
+    refuse_no_data(data, jobs_dir=args.jobs, typed=args.typed)
+    return data
 
 
 def _print_run(run: Path, config: TrainConfig, args: argparse.Namespace, count: int) -> int:

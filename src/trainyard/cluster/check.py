@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from trainyard.cluster import query as slurm
-from trainyard.cluster.description import Cluster, GpuNodes, format_minutes, parse_minutes
+from trainyard.cluster.description import SYNTHETIC, Cluster, GpuNodes, format_minutes, parse_minutes
 from trainyard.cluster.query import NodeKind, Partition, SlurmError
 from trainyard.hardware import choose_image_target, get_gpu
 from trainyard.text import suggest_nearest
@@ -33,7 +33,7 @@ def check_cluster(cluster: Cluster) -> list[Finding]:
     Raises:
         SlurmError: the controller stopped answering in between.
     """
-    findings = [*_check_folders(cluster), *_check_python(cluster), *_check_container(cluster)]
+    findings = [*_check_folders(cluster), *_check_data(cluster), *_check_python(cluster), *_check_container(cluster)]
     if reason := slurm.explain_absence():
         return [*findings, Finding("wrong", "Slurm", reason, "Check on a login node of the cluster.")]
     settings, partitions = slurm.query_settings(), slurm.query_partitions()
@@ -67,6 +67,14 @@ def _check_folders(cluster: Cluster) -> Iterator[Finding]:
             yield Finding("ok", "shared", f"{folder} is here.")
         else:
             yield Finding("wrong", "shared", f"{folder} is not a folder here.", "Correct the path, or remove it.")
+
+
+def _check_data(cluster: Cluster) -> Iterator[Finding]:
+    for name, root in cluster.data.items():
+        if root != SYNTHETIC and Path(root).is_dir():
+            yield Finding("ok", f"data.{name}", f"{root} is here.")
+        elif root != SYNTHETIC:
+            yield Finding("wrong", f"data.{name}", f"{root} is not a folder here.", "Correct the path, or remove it.")
 
 
 def _check_python(cluster: Cluster) -> Iterator[Finding]:

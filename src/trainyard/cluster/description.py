@@ -19,6 +19,9 @@ from trainyard.text import suggest_nearest
 CARDS = ("cpu", *(gpu.key for gpu in GPUS))
 """Values of `card`."""
 
+SYNTHETIC = "synthetic"
+"""Value of a data root: samples that the job synthesizes."""
+
 _T = TypeVar("_T")
 
 
@@ -84,6 +87,14 @@ class Cluster:
     scratch: str = ""
     group: str = ""  # whose members may write into run folders; "": only their owners
     attempts: Attempts = field(default_factory=Attempts)
+    data: dict[str, str] = field(default_factory=dict)  # by job or family: an absolute path, or SYNTHETIC
+
+
+@dataclass(frozen=True, kw_only=True)
+class UserFile:
+    """What a user states for all clusters: trainyard.yaml in the user's configuration folder."""
+
+    data: dict[str, str] = field(default_factory=dict)  # as in a cluster file
 
 
 def load_cluster(path: Path) -> Cluster:
@@ -101,6 +112,16 @@ def load_cluster(path: Path) -> Cluster:
         given, missing = ("kind", "image") if cluster.container.kind else ("image", "kind")
         raise ClusterError(f"{path}: container.{missing}: is empty, but container.{given} is given. Give both or none.")
     return cluster
+
+
+def load_user_file(path: Path) -> UserFile:
+    """Read a user's own file, as strictly as a cluster file; an empty one says nothing.
+
+    Raises:
+        ClusterError: as for `load_cluster`.
+    """
+    root = _compose_yaml(path)
+    return UserFile() if root is None else _build_dataclass(UserFile, root, "")
 
 
 def find_cluster(wanted: str, folder: Path, slurm_name: str | None) -> Cluster:
@@ -178,13 +199,18 @@ def _list_clusters(files: dict[str, Path], folder: Path) -> str:
 def _parse_yaml(path: Path) -> yaml.Node:
     if not path.is_file():
         raise ClusterError(f"{path}: no such cluster file. Start from one of slurm/examples/.")
-    with path.open(encoding="utf-8") as file:
-        try:
-            root = yaml.compose(file, Loader=yaml.SafeLoader)
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise ClusterError(_describe_yaml_error(path, error)) from None
+    root = _compose_yaml(path)
     if root is None:
         raise ClusterError(f"{path}: is empty. Start from one of slurm/examples/.")
+    return root
+
+
+def _compose_yaml(path: Path) -> yaml.Node | None:
+    with path.open(encoding="utf-8") as file:
+        try:
+            root: yaml.Node | None = yaml.compose(file, Loader=yaml.SafeLoader)
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise ClusterError(_describe_yaml_error(path, error)) from None
     return root
 
 
@@ -325,6 +351,13 @@ def _check_folders(folders: list[str]) -> str:
     return f"expected absolute paths such as /home, found '{relative[0]}'." if relative else ""
 
 
+def _check_roots(roots: dict[str, str]) -> str:
+    for name, root in roots.items():
+        if root != SYNTHETIC and not root.startswith("/"):
+            return f"expected an absolute path such as /data/prints, or {SYNTHETIC}, for {name}, found '{root}'."
+    return ""
+
+
 def _check_scratch(folder: str) -> str:
     """Check a path that the batch script puts in double quotes, so that variables of the node are expanded."""
     variable = r"\$([A-Za-z_]\w*|\{[A-Za-z_]\w*\})"
@@ -380,6 +413,7 @@ _CHECKS: dict[str, Callable[[Any], str]] = {
     "sbatch": _check_sbatch,
     "kind": _require_one_of("", "apptainer", "pyxis"),
     "image": _check_image,
+    "data": _check_roots,
     "scratch": _check_scratch,
     **dict.fromkeys(("preempted", "time_limit", "node_failure", "crash", "disk_full"), _require_at_least(0)),
 }

@@ -113,6 +113,22 @@ def prepare_data(config: TrainConfig, jobs_dir: Path, *, hook: Callable[[], None
     return replace(config, data=replace(config.data, path=str(packed)))
 
 
+def count_samples(config: TrainConfig, jobs_dir: Path) -> int:
+    """Return how many samples `data.path` has: what its index says, or how many the family lists of raw files.
+
+    Raises:
+        UserError: the shards are damaged or of another family, or the family refuses the raw files.
+    """
+    from trainyard.data.index import read_index
+
+    folder = Path(config.data.path)
+    if is_packed(config):
+        index = read_index(folder)
+        index.check_family(config.family)
+        return index.count
+    return sum(1 for _ in load_family(jobs_dir, config.family, "pack").samples(folder, config))
+
+
 def is_packed(config: TrainConfig) -> bool:
     """Return whether `data.path` contains shards."""
     return bool(config.data.path) and (Path(config.data.path) / "index.h5").is_file()

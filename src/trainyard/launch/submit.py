@@ -22,13 +22,13 @@ from trainyard.cluster import query as slurm
 from trainyard.cluster.description import Cluster, GpuNodes, format_minutes, parse_minutes
 from trainyard.errors import UserError
 from trainyard.files import limit_writers, write_atomically, write_json
-from trainyard.hardware import Precision, choose_image_target, choose_precision, get_gpu
+from trainyard.hardware import Precision, choose_image_target, get_gpu
+from trainyard.launch.choose_gpu import choose_gpu
 from trainyard.launch.rank_task import RankTask
 from trainyard.masking import find_secrets
 from trainyard.runs.folder import SUBMISSION
 from trainyard.runs.state import render_exit_codes
 from trainyard.settings import TrainConfig
-from trainyard.text import suggest_nearest
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _CODE_LIMIT_MIB = 64
@@ -43,13 +43,14 @@ class ResourceRequest:
     hw: str = ""  # key of the cluster's `gpus`
     nodes: int = 0
     time: str = ""  # as `cluster.description.minutes` reads it
+    keeps_micro_batch: bool = False  # for a run that exists
 
 
 @dataclass(frozen=True)
 class Plan:
     """Everything that is requested from Slurm, and what it means for training."""
 
-    job: str
+    config: TrainConfig  # with the micro-batch that was chosen
     cluster: Cluster
     hw: str
     kind: GpuNodes
@@ -63,6 +64,12 @@ class Plan:
     precision: Precision
     why_hw: str
     why_time: str
+    why_micro_batch: str
+
+    @property
+    def job(self) -> str:
+        """Return the preset."""
+        return self.config.job
 
     @property
     def ranks_per_node(self) -> int:
@@ -88,40 +95,36 @@ def make_plan(config: TrainConfig, cluster: Cluster, request: ResourceRequest) -
     """Choose partition, nodes, time and micro-batch size. A pure function of its arguments: does not query Slurm.
 
     Raises:
-        UserError: the cluster has no such GPU type, too few of them, or allows less time.
+        UserError: the cluster has no such GPU type, too few of them, none that can hold the job, or allows less time.
     """
-    hw, why_hw = _choose_hw(cluster, request)
-    kind = cluster.gpus[hw]
-    nodes = _choose_nodes(hw, kind, request)
-    time_min, why_time = _choose_time(hw, kind, cluster, request)
-    card = get_gpu(kind.card)
+    if request.gpus < 1:
+        raise UserError(f"GPUS={request.gpus}: a job needs at least one GPU.")
     share = -(-config.global_batch_size // request.gpus)
-    micro = min(config.micro_batch_size or share, share)
+    chosen = choose_gpu(config, cluster, gpus=request.gpus, hw=request.hw, keeps_micro_batch=request.keeps_micro_batch)
+    kind = cluster.gpus[chosen.hw]
+    nodes = _choose_nodes(chosen.hw, kind, request)
+    time_min, why_time = _choose_time(chosen.hw, kind, cluster, request)
     return Plan(
-        job=config.job,
+        config=chosen.config,
         cluster=cluster,
-        hw=hw,
+        hw=chosen.hw,
         kind=kind,
         gpus=request.gpus,
         nodes=nodes,
         time_min=time_min,
         signal_s=min(cluster.signal_delay_s, time_min * 60 // 4),
         global_batch=config.global_batch_size,
-        micro_batch=micro,
-        accumulation_steps=-(-share // micro),
-        precision=choose_precision(
-            None if card is None else card.sm,
-            precision=config.precision,
-            channels_last=config.channels_last,
-            compile=config.compile,
-        ),
-        why_hw=why_hw,
+        micro_batch=chosen.micro_batch,
+        accumulation_steps=-(-share // chosen.micro_batch),
+        precision=chosen.precision,
+        why_hw=chosen.why_hw,
         why_time=why_time,
+        why_micro_batch=chosen.why_micro_batch,
     )
 
 
-def describe(plan: Plan, run: Path | None) -> str:
-    """Format the plan for one screen."""
+def describe(plan: Plan, run: Path | None, **notes: str) -> str:
+    """Format the plan for one screen; `notes` are more rows, by their names."""
     card = get_gpu(plan.kind.card)
     devices = f"{plan.gpus} x {card.name if card else 'CPU rank'}"
     location = f"{plan.nodes} node{'s' * (plan.nodes > 1)} of partition {plan.kind.partition} on {plan.cluster.name}"
@@ -143,14 +146,16 @@ def describe(plan: Plan, run: Path | None) -> str:
         "job": f"{plan.job}",
         "hardware": f"{devices}, {location}  ({plan.why_hw})",
         "batch": batch if is_even else f"{batch}, the last ones smaller",
+        "micro-batch": f"{plan.micro_batch}  ({plan.why_micro_batch})",
         "precision": f"{', '.join(switches)}  ({policy.reasons['dtype']})",
         "per node": f"{plan.ranks_per_node} ranks, {cores} cores each, {memory_gib} GiB",
         "time": f"{format_minutes(plan.time_min)}, warned {plan.signal_s} s before the end  ({plan.why_time})",
         "restarts": restarts,
         "runs in": _name_container_image(plan) or plan.cluster.python or sys.executable,
+        **notes,
         **({"folder": str(run)} if run is not None else {}),
     }
-    return "\n".join(f"{name:<10} {value}" for name, value in rows.items())
+    return "\n".join(f"{name:<11} {value}" for name, value in rows.items())
 
 
 @limit_writers()
@@ -285,32 +290,6 @@ def check_paths(cluster: Cluster, paths: Sequence[Path]) -> None:
 
 
 # Choosing
-
-
-def _choose_hw(cluster: Cluster, request: ResourceRequest) -> tuple[str, str]:
-    if request.gpus < 1:
-        raise UserError(f"GPUS={request.gpus}: a job needs at least one GPU.")
-    if request.hw:
-        if request.hw not in cluster.gpus:
-            raise UserError(_describe_unknown_hw(cluster, request.hw))
-        return request.hw, "requested"
-    for hw, kind in cluster.gpus.items():
-        if kind.per_node * kind.nodes >= request.gpus:
-            return hw, f"the first type in {cluster.path.name} that has {request.gpus}: {', '.join(cluster.gpus)}"
-    raise UserError(
-        f"{request.gpus} GPUs requested, but no GPU type of {cluster.name} has that many: {_list_hardware(cluster)}."
-    )
-
-
-def _describe_unknown_hw(cluster: Cluster, wanted: str) -> str:
-    hint = suggest_nearest(wanted.lower(), cluster.gpus)
-    return (
-        f"HW={wanted}: {cluster.name} has no such GPU type.{hint} It has: {_list_hardware(cluster)} ({cluster.path})."
-    )
-
-
-def _list_hardware(cluster: Cluster) -> str:
-    return ", ".join(f"{hw} ({kind.nodes} x {kind.per_node})" for hw, kind in cluster.gpus.items())
 
 
 def _choose_nodes(hw: str, kind: GpuNodes, request: ResourceRequest) -> int:

@@ -86,6 +86,29 @@ def require_trust(
                 raise UntrustedRun(_describe(faults, path, executed=_list_executed(root), command=command))
 
 
+def require_own_file(file: Path, *, purpose: str) -> None:
+    """Refuse a file of this user's if another user owns it, or others can change it.
+
+    Args:
+        purpose: what the file decides, for the message.
+
+    Raises:
+        UntrustedRun: says who, and what to type.
+    """
+    place = file.resolve()
+    faults = list(_find_faults(place, place.stat(), [os.geteuid(), _ROOT]))
+    if faults:
+        close = (
+            ""
+            if {fault.kind for fault in faults} != {"mode"}
+            else f"close it: chmod go-w {shlex.quote(str(place))}, or "
+        )
+        raise UntrustedRun(
+            f"{file}: {faults[0].words}. It decides {purpose}, so it must be yours alone. Read it, then {close}move it "
+            f"away and write your own: mv {shlex.quote(str(place))} {shlex.quote(f'{place}.old')}"
+        )
+
+
 def _require_writable(root: Path) -> None:
     """Refuse a folder in which this user cannot replace the files of its owner, as every attempt does."""
     status = root.stat()

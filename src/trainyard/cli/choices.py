@@ -1,0 +1,76 @@
+"""What is chosen before a job is submitted: shown to the user, and recorded in the run with its reason."""
+
+import argparse
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from trainyard import config as configs
+from trainyard.cli.verb import find_project_folder
+from trainyard.cluster.description import Cluster
+from trainyard.files import limit_writers
+from trainyard.launch.choose_data import DataChoice, choose_data
+from trainyard.launch.decoding_need import describe_decoding
+from trainyard.launch.submit import Plan
+from trainyard.runs.folder import CONFIG, update_env
+from trainyard.settings import TrainConfig
+
+
+def add_synthetic_option(verb: argparse.ArgumentParser) -> None:
+    """Add the flag that asks for generated samples."""
+    verb.add_argument("--synthetic", action="store_true", help="train on a few generated samples, to try it out")
+
+
+def compose_job(args: argparse.Namespace, cluster: Cluster | None) -> DataChoice:
+    """Compose the job that was typed, choose its data, and make its paths absolute: a node works in another folder."""
+    return choose_data(
+        _make_paths_absolute(configs.compose(args.job, args.overrides, args.jobs)),
+        overrides=args.overrides,
+        wants_synthetic=args.synthetic,
+        cluster=cluster,
+        jobs_dir=args.jobs,
+        environ=os.environ,
+    )
+
+
+def describe_choices(data: DataChoice, plan: Plan, count: int | None = None) -> dict[str, str]:
+    """Return what a plan does not know, by the names of its rows: the data, and the cores that decode it.
+
+    Args:
+        count: samples, if they were counted.
+    """
+    counted = "" if count is None or not data.config.data.path else f", {count:,} samples"
+    kind, results = plan.kind, find_project_folder("benchmarks")
+    return {
+        "data": f"{data.value}{counted}  ({data.reason})" if data.value else "none",
+        "decoding": describe_decoding(plan.job, card=kind.card, cores=kind.cores_per_gpu, results=results),
+    }
+
+
+def record_choices(run: Path, data: DataChoice, plan: Plan | None = None) -> None:
+    """Record in a new run what was chosen before it was submitted; its attempts add what they choose on the node."""
+    choices = {"data_root": (data.value, data.reason)}
+    if plan is not None:
+        choices["gpu_type"] = (plan.hw, plan.why_hw)
+        choices["planned_micro_batch_size"] = (str(plan.micro_batch), plan.why_micro_batch)
+    with limit_writers():
+        update_env(run, "choices", {name: {"value": value, "reason": why} for name, (value, why) in choices.items()})
+
+
+def settle_elements(
+    runs: list[Path], data: DataChoice, plan_run: Callable[[TrainConfig], Plan], jobs_dir: Path
+) -> None:
+    """Plan each run of a sweep, whose values may be impossible on this GPU type, and record what that chose."""
+    for run in runs:
+        config = configs.thaw(run / CONFIG, jobs_dir)
+        plan = plan_run(config)
+        if plan.config != config:
+            with limit_writers():
+                configs.freeze(plan.config, run / CONFIG)
+        record_choices(run, data, plan)
+
+
+def _make_paths_absolute(config: TrainConfig) -> TrainConfig:
+    path = str(Path(config.data.path).absolute()) if config.data.path else ""
+    return replace(config, data=replace(config.data, path=path, cache=str(Path(config.data.cache).absolute())))

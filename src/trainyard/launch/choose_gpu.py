@@ -1,0 +1,228 @@
+"""Chooses the GPU type and the micro-batch of a job, from what its preset says it needs (`settings.NeedsSettings`).
+
+How much memory another micro-batch needs has not been measured. Weights and optimizer take the same for any size, so a
+smaller micro-batch needs at least its proportion of the stated memory: with less than that a type is refused, with more
+it may still be too little, and the reason says so.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from trainyard.cluster.description import Cluster, GpuNodes
+from trainyard.errors import UserError
+from trainyard.hardware import GPUS, Gpu, Precision, choose_precision, get_gpu
+from trainyard.settings import TrainConfig
+from trainyard.text import join_names, suggest_nearest
+
+
+@dataclass(frozen=True)
+class GpuChoice:
+    """A GPU type, and what follows from it for training."""
+
+    config: TrainConfig  # with the micro-batch that was chosen
+    hw: str
+    why_hw: str
+    micro_batch: int  # samples
+    why_micro_batch: str
+    precision: Precision
+
+
+def choose_gpu(
+    config: TrainConfig, cluster: Cluster, *, gpus: int, hw: str = "", keeps_micro_batch: bool = False
+) -> GpuChoice:
+    """Choose the type of `gpus` GPUs, or check the one that was requested as `hw`.
+
+    Without a request: the first type that has enough, among those with the card that the preset was written for, then
+    among all. If none has enough memory, the micro-batch is halved until one has, where results do not depend on it.
+
+    Args:
+        keeps_micro_batch: the run exists, so its micro-batch cannot change.
+
+    Raises:
+        UserError: no type fits, or not the one requested; says what to type.
+    """
+    if hw and hw not in cluster.gpus:
+        raise UserError(_describe_unknown_hw(cluster, hw))
+    _refuse_unknown_card(config)
+    if hw:
+        return _check_requested(config, cluster, gpus, hw, keeps_micro_batch=keeps_micro_batch)
+    enough = {name: kind for name, kind in cluster.gpus.items() if kind.per_node * kind.nodes >= gpus}
+    if not enough:
+        raise UserError(
+            f"{gpus} GPUs requested, but no GPU type of {cluster.name} has that many: {list_hardware(cluster)}."
+        )
+    preferred = [name for name, kind in enough.items() if _is_card(get_gpu(kind.card), config.needs.card)]
+    passed: dict[str, str] = {}
+    for name in [*preferred, *(name for name in enough if name not in preferred)]:
+        passed[name] = _explain_misfit(config, enough[name], gpus)
+        if not passed[name]:
+            return _accept(config, enough[name], gpus, name, _explain_first(config, cluster, gpus, name, passed))
+    for name, kind in enough.items():
+        smaller = None if keeps_micro_batch else _shrink_micro_batch(config, kind, gpus)
+        if smaller is not None:
+            return _accept(smaller, kind, gpus, name, f"no type has more: {_list_misfits(passed)}", halved_from=config)
+    raise UserError(
+        f"{_describe_needs(config)}, and no GPU type of {cluster.name} with {gpus} GPUs has that: "
+        f"{_list_misfits(passed)}. {_advise(config, cluster, gpus, next(iter(enough)), keeps_micro_batch)}"
+    )
+
+
+def list_hardware(cluster: Cluster) -> str:
+    """List the types of a cluster for a message."""
+    return ", ".join(f"{hw} ({kind.nodes} x {kind.per_node})" for hw, kind in cluster.gpus.items())
+
+
+def _check_requested(
+    config: TrainConfig, cluster: Cluster, gpus: int, hw: str, *, keeps_micro_batch: bool
+) -> GpuChoice:
+    kind = cluster.gpus[hw]
+    _choose_precision(config, kind)  # or say why it is impossible there
+    if not (misfit := _explain_misfit(config, kind, gpus)):
+        return _accept(config, kind, gpus, hw, "requested")
+    if not keeps_micro_batch and (smaller := _shrink_micro_batch(config, kind, gpus)) is not None:
+        return _accept(smaller, kind, gpus, hw, "requested", halved_from=config)
+    raise UserError(
+        f"HW={hw}: {_describe_needs(config)}, but {hw} {misfit}. "
+        f"{_advise(config, cluster, gpus, hw, keeps_micro_batch)}"
+    )
+
+
+def _accept(
+    config: TrainConfig, kind: GpuNodes, gpus: int, hw: str, why: str, *, halved_from: TrainConfig | None = None
+) -> GpuChoice:
+    size = _compute_micro_batch(config, gpus)
+    needs, has_gib = config.needs, _read_memory_gib(kind)
+    reason = "stated by the preset or typed" if config.micro_batch_size else "a rank's whole share of the global batch"
+    if halved_from is not None:
+        reason = f"halved from {_compute_micro_batch(halved_from, gpus)}: results do not depend on it"
+    if has_gib < _read_needed_gib(config):
+        reason += (
+            f"; {hw} has {has_gib:g} GiB, and {_read_needed_gib(config):g} are stated for {needs.micro_batch_size}: "
+            f"whether {size} fit was not measured"
+        )
+    return GpuChoice(config, hw, why, size, reason, _choose_precision(config, kind))
+
+
+# What a job needs
+
+
+def _read_needed_gib(config: TrainConfig) -> float:
+    """Return the memory that the preset states, or that of the card it was written for; 0: nothing is known."""
+    if config.needs.memory_gib or not config.needs.card:
+        return config.needs.memory_gib
+    return min(gpu.memory_gib for gpu in GPUS if _is_card(gpu, config.needs.card))
+
+
+def _explain_misfit(config: TrainConfig, kind: GpuNodes, gpus: int) -> str:
+    """Return why a type cannot run the job, as a predicate; "" if it may."""
+    needs_gib, has_gib = _compute_least_gib(config, gpus), _read_memory_gib(kind)
+    if has_gib < needs_gib:
+        return f"has {has_gib:g} GiB"
+    try:
+        _choose_precision(config, kind)
+    except UserError as error:
+        return f"cannot: {str(error).partition('. ')[0]}"
+    return ""
+
+
+def _compute_least_gib(config: TrainConfig, gpus: int) -> float:
+    """Return the least memory that this micro-batch can need: at the stated size or above, what is stated."""
+    stated_size = config.needs.micro_batch_size
+    share = min(1.0, _compute_micro_batch(config, gpus) / stated_size) if stated_size else 1.0
+    return _read_needed_gib(config) * share
+
+
+def _compute_micro_batch(config: TrainConfig, gpus: int) -> int:
+    share = -(-config.global_batch_size // gpus)
+    return min(config.micro_batch_size or share, share)
+
+
+def _shrink_micro_batch(config: TrainConfig, kind: GpuNodes, gpus: int, *, told: bool = False) -> TrainConfig | None:
+    """Return the config with the micro-batch halved until the type may hold it; None if results depend on its size.
+
+    Args:
+        told: halve it although they do, for a line that a user may type.
+    """
+    if not config.needs.micro_batch_size or (config.explain_batch_dependence() and not told):
+        return None
+    smaller = replace(config, micro_batch_size=_compute_micro_batch(config, gpus))
+    while _explain_misfit(smaller, kind, gpus):
+        if smaller.micro_batch_size == 1:
+            return None
+        smaller = replace(smaller, micro_batch_size=smaller.micro_batch_size // 2)
+    return smaller
+
+
+def _read_memory_gib(kind: GpuNodes) -> float:
+    """Return the memory of one GPU; a rank on the CPU has what the cluster file gives it."""
+    card = get_gpu(kind.card)
+    return kind.memory_gib_per_gpu if card is None else card.memory_gib
+
+
+def _choose_precision(config: TrainConfig, kind: GpuNodes) -> Precision:
+    card = get_gpu(kind.card)
+    return choose_precision(
+        None if card is None else card.sm,
+        precision=config.precision,
+        channels_last=config.channels_last,
+        compile=config.compile,
+    )
+
+
+def _is_card(gpu: Gpu | None, card: str) -> bool:
+    """Return whether a GPU is this card, or of this kind: p100-16 is p100-16-pcie and p100-16-sxm."""
+    return gpu is not None and bool(card) and f"{gpu.key}-".startswith(f"{card}-")
+
+
+def _refuse_unknown_card(config: TrainConfig) -> None:
+    card = config.needs.card
+    if card and not any(_is_card(gpu, card) for gpu in GPUS):
+        keys = [gpu.key for gpu in GPUS]
+        raise UserError(
+            f"needs.card={card}: no such card.{suggest_nearest(card, keys)} Cards, or the beginning of one: "
+            f"{', '.join(keys)}."
+        )
+
+
+# Sentences
+
+
+def _describe_needs(config: TrainConfig) -> str:
+    needs = config.needs
+    size = f" for micro-batches of {needs.micro_batch_size}" if needs.micro_batch_size else ""
+    written = f" (it was written for {needs.card})" if needs.card else ""
+    return f"{config.job} needs {_read_needed_gib(config):g} GiB per GPU{size}{written}"
+
+
+def _explain_first(config: TrainConfig, cluster: Cluster, gpus: int, hw: str, passed: dict[str, str]) -> str:
+    needed = f" and {_compute_least_gib(config, gpus):g} GiB" if _read_needed_gib(config) else ""
+    if _is_card(get_gpu(cluster.gpus[hw].card), config.needs.card):
+        return f"the card that {config.job} was written for, {config.needs.card}"
+    misfits = _list_misfits(passed)
+    rest = f"; {misfits}" if misfits else f": {', '.join(cluster.gpus)}"
+    return f"the first type in {cluster.path.name} that has {gpus}{needed}{rest}"
+
+
+def _list_misfits(passed: dict[str, str]) -> str:
+    return join_names([f"{hw} {misfit}" for hw, misfit in passed.items() if misfit])
+
+
+def _advise(config: TrainConfig, cluster: Cluster, gpus: int, hw: str, keeps_micro_batch: bool) -> str:
+    """Say what to type instead: another type, a smaller micro-batch, or that the need is wrong."""
+    lines = list(_list_fitting(config, cluster, gpus))
+    smaller = None if keeps_micro_batch else _shrink_micro_batch(config, cluster.gpus[hw], gpus, told=True)
+    if smaller is not None and (dependence := config.explain_batch_dependence()):
+        lines.append(f"micro_batch_size={smaller.micro_batch_size} with HW={hw}, which trains otherwise: {dependence}")
+    lines.append("needs.memory_gib=0 needs.card= to try it as it is")
+    return f"Type {', or '.join(lines)}."
+
+
+def _list_fitting(config: TrainConfig, cluster: Cluster, gpus: int) -> Iterator[str]:
+    for name, kind in cluster.gpus.items():
+        if kind.per_node * kind.nodes >= gpus and not _explain_misfit(config, kind, gpus):
+            yield f"HW={name}"
+
+
+def _describe_unknown_hw(cluster: Cluster, wanted: str) -> str:
+    hint = suggest_nearest(wanted.lower(), cluster.gpus)
+    return f"HW={wanted}: {cluster.name} has no such GPU type.{hint} It has: {list_hardware(cluster)} ({cluster.path})."

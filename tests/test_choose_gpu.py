@@ -1,0 +1,133 @@
+"""Which GPU type and micro-batch a job gets: from what its preset needs, never from numbers of another card."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.slurm.test_dry import GOLDEN
+from tests.test_choose_data import JOBS
+from tests.training import FAMILIES
+from trainyard import config as configs
+from trainyard.cluster.description import CARDS, load_cluster
+from trainyard.errors import UserError
+from trainyard.launch.decoding_need import describe_decoding
+from trainyard.launch.submit import Plan, ResourceRequest, make_plan
+from trainyard.settings import NeedsSettings
+
+CLUSTER = load_cluster(GOLDEN / "cluster.yaml")  # p100, 2080ti, a5000 and a100, in this order
+
+
+def plan(job: str, *overrides: str, jobs: Path = JOBS, **request: object) -> Plan:
+    return make_plan(configs.compose(job, overrides, jobs), CLUSTER, ResourceRequest(**request))
+
+
+def read_refusal(job: str, *overrides: str, **request: object) -> str:
+    with pytest.raises(UserError) as raised:
+        plan(job, *overrides, **request)
+    assert "\n" not in str(raised.value)
+    return str(raised.value)
+
+
+def test_the_first_type_that_can_hold_the_preset_is_chosen_and_those_passed_over_are_named():
+    made = plan("fingerprint_1m", gpus=8)
+    assert (made.hw, made.micro_batch, made.accumulation_steps) == ("a100", 64, 1)
+    assert made.why_hw == (
+        "the first type in cluster.yaml that has 8 and 80 GiB; p100 has 16 GiB, 2080ti has 11 GiB, a5000 has 24 GiB"
+    )
+    assert plan("fingerprint", gpus=8).why_hw == "the first type in cluster.yaml that has 8: p100, 2080ti, a5000, a100"
+
+
+def test_a_card_that_cannot_hold_it_is_refused_and_each_line_of_the_message_works():
+    error = read_refusal("fingerprint_1m", gpus=8, hw="p100")
+    assert error == (
+        "HW=p100: fingerprint_1m needs 80 GiB per GPU for micro-batches of 64, but p100 has 16 GiB. Type HW=a100, or "
+        "micro_batch_size=8 with HW=p100, which trains otherwise: BatchNorm statistics are over a micro-batch, or "
+        "needs.memory_gib=0 needs.card= to try it as it is."
+    )
+    assert plan("fingerprint_1m", gpus=8, hw="a100").hw == "a100"
+    told = plan("fingerprint_1m", "micro_batch_size=8", gpus=8, hw="p100")
+    assert (told.micro_batch, told.accumulation_steps, told.hw) == (8, 8, "p100")
+    assert told.why_micro_batch.endswith("p100 has 16 GiB, and 80 are stated for 64: whether 8 fit was not measured")
+    assert plan("fingerprint_1m", "needs.memory_gib=0", "needs.card=", gpus=8, hw="p100").micro_batch == 64
+
+
+def test_a_type_is_refused_that_has_enough_memory_for_nobody():
+    error = read_refusal("fingerprint_1m", "needs.memory_gib=99", gpus=8)
+    assert "no GPU type of cluster with 8 GPUs has that: p100 has 16 GiB, 2080ti has 11 GiB, a5000 has 24 GiB" in error
+
+
+def test_where_results_do_not_depend_on_it_the_micro_batch_is_halved():
+    """pricing: jobs/pricing/test_module.py shows that four micro-batches train like one."""
+    made = plan("pricing_a100", gpus=1, hw="p100")
+    assert (made.micro_batch, made.accumulation_steps, made.config.micro_batch_size) == (8, 4, 8)
+    assert made.why_micro_batch == (
+        "halved from 32: results do not depend on it; p100 has 16 GiB, and 40 are stated for 32: whether 8 fit was not "
+        "measured"
+    )
+    assert plan("pricing_a100", gpus=1).hw == "a100", "a type that has the memory comes first"
+
+
+def test_a_run_that_exists_keeps_its_micro_batch():
+    request = {"gpus": 1, "hw": "p100", "keeps_micro_batch": True}
+    error = read_refusal("pricing_a100", **request)
+    assert "pricing_a100 needs 40 GiB per GPU" in error and "micro_batch_size=" not in error.split("Type ")[1]
+    assert plan("pricing_a100", "micro_batch_size=8", **request).micro_batch == 8
+
+
+def test_the_card_that_a_preset_was_written_for_comes_first_and_its_memory_is_what_it_needs():
+    made = plan("tinydet_fast_a5000", gpus=1)
+    assert (made.hw, made.why_hw) == ("a5000", "the card that tinydet_fast_a5000 was written for, a5000")
+    assert "tinydet_fast_a5000 needs 24 GiB per GPU" in read_refusal("tinydet_fast_a5000", gpus=1, hw="p100")
+    assert plan("tinydet_fast_a5000", gpus=1, hw="a100").hw == "a100"
+
+
+def test_a_card_that_cannot_compute_as_requested_is_passed_over():
+    made = plan("antispoof_fast", gpus=1)
+    assert made.hw == "2080ti" and "p100 cannot: compile=on requested, but torch.compile" in made.why_hw
+
+
+def test_an_unknown_card_is_named_with_the_nearest():
+    error = read_refusal("fingerprint", "needs.card=a5001", gpus=1)
+    assert error.startswith("needs.card=a5001: no such card. Nearest: a5000. Cards")
+
+
+def test_a_job_that_states_nothing_runs_on_any_type():
+    for hw in CLUSTER.gpus:
+        assert plan("stripes", jobs=FAMILIES, gpus=1, hw=hw).hw == hw
+
+
+def test_presets_state_needs_of_cards_that_exist():
+    stated = {path.stem: (yaml.safe_load(path.read_text()) or {}).get("needs") for path in JOBS.glob("*/*.yaml")}
+    found = {preset: needs for preset, needs in stated.items() if needs}
+    assert len(found) >= 15
+    for preset, needs in found.items():
+        assert set(needs) <= set(vars(NeedsSettings())), preset
+        card = needs.get("card", "")
+        assert not card or any(f"{key}-".startswith(f"{card}-") for key in CARDS), (preset, card)
+
+
+# Cores for decoding
+
+
+def write_results(folder: Path, card: str, lines: Sequence[dict[str, object]]) -> None:
+    content = [{"kind": "header", "suite": "gpu-check"}, *lines]
+    (folder / f"gpu-{card}-2026-11-23.jsonl").write_text("".join(json.dumps(line) + "\n" for line in content))
+
+
+def test_cores_for_decoding_come_from_a_measurement_of_that_card_or_are_not_known(tmp_path):
+    measured = {"step": "overlap", "status": "ok", "preset": "fingerprint_1m", "threads": 4, "loader_spread": 0.02}
+    measured |= {"loader_samples_per_s": 1000.0, "compute_samples_per_s": 1600.0, "compute_spread": 0.03}
+    write_results(tmp_path, "a100-80-sxm", [{"step": "speed", "preset": "fingerprint_1m"}, measured])
+    write_results(tmp_path, "h200", [measured | {"loader_spread": 0.3}])
+
+    def describe(card: str, cores: int, job: str = "fingerprint_1m") -> str:
+        return describe_decoding(job, card=card, cores=cores, results=tmp_path)
+
+    assert describe("a100-80-sxm", 8).startswith("8 cores per rank, 7 needed: enough  (gpu-a100-80-sxm-2026-11-23")
+    assert describe("a100-80-sxm", 6).startswith("6 cores per rank, 7 needed: decoding limits the speed")
+    unknown = "8 cores per rank; how many {job} needs on {card} was not measured (trainyard gpu-check does)"
+    for card, job in (("h200", "fingerprint_1m"), ("p100-16-pcie", "fingerprint_1m"), ("a100-80-sxm", "twins")):
+        assert describe(card, 8, job) == unknown.format(card=card, job=job)
