@@ -83,7 +83,7 @@ def test_a_python_that_is_a_command_line_is_not_run_as_one(tmp_path: Path):
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["run", "JBO=pricing_demo"], "make run does not take JBO. Nearest: JOB. It takes JOB DATA SYNTHETIC GPUS SET NAME DRY."),
+        (["run", "JBO=pricing_demo"], "make run does not take JBO. Nearest: JOB. It takes JOB DATA SYNTHETIC GPUS SET"),
         (["submit", "GPU=8"], "make submit does not take GPU. Nearest: GPUS. It takes JOB"),
         (["sweep", "MAXPARALLEL=2"], "make sweep does not take MAXPARALLEL. Nearest: MAX_PARALLEL."),
         (["results", "RUNS=x"], "make results does not take RUNS. Nearest: RUN. It takes RUN."),

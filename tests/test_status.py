@@ -18,6 +18,7 @@ from trainyard.launch.cancel import cancel
 from trainyard.runs.state import describe_cause
 from trainyard.runs.status import read_statuses, render_overview, render_table, suggest_command
 from trainyard.runs.verdict import explain_pending_reason
+from trainyard.runs.why import explain_status
 
 LONG = ("max_duration=10000ep", "eval_every=10000ep")
 
@@ -241,6 +242,49 @@ def test_nothing_is_lost_while_slurm_does_not_answer(folder):
     assert folder.read_status(slurm_unavailable_reason="silence").state == "running"
     folder.end(NOW - 1, 85, "preempted", "requeue")
     assert folder.read_status(slurm_unavailable_reason="silence").state == "waiting"
+
+
+def test_an_attempt_that_asks_slurm_in_vain_to_requeue_it_says_so(folder):
+    folder.begin(NOW - 9000)
+    folder.end(NOW - 100, 1, "crash", "requeue")
+    (folder.logs / "requeue-12-0").write_text("2026-01-03T00:26:00Z Unable to contact slurm controller\n")
+    said = "its attempt keeps asking Slurm to requeue it (2026-01-03T00:26:00Z Unable to contact slurm controller)"
+    unseen = folder.read_status(slurm_unavailable_reason="silence")
+    assert unseen.state == "waiting"
+    assert unseen.detail == f"starts again after a crash: {said}; Slurm could not be queried"
+    seen = folder.read_status(make_slurm_job("RUNNING"))
+    assert (seen.state, seen.detail) == ("waiting", f"starts again after a crash: {said}")
+    folder.begin(NOW - 10, attempt=1)
+    assert folder.read_status(make_slurm_job("RUNNING", restarts=1)).state == "running"
+
+
+def test_a_successor_is_the_same_run(folder):
+    folder.begin(NOW - 900)
+    folder.end(NOW - 100, 1, "crash", "requeue")
+    line = {"event": "successor", "job": "12", "attempt": 0, "time": format_time(NOW - 99), "successor": "13"}
+    append(folder.logs / "attempts.jsonl", line)
+    waiting = folder.read_status(make_slurm_job("PENDING", "Dependency", job="13"))
+    assert (waiting.state, waiting.slurm_job_id) == ("waiting", "13")
+    assert waiting.detail == "starts again after a crash: waits for another job to end"
+    assert "crashed, continued as Slurm job 13" in explain_status(waiting)
+    folder.begin(NOW - 50, job="13")
+    folder.append_stderr("srun: error: a100-0: task 3: Killed\n", job="13")
+    folder.end(NOW - 20, 137, "no_progress", "stop", job="13")
+    failed = folder.read_status(make_slurm_job("FAILED", job="13"))
+    assert [attempt.id for attempt in failed.attempts] == ["12-0", "13-0"]
+    assert (failed.state, failed.cause) == ("failed", "signal 9")
+    folder.submit("15", NOW - 10)
+    assert folder.read_status(make_slurm_job("PENDING", "Priority", job="15")).detail == explain_pending_reason(
+        "Priority"
+    )
+
+
+@pytest.mark.parametrize("successor", ["-u", "12", 13, "13; rm"])
+def test_a_damaged_successor_names_no_job(folder, successor):
+    folder.begin(NOW - 900)
+    line = {"event": "successor", "job": "12", "attempt": 0, "time": format_time(NOW - 99), "successor": successor}
+    append(folder.logs / "attempts.jsonl", line)
+    assert folder.read_status().slurm_job_id == "12"
 
 
 def test_an_array_element_is_judged_like_any_other_job(tmp_path):

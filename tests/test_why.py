@@ -152,3 +152,16 @@ def test_why_reports_nothing_wrong_for_a_running_run(folder, no_slurm):
     assert ": running at step 40/100, 123.4 samples/s: training on a100-0" in output[0]
     assert output[1] == "Nothing is wrong."
     assert output[-1] == f"next: trainyard logs -f {folder.run}"
+
+
+def test_the_advice_after_no_progress_depends_on_how_the_attempts_ended(folder, no_slurm):
+    folder.begin(NOW - 900)
+    folder.end(NOW - 800, 1, "no_progress", "stop")
+    assert explain_run(folder.run).endswith(f"next: read the log, then: trainyard resume {folder.run}")
+    folder.submit("15", NOW - 700)
+    folder.begin(NOW - 600, job="15")
+    folder.end(NOW - 500, 85, "no_progress", "stop", job="15")
+    assert explain_run(folder.run).endswith(
+        f"next: save more often: trainyard resume {folder.run} checkpoint.every=5min, or give it more time: "
+        f"trainyard resume {folder.run} --time LENGTH"
+    )

@@ -1,12 +1,15 @@
 """Attempts of jobs on a real Slurm: when a run is started again, when not, and on which nodes and GPUs."""
 
 import json
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.slurm.cluster_runs import (
+    TIMEOUT_S,
     Start,
     kill_rank,
     make_starter,
@@ -19,6 +22,8 @@ from tests.slurm.cluster_runs import (
     wait_for_end,
 )
 from tests.slurm.conftest import Lab
+from tests.training import new_run
+from trainyard.runs.history import read_run
 
 pytestmark = pytest.mark.slurm
 
@@ -35,6 +40,7 @@ def on_the_lab(lab: Lab) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Start:
     root = tmp_path_factory.mktemp("cluster")
+    new_run(root)  # packs the data: an attempt that does has made progress
     return make_starter(root / "runs", root / "cache")
 
 
@@ -101,3 +107,41 @@ def test_a_resume_on_half_the_gpus_of_another_type_reads_each_sample_once_per_ep
     assert read_lines(run / "slurm" / "attempts.jsonl")[0]["nodes"] == "a100-0", "four ranks on one node"
     worlds = [line["world_size"] for line in read_lines(run / "events.jsonl") if "world_size" in line]
     assert worlds == [4, 2]
+
+
+def test_where_the_site_forbids_requeues_a_successor_trains_on(lab, start, capsys):
+    run = start("forbidden", *LONG, "--hw", "a5000")
+    first = read_slurm_job_id(run)
+    wait("a first checkpoint", lambda: list(run.glob("checkpoints/step-*")))
+    lab.run("scontrol", "update", f"JobId={first}", "Requeue=0")
+    kill_rank(run, 0)
+    wait("a successor", lambda: read_run(run).slurm_job_id != first)
+    second = read_run(run).slurm_job_id
+    lab.wait_for(second, "COMPLETED", timeout_s=TIMEOUT_S)
+    lines = [line for line in read_lines(run / "slurm" / "attempts.jsonl") if line["event"] != "start"]
+    assert [(line["event"], line["job"]) for line in lines] == [("end", first), ("successor", first), ("end", second)]
+    assert [line.get("cause") for line in lines] == ["crash", None, "done"]
+    assert trainyard("why", run) == 0
+    printed = capsys.readouterr().out
+    assert f"(job {second}): done" in printed and f"continued as Slurm job {second}" in printed
+    resumed = [line for line in read_lines(run / "events.jsonl") if line["event"] == "resume"]
+    assert resumed[0]["step"] > 0
+
+
+@pytest.mark.long
+def test_nothing_is_lost_while_the_controller_is_away(lab, start, capsys):
+    """It stops answering before a rank is killed, and comes back when the attempt has asked in vain."""
+    run = start("away", *LONG, "--hw", "2080ti")
+    wait("a first checkpoint", lambda: list(run.glob("checkpoints/step-*")))
+    daemons = json.loads((lab.folder / "lab.json").read_text())
+    (controller,) = [daemon["pid"] for daemon in daemons if daemon["program"] == "slurmctld"]
+    os.kill(controller, signal.SIGSTOP)
+    try:
+        kill_rank(run, 0)
+        wait("it asks", lambda: list((run / "slurm").glob("requeue-*")))
+        assert trainyard("status", run) == 0
+        assert "its attempt keeps asking Slurm to requeue it" in capsys.readouterr().out
+    finally:
+        os.kill(controller, signal.SIGCONT)
+    wait_for_end(lab, run)
+    assert read_ends(run) == [(0, "crash", "requeue"), (1, "done", "stop")]

@@ -202,6 +202,25 @@ def test_a_run_uses_the_grace_time_of_a_partition_to_save_and_is_requeued(lab, t
     assert resumed[0]["step"] == stopped[0]["step"], "steps were lost though there was time to save"
 
 
+def test_what_the_environment_says_about_other_jobs_does_not_reach_the_new_one(
+    start, lab, lab_file, monkeypatch, capsys
+):
+    """Neither options of sbatch, nor the variables of the job that one submits from, nor an empty environment."""
+    content = yaml.safe_load(lab_file.read_text())
+    lab_file.write_text(yaml.safe_dump({**content, "sbatch": {"export": "NONE"}}, sort_keys=False))
+    options = {"SBATCH_EXPORT": "NONE", "SBATCH_PARTITION": "nowhere", "SBATCH_TIMELIMIT": "1"}
+    outer = {"SLURM_RESTART_COUNT": "7", "SLURM_ARRAY_JOB_ID": "99", "SLURM_ARRAY_TASK_ID": "3", "SLURM_NTASKS": "64"}
+    outer |= {"SLURM_CPU_BIND": "quiet,mask_cpu:0x0", "SLURM_MEM_PER_CPU": "1", "SLURM_EXPORT_ENV": "NONE"}
+    for name, value in {**options, **outer}.items():
+        monkeypatch.setenv(name, value)
+    run = start("clean", "--hw", "a100", cluster=lab_file)
+    assert "not used   SBATCH_EXPORT, SBATCH_PARTITION, SBATCH_TIMELIMIT: " in capsys.readouterr().out
+    for name in outer:
+        monkeypatch.delenv(name)
+    wait_for_end(lab, run)
+    assert read_ends(run) == [(0, "done", "stop")]
+
+
 def test_the_lab_passes_its_own_check(lab):
     checked = subprocess.run(
         [sys.executable, "-m", "trainyard", "cluster-check", str(LAB_FILE)],

@@ -88,7 +88,7 @@ def _submit(args: argparse.Namespace) -> int:
     except BaseException:
         shutil.rmtree(run)
         raise
-    print(submit.describe(plan, run, **describe_choices(data, plan, count)))
+    print(submit.describe(plan, run, environ=os.environ, **describe_choices(data, plan, count)))
     _print_submitted(f"Slurm job {job}", run)
     return 0
 
@@ -152,7 +152,7 @@ def resubmit(run: Path, args: argparse.Namespace) -> int:
     if args.dry:
         return dry.print_submission(plan, {run: ""}, folder=run / "slurm", code=code)
     (job,) = submit.submit(plan, [run], folder=run / "slurm", code=code)
-    print(submit.describe(plan, run))
+    print(submit.describe(plan, run, environ=os.environ))
     _print_submitted(f"Slurm job {job}", run)
     return 0
 
@@ -279,7 +279,7 @@ def _run_sweep(args: argparse.Namespace) -> int:
     except BaseException:
         sweeps.discard(sweep)
         raise
-    print(submit.describe(plan, sweep.folder, **describe_choices(data, plan, count)))
+    print(submit.describe(plan, sweep.folder, environ=os.environ, **describe_choices(data, plan, count)))
     _print_sweep(sweep, jobs)
     return 0
 

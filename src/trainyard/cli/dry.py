@@ -1,6 +1,7 @@
 """What `--dry` prints: what a command would start. It starts and writes nothing, and loads no torch."""
 
 import argparse
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -87,7 +88,8 @@ def print_submission(
         folder, code, parallel: as for `submit.submit`.
         data: as chosen for new runs; existing ones keep theirs.
     """
-    print(submit.describe(plan, folder.parent, **(describe_choices(data, plan) if data else {})))
+    notes = describe_choices(data, plan) if data else {}
+    print(submit.describe(plan, folder.parent, environ=os.environ, **notes))
     if len(runs) > 1:
         print("\n".join(f"{'run':<10} {run.name}  {own}" for run, own in runs.items()))
     print(f"\n{submit.render_batch_script(plan, list(runs), folder=folder, code=code, parallel=parallel)}")

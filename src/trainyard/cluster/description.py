@@ -75,6 +75,7 @@ class Cluster:
     gpus: dict[str, GpuNodes]  # by the name that users type as HW=, in file order; at least one
     time_default: str = "8h"  # for parse_minutes()
     signal_delay_s: int = 120
+    requeue_wait_s: int = 900  # how long an attempt asks a Slurm that does not answer to requeue it
     account: str = ""
     qos: str = ""
     wckey: str = ""
@@ -410,6 +411,7 @@ _CHECKS: dict[str, Callable[[Any], str]] = {
     "time_max": lambda text: _check_time(text) if text else "",
     "time_default": _check_time,
     "signal_delay_s": _require_at_least(1),
+    "requeue_wait_s": _require_at_least(0),
     "sbatch": _check_sbatch,
     "kind": _require_one_of("", "apptainer", "pyxis"),
     "image": _check_image,

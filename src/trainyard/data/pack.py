@@ -56,6 +56,7 @@ def pack(
     shard_mib: float = 256,
     artifacts: Mapping[str, str] | None = None,
     progress: Progress = lambda done: None,
+    on_shard: Callable[[], None] = lambda: None,
 ) -> ShardSet:
     """Write a data set, or finish an interrupted one.
 
@@ -72,6 +73,7 @@ def pack(
         skip_bad: leave out raw files that cannot be read, instead of failing after trying all of them.
         shard_mib: target size of a shard.
         artifacts: texts passed to the samples' `load`, a function of raw files and `meta`; stored in the index.
+        on_shard: called after each shard that is new on disk.
 
     Raises:
         PackError: no samples, two with the same key, unreadable files, another data set in `out`, or a full disk.
@@ -88,7 +90,7 @@ def pack(
     remove_partials(out)
     try:
         tasks = _plan_shards(itertools.chain(head, stream), out, count, skip_bad, meta, artifacts)
-        written = _write_all(tasks, _Journal(out), workers, progress)
+        written = _write_all(tasks, _Journal(out), workers, progress, on_shard)
         _refuse_bad(written, skip_bad)
         return _finish(out, written, meta, artifacts or {})
     except BrokenProcessPool:
@@ -222,7 +224,9 @@ def _hash_journal(shards: dict[str, dict[str, Any]]) -> str:
     return hashlib.sha256(json.dumps(shards, sort_keys=True).encode()).hexdigest()
 
 
-def _write_all(tasks: Iterator[ShardTask], journal: _Journal, workers: int, progress: Progress) -> list[WrittenShard]:
+def _write_all(
+    tasks: Iterator[ShardTask], journal: _Journal, workers: int, progress: Progress, on_shard: Callable[[], None]
+) -> list[WrittenShard]:
     """Write the missing shards, a bounded number at a time; return all shards in order."""
     context = multiprocessing.get_context("spawn")  # fork would copy locks that other threads hold
     done_count = context.Value("q", 0)
@@ -245,6 +249,7 @@ def _write_all(tasks: Iterator[ShardTask], journal: _Journal, workers: int, prog
                         done_task = running.pop(future)
                         if written[-1].sha256:
                             journal.add(done_task, written[-1])
+                            on_shard()
                     progress(done_count.value - reported)
                     reported = done_count.value
         except BaseException:

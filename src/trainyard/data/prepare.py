@@ -28,6 +28,7 @@ def pack_raw(
     workers: int = 0,
     shard_mib: int = 256,
     hook: Callable[[], None] = lambda: None,
+    on_shard: Callable[[], None] = lambda: None,
 ) -> Path:
     """Pack a folder of raw files, or finish packing it; return the folder of shards.
 
@@ -36,6 +37,7 @@ def pack_raw(
             different data sets never mix.
         workers: processes; 0: as many as the cores this process may use.
         hook: called now and then; an exception it raises stops the packing, which can be resumed later.
+        on_shard: called after each shard that is new on disk.
 
     Raises:
         UserError: the raw folder is missing, contains nothing that the job knows, or contains unreadable files.
@@ -78,6 +80,7 @@ def pack_raw(
             shard_mib=shard_mib,
             artifacts=_fit_artifacts(family, raw, config, folder),
             progress=progress,
+            on_shard=on_shard,
         )
     skipped = f", {data.skipped} unreadable left out" if data.skipped else ""
     logger.info("packed {}: {} samples in {} shards{}", folder, data.count, len(data.shards), skipped)
@@ -97,8 +100,16 @@ def _fit_artifacts(family: Any, raw: Path, config: TrainConfig, folder: Path) ->
     return artifacts
 
 
-def prepare_data(config: TrainConfig, jobs_dir: Path, *, hook: Callable[[], None] = lambda: None) -> TrainConfig:
+def prepare_data(
+    config: TrainConfig,
+    jobs_dir: Path,
+    *,
+    hook: Callable[[], None] = lambda: None,
+    on_shard: Callable[[], None] = lambda: None,
+) -> TrainConfig:
     """Return the config with `data.path` pointing to packed shards, which are synthesized and packed now if needed.
+
+    `hook` and `on_shard` as for `pack_raw`.
 
     Raises:
         UserError: the job needs data but none was given, it cannot be packed, or it was packed for another family.
@@ -109,7 +120,7 @@ def prepare_data(config: TrainConfig, jobs_dir: Path, *, hook: Callable[[], None
         read_index(Path(config.data.path)).check_family(config.family)
         return config
     raw = find_raw(config, jobs_dir) or _synthesize_raw(config, jobs_dir)
-    packed = pack_raw(config, raw, None, jobs_dir, hook=hook)
+    packed = pack_raw(config, raw, None, jobs_dir, hook=hook, on_shard=on_shard)
     return replace(config, data=replace(config.data, path=str(packed)))
 
 

@@ -48,6 +48,7 @@ class Staged:
     folder: Path
     reason: str
     copied: bool = False  # `folder` is the copy
+    is_new: bool = False  # this process made the copy
     failed: bool = False  # a copy was wanted but is impossible: worth a warning
 
 
@@ -89,11 +90,13 @@ def stage(
     try:
         fingerprint, _ = read_fingerprint(find_index(source))
         copy = _make_own_folder(_prepare_scratch(source, environ[SCRATCH], mounts)) / fingerprint[:16]
+        is_new = False
         if not _is_complete(copy, fingerprint):
             with _lock(copy.with_suffix(".lock"), stop_requested, tell):
                 if not _is_complete(copy, fingerprint):
                     _make_copy(copy, source, stop_requested, tell)
-        return Staged(copy, _touch_copy(copy), copied=True)
+                    is_new = True
+        return Staged(copy, _touch_copy(copy), copied=True, is_new=is_new)
     except _NoCopy as error:
         return Staged(source, str(error), failed=not isinstance(error, _Stopped))
 

@@ -1,12 +1,16 @@
 # The host side of one attempt: `begin` before the ranks start, `end CODE` after they have exited.
 #
 # The batch script sources this outside any container, so it needs only bash and Slurm's commands. It decides why the
-# previous attempt ended, enforces the restart budgets, and requeues the Slurm job where that helps.
+# previous attempt ended, enforces the restart budgets, and requeues the Slurm job where that helps. Where the site does
+# not let a job be requeued, it submits a successor: the same batch script, which starts when this Slurm job has ended.
 #
 # reads   TY_DONE, TY_FAILED, TY_USER_ERROR, ... (runs/state.py; `submit` sets them in a line before this file)
 #         TRAINYARD_RUN (folder), TRAINYARD_LIMITS ("crash=2 time_limit=100 ..."), TRAINYARD_SIGNAL_S, SLURM_*
-#         slurm/left-<attempt> (the exit code the ranks agreed on), slurm/signal-<attempt> (the first signal they got)
-# writes  slurm/attempts.jsonl: one line per start and one per end
+#         TRAINYARD_REQUEUE_S (how long to ask a Slurm that does not answer)
+#         slurm/left-<attempt> (the exit code the ranks agreed on), slurm/signal-<attempt> (the first signal they got),
+#         slurm/progress-<attempt> (exists if they packed or staged data), slurm/cancelled
+# writes  slurm/attempts.jsonl: one line per start, one per end, one per successor
+#         slurm/requeue-<attempt>: what Slurm said, while it does not answer
 # exports TRAINYARD_ATTEMPT ("<Slurm job id>-<restarts>"), OMP_WAIT_POLICY (see hardware.py; a value that is set stays)
 
 ty_job_id=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
@@ -26,16 +30,12 @@ ty_begin() {
     echo "trainyard: attempt $TRAINYARD_ATTEMPT on $SLURM_JOB_NODELIST" >&2
     trap ':' TERM # the ranks get it too: wait for them to exit
     [ "$ty_attempt" -eq 0 ] || ty_record_previous_end
-    local newest refusal cause=budget
-    newest=$(ty_find_newest)
+    local refusal
     refusal=$(ty_check_budget preempted)$(ty_check_budget node_failure)
-    if ty_is_stuck; then
-        cause=no_progress
-        refusal="two attempts in a row made no new checkpoint"
-    fi
     printf '{"event":"start","job":"%s","attempt":%d,"time":"%s","nodes":"%s","partition":"%s","checkpoint":"%s"}\n' \
-        "$ty_job_id" "$ty_attempt" "$(ty_print_time)" "$SLURM_JOB_NODELIST" "$SLURM_JOB_PARTITION" "$newest" >>"$ty_log"
-    [ -z "$refusal" ] || ty_stop "$ty_attempt" 1 "$cause" "$refusal"
+        "$ty_job_id" "$ty_attempt" "$(ty_print_time)" "$SLURM_JOB_NODELIST" "$SLURM_JOB_PARTITION" \
+        "$(ty_find_newest)" >>"$ty_log"
+    [ -z "$refusal" ] || ty_stop "$ty_attempt" 1 budget "$refusal"
 }
 
 ty_end() { # SRUN_EXIT_CODE
@@ -67,17 +67,63 @@ ty_end() { # SRUN_EXIT_CODE
 }
 
 ty_restart() { # CODE CAUSE REASON
-    local refusal
-    refusal=$(ty_check_budget "$2" 1)
-    [ "$2" = disk_full ] || ! ty_is_stuck \
-        || ty_stop "$ty_attempt" "$1" no_progress "two attempts in a row made no new checkpoint; the last: $2, $3"
+    local refusal end
+    end=$(ty_render_end "$ty_attempt" "$1" "$2" requeue "$3")
+    [ "$(ty_count_fruitless "$end")" -lt 2 ] \
+        || ty_stop "$ty_attempt" "$1" no_progress "two crashes or time limits without progress between them; the last: $2, $3"
+    refusal=$(ty_check_budget "$2" "$end")
     [ -z "$refusal" ] || ty_stop "$ty_attempt" "$1" "$2" "$3; $refusal"
-    ty_write_end "$ty_attempt" "$1" "$2" requeue "$3"
-    if ! scontrol requeue "$SLURM_JOB_ID"; then
-        ty_stop "$ty_attempt" "$1" "$2" "$3; Slurm refused to requeue the job"
-    fi
+    echo "$end" >>"$ty_log"
+    ty_requeue "$1" "$2" "$3"
     sleep 60 # Slurm ends this script
     exit "$1"
+}
+
+ty_requeue() { # CODE CAUSE REASON: a Slurm that does not answer is asked again; one that refuses gets a successor
+    local said="" limit=${TRAINYARD_REQUEUE_S:-900} note=$ty_folder/requeue-$TRAINYARD_ATTEMPT
+    local deadline=$((SECONDS + limit))
+    while ! said=$(scontrol requeue "$SLURM_JOB_ID" 2>&1); do
+        said=$(ty_make_plain "$said")
+        [ -e "$note" ] || echo "$said" >&2
+        case $said in
+            *disabled* | *denied* | *"not permitted"* | *"not supported"*) ty_start_successor "$1" "$2" "$3; $said" ;;
+        esac
+        [ ! -e "$ty_folder/cancelled" ] || ty_stop "$ty_attempt" "$1" cancelled "cancelled while Slurm did not answer"
+        [ "$SECONDS" -lt "$deadline" ] \
+            || ty_stop "$ty_attempt" "$1" "$2" "$3; Slurm did not requeue the job within $limit s: $said"
+        printf '%s %s\n' "$(ty_print_time)" "$said" >"$note"
+        sleep $((limit < 50 ? 1 : limit / 50))
+    done
+    rm -f "$note"
+}
+
+ty_start_successor() { # CODE CAUSE REASON
+    local scripts=${BASH_SOURCE[0]%/*} note=$ty_folder/requeue-$TRAINYARD_ATTEMPT
+    local array=${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID} old new
+    old=$scripts/${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}_submission.sh
+    [ ! -e "$ty_folder/cancelled" ] || ty_stop "$ty_attempt" "$1" cancelled "$3"
+    new=$(ty_submit --dependency="afterany:$ty_job_id" ${array:+--array="${array#_}"} "$old" 2>"$note")
+    new=${new%%;*} # "13;cluster" from a federation
+    [[ $new =~ ^[0-9]+$ ]] \
+        || ty_stop "$ty_attempt" "$1" "$2" "$3; nor could a successor be submitted: $(ty_make_plain "${new:+$new }$(<"$note")")"
+    rm -f "$note"
+    if ! cp -p "$old" "$scripts/${new}_submission.sh" \
+        || ! cp -p "$scripts/${ty_job_id}_submitted.pkl" "$scripts/$new${array}_submitted.pkl"; then
+        scancel "$new"
+        ty_stop "$ty_attempt" "$1" "$2" "$3; the files of a successor could not be written to $scripts"
+    fi
+    printf '{"event":"successor","job":"%s","attempt":%d,"time":"%s","successor":"%s"}\n' \
+        "$ty_job_id" "$ty_attempt" "$(ty_print_time)" "$new$array" >>"$ty_log"
+    exit "$1"
+}
+
+ty_submit() { # sbatch ARGUMENTS: without what this Slurm job's own variables would say about the new one
+    (
+        config=${SLURM_CONF-}
+        unset "${!SLURM_@}" "${!SBATCH_@}" "${!SRUN_@}"
+        [ -z "$config" ] || export SLURM_CONF=$config
+        sbatch --parsable "$@"
+    )
 }
 
 ty_record_previous_end() { # if it ended without recording why
@@ -102,19 +148,47 @@ ty_record_previous_end() { # if it ended without recording why
     fi
 }
 
-ty_is_stuck() { # true if the last two recorded starts (this one may be among them) had the newest checkpoint
-    local starts full # attempts that a full disk ended do not count
-    full=$(sed -n "s/.*\"event\":\"end\",\"job\":\"$ty_job_id\",\(\"attempt\":[0-9]*,\).*\"cause\":\"disk_full\".*/\1/p" "$ty_log")
-    starts=$(grep "\"event\":\"start\",\"job\":\"$ty_job_id\"," "$ty_log" | grep -vF "${full:-no such line}" | tail -n 2)
-    [ "$(grep -c "\"checkpoint\":\"$(ty_find_newest)\"}" <<<"$starts")" -eq 2 ]
+ty_list_ends() { # the recorded ends of this Slurm job and of those that it succeeds: they are one run
+    local id=$ty_job_id jobs=""
+    while [ -n "$id" ] && [[ "|$jobs|" != *"|$id|"* ]]; do
+        jobs=${jobs:+$jobs|}$id
+        id=$(sed -n "s/^{\"event\":\"successor\",\"job\":\"\([0-9_]*\)\",.*\"successor\":\"$id\"}.*/\1/p" "$ty_log" 2>/dev/null | tail -n 1)
+    done
+    grep -sE "^\{\"event\":\"end\",\"job\":\"($jobs)\"," "$ty_log"
 }
 
-ty_check_budget() { # CAUSE [EXTRA]: print why not if restarts after CAUSE, plus EXTRA, exceed its budget
-    local limit used
+ty_count_fruitless() { # END: how many crashes and time limits, this end among them, came since the last progress
+    local line count=0 # what Slurm or a full disk ended says nothing about the run
+    while read -r line; do
+        if [[ $line == *'"progress":"checkpoint"'* || $line == *'"progress":"data"'* ]]; then
+            count=0
+        elif [[ $line == *'"cause":"crash"'* || $line == *'"cause":"time_limit"'* ]]; then
+            count=$((count + 1))
+        fi
+    done < <(ty_list_ends; echo "$1")
+    [[ $1 == *'"cause":"crash"'* || $1 == *'"cause":"time_limit"'* ]] || count=0
+    printf %d "$count"
+}
+
+ty_check_budget() { # CAUSE [END]: print why not if the restarts after CAUSE, END's among them, exceed its budget
+    local limit line used=0
     limit=$(tr ' ' '\n' <<<"$TRAINYARD_LIMITS" | sed -n "s/^$1=//p")
-    used=$(grep -c "\"event\":\"end\",\"job\":\"$ty_job_id\",.*\"cause\":\"$1\"" "$ty_log")
-    [ "$1" != disk_full ] || ty_has_room || used=$ty_attempt # the log cannot count them
-    [ $((used + ${2:-0})) -le "${limit:-0}" ] || printf 'the budget of %d restarts after %s is used up' "${limit:-0}" "$1"
+    while read -r line; do # each new checkpoint refills the budget of crashes
+        [[ $1 != crash || $line != *'"progress":"checkpoint"'* ]] || used=0
+        [[ $line != *"\"cause\":\"$1\""* ]] || used=$((used + 1))
+    done < <(ty_list_ends; echo "${2-}")
+    [ "$1" != disk_full ] || ty_has_room || used=$((ty_attempt + 1)) # the log cannot count them
+    [ "$used" -le "${limit:-0}" ] || printf 'the budget of %d restarts after %s is used up' "${limit:-0}" "$1"
+}
+
+ty_find_progress() { # ATTEMPT: print "checkpoint" if it wrote one, else "data" if it packed or staged data
+    local began
+    began=$(grep -s "\"event\":\"start\",\"job\":\"$ty_job_id\",\"attempt\":$1," "$ty_log" | tail -n 1)
+    if [[ -n $began && $began != *"\"checkpoint\":\"$(ty_find_newest)\"}" ]]; then
+        printf checkpoint
+    elif [ -e "$ty_folder/progress-$ty_job_id-$1" ]; then
+        printf data
+    fi
 }
 
 ty_has_room() { # for 64 KiB in the run's folder; not on a full or read-only disk
@@ -138,8 +212,8 @@ ty_read_state() { # of the job; when Slurm ends the job it may kill squeue too, 
 ty_is_limit_near() { # Slurm's warning comes up to a minute early
     local ends
     [[ $(ty_read_signal) != SIGTERM ]] || return 1
-    ends=$(date -d "$(squeue -h -j "$SLURM_JOB_ID" -o %e)" +%s 2>/dev/null) || return 1
-    [ $((ends - $(date +%s))) -le $((TRAINYARD_SIGNAL_S + 90)) ]
+    ends=$(date -d "$(squeue -h -j "$SLURM_JOB_ID" -o %e)" +%s 2>/dev/null) || ends=${SLURM_JOB_END_TIME:-}
+    [ -n "$ends" ] && [ $((ends - $(date +%s))) -le $((TRAINYARD_SIGNAL_S + 90)) ]
 }
 
 ty_describe_exit() { # CODE
@@ -164,14 +238,22 @@ ty_print_time() {
     date -u +%Y-%m-%dT%H:%M:%SZ
 }
 
+ty_make_plain() { # TEXT: one line that JSON can quote
+    tr -c '[:print:]' ' ' <<<"$1" | tr -d '"\\' | cut -c 1-300 | sed 's/ *$//'
+}
+
 ty_stop() { # ATTEMPT CODE CAUSE REASON
     ty_write_end "$1" "$2" "$3" stop "$4"
     exit "$2"
 }
 
 ty_write_end() { # ATTEMPT CODE CAUSE ACTION REASON
-    printf '{"event":"end","job":"%s","attempt":%d,"time":"%s","code":%d,"cause":"%s","action":"%s","reason":"%s"}\n' \
-        "$ty_job_id" "$1" "$(ty_print_time)" "$2" "$3" "$4" "$5" >>"$ty_log"
+    ty_render_end "$@" >>"$ty_log"
+}
+
+ty_render_end() { # ATTEMPT CODE CAUSE ACTION REASON
+    printf '{"event":"end","job":"%s","attempt":%d,"time":"%s","code":%d,"cause":"%s","action":"%s","progress":"%s","reason":"%s"}\n' \
+        "$ty_job_id" "$1" "$(ty_print_time)" "$2" "$3" "$4" "$(ty_find_progress "$1")" "$5"
 }
 
 case $1 in

@@ -109,7 +109,9 @@ def execute(run: Path, jobs_dir: Path, *, environ: Mapping[str, str], started: f
         try:
             lock = RunLock(run, break_other_host=break_lock, attempt=attempt) if world.is_main else None
             with report_full_disk(run), lock or nullcontext(), _set_up_logging(run, world):
-                code = _train(run, jobs_dir, world, stop, lock, environ=environ, attempt=attempt, started=started)
+                code = _train(
+                    run, jobs_dir, world, stop, lock, notes, environ=environ, attempt=attempt, started=started
+                )
         except BaseException as error:
             # A full disk may leave no room for these two either; then the exit code and the message have to do.
             with suppress(OSError) if isinstance(error, DiskFull) else nullcontext():
@@ -144,6 +146,7 @@ def _train(
     world: World,
     stop: "StopFlag",
     lock: RunLock | None,
+    notes: "_BatchScriptNotes",
     *,
     environ: Mapping[str, str],
     attempt: str,
@@ -156,7 +159,7 @@ def _train(
 
     heartbeat = Heartbeat(run, attempt)
     try:
-        config = _prepare_data(run, jobs_dir, world, heartbeat, stop)
+        config = _prepare_data(run, jobs_dir, world, heartbeat, stop, notes)
     except StopRequested:
         return EXIT_CODES[stop.reason]
     minutes = Duration.parse(config.max_runtime).to_minutes() if config.max_runtime else None
@@ -164,13 +167,17 @@ def _train(
     distributed.join(world, run)
     try:
         staged = _stage_data(config, world, heartbeat, stop, limit, environ)
+        if staged.is_new:
+            notes.write_progress()
         context = build_context(run, config, staged, jobs_dir, world, heartbeat, lock, environ)
         return EXIT_CODES[fit(context, stop=stop, limit=limit)]
     finally:
         distributed.leave()
 
 
-def _prepare_data(run: Path, jobs_dir: Path, world: World, heartbeat: "Heartbeat", stop: "StopFlag") -> TrainConfig:
+def _prepare_data(
+    run: Path, jobs_dir: Path, world: World, heartbeat: "Heartbeat", stop: "StopFlag", notes: "_BatchScriptNotes"
+) -> TrainConfig:
     """Return the run's config with packed data: rank 0 packs raw data and updates the config; other ranks wait.
 
     Raises:
@@ -188,7 +195,7 @@ def _prepare_data(run: Path, jobs_dir: Path, world: World, heartbeat: "Heartbeat
     config = thaw(run / CONFIG, jobs_dir)
     if world.is_main:
         heartbeat.beat("preparing", now=True)
-        ready = prepare_data(config, jobs_dir, hook=hook)
+        ready = prepare_data(config, jobs_dir, hook=hook, on_shard=notes.write_progress)
         if ready.data.path != config.data.path:
             freeze(ready, run / CONFIG)
         return ready
@@ -233,6 +240,11 @@ class _BatchScriptNotes:
         path = self._folder / f"signal-{self._attempt}"
         if self._enabled and not path.exists():
             path.write_text(f"{number.name} {time.time():.1f}\n")
+
+    def write_progress(self) -> None:
+        """Note that this attempt packed a shard or staged the data, which the next one finds."""
+        if self._enabled:
+            (self._folder / f"progress-{self._attempt}").touch()
 
     def write_exit_code(self, code: int) -> None:
         """Write the code with which the ranks exit: srun's own may be from a rank it killed because another exited."""

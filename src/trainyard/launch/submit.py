@@ -5,14 +5,13 @@ script, decides how an attempt ended. Loads no torch: submitting takes a fractio
 """
 
 import contextlib
-import itertools
 import os
 import shlex
 import shutil
 import stat
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,6 +22,15 @@ from trainyard.cluster.description import Cluster, GpuNodes, format_minutes, par
 from trainyard.errors import UserError
 from trainyard.files import limit_writers, write_atomically, write_json
 from trainyard.hardware import Precision, choose_image_target, get_gpu
+from trainyard.launch.batch_script import (
+    START_RANK,
+    build_parameters,
+    build_python_command,
+    build_rank_command,
+    compute_memory_gib,
+    name_array_list,
+    name_container_image,
+)
 from trainyard.launch.choose_gpu import choose_gpu
 from trainyard.launch.rank_task import RankTask
 from trainyard.masking import find_secrets
@@ -32,7 +40,7 @@ from trainyard.settings import TrainConfig
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _CODE_LIMIT_MIB = 64
-_START_RANK = "trainyard.launch.start_rank"
+_FINDS_SLURM = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT", "SLURM_CLUSTERS")
 
 
 @dataclass(frozen=True)
@@ -123,8 +131,12 @@ def make_plan(config: TrainConfig, cluster: Cluster, request: ResourceRequest) -
     )
 
 
-def describe(plan: Plan, run: Path | None, **notes: str) -> str:
-    """Format the plan for one screen; `notes` are more rows, by their names."""
+def describe(plan: Plan, run: Path | None, *, environ: Mapping[str, str], **notes: str) -> str:
+    """Format the plan for one screen; `environ` may contain options of sbatch, which are not used.
+
+    Args:
+        notes: more rows, by their names.
+    """
     card = get_gpu(plan.kind.card)
     devices = f"{plan.gpus} x {card.name if card else 'CPU rank'}"
     location = f"{plan.nodes} node{'s' * (plan.nodes > 1)} of partition {plan.kind.partition} on {plan.cluster.name}"
@@ -141,7 +153,8 @@ def describe(plan: Plan, run: Path | None, **notes: str) -> str:
     switches = [policy.dtype, *(["TF32"] * policy.tf32), "channels_last" if policy.channels_last else "NCHW"]
     batch = f"{plan.global_batch} = {plan.micro_batch} x {plan.accumulation_steps} micro-batches x {plan.gpus} ranks"
     is_even = plan.micro_batch * plan.accumulation_steps * plan.gpus == plan.global_batch
-    cores, memory_gib = plan.kind.cores_per_gpu, _compute_memory_gib(plan)
+    unused = [name for name in list_slurm_variables(environ) if name.startswith("SBATCH_")]
+    cores, memory_gib = plan.kind.cores_per_gpu, compute_memory_gib(plan)
     rows = {
         "job": f"{plan.job}",
         "hardware": f"{devices}, {location}  ({plan.why_hw})",
@@ -151,9 +164,10 @@ def describe(plan: Plan, run: Path | None, **notes: str) -> str:
         "per node": f"{plan.ranks_per_node} ranks, {cores} cores each, {memory_gib} GiB",
         "time": f"{format_minutes(plan.time_min)}, warned {plan.signal_s} s before the end  ({plan.why_time})",
         "restarts": restarts,
-        "runs in": _name_container_image(plan) or plan.cluster.python or sys.executable,
+        "runs in": name_container_image(plan) or plan.cluster.python or sys.executable,
         **notes,
         **({"folder": str(run)} if run is not None else {}),
+        **({"not used": f"{', '.join(unused)}: the cluster file and this command decide"} if unused else {}),
     }
     return "\n".join(f"{name:<11} {value}" for name, value in rows.items())
 
@@ -194,15 +208,15 @@ def render_attempt_script() -> str:
 
 def can_start(code: Code) -> bool:
     """Return whether a code snapshot has what the batch script starts: one from an earlier version may not."""
-    return code.folder.joinpath(*_START_RANK.split(".")).with_suffix(".py").is_file()
+    return code.folder.joinpath(*START_RANK.split(".")).with_suffix(".py").is_file()
 
 
 def render_batch_script(plan: Plan, runs: Sequence[Path], *, folder: Path, code: Code, parallel: int = 0) -> str:
     """Return the batch script that `submit` would submit."""
     from submitit.slurm.slurm import _make_sbatch_string
 
-    parameters = _build_parameters(plan, runs, folder=folder, code=code, parallel=parallel)
-    command, count = _build_rank_command(_build_python_command(plan), folder), len(runs) if len(runs) > 1 else None
+    parameters = build_parameters(plan, runs, folder=folder, code=code, parallel=parallel)
+    command, count = build_rank_command(build_python_command(plan), folder), len(runs) if len(runs) > 1 else None
     return _make_sbatch_string(command, folder, map_count=count, **parameters)
 
 
@@ -224,16 +238,17 @@ def submit(plan: Plan, runs: Sequence[Path], *, folder: Path, code: Code, parall
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "attempt.sh").write_text(render_attempt_script())
     if len(runs) > 1:
-        write_atomically(_name_array_list(folder, runs), "".join(f"{run}\n" for run in runs))
+        write_atomically(name_array_list(folder, runs), "".join(f"{run}\n" for run in runs))
     before = set(folder.iterdir())
 
     class RankExecutor(SlurmExecutor):  # srun starts our own module instead of submitit's
-        _submitit_command_str = _build_rank_command(_build_python_command(plan), folder)
+        _submitit_command_str = build_rank_command(build_python_command(plan), folder)
 
     executor = RankExecutor(folder)
-    executor.update_parameters(**_build_parameters(plan, runs, folder=folder, code=code, parallel=parallel))
+    executor.update_parameters(**build_parameters(plan, runs, folder=folder, code=code, parallel=parallel))
     try:
-        jobs = executor.submit_array([RankTask(run, code.jobs) for run in runs])
+        with _hide_slurm_variables():
+            jobs = executor.submit_array([RankTask(run, code.jobs) for run in runs])
     except (FailedJobError, FailedSubmissionError) as error:
         for leftover in set(folder.iterdir()) - before:
             leftover.unlink()
@@ -257,16 +272,26 @@ def submit_locally(run: Path, *, ranks: int, gpus: int, time_min: int, code: Cod
     python = f"env {shlex.quote(f'PYTHONPATH={code.folder}')} {shlex.quote(sys.executable)}"
 
     class RankExecutor(LocalExecutor):  # ranks start with our own module instead of submitit's
-        _submitit_command_str = _build_rank_command(python, folder)
+        _submitit_command_str = build_rank_command(python, folder)
 
     executor = RankExecutor(folder)
     executor.update_parameters(tasks_per_node=ranks, gpus_per_node=gpus, timeout_min=time_min, signal_delay_s=60)
-    with _detach_output():
+    with _detach_output(), _hide_slurm_variables():
         job = executor.submit(RankTask(run, code.jobs, since=time.time()))
     resources = {"gpus": ranks, "nodes": 1, "time_min": time_min}
     folders = {"folder": str(folder), "code": str(code.folder), "jobs": str(code.jobs)}
     _write_submission(run, {"scheduler": "local", "job": job.job_id, **resources, **folders})
     return str(job.job_id)
+
+
+def list_slurm_variables(environ: Mapping[str, str]) -> list[str]:
+    """Return the variables that describe another Slurm job, the one we are in, or that are options of sbatch or srun.
+
+    In a job, the number of its array element, its restarts or its CPU binding would be mistaken for the new job's. An
+    option in the environment, such as SBATCH_EXPORT=NONE, would override the one in the batch script.
+    """
+    prefixes = ("SLURM_", "SBATCH_", "SRUN_", "SALLOC_")
+    return sorted(name for name in environ if name.startswith(prefixes) and name not in _FINDS_SLURM)
 
 
 def check_paths(cluster: Cluster, paths: Sequence[Path]) -> None:
@@ -324,112 +349,6 @@ def _choose_time(hw: str, kind: GpuNodes, cluster: Cluster, request: ResourceReq
     return default, f"time_default of {cluster.path.name}"
 
 
-# The batch script
-
-
-def _build_parameters(plan: Plan, runs: Sequence[Path], *, folder: Path, code: Code, parallel: int) -> dict[str, Any]:
-    cluster, kind = plan.cluster, plan.kind
-    source = f"source {shlex.quote(str(folder / 'attempt.sh'))}"
-    return {
-        "job_name": plan.job,
-        "partition": kind.partition,
-        "time": plan.time_min,
-        "nodes": plan.nodes,
-        "ntasks_per_node": plan.ranks_per_node,
-        "cpus_per_task": kind.cores_per_gpu,
-        "mem": f"{_compute_memory_gib(plan)}GB",
-        "gres": f"{kind.gres}:{plan.ranks_per_node}" if kind.gres else None,
-        "constraint": kind.constraint or None,
-        "account": cluster.account or None,
-        "qos": cluster.qos or None,
-        "wckey": cluster.wckey or None,
-        "exclude": cluster.exclude or None,
-        "signal_delay_s": plan.signal_s,
-        "array_parallelism": parallel or len(runs),
-        "additional_parameters": {"requeue": True, **cluster.sbatch},
-        "srun_args": ["--kill-on-bad-exit=1", *_build_pyxis_args(plan), *cluster.srun_args],
-        "setup": [
-            *cluster.setup,
-            "export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK",  # since 22.05 srun ignores the other
-            *(["export CUDA_VISIBLE_DEVICES="] if kind.card == "cpu" else []),
-            _export_code_path(plan, code),
-            f"export TRAINYARD_RUN={_render_run_folder(runs, folder)}",
-            *([f'export TRAINYARD_SCRATCH="{cluster.scratch}"'] if cluster.scratch else []),  # expands on the node
-            f"export TRAINYARD_LIMITS={shlex.quote(_format_limits(cluster))} TRAINYARD_SIGNAL_S={plan.signal_s}",
-            f"{source} begin",
-        ],
-        "teardown": [f"{source} end $?"],
-    }
-
-
-def _export_code_path(plan: Plan, code: Code) -> str:
-    """Return the shell line that puts the snapshot on PYTHONPATH; Apptainer passes only prefixed variables on."""
-    names = ["APPTAINERENV_PYTHONPATH", "SINGULARITYENV_PYTHONPATH"]
-    names = names if plan.cluster.container.kind == "apptainer" else ["PYTHONPATH"]
-    return "export " + " ".join(f"{name}={shlex.quote(str(code.folder))}" for name in names)
-
-
-def _render_run_folder(runs: Sequence[Path], folder: Path) -> str:
-    """Return the run's folder as shell code; an array element reads its line of a list."""
-    if len(runs) == 1:
-        return shlex.quote(str(runs[0]))
-    list_file = shlex.quote(str(_name_array_list(folder, runs)))
-    return f'"$(sed -n "$((SLURM_ARRAY_TASK_ID + 1))p" {list_file})"'
-
-
-def _name_array_list(folder: Path, runs: Sequence[Path]) -> Path:
-    """Return the path of an array's list of runs; `sweep --continue` must not overwrite that of a pending array."""
-    import hashlib
-
-    return folder / f"runs-{hashlib.sha256(os.fsencode(chr(10).join(map(str, runs)))).hexdigest()[:12]}.txt"
-
-
-def _format_limits(cluster: Cluster) -> str:
-    return " ".join(f"{cause}={count}" for cause, count in vars(cluster.attempts).items())
-
-
-def _compute_memory_gib(plan: Plan) -> int:
-    return plan.kind.memory_gib_per_gpu * plan.ranks_per_node
-
-
-def _build_rank_command(python: str, folder: Path) -> str:
-    """Return what starts each rank; `python` is a quoted command."""
-    return f"{python} -u -m {_START_RANK} {shlex.quote(str(folder))}"
-
-
-def _build_python_command(plan: Plan) -> str:
-    """Return the command that runs Python on a node, quoted."""
-    cluster = plan.cluster
-    python = shlex.quote(cluster.python or sys.executable)
-    if cluster.container.kind != "apptainer":
-        return python
-    nvidia = ["--nv"] if plan.kind.gres else []
-    binds = [word for folder in _list_mounts(cluster) for word in ("--bind", folder)]
-    python = cluster.python or "python"
-    return shlex.join(
-        ["apptainer", "exec", *nvidia, *binds, *cluster.container.options, _name_container_image(plan), python]
-    )
-
-
-def _build_pyxis_args(plan: Plan) -> list[str]:
-    container = plan.cluster.container
-    if container.kind != "pyxis":
-        return []
-    mounts = ",".join(f"{folder}:{folder}" for folder in _list_mounts(plan.cluster))
-    return [f"--container-image={_name_container_image(plan)}", f"--container-mounts={mounts}", *container.options]
-
-
-def _list_mounts(cluster: Cluster) -> list[str]:
-    """Return the folders mounted into the container under their own names: shared ones and scratch."""
-    fixed_parts = itertools.takewhile(lambda part: "$" not in part, Path(cluster.scratch).parts)
-    folders = [*cluster.shared, *([str(Path(*fixed_parts))] if cluster.scratch.startswith("/") else [])]
-    return [folder for folder in folders if folder != "/"]
-
-
-def _name_container_image(plan: Plan) -> str:
-    return plan.cluster.container.image.replace("{target}", plan.target)
-
-
 # The submission file
 
 
@@ -458,6 +377,16 @@ def _extract_refusal(error: Exception) -> str:
     """Return what sbatch said, without submitit's framing."""
     lines = [line for line in str(error).splitlines() if line.startswith("sbatch: ")]
     return "\n".join(lines) or str(error).strip()
+
+
+@contextlib.contextmanager
+def _hide_slurm_variables() -> Iterator[None]:
+    """Hide the variables of `list_slurm_variables` from sbatch, and so from the job, which gets this environment."""
+    hidden = {name: os.environ.pop(name) for name in list_slurm_variables(os.environ)}
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
 
 
 @contextlib.contextmanager

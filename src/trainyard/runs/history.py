@@ -24,6 +24,7 @@ CANCELLED = "slurm/cancelled"
 
 JsonObject = dict[str, Any]
 
+_ATTEMPTS = "slurm/attempts.jsonl"
 _MOST_BYTES = 2**30  # of a file of events
 
 
@@ -41,6 +42,7 @@ class Attempt:
     # Set only for attempts that Slurm started:
     slurm_job_id: str = ""
     action: str = ""  # how it was started again: "requeue" by us, "slurm", or "stop": not at all; "" while it runs
+    successor: str = ""  # the Slurm job that "requeue" submitted, because Slurm does not requeue this one; "" else
     code: int | None = None  # exit code; -1: Slurm ended it before it could exit
     reason: str = ""  # why it ended, as the batch script recorded it
 
@@ -86,8 +88,13 @@ class RunSnapshot:
 
     @property
     def slurm_job_id(self) -> str:
-        """Id of the Slurm job of the latest submission; "" if it was not submitted to Slurm."""
-        return str(self.submission.get("job", "")) if self.submission.get("scheduler") == "slurm" else ""
+        """Id of the Slurm job of the latest submission, or of its last successor; "" if not submitted to Slurm."""
+        job = str(self.submission.get("job", "")) if self.submission.get("scheduler") == "slurm" else ""
+        return _find_last_successor(job, self._successors)
+
+    @cached_property
+    def _successors(self) -> dict[str, str]:
+        return _list_successors(self.starts_and_ends)
 
     @cached_property
     def attempts(self) -> list[Attempt]:
@@ -98,8 +105,11 @@ class RunSnapshot:
         return self.attempts[-1] if self.attempts else None
 
     def find_newest_attempt(self, slurm_job_id: str) -> Attempt | None:
-        """Return the newest attempt of a Slurm job; with "": the newest that no scheduler started."""
-        return next((attempt for attempt in reversed(self.attempts) if attempt.slurm_job_id == slurm_job_id), None)
+        """Return the newest attempt of a Slurm job and those that it succeeds; with "": that no scheduler started."""
+        jobs = {slurm_job_id}
+        while earlier := {job for job, later in self._successors.items() if later in jobs} - jobs:
+            jobs |= earlier
+        return next((attempt for attempt in reversed(self.attempts) if attempt.slurm_job_id in jobs), None)
 
     @property
     def is_done(self) -> bool:
@@ -147,7 +157,7 @@ def read_run(run: Path) -> RunSnapshot:
         run=run,
         submission=keep_object(run / SUBMISSION, _SUBMISSION),
         cancelled=(run / CANCELLED).exists(),
-        starts_and_ends=keep_lines(run / "slurm" / "attempts.jsonl", _START_OR_END),
+        starts_and_ends=keep_lines(run / _ATTEMPTS, _START_OR_END),
         events=keep_lines(run / "events.jsonl", _EVENT),
         heartbeat=keep_object(run / "heartbeat.json", _HEARTBEAT),
         errors=read_errors(run),
@@ -163,7 +173,10 @@ def read_run(run: Path) -> RunSnapshot:
 
 _Kinds = Mapping[str, str]
 _TIME = "time"  # ISO 8601
-_START_OR_END = {"time": _TIME, "event": "text", "attempt": "count", "code": "number", "cause": "text"}
+_START_OR_END = {
+    **{"time": _TIME, "event": "text", "attempt": "count", "code": "number", "cause": "text"},
+    **{"job": "text", "successor": "text"},
+}
 _EVENT = {"time": _TIME, "event": "text", "step": "count", "total_steps": "count", "world_size": "count"}
 _HEARTBEAT = {
     **{"time": "number", "phase": "text", "attempt": "text"},
@@ -210,9 +223,16 @@ def read_object(path: Path) -> JsonObject:
     return next(_parse_json([_read(path)]), {})
 
 
-def locate_output_files(run: Path, submission: JsonObject) -> tuple[Path, Path]:
-    """Return the paths of rank 0's standard output and standard error. The batch script also writes to the latter."""
-    folder, job = Path(submission.get("folder", run / "slurm")), submission.get("job", "")
+def locate_output_files(run: Path, submission: JsonObject, job: str = "") -> tuple[Path, Path]:
+    """Return the paths of rank 0's standard output and standard error. The batch script also writes to the latter.
+
+    Args:
+        job: a Slurm job id; "": the current one.
+    """
+    folder = Path(submission.get("folder", run / "slurm"))
+    if not job:
+        lines = [line for line in _read_json_lines(run / _ATTEMPTS) if _has_kinds(line, _START_OR_END)]
+        job = _find_last_successor(str(submission.get("job", "")), _list_successors(lines))
     return folder / f"{job}_0_log.out", folder / f"{job}_0_log.err"
 
 
@@ -224,9 +244,7 @@ def read_stderr(snapshot: RunSnapshot, attempt: Attempt | None) -> list[str]:
     Args:
         attempt: None: the whole file of the latest submission, which has no attempt yet.
     """
-    path = locate_output_files(snapshot.run, snapshot.submission | ({"job": attempt.slurm_job_id} if attempt else {}))[
-        1
-    ]
+    _, path = locate_output_files(snapshot.run, snapshot.submission, attempt.slurm_job_id if attempt else "")
     text = path.read_text(errors="replace") if path.is_file() else ""
     if attempt is not None:
         text = (
@@ -312,9 +330,25 @@ def _group_attempt_lines(lines: Sequence[JsonObject]) -> dict[str, list[JsonObje
         name = f"{line.get('job')}-{line.get('attempt')}"
         if line.get("event") == "start":
             groups[name] = [line]
+        elif name in groups and line.get("event") == "successor":
+            groups[name][-1] = groups[name][-1] | {"successor": line.get("successor")}
         elif name in groups:
             groups[name].append(line)
     return groups
+
+
+def _list_successors(lines: Iterable[JsonObject]) -> dict[str, str]:
+    """Return which Slurm job continues the run of another: attempt.sh submits one where Slurm does not requeue."""
+    found = [(str(line.get("job")), str(line.get("successor"))) for line in lines if line.get("event") == "successor"]
+    return {job: later for job, later in found if re.fullmatch(r"\d+(_\d+)?", later)}
+
+
+def _find_last_successor(job: str, successors: Mapping[str, str]) -> str:
+    seen = set()
+    while job in successors and job not in seen:
+        seen.add(job)
+        job = successors[job]
+    return job
 
 
 def _find_local_attempts(snapshot: RunSnapshot, attempts_with_events: Iterable[str]) -> set[str]:
@@ -346,6 +380,7 @@ def _build_slurm_attempt(
         steps=_find_step_range(events, heartbeat),
         slurm_job_id=str(start.get("job", "")),
         action=str(end.get("action", "")),
+        successor=str(end.get("successor", "")),
         code=end.get("code"),
         reason=str(end.get("reason", "")),
     )

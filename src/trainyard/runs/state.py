@@ -69,7 +69,7 @@ _DESCRIPTIONS = {
     Cause.MAX_RUNTIME: "max_runtime reached",
     Cause.HELD: "held in the queue until somebody releases it",
     Cause.NEVER_STARTS: "can never start as submitted",
-    Cause.NO_PROGRESS: "no progress: attempts without a new checkpoint",
+    Cause.NO_PROGRESS: "no progress: crashes or time limits without a new checkpoint",
     Cause.BUDGET: "attempt budget used up",
 }
 

@@ -77,7 +77,7 @@ def read_status(
         total_steps=_find_total_steps(snapshot),
         samples_per_s=snapshot.get_heartbeat(newest.id).get("samples_per_s") if newest and is_running else None,
         last_activity_s=None if snapshot.last_activity is None else max(0.0, now - snapshot.last_activity),
-        slurm_job_id=str(submission.get("job", "")),
+        slurm_job_id=snapshot.slurm_job_id if in_slurm else "",
         partition=str(submission.get("partition", "")),
         gpus=int(submission.get("gpus", 0)) if in_slurm else (newest and newest.world_size) or 0,
         slurm_unavailable_reason=slurm_unavailable_reason if in_slurm else "",

@@ -28,11 +28,13 @@ from datetime import datetime
 from typing import NamedTuple
 
 from trainyard.cluster.query import SlurmJob
+from trainyard.files import read_file
 from trainyard.runs.history import Attempt, RankError, RunSnapshot, is_slurm_message, parse_time, read_stderr
 from trainyard.runs.state import RESUMABLE, Cause, State, describe_cause
 from trainyard.text import format_duration
 
 SILENT_S = 600.0  # heartbeats come every few seconds, but a long evaluation or a first compilation may delay them
+_MOST_NOTE = 1000  # bytes
 _START_S = 60.0  # time that a background process may take to write its first line
 
 
@@ -113,6 +115,8 @@ def _judge_running_job(snapshot: RunSnapshot, job: SlurmJob, newest: Attempt | N
         return Verdict(State.RUNNING, f"being cancelled{where}")
     if job.state == "SUSPENDED":
         return Verdict(State.RUNNING, f"suspended by Slurm{where}")
+    if newest is not None and newest.action == "requeue" and _read_requeue_note(snapshot, newest):
+        return Verdict(State.WAITING, _describe_restart(snapshot, newest))
     if newest is not None and not newest.action:
         return _judge_live_run(snapshot, newest, where, now=now)
     if newest is not None and job.state == "COMPLETING":
@@ -187,7 +191,18 @@ def _describe_restart(snapshot: RunSnapshot, newest: Attempt | None) -> str:
     if newest is None:
         return "starts again"
     warned = (snapshot.run / "slurm" / f"signal-{newest.id}").exists()
-    return _RESTARTS.get(newest.cause or (Cause.PREEMPTED if warned else ""), "starts again")
+    again = _RESTARTS.get(newest.cause or (Cause.PREEMPTED if warned else ""), "starts again")
+    answer = _read_requeue_note(snapshot, newest) if newest.action == "requeue" else ""
+    return f"{again}: its attempt keeps asking Slurm to requeue it ({answer})" if answer else again
+
+
+def _read_requeue_note(snapshot: RunSnapshot, attempt: Attempt) -> str:
+    """Return when and what Slurm last answered to a batch script that asks again; "" if none asks."""
+    try:
+        note = read_file(snapshot.run / "slurm" / f"requeue-{attempt.id}", most_bytes=_MOST_NOTE)
+    except OSError:  # the usual case: there is none
+        return ""
+    return "".join(filter(str.isprintable, note.decode(errors="replace")))
 
 
 # Runs outside Slurm

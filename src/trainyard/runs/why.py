@@ -10,7 +10,7 @@ import yaml  # type: ignore[import-untyped]
 from trainyard.runs.changes import find_changes
 from trainyard.runs.folder import CONFIG, ENV_FILE
 from trainyard.runs.history import Attempt, locate_output_files, read_object, read_stderr
-from trainyard.runs.state import ACTIVE, Cause, State, describe_cause
+from trainyard.runs.state import ACTIVE, Cause, ExitCode, State, describe_cause
 from trainyard.runs.status import Status, format_headline, format_resume_command, read_statuses, suggest_command
 from trainyard.runs.verdict import find_first_fault
 from trainyard.text import SCREEN_WIDTH, align_columns, format_duration
@@ -51,7 +51,8 @@ def _describe_failure(status: Status) -> list[str]:
     if newest is not None and (fault := find_first_fault(status.snapshot, newest)):
         return fault.lines
     lines = [line for line in read_stderr(status.snapshot, newest) if line.strip()][-_STDERR_LINES:]
-    path = locate_output_files(status.run, status.snapshot.submission)[1]
+    job = newest.slurm_job_id if newest is not None else ""
+    path = locate_output_files(status.run, status.snapshot.submission, job)[1]
     return [f"the end of {path}:", *(f"  {line}" for line in lines)] if lines else []
 
 
@@ -71,6 +72,7 @@ def _find_cause(attempt: Attempt, status: Status) -> str:
 def _build_row(attempt: Attempt, cause: str) -> Sequence[str]:
     ranks = f"{attempt.world_size} ranks " if attempt.world_size and attempt.world_size > 1 else ""
     again = {"requeue": "requeued", "slurm": "started again by Slurm", "stop": "final"}.get(attempt.action, "")
+    again = f"continued as Slurm job {attempt.successor}" if attempt.successor else again
     return (
         attempt.id,
         f"{datetime.fromtimestamp(attempt.start):%Y-%m-%d %H:%M}",
@@ -87,6 +89,7 @@ def _advise(status: Status) -> str:
         return f"trainyard logs -f {shlex.quote(str(status.run))}"
     if status.state not in (State.FAILED, State.LOST):
         return suggest_command(status)
+    newest = status.newest_attempt
     resume = format_resume_command(status)
     restart = f"trainyard {'submit' if status.slurm_job_id else 'run'} {shlex.quote(status.run.absolute().parent.name)}"
     match status.cause:
@@ -106,8 +109,10 @@ def _advise(status: Status) -> str:
             return f"fix the code, then: {resume}{' --update-code' if status.slurm_job_id else ''}"
         case Cause.USER_ERROR:
             return f"do what the message says, then: {resume}"
+        case Cause.NO_PROGRESS if newest is not None and newest.code == ExitCode.PREEMPTED:
+            return f"save more often: {resume} checkpoint.every=5min, or give it more time: {resume} --time LENGTH"
         case Cause.NO_PROGRESS:
-            return f"read the log, or save more often: {resume} checkpoint.every=5min"
+            return f"read the log, then: {resume}"
         case _:
             return resume
 

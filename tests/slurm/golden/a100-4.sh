@@ -25,11 +25,12 @@ export PYTHONPATH=/shared/runs/fingerprint_1m/NEW/code
 export TRAINYARD_RUN=/shared/runs/fingerprint_1m/NEW
 export TRAINYARD_SCRATCH="/local/$SLURM_JOB_ID"
 export TRAINYARD_LIMITS='preempted=1000 time_limit=100 node_failure=10 crash=2 disk_full=30' TRAINYARD_SIGNAL_S=120
+export TRAINYARD_REQUEUE_S=900
 source /shared/runs/fingerprint_1m/NEW/slurm/attempt.sh begin
 
 # command
 export SUBMITIT_EXECUTOR=slurm
-srun --unbuffered --output /shared/runs/fingerprint_1m/NEW/slurm/%j_%t_log.out --error /shared/runs/fingerprint_1m/NEW/slurm/%j_%t_log.err --kill-on-bad-exit=1 --cpu-bind=cores /shared/trainyard/.venv/bin/python -u -m trainyard.launch.start_rank /shared/runs/fingerprint_1m/NEW/slurm
+srun --unbuffered --output /shared/runs/fingerprint_1m/NEW/slurm/%j_%t_log.out --error /shared/runs/fingerprint_1m/NEW/slurm/%j_%t_log.err --export=ALL --kill-on-bad-exit=1 --cpu-bind=cores /shared/trainyard/.venv/bin/python -u -m trainyard.launch.start_rank /shared/runs/fingerprint_1m/NEW/slurm
 
 
 # teardown

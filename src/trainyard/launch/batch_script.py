@@ -1,0 +1,129 @@
+"""Renders what a submission hands to submitit: the options of sbatch, the commands around srun, and what srun starts.
+
+Every value reaches the shell quoted, except the lines of shell code that a cluster file contains for that purpose.
+"""
+
+import hashlib
+import itertools
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainyard.cluster.description import Cluster
+
+if TYPE_CHECKING:
+    from trainyard.launch.submit import Code, Plan
+
+START_RANK = "trainyard.launch.start_rank"
+"""The module that srun starts."""
+
+
+def build_parameters(
+    plan: "Plan", runs: Sequence[Path], *, folder: Path, code: "Code", parallel: int
+) -> dict[str, Any]:
+    """Return the parameters of submitit's SlurmExecutor; the arguments are those of `submit.submit`."""
+    cluster, kind = plan.cluster, plan.kind
+    source = f"source {shlex.quote(str(folder / 'attempt.sh'))}"
+    return {
+        "job_name": plan.job,
+        "partition": kind.partition,
+        "time": plan.time_min,
+        "nodes": plan.nodes,
+        "ntasks_per_node": plan.ranks_per_node,
+        "cpus_per_task": kind.cores_per_gpu,
+        "mem": f"{compute_memory_gib(plan)}GB",
+        "gres": f"{kind.gres}:{plan.ranks_per_node}" if kind.gres else None,
+        "constraint": kind.constraint or None,
+        "account": cluster.account or None,
+        "qos": cluster.qos or None,
+        "wckey": cluster.wckey or None,
+        "exclude": cluster.exclude or None,
+        "signal_delay_s": plan.signal_s,
+        "array_parallelism": parallel or len(runs),
+        "additional_parameters": {"requeue": True, **cluster.sbatch},
+        # The ranks need what this script exports, also where the site or the cluster file has sbatch export nothing.
+        "srun_args": ["--export=ALL", "--kill-on-bad-exit=1", *_build_pyxis_args(plan), *cluster.srun_args],
+        "setup": [
+            *cluster.setup,
+            "export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK",  # since 22.05 srun ignores the other
+            *(["export CUDA_VISIBLE_DEVICES="] if kind.card == "cpu" else []),
+            _export_code_path(plan, code),
+            f"export TRAINYARD_RUN={_render_run_folder(runs, folder)}",
+            *([f'export TRAINYARD_SCRATCH="{cluster.scratch}"'] if cluster.scratch else []),  # expands on the node
+            f"export TRAINYARD_LIMITS={shlex.quote(_format_limits(cluster))} TRAINYARD_SIGNAL_S={plan.signal_s}",
+            f"export TRAINYARD_REQUEUE_S={cluster.requeue_wait_s}",
+            f"{source} begin",
+        ],
+        "teardown": [f"{source} end $?"],
+    }
+
+
+def _export_code_path(plan: "Plan", code: "Code") -> str:
+    """Return the shell line that puts the snapshot on PYTHONPATH; Apptainer passes only prefixed variables on."""
+    names = ["APPTAINERENV_PYTHONPATH", "SINGULARITYENV_PYTHONPATH"]
+    names = names if plan.cluster.container.kind == "apptainer" else ["PYTHONPATH"]
+    return "export " + " ".join(f"{name}={shlex.quote(str(code.folder))}" for name in names)
+
+
+def _render_run_folder(runs: Sequence[Path], folder: Path) -> str:
+    """Return the run's folder as shell code; an array element reads its line of a list."""
+    if len(runs) == 1:
+        return shlex.quote(str(runs[0]))
+    list_file = shlex.quote(str(name_array_list(folder, runs)))
+    return f'"$(sed -n "$((SLURM_ARRAY_TASK_ID + 1))p" {list_file})"'
+
+
+def name_array_list(folder: Path, runs: Sequence[Path]) -> Path:
+    """Return the path of an array's list of runs; `sweep --continue` must not overwrite that of a pending array."""
+    return folder / f"runs-{hashlib.sha256(os.fsencode(chr(10).join(map(str, runs)))).hexdigest()[:12]}.txt"
+
+
+def _format_limits(cluster: Cluster) -> str:
+    return " ".join(f"{cause}={count}" for cause, count in vars(cluster.attempts).items())
+
+
+def compute_memory_gib(plan: "Plan") -> int:
+    """Return the host memory of one node's ranks."""
+    return plan.kind.memory_gib_per_gpu * plan.ranks_per_node
+
+
+def build_rank_command(python: str, folder: Path) -> str:
+    """Return what starts each rank; `python` is a quoted command."""
+    return f"{python} -u -m {START_RANK} {shlex.quote(str(folder))}"
+
+
+def build_python_command(plan: "Plan") -> str:
+    """Return the command that runs Python on a node, quoted."""
+    cluster = plan.cluster
+    python = shlex.quote(cluster.python or sys.executable)
+    if cluster.container.kind != "apptainer":
+        return python
+    nvidia = ["--nv"] if plan.kind.gres else []
+    binds = [word for folder in _list_mounts(cluster) for word in ("--bind", folder)]
+    python = cluster.python or "python"
+    return shlex.join(
+        ["apptainer", "exec", *nvidia, *binds, *cluster.container.options, name_container_image(plan), python]
+    )
+
+
+def _build_pyxis_args(plan: "Plan") -> list[str]:
+    container = plan.cluster.container
+    if container.kind != "pyxis":
+        return []
+    mounts = ",".join(f"{folder}:{folder}" for folder in _list_mounts(plan.cluster))
+    return [f"--container-image={name_container_image(plan)}", f"--container-mounts={mounts}", *container.options]
+
+
+def _list_mounts(cluster: Cluster) -> list[str]:
+    """Return the folders mounted into the container under their own names: shared ones and scratch."""
+    fixed_parts = itertools.takewhile(lambda part: "$" not in part, Path(cluster.scratch).parts)
+    folders = [*cluster.shared, *([str(Path(*fixed_parts))] if cluster.scratch.startswith("/") else [])]
+    return [folder for folder in folders if folder != "/"]
+
+
+def name_container_image(plan: "Plan") -> str:
+    """Return the container image for the plan's card; "" without a container."""
+    return plan.cluster.container.image.replace("{target}", plan.target)

@@ -1,0 +1,207 @@
+"""What attempt.sh decides after each end of an attempt: budgets, requeues, successors. Needs no Slurm: see `Host`."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainyard.launch.submit import render_attempt_script
+from trainyard.runs.history import read_run
+from trainyard.runs.state import Cause, ExitCode
+
+# Slurm's commands as a node has them. `scontrol requeue` fails as many times as the file `refusals` has lines, with the
+# next of them each time. Slurm ends a script whose job it requeues: instead, its sleep of a minute is over at once.
+PROGRAMS = {
+    "squeue": 'case "$*" in *%T*) echo RUNNING ;; *%e*) date -d "+$(cat "$FAKE/left_s") seconds" +%FT%T ;; esac',
+    "sinfo": "echo 'a-0 idle'",
+    "scontrol": """\
+        echo "scontrol $*" >>"$FAKE/calls"
+        [ -s "$FAKE/refusals" ] || exit 0
+        head -n 1 "$FAKE/refusals" >&2
+        sed -i 1d "$FAKE/refusals"
+        exit 1""",
+    "sbatch": """\
+        echo "sbatch $*" >>"$FAKE/calls"
+        env | grep -E '^(SLURM|SBATCH|SRUN)_' | sort >"$FAKE/environ"
+        [ ! -s "$FAKE/no_sbatch" ] || { cat "$FAKE/no_sbatch" >&2; exit 1; }
+        echo 'sbatch: welcome to this site' >&2
+        cat "$FAKE/next_job" """,
+    "scancel": 'echo "scancel $*" >>"$FAKE/calls"',
+    "sleep": '[ "$1" -ge 60 ] || exec /bin/sleep 0.1',
+}
+AWAY = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
+REFUSED = "Requested operation is presently disabled for job 7"
+
+
+class Host:
+    """A node that runs attempt.sh for one run, with stand-ins for Slurm's commands."""
+
+    def __init__(self, folder: Path) -> None:
+        self.run, self.scripts, self.fake, self.bin = (folder / name for name in ("run", "scripts", "fake", "bin"))
+        for path in (self.run / "slurm", self.run / "checkpoints", self.scripts, self.fake, self.bin):
+            path.mkdir(parents=True)
+        for name, text in PROGRAMS.items():
+            (self.bin / name).write_text(f"#!/bin/bash\n{text}\n")
+            (self.bin / name).chmod(0o755)
+        self.set(left_s="3600", next_job="13\n")
+        (self.scripts / "attempt.sh").write_text(render_attempt_script())
+        self.limits = "preempted=1000 time_limit=100 node_failure=10 crash=2 disk_full=30"
+        self.environ: dict[str, str] = {}
+        self.job, self.element, self.restarts = "7", "", 0
+        self.write_submission_files("7", "7")
+
+    def set(self, **texts: str) -> None:
+        """Change what the stand-ins read."""
+        for name, text in texts.items():
+            (self.fake / name).write_text(text)
+
+    def write_submission_files(self, script: str, pickle: str) -> None:
+        (self.scripts / f"{script}_submission.sh").write_text("#!/bin/bash\n")
+        (self.scripts / f"{pickle}_submitted.pkl").write_text(f"the pickle of {pickle}")
+
+    @property
+    def name(self) -> str:
+        return f"{self.job}_{self.element}" if self.element else self.job
+
+    def source(self, *words: object) -> int:
+        """Source the script as a batch script does; return the exit code."""
+        array = {"SLURM_ARRAY_JOB_ID": self.job, "SLURM_ARRAY_TASK_ID": self.element} if self.element else {}
+        restarts = {"SLURM_RESTART_COUNT": str(self.restarts)} if self.restarts else {}
+        slurm = {"SLURM_JOB_ID": self.job, "SLURM_JOB_NODELIST": "a-0", "SLURM_JOB_PARTITION": "a", **array, **restarts}
+        own = {"TRAINYARD_RUN": str(self.run), "TRAINYARD_LIMITS": self.limits, "TRAINYARD_SIGNAL_S": "20"}
+        path = {"PATH": f"{self.bin}:{os.environ['PATH']}", "FAKE": str(self.fake), "TRAINYARD_REQUEUE_S": "20"}
+        line = f"source {self.scripts / 'attempt.sh'} {' '.join(map(str, words))}"
+        with (self.scripts / f"{self.name}_0_log.err").open("a") as errors:
+            command = ["bash", "-c", line]
+            return subprocess.run(command, env={**path, **own, **slurm, **self.environ}, stderr=errors).returncode
+
+    def attempt(self, how: str) -> tuple[str, str]:
+        """Run one attempt that ends in this way; return the cause and the action that were recorded.
+
+        Args:
+            how: crash, limit, saved (preempted with time to save) or taken (preempted without); "+data" or
+                "+checkpoint" if it made progress before.
+        """
+        kind, _, progress = how.partition("+")
+        assert self.source("begin") == 0
+        attempt = f"{self.name}-{self.restarts}"
+        if progress == "checkpoint":
+            (self.run / "checkpoints" / f"step-{len(list(self.run.glob('checkpoints/*'))):09d}.ckpt").touch()
+        elif progress == "data":
+            (self.run / "slurm" / f"progress-{attempt}").touch()
+        if kind != "crash":
+            (self.run / "slurm" / f"signal-{attempt}").write_text("SIGUSR2 1\n" if kind == "limit" else "SIGTERM 1\n")
+        if kind in ("limit", "saved"):
+            (self.run / "slurm" / f"left-{attempt}").write_text(f"{ExitCode.PREEMPTED}\n")
+        self.set(left_s="60" if kind == "limit" else "3600")
+        if kind != "taken":
+            self.source("end", 1)
+        self.restarts += 1
+        if kind == "taken":  # the next attempt records it
+            return "", "slurm"
+        last = [line for line in self.read_lines() if line["event"] == "end"][-1]
+        return last["cause"], last["action"]
+
+    def read_lines(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.run / "slurm" / "attempts.jsonl").read_text().splitlines()]
+
+    def read_calls(self) -> list[str]:
+        path = self.fake / "calls"
+        return path.read_text().splitlines() if path.exists() else []
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Host:
+    return Host(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("ends", "causes"),
+    [
+        pytest.param("saved saved saved crash", "preempted preempted preempted crash", id="preemptions do not count"),
+        pytest.param("taken taken crash", "- - crash", id="nor those without time to save"),
+        pytest.param("crash crash", "crash no_progress", id="two crashes do"),
+        pytest.param("limit limit", "time_limit no_progress", id="two time limits do"),
+        pytest.param("crash saved limit", "crash preempted no_progress", id="also with a preemption between them"),
+        pytest.param("limit+data limit limit", "time_limit time_limit no_progress", id="packing is progress"),
+        pytest.param("crash saved+data crash", "crash preempted crash", id="whoever does it"),
+        pytest.param(
+            " ".join(["crash+checkpoint"] * 5 + ["crash", "crash"]), "crash " * 6 + "no_progress", id="crashes refill"
+        ),
+        pytest.param("crash+data crash+data crash+data", "crash crash crash!", id="but not by staging again"),
+    ],
+)
+def test_only_crashes_and_time_limits_without_progress_end_a_run(ends: str, causes: str, host: Host):
+    """A cause with an exclamation mark ends the run by its budget; - was recorded by the next attempt."""
+    found = [host.attempt(how) for how in ends.split()]
+    expected = causes.split()
+    assert [cause or "-" for cause, _ in found] == [cause.rstrip("!") for cause in expected]
+    stops = [cause == Cause.NO_PROGRESS or cause.endswith("!") for cause in expected]
+    assert [action == "stop" for _, action in found] == stops
+
+
+def test_a_slurm_that_does_not_answer_is_asked_until_it_requeues(host: Host):
+    host.set(refusals=f"{AWAY}\n" * 3)
+    assert host.attempt("crash") == ("crash", "requeue")
+    assert host.read_calls() == ["scontrol requeue 7"] * 4
+    assert not (host.run / "slurm" / "requeue-7-0").exists(), "it says that somebody still asks"
+    assert len(host.read_lines()) == 2
+
+
+def test_a_slurm_that_never_answers_ends_the_attempt_with_its_words(host: Host):
+    host.environ = {"TRAINYARD_REQUEUE_S": "1"}
+    host.set(refusals=f"{AWAY}\n" * 100)
+    assert host.attempt("saved") == ("preempted", "stop")
+    reason = host.read_lines()[-1]["reason"]
+    assert reason == f"saved after SIGTERM; Slurm did not requeue the job within 1 s: {AWAY}"
+    assert AWAY in (host.run / "slurm" / "requeue-7-0").read_text()
+
+
+def test_cancelling_ends_the_asking(host: Host):
+    host.set(refusals=f"{AWAY}\n" * 100)
+    (host.run / "slurm" / "cancelled").touch()
+    assert host.attempt("saved") == ("cancelled", "stop")
+
+
+@pytest.mark.parametrize("element", ["", "3"])
+def test_where_slurm_refuses_to_requeue_a_successor_continues_the_run(element: str, host: Host):
+    host.element = element
+    suffix = f"_{element}" if element else ""
+    host.write_submission_files("7", f"7{suffix}")
+    host.set(refusals=f"{REFUSED}\n")
+    inherited = {"SLURM_MEM_PER_CPU": "1", "SBATCH_EXPORT": "NONE", "SRUN_CPUS_PER_TASK": "4"}
+    host.environ = {"SLURM_CONF": "/etc/slurm.conf", **inherited}
+    assert host.attempt("crash") == ("crash", "requeue")
+    array = f"--array={element} " if element else ""
+    script = host.scripts / "7_submission.sh"
+    assert host.read_calls()[1] == f"sbatch --parsable --dependency=afterany:7{suffix} {array}{script}"
+    assert (host.fake / "environ").read_text() == "SLURM_CONF=/etc/slurm.conf\n"
+    assert (host.scripts / "13_submission.sh").read_text() == "#!/bin/bash\n"
+    assert (host.scripts / f"13{suffix}_submitted.pkl").read_text() == f"the pickle of 7{suffix}"
+    submission = {"scheduler": "slurm", "job": f"7{suffix}", "submitted": "2026-01-01T00:00:00+00:00"}
+    (host.run / "slurm" / "submission.json").write_text(json.dumps(submission))
+    snapshot = read_run(host.run)
+    assert snapshot.slurm_job_id == f"13{suffix}"
+    newest = snapshot.find_newest_attempt(f"13{suffix}")
+    assert newest is not None and (newest.id, newest.successor) == (f"7{suffix}-0", f"13{suffix}")
+
+    host.job, host.restarts, host.environ = "13", 0, {}  # the crash of the first one counts
+    assert host.attempt("crash") == ("no_progress", "stop")
+    assert [attempt.id for attempt in read_run(host.run).attempts] == [f"7{suffix}-0", f"13{suffix}-0"]
+
+
+def test_if_no_successor_can_be_submitted_both_refusals_are_recorded(host: Host):
+    host.set(refusals=f"{REFUSED}\n", no_sbatch='sbatch: error: not "here"\n')
+    assert host.attempt("saved") == ("preempted", "stop")
+    reason = host.read_lines()[-1]["reason"]
+    assert reason == f"saved after SIGTERM; {REFUSED}; nor could a successor be submitted: sbatch: error: not here"
+
+
+def test_a_time_limit_is_recognized_while_slurm_does_not_answer(host: Host):
+    (host.bin / "squeue").write_text(f"#!/bin/bash\necho '{AWAY}' >&2\nexit 1\n")
+    (host.bin / "sleep").write_text("#!/bin/bash\n")
+    host.environ = {"SLURM_JOB_END_TIME": subprocess.check_output(["date", "-d", "+60 seconds", "+%s"], text=True)[:-1]}
+    assert host.attempt("limit") == ("time_limit", "requeue")
