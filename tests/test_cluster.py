@@ -19,6 +19,7 @@ from trainyard.cluster.description import (
     parse_minutes,
 )
 from trainyard.errors import UserError
+from trainyard.hardware import get_gpu
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "slurm" / "examples"
 
@@ -111,20 +112,23 @@ SENTENCES = {
         "slurm_nam:",
         "tower.yaml, line 1: there is no key 'slurm_nam'. Nearest: slurm_name. Keys: slurm_name, shared, gpus, "
         "time_default, signal_delay_s, requeue_wait_s, account, qos, wckey, exclude, srun_args, sbatch, setup, "
-        "python, container, scratch, group, attempts, data.",
+        "node_setup, python, container, scratch, group, attempts, data.",
     ),
     "an unknown key of the GPUs": (
         "cores_per_gpu",
         "cores_per_gpus",
         "tower.yaml, line 10: there is no key 'cores_per_gpus' in gpus.a100. Nearest: cores_per_gpu. Keys: card, "
-        "partition, per_node, nodes, gres, constraint, cores_per_gpu, memory_gib_per_gpu, time_max.",
+        "partition, per_node, nodes, gres, constraint, cores_per_gpu, memory_gib_per_gpu, time_max, gpu_option, "
+        "account, qos.",
     ),
     "an unknown card": (
         "a100-80-sxm",
         "a100-80-smx",
         "tower.yaml, line 5: gpus.a100.card: expected one of cpu, p100-12-pcie, p100-16-pcie, p100-16-sxm, 2080ti, "
-        "a5000, a100-40-pcie, a100-40-sxm, a100-80-pcie, a100-80-sxm, h100-pcie, h100-sxm, h200, found 'a100-80-smx'. "
-        "Nearest: a100-80-sxm.",
+        "a5000, a100-40-pcie, a100-40-sxm, a100-80-pcie, a100-80-sxm, h100-pcie, h100-sxm, h200, v100-16-pcie, "
+        "v100-32-pcie, v100-16-sxm, v100-32-sxm, t4, 3090, a6000, 4090, l40s, b200, found 'a100-80-smx'. Nearest: "
+        "a100-80-sxm. For any other NVIDIA card write its compute capability and memory: "
+        "card: {sm: 89, memory_gib: 48}",
     ),
     "a missing key": (
         "    nodes: 2\n",
@@ -183,11 +187,33 @@ SENTENCES = {
         "[/home, data]",
         "tower.yaml, line 2: shared: expected absolute paths such as /home, found 'data'.",
     ),
-    "a time in Slurm's format": (
+    "a card of AMD": (
+        "a100-80-sxm",
+        "mi300x",
+        "tower.yaml, line 5: gpus.a100.card: 'mi300x' is an AMD card, and Trainyard computes on NVIDIA cards only "
+        "(CUDA). Describe other nodes, or use the CPUs of these: card: cpu, without gres.",
+    ),
+    "GPUs by an option that counts only GPUs": (
+        "gres: gpu:a100",
+        "gres: shard\n    gpu_option: gpus-per-node",
+        "tower.yaml: gpus.a100.gpu_option: gpus-per-node requests GPUs only, but gres is 'shard'. Write "
+        "gpu_option: gres",
+    ),
+    "half a description of a card": (
+        "card: a100-80-sxm",
+        "card: {sm: 89}",
+        "tower.yaml, line 5: gpus.a100.card.memory_gib: must be given. See slurm/examples/gres-apptainer.yaml.",
+    ),
+    "a compute capability with a point": (
+        "card: a100-80-sxm",
+        "card: {sm: 8.9, memory_gib: 48}",
+        "tower.yaml, line 5: gpus.a100.card.sm: expected a whole number, found '8.9'.",
+    ),
+    "a time in no format": (
         "shared:",
-        "time_default: 08:00:00\nshared:",
-        "tower.yaml, line 2: time_default: '08:00:00' is not a time. Write days, hours, minutes: 2d, 8h, 8h30m, 30m; "
-        "or 90 for minutes.",
+        "time_default: 08:00:00h\nshared:",
+        "tower.yaml, line 2: time_default: '08:00:00h' is not a time. Write days, hours, minutes: 2d, 8h, 8h30m, 30m; "
+        "90 for minutes; or as for Slurm: 8:00:00, 1-12, 1-12:30.",
     ),
     "an unknown container": (
         "shared:",
@@ -275,6 +301,15 @@ def test_a_folder_without_cluster_files_says_where_to_start(tmp_path):
         find_cluster("", tmp_path, "tower")
 
 
+@pytest.mark.parametrize(
+    ("card", "sm", "memory_gib"), [("{sm: 89, memory_gib: 48}", 89, 48), ("l40s", 89, 48), ("b200", 100, 180)]
+)
+def test_a_card_is_named_or_described(card, sm, memory_gib, tmp_path):
+    nodes = load_cluster(write_cluster_file(tmp_path, SMALLEST.replace("a100-80-sxm", card))).gpus["a100"]
+    gpu = get_gpu(nodes.card)
+    assert gpu is not None and (gpu.sm, gpu.memory_gib) == (sm, memory_gib)
+
+
 def test_times_are_days_hours_and_minutes():
     texts = {"90": 90, "30m": 30, "8h": 480, "8h30m": 510, "2d": 2880, "2d12h": 3600, "1d1m": 1441}
     assert {text: parse_minutes(text) for text in texts} == texts
@@ -287,7 +322,24 @@ def test_times_are_days_hours_and_minutes():
         "2d12h",
         "1d1m",
     ]
-    for text in ("", "0", "0h", "h", "8h30", "8:00", "1.5h", "-5", "30s", "30m8h"):
+    slurm = {"8:00:00": 480, "90:00": 90, "0:30": 1, "1:00:01": 61, "1-12": 2160, "1-12:30": 2190, "1-0:0:1": 1441}
+    assert {text: parse_minutes(text) for text in slurm} == slurm
+    for text in (
+        "",
+        "0",
+        "0h",
+        "h",
+        "8h30",
+        "0:00",
+        "1-",
+        "-1:00",
+        "1:2:3:4",
+        "1-2:3:4:5",
+        "1.5h",
+        "-5",
+        "30s",
+        "30m8h",
+    ):
         with pytest.raises(UserError, match="is not a time"):
             parse_minutes(text)
 

@@ -21,6 +21,7 @@ from trainyard.hardware import (
     read_driver_version,
     read_openmp_wait_policy,
     set_openmp_wait_policy,
+    show_own_mig_slice,
 )
 
 
@@ -33,6 +34,8 @@ from trainyard.hardware import (
         ("NVIDIA GeForce RTX 2080 Ti", 10.75, "2080ti"),
         ("GeForce RTX 2080 Ti", 10.75, "2080ti"),  # an old driver
         ("NVIDIA RTX A5000", 23.7, "a5000"),
+        ("Tesla T4", 14.56, "t4"),
+        ("NVIDIA L40S", 44.4, "l40s"),
         ("NVIDIA RTX A5000", 22.5, "a5000"),  # ECC on
         ("A100-PCIE-40GB", 39.4, "a100-40-pcie"),
         ("NVIDIA A100-SXM4-40GB", 39.4, "a100-40-sxm"),
@@ -300,3 +303,20 @@ def test_openmp_itself_reports_how_the_threads_of_a_run_wait(stated, tmp_path):
     choices = json.loads((tmp_path / "runs" / "stripes" / "r" / "env.json").read_text())["choices"]
     assert choices["openmp_wait"]["value"] == ("OMP_WAIT_POLICY=active" if stated else "passive")
     assert choices["compute_threads"] == {"value": 1, "reason": "OMP_NUM_THREADS=1 in the environment"}
+
+
+def test_each_rank_sees_its_own_mig_slice_and_no_other():
+    visible = "MIG-aa,MIG-bb,MIG-cc"
+    for local_rank, own in enumerate(visible.split(",")):
+        environ = {"CUDA_VISIBLE_DEVICES": visible}
+        show_own_mig_slice(environ, local_rank)
+        assert environ == {"CUDA_VISIBLE_DEVICES": own}
+    with pytest.raises(UserError, match="Local rank 3 has no MIG slice: CUDA_VISIBLE_DEVICES has 3"):
+        show_own_mig_slice({"CUDA_VISIBLE_DEVICES": visible}, 3)
+
+
+@pytest.mark.parametrize("visible", [{}, {"CUDA_VISIBLE_DEVICES": "0,1"}, {"CUDA_VISIBLE_DEVICES": "MIG-aa"}])
+def test_whole_gpus_and_a_single_slice_stay_visible(visible: dict[str, str]):
+    environ = dict(visible)
+    show_own_mig_slice(environ, 1)
+    assert environ == visible

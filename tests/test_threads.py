@@ -27,7 +27,7 @@ def test_a_run_resumes_with_as_many_threads_as_it_began_with(tmp_path):
     assert execute(whole, FAMILIES, environ={"OMP_NUM_THREADS": "3"}, started=now) == 0
     assert execute(run, FAMILIES, environ={"OMP_NUM_THREADS": "3"}, started=now - 60) == ExitCode.MAX_RUNTIME
     assert execute(run, FAMILIES, environ={"OMP_NUM_THREADS": "2"}, started=now) == 0
-    assert torch.get_num_threads() == 3 and read_env(run)["exactness"] == {"compute_threads_by_rank": [3]}
+    assert torch.get_num_threads() == 3 and read_env(run)["exactness"]["compute_threads_by_rank"] == [3]
     assert find_differences(load_state(whole), load_state(run)) == []
     choice = read_env(run)["choices"]["compute_threads"]
     assert choice["value"] == 3

@@ -15,16 +15,22 @@ CPU_CHANNELS_LAST = True
 
 
 @dataclass(frozen=True)
-class Gpu:
-    """One GPU model as its vendor specifies it: dense peaks at boost clock, never with structured sparsity.
-
-    Upper bounds for planning, not promises: `torch.cuda.mem_get_info()` returns the memory that is really free.
-    """
+class GpuType:
+    """What planning and computing need to know of a GPU model."""
 
     key: str  # what people type, such as "a100-80-sxm"
     name: str  # what torch.cuda.get_device_name() prints, without a leading "NVIDIA "
     sm: int  # compute capability, major * 10 + minor
     memory_gib: float
+
+
+@dataclass(frozen=True)
+class Gpu(GpuType):
+    """One GPU model as its vendor specifies it: dense peaks at boost clock, never with structured sparsity.
+
+    Upper bounds for planning, not promises: `torch.cuda.mem_get_info()` returns the memory that is really free.
+    """
+
     bandwidth_gb_s: float
     fp32_tflop_s: float  # without TF32
     tf32_tflop_s: float | None
@@ -65,10 +71,25 @@ GPUS: tuple[Gpu, ...] = (
     Gpu("h100-sxm",     "H100 80GB HBM3",       90, 80,    3350, 67,   495,  989,  989,  34,   True,  _H100),
     Gpu("h200",         "H200",                 90, 140.4, 4800, 67,   495,  989,  989,  34,   True,  _H200),
 )
+
+GPU_TYPES: tuple[GpuType, ...] = (
+    *GPUS,
+    # Cards of which nobody has looked up or measured the peaks.
+    GpuType("v100-16-pcie", "Tesla V100-PCIE-16GB", 70, 16),
+    GpuType("v100-32-pcie", "Tesla V100-PCIE-32GB", 70, 32),
+    GpuType("v100-16-sxm",  "Tesla V100-SXM2-16GB", 70, 16),
+    GpuType("v100-32-sxm",  "Tesla V100-SXM2-32GB", 70, 32),
+    GpuType("t4",           "Tesla T4",             75, 16),
+    GpuType("3090",         "GeForce RTX 3090",     86, 24),
+    GpuType("a6000",        "RTX A6000",            86, 48),
+    GpuType("4090",         "GeForce RTX 4090",     89, 24),
+    GpuType("l40s",         "L40S",                 89, 48),
+    GpuType("b200",         "B200",                 100, 180),
+)
 # fmt: on
 
 
-def find_gpu_by_name(cuda_device_name: str, memory_gib: float) -> Gpu | None:
+def find_gpu_by_name(cuda_device_name: str, memory_gib: float) -> GpuType | None:
     """Return the entry of a device, or None for an unknown card.
 
     Args:
@@ -77,15 +98,23 @@ def find_gpu_by_name(cuda_device_name: str, memory_gib: float) -> Gpu | None:
             card outside 90-102 % of it is a different one (a MIG slice, a 2080 Ti refitted with 22 GB).
     """
     name = re.sub(r"^NVIDIA ", "", cuda_device_name.strip())
-    for gpu in GPUS:
+    for gpu in GPU_TYPES:
         if gpu.name == name and 0.90 * gpu.memory_gib <= memory_gib <= 1.02 * gpu.memory_gib:
             return gpu
     return None
 
 
-def get_gpu(key: str) -> Gpu | None:
-    """Return the entry with this key, None for "cpu"."""
-    return next((gpu for gpu in GPUS if gpu.key == key), None)
+def get_gpu(key: str) -> GpuType | None:
+    """Return the GPU type with this key, None for "cpu"; a key of `make_gpu_key` describes a type outside the table."""
+    if described := re.fullmatch(r"sm(\d{2,3})-(\d+)gib", key):
+        sm, memory_gib = (int(number) for number in described.groups())
+        return GpuType(key, f"GPU (sm_{sm}, {memory_gib} GiB)", sm, memory_gib)
+    return next((gpu for gpu in GPU_TYPES if gpu.key == key), None)
+
+
+def make_gpu_key(sm: int, memory_gib: int) -> str:
+    """Return the key of a GPU type that no table needs to contain, such as "sm89-48gib"."""
+    return f"sm{sm}-{memory_gib}gib"
 
 
 def choose_image_target(sm: int | None) -> str:
@@ -252,6 +281,25 @@ def read_openmp_wait_policy(environ: Mapping[str, str]) -> tuple[str, str]:
     if stated:
         return " ".join(f"{name}={value}" for name, value in stated.items()), "set in the environment"
     return "library's default", "not set when this process started"
+
+
+def show_own_mig_slice(environ: MutableMapping[str, str], local_rank: int) -> None:
+    """Show a rank only its own MIG slice. Call it before torch is loaded: a process uses the first slice that it sees.
+
+    Slurm shows all slices of a job to each of its ranks on a node.
+
+    Raises:
+        UserError: there are fewer slices than ranks.
+    """
+    slices = environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    if len(slices) < 2 or not slices[0].startswith("MIG-"):
+        return
+    if local_rank >= len(slices):
+        raise UserError(
+            f"Local rank {local_rank} has no MIG slice: CUDA_VISIBLE_DEVICES has {len(slices)}. Start at most "
+            f"{len(slices)} ranks on this node: --gpus {len(slices)}"
+        )
+    environ["CUDA_VISIBLE_DEVICES"] = slices[local_rank]
 
 
 def choose_compute_threads(environ: Mapping[str, str], *, cores: int, reason: str, launcher: str) -> tuple[int, str]:

@@ -2,14 +2,21 @@
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 
 import trainyard
 from trainyard.cli import main
+from trainyard.cluster.description import load_cluster
+from trainyard.cluster.options import OPTIONS, keep_options, read_options
+from trainyard.errors import UserError
+from trainyard.launch.submit import Code, ResourceRequest, make_plan, render_batch_script
+from trainyard.settings import TrainConfig
 
 ATTEMPT = Path(trainyard.__file__).parent / "launch" / "attempt.sh"
 GOLDEN = Path(__file__).parent / "golden"
@@ -130,8 +137,6 @@ def test_an_impossible_request_gets_a_one_line_error_before_submission(words, ex
 
 
 def test_a_run_folder_that_slurm_cannot_write_or_nodes_cannot_see_is_refused(tmp_path, capsys):
-    from trainyard.cluster.description import load_cluster
-    from trainyard.errors import UserError
     from trainyard.launch.submit import check_paths
 
     cluster = load_cluster(GOLDEN / "cluster.yaml")
@@ -200,3 +205,113 @@ def test_the_cause_of_an_end_is_read_from_the_attempts_own_log_if_slurm_does_not
         assert subprocess.run(command, env=environ, stderr=errors, timeout=60).returncode == 0
     ends = [json.loads(line) for line in (notes / "attempts.jsonl").read_text().splitlines()]
     assert [(line["attempt"], line["cause"]) for line in ends if line["event"] == "end"][1:] == [(1, cause)]
+
+
+# Options of sbatch
+
+
+def render(
+    tmp_path: Path, hw: str = "a5000", *, gpus: int = 4, options: dict[str, str] | None = None, **changes
+) -> str:
+    """Return the batch script for a cluster file with changes: keys of the GPU type in `kind`, else of the file."""
+    content = yaml.safe_load((GOLDEN / "cluster.yaml").read_text())
+    content["gpus"][hw].update(changes.pop("kind", {}))
+    path = tmp_path / "cluster.yaml"
+    path.write_text(yaml.safe_dump({**content, **changes}, sort_keys=False))
+    request = ResourceRequest(gpus=gpus, hw=hw, options=read_options(options or {}))
+    plan = make_plan(TrainConfig(job="stripes"), load_cluster(path), request)
+    run = Path("/shared/runs/stripes/one")
+    return render_batch_script(plan, [run], folder=run / "slurm", code=Code(run / "code", run / "code" / "jobs"))
+
+
+def list_options(script: str) -> set[str]:
+    return {line.removeprefix("#SBATCH --") for line in script.splitlines() if line.startswith("#SBATCH")}
+
+
+@pytest.mark.parametrize(
+    ("stated", "removed", "added"),
+    [
+        ({"account": "other"}, "account=biometrics", "account=other"),
+        ({"qos": "high"}, "qos=normal", "qos=high"),
+        ({"partition": "gpu,long"}, "partition=gpu", "partition=gpu,long"),
+        ({"constraint": "a5000&ib"}, "constraint=a5000", "constraint='a5000&ib'"),
+        ({"reservation": "friday"}, "", "reservation=friday"),
+        ({"exclude": "a-[1,3]"}, "", "exclude='a-[1,3]'"),
+        ({"mem": "64G"}, "mem=240GB", "mem=64G"),
+        ({"mem": "none"}, "mem=240GB", ""),
+        ({"comment": "it's $(touch HACKED)"}, "", """comment='it'"'"'s $(touch HACKED)'"""),
+        ({"account": ""}, "", ""),
+    ],
+)
+def test_an_option_of_the_line_overrides_the_cluster_file(stated, removed, added, tmp_path):
+    before, after = list_options(render(tmp_path)), list_options(render(tmp_path, options=stated))
+    assert before - after == ({removed} if removed else set())
+    assert after - before == ({added} if added else set())
+
+
+@pytest.mark.parametrize(
+    ("changes", "removed", "added"),
+    [
+        ({"kind": {"account": "cheap", "qos": "spare"}}, "account=biometrics qos=normal", "account=cheap qos=spare"),
+        ({"kind": {"memory_gib_per_gpu": 0}}, "mem=240GB", ""),
+        ({"kind": {"gpu_option": "gpus-per-node"}}, "gres=gpu:4", "gpus-per-node=4"),
+        ({"kind": {"gpu_option": "gpus-per-node", "gres": "gpu:a5000"}}, "gres=gpu:4", "gpus-per-node=a5000:4"),
+        ({"kind": {"partition": "gpu,gpu-long"}}, "partition=gpu", "partition=gpu,gpu-long"),
+        ({"kind": {"gres": "gpu:1g.10gb", "card": {"sm": 80, "memory_gib": 9}}}, "gres=gpu:4", "gres=gpu:1g.10gb:4"),
+        ({"time_default": "8:00:00"}, "time=2880", "time=480"),
+        ({"sbatch": {"reservation": "friday", "mail-type": "END"}}, "", "reservation=friday"),
+    ],
+)
+def test_a_cluster_file_says_how_to_request(changes, removed, added, tmp_path):
+    before, after = list_options(render(tmp_path)), list_options(render(tmp_path, **changes))
+    assert (before - after, after - before) == (set(removed.split()), set(added.split()))
+
+
+def test_the_line_overrides_what_the_cluster_file_passes_on_to_sbatch(tmp_path):
+    passed = {"sbatch": {"reservation": "friday", "comment": "ours"}}
+    script = render(tmp_path, options={"reservation": "monday", "comment": "mine"}, **passed)
+    assert {"reservation=monday", "comment=mine"} <= list_options(script)
+
+
+def test_set_up_of_each_node_is_a_step_of_its_own_and_its_failure_ends_the_attempt(tmp_path):
+    lines = ["mkdir -p /local/it's", "echo $SLURM_NODEID"]
+    script = render(tmp_path, gpus=16, node_setup=lines)
+    setup, ranks = (
+        script.index("srun --export=ALL --nodes=2 --ntasks=2 --ntasks-per-node=1 "),
+        script.index("srun --unb"),
+    )
+    assert script.index("attempt.sh begin") < setup < ranks
+    step = script[setup : script.index("# command")]
+    assert step.rstrip().endswith("|| source /shared/runs/stripes/one/slurm/attempt.sh end $?")
+    words = shlex.split(step)
+    assert words[words.index("-c") + 1].splitlines() == ["set -e", *lines]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("account", "a\n#SBATCH --uid=0", "found a line break"),
+        ("qos", "two words", "without spaces and quotes"),
+        ("mem", "much", "expected a number with a unit, such as 64G, or none"),
+        ("comment", "bell\a", "control character"),
+        ("comment", "back\\slash", "no backslash"),
+    ],
+)
+def test_a_value_that_sbatch_could_misread_is_refused(name, value, said):
+    with pytest.raises(UserError, match=rf"^--{name} .*{said}"):
+        read_options({name: value})
+
+
+def test_options_are_kept_on_resume_as_far_as_they_fit_the_nodes():
+    previous = {"account": "a", "partition": "p", "mem": "64G", "comment": "c"}
+    assert keep_options(previous, same_nodes=True, stated={"mem": "32G"}) == {**previous, "mem": "32G"}
+    assert keep_options(previous, same_nodes=False, stated={"qos": "q"}) == {"account": "a", "comment": "c", "qos": "q"}
+    assert "account" not in keep_options(previous, same_nodes=True, stated={"account": ""})
+
+
+def test_the_command_line_takes_every_option_and_shows_it(capsys):
+    values = {name: "64G" if name == "mem" else f"x{name}" for name in OPTIONS}
+    assert main(make_arguments("--hw", "a5000", *(f"--{name}={value}" for name, value in values.items()))) == 0
+    printed = capsys.readouterr().out
+    assert {f"{name}={value}" for name, value in values.items()} <= list_options(extract_script(printed))
+    assert "options     account xaccount, " in printed and "  (requested)\n" in printed

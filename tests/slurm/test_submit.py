@@ -221,6 +221,23 @@ def test_what_the_environment_says_about_other_jobs_does_not_reach_the_new_one(
     assert read_ends(run) == [(0, "done", "stop")]
 
 
+def test_an_option_of_the_line_reaches_slurm_as_typed_and_is_kept_on_resume(start, lab, lab_file):
+    content = yaml.safe_load(lab_file.read_text())
+    lab_file.write_text(yaml.safe_dump({**content, "sbatch": {"hold": True}}, sort_keys=False))
+    comment = """it's $(touch HACKED) `touch HACKED` "quoted" #1"""
+    run = start("noted", "--hw", "a100", "--comment", comment, "--mem", "3G", "--exclude", "a100-1", cluster=lab_file)
+    first = read_slurm_job_id(run)
+    assert f"Comment={comment} \n" in (described := lab.run("scontrol", "show", "job", first))
+    assert "MinMemoryNode=3G" in described and "ExcNodeList=a100-1" in described
+    assert trainyard("cancel", run) == 0
+    lab.wait_for(first, "CANCELLED")
+    assert trainyard("resume", run, "--jobs", "tests/families", "--mem", "2G") == 0
+    second = read_slurm_job_id(run)
+    assert f"Comment={comment} \n" in (described := lab.run("scontrol", "show", "job", second))
+    assert "MinMemoryNode=2G" in described and "ExcNodeList=a100-1" in described
+    assert trainyard("cancel", run) == 0
+
+
 def test_the_lab_passes_its_own_check(lab):
     checked = subprocess.run(
         [sys.executable, "-m", "trainyard", "cluster-check", str(LAB_FILE)],

@@ -1,5 +1,8 @@
 """Sweeps on a real Slurm: one array, never more runs at once than requested, continued, and collected."""
 
+import itertools
+import os
+import shutil
 import sys
 import time
 from collections import Counter
@@ -14,6 +17,8 @@ from tests.slurm.conftest import Lab
 from tests.training import FAMILIES
 from trainyard.config import compose, thaw
 from trainyard.data.prepare import prepare_data
+from trainyard.errors import UserError
+from trainyard.launch.sweep import choose_array_size
 from trainyard.report import sweep_page as results
 from trainyard.report.sweep_page import estimate_mean
 from trainyard.runs import folder as runs
@@ -118,3 +123,48 @@ def test_hydras_own_launcher_submits_a_multirun_and_waits_for_it(lab: Lab, tmp_p
     for run in made:
         events = (run / "events.jsonl").read_text()
         assert '"event": "done"' in events and '"world_size": 2' in events
+
+
+def test_a_sweep_larger_than_an_array_becomes_several_one_after_the_other(
+    lab_client: Lab, tmp_path: Path, packed_stripes: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Slurm holds the jobs, and says that an array has at most two elements."""
+    scontrol = shutil.which("scontrol")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "scontrol").write_text(
+        f"#!/bin/sh\n{scontrol} \"$@\" | sed 's/^MaxArraySize .*/MaxArraySize = 3/'\n"
+    )
+    (tmp_path / "bin" / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    cluster = tmp_path / "held.yaml"
+    content = yaml.safe_load(LAB_FILE.read_text())
+    cluster.write_text(yaml.safe_dump({**content, "sbatch": {"hold": True}}, sort_keys=False))
+    where = ["--jobs", FAMILIES, "--runs", tmp_path / "runs", "--cluster", cluster, "--hw", "2080ti", "--name", "w"]
+    words = ["--sweep", "seed=range(0,5)", "--max-parallel", 1, f"data.path={packed_stripes}"]
+    assert trainyard("sweep", "stripes", *words, *where) == 0
+    jobs = [read_slurm_job_id(element.run) for element in sweep_file.load("w", tmp_path / "runs").elements]
+    arrays = list(dict.fromkeys(job.partition("_")[0] for job in jobs))
+    assert jobs == [*(f"{array}_{i}" for array in arrays[:2] for i in (0, 1)), arrays[2]]
+    for before, array in itertools.pairwise(arrays):
+        assert f"afterany:{before}_*" in lab_client.run("squeue", "-h", "-j", array, "-o", "%E")
+    lab_client.run("scancel", *arrays)
+
+
+def test_more_runs_than_slurm_lets_one_submit_are_refused_with_the_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    answers = {
+        "scontrol": "MaxArraySize            = 1001\nAccountingStorageEnforce = associations,limits",
+        "sacctmgr": "vision|10",
+        "squeue": "1\n2_0\n2_1",
+    }
+    for name, answer in answers.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n/bin/cat <<'END'\n{answer}\nEND\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert choose_array_size(7, user="ann", account="vision", qos="") == 1000
+    said = (
+        r"8 runs requested, but account vision allows 10 of your jobs in the queue \(MaxSubmitJobs\), and 3 are there"
+    )
+    with pytest.raises(UserError, match=said):
+        choose_array_size(8, user="ann", account="vision", qos="")

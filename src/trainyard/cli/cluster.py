@@ -1,6 +1,8 @@
 """The commands for clusters: submit and sweep, then status, logs, why, cancel and results."""
 
 import argparse
+import getpass
+import math
 import os
 import shlex
 import shutil
@@ -17,6 +19,7 @@ from trainyard.cli.verb import Verbs, add_dry_option, add_trust_option, add_verb
 from trainyard.cluster import description as clusters
 from trainyard.cluster import query as slurm
 from trainyard.cluster.check import check_cluster, render_findings
+from trainyard.cluster.options import OPTIONS, keep_options, read_options
 from trainyard.errors import UserError
 from trainyard.launch import cancel, submit
 from trainyard.launch import sweep as sweeps
@@ -67,6 +70,8 @@ def add_resource_args(verb: argparse.ArgumentParser, *, gpus: int) -> None:
     verb.add_argument("--time", default="", metavar="LENGTH", help="time limit of one attempt, such as 8h30m")
     verb.add_argument("--cluster", default="", metavar="NAME", help="slurm/NAME.yaml, or a path")
     add_dry_option(verb)
+    for name, meaning in OPTIONS.items():
+        verb.add_argument(f"--{name}", metavar="TEXT", help=f"{meaning}; default: as in the cluster file")
 
 
 def _submit(args: argparse.Namespace) -> int:
@@ -135,6 +140,7 @@ def resubmit(run: Path, args: argparse.Namespace) -> int:
         hw=args.hw or previous["hw"],
         nodes=args.nodes or (previous["nodes"] if same_hw and not args.gpus else 0),
         time=args.time or (f"{previous['time_min']}m" if same_hw else ""),
+        options=keep_options(previous.get("options", {}), same_nodes=same_hw, stated=read_options(vars(args))),
         keeps_micro_batch=True,
     )
     plan = submit.make_plan(config, cluster, request)
@@ -173,7 +179,8 @@ def _find_cluster(wanted: str, *, job: str, dry: bool = False) -> clusters.Clust
 
 
 def _read_request(args: argparse.Namespace) -> submit.ResourceRequest:
-    return submit.ResourceRequest(gpus=args.gpus, hw=args.hw, nodes=args.nodes, time=args.time)
+    options = read_options(vars(args))
+    return submit.ResourceRequest(gpus=args.gpus, hw=args.hw, nodes=args.nodes, time=args.time, options=options)
 
 
 def _check_against_slurm(plan: submit.Plan) -> None:
@@ -189,17 +196,19 @@ def _check_against_slurm(plan: submit.Plan) -> None:
             f"file (--cluster NAME), or log in to '{described}'."
         )
     partitions = slurm.query_partitions()
-    found = partitions.get(plan.kind.partition)
+    named = plan.options["partition"].split(",")
     check = f"See all differences: trainyard cluster-check {plan.cluster.name}"
-    if found is None:
-        hint = suggest_nearest(plan.kind.partition, partitions)
+    if unknown := next((name for name in named if name not in partitions), ""):
+        where = "--partition" if "partition" in plan.stated else f"{plan.cluster.path}: gpus.{plan.hw}.partition"
         raise UserError(
-            f"{plan.cluster.path}: gpus.{plan.hw}.partition is '{plan.kind.partition}', which this Slurm does not "
-            f"have.{hint} It has: {', '.join(partitions)}. {check}"
+            f"{where} is '{unknown}', which this Slurm does not have.{suggest_nearest(unknown, partitions)} It has: "
+            f"{', '.join(partitions)}. {check}"
         )
-    if found.time_limit_min is not None and plan.time_min > found.time_limit_min:
+    limits = [partitions[name].time_limit_min for name in named]
+    longest = None if None in limits else max(limit for limit in limits if limit is not None)
+    if longest is not None and plan.time_min > longest:
         raise UserError(
-            f"TIME={plan.time_min}m: partition {plan.kind.partition} allows at most {found.time_limit_min} minutes. "
+            f"TIME={plan.time_min}m: partition {plan.options['partition']} allows at most {longest} minutes. "
             f"Request less: a job that reaches its limit saves, is requeued and resumes. {check}"
         )
 
@@ -256,6 +265,7 @@ def _run_sweep(args: argparse.Namespace) -> int:
         return dry.print_sweep(plan, data, fixed, _read_request(args), args)
     count = require_data(data, jobs_dir=args.jobs, typed=args.typed)
     _check_against_slurm(plan)
+    most = _choose_array_size(plan, math.prod(map(len, sweeps.expand(args.sweep).values())))
     sweep = sweeps.create(
         args.job,
         args.sweep,
@@ -275,7 +285,7 @@ def _run_sweep(args: argparse.Namespace) -> int:
             args.jobs,
         )
         code = submit.snapshot_code(args.jobs, sweep.folder / "code")
-        jobs = _submit_elements(sweep, sweep.elements, plan, code, args.max_parallel)
+        jobs = _submit_elements(sweep, sweep.elements, plan, code, args.max_parallel, most)
     except BaseException:
         sweeps.discard(sweep)
         raise
@@ -294,11 +304,13 @@ def _continue_sweep(args: argparse.Namespace) -> int:
         return 0
     submission = read_submission(unfinished[0].run)
     cluster = _find_cluster(args.cluster or submission["cluster_file"], job=sweep.job, dry=args.dry)
+    same_hw = not args.hw or args.hw == submission["hw"]
     request = submit.ResourceRequest(
-        submission["gpus"],
-        args.hw or submission["hw"],
-        args.nodes,
-        args.time or f"{submission['time_min']}m",
+        gpus=submission["gpus"],
+        hw=args.hw or submission["hw"],
+        nodes=args.nodes,
+        time=args.time or f"{submission['time_min']}m",
+        options=keep_options(submission.get("options", {}), same_nodes=same_hw, stated=read_options(vars(args))),
         keeps_micro_batch=True,
     )
     plan = submit.make_plan(configs.thaw(unfinished[0].run / runs.CONFIG, args.jobs), cluster, request)
@@ -307,20 +319,31 @@ def _continue_sweep(args: argparse.Namespace) -> int:
         made = {element.run: " ".join(element.overrides) for element in unfinished}
         return dry.print_submission(plan, made, folder=sweep.folder / "slurm", code=code, parallel=args.max_parallel)
     _check_against_slurm(plan)
+    most = _choose_array_size(plan, len(unfinished))
     for element in unfinished:
         lock.release(element.run)
-    jobs = _submit_elements(sweep, unfinished, plan, code, args.max_parallel)
+    jobs = _submit_elements(sweep, unfinished, plan, code, args.max_parallel, most)
     counts = _count_states(states.values())
     print(f"{len(unfinished)} of {len(sweep.elements)} runs were submitted again. Before: {counts}.")
     _print_sweep(sweep, jobs)
     return 0
 
 
+def _choose_array_size(plan: submit.Plan, count: int) -> int:
+    account, qos = plan.options.get("account", ""), plan.options.get("qos", "")
+    return sweeps.choose_array_size(count, user=getpass.getuser(), account=account, qos=qos)
+
+
 def _submit_elements(
-    sweep: sweep_file.Sweep, elements: Sequence[sweep_file.Element], plan: submit.Plan, code: submit.Code, parallel: int
+    sweep: sweep_file.Sweep,
+    elements: Sequence[sweep_file.Element],
+    plan: submit.Plan,
+    code: submit.Code,
+    parallel: int,
+    most: int,
 ) -> list[str]:
-    folder = sweep.folder / "slurm"
-    return submit.submit(plan, [e.run for e in elements], folder=folder, code=code, parallel=parallel)
+    folder, found = sweep.folder / "slurm", [e.run for e in elements]
+    return submit.submit(plan, found, folder=folder, code=code, parallel=parallel, most=most)
 
 
 def _print_sweep(sweep: sweep_file.Sweep, jobs: Sequence[str]) -> None:

@@ -91,7 +91,7 @@ def print_submission(
     notes = describe_choices(data, plan) if data else {}
     print(submit.describe(plan, folder.parent, environ=os.environ, **notes))
     if len(runs) > 1:
-        print("\n".join(f"{'run':<10} {run.name}  {own}" for run, own in runs.items()))
+        print("\n".join(f"{'run':<11} {run.name}  {own}" for run, own in runs.items()))
     print(f"\n{submit.render_batch_script(plan, list(runs), folder=folder, code=code, parallel=parallel)}")
     print("Nothing was submitted.", file=sys.stderr)
     return 0

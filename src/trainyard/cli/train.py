@@ -15,6 +15,7 @@ from trainyard.cli.choices import add_synthetic_option, record_choices
 from trainyard.cli.verb import Verbs, add_dry_option, add_trust_option, add_verb
 from trainyard.errors import UserError
 from trainyard.files import limit_writers
+from trainyard.hardware import show_own_mig_slice
 from trainyard.launch.choose_data import DataChoice, choose_data, refuse_no_data
 from trainyard.runs import changes
 from trainyard.runs import folder as runs
@@ -172,6 +173,7 @@ def _train(run: Path, args: argparse.Namespace, count: int) -> int:
         command = ["rank", str(run), "--jobs", str(args.jobs), "--since", str(args.started)]
         code = run_ranks(command + ["--break-lock"] * args.break_lock, count, environ=os.environ)
     else:
+        show_own_mig_slice(os.environ, read_world(os.environ).local_rank)
         code = execute(run, args.jobs, environ=os.environ, started=args.started, break_lock=args.break_lock)
     if _is_main():
         _print_outcome(run, code)

@@ -6,7 +6,7 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -39,7 +39,8 @@ def check_cluster(cluster: Cluster) -> list[Finding]:
     settings, partitions = slurm.query_settings(), slurm.query_partitions()
     findings += _check_name(cluster, settings["ClusterName"])
     for hw, spec in cluster.gpus.items():
-        findings += _check_gpus(f"gpus.{hw}", spec, partitions)
+        for name in spec.partition.split(","):
+            findings += _check_gpus(f"gpus.{hw}", replace(spec, partition=name), partitions)
     findings += _check_other_partitions(cluster, partitions)
     findings += _check_times(cluster)
     findings += _check_signals(cluster, settings)
@@ -204,8 +205,13 @@ def _satisfies(kind: NodeKind, constraint: str) -> bool:
     return any(set(features) <= set(kind.features) for features in alternatives)
 
 
+def _list_partitions(cluster: Cluster) -> list[str]:
+    """Return all partitions that the file names, in order."""
+    return list(dict.fromkeys(name for spec in cluster.gpus.values() for name in spec.partition.split(",")))
+
+
 def _check_other_partitions(cluster: Cluster, partitions: dict[str, Partition]) -> Iterator[Finding]:
-    named = {spec.partition for spec in cluster.gpus.values()}
+    named = _list_partitions(cluster)
     if others := [name for name in partitions if name not in named]:
         yield Finding("note", "gpus", f"Slurm has partitions that the file does not name: {', '.join(others)}.")
 
@@ -246,7 +252,7 @@ def _check_preemption(
     is_warned = "send_user_signal" in settings["SlurmctldParameters"] + settings.get("PreemptParameters", "")
     kill_wait_s = int(settings["KillWait"].split()[0])
     groups: dict[tuple[str, int], list[str]] = {}
-    for name in dict.fromkeys(spec.partition for spec in cluster.gpus.values() if spec.partition in partitions):
+    for name in (name for name in _list_partitions(cluster) if name in partitions):
         groups.setdefault((partitions[name].preempt_mode, partitions[name].grace_s), []).append(name)
     for (mode, grace_s), names in groups.items():
         yield _describe_preemption(
@@ -296,14 +302,19 @@ def _check_accounting(cluster: Cluster, settings: dict[str, str]) -> Iterator[Fi
     enforced = "associations" in settings["AccountingStorageEnforce"]
     level: Literal["note", "wrong"] = "wrong" if enforced else "note"
     accounts = ", ".join(allowed) or "none"
-    qos = {name for account, names in allowed.items() if cluster.account in ("", account) for name in names}
-    if cluster.account and cluster.account not in allowed:
-        found = f"user {user} may not charge '{cluster.account}'.{suggest_nearest(cluster.account, allowed)}"
-        yield Finding(level, "account", found, f"Allowed: {accounts}.")
-    elif not allowed:
-        yield Finding(level, "account", f"user {user} has no account.", "Ask the administrator.")
-    elif cluster.qos and cluster.qos not in qos:
-        found = f"user {user} may not use QOS '{cluster.qos}'.{suggest_nearest(cluster.qos, sorted(qos))}"
-        yield Finding(level, "qos", found, f"Allowed: {', '.join(sorted(qos)) or 'none'}.")
-    else:
-        yield Finding("ok", "account", f"user {user} may charge {cluster.account or accounts}.")
+    of_kinds = [(f"gpus.{hw}.", spec) for hw, spec in cluster.gpus.items() if spec.account or spec.qos]
+    for where, account, wanted in [
+        ("", cluster.account, cluster.qos),
+        *((where, spec.account or cluster.account, spec.qos or cluster.qos) for where, spec in of_kinds),
+    ]:
+        qos = {name for each, names in allowed.items() if account in ("", each) for name in names}
+        if account and account not in allowed:
+            found = f"user {user} may not charge '{account}'.{suggest_nearest(account, allowed)}"
+            yield Finding(level, f"{where}account", found, f"Allowed: {accounts}.")
+        elif not allowed:
+            yield Finding(level, f"{where}account", f"user {user} has no account.", "Ask the administrator.")
+        elif wanted and wanted not in qos:
+            found = f"user {user} may not use QOS '{wanted}'.{suggest_nearest(wanted, sorted(qos))}"
+            yield Finding(level, f"{where}qos", found, f"Allowed: {', '.join(sorted(qos)) or 'none'}.")
+        else:
+            yield Finding("ok", f"{where}account", f"user {user} may charge {account or accounts}.")

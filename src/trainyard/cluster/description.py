@@ -13,11 +13,11 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 import yaml  # type: ignore[import-untyped]
 
 from trainyard.errors import UserError
-from trainyard.hardware import GPUS
+from trainyard.hardware import GPU_TYPES, get_gpu, make_gpu_key
 from trainyard.text import suggest_nearest
 
-CARDS = ("cpu", *(gpu.key for gpu in GPUS))
-"""Values of `card`."""
+CARDS = ("cpu", *(gpu.key for gpu in GPU_TYPES))
+"""Values of `card`, besides {sm: ..., memory_gib: ...} for any other."""
 
 SYNTHETIC = "synthetic"
 """Value of a data root: samples that the job synthesizes."""
@@ -30,18 +30,29 @@ class ClusterError(UserError):
 
 
 @dataclass(frozen=True, kw_only=True)
+class OtherCard:
+    """A card that no table needs to contain."""
+
+    sm: int  # compute capability, major * 10 + minor
+    memory_gib: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class GpuNodes:
     """Nodes with one kind of GPU."""
 
-    card: str  # key of hardware.GPUS, or "cpu"
-    partition: str
+    card: str  # key of a GPU type for hardware.get_gpu, or "cpu"
+    partition: str  # or several, separated by commas
     per_node: int  # GPUs per node; card "cpu": tasks per node
     nodes: int
     gres: str = ""  # without a count: "gpu:a100"; card "cpu": ""
     constraint: str = ""
     cores_per_gpu: int
-    memory_gib_per_gpu: int
+    memory_gib_per_gpu: int = 0  # 0: none is requested
     time_max: str = ""  # for parse_minutes(); "": unlimited
+    gpu_option: str = "gres"  # which option of sbatch requests GPUs: "gres" or "gpus-per-node"
+    account: str = ""  # "": the cluster's
+    qos: str = ""  # "": the cluster's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +94,7 @@ class Cluster:
     srun_args: list[str] = field(default_factory=list)
     sbatch: dict[str, str | bool] = field(default_factory=dict)  # True: an option without a value
     setup: list[str] = field(default_factory=list)
+    node_setup: list[str] = field(default_factory=list)
     python: str = ""
     container: Container = field(default_factory=Container)
     scratch: str = ""
@@ -109,6 +121,11 @@ def load_cluster(path: Path) -> Cluster:
         if (nodes.card == "cpu") == bool(nodes.gres):
             expected = "no value, as card is cpu" if nodes.gres else f"gpu, gpu:{hw} or the like, as the card has GPUs"
             raise ClusterError(f"{path}: gpus.{hw}.gres: expected {expected}, found '{nodes.gres}'.")
+        if nodes.gpu_option != "gres" and nodes.gres.partition(":")[0] != "gpu":
+            raise ClusterError(
+                f"{path}: gpus.{hw}.gpu_option: {nodes.gpu_option} requests GPUs only, but gres is '{nodes.gres}'. "
+                "Write gpu_option: gres"
+            )
     if bool(cluster.container.kind) != bool(cluster.container.image):
         given, missing = ("kind", "image") if cluster.container.kind else ("image", "kind")
         raise ClusterError(f"{path}: container.{missing}: is empty, but container.{given} is given. Give both or none.")
@@ -159,16 +176,24 @@ def find_cluster(wanted: str, folder: Path, slurm_name: str | None) -> Cluster:
 
 
 def parse_minutes(text: str) -> int:
-    """Parse "2d", "8h", "8h30m", "30m" or "90" (minutes) as minutes.
+    """Parse a time as minutes: "2d", "8h", "8h30m", "30m" or "90" (minutes), or as Slurm writes it.
+
+    Slurm's spellings: MM, MM:SS, HH:MM:SS, D-HH, D-HH:MM, D-HH:MM:SS. Seconds are rounded up to a minute.
 
     Raises:
         UserError: `text` is none of these, or zero.
     """
-    match = re.fullmatch(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?|(\d+)", text)
-    days, hours, rest, bare = (int(part or 0) for part in match.groups()) if match else (0, 0, 0, 0)
-    total = days * 1440 + hours * 60 + rest + bare
+    ours = re.fullmatch(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?", text)
+    with_days = re.fullmatch(r"(\d+)-(\d+)(?::(\d+))?(?::(\d+))?", text)
+    without = re.fullmatch(r"()(?:(\d+):(?=\d+:))?(\d+)(?::(\d+))?", text)
+    found = ours or with_days or without
+    days, hours, minutes, seconds = (int(part or 0) for part in (*found.groups(), 0)[:4]) if found else (0, 0, 0, 0)
+    total = days * 1440 + hours * 60 + minutes + -(-seconds // 60)
     if not total:
-        raise UserError(f"'{text}' is not a time. Write days, hours, minutes: 2d, 8h, 8h30m, 30m; or 90 for minutes.")
+        raise UserError(
+            f"'{text}' is not a time. Write days, hours, minutes: 2d, 8h, 8h30m, 30m; 90 for minutes; or as for "
+            "Slurm: 8:00:00, 1-12, 1-12:30."
+        )
     return total
 
 
@@ -247,6 +272,9 @@ def _convert_value(kind: Any, node: yaml.Node, key: str) -> Any:
     if is_dataclass(kind):
         assert isinstance(kind, type)
         return _build_dataclass(kind, node, key)
+    if key.endswith(".card") and isinstance(node, yaml.MappingNode):
+        other = _build_dataclass(OtherCard, node, key)
+        return make_gpu_key(other.sm, other.memory_gib)
     if get_origin(kind) is list:
         return [_read_text(item, key) for item in _read_list(node, key)]
     if get_origin(kind) is dict:
@@ -307,6 +335,20 @@ def _make_error(node: yaml.Node, key: str, words: str) -> ClusterError:
 
 
 # Checks of values: each returns what is wrong as a sentence, or ""
+
+
+def _check_card(card: str) -> str:
+    if re.fullmatch(r"(amd|instinct|radeon|rx ?\d|mi\d|gfx\d).*", card.lower()):
+        return (
+            f"'{card}' is an AMD card, and Trainyard computes on NVIDIA cards only (CUDA). Describe other nodes, or "
+            "use the CPUs of these: card: cpu, without gres."
+        )
+    if card == "cpu" or get_gpu(card) is not None:
+        return ""
+    return (
+        f"{_require_one_of(*CARDS)(card)} For any other NVIDIA card write its compute capability and memory: "
+        "card: {sm: 89, memory_gib: 48}"
+    )
 
 
 def _check_gres(gres: str) -> str:
@@ -377,7 +419,7 @@ def _check_image(image: str) -> str:
 
 _SET_BY = {
     "'partition' of the GPUs": "partition",
-    "'gres' of the GPUs": "gres gpus gpus-per-node gpus-per-task",
+    "'gres' and 'gpu_option' of the GPUs": "gres gpus gpus-per-node gpus-per-task",
     "'constraint' of the GPUs": "constraint",
     "'cores_per_gpu'": "cpus-per-task",
     "'memory_gib_per_gpu'": "mem mem-per-cpu mem-per-gpu",
@@ -401,13 +443,16 @@ def _check_sbatch(options: dict[str, str | bool]) -> str:
 _CHECKS: dict[str, Callable[[Any], str]] = {
     "shared": _check_folders,
     "gpus": _check_gpus,
-    "card": _require_one_of(*CARDS),
+    "card": _check_card,
+    "sm": _require_at_least(50),
+    "memory_gib": _require_at_least(1),
     "partition": _require_not_empty,
     "per_node": _require_at_least(1),
     "nodes": _require_at_least(1),
     "gres": _check_gres,
     "cores_per_gpu": _require_at_least(1),
-    "memory_gib_per_gpu": _require_at_least(1),
+    "memory_gib_per_gpu": _require_at_least(0),
+    "gpu_option": _require_one_of("gres", "gpus-per-node"),
     "time_max": lambda text: _check_time(text) if text else "",
     "time_default": _check_time,
     "signal_delay_s": _require_at_least(1),

@@ -170,6 +170,40 @@ def query_accounts(user: str) -> dict[str, set[str]]:
     return found
 
 
+def query_submit_limits(user: str, account: str, qos: str) -> dict[str, int]:
+    """Return how many jobs a user may have in the queue at once, by what limits it. Each array element is a job.
+
+    Args:
+        account, qos: "": any of those that the user has.
+
+    Raises:
+        SlurmError: there is no accounting, or its database does not answer.
+    """
+    of_account, of_qos = [f"account={account}"] * bool(account), [f"name={qos}"] * bool(qos)
+    questions = {
+        "account": ["associations", "where", f"user={user}", *of_account, "format=Account,MaxSubmitJobs"],
+        "QOS": ["qos", *(["where", *of_qos] if of_qos else []), "format=Name,MaxSubmitJobsPerUser"],
+    }
+    found = {}
+    for what, question in questions.items():
+        answer = _run_checked(
+            ["sacctmgr", "--noheader", "--parsable2", "show", *question], timeout_s=_DATABASE_TIMEOUT_S
+        )
+        limits = [line.split("|") for line in answer.splitlines()]
+        if len(limits) == 1 and limits[0][1]:  # of several, Slurm chooses
+            found[f"{what} {limits[0][0]}"] = int(limits[0][1])
+    return found
+
+
+def count_queued(user: str) -> int:
+    """Return how many jobs of a user are in the queue, waiting or running; each array element is a job.
+
+    Raises:
+        SlurmError: squeue does not answer.
+    """
+    return len(_run_checked(["squeue", "--noheader", "--array", f"--user={user}", "--format=%i"]).splitlines())
+
+
 # Jobs
 
 

@@ -25,25 +25,21 @@ def build_parameters(
     plan: "Plan", runs: Sequence[Path], *, folder: Path, code: "Code", parallel: int
 ) -> dict[str, Any]:
     """Return the parameters of submitit's SlurmExecutor; the arguments are those of `submit.submit`."""
-    cluster, kind = plan.cluster, plan.kind
+    cluster, kind, options = plan.cluster, plan.kind, plan.options
+    stated = {name: value for name, value in options.items() if name in ("reservation", "comment")}
     source = f"source {shlex.quote(str(folder / 'attempt.sh'))}"
     return {
         "job_name": plan.job,
-        "partition": kind.partition,
         "time": plan.time_min,
         "nodes": plan.nodes,
         "ntasks_per_node": plan.ranks_per_node,
         "cpus_per_task": kind.cores_per_gpu,
-        "mem": f"{compute_memory_gib(plan)}GB",
-        "gres": f"{kind.gres}:{plan.ranks_per_node}" if kind.gres else None,
-        "constraint": kind.constraint or None,
-        "account": cluster.account or None,
-        "qos": cluster.qos or None,
+        **_request_gpus(plan),
+        **{name: value for name, value in options.items() if name != "reservation"},  # submitit does not know it
         "wckey": cluster.wckey or None,
-        "exclude": cluster.exclude or None,
         "signal_delay_s": plan.signal_s,
         "array_parallelism": parallel or len(runs),
-        "additional_parameters": {"requeue": True, **cluster.sbatch},
+        "additional_parameters": {"requeue": True, **cluster.sbatch, **stated},
         # The ranks need what this script exports, also where the site or the cluster file has sbatch export nothing.
         "srun_args": ["--export=ALL", "--kill-on-bad-exit=1", *_build_pyxis_args(plan), *cluster.srun_args],
         "setup": [
@@ -56,9 +52,30 @@ def build_parameters(
             f"export TRAINYARD_LIMITS={shlex.quote(_format_limits(cluster))} TRAINYARD_SIGNAL_S={plan.signal_s}",
             f"export TRAINYARD_REQUEUE_S={cluster.requeue_wait_s}",
             f"{source} begin",
+            *_render_node_setup(plan, source),
         ],
         "teardown": [f"{source} end $?"],
     }
+
+
+def _request_gpus(plan: "Plan") -> dict[str, str]:
+    """Return the option of sbatch that requests the GPUs of each node."""
+    gres, count = plan.kind.gres, plan.ranks_per_node
+    if not gres:
+        return {}
+    if plan.kind.gpu_option == "gres":
+        return {"gres": f"{gres}:{count}"}
+    kind = gres.partition(":")[2]
+    return {"gpus_per_node": f"{kind}:{count}" if kind else str(count)}
+
+
+def _render_node_setup(plan: "Plan", source: str) -> list[str]:
+    """Return the shell line that runs `node_setup` once on every node, as a step of its own before the ranks'."""
+    if not plan.cluster.node_setup:
+        return []
+    step = f"srun --export=ALL --nodes={plan.nodes} --ntasks={plan.nodes} --ntasks-per-node=1 --kill-on-bad-exit=1"
+    lines = "\n".join(["set -e", *plan.cluster.node_setup])
+    return [f"{step} bash -c {shlex.quote(lines)} || {source} end $?"]
 
 
 def _export_code_path(plan: "Plan", code: "Code") -> str:
@@ -83,11 +100,6 @@ def name_array_list(folder: Path, runs: Sequence[Path]) -> Path:
 
 def _format_limits(cluster: Cluster) -> str:
     return " ".join(f"{cause}={count}" for cause, count in vars(cluster.attempts).items())
-
-
-def compute_memory_gib(plan: "Plan") -> int:
-    """Return the host memory of one node's ranks."""
-    return plan.kind.memory_gib_per_gpu * plan.ranks_per_node
 
 
 def build_rank_command(python: str, folder: Path) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from trainyard.cluster.description import Cluster, GpuNodes
 from trainyard.errors import UserError
-from trainyard.hardware import GPUS, Gpu, Precision, choose_precision, get_gpu
+from trainyard.hardware import GPUS, GpuType, Precision, choose_precision, get_gpu
 from trainyard.settings import TrainConfig
 from trainyard.text import join_names, suggest_nearest
 
@@ -169,7 +169,7 @@ def _choose_precision(config: TrainConfig, kind: GpuNodes) -> Precision:
     )
 
 
-def _is_card(gpu: Gpu | None, card: str) -> bool:
+def _is_card(gpu: GpuType | None, card: str) -> bool:
     """Return whether a GPU is this card, or of this kind: p100-16 is p100-16-pcie and p100-16-sxm."""
     return gpu is not None and bool(card) and f"{gpu.key}-".startswith(f"{card}-")
 

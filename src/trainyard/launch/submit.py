@@ -12,13 +12,14 @@ import stat
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from trainyard.cluster import query as slurm
 from trainyard.cluster.description import Cluster, GpuNodes, format_minutes, parse_minutes
+from trainyard.cluster.options import choose_options
 from trainyard.errors import UserError
 from trainyard.files import limit_writers, write_atomically, write_json
 from trainyard.hardware import Precision, choose_image_target, get_gpu
@@ -27,7 +28,6 @@ from trainyard.launch.batch_script import (
     build_parameters,
     build_python_command,
     build_rank_command,
-    compute_memory_gib,
     name_array_list,
     name_container_image,
 )
@@ -50,7 +50,8 @@ class ResourceRequest:
     gpus: int = 1  # of the whole job; card "cpu": ranks
     hw: str = ""  # key of the cluster's `gpus`
     nodes: int = 0
-    time: str = ""  # as `cluster.description.minutes` reads it
+    time: str = ""  # as `parse_minutes` reads it
+    options: Mapping[str, str] = field(default_factory=dict)  # of sbatch, as `read_options` returns them
     keeps_micro_batch: bool = False  # for a run that exists
 
 
@@ -66,6 +67,8 @@ class Plan:
     nodes: int
     time_min: int
     signal_s: int  # from the warning signal to the time limit
+    options: dict[str, str]  # of sbatch, by name
+    stated: dict[str, str]  # those of them that are not the cluster file's
     global_batch: int
     micro_batch: int  # samples of one micro-batch
     accumulation_steps: int  # micro-batches per step
@@ -121,6 +124,8 @@ def make_plan(config: TrainConfig, cluster: Cluster, request: ResourceRequest) -
         nodes=nodes,
         time_min=time_min,
         signal_s=min(cluster.signal_delay_s, time_min * 60 // 4),
+        options=choose_options(cluster, kind, request.options, ranks_per_node=request.gpus // nodes),
+        stated={name: value for name, value in request.options.items() if value},
         global_batch=config.global_batch_size,
         micro_batch=chosen.micro_batch,
         accumulation_steps=-(-share // chosen.micro_batch),
@@ -139,7 +144,8 @@ def describe(plan: Plan, run: Path | None, *, environ: Mapping[str, str], **note
     """
     card = get_gpu(plan.kind.card)
     devices = f"{plan.gpus} x {card.name if card else 'CPU rank'}"
-    location = f"{plan.nodes} node{'s' * (plan.nodes > 1)} of partition {plan.kind.partition} on {plan.cluster.name}"
+    partition = plan.options["partition"]
+    location = f"{plan.nodes} node{'s' * (plan.nodes > 1)} of partition {partition} on {plan.cluster.name}"
     restarts = ", ".join(
         f"{getattr(plan.cluster.attempts, name)} x after {cause}"
         for name, cause in (
@@ -154,16 +160,18 @@ def describe(plan: Plan, run: Path | None, *, environ: Mapping[str, str], **note
     batch = f"{plan.global_batch} = {plan.micro_batch} x {plan.accumulation_steps} micro-batches x {plan.gpus} ranks"
     is_even = plan.micro_batch * plan.accumulation_steps * plan.gpus == plan.global_batch
     unused = [name for name in list_slurm_variables(environ) if name.startswith("SBATCH_")]
-    cores, memory_gib = plan.kind.cores_per_gpu, compute_memory_gib(plan)
+    cores, memory = plan.kind.cores_per_gpu, plan.options.get("mem", "Slurm's default memory").replace("GB", " GiB")
+    stated = ", ".join(f"{name} {value}" for name, value in plan.stated.items())
     rows = {
         "job": f"{plan.job}",
         "hardware": f"{devices}, {location}  ({plan.why_hw})",
         "batch": batch if is_even else f"{batch}, the last ones smaller",
         "micro-batch": f"{plan.micro_batch}  ({plan.why_micro_batch})",
         "precision": f"{', '.join(switches)}  ({policy.reasons['dtype']})",
-        "per node": f"{plan.ranks_per_node} ranks, {cores} cores each, {memory_gib} GiB",
+        "per node": f"{plan.ranks_per_node} ranks, {cores} cores each, {memory}",
         "time": f"{format_minutes(plan.time_min)}, warned {plan.signal_s} s before the end  ({plan.why_time})",
         "restarts": restarts,
+        **({"options": f"{stated}  (requested)"} if stated else {}),
         "runs in": name_container_image(plan) or plan.cluster.python or sys.executable,
         **notes,
         **({"folder": str(run)} if run is not None else {}),
@@ -221,22 +229,41 @@ def render_batch_script(plan: Plan, runs: Sequence[Path], *, folder: Path, code:
 
 
 @limit_writers()
-def submit(plan: Plan, runs: Sequence[Path], *, folder: Path, code: Code, parallel: int = 0) -> list[str]:
+def submit(
+    plan: Plan, runs: Sequence[Path], *, folder: Path, code: Code, parallel: int = 0, most: int = 0
+) -> list[str]:
     """Submit runs, several as one array, and return their Slurm job ids, in order.
 
     Args:
         folder: for submitit's files; it and the runs must be on a file system that all nodes share.
         parallel: array elements that may run at once; 0: all.
+        most: elements that Slurm takes in one array; 0: any number. More runs become several arrays; if `parallel` is
+            given, each of them starts when the one before has ended.
 
     Raises:
         UserError: Slurm cannot handle a path, or refused the job; with its own words. Nothing is left behind.
     """
-    from submitit.core.utils import FailedJobError, FailedSubmissionError
-    from submitit.slurm.slurm import SlurmExecutor
-
     check_paths(plan.cluster, [*runs, folder, code.folder])
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "attempt.sh").write_text(render_attempt_script())
+    jobs: list[str] = []
+    size = most or len(runs)
+    for wave in (runs[first : first + size] for first in range(0, len(runs), size)):
+        after = jobs[-1].partition("_")[0] if jobs and parallel else ""
+        try:
+            jobs += _submit_array(plan, wave, folder=folder, code=code, parallel=parallel, after=after)
+        except UserError:
+            slurm.cancel(jobs)
+            raise
+    return jobs
+
+
+def _submit_array(
+    plan: Plan, runs: Sequence[Path], *, folder: Path, code: Code, parallel: int, after: str
+) -> list[str]:
+    from submitit.core.utils import FailedJobError, FailedSubmissionError
+    from submitit.slurm.slurm import SlurmExecutor
+
     if len(runs) > 1:
         write_atomically(name_array_list(folder, runs), "".join(f"{run}\n" for run in runs))
     before = set(folder.iterdir())
@@ -246,6 +273,8 @@ def submit(plan: Plan, runs: Sequence[Path], *, folder: Path, code: Code, parall
 
     executor = RankExecutor(folder)
     executor.update_parameters(**build_parameters(plan, runs, folder=folder, code=code, parallel=parallel))
+    if after:
+        executor.update_parameters(dependency=f"afterany:{after}")
     try:
         with _hide_slurm_variables():
             jobs = executor.submit_array([RankTask(run, code.jobs) for run in runs])
@@ -334,7 +363,8 @@ def _choose_nodes(hw: str, kind: GpuNodes, request: ResourceRequest) -> int:
 
 
 def _choose_time(hw: str, kind: GpuNodes, cluster: Cluster, request: ResourceRequest) -> tuple[int, str]:
-    longest = parse_minutes(kind.time_max) if kind.time_max else None
+    known = kind.time_max and not request.options.get("partition")  # another partition has another limit
+    longest = parse_minutes(kind.time_max) if known else None
     if request.time:
         requested = parse_minutes(request.time)
         if longest is not None and requested > longest:
@@ -359,7 +389,8 @@ def _record_submission(run: Path, job: str, scheduler: str, plan: Plan, *, folde
         "cluster_file": str(plan.cluster.path),
         "hw": plan.hw,
     }
-    resources = {"card": plan.kind.card, "gpus": plan.gpus, "nodes": plan.nodes, "partition": plan.kind.partition}
+    card, partition = plan.kind.card, plan.options["partition"]
+    resources = {"card": card, "gpus": plan.gpus, "nodes": plan.nodes, "partition": partition, "options": plan.stated}
     folders = {"code": str(code.folder), "jobs": str(code.jobs), "folder": str(folder)}
     _write_submission(
         run, {"scheduler": scheduler, "job": job, **cluster, **resources, "time_min": plan.time_min, **folders}

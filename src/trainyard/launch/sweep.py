@@ -17,6 +17,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Quote, QuotedString, Transformer, ValueType
 from hydra.errors import HydraException
 
+from trainyard.cluster import query as slurm
 from trainyard.config import compose
 from trainyard.errors import UserError
 from trainyard.files import create_common_folder, limit_writers, write_atomically
@@ -25,7 +26,7 @@ from trainyard.runs.sweep_file import FILE, FOLDER, Element, Sweep, encode_sweep
 from trainyard.settings import TrainConfig
 
 MAX_ELEMENTS = 1000
-"""Slurm's default MaxArraySize is 1001: a larger array would be refused after all run folders had been created."""
+"""More are rather a mistake than intended: creating the run folders alone would take minutes."""
 
 
 def expand(words: Sequence[str]) -> dict[str, list[str]]:
@@ -130,6 +131,27 @@ def create(
         shutil.rmtree(folder)
         raise
     return sweep
+
+
+def choose_array_size(count: int, *, user: str, account: str, qos: str) -> int:
+    """Return how many of the sweep's `count` runs Slurm takes in one array.
+
+    Raises:
+        UserError: Slurm takes no arrays, or not that many jobs of this user.
+    """
+    settings = slurm.query_settings()
+    most = int(settings["MaxArraySize"]) - 1  # Slurm's largest index
+    if most < 1:
+        raise UserError("This Slurm takes no arrays (MaxArraySize=0), so no sweeps. Submit runs: trainyard submit JOB")
+    if any(word in settings["AccountingStorageEnforce"] for word in ("limits", "safe")):
+        queued = slurm.count_queued(user)
+        for what, limit in slurm.query_submit_limits(user, account, qos).items():
+            if queued + count > limit:
+                raise UserError(
+                    f"{count} runs requested, but {what} allows {limit} of your jobs in the queue (MaxSubmitJobs), and "
+                    f"{queued} are there. Sweep over at most {max(0, limit - queued)} now."
+                )
+    return most
 
 
 def discard(sweep: Sweep) -> None:

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from trainyard.cluster.options import OPTIONS, find_problem
 from trainyard.errors import UserError
 from trainyard.runs.folder import SUBMISSION
 
@@ -47,6 +48,12 @@ def _find_problem(submission: dict[str, Any]) -> str:
             return f"'{key}' should be an absolute path, found {value!r}"
     if not is_local and submission["scheduler"] != "slurm":
         return f"'scheduler' should be slurm or local, found {submission['scheduler']!r}"
+    options = submission.get("options", {})
+    if not isinstance(options, dict) or any(
+        not isinstance(value, str) or name not in OPTIONS or find_problem(name, value)
+        for name, value in options.items()
+    ):
+        return f"'options' should be options of sbatch with their values, found {options!r}"
     if not re.fullmatch(r"\d+(_\d+)?", submission["job"]):
         return f"'job' should be the number of a Slurm job or a process, found {submission['job']!r}"
     return ""

@@ -94,15 +94,24 @@ def refuse_shared_cards(cards: Sequence[Card]) -> None:
             )
 
 
-def join(world: World, run: Path) -> None:
-    """Join the process group. Collectives work on CPU tensors (gloo) and, with GPUs, on CUDA tensors (NCCL).
+def choose_collectives(visible_devices: str) -> tuple[str, str]:
+    """Return the libraries that ranks communicate with, as `init_process_group` reads them, and the reason."""
+    if not torch.cuda.is_available():
+        return "gloo", "ranks compute on the CPU"
+    if visible_devices.startswith("MIG-"):
+        return "cpu:gloo,cuda:gloo", "ranks compute on MIG slices, and NCCL refuses two slices of one GPU"
+    return "cpu:gloo,cuda:nccl", "ranks compute on GPUs"
+
+
+def join(world: World, run: Path, *, visible_devices: str = "") -> None:
+    """Join the process group. Collectives work on CPU tensors (gloo) and, with GPUs, on CUDA tensors.
 
     Under Slurm and our own launcher, rank 0 listens on a port that the system chooses and writes it to the run
     folder: the port is always free, and never that of an earlier attempt.
     """
     if world.world_size == 1:
         return
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    backend, _ = choose_collectives(visible_devices)
     store = _connect_store(world, run) if world.rendezvous else None
     dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.world_size, timeout=_STEP_TIMEOUT)
 

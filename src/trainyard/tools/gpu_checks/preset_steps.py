@@ -1,6 +1,6 @@
 """Checks that train a preset on small synthetic data: first steps, rates of full-size steps, loader against compute.
 
-Everything that a run decides is decided by the same code (`rank_task.build_context`). What differs is said in the
+Everything that a run decides is decided by the same code (`rank_choices.build_context`). What differs is said in the
 figures: a step has one micro-batch, and a head has as many classes as the synthetic data.
 """
 
@@ -25,7 +25,7 @@ from trainyard.data.stage import stage
 from trainyard.errors import UserError
 from trainyard.hardware import choose_precision
 from trainyard.launch.compile_choice import CACHE_VARIABLES
-from trainyard.launch.rank_task import build_context
+from trainyard.launch.rank_choices import build_context
 from trainyard.measure import Candidate, Summary, measure_candidates
 from trainyard.runs.folder import create_run
 from trainyard.settings import TrainConfig

@@ -1,0 +1,282 @@
+"""Chooses, in a rank, all that depends on its machine and on the data, and records each choice with its reason."""
+
+import importlib.util
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from loguru import logger
+
+from trainyard.config import load_family
+from trainyard.errors import UserError
+from trainyard.hardware import (
+    Precision,
+    can_compile,
+    choose_compute_threads,
+    choose_precision,
+    count_cores,
+    explain_missing_compiler,
+    explain_missing_gpu,
+    explain_missing_kernels,
+    find_gpu_by_name,
+    keep_compute_threads,
+    read_driver_version,
+    read_openmp_wait_policy,
+)
+from trainyard.launch import compile_choice
+from trainyard.runs.events import STARTS, read_events
+from trainyard.runs.folder import ENV_FILE, read_env, update_env
+from trainyard.runs.history import read_object
+from trainyard.runs.lock import RunLock
+from trainyard.settings import TrainConfig
+from trainyard.train.world import World, read_attempt_id
+
+if TYPE_CHECKING:
+    import torch
+
+    from trainyard.data.shards import ShardSet
+    from trainyard.data.stage import Staged
+    from trainyard.train.heartbeat import Heartbeat
+    from trainyard.train.run_context import RunContext
+
+
+@dataclass(frozen=True)
+class _Choice:
+    value: Any
+    reason: str
+
+
+def build_context(
+    run: Path,
+    config: TrainConfig,
+    staged: "Staged",
+    jobs_dir: Path,
+    world: World,
+    heartbeat: "Heartbeat",
+    lock: RunLock | None,
+    environ: Mapping[str, str],
+) -> "RunContext":
+    """Choose everything that depends on this machine and on the data, and record each choice with its reason."""
+    import torch
+
+    from trainyard.data.shards import ShardSet
+    from trainyard.train import distributed
+    from trainyard.train.module import DataInfo
+    from trainyard.train.run_context import RunContext
+
+    device = distributed.select_device(world, environ)
+    policy, choices = _choose_settings(run, config, world, device, environ)
+    # also waits until every rank has read the record
+    threads_by_rank = distributed.gather_to_rank0(choices["compute_threads"].value)
+    data = ShardSet(staged.folder)
+    if world.is_main and not data.index.has_digest:
+        logger.warning(data.index.explain_no_digest())
+    choices["stage"] = _Choice(str(data.folder) if staged.copied else "off", staged.reason)
+    choices["reader"] = _Choice(data.reader, data.reader_reason)
+    splits = load_family(jobs_dir, config.family, "pack").splits(data.columns, data.vocabulary, config)
+    policy = _decide_compile(policy, run, config, world, environ, device=device, samples=len(splits["train"]))
+    choices["compile"] = _Choice(policy.compile, policy.reasons["compile"])
+    if policy.compile:
+        choices["compile_cache"] = _set_compile_cache(environ, device)
+    if world.is_main:
+        update_env(run, "exactness", {"compute_threads_by_rank": threads_by_rank})
+        _record_choices(run, choices, config.data.path, data, {name: len(ids) for name, ids in splits.items()})
+    torch.manual_seed(config.seed)
+    info = DataInfo.from_shards(data, splits["train"])
+    module = load_family(jobs_dir, config.family, "module").build(config, info)
+    decode, threads = choices["decode"].value, choices["threads"].value
+    check_owner = lock.check if lock else lambda: None
+    return RunContext(config, module, data, splits, world, device, policy, decode, threads, run, heartbeat, check_owner)
+
+
+def _choose_settings(
+    run: Path, config: TrainConfig, world: World, device: "torch.device", environ: Mapping[str, str]
+) -> tuple[Precision, dict[str, _Choice]]:
+    """Choose what depends on this machine alone, and set this process's switches and threads accordingly.
+
+    Raises:
+        UserError: the config asks for what this machine cannot do.
+    """
+    from trainyard.data.loader import choose_decoder
+    from trainyard.train import data_parallel, distributed, precision
+
+    sm, name = _describe_device(device)
+    _refuse_unusable_device(sm, world, environ)
+    policy = choose_precision(
+        sm, precision=config.precision, channels_last=config.channels_last, compile=config.compile
+    )
+    importable = importlib.util.find_spec("nvidia") is not None and importlib.util.find_spec("nvidia.dali") is not None
+    cores, why_cores = _choose_cores(world)
+    choices = {
+        "device": _Choice(name, f"rank 0 of {world.world_size}, started by {world.launcher}"),
+        **{name: _Choice(getattr(policy, name), reason) for name, reason in policy.reasons.items()},
+        "cudnn_benchmark": _Choice(*precision.set_switches(policy, deterministic=config.deterministic)),
+        "decode": _Choice(*choose_decoder(config.data.decode, importable=importable, device=device)),
+        "threads": _Choice(config.data.threads or cores, "data.threads" if config.data.threads else why_cores),
+        "compute_threads": _set_compute_threads(run, world, sm, environ),
+        "collectives": _Choice(*distributed.choose_collectives(environ.get("CUDA_VISIBLE_DEVICES", ""))),
+        "openmp_wait": _Choice(*read_openmp_wait_policy(environ)),
+        "micro_batch_size": _choose_micro_batch_size(config, world),
+        "freed_memory": _Choice(*precision.keep_freed_memory(device)),
+        "sync_batchnorm": _Choice(
+            *data_parallel.choose_sync_batchnorm(
+                config.sync_batchnorm, device_type=device.type, world_size=world.world_size
+            )
+        ),
+    }
+    if choices["decode"].value == "dali" and device.type == "cuda":
+        from trainyard.data.decode_dali import limit_memory
+
+        choices["decode_memory"] = _Choice(*limit_memory())
+    return policy, choices
+
+
+def _refuse_unusable_device(sm: int | None, world: World, environ: Mapping[str, str]) -> None:
+    """Refuse a GPU for which torch has no kernels, and the CPU where a GPU is expected."""
+    import torch
+
+    if sm is None:
+        fault = explain_missing_gpu(read_driver_version(), environ)
+    else:
+        fault = explain_missing_kernels(sm, torch.cuda.get_arch_list())
+    if fault:
+        raise UserError(f"Rank {world.rank}: {fault}")
+
+
+def _decide_compile(
+    policy: Precision,
+    run: Path,
+    config: TrainConfig,
+    world: World,
+    environ: Mapping[str, str],
+    *,
+    device: "torch.device",
+    samples: int,
+) -> Precision:
+    """Decide compile=auto once for this run on this card: compiled steps have other bits. Rank 0 decides for all.
+
+    Args:
+        samples: of an epoch.
+
+    Raises:
+        UserError: the run compiles, but there is no compiler here.
+    """
+    import torch
+
+    from trainyard.train import distributed
+
+    sm, _ = _describe_device(device)
+    card = _name_card(device) or compile_choice.CPU
+    missing = explain_missing_compiler(sm, environ)
+    decision = policy.compile, policy.reasons["compile"]
+    if config.compile == "auto" and can_compile(sm) and world.is_main:
+        place, env = f"{card}, torch {torch.__version__}", read_env(run)
+        kept = compile_choice.keep_compile(env, place)
+        setup = compile_choice.Setup(
+            card, torch.__version__, config.family, policy.dtype, policy.channels_last, config.deterministic
+        )
+        if kept is not None:
+            decision = kept, "as when this run began on this card: compiled steps have other bits"
+        else:
+            length = compile_choice.plan_length(config, samples=samples, world_size=world.world_size)
+            decision = compile_choice.decide_compile(compile_choice.find_results(), setup, preset=config.job, **length)
+        if kept is None and decision[0] and missing:
+            decision = False, missing
+        before = env.get("exactness", {}).get("compiled_by_card", {})
+        update_env(run, "exactness", {"compiled_by_card": {**before, place: decision[0]}})
+    compiled, reason = distributed.broadcast_from_rank0(decision)
+    if compiled and missing:
+        raise UserError(
+            f"Rank {world.rank}: this run compiles its model ({reason}), but {missing}. Use a container image, which "
+            "has it, or start a new run with compile=off."
+        )
+    return replace(policy, compile=compiled, reasons={**policy.reasons, "compile": reason})
+
+
+def _set_compile_cache(environ: Mapping[str, str], device: "torch.device") -> _Choice:
+    """Make torch.compile keep its code in this user's own folder, and load from it what it finds."""
+    import torch
+
+    folder, reason = compile_choice.choose_cache(
+        environ,
+        card=_name_card(device),
+        torch_version=torch.__version__,
+        attempt=read_attempt_id(environ, started=0),
+    )
+    kernels = environ.get("TRITON_CACHE_DIR") or str(folder / "triton")
+    os.environ.update(dict(zip(compile_choice.CACHE_VARIABLES, (str(folder), kernels), strict=True)))
+    return _Choice(str(folder), reason)
+
+
+def _name_card(device: "torch.device") -> str | None:
+    import torch
+
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else None
+
+
+def _describe_device(device: "torch.device") -> tuple[int | None, str]:
+    """Return a device's compute capability (major * 10 + minor; None: CPU) and its name."""
+    import torch
+
+    if device.type == "cpu":
+        return None, f"CPU, {count_cores()} cores"
+    major, minor = torch.cuda.get_device_capability(device)
+    name = torch.cuda.get_device_name(device)
+    memory_gib = torch.cuda.get_device_properties(device).total_memory / 2**30
+    known = find_gpu_by_name(name, memory_gib)
+    return 10 * major + minor, f"{name}, {memory_gib:.1f} GiB" + ("" if known else " (not in the GPU table)")
+
+
+def _choose_cores(world: World) -> tuple[int, str]:
+    """Return how many cores this rank may keep busy, and the reason."""
+    available = count_cores()
+    if world.cores is not None:  # bound or not: Slurm grants a rank this many, and this machine may have fewer
+        return max(
+            1, min(world.cores, available)
+        ), f"Slurm's cores per task ({world.cores}), of {available} usable here"
+    return max(1, available // world.local_world_size), "cores of this process, split among the ranks of the node"
+
+
+def _set_compute_threads(run: Path, world: World, sm: int | None, environ: Mapping[str, str]) -> _Choice:
+    """Choose with how many threads torch computes on the host, and set that; on the CPU, a run keeps its number."""
+    import torch
+
+    cores, reason = _choose_cores(world)
+    threads, why = choose_compute_threads(environ, cores=cores, reason=reason, launcher=world.launcher)
+    if sm is None:
+        threads, why = keep_compute_threads(_read_compute_threads(run, world), threads, why)
+    torch.set_num_threads(threads)
+    return _Choice(threads, why)
+
+
+def _read_compute_threads(run: Path, world: World) -> int | None:
+    """Return how many threads this rank computed with in the last attempt with as many ranks; None if none is known.
+
+    Runs of earlier versions recorded that of rank 0 alone, and the number of ranks among the events.
+    """
+    env = read_object(run / ENV_FILE)
+    by_rank = env.get("exactness", {}).get("compute_threads_by_rank")
+    if by_rank is None and "compute_threads" in env.get("choices", {}):
+        starts = [event for event in read_events(run) if event.get("event") in STARTS]
+        by_rank = [env["choices"]["compute_threads"]["value"]] * (starts[-1]["world_size"] if starts else 0)
+    return int(by_rank[world.rank]) if by_rank and len(by_rank) == world.world_size else None
+
+
+def _choose_micro_batch_size(config: TrainConfig, world: World) -> _Choice:
+    share = -(-config.global_batch_size // world.world_size)
+    size = min(config.micro_batch_size or share, share)
+    batch, ranks = config.global_batch_size, world.world_size
+    return _Choice(size, f"global batch {batch} over {ranks} ranks, {-(-share // size)} micro-batches each")
+
+
+def _record_choices(
+    run: Path, choices: Mapping[str, _Choice], path: str, data: "ShardSet", sizes: Mapping[str, int]
+) -> None:
+    update_env(run, "choices", {name: asdict(choice) for name, choice in choices.items()})
+    update_env(run, "data", {"path": path, "fingerprint": data.fingerprint, "samples": data.count})
+    update_env(run, "data", {"skipped": data.skipped, "splits": dict(sizes)})
+    for name, choice in choices.items():
+        logger.info("{:<16} {}  ({})", name, choice.value, choice.reason)
+    logger.info("{:<16} {}", "data", "  ".join(f"{name} {size}" for name, size in sizes.items()))
