@@ -135,7 +135,7 @@ def run_on_ranks(work: Callable[..., None], world_size: int, folder: Path, *argu
 
 def _join_and_work(work: Callable[..., None], rank: int, world_size: int, folder: Path, *arguments: object) -> None:
     torch.set_num_threads(1)
-    distributed.join(World(rank, rank, world_size, world_size, rendezvous="ranks"), folder)
+    distributed.join(World(rank, rank, world_size, world_size, rendezvous="ranks"), folder, os.environ)
     try:
         work(rank, world_size, folder, *arguments)
         distributed.barrier()

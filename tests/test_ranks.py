@@ -15,6 +15,7 @@ import pytest
 from tests.training import FAMILIES, FORKSERVER, load_state, new_run, read_run_metrics, train, train_on_ranks
 from trainyard.cli import main
 from trainyard.errors import UserError
+from trainyard.runs.folder import read_env
 from trainyard.train import distributed
 from trainyard.train.distributed import (
     Agreement,
@@ -37,6 +38,9 @@ def test_two_ranks_of_two_micro_batches_equal_one_rank_on_the_whole_batch(tmp_pa
     two = new_run(tmp_path, *EXACT, "global_batch_size=16", "micro_batch_size=4")
     assert train(one) == 0
     assert train_on_ranks(two, 2, rendezvous="a") == [0, 0]
+    choices = read_env(two)["choices"]
+    assert choices["gloo_socket_ifname"]["value"] == "lo"
+    assert choices["nccl_socket_ifname"]["reason"] == "left to NCCL: all ranks are on one node"
     a, b = load_state(one), load_state(two)
     worst = max(float((a[name] - b[name]).abs().max()) for name in a if name.startswith("model/"))
     assert worst < 1e-4, "float32 sums in another order, over four steps of Adam at 1e-2"
@@ -178,7 +182,7 @@ def test_ranks_agree_on_the_maximum_of_each_field(tmp_path):
 
 
 def _agree(rank: int, folder: Path) -> None:
-    distributed.join(World(rank, rank, 2, 2, rendezvous="agree"), folder)
+    distributed.join(World(rank, rank, 2, 2, rendezvous="agree"), folder, os.environ)
     agreement = Agreement()
     agreement.exchange((Decision(Stop.TIME_LIMIT, save=True), Decision(Stop.PREEMPTED, evaluate=True))[rank])
     agreed = agreement.exchange(Decision())

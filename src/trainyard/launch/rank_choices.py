@@ -43,7 +43,9 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class _Choice:
+class Choice:
+    """What was chosen automatically, and why."""
+
     value: Any
     reason: str
 
@@ -73,16 +75,16 @@ def build_context(
     data = ShardSet(staged.folder)
     if world.is_main and not data.index.has_digest:
         logger.warning(data.index.explain_no_digest())
-    choices["stage"] = _Choice(str(data.folder) if staged.copied else "off", staged.reason)
-    choices["reader"] = _Choice(data.reader, data.reader_reason)
+    choices["stage"] = Choice(str(data.folder) if staged.copied else "off", staged.reason)
+    choices["reader"] = Choice(data.reader, data.reader_reason)
     splits = load_family(jobs_dir, config.family, "pack").splits(data.columns, data.vocabulary, config)
     policy = _decide_compile(policy, run, config, world, environ, device=device, samples=len(splits["train"]))
-    choices["compile"] = _Choice(policy.compile, policy.reasons["compile"])
+    choices["compile"] = Choice(policy.compile, policy.reasons["compile"])
     if policy.compile:
         choices["compile_cache"] = _set_compile_cache(environ, device)
     if world.is_main:
         update_env(run, "exactness", {"compute_threads_by_rank": threads_by_rank})
-        _record_choices(run, choices, config.data.path, data, {name: len(ids) for name, ids in splits.items()})
+        _record_data(run, choices, config.data.path, data, {name: len(ids) for name, ids in splits.items()})
     torch.manual_seed(config.seed)
     info = DataInfo.from_shards(data, splits["train"])
     module = load_family(jobs_dir, config.family, "module").build(config, info)
@@ -93,7 +95,7 @@ def build_context(
 
 def _choose_settings(
     run: Path, config: TrainConfig, world: World, device: "torch.device", environ: Mapping[str, str]
-) -> tuple[Precision, dict[str, _Choice]]:
+) -> tuple[Precision, dict[str, Choice]]:
     """Choose what depends on this machine alone, and set this process's switches and threads accordingly.
 
     Raises:
@@ -110,17 +112,17 @@ def _choose_settings(
     importable = importlib.util.find_spec("nvidia") is not None and importlib.util.find_spec("nvidia.dali") is not None
     cores, why_cores = _choose_cores(world)
     choices = {
-        "device": _Choice(name, f"rank 0 of {world.world_size}, started by {world.launcher}"),
-        **{name: _Choice(getattr(policy, name), reason) for name, reason in policy.reasons.items()},
-        "cudnn_benchmark": _Choice(*precision.set_switches(policy, deterministic=config.deterministic)),
-        "decode": _Choice(*choose_decoder(config.data.decode, importable=importable, device=device)),
-        "threads": _Choice(config.data.threads or cores, "data.threads" if config.data.threads else why_cores),
+        "device": Choice(name, f"rank 0 of {world.world_size}, started by {world.launcher}"),
+        **{name: Choice(getattr(policy, name), reason) for name, reason in policy.reasons.items()},
+        "cudnn_benchmark": Choice(*precision.set_switches(policy, deterministic=config.deterministic)),
+        "decode": Choice(*choose_decoder(config.data.decode, importable=importable, device=device)),
+        "threads": Choice(config.data.threads or cores, "data.threads" if config.data.threads else why_cores),
         "compute_threads": _set_compute_threads(run, world, sm, environ),
-        "collectives": _Choice(*distributed.choose_collectives(environ.get("CUDA_VISIBLE_DEVICES", ""))),
-        "openmp_wait": _Choice(*read_openmp_wait_policy(environ)),
+        "collectives": Choice(*distributed.choose_collectives(environ.get("CUDA_VISIBLE_DEVICES", ""))),
+        "openmp_wait": Choice(*read_openmp_wait_policy(environ)),
         "micro_batch_size": _choose_micro_batch_size(config, world),
-        "freed_memory": _Choice(*precision.keep_freed_memory(device)),
-        "sync_batchnorm": _Choice(
+        "freed_memory": Choice(*precision.keep_freed_memory(device)),
+        "sync_batchnorm": Choice(
             *data_parallel.choose_sync_batchnorm(
                 config.sync_batchnorm, device_type=device.type, world_size=world.world_size
             )
@@ -129,7 +131,7 @@ def _choose_settings(
     if choices["decode"].value == "dali" and device.type == "cuda":
         from trainyard.data.decode_dali import limit_memory
 
-        choices["decode_memory"] = _Choice(*limit_memory())
+        choices["decode_memory"] = Choice(*limit_memory())
     return policy, choices
 
 
@@ -195,7 +197,7 @@ def _decide_compile(
     return replace(policy, compile=compiled, reasons={**policy.reasons, "compile": reason})
 
 
-def _set_compile_cache(environ: Mapping[str, str], device: "torch.device") -> _Choice:
+def _set_compile_cache(environ: Mapping[str, str], device: "torch.device") -> Choice:
     """Make torch.compile keep its code in this user's own folder, and load from it what it finds."""
     import torch
 
@@ -207,7 +209,7 @@ def _set_compile_cache(environ: Mapping[str, str], device: "torch.device") -> _C
     )
     kernels = environ.get("TRITON_CACHE_DIR") or str(folder / "triton")
     os.environ.update(dict(zip(compile_choice.CACHE_VARIABLES, (str(folder), kernels), strict=True)))
-    return _Choice(str(folder), reason)
+    return Choice(str(folder), reason)
 
 
 def _name_card(device: "torch.device") -> str | None:
@@ -239,7 +241,7 @@ def _choose_cores(world: World) -> tuple[int, str]:
     return max(1, available // world.local_world_size), "cores of this process, split among the ranks of the node"
 
 
-def _set_compute_threads(run: Path, world: World, sm: int | None, environ: Mapping[str, str]) -> _Choice:
+def _set_compute_threads(run: Path, world: World, sm: int | None, environ: Mapping[str, str]) -> Choice:
     """Choose with how many threads torch computes on the host, and set that; on the CPU, a run keeps its number."""
     import torch
 
@@ -248,7 +250,7 @@ def _set_compute_threads(run: Path, world: World, sm: int | None, environ: Mappi
     if sm is None:
         threads, why = keep_compute_threads(_read_compute_threads(run, world), threads, why)
     torch.set_num_threads(threads)
-    return _Choice(threads, why)
+    return Choice(threads, why)
 
 
 def _read_compute_threads(run: Path, world: World) -> int | None:
@@ -264,19 +266,24 @@ def _read_compute_threads(run: Path, world: World) -> int | None:
     return int(by_rank[world.rank]) if by_rank and len(by_rank) == world.world_size else None
 
 
-def _choose_micro_batch_size(config: TrainConfig, world: World) -> _Choice:
+def _choose_micro_batch_size(config: TrainConfig, world: World) -> Choice:
     share = -(-config.global_batch_size // world.world_size)
     size = min(config.micro_batch_size or share, share)
     batch, ranks = config.global_batch_size, world.world_size
-    return _Choice(size, f"global batch {batch} over {ranks} ranks, {-(-share // size)} micro-batches each")
+    return Choice(size, f"global batch {batch} over {ranks} ranks, {-(-share // size)} micro-batches each")
 
 
-def _record_choices(
-    run: Path, choices: Mapping[str, _Choice], path: str, data: "ShardSet", sizes: Mapping[str, int]
+def _record_data(
+    run: Path, choices: Mapping[str, Choice], path: str, data: "ShardSet", sizes: Mapping[str, int]
 ) -> None:
-    update_env(run, "choices", {name: asdict(choice) for name, choice in choices.items()})
+    record_choices(run, choices)
     update_env(run, "data", {"path": path, "fingerprint": data.fingerprint, "samples": data.count})
     update_env(run, "data", {"skipped": data.skipped, "splits": dict(sizes)})
+    logger.info("{:<16} {}", "data", "  ".join(f"{name} {size}" for name, size in sizes.items()))
+
+
+def record_choices(run: Path, choices: Mapping[str, Choice]) -> None:
+    """Record choices in the run, and log them."""
+    update_env(run, "choices", {name: asdict(choice) for name, choice in choices.items()})
     for name, choice in choices.items():
         logger.info("{:<16} {}  ({})", name, choice.value, choice.reason)
-    logger.info("{:<16} {}", "data", "  ".join(f"{name} {size}" for name, size in sizes.items()))

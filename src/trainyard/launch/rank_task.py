@@ -24,7 +24,7 @@ from trainyard.hardware import (
     set_openmp_wait_policy,
     show_own_mig_slice,
 )
-from trainyard.launch.rank_choices import build_context
+from trainyard.launch.rank_choices import Choice, build_context, record_choices
 from trainyard.runs.changes import refuse_changes
 from trainyard.runs.folder import CONFIG, record_error
 from trainyard.runs.lock import RunLock
@@ -147,8 +147,10 @@ def _train(
         return EXIT_CODES[stop.reason]
     minutes = Duration.parse(config.max_runtime).to_minutes() if config.max_runtime else None
     limit = RuntimeLimit(minutes, started=started)
-    distributed.join(world, run, visible_devices=environ.get("CUDA_VISIBLE_DEVICES", ""))
+    network = distributed.join(world, run, os.environ)  # the process's own: gloo and NCCL read it
     try:
+        if world.is_main:
+            record_choices(run, {name: Choice(*choice) for name, choice in network.items()})
         staged = _stage_data(config, world, heartbeat, stop, limit, environ)
         if staged.is_new:
             notes.write_progress()

@@ -3,7 +3,7 @@
 import json
 import socket
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +15,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from trainyard.errors import UserError
 from trainyard.files import write_atomically
+from trainyard.train.network import find_interface, find_own_address
 from trainyard.train.stop import Stop
 from trainyard.train.world import World
 
@@ -103,17 +104,28 @@ def choose_collectives(visible_devices: str) -> tuple[str, str]:
     return "cpu:gloo,cuda:nccl", "ranks compute on GPUs"
 
 
-def join(world: World, run: Path, *, visible_devices: str = "") -> None:
+def join(world: World, run: Path, environ: MutableMapping[str, str]) -> dict[str, tuple[str, str]]:
     """Join the process group. Collectives work on CPU tensors (gloo) and, with GPUs, on CUDA tensors.
 
     Under Slurm and our own launcher, rank 0 listens on a port that the system chooses and writes it to the run
     folder: the port is always free, and never that of an earlier attempt.
+
+    Args:
+        environ: this process's own environment, which gloo and NCCL read; it gets their network interface.
+
+    Returns:
+        What was chosen for the network, each with its reason, for the run's record.
     """
     if world.world_size == 1:
-        return
-    backend, _ = choose_collectives(visible_devices)
-    store = _connect_store(world, run) if world.rendezvous else None
+        return {}
+    choices: dict[str, tuple[str, str]] = {}
+    store = None
+    if world.rendezvous:
+        store, main = _connect_store(world, run)
+        choices = _choose_interfaces(world, main, environ)
+    backend, _ = choose_collectives(environ.get("CUDA_VISIBLE_DEVICES", ""))
     dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.world_size, timeout=_STEP_TIMEOUT)
+    return choices
 
 
 def leave() -> None:
@@ -227,13 +239,15 @@ class Agreement:
             self._pending = None
 
 
-def _connect_store(world: World, run: Path) -> TCPStore:
+def _connect_store(world: World, run: Path) -> tuple[TCPStore, str]:
+    """Return the store in which the ranks find each other, and the address at which rank 0 serves it."""
     address_file = run / f"meeting-{world.rendezvous}.json"
     limit = timedelta(seconds=_JOIN_TIMEOUT_S)
     if world.is_main:
-        store = TCPStore(world.address, 0, world.world_size, True, timeout=limit, wait_for_workers=False)
-        write_atomically(address_file, json.dumps({"address": world.address, "port": store.port}))
-        return store
+        address = find_own_address(world.launch_address)
+        store = TCPStore(address, 0, world.world_size, True, timeout=limit, wait_for_workers=False)
+        write_atomically(address_file, json.dumps({"address": address, "port": store.port}))
+        return store, address
     deadline = time.monotonic() + _JOIN_TIMEOUT_S
     while not address_file.exists():
         if time.monotonic() > deadline:
@@ -243,7 +257,28 @@ def _connect_store(world: World, run: Path) -> TCPStore:
             )
         time.sleep(0.05)
     main = json.loads(address_file.read_text())
-    return TCPStore(main["address"], main["port"], world.world_size, False, timeout=limit)
+    return TCPStore(main["address"], main["port"], world.world_size, False, timeout=limit), main["address"]
+
+
+def _choose_interfaces(world: World, main: str, environ: MutableMapping[str, str]) -> dict[str, tuple[str, str]]:
+    """Have gloo and NCCL use the interface of the route to rank 0, unless the user has named one.
+
+    Left alone, gloo uses the address of this host's name, which is 127.0.1.1 on many a node.
+    """
+    own = find_own_address(main)
+    interface = find_interface(own)
+    choices = {"network": (own, f"the address from which {socket.gethostname()} reaches rank 0 at {main}")}
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        if name in environ:
+            choices[name.lower()] = environ[name], f"{name} was set"
+        elif interface is None:
+            choices[name.lower()] = "", f"left to the library: no interface has the address {own}"
+        elif name == "NCCL_SOCKET_IFNAME" and world.local_world_size == world.world_size:
+            choices[name.lower()] = "", "left to NCCL: all ranks are on one node"
+        else:
+            environ[name] = interface
+            choices[name.lower()] = interface, f"has the address {own}, from which this node reaches rank 0"
+    return choices
 
 
 def _gather(value: Any) -> list[Any]:

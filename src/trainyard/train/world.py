@@ -16,7 +16,7 @@ class World:
     local_world_size: int = 1
     launcher: str = "one process"
     rendezvous: str = ""  # names this attempt's rendezvous, equal on all ranks; empty: MASTER_ADDR is used
-    address: str = "127.0.0.1"  # where rank 0 listens
+    launch_address: str = "127.0.0.1"  # of the node that started the ranks, which need not be rank 0's
     cores: int | None = None  # of this rank, if the launcher says; None: an equal share of the node's
 
     @property
@@ -75,7 +75,7 @@ def _read_slurm(environ: Mapping[str, str]) -> World:
         local_world_size=int(environ.get("SLURM_STEP_TASKS_PER_NODE", "1").split("(")[0].split(",")[0]),
         launcher="slurm",
         rendezvous="-".join(parts),
-        address=environ.get("SLURM_LAUNCH_NODE_IPADDR", "127.0.0.1"),
+        launch_address=environ.get("SLURM_LAUNCH_NODE_IPADDR", "127.0.0.1"),
         cores=int(cores) if cores else None,
     )
 
