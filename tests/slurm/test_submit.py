@@ -214,7 +214,7 @@ def test_what_the_environment_says_about_other_jobs_does_not_reach_the_new_one(
     for name, value in {**options, **outer}.items():
         monkeypatch.setenv(name, value)
     run = start("clean", "--hw", "a100", cluster=lab_file)
-    assert "not used   SBATCH_EXPORT, SBATCH_PARTITION, SBATCH_TIMELIMIT: " in capsys.readouterr().out
+    assert "not used    SBATCH_EXPORT, SBATCH_PARTITION, SBATCH_TIMELIMIT: " in capsys.readouterr().out
     for name in outer:
         monkeypatch.delenv(name)
     wait_for_end(lab, run)
