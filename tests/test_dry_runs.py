@@ -87,7 +87,7 @@ def test_a_dry_sweep_prints_every_run_and_the_array_and_writes_nothing(tmp_path:
     words = ["--sweep", "optimizer.lr=1e-2,3e-3 seed=0,1", "--max-parallel", "3", "--name", "s", "--gpus", "2"]
     before = list_files(tmp_path)
     shown = run_cli(capsys, "sweep", "stripes", *words, "--dry", *cluster, "--runs", str(tmp_path / "runs"))
-    assert "run        s-002  optimizer.lr=0.003 seed=0\n" in shown
+    assert "run         s-002  optimizer.lr=0.003 seed=0\n" in shown
     assert "#SBATCH --array=0-3%3\n" in shown and "#SBATCH --job-name=stripes\n" in shown
     assert list_files(tmp_path) == before
     for wrong, expected in (
