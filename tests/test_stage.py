@@ -177,7 +177,7 @@ def test_two_concurrent_processes_copy_once(large, scratch, tmp_path):
     (a, told_a), (b, told_b) = results.get(timeout=60), results.get(timeout=60)
     for process in processes:
         process.join(60)
-    assert a.copied and a == b
+    assert a.copied and a == b and sorted((a.is_new, b.is_new)) == [False, True]
     assert sum(line.startswith("copying") for line in told_a + told_b) == 1
     assert stager.list_files() == {a.folder.name}
 

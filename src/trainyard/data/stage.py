@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from io import FileIO
 from pathlib import Path
@@ -48,7 +48,7 @@ class Staged:
     folder: Path
     reason: str
     copied: bool = False  # `folder` is the copy
-    is_new: bool = False  # this process made the copy
+    is_new: bool = field(default=False, compare=False)  # this process made the copy
     failed: bool = False  # a copy was wanted but is impossible: worth a warning
 
 

@@ -152,8 +152,7 @@ class RunLock:
         with _guard(self._path):
             if not self._may_replace():
                 return False
-            second.replace()
-            return True
+            return second.replace()
 
     def _may_replace(self) -> bool:
         """Tell whether there is a lock and its owner is dead.
@@ -228,16 +227,19 @@ class _SecondName:
             return _create_in_place(self._lock, self._content)
         return True
 
-    def replace(self) -> None:
-        """Replace the lock atomically."""
+    def replace(self) -> bool:
+        """Replace the lock atomically, or return False if a new owner removed this as a leftover."""
         third = self._path.with_suffix(".new")
-        try:
-            os.link(self._path, third)
-        except OSError as error:
-            if error.errno not in _NO_HARD_LINKS:
-                raise
-            third = self._path
-        third.replace(self._lock)
+        with contextlib.suppress(FileNotFoundError):
+            try:
+                os.link(self._path, third)
+            except OSError as error:
+                if error.errno not in _NO_HARD_LINKS:
+                    raise
+                third = self._path
+            third.replace(self._lock)
+            return True
+        return False
 
     def remove(self) -> None:
         """Release the flock and remove the second name."""
@@ -261,7 +263,10 @@ def _name_second(lock: Path, token: str) -> Path:
 
 def _is_same_file(one: Path, other: Path) -> bool:
     """Tell whether both names are of one file: not after the folder was copied, or the lock was written by hand."""
-    return one.exists() and other.exists() and one.samefile(other)
+    try:
+        return one.samefile(other)
+    except FileNotFoundError:  # released meanwhile
+        return False
 
 
 def _is_flocked(path: Path) -> bool | None:
