@@ -47,17 +47,20 @@ request = gpus hw nodes time cluster runs account qos partition constraint reser
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' Makefile
 
+supported = "$$PYTHON" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null || { \
+	found=$$("$$PYTHON" --version 2>/dev/null || echo none); \
+	echo "Python 3.11 to 3.13 is needed, $$found found. Type: make setup PYTHON=python3.11"; exit 2; }
+
 setup: $(VENV)/.done ## .venv from the hash-locked containers/dev.lock; skipped when it is current  [PYTHON=python3.13]
 	@# An environment keeps its Python: to name another one must not be ignored in silence.
-	@which='import sys; print(sys.version_info[:2])'; [ -z "$(filter PYTHON,$(typed))" ] || \
+	@[ -z "$(filter PYTHON,$(typed))" ] || { $(supported); }; which='import sys; print(sys.version_info[:2])'; \
+		[ -z "$(filter PYTHON,$(typed))" ] || \
 		[ "$$("$$PYTHON" -c "$$which")" = "$$($(VENV)/bin/python -c "$$which")" ] || { \
 		echo "$(VENV) has $$($(VENV)/bin/python --version), and $$PYTHON is $$("$$PYTHON" --version)." \
 			"Type: rm -r $(VENV); make setup PYTHON=$$PYTHON"; exit 2; }
 
 $(VENV)/.done: containers/dev.lock pyproject.toml
-	@"$$PYTHON" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || { \
-		found=$$("$$PYTHON" --version 2>/dev/null || echo none); \
-		echo "Python 3.11 to 3.13 is needed, $$found found. Type: make setup PYTHON=python3.11"; exit 2; }
+	@$(supported)
 	@"$$PYTHON" containers/make_venv.py $(VENV) containers/dev.lock --editable .
 
 run: setup ## train: JOB=fingerprint_demo  DATA=folder or SYNTHETIC=1  GPUS=n  SET="optimizer.lr=1e-4 seed=1"  [NAME=name DRY=1]

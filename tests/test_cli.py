@@ -51,15 +51,25 @@ def test_a_flag_is_typed_in_full(here, capsys, flag):
         (["resume", "newest", "--trus=1"], "unrecognized arguments: --trus=1. Nearest: --trust. All of them: "),
         (["jobs", "--xyzzy"], "trainyard jobs: unrecognized arguments: --xyzzy. All of them: trainyard jobs --help"),
         (["jobs", "more"], "trainyard jobs: unrecognized arguments: more. All of them: trainyard jobs --help"),
+        (["submit", "x", "--gpus", "eight"], "argument --gpus: invalid int value: 'eight'. All of them: "),
+        (["resume", "x", "--changed-files", "accept1"], "invalid choice: 'accept1'. Nearest: accept. All of them: "),
     ],
 )
-def test_an_unknown_flag_is_one_line_with_the_nearest_one_of_that_command(here, capsys, argv, said):
+def test_a_wrong_flag_or_value_is_one_line_with_the_nearest_one_of_that_command(here, capsys, argv, said):
     with pytest.raises(SystemExit, match="2"):
         cli.main(argv)
     stderr = capsys.readouterr().err
     assert said in stderr and stderr.endswith(f"trainyard {argv[0]} --help\n") and stderr.count("\n") == 1
     with pytest.raises(SystemExit, match="0"):
         cli.main([argv[0], "--help"])
+
+
+def test_an_unknown_command_is_one_line_with_the_nearest(here, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["resum", "newest"])
+    assert capsys.readouterr().err == (
+        "trainyard: argument COMMAND: invalid choice: 'resum'. Nearest: resume. All of them: trainyard --help\n"
+    )
 
 
 def test_synchronised_batch_statistics_on_the_cpu_are_refused_before_data_are_packed(here, capsys):

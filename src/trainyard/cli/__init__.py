@@ -15,7 +15,7 @@ from loguru import logger
 from trainyard import __version__
 from trainyard import config as configs
 from trainyard.cli import cluster, gc, train
-from trainyard.cli.verb import Verbs, add_trust_option, add_verb, find_project_folder
+from trainyard.cli.verb import Parser, Verbs, add_trust_option, add_verb, find_project_folder
 from trainyard.errors import UserError
 from trainyard.files import report_full_disk
 from trainyard.hardware import set_openmp_wait_policy
@@ -66,11 +66,11 @@ def _refuse_words(verb: argparse.ArgumentParser, words: Sequence[str]) -> NoRetu
     flags = re.findall(r"(?<![\w-])--?\w[\w-]*", verb.format_usage())
     near = dict.fromkeys(flag for word in words for flag in find_nearest(word.partition("=")[0], flags))
     hint = f" Nearest: {', '.join(near)}." if near else ""
-    verb.exit(2, f"{verb.prog}: unrecognized arguments: {' '.join(words)}.{hint} All of them: {verb.prog} --help\n")
+    verb.error(f"unrecognized arguments: {' '.join(words)}.{hint}")
 
 
 def _build_parser(argv: Sequence[str]) -> tuple[argparse.ArgumentParser, Verbs]:
-    parser = argparse.ArgumentParser(
+    parser: argparse.ArgumentParser = Parser(
         prog="trainyard",
         allow_abbrev=False,
         description="Train on whatever GPUs are available, and resume exactly.",

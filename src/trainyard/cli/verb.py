@@ -1,13 +1,27 @@
 """What all commands share: a name, a one-line help text, and the folders of jobs and runs."""
 
 import argparse
+import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeAlias
+from typing import NoReturn, TypeAlias
+
+from trainyard.text import suggest_nearest
 
 Verbs: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 CHECKOUT = Path(__file__).resolve().parents[3]
+
+
+class Parser(argparse.ArgumentParser):
+    """Says in one line what is wrong, what comes nearest, and where the rest is; argparse prints the usage first."""
+
+    def error(self, message: str) -> NoReturn:
+        wrong = re.match(r"(argument .*: invalid choice: '(.*?)') \(choose from (.*)\)$", message)
+        if wrong:
+            choices = re.findall(r"[\w-]+", wrong[3])
+            message = f"{wrong[1]}.{suggest_nearest(wrong[2], choices)}"
+        self.exit(2, f"{self.prog}: {message.rstrip('.')}. All of them: {self.prog} --help\n")
 
 
 def add_verb(
