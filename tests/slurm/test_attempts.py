@@ -112,7 +112,7 @@ def test_a_resume_on_half_the_gpus_of_another_type_reads_each_sample_once_per_ep
 def test_where_the_site_forbids_requeues_a_successor_trains_on(lab, start, capsys):
     run = start("forbidden", *LONG, "--hw", "a5000")
     first = read_slurm_job_id(run)
-    wait("a first checkpoint", lambda: list(run.glob("checkpoints/step-*")))
+    wait("a first checkpoint", lambda: list(run.glob("checkpoints/step-*.ckpt")))
     lab.run("scontrol", "update", f"JobId={first}", "Requeue=0")
     kill_rank(run, 0)
     wait("a successor", lambda: read_run(run).slurm_job_id != first)
@@ -132,7 +132,7 @@ def test_where_the_site_forbids_requeues_a_successor_trains_on(lab, start, capsy
 def test_nothing_is_lost_while_the_controller_is_away(lab, start, capsys):
     """It stops answering before a rank is killed, and comes back when the attempt has asked in vain."""
     run = start("away", *LONG, "--hw", "2080ti")
-    wait("a first checkpoint", lambda: list(run.glob("checkpoints/step-*")))
+    wait("a first checkpoint", lambda: list(run.glob("checkpoints/step-*.ckpt")))
     daemons = json.loads((lab.folder / "lab.json").read_text())
     (controller,) = [daemon["pid"] for daemon in daemons if daemon["program"] == "slurmctld"]
     os.kill(controller, signal.SIGSTOP)
