@@ -22,7 +22,7 @@ FAMILIES = Path(__file__).parent / "families"
 FORKSERVER = multiprocessing.get_context("forkserver")
 """Starts processes without threads of other tests, in which torch is loaded already: that saves seconds in each."""
 FORKSERVER.set_forkserver_preload(
-    ["torch._dynamo", "trainyard.launch.rank_task", "trainyard.train.trainer", "trainyard.data.decode_dali"]
+    ["trainyard.launch.rank_task", "trainyard.train.trainer", "trainyard.data.decode_dali"]
 )
 
 

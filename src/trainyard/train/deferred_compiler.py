@@ -1,0 +1,84 @@
+"""Puts off loading torch's compiler, which each optimizer asks for and only a compiled model needs.
+
+Loading it takes about as long as loading torch itself, at every start and resume.
+"""
+
+import gc
+import importlib
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+
+_NAME = "torch._dynamo"
+
+
+def defer_compiler() -> None:
+    """Let `import torch._dynamo` find a stand-in that loads the compiler once anything of it takes effect."""
+    if _NAME not in sys.modules:
+        sys.modules[_NAME] = torch._dynamo = _DeferredCompiler(_NAME)
+
+
+def use_deterministic_algorithms(mode: bool, *, warn_only: bool) -> None:
+    """Do what torch's function of that name does, which loads the compiler to set an option of it, without loading it.
+
+    The compiler gets the option when it is loaded.
+    """
+    if isinstance(sys.modules.get(_NAME), _DeferredCompiler):
+        torch.set_deterministic_debug_mode(("warn" if warn_only else "error") if mode else "default")
+    else:
+        torch.use_deterministic_algorithms(mode, warn_only=warn_only)
+
+
+class _Answers:
+    """Answers some calls of a submodule without loading it; anything else is the submodule's."""
+
+    def __init__(self, name: str, **answers: Callable[[], Any]) -> None:
+        self.__dict__ |= answers
+        self._name = f"{_NAME}.{name}"
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module(self._name), name)
+
+
+class _DeferredCompiler(ModuleType):
+    """Answers what torch's optimizers and DDP ask in eager training, and becomes the real module at anything else."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.utils = _Answers("utils", get_optimize_ddp_mode=lambda: "ddp_optimizer")  # the default
+        self.trace_rules = _Answers("trace_rules", clear_lru_cache=lambda: None)
+        self._not_traced: list[Callable[..., Any]] = []
+
+    def graph_break(self, msg: str = "") -> None:
+        """End a graph: there is none before the compiler is loaded."""
+
+    def disable(self, fn: Any = None, *args: Any, **options: Any) -> Any:
+        """Keep a function from being traced: before the compiler is loaded nothing is."""
+        if fn is None or options.get("wrapping") is not False:  # a decorator of somebody's, not torch's own late one
+            return self.__getattr__("disable")(fn, *args, **options)
+        self._not_traced.append(fn)
+        return fn
+
+    def __getattr__(self, name: str) -> Any:
+        if sys.modules.get(_NAME) is self:
+            self._load()
+        return getattr(sys.modules[_NAME], name)
+
+    def _load(self) -> None:
+        """Replace this by the module; garbage is not collected meanwhile, as when torch is loaded."""
+        del sys.modules[_NAME], torch._dynamo
+        collecting = gc.isenabled()
+        gc.disable()
+        try:
+            torch._dynamo = importlib.import_module(_NAME)
+        finally:
+            if collecting:
+                gc.enable()
+        for function in self._not_traced:  # torch asks again at the next call, and gets the compiler's answer
+            if vars(function).get("__dynamo_disable") is function:
+                del function.__dict__["__dynamo_disable"]
+        warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+        use_deterministic_algorithms(torch.are_deterministic_algorithms_enabled(), warn_only=warn_only)
