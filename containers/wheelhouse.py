@@ -10,16 +10,20 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+import zipfile
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from email.parser import HeaderParser
 from pathlib import Path
 
 from engine import Mistake
-from targets import Target
+from targets import HERE, Target
 
 ROOT = Path(__file__).resolve().parents[1]
 _MIB = 2**20
 _PIP_S = 7200
 _PRESENT = ("torch", "torchvision")  # what the other machine has, with all that only they need
+_LOCKED_PYTHON = "3.11"  # for which the locks of container images are resolved
+_EVERY_PYTHON = HERE / "dev.lock"  # resolved for all supported ones, with markers
 _GLIBC = (28, 27, 26, 24, 17, 12, 5)  # wheels' oldest systems, as pip names them: manylinux_2_28 ...
 _INSTALL = """\
 #!/bin/sh
@@ -51,10 +55,11 @@ def download_wheels(target: Target, out: Path, *, python: str, environ: Mapping[
         python: the version they are for, such as "3.12"; "": this interpreter's.
 
     Raises:
-        Mistake: a source distribution makes wheels of this interpreter only.
+        Mistake: a source distribution makes wheels of this interpreter only, or a wheel needs what the lock lacks.
         subprocess.CalledProcessError: pip failed; it has said why.
     """
-    _download(target.lock.read_text(encoding="utf-8"), out, python, environ)
+    _download(_read_lock_for(target, python), out, python, environ)
+    refuse_incomplete(out, python=python or _own_version(), present=())
 
 
 def make_pieces(target: Target, out: Path, *, python: str, piece_mib: int, environ: Mapping[str, str]) -> Path:
@@ -74,8 +79,11 @@ def make_pieces(target: Target, out: Path, *, python: str, piece_mib: int, envir
     python = python or _own_version()
     with tempfile.TemporaryDirectory(prefix=".wheels-", dir=out) as folder:
         wheels = Path(folder) / f"trainyard-{target.name}-py{python.replace('.', '')}"
-        _download(drop_packages(target.lock.read_text(encoding="utf-8"), _PRESENT), wheels, python, environ)
+        lock = _read_lock_for(target, python)
+        kept = drop_packages(lock, _PRESENT)
+        _download(kept, wheels, python, environ)
         _build_own_wheel(wheels, Path(folder) / "checkout", environ)
+        refuse_incomplete(wheels, python=python, present=dict(_read_entries(lock)).keys() - dict(_read_entries(kept)))
         return pack_wheels(wheels, out, python=python, piece_bytes=piece_mib * _MIB)
 
 
@@ -107,6 +115,56 @@ def drop_packages(lock: str, names: Sequence[str]) -> str:
         if not more:
             return "".join(entry for name, entry in entries.items() if name not in dropped)
         dropped |= more
+
+
+def add_packages_of(python: str, lock: str, every_python: str) -> str:
+    """Return a lock with what its packages also need on a Python for which it was not resolved.
+
+    Without markers, which pip compares with the interpreter that it runs on.
+
+    Args:
+        lock: resolved for `_LOCKED_PYTHON`.
+        every_python: resolved for all supported ones, with markers.
+    """
+    from pip._vendor.packaging.markers import Marker  # here, because building a container image needs no pip
+
+    names = dict(_read_entries(lock)).keys()
+    for name, entry in _read_entries(every_python):
+        _, _, marker = entry.partition("\n")[0].removesuffix("\\").partition(" ; ")
+        if marker and name not in names and names & _read_via(entry):
+            rule = Marker(marker)
+            if rule.evaluate(_describe_python(python)) and not rule.evaluate(_describe_python(_LOCKED_PYTHON)):
+                lock += entry.replace(f" ; {marker}", " ", 1)
+    return lock
+
+
+def refuse_incomplete(wheels: Path, *, python: str, present: Collection[str]) -> None:
+    """Check that wheels have among them all that they need: they are installed without looking at that.
+
+    Args:
+        present: packages that the other machine has, with all that only they need.
+
+    Raises:
+        Mistake: something is missing, or of a version that a wheel does not take; names all of it.
+    """
+    from pip._vendor.packaging.requirements import Requirement
+    from pip._vendor.packaging.utils import canonicalize_name
+
+    metadata = [HeaderParser().parsestr(_read_metadata(wheel)) for wheel in sorted(wheels.glob("*.whl"))]
+    versions = {canonicalize_name(about["Name"]): about["Version"] for about in metadata}
+    missing = []
+    for about in metadata:
+        for needed in map(Requirement, about.get_all("Requires-Dist", [])):
+            name = canonicalize_name(needed.name)
+            if name in present or (needed.marker and not needed.marker.evaluate(_describe_python(python))):
+                continue
+            if name not in versions or not needed.specifier.contains(versions[name], prereleases=True):
+                missing.append(f"{about['Name']} needs {needed.name}{needed.specifier}")
+    if missing:
+        raise Mistake(
+            f"On Python {python}, {'; '.join(missing)}, which the lock does not have. Resolve the locks again, commit "
+            "them, and repeat this: make lock"
+        )
 
 
 def split_file(path: Path, into: Path, most_bytes: int) -> list[Path]:
@@ -160,6 +218,24 @@ def _build_own_wheel(out: Path, copy: Path, environ: Mapping[str, str]) -> None:
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy / name)
     _pip(["wheel", "--no-deps", "--wheel-dir", str(out), str(copy)], environ)
+
+
+def _read_lock_for(target: Target, python: str) -> str:
+    lock, every_python = (path.read_text(encoding="utf-8") for path in (target.lock, _EVERY_PYTHON))
+    return add_packages_of(python or _own_version(), lock, every_python)
+
+
+def _read_metadata(wheel: Path) -> str:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if re.fullmatch(r"[^/]+\.dist-info/METADATA", name))
+        return archive.read(name).decode("utf-8")
+
+
+def _describe_python(python: str) -> dict[str, str]:
+    """Return what markers may ask about: this version of CPython on x86-64 Linux, without extras."""
+    system = {"sys_platform": "linux", "platform_system": "Linux", "os_name": "posix", "platform_machine": "x86_64"}
+    own = {"implementation_name": "cpython", "platform_python_implementation": "CPython", "extra": ""}
+    return {"python_version": python, "python_full_version": f"{python}.0", **system, **own}
 
 
 def _describe_machine(python: str) -> list[str]:

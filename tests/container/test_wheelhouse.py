@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -20,12 +21,13 @@ def pack(root: Path, *, python: str) -> Path:
     return pack_wheels(root / "wheels", root / "out", python=python, piece_bytes=1024)
 
 
-def make_wheel(folder: Path) -> None:
+def make_wheel(folder: Path, *, needs: Sequence[str] = ()) -> None:
     """Write a wheel of one module that holds half a kilobyte."""
     about, name = "tiny-1.0.dist-info", "tiny-1.0-py3-none-any.whl"
+    lines = ["Metadata-Version: 2.1", "Name: tiny", "Version: 1.0"]
     files = {
         "tiny.py": f"value = {'7' * 500!r}\n",
-        f"{about}/METADATA": "Metadata-Version: 2.1\nName: tiny\nVersion: 1.0\n",
+        f"{about}/METADATA": "\n".join([*lines, *(f"Requires-Dist: {one}" for one in needs), ""]),
         f"{about}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
     }
     files[f"{about}/RECORD"] = "".join(f"{path},,\n" for path in [*files, f"{about}/RECORD"])
@@ -55,6 +57,31 @@ def test_beside_torch_a_machine_needs_dali_and_nvjpeg_and_nothing_that_only_torc
     gone = {entry[0] for entry in whole} - names
     assert {"torch", "torchvision", "triton", "sympy", "mpmath"} <= gone  # mpmath: what sympy needs
     assert not any(one.startswith(("nvidia-cudnn", "nvidia-nccl", "nvidia-cublas")) for one in names)
+
+
+@pytest.mark.parametrize("name", ["cpu", "cuda12-pascal", "cuda12", "cuda13"])
+def test_a_newer_python_gets_what_packages_need_only_there(name):
+    from targets import HERE, find_target
+    from wheelhouse import add_packages_of
+
+    lock, every_python = find_target(name).lock.read_text(), (HERE / "dev.lock").read_text()
+    for python, added in (("3.11", ""), ("3.12", ""), ("3.13", "pyyaml-ft==8.0.0")):
+        more = add_packages_of(python, lock, every_python).removeprefix(lock)
+        assert more.partition(" ")[0] == added, python
+        assert " ; " not in more and more.count("--hash=sha256:") >= (3 if added else 0)
+
+
+def test_a_wheel_that_needs_what_is_missing_is_refused_by_name(tmp_path):
+    from engine import Mistake
+    from wheelhouse import refuse_incomplete
+
+    needs = ["torch", "colorama; sys_platform == 'win32'", "other[fast]>=2", "extra-only; extra == 'fast'"]
+    make_wheel(tmp_path / "wheels", needs=[*needs, "new_one>=8; python_version >= '3.13'"])
+    with pytest.raises(Mistake, match=r"^On Python 3.11, tiny needs other>=2, which the lock does not have.*make lock"):
+        refuse_incomplete(tmp_path / "wheels", python="3.11", present=["torch"])
+    with pytest.raises(Mistake, match="tiny needs new_one>=8, which"):
+        refuse_incomplete(tmp_path / "wheels", python="3.13", present=["torch", "other"])
+    refuse_incomplete(tmp_path / "wheels", python="3.12", present=["torch", "other"])
 
 
 @pytest.mark.slow
