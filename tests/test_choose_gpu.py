@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,19 @@ def test_the_card_that_a_preset_was_written_for_comes_first_and_its_memory_is_wh
 def test_a_card_that_cannot_compute_as_requested_is_passed_over():
     made = plan("antispoof_fast", gpus=1)
     assert made.hw == "2080ti" and "p100 cannot: compile=on requested, but torch.compile" in made.why_hw
+
+
+def test_synchronised_batch_statistics_on_cpu_ranks_are_refused_before_the_queue():
+    cpu = replace(CLUSTER.gpus["a5000"], card="cpu")
+    mixed, cpu_only = (replace(CLUSTER, gpus=gpus) for gpus in ({"cpu": cpu, **CLUSTER.gpus}, {"cpu": cpu}))
+    config = configs.compose("stripes", ["sync_batchnorm=true"], FAMILIES)
+    for cluster, hw in ((mixed, "cpu"), (cpu_only, "cpu"), (cpu_only, "")):
+        with pytest.raises(UserError, match=r"^sync_batchnorm=true on 2 ranks on the CPU.*Use sync_batchnorm=false"):
+            make_plan(config, cluster, ResourceRequest(gpus=2, hw=hw))
+    made = make_plan(config, mixed, ResourceRequest(gpus=2))
+    assert made.hw == "p100" and "cpu cannot: sync_batchnorm=true on 2 ranks on the CPU" in made.why_hw
+    assert make_plan(config, cpu_only, ResourceRequest(gpus=1)).hw == "cpu", "one rank has the whole micro-batch"
+    assert make_plan(replace(config, sync_batchnorm=False), cpu_only, ResourceRequest(gpus=2)).hw == "cpu"
 
 
 def test_an_unknown_card_is_named_with_the_nearest():

@@ -72,8 +72,10 @@ def test_an_unknown_command_is_one_line_with_the_nearest(here, capsys):
     )
 
 
-def test_synchronised_batch_statistics_on_the_cpu_are_refused_before_data_are_packed(here, capsys):
-    code, stderr = run_cli(capsys, "run", "stripes", "sync_batchnorm=true", "--cpu-ranks", "2", *JOBS)
+@pytest.mark.parametrize("words", [("run", "--cpu-ranks", "2"), ("submit", "--local", "--gpus", "2")])
+def test_synchronised_batch_statistics_on_the_cpu_are_refused_before_data_are_packed(words, here, capsys, monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")  # no nvidia-smi
+    code, stderr = run_cli(capsys, words[0], "stripes", "sync_batchnorm=true", *words[1:], *JOBS)
     assert code == 2 and stderr.count("\n") == 1
     assert stderr.startswith("UserError: sync_batchnorm=true on 2 ranks on the CPU")
     assert "Use sync_batchnorm=false" in stderr

@@ -17,9 +17,10 @@ from tests.training import FORKSERVER, find_differences
 from trainyard.data.loader import Loader, MicroBatch
 from trainyard.data.shards import ShardSet
 from trainyard.errors import UserError
+from trainyard.hardware import choose_sync_batchnorm
 from trainyard.settings import AugmentSettings, ImageSettings, OptimizerSettings, TrainConfig
 from trainyard.train import distributed
-from trainyard.train.data_parallel import choose_sync_batchnorm, wrap_in_ddp
+from trainyard.train.data_parallel import wrap_in_ddp
 from trainyard.train.evaluate import evaluate, predict
 from trainyard.train.module import Batch, Rows, TrainModule
 from trainyard.train.run_state import encode_state, restore_state

@@ -178,6 +178,24 @@ def choose_precision(
     return Precision(dtype, dtype == "fp16", tf32, nhwc, compiled, reasons)
 
 
+def choose_sync_batchnorm(wanted: bool, *, device_type: str, world_size: int) -> tuple[bool, str]:
+    """Return whether BatchNorm layers use the batch statistics of all ranks, and the reason.
+
+    Raises:
+        UserError: they should, but torch cannot synchronise them on this device.
+    """
+    if not wanted:
+        return False, "sync_batchnorm=false: each rank normalises by its own micro-batch"
+    if world_size == 1:
+        return False, "one rank has the whole micro-batch"
+    if device_type == "cpu":
+        raise UserError(
+            f"sync_batchnorm=true on {world_size} ranks on the CPU, but torch synchronises batch statistics only "
+            "between GPUs. Use sync_batchnorm=false, one rank, or GPUs."
+        )
+    return True, "sync_batchnorm=true: all ranks normalise by the statistics of their micro-batches together"
+
+
 def read_driver_version(file: Path = Path("/proc/driver/nvidia/version")) -> str | None:
     """Return the version of the loaded NVIDIA kernel driver, such as "580.65.06"; None if there is none."""
     found = re.search(r"Kernel Module(?: for \S+)?\s+(\d+(?:\.\d+)+)", file.read_text()) if file.exists() else None

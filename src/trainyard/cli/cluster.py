@@ -21,6 +21,7 @@ from trainyard.cluster import query as slurm
 from trainyard.cluster.check import check_cluster, render_findings
 from trainyard.cluster.options import OPTIONS, keep_options, read_options
 from trainyard.errors import UserError
+from trainyard.hardware import choose_sync_batchnorm
 from trainyard.launch import cancel, submit
 from trainyard.launch import sweep as sweeps
 from trainyard.launch.choose_data import require_data
@@ -100,14 +101,15 @@ def _submit(args: argparse.Namespace) -> int:
 
 def _submit_locally(args: argparse.Namespace) -> int:
     data = compose_job(args, None)
-    if not args.dry:
-        require_data(data, jobs_dir=args.jobs, typed=args.typed)
     if args.gpus < 1:
         raise UserError(f"--gpus {args.gpus}: a job needs at least one rank. Leave it out for one.")
+    gpus = args.gpus if shutil.which("nvidia-smi") else 0
+    choose_sync_batchnorm(data.config.sync_batchnorm, device_type="cuda" if gpus else "cpu", world_size=args.gpus)
+    if not args.dry:
+        require_data(data, jobs_dir=args.jobs, typed=args.typed)
     if args.dry:
         run = args.runs.absolute() / args.job / (args.name or dry.NEW)
         return dry.print_run(run, data.config, args.jobs, ranks=args.gpus)
-    gpus = args.gpus if shutil.which("nvidia-smi") else 0
     time_min = clusters.parse_minutes(args.time or "30d")
     run = runs.create_run(args.runs.absolute(), data.config, name=args.name, environ=os.environ)
     try:

@@ -15,7 +15,7 @@ from trainyard.cli.choices import add_synthetic_option, record_choices
 from trainyard.cli.verb import Verbs, add_dry_option, add_trust_option, add_verb
 from trainyard.errors import UserError
 from trainyard.files import limit_writers
-from trainyard.hardware import show_own_mig_slice
+from trainyard.hardware import choose_sync_batchnorm, show_own_mig_slice
 from trainyard.launch.choose_data import DataChoice, choose_data, refuse_no_data
 from trainyard.runs import changes
 from trainyard.runs import folder as runs
@@ -242,8 +242,6 @@ def _refuse_impossible(config: TrainConfig, count: int) -> None:
     world_size = read_world(os.environ).world_size if _is_launched() else count
     if config.sync_batchnorm and world_size > 1:
         import torch
-
-        from trainyard.train.data_parallel import choose_sync_batchnorm
 
         choose_sync_batchnorm(True, device_type="cuda" if torch.cuda.is_available() else "cpu", world_size=world_size)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from trainyard.cluster.description import Cluster, GpuNodes
 from trainyard.errors import UserError
-from trainyard.hardware import GPUS, GpuType, Precision, choose_precision, get_gpu
+from trainyard.hardware import GPUS, GpuType, Precision, choose_precision, choose_sync_batchnorm, get_gpu
 from trainyard.settings import TrainConfig
 from trainyard.text import join_names, suggest_nearest
 
@@ -61,6 +61,8 @@ def choose_gpu(
         smaller = None if keeps_micro_batch else _shrink_micro_batch(config, kind, gpus)
         if smaller is not None:
             return _accept(smaller, kind, gpus, name, f"no type has more: {_list_misfits(passed)}", halved_from=config)
+    if all(_read_memory_gib(kind) >= _compute_least_gib(config, gpus) for kind in enough.values()):
+        _choose_policy(config, next(iter(enough.values())), gpus)  # says why it is impossible there
     raise UserError(
         f"{_describe_needs(config)}, and no GPU type of {cluster.name} with {gpus} GPUs has that: "
         f"{_list_misfits(passed)}. {_advise(config, cluster, gpus, next(iter(enough)), keeps_micro_batch)}"
@@ -76,7 +78,7 @@ def _check_requested(
     config: TrainConfig, cluster: Cluster, gpus: int, hw: str, *, keeps_micro_batch: bool
 ) -> GpuChoice:
     kind = cluster.gpus[hw]
-    _choose_precision(config, kind)  # or say why it is impossible there
+    _choose_policy(config, kind, gpus)  # or say why it is impossible there
     if not (misfit := _explain_misfit(config, kind, gpus)):
         return _accept(config, kind, gpus, hw, "requested")
     if not keeps_micro_batch and (smaller := _shrink_micro_batch(config, kind, gpus)) is not None:
@@ -100,7 +102,7 @@ def _accept(
             f"; {hw} has {has_gib:g} GiB, and {_read_needed_gib(config):g} are stated for {needs.micro_batch_size}: "
             f"whether {size} fit was not measured"
         )
-    return GpuChoice(config, hw, why, size, reason, _choose_precision(config, kind))
+    return GpuChoice(config, hw, why, size, reason, _choose_policy(config, kind, gpus))
 
 
 # What a job needs
@@ -119,7 +121,7 @@ def _explain_misfit(config: TrainConfig, kind: GpuNodes, gpus: int) -> str:
     if has_gib < needs_gib:
         return f"has {has_gib:g} GiB"
     try:
-        _choose_precision(config, kind)
+        _choose_policy(config, kind, gpus)
     except UserError as error:
         return f"cannot: {str(error).partition('. ')[0]}"
     return ""
@@ -159,8 +161,14 @@ def _read_memory_gib(kind: GpuNodes) -> float:
     return kind.memory_gib_per_gpu if card is None else card.memory_gib
 
 
-def _choose_precision(config: TrainConfig, kind: GpuNodes) -> Precision:
+def _choose_policy(config: TrainConfig, kind: GpuNodes, gpus: int) -> Precision:
+    """Return how a job computes on a type.
+
+    Raises:
+        UserError: it asks for what `gpus` ranks cannot do there; they would refuse it, after the queue.
+    """
     card = get_gpu(kind.card)
+    choose_sync_batchnorm(config.sync_batchnorm, device_type="cpu" if card is None else "cuda", world_size=gpus)
     return choose_precision(
         None if card is None else card.sm,
         precision=config.precision,

@@ -16,6 +16,7 @@ from trainyard.hardware import (
     can_compile,
     choose_compute_threads,
     choose_precision,
+    choose_sync_batchnorm,
     count_cores,
     explain_missing_compiler,
     explain_missing_gpu,
@@ -102,7 +103,7 @@ def _choose_settings(
         UserError: the config asks for what this machine cannot do.
     """
     from trainyard.data.loader import choose_decoder
-    from trainyard.train import data_parallel, distributed, precision
+    from trainyard.train import distributed, precision
 
     sm, name = _describe_device(device)
     _refuse_unusable_device(sm, world, environ)
@@ -123,9 +124,7 @@ def _choose_settings(
         "micro_batch_size": _choose_micro_batch_size(config, world),
         "freed_memory": Choice(*precision.keep_freed_memory(device)),
         "sync_batchnorm": Choice(
-            *data_parallel.choose_sync_batchnorm(
-                config.sync_batchnorm, device_type=device.type, world_size=world.world_size
-            )
+            *choose_sync_batchnorm(config.sync_batchnorm, device_type=device.type, world_size=world.world_size)
         ),
     }
     if choices["decode"].value == "dali" and device.type == "cuda":

@@ -5,27 +5,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-from trainyard.errors import UserError
 from trainyard.train import distributed
 from trainyard.train.module import TrainModule
-
-
-def choose_sync_batchnorm(wanted: bool, *, device_type: str, world_size: int) -> tuple[bool, str]:
-    """Return whether BatchNorm layers use the batch statistics of all ranks, and the reason.
-
-    Raises:
-        UserError: they should, but torch cannot synchronise them on this device.
-    """
-    if not wanted:
-        return False, "sync_batchnorm=false: each rank normalises by its own micro-batch"
-    if world_size == 1:
-        return False, "one rank has the whole micro-batch"
-    if device_type == "cpu":
-        raise UserError(
-            f"sync_batchnorm=true on {world_size} ranks on the CPU, but torch synchronises batch statistics only "
-            "between GPUs. Use sync_batchnorm=false, one rank, or GPUs."
-        )
-    return True, "sync_batchnorm=true: all ranks normalise by the statistics of their micro-batches together"
 
 
 def wrap_in_ddp(module: TrainModule, *, device: torch.device, sync_batchnorm: bool) -> DistributedDataParallel:
