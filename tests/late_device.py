@@ -27,6 +27,7 @@ class LateStream:
 
     def __init__(self, name: str, lock: threading.RLock, *, eager: bool = False) -> None:
         self.name, self._lock, self._eager, self._delayed = name, lock, eager, False
+        self.index = 0  # of its GPU
         self._work: deque[Callable[[], object]] = deque()
 
     def push(self, work: Callable[[], object]) -> None:
@@ -71,6 +72,7 @@ class LateDevice:
         self.compute = LateStream("compute", self._lock, eager=eager)
         self.uploads: list[tuple[str, bool]] = []  # the stream of each copy from the host, and if its source is pinned
         self.handed_over: list[int] = []  # tensors that the allocator keeps for the compute stream
+        self.stray_contexts: list[int] = []  # GPUs on which CUDA would start because a thread comes back to them
         self._streams = [self.compute]
         self._memory: list[Tensor] = []  # of the device; kept, so that no address is used twice
         self._pinned: list[Tensor] = []
@@ -106,6 +108,7 @@ class LateDevice:
 
         monkeypatch.setattr(torch.cuda, "Stream", self._create_stream)
         monkeypatch.setattr(torch.cuda, "stream", self._use)
+        monkeypatch.setattr(torch.cuda, "set_device", lambda device: setattr(self._thread, "index", device.index))
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: self.current_stream())
         monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: self.finish())
         monkeypatch.setattr(Tensor, "to", move)
@@ -126,6 +129,7 @@ class LateDevice:
 
     def _create_stream(self, device: torch.device) -> LateStream:
         self._streams.append(LateStream("copies", self._lock))
+        self._streams[-1].index = device.index
         return self._streams[-1]
 
     def current_stream(self) -> LateStream:
@@ -139,6 +143,8 @@ class LateDevice:
             yield
         finally:
             self._thread.stream = before
+            if (own := getattr(self._thread, "index", 0)) != stream.index:
+                self.stray_contexts.append(own)
 
     def _copy_late(self, source: Tensor) -> Tensor:
         """Queue a copy that reads its source when it runs."""

@@ -220,6 +220,18 @@ def test_what_dali_decodes_on_a_gpu_is_copied_before_the_pipeline_takes_its_memo
     assert gpu_pipelines[1:] == ["released", "released"]  # one pipeline for both streams
 
 
+def test_a_thread_that_decodes_for_one_of_several_gpus_starts_cuda_on_no_other(monkeypatch):
+    """Each rank would take memory of GPU 0: torch comes back to the device that a thread was on before a stream."""
+    device = LateDevice(monkeypatch, eager=True)
+    copies = CopyStream(torch.device("cuda", 1))
+    decoded, copied = iter([torch.ones(2), torch.zeros(2), None]), []
+    work = copies.run_and_copy(lambda: next(decoded), lambda batch: batch.clone())
+    thread = threading.Thread(target=lambda: copied.extend(work))
+    thread.start()
+    thread.join()
+    assert len(copied) == 2 and device.stray_contexts == []
+
+
 @needs_dali
 def test_all_evaluations_of_a_loader_share_one_pipeline(images, monkeypatch):
     from trainyard.data import decode_dali

@@ -58,6 +58,7 @@ class CopyStream:
             run: returns a batch in memory that belongs to the decoder.
             copy: returns new memory; it is ready for whatever is queued on this stream, as `upload` does.
         """
+        torch.cuda.set_device(self.device)  # a thread begins on GPU 0, and leaving the stream would start CUDA there
         while True:
             with torch.cuda.stream(self._stream):
                 decoded = run()
