@@ -180,6 +180,18 @@ def test_a_step_on_a_gradient_that_is_not_finite_changes_nothing(name):
     assert not torch.equal(before[0]["head.weight"], state.module.head.weight)
 
 
+@pytest.mark.parametrize("scaling", [False, True])
+def test_a_step_whose_gradient_is_finite_but_for_its_norm_changes_nothing(scaling):
+    state = make_state(make_classifier(), weight_decay=0.1)
+    state.scaler = torch.amp.GradScaler("cpu", init_scale=1.0, enabled=scaling)
+    for parameter in state.module.parameters():
+        parameter.register_hook(lambda gradient: torch.full_like(gradient, 3e38))
+    before = copy.deepcopy(state.module.state_dict())
+    result = step(state, split_batch(make_batch(12), 12), clip=1.0)
+    assert (result.skipped, result.grad_norm) == (1, float("inf"))
+    assert [name for name, value in state.module.state_dict().items() if not torch.equal(value, before[name])] == []
+
+
 def test_a_forward_pass_that_overflows_leaves_buffers_and_averaged_weights_as_they_were():
     module = make_classifier(batch_norm=True)
     module.register_buffer("centres", torch.ones(2, 3, dtype=torch.float64))

@@ -100,8 +100,8 @@ def train_step(
     state.scaler.unscale_(state.optimizer)  # clip true gradients, not scaled ones
     norm = clip_grad_norm_(state.module.parameters(), clip_grad_norm or float("inf"))
     skipped = torch.isfinite(norm).logical_not().float()
-    state.optimizer.found_inf = skipped  # type: ignore[attr-defined]  # an enabled scaler sets the same value
-    state.scaler.step(state.optimizer)
+    state.optimizer.found_inf = skipped  # type: ignore[attr-defined]
+    state.optimizer.step()  # not through the scaler, which looks at each number alone: their norm may overflow, too
     state.scaler.update()
     _put_back_buffers(buffers, skipped)
     if state.ema is not None:
