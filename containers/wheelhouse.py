@@ -117,7 +117,7 @@ def drop_packages(lock: str, names: Sequence[str]) -> str:
         dropped |= more
 
 
-def add_packages_of(python: str, lock: str, every_python: str) -> str:
+def add_packages_for(python: str, lock: str, every_python: str) -> str:
     """Return a lock with what its packages also need on a Python for which it was not resolved.
 
     Without markers, which pip compares with the interpreter that it runs on.
@@ -222,7 +222,7 @@ def _build_own_wheel(out: Path, copy: Path, environ: Mapping[str, str]) -> None:
 
 def _read_lock_for(target: Target, python: str) -> str:
     lock, every_python = (path.read_text(encoding="utf-8") for path in (target.lock, _EVERY_PYTHON))
-    return add_packages_of(python or _own_version(), lock, every_python)
+    return add_packages_for(python or _own_version(), lock, every_python)
 
 
 def _read_metadata(wheel: Path) -> str:

@@ -125,6 +125,7 @@ class AntispoofModule(TrainModule):
     """
 
     monitor = ("eer", "min")
+    tie_breaks = (("cllr", "min"),)  # the rate is 0 for every separation without an overlap
 
     def __init__(
         self,

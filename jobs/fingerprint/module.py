@@ -84,6 +84,7 @@ class FingerprintModule(TrainModule):
     """
 
     monitor = ("eer_all_pairs", "min")
+    tie_breaks = (("d_prime", "max"),)  # the rate is 0 for every separation without an overlap
 
     def __init__(
         self,

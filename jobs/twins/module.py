@@ -96,7 +96,9 @@ class TwinsModule(TrainModule):
         super().__init__()
         self.network, self.head, self.twin_share = network, head, twin_share
         self.evaluation_set, self.evaluation = evaluation_set, evaluation
-        self.monitor = (f"auc_{protocol.KINDS[evaluation_set.deciding_impostor]}", "max")
+        deciding = protocol.KINDS[evaluation_set.deciding_impostor]
+        self.monitor = (f"auc_{deciding}", "max")
+        self.tie_breaks = ((f"d_prime_{deciding}", "max"),)  # the area is 1 for every separation without an overlap
         self.branches = ["sa"] + ["glca"] * (network.glca is not None) + ["pwca"] * (network.pwca_layers > 0)
         dims = network.cls_token.shape[2]
         self.necks = nn.ModuleDict({name: Neck(dims) for name in self.branches})

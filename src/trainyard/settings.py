@@ -276,6 +276,18 @@ class TrainConfig:
     )
     deterministic: bool = option(True, "use deterministic kernels, so that a resume is bitwise equal on a GPU")
     eval_every: str = option("1ep", "evaluation interval", mutable_on_resume=True, duration=True)
+    monitor: str = option(
+        "",
+        "validation metrics that decide which checkpoint is the best, such as eer:min,d_prime:max: each decides where "
+        "those before are equal, then the earlier one wins; empty: the family's own",
+    )
+    patience: int = option(
+        0,
+        "training is complete after this many evaluations in a row without a better first metric; 0: never",
+        low=0,
+        mutable_on_resume=True,
+    )
+    min_delta: float = option(0.0, "how much better it has to be, for patience", low=0)
     log_every: str = option("20st", "interval of log lines and metrics", duration=True)
     needs: NeedsSettings = option(NeedsSettings, "what it needs of a GPU", mutable_on_resume=True)
     checkpoint: CheckpointSettings = option(CheckpointSettings, "checkpoints", mutable_on_resume=True)

@@ -62,11 +62,11 @@ def test_beside_torch_a_machine_needs_dali_and_nvjpeg_and_nothing_that_only_torc
 @pytest.mark.parametrize("name", ["cpu", "cuda12-pascal", "cuda12", "cuda13"])
 def test_a_newer_python_gets_what_packages_need_only_there(name):
     from targets import HERE, find_target
-    from wheelhouse import add_packages_of
+    from wheelhouse import add_packages_for
 
     lock, every_python = find_target(name).lock.read_text(), (HERE / "dev.lock").read_text()
     for python, added in (("3.11", ""), ("3.12", ""), ("3.13", "pyyaml-ft==8.0.0")):
-        more = add_packages_of(python, lock, every_python).removeprefix(lock)
+        more = add_packages_for(python, lock, every_python).removeprefix(lock)
         assert more.partition(" ")[0] == added, python
         assert " ; " not in more and more.count("--hash=sha256:") >= (3 if added else 0)
 

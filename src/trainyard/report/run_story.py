@@ -103,7 +103,7 @@ class RunStory:
         """The metric that decides and its best evaluation; None if it is not named or never finite."""
         monitor = self.find_start_field("monitor") or {}
         split, metric, mode = (str(monitor.get(key)) for key in ("split", "metric", "mode"))
-        best = find_best_evaluation(self.evals, split=split, metric=metric, mode=mode)
+        best = find_best_evaluation(self.evals, split=split, metric=metric, mode=mode, ties=monitor.get("ties", ()))
         return None if best is None else (metric, best)
 
     def compute_time_spent_s(self) -> dict[str, float]:

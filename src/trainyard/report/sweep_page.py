@@ -8,7 +8,7 @@ import statistics
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +52,7 @@ class Monitor:
     split: str
     metric: str
     mode: str  # "min" or "max"
+    ties: Sequence[tuple[str, str]] = ()
 
 
 @dataclass(frozen=True)
@@ -252,7 +253,7 @@ def _collect_metrics(evals: Sequence[Line], monitor: Monitor | None, *, finished
     if monitor is None:
         return {}
     chosen: dict[str, Line] = {}
-    best = find_best_evaluation(evals, split=monitor.split, metric=monitor.metric, mode=monitor.mode)
+    best = find_best_evaluation(evals, **asdict(monitor))
     if best is not None:
         chosen[monitor.split] = best
     if finished:

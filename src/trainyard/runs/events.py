@@ -14,8 +14,8 @@ Each line is a JSON object with `kind`, `step` (optimizer steps done) and `elaps
     eval    epoch, split, metrics; `x_low` and `x_high` are the 95 % interval of metric `x`; seconds
     event   event, time (UTC) and free fields. The report and `status` understand: `start` and `resume` with attempt
             ("<Slurm job id>-<restarts>" or "local-<seconds>"), total_steps, host, world_size, device and monitor
-            {"split", "metric", "mode": "min" or "max"}; `checkpoint` with seconds; `stop` and `failed` with reason;
-            `done`
+            {"split", "metric", "mode": "min" or "max", "ties": further [metric, mode]}; `checkpoint` with seconds;
+            `stop` and `failed` with reason; `done`
 
 A number that JSON cannot represent is null; `nonfinite` maps its name to "nan", "inf" or "-inf".
 """
@@ -43,6 +43,8 @@ KINDS = ("train", "eval", "event")
 STARTS = ("start", "resume")
 ENDS = ("done", "stop", "failed")
 Line = dict[str, Any]
+MetricOrder = tuple[tuple[str, str], ...]
+"""Metrics, each with "min" or "max", that decide which evaluation is better: each where those before are equal."""
 
 _NONFINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _MOST_BYTES = 2**32  # of a file of metrics; a hundred bytes a line, millions of lines
@@ -173,16 +175,28 @@ def has_interval(line: Mapping[str, Any], metric: str) -> bool:
     return all(isinstance(line.get(end), int | float) for end in name_interval_ends(metric))
 
 
-def find_best_evaluation(evaluations: Iterable[Line], *, split: str, metric: str, mode: str) -> Line | None:
-    """Return the evaluation of a split with the best finite value of a metric, the first of equals; None without one.
+def rank_metrics(metrics: Mapping[str, float], order: MetricOrder) -> tuple[float, ...]:
+    """Return a key that is higher for better metrics: the first decides, the next where that is equal, and so on.
+
+    NaN and what is missing rank below every number.
+    """
+    values = ((metrics.get(name, math.nan), 1 if mode == "max" else -1) for name, mode in order)
+    return tuple(-math.inf if math.isnan(value) else sign * value for value, sign in values)
+
+
+def find_best_evaluation(
+    evaluations: Iterable[Line], *, split: str, metric: str, mode: str, ties: Iterable[Iterable[str]] = ()
+) -> Line | None:
+    """Return the evaluation of a split with the best finite value of a metric; None without one.
 
     Args:
         mode: "max" if higher is better, "min" if lower is.
+        ties: further metrics with their modes that decide between equal values; after them the first evaluation wins.
     """
+    order = ((metric, mode), *((str(name), str(which)) for name, which in ties))
     of_split = [line for line in evaluations if str(line["split"]) == split]
     finite = [line for line in of_split if math.isfinite(line.get(metric, math.nan))]
-    choose = max if mode == "max" else min
-    return choose(finite, key=lambda line: line[metric], default=None)
+    return max(finite, key=lambda line: rank_metrics(line, order), default=None)
 
 
 def flatten(mapping: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, object]]:

@@ -64,6 +64,9 @@ class TrainModule(nn.Module):
     monitor: tuple[str, str] = ("loss", "min")
     """The metric of `score` that decides the best checkpoint, and whether "min" or "max" is better."""
 
+    tie_breaks: tuple[tuple[str, str], ...] = ()
+    """Further ones, which decide in their order where the monitor is equal; after them the first evaluation wins."""
+
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         """Return {"loss": () float32, ...}; every other scalar is logged under its name.
 

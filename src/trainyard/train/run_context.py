@@ -12,7 +12,9 @@ from trainyard.data.loader import Loader
 from trainyard.data.shards import ShardSet
 from trainyard.errors import UserError
 from trainyard.hardware import Precision
+from trainyard.runs.events import MetricOrder
 from trainyard.settings import Duration, TrainConfig
+from trainyard.train.best import parse_monitor
 from trainyard.train.heartbeat import Heartbeat
 from trainyard.train.module import TrainModule
 from trainyard.train.world import World
@@ -53,6 +55,21 @@ def compute_total_steps(config: TrainConfig, steps_per_epoch: int) -> int | None
     """Return the optimizer steps of the whole run, None if its length is a time."""
     length = Duration.parse(config.max_duration)
     return None if length.unit == "min" else length.to_steps(steps_per_epoch)
+
+
+def choose_monitor(context: RunContext) -> MetricOrder:
+    """Return the metrics that decide which evaluation is the best.
+
+    Raises:
+        UserError: `monitor` has another form, or `patience` waits for evaluations that there will not be.
+    """
+    config, module = context.config, context.module
+    if config.patience and VALIDATION not in context.splits:
+        raise UserError(
+            f"patience={config.patience} counts evaluations of the validation set, and {context.data.folder} has "
+            "none. Start again without it: patience=0"
+        )
+    return parse_monitor(config.monitor, (module.monitor, *module.tie_breaks))
 
 
 def make_loader(context: RunContext) -> Loader:

@@ -16,6 +16,7 @@ from trainyard.errors import UserError
 from trainyard.runs.folder import update_env
 from trainyard.runs.manifest import MOST, CheckpointError
 from trainyard.train import checkpoint, distributed
+from trainyard.train.best import Plateau
 from trainyard.train.compiled_layers import compile_layers
 from trainyard.train.data_parallel import wrap_in_ddp
 from trainyard.train.module import TrainModule
@@ -79,6 +80,7 @@ def encode_state(
         "swa": None if state.swa is None else state.swa.state_dict(),
         "progress": asdict(state.progress),
         "best": state.best,
+        "plateau": asdict(state.plateau),
         "data": fingerprint,
         "learned": dict(artifacts),  # so that the weights can be used without the packed data
         "metrics_position": metrics_position,
@@ -115,6 +117,7 @@ def restore_state(state: TrainState, saved: Mapping[str, Any], *, fingerprint: s
             state.swa.load_state_dict(saved["swa"])
         state.progress = Progress(**saved["progress"])
         state.best = saved["best"]
+        state.plateau = Plateau.from_saved(saved.get("plateau"), saved["best"])
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from trainyard.data.loader import MicroBatch
 from trainyard.errors import UserError
 from trainyard.settings import OptimizerSettings
+from trainyard.train.best import Plateau
 from trainyard.train.distributed import average_rows
 from trainyard.train.module import TrainModule
 from trainyard.train.swa import WeightAverage
@@ -46,6 +47,7 @@ class TrainState:
     ema_decay: float
     progress: Progress = field(default_factory=Progress)
     best: dict[str, Any] | None = None  # step and value of the best evaluation
+    plateau: Plateau = field(default_factory=Plateau)
     swa: WeightAverage | None = None
 
 

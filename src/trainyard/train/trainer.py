@@ -15,7 +15,7 @@ from loguru import logger
 
 from trainyard.config import list_kept_options
 from trainyard.data.loader import MicroBatch
-from trainyard.errors import NotFinite, UserError
+from trainyard.errors import NotFinite
 from trainyard.runs.changes import FILES, describe_files
 from trainyard.runs.events import list_metric_names
 from trainyard.runs.folder import read_env, select_fixed_env, update_env
@@ -23,6 +23,7 @@ from trainyard.runs.manifest import CheckpointError, parse_name
 from trainyard.scoring import explain_missing_intervals
 from trainyard.settings import Duration
 from trainyard.train import checkpoint, distributed, precision
+from trainyard.train.best import is_better, require_metrics
 from trainyard.train.console import ProgressBar, format_line
 from trainyard.train.determinism import choose_determinism, describe_determinism, explain_nondeterministic_operator
 from trainyard.train.distributed import Agreement, Decision
@@ -43,6 +44,7 @@ from trainyard.train.run_context import (
     VALIDATION,
     RunContext,
     build_epoch_order,
+    choose_monitor,
     compute_total_steps,
     make_loader,
 )
@@ -113,6 +115,7 @@ class Trainer:
             )
         )
         self.minutes = _parse_minutes(self.config.max_duration)
+        self.monitor = choose_monitor(context)
         self.agreement = Agreement()
         self.make_event = make_event
         self.meter = StepMeter(make_event)
@@ -162,9 +165,10 @@ class Trainer:
                     self._settle()
                     with self.meter.pause():
                         is_best = has_to_evaluate and self._evaluate()
-                        if has_to_save or is_best:
+                        finished = finished or self._is_out_of_patience()
+                        if has_to_save or is_best or finished:
                             self._save()
-                if leaving:
+                if leaving or finished:
                     return Stop.NONE if finished else agreed.stop
         finally:
             stream.close()
@@ -300,7 +304,11 @@ class Trainer:
         )
 
     def _is_at_end(self) -> bool:
-        return self.total_steps is not None and self.state.progress.step >= self.total_steps
+        has_all_steps = self.total_steps is not None and self.state.progress.step >= self.total_steps
+        return has_all_steps or self._is_out_of_patience()
+
+    def _is_out_of_patience(self) -> bool:
+        return 0 < self.config.patience <= self.state.plateau.evaluations
 
     def _beat(self, phase: str, *, now: bool = False) -> None:
         if self.recorder is not None:
@@ -313,14 +321,16 @@ class Trainer:
         if VALIDATION not in self.context.splits:
             return False
         metrics = self._score(VALIDATION, self._select_eval_module())
-        name, mode = self.context.module.monitor
-        if name not in metrics:
-            raise UserError(f"score() returned {', '.join(metrics)}, but the model's monitor is '{name}'.")
-        value, best = metrics[name], self.state.best
-        sign = 1 if mode == "max" else -1
-        if best is not None and sign * value <= sign * best["value"]:
+        require_metrics(metrics, self.monitor)
+        (name, mode), *ties = self.monitor
+        self.state.plateau.add(metrics[name], mode, self.config.min_delta)
+        if self._is_out_of_patience():
+            self._log_event("out_of_patience", evaluations=self.state.plateau.evaluations, metric=name)
+            logger.info("complete: {} evaluations without a better {}", self.state.plateau.evaluations, name)
+        if not is_better(metrics, self.state.best, self.monitor):
             return False
-        self.state.best = {"step": self.state.progress.step, "metric": name, "value": value}
+        self.state.best = {"step": self.state.progress.step, "metric": name, "value": metrics[name]}
+        self.state.best |= {"ties": [metrics[tie] for tie, _ in ties]} if ties else {}
         if self.state.swa is not None:
             self.state.swa.add(self._select_eval_module())
         return True
@@ -459,7 +469,7 @@ def _open_recorder(context: RunContext, state: TrainState, metrics_position: int
         resume_at=None if metrics_position is None else state.progress.step,
         check_owner=context.check_owner,
     )
-    metric, mode = context.module.monitor
+    (metric, mode), *ties = choose_monitor(context)
     fields = {
         "event": "start" if metrics_position is None else "resume",
         "attempt": context.heartbeat.attempt,
@@ -467,7 +477,7 @@ def _open_recorder(context: RunContext, state: TrainState, metrics_position: int
         "world_size": context.world.world_size,
         "device": context.device.type,
         "host": socket.gethostname(),
-        "monitor": {"split": VALIDATION, "metric": metric, "mode": mode},
+        "monitor": {"split": VALIDATION, "metric": metric, "mode": mode, **({"ties": ties} if ties else {})},
     }
     recorder.log("event", state.progress.step, fields)
     return recorder

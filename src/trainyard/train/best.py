@@ -1,0 +1,82 @@
+"""Decides which evaluation is the best so far, and when a run has waited long enough for a better one."""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trainyard.errors import UserError
+from trainyard.runs.events import MetricOrder, rank_metrics
+
+
+@dataclass
+class Plateau:
+    """How long the deciding metric has not improved."""
+
+    value: float | None = None  # of the last evaluation that was better by more than `min_delta`
+    evaluations: int = 0  # since then
+
+    def add(self, value: float, mode: str, min_delta: float) -> None:
+        """Count an evaluation; NaN is no improvement."""
+        gain = math.inf if self.value is None else (value - self.value) * (1 if mode == "max" else -1)
+        if gain > min_delta and not math.isnan(value):
+            self.value, self.evaluations = value, 0
+        else:
+            self.evaluations += 1
+
+    @classmethod
+    def from_saved(cls, saved: Any, best: Mapping[str, Any] | None) -> "Plateau":
+        """Read what a checkpoint has; earlier versions saved the best value alone, and counted nothing.
+
+        Raises:
+            TypeError: it is no value and count.
+        """
+        if saved is None:
+            return cls(best["value"] if best else None)
+        value, evaluations = saved["value"], saved["evaluations"]
+        if type(value) not in (float, int, type(None)) or type(evaluations) is not int or evaluations < 0:
+            raise TypeError(f"'plateau' is {saved!r:.60}, expected a value and a number of evaluations")
+        return cls(value, evaluations)
+
+
+def parse_monitor(text: str, default: Sequence[tuple[str, str]]) -> MetricOrder:
+    """Read the option `monitor`: "eer:min,d_prime:max", the deciding metric first; "" is the family's own choice.
+
+    Raises:
+        UserError: another form.
+    """
+    if not text:
+        return tuple(default)
+    matches = [re.fullmatch(r"\s*([^\s:,]+):(min|max)\s*", part) for part in text.split(",")]
+    if not all(matches):
+        usual = ",".join(":".join(pair) for pair in default)
+        raise UserError(f"monitor={text}: expected metrics, each with min or max, such as monitor={usual}.")
+    return tuple((match[1], match[2]) for match in matches if match)
+
+
+def is_better(metrics: Mapping[str, float], best: Mapping[str, Any] | None, monitor: MetricOrder) -> bool:
+    """Return whether an evaluation is better than the best so far: of equals, the first one stays.
+
+    Args:
+        best: its `value` and `ties`; None before the first evaluation. Earlier versions saved no ties.
+    """
+    if best is None:
+        return True
+    of_best = dict(zip((name for name, _ in monitor), (best["value"], *best.get("ties", ())), strict=False))
+    known = monitor[: len(of_best)]
+    return rank_metrics(metrics, known) > rank_metrics(of_best, known)
+
+
+def require_metrics(metrics: Mapping[str, float], monitor: MetricOrder) -> None:
+    """Raise an error if a metric that decides is not among those of an evaluation.
+
+    Raises:
+        UserError: names it and those that there are.
+    """
+    missing = [name for name, _ in monitor if name not in metrics]
+    if missing:
+        raise UserError(
+            f"monitor: the validation has no metric {missing[0]!r}. It has {', '.join(metrics)}. Start again with one "
+            f"of these: monitor={next(iter(metrics), 'loss')}:min (or :max, if higher is better)."
+        )
