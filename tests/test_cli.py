@@ -5,7 +5,9 @@ import resource
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 
@@ -257,3 +259,44 @@ def test_jobs_and_options_are_listed(here, capsys):
     assert cli.main(["options", "stripes", *JOBS]) == 0
     listed = capsys.readouterr().out
     assert "optimizer.lr=0.01" in listed and "model.channels=8" in listed and "of each layer" in listed
+
+
+@pytest.fixture
+def closed_pipe() -> Iterator[TextIO]:
+    """A stream that nobody reads any more."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w", buffering=1) as stream:
+        yield stream
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["jobs"],
+        ["options", "stripes"],
+        ["submit", "stripes", "--dry", "--cluster", str(Path(__file__).parent / "slurm/golden/cluster.yaml")],
+        ["run", "stripes", "--dry"],
+        ["status"],
+    ],
+    ids=lambda argv: argv[0],
+)
+def test_output_that_nobody_reads_ends_a_command_quietly(argv, here, closed_pipe, monkeypatch, capfd):
+    monkeypatch.setattr(sys, "stdout", closed_pipe)
+    where = ["--runs", "/shared/runs"] if argv[0] == "submit" else []
+    assert cli.main([*argv, *JOBS, *where]) == 141
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_mistake_that_nobody_reads_ends_a_command_quietly(here, closed_pipe, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", closed_pipe)
+    assert cli.main(["report", "nothing"]) == 141
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_head_of_a_command_prints_no_traceback(unbuffered):
+    line = f"set -o pipefail; {sys.executable} -m trainyard jobs | true"
+    environ = {**make_unmeasured_environ(), "PYTHONUNBUFFERED": unbuffered}
+    done = subprocess.run(["bash", "-c", line], env=environ, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (141, "", "")

@@ -3,12 +3,14 @@
 import argparse
 import os
 import re
+import select
 import shlex
+import signal
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 from loguru import logger
 
@@ -27,7 +29,37 @@ from trainyard.tools import bench, gpu_check
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; return its exit code: 0 done, 2 user error, 74 disk full, 85-87 stopped and resumable."""
+    """Run one command; return its exit code: 0 done, 2 user error, 74 disk full, 85-87 stopped and resumable.
+
+    141, as a shell calls a process that SIGPIPE ended: whoever read the output has closed it, as `head` does.
+    """
+    try:
+        try:
+            code = _run_command(argv)
+        except SystemExit:  # after --help
+            print(end="", flush=True)
+            raise
+        print(end="", flush=True)
+        return code
+    except BrokenPipeError:
+        closed = [stream.fileno() for stream in filter(None, (sys.stdout, sys.stderr)) if _is_closed(stream)]
+        if not closed:  # it is about another pipe
+            raise
+        null = os.open(os.devnull, os.O_WRONLY)
+        for descriptor in closed:  # for what Python still holds, and writes when it exits
+            os.dup2(null, descriptor)
+        os.close(null)
+        return 128 + signal.SIGPIPE
+
+
+def _is_closed(stream: TextIO) -> bool:
+    """Tell whether a stream is a pipe that nobody reads any more."""
+    pipe = select.poll()
+    pipe.register(stream.fileno(), 0)
+    return any(event & select.POLLERR for _, event in pipe.poll(0))
+
+
+def _run_command(argv: Sequence[str] | None) -> int:
     started = time.time()
     set_openmp_wait_policy(os.environ)
     logger.remove()
