@@ -28,6 +28,15 @@ def test_it_contains_the_locked_packages_and_our_code(image: Image):
     assert set(found) - set(read_pins("cpu.lock")) == {"pip"}
 
 
+def test_it_has_the_libraries_with_which_nccl_reaches_infiniband(image: Image):
+    printed = image.python(
+        "import ctypes; from pathlib import Path\n"
+        "for name in ('libibverbs.so.1', 'librdmacm.so.1'): ctypes.CDLL(name)\n"
+        "print(sorted(path.name for path in Path('/usr/lib').glob('*/libibverbs/*.so')))"
+    )
+    assert "libmlx5-rdmav" in printed
+
+
 def test_it_runs_as_any_user_without_network_and_read_only(image: Image):
     printed = image.python(
         "import os, socket, tempfile\n"
