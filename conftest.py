@@ -14,7 +14,13 @@ set_openmp_wait_policy(os.environ)
 gc.disable()  # while modules are imported: that makes a million objects and drops hardly any
 
 CLUSTER_GROUPS = (
-    ("slurm/test_interruptions", "slurm/test_submit", "slurm/test_lab", "slurm/test_slurm_answers"),
+    (
+        "slurm/test_interruptions",
+        "slurm/test_submit",
+        "slurm/test_lab",
+        "slurm/test_slurm_answers",
+        "slurm/test_bandwidth",
+    ),
     ("slurm/test_attempts", "slurm/test_sweep", "slurm/test_why", "slurm/test_accounting", "container/test_slurm"),
 )
 """Files that mostly wait for a Slurm, in groups that take about equally long: each group starts one Slurm."""

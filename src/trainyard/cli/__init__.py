@@ -16,7 +16,7 @@ from loguru import logger
 
 from trainyard import __version__
 from trainyard import config as configs
-from trainyard.cli import cluster, gc, train
+from trainyard.cli import bandwidth, cluster, gc, train
 from trainyard.cli.verb import Parser, Verbs, add_trust_option, add_verb, find_project_folder
 from trainyard.errors import UserError
 from trainyard.files import report_full_disk
@@ -124,6 +124,7 @@ def _build_parser(argv: Sequence[str]) -> tuple[argparse.ArgumentParser, Verbs]:
         _add_bench,
         _add_gpu_check,
         cluster.add_commands,
+        bandwidth.add_commands,
         gc.add_commands,
     ):
         add(verbs)

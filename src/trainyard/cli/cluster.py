@@ -79,13 +79,13 @@ def _submit(args: argparse.Namespace) -> int:
     runs.check_name(args.name, of="run")
     if args.local:
         return _submit_locally(args)
-    cluster = _find_cluster(args.cluster, job=args.job, dry=args.dry)
+    cluster = find_cluster(args.cluster, job=args.job, dry=args.dry)
     data = compose_job(args, cluster)
-    plan = submit.make_plan(data.config, cluster, _read_request(args))
+    plan = submit.make_plan(data.config, cluster, read_request(args))
     if args.dry:
         return dry.print_submit(plan, data, args)
     count = require_data(data, jobs_dir=args.jobs, typed=args.typed)
-    _check_against_slurm(plan)
+    check_against_slurm(plan)
     run = runs.create_run(args.runs.absolute(), plan.config, name=args.name, environ=os.environ, group=cluster.group)
     try:
         record_choices(run, data, plan)
@@ -135,7 +135,7 @@ def resubmit(run: Path, args: argparse.Namespace) -> int:
     if previous["scheduler"] == "local":
         raise UserError(f"{run}: ran on this machine. Resume it here: trainyard resume {run} --here")
     config = configs.thaw(run / runs.CONFIG, args.jobs)
-    cluster = _find_cluster(args.cluster or previous["cluster_file"], job=config.job, dry=args.dry)
+    cluster = find_cluster(args.cluster or previous["cluster_file"], job=config.job, dry=args.dry)
     same_hw = not args.hw or args.hw == previous["hw"]
     request = submit.ResourceRequest(
         gpus=args.gpus or previous["gpus"],
@@ -147,7 +147,7 @@ def resubmit(run: Path, args: argparse.Namespace) -> int:
     )
     plan = submit.make_plan(config, cluster, request)
     if not args.dry:
-        _check_against_slurm(plan)
+        check_against_slurm(plan)
     code = submit.Code(Path(previous["code"]), Path(previous["jobs"]))
     if args.update_code:
         copy_code = dry.name_code if args.dry else submit.snapshot_code
@@ -165,27 +165,34 @@ def resubmit(run: Path, args: argparse.Namespace) -> int:
     return 0
 
 
-def _find_cluster(wanted: str, *, job: str, dry: bool = False) -> clusters.Cluster:
+def find_cluster(wanted: str, *, job: str = "", dry: bool = False) -> clusters.Cluster:
     """Return the requested cluster.
+
+    Args:
+        job: which a person may run without Slurm; "": none.
 
     Raises:
         UserError: there is no Slurm here to submit to; says how to run without it.
     """
     absent = slurm.explain_absence()
     if absent and not dry:
+        instead = (
+            f"Run it on this machine instead: trainyard submit {job} --local (in the background), or "
+            f"trainyard run {job}."
+        )
         raise UserError(
-            f"{absent} Run it on this machine instead: trainyard submit {job} --local (in the background), or "
-            f"trainyard run {job}. To see only the batch script: --dry --cluster NAME."
+            " ".join([absent, *([instead] if job else []), "To see only the batch script: --dry --cluster NAME."])
         )
     return clusters.find_cluster(wanted, find_project_folder("slurm"), None if absent else slurm.query_cluster_name())
 
 
-def _read_request(args: argparse.Namespace) -> submit.ResourceRequest:
+def read_request(args: argparse.Namespace) -> submit.ResourceRequest:
+    """Read what `add_resource_args` added."""
     options = read_options(vars(args))
     return submit.ResourceRequest(gpus=args.gpus, hw=args.hw, nodes=args.nodes, time=args.time, options=options)
 
 
-def _check_against_slurm(plan: submit.Plan) -> None:
+def check_against_slurm(plan: submit.Plan) -> None:
     """Check a plan against the Slurm that answers here; the cluster file may be out of date.
 
     Raises:
@@ -259,14 +266,14 @@ def _run_sweep(args: argparse.Namespace) -> int:
         return _continue_sweep(args)
     if not args.job or not args.sweep:
         raise UserError('Name a job and what varies: trainyard sweep JOB --sweep "optimizer.lr=1e-4,3e-4 seed=0,1,2"')
-    cluster = _find_cluster(args.cluster, job=args.job, dry=args.dry)
+    cluster = find_cluster(args.cluster, job=args.job, dry=args.dry)
     data = compose_job(args, cluster)
-    plan = submit.make_plan(data.config, cluster, _read_request(args))
+    plan = submit.make_plan(data.config, cluster, read_request(args))
     fixed = [*args.overrides, *data.overrides]
     if args.dry:
-        return dry.print_sweep(plan, data, fixed, _read_request(args), args)
+        return dry.print_sweep(plan, data, fixed, read_request(args), args)
     count = require_data(data, jobs_dir=args.jobs, typed=args.typed)
-    _check_against_slurm(plan)
+    check_against_slurm(plan)
     most = _choose_array_size(plan, math.prod(map(len, sweeps.expand(args.sweep).values())))
     sweep = sweeps.create(
         args.job,
@@ -279,7 +286,7 @@ def _run_sweep(args: argparse.Namespace) -> int:
         group=cluster.group,
     )
     try:
-        request = replace(_read_request(args), hw=plan.hw)
+        request = replace(read_request(args), hw=plan.hw)
         settle_elements(
             [element.run for element in sweep.elements],
             data,
@@ -305,7 +312,7 @@ def _continue_sweep(args: argparse.Namespace) -> int:
         print(f"Nothing is missing: {_count_states(states.values())}.\nnext  trainyard results {sweep.name}")
         return 0
     submission = read_submission(unfinished[0].run)
-    cluster = _find_cluster(args.cluster or submission["cluster_file"], job=sweep.job, dry=args.dry)
+    cluster = find_cluster(args.cluster or submission["cluster_file"], job=sweep.job, dry=args.dry)
     same_hw = not args.hw or args.hw == submission["hw"]
     request = submit.ResourceRequest(
         gpus=submission["gpus"],
@@ -320,7 +327,7 @@ def _continue_sweep(args: argparse.Namespace) -> int:
     if args.dry:
         made = {element.run: " ".join(element.overrides) for element in unfinished}
         return dry.print_submission(plan, made, folder=sweep.folder / "slurm", code=code, parallel=args.max_parallel)
-    _check_against_slurm(plan)
+    check_against_slurm(plan)
     most = _choose_array_size(plan, len(unfinished))
     for element in unfinished:
         lock.release(element.run)

@@ -25,9 +25,34 @@ def build_parameters(
     plan: "Plan", runs: Sequence[Path], *, folder: Path, code: "Code", parallel: int
 ) -> dict[str, Any]:
     """Return the parameters of submitit's SlurmExecutor; the arguments are those of `submit.submit`."""
+    cluster = plan.cluster
+    source = f"source {shlex.quote(str(folder / 'attempt.sh'))}"
+    return {
+        **_build_request(plan, restart="requeue"),
+        "array_parallelism": parallel or len(runs),
+        "setup": [
+            *_render_setup(plan, code),
+            f"export TRAINYARD_RUN={_render_run_folder(runs, folder)}",
+            *([f'export TRAINYARD_SCRATCH="{cluster.scratch}"'] if cluster.scratch else []),  # expands on the node
+            f"export TRAINYARD_LIMITS={shlex.quote(_format_limits(cluster))} TRAINYARD_SIGNAL_S={plan.signal_s}",
+            f"export TRAINYARD_REQUEUE_S={cluster.requeue_wait_s}",
+            f"{source} begin",
+            *_render_node_setup(plan, f"{source} end"),
+        ],
+        "teardown": [f"{source} end $?"],
+    }
+
+
+def build_task_parameters(plan: "Plan", *, code: "Code") -> dict[str, Any]:
+    """Return the parameters for a task that is no run: nothing starts it again."""
+    setup = [*_render_setup(plan, code), *_render_node_setup(plan, "exit")]
+    return {**_build_request(plan, restart="no-requeue"), "setup": setup}
+
+
+def _build_request(plan: "Plan", *, restart: str) -> dict[str, Any]:
+    """Return what is requested of sbatch and srun; `restart` is an option of sbatch."""
     cluster, kind, options = plan.cluster, plan.kind, plan.options
     stated = {name: value for name, value in options.items() if name in ("reservation", "comment")}
-    source = f"source {shlex.quote(str(folder / 'attempt.sh'))}"
     return {
         "job_name": plan.job,
         "time": plan.time_min,
@@ -38,24 +63,20 @@ def build_parameters(
         **{name: value for name, value in options.items() if name != "reservation"},  # submitit does not know it
         "wckey": cluster.wckey or None,
         "signal_delay_s": plan.signal_s,
-        "array_parallelism": parallel or len(runs),
-        "additional_parameters": {"requeue": True, **cluster.sbatch, **stated},
+        "additional_parameters": {restart: True, **cluster.sbatch, **stated},
         # The ranks need what this script exports, also where the site or the cluster file has sbatch export nothing.
         "srun_args": ["--export=ALL", "--kill-on-bad-exit=1", *_build_pyxis_args(plan), *cluster.srun_args],
-        "setup": [
-            *cluster.setup,
-            "export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK",  # since 22.05 srun ignores the other
-            *(["export CUDA_VISIBLE_DEVICES="] if kind.card == "cpu" else []),
-            _export_code_path(plan, code),
-            f"export TRAINYARD_RUN={_render_run_folder(runs, folder)}",
-            *([f'export TRAINYARD_SCRATCH="{cluster.scratch}"'] if cluster.scratch else []),  # expands on the node
-            f"export TRAINYARD_LIMITS={shlex.quote(_format_limits(cluster))} TRAINYARD_SIGNAL_S={plan.signal_s}",
-            f"export TRAINYARD_REQUEUE_S={cluster.requeue_wait_s}",
-            f"{source} begin",
-            *_render_node_setup(plan, source),
-        ],
-        "teardown": [f"{source} end $?"],
     }
+
+
+def _render_setup(plan: "Plan", code: "Code") -> list[str]:
+    """Return the shell lines that every task needs before its ranks start."""
+    return [
+        *plan.cluster.setup,
+        "export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK",  # since 22.05 srun ignores the other
+        *(["export CUDA_VISIBLE_DEVICES="] if plan.kind.card == "cpu" else []),
+        _export_code_path(plan, code),
+    ]
 
 
 def _request_gpus(plan: "Plan") -> dict[str, str]:
@@ -69,13 +90,17 @@ def _request_gpus(plan: "Plan") -> dict[str, str]:
     return {"gpus_per_node": f"{kind}:{count}" if kind else str(count)}
 
 
-def _render_node_setup(plan: "Plan", source: str) -> list[str]:
-    """Return the shell line that runs `node_setup` once on every node, as a step of its own before the ranks'."""
+def _render_node_setup(plan: "Plan", on_failure: str) -> list[str]:
+    """Return the shell line that runs `node_setup` once on every node, as a step of its own before the ranks'.
+
+    Args:
+        on_failure: shell command that ends the script; gets the exit code.
+    """
     if not plan.cluster.node_setup:
         return []
     step = f"srun --export=ALL --nodes={plan.nodes} --ntasks={plan.nodes} --ntasks-per-node=1 --kill-on-bad-exit=1"
     lines = "\n".join(["set -e", *plan.cluster.node_setup])
-    return [f"{step} bash -c {shlex.quote(lines)} || {source} end $?"]
+    return [f"{step} bash -c {shlex.quote(lines)} || {on_failure} $?"]
 
 
 def _export_code_path(plan: "Plan", code: "Code") -> str:

@@ -11,7 +11,7 @@ import shutil
 import stat
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -28,6 +28,7 @@ from trainyard.launch.batch_script import (
     build_parameters,
     build_python_command,
     build_rank_command,
+    build_task_parameters,
     name_array_list,
     name_container_image,
 )
@@ -221,10 +222,19 @@ def can_start(code: Code) -> bool:
 
 def render_batch_script(plan: Plan, runs: Sequence[Path], *, folder: Path, code: Code, parallel: int = 0) -> str:
     """Return the batch script that `submit` would submit."""
+    parameters = build_parameters(plan, runs, folder=folder, code=code, parallel=parallel)
+    return _render_script(plan, folder, parameters, count=len(runs) if len(runs) > 1 else None)
+
+
+def render_task_script(plan: Plan, *, folder: Path, code: Code) -> str:
+    """Return the batch script that `submit_task` would submit."""
+    return _render_script(plan, folder, build_task_parameters(plan, code=code))
+
+
+def _render_script(plan: Plan, folder: Path, parameters: Mapping[str, Any], *, count: int | None = None) -> str:
     from submitit.slurm.slurm import _make_sbatch_string
 
-    parameters = build_parameters(plan, runs, folder=folder, code=code, parallel=parallel)
-    command, count = build_rank_command(build_python_command(plan), folder), len(runs) if len(runs) > 1 else None
+    command = build_rank_command(build_python_command(plan), folder)
     return _make_sbatch_string(command, folder, map_count=count, **parameters)
 
 
@@ -258,26 +268,53 @@ def submit(
     return jobs
 
 
+@limit_writers()
+def submit_task(plan: Plan, task: Callable[[], None], *, folder: Path, code: Code) -> str:
+    """Submit a task that is no run, which every rank calls once; return its Slurm job id.
+
+    Args:
+        folder: for submitit's files; as for `submit`.
+
+    Raises:
+        UserError: as for `submit`.
+    """
+    check_paths(plan.cluster, [folder, code.folder])
+    folder.mkdir(parents=True, exist_ok=True)
+    (job,) = _call_sbatch(plan, [task], folder=folder, parameters=build_task_parameters(plan, code=code))
+    return job
+
+
 def _submit_array(
     plan: Plan, runs: Sequence[Path], *, folder: Path, code: Code, parallel: int, after: str
 ) -> list[str]:
+    parameters = build_parameters(plan, runs, folder=folder, code=code, parallel=parallel)
+    if after:
+        parameters["dependency"] = f"afterany:{after}"
+    if len(runs) > 1:
+        write_atomically(name_array_list(folder, runs), "".join(f"{run}\n" for run in runs))
+    jobs = _call_sbatch(plan, [RankTask(run, code.jobs) for run in runs], folder=folder, parameters=parameters)
+    for run, job in zip(runs, jobs, strict=True):
+        _record_submission(run, job, "slurm", plan, folder=folder, code=code)
+    return jobs
+
+
+def _call_sbatch(
+    plan: Plan, tasks: Sequence[Callable[[], None]], *, folder: Path, parameters: Mapping[str, Any]
+) -> list[str]:
+    """Submit tasks with submitit's parameters, several as one array; return their Slurm job ids, in order."""
     from submitit.core.utils import FailedJobError, FailedSubmissionError
     from submitit.slurm.slurm import SlurmExecutor
 
-    if len(runs) > 1:
-        write_atomically(name_array_list(folder, runs), "".join(f"{run}\n" for run in runs))
     before = set(folder.iterdir())
 
     class RankExecutor(SlurmExecutor):  # srun starts our own module instead of submitit's
         _submitit_command_str = build_rank_command(build_python_command(plan), folder)
 
     executor = RankExecutor(folder)
-    executor.update_parameters(**build_parameters(plan, runs, folder=folder, code=code, parallel=parallel))
-    if after:
-        executor.update_parameters(dependency=f"afterany:{after}")
+    executor.update_parameters(**parameters)
     try:
         with _hide_slurm_variables():
-            jobs = executor.submit_array([RankTask(run, code.jobs) for run in runs])
+            jobs = executor.submit_array(list(tasks))
     except (FailedJobError, FailedSubmissionError) as error:
         for leftover in set(folder.iterdir()) - before:
             leftover.unlink()
@@ -287,9 +324,7 @@ def _submit_array(
         ) from None
     for script in folder.glob("*_submission.sh"):
         script.chmod(0o700)  # the cluster file's `setup` may contain a password
-    for run, job in zip(runs, jobs, strict=True):
-        _record_submission(run, job.job_id, "slurm", plan, folder=folder, code=code)
-    return [job.job_id for job in jobs]
+    return [str(job.job_id) for job in jobs]
 
 
 @limit_writers()
