@@ -34,6 +34,7 @@ PROGRAMS = {
 }
 AWAY = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
 REFUSED = "Requested operation is presently disabled for job 7"
+PENDING = "Job is pending execution for job 7"
 
 
 class Host:
@@ -158,6 +159,15 @@ def test_a_slurm_that_never_answers_ends_the_attempt_with_its_words(host: Host):
     reason = host.read_lines()[-1]["reason"]
     assert reason == f"saved after SIGTERM; Slurm did not requeue the job within 1 s: {AWAY}"
     assert AWAY in (host.run / "slurm" / "requeue-7-0").read_text()
+
+
+def test_a_job_that_an_earlier_request_has_requeued_is_not_asked_for_again(host: Host):
+    """A slurmctld that was stopped does what it received meanwhile, though the caller had given up waiting."""
+    host.environ = {"TRAINYARD_REQUEUE_S": "1"}
+    host.set(refusals=f"{AWAY}\n" + f"{PENDING}\n" * 100)
+    assert host.attempt("crash") == ("crash", "requeue")
+    assert host.read_calls() == ["scontrol requeue 7"] * 2
+    assert not (host.run / "slurm" / "requeue-7-0").exists()
 
 
 def test_cancelling_ends_the_asking(host: Host):

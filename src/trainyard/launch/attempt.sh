@@ -86,6 +86,7 @@ ty_requeue() { # CODE CAUSE REASON: a Slurm that does not answer is asked again;
         said=$(ty_make_plain "$said")
         [ -e "$note" ] || echo "$said" >&2
         case $said in
+            *"is pending execution"*) break ;; # a request that seemed to be lost was received
             *disabled* | *denied* | *"not permitted"* | *"not supported"*) ty_start_successor "$1" "$2" "$3; $said" ;;
         esac
         [ ! -e "$ty_folder/cancelled" ] || ty_stop "$ty_attempt" "$1" cancelled "cancelled while Slurm did not answer"
