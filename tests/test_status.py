@@ -254,6 +254,8 @@ def test_an_attempt_that_asks_slurm_in_vain_to_requeue_it_says_so(folder):
     assert unseen.detail == f"starts again after a crash: {said}; Slurm could not be queried"
     seen = folder.read_status(make_slurm_job("RUNNING"))
     assert (seen.state, seen.detail) == ("waiting", f"starts again after a crash: {said}")
+    requeued = folder.read_status(make_slurm_job("PENDING", "Resources", restarts=1))  # Slurm killed it as it asked
+    assert requeued.detail == "starts again after a crash: next in the queue; waits until enough GPUs are free"
     folder.begin(NOW - 10, attempt=1)
     assert folder.read_status(make_slurm_job("RUNNING", restarts=1)).state == "running"
 

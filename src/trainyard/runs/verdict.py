@@ -106,7 +106,7 @@ def _judge_pending_job(snapshot: RunSnapshot, job: SlurmJob, newest: Attempt | N
         cause = Cause.NEVER_STARTS
     if newest is None and not job.restarts:
         return Verdict(State.WAITING, reason, cause)
-    return Verdict(State.WAITING, f"{_describe_restart(snapshot, newest)}: {reason}", cause)
+    return Verdict(State.WAITING, f"{_describe_restart(snapshot, newest, is_pending=True)}: {reason}", cause)
 
 
 def _judge_running_job(snapshot: RunSnapshot, job: SlurmJob, newest: Attempt | None, *, now: float) -> Verdict:
@@ -186,13 +186,17 @@ def _judge_unknown_job(
     return verdict._replace(detail=f"{verdict.detail}; {not_queried}")
 
 
-def _describe_restart(snapshot: RunSnapshot, newest: Attempt | None) -> str:
-    """Say after what a job starts again. If Slurm killed it, it could record nothing; a preempted one got a signal."""
+def _describe_restart(snapshot: RunSnapshot, newest: Attempt | None, *, is_pending: bool = False) -> str:
+    """Say after what a job starts again. If Slurm killed it, it could record nothing; a preempted one got a signal.
+
+    Args:
+        is_pending: Slurm has requeued it, so its attempt asks no more, though its note may be there.
+    """
     if newest is None:
         return "starts again"
     warned = (snapshot.run / "slurm" / f"signal-{newest.id}").exists()
     again = _RESTARTS.get(newest.cause or (Cause.PREEMPTED if warned else ""), "starts again")
-    answer = _read_requeue_note(snapshot, newest) if newest.action == "requeue" else ""
+    answer = _read_requeue_note(snapshot, newest) if newest.action == "requeue" and not is_pending else ""
     return f"{again}: its attempt keeps asking Slurm to requeue it ({answer})" if answer else again
 
 
