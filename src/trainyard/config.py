@@ -1,6 +1,7 @@
 """Composes a preset and overrides into one typed configuration, and saves and loads that of a run.
 
-Hydra composes the YAML files; outside this module a configuration is a dataclass. Loads no torch, h5py or DALI.
+Hydra composes the YAML files; outside this module a configuration is a dataclass. Loads no torch, h5py or DALI, and
+Hydra only to compose: `status` and `why` read what was frozen.
 """
 
 import importlib
@@ -11,14 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args, get_origin, get_type_hints
 
-from hydra import compose as hydra_compose
-from hydra import initialize_config_dir
-from hydra.core.config_store import ConfigStore
-from hydra.core.global_hydra import GlobalHydra
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf import resolvers as omegaconf_resolvers
 from omegaconf.errors import (
@@ -35,6 +30,9 @@ from trainyard.errors import UserError
 from trainyard.frozen import LOCATION, ConfigError, read_frozen, write_frozen
 from trainyard.settings import TrainConfig, check
 from trainyard.text import find_nearest
+
+if TYPE_CHECKING:
+    from hydra.core.override_parser.overrides_parser import OverridesParser
 
 _SET_BY_PRESET = ("job", "family")
 
@@ -248,6 +246,12 @@ def _is_config_type(candidate: object) -> bool:
 
 def _compose_preset(preset: Path, config_type: type[TrainConfig]) -> DictConfig:
     """Have Hydra merge a preset with the presets it is based on. Values are typed; interpolations are not resolved."""
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+    from hydra.core.config_store import ConfigStore
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.errors import HydraException
+
     ConfigStore.instance().store(name="schema", node=config_type)
     GlobalHydra.instance().clear()
     try:
@@ -274,6 +278,8 @@ def _describe_yaml_error(path: Path, error: YAMLError) -> str:
 
 def _describe_preset_error(preset: Path, error: Exception, schema: DictConfig) -> str:
     """Say which preset in the chain of defaults failed to compose, and why."""
+    from hydra.errors import MissingConfigException
+
     where = re.match(r"In '([^']+)': ", str(error))  # Hydra 1.3 names the preset only in this prefix
     path = preset.with_name(f"{where[1]}.yaml") if where else preset
     if isinstance(error, MissingConfigException):
@@ -291,6 +297,10 @@ def _describe_preset_error(preset: Path, error: Exception, schema: DictConfig) -
 
 
 def _override(tree: DictConfig, overrides: Sequence[str]) -> None:
+    if not overrides:
+        return
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
     declared = dict(_walk_declarations(tree))
     parser = OverridesParser.create()
     for override in overrides:
@@ -307,7 +317,9 @@ def _override(tree: DictConfig, overrides: Sequence[str]) -> None:
         _set(tree, name, text, declared[name], parser)
 
 
-def _set(tree: DictConfig, name: str, text: str, declared: "_Declaration", parser: OverridesParser) -> None:
+def _set(tree: DictConfig, name: str, text: str, declared: "_Declaration", parser: "OverridesParser") -> None:
+    from hydra.errors import HydraException
+
     try:
         value = declared.parse(text, parser)
         OmegaConf.update(tree, name, value, force_add=False)
@@ -328,7 +340,7 @@ class _Declaration:
     hint: Any  # its type
     metadata: Mapping[str, Any]
 
-    def parse(self, text: str, parser: OverridesParser) -> Any:
+    def parse(self, text: str, parser: "OverridesParser") -> Any:
         """Parse the text after the equal sign into a value that OmegaConf converts to the option's type.
 
         Raises:

@@ -1,11 +1,13 @@
 """Collects what a result depends on besides its configuration: versions, machine, GPUs, commit. Loads no torch."""
 
+import contextlib
 import functools
 import os
 import platform
 import shutil
 import socket
 import subprocess
+import sys
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from importlib import metadata
@@ -69,12 +71,12 @@ def describe_environment(environ: Mapping[str, str], checkout: Mapping[str, Any]
 
 @functools.cache
 def _read_versions() -> dict[str, str]:
-    installed = {d.name.lower(): d.version for d in metadata.distributions()}
-    recorded = {
-        name: version
-        for name, version in sorted(installed.items())
-        if name in _RECORDED_DISTRIBUTIONS or name.startswith("nvidia-dali")
-    }
+    """Return the versions of what is installed; reads the metadata of these distributions only."""
+    dali = {path.name.partition("-")[0] for folder in sys.path for path in Path(folder).glob("nvidia_dali*.dist-info")}
+    recorded = {}
+    for name in sorted({*_RECORDED_DISTRIBUTIONS, *(found.replace("_", "-").lower() for found in dali)}):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            recorded[name] = metadata.version(name)
     return {"python": platform.python_version(), **recorded}
 
 

@@ -42,6 +42,12 @@ _SETTING = (
 
 _KEY_BEGIN, _KEY_END = re.compile(r"-----BEGIN [A-Z0-9 ]*PRIVATE KEY"), re.compile(r"-----END [A-Z0-9 ]*PRIVATE KEY")
 
+_MARKS = (
+    *("AKIA", "ASIA", "ghp_", "gho_", "ghu_", "ghs_", "ghr_", "github_pat_", "hf_", "glpat-", "xox", "AIza", "sk-"),
+    *("pypi-", "npm_", "eyJ", "PRIVATE KEY"),
+)
+"""Text without any of these has no shape and begins no private key; they are found much faster than patterns."""
+
 _SECRET_FILES = (
     *(".env", ".env.*", "*.env", ".netrc", "_netrc", ".npmrc", ".pypirc", ".pgpass", ".git-credentials", ".htpasswd"),
     *("id_rsa", "id_dsa", "id_ecdsa", "id_ed25519", "*.pem", "*.key", "*.p12", "*.pfx", "*.jks", "*.kdbx"),
@@ -100,9 +106,9 @@ def find_secrets(folder: Path) -> Iterator[Finding]:
         content = path.read_bytes()
         if is_secret_file(path.name):
             yield Finding(f"{path}:0", "a file of passwords or keys, by its name")
-        elif b"\0" not in content[:_BINARY_LOOKED_AT]:
-            for number, line in enumerate(content.decode("latin-1").splitlines(), 1):
-                if kind := _find_shape(line):
+        elif b"\0" not in content[:_BINARY_LOOKED_AT] and _has_mark(text := content.decode("latin-1")):
+            for number, line in enumerate(text.splitlines(), 1):
+                if _has_mark(line) and (kind := _find_shape(line)):
                     yield Finding(f"{path}:{number}", kind)
 
 
@@ -131,6 +137,11 @@ def _mask_line(line: str, *, is_code: bool) -> tuple[str, str]:
             line = f"{line[:begin]}<masked: {kind}>{line[end:]}"
             found = found or kind
     return line, found
+
+
+def _has_mark(text: str) -> bool:
+    """Return whether a text may contain a secret that is recognisable by its shape."""
+    return any(mark in text for mark in _MARKS)
 
 
 def _find_shape(line: str) -> str:

@@ -11,11 +11,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple
-
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, Quote, QuotedString, Transformer, ValueType
-from hydra.errors import HydraException
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainyard.cluster import query as slurm
 from trainyard.config import compose
@@ -24,6 +20,10 @@ from trainyard.files import create_common_folder, limit_writers, write_atomicall
 from trainyard.runs.folder import check_name, create_run
 from trainyard.runs.sweep_file import FILE, FOLDER, Element, Sweep, encode_sweep
 from trainyard.settings import TrainConfig
+
+if TYPE_CHECKING:
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.core.override_parser.types import Override
 
 MAX_ELEMENTS = 1000
 """More are rather a mistake than intended: creating the run folders alone would take minutes."""
@@ -42,6 +42,8 @@ def expand(words: Sequence[str]) -> dict[str, list[str]]:
         UserError: a word is not an option with values, an option or a value appears twice, or there are more
             than `MAX_ELEMENTS` combinations.
     """
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
     parser = OverridesParser.create()
     axes: dict[str, list[str]] = {}
     for word in itertools.chain.from_iterable(_split_words(text) for text in words):
@@ -186,7 +188,9 @@ def _split_words(text: str) -> Iterator[str]:
         yield word
 
 
-def _parse_axis(word: str, parser: OverridesParser) -> tuple[str, list[str]]:
+def _parse_axis(word: str, parser: "OverridesParser") -> tuple[str, list[str]]:
+    from hydra.errors import HydraException
+
     name, equals, _ = word.partition("=")
     if not equals or not re.fullmatch(r"[\w.]+", name):
         raise UserError(
@@ -211,7 +215,9 @@ def _parse_axis(word: str, parser: OverridesParser) -> tuple[str, list[str]]:
     return name, values
 
 
-def _list_values(word: str, override: Override) -> Iterator[str]:
+def _list_values(word: str, override: "Override") -> Iterator[str]:
+    from hydra.core.override_parser.types import ValueType
+
     if override.value_type in (ValueType.GLOB_CHOICE_SWEEP, ValueType.INTERVAL_SWEEP):
         kind = "glob" if override.value_type == ValueType.GLOB_CHOICE_SWEEP else "interval"
         raise UserError(f"{word}: {kind}() does not list its values. Write them: {override.key_or_group}=a,b")
@@ -224,6 +230,8 @@ def _list_values(word: str, override: Override) -> Iterator[str]:
 
 def _format_value(value: Any) -> str:
     """Write a value so that Hydra can parse it, and a free-text option takes it verbatim."""
+    from hydra.core.override_parser.types import Quote, QuotedString, Transformer
+
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str) and not re.fullmatch(r"[\w./+-]*", value):
