@@ -114,7 +114,8 @@ def find_secrets(folder: Path) -> Iterator[Finding]:
 
 def is_secret_file(path: str) -> bool:
     """Return whether a file is known, by its name, to contain passwords or keys."""
-    return any(fnmatch(Path(path).name, pattern) for pattern in _SECRET_FILES)
+    name = Path(path).name
+    return any(fnmatch(name, pattern) for pattern in _SECRET_FILES)
 
 
 def _mask_content(line: str, path: str, *, in_key: bool) -> tuple[str, str, bool]:
