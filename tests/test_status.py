@@ -57,6 +57,7 @@ def test_a_pending_job_says_what_it_waits_for(folder):
         ("time_limit", "resumes after its time limit"),
         ("node_failure", "starts again after the loss of a node"),
         ("crash", "starts again after a crash"),
+        ("hung", "starts again after a hang"),
     ],
 )
 def test_a_requeued_job_says_why_it_starts_again(folder, cause, text):

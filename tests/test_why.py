@@ -145,6 +145,33 @@ def test_why_ends_with_what_to_change(folder, no_slurm, cause, advice):
     assert advice in last
 
 
+def test_the_lost_rank_is_named_and_not_those_that_lost_it(folder, no_slurm):
+    folder.begin(NOW - 900)
+    for rank in (0, 3):
+        folder.add_error(NOW - 100, "lost_peer", rank=rank, message="Connection closed by peer [10.0.0.7]:4711")
+    (folder.run / "ranks").mkdir()
+    for rank, host in ((0, "a100-0"), (2, "a100-1"), (3, "a100-1")):  # rank 1 ended and removed its record
+        record = {"time": NOW - 110 + rank, "rank": rank, "host": host, "phase": "training", "step": 40}
+        (folder.run / "ranks" / f"12-0-rank{rank}.json").write_text(json.dumps(record))
+    folder.end(NOW - 90, 1, "crash", "stop")
+    output = explain_run(folder.run)
+    assert ": failed: a rank was lost, rank 2 on a100-1" in output.splitlines()[0]
+    assert "rank 2 on a100-1 ended without a word: it was killed, or its node was lost. Noticed by rank 0" in output
+    assert "Connection closed" not in output
+
+
+def test_a_rank_that_hung_is_named_whatever_the_others_say(folder, no_slurm):
+    folder.begin(NOW - 900)
+    hung = folder.add_error(NOW - 101, "hung", rank=0, message="no progress for 2 min")
+    folder.add_error(NOW - 102, "lost_peer", rank=1, message="Connection closed by peer [10.0.0.7]:4711")
+    hung.write_text(hung.read_text().replace('"rank": 0', '"rank": 5'))  # rank 0 noticed
+    folder.end(NOW - 90, 75, "hung", "stop")
+    output = explain_run(folder.run)
+    assert ": failed: hung, rank 5 on a100-0" in output.splitlines()[0]
+    assert f"stacks of all ranks: {folder.run}/ranks/12-0-rank*-stacks.txt" in output
+    assert "see where in the stacks" in output.splitlines()[-1]
+
+
 def test_why_reports_nothing_wrong_for_a_running_run(folder, no_slurm):
     folder.begin(time.time() - 100)
     folder.write_heartbeat(time.time())

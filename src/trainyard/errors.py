@@ -21,6 +21,18 @@ class DiskFull(UserError):
     """
 
 
+class Hung(Exception):
+    """A rank makes no progress, or its process is stopped. Recorded, never raised: the rank cannot raise anything."""
+
+
+class Killed(Exception):
+    """A rank was killed by a signal. Recorded by whoever started it, never raised."""
+
+    def __init__(self, number: int, message: str) -> None:
+        super().__init__(message)
+        self.number = number
+
+
 class NoDeterministicKernel(UserError):
     """An operator has no deterministic kernel, and the run computes as if every operator had one."""
 

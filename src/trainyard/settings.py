@@ -40,6 +40,10 @@ def option(
     return field(default=default, metadata=metadata)
 
 
+HANG_MINUTES = 2.0
+"""Default of `hang_minutes`, which also counts until a rank has read its config."""
+
+
 @dataclass(frozen=True)
 class Duration:
     """A length of training in epochs ("ep"), optimizer steps ("st") or minutes of training ("min")."""
@@ -289,6 +293,13 @@ class TrainConfig:
     )
     min_delta: float = option(0.0, "how much better it has to be, for patience", low=0)
     log_every: str = option("20st", "interval of log lines and metrics", duration=True)
+    hang_minutes: float = option(
+        HANG_MINUTES,
+        "a rank without progress for so long hangs, and the attempt ends; start-up, evaluation and saving may take 14 "
+        "times as long; 0: never",
+        low=0,
+        mutable_on_resume=True,
+    )
     needs: NeedsSettings = option(NeedsSettings, "what it needs of a GPU", mutable_on_resume=True)
     checkpoint: CheckpointSettings = option(CheckpointSettings, "checkpoints", mutable_on_resume=True)
     trackers: list[str] = option(

@@ -49,7 +49,7 @@ class Host:
             (self.bin / name).chmod(0o755)
         self.set(left_s="3600", next_job="13\n")
         (self.scripts / "attempt.sh").write_text(render_attempt_script())
-        self.limits = "preempted=1000 time_limit=100 node_failure=10 crash=2 disk_full=30"
+        self.limits = "preempted=1000 time_limit=100 node_failure=10 crash=2 hung=5 disk_full=30"
         self.environ: dict[str, str] = {}
         self.job, self.element, self.restarts = "7", "", 0
         self.write_submission_files("7", "7")
@@ -83,7 +83,7 @@ class Host:
         """Run one attempt that ends in this way; return the cause and the action that were recorded.
 
         Args:
-            how: crash, limit, saved (preempted with time to save) or taken (preempted without); "+data" or
+            how: crash, hung, limit, saved (preempted with time to save) or taken (preempted without); "+data" or
                 "+checkpoint" if it made progress before.
         """
         kind, _, progress = how.partition("+")
@@ -93,7 +93,11 @@ class Host:
             (self.run / "checkpoints" / f"step-{len(list(self.run.glob('checkpoints/*'))):09d}.ckpt").touch()
         elif progress == "data":
             (self.run / "slurm" / f"progress-{attempt}").touch()
-        if kind != "crash":
+        if kind == "hung":
+            (self.run / "ranks").mkdir(exist_ok=True)
+            (self.run / "ranks" / f"{attempt}-hung.txt").write_text('rank 1 on b: no "progress" for 2 min\n')
+            (self.run / "slurm" / f"left-{attempt}").write_text(f"{ExitCode.HUNG}\n")
+        elif kind != "crash":
             (self.run / "slurm" / f"signal-{attempt}").write_text("SIGUSR2 1\n" if kind == "limit" else "SIGTERM 1\n")
         if kind in ("limit", "saved"):
             (self.run / "slurm" / f"left-{attempt}").write_text(f"{ExitCode.PREEMPTED}\n")
@@ -133,6 +137,9 @@ def host(tmp_path: Path) -> Host:
             " ".join(["crash+checkpoint"] * 5 + ["crash", "crash"]), "crash " * 6 + "no_progress", id="crashes refill"
         ),
         pytest.param("crash+data crash+data crash+data", "crash crash crash!", id="but not by staging again"),
+        pytest.param("hung " * 6, "hung " * 5 + "hung!", id="hangs have a budget of their own"),
+        pytest.param("hung hung hung+checkpoint " * 2 + "hung hung hung", "hung " * 9, id="which checkpoints refill"),
+        pytest.param("crash hung crash", "crash hung no_progress", id="a hang between crashes is no progress"),
     ],
 )
 def test_only_crashes_and_time_limits_without_progress_end_a_run(ends: str, causes: str, host: Host):

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import signal
 import sys
 import time
 from dataclasses import replace
@@ -13,7 +14,7 @@ from trainyard import config as configs
 from trainyard.cli import cluster, dry
 from trainyard.cli.choices import add_synthetic_option, record_choices
 from trainyard.cli.verb import Verbs, add_dry_option, add_trust_option, add_verb
-from trainyard.errors import UserError
+from trainyard.errors import Killed, UserError
 from trainyard.files import limit_writers
 from trainyard.hardware import choose_sync_batchnorm, show_own_mig_slice
 from trainyard.launch.choose_data import DataChoice, choose_data, refuse_no_data
@@ -23,7 +24,7 @@ from trainyard.runs.lock import RunLock, release
 from trainyard.runs.state import ExitCode
 from trainyard.runs.submission import read_submission
 from trainyard.settings import TrainConfig
-from trainyard.train.world import read_world
+from trainyard.train.world import read_attempt_id, read_world
 
 
 def add_run(verbs: Verbs) -> None:
@@ -171,13 +172,26 @@ def _train(run: Path, args: argparse.Namespace, count: int) -> int:
 
     if count > 1:
         command = ["rank", str(run), "--jobs", str(args.jobs), "--since", str(args.started)]
-        code = run_ranks(command + ["--break-lock"] * args.break_lock, count, environ=os.environ)
+        attempt = read_attempt_id(os.environ, started=args.started)
+        code = run_ranks(
+            command + ["--break-lock"] * args.break_lock,
+            count,
+            environ=os.environ,
+            on_killed=lambda rank, number: _record_killed(run, rank, number, attempt=attempt),
+        )
     else:
         show_own_mig_slice(os.environ, read_world(os.environ).local_rank)
         code = execute(run, args.jobs, environ=os.environ, started=args.started, break_lock=args.break_lock)
     if _is_main():
         _print_outcome(run, code)
     return code
+
+
+def _record_killed(run: Path, rank: int, number: int, *, attempt: str) -> None:
+    """Record that a rank was killed: it could not, and the others only know that they lost one."""
+    name = signal.Signals(number).name
+    hint = "; if nobody sent it, the kernel did, for want of memory: dmesg | tail" if number == signal.SIGKILL else ""
+    runs.record_error(run, Killed(number, f"{name}{hint}"), attempt=attempt, rank=rank)
 
 
 def _print_outcome(run: Path, code: int) -> None:

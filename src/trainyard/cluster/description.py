@@ -72,6 +72,7 @@ class Attempts:
     time_limit: int = 100
     node_failure: int = 10
     crash: int = 2
+    hung: int = 5
     disk_full: int = 30
 
 
@@ -462,6 +463,6 @@ _CHECKS: dict[str, Callable[[Any], str]] = {
     "image": _check_image,
     "data": _check_roots,
     "scratch": _check_scratch,
-    **dict.fromkeys(("preempted", "time_limit", "node_failure", "crash", "disk_full"), _require_at_least(0)),
+    **dict.fromkeys(("preempted", "time_limit", "node_failure", "crash", "hung", "disk_full"), _require_at_least(0)),
 }
 """The check of a value that has the right type, by the last part of its key."""

@@ -9,6 +9,7 @@
 #         TRAINYARD_REQUEUE_S (how long to ask a Slurm that does not answer)
 #         slurm/left-<attempt> (the exit code the ranks agreed on), slurm/signal-<attempt> (the first signal they got),
 #         slurm/progress-<attempt> (exists if they packed or staged data), slurm/cancelled
+#         ranks/<attempt>-hung.txt (which rank hung: train/watchdog.py)
 # writes  slurm/attempts.jsonl: one line per start, one per end, one per successor
 #         slurm/requeue-<attempt>: what Slurm said, while it does not answer
 # exports TRAINYARD_ATTEMPT ("<Slurm job id>-<restarts>"), OMP_WAIT_POLICY (see hardware.py; a value that is set stays)
@@ -57,6 +58,8 @@ ty_end() { # SRUN_EXIT_CODE
     [ "$(ty_read_state)" = RUNNING ] || exit "$code"
     if [ "$code" -eq "$TY_DISK_FULL" ]; then
         ty_restart "$code" disk_full "no room for what the run writes"
+    elif [ "$code" -eq "$TY_HUNG" ]; then
+        ty_restart "$code" hung "$(ty_make_plain "$(cat "$TRAINYARD_RUN/ranks/$TRAINYARD_ATTEMPT-hung.txt")")"
     elif [ "$code" -ne "$TY_PREEMPTED" ]; then
         ty_restart "$code" crash "$(ty_describe_exit "$code")"
     elif ty_is_limit_near; then
@@ -159,7 +162,7 @@ ty_list_ends() { # the recorded ends of this Slurm job and of those that it succ
 }
 
 ty_count_fruitless() { # END: how many crashes and time limits, this end among them, came since the last progress
-    local line count=0 # what Slurm or a full disk ended says nothing about the run
+    local line count=0 # what Slurm or a full disk ended says nothing about the run; hangs have their own budget
     while read -r line; do
         if [[ $line == *'"progress":"checkpoint"'* || $line == *'"progress":"data"'* ]]; then
             count=0
@@ -174,8 +177,8 @@ ty_count_fruitless() { # END: how many crashes and time limits, this end among t
 ty_check_budget() { # CAUSE [END]: print why not if the restarts after CAUSE, END's among them, exceed its budget
     local limit line used=0
     limit=$(tr ' ' '\n' <<<"$TRAINYARD_LIMITS" | sed -n "s/^$1=//p")
-    while read -r line; do # each new checkpoint refills the budget of crashes
-        [[ $1 != crash || $line != *'"progress":"checkpoint"'* ]] || used=0
+    while read -r line; do # each new checkpoint refills the budgets of crashes and hangs
+        [[ ($1 != crash && $1 != hung) || $line != *'"progress":"checkpoint"'* ]] || used=0
         [[ $line != *"\"cause\":\"$1\""* ]] || used=$((used + 1))
     done < <(ty_list_ends; echo "${2-}")
     [ "$1" != disk_full ] || ty_has_room || used=$((ty_attempt + 1)) # the log cannot count them

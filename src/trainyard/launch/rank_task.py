@@ -28,7 +28,7 @@ from trainyard.launch.rank_choices import Choice, build_context, record_choices
 from trainyard.runs.changes import refuse_changes
 from trainyard.runs.folder import CONFIG, record_error
 from trainyard.runs.lock import RunLock
-from trainyard.runs.state import choose_exit_code
+from trainyard.runs.state import ExitCode, choose_exit_code
 from trainyard.settings import Duration, TrainConfig
 from trainyard.train.world import World, read_attempt_id, read_world
 
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from trainyard.data.stage import Staged
     from trainyard.train.heartbeat import Heartbeat
     from trainyard.train.stop import RuntimeLimit, StopFlag
+    from trainyard.train.watchdog import Watchdog
 
 
 @dataclass(frozen=True)
@@ -83,17 +84,28 @@ def execute(run: Path, jobs_dir: Path, *, environ: Mapping[str, str], started: f
     Raises:
         UserError: the requested run is impossible; the message says why.
     """
+    from trainyard.train.heartbeat import Heartbeat
     from trainyard.train.stop import StopFlag
+    from trainyard.train.watchdog import Watchdog
 
     world, attempt = read_world(environ), read_attempt_id(environ, started=started)
     notes = _BatchScriptNotes(run, attempt, enabled="TRAINYARD_ATTEMPT" in environ)
-    with StopFlag(notes.write_signal) as stop:  # before torch is imported: a warning may come early
+    heartbeat = Heartbeat(run, attempt, is_main=world.is_main)
+    watchdog = Watchdog(
+        run,
+        attempt,
+        world,
+        heartbeat.progress,
+        before_exit=lambda: notes.write_exit_code(ExitCode.HUNG),
+        on_signal=notes.write_signal,
+    )
+    with StopFlag(notes.write_signal) as stop, watchdog:  # before torch is imported: a warning may come early
         _load_torch()
         try:
             lock = RunLock(run, break_other_host=break_lock, attempt=attempt) if world.is_main else None
             with report_full_disk(run), lock or nullcontext(), _set_up_logging(run, world):
                 code = _train(
-                    run, jobs_dir, world, stop, lock, notes, environ=environ, attempt=attempt, started=started
+                    run, jobs_dir, world, stop, lock, notes, heartbeat, watchdog, environ=environ, started=started
                 )
         except BaseException as error:
             # A full disk may leave no room for these two either; then the exit code and the message have to do.
@@ -132,19 +144,18 @@ def _train(
     stop: "StopFlag",
     lock: RunLock | None,
     notes: "_BatchScriptNotes",
+    heartbeat: "Heartbeat",
+    watchdog: "Watchdog",
     *,
     environ: Mapping[str, str],
-    attempt: str,
     started: float,
 ) -> int:
     from trainyard.train import distributed
-    from trainyard.train.heartbeat import Heartbeat
     from trainyard.train.stop import EXIT_CODES, RuntimeLimit
     from trainyard.train.trainer import fit
 
-    heartbeat = Heartbeat(run, attempt)
     try:
-        config = _prepare_data(run, jobs_dir, world, heartbeat, stop, notes)
+        config = _prepare_data(run, jobs_dir, world, heartbeat, watchdog, stop, notes)
     except StopRequested:
         return EXIT_CODES[stop.reason]
     minutes = Duration.parse(config.max_runtime).to_minutes() if config.max_runtime else None
@@ -163,7 +174,13 @@ def _train(
 
 
 def _prepare_data(
-    run: Path, jobs_dir: Path, world: World, heartbeat: "Heartbeat", stop: "StopFlag", notes: "_BatchScriptNotes"
+    run: Path,
+    jobs_dir: Path,
+    world: World,
+    heartbeat: "Heartbeat",
+    watchdog: "Watchdog",
+    stop: "StopFlag",
+    notes: "_BatchScriptNotes",
 ) -> TrainConfig:
     """Return the run's config with packed data: rank 0 packs raw data and updates the config; other ranks wait.
 
@@ -180,16 +197,19 @@ def _prepare_data(
     if world.is_main:
         refuse_changes(run)
     config = thaw(run / CONFIG, jobs_dir)
+    watchdog.set_limit(config.hang_minutes)
     if world.is_main:
         heartbeat.beat("preparing", now=True)
         ready = prepare_data(config, jobs_dir, hook=hook, on_shard=notes.write_progress)
         if ready.data.path != config.data.path:
             freeze(ready, run / CONFIG)
         return ready
+    heartbeat.beat("waiting")
     while not is_packed(config):
         hook()
         time.sleep(1)
         config = thaw(run / CONFIG, jobs_dir)
+    heartbeat.beat("preparing")
     return config
 
 
@@ -205,8 +225,7 @@ def _stage_data(
     from trainyard.data.stage import stage
 
     def stop_requested() -> bool:
-        if world.is_main:
-            heartbeat.beat("preparing")
+        heartbeat.beat("preparing")
         return bool(stop.reason) or limit.is_reached(reserve_s=0)
 
     folder = Path(config.data.path)

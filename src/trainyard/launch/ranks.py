@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 
 from trainyard.train.stop import FORWARDED_SIGNALS, STOP_SIGNALS, leave_closed_terminal
@@ -17,11 +17,20 @@ _POLL_S = 0.05
 _PR_SET_PDEATHSIG = 1
 
 
-def run_ranks(arguments: Sequence[str], count: int, *, environ: Mapping[str, str]) -> int:
+def run_ranks(
+    arguments: Sequence[str],
+    count: int,
+    *,
+    environ: Mapping[str, str],
+    on_killed: Callable[[int, int], object] = lambda rank, number: None,
+) -> int:
     """Run `trainyard ARGUMENTS` as `count` ranks; return the exit code of the first that failed, or 0.
 
     Signals that stop a run reach the ranks, which agree when to save and exit. If one rank dies the others cannot
     continue and are killed. If this process is killed, so are they.
+
+    Args:
+        on_killed: called with the rank that failed first and the signal that killed it, if one did.
     """
     rendezvous = secrets.token_hex(8)
     # Blocked here and, by inheritance, in the ranks until they listen: a signal while they start is late, not lost.
@@ -41,7 +50,7 @@ def run_ranks(arguments: Sequence[str], count: int, *, environ: Mapping[str, str
     before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     try:
-        return _wait_for_ranks(ranks)
+        return _wait_for_ranks(ranks, on_killed)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -66,17 +75,18 @@ def _die_with_parent() -> None:
         os._exit(1)
 
 
-def _wait_for_ranks(ranks: "list[subprocess.Popen[bytes]]") -> int:
+def _wait_for_ranks(ranks: "list[subprocess.Popen[bytes]]", on_killed: Callable[[int, int], object]) -> int:
     deadline: float | None = None
     first = 0
-    while any(process.poll() is None for process in ranks):
-        failed = [p.returncode for p in ranks if p.returncode not in (None, 0)]
+    while None in (codes := [process.poll() for process in ranks]):  # asks all: a list, no generator
+        failed = [(rank, code) for rank, code in enumerate(codes) if code]
         if failed and deadline is None:
-            first, deadline = failed[0], time.monotonic() + _GRACE_S
+            (rank, first), deadline = failed[0], time.monotonic() + _GRACE_S
+            if first < 0:
+                on_killed(rank, -first)
         if deadline is not None and time.monotonic() > deadline:
             for process in ranks:
                 process.kill()
         time.sleep(_POLL_S)
-    codes = [process.returncode for process in ranks]
     code = first or next((code for code in codes if code), 0)
     return code if code >= 0 else 128 - code

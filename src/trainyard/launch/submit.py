@@ -154,6 +154,7 @@ def describe(plan: Plan, run: Path | None, *, environ: Mapping[str, str], **note
             ("time_limit", "the time limit"),
             ("node_failure", "node failure"),
             ("crash", "a crash"),
+            ("hung", "a hang"),
         )
     )
     policy = plan.precision

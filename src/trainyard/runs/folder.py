@@ -21,7 +21,7 @@ from loguru import logger
 
 from trainyard.config import freeze
 from trainyard.environment import NO_VARIABLES, THIS_CODE, describe_environment, find_checkout
-from trainyard.errors import DiskFull, NoDeterministicKernel, NotFinite, UserError
+from trainyard.errors import DiskFull, Hung, Killed, NoDeterministicKernel, NotFinite, UserError
 from trainyard.files import create_common_folder, limit_writers, parse_json, read_file, share_folder, write_json
 from trainyard.masking import mask_text
 from trainyard.runs.manifest import hash_fields
@@ -185,18 +185,25 @@ def _move_into_place(temporary: Path, name: str | None, *, default: str) -> Path
 # Recording errors
 
 
-def record_error(run: Path, error: BaseException, *, attempt: str, rank: int) -> Path:
+def record_error(
+    run: Path, error: BaseException, *, attempt: str, rank: int, host: str = "", by: int | None = None
+) -> Path:
     """Write down why a rank failed, for `trainyard why`, and return the file.
 
     Each rank writes its own file: several may fail at once, and the file system may be the reason.
+
+    Args:
+        rank: which failed.
+        host: where it ran; "": here.
+        by: the rank that writes this; None: `rank` itself.
     """
     folder = run / "errors"
     folder.mkdir(exist_ok=True)
-    path = folder / f"{attempt}-rank{rank}.json"
+    path = folder / f"{attempt}-rank{rank if by is None else by}.json"
     content = {
         "time": time.time(),
         "rank": rank,
-        "host": socket.gethostname(),
+        "host": host or socket.gethostname(),
         "type": type(error).__name__,
         "message": mask_text(str(error)),
         "traceback": mask_text("".join(traceback.format_exception(error))),
@@ -208,9 +215,13 @@ def record_error(run: Path, error: BaseException, *, attempt: str, rank: int) ->
     return path
 
 
-def classify_error(error: BaseException) -> Cause:
+def classify_error(error: BaseException) -> str:
     """Return the cause that an exception stands for. Matches torch's errors by name, because torch may be missing."""
     name, text = type(error).__name__, str(error)
+    if isinstance(error, Killed):
+        return f"signal {error.number}"
+    if isinstance(error, Hung):
+        return Cause.HUNG
     if isinstance(error, NotFinite):
         return Cause.NOT_FINITE
     if isinstance(error, DiskFull):

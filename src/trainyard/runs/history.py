@@ -22,6 +22,9 @@ from trainyard.runs.state import Cause, read_cause
 CANCELLED = "slurm/cancelled"
 """File that `trainyard cancel` creates in a run folder before it cancels the Slurm job."""
 
+RANKS = "ranks"
+"""Folder in a run folder with what the ranks of the current attempt do (train/watchdog.py), and stacks of hung ones."""
+
 JsonObject = dict[str, Any]
 
 _ATTEMPTS = "slurm/attempts.jsonl"
@@ -182,6 +185,7 @@ _HEARTBEAT = {
     **{"time": "number", "phase": "text", "attempt": "text"},
     **{"step": "count", "total_steps": "count", "samples_per_s": "number"},
 }
+_RANK = {"time": "number", "rank": "count", "host": "text"}
 _SUBMISSION = {"submitted": _TIME, "scheduler": "text", "gpus": "count", "nodes": "count", "folder": "text"}
 
 
@@ -216,6 +220,18 @@ def read_errors(run: Path) -> list[RankError]:
         if fields and _is_of_kind(fields.get("time", 0.0), "number")
     ]
     return sorted(errors, key=lambda error: error.time)
+
+
+def find_lost_rank(snapshot: RunSnapshot, attempt: Attempt) -> str:
+    """Return the rank that disappeared first from an attempt, and where it ran: it neither ended nor failed by itself.
+
+    "" if nothing tells. A rank's record is removed when it ends, whatever the reason, unless it is killed.
+    """
+    failed = {error.fields.get("rank") for error in snapshot.errors if error.attempt == attempt.id}
+    records = (read_object(path) for path in (snapshot.run / RANKS).glob(f"{attempt.id}-rank*.json"))
+    lost = [record for record in records if _has_kinds(record, _RANK) and record and record.get("rank") not in failed]
+    first = min(lost, key=lambda record: float(record["time"]), default=None)
+    return "" if first is None else f"rank {first.get('rank', '?')} on {first.get('host', '?')}"
 
 
 def read_object(path: Path) -> JsonObject:
@@ -420,4 +436,5 @@ def _find_local_cause(last: JsonObject, errors: Sequence[RankError]) -> str:
         return "done"
     if last.get("event") == "stop":
         return read_cause(str(last.get("reason", "")))
-    return errors[0].cause if errors else ""
+    causes = [error.cause for error in errors]
+    return next((cause for cause in causes if cause != Cause.LOST_PEER), causes[0] if causes else "")

@@ -33,6 +33,7 @@ class Cause(StrEnum):
     TIME_LIMIT = "time_limit"
     NODE_FAILURE = "node_failure"
     CRASH = "crash"
+    HUNG = "hung"
     DEVICE_OOM = "device_oom"
     HOST_OOM = "host_oom"
     NOT_FINITE = "not_finite"
@@ -57,11 +58,12 @@ _DESCRIPTIONS = {
     Cause.TIME_LIMIT: "time limit",
     Cause.NODE_FAILURE: "node lost",
     Cause.CRASH: "crashed",
+    Cause.HUNG: "hung",
     Cause.DEVICE_OOM: "out of memory on the GPU",
     Cause.HOST_OOM: "out of memory on the host",
     Cause.NOT_FINITE: "NaN or infinite gradients",
     Cause.DISK_FULL: "disk full or read-only",
-    Cause.LOST_PEER: "another rank was lost",
+    Cause.LOST_PEER: "a rank was lost",
     Cause.BUG: "an error in the code",
     Cause.USER_ERROR: "user error",
     Cause.INTERRUPTED: "interrupted by a person",
@@ -96,6 +98,7 @@ class ExitCode(IntEnum):
     FAILED = 1
     USER_ERROR = 2
     DISK_FULL = 74  # or read-only; sysexits.h calls 74 an input/output error
+    HUNG = 75  # its watchdog ended it; sysexits.h calls 75 a temporary failure
     PREEMPTED = 85
     MAX_RUNTIME = 86
     INTERRUPTED = 87

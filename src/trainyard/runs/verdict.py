@@ -14,10 +14,12 @@ a minute old; the end that the last attempt recorded; its first fault; a lock wh
 
 Evidence for the cause of a failure, strongest first (`find_first_fault`):
 
-1. the error that a rank recorded, unless it only reports the loss of another rank;
+1. the error that a rank recorded, or that another recorded of it because it was killed or hung; unless it only reports
+   the loss of another rank;
 2. what srun and slurmstepd wrote about a rank that ran out of memory or was killed;
 3. the signal in srun's exit code;
-4. the error of a rank that lost another rank.
+4. the rank that disappeared, if others recorded that they lost one;
+5. the error of a rank that lost another rank.
 
 Without any of these, the cause is the one that attempt.sh recorded, or else Slurm's.
 """
@@ -29,7 +31,16 @@ from typing import NamedTuple
 
 from trainyard.cluster.query import SlurmJob
 from trainyard.files import read_file
-from trainyard.runs.history import Attempt, RankError, RunSnapshot, is_slurm_message, parse_time, read_stderr
+from trainyard.runs.history import (
+    RANKS,
+    Attempt,
+    RankError,
+    RunSnapshot,
+    find_lost_rank,
+    is_slurm_message,
+    parse_time,
+    read_stderr,
+)
 from trainyard.runs.state import RESUMABLE, Cause, State, describe_cause
 from trainyard.text import format_duration
 
@@ -259,14 +270,27 @@ def find_first_fault(snapshot: RunSnapshot, attempt: Attempt) -> Fault | None:
             return _describe_rank_error(error)
     fault = _find_killed_rank(snapshot, attempt)
     if fault is None and errors:
-        return _describe_rank_error(errors[0])
+        return _describe_lost_rank(snapshot, attempt, errors[0])
     return fault
+
+
+def _describe_lost_rank(snapshot: RunSnapshot, attempt: Attempt, error: RankError) -> Fault:
+    """Name the rank that disappeared, not the one that noticed."""
+    fault = _describe_rank_error(error)
+    if not (lost := find_lost_rank(snapshot, attempt)):
+        return fault._replace(who=f"noticed by {fault.who}")
+    line = f"{lost} ended without a word: it was killed, or its node was lost. Noticed by {error.who}: {error.path}"
+    return Fault(fault.cause, lost, [line])
 
 
 def _describe_rank_error(error: RankError) -> Fault:
     place = _find_failing_line(str(error.fields.get("traceback", "")))
-    lines = [f"{error.who}: {error.summary}", *([f"  {place}"] if place else []), f"  whole traceback: {error.path}"]
-    return Fault(error.cause, error.who, lines)
+    more = [f"  {place}"] if place else []
+    if error.cause == Cause.HUNG:
+        more += [f"  stacks of all ranks: {error.path.parents[1] / RANKS}/{error.attempt}-rank*-stacks.txt"]
+    elif not error.cause.startswith("signal "):
+        more += [f"  whole traceback: {error.path}"]
+    return Fault(error.cause, error.who, [f"{error.who}: {error.summary}", *more])
 
 
 def _find_failing_line(traceback: str) -> str:
@@ -329,6 +353,7 @@ _RESTARTS: dict[str, str] = {
     Cause.TIME_LIMIT: "resumes after its time limit",
     Cause.NODE_FAILURE: "starts again after the loss of a node",
     Cause.CRASH: "starts again after a crash",
+    Cause.HUNG: "starts again after a hang",
     Cause.DISK_FULL: "starts again, because the disk was full or read-only",
 }
 

@@ -16,6 +16,7 @@ from trainyard.runs.verdict import find_first_fault
 from trainyard.text import SCREEN_WIDTH, align_columns, format_duration
 
 _STDERR_LINES = 3
+_FAULTS = (Cause.CRASH, Cause.HUNG, Cause.DISK_FULL)  # after which a run starts again by itself
 
 
 def explain_run(run: Path) -> str:
@@ -37,7 +38,7 @@ def _explain_cause(status: Status) -> list[str]:
     cause = [f"cause: {describe_cause(status.cause)}"] if status.cause else []
     if status.state == State.SILENT:
         return ["It may hang, or a step takes long: see its log. Cancelling and resuming loses what is not saved."]
-    if status.state == State.WAITING and newest is not None and newest.cause in (Cause.CRASH, Cause.DISK_FULL):
+    if status.state == State.WAITING and newest is not None and newest.cause in _FAULTS:
         return ["It resumes by itself. What failed:", *_describe_failure(status)]
     if status.state in (*ACTIVE, State.DONE, State.NEW):
         return cause or ["Nothing is wrong."]
@@ -105,6 +106,8 @@ def _advise(status: Status) -> str:
             return f"start again with a lower learning rate: {restart} optimizer.lr={half_lr:g}"
         case Cause.DISK_FULL:
             return f"free disk space for {status.run}, then: {resume}"
+        case Cause.HUNG:
+            return f"see where in the stacks; if that was only slow: {resume} hang_minutes=10; else: {resume}"
         case Cause.BUG:
             return f"fix the code, then: {resume}{' --update-code' if status.slurm_job_id else ''}"
         case Cause.USER_ERROR:

@@ -25,6 +25,7 @@ def evaluate(
     batch_size: int,
     autocast: Callable[[], AbstractContextManager[None]],
     save_figures: Callable[[dict[str, bytes]], None] | None = None,
+    progress: Callable[[int], object] = lambda samples: None,
 ) -> dict[str, float]:
     """Score a module on the samples `ids`; every rank takes part and gets the metrics.
 
@@ -33,10 +34,11 @@ def evaluate(
 
     Args:
         save_figures: called on rank 0 with the module's report figures of this set.
+        progress: called with the number of samples of each batch that is done.
     """
     was_training = module.training
     share_saved_buffers(module)
-    own_rows = _predict_share(module, loader, ids, batch_size=batch_size, autocast=autocast)
+    own_rows = _predict_share(module, loader, ids, batch_size=batch_size, autocast=autocast, progress=progress)
     module.train(was_training)
     parts = distributed.gather_to_rank0(own_rows)
     metrics = None

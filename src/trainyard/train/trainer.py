@@ -168,6 +168,7 @@ class Trainer:
                         finished = finished or self._is_out_of_patience()
                         if has_to_save or is_best or finished:
                             self._save()
+                    self._beat("training")
                 if leaving or finished:
                     return Stop.NONE if finished else agreed.stop
         finally:
@@ -205,7 +206,7 @@ class Trainer:
         progress = self.state.progress
         result = train_step(
             self.state,
-            self.meter.watch(_read_one_step(stream, progress.samples_seen, self.context.device)),
+            self.meter.watch(self._touch_heartbeat(_read_one_step(stream, progress.samples_seen, self.context.device))),
             lr=self._compute_lr(),
             world_size=self.context.world.world_size,
             seed=self.config.seed * 1_000_003 + self.context.world.rank,
@@ -223,6 +224,11 @@ class Trainer:
             progress.epoch, progress.batches_done = progress.epoch + 1, 0
             self.order = build_epoch_order(self.context, progress.epoch)
         return result
+
+    def _touch_heartbeat(self, micro_batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
+        for micro_batch in micro_batches:
+            self.context.heartbeat.touch()
+            yield micro_batch
 
     def _settle(self) -> None:
         """Wait for the device, so that the time of every step so far is known."""
@@ -311,8 +317,7 @@ class Trainer:
         return 0 < self.config.patience <= self.state.plateau.evaluations
 
     def _beat(self, phase: str, *, now: bool = False) -> None:
-        if self.recorder is not None:
-            self.context.heartbeat.beat(phase, step=self.state.progress.step, total_steps=self.total_steps, now=now)
+        self.context.heartbeat.beat(phase, step=self.state.progress.step, total_steps=self.total_steps, now=now)
 
     @precision.allow_nondeterministic_operators()  # scoring has no backward pass, and changes no weights
     def _evaluate(self) -> bool:
@@ -349,6 +354,7 @@ class Trainer:
             batch_size=self.config.eval_batch_size,
             autocast=self.autocast,
             save_figures=partial(write_report_figures, self.context.run, split) if last else None,
+            progress=lambda samples: self.context.heartbeat.touch(),
         )
         progress = self.state.progress
         if self.recorder is not None:
@@ -364,8 +370,8 @@ class Trainer:
         """Write a checkpoint, delete old ones, and set the next interval by what the save cost."""
         self._check_previous_step(self.previous_skipped)
         self.previous_skipped = None
+        self._beat("saving", now=True)
         if self.recorder is not None:
-            self._beat("saving", now=True)
             saved = self._write_checkpoint(self.recorder)
             self.save_s = saved.seconds
             self._log_event("checkpoint", seconds=saved.seconds, bytes=saved.bytes, file=saved.path.name)
@@ -403,6 +409,7 @@ class Trainer:
     @precision.allow_nondeterministic_operators()
     def _score_test_sets(self) -> None:
         """Score the test sets with the final weights; if there are none, validation if the job has report figures."""
+        self._beat("evaluating", now=True)  # loading the final weights may take long, too
         tests = [name for name in self.context.splits if name not in (TRAIN, VALIDATION)]
         has_figures = type(self.context.module).report_figures is not TrainModule.report_figures
         for name in tests or ([VALIDATION] if has_figures and VALIDATION in self.context.splits else []):

@@ -24,7 +24,7 @@ export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
 export PYTHONPATH=/shared/runs/fingerprint_1m/NEW/code
 export TRAINYARD_RUN=/shared/runs/fingerprint_1m/NEW
 export TRAINYARD_SCRATCH="/local/$SLURM_JOB_ID"
-export TRAINYARD_LIMITS='preempted=1000 time_limit=100 node_failure=10 crash=2 disk_full=30' TRAINYARD_SIGNAL_S=120
+export TRAINYARD_LIMITS='preempted=1000 time_limit=100 node_failure=10 crash=2 hung=5 disk_full=30' TRAINYARD_SIGNAL_S=120
 export TRAINYARD_REQUEUE_S=900
 source /shared/runs/fingerprint_1m/NEW/slurm/attempt.sh begin
 
