@@ -23,6 +23,9 @@ def add(verbs: Any) -> None:
     write.add_argument(
         "--protocol", type=Path, help="utterances to write, in this order; asv2019 needs it for the keys"
     )
+    write.add_argument(
+        "--negate", action="store_true", help="change the sign of each score, for tools in which high means spoofed"
+    )
     write.set_defaults(command=_write_score_file)
 
     bench = verbs.add_parser("bench-frontends", help="compare features on the device with librosa in the loader")
@@ -75,11 +78,15 @@ def _write_score_file(args: argparse.Namespace) -> int:
             f"{args.table}: {len(missing)} of the {len(trials)} utterances of {args.protocol} have no score, "
             f"for example {missing[0]}. Predict the whole folder: trainyard predict RUN FOLDER OUT.csv"
         )
+    sign = -1.0 if args.negate else 1.0
     lines = [
-        scores.Line(trial.utterance, score_by_name[trial.utterance], trial.bonafide, trial.attack) for trial in trials
+        scores.Line(trial.utterance, sign * score_by_name[trial.utterance], trial.bonafide, trial.attack)
+        for trial in trials
     ]
     scores.write(args.out, lines, form=args.form)
     print(f"{args.out}: {len(lines):,} scores in the {args.form} format. Check it: trainyard score-check {args.out}")
+    if args.negate:
+        print("High means spoofed in this file; the challenges, and score-check, expect that high means bona fide.")
     return 0
 
 

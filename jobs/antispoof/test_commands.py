@@ -223,6 +223,27 @@ def test_predictions_become_an_official_score_file_in_the_order_of_the_protocol(
         run_verb("score-file", str(table), str(out), "--protocol", str(keys))
 
 
+def test_negated_scores_are_those_of_the_table_with_the_other_sign_and_said_to_be_inverted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table, keys = tmp_path / "out.csv", write_lines(tmp_path / "keys.txt", *KEYS)
+    with table.open("w", newline="", encoding="utf-8") as file:
+        write_table(
+            file, ["utterance", "score"], [{"utterance": f"U_{i}", "score": (i % 2) - 0.25} for i in range(1, 5)]
+        )
+    for form in scores.FORMATS:
+        plain, negated = (tmp_path / f"{name}-{form}.txt" for name in ("plain", "negated"))
+        typed = [str(table), "--form", form, "--protocol", str(keys)]
+        assert run_verb("score-file", typed[0], str(plain), *typed[1:]) == 0
+        assert "High means spoofed" not in capsys.readouterr().out
+        assert run_verb("score-file", typed[0], str(negated), *typed[1:], "--negate") == 0
+        assert "High means spoofed in this file" in capsys.readouterr().out
+        assert [line.score for line in scores.read(negated)[1]] == [-line.score for line in scores.read(plain)[1]]
+        assert run_verb("score-check", str(plain), "--protocol", str(keys)) == 0
+        assert run_verb("score-check", str(negated), "--protocol", str(keys)) == 1
+        assert "inverted: high must mean bona fide" in capsys.readouterr().out
+
+
 def test_the_librosa_benchmark_without_librosa_says_how_to_install_it(tmp_path: Path) -> None:
     with pytest.raises(
         UserError, match=r"not an environment with librosa\. Create one: python3 -m venv \.venv-librosa"
