@@ -1,4 +1,4 @@
-"""Commands of the family: overfit a few tiles, and time its parts against those of the reference."""
+"""Commands of the family: write COCO results, overfit a few tiles, and time its parts against the reference's."""
 
 import argparse
 from pathlib import Path
@@ -6,7 +6,19 @@ from typing import Any
 
 
 def add(verbs: Any) -> None:
-    """Add `tinydet-overfit` and `tinydet-bench` to trainyard's commands."""
+    """Add `coco-results`, `tinydet-overfit` and `tinydet-bench` to trainyard's commands."""
+    verb = verbs.add_parser(
+        "coco-results", help="turn the table of `trainyard predict` into a JSON file of results for COCO's evaluator"
+    )
+    verb.add_argument("table", type=Path, help="CSV that `trainyard predict` wrote")
+    verb.add_argument("out", type=Path, help="JSON file to write")
+    verb.add_argument(
+        "--annotations",
+        type=Path,
+        required=True,
+        help="COCO file with the ids of images and categories; it needs no annotations: image_info_test-dev2017",
+    )
+    verb.set_defaults(command=_write_results)
     verb = verbs.add_parser(
         "tinydet-overfit", help="overfit a few tiles with each variant, and compare the learning curves"
     )
@@ -31,6 +43,16 @@ def add(verbs: Any) -> None:
     )
     verb.add_argument("--results", type=Path, default=Path("benchmarks"), help="folder of the result file")
     verb.set_defaults(command=_bench)
+
+
+def _write_results(args: argparse.Namespace) -> int:
+    from .results import write_results
+
+    count, missing = write_results(args.table, args.out, args.annotations)
+    print(f"{count:,} detections are in {args.out}")
+    if missing:
+        print(f"{len(missing):,} images of {args.annotations} are not in the table, such as {missing[0]}.")
+    return 0
 
 
 def _overfit(args: argparse.Namespace) -> int:

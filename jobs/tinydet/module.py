@@ -95,6 +95,7 @@ def build(config: Config, data: DataInfo) -> "TinyDet":
         box_settings=config.boxes,
         evaluation=config.evaluation,
         loader_norm=(image.mean, image.std),
+        packed_scale=config.packing.scale,
         categories=artifacts.categories,
         data=data,
     )
@@ -245,6 +246,7 @@ class TinyDet(TrainModule):
     Args:
         objects_per_sample: by which the losses of each sample are divided; None: by the actual number of objects.
         loader_norm: mean and std that the loader has applied.
+        packed_scale: factor by which packing scaled the images: tables of predictions are in pixels of the files.
         data: for `score` and `report_figures`: the objects, and the positions of tiles in images.
     """
 
@@ -261,12 +263,14 @@ class TinyDet(TrainModule):
         box_settings: BoxSettings,
         evaluation: EvaluationSettings,
         loader_norm: tuple[float, float],
+        packed_scale: float,
         categories: list[str],
         data: DataInfo,
     ) -> None:
         super().__init__()
         self.network, self.model, self.terms = network, model, terms
         self.objects_per_sample, self.loader_norm, self.categories = objects_per_sample, loader_norm, categories
+        self.packed_scale = packed_scale
         self.photometric, self.boxes, self.evaluation = photometric_settings, box_settings, evaluation
         self.data: Callable[[], DataInfo] = lambda: data  # a function: copying the module must not copy open files
         self.register_buffer("mean", torch.tensor(MEAN).view(1, 3, 1, 1), persistent=False)
@@ -425,8 +429,8 @@ class TinyDet(TrainModule):
     def prediction_rows(self, rows: Rows, keys: Sequence[str]) -> Iterator[dict[str, object]]:
         """Yield a line for each sample: its position in its image, and its detections as JSON.
 
-        A detection is [category, score, x1, y1, x2, y2] in pixels of the whole image. One that two tiles share is in
-        the line of only one of them.
+        A detection is [category, score, x1, y1, x2, y2] in pixels of the whole image file. One that two tiles share is
+        in the line of only one of them. Tiles have their places in the image as packed (`packing.scale`).
         """
         places = [parse_key(key) for key in keys]
         names, x, y = (np.array(column) for column in zip(*places, strict=True))
@@ -434,7 +438,7 @@ class TinyDet(TrainModule):
         for tiles in _group_by_code(np.unique(names, return_inverse=True)[1]):
             boxes, scores, labels, row = self._merge_tiles(rows, tiles, x, y)
             for box, score, label, owner in zip(boxes.tolist(), scores.tolist(), labels.tolist(), row, strict=True):
-                corners = [round(value, 2) for value in box]
+                corners = [round(value / self.packed_scale, 2) for value in box]
                 lines[owner].append([self.categories[label], round(score, 4), *corners])
         for (name, left, top), detections in zip(places, lines, strict=True):
             yield {"picture": name, "tile_x": left, "tile_y": top, "detections": json.dumps(detections)}
