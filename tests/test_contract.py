@@ -4,6 +4,8 @@ import csv
 import importlib
 import io
 import os
+import re
+import shlex
 import shutil
 import signal
 from dataclasses import fields
@@ -17,11 +19,13 @@ from PIL import Image
 
 from tests.training import find_differences, load_state, new_run, read_run_metrics, start, train, wait_for_lines
 from trainyard import config as configs
+from trainyard import scoring
 from trainyard.cli import main
 from trainyard.data.loader import MicroBatch
 from trainyard.data.prepare import prepare_data
 from trainyard.data.shards import Audio, Ragged, ShardSet
 from trainyard.settings import TrainConfig
+from trainyard.tools.embeddings import CHECKPOINT, open_embeddings, write_embeddings
 from trainyard.train.module import DataInfo, TrainModule
 from trainyard.train.step import TrainState, make_optimizer, train_step
 
@@ -215,7 +219,74 @@ def test_a_family_that_predicts_does_so_from_a_checkpoint_alone(family, cache, t
     samples = list(pack.unlabelled(raw, config, ShardSet(Path(config.data.path)).artifacts))
     assert main(["predict", str(run), str(raw), str(tmp_path / "out.csv"), "--jobs", str(JOBS)]) == 0
     with (tmp_path / "out.csv").open(newline="") as file:
-        assert len(list(csv.DictReader(file))) == len(samples) > 10
+        lines = list(csv.DictReader(file))
+    module = configs.load_family(JOBS, family, "module")
+    kind = next(v for v in vars(module).values() if isinstance(v, type) and v.__module__ == module.__name__
+                and issubclass(v, TrainModule))  # fmt: skip
+    assert (kind.select_embeddings is TrainModule.select_embeddings) == (
+        kind.select_pair_scores is TrainModule.select_pair_scores
+    )
+    if kind.select_embeddings is TrainModule.select_embeddings:
+        assert len(lines) == len(samples) > 10
+        assert main(["embed", str(run), str(raw), str(tmp_path / "a.npz"), "--jobs", str(JOBS)]) == 2
+        assert f"{family} has no embeddings" in capsys.readouterr().err
+        return
+    assert len(lines) == len(samples) * (len(samples) - 1) // 2 > 45
+    check_embeddings(run, raw, lines, tmp_path, capsys)
+
+
+def check_embeddings(run: Path, raw: Path, pairs: list[dict[str, str]], out: Path, capsys) -> None:
+    """Check that embed, compare, search and listed pairs give the scores of `predict`, with or without the data."""
+
+    def type_line(*words: object) -> str:
+        code = main([*map(str, words), "--jobs", str(JOBS)])
+        shown = capsys.readouterr()
+        assert code == 0, shown.err
+        return shown.out
+
+    path = out / "all.safetensors"
+    assert f"next: trainyard search {run} PROBES {path}" in type_line("embed", run, raw, path, "--identity", "(.+)")
+    found = open_embeddings(path)
+    index = {key: i for i, key in enumerate(found.keys)}
+    for pair in pairs[:: len(pairs) // 20]:
+        score = scoring.compare_embeddings(*(found.vectors[[index[pair[name]]]] for name in ("one", "other")))
+        assert float(pair["score"]) == score[0]
+    one, other = pairs[0]["one"], pairs[0]["other"]
+    shown = type_line("compare", run, raw / one, raw / other, "--fmr", "0.5")
+    score, threshold = (float(line.split()[1]) for line in shown.splitlines()[:2])
+    # Batches of another size may sum in another order.
+    assert score == pytest.approx(float(pairs[0]["score"]), abs=1e-5)
+    assert ("verdict    match" in shown) == (score >= threshold) or score == threshold, "printed to six digits"
+    assert "impostor trials (" in shown
+    (run / "validation_scores.safetensors").unlink()  # as of an older version
+    assert main(["compare", str(run), str(raw / one), str(raw / other), "--jobs", str(JOBS)]) == 2
+    assert f"writes them: trainyard resume {run}" in capsys.readouterr().err
+    assert train(run, jobs=JOBS) == 0  # what resume does
+    capsys.readouterr()
+    assert type_line("compare", run, raw / one, raw / other, "--fmr", "0.5") == shown
+    assert main(["compare", str(run), str(raw / one), str(raw / other), "--fmr", "1e-9", "--jobs", str(JOBS)]) == 2
+    command = re.search("type (trainyard compare .*)", capsys.readouterr().err)
+    assert command is not None and "verdict" in type_line(*shlex.split(command[1])[1:])
+    (out / "pairs.csv").write_text(f"one,other\n{other},{one}\n")
+    assert "1 pair is" in type_line("predict", run, raw, out / "two.csv", "--pairs", out / "pairs.csv")
+    assert (out / "two.csv").read_text().splitlines()[1] == f"{other},{one},{pairs[0]['score']}"
+    (out / "pairs.csv").write_text(f"one,other\n{other},x{one}\n")
+    typed = ["predict", str(run), str(raw), str(out / "no.csv"), "--pairs", str(out / "pairs.csv"), "--jobs", str(JOBS)]
+    assert main(typed) == 2 and f"'x{one}' is no sample of the raw folder. Nearest: " in capsys.readouterr().err
+    shown = type_line("search", run, path, path, "--top", 2, "--out", out / "found.csv")
+    assert f"{len(index):,} probes in {len(index):,} gallery rows, the best 2 of each" in shown
+    with (out / "found.csv").open(newline="") as file:
+        lines = [line for line in csv.DictReader(file) if line["probe"] == one and line["rank"] == "1"]
+    own = {p["one"] + p["other"]: float(p["score"]) for p in pairs if one in (p["one"], p["other"])}
+    assert (
+        float(lines[0]["score"])
+        == max(own.values())
+        == own.get(one + lines[0]["gallery"], own.get(lines[0]["gallery"] + one))
+    )
+    assert "rank 1" not in type_line("search", run, raw / one, path, "--top", 3)
+    write_embeddings(out / "b.safetensors", [found.vectors], found.keys, identities=None, metadata={CHECKPOINT: "0"})
+    assert main(["search", str(run), str(out / "b.safetensors"), str(path), "--jobs", str(JOBS)]) == 2
+    assert f"Embed the files again: trainyard embed {run} FOLDER" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -312,6 +312,11 @@ def _refuse_repeated_impressions(raw: Path, prints: Iterable[Print]) -> None:
             )
 
 
+def find_set_dpi(options: Sequence[str], name: str) -> int:
+    """Return the resolution that `packing.dpi_of_sets` states for a set; 0 if it names only others."""
+    return _match_dpi([one for one in options if fnmatchcase(name, one.rpartition(":")[0])], [name]).get(name, 0)
+
+
 def _match_dpi(options: Sequence[str], sets: Sequence[str]) -> dict[str, int]:
     """Return the resolution of each set that `packing.dpi_of_sets` names."""
     found: dict[str, int] = {}

@@ -28,6 +28,7 @@ def build(config: Config, data: DataInfo) -> "FingerprintModule":
         UserError: the image is too small for the network, or `model.blocks` is not three counts.
     """
     model, image = config.model, config.image
+    finger = data.columns.get("finger", np.empty(0, dtype=np.int64))  # none: to embed prints of unknown fingers
     if min(image.height_px, image.width_px) < SMALLEST_INPUT_PX:
         raise UserError(
             f"image.height_px={image.height_px} image.width_px={image.width_px}: the network halves an image five "
@@ -49,8 +50,8 @@ def build(config: Config, data: DataInfo) -> "FingerprintModule":
     return FingerprintModule(
         network,
         embedding_dims=model.embedding_dims,
-        finger_codes=np.unique(data.columns["finger"][data.train_ids]),
-        vocabulary_size=len(data.vocabulary["finger"]),
+        finger_codes=np.unique(finger[data.train_ids]),
+        vocabulary_size=len(data.vocabulary.get("finger", ())),
         head=config.head,
         seed=config.seed,
         global_batch_size=config.global_batch_size,
@@ -85,6 +86,7 @@ class FingerprintModule(TrainModule):
 
     monitor = ("eer_all_pairs", "min")
     tie_breaks = (("d_prime", "max"),)  # the rate is 0 for every separation without an overlap
+    training_only = ("class_of_code", "directions", "centres.")
 
     def __init__(
         self,
@@ -151,13 +153,9 @@ class FingerprintModule(TrainModule):
         return self.margin * (samples_seen.float() / self.margin_warmup_samples).clamp(max=1)
 
     def predict(self, batch: Batch) -> dict[str, Tensor]:
-        """Return the embeddings (B, D) float32 with sample id, finger and impression."""
-        return {
-            "embedding": self.network(batch["image"]),
-            "sample_id": batch["sample_id"],
-            "finger": batch["finger"],
-            "impression": batch["impression"],
-        }
+        """Return the embeddings (B, D) float32 with sample id and, where they are known, finger and impression."""
+        rows = {"embedding": self.network(batch["image"]), "sample_id": batch["sample_id"]}
+        return rows | {name: batch[name] for name in ("finger", "impression") if name in batch}
 
     def score(self, rows: Rows) -> dict[str, float]:
         """Return verification metrics in 0..1, with 95 % intervals as `Intervals.to_metrics` names them.
@@ -181,10 +179,22 @@ class FingerprintModule(TrainModule):
             metrics["impostors" + suffix] = len(protocol_pairs.impostor)
         return metrics | {"fingers": len(np.unique(rows["finger"][kept])), "genuine": len(pairs.genuine)}
 
+    def select_embeddings(self, rows: Rows) -> np.ndarray:
+        """Return the embeddings, which are compared by their cosine."""
+        return rows["embedding"]
+
+    def select_pair_scores(self, rows: Rows) -> dict[str, np.ndarray]:
+        """Return the scores of genuine pairs, of all cross-finger pairs, and of those of the FVC protocol."""
+        pairs, is_fvc = self._score_subsample(rows)
+        return {"genuine": pairs.genuine, "all_pairs": pairs.impostor, "fvc": pairs.impostor[is_fvc]}
+
+    def _score_subsample(self, rows: Rows) -> tuple[scoring.Pairs, np.ndarray]:
+        kept = subsample_fingers(rows["finger"], self.evaluation.impostors_max)
+        return score_pairs(*(rows[name][kept] for name in ("embedding", "finger", "impression")))
+
     def report_figures(self, rows: Rows) -> dict[str, bytes]:
         """Return the score histogram of genuine and impostor pairs, and their error trade-off."""
-        kept = subsample_fingers(rows["finger"], self.evaluation.impostors_max)
-        pairs, _ = score_pairs(*(rows[name][kept] for name in ("embedding", "finger", "impression")))
+        pairs, _ = self._score_subsample(rows)
         kinds = {"genuine": pairs.genuine, "impostor": pairs.impostor}
         return {
             "Scores by kind of pair": score_figures.draw_score_histogram(kinds, x_label="cosine"),

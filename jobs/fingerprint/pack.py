@@ -2,7 +2,7 @@
 
 import hashlib
 import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
@@ -12,6 +12,7 @@ from loguru import logger
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
+from trainyard.data.raw import list_files
 from trainyard.data.shards import BadRecord, Loaded, Sample
 from trainyard.data.write_shard import open_image
 from trainyard.errors import UserError
@@ -19,11 +20,11 @@ from trainyard.text import join_names
 
 from .config import Config, SplitSettings
 from .index_csv import DPI_RANGE
-from .listing import Listing, describe_listing, find_doubts, list_prints
+from .listing import SUFFIXES, describe_listing, find_doubts, find_set_dpi, list_prints
 from .synthesis import synthesize
 from .wsq_images import WSQ_START, can_decode_wsq, decode_wsq
 
-__all__ = ["log_reading", "samples", "splits", "synthesize"]
+__all__ = ["log_reading", "samples", "splits", "synthesize", "unlabelled"]
 
 ORIENTATION = 0x0112  # the EXIF tag; 1 is upright
 BLOCK_PX = 8  # cell size of the search for the print, at 500 dpi: about one ridge
@@ -40,7 +41,7 @@ def samples(raw: Path, config: Config) -> Iterator[Sample]:
         UserError: as `list_prints`; or there are WSQ files, and their decoder is not installed.
     """
     listing = list_prints(raw, config.packing)
-    _refuse_wsq_without_decoder(listing)
+    _refuse_wsq_without_decoder([one.path for one in listing.prints])
     for one in listing.prints:
         yield Sample(
             key=one.path,
@@ -65,6 +66,26 @@ def samples(raw: Path, config: Config) -> Iterator[Sample]:
         yield Sample(key=path, load=partial(_refuse, reason), source=raw / path)
 
 
+def unlabelled(raw: Path, config: Config, artifacts: Mapping[str, str]) -> Iterator[Sample]:
+    """Yield every image in a folder and below it, or the file `raw` itself, whatever its name.
+
+    Its folder below `raw` is its set, as for `packing.dpi_of_sets`.
+    """
+    paths = [raw] if raw.is_file() else list_files(raw, SUFFIXES)
+    _refuse_wsq_without_decoder([path.name for path in paths])
+    for path in paths:
+        key = raw.name if path == raw else path.relative_to(raw).as_posix()
+        loader = partial(
+            load,
+            path,
+            stated_dpi=find_set_dpi(config.packing.dpi_of_sets, key.rpartition("/")[0].partition("/")[0]),
+            default_dpi=config.packing.dpi,
+            region_px=config.packing.region_px,
+            fill=config.image.fill,
+        )
+        yield Sample(key, loader, source=path)
+
+
 def log_reading(raw: Path, config: Config) -> None:
     """Log how a raw folder is read: five examples, what is not read, and what looks wrong."""
     listing = list_prints(raw, config.packing)
@@ -74,8 +95,8 @@ def log_reading(raw: Path, config: Config) -> None:
         logger.warning("{}", doubt)
 
 
-def _refuse_wsq_without_decoder(listing: Listing) -> None:
-    wsq = [one.path for one in listing.prints if one.path.lower().endswith(".wsq")]
+def _refuse_wsq_without_decoder(names: Sequence[str]) -> None:
+    wsq = [name for name in names if name.lower().endswith(".wsq")]
     if wsq and not can_decode_wsq():
         raise UserError(
             f"WSQ files are here ({join_names(wsq, most=3)}), but no decoder is installed. In a checkout, type "

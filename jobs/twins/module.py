@@ -52,13 +52,16 @@ def build(config: Config, data: DataInfo) -> "TwinsModule":
     )
     if model.weights:
         load_weights(network, model.weights)
-    evaluation_set = protocol.EvaluationSet.from_columns(data.columns, data.vocabulary)
-    counts = ", ".join(f"{evaluation_set.pairs.count(kind)} {name}" for kind, name in enumerate(protocol.KINDS))
-    logger.info("evaluation pairs: {}; sha256 {}", counts, evaluation_set.pairs.compute_sha256()[:16])
+    evaluation_set, person = protocol.EvaluationSet.make_empty(), np.empty(0, dtype=np.int64)
+    if data.columns:  # none: to embed faces of unknown people
+        evaluation_set = protocol.EvaluationSet.from_columns(data.columns, data.vocabulary)
+        person = data.columns["person"]
+        counts = ", ".join(f"{evaluation_set.pairs.count(kind)} {name}" for kind, name in enumerate(protocol.KINDS))
+        logger.info("evaluation pairs: {}; sha256 {}", counts, evaluation_set.pairs.compute_sha256()[:16])
     return TwinsModule(
         network,
-        person_codes=np.unique(data.columns["person"][data.train_ids]),
-        vocabulary_size=len(data.vocabulary["person"]),
+        person_codes=np.unique(person[data.train_ids]),
+        vocabulary_size=len(data.vocabulary.get("person", ())),
         head=config.head,
         twin_share=model.pwca_twin_share,
         evaluation_set=evaluation_set,
@@ -78,6 +81,7 @@ class TwinsModule(TrainModule):
         evaluation_set: the evaluation pairs.
     """
 
+    training_only = ("class_of_code", "directions.")
     class_of_code: Tensor
     threshold: Tensor
     hard_twin: Tensor
@@ -204,6 +208,19 @@ class TwinsModule(TrainModule):
                 if math.isfinite(threshold):
                     metrics[f"accuracy_{name}"] = protocol.accuracy(same, impostor, threshold)
         return metrics
+
+    def select_embeddings(self, rows: Rows) -> np.ndarray:
+        """Return the embeddings, which are compared by their cosine."""
+        return rows["embedding"]
+
+    def select_pair_scores(self, rows: Rows) -> dict[str, np.ndarray]:
+        """Return the scores of pairs of one person, and of each kind of impostor; first the kind that decides."""
+        scores = self.evaluation_set.score_pairs(rows["embedding"], rows["sample_id"])
+        decides = self.evaluation_set.deciding_impostor
+        kinds = [decides, protocol.TWIN + protocol.RANDOM - decides]
+        found = {protocol.KINDS[kind]: scores.select_kinds(kind).score for kind in kinds}
+        same = scores.select_kinds(protocol.SAME).score
+        return {"genuine": same} | {name: values for name, values in found.items() if len(values)}
 
     def report_figures(self, rows: Rows) -> dict[str, bytes]:
         """Return the score histogram of each kind of pair, and the error trade-off against each kind of impostor."""

@@ -8,15 +8,16 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageOps
 
+from trainyard.data.raw import list_files
 from trainyard.data.shards import BadRecord, Loaded, Sample
 from trainyard.data.write_shard import open_image
 
 from . import protocol
 from .config import Config
-from .listing import SETS, SplitRule, read_people
+from .listing import SETS, SUFFIXES, SplitRule, read_people
 from .synthesis import synthesize
 
-__all__ = ["samples", "splits", "synthesize"]
+__all__ = ["samples", "splits", "synthesize", "unlabelled"]
 
 ORIENTATION = 0x0112  # the EXIF tag; 1 is upright
 
@@ -55,6 +56,14 @@ def samples(raw: Path, config: Config) -> Iterator[Sample]:
             },
             source=image.path,
         )
+
+
+def unlabelled(raw: Path, config: Config, artifacts: Mapping[str, str]) -> Iterator[Sample]:
+    """Yield every image in a folder and below it, or the file `raw` itself, of whomever it is."""
+    rule = config.packing
+    for path in [raw] if raw.is_file() else list_files(raw, SUFFIXES):
+        key = raw.name if path == raw else path.relative_to(raw).as_posix()
+        yield Sample(key, partial(load, path, rule.min_side_px, rule.aspect_max), source=path)
 
 
 def load(path: Path | None, min_side_px: int, aspect_max: float) -> Loaded:

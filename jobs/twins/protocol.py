@@ -132,6 +132,12 @@ class EvaluationSet:
         set_names = np.array(vocabulary["set"])[columns["set"]]
         return cls(PairList.read(columns, vocabulary), columns["family"], set_names == "val")
 
+    @classmethod
+    def make_empty(cls) -> "EvaluationSet":
+        """Return the evaluation set of no images."""
+        none = np.empty(0, dtype=np.int64)
+        return cls(PairList(none, none, none), none, none.astype(bool))
+
     @property
     def deciding_impostor(self) -> int:
         """The kind of impostor that selects the checkpoint: twins, or strangers if validation has no twins."""

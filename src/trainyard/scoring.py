@@ -35,6 +35,15 @@ class EqualErrorRate:
 
 
 @dataclass(frozen=True)
+class OperatingPoint:
+    """A threshold, and the share of impostor pairs accepted and of genuine pairs rejected with it."""
+
+    threshold: float
+    fmr: float
+    fnmr: float
+
+
+@dataclass(frozen=True)
 class ErrorRates:
     """Both error rates at every threshold that changes them: each score once, ascending, then infinity (accept none).
 
@@ -55,9 +64,14 @@ class ErrorRates:
         a, b = float(self.fmr[k]), float(self.fnmr[k])
         return EqualErrorRate((a + b) / 2, min(a, b), max(a, b), float(self.thresholds[k]))
 
+    def find_point_at_fmr(self, limit: float) -> OperatingPoint:
+        """Return the lowest threshold with FMR <= `limit`, which has the lowest FNMR; it may be infinite."""
+        k = bisect_left(range(len(self.fmr)), True, key=lambda k: self.fmr[k] <= limit)
+        return OperatingPoint(float(self.thresholds[k]), float(self.fmr[k]), float(self.fnmr[k]))
+
     def fnmr_at_fmr(self, limit: float) -> float:
         """Return the lowest FNMR with FMR <= `limit`: FMR100 is 0.01, FMR1000 is 0.001, ZeroFMR is 0."""
-        return float(self.fnmr[bisect_left(range(len(self.fmr)), True, key=lambda k: self.fmr[k] <= limit)])
+        return self.find_point_at_fmr(limit).fnmr
 
     def tar_at_far(self, limit: float) -> float:
         """Return the share of genuine pairs accepted at the best threshold with FMR <= `limit`."""
@@ -79,6 +93,26 @@ def compute_error_rates(genuine: ArrayLike, impostor: ArrayLike) -> ErrorRates:
     genuine, impostor = _check_pair_scores("genuine", genuine), _check_pair_scores("impostor", impostor)
     counter = _Counter(genuine, impostor)
     return counter.compute_rates(np.ones(len(genuine), np.int64), np.ones(len(impostor), np.int64))
+
+
+def compute_smallest_rate(trials: int) -> float:
+    """Return the lowest error rate that so many independent trials can establish: without any error in n trials, the
+    true rate is at most 3 / n with 95 % confidence, because (1 - 3 / n)**n is about exp(-3) = 0.05.
+
+    The Rule of 3, ISO/IEC 19795-1:2006, annex B.1. Trials that share a sample are not independent and establish less.
+    """
+    return min(1.0, 3 / trials) if trials else 1.0
+
+
+def compare_embeddings(one_ND: ArrayLike, other_ND: ArrayLike) -> Floats:
+    """Return the inner product of each row of one with the same row of the other, (N,) float64.
+
+    Of unit-length rows it is their cosine. Products of float32 are exact in float64, and each row is summed in the
+    same order whatever N is, so a pair has one score wherever it is computed.
+    """
+    product: Floats = np.asarray(one_ND, dtype=np.float64) * np.asarray(other_ND, dtype=np.float64)
+    scores: Floats = product.sum(axis=1)
+    return scores
 
 
 def d_prime(genuine: ArrayLike, impostor: ArrayLike) -> float:

@@ -35,17 +35,19 @@ def write_table(
         table.writerow([_protect(row.get(name, "")) for name in columns])
 
 
-def read_table(path: Path, *, columns: Sequence[str] = ()) -> Iterator[dict[str, str]]:
+def read_table(path: Path, *, columns: Sequence[str] = (), remedy: str = "") -> Iterator[dict[str, str]]:
     """Yield the rows of a table that `write_table` wrote, with every text as it was before.
 
     Args:
         columns: that the table must have.
+        remedy: what to do to get such a table, for the errors; "": it comes from `trainyard predict`.
 
     Raises:
         UserError: the file is missing, not UTF-8 or not CSV, lacks a column, or a row has too many or too few fields.
     """
     if not path.is_file():
-        raise UserError(f"{path}: no such file. Write it first: trainyard predict RUN RAW {path}")
+        raise UserError(f"{path}: no such file. {remedy or f'Write it first: trainyard predict RUN RAW {path}'}")
+    remedy = remedy or _WRITE_ANOTHER
     csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # a cell of detections may exceed csv's default of 128 KiB
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
@@ -53,18 +55,17 @@ def read_table(path: Path, *, columns: Sequence[str] = ()) -> Iterator[dict[str,
             names = [_restore(name) for name in next(table, [])]
             if missing := [name for name in columns if name not in names]:
                 raise UserError(
-                    f"{path}: no column {', '.join(missing)}; it has: {', '.join(names) or 'none'}. {_WRITE_ANOTHER}"
+                    f"{path}: no column {', '.join(missing)}; it has: {', '.join(names) or 'none'}. {remedy}"
                 )
             for cells in table:
                 if len(cells) == len(names):
                     yield dict(zip(names, map(_restore, cells), strict=True))
                 elif cells:
                     raise UserError(
-                        f"{path}, line {table.line_num}: {len(cells)} fields, the header has {len(names)}. "
-                        f"{_WRITE_ANOTHER}"
+                        f"{path}, line {table.line_num}: {len(cells)} fields, the header has {len(names)}. {remedy}"
                     )
     except (UnicodeDecodeError, csv.Error) as error:
-        raise UserError(f"{path}: not a CSV table in UTF-8 ({error}). {_WRITE_ANOTHER}") from None
+        raise UserError(f"{path}: not a CSV table in UTF-8 ({error}). {remedy}") from None
 
 
 def _protect(value: object) -> object:

@@ -16,8 +16,8 @@ from loguru import logger
 
 from trainyard import __version__
 from trainyard import config as configs
-from trainyard.cli import bandwidth, cluster, gc, train
-from trainyard.cli.verb import Parser, Verbs, add_trust_option, add_verb, find_project_folder
+from trainyard.cli import bandwidth, cluster, gc, train, use
+from trainyard.cli.verb import Parser, Verbs, add_verb, find_project_folder
 from trainyard.errors import UserError
 from trainyard.files import report_full_disk
 from trainyard.hardware import set_openmp_wait_policy
@@ -120,7 +120,7 @@ def _build_parser(argv: Sequence[str]) -> tuple[argparse.ArgumentParser, Verbs]:
         _add_verify,
         _add_ckpt,
         _add_report,
-        _add_predict,
+        use.add_commands,
         _add_bench,
         _add_gpu_check,
         cluster.add_commands,
@@ -266,25 +266,6 @@ def _write_report(args: argparse.Namespace) -> int:
     run = runs.resolve_run(args.run, args.runs)
     report = write_report(run)
     print(format_summary(run, next_commands=[f"open {report}"]))
-    return 0
-
-
-def _add_predict(verbs: Verbs) -> None:
-    verb = add_verb(verbs, "predict", _predict, "write a run's predictions for new raw files to a CSV file")
-    verb.add_argument("run", help="its folder, or a job for that job's newest run")
-    verb.add_argument("raw", type=Path, help="new raw files of the job, unlabelled")
-    verb.add_argument("out", type=Path, help="CSV file to write")
-    add_trust_option(verb)
-
-
-def _predict(args: argparse.Namespace) -> int:
-    from trainyard.tools.predict import predict
-
-    run = runs.resolve_run(args.run, args.runs)
-    if args.jobs.resolve().is_relative_to(run.resolve()):  # typed there: ./jobs is the run's
-        cluster.require_trust([run], args, here=True)
-    count = predict(run, args.raw, args.out, args.jobs)
-    print(f"{count:,} predictions are in {args.out}")
     return 0
 
 

@@ -1,7 +1,7 @@
 """Evaluation: predict on every rank, gather the rows once, and score the whole set."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 
 import numpy as np
@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from trainyard.data.loader import Loader
+from trainyard.runs.pair_scores import write_pair_scores
 from trainyard.train import distributed
 from trainyard.train.data_parallel import share_saved_buffers
 from trainyard.train.module import Rows, TrainModule
+from trainyard.train.run_context import TRAIN, VALIDATION, RunContext
 
 SAMPLE_ID = "sample_id"
 _UNFINISHED_COPIES = 2  # batches whose rows may still be on their way to the host while the next one is computed
@@ -29,26 +31,76 @@ def evaluate(
 ) -> dict[str, float]:
     """Score a module on the samples `ids`; every rank takes part and gets the metrics.
 
-    All ranks score what a checkpoint of the module has: its buffers become rank 0's. Afterwards the module is in the
-    mode (training or evaluation) in which it was.
-
     Args:
         save_figures: called on rank 0 with the module's report figures of this set.
         progress: called with the number of samples of each batch that is done.
     """
-    was_training = module.training
-    share_saved_buffers(module)
-    own_rows = _predict_share(module, loader, ids, batch_size=batch_size, autocast=autocast, progress=progress)
-    module.train(was_training)
-    parts = distributed.gather_to_rank0(own_rows)
+    rows = gather_rows(module, loader, ids, batch_size=batch_size, autocast=autocast, progress=progress)
     metrics = None
-    if parts is not None:
-        rows = _join_rows([row for part in parts for row in part], ids)
+    if rows is not None:
         metrics = {name: float(value) for name, value in module.score(rows).items()}
         if save_figures is not None:
             save_figures(module.report_figures(rows))
     result: dict[str, float] = distributed.broadcast_from_rank0(metrics)
     return result
+
+
+def gather_rows(
+    module: TrainModule,
+    loader: Loader,
+    ids: np.ndarray,
+    *,
+    batch_size: int,
+    autocast: Callable[[], AbstractContextManager[None]],
+    progress: Callable[[int], object] = lambda samples: None,
+) -> Rows | None:
+    """Return the module's rows of the samples `ids` on rank 0, and None on the others; every rank takes part.
+
+    All ranks predict with what a checkpoint of the module has: its buffers become rank 0's. Afterwards the module is
+    in the mode (training or evaluation) in which it was.
+    """
+    was_training = module.training
+    share_saved_buffers(module)
+    parts_of_share = predict_batches(module, loader, ids, batch_size=batch_size, autocast=autocast, progress=progress)
+    own_rows = list(parts_of_share)
+    module.train(was_training)
+    parts = distributed.gather_to_rank0(own_rows)
+    return None if parts is None else _join_rows([row for part in parts for row in part], ids)
+
+
+def list_final_sets(context: RunContext) -> tuple[list[str], bool]:
+    """Return the sets that the final weights are scored on, and whether the scores of validation pairs are stored.
+
+    These are the test sets; without one, validation if the job has report figures. Jobs that compare samples have
+    pairs.
+    """
+    kind, splits = type(context.module), context.splits
+    names = [name for name in splits if name not in (TRAIN, VALIDATION)]
+    if not names and VALIDATION in splits and kind.report_figures is not TrainModule.report_figures:
+        names = [VALIDATION]
+    return names, VALIDATION in splits and kind.select_pair_scores is not TrainModule.select_pair_scores
+
+
+def store_pair_scores(
+    context: RunContext,
+    module: TrainModule,
+    loader: Loader,
+    *,
+    step: int,
+    autocast: Callable[[], AbstractContextManager[None]],
+    progress: Callable[[int], object],
+) -> None:
+    """Write the scores of the validation pairs into the run; every rank takes part. Costs one evaluation.
+
+    Args:
+        module: has the weights of training step `step`.
+    """
+    ids, batch_size = context.splits[VALIDATION], context.config.eval_batch_size
+    rows = gather_rows(module, loader, ids, batch_size=batch_size, autocast=autocast, progress=progress)
+    if rows is not None:
+        context.check_owner()
+        scores = module.select_pair_scores(rows)
+        write_pair_scores(context.run, scores, step=step, precision=context.precision.dtype)
 
 
 def predict(
@@ -61,11 +113,12 @@ def predict(
     progress: Callable[[int], object],
 ) -> Rows:
     """Return the module's rows of the samples `ids`, on this rank alone; `progress` is called with samples done."""
-    parts = _predict_share(module, loader, ids, batch_size=batch_size, autocast=autocast, progress=progress)
-    return _join_rows(parts, ids)
+    parts = predict_batches(module, loader, ids, batch_size=batch_size, autocast=autocast, progress=progress)
+    return _join_rows(list(parts), ids)
 
 
-def _predict_share(
+@torch.inference_mode()
+def predict_batches(
     module: TrainModule,
     loader: Loader,
     ids: np.ndarray,
@@ -73,22 +126,21 @@ def _predict_share(
     batch_size: int,
     autocast: Callable[[], AbstractContextManager[None]],
     progress: Callable[[int], object] = lambda samples: None,
-) -> list[Rows]:
-    """Return the rows of this rank's share of `ids`, one entry per batch; leaves the module in evaluation mode.
+) -> Iterator[Rows]:
+    """Yield the rows of this rank's share of `ids`, batch by batch; leaves the module in evaluation mode.
 
     Rows are read a few batches late, so that the host queues the next batches while the device computes.
     """
     module.eval()
-    parts: list[Rows] = []
     copies: deque[_RowCopy] = deque()
-    with torch.inference_mode():
-        for micro_batch in loader.evaluate(ids, batch_size=batch_size):
-            with autocast():
-                copies.append(_RowCopy(module.predict(micro_batch.batch)))
-            if len(copies) > _UNFINISHED_COPIES:
-                parts.append(copies.popleft().finish())
-            progress(len(micro_batch.batch[SAMPLE_ID]))
-        return parts + [copy.finish() for copy in copies]
+    for micro_batch in loader.evaluate(ids, batch_size=batch_size):
+        with autocast():
+            copies.append(_RowCopy(module.predict(micro_batch.batch)))
+        if len(copies) > _UNFINISHED_COPIES:
+            yield copies.popleft().finish()
+        progress(len(micro_batch.batch[SAMPLE_ID]))
+    while copies:
+        yield copies.popleft().finish()
 
 
 class _RowCopy:

@@ -67,6 +67,12 @@ class TrainModule(nn.Module):
     tie_breaks: tuple[tuple[str, str], ...] = ()
     """Further ones, which decide in their order where the monitor is equal; after them the first evaluation wins."""
 
+    training_only: tuple[str, ...] = ()
+    """How the names of those weights begin that only training uses and whose sizes depend on the training samples.
+
+    Predictions for new files build the model without a data set, and leave these weights out.
+    """
+
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         """Return {"loss": () float32, ...}; every other scalar is logged under its name.
 
@@ -89,6 +95,21 @@ class TrainModule(nn.Module):
 
     def prediction_rows(self, rows: Rows, keys: Sequence[str]) -> Iterator[dict[str, object]]:
         """Yield a line of `trainyard predict`'s table for each row, in order; `keys` are the samples' names."""
+        raise NotImplementedError
+
+    def select_embeddings(self, rows: Rows) -> np.ndarray:
+        """Return the embedding of each row, (N, D) float32 of unit length: the inner product of two is their score.
+
+        For families that compare samples: `trainyard embed`, `compare`, `search`, and pairs in `trainyard predict`.
+        """
+        raise NotImplementedError
+
+    def select_pair_scores(self, rows: Rows) -> dict[str, np.ndarray]:
+        """Return the scores of the pairs of a set, (n,) each: of "genuine" pairs, and of each kind of impostor pairs.
+
+        The first kind of impostor is the one that counts unless a person names another. For families with embeddings:
+        thresholds come from these scores of the validation set.
+        """
         raise NotImplementedError
 
     def repeated_layers(self) -> Iterable[nn.Module]:

@@ -27,7 +27,7 @@ from trainyard.train.best import is_better, require_metrics
 from trainyard.train.console import ProgressBar, format_line
 from trainyard.train.determinism import choose_determinism, describe_determinism, explain_nondeterministic_operator
 from trainyard.train.distributed import Agreement, Decision
-from trainyard.train.evaluate import evaluate
+from trainyard.train.evaluate import evaluate, list_final_sets, store_pair_scores
 from trainyard.train.meters import (
     DeferredScalar,
     DeviceEvent,
@@ -408,15 +408,23 @@ class Trainer:
 
     @precision.allow_nondeterministic_operators()
     def _score_test_sets(self) -> None:
-        """Score the test sets with the final weights; if there are none, validation if the job has report figures."""
+        """Score the test sets with the final weights, and keep the scores of validation pairs for thresholds."""
+        names, has_pairs = list_final_sets(self.context)
+        if not names and not has_pairs:
+            return
         self._beat("evaluating", now=True)  # loading the final weights may take long, too
-        tests = [name for name in self.context.splits if name not in (TRAIN, VALIDATION)]
-        has_figures = type(self.context.module).report_figures is not TrainModule.report_figures
-        for name in tests or ([VALIDATION] if has_figures and VALIDATION in self.context.splits else []):
-            self._score(name, self._load_final_weights(), last=True)
+        module, step = self._load_final_weights()
+        for name in names:
+            self._score(name, module, last=True)
+        if has_pairs:
+            self._beat("evaluating", now=True)
+            touch = self.context.heartbeat.touch
+            store_pair_scores(
+                self.context, module, self.loader, step=step, autocast=self.autocast, progress=lambda samples: touch()
+            )
 
-    def _load_final_weights(self) -> TrainModule:
-        """Return the module with the final weights: the SWA average if there is one, else the best on validation."""
+    def _load_final_weights(self) -> tuple[TrainModule, int]:
+        """Return the module with the final weights, and their step: the SWA average if there is one, else the best."""
         if self.state.swa is not None and self.state.swa.count:
             if not self.state.swa.refreshed:
                 self.state.swa.refresh(
@@ -427,12 +435,12 @@ class Trainer:
                 )
                 self._save()
             self._record_choice("final_weights", f"the mean of {self.state.swa.count}", "swa=true")
-            return self.state.swa.module
+            return self.state.swa.module, self.state.progress.step
         module, best = self._select_eval_module(), self.state.best
         why = f"best on validation: {best['metric']} {best['value']:.4g}" if best else "there is no validation"
         if best is None or best["step"] == self.state.progress.step:
             self._record_choice("final_weights", f"step {self.state.progress.step}", why)
-            return module
+            return module, self.state.progress.step
         path, problem = self._choose_best(best["step"])
         saved = checkpoint.load(path)
         with refuse_misfit(path):
@@ -442,7 +450,7 @@ class Trainer:
             run = self.context.run
             logger.warning("{}: {}, and score the test sets again: trainyard resume {}", run, problem, run)
             self._log_event("best_unusable", used=path.name, reason=problem)
-        return module
+        return module, parse_name(path)[0]
 
     def _choose_best(self, step: int) -> tuple[Path, str]:
         """Return the best checkpoint, or the one used instead, and why; rank 0 chooses, so that all load the same."""

@@ -1,0 +1,168 @@
+"""The commands that use a trained model: predict, embed, compare and search."""
+
+import argparse
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainyard.cli import cluster
+from trainyard.cli.verb import Verbs, add_trust_option, add_verb
+from trainyard.runs import folder as runs
+from trainyard.text import align_columns, format_duration
+
+if TYPE_CHECKING:
+    from trainyard.tools.search import SearchResult
+
+SHOWN = 20
+"""Candidates that `search` prints; more are only in the file that --out names."""
+
+
+def add_commands(verbs: Verbs) -> None:
+    """Add the commands."""
+    for add in (_add_predict, _add_embed, _add_compare, _add_search):
+        add(verbs)
+
+
+def _add_use_verb(
+    verbs: Verbs, name: str, command: Callable[[argparse.Namespace], int], doc: str
+) -> argparse.ArgumentParser:
+    verb = add_verb(verbs, name, command, doc)
+    verb.add_argument("run", help="its folder, or a job for that job's newest run")
+    add_trust_option(verb)
+    return verb
+
+
+def _find_run(args: argparse.Namespace) -> Path:
+    """Return the run's folder, after checking the code in it if that is the code in use."""
+    run = runs.resolve_run(args.run, args.runs)
+    if args.jobs.resolve().is_relative_to(run.resolve()):  # typed there: ./jobs is the run's
+        cluster.require_trust([run], args, here=True)
+    return run
+
+
+def _add_predict(verbs: Verbs) -> None:
+    doc = "write a run's predictions for new raw files to a CSV file; the scores of pairs, of a model that compares"
+    verb = _add_use_verb(verbs, "predict", _predict, doc)
+    verb.add_argument("raw", type=Path, help="new raw files of the job, unlabelled")
+    verb.add_argument("out", type=Path, help="CSV file to write")
+    verb.add_argument(
+        "--pairs", type=Path, metavar="CSV", help="score these pairs: a table with columns one,other; default: all"
+    )
+
+
+def _predict(args: argparse.Namespace) -> int:
+    from trainyard.tools.predict import predict
+
+    count, what = predict(_find_run(args), args.raw, args.out, args.jobs, pairs=args.pairs)
+    print(f"{count:,} {what}{'s are' if count != 1 else ' is'} in {args.out}")
+    return 0
+
+
+def _add_embed(verbs: Verbs) -> None:
+    verb = _add_use_verb(verbs, "embed", _embed, "write the embeddings of new raw files, with a CSV file of their keys")
+    verb.add_argument("raw", type=Path, help="new raw files of the job, unlabelled")
+    verb.add_argument("out", type=Path, help="file to write, .safetensors or .npz; the keys go to the .csv next to it")
+    verb.add_argument(
+        "--identity",
+        metavar="REGEX",
+        help="whose each sample is: the group in brackets, from the beginning of its key, such as '([^/]+)/'",
+    )
+
+
+def _embed(args: argparse.Namespace) -> int:
+    from trainyard.tools.embed import embed
+    from trainyard.tools.embeddings import MAPPED, find_table
+
+    run = _find_run(args)
+    count = embed(run, args.raw, args.out, args.jobs, identity=args.identity)
+    print(f"{count:,} embedding{'s are' if count != 1 else ' is'} in {args.out}, the keys in {find_table(args.out)}")
+    if args.out.suffix == MAPPED:
+        print(f"next: trainyard search {args.run} PROBES {args.out}")
+    return 0
+
+
+def _add_compare(verbs: Verbs) -> None:
+    doc = "compare two raw files: score, threshold and verdict at a false match rate"
+    verb = _add_use_verb(verbs, "compare", _compare, doc)
+    verb.add_argument("one", type=Path, help="raw file, such as an image")
+    verb.add_argument("other", type=Path, help="raw file to compare it with")
+    verb.add_argument(
+        "--fmr",
+        type=float,
+        default=0.001,
+        metavar="RATE",
+        help="share of the run's impostor pairs that the threshold may accept; default: %(default)s",
+    )
+    verb.add_argument(
+        "--impostors", default="", metavar="KIND", help="which impostors the rate is about; default: the family's first"
+    )
+
+
+def _compare(args: argparse.Namespace) -> int:
+    from trainyard.tools.embed import compare
+
+    typed = shlex.join(["trainyard", "compare", args.run, str(args.one), str(args.other)])
+    found = compare(_find_run(args), args.one, args.other, args.jobs, fmr=args.fmr, kind=args.impostors, command=typed)
+    print(f"score      {found.score:.6f}")
+    print(f"threshold  {found.point.threshold:.6f}  at FMR {args.fmr:g}")
+    print(f"verdict    {'match' if found.is_match else 'no match'}")
+    accepted = round(found.point.fmr * found.impostors)
+    print(
+        f"{accepted:,} of {found.impostors:,} impostor trials ({found.kind}) of the run's validation set score that "
+        f"high, and {found.point.fnmr:.2%} of its genuine pairs do not."
+    )
+    if accepted < 30:
+        print("Fewer than 30 errors: the true rate may differ by more than 30 % (rule of 30, ISO/IEC 19795-1).")
+    return 0
+
+
+def _add_search(verbs: Verbs) -> None:
+    doc = "find the best gallery samples for each probe, exactly; with identities, how often they are right"
+    verb = _add_use_verb(verbs, "search", _search, doc)
+    verb.add_argument("probes", type=Path, help=".safetensors file of `trainyard embed`, or raw files")
+    verb.add_argument("gallery", type=Path, help=".safetensors file of `trainyard embed`")
+    verb.add_argument("--top", type=int, metavar="K", help="candidates of each probe; default: 10")
+    verb.add_argument("--out", type=Path, metavar="CSV", help="write all candidates to this file")
+    verb.add_argument(
+        "--fpir", type=float, metavar="RATE", help="print FNIR at this FPIR; default: 0.1, 0.01, 0.001 if supported"
+    )
+
+
+def _search(args: argparse.Namespace) -> int:
+    from trainyard.tools.search import search
+
+    result = search(_find_run(args), args.probes, args.gallery, args.jobs, top=args.top, out=args.out)
+    probes, rows, top = len(result.probes), len(result.gallery.keys), result.nearest.rows.shape[1]
+    print(
+        f"{probes:,} probes in {rows:,} gallery rows, the best {top} of each, in "
+        f"{format_duration(result.nearest.seconds)}: {result.comparisons_per_s / 1e6:,.1f} million comparisons/s"
+    )
+    if args.out is not None:
+        print(f"{probes * top:,} candidates are in {args.out}")
+    elif probes * top <= SHOWN:
+        lines = list(result.list_candidates())
+        cells = [[f"{v:.6f}" if isinstance(v, float) else str(v) for v in line.values()] for line in lines]
+        print("\n".join(align_columns([list(lines[0]), *cells])))
+    else:
+        print("All candidates: add --out candidates.csv")
+    _print_identification(result, args.fpir)
+    return 0
+
+
+def _print_identification(result: "SearchResult", fpir: float | None) -> None:
+    found = result.identify()
+    if found is None:
+        print("No identities: rank-1 and FNIR need embeddings of `trainyard embed ... --identity REGEX` on both sides.")
+        return
+    if found.rank1 is not None:
+        print(f"rank-1 identification rate {found.rank1:.2%} of {found.mated:,} mated probes")
+    rates = found.list_supported() if fpir is None else [fpir]
+    for rate in rates:
+        fnir, threshold = found.find_fnir(rate)
+        print(f"FNIR {fnir:.2%} at FPIR {rate:g} (threshold {threshold:.6f}, {found.non_mated:,} non-mated probes)")
+    if not rates:
+        print(
+            f"No FNIR: {found.non_mated:,} probes are of nobody in the gallery; FPIR 0.1 needs 30 (rule of 3, ISO/IEC "
+            "19795-1)."
+        )

@@ -1,0 +1,108 @@
+"""The scores of a run's validation pairs, from which thresholds come: written when a run ends, read by `compare`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainyard import scoring
+from trainyard.errors import UserError
+from trainyard.runs.tensor_file import create_tensor_file, map_tensor_file
+
+FILE = "validation_scores.safetensors"
+GENUINE = "genuine"
+
+
+@dataclass(frozen=True)
+class PairScores:
+    """Scores of genuine pairs and of one kind of impostor pairs, of the run's final weights on its validation set."""
+
+    genuine: NDArray[np.float32]
+    impostor: NDArray[np.float32]
+    kind: str  # of the impostors
+    precision: str  # in which they were computed
+
+    def find_point(self, fmr: float, *, command: str) -> scoring.OperatingPoint:
+        """Return the threshold whose false match rate on these impostors is at most `fmr`.
+
+        Args:
+            command: to type with another rate, for the error.
+
+        Raises:
+            UserError: the rate is not between 0 and 1, or lower than so many trials can establish.
+        """
+        least = scoring.compute_smallest_rate(len(self.impostor))
+        if not 0 < fmr < 1:
+            raise UserError(f"--fmr {fmr:g}: expected a rate between 0 and 1, such as {max(least, 0.001):.2g}.")
+        if fmr < least:
+            instead = f", or type {command} --fmr {_round_up(least):g}" if least < 1 else "."
+            raise UserError(
+                f"--fmr {fmr:g}: the {len(self.impostor):,} impostor trials ({self.kind}) of this run's validation set "
+                f"establish no rate below 3/{len(self.impostor)} = {least:.2g} (rule of 3, ISO/IEC 19795-1). Train "
+                f"with a larger validation set{instead}"
+            )
+        point = scoring.compute_error_rates(self.genuine, self.impostor).find_point_at_fmr(fmr)
+        if not np.isfinite(point.threshold):
+            raise UserError(
+                f"--fmr {fmr:g}: more than that share of the impostor trials have the highest score of all, so no "
+                "threshold has this rate: the run has learned too little. Train longer, or on more data."
+            )
+        return point
+
+
+def write_pair_scores(run: Path, scores: Mapping[str, np.ndarray], *, step: int, precision: str) -> None:
+    """Write the scores of a run's final weights, of training step `step`; empty kinds are left out.
+
+    Args:
+        scores: as `TrainModule.select_pair_scores` returns them; finite.
+        precision: in which they were computed.
+    """
+    found = {kind: values for kind, values in scores.items() if len(values)}
+    metadata = {"step": str(step), "precision": precision, "kinds": " ".join(found)}
+    with create_tensor_file(
+        run / FILE, {kind: (len(values),) for kind, values in found.items()}, metadata=metadata
+    ) as (arrays):
+        for kind, values in found.items():
+            arrays[kind][:] = values
+
+
+def read_pair_scores(run: Path, *, step: int, kind: str) -> PairScores:
+    """Read the validation scores of a run.
+
+    Args:
+        step: of the weights in use.
+        kind: of impostors; "": the first that the family names.
+
+    Raises:
+        UserError: there are none, they belong to other weights, or they are damaged.
+    """
+    path, again = run / FILE, f"trainyard resume {run}"
+    if not path.exists():
+        raise UserError(
+            f"{run}: holds no scores of its validation pairs, from which a threshold comes: it has not ended, or ended "
+            f"with an older version. Resuming a run that has ended trains no further, and writes them: {again}"
+        )
+    found = map_tensor_file(path, remedy=again)
+    kinds = [name for name in found.metadata.get("kinds", "").split() if name != GENUINE]
+    if found.arrays.keys() != {GENUINE, *kinds} or any(array.ndim != 1 for array in found.arrays.values()):
+        raise UserError(f"{path}: does not hold the scores of genuine and impostor pairs. Write it again: {again}")
+    if found.metadata.get("step") != str(step):
+        raise UserError(
+            f"{path}: of the weights of step {found.metadata.get('step')}, and the weights in use are of step {step}. "
+            f"Write it again: {again}"
+        )
+    if kind and kind not in kinds:
+        raise UserError(f"--impostors {kind}: this run has {', '.join(kinds) or 'none'}.")
+    if not kinds:
+        raise UserError(f"{path}: there were no impostor pairs in validation. Train on data that has some.")
+    chosen = kind or kinds[0]
+    precision = found.metadata.get("precision", "")
+    return PairScores(found.arrays[GENUINE], found.arrays[chosen], chosen, precision)
+
+
+def _round_up(rate: float) -> float:
+    """Return the rate rounded up to two digits, so that it can be typed."""
+    exponent = 10.0 ** (np.floor(np.log10(rate)) - 1)
+    return float(np.ceil(rate / exponent - 1e-9) * exponent)

@@ -1,0 +1,200 @@
+"""Runs the final weights of a run on raw files: what predict, embed, compare and search share."""
+
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from loguru import logger
+from tqdm import tqdm
+
+from trainyard.config import load_family, thaw
+from trainyard.errors import UserError
+from trainyard.hardware import Precision, choose_precision, count_cores
+from trainyard.runs.folder import CONFIG
+from trainyard.runs.manifest import Entry, list_checkpoints
+from trainyard.settings import TrainConfig
+
+if TYPE_CHECKING:
+    import torch
+
+    from trainyard.data.shards import Sample, ShardSet
+    from trainyard.train.module import Rows, TrainModule
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """A run's final weights, ready to predict."""
+
+    run: Path
+    config: TrainConfig
+    module: "TrainModule"
+    checkpoint: Entry  # where the weights come from
+    artifacts: dict[str, str]  # of packing
+    pack: Any  # the family's pack.py
+    device: "torch.device"
+    precision: Precision
+
+    @property
+    def has_embeddings(self) -> bool:
+        """Whether the family compares samples by embeddings."""
+        from trainyard.train.module import TrainModule
+
+        return type(self.module).select_embeddings is not TrainModule.select_embeddings
+
+    def list_samples(self, raw: Path) -> Iterator["Sample"]:
+        """Yield the samples of new raw files; of a single file in families that take one.
+
+        Raises:
+            UserError: there is no such file or folder.
+        """
+        if not raw.exists():
+            raise UserError(f"{raw}: no such file or folder. Expected unlabelled raw files, as for {self.config.job}.")
+        samples: Iterator[Sample] = self.pack.unlabelled(raw, self.config, self.artifacts)
+        return samples
+
+    def require_embeddings(self, command: str) -> None:
+        """Raise a UserError if the family does not compare samples."""
+        if not self.has_embeddings:
+            raise UserError(
+                f"trainyard {command}: {self.config.family} has no embeddings: it does not compare samples. "
+                f"Its predictions: trainyard predict {self.run} RAW OUT.csv"
+            )
+
+
+def load_model(run: Path, jobs_dir: Path) -> TrainedModel:
+    """Load the weights that a run's test sets are scored with, without its packed data.
+
+    Raises:
+        UserError: the family has no predictions, the run has no checkpoint, or the code at hand builds another model.
+    """
+    import torch
+
+    config = thaw(run / CONFIG, jobs_dir)
+    pack = load_family(jobs_dir, config.family, "pack")
+    if not hasattr(pack, "unlabelled"):
+        raise UserError(f"{config.family} has no predictions for a table: its pack.py has no 'unlabelled'.")
+    entry, saved = _load_checkpoint(run)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    major, minor = torch.cuda.get_device_capability() if device.type == "cuda" else (0, 0)
+    precision = choose_precision(10 * major + minor or None, precision=config.precision)
+    module = _build_module(config, jobs_dir, saved).to(device)
+    return TrainedModel(run, config, module, entry, saved["learned"], pack, device, precision)
+
+
+@contextmanager
+def pack_temporarily(model: TrainedModel, samples: "Iterable[Sample]", *, near: Path | None) -> Iterator["ShardSet"]:
+    """Pack samples into a temporary folder as training packs them; delete it at the end.
+
+    Args:
+        near: the folder is created in this one, which has the space; None: where the system keeps temporary files.
+    """
+    from trainyard.data.pack import pack
+
+    if near is not None:
+        near.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=near, prefix=".predict-") as folder:
+        data = pack(samples, Path(folder) / "packed", meta={"family": model.config.family}, workers=count_cores())
+        try:
+            yield data
+        finally:
+            data.close()
+
+
+def compute_rows(model: TrainedModel, data: "ShardSet") -> Iterator["Rows"]:
+    """Yield the model's rows of all samples of a data set in their order, batch by batch, with a progress bar."""
+    from trainyard.data.loader import Loader
+    from trainyard.train import evaluate, precision
+
+    loader = Loader.from_config(model.config, data, device=model.device, decode="cpu", threads=count_cores())
+    with tqdm(total=data.count, unit="sample", desc="predicting", disable=None, leave=False) as bar:
+        yield from evaluate.predict_batches(
+            model.module,
+            loader,
+            np.arange(data.count),
+            batch_size=model.config.eval_batch_size,
+            autocast=precision.make_autocast(model.precision, model.device),
+            progress=bar.update,
+        )
+
+
+def compute_embeddings(model: TrainedModel, data: "ShardSet") -> Iterator[np.ndarray]:
+    """Yield the embeddings of all samples of a data set in their order, (b, D) float32 of unit length.
+
+    Raises:
+        UserError: one is not finite or not of unit length.
+    """
+    begin = 0
+    for rows in compute_rows(model, data):
+        embeddings = model.module.select_embeddings(rows)
+        wrong = find_wrong_length(embeddings)
+        if wrong is not None:
+            raise UserError(
+                f"The embedding of '{data.read_keys(np.array([begin + wrong]))[0]}' is not finite or not of unit "
+                f"length: the model of {model.run} is broken. Look for a diverged loss: trainyard report {model.run}"
+            )
+        begin += len(embeddings)
+        yield embeddings
+
+
+def find_wrong_length(embeddings_ND: np.ndarray) -> int | None:
+    """Return the first row that is not finite or not of unit length; None if all are. Costs one pass."""
+    squared_N = np.einsum("ij,ij->i", embeddings_ND, embeddings_ND)
+    is_right_N = np.abs(squared_N - 1) < _LENGTH_TOLERANCE  # false for NaN, too
+    return None if is_right_N.all() else int(np.argmin(is_right_N))
+
+
+_LENGTH_TOLERANCE = 1e-3
+"""On the squared length: float32 sums of a few thousand terms are far closer to 1."""
+
+
+def find_checkpoint(run: Path) -> Entry:
+    """Return the checkpoint that the run's test sets are scored with.
+
+    Raises:
+        UserError: there is no undamaged one.
+    """
+    from trainyard.train import checkpoint
+
+    folder = run / "checkpoints"
+    if not list_checkpoints(folder):
+        raise UserError(f"{run}: no checkpoints yet to predict with. Train first: trainyard resume {run}")
+    entry, problem = checkpoint.choose_undamaged(folder)
+    if problem:
+        logger.warning("{}: {}.", run, problem)
+    return entry
+
+
+def _load_checkpoint(run: Path) -> tuple[Entry, dict[str, Any]]:
+    from trainyard.train import checkpoint
+
+    entry = find_checkpoint(run)
+    saved = checkpoint.load(entry.path)
+    if not isinstance(saved.get("learned"), dict):
+        raise UserError(f"{entry.path}: has no artifacts of packing, which training always saves. Use another run.")
+    return entry, saved
+
+
+def _build_module(config: TrainConfig, jobs_dir: Path, saved: dict[str, Any]) -> "TrainModule":
+    from trainyard.train.checkpoint import select_weights
+    from trainyard.train.module import DataInfo
+
+    no_ids = np.empty(0, dtype=np.int64)
+    info = DataInfo({}, {}, no_ids, saved["learned"])
+    module: TrainModule = load_family(jobs_dir, config.family, "module").build(config, info)
+    left_out = module.training_only
+    try:
+        weights = {name: value for name, value in select_weights(saved).items() if not name.startswith(left_out)}
+        absent, unknown = module.load_state_dict(weights, strict=False)
+        absent = [name for name in absent if not name.startswith(left_out)]
+        if absent or unknown:
+            raise LookupError(f"missing: {', '.join(absent) or 'none'}; unknown: {', '.join(unknown) or 'none'}")
+    except (RuntimeError, LookupError, AttributeError, TypeError) as error:  # weights with another shape or name
+        raise UserError(
+            "The weights of this run do not fit the model that the code at hand builds. Use the code it was trained "
+            f"with (`code` in the run's env.json), or train from scratch. {' '.join(str(error).split())[:300]}"
+        ) from None
+    return module
