@@ -69,8 +69,8 @@ run: setup ## train: JOB=fingerprint_demo  DATA=folder or SYNTHETIC=1  GPUS=n  S
 resume: setup ## resume a run where it ran: RUN=run, or JOB=job for its newest  [GPUS=4 HW=a5000 NODES=n TIME=8h CLUSTER=name RUNS=folder SET="option=value" DRY=1; to sbatch: ACCOUNT= QOS= PARTITION= CONSTRAINT= RESERVATION= EXCLUDE= MEM= COMMENT=]
 	@$(call arguments,$(request)); $(T) resume "$${RUN:-$$JOB}" "$${args[@]}"
 
-submit: setup ## train on a cluster: JOB=fingerprint_1m GPUS=8  [DATA=folder SYNTHETIC=1 HW=a100 NODES=2 TIME=8h CLUSTER=name RUNS=folder NAME=name SET="option=value" DRY=1; to sbatch: ACCOUNT= QOS= PARTITION= CONSTRAINT= RESERVATION= EXCLUDE= MEM= COMMENT=]
-	@$(call arguments,$(request) name); $(data); $(T) submit "$$JOB" "$${args[@]}"
+submit: setup ## train on a cluster: JOB=fingerprint_1m GPUS=8  [DATA=folder SYNTHETIC=1 HW=a100 NODES=2 TIME=8h CLUSTER=name RUNS=folder NAME=name AFTER=run THEN=job SET="option=value" DRY=1; to sbatch: ACCOUNT= QOS= PARTITION= CONSTRAINT= RESERVATION= EXCLUDE= MEM= COMMENT=]
+	@$(call arguments,$(request) name after then); $(data); $(T) submit "$$JOB" "$${args[@]}"
 
 sweep: setup ## one array of runs: JOB=job SWEEP="optimizer.lr=1e-4,3e-4 seed=0,1,2"  [MAX_PARALLEL=4, and as for submit: DATA= SYNTHETIC= GPUS= HW= NODES= TIME= CLUSTER= RUNS= NAME= SET= DRY=1; to sbatch: ACCOUNT= QOS= PARTITION= CONSTRAINT= RESERVATION= EXCLUDE= MEM= COMMENT=]
 	@$(call arguments,$(request) name max-parallel); $(data); \

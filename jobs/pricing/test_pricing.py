@@ -47,7 +47,7 @@ def test_training_and_prediction_open_no_connection_and_every_id_gets_one_positi
     ]
     rows = [[f"id {i}", texts[i % 4], "ignored"] for i in range(30)]
     path = write_catalogue(tmp_path, [row[:2] for row in rows], header="sample_id,catalog_content")
-    assert predict(run, path, tmp_path / "out.csv", JOBS) == (30, "samples")
+    assert predict(run, path, tmp_path / "out.csv", JOBS) == (30, "prediction")
     with (tmp_path / "out.csv").open(newline="") as file:
         found = list(csv.DictReader(file))
     assert [line["sample_id"] for line in found] == [row[0] for row in rows]

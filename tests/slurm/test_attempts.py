@@ -113,10 +113,14 @@ def test_where_the_site_forbids_requeues_a_successor_trains_on(lab, start, capsy
     run = start("forbidden", *LONG, "--hw", "a5000")
     first = read_slurm_job_id(run)
     wait("a first checkpoint", lambda: list(run.glob("checkpoints/step-*.ckpt")))
+    follower = read_slurm_job_id(start("follower", "--hw", "a5000", "--after", run))
+    lab.run("scontrol", "hold", follower)
     lab.run("scontrol", "update", f"JobId={first}", "Requeue=0")
     kill_rank(run, 0)
     wait("a successor", lambda: read_run(run).slurm_job_id != first)
     second = read_run(run).slurm_job_id
+    wait("the follower", lambda: f"afterok:{second}(unfulfilled)" in lab.run("scontrol", "show", "job", follower))
+    lab.run("scancel", follower)
     lab.wait_for(second, "COMPLETED", timeout_s=TIMEOUT_S)
     lines = [line for line in read_lines(run / "slurm" / "attempts.jsonl") if line["event"] != "start"]
     assert [(line["event"], line["job"]) for line in lines] == [("end", first), ("successor", first), ("end", second)]

@@ -12,6 +12,8 @@ from trainyard.cluster.description import Cluster
 from trainyard.files import limit_writers
 from trainyard.launch.choose_data import DataChoice, choose_data
 from trainyard.launch.decoding_need import describe_decoding
+from trainyard.launch.packing import PackingChoice
+from trainyard.launch.predecessor import Predecessor
 from trainyard.launch.submit import Plan
 from trainyard.runs.folder import CONFIG, update_env
 from trainyard.settings import TrainConfig
@@ -34,21 +36,35 @@ def compose_job(args: argparse.Namespace, cluster: Cluster | None) -> DataChoice
     )
 
 
-def describe_choices(data: DataChoice, plan: Plan, count: int | None = None) -> dict[str, str]:
+def describe_choices(
+    data: DataChoice,
+    plan: Plan,
+    count: int | None = None,
+    packing: PackingChoice | None = None,
+    after: Predecessor | None = None,
+) -> dict[str, str]:
     """Return what a plan does not know, by the names of its rows: the data, and the cores that decode it.
 
     Args:
         count: samples, if they were counted.
+        after: the run that must be done before.
     """
     counted = "" if count is None or not data.config.data.path else f", {count:,} samples"
     kind, results = plan.kind, find_project_folder("benchmarks")
     return {
         "data": f"{data.value}{counted}  ({data.reason})" if data.value else "none",
+        **describe_packing(packing),
         "decoding": describe_decoding(plan.job, card=kind.card, cores=kind.cores_per_gpu, results=results),
+        **({"after": after.describe()} if after is not None else {}),
     }
 
 
-def record_choices(run: Path, data: DataChoice, plan: Plan | None = None) -> None:
+def describe_packing(packing: PackingChoice | None) -> dict[str, str]:
+    """Return the row of a plan that says where data are packed."""
+    return {"packing": f"{packing.value}  ({packing.reason})"} if packing is not None else {}
+
+
+def record_choices(run: Path, data: DataChoice, plan: Plan | None = None, packing: PackingChoice | None = None) -> None:
     """Record in a new run what was chosen before it was submitted; its attempts add what they choose on the node."""
     choices = {"data_root": (data.value, data.reason)}
     if plan is not None:
@@ -56,6 +72,14 @@ def record_choices(run: Path, data: DataChoice, plan: Plan | None = None) -> Non
         choices["planned_micro_batch_size"] = (str(plan.micro_batch), plan.why_micro_batch)
     with limit_writers():
         update_env(run, "choices", {name: {"value": value, "reason": why} for name, (value, why) in choices.items()})
+    if packing is not None:
+        record_packing(run, packing)
+
+
+def record_packing(run: Path, packing: PackingChoice) -> None:
+    """Record where the data of a run are packed."""
+    with limit_writers():
+        update_env(run, "choices", {"packed_where": {"value": packing.value, "reason": packing.reason}})
 
 
 def settle_elements(

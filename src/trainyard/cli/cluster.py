@@ -1,27 +1,25 @@
-"""The commands for clusters: submit and sweep, then status, logs, why, cancel and results."""
+"""The commands for clusters, except submit: sweep and results, status, logs, why and cancel."""
 
 import argparse
 import getpass
 import math
 import os
 import shlex
-import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from trainyard import config as configs
 from trainyard.cli import dry
-from trainyard.cli.choices import add_synthetic_option, compose_job, describe_choices, record_choices, settle_elements
+from trainyard.cli.choices import add_synthetic_option, compose_job, describe_choices, settle_elements
 from trainyard.cli.verb import Verbs, add_dry_option, add_trust_option, add_verb, find_project_folder
 from trainyard.cluster import description as clusters
 from trainyard.cluster import query as slurm
 from trainyard.cluster.check import check_cluster, render_findings
 from trainyard.cluster.options import OPTIONS, keep_options, read_options
 from trainyard.errors import UserError
-from trainyard.hardware import choose_sync_batchnorm
 from trainyard.launch import cancel, submit
 from trainyard.launch import sweep as sweeps
 from trainyard.launch.choose_data import require_data
@@ -36,7 +34,6 @@ from trainyard.text import suggest_nearest
 def add_commands(verbs: Verbs) -> None:
     """Add all cluster commands."""
     for add in (
-        _add_submit,
         _add_sweep,
         _add_results,
         _add_status,
@@ -50,17 +47,7 @@ def add_commands(verbs: Verbs) -> None:
         add(verbs)
 
 
-# submit
-
-
-def _add_submit(verbs: Verbs) -> None:
-    verb = add_verb(verbs, "submit", _submit, "train a job on a cluster: plan, submit, return")
-    verb.add_argument("job", help="preset, such as fingerprint_1m: trainyard jobs")
-    verb.add_argument("overrides", nargs="*", metavar="OPTION=VALUE", help="trainyard options JOB lists them")
-    verb.add_argument("--name", help="name of the run's folder")
-    verb.add_argument("--local", action="store_true", help="without Slurm: run on this machine, in the background")
-    add_synthetic_option(verb)
-    add_resource_args(verb, gpus=1)
+# What the commands that submit have in common
 
 
 def add_resource_args(verb: argparse.ArgumentParser, *, gpus: int) -> None:
@@ -73,96 +60,6 @@ def add_resource_args(verb: argparse.ArgumentParser, *, gpus: int) -> None:
     add_dry_option(verb)
     for name, meaning in OPTIONS.items():
         verb.add_argument(f"--{name}", metavar="TEXT", help=f"{meaning}; default: as in the cluster file")
-
-
-def _submit(args: argparse.Namespace) -> int:
-    runs.check_name(args.name, of="run")
-    if args.local:
-        return _submit_locally(args)
-    cluster = find_cluster(args.cluster, job=args.job, dry=args.dry)
-    data = compose_job(args, cluster)
-    plan = submit.make_plan(data.config, cluster, read_request(args))
-    if args.dry:
-        return dry.print_submit(plan, data, args)
-    count = require_data(data, jobs_dir=args.jobs, typed=args.typed)
-    check_against_slurm(plan)
-    run = runs.create_run(args.runs.absolute(), plan.config, name=args.name, environ=os.environ, group=cluster.group)
-    try:
-        record_choices(run, data, plan)
-        code = submit.snapshot_code(args.jobs, run / "code")
-        (job,) = submit.submit(plan, [run], folder=run / "slurm", code=code)
-    except BaseException:
-        shutil.rmtree(run)
-        raise
-    print(submit.describe(plan, run, environ=os.environ, **describe_choices(data, plan, count)))
-    _print_submitted(f"Slurm job {job}", run)
-    return 0
-
-
-def _submit_locally(args: argparse.Namespace) -> int:
-    data = compose_job(args, None)
-    if args.gpus < 1:
-        raise UserError(f"--gpus {args.gpus}: a job needs at least one rank. Leave it out for one.")
-    gpus = args.gpus if shutil.which("nvidia-smi") else 0
-    choose_sync_batchnorm(data.config.sync_batchnorm, device_type="cuda" if gpus else "cpu", world_size=args.gpus)
-    if not args.dry:
-        require_data(data, jobs_dir=args.jobs, typed=args.typed)
-    if args.dry:
-        run = args.runs.absolute() / args.job / (args.name or dry.NEW)
-        return dry.print_run(run, data.config, args.jobs, ranks=args.gpus)
-    time_min = clusters.parse_minutes(args.time or "30d")
-    run = runs.create_run(args.runs.absolute(), data.config, name=args.name, environ=os.environ)
-    try:
-        record_choices(run, data)
-        code = submit.snapshot_code(args.jobs, run / "code")
-        job = submit.submit_locally(run, ranks=args.gpus, gpus=gpus, time_min=time_min, code=code)
-    except BaseException:
-        shutil.rmtree(run)
-        raise
-    _print_submitted(f"process {job} on this machine, {args.gpus} rank{'s' * (args.gpus > 1)}", run)
-    return 0
-
-
-def _print_submitted(what: str, run: Path) -> None:
-    name = runs.format_run_name(run)
-    print(f"\nsubmitted  {what}\nnext       trainyard logs -f {name}")
-    print(f"           trainyard status    trainyard why {name}    trainyard cancel {name}")
-
-
-def resubmit(run: Path, args: argparse.Namespace) -> int:
-    """Submit a run again, to resume from its newest checkpoint; resources that are not given stay as they were."""
-    previous = read_submission(run)
-    if previous["scheduler"] == "local":
-        raise UserError(f"{run}: ran on this machine. Resume it here: trainyard resume {run} --here")
-    config = configs.thaw(run / runs.CONFIG, args.jobs)
-    cluster = find_cluster(args.cluster or previous["cluster_file"], job=config.job, dry=args.dry)
-    same_hw = not args.hw or args.hw == previous["hw"]
-    request = submit.ResourceRequest(
-        gpus=args.gpus or previous["gpus"],
-        hw=args.hw or previous["hw"],
-        nodes=args.nodes or (previous["nodes"] if same_hw and not args.gpus else 0),
-        time=args.time or (f"{previous['time_min']}m" if same_hw else ""),
-        options=keep_options(previous.get("options", {}), same_nodes=same_hw, stated=read_options(vars(args))),
-        keeps_micro_batch=True,
-    )
-    plan = submit.make_plan(config, cluster, request)
-    if not args.dry:
-        check_against_slurm(plan)
-    code = submit.Code(Path(previous["code"]), Path(previous["jobs"]))
-    if args.update_code:
-        copy_code = dry.name_code if args.dry else submit.snapshot_code
-        code = copy_code(args.jobs, runs.find_free_name(run / "code"))
-    elif not submit.can_start(code):
-        raise UserError(
-            f"{run}: was submitted with an older version of Trainyard, and this version cannot start that copy "
-            f"({code.folder}). Resume it with today's code: trainyard resume {run} --update-code"
-        )
-    if args.dry:
-        return dry.print_submission(plan, {run: ""}, folder=run / "slurm", code=code)
-    (job,) = submit.submit(plan, [run], folder=run / "slurm", code=code)
-    print(submit.describe(plan, run, environ=os.environ))
-    _print_submitted(f"Slurm job {job}", run)
-    return 0
 
 
 def find_cluster(wanted: str, *, job: str = "", dry: bool = False) -> clusters.Cluster:
@@ -192,19 +89,25 @@ def read_request(args: argparse.Namespace) -> submit.ResourceRequest:
     return submit.ResourceRequest(gpus=args.gpus, hw=args.hw, nodes=args.nodes, time=args.time, options=options)
 
 
-def check_against_slurm(plan: submit.Plan) -> None:
-    """Check a plan against the Slurm that answers here; the cluster file may be out of date.
+def check_against_slurm(*plans: submit.Plan | None) -> None:
+    """Check plans for one cluster against the Slurm that answers here; the cluster file may be out of date.
 
     Raises:
         UserError: this is another Slurm, it has no such partition, or its time limit is shorter than requested.
     """
-    described, here = plan.cluster.slurm_name, slurm.query_cluster_name()
+    here, partitions = slurm.query_cluster_name(), slurm.query_partitions()
+    for plan in plans:
+        if plan is not None:
+            _check_plan(plan, here, partitions)
+
+
+def _check_plan(plan: submit.Plan, here: str, partitions: Mapping[str, slurm.Partition]) -> None:
+    described = plan.cluster.slurm_name
     if described and described != here:
         raise UserError(
             f"{plan.cluster.path}: describes the Slurm '{described}', but '{here}' answers here. Name this cluster's "
             f"file (--cluster NAME), or log in to '{described}'."
         )
-    partitions = slurm.query_partitions()
     named = plan.options["partition"].split(",")
     check = f"See all differences: trainyard cluster-check {plan.cluster.name}"
     if unknown := next((name for name in named if name not in partitions), ""):

@@ -7,10 +7,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from trainyard import config as configs
-from trainyard.cli.choices import describe_choices
+from trainyard.cli.choices import describe_choices, describe_packing
 from trainyard.data.prepare import find_raw, is_packed
 from trainyard.launch import submit, sweep
+from trainyard.launch.batch_script import Turn
 from trainyard.launch.choose_data import DataChoice
+from trainyard.launch.packing import PackingChoice
+from trainyard.launch.predecessor import Predecessor
 from trainyard.runs.folder import check_name
 from trainyard.runs.manifest import list_checkpoints
 from trainyard.runs.sweep_file import FOLDER
@@ -18,6 +21,9 @@ from trainyard.settings import Duration, TrainConfig
 
 NEW = "NEW"
 """Stands for the name of a run that would get its time as a name."""
+
+PACKING, FIRST = "PACKING", "FIRST"
+"""Stand for the Slurm job ids of the job that packs, and of the run that --then follows."""
 
 
 def print_run(run: Path, config: TrainConfig, jobs_dir: Path, *, ranks: int) -> int:
@@ -44,13 +50,20 @@ def print_run(run: Path, config: TrainConfig, jobs_dir: Path, *, ranks: int) -> 
     return 0
 
 
-def print_submit(plan: submit.Plan, data: DataChoice, args: argparse.Namespace) -> int:
-    """Print what `submit` would submit."""
+def print_submit(
+    plan: submit.Plan,
+    data: DataChoice,
+    packing: PackingChoice,
+    args: argparse.Namespace,
+    *,
+    after: Predecessor | None = None,
+) -> None:
+    """Print what `submit` would submit for one run."""
     run = args.runs.absolute() / plan.job / (args.name or NEW)
-    print_submission(plan, {run: ""}, folder=run / "slurm", code=name_code(args.jobs, run / "code"), data=data)
+    code = name_code(args.jobs, run / "code")
+    print_submission(plan, {run: ""}, folder=run / "slurm", code=code, data=data, packing=packing, after=after)
     if not data.value:
         print("To submit, this job needs DATA=folder, or SYNTHETIC=1.", file=sys.stderr)
-    return 0
 
 
 def print_sweep(
@@ -80,19 +93,26 @@ def print_submission(
     code: submit.Code,
     parallel: int = 0,
     data: DataChoice | None = None,
+    packing: PackingChoice | None = None,
+    after: Predecessor | None = None,
 ) -> int:
-    """Print the plan and the batch script of a submission.
+    """Print the plan and the batch scripts of a submission.
 
     Args:
         runs: each with the options that are its own; several are one array.
-        folder, code, parallel: as for `submit.submit`.
+        folder, code, parallel, after: as for `submit.submit`.
         data: as chosen for new runs; existing ones keep theirs.
     """
-    notes = describe_choices(data, plan) if data else {}
+    notes = describe_choices(data, plan, packing=packing, after=after) if data else describe_packing(packing)
     print(submit.describe(plan, folder.parent, environ=os.environ, **notes))
     if len(runs) > 1:
         print("\n".join(f"{'run':<11} {run.name}  {own}" for run, own in runs.items()))
-    print(f"\n{submit.render_batch_script(plan, list(runs), folder=folder, code=code, parallel=parallel)}")
+    first = [packing.plan] if packing is not None and packing.plan is not None else []
+    turns = [(job, Turn(only_packs=True)) for job in first]
+    wanted = tuple(job for job in (*(PACKING for job in first), after.job if after is not None else "") if job)
+    for job, turn in [*turns, (plan, Turn(after_done=wanted))]:
+        script = submit.render_batch_script(job, list(runs), folder=folder, code=code, parallel=parallel, turn=turn)
+        print(f"\n{script}")
     print("Nothing was submitted.", file=sys.stderr)
     return 0
 

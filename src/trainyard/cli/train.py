@@ -11,7 +11,7 @@ from pathlib import Path
 from loguru import logger
 
 from trainyard import config as configs
-from trainyard.cli import cluster, dry
+from trainyard.cli import cluster, dry, submission
 from trainyard.cli.choices import add_synthetic_option, record_choices
 from trainyard.cli.verb import Verbs, add_dry_option, add_trust_option, add_verb
 from trainyard.errors import Killed, UserError
@@ -123,7 +123,9 @@ def _resume(args: argparse.Namespace) -> int:
         config = configs.thaw(run / runs.CONFIG, args.jobs)
         new = configs.apply_overrides(config, args.overrides)
         _apply_changes(run, config, new, write=False)
-        return cluster.resubmit(run.absolute(), args) if submitted else dry.print_run(run, new, args.jobs, ranks=count)
+        return (
+            submission.resubmit(run.absolute(), args) if submitted else dry.print_run(run, new, args.jobs, ranks=count)
+        )
     if submitted:
         release(run)
     if _is_main():
@@ -133,7 +135,7 @@ def _resume(args: argparse.Namespace) -> int:
             changed = configs.apply_overrides(config, args.overrides)
             _refuse_impossible(changed, count)
             _apply_changes(run, config, changed)
-    return cluster.resubmit(run.absolute(), args) if submitted else _train(run, args, count)
+    return submission.resubmit(run.absolute(), args) if submitted else _train(run, args, count)
 
 
 def _settle_changed_files(run: Path, wanted: str | None) -> None:

@@ -1,5 +1,6 @@
 """Prepares the packed data that a run needs: synthesizes raw files if there are none, and packs them."""
 
+import shlex
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -13,6 +14,8 @@ from trainyard.errors import UserError
 from trainyard.files import FlockRefused, exclusive_lock, remove_partial_folders
 from trainyard.hardware import count_cores
 from trainyard.settings import TrainConfig
+
+_MOST_NAMED = 5  # damaged records
 
 
 class StopRequested(Exception):
@@ -44,22 +47,16 @@ def pack_raw(
     """
     from tqdm import tqdm
 
-    from trainyard.data.pack import pack, read_listing
+    from trainyard.data.pack import pack
 
     _require_folder(raw)
     family = load_family(jobs_dir, config.family, "pack")
-    meta = {
-        "family": config.family,
-        "fill": config.image.fill,
-        "rate_hz": config.sound.rate_hz,
-        "packing": _read_packing_options(config),
-    }
-    count, listing = read_listing(family.samples(raw, config), meta)
+    count, named = _list_raw(config, raw, jobs_dir)
     if not count:
         raise UserError(
             f"{raw}: contains no sample that {config.family} knows. Expected: see {jobs_dir / config.family}/README.md"
         )
-    folder = out or Path(config.data.cache) / f"{config.family}-{listing[:12]}"
+    folder = out or named
     if hasattr(family, "log_reading"):
         family.log_reading(raw, config)
 
@@ -74,7 +71,7 @@ def pack_raw(
         data = pack(
             family.samples(raw, config),
             folder,
-            meta=meta,
+            meta=_build_meta(config),
             workers=workers or count_cores(),
             skip_bad=config.data.on_error == "skip",
             shard_mib=shard_mib,
@@ -145,6 +142,43 @@ def is_packed(config: TrainConfig) -> bool:
     return bool(config.data.path) and (Path(config.data.path) / "index.h5").is_file()
 
 
+def find_packed(config: TrainConfig, jobs_dir: Path) -> Path | None:
+    """Return the packed data that `prepare_data` would find complete; None if it would pack.
+
+    Raises:
+        UserError: the raw files cannot be listed.
+    """
+    raw = Path(config.data.path) if config.data.path else _name_synthetic(config)
+    if not raw.is_dir() or not any(Path(config.data.cache).glob(f"{config.family}-*/index.h5")):
+        return None  # and the raw files need not be listed
+    folder = _list_raw(config, raw, jobs_dir)[1]
+    return folder if (folder / "index.h5").is_file() else None
+
+
+def packs_the_same(one: TrainConfig, other: TrainConfig) -> bool:
+    """Return whether two jobs are packed from the same raw files into the same folder."""
+    raw = [config.data.path or str(_name_synthetic(config)) for config in (one, other)]
+    return raw[0] == raw[1] and one.data.cache == other.data.cache and _build_meta(one) == _build_meta(other)
+
+
+def verify_packed(folder: Path, *, hook: Callable[[], None] = lambda: None) -> None:
+    """Read packed data in full and compare them with their index; `hook` as for `pack_raw`.
+
+    Raises:
+        UserError: names the first damaged records, and what to type.
+    """
+    from trainyard.data.shards import verify
+
+    damaged = list(verify(folder, lambda bytes_read: hook()))
+    if damaged:
+        named = "".join(f"\n  {one.shard}: {one.what}: {one.reason}" for one in damaged[:_MOST_NAMED])
+        raise UserError(
+            f"{folder}: {len(damaged)} damaged, although just packed or found packed:{named}\n"
+            f"Delete the folder, which packs again: rm -r {shlex.quote(str(folder))}"
+        )
+    logger.info("verified {}: all records are as they were packed", folder)
+
+
 def find_raw(config: TrainConfig, jobs_dir: Path) -> Path | None:
     """Return the folder of raw files that a run packs; None if it synthesizes them.
 
@@ -172,7 +206,7 @@ def _require_folder(raw: Path) -> None:
 def _synthesize_raw(config: TrainConfig, jobs_dir: Path) -> Path:
     """Return a folder of synthetic raw files, written now if it is missing."""
     count, seed = config.data.synthetic, config.seed
-    raw = Path(config.data.cache) / f"{config.family}-synthetic-{count}-seed{seed}"
+    raw = _name_synthetic(config)
     with _lock_folder(raw):
         if not raw.is_dir():
             remove_partial_folders(raw)
@@ -195,6 +229,25 @@ def _lock_folder(folder: Path) -> Iterator[None]:
         ) from None
 
 
-def _read_packing_options(config: TrainConfig) -> dict[str, Any]:
+def _list_raw(config: TrainConfig, raw: Path, jobs_dir: Path) -> tuple[int, Path]:
+    """Return how many samples a folder of raw files has, and the folder under `data.cache` that they are packed to."""
+    from trainyard.data.pack import read_listing
+
+    samples = load_family(jobs_dir, config.family, "pack").samples(raw, config)
+    count, listing = read_listing(samples, _build_meta(config))
+    return count, Path(config.data.cache) / f"{config.family}-{listing[:12]}"
+
+
+def _name_synthetic(config: TrainConfig) -> Path:
+    return Path(config.data.cache) / f"{config.family}-synthetic-{config.data.synthetic}-seed{config.seed}"
+
+
+def _build_meta(config: TrainConfig) -> dict[str, Any]:
+    """Return what decides about packed data besides the raw files."""
     packing = getattr(config, "packing", None)
-    return asdict(packing) if packing is not None else {}
+    return {
+        "family": config.family,
+        "fill": config.image.fill,
+        "rate_hz": config.sound.rate_hz,
+        "packing": asdict(packing) if packing is not None else {},
+    }

@@ -7,6 +7,7 @@
 # reads   TY_DONE, TY_FAILED, TY_USER_ERROR, ... (runs/state.py; `submit` sets them in a line before this file)
 #         TRAINYARD_RUN (folder), TRAINYARD_LIMITS ("crash=2 time_limit=100 ..."), TRAINYARD_SIGNAL_S, SLURM_*
 #         TRAINYARD_REQUEUE_S (how long to ask a Slurm that does not answer)
+#         TRAINYARD_TASK ("packing" if the ranks only pack data; else not set)
 #         slurm/left-<attempt> (the exit code the ranks agreed on), slurm/signal-<attempt> (the first signal they got),
 #         slurm/progress-<attempt> (exists if they packed or staged data), slurm/cancelled
 #         ranks/<attempt>-hung.txt (which rank hung: train/watchdog.py)
@@ -33,9 +34,9 @@ ty_begin() {
     [ "$ty_attempt" -eq 0 ] || ty_record_previous_end
     local refusal
     refusal=$(ty_check_budget preempted)$(ty_check_budget node_failure)
-    printf '{"event":"start","job":"%s","attempt":%d,"time":"%s","nodes":"%s","partition":"%s","checkpoint":"%s"}\n' \
+    printf '{"event":"start","job":"%s","attempt":%d,"time":"%s","nodes":"%s","partition":"%s",%s"checkpoint":"%s"}\n' \
         "$ty_job_id" "$ty_attempt" "$(ty_print_time)" "$SLURM_JOB_NODELIST" "$SLURM_JOB_PARTITION" \
-        "$(ty_find_newest)" >>"$ty_log"
+        "${TRAINYARD_TASK:+"\"task\":\"$TRAINYARD_TASK\","}" "$(ty_find_newest)" >>"$ty_log"
     [ -z "$refusal" ] || ty_stop "$ty_attempt" 1 budget "$refusal"
 }
 
@@ -118,7 +119,16 @@ ty_start_successor() { # CODE CAUSE REASON
     fi
     printf '{"event":"successor","job":"%s","attempt":%d,"time":"%s","successor":"%s"}\n' \
         "$ty_job_id" "$ty_attempt" "$(ty_print_time)" "$new$array" >>"$ty_log"
+    ty_move_dependants "$new$array"
     exit "$1"
+}
+
+ty_move_dependants() { # SUCCESSOR: what waits for this Slurm job to end well waits for its successor instead
+    local id wanted moved
+    while read -r id wanted; do
+        moved=$(sed -E "s/\([a-z]*\)//g; s/(afterok:)$ty_job_id(,|\$)/\1$1\2/g" <<<"$wanted")
+        [[ $moved != *"afterok:$1"* ]] || scontrol update "jobid=$id" "dependency=$moved"
+    done < <(squeue -h -t PENDING -u "$(id -un)" -o '%A %E')
 }
 
 ty_submit() { # sbatch ARGUMENTS: without what this Slurm job's own variables would say about the new one

@@ -9,6 +9,7 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,18 +18,43 @@ from trainyard.cluster.description import Cluster
 if TYPE_CHECKING:
     from trainyard.launch.submit import Code, Plan
 
+
+@dataclass(frozen=True)
+class Turn:
+    """What a Slurm job does, and which others come before it."""
+
+    only_packs: bool = False  # it packs the data of its run, which another job trains on
+    after_done: tuple[str, ...] = ()  # Slurm jobs that must end well before it starts
+    after_end: str = ""  # Slurm job that must end before it starts, well or not
+
+    @property
+    def dependency(self) -> str:
+        """The value of sbatch's option."""
+        if self.after_done:
+            return f"afterok:{':'.join(self.after_done)}"
+        return f"afterany:{self.after_end}" if self.after_end else ""
+
+    @property
+    def end_if_impossible(self) -> dict[str, str]:
+        """The option that makes Slurm cancel a job whose turn can never come; without it, it would wait for ever."""
+        return {"kill-on-invalid-dep": "yes"} if self.after_done else {}
+
+
+AT_ONCE = Turn()
+"""Trains, and waits for no other Slurm job."""
+
 START_RANK = "trainyard.launch.start_rank"
 """The module that srun starts."""
 
 
 def build_parameters(
-    plan: "Plan", runs: Sequence[Path], *, folder: Path, code: "Code", parallel: int
+    plan: "Plan", runs: Sequence[Path], *, folder: Path, code: "Code", parallel: int = 0, turn: Turn = AT_ONCE
 ) -> dict[str, Any]:
-    """Return the parameters of submitit's SlurmExecutor; the arguments are those of `submit.submit`."""
+    """Return the parameters of submitit's SlurmExecutor; the other arguments are those of `submit.submit`."""
     cluster = plan.cluster
     source = f"source {shlex.quote(str(folder / 'attempt.sh'))}"
     return {
-        **_build_request(plan, restart="requeue"),
+        **_build_request(plan, restart="requeue", turn=turn),
         "array_parallelism": parallel or len(runs),
         "setup": [
             *_render_setup(plan, code),
@@ -36,6 +62,7 @@ def build_parameters(
             *([f'export TRAINYARD_SCRATCH="{cluster.scratch}"'] if cluster.scratch else []),  # expands on the node
             f"export TRAINYARD_LIMITS={shlex.quote(_format_limits(cluster))} TRAINYARD_SIGNAL_S={plan.signal_s}",
             f"export TRAINYARD_REQUEUE_S={cluster.requeue_wait_s}",
+            *(["export TRAINYARD_TASK=packing"] if turn.only_packs else []),
             f"{source} begin",
             *_render_node_setup(plan, f"{source} end"),
         ],
@@ -49,12 +76,12 @@ def build_task_parameters(plan: "Plan", *, code: "Code") -> dict[str, Any]:
     return {**_build_request(plan, restart="no-requeue"), "setup": setup}
 
 
-def _build_request(plan: "Plan", *, restart: str) -> dict[str, Any]:
+def _build_request(plan: "Plan", *, restart: str, turn: Turn = AT_ONCE) -> dict[str, Any]:
     """Return what is requested of sbatch and srun; `restart` is an option of sbatch."""
     cluster, kind, options = plan.cluster, plan.kind, plan.options
     stated = {name: value for name, value in options.items() if name in ("reservation", "comment")}
     return {
-        "job_name": plan.job,
+        "job_name": f"{plan.job}-packing" if turn.only_packs else plan.job,
         "time": plan.time_min,
         "nodes": plan.nodes,
         "ntasks_per_node": plan.ranks_per_node,
@@ -63,7 +90,8 @@ def _build_request(plan: "Plan", *, restart: str) -> dict[str, Any]:
         **{name: value for name, value in options.items() if name != "reservation"},  # submitit does not know it
         "wckey": cluster.wckey or None,
         "signal_delay_s": plan.signal_s,
-        "additional_parameters": {restart: True, **cluster.sbatch, **stated},
+        **({"dependency": turn.dependency} if turn.dependency else {}),
+        "additional_parameters": {restart: True, **cluster.sbatch, **stated, **turn.end_if_impossible},
         # The ranks need what this script exports, also where the site or the cluster file has sbatch export nothing.
         "srun_args": ["--export=ALL", "--kill-on-bad-exit=1", *_build_pyxis_args(plan), *cluster.srun_args],
     }

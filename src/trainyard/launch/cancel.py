@@ -66,7 +66,7 @@ def _cancel_in_slurm(submitted: Sequence[Status]) -> None:
     for mark in marks:
         write_atomically(mark, f"{datetime.now(UTC).isoformat(timespec='seconds')}\n")
     try:
-        slurm.cancel([status.slurm_job_id for status in submitted])
+        slurm.cancel([id for status in submitted for id in status.snapshot.slurm_job_ids])
     except SlurmError:
         for mark in marks:
             mark.unlink()
@@ -78,5 +78,6 @@ def _describe_outcome(before: Status) -> str:
     name = format_run_name(before.run)
     if before.state not in ACTIVE:
         return f"{name}: is {describe_state(before)}, so there is nothing to cancel."
-    did = f"cancelled Slurm job {before.slurm_job_id}" if before.slurm_job_id else "told its process to save and exit"
+    jobs = " and ".join(before.snapshot.slurm_job_ids)
+    did = f"cancelled Slurm job {jobs}" if before.slurm_job_id else "told its process to save and exit"
     return f"{name}: {did}. Resume: {format_resume_command(before)}"

@@ -8,7 +8,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from loguru import logger
 
 from trainyard.config import freeze, thaw
-from trainyard.data.prepare import StopRequested, is_packed, prepare_data
+from trainyard.data.prepare import StopRequested, is_packed, prepare_data, verify_packed
 from trainyard.errors import DiskFull, UserError
 from trainyard.files import AppendedFile, limit_writers, report_full_disk, write_atomically
 from trainyard.hardware import (
@@ -48,14 +48,16 @@ class RankTask:
     run: Path
     jobs: Path
     since: float = 0.0  # start of all ranks, seconds since the epoch; 0: each rank's own
+    only_packs: bool = False  # without training: a Slurm job of its own, before the GPUs are requested
 
     def __call__(self) -> None:
         """Train, and exit with the run's code: submitit would call a run that stopped half-way a success."""
         set_openmp_wait_policy(os.environ)
         try:
             show_own_mig_slice(os.environ, read_world(os.environ).local_rank)
-            code = execute(self.run, self.jobs, environ=os.environ, started=self.since or time.time())
-            if code == 0 and read_world(os.environ).is_main:
+            started = self.since or time.time()
+            code = execute(self.run, self.jobs, environ=os.environ, started=started, only_packs=self.only_packs)
+            if code == 0 and not self.only_packs and read_world(os.environ).is_main:
                 with report_full_disk(self.run):
                     _write_report(self.run)
         except UserError as error:
@@ -72,11 +74,20 @@ def _write_report(run: Path) -> None:
 
 
 @limit_writers()
-def execute(run: Path, jobs_dir: Path, *, environ: Mapping[str, str], started: float, break_lock: bool = False) -> int:
+def execute(
+    run: Path,
+    jobs_dir: Path,
+    *,
+    environ: Mapping[str, str],
+    started: float,
+    break_lock: bool = False,
+    only_packs: bool = False,
+) -> int:
     """Train the run in this folder from its newest checkpoint, as the rank that the environment states.
 
     Args:
         started: when the attempt began, in seconds since the epoch: `max_runtime` counts from here.
+        only_packs: prepare and verify the data, and do not train.
 
     Returns:
         The exit code: `ExitCode`.
@@ -100,12 +111,17 @@ def execute(run: Path, jobs_dir: Path, *, environ: Mapping[str, str], started: f
         on_signal=notes.write_signal,
     )
     with StopFlag(notes.write_signal) as stop, watchdog:  # before torch is imported: a warning may come early
-        _load_torch()
+        if not only_packs:
+            _load_torch()
         try:
             lock = RunLock(run, break_other_host=break_lock, attempt=attempt) if world.is_main else None
             with report_full_disk(run), lock or nullcontext(), _set_up_logging(run, world):
-                code = _train(
-                    run, jobs_dir, world, stop, lock, notes, heartbeat, watchdog, environ=environ, started=started
+                code = (
+                    _pack(run, jobs_dir, world, heartbeat, watchdog, stop, notes)
+                    if only_packs
+                    else _train(
+                        run, jobs_dir, world, heartbeat, watchdog, stop, lock, notes, environ=environ, started=started
+                    )
                 )
         except BaseException as error:
             # A full disk may leave no room for these two either; then the exit code and the message have to do.
@@ -141,11 +157,11 @@ def _train(
     run: Path,
     jobs_dir: Path,
     world: World,
+    heartbeat: "Heartbeat",
+    watchdog: "Watchdog",
     stop: "StopFlag",
     lock: RunLock | None,
     notes: "_BatchScriptNotes",
-    heartbeat: "Heartbeat",
-    watchdog: "Watchdog",
     *,
     environ: Mapping[str, str],
     started: float,
@@ -155,7 +171,8 @@ def _train(
     from trainyard.train.trainer import fit
 
     try:
-        config = _prepare_data(run, jobs_dir, world, heartbeat, watchdog, stop, notes)
+        hook = _make_hook(world, heartbeat, stop)
+        config = _prepare_data(run, jobs_dir, world, heartbeat, watchdog, notes, hook=hook)
     except StopRequested:
         return EXIT_CODES[stop.reason]
     minutes = Duration.parse(config.max_runtime).to_minutes() if config.max_runtime else None
@@ -173,7 +190,7 @@ def _train(
         distributed.leave()
 
 
-def _prepare_data(
+def _pack(
     run: Path,
     jobs_dir: Path,
     world: World,
@@ -181,12 +198,21 @@ def _prepare_data(
     watchdog: "Watchdog",
     stop: "StopFlag",
     notes: "_BatchScriptNotes",
-) -> TrainConfig:
-    """Return the run's config with packed data: rank 0 packs raw data and updates the config; other ranks wait.
+) -> int:
+    """Prepare the data of the run, and check that every record can be read back as it was packed."""
+    from trainyard.train.stop import EXIT_CODES
 
-    Raises:
-        StopAsked: a signal arrived before that was done.
-    """
+    hook = _make_hook(world, heartbeat, stop)
+    try:
+        config = _prepare_data(run, jobs_dir, world, heartbeat, watchdog, notes, hook=hook)
+        verify_packed(Path(config.data.path), hook=hook)
+    except StopRequested:
+        return EXIT_CODES[stop.reason]
+    return ExitCode.DONE
+
+
+def _make_hook(world: World, heartbeat: "Heartbeat", stop: "StopFlag") -> Callable[[], None]:
+    """Return what preparing data calls now and then; it raises StopRequested after a signal."""
 
     def hook() -> None:
         if stop.reason:
@@ -194,12 +220,30 @@ def _prepare_data(
         if world.is_main:
             heartbeat.beat("preparing")
 
+    heartbeat.beat("preparing", now=True)
+    return hook
+
+
+def _prepare_data(
+    run: Path,
+    jobs_dir: Path,
+    world: World,
+    heartbeat: "Heartbeat",
+    watchdog: "Watchdog",
+    notes: "_BatchScriptNotes",
+    *,
+    hook: Callable[[], None],
+) -> TrainConfig:
+    """Return the run's config with packed data: rank 0 packs raw data and updates the config; other ranks wait.
+
+    Raises:
+        StopRequested: a signal arrived before that was done.
+    """
     if world.is_main:
         refuse_changes(run)
     config = thaw(run / CONFIG, jobs_dir)
     watchdog.set_limit(config.hang_minutes)
     if world.is_main:
-        heartbeat.beat("preparing", now=True)
         ready = prepare_data(config, jobs_dir, hook=hook, on_shard=notes.write_progress)
         if ready.data.path != config.data.path:
             freeze(ready, run / CONFIG)

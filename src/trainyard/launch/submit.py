@@ -24,7 +24,9 @@ from trainyard.errors import UserError
 from trainyard.files import limit_writers, write_atomically, write_json
 from trainyard.hardware import Precision, choose_image_target, get_gpu
 from trainyard.launch.batch_script import (
+    AT_ONCE,
     START_RANK,
+    Turn,
     build_parameters,
     build_python_command,
     build_rank_command,
@@ -33,6 +35,7 @@ from trainyard.launch.batch_script import (
     name_container_image,
 )
 from trainyard.launch.choose_gpu import choose_gpu
+from trainyard.launch.predecessor import Predecessor
 from trainyard.launch.rank_task import RankTask
 from trainyard.masking import find_secrets
 from trainyard.runs.folder import SUBMISSION
@@ -115,7 +118,7 @@ def make_plan(config: TrainConfig, cluster: Cluster, request: ResourceRequest) -
     chosen = choose_gpu(config, cluster, gpus=request.gpus, hw=request.hw, keeps_micro_batch=request.keeps_micro_batch)
     kind = cluster.gpus[chosen.hw]
     nodes = _choose_nodes(chosen.hw, kind, request)
-    time_min, why_time = _choose_time(chosen.hw, kind, cluster, request)
+    time_min, why_time = choose_time(chosen.hw, kind, cluster, request)
     return Plan(
         config=chosen.config,
         cluster=cluster,
@@ -221,9 +224,11 @@ def can_start(code: Code) -> bool:
     return code.folder.joinpath(*START_RANK.split(".")).with_suffix(".py").is_file()
 
 
-def render_batch_script(plan: Plan, runs: Sequence[Path], *, folder: Path, code: Code, parallel: int = 0) -> str:
+def render_batch_script(
+    plan: Plan, runs: Sequence[Path], *, folder: Path, code: Code, parallel: int = 0, turn: Turn = AT_ONCE
+) -> str:
     """Return the batch script that `submit` would submit."""
-    parameters = build_parameters(plan, runs, folder=folder, code=code, parallel=parallel)
+    parameters = build_parameters(plan, runs, folder=folder, code=code, parallel=parallel, turn=turn)
     return _render_script(plan, folder, parameters, count=len(runs) if len(runs) > 1 else None)
 
 
@@ -241,7 +246,15 @@ def _render_script(plan: Plan, folder: Path, parameters: Mapping[str, Any], *, c
 
 @limit_writers()
 def submit(
-    plan: Plan, runs: Sequence[Path], *, folder: Path, code: Code, parallel: int = 0, most: int = 0
+    plan: Plan,
+    runs: Sequence[Path],
+    *,
+    folder: Path,
+    code: Code,
+    parallel: int = 0,
+    most: int = 0,
+    packing: Plan | None = None,
+    after: Predecessor | None = None,
 ) -> list[str]:
     """Submit runs, several as one array, and return their Slurm job ids, in order.
 
@@ -250,6 +263,8 @@ def submit(
         parallel: array elements that may run at once; 0: all.
         most: elements that Slurm takes in one array; 0: any number. More runs become several arrays; if `parallel` is
             given, each of them starts when the one before has ended.
+        packing: of a Slurm job that packs the data of the run, which starts when that has ended well.
+        after: a run that must be done before this one starts.
 
     Raises:
         UserError: Slurm cannot handle a path, or refused the job; with its own words. Nothing is left behind.
@@ -258,14 +273,22 @@ def submit(
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "attempt.sh").write_text(render_attempt_script())
     jobs: list[str] = []
+    packed_by = ""
     size = most or len(runs)
-    for wave in (runs[first : first + size] for first in range(0, len(runs), size)):
-        after = jobs[-1].partition("_")[0] if jobs and parallel else ""
-        try:
-            jobs += _submit_array(plan, wave, folder=folder, code=code, parallel=parallel, after=after)
-        except UserError:
-            slurm.cancel(jobs)
-            raise
+    try:
+        if packing is not None:
+            (packed_by,) = _submit_array(packing, runs, folder=folder, code=code, turn=Turn(only_packs=True))
+        wanted = tuple(job for job in (packed_by, after.job if after is not None else "") if job)
+        for wave in (runs[first : first + size] for first in range(0, len(runs), size)):
+            previous = jobs[-1].partition("_")[0] if jobs and parallel else ""
+            turn = Turn(after_done=wanted, after_end=previous)
+            jobs += _submit_array(plan, wave, folder=folder, code=code, parallel=parallel, turn=turn)
+    except UserError:
+        slurm.cancel([*([packed_by] if packed_by else []), *jobs])
+        raise
+    before = {"packing": packed_by, "after": str(after.run) if after is not None and after.job else ""}
+    for run, job in zip(runs, jobs, strict=True):
+        _record_submission(run, job, "slurm", plan, folder=folder, code=code, before=before)
     return jobs
 
 
@@ -286,17 +309,13 @@ def submit_task(plan: Plan, task: Callable[[], None], *, folder: Path, code: Cod
 
 
 def _submit_array(
-    plan: Plan, runs: Sequence[Path], *, folder: Path, code: Code, parallel: int, after: str
+    plan: Plan, runs: Sequence[Path], *, folder: Path, code: Code, parallel: int = 0, turn: Turn
 ) -> list[str]:
-    parameters = build_parameters(plan, runs, folder=folder, code=code, parallel=parallel)
-    if after:
-        parameters["dependency"] = f"afterany:{after}"
+    parameters = build_parameters(plan, runs, folder=folder, code=code, parallel=parallel, turn=turn)
     if len(runs) > 1:
         write_atomically(name_array_list(folder, runs), "".join(f"{run}\n" for run in runs))
-    jobs = _call_sbatch(plan, [RankTask(run, code.jobs) for run in runs], folder=folder, parameters=parameters)
-    for run, job in zip(runs, jobs, strict=True):
-        _record_submission(run, job, "slurm", plan, folder=folder, code=code)
-    return jobs
+    tasks = [RankTask(run, code.jobs, only_packs=turn.only_packs) for run in runs]
+    return _call_sbatch(plan, tasks, folder=folder, parameters=parameters)
 
 
 def _call_sbatch(
@@ -398,7 +417,7 @@ def _choose_nodes(hw: str, kind: GpuNodes, request: ResourceRequest) -> int:
     return nodes
 
 
-def _choose_time(hw: str, kind: GpuNodes, cluster: Cluster, request: ResourceRequest) -> tuple[int, str]:
+def choose_time(hw: str, kind: GpuNodes, cluster: Cluster, request: ResourceRequest) -> tuple[int, str]:
     known = kind.time_max and not request.options.get("partition")  # another partition has another limit
     longest = parse_minutes(kind.time_max) if known else None
     if request.time:
@@ -418,7 +437,9 @@ def _choose_time(hw: str, kind: GpuNodes, cluster: Cluster, request: ResourceReq
 # The submission file
 
 
-def _record_submission(run: Path, job: str, scheduler: str, plan: Plan, *, folder: Path, code: Code) -> None:
+def _record_submission(
+    run: Path, job: str, scheduler: str, plan: Plan, *, folder: Path, code: Code, before: Mapping[str, str]
+) -> None:
     cluster = {
         "slurm_name": slurm.query_cluster_name(),
         "cluster": plan.cluster.name,
@@ -429,7 +450,11 @@ def _record_submission(run: Path, job: str, scheduler: str, plan: Plan, *, folde
     resources = {"card": card, "gpus": plan.gpus, "nodes": plan.nodes, "partition": partition, "options": plan.stated}
     folders = {"code": str(code.folder), "jobs": str(code.jobs), "folder": str(folder)}
     _write_submission(
-        run, {"scheduler": scheduler, "job": job, **cluster, **resources, "time_min": plan.time_min, **folders}
+        run,
+        {
+            **{"scheduler": scheduler, "job": job, **cluster, **resources, "time_min": plan.time_min, **folders},
+            **{name: value for name, value in before.items() if value},
+        },
     )
 
 

@@ -48,6 +48,7 @@ class Attempt:
     successor: str = ""  # the Slurm job that "requeue" submitted, because Slurm does not requeue this one; "" else
     code: int | None = None  # exit code; -1: Slurm ended it before it could exit
     reason: str = ""  # why it ended, as the batch script recorded it
+    only_packs: bool = False  # it packed the data that another Slurm job trains on
 
 
 class RankError(NamedTuple):
@@ -89,11 +90,24 @@ class RunSnapshot:
     log_changed: float | None  # modification time of the log
     damage: str = ""  # what is wrong with its files; "" if nothing
 
+    @cached_property
+    def slurm_job_ids(self) -> list[str]:
+        """Ids of the Slurm jobs of the latest submission, or of their last successors; empty if there are none.
+
+        There are two while the first packs the data that the second trains on; after that, only the second.
+        """
+        is_in_slurm = self.submission.get("scheduler") == "slurm"
+        return _list_jobs(self.submission, self.starts_and_ends) if is_in_slurm else []
+
     @property
     def slurm_job_id(self) -> str:
-        """Id of the Slurm job of the latest submission, or of its last successor; "" if not submitted to Slurm."""
-        job = str(self.submission.get("job", "")) if self.submission.get("scheduler") == "slurm" else ""
-        return _find_last_successor(job, self._successors)
+        """Id of the Slurm job that the run is in now; "" if not submitted to Slurm."""
+        return self.slurm_job_ids[0] if self.slurm_job_ids else ""
+
+    @property
+    def training_job_id(self) -> str:
+        """Id of the Slurm job that trains; "" if not submitted to Slurm."""
+        return self.slurm_job_ids[-1] if self.slurm_job_ids else ""
 
     @cached_property
     def _successors(self) -> dict[str, str]:
@@ -186,7 +200,10 @@ _HEARTBEAT = {
     **{"step": "count", "total_steps": "count", "samples_per_s": "number"},
 }
 _RANK = {"time": "number", "rank": "count", "host": "text"}
-_SUBMISSION = {"submitted": _TIME, "scheduler": "text", "gpus": "count", "nodes": "count", "folder": "text"}
+_SUBMISSION = {
+    **{"submitted": _TIME, "scheduler": "text", "gpus": "count", "nodes": "count", "folder": "text"},
+    **{"packing": "text", "after": "text"},
+}
 
 
 def _has_kinds(fields: JsonObject, kinds: _Kinds) -> bool:
@@ -248,7 +265,7 @@ def locate_output_files(run: Path, submission: JsonObject, job: str = "") -> tup
     folder = Path(submission.get("folder", run / "slurm"))
     if not job:
         lines = [line for line in _read_json_lines(run / _ATTEMPTS) if _has_kinds(line, _START_OR_END)]
-        job = _find_last_successor(str(submission.get("job", "")), _list_successors(lines))
+        job = _list_jobs(submission, lines)[0]
     return folder / f"{job}_0_log.out", folder / f"{job}_0_log.err"
 
 
@@ -359,6 +376,19 @@ def _list_successors(lines: Iterable[JsonObject]) -> dict[str, str]:
     return {job: later for job, later in found if re.fullmatch(r"\d+(_\d+)?", later)}
 
 
+def _list_jobs(submission: JsonObject, lines: Sequence[JsonObject]) -> list[str]:
+    """Return the Slurm jobs of a submission that are not over, in order: the one that packs, the one that trains."""
+    successors = _list_successors(lines)
+    first, training = str(submission.get("packing", "")), str(submission.get("job", ""))
+    last = [_find_last_successor(job, successors) for job in (first, training)]
+    has_packed = any(
+        (line.get("job") == last[0] and line.get("cause") == "done")
+        or (line.get("job") in (training, last[1]) and line.get("event") == "start")
+        for line in lines
+    )
+    return last[1:] if not re.fullmatch(r"\d+", first) or has_packed else last
+
+
 def _find_last_successor(job: str, successors: Mapping[str, str]) -> str:
     seen = set()
     while job in successors and job not in seen:
@@ -399,6 +429,7 @@ def _build_slurm_attempt(
         successor=str(end.get("successor", "")),
         code=end.get("code"),
         reason=str(end.get("reason", "")),
+        only_packs=start.get("task") == "packing",
     )
 
 

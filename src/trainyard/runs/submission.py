@@ -56,6 +56,8 @@ def _find_problem(submission: dict[str, Any]) -> str:
         return f"'options' should be options of sbatch with their values, found {options!r}"
     if not re.fullmatch(r"\d+(_\d+)?", submission["job"]):
         return f"'job' should be the number of a Slurm job or a process, found {submission['job']!r}"
+    if not re.fullmatch(r"\d*", str(submission.get("packing", ""))):
+        return f"'packing' should be the number of a Slurm job, found {submission['packing']!r}"
     return ""
 
 

@@ -27,10 +27,12 @@ Without any of these, the cause is the one that attempt.sh recorded, or else Slu
 import re
 import signal
 from datetime import datetime
+from pathlib import Path
 from typing import NamedTuple
 
 from trainyard.cluster.query import SlurmJob
 from trainyard.files import read_file
+from trainyard.runs.folder import format_run_name
 from trainyard.runs.history import (
     RANKS,
     Attempt,
@@ -39,10 +41,11 @@ from trainyard.runs.history import (
     find_lost_rank,
     is_slurm_message,
     parse_time,
+    read_run,
     read_stderr,
 )
-from trainyard.runs.state import RESUMABLE, Cause, State, describe_cause
-from trainyard.text import format_duration
+from trainyard.runs.state import ACTIVE, RESUMABLE, Cause, State, describe_cause
+from trainyard.text import SCREEN_WIDTH, cut, format_duration
 
 SILENT_S = 600.0  # heartbeats come every few seconds, but a long evaluation or a first compilation may delay them
 _MOST_NOTE = 1000  # bytes
@@ -95,6 +98,17 @@ def judge_run(
     if not in_slurm:
         return _judge_local_run(snapshot, now=now)
     newest = snapshot.find_newest_attempt(snapshot.slurm_job_id)
+    verdict = _judge_slurm_job(snapshot, job, newest, now=now, slurm_unavailable_reason=slurm_unavailable_reason)
+    return _name_both_jobs(snapshot, newest, verdict) if len(snapshot.slurm_job_ids) > 1 else verdict
+
+
+# Runs in Slurm
+
+
+def _judge_slurm_job(
+    snapshot: RunSnapshot, job: SlurmJob | None, newest: Attempt | None, *, now: float, slurm_unavailable_reason: str
+) -> Verdict:
+    """Judge the Slurm job that a run is in: the one that packs its data, or the one that trains."""
     if job is not None and job.state in _PENDING_STATES:
         return _judge_pending_job(snapshot, job, newest)
     if job is not None and job.state in _RUNNING_STATES:
@@ -106,11 +120,20 @@ def judge_run(
     return _judge_unknown_job(snapshot, newest, now=now, slurm_unavailable_reason=slurm_unavailable_reason)
 
 
-# Runs in Slurm
+def _name_both_jobs(snapshot: RunSnapshot, newest: Attempt | None, verdict: Verdict) -> Verdict:
+    """Add to what a job does that packs data what it means for the job that trains on them."""
+    packing, training = snapshot.slurm_job_ids
+    fault = find_first_fault(snapshot, newest) if newest is not None and verdict.state == State.FAILED else None
+    error = fault.lines[0].removeprefix(f"{fault.who}: ") if fault else verdict.detail
+    said = cut(" ".join(error.split()), SCREEN_WIDTH)
+    then = "waits for it" if verdict.state in ACTIVE else "does not start"
+    return verdict._replace(detail=f"packing (Slurm job {packing}): {said} -> training (Slurm job {training}) {then}")
 
 
 def _judge_pending_job(snapshot: RunSnapshot, job: SlurmJob, newest: Attempt | None) -> Verdict:
     reason, cause = explain_pending_reason(job.reason), ""
+    if job.reason == "Dependency" and (before := _find_predecessor(snapshot)):
+        reason = f"waits until {format_run_name(before)} is done"
     if job.state in ("REQUEUE_HOLD", "SPECIAL_EXIT") or job.reason.startswith(_HELD):
         cause = Cause.HELD
     elif job.reason.startswith(_NEVER_STARTS):
@@ -151,7 +174,7 @@ def _judge_ended_job(snapshot: RunSnapshot, job: SlurmJob, newest: Attempt | Non
     """Judge a job that has ended although its last attempt, if any, did not record a final end."""
     cause = _SLURM_END_CAUSES.get(job.state, "")
     if cause == Cause.CANCELLED:
-        return Verdict(State.STOPPED, describe_cause(cause), cause)
+        return Verdict(State.STOPPED, _explain_broken_chain(snapshot, newest) or describe_cause(cause), cause)
     if newest is not None and newest.action == "requeue":
         detail = f"{describe_cause(newest.cause)}; Slurm did not start it again ({job.state})"
         return Verdict(_classify_end(newest.cause), detail, newest.cause)
@@ -160,6 +183,24 @@ def _judge_ended_job(snapshot: RunSnapshot, job: SlurmJob, newest: Attempt | Non
     if cause:
         return Verdict(_classify_end(cause), f"{describe_cause(cause)} (Slurm says {job.state})", cause)
     return _judge_failure(snapshot, newest, Cause.CRASH, otherwise=f"Slurm says {job.state}")
+
+
+def _find_predecessor(snapshot: RunSnapshot) -> Path | None:
+    """Return the run that must be done before this one starts; None if there is none."""
+    path = str(snapshot.submission.get("after", ""))
+    return Path(path) if path.startswith("/") and path.isprintable() else None
+
+
+def _explain_broken_chain(snapshot: RunSnapshot, newest: Attempt | None) -> str:
+    """Say why a run never started that had to wait for another to be done; "" if that is not why."""
+    if newest is not None or not (path := _find_predecessor(snapshot)):
+        return ""
+    before = read_run(path)
+    last = before.find_newest_attempt(before.slurm_job_id)
+    has_ended = before.cancelled or (last is not None and last.action == "stop")
+    if before.is_done or not has_ended:
+        return ""
+    return f"cancelled by Slurm, because {format_run_name(before.run)} ended without being done"
 
 
 def _classify_end(cause: str) -> State:
@@ -186,6 +227,8 @@ def _judge_unknown_job(
         if heartbeat and now - heartbeat["time"] <= SILENT_S:
             return _judge_live_run(snapshot, newest, f" on {newest.nodes}", now=now)
     if not slurm_unavailable_reason:
+        if broken := _explain_broken_chain(snapshot, newest):
+            return Verdict(State.STOPPED, broken, Cause.CANCELLED)
         return Verdict(State.LOST, f"Slurm does not know job {snapshot.slurm_job_id}, and nothing writes to the run")
     not_queried = "Slurm could not be queried"
     if newest is None:

@@ -60,7 +60,7 @@ def _describe_failure(status: Status) -> list[str]:
 def _list_attempts(status: Status) -> list[str]:
     if not status.attempts:
         return []
-    rows = [_build_row(attempt, _find_cause(attempt, status)) for attempt in status.attempts]
+    rows = [_build_row(attempt, status) for attempt in status.attempts]
     return ["attempts:", *align_columns(rows, indent="  ", width=SCREEN_WIDTH)]
 
 
@@ -70,7 +70,9 @@ def _find_cause(attempt: Attempt, status: Status) -> str:
     return attempt.cause or (status.cause if is_last else "")
 
 
-def _build_row(attempt: Attempt, cause: str) -> Sequence[str]:
+def _build_row(attempt: Attempt, status: Status) -> Sequence[str]:
+    cause = _find_cause(attempt, status)
+    trained = f"steps {attempt.steps[0]}-{attempt.steps[1]}" if attempt.steps else "no step"
     ranks = f"{attempt.world_size} ranks " if attempt.world_size and attempt.world_size > 1 else ""
     again = {"requeue": "requeued", "slurm": "started again by Slurm", "stop": "final"}.get(attempt.action, "")
     again = f"continued as Slurm job {attempt.successor}" if attempt.successor else again
@@ -79,7 +81,7 @@ def _build_row(attempt: Attempt, cause: str) -> Sequence[str]:
         f"{datetime.fromtimestamp(attempt.start):%Y-%m-%d %H:%M}",
         "" if attempt.end is None else f"for {format_duration(max(0.0, attempt.end - attempt.start))}",
         f"{ranks}on {attempt.nodes}" if attempt.nodes else "",
-        f"steps {attempt.steps[0]}-{attempt.steps[1]}" if attempt.steps else "no step",
+        "packing" if attempt.only_packs else trained,
         ", ".join(part for part in (describe_cause(cause), again) if part),
     )
 

@@ -63,6 +63,8 @@ class _DeferredCompiler(ModuleType):
         return fn
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name != "__path__":  # `inspect` asks every module for its file, at any moment
+            raise AttributeError(f"{_NAME} is not loaded, so it has no {name}")
         if sys.modules.get(_NAME) is self:
             self._load()
         return getattr(sys.modules[_NAME], name)

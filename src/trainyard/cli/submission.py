@@ -1,0 +1,208 @@
+"""The command submit: one run, or two that follow each other, on a cluster or on this machine; and runs once more."""
+
+import argparse
+import copy
+import os
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from trainyard import config as configs
+from trainyard.cli import dry
+from trainyard.cli.choices import (
+    add_synthetic_option,
+    compose_job,
+    describe_choices,
+    describe_packing,
+    record_choices,
+    record_packing,
+)
+from trainyard.cli.cluster import add_resource_args, check_against_slurm, find_cluster, read_request
+from trainyard.cli.verb import Verbs, add_verb
+from trainyard.cluster import description as clusters
+from trainyard.cluster.options import keep_options, read_options
+from trainyard.data.prepare import packs_the_same
+from trainyard.errors import UserError
+from trainyard.hardware import choose_sync_batchnorm
+from trainyard.launch import submit
+from trainyard.launch.choose_data import DataChoice, require_data
+from trainyard.launch.packing import PackingChoice, choose_packing
+from trainyard.launch.predecessor import Predecessor, find_predecessor
+from trainyard.runs import folder as runs
+from trainyard.runs.history import read_run
+from trainyard.runs.submission import read_submission
+
+
+@dataclass(frozen=True)
+class _Request:
+    """A run that is asked for, with everything that is chosen before anything is submitted."""
+
+    args: argparse.Namespace
+    data: DataChoice
+    plan: submit.Plan
+    packing: PackingChoice
+    count: int | None  # of samples; None: not counted
+
+
+def add_submit(verbs: Verbs) -> None:
+    verb = add_verb(verbs, "submit", _submit, "train a job on a cluster: plan, submit, return")
+    verb.add_argument("job", help="preset, such as fingerprint_1m: trainyard jobs")
+    verb.add_argument("overrides", nargs="*", metavar="OPTION=VALUE", help="trainyard options JOB lists them")
+    verb.add_argument("--name", help="name of the run's folder")
+    verb.add_argument("--local", action="store_true", help="without Slurm: run on this machine, in the background")
+    verb.add_argument("--after", default="", metavar="RUN", help="start when this run is done")
+    verb.add_argument(
+        "--then",
+        default="",
+        metavar="JOB",
+        help="submit a second job that starts when this one is done: same nodes, options of sbatch and data.*",
+    )
+    add_synthetic_option(verb)
+    add_resource_args(verb, gpus=1)
+
+
+def _submit(args: argparse.Namespace) -> int:
+    runs.check_name(args.name, of="run")
+    if args.local:
+        return _submit_locally(args)
+    cluster = find_cluster(args.cluster, job=args.job, dry=args.dry)
+    first = _plan(args, cluster)
+    second = _plan(_select_for_second(args), cluster) if args.then else None
+    if second is not None and first.packing.plan and packs_the_same(first.data.config, second.data.config):
+        second = replace(second, packing=PackingChoice(None, "none", f"{args.job} before it packs the same data"))
+    after = find_predecessor(runs.resolve_run(args.after, args.runs)) if args.after else None
+    if args.dry:
+        dry.print_submit(first.plan, first.data, first.packing, args, after=after)
+        if second is not None:
+            print()
+            before = Predecessor(args.runs.absolute() / args.job / (args.name or dry.NEW), dry.FIRST)
+            dry.print_submit(second.plan, second.data, second.packing, second.args, after=before)
+        return 0
+    run, job = _submit_run(first, after)
+    if second is not None:
+        try:
+            _submit_run(second, Predecessor(run, job))
+        except UserError as error:
+            raise UserError(
+                f"{error}\n{args.job} was submitted as Slurm job {job}, but not {args.then}. Without this mistake, "
+                f"type: trainyard submit {args.then} --after {run}"
+            ) from None
+    return 0
+
+
+def _plan(args: argparse.Namespace, cluster: clusters.Cluster) -> _Request:
+    """Choose data, nodes and the place of packing, and check them against the Slurm that answers, unless it is dry."""
+    data = compose_job(args, cluster)
+    plan = submit.make_plan(data.config, cluster, read_request(args))
+    count = None if args.dry else require_data(data, jobs_dir=args.jobs, typed=args.typed)
+    packing = choose_packing(plan, args.jobs)
+    if not args.dry:
+        check_against_slurm(plan, packing.plan)
+    return _Request(args, data, plan, packing, count)
+
+
+def _select_for_second(args: argparse.Namespace) -> argparse.Namespace:
+    """Return what was typed as far as it holds for the job of --then, too: where it runs, and where the data are."""
+    second = copy.copy(args)
+    second.job, second.name, second.then, second.after = args.then, None, "", ""
+    second.overrides = [word for word in args.overrides if word.startswith("data.")]
+    return second
+
+
+def _submit_run(request: _Request, after: Predecessor | None) -> tuple[Path, str]:
+    """Create and submit a run; return its folder and the Slurm job that trains it."""
+    args, plan, packing = request.args, request.plan, request.packing
+    root, group = args.runs.absolute(), plan.cluster.group
+    run = runs.create_run(root, plan.config, name=args.name, environ=os.environ, group=group)
+    try:
+        record_choices(run, request.data, plan, packing)
+        code = submit.snapshot_code(args.jobs, run / "code")
+        (job,) = submit.submit(plan, [run], folder=run / "slurm", code=code, packing=packing.plan, after=after)
+    except BaseException:
+        shutil.rmtree(run)
+        raise
+    notes = describe_choices(request.data, plan, request.count, packing, after)
+    print(submit.describe(plan, run, environ=os.environ, **notes))
+    _print_submitted_jobs(run)
+    return run, job
+
+
+def _submit_locally(args: argparse.Namespace) -> int:
+    if args.after or args.then:
+        raise UserError(
+            "--after and --then (make: AFTER=, THEN=) need Slurm, which --local does without. Leave one out."
+        )
+    data = compose_job(args, None)
+    if args.gpus < 1:
+        raise UserError(f"--gpus {args.gpus}: a job needs at least one rank. Leave it out for one.")
+    gpus = args.gpus if shutil.which("nvidia-smi") else 0
+    choose_sync_batchnorm(data.config.sync_batchnorm, device_type="cuda" if gpus else "cpu", world_size=args.gpus)
+    if not args.dry:
+        require_data(data, jobs_dir=args.jobs, typed=args.typed)
+    if args.dry:
+        run = args.runs.absolute() / args.job / (args.name or dry.NEW)
+        return dry.print_run(run, data.config, args.jobs, ranks=args.gpus)
+    time_min = clusters.parse_minutes(args.time or "30d")
+    run = runs.create_run(args.runs.absolute(), data.config, name=args.name, environ=os.environ)
+    try:
+        record_choices(run, data)
+        code = submit.snapshot_code(args.jobs, run / "code")
+        job = submit.submit_locally(run, ranks=args.gpus, gpus=gpus, time_min=time_min, code=code)
+    except BaseException:
+        shutil.rmtree(run)
+        raise
+    _print_submitted(f"process {job} on this machine, {args.gpus} rank{'s' * (args.gpus > 1)}", run)
+    return 0
+
+
+def _print_submitted_jobs(run: Path) -> None:
+    *packing, training = read_run(run).slurm_job_ids
+    _print_submitted(
+        "".join(f"packing as Slurm job {job}, then training as " for job in packing) + f"Slurm job {training}", run
+    )
+
+
+def _print_submitted(what: str, run: Path) -> None:
+    name = runs.format_run_name(run)
+    print(f"\nsubmitted  {what}\nnext       trainyard logs -f {name}")
+    print(f"           trainyard status    trainyard why {name}    trainyard cancel {name}")
+
+
+def resubmit(run: Path, args: argparse.Namespace) -> int:
+    """Submit a run again, to resume from its newest checkpoint; resources that are not given stay as they were."""
+    previous = read_submission(run)
+    if previous["scheduler"] == "local":
+        raise UserError(f"{run}: ran on this machine. Resume it here: trainyard resume {run} --here")
+    config = configs.thaw(run / runs.CONFIG, args.jobs)
+    cluster = find_cluster(args.cluster or previous["cluster_file"], job=config.job, dry=args.dry)
+    same_hw = not args.hw or args.hw == previous["hw"]
+    request = submit.ResourceRequest(
+        gpus=args.gpus or previous["gpus"],
+        hw=args.hw or previous["hw"],
+        nodes=args.nodes or (previous["nodes"] if same_hw and not args.gpus else 0),
+        time=args.time or (f"{previous['time_min']}m" if same_hw else ""),
+        options=keep_options(previous.get("options", {}), same_nodes=same_hw, stated=read_options(vars(args))),
+        keeps_micro_batch=True,
+    )
+    plan = submit.make_plan(config, cluster, request)
+    if not args.dry:
+        check_against_slurm(plan)
+    code = submit.Code(Path(previous["code"]), Path(previous["jobs"]))
+    if args.update_code:
+        copy_code = dry.name_code if args.dry else submit.snapshot_code
+        code = copy_code(args.jobs, runs.find_free_name(run / "code"))
+    elif not submit.can_start(code):
+        raise UserError(
+            f"{run}: was submitted with an older version of Trainyard, and this version cannot start that copy "
+            f"({code.folder}). Resume it with today's code: trainyard resume {run} --update-code"
+        )
+    packing = choose_packing(plan, args.jobs, code=None if args.dry and args.update_code else code)
+    if args.dry:
+        return dry.print_submission(plan, {run: ""}, folder=run / "slurm", code=code, packing=packing)
+    if packing.plan is not None:
+        check_against_slurm(packing.plan)
+        record_packing(run, packing)
+    submit.submit(plan, [run], folder=run / "slurm", code=code, packing=packing.plan)
+    print(submit.describe(plan, run, environ=os.environ, **describe_packing(packing)))
+    _print_submitted_jobs(run)
+    return 0

@@ -1,0 +1,85 @@
+"""Chooses where data are packed: in a Slurm job of its own on CPU nodes, before GPUs are requested, or in the run.
+
+The CPU nodes are the first entry of the cluster file with `card: cpu`. Loads no torch.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from trainyard.cluster.description import format_minutes
+from trainyard.cluster.options import choose_options, keep_options
+from trainyard.data.prepare import find_packed, is_packed
+from trainyard.launch.submit import Code, Plan, ResourceRequest, choose_time
+
+_IN_THE_RUN = "in the run, on its first node"
+
+
+@dataclass(frozen=True)
+class PackingChoice:
+    """Where the data of a run are packed, and why there."""
+
+    plan: Plan | None  # of the Slurm job that packs and verifies them before the run starts; None: there is none
+    value: str
+    reason: str
+
+
+def choose_packing(plan: Plan, jobs_dir: Path, *, code: Code | None = None) -> PackingChoice:
+    """Choose where the data of a planned run are packed; lists raw files only if some of the family were packed before.
+
+    Args:
+        code: what the run executes; None: today's.
+
+    Raises:
+        UserError: the raw files cannot be listed.
+    """
+    cluster, config = plan.cluster, plan.config
+    if not (config.data.path or config.data.synthetic):
+        return PackingChoice(None, "none", "there are no data")
+    if is_packed(config):
+        return PackingChoice(None, "none", "the data are packed")
+    if plan.kind.card == "cpu":
+        return PackingChoice(None, _IN_THE_RUN, "it requests no GPU that would wait")
+    hw = next((name for name, kind in cluster.gpus.items() if kind.card == "cpu"), "")
+    if not hw:
+        return PackingChoice(None, _IN_THE_RUN, f"{cluster.path.name} describes no nodes with card: cpu under gpus")
+    if not any(Path(config.data.cache).is_relative_to(folder) for folder in cluster.shared):
+        return PackingChoice(
+            None, _IN_THE_RUN, f"data.cache={config.data.cache} is not below a folder that the nodes share"
+        )
+    if code is not None and not code.folder.joinpath(*__name__.split(".")).with_suffix(".py").is_file():
+        return PackingChoice(None, _IN_THE_RUN, f"{code.folder} is older code, which cannot pack alone")
+    if packed := find_packed(config, jobs_dir):
+        return PackingChoice(None, "none", f"the same data are packed: {packed}")
+    job = _make_plan(plan, hw)
+    return PackingChoice(
+        job,
+        f"Slurm job on {job.options['partition']}: {job.kind.cores_per_gpu} cores, {format_minutes(job.time_min)}",
+        f"packs and verifies before the GPUs are requested; cores: a whole node of {hw}; time: {job.why_time}",
+    )
+
+
+def _make_plan(plan: Plan, hw: str) -> Plan:
+    """Return the plan of a job that packs with all cores of one node, in the container image that the run uses."""
+    cluster, node = plan.cluster, plan.cluster.gpus[hw]
+    kind = replace(
+        node,
+        card=plan.kind.card,  # decides the container image
+        per_node=1,
+        cores_per_gpu=node.cores_per_gpu * node.per_node,
+        memory_gib_per_gpu=node.memory_gib_per_gpu * node.per_node,
+    )
+    stated = keep_options(plan.stated, same_nodes=False, stated={})
+    time_min, why_time = choose_time(hw, kind, cluster, ResourceRequest())
+    return replace(
+        plan,
+        hw=hw,
+        kind=kind,
+        gpus=1,
+        nodes=1,
+        time_min=time_min,
+        signal_s=min(cluster.signal_delay_s, time_min * 60 // 4),
+        options=choose_options(cluster, kind, stated, ranks_per_node=1),
+        stated=stated,
+        why_hw="packs data",
+        why_time=why_time,
+    )

@@ -1,0 +1,272 @@
+"""Packing in a CPU job before the GPUs are requested, and runs that follow others, on a real Slurm."""
+
+import time
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.slurm.cluster_runs import (
+    LAB_FILE,
+    make_starter,
+    read_ends,
+    read_last_step,
+    read_lines,
+    read_slurm_job_id,
+    trainyard,
+    wait,
+    wait_for_end,
+)
+from tests.slurm.conftest import Lab
+from tests.training import FAMILIES, find_differences, load_state, read_run_metrics
+from trainyard.cli import main
+from trainyard.config import load_family
+from trainyard.runs.folder import read_env, resolve_run
+from trainyard.runs.history import read_run
+
+pytestmark = pytest.mark.slurm
+
+CPU_NODES = {"card": "cpu", "partition": "p100", "per_node": 2, "nodes": 2, "cores_per_gpu": 1, "memory_gib_per_gpu": 2}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def on_the_lab(lab: Lab) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SLURM_CONF", lab.environ["SLURM_CONF"])
+        yield
+
+
+class Site:
+    """A folder with runs, a cache of data and a cluster file of the lab that describes CPU nodes."""
+
+    def __init__(self, root: Path) -> None:
+        self.runs, self.cache, self.file = root / "runs", root / "cache", root / "site.yaml"
+        self.change()
+
+    def change(self, **entries: object) -> None:
+        """Write the cluster file again, with these entries."""
+        content = yaml.safe_load(LAB_FILE.read_text())
+        content["gpus"]["cpus"] = CPU_NODES
+        self.file.write_text(yaml.safe_dump({**content, **entries}, sort_keys=False))
+
+    def submit(self, name: str, *words: object) -> Path:
+        return make_starter(self.runs, self.cache)(name, "--hw", "a100", *words, cluster=self.file)
+
+    def refuse(self, *words: object) -> None:
+        """Submit what must be refused."""
+        place = ["--jobs", FAMILIES, "--runs", self.runs, "--cluster", self.file, f"data.cache={self.cache}"]
+        assert trainyard("submit", "stripes", "--hw", "a100", *place, *words) == 2
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Site:
+    return Site(tmp_path)
+
+
+def read_choice(run: Path) -> str:
+    return str(read_env(run)["choices"]["packed_where"]["value"])
+
+
+def test_raw_data_are_packed_in_a_cpu_job_and_the_training_waits_for_it(lab, site, capsys):
+    run = site.submit("first", "max_duration=1ep")
+    packing, training = read_run(run).slurm_job_ids
+    assert f"packing as Slurm job {packing}, then training as Slurm job {training}" in capsys.readouterr().out
+    described = lab.run("scontrol", "show", "job", packing)
+    assert "JobName=stripes-packing" in described and "gres" not in described and "NumCPUs=2 " in described
+    assert f"Dependency=afterok:{packing}(unfulfilled)" in lab.run("scontrol", "show", "job", training)
+    assert trainyard("status", run) == 0
+    assert f"packing (Slurm job {packing}): " in (status := capsys.readouterr().out)
+    assert f"-> training (Slurm job {training}) waits for it" in status and "next: trainyard logs -f" in status
+
+    wait_for_end(lab, run)
+    lines = read_lines(run / "slurm" / "attempts.jsonl")
+    assert [(line["event"], line["job"], line.get("cause")) for line in lines] == [
+        ("start", packing, None),
+        ("end", packing, "done"),
+        ("start", training, None),
+        ("end", training, "done"),
+    ]
+    assert read_run(run).slurm_job_ids == [training]
+    log = (run / "log").read_text()
+    assert log.index("packed ") < log.index("all records are as they were packed") < log.index("step ")
+    assert "Slurm job on p100: 2 cores, 30m" in read_choice(run)
+    assert trainyard("why", run) == 0
+    assert " packing " in (why := capsys.readouterr().out) and f"{packing}-0" in why
+
+    site.change(sbatch={"hold": True})
+    again = site.submit("again")
+    assert read_run(again).slurm_job_ids == [read_slurm_job_id(again)] and read_choice(again) == "none"
+    lab.run("scancel", read_slurm_job_id(again))
+
+
+def test_packing_that_fails_cancels_the_training_and_both_commands_name_its_error(lab, site, tmp_path, capsys):
+    raw = tmp_path / "raw"
+    raw.mkdir()
+    (raw / "d0-0001.png").write_text("not an image")
+    run = site.submit("broken", f"data.path={raw}")
+    packing, training = read_run(run).slurm_job_ids
+    lab.wait_for(training, "CANCELLED")
+    assert read_ends(run) == [(0, "user_error", "stop")]
+    capsys.readouterr()
+    said = "PackError: 1 of 1 raw samples cannot be read: d0-0001.png: "
+    for verb in ("status", "why"):
+        assert trainyard(verb, run) == 0
+        printed = capsys.readouterr().out
+        assert f"packing (Slurm job {packing}): {said}" in printed
+    assert f"-> training (Slurm job {training}) does not start" in printed
+    assert trainyard("logs", run) == 0
+    assert "PackError: 1 of 1 raw samples cannot be read:" in capsys.readouterr().out
+
+    site.change(sbatch={"hold": True})
+    assert trainyard("resume", run, "--jobs", FAMILIES) == 0
+    both = read_run(run).slurm_job_ids
+    assert len(both) == 2 and not {packing, training} & set(both)
+    capsys.readouterr()
+    assert trainyard("cancel", run) == 0
+    assert f"cancelled Slurm job {both[0]} and {both[1]}. Resume: trainyard resume" in capsys.readouterr().out
+    for job in both:
+        lab.wait_for(job, "CANCELLED")
+    assert trainyard("status", run) == 0
+    assert f"packing (Slurm job {both[0]}): cancelled" in capsys.readouterr().out
+
+
+def test_a_run_follows_another_and_is_cancelled_with_a_sentence_if_that_is_not_done(lab, site, capsys):
+    """All jobs are held, so that no rank starts."""
+    site.change(sbatch={"hold": True})
+    site.submit("first", "--then", "stripes")
+    assert "then training as Slurm job" in (printed := capsys.readouterr().out)
+    first = resolve_run("stripes/first", site.runs)
+    (second,) = (run for run in site.runs.glob("stripes/*") if run != first)
+    _, training = read_run(first).slurm_job_ids
+    (follower,) = read_run(second).slurm_job_ids
+    assert "none  (stripes before it packs the same data)" in printed
+    third = site.submit("third", "--after", second)
+    job = read_run(third).training_job_id
+    lab.run("scontrol", "release", follower)
+    assert f"Dependency=afterok:{training}(unfulfilled)" in lab.run("scontrol", "show", "job", follower)
+    assert f"afterok:{follower}(unfulfilled)" in lab.run("scontrol", "show", "job", job)
+    wait("Slurm to consider it", lambda: "Dependency" in lab.run("squeue", "-h", "-j", follower, "-o", "%r"))
+    assert trainyard("why", second) == 0
+    assert "waits until stripes/first is done" in capsys.readouterr().out
+    assert trainyard("cancel", first, third) == 0
+    lab.wait_for(follower, "CANCELLED")
+    capsys.readouterr()
+    assert trainyard("status", second) == 0
+    assert "cancelled by Slurm, because stripes/first ended without being done" in capsys.readouterr().out
+
+    site.refuse("--after", first)
+    assert "is stopped (packing (Slurm job" in (error := capsys.readouterr().err)
+    assert f"Resume it first: trainyard resume {first}" in error and error.count("\n") == 1
+    site.refuse("--after", "nobody")
+    assert "no run is 'nobody'" in capsys.readouterr().err
+    site.refuse("--after", second, "--local")
+    assert "need Slurm, which --local does without" in capsys.readouterr().err
+    assert len(list(site.runs.glob("stripes/*"))) == 3, "a refused run was left behind"
+
+
+def test_a_dry_run_shows_every_slurm_job(site, tmp_path, capsys):
+    words = ["submit", "stripes", "--then", "stripes", "seed=7", "--hw", "a100", "--dry", "--cluster", str(site.file)]
+    place = ["--jobs", str(FAMILIES), "--runs", str(site.runs), f"data.cache={site.cache}"]
+    assert main([*words, *place]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("#!/bin/bash") == 4, "the seed decides about synthetic samples, so each has its own"
+    order = ["--job-name=stripes-packing", "--dependency=afterok:PACKING\n", "--dependency=afterok:PACKING:FIRST\n"]
+    places = [printed.index(word) for word in order]
+    assert places == sorted(places)
+    assert "Slurm job on p100: 2 cores, 30m  (packs and verifies before the GPUs are requested" in printed
+    assert not site.runs.exists() and not site.cache.exists()
+
+
+def test_where_no_cpu_nodes_are_described_the_run_packs_and_the_plan_says_why(site, tmp_path, capsys):
+    place = ["stripes", "--jobs", str(FAMILIES), "--runs", str(site.runs), f"data.cache={site.cache}", "--dry"]
+    assert main(["submit", *place, "--hw", "a100", "--cluster", str(LAB_FILE)]) == 0
+    printed = capsys.readouterr().out
+    assert "in the run, on its first node  (lab.yaml describes no nodes with card: cpu under gpus)" in printed
+    assert main(["submit", *place, "--hw", "cpus", "--cluster", str(site.file)]) == 0
+    assert "in the run, on its first node  (it requests no GPU that would wait)" in capsys.readouterr().out
+    site.change(shared=[str(site.runs)])
+    assert main(["submit", *place, "--hw", "a100", "--cluster", str(site.file)]) == 0
+    assert "cache is not below a folder that the nodes share)" in capsys.readouterr().out
+
+
+# Eight ranks of fingerprint_1m that a CPU trains in a minute; the sizes are those of fingerprint_smoke.
+SHRUNK = (
+    "model.width=0.05 model.blocks=[0,1,0] model.embedding_dims=16 image.height_px=75 image.width_px=75 "
+    "packing.region_px=320 split.val_share=0.2 split.test_share=0.2 global_batch_size=16 micro_batch_size=2 "
+    "head.margin_warmup= schedule.warmup=5st max_duration=100st eval_every=100st checkpoint.every=10st log_every=1st "
+    "evaluation.bootstrap_draws=20 trackers=[] data.decode=cpu data.threads=1"
+)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3000)
+def test_the_sentence_packs_trains_and_ends_with_the_same_bits_after_every_interruption(lab, tmp_path):
+    """It is preempted twice before its first checkpoint, meets its time limit, and loses a node."""
+    site, raw = Site(tmp_path), tmp_path / "prints"
+    load_family(Path("jobs"), "fingerprint", "pack").synthesize(raw, count=128, seed=0)
+    described = yaml.safe_load(site.file.read_text())["gpus"]
+    gpus = {hw: described[hw] for hw in ("a100", "cpus")}
+    site.change(data={"fingerprint_1m": str(raw)}, gpus=gpus)
+    run, lost = make_submit(lab, site, "interrupted"), ""
+    packing, job = read_run(run).slurm_job_ids
+    wait("packing", lambda: count_starts(run, packing))
+    lab.run("scontrol", "requeue", packing)
+    try:
+        for attempt in (0, 1):
+            wait("an attempt", lambda earlier=attempt: count_starts(run, job) > earlier)
+            lab.submit("true", "-p", "a100-urgent", "--gres=gpu:a100:8", "-w", read_node(run), "--exclusive")
+        wait("steps after two preemptions", lambda: read_last_step(run) >= 3)
+        lab.run("scontrol", "update", f"JobId={job}", f"TimeLimit={(read_elapsed_s(lab, job) + 45) // 60 + 1}")
+        lab.run("scancel", "--signal=USR2", job)  # Slurm's warning, which would come within a minute
+        wait("the next attempt to wait", lambda: read_ends(run)[-1][1] == "time_limit")
+        lab.wait_for(job, "PENDING")
+        lab.run("scontrol", "update", f"JobId={job}", "TimeLimit=30")
+        saved = read_last_step(run)
+        wait("steps after the time limit", lambda: read_last_step(run) >= saved + 3)
+        lost = read_node(run)
+        lab.run("scontrol", "update", f"nodename={lost}", "state=down", "reason=test")
+        wait_for_end(lab, run)
+    finally:
+        if lost:
+            lab.run("scontrol", "update", f"nodename={lost}", "state=resume")
+    ends = read_ends(run)
+    assert ends.pop(0)[::2] == (0, "slurm")
+    assert ends == [
+        (1, "done", "stop"),
+        (0, "preempted", "slurm"),
+        (1, "preempted", "slurm"),
+        (2, "time_limit", "requeue"),
+        (3, "node_failure", "slurm"),
+        (4, "done", "stop"),
+    ]
+    resumed = [line["step"] for line in read_lines(run / "events.jsonl") if line["event"] == "resume"]
+    assert len(resumed) == 2, "a preempted attempt saved a checkpoint, so it was not the first"
+    whole = make_submit(lab, site, "whole")
+    assert read_run(whole).slurm_job_ids == [read_slurm_job_id(whole)], "packed a second time"
+    wait_for_end(lab, whole)
+    assert find_differences(load_state(whole), load_state(run)) == []
+    assert read_run_metrics(whole) == read_run_metrics(run)
+
+
+def make_submit(lab: Lab, site: Site, name: str) -> Path:
+    """Type the sentence."""
+    sentence = ["make", "--old-file=.venv/.done", "submit", "JOB=fingerprint_1m", "GPUS=8", f"CLUSTER={site.file}"]
+    words = [f"RUNS={site.runs}", f"NAME={name}", f"SET=data.cache={site.cache} {SHRUNK}"]
+    print(lab.run(*sentence, *words, cwd=Path.cwd()))
+    return site.runs / "fingerprint_1m" / name
+
+
+def count_starts(run: Path, job: str) -> int:
+    lines = read_lines(run / "slurm" / "attempts.jsonl")
+    return sum(line["event"] == "start" and line["job"] == job for line in lines)
+
+
+def read_node(run: Path) -> str:
+    return [line["nodes"] for line in read_lines(run / "slurm" / "attempts.jsonl") if line["event"] == "start"][-1]
+
+
+def read_elapsed_s(lab: Lab, job: str) -> int:
+    started = lab.run("squeue", "-h", "-j", job, "-o", "%S").strip()
+    return int(time.time() - datetime.fromisoformat(started).timestamp())
