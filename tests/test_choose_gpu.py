@@ -103,6 +103,14 @@ def test_synchronised_batch_statistics_on_cpu_ranks_are_refused_before_the_queue
     assert make_plan(replace(config, sync_batchnorm=False), cpu_only, ResourceRequest(gpus=2)).hw == "cpu"
 
 
+def test_cuda_graphs_are_refused_before_the_queue_where_shapes_vary():
+    for job in ("fingerprint", "twins", "antispoof", "tinydet"):
+        assert plan(job, "compile=graphs", hw="a100").precision.cuda_graphs, job
+    assert "texts have different lengths" in read_refusal("pricing", "compile=graphs", hw="a100")
+    assert "image.scales draws a size" in read_refusal("tinydet_multiscale", "compile=graphs", hw="a100")
+    assert plan("fingerprint", "compile=graphs").why_hw.count("p100 cannot: compile=graphs requested, but") == 1
+
+
 def test_an_unknown_card_is_named_with_the_nearest():
     error = read_refusal("fingerprint", "needs.card=a5001", gpus=1)
     assert error.startswith("needs.card=a5001: no such card. Nearest: a5000. Cards")

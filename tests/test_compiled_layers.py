@@ -14,13 +14,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.test_compile_choice import write_results
 from tests.test_step import Classifier, copy_gradients, make_batch, make_classifier, make_state, split_batch, step
-from tests.training import FAMILIES, new_run
-from trainyard.hardware import explain_missing_compiler
-from trainyard.launch.compile_choice import CACHE_VARIABLES, choose_cache
+from tests.training import FAMILIES, FORKSERVER, new_run, read_run_metrics
+from trainyard.hardware import CPU_CHANNELS_LAST, explain_missing_compiler
+from trainyard.launch.compile_choice import CACHE_VARIABLES, Setup, choose_cache
 from trainyard.launch.rank_task import execute
 from trainyard.runs.folder import read_env
-from trainyard.train.compiled_layers import compile_layers
+from trainyard.train.compiled_layers import begin_step_of_graphs, compile_layers
 from trainyard.train.step import copy_for_average, enable_activation_checkpointing
 
 
@@ -29,8 +30,12 @@ class CountingBackend:
 
     def __init__(self) -> None:
         self.graphs: list[torch.fx.GraphModule] = []
+        self.options: dict[str, bool] | None = None
 
-    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+    def __call__(
+        self, graph: torch.fx.GraphModule, inputs: list[Tensor], options: dict[str, bool] | None = None
+    ) -> Callable[..., Any]:
+        self.options = options
         self.graphs.append(graph)
         return graph.forward
 
@@ -104,6 +109,31 @@ def test_scoring_and_copies_compile_nothing(backend):
     assert len(backend.graphs) == trained
 
 
+def test_cuda_graphs_are_an_option_of_the_compiler_and_each_shape_has_its_own(backend):
+    import torch._inductor.config
+
+    module = make_classifier()
+    compile_layers(module, backend=backend, cuda_graphs=True)
+    for samples in (4, 6, 8):
+        module(make_batch(samples))["loss"].backward()
+    assert len(backend.graphs) == 2 * 3, "a graph for any number of samples would be recorded again and again"
+    assert backend.options["triton.cudagraphs"] is True
+    assert set(backend.options) <= set(torch._inductor.config.get_config_copy()), "the compiler would refuse these"
+
+
+def test_a_step_tells_cuda_graphs_where_it_begins_once_however_many_micro_batches_it_has(backend):
+    from torch._inductor.cudagraph_trees import MarkStepBox
+
+    state, marked = make_state(make_classifier()), []
+    state.begin_step = lambda: marked.append([p.grad for p in state.module.parameters()])
+    for _ in range(2):
+        step(state, split_batch(make_batch(12), 4, 4, 4))
+    assert [all(gradient is None for gradient in gradients) for gradients in marked] == [True, True]
+    before = MarkStepBox.mark_step_counter
+    begin_step_of_graphs()
+    assert MarkStepBox.mark_step_counter == before - 1
+
+
 @pytest.mark.slow
 def test_compiled_layers_recompute_activations_and_count_batch_statistics_once(backend):
     plain, compiled = (make_state(make_classifier(batch_norm=True)) for _ in range(2))
@@ -158,3 +188,38 @@ def test_a_run_compiles_with_activation_checkpointing_and_says_what_and_where(tm
     assert choices["compiled"]["value"].endswith("repeated layers")
     folder = Path(choices["compile_cache"]["value"])
     assert folder.is_relative_to(tmp_path / "home") and list(folder.rglob("*.so"))
+
+
+@pytest.mark.long
+@pytest.mark.skipif(bool(explain_missing_compiler(None, os.environ)), reason="there is no C++ compiler here")
+def test_two_ranks_that_a_measurement_made_compile_train_as_two_that_do_not(tmp_path):
+    setup = Setup("cpu", torch.__version__, "stripes", "fp32", CPU_CHANNELS_LAST, deterministic=True)
+    write_results(tmp_path / "benchmarks" / "gpu-cpu.jsonl", {"compile_startup_s": 0.01}, setup=setup)
+    options = ("max_duration=3st", "log_every=1st", "global_batch_size=16", "micro_batch_size=4")
+    losses = {}
+    for mode in ("off", "auto"):
+        run = new_run(tmp_path / mode, f"compile={mode}", *options)
+        ranks = [FORKSERVER.Process(target=_train_rank, args=(run, tmp_path, rank)) for rank in range(2)]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join(500)
+        assert [process.exitcode for process in ranks] == [0, 0], (run / "log").read_text()
+        losses[mode] = [line["loss"] for line in read_run_metrics(run) if line["kind"] == "train"]
+    env = read_env(run)
+    assert env["choices"]["compile"]["value"] is True
+    assert "trainyard gpu-check measured fingerprint on this card" in env["choices"]["compile"]["reason"]
+    assert env["choices"]["compiled"]["value"] == "2 repeated layers"
+    assert list(env["exactness"]["compiled_by_card"].values()) == [True]
+    assert list(Path(env["choices"]["compile_cache"]["value"]).rglob("*.so"))
+    assert len(losses["off"]) == 3
+    assert losses["auto"] == pytest.approx(losses["off"], rel=1e-4)  # sums in another order
+
+
+def _train_rank(run: Path, folder: Path, rank: int) -> None:
+    """Train one of two ranks in `folder`, in which a run looks for measurements."""
+    os.chdir(folder)
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2}
+    environ = {"TRAINYARD_MEETING": "m", "XDG_CACHE_HOME": str(folder / "home"), "PATH": os.environ["PATH"]}
+    environ |= {name: str(value) for name, value in numbers.items()}
+    os._exit(execute(run, FAMILIES, environ=environ, started=time.time()))

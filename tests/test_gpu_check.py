@@ -1,5 +1,6 @@
 """`trainyard gpu-check`: what a check's end means, what is kept when something dies, and its smallest run on a CPU."""
 
+import json
 import os
 import shutil
 import signal
@@ -19,9 +20,10 @@ from trainyard.tools import gpu_check
 from trainyard.tools.gpu_check import Budget, format_table, read_lines, run_checks, run_in_process
 from trainyard.tools.gpu_checks import overflow
 from trainyard.tools.gpu_checks.check import STEPS, Check, CheckFailed, Figures, NotRun, Sizes
+from trainyard.tools.gpu_checks.exact_runs import compare_runs
 from trainyard.tools.gpu_checks.overflow import check_overflow
 from trainyard.tools.gpu_checks.plan import list_checks, select_checks
-from trainyard.tools.gpu_checks.preset_steps import take_first_steps
+from trainyard.tools.gpu_checks.preset_steps import check_equal_losses, compare_graphs, take_first_steps
 from trainyard.train import step
 from trainyard.train.compare import find_differences, flatten_state
 from trainyard.train.module import TrainModule
@@ -242,7 +244,9 @@ def test_every_preset_and_family_is_checked_on_a_card():
     assert len(presets) > 20 and len(families) > 4 and len(names) == len(set(names))
     for mode in ("auto", "fp16", "compile"):
         assert {f"contact/{preset}/{mode}" for preset in presets} <= set(names)
-    assert {f"bitwise/{family}" for family in families} <= set(names)
+    assert {f"bitwise/{family}{kind}" for family in families for kind in ("", "/graphs")} <= set(names)
+    for kind in ("eager", "compiled", "graphs"):
+        assert {f"speed/{family}/{kind}/deterministic/nhwc" for family in families} <= set(names)
     steps = [name.partition("/")[0] for name in names]
     assert list(dict.fromkeys(steps)) == list(STEPS)
 
@@ -385,6 +389,36 @@ def test_a_preset_that_cannot_be_prepared_fails_if_it_needs_nothing_but_generate
 
 def check_on_cpu(jobs: Path, *words: str) -> int:
     return main(["gpu-check", "--cpu", "--quick", "--jobs", str(jobs), *words])
+
+
+def test_losses_with_cuda_graphs_that_differ_or_are_not_finite_fail_the_check():
+    check_equal_losses([2.0, 1.0], [2.0, 1.009])
+    with pytest.raises(CheckFailed, match=r"with CUDA graphs the loss of step 1 is 1\.011, without them 1"):
+        check_equal_losses([2.0, 1.0], [2.0, 1.011])
+    with pytest.raises(CheckFailed, match="step 0 is nan"):
+        check_equal_losses([2.0, 1.0], [float("nan"), 1.0])
+
+
+@pytest.mark.slow
+def test_the_comparison_of_cuda_graphs_runs_but_for_the_graphs(tmp_path):
+    done = run_as_command(partial(compare_graphs_on_cpu, make_jobs(tmp_path), tmp_path), tmp_path / "here")
+    assert done.returncode == 0, done.stdout + done.stderr
+    figures = json.loads(done.stdout.splitlines()[-1])
+    assert figures["samples_per_s_graphs"] > 0 and figures["samples_per_s_without_graphs"] > 0
+    assert (figures["compared_steps"], figures["accumulated"], figures["quotable"]) == (6, 2, False)
+
+
+def compare_graphs_on_cpu(jobs: Path, folder: Path) -> int:
+    """Compare steps with themselves, and see that CUDA graphs are not run there."""
+    sizes = Sizes(jobs, folder / "data", folder, small=True, rounds=1, seconds=0.01)
+    for _ in range(2):
+        with pytest.raises(NotRun, match="compile=graphs requested on the CPU"):
+            compare_runs(torch.device("cpu"), sizes, family="stripes", overrides=["compile=graphs"])
+    compare = partial(compare_graphs, torch.device("cpu"), sizes, preset="stripes_smoke", overrides=[])
+    with pytest.raises(NotRun, match="compile=graphs requested on the CPU, but CUDA graphs need a GPU"):
+        compare(modes=("off", "graphs"))
+    print(json.dumps(compare(modes=("off", "off"))))
+    return 0
 
 
 @pytest.mark.slow

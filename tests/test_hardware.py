@@ -141,6 +141,27 @@ def test_compile_is_impossible_on_p100_and_optional_from_volta_on():
     assert choose_precision(None, compile="on").compile
 
 
+def test_cuda_graphs_are_for_cards_that_compile_and_for_one_shape():
+    assert choose_precision(80, compile="graphs").cuda_graphs and choose_precision(80, compile="graphs").compile
+    assert not choose_precision(80, compile="on").cuda_graphs and not choose_precision(80).cuda_graphs
+    choose_precision(80, compile="on", varying_shapes="texts have different lengths")
+    for sm, varying, said in [
+        (None, "", "on the CPU, but CUDA graphs need a GPU. Use compile=on, or compile=off."),
+        (
+            80,
+            "texts differ",
+            "on sm_80, but a CUDA graph is for one shape: texts differ. Use compile=on, or compile=off.",
+        ),
+        (
+            60,
+            "",
+            "but torch.compile generates Triton kernels, and Triton needs sm_70 or newer, not sm_60. Use compile=off",
+        ),
+    ]:
+        with pytest.raises(UserError, match=f"^compile=graphs requested.*{said}"):
+            choose_precision(sm, compile="graphs", varying_shapes=varying)
+
+
 def test_a_requested_layout_overrides_the_policy():
     forced = choose_precision(60, channels_last="on")
     assert forced.channels_last and "slower" in forced.reasons["channels_last"]

@@ -100,3 +100,7 @@ class Config(TrainConfig):
     def explain_batch_dependence(self) -> str:
         """Return why results depend on the micro-batch; "" if they do not."""
         return "BatchNorm statistics are over a micro-batch"
+
+    def explain_varying_inputs(self) -> str:
+        """Return why repeated layers get inputs of many shapes; "" if they do not."""
+        return ""

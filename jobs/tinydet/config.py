@@ -170,3 +170,7 @@ class Config(TrainConfig):
             "BatchNorm statistics are over a micro-batch (model.norm=batch)": self.model.norm == "batch",
         }
         return "; ".join(reason for reason, holds in reasons.items() if holds)
+
+    def explain_varying_inputs(self) -> str:
+        """Return why repeated layers get inputs of many shapes; "" if they do not: objects go to the losses."""
+        return ""

@@ -139,10 +139,16 @@ class Precision:
     channels_last: bool  # whether images and convolution weights are NHWC in memory
     compile: bool  # whether the model is compiled with torch.compile
     reasons: Mapping[str, str]  # field name -> why, for the log
+    cuda_graphs: bool = False  # whether what is compiled is started as CUDA graphs
 
 
 def choose_precision(
-    sm: int | None, *, precision: str = "auto", channels_last: str = "auto", compile: str = "auto"
+    sm: int | None,
+    *,
+    precision: str = "auto",
+    channels_last: str = "auto",
+    compile: str = "auto",
+    varying_shapes: str = "",
 ) -> Precision:
     """Choose how to compute on a device.
 
@@ -152,17 +158,19 @@ def choose_precision(
     Args:
         sm: compute capability as major * 10 + minor (P100: 60, 2080 Ti: 75, A100: 80), None for the CPU.
         precision: "auto", "fp32", "fp16" or "bf16". An explicit fp32 also switches TF32 off.
-        channels_last, compile: "auto", "on" or "off".
+        channels_last, compile: "auto", "on" or "off"; compile also "graphs".
+        varying_shapes: `TrainConfig.explain_varying_shapes`.
 
     Raises:
         UserError: the device does not support the request, or not at full speed.
     """
-    assert {channels_last, compile} <= {"auto", "on", "off"}, (channels_last, compile)
+    assert {channels_last, compile} <= {"auto", "on", "off", *({"graphs"} & {compile})}, (channels_last, compile)
     device = "the CPU" if sm is None else f"sm_{sm}"
     dtype, dtype_reason = _choose_dtype(sm, device, precision)
     tf32, tf32_reason = _choose_tf32(sm, device, precision)
     nhwc, nhwc_reason = _choose_channels_last(sm, device, dtype, channels_last)
-    compiled, compile_reason = _choose_compile(sm, device, compile)
+    graphs = compile == "graphs"
+    compiled, compile_reason = _choose_compile(sm, device, compile, varying_shapes)
     scaling_reason = {
         "fp16": "small gradients underflow in fp16: its smallest normal number is 6e-5",
         "bf16": "bf16 has the exponent range of fp32",
@@ -174,8 +182,9 @@ def choose_precision(
         "tf32": tf32_reason,
         "channels_last": nhwc_reason,
         "compile": compile_reason,
+        "cuda_graphs": "requested" if graphs else "only where they are requested: compile=graphs",
     }
-    return Precision(dtype, dtype == "fp16", tf32, nhwc, compiled, reasons)
+    return Precision(dtype, dtype == "fp16", tf32, nhwc, compiled, reasons, graphs)
 
 
 def choose_sync_batchnorm(wanted: bool, *, device_type: str, world_size: int) -> tuple[bool, str]:
@@ -420,15 +429,22 @@ def can_compile(sm: int | None) -> bool:
     return sm is None or sm >= 70
 
 
-def _choose_compile(sm: int | None, device: str, requested: str) -> tuple[bool, str]:
+def _choose_compile(sm: int | None, device: str, requested: str, varying_shapes: str) -> tuple[bool, str]:
+    fault = (
+        "CUDA graphs need a GPU"
+        if sm is None
+        else varying_shapes and f"a CUDA graph is for one shape: {varying_shapes}"
+    )
+    if requested == "graphs" and fault:
+        raise UserError(f"compile=graphs requested on {device}, but {fault}. Use compile=on, or compile=off.")
     if not can_compile(sm):
         reason = f"torch.compile generates Triton kernels, and Triton needs sm_70 or newer, not {device}"
-        if requested == "on":
-            raise UserError(f"compile=on requested, but {reason}. Use compile=off, or compile=auto.")
+        if requested in ("on", "graphs"):
+            raise UserError(f"compile={requested} requested, but {reason}. Use compile=off, or compile=auto.")
         return False, reason
     if requested == "auto":
         return False, "decided on the node, by what trainyard gpu-check measured there"
-    return requested == "on", "requested"
+    return requested in ("on", "graphs"), "requested"
 
 
 def explain_missing_compiler(sm: int | None, environ: Mapping[str, str], *, headers: Path | None = None) -> str | None:

@@ -272,7 +272,10 @@ class TrainConfig:
         "recomputing BatchNorm statistics on training samples",
     )
     compile: str = option(
-        "auto", "torch.compile; auto: where trainyard gpu-check measured that it pays", choices=("auto", "on", "off")
+        "auto",
+        "torch.compile; auto: where trainyard gpu-check measured that it pays; graphs: and one CUDA graph starts all "
+        "kernels of a layer, on GPUs, where shapes are fixed",
+        choices=("auto", "on", "off", "graphs"),
     )
     gradient_checkpointing: bool = option(False, "recompute repeated layers in the backward pass to save memory")
     sync_batchnorm: bool = option(
@@ -309,6 +312,16 @@ class TrainConfig:
     def explain_batch_dependence(self) -> str:
         """Return why results depend on `micro_batch_size`; "" if they do not, so that planning may choose another."""
         return f"family {self.family} does not say whether results depend on the micro-batch"
+
+    def explain_varying_shapes(self) -> str:
+        """Return why the model's repeated layers get inputs of many shapes; "" if only a last batch differs."""
+        if len(self.image.scales) > 1:
+            return "image.scales draws a size for each step"
+        return self.explain_varying_inputs()
+
+    def explain_varying_inputs(self) -> str:
+        """Return why samples of one size of image give inputs of many shapes; a family says "" if they do not."""
+        return f"family {self.family} does not say that its layers' inputs have one shape"
 
 
 def check(config: Any, prefix: str = "") -> None:

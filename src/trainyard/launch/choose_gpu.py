@@ -174,6 +174,7 @@ def _choose_policy(config: TrainConfig, kind: GpuNodes, gpus: int) -> Precision:
         precision=config.precision,
         channels_last=config.channels_last,
         compile=config.compile,
+        varying_shapes=config.explain_varying_shapes(),
     )
 
 

@@ -108,7 +108,11 @@ def _choose_settings(
     sm, name = _describe_device(device)
     _refuse_unusable_device(sm, world, environ)
     policy = choose_precision(
-        sm, precision=config.precision, channels_last=config.channels_last, compile=config.compile
+        sm,
+        precision=config.precision,
+        channels_last=config.channels_last,
+        compile=config.compile,
+        varying_shapes=config.explain_varying_shapes(),
     )
     importable = importlib.util.find_spec("nvidia") is not None and importlib.util.find_spec("nvidia.dali") is not None
     cores, why_cores = _choose_cores(world)

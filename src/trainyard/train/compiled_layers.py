@@ -13,7 +13,7 @@ Backend = str | Callable[..., Any]
 """What torch.compile takes: "inductor" generates kernels, "eager" and "aot_eager" only trace, in a second."""
 
 
-def compile_layers(module: TrainModule, *, backend: Backend = "inductor") -> int:
+def compile_layers(module: TrainModule, *, backend: Backend = "inductor", cuda_graphs: bool = False) -> int:
     """Compile the forward method of each repeated layer, in place; return their number.
 
     Layers of one kind share what is generated for the first of them, so starting up takes as long as for one layer,
@@ -21,11 +21,20 @@ def compile_layers(module: TrainModule, *, backend: Backend = "inductor") -> int
 
     Only training steps use compiled code: scoring, with other batch sizes, and deep copies of the module do not. Call
     it after activation checkpointing is enabled, which is then compiled too, and before DDP wraps the module.
+
+    Args:
+        cuda_graphs: start the kernels of a layer's forward or backward pass with one call. What such a graph returns,
+            gradients included, is memory that it writes again after the next `begin_step_of_graphs`.
     """
     layers = list(module.repeated_layers())
     if not layers:
         return 0
-    run = torch.compile(_run_forward, backend=backend)
+    run = torch.compile(
+        _run_forward,
+        backend=backend,
+        dynamic=False if cuda_graphs else None,  # each shape has its own graph in any case
+        options=_list_graph_options() if cuda_graphs else None,
+    )
     for layer in layers:
         layer.forward = _CompiledForward(layer, run)
     # All layers share one code object, which has an entry for each shape, type, and whether a gradient is needed.
@@ -33,6 +42,22 @@ def compile_layers(module: TrainModule, *, backend: Backend = "inductor") -> int
     # Splitting compiled graphs by DDP's buckets is for whole models, and refuses activation checkpointing.
     torch._dynamo.config.optimize_ddp = False
     return len(layers)
+
+
+def begin_step_of_graphs() -> None:
+    """Let CUDA graphs write again to the memory of the step before, which nobody may read from here on.
+
+    Without it they would do so at every micro-batch, and overwrite gradients that are being accumulated.
+    """
+    torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+
+
+def _list_graph_options() -> dict[str, str | int | bool | Callable[..., Any]]:
+    """Return the options of "inductor": graphs, and, where torch knows it, an error where it would compute without."""
+    from torch._inductor import config
+
+    strict = {"triton.cudagraph_or_error": True} if hasattr(config.triton, "cudagraph_or_error") else {}
+    return {"triton.cudagraphs": True, **strict}
 
 
 class _CompiledForward:

@@ -17,7 +17,7 @@ from trainyard.runs.folder import update_env
 from trainyard.runs.manifest import MOST, CheckpointError
 from trainyard.train import checkpoint, distributed
 from trainyard.train.best import Plateau
-from trainyard.train.compiled_layers import compile_layers
+from trainyard.train.compiled_layers import begin_step_of_graphs, compile_layers
 from trainyard.train.data_parallel import wrap_in_ddp
 from trainyard.train.module import TrainModule
 from trainyard.train.run_context import RunContext
@@ -65,6 +65,8 @@ def prepare_state(context: RunContext) -> tuple[TrainState, int | None]:
     if config.gradient_checkpointing and context.precision.compile:
         refuse_recounted_statistics(module, torch.__version__)
     state.model = _build_model(context, module)
+    if context.precision.cuda_graphs:
+        state.begin_step = begin_step_of_graphs
     return state, None if found is None else found[1]["metrics_position"]
 
 
@@ -197,14 +199,20 @@ def _load_newest_checkpoint(context: RunContext) -> tuple[Path, dict[str, Any]] 
 def _build_model(context: RunContext, module: TrainModule) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
     """Return what a step calls: the module, compiled as this run chose, under DDP."""
     model: Any = module
-    layers = compile_layers(module) if context.precision.compile else 0
+    graphs = context.precision.cuda_graphs
+    layers = compile_layers(module, cuda_graphs=graphs) if context.precision.compile else 0
+    if graphs and not layers:
+        raise UserError(
+            f"compile=graphs, but the model of {context.config.family} names no repeated layers. Use compile=on."
+        )
     if context.world.world_size > 1:
         model = wrap_in_ddp(module, device=context.device, sync_batchnorm=context.config.sync_batchnorm)
     if not context.precision.compile:
         return model  # type: ignore[no-any-return]
     chosen = ("the whole model", "it names no repeated layers")
     if layers:
-        chosen = (f"{layers} repeated layers", "each by itself: layers of one kind share what is generated")
+        how = ", as CUDA graphs" if graphs else ""
+        chosen = (f"{layers} repeated layers{how}", "each by itself: layers of one kind share what is generated")
     if context.world.is_main:
         update_env(context.run, "choices", {"compiled": dict(zip(("value", "reason"), chosen, strict=True))})
     return model if layers else torch.compile(model)

@@ -49,6 +49,7 @@ class TrainState:
     best: dict[str, Any] | None = None  # step and value of the best evaluation
     plateau: Plateau = field(default_factory=Plateau)
     swa: WeightAverage | None = None
+    begin_step: Callable[[], None] = lambda: None  # called when nothing of the step before is needed any more
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,7 @@ def train_step(
         group["lr"] = lr * group.get("lr_scale", 1.0)
     torch.manual_seed(_derive_step_seed(seed, state.progress.step))
     state.optimizer.zero_grad(set_to_none=True)
+    state.begin_step()
     buffers = _copy_buffers(state.module) if state.scaler.is_enabled() else []
     losses: dict[str, Tensor] = {}
     wait_s = 0.0

@@ -25,3 +25,7 @@ class Config(TrainConfig):
     """All options of a stripes job."""
 
     model: ModelSettings = option(ModelSettings, "network")
+
+    def explain_varying_inputs(self) -> str:
+        """Return why repeated layers get inputs of many shapes; "" if they do not."""
+        return ""

@@ -1,8 +1,10 @@
 """Checks that two runs of a family, and a third that was stopped and resumed, end with equal checkpoints."""
 
 import os
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context
 from multiprocessing.context import ForkProcess
@@ -17,7 +19,8 @@ from trainyard.launch.rank_task import execute
 from trainyard.runs.folder import create_run
 from trainyard.runs.manifest import list_checkpoints
 from trainyard.runs.state import ExitCode
-from trainyard.tools.gpu_checks.check import CheckFailed, Figures, Sizes
+from trainyard.tools.gpu_checks.check import CheckFailed, Figures, NotRun, Sizes
+from trainyard.tools.gpu_checks.preset_steps import refuse_unsupported_settings
 from trainyard.train import checkpoint
 from trainyard.train.compare import find_differences, flatten_state
 
@@ -26,16 +29,20 @@ _LINES = 2  # of metrics, after which a run is stopped
 _NAMES = ("first", "second", "stopped")
 
 
-def compare_runs(device: torch.device, sizes: Sizes, *, family: str) -> Figures:
+def compare_runs(device: torch.device, sizes: Sizes, *, family: str, overrides: Sequence[str] = ()) -> Figures:
     """Train a family's smoke preset twice without a break, and once stopped and resumed; compare all that they saved.
 
     Every run, and the resume, is a process of its own. This one computes nothing, so that it may fork them.
 
     Raises:
         CheckFailed: a run fails, or two of them differ.
+        NotRun: this device does not compute as `overrides` say.
     """
-    job = f"{family}_smoke"
-    _run(lambda: _create_runs(job, sizes))
+    sizes = replace(sizes, scratch=Path(tempfile.mkdtemp(dir=sizes.scratch)))  # run names are those of other checks
+    job, refusal = f"{family}_smoke", sizes.scratch / "refusal"
+    _run(lambda: _create_runs(job, overrides, sizes, refusal))
+    if refusal.exists():
+        raise NotRun(refusal.read_text())
     first, second, stopped = (sizes.scratch / job / name for name in _NAMES)
     begin = time.perf_counter()
     for run in (first, second):
@@ -61,10 +68,15 @@ def compare_runs(device: torch.device, sizes: Sizes, *, family: str) -> Figures:
     }
 
 
-def _create_runs(job: str, sizes: Sizes) -> int:
-    """Pack the data and create the folders of three equal runs."""
-    overrides = [f"max_duration={sizes.run_steps}st", "log_every=1st", "deterministic=true", "trackers=[]"]
-    config = configs.compose(job, [*overrides, f"data.cache={sizes.data}", "data.stage=off"], sizes.jobs)
+def _create_runs(job: str, overrides: Sequence[str], sizes: Sizes, refusal: Path) -> int:
+    """Pack the data and create the folders of three equal runs; or write why this device refuses them."""
+    own = [f"max_duration={sizes.run_steps}st", "log_every=1st", "deterministic=true", "trackers=[]"]
+    config = configs.compose(job, [*overrides, *own, f"data.cache={sizes.data}", "data.stage=off"], sizes.jobs)
+    try:
+        refuse_unsupported_settings(config)
+    except NotRun as reason:
+        refusal.write_text(str(reason))
+        return ExitCode.DONE
     config = prepare_data(config, sizes.jobs)
     for name in _NAMES:
         create_run(sizes.scratch, config, name=name)

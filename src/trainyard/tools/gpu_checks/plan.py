@@ -1,6 +1,6 @@
 """Lists the checks of `trainyard gpu-check` for the families in a folder of jobs, in the order in which they run."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,13 @@ _MODES = (
 )
 _NO_CARD = "there is no card here"
 _SLOW_COMPILER = "compiling takes minutes on a CPU, and says nothing about a card"
+_NO_GRAPHS = "CUDA graphs need a card"
 _QUICK = "--quick leaves it out"
+_TIMINGS: Mapping[str, tuple[Callable[..., Figures], str]] = {
+    "eager": (preset_steps.measure_eager_steps, ""),
+    "compiled": (preset_steps.measure_compiled_steps, _SLOW_COMPILER),
+    "graphs": (preset_steps.compare_graphs, _NO_GRAPHS),
+}
 
 
 def list_checks(jobs: Path, *, small: bool, quick: bool) -> list[Check]:
@@ -34,7 +40,7 @@ def list_checks(jobs: Path, *, small: bool, quick: bool) -> list[Check]:
     checks = [
         *_list_card_checks(),
         *_list_contact_checks(families, small=small, quick=quick),
-        *(Check("bitwise", name, partial(exact_runs.compare_runs, family=name)) for name in families),
+        *_list_bitwise_checks(families),
         *(Check("decode", name, partial(decoding.compare_decoding, preset=name)) for name in one_each.values()),
         *_list_speed_checks(one_each.values(), small=small, quick=quick),
         *_list_overlap_checks(one_each.values()),
@@ -112,23 +118,29 @@ def _list_contact_checks(families: dict[str, list[str]], *, small: bool, quick: 
             yield _leave_out(check, unwanted)
 
 
+def _list_bitwise_checks(families: Iterable[str]) -> Iterator[Check]:
+    for graphs in (False, True):
+        for name in families:
+            work = partial(exact_runs.compare_runs, family=name, overrides=["compile=graphs"] if graphs else [])
+            yield Check("bitwise", f"{name}/graphs" if graphs else name, work, card_only=_NO_GRAPHS if graphs else "")
+
+
 def _list_speed_checks(presets: Iterable[str], *, small: bool, quick: bool) -> Iterator[Check]:
     """Yield the timings: eager ones of all presets before compiled ones, the likeliest settings first."""
     settings = [(deterministic, layout) for layout in ("on", "off") for deterministic in ("false", "true")]
-    for kind in ("eager", "compiled"):
-        for number, (deterministic, layout) in enumerate(settings[:1] if small and kind == "compiled" else settings):
+    for kind in ("eager", "compiled", "graphs"):
+        for number, (deterministic, layout) in enumerate(settings[:1] if small and kind != "eager" else settings):
             for check in _list_timings(kind, presets, deterministic, layout):
                 yield _leave_out(check, quick and number > 0)
 
 
 def _list_timings(kind: str, presets: Iterable[str], deterministic: str, layout: str) -> Iterator[Check]:
-    measure = preset_steps.measure_eager_steps if kind == "eager" else preset_steps.measure_compiled_steps
+    measure, card_only = _TIMINGS[kind]
     words = (
         f"{kind}/{'deterministic' if deterministic == 'true' else 'any-order'}/{'nhwc' if layout == 'on' else 'nchw'}"
     )
     overrides = ["precision=auto", f"deterministic={deterministic}", f"channels_last={layout}"]
     overrides += ["compile=off"] if kind == "eager" else []
-    card_only = _SLOW_COMPILER if kind == "compiled" else ""
     for preset in presets:
         work: Work = partial(measure, preset=preset, overrides=overrides)
         yield Check("speed", f"{preset}/{words}", work, card_only=card_only)

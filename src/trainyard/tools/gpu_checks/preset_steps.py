@@ -49,6 +49,9 @@ from trainyard.train.world import World
 Stream = Generator[MicroBatch, None, None]
 
 _WARM_UP = 3  # steps before the clock starts
+_COMPARED_STEPS = 6  # with and without CUDA graphs: one that warms up, one that records, and some that replay
+_ACCUMULATED = 2  # micro-batches of such a step
+_LOSS_TOLERANCE = 1e-2  # relative: with deterministic=false, a kernel may sum in another order at each call
 _MICRO_BATCHES = 4  # of synthetic data, at least: validation and test parts leave fewer to train on
 
 
@@ -88,8 +91,12 @@ class PresetSteps:
                 autocast=make_autocast(context.precision, context.device),
             )
 
-    def take_step(self, micro_batch: MicroBatch) -> StepResult:
-        """Take the next optimizer step, with the learning rate that a run would have."""
+    def take_step(self, micro_batch: MicroBatch, *, times: int = 1) -> StepResult:
+        """Take the next optimizer step, with the learning rate that a run would have.
+
+        Args:
+            times: how often the micro-batch counts in it, as if these were the micro-batches of a step.
+        """
         context, progress = self.context, self.state.progress
         factor = compute_lr_factor(
             progress.step,
@@ -99,7 +106,7 @@ class PresetSteps:
         )
         result = train_step(
             self.state,
-            [self._complete(micro_batch)],
+            [self._complete(micro_batch, part=part, parts=times) for part in range(times)],
             lr=context.config.optimizer.lr * factor,
             world_size=1,
             seed=context.config.seed,
@@ -110,11 +117,11 @@ class PresetSteps:
         progress.samples_seen += count_samples(micro_batch)
         return result
 
-    def _complete(self, micro_batch: MicroBatch) -> MicroBatch:
-        """Return a micro-batch as a step of its own, which begins after the samples seen so far."""
+    def _complete(self, micro_batch: MicroBatch, *, part: int = 0, parts: int = 1) -> MicroBatch:
+        """Return a micro-batch as one of equal parts of a step, which begins after the samples seen so far."""
         samples_seen = torch.tensor(self.state.progress.samples_seen).to(self.context.device, non_blocking=True)
         batch = {**micro_batch.batch, "samples_seen": samples_seen}
-        return MicroBatch(batch, weight=1.0, last=True, wait_s=micro_batch.wait_s)
+        return MicroBatch(batch, weight=1 / parts, last=part == parts - 1, wait_s=micro_batch.wait_s)
 
     def describe(self) -> Figures:
         """Return what the figures of a step depend on."""
@@ -126,6 +133,7 @@ class PresetSteps:
             "tf32": precision.tf32,
             "channels_last": precision.channels_last,
             "compile": precision.compile,
+            "cuda_graphs": precision.cuda_graphs,
             "deterministic": config.deterministic,
             "gradient_checkpointing": config.gradient_checkpointing,
             "micro_batch_size": config.global_batch_size,
@@ -145,7 +153,7 @@ def prepare_preset(preset: str, overrides: Sequence[str], sizes: Sizes) -> Train
         NotRun: this device does not compute as the config says.
     """
     config = configs.compose(preset, overrides, sizes.jobs)
-    _refuse_unsupported_settings(config)
+    refuse_unsupported_settings(config)
     micro_batch_size = config.micro_batch_size or config.global_batch_size
     smoke = configs.compose(f"{config.family}_smoke", [], sizes.jobs)
     count = max(smoke.data.synthetic, 0 if sizes.small else _MICRO_BATCHES * micro_batch_size)
@@ -154,10 +162,16 @@ def prepare_preset(preset: str, overrides: Sequence[str], sizes: Sizes) -> Train
     return prepare_data(config, sizes.jobs)
 
 
-def _refuse_unsupported_settings(config: TrainConfig) -> None:
+def refuse_unsupported_settings(config: TrainConfig) -> None:
     sm = read_capability(torch.device("cuda", 0)) if torch.cuda.is_available() else None
     try:
-        choose_precision(sm, precision=config.precision, channels_last=config.channels_last, compile=config.compile)
+        choose_precision(
+            sm,
+            precision=config.precision,
+            channels_last=config.channels_last,
+            compile=config.compile,
+            varying_shapes=config.explain_varying_shapes(),
+        )
     except UserError as error:
         raise NotRun(str(error)) from error
 
@@ -323,6 +337,55 @@ def measure_compiled_steps(device: torch.device, sizes: Sizes, *, preset: str, o
             "compile_startup_s": round(max(0.0, first_s - count_samples(micro_batch) / compiled.median), 2),
             "peak_memory_gib": round(read_peak_memory_gib(device), 3),
         }
+
+
+def compare_graphs(
+    device: torch.device,
+    sizes: Sizes,
+    *,
+    preset: str,
+    overrides: Sequence[str],
+    modes: tuple[str, str] = ("on", "graphs"),
+) -> Figures:
+    """Time compiled steps with and without CUDA graphs, after checking that their losses agree.
+
+    The kernels are the same, so losses differ only if a graph reads or writes memory that something else uses, or draws
+    other random numbers. Each step that is compared accumulates the gradients of several micro-batches.
+
+    Args:
+        modes: the two values of `compile`.
+
+    Raises:
+        CheckFailed: losses differ.
+    """
+    refuse_unsupported_settings(configs.compose(preset, [*overrides, f"compile={modes[1]}"], sizes.jobs))
+    figures: Figures = {"quotable": True}
+    losses: list[list[float]] = []
+    for mode, name in zip(modes, ("without_graphs", "graphs"), strict=True):
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(device)
+        with open_preset(preset, [*overrides, f"compile={mode}"], sizes) as steps:
+            micro_batch = steps.read_micro_batch()
+            taken = [steps.take_step(micro_batch, times=_ACCUMULATED).losses["loss"] for _ in range(_COMPARED_STEPS)]
+            losses.append(torch.stack(taken).tolist())
+            rates = _measure_steps(steps, micro_batch, device, sizes)
+            figures |= {f"samples_per_s_{name}": round(rates.median, 2), f"spread_{name}": round(rates.spread, 3)}
+            figures |= {f"peak_memory_gib_{name}": round(read_peak_memory_gib(device), 3)}
+            figures |= {**steps.describe(), **_name_card(device), "quotable": figures["quotable"] and rates.quotable}
+    check_equal_losses(*losses)
+    return {**figures, "compared_steps": _COMPARED_STEPS, "accumulated": _ACCUMULATED}
+
+
+def check_equal_losses(without: Sequence[float], graphs: Sequence[float]) -> None:
+    """Check that the losses of the same steps agree to `_LOSS_TOLERANCE`.
+
+    Raises:
+        CheckFailed: they do not, or one is not finite.
+    """
+    for number, (a, b) in enumerate(zip(without, graphs, strict=True)):
+        if not abs(a - b) <= _LOSS_TOLERANCE * abs(a):
+            raise CheckFailed(f"with CUDA graphs the loss of step {number} is {b:.6g}, without them {a:.6g}")
 
 
 def _measure_uncompiled(preset: str, overrides: Sequence[str], device: torch.device, sizes: Sizes) -> Summary:
