@@ -108,6 +108,7 @@ class LateDevice:
 
         monkeypatch.setattr(torch.cuda, "Stream", self._create_stream)
         monkeypatch.setattr(torch.cuda, "stream", self._use)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: getattr(self._thread, "index", 0))
         monkeypatch.setattr(torch.cuda, "set_device", lambda device: setattr(self._thread, "index", device.index))
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: self.current_stream())
         monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: self.finish())

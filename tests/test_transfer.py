@@ -220,6 +220,12 @@ def test_what_dali_decodes_on_a_gpu_is_copied_before_the_pipeline_takes_its_memo
     assert gpu_pipelines[1:] == ["released", "released"]  # one pipeline for both streams
 
 
+def test_a_gpu_without_a_number_is_the_current_one(monkeypatch):
+    LateDevice(monkeypatch, eager=True)
+    torch.cuda.set_device(torch.device("cuda", 3))
+    assert CopyStream(torch.device("cuda")).device == torch.device("cuda", 3)
+
+
 def test_a_thread_that_decodes_for_one_of_several_gpus_starts_cuda_on_no_other(monkeypatch):
     """Each rank would take memory of GPU 0: torch comes back to the device that a thread was on before a stream."""
     device = LateDevice(monkeypatch, eager=True)

@@ -164,7 +164,8 @@ def choose_precision(
     Raises:
         UserError: the device does not support the request, or not at full speed.
     """
-    assert {channels_last, compile} <= {"auto", "on", "off", *({"graphs"} & {compile})}, (channels_last, compile)
+    assert channels_last in ("auto", "on", "off"), channels_last
+    assert compile in ("auto", "on", "off", "graphs"), compile
     device = "the CPU" if sm is None else f"sm_{sm}"
     dtype, dtype_reason = _choose_dtype(sm, device, precision)
     tf32, tf32_reason = _choose_tf32(sm, device, precision)

@@ -18,6 +18,8 @@ class CopyStream:
     """
 
     def __init__(self, device: torch.device) -> None:
+        if device.index is None:  # DALI takes a GPU without a number for the CPU
+            device = torch.device("cuda", torch.cuda.current_device())
         self.device = device
         self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 

@@ -359,22 +359,35 @@ def compare_graphs(
         CheckFailed: losses differ.
     """
     refuse_unsupported_settings(configs.compose(preset, [*overrides, f"compile={modes[1]}"], sizes.jobs))
-    figures: Figures = {"quotable": True}
-    losses: list[list[float]] = []
-    for mode, name in zip(modes, ("without_graphs", "graphs"), strict=True):
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats(device)
-        with open_preset(preset, [*overrides, f"compile={mode}"], sizes) as steps:
-            micro_batch = steps.read_micro_batch()
-            taken = [steps.take_step(micro_batch, times=_ACCUMULATED).losses["loss"] for _ in range(_COMPARED_STEPS)]
-            losses.append(torch.stack(taken).tolist())
-            rates = _measure_steps(steps, micro_batch, device, sizes)
-            figures |= {f"samples_per_s_{name}": round(rates.median, 2), f"spread_{name}": round(rates.spread, 3)}
-            figures |= {f"peak_memory_gib_{name}": round(read_peak_memory_gib(device), 3)}
-            figures |= {**steps.describe(), **_name_card(device), "quotable": figures["quotable"] and rates.quotable}
-    check_equal_losses(*losses)
-    return {**figures, "compared_steps": _COMPARED_STEPS, "accumulated": _ACCUMULATED}
+    names = ("without_graphs", "graphs")
+    first, second = (
+        _take_and_time_steps(preset, [*overrides, f"compile={mode}"], device, sizes, name=name)
+        for mode, name in zip(modes, names, strict=True)
+    )
+    check_equal_losses(first[0], second[0])
+    both = {"compared_steps": _COMPARED_STEPS, "accumulated": _ACCUMULATED}
+    return {**first[1], **second[1], **both, "quotable": first[1]["quotable"] and second[1]["quotable"]}
+
+
+def _take_and_time_steps(
+    preset: str, overrides: Sequence[str], device: torch.device, sizes: Sizes, *, name: str
+) -> tuple[list[float], Figures]:
+    """Return the losses of the first steps, and the rate of later ones; frees all that they took."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    with open_preset(preset, overrides, sizes) as steps:
+        micro_batch = steps.read_micro_batch()
+        losses = [steps.take_step(micro_batch, times=_ACCUMULATED).losses["loss"] for _ in range(_COMPARED_STEPS)]
+        rates = _measure_steps(steps, micro_batch, device, sizes)
+        return torch.stack(losses).tolist(), {
+            **steps.describe(),
+            **_name_card(device),
+            f"samples_per_s_{name}": round(rates.median, 2),
+            f"spread_{name}": round(rates.spread, 3),
+            f"peak_memory_gib_{name}": round(read_peak_memory_gib(device), 3),
+            "quotable": rates.quotable,
+        }
 
 
 def check_equal_losses(without: Sequence[float], graphs: Sequence[float]) -> None:
