@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from trainyard.errors import UserError
+from trainyard.train.module import has_values
 
 from .filters import (
     Floats,
@@ -284,7 +285,7 @@ class MeanRemoval(nn.Module):
 
 def log_(x: Tensor) -> Tensor:
     """Take the natural logarithm of a float32 tensor in place; with AVX-512 by NumPy, which is faster there."""
-    if x.device.type != "cpu" or torch.backends.cpu.get_cpu_capability() != "AVX512":
+    if x.device.type != "cpu" or torch.backends.cpu.get_cpu_capability() != "AVX512" or not has_values(x):
         return x.log_()
     values = x.numpy()
     np.log(values, out=values)

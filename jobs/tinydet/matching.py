@@ -11,6 +11,8 @@ import torch
 from scipy.optimize import linear_sum_assignment  # type: ignore[import-untyped]
 from torch import Tensor
 
+from trainyard.train.module import has_values
+
 from . import geometry
 
 WORST = 1e6
@@ -61,7 +63,8 @@ def match(logits_DBQK: Tensor, boxes_DBQ4: Tensor, objects: Objects, terms: Loss
     """
     cost_DBQL = compute_costs(logits_DBQK, boxes_DBQ4, objects, terms)
     shape, length = cost_DBQL.shape, objects.valid_BL.numel()
-    host = torch.cat([objects.valid_BL.flatten().float(), cost_DBQL.flatten()]).cpu().numpy()
+    joined = torch.cat([objects.valid_BL.flatten().float(), cost_DBQL.flatten()]).cpu()
+    host = joined.numpy() if has_values(joined) else np.ones(joined.shape, dtype=np.float32)  # as many pairs as can be
     valid_BL = host[:length].reshape(objects.valid_BL.shape) > 0
     return solve_assignments(host[length:].reshape(shape), valid_BL, device=cost_DBQL.device)
 

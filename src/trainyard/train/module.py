@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from trainyard.data.shards import ShardSet
 
@@ -46,6 +47,11 @@ class DataInfo:
     def from_shards(cls, data: ShardSet, train_ids: np.ndarray) -> "DataInfo":
         """Describe an open data set."""
         return cls(data.columns, data.vocabulary, train_ids, data.artifacts, data.read_arrays)
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Return whether a tensor has values: while memory is predicted (`step_memory`), it has only a shape."""
+    return not isinstance(tensor, FakeTensor)
 
 
 class TrainModule(nn.Module):

@@ -15,6 +15,7 @@ from torch import Tensor
 from trainyard.errors import UserError
 from trainyard.runs.folder import update_env
 from trainyard.runs.manifest import MOST, CheckpointError
+from trainyard.settings import TrainConfig
 from trainyard.train import checkpoint, distributed
 from trainyard.train.best import Plateau
 from trainyard.train.compiled_layers import begin_step_of_graphs, compile_layers
@@ -39,18 +40,10 @@ def prepare_state(context: RunContext) -> tuple[TrainState, int | None]:
         The state, and the length of the metrics file at that checkpoint (None for a new run).
     """
     layout: Any = torch.channels_last if context.precision.channels_last else torch.contiguous_format
-    module = context.module.to(context.device).train()
+    module, config = context.module.to(context.device), context.config
     module.to(memory_format=layout)  # type: ignore[call-overload]
-    config = context.config
-    state = TrainState(
-        module=module,
-        model=module,
-        optimizer=make_optimizer(module, config.optimizer),
-        scaler=torch.amp.GradScaler(context.device.type, enabled=context.precision.loss_scaling),
-        ema=copy_for_average(module) if config.ema_decay else None,
-        ema_decay=config.ema_decay,
-        swa=WeightAverage(copy_for_average(module)) if config.swa else None,
-    )
+    scaler = torch.amp.GradScaler(context.device.type, enabled=context.precision.loss_scaling)
+    state = build_state(module, config, scaler=scaler)
     found = _load_newest_checkpoint(context)
     if found is not None:
         restore_state(state, found[1], fingerprint=context.data.fingerprint, path=found[0])
@@ -58,16 +51,40 @@ def prepare_state(context: RunContext) -> tuple[TrainState, int | None]:
         saved = found is not None and bool(found[1]["scaler"])
         reason = "of the checkpoint" if saved else "torch's first value: no step with loss scaling is behind it"
         update_env(context.run, "choices", {"loss_scale": {"value": state.scaler.get_scale(), "reason": reason}})
-    if config.gradient_checkpointing and not enable_activation_checkpointing(module):
-        raise UserError(
-            f"gradient_checkpointing=true, but the model of {config.family} names no repeated layers to recompute."
-        )
+    if config.gradient_checkpointing:
+        recompute_layers(module, config)
     if config.gradient_checkpointing and context.precision.compile:
         refuse_recounted_statistics(module, torch.__version__)
     state.model = _build_model(context, module)
     if context.precision.cuda_graphs:
         state.begin_step = begin_step_of_graphs
     return state, None if found is None else found[1]["metrics_position"]
+
+
+def build_state(module: TrainModule, config: TrainConfig, *, scaler: torch.amp.GradScaler) -> TrainState:
+    """Return the state in which training starts from scratch, of a module that is on its device."""
+    module.train()
+    return TrainState(
+        module=module,
+        model=module,
+        optimizer=make_optimizer(module, config.optimizer),
+        scaler=scaler,
+        ema=copy_for_average(module) if config.ema_decay else None,
+        ema_decay=config.ema_decay,
+        swa=WeightAverage(copy_for_average(module)) if config.swa else None,
+    )
+
+
+def recompute_layers(module: TrainModule, config: TrainConfig) -> None:
+    """Enable activation checkpointing.
+
+    Raises:
+        UserError: the module names no layers to recompute.
+    """
+    if not enable_activation_checkpointing(module):
+        raise UserError(
+            f"gradient_checkpointing=true, but the model of {config.family} names no repeated layers to recompute."
+        )
 
 
 def encode_state(

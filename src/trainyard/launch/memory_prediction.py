@@ -1,0 +1,322 @@
+"""How much of a GPU's memory a job's steps take, as predicted and stored; and what fits on a card. Loads no torch.
+
+A prediction is a file in the user's cache, keyed by all that it depends on: the job's options, its data, the code and
+the version of torch. `trainyard.tools.predict_memory` makes and extends it, in a process of its own.
+"""
+
+import hashlib
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from trainyard.config import freeze, list_kept_options
+from trainyard.environment import THIS_CODE
+from trainyard.errors import UserError
+from trainyard.files import parse_json, read_file, write_json
+from trainyard.hardware import GpuType, Precision, choose_precision
+from trainyard.settings import TrainConfig
+
+DRIVER_SHARE = 0.08
+"""Of a card's nominal memory: what ECC and the driver may take (`hardware.find_gpu_by_name`). Assumed."""
+
+CONTEXT_GIB = 1.0
+"""CUDA's context, the kernels of torch and its libraries, and their workspaces. Assumed, never observed here."""
+
+FRAGMENTS_SHARE = 0.1
+"""Of the predicted peak: what torch's allocator holds in pieces that fit no tensor. Assumed, never observed here."""
+
+FITS, TIGHT, MISFIT = "fits", "may not fit", "does not fit"
+
+_SCHEMA = 1
+_GIB = 2**30
+_MOST_BYTES = 16 * 2**20
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What, besides the job, decides how much memory a step takes."""
+
+    device: str  # "cuda" or "cpu"
+    dtype: str  # of matrix products: "fp32", "fp16" or "bf16"
+    channels_last: bool
+    recompute: bool  # activation checkpointing
+    micro_batch: int
+    accumulates: bool  # several micro-batches a step, or several ranks: gradients are alive during the forward pass
+
+
+@dataclass(frozen=True)
+class StepPrediction:
+    """Bytes, as `train.step_memory.StepMemory` describes them, and operations; or why there can be no such step."""
+
+    parameters: int = 0
+    buffers: int = 0
+    optimizer: int = 0
+    averages: int = 0
+    batch: int = 0
+    gradients: int = 0
+    activations: int = 0
+    flops: int = 0
+    refused: str = ""
+
+    @property
+    def peak_gib(self) -> float:
+        """Return the most that is alive at once, with the micro-batch that the loader copies to a GPU in advance."""
+        fixed = self.parameters + self.buffers + self.optimizer + self.averages
+        return (fixed + 2 * self.batch + self.activations) / _GIB
+
+    @property
+    def reserve_gib(self) -> float:
+        """Return what a process takes besides tensors."""
+        return CONTEXT_GIB + FRAGMENTS_SHARE * self.peak_gib
+
+
+@dataclass(frozen=True)
+class Split:
+    """How the global batch is computed on one card."""
+
+    setting: Setting
+    step: StepPrediction
+    verdict: str  # FITS, TIGHT or MISFIT
+    accumulation_steps: int
+    precision: Precision
+    has_gib: float  # of the card's memory, what is left to this process
+    reason: str
+
+
+Predict = Callable[[Setting], StepPrediction]
+
+
+class NotPredicted(Exception):
+    """The stored file has no prediction of this setting."""
+
+
+def compute_usable_gib(card: GpuType) -> float:
+    """Return how much of a card's memory a process can have at least."""
+    return card.memory_gib * (1 - DRIVER_SHARE)
+
+
+def choose_split(
+    config: TrainConfig, card: GpuType, *, gpus: int, predict: Predict, may_recompute: bool = True
+) -> Split:
+    """Choose the largest micro-batch that fits on a card and divides what is stated, for the same global batch.
+
+    Where results depend on the micro-batch, it stays as stated. Activations are recomputed only if nothing else fits.
+
+    Args:
+        predict: returns the prediction of a setting, or raises.
+        may_recompute: whether activation checkpointing may be chosen although the config does not.
+
+    Raises:
+        UserError: the card cannot compute as the config says.
+    """
+    precision = choose_precision(
+        card.sm, precision=config.precision, channels_last=config.channels_last, compile=config.compile
+    )
+    share = -(-config.global_batch_size // gpus)
+    most = min(config.micro_batch_size or share, share)
+    tried: list[Split] = []
+    for recompute in sorted({config.gradient_checkpointing, may_recompute or config.gradient_checkpointing}):
+        sizes = [most] if config.explain_batch_dependence() else _list_divisors(most)
+        rate = _Rating(config, card, precision, share, gpus, recompute, predict)
+        tried.append(rate(sizes[0]))
+        if tried[-1].verdict != FITS and len(sizes) > 1 and not tried[-1].step.refused:
+            tried.append(_search_size(sizes, tried[-1], rate))
+        if tried[-1].verdict == FITS:
+            return tried[-1]
+    possible = [split for split in tried if not split.step.refused]
+    return min(possible, key=lambda split: split.step.peak_gib) if possible else tried[0]
+
+
+@dataclass(frozen=True)
+class _Rating:
+    """Compares a step of a micro-batch size with a card's memory."""
+
+    config: TrainConfig
+    card: GpuType
+    precision: Precision
+    share: int
+    gpus: int
+    recompute: bool
+    predict: Predict
+
+    def __call__(self, micro_batch: int) -> Split:
+        count = -(-self.share // micro_batch)
+        setting = Setting(
+            device="cuda",
+            dtype=self.precision.dtype,
+            channels_last=self.precision.channels_last,
+            recompute=self.recompute,
+            micro_batch=micro_batch,
+            accumulates=count > 1 or self.gpus > 1,
+        )
+        step, has_gib = self.predict(setting), compute_usable_gib(self.card)
+        verdict = FITS if step.peak_gib + step.reserve_gib <= has_gib else TIGHT
+        if step.refused or step.peak_gib > has_gib:
+            verdict = MISFIT
+        return Split(setting, step, verdict, count, self.precision, has_gib, self._explain(micro_batch))
+
+    def _explain(self, micro_batch: int) -> str:
+        most = min(self.config.micro_batch_size or self.share, self.share)
+        reason = "as stated" if self.config.micro_batch_size else "the whole share of a rank"
+        if micro_batch != most:
+            reason = f"reduced from {most}: results do not depend on it"
+        elif dependence := self.config.explain_batch_dependence():
+            reason += f"; results depend on it: {dependence}"
+        if self.recompute and not self.config.gradient_checkpointing:
+            reason += "; with gradient_checkpointing=true, because memory binds"
+        return reason
+
+
+def _search_size(sizes: list[int], largest: Split, rate: Callable[[int], Split]) -> Split:
+    """Return the largest size that fits between two predictions, or the smallest size if not even that fits.
+
+    The peak is the largest of many sums, each proportional to the size: a convex function. So it lies below the line
+    between two of its values, and a size that fits by that line does fit.
+    """
+    smallest = rate(sizes[-1])
+    if smallest.verdict != FITS:
+        return smallest
+    low, high = (split.setting.micro_batch for split in (smallest, largest))
+    slope = (largest.step.peak_gib - smallest.step.peak_gib) / (high - low)
+    room = (smallest.has_gib - CONTEXT_GIB) / (1 + FRAGMENTS_SHARE) - smallest.step.peak_gib
+    fitting = [size for size in sizes if size == low or (size - low) * slope <= room]
+    return smallest if fitting[0] == low else rate(fitting[0])
+
+
+def _list_divisors(number: int) -> list[int]:
+    """Return the divisors, the largest first."""
+    return [divisor for divisor in range(number, 0, -1) if number % divisor == 0]
+
+
+# The stored file
+
+
+@dataclass
+class Store:
+    """The stored predictions of one job."""
+
+    path: Path
+    steps: dict[Setting, StepPrediction]
+    about: dict[str, Any]  # what they were made from, for people
+
+    def read(self, setting: Setting) -> StepPrediction:
+        """Return a stored prediction.
+
+        Raises:
+            NotPredicted: there is none.
+        """
+        if setting not in self.steps:
+            raise NotPredicted
+        return self.steps[setting]
+
+    def save(self) -> None:
+        """Write the file."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        steps = [{**asdict(setting), **asdict(step)} for setting, step in self.steps.items()]
+        write_json(self.path, {"schema": _SCHEMA, **self.about, "steps": steps})
+
+
+def open_store(config: TrainConfig, jobs_dir: Path, environ: Mapping[str, str]) -> Store:
+    """Return the predictions for this job, code, data and version of torch; without any if there is no file.
+
+    Raises:
+        UserError: the file is damaged.
+    """
+    path = find_cache(environ) / f"{config.job}-{_compute_key(config, jobs_dir)}.json"
+    if not path.is_file():
+        return Store(path, {}, {"job": config.job})
+    try:
+        content = parse_json(read_file(path, most_bytes=_MOST_BYTES))
+        names = [{field.name for field in fields(kind)} for kind in (Setting, StepPrediction)]
+        steps = {
+            Setting(**{name: line[name] for name in names[0]}): StepPrediction(
+                **{name: line[name] for name in names[1]}
+            )
+            for line in content.pop("steps")
+        }
+        assert content.pop("schema") == _SCHEMA
+    except (ValueError, TypeError, KeyError, AssertionError) as error:
+        raise UserError(
+            f"{path}: expected predictions of trainyard plan, found something else ({error!r:.80}). Remove the file, "
+            f"and it is made again: rm '{path}'"
+        ) from None
+    return Store(path, steps, content)
+
+
+def find_cache(environ: Mapping[str, str]) -> Path:
+    """Return the folder of predictions, which may not exist."""
+    return Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trainyard" / "plans"
+
+
+def _compute_key(config: TrainConfig, jobs_dir: Path) -> str:
+    """Return a digest of all that a prediction depends on, except its setting."""
+    kept, _ = list_kept_options(replace(config, micro_batch_size=0, gradient_checkpointing=False))
+    index = Path(config.data.path) / "index.h5" if config.data.path else None
+    stat = index.stat() if index is not None and index.is_file() else None
+    data = [config.data.path, stat and stat.st_size, stat and stat.st_mtime_ns]
+    digest = hashlib.sha256()
+    digest.update(json.dumps([kept, data, metadata.version("torch"), sys.version_info[:2]], default=str).encode())
+    for path in _list_code(jobs_dir / config.family):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _list_code(family: Path) -> Iterable[Path]:
+    yield from sorted(family.glob("*.py"))
+    for package in ("train", "data"):
+        yield from sorted((THIS_CODE / package).glob("*.py"))
+    yield THIS_CODE / "tools" / "predict_memory.py"
+
+
+def complete_store(
+    config: TrainConfig,
+    jobs_dir: Path,
+    cards: Sequence[GpuType],
+    *,
+    gpus: int,
+    environ: Mapping[str, str],
+    announce: Callable[[], None],
+) -> Store:
+    """Return a store with all that splitting this job on these cards needs; what it lacks is predicted now.
+
+    Args:
+        announce: called before that begins, because it takes seconds.
+
+    Raises:
+        UserError: the job cannot be built; with the words of the process that tried.
+    """
+    store = open_store(config, jobs_dir, environ)
+    missing = [card.key for card in cards if not _has_split(config, card, gpus, store)]
+    if not missing:
+        return store
+    announce()
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "config.yaml"
+        freeze(config, file)
+        command = [sys.executable, "-m", "trainyard.tools.predict_memory", str(file), str(jobs_dir), *missing]
+        done = subprocess.run(
+            [*command, "--gpus", str(gpus)], capture_output=True, text=True, env={**environ, "CUDA_VISIBLE_DEVICES": ""}
+        )
+    if done.returncode:
+        lines = (done.stderr or done.stdout).strip().splitlines() or ["it ended without a word"]
+        raise UserError(
+            f"{config.job}: its memory cannot be predicted: {lines[-1]} Cards are then chosen by what the preset "
+            f"states: trainyard submit {config.job} --dry"
+        )
+    return open_store(config, jobs_dir, environ)
+
+
+def _has_split(config: TrainConfig, card: GpuType, gpus: int, store: Store) -> bool:
+    try:
+        choose_split(config, card, gpus=gpus, predict=store.read)
+    except NotPredicted:
+        return False
+    except UserError:  # this card cannot compute as the config says: nothing to predict
+        return True
+    return True

@@ -1,0 +1,153 @@
+"""Predicts the memory of a job's steps on given cards, and stores it: `launch.memory_prediction` reads the file.
+
+Loads torch, so other commands start it as a process: `python -m trainyard.tools.predict_memory`.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping
+from contextlib import closing, suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from loguru import logger
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from trainyard.config import apply_overrides, compose, load_family, thaw
+from trainyard.data.index import RAGGED
+from trainyard.data.loader import IMAGE, Loader
+from trainyard.data.prepare import is_packed, prepare_data
+from trainyard.data.shards import ShardSet
+from trainyard.errors import UserError
+from trainyard.hardware import Precision, get_gpu
+from trainyard.launch.memory_prediction import Setting, StepPrediction, choose_split, find_cache, open_store
+from trainyard.settings import TrainConfig
+from trainyard.train.module import DataInfo, TrainModule
+from trainyard.train.precision import make_autocast
+from trainyard.train.run_context import TRAIN
+from trainyard.train.run_state import build_state, recompute_layers
+from trainyard.train.step import TrainState
+from trainyard.train.step_memory import predict_step, remove_values, resize_batch
+
+_TEMPLATE = 2  # samples that are read to see what a batch contains
+
+
+class Predictor:
+    """Predicts steps of one job. What does not depend on the micro-batch is built once for settings in a row."""
+
+    def __init__(self, config: TrainConfig, jobs_dir: Path) -> None:
+        self.config, self.jobs_dir = config, jobs_dir
+        self.data = ShardSet(Path(config.data.path))
+        pack = load_family(jobs_dir, config.family, "pack")
+        self.train_ids = pack.splits(self.data.columns, self.data.vocabulary, config)[TRAIN]
+        self._template = self._read_template()
+        self._longest = {
+            name: int(records.shape[self.train_ids, 0].max())
+            for name, records in self.data.records.items()
+            if records.kind == RAGGED
+        }
+
+    def predict(self, setting: Setting) -> StepPrediction:
+        """Return the prediction of a setting, for the longest samples of the data and the largest images."""
+        image, scale = self.config.image, max(self.config.image.scales)
+        axes = {name: {1: length} for name, length in self._longest.items()}
+        axes[IMAGE] = {2: round(image.height_px * scale), 3: round(image.width_px * scale)}
+        return self.predict_batch(setting, self._template, axes)
+
+    def predict_batch(
+        self, setting: Setting, batch: Mapping[str, Tensor], axes: Mapping[str, Mapping[int, int]]
+    ) -> StepPrediction:
+        """Return the prediction of a setting for micro-batches like this one.
+
+        Args:
+            batch: of any number of samples.
+            axes: lengths of other axes than the first, by name and axis.
+        """
+        precision = Precision(setting.dtype, setting.dtype == "fp16", False, setting.channels_last, False, {})
+        try:
+            state = self._build_state(setting, precision)
+        except UserError as error:
+            return StepPrediction(refused=str(error))
+        with FakeTensorMode(allow_non_fake_inputs=True) as fake_mode:
+            remove_values(state, fake_mode)
+            step = predict_step(
+                state,
+                resize_batch(batch, samples=setting.micro_batch, axes=axes, channels_last=setting.channels_last),
+                micro_batches=2 if setting.accumulates else 1,
+                clip_grad_norm=self.config.clip_grad_norm,
+                autocast=make_autocast(precision, torch.device("cpu")),
+                on_gpu=setting.device == "cuda",
+            )
+        return StepPrediction(**asdict(step))
+
+    def _build_state(self, setting: Setting, precision: Precision) -> TrainState:
+        config = replace(self.config, gradient_checkpointing=setting.recompute)
+        info = DataInfo.from_shards(self.data, self.train_ids)
+        module: TrainModule = load_family(self.jobs_dir, config.family, "module").build(config, info)
+        layout: Any = torch.channels_last if setting.channels_last else torch.contiguous_format
+        module.to(memory_format=layout)  # type: ignore[call-overload]
+        state = build_state(module, config, scaler=torch.amp.GradScaler("cpu", enabled=precision.loss_scaling))
+        if setting.recompute:
+            recompute_layers(module, config)
+        return state
+
+    def _read_template(self) -> dict[str, Tensor]:
+        loader = Loader.from_config(self.config, self.data, device=torch.device("cpu"), decode="cpu")
+        with closing(loader.evaluate(self.train_ids[:_TEMPLATE], batch_size=_TEMPLATE)) as stream:
+            batch = dict(next(stream).batch)
+        batch["noise"] = torch.zeros(len(batch["sample_id"]), 32)
+        batch["samples_seen"] = torch.zeros((), dtype=torch.int64)
+        return batch
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Predict what is needed to split a job's global batch on some cards, and store it; return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m trainyard.tools.predict_memory")
+    parser.add_argument("config", type=Path, help="all options of a job, as in a run folder")
+    parser.add_argument("jobs", type=Path)
+    parser.add_argument("cards", nargs="+")
+    parser.add_argument("--gpus", type=int, default=1)
+    args = parser.parse_args(argv)
+    logger.remove()  # what models log while they are built is about training
+    try:
+        _extend_store(thaw(args.config, args.jobs), args.jobs, args.cards, args.gpus)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+def _extend_store(config: TrainConfig, jobs_dir: Path, cards: list[str], gpus: int) -> None:
+    store = open_store(config, jobs_dir, os.environ)
+    packed = config if is_packed(config) else _prepare_synthetic_data(config, jobs_dir)
+    predictor = Predictor(packed, jobs_dir)
+    store.about["data"] = str(packed.data.path) if is_packed(config) else f"{predictor.data.count} synthetic samples"
+
+    def predict(setting: Setting) -> StepPrediction:
+        if setting not in store.steps:
+            store.steps[setting] = predictor.predict(setting)
+        return store.steps[setting]
+
+    for key in cards:
+        card = get_gpu(key)
+        assert card is not None, key
+        with suppress(UserError):  # this card cannot compute as the config says: whoever asks will be told
+            choose_split(config, card, gpus=gpus, predict=predict)
+    store.save()
+
+
+def _prepare_synthetic_data(config: TrainConfig, jobs_dir: Path) -> TrainConfig:
+    """Return the config with a few samples as its family synthesizes them: what a batch of them contains is known."""
+    count = compose(f"{config.family}_smoke", [], jobs_dir).data.synthetic
+    cache = find_cache(os.environ) / "data"
+    return prepare_data(
+        apply_overrides(config, ["data.path=", f"data.synthetic={count}", f"data.cache={cache}"]), jobs_dir
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

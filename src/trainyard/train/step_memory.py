@@ -1,0 +1,241 @@
+"""Predicts the device memory of one optimizer step by taking it with fake tensors, which have shapes and no values.
+
+The real module, loss, backward pass and optimizer run, so what is saved for the backward pass, and when it is freed,
+is decided by the same code as in training. `LiveStorages` adds up the storages that are alive.
+
+torch has such a counter, torch.distributed._tools.mem_tracker.MemTracker. It is not used: it refuses a step that
+calls its module more than once, as one with several micro-batches does, and it knows nothing of averaged weights.
+"""
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.flop_counter import flop_registry
+
+from trainyard.data.loader import IMAGE, MicroBatch
+from trainyard.train.step import TrainState, train_step
+
+GPU_BLOCK_BYTES = 512
+"""torch's allocator on GPUs rounds each tensor up to this (kMinBlockSize in c10/cuda/CUDACachingAllocator.h)."""
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Bytes on the device, and operations, of a step with one micro-batch size.
+
+    Everything but `activations` stays from step to step. `activations` is what else is alive at the peak: the tensors
+    of the micro-batch's forward and backward pass, and those gradients that exist at that moment.
+    """
+
+    parameters: int
+    buffers: int
+    optimizer: int
+    averages: int  # EMA and SWA
+    batch: int  # one micro-batch
+    gradients: int  # of all parameters; part of the peak as far as they exist then
+    activations: int
+    flops: int  # of the products and convolutions of one micro-batch, forward and backward
+
+    @property
+    def peak(self) -> int:
+        """Return the most bytes that are alive at once."""
+        return self.parameters + self.buffers + self.optimizer + self.averages + self.batch + self.activations
+
+
+class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Adds up the storages that operators create, until they are freed, and the operations.
+
+    What an operator allocates and frees inside itself, a workspace, is not seen.
+    """
+
+    def __init__(self, *, block_bytes: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live_bytes = self.peak_bytes = self.flops = 0
+        self._block_bytes = block_bytes
+        self._known: dict[int, weakref.ref[Any]] = {}  # by the address of the storage, until it is freed
+
+    def add(self, tensors: Iterable[Tensor]) -> int:
+        """Count storages that exist already; return their bytes. One that is counted already adds nothing."""
+        before = self.live_bytes
+        for tensor in tensors:
+            self._count(tensor)
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        return self.live_bytes - before
+
+    def round_up(self, tensors: Iterable[Tensor]) -> int:
+        """Return the bytes of tensors in the allocator's blocks."""
+        return sum(self._round_up(tensor.untyped_storage().nbytes()) for tensor in tensors)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _IN_PLACE:
+            return None
+        out = func(*args, **(kwargs or {}))
+        self.add(leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor))
+        if (count := flop_registry.get(func._overloadpacket)) is not None:
+            self.flops += count(*args, **(kwargs or {}), out_val=out)
+        return out
+
+    def _count(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        if address not in self._known:
+            size = self._round_up(storage.nbytes())
+            self._known[address] = weakref.ref(storage, partial(self._forget, address, size))
+            self.live_bytes += size
+
+    def _forget(self, address: int, size: int, _: Any) -> None:
+        del self._known[address]
+        self.live_bytes -= size
+
+    def _round_up(self, size: int) -> int:
+        return -(-size // self._block_bytes) * self._block_bytes
+
+
+_IN_PLACE = {torch.ops.aten._fused_sgd_.default, torch.ops.aten._amp_update_scale_.default}
+"""Operators that change their arguments, create nothing, and that torch cannot run without values."""
+
+
+def predict_step(
+    state: TrainState,
+    batch: dict[str, Tensor],
+    *,
+    micro_batches: int,
+    clip_grad_norm: float,
+    autocast: Callable[[], AbstractContextManager[None]],
+    on_gpu: bool,
+) -> StepMemory:
+    """Return what a step takes. Call it in the fake mode in which the state and the batch were made, on the CPU.
+
+    torch runs a backward pass on tensors of a GPU only where there is one. So that of a GPU is that of the CPU, but
+    with the GPU's blocks and data types (`_AutocastAsOnGpu`).
+
+    Args:
+        batch: alive during the whole step; each micro-batch of the step is this one.
+        micro_batches: of a step; the gradients of the first are alive during the second, and later ones take no more.
+    """
+    _create_moments(state.optimizer)
+    storages = LiveStorages(block_bytes=GPU_BLOCK_BYTES if on_gpu else 1)
+    copies = _list_modules(state)[1:]
+    sizes = {
+        "parameters": storages.add(state.module.parameters()),
+        "buffers": storages.add(state.module.buffers()),
+        "optimizer": storages.add(_list_moments(state.optimizer)),
+        "averages": storages.add(tensor for copy in copies for tensor in chain(copy.parameters(), copy.buffers())),
+        "batch": storages.add(batch.values()),
+    }
+    fixed = storages.live_bytes
+    count = min(micro_batches, 2)
+    parts = [MicroBatch(batch, weight=1 / count, last=number == count, wait_s=0.0) for number in range(1, count + 1)]
+    with storages, _AutocastAsOnGpu() if on_gpu else nullcontext():
+        train_step(state, parts, lr=1.0, world_size=1, seed=0, clip_grad_norm=clip_grad_norm, autocast=autocast)
+    gradients = storages.round_up(p.grad for p in state.module.parameters() if p.grad is not None)
+    state.optimizer.zero_grad(set_to_none=True)
+    return StepMemory(
+        **sizes, gradients=gradients, activations=storages.peak_bytes - fixed, flops=storages.flops // count
+    )
+
+
+def remove_values(state: TrainState, fake_mode: FakeTensorMode) -> None:
+    """Replace all tensors of a new state by fake ones. It is built with values, as models need some to be built."""
+    fakes: dict[int, tuple[Tensor, Tensor]] = {}  # by identity, with the original, so that no other gets its identity
+
+    def convert(tensor: Tensor) -> Tensor:
+        if id(tensor) not in fakes:
+            fakes[id(tensor)] = tensor, fake_mode.from_tensor(tensor)
+        return fakes[id(tensor)][1]
+
+    for module in _list_modules(state):
+        for layer in module.modules():
+            for tensors in (layer._parameters, layer._buffers):
+                tensors.update({name: convert(tensor) for name, tensor in tensors.items() if tensor is not None})
+    optimizer = state.optimizer
+    for group in optimizer.param_groups:
+        group["params"] = [convert(parameter) for parameter in group["params"]]
+    moments = {convert(p): {name: convert(v) for name, v in values.items()} for p, values in optimizer.state.items()}
+    optimizer.state = defaultdict(dict, moments)
+
+
+def _list_modules(state: TrainState) -> list[nn.Module]:
+    """Return the trained module and its averaged copies."""
+    copies = (state.ema, state.swa.module if state.swa else None)
+    return [state.module, *(copy for copy in copies if copy is not None)]
+
+
+def resize_batch(
+    batch: Mapping[str, Tensor],
+    *,
+    samples: int,
+    axes: Mapping[str, Mapping[int, int]],
+    channels_last: bool,
+) -> dict[str, Tensor]:
+    """Return a batch with another number of samples, without values.
+
+    Args:
+        batch: of any number of samples.
+        axes: lengths of other axes than the first, by name and axis.
+        channels_last: whether images are NHWC in memory.
+    """
+    resized = {}
+    for name, values in batch.items():
+        lengths = {**({0: samples} if values.ndim else {}), **axes.get(name, {})}
+        shape = [lengths.get(axis, length) for axis, length in enumerate(values.shape)]
+        layout = torch.channels_last if channels_last and name == IMAGE else torch.contiguous_format
+        resized[name] = torch.empty(shape, dtype=values.dtype, memory_format=layout)
+    return resized
+
+
+class _AutocastAsOnGpu(TorchFunctionMode):
+    """Casts to float32 what autocast casts on a GPU, and not on the CPU.
+
+    The list is that of the functions "that autocast to float32" on CUDA in the documentation of torch.amp (2.13).
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in _FLOAT32_ON_GPU and torch.is_autocast_enabled("cpu"):
+            args, kwargs = tree_map_only(Tensor, _to_float32, (tuple(args), kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _to_float32(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
+_NAMES = (
+    "__pow__ __rdiv__ __rpow__ __rtruediv__ acos asin binary_cross_entropy_with_logits cosh cosine_embedding_loss "
+    "cdist cosine_similarity cross_entropy cumprod cumsum dist erfinv exp expm1 group_norm hinge_embedding_loss "
+    "kl_div l1_loss layer_norm log log10 log_softmax log1p log2 margin_ranking_loss mse_loss multilabel_margin_loss "
+    "multi_margin_loss nll_loss norm normalize pdist poisson_nll_loss pow prod reciprocal rsqrt sinh smooth_l1_loss "
+    "soft_margin_loss softmax softmin softplus sum renorm tan triplet_margin_loss"
+)
+_FLOAT32_ON_GPU = frozenset(_NAMES.split())
+
+
+def _create_moments(optimizer: torch.optim.Optimizer) -> None:
+    """Create what Adam creates in its first step, so that the step that is counted is one of the many after it."""
+    if isinstance(optimizer, torch.optim.SGD):
+        return  # `make_optimizer` has created it
+    for parameter in _list_parameters(optimizer):
+        parameter.grad = torch.empty_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def _list_parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _list_moments(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    for moments in optimizer.state.values():
+        yield from (value for value in moments.values() if isinstance(value, Tensor))
