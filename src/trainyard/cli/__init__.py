@@ -16,7 +16,7 @@ from loguru import logger
 
 from trainyard import __version__
 from trainyard import config as configs
-from trainyard.cli import bandwidth, cluster, gc, submission, train, use
+from trainyard.cli import bandwidth, cluster, gc, plan, submission, train, use
 from trainyard.cli.verb import Parser, Verbs, add_verb, find_project_folder
 from trainyard.errors import UserError
 from trainyard.files import report_full_disk
@@ -124,6 +124,7 @@ def _build_parser(argv: Sequence[str]) -> tuple[argparse.ArgumentParser, Verbs]:
         _add_bench,
         _add_gpu_check,
         submission.add_submit,
+        plan.add_commands,
         cluster.add_commands,
         bandwidth.add_commands,
         gc.add_commands,

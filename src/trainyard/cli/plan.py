@@ -1,0 +1,141 @@
+"""The command that says, before anything is queued, how a job's global batch fits on each card. Loads no torch."""
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator
+
+from trainyard.cli.choices import add_synthetic_option, compose_job
+from trainyard.cli.verb import Verbs, add_verb, find_project_folder
+from trainyard.cluster import description as clusters
+from trainyard.errors import UserError
+from trainyard.hardware import GpuType, get_gpu
+from trainyard.launch.memory_prediction import (
+    CONTEXT_GIB,
+    DRIVER_SHARE,
+    FITS,
+    FRAGMENTS_SHARE,
+    MISFIT,
+    Split,
+    Store,
+    choose_split,
+    complete_store,
+)
+from trainyard.settings import TrainConfig
+from trainyard.text import align_columns, suggest_nearest
+
+USUAL_CARDS = ("p100-16-pcie", "2080ti", "a5000", "a100-40-sxm", "a100-80-sxm", "h200")
+"""The cards of a plan without --hw and without a cluster file."""
+
+
+def add_commands(verbs: Verbs) -> None:
+    """Add the command."""
+    verb = add_verb(verbs, "plan", _plan, "how a job's global batch fits on each card, before anything is queued")
+    verb.add_argument("job", help="preset, such as fingerprint_1m: trainyard jobs")
+    verb.add_argument("overrides", nargs="*", metavar="OPTION=VALUE", help="trainyard options JOB lists them")
+    verb.add_argument("--gpus", type=int, default=1, metavar="N", help="GPUs of the whole job")
+    verb.add_argument("--hw", default="", metavar="TYPE,...", help="cards, or GPU types of --cluster; default: all")
+    verb.add_argument("--cluster", default="", metavar="NAME", help="slurm/NAME.yaml, or a path: its GPU types")
+    add_synthetic_option(verb)
+
+
+def _plan(args: argparse.Namespace) -> int:
+    if args.gpus < 1:
+        raise UserError(f"--gpus {args.gpus}: a job needs at least one GPU.")
+    cluster = clusters.find_cluster(args.cluster, find_project_folder("slurm"), None) if args.cluster else None
+    config = compose_job(args, cluster).config
+    cards = _choose_cards(args.hw, cluster)
+    store = complete_store(
+        config,
+        args.jobs,
+        list(cards.values()),
+        gpus=args.gpus,
+        environ=os.environ,
+        announce=lambda: print(f"{config.job}: predicting its memory on these cards, once ...", file=sys.stderr),
+    )
+    print("\n".join(describe_plan(config, cards, store, gpus=args.gpus)))
+    return 0
+
+
+def _choose_cards(wanted: str, cluster: clusters.Cluster | None) -> dict[str, GpuType]:
+    """Return the cards of a plan by the name that --hw takes.
+
+    Raises:
+        UserError: there is no such card.
+    """
+    if cluster is not None:
+        known = {name: get_gpu(kind.card) for name, kind in cluster.gpus.items()}
+    else:
+        known = {name: get_gpu(name) for name in (wanted.split(",") if wanted else USUAL_CARDS)}
+    names = wanted.split(",") if wanted else [name for name, card in known.items() if card is not None]
+    for name in names:
+        if known.get(name) is None:
+            choices = list(known) if cluster is not None else [key for key in clusters.CARDS if key != "cpu"]
+            raise UserError(f"--hw {name}: no such card.{suggest_nearest(name, choices)} Cards: {', '.join(choices)}.")
+    return {name: card for name in names if (card := known[name]) is not None}
+
+
+def describe_plan(config: TrainConfig, cards: dict[str, GpuType], store: Store, *, gpus: int) -> Iterator[str]:
+    """Yield the lines of one screen."""
+    splits: dict[str, Split | str] = {}
+    for name, card in cards.items():
+        try:
+            splits[name] = choose_split(config, card, gpus=gpus, predict=store.read)
+        except UserError as error:
+            splits[name] = str(error).partition(". ")[0]
+    yield f"{config.job} on {gpus} GPU{'s' * (gpus > 1)}. The same on every card: global batch " + (
+        f"{config.global_batch_size}, peak learning rate {config.optimizer.lr:g}, seed {config.seed}, and so the order"
+    )
+    possible = [split for split in splits.values() if isinstance(split, Split) and not split.step.refused]
+    if possible:
+        step = possible[0].step
+        sizes = {"weights": step.parameters + step.buffers, "gradients": step.gradients, "optimizer": step.optimizer}
+        sizes |= {"averages": step.averages} if step.averages else {}
+        listed = ", ".join(f"{name} {_format_gib(size / 2**30)}" for name, size in sizes.items())
+        flops = step.flops / possible[0].setting.micro_batch / 1e9
+        yield f"derived: {listed} GiB; {flops:.3g} GFLOP a sample, forward and backward"
+    yield ""
+    header = ["card", "batch = micro-batch x steps x GPUs", "computes in", "step", "reserve", "of GiB", "", ""]
+    yield from align_columns([header, *(_list_cells(name, split, config, gpus) for name, split in splits.items())])
+    yield ""
+    yield from _describe_reasons(splits)
+    yield (
+        "estimated: a step by its real code on tensors without values, for the longest samples. Never observed on any "
+        "of these cards"
+    )
+    yield (
+        f"assumed: of the memory {DRIVER_SHARE:.0%} for driver and ECC; in reserve {CONTEXT_GIB:g} GiB for CUDA and "
+        f"{FRAGMENTS_SHARE:.0%} of the step for fragments"
+    )
+    yield f"data: {store.about.get('data', 'none')}" + (
+        ": with your data, the number of classes and the longest sample may differ"
+        if "synthetic" in str(store.about.get("data"))
+        else ""
+    )
+    yield "hours: not measured here (trainyard gpu-check measures samples per second on a card)"
+
+
+def _list_cells(name: str, split: Split | str, config: TrainConfig, gpus: int) -> list[str]:
+    if isinstance(split, str):
+        return [name, f"cannot: {split}", "", "", "", "", "", ""]
+    setting, step = split.setting, split.step
+    batch = f"{config.global_batch_size} = {setting.micro_batch} x {split.accumulation_steps} x {gpus}"
+    kind = f"{setting.dtype}{', TF32' * split.precision.tf32}"
+    if step.refused:
+        return [name, batch, kind, "", "", f"{split.has_gib:.1f}", MISFIT, ""]
+    sizes = [_format_gib(step.peak_gib), _format_gib(step.reserve_gib), f"{split.has_gib:.1f}"]
+    note = "gradient_checkpointing=true" if setting.recompute and not config.gradient_checkpointing else ""
+    return [name, batch, kind, *sizes, split.verdict, note if split.verdict == FITS else ""]
+
+
+def _describe_reasons(splits: dict[str, Split | str]) -> Iterator[str]:
+    by_reason: dict[str, list[str]] = {}
+    for name, split in splits.items():
+        if isinstance(split, Split):
+            by_reason.setdefault(split.reason, []).append(name)
+    for reason, names in by_reason.items():
+        yield f"micro-batch ({', '.join(names) if len(by_reason) > 1 else 'all'}): {reason}"
+
+
+def _format_gib(size: float) -> str:
+    return f"{size:.2f}" if size < 10 else f"{size:.1f}"

@@ -1,0 +1,108 @@
+"""How a global batch is split on each card, from predictions of memory; and the file that keeps them."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.test_choose_data import JOBS
+from trainyard import config as configs
+from trainyard.cli.plan import USUAL_CARDS, describe_plan
+from trainyard.errors import UserError
+from trainyard.hardware import get_gpu
+from trainyard.launch.memory_prediction import (
+    FITS,
+    MISFIT,
+    NotPredicted,
+    Setting,
+    StepPrediction,
+    Store,
+    choose_split,
+    open_store,
+)
+
+GIB = 2**30
+
+
+def predict(setting: Setting) -> StepPrediction:
+    """Predict 1 GiB of weights, and 1 GiB for each sample, or a quarter if it is recomputed."""
+    each = GIB // 4 if setting.recompute else GIB
+    gradients = GIB // 2
+    activations = setting.micro_batch * each + gradients * setting.accumulates
+    return StepPrediction(parameters=GIB, activations=activations, gradients=gradients, flops=7 * setting.micro_batch)
+
+
+def split(job: str, card: str, *overrides: str, gpus: int = 1, predict=predict):
+    found = get_gpu(card)
+    assert found is not None
+    return choose_split(configs.compose(job, overrides, JOBS), found, gpus=gpus, predict=predict)
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 8])
+def test_every_card_computes_the_same_global_batch(gpus):
+    """pricing: results do not depend on the micro-batch."""
+    for card in USUAL_CARDS:
+        made = split("pricing", card, "global_batch_size=64", "micro_batch_size=0", gpus=gpus)
+        assert made.setting.micro_batch * made.accumulation_steps * gpus == 64
+        assert made.verdict == FITS and not made.setting.recompute
+
+
+def test_the_micro_batch_is_the_largest_divisor_that_fits():
+    sizes = {card: split("pricing", card, "global_batch_size=64", "micro_batch_size=0") for card in USUAL_CARDS}
+    assert [made.setting.micro_batch for made in sizes.values()] == [8, 4, 16, 16, 64, 64]
+    assert sizes["2080ti"].reason == "reduced from 64: results do not depend on it"
+
+
+def test_a_micro_batch_on_which_results_depend_stays_and_layers_are_recomputed_where_memory_binds():
+    made = split("fingerprint", "2080ti", "global_batch_size=32", "micro_batch_size=0")
+    assert (made.setting.micro_batch, made.setting.recompute, made.verdict) == (32, True, FITS) or made.verdict != FITS
+    tight = split("fingerprint", "a5000", "global_batch_size=32", "micro_batch_size=0")
+    assert (tight.setting.micro_batch, tight.setting.recompute, tight.verdict) == (32, True, FITS)
+    assert tight.reason.endswith("with gradient_checkpointing=true, because memory binds")
+    roomy = split("fingerprint", "a100-80-sxm", "global_batch_size=32", "micro_batch_size=0")
+    assert (roomy.setting.micro_batch, roomy.setting.recompute, roomy.verdict) == (32, False, FITS)
+
+
+def test_what_fits_nowhere_is_a_misfit():
+    made = split("fingerprint", "2080ti", "global_batch_size=512", "micro_batch_size=0")
+    assert made.verdict == MISFIT and made.step.peak_gib > made.has_gib
+
+
+def test_a_model_without_layers_to_recompute_is_a_misfit_at_its_own_size():
+    def refuse(setting: Setting) -> StepPrediction:
+        return StepPrediction(refused="no layers") if setting.recompute else predict(setting)
+
+    made = split("fingerprint", "2080ti", "global_batch_size=512", "micro_batch_size=0", predict=refuse)
+    assert (made.verdict, made.step.refused, made.setting.recompute) == (MISFIT, "", False)
+
+
+def test_predictions_are_stored_by_what_they_depend_on(tmp_path):
+    environ = {"XDG_CACHE_HOME": str(tmp_path)}
+    config = configs.compose("pricing", [], JOBS)
+    store = open_store(config, JOBS, environ)
+    card = get_gpu("a5000")
+    assert card is not None
+    with pytest.raises(NotPredicted):
+        choose_split(config, card, gpus=1, predict=store.read)
+    setting = Setting("cuda", "bf16", True, False, 8, False)
+    store.steps[setting] = predict(setting)
+    store.about["data"] = "240 synthetic samples"
+    store.save()
+    same = open_store(replace(config, eval_batch_size=7), JOBS, environ)
+    assert same == store
+    for changed in ("model.layers=1", "optimizer.name=sgd", "ema_decay=0.9"):
+        assert not open_store(configs.compose("pricing", [changed], JOBS), JOBS, environ).steps, changed
+    store.path.write_text(store.path.read_text().replace("bf16", 'bf16"'))
+    with pytest.raises(UserError, match="rm '"):
+        open_store(config, JOBS, environ)
+
+
+def test_a_plan_is_one_screen_that_says_what_was_never_observed(tmp_path):
+    config = configs.compose("pricing", ["global_batch_size=64"], JOBS)
+    cards = {key: get_gpu(key) for key in USUAL_CARDS}
+    store = Store(tmp_path / "x.json", {}, {"data": "240 synthetic samples"})
+    store.read = predict  # type: ignore[method-assign]
+    lines = list(describe_plan(config, cards, store, gpus=1))  # type: ignore[arg-type]
+    assert len(lines) <= 24 and max(map(len, lines)) <= 160
+    text = "\n".join(lines)
+    assert "Never observed on any of these cards" in text and "hours: not measured" in text
+    assert "2080ti        64 = " in text
