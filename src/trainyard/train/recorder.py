@@ -3,8 +3,10 @@
 import hashlib
 import json
 import math
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
@@ -22,6 +24,13 @@ from trainyard.runs.events import (
     drop_torn_tail,
     find_elapsed_s,
     read_lines,
+)
+from trainyard.train.run_context import (
+    VALIDATION,
+    RunContext,
+    build_epoch_order,
+    choose_monitor,
+    compute_total_steps,
 )
 from trainyard.train.trackers import open_tracker
 
@@ -162,6 +171,34 @@ def _encode(line: Line) -> bytes:
     if nonfinite:
         plain |= dict.fromkeys(nonfinite) | {"nonfinite": nonfinite}
     return json.dumps(plain, allow_nan=False).encode() + b"\n"
+
+
+def open_recorder(context: RunContext, step: int, metrics_position: int | None) -> Recorder:
+    """Open the recorder of an attempt that begins at `step`, and log its start.
+
+    Args:
+        metrics_position: length of the metrics file at the checkpoint that it resumes from; None without one.
+    """
+    Recorder.rewind(context.run, metrics_position or 0)  # without a checkpoint, a killed run starts from scratch
+    recorder = Recorder(
+        context.run,
+        trackers=context.config.trackers,
+        config=asdict(context.config),
+        resume_at=None if metrics_position is None else step,
+        check_owner=context.check_owner,
+    )
+    (metric, mode), *ties = choose_monitor(context)
+    fields = {
+        "event": "start" if metrics_position is None else "resume",
+        "attempt": context.heartbeat.attempt,
+        "total_steps": compute_total_steps(context.config, len(build_epoch_order(context, 0))),
+        "world_size": context.world.world_size,
+        "device": context.device.type,
+        "host": socket.gethostname(),
+        "monitor": {"split": VALIDATION, "metric": metric, "mode": mode, **({"ties": ties} if ties else {})},
+    }
+    recorder.log("event", step, fields)
+    return recorder
 
 
 def write_report_figures(run: Path, split: str, figures: Mapping[str, bytes]) -> None:

@@ -158,7 +158,8 @@ def remove_values(state: TrainState, fake_mode: FakeTensorMode) -> None:
 
     for module in _list_modules(state):
         for layer in module.modules():
-            for tensors in (layer._parameters, layer._buffers):
+            every: tuple[dict[str, Any], ...] = (layer._parameters, layer._buffers)
+            for tensors in every:
                 tensors.update({name: convert(tensor) for name, tensor in tensors.items() if tensor is not None})
     optimizer = state.optimizer
     for group in optimizer.param_groups:

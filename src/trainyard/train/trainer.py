@@ -1,11 +1,9 @@
 """The training loop: steps, evaluation, checkpoints and stopping, from wherever the run folder says the run is."""
 
 import itertools
-import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,7 +36,7 @@ from trainyard.train.meters import (
     read_peak_memory_gib,
 )
 from trainyard.train.module import TrainModule
-from trainyard.train.recorder import Recorder, write_report_figures
+from trainyard.train.recorder import Recorder, open_recorder, write_report_figures
 from trainyard.train.run_context import (
     TRAIN,
     VALIDATION,
@@ -68,7 +66,7 @@ def fit(context: RunContext, *, stop: StopFlag, limit: RuntimeLimit) -> Stop:
         UserError: the checkpoint belongs to other data, gradients are not finite, or saving fails.
     """
     state, metrics_position = prepare_state(context)
-    recorder = _open_recorder(context, state, metrics_position) if context.world.is_main else None
+    recorder = open_recorder(context, state.progress.step, metrics_position) if context.world.is_main else None
     try:
         return Trainer(context, state, recorder, stop, limit, choose_event_type(context.device)).run()
     except Exception as error:
@@ -473,29 +471,6 @@ class Trainer:
 def _parse_minutes(text: str) -> float | None:
     length = Duration.parse(text)
     return length.value if length.unit == "min" else None
-
-
-def _open_recorder(context: RunContext, state: TrainState, metrics_position: int | None) -> Recorder:
-    Recorder.rewind(context.run, metrics_position or 0)  # without a checkpoint, a killed run starts from scratch
-    recorder = Recorder(
-        context.run,
-        trackers=context.config.trackers,
-        config=asdict(context.config),
-        resume_at=None if metrics_position is None else state.progress.step,
-        check_owner=context.check_owner,
-    )
-    (metric, mode), *ties = choose_monitor(context)
-    fields = {
-        "event": "start" if metrics_position is None else "resume",
-        "attempt": context.heartbeat.attempt,
-        "total_steps": compute_total_steps(context.config, len(build_epoch_order(context, 0))),
-        "world_size": context.world.world_size,
-        "device": context.device.type,
-        "host": socket.gethostname(),
-        "monitor": {"split": VALIDATION, "metric": metric, "mode": mode, **({"ties": ties} if ties else {})},
-    }
-    recorder.log("event", state.progress.step, fields)
-    return recorder
 
 
 def _read_one_step(stream: Iterable[MicroBatch], samples_seen: int, device: torch.device) -> Iterator[MicroBatch]:
