@@ -127,6 +127,8 @@ def train(
         run=run,
         heartbeat=Heartbeat(run, "imitated"),
         check_owner=lambda: None,
+        micro_batch_size=config.micro_batch_size,
+        eval_batch_size=config.eval_batch_size,
     )
     state, metrics_position = prepare_state(context)
     stop = StopFlag()

@@ -151,6 +151,7 @@ def train_head(folder: Path, world: World, *, sampled: int) -> dict[str, Any]:
     device, precision = torch.device("cpu"), choose_precision(None, compile="off")
     context = RunContext(
         config, make_head(sampled=sampled), missing, {}, world, device, precision, "cpu", 1, folder, missing, missing,
+        4, 4,
     )  # fmt: skip
     state, _ = prepare_state(context)
     reduced: list[int] = []

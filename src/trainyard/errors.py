@@ -1,5 +1,7 @@
 """The exceptions a user sees as a line of text instead of a traceback."""
 
+import re
+
 
 class UserError(ValueError):
     """The user's input, files or machine make the request impossible.
@@ -39,3 +41,26 @@ class NoDeterministicKernel(UserError):
     def __init__(self, operator: str, message: str) -> None:
         super().__init__(message)
         self.operator = operator
+
+
+class OutOfDeviceMemory(UserError):
+    """A GPU has no memory left for what a rank computes."""
+
+    def __init__(self, message: str, *, next_micro_batch_size: int | None = None, **details: object) -> None:
+        """Say so.
+
+        Args:
+            next_micro_batch_size: with which the run starts again; None: it cannot continue by itself.
+            details: for the run's record, as JSON values.
+        """
+        super().__init__(message)
+        self.next_micro_batch_size = next_micro_batch_size
+        self.details = details
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error says that a GPU's memory is used up: torch's own does, and that of a library."""
+    return isinstance(error, RuntimeError) and bool(_OUT_OF_MEMORY.search(f"{type(error).__name__}: {error}"))
+
+
+_OUT_OF_MEMORY = re.compile(r"^OutOfMemoryError: |out of memory|(CUDNN|CUBLAS)_STATUS_ALLOC_FAILED|CUDABadAlloc")

@@ -247,6 +247,19 @@ class TrainConfig:
     micro_batch_size: int = option(
         0, "samples per micro-batch; 0: the rank's whole share. Batch statistics are computed over these", low=0
     )
+    halve_micro_batch: str = option(
+        "auto",
+        "if a GPU's memory is not enough: halve the micro-batch, keep the global batch and resume; auto: where results "
+        "do not depend on the micro-batch",
+        choices=("auto", "always", "never"),
+        mutable_on_resume=True,
+    )
+    probe_memory: str = option(
+        "auto",
+        "try the largest step and evaluation batch before training, which changes nothing; auto: on a GPU",
+        choices=("auto", "on", "off"),
+        mutable_on_resume=True,
+    )
     eval_batch_size: int = option(64, "samples a rank evaluates at once", low=1, mutable_on_resume=True)
     max_duration: str = option("10ep", "when training is complete", duration=True)
     max_runtime: str = option(

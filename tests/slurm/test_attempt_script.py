@@ -83,8 +83,8 @@ class Host:
         """Run one attempt that ends in this way; return the cause and the action that were recorded.
 
         Args:
-            how: crash, hung, limit, saved (preempted with time to save) or taken (preempted without); "+data" or
-                "+checkpoint" if it made progress before.
+            how: crash, hung, full (no memory on a GPU), limit, saved (preempted with time to save) or taken (preempted
+                without); "+data" or "+checkpoint" if it made progress before.
         """
         kind, _, progress = how.partition("+")
         assert self.source("begin") == 0
@@ -97,8 +97,10 @@ class Host:
             (self.run / "ranks").mkdir(exist_ok=True)
             (self.run / "ranks" / f"{attempt}-hung.txt").write_text('rank 1 on b: no "progress" for 2 min\n')
             (self.run / "slurm" / f"left-{attempt}").write_text(f"{ExitCode.HUNG}\n")
-        elif kind != "crash":
+        elif kind not in ("crash", "full"):
             (self.run / "slurm" / f"signal-{attempt}").write_text("SIGUSR2 1\n" if kind == "limit" else "SIGTERM 1\n")
+        if kind == "full":
+            (self.run / "slurm" / f"left-{attempt}").write_text(f"{ExitCode.DEVICE_OOM}\n")
         if kind in ("limit", "saved"):
             (self.run / "slurm" / f"left-{attempt}").write_text(f"{ExitCode.PREEMPTED}\n")
         self.set(left_s="60" if kind == "limit" else "3600")
@@ -222,3 +224,9 @@ def test_a_time_limit_is_recognized_while_slurm_does_not_answer(host: Host):
     (host.bin / "sleep").write_text("#!/bin/bash\n")
     host.environ = {"SLURM_JOB_END_TIME": subprocess.check_output(["date", "-d", "+60 seconds", "+%s"], text=True)[:-1]}
     assert host.attempt("limit") == ("time_limit", "requeue")
+
+
+def test_out_of_memory_starts_again_without_a_budget_because_each_one_halves_the_micro_batch(tmp_path):
+    host = Host(tmp_path)
+    assert [host.attempt("full") for _ in range(4)] == [("device_oom", "requeue")] * 4
+    assert host.attempt("crash") == ("crash", "requeue")

@@ -6,6 +6,7 @@ import signal
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from loguru import logger
@@ -174,13 +175,17 @@ def _train(run: Path, args: argparse.Namespace, count: int) -> int:
 
     if count > 1:
         command = ["rank", str(run), "--jobs", str(args.jobs), "--since", str(args.started)]
+        command += ["--break-lock"] * args.break_lock
         attempt = read_attempt_id(os.environ, started=args.started)
-        code = run_ranks(
-            command + ["--break-lock"] * args.break_lock,
+        start_ranks = partial(
+            run_ranks,
+            command,
             count,
             environ=os.environ,
             on_killed=lambda rank, number: _record_killed(run, rank, number, attempt=attempt),
         )
+        while (code := start_ranks()) == ExitCode.DEVICE_OOM:
+            logger.info("a GPU was out of memory: all ranks start again, with half the micro-batch")
     else:
         show_own_mig_slice(os.environ, read_world(os.environ).local_rank)
         code = execute(run, args.jobs, environ=os.environ, started=args.started, break_lock=args.break_lock)

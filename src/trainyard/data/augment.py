@@ -62,8 +62,18 @@ def draw_starts(*, seed: int, epoch: int, sample_ids: np.ndarray, spare: np.ndar
 
 def choose_scale(scales: list[float], *, seed: int, epoch: int, batch: int) -> float:
     """Return the factor on the model's input size for one global batch."""
-    u = draw_uniforms(seed=seed, epoch=epoch, sample_ids=np.array([batch]), count=1, stream=_INPUT_SCALE)[0, 0]
-    return scales[int(u * len(scales))]
+    return float(_draw_scales(scales, seed=seed, epoch=epoch, batches=np.array([batch]))[0])
+
+
+def list_scales(scales: list[float], *, seed: int, epoch: int, count: int) -> np.ndarray:
+    """Return (count,) the factors of an epoch's first global batches."""
+    return _draw_scales(scales, seed=seed, epoch=epoch, batches=np.arange(count))
+
+
+def _draw_scales(scales: list[float], *, seed: int, epoch: int, batches: np.ndarray) -> np.ndarray:
+    u = draw_uniforms(seed=seed, epoch=epoch, sample_ids=batches, count=1, stream=_INPUT_SCALE)[:, 0]
+    chosen: np.ndarray = np.array(scales)[(u * len(scales)).astype(np.int64)]
+    return chosen
 
 
 def draw(

@@ -61,6 +61,8 @@ ty_end() { # SRUN_EXIT_CODE
         ty_restart "$code" disk_full "no room for what the run writes"
     elif [ "$code" -eq "$TY_HUNG" ]; then
         ty_restart "$code" hung "$(ty_make_plain "$(cat "$TRAINYARD_RUN/ranks/$TRAINYARD_ATTEMPT-hung.txt")")"
+    elif [ "$code" -eq "$TY_DEVICE_OOM" ]; then
+        ty_restart "$code" device_oom "a GPU was out of memory: it resumes with half the micro-batch"
     elif [ "$code" -ne "$TY_PREEMPTED" ]; then
         ty_restart "$code" crash "$(ty_describe_exit "$code")"
     elif ty_is_limit_near; then
@@ -186,6 +188,7 @@ ty_count_fruitless() { # END: how many crashes and time limits, this end among t
 
 ty_check_budget() { # CAUSE [END]: print why not if the restarts after CAUSE, END's among them, exceed its budget
     local limit line used=0
+    [ "$1" != device_oom ] || return 0 # each one halves the micro-batch, so they end by themselves
     limit=$(tr ' ' '\n' <<<"$TRAINYARD_LIMITS" | sed -n "s/^$1=//p")
     while read -r line; do # each new checkpoint refills the budgets of crashes and hangs
         [[ ($1 != crash && $1 != hung) || $line != *'"progress":"checkpoint"'* ]] || used=0

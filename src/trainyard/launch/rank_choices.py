@@ -31,6 +31,7 @@ from trainyard.runs.events import STARTS, read_events
 from trainyard.runs.folder import ENV_FILE, read_env, update_env
 from trainyard.runs.history import read_object
 from trainyard.runs.lock import RunLock
+from trainyard.runs.memory_limits import learn_from_errors, read_limit
 from trainyard.settings import TrainConfig
 from trainyard.train.world import World, read_attempt_id
 
@@ -91,7 +92,22 @@ def build_context(
     module = load_family(jobs_dir, config.family, "module").build(config, info)
     decode, threads = choices["decode"].value, choices["threads"].value
     check_owner = lock.check if lock else lambda: None
-    return RunContext(config, module, data, splits, world, device, policy, decode, threads, run, heartbeat, check_owner)
+    return RunContext(
+        config,
+        module,
+        data,
+        splits,
+        world,
+        device,
+        policy,
+        decode,
+        threads,
+        run,
+        heartbeat,
+        check_owner,
+        micro_batch_size=choices["micro_batch_size"].value,
+        eval_batch_size=choices["eval_batch_size"].value,
+    )
 
 
 def _choose_settings(
@@ -125,7 +141,7 @@ def _choose_settings(
         "compute_threads": _set_compute_threads(run, world, sm, environ),
         "collectives": Choice(*distributed.choose_collectives(environ.get("CUDA_VISIBLE_DEVICES", ""))),
         "openmp_wait": Choice(*read_openmp_wait_policy(environ)),
-        "micro_batch_size": _choose_micro_batch_size(config, world),
+        **_choose_batch_sizes(run, config, world),
         "freed_memory": Choice(*precision.keep_freed_memory(device)),
         "sync_batchnorm": Choice(
             *choose_sync_batchnorm(config.sync_batchnorm, device_type=device.type, world_size=world.world_size)
@@ -269,11 +285,25 @@ def _read_compute_threads(run: Path, world: World) -> int | None:
     return int(by_rank[world.rank]) if by_rank and len(by_rank) == world.world_size else None
 
 
-def _choose_micro_batch_size(config: TrainConfig, world: World) -> Choice:
-    share = -(-config.global_batch_size // world.world_size)
-    size = min(config.micro_batch_size or share, share)
+def _choose_batch_sizes(run: Path, config: TrainConfig, world: World) -> dict[str, Choice]:
+    """Choose how many samples are trained and evaluated at once: at most as many as fitted so far."""
+    from trainyard.train import distributed
+
+    if world.is_main and (reason := learn_from_errors(run)):
+        logger.warning("micro-batch {}", reason)
+    names = ("micro_batch_size", "eval_batch_size")
+    limits = [read_limit(run, name) if world.is_main else None for name in names]
+    micro_limit, eval_limit = distributed.broadcast_from_rank0(limits)
     batch, ranks = config.global_batch_size, world.world_size
-    return Choice(size, f"global batch {batch} over {ranks} ranks, {-(-share // size)} micro-batches each")
+    share = -(-batch // ranks)
+    size, lowered = min(config.micro_batch_size or share, share), ""
+    if micro_limit is not None and micro_limit.value < size:
+        size, lowered = micro_limit.value, f"; {micro_limit.reason}"
+    why_micro = f"global batch {batch} over {ranks} ranks, {-(-share // size)} micro-batches each{lowered}"
+    evaluated = Choice(config.eval_batch_size, "eval_batch_size")
+    if eval_limit is not None and eval_limit.value < config.eval_batch_size:
+        evaluated = Choice(eval_limit.value, eval_limit.reason)
+    return {"micro_batch_size": Choice(size, why_micro), "eval_batch_size": evaluated}
 
 
 def _record_data(

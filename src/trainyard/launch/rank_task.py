@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from loguru import logger
 
 from trainyard.config import freeze, thaw
 from trainyard.data.prepare import StopRequested, is_packed, prepare_data, verify_packed
-from trainyard.errors import DiskFull, UserError
+from trainyard.errors import DiskFull, OutOfDeviceMemory, UserError
 from trainyard.files import AppendedFile, limit_writers, report_full_disk, write_atomically
 from trainyard.hardware import (
     set_openmp_wait_policy,
@@ -113,26 +113,47 @@ def execute(
     with StopFlag(notes.write_signal) as stop, watchdog:  # before torch is imported: a warning may come early
         if not only_packs:
             _load_torch()
-        try:
-            lock = RunLock(run, break_other_host=break_lock, attempt=attempt) if world.is_main else None
-            with report_full_disk(run), lock or nullcontext(), _set_up_logging(run, world):
-                code = (
-                    _pack(run, jobs_dir, world, heartbeat, watchdog, stop, notes)
-                    if only_packs
-                    else _train(
+        while True:
+            try:
+                lock = RunLock(run, break_other_host=break_lock, attempt=attempt) if world.is_main else None
+                with report_full_disk(run), lock or nullcontext(), _set_up_logging(run, world):
+                    if only_packs:
+                        code = _pack(run, jobs_dir, world, heartbeat, watchdog, stop, notes)
+                        break
+                    code = _train(
                         run, jobs_dir, world, heartbeat, watchdog, stop, lock, notes, environ=environ, started=started
                     )
-                )
-        except BaseException as error:
-            # A full disk may leave no room for these two either; then the exit code and the message have to do.
-            with suppress(OSError) if isinstance(error, DiskFull) else nullcontext():
-                if isinstance(error, UserError):
-                    notes.write_exit_code(choose_exit_code(error))
-                record_error(run, error, attempt=attempt, rank=world.rank)
-            raise
+                break
+            except BaseException as error:
+                full = error if isinstance(error, OutOfDeviceMemory) else None
+                starts_again = full is not None and full.next_micro_batch_size and world.world_size == 1
+                # A full disk may leave no room for these two either; then the exit code and the message have to do.
+                with suppress(OSError) if isinstance(error, DiskFull) else nullcontext():
+                    if isinstance(error, UserError) and not starts_again:
+                        notes.write_exit_code(choose_exit_code(error))
+                    record_error(run, error, attempt=attempt, rank=world.rank)
+                if full is not None and world.world_size > 1:
+                    _exit_at_once(full)
+                if not starts_again:
+                    raise
+            _release_memory()
     if world.is_main:
         notes.write_exit_code(code)
     return code
+
+
+def _exit_at_once(error: OutOfDeviceMemory) -> NoReturn:
+    """Exit without leaving the process group, which might wait for ranks that wait for this one."""
+    print(error, file=sys.stderr, flush=True)
+    os._exit(choose_exit_code(error))
+
+
+def _release_memory() -> None:
+    """Release the model and the data of a start that ended, for the next one in this process."""
+    from trainyard.train.out_of_memory import release_memory
+
+    gc.collect()
+    release_memory()
 
 
 def _load_torch() -> None:
@@ -185,9 +206,13 @@ def _train(
         if staged.is_new:
             notes.write_progress()
         context = build_context(run, config, staged, jobs_dir, world, heartbeat, lock, environ)
-        return EXIT_CODES[fit(context, stop=stop, limit=limit)]
-    finally:
-        distributed.leave()
+        code = EXIT_CODES[fit(context, stop=stop, limit=limit)]
+    except BaseException as error:
+        if not isinstance(error, OutOfDeviceMemory):  # else the process ends at once, or is alone
+            distributed.leave()
+        raise
+    distributed.leave()
+    return code
 
 
 def _pack(

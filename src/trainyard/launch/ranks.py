@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 
+from trainyard.runs.state import ExitCode
 from trainyard.train.stop import FORWARDED_SIGNALS, STOP_SIGNALS, leave_closed_terminal
 
 _GRACE_S = 15.0  # after one rank has failed, until the others are killed
@@ -88,5 +89,8 @@ def _wait_for_ranks(ranks: "list[subprocess.Popen[bytes]]", on_killed: Callable[
             for process in ranks:
                 process.kill()
         time.sleep(_POLL_S)
+    codes = [process.returncode for process in ranks]
+    if ExitCode.DEVICE_OOM in codes:  # the others failed because they lost this rank
+        return ExitCode.DEVICE_OOM
     code = first or next((code for code in codes if code), 0)
     return code if code >= 0 else 128 - code

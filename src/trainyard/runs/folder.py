@@ -21,7 +21,16 @@ from loguru import logger
 
 from trainyard.config import freeze
 from trainyard.environment import NO_VARIABLES, THIS_CODE, describe_environment, find_checkout
-from trainyard.errors import DiskFull, Hung, Killed, NoDeterministicKernel, NotFinite, UserError
+from trainyard.errors import (
+    DiskFull,
+    Hung,
+    Killed,
+    NoDeterministicKernel,
+    NotFinite,
+    OutOfDeviceMemory,
+    UserError,
+    is_out_of_memory,
+)
 from trainyard.files import create_common_folder, limit_writers, parse_json, read_file, share_folder, write_json
 from trainyard.masking import mask_text
 from trainyard.runs.manifest import hash_fields
@@ -211,6 +220,8 @@ def record_error(
     }
     if isinstance(error, NoDeterministicKernel):
         content["operator"] = error.operator
+    if isinstance(error, OutOfDeviceMemory):
+        content |= {**error.details, "next_micro_batch_size": error.next_micro_batch_size}
     write_json(path, content)
     return path
 
@@ -222,6 +233,8 @@ def classify_error(error: BaseException) -> str:
         return f"signal {error.number}"
     if isinstance(error, Hung):
         return Cause.HUNG
+    if isinstance(error, OutOfDeviceMemory) or is_out_of_memory(error):
+        return Cause.DEVICE_OOM
     if isinstance(error, NotFinite):
         return Cause.NOT_FINITE
     if isinstance(error, DiskFull):
@@ -230,8 +243,6 @@ def classify_error(error: BaseException) -> str:
         return Cause.USER_ERROR
     if isinstance(error, KeyboardInterrupt):
         return Cause.INTERRUPTED
-    if name == "OutOfMemoryError":
-        return Cause.DEVICE_OOM
     if isinstance(error, MemoryError) or "DefaultCPUAllocator: can't allocate memory" in text:
         return Cause.HOST_OOM
     if name.startswith("Dist") or any(message in text for message in _LOST_PEER):

@@ -6,7 +6,7 @@ must stay readable.
 
 from enum import IntEnum, StrEnum
 
-from trainyard.errors import DiskFull, UserError
+from trainyard.errors import DiskFull, OutOfDeviceMemory, UserError
 
 
 class State(StrEnum):
@@ -98,6 +98,7 @@ class ExitCode(IntEnum):
     FAILED = 1
     USER_ERROR = 2
     DISK_FULL = 74  # or read-only; sysexits.h calls 74 an input/output error
+    DEVICE_OOM = 71  # and the run continues with half the micro-batch; sysexits.h calls 71 a system error
     HUNG = 75  # its watchdog ended it; sysexits.h calls 75 a temporary failure
     PREEMPTED = 85
     MAX_RUNTIME = 86
@@ -106,7 +107,11 @@ class ExitCode(IntEnum):
 
 def choose_exit_code(error: UserError) -> ExitCode:
     """Return the exit code of a command or a rank that a `UserError` ended."""
-    return ExitCode.DISK_FULL if isinstance(error, DiskFull) else ExitCode.USER_ERROR
+    if isinstance(error, DiskFull):
+        return ExitCode.DISK_FULL
+    if isinstance(error, OutOfDeviceMemory) and error.next_micro_batch_size:
+        return ExitCode.DEVICE_OOM
+    return ExitCode.USER_ERROR
 
 
 def render_exit_codes() -> str:

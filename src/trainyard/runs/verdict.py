@@ -397,6 +397,7 @@ _RESTARTS: dict[str, str] = {
     Cause.NODE_FAILURE: "starts again after the loss of a node",
     Cause.CRASH: "starts again after a crash",
     Cause.HUNG: "starts again after a hang",
+    Cause.DEVICE_OOM: "resumes with half the micro-batch",
     Cause.DISK_FULL: "starts again, because the disk was full or read-only",
 }
 

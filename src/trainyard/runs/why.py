@@ -10,13 +10,14 @@ import yaml  # type: ignore[import-untyped]
 from trainyard.runs.changes import find_changes
 from trainyard.runs.folder import CONFIG, ENV_FILE
 from trainyard.runs.history import Attempt, locate_output_files, read_object, read_stderr
+from trainyard.runs.memory_limits import is_handled
 from trainyard.runs.state import ACTIVE, Cause, ExitCode, State, describe_cause
 from trainyard.runs.status import Status, format_headline, format_resume_command, read_statuses, suggest_command
 from trainyard.runs.verdict import find_first_fault
 from trainyard.text import SCREEN_WIDTH, align_columns, format_duration
 
 _STDERR_LINES = 3
-_FAULTS = (Cause.CRASH, Cause.HUNG, Cause.DISK_FULL)  # after which a run starts again by itself
+_FAULTS = (Cause.CRASH, Cause.HUNG, Cause.DISK_FULL, Cause.DEVICE_OOM)  # after which a run may start again by itself
 
 
 def explain_run(run: Path) -> str:
@@ -96,10 +97,13 @@ def _advise(status: Status) -> str:
     resume = format_resume_command(status)
     restart = f"trainyard {'submit' if status.slurm_job_id else 'run'} {shlex.quote(status.run.absolute().parent.name)}"
     match status.cause:
+        case Cause.DEVICE_OOM if any(is_handled(error) for error in status.snapshot.errors):
+            return f"{resume} (with half the micro-batch)"
         case Cause.DEVICE_OOM:
-            half = max(1, _read_micro_batch_size(status.run) // 2)
             larger = f"{resume} --hw TYPE" if status.slurm_job_id else resume
-            return f"{larger} (with more memory), or start again with: {restart} micro_batch_size={half}"
+            size = _read_micro_batch_size(status.run)
+            smaller = f"micro_batch_size={size // 2}" if size > 1 else "gradient_checkpointing=true"
+            return f"{larger} (with more memory), or start again with: {restart} {smaller}"
         case Cause.HOST_OOM:
             more = ", or raise memory_gib_per_gpu in the cluster's file" if status.slurm_job_id else ""
             return f"{resume} data.threads=2 data.prefetch=1{more}"

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from trainyard.config import find_jobs, load_family
-from trainyard.errors import NotFinite, UserError
+from trainyard.errors import NotFinite, UserError, is_out_of_memory
 from trainyard.files import require_writable
 from trainyard.measure import find_free_path, make_header, write_results
 from trainyard.runs.state import ExitCode
@@ -244,11 +244,6 @@ def _work_on(check: Check, device: str, sizes: Sizes) -> Figures:
             raise
         gib = torch.cuda.get_device_properties(chosen).total_memory / 2**30
         raise NotRun(f"its micro-batch does not fit into the {gib:.1f} GiB of this card; a smaller one may") from error
-
-
-def is_out_of_memory(error: RuntimeError) -> bool:
-    """Return whether an error says that the card's memory is used up: torch's own does, and that of a library."""
-    return bool(re.search(r"out of memory|(CUDNN|CUBLAS)_STATUS_ALLOC_FAILED|CUDABadAlloc", str(error)))
 
 
 def _keep_log(log: Path, path: Path) -> Path:

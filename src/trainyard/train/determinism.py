@@ -16,6 +16,7 @@ from trainyard.runs.folder import read_env, update_env
 from trainyard.runs.history import read_object
 from trainyard.train import distributed, precision
 from trainyard.train.module import TrainModule
+from trainyard.train.out_of_memory import name_phase
 
 SECTION = "determinism"
 """The section of env.json with a `Findings` for each kind of device and version of torch that the run was on."""
@@ -129,7 +130,8 @@ def _try_micro_batch(
             loss = tried(batch)["loss"]
         loss.backward()
 
-    operators = precision.find_nondeterministic_operators(compute_gradient)
+    with name_phase("trial of the first micro-batch"):
+        operators = precision.find_nondeterministic_operators(compute_gradient)
     return Findings(operators, sorted(seen.names))
 
 

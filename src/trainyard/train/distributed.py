@@ -232,6 +232,10 @@ class Agreement:
             self._pending = dist.all_reduce(self._sent, op=dist.ReduceOp.MAX, async_op=True)
         return agreed
 
+    def abandon(self) -> None:
+        """Forget a pending exchange: this rank ends at once, and others may have ended."""
+        self._pending = None
+
     def settle(self) -> None:
         """Wait for a pending exchange, so that this rank's exit breaks no other rank's."""
         if self._pending is not None:

@@ -1,18 +1,22 @@
 """Evaluation: predict on every rank, gather the rows once, and score the whole set."""
 
+import gc
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 
 import numpy as np
 import torch
+from loguru import logger
 from torch import Tensor
 
 from trainyard.data.loader import Loader
+from trainyard.errors import is_out_of_memory
 from trainyard.runs.pair_scores import write_pair_scores
 from trainyard.train import distributed
 from trainyard.train.data_parallel import share_saved_buffers
 from trainyard.train.module import Rows, TrainModule
+from trainyard.train.out_of_memory import EVALUATION, halve, name_phase, release_memory
 from trainyard.train.run_context import TRAIN, VALIDATION, RunContext
 
 SAMPLE_ID = "sample_id"
@@ -28,21 +32,27 @@ def evaluate(
     autocast: Callable[[], AbstractContextManager[None]],
     save_figures: Callable[[dict[str, bytes]], None] | None = None,
     progress: Callable[[int], object] = lambda samples: None,
+    keep_smaller: Callable[[int], object] = lambda size: None,
 ) -> dict[str, float]:
     """Score a module on the samples `ids`; every rank takes part and gets the metrics.
 
     Args:
         save_figures: called on rank 0 with the module's report figures of this set.
         progress: called with the number of samples of each batch that is done.
+        keep_smaller: called on every rank with the batch size that was needed, if `batch_size` did not fit somewhere.
     """
-    rows = gather_rows(module, loader, ids, batch_size=batch_size, autocast=autocast, progress=progress)
-    metrics = None
-    if rows is not None:
+    gathered = gather_rows(module, loader, ids, batch_size=batch_size, autocast=autocast, progress=progress)
+    scored = None
+    if gathered is not None:
+        rows, size = gathered
         metrics = {name: float(value) for name, value in module.score(rows).items()}
         if save_figures is not None:
             save_figures(module.report_figures(rows))
-    result: dict[str, float] = distributed.broadcast_from_rank0(metrics)
-    return result
+        scored = metrics, size
+    result: tuple[dict[str, float], int] = distributed.broadcast_from_rank0(scored)
+    if result[1] < batch_size:
+        keep_smaller(result[1])
+    return result[0]
 
 
 def gather_rows(
@@ -53,19 +63,22 @@ def gather_rows(
     batch_size: int,
     autocast: Callable[[], AbstractContextManager[None]],
     progress: Callable[[int], object] = lambda samples: None,
-) -> Rows | None:
+) -> tuple[Rows, int] | None:
     """Return the module's rows of the samples `ids` on rank 0, and None on the others; every rank takes part.
+
+    Beside the rows is the batch size that fitted on every rank, `batch_size` or less.
 
     All ranks predict with what a checkpoint of the module has: its buffers become rank 0's. Afterwards the module is
     in the mode (training or evaluation) in which it was.
     """
     was_training = module.training
     share_saved_buffers(module)
-    parts_of_share = predict_batches(module, loader, ids, batch_size=batch_size, autocast=autocast, progress=progress)
-    own_rows = list(parts_of_share)
+    share = predict_share(module, loader, ids, batch_size=batch_size, autocast=autocast, progress=progress)
     module.train(was_training)
-    parts = distributed.gather_to_rank0(own_rows)
-    return None if parts is None else _join_rows([row for part in parts for row in part], ids)
+    shares = distributed.gather_to_rank0(share)
+    if shares is None:
+        return None
+    return _join_rows([row for rows, _ in shares for row in rows], ids), min(size for _, size in shares)
 
 
 def list_final_sets(context: RunContext) -> tuple[list[str], bool]:
@@ -88,7 +101,6 @@ def store_pair_scores(
     *,
     step: int,
     autocast: Callable[[], AbstractContextManager[None]],
-    progress: Callable[[int], object],
 ) -> None:
     """Write the scores of the validation pairs into the run; every rank takes part. Costs one evaluation.
 
@@ -96,10 +108,11 @@ def store_pair_scores(
         module: has the weights of training step `step`.
     """
     ids, batch_size = context.splits[VALIDATION], context.config.eval_batch_size
-    rows = gather_rows(module, loader, ids, batch_size=batch_size, autocast=autocast, progress=progress)
-    if rows is not None:
+    touch = context.heartbeat.touch
+    gathered = gather_rows(module, loader, ids, batch_size=batch_size, autocast=autocast, progress=touch)
+    if gathered is not None:
         context.check_owner()
-        scores = module.select_pair_scores(rows)
+        scores = module.select_pair_scores(gathered[0])
         write_pair_scores(context.run, scores, step=step, precision=context.precision.dtype)
 
 
@@ -113,8 +126,48 @@ def predict(
     progress: Callable[[int], object],
 ) -> Rows:
     """Return the module's rows of the samples `ids`, on this rank alone; `progress` is called with samples done."""
-    parts = predict_batches(module, loader, ids, batch_size=batch_size, autocast=autocast, progress=progress)
-    return _join_rows(list(parts), ids)
+    parts, _ = predict_share(module, loader, ids, batch_size=batch_size, autocast=autocast, progress=progress)
+    return _join_rows(parts, ids)
+
+
+def predict_share(
+    module: TrainModule,
+    loader: Loader,
+    ids: np.ndarray,
+    *,
+    batch_size: int,
+    autocast: Callable[[], AbstractContextManager[None]],
+    progress: Callable[[int], object] = lambda samples: None,
+) -> tuple[list[Rows], int]:
+    """Return the rows of this rank's share of `ids`, one entry per batch, and the batch size that fitted.
+
+    If the GPU's memory is not enough for a batch, all rows are predicted again in batches of half the size: rows belong
+    to samples, and no other rank takes part. Leaves the module in evaluation mode.
+
+    Raises:
+        RuntimeError: the memory is not enough for one sample.
+    """
+    done = 0
+
+    def count(samples: int) -> None:
+        nonlocal done
+        done += samples
+        progress(samples)
+
+    while True:
+        try:
+            with name_phase(EVALUATION):
+                rows = predict_batches(module, loader, ids, batch_size=batch_size, autocast=autocast, progress=count)
+                return list(rows), batch_size
+        except RuntimeError as error:
+            if batch_size == 1 or not is_out_of_memory(error):
+                raise
+            reason = str(error).partition("\n")[0]
+        count(-done)
+        gc.collect()  # what the error referred to
+        release_memory()
+        logger.warning("evaluation in batches of {}, because {} do not fit: {}", halve(batch_size), batch_size, reason)
+        batch_size = halve(batch_size)
 
 
 @torch.inference_mode()
@@ -125,7 +178,7 @@ def predict_batches(
     *,
     batch_size: int,
     autocast: Callable[[], AbstractContextManager[None]],
-    progress: Callable[[int], object] = lambda samples: None,
+    progress: Callable[[int], object],
 ) -> Iterator[Rows]:
     """Yield the rows of this rank's share of `ids`, batch by batch; leaves the module in evaluation mode.
 
@@ -133,12 +186,13 @@ def predict_batches(
     """
     module.eval()
     copies: deque[_RowCopy] = deque()
-    for micro_batch in loader.evaluate(ids, batch_size=batch_size):
-        with autocast():
-            copies.append(_RowCopy(module.predict(micro_batch.batch)))
-        if len(copies) > _UNFINISHED_COPIES:
-            yield copies.popleft().finish()
-        progress(len(micro_batch.batch[SAMPLE_ID]))
+    with closing(loader.evaluate(ids, batch_size=batch_size)) as stream:
+        for micro_batch in stream:
+            with autocast():
+                copies.append(_RowCopy(module.predict(micro_batch.batch)))
+            if len(copies) > _UNFINISHED_COPIES:
+                yield copies.popleft().finish()
+            progress(len(micro_batch.batch[SAMPLE_ID]))
     while copies:
         yield copies.popleft().finish()
 

@@ -33,8 +33,8 @@ class Heartbeat:
         self.attempt, self._path, self._every_s = attempt, run / HEARTBEAT_FILE if is_main else None, every_s
         self._last_s = -math.inf
 
-    def touch(self) -> None:
-        """Note that some work is done, such as a micro-batch. Costs nothing."""
+    def touch(self, samples: int = 0) -> None:
+        """Note that some work is done, such as a micro-batch, of however many samples. Costs nothing."""
         self.progress.count += 1
 
     def beat(self, phase: str, *, step: int = 0, total_steps: int | None = None, now: bool = False) -> None:

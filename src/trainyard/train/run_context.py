@@ -1,6 +1,6 @@
 """What is decided before training starts, and what follows: epoch order, number of steps, loader."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from trainyard.data import order
-from trainyard.data.loader import Loader
+from trainyard.data.loader import Loader, MicroBatch
 from trainyard.data.shards import ShardSet
 from trainyard.errors import UserError
 from trainyard.hardware import Precision
@@ -38,6 +38,8 @@ class RunContext:
     run: Path
     heartbeat: Heartbeat
     check_owner: Callable[[], None]  # raises if another process has taken over the run
+    micro_batch_size: int  # in effect, samples; 0: a rank's whole share
+    eval_batch_size: int  # in effect, samples of a rank
 
 
 def build_epoch_order(context: RunContext, epoch: int) -> order.EpochOrder:
@@ -57,6 +59,12 @@ def compute_total_steps(config: TrainConfig, steps_per_epoch: int) -> int | None
     return None if length.unit == "min" else length.to_steps(steps_per_epoch)
 
 
+def compute_total_minutes(config: TrainConfig) -> float | None:
+    """Return the minutes of training of the whole run, None if its length is a number of steps."""
+    length = Duration.parse(config.max_duration)
+    return length.to_minutes() if length.unit == "min" else None
+
+
 def choose_monitor(context: RunContext) -> MetricOrder:
     """Return the metrics that decide which evaluation is the best.
 
@@ -70,6 +78,16 @@ def choose_monitor(context: RunContext) -> MetricOrder:
             "none. Start again without it: patience=0"
         )
     return parse_monitor(config.monitor, (module.monitor, *module.tie_breaks))
+
+
+def read_one_step(stream: Iterable[MicroBatch], samples_seen: int, device: torch.device) -> Iterator[MicroBatch]:
+    """Yield the micro-batches of one optimizer step, each with the samples that the run used before it."""
+    samples_before_step = torch.tensor(samples_seen).to(device, non_blocking=True)
+    for micro_batch in stream:
+        micro_batch.batch["samples_seen"] = samples_before_step
+        yield micro_batch
+        if micro_batch.last:
+            return
 
 
 def make_loader(context: RunContext) -> Loader:

@@ -2,7 +2,7 @@
 
 import copy
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,6 +21,7 @@ from trainyard.settings import OptimizerSettings
 from trainyard.train.best import Plateau
 from trainyard.train.distributed import average_rows
 from trainyard.train.module import TrainModule
+from trainyard.train.out_of_memory import name_phase
 from trainyard.train.swa import WeightAverage
 
 
@@ -85,32 +86,59 @@ def train_step(
     """
     for group in state.optimizer.param_groups:
         group["lr"] = lr * group.get("lr_scale", 1.0)
+    buffers = _copy_buffers(state.module) if state.scaler.is_enabled() else []
+    losses, wait_s = compute_gradients(state, micro_batches, world_size=world_size, seed=seed, autocast=autocast)
+    for name, most in state.module.sparse_gradients().items():
+        average_rows(cast(Tensor, state.module.get_parameter(name).grad), most=most)
+    norm, skipped = update_weights(state, clip_grad_norm=clip_grad_norm, buffers=buffers)
+    return StepResult(losses, norm, skipped, wait_s)
+
+
+def compute_gradients(
+    state: TrainState,
+    micro_batches: Iterable[MicroBatch],
+    *,
+    world_size: int,
+    seed: int,
+    autocast: Callable[[], AbstractContextManager[None]],
+) -> tuple[dict[str, Tensor], float]:
+    """Sum up the scaled gradients of a step's micro-batches; return the losses, and the time spent waiting for data."""
     torch.manual_seed(_derive_step_seed(seed, state.progress.step))
     state.optimizer.zero_grad(set_to_none=True)
     state.begin_step()
-    buffers = _copy_buffers(state.module) if state.scaler.is_enabled() else []
     losses: dict[str, Tensor] = {}
     wait_s = 0.0
     for micro_batch in micro_batches:
         wait_s += micro_batch.wait_s
         with _sync_gradients_if(state.model, micro_batch.last):
-            with autocast():
+            with name_phase("forward pass"), autocast():
                 parts = state.model(micro_batch.batch)
-            state.scaler.scale(parts["loss"] * (micro_batch.weight * world_size)).backward()  # type: ignore[no-untyped-call]
+            with name_phase("backward pass"):
+                state.scaler.scale(parts["loss"] * (micro_batch.weight * world_size)).backward()  # type: ignore[no-untyped-call]
         for name, value in parts.items():
             losses[name] = losses.get(name, 0.0) + value.detach().float() * micro_batch.weight
-    for name, most in state.module.sparse_gradients().items():
-        average_rows(cast(Tensor, state.module.get_parameter(name).grad), most=most)
-    state.scaler.unscale_(state.optimizer)  # clip true gradients, not scaled ones
-    norm = clip_grad_norm_(state.module.parameters(), clip_grad_norm or float("inf"))
-    skipped = torch.isfinite(norm).logical_not().float()
-    state.optimizer.found_inf = skipped  # type: ignore[attr-defined]
-    state.optimizer.step()  # not through the scaler, which looks at each number alone: their norm may overflow, too
-    state.scaler.update()
-    _put_back_buffers(buffers, skipped)
-    if state.ema is not None:
-        _update_ema(state.ema, state.module, state.ema_decay, skipped)
-    return StepResult(losses, norm, skipped, wait_s)
+    return losses, wait_s
+
+
+def update_weights(
+    state: TrainState, *, clip_grad_norm: float, buffers: Sequence[tuple[list[Tensor], Tensor]] = ()
+) -> tuple[Tensor, Tensor]:
+    """Update the weights with the gradients that they have; return the gradients' norm, and 1 if the step was skipped.
+
+    Args:
+        buffers: what a skipped step puts back (`_copy_buffers`).
+    """
+    with name_phase("optimizer step"):
+        state.scaler.unscale_(state.optimizer)  # clip true gradients, not scaled ones
+        norm = clip_grad_norm_(state.module.parameters(), clip_grad_norm or float("inf"))
+        skipped = torch.isfinite(norm).logical_not().float()
+        state.optimizer.found_inf = skipped  # type: ignore[attr-defined]
+        state.optimizer.step()  # not through the scaler, which looks at each number alone: their norm may overflow, too
+        state.scaler.update()
+        _put_back_buffers(buffers, skipped)
+        if state.ema is not None:
+            _update_ema(state.ema, state.module, state.ema_decay, skipped)
+    return norm, skipped
 
 
 def make_optimizer(module: TrainModule, settings: OptimizerSettings) -> torch.optim.Optimizer:
@@ -219,7 +247,7 @@ def _copy_buffers(module: nn.Module) -> list[tuple[list[Tensor], Tensor]]:
 
 
 @torch.no_grad()
-def _put_back_buffers(copied: list[tuple[list[Tensor], Tensor]], skipped: Tensor) -> None:
+def _put_back_buffers(copied: Sequence[tuple[list[Tensor], Tensor]], skipped: Tensor) -> None:
     """Give buffers the values of `_copy_buffers` if `skipped` is 1, without waiting for the device."""
     for buffers, before in copied:
         values = torch.where(skipped.bool(), before, _join(buffers))

@@ -13,19 +13,20 @@ from loguru import logger
 
 from trainyard.config import list_kept_options
 from trainyard.data.loader import MicroBatch
-from trainyard.errors import NotFinite
+from trainyard.errors import NotFinite, OutOfDeviceMemory, is_out_of_memory
 from trainyard.runs.changes import FILES, describe_files
 from trainyard.runs.events import list_metric_names
 from trainyard.runs.folder import read_env, select_fixed_env, update_env
 from trainyard.runs.manifest import CheckpointError, parse_name
+from trainyard.runs.memory_limits import OUT_OF_MEMORY, Limit, keep_limit
 from trainyard.scoring import explain_missing_intervals
-from trainyard.settings import Duration
 from trainyard.train import checkpoint, distributed, precision
 from trainyard.train.best import is_better, require_metrics
 from trainyard.train.console import ProgressBar, format_line
 from trainyard.train.determinism import choose_determinism, describe_determinism, explain_nondeterministic_operator
 from trainyard.train.distributed import Agreement, Decision
 from trainyard.train.evaluate import evaluate, list_final_sets, store_pair_scores
+from trainyard.train.memory_probe import probe_memory
 from trainyard.train.meters import (
     DeferredScalar,
     DeviceEvent,
@@ -36,6 +37,7 @@ from trainyard.train.meters import (
     read_peak_memory_gib,
 )
 from trainyard.train.module import TrainModule
+from trainyard.train.out_of_memory import BATCH_STATISTICS, explain_out_of_memory, name_phase
 from trainyard.train.recorder import Recorder, open_recorder, write_report_figures
 from trainyard.train.run_context import (
     TRAIN,
@@ -43,8 +45,10 @@ from trainyard.train.run_context import (
     RunContext,
     build_epoch_order,
     choose_monitor,
+    compute_total_minutes,
     compute_total_steps,
     make_loader,
+    read_one_step,
 )
 from trainyard.train.run_state import encode_state, prepare_state, refuse_misfit
 from trainyard.train.schedule import compute_lr_factor
@@ -70,7 +74,8 @@ def fit(context: RunContext, *, stop: StopFlag, limit: RuntimeLimit) -> Stop:
     try:
         return Trainer(context, state, recorder, stop, limit, choose_event_type(context.device)).run()
     except Exception as error:
-        if recorder is not None:
+        is_handled = isinstance(error, OutOfDeviceMemory) and error.next_micro_batch_size
+        if recorder is not None and not is_handled:
             # If the disk is full, the error itself is more than a second one about this line.
             with suppress(OSError):
                 recorder.log("event", state.progress.step, {"event": "failed", "reason": str(error)})
@@ -96,6 +101,7 @@ class Trainer:
         self.stop, self.limit = stop, limit
         self.autocast = precision.make_autocast(context.precision, context.device)
         self.loader = make_loader(context)
+        self.micro_batch_size, self.eval_batch_size = context.micro_batch_size, context.eval_batch_size
         self.order = build_epoch_order(context, state.progress.epoch)
         if state.progress.batches_done >= len(self.order):
             raise CheckpointError(
@@ -112,7 +118,7 @@ class Trainer:
                 self.config.checkpoint.keep_every,
             )
         )
-        self.minutes = _parse_minutes(self.config.max_duration)
+        self.minutes = compute_total_minutes(context.config)
         self.monitor = choose_monitor(context)
         self.agreement = Agreement()
         self.make_event = make_event
@@ -124,9 +130,11 @@ class Trainer:
 
     def run(self) -> Stop:
         """Take the remaining steps; at the end of training, score the test sets with the final weights."""
-        reason = Stop.NONE if self._is_at_end() else self._train()
-        if reason is Stop.NONE:
-            self._score_test_sets()
+        self._probe_memory()
+        with explain_out_of_memory(self.context, self.micro_batch_size):
+            reason = Stop.NONE if self._is_at_end() else self._train()
+            if reason is Stop.NONE:
+                self._score_test_sets()
         name, why = "done" if reason is Stop.NONE else "stop", reason.name.lower().replace("_", " ")
         if self.recorder is not None:
             metrics = {"bytes": self.recorder.sync(), "sha256": self.recorder.metrics_sha256}
@@ -134,13 +142,21 @@ class Trainer:
         distributed.barrier()  # no rank leaves while another still needs it
         return reason
 
+    def _probe_memory(self) -> None:
+        """Find out which batch sizes fit before training, and record it."""
+        with self.meter.pause():
+            probe = probe_memory(self.context, self.state, self.loader, self.order, autocast=self.autocast)
+        self._lower("micro_batch_size", probe.micro_batch_size, "the memory probe found no room for more")
+        self._lower("eval_batch_size", probe.eval_batch_size, "the memory probe found no room for more")
+        self._record_choice("memory_probe", probe.finding, probe.reason)
+
     def _train(self) -> Stop:
         progress = self.state.progress
         stream = self.loader.train(
             lambda epoch: build_epoch_order(self.context, epoch),
             epoch=progress.epoch,
             start=progress.batches_done,
-            micro_batch_size=self.config.micro_batch_size,
+            micro_batch_size=self.micro_batch_size,
         )
         bar = ProgressBar(self.total_steps, step=progress.step, show=self.context.world.is_main)
         try:
@@ -169,6 +185,10 @@ class Trainer:
                     self._beat("training")
                 if leaving or finished:
                     return Stop.NONE if finished else agreed.stop
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                self.agreement.abandon()
+            raise
         finally:
             stream.close()
             bar.close()
@@ -180,7 +200,7 @@ class Trainer:
         peeked: list[MicroBatch] = []
 
         def peek() -> MicroBatch:
-            peeked.append(next(_read_one_step(stream, self.state.progress.samples_seen, context.device)))
+            peeked.append(next(read_one_step(stream, self.state.progress.samples_seen, context.device)))
             return peeked[0]
 
         findings = None
@@ -204,7 +224,7 @@ class Trainer:
         progress = self.state.progress
         result = train_step(
             self.state,
-            self.meter.watch(self._touch_heartbeat(_read_one_step(stream, progress.samples_seen, self.context.device))),
+            self.meter.watch(self._touch_heartbeat(read_one_step(stream, progress.samples_seen, self.context.device))),
             lr=self._compute_lr(),
             world_size=self.context.world.world_size,
             seed=self.config.seed * 1_000_003 + self.context.world.rank,
@@ -349,10 +369,11 @@ class Trainer:
             module,
             self.loader,
             self.context.splits[split],
-            batch_size=self.config.eval_batch_size,
+            batch_size=self.eval_batch_size,
             autocast=self.autocast,
             save_figures=partial(write_report_figures, self.context.run, split) if last else None,
-            progress=lambda samples: self.context.heartbeat.touch(),
+            progress=self.context.heartbeat.touch,
+            keep_smaller=partial(self._lower, "eval_batch_size", reason="an evaluation found no room for more"),
         )
         progress = self.state.progress
         if self.recorder is not None:
@@ -416,21 +437,19 @@ class Trainer:
             self._score(name, module, last=True)
         if has_pairs:
             self._beat("evaluating", now=True)
-            touch = self.context.heartbeat.touch
-            store_pair_scores(
-                self.context, module, self.loader, step=step, autocast=self.autocast, progress=lambda samples: touch()
-            )
+            store_pair_scores(self.context, module, self.loader, step=step, autocast=self.autocast)
 
     def _load_final_weights(self) -> tuple[TrainModule, int]:
         """Return the module with the final weights, and their step: the SWA average if there is one, else the best."""
         if self.state.swa is not None and self.state.swa.count:
             if not self.state.swa.refreshed:
-                self.state.swa.refresh(
-                    self.loader,
-                    self.context.splits[TRAIN],
-                    batch_size=self.config.eval_batch_size,
-                    autocast=self.autocast,
-                )
+                with name_phase(BATCH_STATISTICS):
+                    self.state.swa.refresh(
+                        self.loader,
+                        self.context.splits[TRAIN],
+                        batch_size=self.config.eval_batch_size,
+                        autocast=self.autocast,
+                    )
                 self._save()
             self._record_choice("final_weights", f"the mean of {self.state.swa.count}", "swa=true")
             return self.state.swa.module, self.state.progress.step
@@ -459,25 +478,20 @@ class Trainer:
         result: tuple[Path, str] = distributed.broadcast_from_rank0(chosen)
         return result
 
-    def _record_choice(self, name: str, value: str, reason: str) -> None:
+    def _lower(self, name: str, size: int, reason: str) -> None:
+        """Use a smaller `micro_batch_size` or `eval_batch_size`, and record it for later attempts."""
+        if size < (before := getattr(self, name)):
+            setattr(self, name, size)
+            limit = Limit(size, f"halved from {before}: {reason}")
+            self._record_choice(name, *limit)
+            self._log_event(OUT_OF_MEMORY, reason=limit.reason, **{name: size})
+            if self.recorder is not None:
+                keep_limit(self.context.run, name, limit)
+
+    def _record_choice(self, name: str, value: object, reason: str) -> None:
         if self.recorder is not None:
             update_env(self.context.run, "choices", {name: {"value": value, "reason": reason}})
 
     def _log_event(self, name: str, **fields: Any) -> None:
         if self.recorder is not None:
             self.recorder.log("event", self.state.progress.step, {"event": name, **fields})
-
-
-def _parse_minutes(text: str) -> float | None:
-    length = Duration.parse(text)
-    return length.value if length.unit == "min" else None
-
-
-def _read_one_step(stream: Iterable[MicroBatch], samples_seen: int, device: torch.device) -> Iterator[MicroBatch]:
-    """Yield the micro-batches of one optimizer step, each with the samples that the run used before it."""
-    samples_before_step = torch.tensor(samples_seen).to(device, non_blocking=True)
-    for micro_batch in stream:
-        micro_batch.batch["samples_seen"] = samples_before_step
-        yield micro_batch
-        if micro_batch.last:
-            return

@@ -18,6 +18,10 @@ class ModelSettings:
     unpool_step: int = option(
         -1, "samples seen from which training uses an operator that has no deterministic kernel; -1: never", low=-1
     )
+    full_above: int = option(-1, "samples above which there is no memory, in `full_phase`; -1: never", low=-1)
+    full_phase: str = option("forward", "when", choices=("forward", "backward", "optimizer", "evaluation"))
+    full_rank: int = option(-1, "rank that has no memory; -1: every rank", low=-1)
+    full_step: int = option(0, "samples seen from which there is no memory in training", low=0)
 
 
 @dataclass
@@ -29,3 +33,7 @@ class Config(TrainConfig):
     def explain_varying_inputs(self) -> str:
         """Return why repeated layers get inputs of many shapes; "" if they do not."""
         return ""
+
+    def explain_batch_dependence(self) -> str:
+        """Return why results depend on the micro-batch; "" if they do not."""
+        return "BatchNorm statistics are over a micro-batch" if self.model.batch_norm else ""

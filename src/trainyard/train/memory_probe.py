@@ -1,0 +1,243 @@
+"""Tries the largest step and the largest evaluation batch before training, and leaves the run's state as it was.
+
+Each rank tries them on its own module, without DDP, so that a rank whose memory is not enough keeps no other waiting.
+Then all agree, and halve together what did not fit.
+"""
+
+import copy
+import gc
+import random
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from loguru import logger
+
+from trainyard.data.augment import list_scales
+from trainyard.data.index import RAGGED
+from trainyard.data.loader import Loader
+from trainyard.data.order import EpochOrder
+from trainyard.data.shards import ShardSet
+from trainyard.errors import is_out_of_memory
+from trainyard.settings import TrainConfig
+from trainyard.train import distributed
+from trainyard.train.evaluate import predict_share
+from trainyard.train.out_of_memory import (
+    EVALUATION,
+    choose_smaller,
+    explain_out_of_memory,
+    name_phase,
+    release_memory,
+)
+from trainyard.train.precision import allow_nondeterministic_operators
+from trainyard.train.run_context import TRAIN, RunContext, read_one_step
+from trainyard.train.step import TrainState, compute_gradients, update_weights
+
+Autocast = Callable[[], AbstractContextManager[None]]
+
+
+class Probe(NamedTuple):
+    """What fits, and how that is known."""
+
+    micro_batch_size: int
+    eval_batch_size: int
+    finding: str
+    reason: str
+
+
+class _Trial(NamedTuple):
+    """What one rank found."""
+
+    failure: str  # what the allocator said; "" if it fits
+    batch_size: int
+
+
+def probe_memory(
+    context: RunContext,
+    state: TrainState,
+    loader: Loader,
+    order: EpochOrder,
+    *,
+    autocast: Autocast,
+) -> Probe:
+    """Try training and evaluation, and halve what does not fit on some rank. Every rank takes part.
+
+    The step is a real one: the global batch with the largest input size, with the longest samples in each rank's
+    share; its order and augmentation are the epoch's. Costs that step, and a copy of the state on the host.
+
+    Raises:
+        OutOfDeviceMemory: it does not fit, and may not be halved; on all ranks alike.
+    """
+    micro_batch_size, eval_batch_size = context.micro_batch_size, context.eval_batch_size
+    if reason := _explain_no_probe(context):
+        return Probe(micro_batch_size, eval_batch_size, "off", reason)
+    device = context.device
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    epoch = state.progress.epoch
+    scales = list_scales(context.config.image.scales, seed=context.config.seed, epoch=epoch, count=len(order))
+    lengths = _list_lengths(context.data, context.config)
+    tried, index = build_largest_batch(order, lengths, scales, world_size=context.world.world_size)
+
+    def train(size: int) -> _Trial:
+        with _put_back(state, device):
+            stream = loader.train(lambda epoch: tried, epoch=state.progress.epoch, start=index, micro_batch_size=size)
+            with closing(stream):
+                _take_step(context, state, read_one_step(stream, state.progress.samples_seen, device), autocast)
+        return _Trial("", size)
+
+    def predict(size: int) -> _Trial:
+        with _put_back(state, device):
+            module = state.module if state.ema is None else state.ema
+            _, fitting = predict_share(module, loader, eval_ids, batch_size=size, autocast=autocast)
+        return _Trial("", fitting)
+
+    while (trial := _try_on_all_ranks(train, micro_batch_size)).failure:
+        smaller = choose_smaller(context.config, micro_batch_size)
+        if smaller is None:
+            with explain_out_of_memory(context, micro_batch_size), name_phase("memory probe"):
+                raise torch.OutOfMemoryError(trial.failure)
+        logger.warning("memory probe: micro-batches of {} do not fit, trying {}", micro_batch_size, smaller)
+        micro_batch_size = smaller
+    eval_ids = _list_largest_eval_ids(context, eval_batch_size)
+    if len(eval_ids):
+        trial = _try_on_all_ranks(predict, eval_batch_size)
+        if trial.failure:
+            with explain_out_of_memory(context, micro_batch_size), name_phase(EVALUATION):
+                raise torch.OutOfMemoryError(trial.failure)
+        eval_batch_size = trial.batch_size
+    return Probe(micro_batch_size, eval_batch_size, _describe_peak(device), "the largest step and evaluation batch")
+
+
+def _explain_no_probe(context: RunContext) -> str:
+    """Return why memory is not tried; "" if it is."""
+    config = context.config
+    if config.probe_memory == "off":
+        return "probe_memory=off"
+    if config.probe_memory == "auto" and context.device.type == "cpu":
+        return "probe_memory=auto tries the memory of GPUs only"
+    if config.sync_batchnorm and context.world.world_size > 1:
+        return "sync_batchnorm=true: in a step, a rank whose memory is not enough would keep the others waiting"
+    return ""
+
+
+def build_largest_batch(
+    order: EpochOrder, lengths: Sequence[np.ndarray], scales: np.ndarray, *, world_size: int
+) -> tuple[EpochOrder, int]:
+    """Return an epoch order with a batch that takes as much memory as any, and the index of that batch.
+
+    It is the epoch's first full batch of the largest input size. Where samples differ in length, the longest ones take
+    the first places of each rank's share: padding makes all others of their micro-batch as long.
+
+    Args:
+        lengths: (N,) each, by sample id.
+        scales: (number of batches,) of the model's input size.
+    """
+    size = order.global_batch_size
+    index = int(np.argmax(scales[: max(1, len(order.ids) // size)]))
+    ids, count = order.ids.copy(), len(order.batch(index))
+    for rank in range(world_size):
+        low, high = (index * size + count * r // world_size for r in (rank, rank + 1))
+        longest = [order.ids[np.argmax(values[order.ids])] for values in lengths]
+        ids[low:high][: len(longest)] = longest[: high - low]
+    return EpochOrder(ids, size), index
+
+
+def _list_lengths(data: ShardSet, config: TrainConfig) -> list[np.ndarray]:
+    """Return (N,) lengths of each kind of record that has different ones, and of the column that batches follow."""
+    lengths = [records.shape[:, 0] for records in data.records.values() if records.kind == RAGGED]
+    if config.data.order == "buckets":
+        lengths.append(data.columns[config.data.order_by])
+    return [values for values in lengths if values.min() < values.max()]
+
+
+def _list_largest_eval_ids(context: RunContext, eval_batch_size: int) -> np.ndarray:
+    """Return as many samples as all ranks evaluate at once, the longest of all sets, in order of length."""
+    sets = [ids for name, ids in context.splits.items() if name != TRAIN]
+    ids = np.concatenate(sets) if sets else np.empty(0, dtype=np.int64)
+    for lengths in _list_lengths(context.data, context.config):
+        ids = ids[np.argsort(-lengths[ids], kind="stable")]
+    return ids[: eval_batch_size * context.world.world_size]
+
+
+def _take_step(context: RunContext, state: TrainState, step: Iterator[object], autocast: Autocast) -> None:
+    tried = replace(state, model=state.module, scaler=copy.deepcopy(state.scaler))
+    with allow_nondeterministic_operators(), warnings.catch_warnings():  # which may be used is decided later
+        warnings.simplefilter("ignore")
+        compute_gradients(tried, step, world_size=1, seed=0, autocast=autocast)  # type: ignore[arg-type]
+    update_weights(tried, clip_grad_norm=context.config.clip_grad_norm)
+
+
+def _try_on_all_ranks(work: Callable[[int], _Trial], size: int) -> _Trial:
+    """Do `work` on every rank; return a failure if there was one on any, and the smallest size."""
+    trials = distributed.gather_to_rank0(_try_here(work, size))
+    agreed = None
+    if trials is not None:
+        failure = next((trial.failure for trial in trials if trial.failure), "")
+        agreed = _Trial(failure, min(trial.batch_size for trial in trials))
+    result: _Trial = distributed.broadcast_from_rank0(agreed)
+    return result
+
+
+def _try_here(work: Callable[[int], _Trial], size: int) -> _Trial:
+    try:
+        trial = work(size)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        trial = _Trial(str(error), size)
+    gc.collect()  # what the error referred to
+    release_memory()
+    return trial
+
+
+@contextmanager
+def _put_back(state: TrainState, device: torch.device) -> Iterator[None]:
+    """Keep everything that a step changes on the host, which is what a checkpoint has, and write it back at the end."""
+    modules = [state.module] if state.ema is None else [state.module, state.ema]
+    optimizer = state.optimizer
+    moments = {parameter: dict(values) for parameter, values in optimizer.state.items()}
+    groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+    tensors += [value for values in moments.values() for value in values.values() if isinstance(value, torch.Tensor)]
+    kept = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
+    training = [module.training for module in modules]
+    try:
+        with _restore_generators(device):
+            yield
+    finally:
+        optimizer.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for tensor, values in zip(tensors, kept, strict=True):
+                tensor.copy_(values)
+        optimizer.state.clear()
+        optimizer.state.update(moments)
+        for group, options in zip(optimizer.param_groups, groups, strict=True):
+            group.update(options)
+        for module, mode in zip(modules, training, strict=True):
+            module.train(mode)
+
+
+@contextmanager
+def _restore_generators(device: torch.device) -> Iterator[None]:
+    """Leave the random generators of Python, NumPy and torch as they were."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+def _describe_peak(device: torch.device) -> str:
+    """Return how much of the GPU's memory the probe took, and count from 0 again."""
+    if device.type != "cuda":
+        return "fits"
+    peak, total = torch.cuda.max_memory_reserved(device), torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.reset_peak_memory_stats(device)
+    return f"{peak / 2**30:.1f} of {total / 2**30:.1f} GiB"

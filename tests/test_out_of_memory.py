@@ -1,0 +1,219 @@
+"""A GPU without memory left: a run halves the micro-batch and changes nothing else, or says what to type."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.training import FAMILIES, find_differences, load_state, new_run, read_run_metrics, train, train_on_ranks
+from trainyard.data.order import EpochOrder
+from trainyard.errors import OutOfDeviceMemory
+from trainyard.runs.events import read_events
+from trainyard.runs.folder import read_env
+from trainyard.runs.state import ExitCode
+from trainyard.runs.why import explain_run
+from trainyard.train.memory_probe import build_largest_batch
+
+EXACT = ("model.batch_norm=false", "model.dropout=0", "global_batch_size=16", "max_duration=4st", "eval_every=3st")
+"""Without batch statistics and dropout, only rounding depends on the micro-batch."""
+ROUNDING = 1e-4
+"""float32 sums in another order, over four steps of Adam at 1e-2."""
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("packed")
+
+
+def make_run(tmp_path: Path, cache: Path, *overrides: str) -> Path:
+    return new_run(tmp_path, f"data.cache={cache}", *EXACT, *overrides)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, cache) -> Path:
+    """Return a run that had enough memory."""
+    run = make_run(tmp_path_factory.mktemp("whole"), cache)
+    assert train(run) == 0
+    return run
+
+
+@pytest.fixture(scope="module")
+def halved(tmp_path_factory, cache) -> Path:
+    """Return a run that had enough memory, with micro-batches of 8 from the start."""
+    run = make_run(tmp_path_factory.mktemp("halved"), cache, "micro_batch_size=8")
+    assert train(run) == 0
+    return run
+
+
+def measure_difference(one: Path, other: Path) -> float:
+    a, b = load_state(one), load_state(other)
+    assert a["progress/samples_seen"] == b["progress/samples_seen"]
+    return max(float((a[name] - b[name]).abs().max()) for name in a if name.startswith(("model/", "ema/")))
+
+
+def assert_same_training(one: Path, other: Path) -> None:
+    assert measure_difference(one, other) < ROUNDING
+    for a, b in zip(read_run_metrics(one), read_run_metrics(other), strict=True):
+        assert a.keys() == b.keys() and a["step"] == b["step"]
+        assert a.get("loss", 0) == pytest.approx(b.get("loss", 0), abs=ROUNDING)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("phase", ["forward", "backward", "optimizer"])
+def test_out_of_memory_in_a_step_halves_the_micro_batch_and_keeps_the_mathematics(phase, tmp_path, cache, whole):
+    run = make_run(tmp_path, cache, "model.full_above=8", f"model.full_phase={phase}", "model.full_step=32")
+    assert train(run) == 0
+    assert_same_training(whole, run)
+    choice = read_env(run)["choices"]["micro_batch_size"]
+    assert choice["value"] == 8
+    assert "2 micro-batches each; halved from 16: out of memory in the " + phase in choice["reason"]
+    (event,) = [event for event in read_events(run) if event["event"] == "out_of_memory"]
+    assert event["micro_batch_size"] == 8 and "Tried to allocate 20.00 GiB" in event["message"]
+    assert not list(run.glob("errors/*.json")), "what was dealt with is no fault of the run"
+
+
+@pytest.mark.parametrize("phase", ["optimizer", pytest.param("backward", marks=pytest.mark.long)])
+def test_what_failed_in_the_first_step_leaves_no_bit_behind(phase, tmp_path, cache, halved):
+    run = make_run(tmp_path, cache, "model.full_above=8", f"model.full_phase={phase}")
+    assert train(run) == 0
+    assert find_differences(load_state(halved), load_state(run)) == []
+    assert read_run_metrics(halved) == read_run_metrics(run)
+
+
+@pytest.mark.long
+def test_a_resume_keeps_the_halved_micro_batch(tmp_path, cache):
+    run = make_run(tmp_path, cache, "model.full_above=8", "max_duration=3st")
+    assert train(run) == 0
+    shutil.rmtree(run / "checkpoints")
+    assert train(run) == 0
+    starts = [event["event"] for event in read_events(run)]
+    assert starts.count("out_of_memory") == 1
+    assert read_env(run)["choices"]["micro_batch_size"]["value"] == 8
+
+
+@pytest.mark.long
+def test_memory_that_is_short_twice_halves_twice(tmp_path, cache, whole):
+    run = make_run(tmp_path, cache, "model.full_above=4", "model.full_phase=backward")
+    assert train(run) == 0
+    assert_same_training(whole, run)
+    assert read_env(run)["choices"]["micro_batch_size"]["value"] == 4
+
+
+def test_out_of_memory_in_evaluation_halves_its_batches_alone(tmp_path, cache, whole):
+    run = make_run(tmp_path, cache, "model.full_above=8", "model.full_phase=evaluation")
+    assert train(run) == 0
+    assert find_differences(load_state(whole), load_state(run)) == []
+    assert read_run_metrics(whole) == read_run_metrics(run)
+    choices = read_env(run)["choices"]
+    assert (choices["micro_batch_size"]["value"], choices["eval_batch_size"]["value"]) == (16, 8)
+    assert choices["eval_batch_size"]["reason"].startswith("halved from 64: ")
+    (event,) = [event for event in read_events(run) if event["event"] == "out_of_memory"]
+    assert event["eval_batch_size"] == 8
+
+
+def test_where_results_depend_on_the_micro_batch_it_is_not_halved_unless_told(tmp_path, cache):
+    run = make_run(tmp_path, cache, "model.batch_norm=true", "model.full_above=8")
+    with pytest.raises(OutOfDeviceMemory, match="not halved unless told, because results would change: BatchNorm"):
+        train(run)
+    (error,) = run.glob("errors/*.json")
+    recorded = json.loads(error.read_text())
+    assert (
+        recorded["cause"] == "device_oom" and f"trainyard resume {run} halve_micro_batch=always" in recorded["message"]
+    )
+    told = make_run(tmp_path / "told", cache, "model.batch_norm=true", "model.full_above=8", "halve_micro_batch=always")
+    assert train(told) == 0
+    assert read_env(told)["choices"]["micro_batch_size"]["value"] == 8
+
+
+@pytest.mark.parametrize(
+    ("phase", "advice"),
+    [("backward", "gradient_checkpointing=true"), pytest.param("evaluation", "--hw TYPE", marks=pytest.mark.long)],
+)
+def test_a_single_sample_that_does_not_fit_ends_the_run_with_what_to_type(phase, advice, tmp_path, cache):
+    options = ("global_batch_size=2", "deterministic=false")  # else the first micro-batch is tried on a copy before
+    run = make_run(tmp_path, cache, "model.full_above=0", f"model.full_phase={phase}", *options)
+    with pytest.raises(OutOfDeviceMemory) as caught:
+        train(run)
+    said = str(caught.value)
+    assert said.startswith("Rank 0 of 1 on ") and f"out of memory in the {phase}" in said
+    assert "GPU 0 has a total capacity of 79.11 GiB" in said and "expandable_segments" not in said
+    assert advice in said and ("one sample" in said or "micro-batches of 1." in said)
+    assert "out of memory on the GPU" in explain_run(run)
+
+
+@pytest.mark.long
+def test_the_probe_halves_before_training_without_another_start(tmp_path, cache, halved):
+    run = make_run(tmp_path, cache, "model.full_above=8", "model.full_phase=optimizer", "probe_memory=on")
+    assert train(run) == 0
+    assert find_differences(load_state(halved), load_state(run)) == []
+    assert [event["event"] for event in read_events(run)][:2] == ["start", "out_of_memory"]
+    choices = read_env(run)["choices"]
+    assert choices["micro_batch_size"]["value"] == 8 and choices["memory_probe"]["value"] == "fits"
+    assert not (run / "errors").exists()
+
+
+@pytest.mark.long
+def test_the_probe_halves_evaluation_batches_too(tmp_path, cache):
+    run = make_run(tmp_path, cache, "model.full_above=8", "model.full_phase=evaluation", "probe_memory=on")
+    assert train(run) == 0
+    assert read_env(run)["choices"]["eval_batch_size"]["reason"].startswith("halved from 64: the memory probe")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("sgd", marks=pytest.mark.long)])
+def test_the_probe_changes_no_bit(optimizer, tmp_path, cache):
+    options = ("model.batch_norm=true", "model.dropout=0.3", f"optimizer.name={optimizer}", "image.scales=[1.0,1.5]")
+    runs = []
+    for probe in ("off", "on"):
+        run = make_run(tmp_path / probe, cache, *options, f"probe_memory={probe}")
+        assert train(run) == 0
+        for path in run.glob("checkpoints/step-000000004.*"):
+            path.unlink()
+        assert train(run) == 0  # from the checkpoint before it, which has moments
+        runs.append(run)
+    assert find_differences(load_state(runs[0]), load_state(runs[1])) == []
+    assert read_run_metrics(runs[0]) == read_run_metrics(runs[1])
+
+
+def test_the_largest_batch_has_the_largest_scale_and_the_longest_samples_on_every_rank():
+    order = EpochOrder(np.arange(22)[::-1].copy(), 8)
+    lengths = [np.arange(22) % 7, np.where(np.arange(22) == 1, 9, 2)]  # sample 1 is in the last batch, which is smaller
+    tried, index = build_largest_batch(order, lengths, np.array([1.0, 1.5, 2.0]), world_size=2)
+    assert index == 1, "the last batch is not full"
+    shares = tried.batch(index).reshape(2, 4)
+    assert all(lengths[0][share].max() == 6 and 1 in share for share in shares)
+    assert np.array_equal(tried.batch(0), order.batch(0)) and len(tried.ids) == len(order.ids)
+
+
+@pytest.mark.long
+def test_two_ranks_agree_on_what_fits_before_they_train(tmp_path, cache, whole):
+    run = make_run(tmp_path, cache, "model.full_above=4", "model.full_rank=1", "probe_memory=on")
+    assert train_on_ranks(run, 2, rendezvous="probe") == [0, 0]
+    assert_same_training(whole, run)
+    assert read_env(run)["choices"]["micro_batch_size"]["value"] == 4
+
+
+@pytest.mark.slow
+def test_one_of_two_ranks_without_memory_ends_both_and_both_start_again(tmp_path, cache, whole):
+    run = make_run(tmp_path, cache, "model.full_above=4", "model.full_phase=backward", "model.full_rank=1")
+    codes = train_on_ranks(run, 2, rendezvous="first")
+    assert codes[1] == ExitCode.DEVICE_OOM and codes[0] not in (0, None)
+    assert explain_run(run).endswith(f"next: trainyard resume {run} (with half the micro-batch)")
+    assert train_on_ranks(run, 2, rendezvous="second") == [0, 0]
+    assert_same_training(whole, run)
+    assert read_env(run)["choices"]["micro_batch_size"]["value"] == 4
+
+
+@pytest.mark.long
+def test_our_launcher_starts_all_ranks_again_after_out_of_memory_in_one(tmp_path, cache, whole):
+    run = make_run(tmp_path, cache, "model.full_above=2", "model.full_rank=1", "model.full_step=16")
+    command = [sys.executable, "-m", "trainyard", "resume", str(run), "--jobs", str(FAMILIES), "--cpu-ranks", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("all ranks start again, with half the micro-batch") == 2
+    assert_same_training(whole, run)
+    assert read_env(run)["choices"]["micro_batch_size"]["value"] == 2
