@@ -8,14 +8,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from tests.training import FAMILIES, find_differences, load_state, new_run, read_run_metrics, train, train_on_ranks
+from trainyard.data.host_memory import read_available_memory
 from trainyard.data.order import EpochOrder
-from trainyard.errors import OutOfDeviceMemory
+from trainyard.errors import OutOfDeviceMemory, UserError
 from trainyard.runs.events import read_events
 from trainyard.runs.folder import read_env
 from trainyard.runs.state import ExitCode
 from trainyard.runs.why import explain_run
+from trainyard.train.data_parallel import describe_batch_statistics
 from trainyard.train.memory_probe import build_largest_batch
 
 EXACT = ("model.batch_norm=false", "model.dropout=0", "global_batch_size=16", "max_duration=4st", "eval_every=3st")
@@ -195,6 +198,73 @@ def test_two_ranks_agree_on_what_fits_before_they_train(tmp_path, cache, whole):
     assert train_on_ranks(run, 2, rendezvous="probe") == [0, 0]
     assert_same_training(whole, run)
     assert read_env(run)["choices"]["micro_batch_size"]["value"] == 4
+
+
+def test_a_batch_for_which_the_host_has_no_memory_is_refused_before_it_is_allocated(tmp_path, cache):
+    run = make_run(tmp_path, cache, "global_batch_size=100000000000")
+    with pytest.raises(UserError) as caught:
+        train(run)
+    said = str(caught.value)
+    assert said.startswith("micro_batch_size=100000000000: the loader's buffers of 1 ranks on this host would take ")
+    assert " GiB, and " in said and " available (" in said
+    assert "The training set has 60 samples, fewer than global_batch_size=100000000000." in said
+    assert "Start again with a smaller one: trainyard run stripes micro_batch_size=" in said
+    assert said.endswith(", or trainyard run stripes global_batch_size=60")
+    run = make_run(tmp_path, cache, "eval_batch_size=100000000000")
+    with pytest.raises(UserError, match=rf"Resume with a smaller one: trainyard resume {run} eval_batch_size=\d+$"):
+        train(run)
+
+
+@pytest.mark.parametrize(
+    ("memory_max", "left_mib", "source"),
+    [("max", 100, "MemAvailable"), (str(60 * 2**20), 60 - 50 + 30, "cgroup/a"), (str(10 * 2**20), 0, "cgroup/a")],
+)
+def test_available_memory_is_the_tightest_limit_without_what_the_page_cache_takes(
+    memory_max, left_mib, source, tmp_path
+):
+    (tmp_path / "meminfo").write_text(f"MemTotal: 9999999 kB\nMemAvailable:  {100 * 1024} kB\n")
+    (tmp_path / "cgroup" / "a").mkdir(parents=True)
+    (tmp_path / "membership").write_text("0::/a/b\n")
+    texts = {"memory.max": memory_max, "memory.current": 50 * 2**20, "memory.stat": f"anon 1\nfile {30 * 2**20}\n"}
+    for name, text in texts.items():
+        (tmp_path / "cgroup" / "a" / name).write_text(f"{text}\n")
+    found = read_available_memory(
+        meminfo=tmp_path / "meminfo", hierarchy=tmp_path / "cgroup", membership=tmp_path / "membership"
+    )
+    assert found.bytes == left_mib * 2**20 and source in found.source
+
+
+def test_the_limit_of_an_older_cgroup_counts(tmp_path):
+    (tmp_path / "meminfo").write_text(f"MemAvailable: {2**30} kB\n")
+    group = tmp_path / "cgroup" / "memory" / "slurm" / "job_7"
+    group.mkdir(parents=True)
+    for name, text in {"memory.limit_in_bytes": 100, "memory.usage_in_bytes": 70, "memory.stat": "cache 5"}.items():
+        (group / name).write_text(f"{text}\n")
+    (tmp_path / "membership").write_text("9:memory:/slurm/job_7\n4:cpu:/x\n")
+    found = read_available_memory(
+        meminfo=tmp_path / "meminfo", hierarchy=tmp_path / "cgroup", membership=tmp_path / "membership"
+    )
+    assert found.bytes == 35
+
+
+def test_a_batch_larger_than_the_training_set_and_few_samples_for_batch_statistics_are_said(tmp_path, cache):
+    options = ("global_batch_size=61", "micro_batch_size=15", "model.batch_norm=true", "max_duration=1st")
+    run = make_run(tmp_path, cache, *options)
+    assert train(run) == 0
+    log = (run / "log").read_text()
+    assert "WARNING global_batch_size=61: the training set has 60 samples" in log
+    assert "WARNING BatchNorm computes its statistics over 15 samples, fewer than 16" in log
+    assert read_env(run)["choices"]["batch_statistics"]["value"] == 15
+
+
+@pytest.mark.parametrize(("size", "synced", "samples"), [(8, False, 8), (16, False, 16), (8, True, 32)])
+def test_batch_statistics_over_few_samples_are_told_from_enough(size, synced, samples):
+    module = torch.nn.Sequential(torch.nn.BatchNorm2d(3))
+    options = {"micro_batch_size": size, "world_size": 4, "sync_batchnorm": synced}
+    found = describe_batch_statistics(module, **options)
+    assert found is not None and found[0] == samples
+    assert ("fewer than 16" in found[1]) == (samples < 16)
+    assert describe_batch_statistics(torch.nn.Sequential(torch.nn.GroupNorm(1, 3)), **options) is None
 
 
 @pytest.mark.slow

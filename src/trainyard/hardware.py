@@ -475,15 +475,20 @@ def _read_cpu_quota(hierarchy: Path, membership: Path) -> float | None:
         hierarchy: where cgroup v2 is mounted.
         membership: a file like /proc/self/cgroup; its line `0::/a/b` names the process's own group.
     """
-    if not membership.exists():
-        return None
-    own = re.search(r"^0::/(.*)$", membership.read_text(), re.MULTILINE)
-    if own is None:
-        return None
-    group = hierarchy / own[1]
-    limits = [folder / "cpu.max" for folder in (group, *group.parents) if folder.is_relative_to(hierarchy)]
+    limits = [folder / "cpu.max" for folder in list_cgroups(hierarchy, membership, r"0:")]
     quotas = [_parse_cpu_max(limit.read_text()) for limit in limits if limit.is_file()]
     return min((quota for quota in quotas if quota is not None), default=None)
+
+
+def list_cgroups(hierarchy: Path, membership: Path, controller: str) -> list[Path]:
+    """Return the folders of this process's cgroup and of its ancestors; `controller` is how its line begins."""
+    if not membership.exists():
+        return []
+    own = re.search(rf"^{controller}:/(.*)$", membership.read_text(), re.MULTILINE)
+    if own is None:
+        return []
+    group = hierarchy / own[1]
+    return [folder for folder in (group, *group.parents) if folder.is_relative_to(hierarchy)]
 
 
 def _parse_cpu_max(cpu_max: str) -> float | None:

@@ -293,9 +293,27 @@ class Loader:
 
         return decode_dali.decode_audio(requests, threads=self._threads, max_batch_size=largest)
 
-    def _allocate_buffers(self, count: int, largest: int) -> list[Tensor]:
+    def count_host_bytes(self, largest: int) -> int:
+        """Return how much memory reading allocates on the host for items of up to `largest` samples."""
+        items, bytes_per_sample = count_prefetched(self._settings.prefetch), 0
+        for records in self.data.records.values():
+            if records.kind in (AUDIO, PCM):
+                bytes_per_sample += items * 2 * self._audio.frames
+            elif records.kind in (ARRAY, RAGGED):  # the longest sample counts: the others are padded
+                elements = int(records.shape.astype(np.int64).prod(axis=1).max())
+                bytes_per_sample += items * elements * np.dtype(records.dtype).itemsize
+        if self._has_images:
+            bytes_per_sample += (items + _UNFINISHED_COPIES) * self._count_pixels()
+            bytes_per_sample += 4 * self._count_pixels() if self.device.type == "cpu" else 0  # the model's input
+        return largest * bytes_per_sample
+
+    def _count_pixels(self) -> int:
+        """Return the elements of an image of the largest input size."""
         height, width = self._scale_size(max(1.0, *self._image.scales))
-        flat = largest * height * width * self._image.channels
+        return height * width * self._image.channels
+
+    def _allocate_buffers(self, count: int, largest: int) -> list[Tensor]:
+        flat = largest * self._count_pixels()
         pinned = self.device.type == "cuda"
         with torch.inference_mode(False):  # a thread outside the caller's inference mode writes to them
             return [torch.empty(flat, dtype=torch.uint8, pin_memory=pinned) for _ in range(count)]

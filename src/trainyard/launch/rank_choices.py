@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from trainyard.data.shards import ShardSet
     from trainyard.data.stage import Staged
     from trainyard.train.heartbeat import Heartbeat
+    from trainyard.train.module import TrainModule
     from trainyard.train.run_context import RunContext
 
 
@@ -90,6 +91,8 @@ def build_context(
     torch.manual_seed(config.seed)
     info = DataInfo.from_shards(data, splits["train"])
     module = load_family(jobs_dir, config.family, "module").build(config, info)
+    if world.is_main:
+        _warn_of_batch(run, config, module, choices, world, samples=len(splits["train"]))
     decode, threads = choices["decode"].value, choices["threads"].value
     check_owner = lock.check if lock else lambda: None
     return RunContext(
@@ -108,6 +111,36 @@ def build_context(
         micro_batch_size=choices["micro_batch_size"].value,
         eval_batch_size=choices["eval_batch_size"].value,
     )
+
+
+def _warn_of_batch(
+    run: Path,
+    config: TrainConfig,
+    module: "TrainModule",
+    choices: Mapping[str, Choice],
+    world: World,
+    *,
+    samples: int,
+) -> None:
+    """Say what a batch is too large or too small for, and record over how many samples batch statistics are."""
+    from trainyard.train.data_parallel import FEW_SAMPLES, describe_batch_statistics
+
+    if config.global_batch_size > samples:
+        logger.warning(
+            "global_batch_size={}: the training set has {} samples, so each step takes all of them",
+            config.global_batch_size,
+            samples,
+        )
+    found = describe_batch_statistics(
+        module,
+        micro_batch_size=choices["micro_batch_size"].value,
+        world_size=world.world_size,
+        sync_batchnorm=choices["sync_batchnorm"].value,
+    )
+    if found is not None:
+        record_choices(run, {"batch_statistics": Choice(*found)})
+        if found[0] < FEW_SAMPLES:
+            logger.warning("{}", found[1])
 
 
 def _choose_settings(

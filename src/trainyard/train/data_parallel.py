@@ -8,6 +8,25 @@ from torch.nn.parallel import DistributedDataParallel
 from trainyard.train import distributed
 from trainyard.train.module import TrainModule
 
+FEW_SAMPLES = 16
+"""Below this, the error of networks with BatchNorm rises as their batch shrinks (Wu and He 2018, arXiv:1803.08494)."""
+
+
+def describe_batch_statistics(
+    module: nn.Module, *, micro_batch_size: int, world_size: int, sync_batchnorm: bool
+) -> tuple[int, str] | None:
+    """Return over how many samples BatchNorm computes its statistics, and what that means; None without BatchNorm."""
+    if not any(isinstance(layer, _BatchNorm) for layer in module.modules()):
+        return None
+    samples = micro_batch_size * (world_size if sync_batchnorm else 1)
+    if samples >= FEW_SAMPLES:
+        return samples, "BatchNorm computes its statistics over the samples of a micro-batch"
+    return samples, (
+        f"BatchNorm computes its statistics over {samples} samples, fewer than {FEW_SAMPLES}: they are noisy, and "
+        "results get worse (arXiv:1803.08494). Use larger micro-batches, sync_batchnorm=true on several GPUs, or "
+        "another normalisation"
+    )
+
 
 def wrap_in_ddp(module: TrainModule, *, device: torch.device, sync_batchnorm: bool) -> DistributedDataParallel:
     """Wrap a module so that ranks train it together. Its optimizer and its averaged copies stay valid.

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from trainyard.data import order
+from trainyard.data.host_memory import read_available_memory, refuse_oversized_batches
 from trainyard.data.loader import Loader, MicroBatch
 from trainyard.data.shards import ShardSet
 from trainyard.errors import UserError
@@ -91,7 +92,13 @@ def read_one_step(stream: Iterable[MicroBatch], samples_seen: int, device: torch
 
 
 def make_loader(context: RunContext) -> Loader:
-    return Loader.from_config(
+    """Return this rank's loader.
+
+    Raises:
+        UserError: the host has no memory for the batches.
+    """
+    config, world = context.config, context.world
+    loader = Loader.from_config(
         context.config,
         context.data,
         device=context.device,
@@ -101,3 +108,15 @@ def make_loader(context: RunContext) -> Loader:
         threads=context.threads,
         channels_last=context.precision.channels_last,
     )
+    refuse_oversized_batches(
+        loader,
+        run=context.run,
+        job=config.job,
+        micro_batch_size=context.micro_batch_size,
+        eval_batch_size=context.eval_batch_size,
+        global_batch_size=config.global_batch_size,
+        train_samples=len(context.splits[TRAIN]),
+        local_world_size=world.local_world_size,
+        available=read_available_memory(),
+    )
+    return loader
