@@ -16,7 +16,22 @@ from trainyard.runs.events import read_events
 ROOT = Path(__file__).resolve().parents[1]
 JOBS = ["--jobs", str(FAMILIES)]
 STARTS_NOTHING = {
-    *("jobs", "options", "pack", "verify", "ckpt", "report", "predict", "bench", "gpu-check", "gc"),
+    *(
+        "jobs",
+        "options",
+        "pack",
+        "verify",
+        "ckpt",
+        "report",
+        "predict",
+        "embed",
+        "compare",
+        "search",
+        "plan",
+        "bench",
+        "gpu-check",
+        "gc",
+    ),
     *("results", "status", "runs", "logs", "why", "cancel", "cluster-check"),
 }
 """Commands that train no run and submit nothing: they read, measure, stop, or write the one thing that is named."""

@@ -34,10 +34,12 @@ class PairScores:
             UserError: the rate is not between 0 and 1, or lower than so many trials can establish.
         """
         least = scoring.compute_smallest_rate(len(self.impostor))
+        highest = float(np.mean(self.impostor >= max(self.impostor.max(), self.genuine.max())))
+        reachable = _round_up(max(least, highest))  # no threshold is above the highest score of all
+        instead = f", or type {command} --fmr {reachable:g}" if reachable < 1 else "."
         if not 0 < fmr < 1:
-            raise UserError(f"--fmr {fmr:g}: expected a rate between 0 and 1, such as {max(least, 0.001):.2g}.")
+            raise UserError(f"--fmr {fmr:g}: expected a rate between 0 and 1, such as {max(reachable, 0.001):g}.")
         if fmr < least:
-            instead = f", or type {command} --fmr {_round_up(least):g}" if least < 1 else "."
             raise UserError(
                 f"--fmr {fmr:g}: the {len(self.impostor):,} impostor trials ({self.kind}) of this run's validation set "
                 f"establish no rate below 3/{len(self.impostor)} = {least:.2g} (rule of 3, ISO/IEC 19795-1). Train "
@@ -46,8 +48,8 @@ class PairScores:
         point = scoring.compute_error_rates(self.genuine, self.impostor).find_point_at_fmr(fmr)
         if not np.isfinite(point.threshold):
             raise UserError(
-                f"--fmr {fmr:g}: more than that share of the impostor trials have the highest score of all, so no "
-                "threshold has this rate: the run has learned too little. Train longer, or on more data."
+                f"--fmr {fmr:g}: {highest:.2%} of the impostor trials have the highest score of all, so no threshold "
+                f"has this rate: the run has learned too little. Train longer{instead}"
             )
         return point
 

@@ -211,7 +211,8 @@ def _render_rows(statuses: Sequence[Status], now: float) -> list[str]:
     lines, previous = [head], ""
     for status, row in zip(statuses, rows, strict=True):
         lines.append(row)
-        detail = status.detail if status.state not in (State.RUNNING, State.DONE) else ""
+        is_packing = len(status.snapshot.slurm_job_ids) > 1
+        detail = status.detail if is_packing or status.state not in (State.RUNNING, State.DONE) else ""
         if detail and detail != previous:
             lines.append(cut(f"{_INDENT}{detail}", SCREEN_WIDTH))
         previous = detail
