@@ -96,9 +96,9 @@ ty_requeue() { # CODE CAUSE REASON: a Slurm that does not answer is asked again;
             *disabled* | *denied* | *"not permitted"* | *"not supported"*) ty_start_successor "$1" "$2" "$3; $said" ;;
         esac
         [ ! -e "$ty_folder/cancelled" ] || ty_stop "$ty_attempt" "$1" cancelled "cancelled while Slurm did not answer"
+        printf '%s %s\n' "$(ty_print_time)" "$said" >"$note"
         [ "$SECONDS" -lt "$deadline" ] \
             || ty_stop "$ty_attempt" "$1" "$2" "$3; Slurm did not requeue the job within $limit s: $said"
-        printf '%s %s\n' "$(ty_print_time)" "$said" >"$note"
         sleep $((limit < 50 ? 1 : limit / 50))
     done
     rm -f "$note"
