@@ -3,14 +3,12 @@
 import json
 import math
 import os
-from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from trainyard import config as configs
 from trainyard.data.loader import Loader, MicroBatch
@@ -18,6 +16,7 @@ from trainyard.data.prepare import prepare_data
 from trainyard.hardware import Precision
 from trainyard.launch.memory_prediction import FRAGMENTS_SHARE, Setting, StepPrediction
 from trainyard.settings import TrainConfig
+from trainyard.tools.gpu_checks.memory import get_lengths, measure_peak
 from trainyard.tools.predict_memory import Predictor
 from trainyard.train.module import DataInfo
 from trainyard.train.precision import make_autocast
@@ -25,6 +24,7 @@ from trainyard.train.run_state import build_state, recompute_layers
 from trainyard.train.step import TrainState, train_step
 
 JOBS = Path(__file__).resolve().parents[1] / "jobs"
+TEST_FAMILIES = Path(__file__).parent / "families"
 FAMILIES = ("antispoof", "fingerprint", "pricing", "tinydet", "twins")
 MOST_ERROR = 0.1
 CPU = torch.device("cpu")
@@ -39,10 +39,7 @@ def prepare(job: str, root: Path, *overrides: str) -> TrainConfig:
 
 
 def take_measured_step(predictor: Predictor, setting: Setting) -> tuple[int, dict[str, torch.Tensor]]:
-    """Take a real step, the second of a new run; return the most that it had allocated at once, and its micro-batch.
-
-    The profiler reports each block that the CPU allocator gives out and takes back, also oneDNN's.
-    """
+    """Take a real step, the second of a new run; return the most that it had allocated at once, and its micro-batch."""
     config = predictor.config
     precision = Precision(setting.dtype, False, False, setting.channels_last, False, {})
     torch.manual_seed(0)
@@ -60,9 +57,7 @@ def take_measured_step(predictor: Predictor, setting: Setting) -> tuple[int, dic
     parts = [MicroBatch(batch, weight=1 / count, last=number == count, wait_s=0.0) for number in range(1, count + 1)]
     take_step(state, parts, config, precision)
     state.optimizer.zero_grad(set_to_none=True)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as measured:
-        take_step(state, parts, config, precision)
-    return find_peak(measured), batch
+    return measure_peak(CPU, lambda: take_step(state, parts, config, precision)), batch
 
 
 def take_step(state: TrainState, parts: list[MicroBatch], config: TrainConfig, precision: Precision) -> None:
@@ -75,21 +70,6 @@ def take_step(state: TrainState, parts: list[MicroBatch], config: TrainConfig, p
         clip_grad_norm=config.clip_grad_norm,
         autocast=make_autocast(precision, CPU),
     )
-
-
-def find_peak(measured: Any) -> int:
-    """Return the most bytes that were allocated at once since the profiler started."""
-    events = [event for event in measured.profiler.kineto_results.events() if event.name() == "[memory]"]
-    assert len(events) > 100
-    live = most = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        live += event.nbytes()
-        most = max(most, live)
-    return most
-
-
-def get_lengths(batch: Mapping[str, torch.Tensor]) -> dict[str, dict[int, int]]:
-    return {name: dict(enumerate(values.shape)) for name, values in batch.items() if values.ndim > 1}
 
 
 def compare(predictor: Predictor, setting: Setting) -> tuple[float, StepPrediction]:
@@ -146,3 +126,11 @@ def test_predictions_of_the_demos_hold_at_three_micro_batches(family, cache):
     predictor = Predictor(prepare(f"{family}_demo", cache), JOBS)
     ratios = {size: compare(predictor, make_setting(size))[0] for size in (4, 8, 16)}
     assert all(map(is_close, ratios.values())), ratios
+
+
+@pytest.mark.slow
+def test_a_step_that_reads_values_is_not_predicted_and_says_so(tmp_path):
+    config = prepare_data(configs.compose("stripes", [f"data.cache={tmp_path}"], TEST_FAMILIES), TEST_FAMILIES)
+    setting = Setting("cpu", "fp32", False, False, 4, accumulates=False)
+    refused = Predictor(config, TEST_FAMILIES).predict(setting).refused
+    assert "a step of family stripes reads values" in refused

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from loguru import logger
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
 from trainyard.config import apply_overrides, compose, load_family, thaw
 from trainyard.data.index import RAGGED
@@ -72,15 +72,21 @@ class Predictor:
             state = self._build_state(setting, precision)
         except UserError as error:
             return StepPrediction(refused=str(error))
-        with FakeTensorMode(allow_non_fake_inputs=True) as fake_mode:
-            remove_values(state, fake_mode)
-            step = predict_step(
-                state,
-                resize_batch(batch, samples=setting.micro_batch, axes=axes, channels_last=setting.channels_last),
-                micro_batches=2 if setting.accumulates else 1,
-                clip_grad_norm=self.config.clip_grad_norm,
-                autocast=make_autocast(precision, torch.device("cpu")),
-                on_gpu=setting.device == "cuda",
+        try:
+            with FakeTensorMode(allow_non_fake_inputs=True) as fake_mode:
+                remove_values(state, fake_mode)
+                step = predict_step(
+                    state,
+                    resize_batch(batch, samples=setting.micro_batch, axes=axes, channels_last=setting.channels_last),
+                    micro_batches=2 if setting.accumulates else 1,
+                    clip_grad_norm=self.config.clip_grad_norm,
+                    autocast=make_autocast(precision, torch.device("cpu")),
+                    on_gpu=setting.device == "cuda",
+                )
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            return StepPrediction(
+                refused=f"a step of family {self.config.family} reads values, as tensor.item() does, or makes tensors "
+                f"whose size depends on them, so its memory cannot be predicted without taking it: {error}"
             )
         return StepPrediction(**asdict(step))
 

@@ -75,13 +75,13 @@ STEPS: Mapping[str, tuple[str, float]] = {
     "contact": ("the first optimizer steps of every preset", 0.35),
     "bitwise": ("two runs and a resumed one end bit by bit equal", 0.15),
     "decode": ("decoding in the background gives the images of a synchronised decoder", 0.10),
-    "speed": ("optimizer steps of full size: rates, memory, share of the card's peak", 0.24),
+    "speed": ("optimizer steps of full size: rates, memory, share of the card's peak", 0.21),
     "overlap": ("loader alone, compute alone, both together", 0.10),
-    "memory": ("predicted memory against observed", 0.01),
+    "memory": ("predicted memory of a step against observed", 0.04),
 }
 """The steps in their order: what each shows, and its share of the time. Time that is left goes to the next one."""
 
-ONE_FAMILY = ("bitwise", "speed", "overlap")
+ONE_FAMILY = ("bitwise", "speed", "overlap", "memory")
 """The steps that --quick takes with one family on a CPU: they cost the most, and their rates say nothing there."""
 
 SMALL = ("_smoke", "_demo")

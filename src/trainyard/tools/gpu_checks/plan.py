@@ -8,8 +8,8 @@ from pathlib import Path
 from trainyard import config as configs
 from trainyard.errors import UserError
 from trainyard.text import find_nearest
-from trainyard.tools.gpu_checks import card, decoding, exact_runs, overflow, preset_steps
-from trainyard.tools.gpu_checks.check import ONE_FAMILY, SMALL, STEPS, Check, Figures, NotRun, Sizes, Work
+from trainyard.tools.gpu_checks import card, decoding, exact_runs, memory, overflow, preset_steps
+from trainyard.tools.gpu_checks.check import ONE_FAMILY, SMALL, STEPS, Check, Figures, Work
 
 _MODES = (
     ("auto", ["precision=auto", "compile=off"]),
@@ -44,7 +44,7 @@ def list_checks(jobs: Path, *, small: bool, quick: bool) -> list[Check]:
         *(Check("decode", name, partial(decoding.compare_decoding, preset=name)) for name in one_each.values()),
         *_list_speed_checks(one_each.values(), small=small, quick=quick),
         *_list_overlap_checks(one_each.values()),
-        Check("memory", "prediction", compare_memory),
+        *(Check("memory", name, partial(memory.compare_memory, preset=name)) for name in one_each.values()),
     ]
     chosen = {*few, *(one_each[name] for name in few)}
     return [_leave_out(check, check.step in ONE_FAMILY and check.name.split("/")[0] not in chosen) for check in checks]
@@ -70,11 +70,6 @@ def select_checks(checks: Sequence[Check], patterns: Sequence[str]) -> list[Chec
                 f"Name a step ({', '.join(STEPS)}) or a preset of this list: trainyard gpu-check --list"
             )
     return [check for check in checks if not patterns or any(check.matches(pattern) for pattern in patterns)]
-
-
-def compare_memory(device: object, sizes: Sizes) -> Figures:
-    """Compare the memory that is predicted for a preset with what its steps take."""
-    raise NotRun("no prediction exists yet")
 
 
 def _find_families(jobs: Path) -> dict[str, list[str]]:
