@@ -205,9 +205,10 @@ def snapshot_code(jobs_dir: Path, into: Path) -> Code:
             "into its run folder. Keep secrets elsewhere, in a file that only you can read, and have `setup` in the "
             "cluster file export them: setup: [source ~/.secrets]. The code then reads os.environ."
         )
-    unwanted = shutil.ignore_patterns("__pycache__", "*.pyc", ".*")
     into.mkdir()
-    shutil.copytree(_PACKAGE, into / _PACKAGE.name, ignore=unwanted)
+    # With its bytecode, which Python compares with the sources: each rank of a first start would compile them again.
+    shutil.copytree(_PACKAGE, into / _PACKAGE.name, ignore=shutil.ignore_patterns(".*"))
+    unwanted = shutil.ignore_patterns("__pycache__", "*.pyc", ".*")
     shutil.copytree(jobs_dir, into / jobs_dir.resolve().name, ignore=unwanted)
     for path in into.rglob("*"):  # others may be able to change the checkout, whose modes were copied
         path.chmod(stat.S_IMODE(path.stat().st_mode) & ~0o022)
