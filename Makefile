@@ -150,23 +150,24 @@ bundle: ## write one tar of image, code, data, hashes, bill of materials: HW=a10
 verify-bundle: ## check every file of a bundle, and train without network: BUNDLE=file.tar
 	@"$$PYTHON" containers/image.py verify-bundle "$${BUNDLE:?is missing. Type: make verify-bundle BUNDLE=trainyard.tar}"
 
-# COVERAGE=1: measured, processes that tests start included
-pytest = $(if $(value COVERAGE),COVERAGE_FILE="$$PWD/.coverage" )$(VENV)/bin/$(if $(value COVERAGE),coverage run,python) -m pytest -n auto --no-loadscope-reorder
+pytest = $(VENV)/bin/python -m pytest -n auto --no-loadscope-reorder
 linters = $(VENV)/bin/ruff format --check . && $(VENV)/bin/ruff check . && $(VENV)/bin/codespell && $(VENV)/bin/mypy
 
-test: setup ## lint, and the tests that decide: CPU, no network  [COVERAGE=1]
+test: setup ## lint, and the tests that decide: CPU, no network
 	@"$$PYTHON" containers/machine.py --memory-gib 8 --purpose "the tests"
 	@# mypy keeps one core busy for a minute, so lint runs alongside the first tests and is shown last.
 	@linted=$$(mktemp); trap 'rm -f "$$linted"' EXIT; { $(linters); } >"$$linted" 2>&1 & \
 		code=0; $(pytest) -m "not long" || code=$$?; \
 		wait $$! || code=$$?; cat "$$linted"; exit $$code
-	@[ -z "$${COVERAGE:-}" ] || { $(VENV)/bin/coverage combine --quiet; $(VENV)/bin/coverage report --sort=cover | tail -n 15; }
 
 test-fast: setup ## the tests to run all day: no Slurm, no container, no training beyond seconds
 	@$(pytest) -m "not long and not slow and not cluster"
 
 test-long: setup ## the tests that take minutes, one after the other; writes tests/long.json, to be committed
-	@$(VENV)/bin/python tests/run_long.py
+	@$(VENV)/bin/python tests/record_results.py long
+
+coverage: setup ## the branches that make test takes, child processes included; writes tests/coverage.json, to be committed
+	@$(VENV)/bin/python tests/record_results.py coverage
 
 lint: setup ## ruff, codespell and mypy --strict
 	@$(linters)

@@ -90,7 +90,7 @@ def test_a_python_that_is_a_command_line_is_not_run_as_one(tmp_path: Path):
         (["runs", "DRY=1"], "make runs does not take DRY. It takes no variables."),
         (["pack", "GPUS=8"], "make pack does not take GPUS. It takes JOB RAW OUT SET."),
         (["JOB=pricing_demo"], "make help does not take JOB. It takes no variables."),
-        (["lint", "test", "COVERAGES=1"], "make lint test does not take COVERAGES. Nearest: COVERAGE."),
+        (["lint", "report", "RUNS=x"], "make lint report does not take RUNS. Nearest: RUN."),
         (["run", "arguments=:"], "make run does not take arguments."),
         (["run", "typed=", "JBO=x"], "make run does not take"),
         (["run", "SHELL=/bin/echo"], "make run does not take SHELL."),
@@ -130,7 +130,7 @@ def test_completing_a_line_in_bash_lists_the_targets():
 
 
 def test_several_targets_take_what_one_of_them_takes():
-    assert run_make("--dry-run", "lint", "test", "COVERAGE=1").returncode == 0
+    assert run_make("--dry-run", "lint", "report", "RUN=x").returncode == 0
 
 
 @pytest.mark.slow
