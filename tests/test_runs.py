@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from loguru import logger
 
+from tests.training import FORKSERVER
 from trainyard.cli import main
 from trainyard.environment import collect_environment, describe_cpu
 from trainyard.errors import UserError
@@ -70,9 +71,8 @@ def _create_several(root: Path, code: Path, names: "multiprocessing.Queue[str]")
 
 
 def test_runs_created_in_the_same_second_by_several_processes_get_different_folders(tmp_path: Path):
-    fork = multiprocessing.get_context("fork")
-    names = fork.Queue()
-    workers = [fork.Process(target=_create_several, args=(tmp_path / "runs", tmp_path, names)) for _ in range(4)]
+    names = FORKSERVER.Queue()
+    workers = [FORKSERVER.Process(target=_create_several, args=(tmp_path / "runs", tmp_path, names)) for _ in range(4)]
     for worker in workers:
         worker.start()
     created = [names.get(timeout=60) for _ in range(12)]
@@ -344,15 +344,14 @@ def _take_lock(run: Path, start: float, outcomes: "multiprocessing.Queue[str]", 
 @pytest.mark.slow
 @pytest.mark.parametrize("stale", [True, False])
 def test_of_many_processes_that_request_a_lock_at_once_exactly_one_gets_it(tmp_path: Path, stale: bool):
-    fork = multiprocessing.get_context("fork")
     for repeat in range(3):
         run = tmp_path / str(repeat)
         run.mkdir()
         if stale:
             write_forged_lock(run, started_ticks=1)
-        outcomes, all_tried = fork.Queue(), fork.Event()
-        start = time.time() + 0.1
-        processes = [fork.Process(target=_take_lock, args=(run, start, outcomes, all_tried)) for _ in range(8)]
+        outcomes, all_tried = FORKSERVER.Queue(), FORKSERVER.Event()
+        start = time.time() + 0.3
+        processes = [FORKSERVER.Process(target=_take_lock, args=(run, start, outcomes, all_tried)) for _ in range(8)]
         for process in processes:
             process.start()
         results = [outcomes.get(timeout=60) for _ in processes]
@@ -378,10 +377,9 @@ def _count_up(run: Path, counter: Path, rounds: int) -> None:
 
 
 def test_writers_that_come_and_go_never_overlap(tmp_path: Path):
-    fork = multiprocessing.get_context("fork")
     counter = tmp_path / "counter"
     counter.write_text("0")
-    writers = [fork.Process(target=_count_up, args=(tmp_path, counter, 25)) for _ in range(4)]
+    writers = [FORKSERVER.Process(target=_count_up, args=(tmp_path, counter, 25)) for _ in range(4)]
     for writer in writers:
         writer.start()
     for writer in writers:

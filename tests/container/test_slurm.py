@@ -17,9 +17,9 @@ from tests.slurm.cluster_runs import (
     wait,
     wait_for_end,
 )
-from tests.slurm.conftest import Lab, lab  # noqa: F401 (a fixture)
+from tests.slurm.conftest import Lab, lab, on_the_lab  # noqa: F401 (fixtures)
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.usefixtures("on_the_lab")]
 
 
 @pytest.fixture(scope="module")
@@ -46,13 +46,6 @@ def in_the_image(unpacked: Path, tmp_path: Path) -> Path:
     path = tmp_path / "lab.yaml"
     path.write_text(yaml.safe_dump(content, sort_keys=False))
     return path
-
-
-@pytest.fixture(autouse=True)
-def on_the_lab(lab: Lab) -> Iterator[None]:  # noqa: F811
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SLURM_CONF", lab.environ["SLURM_CONF"])
-        yield
 
 
 def test_a_warned_run_in_a_container_saves_and_is_requeued_by_the_host(

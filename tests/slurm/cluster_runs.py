@@ -1,18 +1,21 @@
 """Helpers for tests with runs on the lab: submitted through the command line, watched through their folders."""
 
+import json
 import os
 import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.slurm.conftest import Lab
 from tests.training import FAMILIES
 from trainyard.cli import main
 from trainyard.runs.folder import resolve_run
+
+if TYPE_CHECKING:
+    from tests.slurm.conftest import Lab
 
 LAB_FILE = Path(__file__).parents[2] / "slurm" / "lab.yaml"
 
@@ -39,8 +42,6 @@ def make_starter(root: Path, cache: Path) -> Start:
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """Read a file of JSON lines; a missing file has none."""
-    import json
-
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
@@ -67,7 +68,7 @@ def read_last_step(run: Path) -> int:
     return max((line["step"] for line in read_lines(run / "metrics.jsonl") if line["kind"] == "train"), default=0)
 
 
-def wait_for_end(lab: Lab, run: Path, *, timeout_s: float = TIMEOUT_S) -> None:
+def wait_for_end(lab: "Lab", run: Path, *, timeout_s: float = TIMEOUT_S) -> None:
     """Wait until the batch script has recorded the final end and the Slurm job is over."""
     job_id = read_slurm_job_id(run)
 
@@ -81,8 +82,6 @@ def wait_for_end(lab: Lab, run: Path, *, timeout_s: float = TIMEOUT_S) -> None:
 
 def read_slurm_job_id(run: Path) -> str:
     """Return the Slurm job id of a run's last submission."""
-    import json
-
     return str(json.loads((run / "slurm" / "submission.json").read_text())["job"])
 
 

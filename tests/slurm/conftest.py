@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.slurm.cluster_runs import Start, make_starter
+
 LAB = Path(__file__).resolve().parents[2] / "slurm" / "lab" / "lab.py"
 CLIENT_VARIABLES = ("SLURM_", "SLURMD_", "SBATCH_", "SUBMITIT_")
 
@@ -78,6 +80,22 @@ def lab_accounting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
         "slurmdbd", "mariadbd", "mariadb-install-db", packages="slurmdbd mariadb-server-core mariadb-client-core"
     )
     yield from run_lab(tmp_path_factory.mktemp("lab"), "--accounting")
+
+
+@pytest.fixture(scope="module")
+def on_the_lab(lab: Lab) -> Iterator[None]:
+    """Point the Slurm commands of this process at the lab."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SLURM_CONF", lab.environ["SLURM_CONF"])
+        yield
+
+
+@pytest.fixture(scope="module")
+def start(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
+    """Return a function that submits a run of the stripes family; the runs of a file share folder and data."""
+    root = tmp_path_factory.mktemp("cluster")
+    yield make_starter(root / "runs", root / "cache")
+    lab.run("scancel", "--name=stripes")
 
 
 def run_lab(folder: Path, *options: str) -> Iterator[Lab]:

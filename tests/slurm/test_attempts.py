@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,20 +20,12 @@ from tests.slurm.cluster_runs import (
     wait,
     wait_for_end,
 )
-from tests.slurm.conftest import Lab
 from tests.training import new_run
 from trainyard.runs.history import read_run
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("on_the_lab")]
 
 LONG = ("max_duration=12ep", "eval_every=4ep", "model.sleep_ms=250")  # 60 steps in 15 seconds: time to interrupt them
-
-
-@pytest.fixture(scope="module", autouse=True)
-def on_the_lab(lab: Lab) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SLURM_CONF", lab.environ["SLURM_CONF"])
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -2,15 +2,12 @@
 
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.slurm.cluster_runs import (
-    Start,
     find_rank_pids,
-    make_starter,
     read_ends,
     read_last_step,
     read_lines,
@@ -18,26 +15,12 @@ from tests.slurm.cluster_runs import (
     wait,
     wait_for_end,
 )
-from tests.slurm.conftest import Lab
 from tests.training import find_differences, load_state, read_run_metrics
 from trainyard.runs.history import RANKS
 
-pytestmark = [pytest.mark.slurm, pytest.mark.long]
+pytestmark = [pytest.mark.slurm, pytest.mark.long, pytest.mark.usefixtures("on_the_lab")]
 
 STEPS = ("max_duration=8ep", "eval_every=4ep", "hang_minutes=0.2", "model.sleep_ms=100", "--gpus", 2)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def on_the_lab(lab: Lab) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SLURM_CONF", lab.environ["SLURM_CONF"])
-        yield
-
-
-@pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Start:
-    root = tmp_path_factory.mktemp("cluster")
-    return make_starter(root / "runs", root / "cache")
 
 
 def test_a_stopped_rank_is_named_and_the_run_ends_with_the_same_bits(lab, start, capsys):

@@ -1,14 +1,11 @@
 """Interruptions on a real Slurm: the run ends with the same bits as an undisturbed one."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.slurm.cluster_runs import (
-    Start,
     kill_rank,
-    make_starter,
     read_ends,
     read_last_step,
     read_lines,
@@ -17,27 +14,13 @@ from tests.slurm.cluster_runs import (
     wait,
     wait_for_end,
 )
-from tests.slurm.conftest import Lab
 from tests.training import find_differences, load_state, read_run_metrics
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("on_the_lab")]
 
 # 60 steps in 15 seconds: time to interrupt them; and a checkpoint every 4 epochs, so that steps can be lost.
 LONG = ("max_duration=12ep", "eval_every=4ep", "model.sleep_ms=250")
 TWO_RANKS = ("--gpus", 2, "--time", "20m")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def on_the_lab(lab: Lab) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SLURM_CONF", lab.environ["SLURM_CONF"])
-        yield
-
-
-@pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Start:
-    root = tmp_path_factory.mktemp("cluster")
-    return make_starter(root / "runs", root / "cache")
 
 
 def assert_same(run: Path, whole: Path) -> None:

@@ -1,7 +1,6 @@
 """Packing in a CPU job before the GPUs are requested, and runs that follow others, on a real Slurm."""
 
 import time
-from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
@@ -26,16 +25,9 @@ from trainyard.config import load_family
 from trainyard.runs.folder import read_env, resolve_run
 from trainyard.runs.history import read_run
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("on_the_lab")]
 
 CPU_NODES = {"card": "cpu", "partition": "p100", "per_node": 2, "nodes": 2, "cores_per_gpu": 1, "memory_gib_per_gpu": 2}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def on_the_lab(lab: Lab) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SLURM_CONF", lab.environ["SLURM_CONF"])
-        yield
 
 
 class Site:

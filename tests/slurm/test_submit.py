@@ -6,7 +6,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,18 +23,10 @@ from tests.slurm.cluster_runs import (
     wait,
     wait_for_end,
 )
-from tests.slurm.conftest import Lab
 from tests.training import FAMILIES, find_differences, load_state, new_run, train_on_ranks
 from trainyard.runs.folder import read_env
 
-pytestmark = pytest.mark.slurm
-
-
-@pytest.fixture(scope="module", autouse=True)
-def on_the_lab(lab: Lab) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SLURM_CONF", lab.environ["SLURM_CONF"])
-        yield
+pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("on_the_lab")]
 
 
 @pytest.fixture

@@ -29,13 +29,6 @@ from trainyard.runs.status import read_statuses
 pytestmark = pytest.mark.slurm
 
 
-@pytest.fixture
-def lab_client(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> Lab:
-    """The lab, with the Slurm commands of this process pointed at it."""
-    monkeypatch.setenv("SLURM_CONF", lab.environ["SLURM_CONF"])
-    return lab
-
-
 @pytest.fixture(scope="module")
 def packed_stripes(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The folder of packed stripes."""
@@ -60,8 +53,9 @@ def has_ended(now: Sequence[str]) -> bool:
     return not set(now) & set(ACTIVE)
 
 
+@pytest.mark.usefixtures("on_the_lab")
 def test_a_sweep_of_six_runs_two_at_a_time_and_only_what_failed_is_continued(
-    lab_client: Lab, tmp_path: Path, packed_stripes: str, capsys: pytest.CaptureFixture[str]
+    lab: Lab, tmp_path: Path, packed_stripes: str, capsys: pytest.CaptureFixture[str]
 ):
     root, cluster = tmp_path / "runs", write_no_restart_cluster(tmp_path)
     where = ["--jobs", FAMILIES, "--runs", root, "--cluster", cluster, "--hw", "2080ti"]
@@ -78,7 +72,7 @@ def test_a_sweep_of_six_runs_two_at_a_time_and_only_what_failed_is_continued(
         kill_rank(element.run, 0)
     most = 0
     while not has_ended(list(read_states(made).values())):
-        most = max(most, lab_client.run("squeue", "-h", "-r", "-n", "stripes", "-t", "RUNNING", "-o", "%i").count("\n"))
+        most = max(most, lab.run("squeue", "-h", "-r", "-n", "stripes", "-t", "RUNNING", "-o", "%i").count("\n"))
         time.sleep(0.5)
     assert most == 2
     assert Counter(read_states(made).values()) == {"done": 4, "failed": 2}
@@ -107,6 +101,7 @@ def test_a_sweep_of_six_runs_two_at_a_time_and_only_what_failed_is_continued(
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("on_the_lab")
 def test_hydras_own_launcher_submits_a_multirun_and_waits_for_it(lab: Lab, tmp_path: Path, packed_stripes: str):
     launcher_options = ["partition=a100", "timeout_min=10", "mem_gb=4", "cpus_per_task=1", "tasks_per_node=2"]
     words = ["multirun", "stripes", "--jobs", FAMILIES, "--runs", "runs", "hydra/launcher=submitit_slurm"]
@@ -125,8 +120,9 @@ def test_hydras_own_launcher_submits_a_multirun_and_waits_for_it(lab: Lab, tmp_p
         assert '"event": "done"' in events and '"world_size": 2' in events
 
 
+@pytest.mark.usefixtures("on_the_lab")
 def test_a_sweep_larger_than_an_array_becomes_several_one_after_the_other(
-    lab_client: Lab, tmp_path: Path, packed_stripes: str, monkeypatch: pytest.MonkeyPatch
+    lab: Lab, tmp_path: Path, packed_stripes: str, monkeypatch: pytest.MonkeyPatch
 ):
     """Slurm holds the jobs, and says that an array has at most two elements."""
     scontrol = shutil.which("scontrol")
@@ -146,8 +142,8 @@ def test_a_sweep_larger_than_an_array_becomes_several_one_after_the_other(
     arrays = list(dict.fromkeys(job.partition("_")[0] for job in jobs))
     assert jobs == [*(f"{array}_{i}" for array in arrays[:2] for i in (0, 1)), arrays[2]]
     for before, array in itertools.pairwise(arrays):
-        assert f"afterany:{before}_*" in lab_client.run("squeue", "-h", "-j", array, "-o", "%E")
-    lab_client.run("scancel", *arrays)
+        assert f"afterany:{before}_*" in lab.run("squeue", "-h", "-j", array, "-o", "%E")
+    lab.run("scancel", *arrays)
 
 
 def test_more_runs_than_slurm_lets_one_submit_are_refused_with_the_numbers(

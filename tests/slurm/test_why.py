@@ -3,46 +3,28 @@
 import re
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.slurm.cluster_runs import (
     LAB_FILE,
-    Start,
     kill_rank,
-    make_starter,
     read_ends,
     read_last_step,
     read_slurm_job_id,
     wait,
     wait_for_end,
 )
-from tests.slurm.conftest import Lab
 from trainyard.errors import UserError
 from trainyard.launch.cancel import cancel
 from trainyard.runs.logs import follow
 from trainyard.runs.status import Status, read_statuses, render_table
 from trainyard.runs.why import explain_run
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("on_the_lab")]
 
 ENDLESS = ("max_duration=10000ep", "eval_every=10000ep", "model.sleep_ms=100")
-
-
-@pytest.fixture(autouse=True)
-def current_lab(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> Lab:
-    """The lab, as the Slurm that this process uses."""
-    monkeypatch.setenv("SLURM_CONF", lab.environ["SLURM_CONF"])
-    return lab
-
-
-@pytest.fixture(scope="module")
-def start(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
-    root = tmp_path_factory.mktemp("why")
-    yield make_starter(root / "runs", root / "cache")
-    lab.run("scancel", "--name=stripes")
 
 
 def read_one_status(run: Path) -> Status:
@@ -50,7 +32,7 @@ def read_one_status(run: Path) -> Status:
     return found
 
 
-def test_a_killed_rank_and_an_infinite_loss_are_distinguished(current_lab, start, tmp_path):
+def test_a_killed_rank_and_an_infinite_loss_are_distinguished(lab, start, tmp_path):
     once = tmp_path / "lab.yaml"
     once.write_text(f"{LAB_FILE.read_text()}\nattempts: {{crash: 0}}\n")
     infinite = start("infinite", "max_duration=20st", "model.poison_step=60", "--hw", "a5000", "--gpus", 2)
@@ -60,8 +42,8 @@ def test_a_killed_rank_and_an_infinite_loss_are_distinguished(current_lab, start
     assert running[1] == "Nothing is wrong."
     assert running[-1] == f"next: trainyard logs -f {killed}"
     kill_rank(killed, 1)
-    wait_for_end(current_lab, killed)
-    wait_for_end(current_lab, infinite)
+    wait_for_end(lab, killed)
+    wait_for_end(lab, infinite)
     assert (read_one_status(killed).state, read_one_status(killed).cause) == ("failed", "signal 9")
     assert ": task 1: Killed\ncause: killed by signal 9\n" in explain_run(killed)
     assert (read_one_status(infinite).state, read_one_status(infinite).cause) == ("failed", "not_finite")
@@ -73,18 +55,18 @@ def test_a_killed_rank_and_an_infinite_loss_are_distinguished(current_lab, start
     assert output.splitlines()[-1].endswith("optimizer.lr=0.005")
 
 
-def test_a_preempted_run_says_so_while_it_waits_and_its_log_is_followed_to_its_end(current_lab, start):
+def test_a_preempted_run_says_so_while_it_waits_and_its_log_is_followed_to_its_end(lab, start):
     run = start("preempted", "max_duration=60st", "eval_every=10000ep", "model.sleep_ms=300", "--hw", "a100")
     output: list[str] = []
     follower = threading.Thread(target=follow, args=(run, output.append), daemon=True)
     follower.start()
     wait("steps", lambda: read_last_step(run) >= 3)
     node = read_one_status(run).attempts[0].nodes
-    current_lab.submit("sleep 1", "-p", "a100-urgent", "--gres=gpu:a100:8", "-w", node, "--exclusive")
+    lab.submit("sleep 1", "-p", "a100-urgent", "--gres=gpu:a100:8", "-w", node, "--exclusive")
     wait("the queue", lambda: read_one_status(run).state == "waiting")
     assert read_one_status(run).detail.startswith("starts again after preemption: ")
     assert read_one_status(run).slurm_job_id == read_slurm_job_id(run)
-    wait_for_end(current_lab, run)
+    wait_for_end(lab, run)
     follower.join(60)
     assert not follower.is_alive()
     first, second = read_one_status(run).attempts
@@ -93,16 +75,16 @@ def test_a_preempted_run_says_so_while_it_waits_and_its_log_is_followed_to_its_e
     assert [line for line in output if " step 60/60 " in line]
 
 
-def test_a_held_job_says_how_to_release_it_and_a_cancelled_one_how_to_resume_it(current_lab, start):
-    blocker = current_lab.submit("sleep 300", "-p", "p100", "--nodes=2", "--exclusive")
-    current_lab.wait_for(blocker, "RUNNING")
+def test_a_held_job_says_how_to_release_it_and_a_cancelled_one_how_to_resume_it(lab, start):
+    blocker = lab.submit("sleep 300", "-p", "p100", "--nodes=2", "--exclusive")
+    lab.wait_for(blocker, "RUNNING")
     run = start("held", *ENDLESS, "--hw", "p100")
     wait("a reason", lambda: read_one_status(run).detail == "next in the queue; waits until enough GPUs are free")
-    current_lab.run("scontrol", "hold", read_slurm_job_id(run))
+    lab.run("scontrol", "hold", read_slurm_job_id(run))
     wait("hold", lambda: read_one_status(run).cause == "held")
     assert explain_run(run).splitlines()[-1] == f"next: scontrol release {read_slurm_job_id(run)}"
-    current_lab.run("scontrol", "release", read_slurm_job_id(run))
-    current_lab.run("scancel", blocker)
+    lab.run("scontrol", "release", read_slurm_job_id(run))
+    lab.run("scancel", blocker)
     wait("steps", lambda: read_last_step(run) >= 3)
     job = read_slurm_job_id(run)
     assert cancel([run]) == [f"stripes/held: cancelled Slurm job {job}. Resume: trainyard resume {run}"]
@@ -113,11 +95,11 @@ def test_a_held_job_says_how_to_release_it_and_a_cancelled_one_how_to_resume_it(
         cancel([run])
 
 
-def test_a_slurm_that_does_not_answer_is_noted_and_the_folder_answers(current_lab, start, tmp_path, monkeypatch):
+def test_a_slurm_that_does_not_answer_is_noted_and_the_folder_answers(lab, start, tmp_path, monkeypatch):
     run = start("unseen", *ENDLESS, "--hw", "a5000")
     wait("steps", lambda: read_last_step(run) >= 3)
     dead = tmp_path / "slurm.conf"
-    dead.write_text(re.sub("SlurmctldPort=.*", "SlurmctldPort=9", Path(current_lab.environ["SLURM_CONF"]).read_text()))
+    dead.write_text(re.sub("SlurmctldPort=.*", "SlurmctldPort=9", Path(lab.environ["SLURM_CONF"]).read_text()))
     monkeypatch.setenv("SLURM_CONF", str(dead))
     (found,), note = read_statuses([run])
     assert (found.state, found.slurm_job_id) == ("running", read_slurm_job_id(run))
@@ -126,7 +108,7 @@ def test_a_slurm_that_does_not_answer_is_noted_and_the_folder_answers(current_la
     with pytest.raises(UserError):
         cancel([run])
     assert not (run / "slurm" / "cancelled").exists()
-    monkeypatch.setenv("SLURM_CONF", current_lab.environ["SLURM_CONF"])
+    monkeypatch.setenv("SLURM_CONF", lab.environ["SLURM_CONF"])
     submission = run / "slurm" / "submission.json"
     original = submission.read_text()
     submission.write_text(original.replace('"slurm_name": "lab"', '"slurm_name": "tower"'))
