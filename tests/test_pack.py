@@ -1,5 +1,8 @@
+import errno
 import json
+import multiprocessing
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -9,6 +12,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
+import h5py
 import numpy as np
 import pytest
 
@@ -22,8 +26,12 @@ from tests.images import (
     samples,
     write_folder,
 )
+from tests.training import FORKSERVER, run_as_command
+from trainyard.data import write_shard as write_shard_module
+from trainyard.data.hdf5 import ShardError, open_hdf5
 from trainyard.data.pack import JOURNAL, PackError, pack, read_listing
-from trainyard.data.shards import Loaded, Ragged, Sample, ShardSet
+from trainyard.data.shards import Loaded, Ragged, Sample, ShardSet, verify
+from trainyard.data.write_shard import ShardTask
 
 
 def read_files(folder: Path) -> dict[str, bytes]:
@@ -364,3 +372,76 @@ def test_rows_of_one_large_file_share_its_size(tmp_path):
     rows = [Sample(f"row {i}", partial(return_row, {"i": i}), source=table) for i in range(64)]
     data = pack(iter(rows), tmp_path / "out", meta={}, workers=1, shard_mib=1)
     assert [shard.count for shard in data.shards] == [23, 23, 18], "the target is 1 MiB of the file, not of its copies"
+
+
+def _pack_and_read_with_few_open_files(folder: Path) -> int:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+    row = folder / "row"
+    row.write_bytes(b"x" * 2000)
+    rows = [
+        Sample(
+            f"row {i}", partial(return_row, {"i": i, "many": np.full(3, i), "text": Ragged(np.arange(i))}), source=row
+        )
+        for i in range(120)
+    ]
+    data = pack(iter(rows), folder / "out", meta={}, workers=1, shard_mib=0.00001)
+    assert len(data.shards) == 120
+    ids = np.random.default_rng(0).permutation(120)
+    for data.reader in ("map", "pread"):
+        assert [len(one) for one in data.read_arrays("text", ids)] == ids.tolist()
+        arrays = np.empty((120, 3), dtype=np.int64)
+        data.read_into("many", ids, arrays)
+        assert arrays.tolist() == [[i] * 3 for i in ids.tolist()]
+    assert list(verify(folder / "out")) == []
+    return 0
+
+
+@pytest.mark.slow
+def test_more_shards_than_a_process_may_open_files_are_packed_read_and_verified(tmp_path):
+    done = run_as_command(partial(_pack_and_read_with_few_open_files, tmp_path), tmp_path / "work")
+    assert done.returncode == 0, done.stderr
+    assert "120 shards, but this system allows a process 64 open files (ulimit -Hn): 16 shards are open" in done.stderr
+
+
+def test_a_file_that_cannot_be_opened_is_not_called_damaged(packed_images, monkeypatch):
+    def refuse(*arguments: object, **options: object) -> None:
+        raise OSError(errno.EMFILE, "Unable to synchronously open file")
+
+    monkeypatch.setattr(h5py, "File", refuse)
+    with pytest.raises(ShardError, match=r"shard-00000\.h5: cannot be opened: Too many open files\.$"):
+        open_hdf5(packed_images / "shard-00000.h5")
+
+
+def test_a_shard_of_small_files_has_few_enough_samples_that_workers_share_them(tmp_path):
+    row = tmp_path / "row"
+    row.write_bytes(b"x")
+    rows = [Sample(f"row {i}", partial(return_row, {"i": i}), source=row) for i in range(2500)]
+    data = pack(iter(rows), tmp_path / "out", meta={}, workers=1)
+    assert [shard.count for shard in data.shards] == [2048, 452]
+
+
+@pytest.mark.slow
+def test_a_worker_holds_its_shard_once_in_memory(tmp_path):
+    rows = [Sample(f"row {i}", partial(_make_large, i), source=tmp_path / "raw") for i in range(16)]
+    (tmp_path / "raw").write_bytes(bytes(8 << 20))
+    task = ShardTask(tmp_path / "shard.h5", rows, "", False, None)
+    process = FORKSERVER.Process(target=_write_and_exit_with_peak, args=(task,))
+    process.start()
+    process.join()
+    assert 128 <= process.exitcode < 160, "MiB beyond what it had before"
+
+
+def _make_large(i: int) -> Loaded:
+    return {"i": i, "array": np.full((8 << 20,), i, dtype=np.uint8)}
+
+
+def _write_and_exit_with_peak(task: ShardTask) -> None:
+    write_shard_module._done_count = multiprocessing.Value("q", 0)
+    before = _read_peak_kib()
+    write_shard_module.write_shard(task)
+    os._exit((_read_peak_kib() - before) >> 10)
+
+
+def _read_peak_kib() -> int:
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1])

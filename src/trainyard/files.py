@@ -15,7 +15,7 @@ import threading
 from collections.abc import Iterator
 from io import BufferedReader
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from trainyard.errors import DiskFull, UserError
 from trainyard.text import format_size
@@ -27,19 +27,30 @@ _PARTIAL = ".partial"
 
 
 def write_atomically(path: Path, content: str | bytes, *, durable: bool = True) -> None:
-    """Write or replace the file `path`: a reader, a kill or a crash finds the old or the new content, never a part.
+    """Write or replace the file `path`, as `open_atomically` does.
 
     Args:
         content: text is encoded as UTF-8.
+    """
+    data = content.encode() if isinstance(content, str) else content
+    with open_atomically(path, size_bytes=len(data), durable=durable) as file:
+        file.write(data)
+
+
+@contextlib.contextmanager
+def open_atomically(path: Path, *, size_bytes: int = 0, durable: bool = True) -> Iterator[BinaryIO]:
+    """Yield a file that becomes `path` when the block ends: a reader, a kill or a crash finds the old or the new one.
+
+    Args:
+        size_bytes: what will be written, for the message of a full disk.
         durable: wait until the content is on disk, so that it survives a power cut; off for files that are written
             every few seconds and worthless after a crash.
     """
-    data = content.encode() if isinstance(content, str) else content
     partial = path.with_name(f".{path.name}.{os.getpid()}{_PARTIAL}")
-    with name_failed_write(path, size_bytes=len(data)):
+    with name_failed_write(path, size_bytes=size_bytes):
         try:
             with partial.open("wb") as file:
-                file.write(data)
+                yield file
                 if durable:
                     file.flush()
                     os.fsync(file.fileno())

@@ -178,7 +178,7 @@ def _add_pack(verbs: Verbs) -> None:
     verb.add_argument("out", type=Path, help="folder of shards")
     verb.add_argument("overrides", nargs="*", metavar="OPTION=VALUE")
     verb.add_argument("--workers", type=int, default=0, metavar="N", help="processes (default: the cores)")
-    verb.add_argument("--shard-mib", type=int, default=256, metavar="MIB", help="target size of a shard")
+    verb.add_argument("--shard-mib", type=int, default=128, metavar="MIB", help="target size of a shard")
 
 
 def _pack(args: argparse.Namespace) -> int:

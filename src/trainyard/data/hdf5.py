@@ -4,7 +4,9 @@ HDF5 can name other files (external storage, links, virtual datasets), run filte
 Packed data needs none of it: groups, and contiguous arrays of numbers that lie within the file.
 """
 
+import errno
 import itertools
+import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -55,6 +57,8 @@ def open_hdf5(path: Path) -> h5py.File:
     try:
         file = h5py.File(path, "r", locking=False)  # locks fail on many network file systems; nobody writes here
     except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE, errno.EACCES):  # says nothing about the file's content
+            raise ShardError(f"{path}: cannot be opened: {os.strerror(error.errno)}.") from None
         raise ShardError(f"{path}: not a readable HDF5 file ({error}). Pack the data again.") from None
     try:
         with explain_malformed(path):

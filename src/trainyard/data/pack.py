@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,8 @@ from trainyard.data.write_shard import (
 from trainyard.errors import UserError
 from trainyard.files import DISK_FULL, hash_file, remove_partials, write_atomically
 
-_DEFAULT_COUNT = 4096  # samples per shard if their size is unknown
+_MOST_SAMPLES = 2048  # in a shard, however small: what a kill loses of each worker's work, and the workers share
+_LISTED_AT_ONCE = 4096  # part of the digest that names packed data: another number would pack everything again
 _PROBE = 64  # samples that the mean size is estimated from
 _MAX_NAMED = 5  # bad files named in an error
 JOURNAL = "packing.json"
@@ -53,7 +55,7 @@ def pack(
     meta: dict[str, Any],
     workers: int,
     skip_bad: bool = False,
-    shard_mib: float = 256,
+    shard_mib: float = 128,
     artifacts: Mapping[str, str] | None = None,
     progress: Progress = lambda done: None,
     on_shard: Callable[[], None] = lambda: None,
@@ -71,7 +73,7 @@ def pack(
         meta: plain values that describe the packing; with the samples they decide whether `out` is up to date.
         workers: processes.
         skip_bad: leave out raw files that cannot be read, instead of failing after trying all of them.
-        shard_mib: target size of a shard.
+        shard_mib: target size of a shard, which has 2,048 samples at most; a worker holds one in memory.
         artifacts: texts passed to the samples' `load`, a function of raw files and `meta`; stored in the index.
         on_shard: called after each shard that is new on disk.
 
@@ -95,8 +97,8 @@ def pack(
         return _finish(out, written, meta, artifacts or {})
     except BrokenProcessPool:
         raise PackError(
-            f"A packing process was killed, most likely because memory ran out ({workers} processes, each with three "
-            f"copies of a shard of about {shard_mib} MiB). Finished shards are kept; resume with --workers 1."
+            f"A packing process was killed, most likely because memory ran out ({workers} processes, each with a "
+            f"shard of about {shard_mib} MiB). Finished shards are kept; resume with --workers 1."
         ) from None
     except OSError as error:
         if error.errno not in DISK_FULL:
@@ -113,7 +115,7 @@ def read_listing(samples: Iterable[Sample], meta: dict[str, Any]) -> tuple[int, 
     """Return the number of samples, and a digest of their names, their raw files' sizes and times, and `meta`."""
     count, digest = 0, hashlib.sha256(json.dumps(meta, sort_keys=True).encode())
     stream = check_sources(samples)
-    while chunk := list(itertools.islice(stream, _DEFAULT_COUNT)):
+    while chunk := list(itertools.islice(stream, _LISTED_AT_ONCE)):
         count += len(chunk)
         digest.update(_hash_listing(chunk, meta).encode())
     return count, digest.hexdigest()
@@ -122,9 +124,9 @@ def read_listing(samples: Iterable[Sample], meta: dict[str, Any]) -> tuple[int, 
 def _choose_samples_per_shard(head: Sequence[Sample], shard_mib: float) -> int:
     sources = [sample.source for sample in head if sample.source]
     if not sources:
-        return _DEFAULT_COUNT
+        return _MOST_SAMPLES
     mean = max(1.0, sum(source.stat().st_size for source in set(sources)) / len(sources))  # several may share a file
-    return max(1, math.ceil(shard_mib * 2**20 / mean))
+    return min(_MOST_SAMPLES, max(1, math.ceil(shard_mib * 2**20 / mean)))
 
 
 def _plan_shards(
@@ -307,25 +309,61 @@ def _write_index(file: h5py.File, written: Sequence[WrittenShard]) -> None:
     for shard in written:
         if shard.resumed:
             _refuse_changed(shard)
-    parts = [open_hdf5(shard.path) for shard in written]
-    try:
-        keys = [key for part in parts for key in read_texts(part[f"columns/{KEY}"])]
-        _refuse_duplicates(keys)
-        write_texts(file.create_group(KEY), keys)
-        for group in ("columns", "vocabulary", "records"):
-            file.create_group(group)
-        for name in sorted(set(parts[0]["columns"]) - {KEY}):
-            _join_column(file, name, parts)
-        for name in parts[0]["records"]:
-            group = file.create_group(f"records/{name}")
-            kinds = {_read_kind(part[f"records/{name}"]) for part in parts}
-            assert len(kinds) == 1, f"{name} differs between shards: {sorted(kinds)}"
-            group.attrs.update(parts[0][f"records/{name}"].attrs)
-            for array in ("start", "size", "crc", "shape"):
-                group[array] = np.concatenate([part[f"records/{name}/{array}"][:] for part in parts])
-    finally:
-        for part in parts:
-            part.close()
+    parts = [_read_part(shard.path) for shard in written]  # one after the other: a system allows few open files
+    keys = [key for part in parts for key in part.columns[KEY]]
+    _refuse_duplicates(keys)
+    write_texts(file.create_group(KEY), keys)
+    for group in ("columns", "vocabulary", "records"):
+        file.create_group(group)
+    for name in sorted(set(parts[0].columns) - {KEY}):
+        _join_column(file, name, [part.columns[name] for part in parts])
+    for name in parts[0].records:
+        group, records = file.create_group(f"records/{name}"), [part.records[name] for part in parts]
+        kinds = {(one.attributes["kind"], one.attributes["dtype"], one.fixed_shape) for one in records}
+        assert len(kinds) == 1, f"{name} differs between shards: {sorted(kinds)}"
+        group.attrs.update(records[0].attributes)
+        for array in _PLACES:
+            group[array] = np.concatenate([one.places[array] for one in records])
+
+
+_PLACES = ("start", "size", "crc", "shape")
+
+
+@dataclass(frozen=True)
+class _PartRecords:
+    """What the index says of the records of one name in one shard."""
+
+    attributes: dict[str, str]  # kind and dtype
+    places: dict[str, np.ndarray]
+
+    @property
+    def fixed_shape(self) -> tuple[int, ...]:
+        """The part of an array's shape that must be equal in all shards."""
+        shape = tuple(self.places["shape"][0].tolist())
+        return {ARRAY: shape, RAGGED: shape[1:]}.get(self.attributes["kind"], ())
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Everything of a shard that goes into the index: all but the records themselves."""
+
+    columns: dict[str, np.ndarray | list[str]]
+    records: dict[str, _PartRecords]
+
+
+def _read_part(path: Path) -> _Part:
+    with open_hdf5(path) as file:
+        columns = {
+            name: column[:] if isinstance(column, h5py.Dataset) else read_texts(column)
+            for name, column in file["columns"].items()
+        }
+        records = {
+            name: _PartRecords(
+                {key: str(group.attrs[key]) for key in ("kind", "dtype")}, {array: group[array][:] for array in _PLACES}
+            )
+            for name, group in file["records"].items()
+        }
+    return _Part(columns, records)
 
 
 def _refuse_changed(shard: WrittenShard) -> None:
@@ -337,17 +375,11 @@ def _refuse_changed(shard: WrittenShard) -> None:
         )
 
 
-def _read_kind(group: h5py.Group) -> tuple[str, str, tuple[int, ...]]:
-    """Return what must be equal in all shards: the kind, the dtype, and the fixed part of an array's shape."""
-    kind, shape = str(group.attrs["kind"]), tuple(group["shape"][0].tolist())
-    return kind, str(group.attrs["dtype"]), {ARRAY: shape, RAGGED: shape[1:]}.get(kind, ())
-
-
-def _join_column(file: h5py.File, name: str, parts: Sequence[h5py.File]) -> None:
-    if isinstance(parts[0][f"columns/{name}"], h5py.Dataset):
-        file[f"columns/{name}"] = np.concatenate([part[f"columns/{name}"][:] for part in parts])
+def _join_column(file: h5py.File, name: str, parts: Sequence[np.ndarray | list[str]]) -> None:
+    if isinstance(parts[0], np.ndarray):
+        file[f"columns/{name}"] = np.concatenate(parts)
         return
-    texts = [text for part in parts for text in read_texts(part[f"columns/{name}"])]
+    texts = [text for part in parts for text in part]
     vocabulary = sorted(set(texts))
     code = {text: i for i, text in enumerate(vocabulary)}
     file[f"columns/{name}"] = np.array([code[text] for text in texts], dtype=np.int64)

@@ -29,7 +29,7 @@ def pack_raw(
     jobs_dir: Path,
     *,
     workers: int = 0,
-    shard_mib: int = 256,
+    shard_mib: int = 128,
     hook: Callable[[], None] = lambda: None,
     on_shard: Callable[[], None] = lambda: None,
 ) -> Path:

@@ -6,18 +6,21 @@ contiguous unfiltered byte array; fixed-shape arrays as one contiguous array. HD
 bypasses it and goes straight to the bytes, because h5py takes a global lock and several times as long (benchmarks/).
 """
 
+import functools
 import hashlib
 import mmap
 import os
 import re
 import resource
 import shlex
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import crc32c
 import numpy as np
+from loguru import logger
 
 from trainyard.data.hdf5 import ShardError
 from trainyard.data.index import AUDIO, ENCODED_IMAGE, Records, Shard, read_index, read_keys
@@ -25,6 +28,8 @@ from trainyard.data.index import AUDIO, ENCODED_IMAGE, Records, Shard, read_inde
 KEY = "key"
 FIRST, ALWAYS, OFF = "first", "always", "off"
 """When a record is compared with its checksum: option `data.check_crc`."""
+
+_FILES_OF_A_SHARD = 2  # Python duplicates the descriptor of a memory map
 
 LOCAL_FILE_SYSTEMS = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "tmpfs", "ramfs", "overlay"})
 
@@ -96,9 +101,8 @@ class ShardSet:
         self.artifacts, self.records = index.artifacts, index.records
         self._first = np.array([shard.first for shard in self.shards])
         self.reader, self.reader_reason = choose_reader(find_file_system(folder))
-        self._descriptors: dict[int, int] = {}
-        self._maps: dict[int, memoryview] = {}
-        self._arrays: dict[tuple[str, int], np.ndarray] = {}
+        self._opened: dict[int, _OpenShard] = {}
+        self._opening, self._most_open = threading.Lock(), len(self.shards)
         self._checked: dict[str, np.ndarray] = {}  # (N,) bool: records whose checksum was correct when first read
         for shard in self.shards:
             check_size(shard)
@@ -173,17 +177,13 @@ class ShardSet:
 
     def close(self) -> None:
         """Release file descriptors and memory maps; a later read opens them again."""
-        for descriptor in self._descriptors.values():
-            os.close(descriptor)
-        self._descriptors.clear()
-        self._maps.clear()
-        self._arrays.clear()
+        self._opened.clear()
 
     def _read_with_pread(self, whole: memoryview, places: Sequence[_Place]) -> int | None:
         """Read records by system calls; return the index of the first record that is cut off."""
         begin = 0
         for i, (owner, start, end) in enumerate(places):
-            if os.preadv(self._open_file(owner), [whole[begin:end]], start) != end - begin:
+            if os.preadv(self._open(owner).fileno(), [whole[begin:end]], start) != end - begin:
                 return i
             begin = end
         return None
@@ -193,39 +193,44 @@ class ShardSet:
 
         Touching a map beyond the end of its file kills the process, so each batch checks the file's size first.
         """
-        length = {owner: os.fstat(self._open_file(owner)).st_size for owner, _, _ in places}
+        length: dict[int, int] = {}
         begin = 0
         for i, (owner, start, end) in enumerate(places):
-            stop = start + end - begin
+            shard, stop = self._open(owner), start + end - begin
+            if owner not in length or self._are_too_many:
+                length[owner] = os.fstat(shard.fileno()).st_size
             if stop > length[owner]:
                 return i
-            whole[begin:end] = self._open_map(owner)[start:stop]
+            whole[begin:end] = shard.map[start:stop]
             begin = end
         return None
 
-    def _open_map(self, owner: int) -> memoryview:
-        if owner not in self._maps:
-            self._maps[owner] = memoryview(mmap.mmap(self._open_file(owner), 0, prot=mmap.PROT_READ))
-        return self._maps[owner]
+    def _open(self, owner: int) -> "_OpenShard":
+        """Return an open shard; of more shards than may be open, the one unused for longest is let go."""
+        found = self._opened.get(owner)
+        if found is not None and not self._are_too_many:
+            return found
+        with self._opening:
+            if not self._opened:
+                self._most_open = allow_open_files(len(self.shards))
+            found = self._opened.pop(owner, None) or _OpenShard(self.shards[owner].path)
+            self._opened[owner] = found  # the last one is the one used last
+            if len(self._opened) > self._most_open:
+                del self._opened[next(iter(self._opened))]
+            return found
 
-    def _open_file(self, owner: int) -> int:
-        if owner not in self._descriptors:
-            allow_open_files(len(self.shards))
-            self._descriptors[owner] = os.open(self.shards[owner].path, os.O_RDONLY | os.O_CLOEXEC)
-        return self._descriptors[owner]
+    @property
+    def _are_too_many(self) -> bool:
+        return self._most_open < len(self.shards)
 
     def _open_array(self, name: str, owner: int) -> np.ndarray:
-        if (name, owner) not in self._arrays:
-            allow_open_files(len(self.shards))
-            shard, records = self.shards[owner], self.records[name]
-            self._arrays[name, owner] = np.memmap(
-                shard.path,
-                dtype=records.dtype,
-                mode="r",
-                offset=int(records.start[shard.first]),
-                shape=(shard.count, *records.shape[shard.first].tolist()),
-            ).view(np.ndarray)
-        return self._arrays[name, owner]
+        """Return the records of a name in one shard, (count, ...), mapped from the file."""
+        opened, shard, records = self._open(owner), self.shards[owner], self.records[name]
+        if name not in opened.arrays:
+            start, shape = int(records.start[shard.first]), (shard.count, *records.shape[shard.first].tolist())
+            size = int(np.prod(shape)) * np.dtype(records.dtype).itemsize
+            opened.arrays[name] = np.frombuffer(opened.map[start : start + size], dtype=records.dtype).reshape(shape)
+        return opened.arrays[name]
 
     def _verify_checksums(
         self, name: str, ids: np.ndarray, views: list[np.ndarray], owners: np.ndarray, *, when: str
@@ -346,19 +351,37 @@ def refuse_link_out(shard: Shard) -> None:
         )
 
 
-def allow_open_files(count: int) -> None:
-    """Raise the soft limit on open files, often 1024, so that every shard can stay open.
-
-    Raises:
-        ShardError: the hard limit is too low.
-    """
+def allow_open_files(count: int) -> int:
+    """Raise the soft limit on open files, often 1024, so that every shard can stay open; return how many can."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    need = count + 256
-    if soft >= need or soft == resource.RLIM_INFINITY:
-        return
-    if hard != resource.RLIM_INFINITY and hard < need:
-        raise ShardError(
-            f"{count} shards, but this system allows only {hard} open files (ulimit -Hn). "
-            "Pack into fewer, larger shards: trainyard pack ... --shard-mib 1024"
-        )
-    resource.setrlimit(resource.RLIMIT_NOFILE, (need, hard))
+    wanted = _FILES_OF_A_SHARD * count + 256
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return count
+    most = max(1, (soft - min(256, soft // 2)) // _FILES_OF_A_SHARD)
+    logger.warning(
+        "{} shards, but this system allows a process {} open files (ulimit -Hn): {} shards are open at a time, and "
+        "reading in random order opens them again and again",
+        count,
+        soft,
+        most,
+    )
+    return most
+
+
+class _OpenShard:
+    """A shard's file, and its memory map if somebody asks for it; closed when nobody holds it any more."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("rb", buffering=0)
+        self.arrays: dict[str, np.ndarray] = {}
+
+    def fileno(self) -> int:
+        return self._file.fileno()
+
+    @functools.cached_property
+    def map(self) -> memoryview:
+        """The file's bytes, read only."""
+        return memoryview(mmap.mmap(self._file.fileno(), 0, prot=mmap.PROT_READ))

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,15 @@ import crc32c
 import h5py
 import numpy as np
 import soundfile
+from h5py import h5d, h5p, h5s, h5t
 from PIL import Image, UnidentifiedImageError
 
 from trainyard.data.hdf5 import NUMBERS, SCHEMA_VERSION
 from trainyard.data.index import ARRAY, AUDIO, ENCODED_IMAGE, PCM, RAGGED
 from trainyard.data.shards import KEY, Audio, BadRecord, Loaded, Ragged, Sample
-from trainyard.files import DISK_FULL, write_atomically
+from trainyard.files import DISK_FULL, open_atomically
+
+_FORMAT = {"libver": "v110", "alignment_threshold": 1, "alignment_interval": 4096}
 
 
 @dataclass(frozen=True)
@@ -39,10 +42,18 @@ class ShardTask:
 class _Blob:
     """A record of variable length, with its entries in the index (`shards.Records`)."""
 
-    data: bytes
+    data: bytes | memoryview
     kind: str
     dtype: str
     shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Region:
+    """The records of one name, which follow each other in the file."""
+
+    start: int  # first byte in the file
+    records: Sequence[bytes | memoryview]
 
 
 _Row = dict[str, _Blob | np.ndarray | int | float | str]
@@ -118,19 +129,42 @@ def write_shard(task: ShardTask) -> WrittenShard:
             _done_count.value += 1
     if bad and not task.skip_bad:
         return WrittenShard(task.path, "", len(rows), bad)
-    with open_in_memory() as file:
-        file.attrs.update(schema_version=SCHEMA_VERSION, count=len(rows))
-        if rows:
-            _write_rows(file, rows)
-        content = take_image(file)
-    write_atomically(task.path, content)
-    return WrittenShard(task.path, hashlib.sha256(content).hexdigest(), len(rows), bad)
+    return WrittenShard(task.path, _write_file(task.path, rows), len(rows), bad)
+
+
+def _write_file(path: Path, rows: list[_Row]) -> str:
+    """Write rows as an HDF5 file, and return its SHA-256.
+
+    HDF5 writes its description into memory and leaves the records' places empty. The file is written in one pass from
+    that and from the records, which are not copied: memory holds them once, and a full disk fails a plain write and not
+    a call inside HDF5.
+    """
+    with os.fdopen(os.memfd_create(path.name), "w+b", buffering=0) as described:
+        with h5py.File(described, "w", **_FORMAT) as file:
+            file.attrs.update(schema_version=SCHEMA_VERSION, count=len(rows))
+            regions = _write_rows(file, rows) if rows else []
+        size_bytes = os.fstat(described.fileno()).st_size
+        digest = hashlib.sha256()
+        with open_atomically(path, size_bytes=size_bytes) as out:
+            for part in _join_regions(described.fileno(), size_bytes, regions):
+                digest.update(part)
+                out.write(part)
+    return digest.hexdigest()
+
+
+def _join_regions(described: int, size_bytes: int, regions: list[_Region]) -> Iterator[bytes | memoryview]:
+    """Yield a file from its first byte to its last: what HDF5 wrote, and records where it left room."""
+    at = 0
+    for region in sorted(regions, key=lambda region: region.start):
+        yield os.pread(described, region.start - at, at)
+        yield from region.records
+        at = region.start + sum(len(record) for record in region.records)
+    yield os.pread(described, size_bytes - at, at)
 
 
 def open_in_memory() -> h5py.File:
     """Open a new HDF5 file in memory, so that a full disk fails a plain write and not a call inside HDF5."""
-    options = {"libver": "v110", "alignment_threshold": 1, "alignment_interval": 4096}
-    return h5py.File("new", "w", driver="core", backing_store=False, **options)
+    return h5py.File("new", "w", driver="core", backing_store=False, **_FORMAT)
 
 
 def _measure(loaded: Loaded) -> _Row:
@@ -145,62 +179,88 @@ def _encode_blob(value: bytes | Ragged | Audio) -> _Blob:
     if isinstance(value, bytes):
         return _Blob(value, ENCODED_IMAGE, "uint8", _read_image_shape(value))
     if isinstance(value, Ragged):
-        array = _make_native(value.values)
-        return _Blob(array.tobytes(), RAGGED, array.dtype.name, array.shape)
+        array = _make_native(value.values, value.values.dtype)
+        return _Blob(_view_bytes(array), RAGGED, array.dtype.name, array.shape)
     if isinstance(value.data, bytes):
         return _Blob(value.data, AUDIO, "uint8", _read_audio_shape(value.data))
     assert value.data.dtype == np.int16 and value.data.ndim == 1, "PCM is (frames,) int16"
-    return _Blob(value.data.tobytes(), PCM, "int16", value.data.shape)
+    return _Blob(_view_bytes(np.ascontiguousarray(value.data)), PCM, "int16", value.data.shape)
 
 
-def _make_native(values: np.ndarray) -> np.ndarray:
-    """Return the array in this machine's byte order, because an index names types without one."""
-    assert values.dtype.name in NUMBERS, f"{values.dtype} cannot be packed, only {', '.join(sorted(NUMBERS))}"
-    return np.ascontiguousarray(values, dtype=values.dtype.newbyteorder("="))
+def _make_native(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Return the array in this dtype and this machine's byte order, because an index names types without one."""
+    assert dtype.name in NUMBERS, f"{dtype} cannot be packed, only {', '.join(sorted(NUMBERS))}"
+    return np.asarray(values, dtype=dtype.newbyteorder("="), order="C")
 
 
-def _write_rows(file: h5py.File, rows: list[_Row]) -> None:
-    """Write one column or one set of records per name; all samples have the same names."""
+def _view_bytes(values: np.ndarray) -> memoryview:
+    return values.reshape(-1).view(np.uint8).data
+
+
+def _write_rows(file: h5py.File, rows: list[_Row]) -> list[_Region]:
+    """Write one column or one set of records per name, the records' bytes left out; all samples have the same names."""
     columns, records = file.create_group("columns"), file.create_group("records")  # implicit groups store the time
     names = list(rows[0])
     assert not {"sample_id", "samples_seen"} & set(names), "reserved names of a batch"
     for row in rows:
         assert list(row) == names, f"{row[KEY]!r} has {list(row)}, the samples before it {names}"
+    regions = []
     for name in names:
         values: list[Any] = [row[name] for row in rows]
         first = values[0]
         if isinstance(first, _Blob):
-            _write_blobs(records.create_group(name), values)
+            regions.append(_write_blobs(records.create_group(name), values))
         elif isinstance(first, np.ndarray):
-            _write_arrays(records.create_group(name), _make_native(np.stack(values)))
+            regions.append(_write_arrays(records.create_group(name), values))
         elif isinstance(first, str):
             write_texts(columns.create_group(name), values)
         else:
             numbers = np.array(values)  # float if any value is
             columns[name] = numbers.astype(np.float64 if numbers.dtype.kind == "f" else np.int64)
+    return regions
 
 
-def _write_blobs(group: h5py.Group, values: list[_Blob]) -> None:
-    data = [value.data for value in values]
-    size = np.array([len(record) for record in data], dtype=np.int64)
-    blob = group.create_dataset("blob", data=np.frombuffer(b"".join(data), dtype=np.uint8))
-    group["start"] = (blob.id.get_offset() or 0) + np.cumsum(size) - size  # None if all records are empty
-    group["size"] = size
-    group["crc"] = np.array([crc32c.crc32c(record) for record in data], dtype=np.uint32)
-    group["shape"] = np.array([value.shape for value in values], dtype=np.int32)
-    group.attrs.update(kind=values[0].kind, dtype=values[0].dtype)
+def _write_blobs(group: h5py.Group, values: list[_Blob]) -> _Region:
     kinds = {(value.kind, value.dtype, value.shape[1:] if value.kind == RAGGED else ()) for value in values}
     assert len(kinds) == 1, f"{group.name} differs between samples: {sorted(kinds)}"
+    region = _describe_records(group, "blob", np.dtype(np.uint8), [value.data for value in values])
+    group["shape"] = np.array([value.shape for value in values], dtype=np.int32)
+    group.attrs.update(kind=values[0].kind, dtype=values[0].dtype)
+    return region
 
 
-def _write_arrays(group: h5py.Group, values: np.ndarray) -> None:
-    data = group.create_dataset("data", data=values)
-    size = values[0].nbytes
-    group["start"] = data.id.get_offset() + np.arange(len(values), dtype=np.int64) * size
-    group["size"] = np.full(len(values), size, dtype=np.int64)
-    group["crc"] = np.array([crc32c.crc32c(row.data) for row in values], dtype=np.uint32)
-    group["shape"] = np.tile(np.array(values.shape[1:], dtype=np.int32), (len(values), 1))
-    group.attrs.update(kind=ARRAY, dtype=values.dtype.name)
+def _write_arrays(group: h5py.Group, values: list[np.ndarray]) -> _Region:
+    shapes = {value.shape for value in values}
+    assert len(shapes) == 1, f"{group.name} differs between samples: {sorted(shapes)}"
+    common = np.result_type(*{value.dtype for value in values})
+    native = [_make_native(value, common) for value in values]
+    region = _describe_records(group, "data", native[0].dtype, [_view_bytes(value) for value in native], *shapes)
+    group["shape"] = np.tile(np.array(native[0].shape, dtype=np.int32), (len(values), 1))
+    group.attrs.update(kind=ARRAY, dtype=native[0].dtype.name)
+    return region
+
+
+def _describe_records(
+    group: h5py.Group,
+    name: str,
+    dtype: np.dtype,
+    records: Sequence[bytes | memoryview],
+    shape: tuple[int, ...] | None = None,
+) -> _Region:
+    """Make a dataset of all bytes, or of N arrays of this shape, without values; add the places and checksums."""
+    size = np.array([len(record) for record in records], dtype=np.int64)
+    created = h5p.create(h5p.DATASET_CREATE)
+    created.set_layout(h5d.CONTIGUOUS)
+    created.set_alloc_time(h5d.ALLOC_TIME_EARLY)
+    created.set_fill_time(h5d.FILL_TIME_NEVER)
+    created.set_obj_track_times(False)
+    space = h5s.create_simple((int(size.sum()),) if shape is None else (len(records), *shape))
+    made = h5d.create(group.id, name.encode(), h5t.py_create(dtype, logical=True), space, created)
+    start = made.get_offset() or 0  # None if all records are empty
+    group["start"] = start + np.cumsum(size) - size
+    group["size"] = size
+    group["crc"] = np.array([crc32c.crc32c(record) for record in records], dtype=np.uint32)
+    return _Region(start, records)
 
 
 def write_texts(group: h5py.Group, values: Sequence[Any]) -> None:
