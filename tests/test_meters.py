@@ -1,7 +1,6 @@
 """Time is what the device took, not what launching took: the training loop on an imitated asynchronous device."""
 
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -96,6 +95,7 @@ def train(
     *,
     compute_s: float = COMPUTE_S,
     data_s: float = 0.0,
+    prepare_s: float = 0.0,
     predict_s: float = 0.0,
     stop_at: int | None = None,
     limit: RuntimeLimit | None = None,
@@ -106,6 +106,7 @@ def train(
     Args:
         compute_s: work of a micro-batch.
         data_s: how long the loader takes for each.
+        prepare_s: work that the loader queues when a micro-batch has arrived.
         predict_s: work of a batch of the evaluation.
         stop_at: a signal arrives in this step.
         options: of the run.
@@ -153,14 +154,18 @@ def train(
     with Recorder(run, trackers=(), config={}, resume_at=resume_at) as recorder:
         unlimited = RuntimeLimit(None, started=0)
         trainer = Trainer(context, state, recorder, stop, limit or unlimited, device.make_event)
-        read_batches = trainer.loader.train
+        hand_over, prepare = trainer.loader._hand_over, trainer.loader._make_model_input
 
-        def read_slowly(*args: Any, **options: Any) -> Iterator[Any]:
-            for micro_batch in read_batches(*args, **options):
-                device.now_s += data_s
-                yield micro_batch
+        def hand_over_late(item: Any) -> None:
+            device.now_s += data_s
+            hand_over(item)
 
-        trainer.loader.train = read_slowly  # type: ignore[assignment,method-assign]
+        def prepare_on_device(*args: Any, **options: Any) -> Any:
+            device.launch(host_s=0.0, device_s=prepare_s)
+            return prepare(*args, **options)
+
+        trainer.loader._hand_over = hand_over_late  # type: ignore[method-assign]
+        trainer.loader._make_model_input = prepare_on_device  # type: ignore[method-assign]
         return trainer.run()
 
 
@@ -216,6 +221,14 @@ def test_idle_is_when_the_device_has_nothing_to_do_and_not_when_the_host_waits(p
     assert line["idle_ms"] == pytest.approx(1000 * idle_s / 10)
     assert line["step_ms"] == pytest.approx(line["compute_ms"] + line["idle_ms"])
     assert line["samples_per_s"] == pytest.approx(12_000 / line["step_ms"])
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_preparing_a_micro_batch_is_work_of_the_device(parts, run, device):
+    train(run, device, prepare_s=0.5, max_duration="20st", micro_batch_size=12 // parts)
+    line = [line for line in read_metrics(run) if line["kind"] == "train"][-1]
+    assert line["idle_ms"] == pytest.approx(0)
+    assert line["compute_ms"] == line["step_ms"] == pytest.approx(1000 * (COMPUTE_S + 0.5) * parts)
 
 
 def test_on_the_cpu_idle_is_waiting_for_data(device):

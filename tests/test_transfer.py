@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.late_device import LateDevice
+from tests.late_device import GARBAGE, LateDevice
 from tests.test_loader import AUGMENTATION, HAS_DALI, IMAGE, are_equal, make_loader, make_orders, train
 from trainyard.data.augment import build_neutral
 from trainyard.data.check_images import compare_with_synchronised_decode, delay_compute
@@ -65,6 +65,44 @@ def test_on_the_host_the_caller_gets_the_memory_that_the_background_filled(image
     stream.close()
     assert set(batch) == {"image", *loader.prepared[0]}
     assert all(batch[name] is values for name, values in loader.prepared[0].items())
+
+
+class PreparingLoader(Loader):
+    """Queues the preparation of images on the stream that computes, where a step's kernels are, too."""
+
+    def _make_model_input(self, images, *, resample: bool, **augmentation) -> Tensor:
+        torch.cuda.current_stream().push(lambda: self.queue.append(("prepare", images.flatten()[0] != GARBAGE)))
+        return images
+
+
+def test_a_micro_batch_arrives_after_its_copy_and_before_the_kernels_that_prepare_it(images, monkeypatch):
+    device = LateDevice(monkeypatch, eager=False)
+    config = TrainConfig(seed=5, image=IMAGE, augment=AUGMENTATION)
+    loader = PreparingLoader.from_config(config, images, device=GPU, decode="cpu")
+    loader.queue = []
+    uploads, arrive = [], device.compute.push
+    upload = loader._copies.upload
+
+    def observe(*groups):
+        uploaded, copied = upload(*groups)
+        uploads.append(copied)
+        return uploaded, copied
+
+    monkeypatch.setattr(loader._copies, "upload", observe)
+    numbers = itertools.count()
+    stream = loader.train(
+        make_orders(),
+        epoch=0,
+        start=0,
+        micro_batch_size=4,
+        on_arrival=lambda: arrive(
+            lambda number=next(numbers): loader.queue.append(("arrive", uploads[number].happened))
+        ),
+    )
+    taken = list(itertools.islice(stream, 4))
+    stream.close()
+    device.finish()
+    assert len(taken) == 4 and loader.queue == 4 * [("arrive", True), ("prepare", True)]
 
 
 @pytest.mark.parametrize("depth", [1, 3])
@@ -298,7 +336,6 @@ class RawLoader(Loader):
     """Yields the decoder's images as they are: what a model's kernels would do with them is not imitated."""
 
     def _make_batch(self, item, *, resample: bool) -> dict[str, Tensor]:
-        self._copies.hand_over(item.copied, [*item.values.values(), item.images])
         return {"sample_id": item.values["sample_id"], "image": item.images}
 
 

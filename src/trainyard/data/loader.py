@@ -147,7 +147,13 @@ class Loader:
         )
 
     def train(
-        self, orders: Callable[[int], EpochOrder], *, epoch: int, start: int, micro_batch_size: int
+        self,
+        orders: Callable[[int], EpochOrder],
+        *,
+        epoch: int,
+        start: int,
+        micro_batch_size: int,
+        on_arrival: Callable[[], object] = lambda: None,
     ) -> Generator[MicroBatch, None, None]:
         """Yield this rank's micro-batches from global batch `start` of `epoch` on, epoch after epoch, without end.
 
@@ -156,6 +162,7 @@ class Loader:
         Args:
             orders: returns the order of an epoch; all have the same global batch size.
             micro_batch_size: samples per micro-batch; 0: this rank's share of the global batch.
+            on_arrival: called when the caller's stream has waited for a micro-batch, before it prepares the images.
         """
         _check_boxes(self._augmentation.crop_keeps, self.data)
         first = orders(epoch)
@@ -167,7 +174,8 @@ class Loader:
                 for index in range(start if number == epoch else 0, len(order)):
                     yield from self._split_batch(order.batch(index), number, index, micro_batch_size)
 
-        yield from self._load(make_items(), largest, resample=augment.needs_resampling(self._augmentation))
+        resample = augment.needs_resampling(self._augmentation)
+        yield from self._load(make_items(), largest, resample=resample, on_arrival=on_arrival)
 
     def _split_batch(self, ids: np.ndarray, epoch: int, index: int, micro_batch_size: int) -> Iterator[_Item]:
         """Split one global batch into this rank's micro-batches, each with its augmentation."""
@@ -216,7 +224,9 @@ class Loader:
 
         yield from self._load(make_items(), batch_size, resample=False)
 
-    def _load(self, items: Iterator[_Item], largest: int, *, resample: bool) -> Generator[MicroBatch, None, None]:
+    def _load(
+        self, items: Iterator[_Item], largest: int, *, resample: bool, on_arrival: Callable[[], object] = lambda: None
+    ) -> Generator[MicroBatch, None, None]:
         """Read and decode items in the background, and move each to the device.
 
         Args:
@@ -235,6 +245,8 @@ class Loader:
         upload = partial(self._upload, unfinished=deque())
         ahead = 0 if self._copies is None else _AHEAD_ON_GPU
         for item, wait_s in prefetch(map(self._add_values, stream), depth, start=upload, ahead=ahead):
+            self._hand_over(item)
+            on_arrival()
             yield MicroBatch(self._make_batch(item, resample=resample), item.weight, item.last, wait_s)
 
     def _read_arrays(self, items: Iterator[_Item]) -> Iterator[_Item]:
@@ -384,11 +396,14 @@ class Loader:
             unfinished.popleft().synchronize()
         return replace(item, values=values, augmentation=augmentation, images=images.get(IMAGE), copied=copied)
 
-    def _make_batch(self, item: _Item, *, resample: bool) -> dict[str, Tensor]:
-        """Return the batch of an item whose tensors are on the device."""
+    def _hand_over(self, item: _Item) -> None:
+        """Let the caller's stream use what was copied to a GPU."""
         if self._copies is not None:
             images = [] if item.images is None else [item.images]
             self._copies.hand_over(item.copied, [*item.values.values(), *item.augmentation.values(), *images])
+
+    def _make_batch(self, item: _Item, *, resample: bool) -> dict[str, Tensor]:
+        """Return the batch of an item whose tensors are on the device."""
         batch = dict(item.values)
         if item.images is not None and item.parameters is not None:
             batch[IMAGE] = self._make_model_input(item.images, resample=resample, **item.augmentation)

@@ -96,8 +96,8 @@ class StepMeter:
 
     The calls of a step return before an asynchronous device has done its work. So a step is over when the device has
     finished it, which the host learns when it has launched the next one: it is never further ahead. The device is idle
-    from the end of its queue until the next micro-batch arrives; events in the queue measure that. On the CPU a step is
-    over when its calls return, and the time spent waiting for data is idle.
+    from the end of its queue until the next micro-batch arrives; events in the queue measure that. Kernels that prepare
+    it are work. On the CPU a step is over when its calls return, and the time spent waiting for data is idle.
     """
 
     def __init__(self, make_event: Callable[[], DeviceEvent] | None) -> None:
@@ -112,6 +112,7 @@ class StepMeter:
         self._gaps: list[_Gap] = []
         self._counted_until = time.monotonic()
         self._queue_end = self._record()
+        self._arrival: DeviceEvent | None = None
         self._reset()
 
     @property
@@ -119,10 +120,16 @@ class StepMeter:
         """How many of the steps that were launched the device may not have finished: 0 or 1."""
         return 0 if self._launched is None else 1
 
+    def note_arrival(self) -> None:
+        """Mark where the next micro-batch has arrived; otherwise `watch` does, behind what is queued until then."""
+        self._arrival = self._record()
+
     def watch(self, micro_batches: Iterable[T]) -> Iterator[T]:
         """Yield the micro-batches of a step, which queues the computation of each before it takes the next."""
         for micro_batch in micro_batches:
-            if self._queue_end is not None and (arrival := self._record()) is not None:
+            arrival = self._record() if self._arrival is None else self._arrival
+            self._arrival = None
+            if self._queue_end is not None and arrival is not None:
                 self._gaps.append((self._queue_end, arrival))
             yield micro_batch
             self._queue_end = self._record()
@@ -159,6 +166,7 @@ class StepMeter:
         self._begin += paused_s
         self._counted_until += paused_s
         self._queue_end = self._record()
+        self._arrival = None  # of a micro-batch that was read inside
 
     def pop_timings(self) -> dict[str, float]:
         """Return means per step since the last call, and reset. The device must have settled."""

@@ -157,6 +157,7 @@ class Trainer:
             epoch=progress.epoch,
             start=progress.batches_done,
             micro_batch_size=self.micro_batch_size,
+            on_arrival=self.meter.note_arrival,
         )
         bar = ProgressBar(self.total_steps, step=progress.step, show=self.context.world.is_main)
         try:
