@@ -13,8 +13,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.batch_norm_kernels import use_on_the_cpu
 from tests.training import FORKSERVER, find_differences
 from trainyard.data.loader import Loader, MicroBatch
+from trainyard.data.order import split_into_micro_batches
 from trainyard.data.shards import ShardSet
 from trainyard.errors import UserError
 from trainyard.hardware import choose_sync_batchnorm
@@ -111,6 +113,58 @@ def _compare_scores_with_those_of_rank_0(rank: int, world_size: int, folder: Pat
         assert metrics == module.score(rows), "one process scores the same with what rank 0 saves"
         assert find_differences(*buffers) == []
         assert module.threshold == 0
+
+
+class Filter(TrainModule):
+    """Convolutions of signals with BatchNorm between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv1d(2, 6, 3), nn.BatchNorm1d(6), nn.Tanh(), nn.Conv1d(6, 4, 3), nn.BatchNorm1d(4), nn.Tanh()
+        )
+
+    def forward(self, batch: Batch) -> dict[str, Tensor]:
+        return {"loss": (self.layers(batch["signal"]).mean(2) - batch["wanted"]).square().mean()}
+
+
+@pytest.mark.slow
+def test_a_placeholder_stays_out_of_the_statistics_that_ranks_synchronise(tmp_path):
+    run_on_ranks(_compare_synchronised_with_one_rank, 2, tmp_path)
+
+
+def _compare_synchronised_with_one_rank(rank: int, world_size: int, folder: Path) -> None:
+    """Five samples in micro-batches of two: rank 0 has none for the second one, and rank 1 has one."""
+    generator = torch.Generator().manual_seed(3)
+    ids, samples = np.arange(5), torch.randn(5, 2, 9, generator=generator)
+    wanted = torch.randn(5, 4, generator=generator)
+
+    def take_steps(parts: list[tuple[np.ndarray, int]], *, world_size: int) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        module = Filter().train()
+        # Adam would divide what rounding leaves of a gradient of 0, as that of a bias before BatchNorm, by itself
+        optimizer = make_optimizer(module, OptimizerSettings(name="sgd"))
+        scaler = torch.amp.GradScaler("cpu", enabled=False)
+        state = TrainState(module, module, optimizer, scaler, None, 0.0)
+        if world_size > 1:
+            state.model = wrap_in_ddp(module, device=CPU, sync_batchnorm=True)
+        for _ in range(2):
+            micro_batches = [
+                MicroBatch({"signal": samples[part], "wanted": wanted[part]}, counted / 5, index == 1, 0.0)
+                for index, (part, counted) in enumerate(parts)
+            ]
+            options = {"lr": 0.01, "world_size": world_size, "seed": 0, "clip_grad_norm": 0.0}
+            train_step(state, micro_batches, autocast=nullcontext, **options)
+        return {name: value.clone() for name, value in module.state_dict().items()}
+
+    with pytest.MonkeyPatch.context() as patch:
+        use_on_the_cpu(patch)
+        shares = split_into_micro_batches(ids, rank=rank, world_size=world_size, micro_batch_size=2)
+        assert [counted for _, counted in shares] == ([2, 0], [2, 1])[rank]
+        together = take_steps(shares, world_size=world_size)
+    alone = take_steps([(ids[:4], 4), (ids[4:], 1)], world_size=1)
+    found = {name: float((alone[name] - together[name]).abs().max()) for name in alone}
+    assert max(found.values()) < 1e-5, found
 
 
 def test_batch_statistics_are_synchronised_on_request_between_gpus_only():

@@ -1,6 +1,11 @@
 """Data-parallel training: the order in which ranks sum gradients, and the buffers that they share."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
@@ -58,6 +63,40 @@ def share_saved_buffers(module: TrainModule) -> None:
     """
     saved: dict[str, Tensor] = module.state_dict()
     distributed.overwrite_with_rank0(saved[name] for name, _ in module.named_buffers() if name in saved)
+
+
+@contextmanager
+def leave_out_of_statistics(module: nn.Module) -> Iterator[None]:
+    """Keep a micro-batch that counts for nothing out of batch statistics, in its forward and its backward pass.
+
+    BatchNorm normalises it by the running statistics, and leaves those as they are. A synchronised layer still takes
+    part in what the ranks compute together, with no samples: the others would wait for it.
+    """
+    norms = [m for m in module.modules() if isinstance(m, _BatchNorm) and m.training and m.track_running_stats]
+    for norm in norms:
+        if isinstance(norm, nn.SyncBatchNorm):
+            norm.forward = partial(_take_part_without_samples, norm)  # type: ignore[method-assign]
+        else:
+            norm.eval()
+    try:
+        yield
+    finally:
+        for norm in norms:
+            norm.train()
+            vars(norm).pop("forward", None)
+
+
+def _take_part_without_samples(norm: nn.SyncBatchNorm, x: Tensor) -> Tensor:
+    """Normalise by the running statistics; the ranks' other samples update them here as everywhere.
+
+    A single vector has no variance, and it may be all that the other ranks have. So in a layer of vectors the
+    micro-batch stays in the statistics.
+    """
+    if x[0, 0].numel() == 1:
+        return nn.SyncBatchNorm.forward(norm, x)
+    no_samples = nn.SyncBatchNorm.forward(norm, x[:0].float())  # the data type of the other ranks' statistics
+    normalised = F.batch_norm(x, norm.running_mean, norm.running_var, norm.weight, norm.bias, eps=norm.eps)
+    return normalised + no_samples.sum()  # 0, so that the backward pass takes part, too
 
 
 def list_statistics(module: nn.Module) -> set[str]:

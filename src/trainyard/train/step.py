@@ -19,6 +19,7 @@ from trainyard.data.loader import MicroBatch
 from trainyard.errors import UserError
 from trainyard.settings import OptimizerSettings
 from trainyard.train.best import Plateau
+from trainyard.train.data_parallel import leave_out_of_statistics
 from trainyard.train.distributed import average_rows
 from trainyard.train.module import TrainModule
 from trainyard.train.out_of_memory import name_phase
@@ -110,7 +111,8 @@ def compute_gradients(
     wait_s = 0.0
     for micro_batch in micro_batches:
         wait_s += micro_batch.wait_s
-        with _sync_gradients_if(state.model, micro_batch.last):
+        counted = nullcontext() if micro_batch.weight else leave_out_of_statistics(state.module)
+        with _sync_gradients_if(state.model, micro_batch.last), counted:
             with name_phase("forward pass"), autocast():
                 parts = state.model(micro_batch.batch)
             with name_phase("backward pass"):
