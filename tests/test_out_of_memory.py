@@ -267,15 +267,21 @@ def test_batch_statistics_over_few_samples_are_told_from_enough(size, synced, sa
     assert describe_batch_statistics(torch.nn.Sequential(torch.nn.GroupNorm(1, 3)), **options) is None
 
 
-@pytest.mark.slow
-def test_one_of_two_ranks_without_memory_ends_both_and_both_start_again(tmp_path, cache, whole):
-    run = make_run(tmp_path, cache, "model.full_above=4", "model.full_phase=backward", "model.full_rank=1")
+@pytest.mark.parametrize(
+    "phase", [pytest.param("backward", marks=pytest.mark.slow), pytest.param("optimizer", marks=pytest.mark.long)]
+)
+def test_one_of_two_ranks_without_memory_ends_both_and_both_start_again(phase, tmp_path, cache, whole):
+    """In evaluation, which follows, that rank alone takes smaller batches, and the other one waits for it."""
+    full = (f"model.full_phase={phase}+evaluation", "model.full_step=16")  # the other rank is in a collective then
+    run = make_run(tmp_path, cache, "model.full_above=4", *full, "model.full_rank=1")
     codes = train_on_ranks(run, 2, rendezvous="first")
     assert codes[1] == ExitCode.DEVICE_OOM and codes[0] not in (0, None)
     assert explain_run(run).endswith(f"next: trainyard resume {run} (with half the micro-batch)")
     assert train_on_ranks(run, 2, rendezvous="second") == [0, 0]
     assert_same_training(whole, run)
-    assert read_env(run)["choices"]["micro_batch_size"]["value"] == 4
+    choices = read_env(run)["choices"]
+    assert f"halved from 8: out of memory in the {phase}" in choices["micro_batch_size"]["reason"]
+    assert (choices["micro_batch_size"]["value"], choices["eval_batch_size"]["value"]) == (4, 4)
 
 
 @pytest.mark.long

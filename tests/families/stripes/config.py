@@ -19,7 +19,7 @@ class ModelSettings:
         -1, "samples seen from which training uses an operator that has no deterministic kernel; -1: never", low=-1
     )
     full_above: int = option(-1, "samples above which there is no memory, in `full_phase`; -1: never", low=-1)
-    full_phase: str = option("forward", "when", choices=("forward", "backward", "optimizer", "evaluation"))
+    full_phase: str = option("forward", "when: forward, backward, optimizer or evaluation, or several with +")
     full_rank: int = option(-1, "rank that has no memory; -1: every rank", low=-1)
     full_step: int = option(0, "samples seen from which there is no memory in training", low=0)
 

@@ -74,7 +74,7 @@ class StripesModule(TrainModule):
         """Tell whether this rank has no memory for so many samples."""
         rank = distributed.get_rank() if distributed.is_initialized() else 0
         return (
-            phase == self.full.full_phase
+            phase in self.full.full_phase.split("+")
             and 0 <= self.full.full_above < samples
             and self.full.full_rank in (-1, rank)
             and (not self.training or self.samples_seen >= self.full.full_step)
