@@ -1,6 +1,7 @@
 """Time is what the device took, not what launching took: the training loop on an imitated asynchronous device."""
 
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from tests.training import FAMILIES, load_state, new_run
 from trainyard import config as configs
 from trainyard.config import load_family
+from trainyard.data.loader import MicroBatch
 from trainyard.data.shards import ShardSet
 from trainyard.hardware import choose_precision
 from trainyard.runs.events import read_metrics
@@ -96,6 +98,7 @@ def train(
     compute_s: float = COMPUTE_S,
     data_s: float = 0.0,
     prepare_s: float = 0.0,
+    first_wait_s: float = 0.0,
     predict_s: float = 0.0,
     stop_at: int | None = None,
     limit: RuntimeLimit | None = None,
@@ -107,6 +110,7 @@ def train(
         compute_s: work of a micro-batch.
         data_s: how long the loader takes for each.
         prepare_s: work that the loader queues when a micro-batch has arrived.
+        first_wait_s: how long the host waited for the first micro-batch.
         predict_s: work of a batch of the evaluation.
         stop_at: a signal arrives in this step.
         options: of the run.
@@ -154,6 +158,14 @@ def train(
     with Recorder(run, trackers=(), config={}, resume_at=resume_at) as recorder:
         unlimited = RuntimeLimit(None, started=0)
         trainer = Trainer(context, state, recorder, stop, limit or unlimited, device.make_event)
+        read = trainer.loader.train
+
+        def read_late(*args: Any, **options: Any) -> Iterator[MicroBatch]:
+            stream = read(*args, **options)
+            yield replace(next(stream), wait_s=first_wait_s)
+            for micro_batch in stream:
+                yield replace(micro_batch, wait_s=0.0)
+
         hand_over, prepare = trainer.loader._hand_over, trainer.loader._make_model_input
 
         def hand_over_late(item: Any) -> None:
@@ -164,6 +176,7 @@ def train(
             device.launch(host_s=0.0, device_s=prepare_s)
             return prepare(*args, **options)
 
+        trainer.loader.train = read_late  # type: ignore[assignment,method-assign]
         trainer.loader._hand_over = hand_over_late  # type: ignore[method-assign]
         trainer.loader._make_model_input = prepare_on_device  # type: ignore[method-assign]
         return trainer.run()
@@ -229,6 +242,12 @@ def test_preparing_a_micro_batch_is_work_of_the_device(parts, run, device):
     line = [line for line in read_metrics(run) if line["kind"] == "train"][-1]
     assert line["idle_ms"] == pytest.approx(0)
     assert line["compute_ms"] == line["step_ms"] == pytest.approx(1000 * (COMPUTE_S + 0.5) * parts)
+
+
+def test_waiting_for_the_micro_batch_that_is_tried_before_training_is_no_part_of_a_step(run, device):
+    train(run, device, first_wait_s=60.0, max_duration="10st")
+    (line,) = [line for line in read_metrics(run) if line["kind"] == "train"]
+    assert line["data_wait_ms"] == 0
 
 
 def test_on_the_cpu_idle_is_waiting_for_data(device):

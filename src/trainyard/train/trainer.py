@@ -4,6 +4,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -52,11 +53,7 @@ from trainyard.train.run_context import (
 )
 from trainyard.train.run_state import encode_state, prepare_state, refuse_misfit
 from trainyard.train.schedule import compute_lr_factor
-from trainyard.train.step import (
-    StepResult,
-    TrainState,
-    train_step,
-)
+from trainyard.train.step import StepResult, TrainState, train_step
 from trainyard.train.stop import RuntimeLimit, Stop, StopFlag
 
 MAX_SKIPPED = 20
@@ -201,8 +198,9 @@ class Trainer:
         peeked: list[MicroBatch] = []
 
         def peek() -> MicroBatch:
-            peeked.append(next(read_one_step(stream, self.state.progress.samples_seen, context.device)))
-            return peeked[0]
+            first = next(read_one_step(stream, self.state.progress.samples_seen, context.device))
+            peeked.append(replace(first, wait_s=0.0))  # waited for already, while the meter is paused
+            return first
 
         findings = None
         if self.config.deterministic:
