@@ -65,20 +65,28 @@ class _CompiledForward:
 
     def __init__(self, layer: nn.Module, run: Callable[..., Any]) -> None:
         self._layer, self._forward, self._run = layer, layer.forward, run
+        is_of_class = getattr(self._forward, "__func__", None) is type(layer).forward
+        self._traced = (layer, None) if is_of_class else (None, self._forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._layer.training and torch.is_grad_enabled():
-            return self._run(self._forward, *args, **kwargs)
+            return self._run(*self._traced, *args, **kwargs)
         return self._forward(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(self._forward, memo)
 
 
-def _run_forward(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a layer's forward method.
+def _run_forward(layer: nn.Module | None, forward: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> Any:
+    """Call a layer's forward method: that of its class, or another one.
+
+    For torch 2.7.1 a method that belongs to another object is another function, which it compiles again. What it gets
+    as an argument is compared by its kind.
 
     Dynamo traces no function of torch.nn that is called from outside a traced one. So `nn.Module.compile`, which
     compiles a method of torch.nn, does nothing for a layer whose forward is torch.nn's too, such as nn.Sequential.
     """
+    if layer is not None:
+        return type(layer).forward(layer, *args, **kwargs)
+    assert forward is not None
     return forward(*args, **kwargs)

@@ -57,7 +57,7 @@ class _DeferredCompiler(ModuleType):
 
     def disable(self, fn: Any = None, *args: Any, **options: Any) -> Any:
         """Keep a function from being traced: before the compiler is loaded nothing is."""
-        if fn is None or options.get("wrapping") is not False:  # a decorator of somebody's, not torch's own late one
+        if fn is None or not args:  # a decorator of somebody's; torch's own late one also says if it is recursive
             return self.__getattr__("disable")(fn, *args, **options)
         self._not_traced.append(fn)
         return fn
