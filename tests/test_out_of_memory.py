@@ -215,6 +215,26 @@ def test_a_batch_for_which_the_host_has_no_memory_is_refused_before_it_is_alloca
         train(run)
 
 
+def test_a_step_for_which_the_host_has_no_memory_is_refused_before_it_is_taken(tmp_path, cache, whole):
+    assert read_env(whole)["choices"]["memory_probe"]["value"] == "off", "a small batch costs no prediction"
+    size = read_available_memory().bytes // 4 // (16 * 16 * 9)  # its buffers fit, what 8 channels make of it does not
+    run = make_run(tmp_path, cache, f"global_batch_size={size}")
+    with pytest.raises(UserError) as caught:
+        train(run)
+    said = str(caught.value)
+    assert said.startswith(f"micro_batch_size={size}: the loader's buffers and the activations of a step of 1 ranks")
+    assert "Start again with a smaller one: trainyard run stripes micro_batch_size=" in said
+
+
+def test_predicting_a_large_step_changes_no_bit(tmp_path, cache, whole, monkeypatch):
+    monkeypatch.setattr("trainyard.train.memory_probe.UNLIKELY_SHARE", 0.0)
+    run = make_run(tmp_path, cache)
+    assert train(run) == 0
+    choice = read_env(run)["choices"]["memory_probe"]
+    assert choice["value"] == "fits" and choice["reason"].startswith("predicted: ")
+    assert find_differences(load_state(whole), load_state(run)) == []
+
+
 @pytest.mark.parametrize(
     ("memory_max", "left_mib", "source"),
     [("max", 100, "MemAvailable"), (str(60 * 2**20), 60 - 50 + 30, "cgroup/a"), (str(10 * 2**20), 0, "cgroup/a")],

@@ -130,7 +130,8 @@ def test_predictions_of_the_demos_hold_at_three_micro_batches(family, cache):
 
 @pytest.mark.slow
 def test_a_step_that_reads_values_is_not_predicted_and_says_so(tmp_path):
-    config = prepare_data(configs.compose("stripes", [f"data.cache={tmp_path}"], TEST_FAMILIES), TEST_FAMILIES)
+    reads_values = ("model.full_above=100", f"data.cache={tmp_path}")
+    config = prepare_data(configs.compose("stripes", [*reads_values], TEST_FAMILIES), TEST_FAMILIES)
     setting = Setting("cpu", "fp32", False, False, 4, accumulates=False)
     refused = Predictor(config, TEST_FAMILIES).predict(setting).refused
     assert "a step of family stripes reads values" in refused

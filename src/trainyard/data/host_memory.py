@@ -30,19 +30,25 @@ def refuse_oversized_batches(
     train_samples: int,
     local_world_size: int,
     available: AvailableMemory,
+    step_bytes: int = 0,
 ) -> None:
     """Compare what the loader allocates for a batch with the memory that the ranks of this node can still get.
 
     Memory of the model is not counted: this is a lower bound of what training needs.
+
+    Args:
+        step_bytes: what else a step of a rank takes on the host, with micro-batches of `micro_batch_size`.
 
     Raises:
         UserError: it is too much; says which size would fit, and that a batch has more samples than there are.
     """
     sizes = {"micro_batch_size": micro_batch_size, "eval_batch_size": eval_batch_size}
     for name, size in sizes.items():
-        needed = loader.count_host_bytes(size) * local_world_size
+        in_step = step_bytes if name == "micro_batch_size" else 0
+        needed = (loader.count_host_bytes(size) + in_step) * local_world_size
         if needed <= available.bytes:
             continue
+        what = "the loader's buffers and the activations of a step" if in_step else "the loader's buffers"
         fitting = max(1, math.floor(size * available.bytes / needed / 2))  # leaves as much for everything else
         fitting = 2 ** int(math.log2(fitting))
         advice, few = f"Resume with a smaller one: trainyard resume {run} {name}={fitting}", ""
@@ -54,7 +60,7 @@ def refuse_oversized_batches(
             if few:
                 advice += f", or {start} global_batch_size={train_samples}"
         raise UserError(
-            f"{name}={size}: the loader's buffers of {local_world_size} ranks on this host would take "
+            f"{name}={size}: {what} of {local_world_size} ranks on this host would take "
             f"{format_size(needed)}, and {format_size(available.bytes)} are available ({available.source}).{few} "
             f"{advice}"
         )

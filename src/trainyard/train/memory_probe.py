@@ -2,6 +2,8 @@
 
 Each rank tries them on its own module, without DDP, so that a rank whose memory is not enough keeps no other waiting.
 Then all agree, and halve together what did not fit.
+
+On the CPU nothing is tried: the kernel would kill the rank. A step is predicted if its batch is large.
 """
 
 import copy
@@ -16,14 +18,17 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from loguru import logger
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
 from trainyard.data.augment import list_scales
+from trainyard.data.host_memory import read_available_memory
 from trainyard.data.index import RAGGED
-from trainyard.data.loader import Loader
+from trainyard.data.loader import IMAGE, Loader
 from trainyard.data.order import EpochOrder
 from trainyard.data.shards import ShardSet
 from trainyard.errors import is_out_of_memory
 from trainyard.settings import TrainConfig
+from trainyard.text import format_size
 from trainyard.train import distributed
 from trainyard.train.evaluate import predict_share
 from trainyard.train.out_of_memory import (
@@ -34,8 +39,15 @@ from trainyard.train.out_of_memory import (
     release_memory,
 )
 from trainyard.train.precision import allow_nondeterministic_operators
-from trainyard.train.run_context import TRAIN, RunContext, read_one_step
+from trainyard.train.run_context import TRAIN, RunContext, read_one_step, refuse_batches_without_memory
+from trainyard.train.run_state import build_state
 from trainyard.train.step import TrainState, compute_gradients, update_weights
+
+UNLIKELY_SHARE = 0.001
+"""Of a host's memory: if the loader's buffers take less, the step is not predicted, which may take seconds.
+
+Assumed: a step takes less than a thousand times the memory of what it reads.
+"""
 
 Autocast = Callable[[], AbstractContextManager[None]]
 
@@ -71,10 +83,14 @@ def probe_memory(
 
     Raises:
         OutOfDeviceMemory: it does not fit, and may not be halved; on all ranks alike.
+        UserError: the host has no memory for a step on the CPU.
     """
     micro_batch_size, eval_batch_size = context.micro_batch_size, context.eval_batch_size
     if reason := _explain_no_probe(context):
-        return Probe(micro_batch_size, eval_batch_size, "off", reason)
+        finding = "off"
+        if context.device.type == "cpu" and context.config.probe_memory == "auto":
+            finding, reason = _predict_on_host(context, loader, autocast)
+        return Probe(micro_batch_size, eval_batch_size, finding, reason)
     device = context.device
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -123,6 +139,59 @@ def _explain_no_probe(context: RunContext) -> str:
     if config.sync_batchnorm and context.world.world_size > 1:
         return "sync_batchnorm=true: in a step, a rank whose memory is not enough would keep the others waiting"
     return ""
+
+
+def _predict_on_host(context: RunContext, loader: Loader, autocast: Autocast) -> tuple[str, str]:
+    """Compare what a step on the CPU would take with what this host has; return what was found, and why.
+
+    Raises:
+        UserError: it is too much.
+    """
+    available = read_available_memory()
+    if loader.count_host_bytes(context.micro_batch_size) < UNLIKELY_SHARE * available.bytes:
+        return "off", "probe_memory=auto tries the memory of GPUs only, and predicts on the CPU where batches are large"
+    if context.world.world_size > 1 and context.module.sparse_gradients():
+        return "off", "a step whose ranks exchange sparse gradients is not predicted"
+    try:
+        needed = _predict_step(context, loader, autocast)
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        return "off", f"a step of family {context.config.family} reads values, so it cannot be predicted: {error}"
+    refuse_batches_without_memory(context, loader, available=available, step_bytes=needed)
+    return (
+        "fits",
+        f"predicted: {format_size(needed)} for a step, of {format_size(available.bytes)} ({available.source})",
+    )
+
+
+def _predict_step(context: RunContext, loader: Loader, autocast: Autocast) -> int:
+    """Return the bytes that a step of this rank takes on the CPU besides what exists before it."""
+    from trainyard.train.step_memory import predict_step, remove_values, resize_batch  # few runs need it
+
+    config, ids = context.config, context.splits[TRAIN]
+    with closing(loader.evaluate(ids, batch_size=2)) as stream:
+        batch = dict(next(stream).batch)
+    batch |= {"noise": torch.zeros(len(batch["sample_id"]), 32), "samples_seen": torch.zeros((), dtype=torch.int64)}
+    records, scale = context.data.records.items(), max(config.image.scales)
+    axes = {name: {1: int(record.shape[ids, 0].max())} for name, record in records if record.kind == RAGGED}
+    axes[IMAGE] = {2: round(config.image.height_px * scale), 3: round(config.image.width_px * scale)}
+    scaler = torch.amp.GradScaler("cpu", enabled=context.precision.loss_scaling)
+    state = build_state(copy.deepcopy(context.module), config, scaler=scaler)
+    accumulates = context.world.world_size * context.micro_batch_size < config.global_batch_size
+    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with _restore_generators(context.device), allow_nondeterministic_operators(), fake_mode:
+        remove_values(state, fake_mode)
+        largest = resize_batch(
+            batch, samples=context.micro_batch_size, axes=axes, channels_last=context.precision.channels_last
+        )
+        step = predict_step(
+            state,
+            largest,
+            micro_batches=2 if accumulates or context.world.world_size > 1 else 1,
+            clip_grad_norm=config.clip_grad_norm,
+            autocast=autocast,
+            on_gpu=False,
+        )
+    return step.activations
 
 
 def build_largest_batch(

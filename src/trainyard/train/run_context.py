@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from trainyard.data import order
-from trainyard.data.host_memory import read_available_memory, refuse_oversized_batches
+from trainyard.data.host_memory import AvailableMemory, read_available_memory, refuse_oversized_batches
 from trainyard.data.loader import Loader, MicroBatch
 from trainyard.data.shards import ShardSet
 from trainyard.errors import UserError
@@ -97,7 +97,6 @@ def make_loader(context: RunContext) -> Loader:
     Raises:
         UserError: the host has no memory for the batches.
     """
-    config, world = context.config, context.world
     loader = Loader.from_config(
         context.config,
         context.data,
@@ -108,6 +107,19 @@ def make_loader(context: RunContext) -> Loader:
         threads=context.threads,
         channels_last=context.precision.channels_last,
     )
+    refuse_batches_without_memory(context, loader, available=read_available_memory())
+    return loader
+
+
+def refuse_batches_without_memory(
+    context: RunContext, loader: Loader, *, available: AvailableMemory, step_bytes: int = 0
+) -> None:
+    """Refuse batches for which the ranks on this host have no memory; `step_bytes`: what a rank's step takes there.
+
+    Raises:
+        UserError: the host has no memory for the batches.
+    """
+    config = context.config
     refuse_oversized_batches(
         loader,
         run=context.run,
@@ -116,7 +128,7 @@ def make_loader(context: RunContext) -> Loader:
         eval_batch_size=context.eval_batch_size,
         global_batch_size=config.global_batch_size,
         train_samples=len(context.splits[TRAIN]),
-        local_world_size=world.local_world_size,
-        available=read_available_memory(),
+        local_world_size=context.world.local_world_size,
+        available=available,
+        step_bytes=step_bytes,
     )
-    return loader

@@ -50,7 +50,7 @@ class StripesModule(TrainModule):
                 file.write(f"{int(batch['samples_seen'])} {' '.join(map(str, batch['sample_id'].tolist()))}\n")
         if self.training:
             time.sleep(self.sleep_s)
-        self.samples_seen = int(batch["samples_seen"])
+        self.samples_seen = int(batch["samples_seen"]) if self.full.full_above >= 0 else 0
         image_BCHW = batch["image"]
         if self.is_full("forward", len(image_BCHW)):
             raise_out_of_memory()
