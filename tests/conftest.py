@@ -51,6 +51,22 @@ def packed_copy(packed_images: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
+def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of an earlier version's files (test_compat.py) as the current folder, with its stored paths changed to
+    match; Slurm is unavailable."""
+    folder = Path(shutil.copytree(Path(__file__).parent / "compat", tmp_path / "lab", symlinks=True))
+    changed = 0
+    for path in folder.rglob("*"):
+        if path.is_file() and path.suffix not in (".ckpt", ".h5") and "/lab" in (text := path.read_text()):
+            path.write_text(text.replace("/lab", str(folder)))
+            changed += 1
+    assert changed > 10, "the set no longer names its folder"
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("SLURM_CONF", str(folder / "none"))
+    return folder
+
+
+@pytest.fixture
 def log() -> Iterator[list[str]]:
     """Return the messages that are logged while the test runs."""
     lines: list[str] = []

@@ -8,30 +8,13 @@ Never regenerate it with newer code: add another set next to it.
 
 import csv
 import json
-import shutil
 from pathlib import Path
 
 import pytest
 
 from trainyard import cli
 
-COMPAT = Path(__file__).parent / "compat"
 JOBS = Path(__file__).parents[1] / "jobs"
-
-
-@pytest.fixture
-def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of the set as the current folder, with its stored paths changed to match; Slurm is unavailable."""
-    folder = Path(shutil.copytree(COMPAT, tmp_path / "lab", symlinks=True))
-    changed = 0
-    for path in folder.rglob("*"):
-        if path.is_file() and path.suffix not in (".ckpt", ".h5") and "/lab" in (text := path.read_text()):
-            path.write_text(text.replace("/lab", str(folder)))
-            changed += 1
-    assert changed > 10, "the set no longer names its folder"
-    monkeypatch.chdir(folder)
-    monkeypatch.setenv("SLURM_CONF", str(folder / "none"))
-    return folder
 
 
 def run_command(capsys: pytest.CaptureFixture[str], *words: object, code: int = 0) -> str:

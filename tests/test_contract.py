@@ -24,6 +24,8 @@ from trainyard.cli import main
 from trainyard.data.loader import MicroBatch
 from trainyard.data.prepare import prepare_data
 from trainyard.data.shards import Audio, Ragged, ShardSet
+from trainyard.runs.evaluations import read_evaluations
+from trainyard.runs.events import select_metrics
 from trainyard.settings import TrainConfig
 from trainyard.tools.embeddings import CHECKPOINT, open_embeddings, write_embeddings
 from trainyard.train.module import DataInfo, TrainModule
@@ -226,6 +228,7 @@ def test_a_family_that_predicts_does_so_from_a_checkpoint_alone(family, cache, t
     assert (kind.select_embeddings is TrainModule.select_embeddings) == (
         kind.select_pair_scores is TrainModule.select_pair_scores
     )
+    check_evaluation(run, raw, capsys)
     if kind.select_embeddings is TrainModule.select_embeddings:
         assert len(lines) == len(samples) > 10
         assert main(["embed", str(run), str(raw), str(tmp_path / "a.npz"), "--jobs", str(JOBS)]) == 2
@@ -233,6 +236,31 @@ def test_a_family_that_predicts_does_so_from_a_checkpoint_alone(family, cache, t
         return
     assert len(lines) == len(samples) * (len(samples) - 1) // 2 > 45
     check_embeddings(run, raw, lines, tmp_path, capsys)
+
+
+def check_evaluation(run: Path, raw: Path, capsys) -> None:
+    """Check that `evaluate` scores the run's own split as the run did, and lists raw files as packing does."""
+    config = configs.thaw(run / "config.yaml", JOBS)
+    *during, own = read_run_metrics(run)
+    resamples = bool(getattr(config, "evaluation", None)) and hasattr(config.evaluation, "bootstrap_draws")
+    ends = ["_low" in " ".join(line) or "draws_lost" in " ".join(line) for line in (during[-1], own)]
+    assert during[-1]["split"] == "val" and ends == [False, resamples], "intervals are computed at the end alone"
+    packed, options = Path(config.data.path), ["evaluation.baseline_pairs=12"] * (config.family == "fingerprint")
+    assert main(["evaluate", str(run), str(packed), *options, "--split", own["split"], "--jobs", str(JOBS)]) == 0
+    shown = capsys.readouterr().out
+    (found,) = read_evaluations(run)
+    line, *baselines = found.lines
+    assert select_metrics(line) == pytest.approx(select_metrics(own), rel=1e-4, abs=1e-6, nan_ok=True)
+    assert baselines and all(set(select_metrics(one)) <= set(select_metrics(line)) for one in baselines)
+    assert all(one["system"] in shown for one in found.lines)
+    assert found.about["seen_in_training"]["samples"] == 0
+    assert {path.name for path in (found.path / "figures").iterdir()} == {
+        path.name.removeprefix(f"{own['split']} - ") for path in (run / "exhibits").iterdir()
+    }
+    pack, data = configs.load_family(JOBS, config.family, "pack"), ShardSet(packed)
+    listed, artifacts = pack.list_labelled(raw, config, data.artifacts)
+    samples = list(listed)
+    assert [sample.key for sample in samples] == data.read_keys(np.arange(data.count)) and artifacts == data.artifacts
 
 
 def check_embeddings(run: Path, raw: Path, pairs: list[dict[str, str]], out: Path, capsys) -> None:

@@ -23,7 +23,7 @@ from trainyard.hardware import choose_sync_batchnorm
 from trainyard.settings import AugmentSettings, ImageSettings, OptimizerSettings, TrainConfig
 from trainyard.train import distributed
 from trainyard.train.data_parallel import wrap_in_ddp
-from trainyard.train.evaluate import evaluate, predict
+from trainyard.train.evaluate import evaluate, predict_share
 from trainyard.train.module import Batch, Rows, TrainModule
 from trainyard.train.run_state import encode_state, restore_state
 from trainyard.train.step import TrainState, copy_for_average, make_optimizer, train_step
@@ -109,7 +109,8 @@ def _compare_scores_with_those_of_rank_0(rank: int, world_size: int, folder: Pat
     metrics = evaluate(module, share, ids, batch_size=6, autocast=nullcontext)
     buffers = distributed.gather_to_rank0({name: value.clone() for name, value in module.state_dict().items()})
     if buffers is not None:
-        rows = predict(module, alone, ids, batch_size=6, autocast=nullcontext, progress=lambda samples: None)
+        parts, _ = predict_share(module, alone, ids, batch_size=6, autocast=nullcontext)
+        rows = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
         assert metrics == module.score(rows), "one process scores the same with what rank 0 saves"
         assert find_differences(*buffers) == []
         assert module.threshold == 0

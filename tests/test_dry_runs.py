@@ -23,6 +23,7 @@ STARTS_NOTHING = {
         "verify",
         "ckpt",
         "report",
+        "evaluate",
         "predict",
         "embed",
         "compare",

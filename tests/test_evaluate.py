@@ -9,7 +9,7 @@ from torch import Tensor
 
 from trainyard.data.loader import Loader
 from trainyard.settings import AugmentSettings, ImageSettings, TrainConfig
-from trainyard.train.evaluate import predict
+from trainyard.train.evaluate import gather_rows
 from trainyard.train.module import Batch, TrainModule
 
 
@@ -43,7 +43,9 @@ def test_rows_are_read_two_batches_late_and_few_wait_at_a_time(images):
     config = TrainConfig(image=ImageSettings(height_px=24, width_px=32), augment=AugmentSettings())
     loader = Loader.from_config(config, images, device=torch.device("cpu"), decode="cpu")
     Watched.log.clear()
-    rows = predict(Means(), loader, np.arange(20), batch_size=4, autocast=nullcontext, progress=lambda samples: None)
+    gathered = gather_rows(Means(), loader, np.arange(20), batch_size=4, autocast=nullcontext)
+    assert gathered is not None
+    rows, _ = gathered
     one, late = ["compute", "start"], ["compute", "start", "read"]
     assert Watched.log == [*one, *one, *late, *late, *late, "read", "read"]
     assert rows["sample_id"].tolist() == list(range(20)) and rows["value"].dtype == np.float32

@@ -207,6 +207,23 @@ def test_a_report_embeds_only_images_of_the_run(run, secret):
     assert "a.png" not in page and 'alt="a"' not in page and 'alt="b"' not in page
 
 
+@pytest.mark.parametrize("linked", ["evaluations", "evaluations/one", "evaluations/one/figures", "exhibits"])
+def test_a_report_shows_evaluations_and_figures_but_follows_no_link_to_them(run, tmp_path, linked):
+    elsewhere = tmp_path / "elsewhere"
+    for folder in ("one/figures", "one", "figures", "."):
+        (elsewhere / folder).mkdir(parents=True, exist_ok=True)
+        (elsewhere / folder / "leaked.png").write_bytes(b"\x89PNG")
+        (elsewhere / folder / "evaluation.json").write_text('{"folder": "leaked"}')
+    (run / linked).parent.mkdir(parents=True, exist_ok=True)
+    if linked.endswith("figures"):
+        (run / linked).with_name("evaluation.json").write_text("{}")
+    (run / linked).symlink_to(elsewhere)
+    assert "leaked" not in write_report(run).read_text()
+    (run / linked).unlink()
+    shutil.copytree(elsewhere, run / linked)
+    assert "leaked" in write_report(run).read_text(), "it is shown where it is the run's own"
+
+
 @pytest.mark.parametrize(
     "line",
     [

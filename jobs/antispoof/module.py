@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from trainyard.errors import UserError
 from trainyard.report.score_figures import draw_score_histogram
-from trainyard.train.module import Batch, DataInfo, Rows, TrainModule
+from trainyard.train.module import Batch, DataInfo, Rows, SampleSource, TrainModule
 
 from . import augment, frontends, metrics
 from .config import Config, DisturbSettings, LossSettings, ModelSettings
@@ -124,6 +124,7 @@ class AntispoofModule(TrainModule):
         direction_lr_scale: factor on the learning rate of one-class softmax's direction.
     """
 
+    identity = "speaker"
     monitor = ("eer", "min")
     tie_breaks = (("cllr", "min"),)  # the rate is 0 for every separation without an overlap
 
@@ -215,6 +216,15 @@ class AntispoofModule(TrainModule):
                 {"bona fide": scores[genuine], "spoofed": scores[~genuine]}, x_label="score"
             ),
         }
+
+    def score_baselines(
+        self, rows: Rows, evaluated: SampleSource, open_training: Callable[[], SampleSource]
+    ) -> dict[str, dict[str, float]]:
+        """Return the metrics of logistic regression on the same features, pooled over time."""
+        from .baseline import score_trials
+
+        scores = score_trials(self.compute_maps, open_training(), evaluated)
+        return {"pooled logistic": self.score({**rows, "score": scores})}
 
     def prediction_rows(self, rows: Rows, keys: Sequence[str]) -> Iterator[dict[str, object]]:
         """Yield each file, its utterance name as in protocols, and its score."""

@@ -5,7 +5,7 @@ import io
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -30,11 +30,12 @@ from .protocols import (
     find_asv_files,
     find_audio_files,
     find_utterances,
+    list_utterances,
     read_asv_rates,
 )
 from .synthesis import synthesize
 
-__all__ = ["fit_artifacts", "samples", "splits", "synthesize", "unlabelled"]
+__all__ = ["fit_artifacts", "join_artifacts", "list_labelled", "samples", "splits", "synthesize", "unlabelled"]
 
 WAVE = "wave"
 Pcm = NDArray[np.int16]
@@ -70,18 +71,43 @@ def samples(raw: Path, config: Config) -> Iterator[Sample]:
         for utterance in find_utterances(raw, split):
             yield _make_sample(utterance, partial(load, utterance.path, conversion))
         return
-    for original in _list_recordings(raw, config, split):
-        yield _make_sample(original, partial(load, original.path, conversion))
-        for kind in rule.copies:
-            if original.set != TRAIN or kind not in rule.unseen:
-                copy = replace(original, key=f"{original.key}:{kind}", bonafide=False, attack=kind)
-                yield _make_sample(copy, partial(load_copy, copy.path, conversion, kind, f"{rule.seed}:{copy.key}"))
+    recordings = _list_recordings(raw, config)
+    _refuse_missing_speakers(raw, config, recordings)
+    yield from _make_copies(assign_sets(recordings, split), config)
+
+
+def list_labelled(
+    raw: Path, config: Config, artifacts: Mapping[str, str]
+) -> tuple[Iterator[Sample], Mapping[str, str]]:
+    """Return the samples of a folder to evaluate, and the artifacts with which the run reads them: its own ASV rates.
+
+    Recordings without a set are in "test". If nothing is labelled and the run was trained on copies, the recordings
+    count as bona fide, and the copies of `packing.copies` as spoofed.
+    """
+    rule, conversion = config.packing, ConversionRule.from_config(config)
+    if not raw.is_dir():
+        return iter(()), artifacts
+    found = [replace(one, set=one.set or TEST) for one in list_utterances(raw)]
+    own = {"asv": _read_asv(raw)}
+    if found or not rule.copies:
+        return (_make_sample(one, partial(load, one.path, conversion)) for one in found), own
+    recordings = [replace(one, set=one.set or TEST) for one in _list_recordings(raw, config)]
+    return _make_copies(recordings, config), own
+
+
+def join_artifacts(folder: Path, own: Mapping[str, str], packed: Mapping[str, str]) -> Mapping[str, str]:
+    """Return the artifacts with which a run reads packed data: that data's own, because they describe its sets."""
+    return packed
 
 
 def fit_artifacts(raw: Path, config: Config) -> Mapping[str, str]:
     """Return `asv`: by set, the error rates of the speaker verification behind the countermeasure, for the t-DCF."""
-    files = {} if config.packing.copies else find_asv_files(raw)
-    return {"asv": json.dumps({name: asdict(read_asv_rates(path)) for name, path in files.items()}, sort_keys=True)}
+    return {"asv": json.dumps({}) if config.packing.copies else _read_asv(raw)}
+
+
+def _read_asv(raw: Path) -> str:
+    files = find_asv_files(raw)
+    return json.dumps({name: asdict(read_asv_rates(path)) for name, path in files.items()}, sort_keys=True)
 
 
 def unlabelled(raw: Path, config: Config, artifacts: Mapping[str, str]) -> Iterator[Sample]:
@@ -139,11 +165,22 @@ def splits(
     return result
 
 
-def _list_recordings(raw: Path, config: Config, split: SplitRule) -> list[Utterance]:
-    """List the bona fide recordings whose names match `packing.recordings`.
+def _make_copies(recordings: Sequence[Utterance], config: Config) -> Iterator[Sample]:
+    """Yield each bona fide recording and its copies."""
+    rule, conversion = config.packing, ConversionRule.from_config(config)
+    for original in recordings:
+        yield _make_sample(original, partial(load, original.path, conversion))
+        for kind in rule.copies:
+            if original.set != TRAIN or kind not in rule.unseen:
+                copy = replace(original, key=f"{original.key}:{kind}", bonafide=False, attack=kind)
+                yield _make_sample(copy, partial(load_copy, copy.path, conversion, kind, f"{rule.seed}:{copy.key}"))
+
+
+def _list_recordings(raw: Path, config: Config) -> list[Utterance]:
+    """List the bona fide recordings whose names match `packing.recordings`, with the sets of their speakers.
 
     Raises:
-        UserError: an unknown kind of copy, a bad pattern, a speaker without recordings, or nothing left to train on.
+        UserError: an unknown kind of copy, or a bad pattern.
     """
     rule = config.packing
     for option, kinds, known in (
@@ -165,10 +202,13 @@ def _list_recordings(raw: Path, config: Config, split: SplitRule) -> list[Uttera
             part = VAL if speaker in rule.val_speakers else TEST if speaker in rule.test_speakers else ""
             part = part or (TRAIN if rule.val_speakers or rule.test_speakers else "")
             found.append(Utterance(path.relative_to(raw).as_posix(), path, True, "-", speaker, part))
-    speakers = {utterance.speaker for utterance in found}
+    return found
+
+
+def _refuse_missing_speakers(raw: Path, config: Config, found: Sequence[Utterance]) -> None:
+    rule, speakers = config.packing, {utterance.speaker for utterance in found}
     if found and (missing := sorted({*rule.val_speakers, *rule.test_speakers} - speakers)):
         raise UserError(f"speaker '{missing[0]}' has no recording in {raw}. Speakers: {', '.join(sorted(speakers))}.")
-    return assign_sets(found, split)
 
 
 def _make_sample(utterance: Utterance, load_record: "partial[Loaded]") -> Sample:

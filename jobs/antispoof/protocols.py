@@ -68,12 +68,21 @@ def find_utterances(raw: Path, split: SplitRule) -> list[Utterance]:
     Raises:
         UserError: a protocol has a wrong line, or nothing is left to train on.
     """
+    return assign_sets(list_utterances(raw), split)
+
+
+def list_utterances(raw: Path) -> list[Utterance]:
+    """Return every utterance as `find_utterances`, but without a set where no protocol assigns one.
+
+    Raises:
+        UserError: a protocol has a wrong line.
+    """
     found: dict[str, Utterance] = {}
     for base in (raw, *sorted(path for path in raw.iterdir() if path.is_dir())):
         for read in READERS:
             for utterance in read(raw, base):
                 found.setdefault(utterance.key, utterance)  # `training/real` also matches as an own folder `real`
-    return assign_sets(list(found.values()), split)
+    return list(found.values())
 
 
 def read_trials(path: Path) -> list[Trial]:

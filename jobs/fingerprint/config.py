@@ -85,6 +85,11 @@ class EvaluationSettings:
     impostors_max: int = option(
         2_000_000, "largest number of cross-finger pairs to score; if there are more, fingers are skipped", low=1000
     )
+    baseline_pairs: int = option(
+        4_000,
+        "`trainyard evaluate`: most pairs of each kind that the baseline compares; each takes milliseconds",
+        low=1,
+    )
 
 
 @dataclass

@@ -1,5 +1,6 @@
 """The fingerprint model with its loss and metrics."""
 
+from collections.abc import Callable
 from math import sqrt
 from typing import cast
 
@@ -12,7 +13,7 @@ from trainyard import scoring
 from trainyard.errors import UserError
 from trainyard.report import score_figures
 from trainyard.settings import Duration
-from trainyard.train.module import Batch, DataInfo, Rows, TrainModule
+from trainyard.train.module import Batch, DataInfo, Rows, SampleSource, TrainModule
 
 from .class_sampling import compute_sampled_cosines, draw_classes
 from .config import Config, EvaluationSettings, HeadSettings
@@ -86,6 +87,7 @@ class FingerprintModule(TrainModule):
 
     monitor = ("eer_all_pairs", "min")
     tie_breaks = (("d_prime", "max"),)  # the rate is 0 for every separation without an overlap
+    identity = "finger"
     training_only = ("class_of_code", "directions", "centres.")
 
     def __init__(
@@ -158,7 +160,7 @@ class FingerprintModule(TrainModule):
         return rows | {name: batch[name] for name in ("finger", "impression") if name in batch}
 
     def score(self, rows: Rows) -> dict[str, float]:
-        """Return verification metrics in 0..1, with 95 % intervals as `Intervals.to_metrics` names them.
+        """Return verification metrics in 0..1.
 
         `eer`, `zero_fmr`, ... follow the FVC protocol: genuine pairs are all pairs of a finger, impostor pairs are the
         first impressions of any two fingers. Names ending in `_all_pairs` use every cross-finger pair instead, which is
@@ -167,17 +169,21 @@ class FingerprintModule(TrainModule):
         Raises:
             UserError: fewer than two fingers, no finger with two impressions, or embeddings that are not finite.
         """
-        kept = subsample_fingers(rows["finger"], self.evaluation.impostors_max)
-        pairs, is_fvc = score_pairs(*(rows[name][kept] for name in ("embedding", "finger", "impression")))
-        fvc = scoring.Pairs(
-            pairs.genuine, pairs.impostor[is_fvc], pairs.genuine_identity, pairs.impostor_identities[is_fvc]
-        )
-        metrics = {"d_prime": scoring.d_prime(pairs.genuine, pairs.impostor)}
-        for protocol_pairs, suffix in ((fvc, ""), (pairs, "_all_pairs")):
-            metrics |= {name + suffix: value for name, value in protocol_pairs.compute_metrics().items()}
-            metrics |= protocol_pairs.compute_intervals(draws=self.evaluation.bootstrap_draws).to_metrics(suffix)
-            metrics["impostors" + suffix] = len(protocol_pairs.impostor)
-        return metrics | {"fingers": len(np.unique(rows["finger"][kept])), "genuine": len(pairs.genuine)}
+        return compute_pair_metrics(*self._score_subsample(rows))
+
+    def compute_intervals(self, rows: Rows) -> dict[str, float]:
+        """Return the ends of the intervals of `score`'s metrics over resampled fingers."""
+        return compute_pair_intervals(*self._score_subsample(rows), draws=self.evaluation.bootstrap_draws)
+
+    def score_baselines(
+        self, rows: Rows, evaluated: SampleSource, open_training: Callable[[], SampleSource]
+    ) -> dict[str, dict[str, float]]:
+        """Return the metrics of band-limited phase-only correlation, which learns nothing."""
+        from .baseline import correlate_prints
+
+        pairs, is_fvc = correlate_prints(evaluated, most=self.evaluation.baseline_pairs, device=self.directions.device)
+        intervals = compute_pair_intervals(pairs, is_fvc, draws=self.evaluation.bootstrap_draws)
+        return {"BLPOC": compute_pair_metrics(pairs, is_fvc) | intervals}
 
     def select_embeddings(self, rows: Rows) -> np.ndarray:
         """Return the embeddings, which are compared by their cosine."""
@@ -245,6 +251,36 @@ def compute_cosface_logits(cosine_BC: Tensor, class_B: Tensor, *, scale: float, 
     return scale * torch.where(is_true_BC, cosine_BC - margin, cosine_BC)
 
 
+def compute_pair_metrics(pairs: scoring.Pairs, is_fvc: np.ndarray) -> dict[str, float]:
+    """Return the metrics of scored pairs; `score` of the module says what they mean.
+
+    Args:
+        is_fvc: (I,) bool, which impostor pairs belong to the FVC protocol.
+    """
+    metrics = {"d_prime": scoring.d_prime(pairs.genuine, pairs.impostor)}
+    for suffix, protocol_pairs in _split_protocols(pairs, is_fvc).items():
+        metrics |= {name + suffix: value for name, value in protocol_pairs.compute_metrics().items()}
+        metrics["impostors" + suffix] = len(protocol_pairs.impostor)
+    fingers = np.unique(np.append(pairs.genuine_identity, pairs.impostor_identities))
+    return metrics | {"fingers": len(fingers), "genuine": len(pairs.genuine)}
+
+
+def compute_pair_intervals(pairs: scoring.Pairs, is_fvc: np.ndarray, *, draws: int) -> dict[str, float]:
+    """Return the ends of the intervals of `compute_pair_metrics`, over resampled fingers."""
+    intervals: dict[str, float] = {}
+    for suffix, protocol_pairs in _split_protocols(pairs, is_fvc).items():
+        intervals |= protocol_pairs.compute_intervals(draws=draws).to_metrics(suffix)
+    return intervals
+
+
+def _split_protocols(pairs: scoring.Pairs, is_fvc: np.ndarray) -> dict[str, scoring.Pairs]:
+    """Return the pairs of the FVC protocol, and all, by the suffix of their metrics."""
+    fvc = scoring.Pairs(
+        pairs.genuine, pairs.impostor[is_fvc], pairs.genuine_identity, pairs.impostor_identities[is_fvc]
+    )
+    return {"": fvc, "_all_pairs": pairs}
+
+
 def subsample_fingers(finger: np.ndarray, impostors_max: int) -> np.ndarray:
     """Return the rows of evenly spaced fingers, as many as keep the cross-finger pairs below about `impostors_max`."""
     codes = np.unique(finger)
@@ -253,6 +289,15 @@ def subsample_fingers(finger: np.ndarray, impostors_max: int) -> np.ndarray:
     if affordable >= len(codes):
         return np.arange(len(finger))
     return np.flatnonzero(np.isin(finger, codes[np.linspace(0, len(codes) - 1, affordable).astype(np.int64)]))
+
+
+def number_fingers(finger: np.ndarray, impression: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return (N,) fingers numbered from 0, and (N,) bool: which prints are the first of their finger."""
+    identity = np.unique(finger, return_inverse=True)[1]
+    order = np.lexsort((impression, identity))
+    is_first = np.zeros(len(finger), dtype=bool)
+    is_first[order[np.unique(identity[order], return_index=True)[1]]] = True
+    return identity, is_first
 
 
 def score_pairs(embedding: np.ndarray, finger: np.ndarray, impression: np.ndarray) -> tuple[scoring.Pairs, np.ndarray]:
@@ -268,10 +313,7 @@ def score_pairs(embedding: np.ndarray, finger: np.ndarray, impression: np.ndarra
     Returns:
         The pairs, with identities numbered from 0, and (I,) bool: which impostor pairs belong to the FVC protocol.
     """
-    identity = np.unique(finger, return_inverse=True)[1]
-    order = np.lexsort((impression, identity))
-    is_first = np.zeros(len(finger), dtype=bool)
-    is_first[order[np.unique(identity[order], return_index=True)[1]]] = True
+    identity, is_first = number_fingers(finger, impression)
     genuine, impostor, genuine_identity, impostor_identities, is_fvc = [], [], [], [], []
     for start in range(0, len(finger), BLOCK_ROWS):
         cosine = embedding[start : start + BLOCK_ROWS] @ embedding[start:].T

@@ -24,7 +24,7 @@ from .listing import SUFFIXES, describe_listing, find_doubts, find_set_dpi, list
 from .synthesis import synthesize
 from .wsq_images import WSQ_START, can_decode_wsq, decode_wsq
 
-__all__ = ["log_reading", "samples", "splits", "synthesize", "unlabelled"]
+__all__ = ["list_labelled", "log_reading", "samples", "splits", "synthesize", "unlabelled"]
 
 ORIENTATION = 0x0112  # the EXIF tag; 1 is upright
 BLOCK_PX = 8  # cell size of the search for the print, at 500 dpi: about one ridge
@@ -64,6 +64,13 @@ def samples(raw: Path, config: Config) -> Iterator[Sample]:
         )
     for path, reason in listing.unreadable.items():
         yield Sample(key=path, load=partial(_refuse, reason), source=raw / path)
+
+
+def list_labelled(
+    raw: Path, config: Config, artifacts: Mapping[str, str]
+) -> tuple[Iterator[Sample], Mapping[str, str]]:
+    """Return the samples of a folder to evaluate, as `samples`, and the artifacts with which the run reads them."""
+    return samples(raw, config) if raw.is_dir() else iter(()), artifacts
 
 
 def unlabelled(raw: Path, config: Config, artifacts: Mapping[str, str]) -> Iterator[Sample]:

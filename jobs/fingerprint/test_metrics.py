@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from trainyard.train.module import Rows
+
 from . import module as family_module
 from .cases import make_batch, make_module, make_rows
 from .module import (
@@ -12,9 +14,14 @@ from .module import (
 )
 
 
+def score_with_intervals(rows: Rows) -> dict[str, float]:
+    module = make_module()
+    return module.score(rows) | module.compute_intervals(rows)
+
+
 def test_a_perfect_predictor_makes_no_errors() -> None:
     finger = np.repeat(np.arange(10), 8)
-    metrics = make_module().score(make_rows(np.eye(10)[finger], finger))
+    metrics = score_with_intervals(make_rows(np.eye(10)[finger], finger))
     names = ("eer", "eer_low", "eer_high", "eer_all_pairs", "eer_all_pairs_high", "fmr1000_all_pairs", "zero_fmr")
     assert {name: metrics[name] for name in names} == dict.fromkeys(names, 0.0)
     assert (metrics["genuine"], metrics["impostors"], metrics["impostors_all_pairs"]) == (280, 45, 2880)
@@ -23,7 +30,7 @@ def test_a_perfect_predictor_makes_no_errors() -> None:
 
 def test_random_embeddings_are_wrong_about_half_the_time() -> None:
     finger = np.repeat(np.arange(30), 8)
-    metrics = make_module().score(make_rows(np.random.default_rng(0).normal(size=(240, 32)), finger))
+    metrics = score_with_intervals(make_rows(np.random.default_rng(0).normal(size=(240, 32)), finger))
     assert 0.45 < metrics["eer_all_pairs"] < 0.55
     assert metrics["eer_all_pairs_low"] < metrics["eer_all_pairs"] < metrics["eer_all_pairs_high"]
 

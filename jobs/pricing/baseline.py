@@ -7,8 +7,26 @@ from scipy.sparse import csr_matrix, hstack, spmatrix  # type: ignore[import-unt
 from sklearn.feature_extraction.text import TfidfVectorizer  # type: ignore[import-untyped]
 from sklearn.linear_model import Ridge  # type: ignore[import-untyped]
 
+from trainyard.train.module import SampleSource
+
 ALPHAS = (0.1, 0.3, 1.0, 3.0)
 MAX_FEATURES = 200_000  # bounds memory; small catalogues never reach it
+
+
+def predict_prices(training: SampleSource, evaluated: SampleSource) -> np.ndarray:
+    """Return the prices (n,) that a ridge fitted on the training split predicts, from a model's own inputs.
+
+    Words are tokens, because packed data has no others.
+    """
+    texts, numbers = _read_inputs(training)
+    ridge = TfidfRidge().fit(texts, training.data.columns["price"][training.ids], numbers)
+    return ridge.predict(*_read_inputs(evaluated))
+
+
+def _read_inputs(source: SampleSource) -> tuple[list[str], np.ndarray]:
+    """Return the tokens of each sample as words, and its numbers (n, F)."""
+    words = [" ".join(f"t{token}" for token in tokens.tolist()) for tokens in source.data.read("tokens", source.ids)]
+    return words, np.stack(source.data.read("numbers", source.ids))
 
 
 class TfidfRidge:

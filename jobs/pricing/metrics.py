@@ -27,21 +27,16 @@ def smape(predicted: ArrayLike, true: ArrayLike) -> float:
     return 100 * float(compute_smape_terms(predicted, true).mean())
 
 
-def compute_metrics(
-    predicted: ArrayLike, true: ArrayLike, *, groups: ArrayLike, constant: float, draws: int, seed: int = 0
-) -> dict[str, float]:
+def compute_metrics(predicted: ArrayLike, true: ArrayLike, *, constant: float) -> dict[str, float]:
     """Return all metrics of one set.
 
     Args:
         predicted, true: (N,) prices above 0.
-        groups: (N,) shared by near-duplicates, whose errors correlate: the bootstrap draws groups, not rows.
         constant: a constant prediction to compare with, such as the training median.
-        draws: bootstrap resamples for the 95 % interval; 0: no interval.
 
     Returns:
-        smape, its interval as `Intervals.to_metrics` names it, smape_constant; mae_log; bias_log (mean ln p - ln t,
-        above 0: too high) and median_ratio (p / t); smape_decile_1 (the cheapest tenth of the set) ...
-        smape_decile_10.
+        smape, smape_constant; mae_log; bias_log (mean ln p - ln t, above 0: too high) and median_ratio (p / t);
+        smape_decile_1 (the cheapest tenth of the set) ... smape_decile_10.
     """
     p, t = np.asarray(predicted, dtype=np.float64), np.asarray(true, dtype=np.float64)
     terms = compute_smape_terms(p, t)
@@ -53,7 +48,6 @@ def compute_metrics(
         "bias_log": float(log_error.mean()),
         "median_ratio": float(np.exp(np.median(log_error))),
     }
-    metrics |= _bootstrap(terms, np.asarray(groups), draws=draws, seed=seed).to_metrics()
     decile = assign_deciles(t)
     for number in range(DECILES):
         if (decile == number).any():
@@ -69,10 +63,19 @@ def assign_deciles(true: ArrayLike) -> NDArray[np.int64]:
     return decile
 
 
-def _bootstrap(terms: Floats, groups: NDArray[np.generic], *, draws: int, seed: int) -> Intervals:
-    """Return the interval of SMAPE over resampled groups; none of a single group, which every draw would repeat."""
-    _, group_index = np.unique(groups, return_inverse=True)
-    sums, counts = np.bincount(group_index, weights=terms), np.bincount(group_index)
+def compute_intervals(
+    predicted: ArrayLike, true: ArrayLike, *, groups: ArrayLike, draws: int, seed: int = 0
+) -> Intervals:
+    """Return the 95 % interval of SMAPE over resampled groups; none of a single group, which every draw would repeat.
+
+    Args:
+        predicted, true: (N,) prices above 0.
+        groups: (N,) shared by near-duplicates, whose errors correlate: the bootstrap draws groups, not rows.
+        draws: resamples; 0: no interval.
+    """
+    _, group_index = np.unique(np.asarray(groups), return_inverse=True)
+    sums = np.bincount(group_index, weights=compute_smape_terms(predicted, true))
+    counts = np.bincount(group_index)
     if len(counts) == 1:
         return summarize_draws([], draws=draws)
     chosen = np.random.default_rng(seed).integers(len(counts), size=(draws, len(counts)))

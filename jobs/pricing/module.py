@@ -2,7 +2,7 @@
 
 import io
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import DebertaV2Model
 
 from trainyard.errors import UserError
-from trainyard.train.module import Batch, DataInfo, Rows, TrainModule
+from trainyard.train.module import Batch, DataInfo, Rows, SampleSource, TrainModule
 
 from . import losses, metrics, tokenizer
 from .config import Config, LossSettings, RateSettings
@@ -77,7 +77,7 @@ class PricingModule(TrainModule):
     Args:
         artifacts: from `pack.fit_artifacts`.
         train_count: samples per epoch, to tell the epoch from the samples seen.
-        draws: bootstrap resamples in `score`.
+        draws: bootstrap resamples in `compute_intervals`.
     """
 
     monitor = ("smape", "min")
@@ -126,9 +126,21 @@ class PricingModule(TrainModule):
 
     def score(self, rows: Rows) -> dict[str, float]:
         """Return the metrics of one set: `metrics.compute_metrics`."""
-        return metrics.compute_metrics(
-            rows["predicted"], rows["price"], groups=rows["group"], constant=self.median, draws=self.draws
-        )
+        return metrics.compute_metrics(rows["predicted"], rows["price"], constant=self.median)
+
+    def compute_intervals(self, rows: Rows) -> dict[str, float]:
+        """Return the ends of the interval of the SMAPE over resampled groups of near-duplicates."""
+        found = metrics.compute_intervals(rows["predicted"], rows["price"], groups=rows["group"], draws=self.draws)
+        return found.to_metrics()
+
+    def score_baselines(
+        self, rows: Rows, evaluated: SampleSource, open_training: Callable[[], SampleSource]
+    ) -> dict[str, dict[str, float]]:
+        """Return the metrics of ridge regression on TF-IDF of the same tokens and on the same numbers."""
+        from .baseline import predict_prices
+
+        ridge = {**rows, "predicted": predict_prices(open_training(), evaluated)}
+        return {"ridge": self.score(ridge) | self.compute_intervals(ridge)}
 
     def prediction_rows(self, rows: Rows, keys: Sequence[str]) -> Iterator[dict[str, object]]:
         """Yield the id and the predicted price, to six digits, of each sample."""

@@ -19,7 +19,7 @@ from . import catalog, features, folds, parsing, tokenizer
 from .config import Config, PackingSettings
 from .synthesis import synthesize
 
-__all__ = ["fit_artifacts", "samples", "splits", "synthesize", "unlabelled"]
+__all__ = ["fit_artifacts", "join_artifacts", "list_labelled", "samples", "splits", "synthesize", "unlabelled"]
 
 PARTS = ("train", "val", "test")
 TOKENIZER, FEATURES, PRICES, DOCUMENT = "tokenizer", "features", "prices", "document"
@@ -51,6 +51,52 @@ def samples(raw: Path, config: Config) -> Iterator[Sample]:
             columns={"price": entry.price, "group": group, "set": part, "content": _hash_content(entry, plan.digest)},
             source=_find_image(entry, packing),
         )
+
+
+def list_labelled(
+    raw: Path, config: Config, artifacts: Mapping[str, str]
+) -> tuple[Iterator[Sample], Mapping[str, str]]:
+    """Return every row of a catalogue with prices, all in "test", and the artifacts of the run, which read them."""
+    packing = config.packing
+    entries = catalog.read(catalog.find(raw, prefer=packing.file), select_columns(packing))
+    return _make_priced_samples(entries, packing, artifacts), artifacts
+
+
+def _make_priced_samples(
+    entries: Sequence[catalog.Entry], packing: PackingSettings, artifacts: Mapping[str, str]
+) -> Iterator[Sample]:
+    groups: dict[str, int] = {}
+    for entry in entries:
+        key = "" if entry.fault else parsing.compute_group_key(parsing.parse(*entry.texts), by=packing.group)
+        group = groups.setdefault(key or f"id {entry.key}", len(groups))
+        yield Sample(
+            key=entry.key,
+            load=partial(
+                load,
+                entry,
+                artifacts=artifacts,
+                max_tokens=packing.max_tokens,
+                inner_fold=None,
+                images=_locate_images(packing),
+            ),
+            columns={"price": entry.price, "group": group, "set": "test"},
+            source=_find_image(entry, packing),
+        )
+
+
+def join_artifacts(folder: Path, own: Mapping[str, str], packed: Mapping[str, str]) -> Mapping[str, str]:
+    """Return the artifacts with which a run reads packed data: its own.
+
+    Raises:
+        UserError: the data was packed with others, so its tokens and numbers mean something else.
+    """
+    differing = [name for name in own if own[name] != packed.get(name)]
+    if differing:
+        raise UserError(
+            f"{folder}: packed with another {differing[0]} than the run was trained with, so its tokens and numbers "
+            "mean something else. Name the raw files instead: the run packs them with its own."
+        )
+    return own
 
 
 def unlabelled(raw: Path, config: Config, artifacts: Mapping[str, str]) -> Iterator[Sample]:

@@ -39,14 +39,14 @@ def test_the_score_takes_smape_on_prices_and_not_on_their_logarithms(data: Shard
 def test_metrics_are_reported_by_decile_and_the_bootstrap_draws_groups() -> None:
     rng = np.random.default_rng(0)
     true = np.exp(rng.normal(3, 1, 500))
-    found = metrics.compute_metrics(true * 1.1, true, groups=np.arange(500) // 50, constant=20.0, draws=50)
+    found = metrics.compute_metrics(true * 1.1, true, constant=20.0)
     assert found["bias_log"] == pytest.approx(math.log(1.1)) == found["mae_log"]
     assert found["median_ratio"] == pytest.approx(1.1)
     assert [found[f"smape_decile_{n}"] for n in range(1, 11)] == pytest.approx([100 * 0.1 / 1.05] * 10)
     assert np.array_equal(np.bincount(metrics.assign_deciles(true)), [50] * 10)
     noisy = true * np.exp(np.repeat(rng.normal(0, 0.5, 10), 50))  # errors that whole groups share
     by_group, by_row = (
-        metrics.compute_metrics(noisy, true, groups=groups, constant=20.0, draws=400)
+        metrics.compute_intervals(noisy, true, groups=groups, draws=400).to_metrics()
         for groups in (np.arange(500) // 50, np.arange(500))
     )
     width_by_group, width_by_row = (found["smape_high"] - found["smape_low"] for found in (by_group, by_row))
@@ -55,6 +55,6 @@ def test_metrics_are_reported_by_decile_and_the_bootstrap_draws_groups() -> None
 
 def test_a_single_group_has_no_interval_instead_of_one_without_width() -> None:
     true = np.linspace(5, 50, 20)
-    found = metrics.compute_metrics(true * 1.1, true, groups=np.zeros(20), constant=20.0, draws=50)
-    assert found["draws_lost"] == 1.0 and not {"smape_low", "smape_high"} & set(found)
-    assert "draws_lost" not in metrics.compute_metrics(true, true, groups=np.zeros(20), constant=20.0, draws=0)
+    found = metrics.compute_intervals(true * 1.1, true, groups=np.zeros(20), draws=50)
+    assert found.to_metrics() == {"draws_lost": 1.0}
+    assert metrics.compute_intervals(true, true, groups=np.zeros(20), draws=0).to_metrics() == {}

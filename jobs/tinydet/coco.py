@@ -82,18 +82,26 @@ class SetSummary:
         return f"{self.name}: {counts} (from {', '.join(self.files)})"
 
 
-def read_collection(raw: Path, rules: Rules) -> Collection:
+def read_collection(raw: Path, rules: Rules, *, trains: bool = True) -> Collection:
     """Read every annotation file of a raw folder; an unchanged folder is read once per process.
 
     The name of an annotation file names the set of its images (`layout.py`). Those of a file that names no single set
     are divided by a hash among the sets that no file names; a sequence is never divided.
+
+    Args:
+        trains: whether images to train on are needed.
 
     Raises:
         UserError: there are no annotations, or one is wrong; the message names the file and the entry.
     """
     files, left_out = find_annotation_files(raw)
     stamp = tuple((file, file.path.stat().st_mtime_ns, file.path.stat().st_size) for file in files)
-    return _read_cached(raw, stamp, tuple(left_out), rules)
+    collection = _read_cached(raw, stamp, tuple(left_out), rules)
+    if trains and not any(image.set == "train" for image in collection.images):
+        divided = any(file.set in ("", BOTH) for file in files)
+        way_out = "Lower packing.val_share" if divided else f"Add annotations such as {files[0].path.parent}/train.json"
+        raise UserError(f"{raw}: none of the {len(collection.images)} images is left to train on. {way_out}.")
+    return collection
 
 
 @lru_cache(maxsize=2)
@@ -122,10 +130,6 @@ def _read_cached(
             listed_in[image.name] = file.path
             images.append(image)
     _log_counts(counts)
-    if not any(image.set == "train" for image in images):
-        divided = any(file.set in ("", BOTH) for file in files)
-        way_out = "Lower packing.val_share" if divided else f"Add annotations such as {files[0].path.parent}/train.json"
-        raise UserError(f"{raw}: none of the {len(images)} images is left to train on. {way_out}.")
     return Collection(images, [names[i] for i in ids], ids, counts)
 
 

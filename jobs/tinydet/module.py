@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from trainyard.errors import UserError
 from trainyard.train.distributed import sum_over_ranks
-from trainyard.train.module import Batch, DataInfo, Rows, TrainModule
+from trainyard.train.module import Batch, DataInfo, Rows, SampleSource, TrainModule
 
 from . import geometry, photometric
 from .coco import SetSummary
@@ -67,13 +67,7 @@ def build(config: Config, data: DataInfo) -> "TinyDet":
     model, image, artifacts = config.model, config.image, Artifacts.from_data(data)
     _check_options(config)
     classification, terms = make_terms(config.loss, model.variant, nwd_px=_choose_nwd_px(config, artifacts))
-    backbone = Backbone(
-        model.backbone,
-        norm=choose_norm(model),
-        width=model.width,
-        dilated=model.dilated and model.variant != "ms",
-        coarsest=model.strides[-1] if model.variant == "ms" else 32,
-    )
+    backbone = _build_backbone(model)
     if model.backbone_weights and not model.weights:
         load_backbone(backbone, model.backbone_weights)
     network = build_network(model, backbone, categories=len(artifacts.categories))
@@ -98,6 +92,16 @@ def build(config: Config, data: DataInfo) -> "TinyDet":
         packed_scale=config.packing.scale,
         categories=artifacts.categories,
         data=data,
+    )
+
+
+def _build_backbone(model: ModelSettings) -> Backbone:
+    return Backbone(
+        model.backbone,
+        norm=choose_norm(model),
+        width=model.width,
+        dilated=model.dilated and model.variant != "ms",
+        coarsest=model.strides[-1] if model.variant == "ms" else 32,
     )
 
 
@@ -250,6 +254,7 @@ class TinyDet(TrainModule):
         data: for `score` and `report_figures`: the objects, and the positions of tiles in images.
     """
 
+    identity = "picture"
     monitor = ("ap", "max")
 
     def __init__(
@@ -425,6 +430,25 @@ class TinyDet(TrainModule):
                 names=[self.categories[label] for label in rows["label"][row][confident].tolist()],
             )
         return figures
+
+    def score_baselines(
+        self, rows: Rows, evaluated: SampleSource, open_training: Callable[[], SampleSource]
+    ) -> dict[str, dict[str, float]]:
+        """Return the metrics of the same model with random weights: what boxes at random are worth."""
+        trained = self.network
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            network = build_network(self.model, _build_backbone(self.model), categories=len(self.categories))
+        try:
+            self.network = network.to(cast(Tensor, self.mean).device).eval()
+            return {"random weights": self.score(self._predict_all(evaluated))}
+        finally:
+            self.network = trained
+
+    @torch.inference_mode()
+    def _predict_all(self, source: SampleSource) -> Rows:
+        parts = [self.predict(batch) for batch in source.read_batches()]
+        return {name: torch.cat([part[name] for part in parts]).cpu().numpy() for name in parts[0]}
 
     def prediction_rows(self, rows: Rows, keys: Sequence[str]) -> Iterator[dict[str, object]]:
         """Yield a line for each sample: its position in its image, and its detections as JSON.

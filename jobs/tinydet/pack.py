@@ -2,8 +2,8 @@
 
 import io
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
 
@@ -15,13 +15,23 @@ from trainyard.data.raw import list_files
 from trainyard.data.shards import BadRecord, Loaded, Ragged, Sample
 from trainyard.data.write_shard import open_image
 from trainyard.errors import UserError
+from trainyard.text import join_names
 
 from .coco import AnnotatedImage, Rules, read_collection, scale_size, summarize_sets
 from .config import Config, PackingSettings
 from .layout import SETS
 from .synthesis import synthesize
 
-__all__ = ["fit_artifacts", "parse_key", "samples", "splits", "synthesize", "unlabelled"]
+__all__ = [
+    "fit_artifacts",
+    "join_artifacts",
+    "list_labelled",
+    "parse_key",
+    "samples",
+    "splits",
+    "synthesize",
+    "unlabelled",
+]
 
 ORIENTATION = 0x0112  # the EXIF tag; 1 is upright
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".tif", ".tiff")
@@ -50,7 +60,51 @@ def samples(raw: Path, config: Config) -> Iterator[Sample]:
         UserError: the annotations are wrong, or a tile has more objects than `packing.objects_max`, if that is set.
     """
     rule = config.packing
-    for image in read_collection(raw, make_rules(rule)).images:
+    yield from _make_samples(raw, read_collection(raw, make_rules(rule)).images, rule)
+
+
+def list_labelled(
+    raw: Path, config: Config, artifacts: Mapping[str, str]
+) -> tuple[Iterator[Sample], Mapping[str, str]]:
+    """Return every annotated tile of a folder to evaluate, and the artifacts of the run, whose categories count.
+
+    Raises:
+        UserError: as in `samples`, or there are objects of a category that the run does not know.
+    """
+    collection = read_collection(raw, make_rules(config.packing), trains=False)
+    known = _list_category_names(artifacts)
+    used = {collection.categories[label] for image in collection.images for label in np.unique(image.labels).tolist()}
+    if unknown := sorted(used - set(known)):
+        raise UserError(
+            f"{raw}: has objects of the category '{unknown[0]}', but the run knows {join_names(known)}. Give the "
+            "categories the same names, or remove what the run cannot find."
+        )
+    label_of = np.array([known.index(name) if name in known else -1 for name in collection.categories], dtype=np.int64)
+    images = [replace(image, labels=label_of[image.labels]) for image in collection.images]
+    return _make_samples(raw, images, config.packing), artifacts
+
+
+def join_artifacts(folder: Path, own: Mapping[str, str], packed: Mapping[str, str]) -> Mapping[str, str]:
+    """Return the artifacts with which a run reads packed data: its own.
+
+    Raises:
+        UserError: the data has other categories, so its labels mean something else.
+    """
+    names, others = _list_category_names(own), _list_category_names(packed)
+    if names != others:
+        raise UserError(
+            f"{folder}: packed with the categories {join_names(others)}, but the run knows {join_names(names)}. Name "
+            "the raw files instead: the run packs them with its own."
+        )
+    return own
+
+
+def _list_category_names(artifacts: Mapping[str, str]) -> list[str]:
+    return [str(entry["name"]) for entry in json.loads(artifacts["categories"])]
+
+
+def _make_samples(raw: Path, images: Sequence[AnnotatedImage], rule: PackingSettings) -> Iterator[Sample]:
+    for image in images:
         for number, tile in enumerate(cut_tiles(image.size_px, side_px=rule.tile_px, overlap=rule.tile_overlap)):
             boxes, labels = clip_objects(image, tile, visible=rule.tile_visible)
             if 0 < rule.objects_max < len(labels):

@@ -46,7 +46,7 @@ class SplitRule:
     seed: int
 
 
-def read_people(raw: Path, *, singles: str, split_rule: SplitRule) -> list[Person]:
+def read_people(raw: Path, *, singles: str, split_rule: SplitRule | None) -> list[Person]:
     """Return every person in a raw folder, in listing order; no family is in two sets.
 
     Accepted layouts: `dataset_infor.json` with {person: [path, ...]}, optionally prefixed `train_`, `val_`, `test_` or
@@ -56,6 +56,7 @@ def read_people(raw: Path, *, singles: str, split_rule: SplitRule) -> list[Perso
 
     Args:
         singles: "fail", "keep" or "skip", for people without a twin.
+        split_rule: None: all families are in "test", whatever the raw files say.
 
     Raises:
         UserError: a file has another layout, a pair names an unknown person, names one person twice or is listed twice,
@@ -65,13 +66,17 @@ def read_people(raw: Path, *, singles: str, split_rule: SplitRule) -> list[Perso
     pairs = [pair for file in _find_pair_files(raw) for pair in _read_pairs(file)]
     _refuse_bad_pairs(pairs, listing)
     family_by_person = connect_families(listing, [(pair.one, pair.other) for pair in pairs])
-    for pair in pairs:
+    for pair in pairs if split_rule else ():
         if pair.set:
             _assign_set(set_by_person, pair.one, pair.set)
             _assign_set(set_by_person, pair.other, pair.set)
     twins = {name for pair in pairs for name in (pair.one, pair.other)}
     kept = _filter_singles(listing, twins, singles, raw)
-    set_by_family = _split_families(kept, family_by_person, set_by_person, twins, split_rule)
+    set_by_family = (
+        _split_families(kept, family_by_person, set_by_person, twins, split_rule)
+        if split_rule
+        else dict.fromkeys((family_by_person[name] for name in kept), "test")
+    )
     return [
         Person(name, family_by_person[name], set_by_family[family_by_person[name]], name in twins, listing[name])
         for name in kept

@@ -1,6 +1,7 @@
 """The twins model: losses, prediction and scoring."""
 
 import math
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import torch
@@ -11,7 +12,7 @@ from torch.nn import functional
 from trainyard import scoring
 from trainyard.errors import UserError
 from trainyard.report import score_figures
-from trainyard.train.module import Batch, DataInfo, Rows, TrainModule
+from trainyard.train.module import Batch, DataInfo, Rows, SampleSource, TrainModule
 
 from . import protocol
 from .config import Config, EvaluationSettings, HeadSettings
@@ -81,6 +82,7 @@ class TwinsModule(TrainModule):
         evaluation_set: the evaluation pairs.
     """
 
+    identity = "person"
     training_only = ("class_of_code", "directions.")
     class_of_code: Tensor
     threshold: Tensor
@@ -179,7 +181,7 @@ class TwinsModule(TrainModule):
         return {"embedding": functional.normalize(torch.cat(parts, dim=1), dim=1), "sample_id": batch["sample_id"]}
 
     def score(self, rows: Rows) -> dict[str, float]:
-        """Return verification metrics in 0..1 by kind of impostor, with 95 % intervals as `_low` and `_high`.
+        """Return verification metrics in 0..1 by kind of impostor.
 
         `*_twin`: same person against twins, the headline; `*_random`: against strangers; `*_mixed`: against both;
         `*_hard_twin`: against twin pairs that score above the median twin pair of the validation set. Scoring the
@@ -189,25 +191,34 @@ class TwinsModule(TrainModule):
             UserError: there are no genuine or no impostor pairs, or embeddings are not finite.
         """
         scores = self.evaluation_set.score_pairs(rows["embedding"], rows["sample_id"])
-        same, twin = scores.select_kinds(protocol.SAME), scores.select_kinds(protocol.TWIN)
         if self.evaluation_set.is_validation[rows["sample_id"]].all():
+            same, twin = scores.select_kinds(protocol.SAME), scores.select_kinds(protocol.TWIN)
             self._calibrate(same, scores.select_kinds(self.evaluation_set.deciding_impostor), twin)
-        threshold, hard_twin = float(self.threshold), float(self.hard_twin)
-        impostors = {
-            "twin": twin,
-            "random": scores.select_kinds(protocol.RANDOM),
-            "mixed": scores.select_kinds(protocol.TWIN, protocol.RANDOM),
-            "hard_twin": twin.select_above(hard_twin),
-        }
-        metrics = {
-            f"pairs_{name}": float(len(scores.select_kinds(kind).score)) for kind, name in enumerate(protocol.KINDS)
-        }
-        for name, impostor in impostors.items():
-            if len(impostor.score):
-                metrics |= protocol.compute_metrics(same, impostor, suffix=name, draws=self.evaluation.bootstrap_draws)
-                if math.isfinite(threshold):
-                    metrics[f"accuracy_{name}"] = protocol.accuracy(same, impostor, threshold)
-        return metrics
+        return _compute_metrics(scores, threshold=float(self.threshold), hard_twin=float(self.hard_twin))
+
+    def compute_intervals(self, rows: Rows) -> dict[str, float]:
+        """Return the ends of the intervals of `score`'s metrics over resampled families."""
+        scores = self.evaluation_set.score_pairs(rows["embedding"], rows["sample_id"])
+        return _compute_intervals(scores, hard_twin=float(self.hard_twin), draws=self.evaluation.bootstrap_draws)
+
+    def score_baselines(
+        self, rows: Rows, evaluated: SampleSource, open_training: Callable[[], SampleSource]
+    ) -> dict[str, dict[str, float]]:
+        """Return the metrics of raw pixels, and of the self-attention branch alone if the model has another.
+
+        Without accuracy and hard twins: the threshold and the median of the validation set are the whole model's.
+        """
+        embeddings = {"raw pixels": embed_pixels(evaluated.read_batches())}
+        if "glca" in self.branches:
+            sa = rows["embedding"][:, : rows["embedding"].shape[1] // 2]
+            embeddings["SA branch alone"] = sa / np.linalg.norm(sa, axis=1, keepdims=True)
+        found = {}
+        for name, embedding in embeddings.items():
+            scores = self.evaluation_set.score_pairs(embedding, evaluated.ids)
+            metrics = _compute_metrics(scores, threshold=math.inf, hard_twin=math.inf)
+            draws = self.evaluation.bootstrap_draws
+            found[name] = metrics | _compute_intervals(scores, hard_twin=math.inf, draws=draws)
+        return found
 
     def select_embeddings(self, rows: Rows) -> np.ndarray:
         """Return the embeddings, which are compared by their cosine."""
@@ -244,6 +255,46 @@ class TwinsModule(TrainModule):
     def repeated_layers(self) -> nn.ModuleList:
         """Return the self-attention blocks."""
         return self.network.blocks
+
+
+def _compute_metrics(scores: protocol.Scores, *, threshold: float, hard_twin: float) -> dict[str, float]:
+    """Return `score`'s metrics; without accuracy if the threshold is infinite."""
+    same = scores.select_kinds(protocol.SAME)
+    metrics = {f"pairs_{name}": float(len(scores.select_kinds(kind).score)) for kind, name in enumerate(protocol.KINDS)}
+    for name, impostor in _select_impostors(scores, hard_twin).items():
+        metrics |= protocol.compute_metrics(same, impostor, suffix=name)
+        if math.isfinite(threshold):
+            metrics[f"accuracy_{name}"] = protocol.accuracy(same, impostor, threshold)
+    return metrics
+
+
+def _compute_intervals(scores: protocol.Scores, *, hard_twin: float, draws: int) -> dict[str, float]:
+    same = scores.select_kinds(protocol.SAME)
+    intervals: dict[str, float] = {}
+    for name, impostor in _select_impostors(scores, hard_twin).items():
+        intervals |= protocol.compute_intervals(same, impostor, suffix=name, draws=draws)
+    return intervals
+
+
+def _select_impostors(scores: protocol.Scores, hard_twin: float) -> dict[str, protocol.Scores]:
+    """Return the pairs of each kind of impostor that there is; hard twins score above `hard_twin`."""
+    twin = scores.select_kinds(protocol.TWIN)
+    impostors = {
+        "twin": twin,
+        "random": scores.select_kinds(protocol.RANDOM),
+        "mixed": scores.select_kinds(protocol.TWIN, protocol.RANDOM),
+        "hard_twin": twin.select_above(hard_twin),
+    }
+    return {name: impostor for name, impostor in impostors.items() if len(impostor.score)}
+
+
+def embed_pixels(batches: Iterable[Batch]) -> np.ndarray:
+    """Return each image, as the model gets it, as a vector of mean 0 and length 1: (N, pixels) float32."""
+    found = []
+    for batch in batches:
+        pixels_BP = batch["image"].flatten(1)
+        found.append(functional.normalize(pixels_BP - pixels_BP.mean(dim=1, keepdim=True), dim=1).cpu().numpy())
+    return np.concatenate(found)
 
 
 class Neck(nn.BatchNorm1d):

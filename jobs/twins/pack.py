@@ -1,7 +1,7 @@
 """Turn folders of twin faces into samples with evaluation pairs."""
 
 import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -13,11 +13,11 @@ from trainyard.data.shards import BadRecord, Loaded, Sample
 from trainyard.data.write_shard import open_image
 
 from . import protocol
-from .config import Config
-from .listing import SETS, SUFFIXES, SplitRule, read_people
+from .config import Config, PackingSettings
+from .listing import SETS, SUFFIXES, Person, SplitRule, read_people
 from .synthesis import synthesize
 
-__all__ = ["samples", "splits", "synthesize", "unlabelled"]
+__all__ = ["list_labelled", "samples", "splits", "synthesize", "unlabelled"]
 
 ORIENTATION = 0x0112  # the EXIF tag; 1 is upright
 
@@ -30,7 +30,18 @@ def samples(raw: Path, config: Config) -> Iterator[Sample]:
     """
     rule = config.packing
     split_rule = SplitRule(rule.val_share, rule.test_share, rule.seed)
-    people = read_people(raw, singles=rule.singles, split_rule=split_rule)
+    yield from _make_samples(read_people(raw, singles=rule.singles, split_rule=split_rule), rule)
+
+
+def list_labelled(
+    raw: Path, config: Config, artifacts: Mapping[str, str]
+) -> tuple[Iterator[Sample], Mapping[str, str]]:
+    """Return the samples of a folder to evaluate, all in "test", and the artifacts with which the run reads them."""
+    people = read_people(raw, singles=config.packing.singles, split_rule=None)
+    return _make_samples(people, config.packing), artifacts
+
+
+def _make_samples(people: Sequence[Person], rule: PackingSettings) -> Iterator[Sample]:
     rows = [(person, image) for person in people for image in person.images]
     pairs = [""] * len(rows)
     for name in SETS[1:]:

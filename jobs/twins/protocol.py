@@ -158,23 +158,33 @@ class EvaluationSet:
         return Scores(cosine, pairs.kind, self.family[ids][np.stack([pairs.one, pairs.other], axis=1)])
 
 
-def compute_metrics(genuine: Scores, impostor: Scores, *, suffix: str, draws: int) -> dict[str, float]:
-    """Return EER, AUC, d' and TAR@FAR against one kind of impostor, with 95 % intervals for all but d'.
+def compute_metrics(genuine: Scores, impostor: Scores, *, suffix: str) -> dict[str, float]:
+    """Return EER, AUC, d' and TAR@FAR against one kind of impostor.
 
-    TAR@FAR=1 % needs 100 impostor pairs, 0.1 % needs 1,000; with fewer it is left out. Intervals come from `draws`
-    bootstrap resamples of the families, because pairs within a family are not independent. If a family is drawn c
-    times, its own pairs have weight c, and its pairs with a family drawn d times have weight c * d.
+    TAR@FAR=1 % needs 100 impostor pairs, 0.1 % needs 1,000; with fewer it is left out.
     """
-    both = genuine.concatenate(impostor)
-    is_genuine = np.arange(len(both.score)) < len(genuine.score)
-    curve = _ErrorCurve(both.score, is_genuine)
-    result = {f"d_prime_{suffix}": scoring.d_prime(genuine.score, impostor.score)}
+    both, curve = _join_scores(genuine, impostor)
     metrics = curve.compute_metrics(np.ones(len(both.score)))
+    result = {f"d_prime_{suffix}": scoring.d_prime(genuine.score, impostor.score)}
+    return result | {f"{name}_{suffix}": value for name, value in metrics.items()}
+
+
+def compute_intervals(genuine: Scores, impostor: Scores, *, suffix: str, draws: int) -> dict[str, float]:
+    """Return the ends of the 95 % intervals of these metrics, but for d'.
+
+    They come from `draws` bootstrap resamples of the families, because pairs within a family are not independent. If a
+    family is drawn c times, its own pairs have weight c, and its pairs with a family drawn d times have weight c * d.
+    """
+    both, curve = _join_scores(genuine, impostor)
     resampled = [
         values for weight in _resample_families(both.families, draws) if (values := curve.compute_metrics(weight))
     ]
-    intervals = scoring.summarize_draws(resampled, draws=draws)
-    return result | {f"{name}_{suffix}": value for name, value in metrics.items()} | intervals.to_metrics(f"_{suffix}")
+    return scoring.summarize_draws(resampled, draws=draws).to_metrics(f"_{suffix}")
+
+
+def _join_scores(genuine: Scores, impostor: Scores) -> tuple[Scores, "_ErrorCurve"]:
+    both = genuine.concatenate(impostor)
+    return both, _ErrorCurve(both.score, np.arange(len(both.score)) < len(genuine.score))
 
 
 def accuracy(genuine: Scores, impostor: Scores, threshold: float) -> float:

@@ -94,7 +94,9 @@ def test_a_model_that_tells_only_families_apart_fails_only_on_twins() -> None:
     rng = np.random.default_rng(0)
     embedding = np.eye(data.columns["family"].max() + 1)[data.columns["family"]]
     embedding = embedding + 0.05 * rng.normal(size=embedding.shape)
-    metrics = make_module(data=data).score(make_rows(data, embedding, "val"))
+    module, rows = make_module(data=data), make_rows(data, embedding, "val")
+    metrics = module.score(rows)
+    metrics |= module.compute_intervals(rows)
     assert metrics["eer_random"] == 0.0
     assert 0.42 < metrics["eer_twin"] < 0.58
     assert metrics["eer_twin_low"] < metrics["eer_twin"] < metrics["eer_twin_high"]

@@ -1,6 +1,7 @@
-"""The commands that use a trained model: predict, embed, compare and search."""
+"""The commands that use a trained model: evaluate, predict, embed, compare and search."""
 
 import argparse
+import re
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from trainyard.cli import cluster
 from trainyard.cli.verb import Verbs, add_trust_option, add_verb
+from trainyard.errors import UserError
 from trainyard.runs import folder as runs
 from trainyard.text import align_columns, format_duration
 
@@ -20,7 +22,7 @@ SHOWN = 20
 
 def add_commands(verbs: Verbs) -> None:
     """Add the commands."""
-    for add in (_add_predict, _add_embed, _add_compare, _add_search):
+    for add in (_add_evaluate, _add_predict, _add_embed, _add_compare, _add_search):
         add(verbs)
 
 
@@ -39,6 +41,37 @@ def _find_run(args: argparse.Namespace) -> Path:
     if args.jobs.resolve().is_relative_to(run.resolve()):  # typed there: ./jobs is the run's
         cluster.require_trust([run], args, here=True)
     return run
+
+
+def _add_evaluate(verbs: Verbs) -> None:
+    doc = "score a run's weights, and its family's baselines, on labelled folders: metrics, intervals, figures"
+    verb = _add_use_verb(verbs, "evaluate", _evaluate, doc)
+    verb.add_argument("folders", nargs="+", metavar="FOLDER", help="labelled raw files as for training, or packed data")
+    verb.add_argument("--split", default="", metavar="NAME", help="only this split of packed data, or set of raw files")
+    verb.add_argument("--no-baseline", action="store_true", help="the run alone: baselines take longer than the run")
+    verb.set_defaults(overrides=[])
+
+
+def _evaluate(args: argparse.Namespace) -> int:
+    from trainyard.report.evaluation_table import format_evaluations
+    from trainyard.tools.evaluate import evaluate
+
+    run = _find_run(args)
+    words = args.folders + args.overrides  # both may come after a flag
+    options = [word for word in words if _is_option(word)]
+    folders = [Path(word) for word in words if not _is_option(word)]
+    if not folders:
+        raise UserError(f"Name a folder to evaluate: trainyard evaluate {args.run} FOLDER {shlex.join(options)}")
+    found = evaluate(run, folders, args.jobs, split=args.split, overrides=options, with_baselines=not args.no_baseline)
+    print(format_evaluations(found))
+    for one in found:
+        print(f"{one.describe()} Written: {one.path}")
+    print(f"next: trainyard report {args.run}")
+    return 0
+
+
+def _is_option(word: str) -> bool:
+    return re.match(r"[a-z][\w.]*=", word) is not None and not Path(word).exists()
 
 
 def _add_predict(verbs: Verbs) -> None:

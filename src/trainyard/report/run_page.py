@@ -1,23 +1,23 @@
 """The report of a run: one HTML page with its plots, and a summary that fits a screen."""
 
 import html
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from trainyard.files import limit_writers, write_atomically
+from trainyard.report.evaluation_table import render_evaluations
 from trainyard.report.html import PAGE_TEMPLATE, render_gallery, render_section, render_table
+from trainyard.report.metric_values import ABSENT, format_metric, format_score, format_value
 from trainyard.report.run_plots import draw_plots, read_figures
 from trainyard.report.run_story import RunStory, compute_time_shares, describe_ending, list_all_metric_names
+from trainyard.runs.evaluations import read_evaluations
 from trainyard.runs.events import (
     ENDS,
     EVENTS_FILE,
     STARTS,
     Line,
     flatten,
-    has_interval,
     list_metric_names,
-    name_interval_ends,
 )
 from trainyard.scoring import explain_missing_intervals
 from trainyard.text import format_duration
@@ -45,7 +45,7 @@ def format_summary(run: Path, *, next_commands: Sequence[str] = ()) -> str:
         rows.append(("metrics", ["no evaluation yet"]))
     if best := story.find_best_evaluation():
         name, line = best
-        rows.append(("best", [f"{name} {_format_metric(line, name)} on {line['split']} at step {line['step']:,}"]))
+        rows.append(("best", [f"{name} {format_metric(line, name)} on {line['split']} at step {line['step']:,}"]))
     rows.append(("report", [str(page) if page.exists() else "not written"]))
     rows += [("" if i else "changed", [change]) for i, change in enumerate(story.changes)]
     rows += [("" if i else "next:", [command]) for i, command in enumerate(next_commands)]
@@ -66,7 +66,7 @@ def _format_columns(rows: Sequence[tuple[str, Sequence[str]]], *, width: int = 1
 
 
 def _format_metrics(line: Line) -> list[str]:
-    return [f"{name} {_format_metric(line, name)}" for name in list_metric_names(line)]
+    return [f"{name} {format_metric(line, name)}" for name in list_metric_names(line)]
 
 
 def _collect_facts(story: RunStory) -> list[tuple[str, str]]:
@@ -78,42 +78,17 @@ def _collect_facts(story: RunStory) -> list[tuple[str, str]]:
     name, line = story.find_best_evaluation() or ("", None)
     return [
         ("Steps", f"{story.step:,}" + (f" of {total:,}" if total else "")),
-        ("Epochs", _format_value(last.get("epoch"))),
-        ("Samples", _format_value(last.get("samples_seen"))),
+        ("Epochs", format_value(last.get("epoch"))),
+        ("Samples", format_value(last.get("samples_seen"))),
         ("Running time", format_duration(story.elapsed_s)),
-        ("Median rate", f"{_format_value(rate)} samples/s" if rate else _ABSENT),
-        ("Peak memory", f"{memory:.1f} GiB" if memory else _ABSENT),
-        ("Attempts", str(attempts) if attempts else _ABSENT),
-        (f"Best {name}", f"{_format_score(line[name])} on {line['split']}") if line else ("Best metric", _ABSENT),
+        ("Median rate", f"{format_value(rate)} samples/s" if rate else ABSENT),
+        ("Peak memory", f"{memory:.1f} GiB" if memory else ABSENT),
+        ("Attempts", str(attempts) if attempts else ABSENT),
+        (f"Best {name}", f"{format_score(line[name])} on {line['split']}") if line else ("Best metric", ABSENT),
     ]
 
 
-_ABSENT = "not recorded"
 _MAX_EVENTS = 200
-
-
-def _format_metric(line: Line, name: str) -> str:
-    if name not in line:
-        return "-"
-    if not has_interval(line, name):
-        return _format_score(line[name])
-    low, high = (_format_score(line[end]) for end in name_interval_ends(name))
-    return f"{_format_score(line[name])} [{low}, {high}]"
-
-
-def _format_score(value: float) -> str:
-    """Format with four significant digits, trailing zeros included, so that columns are easy to compare."""
-    return f"{value:#.4g}".rstrip(".") if isinstance(value, float) and abs(value) < 1000 else _format_value(value)
-
-
-def _format_value(value: object) -> str:
-    if value is None:
-        return _ABSENT
-    if isinstance(value, list):
-        return ", ".join(map(_format_value, value)) or "none"
-    if isinstance(value, float) and math.isfinite(value):
-        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
 
 
 @limit_writers()
@@ -127,6 +102,7 @@ def write_report(run: Path) -> Path:
         UserError: `run` is not a run folder, or its files are damaged.
     """
     story = RunStory.read(run)
+    evaluated = render_evaluations(read_evaluations(run))
     training, metrics, speed = draw_plots(story)
     (run / "plots").mkdir(exist_ok=True)
     for plot in [*training, *metrics, *speed]:
@@ -137,8 +113,12 @@ def write_report(run: Path) -> Path:
             render_section("Summary", _render_summary(story), _render_results(story)),
             render_section("Training", render_gallery(training)),
             render_section(
-                "Evaluation", render_gallery(metrics), render_gallery(read_figures(run)), _render_evaluations(story)
+                "Evaluation",
+                render_gallery(metrics),
+                render_gallery(read_figures(run / "exhibits")),
+                _render_evaluations(story),
             ),
+            *(render_section("Labelled folders", table) for table in filter(None, [evaluated])),
             render_section("Speed", render_gallery(speed), _render_time_table(story)),
             render_section("Attempts and events", _render_attempts(story), _render_events(story)),
             render_section("Automatic choices", _render_choices(story)),
@@ -181,7 +161,7 @@ def _render_results(story: RunStory) -> str:
         columns.append((f"best {line['split']}, step {line['step']:,}", line))
         note = f"Best by {name} on {line['split']}."
     names = list_all_metric_names(story.evals)
-    rows = [[name, *(_format_metric(line, name).replace(" [", "\n[") for _, line in columns)] for name in names]
+    rows = [[name, *(format_metric(line, name).replace(" [", "\n[") for _, line in columns)] for name in names]
     metrics = render_table(["metric", *(title for title, _ in columns)], rows)
     missing = explain_missing_intervals(names)
     caption = " ".join(["Last evaluation of each split; 95 % intervals in brackets.", missing, note])
@@ -196,8 +176,8 @@ def _render_evaluations(story: RunStory) -> str:
         [
             str(line["split"]),
             f"{line['step']:,}",
-            _format_value(line.get("epoch")),
-            *(_format_metric(line, n) for n in names),
+            format_value(line.get("epoch")),
+            *(format_metric(line, n) for n in names),
         ]
         for line in story.evals
     ]
@@ -220,12 +200,12 @@ def _render_attempts(story: RunStory) -> str:
             [
                 str(number),
                 _format_time(first.get("time")),
-                str(first.get("host", _ABSENT)),
-                str(first.get("device", _ABSENT)),
-                _format_value(first.get("world_size")),
+                str(first.get("host", ABSENT)),
+                str(first.get("device", ABSENT)),
+                format_value(first.get("world_size")),
                 f"{first['step']:,}",
                 f"{last['step']:,}",
-                describe_ending(last) if last.get("event") in ENDS else _ABSENT,
+                describe_ending(last) if last.get("event") in ENDS else ABSENT,
             ]
         )
     return render_table(
@@ -243,8 +223,8 @@ def _render_events(story: RunStory) -> str:
         [
             _format_time(event.get("time")),
             f"{event['step']:,}",
-            str(event.get("event", _ABSENT)),
-            ", ".join(f"{k} {_format_value(v)}" for k, v in flatten(event) if k not in other_columns),
+            str(event.get("event", ABSENT)),
+            ", ".join(f"{k} {format_value(v)}" for k, v in flatten(event) if k not in other_columns),
         ]
         for event in story.events[-_MAX_EVENTS:]
     ]
@@ -257,7 +237,7 @@ def _render_choices(story: RunStory) -> str:
     rows = []
     for name, choice in dict(story.env.get("choices") or {}).items():
         fields = choice if isinstance(choice, Mapping) else {"value": choice}
-        rows.append([str(name), str(fields.get("value", _ABSENT)), str(fields.get("reason", _ABSENT))])
+        rows.append([str(name), str(fields.get("value", ABSENT)), str(fields.get("reason", ABSENT))])
     return render_table(["choice", "value", "reason"], rows, numbers=False) if rows else ""
 
 
@@ -266,10 +246,10 @@ def _render_environment(story: RunStory) -> str:
     for title, content in story.env.items():
         if title != "choices":
             fields = flatten(content) if isinstance(content, Mapping) else [("", content)]
-            rows = [[name, _format_value(value)] for name, value in fields]
+            rows = [[name, format_value(value)] for name, value in fields]
             parts.append(f"<h3>{html.escape(str(title))}</h3>{render_table(['name', 'value'], rows, numbers=False)}")
     return "".join(parts)
 
 
 def _format_time(text: object) -> str:
-    return html.escape(str(text).replace("T", " ").replace("+00:00", " UTC")) if text else _ABSENT
+    return html.escape(str(text).replace("T", " ").replace("+00:00", " UTC")) if text else ABSENT

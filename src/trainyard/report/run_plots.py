@@ -47,9 +47,9 @@ def draw_plots(story: RunStory) -> tuple[list[Plot], list[Plot], list[Plot]]:
     return training, metrics, speed
 
 
-def read_figures(run: Path) -> list[Plot]:
-    """Return the job's own figures of its last evaluation."""
-    paths = sorted((run / "exhibits").glob("*.png"))
+def read_figures(folder: Path) -> list[Plot]:
+    """Return the figures in a folder of a run; none of a link, which could lead out of it."""
+    paths = [] if folder.is_symlink() else sorted(folder.glob("*.png"))
     return [Plot(path.stem, path.stem, png) for path in paths if (png := _read_png(path))]
 
 

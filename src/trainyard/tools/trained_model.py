@@ -1,9 +1,9 @@
-"""Runs the final weights of a run on raw files: what predict, embed, compare and search share."""
+"""Runs the final weights of a run on raw files: what predict, embed, compare, search and evaluate share."""
 
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +21,9 @@ from trainyard.settings import TrainConfig
 if TYPE_CHECKING:
     import torch
 
+    from trainyard.data.loader import Loader
     from trainyard.data.shards import Sample, ShardSet
-    from trainyard.train.module import Rows, TrainModule
+    from trainyard.train.module import DataInfo, Rows, TrainModule
 
 
 @dataclass(frozen=True)
@@ -65,39 +66,72 @@ class TrainedModel:
             )
 
 
-def load_model(run: Path, jobs_dir: Path) -> TrainedModel:
+def load_model(run: Path, jobs_dir: Path, *, lists: str = "unlabelled") -> TrainedModel:
     """Load the weights that a run's test sets are scored with, without its packed data.
 
+    Args:
+        lists: the function of the family's pack.py that lists new raw files.
+
     Raises:
-        UserError: the family has no predictions, the run has no checkpoint, or the code at hand builds another model.
+        UserError: the family has no such function, the run has no checkpoint, or the code at hand builds another model.
     """
     import torch
 
+    from trainyard.train.checkpoint import select_weights
+    from trainyard.train.module import DataInfo
+
     config = thaw(run / CONFIG, jobs_dir)
     pack = load_family(jobs_dir, config.family, "pack")
-    if not hasattr(pack, "unlabelled"):
-        raise UserError(f"{config.family} has no predictions for a table: its pack.py has no 'unlabelled'.")
+    if not hasattr(pack, lists):
+        what = "predictions for a table" if lists == "unlabelled" else "evaluation of new folders"
+        raise UserError(f"{config.family} has no {what}: its pack.py has no '{lists}'.")
     entry, saved = _load_checkpoint(run)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     major, minor = torch.cuda.get_device_capability() if device.type == "cuda" else (0, 0)
-    precision = choose_precision(10 * major + minor or None, precision=config.precision)
-    module = _build_module(config, jobs_dir, saved).to(device)
-    return TrainedModel(run, config, module, entry, saved["learned"], pack, device, precision)
+    sm = 10 * major + minor or None
+    precision = choose_precision(sm, precision=config.precision, channels_last=config.channels_last)
+    info = DataInfo({}, {}, np.empty(0, dtype=np.int64), saved["learned"])
+    module = _build_module(config, jobs_dir, select_weights(saved), info)
+    model = TrainedModel(run, config, module, entry, saved["learned"], pack, device, precision)
+    return replace(model, module=_place_module(model, module))
+
+
+def describe_data(model: TrainedModel, info: "DataInfo", jobs_dir: Path) -> "TrainModule":
+    """Return a module with the model's weights that knows the labels of a data set, so that it can score them."""
+    return _place_module(model, _build_module(model.config, jobs_dir, model.module.state_dict(), info))
+
+
+def make_loader(model: TrainedModel, data: "ShardSet") -> "Loader":
+    """Return a loader of a data set as the model reads it, in the memory layout of training."""
+    from trainyard.data.loader import Loader
+
+    return Loader.from_config(
+        model.config,
+        data,
+        device=model.device,
+        decode="cpu",
+        threads=count_cores(),
+        channels_last=model.precision.channels_last,
+    )
 
 
 @contextmanager
-def pack_temporarily(model: TrainedModel, samples: "Iterable[Sample]", *, near: Path | None) -> Iterator["ShardSet"]:
+def pack_temporarily(
+    model: TrainedModel, samples: "Iterable[Sample]", *, near: Path | None, skip_bad: bool = False
+) -> Iterator["ShardSet"]:
     """Pack samples into a temporary folder as training packs them; delete it at the end.
 
     Args:
         near: the folder is created in this one, which has the space; None: where the system keeps temporary files.
+        skip_bad: leave out raw files that cannot be read, instead of failing.
     """
     from trainyard.data.pack import pack
 
     if near is not None:
         near.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=near, prefix=".predict-") as folder:
-        data = pack(samples, Path(folder) / "packed", meta={"family": model.config.family}, workers=count_cores())
+        out, meta = Path(folder) / "packed", {"family": model.config.family}
+        data = pack(samples, out, meta=meta, workers=count_cores(), skip_bad=skip_bad)
         try:
             yield data
         finally:
@@ -106,10 +140,9 @@ def pack_temporarily(model: TrainedModel, samples: "Iterable[Sample]", *, near: 
 
 def compute_rows(model: TrainedModel, data: "ShardSet") -> Iterator["Rows"]:
     """Yield the model's rows of all samples of a data set in their order, batch by batch, with a progress bar."""
-    from trainyard.data.loader import Loader
     from trainyard.train import evaluate, precision
 
-    loader = Loader.from_config(model.config, data, device=model.device, decode="cpu", threads=count_cores())
+    loader = make_loader(model, data)
     with tqdm(total=data.count, unit="sample", desc="predicting", disable=None, leave=False) as bar:
         yield from evaluate.predict_batches(
             model.module,
@@ -178,16 +211,22 @@ def _load_checkpoint(run: Path) -> tuple[Entry, dict[str, Any]]:
     return entry, saved
 
 
-def _build_module(config: TrainConfig, jobs_dir: Path, saved: dict[str, Any]) -> "TrainModule":
-    from trainyard.train.checkpoint import select_weights
-    from trainyard.train.module import DataInfo
+def _place_module(model: TrainedModel, module: "TrainModule") -> "TrainModule":
+    """Return the module on the device in the memory layout of training, so that results round alike."""
+    import torch
 
-    no_ids = np.empty(0, dtype=np.int64)
-    info = DataInfo({}, {}, no_ids, saved["learned"])
+    layout: Any = torch.channels_last if model.precision.channels_last else torch.contiguous_format
+    module.to(model.device).to(memory_format=layout)  # type: ignore[call-overload]
+    return module.eval()
+
+
+def _build_module(
+    config: TrainConfig, jobs_dir: Path, saved: "Mapping[str, torch.Tensor]", info: "DataInfo"
+) -> "TrainModule":
     module: TrainModule = load_family(jobs_dir, config.family, "module").build(config, info)
     left_out = module.training_only
     try:
-        weights = {name: value for name, value in select_weights(saved).items() if not name.startswith(left_out)}
+        weights = {name: value for name, value in saved.items() if not name.startswith(left_out)}
         absent, unknown = module.load_state_dict(weights, strict=False)
         absent = [name for name in absent if not name.startswith(left_out)]
         if absent or unknown:

@@ -37,7 +37,8 @@ def evaluate(
     """Score a module on the samples `ids`; every rank takes part and gets the metrics.
 
     Args:
-        save_figures: called on rank 0 with the module's report figures of this set.
+        save_figures: at the end of training: called on rank 0 with the module's report figures of this set; then the
+            metrics have their intervals, too.
         progress: called with the number of samples of each batch that is done.
         keep_smaller: called on every rank with the batch size that was needed, if `batch_size` did not fit somewhere.
     """
@@ -45,7 +46,7 @@ def evaluate(
     scored = None
     if gathered is not None:
         rows, size = gathered
-        metrics = {name: float(value) for name, value in module.score(rows).items()}
+        metrics = score_rows(module, rows, with_intervals=save_figures is not None)
         if save_figures is not None:
             save_figures(module.report_figures(rows))
         scored = metrics, size
@@ -53,6 +54,14 @@ def evaluate(
     if result[1] < batch_size:
         keep_smaller(result[1])
     return result[0]
+
+
+def score_rows(module: TrainModule, rows: Rows, *, with_intervals: bool) -> dict[str, float]:
+    """Return the metrics of a whole set; the ends of their intervals after them, because resampling takes long."""
+    metrics = module.score(rows)
+    if with_intervals:
+        metrics = metrics | module.compute_intervals(rows)
+    return {name: float(value) for name, value in metrics.items()}
 
 
 def gather_rows(
@@ -114,20 +123,6 @@ def store_pair_scores(
         context.check_owner()
         scores = module.select_pair_scores(gathered[0])
         write_pair_scores(context.run, scores, step=step, precision=context.precision.dtype)
-
-
-def predict(
-    module: TrainModule,
-    loader: Loader,
-    ids: np.ndarray,
-    *,
-    batch_size: int,
-    autocast: Callable[[], AbstractContextManager[None]],
-    progress: Callable[[int], object],
-) -> Rows:
-    """Return the module's rows of the samples `ids`, on this rank alone; `progress` is called with samples done."""
-    parts, _ = predict_share(module, loader, ids, batch_size=batch_size, autocast=autocast, progress=progress)
-    return _join_rows(parts, ids)
 
 
 def predict_share(

@@ -49,6 +49,15 @@ class DataInfo:
         return cls(data.columns, data.vocabulary, train_ids, data.artifacts, data.read_arrays)
 
 
+@dataclass(frozen=True)
+class SampleSource:
+    """Some samples of a data set, as baselines read them."""
+
+    data: DataInfo
+    ids: np.ndarray  # (n,) int64, ascending
+    read_batches: Callable[[], Iterator[Batch]]  # as the model gets them in evaluation, in the order of `ids`
+
+
 def has_values(tensor: Tensor) -> bool:
     """Return whether a tensor has values: while memory is predicted (`step_memory`), it has only a shape."""
     return not isinstance(tensor, FakeTensor)
@@ -73,6 +82,9 @@ class TrainModule(nn.Module):
     tie_breaks: tuple[tuple[str, str], ...] = ()
     """Further ones, which decide in their order where the monitor is equal; after them the first evaluation wins."""
 
+    identity: str = ""
+    """The text column that says whose a sample is: `trainyard evaluate` counts the names that are in training, too."""
+
     training_only: tuple[str, ...] = ()
     """How the names of those weights begin that only training uses and whose sizes depend on the training samples.
 
@@ -94,6 +106,27 @@ class TrainModule(nn.Module):
     def score(self, rows: Rows) -> dict[str, float]:
         """Turn the rows of one whole evaluation set into metrics. Runs once, on rank 0, on the host."""
         raise NotImplementedError
+
+    def compute_intervals(self, rows: Rows) -> dict[str, float]:
+        """Return the ends of the 95 % intervals of the metrics, as `scoring.Intervals.to_metrics` names them.
+
+        Called at the end of training and by `trainyard evaluate` only, after `score` of the same rows: resampling takes
+        long.
+        """
+        return {}
+
+    def score_baselines(
+        self, rows: Rows, evaluated: SampleSource, open_training: Callable[[], SampleSource]
+    ) -> dict[str, dict[str, float]]:
+        """Return what `trainyard evaluate` compares with: a method -> its metrics and intervals on the same samples.
+
+        Methods are fitted on the training split alone, or on nothing.
+
+        Args:
+            rows: the model's own of these samples.
+            open_training: returns the training split; raises a UserError if it is no longer there.
+        """
+        return {}
 
     def report_figures(self, rows: Rows) -> dict[str, bytes]:
         """Return plots and images of a scored set for the report: title -> PNG. Called at the end, on rank 0."""

@@ -104,7 +104,7 @@ class Recorder:
             line["time"] = datetime.now(UTC).isoformat(timespec="seconds")
         self._check_owner()
         file = self._events if kind == "event" else self._metrics
-        data = _encode(line)
+        data = encode_line(line)
         file.write(data)
         if file is self._metrics:
             self._digest.update(data)
@@ -165,7 +165,8 @@ class Recorder:
             tracker.log(kind, step, values)
 
 
-def _encode(line: Line) -> bytes:
+def encode_line(line: Line) -> bytes:
+    """Encode one line of metrics or events: JSON without NaN and infinity, which `nonfinite` names."""
     plain = {key: value.item() if isinstance(value, np.generic) else value for key, value in line.items()}
     nonfinite = {k: str(v) for k, v in plain.items() if isinstance(v, float) and not math.isfinite(v)}
     if nonfinite:

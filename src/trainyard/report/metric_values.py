@@ -1,0 +1,33 @@
+"""Numbers and metrics as text, the same on the screen and in reports."""
+
+import math
+
+from trainyard.runs.events import Line, has_interval, name_interval_ends
+
+ABSENT = "not recorded"
+
+
+def format_metric(line: Line, name: str) -> str:
+    """Format a metric of a line, with its 95 % interval in brackets if it has one; "-" if the line lacks it."""
+    if name not in line:
+        return "-"
+    if not has_interval(line, name):
+        return format_score(line[name])
+    low, high = (format_score(line[end]) for end in name_interval_ends(name))
+    return f"{format_score(line[name])} [{low}, {high}]"
+
+
+def format_score(value: float) -> str:
+    """Format with four significant digits, trailing zeros included, so that columns are easy to compare."""
+    return f"{value:#.4g}".rstrip(".") if isinstance(value, float) and abs(value) < 1000 else format_value(value)
+
+
+def format_value(value: object) -> str:
+    """Format any recorded value."""
+    if value is None:
+        return ABSENT
+    if isinstance(value, list):
+        return ", ".join(map(format_value, value)) or "none"
+    if isinstance(value, float) and math.isfinite(value):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)

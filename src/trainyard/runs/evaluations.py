@@ -1,0 +1,80 @@
+"""A run's evaluations on labelled folders: `evaluations/<name>/`, which `trainyard evaluate` writes. Loads no torch.
+
+`evaluation.json` says what was evaluated, and with which weights; `metrics.jsonl` has a line of metrics for the run,
+then one for each baseline on the same samples; `figures/*.png` are the family's figures.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainyard.errors import UserError
+from trainyard.files import parse_json, read_file
+from trainyard.runs.events import METRICS_FILE, Line, read_lines
+
+FOLDER, ABOUT_FILE, FIGURES = "evaluations", "evaluation.json", "figures"
+RUN = "run"
+"""The system of the first line: the run's own weights. Those of the others are baselines."""
+
+_MOST_BYTES = 2**24
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One folder that was evaluated."""
+
+    path: Path
+    about: Mapping[str, Any]
+    lines: Sequence[Line]  # each with its `system`
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    def describe(self) -> str:
+        """Return one sentence about what was evaluated, and what of it was in training."""
+        data, checkpoint, seen = (self.about.get(name) or {} for name in ("data", "checkpoint", "seen_in_training"))
+        part = f", split {self.about['split']}" if self.about.get("split") else ""
+        return (
+            f"{self.name}: {data.get('samples')} samples of {self.about.get('folder')}{part} (digest "
+            f"{str(data.get('fingerprint'))[:12]}), weights of step {checkpoint.get('step')}. "
+            f"Seen in training: {describe_seen(seen)}."
+        )
+
+
+def describe_seen(seen: Mapping[str, Any]) -> str:
+    """Say how much of a data set was in training: the same content, and the same names."""
+    if "unknown" in seen:
+        return f"unknown, because {seen['unknown']}"
+    found = f"{seen.get('samples')} of {seen.get('samples_of')} samples (by their content)"
+    if "names" in seen:
+        found += f", {seen['names']} of {seen.get('names_of')} names in '{seen.get('column')}'"
+    return found
+
+
+def read_evaluations(run: Path) -> list[Evaluation]:
+    """Return a run's evaluations, oldest first.
+
+    Raises:
+        UserError: a file is damaged.
+    """
+    root = run / FOLDER
+    if root.is_symlink():  # a link may lead out of the run
+        return []
+    folders = [path for path in sorted(root.glob("[!.]*")) if path.is_dir() and not path.is_symlink()]
+    found = [Evaluation(path, _read_about(path / ABOUT_FILE), read_lines(path / METRICS_FILE)) for path in folders]
+    return sorted(found, key=lambda evaluation: str(evaluation.about.get("created")))
+
+
+def _read_about(path: Path) -> Mapping[str, Any]:
+    try:
+        about = parse_json(read_file(path, most_bytes=_MOST_BYTES))
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}. Delete its folder, and evaluate again.") from None
+    except ValueError as error:
+        raise UserError(f"{path}: not JSON: {error}. Delete its folder, and evaluate again.") from None
+    nested = ("data", "checkpoint", "seen_in_training")
+    if not isinstance(about, dict) or any(not isinstance(about.get(name, {}), dict) for name in nested):
+        raise UserError(f"{path}: does not say what was evaluated. Delete its folder, and evaluate again.")
+    return about

@@ -1,0 +1,333 @@
+"""`trainyard evaluate`: the metrics of a run's weights on labelled folders, next to those of its family's baselines."""
+
+import itertools
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from loguru import logger
+from tqdm import tqdm
+
+from trainyard import __version__
+from trainyard.config import apply_overrides
+from trainyard.data.index import AUDIO, ENCODED_IMAGE, INDEX, PCM, RAGGED
+from trainyard.data.loader import Loader
+from trainyard.data.shards import Sample, ShardSet
+from trainyard.errors import UserError
+from trainyard.files import create_folder, limit_writers, write_atomically, write_json
+from trainyard.report.figures import make_slug
+from trainyard.runs.evaluations import ABOUT_FILE, FIGURES, FOLDER, RUN, Evaluation, describe_seen, read_evaluations
+from trainyard.runs.events import METRICS_FILE
+from trainyard.runs.folder import find_free_name, read_env
+from trainyard.settings import TrainConfig
+from trainyard.text import join_names
+from trainyard.tools.trained_model import TrainedModel, describe_data, load_model, make_loader, pack_temporarily
+from trainyard.train.evaluate import gather_rows, score_rows
+from trainyard.train.module import Batch, DataInfo, SampleSource
+from trainyard.train.precision import make_autocast
+from trainyard.train.recorder import encode_line
+
+CHANGEABLE = ("packing.", "evaluation.", "data.on_error=", "eval_batch_size=")
+"""How the options begin that an evaluation may change: how raw files are read, and how rows are scored."""
+
+Metrics = dict[str, float]
+
+
+@dataclass(frozen=True)
+class _Training:
+    """The training split of the run, if its packed data is still there."""
+
+    data: ShardSet | None
+    ids: np.ndarray
+    missing: str  # why there is none
+
+
+@dataclass(frozen=True)
+class _Labelled:
+    """A labelled data set, packed and open."""
+
+    data: ShardSet
+    artifacts: Mapping[str, str]  # with which the run's model reads it
+    is_packed: bool  # whether the folder itself holds shards
+
+
+def evaluate(
+    run: Path,
+    folders: Sequence[Path],
+    jobs_dir: Path,
+    *,
+    split: str = "",
+    overrides: Sequence[str] = (),
+    with_baselines: bool = True,
+) -> list[Evaluation]:
+    """Score the run's final weights, and the baselines, on each folder; write each result into the run, and return it.
+
+    Raw files are packed into a temporary folder in the run, with the run's options. All samples of a folder count.
+
+    Args:
+        split: only this split of packed data, or this set of raw files; "": all samples.
+        overrides: options for reading and scoring these folders, which differ from the run's.
+
+    Raises:
+        UserError: a folder has no labels, or those of another family; the run has no weights; or a baseline needs its
+            training data, which is gone.
+    """
+    for folder in folders:
+        if not folder.exists():
+            raise UserError(f"{folder}: no such folder. Expected labelled raw files, or packed data.")
+    model = load_model(run, jobs_dir, lists="list_labelled")
+    model = replace(model, config=_override(model.config, overrides))
+    training = _open_training(model)
+    written = [
+        _evaluate_folder(
+            model,
+            folder,
+            jobs_dir,
+            training=training,
+            split=split,
+            overrides=overrides,
+            with_baselines=with_baselines,
+        )
+        for folder in folders
+    ]
+    return [one for one in read_evaluations(run) if one.path in written]
+
+
+def _override(config: TrainConfig, overrides: Sequence[str]) -> TrainConfig:
+    wrong = [word for word in overrides if not word.startswith(CHANGEABLE)]
+    if wrong:
+        raise UserError(
+            f"{wrong[0]}: the run's weights belong to its options. An evaluation may change how the folder is read and "
+            f"scored: {', '.join(f'{start}...' for start in CHANGEABLE)}"
+        )
+    return apply_overrides(config, overrides)
+
+
+def _evaluate_folder(
+    model: TrainedModel,
+    folder: Path,
+    jobs_dir: Path,
+    *,
+    training: _Training,
+    split: str,
+    overrides: Sequence[str],
+    with_baselines: bool,
+) -> Path:
+    """Score one folder; return where the result is."""
+    begin = time.monotonic()
+    name = make_slug(folder.resolve().name).lstrip(".") or "data"
+    with limit_writers(), _open_labelled(model, folder, jobs_dir) as labelled:
+        data = labelled.data
+        ids = np.arange(data.count) if not split else _select_split(model, labelled, split, folder)
+        info = DataInfo(data.columns, data.vocabulary, np.empty(0, np.int64), labelled.artifacts, data.read_arrays)
+        model = replace(model, module=describe_data(model, info, jobs_dir))
+        evaluated = SampleSource(info, ids, partial(_read_batches, make_loader(model, data), model.config, ids))
+        seen = _count_seen(model, data, ids, training)
+        if seen.get("samples") or seen.get("names"):
+            logger.warning("{}: seen in training: {}", folder, describe_seen(seen))
+        systems, figures = _score(model, data, evaluated, folder, training=training, with_baselines=with_baselines)
+        about = {
+            "folder": str(folder.resolve()),
+            "split": split,
+            "data": {
+                "fingerprint": data.fingerprint,
+                "samples": len(ids),
+                "samples_in_folder": data.count,
+                "skipped": data.skipped,
+                "packed": labelled.is_packed,
+            },
+            "checkpoint": {
+                "file": model.checkpoint.path.name,
+                "step": model.checkpoint.step,
+                "sha256": model.checkpoint.sha256,
+            },
+            "seen_in_training": seen,
+            "overrides": list(overrides),
+            "packing": data.meta.get("packing") if labelled.is_packed else _list_packing(model.config),
+            "device": model.device.type,
+            "precision": model.precision.dtype,
+            "trainyard": __version__,
+            "created": datetime.now(UTC).isoformat(timespec="microseconds"),
+            "seconds": round(time.monotonic() - begin, 3),
+        }
+        target = find_free_name(model.run / FOLDER / (f"{name}-{make_slug(split)}" if split else name))
+        _write(target, about, systems, figures, step=model.checkpoint.step)
+    return target
+
+
+# Labelled data
+
+
+@contextmanager
+def _open_labelled(model: TrainedModel, folder: Path, jobs_dir: Path) -> Iterator[_Labelled]:
+    config, pack = model.config, model.pack
+    if (folder / INDEX).is_file():
+        data = ShardSet(folder)
+        packed_for = data.meta.get("family", config.family)
+        if packed_for != config.family:
+            raise UserError(
+                f"{folder}: packed for the family {packed_for!a}, but {model.run} is a run of {config.family}. Name "
+                f"another folder, or a run of {packed_for!a}: trainyard evaluate RUN {folder}"
+            )
+        own, packed = model.artifacts, data.artifacts
+        with closing(data):
+            artifacts = pack.join_artifacts(folder, own, packed) if hasattr(pack, "join_artifacts") else own
+            _warn_of_other_packing(folder, data.meta.get("packing") or {}, _list_packing(config))
+            yield _Labelled(data, artifacts, True)
+        return
+    samples, artifacts = pack.list_labelled(folder, config, model.artifacts)
+    listed: Iterator[Sample] = iter(samples)
+    first = next(listed, None)
+    if first is None:
+        raise UserError(
+            f"{folder}: contains no labelled sample that {config.family} knows. Expected: what "
+            f"{jobs_dir / config.family}/README.md describes. Without labels there are predictions: trainyard predict "
+            f"{model.run} {folder} OUT.csv"
+        )
+    skip_bad = config.data.on_error == "skip"
+    near = model.run / FOLDER
+    with pack_temporarily(model, itertools.chain([first], listed), near=near, skip_bad=skip_bad) as data:
+        yield _Labelled(data, artifacts, False)
+
+
+def _list_packing(config: TrainConfig) -> dict[str, Any]:
+    return asdict(config.packing) if hasattr(config, "packing") else {}
+
+
+def _warn_of_other_packing(folder: Path, packed: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Say which options packed this data otherwise than the training data of the run."""
+    names = [name for name in own if packed.get(name, own[name]) != own[name]]
+    differing = [f"{name}={packed[name]} (run: {own[name]})" for name in names]
+    if differing:
+        logger.warning("{}: packed with other options than the run's: {}", folder, join_names(differing))
+
+
+def _select_split(model: TrainedModel, labelled: _Labelled, split: str, folder: Path) -> np.ndarray:
+    """Return the sample ids of a split, as the family splits packed data, or as raw files name it."""
+    data = labelled.data
+    if labelled.is_packed:
+        splits: Mapping[str, np.ndarray] = model.pack.splits(data.columns, data.vocabulary, model.config)
+    else:
+        names = np.array(data.vocabulary.get("set", []))[data.columns.get("set", np.empty(0, np.int64))]
+        splits = {str(name): np.flatnonzero(names == name) for name in np.unique(names)}
+    if split not in splits:
+        raise UserError(
+            f"--split {split}: {folder} has no split of this name. It has: {join_names(list(splits)) or 'none'}. "
+            "Leave it out to evaluate all samples."
+        )
+    return np.sort(splits[split])
+
+
+def _read_batches(loader: Loader, config: TrainConfig, ids: np.ndarray) -> Iterator[Batch]:
+    with closing(loader.evaluate(ids, batch_size=config.eval_batch_size)) as stream:
+        for micro_batch in stream:
+            yield micro_batch.batch
+
+
+# Training data
+
+
+def _open_training(model: TrainedModel) -> _Training:
+    """Open the packed data that the run was trained on, if it is still there and unchanged."""
+    folder, none = Path(model.config.data.path), np.empty(0, dtype=np.int64)
+    if not model.config.data.path or not (folder / INDEX).is_file():
+        return _Training(None, none, f"{folder}: the packed data that {model.run} was trained on is not there")
+    data = ShardSet(folder)
+    if data.fingerprint != read_env(model.run).get("data", {}).get("fingerprint"):
+        return _Training(None, none, f"{folder}: no longer the packed data that {model.run} was trained on")
+    splits = model.pack.splits(data.columns, data.vocabulary, model.config)
+    return _Training(data, np.sort(splits["train"]), "")
+
+
+def _count_seen(model: TrainedModel, data: ShardSet, ids: np.ndarray, training: _Training) -> dict[str, Any]:
+    """Count the samples whose content is that of a training sample, and the names that are names there, too."""
+    if training.data is None:
+        return {"unknown": training.missing}
+    trained = {row.tobytes() for row in _digest_records(training.data, data, training.ids)}
+    same = sum(row.tobytes() in trained for row in _digest_records(data, training.data, ids))
+    found: dict[str, Any] = {"samples": same, "samples_of": len(ids)}
+    column = model.module.identity
+    if column in data.vocabulary and column in training.data.vocabulary:
+        names, known = (
+            {one.vocabulary[column][code] for code in np.unique(one.columns[column][rows]).tolist()} - {""}
+            for one, rows in ((data, ids), (training.data, training.ids))
+        )
+        found |= {"column": column, "names": len(names & known), "names_of": len(names)}
+    return found
+
+
+def _digest_records(data: ShardSet, other: ShardSet, ids: np.ndarray) -> np.ndarray:
+    """Return (n, 2 R) int64: size and CRC-32C of each sample's R records of encoded, audio or ragged content.
+
+    Arrays of fixed shape are left out: features that packing computed may differ between training and other samples.
+    """
+    kinds = (ENCODED_IMAGE, AUDIO, PCM, RAGGED)
+    names = [name for name in sorted(data.records) if data.records[name].kind in kinds and name in other.records]
+    parts = [part for name in names for part in (data.records[name].size, data.records[name].crc)]
+    columns = [part[ids].astype(np.int64) for part in parts]
+    return np.ascontiguousarray(np.stack(columns, axis=1)) if columns else np.empty((0, 0), dtype=np.int64)
+
+
+# Scoring and writing
+
+
+def _score(
+    model: TrainedModel,
+    data: ShardSet,
+    evaluated: SampleSource,
+    folder: Path,
+    *,
+    training: _Training,
+    with_baselines: bool,
+) -> tuple[dict[str, Metrics], dict[str, bytes]]:
+    """Return the metrics of the run and of each baseline by its name, and the run's figures."""
+    module, config = model.module, model.config
+    title = f"evaluating {folder.name}"
+    with tqdm(total=len(evaluated.ids), unit="sample", desc=title, disable=None, leave=False) as bar:
+        gathered = gather_rows(
+            module,
+            make_loader(model, data),
+            evaluated.ids,
+            batch_size=config.eval_batch_size,
+            autocast=make_autocast(model.precision, model.device),
+            progress=bar.update,
+        )
+    assert gathered is not None, "one process alone is rank 0"
+    rows, _ = gathered
+
+    def open_training() -> SampleSource:
+        if training.data is None:
+            raise UserError(f"{training.missing}, and the baseline is fitted on it. Leave it out: --no-baseline")
+        info = DataInfo.from_shards(training.data, training.ids)
+        loader = make_loader(model, training.data)
+        return SampleSource(info, training.ids, partial(_read_batches, loader, config, training.ids))
+
+    try:
+        systems = {RUN: score_rows(module, rows, with_intervals=True)}
+    except UserError as error:
+        raise UserError(f"{folder}: cannot be scored: {error}") from None
+    if with_baselines:
+        logger.info("{}: computing the baselines on the same samples (--no-baseline leaves them out)", folder)
+        for name, metrics in module.score_baselines(rows, evaluated, open_training).items():
+            systems[name] = {metric: float(value) for metric, value in metrics.items()}
+    return systems, module.report_figures(rows)
+
+
+def _write(
+    target: Path, about: Mapping[str, Any], systems: Mapping[str, Metrics], figures: Mapping[str, bytes], *, step: int
+) -> None:
+    """Write an evaluation; its folder is complete as soon as it is visible."""
+    with create_folder(target) as folder:
+        write_json(folder / ABOUT_FILE, about)
+        fields = {"kind": "eval", "step": step, "split": target.name}
+        lines = [encode_line({**fields, "system": system, **metrics}) for system, metrics in systems.items()]
+        write_atomically(folder / METRICS_FILE, b"".join(lines))
+        (folder / FIGURES).mkdir()
+        for title, png in figures.items():
+            write_atomically(folder / FIGURES / f"{title.replace('/', '_')}.png", png)
