@@ -178,7 +178,7 @@ def _open_labelled(model: TrainedModel, folder: Path, jobs_dir: Path) -> Iterato
         own, packed = model.artifacts, data.artifacts
         with closing(data):
             artifacts = pack.join_artifacts(folder, own, packed) if hasattr(pack, "join_artifacts") else own
-            _warn_of_other_packing(folder, data.meta.get("packing") or {}, _list_packing(config))
+            _warn_of_other_packing(folder, data.meta.get("packing"), _list_packing(config))
             yield _Labelled(data, artifacts, True)
         return
     samples, artifacts = pack.list_labelled(folder, config, model.artifacts)
@@ -200,8 +200,10 @@ def _list_packing(config: TrainConfig) -> dict[str, Any]:
     return asdict(config.packing) if hasattr(config, "packing") else {}
 
 
-def _warn_of_other_packing(folder: Path, packed: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+def _warn_of_other_packing(folder: Path, packed: object, own: Mapping[str, Any]) -> None:
     """Say which options packed this data otherwise than the training data of the run."""
+    if not isinstance(packed, dict):  # none if `pack` was called directly
+        return
     names = [name for name in own if packed.get(name, own[name]) != own[name]]
     differing = [f"{name}={packed[name]} (run: {own[name]})" for name in names]
     if differing:
