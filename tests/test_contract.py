@@ -245,7 +245,7 @@ def check_evaluation(run: Path, raw: Path, capsys) -> None:
     resamples = bool(getattr(config, "evaluation", None)) and hasattr(config.evaluation, "bootstrap_draws")
     ends = ["_low" in " ".join(line) or "draws_lost" in " ".join(line) for line in (during[-1], own)]
     assert during[-1]["split"] == "val" and ends == [False, resamples], "intervals are computed at the end alone"
-    packed, options = Path(config.data.path), ["evaluation.baseline_pairs=12"] * (config.family == "fingerprint")
+    packed, options = Path(config.data.path), ["evaluation.baseline_pairs=4"] * (config.family == "fingerprint")
     assert main(["evaluate", str(run), str(packed), *options, "--split", own["split"], "--jobs", str(JOBS)]) == 0
     shown = capsys.readouterr().out
     (found,) = read_evaluations(run)

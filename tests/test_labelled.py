@@ -83,15 +83,14 @@ def test_what_cannot_be_evaluated_is_refused_in_a_sentence_and_leaves_nothing(do
     assert f"packed for the family 'fingerprint', but {done} is a run of pricing" in refuse(FINGERPRINT)
     unpriced = write_catalogue(tmp_path / "new.csv", 4, column="cost")
     assert f"{unpriced}: no column 'price'. It has: sample_id, catalog_content, cost" in refuse(unpriced)
-    assert "new.csv: 4 samples" in evaluate(capsys, done, unpriced, "packing.price_column=cost")
     assert "nowhere: no such folder. Expected labelled raw files" in refuse("nowhere")
     assert "--split tset" in (said := refuse(PRICING, "--split", "tset")) and "It has: train, val, test" in said
     assert "optimizer.lr=1: the run's weights belong to its options" in refuse(PRICING, "optimizer.lr=1")
     moved = Path(PRICING).rename("elsewhere")
     assert "was trained on is not there, and the baseline is fitted on it. Leave it out: --no-baseline" in refuse(moved)
-    shown = evaluate(capsys, done, moved, "--split", "test", "--no-baseline")
-    assert "Seen in training: unknown, because" in shown
-    assert [one.name for one in read_evaluations(done)] == ["new.csv", "elsewhere-test"]
+    shown = evaluate(capsys, done, unpriced, "packing.price_column=cost", "--no-baseline")
+    assert "new.csv: 4 samples" in shown and "Seen in training: unknown, because data/pricing" in shown
+    assert [one.name for one in read_evaluations(done)] == ["new.csv"]
     assert not list((done / "evaluations").glob(".*"))
     (read_evaluations(done)[0].path / "evaluation.json").write_text("{")
     assert main(["report", str(done)]) == 2 and "Delete its folder, and evaluate again" in capsys.readouterr().err
