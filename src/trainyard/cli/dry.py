@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from trainyard import config as configs
 from trainyard.cli.choices import describe_choices, describe_packing
@@ -18,6 +19,11 @@ from trainyard.runs.folder import check_name
 from trainyard.runs.manifest import list_checkpoints
 from trainyard.runs.sweep_file import FOLDER
 from trainyard.settings import Duration, TrainConfig
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from trainyard.data.index import Index
 
 NEW = "NEW"
 """Stands for the name of a run that would get its time as a name."""
@@ -122,21 +128,35 @@ def name_code(jobs_dir: Path, into: Path) -> submit.Code:
     return submit.Code(into, into / jobs_dir.resolve().name)
 
 
+def count_steps_per_epoch(config: TrainConfig, jobs_dir: Path) -> int | None:
+    """Return the steps of an epoch; None before the data is packed."""
+    return _count_steps(config, *_read_splits(config, jobs_dir)) if is_packed(config) else None
+
+
 def _describe_data(config: TrainConfig, jobs_dir: Path) -> tuple[str, int | None]:
     """Return which data a run reads, and the steps of an epoch; None before the data is packed."""
-    from trainyard.data.index import read_index
-    from trainyard.data.order import order_epoch
-
     if not is_packed(config):
         raw = find_raw(config, jobs_dir)
         found = f"{raw}: raw files" if raw else f"{config.data.synthetic} samples to synthesize"
         return f"{found}, packed into {config.data.cache} unless that was done before", None
+    index, splits = _read_splits(config, jobs_dir)
+    sizes = ", ".join(f"{name} {len(ids)}" for name, ids in splits.items())
+    return f"{config.data.path}: {index.count} samples ({sizes})", _count_steps(config, index, splits)
+
+
+def _read_splits(config: TrainConfig, jobs_dir: Path) -> "tuple[Index, Mapping[str, np.ndarray]]":
+    from trainyard.data.index import read_index
+
     index = read_index(Path(config.data.path))
     index.check_family(config.family)
-    splits = configs.load_family(jobs_dir, config.family, "pack").splits(index.columns, index.vocabulary, config)
-    sizes = ", ".join(f"{name} {len(ids)}" for name, ids in splits.items())
-    steps = len(order_epoch(splits["train"], index.columns, config, epoch=0))
-    return f"{config.data.path}: {index.count} samples ({sizes})", steps
+    pack = configs.load_family(jobs_dir, config.family, "pack")
+    return index, pack.splits(index.columns, index.vocabulary, config)
+
+
+def _count_steps(config: TrainConfig, index: "Index", splits: "Mapping[str, np.ndarray]") -> int:
+    from trainyard.data.order import order_epoch
+
+    return len(order_epoch(splits["train"], index.columns, config, epoch=0))
 
 
 def _describe_length(text: str, steps_per_epoch: int | None) -> str:

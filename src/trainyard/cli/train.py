@@ -14,6 +14,7 @@ from loguru import logger
 from trainyard import config as configs
 from trainyard.cli import cluster, dry, submission
 from trainyard.cli.choices import add_synthetic_option, record_choices
+from trainyard.cli.extension import LENGTH, Extension, plan_extension, record_extension
 from trainyard.cli.verb import Verbs, add_dry_option, add_trust_option, add_verb
 from trainyard.errors import Killed, UserError
 from trainyard.files import limit_writers
@@ -98,7 +99,15 @@ def _print_run(run: Path, config: TrainConfig, args: argparse.Namespace, count: 
 def add_resume(verbs: Verbs) -> None:
     verb = add_verb(verbs, "resume", _resume, "resume a run from its newest valid checkpoint")
     verb.add_argument("run", help="its folder, or a job for that job's newest run")
-    verb.add_argument("overrides", nargs="*", metavar="OPTION=VALUE", help="options that do not change the mathematics")
+    verb.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="OPTION=VALUE",
+        help="options that do not change the mathematics, and a larger max_duration, which extends the run",
+    )
+    verb.add_argument(
+        "--inexact", action="store_true", help="extend it even if it then differs from a run that was planned so"
+    )
     verb.add_argument("--here", action="store_true", help="on this machine, even if it was submitted to a cluster")
     verb.add_argument("--update-code", action="store_true", help="submitted run: use today's code, not its own copy")
     verb.add_argument("--cpu-ranks", type=int, default=0, metavar="N", help="here: processes that share the cores")
@@ -123,7 +132,8 @@ def _resume(args: argparse.Namespace) -> int:
             changes.refuse_changes(run)
         config = configs.thaw(run / runs.CONFIG, args.jobs)
         new = configs.apply_overrides(config, args.overrides)
-        _apply_changes(run, config, new, write=False)
+        extension = plan_extension(run, config, new, args.jobs, allow_inexact=args.inexact)
+        _apply_changes(run, config, new, extension, write=False)
         return (
             submission.resubmit(run.absolute(), args) if submitted else dry.print_run(run, new, args.jobs, ranks=count)
         )
@@ -135,7 +145,8 @@ def _resume(args: argparse.Namespace) -> int:
             config = configs.thaw(run / runs.CONFIG, args.jobs)
             changed = configs.apply_overrides(config, args.overrides)
             _refuse_impossible(changed, count)
-            _apply_changes(run, config, changed)
+            extension = plan_extension(run, config, changed, args.jobs, allow_inexact=args.inexact)
+            _apply_changes(run, config, changed, extension)
     return submission.resubmit(run.absolute(), args) if submitted else _train(run, args, count)
 
 
@@ -216,14 +227,21 @@ def _print_outcome(run: Path, code: int) -> None:
         print(f"Failed with code {code}; the log is {run}/log. Resume: trainyard resume {run}", file=sys.stderr)
 
 
-def _apply_changes(run: Path, old: TrainConfig, new: TrainConfig, *, write: bool = True) -> None:
+def _apply_changes(
+    run: Path, old: TrainConfig, new: TrainConfig, extension: Extension | None = None, *, write: bool = True
+) -> None:
     """Name changed options and write them to the run's config, if a run in progress may change them.
 
     Raises:
         UserError: other options differ; names them.
     """
     changed = configs.find_differences(old, new)
-    fixed = [d for d in changed if not d.mutable]
+    fixed = [d for d in changed if not d.mutable and not (extension is not None and d.name == LENGTH)]
+    if [d.name for d in fixed] == [LENGTH]:
+        raise UserError(
+            f"{run}: exists, with max_duration={old.max_duration}. To extend it: trainyard resume {run} "
+            f"max_duration={new.max_duration}; or start a new run under another name."
+        )
     if fixed:
         lines = "".join(f"\n  {d.name}: {d.old} -> {d.new}" for d in fixed)
         raise UserError(
@@ -233,6 +251,8 @@ def _apply_changes(run: Path, old: TrainConfig, new: TrainConfig, *, write: bool
     for d in changed:
         logger.info("{}: {} -> {}", d.name, d.old, d.new)
     if changed and write:
+        if extension is not None:
+            record_extension(run, extension, new)
         configs.freeze(new, run / runs.CONFIG)
 
 

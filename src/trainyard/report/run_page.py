@@ -196,6 +196,7 @@ def _render_attempts(story: RunStory) -> str:
     rows = []
     for number, (begin, end) in enumerate(zip(starts, [*starts[1:], len(story.events)], strict=True), start=1):
         first, last = story.events[begin], story.events[end - 1]
+        ending = next((event for event in story.events[begin:end] if event.get("event") in ENDS), None)
         rows.append(
             [
                 str(number),
@@ -205,7 +206,7 @@ def _render_attempts(story: RunStory) -> str:
                 format_value(first.get("world_size")),
                 f"{first['step']:,}",
                 f"{last['step']:,}",
-                describe_ending(last) if last.get("event") in ENDS else ABSENT,
+                describe_ending(ending) if ending else ABSENT,
             ]
         )
     return render_table(

@@ -99,6 +99,12 @@ def accept_changes(run: Path) -> None:
     write_env(run, env)
 
 
+def accept_options(run: Path, options: Mapping[str, Any]) -> None:
+    """Declare options right that the run is about to get, all by dotted name. For the run's owner only."""
+    record = _find_record(run, read_lines(run / EVENTS_FILE))
+    append_event(run, {"event": ACCEPTED, CONFIG: _hash_kept(options, record)})
+
+
 def restore_files(run: Path) -> None:
     """Write config.yaml and env.json again as the newest checkpoint recorded them. For the run's owner only.
 

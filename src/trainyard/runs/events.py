@@ -15,7 +15,7 @@ Each line is a JSON object with `kind`, `step` (optimizer steps done) and `elaps
     event   event, time (UTC) and free fields. The report and `status` understand: `start` and `resume` with attempt
             ("<Slurm job id>-<restarts>" or "local-<seconds>"), total_steps, host, world_size, device and monitor
             {"split", "metric", "mode": "min" or "max", "ties": further [metric, mode]}; `checkpoint` with seconds;
-            `stop` and `failed` with reason; `done`
+            `stop` and `failed` with reason; `done`; `extended` with from, to and differences
 
 A number that JSON cannot represent is null; `nonfinite` maps its name to "nan", "inf" or "-inf".
 """
@@ -42,6 +42,8 @@ EVENTS_FILE = "events.jsonl"
 KINDS = ("train", "eval", "event")
 STARTS = ("start", "resume")
 ENDS = ("done", "stop", "failed")
+EXTENDED = "extended"
+"""The event of a larger `max_duration`: a run that was done is not any more."""
 Line = dict[str, Any]
 MetricOrder = tuple[tuple[str, str], ...]
 """Metrics, each with "min" or "max", that decide which evaluation is better: each where those before are equal."""

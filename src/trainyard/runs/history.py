@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from trainyard.errors import UserError
 from trainyard.files import parse_json, read_file
-from trainyard.runs.events import ENDS, STARTS
+from trainyard.runs.events import ENDS, EXTENDED, STARTS
 from trainyard.runs.folder import SUBMISSION, read_creation_time
 from trainyard.runs.lock import LOCK, Owner, read_owner
 from trainyard.runs.manifest import MOST
@@ -130,9 +130,9 @@ class RunSnapshot:
 
     @property
     def is_done(self) -> bool:
-        """Whether the last attempt trained to the end."""
-        starts_and_ends = (e["event"] for e in reversed(self.events) if e.get("event") in (*STARTS, *ENDS))
-        return next(starts_and_ends, "") == "done"
+        """Whether the last attempt trained to the end, and the run was not extended since."""
+        deciding = (e["event"] for e in reversed(self.events) if e.get("event") in (*STARTS, *ENDS, EXTENDED))
+        return next(deciding, "") == "done"
 
     @property
     def has_live_writer_here(self) -> bool:

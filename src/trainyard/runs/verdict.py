@@ -32,6 +32,7 @@ from typing import NamedTuple
 
 from trainyard.cluster.query import SlurmJob
 from trainyard.files import read_file
+from trainyard.runs.events import EXTENDED
 from trainyard.runs.folder import format_run_name
 from trainyard.runs.history import (
     RANKS,
@@ -166,7 +167,9 @@ def _judge_recorded_end(snapshot: RunSnapshot, attempt: Attempt) -> Verdict:
         reason = f": {attempt.reason}" if attempt.reason else ""
         return Verdict(State.STOPPED, f"{describe_cause(attempt.cause)}{reason}", attempt.cause)
     if attempt.cause == "done":
-        return Verdict(State.STOPPED, "exited as if done, but the event `done` is missing")
+        was_extended = any(event.get("event") == EXTENDED for event in snapshot.events)
+        missing = "exited as if done, but the event `done` is missing"
+        return Verdict(State.STOPPED, "extended, but not resumed since" if was_extended else missing)
     return _judge_failure(snapshot, attempt, attempt.cause, otherwise=attempt.reason or f"exit code {attempt.code}")
 
 
