@@ -523,3 +523,27 @@ def test_a_failed_write_leaves_the_file_as_it_was(tmp_path: Path):
         write_atomically(tmp_path / "file", "half\n" * 10_000 + "\ud800")
     assert (tmp_path / "file").read_text() == "whole"
     assert [file.name for file in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_normalisation_is_a_number_or_one_for_each_channel(tiny: TrainConfig, tmp_path: Path):
+    config = compose("tiny", ["image.channels=3", "image.mean=[0.485,0.456,0.406]", "image.std=0.5"], JOBS)
+    assert (config.image.mean, config.image.std) == ([0.485, 0.456, 0.406], 0.5)
+    freeze(config, tmp_path / "config.yaml")
+    assert thaw(tmp_path / "config.yaml", JOBS) == config
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("image.mean=[0.4,0.5]", "image.mean=[0.4, 0.5]: 2 numbers for image.channels=3. Give one per channel"),
+        ("image.std=[0.5,0.5,0]", "image.std=0: expected 1e-06 .."),
+        ("image.mean=gray", "image.mean=gray: expected a number, or a list with one per channel"),
+        ("image.mean=[a,b,c]", "expected a number, or a list with one per channel"),
+        ("image.std=true", "image.std=True: expected a number"),
+        ("image.mean=nan", "image.mean=nan: expected a number"),
+    ],
+)
+def test_another_normalisation_is_refused(override: str, message: str):
+    with pytest.raises(ConfigError) as caught:
+        compose("tiny", ["image.channels=3", override], JOBS)
+    assert message in str(caught.value)

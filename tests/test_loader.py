@@ -4,6 +4,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -92,6 +93,24 @@ def test_dali_and_the_reference_give_bitwise_equal_batches(images):
     pytest.importorskip("nvidia.dali")
     ours, theirs = (train(images, 8, decode=decode, micro=3) for decode in ("cpu", "dali"))
     assert all(are_equal(a, b) for a, b in zip(itertools.chain(*ours), itertools.chain(*theirs), strict=True))
+
+
+@pytest.mark.parametrize("decode", BACK_ENDS)
+def test_each_channel_has_a_mean_and_a_deviation_of_its_own(images, decode):
+    mean, std = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
+    plain, normalised = (
+        train(images, 2, decode=decode, image=replace(IMAGE, channels=3, mean=m, std=s))
+        for m, s in ((0.0, 1.0), (mean, std))
+    )
+    for a, b in zip(itertools.chain(*plain), itertools.chain(*normalised), strict=True):
+        for channel in range(3):
+            expected = (a.batch["image"][:, channel] - mean[channel]) / std[channel]
+            assert torch.equal(b.batch["image"][:, channel], expected)
+    one, each = (
+        train(images, 1, decode=decode, image=replace(IMAGE, channels=3, mean=m, std=s))
+        for m, s in ((0.5, 0.25), ([0.5] * 3, [0.25] * 3))
+    )
+    assert all(are_equal(a, b) for a, b in zip(one[0], each[0], strict=True))
 
 
 def test_torchvision_gives_the_same_batches_but_for_one_level_of_the_images(images):

@@ -88,7 +88,8 @@ def build(config: Config, data: DataInfo) -> "TinyDet":
         photometric_settings=config.photometric,
         box_settings=config.boxes,
         evaluation=config.evaluation,
-        loader_norm=(image.mean, image.std),
+        loader_mean=image.mean,
+        loader_std=image.std,
         packed_scale=config.packing.scale,
         categories=artifacts.categories,
         data=data,
@@ -249,7 +250,7 @@ class TinyDet(TrainModule):
 
     Args:
         objects_per_sample: by which the losses of each sample are divided; None: by the actual number of objects.
-        loader_norm: mean and std that the loader has applied.
+        loader_mean, loader_std: what the loader has applied, of all channels or of each.
         packed_scale: factor by which packing scaled the images: tables of predictions are in pixels of the files.
         data: for `score` and `report_figures`: the objects, and the positions of tiles in images.
     """
@@ -267,14 +268,15 @@ class TinyDet(TrainModule):
         photometric_settings: PhotometricSettings,
         box_settings: BoxSettings,
         evaluation: EvaluationSettings,
-        loader_norm: tuple[float, float],
+        loader_mean: float | Sequence[float],
+        loader_std: float | Sequence[float],
         packed_scale: float,
         categories: list[str],
         data: DataInfo,
     ) -> None:
         super().__init__()
         self.network, self.model, self.terms = network, model, terms
-        self.objects_per_sample, self.loader_norm, self.categories = objects_per_sample, loader_norm, categories
+        self.objects_per_sample, self.categories = objects_per_sample, categories
         self.packed_scale = packed_scale
         self.photometric, self.boxes, self.evaluation = photometric_settings, box_settings, evaluation
         self.data: Callable[[], DataInfo] = lambda: data  # a function: copying the module must not copy open files
@@ -283,6 +285,8 @@ class TinyDet(TrainModule):
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         """Return the loss with its parts (`losses.compute_losses`), and the number of objects per sample."""
+        for name, values in (("loader_mean", loader_mean), ("loader_std", loader_std)):
+            self.register_buffer(name, torch.tensor(values, dtype=torch.float32).view(-1, 1, 1), persistent=False)
         x_BCHW, objects, denoising_queries = self._prepare(batch)
         outputs = self.network(x_BCHW, batch["affine"], batch["image_px"], denoising_queries)
         losses: dict[str, Tensor] = self._compute_losses(outputs, denoising_queries, objects)
@@ -292,7 +296,7 @@ class TinyDet(TrainModule):
     def _prepare(self, batch: Batch) -> tuple[Tensor, Objects, DenoisingQueries | None]:
         """Return augmented and normalised images, the objects left in them, and the denoising queries."""
         with torch.autocast(batch["image"].device.type, enabled=False):
-            x_BCHW = batch["image"] * self.loader_norm[1] + self.loader_norm[0]
+            x_BCHW = batch["image"] * self.loader_std + self.loader_mean
             size_px = (x_BCHW.shape[2], x_BCHW.shape[3])
             boxes, labels, valid = self._map_boxes(batch, size_px)
             if "noise" in batch:
@@ -360,7 +364,7 @@ class TinyDet(TrainModule):
 
         If there are fewer, the rest has score 0.
         """
-        image = batch["image"] * self.loader_norm[1] + self.loader_norm[0]
+        image = batch["image"] * self.loader_std + self.loader_mean
         outputs = self.network(self._normalise(image), batch["affine"], batch["image_px"])
         with torch.autocast(image.device.type, enabled=False):
             return self._choose_detections(outputs.predictions, batch)

@@ -366,6 +366,8 @@ class _Declaration:
     def describe(self) -> str:
         if self.hint in _TYPE_WORDS:
             return f"{_TYPE_WORDS[self.hint]} ({self.hint.__name__})"
+        if self.metadata.get("per_channel"):
+            return "a number, or a list with one per channel such as [0.5,0.5,0.5]"
         if get_origin(self.hint) is list:
             return f"a list such as [a,b], each {_TYPE_WORDS.get(get_args(self.hint)[0], 'of its type')}"
         return str(self.hint)

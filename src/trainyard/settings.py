@@ -1,5 +1,6 @@
 """Every option that all jobs share, with unit, default and range. No torch: the submitting side imports this too."""
 
+import math
 import re
 from dataclasses import Field, dataclass, field, fields, is_dataclass
 from typing import Any
@@ -16,6 +17,7 @@ def option(
     high: float | None = None,
     mutable_on_resume: bool = False,
     duration: bool = False,
+    per_channel: bool = False,
 ) -> Any:
     """Declare one option.
 
@@ -26,6 +28,7 @@ def option(
         low, high: the allowed closed range.
         mutable_on_resume: whether a resumed run may change it, because it does not affect the mathematics.
         duration: whether it is a length of training, such as 10ep, 2000st or 30min; the empty string means "never".
+        per_channel: whether it is a number for all channels of an image, or a list with one for each; its type is Any.
     """
     metadata = {
         "doc": doc,
@@ -34,6 +37,7 @@ def option(
         "high": high,
         "mutable_on_resume": mutable_on_resume,
         "duration": duration,
+        "per_channel": per_channel,
     }
     if callable(default):
         return field(default_factory=default, metadata=metadata)
@@ -142,8 +146,15 @@ class ImageSettings:
     width_px: int = option(299, "width after resizing", low=8)
     channels: int = option(1, "1: gray, 3: RGB", low=1, high=3)
     fill: int = option(255, "gray level of pixels outside the image", low=0, high=255)
-    mean: float = option(0.0, "subtracted after scaling to 0..1")
-    std: float = option(1.0, "divided by after subtracting the mean", low=1e-6)
+    mean: Any = option(
+        0.0, "subtracted after scaling to 0..1: of all channels, or of each, as [0.485,0.456,0.406]", per_channel=True
+    )
+    std: Any = option(
+        1.0,
+        "divided by after subtracting the mean: of all channels, or of each, as [0.229,0.224,0.225]",
+        low=1e-6,
+        per_channel=True,
+    )
     fit: str = option(
         "stretch",
         "stretch: resized to height and width; letterbox: scaled to fit, in the upper left corner, then padded",
@@ -356,10 +367,26 @@ def _check_value(f: Field[Any], name: str, value: Any) -> None:
     if rule.get("choices") and value not in rule["choices"]:
         raise UserError(f"{name}={value}: expected one of {', '.join(rule['choices'])}.")
     low, high = rule.get("low"), rule.get("high")
+        elif f.metadata.get("per_channel"):
+            _check_channels(f, name, value, channels=config.channels)
     if (low is not None and not value >= low) or (high is not None and not value <= high):  # NaN fails both
         raise UserError(f"{name}={value}: expected {low} .. {high if high is not None else 'any'}.")
     if rule.get("duration") and value:
         try:
+def _check_channels(f: Field[Any], name: str, value: Any, *, channels: int) -> None:
+    """Check a number for all channels, or a list with one for each."""
+    numbers = value if isinstance(value, list) else [value] * channels
+    if not all(type(number) in (int, float) and math.isfinite(number) for number in numbers):
+        raise UserError(f"{name}={value}: expected a number, or a list with one per channel, such as [0.5,0.5,0.5].")
+    if len(numbers) != channels:
+        raise UserError(
+            f"{name}={value}: {len(numbers)} numbers for image.channels={channels}. Give one per channel, or one "
+            "for all."
+        )
+    for number in numbers:
+        _check_value(f, name, number)
+
+
             Duration.parse(value)
         except UserError as error:
             raise UserError(f"{name}: {error}") from None

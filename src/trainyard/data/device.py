@@ -1,5 +1,7 @@
 """Turns decoded images into model input on the device: cast, resample, gain, contrast, normalise."""
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -12,8 +14,8 @@ def prepare_model_input(
     gain: Tensor,
     contrast: Tensor,
     fill: int,
-    mean: float,
-    std: float,
+    mean: float | Tensor,
+    std: float | Tensor,
     channels_last: bool,
 ) -> Tensor:
     """Turn decoded images into what the model takes.
@@ -23,6 +25,7 @@ def prepare_model_input(
         theta: (B, 2, 3) float32, output to input coordinates in [-1, 1]; None: no resampling.
         gain, contrast: (B,) float32; brightness factor, and factor about mid-gray.
         fill: gray level outside the image.
+        mean, std: of all channels, or of each: what `shape_channels` returns.
 
     Returns:
         (B, C, H, W) float32: ((clamp(x) in 0..1) - mean) / std, in new memory, NHWC if `channels_last`. The caller may
@@ -35,6 +38,13 @@ def prepare_model_input(
     gain_B111, contrast_B111 = gain.view(-1, 1, 1, 1), contrast.view(-1, 1, 1, 1)
     x_BCHW.mul_(gain_B111).sub_(0.5).mul_(contrast_B111).add_(0.5).clamp_(0, 1)
     return x_BCHW.sub_(mean).div_(std)
+
+
+def shape_channels(values: float | Sequence[float], device: torch.device) -> float | Tensor:
+    """Return a number for all channels as it is, and one per channel as (C, 1, 1) float32 on the device."""
+    if not isinstance(values, Sequence):
+        return values
+    return torch.tensor(values, dtype=torch.float32, device=device).view(-1, 1, 1)
 
 
 def _resample(x_BCHW: Tensor, theta: Tensor, fill: float) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 from trainyard.data import augment, decode_cpu, decode_torchvision
 from trainyard.data.augment import Parameters
 from trainyard.data.decode_cpu import AudioRequest, Request
-from trainyard.data.device import prepare_model_input
+from trainyard.data.device import prepare_model_input, shape_channels
 from trainyard.data.index import ARRAY, AUDIO, ENCODED_IMAGE, PCM, RAGGED
 from trainyard.data.order import EpochOrder, split_into_micro_batches
 from trainyard.data.prefetch import count_prefetched, prefetch
@@ -104,6 +104,7 @@ class Loader:
         self._has_images = IMAGE in data.records and data.records[IMAGE].kind == ENCODED_IMAGE
         self._regions = _read_regions(data) if self._has_images else np.zeros((data.count, 4), dtype=np.int32)
         self._letterbox = image.fit == "letterbox"
+        self._mean, self._std = (shape_channels(values, device) for values in (image.mean, image.std))
         self._copies = CopyStream(device) if device.type == "cuda" else None
         self._dali: Any = None  # built when it is first needed
         _check_options(image, augmentation)
@@ -421,8 +422,8 @@ class Loader:
             gain=gain,
             contrast=contrast,
             fill=self._image.fill,
-            mean=self._image.mean,
-            std=self._image.std,
+            mean=self._mean,
+            std=self._std,
             channels_last=self._channels_last,
         )
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 import torch
 
 from trainyard.data.check_images import compare_with_synchronised_decode, delay_compute
+from trainyard.data.device import shape_channels
 from trainyard.data.index import ENCODED_IMAGE
 from trainyard.data.loader import IMAGE, Loader
 from trainyard.settings import AugmentSettings
@@ -84,7 +85,8 @@ def _compare_with_reference(context: RunContext) -> float:
     for loader in (make_loader(context), reference):
         with closing(loader.evaluate(ids, batch_size=len(ids))) as stream:
             images.append(next(stream).batch[IMAGE].cpu())
-    levels = float((images[0] - images[1]).abs().max()) * context.config.image.std * 255
+    std = shape_channels(context.config.image.std, torch.device("cpu"))
+    levels = float(((images[0] - images[1]) * std).abs().max()) * 255
     if not levels <= LEVELS:
         raise CheckFailed(
             f"images differ from the reference decoder's by {levels:.1f} of 255 levels, allowed: {LEVELS}"
