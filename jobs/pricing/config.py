@@ -70,7 +70,9 @@ class PackingSettings:
         "fail", "if an image file is missing: fail, or store a gray image that the model ignores",
         choices=("fail", "gray"),
     )  # fmt: skip
-    tokenizer: str = option("", "a tokenizer.json or its folder; empty: train one on the training texts")
+    tokenizer: str = option(
+        "", "a tokenizer.json or spm.model, or a folder with one; empty: train one on the training texts"
+    )
     vocabulary: int = option(16_000, "maximum pieces of a trained tokenizer", low=64)
     max_tokens: int = option(192, "maximum tokens of a text with [CLS] and [SEP]; the end is cut", low=8)
     group: str = option(

@@ -3,6 +3,7 @@
 import io
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,15 +13,14 @@ from torch import Tensor, nn
 from transformers import DebertaV2Model
 
 from trainyard.errors import UserError
-from trainyard.train.module import Batch, DataInfo, Rows, SampleSource, TrainModule
+from trainyard.train.module import AdaptedWeights, Batch, DataInfo, Rows, SampleSource, TrainModule
 
 from . import losses, metrics, tokenizer
 from .config import Config, LossSettings, RateSettings
 from .features import Features
-from .network import PriceNetwork, assign_learning_rates, build_random_encoder, get_encoder_layers, load_encoder
+from .network import PriceNetwork, assign_learning_rates, build_encoder, build_random_encoder, get_encoder_layers
 from .pack import FEATURES, PRICES, TOKENIZER
-
-ARTIFACTS_BUFFER = "artefact"  # the name in checkpoints
+from .weights import ARTIFACTS_BUFFER, OURS, adapt_encoder, adapt_run, read_artifacts
 
 
 def build(config: Config, data: DataInfo) -> "PricingModule":
@@ -49,7 +49,7 @@ def build(config: Config, data: DataInfo) -> "PricingModule":
         image_dims=model.picture_dims,
         image_channels=config.image.channels,
     )
-    return PricingModule(
+    module = PricingModule(
         network,
         artifacts=data.artifacts,
         rates=config.rates,
@@ -61,12 +61,9 @@ def build(config: Config, data: DataInfo) -> "PricingModule":
         price_column=config.packing.price_column,
         draws=config.evaluation.bootstrap_draws,
     )
-
-
-def read_artifacts(state: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return the artifacts in the state of a trained module: with the config, all that `build` needs."""
-    artifacts: dict[str, str] = json.loads(state[ARTIFACTS_BUFFER].cpu().numpy().tobytes())
-    return artifacts
+    if model.encoder:
+        module.start_file = (f"model.encoder={model.encoder}", model.encoder)
+    return module
 
 
 class PricingModule(TrainModule):
@@ -168,6 +165,13 @@ class PricingModule(TrainModule):
             for (factor, matrix), members in sorted(groups.items(), key=lambda entry: entry[0], reverse=True)
         ]
 
+    def adapt_weights(self, tensors: Mapping[str, Tensor]) -> AdaptedWeights:
+        """Return the weights of a run of this family, or of a DeBERTa-v3 encoder alone."""
+        if any(name.startswith("network.") for name in tensors):
+            return adapt_run(tensors, read_artifacts(self.state_dict()))
+        rest = tuple(name for name in self.state_dict() if not name.startswith(OURS))
+        return replace(adapt_encoder(tensors), new=rest)
+
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load the weights.
 
@@ -215,7 +219,7 @@ def mask_tokens(token_BL: Tensor, title_B: Tensor, *, share: float, titles: floa
 def _build_encoder(config: Config, vocabulary: int) -> DebertaV2Model:
     model = config.model
     if model.encoder:
-        return load_encoder(Path(model.encoder), vocabulary=vocabulary, dropout=model.dropout)
+        return build_encoder(Path(model.encoder), vocabulary=vocabulary, dropout=model.dropout)
     if model.dims % model.heads:
         raise UserError(f"model.dims={model.dims}: expected a multiple of model.heads={model.heads}.")
     return build_random_encoder(

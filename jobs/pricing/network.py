@@ -7,14 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from loguru import logger
 from torch import Tensor, nn
 from transformers import DebertaV2Config, DebertaV2Model
 
 from trainyard.errors import UserError
 
 from .attention import replace_attention
-from .weights import load_weights
 
 INIT_STD = 0.02
 
@@ -28,7 +26,7 @@ class PriceNetwork(nn.Module):
     which learns first from few rows and random weights. The head always computes in float32.
 
     Args:
-        encoder: from `build_random_encoder` or `load_encoder`.
+        encoder: from `build_random_encoder` or `build_encoder`.
         numbers: F.
         number_dims: width of the number branch.
         head_dims: widths of the head's hidden layers.
@@ -145,15 +143,15 @@ def build_random_encoder(
     return replace_attention(DebertaV2Model(DebertaV2Config(**settings)))
 
 
-def load_encoder(folder: Path, *, vocabulary: int, dropout: float) -> DebertaV2Model:
-    """Load the encoder of a local checkpoint: `config.json` and `model.safetensors` or `pytorch_model.bin`.
+def build_encoder(folder: Path, *, vocabulary: int, dropout: float) -> DebertaV2Model:
+    """Build the encoder that the `config.json` of a local checkpoint describes, with random weights.
 
     Args:
         vocabulary: size of the tokenizer's vocabulary.
 
     Raises:
-        UserError: a file is missing, the configuration is not DeBERTa-v2 or -v3, the tokenizer has more pieces than
-            the checkpoint has embeddings, or a weight is missing or has another shape.
+        UserError: the file is missing, it is not of DeBERTa-v2 or -v3, or the tokenizer has more pieces than the
+            checkpoint has embeddings.
     """
     config_file = folder / "config.json"
     if not config_file.is_file():
@@ -169,10 +167,7 @@ def load_encoder(folder: Path, *, vocabulary: int, dropout: float) -> DebertaV2M
             f"{vocabulary} pieces. Pack with the encoder's own tokenizer: packing.tokenizer={folder}"
         )
     settings |= {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
-    encoder = DebertaV2Model(DebertaV2Config.from_dict(settings))
-    used, unused = load_weights(encoder, folder)
-    logger.info("{}: {} weights loaded, {} not used", folder, used, unused)
-    return replace_attention(encoder)
+    return replace_attention(DebertaV2Model(DebertaV2Config.from_dict(settings)))
 
 
 def assign_learning_rates(

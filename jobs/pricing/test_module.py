@@ -28,8 +28,9 @@ from .cases import (
     make_module,
     pack_catalogue,
 )
-from .module import build, read_artifacts
+from .module import build
 from .pack import splits
+from .weights import read_artifacts
 
 
 def test_text_and_numbers_both_reach_the_price_and_every_weight_gets_a_gradient(data: ShardSet) -> None:

@@ -14,10 +14,12 @@ from trainyard.data.shards import ShardSet
 from trainyard.errors import UserError
 from trainyard.train.module import DataInfo
 from trainyard.train.step import enable_activation_checkpointing
+from trainyard.train.warm_start import find_file, load_weights
+from trainyard.train.weights_file import read_weights
 
 from . import tokenizer
 from .cases import make_batch, make_config, make_module, record_saved_bytes
-from .module import build, mask_tokens
+from .module import PricingModule, build, mask_tokens
 from .network import build_random_encoder
 from .pack import splits
 
@@ -114,19 +116,37 @@ def test_masking_replaces_only_words_and_drops_titles_as_a_whole() -> None:
     assert titles.tolist() == [[1, 3, 3, 7, 6, 2, 0], [1, 3, 6, 2, 0, 0, 0]]
 
 
+def start(module: PricingModule) -> PricingModule:
+    """Load what model.encoder names, as a run does."""
+    option, source = module.start_file
+    adapted = module.adapt_weights(read_weights(find_file(source, option), option=option).tensors)
+    load_weights(module, adapted, source=option)
+    return module
+
+
 def test_an_encoder_from_a_local_folder_has_the_weights_saved_there(data: ShardSet, tmp_path: Path) -> None:
     pieces = tokenizer.parse(data.artifacts["tokenizer"]).get_vocab_size()
     saved = make_encoder(vocabulary=pieces + 7)
     saved.save_pretrained(tmp_path / "there")
     config = make_config()
     config.model.encoder = str(tmp_path / "there")
-    found = make_module(data, config).network.encoder.state_dict()
+    found = start(make_module(data, config)).network.encoder.state_dict()
     assert all(torch.equal(value, found[name]) for name, value in saved.state_dict().items())
+    published: Any = DebertaV2Model.from_pretrained(tmp_path / "there")
+    ours: Any = start(make_module(data, config)).network.encoder
+    batch = make_batch(data, list(range(6)))
+    mask = (torch.arange(batch["tokens"].shape[1]) < batch["tokens_count"][:, None]).long()
+    with torch.no_grad():
+        expected, states = (
+            encoder(input_ids=batch["tokens"].long(), attention_mask=mask).last_hidden_state
+            for encoder in (published.eval(), ours.eval())
+        )
+    torch.testing.assert_close(states[mask.bool()], expected[mask.bool()], atol=1e-5, rtol=0)
     torch.save({f"deberta.{name}": value for name, value in saved.state_dict().items()}, tmp_path / "pytorch_model.bin")
     (tmp_path / "config.json").write_text((tmp_path / "there" / "config.json").read_text())
     config.model.encoder = str(tmp_path)
     assert torch.equal(
-        make_module(data, config).network.encoder.state_dict()["embeddings.LayerNorm.weight"], torch.ones(16)
+        start(make_module(data, config)).network.encoder.state_dict()["embeddings.LayerNorm.weight"], torch.ones(16)
     )
 
 
@@ -135,8 +155,8 @@ def test_an_encoder_from_a_local_folder_has_the_weights_saved_there(data: ShardS
     [
         ({"vocab_size": 20}, "it has 20 word embeddings, but the tokenizer has"),
         ({"model_type": "bert"}, "config.json has model_type 'bert', expected 'deberta-v2'"),
-        ({"hidden_size": 32}, "weights do not have the shapes that config.json implies:\n  embeddings"),
-        ({"num_hidden_layers": 3}, "weights are missing; the first: 'encoder.layer.1."),
+        ({"hidden_size": 32}, "tensors have other shapes:\n  'network.encoder.embeddings"),
+        ({"num_hidden_layers": 3}, "it contains no 'network.encoder.encoder.layer.1."),
     ],
 )
 def test_an_encoder_that_does_not_fit_is_refused_with_the_reason(
@@ -149,4 +169,4 @@ def test_an_encoder_that_does_not_fit_is_refused_with_the_reason(
     config = make_config()
     config.model.encoder = str(tmp_path)
     with pytest.raises(UserError, match=re.escape(message)):
-        make_module(data, config)
+        start(make_module(data, config))

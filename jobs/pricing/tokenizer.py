@@ -12,6 +12,8 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 
 from trainyard.errors import UserError
 
+from . import spm_file
+
 SPECIAL = ("[PAD]", "[CLS]", "[SEP]", "[UNK]", "[MASK]")
 """Ids 0 to 4. A tokenizer from a file must have the first three by these names, with [PAD] at 0."""
 
@@ -57,22 +59,19 @@ def train_unigram(texts: Iterable[str], *, size: int) -> Tokenizer:
 
 
 def load(path: Path) -> Tokenizer:
-    """Read a tokenizer.json, given by its path or its folder.
+    """Read a tokenizer.json or a spm.model, given by its path or by the folder that has one of them.
 
     Raises:
         UserError: the file is missing, cannot be read, or lacks the special tokens.
     """
-    file = path / "tokenizer.json" if path.is_dir() else path
-    if not file.is_file():
+    candidates = [path / name for name in ("tokenizer.json", spm_file.NAME)] if path.is_dir() else [path]
+    file = next((candidate for candidate in candidates if candidate.is_file()), None)
+    if file is None:
         raise UserError(
-            f"packing.tokenizer={path}: no {file.name} there. If there is only spm.model, convert it once: python -c "
-            f"\"from transformers import DebertaV2TokenizerFast as T; T.from_pretrained('{path}').save_pretrained("
-            f"'{path}')\""
+            f"packing.tokenizer={path}: no such file, or a folder without tokenizer.json and {spm_file.NAME}. "
+            "Copy one of them from the encoder's checkpoint, or leave it empty to train one."
         )
-    try:
-        tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # tokenizers raises bare Exception
-        raise UserError(f"packing.tokenizer={path}: not a file of the tokenizers package ({error}).") from None
+    tokenizer = spm_file.read_tokenizer(file) if file.suffix == ".model" else _read_json(file)
     ids = [tokenizer.token_to_id(piece) for piece in SPECIAL[:3]]
     if None in ids or ids[0] != PAD:
         raise UserError(
@@ -80,6 +79,13 @@ def load(path: Path) -> Tokenizer:
         )
     tokenizer.no_padding()
     return tokenizer
+
+
+def _read_json(file: Path) -> Tokenizer:
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as error:  # tokenizers raises bare Exception
+        raise UserError(f"packing.tokenizer={file}: not a file of the tokenizers package ({error}).") from None
 
 
 @lru_cache(maxsize=4)

@@ -1,58 +1,59 @@
-"""Loads an encoder's weights from a local file and checks every name and shape."""
+"""Adapts the weights of a DeBERTa-v3 encoder, or of a run on other data, to the names of our model."""
 
-from pathlib import Path
+import json
+from collections.abc import Mapping
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from trainyard.errors import UserError
-from trainyard.text import find_nearest
+from trainyard.train.module import AdaptedWeights
 
-FILES = ("model.safetensors", "pytorch_model.bin")
-PREFIX = "deberta."
+from .features import Features
+from .pack import FEATURES, TOKENIZER
+
+PREFIX, OURS = "deberta.", "network.encoder."
+HINT = "Expected a DeBERTa-v3 checkpoint with the names of transformers, and the sizes of its own config.json."
+
+ARTIFACTS_BUFFER = "artefact"  # the name in checkpoints
 
 
-def load_weights(encoder: nn.Module, folder: Path) -> tuple[int, int]:
-    """Load the weights in `folder` into `encoder`; return how many were used and how many were not.
+def adapt_encoder(tensors: Mapping[str, Tensor]) -> AdaptedWeights:
+    """Return the weights of an encoder by our names; the heads it was trained with are left out."""
+    heads = tuple(OURS + name for name in tensors if not name.startswith(PREFIX))
+    if len(heads) == len(tensors):
+        heads = ()  # of the encoder alone: no name has the prefix
+    named = {OURS + name.removeprefix(PREFIX): value for name, value in tensors.items()}
+    return AdaptedWeights(
+        named, "transformers' DeBERTa-v3", unused=(*heads, f"{OURS}embeddings.position_ids"), hint=HINT
+    )
 
-    Args:
-        folder: contains safetensors or a `torch.save` file; the latter is read with `weights_only`, which runs no code.
+
+def adapt_run(tensors: Mapping[str, Tensor], artifacts: Mapping[str, str]) -> AdaptedWeights:
+    """Return the weights of a run of this family, without those that mean something else with these artifacts.
+
+    Word embeddings belong to a tokenizer, and the number branch to the names of the numbers. Statistics of prices and
+    numbers may differ: they are this run's own.
 
     Raises:
-        UserError: there is no such file, it is not a weights file, or weights are missing or have other shapes.
+        UserError: the file does not say what its tokenizer and its numbers are.
     """
-    found = {name.removeprefix(PREFIX): value for name, value in _read_tensors(folder).items()}
-    expected = encoder.state_dict()
-    missing = sorted(name for name in expected if name not in found)
-    if missing:
-        near = ", ".join(find_nearest(missing[0], found, most=3, always=True)) or "nothing"
-        raise UserError(
-            f"model.encoder={folder}: {len(missing)} of {len(expected)} weights are missing; the first: "
-            f"'{missing[0]}'; nearest: {near}. Expected a DeBERTa-v3 checkpoint with the names of transformers."
-        )
-    wrong = [name for name, value in expected.items() if found[name].shape != value.shape]
-    if wrong:
-        shapes = "".join(f"\n  {n}: {tuple(found[n].shape)}, expected {tuple(expected[n].shape)}" for n in wrong[:5])
-        raise UserError(
-            f"model.encoder={folder}: {len(wrong)} weights do not have the shapes that config.json implies:{shapes}"
-        )
-    encoder.load_state_dict({name: found[name] for name in expected})
-    return len(expected), len(found) - len(expected)
-
-
-def _read_tensors(folder: Path) -> dict[str, Tensor]:
-    paths = [folder / name for name in FILES if (folder / name).is_file()]
-    if not paths:
-        raise UserError(
-            f"model.encoder={folder}: no {' and no '.join(FILES)} there. Copy the checkpoint's weights into it."
-        )
-    path = paths[0]
+    named, hint = dict(tensors), ""
     try:
-        if path.suffix == ".safetensors":
-            from safetensors.torch import load_file
+        theirs = read_artifacts(tensors)
+        numbers, tokenizer = Features.from_json(theirs[FEATURES]).names, theirs[TOKENIZER]
+    except (LookupError, ValueError, TypeError, AttributeError) as error:
+        raise UserError(f"These weights lack the tokenizer of their run, or it is damaged ({error}).") from None
+    if tokenizer != artifacts[TOKENIZER]:
+        named.pop(f"{OURS}embeddings.word_embeddings.weight", None)
+        hint += "Its tokenizer is another one, so its word embeddings are of other pieces: pack with the same one. "
+    if numbers != Features.from_json(artifacts[FEATURES]).names:
+        named = {name: value for name, value in named.items() if not name.startswith("network.number_branch.")}
+        hint += "Its numbers are others (packing.numeric_columns), so its number branch does not fit. "
+    kept = (ARTIFACTS_BUFFER,)
+    return AdaptedWeights(named, new=kept, unused=kept, hint=hint.strip())
 
-            return load_file(path)
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # each reader raises its own errors for a broken or unsafe file
-        raise UserError(f"model.encoder={path}: not a file of tensors ({type(error).__name__}: {error}).") from error
-    return {name: value for name, value in content.items() if isinstance(value, Tensor)}
+
+def read_artifacts(state: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return the artifacts in the state of a trained module: with the config, all that `build` needs."""
+    artifacts: dict[str, str] = json.loads(state[ARTIFACTS_BUFFER].cpu().numpy().tobytes())
+    return artifacts

@@ -1,7 +1,7 @@
 """The tinydet model with its losses and scores."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from trainyard.errors import UserError
 from trainyard.train.distributed import sum_over_ranks
-from trainyard.train.module import Batch, DataInfo, Rows, SampleSource, TrainModule
+from trainyard.train.module import AdaptedWeights, Batch, DataInfo, Rows, SampleSource, TrainModule
 
 from . import geometry, photometric
 from .coco import SetSummary
@@ -27,7 +27,7 @@ from .multiscale import DeformableDETR
 from .network import Backbone, DenoisingQueries, Outputs, Predictions
 from .pack import TRUTH, parse_key
 from .vanilla import DETR
-from .weights import load_backbone, load_detector
+from .weights import adapt_module
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 """ImageNet statistics of RGB in 0..1, with which the pretrained backbones were trained."""
@@ -68,19 +68,15 @@ def build(config: Config, data: DataInfo) -> "TinyDet":
     _check_options(config)
     classification, terms = make_terms(config.loss, model.variant, nwd_px=_choose_nwd_px(config, artifacts))
     backbone = _build_backbone(model)
-    if model.backbone_weights and not model.weights:
-        load_backbone(backbone, model.backbone_weights)
     network = build_network(model, backbone, categories=len(artifacts.categories))
-    if model.weights:
-        load_detector(network, model.weights)
     if len(data.train_ids):
         for summary in artifacts.sets:
             logger.info("{}", summary)
-        _warn_of_limits(model, artifacts)
+        _warn_of_limits(model, artifacts, has_detector=bool(model.weights or config.start_from))
     logger.info(
         "{} objects per sample on average; classification loss: {}", f"{artifacts.per_sample:.1f}", classification
     )
-    return TinyDet(
+    module = TinyDet(
         network,
         model=model,
         terms=terms,
@@ -91,9 +87,14 @@ def build(config: Config, data: DataInfo) -> "TinyDet":
         loader_mean=image.mean,
         loader_std=image.std,
         packed_scale=config.packing.scale,
+        starts_from_weights=bool(model.weights or model.backbone_weights or config.start_from),
         categories=artifacts.categories,
         data=data,
     )
+    for name, file in (("weights", model.weights), ("backbone_weights", model.backbone_weights)):
+        if file and not module.start_file[1]:
+            module.start_file = (f"model.{name}={file}", file)
+    return module
 
 
 def _build_backbone(model: ModelSettings) -> Backbone:
@@ -223,8 +224,8 @@ def _check_options(config: Config) -> None:
         raise UserError("model.norm=group: pretrained weights have batch norm. Use model.norm=frozen or batch.")
 
 
-def _warn_of_limits(model: ModelSettings, artifacts: Artifacts) -> None:
-    if not model.weights and artifacts.pictures < FEW_IMAGES:
+def _warn_of_limits(model: ModelSettings, artifacts: Artifacts, *, has_detector: bool) -> None:
+    if not has_detector and artifacts.pictures < FEW_IMAGES:
         start = "a pretrained backbone alone" if model.backbone_weights else "random weights"
         logger.warning(
             "{} training images, and the detector starts from {}: with fewer than {} images detection transformers are "
@@ -252,11 +253,14 @@ class TinyDet(TrainModule):
         objects_per_sample: by which the losses of each sample are divided; None: by the actual number of objects.
         loader_mean, loader_std: what the loader has applied, of all channels or of each.
         packed_scale: factor by which packing scaled the images: tables of predictions are in pixels of the files.
+        starts_from_weights: whether a run of it begins with weights: its backbone then learns slower.
         data: for `score` and `report_figures`: the objects, and the positions of tiles in images.
     """
 
     identity = "picture"
     monitor = ("ap", "max")
+    loader_mean: Tensor
+    loader_std: Tensor
 
     def __init__(
         self,
@@ -271,22 +275,23 @@ class TinyDet(TrainModule):
         loader_mean: float | Sequence[float],
         loader_std: float | Sequence[float],
         packed_scale: float,
+        starts_from_weights: bool,
         categories: list[str],
         data: DataInfo,
     ) -> None:
         super().__init__()
         self.network, self.model, self.terms = network, model, terms
         self.objects_per_sample, self.categories = objects_per_sample, categories
-        self.packed_scale = packed_scale
+        self.packed_scale, self.starts_from_weights = packed_scale, starts_from_weights
         self.photometric, self.boxes, self.evaluation = photometric_settings, box_settings, evaluation
         self.data: Callable[[], DataInfo] = lambda: data  # a function: copying the module must not copy open files
         self.register_buffer("mean", torch.tensor(MEAN).view(1, 3, 1, 1), persistent=False)
         self.register_buffer("std", torch.tensor(STD).view(1, 3, 1, 1), persistent=False)
+        for name, values in (("loader_mean", loader_mean), ("loader_std", loader_std)):
+            self.register_buffer(name, torch.tensor(values, dtype=torch.float32).view(-1, 1, 1), persistent=False)
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         """Return the loss with its parts (`losses.compute_losses`), and the number of objects per sample."""
-        for name, values in (("loader_mean", loader_mean), ("loader_std", loader_std)):
-            self.register_buffer(name, torch.tensor(values, dtype=torch.float32).view(-1, 1, 1), persistent=False)
         x_BCHW, objects, denoising_queries = self._prepare(batch)
         outputs = self.network(x_BCHW, batch["affine"], batch["image_px"], denoising_queries)
         losses: dict[str, Tensor] = self._compute_losses(outputs, denoising_queries, objects)
@@ -471,16 +476,19 @@ class TinyDet(TrainModule):
         for (name, left, top), detections in zip(places, lines, strict=True):
             yield {"picture": name, "tile_x": left, "tile_y": top, "detections": json.dumps(detections)}
 
+    def adapt_weights(self, tensors: Mapping[str, Tensor]) -> AdaptedWeights:
+        """Return the weights of a detector, or of its backbone alone, by our names: see `weights`."""
+        return adapt_module(self, self.network, self.network.backbone.body, tensors)
+
     def repeated_layers(self) -> list[nn.Module]:
         """Return the encoder's and the decoder's layers."""
         return self.network.repeated_layers()
 
     def parameter_groups(self, weight_decay: float) -> list[dict[str, object]]:
         """Return groups; a pretrained backbone's learning rate is scaled by `model.backbone_lr` (DETR: a tenth)."""
-        pretrained = bool(self.model.weights or self.model.backbone_weights)
         groups: list[dict[str, object]] = []
         backbone = {id(p) for p in self.network.backbone.parameters()}
-        for inside, scale in ((True, self.model.backbone_lr if pretrained else 1.0), (False, 1.0)):
+        for inside, scale in ((True, self.model.backbone_lr if self.starts_from_weights else 1.0), (False, 1.0)):
             trainable = [p for p in self.parameters() if p.requires_grad and (id(p) in backbone) == inside]
             for decays in (True, False):
                 chosen = [p for p in trainable if (p.ndim >= 2) == decays]

@@ -1,126 +1,170 @@
-"""Initialises a network from backbone or detector weights; a classifier of other categories is left out."""
+"""Adapts published weights of detectors and of backbones to our names; a classifier of other categories is left out."""
 
-import argparse
-from pathlib import Path
-from typing import Any
+import re
+from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
-from loguru import logger
 from torch import Tensor, nn
 
 from trainyard.errors import UserError
-from trainyard.text import find_nearest
+from trainyard.train.module import AdaptedWeights
 
-from .network import Backbone
+from .conditional import ConditionalDETR
+from .multiscale import DeformableDETR
 
-PREFIXES = ("module.", "_orig_mod.", "network.")
-NESTED_KEYS = ("ema", "model", "state_dict", "module")
 CATEGORY_PARTS = ("class_embed.", "proposal_class.", "label_embed.")
 """Parameters that depend on the categories."""
 
-RENAMED_PREFIXES = {
-    "backbone.0.body.": "backbone.body.",
-    "transformer.decoder.norm.": "decoder_norm.",
-    "transformer.decoder.query_scale.": "query_scale.",
-    "transformer.decoder.ref_point_head.": "ref_point_head.",
+HINT = (
+    "Set model.variant, backbone, norm, dims, heads, feedforward, model.queries and the numbers of layers to those in "
+    "the file."
+)
+BACKBONE_HINT = "Set model.backbone to the one in the file, and model.norm=frozen or batch."
+
+OTHERS = {
+    "fpn_blocks.": "RT-DETR: its encoder concatenates levels, ours adds them",
+    "sampling_offsets.": "Deformable DETR or a successor (DAB, DINO): its encoder attends on all levels",
 }
-"""Prefixes in facebookresearch/detr and Atten4Vis/ConditionalDETR -> ours."""
+"""A part of the names of detectors that do not compute what a variant of ours does, and what they are."""
+
+PUBLISHED = {
+    r"backbone\.0\.body\.(.*)": r"backbone.body.\1",
+    r"transformer\.decoder\.norm\.(.*)": r"decoder_norm.\1",
+    r"transformer\.decoder\.(query_scale|ref_point_head)\.(.*)": r"\1.\2",
+}
+"""Names in facebookresearch/detr and Atten4Vis/ConditionalDETR -> ours."""
+
+_LAYER = r"model\.(encoder|decoder)\.layers\.(\d+)\."
+_OURS = r"transformer.\1.layers.\2."
+TRANSFORMERS = {
+    r"model\.backbone\.(?:conv_encoder\.)?model\.(.*)": r"backbone.body.\1",
+    r"model\.input_projection\.(.*)": r"input_proj.\1",
+    r"model\.query_position_embeddings\.(.*)": r"query_embed.\1",
+    r"model\.decoder\.layernorm\.(.*)": r"decoder_norm.\1",
+    r"model\.decoder\.(query_scale|ref_point_head)\.(.*)": r"\1.\2",
+    r"class_labels_classifier\.(.*)": r"class_embed.\1",
+    r"bbox_predictor\.(.*)": r"bbox_embed.\1",
+    _LAYER + r"((?:sa|ca)_\w+_proj)\.(.*)": _OURS + r"\3.\4",
+    _LAYER + r"self_attn_layer_norm\.(.*)": _OURS + r"norm1.\3",
+    _LAYER + r"encoder_attn_layer_norm\.(.*)": _OURS + r"norm2.\3",
+    _LAYER + r"fc([12])\.(.*)": _OURS + r"linear\3.\4",
+    _LAYER + r"self_attn\.(.*)": _OURS + r"self_attn.\3",
+}
+"""Names in files of transformers' DETR and Conditional DETR -> ours; those of a layer that differ between the two, and
+in a decoder, are in `_rename_transformers`."""
+
+RESNET = {
+    r"(?:resnet\.)?embedder\.embedder\.convolution\.(.*)": r"conv1.\1",
+    r"(?:resnet\.)?embedder\.embedder\.normalization\.(.*)": r"bn1.\1",
+    r"(?:resnet\.)?encoder\.stages\.(\d)\.layers\.(\d+)\.shortcut\.convolution\.(.*)": r"layer\1+.\2.downsample.0.\3",
+    r"(?:resnet\.)?encoder\.stages\.(\d)\.layers\.(\d+)\.shortcut\.normalization\.(.*)": r"layer\1+.\2.downsample.1.\3",
+    r"(?:resnet\.)?encoder\.stages\.(\d)\.layers\.(\d+)\.layer\.(\d)\.convolution\.(.*)": r"layer\1+.\2.conv\3+.\4",
+    r"(?:resnet\.)?encoder\.stages\.(\d)\.layers\.(\d+)\.layer\.(\d)\.normalization\.(.*)": r"layer\1+.\2.bn\3+.\4",
+}
+"""Names of transformers' ResNetModel -> torchvision's and timm's, which are ours; a number before "+" is one less."""
 
 
-def load_backbone(backbone: Backbone, file: str) -> None:
-    """Load weights with torchvision's names into a backbone; the classifier `fc` is left out.
+def is_backbone(tensors: Mapping[str, Tensor]) -> bool:
+    """Return whether a file has the weights of an image network alone."""
+    names = ("layer1.0.conv1.weight", "body.layer1.0.conv1.weight", "embedder.embedder.convolution.weight")
+    return any(name in tensors or f"resnet.{name}" in tensors for name in names)
+
+
+def adapt_backbone(body: nn.Module, tensors: Mapping[str, Tensor]) -> AdaptedWeights:
+    """Return the weights of an image network by the names of a backbone's body; its classifier is left out.
+
+    The names may be those of torchvision's and timm's ResNets, or of transformers' ResNetModel.
+    """
+    named = _rename_resnet({name.removeprefix("body."): value for name, value in tensors.items()})
+    stages = {name.split(".")[0] for name in body.state_dict()}
+    removed = {name.split(".")[0] for name in named if re.match(r"layer\d\.", name)} - stages
+    unused = ("fc.*", "classifier.*", *(f"{stage}.*" for stage in sorted(removed)))
+    return AdaptedWeights(named, "torchvision's or timm's ResNet", unused=unused, hint=BACKBONE_HINT)
+
+
+def adapt_detector(network: nn.Module, tensors: Mapping[str, Tensor]) -> AdaptedWeights:
+    """Return a detector's weights by the names of `network`.
+
+    The names may be ours, those of facebookresearch/detr and of Conditional DETR's authors, or those of transformers'
+    classes of these two. A classifier of another number of categories is left out, and ours keeps its random weights.
 
     Raises:
-        UserError: the file is missing or has no weights, or a weight is missing or has another shape.
+        UserError: they are of another detector.
     """
-    loaded = {name.removeprefix("body."): value for name, value in read_tensors(file, "model.backbone_weights").items()}
-    expected = {name: value for name, value in backbone.body.state_dict().items() if "num_batches_tracked" not in name}
-    option = f"model.backbone_weights={file}"
-    for name, value in expected.items():
-        _check_weight(option, name, value, loaded, "Set model.backbone to the one in the file.")
-    backbone.body.load_state_dict({name: loaded[name] for name in expected}, strict=False)
-    logger.info(
-        "{}: {} weights of the backbone loaded, {} not used", file, len(expected), len(set(loaded) - set(expected))
+    _refuse_other_detectors(network, tensors)
+    layout = ""
+    if "class_labels_classifier.weight" in tensors:
+        layout, named = "transformers", _rename_transformers(tensors, conditional=isinstance(network, ConditionalDETR))
+    else:
+        named = _rename(tensors, PUBLISHED)
+        layout = "facebookresearch/detr and Conditional DETR" if named.keys() != tensors.keys() else ""
+    expected = network.state_dict()
+    replaced = tuple(
+        name
+        for name, value in expected.items()
+        if name.startswith(CATEGORY_PARTS) and (name not in named or named[name].shape != value.shape)
     )
+    unused = (*replaced, "transformer.decoder.bbox_embed.*")  # the authors of Conditional DETR save these twice
+    return AdaptedWeights(named, layout, new=replaced, unused=unused, hint=HINT)
 
 
-def load_detector(network: nn.Module, file: str) -> None:
-    """Load a checkpoint of this job, of facebookresearch/detr (vanilla) or of Conditional DETR (cond) into a detector.
-
-    If the file has another number of categories, its classifier is left out and ours keeps its random weights.
-
-    Raises:
-        UserError: the file is missing or has no weights, or a weight outside the classifier is missing or does not fit.
-    """
-    loaded = {_rename_key(name): value for name, value in read_tensors(file, "model.weights").items()}
-    expected = {name: value for name, value in network.state_dict().items() if "num_batches_tracked" not in name}
-    replaced = []
-    for name, value in expected.items():
-        if name.startswith(CATEGORY_PARTS) and (name not in loaded or loaded[name].shape != value.shape):
-            replaced.append(name)
-            continue
-        hint = "Set model.queries to the number in the file." if name.startswith("query_embed") else (
-            "Set model.variant, backbone, dims, heads, feedforward and the numbers of layers to those in the file."
-        )  # fmt: skip
-        _check_weight(f"model.weights={file}", name, value, loaded, hint)
-    network.load_state_dict({name: loaded[name] for name in expected if name not in replaced}, strict=False)
-    outcome = "its classifier is used: the categories must be the same, in the same order"
-    if replaced:
-        outcome = f"its classifier has other categories, ours starts from random weights: {', '.join(replaced)}"
-    logger.info("{}: {} weights loaded; {}", file, len(expected) - len(replaced), outcome)
+def _refuse_other_detectors(network: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    for part, model in OTHERS.items():
+        if any(part in name for name in tensors):
+            raise UserError(
+                f"These weights are of {model}, so no model.variant computes what they do. Expected DETR "
+                "(model.variant=vanilla), Conditional DETR (cond), or a run of this family."
+            )
+    is_conditional = any("ca_qcontent_proj." in name for name in tensors)
+    is_vanilla = any(".multihead_attn." in name or ".encoder_attn.q_proj." in name for name in tensors)
+    if is_conditional and not isinstance(network, ConditionalDETR):
+        raise UserError("These weights are of Conditional DETR. Set model.variant=cond.")
+    if is_vanilla and isinstance(network, ConditionalDETR | DeformableDETR):
+        raise UserError("These weights are of DETR. Set model.variant=vanilla.")
 
 
-def read_tensors(file: str, option: str) -> dict[str, Tensor]:
-    """Read the tensors of a .safetensors or `torch.save` file by name without prefixes; executes no code from it.
-
-    Raises:
-        UserError: there is no such file, or it contains no tensors.
-    """
-    path = Path(file)
-    if not path.is_file():
-        raise UserError(f"{option}={file}: no such file. Give a .safetensors, .pth or .ckpt file, or leave it empty.")
-    try:
-        content: Any = _read_safetensors(path) if path.suffix == ".safetensors" else _read_torch_file(path)
-    except Exception as error:  # each reader raises its own errors for a broken or unsafe file
-        raise UserError(f"{option}={file}: not a file of tensors ({type(error).__name__}: {error}).") from error
-    for key in NESTED_KEYS:
-        if isinstance(content, dict) and isinstance(content.get(key), dict):
-            content = content[key]
-    tensors = {_strip_prefixes(name): value for name, value in content.items() if isinstance(value, Tensor)}
-    if not tensors:
-        raise UserError(f"{option}={file}: it contains no tensors, only {', '.join(map(str, list(content)[:5]))}.")
-    return tensors
+def _rename_transformers(tensors: Mapping[str, Tensor], *, conditional: bool) -> dict[str, Tensor]:
+    attention = "cross_attn" if conditional else "multihead_attn"
+    rules = {
+        **TRANSFORMERS,
+        _LAYER + r"encoder_attn\.(.*)": _OURS + rf"{attention}.\3",
+        r"model\.encoder\.layers\.(\d+)\.final_layer_norm\.(.*)": r"transformer.encoder.layers.\1.norm2.\2",
+        r"model\.decoder\.layers\.(\d+)\.final_layer_norm\.(.*)": r"transformer.decoder.layers.\1.norm3.\2",
+    }
+    named = _rename(tensors, rules)
+    for name in [name for name in named if ".q_proj." in name]:
+        parts = [name.replace(".q_proj.", f".{part}_proj.") for part in "qkv"]
+        if all(part in named for part in parts):
+            named[name.replace(".q_proj.", ".in_proj_")] = torch.cat([named.pop(part) for part in parts])
+    prefix = "backbone.body."
+    body = {name.removeprefix(prefix): value for name, value in named.items() if name.startswith(prefix)}
+    rest = {name: value for name, value in named.items() if not name.startswith(prefix)}
+    return rest | {prefix + name: value for name, value in _rename_resnet(body).items()}
 
 
-def _check_weight(option: str, name: str, value: Tensor, loaded: dict[str, Tensor], hint: str) -> None:
-    if name not in loaded:
-        near = ", ".join(find_nearest(name, loaded, most=3, always=True)) or "nothing"
-        raise UserError(f"{option}: it contains no '{name}'; nearest: {near}. {hint}")
-    if loaded[name].shape != value.shape:
-        raise UserError(
-            f"{option}: '{name}' is {tuple(loaded[name].shape)}, but the model expects {tuple(value.shape)}. {hint}"
-        )
+def _rename_resnet(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {
+        re.sub(r"(\d)\+", lambda found: str(int(found[1]) + 1), name): value
+        for name, value in _rename(tensors, RESNET).items()
+    }
 
 
-def _read_safetensors(path: Path) -> dict[str, Tensor]:
-    from safetensors.torch import load_file
-
-    return load_file(path)
-
-
-def _read_torch_file(path: Path) -> Any:
-    with torch.serialization.safe_globals([argparse.Namespace]):  # DETR stores its command line with the weights
-        return torch.load(path, map_location="cpu", weights_only=True)
+def _rename(tensors: Mapping[str, Tensor], rules: Mapping[str, str]) -> dict[str, Tensor]:
+    """Return the tensors with new names; those that no pattern matches keep theirs."""
+    renamed = {}
+    for name, value in tensors.items():
+        match = next((found for pattern in rules if (found := re.fullmatch(pattern, name))), None)
+        renamed[match.expand(rules[match.re.pattern]) if match else name] = value
+    return renamed
 
 
-def _strip_prefixes(name: str) -> str:
-    for prefix in PREFIXES:
-        name = name.removeprefix(prefix)
-    return name
-
-
-def _rename_key(name: str) -> str:
-    for theirs, ours in RENAMED_PREFIXES.items():
-        if name.startswith(theirs):
-            return ours + name.removeprefix(theirs)
-    return name
+def adapt_module(
+    module: nn.Module, network: nn.Module, body: nn.Module, tensors: Mapping[str, Tensor]
+) -> AdaptedWeights:
+    """Return weights by the names of the whole module, which has `network`, and in it the backbone's `body`."""
+    if is_backbone(tensors):
+        adapted = adapt_backbone(body, tensors).add_prefix("network.backbone.body.")
+        return replace(adapted, new=tuple(n for n in module.state_dict() if not n.startswith("network.backbone.")))
+    ours = {name.removeprefix("network."): value for name, value in tensors.items()}
+    return adapt_detector(network, ours).add_prefix("network.")

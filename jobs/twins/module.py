@@ -1,7 +1,8 @@
 """The twins model: losses, prediction and scoring."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -12,12 +13,12 @@ from torch.nn import functional
 from trainyard import scoring
 from trainyard.errors import UserError
 from trainyard.report import score_figures
-from trainyard.train.module import Batch, DataInfo, Rows, SampleSource, TrainModule
+from trainyard.train.module import AdaptedWeights, Batch, DataInfo, Rows, SampleSource, TrainModule
 
 from . import protocol
 from .config import Config, EvaluationSettings, HeadSettings
 from .network import DualCrossAttention, draw_random_partners, draw_twin_partners
-from .weights import load_weights
+from .weights import adapt_weights
 
 
 def build(config: Config, data: DataInfo) -> "TwinsModule":
@@ -51,15 +52,13 @@ def build(config: Config, data: DataInfo) -> "TwinsModule":
         drop_path=model.drop_path,
         conv_stem=model.stem == "conv",
     )
-    if model.weights:
-        load_weights(network, model.weights)
     evaluation_set, person = protocol.EvaluationSet.make_empty(), np.empty(0, dtype=np.int64)
     if data.columns:  # none: to embed faces of unknown people
         evaluation_set = protocol.EvaluationSet.from_columns(data.columns, data.vocabulary)
         person = data.columns["person"]
         counts = ", ".join(f"{evaluation_set.pairs.count(kind)} {name}" for kind, name in enumerate(protocol.KINDS))
         logger.info("evaluation pairs: {}; sha256 {}", counts, evaluation_set.pairs.compute_sha256()[:16])
-    return TwinsModule(
+    module = TwinsModule(
         network,
         person_codes=np.unique(person[data.train_ids]),
         vocabulary_size=len(data.vocabulary.get("person", ())),
@@ -68,6 +67,9 @@ def build(config: Config, data: DataInfo) -> "TwinsModule":
         evaluation_set=evaluation_set,
         evaluation=config.evaluation,
     )
+    if model.weights:
+        module.start_file = (f"model.weights={model.weights}", model.weights)
+    return module
 
 
 class TwinsModule(TrainModule):
@@ -251,6 +253,14 @@ class TwinsModule(TrainModule):
         self.threshold.fill_(point.threshold)
         if len(twin.score):
             self.hard_twin.fill_(float(np.median(twin.score)))
+
+    def adapt_weights(self, tensors: Mapping[str, Tensor]) -> AdaptedWeights:
+        """Return the weights of a run of this family, or of a ViT: the necks and the losses then start from scratch."""
+        if any(name.startswith("network.") for name in tensors):
+            return super().adapt_weights(tensors)
+        adapted = adapt_weights(self.network, tensors).add_prefix("network.")
+        ours = {name.partition(".")[0] for name in self.state_dict()} - {"network"}
+        return replace(adapted, new=tuple(f"{name}*" for name in sorted(ours)))
 
     def repeated_layers(self) -> nn.ModuleList:
         """Return the self-attention blocks."""

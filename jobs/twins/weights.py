@@ -1,75 +1,110 @@
-"""Load pretrained weights of a vision transformer, adapted to another image size and depth."""
+"""Adapts pretrained weights of vision transformers: to our names, another image size, and fewer blocks."""
 
-from pathlib import Path
-from typing import Any
+import re
+from collections.abc import Mapping
 
 import torch
-from loguru import logger
 from torch import Tensor
 from torch.nn import functional
 
 from trainyard.errors import UserError
-from trainyard.text import find_nearest
+from trainyard.train.module import AdaptedWeights
 
 from .network import DualCrossAttention
 
-PREFIXES = ("module.", "model.", "backbone.", "encoder.")
-NESTED_KEYS = ("state_dict", "model", "teacher")
-IGNORED_PREFIXES = ("head.", "head_dist.", "fc_norm.", "pre_logits.", "dist_token")
+PREFIXES = ("model.", "backbone.", "encoder.", "vit.", "deit.")
+UNUSED = ("head.*", "head_dist.*", "fc_norm.*", "pre_logits.*", "pooler.*")
+HINT = "Set model.dims, model.layers, model.patch_px, image.channels and model.stem=patch to match the file."
+
+OTHERS = {
+    "dist_token": "a distilled DeiT, whose distillation token this network does not have",
+    "embeddings.distillation_token": "a distilled DeiT, whose distillation token this network does not have",
+    "blocks.0.ls1.gamma": "a ViT with LayerScale, such as DINOv2, CaiT or DeiT III, which scales what blocks add",
+    "register_tokens": "a ViT with register tokens, such as DINOv2",
+    "blocks.0.attn.q_norm.weight": "a ViT that normalises queries and keys",
+    "patch_embed.norm.weight": "a Swin transformer",
+}
+"""A tensor of vision transformers that do not compute what ours does, and what they are."""
+
+TORCHVISION = {
+    r"class_token": "cls_token",
+    r"encoder\.pos_embedding": "pos_embed",
+    r"conv_proj\.(.*)": r"patch_embed.proj.\1",
+    r"encoder\.layers\.encoder_layer_(\d+)\.ln_(\d)\.(.*)": r"blocks.\1.norm\2.\3",
+    r"encoder\.layers\.encoder_layer_(\d+)\.self_attention\.in_proj_(.*)": r"blocks.\1.attn.qkv.\2",
+    r"encoder\.layers\.encoder_layer_(\d+)\.self_attention\.out_proj\.(.*)": r"blocks.\1.attn.proj.\2",
+    r"encoder\.layers\.encoder_layer_(\d+)\.mlp\.(?:linear_1|0)\.(.*)": r"blocks.\1.mlp.fc1.\2",
+    r"encoder\.layers\.encoder_layer_(\d+)\.mlp\.(?:linear_2|3)\.(.*)": r"blocks.\1.mlp.fc2.\2",
+    r"encoder\.ln\.(.*)": r"norm.\1",
+    r"heads\.(.*)": r"head.\1",
+}
+"""Names of torchvision's VisionTransformer -> timm's, which are ours."""
+
+TRANSFORMERS = {
+    r"embeddings\.cls_token": "cls_token",
+    r"embeddings\.position_embeddings": "pos_embed",
+    r"embeddings\.patch_embeddings\.projection\.(.*)": r"patch_embed.proj.\1",
+    r"(?:encoder\.)?layer\.(\d+)\.layernorm_before\.(.*)": r"blocks.\1.norm1.\2",
+    r"(?:encoder\.)?layer\.(\d+)\.layernorm_after\.(.*)": r"blocks.\1.norm2.\2",
+    r"(?:encoder\.)?layer\.(\d+)\.attention\.attention\.(query|key|value)\.(.*)": r"blocks.\1.attn.\2.\3",
+    r"(?:encoder\.)?layer\.(\d+)\.attention\.output\.dense\.(.*)": r"blocks.\1.attn.proj.\2",
+    r"(?:encoder\.)?layer\.(\d+)\.intermediate\.dense\.(.*)": r"blocks.\1.mlp.fc1.\2",
+    r"(?:encoder\.)?layer\.(\d+)\.output\.dense\.(.*)": r"blocks.\1.mlp.fc2.\2",
+    r"layernorm\.(.*)": r"norm.\1",
+    r"classifier\.(.*)": r"head.\1",
+}
+"""Names of transformers' ViTModel and DeiTModel -> timm's."""
 
 
-def load_weights(network: DualCrossAttention, file: str) -> None:
-    """Load the self-attention weights of a network; the global-local block starts as a copy of its last block.
+def adapt_weights(network: DualCrossAttention, tensors: Mapping[str, Tensor]) -> AdaptedWeights:
+    """Return a ViT's weights by the names of `network`; its global-local block starts as a copy of the last block.
 
-    Our parameter names are those of timm and DeiT (`patch_embed.proj.weight`, `blocks.0.attn.qkv.weight`, ...).
-    Position embeddings are interpolated to the network's grid; blocks beyond its depth and heads are ignored.
-
-    Args:
-        file: safetensors, or a file from `torch.save`, read with `weights_only` so that no code in it runs.
+    The file's names may be those of timm, DeiT and DINO, which are ours (`blocks.0.attn.qkv.weight`, ...), of
+    torchvision or of transformers. Position embeddings are interpolated to the network's grid; the file's heads, and
+    its blocks beyond the network's depth, are not used.
 
     Raises:
-        UserError: the file is missing or not a weights file, or a weight is missing or has another shape.
+        UserError: it is a ViT that computes something else.
     """
-    loaded = _read_tensors(Path(file))
-    expected = {name: value for name, value in network.state_dict().items() if not name.startswith("glca.")}
-    if "pos_embed" in loaded:
-        loaded["pos_embed"] = _interpolate_positions(loaded["pos_embed"], network.grid)
-    for name, value in expected.items():
-        if name not in loaded:
-            near = ", ".join(find_nearest(name, loaded, most=3, always=True)) or "nothing"
-            raise UserError(
-                f"model.weights={file}: no '{name}' in it; nearest: {near}. Expected a ViT with timm's parameter names."
-            )
-        if loaded[name].shape != value.shape:
-            raise UserError(
-                f"model.weights={file}: '{name}' is {tuple(loaded[name].shape)}, but the model expects "
-                f"{tuple(value.shape)}. Set model.dims, model.patch_px and image.channels to match the file."
-            )
-    network.load_state_dict({name: loaded[name] for name in expected}, strict=False)
+    layout, named = _rename(tensors)
+    for name, model in OTHERS.items():
+        if name in named or any(given.endswith(f".{name}") for given in tensors):
+            raise UserError(f"These weights are of {model}: they have '{name}'. Expected a plain ViT, DeiT or DINO.")
+    if "pos_embed" in named:
+        named["pos_embed"] = _interpolate_positions(named["pos_embed"], network.grid)
     if network.glca is not None:
-        network.glca.load_state_dict(network.blocks[-1].state_dict(), strict=False)
-        network.glca.norm.load_state_dict(network.norm.state_dict())
-    unused = sorted(name for name in loaded if name not in expected and not name.startswith(IGNORED_PREFIXES))
-    logger.info("{}: {} weights loaded, {} not used", file, len(expected), len(unused))
+        last = f"blocks.{len(network.blocks) - 1}."
+        for name in network.glca.state_dict():
+            source = name if name.startswith("norm.") else last + name
+            if source in named:
+                named[f"glca.{name}"] = named[source]
+    blocks = {match[1] for name in named if (match := re.match(r"blocks\.(\d+)\.", name))}
+    beyond = tuple(f"blocks.{number}.*" for number in blocks if int(number) >= len(network.blocks))
+    return AdaptedWeights(named, layout, unused=(*UNUSED, *beyond), hint=HINT)
 
 
-def _read_tensors(path: Path) -> dict[str, Tensor]:
-    if not path.is_file():
-        raise UserError(f"model.weights={path}: no such file. Give a .safetensors or .pth file, or leave it empty.")
-    try:
-        content: Any = _read_safetensors(path) if path.suffix == ".safetensors" else torch.load(path, weights_only=True)
-    except Exception as error:  # each reader raises its own errors for a broken or unsafe file
-        raise UserError(f"model.weights={path}: not a file of tensors ({type(error).__name__}: {error}).") from error
-    for key in NESTED_KEYS:
-        if isinstance(content, dict) and isinstance(content.get(key), dict):
-            content = content[key]
-    return {_strip_prefixes(name): value for name, value in content.items() if isinstance(value, Tensor)}
+def _rename(tensors: Mapping[str, Tensor]) -> tuple[str, dict[str, Tensor]]:
+    """Return whose names these are, and the tensors by timm's names."""
+    if any(name.endswith("conv_proj.weight") for name in tensors):
+        return "torchvision's VisionTransformer", _rename_all(tensors, TORCHVISION)
+    stripped = {_strip_prefixes(name): value for name, value in tensors.items()}
+    if "embeddings.cls_token" not in stripped:
+        return "timm, DeiT and DINO", stripped
+    renamed = _rename_all(stripped, TRANSFORMERS)
+    for name in [name for name in renamed if ".attn.query." in name]:
+        parts = [name.replace(".query.", f".{part}.") for part in ("query", "key", "value")]
+        if all(part in renamed for part in parts):
+            renamed[name.replace(".query.", ".qkv.")] = torch.cat([renamed.pop(part) for part in parts])
+    return "transformers' ViTModel", renamed
 
 
-def _read_safetensors(path: Path) -> dict[str, Tensor]:
-    from safetensors.torch import load_file
-
-    return load_file(path)
+def _rename_all(tensors: Mapping[str, Tensor], patterns: Mapping[str, str]) -> dict[str, Tensor]:
+    """Return the tensors with new names; those that no pattern matches keep theirs."""
+    renamed = {}
+    for name, value in tensors.items():
+        match = next((found for pattern in patterns if (found := re.fullmatch(pattern, name))), None)
+        renamed[match.expand(patterns[match.re.pattern]) if match else name] = value
+    return renamed
 
 
 def _strip_prefixes(name: str) -> str:

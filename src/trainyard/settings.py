@@ -272,6 +272,15 @@ class TrainConfig:
         mutable_on_resume=True,
     )
     eval_batch_size: int = option(64, "samples a rank evaluates at once", low=1, mutable_on_resume=True)
+    start_from: str = option(
+        "", "a run, or a file of weights, that a new run begins with: safetensors or from torch.save; empty: random"
+    )
+    start_from_partial: list[str] = option(
+        list, "load only the tensors of these names or patterns, such as [network.backbone.*]; empty: all must match"
+    )
+    expects_weights: str = option(
+        "", "what the learning rates are for: a run that starts from random weights instead gets a warning"
+    )
     max_duration: str = option("10ep", "when training is complete", duration=True)
     max_runtime: str = option(
         "",
@@ -358,21 +367,12 @@ def check(config: Any, prefix: str = "") -> None:
         value, name = getattr(config, f.name), prefix + f.name
         if is_dataclass(value):
             check(value, name + ".")
+        elif f.metadata.get("per_channel"):
+            _check_channels(f, name, value, channels=config.channels)
         else:
             _check_value(f, name, value)
 
 
-def _check_value(f: Field[Any], name: str, value: Any) -> None:
-    rule = f.metadata
-    if rule.get("choices") and value not in rule["choices"]:
-        raise UserError(f"{name}={value}: expected one of {', '.join(rule['choices'])}.")
-    low, high = rule.get("low"), rule.get("high")
-        elif f.metadata.get("per_channel"):
-            _check_channels(f, name, value, channels=config.channels)
-    if (low is not None and not value >= low) or (high is not None and not value <= high):  # NaN fails both
-        raise UserError(f"{name}={value}: expected {low} .. {high if high is not None else 'any'}.")
-    if rule.get("duration") and value:
-        try:
 def _check_channels(f: Field[Any], name: str, value: Any, *, channels: int) -> None:
     """Check a number for all channels, or a list with one for each."""
     numbers = value if isinstance(value, list) else [value] * channels
@@ -387,6 +387,15 @@ def _check_channels(f: Field[Any], name: str, value: Any, *, channels: int) -> N
         _check_value(f, name, number)
 
 
+def _check_value(f: Field[Any], name: str, value: Any) -> None:
+    rule = f.metadata
+    if rule.get("choices") and value not in rule["choices"]:
+        raise UserError(f"{name}={value}: expected one of {', '.join(rule['choices'])}.")
+    low, high = rule.get("low"), rule.get("high")
+    if (low is not None and not value >= low) or (high is not None and not value <= high):  # NaN fails both
+        raise UserError(f"{name}={value}: expected {low} .. {high if high is not None else 'any'}.")
+    if rule.get("duration") and value:
+        try:
             Duration.parse(value)
         except UserError as error:
             raise UserError(f"{name}: {error}") from None

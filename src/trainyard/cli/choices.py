@@ -9,13 +9,14 @@ from pathlib import Path
 from trainyard import config as configs
 from trainyard.cli.verb import find_project_folder
 from trainyard.cluster.description import Cluster
+from trainyard.errors import UserError
 from trainyard.files import limit_writers
 from trainyard.launch.choose_data import DataChoice, choose_data
 from trainyard.launch.decoding_need import describe_decoding
 from trainyard.launch.packing import PackingChoice
 from trainyard.launch.predecessor import Predecessor
 from trainyard.launch.submit import Plan
-from trainyard.runs.folder import CONFIG, update_env
+from trainyard.runs.folder import CONFIG, resolve_run, update_env
 from trainyard.settings import TrainConfig
 
 
@@ -27,13 +28,34 @@ def add_synthetic_option(verb: argparse.ArgumentParser) -> None:
 def compose_job(args: argparse.Namespace, cluster: Cluster | None) -> DataChoice:
     """Compose the job that was typed, choose its data, and make its paths absolute: a node works in another folder."""
     return choose_data(
-        _make_paths_absolute(configs.compose(args.job, args.overrides, args.jobs)),
+        _make_paths_absolute(find_start(configs.compose(args.job, args.overrides, args.jobs), args.runs)),
         overrides=args.overrides,
         wants_synthetic=args.synthetic,
         cluster=cluster,
         jobs_dir=args.jobs,
         environ=os.environ,
     )
+
+
+def find_start(config: TrainConfig, runs_dir: Path, *, needed: bool = True) -> TrainConfig:
+    """Return the config with the absolute path of the run or file that it starts from, if it names one.
+
+    Args:
+        needed: whether there must be one: a run that has begun needs it no more.
+
+    Raises:
+        UserError: there is neither a file nor a run of this name.
+    """
+    if not config.start_from:
+        return config
+    path = Path(config.start_from)
+    if not path.exists():
+        try:
+            path = resolve_run(config.start_from, runs_dir)
+        except UserError as error:
+            if needed:
+                raise UserError(f"start_from={config.start_from}: no such file, and no such run: {error}") from None
+    return replace(config, start_from=str(path.absolute()))
 
 
 def describe_choices(
@@ -83,12 +105,12 @@ def record_packing(run: Path, packing: PackingChoice) -> None:
 
 
 def settle_elements(
-    runs: list[Path], data: DataChoice, plan_run: Callable[[TrainConfig], Plan], jobs_dir: Path
+    runs: list[Path], data: DataChoice, plan_run: Callable[[TrainConfig], Plan], jobs_dir: Path, runs_dir: Path
 ) -> None:
     """Plan each run of a sweep, whose values may be impossible on this GPU type, and record what that chose."""
     for run in runs:
         config = configs.thaw(run / CONFIG, jobs_dir)
-        plan = plan_run(config)
+        plan = plan_run(find_start(config, runs_dir))
         if plan.config != config:
             with limit_writers():
                 configs.freeze(plan.config, run / CONFIG)

@@ -195,6 +195,7 @@ def _run_sweep(args: argparse.Namespace) -> int:
             data,
             lambda config: replace(submit.make_plan(config, cluster, request), why_hw=plan.why_hw),
             args.jobs,
+            args.runs,
         )
         code = submit.snapshot_code(args.jobs, sweep.folder / "code")
         jobs = _submit_elements(sweep, sweep.elements, plan, code, args.max_parallel, most)

@@ -13,7 +13,7 @@ from loguru import logger
 
 from trainyard import config as configs
 from trainyard.cli import cluster, dry, submission
-from trainyard.cli.choices import add_synthetic_option, record_choices
+from trainyard.cli.choices import add_synthetic_option, find_start, record_choices
 from trainyard.cli.extension import LENGTH, Extension, plan_extension, record_extension
 from trainyard.cli.verb import Verbs, add_dry_option, add_trust_option, add_verb
 from trainyard.errors import Killed, UserError
@@ -53,7 +53,8 @@ def _run(args: argparse.Namespace) -> int:
     run = args.runs / args.job / args.name if args.name else None
     if run is not None and (run / runs.CONFIG).is_file():
         cluster.require_trust([run], args, here=True)
-    config = configs.compose(args.job, args.overrides, args.jobs)
+    is_new = run is None or not (run / runs.CONFIG).is_file()
+    config = find_start(configs.compose(args.job, args.overrides, args.jobs), args.runs, needed=is_new)
     count = _count_ranks(args)
     _refuse_impossible(config, count)
     if args.dry:

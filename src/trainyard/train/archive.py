@@ -58,12 +58,12 @@ class _SizeChecker(pickle.Unpickler):
         self._sizes = sizes
 
     def find_class(self, module: str, name: str) -> Any:
-        return _Name(name)  # torch.load decides which names are allowed
+        return type(name, (_Data,), {})  # torch.load decides which names are allowed
 
     def persistent_load(self, saved: Any) -> Any:
         match saved:
-            case ("storage", _Name() as kind, str() as key, str(), int() as count) if key in self._sizes:
-                declared = count * _ITEM_BYTES.get(kind.name, 1)
+            case ("storage", type() as kind, str() as key, str(), int() as count) if key in self._sizes:
+                declared = count * _ITEM_BYTES.get(kind.__name__, 1)
                 if declared != self._sizes[key]:
                     raise pickle.UnpicklingError(
                         f"a tensor declares {declared} bytes, but its record has {self._sizes[key]}"
@@ -72,18 +72,11 @@ class _SizeChecker(pickle.Unpickler):
         raise pickle.UnpicklingError("a tensor has no record in it")
 
 
-class _Name:
-    """Stands for a class or function that a pickle names."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __call__(self, *_: Any) -> "_Data":
-        return _Data()
-
-
 class _Data(dict[Any, Any]):
-    """Stands for what calling such a name would return; takes whatever a pickle does to it."""
+    """Stands for what a pickle makes by calling a name, which is a subclass of it; takes whatever is done to it."""
+
+    def __init__(self, *_: Any) -> None:
+        super().__init__()
 
     def __setstate__(self, _: Any) -> None:
         pass

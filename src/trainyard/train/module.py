@@ -1,7 +1,7 @@
 """The contract between a job and the training engine, which knows nothing else about a model."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from torch import Tensor, nn
@@ -58,6 +58,23 @@ class SampleSource:
     read_batches: Callable[[], Iterator[Batch]]  # as the model gets them in evaluation, in the order of `ids`
 
 
+@dataclass(frozen=True)
+class AdaptedWeights:
+    """Weights of a file by the names of a module, and in what the two may differ."""
+
+    tensors: Mapping[str, Tensor]
+    layout: str = ""  # whose names the file has; "": the module's own
+    new: tuple[str, ...] = ()  # patterns of the module's names that keep their initial values
+    unused: tuple[str, ...] = ()  # patterns of `tensors` that the module does not need
+    hint: str = ""  # what to set if they do not fit
+
+    def add_prefix(self, prefix: str) -> "AdaptedWeights":
+        """Return the same for a module that has this one as a part."""
+        tensors = {prefix + name: value for name, value in self.tensors.items()}
+        new, unused = (tuple(prefix + name for name in names) for names in (self.new, self.unused))
+        return replace(self, tensors=tensors, new=new, unused=unused)
+
+
 def has_values(tensor: Tensor) -> bool:
     """Return whether a tensor has values: while memory is predicted (`step_memory`), it has only a shape."""
     return not isinstance(tensor, FakeTensor)
@@ -90,6 +107,9 @@ class TrainModule(nn.Module):
 
     Predictions for new files build the model without a data set, and leave these weights out.
     """
+
+    start_file: tuple[str, str] = ("", "")
+    """An option of the family that names weights to start from, as typed ("model.weights=FILE"), and their file."""
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         """Return {"loss": () float32, ...}; every other scalar is logged under its name.
@@ -150,6 +170,17 @@ class TrainModule(nn.Module):
         thresholds come from these scores of the validation set.
         """
         raise NotImplementedError
+
+    def adapt_weights(self, tensors: Mapping[str, Tensor]) -> AdaptedWeights:
+        """Return the weights of a file by the names of this module, which a new run starts from.
+
+        Default: they have the names already, and what depends on the training samples is not taken over.
+
+        Raises:
+            UserError: they are of a model that is known, but is not this one.
+        """
+        samples_only = tuple(f"{prefix}*" for prefix in self.training_only)
+        return AdaptedWeights(tensors, new=samples_only, unused=samples_only)
 
     def repeated_layers(self) -> Iterable[nn.Module]:
         """Return the layers whose activations are recomputed in the backward pass (activation checkpointing)."""

@@ -31,20 +31,23 @@ from trainyard.train.step import (
     refuse_recounted_statistics,
 )
 from trainyard.train.swa import WeightAverage
+from trainyard.train.warm_start import start_from_weights
 
 
 def prepare_state(context: RunContext) -> tuple[TrainState, int | None]:
-    """Build the state, and restore it from the newest valid checkpoint if there is one.
+    """Build the state: of the newest valid checkpoint if there is one, else of the weights that the run starts from.
 
     Returns:
         The state, and the length of the metrics file at that checkpoint (None for a new run).
     """
+    found = _load_newest_checkpoint(context)
+    if found is None:
+        start_from_weights(context)
     layout: Any = torch.channels_last if context.precision.channels_last else torch.contiguous_format
     module, config = context.module.to(context.device), context.config
     module.to(memory_format=layout)  # type: ignore[call-overload]
     scaler = torch.amp.GradScaler(context.device.type, enabled=context.precision.loss_scaling)
     state = build_state(module, config, scaler=scaler)
-    found = _load_newest_checkpoint(context)
     if found is not None:
         restore_state(state, found[1], fingerprint=context.data.fingerprint, path=found[0])
     if context.precision.loss_scaling and context.world.is_main:
