@@ -41,7 +41,7 @@ data = [ -z "$${DATA:-}" ] || args+=("data.path=$$DATA"); case "$${SYNTHETIC:-0}
 	*) echo "SYNTHETIC=$$SYNTHETIC: expected 1. For a number of samples: SET=\"data.synthetic=$$SYNTHETIC\"" >&2; exit 2 ;; esac
 request = gpus hw nodes time cluster runs account qos partition constraint reservation exclude mem comment
 
-.PHONY: help setup run resume submit sweep results status logs why cancel runs cluster-check slurm-lab-up slurm-lab-down \
+.PHONY: help setup run resume submit plan sweep results status logs why cancel runs cluster-check slurm-lab-up slurm-lab-down \
 	slurm-lab-status bandwidth image test-image run-image sif wheelhouse bundle verify-bundle test test-fast test-long lint pack verify report jobs bench bench-peers gpu-check lock gc clean
 
 help: ## this list
@@ -69,8 +69,13 @@ run: setup ## train: JOB=fingerprint_demo  DATA=folder or SYNTHETIC=1  GPUS=n  S
 resume: setup ## resume a run where it ran: RUN=run, or JOB=job for its newest  [GPUS=4 HW=a5000 NODES=n TIME=8h CLUSTER=name RUNS=folder SET="option=value" DRY=1; to sbatch: ACCOUNT= QOS= PARTITION= CONSTRAINT= RESERVATION= EXCLUDE= MEM= COMMENT=]
 	@$(call arguments,$(request)); $(T) resume "$${RUN:-$$JOB}" "$${args[@]}"
 
-submit: setup ## train on a cluster: JOB=fingerprint_1m GPUS=8  [DATA=folder SYNTHETIC=1 HW=a100 NODES=2 TIME=8h CLUSTER=name RUNS=folder NAME=name AFTER=run THEN=job SET="option=value" DRY=1; to sbatch: ACCOUNT= QOS= PARTITION= CONSTRAINT= RESERVATION= EXCLUDE= MEM= COMMENT=]
-	@$(call arguments,$(request) name after then); $(data); $(T) submit "$$JOB" "$${args[@]}"
+submit: setup ## train on a cluster: JOB=fingerprint_1m GPUS=8  [DATA=folder SYNTHETIC=1 HW=a100 NODES=2 TIME=8h CLUSTER=name RUNS=folder NAME=name AFTER=run THEN=job PLAN=0 SET="option=value" DRY=1; to sbatch: ACCOUNT= QOS= PARTITION= CONSTRAINT= RESERVATION= EXCLUDE= MEM= COMMENT=]
+	@$(call arguments,$(request) name after then); $(data); case "$${PLAN:-1}" in 1) ;; 0) args+=(--no-plan) ;; \
+		*) echo "PLAN=$$PLAN: expected 0, to go without comparing predicted memory with the GPU's" >&2; exit 2 ;; esac; \
+		$(T) submit "$$JOB" "$${args[@]}"
+
+plan: setup ## how a job's global batch fits on each card, before it is queued: JOB=fingerprint_1m  [DATA=folder SYNTHETIC=1 HW=a5000,h200 GPUS=8 CLUSTER=name SET="option=value"]
+	@$(call arguments,gpus hw cluster); $(data); $(T) plan "$$JOB" "$${args[@]}"
 
 sweep: setup ## one array of runs: JOB=job SWEEP="optimizer.lr=1e-4,3e-4 seed=0,1,2"  [MAX_PARALLEL=4, and as for submit: DATA= SYNTHETIC= GPUS= HW= NODES= TIME= CLUSTER= RUNS= NAME= SET= DRY=1; to sbatch: ACCOUNT= QOS= PARTITION= CONSTRAINT= RESERVATION= EXCLUDE= MEM= COMMENT=]
 	@$(call arguments,$(request) name max-parallel); $(data); \

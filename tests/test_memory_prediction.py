@@ -1,12 +1,18 @@
 """How a global batch is split on each card, from predictions of memory; and the file that keeps them."""
 
+import argparse
+import re
+import shlex
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from tests.test_choose_data import JOBS
 from trainyard import config as configs
-from trainyard.cli.plan import USUAL_CARDS, describe_plan
+from trainyard.cli import main
+from trainyard.cli.plan import USUAL_CARDS, check_memory, describe_plan
+from trainyard.cluster.description import load_cluster
 from trainyard.errors import UserError
 from trainyard.hardware import get_gpu
 from trainyard.launch.memory_prediction import (
@@ -19,6 +25,7 @@ from trainyard.launch.memory_prediction import (
     choose_split,
     open_store,
 )
+from trainyard.launch.submit import Plan, ResourceRequest, make_plan
 
 GIB = 2**30
 
@@ -106,3 +113,72 @@ def test_a_plan_is_one_screen_that_says_what_was_never_observed(tmp_path):
     text = "\n".join(lines)
     assert "Never observed on any of these cards" in text and "hours: not measured" in text
     assert "2080ti        64 = " in text
+
+
+# What submit asks of the stored file
+
+CLUSTER = Path(__file__).parent / "slurm" / "golden" / "cluster.yaml"
+
+
+def request_memory(
+    *overrides: str, hw: str = "2080ti", no_plan: bool = False
+) -> tuple[Plan, argparse.Namespace, list[str]]:
+    """Return what `submit` hands over for a job of 64 samples a step on one GPU."""
+    own = ["global_batch_size=64", *overrides]
+    config = configs.compose("pricing", own, JOBS)
+    plan = make_plan(config, load_cluster(CLUSTER), ResourceRequest(gpus=1, hw=hw))
+    args = argparse.Namespace(job="pricing", overrides=own, jobs=JOBS, no_plan=no_plan, synthetic=False)
+    return plan, args, ["submit", "pricing", *own, "--hw", hw]
+
+
+def store_plan(plan: Plan, environ: dict[str, str]) -> None:
+    """Store what `trainyard plan` would, of a step with 1 GiB for each sample."""
+    store, card = open_store(plan.config, JOBS, environ), get_gpu(plan.kind.card)
+    assert card is not None
+
+    def remember(setting: Setting) -> StepPrediction:
+        store.steps[setting] = predict(setting)
+        return store.steps[setting]
+
+    choose_split(plan.config, card, gpus=plan.gpus, predict=remember)
+    store.save()
+
+
+@pytest.fixture
+def environ(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return {"XDG_CACHE_HOME": str(tmp_path)}
+
+
+def test_submit_refuses_a_stored_misfit_and_its_line_fits(environ, capsys):
+    plan, args, typed = request_memory("micro_batch_size=0")
+    store_plan(plan, environ)
+    with pytest.raises(UserError, match=r"micro-batches of 64 takes 65\.0 GiB") as caught:
+        check_memory(plan, args, typed)
+    line = shlex.split(str(caught.value).partition("fits: ")[2])
+    assert line == ["trainyard", "submit", "pricing", "micro_batch_size=4", "global_batch_size=64", "--hw", "2080ti"]
+    assert main([*line[1:], "--dry", "--cluster", str(CLUSTER)]) == 0
+    assert "64 = 4 x 16 micro-batches x 1 ranks" in capsys.readouterr().out
+    value, reason = check_memory(*request_memory("micro_batch_size=4")) or ("", "")
+    assert value == "5.50 GiB" and "never observed on this card" in reason and ": fits;" in reason
+
+
+def test_submit_refuses_a_misfit_where_no_smaller_size_is_stored_and_says_what_to_type(environ):
+    plan, args, typed = request_memory("micro_batch_size=0")
+    store_plan(plan, environ)
+    store = open_store(plan.config, JOBS, environ)
+    store.steps = {setting: step for setting, step in store.steps.items() if setting.micro_batch == 64}
+    store.save()
+    with pytest.raises(UserError, match=re.escape(f"--cluster {CLUSTER}. To try it all the same: ")) as caught:
+        check_memory(plan, args, typed)
+    assert shlex.split(str(caught.value).partition("all the same: ")[2]) == ["trainyard", *typed, "--no-plan"]
+    assert check_memory(*request_memory("micro_batch_size=0", no_plan=True)) == ("not checked", "--no-plan")
+
+
+def test_submit_without_a_stored_prediction_says_which_line_makes_it(environ):
+    plan, args, typed = request_memory("micro_batch_size=8")
+    value, reason = check_memory(plan, args, typed) or ("", "")
+    assert value == "not checked"
+    line = shlex.split(reason.partition("to make one: ")[2])
+    own = ["global_batch_size=64", "micro_batch_size=8"]
+    assert line == ["trainyard", "plan", "pricing", *own, "--gpus", "1", "--cluster", str(CLUSTER), "--hw", "2080ti"]

@@ -70,6 +70,9 @@ def test_submitting_takes_less_than_1500_ms_of_cpu_time_and_loads_no_torch(lab, 
         assert "loaded []" in output
         job = next(line.split()[-1] for line in output.splitlines() if line.startswith("submitted"))
         lab.run("scancel", job)
+    recorded = [read_env(run)["choices"]["predicted_memory"] for run in (tmp_path / "runs" / "stripes").iterdir()]
+    assert [choice["value"] for choice in recorded] == ["not checked"] * 3
+    assert "no stored prediction; to make one: trainyard plan stripes " in recorded[0]["reason"]
     assert min(took) < 1.5, took  # CPU time, and the fastest of three: the machine may be busy with other things
 
 

@@ -64,12 +64,14 @@ def describe_choices(
     count: int | None = None,
     packing: PackingChoice | None = None,
     after: Predecessor | None = None,
+    memory: tuple[str, str] | None = None,
 ) -> dict[str, str]:
     """Return what a plan does not know, by the names of its rows: the data, and the cores that decode it.
 
     Args:
         count: samples, if they were counted.
         after: the run that must be done before.
+        memory: what a step takes, and the reason, as `check_memory` returns them.
     """
     counted = "" if count is None or not data.config.data.path else f", {count:,} samples"
     kind, results = plan.kind, find_project_folder("benchmarks")
@@ -77,6 +79,7 @@ def describe_choices(
         "data": f"{data.value}{counted}  ({data.reason})" if data.value else "none",
         **describe_packing(packing),
         "decoding": describe_decoding(plan.job, card=kind.card, cores=kind.cores_per_gpu, results=results),
+        **({"memory": f"{memory[0]}  ({memory[1]})"} if memory is not None else {}),
         **({"after": after.describe()} if after is not None else {}),
     }
 
@@ -86,12 +89,20 @@ def describe_packing(packing: PackingChoice | None) -> dict[str, str]:
     return {"packing": f"{packing.value}  ({packing.reason})"} if packing is not None else {}
 
 
-def record_choices(run: Path, data: DataChoice, plan: Plan | None = None, packing: PackingChoice | None = None) -> None:
+def record_choices(
+    run: Path,
+    data: DataChoice,
+    plan: Plan | None = None,
+    packing: PackingChoice | None = None,
+    memory: tuple[str, str] | None = None,
+) -> None:
     """Record in a new run what was chosen before it was submitted; its attempts add what they choose on the node."""
     choices = {"data_root": (data.value, data.reason)}
     if plan is not None:
         choices["gpu_type"] = (plan.hw, plan.why_hw)
         choices["planned_micro_batch_size"] = (str(plan.micro_batch), plan.why_micro_batch)
+    if memory is not None:
+        choices["predicted_memory"] = memory
     with limit_writers():
         update_env(run, "choices", {name: {"value": value, "reason": why} for name, (value, why) in choices.items()})
     if packing is not None:

@@ -2,24 +2,29 @@
 
 import argparse
 import os
+import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from trainyard.cli.choices import add_synthetic_option, compose_job
 from trainyard.cli.verb import Verbs, add_verb, find_project_folder
 from trainyard.cluster import description as clusters
 from trainyard.errors import UserError
 from trainyard.hardware import GpuType, get_gpu
+from trainyard.launch import submit
 from trainyard.launch.memory_prediction import (
     CONTEXT_GIB,
     DRIVER_SHARE,
     FITS,
     FRAGMENTS_SHARE,
     MISFIT,
+    NotPredicted,
     Split,
     Store,
     choose_split,
     complete_store,
+    open_store,
+    rate_stated,
 )
 from trainyard.settings import TrainConfig
 from trainyard.text import align_columns, suggest_nearest
@@ -139,3 +144,88 @@ def _describe_reasons(splits: dict[str, Split | str]) -> Iterator[str]:
 
 def _format_gib(size: float) -> str:
     return f"{size:.2f}" if size < 10 else f"{size:.1f}"
+
+
+# What submit asks of a plan
+
+
+def check_memory(plan: submit.Plan, args: argparse.Namespace, typed: Sequence[str]) -> tuple[str, str] | None:
+    """Return what a step takes on its card, as stored, and the reason; None for ranks on the CPU.
+
+    Predicts nothing: where nothing is stored, the reason says what to type to predict it.
+
+    Args:
+        typed: the words of a command that submits this job, for what to type instead.
+
+    Raises:
+        UserError: the step cannot fit; says what to type.
+    """
+    card = get_gpu(plan.kind.card)
+    if card is None:
+        return None
+    if args.no_plan:
+        return "not checked", "--no-plan"
+    store = open_store(plan.config, args.jobs, os.environ)
+    try:
+        split = rate_stated(plan.config, card, gpus=plan.gpus, predict=store.read)
+        if split.step.refused:
+            return "not predicted", split.step.refused
+    except NotPredicted:
+        return "not checked", f"no stored prediction; to make one: {_format_plan_command(plan, args)}"
+    if split.verdict == MISFIT:
+        raise UserError(_explain_misfit(plan, split, _find_fitting(plan, card, store), args, typed))
+    return f"{split.step.peak_gib:.2f} GiB", (
+        f"and {split.step.reserve_gib:.1f} in reserve, of {split.has_gib:.1f}: {split.verdict}; estimated, never "
+        "observed on this card"
+    )
+
+
+def _find_fitting(plan: submit.Plan, card: GpuType, store: Store) -> Split | None:
+    """Return how the job fits on this card, if that is stored."""
+    try:
+        split = choose_split(plan.config, card, gpus=plan.gpus, predict=store.read)
+    except NotPredicted:
+        return None
+    return split if split.verdict == FITS else None
+
+
+def _explain_misfit(
+    plan: submit.Plan, split: Split, fitting: Split | None, args: argparse.Namespace, typed: Sequence[str]
+) -> str:
+    """Say how much is missing, and which line computes the same in less memory, if one does."""
+    if fitting is not None:
+        changes = [f"micro_batch_size={fitting.setting.micro_batch}"]
+        if fitting.setting.recompute and not split.setting.recompute:
+            changes.append("gradient_checkpointing=true")
+        advice = f"This computes the same and fits: {_format_submit_command(plan, typed, changes)}"
+    else:
+        advice = (
+            f"What fits on which card: {_format_plan_command(plan, args, every_card=True)}. To try it all the same: "
+            f"{_format_submit_command(plan, typed, ['--no-plan'])}"
+        )
+    return (
+        f"HW={plan.hw}: a step of {plan.job} with micro-batches of {split.setting.micro_batch} takes "
+        f"{split.step.peak_gib:.1f} GiB for tensors alone (estimated, never observed on this card), but a process has "
+        f"{split.has_gib:.1f} GiB there. {advice}"
+    )
+
+
+def _format_submit_command(plan: submit.Plan, typed: Sequence[str], changes: Sequence[str]) -> str:
+    """Return the command with these options after the job, instead of those of the same names, and flags at the end."""
+    names = {word.partition("=")[0] for word in changes}
+    kept = [word for word in typed if word.partition("=")[0] not in names]
+    place = kept.index(plan.job) + 1
+    flags = [word for word in changes if word.startswith("--")]
+    options = [word for word in changes if word not in flags]
+    return shlex.join(["trainyard", *kept[:place], *options, *kept[place:], *flags])
+
+
+def _format_plan_command(plan: submit.Plan, args: argparse.Namespace, *, every_card: bool = False) -> str:
+    """Return the command that predicts what submit would look up, or that for all of the cluster's cards."""
+    own = [word for word in args.overrides if not word.startswith("micro_batch_size=")]
+    own.append(f"micro_batch_size={plan.config.micro_batch_size}")
+    words = ["trainyard", "plan", plan.job, *own, "--gpus", str(plan.gpus), "--cluster", str(plan.cluster.path)]
+    words += [*(["--synthetic"] if args.synthetic else []), *([] if every_card else ["--hw", plan.hw])]
+    if args.jobs.resolve() != find_project_folder("jobs").resolve():
+        words += ["--jobs", str(args.jobs)]
+    return shlex.join(words)

@@ -18,9 +18,10 @@ from trainyard.cli.choices import (
     record_packing,
 )
 from trainyard.cli.cluster import add_resource_args, check_against_slurm, find_cluster, read_request
+from trainyard.cli.plan import check_memory
 from trainyard.cli.verb import Verbs, add_verb
 from trainyard.cluster import description as clusters
-from trainyard.cluster.options import keep_options, read_options
+from trainyard.cluster.options import OPTIONS, keep_options, read_options
 from trainyard.data.prepare import packs_the_same
 from trainyard.errors import UserError
 from trainyard.hardware import choose_sync_batchnorm
@@ -42,6 +43,7 @@ class _Request:
     plan: submit.Plan
     packing: PackingChoice
     count: int | None  # of samples; None: not counted
+    memory: tuple[str, str] | None  # what a step takes, and the reason; None: ranks on the CPU, or dry
 
 
 def add_submit(verbs: Verbs) -> None:
@@ -57,6 +59,7 @@ def add_submit(verbs: Verbs) -> None:
         metavar="JOB",
         help="submit a second job that starts when this one is done: same nodes, options of sbatch and data.*",
     )
+    verb.add_argument("--no-plan", action="store_true", help="without comparing predicted memory with the GPU's")
     add_synthetic_option(verb)
     add_resource_args(verb, gpus=1)
 
@@ -67,7 +70,7 @@ def _submit(args: argparse.Namespace) -> int:
         return _submit_locally(args)
     cluster = find_cluster(args.cluster, job=args.job, dry=args.dry)
     first = _plan(args, cluster)
-    second = _plan(_select_for_second(args), cluster) if args.then else None
+    second = _plan(_select_for_second(args), cluster, before=args.job) if args.then else None
     if second is not None and first.packing.plan and packs_the_same(first.data.config, second.data.config):
         second = replace(second, packing=PackingChoice(None, "none", f"{args.job} before it packs the same data"))
     after = find_predecessor(runs.resolve_run(args.after, args.runs)) if args.after else None
@@ -90,15 +93,21 @@ def _submit(args: argparse.Namespace) -> int:
     return 0
 
 
-def _plan(args: argparse.Namespace, cluster: clusters.Cluster) -> _Request:
-    """Choose data, nodes and the place of packing, and check them against the Slurm that answers, unless it is dry."""
+def _plan(args: argparse.Namespace, cluster: clusters.Cluster, *, before: str = "") -> _Request:
+    """Choose data, nodes and the place of packing, and check them against the Slurm that answers, unless it is dry.
+
+    Args:
+        before: the job that this one follows by --then.
+    """
     data = compose_job(args, cluster)
     plan = submit.make_plan(data.config, cluster, read_request(args))
     count = None if args.dry else require_data(data, jobs_dir=args.jobs, typed=args.typed)
     packing = choose_packing(plan, args.jobs)
     if not args.dry:
         check_against_slurm(plan, packing.plan)
-    return _Request(args, data, plan, packing, count)
+    typed = _list_own_words(args, before) if before else args.typed
+    memory = None if args.dry else check_memory(plan, args, typed)
+    return _Request(args, data, plan, packing, count, memory)
 
 
 def _select_for_second(args: argparse.Namespace) -> argparse.Namespace:
@@ -109,19 +118,27 @@ def _select_for_second(args: argparse.Namespace) -> argparse.Namespace:
     return second
 
 
+def _list_own_words(args: argparse.Namespace, before: str) -> list[str]:
+    """Return a command that submits the job of --then by itself, after the newest run of the job before it."""
+    names = ("jobs", "runs", "gpus", "hw", "nodes", "time", "cluster", *OPTIONS)
+    stated = [f"--{name}={getattr(args, name)}" for name in names if getattr(args, name)]
+    flags = [f"--{name}" for name in ("synthetic",) if getattr(args, name)]
+    return ["submit", args.job, *args.overrides, *flags, *stated, "--after", before]
+
+
 def _submit_run(request: _Request, after: Predecessor | None) -> tuple[Path, str]:
     """Create and submit a run; return its folder and the Slurm job that trains it."""
     args, plan, packing = request.args, request.plan, request.packing
     root, group = args.runs.absolute(), plan.cluster.group
     run = runs.create_run(root, plan.config, name=args.name, environ=os.environ, group=group)
     try:
-        record_choices(run, request.data, plan, packing)
+        record_choices(run, request.data, plan, packing, request.memory)
         code = submit.snapshot_code(args.jobs, run / "code")
         (job,) = submit.submit(plan, [run], folder=run / "slurm", code=code, packing=packing.plan, after=after)
     except BaseException:
         shutil.rmtree(run)
         raise
-    notes = describe_choices(request.data, plan, request.count, packing, after)
+    notes = describe_choices(request.data, plan, request.count, packing, after, request.memory)
     print(submit.describe(plan, run, environ=os.environ, **notes))
     _print_submitted_jobs(run)
     return run, job

@@ -133,6 +133,20 @@ def choose_split(
     return min(possible, key=lambda split: split.step.peak_gib) if possible else tried[0]
 
 
+def rate_stated(config: TrainConfig, card: GpuType, *, gpus: int, predict: Predict) -> Split:
+    """Return how the config's own micro-batch fits on a card, with activation checkpointing as the config says.
+
+    Raises:
+        UserError: the card cannot compute as the config says.
+    """
+    precision = choose_precision(
+        card.sm, precision=config.precision, channels_last=config.channels_last, compile=config.compile
+    )
+    share = -(-config.global_batch_size // gpus)
+    rate = _Rating(config, card, precision, share, gpus, config.gradient_checkpointing, predict)
+    return rate(min(config.micro_batch_size or share, share))
+
+
 @dataclass(frozen=True)
 class _Rating:
     """Compares a step of a micro-batch size with a card's memory."""
