@@ -245,11 +245,11 @@ def test_checkpoints_are_listed_verified_and_exported(here, capsys):
     assert cli.main(["ckpt", "list", "stripes", *JOBS]) == 0
     assert "ok" in capsys.readouterr().out
     assert cli.main(["ckpt", "verify", "stripes", *JOBS]) == 0
-    assert cli.main(["ckpt", "export", "stripes", "model.safetensors", *JOBS]) == 0
+    assert cli.main(["export", "stripes", "model.safetensors", *JOBS]) == 0
     assert "head.weight" in load_file("model.safetensors")
-    code, stderr = run_cli(capsys, "ckpt", "export", "stripes", "model.safetensors", *JOBS)
+    code, stderr = run_cli(capsys, "export", "stripes", "model.safetensors", *JOBS)
     assert code == 2 and "exists already" in stderr
-    code, stderr = run_cli(capsys, "ckpt", "export", "stripes", "other.safetensors", "--step", "999", *JOBS)
+    code, stderr = run_cli(capsys, "export", "stripes", "other.safetensors", "--step", "999", *JOBS)
     assert code == 2 and "no checkpoint of step 999" in stderr
 
 

@@ -266,7 +266,7 @@ def test_a_lost_best_checkpoint_does_not_end_a_run(run, damage, tmp_path, capfd)
     choice = read_env(run)["choices"]["final_weights"]
     assert choice["value"] == f"step {newest.step}" and reason in choice["reason"] and instead in choice["reason"]
     assert instead in (run / "report.html").read_text()
-    assert main(["ckpt", "export", str(run), str(tmp_path / "w.safetensors"), *JOBS]) == 0
+    assert main(["export", str(run), str(tmp_path / "w.safetensors"), *JOBS]) == 0
     assert instead in (output := capfd.readouterr()).err and f"step {newest.step} -> " in output.out
 
 

@@ -130,7 +130,7 @@ def test_ranks_agree_on_the_average(tmp_path):
 
 @pytest.mark.slow
 def test_the_average_is_what_is_exported_and_tested(averaged, tmp_path):
-    assert main(["ckpt", "export", str(averaged), str(tmp_path / "w.safetensors"), "--jobs", str(FAMILIES)]) == 0
+    assert main(["export", str(averaged), str(tmp_path / "w.safetensors"), "--jobs", str(FAMILIES)]) == 0
     with safe_open(tmp_path / "w.safetensors", "pt") as file:
         assert file.metadata()["weights"] == "swa" and "d0 d1 d2 d3" in file.metadata()["learned"]
         assert torch.equal(file.get_tensor("head.weight"), load_state(averaged)["swa/module/head.weight"])

@@ -245,7 +245,7 @@ def test_the_best_is_chosen_on_validation_and_its_test_value_is_shown_alongside(
     assert "* highest on val" in text and "val: at the best validation by accuracy" in text
     marked = [line for line in text.splitlines() if line.startswith("* ")]
     assert len(marked) == 1 and "0.01" in marked[0] and "2 of 2" in marked[0]
-    assert f"trainyard ckpt export {made.elements[0].run} stripes.safetensors" in text
+    assert f"trainyard export {made.elements[0].run} stripes.safetensors" in text
 
 
 def test_a_metric_to_minimize_is_best_where_it_is_lowest(tmp_path: Path):

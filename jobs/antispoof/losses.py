@@ -12,6 +12,9 @@ from torch.nn import functional
 class Decision(nn.Module):
     """The classification head: turns embeddings into scores and the loss."""
 
+    threshold: float | None = None
+    """A higher score is bona fide for `predict_bonafide`; None: the score alone does not decide."""
+
     def forward(self, embedding_BD: Tensor, label_B: Tensor) -> Tensor:
         """Return the loss, averaged over the batch."""
         raise NotImplementedError
@@ -36,6 +39,7 @@ class CrossEntropy(Decision):
     """
 
     weight_2: Tensor
+    threshold = 0.0
 
     def __init__(self, dims: int, *, counts: tuple[int, int], gamma: float = 0.0) -> None:
         super().__init__()
@@ -56,7 +60,7 @@ class CrossEntropy(Decision):
         return log_odds_B
 
     def predict_bonafide(self, embedding_BD: Tensor) -> Tensor:
-        return self.score(embedding_BD) > 0
+        return self.score(embedding_BD) > self.threshold
 
 
 class AmSoftmax(Decision):
@@ -96,6 +100,7 @@ class OcSoftmax(Decision):
     def __init__(self, dims: int, *, scale: float, margin_bonafide: float, margin_spoof: float) -> None:
         super().__init__()
         self.scale, self.margin_bonafide, self.margin_spoof = scale, margin_bonafide, margin_spoof
+        self.threshold: float = (margin_bonafide + margin_spoof) / 2
         self.direction_D = nn.Parameter(torch.randn(dims))
 
     def forward(self, embedding_BD: Tensor, label_B: Tensor) -> Tensor:
@@ -107,7 +112,7 @@ class OcSoftmax(Decision):
         return functional.normalize(embedding_BD, dim=1) @ functional.normalize(self.direction_D, dim=0)
 
     def predict_bonafide(self, embedding_BD: Tensor) -> Tensor:
-        return self.score(embedding_BD) > (self.margin_bonafide + self.margin_spoof) / 2
+        return self.score(embedding_BD) > self.threshold
 
 
 def compute_class_weights(counts: tuple[int, int]) -> Tensor:

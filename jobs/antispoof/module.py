@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from trainyard.errors import UserError
 from trainyard.report.score_figures import draw_score_histogram
-from trainyard.train.module import Batch, DataInfo, Rows, SampleSource, TrainModule
+from trainyard.train.module import Batch, DataInfo, Rows, SampleSource, Signature, TrainModule
 
 from . import augment, frontends, metrics
 from .config import Config, DisturbSettings, LossSettings, ModelSettings
@@ -189,6 +189,17 @@ class AntispoofModule(TrainModule):
         embedding_BD = self.network(self.compute_maps(batch)).float()
         with torch.autocast(embedding_BD.device.type, enabled=False):
             return {"score": self.decision.score(embedding_BD), "sample_id": batch["sample_id"]}
+
+    def describe_predict(self) -> Signature:
+        """Return what the network takes and returns, and the threshold that the loss implies, if it implies one."""
+        threshold = self.decision.threshold
+        wave = f"samples at {self.rate_hz} Hz, the first of a recording; a shorter one is repeated from its beginning"
+        return Signature(
+            {"wave": wave},
+            {"score": "high for bona fide"},
+            {} if threshold is None else {"threshold": threshold, "bona fide": "score > threshold"},
+            tolerance=0.01,  # logarithms of weak bins: a Fourier transform in float64 moves scores by 0.002
+        )
 
     def score(self, rows: Rows) -> dict[str, float]:
         """Return `metrics.compute_metrics`, rates in 0..1; with the t-DCF if the set has its own ASV scores.

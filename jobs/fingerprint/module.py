@@ -13,7 +13,7 @@ from trainyard import scoring
 from trainyard.errors import UserError
 from trainyard.report import score_figures
 from trainyard.settings import Duration
-from trainyard.train.module import Batch, DataInfo, Rows, SampleSource, TrainModule
+from trainyard.train.module import Batch, DataInfo, Rows, SampleSource, Signature, TrainModule
 
 from .class_sampling import compute_sampled_cosines, draw_classes
 from .config import Config, EvaluationSettings, HeadSettings
@@ -158,6 +158,13 @@ class FingerprintModule(TrainModule):
         """Return the embeddings (B, D) float32 with sample id and, where they are known, finger and impression."""
         rows = {"embedding": self.network(batch["image"]), "sample_id": batch["sample_id"]}
         return rows | {name: batch[name] for name in ("finger", "impression") if name in batch}
+
+    def describe_predict(self) -> Signature:
+        """Return what the network takes and returns."""
+        return Signature(
+            {"image": "gray levels of a print as packing cuts it (options.packing), resized to height and width"},
+            {"embedding": "unit length; the score of two prints is their inner product"},
+        )
 
     def score(self, rows: Rows) -> dict[str, float]:
         """Return verification metrics in 0..1.

@@ -119,7 +119,7 @@ def multiply_with_distances(x_HXD: Tensor, position_PN: Tensor, bucket_E: Tensor
     pass copies the window back into zeros.
     """
     heads, tokens, dims = x_HXD.shape
-    distances = len(bucket_E)
+    distances = bucket_E.shape[0]
     length = (distances + 1) // 2
     vector_HDE = functional.embedding(bucket_E, position_PN).view(distances, heads, dims).permute(1, 2, 0)
     product_HXE = torch.bmm(x_HXD, vector_HDE)

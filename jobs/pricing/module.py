@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import DebertaV2Model
 
 from trainyard.errors import UserError
-from trainyard.train.module import AdaptedWeights, Batch, DataInfo, Rows, SampleSource, TrainModule
+from trainyard.train.module import AdaptedWeights, Batch, DataInfo, Rows, SampleSource, Signature, TrainModule
 
 from . import losses, metrics, tokenizer
 from .config import Config, LossSettings, RateSettings
@@ -120,6 +120,18 @@ class PricingModule(TrainModule):
         log_price = self._predict_log_price(batch).clamp(self.low, self.high)
         rows = {"sample_id": batch["sample_id"], "predicted": log_price.exp()}
         return rows | {name: batch[name] for name in ("price", "group") if name in batch}
+
+    def describe_predict(self) -> Signature:
+        """Return what the network takes and returns; tokenizer and features are among the artifacts (`learned`)."""
+        inputs = {
+            "tokens": f"ids of learned.{TOKENIZER}, from [CLS] to [SEP], padded with 0 to one length of 3 or more",
+            "tokens_count": "number of tokens of each text",
+            "numbers": f"numbers of learned.{FEATURES}, by its names: standardised, clipped to +-5, 0 where unknown",
+        }
+        if self.network.picture_branch is not None:
+            inputs["image"] = "of the item, resized to height and width; anything where there is none"
+            inputs["has_picture"] = "1 if the item has an image, else 0"
+        return Signature(inputs, {"predicted": "the price, within the range of the training prices"})
 
     def score(self, rows: Rows) -> dict[str, float]:
         """Return the metrics of one set: `metrics.compute_metrics`."""

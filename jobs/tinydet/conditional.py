@@ -75,7 +75,7 @@ class ConditionalDETR(nn.Module):
     ) -> Outputs:
         """Find objects in images."""
         memory, position, padding_mask = encode(self, x_BCHW, affine_B23, image_px_B2)
-        query_pos = self.query_embed.weight.expand(len(memory), -1, -1)
+        query_pos = self.query_embed.weight.expand(memory.shape[0], -1, -1)
         reference_BQ2 = self.ref_point_head(query_pos).sigmoid()
         reference_pos = encode_points(reference_BQ2, self.dims, self.temperature)
         token = torch.zeros_like(query_pos)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from trainyard.errors import UserError
 from trainyard.train.distributed import sum_over_ranks
-from trainyard.train.module import AdaptedWeights, Batch, DataInfo, Rows, SampleSource, TrainModule
+from trainyard.train.module import AdaptedWeights, Batch, DataInfo, Rows, SampleSource, Signature, TrainModule
 
 from . import geometry, photometric
 from .coco import SetSummary
@@ -391,6 +391,22 @@ class TinyDet(TrainModule):
             "score": nn.functional.pad(score, (0, missing)),
             "label": nn.functional.pad(index % categories, (0, missing)),
         }
+
+    def describe_predict(self) -> Signature:
+        """Return what the network takes and returns."""
+        return Signature(
+            {
+                "image": "fitted into height and width: scaled by s, in the upper left corner, the rest is fill",
+                "affine": "[[s, 0, 0], [0, s, 0]]: maps (x, y, 1) in pixels of the file to pixels of the input",
+                "image_px": "height and width of the file",
+            },
+            {
+                "box": "x1, y1, x2, y2 in pixels of the file, best first",
+                "score": "0..1; 0 where there are fewer detections",
+                "label": "index in settings.categories",
+            },
+            {"categories": self.categories, "draw_above": self.evaluation.draw_above},
+        )
 
     def score(self, rows: Rows) -> dict[str, float]:
         """Return COCO's metrics on whole images, with tiles merged; see `evaluation.evaluate`."""

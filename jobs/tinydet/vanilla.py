@@ -54,7 +54,7 @@ class DETR(nn.Module):
     ) -> Outputs:
         """Find objects in images."""
         memory, position, padding_mask = encode(self, x_BCHW, affine_B23, image_px_B2)
-        query_pos = self.query_embed.weight.expand(len(memory), -1, -1)
+        query_pos = self.query_embed.weight.expand(memory.shape[0], -1, -1)
         token = torch.zeros_like(query_pos)
         outputs = []
         for layer in cast(LayerStack, self.transformer["decoder"]).layers:

@@ -13,7 +13,7 @@ from torch.nn import functional
 from trainyard import scoring
 from trainyard.errors import UserError
 from trainyard.report import score_figures
-from trainyard.train.module import AdaptedWeights, Batch, DataInfo, Rows, SampleSource, TrainModule
+from trainyard.train.module import AdaptedWeights, Batch, DataInfo, Rows, SampleSource, Signature, TrainModule
 
 from . import protocol
 from .config import Config, EvaluationSettings, HeadSettings
@@ -181,6 +181,13 @@ class TwinsModule(TrainModule):
         if tokens.glca_BD is not None:
             parts.append(self.necks["glca"](tokens.glca_BD.float()))
         return {"embedding": functional.normalize(torch.cat(parts, dim=1), dim=1), "sample_id": batch["sample_id"]}
+
+    def describe_predict(self) -> Signature:
+        """Return what the network takes and returns."""
+        return Signature(
+            {"image": "a face crop, resized to height and width"},
+            {"embedding": "unit length; the score of two faces is their inner product"},
+        )
 
     def score(self, rows: Rows) -> dict[str, float]:
         """Return verification metrics in 0..1 by kind of impostor.

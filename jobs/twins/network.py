@@ -77,7 +77,7 @@ class DualCrossAttention(nn.Module):
             partner_B: the row of each image's distractor; None skips the pair-wise path.
         """
         x_BND = self.patch_embed(image_BCHW)
-        x_BND = torch.cat([self.cls_token.expand(len(x_BND), -1, -1), x_BND], dim=1) + self.pos_embed
+        x_BND = torch.cat([self.cls_token.expand(x_BND.shape[0], -1, -1), x_BND], dim=1) + self.pos_embed
         fork = len(self.blocks) - (self.pwca_layers if partner_B is not None else 0)
         paired_BND: Tensor | None = None
         queries_keys: list[tuple[Tensor, Tensor]] = []

@@ -16,13 +16,13 @@ from loguru import logger
 
 from trainyard import __version__
 from trainyard import config as configs
-from trainyard.cli import bandwidth, cluster, gc, plan, submission, train, use
+from trainyard.cli import bandwidth, cluster, export, gc, plan, submission, train, use
 from trainyard.cli.verb import Parser, Verbs, add_verb, find_project_folder
 from trainyard.errors import UserError
 from trainyard.files import report_full_disk
 from trainyard.hardware import set_openmp_wait_policy
 from trainyard.runs import folder as runs
-from trainyard.runs.manifest import Entry, list_checkpoints, verify
+from trainyard.runs.manifest import list_checkpoints, verify
 from trainyard.runs.state import ExitCode, choose_exit_code
 from trainyard.text import find_nearest
 from trainyard.tools import bench, gpu_check
@@ -121,6 +121,7 @@ def _build_parser(argv: Sequence[str]) -> tuple[argparse.ArgumentParser, Verbs]:
         _add_ckpt,
         _add_report,
         use.add_commands,
+        export.add_commands,
         _add_bench,
         _add_gpu_check,
         submission.add_submit,
@@ -217,11 +218,9 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _add_ckpt(verbs: Verbs) -> None:
-    verb = add_verb(verbs, "ckpt", _run_ckpt, "list, verify or export the checkpoints of a run")
-    verb.add_argument("what", choices=("list", "verify", "export"))
+    verb = add_verb(verbs, "ckpt", _run_ckpt, "list or verify the checkpoints of a run")
+    verb.add_argument("what", choices=("list", "verify"))
     verb.add_argument("run", help="its folder, or a job for that job's newest run")
-    verb.add_argument("out", type=Path, nargs="?", help="export: weights file to write, .safetensors")
-    verb.add_argument("--step", type=int, help="export: checkpoint of this step (default: the best, else the newest)")
 
 
 def _run_ckpt(args: argparse.Namespace) -> int:
@@ -229,8 +228,6 @@ def _run_ckpt(args: argparse.Namespace) -> int:
     entries = list_checkpoints(run / "checkpoints")
     if not entries:
         raise UserError(f"{run}: no checkpoints yet.")
-    if args.what == "export":
-        return _export(run, entries, args)
     damaged = 0
     for entry in entries:
         problem = verify(entry) if args.what == "verify" else entry.problem
@@ -238,23 +235,6 @@ def _run_ckpt(args: argparse.Namespace) -> int:
         best = " best" if (entry.meta.get("best") or {}).get("step") == entry.step else ""
         print(f"{entry.path.name}  {entry.bytes / 2**20:9.1f} MiB  {problem or 'ok'}{best}")
     return ExitCode.FAILED if damaged else 0
-
-
-def _export(run: Path, entries: Sequence[Entry], args: argparse.Namespace) -> int:
-    from trainyard.train import checkpoint
-
-    if args.out is None:
-        raise UserError(f"Name the file to write: trainyard ckpt export {args.run} model.safetensors")
-    if args.step is None:
-        chosen, problem = checkpoint.choose_undamaged(run / "checkpoints")
-        if problem:
-            logger.warning("{}: {}.", run, problem)
-    elif args.step in (steps := [entry.step for entry in entries]):
-        chosen = entries[steps.index(args.step)]
-    else:
-        raise UserError(f"{run}: no checkpoint of step {args.step}. There are: {', '.join(map(str, steps))}.")
-    print(f"step {chosen.step} -> {checkpoint.export(chosen.path, args.out)}")
-    return 0
 
 
 def _add_report(verbs: Verbs) -> None:

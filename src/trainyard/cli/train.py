@@ -220,7 +220,7 @@ def _print_outcome(run: Path, code: int) -> None:
     if code == ExitCode.DONE:
         job = run.parent.name
         report = write_report(run)
-        next_commands = [f"open {report}", f"trainyard ckpt export {run} {job}.safetensors", f"trainyard options {job}"]
+        next_commands = [f"open {report}", f"trainyard export {run} {job}.safetensors", f"trainyard options {job}"]
         print(format_summary(run, next_commands=next_commands))
     elif code in EXIT_CODES.values():
         print(f"Stopped and saved. Resume: trainyard resume {run}", file=sys.stderr)

@@ -387,7 +387,7 @@ def _suggest_commands(results: Results) -> list[str]:
     if any(outcome.state in ACTIVE for outcome in results.outcomes):
         commands.append(f"trainyard results {name}")
     elif best is not None:
-        commands.append(f"trainyard ckpt export {_find_best_run(results, best)} {results.sweep.job}.safetensors")
+        commands.append(f"trainyard export {_find_best_run(results, best)} {results.sweep.job}.safetensors")
     return commands
 
 

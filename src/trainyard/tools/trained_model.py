@@ -1,4 +1,4 @@
-"""Runs the final weights of a run on raw files: what predict, embed, compare, search and evaluate share."""
+"""Runs the final weights of a run on raw files: what predict, embed, compare, search, evaluate and export share."""
 
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -35,6 +35,7 @@ class TrainedModel:
     module: "TrainModule"
     checkpoint: Entry  # where the weights come from
     artifacts: dict[str, str]  # of packing
+    provenance: dict[str, str]  # `checkpoint.describe_weights`
     pack: Any  # the family's pack.py
     device: "torch.device"
     precision: Precision
@@ -66,18 +67,22 @@ class TrainedModel:
             )
 
 
-def load_model(run: Path, jobs_dir: Path, *, lists: str = "unlabelled") -> TrainedModel:
-    """Load the weights that a run's test sets are scored with, without its packed data.
+def load_model(
+    run: Path, jobs_dir: Path, *, lists: str = "unlabelled", entry: Entry | None = None, on_cpu: bool = False
+) -> TrainedModel:
+    """Load weights of a run without its packed data.
 
     Args:
         lists: the function of the family's pack.py that lists new raw files.
+        entry: the checkpoint; None: the one that the run's test sets are scored with.
+        on_cpu: compute in float32 on the CPU in plain memory layout, whatever the machine has and the run used.
 
     Raises:
         UserError: the family has no such function, the run has no checkpoint, or the code at hand builds another model.
     """
     import torch
 
-    from trainyard.train.checkpoint import select_weights
+    from trainyard.train.checkpoint import describe_weights, select_weights
     from trainyard.train.module import DataInfo
 
     config = thaw(run / CONFIG, jobs_dir)
@@ -85,14 +90,16 @@ def load_model(run: Path, jobs_dir: Path, *, lists: str = "unlabelled") -> Train
     if not hasattr(pack, lists):
         what = "predictions for a table" if lists == "unlabelled" else "evaluation of new folders"
         raise UserError(f"{config.family} has no {what}: its pack.py has no '{lists}'.")
-    entry, saved = _load_checkpoint(run)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    entry = find_checkpoint(run) if entry is None else entry
+    saved = _load_checkpoint(entry)
+    device = torch.device("cuda" if torch.cuda.is_available() and not on_cpu else "cpu")
     major, minor = torch.cuda.get_device_capability() if device.type == "cuda" else (0, 0)
-    sm = 10 * major + minor or None
-    precision = choose_precision(sm, precision=config.precision, channels_last=config.channels_last)
+    requested = ("fp32", "off") if on_cpu else (config.precision, config.channels_last)
+    precision = choose_precision(10 * major + minor or None, precision=requested[0], channels_last=requested[1])
     info = DataInfo({}, {}, np.empty(0, dtype=np.int64), saved["learned"])
     module = _build_module(config, jobs_dir, select_weights(saved), info)
-    model = TrainedModel(run, config, module, entry, saved["learned"], pack, device, precision)
+    provenance = describe_weights(entry, saved)
+    model = TrainedModel(run, config, module, entry, saved["learned"], provenance, pack, device, precision)
     return replace(model, module=_place_module(model, module))
 
 
@@ -201,14 +208,13 @@ def find_checkpoint(run: Path) -> Entry:
     return entry
 
 
-def _load_checkpoint(run: Path) -> tuple[Entry, dict[str, Any]]:
+def _load_checkpoint(entry: Entry) -> dict[str, Any]:
     from trainyard.train import checkpoint
 
-    entry = find_checkpoint(run)
     saved = checkpoint.load(entry.path)
     if not isinstance(saved.get("learned"), dict):
         raise UserError(f"{entry.path}: has no artifacts of packing, which training always saves. Use another run.")
-    return entry, saved
+    return saved
 
 
 def _place_module(model: TrainedModel, module: "TrainModule") -> "TrainModule":

@@ -233,11 +233,29 @@ def compute_interval_s(save_s: float, *, mtbf_hours: float, max_minutes: float) 
     return min(max(young, 10 * save_s), max_minutes * 60)
 
 
-def export(path: Path, out: Path) -> Path:
+def describe_weights(entry: Entry, state: State) -> dict[str, str]:
+    """Return where the weights of `select_weights` come from, as texts for the header of a file.
+
+    They are the step, the kind of weights, the checkpoint's SHA-256, and `meta` and the artifacts of packing as JSON.
+    """
+    refreshed = (state.get("swa") or {}).get("refreshed")
+    return {
+        "step": str(entry.step),
+        "weights": "swa" if refreshed else "ema" if _select_averaged(state) else "model",
+        "checkpoint_sha256": entry.sha256,
+        "meta": json.dumps({name: value for name, value in entry.meta.items() if name != FILES}),
+        "learned": json.dumps(state.get("learned", {})),
+    }
+
+
+def export(path: Path, out: Path, *, texts: Mapping[str, str] | None = None) -> Path:
     """Write a checkpoint's model weights as a safetensors file, and return `out`.
 
-    The weights are those of `select_weights`. The file's metadata has format, step, kind of weights, the checkpoint's
-    SHA-256, and `meta` and the artifacts of packing as JSON.
+    The weights are those of `select_weights`; the file is read again and compared with them bit by bit before it gets
+    its name.
+
+    Args:
+        texts: for the file's metadata, in addition to the format and `describe_weights`.
 
     Raises:
         CheckpointError: `out` exists or cannot be written, or the checkpoint is damaged or has no such weights.
@@ -250,25 +268,30 @@ def export(path: Path, out: Path) -> Path:
         weights = _merge_weights(path, state.get("model") or {}, averaged)
     except (LookupError, AttributeError, TypeError) as error:
         raise CheckpointError(f"{path}: not exported: its weights are not where they should be ({error}).") from error
-    metadata = {
-        "format": "pt",
-        "step": str(entry.step),
-        "weights": "swa" if (state.get("swa") or {}).get("refreshed") else "ema" if averaged else "model",
-        "checkpoint_sha256": entry.sha256,
-        "meta": json.dumps({name: value for name, value in entry.meta.items() if name != FILES}),
-        "learned": json.dumps(state.get("learned", {})),
-    }
+    metadata = {"format": "pt", **describe_weights(entry, state), **(texts or {})}
     partial = _add_partial_suffix(out)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         safetensors.torch.save_file(weights, partial, metadata=metadata)
         fsync_path(partial)
+        _compare_with_file(weights, partial)
         partial.replace(out)
         fsync_path(out.parent)
     except (OSError, safetensors.SafetensorError) as error:
         partial.unlink(missing_ok=True)
         raise CheckpointError(f"{out}: not exported: {error}. Free some space, or name a file elsewhere.") from error
     return out
+
+
+def _compare_with_file(weights: Mapping[str, torch.Tensor], path: Path) -> None:
+    """Raise an OSError if a safetensors file holds anything but these bits."""
+    with safetensors.safe_open(path, "pt") as file:
+        same = set(file.keys()) == set(weights) and all(
+            torch.equal(file.get_tensor(name).view(-1).view(torch.uint8), w.view(-1).view(torch.uint8))
+            for name, w in weights.items()
+        )
+    if not same:
+        raise OSError(errno.EIO, "the disk does not return what was written")
 
 
 def _write(path: Path, state: State, *, step: int, meta: Mapping[str, Any]) -> int:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
@@ -73,6 +74,16 @@ class AdaptedWeights:
         tensors = {prefix + name: value for name, value in self.tensors.items()}
         new, unused = (tuple(prefix + name for name in names) for names in (self.new, self.unused))
         return replace(self, tensors=tensors, new=new, unused=unused)
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What `predict` takes and returns, in words for those who use an exported model."""
+
+    inputs: Mapping[str, str]  # entry of a batch that `predict` reads -> what it is
+    outputs: Mapping[str, str]  # row other than `sample_id` -> what it is
+    settings: Mapping[str, Any] = field(default_factory=dict)  # JSON values, such as a threshold or category names
+    tolerance: float = 1e-4  # by which rounding in float32 may move a result: absolute up to 1, relative above
 
 
 def has_values(tensor: Tensor) -> bool:
@@ -154,6 +165,14 @@ class TrainModule(nn.Module):
 
     def prediction_rows(self, rows: Rows, keys: Sequence[str]) -> Iterator[dict[str, object]]:
         """Yield a line of `trainyard predict`'s table for each row, in order; `keys` are the samples' names."""
+        raise NotImplementedError
+
+    def describe_predict(self) -> Signature:
+        """Return what `predict` takes and returns; for families that can be exported as a program.
+
+        Then `predict` has no Python control flow that depends on values, sizes of the first axis (`x.shape[0]`, and not
+        `len(x)`) or, of padded arrays, the second one, and uses operators of torch alone.
+        """
         raise NotImplementedError
 
     def select_embeddings(self, rows: Rows) -> np.ndarray:

@@ -14,7 +14,7 @@ from torch import Tensor, distributed, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
-from trainyard.train.module import Batch, DataInfo, Rows, TrainModule
+from trainyard.train.module import Batch, DataInfo, Rows, Signature, TrainModule
 
 
 class StripesModule(TrainModule):
@@ -81,10 +81,13 @@ class StripesModule(TrainModule):
         )
 
     def predict(self, batch: Batch) -> dict[str, Tensor]:
-        if self.is_full("evaluation", len(batch["image"])):
+        if self.is_full("evaluation", batch["image"].shape[0]):
             raise_out_of_memory()
         predicted = self.compute_logits(batch["image"]).argmax(1)
         return {"sample_id": batch["sample_id"], "chosen": predicted, "direction": batch.get("direction", predicted)}
+
+    def describe_predict(self) -> Signature:
+        return Signature({"image": "stripes"}, {"chosen": "index in settings.names"}, {"names": self.directions})
 
     def score(self, rows: Rows) -> dict[str, float]:
         return {"accuracy": float(np.mean(rows["chosen"] == rows["direction"]))}
