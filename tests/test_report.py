@@ -524,6 +524,21 @@ def test_the_summary_fits_a_screen_and_ends_with_what_to_type_next(tmp_path):
     assert len(lines) <= 24
 
 
+def test_the_summary_counts_what_was_trained_after_the_last_logged_step_too(tmp_path):
+    run = new_run(tmp_path)
+    recorder = open_recorder(run)
+    recorder.log("event", 0, {"event": "start", "total_steps": 54, "monitor": MONITOR})
+    recorder.log("train", 40, {"epoch": 1, "samples_seen": 2512, "loss": 1.0})
+    recorder.log("eval", 54, {"epoch": 2, "split": "val", "eer": 1.0, "trials": 435.0})
+    recorder.log("event", 54, {"event": "done", "reason": "none", "epoch": 2, "samples_seen": 3360})
+    recorder.close()
+    lines = report.format_summary(run).splitlines()
+    assert "trained  54 of 54 steps  2 epochs  3,360 samples" in lines
+    assert "val      eer 1.000  trials 435" in lines
+    (run / "events.jsonl").write_text((run / "events.jsonl").read_text().replace('"samples_seen"', '"other"'))
+    assert "trained  54 of 54 steps  1 epoch  2,512 samples" in report.format_summary(run), "of an earlier version"
+
+
 @pytest.mark.parametrize(
     ("mode", "values", "step"),
     [("min", [0.3, 0.1, 0.2], 20), ("max", [0.3, 0.1, 0.2], 10), ("min", [math.nan, 0.3, math.nan], 20)],

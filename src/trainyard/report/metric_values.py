@@ -18,7 +18,12 @@ def format_metric(line: Line, name: str) -> str:
 
 
 def format_score(value: float) -> str:
-    """Format with four significant digits, trailing zeros included, so that columns are easy to compare."""
+    """Format with four significant digits, trailing zeros included, so that columns are easy to compare.
+
+    A whole number above one is a count (of trials, of draws): it has no decimals.
+    """
+    if isinstance(value, float) and value > 1 and value.is_integer():
+        return f"{value:,.0f}"
     return f"{value:#.4g}".rstrip(".") if isinstance(value, float) and abs(value) < 1000 else format_value(value)
 
 

@@ -36,7 +36,7 @@ def format_summary(run: Path, *, next_commands: Sequence[str] = ()) -> str:
     facts = dict(_collect_facts(story))
     page = run / "report.html"
     rows: list[tuple[str, Sequence[str]]] = [
-        ("trained", [f"{facts[name]} {name.lower()}" for name in ("Steps", "Epochs", "Samples")]),
+        ("trained", [_count(facts[name], name) for name in ("Steps", "Epochs", "Samples")]),
         ("took", [facts["Running time"], *(f"{name} {share:.0f} %" for name, _, share in compute_time_shares(story))]),
         ("speed", [f"{facts['Median rate']} (median)"]),
         *((split, _format_metrics(story.find_last_evaluation(split))) for split in story.splits),
@@ -50,6 +50,11 @@ def format_summary(run: Path, *, next_commands: Sequence[str] = ()) -> str:
     rows += [("" if i else "changed", [change]) for i, change in enumerate(story.changes)]
     rows += [("" if i else "next:", [command]) for i, command in enumerate(next_commands)]
     return "\n".join([f"{story.job}  {story.status}", *_format_columns(rows)])
+
+
+def _count(amount: str, name: str) -> str:
+    """Return the amount with its unit, such as "1 epoch" or "54 of 54 steps"."""
+    return f"{amount} {name.lower().removesuffix('s') if amount == '1' else name.lower()}"
 
 
 def _format_columns(rows: Sequence[tuple[str, Sequence[str]]], *, width: int = 110) -> Iterator[str]:
@@ -71,15 +76,15 @@ def _format_metrics(line: Line) -> list[str]:
 
 def _collect_facts(story: RunStory) -> list[tuple[str, str]]:
     """Return name and value of the facts that sum up the training."""
-    total, last = story.find_start_field("total_steps"), story.train[-1] if story.train else {}
+    total, seen = story.find_start_field("total_steps"), story.find_progress()
     attempts = sum(e.get("event") in STARTS for e in story.events)
     memory = max((line["memory_gib"] for line in story.train if "memory_gib" in line), default=None)
     rate = story.samples_per_s
     name, line = story.find_best_evaluation() or ("", None)
     return [
         ("Steps", f"{story.step:,}" + (f" of {total:,}" if total else "")),
-        ("Epochs", format_value(last.get("epoch"))),
-        ("Samples", format_value(last.get("samples_seen"))),
+        ("Epochs", format_value(seen.get("epoch"))),
+        ("Samples", format_value(seen.get("samples_seen"))),
         ("Running time", format_duration(story.elapsed_s)),
         ("Median rate", f"{format_value(rate)} samples/s" if rate else ABSENT),
         ("Peak memory", f"{memory:.1f} GiB" if memory else ABSENT),

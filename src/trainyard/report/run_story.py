@@ -96,6 +96,11 @@ class RunStory:
         values = (e.get(key) for e in reversed(self.events) if e.get("event") in STARTS)
         return next((value for value in values if value is not None), None)
 
+    def find_progress(self) -> Line:
+        """Return the newest line that says how many epochs and samples were trained: an end, or a training line."""
+        known = [line for line in [*self.train, *self.list_current_events()] if "samples_seen" in line]
+        return max(known, key=lambda line: line["step"], default={})
+
     def find_last_evaluation(self, split: str) -> Line:
         return next(line for line in reversed(self.evals) if str(line["split"]) == split)
 

@@ -135,7 +135,9 @@ class Trainer:
         name, why = "done" if reason is Stop.NONE else "stop", reason.name.lower().replace("_", " ")
         if self.recorder is not None:
             metrics = {"bytes": self.recorder.sync(), "sha256": self.recorder.metrics_sha256}
-            self._log_event(name, reason=why, metrics=metrics)
+            progress = self.state.progress
+            seen = {"epoch": progress.epoch, "samples_seen": progress.samples_seen}
+            self._log_event(name, reason=why, metrics=metrics, **seen)
         distributed.barrier()  # no rank leaves while another still needs it
         return reason
 
