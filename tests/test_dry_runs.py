@@ -24,6 +24,7 @@ STARTS_NOTHING = {
         "ckpt",
         "report",
         "evaluate",
+        "export",
         "predict",
         "embed",
         "compare",
