@@ -431,10 +431,10 @@ def test_the_smallest_run_on_a_cpu_answers_every_step(tmp_path):
     assert head["environment"]["machine"]["cpu"] and "commit" in head["environment"]["code"]
     statuses = {f"{line['step']}/{line['check']}": line["status"] for line in lines}
     not_run = {name for name, status in statuses.items() if status == "not run"}
-    assert {"environment/copies", "environment/peers", "environment/clocks", "memory/stripes_smoke"} <= not_run
+    assert {"environment/copies", "environment/peers", "environment/clocks"} <= not_run
     assert {"contact/stripes_smoke/fp16", "contact/stripes_smoke/compile"} <= not_run
     ran = {"environment/kernels", "environment/products", "contact/stripes_smoke/auto", "bitwise/stripes"}
-    ran |= {"environment/overflow/adamw", "environment/overflow/sgd"}
+    ran |= {"environment/overflow/adamw", "environment/overflow/sgd", "memory/stripes_smoke"}
     ran |= {"decode/stripes_smoke", "overlap/stripes_smoke", "speed/stripes_smoke/eager/any-order/nhwc"}
     assert {name for name, status in statuses.items() if status == "ok"} == ran
     speed = next(line for line in lines if line["step"] == "speed" and line["status"] == "ok")
