@@ -1,6 +1,6 @@
 """DeBERTa-v3's tokenizer from spm.model, without the sentencepiece package."""
 
-import importlib
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +15,8 @@ TEXTS = ["organic dark  chocolate, 12 oz", " Caf\u00e9 \ufb01ne ", "organic oil\
 
 
 def build_model() -> Any:
-    """Return a small unigram model as the classes of transformers' protobuf file represent it."""
-    proto = importlib.import_module("transformers.utils.sentencepiece_model_pb2_new").ModelProto()
+    """Return a small unigram model, in the protobuf classes that transformers finds in this environment."""
+    proto = import_module("transformers.convert_slow_tokenizer").import_protobuf().ModelProto()
     special = [("[PAD]", 3), ("[CLS]", 3), ("[SEP]", 3), ("[UNK]", 2)]
     words = ["organic", "dark", "chocolate", "oil", "oz", "bar", "kg", "fine", "caf"]
     letters = "abcdefghijklmnopqrstuvwxyzC0123456789,.!\u00e9"
