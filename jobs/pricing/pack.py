@@ -3,7 +3,7 @@
 import hashlib
 import io
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -71,14 +71,7 @@ def _make_priced_samples(
         group = groups.setdefault(key or f"id {entry.key}", len(groups))
         yield Sample(
             key=entry.key,
-            load=partial(
-                load,
-                entry,
-                artifacts=artifacts,
-                max_tokens=packing.max_tokens,
-                inner_fold=None,
-                images=_locate_images(packing),
-            ),
+            load=_choose_loader(entry, packing, artifacts),
             columns={"price": entry.price, "group": group, "set": "test"},
             source=_find_image(entry, packing),
         )
@@ -110,16 +103,17 @@ def unlabelled(raw: Path, config: Config, artifacts: Mapping[str, str]) -> Itera
     for entry in catalog.read(file, select_columns(packing, priced=False)):
         yield Sample(
             key=entry.key,
-            load=partial(
-                load,
-                entry,
-                artifacts=artifacts,
-                max_tokens=packing.max_tokens,
-                inner_fold=None,
-                images=_locate_images(packing, allow_missing=True),
-            ),
+            load=_choose_loader(entry, packing, artifacts, allow_missing=True),
             source=_find_image(entry, packing),
         )
+
+
+def _choose_loader(
+    entry: catalog.Entry, packing: PackingSettings, artifacts: Mapping[str, str], *, allow_missing: bool = False
+) -> Callable[[], Loaded]:
+    """Return what loads a row with the artifacts of a run, outside of its folds."""
+    images = _locate_images(packing, allow_missing=allow_missing)
+    return partial(load, entry, artifacts=artifacts, max_tokens=packing.max_tokens, inner_fold=None, images=images)
 
 
 def load(

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from trainyard.errors import UserError
 from trainyard.train.module import AdaptedWeights
+from trainyard.train.weights_file import rename_tensors
 
 from .conditional import ConditionalDETR
 from .multiscale import DeformableDETR
@@ -97,7 +98,7 @@ def adapt_detector(network: nn.Module, tensors: Mapping[str, Tensor]) -> Adapted
     if "class_labels_classifier.weight" in tensors:
         layout, named = "transformers", _rename_transformers(tensors, conditional=isinstance(network, ConditionalDETR))
     else:
-        named = _rename(tensors, PUBLISHED)
+        named = rename_tensors(tensors, PUBLISHED)
         layout = "facebookresearch/detr and Conditional DETR" if named.keys() != tensors.keys() else ""
     expected = network.state_dict()
     replaced = tuple(
@@ -132,7 +133,7 @@ def _rename_transformers(tensors: Mapping[str, Tensor], *, conditional: bool) ->
         r"model\.encoder\.layers\.(\d+)\.final_layer_norm\.(.*)": r"transformer.encoder.layers.\1.norm2.\2",
         r"model\.decoder\.layers\.(\d+)\.final_layer_norm\.(.*)": r"transformer.decoder.layers.\1.norm3.\2",
     }
-    named = _rename(tensors, rules)
+    named = rename_tensors(tensors, rules)
     for name in [name for name in named if ".q_proj." in name]:
         parts = [name.replace(".q_proj.", f".{part}_proj.") for part in "qkv"]
         if all(part in named for part in parts):
@@ -146,17 +147,8 @@ def _rename_transformers(tensors: Mapping[str, Tensor], *, conditional: bool) ->
 def _rename_resnet(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {
         re.sub(r"(\d)\+", lambda found: str(int(found[1]) + 1), name): value
-        for name, value in _rename(tensors, RESNET).items()
+        for name, value in rename_tensors(tensors, RESNET).items()
     }
-
-
-def _rename(tensors: Mapping[str, Tensor], rules: Mapping[str, str]) -> dict[str, Tensor]:
-    """Return the tensors with new names; those that no pattern matches keep theirs."""
-    renamed = {}
-    for name, value in tensors.items():
-        match = next((found for pattern in rules if (found := re.fullmatch(pattern, name))), None)
-        renamed[match.expand(rules[match.re.pattern]) if match else name] = value
-    return renamed
 
 
 def adapt_module(

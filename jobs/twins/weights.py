@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from trainyard.errors import UserError
 from trainyard.train.module import AdaptedWeights
+from trainyard.train.weights_file import rename_tensors
 
 from .network import DualCrossAttention
 
@@ -86,25 +87,16 @@ def adapt_weights(network: DualCrossAttention, tensors: Mapping[str, Tensor]) ->
 def _rename(tensors: Mapping[str, Tensor]) -> tuple[str, dict[str, Tensor]]:
     """Return whose names these are, and the tensors by timm's names."""
     if any(name.endswith("conv_proj.weight") for name in tensors):
-        return "torchvision's VisionTransformer", _rename_all(tensors, TORCHVISION)
+        return "torchvision's VisionTransformer", rename_tensors(tensors, TORCHVISION)
     stripped = {_strip_prefixes(name): value for name, value in tensors.items()}
     if "embeddings.cls_token" not in stripped:
         return "timm, DeiT and DINO", stripped
-    renamed = _rename_all(stripped, TRANSFORMERS)
+    renamed = rename_tensors(stripped, TRANSFORMERS)
     for name in [name for name in renamed if ".attn.query." in name]:
         parts = [name.replace(".query.", f".{part}.") for part in ("query", "key", "value")]
         if all(part in renamed for part in parts):
             renamed[name.replace(".query.", ".qkv.")] = torch.cat([renamed.pop(part) for part in parts])
     return "transformers' ViTModel", renamed
-
-
-def _rename_all(tensors: Mapping[str, Tensor], patterns: Mapping[str, str]) -> dict[str, Tensor]:
-    """Return the tensors with new names; those that no pattern matches keep theirs."""
-    renamed = {}
-    for name, value in tensors.items():
-        match = next((found for pattern in patterns if (found := re.fullmatch(pattern, name))), None)
-        renamed[match.expand(patterns[match.re.pattern]) if match else name] = value
-    return renamed
 
 
 def _strip_prefixes(name: str) -> str:

@@ -13,7 +13,7 @@ from trainyard.tools.embeddings import MAPPED, EmbeddingFile, open_embeddings
 from trainyard.tools.identification import Identification, compute_identification
 from trainyard.tools.nearest import Nearest, find_nearest_rows
 from trainyard.tools.predict import refuse_existing, write_csv
-from trainyard.tools.trained_model import compute_embeddings, find_checkpoint, load_model, pack_temporarily
+from trainyard.tools.trained_model import compute_embeddings, load_model, pack_temporarily
 
 TOP = 10
 
@@ -109,7 +109,9 @@ def _read_probes(
 
 def _refuse_other_weights(found: EmbeddingFile, run: Path) -> None:
     """Refuse embeddings that the run's final weights did not compute: their inner products mean nothing."""
-    entry = find_checkpoint(run)
+    from trainyard.train.checkpoint import choose_of_run
+
+    entry = choose_of_run(run)
     if found.checkpoint_sha256 != entry.sha256:
         raise UserError(
             f"{found.path}: not computed with {entry.path}, the final weights of this run, so its embeddings cannot be "

@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from loguru import logger
 from tqdm import tqdm
 
 from trainyard.config import load_family, thaw
 from trainyard.errors import UserError
 from trainyard.hardware import Precision, choose_precision, count_cores
 from trainyard.runs.folder import CONFIG
-from trainyard.runs.manifest import Entry, list_checkpoints
+from trainyard.runs.manifest import Entry
 from trainyard.settings import TrainConfig
 
 if TYPE_CHECKING:
@@ -82,7 +81,7 @@ def load_model(
     """
     import torch
 
-    from trainyard.train.checkpoint import describe_weights, select_weights
+    from trainyard.train.checkpoint import choose_of_run, describe_weights, select_weights
     from trainyard.train.module import DataInfo
 
     config = thaw(run / CONFIG, jobs_dir)
@@ -90,7 +89,7 @@ def load_model(
     if not hasattr(pack, lists):
         what = "predictions for a table" if lists == "unlabelled" else "evaluation of new folders"
         raise UserError(f"{config.family} has no {what}: its pack.py has no '{lists}'.")
-    entry = find_checkpoint(run) if entry is None else entry
+    entry = choose_of_run(run) if entry is None else entry
     saved = _load_checkpoint(entry)
     device = torch.device("cuda" if torch.cuda.is_available() and not on_cpu else "cpu")
     major, minor = torch.cuda.get_device_capability() if device.type == "cuda" else (0, 0)
@@ -189,23 +188,6 @@ def find_wrong_length(embeddings_ND: np.ndarray) -> int | None:
 
 _LENGTH_TOLERANCE = 1e-3
 """On the squared length: float32 sums of a few thousand terms are far closer to 1."""
-
-
-def find_checkpoint(run: Path) -> Entry:
-    """Return the checkpoint that the run's test sets are scored with.
-
-    Raises:
-        UserError: there is no undamaged one.
-    """
-    from trainyard.train import checkpoint
-
-    folder = run / "checkpoints"
-    if not list_checkpoints(folder):
-        raise UserError(f"{run}: no checkpoints yet to predict with. Train first: trainyard resume {run}")
-    entry, problem = checkpoint.choose_undamaged(folder)
-    if problem:
-        logger.warning("{}: {}.", run, problem)
-    return entry
 
 
 def _load_checkpoint(entry: Entry) -> dict[str, Any]:

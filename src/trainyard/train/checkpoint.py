@@ -26,6 +26,7 @@ import safetensors.torch
 import torch
 from loguru import logger
 
+from trainyard.errors import UserError
 from trainyard.files import find_existing, fsync_path
 from trainyard.runs.changes import FILES
 from trainyard.runs.manifest import (
@@ -154,6 +155,22 @@ def choose_undamaged(directory: Path, *, step: int | None = None) -> tuple[Entry
         f"{what}, which has the best weights of this run; {usable.path.name}, the newest undamaged one, is used "
         "instead. To use the best ones, restore that file from a copy"
     )
+
+
+def choose_of_run(run: Path) -> Entry:
+    """Return the checkpoint that a run's test sets are scored with; a warning says so if it is another one.
+
+    Raises:
+        UserError: the run has no checkpoint yet.
+        CheckpointError: every checkpoint is damaged.
+    """
+    folder = run / "checkpoints"
+    if not list_checkpoints(folder):
+        raise UserError(f"{run} is a run without checkpoints. Train it first: trainyard resume {run}")
+    entry, problem = choose_undamaged(folder)
+    if problem:
+        logger.warning("{}: {}.", run, problem)
+    return entry
 
 
 def load_newest_valid(directory: Path) -> tuple[Entry, State] | None:

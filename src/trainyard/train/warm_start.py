@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from trainyard.errors import UserError
 from trainyard.runs.folder import CONFIG, read_env, update_env
-from trainyard.runs.manifest import list_checkpoints
 from trainyard.text import find_nearest
 from trainyard.train import checkpoint, distributed
 from trainyard.train.module import AdaptedWeights
@@ -136,13 +135,7 @@ def find_file(source: str, option: str) -> Path:
         return path
     if not (path / CONFIG).is_file():
         return _find_published(path, option)
-    folder = path / "checkpoints"
-    if not list_checkpoints(folder):
-        raise UserError(f"{option}: {path} is a run without checkpoints. Train it first: trainyard resume {path}")
-    entry, problem = checkpoint.choose_undamaged(folder)
-    if problem:
-        logger.warning("{}: {}.", path, problem)
-    return entry.path
+    return checkpoint.choose_of_run(path).path
 
 
 def _find_published(folder: Path, option: str) -> Path:

@@ -3,6 +3,7 @@
 import argparse
 import hashlib
 import pickle
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,6 +58,15 @@ def read_weights(path: Path, *, option: str) -> WeightsFile:
     with open_file(path) as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
     return WeightsFile(path, sha256, _strip_wrappers(tensors))
+
+
+def rename_tensors(tensors: Mapping[str, Tensor], patterns: Mapping[str, str]) -> dict[str, Tensor]:
+    """Return the tensors with new names; those that no pattern matches keep theirs."""
+    renamed = {}
+    for name, value in tensors.items():
+        match = next((found for pattern in patterns if (found := re.fullmatch(pattern, name))), None)
+        renamed[match.expand(patterns[match.re.pattern]) if match else name] = value
+    return renamed
 
 
 def _read(path: Path, option: str) -> dict[str, Any]:
