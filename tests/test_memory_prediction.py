@@ -182,3 +182,24 @@ def test_submit_without_a_stored_prediction_says_which_line_makes_it(environ):
     line = shlex.split(reason.partition("to make one: ")[2])
     own = ["global_batch_size=64", "micro_batch_size=8"]
     assert line == ["trainyard", "plan", "pricing", *own, "--gpus", "1", "--cluster", str(CLUSTER), "--hw", "2080ti"]
+
+
+@pytest.mark.long
+def test_a_plan_is_made_once_for_cards_that_compute_in_different_types(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    typed = ["plan", "pricing_smoke", "--hw", "p100-16-pcie,2080ti,a5000", "--jobs", str(JOBS)]
+    assert main(typed) == 0
+    first = capsys.readouterr()
+    assert first.err == "pricing_smoke: predicting its memory on these cards, once ...\n"
+    assert [line.split()[-1] for line in first.out.splitlines() if line.startswith(("p100", "2080", "a5000"))] == [
+        "fits"
+    ] * 3
+    (file,) = (tmp_path / "trainyard" / "plans").glob("*.json")
+    config = configs.compose("pricing_smoke", [], JOBS)
+    steps = open_store(config, JOBS, {"XDG_CACHE_HOME": str(tmp_path)}).steps
+    peaks = {setting.dtype: step.peak_gib for setting, step in steps.items()}
+    assert peaks["bf16"] == peaks["fp16"] < peaks["fp32"]
+    written = file.stat().st_mtime_ns
+    assert main(typed) == 0
+    second = capsys.readouterr()
+    assert (second.err, second.out) == ("", first.out) and file.stat().st_mtime_ns == written

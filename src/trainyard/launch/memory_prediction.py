@@ -19,7 +19,7 @@ from trainyard.config import freeze, list_kept_options
 from trainyard.environment import THIS_CODE
 from trainyard.errors import UserError
 from trainyard.files import parse_json, read_file, write_json
-from trainyard.hardware import GpuType, Precision, choose_precision
+from trainyard.hardware import GpuType, Precision, choose_precision, count_cores
 from trainyard.settings import TrainConfig
 
 DRIVER_SHARE = 0.08
@@ -245,6 +245,13 @@ def open_store(config: TrainConfig, jobs_dir: Path, environ: Mapping[str, str]) 
     path = find_cache(environ) / f"{config.job}-{_compute_key(config, jobs_dir)}.json"
     if not path.is_file():
         return Store(path, {}, {"job": config.job})
+    store = Store(path, {}, {})
+    _extend(store, path)
+    return store
+
+
+def _extend(store: Store, path: Path) -> None:
+    """Add the predictions in a file to a store."""
     try:
         content = parse_json(read_file(path, most_bytes=_MOST_BYTES))
         names = [{field.name for field in fields(kind)} for kind in (Setting, StepPrediction)]
@@ -260,7 +267,8 @@ def open_store(config: TrainConfig, jobs_dir: Path, environ: Mapping[str, str]) 
             f"{path}: expected predictions of trainyard plan, found something else ({error!r:.80}). Remove the file, "
             f"and it is made again: rm '{path}'"
         ) from None
-    return Store(path, steps, content)
+    store.steps |= steps
+    store.about |= content
 
 
 def find_cache(environ: Mapping[str, str]) -> Path:
@@ -306,24 +314,49 @@ def complete_store(
         UserError: the job cannot be built; with the words of the process that tried.
     """
     store = open_store(config, jobs_dir, environ)
-    missing = [card.key for card in cards if not _has_split(config, card, gpus, store)]
+    missing = [card for card in cards if not _has_split(config, card, gpus, store)]
     if not missing:
         return store
     announce()
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "config.yaml"
         freeze(config, file)
-        command = [sys.executable, "-m", "trainyard.tools.predict_memory", str(file), str(jobs_dir), *missing]
-        done = subprocess.run(
-            [*command, "--gpus", str(gpus)], capture_output=True, text=True, env={**environ, "CUDA_VISIBLE_DEVICES": ""}
+        outs, processes = [], []
+        for i, keys in enumerate(_share_out(config, missing)):
+            outs.append(Path(folder) / f"steps{i}.json")
+            command = [sys.executable, "-m", "trainyard.tools.predict_memory", str(file), str(jobs_dir), str(outs[i])]
+            processes.append(
+                subprocess.Popen(
+                    [*command, *keys, "--gpus", str(gpus)],
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                    env={**environ, "CUDA_VISIBLE_DEVICES": ""},
+                )
+            )
+        said = [process.communicate()[0].strip().splitlines() for process in processes]
+        for process, lines in zip(processes, said, strict=True):
+            if process.returncode:
+                raise UserError(
+                    f"{config.job}: its memory cannot be predicted: {(lines or ['it ended without a word'])[-1]} Cards "
+                    f"are then chosen by what the preset states: trainyard submit {config.job} --dry"
+                )
+        store = open_store(config, jobs_dir, environ)
+        for out in outs:
+            _extend(store, out)
+    store.save()
+    return store
+
+
+def _share_out(config: TrainConfig, cards: Sequence[GpuType]) -> list[list[str]]:
+    """Return the cards of each process that predicts: steps of different types are predicted side by side."""
+    parts: dict[tuple[bool, bool], list[str]] = {}
+    for card in cards:
+        precision = choose_precision(
+            card.sm, precision=config.precision, channels_last=config.channels_last, compile=config.compile
         )
-    if done.returncode:
-        lines = (done.stderr or done.stdout).strip().splitlines() or ["it ended without a word"]
-        raise UserError(
-            f"{config.job}: its memory cannot be predicted: {lines[-1]} Cards are then chosen by what the preset "
-            f"states: trainyard submit {config.job} --dry"
-        )
-    return open_store(config, jobs_dir, environ)
+        parts.setdefault((precision.dtype == "fp32", precision.channels_last), []).append(card.key)
+    return list(parts.values()) if count_cores() > 1 else [[card.key for card in cards]]
 
 
 def _has_split(config: TrainConfig, card: GpuType, gpus: int, store: Store) -> bool:

@@ -1,4 +1,4 @@
-"""Predicts the memory of a job's steps on given cards, and stores it: `launch.memory_prediction` reads the file.
+"""Predicts the memory of a job's steps on given cards, and writes it for `launch.memory_prediction`, which stores it.
 
 Loads torch, so other commands start it as a process: `python -m trainyard.tools.predict_memory`.
 """
@@ -111,38 +111,42 @@ class Predictor:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Predict what is needed to split a job's global batch on some cards, and store it; return the exit code."""
+    """Predict what is needed to split a job's global batch on some cards, and write it; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m trainyard.tools.predict_memory")
     parser.add_argument("config", type=Path, help="all options of a job, as in a run folder")
     parser.add_argument("jobs", type=Path)
+    parser.add_argument("out", type=Path, help="file for the predictions")
     parser.add_argument("cards", nargs="+")
     parser.add_argument("--gpus", type=int, default=1)
     args = parser.parse_args(argv)
     logger.remove()  # what models log while they are built is about training
     try:
-        _extend_store(thaw(args.config, args.jobs), args.jobs, args.cards, args.gpus)
+        _predict_splits(thaw(args.config, args.jobs), args)
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
     return 0
 
 
-def _extend_store(config: TrainConfig, jobs_dir: Path, cards: list[str], gpus: int) -> None:
-    store = open_store(config, jobs_dir, os.environ)
-    packed = config if is_packed(config) else _prepare_synthetic_data(config, jobs_dir)
-    predictor = Predictor(packed, jobs_dir)
+def _predict_splits(config: TrainConfig, args: argparse.Namespace) -> None:
+    store = replace(open_store(config, args.jobs, os.environ), path=args.out)
+    packed = config if is_packed(config) else _prepare_synthetic_data(config, args.jobs)
+    predictor = Predictor(packed, args.jobs)
     store.about["data"] = str(packed.data.path) if is_packed(config) else f"{predictor.data.count} synthetic samples"
 
     def predict(setting: Setting) -> StepPrediction:
-        if setting not in store.steps:
-            store.steps[setting] = predictor.predict(setting)
+        # A step in bf16 takes what one in fp16 takes, less the copies of buffers for a step that loss scaling skips.
+        as_fp16 = replace(setting, dtype="fp16") if setting.dtype == "bf16" else setting
+        for one in (as_fp16, setting):
+            if one not in store.steps:
+                store.steps[one] = store.steps.get(as_fp16) or predictor.predict(one)
         return store.steps[setting]
 
-    for key in cards:
+    for key in args.cards:
         card = get_gpu(key)
         assert card is not None, key
         with suppress(UserError):  # this card cannot compute as the config says: whoever asks will be told
-            choose_split(config, card, gpus=gpus, predict=predict)
+            choose_split(config, card, gpus=args.gpus, predict=predict)
     store.save()
 
 

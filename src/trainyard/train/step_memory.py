@@ -123,7 +123,7 @@ def predict_step(
 
     Args:
         batch: alive during the whole step; each micro-batch of the step is this one.
-        micro_batches: of a step; the gradients of the first are alive during the second, and later ones take no more.
+        micro_batches: of a step.
     """
     _create_moments(state.optimizer)
     storages = LiveStorages(block_bytes=GPU_BLOCK_BYTES if on_gpu else 1)
@@ -136,15 +136,24 @@ def predict_step(
         "batch": storages.add(batch.values()),
     }
     fixed = storages.live_bytes
-    count = min(micro_batches, 2)
-    parts = [MicroBatch(batch, weight=1 / count, last=number == count, wait_s=0.0) for number in range(1, count + 1)]
+    parts = _take_last_micro_batch(state.module, batch, weight=1 / micro_batches)
     with storages, _AutocastAsOnGpu() if on_gpu else nullcontext():
         train_step(state, parts, lr=1.0, world_size=1, seed=0, clip_grad_norm=clip_grad_norm, autocast=autocast)
     gradients = storages.round_up(p.grad for p in state.module.parameters() if p.grad is not None)
     state.optimizer.zero_grad(set_to_none=True)
-    return StepMemory(
-        **sizes, gradients=gradients, activations=storages.peak_bytes - fixed, flops=storages.flops // count
-    )
+    return StepMemory(**sizes, gradients=gradients, activations=storages.peak_bytes - fixed, flops=storages.flops)
+
+
+def _take_last_micro_batch(module: nn.Module, batch: dict[str, Tensor], *, weight: float) -> Iterator[MicroBatch]:
+    """Yield the last micro-batch of a step, with the gradients of earlier ones if there are any.
+
+    Those before it take no more, because each finds at most the same gradients.
+    """
+    if weight < 1:
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.empty_like(parameter)
+    yield MicroBatch(batch, weight=weight, last=True, wait_s=0.0)
 
 
 def remove_values(state: TrainState, fake_mode: FakeTensorMode) -> None:
