@@ -39,6 +39,9 @@ arguments = set -f; args=($${SET:-}); [ -z "$${DRY:-}" ] || args+=(--dry); \
 # DATA=folder, or SYNTHETIC=1 for generated samples; a number of them is SET="data.synthetic=N"
 data = [ -z "$${DATA:-}" ] || args+=("data.path=$$DATA"); case "$${SYNTHETIC:-0}" in 0) ;; 1) args+=(--synthetic) ;; \
 	*) echo "SYNTHETIC=$$SYNTHETIC: expected 1. For a number of samples: SET=\"data.synthetic=$$SYNTHETIC\"" >&2; exit 2 ;; esac
+# PLAN=0 goes without a prediction of memory
+memory = case "$${PLAN:-1}" in 1) ;; 0) args+=(--no-plan) ;; \
+	*) echo "PLAN=$$PLAN: expected 0, to go without comparing predicted memory with the GPU's" >&2; exit 2 ;; esac
 request = gpus hw nodes time cluster runs account qos partition constraint reservation exclude mem comment
 
 .PHONY: help setup run resume submit plan sweep results status logs why cancel runs cluster-check slurm-lab-up slurm-lab-down \
@@ -66,19 +69,17 @@ $(VENV)/.done: containers/dev.lock pyproject.toml
 run: setup ## train: JOB=fingerprint_demo  DATA=folder or SYNTHETIC=1  GPUS=n  SET="optimizer.lr=1e-4 seed=1"  [NAME=name DRY=1]
 	@$(call arguments,gpus name); $(data); $(T) run "$$JOB" "$${args[@]}"
 
-resume: setup ## resume a run where it ran: RUN=run, or JOB=job for its newest  [GPUS=4 HW=a5000 NODES=n TIME=8h CLUSTER=name RUNS=folder SET="option=value" DRY=1; to sbatch: ACCOUNT= QOS= PARTITION= CONSTRAINT= RESERVATION= EXCLUDE= MEM= COMMENT=]
-	@$(call arguments,$(request)); $(T) resume "$${RUN:-$$JOB}" "$${args[@]}"
+resume: setup ## resume a run where it ran: RUN=run, or JOB=job for its newest  [GPUS=4 HW=a5000 NODES=n TIME=8h CLUSTER=name RUNS=folder PLAN=0 SET="option=value" DRY=1; to sbatch: ACCOUNT= QOS= PARTITION= CONSTRAINT= RESERVATION= EXCLUDE= MEM= COMMENT=]
+	@$(call arguments,$(request)); $(memory); $(T) resume "$${RUN:-$$JOB}" "$${args[@]}"
 
 submit: setup ## train on a cluster: JOB=fingerprint_1m GPUS=8  [DATA=folder SYNTHETIC=1 HW=a100 NODES=2 TIME=8h CLUSTER=name RUNS=folder NAME=name AFTER=run THEN=job PLAN=0 SET="option=value" DRY=1; to sbatch: ACCOUNT= QOS= PARTITION= CONSTRAINT= RESERVATION= EXCLUDE= MEM= COMMENT=]
-	@$(call arguments,$(request) name after then); $(data); case "$${PLAN:-1}" in 1) ;; 0) args+=(--no-plan) ;; \
-		*) echo "PLAN=$$PLAN: expected 0, to go without comparing predicted memory with the GPU's" >&2; exit 2 ;; esac; \
-		$(T) submit "$$JOB" "$${args[@]}"
+	@$(call arguments,$(request) name after then); $(data); $(memory); $(T) submit "$$JOB" "$${args[@]}"
 
 plan: setup ## how a job's global batch fits on each card, before it is queued: JOB=fingerprint_1m  [DATA=folder SYNTHETIC=1 HW=a5000,h200 GPUS=8 CLUSTER=name SET="option=value"]
 	@$(call arguments,gpus hw cluster); $(data); $(T) plan "$$JOB" "$${args[@]}"
 
-sweep: setup ## one array of runs: JOB=job SWEEP="optimizer.lr=1e-4,3e-4 seed=0,1,2"  [MAX_PARALLEL=4, and as for submit: DATA= SYNTHETIC= GPUS= HW= NODES= TIME= CLUSTER= RUNS= NAME= SET= DRY=1; to sbatch: ACCOUNT= QOS= PARTITION= CONSTRAINT= RESERVATION= EXCLUDE= MEM= COMMENT=]
-	@$(call arguments,$(request) name max-parallel); $(data); \
+sweep: setup ## one array of runs: JOB=job SWEEP="optimizer.lr=1e-4,3e-4 seed=0,1,2"  [MAX_PARALLEL=4, and as for submit: DATA= SYNTHETIC= GPUS= HW= NODES= TIME= CLUSTER= RUNS= NAME= PLAN=0 SET= DRY=1; to sbatch: ACCOUNT= QOS= PARTITION= CONSTRAINT= RESERVATION= EXCLUDE= MEM= COMMENT=]
+	@$(call arguments,$(request) name max-parallel); $(data); $(memory); \
 		$(T) sweep "$$JOB" --sweep="$${SWEEP:?is missing. Type: make sweep JOB=$$JOB SWEEP=\"seed=0,1,2\"}" "$${args[@]}"
 
 results: setup ## the results of a sweep: RUN=sweep

@@ -3,6 +3,7 @@
 import argparse
 import re
 import shlex
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -121,19 +122,19 @@ CLUSTER = Path(__file__).parent / "slurm" / "golden" / "cluster.yaml"
 
 
 def request_memory(
-    *overrides: str, hw: str = "2080ti", no_plan: bool = False
+    *overrides: str, hw: str = "2080ti", no_plan: bool = False, dry: bool = False
 ) -> tuple[Plan, argparse.Namespace, list[str]]:
     """Return what `submit` hands over for a job of 64 samples a step on one GPU."""
     own = ["global_batch_size=64", *overrides]
     config = configs.compose("pricing", own, JOBS)
     plan = make_plan(config, load_cluster(CLUSTER), ResourceRequest(gpus=1, hw=hw))
-    args = argparse.Namespace(job="pricing", overrides=own, jobs=JOBS, no_plan=no_plan, synthetic=False)
+    args = argparse.Namespace(job="pricing", overrides=own, jobs=JOBS, no_plan=no_plan, dry=dry)
     return plan, args, ["submit", "pricing", *own, "--hw", hw]
 
 
-def store_plan(plan: Plan, environ: dict[str, str]) -> None:
+def store_plan(plan: Plan, environ: dict[str, str], jobs: Path = JOBS) -> None:
     """Store what `trainyard plan` would, of a step with 1 GiB for each sample."""
-    store, card = open_store(plan.config, JOBS, environ), get_gpu(plan.kind.card)
+    store, card = open_store(plan.config, jobs, environ), get_gpu(plan.kind.card)
     assert card is not None
 
     def remember(setting: Setting) -> StepPrediction:
@@ -175,13 +176,43 @@ def test_submit_refuses_a_misfit_where_no_smaller_size_is_stored_and_says_what_t
     assert check_memory(*request_memory("micro_batch_size=0", no_plan=True)) == ("not checked", "--no-plan")
 
 
-def test_submit_without_a_stored_prediction_says_which_line_makes_it(environ):
-    plan, args, typed = request_memory("micro_batch_size=8")
+def test_a_dry_submit_predicts_nothing_and_says_which_line_does(environ):
+    plan, args, typed = request_memory("micro_batch_size=8", dry=True)
     value, reason = check_memory(plan, args, typed) or ("", "")
     assert value == "not checked"
-    line = shlex.split(reason.partition("to make one: ")[2])
-    own = ["global_batch_size=64", "micro_batch_size=8"]
-    assert line == ["trainyard", "plan", "pricing", *own, "--gpus", "1", "--cluster", str(CLUSTER), "--hw", "2080ti"]
+    line = shlex.split(reason.partition("as does: ")[2])
+    own = "micro_batch_size=8"
+    assert line == ["trainyard", "plan", "pricing", own, "--gpus", "1", "--cluster", str(CLUSTER), "--hw", "2080ti"]
+
+
+def test_runs_that_differ_in_what_takes_no_memory_share_a_prediction(environ):
+    path = open_store(configs.compose("pricing", [], JOBS), JOBS, environ).path
+    for alike in ("optimizer.lr=1e-5", "schedule.warmup=7st", "max_duration=3ep", "micro_batch_size=4"):
+        assert open_store(configs.compose("pricing", [alike], JOBS), JOBS, environ).path == path, alike
+    assert open_store(configs.compose("pricing", ["seed=1"], JOBS), JOBS, environ).path != path, "it splits the data"
+
+
+def test_a_run_that_exists_keeps_its_micro_batch_and_is_refused_with_a_line_that_goes_without(environ):
+    plan, args, _ = request_memory("micro_batch_size=0")
+    store_plan(plan, environ)
+    with pytest.raises(UserError, match=r"the same: trainyard resume pricing/a --hw 2080ti --no-plan$"):
+        check_memory(plan, args, ["resume", "pricing/a", "--hw", "2080ti"], may_change=False)
+
+
+@pytest.mark.long
+def test_submit_predicts_first_and_goes_on_where_it_cannot(environ, tmp_path, capsys):
+    plan, args, typed = request_memory("model.layers=1", "micro_batch_size=4")
+    value, reason = check_memory(plan, args, typed) or ("", "")
+    assert value.endswith(" GiB") and ": fits; estimated" in reason
+    assert "pricing: predicting its memory on 2080ti first, once; --no-plan goes" in capsys.readouterr().err
+    assert check_memory(plan, args, typed) == (value, reason) and capsys.readouterr().err == ""
+    args.jobs = tmp_path / "broken"
+    shutil.copytree(JOBS / "pricing", args.jobs / "pricing")
+    (args.jobs / "__init__.py").touch()
+    with (args.jobs / "pricing" / "module.py").open("a") as file:
+        file.write("\nraise OSError('cannot allocate memory')\n")
+    found = check_memory(plan, args, typed)
+    assert found == ("not checked", "its memory cannot be predicted: OSError: cannot allocate memory")
 
 
 @pytest.mark.long

@@ -23,7 +23,11 @@ from tests.slurm.cluster_runs import (
     wait,
     wait_for_end,
 )
+from tests.test_memory_prediction import store_plan
 from tests.training import FAMILIES, find_differences, load_state, new_run, train_on_ranks
+from trainyard import config as configs
+from trainyard.cluster.description import load_cluster
+from trainyard.launch.submit import ResourceRequest, make_plan
 from trainyard.runs.folder import read_env
 
 pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("on_the_lab")]
@@ -61,18 +65,22 @@ def test_submitting_takes_less_than_1500_ms_of_cpu_time_and_loads_no_torch(lab, 
         "loaded = {'torch', 'h5py', 'nvidia', 'matplotlib'} & set(sys.modules); print('loaded', sorted(loaded)); "
         "sys.exit(code)"
     )
-    coverage = [f"--unset={name}" for name in os.environ.keys() - make_unmeasured_environ().keys()]
+    environ = [f"--unset={name}" for name in os.environ.keys() - make_unmeasured_environ().keys()]
+    environ.append(f"XDG_CACHE_HOME={tmp_path}")
     took = []
-    for _ in range(3):
+    for extra in (["--no-plan"], [], []):
         begin = _read_child_cpu_s()
-        output = lab.run("env", *coverage, sys.executable, "-c", code, "submit", *words, cwd=Path.cwd())
+        output = lab.run("env", *environ, sys.executable, "-c", code, "submit", *words, *extra, cwd=Path.cwd())
         took.append(_read_child_cpu_s() - begin)
         assert "loaded []" in output
         job = next(line.split()[-1] for line in output.splitlines() if line.startswith("submitted"))
         lab.run("scancel", job)
-    recorded = [read_env(run)["choices"]["predicted_memory"] for run in (tmp_path / "runs" / "stripes").iterdir()]
-    assert [choice["value"] for choice in recorded] == ["not checked"] * 3
-    assert "no stored prediction; to make one: trainyard plan stripes " in recorded[0]["reason"]
+        runs = sorted((tmp_path / "runs" / "stripes").iterdir(), key=lambda run: run.stat().st_ctime)
+        config = configs.thaw(runs[0] / "config.yaml", FAMILIES)
+        plan = make_plan(config, load_cluster(LAB_FILE), ResourceRequest(hw="a5000"))
+        store_plan(plan, {"XDG_CACHE_HOME": str(tmp_path)}, FAMILIES)
+    recorded = [read_env(run)["choices"]["predicted_memory"]["value"] for run in runs]
+    assert sorted(recorded) == ["13.00 GiB", "13.00 GiB", "not checked"]
     assert min(took) < 1.5, took  # CPU time, and the fastest of three: the machine may be busy with other things
 
 
@@ -257,7 +265,7 @@ def test_both_lines_that_a_job_without_data_is_refused_with_can_be_typed(lab, tm
     assert len(lines) == 2
     for line, data in zip(lines, (str(tmp_path / "raw"), "2400 synthetic samples"), strict=True):
         words = [word.replace("FOLDER", str(tmp_path / "raw")) for word in shlex.split(line)]
-        assert trainyard(*words[1:]) == 0
+        assert trainyard(*words[1:], "--no-plan") == 0
         run = next(run for run in runs.glob("fingerprint_1m/*") if read_choice(run, "data_root") == data)
         assert read_choice(run, "gpu_type") == "a100"
         lab.run("scancel", read_slurm_job_id(run))

@@ -60,7 +60,7 @@ def test_a_sweep_of_six_runs_two_at_a_time_and_only_what_failed_is_continued(
     root, cluster = tmp_path / "runs", write_no_restart_cluster(tmp_path)
     where = ["--jobs", FAMILIES, "--runs", root, "--cluster", cluster, "--hw", "2080ti"]
     shared = [f"data.path={packed_stripes}", "max_duration=8ep", "model.sleep_ms=100"]
-    words = ["--sweep", "optimizer.lr=1e-2,3e-3 seed=0,1,2", "--max-parallel", 2, "--name", "s"]
+    words = ["--sweep", "optimizer.lr=1e-2,3e-3 seed=0,1,2", "--max-parallel", 2, "--name", "s", "--no-plan"]
     assert trainyard("sweep", "stripes", *words, *shared, *where) == 0
     made = sweep_file.load("s", root)
     first = [read_slurm_job_id(element.run) for element in made.elements]
@@ -136,7 +136,7 @@ def test_a_sweep_larger_than_an_array_becomes_several_one_after_the_other(
     content = yaml.safe_load(LAB_FILE.read_text())
     cluster.write_text(yaml.safe_dump({**content, "sbatch": {"hold": True}}, sort_keys=False))
     where = ["--jobs", FAMILIES, "--runs", tmp_path / "runs", "--cluster", cluster, "--hw", "2080ti", "--name", "w"]
-    words = ["--sweep", "seed=range(0,5)", "--max-parallel", 1, f"data.path={packed_stripes}"]
+    words = ["--sweep", "seed=range(0,5)", "--max-parallel", 1, f"data.path={packed_stripes}", "--no-plan"]
     assert trainyard("sweep", "stripes", *words, *where) == 0
     jobs = [read_slurm_job_id(element.run) for element in sweep_file.load("w", tmp_path / "runs").elements]
     arrays = list(dict.fromkeys(job.partition("_")[0] for job in jobs))

@@ -79,7 +79,7 @@ def describe_choices(
         "data": f"{data.value}{counted}  ({data.reason})" if data.value else "none",
         **describe_packing(packing),
         "decoding": describe_decoding(plan.job, card=kind.card, cores=kind.cores_per_gpu, results=results),
-        **({"memory": f"{memory[0]}  ({memory[1]})"} if memory is not None else {}),
+        **describe_memory(memory),
         **({"after": after.describe()} if after is not None else {}),
     }
 
@@ -87,6 +87,11 @@ def describe_choices(
 def describe_packing(packing: PackingChoice | None) -> dict[str, str]:
     """Return the row of a plan that says where data are packed."""
     return {"packing": f"{packing.value}  ({packing.reason})"} if packing is not None else {}
+
+
+def describe_memory(memory: tuple[str, str] | None) -> dict[str, str]:
+    """Return the row of a plan that says what a step takes."""
+    return {"memory": f"{memory[0]}  ({memory[1]})"} if memory is not None else {}
 
 
 def record_choices(
@@ -101,12 +106,18 @@ def record_choices(
     if plan is not None:
         choices["gpu_type"] = (plan.hw, plan.why_hw)
         choices["planned_micro_batch_size"] = (str(plan.micro_batch), plan.why_micro_batch)
-    if memory is not None:
-        choices["predicted_memory"] = memory
     with limit_writers():
         update_env(run, "choices", {name: {"value": value, "reason": why} for name, (value, why) in choices.items()})
+    if memory is not None:
+        record_memory(run, memory)
     if packing is not None:
         record_packing(run, packing)
+
+
+def record_memory(run: Path, memory: tuple[str, str]) -> None:
+    """Record what a step of a run takes, as predicted."""
+    with limit_writers():
+        update_env(run, "choices", {"predicted_memory": {"value": memory[0], "reason": memory[1]}})
 
 
 def record_packing(run: Path, packing: PackingChoice) -> None:
@@ -116,7 +127,12 @@ def record_packing(run: Path, packing: PackingChoice) -> None:
 
 
 def settle_elements(
-    runs: list[Path], data: DataChoice, plan_run: Callable[[TrainConfig], Plan], jobs_dir: Path, runs_dir: Path
+    runs: list[Path],
+    data: DataChoice,
+    plan_run: Callable[[TrainConfig], Plan],
+    jobs_dir: Path,
+    runs_dir: Path,
+    check_memory: Callable[[Plan], tuple[str, str] | None],
 ) -> None:
     """Plan each run of a sweep, whose values may be impossible on this GPU type, and record what that chose."""
     for run in runs:
@@ -125,7 +141,7 @@ def settle_elements(
         if plan.config != config:
             with limit_writers():
                 configs.freeze(plan.config, run / CONFIG)
-        record_choices(run, data, plan)
+        record_choices(run, data, plan, memory=check_memory(plan))
 
 
 def _make_paths_absolute(config: TrainConfig) -> TrainConfig:

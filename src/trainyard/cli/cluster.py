@@ -14,6 +14,7 @@ from pathlib import Path
 from trainyard import config as configs
 from trainyard.cli import dry
 from trainyard.cli.choices import add_synthetic_option, compose_job, describe_choices, settle_elements
+from trainyard.cli.plan import check_memory
 from trainyard.cli.verb import Verbs, add_dry_option, add_trust_option, add_verb, find_project_folder
 from trainyard.cluster import description as clusters
 from trainyard.cluster import query as slurm
@@ -60,6 +61,11 @@ def add_resource_args(verb: argparse.ArgumentParser, *, gpus: int) -> None:
     add_dry_option(verb)
     for name, meaning in OPTIONS.items():
         verb.add_argument(f"--{name}", metavar="TEXT", help=f"{meaning}; default: as in the cluster file")
+
+
+def add_plan_option(verb: argparse.ArgumentParser) -> None:
+    """Add the option that goes without a plan."""
+    verb.add_argument("--no-plan", action="store_true", help="without comparing predicted memory with the GPU's")
 
 
 def find_cluster(wanted: str, *, job: str = "", dry: bool = False) -> clusters.Cluster:
@@ -162,6 +168,7 @@ def _add_sweep(verbs: Verbs) -> None:
     add_synthetic_option(verb)
     add_trust_option(verb)
     add_resource_args(verb, gpus=1)
+    add_plan_option(verb)
 
 
 def _run_sweep(args: argparse.Namespace) -> int:
@@ -196,6 +203,9 @@ def _run_sweep(args: argparse.Namespace) -> int:
             lambda config: replace(submit.make_plan(config, cluster, request), why_hw=plan.why_hw),
             args.jobs,
             args.runs,
+            lambda plan: check_memory(
+                plan, args, args.typed, may_change="micro_batch_size=" not in " ".join(args.sweep)
+            ),
         )
         code = submit.snapshot_code(args.jobs, sweep.folder / "code")
         jobs = _submit_elements(sweep, sweep.elements, plan, code, args.max_parallel, most)

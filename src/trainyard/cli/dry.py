@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainyard import config as configs
-from trainyard.cli.choices import describe_choices, describe_packing
+from trainyard.cli.choices import describe_choices, describe_memory, describe_packing
 from trainyard.data.prepare import find_raw, is_packed
 from trainyard.launch import submit, sweep
 from trainyard.launch.batch_script import Turn
@@ -63,11 +63,13 @@ def print_submit(
     args: argparse.Namespace,
     *,
     after: Predecessor | None = None,
+    memory: tuple[str, str] | None = None,
 ) -> None:
     """Print what `submit` would submit for one run."""
     run = args.runs.absolute() / plan.job / (args.name or NEW)
     code = name_code(args.jobs, run / "code")
-    print_submission(plan, {run: ""}, folder=run / "slurm", code=code, data=data, packing=packing, after=after)
+    place = run / "slurm"
+    print_submission(plan, {run: ""}, folder=place, code=code, data=data, packing=packing, after=after, memory=memory)
     if not data.value:
         print("To submit, this job needs DATA=folder, or SYNTHETIC=1.", file=sys.stderr)
 
@@ -101,6 +103,7 @@ def print_submission(
     data: DataChoice | None = None,
     packing: PackingChoice | None = None,
     after: Predecessor | None = None,
+    memory: tuple[str, str] | None = None,
 ) -> int:
     """Print the plan and the batch scripts of a submission.
 
@@ -108,8 +111,12 @@ def print_submission(
         runs: each with the options that are its own; several are one array.
         folder, code, parallel, after: as for `submit.submit`.
         data: as chosen for new runs; existing ones keep theirs.
+        memory: as `check_memory` returns it.
     """
-    notes = describe_choices(data, plan, packing=packing, after=after) if data else describe_packing(packing)
+    if data:
+        notes = describe_choices(data, plan, packing=packing, after=after, memory=memory)
+    else:
+        notes = {**describe_packing(packing), **describe_memory(memory)}
     print(submit.describe(plan, folder.parent, environ=os.environ, **notes))
     if len(runs) > 1:
         print("\n".join(f"{'run':<11} {run.name}  {own}" for run, own in runs.items()))

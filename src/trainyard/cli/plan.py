@@ -6,6 +6,7 @@ import shlex
 import sys
 from collections.abc import Iterator, Sequence
 
+from trainyard import config as configs
 from trainyard.cli.choices import add_synthetic_option, compose_job
 from trainyard.cli.verb import Verbs, add_verb, find_project_folder
 from trainyard.cluster import description as clusters
@@ -18,6 +19,7 @@ from trainyard.launch.memory_prediction import (
     FITS,
     FRAGMENTS_SHARE,
     MISFIT,
+    CannotPredict,
     NotPredicted,
     Split,
     Store,
@@ -149,13 +151,16 @@ def _format_gib(size: float) -> str:
 # What submit asks of a plan
 
 
-def check_memory(plan: submit.Plan, args: argparse.Namespace, typed: Sequence[str]) -> tuple[str, str] | None:
-    """Return what a step takes on its card, as stored, and the reason; None for ranks on the CPU.
+def check_memory(
+    plan: submit.Plan, args: argparse.Namespace, typed: Sequence[str], *, may_change: bool = True
+) -> tuple[str, str] | None:
+    """Return what a step takes on its card, as predicted, and the reason; None for ranks on the CPU.
 
-    Predicts nothing: where nothing is stored, the reason says what to type to predict it.
+    What was never predicted is predicted now, in a process of its own; with --dry it is not.
 
     Args:
         typed: the words of a command that submits this job, for what to type instead.
+        may_change: whether a smaller micro-batch may be proposed.
 
     Raises:
         UserError: the step cannot fit; says what to type.
@@ -168,12 +173,29 @@ def check_memory(plan: submit.Plan, args: argparse.Namespace, typed: Sequence[st
     store = open_store(plan.config, args.jobs, os.environ)
     try:
         split = rate_stated(plan.config, card, gpus=plan.gpus, predict=store.read)
-        if split.step.refused:
-            return "not predicted", split.step.refused
     except NotPredicted:
-        return "not checked", f"no stored prediction; to make one: {_format_plan_command(plan, args)}"
+        if args.dry:
+            return "not checked", f"never predicted; submit does it first, as does: {_format_plan_command(plan, args)}"
+        try:
+            store = complete_store(
+                plan.config,
+                args.jobs,
+                [card],
+                gpus=plan.gpus,
+                environ=os.environ,
+                announce=lambda: print(
+                    f"{plan.job}: predicting its memory on {plan.hw} first, once; --no-plan goes without ...",
+                    file=sys.stderr,
+                ),
+            )
+        except CannotPredict as error:  # a login node may lack memory or libraries that the nodes have
+            return "not checked", str(error)
+        split = rate_stated(plan.config, card, gpus=plan.gpus, predict=store.read)
+    if split.step.refused:
+        return "not predicted", split.step.refused
     if split.verdict == MISFIT:
-        raise UserError(_explain_misfit(plan, split, _find_fitting(plan, card, store), args, typed))
+        fitting = _find_fitting(plan, card, store) if may_change else None
+        raise UserError(_explain_misfit(plan, split, fitting, args, typed))
     return f"{split.step.peak_gib:.2f} GiB", (
         f"and {split.step.reserve_gib:.1f} in reserve, of {split.has_gib:.1f}: {split.verdict}; estimated, never "
         "observed on this card"
@@ -214,18 +236,18 @@ def _format_submit_command(plan: submit.Plan, typed: Sequence[str], changes: Seq
     """Return the command with these options after the job, instead of those of the same names, and flags at the end."""
     names = {word.partition("=")[0] for word in changes}
     kept = [word for word in typed if word.partition("=")[0] not in names]
-    place = kept.index(plan.job) + 1
     flags = [word for word in changes if word.startswith("--")]
     options = [word for word in changes if word not in flags]
+    place = kept.index(plan.job) + 1 if options else 0
     return shlex.join(["trainyard", *kept[:place], *options, *kept[place:], *flags])
 
 
 def _format_plan_command(plan: submit.Plan, args: argparse.Namespace, *, every_card: bool = False) -> str:
     """Return the command that predicts what submit would look up, or that for all of the cluster's cards."""
-    own = [word for word in args.overrides if not word.startswith("micro_batch_size=")]
-    own.append(f"micro_batch_size={plan.config.micro_batch_size}")
+    preset = configs.compose(plan.job, [], args.jobs)
+    own = [f"{d.name}={d.new}" for d in configs.find_differences(preset, plan.config)]
     words = ["trainyard", "plan", plan.job, *own, "--gpus", str(plan.gpus), "--cluster", str(plan.cluster.path)]
-    words += [*(["--synthetic"] if args.synthetic else []), *([] if every_card else ["--hw", plan.hw])]
+    words += [] if every_card else ["--hw", plan.hw]
     if args.jobs.resolve() != find_project_folder("jobs").resolve():
         words += ["--jobs", str(args.jobs)]
     return shlex.join(words)

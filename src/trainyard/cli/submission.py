@@ -13,11 +13,13 @@ from trainyard.cli.choices import (
     add_synthetic_option,
     compose_job,
     describe_choices,
+    describe_memory,
     describe_packing,
     record_choices,
+    record_memory,
     record_packing,
 )
-from trainyard.cli.cluster import add_resource_args, check_against_slurm, find_cluster, read_request
+from trainyard.cli.cluster import add_plan_option, add_resource_args, check_against_slurm, find_cluster, read_request
 from trainyard.cli.plan import check_memory
 from trainyard.cli.verb import Verbs, add_verb
 from trainyard.cluster import description as clusters
@@ -43,7 +45,7 @@ class _Request:
     plan: submit.Plan
     packing: PackingChoice
     count: int | None  # of samples; None: not counted
-    memory: tuple[str, str] | None  # what a step takes, and the reason; None: ranks on the CPU, or dry
+    memory: tuple[str, str] | None  # what a step takes, and the reason; None: ranks on the CPU
 
 
 def add_submit(verbs: Verbs) -> None:
@@ -59,9 +61,9 @@ def add_submit(verbs: Verbs) -> None:
         metavar="JOB",
         help="submit a second job that starts when this one is done: same nodes, options of sbatch and data.*",
     )
-    verb.add_argument("--no-plan", action="store_true", help="without comparing predicted memory with the GPU's")
     add_synthetic_option(verb)
     add_resource_args(verb, gpus=1)
+    add_plan_option(verb)
 
 
 def _submit(args: argparse.Namespace) -> int:
@@ -75,11 +77,11 @@ def _submit(args: argparse.Namespace) -> int:
         second = replace(second, packing=PackingChoice(None, "none", f"{args.job} before it packs the same data"))
     after = find_predecessor(runs.resolve_run(args.after, args.runs)) if args.after else None
     if args.dry:
-        dry.print_submit(first.plan, first.data, first.packing, args, after=after)
+        dry.print_submit(first.plan, first.data, first.packing, args, after=after, memory=first.memory)
         if second is not None:
             print()
             before = Predecessor(args.runs.absolute() / args.job / (args.name or dry.NEW), dry.FIRST)
-            dry.print_submit(second.plan, second.data, second.packing, second.args, after=before)
+            dry.print_submit(second.plan, second.data, second.packing, second.args, after=before, memory=second.memory)
         return 0
     run, job = _submit_run(first, after)
     if second is not None:
@@ -106,7 +108,7 @@ def _plan(args: argparse.Namespace, cluster: clusters.Cluster, *, before: str = 
     if not args.dry:
         check_against_slurm(plan, packing.plan)
     typed = _list_own_words(args, before) if before else args.typed
-    memory = None if args.dry else check_memory(plan, args, typed)
+    memory = check_memory(plan, args, typed)
     return _Request(args, data, plan, packing, count, memory)
 
 
@@ -214,12 +216,16 @@ def resubmit(run: Path, args: argparse.Namespace) -> int:
             f"({code.folder}). Resume it with today's code: trainyard resume {run} --update-code"
         )
     packing = choose_packing(plan, args.jobs, code=None if args.dry and args.update_code else code)
+    is_elsewhere = (plan.hw, plan.gpus) != (previous["hw"], previous["gpus"])
+    memory = check_memory(plan, args, args.typed, may_change=False) if is_elsewhere else None
     if args.dry:
-        return dry.print_submission(plan, {run: ""}, folder=run / "slurm", code=code, packing=packing)
+        return dry.print_submission(plan, {run: ""}, folder=run / "slurm", code=code, packing=packing, memory=memory)
     if packing.plan is not None:
         check_against_slurm(packing.plan)
         record_packing(run, packing)
+    if memory is not None:
+        record_memory(run, memory)
     submit.submit(plan, [run], folder=run / "slurm", code=code, packing=packing.plan)
-    print(submit.describe(plan, run, environ=os.environ, **describe_packing(packing)))
+    print(submit.describe(plan, run, environ=os.environ, **describe_packing(packing), **describe_memory(memory)))
     _print_submitted_jobs(run)
     return 0

@@ -118,6 +118,7 @@ def add_resume(verbs: Verbs) -> None:
         "--changed-files", choices=("restore", "accept"), help="what to do with files it did not write so"
     )
     cluster.add_resource_args(verb, gpus=0)
+    cluster.add_plan_option(verb)
 
 
 def _resume(args: argparse.Namespace) -> int:

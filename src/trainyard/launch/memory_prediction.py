@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,10 @@ Predict = Callable[[Setting], StepPrediction]
 
 class NotPredicted(Exception):
     """The stored file has no prediction of this setting."""
+
+
+class CannotPredict(UserError):
+    """The process that predicts has failed."""
 
 
 def compute_usable_gib(card: GpuType) -> float:
@@ -276,17 +281,39 @@ def find_cache(environ: Mapping[str, str]) -> Path:
     return Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trainyard" / "plans"
 
 
+_WITHOUT_EFFECT = (
+    "schedule.",
+    "optimizer.lr",
+    "optimizer.weight_decay",
+    "optimizer.beta2",
+    "clip_grad_norm",
+    "max_duration",
+    "monitor",
+    "min_delta",
+    "log_every",
+)
+"""Options with which a step takes as much whatever their value: the runs of a sweep over them share a prediction."""
+
+
 def _compute_key(config: TrainConfig, jobs_dir: Path) -> str:
     """Return a digest of all that a prediction depends on, except its setting."""
-    kept, _ = list_kept_options(replace(config, micro_batch_size=0, gradient_checkpointing=False))
+    every, _ = list_kept_options(replace(config, micro_batch_size=0, gradient_checkpointing=False))
+    kept = {name: value for name, value in every.items() if not name.startswith(_WITHOUT_EFFECT)}
     index = Path(config.data.path) / "index.h5" if config.data.path else None
     stat = index.stat() if index is not None and index.is_file() else None
     data = [config.data.path, stat and stat.st_size, stat and stat.st_mtime_ns]
     digest = hashlib.sha256()
     digest.update(json.dumps([kept, data, metadata.version("torch"), sys.version_info[:2]], default=str).encode())
-    for path in _list_code(jobs_dir / config.family):
-        digest.update(path.read_bytes())
+    digest.update(_hash_code(jobs_dir / config.family))
     return digest.hexdigest()[:16]
+
+
+@cache
+def _hash_code(family: Path) -> bytes:
+    digest = hashlib.sha256()
+    for path in _list_code(family):
+        digest.update(path.read_bytes())
+    return digest.digest()
 
 
 def _list_code(family: Path) -> Iterable[Path]:
@@ -311,7 +338,7 @@ def complete_store(
         announce: called before that begins, because it takes seconds.
 
     Raises:
-        UserError: the job cannot be built; with the words of the process that tried.
+        CannotPredict: the job cannot be built; with the words of the process that tried.
     """
     store = open_store(config, jobs_dir, environ)
     missing = [card for card in cards if not _has_split(config, card, gpus, store)]
@@ -337,9 +364,8 @@ def complete_store(
         said = [process.communicate()[0].strip().splitlines() for process in processes]
         for process, lines in zip(processes, said, strict=True):
             if process.returncode:
-                raise UserError(
-                    f"{config.job}: its memory cannot be predicted: {(lines or ['it ended without a word'])[-1]} Cards "
-                    f"are then chosen by what the preset states: trainyard submit {config.job} --dry"
+                raise CannotPredict(
+                    f"its memory cannot be predicted: {(lines or ['the process ended without a word'])[-1]}"
                 )
         store = open_store(config, jobs_dir, environ)
         for out in outs:
