@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -131,6 +132,31 @@ def test_a_stopped_rank_is_noticed_by_the_others_but_not_a_run_that_is_suspended
     assert "in wait" in (tmp_path / RANKS / f"{ATTEMPT}-rank0-stacks.txt").read_text()
     ranks[1].kill()
     ranks[1].join()
+
+
+def prepare(progress: Progress, *, loading: bool, record: Path, loaded: Path) -> None:
+    """Prepare until the process is killed; a rank that is loading a library lets no other thread run for 6 s."""
+    progress.phase = "preparing"
+    if loading:
+        wait_until(lambda: '"preparing"' in record.read_text() if record.exists() else False)
+        ctypes.PyDLL(None).sleep(6)  # keeps Python's lock
+        loaded.touch()
+    make_wait()(threading.Barrier(2))
+
+
+@pytest.mark.slow
+def test_a_rank_stopped_while_it_prepares_is_noticed_like_any_other_but_not_one_that_loads_a_library(tmp_path):
+    places = {"record": tmp_path / RANKS / f"{ATTEMPT}-rank1.json", "loaded": tmp_path / "loaded"}
+    ranks = [start_rank(tmp_path, prepare, rank=r, count=2, limit_s=4, loading=r == 1, **places) for r in range(2)]
+    wait_until(places["loaded"].exists)
+    assert ranks[0].is_alive() and read_errors(tmp_path) == []
+    os.kill(ranks[1].pid, signal.SIGSTOP)
+    ranks[0].join(36)  # 42 s if it were only silent
+    code = ranks[0].exitcode
+    for rank in ranks:
+        rank.kill()
+        rank.join()
+    assert code == ExitCode.HUNG and read_one_error(tmp_path).fields["rank"] == 1
 
 
 def deadlock_in_c(progress: Progress, *, ready: Path) -> None:

@@ -95,9 +95,10 @@ class Watchdog:
         self._idle_s = 0.0
         self._pauses: deque[float] = deque(maxlen=_PAUSES)
         self._next: dict[str, Any] = {}  # what the next rank wrote last, and for how long it has written nothing
-        self._next_silent_s = 0.0
+        self._next_silent_s = self._next_halted_s = 0.0  # halted: by a signal, as seen on this host
         self._was_signalled = self._has_noted = self._is_over = False
         self._main_thread = threading.get_ident()
+        self._process = [os.getpid(), _read_process(os.getpid())[1]]
 
     def set_limit(self, minutes: float) -> None:
         """Set after how long a rank hangs; 0: never."""
@@ -168,8 +169,10 @@ class Watchdog:
         return math.inf if self._progress.phase == "waiting" else _SLOW * self._limit_s
 
     def _is_next_stopped(self) -> bool:
-        slow = _SLOW if self._next.get("phase") == "preparing" else 1.0  # loading a library may block all threads
-        return self._idle_s >= _STALLED * self._limit_s and self._next_silent_s >= slow * _STOPPED * self._limit_s
+        if self._idle_s < _STALLED * self._limit_s or self._next_silent_s < _STOPPED * self._limit_s:
+            return False
+        is_slow = self._next.get("phase") == "preparing"  # loading a library may block all threads
+        return not is_slow or max(self._next_halted_s, self._next_silent_s / _SLOW) >= _STOPPED * self._limit_s
 
     def _finish(self) -> None:
         """Record what happened and exit, even if the disk does not answer."""
@@ -219,7 +222,7 @@ class Watchdog:
         records = [own, *self._read_others()]
         noticer = f"rank {own['rank']} on {own['host']}"
         stopped = max(records, key=lambda record: float(record["silent_s"]))
-        if stopped["silent_s"] > max(0.8 * self._idle_s, 1.5 * self._interval_s):
+        if _is_halted(stopped) or stopped["silent_s"] > max(0.8 * self._idle_s, 1.5 * self._interval_s):
             done = f"its process has done nothing for {format_duration(stopped['silent_s'])}: it is stopped or cut off"
             waiting = f"{noticer} waits for it, {own['phase']} at step {own['step']}"
             return _Hang(stopped["rank"], stopped["host"], f"{done}; {waiting}")
@@ -239,6 +242,7 @@ class Watchdog:
             "time": time.time(),
             "rank": self._world.rank,
             "host": socket.gethostname(),
+            "process": self._process,
             "phase": self._progress.phase,
             "step": self._progress.step,
             "idle_s": round(self._idle_s, 1),
@@ -273,8 +277,9 @@ class Watchdog:
             record = read_object(neighbour)
             if record == self._next:
                 self._next_silent_s += passed if record else 0.0
+                self._next_halted_s = self._next_halted_s + passed if _is_halted(record) else 0.0
             else:
-                self._next, self._next_silent_s = record, 0.0
+                self._next, self._next_silent_s, self._next_halted_s = record, 0.0, 0.0
             self._is_over = self._name_verdict().exists()
             self._has_news.wait(self._interval_s)
             self._has_news.clear()
@@ -294,6 +299,20 @@ def _remove_records(folder: Path, *, except_of: str) -> None:
     for path in folder.glob("*-rank*.json"):
         if path.name.rpartition("-rank")[0] != except_of:
             path.unlink(missing_ok=True)
+
+
+def _is_halted(record: dict[str, Any]) -> bool:
+    """Say whether a rank's process is on this host, and is stopped by a signal."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # it has ended, or an older version wrote this
+        pid, started = record["process"]
+        return record["host"] == socket.gethostname() and _read_process(int(pid)) == ("T", started)
+    return False
+
+
+def _read_process(pid: int) -> tuple[str, int]:
+    """Return a process's state and when it started, in ticks since the boot: a pid is used again."""
+    values = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return values[0], int(values[19])
 
 
 def _create_file(path: Path, text: str) -> bool:
