@@ -16,7 +16,7 @@ from trainyard.errors import UserError
 
 from . import baseline, catalog, metrics, pack, parsing
 from .cases import VALID_ROWS, make_batch, make_config, make_module, pack_catalogue, write_catalogue
-from .commands import compute_padding
+from .comparison import compute_padding
 from .pack import fit_artifacts, samples, synthesize
 from .synthesis import FILE, FLOOR
 
