@@ -1,6 +1,7 @@
 """What users see: one message per mistake, nothing half-written, and what to type next."""
 
 import os
+import re
 import resource
 import shutil
 import subprocess
@@ -72,6 +73,19 @@ def test_an_unknown_command_is_one_line_with_the_nearest(here, capsys):
     assert capsys.readouterr().err == (
         "trainyard: argument COMMAND: invalid choice: 'resum'. Nearest: resume. All of them: trainyard --help\n"
     )
+
+
+def test_all_commands_are_listed_and_each_one_loads_by_its_name(here, capsys):
+    """A command that is missing in the table of cli/__init__.py, or in another order there, would not be listed so."""
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["--help"])
+    listed = re.findall(r"^    (\w\S*)", capsys.readouterr().out, re.MULTILINE)
+    names = [name for _, _, names in cli.COMMANDS for name in names.split()]
+    assert listed[: len(names)] == names and len(names) >= 30
+    for name in names:
+        with pytest.raises(SystemExit, match="0"):
+            cli.main([name, "--help"])
+        assert capsys.readouterr().out.startswith(f"usage: trainyard {name} [-h]")
 
 
 @pytest.mark.parametrize("words", [("run", "--cpu-ranks", "2"), ("submit", "--local", "--gpus", "2")])

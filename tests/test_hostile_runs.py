@@ -22,7 +22,7 @@ from trainyard.cli import main
 from trainyard.errors import UserError
 from trainyard.report.run_page import write_report
 from trainyard.runs.changes import find_changes
-from trainyard.runs.folder import create_run
+from trainyard.runs.create import create_run
 from trainyard.runs.manifest import CheckpointError, list_checkpoints
 from trainyard.train import checkpoint
 

@@ -23,7 +23,7 @@ from tests.training import (
 from trainyard import config as configs
 from trainyard.errors import UserError
 from trainyard.launch.rank_task import execute
-from trainyard.runs import folder as runs
+from trainyard.runs.create import create_run
 from trainyard.runs.events import read_events, read_metrics
 from trainyard.train import checkpoint
 
@@ -121,7 +121,7 @@ def test_a_signal_saves_at_the_step_boundary_exits_with_its_code_and_loses_no_st
 @pytest.mark.slow
 def test_a_signal_while_data_are_packed_exits_at_once_and_the_next_attempt_packs_and_trains(tmp_path):
     config = configs.compose("stripes", [f"data.cache={tmp_path / 'cache'}"], FAMILIES)
-    run = runs.create_run(tmp_path / "runs", config)
+    run = create_run(tmp_path / "runs", config)
     process = start(run)
     while not (run / "heartbeat.json").exists():
         assert process.is_alive()

@@ -17,7 +17,8 @@ from tests.training import FORKSERVER
 from trainyard.cli import main
 from trainyard.environment import collect_environment, describe_cpu
 from trainyard.errors import UserError
-from trainyard.runs.folder import create_run, find_latest_run, read_env, resolve_run, update_env
+from trainyard.runs.create import create_run
+from trainyard.runs.folder import find_latest_run, read_env, resolve_run, update_env
 from trainyard.runs.lock import RunLock
 from trainyard.settings import TrainConfig
 

@@ -14,7 +14,8 @@ from trainyard.config import ConfigError, compose, freeze, thaw
 from trainyard.errors import UserError
 from trainyard.launch.submit import snapshot_code
 from trainyard.masking import find_secrets, mask_diff, mask_text
-from trainyard.runs.folder import create_run, record_error
+from trainyard.runs.create import create_run
+from trainyard.runs.folder import record_error
 from trainyard.settings import TrainConfig
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -23,7 +23,7 @@ from trainyard.errors import UserError
 from trainyard.launch import submit
 from trainyard.launch.cancel import cancel
 from trainyard.report.run_page import write_report
-from trainyard.runs.folder import create_run
+from trainyard.runs.create import create_run
 
 ROOT = Path(__file__).resolve().parents[1]
 STRANGER = 12345

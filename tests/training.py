@@ -12,7 +12,7 @@ from typing import Any
 from trainyard import config as configs
 from trainyard.data.prepare import prepare_data
 from trainyard.launch.rank_task import execute
-from trainyard.runs import folder as runs
+from trainyard.runs.create import create_run
 from trainyard.runs.events import TIMING_KEYS, read_metrics
 from trainyard.train import checkpoint
 from trainyard.train.compare import find_differences as find_differences  # tests import it from here
@@ -29,7 +29,7 @@ FORKSERVER.set_forkserver_preload(
 def new_run(root: Path, *overrides: str, job: str = "stripes", jobs: Path = FAMILIES) -> Path:
     """Prepare the data and create a run, without training."""
     config = configs.compose(job, [f"data.cache={root / 'cache'}", *overrides], jobs)
-    return runs.create_run(root / "runs", prepare_data(config, jobs))
+    return create_run(root / "runs", prepare_data(config, jobs))
 
 
 def train(run: Path, *, jobs: Path = FAMILIES) -> int:

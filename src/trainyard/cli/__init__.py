@@ -1,10 +1,10 @@
 """The command line: parses the arguments, calls the code that does the work, and prints what to type next."""
 
 import argparse
+import importlib
 import os
 import re
 import select
-import shlex
 import signal
 import sys
 import time
@@ -12,20 +12,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn, TextIO
 
-from loguru import logger
-
 from trainyard import __version__
-from trainyard import config as configs
-from trainyard.cli import bandwidth, cluster, export, gc, plan, submission, train, use
-from trainyard.cli.verb import Parser, Verbs, add_verb, find_project_folder
+from trainyard.cli.verb import Parser, Verbs, find_project_folder
 from trainyard.errors import UserError
 from trainyard.files import report_full_disk
 from trainyard.hardware import set_openmp_wait_policy
-from trainyard.runs import folder as runs
-from trainyard.runs.manifest import list_checkpoints, verify
-from trainyard.runs.state import ExitCode, choose_exit_code
+from trainyard.messages import print_messages
+from trainyard.runs.state import choose_exit_code
 from trainyard.text import find_nearest
-from trainyard.tools import bench, gpu_check
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,8 +56,7 @@ def _is_closed(stream: TextIO) -> bool:
 def _run_command(argv: Sequence[str] | None) -> int:
     started = time.time()
     set_openmp_wait_policy(os.environ)
-    logger.remove()
-    logger.add(sys.stderr, format="{message}", level="INFO")
+    print_messages()
     arguments = _parse_arguments(argv)
     arguments.started = started
     arguments.typed = list(sys.argv[1:] if argv is None else argv)
@@ -101,6 +94,24 @@ def _refuse_words(verb: argparse.ArgumentParser, words: Sequence[str]) -> NoRetu
     verb.error(f"unrecognized arguments: {' '.join(words)}.{hint}")
 
 
+COMMANDS = (
+    ("train", "add_commands", "run resume rank"),
+    ("local", "add_commands", "jobs options pack verify ckpt report"),
+    ("use", "add_commands", "evaluate predict embed compare search"),
+    ("export", "add_commands", "export"),
+    ("measure", "add_commands", "bench gpu-check"),
+    ("submission", "add_commands", "submit"),
+    ("plan", "add_commands", "plan"),
+    ("cluster", "add_sweep_commands", "sweep results"),
+    ("watch", "add_commands", "status runs logs why cancel"),
+    ("cluster", "add_site_commands", "cluster-check multirun"),
+    ("bandwidth", "add_commands", "bandwidth"),
+    ("gc", "add_commands", "gc"),
+)
+"""Module, the function in it that adds commands, and their names, in the order of --help. What was not typed is not
+imported: all modules together take longer than a status."""
+
+
 def _build_parser(argv: Sequence[str]) -> tuple[argparse.ArgumentParser, Verbs]:
     parser: argparse.ArgumentParser = Parser(
         prog="trainyard",
@@ -110,27 +121,9 @@ def _build_parser(argv: Sequence[str]) -> tuple[argparse.ArgumentParser, Verbs]:
     )
     parser.add_argument("--version", action="version", version=__version__)
     verbs = parser.add_subparsers(required=True, metavar="COMMAND", dest="verb")
-    for add in (
-        train.add_run,
-        train.add_resume,
-        train.add_rank,
-        _add_jobs,
-        _add_options,
-        _add_pack,
-        _add_verify,
-        _add_ckpt,
-        _add_report,
-        use.add_commands,
-        export.add_commands,
-        _add_bench,
-        _add_gpu_check,
-        submission.add_submit,
-        plan.add_commands,
-        cluster.add_commands,
-        bandwidth.add_commands,
-        gc.add_commands,
-    ):
-        add(verbs)
+    typed = [entry for entry in COMMANDS if argv[:1] and argv[0] in entry[2].split()]
+    for module, add, _ in typed or COMMANDS:
+        getattr(importlib.import_module(f"trainyard.cli.{module}"), add)(verbs)
     if not set(argv) & set(verbs.choices):
         _add_family_commands(verbs)
     return parser, verbs
@@ -138,136 +131,8 @@ def _build_parser(argv: Sequence[str]) -> tuple[argparse.ArgumentParser, Verbs]:
 
 def _add_family_commands(verbs: Verbs) -> None:
     """Add the families' own commands, from `jobs/<family>/commands.py`; only if none of the built-in ones was typed."""
+    from trainyard.config import load_family
+
     jobs = find_project_folder("jobs")
     for path in sorted(jobs.glob("[!._]*/commands.py")):
-        configs.load_family(jobs, path.parent.name, "commands").add(verbs)
-
-
-# jobs, options
-
-
-def _add_jobs(verbs: Verbs) -> None:
-    add_verb(verbs, "jobs", _list_jobs, "list the jobs you can run")
-
-
-def _list_jobs(args: argparse.Namespace) -> int:
-    for name, preset in sorted(configs.find_jobs(args.jobs).items()):
-        first = preset.read_text().partition("\n")[0]
-        print(f"{name:<24} {first.lstrip('# ')}")
-    return 0
-
-
-def _add_options(verbs: Verbs) -> None:
-    verb = add_verb(verbs, "options", _list_options, "list a job's options, their values and what they do")
-    verb.add_argument("job")
-    verb.add_argument("overrides", nargs="*", metavar="OPTION=VALUE")
-
-
-def _list_options(args: argparse.Namespace) -> int:
-    for option in configs.list_options(configs.compose(args.job, args.overrides, args.jobs)):
-        print(f"{option.name}={option.value!s:<{max(1, 44 - len(option.name))}} {option.doc}")
-    return 0
-
-
-# pack, verify
-
-
-def _add_pack(verbs: Verbs) -> None:
-    verb = add_verb(verbs, "pack", _pack, "write raw files into shards, or finish writing them")
-    verb.add_argument("job")
-    verb.add_argument("raw", type=Path, help="folder of raw files")
-    verb.add_argument("out", type=Path, help="folder of shards")
-    verb.add_argument("overrides", nargs="*", metavar="OPTION=VALUE")
-    verb.add_argument("--workers", type=int, default=0, metavar="N", help="processes (default: the cores)")
-    verb.add_argument("--shard-mib", type=int, default=128, metavar="MIB", help="target size of a shard")
-
-
-def _pack(args: argparse.Namespace) -> int:
-    from trainyard.data.prepare import pack_raw
-
-    config = configs.compose(args.job, args.overrides, args.jobs)
-    pack_raw(config, args.raw, args.out, args.jobs, workers=args.workers, shard_mib=args.shard_mib)
-    print(f"next: trainyard run {args.job} data.path={args.out}")
-    return 0
-
-
-def _add_verify(verbs: Verbs) -> None:
-    verb = add_verb(verbs, "verify", _verify, "read all packed data and name every damaged record")
-    verb.add_argument("data", type=Path, help="folder of shards")
-
-
-def _verify(args: argparse.Namespace) -> int:
-    from tqdm import tqdm
-
-    from trainyard.data.index import read_index
-    from trainyard.data.shards import verify
-
-    index = read_index(args.data)
-    if not index.has_digest:
-        print(index.explain_no_digest())
-    damaged = 0
-    with tqdm(unit="B", unit_scale=True, desc=f"reading {args.data}", disable=None, leave=False) as bar:
-        for damage in verify(args.data, bar.update):
-            damaged += 1
-            print(f"{damage.shard}: {damage.what}: {damage.reason}")
-    print(f"{args.data}: {'all records are as they were packed' if not damaged else f'{damaged} damaged'}")
-    return ExitCode.FAILED if damaged else 0
-
-
-# ckpt, report
-
-
-def _add_ckpt(verbs: Verbs) -> None:
-    verb = add_verb(verbs, "ckpt", _run_ckpt, "list or verify the checkpoints of a run")
-    verb.add_argument("what", choices=("list", "verify"))
-    verb.add_argument("run", help="its folder, or a job for that job's newest run")
-
-
-def _run_ckpt(args: argparse.Namespace) -> int:
-    run = runs.resolve_run(args.run, args.runs)
-    entries = list_checkpoints(run / "checkpoints")
-    if not entries:
-        raise UserError(f"{run}: no checkpoints yet.")
-    damaged = 0
-    for entry in entries:
-        problem = verify(entry) if args.what == "verify" else entry.problem
-        damaged += problem is not None
-        best = " best" if (entry.meta.get("best") or {}).get("step") == entry.step else ""
-        print(f"{entry.path.name}  {entry.bytes / 2**20:9.1f} MiB  {problem or 'ok'}{best}")
-    return ExitCode.FAILED if damaged else 0
-
-
-def _add_report(verbs: Verbs) -> None:
-    verb = add_verb(verbs, "report", _write_report, "write a run's report: one HTML page and its plots")
-    verb.add_argument("run", help="its folder, or a job for that job's newest run")
-
-
-def _write_report(args: argparse.Namespace) -> int:
-    from trainyard.report.run_page import format_summary, write_report
-
-    run = runs.resolve_run(args.run, args.runs)
-    report = write_report(run)
-    print(format_summary(run, next_commands=[f"open {report}"]))
-    return 0
-
-
-# bench, gpu-check
-
-
-def _add_bench(verbs: Verbs) -> None:
-    verb = add_verb(verbs, "bench", _run_bench, "compare reading, decoding and training steps with the usual loaders")
-    bench.add_arguments(verb)
-
-
-def _run_bench(args: argparse.Namespace) -> int:
-    bench.main(args, command=shlex.join(["trainyard", *args.typed]))
-    return 0
-
-
-def _add_gpu_check(verbs: Verbs) -> None:
-    doc = "check in ten minutes that this card trains every job right, and how fast; write down what it finds"
-    gpu_check.add_arguments(add_verb(verbs, "gpu-check", _run_gpu_check, doc))
-
-
-def _run_gpu_check(args: argparse.Namespace) -> int:
-    return gpu_check.main(args, environ=os.environ)
+        load_family(jobs, path.parent.name, "commands").add(verbs)

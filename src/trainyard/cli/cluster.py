@@ -1,13 +1,11 @@
-"""The commands for clusters, except submit: sweep and results, status, logs, why and cancel."""
+"""The commands sweep, results, cluster-check and multirun, and what all commands that submit have in common."""
 
 import argparse
 import getpass
 import math
 import os
 import shlex
-import sys
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,31 +19,26 @@ from trainyard.cluster import query as slurm
 from trainyard.cluster.check import check_cluster, render_findings
 from trainyard.cluster.options import OPTIONS, keep_options, read_options
 from trainyard.errors import UserError
-from trainyard.launch import cancel, submit
+from trainyard.launch import submit
 from trainyard.launch import sweep as sweeps
 from trainyard.launch.choose_data import require_data
 from trainyard.runs import folder as runs
-from trainyard.runs import lock, logs, status, sweep_file, trust
+from trainyard.runs import lock, status, sweep_file, trust
 from trainyard.runs.state import ACTIVE
 from trainyard.runs.submission import read_submission
-from trainyard.runs.why import explain_run
 from trainyard.text import suggest_nearest
 
 
-def add_commands(verbs: Verbs) -> None:
-    """Add all cluster commands."""
-    for add in (
-        _add_sweep,
-        _add_results,
-        _add_status,
-        _add_runs,
-        _add_logs,
-        _add_why,
-        _add_cancel,
-        _add_cluster_check,
-        _add_multirun,
-    ):
-        add(verbs)
+def add_sweep_commands(verbs: Verbs) -> None:
+    """Add the commands for many runs at once."""
+    _add_sweep(verbs)
+    _add_results(verbs)
+
+
+def add_site_commands(verbs: Verbs) -> None:
+    """Add the commands for clusters themselves."""
+    _add_cluster_check(verbs)
+    _add_multirun(verbs)
 
 
 # What the commands that submit have in common
@@ -295,84 +288,6 @@ def _print_results(args: argparse.Namespace) -> int:
     page = results.write(found)
     print(f"{results.format_results(found)}\n{page}")
     return 0
-
-
-# status, runs, logs, why, cancel
-
-
-def _add_status(verbs: Verbs) -> None:
-    verb = add_verb(verbs, "status", _print_status, "list runs that wait, run or ended recently")
-    verb.add_argument("run", nargs="*", help="runs, jobs or sweeps; default: the 20 newest runs")
-
-
-def _print_status(args: argparse.Namespace) -> int:
-    found = _resolve_names(args.run, args.runs) if args.run else runs.list_newest_runs(args.runs, 20)
-    return _print_runs(found, args.runs, status.render_table if len(found) <= 20 else status.render_overview)
-
-
-def _add_runs(verbs: Verbs) -> None:
-    verb = add_verb(verbs, "runs", _list_runs, "list all runs")
-    verb.add_argument("job", nargs="?", help="only runs of this job")
-
-
-def _list_runs(args: argparse.Namespace) -> int:
-    if args.job:
-        runs.find_latest_run(args.runs, args.job)  # says which jobs have runs, if this one has none
-    return _print_runs(runs.list_newest_runs(args.runs, None, job=args.job), args.runs, status.render_table)
-
-
-def _print_runs(found: Sequence[Path], root: Path, render_runs: Callable[[Sequence[status.Status], float], str]) -> int:
-    if not found:
-        print(f"{root.absolute()}: no runs yet.\nnext: trainyard run JOB, or submit JOB (trainyard jobs lists them)")
-        return 0
-    known, note = status.read_statuses(found)
-    print(render_runs(known, time.time()))
-    if note:
-        print(note, file=sys.stderr)
-    return 0
-
-
-def _add_logs(verbs: Verbs) -> None:
-    verb = add_verb(verbs, "logs", _print_logs, "print a run's log")
-    verb.add_argument("run", help="its folder, or a job for that job's newest run")
-    verb.add_argument("-f", "--follow", action="store_true", help="keep printing until the run ends")
-
-
-def _print_logs(args: argparse.Namespace) -> int:
-    print_log = logs.follow if args.follow else logs.show
-    print_log(runs.resolve_run(args.run, args.runs), lambda line: print(line, flush=True))
-    return 0
-
-
-def _add_why(verbs: Verbs) -> None:
-    verb = add_verb(verbs, "why", _explain, "explain why a run waits, stopped or failed, and what to do")
-    verb.add_argument("run", help="its folder, or a job for that job's newest run")
-
-
-def _explain(args: argparse.Namespace) -> int:
-    print(explain_run(runs.resolve_run(args.run, args.runs)))
-    return 0
-
-
-def _add_cancel(verbs: Verbs) -> None:
-    verb = add_verb(verbs, "cancel", _cancel, "stop runs; they can be resumed")
-    verb.add_argument("run", nargs="+", help="runs, jobs or sweeps")
-
-
-def _cancel(args: argparse.Namespace) -> int:
-    print("\n".join(cancel.cancel(_resolve_names(args.run, args.runs))))
-    return 0
-
-
-def _resolve_names(names: Sequence[str], root: Path) -> list[Path]:
-    """Return the runs with these names; the name of a sweep means all of its runs."""
-    found: list[Path] = []
-    for name in names:
-        if sweep_file.exists(name, root.absolute()):
-            found += [element.run for element in sweep_file.load(name, root.absolute()).elements]
-        else:
-            found.append(runs.resolve_run(name, root))
-    return found
 
 
 # cluster-check, multirun

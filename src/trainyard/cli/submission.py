@@ -32,6 +32,7 @@ from trainyard.launch.choose_data import DataChoice, require_data
 from trainyard.launch.packing import PackingChoice, choose_packing
 from trainyard.launch.predecessor import Predecessor, find_predecessor
 from trainyard.runs import folder as runs
+from trainyard.runs.create import create_run
 from trainyard.runs.history import read_run
 from trainyard.runs.submission import read_submission
 
@@ -48,7 +49,8 @@ class _Request:
     memory: tuple[str, str] | None  # what a step takes, and the reason; None: ranks on the CPU
 
 
-def add_submit(verbs: Verbs) -> None:
+def add_commands(verbs: Verbs) -> None:
+    """Add the command."""
     verb = add_verb(verbs, "submit", _submit, "train a job on a cluster: plan, submit, return")
     verb.add_argument("job", help="preset, such as fingerprint_1m: trainyard jobs")
     verb.add_argument("overrides", nargs="*", metavar="OPTION=VALUE", help="trainyard options JOB lists them")
@@ -132,7 +134,7 @@ def _submit_run(request: _Request, after: Predecessor | None) -> tuple[Path, str
     """Create and submit a run; return its folder and the Slurm job that trains it."""
     args, plan, packing = request.args, request.plan, request.packing
     root, group = args.runs.absolute(), plan.cluster.group
-    run = runs.create_run(root, plan.config, name=args.name, environ=os.environ, group=group)
+    run = create_run(root, plan.config, name=args.name, environ=os.environ, group=group)
     try:
         record_choices(run, request.data, plan, packing, request.memory)
         code = submit.snapshot_code(args.jobs, run / "code")
@@ -162,7 +164,7 @@ def _submit_locally(args: argparse.Namespace) -> int:
         run = args.runs.absolute() / args.job / (args.name or dry.NEW)
         return dry.print_run(run, data.config, args.jobs, ranks=args.gpus)
     time_min = clusters.parse_minutes(args.time or "30d")
-    run = runs.create_run(args.runs.absolute(), data.config, name=args.name, environ=os.environ)
+    run = create_run(args.runs.absolute(), data.config, name=args.name, environ=os.environ)
     try:
         record_choices(run, data)
         code = submit.snapshot_code(args.jobs, run / "code")

@@ -9,8 +9,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from loguru import logger
-
 from trainyard import config as configs
 from trainyard.cli import cluster, dry, submission
 from trainyard.cli.choices import add_synthetic_option, find_start, record_choices
@@ -20,8 +18,10 @@ from trainyard.errors import Killed, UserError
 from trainyard.files import limit_writers
 from trainyard.hardware import choose_sync_batchnorm, show_own_mig_slice
 from trainyard.launch.choose_data import DataChoice, choose_data, refuse_no_data
+from trainyard.messages import logger
 from trainyard.runs import changes
 from trainyard.runs import folder as runs
+from trainyard.runs.create import create_run
 from trainyard.runs.lock import RunLock, release
 from trainyard.runs.state import ExitCode
 from trainyard.runs.submission import read_submission
@@ -29,7 +29,13 @@ from trainyard.settings import TrainConfig
 from trainyard.train.world import read_attempt_id, read_world
 
 
-def add_run(verbs: Verbs) -> None:
+def add_commands(verbs: Verbs) -> None:
+    """Add the commands."""
+    for add in (_add_run, _add_resume, _add_rank):
+        add(verbs)
+
+
+def _add_run(verbs: Verbs) -> None:
     verb = add_verb(verbs, "run", _run, "train a job here: on one GPU, several, or the CPU")
     verb.add_argument("job", help="preset, such as fingerprint_demo: trainyard jobs")
     verb.add_argument("overrides", nargs="*", metavar="OPTION=VALUE", help="trainyard options JOB lists them")
@@ -70,7 +76,7 @@ def _run(args: argparse.Namespace) -> int:
             changes.refuse_changes(run)
             _apply_changes(run, configs.thaw(run / runs.CONFIG, args.jobs), config)
     else:
-        run = runs.create_run(args.runs, config, name=args.name, environ=os.environ)
+        run = create_run(args.runs, config, name=args.name, environ=os.environ)
         record_choices(run, data)
     return _train(run, args, count)
 
@@ -97,7 +103,7 @@ def _print_run(run: Path, config: TrainConfig, args: argparse.Namespace, count: 
     return dry.print_run(run, config, args.jobs, ranks=count)
 
 
-def add_resume(verbs: Verbs) -> None:
+def _add_resume(verbs: Verbs) -> None:
     verb = add_verb(verbs, "resume", _resume, "resume a run from its newest valid checkpoint")
     verb.add_argument("run", help="its folder, or a job for that job's newest run")
     verb.add_argument(
@@ -168,7 +174,7 @@ def _settle_changed_files(run: Path, wanted: str | None) -> None:
     changes.refuse_changes(run)
 
 
-def add_rank(verbs: Verbs) -> None:
+def _add_rank(verbs: Verbs) -> None:
     verb = add_verb(verbs, "rank", _run_rank, "train as one rank of a run (started by run and resume)")
     verb.add_argument("run", type=Path)
     verb.add_argument("--break-lock", action="store_true")

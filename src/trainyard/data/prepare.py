@@ -7,12 +7,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from loguru import logger
-
 from trainyard.config import load_family
 from trainyard.errors import UserError
 from trainyard.files import FlockRefused, exclusive_lock, remove_partial_folders
 from trainyard.hardware import count_cores
+from trainyard.messages import logger
 from trainyard.settings import TrainConfig
 
 _MOST_NAMED = 5  # damaged records

@@ -17,6 +17,7 @@ from omegaconf import DictConfig
 from trainyard import config as configs
 from trainyard.files import limit_writers
 from trainyard.runs import folder as runs
+from trainyard.runs.create import create_run
 from trainyard.settings import TrainConfig
 
 _WAIT_FOR_RUN_S = 120  # how long other ranks wait for rank 0, which may start later than they do
@@ -96,7 +97,7 @@ def _train(config: TrainConfig, jobs_dir: Path, runs_dir: Path) -> None:
     if not read_world(environ).is_main:
         _wait_for_run(run)
     elif not (run / runs.CONFIG).is_file():
-        runs.create_run(runs_dir, config, name=run.name, environ=environ)
+        create_run(runs_dir, config, name=run.name, environ=environ)
     code = execute(run, jobs_dir, environ=environ, started=started)
     if code:
         raise RuntimeError(f"{run}: ended with code {code}. Its log is {run}/log. Resume: trainyard resume {run}")

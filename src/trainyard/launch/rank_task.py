@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from loguru import logger
-
 from trainyard.config import freeze, thaw
 from trainyard.data.prepare import StopRequested, is_packed, prepare_data, verify_packed
 from trainyard.errors import DiskFull, OutOfDeviceMemory, UserError
@@ -25,6 +23,7 @@ from trainyard.hardware import (
     show_own_mig_slice,
 )
 from trainyard.launch.rank_choices import Choice, build_context, record_choices
+from trainyard.messages import logger
 from trainyard.runs.changes import refuse_changes
 from trainyard.runs.folder import CONFIG, record_error
 from trainyard.runs.lock import RunLock

@@ -17,7 +17,8 @@ from trainyard.cluster import query as slurm
 from trainyard.config import compose
 from trainyard.errors import UserError
 from trainyard.files import create_common_folder, limit_writers, write_atomically
-from trainyard.runs.folder import check_name, create_run
+from trainyard.runs.create import create_run
+from trainyard.runs.folder import check_name
 from trainyard.runs.sweep_file import FILE, FOLDER, Element, Sweep, encode_sweep
 from trainyard.settings import TrainConfig
 

@@ -16,7 +16,7 @@ import torch
 from trainyard import config as configs
 from trainyard.data.prepare import prepare_data
 from trainyard.launch.rank_task import execute
-from trainyard.runs.folder import create_run
+from trainyard.runs.create import create_run
 from trainyard.runs.manifest import list_checkpoints
 from trainyard.runs.state import ExitCode
 from trainyard.tools.gpu_checks.check import CheckFailed, Figures, NotRun, Sizes

@@ -27,7 +27,7 @@ from trainyard.hardware import choose_precision
 from trainyard.launch.compile_choice import CACHE_VARIABLES
 from trainyard.launch.rank_choices import build_context
 from trainyard.measure import Candidate, Summary, measure_candidates
-from trainyard.runs.folder import create_run
+from trainyard.runs.create import create_run
 from trainyard.settings import TrainConfig
 from trainyard.tools.gpu_checks.card import (
     measure_device_rate,

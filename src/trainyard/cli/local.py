@@ -1,0 +1,125 @@
+"""The commands for what is on this machine: jobs and their options, packed data, checkpoints and reports."""
+
+import argparse
+from pathlib import Path
+
+from trainyard import config as configs
+from trainyard.cli.verb import Verbs, add_verb
+from trainyard.errors import UserError
+from trainyard.runs import folder as runs
+from trainyard.runs.manifest import list_checkpoints, verify
+from trainyard.runs.state import ExitCode
+
+
+def add_commands(verbs: Verbs) -> None:
+    """Add the commands."""
+    for add in (_add_jobs, _add_options, _add_pack, _add_verify, _add_ckpt, _add_report):
+        add(verbs)
+
+
+# jobs, options
+
+
+def _add_jobs(verbs: Verbs) -> None:
+    add_verb(verbs, "jobs", _list_jobs, "list the jobs you can run")
+
+
+def _list_jobs(args: argparse.Namespace) -> int:
+    for name, preset in sorted(configs.find_jobs(args.jobs).items()):
+        first = preset.read_text().partition("\n")[0]
+        print(f"{name:<24} {first.lstrip('# ')}")
+    return 0
+
+
+def _add_options(verbs: Verbs) -> None:
+    verb = add_verb(verbs, "options", _list_options, "list a job's options, their values and what they do")
+    verb.add_argument("job")
+    verb.add_argument("overrides", nargs="*", metavar="OPTION=VALUE")
+
+
+def _list_options(args: argparse.Namespace) -> int:
+    for option in configs.list_options(configs.compose(args.job, args.overrides, args.jobs)):
+        print(f"{option.name}={option.value!s:<{max(1, 44 - len(option.name))}} {option.doc}")
+    return 0
+
+
+# pack, verify
+
+
+def _add_pack(verbs: Verbs) -> None:
+    verb = add_verb(verbs, "pack", _pack, "write raw files into shards, or finish writing them")
+    verb.add_argument("job")
+    verb.add_argument("raw", type=Path, help="folder of raw files")
+    verb.add_argument("out", type=Path, help="folder of shards")
+    verb.add_argument("overrides", nargs="*", metavar="OPTION=VALUE")
+    verb.add_argument("--workers", type=int, default=0, metavar="N", help="processes (default: the cores)")
+    verb.add_argument("--shard-mib", type=int, default=128, metavar="MIB", help="target size of a shard")
+
+
+def _pack(args: argparse.Namespace) -> int:
+    from trainyard.data.prepare import pack_raw
+
+    config = configs.compose(args.job, args.overrides, args.jobs)
+    pack_raw(config, args.raw, args.out, args.jobs, workers=args.workers, shard_mib=args.shard_mib)
+    print(f"next: trainyard run {args.job} data.path={args.out}")
+    return 0
+
+
+def _add_verify(verbs: Verbs) -> None:
+    verb = add_verb(verbs, "verify", _verify, "read all packed data and name every damaged record")
+    verb.add_argument("data", type=Path, help="folder of shards")
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from tqdm import tqdm
+
+    from trainyard.data.index import read_index
+    from trainyard.data.shards import verify
+
+    index = read_index(args.data)
+    if not index.has_digest:
+        print(index.explain_no_digest())
+    damaged = 0
+    with tqdm(unit="B", unit_scale=True, desc=f"reading {args.data}", disable=None, leave=False) as bar:
+        for damage in verify(args.data, bar.update):
+            damaged += 1
+            print(f"{damage.shard}: {damage.what}: {damage.reason}")
+    print(f"{args.data}: {'all records are as they were packed' if not damaged else f'{damaged} damaged'}")
+    return ExitCode.FAILED if damaged else 0
+
+
+# ckpt, report
+
+
+def _add_ckpt(verbs: Verbs) -> None:
+    verb = add_verb(verbs, "ckpt", _run_ckpt, "list or verify the checkpoints of a run")
+    verb.add_argument("what", choices=("list", "verify"))
+    verb.add_argument("run", help="its folder, or a job for that job's newest run")
+
+
+def _run_ckpt(args: argparse.Namespace) -> int:
+    run = runs.resolve_run(args.run, args.runs)
+    entries = list_checkpoints(run / "checkpoints")
+    if not entries:
+        raise UserError(f"{run}: no checkpoints yet.")
+    damaged = 0
+    for entry in entries:
+        problem = verify(entry) if args.what == "verify" else entry.problem
+        damaged += problem is not None
+        best = " best" if (entry.meta.get("best") or {}).get("step") == entry.step else ""
+        print(f"{entry.path.name}  {entry.bytes / 2**20:9.1f} MiB  {problem or 'ok'}{best}")
+    return ExitCode.FAILED if damaged else 0
+
+
+def _add_report(verbs: Verbs) -> None:
+    verb = add_verb(verbs, "report", _write_report, "write a run's report: one HTML page and its plots")
+    verb.add_argument("run", help="its folder, or a job for that job's newest run")
+
+
+def _write_report(args: argparse.Namespace) -> int:
+    from trainyard.report.run_page import format_summary, write_report
+
+    run = runs.resolve_run(args.run, args.runs)
+    report = write_report(run)
+    print(format_summary(run, next_commands=[f"open {report}"]))
+    return 0

@@ -1,0 +1,95 @@
+"""The commands for runs that exist: status, runs, logs, why and cancel. They load little, to answer quickly."""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from trainyard.cli.verb import Verbs, add_verb
+from trainyard.launch import cancel
+from trainyard.runs import folder as runs
+from trainyard.runs import logs, status, sweep_file
+
+
+def add_commands(verbs: Verbs) -> None:
+    """Add the commands."""
+    for add in (_add_status, _add_runs, _add_logs, _add_why, _add_cancel):
+        add(verbs)
+
+
+def _add_status(verbs: Verbs) -> None:
+    verb = add_verb(verbs, "status", _print_status, "list runs that wait, run or ended recently")
+    verb.add_argument("run", nargs="*", help="runs, jobs or sweeps; default: the 20 newest runs")
+
+
+def _print_status(args: argparse.Namespace) -> int:
+    found = _resolve_names(args.run, args.runs) if args.run else runs.list_newest_runs(args.runs, 20)
+    return _print_runs(found, args.runs, status.render_table if len(found) <= 20 else status.render_overview)
+
+
+def _add_runs(verbs: Verbs) -> None:
+    verb = add_verb(verbs, "runs", _list_runs, "list all runs")
+    verb.add_argument("job", nargs="?", help="only runs of this job")
+
+
+def _list_runs(args: argparse.Namespace) -> int:
+    if args.job:
+        runs.find_latest_run(args.runs, args.job)  # says which jobs have runs, if this one has none
+    return _print_runs(runs.list_newest_runs(args.runs, None, job=args.job), args.runs, status.render_table)
+
+
+def _print_runs(found: Sequence[Path], root: Path, render_runs: Callable[[Sequence[status.Status], float], str]) -> int:
+    if not found:
+        print(f"{root.absolute()}: no runs yet.\nnext: trainyard run JOB, or submit JOB (trainyard jobs lists them)")
+        return 0
+    known, note = status.read_statuses(found)
+    print(render_runs(known, time.time()))
+    if note:
+        print(note, file=sys.stderr)
+    return 0
+
+
+def _add_logs(verbs: Verbs) -> None:
+    verb = add_verb(verbs, "logs", _print_logs, "print a run's log")
+    verb.add_argument("run", help="its folder, or a job for that job's newest run")
+    verb.add_argument("-f", "--follow", action="store_true", help="keep printing until the run ends")
+
+
+def _print_logs(args: argparse.Namespace) -> int:
+    print_log = logs.follow if args.follow else logs.show
+    print_log(runs.resolve_run(args.run, args.runs), lambda line: print(line, flush=True))
+    return 0
+
+
+def _add_why(verbs: Verbs) -> None:
+    verb = add_verb(verbs, "why", _explain, "explain why a run waits, stopped or failed, and what to do")
+    verb.add_argument("run", help="its folder, or a job for that job's newest run")
+
+
+def _explain(args: argparse.Namespace) -> int:
+    from trainyard.runs.why import explain_run  # reads YAML
+
+    print(explain_run(runs.resolve_run(args.run, args.runs)))
+    return 0
+
+
+def _add_cancel(verbs: Verbs) -> None:
+    verb = add_verb(verbs, "cancel", _cancel, "stop runs; they can be resumed")
+    verb.add_argument("run", nargs="+", help="runs, jobs or sweeps")
+
+
+def _cancel(args: argparse.Namespace) -> int:
+    print("\n".join(cancel.cancel(_resolve_names(args.run, args.runs))))
+    return 0
+
+
+def _resolve_names(names: Sequence[str], root: Path) -> list[Path]:
+    """Return the runs with these names; the name of a sweep means all of its runs."""
+    found: list[Path] = []
+    for name in names:
+        if sweep_file.exists(name, root.absolute()):
+            found += [element.run for element in sweep_file.load(name, root.absolute()).elements]
+        else:
+            found.append(runs.resolve_run(name, root))
+    return found

@@ -1,0 +1,92 @@
+"""Creates the folder of a run, with its options and a record of what else its results depend on. Loads no torch."""
+
+import errno
+import secrets
+import shutil
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+
+from trainyard.config import freeze
+from trainyard.environment import NO_VARIABLES, THIS_CODE, describe_environment, find_checkout
+from trainyard.errors import UserError
+from trainyard.files import create_common_folder, limit_writers, share_folder
+from trainyard.messages import logger
+from trainyard.runs.folder import CONFIG, DIFF, check_name, write_env
+from trainyard.settings import TrainConfig
+from trainyard.text import join_names
+
+
+def create_run(
+    root: Path,
+    config: TrainConfig,
+    *,
+    name: str | None = None,
+    environ: Mapping[str, str] = NO_VARIABLES,
+    code: Path = THIS_CODE,
+    group: str = "",
+) -> Path:
+    """Create the folder of a new run and return it. It is complete as soon as it is visible.
+
+    The path is `<root>/<job>/<YYYYmmdd-HHMMSS>-<commit>` (local time; 7 digits of the commit, or "nogit"), with
+    -2, -3, ... appended if it is taken. The folder contains config.yaml (every option), env.json
+    (`environment_record`) and, if the checkout differs from its commit, code.diff.
+
+    Args:
+        root: folder of all runs; created if missing.
+        name: name of the folder; default: time and commit.
+        environ: environment variables; only a few known ones are recorded.
+        code: any folder of the git checkout to record.
+        group: whose members may add files to the run and delete checkpoints; "": only its owner can change it.
+
+    Raises:
+        UserError: `name` is not a plain file name, a run already has it, or this user is not in `group`.
+    """
+    check_name(name, of="run")
+    checkout, diff = find_checkout(code)
+    record = describe_environment(environ, checkout)
+    for folder in (root, root / config.job):
+        create_common_folder(folder, group=group)
+    temporary = root / config.job / f".new-{secrets.token_hex(8)}"
+    with limit_writers():
+        temporary.mkdir()
+        try:
+            freeze(config, temporary / CONFIG)
+            write_env(temporary, record)
+            if diff:
+                _write_diff(temporary / DIFF, diff, masked=checkout.get("masked", []))
+            if group:
+                (temporary / "checkpoints").mkdir()
+                share_folder(temporary / "checkpoints", group, sticky=False)
+                share_folder(temporary, group)
+            default = f"{datetime.now():%Y%m%d-%H%M%S}-{(checkout['commit'] or 'nogit')[:7]}"
+            return _move_into_place(temporary, name, default=default)
+        except BaseException:
+            shutil.rmtree(temporary)
+            raise
+
+
+def _write_diff(path: Path, diff: bytes, *, masked: Sequence[str]) -> None:
+    """Write the diff for the run's owner alone: what was not committed may not be meant for others."""
+    note = "".join(f"# masked, because it looks like a secret: {place}\n" for place in masked)
+    path.touch(mode=0o600)
+    path.write_bytes(note.encode() + diff)
+    if masked:
+        logger.warning("{}: masked what looks like secrets: {}", path.name, join_names(list(masked)))
+
+
+def _move_into_place(temporary: Path, name: str | None, *, default: str) -> Path:
+    """Rename a finished folder to its final name. Renaming onto a non-empty folder fails, so no run is replaced."""
+    number = 1
+    while True:
+        target = temporary.with_name(name or (default if number == 1 else f"{default}-{number}"))
+        try:
+            return temporary.rename(target)
+        except OSError as error:
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                raise
+        if name:
+            raise UserError(
+                f"{target}: there is a run of this name. Choose another, or resume it: trainyard resume {target}"
+            )
+        number += 1
