@@ -7,9 +7,13 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 import pytest
+import yaml
+from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
+from hydra.core.config_store import ConfigStore
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from omegaconf import OmegaConf
 
 from trainyard.config import (
     ConfigError,
@@ -24,6 +28,7 @@ from trainyard.config import (
 )
 from trainyard.errors import UserError
 from trainyard.files import write_atomically
+from trainyard.presets import merge_presets
 from trainyard.settings import TrainConfig
 
 ROOT = Path(__file__).parents[1]
@@ -81,6 +86,67 @@ def test_a_preset_overrides_the_presets_it_is_based_on_and_the_family_defaults()
     assert (config.seed, config.global_batch_size, config.optimizer.lr) == (7, 16, 2e-3)  # from tiny.yaml
     assert (config.head.width, config.data.cache) == (64, "shards/tiny_big")  # from tiny_big.yaml, interpolated
     assert (config.head.dropout, config.max_duration) == (0.0, "10ep")  # defaults
+
+
+def list_deepest_presets() -> list[str]:
+    """Return of each family the preset that is based on the most others."""
+    deepest: dict[str, tuple[int, str]] = {}
+    for name, path in find_jobs(ROOT / "jobs").items():
+        depth, base = 0, name
+        while (base := yaml.safe_load(path.with_name(f"{base}.yaml").read_text())["defaults"][0]) != "schema":
+            depth += 1
+        deepest[path.parent.name] = max(deepest.get(path.parent.name, (0, "")), (depth, name))
+    return [name for _, name in deepest.values()]
+
+
+def compare_with_hydra(name: str) -> None:
+    """Assert that a preset of ours is merged without Hydra to what Hydra makes of it."""
+    path = find_jobs(ROOT / "jobs")[name]
+    options = load_family(ROOT / "jobs", path.parent.name, "config").Config
+    ConfigStore.instance().store(name="schema", node=options)
+    with initialize_config_dir(str(path.parent), version_base="1.3"):
+        expected = hydra_compose(name)
+    merged = merge_presets(path, options)
+    assert merged is not None and OmegaConf.get_type(merged) is OmegaConf.get_type(expected) is options
+    assert OmegaConf.to_yaml(merged) == OmegaConf.to_yaml(expected)
+    assert repr(OmegaConf.to_object(merged)) == repr(OmegaConf.to_object(expected))
+
+
+@pytest.mark.slow
+def test_presets_are_merged_to_what_hydra_makes_of_them():
+    presets = list_deepest_presets()
+    assert len(presets) == 5
+    for name in presets:
+        compare_with_hydra(name)
+
+
+@pytest.mark.long
+def test_all_presets_are_merged_to_what_hydra_makes_of_them():
+    for name in find_jobs(ROOT / "jobs"):
+        compare_with_hydra(name)
+
+
+@pytest.mark.parametrize(
+    ("big", "expected"),
+    [
+        ("defaults: [tiny, more, _self_]\nseed: 9\n", (9, 3e-3, 2)),
+        ("defaults: [_self_, tiny]\nseed: 9\n", (7, 2e-3, 8)),
+        ("# @package _global_\ndefaults: [tiny, _self_]\nseed: 9\n", (9, 2e-3, 8)),
+        ("defaults: [tiny, _self_]\nseed: 9\nhydra: {verbose: false}\n", (9, 2e-3, 8)),
+    ],
+)
+def test_what_else_hydra_knows_of_defaults_works_in_a_preset(tmp_path: Path, big: str, expected: tuple):
+    tiny = (JOBS / "tiny" / "tiny.yaml").read_text()
+    jobs = make_family(tmp_path, tiny=tiny, more="optimizer: {lr: 3e-3}\nhead: {width: 2}\n", big=big)
+    config = compose("big", [], jobs)
+    assert (config.seed, config.optimizer.lr, config.head.width) == expected
+
+
+def test_a_configuration_is_frozen_to_what_omegaconf_writes(tiny: TrainConfig, tmp_path: Path):
+    tiny.data.path, tiny.trackers, tiny.start_from = "a: 'b' # c", [], "1e3"
+    freeze(tiny, tmp_path / "config.yaml")
+    options = [line for line in (tmp_path / "config.yaml").read_text().splitlines() if not line.startswith("#")]
+    assert options == OmegaConf.to_yaml(OmegaConf.structured(tiny)).splitlines()
 
 
 def test_no_omegaconf_object_is_left_in_a_configuration():
@@ -158,7 +224,7 @@ def test_configuring_and_creating_a_run_load_no_torch_h5py_or_dali(tmp_path: Pat
 import sys
 from pathlib import Path
 from trainyard import config
-from trainyard.runs.folder import create_run
+from trainyard.runs.create import create_run
 from trainyard.runs.lock import RunLock
 run = create_run(Path({str(tmp_path)!r}), config.compose("tiny", ["seed=1"], Path({str(JOBS)!r})))
 config.thaw(run / "config.yaml", Path({str(JOBS)!r}))

@@ -5,14 +5,17 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from tests.run_folders import NOW, RunFolder
+
 ROOT = Path(__file__).resolve().parents[1]
 ORDER = (
-    *("errors", "text", "files", "masking", "tables", "settings", "hardware"),
-    *("scoring", "frozen", "config", "environment", "measure"),
+    *("errors", "text", "files", "messages", "masking", "tables", "yaml_reader", "settings", "hardware"),
+    *("scoring", "frozen", "presets", "config", "environment", "measure"),
     *("cluster", "runs", "data", "report", "train", "jobs", "launch", "tools", "cli"),
 )
 """Each imports only itself and packages to its left."""
@@ -128,12 +131,60 @@ def test_source_names_no_job():
     assert named == []
 
 
+LISTING_NEEDS_NO = (*LOADED_LATE, "numpy", "hydra", "submitit", "loguru", "tqdm", "matplotlib")
+ASKING_NEEDS_NO = (
+    *LISTING_NEEDS_NO,
+    "omegaconf",
+    "trainyard.config",
+    "trainyard.launch.submit",
+    "trainyard.environment",
+)
+
+
+def list_loaded(names: Sequence[str], *commands: Sequence[object]) -> list[str]:
+    """Return which of these modules are loaded by commands in one process, whether or not they succeed."""
+    code = f"""
+import sys
+from trainyard.cli import main
+for words in {[list(map(str, words)) for words in commands]!r}:
+    try:
+        main(words)
+    except SystemExit:
+        pass
+print()
+print(*[name for name in {tuple(names)!r} if name in sys.modules])"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=dict(os.environ))
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()[-1].split()
+
+
+def test_listing_the_commands_loads_only_what_parses_them():
+    assert list_loaded(LISTING_NEEDS_NO, ["--help"], ["submit", "--help"], ["statu"]) == []
+
+
+def test_asking_about_runs_loads_nothing_that_starts_one(tmp_path):
+    """It answers in a fraction of a second on a login node, also about a damaged run."""
+    folder = RunFolder(tmp_path)
+    folder.begin(NOW - 900)
+    (folder.run / "config.yaml").write_text("optimizer: [")
+    root = ["--runs", tmp_path / "runs"]
+    quick = [["status", *root], ["cancel", folder.run, *root], ["logs", folder.run, *root]]
+    assert list_loaded([*ASKING_NEEDS_NO, "yaml"], *quick) == []
+    assert list_loaded(ASKING_NEEDS_NO, ["why", folder.run, *root]) == []
+
+
+def test_submitting_a_job_as_its_preset_states_it_loads_neither_hydra_nor_numpy():
+    """Hydra parses what is typed as option=value."""
+    job = ["submit", "fingerprint_1m", "--synthetic", "--gpus", 8, "--cluster", ROOT / "slurm" / "lab.yaml", "--dry"]
+    assert list_loaded([*LOADED_LATE, "hydra", "numpy"], job) == []
+
+
 def test_submitting_loads_no_torch():
     """Covers everything from typing a job's name to passing a task to a scheduler."""
     code = f"""
 import sys
 from pathlib import Path
-import trainyard.cli, trainyard.launch.rank_task, trainyard.runs.folder
+import trainyard.cli.submission, trainyard.environment, trainyard.launch.rank_task, trainyard.runs.folder
 from trainyard import config
 composed = config.compose("fingerprint_1m", ["optimizer.lr=1e-3"], Path({str(ROOT / "jobs")!r}))
 config.list_options(composed)
@@ -151,8 +202,9 @@ def test_what_runs_on_a_login_node_loads_neither_torch_nor_dali_nor_h5py():
     files = [path for package in LIGHT for path in sorted((source / "trainyard" / package).glob("*.py"))]
     modules = [".".join(path.relative_to(source).with_suffix("").parts) for path in files if path.stem != "__init__"]
     assert len(modules) > 10, f"only {modules} found: has the source moved?"
-    late = (*LOADED_LATE, "hydra")  # status, why and cancel compose nothing
-    code = f"import sys, trainyard.cli, {', '.join(modules)}; print([name for name in {late!r} if name in sys.modules])"
+    late = (*LOADED_LATE, "hydra")
+    names = ", ".join(["trainyard.cli.cluster", *modules])
+    code = f"import sys, {names}; print([name for name in {late!r} if name in sys.modules])"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=dict(os.environ)
     )

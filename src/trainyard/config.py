@@ -1,7 +1,7 @@
 """Composes a preset and overrides into one typed configuration, and saves and loads that of a run.
 
-Hydra composes the YAML files; outside this module a configuration is a dataclass. Loads no torch, h5py or DALI, and
-Hydra only to compose: `status` and `why` read what was frozen.
+Hydra defines what the YAML files mean; outside this module a configuration is a dataclass. Loads no torch, h5py or
+DALI, and Hydra only for overrides and for presets with other defaults than presets.py knows.
 """
 
 import importlib
@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args, get_origin, get_type_hints
@@ -28,6 +28,7 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 
 from trainyard.errors import UserError
 from trainyard.frozen import LOCATION, ConfigError, read_frozen, write_frozen
+from trainyard.presets import SCHEMA, merge_presets
 from trainyard.settings import TrainConfig, check
 from trainyard.text import find_nearest
 
@@ -122,7 +123,9 @@ def compose(job: str, overrides: Sequence[str], jobs_dir: Path) -> TrainConfig:
     preset = _find_preset(job, jobs_dir)
     family = preset.parent.name
     config_type = load_family(jobs_dir, family, "config").Config
-    tree = _compose_preset(preset, config_type)
+    tree = merge_presets(preset, config_type)
+    if tree is None:
+        tree = _compose_with_hydra(preset, config_type)
     tree.job, tree.family = job, family
     _override(tree, overrides)
     return _to_config(tree, f"job {job}")
@@ -182,7 +185,7 @@ def list_kept_options(config: TrainConfig) -> tuple[dict[str, Any], dict[str, An
 
 def freeze(config: TrainConfig, path: Path) -> None:
     """Write every option with its value to `path` as YAML, atomically."""
-    write_frozen(OmegaConf.structured(config), path)
+    write_frozen(asdict(config), path)
 
 
 def thaw(path: Path, jobs_dir: Path) -> TrainConfig:
@@ -194,17 +197,18 @@ def thaw(path: Path, jobs_dir: Path) -> TrainConfig:
         UserError: the family is not in `jobs_dir`.
     """
     frozen = read_frozen(path)
-    if not isinstance(frozen, DictConfig) or not frozen.get("family"):
+    if not isinstance(frozen, dict) or not frozen.get("family"):
         raise ConfigError(f"{path}: expected the options of a run, including 'family'. The file was changed.")
-    if not re.fullmatch(r"[A-Za-z]\w*", str(frozen.family), re.ASCII):
-        raise ConfigError(f"{path}: '{str(frozen.family)[:40]}' is not the name of a family. The file was changed.")
-    config_type = load_family(jobs_dir, frozen.family, "config").Config
+    family = str(frozen["family"])
+    if not re.fullmatch(r"[A-Za-z]\w*", family, re.ASCII):
+        raise ConfigError(f"{path}: '{family[:40]}' is not the name of a family. The file was changed.")
+    config_type = load_family(jobs_dir, family, "config").Config
     try:
         tree = OmegaConf.merge(OmegaConf.structured(config_type), frozen)
     except OmegaConfBaseException as error:
         raise ConfigError(
             f"{path}: {_describe_error(error, OmegaConf.structured(config_type))} The run was created by another "
-            f"version of family '{frozen.family}'. Resume it with the code that started it (its commit is in env.json)."
+            f"version of family '{family}'. Resume it with the code that started it (its commit is in env.json)."
         ) from None
     assert isinstance(tree, DictConfig)
     return _to_config(tree, str(path))
@@ -244,15 +248,25 @@ def _is_config_type(candidate: object) -> bool:
     return isinstance(candidate, type) and is_dataclass(candidate) and issubclass(candidate, TrainConfig)
 
 
-def _compose_preset(preset: Path, config_type: type[TrainConfig]) -> DictConfig:
+def register_options(jobs_dir: Path, family: str) -> None:
+    """Tell Hydra the options of a family, which its base preset calls `schema`."""
+    _register(load_family(jobs_dir, family, "config").Config)
+
+
+def _register(config_type: type[TrainConfig]) -> None:
+    from hydra.core.config_store import ConfigStore
+
+    ConfigStore.instance().store(name=SCHEMA, node=config_type)
+
+
+def _compose_with_hydra(preset: Path, config_type: type[TrainConfig]) -> DictConfig:
     """Have Hydra merge a preset with the presets it is based on. Values are typed; interpolations are not resolved."""
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
-    from hydra.core.config_store import ConfigStore
     from hydra.core.global_hydra import GlobalHydra
     from hydra.errors import HydraException
 
-    ConfigStore.instance().store(name="schema", node=config_type)
+    _register(config_type)
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(preset.parent.resolve()), version_base="1.3"):

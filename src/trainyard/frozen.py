@@ -1,6 +1,6 @@
 """The frozen options of a run: plain YAML with a digest, which may come damaged, or from another person.
 
-Loads no torch.
+Loads no torch, and OmegaConf only to write.
 """
 
 import hashlib
@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import yaml  # type: ignore[import-untyped]
-from omegaconf import DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from trainyard.errors import UserError
 from trainyard.files import read_file, write_atomically
+from trainyard.yaml_reader import load_yaml, scan_yaml
 
 LOCATION = "data.path"
 """The option that says where the data are. Moving them changes it; which data they are, checkpoints know."""
@@ -34,12 +33,18 @@ class ConfigError(UserError):
     """A preset, an override or a frozen configuration is not what the job accepts. One line."""
 
 
-def write_frozen(tree: DictConfig, path: Path) -> None:
-    """Write every option with its value, and a digest of them, atomically."""
-    write_atomically(path, f"{_HEADER}{hash_options(_flatten(tree))}\n{OmegaConf.to_yaml(tree)}")
+def write_frozen(tree: Mapping[str, Any], path: Path) -> None:
+    """Write every option with its value, and a digest of them, atomically.
+
+    Args:
+        tree: groups of options are mappings in it.
+    """
+    from omegaconf import OmegaConf
+
+    write_atomically(path, f"{_HEADER}{hash_options(dict(_walk(tree)))}\n{OmegaConf.to_yaml(tree)}")
 
 
-def read_frozen(path: Path) -> DictConfig | ListConfig:
+def read_frozen(path: Path) -> Any:
     """Return the tree of a frozen configuration, whatever it holds; the digest is not checked.
 
     Raises:
@@ -56,10 +61,10 @@ def read_options(path: Path) -> tuple[dict[str, Any], str]:
     """
     text = _read_text(path)
     stated = re.search(rf"^{re.escape(_DIGEST)}(\S*)$", text, re.MULTILINE)
-    return _flatten(_parse(text, path)), stated[1] if stated else ""
+    return dict(_walk(_parse(text, path))), stated[1] if stated else ""
 
 
-def build_tree(options: Mapping[str, Any]) -> DictConfig:
+def build_tree(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the tree of options given by dotted name."""
     tree: dict[str, Any] = {}
     for name, value in options.items():
@@ -68,7 +73,7 @@ def build_tree(options: Mapping[str, Any]) -> DictConfig:
         for group in groups:
             place = place.setdefault(group, {})
         place[leaf] = value
-    return OmegaConf.create(tree)
+    return tree
 
 
 def hash_options(options: Mapping[str, Any]) -> str:
@@ -90,7 +95,7 @@ def _read_text(path: Path) -> str:
         raise ConfigError(f"{path}: not YAML: {error}.") from None
 
 
-def _parse(text: str, path: Path) -> DictConfig | ListConfig:
+def _parse(text: str, path: Path) -> Any:
     try:
         found = "a reference to other values, ${...}" if "${" in text else _find_forbidden(text)
         if found:
@@ -98,14 +103,12 @@ def _parse(text: str, path: Path) -> DictConfig | ListConfig:
                 f"{path}: has {found}, and a run's options are plain values. Trainyard never writes such a file: find "
                 "out who did before you use this folder."
             )
-        return OmegaConf.create(text)
+        return load_yaml(text)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark else ""
         reason = getattr(error, "problem", None) or str(error).strip().partition("\n")[0]
         raise ConfigError(f"{path}{where}: not YAML: {reason or 'cannot be read'}.") from None
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"{path}: {str(error).strip().partition(chr(10))[0]}.") from None
     except RecursionError:
         raise ConfigError(f"{path}: not YAML: nested too deeply.") from None
 
@@ -113,7 +116,7 @@ def _parse(text: str, path: Path) -> DictConfig | ListConfig:
 def _find_forbidden(text: str) -> str:
     """Return what YAML has that could run code or grow without bound; "" for plain values. Stops where it finds it."""
     depth = 0
-    for token in yaml.scan(text):
+    for token in scan_yaml(text):
         depth += isinstance(token, _OPENING) - isinstance(token, _CLOSING)
         if depth > _MOST_LEVELS:
             return "too many levels"
@@ -128,10 +131,6 @@ _OPENING = (
 )
 _CLOSING = (yaml.FlowSequenceEndToken, yaml.FlowMappingEndToken, yaml.BlockEndToken)
 _MOST_LEVELS = 20
-
-
-def _flatten(tree: DictConfig | ListConfig) -> dict[str, Any]:
-    return dict(_walk(OmegaConf.to_container(tree)))
 
 
 def _walk(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

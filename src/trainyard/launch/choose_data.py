@@ -17,8 +17,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
 from trainyard.cluster.description import SYNTHETIC, Cluster, load_user_file
@@ -28,6 +26,7 @@ from trainyard.errors import UserError
 from trainyard.runs.trust import require_own_file
 from trainyard.settings import TrainConfig
 from trainyard.text import find_nearest, join_names
+from trainyard.yaml_reader import load_yaml
 
 USER_FILE = "trainyard.yaml"
 
@@ -222,12 +221,13 @@ def read_stated_count(preset: Path) -> int | None:
     Composing takes 0.2 s. In a file that does not end its defaults with `_self_`, they may override what it states.
     """
     try:
-        tree = OmegaConf.load(preset)
-        is_last = OmegaConf.select(tree, "defaults", default=["none"])[-1] == "_self_"
-        stated = OmegaConf.select(tree, "data.synthetic")
-    except (YAMLError, OmegaConfBaseException, OSError):  # composing it says what is wrong
+        content = load_yaml(preset.read_text(encoding="utf-8"))
+    except (YAMLError, ValueError, OSError):  # composing it says what is wrong
         return None
-    return stated if is_last and isinstance(stated, int) else None
+    match content:
+        case {"defaults": [*_, "_self_"], "data": {"synthetic": int(stated)}}:
+            return stated
+    return None
 
 
 def _describe_synthetic(config: TrainConfig) -> str:

@@ -60,8 +60,9 @@ def run_multirun(
     Raises:
         UserError: there is no such job.
     """
-    configs.compose(job, [], jobs_dir)  # reports what is wrong with the job in our words, and registers its options
+    configs.compose(job, [], jobs_dir)  # reports what is wrong with the job in our words
     preset = configs.find_jobs(jobs_dir)[job].resolve()
+    configs.register_options(jobs_dir, preset.parent.name)
     family, jobs_dir, runs_dir = preset.parent.name, jobs_dir.resolve(), runs_dir.resolve()
 
     def train(tree: DictConfig) -> None:
