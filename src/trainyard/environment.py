@@ -115,8 +115,7 @@ def find_checkout(code: Path) -> tuple[dict[str, Any], bytes]:
     What looks like a password or a key is masked in the diff; `masked` lists where, if that was anywhere.
     """
     try:
-        commit = _run_git(code, "rev-parse", "HEAD").decode().strip()
-        top = Path(_run_git(code, "rev-parse", "--show-toplevel").decode().rstrip("\n"))
+        commit, _, top = _run_git(code, "rev-parse", "HEAD", "--show-toplevel").decode().rstrip("\n").partition("\n")
         diff = _run_git(top, "diff", "HEAD", "--binary", "--no-color", "--no-ext-diff", "--no-textconv")
         listed = _run_git(
             top, "ls-files", "--others", "--exclude-standard", "--directory", "--no-empty-directory", "-z"
@@ -131,6 +130,6 @@ def find_checkout(code: Path) -> tuple[dict[str, Any], bytes]:
     return checkout | ({"masked": [str(finding) for finding in masked]} if masked else {}), diff
 
 
-def _run_git(folder: Path, *arguments: str) -> bytes:
+def _run_git(folder: str | Path, *arguments: str) -> bytes:
     command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]
     return subprocess.run(command, capture_output=True, check=True, timeout=60).stdout

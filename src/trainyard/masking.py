@@ -1,5 +1,6 @@
 """Finds passwords and keys in text, so that what is stored about uncommitted code does not contain them."""
 
+import functools
 import re
 from collections.abc import Iterator
 from fnmatch import fnmatch
@@ -112,6 +113,7 @@ def find_secrets(folder: Path) -> Iterator[Finding]:
                     yield Finding(f"{path}:{number}", kind)
 
 
+@functools.lru_cache(maxsize=16)  # of a diff, each line asks
 def is_secret_file(path: str) -> bool:
     """Return whether a file is known, by its name, to contain passwords or keys."""
     name = Path(path).name

@@ -287,9 +287,10 @@ def submit(
     except UserError:
         slurm.cancel([*([packed_by] if packed_by else []), *jobs])
         raise
+    name = plan.cluster.slurm_name or slurm.query_cluster_name()
     before = {"packing": packed_by, "after": str(after.run) if after is not None and after.job else ""}
     for run, job in zip(runs, jobs, strict=True):
-        _record_submission(run, job, "slurm", plan, folder=folder, code=code, before=before)
+        _record_submission(run, job, plan, name, folder=folder, code=code, before=before)
     return jobs
 
 
@@ -439,10 +440,10 @@ def choose_time(hw: str, kind: GpuNodes, cluster: Cluster, request: ResourceRequ
 
 
 def _record_submission(
-    run: Path, job: str, scheduler: str, plan: Plan, *, folder: Path, code: Code, before: Mapping[str, str]
+    run: Path, job: str, plan: Plan, slurm_name: str, *, folder: Path, code: Code, before: Mapping[str, str]
 ) -> None:
     cluster = {
-        "slurm_name": slurm.query_cluster_name(),
+        "slurm_name": slurm_name,
         "cluster": plan.cluster.name,
         "cluster_file": str(plan.cluster.path),
         "hw": plan.hw,
@@ -453,7 +454,7 @@ def _record_submission(
     _write_submission(
         run,
         {
-            **{"scheduler": scheduler, "job": job, **cluster, **resources, "time_min": plan.time_min, **folders},
+            **{"scheduler": "slurm", "job": job, **cluster, **resources, "time_min": plan.time_min, **folders},
             **{name: value for name, value in before.items() if value},
         },
     )
