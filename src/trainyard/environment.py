@@ -4,6 +4,7 @@ import contextlib
 import functools
 import os
 import platform
+import re
 import shutil
 import socket
 import subprocess
@@ -76,8 +77,15 @@ def _read_versions() -> dict[str, str]:
     recorded = {}
     for name in sorted({*_RECORDED_DISTRIBUTIONS, *(found.replace("_", "-").lower() for found in dali)}):
         with contextlib.suppress(metadata.PackageNotFoundError):
-            recorded[name] = metadata.version(name)
+            recorded[name] = _read_version(name)
     return {"python": platform.python_version(), **recorded}
+
+
+def _read_version(name: str) -> str:
+    """Return what `metadata.version` returns, which parses all that is said about a distribution, as an e-mail."""
+    text = metadata.distribution(name).read_text("METADATA") or ""
+    stated = re.search(r"^Version: *(.*\S)", text, re.MULTILINE)
+    return stated[1] if stated else metadata.version(name)
 
 
 def describe_cpu(cpuinfo: str) -> str:

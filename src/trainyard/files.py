@@ -12,7 +12,7 @@ import shutil
 import stat
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -93,6 +93,41 @@ def remove_partial_folders(path: Path) -> None:
     for partial in path.parent.iterdir():
         if partial.is_dir() and leftover.fullmatch(partial.name):
             shutil.rmtree(partial, ignore_errors=True)  # it is in nobody's way: its name is never used again
+
+
+def copy_folder(source: Path, into: Path, *, leave_out: Callable[[str], bool]) -> None:
+    """Copy a folder's files with their times and modes, except that nobody else may change the copies.
+
+    Takes half as long as `shutil.copytree`, which copies extended attributes, too. Links are followed.
+
+    Args:
+        into: does not exist.
+        leave_out: tells by its name which file or folder is not copied.
+    """
+    into.mkdir()
+    for path in source.iterdir():
+        if leave_out(path.name):
+            continue
+        if path.is_dir():
+            copy_folder(path, into / path.name, leave_out=leave_out)
+        elif path.is_file():
+            _copy_file(path, into / path.name)
+        else:
+            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    into.chmod(_close(source.stat().st_mode))
+
+
+def _copy_file(source: Path, into: Path) -> None:
+    with source.open("rb", buffering=0) as original, into.open("xb", buffering=0) as copied:
+        found = os.fstat(original.fileno())
+        shutil.copyfileobj(original, copied, length=1 << 20)
+        os.utime(copied.fileno(), ns=(found.st_atime_ns, found.st_mtime_ns))
+        os.fchmod(copied.fileno(), _close(found.st_mode))
+
+
+def _close(mode: int) -> int:
+    """Return a mode without the permission of others to write."""
+    return stat.S_IMODE(mode) & ~0o022
 
 
 class AppendedFile:

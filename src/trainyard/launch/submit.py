@@ -7,8 +7,6 @@ script, decides how an attempt ended. Loads no torch: submitting takes a fractio
 import contextlib
 import os
 import shlex
-import shutil
-import stat
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +19,7 @@ from trainyard.cluster import query as slurm
 from trainyard.cluster.description import Cluster, GpuNodes, format_minutes, parse_minutes
 from trainyard.cluster.options import choose_options
 from trainyard.errors import UserError
-from trainyard.files import limit_writers, write_atomically, write_json
+from trainyard.files import copy_folder, limit_writers, write_atomically, write_json
 from trainyard.hardware import Precision, choose_image_target, get_gpu
 from trainyard.launch.batch_script import (
     AT_ONCE,
@@ -207,12 +205,10 @@ def snapshot_code(jobs_dir: Path, into: Path) -> Code:
         )
     into.mkdir()
     # With its bytecode, which Python compares with the sources: each rank of a first start would compile them again.
-    shutil.copytree(_PACKAGE, into / _PACKAGE.name, ignore=shutil.ignore_patterns(".*"))
-    unwanted = shutil.ignore_patterns("__pycache__", "*.pyc", ".*")
-    shutil.copytree(jobs_dir, into / jobs_dir.resolve().name, ignore=unwanted)
-    for path in into.rglob("*"):  # others may be able to change the checkout, whose modes were copied
-        path.chmod(stat.S_IMODE(path.stat().st_mode) & ~0o022)
-    return Code(into, into / jobs_dir.resolve().name)
+    copy_folder(_PACKAGE, into / _PACKAGE.name, leave_out=lambda name: name.startswith("."))
+    copied = into / jobs_dir.resolve().name
+    copy_folder(jobs_dir, copied, leave_out=lambda name: name.startswith(".") or name.endswith(("__pycache__", ".pyc")))
+    return Code(into, copied)
 
 
 def render_attempt_script() -> str:
