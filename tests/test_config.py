@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
+from trainyard.composition import compose_tree
 from trainyard.config import (
     ConfigError,
     apply_overrides,
@@ -28,7 +29,7 @@ from trainyard.config import (
 )
 from trainyard.errors import UserError
 from trainyard.files import write_atomically
-from trainyard.presets import merge_presets
+from trainyard.presets import build_config, merge_presets
 from trainyard.settings import TrainConfig
 
 ROOT = Path(__file__).parents[1]
@@ -106,10 +107,11 @@ def compare_with_hydra(name: str) -> None:
     ConfigStore.instance().store(name="schema", node=options)
     with initialize_config_dir(str(path.parent), version_base="1.3"):
         expected = hydra_compose(name)
-    merged = merge_presets(path, options)
-    assert merged is not None and OmegaConf.get_type(merged) is OmegaConf.get_type(expected) is options
-    assert OmegaConf.to_yaml(merged) == OmegaConf.to_yaml(expected)
-    assert repr(OmegaConf.to_object(merged)) == repr(OmegaConf.to_object(expected))
+    values = merge_presets(path)
+    assert values is not None
+    assert OmegaConf.to_yaml(compose_tree(path, options, values)) == OmegaConf.to_yaml(expected)
+    config = build_config(options, values)
+    assert config is not None and repr(config) == repr(OmegaConf.to_object(expected))
 
 
 @pytest.mark.slow
@@ -124,6 +126,35 @@ def test_presets_are_merged_to_what_hydra_makes_of_them():
 def test_all_presets_are_merged_to_what_hydra_makes_of_them():
     for name in find_jobs(ROOT / "jobs"):
         compare_with_hydra(name)
+
+
+@pytest.mark.parametrize(
+    ("values", "is_plain"),
+    [
+        ({"seed": 1, "optimizer": {"lr": 1}, "trackers": ["wandb"], "image": {"mean": [0.5, 0]}}, True),
+        ({"seed": True}, False),
+        ({"seed": 1.0}, False),
+        ({"seed": "1"}, False),
+        ({"deterministic": 1}, False),
+        ({"optimizer": {"lr": "1e-3"}}, False),
+        ({"optimizer": {"lr": None}}, False),
+        ({"optimizer": {"lrr": 1e-3}}, False),
+        ({"optimizer": "sgd"}, False),
+        ({"trackers": "wandb"}, False),
+        ({"trackers": [1]}, False),
+        ({"labels": [[1]]}, False),
+        ({"image": {"mean": {"a": 1}}}, False),
+        ({"data": {"cache": "${job}"}}, False),
+        ({"data": {"cache": "???"}}, False),
+        ({"sead": 1}, False),
+    ],
+)
+def test_only_values_of_the_declared_types_are_read_without_omegaconf(tiny: TrainConfig, values: dict, is_plain: bool):
+    """OmegaConf converts the others, resolves them, or says what is wrong."""
+    config = build_config(type(tiny), values)
+    assert (config is not None) == is_plain
+    if config is not None:
+        assert repr(config) == repr(OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(type(tiny)), values)))
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from tests.run_folders import NOW, RunFolder
 
 ROOT = Path(__file__).resolve().parents[1]
 ORDER = (
-    *("errors", "text", "files", "messages", "masking", "tables", "yaml_reader", "settings", "hardware"),
-    *("scoring", "frozen", "presets", "config", "environment", "measure"),
+    *("errors", "text", "files", "messages", "masking", "tables", "yaml_text", "settings", "hardware"),
+    *("scoring", "frozen", "presets", "composition", "config", "environment", "measure"),
     *("cluster", "runs", "data", "report", "train", "jobs", "launch", "tools", "cli"),
 )
 """Each imports only itself and packages to its left."""
@@ -174,9 +174,9 @@ def test_asking_about_runs_loads_nothing_that_starts_one(tmp_path):
 
 
 def test_submitting_a_job_as_its_preset_states_it_loads_neither_hydra_nor_numpy():
-    """Hydra parses what is typed as option=value."""
+    """Hydra and OmegaConf read what is typed as option=value."""
     job = ["submit", "fingerprint_1m", "--synthetic", "--gpus", 8, "--cluster", ROOT / "slurm" / "lab.yaml", "--dry"]
-    assert list_loaded([*LOADED_LATE, "hydra", "numpy"], job) == []
+    assert list_loaded([*LOADED_LATE, "hydra", "omegaconf", "numpy"], job) == []
 
 
 def test_submitting_loads_no_torch():

@@ -1,41 +1,23 @@
-"""Composes a preset and overrides into one typed configuration, and saves and loads that of a run.
+"""Finds presets and families, composes a preset and overrides into one typed configuration, saves and loads a run's.
 
-Hydra defines what the YAML files mean; outside this module a configuration is a dataclass. Loads no torch, h5py or
-DALI, and Hydra only for overrides and for presets with other defaults than presets.py knows.
+Hydra defines what the YAML files mean, and composition.py asks it; but a preset of plain values, and a run's options,
+are read here without it, in a tenth of the time. Loads no torch, h5py or DALI.
 """
 
 import importlib
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple, get_args, get_origin, get_type_hints
-
-from omegaconf import DictConfig, OmegaConf
-from omegaconf import resolvers as omegaconf_resolvers
-from omegaconf.errors import (
-    ConfigAttributeError,
-    ConfigKeyError,
-    GrammarParseError,
-    InterpolationResolutionError,
-    MissingMandatoryValue,
-    OmegaConfBaseException,
-)
-from yaml import YAMLError  # type: ignore[import-untyped]
+from typing import Any, NamedTuple
 
 from trainyard.errors import UserError
 from trainyard.frozen import LOCATION, ConfigError, read_frozen, write_frozen
-from trainyard.presets import SCHEMA, merge_presets
-from trainyard.settings import TrainConfig, check
+from trainyard.presets import build_config, check_values, merge_presets
+from trainyard.settings import TrainConfig
 from trainyard.text import find_nearest
-
-if TYPE_CHECKING:
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-
-_SET_BY_PRESET = ("job", "family")
 
 _PARTS = {
     "config": ("Config", "a dataclass 'class Config(TrainConfig)' with every option of the family"),
@@ -43,8 +25,6 @@ _PARTS = {
     "commands": ("add", "a function 'add(verbs)' that adds commands of its own"),
     "module": ("build", "a function 'build(config, data)' that returns a TrainModule"),
 }
-
-_TYPE_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
 
 class Option(NamedTuple):
@@ -123,12 +103,18 @@ def compose(job: str, overrides: Sequence[str], jobs_dir: Path) -> TrainConfig:
     preset = _find_preset(job, jobs_dir)
     family = preset.parent.name
     config_type = load_family(jobs_dir, family, "config").Config
-    tree = merge_presets(preset, config_type)
-    if tree is None:
-        tree = _compose_with_hydra(preset, config_type)
+    values = merge_presets(preset)
+    if values is not None and not overrides:
+        config = build_config(config_type, {**values, "job": job, "family": family})
+        if config is not None:
+            check_values(config, f"job {job}")
+            return config
+    from trainyard import composition
+
+    tree = composition.compose_tree(preset, config_type, values)
     tree.job, tree.family = job, family
-    _override(tree, overrides)
-    return _to_config(tree, f"job {job}")
+    composition.apply_overrides(tree, overrides)
+    return composition.convert_tree(tree, f"job {job}")
 
 
 def apply_overrides(config: TrainConfig, overrides: Sequence[str]) -> TrainConfig:
@@ -137,28 +123,13 @@ def apply_overrides(config: TrainConfig, overrides: Sequence[str]) -> TrainConfi
     Raises:
         ConfigError: as for `compose`.
     """
+    from omegaconf import OmegaConf
+
+    from trainyard import composition
+
     tree = OmegaConf.structured(config)
-    _override(tree, overrides)
-    return _to_config(tree, f"job {config.job}")
-
-
-def resolve(tree: DictConfig, where: str) -> TrainConfig:
-    """Return the values of a typed tree, with its interpolations resolved; `where` begins the message of an error.
-
-    Raises:
-        ConfigError: a value is missing or of the wrong type, or an interpolation leads nowhere or to the environment.
-    """
-    with _refuse_environment() as variables:
-        try:
-            config = OmegaConf.to_object(tree)
-        except OmegaConfBaseException as error:
-            if variables:
-                words = _describe_environment_use(error.full_key or "an option", variable=variables[0])
-            else:
-                words = _describe_error(error, tree)
-            raise ConfigError(f"{where}: {words}") from None
-    assert isinstance(config, TrainConfig)
-    return config
+    composition.apply_overrides(tree, overrides)
+    return composition.convert_tree(tree, f"job {config.job}")
 
 
 def list_options(config: TrainConfig) -> list[Option]:
@@ -203,18 +174,16 @@ def thaw(path: Path, jobs_dir: Path) -> TrainConfig:
     if not re.fullmatch(r"[A-Za-z]\w*", family, re.ASCII):
         raise ConfigError(f"{path}: '{family[:40]}' is not the name of a family. The file was changed.")
     config_type = load_family(jobs_dir, family, "config").Config
-    try:
-        tree = OmegaConf.merge(OmegaConf.structured(config_type), frozen)
-    except OmegaConfBaseException as error:
-        raise ConfigError(
-            f"{path}: {_describe_error(error, OmegaConf.structured(config_type))} The run was created by another "
-            f"version of family '{family}'. Resume it with the code that started it (its commit is in env.json)."
-        ) from None
-    assert isinstance(tree, DictConfig)
-    return _to_config(tree, str(path))
+    config = build_config(config_type, frozen)
+    if config is None:
+        from trainyard import composition
+
+        return composition.convert_tree(composition.merge_frozen(path, frozen, config_type), str(path))
+    check_values(config, str(path))
+    return config
 
 
-# Finding and composing a preset
+# Finding presets and families
 
 
 def _find_preset(job: str, jobs_dir: Path) -> Path:
@@ -246,237 +215,6 @@ def _import_jobs_package(home: Path) -> None:
 
 def _is_config_type(candidate: object) -> bool:
     return isinstance(candidate, type) and is_dataclass(candidate) and issubclass(candidate, TrainConfig)
-
-
-def register_options(jobs_dir: Path, family: str) -> None:
-    """Tell Hydra the options of a family, which its base preset calls `schema`."""
-    _register(load_family(jobs_dir, family, "config").Config)
-
-
-def _register(config_type: type[TrainConfig]) -> None:
-    from hydra.core.config_store import ConfigStore
-
-    ConfigStore.instance().store(name=SCHEMA, node=config_type)
-
-
-def _compose_with_hydra(preset: Path, config_type: type[TrainConfig]) -> DictConfig:
-    """Have Hydra merge a preset with the presets it is based on. Values are typed; interpolations are not resolved."""
-    from hydra import compose as hydra_compose
-    from hydra import initialize_config_dir
-    from hydra.core.global_hydra import GlobalHydra
-    from hydra.errors import HydraException
-
-    _register(config_type)
-    GlobalHydra.instance().clear()
-    try:
-        with initialize_config_dir(str(preset.parent.resolve()), version_base="1.3"):
-            tree = hydra_compose(preset.stem)
-    except YAMLError as error:
-        raise ConfigError(_describe_yaml_error(preset, error)) from None
-    except (HydraException, OmegaConfBaseException, ValueError, OSError) as error:
-        raise ConfigError(_describe_preset_error(preset, error, OmegaConf.structured(config_type))) from None
-    if OmegaConf.get_type(tree) is not config_type:
-        raise ConfigError(
-            f"{preset}: is not based on the options of its family. The base preset begins with "
-            f"'defaults: [schema, _self_]', all others with 'defaults: [{preset.parent.name}, _self_]'."
-        )
-    return tree
-
-
-def _describe_yaml_error(path: Path, error: YAMLError) -> str:
-    mark = getattr(error, "problem_mark", None)
-    if mark is None:
-        return f"{path}: not YAML: {_take_first_line(error)}."
-    return f"{mark.name}, line {mark.line + 1}: not YAML: {getattr(error, 'problem', None) or 'cannot be read'}."
-
-
-def _describe_preset_error(preset: Path, error: Exception, schema: DictConfig) -> str:
-    """Say which preset in the chain of defaults failed to compose, and why."""
-    from hydra.errors import MissingConfigException
-
-    where = re.match(r"In '([^']+)': ", str(error))  # Hydra 1.3 names the preset only in this prefix
-    path = preset.with_name(f"{where[1]}.yaml") if where else preset
-    if isinstance(error, MissingConfigException):
-        others = sorted(p.stem for p in preset.parent.glob("*.yaml") if p != path)
-        return (
-            f"{path}: its defaults name '{error.missing_cfg_file}', which is not a preset of this family. "
-            f"Expected schema or one of: {', '.join(others)}."
-        )
-    if isinstance(error.__context__, OmegaConfBaseException):
-        return f"{path}: {_describe_error(error.__context__, schema)}"
-    return f"{path}: {_take_first_line(error)}."
-
-
-# Overrides
-
-
-def _override(tree: DictConfig, overrides: Sequence[str]) -> None:
-    if not overrides:
-        return
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-
-    declared = dict(_walk_declarations(tree))
-    parser = OverridesParser.create()
-    for override in overrides:
-        name, equals, text = override.partition("=")
-        if not equals or not re.fullmatch(r"[\w.]+", name):
-            raise ConfigError(
-                f"'{override}' is not an override. Write option=value, such as optimizer.lr=1e-4, without spaces "
-                "around the equal sign and without a prefix."
-            )
-        if name in _SET_BY_PRESET:
-            raise ConfigError(f"{override}: '{name}' is set by the preset. Choose another job instead.")
-        if name not in declared:
-            raise ConfigError(f"{override}: {_describe_unknown(name, list(declared))}")
-        _set(tree, name, text, declared[name], parser)
-
-
-def _set(tree: DictConfig, name: str, text: str, declared: "_Declaration", parser: "OverridesParser") -> None:
-    from hydra.errors import HydraException
-
-    try:
-        value = declared.parse(text, parser)
-        OmegaConf.update(tree, name, value, force_add=False)
-    except _SeveralValues:
-        raise ConfigError(f"{name}={text}: several values, but this is one run. Start one run per value.") from None
-    except (HydraException, GrammarParseError, OmegaConfBaseException):
-        raise ConfigError(f"{name}={text}: expected {declared.describe()}, found '{text}'.") from None
-
-
-class _SeveralValues(Exception):
-    """The text of an override contains several values."""
-
-
-@dataclass(frozen=True)
-class _Declaration:
-    """What an option accepts."""
-
-    hint: Any  # its type
-    metadata: Mapping[str, Any]
-
-    def parse(self, text: str, parser: "OverridesParser") -> Any:
-        """Parse the text after the equal sign into a value that OmegaConf converts to the option's type.
-
-        Raises:
-            _SeveralValues: the text contains several values.
-            HydraException: the text does not match Hydra's grammar.
-        """
-        quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
-        is_word = bool(self.metadata.get("choices") or self.metadata.get("duration"))
-        if self.hint is str and not quoted and not is_word:
-            return text
-        parsed = parser.parse_override(f"value={text}")
-        if parsed.is_sweep_override():
-            raise _SeveralValues
-        return text if self.hint is str and not quoted else parsed.value()
-
-    def accepts(self, value: Any) -> bool:
-        """Return whether list elements have the declared type: OmegaConf 2.3 accepts a list nested in a list."""
-        if get_origin(self.hint) is not list:
-            return True
-        (element,) = get_args(self.hint)
-        return element not in _TYPE_WORDS or all(isinstance(item, element) for item in value)
-
-    def describe(self) -> str:
-        if self.hint in _TYPE_WORDS:
-            return f"{_TYPE_WORDS[self.hint]} ({self.hint.__name__})"
-        if self.metadata.get("per_channel"):
-            return "a number, or a list with one per channel such as [0.5,0.5,0.5]"
-        if get_origin(self.hint) is list:
-            return f"a list such as [a,b], each {_TYPE_WORDS.get(get_args(self.hint)[0], 'of its type')}"
-        return str(self.hint)
-
-
-def _walk_declarations(tree: DictConfig, prefix: str = "") -> Iterator[tuple[str, _Declaration]]:
-    """Yield the dotted name and the declaration of every option of a typed tree."""
-    kind = OmegaConf.get_type(tree)
-    assert kind is not None and is_dataclass(kind)
-    hints = get_type_hints(kind)
-    for f in fields(kind):
-        if is_dataclass(OmegaConf.get_type(tree, f.name)):
-            yield from _walk_declarations(tree[f.name], f"{prefix}{f.name}.")
-        else:
-            yield prefix + f.name, _Declaration(hints[f.name], f.metadata)
-
-
-def _describe_unknown(name: str, known: list[str]) -> str:
-    """Say that an option does not exist, which one is nearest, and which ones its level has."""
-    below = [option for option in known if option.startswith(f"{name}.")]
-    if below:
-        return f"'{name}' is a group of options. Set one of: {', '.join(below)}."
-    same_leaf = [option for option in known if option.rpartition(".")[2] == name.rpartition(".")[2]]
-    near = find_nearest(name, same_leaf or known, always=bool(same_leaf))
-    hint = f" Nearest: {near[0]}." if near else ""
-    level = name
-    siblings: list[str] = []
-    while not siblings:
-        level = level.rpartition(".")[0]
-        siblings = _list_group(level, known)
-    return f"there is no option '{name}'.{hint} Valid {f'in {level}' if level else 'here'}: {', '.join(siblings)}."
-
-
-def _list_group(group: str, known: list[str]) -> list[str]:
-    """Return the names directly below a group ("" is the top level), without duplicates."""
-    prefix = f"{group}." if group else ""
-    return list(dict.fromkeys(name[len(prefix) :].partition(".")[0] for name in known if name.startswith(prefix)))
-
-
-# From OmegaConf to dataclasses
-
-
-def _to_config(tree: DictConfig, where: str) -> TrainConfig:
-    config = resolve(tree, where)
-    for leaf, (name, declared) in zip(_walk_leaves(config), _walk_declarations(tree), strict=True):
-        if not declared.accepts(leaf.value):
-            raise ConfigError(f"{where}: {name}={leaf.value}: expected {declared.describe()}.")
-    try:
-        check(config)
-    except UserError as error:
-        raise ConfigError(f"{where}: {error}") from None
-    return config
-
-
-def _describe_error(error: OmegaConfBaseException, tree: DictConfig) -> str:
-    """Describe an OmegaConf error in one sentence that names the option."""
-    name = error.full_key or ""
-    declared = dict(_walk_declarations(tree))
-    if isinstance(error, ConfigKeyError | ConfigAttributeError) and name not in declared:
-        return _describe_unknown(name, list(declared))
-    if isinstance(error, MissingMandatoryValue):
-        return f"'{name}' must be given: {name}=<value>."
-    if isinstance(error, InterpolationResolutionError):
-        return f"{name}: {_take_first_line(error)}. '${{...}}' names another option; write the value itself."
-    if name not in declared:
-        return f"{f'{name}: ' if name else ''}{_take_first_line(error)}."
-    return f"{name}: expected {declared[name].describe()}. {_take_first_line(error)}."
-
-
-@contextmanager
-def _refuse_environment() -> Iterator[list[str]]:
-    """Have `${oc.env:NAME}` fail, however it is written; the list then contains the variable's name."""
-    variables: list[str] = []
-
-    def refuse(name: str, *default: object) -> None:
-        variables.append(name)
-        raise KeyError(name)
-
-    OmegaConf.register_new_resolver("oc.env", refuse, replace=True)
-    try:
-        yield variables
-    finally:
-        OmegaConf.register_new_resolver("oc.env", omegaconf_resolvers.oc.env, replace=True)
-
-
-def _describe_environment_use(option: str, *, variable: str) -> str:
-    return (
-        f"{option}: reads the environment variable {variable}, but every option is stored in the run folder, and shown "
-        f'in its report and in trackers. If {variable} is no secret, let the shell write its value: "${variable}". '
-        f'If it is one, read it in the family\'s code, where it is needed: os.environ["{variable}"]'
-    )
-
-
-def _take_first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0].rstrip(".")
 
 
 # Walking a configuration

@@ -1,6 +1,6 @@
 """The frozen options of a run: plain YAML with a digest, which may come damaged, or from another person.
 
-Loads no torch, and OmegaConf only to write.
+Loads neither torch nor OmegaConf.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ import yaml  # type: ignore[import-untyped]
 
 from trainyard.errors import UserError
 from trainyard.files import read_file, write_atomically
-from trainyard.yaml_reader import load_yaml, scan_yaml
+from trainyard.yaml_text import dump_yaml, load_yaml, scan_yaml
 
 LOCATION = "data.path"
 """The option that says where the data are. Moving them changes it; which data they are, checkpoints know."""
@@ -39,9 +39,7 @@ def write_frozen(tree: Mapping[str, Any], path: Path) -> None:
     Args:
         tree: groups of options are mappings in it.
     """
-    from omegaconf import OmegaConf
-
-    write_atomically(path, f"{_HEADER}{hash_options(dict(_walk(tree)))}\n{OmegaConf.to_yaml(tree)}")
+    write_atomically(path, f"{_HEADER}{hash_options(dict(_walk(tree)))}\n{dump_yaml(tree)}")
 
 
 def read_frozen(path: Path) -> Any:

@@ -26,7 +26,7 @@ from trainyard.errors import UserError
 from trainyard.runs.trust import require_own_file
 from trainyard.settings import TrainConfig
 from trainyard.text import find_nearest, join_names
-from trainyard.yaml_reader import load_yaml
+from trainyard.yaml_text import load_yaml
 
 USER_FILE = "trainyard.yaml"
 

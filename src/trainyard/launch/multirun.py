@@ -14,6 +14,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
+from trainyard import composition
 from trainyard import config as configs
 from trainyard.files import limit_writers
 from trainyard.runs import folder as runs
@@ -62,16 +63,16 @@ def run_multirun(
     """
     configs.compose(job, [], jobs_dir)  # reports what is wrong with the job in our words
     preset = configs.find_jobs(jobs_dir)[job].resolve()
-    configs.register_options(jobs_dir, preset.parent.name)
+    composition.register_options(configs.load_family(jobs_dir, preset.parent.name, "config").Config)
     family, jobs_dir, runs_dir = preset.parent.name, jobs_dir.resolve(), runs_dir.resolve()
 
     def train(tree: DictConfig) -> None:
         """Run one combination. Nested, so that it is pickled by value, with the paths in its closure."""
-        config = configs.resolve(tree, f"job {job}")
+        config = composition.resolve(tree, f"job {job}")
         _train(configs.apply_overrides(replace(config, job=job, family=family), []), jobs_dir, runs_dir)
 
     def show(tree: DictConfig) -> None:
-        configs.resolve(tree, f"job {job}")
+        composition.resolve(tree, f"job {job}")
         print(" ".join([job, *HydraConfig.get().overrides.task]), flush=True)
 
     _add_to_path(environ, jobs_dir.parent)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from trainyard.yaml_reader import load_yaml, scan_yaml
+from trainyard.yaml_text import dump_yaml, load_yaml, scan_yaml
 
 JOBS = Path(__file__).parents[1] / "jobs"
 SCALARS = (
@@ -18,6 +18,13 @@ SCALARS = (
     *("yes", "off", "True", "~", "null", "", "2001-01-01", "2001-01-01 10:00:00", "a b", "'1'", '"x"'),
     *("[a, 1]", "{a: 1}", "[]", "{}", "|\n  two\n  lines", ">\n  folded\n  lines", '"\\ud800"', "0o17", "017", "1__0"),
 )
+
+
+TEXTS = st.text() | st.sampled_from(
+    ["yes", "ON", "n", "No", "nO", "1_0", " 1", "1e3", "nan", "0x1", "null", "~", "\u0663"]
+)
+LEAVES = TEXTS | st.floats() | st.integers() | st.booleans() | st.none()
+VALUES = LEAVES | st.lists(LEAVES, max_size=3) | st.dictionaries(st.text(min_size=1), LEAVES, max_size=3)
 
 
 def read_with_omegaconf(text: str) -> object:
@@ -36,6 +43,26 @@ def test_whatever_was_written_is_read_as_omegaconf_reads_it(values: dict[str, ob
     text = yaml.dump(values, allow_unicode=True)
     if "${" not in text:
         assert repr(load_yaml(text)) == repr(read_with_omegaconf(text) if values else {})
+
+
+@settings(max_examples=50)
+@given(values=st.dictionaries(st.text(min_size=1), VALUES))
+def test_whatever_is_written_is_what_omegaconf_writes(values: dict[str, object]):
+    if all("${" not in text and text != "???" for text in list_texts(values)):
+        assert dump_yaml(values) == OmegaConf.to_yaml(OmegaConf.create(values))
+
+
+def list_texts(value: object) -> list[str]:
+    if isinstance(value, dict):
+        return [*value, *(text for part in value.values() for text in list_texts(part))]
+    if isinstance(value, list):
+        return [text for part in value for text in list_texts(part)]
+    return [value] if isinstance(value, str) else []
+
+
+def test_a_list_that_is_there_twice_is_written_twice():
+    names = ["a", "b"]
+    assert dump_yaml({"x": names, "y": names}) == OmegaConf.to_yaml({"x": names, "y": names})
 
 
 def test_all_presets_are_read_as_omegaconf_reads_them():

@@ -1,10 +1,11 @@
-"""Reads YAML as OmegaConf does, without loading OmegaConf, and with libyaml where that is installed.
+"""Reads and writes YAML as OmegaConf does, without loading OmegaConf; reads it with libyaml where that is installed.
 
-OmegaConf's own reader differs from YAML 1.1 in three ways: a key may not come twice, 1e-4 is a number, dates are text.
+OmegaConf's reader differs from YAML 1.1 in three ways: a key may not come twice, 1e-4 is a number, dates are text. In
+what it writes, text that looks like a number or a truth value is always quoted.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import yaml  # type: ignore[import-untyped]
@@ -42,6 +43,34 @@ def scan_yaml(text: str) -> Iterator[yaml.Token]:
     except (yaml.YAMLError, UnicodeError):
         tokens = yaml.scan(text, Loader=_PythonLoader)
         yield from (token for number, token in enumerate(tokens) if number >= count)
+
+
+def dump_yaml(values: Mapping[str, Any]) -> str:
+    """Return a YAML text of plain values, in their order."""
+    return str(yaml.dump(values, default_flow_style=False, allow_unicode=True, sort_keys=False, Dumper=_Dumper))
+
+
+class _Dumper(yaml.Dumper):  # type: ignore[misc]
+    def ignore_aliases(self, data: Any) -> bool:
+        """Write a list twice that is there twice."""
+        return True
+
+    def represent_text(self, text: str) -> yaml.ScalarNode:
+        is_ambiguous = text in _TRUTH_VALUES or _is_number(text)
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style="'" if is_ambiguous else None)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+_Dumper.add_representer(str, _Dumper.represent_text)
+_WORDS = ("y", "n", "yes", "no", "true", "false", "on", "off")
+_TRUTH_VALUES = {spelled for word in _WORDS for spelled in (word, word.capitalize(), word.upper())}
 
 
 def _read_as_omegaconf(parent: type[Any]) -> type[Any]:

@@ -1,0 +1,325 @@
+"""Composes presets with Hydra and applies overrides: what needs OmegaConf, which takes long to load."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, is_dataclass
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, get_args, get_origin, get_type_hints
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf import resolvers as omegaconf_resolvers
+from omegaconf.errors import (
+    ConfigAttributeError,
+    ConfigKeyError,
+    GrammarParseError,
+    InterpolationResolutionError,
+    MissingMandatoryValue,
+    OmegaConfBaseException,
+)
+from yaml import YAMLError  # type: ignore[import-untyped]
+
+from trainyard.frozen import ConfigError
+from trainyard.presets import SCHEMA, check_values
+from trainyard.settings import TrainConfig
+from trainyard.text import find_nearest
+
+_SET_BY_PRESET = ("job", "family")
+
+_TYPE_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+
+
+def compose_tree(preset: Path, config_type: type[TrainConfig], values: Mapping[str, Any] | None) -> DictConfig:
+    """Return the typed tree of a preset and those it is based on; its interpolations are not resolved.
+
+    Args:
+        values: what `merge_presets` returns.
+
+    Raises:
+        ConfigError: the preset does not compose.
+    """
+    if values is not None:
+        try:
+            tree = OmegaConf.merge(OmegaConf.structured(config_type), values)
+            assert isinstance(tree, DictConfig)
+            return tree
+        except (OmegaConfBaseException, ValueError):  # Hydra says in which file
+            pass
+    return _compose_with_hydra(preset, config_type)
+
+
+def merge_frozen(path: Path, values: Mapping[str, Any], config_type: type[TrainConfig]) -> DictConfig:
+    """Return the typed tree of frozen options.
+
+    Raises:
+        ConfigError: the family has no such option, or it is of another type.
+    """
+    try:
+        tree = OmegaConf.merge(OmegaConf.structured(config_type), values)
+    except OmegaConfBaseException as error:
+        raise ConfigError(
+            f"{path}: {_describe_error(error, OmegaConf.structured(config_type))} The run was created by another "
+            f"version of family '{values['family']}'. Resume it with the code that started it (its commit is in "
+            "env.json)."
+        ) from None
+    assert isinstance(tree, DictConfig)
+    return tree
+
+
+def resolve(tree: DictConfig, where: str) -> TrainConfig:
+    """Return the values of a typed tree, with its interpolations resolved; `where` begins the message of an error.
+
+    Raises:
+        ConfigError: a value is missing or of the wrong type, or an interpolation leads nowhere or to the environment.
+    """
+    with _refuse_environment() as variables:
+        try:
+            config = OmegaConf.to_object(tree)
+        except OmegaConfBaseException as error:
+            if variables:
+                words = _describe_environment_use(error.full_key or "an option", variable=variables[0])
+            else:
+                words = _describe_error(error, tree)
+            raise ConfigError(f"{where}: {words}") from None
+    assert isinstance(config, TrainConfig)
+    return config
+
+
+def register_options(config_type: type[TrainConfig]) -> None:
+    """Tell Hydra the options of a family, which its base preset calls `schema`."""
+    from hydra.core.config_store import ConfigStore
+
+    ConfigStore.instance().store(name=SCHEMA, node=config_type)
+
+
+def _compose_with_hydra(preset: Path, config_type: type[TrainConfig]) -> DictConfig:
+    """Have Hydra merge a preset with the presets it is based on. Values are typed; interpolations are not resolved."""
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.errors import HydraException
+
+    register_options(config_type)
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(str(preset.parent.resolve()), version_base="1.3"):
+            tree = hydra_compose(preset.stem)
+    except YAMLError as error:
+        raise ConfigError(_describe_yaml_error(preset, error)) from None
+    except (HydraException, OmegaConfBaseException, ValueError, OSError) as error:
+        raise ConfigError(_describe_preset_error(preset, error, OmegaConf.structured(config_type))) from None
+    if OmegaConf.get_type(tree) is not config_type:
+        raise ConfigError(
+            f"{preset}: is not based on the options of its family. The base preset begins with "
+            f"'defaults: [schema, _self_]', all others with 'defaults: [{preset.parent.name}, _self_]'."
+        )
+    return tree
+
+
+def _describe_yaml_error(path: Path, error: YAMLError) -> str:
+    mark = getattr(error, "problem_mark", None)
+    if mark is None:
+        return f"{path}: not YAML: {_take_first_line(error)}."
+    return f"{mark.name}, line {mark.line + 1}: not YAML: {getattr(error, 'problem', None) or 'cannot be read'}."
+
+
+def _describe_preset_error(preset: Path, error: Exception, schema: DictConfig) -> str:
+    """Say which preset in the chain of defaults failed to compose, and why."""
+    from hydra.errors import MissingConfigException
+
+    where = re.match(r"In '([^']+)': ", str(error))  # Hydra 1.3 names the preset only in this prefix
+    path = preset.with_name(f"{where[1]}.yaml") if where else preset
+    if isinstance(error, MissingConfigException):
+        others = sorted(p.stem for p in preset.parent.glob("*.yaml") if p != path)
+        return (
+            f"{path}: its defaults name '{error.missing_cfg_file}', which is not a preset of this family. "
+            f"Expected schema or one of: {', '.join(others)}."
+        )
+    if isinstance(error.__context__, OmegaConfBaseException):
+        return f"{path}: {_describe_error(error.__context__, schema)}"
+    return f"{path}: {_take_first_line(error)}."
+
+
+# Overrides
+
+
+def apply_overrides(tree: DictConfig, overrides: Sequence[str]) -> None:
+    """Set the options of a typed tree that were typed, such as `optimizer.lr=1e-4`.
+
+    Raises:
+        ConfigError: an unknown option, a value of the wrong type, or a malformed override.
+    """
+    if not overrides:
+        return
+    declared = dict(_walk_declarations(tree))
+    for override in overrides:
+        name, equals, text = override.partition("=")
+        if not equals or not re.fullmatch(r"[\w.]+", name):
+            raise ConfigError(
+                f"'{override}' is not an override. Write option=value, such as optimizer.lr=1e-4, without spaces "
+                "around the equal sign and without a prefix."
+            )
+        if name in _SET_BY_PRESET:
+            raise ConfigError(f"{override}: '{name}' is set by the preset. Choose another job instead.")
+        if name not in declared:
+            raise ConfigError(f"{override}: {_describe_unknown(name, list(declared))}")
+        _set(tree, name, text, declared[name])
+
+
+def _set(tree: DictConfig, name: str, text: str, declared: "_Declaration") -> None:
+    try:
+        OmegaConf.update(tree, name, declared.parse(text), force_add=False)
+    except _SeveralValues:
+        raise ConfigError(f"{name}={text}: several values, but this is one run. Start one run per value.") from None
+    except (_WrongSyntax, GrammarParseError, OmegaConfBaseException):
+        raise ConfigError(f"{name}={text}: expected {declared.describe()}, found '{text}'.") from None
+
+
+class _SeveralValues(Exception):
+    """The text of an override contains several values."""
+
+
+class _WrongSyntax(Exception):
+    """The text of an override does not match Hydra's grammar."""
+
+
+@dataclass(frozen=True)
+class _Declaration:
+    """What an option accepts."""
+
+    hint: Any  # its type
+    metadata: Mapping[str, Any]
+
+    def parse(self, text: str) -> Any:
+        """Parse the text after the equal sign into a value that OmegaConf converts to the option's type.
+
+        Raises:
+            _SeveralValues: the text contains several values.
+            _WrongSyntax: the text does not match Hydra's grammar.
+        """
+        quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
+        is_word = bool(self.metadata.get("choices") or self.metadata.get("duration"))
+        if self.hint is str and not quoted and not is_word:
+            return text
+        from hydra.core.override_parser.overrides_parser import OverridesParser
+        from hydra.errors import HydraException
+
+        try:
+            parsed = OverridesParser.create().parse_override(f"value={text}")
+            if parsed.is_sweep_override():
+                raise _SeveralValues
+            return text if self.hint is str and not quoted else parsed.value()
+        except HydraException:
+            raise _WrongSyntax from None
+
+    def accepts(self, value: Any) -> bool:
+        """Return whether list elements have the declared type: OmegaConf 2.3 accepts a list nested in a list."""
+        if get_origin(self.hint) is not list:
+            return True
+        (element,) = get_args(self.hint)
+        return element not in _TYPE_WORDS or all(isinstance(item, element) for item in value)
+
+    def describe(self) -> str:
+        if self.hint in _TYPE_WORDS:
+            return f"{_TYPE_WORDS[self.hint]} ({self.hint.__name__})"
+        if self.metadata.get("per_channel"):
+            return "a number, or a list with one per channel such as [0.5,0.5,0.5]"
+        if get_origin(self.hint) is list:
+            return f"a list such as [a,b], each {_TYPE_WORDS.get(get_args(self.hint)[0], 'of its type')}"
+        return str(self.hint)
+
+
+def _walk_declarations(tree: DictConfig, prefix: str = "") -> Iterator[tuple[str, _Declaration]]:
+    """Yield the dotted name and the declaration of every option of a typed tree."""
+    kind = OmegaConf.get_type(tree)
+    assert kind is not None and is_dataclass(kind)
+    hints = get_type_hints(kind)
+    for f in fields(kind):
+        if is_dataclass(OmegaConf.get_type(tree, f.name)):
+            yield from _walk_declarations(tree[f.name], f"{prefix}{f.name}.")
+        else:
+            yield prefix + f.name, _Declaration(hints[f.name], f.metadata)
+
+
+def _describe_unknown(name: str, known: list[str]) -> str:
+    """Say that an option does not exist, which one is nearest, and which ones its level has."""
+    below = [option for option in known if option.startswith(f"{name}.")]
+    if below:
+        return f"'{name}' is a group of options. Set one of: {', '.join(below)}."
+    same_leaf = [option for option in known if option.rpartition(".")[2] == name.rpartition(".")[2]]
+    near = find_nearest(name, same_leaf or known, always=bool(same_leaf))
+    hint = f" Nearest: {near[0]}." if near else ""
+    level = name
+    siblings: list[str] = []
+    while not siblings:
+        level = level.rpartition(".")[0]
+        siblings = _list_group(level, known)
+    return f"there is no option '{name}'.{hint} Valid {f'in {level}' if level else 'here'}: {', '.join(siblings)}."
+
+
+def _list_group(group: str, known: list[str]) -> list[str]:
+    """Return the names directly below a group ("" is the top level), without duplicates."""
+    prefix = f"{group}." if group else ""
+    return list(dict.fromkeys(name[len(prefix) :].partition(".")[0] for name in known if name.startswith(prefix)))
+
+
+# From OmegaConf to dataclasses
+
+
+def convert_tree(tree: DictConfig, where: str) -> TrainConfig:
+    """Return the checked values of a typed tree; `where` begins the message of an error.
+
+    Raises:
+        ConfigError: as for `resolve`, and a value that is out of range.
+    """
+    config = resolve(tree, where)
+    for name, declared in _walk_declarations(tree):
+        value = attrgetter(name)(config)
+        if not declared.accepts(value):
+            raise ConfigError(f"{where}: {name}={value}: expected {declared.describe()}.")
+    check_values(config, where)
+    return config
+
+
+def _describe_error(error: OmegaConfBaseException, tree: DictConfig) -> str:
+    """Describe an OmegaConf error in one sentence that names the option."""
+    name = error.full_key or ""
+    declared = dict(_walk_declarations(tree))
+    if isinstance(error, ConfigKeyError | ConfigAttributeError) and name not in declared:
+        return _describe_unknown(name, list(declared))
+    if isinstance(error, MissingMandatoryValue):
+        return f"'{name}' must be given: {name}=<value>."
+    if isinstance(error, InterpolationResolutionError):
+        return f"{name}: {_take_first_line(error)}. '${{...}}' names another option; write the value itself."
+    if name not in declared:
+        return f"{f'{name}: ' if name else ''}{_take_first_line(error)}."
+    return f"{name}: expected {declared[name].describe()}. {_take_first_line(error)}."
+
+
+@contextmanager
+def _refuse_environment() -> Iterator[list[str]]:
+    """Have `${oc.env:NAME}` fail, however it is written; the list then contains the variable's name."""
+    variables: list[str] = []
+
+    def refuse(name: str, *default: object) -> None:
+        variables.append(name)
+        raise KeyError(name)
+
+    OmegaConf.register_new_resolver("oc.env", refuse, replace=True)
+    try:
+        yield variables
+    finally:
+        OmegaConf.register_new_resolver("oc.env", omegaconf_resolvers.oc.env, replace=True)
+
+
+def _describe_environment_use(option: str, *, variable: str) -> str:
+    return (
+        f"{option}: reads the environment variable {variable}, but every option is stored in the run folder, and shown "
+        f'in its report and in trackers. If {variable} is no secret, let the shell write its value: "${variable}". '
+        f'If it is one, read it in the family\'s code, where it is needed: os.environ["{variable}"]'
+    )
+
+
+def _take_first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0].rstrip(".")
