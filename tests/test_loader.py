@@ -14,7 +14,7 @@ import torchvision.io
 from tests.images import make_points
 from trainyard.data.hdf5 import ShardError
 from trainyard.data.loader import Loader, MicroBatch, choose_decoder
-from trainyard.data.order import EpochOrder, shuffle
+from trainyard.data.order import EpochOrder, EpochOrders, shuffle
 from trainyard.data.prefetch import prefetch
 from trainyard.data.shards import ShardSet
 from trainyard.errors import UserError
@@ -397,3 +397,24 @@ def test_a_device_on_which_torchvision_cannot_decode_falls_to_the_host_with_the_
 def test_requesting_dali_without_dali_says_what_to_type():
     with pytest.raises(UserError, match=r"data.decode=dali, but nvidia.dali is not installed.*Use data.decode=cpu"):
         choose_decoder("dali", importable=False)
+
+
+def test_the_order_of_each_epoch_is_computed_once_and_by_the_loader_before_training_needs_it(images):
+    computed: list[tuple[int, str]] = []
+
+    def compute(epoch: int) -> EpochOrder:
+        computed.append((epoch, threading.current_thread().name))
+        return make_orders()(epoch)
+
+    orders, main = EpochOrders(compute), threading.current_thread().name
+    first = orders(3)
+    stream = make_loader(images).train(orders, epoch=3, start=0, micro_batch_size=0)
+    for epoch in (3, 4):
+        take_steps(stream, len(first))
+        deadline = time.monotonic() + 60
+        while len(computed) < epoch - 1 and time.monotonic() < deadline:  # it reads on by itself
+            time.sleep(0.001)
+        assert orders(epoch + 1) is orders(epoch + 1)
+    assert computed[:3] == [(3, main), (4, "loader"), (5, "loader")]
+    stream.close()
+    assert orders(3) is not first and computed[-1] == (3, main)  # two are kept

@@ -1,6 +1,7 @@
 """Decides which samples each global batch of an epoch contains: pure functions of (seed, epoch, columns)."""
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,6 +32,24 @@ class EpochOrder:
         """Return the (B,) sample ids of global batch `index`; only the last batch may be smaller."""
         assert 0 <= index < len(self), (index, len(self))
         return self.ids[index * self.global_batch_size : (index + 1) * self.global_batch_size]
+
+
+class EpochOrders:
+    """The orders of epochs, each computed once, by the thread that asks first.
+
+    During training that is the loader's: it reads ahead, while the last steps of the epoch before still run.
+    """
+
+    def __init__(self, compute: Callable[[int], EpochOrder]) -> None:
+        self._compute, self._lock = compute, threading.Lock()
+        self._kept: dict[int, EpochOrder] = {}
+
+    def __call__(self, epoch: int) -> EpochOrder:
+        """Return the order of an epoch; the two that were computed last are kept."""
+        with self._lock:
+            if epoch not in self._kept:
+                self._kept = {**dict(list(self._kept.items())[-1:]), epoch: self._compute(epoch)}
+            return self._kept[epoch]
 
 
 def order_epoch(

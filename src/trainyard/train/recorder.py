@@ -28,10 +28,10 @@ from trainyard.runs.events import (
 from trainyard.train.run_context import (
     VALIDATION,
     RunContext,
-    build_epoch_order,
     choose_monitor,
     compute_total_steps,
 )
+from trainyard.train.step import Progress
 from trainyard.train.trackers import open_tracker
 
 
@@ -174,8 +174,8 @@ def encode_line(line: Line) -> bytes:
     return json.dumps(plain, allow_nan=False).encode() + b"\n"
 
 
-def open_recorder(context: RunContext, step: int, metrics_position: int | None) -> Recorder:
-    """Open the recorder of an attempt that begins at `step`, and log its start.
+def open_recorder(context: RunContext, progress: Progress, metrics_position: int | None) -> Recorder:
+    """Open the recorder of an attempt that begins at `progress`, and log its start.
 
     Args:
         metrics_position: length of the metrics file at the checkpoint that it resumes from; None without one.
@@ -185,20 +185,20 @@ def open_recorder(context: RunContext, step: int, metrics_position: int | None) 
         context.run,
         trackers=context.config.trackers,
         config=asdict(context.config),
-        resume_at=None if metrics_position is None else step,
+        resume_at=None if metrics_position is None else progress.step,
         check_owner=context.check_owner,
     )
     (metric, mode), *ties = choose_monitor(context)
     fields = {
         "event": "start" if metrics_position is None else "resume",
         "attempt": context.heartbeat.attempt,
-        "total_steps": compute_total_steps(context.config, len(build_epoch_order(context, 0))),
+        "total_steps": compute_total_steps(context.config, len(context.orders(progress.epoch))),
         "world_size": context.world.world_size,
         "device": context.device.type,
         "host": socket.gethostname(),
         "monitor": {"split": VALIDATION, "metric": metric, "mode": mode, **({"ties": ties} if ties else {})},
     }
-    recorder.log("event", step, fields)
+    recorder.log("event", progress.step, fields)
     return recorder
 
 

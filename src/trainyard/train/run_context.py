@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -42,16 +43,21 @@ class RunContext:
     micro_batch_size: int  # in effect, samples; 0: a rank's whole share
     eval_batch_size: int  # in effect, samples of a rank
 
+    @cached_property
+    def orders(self) -> order.EpochOrders:
+        """Return the orders of epochs: pure functions of the config and of the data's columns.
 
-def build_epoch_order(context: RunContext, epoch: int) -> order.EpochOrder:
-    """Return the order of an epoch: a pure function of the config and of the data's columns."""
-    config, ids = context.config, context.splits[TRAIN]
-    if not len(ids):
-        raise UserError(
-            f"{context.data.folder}: none of its {context.data.count} samples is in the training split. "
-            "Check how the data is split."
-        )
-    return order.order_epoch(ids, context.data.columns, config, epoch=epoch)
+        Calling it raises a UserError if there is nothing to train on.
+        """
+        return order.EpochOrders(self._order_epoch)
+
+    def _order_epoch(self, epoch: int) -> order.EpochOrder:
+        if not len(self.splits[TRAIN]):
+            raise UserError(
+                f"{self.data.folder}: none of its {self.data.count} samples is in the training split. "
+                "Check how the data is split."
+            )
+        return order.order_epoch(self.splits[TRAIN], self.data.columns, self.config, epoch=epoch)
 
 
 def compute_total_steps(config: TrainConfig, steps_per_epoch: int) -> int | None:

@@ -44,7 +44,6 @@ from trainyard.train.run_context import (
     TRAIN,
     VALIDATION,
     RunContext,
-    build_epoch_order,
     choose_monitor,
     compute_total_minutes,
     compute_total_steps,
@@ -67,7 +66,7 @@ def fit(context: RunContext, *, stop: StopFlag, limit: RuntimeLimit) -> Stop:
         UserError: the checkpoint belongs to other data, gradients are not finite, or saving fails.
     """
     state, metrics_position = prepare_state(context)
-    recorder = open_recorder(context, state.progress.step, metrics_position) if context.world.is_main else None
+    recorder = open_recorder(context, state.progress, metrics_position) if context.world.is_main else None
     try:
         return Trainer(context, state, recorder, stop, limit, choose_event_type(context.device)).run()
     except Exception as error:
@@ -99,7 +98,7 @@ class Trainer:
         self.autocast = precision.make_autocast(context.precision, context.device)
         self.loader = make_loader(context)
         self.micro_batch_size, self.eval_batch_size = context.micro_batch_size, context.eval_batch_size
-        self.order = build_epoch_order(context, state.progress.epoch)
+        self.order = context.orders(state.progress.epoch)
         if state.progress.batches_done >= len(self.order):
             raise CheckpointError(
                 f"{context.run}/checkpoints: the newest is in batch {state.progress.batches_done} of an epoch of "
@@ -152,7 +151,7 @@ class Trainer:
     def _train(self) -> Stop:
         progress = self.state.progress
         stream = self.loader.train(
-            lambda epoch: build_epoch_order(self.context, epoch),
+            self.context.orders,
             epoch=progress.epoch,
             start=progress.batches_done,
             micro_batch_size=self.micro_batch_size,
@@ -241,7 +240,7 @@ class Trainer:
         progress.batches_done += 1
         if progress.batches_done == len(self.order):
             progress.epoch, progress.batches_done = progress.epoch + 1, 0
-            self.order = build_epoch_order(self.context, progress.epoch)
+            self.order = self.context.orders(progress.epoch)
         return result
 
     def _touch_heartbeat(self, micro_batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:

@@ -14,7 +14,7 @@ from trainyard.text import join_names
 from trainyard.tools.gpu_checks.card import measure_device_rate
 from trainyard.tools.gpu_checks.check import CheckFailed, Figures, NotRun, Sizes
 from trainyard.tools.gpu_checks.preset_steps import count_samples, open_preset
-from trainyard.train.run_context import TRAIN, RunContext, build_epoch_order, make_loader
+from trainyard.train.run_context import TRAIN, RunContext, make_loader
 
 LEVELS = 3
 """Of 255: nvJPEG's inverse transform and DALI's GPU resize round differently from the host's."""
@@ -42,7 +42,7 @@ def compare_decoding(device: torch.device, sizes: Sizes, *, preset: str) -> Figu
             raise NotRun(f"the data of {preset} has no encoded images")
         found = compare_with_synchronised_decode(
             make_loader(_without_augmentation(context)),
-            lambda epoch: build_epoch_order(context, epoch),
+            context.orders,
             steps=_STEPS,
             micro_batch_size=-(-context.config.global_batch_size // _ACCUMULATED),
             delay=delay_compute(device),

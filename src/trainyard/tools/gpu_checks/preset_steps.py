@@ -40,7 +40,7 @@ from trainyard.train.determinism import choose_determinism
 from trainyard.train.heartbeat import Heartbeat
 from trainyard.train.meters import read_peak_memory_gib
 from trainyard.train.precision import allow_nondeterministic_operators, make_autocast
-from trainyard.train.run_context import TRAIN, RunContext, build_epoch_order, compute_total_steps, make_loader
+from trainyard.train.run_context import TRAIN, RunContext, compute_total_steps, make_loader
 from trainyard.train.run_state import prepare_state
 from trainyard.train.schedule import compute_lr_factor
 from trainyard.train.step import StepResult, TrainState, train_step
@@ -67,7 +67,7 @@ class PresetSteps:
     def open_stream(self) -> Stream:
         """Return the loader's stream of micro-batches, from the first on; close it."""
         return make_loader(self.context).train(
-            lambda epoch: build_epoch_order(self.context, epoch),
+            self.context.orders,
             epoch=0,
             start=0,
             micro_batch_size=self.context.config.micro_batch_size,
@@ -193,7 +193,7 @@ def open_preset(preset: str, overrides: Sequence[str], sizes: Sizes) -> Iterator
             context = _build_context(run, config, sizes)
             closed.enter_context(closing(context.data))
         state, _ = prepare_state(context)
-        count = len(build_epoch_order(context, 0))
+        count = len(context.orders(0))
         steps = PresetSteps(context, state, compute_total_steps(config, count), count)
         steps.choose_determinism()
         yield steps
@@ -214,7 +214,7 @@ def _build_context(run: Path, config: TrainConfig, sizes: Sizes) -> RunContext:
     staged = stage(Path(config.data.path), wanted="off", environ=sizes.environ)
     heartbeat = Heartbeat(run, "gpu-check")
     context = build_context(run, config, staged, sizes.jobs, World(), heartbeat, None, sizes.environ)
-    build_epoch_order(context, 0)  # or say that the synthetic data leaves nothing to train on
+    context.orders(0)  # or say that the synthetic data leaves nothing to train on
     return context
 
 
