@@ -159,7 +159,7 @@ print(*[name for name in {tuple(names)!r} if name in sys.modules])"""
 
 
 def test_listing_the_commands_loads_only_what_parses_them():
-    assert list_loaded(LISTING_NEEDS_NO, ["--help"], ["submit", "--help"], ["statu"]) == []
+    assert list_loaded(LISTING_NEEDS_NO, ["--help"], ["submit", "--help"], ["stat"]) == []
 
 
 def test_asking_about_runs_loads_nothing_that_starts_one(tmp_path):

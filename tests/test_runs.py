@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib import metadata
 from multiprocessing.synchronize import Event
 from pathlib import Path
 
@@ -146,6 +147,8 @@ def test_the_environment_record_contains_versions_and_machine():
     found = collect_environment()
     assert found["versions"]["python"] == platform.python_version()
     assert {"torch", "h5py", "numpy", "hydra-core"} <= set(found["versions"])
+    installed = {name: metadata.version(name) for name in found["versions"] if name != "python"}
+    assert {**installed, "python": platform.python_version()} == found["versions"]
     machine = found["machine"]
     assert machine["host"] == platform.node() and machine["kernel"] == platform.release()
     assert 1 <= machine["cores_available"] <= os.cpu_count()

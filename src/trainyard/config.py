@@ -105,7 +105,7 @@ def compose(job: str, overrides: Sequence[str], jobs_dir: Path) -> TrainConfig:
     config_type = load_family(jobs_dir, family, "config").Config
     values = merge_presets(preset)
     if values is not None and not overrides:
-        config = build_config(config_type, {**values, "job": job, "family": family})
+        config: TrainConfig | None = build_config(config_type, {**values, "job": job, "family": family})
         if config is not None:
             check_values(config, f"job {job}")
             return config
@@ -174,7 +174,7 @@ def thaw(path: Path, jobs_dir: Path) -> TrainConfig:
     if not re.fullmatch(r"[A-Za-z]\w*", family, re.ASCII):
         raise ConfigError(f"{path}: '{family[:40]}' is not the name of a family. The file was changed.")
     config_type = load_family(jobs_dir, family, "config").Config
-    config = build_config(config_type, frozen)
+    config: TrainConfig | None = build_config(config_type, frozen)
     if config is None:
         from trainyard import composition
 
