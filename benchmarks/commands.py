@@ -1,11 +1,12 @@
-"""Measure how long submit, status, why and cancel take on a Slurm, and whether they load torch.
+"""Measure how long submit, status, why and cancel take on a Slurm, and what heavy modules they load.
 
     export SLURM_CONF=$PWD/.slurm-lab/etc/slurm.conf    # after make slurm-lab-up
     python benchmarks/commands.py --cluster slurm/lab.yaml
 
-Each round submits a run that Slurm holds, asks about it, and cancels it. CPU time counts user and system time of the
-command and of what it waits for, such as sbatch: other programs on a busy machine make it longer, but less so than the
-wall time.
+Each round submits a run that Slurm holds, asks about it, and cancels it. A first round is not measured: it compiles our
+modules to bytecode if that is missing, whatever PYTHONDONTWRITEBYTECODE says here. CPU time counts user and system
+time of the command and of what it waits for, such as sbatch: other programs on a busy machine make it longer, but less
+so than the wall time.
 """
 
 import argparse
@@ -23,7 +24,7 @@ import yaml
 from trainyard.measure import Summary, make_header, write_new
 from trainyard.text import align_columns
 
-HEAVY = ("torch", "h5py", "nvidia.dali", "matplotlib")
+HEAVY = ("torch", "h5py", "nvidia.dali", "matplotlib", "numpy", "hydra", "omegaconf")
 
 
 def main() -> int:
@@ -83,9 +84,11 @@ def measure(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
 
 def run_command(words: list[str]) -> tuple[float, float, str]:
     """Return wall time, CPU time and standard error of a Python command."""
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    command = [sys.executable, *words]
     with tempfile.TemporaryFile() as said:
         begin = time.perf_counter()
-        process = subprocess.Popen([sys.executable, *words], stdin=subprocess.DEVNULL, stdout=said, stderr=said)
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=said, stderr=said, env=environ)
         _, status, usage = os.wait4(process.pid, 0)
         wall = time.perf_counter() - begin
         process.returncode = os.waitstatus_to_exitcode(status)
