@@ -3,10 +3,10 @@
     export SLURM_CONF=$PWD/.slurm-lab/etc/slurm.conf    # after make slurm-lab-up
     python benchmarks/commands.py --cluster slurm/lab.yaml
 
-Each round submits a run that Slurm holds, asks about it, and cancels it. A first round is not measured: it predicts
-the job's memory, and compiles our modules to bytecode, whatever PYTHONDONTWRITEBYTECODE says here. CPU time counts user and system
-time of the command and of what it waits for, such as sbatch: other programs on a busy machine make it longer, but less
-so than the wall time.
+Each round submits a run that Slurm holds, asks about it, and cancels it. A first round is not measured: it predicts the
+job's memory, and compiles our modules to bytecode, whatever PYTHONDONTWRITEBYTECODE says here. CPU time counts user and
+system time of the command and of what it waits for, such as sbatch: other programs on a busy machine make it longer,
+but less so than the wall time.
 """
 
 import argparse
