@@ -13,10 +13,12 @@ from trainyard.errors import UserError
 from trainyard.files import limit_writers
 from trainyard.launch.choose_data import DataChoice, choose_data
 from trainyard.launch.decoding_need import describe_decoding
+from trainyard.launch.memory_prediction import compute_key
 from trainyard.launch.packing import PackingChoice
 from trainyard.launch.predecessor import Predecessor
 from trainyard.launch.submit import Plan
 from trainyard.runs.folder import CONFIG, resolve_run, update_env
+from trainyard.runs.observations import keep_key
 from trainyard.settings import TrainConfig
 
 
@@ -142,6 +144,7 @@ def settle_elements(
             with limit_writers():
                 configs.freeze(plan.config, run / CONFIG)
         record_choices(run, data, plan, memory=check_memory(plan))
+        keep_key(run, compute_key(plan.config, jobs_dir))
 
 
 def _make_paths_absolute(config: TrainConfig) -> TrainConfig:

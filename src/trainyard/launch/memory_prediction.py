@@ -247,9 +247,14 @@ def open_store(config: TrainConfig, jobs_dir: Path, environ: Mapping[str, str]) 
     Raises:
         UserError: the file is damaged.
     """
-    path = find_cache(environ) / f"{config.job}-{_compute_key(config, jobs_dir)}.json"
+    return read_store(config.job, compute_key(config, jobs_dir), environ)
+
+
+def read_store(job: str, key: str, environ: Mapping[str, str]) -> Store:
+    """Return what is stored under this key, as `compute_key` returned it; raises as `open_store`."""
+    path = find_cache(environ) / f"{job}-{key}.json"
     if not path.is_file():
-        return Store(path, {}, {"job": config.job})
+        return Store(path, {}, {"job": job})
     store = Store(path, {}, {})
     _extend(store, path)
     return store
@@ -295,7 +300,7 @@ _WITHOUT_EFFECT = (
 """Options with which a step takes as much whatever their value: the runs of a sweep over them share a prediction."""
 
 
-def _compute_key(config: TrainConfig, jobs_dir: Path) -> str:
+def compute_key(config: TrainConfig, jobs_dir: Path) -> str:
     """Return a digest of all that a prediction depends on, except its setting."""
     every, _ = list_kept_options(replace(config, micro_batch_size=0, gradient_checkpointing=False))
     kept = {name: value for name, value in every.items() if not name.startswith(_WITHOUT_EFFECT)}

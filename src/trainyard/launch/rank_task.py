@@ -22,11 +22,14 @@ from trainyard.hardware import (
     set_openmp_wait_policy,
     show_own_mig_slice,
 )
+from trainyard.launch.memory_prediction import compute_key
+from trainyard.launch.observed import record_observation, record_prediction
 from trainyard.launch.rank_choices import Choice, build_context, record_choices
 from trainyard.messages import logger
 from trainyard.runs.changes import refuse_changes
 from trainyard.runs.folder import CONFIG, record_error
 from trainyard.runs.lock import RunLock
+from trainyard.runs.observations import keep_key
 from trainyard.runs.state import ExitCode, choose_exit_code
 from trainyard.settings import Duration, TrainConfig
 from trainyard.train.world import World, read_attempt_id, read_world
@@ -205,7 +208,9 @@ def _train(
         if staged.is_new:
             notes.write_progress()
         context = build_context(run, config, staged, jobs_dir, world, heartbeat, lock, environ)
+        record_prediction(context, os.environ)
         code = EXIT_CODES[fit(context, stop=stop, limit=limit)]
+        record_observation(context)
     except BaseException as error:
         if not isinstance(error, OutOfDeviceMemory):  # else the process ends at once, or is alone
             distributed.leave()
@@ -268,6 +273,7 @@ def _prepare_data(
     config = thaw(run / CONFIG, jobs_dir)
     watchdog.set_limit(config.hang_minutes)
     if world.is_main:
+        keep_key(run, compute_key(config, jobs_dir))
         ready = prepare_data(config, jobs_dir, hook=hook, on_shard=notes.write_progress)
         if ready.data.path != config.data.path:
             freeze(ready, run / CONFIG)

@@ -8,6 +8,7 @@ from trainyard.files import limit_writers, write_atomically
 from trainyard.report.evaluation_table import render_evaluations
 from trainyard.report.html import PAGE_TEMPLATE, render_gallery, render_section, render_table
 from trainyard.report.metric_values import ABSENT, format_metric, format_score, format_value
+from trainyard.report.plan_table import list_plan, render_plan
 from trainyard.report.run_plots import draw_plots, read_figures
 from trainyard.report.run_story import RunStory, compute_time_shares, describe_ending, list_all_metric_names
 from trainyard.runs.evaluations import read_evaluations
@@ -46,6 +47,7 @@ def format_summary(run: Path, *, next_commands: Sequence[str] = ()) -> str:
     if best := story.find_best_evaluation():
         name, line = best
         rows.append(("best", [f"{name} {format_metric(line, name)} on {line['split']} at step {line['step']:,}"]))
+    rows += [("" if i else "plan", [text]) for i, text in enumerate(list_plan(story.env))]
     rows.append(("report", [str(page) if page.exists() else "not written"]))
     rows += [("" if i else "changed", [change]) for i, change in enumerate(story.changes)]
     rows += [("" if i else "next:", [command]) for i, command in enumerate(next_commands)]
@@ -124,6 +126,7 @@ def write_report(run: Path) -> Path:
                 _render_evaluations(story),
             ),
             *(render_section("Labelled folders", table) for table in filter(None, [evaluated])),
+            *(render_section("Predicted and observed", table) for table in filter(None, [render_plan(story.env)])),
             render_section("Speed", render_gallery(speed), _render_time_table(story)),
             render_section("Attempts and events", _render_attempts(story), _render_events(story)),
             render_section("Automatic choices", _render_choices(story)),
