@@ -28,7 +28,6 @@ from trainyard.errors import UserError
 from trainyard.train import checkpoint
 from trainyard.train.checkpoint import (
     CheckpointError,
-    compute_interval_s,
     export,
     list_checkpoints,
     load,
@@ -37,6 +36,7 @@ from trainyard.train.checkpoint import (
     save,
     verify,
 )
+from trainyard.train.save_interval import compute_interval_s
 
 
 def make_state(value):

@@ -4,32 +4,35 @@ import argparse
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from pathlib import Path
 
 from trainyard import config as configs
 from trainyard.cli.choices import add_synthetic_option, compose_job
+from trainyard.cli.dry import count_steps_per_epoch
+from trainyard.cli.plan_screen import CPU, Known, describe_plan
 from trainyard.cli.verb import Verbs, add_verb, find_project_folder
 from trainyard.cluster import description as clusters
 from trainyard.errors import UserError
 from trainyard.hardware import GpuType, get_gpu
 from trainyard.launch import submit
 from trainyard.launch.memory_prediction import (
-    CONTEXT_GIB,
-    DRIVER_SHARE,
     FITS,
-    FRAGMENTS_SHARE,
     MISFIT,
     CannotPredict,
     NotPredicted,
+    Predict,
     Split,
-    Store,
     choose_split,
     complete_store,
+    compute_key,
     open_store,
     rate_stated,
 )
+from trainyard.launch.observed import correct, describe_origin
+from trainyard.runs.observations import Observation, find_observations
 from trainyard.settings import TrainConfig
-from trainyard.text import align_columns, suggest_nearest
+from trainyard.text import suggest_nearest
 
 USUAL_CARDS = ("p100-16-pcie", "2080ti", "a5000", "a100-40-sxm", "a100-80-sxm", "h200")
 """The cards of a plan without --hw and without a cluster file."""
@@ -55,13 +58,33 @@ def _plan(args: argparse.Namespace) -> int:
     store = complete_store(
         config,
         args.jobs,
-        list(cards.values()),
+        [card for card in cards.values() if card is not CPU],
         gpus=args.gpus,
         environ=os.environ,
         announce=lambda: print(f"{config.job}: predicting its memory on these cards, once ...", file=sys.stderr),
     )
-    print("\n".join(describe_plan(config, cards, store, gpus=args.gpus)))
+    print("\n".join(describe_plan(config, cards, store, _collect(config, args), gpus=args.gpus)))
     return 0
+
+
+def _collect(config: TrainConfig, args: argparse.Namespace) -> Known:
+    """Return what is known of a job besides the predictions of its memory."""
+    from trainyard.data.index import read_index
+
+    observations = _list_observations(config, args)
+    steps, size = count_steps_per_epoch(config, args.jobs), None
+    if steps is not None:
+        size = sum(shard.size_bytes for shard in read_index(Path(config.data.path)).shards)
+    elif observations:
+        steps = observations[0].steps_per_epoch
+    words = [args.job, *args.overrides, *(["--synthetic"] if args.synthetic else [])]
+    words += ["--gpus", str(args.gpus)] if args.gpus > 1 else []
+    words += ["--cluster", args.cluster] if args.cluster else []
+    return Known(observations, steps, size, find_project_folder("benchmarks"), words)
+
+
+def _list_observations(config: TrainConfig, args: argparse.Namespace) -> list[Observation]:
+    return list(find_observations(args.runs, job=config.job, key=compute_key(config, args.jobs)))
 
 
 def _choose_cards(wanted: str, cluster: clusters.Cluster | None) -> dict[str, GpuType]:
@@ -71,81 +94,19 @@ def _choose_cards(wanted: str, cluster: clusters.Cluster | None) -> dict[str, Gp
         UserError: there is no such card.
     """
     if cluster is not None:
-        known = {name: get_gpu(kind.card) for name, kind in cluster.gpus.items()}
+        known = {name: _get_card(kind.card) for name, kind in cluster.gpus.items()}
     else:
-        known = {name: get_gpu(name) for name in (wanted.split(",") if wanted else USUAL_CARDS)}
+        known = {name: _get_card(name) for name in (wanted.split(",") if wanted else USUAL_CARDS)}
     names = wanted.split(",") if wanted else [name for name, card in known.items() if card is not None]
     for name in names:
         if known.get(name) is None:
-            choices = list(known) if cluster is not None else [key for key in clusters.CARDS if key != "cpu"]
+            choices = list(known) if cluster is not None else list(clusters.CARDS)
             raise UserError(f"--hw {name}: no such card.{suggest_nearest(name, choices)} Cards: {', '.join(choices)}.")
     return {name: card for name in names if (card := known[name]) is not None}
 
 
-def describe_plan(config: TrainConfig, cards: dict[str, GpuType], store: Store, *, gpus: int) -> Iterator[str]:
-    """Yield the lines of one screen."""
-    splits: dict[str, Split | str] = {}
-    for name, card in cards.items():
-        try:
-            splits[name] = choose_split(config, card, gpus=gpus, predict=store.read)
-        except UserError as error:
-            splits[name] = str(error).partition(". ")[0]
-    yield f"{config.job} on {gpus} GPU{'s' * (gpus > 1)}. The same on every card: global batch " + (
-        f"{config.global_batch_size}, peak learning rate {config.optimizer.lr:g}, seed {config.seed}, and so the order"
-    )
-    possible = [split for split in splits.values() if isinstance(split, Split) and not split.step.refused]
-    if possible:
-        step = possible[0].step
-        sizes = {"weights": step.parameters + step.buffers, "gradients": step.gradients, "optimizer": step.optimizer}
-        sizes |= {"averages": step.averages} if step.averages else {}
-        listed = ", ".join(f"{name} {_format_gib(size / 2**30)}" for name, size in sizes.items())
-        flops = step.flops / possible[0].setting.micro_batch / 1e9
-        yield f"derived: {listed} GiB; {flops:.3g} GFLOP a sample, forward and backward"
-    yield ""
-    header = ["card", "batch = micro-batch x steps x GPUs", "computes in", "step", "reserve", "of GiB", "", ""]
-    yield from align_columns([header, *(_list_cells(name, split, config, gpus) for name, split in splits.items())])
-    yield ""
-    yield from _describe_reasons(splits)
-    yield (
-        "estimated: a step by its real code on tensors without values, for the longest samples. Never observed on any "
-        "of these cards"
-    )
-    yield (
-        f"assumed: of the memory {DRIVER_SHARE:.0%} for driver and ECC; in reserve {CONTEXT_GIB:g} GiB for CUDA and "
-        f"{FRAGMENTS_SHARE:.0%} of the step for fragments"
-    )
-    yield f"data: {store.about.get('data', 'none')}" + (
-        ": with your data, the number of classes and the longest sample may differ"
-        if "synthetic" in str(store.about.get("data"))
-        else ""
-    )
-    yield "hours: not measured here (trainyard gpu-check measures samples per second on a card)"
-
-
-def _list_cells(name: str, split: Split | str, config: TrainConfig, gpus: int) -> list[str]:
-    if isinstance(split, str):
-        return [name, f"cannot: {split}", "", "", "", "", "", ""]
-    setting, step = split.setting, split.step
-    batch = f"{config.global_batch_size} = {setting.micro_batch} x {split.accumulation_steps} x {gpus}"
-    kind = f"{setting.dtype}{', TF32' * split.precision.tf32}"
-    if step.refused:
-        return [name, batch, kind, "", "", f"{split.has_gib:.1f}", MISFIT, ""]
-    sizes = [_format_gib(step.peak_gib), _format_gib(step.reserve_gib), f"{split.has_gib:.1f}"]
-    note = "gradient_checkpointing=true" if setting.recompute and not config.gradient_checkpointing else ""
-    return [name, batch, kind, *sizes, split.verdict, note if split.verdict == FITS else ""]
-
-
-def _describe_reasons(splits: dict[str, Split | str]) -> Iterator[str]:
-    by_reason: dict[str, list[str]] = {}
-    for name, split in splits.items():
-        if isinstance(split, Split):
-            by_reason.setdefault(split.reason, []).append(name)
-    for reason, names in by_reason.items():
-        yield f"micro-batch ({', '.join(names) if len(by_reason) > 1 else 'all'}): {reason}"
-
-
-def _format_gib(size: float) -> str:
-    return f"{size:.2f}" if size < 10 else f"{size:.1f}"
+def _get_card(key: str) -> GpuType | None:
+    return CPU if key == CPU.key else get_gpu(key)
 
 
 # What submit asks of a plan
@@ -170,9 +131,11 @@ def check_memory(
         return None
     if args.no_plan:
         return "not checked", "--no-plan"
+    observations = _list_observations(plan.config, args)
     store = open_store(plan.config, args.jobs, os.environ)
+    predict = correct(store.read, observations, card, gpus=plan.gpus)
     try:
-        split = rate_stated(plan.config, card, gpus=plan.gpus, predict=store.read)
+        split = rate_stated(plan.config, card, gpus=plan.gpus, predict=predict)
     except NotPredicted:
         if args.dry:
             return "not checked", f"never predicted; submit does it first, as does: {_format_plan_command(plan, args)}"
@@ -190,22 +153,23 @@ def check_memory(
             )
         except CannotPredict as error:  # a login node may lack memory or libraries that the nodes have
             return "not checked", str(error)
-        split = rate_stated(plan.config, card, gpus=plan.gpus, predict=store.read)
+        predict = correct(store.read, observations, card, gpus=plan.gpus)
+        split = rate_stated(plan.config, card, gpus=plan.gpus, predict=predict)
     if split.step.refused:
         return "not predicted", split.step.refused
     if split.verdict == MISFIT:
-        fitting = _find_fitting(plan, card, store) if may_change else None
+        fitting = _find_fitting(plan, card, predict) if may_change else None
         raise UserError(_explain_misfit(plan, split, fitting, args, typed))
     return f"{split.step.peak_gib:.2f} GiB", (
-        f"and {split.step.reserve_gib:.1f} in reserve, of {split.has_gib:.1f}: {split.verdict}; estimated, never "
-        "observed on this card"
+        f"and {split.step.reserve_gib:.1f} in reserve, of {split.has_gib:.1f}: {split.verdict}; "
+        f"{describe_origin(split.step)}"
     )
 
 
-def _find_fitting(plan: submit.Plan, card: GpuType, store: Store) -> Split | None:
+def _find_fitting(plan: submit.Plan, card: GpuType, predict: Predict) -> Split | None:
     """Return how the job fits on this card, if that is stored."""
     try:
-        split = choose_split(plan.config, card, gpus=plan.gpus, predict=store.read)
+        split = choose_split(plan.config, card, gpus=plan.gpus, predict=predict)
     except NotPredicted:
         return None
     return split if split.verdict == FITS else None
@@ -227,7 +191,7 @@ def _explain_misfit(
         )
     return (
         f"HW={plan.hw}: a step of {plan.job} with micro-batches of {split.setting.micro_batch} takes "
-        f"{split.step.peak_gib:.1f} GiB for tensors alone (estimated, never observed on this card), but a process has "
+        f"{split.step.peak_gib:.1f} GiB for tensors alone ({describe_origin(split.step)}), but a process has "
         f"{split.has_gib:.1f} GiB there. {advice}"
     )
 

@@ -19,12 +19,23 @@ def describe_decoding(job: str, *, card: str, cores: int, results: Path) -> str:
     if found is None:
         return f"{cores} cores per rank; how many {job} needs on {card} was not measured (trainyard gpu-check does)"
     line, file = found
-    cores_needed = math.ceil(line["threads"] * line["compute_samples_per_s"] / line["loader_samples_per_s"])
+    cores_needed = _count_cores(line)
     verdict = "enough" if cores_needed <= cores else "decoding limits the speed"
     return (
         f"{cores} cores per rank, {cores_needed} needed: {verdict}  ({file.name}: {line['compute_samples_per_s']:g} "
         f"samples/s of steps, {line['loader_samples_per_s']:g} of decoding on {line['threads']} cores)"
     )
+
+
+def find_cores_needed(job: str, *, card: str, results: Path) -> tuple[int, str] | None:
+    """Return how many cores a rank needs to decode as fast as it computes there, and the file that says so, if any."""
+    found = _find_measurement(job, card=card, results=results)
+    return None if found is None else (_count_cores(found[0]), found[1].name)
+
+
+def _count_cores(line: dict[str, Any]) -> int:
+    cores: float = line["threads"] * line["compute_samples_per_s"] / line["loader_samples_per_s"]
+    return math.ceil(cores)
 
 
 def _find_measurement(job: str, *, card: str, results: Path) -> tuple[dict[str, Any], Path] | None:

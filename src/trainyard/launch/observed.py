@@ -55,6 +55,13 @@ def correct(predict: Predict, observations: Sequence[Observation], card: GpuType
     return correct_step
 
 
+def describe_origin(step: StepPrediction) -> str:
+    """Say how the memory of a step is known."""
+    if isinstance(step, ObservedStep):
+        return f"measured on this card by {step.run}"
+    return "estimated, never observed on this card"
+
+
 def make_place(card: str, gpus: int, setting: Setting) -> Place:
     """Return where a step of this setting is taken."""
     return Place(card, gpus, asdict(setting))

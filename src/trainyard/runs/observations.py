@@ -5,12 +5,10 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from trainyard.errors import UserError
 from trainyard.files import limit_writers
 from trainyard.runs.events import STARTS, read_events, read_metrics
-from trainyard.runs.folder import format_run_name, list_newest_runs, read_env, update_env
+from trainyard.runs.folder import ENV_FILE, format_run_name, read_env, update_env
 
 SECTION = "plan"
 
@@ -103,7 +101,7 @@ def keep_observation(run: Path, *, memory_gib: float | None, steps_per_epoch: in
     amounts = Amounts(
         memory_gib=memory_gib,
         micro_batch_size=micro_batch,
-        samples_per_s=float(np.median(rates[1:] or rates)) if rates and is_one_place else None,
+        samples_per_s=_compute_median(rates[1:] or rates) if rates and is_one_place else None,
         hours=elapsed_s / 3600 if steps and is_one_place else None,
         disk_bytes=sum(path.stat().st_size for path in folder.glob("*") if path.is_file()) if folder.is_dir() else 0,
         reasons=reasons,
@@ -138,11 +136,16 @@ def find_observations(runs: Path, *, job: str, key: str) -> Iterator[Observation
 
     A run of which env.json is damaged is left out: `trainyard why` says so, and it counts for nothing here.
     """
-    for run in list_newest_runs(runs, None, job=job):
+    matching = [path.parent for path in runs.glob(f"{job}/[!.]*/{ENV_FILE}") if key in path.read_text(errors="replace")]
+    envs: list[tuple[str, Path, Mapping[str, Any]]] = []
+    for run in matching:
         try:
-            section = read_env(run).get(SECTION, {})
+            env = read_env(run)
         except UserError:
             continue
+        envs.append((str(env.get("created")), run, env))
+    for _, run, env in sorted(envs, key=lambda entry: entry[0], reverse=True):
+        section = env.get(SECTION, {})
         if isinstance(section, dict) and section.get("key") == key and "observed" in section:
             observed = section["observed"]
             yield Observation(
@@ -156,6 +159,11 @@ def find_observations(runs: Path, *, job: str, key: str) -> Iterator[Observation
 def find_observation(observations: Sequence[Observation], place: Place) -> Observation | None:
     """Return the newest observation at exactly this place: numbers of one card are never used for another."""
     return next((found for found in observations if found.place == place), None)
+
+
+def _compute_median(rates: Sequence[float]) -> float:
+    ordered, middle = sorted(rates), len(rates) // 2
+    return ordered[middle] if len(rates) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
 
 
 def _build_amounts(content: Mapping[str, Any]) -> Amounts:

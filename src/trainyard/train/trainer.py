@@ -51,6 +51,7 @@ from trainyard.train.run_context import (
     read_one_step,
 )
 from trainyard.train.run_state import encode_state, prepare_state, refuse_misfit
+from trainyard.train.save_interval import compute_interval_s
 from trainyard.train.schedule import compute_lr_factor
 from trainyard.train.step import StepResult, TrainState, train_step
 from trainyard.train.stop import RuntimeLimit, Stop, StopFlag
@@ -397,7 +398,7 @@ class Trainer:
         self.save_s = distributed.broadcast_from_rank0(self.save_s)
         settings = self.config.checkpoint
         if not settings.every:
-            self.save_every.seconds = checkpoint.compute_interval_s(
+            self.save_every.seconds = compute_interval_s(
                 max(self.save_s, 1e-3), mtbf_hours=settings.mtbf_hours, max_minutes=settings.max_minutes
             )
         self.save_every.restart()
