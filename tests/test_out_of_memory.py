@@ -10,16 +10,20 @@ import numpy as np
 import pytest
 import torch
 
+from tests.test_choose_data import JOBS
 from tests.training import FAMILIES, find_differences, load_state, new_run, read_run_metrics, train, train_on_ranks
+from trainyard import config as configs
 from trainyard.data.host_memory import read_available_memory
-from trainyard.data.order import EpochOrder
+from trainyard.data.order import EpochOrder, order_epoch
+from trainyard.data.prepare import prepare_data
+from trainyard.data.shards import ShardSet
 from trainyard.errors import OutOfDeviceMemory, UserError
 from trainyard.runs.events import read_events
 from trainyard.runs.folder import read_env
 from trainyard.runs.state import ExitCode
 from trainyard.runs.why import explain_run
 from trainyard.train.data_parallel import describe_batch_statistics
-from trainyard.train.memory_probe import build_largest_batch
+from trainyard.train.memory_probe import build_largest_batch, list_lengths, select_largest_eval_ids
 
 EXACT = ("model.batch_norm=false", "model.dropout=0", "global_batch_size=16", "max_duration=4st", "eval_every=3st")
 """Without batch statistics and dropout, only rounding depends on the micro-batch."""
@@ -190,6 +194,23 @@ def test_the_largest_batch_has_the_largest_scale_and_the_longest_samples_on_ever
     shares = tried.batch(index).reshape(2, 4)
     assert all(lengths[0][share].max() == 6 and 1 in share for share in shares)
     assert np.array_equal(tried.batch(0), order.batch(0)) and len(tried.ids) == len(order.ids)
+
+
+@pytest.mark.slow
+def test_where_batches_follow_length_the_probe_tries_the_longest_samples_of_each_set(tmp_path):
+    config = prepare_data(configs.compose("pricing_smoke", [f"data.cache={tmp_path}"], JOBS), JOBS)
+    assert config.data.order == "buckets"
+    data = ShardSet(Path(config.data.path))
+    splits = configs.load_family(JOBS, "pricing", "pack").splits(data.columns, data.vocabulary, config)
+    column, lengths = data.columns[config.data.order_by], list_lengths(data, config)
+    order = order_epoch(splits["train"], data.columns, config, epoch=0)
+    tried, index = build_largest_batch(order, lengths, np.ones(len(order)), world_size=2)
+    longest = column[splits["train"]].max()
+    assert column[order.batch(index)].max() < longest, "the epoch's own batch is in another bucket"
+    assert all(column[share].max() == longest for share in np.array_split(tried.batch(index), 2))
+    held_out = np.concatenate([ids for name, ids in splits.items() if name != "train"])
+    chosen = select_largest_eval_ids(splits, lengths, count=3)
+    assert list(column[chosen]) == sorted(column[held_out], reverse=True)[:3]
 
 
 @pytest.mark.long

@@ -41,12 +41,12 @@ def prepare(job: str, root: Path, *overrides: str) -> TrainConfig:
 def take_measured_step(predictor: Predictor, setting: Setting) -> tuple[int, dict[str, torch.Tensor]]:
     """Take a real step, the second of a new run; return the most that it had allocated at once, and its micro-batch."""
     config = predictor.config
-    precision = Precision(setting.dtype, False, False, setting.channels_last, False, {})
+    precision = Precision(setting.dtype, setting.dtype == "fp16", False, setting.channels_last, False, {})
     torch.manual_seed(0)
     info = DataInfo.from_shards(predictor.data, predictor.train_ids)
     module = configs.load_family(JOBS, config.family, "module").build(config, info)
     module.to(memory_format=torch.channels_last if setting.channels_last else torch.contiguous_format)
-    state = build_state(module, config, scaler=torch.amp.GradScaler("cpu", enabled=False))
+    state = build_state(module, config, scaler=torch.amp.GradScaler("cpu", enabled=precision.loss_scaling))
     if setting.recompute:
         recompute_layers(module, config)
     loader = Loader.from_config(config, predictor.data, device=CPU, decode="cpu", channels_last=setting.channels_last)
@@ -126,6 +126,18 @@ def test_predictions_of_the_demos_hold_at_three_micro_batches(family, cache):
     predictor = Predictor(prepare(f"{family}_demo", cache), JOBS)
     ratios = {size: compare(predictor, make_setting(size))[0] for size in (4, 8, 16)}
     assert all(map(is_close, ratios.values())), ratios
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("changes", [{"dtype": "bf16"}, {"dtype": "fp16"}, {"recompute": True}, {"accumulates": True}])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_predictions_hold_in_half_precision_with_recomputation_and_over_two_micro_batches(family, changes, cache):
+    predictor = Predictor(prepare(f"{family}_demo", cache), JOBS)
+    setting = make_setting(8, **changes)
+    if "recompute" in changes and predictor.predict(setting).refused:
+        pytest.skip(f"{family}: no layers to recompute")
+    ratio, _ = compare(predictor, setting)
+    assert is_close(ratio), ratio
 
 
 @pytest.mark.slow

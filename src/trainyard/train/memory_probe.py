@@ -10,7 +10,7 @@ import copy
 import gc
 import random
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import replace
 from typing import NamedTuple
@@ -96,7 +96,7 @@ def probe_memory(
         torch.cuda.reset_peak_memory_stats(device)
     epoch = state.progress.epoch
     scales = list_scales(context.config.image.scales, seed=context.config.seed, epoch=epoch, count=len(order))
-    lengths = _list_lengths(context.data, context.config)
+    lengths = list_lengths(context.data, context.config)
     tried, index = build_largest_batch(order, lengths, scales, world_size=context.world.world_size)
 
     def train(size: int) -> _Trial:
@@ -119,7 +119,7 @@ def probe_memory(
                 raise torch.OutOfMemoryError(trial.failure)
         logger.warning("memory probe: micro-batches of {} do not fit, trying {}", micro_batch_size, smaller)
         micro_batch_size = smaller
-    eval_ids = _list_largest_eval_ids(context, eval_batch_size)
+    eval_ids = select_largest_eval_ids(context.splits, lengths, count=eval_batch_size * context.world.world_size)
     if len(eval_ids):
         trial = _try_on_all_ranks(predict, eval_batch_size)
         if trial.failure:
@@ -216,7 +216,7 @@ def build_largest_batch(
     return EpochOrder(ids, size), index
 
 
-def _list_lengths(data: ShardSet, config: TrainConfig) -> list[np.ndarray]:
+def list_lengths(data: ShardSet, config: TrainConfig) -> list[np.ndarray]:
     """Return (N,) lengths of each kind of record that has different ones, and of the column that batches follow."""
     lengths = [records.shape[:, 0] for records in data.records.values() if records.kind == RAGGED]
     if config.data.order == "buckets":
@@ -224,13 +224,19 @@ def _list_lengths(data: ShardSet, config: TrainConfig) -> list[np.ndarray]:
     return [values for values in lengths if values.min() < values.max()]
 
 
-def _list_largest_eval_ids(context: RunContext, eval_batch_size: int) -> np.ndarray:
-    """Return as many samples as all ranks evaluate at once, the longest of all sets, in order of length."""
-    sets = [ids for name, ids in context.splits.items() if name != TRAIN]
+def select_largest_eval_ids(
+    splits: Mapping[str, np.ndarray], lengths: Sequence[np.ndarray], *, count: int
+) -> np.ndarray:
+    """Return so many samples, the longest of all sets that are evaluated, in order of length.
+
+    Args:
+        lengths: (N,) each, by sample id.
+    """
+    sets = [ids for name, ids in splits.items() if name != TRAIN]
     ids = np.concatenate(sets) if sets else np.empty(0, dtype=np.int64)
-    for lengths in _list_lengths(context.data, context.config):
-        ids = ids[np.argsort(-lengths[ids], kind="stable")]
-    return ids[: eval_batch_size * context.world.world_size]
+    for values in lengths:
+        ids = ids[np.argsort(-values[ids], kind="stable")]
+    return ids[:count]
 
 
 def _take_step(context: RunContext, state: TrainState, step: Iterator[object], autocast: Autocast) -> None:
