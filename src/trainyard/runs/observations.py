@@ -1,6 +1,7 @@
 """What a run was predicted to take, and what it took: a section of its env.json, which later plans read."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -134,18 +135,16 @@ def read_amounts(env: Mapping[str, Any]) -> tuple[Amounts, Amounts] | None:
 def find_observations(runs: Path, *, job: str, key: str) -> Iterator[Observation]:
     """Yield what runs of a job took that were stored under this key, newest first.
 
-    A run of which env.json is damaged is left out: `trainyard why` says so, and it counts for nothing here.
+    A run of which env.json is damaged, or not for us to read, is left out: `trainyard why` says so.
     """
-    matching = [path.parent for path in runs.glob(f"{job}/[!.]*/{ENV_FILE}") if key in path.read_text(errors="replace")]
-    envs: list[tuple[str, Path, Mapping[str, Any]]] = []
-    for run in matching:
-        try:
-            env = read_env(run)
-        except UserError:
-            continue
-        envs.append((str(env.get("created")), run, env))
-    for _, run, env in sorted(envs, key=lambda entry: entry[0], reverse=True):
-        section = env.get(SECTION, {})
+    envs: list[tuple[str, Path, dict[str, Any]]] = []
+    for path in runs.glob(f"{job}/[!.]*/{ENV_FILE}"):
+        with suppress(UserError, OSError):
+            if key in path.read_text(errors="replace"):  # most do not, and parsing takes longer
+                env = read_env(path.parent)
+                envs.append((str(env.get("created")), path.parent, env))
+    for _, run, record in sorted(envs, key=lambda entry: entry[0], reverse=True):
+        section = record.get(SECTION, {})
         if isinstance(section, dict) and section.get("key") == key and "observed" in section:
             observed = section["observed"]
             yield Observation(
