@@ -135,7 +135,7 @@ def _list_cells(
         return [name, batch, kind, "?", f"{split.has_gib:.1f}", MISFIT, "?", time]
     size = f"{_format_gib(split.step.peak_gib)} {'m' if isinstance(split.step, ObservedStep) else 'e'}"
     floor_s = compute_floor_s(card, split, samples=config.global_batch_size // gpus)
-    floor = "?" if floor_s is None else f">= {1e3 * floor_s:.3g} ms"
+    floor = "?" if floor_s is None else f">= {_format_ms(1e3 * floor_s)}"
     return [name, batch, kind, size, f"{split.has_gib:.1f}", split.verdict, floor, time]
 
 
@@ -213,7 +213,7 @@ def _describe_marks(splits: Mapping[str, Split | str], found: Mapping[str, Obser
     if by_run:
         yield from _write("m measured", "; ".join(f"{name}: {run}" for name, run in by_run.items()))
     if unseen:
-        where = "any of these cards" if len(unseen) == len(splits) else f"this card: {', '.join(unseen)}"
+        where = "any of these cards" if 1 < len(unseen) == len(splits) else f"this card: {', '.join(unseen)}"
         yield from _write(
             "e estimated",
             f"its real code on tensors without values, longest samples. Never observed on {where}",
@@ -328,6 +328,10 @@ def _write(name: str, text: str) -> Iterator[str]:
     lines = textwrap.wrap(text, _WIDTH - _INDENT - 1, break_long_words=False, break_on_hyphens=False)
     for number, line in enumerate(lines):
         yield f"{'' if number else name:<{_INDENT}} {line}"
+
+
+def _format_ms(milliseconds: float) -> str:
+    return f"{milliseconds:,.0f} ms" if milliseconds >= 100 else f"{milliseconds:.3g} ms"
 
 
 def _format_gib(size: float) -> str:
