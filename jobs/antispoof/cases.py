@@ -41,12 +41,18 @@ def make_row_noise(count: int, seed: int = 0) -> torch.Tensor:
 
 
 def make_data(
-    labels: list[int], attacks: list[str], sets: list[str], *, rates: int = 8000, asv: str = "{}"
+    labels: list[int],
+    attacks: list[str],
+    sets: list[str],
+    *,
+    speakers: list[str] | None = None,
+    rates: int = 8000,
+    asv: str = "{}",
 ) -> DataInfo:
     """Make the columns that `samples` yields."""
     columns: dict[str, np.ndarray] = {"label": np.array(labels), "source_rate_hz": np.full(len(labels), rates)}
     vocabulary: dict[str, list[str]] = {}
-    for name, values in (("attack", attacks), ("set", sets)):
+    for name, values in (("attack", attacks), ("set", sets), ("speaker", speakers or [""] * len(labels))):
         names, columns[name] = np.unique(values, return_inverse=True)
         vocabulary[name] = names.tolist()
     return DataInfo(columns, vocabulary, np.flatnonzero(np.array(sets) == "train"), {"asv": asv})

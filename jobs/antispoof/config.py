@@ -102,6 +102,13 @@ class PackingSettings:
 
 
 @dataclass
+class EvaluationSettings:
+    """How trials are scored."""
+
+    bootstrap_draws: int = option(1000, "resamples of the speakers behind each 95 % interval; 0: none", low=0)
+
+
+@dataclass
 class Config(TrainConfig):
     """All options of an antispoof job."""
 
@@ -110,6 +117,7 @@ class Config(TrainConfig):
     loss: LossSettings = option(LossSettings, "classification head and loss")
     disturb: DisturbSettings = option(DisturbSettings, "augmentation of utterances")
     packing: PackingSettings = option(PackingSettings, "raw files to records, utterances to sets")
+    evaluation: EvaluationSettings = option(EvaluationSettings, "scoring", mutable_on_resume=True)
 
     def explain_batch_dependence(self) -> str:
         """Return why results depend on the micro-batch; "" if they do not."""

@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from trainyard.errors import UserError
 from trainyard.report.figures import draw_figure
-from trainyard.scoring import check_scores
+from trainyard.scoring import Intervals, check_scores, summarize_draws
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -55,12 +55,17 @@ def compute_det_curve(bonafide: ArrayLike, spoof: ArrayLike) -> DetCurve:
     genuine, fake = _validate("bona fide", bonafide), _validate("spoofed", spoof)
     scores = np.concatenate([genuine, fake])
     order = np.argsort(scores, kind="stable")
-    passed = np.arange(1, len(scores) + 1)
-    genuine_passed = np.cumsum(order < len(genuine))
-    frr = np.concatenate([[0.0], genuine_passed / len(genuine)])
-    far = np.concatenate([[1.0], (len(fake) - (passed - genuine_passed)) / len(fake)])
-    ordered = scores[order]
-    return DetCurve(frr, far, np.concatenate([[ordered[0] - 0.001], ordered]))
+    return _pass_trials(scores[order], order < len(genuine))
+
+
+def _pass_trials(scores: Floats, is_bonafide: NDArray[np.bool_]) -> DetCurve:
+    """Return the curve of trials in the order in which the threshold passes them; both classes must be there."""
+    passed, genuine_passed = np.arange(1, len(scores) + 1), np.cumsum(is_bonafide)
+    bonafide = int(genuine_passed[-1])
+    spoof = len(scores) - bonafide
+    frr = np.concatenate([[0.0], genuine_passed / bonafide])
+    far = np.concatenate([[1.0], (spoof - (passed - genuine_passed)) / spoof])
+    return DetCurve(frr, far, np.concatenate([[scores[0] - 0.001], scores]))
 
 
 def eer(bonafide: ArrayLike, spoof: ArrayLike) -> float:
@@ -170,16 +175,56 @@ def compute_metrics(
     """
     values, genuine = np.asarray(scores, dtype=np.float64), np.asarray(is_bonafide, dtype=bool)
     bonafide, spoof = values[genuine], values[~genuine]
-    curve = compute_det_curve(bonafide, spoof)
-    metrics = {"eer": curve.eer()[0]}
-    if asv is not None:
-        metrics |= {"min_tdcf_2019": min_tdcf_2019(curve, asv), "min_tdcf_2021": min_tdcf_2021(curve, asv)}
-    metrics |= {"min_dcf": min_dcf(curve), "act_dcf": act_dcf(bonafide, spoof), "cllr": cllr(bonafide, spoof)}
+    metrics = _summarize_curve(compute_det_curve(bonafide, spoof), asv)
+    metrics |= {"act_dcf": act_dcf(bonafide, spoof), "cllr": cllr(bonafide, spoof)}
     metrics |= {"bonafide": float(len(bonafide)), "spoof": float(len(spoof))}
     groups = group_by_attack(values, genuine, attack)
     if len(groups) > 1:
         metrics |= {f"eer_{name}": eer(bonafide, group) for name, group in groups.items()}
     return metrics
+
+
+def compute_intervals(
+    scores: ArrayLike,
+    is_bonafide: ArrayLike,
+    speaker: Sequence[str],
+    *,
+    asv: AsvRates | None = None,
+    draws: int,
+    seed: int = 0,
+) -> Intervals:
+    """Return the 95 % intervals of the pooled EER, the t-DCFs and the minimum DCF over resampled speakers.
+
+    A speaker's trials are not independent, so speakers are drawn with replacement, each with all their trials; an
+    utterance whose speaker is unknown is drawn alone. The rates of the ASV system stay as they are. A draw of one
+    speaker alone, or of one class alone, is of no use (`scoring.summarize_draws`): fewer than four speakers have no
+    interval. The trials are sorted once; a draw of 71,000 trials then costs about 6 ms.
+
+    Args:
+        scores, is_bonafide, asv: as for `compute_metrics`.
+        speaker: of each trial; "": unknown.
+        draws: resamples; 0: no intervals.
+    """
+    values, genuine = np.asarray(scores, dtype=np.float64), np.asarray(is_bonafide, dtype=bool)
+    names = [name or f" {number}" for number, name in enumerate(speaker)]  # no name begins with a space
+    order = np.lexsort([~genuine, values])  # among equal scores bona fide trials come first
+    values, genuine, group = values[order], genuine[order], np.unique(names, return_inverse=True)[1][order]
+    groups, rng = int(group.max()) + 1, np.random.default_rng(seed)
+    found: list[dict[str, float]] = []
+    for _ in range(draws):
+        drawn = np.bincount(rng.integers(groups, size=groups), minlength=groups)
+        copies = drawn[group]
+        kept = genuine.repeat(copies)
+        if np.count_nonzero(drawn) > 1 and kept.any() and not kept.all():
+            found.append(_summarize_curve(_pass_trials(values.repeat(copies), kept), asv))
+    return summarize_draws(found, draws=draws)
+
+
+def _summarize_curve(curve: DetCurve, asv: AsvRates | None) -> dict[str, float]:
+    tdcf = (
+        {} if asv is None else {"min_tdcf_2019": min_tdcf_2019(curve, asv), "min_tdcf_2021": min_tdcf_2021(curve, asv)}
+    )
+    return {"eer": curve.eer()[0], **tdcf, "min_dcf": min_dcf(curve)}
 
 
 def group_by_attack(scores: Floats, is_bonafide: NDArray[np.bool_], attack: Sequence[str]) -> dict[str, Floats]:

@@ -42,6 +42,7 @@ def build(config: Config, data: DataInfo) -> "AntispoofModule":
         rate_hz=config.sound.rate_hz,
         direction_lr_scale=config.loss.lr_scale,
         trials=trials,
+        draws=config.evaluation.bootstrap_draws,
     )
 
 
@@ -75,6 +76,7 @@ class Trials:
     label: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))  # (N,) 1: bona fide
     attack: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.str_))  # (N,) text
     set: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.str_))  # (N,) text
+    speaker: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.str_))  # (N,) text; "": unknown
     source_rate_hz: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))  # (N,)
     asv: Mapping[str, AsvRates] = field(default_factory=dict)  # by set
 
@@ -82,9 +84,10 @@ class Trials:
     def from_data(cls, data: DataInfo) -> "Trials":
         if "label" not in data.columns:
             return cls()
-        attack, set_names = (np.array(data.vocabulary[name])[data.columns[name]] for name in ("attack", "set"))
+        names = ("attack", "set", "speaker")
+        attack, set_names, speaker = (np.array(data.vocabulary[name])[data.columns[name]] for name in names)
         asv = {name: AsvRates(**rates) for name, rates in json.loads(data.artifacts.get("asv", "{}")).items()}
-        return cls(data.columns["label"], attack, set_names, data.columns["source_rate_hz"], asv)
+        return cls(data.columns["label"], attack, set_names, speaker, data.columns["source_rate_hz"], asv)
 
     def count_classes(self, ids: np.ndarray) -> tuple[int, int]:
         """Return how many of these utterances are spoofed and how many bona fide; 1 and 1 if unknown."""
@@ -122,6 +125,7 @@ class AntispoofModule(TrainModule):
         network: (B, F, T) to (B, D).
         rate_hz: of the waveforms.
         direction_lr_scale: factor on the learning rate of one-class softmax's direction.
+        draws: bootstrap resamples in `compute_intervals`.
     """
 
     identity = "speaker"
@@ -138,10 +142,12 @@ class AntispoofModule(TrainModule):
         rate_hz: int,
         direction_lr_scale: float,
         trials: Trials,
+        draws: int,
     ) -> None:
         super().__init__()
         self.frontend, self.network, self.decision = frontend, network, decision
         self.disturb, self.rate_hz, self.direction_lr_scale, self.trials = disturb, rate_hz, direction_lr_scale, trials
+        self.draws = draws
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         """Return the loss, and the share of utterances classified correctly."""
@@ -212,6 +218,18 @@ class AntispoofModule(TrainModule):
             rows["score"], self.trials.label[ids] == 1, self.trials.attack[ids].tolist(), asv=self._find_asv_rates(ids)
         )
 
+    def compute_intervals(self, rows: Rows) -> dict[str, float]:
+        """Return the 95 % intervals of EER, t-DCF and minimum DCF over resampled speakers."""
+        ids = rows["sample_id"]
+        found = metrics.compute_intervals(
+            rows["score"],
+            self.trials.label[ids] == 1,
+            self.trials.speaker[ids].tolist(),
+            asv=self._find_asv_rates(ids),
+            draws=self.draws,
+        )
+        return found.to_metrics()
+
     def _find_asv_rates(self, ids: np.ndarray) -> AsvRates | None:
         names = np.unique(self.trials.set[ids])
         return self.trials.asv.get(str(names[0])) if len(names) == 1 else None
@@ -235,7 +253,8 @@ class AntispoofModule(TrainModule):
         from .baseline import score_trials
 
         scores = score_trials(self.compute_maps, open_training(), evaluated)
-        return {"pooled logistic": self.score({**rows, "score": scores})}
+        pooled = {**rows, "score": scores}
+        return {"pooled logistic": self.score(pooled) | self.compute_intervals(pooled)}
 
     def prediction_rows(self, rows: Rows, keys: Sequence[str]) -> Iterator[dict[str, object]]:
         """Yield each file, its utterance name as in protocols, and its score."""

@@ -85,6 +85,42 @@ def test_each_attack_is_scored_against_all_bona_fide_speech() -> None:
     assert "min_tdcf_2019" not in found
 
 
+def test_intervals_resample_speakers_exactly_as_copying_their_trials_does() -> None:
+    rng, draws = np.random.default_rng(3), 40
+    genuine = rng.random(60) < 0.4
+    values = np.round(rng.normal(size=60) + genuine, 1)  # with equal scores of both classes
+    speaker = [("", "ann", "bob", "cy", "dee", "eve")[code] for code in rng.integers(6, size=60)]
+    names = [name or f" {number}" for number, name in enumerate(speaker)]
+    groups = [[i for i, name in enumerate(names) if name == one] for one in sorted(set(names))]
+    found = metrics.compute_intervals(values, genuine, speaker, asv=ASV, draws=draws, seed=5)
+    assert found == metrics.compute_intervals(values, genuine, speaker, asv=ASV, draws=draws, seed=5)
+    slow: dict[str, list[float]] = {"eer": [], "min_dcf": [], "min_tdcf_2019": [], "min_tdcf_2021": []}
+    draw = np.random.default_rng(5)
+    for _ in range(draws):
+        copies = [i for one in draw.integers(len(groups), size=len(groups)) for i in groups[one]]
+        trials = metrics.compute_metrics(values[copies], genuine[copies], ["A"] * len(copies), asv=ASV)
+        for name, drawn in slow.items():
+            drawn.append(trials[name])
+    for name, drawn in slow.items():  # equal but for the rounding of 0.025
+        assert found.ends[name] == pytest.approx(np.quantile(drawn, [0.025, 0.975]), rel=1e-12)
+    assert set(found.ends) == set(slow) and found.draws_lost == 0
+    assert metrics.compute_intervals(values, genuine, speaker, draws=0).to_metrics() == {}
+
+
+def test_too_few_speakers_or_trials_have_no_interval_and_that_is_said() -> None:
+    values, genuine = np.arange(40.0), np.arange(40) % 3 == 0
+
+    def resample(speakers: int) -> dict[str, float]:
+        names = [f"s{number % speakers}" for number in range(40)]
+        return metrics.compute_intervals(values, genuine, names, draws=200).to_metrics()
+
+    assert resample(1) == {"draws_lost": 1.0}
+    assert set(resample(2)) == set(resample(3)) == {"draws_lost"}, "these draws are too much alike"
+    assert {"eer_low", "eer_high", "min_dcf_low", "min_dcf_high"} == set(resample(8))
+    one_bonafide = metrics.compute_intervals(values, np.arange(40) == 5, [""] * 40, draws=200)
+    assert one_bonafide.ends == {} and 0.2 < one_bonafide.draws_lost < 0.5, "a third lacks the one bona fide trial"
+
+
 @pytest.mark.parametrize(
     ("bonafide", "spoof", "message"),
     [([], [1.0], "no bona fide trial"), ([1.0], [], "no spoofed trial"), ([1.0, np.nan], [0.0], "1 of 2 bona fide")],
