@@ -4,10 +4,13 @@ import contextlib
 import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from pycocotools.coco import COCO  # type: ignore[import-untyped]
 from pycocotools.cocoeval import COCOeval  # type: ignore[import-untyped]
+
+from trainyard.scoring import Intervals, summarize_draws
 
 FAR = 1e10
 SIZES: dict[str, dict[str, tuple[float, float]]] = {
@@ -54,7 +57,9 @@ def evaluate(
     """
     limits = LIMITS[areas]
     ranges = {"all": (0.0, FAR), **SIZES[areas]}
-    evaluator = _run_evaluator(truths, detections, len(categories), limits, ranges)
+    evaluator = _match(truths, detections, len(categories), limits, ranges)
+    with contextlib.redirect_stdout(io.StringIO()):
+        evaluator.accumulate()
     precision = evaluator.eval["precision"]  # IoU, recall, category, area, limit
     recall = evaluator.eval["recall"]  # IoU, category, area, limit
     metrics = {"ap": _mean_defined(precision[:, :, :, 0, -1]) or 0.0, "ap50": 0.0, "ap75": 0.0}
@@ -73,19 +78,104 @@ def evaluate(
     return metrics
 
 
+def compute_intervals(
+    truths: Sequence[GroundTruth],
+    detections: Sequence[Detections],
+    *,
+    categories: int,
+    areas: str,
+    draws: int,
+    seed: int = 0,
+) -> Intervals:
+    """Return the 95 % intervals of `ap`, `ap50` and `ap75` over resampled images.
+
+    Objects are matched once; a draw only counts each image's detections and objects as often as it was drawn, which
+    equals copying images. A draw of one image alone, or without an object, is of no use (`scoring.summarize_draws`):
+    fewer than four images have no interval. Images count as independent, so frames of one video give too narrow a one.
+
+    Args:
+        truths, detections, areas: as for `evaluate`.
+        draws: resamples; 0: no intervals.
+    """
+    if not draws:
+        return summarize_draws([], draws=0)
+    evaluator = _match(truths, detections, categories, LIMITS[areas], {"all": (0.0, FAR)})
+    images, thresholds = len(truths), evaluator.params.recThrs
+    found = [_MatchedCategory(evaluator.evalImgs[k * images : (k + 1) * images]) for k in range(categories)]
+    rng, resampled = np.random.default_rng(seed), []
+    for _ in range(draws):
+        copies = np.bincount(rng.integers(images, size=images), minlength=images)
+        rows = [row for one in found if (row := one.compute_ap(copies, thresholds)) is not None]
+        if rows and np.count_nonzero(copies) > 1:
+            ap = np.mean(rows, axis=0)  # by IoU
+            resampled.append({"ap": float(ap.mean()), "ap50": float(ap[0]), "ap75": float(ap[5])})
+    return summarize_draws(resampled, draws=draws)
+
+
+class _MatchedCategory:
+    """The detections of one category in all images, best first, and which of them are right at each IoU.
+
+    Recall rises at right detections only, so a curve needs the others just as counts.
+    """
+
+    def __init__(self, images: Sequence[dict[str, Any] | None]) -> None:
+        self.objects = np.array([0 if one is None else np.count_nonzero(one["gtIgnore"] == 0) for one in images])
+        known = [(number, one) for number, one in enumerate(images) if one is not None]
+        empty = np.zeros((10, 0), dtype=bool)
+        scores = np.concatenate([[], *(one["dtScores"] for _, one in known)])
+        matched, ignored = (
+            np.concatenate([empty, *(one[name] != 0 for _, one in known)], axis=1) for name in ("dtMatches", "dtIgnore")
+        )
+        order = np.argsort(-scores, kind="mergesort")  # as the evaluator breaks ties
+        self.image = np.repeat([number for number, _ in known], [len(one["dtScores"]) for _, one in known])[order]
+        self.right = [np.flatnonzero(row) for row in (matched & ~ignored)[:, order]]
+        self.ignored = [np.flatnonzero(row) for row in ignored[:, order]]
+
+    def compute_ap(self, copies: np.ndarray, thresholds: np.ndarray) -> np.ndarray | None:
+        """Return the average precision at each IoU if image i counts copies[i] times; None without an object."""
+        objects = int(self.objects @ copies)
+        if not objects:
+            return None
+        weight = copies[self.image]
+        before = np.cumsum(weight)
+        return np.array(
+            [
+                self._average_precision(weight, before, right, ignored, objects, thresholds)
+                for right, ignored in zip(self.right, self.ignored, strict=True)
+            ]
+        )
+
+    @staticmethod
+    def _average_precision(
+        weight: np.ndarray,
+        before: np.ndarray,
+        right: np.ndarray,
+        ignored: np.ndarray,
+        objects: int,
+        thresholds: np.ndarray,
+    ) -> float:
+        hits, counted = np.cumsum(weight[right]), before[right]
+        if len(ignored):
+            counted = counted - np.append(0, np.cumsum(weight[ignored]))[np.searchsorted(ignored, right)]
+        precision = hits / (counted + np.spacing(1))
+        best = np.append(np.maximum.accumulate(precision[::-1])[::-1], 0.0)
+        return float(best[np.searchsorted(hits / objects, thresholds, side="left")].mean())
+
+
 def _mean_defined(values: np.ndarray) -> float | None:
     """Return the mean of the defined values; the evaluator writes -1 where there are no objects."""
     defined = values[values > -1]
     return float(defined.mean()) if defined.size else None
 
 
-def _run_evaluator(
+def _match(
     truths: Sequence[GroundTruth],
     detections: Sequence[Detections],
     categories: int,
     limits: tuple[int, ...],
     ranges: dict[str, tuple[float, float]],
 ) -> COCOeval:
+    """Return the evaluator after it has matched detections with objects, image by image."""
     with contextlib.redirect_stdout(io.StringIO()):  # the evaluator prints each of its steps
         coco_truth, coco_detections = COCO(), COCO()
         images = [{"id": number} for number in range(len(truths))]
@@ -103,7 +193,6 @@ def _run_evaluator(
         evaluator.params.areaRng = [list(pair) for pair in ranges.values()]
         evaluator.params.areaRngLbl = list(ranges)
         evaluator.evaluate()
-        evaluator.accumulate()
     return evaluator
 
 

@@ -3,12 +3,13 @@
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from loguru import logger
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from trainyard.errors import UserError
 from trainyard.train.distributed import sum_over_ranks
@@ -19,15 +20,18 @@ from .coco import SetSummary
 from .conditional import ConditionalDETR
 from .config import BoxSettings, Config, EvaluationSettings, LossSettings, ModelSettings, PhotometricSettings
 from .denoising import build_denoising_queries
-from .evaluation import SIZES, Detections, GroundTruth, evaluate
+from .evaluation import SIZES, Detections, GroundTruth, compute_intervals, evaluate
 from .figures import draw_detections, plot_precision_by_size
 from .losses import compute_losses
 from .matching import LossTerms, Objects
 from .multiscale import DeformableDETR
-from .network import Backbone, DenoisingQueries, Outputs, Predictions
+from .network import Backbone, DenoisingQueries, Outputs, choose_best
 from .pack import TRUTH, parse_key
 from .vanilla import DETR
 from .weights import adapt_module
+
+if TYPE_CHECKING:
+    from .baseline import Detect
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 """ImageNet statistics of RGB in 0..1, with which the pretrained backbones were trained."""
@@ -259,6 +263,8 @@ class TinyDet(TrainModule):
 
     identity = "picture"
     monitor = ("ap", "max")
+    mean: Tensor
+    std: Tensor
     loader_mean: Tensor
     loader_std: Tensor
 
@@ -342,7 +348,7 @@ class TinyDet(TrainModule):
         )
 
     def _normalise(self, x_BCHW: Tensor) -> Tensor:
-        return (x_BCHW - cast(Tensor, self.mean)) / cast(Tensor, self.std)
+        return (x_BCHW - self.mean) / self.std
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _compute_losses(
@@ -372,24 +378,26 @@ class TinyDet(TrainModule):
         image = batch["image"] * self.loader_std + self.loader_mean
         outputs = self.network(self._normalise(image), batch["affine"], batch["image_px"])
         with torch.autocast(image.device.type, enabled=False):
-            return self._choose_detections(outputs.predictions, batch)
+            size_px, predictions = (image.shape[2], image.shape[3]), outputs.predictions
+            best = choose_best(
+                predictions.logits_DBQK[-1].float(),
+                predictions.boxes_DBQ4[-1],
+                size_px=size_px,
+                most=self.evaluation.detections,
+                is_softmax=self.terms.classification == "softmax",
+            )
+            return self._make_rows(best, batch)
 
-    def _choose_detections(self, predictions: Predictions, batch: Batch) -> dict[str, Tensor]:
-        height, width = batch["image"].shape[2:]
-        logits, boxes = predictions.logits_DBQK[-1].float(), predictions.boxes_DBQ4[-1]
-        softmax = self.terms.classification == "softmax"
-        score_BQK = logits.softmax(dim=-1)[..., :-1] if softmax else logits.sigmoid()
-        categories, wanted = score_BQK.shape[2], self.evaluation.detections
-        score, index = score_BQK.flatten(1).topk(min(wanted, score_BQK[0].numel()), dim=1)
-        corners = geometry.cxcywh_to_xyxy(boxes) * boxes.new_tensor([width, height] * 2)
-        corners = corners.gather(1, (index // categories)[..., None].expand(-1, -1, 4))
+    def _make_rows(self, best: tuple[Tensor, Tensor, Tensor], batch: Batch) -> dict[str, Tensor]:
+        """Return the rows of detections, given as `choose_best` returns them."""
+        corners, score, label = best
         found = geometry.map_from_input(corners, batch["affine"], batch["image_px"])
-        missing = wanted - score.shape[1]
+        missing = self.evaluation.detections - score.shape[1]
         return {
             "sample_id": batch["sample_id"],
             "box": nn.functional.pad(found, (0, 0, 0, missing)),
             "score": nn.functional.pad(score, (0, missing)),
-            "label": nn.functional.pad(index % categories, (0, missing)),
+            "label": nn.functional.pad(label, (0, missing)),
         }
 
     def describe_predict(self) -> Signature:
@@ -410,14 +418,29 @@ class TinyDet(TrainModule):
 
     def score(self, rows: Rows) -> dict[str, float]:
         """Return COCO's metrics on whole images, with tiles merged; see `evaluation.evaluate`."""
+        truths, detections = self._merge_images(rows)
+        return evaluate(truths, detections, categories=self.categories, areas=self.evaluation.areas)
+
+    def compute_intervals(self, rows: Rows) -> dict[str, float]:
+        """Return the 95 % intervals of the average precisions over resampled images."""
+        truths, detections = self._merge_images(rows)
+        found = compute_intervals(
+            truths,
+            detections,
+            categories=len(self.categories),
+            areas=self.evaluation.areas,
+            draws=self.evaluation.bootstrap_draws,
+        )
+        return found.to_metrics()
+
+    def _merge_images(self, rows: Rows) -> tuple[list[GroundTruth], list[Detections]]:
         data = self.data()
         columns, ids = data.columns, rows["sample_id"]
         x, y = (columns[name][ids] for name in ("tile_x", "tile_y"))
         tile_groups = _group_by_code(columns["picture"][ids])
         first = np.array([tiles[np.argmin(x[tiles] + y[tiles])] for tiles in tile_groups])
         truths = [_to_ground_truth(table) for table in data.read("truth", ids[first])]
-        detections = [Detections(*self._merge_tiles(rows, tiles, x, y)[:3]) for tiles in tile_groups]
-        return evaluate(truths, detections, categories=self.categories, areas=self.evaluation.areas)
+        return truths, [Detections(*self._merge_tiles(rows, tiles, x, y)[:3]) for tiles in tile_groups]
 
     def _merge_tiles(
         self, rows: Rows, tiles: np.ndarray, x: np.ndarray, y: np.ndarray
@@ -459,20 +482,26 @@ class TinyDet(TrainModule):
     def score_baselines(
         self, rows: Rows, evaluated: SampleSource, open_training: Callable[[], SampleSource]
     ) -> dict[str, dict[str, float]]:
-        """Return the metrics of the same model with random weights: what boxes at random are worth."""
-        trained = self.network
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            network = build_network(self.model, _build_backbone(self.model), categories=len(self.categories))
-        try:
-            self.network = network.to(cast(Tensor, self.mean).device).eval()
-            return {"random weights": self.score(self._predict_all(evaluated))}
-        finally:
-            self.network = trained
+        """Return the metrics of published classes with random weights: what boxes at random are worth."""
+        from .baseline import build_untrained
+
+        detectors = build_untrained(
+            self.model, categories=len(self.categories), most=self.evaluation.detections, device=self.mean.device
+        )
+        found = {}
+        for name, detect in detectors.items():
+            untrained = self._detect_all(evaluated, detect, name)
+            found[name] = self.score(untrained) | self.compute_intervals(untrained)
+        return found
 
     @torch.inference_mode()
-    def _predict_all(self, source: SampleSource) -> Rows:
-        parts = [self.predict(batch) for batch in source.read_batches()]
+    def _detect_all(self, source: SampleSource, detect: "Detect", name: str) -> Rows:
+        parts = []
+        with tqdm(total=len(source.ids), unit="sample", desc=name, disable=None, leave=False) as bar:
+            for batch in source.read_batches():
+                x_BCHW = self._normalise(batch["image"] * self.loader_std + self.loader_mean)
+                parts.append(self._make_rows(detect(x_BCHW), batch))
+                bar.update(len(x_BCHW))
         return {name: torch.cat([part[name] for part in parts]).cpu().numpy() for name in parts[0]}
 
     def prediction_rows(self, rows: Rows, keys: Sequence[str]) -> Iterator[dict[str, object]]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torchvision.ops import FrozenBatchNorm2d  # type: ignore[import-untyped]
 
 from .exact import ExactLinear
+from .geometry import cxcywh_to_xyxy
 
 PRIOR = 0.01
 """Initial probability of a category, where each has its own sigmoid (RetinaNet, arXiv:1708.02002, 4.1)."""
@@ -41,6 +42,24 @@ class Outputs(NamedTuple):
     predictions: Predictions
     proposals: Predictions | None = None  # D = 1: of the first stage, if there are two
     denoising: Predictions | None = None  # Q = N
+
+
+def choose_best(
+    logits_BQK: Tensor, boxes_BQ4: Tensor, *, size_px: tuple[int, int], most: int, is_softmax: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the detections with the best scores: corners (B, n, 4) px of the input, scores 0..1 and labels (B, n).
+
+    Args:
+        boxes_BQ4: centre form, relative to the input.
+        size_px: height and width of the input.
+        most: largest n; there are fewer if there are fewer queries times categories.
+        is_softmax: the last category is "no object"; else each category has its own sigmoid.
+    """
+    score_BQK = logits_BQK.softmax(dim=-1)[..., :-1] if is_softmax else logits_BQK.sigmoid()
+    categories = score_BQK.shape[2]
+    score, index = score_BQK.flatten(1).topk(min(most, score_BQK[0].numel()), dim=1)
+    corners = cxcywh_to_xyxy(boxes_BQ4) * boxes_BQ4.new_tensor([size_px[1], size_px[0]] * 2)
+    return corners.gather(1, (index // categories)[..., None].expand(-1, -1, 4)), score, index % categories
 
 
 class Backbone(nn.Module):

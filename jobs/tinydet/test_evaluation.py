@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from .cases import find_shared_data
-from .evaluation import Detections, GroundTruth, evaluate
+from .evaluation import Detections, GroundTruth, compute_intervals, evaluate
 
 
 def score_fixture(areas: str) -> dict[str, float]:
@@ -96,3 +96,51 @@ def test_no_detections_score_0(capsys: pytest.CaptureFixture[str]) -> None:
     nothing = [Detections(np.zeros((0, 4)), np.zeros(0), np.zeros(0, dtype=np.int64))]
     assert evaluate(truths, nothing, categories=["a"], areas="aitod")["ap"] == 0
     assert capsys.readouterr().out == "", "the evaluator prints nothing"
+
+
+def make_random_images(count: int) -> tuple[list[GroundTruth], list[Detections]]:
+    """Make images of two categories with crowds, empty images, misses and false alarms; no two scores are equal."""
+    rng = np.random.default_rng(1)
+    truths, detections = [], []
+    for number in range(count):
+        objects = 0 if number % 5 == 4 else int(rng.integers(1, 6))
+        corner = rng.uniform(0, 200, (objects, 2))
+        boxes = np.concatenate([corner, corner + rng.uniform(10, 60, (objects, 2))], axis=1)
+        labels = rng.integers(0, 2 if number else 1, objects)
+        area = (boxes[:, 2:] - boxes[:, :2]).prod(axis=1)
+        truths.append(GroundTruth(boxes, area, labels, rng.random(objects) < 0.2))
+        extra = np.tile(rng.uniform(0, 100, (2, 2)), 2) + [0, 0, 30, 20]
+        found = np.concatenate([boxes + rng.normal(0, 4, boxes.shape), boxes + rng.normal(0, 9, boxes.shape), extra])
+        detections.append(
+            Detections(found, rng.random(len(found)), np.concatenate([labels, labels, [0, 1]]).astype(np.int64))
+        )
+    return truths, detections
+
+
+def test_intervals_resample_images_exactly_as_copying_them_does() -> None:
+    truths, detections = make_random_images(8)
+    draws = 12
+    found = compute_intervals(truths, detections, categories=2, areas="coco", draws=draws, seed=4)
+    slow = []
+    rng = np.random.default_rng(4)
+    for _ in range(draws):
+        copies = np.sort(rng.integers(8, size=8))
+        drawn = [truths[i] for i in copies], [detections[i] for i in copies]
+        slow.append(evaluate(*drawn, categories=["a", "b"], areas="coco"))
+    assert set(found.ends) == {"ap", "ap50", "ap75"} and found.draws_lost == 0
+    for name, ends in found.ends.items():
+        values = [one[name] for one in slow]
+        assert len(set(values)) == draws, "the images differ"
+        assert ends == pytest.approx(np.quantile(values, [0.025, 0.975]), rel=1e-12)
+    again = compute_intervals(truths, detections, categories=2, areas="coco", draws=draws, seed=4)
+    assert again == found and compute_intervals(*make_one_image(2, 1), categories=1, areas="coco", draws=0).ends == {}
+
+
+def test_too_few_images_have_no_interval_and_that_is_said() -> None:
+    truths, detections = make_random_images(4)
+    for count in (1, 2, 3):
+        found = compute_intervals(truths[:count], detections[:count], categories=2, areas="coco", draws=100)
+        assert set(found.to_metrics()) == {"draws_lost"}
+    nothing = [Detections(np.zeros((0, 4)), np.zeros(0), np.zeros(0, dtype=np.int64))] * 4
+    found = compute_intervals(truths, nothing, categories=2, areas="coco", draws=50)
+    assert found.ends == {"ap": (0, 0), "ap50": (0, 0), "ap75": (0, 0)}
