@@ -17,7 +17,12 @@ Detect = Callable[[Tensor], Detections]
 
 _STAGES = {4: "stage1", 8: "stage2", 16: "stage3", 32: "stage4"}
 _BLOCKS = {"resnet18": [2, 2, 2, 2], "resnet34": [3, 4, 6, 3], "resnet50": [3, 4, 6, 3], "small": [1, 1, 1, 1]}
-_CLASSES = {"vanilla": "Detr", "cond": "ConditionalDetr", "ms": "DeformableDetr"}
+_CLASSES = {
+    "vanilla": ("DETR", "Detr"),
+    "cond": ("Conditional DETR", "ConditionalDetr"),
+    "ms": ("Deformable DETR", "DeformableDetr"),
+}
+"""What a variant is called, and how the names of its classes begin."""
 
 
 def build_untrained(model: ModelSettings, *, categories: int, most: int, device: torch.device) -> dict[str, Detect]:
@@ -28,10 +33,10 @@ def build_untrained(model: ModelSettings, *, categories: int, most: int, device:
     Args:
         most: detections of an image.
     """
-    name = f"{_CLASSES[model.variant]}ForObjectDetection"
+    name, prefix = _CLASSES[model.variant]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        transformer = _build_transformer(name, model, categories).to(device).eval()
+        transformer = _build_transformer(prefix, model, categories).to(device).eval()
         fcos = _build_fcos(model, categories, most).to(device).eval()
 
     def detect_by_transformer(x_BCHW: Tensor) -> Detections:
@@ -52,7 +57,7 @@ def build_untrained(model: ModelSettings, *, categories: int, most: int, device:
     return {f"untrained {name} (transformers)": detect_by_transformer, "untrained FCOS (torchvision)": detect_by_fcos}
 
 
-def _build_transformer(name: str, model: ModelSettings, categories: int) -> Any:
+def _build_transformer(prefix: str, model: ModelSettings, categories: int) -> Any:
     import transformers
 
     strides = model.strides if model.variant == "ms" else [32]
@@ -80,7 +85,8 @@ def _build_transformer(name: str, model: ModelSettings, categories: int) -> Any:
     if model.variant == "ms":
         settings |= {"num_feature_levels": len(strides), "encoder_n_points": model.points}
         settings |= {"decoder_n_points": model.points, "disable_custom_kernels": True}
-    return getattr(transformers, name)(getattr(transformers, name.replace("ForObjectDetection", "Config"))(**settings))
+    make, configure = (getattr(transformers, f"{prefix}{part}") for part in ("ForObjectDetection", "Config"))
+    return make(configure(**settings))
 
 
 def _build_fcos(model: ModelSettings, categories: int, most: int) -> Any:
