@@ -19,7 +19,8 @@ from tests.training import (
 from trainyard.cli import main
 from trainyard.errors import UserError
 from trainyard.runs.events import find_best_evaluation, read_events
-from trainyard.train.best import Plateau, is_better, parse_monitor
+from trainyard.settings import parse_monitor
+from trainyard.train.best import Plateau, is_better
 
 EER_THEN_SEPARATION = (("eer", "min"), ("d_prime", "max"))
 # Weights that hardly move: the accuracy stays, so only the first evaluation is better than those before.
@@ -51,10 +52,10 @@ def test_a_best_of_an_earlier_version_has_no_ties():
 
 
 def test_the_option_names_the_metrics_in_their_order():
-    assert parse_monitor("", EER_THEN_SEPARATION) == EER_THEN_SEPARATION
-    assert parse_monitor("d_prime:max, eer:min", EER_THEN_SEPARATION) == EER_THEN_SEPARATION[::-1]
+    assert parse_monitor("") == ()
+    assert parse_monitor("d_prime:max, eer:min") == EER_THEN_SEPARATION[::-1]
     with pytest.raises(UserError, match="expected metrics, each with min or max, such as monitor=eer:min,d_prime:max"):
-        parse_monitor("eer", EER_THEN_SEPARATION)
+        parse_monitor("eer")
 
 
 @pytest.mark.parametrize(

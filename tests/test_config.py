@@ -368,6 +368,30 @@ def test_a_value_out_of_range_names_job_option_and_choices():
     assert message.startswith("job tiny: schedule.name=cosin: expected one of cosine, step")
 
 
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        (
+            "trackers=[tensorboard,tensorbord]",
+            "trackers=tensorbord: expected each entry one of tensorboard, wandb, mlf",
+        ),
+        ("schedule.milestones=[3ep,6epp]", "schedule.milestones: '6epp' is not a duration"),
+        ("max_duration=0st", "max_duration=0st: expected more than 0, such as 10ep, 2000st or 30min"),
+        ("eval_every=0ep", "eval_every=0ep: expected more than 0"),
+        ("log_every=0st", "log_every=0st: expected more than 0"),
+        ("checkpoint.every=0min", "checkpoint.every=0min: expected more than 0"),
+        ("monitor=eer", "monitor=eer: expected metrics, each with min or max, such as monitor=eer:min,d_prime:max"),
+    ],
+)
+def test_what_only_a_started_run_would_refuse_is_refused_with_the_options(override: str, expected: str):
+    assert expected in read_refusal("tiny", override)
+
+
+def test_a_rise_of_nothing_and_a_session_of_nothing_are_durations():
+    config = compose("tiny", ["schedule.warmup=0st", "max_runtime=0min", "trackers=[]"], JOBS)
+    assert (config.schedule.warmup, config.max_runtime, config.trackers) == ("0st", "0min", [])
+
+
 def test_a_shell_variable_that_nobody_expanded_is_refused():
     message = read_refusal("tiny", "data.path=${SCRATCH}/x")
     assert "data.path" in message and "'SCRATCH' not found" in message and "write the value itself" in message
@@ -523,7 +547,8 @@ def test_every_option_is_listed_once_with_value_and_doc(tiny: TrainConfig):
     listed = {option.name: option for option in list_options(tiny)}
     assert len(listed) == len(list_options(tiny))
     assert listed["optimizer.lr"].value == 2e-3 and "learning rate" in listed["optimizer.lr"].doc
-    assert listed["head.width"] == ("head.width", 8, "channels")
+    assert listed["head.width"] == ("head.width", 8, "channels", ())
+    assert listed["trackers"].choices == ("tensorboard", "wandb", "mlflow")
     assert "optimizer" not in listed and all(option.doc for option in listed.values())
 
 
@@ -574,7 +599,7 @@ def test_a_frozen_configuration_thaws_equal(
     tiny: TrainConfig, tmp_path: Path, text: str, lr: float, seed: int, words: list[str]
 ):
     tiny.data.path = text.replace("${", "")
-    tiny.optimizer.lr, tiny.seed, tiny.trackers = lr, seed, words
+    tiny.optimizer.lr, tiny.seed, tiny.start_from_partial = lr, seed, words
     if tiny.data.path != "???":
         freeze(tiny, tmp_path / "config.yaml")
         assert thaw(tmp_path / "config.yaml", JOBS) == tiny

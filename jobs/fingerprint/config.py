@@ -28,7 +28,7 @@ class HeadSettings:
     )
     margin: float = option(0.35, "m subtracted from the cosine of the true finger (cosface)", low=0, high=1)
     margin_warmup: str = option(
-        "", "linear increase of the margin from 0, such as 5ep (of training samples) or 1000st", duration=True
+        "", "linear increase of the margin from 0, such as 5ep (of training samples) or 1000st", low=0, duration=True
     )
     centre_weight: float = option(
         0.0,

@@ -33,6 +33,7 @@ class Option(NamedTuple):
     name: str  # dotted, as typed
     value: Any
     doc: str
+    choices: tuple[str, ...]  # the allowed words; (): any value of the type
 
 
 class Difference(NamedTuple):
@@ -134,7 +135,7 @@ def apply_overrides(config: TrainConfig, overrides: Sequence[str]) -> TrainConfi
 
 def list_options(config: TrainConfig) -> list[Option]:
     """Return every option, in the order of declaration."""
-    return [Option(leaf.name, leaf.value, leaf.doc) for leaf in _walk_leaves(config)]
+    return [Option(leaf.name, leaf.value, leaf.doc, leaf.choices) for leaf in _walk_leaves(config)]
 
 
 def find_differences(old: TrainConfig, new: TrainConfig) -> list[Difference]:
@@ -225,6 +226,7 @@ class _Leaf:
     name: str
     value: Any
     doc: str
+    choices: tuple[str, ...]
     mutable: bool
 
 
@@ -235,4 +237,4 @@ def _walk_leaves(config: Any, prefix: str = "", mutable: bool = False) -> Iterat
         if is_dataclass(value):
             yield from _walk_leaves(value, f"{name}.", is_mutable)
         else:
-            yield _Leaf(name, value, f.metadata.get("doc", ""), is_mutable)
+            yield _Leaf(name, value, f.metadata.get("doc", ""), f.metadata.get("choices", ()), is_mutable)

@@ -24,10 +24,11 @@ def option(
     Args:
         default: the value unless a preset or the command line sets another; a callable is a default factory.
         doc: one line about what it does, with its unit.
-        choices: the allowed words.
-        low, high: the allowed closed range.
+        choices: the allowed words; of a list, of each of its entries.
+        low, high: the allowed closed range. A duration is above 0, unless `low` is 0.
         mutable_on_resume: whether a resumed run may change it, because it does not affect the mathematics.
-        duration: whether it is a length of training, such as 10ep, 2000st or 30min; the empty string means "never".
+        duration: whether it is a length of training, such as 10ep, 2000st or 30min, or a list of them; the empty string
+            means "never".
         per_channel: whether it is a number for all channels of an image, or a list with one for each; its type is Any.
     """
     metadata = {
@@ -210,9 +211,9 @@ class ScheduleSettings:
     """The learning rate over the run, as a pure function of the step."""
 
     name: str = option("cosine", "shape after warm-up", choices=("cosine", "step", "one_cycle", "constant"))
-    warmup: str = option("0st", "linear rise from 0", duration=True)
+    warmup: str = option("0st", "linear rise from 0", low=0, duration=True)
     final_ratio: float = option(0.0, "final learning rate / peak (cosine, one_cycle)", low=0, high=1)
-    milestones: list[str] = option(list, "when the step schedule drops, such as [30ep, 60ep]")
+    milestones: list[str] = option(list, "when the step schedule drops, such as [30ep, 60ep]", duration=True)
     drop: float = option(0.1, "factor of each drop (step)", low=0, high=1)
 
 
@@ -285,6 +286,7 @@ class TrainConfig:
     max_runtime: str = option(
         "",
         "save and exit after this wall time, such as 8h30m, before the limit of a session",
+        low=0,
         mutable_on_resume=True,
         duration=True,
     )
@@ -339,7 +341,10 @@ class TrainConfig:
     needs: NeedsSettings = option(NeedsSettings, "what it needs of a GPU", mutable_on_resume=True)
     checkpoint: CheckpointSettings = option(CheckpointSettings, "checkpoints", mutable_on_resume=True)
     trackers: list[str] = option(
-        lambda: ["tensorboard"], "where metrics are also sent: tensorboard, wandb, mlflow", mutable_on_resume=True
+        lambda: ["tensorboard"],
+        "where metrics are also sent",
+        choices=("tensorboard", "wandb", "mlflow"),
+        mutable_on_resume=True,
     )
 
     def explain_batch_dependence(self) -> str:
@@ -371,6 +376,8 @@ def check(config: Any, prefix: str = "") -> None:
             _check_channels(f, name, value, channels=config.channels)
         else:
             _check_value(f, name, value)
+    if isinstance(config, TrainConfig):
+        parse_monitor(config.monitor)
 
 
 def _check_channels(f: Field[Any], name: str, value: Any, *, channels: int) -> None:
@@ -389,13 +396,40 @@ def _check_channels(f: Field[Any], name: str, value: Any, *, channels: int) -> N
 
 def _check_value(f: Field[Any], name: str, value: Any) -> None:
     rule = f.metadata
-    if rule.get("choices") and value not in rule["choices"]:
-        raise UserError(f"{name}={value}: expected one of {', '.join(rule['choices'])}.")
+    for one in value if isinstance(value, list) else [value]:
+        if rule.get("choices") and one not in rule["choices"]:
+            each = "each entry one" if isinstance(value, list) else "one"
+            raise UserError(f"{name}={one}: expected {each} of {', '.join(rule['choices'])}.")
+        if rule.get("duration"):
+            _check_duration(name, one, allows_zero=rule.get("low") == 0)
     low, high = rule.get("low"), rule.get("high")
+    if rule.get("duration") or isinstance(value, list):
+        return
     if (low is not None and not value >= low) or (high is not None and not value <= high):  # NaN fails both
         raise UserError(f"{name}={value}: expected {low} .. {high if high is not None else 'any'}.")
-    if rule.get("duration") and value:
-        try:
-            Duration.parse(value)
-        except UserError as error:
-            raise UserError(f"{name}: {error}") from None
+
+
+def _check_duration(name: str, text: str, *, allows_zero: bool) -> None:
+    if not text:
+        return
+    try:
+        length = Duration.parse(text)
+    except UserError as error:
+        raise UserError(f"{name}: {error}") from None
+    if not length.value and not allows_zero:
+        raise UserError(f"{name}={text}: expected more than 0, such as 10ep, 2000st or 30min.")
+
+
+def parse_monitor(text: str) -> tuple[tuple[str, str], ...]:
+    """Read the option `monitor`: "eer:min,d_prime:max", the deciding metric first; nothing of "".
+
+    Raises:
+        UserError: another form.
+    """
+    matches = [re.fullmatch(r"\s*([^\s:,]+):(min|max)\s*", part) for part in text.split(",")] if text else []
+    if not all(matches):
+        raise UserError(
+            f"monitor={text}: expected metrics, each with min or max, such as monitor=eer:min,d_prime:max. Leave it "
+            "out for the family's own."
+        )
+    return tuple((match[1], match[2]) for match in matches if match)

@@ -1,8 +1,7 @@
 """Decides which evaluation is the best so far, and when a run has waited long enough for a better one."""
 
 import math
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,21 +37,6 @@ class Plateau:
         if type(value) not in (float, int, type(None)) or type(evaluations) is not int or evaluations < 0:
             raise TypeError(f"'plateau' is {saved!r:.60}, expected a value and a number of evaluations")
         return cls(value, evaluations)
-
-
-def parse_monitor(text: str, default: Sequence[tuple[str, str]]) -> MetricOrder:
-    """Read the option `monitor`: "eer:min,d_prime:max", the deciding metric first; "" is the family's own choice.
-
-    Raises:
-        UserError: another form.
-    """
-    if not text:
-        return tuple(default)
-    matches = [re.fullmatch(r"\s*([^\s:,]+):(min|max)\s*", part) for part in text.split(",")]
-    if not all(matches):
-        usual = ",".join(":".join(pair) for pair in default)
-        raise UserError(f"monitor={text}: expected metrics, each with min or max, such as monitor={usual}.")
-    return tuple((match[1], match[2]) for match in matches if match)
 
 
 def is_better(metrics: Mapping[str, float], best: Mapping[str, Any] | None, monitor: MetricOrder) -> bool:

@@ -15,8 +15,7 @@ from trainyard.data.shards import ShardSet
 from trainyard.errors import UserError
 from trainyard.hardware import Precision
 from trainyard.runs.events import MetricOrder
-from trainyard.settings import Duration, TrainConfig
-from trainyard.train.best import parse_monitor
+from trainyard.settings import Duration, TrainConfig, parse_monitor
 from trainyard.train.heartbeat import Heartbeat
 from trainyard.train.module import TrainModule
 from trainyard.train.world import World
@@ -76,7 +75,7 @@ def choose_monitor(context: RunContext) -> MetricOrder:
     """Return the metrics that decide which evaluation is the best.
 
     Raises:
-        UserError: `monitor` has another form, or `patience` waits for evaluations that there will not be.
+        UserError: `patience` waits for evaluations that there will not be.
     """
     config, module = context.config, context.module
     if config.patience and VALIDATION not in context.splits:
@@ -84,7 +83,7 @@ def choose_monitor(context: RunContext) -> MetricOrder:
             f"patience={config.patience} counts evaluations of the validation set, and {context.data.folder} has "
             "none. Start again without it: patience=0"
         )
-    return parse_monitor(config.monitor, (module.monitor, *module.tie_breaks))
+    return parse_monitor(config.monitor) or (module.monitor, *module.tie_breaks)
 
 
 def read_one_step(stream: Iterable[MicroBatch], samples_seen: int, device: torch.device) -> Iterator[MicroBatch]:
