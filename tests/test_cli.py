@@ -88,13 +88,27 @@ def test_all_commands_are_listed_and_each_one_loads_by_its_name(here, capsys):
         assert capsys.readouterr().out.startswith(f"usage: trainyard {name} [-h]")
 
 
-@pytest.mark.parametrize("words", [("run", "--cpu-ranks", "2"), ("submit", "--local", "--gpus", "2")])
+@pytest.mark.parametrize("words", [("run", "--cpu-ranks", "2"), ("submit", "--local", "--cpu-ranks", "2")])
 def test_synchronised_batch_statistics_on_the_cpu_are_refused_before_data_are_packed(words, here, capsys, monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")  # no nvidia-smi
     code, stderr = run_cli(capsys, words[0], "stripes", "sync_batchnorm=true", *words[1:], *JOBS)
     assert code == 2 and stderr.count("\n") == 1
     assert stderr.startswith("UserError: sync_batchnorm=true on 2 ranks on the CPU")
     assert "Use sync_batchnorm=false" in stderr
+    assert list(here.iterdir()) == []
+
+
+@pytest.mark.parametrize("words", [("run",), ("submit", "--local")])
+def test_what_this_machine_lacks_is_refused_before_anything_is_made(words, here, capsys, monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")  # no nvidia-smi
+    code, stderr = run_cli(capsys, words[0], "stripes", *words[1:], "--gpus", "2", *JOBS)
+    assert code == 2 and stderr.startswith("UserError: 2 GPUs requested, but this machine has 0. Leave --gpus ")
+    for tracker, package in (("wandb", "wandb"), ("mlflow", "mlflow-skinny")):
+        monkeypatch.setitem(sys.modules, tracker, None)  # as if it were not installed
+        code, stderr = run_cli(capsys, words[0], "stripes", *words[1:], f"trackers=[tensorboard,{tracker}]", *JOBS)
+        assert code == 2 and stderr.count("\n") == 1
+        assert f"trackers={tracker}: {tracker} is not installed here. Type: {sys.executable} -m pip in" in stderr
+        assert f"'{package}>=" in stderr and stderr.endswith("or leave it out: trackers=[tensorboard]\n")
     assert list(here.iterdir()) == []
 
 

@@ -1,5 +1,6 @@
 """What a run records is exact and survives kills, and its report is one self-contained page."""
 
+import io
 import json
 import math
 import os
@@ -8,20 +9,23 @@ import re
 import subprocess
 import sys
 import termios
+import tomllib
 from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
 import pytest
 from loguru import logger
+from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from trainyard.errors import UserError
 from trainyard.report import run_page as report
 from trainyard.runs.events import TIMING_KEYS, list_metric_names, read_events, read_metrics, select_metrics
 from trainyard.text import format_duration
 from trainyard.train import console
-from trainyard.train.recorder import Recorder
+from trainyard.train.recorder import Recorder, write_report_figures
 
 STEPS, EVERY = 400, 10
 CONFIG = "job: demo\nseed: 0\noptimizer:\n  lr: 0.001\n"
@@ -200,7 +204,7 @@ def test_a_kill_in_a_rewind_leaves_the_old_file_or_the_new_one(tmp_path):
     child = """
 import os, signal, sys
 from pathlib import Path
-from trainyard.train.recorder import Recorder
+from trainyard.train.recorder import Recorder, write_report_figures
 left = int(sys.argv[2])
 def counted(call):
     def wrapper(*args, **kwargs):
@@ -327,7 +331,7 @@ def test_tensorboard_has_all_up_to_the_checkpoint_when_the_process_is_killed_aft
     child = """
 import os, signal, sys
 from pathlib import Path
-from trainyard.train.recorder import Recorder
+from trainyard.train.recorder import Recorder, write_report_figures
 log = Recorder(Path(sys.argv[1]), trackers=["tensorboard"], config={}, resume_at=None)
 for step in range(10, 510, 10):
     log.log("train", step, {"loss": 1.0})
@@ -357,18 +361,36 @@ def test_an_attempt_that_starts_from_scratch_leaves_nothing_of_the_previous_one(
     assert "trained  40 of 400 steps" in report.format_summary(run)
 
 
-@pytest.mark.parametrize(("name", "module"), [("wandb", "wandb"), ("mlflow", "mlflow")])
-def test_a_tracker_that_is_not_installed_names_the_extra_to_install(tmp_path, monkeypatch, name, module):
-    monkeypatch.setitem(sys.modules, module, None)
+@pytest.mark.parametrize("name", ["wandb", "mlflow"])
+def test_a_tracker_that_is_not_installed_names_what_to_install_as_this_version_needs_it(tmp_path, monkeypatch, name):
+    monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(
-        UserError, match=rf"trackers={name}: {module} is not installed.*pip install 'trainyard\[{name}\]'"
-    ):
+        UserError, match=f"trackers={name}: {name} is not installed.* -m pip install '(.*)', or"
+    ) as caught:
         open_recorder(new_run(tmp_path), trackers=(name,))
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    assert f"install '{project['optional-dependencies'][name][0]}'" in str(caught.value)
 
 
-def test_an_unknown_tracker_is_an_error_that_lists_the_known_ones(tmp_path):
-    with pytest.raises(UserError, match=r"trackers=comet: expected any of tensorboard, wandb, mlflow\."):
-        open_recorder(new_run(tmp_path), trackers=("comet",))
+def test_tensorboard_compares_runs_by_their_options_and_shows_their_figures(tmp_path):
+    run = new_run(tmp_path)
+    Image.new("RGB", (3, 2)).save(png := io.BytesIO(), "PNG")
+    config = {"job": "demo", "optimizer": {"lr": 1e-3}, "trackers": ["tensorboard"], "swa": True}
+    with Recorder(run, trackers=("tensorboard",), config=config, resume_at=None, monitor="val/eer") as log:
+        write_training(log, 0, 10)
+        write_report_figures(run, log, "test", 10, {"A/B": png.getvalue()})
+    board = EventAccumulator(str(run / "tensorboard"))
+    board.Reload()
+    content = board.summary_metadata["_hparams_/session_start_info"].plugin_data.content
+    stated = HParamsPluginData.FromString(content).session_start_info.hparams
+    assert stated["optimizer.lr"].number_value == 1e-3 and stated["swa"].string_value == "True"
+    assert stated["job"].string_value == "demo" and stated["trackers"].string_value == "['tensorboard']"
+    content = board.summary_metadata["_hparams_/experiment"].plugin_data.content
+    (metric,) = HParamsPluginData.FromString(content).experiment.metric_infos
+    assert metric.name.tag == "eval/val/eer"
+    (image,) = board.Images("test/A/B")
+    assert (image.step, image.width, image.height) == (10, 3, 2)
+    assert [path.name for path in (run / "exhibits").iterdir()] == ["test - A_B.png"]
 
 
 def test_wandb_writes_offline_runs_into_the_run_folder(tmp_path):

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from trainyard.errors import UserError
 from trainyard.hardware import count_cores
 from trainyard.masking import mask_diff
 
@@ -115,6 +116,24 @@ def _query_gpus() -> str:
         return "unknown: nvidia-smi did not answer within 20 s"
     lines = [line.strip() for line in (answer.stdout or answer.stderr).splitlines() if line.strip()]
     return "; ".join(lines) if answer.returncode == 0 else f"unknown: {lines[0] if lines else 'nvidia-smi failed'}"
+
+
+def count_gpus(environ: Mapping[str, str]) -> int:
+    """Return how many GPUs a process here may use, as nvidia-smi lists them: torch, which knows better, loads slowly.
+
+    Raises:
+        UserError: nvidia-smi does not answer.
+    """
+    smi = shutil.which("nvidia-smi")
+    if smi is None:
+        return 0
+    try:
+        answer = subprocess.run([smi, "--list-gpus"], capture_output=True, text=True, timeout=20)
+    except subprocess.TimeoutExpired:
+        raise UserError("nvidia-smi did not answer within 20 s: the driver hangs. Type: nvidia-smi") from None
+    found = sum(line.startswith("GPU ") for line in answer.stdout.splitlines())
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    return found if visible is None else min(found, sum(bool(entry.strip()) for entry in visible.split(",")))
 
 
 def find_checkout(code: Path) -> tuple[dict[str, Any], bytes]:

@@ -245,6 +245,14 @@ class NeedsSettings:
 
 
 @dataclass
+class TrackingSettings:
+    """How trackers file a run."""
+
+    project: str = option("", "project in W&B, experiment in MLflow; empty: the job")
+    tags: list[str] = option(list, "tags in W&B and MLflow, such as [night,baseline]")
+
+
+@dataclass
 class TrainConfig:
     """The options of every job. A family subclasses this in its `config.py` and adds its own options."""
 
@@ -346,6 +354,7 @@ class TrainConfig:
         choices=("tensorboard", "wandb", "mlflow"),
         mutable_on_resume=True,
     )
+    tracking: TrackingSettings = option(TrackingSettings, "trackers", mutable_on_resume=True)
 
     def explain_batch_dependence(self) -> str:
         """Return why results depend on `micro_batch_size`; "" if they do not, so that planning may choose another."""

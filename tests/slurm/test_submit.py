@@ -161,7 +161,16 @@ def test_an_invalid_local_request_leaves_nothing_behind(words, expected, capsys,
 
 
 def test_a_local_submission_trains_in_the_background_with_the_same_code(tmp_path, capsys):
-    here = ["--local", "--gpus", 2, "--jobs", FAMILIES, "--runs", tmp_path / "runs", f"data.cache={tmp_path / 'cache'}"]
+    here = [
+        "--local",
+        "--cpu-ranks",
+        2,
+        "--jobs",
+        FAMILIES,
+        "--runs",
+        tmp_path / "runs",
+        f"data.cache={tmp_path / 'cache'}",
+    ]
     assert trainyard("submit", "stripes", "--name", "here", "data.threads=1", *here) == 0
     run = tmp_path / "runs" / "stripes" / "here"
     wait(

@@ -25,6 +25,7 @@ from trainyard.cli.verb import Verbs, add_verb
 from trainyard.cluster import description as clusters
 from trainyard.cluster.options import OPTIONS, keep_options, read_options
 from trainyard.data.prepare import packs_the_same
+from trainyard.environment import count_gpus
 from trainyard.errors import UserError
 from trainyard.hardware import choose_sync_batchnorm
 from trainyard.launch import submit
@@ -37,6 +38,7 @@ from trainyard.runs.create import create_run
 from trainyard.runs.history import read_run
 from trainyard.runs.observations import keep_key
 from trainyard.runs.submission import read_submission
+from trainyard.train.trackers import require_trackers
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ def add_commands(verbs: Verbs) -> None:
         metavar="JOB",
         help="submit a second job that starts when this one is done: same nodes, options of sbatch and data.*",
     )
+    verb.add_argument("--cpu-ranks", type=int, default=0, metavar="N", help="--local: processes that share the cores")
     add_synthetic_option(verb)
     add_resource_args(verb, gpus=1)
     add_plan_option(verb)
@@ -74,6 +77,8 @@ def _submit(args: argparse.Namespace) -> int:
     runs.check_name(args.name, of="run")
     if args.local:
         return _submit_locally(args)
+    if args.cpu_ranks:
+        raise UserError(f"--cpu-ranks {args.cpu_ranks}: is for --local; the nodes of a cluster train on GPUs: --gpus N")
     cluster = find_cluster(args.cluster, job=args.job, dry=args.dry)
     first = _plan(args, cluster)
     second = _plan(_select_for_second(args), cluster, before=args.job) if args.then else None
@@ -157,26 +162,42 @@ def _submit_locally(args: argparse.Namespace) -> int:
             "--after and --then (make: AFTER=, THEN=) need Slurm, which --local does without. Leave one out."
         )
     data = compose_job(args, None)
-    if args.gpus < 1:
-        raise UserError(f"--gpus {args.gpus}: a job needs at least one rank. Leave it out for one.")
-    gpus = args.gpus if shutil.which("nvidia-smi") else 0
-    choose_sync_batchnorm(data.config.sync_batchnorm, device_type="cuda" if gpus else "cpu", world_size=args.gpus)
+    ranks, gpus = _count_local_ranks(args)
+    choose_sync_batchnorm(data.config.sync_batchnorm, device_type="cuda" if gpus else "cpu", world_size=ranks)
+    require_trackers(data.config.trackers)
     if not args.dry:
         require_data(data, jobs_dir=args.jobs, typed=args.typed)
     if args.dry:
         run = args.runs.absolute() / args.job / (args.name or dry.NEW)
-        return dry.print_run(run, data.config, args.jobs, ranks=args.gpus)
+        return dry.print_run(run, data.config, args.jobs, ranks=ranks)
     time_min = clusters.parse_minutes(args.time or "30d")
     run = create_run(args.runs.absolute(), data.config, name=args.name, environ=os.environ)
     try:
         record_choices(run, data)
         code = submit.snapshot_code(args.jobs, run / "code")
-        job = submit.submit_locally(run, ranks=args.gpus, gpus=gpus, time_min=time_min, code=code)
+        job = submit.submit_locally(run, ranks=ranks, gpus=gpus, time_min=time_min, code=code)
     except BaseException:
         shutil.rmtree(run)
         raise
-    _print_submitted(f"process {job} on this machine, {args.gpus} rank{'s' * (args.gpus > 1)}", run)
+    _print_submitted(f"process {job} on this machine, {ranks} rank{'s' * (ranks > 1)}", run)
     return 0
+
+
+def _count_local_ranks(args: argparse.Namespace) -> tuple[int, int]:
+    """Return how many ranks start on this machine, and on how many GPUs; without any GPU, one rank on the CPU.
+
+    Raises:
+        UserError: there are fewer GPUs, or no rank is asked for.
+    """
+    if args.cpu_ranks:
+        return max(1, args.cpu_ranks), 0
+    if args.gpus < 1:
+        raise UserError(f"--gpus {args.gpus}: a job needs at least one rank. Leave it out for one.")
+    found = count_gpus(os.environ)
+    if args.gpus > max(1, found):
+        use = f"Use --gpus {found}." if found else f"Leave --gpus out to train on the CPU, or --cpu-ranks {args.gpus}."
+        raise UserError(f"{args.gpus} GPUs requested, but this machine has {found}. {use}")
+    return args.gpus, min(args.gpus, found)
 
 
 def _print_submitted_jobs(run: Path) -> None:

@@ -26,6 +26,7 @@ from trainyard.runs.lock import RunLock, release
 from trainyard.runs.state import ExitCode
 from trainyard.runs.submission import read_submission
 from trainyard.settings import TrainConfig
+from trainyard.train.trackers import require_trackers
 from trainyard.train.world import read_attempt_id, read_world
 
 
@@ -288,6 +289,7 @@ def _count_ranks(args: argparse.Namespace) -> int:
 
 def _refuse_impossible(config: TrainConfig, count: int) -> None:
     """Refuse what the ranks would refuse, each on its own, after the data were packed and the run was created."""
+    require_trackers(config.trackers)
     world_size = read_world(os.environ).world_size if _is_launched() else count
     if config.sync_batchnorm and world_size > 1:
         import torch

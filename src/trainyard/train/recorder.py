@@ -45,6 +45,7 @@ class Recorder:
         trackers: Sequence[str],
         config: Mapping[str, object],
         resume_at: int | None,
+        monitor: str = "",
         check_owner: Callable[[], None] = lambda: None,
     ) -> None:
         """Open both files for appending, and the trackers.
@@ -55,10 +56,11 @@ class Recorder:
             config: what the trackers show as the run's options; may be nested.
             resume_at: step of the checkpoint that training resumes from, after `rewind`; None for a new run, and
                 for one without a checkpoint that starts from scratch, after `rewind(run, 0)`.
+            monitor: the metric that decides, with its split, such as val/eer, for the trackers.
             check_owner: called before each write; raises if another process has taken over the run.
 
         Raises:
-            UserError: a tracker is unknown or not installed, or the folder of a new run already has metrics.
+            UserError: a tracker is not installed, or the folder of a new run already has metrics.
         """
         for path in (run / METRICS_FILE, run / EVENTS_FILE):
             drop_torn_tail(path)
@@ -73,7 +75,7 @@ class Recorder:
                 f"{run / METRICS_FILE}: expected no line after step {resume_at or 0}, where the checkpoint is. The "
                 "file was changed since: restore it from a copy, or start a new run."
             )
-        self._trackers = [open_tracker(name, run, config, resume_at) for name in trackers]
+        self._trackers = [open_tracker(name, run, config, resume_at, monitor=monitor) for name in trackers]
         for line in lines:
             if line["step"] == resume_at:  # trackers drop this step too, but part of it may precede the checkpoint
                 self._log_to_trackers(line["kind"], line["step"], line)
@@ -109,6 +111,11 @@ class Recorder:
         if file is self._metrics:
             self._digest.update(data)
         self._log_to_trackers(kind, step, values)
+
+    def log_figure(self, split: str, step: int, title: str, png: bytes) -> None:
+        """Show a figure of a scored split in the trackers that show images."""
+        for tracker in self._trackers:
+            tracker.log_image(f"{split}/{title}", step, png)
 
     def sync(self) -> int:
         """Flush to disk; return the length of `metrics.jsonl` in bytes, which a checkpoint stores for `rewind`."""
@@ -180,15 +187,16 @@ def open_recorder(context: RunContext, progress: Progress, metrics_position: int
     Args:
         metrics_position: length of the metrics file at the checkpoint that it resumes from; None without one.
     """
+    (metric, mode), *ties = choose_monitor(context)
     Recorder.rewind(context.run, metrics_position or 0)  # without a checkpoint, a killed run starts from scratch
     recorder = Recorder(
         context.run,
         trackers=context.config.trackers,
         config=asdict(context.config),
         resume_at=None if metrics_position is None else progress.step,
+        monitor=f"{VALIDATION}/{metric}" if VALIDATION in context.splits else "",
         check_owner=context.check_owner,
     )
-    (metric, mode), *ties = choose_monitor(context)
     fields = {
         "event": "start" if metrics_position is None else "resume",
         "attempt": context.heartbeat.attempt,
@@ -202,9 +210,16 @@ def open_recorder(context: RunContext, progress: Progress, metrics_position: int
     return recorder
 
 
-def write_report_figures(run: Path, split: str, figures: Mapping[str, bytes]) -> None:
-    """Write plots and images of one scored split, title -> PNG, for the report: `exhibits/SPLIT - TITLE.png`."""
+def write_report_figures(
+    run: Path, recorder: Recorder | None, split: str, step: int, figures: Mapping[str, bytes]
+) -> None:
+    """Write plots and images of one scored split, title -> PNG, for the report and for trackers that show images.
+
+    In the run they are `exhibits/SPLIT - TITLE.png`.
+    """
     folder = run / "exhibits"
     folder.mkdir(exist_ok=True)
     for title, png in figures.items():
         write_atomically(folder / f"{split} - {title.replace('/', '_')}.png", png)
+        if recorder is not None:
+            recorder.log_figure(split, step, title, png)

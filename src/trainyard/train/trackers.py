@@ -1,37 +1,58 @@
-"""The trackers that the recorder writes to: TensorBoard, W&B and MLflow."""
+"""The trackers that the recorder writes to: TensorBoard, W&B and MLflow. Loads none of them, nor numpy, on its own."""
 
+import importlib.util
+import io
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from numbers import Real
 from pathlib import Path
 from typing import Any, Protocol
-
-import numpy as np
 
 from trainyard.errors import UserError
 from trainyard.runs.events import TIMING_KEYS, flatten
 
+PACKAGES = {"wandb": ("wandb", "wandb>=0.21"), "mlflow": ("mlflow", "mlflow-skinny>=3.17")}
+"""Trackers that need a package of their own: its module, and what to install."""
+
 
 class Tracker(Protocol):
     def log(self, kind: str, step: int, values: Mapping[str, object]) -> None: ...
+    def log_image(self, tag: str, step: int, png: bytes) -> None: ...
     def flush(self) -> None: ...
     def close(self) -> None: ...
 
 
 class _TensorBoard:
-    """Event files in `<run>/tensorboard`. Each attempt purges the step it starts from and all later ones."""
+    """Event files in `<run>/tensorboard`. Each attempt purges the step it starts from and all later ones.
 
-    def __init__(self, run: Path, config: Mapping[str, object], resume_at: int | None) -> None:
+    The options are its hyperparameters, next to the deciding metric, so that its HPARAMS page compares runs.
+    """
+
+    def __init__(self, run: Path, config: Mapping[str, object], resume_at: int | None, monitor: str) -> None:
+        from torch.utils.tensorboard.summary import hparams
         from torch.utils.tensorboard.writer import SummaryWriter
 
         self._writer: Any = SummaryWriter(str(run / "tensorboard"), purge_step=resume_at or 0)
         if not resume_at:
             text = json.dumps(config, indent=2, default=str)
             self._writer.add_text("config", f"```\n{text}\n```", global_step=0)
+            options = {name: value if type(value) in (int, float) else str(value) for name, value in flatten(config)}
+            for summary in hparams(options, {f"eval/{monitor}": 0.0} if monitor else {}):  # type: ignore[no-untyped-call]
+                self._writer.file_writer.add_summary(summary)
 
     def log(self, kind: str, step: int, values: Mapping[str, object]) -> None:
         for tag, value in _select_scalars(kind, values):
             self._writer.add_scalar(tag, value, step)
+
+    def log_image(self, tag: str, step: int, png: bytes) -> None:
+        import numpy as np
+        from PIL import Image
+
+        with Image.open(io.BytesIO(png)) as image:
+            self._writer.add_image(tag, np.asarray(image.convert("RGB")), step, dataformats="HWC")
 
     def flush(self) -> None:
         self._writer.flush()
@@ -43,13 +64,15 @@ class _TensorBoard:
 class _WandB:
     """Offline runs in `<run>/wandb`, one per attempt, because W&B cannot undo steps. `wandb sync` uploads them."""
 
-    def __init__(self, run: Path, config: Mapping[str, object], resume_at: int | None) -> None:
+    def __init__(self, run: Path, config: Mapping[str, object], resume_at: int | None, monitor: str) -> None:
         import wandb
 
+        project, tags = _read_project(config)
         self._run: Any = wandb.init(
             mode="offline",
             dir=run,
-            project=str(config.get("job") or "trainyard"),
+            project=project,
+            tags=tags,
             group=run.name,
             name=_format_attempt_name(run, resume_at),
             config=dict(config),
@@ -61,6 +84,9 @@ class _WandB:
         if scalars := dict(_select_scalars(kind, values)):
             self._run.log(scalars, step=step)
 
+    def log_image(self, tag: str, step: int, png: bytes) -> None:
+        """Do nothing: what is synced leaves this machine, and the figures of some families show people."""
+
     def flush(self) -> None:
         """Do nothing: W&B's own process writes the data."""
 
@@ -71,23 +97,27 @@ class _WandB:
 class _MLflow:
     """A local file store in `<run>/mlflow`, with one MLflow run per attempt."""
 
-    def __init__(self, run: Path, config: Mapping[str, object], resume_at: int | None) -> None:
+    def __init__(self, run: Path, config: Mapping[str, object], resume_at: int | None, monitor: str) -> None:
         from mlflow import MlflowClient
         from mlflow.environment_variables import MLFLOW_ALLOW_FILE_STORE
 
         # MLflow now prefers SQLite, whose locks fail on network file systems; plain files need this switch.
         MLFLOW_ALLOW_FILE_STORE.set(True)
         self._client: Any = MlflowClient((run / "mlflow").absolute().as_uri())
-        name = str(config.get("job") or "trainyard")
-        experiment = self._client.get_experiment_by_name(name)
-        experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(name)
-        self._id = self._client.create_run(experiment_id, run_name=_format_attempt_name(run, resume_at)).info.run_id
+        project, tags = _read_project(config)
+        experiment = self._client.get_experiment_by_name(project)
+        experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(project)
+        name, marks = _format_attempt_name(run, resume_at), dict.fromkeys(map(_clean_mlflow_name, tags), "true")
+        self._id = self._client.create_run(experiment_id, run_name=name, tags=marks).info.run_id
         for key, value in flatten(config):
             self._client.log_param(self._id, _clean_mlflow_name(key), str(value))
 
     def log(self, kind: str, step: int, values: Mapping[str, object]) -> None:
         for tag, value in _select_scalars(kind, values):
             self._client.log_metric(self._id, _clean_mlflow_name(tag), value, step=step)
+
+    def log_image(self, tag: str, step: int, png: bytes) -> None:
+        """Do nothing: a store of MLflow is shared, and the figures of some families show people."""
 
     def flush(self) -> None:
         """Do nothing: every call writes its file."""
@@ -96,23 +126,49 @@ class _MLflow:
         self._client.set_terminated(self._id)
 
 
-def open_tracker(name: str, run: Path, config: Mapping[str, object], resume_at: int | None) -> Tracker:
-    kinds: dict[str, Callable[[Path, Mapping[str, object], int | None], Tracker]] = {
-        "tensorboard": _TensorBoard,
-        "wandb": _WandB,
-        "mlflow": _MLflow,
-    }
-    if name not in kinds:
-        raise UserError(f"trackers={name}: expected any of {', '.join(kinds)}.")
-    try:
-        return kinds[name](run, config, resume_at)
-    except ModuleNotFoundError as error:
-        if name == "tensorboard":  # a required dependency: without it the installation is broken
-            raise
-        raise UserError(
-            f"trackers={name}: {error.name} is not installed here. "
-            f"Run: pip install 'trainyard[{name}]', or leave {name} out of trackers."
-        ) from error
+_KINDS: dict[str, Callable[[Path, Mapping[str, object], int | None, str], Tracker]] = {
+    "tensorboard": _TensorBoard,
+    "wandb": _WandB,
+    "mlflow": _MLflow,
+}
+
+
+def require_trackers(names: Sequence[str]) -> None:
+    """Check that the packages of these trackers are here.
+
+    Raises:
+        UserError: one is not; says how to install it.
+    """
+    for name in names:
+        module, requirement = PACKAGES.get(name, ("", ""))
+        if module and importlib.util.find_spec(module) is None:
+            rest = ",".join(other for other in names if other != name)
+            raise UserError(
+                f"trackers={name}: {module} is not installed here. Type: {shlex.quote(sys.executable)} -m pip install "
+                f"'{requirement}', or leave it out: trackers=[{rest}]"
+            )
+
+
+def open_tracker(
+    name: str, run: Path, config: Mapping[str, object], resume_at: int | None, *, monitor: str = ""
+) -> Tracker:
+    """Open one of the trackers that the option names.
+
+    Args:
+        monitor: the metric that decides, with its split, such as val/eer.
+
+    Raises:
+        UserError: its package is not installed.
+    """
+    require_trackers([name])
+    return _KINDS[name](run, config, resume_at, monitor)
+
+
+def _read_project(config: Mapping[str, object]) -> tuple[str, list[str]]:
+    """Return the project and the tags that a run's options name; the job, if they name no project."""
+    tracking = config.get("tracking")
+    stated: Mapping[str, Any] = tracking if isinstance(tracking, Mapping) else {}
+    return str(stated.get("project") or config.get("job") or "trainyard"), list(stated.get("tags") or ())
 
 
 def _select_scalars(kind: str, values: Mapping[str, object]) -> Iterator[tuple[str, float]]:
@@ -121,7 +177,7 @@ def _select_scalars(kind: str, values: Mapping[str, object]) -> Iterator[tuple[s
         return
     prefix = f"eval/{values['split']}" if kind == "eval" else "train"
     for key, value in values.items():
-        if isinstance(value, int | float | np.number) and key not in ("step", "elapsed_s"):
+        if isinstance(value, Real) and key not in ("step", "elapsed_s"):
             yield f"{'timing' if kind == 'train' and key in TIMING_KEYS else prefix}/{key}", float(value)
 
 

@@ -365,14 +365,14 @@ class Trainer:
     def _score(self, split: str, module: TrainModule, *, last: bool = False) -> dict[str, float]:
         """Score one split and log it; the last time, also save plots and images for the report."""
         self._beat("evaluating", now=True)
-        begin = time.monotonic()
+        begin, step = time.monotonic(), self.state.progress.step
         metrics = evaluate(
             module,
             self.loader,
             self.context.splits[split],
             batch_size=self.eval_batch_size,
             autocast=self.autocast,
-            save_figures=partial(write_report_figures, self.context.run, split) if last else None,
+            save_figures=partial(write_report_figures, self.context.run, self.recorder, split, step) if last else None,
             progress=self.context.heartbeat.touch,
             keep_smaller=partial(self._lower, "eval_batch_size", reason="an evaluation found no room for more"),
         )
