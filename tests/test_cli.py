@@ -281,12 +281,63 @@ def test_checkpoints_are_listed_verified_and_exported(here, capsys):
     assert code == 2 and "no checkpoint of step 999" in stderr
 
 
+@pytest.mark.parametrize(
+    ("words", "listed"),
+    [
+        (["schedule.milestones=[3ep,", "6ep]", "seed=3"], ["schedule.milestones=['3ep', '6ep']", "seed=3"]),
+        (["schedule.milestones=[", "3ep", "]", "seed=3"], ["schedule.milestones=['3ep']", "seed=3"]),
+        (["data.path=/a[b", "seed=3"], ["data.path=/a[b", "seed=3"]),
+        (["data.path=[b", "seed=3"], ["data.path=[b", "seed=3"]),
+    ],
+)
+def test_spaces_within_a_list_do_not_end_it(words, listed, here, capsys):
+    assert cli.main(["options", "stripes", *words, *JOBS]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert all(any(line.startswith(f"{one} ") for line in lines) for one in listed)
+
+
 def test_jobs_and_options_are_listed(here, capsys):
     assert cli.main(["jobs", *JOBS]) == 0
-    assert "stripes                  Classify the direction of stripes:" in capsys.readouterr().out
+    assert "stripes\n  stripes  at once    Classify the direction of stripes" in capsys.readouterr().out
     assert cli.main(["options", "stripes", *JOBS]) == 0
     listed = capsys.readouterr().out
     assert "optimizer.lr=0.01" in listed and "model.channels=8" in listed and "of each layer" in listed
+    assert re.search(r"optimizer.name=adamw +algorithm \[adamw, adam, sgd\]\n", listed)
+
+
+def test_jobs_are_grouped_by_family_with_what_runs_here_on_lines_of_a_narrow_screen(here, capsys, monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")  # no nvidia-smi
+    assert cli.main(["jobs", "--jobs", str(Path(__file__).parents[1] / "jobs")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert all(len(line) < 100 for line in lines)
+    families = [line for line in lines if re.fullmatch(r"\w+", line)]
+    assert families == ["antispoof", "fingerprint", "pricing", "tinydet", "twins"]
+    row = {words[0]: " ".join(words[1:]) for line in lines if line.startswith("  ") and (words := line.split())}
+    assert row["twins_demo"].startswith("at once Try it without data") and lines[-1].count("this machine has none") == 1
+    assert row["pricing"].startswith("your data") and row["pricing_ikea"] == (
+        "your data 2,962 pieces of furniture, one fold of five"
+    )
+    assert row["pricing_p100"].startswith("16 GB DeBERTa") and row["fingerprint_1m"].startswith("80 GB A million")
+    assert row["fingerprint_real"] == "your data Train on UareU, test on FVC2004, on a CPU", "the command is left out"
+    smi = here / "bin" / "nvidia-smi"
+    smi.parent.mkdir()
+    smi.write_text("#!/bin/sh\necho 15360\necho 15360\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", str(smi.parent))
+    assert cli.main(["jobs", "--jobs", str(Path(__file__).parents[1] / "jobs")]) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"pricing_p100 +your data", text) and re.search(r"fingerprint_500k +40 GB", text)
+    assert "this machine has 15 GB, 15 GB." in text
+
+
+def test_jobs_of_a_folder_without_families_and_a_broken_preset_are_said(here, capsys):
+    (here / "jobs" / "mine").mkdir(parents=True)
+    assert "contains no preset (<family>/<preset>.yaml)" in run_cli(capsys, "jobs")[1]
+    (here / "jobs" / "mine" / "mine.yaml").write_text("# What it does.\ndata: {synthetic: 1\n")
+    assert cli.main(["jobs"]) == 0
+    assert (
+        "mine\n  mine  broken     What it does\n" in (said := capsys.readouterr().out) and "says what is wrong" in said
+    )
 
 
 @pytest.fixture

@@ -118,22 +118,23 @@ def _query_gpus() -> str:
     return "; ".join(lines) if answer.returncode == 0 else f"unknown: {lines[0] if lines else 'nvidia-smi failed'}"
 
 
-def count_gpus(environ: Mapping[str, str]) -> int:
-    """Return how many GPUs a process here may use, as nvidia-smi lists them: torch, which knows better, loads slowly.
+def list_gpu_memory_gib(environ: Mapping[str, str]) -> list[float]:
+    """Return the memory of each GPU that a process here may use, as nvidia-smi states it: torch loads slowly.
 
     Raises:
         UserError: nvidia-smi does not answer.
     """
     smi = shutil.which("nvidia-smi")
     if smi is None:
-        return 0
+        return []
+    query = [smi, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
-        answer = subprocess.run([smi, "--list-gpus"], capture_output=True, text=True, timeout=20)
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=20)
     except subprocess.TimeoutExpired:
-        raise UserError("nvidia-smi did not answer within 20 s: the driver hangs. Type: nvidia-smi") from None
-    found = sum(line.startswith("GPU ") for line in answer.stdout.splitlines())
+        raise UserError("nvidia-smi did not answer within 20 s, so the driver hangs. Type: nvidia-smi") from None
+    found = [int(line) / 1024 for line in answer.stdout.splitlines() if line.strip().isdigit()]
     visible = environ.get("CUDA_VISIBLE_DEVICES")
-    return found if visible is None else min(found, sum(bool(entry.strip()) for entry in visible.split(",")))
+    return found if visible is None else found[: sum(bool(entry.strip()) for entry in visible.split(","))]
 
 
 def find_checkout(code: Path) -> tuple[dict[str, Any], bytes]:

@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import itertools
 import os
 import re
 import select
@@ -57,9 +58,10 @@ def _run_command(argv: Sequence[str] | None) -> int:
     started = time.time()
     set_openmp_wait_policy(os.environ)
     print_messages()
-    arguments = _parse_arguments(argv)
+    typed = _join_lists(sys.argv[1:] if argv is None else argv)
+    arguments = _parse_arguments(typed)
     arguments.started = started
-    arguments.typed = list(sys.argv[1:] if argv is None else argv)
+    arguments.typed = typed
     try:
         with report_full_disk(Path.cwd()):
             code: int = arguments.command(arguments)
@@ -74,9 +76,23 @@ def _run_command(argv: Sequence[str] | None) -> int:
         return 130
 
 
-def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+def _join_lists(words: Sequence[str]) -> list[str]:
+    """Join the words of each list: a=[1, 2] are two to a shell, and in SET of make; not of one without an end."""
+    joined: list[str] = []
+    rest = list(words)
+    while rest:
+        count = 1
+        if re.match(r"[\w.]+=\[", rest[0]):
+            texts = itertools.accumulate(rest, "{} {}".format)
+            count = next((n for n, text in enumerate(texts, 1) if text.count("[") <= text.count("]")), 1)
+        joined.append(" ".join(rest[:count]))
+        del rest[:count]
+    return joined
+
+
+def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the arguments; OPTION=VALUE may come anywhere, also after --flags, where argparse does not look for it."""
-    parser, verbs = _build_parser(sys.argv[1:] if argv is None else argv)
+    parser, verbs = _build_parser(argv)
     arguments, rest = parser.parse_known_args(argv)
     unrecognized = [word for word in rest if word.startswith("-") or not hasattr(arguments, "overrides")]
     if unrecognized:
@@ -96,7 +112,8 @@ def _refuse_words(verb: argparse.ArgumentParser, words: Sequence[str]) -> NoRetu
 
 COMMANDS = (
     ("train", "add_commands", "run resume rank"),
-    ("local", "add_commands", "jobs options pack verify ckpt report"),
+    ("listing", "add_commands", "jobs options"),
+    ("local", "add_commands", "pack verify ckpt report"),
     ("use", "add_commands", "evaluate predict embed compare search"),
     ("export", "add_commands", "export"),
     ("measure", "add_commands", "bench gpu-check"),

@@ -1,4 +1,4 @@
-"""The commands for what is on this machine: jobs and their options, packed data, checkpoints and reports."""
+"""The commands for what is on this machine: packed data, checkpoints and reports."""
 
 import argparse
 from pathlib import Path
@@ -13,34 +13,8 @@ from trainyard.runs.state import ExitCode
 
 def add_commands(verbs: Verbs) -> None:
     """Add the commands."""
-    for add in (_add_jobs, _add_options, _add_pack, _add_verify, _add_ckpt, _add_report):
+    for add in (_add_pack, _add_verify, _add_ckpt, _add_report):
         add(verbs)
-
-
-# jobs, options
-
-
-def _add_jobs(verbs: Verbs) -> None:
-    add_verb(verbs, "jobs", _list_jobs, "list the jobs you can run")
-
-
-def _list_jobs(args: argparse.Namespace) -> int:
-    for name, preset in sorted(configs.find_jobs(args.jobs).items()):
-        first = preset.read_text().partition("\n")[0]
-        print(f"{name:<24} {first.lstrip('# ')}")
-    return 0
-
-
-def _add_options(verbs: Verbs) -> None:
-    verb = add_verb(verbs, "options", _list_options, "list a job's options, their values and what they do")
-    verb.add_argument("job")
-    verb.add_argument("overrides", nargs="*", metavar="OPTION=VALUE")
-
-
-def _list_options(args: argparse.Namespace) -> int:
-    for option in configs.list_options(configs.compose(args.job, args.overrides, args.jobs)):
-        print(f"{option.name}={option.value!s:<{max(1, 44 - len(option.name))}} {option.doc}")
-    return 0
 
 
 # pack, verify

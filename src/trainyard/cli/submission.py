@@ -25,7 +25,7 @@ from trainyard.cli.verb import Verbs, add_verb
 from trainyard.cluster import description as clusters
 from trainyard.cluster.options import OPTIONS, keep_options, read_options
 from trainyard.data.prepare import packs_the_same
-from trainyard.environment import count_gpus
+from trainyard.environment import list_gpu_memory_gib
 from trainyard.errors import UserError
 from trainyard.hardware import choose_sync_batchnorm
 from trainyard.launch import submit
@@ -193,7 +193,7 @@ def _count_local_ranks(args: argparse.Namespace) -> tuple[int, int]:
         return max(1, args.cpu_ranks), 0
     if args.gpus < 1:
         raise UserError(f"--gpus {args.gpus}: a job needs at least one rank. Leave it out for one.")
-    found = count_gpus(os.environ)
+    found = len(list_gpu_memory_gib(os.environ))
     if args.gpus > max(1, found):
         use = f"Use --gpus {found}." if found else f"Leave --gpus out to train on the CPU, or --cpu-ranks {args.gpus}."
         raise UserError(f"{args.gpus} GPUs requested, but this machine has {found}. {use}")

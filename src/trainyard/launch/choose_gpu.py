@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from trainyard.cluster.description import Cluster, GpuNodes
 from trainyard.errors import UserError
 from trainyard.hardware import GPUS, GpuType, Precision, choose_precision, choose_sync_batchnorm, get_gpu
-from trainyard.settings import TrainConfig
+from trainyard.settings import NeedsSettings, TrainConfig
 from trainyard.text import join_names, suggest_nearest
 
 
@@ -97,9 +97,9 @@ def _accept(
     reason = "stated by the preset or typed" if config.micro_batch_size else "a rank's whole share of the global batch"
     if halved_from is not None:
         reason = f"halved from {_compute_micro_batch(halved_from, gpus)}: results do not depend on it"
-    if has_gib < _read_needed_gib(config):
+    if has_gib < (stated_gib := read_needed_gib(needs)):
         reason += (
-            f"; {hw} has {has_gib:g} GiB, and {_read_needed_gib(config):g} are stated for {needs.micro_batch_size}: "
+            f"; {hw} has {has_gib:g} GiB, and {stated_gib:g} are stated for {needs.micro_batch_size}: "
             f"whether {size} fit was not measured"
         )
     return GpuChoice(config, hw, why, size, reason, _choose_policy(config, kind, gpus))
@@ -108,11 +108,11 @@ def _accept(
 # What a job needs
 
 
-def _read_needed_gib(config: TrainConfig) -> float:
-    """Return the memory that the preset states, or that of the card it was written for; 0: nothing is known."""
-    if config.needs.memory_gib or not config.needs.card:
-        return config.needs.memory_gib
-    return min(gpu.memory_gib for gpu in GPUS if _is_card(gpu, config.needs.card))
+def read_needed_gib(needs: NeedsSettings) -> float:
+    """Return the memory that a preset states, or that of the card it was written for; 0: nothing is known."""
+    if needs.memory_gib or not needs.card:
+        return needs.memory_gib
+    return min((gpu.memory_gib for gpu in GPUS if _is_card(gpu, needs.card)), default=0.0)
 
 
 def _explain_misfit(config: TrainConfig, kind: GpuNodes, gpus: int) -> str:
@@ -131,7 +131,7 @@ def _compute_least_gib(config: TrainConfig, gpus: int) -> float:
     """Return the least memory that this micro-batch can need: at the stated size or above, what is stated."""
     stated_size = config.needs.micro_batch_size
     share = min(1.0, _compute_micro_batch(config, gpus) / stated_size) if stated_size else 1.0
-    return _read_needed_gib(config) * share
+    return read_needed_gib(config.needs) * share
 
 
 def _compute_micro_batch(config: TrainConfig, gpus: int) -> int:
@@ -200,11 +200,11 @@ def _describe_needs(config: TrainConfig) -> str:
     needs = config.needs
     size = f" for micro-batches of {needs.micro_batch_size}" if needs.micro_batch_size else ""
     written = f" (it was written for {needs.card})" if needs.card else ""
-    return f"{config.job} needs {_read_needed_gib(config):g} GiB per GPU{size}{written}"
+    return f"{config.job} needs {read_needed_gib(config.needs):g} GiB per GPU{size}{written}"
 
 
 def _explain_first(config: TrainConfig, cluster: Cluster, gpus: int, hw: str, passed: dict[str, str]) -> str:
-    needed = f" and {_compute_least_gib(config, gpus):g} GiB" if _read_needed_gib(config) else ""
+    needed = f" and {_compute_least_gib(config, gpus):g} GiB" if read_needed_gib(config.needs) else ""
     if _is_card(get_gpu(cluster.gpus[hw].card), config.needs.card):
         return f"the card that {config.job} was written for, {config.needs.card}"
     misfits = _list_misfits(passed)
