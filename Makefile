@@ -51,8 +51,8 @@ help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' Makefile
 
 supported = "$$PYTHON" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null || { \
-	found=$$("$$PYTHON" --version 2>/dev/null || echo none); \
-	echo "Python 3.11 to 3.13 is needed, $$found found. Type: make setup PYTHON=python3.11"; exit 2; }
+	found=$$("$$PYTHON" --version 2>/dev/null || true); \
+	echo "Python 3.11 to 3.13 is needed, $${found:-none} found. Type: make setup PYTHON=python3.11"; exit 2; }
 
 setup: $(VENV)/.done ## .venv from the hash-locked containers/dev.lock; skipped when it is current  [PYTHON=python3.13]
 	@# An environment keeps its Python: to name another one must not be ignored in silence.

@@ -14,6 +14,7 @@ from tests.training import FAMILIES
 from trainyard import config as configs
 from trainyard.cli import main
 from trainyard.cluster.description import load_cluster
+from trainyard.data.prepare import describe_synthetic, restore_source
 from trainyard.errors import UserError
 from trainyard.launch.choose_data import DataChoice, choose_data, find_user_file, read_stated_count, require_data
 
@@ -194,6 +195,26 @@ def test_it_is_in_xdg_config_home_and_else_in_the_home(monkeypatch):
         assert find_user_file(environ) == Path("/home/ada/.config/trainyard.yaml")
 
 
+# The source that a run recorded, when its packed data is gone
+
+
+def test_packed_data_that_is_gone_is_packed_again_from_what_was_recorded(tmp_path):
+    gone = f"data.path={tmp_path / 'fingerprint-0'}"
+    config = configs.compose("fingerprint_demo", [gone, "data.synthetic=24"], JOBS)
+    assert restore_source(config, describe_synthetic(24), JOBS).data.path == "", "synthesized again"
+    (tmp_path / "raw").mkdir()
+    assert restore_source(config, str(tmp_path / "raw"), JOBS).data.path == str(tmp_path / "raw")
+
+
+@pytest.mark.parametrize("source", ["/nowhere/raw", "", "25 synthetic samples"])
+def test_packed_data_and_raw_files_that_are_gone_are_said_with_the_command_that_packs_the_same(source, tmp_path):
+    folder = tmp_path / "fingerprint-0"
+    config = configs.compose("fingerprint_demo", [f"data.path={folder}", "image.fill=200", "seed=4"], JOBS)
+    with pytest.raises(UserError, match="is gone, and so are the raw files") as raised:
+        restore_source(config, source, JOBS)
+    assert str(raised.value).endswith(f"trainyard pack fingerprint_demo RAW {folder} image.fill=200")
+
+
 # The command
 
 
@@ -207,7 +228,7 @@ def test_the_plan_shows_the_data_and_its_reason(user_file, capsys):
 
 
 def test_without_slurm_too_a_job_without_data_leaves_nothing_behind(tmp_path, capsys):
-    assert main([*TYPED, "--local", "--runs", str(tmp_path / "runs")]) == 2
+    assert main([*TYPED[:2], "--local", "--runs", str(tmp_path / "runs")]) == 2
     assert "fingerprint_1m needs data: data.path=FOLDER" in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
 

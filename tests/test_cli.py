@@ -142,6 +142,30 @@ def test_a_mistake_gets_one_clear_message_and_leaves_nothing_behind(argv, expect
     assert not [path for path in here.rglob("*") if ".partial" in path.name or path.name.startswith(".new-")]
 
 
+def test_a_file_given_as_folder_is_said_with_its_folder(here, capsys):
+    make_raw_folder(here, 2)
+    code, stderr = run_cli(capsys, "run", "stripes", f"data.path={sorted((here / 'raw').iterdir())[0]}", *JOBS)
+    assert code == 2 and "is a file, and a folder of raw files is expected" in stderr
+    assert f"data.path={here / 'raw'}, or make run DATA={here / 'raw'}" in stderr
+
+
+@pytest.mark.long
+def test_packed_data_that_is_gone_is_packed_again_or_the_command_is_printed(here, capsys):
+    raw, own = make_raw_folder(here), ["data.threads=1", "max_duration=1ep"]
+    assert cli.main(["run", "stripes", "--name", "a", "data.path=raw", *own, *JOBS]) == 0
+    (packed,) = (here / "data").glob("stripes-*")
+    shutil.rmtree(packed)
+    code, stderr = run_cli(capsys, "resume", "a", *JOBS)
+    assert code == 0 and "is gone; packing it again from raw" in stderr and packed.is_dir()
+    shutil.rmtree(packed)
+    raw.rename("moved")
+    code, stderr = run_cli(capsys, "resume", "a", *JOBS)
+    assert code == 2 and "the packed data of this run is gone, and so are the raw files (raw)" in stderr
+    again = stderr.strip().splitlines()[-1].rpartition(": trainyard ")[2].replace("RAW", "moved").split()
+    assert again == ["pack", "stripes", "moved", str(packed.relative_to(here))]
+    assert cli.main([*again, *JOBS]) == 0 and cli.main(["resume", "a", *JOBS]) == 0
+
+
 def test_an_empty_folder_says_what_is_expected(here, capsys):
     (here / "empty").mkdir()
     code, stderr = run_cli(capsys, "run", "stripes", "data.path=empty", *JOBS)

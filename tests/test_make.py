@@ -34,6 +34,17 @@ def run_make(*words: str, environ: Mapping[str, str] | None = None) -> subproces
     )
 
 
+@pytest.mark.parametrize("code", [0, 127])
+def test_a_python_that_says_no_version_is_named_none(code, tmp_path):
+    """A shim of pyenv for a version that is not installed is there, and prints no version."""
+    shim = tmp_path / "python3.13"
+    shim.write_text(f'#!/bin/sh\n[ "$1" = --version ] && exit {code}\nexit 1\n')
+    shim.chmod(0o755)
+    done = run_make("setup", f"PYTHON={shim}")
+    assert done.returncode == 2
+    assert done.stdout == "Python 3.11 to 3.13 is needed, none found. Type: make setup PYTHON=python3.11\n"
+
+
 def list_hostile_values(flag: Path) -> list[str]:
     """Return values that would create the file `flag`, or change, if make or a shell evaluated them."""
     touch = f"touch {flag}"

@@ -410,7 +410,7 @@ def test_hydras_own_multirun_trains_each_combination_as_a_run(tmp_path: Path):
 def test_the_submitit_plugin_trains_in_separate_processes_and_a_failure_sets_the_exit_code(tmp_path: Path):
     done = run_multirun(tmp_path, "hydra/launcher=submitit_local", "model.poison_step=-1,12")
     assert done.returncode == 1
-    assert "NotFinite" in done.stderr and "trainyard resume" in done.stderr
+    assert "NotFinite" in done.stderr and "trainyard why" in done.stderr
     good, bad = sorted((tmp_path / "runs/stripes").iterdir())
     assert read_events(good)[-1] == "done" and read_events(bad)[-1] != "done"
 

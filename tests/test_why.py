@@ -132,6 +132,7 @@ def test_a_local_background_run_is_resumed_here(tmp_path, no_slurm):
         ("disk_full", "free disk space for "),
         ("bug", "fix the code, then: trainyard resume "),
         ("user_error", "do what the message says, then: trainyard resume "),
+        ("user_error", "(to change what a run keeps: trainyard submit prints OPTION=VALUE)"),
         ("lost_peer", "trainyard resume "),
     ],
 )

@@ -104,7 +104,9 @@ class DataSettings:
     )
     cache: str = option("data", "folder that packed shards go to when `path` holds raw files", mutable_on_resume=True)
     synthetic: int = option(0, "samples to synthesize when `path` is empty; 0: this job needs data", low=0)
-    on_error: str = option("fail", "how packing treats an unreadable raw file", choices=("fail", "skip"))
+    on_error: str = option(
+        "fail", "how packing treats an unreadable raw file", choices=("fail", "skip"), mutable_on_resume=True
+    )
     order: str = option(
         "shuffle",
         "order of an epoch: each sample once, identities x samples, or each once in batches of similar length",

@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from trainyard.config import load_family
+from trainyard.config import compose, find_differences, load_family
 from trainyard.errors import UserError
 from trainyard.files import FlockRefused, exclusive_lock, remove_partial_folders
 from trainyard.hardware import count_cores
@@ -195,7 +195,46 @@ def find_raw(config: TrainConfig, jobs_dir: Path) -> Path | None:
     )
 
 
+def restore_source(config: TrainConfig, source: str, jobs_dir: Path) -> TrainConfig:
+    """Return the config with `data.path` where the packed data that is gone came from, so that it is packed again.
+
+    Args:
+        source: as the run recorded it: the folder of raw files, or how many samples were synthesized; "": not recorded.
+
+    Raises:
+        UserError: the raw files are gone, too.
+    """
+    gone = config.data.path
+    if config.data.synthetic and source == describe_synthetic(config.data.synthetic):
+        again = ""
+    elif source and Path(source).is_dir():
+        again = source
+    else:
+        differing = find_differences(compose(config.job, [], jobs_dir), config)
+        packing = [
+            f"{d.name}={d.new}" for d in differing if d.name.startswith(("packing.", "image.fill", "sound.rate"))
+        ]
+        typed = shlex.join(["trainyard", "pack", config.job, "RAW", gone, *packing])
+        raise UserError(
+            f"{gone}: the packed data of this run is gone, and so are the raw files ({source or 'not recorded'}). Put "
+            f"one of them back, or pack the same raw files: {typed}"
+        )
+    logger.warning("{}: the packed data is gone; packing it again from {}", gone, source)
+    return replace(config, data=replace(config.data, path=again))
+
+
+def describe_synthetic(count: int) -> str:
+    """Name synthetic samples as the source of data."""
+    return f"{count} synthetic samples"
+
+
 def _require_folder(raw: Path) -> None:
+    if raw.is_file():
+        folder = shlex.quote(str(raw.parent))
+        raise UserError(
+            f"{raw}: is a file, and a folder of raw files is expected. Name the one it is in: data.path={folder}, or "
+            f"make run DATA={folder}"
+        )
     if not raw.is_dir():
         raise UserError(
             f"{raw}: no such folder. Name the folder of raw files: data.path=FOLDER, or make run DATA=FOLDER"

@@ -21,7 +21,7 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 
 from trainyard.cluster.description import SYNTHETIC, Cluster, load_user_file
 from trainyard.config import compose, find_jobs
-from trainyard.data.prepare import count_samples
+from trainyard.data.prepare import count_samples, describe_synthetic
 from trainyard.errors import UserError
 from trainyard.runs.trust import require_own_file
 from trainyard.settings import TrainConfig
@@ -97,7 +97,7 @@ def choose_data(
     if "data.path" in typed and config.data.path:
         return DataChoice(config, config.data.path, "typed")
     if "data.synthetic" in typed and config.data.synthetic and not config.data.path:
-        return DataChoice(config, _describe_synthetic(config), "typed")
+        return DataChoice(config, describe_synthetic(config.data.synthetic), "typed")
     files = _read_roots(cluster, environ)
     _refuse_slips(files, config, jobs_dir)
     for name in (config.job, config.family):
@@ -105,7 +105,9 @@ def choose_data(
             if name in roots.by_name:
                 return _choose_root(config, roots, name, jobs_dir)
         if name == config.job and (config.data.path or config.data.synthetic):
-            return DataChoice(config, config.data.path or _describe_synthetic(config), f"stated by preset {config.job}")
+            return DataChoice(
+                config, config.data.path or describe_synthetic(config.data.synthetic), f"stated by preset {config.job}"
+            )
     return DataChoice(config, "", "; ".join(roots.describe() for roots in files))
 
 
@@ -197,7 +199,7 @@ def _choose_root(config: TrainConfig, roots: _Roots, name: str, jobs_dir: Path) 
 def _choose_synthetic(config: TrainConfig, jobs_dir: Path, reason: str) -> DataChoice:
     count, why = (config.data.synthetic, "") if config.data.synthetic else _choose_synthetic_count(config, jobs_dir)
     chosen = replace(config, data=replace(config.data, path="", synthetic=count))
-    return DataChoice(chosen, _describe_synthetic(chosen), f"{reason}{why}", sets_synthetic=True)
+    return DataChoice(chosen, describe_synthetic(chosen.data.synthetic), f"{reason}{why}", sets_synthetic=True)
 
 
 def _choose_synthetic_count(config: TrainConfig, jobs_dir: Path) -> tuple[int, str]:
@@ -228,10 +230,6 @@ def read_stated_count(preset: Path) -> int | None:
         case {"defaults": [*_, "_self_"], "data": {"synthetic": int(stated)}}:
             return stated
     return None
-
-
-def _describe_synthetic(config: TrainConfig) -> str:
-    return f"{config.data.synthetic} synthetic samples"
 
 
 # Messages

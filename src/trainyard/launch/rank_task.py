@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from trainyard.config import freeze, thaw
-from trainyard.data.prepare import StopRequested, is_packed, prepare_data, verify_packed
+from trainyard.data.prepare import StopRequested, is_packed, prepare_data, restore_source, verify_packed
 from trainyard.errors import DiskFull, OutOfDeviceMemory, UserError
 from trainyard.files import AppendedFile, limit_writers, report_full_disk, write_atomically
 from trainyard.hardware import (
@@ -27,7 +27,7 @@ from trainyard.launch.observed import record_observation, record_prediction
 from trainyard.launch.rank_choices import Choice, build_context, record_choices
 from trainyard.messages import logger
 from trainyard.runs.changes import refuse_changes
-from trainyard.runs.folder import CONFIG, record_error
+from trainyard.runs.folder import CONFIG, read_env, record_error
 from trainyard.runs.lock import RunLock
 from trainyard.runs.observations import keep_key
 from trainyard.runs.state import ExitCode, choose_exit_code
@@ -274,6 +274,9 @@ def _prepare_data(
     watchdog.set_limit(config.hang_minutes)
     if world.is_main:
         keep_key(run, compute_key(config, jobs_dir))
+        if config.data.path and not Path(config.data.path).exists():
+            source = read_env(run).get("choices", {}).get("data_root", {}).get("value", "")
+            config = restore_source(config, source, jobs_dir)
         ready = prepare_data(config, jobs_dir, hook=hook, on_shard=notes.write_progress)
         if ready.data.path != config.data.path:
             freeze(ready, run / CONFIG)

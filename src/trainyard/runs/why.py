@@ -117,7 +117,7 @@ def _advise(status: Status) -> str:
         case Cause.BUG:
             return f"fix the code, then: {resume}{' --update-code' if status.slurm_job_id else ''}"
         case Cause.USER_ERROR:
-            return f"do what the message says, then: {resume}"
+            return f"do what the message says, then: {resume} (to change what a run keeps: {restart} OPTION=VALUE)"
         case Cause.NO_PROGRESS if newest is not None and newest.code == ExitCode.PREEMPTED:
             return f"save more often: {resume} checkpoint.every=5min, or give it more time: {resume} --time LENGTH"
         case Cause.NO_PROGRESS:

@@ -280,8 +280,8 @@ class Trainer:
             raise NotFinite(
                 f"Step {skipped.step}: the gradient is not finite, so the step was skipped and nothing after it is "
                 "saved. Usual causes: a learning rate that is too high (optimizer.lr, schedule.warmup), a broken "
-                "sample, a division by zero in the loss. Resume from the last checkpoint: "
-                f"trainyard resume {self.context.run}"
+                "sample, a division by zero in the loss. A resume takes the same steps again; what to change: "
+                f"trainyard why {self.context.run}"
             )
         self._log_event("skipped_step", at=skipped.step, reason="overflow in fp16; loss scale halved")
         if self.skipped_in_a_row > MAX_SKIPPED:
