@@ -4,13 +4,14 @@ from contextlib import nullcontext
 from typing import Any, ClassVar
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
 from trainyard.data.loader import Loader
 from trainyard.settings import AugmentSettings, ImageSettings, TrainConfig
-from trainyard.train.evaluate import gather_rows
-from trainyard.train.module import Batch, TrainModule
+from trainyard.train.evaluate import find_constant_outputs, gather_rows, score_rows
+from trainyard.train.module import Batch, Rows, Signature, TrainModule
 
 
 class Watched(Tensor):
@@ -37,6 +38,26 @@ class Means(TrainModule):
             "sample_id": batch["sample_id"],
             "value": batch["image"].mean((1, 2, 3)).as_subclass(Watched),
         }
+
+
+@pytest.mark.parametrize(("values", "found"), [([5.0, 5.001, 5.002], ["value"]), ([5.0, 5.1, 5.0], []), ([5.0], [])])
+def test_outputs_that_are_the_same_for_all_samples_are_said(values, found, log):
+    class Described(Means):
+        def describe_predict(self) -> Signature:
+            return Signature({"image": ""}, {"value": "", "chosen": ""})
+
+        def score(self, rows: Rows) -> dict[str, float]:
+            return {"mean": 1}
+
+    count = len(values)
+    rows = {"sample_id": np.arange(count), "value": np.array(values), "chosen": np.arange(count), "x": np.zeros(count)}
+    assert find_constant_outputs(Described(), rows) == found
+    assert find_constant_outputs(Means(), rows) == [], "what the rows mean is not known"
+    assert score_rows(Described(), rows, with_intervals=True) == {"mean": 1.0}
+    assert log == [
+        f"value: the same for all {count} samples, so the network ignores what it sees. Usual causes: too "
+        "few steps, a learning rate that is too high, inputs that are all alike\n"
+    ] * bool(found)
 
 
 def test_rows_are_read_two_batches_late_and_few_wait_at_a_time(images):

@@ -13,11 +13,13 @@ import torch
 from tests.test_choose_data import JOBS
 from tests.training import FAMILIES, find_differences, load_state, new_run, read_run_metrics, train, train_on_ranks
 from trainyard import config as configs
+from trainyard.config import compose
 from trainyard.data.host_memory import read_available_memory
 from trainyard.data.order import EpochOrder, order_epoch
 from trainyard.data.prepare import prepare_data
 from trainyard.data.shards import ShardSet
 from trainyard.errors import OutOfDeviceMemory, UserError
+from trainyard.launch.rank_choices import warn_of_few_samples
 from trainyard.runs.events import read_events
 from trainyard.runs.folder import read_env
 from trainyard.runs.state import ExitCode
@@ -295,7 +297,20 @@ def test_a_batch_larger_than_the_training_set_and_few_samples_for_batch_statisti
     log = (run / "log").read_text()
     assert "WARNING global_batch_size=61: the training set has 60 samples" in log
     assert "WARNING BatchNorm computes its statistics over 15 samples, fewer than 16" in log
+    assert "WARNING the validation set has 20 samples: without any error they show an error rate below 15%" in log
     assert read_env(run)["choices"]["batch_statistics"]["value"] == 15
+
+
+def test_few_steps_and_few_validation_samples_are_said_and_enough_are_not(log):
+    config = compose("stripes", ["global_batch_size=16", "max_duration=5ep"], FAMILIES)
+    warn_of_few_samples(config, {"train": 64, "val": 30})
+    warn_of_few_samples(config, {"train": 15})
+    assert log == []
+    warn_of_few_samples(config, {"train": 63, "val": 29})
+    assert log[0].startswith(
+        "63 training samples are 4 steps of global_batch_size=16, and 20 in the whole run; more steps"
+    )
+    assert log[1].startswith("the validation set has 29 samples") and log[1].endswith("trainyard options stripes\n")
 
 
 @pytest.mark.parametrize(("size", "synced", "samples"), [(8, False, 8), (16, False, 16), (8, True, 32)])

@@ -31,6 +31,7 @@ from trainyard.runs.folder import ENV_FILE, read_env, update_env
 from trainyard.runs.history import read_object
 from trainyard.runs.lock import RunLock
 from trainyard.runs.memory_limits import learn_from_errors, read_limit
+from trainyard.scoring import compute_smallest_rate
 from trainyard.settings import TrainConfig
 from trainyard.train.world import World, read_attempt_id
 
@@ -50,6 +51,13 @@ class Choice:
 
     value: Any
     reason: str
+
+
+FEW_BATCHES = 4
+"""With fewer global batches in the training set, the run says how many steps it takes."""
+
+FEW_TRIALS = 30
+"""Fewer validation samples cannot show an error rate below a tenth: `scoring.compute_smallest_rate`."""
 
 
 def build_context(
@@ -92,6 +100,7 @@ def build_context(
     module = load_family(jobs_dir, config.family, "module").build(config, info)
     if world.is_main:
         _warn_of_batch(run, config, module, choices, world, samples=len(splits["train"]))
+        warn_of_few_samples(config, {name: len(ids) for name, ids in splits.items()})
     decode, threads = choices["decode"].value, choices["threads"].value
     check_owner = lock.check if lock else lambda: None
     return RunContext(
@@ -140,6 +149,32 @@ def _warn_of_batch(
         record_choices(run, {"batch_statistics": Choice(*found)})
         if found[0] < FEW_SAMPLES:
             logger.warning("{}", found[1])
+
+
+def warn_of_few_samples(config: TrainConfig, sizes: Mapping[str, int]) -> None:
+    """Say what a small data set cannot do: give many steps, or tell checkpoints apart."""
+    from trainyard.train.run_context import TRAIN, VALIDATION, compute_total_steps
+
+    batch, samples, validation = config.global_batch_size, sizes[TRAIN], sizes.get(VALIDATION, 0)
+    steps = -(-samples // batch)
+    if batch <= samples < FEW_BATCHES * batch and (total := compute_total_steps(config, steps)) is not None:
+        logger.warning(
+            "{} training samples are {} steps of global_batch_size={}, and {} in the whole run; more steps: a smaller "
+            "global_batch_size, or a larger max_duration",
+            samples,
+            steps,
+            batch,
+            total,
+        )
+    if 0 < validation < FEW_TRIALS:
+        logger.warning(
+            "the validation set has {} samples: without any error they show an error rate below {:.0%} at best (rule "
+            "of 3, ISO/IEC 19795-1), so the checkpoint that is best on them may only be lucky. How they are chosen: "
+            "trainyard options {}",
+            validation,
+            compute_smallest_rate(validation),
+            config.job,
+        )
 
 
 def _choose_settings(

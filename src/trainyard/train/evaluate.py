@@ -61,7 +61,26 @@ def score_rows(module: TrainModule, rows: Rows, *, with_intervals: bool) -> dict
     metrics = module.score(rows)
     if with_intervals:
         metrics = metrics | module.compute_intervals(rows)
+        if names := find_constant_outputs(module, rows):
+            logger.warning(
+                "{}: the same for all {} samples, so the network ignores what it sees. Usual causes: too few steps, a "
+                "learning rate that is too high, inputs that are all alike",
+                ", ".join(names),
+                len(rows[SAMPLE_ID]),
+            )
     return {name: float(value) for name, value in metrics.items()}
+
+
+def find_constant_outputs(module: TrainModule, rows: Rows) -> list[str]:
+    """Return the outputs of `predict` if all of them are the same for every sample, to a thousandth of their size.
+
+    Only families that describe their outputs (`describe_predict`) are looked at: other rows may hold the truth.
+    """
+    if type(module).describe_predict is TrainModule.describe_predict or len(rows[SAMPLE_ID]) < 2:
+        return []
+    outputs = {name: rows[name] for name in module.describe_predict().outputs if rows[name].dtype.kind == "f"}
+    same = all(np.ptp(values, axis=0).max() <= 1e-3 * np.abs(values).max() for values in outputs.values())
+    return list(outputs) if same else []
 
 
 def gather_rows(
