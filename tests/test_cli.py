@@ -354,6 +354,35 @@ def test_jobs_are_grouped_by_family_with_what_runs_here_on_lines_of_a_narrow_scr
     assert "this machine has 15 GB, 15 GB." in text
 
 
+def test_a_shell_completes_commands_flags_jobs_and_runs(here, capsys):
+    pytest.importorskip("shtab", reason="shtab is not installed")
+    assert cli.main(["completion", "bash", *JOBS]) == 0
+    script = here / "completion.sh"
+    script.write_text(capsys.readouterr().out)
+    (here / "runs" / "stripes" / "a").mkdir(parents=True)
+    (here / "jobs").symlink_to(FAMILIES)
+
+    def complete(*words: str) -> list[str]:
+        command = f"source {script}; COMP_WORDS=(trainyard {' '.join(words)} ''); COMP_CWORD={len(words)}"
+        done = subprocess.run(
+            ["bash", "-c", f"{command}; _shtab_trainyard; echo ${{COMPREPLY[@]}}"], capture_output=True, text=True
+        )
+        assert done.stderr == ""
+        return done.stdout.split()
+
+    assert sorted(complete("resu")) == ["results", "resume"]
+    assert complete("run", "stri") == ["stripes"] and complete("options", "stri") == ["stripes"]
+    assert complete("submit", "stripes", "--lo") == ["--local"]
+    assert complete("why", "runs/str") == ["runs/stripes"] and complete("why", "str") == ["stripes"]
+    assert complete("ckpt", "ve") == ["verify"]
+
+
+def test_a_shell_without_the_library_is_told_what_to_install(here, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    code, stderr = run_cli(capsys, "completion", "bash")
+    assert code == 2 and f"Type: {sys.executable} -m pip install 'shtab>=1.7'" in stderr
+
+
 def test_jobs_of_a_folder_without_families_and_a_broken_preset_are_said(here, capsys):
     (here / "jobs" / "mine").mkdir(parents=True)
     assert "contains no preset (<family>/<preset>.yaml)" in run_cli(capsys, "jobs")[1]

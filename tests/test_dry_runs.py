@@ -19,6 +19,7 @@ STARTS_NOTHING = {
     *(
         "jobs",
         "options",
+        "completion",
         "pack",
         "verify",
         "ckpt",

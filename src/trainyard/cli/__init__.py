@@ -112,7 +112,7 @@ def _refuse_words(verb: argparse.ArgumentParser, words: Sequence[str]) -> NoRetu
 
 COMMANDS = (
     ("train", "add_commands", "run resume rank"),
-    ("listing", "add_commands", "jobs options"),
+    ("listing", "add_commands", "jobs options completion"),
     ("local", "add_commands", "pack verify ckpt report"),
     ("use", "add_commands", "evaluate predict embed compare search"),
     ("export", "add_commands", "export"),
@@ -127,6 +127,11 @@ COMMANDS = (
 )
 """Module, the function in it that adds commands, and their names, in the order of --help. What was not typed is not
 imported: all modules together take longer than a status."""
+
+
+def build_whole_parser() -> tuple[argparse.ArgumentParser, Verbs]:
+    """Return the parser with all commands, and the commands by name."""
+    return _build_parser([])
 
 
 def _build_parser(argv: Sequence[str]) -> tuple[argparse.ArgumentParser, Verbs]:

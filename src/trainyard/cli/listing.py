@@ -1,9 +1,11 @@
-"""The commands that list what one can run, and with which options: jobs, options."""
+"""The commands that list what one can run, and with which options: jobs, options, completion."""
 
 import argparse
 import itertools
 import os
 import re
+import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,27 @@ from trainyard.text import cut
 WIDTH = 99
 AT_ONCE, WITH_DATA, BROKEN = "at once", "your data", "broken"
 
+COMPLETION_FILES = {
+    "bash": "~/.local/share/bash-completion/completions/trainyard",
+    "zsh": "a folder of $fpath, under the name _trainyard",
+}
+"""Where a shell looks for the completion of a command."""
+
+_PREAMBLES = {
+    "bash": """
+_trainyard_jobs() {
+  local file
+  compgen -W "$(for file in jobs/[!._]*/*.yaml; do file=${file##*/}; echo "${file%.yaml}"; done)" -- "$1"
+}
+_trainyard_runs() { compgen -d -- "$1"; _trainyard_jobs "$1"; }
+""",
+    "zsh": """
+_trainyard_jobs() { compadd -- jobs/[^._]*/*.yaml(N:t:r) }
+_trainyard_runs() { _files -/; _trainyard_jobs }
+""",
+}
+"""Functions that complete the names of jobs, from ./jobs, and of runs: a folder, or a job for its newest run."""
+
 SHARE_LEFT = 0.9
 """Of a card's nominal memory: ECC and the driver take up to 8 %."""
 
@@ -30,6 +53,9 @@ def add_commands(verbs: Verbs) -> None:
     verb = add_verb(verbs, "options", _list_options, "list a job's options, their values and what they do")
     verb.add_argument("job")
     verb.add_argument("overrides", nargs="*", metavar="OPTION=VALUE")
+    doc = "print what makes a shell complete commands, flags, jobs and runs; how to use it is its first line"
+    verb = add_verb(verbs, "completion", _print_completion, doc)
+    verb.add_argument("shell", choices=tuple(COMPLETION_FILES))
 
 
 def _list_jobs(args: argparse.Namespace) -> int:
@@ -93,4 +119,28 @@ def _list_options(args: argparse.Namespace) -> int:
     for option in configs.list_options(configs.compose(args.job, args.overrides, args.jobs)):
         choices = f" [{', '.join(option.choices)}]" if option.choices else ""
         print(f"{option.name}={option.value!s:<{max(1, 44 - len(option.name))}} {option.doc}{choices}")
+    return 0
+
+
+def _print_completion(args: argparse.Namespace) -> int:
+    try:
+        import shtab
+    except ModuleNotFoundError:
+        raise UserError(
+            f"shtab, which writes completion scripts, is not installed here. Type: {shlex.quote(sys.executable)} -m "
+            "pip install 'shtab>=1.7'"
+        ) from None
+    from trainyard.cli import build_whole_parser
+
+    parser, verbs = build_whole_parser()
+    for verb in verbs.choices.values():
+        for action in verb._actions:  # argparse has no other list of them
+            known = {"job": "_trainyard_jobs", "run": "_trainyard_runs"}.get(action.dest)
+            if known and not action.option_strings:
+                action.complete = dict.fromkeys(COMPLETION_FILES, known)  # type: ignore[attr-defined]
+            elif action.type is Path:
+                action.complete = shtab.FILE  # type: ignore[attr-defined]
+    script = shtab.complete(parser, shell=args.shell, preamble=_PREAMBLES)
+    first, _, rest = script.partition("\n")
+    print(f"{first}\n# To use it: trainyard completion {args.shell} > {COMPLETION_FILES[args.shell]}\n{rest}")
     return 0
