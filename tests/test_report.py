@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import termios
+import time
 import tomllib
 from html.parser import HTMLParser
 from pathlib import Path
@@ -396,9 +397,14 @@ def test_tensorboard_compares_runs_by_their_options_and_shows_their_figures(tmp_
 def test_wandb_writes_offline_runs_into_the_run_folder(tmp_path):
     pytest.importorskip("wandb", reason="wandb is not installed")
     run = new_run(tmp_path)
-    with open_recorder(run, trackers=("wandb",)) as log:
+    tracking = {"project": "night shift", "tags": ["baseline", "a b"]}
+    with Recorder(run, trackers=("wandb",), config={"job": "demo", "tracking": tracking}, resume_at=None) as log:
         write_training(log, 0, 40)
-    assert list(run.glob("wandb/offline-run-*/*.wandb"))
+    (file,) = run.glob("wandb/offline-run-*/*.wandb")
+    words, end = {"night shift", "baseline", "a b"}, time.monotonic() + 30  # W&B's own process writes it
+    while not all(word.encode() in file.read_bytes() for word in words):
+        assert time.monotonic() < end, words
+        time.sleep(0.1)
 
 
 def test_mlflow_keeps_options_and_metrics_of_each_attempt_in_the_run_folder(tmp_path):
@@ -412,6 +418,11 @@ def test_mlflow_keeps_options_and_metrics_of_each_attempt_in_the_run_folder(tmp_
     (experiment,) = (e for e in client.search_experiments() if e.name == "demo")
     attempts = client.search_runs([experiment.experiment_id], order_by=["attributes.start_time ASC"])
     assert [a.data.params["optimizer.lr"] for a in attempts] == ["0.001", "0.001"]
+    tracking = {"project": "night", "tags": ["a b", "c:d"]}
+    Recorder(run, trackers=("mlflow",), config={"job": "demo", "tracking": tracking}, resume_at=80).close()
+    night = client.get_experiment_by_name("night")
+    (marked,) = client.search_runs([night.experiment_id])
+    assert {"a b", "c_d"} <= set(marked.data.tags)
     steps = [[m.step for m in client.get_metric_history(a.info.run_id, "train/loss")] for a in attempts]
     assert steps == [[10, 20, 30, 40], [40, 50, 60, 70, 80]]
 

@@ -41,7 +41,7 @@ class _TensorBoard:
             self._writer.add_text("config", f"```\n{text}\n```", global_step=0)
             options = {name: value if type(value) in (int, float) else str(value) for name, value in flatten(config)}
             for summary in hparams(options, {f"eval/{monitor}": 0.0} if monitor else {}):  # type: ignore[no-untyped-call]
-                self._writer._get_file_writer().add_summary(summary)
+                self._writer._get_file_writer().add_summary(summary)  # type: ignore[no-untyped-call]
 
     def log(self, kind: str, step: int, values: Mapping[str, object]) -> None:
         for tag, value in _select_scalars(kind, values):
