@@ -140,6 +140,7 @@ def test_a_mistake_gets_one_clear_message_and_leaves_nothing_behind(argv, expect
         assert part in stderr
     assert "Traceback" not in stderr
     assert not [path for path in here.rglob("*") if ".partial" in path.name or path.name.startswith(".new-")]
+    assert list(here.glob("runs/*/*")) == [], "a run that was refused before it began"
 
 
 def test_a_file_given_as_folder_is_said_with_its_folder(here, capsys):

@@ -31,9 +31,18 @@ def test_one_cycle_starts_low_peaks_after_its_rise_and_ends_low():
     assert compute_factors(10, name="one_cycle", warmup="10st") == pytest.approx([1.0])
 
 
-def test_a_run_limited_by_time_has_no_cosine():
-    with pytest.raises(UserError, match=r"schedule.name=cosine needs the number of steps.*constant"):
-        compute_lr_factor(0, ScheduleSettings(), total_steps=None, steps_per_epoch=10)
+@pytest.mark.parametrize("name", ["cosine", "one_cycle"])
+def test_a_run_limited_by_time_has_no_schedule_that_knows_its_end(name):
+    with pytest.raises(UserError, match=rf"schedule.name={name} needs the number of steps.*constant"):
+        check(TrainConfig(max_duration="5min", schedule=ScheduleSettings(name=name)))
+    check(TrainConfig(max_duration="5min", schedule=ScheduleSettings(name="constant")))
+
+
+def test_the_parts_of_a_schedule_are_no_times():
+    with pytest.raises(UserError, match=r"schedule.warmup: '5min' is a time, but a number of steps is needed"):
+        check(TrainConfig(schedule=ScheduleSettings(warmup="5min")))
+    with pytest.raises(UserError, match=r"schedule.milestones: '1h' is a time"):
+        check(TrainConfig(schedule=ScheduleSettings(name="step", milestones=["3ep", "1h"])))
 
 
 @pytest.mark.parametrize(

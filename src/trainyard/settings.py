@@ -389,6 +389,22 @@ def check(config: Any, prefix: str = "") -> None:
             _check_value(f, name, value)
     if isinstance(config, TrainConfig):
         parse_monitor(config.monitor)
+        _check_schedule(config.schedule, config.max_duration)
+
+
+def _check_schedule(schedule: ScheduleSettings, max_duration: str) -> None:
+    """Check that a learning rate that is a function of the step knows its steps."""
+    if schedule.name in ("cosine", "one_cycle") and Duration.parse(max_duration).unit == "min":
+        raise UserError(
+            f"schedule.name={schedule.name} needs the number of steps, but max_duration={max_duration} is a time. "
+            "Write max_duration in epochs (10ep) or steps (2000st), or use schedule.name=constant."
+        )
+    for name, texts in (("warmup", [schedule.warmup]), ("milestones", schedule.milestones)):
+        for text in texts:
+            if text and Duration.parse(text).unit == "min":
+                raise UserError(
+                    f"schedule.{name}: '{text}' is a time, but a number of steps is needed. Write 10ep or 2000st."
+                )
 
 
 def _check_channels(f: Field[Any], name: str, value: Any, *, channels: int) -> None:

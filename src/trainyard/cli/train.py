@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import shutil
 import signal
 import sys
 import time
@@ -22,8 +23,9 @@ from trainyard.messages import logger
 from trainyard.runs import changes
 from trainyard.runs import folder as runs
 from trainyard.runs.create import create_run
+from trainyard.runs.history import read_run
 from trainyard.runs.lock import RunLock, release
-from trainyard.runs.state import ExitCode
+from trainyard.runs.state import Cause, ExitCode
 from trainyard.runs.submission import read_submission
 from trainyard.settings import TrainConfig
 from trainyard.train.trackers import require_trackers
@@ -79,7 +81,19 @@ def _run(args: argparse.Namespace) -> int:
     else:
         run = create_run(args.runs, config, name=args.name, environ=os.environ)
         record_choices(run, data)
+        try:
+            return _train(run, args, count)
+        finally:
+            if not _is_launched():
+                _discard_refused_run(run)
     return _train(run, args, count)
+
+
+def _discard_refused_run(run: Path) -> None:
+    """Delete a new run that was refused before it began, for its options or its data: nothing of it can be resumed."""
+    snapshot = read_run(run)
+    if not snapshot.events and any(error.cause == Cause.USER_ERROR for error in snapshot.errors):
+        shutil.rmtree(run)
 
 
 def _choose_data(config: TrainConfig, args: argparse.Namespace) -> DataChoice:

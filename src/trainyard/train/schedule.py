@@ -3,7 +3,6 @@
 import bisect
 import math
 
-from trainyard.errors import UserError
 from trainyard.settings import Duration, ScheduleSettings
 
 _ONE_CYCLE_START = 1 / 25  # of the peak, as in Smith and Topin 2017 (arXiv:1708.07120) and torch's OneCycleLR
@@ -14,19 +13,17 @@ def compute_lr_factor(step: int, schedule: ScheduleSettings, *, total_steps: int
     """Return the learning rate of optimizer step `step` (from 0), divided by its peak.
 
     Args:
-        total_steps: length of the run; None if the run is limited by time.
-
-    Raises:
-        UserError: the schedule needs a number of steps, and the run is limited by time.
+        total_steps: length of the run; None if the run is limited by time, which a cosine and one cycle never are.
     """
     warmup = Duration.parse(schedule.warmup).to_steps(steps_per_epoch) if schedule.warmup else 0
     if schedule.name == "one_cycle":
-        return _one_cycle(step, warmup, _require_total_steps(total_steps, schedule.name), schedule.final_ratio)
+        assert total_steps is not None, "checked with the options"
+        return _one_cycle(step, warmup, total_steps, schedule.final_ratio)
     if step < warmup:
         return (step + 1) / warmup
     if schedule.name == "cosine":
-        total = _require_total_steps(total_steps, schedule.name)
-        return _half_cosine(1.0, schedule.final_ratio, (step - warmup) / max(1, total - warmup))
+        assert total_steps is not None, "checked with the options"
+        return _half_cosine(1.0, schedule.final_ratio, (step - warmup) / max(1, total_steps - warmup))
     if schedule.name == "step":
         drops = sorted(Duration.parse(text).to_steps(steps_per_epoch) for text in schedule.milestones)
         return float(schedule.drop ** bisect.bisect_right(drops, step))
@@ -42,12 +39,3 @@ def _one_cycle(step: int, warmup: int, total: int, final_ratio: float) -> float:
 
 def _half_cosine(start: float, end: float, progress: float) -> float:
     return end + (start - end) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
-
-
-def _require_total_steps(total_steps: int | None, name: str) -> int:
-    if total_steps is None:
-        raise UserError(
-            f"schedule.name={name} needs the number of steps, but max_duration is a time. "
-            "Write max_duration in epochs (10ep) or steps (2000st), or use schedule.name=constant."
-        )
-    return total_steps
