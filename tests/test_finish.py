@@ -220,7 +220,7 @@ def test_predictions_that_cannot_be_made_say_why(done, unlabelled_images, tmp_pa
     elif case == "no raw":
         unlabelled_images, message = tmp_path / "nothing", "nothing: no such file or folder"
     elif case == "no checkpoint":
-        run, message = new_run(tmp_path), "no checkpoints yet"
+        run, message = new_run(tmp_path), "is a run without checkpoints"
     elif case == "other code":
         module = configs.load_family(FAMILIES, "stripes", "module")
         monkeypatch.setattr(module, "build", lambda config, data: module.StripesModule(config, ["d0", "d1"]))

@@ -7,16 +7,12 @@ import re
 import shlex
 import sys
 from pathlib import Path
-from typing import Any
-
-import yaml  # type: ignore[import-untyped]
 
 from trainyard import config as configs
 from trainyard.cli.verb import Verbs, add_verb
 from trainyard.environment import list_gpu_memory_gib
 from trainyard.errors import UserError
 from trainyard.launch.choose_gpu import read_needed_gib
-from trainyard.settings import NeedsSettings
 from trainyard.text import cut
 
 WIDTH = 99
@@ -84,28 +80,13 @@ def _list_jobs(args: argparse.Namespace) -> int:
 def _tell_what_it_needs(preset: Path, gpus_gib: list[float]) -> str:
     """Return whether a job runs here at once or with data, or the memory that no GPU here has."""
     try:
-        stated = _read_stated(preset, {})
-    except (yaml.YAMLError, OSError, TypeError, AttributeError):
+        config = configs.compose(preset.stem, [], preset.parents[1])
+    except UserError:
         return BROKEN
-    needs = NeedsSettings(memory_gib=stated["needs"].get("memory_gib") or 0, card=stated["needs"].get("card") or "")
-    needed_gib = read_needed_gib(needs)
+    needed_gib = read_needed_gib(config.needs)
     if needed_gib * SHARE_LEFT > max(gpus_gib, default=0.0):
         return f"{needed_gib:g} GB"
-    return AT_ONCE if stated["data"].get("synthetic") else WITH_DATA
-
-
-def _read_stated(preset: Path, known: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return what a preset, and those it is based on, state of `data` and `needs`; Hydra would take seconds for all.
-
-    Args:
-        known: what presets that are based on this one state.
-    """
-    stated = yaml.safe_load(preset.read_text()) or {}
-    merged = {group: {**(stated.get(group) or {}), **known.get(group, {})} for group in ("data", "needs")}
-    for base in stated.get("defaults") or []:
-        if base not in ("schema", "_self_"):
-            merged = _read_stated(preset.with_name(f"{base}.yaml"), merged)
-    return merged
+    return AT_ONCE if config.data.synthetic else WITH_DATA
 
 
 def _read_summary(preset: Path) -> str:

@@ -88,13 +88,13 @@ def record_prediction(context: "RunContext", environ: Mapping[str, str]) -> None
 
 
 def _predict(context: "RunContext", earlier: Observation | None, step: StepPrediction | None) -> Amounts:
-    from trainyard.train.run_context import build_epoch_order, compute_total_steps
+    from trainyard.train.run_context import compute_total_steps
 
     reasons: dict[str, str] = {}
     memory = rate = hours = disk = None
     if earlier is not None:
         measured = f"measured by {earlier.run}"
-        steps = compute_total_steps(context.config, len(build_epoch_order(context, 0)))
+        steps = compute_total_steps(context.config, len(context.orders(0)))
         memory, rate = earlier.amounts.memory_gib, earlier.amounts.samples_per_s
         hours = None if steps is None or earlier.step_s is None else steps * earlier.step_s / 3600
         disk = count_disk_bytes(earlier.checkpoint_bytes, context.config, steps)
@@ -117,13 +117,12 @@ def record_observation(context: "RunContext") -> None:
     if not context.world.is_main:
         return
     from trainyard.train.meters import read_peak_memory_gib
-    from trainyard.train.run_context import build_epoch_order
 
     on_gpu = context.device.type == "cuda"
     keep_observation(
         context.run,
         memory_gib=read_peak_memory_gib(context.device) if on_gpu else None,
-        steps_per_epoch=len(build_epoch_order(context, 0)),
+        steps_per_epoch=len(context.orders(0)),
     )
 
 

@@ -31,7 +31,6 @@ from trainyard.runs.folder import ENV_FILE, read_env, update_env
 from trainyard.runs.history import read_object
 from trainyard.runs.lock import RunLock
 from trainyard.runs.memory_limits import learn_from_errors, read_limit
-from trainyard.scoring import compute_smallest_rate
 from trainyard.settings import TrainConfig
 from trainyard.train.world import World, read_attempt_id
 
@@ -153,6 +152,7 @@ def _warn_of_batch(
 
 def warn_of_few_samples(config: TrainConfig, sizes: Mapping[str, int]) -> None:
     """Say what a small data set cannot do: give many steps, or tell checkpoints apart."""
+    from trainyard.scoring import compute_smallest_rate  # loads NumPy
     from trainyard.train.run_context import TRAIN, VALIDATION, compute_total_steps
 
     batch, samples, validation = config.global_batch_size, sizes[TRAIN], sizes.get(VALIDATION, 0)
