@@ -15,6 +15,7 @@ from trainyard.cli import main
 from trainyard.cluster.description import load_cluster
 from trainyard.cluster.options import OPTIONS, keep_options, read_options
 from trainyard.errors import UserError
+from trainyard.launch.batch_script import Turn
 from trainyard.launch.submit import Code, ResourceRequest, make_plan, render_batch_script
 from trainyard.settings import TrainConfig
 
@@ -55,6 +56,10 @@ def test_the_batch_script_for_each_card_matches_the_golden_text(hw, gpus, nodes,
     printed = capsys.readouterr().out
     golden = GOLDEN / f"{hw}-{gpus}{f'-on-{nodes}' if nodes else ''}.sh"
     assert extract_script(printed) == golden.read_text()
+
+
+def test_the_second_array_of_a_sweep_waits_for_its_packing_and_for_the_first_array():
+    assert Turn(after_done=("1",), after_end="2").dependency == "afterok:1,afterany:2"
 
 
 def test_every_golden_text_is_compared():

@@ -1,5 +1,6 @@
 """Packing in a CPU job before the GPUs are requested, and runs that follow others, on a real Slurm."""
 
+import shutil
 import time
 from datetime import datetime
 from pathlib import Path
@@ -22,6 +23,7 @@ from tests.slurm.conftest import Lab
 from tests.training import FAMILIES, find_differences, load_state, read_run_metrics
 from trainyard.cli import main
 from trainyard.config import load_family
+from trainyard.runs import sweep_file
 from trainyard.runs.folder import read_env, resolve_run
 from trainyard.runs.history import read_run
 
@@ -46,15 +48,23 @@ class Site:
     def submit(self, name: str, *words: object) -> Path:
         return make_starter(self.runs, self.cache)(name, "--hw", "a100", *words, cluster=self.file)
 
+    def list_words(self) -> list[object]:
+        """Return the words that say where a command finds jobs, and where it puts runs and data."""
+        return ["--jobs", FAMILIES, "--runs", self.runs, "--cluster", self.file, f"data.cache={self.cache}"]
+
     def refuse(self, *words: object) -> None:
         """Submit what must be refused."""
-        place = ["--jobs", FAMILIES, "--runs", self.runs, "--cluster", self.file, f"data.cache={self.cache}"]
-        assert trainyard("submit", "stripes", "--hw", "a100", *place, *words) == 2
+        assert trainyard("submit", "stripes", "--hw", "a100", *self.list_words(), *words) == 2
 
 
 @pytest.fixture
 def site(tmp_path: Path) -> Site:
     return Site(tmp_path)
+
+
+def synthesize_stripes(raw: Path) -> Path:
+    load_family(FAMILIES, "stripes", "pack").synthesize(raw, count=64, seed=0)
+    return raw
 
 
 def read_choice(run: Path) -> str:
@@ -122,6 +132,85 @@ def test_packing_that_fails_cancels_the_training_and_both_commands_name_its_erro
         lab.wait_for(job, "CANCELLED")
     assert trainyard("status", run) == 0
     assert f"packing (Slurm job {both[0]}): cancelled" in capsys.readouterr().out
+
+
+def test_one_packing_job_comes_before_a_sweep_and_ends_with_the_last_run_that_waits_for_it(lab, site, tmp_path, capsys):
+    """All jobs are held, so that no rank starts."""
+    site.change(sbatch={"hold": True})
+    words = ["--hw", "a100", "--name", "s", "--sweep", "optimizer.lr=1e-2,3e-3,1e-3", "--max-parallel", 2]
+    raw = synthesize_stripes(tmp_path / "raw")
+    place = [f"data.path={raw}", *site.list_words()]
+    assert trainyard("sweep", "stripes", *words, *place, "--dry") == 0
+    scripts = capsys.readouterr().out.split("#!/bin/bash")[1:]
+    assert len(scripts) == 2
+    assert "--job-name=stripes-packing" in scripts[0] and "--array" not in scripts[0]
+    assert f"TRAINYARD_RUN={site.runs}/sweeps/s/stripes/packing\n" in scripts[0]
+    assert "--dependency=afterok:PACKING\n" in scripts[1] and "--array=0-2%2" in scripts[1]
+    assert not site.runs.exists()
+
+    assert trainyard("sweep", "stripes", *words, *place, "--no-plan") == 0
+    runs = [element.run for element in sweep_file.load("s", site.runs).elements]
+    packing, training = read_run(runs[0]).slurm_job_ids
+    assert [read_run(run).slurm_job_ids for run in runs] == [[packing, f"{training[:-1]}{i}"] for i in range(3)]
+    printed = capsys.readouterr().out
+    assert f"submitted  packing as Slurm job {packing}, then 3 runs as Slurm job {training[:-2]}\n" in printed
+    assert "Slurm job on p100: 2 cores, 30m" in printed and read_choice(runs[2]).startswith("Slurm job on p100")
+    assert f"Dependency=afterok:{packing}(unfulfilled)" in lab.run("scontrol", "show", "job", training[:-2])
+
+    assert trainyard("cancel", runs[1]) == 0
+    assert f"cancelled Slurm job {training[:-1]}1. " in capsys.readouterr().out
+    assert trainyard("status", "s", "--runs", site.runs) == 0
+    table = capsys.readouterr().out
+    assert f"packing (Slurm job {packing}): held by its owner -> training (Slurm job {training}) waits for it" in table
+    assert "cancelled" in table and lab.read_state(packing) == "PENDING"
+    assert trainyard("resume", runs[1], "--jobs", FAMILIES) == 0
+    own = read_run(runs[1]).slurm_job_ids
+    assert len(own) == 2 and not {packing, training} & set(own), "it was not submitted with packing of its own"
+    assert trainyard("cancel", "s", "--runs", site.runs) == 0
+    for job in (packing, own[0]):
+        lab.wait_for(job, "CANCELLED")
+
+    differing = ["--sweep", "seed=0,1", "--hw", "a100", *site.list_words(), "--dry"]  # of synthetic samples
+    capsys.readouterr()
+    assert trainyard("sweep", "stripes", *differing) == 0
+    printed = capsys.readouterr().out
+    assert "in the run, on its first node  (the runs of this sweep do not all train on the same" in printed
+
+
+@pytest.mark.long
+def test_packing_that_fails_cancels_the_sweep_which_continues_once_the_data_are_right(lab, site, tmp_path, capsys):
+    raw = tmp_path / "raw"
+    raw.mkdir()
+    (raw / "d0-0001.png").write_text("not an image")
+    words = ["--hw", "a100", "--name", "s", "--sweep", "seed=0,1", "max_duration=1ep", "data.decode=cpu"]
+    assert trainyard("sweep", "stripes", *words, f"data.path={raw}", *site.list_words(), "--no-plan") == 0
+    runs = [element.run for element in sweep_file.load("s", site.runs).elements]
+    packing, array = read_run(runs[0]).slurm_job_ids[0], read_slurm_job_id(runs[0]).partition("_")[0]
+    wait("the end of the array", lambda: set(lab.read_state(array).split()) == {"CANCELLED"})
+    said = f"packing (Slurm job {packing}): PackError: 1 of 1 raw samples cannot be read: d0-0001.png: "
+    for index, run in enumerate(runs):
+        for verb in ("status", "why"):
+            capsys.readouterr()
+            assert trainyard(verb, run) == 0
+            assert said in (printed := capsys.readouterr().out)
+        assert f"-> training (Slurm job {array}_{index}) does not start" in printed
+        assert trainyard("logs", run) == 0
+        assert "PackError: 1 of 1 raw samples cannot be read:" in capsys.readouterr().out
+
+    shutil.rmtree(raw)
+    synthesize_stripes(raw)
+    assert trainyard("sweep", "--continue", "s", "--runs", site.runs, "--jobs", FAMILIES) == 0
+    assert "submitted  packing as Slurm job" in capsys.readouterr().out
+    again = read_run(runs[1]).slurm_job_ids[0]
+    for run in runs:
+        wait_for_end(lab, run)
+    assert trainyard("status", "s", "--runs", site.runs) == 0
+    assert capsys.readouterr().out.count(" done ") == 2
+    for run in runs:
+        assert trainyard("why", run) == 0
+        assert " packing " in (why := capsys.readouterr().out) and f"{again}-0" in why
+        assert not list((run / "slurm").glob("progress-*")), "a run wrote shards, too"
+        assert read_ends(run) == [(0, "done", "stop")]
 
 
 def test_a_run_follows_another_and_is_cancelled_with_a_sentence_if_that_is_not_done(lab, site, capsys):

@@ -135,8 +135,9 @@ def settle_elements(
     jobs_dir: Path,
     runs_dir: Path,
     check_memory: Callable[[Plan], tuple[str, str] | None],
-) -> None:
-    """Plan each run of a sweep, whose values may be impossible on this GPU type, and record what that chose."""
+) -> list[TrainConfig]:
+    """Plan each run of a sweep, whose values may be impossible on this GPU type, record what that chose, return it."""
+    settled = []
     for run in runs:
         config = configs.thaw(run / CONFIG, jobs_dir)
         plan = plan_run(find_start(config, runs_dir))
@@ -145,6 +146,8 @@ def settle_elements(
                 configs.freeze(plan.config, run / CONFIG)
         record_choices(run, data, plan, memory=check_memory(plan))
         keep_key(run, compute_key(plan.config, jobs_dir))
+        settled.append(plan.config)
+    return settled
 
 
 def _make_paths_absolute(config: TrainConfig) -> TrainConfig:

@@ -5,13 +5,20 @@ import getpass
 import math
 import os
 import shlex
+import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from trainyard import config as configs
 from trainyard.cli import dry
-from trainyard.cli.choices import add_synthetic_option, compose_job, describe_choices, settle_elements
+from trainyard.cli.choices import (
+    add_synthetic_option,
+    compose_job,
+    describe_choices,
+    record_packing,
+    settle_elements,
+)
 from trainyard.cli.plan import check_memory
 from trainyard.cli.verb import Verbs, add_dry_option, add_trust_option, add_verb, find_project_folder
 from trainyard.cluster import description as clusters
@@ -22,8 +29,11 @@ from trainyard.errors import UserError
 from trainyard.launch import submit
 from trainyard.launch import sweep as sweeps
 from trainyard.launch.choose_data import require_data
+from trainyard.launch.packing import PackingChoice, choose_shared_packing
 from trainyard.runs import folder as runs
 from trainyard.runs import lock, status, sweep_file, trust
+from trainyard.runs.create import create_run
+from trainyard.runs.history import read_run
 from trainyard.runs.state import ACTIVE
 from trainyard.runs.submission import read_submission
 from trainyard.text import suggest_nearest
@@ -190,7 +200,7 @@ def _run_sweep(args: argparse.Namespace) -> int:
     )
     try:
         request = replace(read_request(args), hw=plan.hw)
-        settle_elements(
+        settled = settle_elements(
             [element.run for element in sweep.elements],
             data,
             lambda config: replace(submit.make_plan(config, cluster, request), why_hw=plan.why_hw),
@@ -200,13 +210,14 @@ def _run_sweep(args: argparse.Namespace) -> int:
                 plan, args, args.typed, may_change="micro_batch_size=" not in " ".join(args.sweep)
             ),
         )
+        packing = choose_shared_packing(plan, settled, args.jobs)
         code = submit.snapshot_code(args.jobs, sweep.folder / "code")
-        jobs = _submit_elements(sweep, sweep.elements, plan, code, args.max_parallel, most)
+        jobs = _submit_elements(sweep, sweep.elements, plan, packing, code, args.max_parallel, most)
     except BaseException:
         sweeps.discard(sweep)
         raise
-    print(submit.describe(plan, sweep.folder, environ=os.environ, **describe_choices(data, plan, count)))
-    _print_sweep(sweep, jobs)
+    print(submit.describe(plan, sweep.folder, environ=os.environ, **describe_choices(data, plan, count, packing)))
+    _print_sweep(sweep, sweep.elements, jobs)
     return 0
 
 
@@ -229,19 +240,28 @@ def _continue_sweep(args: argparse.Namespace) -> int:
         options=keep_options(submission.get("options", {}), same_nodes=same_hw, stated=read_options(vars(args))),
         keeps_micro_batch=True,
     )
-    plan = submit.make_plan(configs.thaw(unfinished[0].run / runs.CONFIG, args.jobs), cluster, request)
+    settled = [configs.thaw(element.run / runs.CONFIG, args.jobs) for element in unfinished]
+    plan = submit.make_plan(settled[0], cluster, request)
     code = submit.Code(Path(submission["code"]), Path(submission["jobs"]))
+    packing = choose_shared_packing(plan, settled, args.jobs, code=code)
     if args.dry:
-        made = {element.run: " ".join(element.overrides) for element in unfinished}
-        return dry.print_submission(plan, made, folder=sweep.folder / "slurm", code=code, parallel=args.max_parallel)
+        return dry.print_submission(
+            plan,
+            {element.run: " ".join(element.overrides) for element in unfinished},
+            folder=sweep.folder / "slurm",
+            code=code,
+            parallel=args.max_parallel,
+            packing=packing,
+            packing_run=sweeps.name_packing_run(sweep.folder, sweep.job),
+        )
     check_against_slurm(plan)
     most = _choose_array_size(plan, len(unfinished))
     for element in unfinished:
         lock.release(element.run)
-    jobs = _submit_elements(sweep, unfinished, plan, code, args.max_parallel, most)
+    jobs = _submit_elements(sweep, unfinished, plan, packing, code, args.max_parallel, most)
     counts = _count_states(states.values())
     print(f"{len(unfinished)} of {len(sweep.elements)} runs were submitted again. Before: {counts}.")
-    _print_sweep(sweep, jobs)
+    _print_sweep(sweep, unfinished, jobs)
     return 0
 
 
@@ -254,17 +274,42 @@ def _submit_elements(
     sweep: sweep_file.Sweep,
     elements: Sequence[sweep_file.Element],
     plan: submit.Plan,
+    packing: PackingChoice,
     code: submit.Code,
     parallel: int,
     most: int,
 ) -> list[str]:
-    folder, found = sweep.folder / "slurm", [e.run for e in elements]
-    return submit.submit(plan, found, folder=folder, code=code, parallel=parallel, most=most)
+    found, packing_run = [element.run for element in elements], None
+    if packing.plan is not None:
+        check_against_slurm(packing.plan)
+        place = sweeps.name_packing_run(sweep.folder, sweep.job)
+        config, group = packing.plan.config, packing.plan.cluster.group
+        packing_run = create_run(sweep.folder, config, name=place.name, environ=os.environ, group=group)
+    for run in found:
+        record_packing(run, packing)
+    folder = sweep.folder / "slurm"
+    try:
+        return submit.submit(
+            plan,
+            found,
+            folder=folder,
+            code=code,
+            parallel=parallel,
+            most=most,
+            packing=packing.plan,
+            packing_run=packing_run,
+        )
+    except BaseException:
+        if packing_run is not None:
+            shutil.rmtree(packing_run)
+        raise
 
 
-def _print_sweep(sweep: sweep_file.Sweep, jobs: Sequence[str]) -> None:
+def _print_sweep(sweep: sweep_file.Sweep, submitted: Sequence[sweep_file.Element], jobs: Sequence[str]) -> None:
     first = jobs[0].partition("_")[0]
-    print(f"\nsubmitted  {len(jobs)} runs as Slurm job {first}\nnext       trainyard status {sweep.name}")
+    *packing, _ = read_run(submitted[0].run).slurm_job_ids
+    before = "".join(f"packing as Slurm job {job}, then " for job in packing)
+    print(f"\nsubmitted  {before}{len(jobs)} runs as Slurm job {first}\nnext       trainyard status {sweep.name}")
     print(f"           trainyard results {sweep.name}    trainyard sweep --continue {sweep.name}")
 
 

@@ -13,7 +13,7 @@ from trainyard.data.prepare import find_raw, is_packed
 from trainyard.launch import submit, sweep
 from trainyard.launch.batch_script import Turn
 from trainyard.launch.choose_data import DataChoice
-from trainyard.launch.packing import PackingChoice
+from trainyard.launch.packing import PackingChoice, choose_shared_packing
 from trainyard.launch.predecessor import Predecessor
 from trainyard.runs.folder import check_name
 from trainyard.runs.manifest import list_checkpoints
@@ -85,12 +85,21 @@ def print_sweep(
     check_name(args.name, of="sweep")
     name, root = args.name or NEW, args.runs.absolute()
     runs: dict[Path, str] = {}
-    for index, (own, config) in enumerate(sweep.combine(args.job, args.sweep, fixed, args.jobs)[1]):
+    combinations = sweep.combine(args.job, args.sweep, fixed, args.jobs)[1]
+    for index, (own, config) in enumerate(combinations):
         submit.make_plan(config, plan.cluster, request)
         runs[root / args.job / sweep.name_run(name, index)] = " ".join(own)
     folder = root / FOLDER / name
-    code = name_code(args.jobs, folder / "code")
-    return print_submission(plan, runs, folder=folder / "slurm", code=code, parallel=args.max_parallel, data=data)
+    return print_submission(
+        plan,
+        runs,
+        folder=folder / "slurm",
+        code=name_code(args.jobs, folder / "code"),
+        parallel=args.max_parallel,
+        data=data,
+        packing=choose_shared_packing(plan, [config for _, config in combinations], args.jobs),
+        packing_run=sweep.name_packing_run(folder, args.job),
+    )
 
 
 def print_submission(
@@ -102,6 +111,7 @@ def print_submission(
     parallel: int = 0,
     data: DataChoice | None = None,
     packing: PackingChoice | None = None,
+    packing_run: Path | None = None,
     after: Predecessor | None = None,
     memory: tuple[str, str] | None = None,
 ) -> int:
@@ -109,7 +119,7 @@ def print_submission(
 
     Args:
         runs: each with the options that are its own; several are one array.
-        folder, code, parallel, after: as for `submit.submit`.
+        folder, code, parallel, packing_run, after: as for `submit.submit`.
         data: as chosen for new runs; existing ones keep theirs.
         memory: as `check_memory` returns it.
     """
@@ -121,10 +131,11 @@ def print_submission(
     if len(runs) > 1:
         print("\n".join(f"{'run':<11} {run.name}  {own}" for run, own in runs.items()))
     first = [packing.plan] if packing is not None and packing.plan is not None else []
-    turns = [(job, Turn(only_packs=True)) for job in first]
+    packed = [packing_run] if packing_run is not None else list(runs)
     wanted = tuple(job for job in (*(PACKING for job in first), after.job if after is not None else "") if job)
-    for job, turn in [*turns, (plan, Turn(after_done=wanted))]:
-        script = submit.render_batch_script(job, list(runs), folder=folder, code=code, parallel=parallel, turn=turn)
+    turns = [*((job, packed, Turn(only_packs=True)) for job in first), (plan, list(runs), Turn(after_done=wanted))]
+    for job, trained, turn in turns:
+        script = submit.render_batch_script(job, trained, folder=folder, code=code, parallel=parallel, turn=turn)
         print(f"\n{script}")
     print("Nothing was submitted.", file=sys.stderr)
     return 0

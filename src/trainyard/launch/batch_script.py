@@ -30,9 +30,8 @@ class Turn:
     @property
     def dependency(self) -> str:
         """The value of sbatch's option."""
-        if self.after_done:
-            return f"afterok:{':'.join(self.after_done)}"
-        return f"afterany:{self.after_end}" if self.after_end else ""
+        done = [f"afterok:{':'.join(self.after_done)}"] if self.after_done else []
+        return ",".join([*done, *([f"afterany:{self.after_end}"] if self.after_end else [])])
 
     @property
     def end_if_impossible(self) -> dict[str, str]:

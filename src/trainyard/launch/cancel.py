@@ -12,8 +12,9 @@ from trainyard.cluster import query as slurm
 from trainyard.cluster.query import SlurmError
 from trainyard.errors import UserError
 from trainyard.files import limit_writers, write_atomically
+from trainyard.runs import sweep_file
 from trainyard.runs.folder import format_run_name
-from trainyard.runs.history import CANCELLED
+from trainyard.runs.history import CANCELLED, find_packing_run, read_run
 from trainyard.runs.lock import Owner
 from trainyard.runs.state import ACTIVE
 from trainyard.runs.status import Status, describe_state, format_resume_command, read_statuses
@@ -62,15 +63,38 @@ def _find_local_owner(status: Status) -> Owner:
 @limit_writers()
 def _cancel_in_slurm(submitted: Sequence[Status]) -> None:
     """Cancel Slurm jobs. The mark is written first: a batch script whose ranks exit must not requeue the job."""
-    marks = [status.run / CANCELLED for status in submitted]
+    shared = _find_unwanted_packing([status.run for status in submitted])
+    marks = [run / CANCELLED for run in (*(status.run for status in submitted), *shared)]
     for mark in marks:
+        mark.parent.mkdir(exist_ok=True)
         write_atomically(mark, f"{datetime.now(UTC).isoformat(timespec='seconds')}\n")
     try:
-        slurm.cancel([id for status in submitted for id in status.snapshot.slurm_job_ids])
+        slurm.cancel([*shared.values(), *(id for status in submitted for id in _list_own_jobs(status))])
     except SlurmError:
         for mark in marks:
             mark.unlink()
         raise
+
+
+def _list_own_jobs(status: Status) -> list[str]:
+    """Return the Slurm jobs of a run, without one that packs data for other runs, too."""
+    jobs = status.snapshot.slurm_job_ids
+    return jobs if find_packing_run(status.snapshot.submission) is None else jobs[-1:]
+
+
+def _find_unwanted_packing(cancelled: Sequence[Path]) -> dict[Path, str]:
+    """Return the folders and Slurm jobs that pack data for sweeps of which no run will be left to train on them."""
+    found: dict[Path, str] = {}
+    for run in cancelled:
+        snapshot = read_run(run)
+        folder = find_packing_run(snapshot.submission)
+        if folder is None or folder in found or len(snapshot.slurm_job_ids) < 2:
+            continue
+        sweep = sweep_file.load(str(folder.parents[1]), folder.parents[3])
+        others = (read_run(element.run) for element in sweep.elements if element.run not in cancelled)
+        if not any(snapshot.slurm_job_id in other.slurm_job_ids for other in others):
+            found[folder] = snapshot.slurm_job_id
+    return found
 
 
 def _describe_outcome(before: Status) -> str:
@@ -78,6 +102,6 @@ def _describe_outcome(before: Status) -> str:
     name = format_run_name(before.run)
     if before.state not in ACTIVE:
         return f"{name}: is {describe_state(before)}, so there is nothing to cancel."
-    jobs = " and ".join(before.snapshot.slurm_job_ids)
+    jobs = " and ".join(_list_own_jobs(before))
     did = f"cancelled Slurm job {jobs}" if before.slurm_job_id else "told its process to save and exit"
     return f"{name}: {did}. Resume: {format_resume_command(before)}"

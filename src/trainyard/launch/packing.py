@@ -3,13 +3,15 @@
 The CPU nodes are the first entry of the cluster file with `card: cpu`. Loads no torch.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trainyard.cluster.description import format_minutes
 from trainyard.cluster.options import choose_options, keep_options
-from trainyard.data.prepare import find_packed, is_packed
+from trainyard.data.prepare import find_packed, is_packed, packs_the_same
 from trainyard.launch.submit import Code, Plan, ResourceRequest, choose_time
+from trainyard.settings import TrainConfig
 
 _IN_THE_RUN = "in the run, on its first node"
 
@@ -56,6 +58,18 @@ def choose_packing(plan: Plan, jobs_dir: Path, *, code: Code | None = None) -> P
         f"Slurm job on {job.options['partition']}: {job.kind.cores_per_gpu} cores, {format_minutes(job.time_min)}",
         f"packs and verifies before the GPUs are requested; cores: a whole node of {hw}; time: {job.why_time}",
     )
+
+
+def choose_shared_packing(
+    plan: Plan, configs: Sequence[TrainConfig], jobs_dir: Path, *, code: Code | None = None
+) -> PackingChoice:
+    """Choose where the data of a planned sweep are packed; `configs` are those of its runs, the rest as for a run."""
+    first, *others = [config for config in configs if not is_packed(config)] or configs[:1]
+    choice = choose_packing(replace(plan, config=first), jobs_dir, code=code)
+    has_data = first.data.path or first.data.synthetic
+    if has_data and not all(packs_the_same(first, other) for other in others):
+        return PackingChoice(None, _IN_THE_RUN, "the runs of this sweep do not all train on the same packed data")
+    return choice
 
 
 def _make_plan(plan: Plan, hw: str) -> Plan:

@@ -251,6 +251,7 @@ def submit(
     parallel: int = 0,
     most: int = 0,
     packing: Plan | None = None,
+    packing_run: Path | None = None,
     after: Predecessor | None = None,
 ) -> list[str]:
     """Submit runs, several as one array, and return their Slurm job ids, in order.
@@ -260,7 +261,8 @@ def submit(
         parallel: array elements that may run at once; 0: all.
         most: elements that Slurm takes in one array; 0: any number. More runs become several arrays; if `parallel` is
             given, each of them starts when the one before has ended.
-        packing: of a Slurm job that packs the data of the run, which starts when that has ended well.
+        packing: of a Slurm job that packs the data of the runs, which start when that has ended well.
+        packing_run: the folder of that job, which several runs share; None: the folder of the only run.
         after: a run that must be done before this one starts.
 
     Raises:
@@ -274,7 +276,8 @@ def submit(
     size = most or len(runs)
     try:
         if packing is not None:
-            (packed_by,) = _submit_array(packing, runs, folder=folder, code=code, turn=Turn(only_packs=True))
+            first = [packing_run] if packing_run is not None else runs
+            (packed_by,) = _submit_array(packing, first, folder=folder, code=code, turn=Turn(only_packs=True))
         wanted = tuple(job for job in (packed_by, after.job if after is not None else "") if job)
         for wave in (runs[first : first + size] for first in range(0, len(runs), size)):
             previous = jobs[-1].partition("_")[0] if jobs and parallel else ""
@@ -284,7 +287,8 @@ def submit(
         slurm.cancel([*([packed_by] if packed_by else []), *jobs])
         raise
     name = plan.cluster.slurm_name or slurm.query_cluster_name()
-    before = {"packing": packed_by, "after": str(after.run) if after is not None and after.job else ""}
+    follows = str(after.run) if after is not None and after.job else ""
+    before = {"packing": packed_by, "packing_run": str(packing_run or ""), "after": follows}
     for run, job in zip(runs, jobs, strict=True):
         _record_submission(run, job, plan, name, folder=folder, code=code, before=before)
     return jobs
@@ -459,8 +463,7 @@ def _record_submission(
 def _write_submission(run: Path, submission: dict[str, Any]) -> None:
     (run / SUBMISSION).parent.mkdir(exist_ok=True)
     (run / "slurm" / "cancelled").unlink(missing_ok=True)
-    submission = {**submission, "submitted": datetime.now(UTC).isoformat(timespec="seconds")}
-    write_json(run / SUBMISSION, submission)
+    write_json(run / SUBMISSION, {**submission, "submitted": datetime.now(UTC).isoformat(timespec="seconds")})
 
 
 def _extract_refusal(error: Exception) -> str:

@@ -18,7 +18,7 @@ from trainyard.config import compose
 from trainyard.errors import UserError
 from trainyard.files import create_common_folder, limit_writers, write_atomically
 from trainyard.runs.create import create_run
-from trainyard.runs.folder import check_name
+from trainyard.runs.folder import check_name, find_free_name
 from trainyard.runs.sweep_file import FILE, FOLDER, Element, Sweep, encode_sweep
 from trainyard.settings import TrainConfig
 
@@ -87,6 +87,11 @@ def combine(
 def name_run(sweep: str, index: int) -> str:
     """Return the name of a sweep's run."""
     return f"{sweep}-{index:03d}"
+
+
+def name_packing_run(folder: Path, job: str) -> Path:
+    """Return where the Slurm job that packs the data of a sweep records what it does; it is a run that only packs."""
+    return find_free_name(folder / job / "packing")
 
 
 def create(

@@ -94,10 +94,12 @@ class RunSnapshot:
     def slurm_job_ids(self) -> list[str]:
         """Ids of the Slurm jobs of the latest submission, or of their last successors; empty if there are none.
 
-        There are two while the first packs the data that the second trains on; after that, only the second.
+        There are two while the first packs the data that the second trains on; after that, only the second. If the
+        first packs for all runs of a sweep, a run that was cancelled has nothing more to do with it.
         """
         is_in_slurm = self.submission.get("scheduler") == "slurm"
-        return _list_jobs(self.submission, self.starts_and_ends) if is_in_slurm else []
+        jobs = _list_jobs(self.submission, self.starts_and_ends) if is_in_slurm else []
+        return jobs[-1:] if self.cancelled and find_packing_run(self.submission) else jobs
 
     @property
     def slurm_job_id(self) -> str:
@@ -143,7 +145,7 @@ class RunSnapshot:
     def last_activity(self) -> float | None:
         """Time of the newest write of any kind."""
         times = [error.time for error in self.errors]
-        times += [parse_time(lines[-1]["time"]) for lines in (self.starts_and_ends, self.events) if lines]
+        times += [parse_time(line["time"]) for line in (*self.starts_and_ends, *self.events[-1:])]
         times += [float(self.heartbeat["time"])] if self.heartbeat else []
         times += [self.log_changed] if self.log_changed is not None else []
         return max(times, default=None)
@@ -170,14 +172,17 @@ def read_run(run: Path) -> RunSnapshot:
         return keep(path, [line for line in _read_json_lines(path) if "time" in line], kinds)
 
     log = run / "log"
+    submission = keep_object(run / SUBMISSION, _SUBMISSION)
+    folders = list_folders(run, submission)
+    heartbeats = [keep_object(folder / "heartbeat.json", _HEARTBEAT) for folder in folders]
     snapshot = RunSnapshot(
         run=run,
-        submission=keep_object(run / SUBMISSION, _SUBMISSION),
+        submission=submission,
         cancelled=(run / CANCELLED).exists(),
-        starts_and_ends=keep_lines(run / _ATTEMPTS, _START_OR_END),
+        starts_and_ends=[line for folder in folders for line in keep_lines(folder / _ATTEMPTS, _START_OR_END)],
         events=keep_lines(run / "events.jsonl", _EVENT),
-        heartbeat=keep_object(run / "heartbeat.json", _HEARTBEAT),
-        errors=read_errors(run),
+        heartbeat=max(heartbeats, key=lambda beat: float(beat.get("time", 0.0))),
+        errors=[error for folder in folders for error in read_errors(folder)],
         owner=_read_owner(run),
         log_changed=log.stat().st_mtime if log.exists() else None,
     )
@@ -202,7 +207,7 @@ _HEARTBEAT = {
 _RANK = {"time": "number", "rank": "count", "host": "text"}
 _SUBMISSION = {
     **{"submitted": _TIME, "scheduler": "text", "gpus": "count", "nodes": "count", "folder": "text"},
-    **{"packing": "text", "after": "text"},
+    **{"packing": "text", "packing_run": "text", "after": "text"},
 }
 
 
@@ -226,6 +231,18 @@ def _is_time(text: str) -> bool:
         return parse_time(text) >= 0
     except (ValueError, OverflowError):
         return False
+
+
+def find_packing_run(submission: JsonObject) -> Path | None:
+    """Return the folder in which a Slurm job packs the data of all runs of a sweep; None if there is no such job."""
+    path = str(submission.get("packing_run", ""))
+    return Path(path) if path.startswith("/") and path.isprintable() else None
+
+
+def list_folders(run: Path, submission: JsonObject) -> list[Path]:
+    """Return the folders in which the Slurm jobs of a run record what they do, in order: its own is the last."""
+    packing_run = find_packing_run(submission)
+    return [run] if packing_run is None else [packing_run, run]
 
 
 def read_errors(run: Path) -> list[RankError]:
@@ -264,7 +281,8 @@ def locate_output_files(run: Path, submission: JsonObject, job: str = "") -> tup
     """
     folder = Path(submission.get("folder", run / "slurm"))
     if not job:
-        lines = [line for line in _read_json_lines(run / _ATTEMPTS) if _has_kinds(line, _START_OR_END)]
+        found = (line for place in list_folders(run, submission) for line in _read_json_lines(place / _ATTEMPTS))
+        lines = [line for line in found if _has_kinds(line, _START_OR_END)]
         job = _list_jobs(submission, lines)[0]
     return folder / f"{job}_0_log.out", folder / f"{job}_0_log.err"
 

@@ -6,7 +6,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from trainyard.runs.folder import SUBMISSION
-from trainyard.runs.history import is_slurm_message, locate_output_files, read_errors, read_object, read_run
+from trainyard.runs.history import (
+    is_slurm_message,
+    list_folders,
+    locate_output_files,
+    read_errors,
+    read_object,
+    read_run,
+)
 from trainyard.runs.state import ACTIVE, State
 from trainyard.runs.status import format_headline, read_statuses
 
@@ -61,12 +68,13 @@ class _Output:
         log = self._run / "log"
         has_log = log.is_file()
         yield from self._read_tail(log)
-        standard_out, standard_error = locate_output_files(self._run, read_object(self._run / SUBMISSION))
+        submission = read_object(self._run / SUBMISSION)
+        standard_out, standard_error = locate_output_files(self._run, submission)
         if not has_log:
             yield from self._read_tail(standard_out)
         # Rank 0 repeats its log on standard error; only the messages of srun are new there.
         yield from (line for line in self._read_tail(standard_error) if not has_log or is_slurm_message(line))
-        for error in read_errors(self._run):
+        for error in (error for folder in list_folders(self._run, submission) for error in read_errors(folder)):
             if error.path not in self._reported:
                 self._reported.add(error.path)
                 yield f"{error.who}: {error.summary} (whole traceback: {error.path})"
