@@ -80,11 +80,11 @@ def _submit(args: argparse.Namespace) -> int:
     if args.cpu_ranks:
         raise UserError(f"--cpu-ranks {args.cpu_ranks}: is for --local; the nodes of a cluster train on GPUs: --gpus N")
     cluster = find_cluster(args.cluster, job=args.job, dry=args.dry)
+    after = find_predecessor(runs.resolve_run(args.after, args.runs)) if args.after else None
     first = _plan(args, cluster)
     second = _plan(_select_for_second(args), cluster, before=args.job) if args.then else None
     if second is not None and first.packing.plan and packs_the_same(first.data.config, second.data.config):
         second = replace(second, packing=PackingChoice(None, "none", f"{args.job} before it packs the same data"))
-    after = find_predecessor(runs.resolve_run(args.after, args.runs)) if args.after else None
     if args.dry:
         dry.print_submit(first.plan, first.data, first.packing, args, after=after, memory=first.memory)
         if second is not None:
