@@ -1,6 +1,8 @@
 """Packing in a CPU job before the GPUs are requested, and runs that follow others, on a real Slurm."""
 
 import shutil
+import sys
+import textwrap
 import time
 from datetime import datetime
 from pathlib import Path
@@ -20,6 +22,7 @@ from tests.slurm.cluster_runs import (
     wait_for_end,
 )
 from tests.slurm.conftest import Lab
+from tests.slurm.story import PAGE, Story
 from tests.training import FAMILIES, find_differences, load_state, read_run_metrics
 from trainyard.cli import main
 from trainyard.config import load_family
@@ -290,7 +293,20 @@ def test_the_sentence_packs_trains_and_ends_with_the_same_bits_after_every_inter
     described = yaml.safe_load(site.file.read_text())["gpus"]
     gpus = {hw: described[hw] for hw in ("a100", "cpus")}
     site.change(data={"fingerprint_1m": str(raw)}, gpus=gpus)
-    run, lost = make_submit(lab, site, "interrupted"), ""
+    names = {str(site.runs): "runs", str(tmp_path): "/shared"}
+    names |= {sys.prefix: ".venv", str(Path(sys.prefix).resolve()): ".venv", str(Path.cwd()): "."}
+    story = Story(lab, names)
+    story.tell("# A bad day")
+    story.tell(
+        "One line submits a job. On the way to its end the Slurm job below is preempted twice before its first "
+        "checkpoint, meets its time limit and loses a node. Nobody types anything to keep it going: every command "
+        "after the first one only looks. A test writes this page on a real Slurm (`slurm/lab`), whose A100 are names "
+        "for CPU cores, with a model that is shrunk (`SET`) until they can train it; times and rates say nothing. The "
+        "data root of the job is an entry of the cluster file. To write it again, type "
+        f"`{PAGE}=docs/bad-day.md .venv/bin/pytest -m long tests/slurm/test_packing.py -k the_sentence`."
+    )
+    run, lost = make_submit(lab, site, "interrupted", story), ""
+    story.tell("The data are raw files, so a job on CPU nodes packs them first. It is preempted, too.")
     packing, job = read_run(run).slurm_job_ids
     wait("packing", lambda: count_starts(run, packing))
     lab.run("scontrol", "requeue", packing)
@@ -298,20 +314,40 @@ def test_the_sentence_packs_trains_and_ends_with_the_same_bits_after_every_inter
         for attempt in (0, 1):
             wait("an attempt", lambda earlier=attempt: count_starts(run, job) > earlier)
             lab.submit("true", "-p", "a100-urgent", "--gres=gpu:a100:8", "-w", read_node(run), "--exclusive")
+            if attempt == 0:
+                wait("the preemption", lambda: lab.read_state(job) == "PENDING")
+                story.tell("## Preempted twice")
+                story.tell("A job of a partition with higher priority takes the nodes while the ranks still start.")
+                story.trainyard("status", str(run))
         wait("steps after two preemptions", lambda: read_last_step(run) >= 3)
+        story.tell("It happens once more. The third attempt gets as far as training.")
+        story.trainyard("why", str(run))
         lab.run("scontrol", "update", f"JobId={job}", f"TimeLimit={(read_elapsed_s(lab, job) + 45) // 60 + 1}")
         lab.run("scancel", "--signal=USR2", job)  # Slurm's warning, which would come within a minute
         wait("the next attempt to wait", lambda: read_ends(run)[-1][1] == "time_limit")
         lab.wait_for(job, "PENDING")
+        story.tell("## The time limit")
+        story.tell("Slurm warns before the limit. The ranks save, and the job is queued again.")
+        story.trainyard("status", str(run))
         lab.run("scontrol", "update", f"JobId={job}", "TimeLimit=30")
         saved = read_last_step(run)
         wait("steps after the time limit", lambda: read_last_step(run) >= saved + 3)
         lost = read_node(run)
         lab.run("scontrol", "update", f"nodename={lost}", "state=down", "reason=test")
+        wait("the loss of a node", lambda: lab.read_state(job) == "PENDING")
+        story.tell("## A node is lost")
+        story.tell(
+            f"The node {lost} goes down. Until the next attempt starts, and asks about the node, only Slurm's signal "
+            "is known, which `status` takes for that of a preemption. `why` names the loss afterwards."
+        )
+        story.trainyard("status", str(run))
         wait_for_end(lab, run)
     finally:
         if lost:
             lab.run("scontrol", "update", f"nodename={lost}", "state=resume")
+    story.tell("## The end")
+    story.trainyard("status", str(run))
+    story.trainyard("why", str(run))
     ends = read_ends(run)
     assert ends.pop(0)[::2] == (0, "slurm")
     assert ends == [
@@ -329,13 +365,21 @@ def test_the_sentence_packs_trains_and_ends_with_the_same_bits_after_every_inter
     wait_for_end(lab, whole)
     assert find_differences(load_state(whole), load_state(run)) == []
     assert read_run_metrics(whole) == read_run_metrics(run)
+    story.tell(
+        "The test then submits the same line once more and leaves that run alone. Both runs end with the same weights, "
+        "optimizer state and metrics of every step, bit for bit."
+    )
+    story.write()
 
 
-def make_submit(lab: Lab, site: Site, name: str) -> Path:
+def make_submit(lab: Lab, site: Site, name: str, story: Story | None = None) -> Path:
     """Type the sentence."""
-    sentence = ["make", "--old-file=.venv/.done", "submit", "JOB=fingerprint_1m", "GPUS=8", f"CLUSTER={site.file}"]
-    words = [f"RUNS={site.runs}", f"NAME={name}", f"SET=data.cache={site.cache} {SHRUNK}"]
-    print(lab.run(*sentence, *words, cwd=Path.cwd()))
+    sentence = ["submit", "JOB=fingerprint_1m", "GPUS=8", f"CLUSTER={site.file}", f"RUNS={site.runs}", f"NAME={name}"]
+    options = f"data.cache={site.cache} {SHRUNK}"
+    printed = lab.run("make", "--old-file=.venv/.done", *sentence, f"SET={options}", cwd=Path.cwd())
+    if story is not None:
+        lines = textwrap.wrap(story.hide_folders(f'SET="{options}"'), 110, break_on_hyphens=False)
+        story.show(" \\\n    ".join([" ".join(["make", *sentence]), *lines]), printed)
     return site.runs / "fingerprint_1m" / name
 
 
