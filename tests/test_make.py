@@ -154,3 +154,15 @@ def test_five_hostile_values_through_make_and_the_command_line_are_printed_as_ty
     assert done.returncode == 0, done.stderr
     assert f"{raw}: raw files, packed into {cache} unless" in done.stdout and "seed=3" in done.stdout
     assert not flag.exists()
+
+
+@pytest.mark.slow
+def test_five_hostile_values_of_a_sweep_reach_its_runs_as_typed(tmp_path: Path):
+    values = list_hostile_values(tmp_path / "ran")[:9:2]
+    axis = ",".join(f'"{value}"' for value in values)
+    words = ["JOB=pricing_demo", f"SWEEP=packing.text_column={axis}", f"RUNS={tmp_path}/runs", "CLUSTER=slurm/lab.yaml"]
+    done = run_make("sweep", *words, "SYNTHETIC=1", "DRY=1")
+    assert done.returncode == 0, done.stderr
+    for number, value in enumerate(values):
+        assert f'NEW-{number:03d}  packing.text_column="{value}"' in done.stdout
+    assert list(tmp_path.iterdir()) == []
