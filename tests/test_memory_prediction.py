@@ -7,6 +7,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.test_choose_data import JOBS
@@ -14,7 +15,9 @@ from trainyard import config as configs
 from trainyard.cli import main
 from trainyard.cli.plan import USUAL_CARDS, check_memory
 from trainyard.cli.plan_screen import Known, describe_plan
+from trainyard.cli.plan_table import describe_preset
 from trainyard.cluster.description import load_cluster
+from trainyard.data.order import order_epoch, split_into_micro_batches
 from trainyard.errors import UserError
 from trainyard.hardware import get_gpu
 from trainyard.launch.memory_prediction import (
@@ -22,12 +25,14 @@ from trainyard.launch.memory_prediction import (
     MISFIT,
     NotPredicted,
     Setting,
+    Split,
     StepPrediction,
     Store,
     choose_split,
     open_store,
 )
 from trainyard.launch.submit import Plan, ResourceRequest, make_plan
+from trainyard.settings import TrainConfig
 
 GIB = 2**30
 
@@ -117,6 +122,82 @@ def test_a_plan_is_one_screen_that_says_what_was_never_observed(tmp_path):
     assert "Never observed on any of these cards" in " ".join(text.split())
     assert "hours ?      all: not known until measured" in text
     assert "2080ti        64 = " in text
+
+
+# All presets in one table
+
+
+def list_order(config: TrainConfig, split: Split, gpus: int) -> list[np.ndarray]:
+    """Return the samples of each step of an epoch, as the micro-batches of all ranks put them together."""
+    columns = {name: np.arange(500) // 3 for name in (config.data.order_by, "identity") if name}
+    order = order_epoch(np.arange(500), columns, config, epoch=1)
+    steps = []
+    for i in range(len(order)):
+        parts = [
+            split_into_micro_batches(
+                order.batch(i), rank=rank, world_size=gpus, micro_batch_size=split.setting.micro_batch
+            )
+            for rank in range(gpus)
+        ]
+        assert {len(one) for one in parts[: None if len(order.batch(i)) == config.global_batch_size else 0]} <= {
+            split.accumulation_steps
+        }
+        steps.append(np.concatenate([ids[:counted] for one in parts for ids, counted in one]))
+    return steps
+
+
+@pytest.mark.parametrize("job", ["antispoof", "fingerprint", "pricing", "tinydet", "twins"])
+def test_every_card_gets_the_same_samples_in_the_same_order(job):
+    """Each card's own micro-batch, on one GPU and on four: what a step computes is the same, and so is its rate."""
+    preset = configs.compose(job, [], JOBS)
+    taken, rates, sizes = [], set(), set()
+    for card in USUAL_CARDS:
+        for gpus in (1, 4):
+            found = get_gpu(card)
+            assert found is not None
+            made = choose_split(preset, found, gpus=gpus, predict=predict)
+            own = [f"micro_batch_size={made.setting.micro_batch}", f"gradient_checkpointing={made.setting.recompute}"]
+            config = configs.apply_overrides(preset, own)
+            taken.append(list_order(config, made, gpus))
+            rates.add((config.global_batch_size, config.optimizer.lr, config.seed))
+            sizes.add(made.setting.micro_batch)
+    assert rates == {(preset.global_batch_size, preset.optimizer.lr, preset.seed)}
+    assert len(sizes) > 1 or preset.micro_batch_size, "cards of 10 and of 130 GiB get different micro-batches"
+    for other in taken[1:]:
+        assert all(np.array_equal(a, b) for a, b in zip(taken[0], other, strict=True))
+
+
+def test_a_row_of_the_table_says_what_fits_on_each_card():
+    cards = [card for key in ("2080ti", "a5000", "a100-80-sxm") if (card := get_gpu(key))]
+    fingerprint = configs.compose("fingerprint", ["global_batch_size=32", "micro_batch_size=0"], JOBS)
+    assert describe_preset(fingerprint, cards, gpus=1, predict=predict)[0:2] == ["fingerprint", "32"]
+    assert describe_preset(fingerprint, cards, gpus=1, predict=predict)[4:] == [
+        "32 x 1 recomputed, may not fit",
+        "32 x 1 recomputed",
+        "32 x 1",
+    ]
+    large = replace(fingerprint, global_batch_size=512)
+    assert describe_preset(large, cards, gpus=1, predict=predict)[4:] == [MISFIT] * 3
+    empty = Store(Path("none.json"), {}, {})
+    assert describe_preset(large, cards, gpus=1, predict=empty.read)[4:] == ["not predicted"] * 3
+
+
+@pytest.mark.long
+def test_the_table_of_all_presets_reads_what_is_stored(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert main(["plan", "--all", "--stored", "--hw", "a5000,h200", "--jobs", str(JOBS)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "| preset | global batch | learning rate | seed | a5000 | h200 |"
+    rows = {line.split("|")[1].strip(): line for line in lines[2:] if line.startswith("|")}
+    assert set(rows) == set(configs.find_jobs(JOBS))
+    assert rows["pricing"] == "| pricing | 64 | 0.001 | 0 | not predicted | not predicted |"
+    assert lines[-1].startswith("Estimated, never observed: ")
+    assert not (tmp_path / "trainyard" / "plans").exists()
+
+
+def test_a_plan_of_one_job_and_one_of_all_are_told_apart():
+    for typed in (["plan"], ["plan", "pricing", "--stored"], ["plan", "pricing", "--all"]):
+        assert main(typed) == 2
 
 
 # What submit asks of the stored file

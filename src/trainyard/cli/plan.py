@@ -4,13 +4,14 @@ import argparse
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from trainyard import config as configs
 from trainyard.cli.choices import add_synthetic_option, compose_job
 from trainyard.cli.dry import count_steps_per_epoch
 from trainyard.cli.plan_screen import CPU, Known, describe_plan
+from trainyard.cli.plan_table import tabulate_presets
 from trainyard.cli.verb import Verbs, add_verb, find_project_folder
 from trainyard.cluster import description as clusters
 from trainyard.errors import UserError
@@ -41,11 +42,13 @@ USUAL_CARDS = ("p100-16-pcie", "2080ti", "a5000", "a100-40-sxm", "a100-80-sxm", 
 def add_commands(verbs: Verbs) -> None:
     """Add the command."""
     verb = add_verb(verbs, "plan", _plan, "how a job's global batch fits on each card, before anything is queued")
-    verb.add_argument("job", help="preset, such as fingerprint_1m: trainyard jobs")
+    verb.add_argument("job", nargs="?", default="", help="preset, such as fingerprint_1m: trainyard jobs")
     verb.add_argument("overrides", nargs="*", metavar="OPTION=VALUE", help="trainyard options JOB lists them")
     verb.add_argument("--gpus", type=int, default=1, metavar="N", help="GPUs of the whole job")
     verb.add_argument("--hw", default="", metavar="TYPE,...", help="cards, or GPU types of --cluster; default: all")
     verb.add_argument("--cluster", default="", metavar="NAME", help="slurm/NAME.yaml, or a path: its GPU types")
+    verb.add_argument("--all", action="store_true", help="all presets instead of one, as a table; takes minutes")
+    verb.add_argument("--stored", action="store_true", help="with --all: read what is stored, and predict nothing")
     add_synthetic_option(verb)
 
 
@@ -53,8 +56,14 @@ def _plan(args: argparse.Namespace) -> int:
     if args.gpus < 1:
         raise UserError(f"--gpus {args.gpus}: a job needs at least one GPU.")
     cluster = clusters.find_cluster(args.cluster, find_project_folder("slurm"), None) if args.cluster else None
-    config = compose_job(args, cluster).config
     cards = _choose_cards(args.hw, cluster)
+    if args.all:
+        print("\n".join(_tabulate(args, cluster, cards)))
+        return 0
+    if not args.job or args.stored:
+        wrong = "--stored: expected with --all" if args.stored else "plan: expected a job"
+        raise UserError(f"{wrong}. One: trainyard plan JOB. All of them, as a table: trainyard plan --all.")
+    config = compose_job(args, cluster).config
     store = complete_store(
         config,
         args.jobs,
@@ -85,6 +94,14 @@ def _collect(config: TrainConfig, args: argparse.Namespace) -> Known:
 
 def _list_observations(config: TrainConfig, args: argparse.Namespace) -> list[Observation]:
     return list(find_observations(args.runs, job=config.job, key=compute_key(config, args.jobs)))
+
+
+def _tabulate(args: argparse.Namespace, cluster: clusters.Cluster | None, cards: dict[str, GpuType]) -> Iterator[str]:
+    if "=" in args.job:  # with --all there is no job: the first word is an option
+        args.overrides.insert(0, args.job)
+    elif args.job:
+        raise UserError(f"--all: expected options alone, found {args.job}. One job: trainyard plan {args.job}.")
+    return tabulate_presets(args, cluster, cards)
 
 
 def _choose_cards(wanted: str, cluster: clusters.Cluster | None) -> dict[str, GpuType]:

@@ -1,0 +1,87 @@
+"""The table of `trainyard plan --all`: whether each preset's step fits on each card. Loads no torch."""
+
+import argparse
+import os
+from collections.abc import Iterator, Sequence
+
+from trainyard import config as configs
+from trainyard.cli.choices import compose_job
+from trainyard.cluster import description as clusters
+from trainyard.errors import UserError
+from trainyard.hardware import GpuType
+from trainyard.launch.memory_prediction import (
+    MISFIT,
+    TIGHT,
+    CannotPredict,
+    NotPredicted,
+    Predict,
+    choose_split,
+    complete_store,
+    open_store,
+)
+from trainyard.settings import TrainConfig
+
+
+def tabulate_presets(
+    args: argparse.Namespace, cluster: clusters.Cluster | None, cards: dict[str, GpuType]
+) -> Iterator[str]:
+    """Yield the lines of the table, in Markdown, after what was never predicted is: minutes for all presets.
+
+    Args:
+        args: of the command, with overrides that hold for each preset. With --stored, nothing is predicted.
+    """
+    from tqdm import tqdm  # here, because submit loads this file and must respond quickly
+
+    rows = []
+    presets = list(configs.find_jobs(args.jobs))
+    for job in tqdm(presets, unit="preset", leave=False, disable=True if args.stored else None):
+        try:
+            config = compose_job(argparse.Namespace(**{**vars(args), "job": job}), cluster).config
+            store = open_store(config, args.jobs, os.environ)
+            if not args.stored:
+                store = complete_store(
+                    config,
+                    args.jobs,
+                    list(cards.values()),
+                    gpus=args.gpus,
+                    environ=os.environ,
+                    announce=lambda: None,  # the bar says it
+                )
+        except CannotPredict as error:
+            rows.append([job, *[""] * 3, *[str(error).replace("|", "/")] * len(cards)])
+            continue
+        rows.append(describe_preset(config, list(cards.values()), gpus=args.gpus, predict=store.read))
+    header = ["preset", "global batch", "learning rate", "seed", *cards]
+    yield from (f"| {' | '.join(cells)} |" for cells in [header, ["---"] * len(header), *rows])
+    yield ""
+    yield (
+        f"A cell: micro-batch x accumulation steps on each of {args.gpus} GPU{'s' * (args.gpus > 1)}, where that fits. "
+        "Global batch, peak learning rate, and seed, and so the order of samples, are the same on each card. "
+        "*recomputed*: with `gradient_checkpointing=true`, because memory binds."
+    )
+    yield ""
+    yield (
+        "Estimated, never observed: no number here comes from a run on these cards. What is assumed, and what runs "
+        "observed: `trainyard plan JOB`."
+    )
+
+
+def describe_preset(config: TrainConfig, cards: Sequence[GpuType], *, gpus: int, predict: Predict) -> list[str]:
+    """Return the row of one preset."""
+    same = [config.job, str(config.global_batch_size), f"{config.optimizer.lr:g}", str(config.seed)]
+    return [*same, *(_describe_split(config, card, gpus, predict) for card in cards)]
+
+
+def _describe_split(config: TrainConfig, card: GpuType, gpus: int, predict: Predict) -> str:
+    try:
+        split = choose_split(config, card, gpus=gpus, predict=predict)
+    except NotPredicted:
+        return "not predicted"
+    except UserError as error:
+        return f"cannot: {str(error).partition('. ')[0]}".replace("|", "/")
+    if split.step.refused:
+        return "cannot be predicted"
+    if split.verdict == MISFIT:
+        return MISFIT
+    note = " recomputed" * (split.setting.recompute and not config.gradient_checkpointing)
+    return f"{split.setting.micro_batch} x {split.accumulation_steps}{note}{f', {TIGHT}' * (split.verdict == TIGHT)}"
