@@ -75,9 +75,12 @@ def read_choice(run: Path) -> str:
 
 
 def test_raw_data_are_packed_in_a_cpu_job_and_the_training_waits_for_it(lab, site, capsys):
+    site.change(data={"stripes": "synthetic"})
     run = site.submit("first", "max_duration=1ep")
     packing, training = read_run(run).slurm_job_ids
-    assert f"packing as Slurm job {packing}, then training as Slurm job {training}" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"packing as Slurm job {packing}, then training as Slurm job {training}" in printed
+    assert f"synthetic samples ({site.file}, data.stripes" in " ".join(printed.split())
     described = lab.run("scontrol", "show", "job", packing)
     assert "JobName=stripes-packing" in described and "gres" not in described and "NumCPUs=2 " in described
     assert f"Dependency=afterok:{packing}(unfulfilled)" in lab.run("scontrol", "show", "job", training)

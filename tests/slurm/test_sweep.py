@@ -164,3 +164,6 @@ def test_more_runs_than_slurm_lets_one_submit_are_refused_with_the_numbers(
     )
     with pytest.raises(UserError, match=said):
         choose_array_size(8, user="ann", account="vision", qos="")
+    said = "7 runs and the job that packs their data requested, .* Sweep over at most 6 now"
+    with pytest.raises(UserError, match=said):
+        choose_array_size(7, packs=True, user="ann", account="vision", qos="")

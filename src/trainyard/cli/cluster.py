@@ -211,6 +211,8 @@ def _run_sweep(args: argparse.Namespace) -> int:
             ),
         )
         packing = choose_shared_packing(plan, settled, args.jobs)
+        if packing.plan is not None:
+            _choose_array_size(plan, len(sweep.elements), packs=True)
         code = submit.snapshot_code(args.jobs, sweep.folder / "code")
         jobs = _submit_elements(sweep, sweep.elements, plan, packing, code, args.max_parallel, most)
     except BaseException:
@@ -255,7 +257,7 @@ def _continue_sweep(args: argparse.Namespace) -> int:
             packing_run=sweeps.name_packing_run(sweep.folder, sweep.job),
         )
     check_against_slurm(plan)
-    most = _choose_array_size(plan, len(unfinished))
+    most = _choose_array_size(plan, len(unfinished), packs=packing.plan is not None)
     for element in unfinished:
         lock.release(element.run)
     jobs = _submit_elements(sweep, unfinished, plan, packing, code, args.max_parallel, most)
@@ -265,9 +267,9 @@ def _continue_sweep(args: argparse.Namespace) -> int:
     return 0
 
 
-def _choose_array_size(plan: submit.Plan, count: int) -> int:
+def _choose_array_size(plan: submit.Plan, count: int, *, packs: bool = False) -> int:
     account, qos = plan.options.get("account", ""), plan.options.get("qos", "")
-    return sweeps.choose_array_size(count, user=getpass.getuser(), account=account, qos=qos)
+    return sweeps.choose_array_size(count, packs=packs, user=getpass.getuser(), account=account, qos=qos)
 
 
 def _submit_elements(

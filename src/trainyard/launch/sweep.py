@@ -141,8 +141,11 @@ def create(
     return sweep
 
 
-def choose_array_size(count: int, *, user: str, account: str, qos: str) -> int:
+def choose_array_size(count: int, *, packs: bool = False, user: str, account: str, qos: str) -> int:
     """Return how many of the sweep's `count` runs Slurm takes in one array.
+
+    Args:
+        packs: whether a job that packs their data comes before them.
 
     Raises:
         UserError: Slurm takes no arrays, or not that many jobs of this user.
@@ -154,10 +157,11 @@ def choose_array_size(count: int, *, user: str, account: str, qos: str) -> int:
     if any(word in settings["AccountingStorageEnforce"] for word in ("limits", "safe")):
         queued = slurm.count_queued(user)
         for what, limit in slurm.query_submit_limits(user, account, qos).items():
-            if queued + count > limit:
+            if queued + packs + count > limit:
+                requested = f"{count} runs and the job that packs their data" if packs else f"{count} runs"
                 raise UserError(
-                    f"{count} runs requested, but {what} allows {limit} of your jobs in the queue (MaxSubmitJobs), and "
-                    f"{queued} are there. Sweep over at most {max(0, limit - queued)} now."
+                    f"{requested} requested, but {what} allows {limit} of your jobs in the queue (MaxSubmitJobs), and "
+                    f"{queued} are there. Sweep over at most {max(0, limit - queued - packs)} now."
                 )
     return most
 
