@@ -1,16 +1,14 @@
 """Turn folders of twin faces into samples with evaluation pairs."""
 
-import io
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, ImageOps
 
 from trainyard.data.raw import list_files
 from trainyard.data.shards import BadRecord, Loaded, Sample
-from trainyard.data.write_shard import open_image
+from trainyard.data.write_shard import read_image
 
 from . import protocol
 from .config import Config, PackingSettings
@@ -18,8 +16,6 @@ from .listing import SETS, SUFFIXES, Person, SplitRule, read_people
 from .synthesis import synthesize
 
 __all__ = ["list_labelled", "samples", "splits", "synthesize", "unlabelled"]
-
-ORIENTATION = 0x0112  # the EXIF tag; 1 is upright
 
 
 def samples(raw: Path, config: Config) -> Iterator[Sample]:
@@ -86,27 +82,14 @@ def load(path: Path | None, min_side_px: int, aspect_max: float) -> Loaded:
     """
     if path is None:
         raise BadRecord("listed, but there is no such file")
-    data = path.read_bytes()
-    image = open_image(data)
+    data, image = read_image(path)
     short, long = sorted(image.size)
     if short < min_side_px or long > aspect_max * short:
         raise BadRecord(
             f"{image.width} x {image.height} pixels are not a face crop: expected sides of {min_side_px} or more, "
             f"the longer one at most {aspect_max:g} times the shorter (packing.min_side_px, packing.aspect_max)"
         )
-    return {"image": _reencode_if_needed(data, image)}
-
-
-def _reencode_if_needed(data: bytes, image: Image.Image) -> bytes:
-    """Return the bytes of an upright 8-bit gray or RGB JPEG or PNG unchanged, and anything else as PNG."""
-    is_rotated = image.getexif().get(ORIENTATION, 1) != 1
-    if image.format in ("JPEG", "PNG") and image.mode in ("L", "RGB") and not is_rotated:
-        return data
-    if image.mode not in ("1", "L", "P", "RGB", "RGBA", "LA", "YCbCr", "CMYK"):
-        raise BadRecord(f"pixel mode {image.mode} has an unknown value range: convert the image to 8-bit RGB or gray")
-    png = io.BytesIO()
-    ImageOps.exif_transpose(image).convert("L" if image.mode == "L" else "RGB").save(png, "PNG", compress_level=1)
-    return png.getvalue()
+    return {"image": data}
 
 
 def splits(

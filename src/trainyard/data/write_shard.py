@@ -17,13 +17,14 @@ import h5py
 import numpy as np
 import soundfile
 from h5py import h5d, h5p, h5s, h5t
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from trainyard.data.hdf5 import NUMBERS, SCHEMA_VERSION
 from trainyard.data.index import ARRAY, AUDIO, ENCODED_IMAGE, PCM, RAGGED
 from trainyard.data.shards import KEY, Audio, BadRecord, Loaded, Ragged, Sample
 from trainyard.files import DISK_FULL, open_atomically
 
+_ORIENTATION = 0x0112  # the EXIF tag; 1 is upright
 _FORMAT = {"libver": "v110", "alignment_threshold": 1, "alignment_interval": 4096}
 
 
@@ -87,6 +88,26 @@ def open_image(data: bytes) -> Image.Image:
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # what Pillow raises if broken
         raise BadRecord(f"the image cannot be decoded: {error}") from None
     return image
+
+
+def read_image(path: Path) -> tuple[bytes, Image.Image]:
+    """Return the bytes to store of an image file, and the decoded image.
+
+    The bytes of an upright 8-bit gray or RGB JPEG or PNG are those of the file; anything else becomes PNG.
+
+    Raises:
+        BadRecord: as in `open_image`, or pixels of an unknown value range.
+    """
+    data = path.read_bytes()
+    image = open_image(data)
+    is_rotated = image.getexif().get(_ORIENTATION, 1) != 1
+    if image.format in ("JPEG", "PNG") and image.mode in ("L", "RGB") and not is_rotated:
+        return data, image
+    if image.mode not in ("1", "L", "P", "RGB", "RGBA", "LA", "YCbCr", "CMYK"):
+        raise BadRecord(f"pixel mode {image.mode} has an unknown value range: convert the image to 8-bit RGB or gray")
+    png = io.BytesIO()
+    ImageOps.exif_transpose(image).convert("L" if image.mode == "L" else "RGB").save(png, "PNG", compress_level=1)
+    return png.getvalue(), image
 
 
 _done_count: Any = None
