@@ -1,4 +1,4 @@
-"""Verification metrics of genuine and impostor scores: error rates, operating points, confidence intervals.
+"""Metrics: error rates and operating points of genuine and impostor scores, classification, regression; intervals.
 
 A pair is accepted when its score is at least the threshold. FMR, the false match rate, is the share of impostor
 pairs accepted; FNMR, the false non-match rate, the share of genuine pairs rejected. All rates are in 0..1.
@@ -247,6 +247,84 @@ def bootstrap(
         if genuine_weight.any() and impostor_weight.any():
             results.append(statistic(counter.compute_rates(genuine_weight, impostor_weight)))
     return summarize_draws(results, draws=draws, coverage=coverage)
+
+
+def compute_error_metrics(predicted_N: ArrayLike, target_N: ArrayLike) -> dict[str, float]:
+    """Return the root of the mean squared error, the mean absolute error, and the share of the variance explained.
+
+    R^2 is NaN if all targets are equal.
+
+    Raises:
+        UserError: a prediction is not finite.
+    """
+    predicted, target = np.asarray(predicted_N, dtype=np.float64), np.asarray(target_N, dtype=np.float64)
+    if not np.isfinite(predicted).all():
+        bad = int((~np.isfinite(predicted)).sum())
+        raise UserError(f"{bad:,} of {len(predicted):,} predictions are not finite. Try a lower optimizer.lr.")
+    error, variance = predicted - target, float(target.var())
+    squared = float((error**2).mean())
+    explained = 1 - squared / variance if variance > 0 else float("nan")
+    return {"rmse": squared**0.5, "mae": float(np.abs(error).mean()), "r2": explained}
+
+
+def bootstrap_error_metrics(predicted_N: ArrayLike, target_N: ArrayLike, *, draws: int, seed: int = 0) -> "Intervals":
+    """Return the 95 % percentile intervals of `compute_error_metrics` over resampled samples."""
+    predicted, target = np.asarray(predicted_N), np.asarray(target_N)
+    rng = np.random.default_rng(seed)
+    drawn = (rng.integers(len(target), size=len(target)) for _ in range(draws))
+    return summarize_draws([compute_error_metrics(predicted[ids], target[ids]) for ids in drawn], draws=draws)
+
+
+def compute_class_metrics(logits_NK: ArrayLike, labels: Integers) -> dict[str, float]:
+    """Return the accuracy, its mean over the classes (balanced), and the cross-entropy in nats, of N samples.
+
+    Args:
+        logits_NK: (N, K) float, one for each of K classes.
+        labels: (N,) the true classes, 0 .. K-1.
+
+    Raises:
+        UserError: a logit is not finite.
+    """
+    return _average_classes(_score_samples(logits_NK, labels), labels)
+
+
+def bootstrap_class_metrics(logits_NK: ArrayLike, labels: Integers, *, draws: int, seed: int = 0) -> "Intervals":
+    """Return the 95 % percentile intervals of `compute_class_metrics` over resampled samples."""
+    scores = _score_samples(logits_NK, labels)
+    rng = np.random.default_rng(seed)
+    drawn = (rng.integers(len(labels), size=len(labels)) for _ in range(draws))
+    return summarize_draws([_average_classes(scores[ids], labels[ids]) for ids in drawn], draws=draws)
+
+
+def describe_class(logits_K: Floats, classes: Sequence[str]) -> dict[str, object]:
+    """Return the likeliest class, and its probability by softmax."""
+    shifted = np.exp(logits_K - logits_K.max())
+    best = int(logits_K.argmax())
+    return {"class": classes[best], "probability": float(shifted[best] / shifted.sum())}
+
+
+def _score_samples(logits_NK: ArrayLike, labels: Integers) -> Floats:
+    """Return for each sample whether the largest logit is the true class's, and its cross-entropy: (N, 2)."""
+    logits = np.asarray(logits_NK, dtype=np.float64)
+    if not np.isfinite(logits).all():
+        bad = int((~np.isfinite(logits)).any(axis=1).sum())
+        raise UserError(
+            f"{bad:,} of {len(logits):,} samples have scores that are not finite. Try a lower optimizer.lr."
+        )
+    shifted = logits - logits.max(axis=1, keepdims=True)
+    entropy = np.log(np.exp(shifted).sum(axis=1)) - shifted[np.arange(len(labels)), labels]
+    return np.stack([logits.argmax(axis=1) == labels, entropy], axis=1)
+
+
+def _average_classes(scores: Floats, labels: Integers) -> dict[str, float]:
+    correct, entropy = scores.T
+    present = np.bincount(labels)
+    by_class = np.bincount(labels, weights=correct)[present > 0] / present[present > 0]
+    return {
+        "accuracy": float(correct.mean()),
+        "balanced_accuracy": float(by_class.mean()),
+        "cross_entropy": float(entropy.mean()),
+    }
 
 
 class _Counter:

@@ -124,6 +124,7 @@ COMMANDS = (
     ("cluster", "add_site_commands", "cluster-check multirun"),
     ("bandwidth", "add_commands", "bandwidth"),
     ("gc", "add_commands", "gc"),
+    ("family", "add_commands", "new check-family"),
 )
 """Module, the function in it that adds commands, and their names, in the order of --help. What was not typed is not
 imported: all modules together take longer than a status."""

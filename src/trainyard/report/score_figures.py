@@ -1,6 +1,6 @@
 """Plots of scores that several families show."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 Floats = NDArray[np.float64]
 _BINS = 60
+_NAMED_CLASSES = 12  # more names and counts do not fit
 _LEAST_ERRORS = 1  # rates of fewer errors are not drawn: they depend only on the number of pairs
 
 
@@ -55,3 +56,36 @@ def draw_error_trade_off(genuine: Floats, impostors: Mapping[str, Floats]) -> by
         axes.legend(loc="lower left")
 
     return draw_figure("Error trade-off", draw, x_label="false acceptances (share)")
+
+
+def draw_confusion_matrix(truth: NDArray[np.integer], predicted: NDArray[np.integer], classes: Sequence[str]) -> bytes:
+    """Plot how many samples of each true class, a row each, are predicted as which, as shares of the row."""
+    counts = np.zeros((len(classes), len(classes)))
+    np.add.at(counts, (truth, predicted), 1)
+    shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
+
+    def draw(axes: "Axes") -> None:
+        axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
+        axes.grid(False)
+        axes.set_ylabel("true")
+        ticks = range(len(classes)) if len(classes) <= _NAMED_CLASSES else []
+        axes.set_xticks(ticks, [classes[i] for i in ticks], rotation=30, ha="right")
+        axes.set_yticks(ticks, [classes[i] for i in ticks])
+        for i, j in [(i, j) for i in ticks for j in ticks if counts[i, j]]:
+            colour = "white" if shares[i, j] > 0.5 else "black"
+            axes.text(j, i, f"{counts[i, j]:,.0f}", ha="center", va="center", color=colour, fontsize=8)
+
+    return draw_figure("Confusion matrix", draw, x_label="predicted")
+
+
+def draw_scatter(truth: Floats, predicted: Floats) -> bytes:
+    """Plot predicted over true values, with the line on which they are equal."""
+
+    def draw(axes: "Axes") -> None:
+        axes.scatter(truth, predicted, s=6, alpha=0.5)
+        ends = [float(min(truth.min(), predicted.min())), float(max(truth.max(), predicted.max()))]
+        axes.plot(ends, ends, color="0.6", linestyle=":", label="equal")
+        axes.set_ylabel("predicted")
+        axes.legend()
+
+    return draw_figure("Predicted and true", draw, x_label="true")

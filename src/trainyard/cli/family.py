@@ -1,0 +1,49 @@
+"""The commands for a family of one's own: new and check-family."""
+
+import argparse
+import shlex
+import tempfile
+from pathlib import Path
+
+from trainyard.cli.verb import Verbs, add_verb
+from trainyard.tools.new_family import create_family, list_templates
+
+
+def add_commands(verbs: Verbs) -> None:
+    """Add the commands."""
+    verb = add_verb(verbs, "new", _create, "write a family of one's own, which trains on a folder at once")
+    verb.add_argument("family", help="its name, such as birds")
+    verb.add_argument("--like", choices=list_templates(), default="images", help="what it trains on; default: images")
+    verb.set_defaults(jobs=Path("jobs"))
+    verb = add_verb(
+        verbs, "check-family", _check, "check that a family does what training relies on, in a minute or two"
+    )
+    verb.add_argument("family", help="its name or its folder, such as jobs/birds")
+
+
+def _create(args: argparse.Namespace) -> int:
+    folder = create_family(args.jobs, args.family, args.like)
+    jobs = "" if args.jobs == Path("jobs") else f" --jobs {shlex.quote(str(args.jobs))}"
+    print(f"{folder}: {list_templates()[args.like]}")
+    print(f"next: trainyard check-family {args.family}{jobs}")
+    print(f"      trainyard run {args.family} data.path=FOLDER{jobs}")
+    return 0
+
+
+def _check(args: argparse.Namespace) -> int:
+    from trainyard.tools.check_family import check_family
+
+    path = Path(args.family)
+    jobs, name = (path.parent, path.name) if len(path.parts) > 1 else (args.jobs, args.family)
+    failed = 0
+    with tempfile.TemporaryDirectory() as scratch:
+        for result in check_family(jobs, name, Path(scratch)):
+            print(f"{'ok    ' if result.passed else 'FAILED'}  {result.name}", flush=True)
+            if not result.passed:
+                failed += 1
+                print(f"        {result.failure}", flush=True)
+    if failed:
+        print(f"{name}: {failed} failed. CONTRIBUTING.md, 'A new job', says what a family owes.")
+        return 1
+    print(f"{name} meets the contract.\nnext: trainyard run {name} data.path=FOLDER")
+    return 0

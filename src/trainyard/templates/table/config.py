@@ -1,0 +1,56 @@
+"""Every option of the family."""
+
+from dataclasses import dataclass
+
+from trainyard.settings import TrainConfig, option
+
+REGRESS, CLASSIFY = "regress", "classify"
+
+
+@dataclass
+class ModelSettings:
+    """A multilayer perceptron on numbers and embedded categories."""
+
+    layers: int = option(3, "hidden layers", low=1)
+    width: int = option(256, "their width", low=4)
+    category_dims: int = option(16, "width of the embedding of a category", low=1)
+    dropout: float = option(0.1, "dropout after each hidden layer", low=0, high=0.9)
+
+
+@dataclass
+class PackingSettings:
+    """From rows to records and sets. Changing an option means packing again."""
+
+    target: str = option("", "column to predict")
+    task: str = option("", "whether the target is a number or a class", choices=("", REGRESS, CLASSIFY))
+    id_column: str = option("", "column with a unique name of each row; empty: its line in the file")
+    ignore: list[str] = option(list, "columns that the model must not see, such as [date,comment]")
+    categories: list[str] = option(list, "columns of numbers that are names, such as [zip]; text columns are anyway")
+    set_column: str = option("", "column that says train, val or test; empty: shares, by a hash of the row's name")
+    val_share: float = option(0.15, "share of the rows that selects the checkpoint", low=0, high=0.5)
+    test_share: float = option(0.15, "share of the rows to test on", low=0, high=0.5)
+    seed: int = option(0, "seed of the division into sets", low=0)
+
+
+@dataclass
+class EvaluationSettings:
+    """Scoring."""
+
+    bootstrap_draws: int = option(1000, "resamples of the rows behind each 95 % interval; 0: none", low=0)
+
+
+@dataclass
+class Config(TrainConfig):
+    """All options of the family's jobs."""
+
+    model: ModelSettings = option(ModelSettings, "network")
+    packing: PackingSettings = option(PackingSettings, "rows to records and sets")
+    evaluation: EvaluationSettings = option(EvaluationSettings, "scoring", mutable_on_resume=True)
+
+    def explain_batch_dependence(self) -> str:
+        """Return why results depend on the micro-batch; "" if they do not."""
+        return ""
+
+    def explain_varying_inputs(self) -> str:
+        """Return why repeated layers get inputs of many shapes; "" if they do not."""
+        return ""

@@ -1,0 +1,263 @@
+"""Turns the rows of a CSV file into samples of numbers and categories, and fits how they are scaled."""
+
+import csv
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from loguru import logger
+
+from trainyard.data.labelled import SETS, assign_sets, find_sets
+from trainyard.data.raw import list_files
+from trainyard.data.shards import BadRecord, Loaded, Sample
+from trainyard.errors import UserError
+
+from .config import CLASSIFY, REGRESS, Config, PackingSettings
+
+SCALING = "scaling"
+_MOSTLY = 0.9  # a column with more numbers than this, and other text too, is one with mistakes
+
+Row = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """What the training rows say about each column."""
+
+    numbers: dict[str, tuple[float, float]]  # column -> mean and standard deviation
+    categories: dict[str, list[str]]  # column -> its values; others, and none, count as unknown
+    classes: list[str]  # of the target, sorted; empty: it is a number
+    target: tuple[float, float]  # mean and standard deviation of a target that is a number
+
+    @classmethod
+    def from_artifacts(cls, artifacts: Mapping[str, str]) -> "Scaling":
+        """Read what `fit_artifacts` returned."""
+        return cls(**json.loads(artifacts[SCALING]))
+
+
+def fit_artifacts(raw: Path, config: Config) -> Mapping[str, str]:
+    """Fit the scaling on the training rows."""
+    rows, rule = read_rows(raw, config.packing.id_column), config.packing
+    _check_options(raw, rows, rule)
+    sets = _assign_sets(rows, rule)
+    training = [row for key, row in rows.items() if sets[key] == "train"]
+    return {SCALING: json.dumps(asdict(_fit_scaling(raw, training, rule, _find_classes(rows.values(), rule))))}
+
+
+def log_reading(raw: Path, config: Config) -> None:
+    """Log which columns are read as numbers, and which as categories."""
+    found = Scaling.from_artifacts(fit_artifacts(raw, config))
+    logger.info("numbers: {}", ", ".join(found.numbers) or "none")
+    counted = ", ".join(f"{name} ({len(values)} values)" for name, values in found.categories.items())
+    logger.info("categories: {}", counted or "none")
+
+
+def samples(raw: Path, config: Config) -> Iterator[Sample]:
+    """Yield every row of `raw`, a CSV file with a line of names, or a folder with one.
+
+    Records: `numbers` (2 F,) float32, each scaled and followed by whether it is missing; `categories` (C,) int64, 0
+    where unknown. Columns: `target` (the number of a class, for packing.task=classify) and `set` (text). A row without
+    a target is a bad record.
+    """
+    rows, rule = read_rows(raw, config.packing.id_column), config.packing
+    _check_options(raw, rows, rule)
+    sets = _assign_sets(rows, rule)
+    classes = _find_classes(rows.values(), rule)
+    for key, row in rows.items():
+        target, fault = _read_target(row, rule, classes)
+        yield Sample(key, partial(load, row, fault), columns={"target": target, "set": sets[key]})
+
+
+def list_labelled(
+    raw: Path, config: Config, artifacts: Mapping[str, str]
+) -> tuple[Iterator[Sample], Mapping[str, str]]:
+    """Return the rows of a labelled file to evaluate, all in "test", and the artifacts of the run."""
+    rows, rule, scaling = read_rows(raw, config.packing.id_column), config.packing, Scaling.from_artifacts(artifacts)
+    _require(raw, rows, [rule.target, *scaling.numbers, *scaling.categories])
+    unknown = sorted(set(_find_classes(rows.values(), rule)) - set(scaling.classes))
+    if unknown:
+        raise UserError(
+            f"{raw}: {rule.target} is '{unknown[0]}' in it, which is no class of the model: "
+            f"{', '.join(scaling.classes)}. Remove such rows."
+        )
+    return _make_test_samples(rows, rule, artifacts), artifacts
+
+
+def _make_test_samples(
+    rows: Mapping[str, Row], rule: PackingSettings, artifacts: Mapping[str, str]
+) -> Iterator[Sample]:
+    classes = Scaling.from_artifacts(artifacts).classes
+    for key, row in rows.items():
+        target, fault = _read_target(row, rule, classes)
+        yield Sample(key, partial(load, row, fault, artifacts), columns={"target": target, "set": "test"})
+
+
+def _read_target(row: Row, rule: PackingSettings, classes: Sequence[str]) -> tuple[float, str]:
+    """Return the target, or the number of its class, and why it is none."""
+    text = row[rule.target]
+    value = _parse_number(text) if not classes else float(classes.index(text)) if text in classes else None
+    if value is None:
+        return math.nan, f"'{text}' in column {rule.target} is no {'class' if classes else 'number'}"
+    return value, ""
+
+
+def unlabelled(raw: Path, config: Config, artifacts: Mapping[str, str]) -> Iterator[Sample]:
+    """Yield every row to predict."""
+    rows, scaling = read_rows(raw, config.packing.id_column), Scaling.from_artifacts(artifacts)
+    _require(raw, rows, [*scaling.numbers, *scaling.categories])
+    for key, row in rows.items():
+        yield Sample(key, partial(load, row, "", artifacts))
+
+
+def load(row: Row, fault: str, artifacts: Mapping[str, str]) -> Loaded:
+    """Scale the numbers of a row, and number its categories.
+
+    Raises:
+        BadRecord: `fault`, or a number is none.
+    """
+    if fault:
+        raise BadRecord(fault)
+    scaling = Scaling.from_artifacts(artifacts)
+    numbers = []
+    for name, (mean, std) in scaling.numbers.items():
+        value = _parse_number(row[name])
+        if value is None and row[name]:
+            raise BadRecord(f"'{row[name]}' in column {name} is no number")
+        numbers += [0.0 if value is None else (value - mean) / std, float(value is None)]
+    codes = [1 + values.index(row[name]) if row[name] in values else 0 for name, values in scaling.categories.items()]
+    return {"numbers": np.array(numbers or [0.0], np.float32), "categories": np.array(codes or [0], np.int64)}
+
+
+def splits(
+    columns: Mapping[str, np.ndarray], vocabulary: Mapping[str, list[str]], config: Config
+) -> dict[str, np.ndarray]:
+    """Return the sample ids of "train", "val" and "test", as packed."""
+    return find_sets(columns, vocabulary)
+
+
+def synthesize(raw: Path, count: int, seed: int) -> None:
+    """Write `count` rows whose target is a known function of them and noise: the smoke test trains on them."""
+    rng = np.random.default_rng(seed)
+    raw.mkdir(parents=True, exist_ok=True)
+    with (raw / "train.csv").open("w", newline="") as file:
+        table = csv.writer(file)
+        table.writerow(["id", "size", "age", "kind", "target"])
+        for i in range(count):
+            size, age, kind = rng.uniform(20, 200), rng.integers(0, 80), rng.choice(["flat", "house", "hut"])
+            target = 3 * size - 2 * age + {"flat": 0, "house": 150, "hut": -50}[kind] + rng.normal(0, 5)
+            table.writerow([f"r{i}", f"{size:.1f}", age if i % 7 else "", kind, f"{target:.2f}"])
+
+
+def read_rows(raw: Path, id_column: str) -> dict[str, Row]:
+    """Return the rows of a CSV file by their names, with values stripped of spaces.
+
+    Raises:
+        UserError: there is no such file, or not one; a column without a name or two of one name; a row with more or
+            fewer values than columns; or an id that is missing or there twice.
+    """
+    files = [raw] if raw.is_file() else list_files(raw, {".csv"})
+    if len(files) != 1:
+        raise UserError(f"{raw}: {len(files)} CSV files. Expected one: name the file itself.")
+    rows: dict[str, Row] = {}
+    try:
+        with files[0].open(newline="", encoding="utf-8-sig") as file:
+            lines = csv.reader(file, strict=True)
+            names = [name.strip() for name in next(lines, [])]
+            if not all(names) or len(set(names)) < len(names) or not names:
+                raise UserError(f"{files[0]}: expected a first line with a name of its own for each column: {names}.")
+            if id_column and id_column not in names:
+                raise UserError(f"{files[0]}: has no column packing.id_column={id_column}. It has: {', '.join(names)}.")
+            for values in lines:
+                if len(values) != len(names):
+                    raise UserError(
+                        f"{files[0]}: line {lines.line_num} has {len(values)} values, expected {len(names)}."
+                    )
+                row = dict(zip(names, (value.strip() for value in values), strict=True))
+                key = row[id_column] if id_column else str(lines.line_num)
+                if not key or key in rows:
+                    raise UserError(f"{files[0]}: line {lines.line_num}: the id '{key}' is missing, or used before.")
+                rows[key] = row
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise UserError(f"{files[0]}: no CSV file in UTF-8 ({error}). Convert it.") from None
+    if not rows:
+        raise UserError(f"{files[0]}: has no rows.")
+    return rows
+
+
+def _check_options(raw: Path, rows: Mapping[str, Row], rule: PackingSettings) -> None:
+    """Ask for what cannot be known from a table: what to predict, and how."""
+    names = list(next(iter(rows.values())))
+    if not rule.target:
+        raise UserError(f"Which column is to be predicted? Type packing.target=NAME, one of: {', '.join(names)}.")
+    stated = [rule.target, *rule.ignore, *rule.categories, *filter(None, [rule.set_column])]
+    _require(raw, rows, stated)
+    if not rule.task:
+        raise UserError(
+            f"Is {rule.target} a number or a class? Type packing.task={REGRESS} or packing.task={CLASSIFY}."
+        )
+    if rule.set_column:
+        sets = {row[rule.set_column] for row in rows.values()}
+        if not {"train"} <= sets <= set(SETS):
+            raise UserError(f"{raw}: column {rule.set_column} has {sorted(sets)[:5]}, expected {', '.join(SETS)}.")
+
+
+def _require(raw: Path, rows: Mapping[str, Row], columns: Sequence[str]) -> None:
+    names = list(next(iter(rows.values())))
+    missing = [name for name in columns if name not in names]
+    if missing:
+        raise UserError(f"{raw}: has no column {missing[0]}. It has: {', '.join(names)}.")
+
+
+def _assign_sets(rows: Mapping[str, Row], rule: PackingSettings) -> dict[str, str]:
+    by_class = rule.task == CLASSIFY
+    return assign_sets(
+        {key: row[rule.target] if by_class else "" for key, row in rows.items()},
+        val_share=rule.val_share,
+        test_share=rule.test_share,
+        seed=rule.seed,
+        stated={key: row[rule.set_column] for key, row in rows.items()} if rule.set_column else None,
+    )
+
+
+def _find_classes(rows: Iterable[Row], rule: PackingSettings) -> list[str]:
+    """Return the classes of the target, sorted; none if it is a number."""
+    return sorted({row[rule.target] for row in rows} - {""}) if rule.task == CLASSIFY else []
+
+
+def _fit_scaling(raw: Path, rows: Sequence[Row], rule: PackingSettings, classes: list[str]) -> Scaling:
+    numbers, categories = {}, {}
+    used = [n for n in rows[0] if n not in {rule.target, rule.id_column, rule.set_column, *rule.ignore}]
+    for name in used:
+        texts = [row[name] for row in rows if row[name]]
+        values = [value for value in map(_parse_number, texts) if value is not None]
+        if name in rule.categories or len(values) <= _MOSTLY * len(texts):
+            categories[name] = sorted(set(texts))
+        elif len(values) < len(texts):
+            wrong = next(text for text in texts if _parse_number(text) is None)
+            raise UserError(
+                f"{raw}: column {name} has {len(values):,} numbers, and '{wrong}'. Correct it, write nothing where "
+                f"there is no number, or say that these are names: packing.categories=[{name}]"
+            )
+        else:
+            numbers[name] = _measure(values)
+    targets = [value for row in rows if (value := _parse_number(row[rule.target])) is not None]
+    return Scaling(numbers, categories, classes, (0.0, 1.0) if classes else _measure(targets))
+
+
+def _measure(values: Sequence[float]) -> tuple[float, float]:
+    """Return the mean and the standard deviation, 1 if all are equal."""
+    if not values:
+        return 0.0, 1.0
+    return float(np.mean(values)), float(np.std(values)) or 1.0
+
+
+def _parse_number(text: str) -> float | None:
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None

@@ -1,0 +1,299 @@
+"""Checks the contract of a family: what training, evaluation and prediction take for granted of its parts."""
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+from multiprocessing import get_context
+from multiprocessing.queues import SimpleQueue
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+
+from trainyard import config as configs
+from trainyard.data.loader import Loader, MicroBatch
+from trainyard.data.order import shuffle
+from trainyard.data.prepare import prepare_data
+from trainyard.data.shards import Audio, Ragged, ShardSet
+from trainyard.errors import UserError
+from trainyard.settings import TrainConfig
+from trainyard.tools.gpu_checks.check import CheckFailed, Sizes
+from trainyard.tools.gpu_checks.exact_runs import compare_runs
+from trainyard.train.module import DataInfo, TrainModule
+from trainyard.train.step import TrainState, make_optimizer, train_step
+
+STEPS = 12  # on one batch, in which the loss falls by a tenth
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one check found."""
+
+    name: str
+    failure: str  # what is wrong; "": nothing
+
+    @property
+    def passed(self) -> bool:
+        return not self.failure
+
+
+class Family:
+    """A family with its smoke preset, whose data are packed and whose model is built when a check needs them."""
+
+    def __init__(self, jobs_dir: Path, family: str, scratch: Path) -> None:
+        self.jobs_dir, self.family, self.folder, self.scratch = jobs_dir, family, jobs_dir / family, scratch
+
+    def import_part(self, part: str) -> ModuleType:
+        """Import `config`, `pack` or `module`."""
+        return configs.load_family(self.jobs_dir, self.family, part)
+
+    def import_tests(self) -> ModuleType:
+        """Import the family's own tests, which say what a perfect prediction is."""
+        return importlib.import_module(f".test_{self.family}", self.import_part("config").__package__)
+
+    @cached_property
+    def config(self) -> TrainConfig:
+        """The smoke preset, with its data packed."""
+        config = configs.compose(f"{self.family}_smoke", [f"data.cache={self.scratch / 'data'}"], self.jobs_dir)
+        return prepare_data(config, self.jobs_dir)
+
+    @cached_property
+    def data(self) -> ShardSet:
+        """The packed data."""
+        return ShardSet(Path(self.config.data.path))
+
+    @cached_property
+    def raw(self) -> Path:
+        """The raw files that were generated."""
+        self.data  # noqa: B018  packs them
+        return next((self.scratch / "data").glob(f"{self.family}-synthetic-*"))
+
+    @cached_property
+    def splits(self) -> Mapping[str, np.ndarray]:
+        """The sample ids of each set."""
+        found: dict[str, np.ndarray] = self.import_part("pack").splits(
+            self.data.columns, self.data.vocabulary, self.config
+        )
+        return found
+
+    def build(self, config: TrainConfig | None = None) -> TrainModule:
+        """Build the model, with the preset's seed."""
+        torch.manual_seed(self.config.seed)
+        info = DataInfo.from_shards(self.data, self.splits["train"])
+        module: TrainModule = self.import_part("module").build(config or self.config, info)
+        return module
+
+    def read_micro_batch(self) -> MicroBatch:
+        """Return the first micro-batch of training."""
+        loader = Loader.from_config(self.config, self.data, device=torch.device("cpu"), decode="cpu")
+        stream = loader.train(
+            lambda epoch: shuffle(self.splits["train"], seed=0, epoch=epoch, global_batch_size=16),
+            epoch=0, start=0, micro_batch_size=0,
+        )  # fmt: skip
+        micro = next(stream)
+        stream.close()
+        return micro
+
+
+def check_family(jobs_dir: Path, family: str, scratch: Path) -> Iterator[Result]:
+    """Yield the result of each check, as soon as it is known.
+
+    Args:
+        scratch: an empty folder for generated data and runs.
+
+    Raises:
+        UserError: there is no such family.
+    """
+    if not (jobs_dir / family).is_dir():
+        raise UserError(f"{jobs_dir / family}: no such family. Write one: trainyard new {family} --jobs {jobs_dir}")
+    subject = Family(jobs_dir.resolve(), family, scratch)
+    for name, check in CHECKS.items():
+        failure = ""
+        try:
+            check(subject)
+        except (CheckFailed, UserError) as error:
+            failure = str(error)
+        except Exception as error:  # the family's code, which is being tried, may raise anything
+            failure = f"{type(error).__name__}: {error} ({_find_place(error, subject.folder)})"
+        yield Result(name, failure)
+        if failure and name in _NEEDED:
+            return
+
+
+def _find_place(error: BaseException, folder: Path) -> str:
+    """Return the last line of the family's own code in a traceback, or else of any code."""
+    places = []
+    trace = error.__traceback__
+    while trace is not None:
+        places.append((Path(trace.tb_frame.f_code.co_filename), trace.tb_lineno))
+        trace = trace.tb_next
+    own = [place for place in places if place[0].is_relative_to(folder)] or places
+    return f"{own[-1][0]}:{own[-1][1]}"
+
+
+def _expect(holds: object, message: str) -> None:
+    if not holds:
+        raise CheckFailed(message)
+
+
+def check_files(family: Family) -> None:
+    """Check that the usual files are there."""
+    usual = ["config.py", "pack.py", "module.py", "README.md", f"test_{family.family}.py", f"{family.family}.yaml"]
+    missing = [name for name in [*usual, f"{family.family}_smoke.yaml"] if not (family.folder / name).is_file()]
+    _expect(not missing, f"{family.folder}: lacks {', '.join(missing)}. CONTRIBUTING.md says what belongs there.")
+
+
+def check_presets(family: Family) -> None:
+    """Check that every preset composes and says what it is for, and every option what it does."""
+    for name, path in configs.find_jobs(family.jobs_dir).items():
+        if path.parent.name == family.family:
+            config = configs.compose(name, [], family.jobs_dir)
+            _expect(path.read_text().startswith("# "), f"{path}: expected a first line '# what the preset is for'.")
+            silent = [option.name for option in configs.list_options(config) if not option.doc]
+            _expect(not silent, f"{family.folder / 'config.py'}: option {silent[:1]} has no words about what it does.")
+
+
+def check_packing(family: Family) -> None:
+    """Check that what was packed reads back equal to what `samples` yields."""
+    pack, data = family.import_part("pack"), family.data
+    samples = list(pack.samples(family.raw, family.config))
+    artifacts = (pack.fit_artifacts(family.raw, family.config),) if hasattr(pack, "fit_artifacts") else ()
+    _expect(data.artifacts == dict(*artifacts), "fit_artifacts returns something else in a second call.")
+    _expect(len(samples) == data.count > 10, f"{data.count} samples packed of {len(samples)}: expected more than 10.")
+    _expect(
+        data.read_keys(np.arange(data.count)) == [sample.key for sample in samples],
+        "samples() yields other keys, or in another order, in a second call.",
+    )
+    for i, sample in enumerate(samples):
+        for name, value in {**sample.columns, **sample.load(*artifacts)}.items():
+            _expect(_reads_back(data, i, name, value), f"{name} of '{sample.key}' reads back as something else.")
+
+
+def _reads_back(data: ShardSet, i: int, name: str, value: Any) -> bool:
+    """Return whether a record or a column of sample `i` is stored as loaded."""
+    if isinstance(value, Ragged | Audio):
+        stored, found = data.read_arrays(name, np.array([i]))[0], getattr(value, "values", None)
+        expected = value.data if isinstance(value, Audio) else found
+        return stored.tobytes() == (expected if isinstance(expected, bytes) else np.asarray(expected).tobytes())
+    if isinstance(value, bytes):
+        return data.read_bytes(name, np.array([i]))[0].tobytes() == value
+    if isinstance(value, np.ndarray):
+        read = np.empty((1, *value.shape), dtype=value.dtype)
+        data.read_into(name, np.array([i]), read)
+        return bool(np.array_equal(read[0], value))
+    if isinstance(value, str):
+        return bool(data.vocabulary[name][data.columns[name][i]] == value)
+    return bool(data.columns[name][i] == value)
+
+
+def check_splits(family: Family) -> None:
+    """Check that there are training and validation samples, and that no sample is in two sets."""
+    missing = [name for name in ("train", "val") if not len(family.splits.get(name, ()))]
+    _expect(not missing, f"splits() has no samples in {' and '.join(missing)}.")
+    ids = np.concatenate(list(family.splits.values()))
+    _expect(len(np.unique(ids)) == len(ids), f"{len(ids) - len(np.unique(ids))} samples are in two sets of splits().")
+
+
+def check_loss(family: Family) -> None:
+    """Check that the loss falls on one batch, at a learning rate of 0.003."""
+    micro = family.read_micro_batch()
+    module = family.build()
+    optimizer = make_optimizer(module, family.config.optimizer)
+    state = TrainState(module, module, optimizer, torch.amp.GradScaler("cpu", enabled=False), None, 0.0)
+    losses = []
+    for _ in range(STEPS):
+        found = train_step(state, [micro], lr=3e-3, world_size=1, seed=0, clip_grad_norm=1.0, autocast=nullcontext)
+        losses.append(float(found.losses["loss"]))
+    _expect(
+        min(losses[-3:]) < 0.9 * losses[0],
+        f"the loss goes from {losses[0]:.4g} to {losses[-1]:.4g} in {STEPS} steps on one batch: expected a tenth less.",
+    )
+
+
+def check_gradients(family: Family) -> None:
+    """Check that every parameter gets a gradient, also in the shallowest network that the options allow."""
+    model = getattr(family.config, "model", None)
+    layers = [f for f in vars(type(model)).get("__dataclass_fields__", {}).values() if f.name.endswith("layers")]
+    shallowest = [f"model.{f.name}={f.metadata['low']}" for f in layers if isinstance(f.metadata.get("low"), int)]
+    for options in [[], shallowest] if shallowest else [[]]:
+        config = configs.apply_overrides(family.config, options) if options else family.config
+        module = family.build(config)
+        module(family.read_micro_batch().batch)["loss"].backward()
+        without = [name for name, p in module.named_parameters() if p.requires_grad and p.grad is None]
+        typed = f" with {' '.join(options)}" if options else ""
+        _expect(not without, f"{without[:3]} get no gradient{typed}: ranks would wait for them forever.")
+
+
+def check_perfect_rows(family: Family) -> None:
+    """Check that a perfect prediction gets perfect metrics, the deciding one among them."""
+    module = family.build()
+    rows, expected = family.import_tests().perfect_rows(family.data.columns, family.splits["val"])
+    metrics = module.score(rows)
+    wrong = [name for name, value in expected.items() if not np.isclose(metrics.get(name, np.nan), value, atol=1e-9)]
+    _expect(not wrong, f"perfect_rows expects {_show(expected, wrong)}, and score returns {_show(metrics, wrong)}.")
+    _expect(module.monitor[0] in metrics, f"monitor is {module.monitor[0]}, and score returns {', '.join(metrics)}.")
+    for title, png in module.report_figures(rows).items():
+        _expect(title and png.startswith(b"\x89PNG"), f"report_figures: '{title}' is no PNG.")
+
+
+def _show(metrics: Mapping[str, float], names: list[str]) -> str:
+    return ", ".join(f"{name} {metrics.get(name, 'nothing')}" for name in names)
+
+
+def check_listings(family: Family) -> None:
+    """Check that `evaluate` lists labelled files as packing does, and that `predict` lists files."""
+    pack, data = family.import_part("pack"), family.data
+    if hasattr(pack, "list_labelled"):
+        listed, artifacts = pack.list_labelled(family.raw, family.config, data.artifacts)
+        samples = list(listed)
+        samples[0].load()  # unlike those of samples(), these know the artifacts
+        keys = [sample.key for sample in samples]
+        _expect(keys == data.read_keys(np.arange(data.count)), "list_labelled yields other samples than samples().")
+        _expect(artifacts == data.artifacts, "list_labelled returns other artifacts than the run's.")
+    if hasattr(pack, "unlabelled"):
+        found = list(pack.unlabelled(family.raw, family.config, data.artifacts))
+        found[0].load()
+        _expect(len(found) > 10, f"unlabelled yields {len(found)} samples of the {data.count} that were generated.")
+
+
+def check_resume(family: Family) -> None:
+    """Check that a run that is stopped and resumed ends as one that is not, bit by bit."""
+    family.data  # noqa: B018  packs it once
+    context = get_context("spawn")  # not a fork: this process has computed
+    answer: SimpleQueue[str] = context.SimpleQueue()
+    sizes = Sizes(jobs=family.jobs_dir, data=family.scratch / "data", scratch=family.scratch)
+    process = context.Process(target=_compare_runs, args=(sizes, family.family, answer))
+    process.start()
+    process.join()
+    _expect(process.exitcode == 0, f"the check ended with exit code {process.exitcode}.")
+    failure = answer.get()
+    _expect(not failure, failure)
+
+
+def _compare_runs(sizes: Sizes, family: str, answer: "SimpleQueue[str]") -> None:
+    try:
+        compare_runs(torch.device("cpu"), sizes, family=family)
+    except (CheckFailed, UserError) as error:
+        answer.put(str(error))
+    else:
+        answer.put("")
+
+
+CHECKS: Mapping[str, Callable[[Family], None]] = {
+    "the usual files are there": check_files,
+    "every preset composes, and every option is explained": check_presets,
+    "what was packed reads back equal": check_packing,
+    "sets share no sample": check_splits,
+    "the loss falls on one batch": check_loss,
+    "every parameter gets a gradient": check_gradients,
+    "a perfect prediction gets perfect metrics": check_perfect_rows,
+    "labelled and unlabelled files are listed": check_listings,
+    "a stopped run resumes bitwise equal": check_resume,
+}
+
+_NEEDED = [*CHECKS][:4]
+"""Without these, those after them fail for the same reason."""
