@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import save_file
 
 from trainyard.errors import UserError
@@ -99,8 +100,6 @@ def test_a_detector_that_does_not_fit_is_refused(
 @pytest.mark.parametrize(
     ("variant", "name", "message"),
     [
-        ("ms", "encoder.fpn_blocks.0.conv1.conv.weight", r"of RT-DETR: .* no model.variant computes"),
-        ("ms", "transformer.encoder.layers.0.self_attn.sampling_offsets.weight", r"of Deformable DETR or a successor"),
         ("vanilla", "transformer.decoder.layers.0.ca_qcontent_proj.weight", r"Set model.variant=cond"),
         ("ms", "transformer.decoder.layers.0.multihead_attn.in_proj_weight", r"of DETR. Set model.variant=vanilla"),
     ],
@@ -109,6 +108,56 @@ def test_another_detector_is_refused_by_name(variant: str, name: str, message: s
     network = make_module(make_config(variant)).network
     with pytest.raises(UserError, match=message):
         adapt_detector(network, {name: torch.zeros(2)})
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("encoder.fpn_blocks.0.conv1.conv.weight", r"of RT-DETR: .* no model.variant computes .* three convolutions"),
+        (
+            "transformer.encoder.layers.0.self_attn.sampling_offsets.weight",
+            r"of Deformable DETR or a successor .* start_from_partial=\[network.backbone.\*\]",
+        ),
+    ],
+)
+def test_a_detector_that_no_variant_computes_is_refused_by_name(name: str, message: str) -> None:
+    network = make_module(make_config("ms")).network
+    with pytest.raises(UserError, match=message):
+        load_weights(network, adapt_detector(network, {name: torch.zeros(2)}), source="start_from=x")
+
+
+@pytest.mark.parametrize("layout", ["authors", "transformers"])
+def test_the_image_network_of_deformable_detr_can_be_taken(layout: str) -> None:
+    class Deformable(torch.nn.Module):  # what is left to load: the names of its authors
+        def __init__(self, body: torch.nn.Module) -> None:
+            super().__init__()
+            self.backbone = torch.nn.ModuleList([torch.nn.ModuleDict({"body": body})])
+            self.sampling_offsets = torch.nn.Linear(2, 2)
+
+    options = {"backbone": "resnet18", "norm": "frozen"}
+    module = make_module(make_config("ms", **options))
+    other = make_module(make_config("ms", **options))
+    body = module.network.backbone.body
+    if layout == "authors":
+        tensors = Deformable(body).state_dict()
+    else:
+        config = transformers.DeformableDetrConfig(
+            backbone_config=cast(Any, transformers.ResNetConfig)(
+                hidden_sizes=[64, 128, 256, 512], depths=[2, 2, 2, 2], layer_type="basic", out_features=["stage4"]
+            ),
+            num_feature_levels=1, d_model=32, encoder_layers=1, decoder_layers=2, encoder_ffn_dim=8, decoder_ffn_dim=8,
+        )  # fmt: skip
+        tensors = transformers.DeformableDetrForObjectDetection(config).state_dict()
+    match = load_weights(other, other.adapt_weights(tensors), source="x", partial=["network.backbone.*"])
+    found = {name: value for name, value in other.state_dict().items() if name.startswith("network.backbone.")}
+    assert len(match.loaded) == len([name for name in found if "num_batches" not in name]) > 50
+    if layout == "authors":
+        assert all(torch.equal(value, module.state_dict()[name]) for name, value in found.items())
+    else:
+        expected = tensors["model.backbone.model.encoder.stages.2.layers.1.layer.1.convolution.weight"]
+        assert torch.equal(found["network.backbone.body.layer3.1.conv2.weight"], expected)
+    with pytest.raises(UserError, match="start_from_partial"):
+        load_weights(other, other.adapt_weights(tensors), source="x")
 
 
 def test_missing_weights_and_weights_that_could_run_code_are_refused(tmp_path: Path) -> None:

@@ -24,10 +24,18 @@ HINT = (
 BACKBONE_HINT = "Set model.backbone to the one in the file, and model.norm=frozen or batch."
 
 OTHERS = {
-    "fpn_blocks.": "RT-DETR: its encoder concatenates levels, ours adds them",
-    "sampling_offsets.": "Deformable DETR or a successor (DAB, DINO): its encoder attends on all levels",
+    "fpn_blocks.": (
+        "RT-DETR: its encoder concatenates levels, ours adds them",
+        "Its image network begins with three convolutions, ours with one, so that does not fit either.",
+    ),
+    "sampling_offsets.": (
+        "Deformable DETR or a successor (DAB, DINO): its encoder attends on all levels",
+        "Its image network is the same, if model.backbone and model.norm=frozen say so: "
+        "start_from_partial=[network.backbone.*]",
+    ),
 }
-"""A part of the names of detectors that do not compute what a variant of ours does, and what they are."""
+"""A part of the names of detectors that do not compute what a variant of ours does, what they are, and what of them
+fits."""
 
 PUBLISHED = {
     r"backbone\.0\.body\.(.*)": r"backbone.body.\1",
@@ -38,8 +46,9 @@ PUBLISHED = {
 
 _LAYER = r"model\.(encoder|decoder)\.layers\.(\d+)\."
 _OURS = r"transformer.\1.layers.\2."
+_TRANSFORMERS_BODY = r"model\.backbone\.(?:conv_encoder\.)?model\.(.*)"
 TRANSFORMERS = {
-    r"model\.backbone\.(?:conv_encoder\.)?model\.(.*)": r"backbone.body.\1",
+    _TRANSFORMERS_BODY: r"backbone.body.\1",
     r"model\.input_projection\.(.*)": r"input_proj.\1",
     r"model\.query_position_embeddings\.(.*)": r"query_embed.\1",
     r"model\.decoder\.layernorm\.(.*)": r"decoder_norm.\1",
@@ -91,9 +100,12 @@ def adapt_detector(network: nn.Module, tensors: Mapping[str, Tensor]) -> Adapted
     classes of these two. A classifier of another number of categories is left out, and ours keeps its random weights.
 
     Raises:
-        UserError: they are of another detector.
+        UserError: they are of another variant of ours.
     """
-    _refuse_other_detectors(network, tensors)
+    _refuse_other_variants(network, tensors)
+    other = next((about for part, about in OTHERS.items() if any(part in name for name in tensors)), None)
+    if other is not None:
+        return _adapt_other_detector(tensors, *other)
     layout = ""
     if "class_labels_classifier.weight" in tensors:
         layout, named = "transformers", _rename_transformers(tensors, conditional=isinstance(network, ConditionalDETR))
@@ -110,13 +122,17 @@ def adapt_detector(network: nn.Module, tensors: Mapping[str, Tensor]) -> Adapted
     return AdaptedWeights(named, layout, new=replaced, unused=unused, hint=HINT)
 
 
-def _refuse_other_detectors(network: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    for part, model in OTHERS.items():
-        if any(part in name for name in tensors):
-            raise UserError(
-                f"These weights are of {model}, so no model.variant computes what they do. Expected DETR "
-                "(model.variant=vanilla), Conditional DETR (cond), or a run of this family."
-            )
+def _adapt_other_detector(tensors: Mapping[str, Tensor], model: str, fitting: str) -> AdaptedWeights:
+    """Return the image network of a detector that no variant of ours computes, and why nothing else fits."""
+    named = rename_tensors(tensors, PUBLISHED | {_TRANSFORMERS_BODY: r"backbone.body.\1"})
+    prefix = "backbone.body."
+    body = {name.removeprefix(prefix): value for name, value in named.items() if name.startswith(prefix)}
+    found = {prefix + name: value for name, value in _rename_resnet(body).items()}
+    hint = f"These weights are of {model}, so no model.variant computes what they do. {fitting}"
+    return AdaptedWeights(found, model.partition(":")[0], hint=hint)
+
+
+def _refuse_other_variants(network: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     is_conditional = any("ca_qcontent_proj." in name for name in tensors)
     is_vanilla = any(".multihead_attn." in name or ".encoder_attn.q_proj." in name for name in tensors)
     if is_conditional and not isinstance(network, ConditionalDETR):

@@ -25,7 +25,9 @@ def draw_score_histogram(scores: Mapping[str, Floats], *, x_label: str) -> bytes
         from matplotlib.ticker import MaxNLocator
 
         pooled = np.concatenate(list(scores.values()))
-        edges = np.linspace(pooled.min(), pooled.max(), _BINS + 1)
+        low, high = float(pooled.min()), float(pooled.max())
+        margin = 0.0 if low < high else 0.5  # of a network that gives all samples one score
+        edges = np.linspace(low - margin, high + margin, _BINS + 1)
         for name, values in scores.items():
             density = len(values) > 0
             axes.hist(values, bins=list(edges), density=density, alpha=0.5, label=f"{name} ({len(values):,})")
