@@ -15,7 +15,7 @@ from trainyard import config as configs
 from trainyard.cli import main
 from trainyard.cli.plan import USUAL_CARDS, check_memory
 from trainyard.cli.plan_screen import Known, describe_plan
-from trainyard.cli.plan_table import describe_preset
+from trainyard.cli.plan_table import Notes, describe_preset
 from trainyard.cluster.description import load_cluster
 from trainyard.data.order import order_epoch, split_into_micro_batches
 from trainyard.errors import UserError
@@ -168,18 +168,26 @@ def test_every_card_gets_the_same_samples_in_the_same_order(job):
 
 
 def test_a_row_of_the_table_says_what_fits_on_each_card():
+    notes = Notes()
     cards = [card for key in ("2080ti", "a5000", "a100-80-sxm") if (card := get_gpu(key))]
     fingerprint = configs.compose("fingerprint", ["global_batch_size=32", "micro_batch_size=0"], JOBS)
-    assert describe_preset(fingerprint, cards, gpus=1, predict=predict)[0:2] == ["fingerprint", "32"]
-    assert describe_preset(fingerprint, cards, gpus=1, predict=predict)[4:] == [
+    assert describe_preset(fingerprint, cards, gpus=1, predict=predict, notes=notes)[0:2] == ["fingerprint", "32"]
+    assert describe_preset(fingerprint, cards, gpus=1, predict=predict, notes=notes)[4:] == [
         "32 x 1 recomputed, may not fit",
         "32 x 1 recomputed",
         "32 x 1",
     ]
     large = replace(fingerprint, global_batch_size=512)
-    assert describe_preset(large, cards, gpus=1, predict=predict)[4:] == [MISFIT] * 3
+    assert describe_preset(large, cards, gpus=1, predict=predict, notes=notes)[4:] == [MISFIT] * 3
     empty = Store(Path("none.json"), {}, {})
-    assert describe_preset(large, cards, gpus=1, predict=empty.read)[4:] == ["not predicted"] * 3
+    assert describe_preset(large, cards, gpus=1, predict=empty.read, notes=notes)[4:] == ["not predicted"] * 3
+    assert [*notes.list_lines()] == []
+    compiled = replace(large, compile="on")
+    p100 = [card for card in [get_gpu("p100-16-pcie")] if card]
+    for _ in range(2):  # the same reason has one number
+        assert describe_preset(compiled, p100, gpus=1, predict=predict, notes=notes)[4:] == ["no [1]"]
+    reason, end = notes.list_lines()
+    assert reason.startswith("1. compile=on requested, but torch.compile") and reason.endswith(".") and end == ""
 
 
 @pytest.mark.long

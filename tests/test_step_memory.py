@@ -147,3 +147,14 @@ def test_a_step_that_reads_values_is_not_predicted_and_says_so(tmp_path):
     setting = Setting("cpu", "fp32", False, False, 4, accumulates=False)
     refused = Predictor(config, TEST_FAMILIES).predict(setting).refused
     assert "a step of family stripes reads values" in refused
+
+
+@pytest.mark.slow
+def test_layers_are_recomputed_with_the_types_of_their_forward_pass_on_a_gpu(cache):
+    # Its layers normalise what a product has returned: in float32 on a GPU, and in half precision on the CPU.
+    predictor = Predictor(prepare("tinydet_smoke", cache, "model.variant=vanilla", "model.strides=[8]"), JOBS)
+    kept, recomputed = (
+        predictor.predict(Setting("cuda", "fp16", False, recompute, 8, accumulates=False))
+        for recompute in (False, True)
+    )
+    assert recomputed.refused == "" and recomputed.flops > kept.flops

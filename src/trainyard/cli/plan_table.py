@@ -17,6 +17,7 @@ from trainyard.launch.memory_prediction import (
     Predict,
     choose_split,
     complete_store,
+    find_cache,
     open_store,
 )
 from trainyard.settings import TrainConfig
@@ -32,11 +33,11 @@ def tabulate_presets(
     """
     from tqdm import tqdm  # here, because submit loads this file and must respond quickly
 
-    rows = []
+    rows, notes, where = [], Notes(), str(find_cache(os.environ))
     presets = list(configs.find_jobs(args.jobs))
     for job in tqdm(presets, unit="preset", leave=False, disable=True if args.stored else None):
+        config = compose_job(argparse.Namespace(**{**vars(args), "job": job}), cluster).config
         try:
-            config = compose_job(argparse.Namespace(**{**vars(args), "job": job}), cluster).config
             store = open_store(config, args.jobs, os.environ)
             if not args.stored:
                 store = complete_store(
@@ -48,9 +49,10 @@ def tabulate_presets(
                     announce=lambda: None,  # the bar says it
                 )
         except CannotPredict as error:
-            rows.append([job, *[""] * 3, *[str(error).replace("|", "/")] * len(cards)])
+            cells = [notes.refer(str(error).replace(where, "CACHE"))] * len(cards)
+            rows.append([*_describe_training(config), *cells])
             continue
-        rows.append(describe_preset(config, list(cards.values()), gpus=args.gpus, predict=store.read))
+        rows.append(describe_preset(config, list(cards.values()), gpus=args.gpus, predict=store.read, notes=notes))
     header = ["preset", "global batch", "learning rate", "seed", *cards]
     yield from (f"| {' | '.join(cells)} |" for cells in [header, ["---"] * len(header), *rows])
     yield ""
@@ -60,27 +62,52 @@ def tabulate_presets(
         "*recomputed*: with `gradient_checkpointing=true`, because memory binds."
     )
     yield ""
+    yield from notes.list_lines()
     yield (
         "Estimated, never observed: no number here comes from a run on these cards. What is assumed, and what runs "
         "observed: `trainyard plan JOB`."
     )
 
 
-def describe_preset(config: TrainConfig, cards: Sequence[GpuType], *, gpus: int, predict: Predict) -> list[str]:
+class Notes:
+    """Reasons that cells refer to by number, because they are too long for a table."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}
+
+    def refer(self, reason: str) -> str:
+        """Return what a cell says for this reason."""
+        return f"no [{self._numbers.setdefault(reason, len(self._numbers) + 1)}]"
+
+    def list_lines(self) -> Iterator[str]:
+        """Yield the reasons as a list in Markdown, if there are any."""
+        for reason, number in self._numbers.items():
+            yield f"{number}. {reason}"
+        if self._numbers:
+            yield ""
+
+
+def describe_preset(
+    config: TrainConfig, cards: Sequence[GpuType], *, gpus: int, predict: Predict, notes: Notes
+) -> list[str]:
     """Return the row of one preset."""
-    same = [config.job, str(config.global_batch_size), f"{config.optimizer.lr:g}", str(config.seed)]
-    return [*same, *(_describe_split(config, card, gpus, predict) for card in cards)]
+    return [*_describe_training(config), *(_describe_split(config, card, gpus, predict, notes) for card in cards)]
 
 
-def _describe_split(config: TrainConfig, card: GpuType, gpus: int, predict: Predict) -> str:
+def _describe_training(config: TrainConfig) -> list[str]:
+    """Return the cells of what is the same on each card."""
+    return [config.job, str(config.global_batch_size), f"{config.optimizer.lr:g}", str(config.seed)]
+
+
+def _describe_split(config: TrainConfig, card: GpuType, gpus: int, predict: Predict, notes: Notes) -> str:
     try:
         split = choose_split(config, card, gpus=gpus, predict=predict)
     except NotPredicted:
         return "not predicted"
     except UserError as error:
-        return f"cannot: {str(error).partition('. ')[0]}".replace("|", "/")
+        return notes.refer(str(error).partition(". ")[0].removesuffix(".") + ".")
     if split.step.refused:
-        return "cannot be predicted"
+        return notes.refer(split.step.refused)
     if split.verdict == MISFIT:
         return MISFIT
     note = " recomputed" * (split.setting.recompute and not config.gradient_checkpointing)

@@ -6,6 +6,7 @@ the version of torch. `trainyard.tools.predict_memory` makes and extends it, in 
 
 import hashlib
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -281,6 +282,12 @@ def _extend(store: Store, path: Path) -> None:
     store.about |= content
 
 
+def _find_reason(lines: Sequence[str]) -> str:
+    """Return why a process failed: the exception of its traceback, or else its last line."""
+    raised = [line for line in lines if re.match(r"[\w.]+(Error|Exception|Interrupt): ", line)]
+    return (raised or lines or ["the process ended without a word"])[-1]
+
+
 def find_cache(environ: Mapping[str, str]) -> Path:
     """Return the folder of predictions, which may not exist."""
     return Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trainyard" / "plans"
@@ -369,9 +376,7 @@ def complete_store(
         said = [process.communicate()[0].strip().splitlines() for process in processes]
         for process, lines in zip(processes, said, strict=True):
             if process.returncode:
-                raise CannotPredict(
-                    f"its memory cannot be predicted: {(lines or ['the process ended without a word'])[-1]}"
-                )
+                raise CannotPredict(f"its memory cannot be predicted: {_find_reason(lines)}")
         store = open_store(config, jobs_dir, environ)
         for out in outs:
             _extend(store, out)

@@ -31,7 +31,7 @@ from trainyard.train.precision import make_autocast
 from trainyard.train.run_context import TRAIN
 from trainyard.train.run_state import build_state, recompute_layers
 from trainyard.train.step import TrainState
-from trainyard.train.step_memory import predict_step, remove_values, resize_batch
+from trainyard.train.step_memory import cast_layers_as_on_gpu, predict_step, remove_values, resize_batch
 
 _TEMPLATE = 2  # samples that are read to see what a batch contains
 
@@ -98,6 +98,8 @@ class Predictor:
         module.to(memory_format=layout)  # type: ignore[call-overload]
         state = build_state(module, config, scaler=torch.amp.GradScaler("cpu", enabled=precision.loss_scaling))
         if setting.recompute:
+            if setting.device == "cuda":
+                cast_layers_as_on_gpu(module)
             recompute_layers(module, config)
         return state
 

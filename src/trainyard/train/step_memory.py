@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from trainyard.data.loader import IMAGE, MicroBatch
+from trainyard.train.module import TrainModule
 from trainyard.train.step import TrainState, train_step
 
 GPU_BLOCK_BYTES = 512
@@ -142,6 +143,21 @@ def predict_step(
     gradients = storages.round_up(p.grad for p in state.module.parameters() if p.grad is not None)
     state.optimizer.zero_grad(set_to_none=True)
     return StepMemory(**sizes, gradients=gradients, activations=storages.peak_bytes - fixed, flops=storages.flops)
+
+
+def cast_layers_as_on_gpu(module: TrainModule) -> None:
+    """Make repeated layers cast as autocast does on a GPU; before `recompute_layers`.
+
+    `predict_step` sees to it everywhere else. But the backward pass, in which these are recomputed, leaves every
+    TorchFunctionMode, so each brings its own.
+    """
+    for layer in module.repeated_layers():
+        layer.forward = partial(_run_as_on_gpu, layer.forward)
+
+
+def _run_as_on_gpu(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with _AutocastAsOnGpu():
+        return forward(*args, **kwargs)
 
 
 def _take_last_micro_batch(module: nn.Module, batch: dict[str, Tensor], *, weight: float) -> Iterator[MicroBatch]:
