@@ -19,9 +19,11 @@ from trainyard.runs.events import (
     find_elapsed_s,
     list_metric_names,
     read_events,
-    read_metrics,
+    read_thinned_metrics,
 )
 from trainyard.runs.folder import ENV_DIGEST
+
+_MOST_TRAIN_LINES = 4_000  # in memory and in a plot, which has fewer pixels
 
 
 @dataclass(frozen=True)
@@ -34,11 +36,12 @@ class RunStory:
     train: list[Line]
     evals: list[Line]
     events: list[Line]
+    every: int  # how many training lines of the run one of `train` stands for; it has the last one, too
     changes: list[str]  # a sentence for each file that is not as the run wrote it
 
     @classmethod
     def read(cls, run: Path) -> "RunStory":
-        metrics = read_metrics(run)
+        metrics, every = read_thinned_metrics(run, most=_MOST_TRAIN_LINES)
         return cls(
             run=run,
             config=_read_text(run / "config.yaml"),
@@ -46,6 +49,7 @@ class RunStory:
             train=[line for line in metrics if line["kind"] == "train"],
             evals=[line for line in metrics if line["kind"] == "eval"],
             events=read_events(run),
+            every=every,
             changes=[str(change) for change in find_changes(run)],
         )
 
@@ -134,6 +138,8 @@ class RunStory:
             "env.json is absent: the environment and the automatic choices are not recorded.": not self.env,
             "config.yaml is absent: the options are not recorded.": not self.config,
         }
+        thinned = f"Curves, rates and times are those of every {self.every}th training line: the run has very many."
+        absent[thinned] = self.every > 1
         return [*self.changes, *(text for text, is_absent in absent.items() if is_absent)]
 
 

@@ -23,7 +23,7 @@ from trainyard.runs.events import (
     find_best_evaluation,
     find_elapsed_s,
     read_events,
-    read_metrics,
+    read_thinned_metrics,
     select_metrics,
 )
 from trainyard.runs.state import ACTIVE, State
@@ -236,7 +236,7 @@ def write(results: Results) -> Path:
 
 def _read_outcome(element: Element, state: str) -> Outcome:
     events = read_events(element.run)
-    lines = read_metrics(element.run)
+    lines, _ = read_thinned_metrics(element.run, most=2)  # of the training, only how long it took
     for change in find_changes(element.run):
         logger.warning("{}", change)
     starts = [event for event in events if event["event"] in STARTS]

@@ -20,16 +20,19 @@ Each line is a JSON object with `kind`, `step` (optimizer steps done) and `elaps
 A number that JSON cannot represent is null; `nonfinite` maps its name to "nan", "inf" or "-inf".
 """
 
+import errno
 import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import UTC, datetime
+from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from trainyard.errors import UserError
-from trainyard.files import parse_json, read_file
+from trainyard.files import open_file, parse_json
 
 TIMING_KEYS = frozenset(
     {"samples_per_s", "step_ms", "data_wait_ms", "idle_ms", "compute_ms", "memory_gib", "elapsed_s", "seconds"}
@@ -50,6 +53,9 @@ MetricOrder = tuple[tuple[str, str], ...]
 
 _NONFINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _MOST_BYTES = 2**32  # of a file of metrics; a hundred bytes a line, millions of lines
+_BLOCK_BYTES = 2**16  # read at once from the end of a file
+_TRAIN_LINE = b'{"kind": "train", '
+"""How a recorder begins a training line."""
 
 
 def read_metrics(run: Path) -> list[Line]:
@@ -80,29 +86,119 @@ def _require_run(run: Path) -> None:
         )
 
 
+def read_thinned_metrics(run: Path, *, most: int) -> tuple[list[Line], int]:
+    """Return the lines of `read_metrics`, but of more than `most` training lines evenly spaced ones, first and last.
+
+    Costs the memory of what it returns. Lines that are left out are not parsed.
+
+    Returns:
+        The lines, and how many training lines one of them stands for: 1 if none is left out.
+
+    Raises:
+        UserError: as for `read_metrics`.
+    """
+    _require_run(run)
+    path = run / METRICS_FILE
+    others: list[tuple[int, Line]] = []  # each with its number in the file
+    train: list[tuple[int, Line]] = []
+    every, count, last = 1, 0, (0, b"")
+    with _open_lines(path) as file:
+        for number, raw in enumerate(file, start=1):
+            if raw.startswith(_TRAIN_LINE) and raw.endswith(b"}\n"):
+                if count % every == 0 and len(train) >= most:
+                    train, every = train[::2], 2 * every
+                if count % every == 0:
+                    train.append((number, _parse_line(raw[:-1], path, number)))
+                count, last = count + 1, (number, raw)
+            elif raw.endswith(b"\n"):
+                others.append((number, _parse_line(raw[:-1], path, number)))
+    if train and train[-1][0] != last[0]:
+        train.append((last[0], _parse_line(last[1][:-1], path, last[0])))
+    return [line for _, line in sorted([*others, *train], key=lambda entry: entry[0])], every
+
+
 def read_lines(path: Path) -> list[Line]:
     """Return the whole lines of a file of metrics or events; none if it does not exist.
 
     Raises:
         UserError: it cannot be read, or a line is damaged.
     """
+    with _open_lines(path) as file:
+        return [_parse_line(raw, path, number) for number, raw in enumerate(_split_forwards(file), start=1)]
+
+
+def read_lines_backwards(path: Path) -> Iterator[Line]:
+    """Yield the lines of `read_lines`, newest first; reads no more of the file than is asked for.
+
+    Raises:
+        UserError: it cannot be read, or one of these lines is damaged.
+    """
+    with _open_lines(path) as file:
+        for number, raw in enumerate(_split_backwards(file), start=1):
+            yield _parse_line(raw, path, -number)
+
+
+def count_lines(path: Path) -> int:
+    """Return how many whole lines a file of metrics or events has; 0 if it does not exist."""
+    with _open_lines(path) as file:
+        return sum(block.count(b"\n") for block in iter(lambda: file.read(2**20), b""))
+
+
+@contextmanager
+def _open_lines(path: Path) -> Iterator[BinaryIO]:
+    """Open a file of metrics or events; one that does not exist is empty.
+
+    Raises:
+        UserError: it cannot be read.
+    """
     try:
-        data = read_file(path, most_bytes=_MOST_BYTES)
-    except FileNotFoundError:
-        data = b""
+        try:
+            file: BinaryIO = open_file(path)
+        except FileNotFoundError:
+            file = BytesIO()
+        with file:
+            if file.seek(0, os.SEEK_END) > _MOST_BYTES:
+                raise OSError(errno.EFBIG, f"it is larger than {_MOST_BYTES} bytes, the most that is expected")
+            file.seek(0)
+            yield file
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}. Put the file itself there.") from None
-    complete = data.split(b"\n")[:-1]
-    return [_parse_line(raw, path, number) for number, raw in enumerate(complete, start=1)]
+
+
+def _split_forwards(file: BinaryIO) -> Iterator[bytes]:
+    """Yield the whole lines of a file, without their ends."""
+    return (line[:-1] for line in file if line.endswith(b"\n"))
+
+
+def _split_backwards(file: BinaryIO) -> Iterator[bytes]:
+    """Yield the whole lines of a file, without their ends, last first."""
+    begin, is_torn = file.seek(0, os.SEEK_END), True
+    rest = b""  # the end of a line that begins in an earlier block
+    while begin:
+        size = min(_BLOCK_BYTES, begin)
+        begin = file.seek(begin - size)
+        lines = (file.read(size) + rest).split(b"\n")
+        if is_torn:  # what follows the last end of a line
+            lines, is_torn = lines[:-1], len(lines) == 1
+        rest, whole = (lines[0], lines[1:]) if lines else (b"", [])
+        yield from reversed(whole)
+    if not is_torn:
+        yield rest
 
 
 def _parse_line(raw: bytes, path: Path, number: int) -> Line:
+    """Return what a line says.
+
+    Args:
+        number: of the line in the file, from 1; from -1 if it was counted from the end.
+    """
     try:
         line = parse_json(raw)
         problem = _find_problem(line)
     except ValueError:
         problem = "a JSON object with kind and step"
     if problem:
+        number = number if number > 0 else count_lines(path) + 1 + number
         raise UserError(
             f"{path}:{number}: expected {problem}, found {raw[:60]!r}. The file is "
             f"damaged or was edited: restore it from a copy, or delete this line to read the rest."
@@ -137,7 +233,7 @@ def append_event(run: Path, fields: Mapping[str, Any]) -> None:
     """Append one event to a run that does not train. For the run's owner only."""
     path = run / EVENTS_FILE
     drop_torn_tail(path)
-    last = (read_lines(path) or [{}])[-1]
+    last = next(read_lines_backwards(path), {})
     line = {"kind": "event", "step": last.get("step", 0), **fields, "elapsed_s": last.get("elapsed_s", 0.0)}
     with path.open("ab") as file:
         file.write(json.dumps(line | {"time": datetime.now(UTC).isoformat(timespec="seconds")}).encode() + b"\n")
@@ -145,9 +241,17 @@ def append_event(run: Path, fields: Mapping[str, Any]) -> None:
 
 def drop_torn_tail(path: Path) -> None:
     """Cut what a killed writer left after the last whole line, so that the next line starts on its own."""
-    data = path.read_bytes() if path.exists() else b""
-    end = data.rfind(b"\n") + 1
-    if end < len(data):
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        size = end = file.seek(0, os.SEEK_END)
+        while end:
+            begin = file.seek(max(0, end - _BLOCK_BYTES))
+            if found := file.read(end - begin).rfind(b"\n") + 1:
+                end = begin + found
+                break
+            end = begin
+    if end < size:
         os.truncate(path, end)
 
 

@@ -1,17 +1,21 @@
 """What a run was predicted to take, and what it took: a section of its env.json, which later plans read."""
 
+import heapq
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from trainyard.errors import UserError
 from trainyard.files import limit_writers
-from trainyard.runs.events import STARTS, read_events, read_metrics
+from trainyard.runs.events import METRICS_FILE, STARTS, read_events, read_lines_backwards
 from trainyard.runs.folder import ENV_FILE, format_run_name, read_env, update_env
 
 SECTION = "plan"
+_MOST_RATES = 10_000  # training lines whose rates an observation is the median of: the newest
+_MOST_RUNS = 500  # of a job, that are searched for observations: those that changed last
 
 
 @dataclass(frozen=True)
@@ -83,13 +87,14 @@ def keep_observation(run: Path, *, memory_gib: float | None, steps_per_epoch: in
         memory_gib: the most that torch's allocator gave out on rank 0's GPU; None on the CPU.
     """
     env = read_env(run)
-    section, lines, events = env[SECTION], read_metrics(run), read_events(run)
-    rates = [line["samples_per_s"] for line in lines if "samples_per_s" in line]
+    section, events = env[SECTION], read_events(run)
     saved = [event for event in events if event.get("event") == "checkpoint"]
     started_at = next(event["step"] for event in reversed(events) if event.get("event") in STARTS)
     steps, elapsed_s = events[-1]["step"], events[-1]["elapsed_s"]  # of the end
     if steps <= started_at:
         return  # this attempt trained nothing
+    newest = (line for line in read_lines_backwards(run / METRICS_FILE) if "samples_per_s" in line)
+    rates = [line["samples_per_s"] for line in islice(newest, _MOST_RATES)]
     micro_batch = env["choices"]["micro_batch_size"]["value"]
     place = section["place"]
     if micro_batch < place["setting"]["micro_batch"]:  # halved since
@@ -102,7 +107,7 @@ def keep_observation(run: Path, *, memory_gib: float | None, steps_per_epoch: in
     amounts = Amounts(
         memory_gib=memory_gib,
         micro_batch_size=micro_batch,
-        samples_per_s=_compute_median(rates[1:] or rates) if rates and is_one_place else None,
+        samples_per_s=_compute_median(rates[:-1] or rates) if rates and is_one_place else None,
         hours=elapsed_s / 3600 if steps and is_one_place else None,
         disk_bytes=sum(path.stat().st_size for path in folder.glob("*") if path.is_file()) if folder.is_dir() else 0,
         reasons=reasons,
@@ -135,10 +140,15 @@ def read_amounts(env: Mapping[str, Any]) -> tuple[Amounts, Amounts] | None:
 def find_observations(runs: Path, *, job: str, key: str) -> Iterator[Observation]:
     """Yield what runs of a job took that were stored under this key, newest first.
 
-    A run of which env.json is damaged, or not for us to read, is left out: `trainyard why` says so.
+    Of many runs, only those are read whose env.json changed last. A run of which env.json is damaged, or not for us to
+    read, is left out: `trainyard why` says so.
     """
-    envs: list[tuple[str, Path, dict[str, Any]]] = []
+    changed: list[tuple[int, Path]] = []
     for path in runs.glob(f"{job}/[!.]*/{ENV_FILE}"):
+        with suppress(OSError):
+            changed.append((path.stat().st_mtime_ns, path))
+    envs: list[tuple[str, Path, dict[str, Any]]] = []
+    for _, path in heapq.nlargest(_MOST_RUNS, changed):
         with suppress(UserError, OSError):
             if key in path.read_text(errors="replace"):  # most do not, and parsing takes longer
                 env = read_env(path.parent)

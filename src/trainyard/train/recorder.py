@@ -15,15 +15,17 @@ from typing import Self
 import numpy as np
 
 from trainyard.errors import UserError
-from trainyard.files import AppendedFile, write_atomically
+from trainyard.files import AppendedFile, open_atomically, write_atomically
 from trainyard.runs.events import (
     EVENTS_FILE,
     KINDS,
     METRICS_FILE,
     Line,
+    count_lines,
     drop_torn_tail,
     find_elapsed_s,
     read_lines,
+    read_lines_backwards,
 )
 from trainyard.train.run_context import (
     VALIDATION,
@@ -64,27 +66,18 @@ class Recorder:
         """
         for path in (run / METRICS_FILE, run / EVENTS_FILE):
             drop_torn_tail(path)
-        lines = read_lines(run / METRICS_FILE)
-        if resume_at is None and lines:
-            raise UserError(
-                f"{run / METRICS_FILE}: expected no metrics in the folder of a new run, found {len(lines)} "
-                f"lines. Resume that run, or start in another folder."
-            )
-        if any(line["step"] > (resume_at or 0) for line in lines):
-            raise UserError(
-                f"{run / METRICS_FILE}: expected no line after step {resume_at or 0}, where the checkpoint is. The "
-                "file was changed since: restore it from a copy, or start a new run."
-            )
+        newest = _read_newest(run, resume_at)
         self._trackers = [open_tracker(name, run, config, resume_at, monitor=monitor) for name in trackers]
-        for line in lines:
+        for line in newest:
             if line["step"] == resume_at:  # trackers drop this step too, but part of it may precede the checkpoint
                 self._log_to_trackers(line["kind"], line["step"], line)
-        before = [*lines, *(e for e in read_lines(run / EVENTS_FILE) if e["step"] <= (resume_at or 0))]
+        before = [*newest, *(e for e in read_lines(run / EVENTS_FILE) if e["step"] <= (resume_at or 0))]
         self._elapsed_before_s = find_elapsed_s(before) if resume_at is not None else 0.0
         self._started_s = time.monotonic()
         self._check_owner = check_owner
         self._metrics = AppendedFile(run / METRICS_FILE)
-        self._digest = hashlib.sha256((run / METRICS_FILE).read_bytes())  # of all lines, those of earlier attempts too
+        with (run / METRICS_FILE).open("rb") as file:
+            self._digest = hashlib.file_digest(file, "sha256")  # of all lines, those of earlier attempts too
         self._events = AppendedFile(run / EVENTS_FILE)
 
     def log(self, kind: str, step: int, values: Mapping[str, object]) -> None:
@@ -139,15 +132,16 @@ class Recorder:
             UserError: the file is shorter than `offset`, or no line ends there.
         """
         path = run / METRICS_FILE
-        data = path.read_bytes() if path.exists() else b""
-        head = data[:offset]
-        if len(head) < offset or (head and not head.endswith(b"\n")):
+        size = path.stat().st_size if path.exists() else 0
+        if size < offset or not _has_line_end(path, offset):
             raise UserError(
                 f"{path}: expected a line to end at byte {offset}, where the checkpoint says it did; the file "
-                f"has {len(data)} bytes and was changed since. Restore the original, or start a new run."
+                f"has {size} bytes and was changed since. Restore the original, or start a new run."
             )
-        if head != data:
-            write_atomically(path, head)
+        if size > offset:
+            with path.open("rb") as file, open_atomically(path, size_bytes=offset) as head:
+                for left in range(offset, 0, -_BLOCK_BYTES):
+                    head.write(file.read(min(left, _BLOCK_BYTES)))
 
     def close(self) -> None:
         """Close the files and finish the trackers."""
@@ -170,6 +164,45 @@ class Recorder:
     def _log_to_trackers(self, kind: str, step: int, values: Mapping[str, object]) -> None:
         for tracker in self._trackers:
             tracker.log(kind, step, values)
+
+
+_BLOCK_BYTES = 2**20  # of metrics copied at once
+
+
+def _has_line_end(path: Path, offset: int) -> bool:
+    """Tell whether a line ends at this byte of a file that is as long."""
+    if offset == 0:
+        return True
+    with path.open("rb") as file:
+        file.seek(offset - 1)
+        return file.read(1) == b"\n"
+
+
+def _read_newest(run: Path, resume_at: int | None) -> list[Line]:
+    """Return the last line of the metrics before the step that training resumes from, and all of that step, in order.
+
+    Raises:
+        UserError: there are lines after that step, or in the folder of a new run.
+    """
+    path = run / METRICS_FILE
+    lines = read_lines_backwards(path)
+    last = next(lines, None)
+    if last is None:
+        return []
+    if resume_at is None:
+        raise UserError(
+            f"{path}: expected no metrics in the folder of a new run, found {count_lines(path)} lines. Resume that "
+            "run, or start in another folder."
+        )
+    if last["step"] > resume_at:
+        raise UserError(
+            f"{path}: expected no line after step {resume_at}, where the checkpoint is. The file was changed since: "
+            "restore it from a copy, or start a new run."
+        )
+    newest = [last]
+    while newest[-1]["step"] == resume_at and (line := next(lines, None)) is not None:
+        newest.append(line)
+    return newest[::-1]
 
 
 def encode_line(line: Line) -> bytes:

@@ -1,0 +1,110 @@
+"""What grows with the length of a run, the number of runs, of samples and of ranks keeps within bounds."""
+
+import json
+import os
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from trainyard.errors import UserError
+from trainyard.report.run_story import RunStory
+from trainyard.runs.events import read_events, read_lines, read_lines_backwards, read_thinned_metrics
+from trainyard.runs.observations import find_observations
+from trainyard.train.recorder import Recorder
+
+# Metrics of long runs
+
+
+@pytest.fixture(scope="module")
+def long_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a run with 10,000 training lines and 4 evaluations."""
+    run = tmp_path_factory.mktemp("runs") / "stripes" / "long"
+    run.mkdir(parents=True)
+    (run / "config.yaml").write_text("job: stripes\n")
+    with (run / "metrics.jsonl").open("w") as file:
+        for step in range(1, 10_001):
+            line = {"step": step, "loss": 1 / step, "samples_per_s": 50.0, "compute_ms": 30.0, "idle_ms": 10.0}
+            file.write(json.dumps({"kind": "train", **line, "elapsed_s": 0.05 * step}) + "\n")
+            if step % 2_500 == 0:
+                line = {"step": step, "split": "val", "eer": 1 / step, "seconds": 1.0, "elapsed_s": 0.05 * step}
+                file.write(json.dumps({"kind": "eval", **line}) + "\n")
+    (run / "events.jsonl").write_text("")
+    return run
+
+
+def measure_memory_mib(work: Callable[[], object]) -> float:
+    """Return the most memory that Python and NumPy had taken at any time of some work."""
+    tracemalloc.start()
+    try:
+        work()
+        return tracemalloc.get_traced_memory()[1] / 2**20
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_resume_keeps_no_line_of_a_long_run(long_run):
+    size = (long_run / "metrics.jsonl").stat().st_size
+
+    def resume() -> None:
+        Recorder.rewind(long_run, size)
+        with Recorder(long_run, trackers=(), config={}, resume_at=10_000) as recorder:
+            recorder.log("event", 10_000, {"event": "resume"})
+
+    assert measure_memory_mib(resume) < 1, "the file has a MiB, its lines as objects ten"
+    (event,) = read_events(long_run)
+    assert event["elapsed_s"] >= 500, "the time that the last line says"
+
+
+def test_a_report_keeps_evenly_spaced_lines_of_a_long_run_and_says_so(long_run):
+    assert measure_memory_mib(lambda: read_thinned_metrics(long_run, most=4_000)) < 6
+    found = RunStory.read(long_run)
+    steps = [line["step"] for line in found.train]
+    assert len(steps) <= 4_000 and steps[0] == 1 and steps[-1] == found.step == 10_000
+    assert set(np.diff(steps[:-1])) == {found.every} and found.every == 4
+    assert [line["step"] for line in found.evals] == [2_500, 5_000, 7_500, 10_000]
+    assert found.compute_time_spent_s()["compute"] == pytest.approx(300) and 500 <= found.elapsed_s < 600
+    (said,) = (text for text in found.list_missing() if "4th training line" in text)
+    assert said.startswith("Curves, rates and times")
+
+
+def test_lines_are_thinned_only_where_there_are_more_than_asked_for(long_run):
+    for most, every, count in ((10_000, 1, 10_000), (9_999, 2, 5_001), (2, 8_192, 3)):
+        lines, found = read_thinned_metrics(long_run, most=most)
+        train = [line for line in lines if line["kind"] == "train"]
+        assert (found, len(train)) == (every, count), most
+        assert lines == sorted(lines, key=lambda line: line["step"]) and len(lines) == count + 4
+
+
+@pytest.mark.parametrize("sizes", [[], [5], [0], [70_000, 3, 65_535, 65_536, 1], [200_000] * 2 + [1] * 9])
+@pytest.mark.parametrize("torn", [b"", b'{"kind', b"x" * 140_000])
+def test_lines_are_read_backwards_as_they_are_forwards(sizes, torn, tmp_path):
+    """At whatever place the blocks begin that are read from the end."""
+    path = tmp_path / "metrics.jsonl"
+    lines = [json.dumps({"kind": "train", "step": i, "note": "x" * size}) for i, size in enumerate(sizes)]
+    path.write_bytes("".join(f"{line}\n" for line in lines).encode() + torn)
+    assert list(read_lines_backwards(path)) == read_lines(path)[::-1]
+    assert len(read_lines(path)) == len(sizes)
+
+
+def test_a_damaged_line_has_the_same_number_from_either_end(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"kind": "train", "step": 1}\n{"kind": 3}\n{"kind": "train", "step": 3}\n')
+    for read in (read_lines, lambda path: list(read_lines_backwards(path))):
+        with pytest.raises(UserError, match=r"metrics.jsonl:2: expected a JSON object"):
+            read(path)
+
+
+def test_observations_are_searched_in_the_runs_that_changed_last(tmp_path):
+    observed = {"steps": 1, "steps_per_epoch": 1, "checkpoint_bytes": 0, "checkpoint_s": 0.0}
+    amounts = dict.fromkeys(("memory_gib", "micro_batch_size", "samples_per_s", "hours", "disk_bytes", "reasons"))
+    place = {"card": "cpu", "gpus": 1, "setting": {}}
+    section = {"key": "k", "place": place, "observed": {**observed, "amounts": amounts}}
+    for number in range(501):
+        env = tmp_path / "job" / f"{number:03}" / "env.json"
+        env.parent.mkdir(parents=True)
+        env.write_text(json.dumps({"created": f"{number:03}", "plan": section if number < 2 else {}}))
+        os.utime(env, ns=(number, number))
+    assert [one.run for one in find_observations(tmp_path, job="job", key="k")] == ["job/001"]
