@@ -89,7 +89,6 @@ def test_a_model_and_its_optimizer_come_back_bit_for_bit(tmp_path):
     assert (entry.step, entry.meta["epoch"], entry.meta["at"]) == (7, 1, {"2": "a", "10": "b"})
     assert done.path == entry.path == tmp_path / "step-000000007.ckpt"
     assert done.bytes == entry.bytes == done.path.stat().st_size
-    assert 0 < done.seconds < 60
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000000007.ckpt", "step-000000007.json"]
 
 

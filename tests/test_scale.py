@@ -2,17 +2,23 @@
 
 import json
 import os
+import sys
+import time
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from tests.training import new_run, train
 from trainyard.errors import UserError
 from trainyard.report.run_story import RunStory
 from trainyard.runs.events import read_events, read_lines, read_lines_backwards, read_thinned_metrics
 from trainyard.runs.observations import find_observations
+from trainyard.train import checkpoint
 from trainyard.train.recorder import Recorder
 
 # Metrics of long runs
@@ -108,3 +114,42 @@ def test_observations_are_searched_in_the_runs_that_changed_last(tmp_path):
         env.write_text(json.dumps({"created": f"{number:03}", "plan": section if number < 2 else {}}))
         os.utime(env, ns=(number, number))
     assert [one.run for one in find_observations(tmp_path, job="job", key="k")] == ["job/001"]
+
+
+# Saving
+
+
+def test_pruning_trusts_what_this_process_has_just_written(tmp_path):
+    for step in (1, 2, 3):
+        saved = checkpoint.save(tmp_path, {"w": torch.ones(9)}, step=step, meta={})
+    data = bytearray(saved.path.read_bytes())
+    data[-30] ^= 1
+    saved.path.write_bytes(data)  # so that whoever reads it notices
+    assert checkpoint.prune(tmp_path, keep_last=1) == [tmp_path / "step-000000001.ckpt"]
+    deleted = checkpoint.prune(tmp_path, keep_last=1, written=saved.path)
+    assert deleted == [tmp_path / "step-000000002.ckpt"]
+    saved.path.write_bytes(data[:-1])
+    checkpoint.save(tmp_path, {"w": torch.ones(9)}, step=0, meta={})
+    assert checkpoint.prune(tmp_path, keep_last=1, written=saved.path) == [], "its size is compared"
+
+
+@pytest.fixture(scope="module")
+def packed_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    options = ("max_duration=3st", "checkpoint.every=1st", "checkpoint.keep_last=1", "data.synthetic=60")
+    return new_run(tmp_path_factory.mktemp("saving"), *options)
+
+
+def test_the_time_of_a_save_includes_deleting_old_checkpoints(packed_run):
+    is_slow = True
+
+    def delete_slowly(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "os.remove" and is_slow and str(arguments[0]).endswith(".ckpt"):
+            time.sleep(0.2)
+
+    sys.addaudithook(delete_slowly)
+    try:
+        assert train(packed_run) == 0
+    finally:
+        is_slow = False
+    saved = [event["seconds"] for event in read_events(packed_run) if event["event"] == "checkpoint"]
+    assert len(saved) == 3 and max(saved) >= 0.2

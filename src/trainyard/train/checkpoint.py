@@ -12,7 +12,6 @@ import json
 import os
 import pickle
 import shutil
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -53,7 +52,6 @@ class SaveResult:
     """The result of a save."""
 
     path: Path
-    seconds: float  # wall time, hashing and fsync included: the cost that `compute_interval_s` takes
     bytes: int
 
 
@@ -73,7 +71,6 @@ def save(directory: Path, state: State, *, step: int, meta: Mapping[str, Any]) -
         CheckpointError: the state contains something that a safe load would refuse, or the disk did not take all of
             it (full, quota, I/O error). Older checkpoints are then untouched.
     """
-    start = time.perf_counter()
     assert step >= 0, step
     _refuse_unsafe(state)
     needed = _count_tensor_bytes(state)
@@ -91,7 +88,7 @@ def save(directory: Path, state: State, *, step: int, meta: Mapping[str, Any]) -
         raise CheckpointError(_describe_failed_save(directory, step, needed, error.strerror or str(error))) from error
     for old in replaced:
         _delete(old)
-    return SaveResult(path, time.perf_counter() - start, size)
+    return SaveResult(path, size)
 
 
 def select_weights(state: State) -> dict[str, torch.Tensor]:
@@ -125,6 +122,15 @@ def load(path: Path, *, mmap: bool = False) -> State:
             f"{path}: damaged: {problem}. Restore it from a copy; the others: trainyard ckpt verify {path.parents[1]}"
         )
     return _read(path, mmap=mmap)
+
+
+def read_verified(path: Path) -> State:
+    """Return the state of a checkpoint that this process, or rank 0 on behalf of all, has just verified; see `load`.
+
+    Raises:
+        CheckpointError: it contains more than `State` allows. No code in it is run.
+    """
+    return _read(path, mmap=False)
 
 
 def choose_undamaged(directory: Path, *, step: int | None = None) -> tuple[Entry, str]:
@@ -173,21 +179,29 @@ def choose_of_run(run: Path) -> Entry:
 
 
 def load_newest_valid(directory: Path) -> tuple[Entry, State] | None:
-    """Return the newest undamaged checkpoint with its state (see `load`), None if there is no checkpoint at all.
-
-    Damaged ones are logged by name and reason and skipped, never deleted. An undamaged one that does not load is an
-    error and not skipped: older ones would fail too, or lose more training than needed.
+    """Return what `find_newest_valid` does, with its state (see `load`).
 
     Raises:
-        CheckpointError: every checkpoint is damaged, or the newest undamaged one does not load.
+        CheckpointError: every checkpoint is damaged, or the newest undamaged one does not load. It is not skipped then:
+            older ones would fail too, or lose more training than needed.
+    """
+    entry = find_newest_valid(directory)
+    return None if entry is None else (entry, read_verified(entry.path))
+
+
+def find_newest_valid(directory: Path) -> Entry | None:
+    """Return the newest undamaged checkpoint, None if there is no checkpoint at all. Reads it in full.
+
+    Damaged ones are logged by name and reason and skipped, never deleted.
+
+    Raises:
+        CheckpointError: every checkpoint is damaged.
     """
     found = list_checkpoints(directory)
     entry, damaged = _find_newest_valid(found)
-    if entry is not None:
-        return entry, _read(entry.path, mmap=False)
-    if not found:
-        return None
-    raise CheckpointError(_describe_all_damaged(directory, damaged))
+    if entry is None and found:
+        raise CheckpointError(_describe_all_damaged(directory, damaged))
+    return entry
 
 
 def _find_newest_valid(found: Sequence[Entry]) -> tuple[Entry | None, list[str]]:
@@ -211,18 +225,28 @@ def _describe_all_damaged(directory: Path, damaged: Sequence[str]) -> str:
     )
 
 
-def prune(directory: Path, *, keep_last: int, protect: Callable[[int], bool] = lambda step: False) -> list[Path]:
+def prune(
+    directory: Path,
+    *,
+    keep_last: int,
+    protect: Callable[[int], bool] = lambda step: False,
+    written: Path | None = None,
+) -> list[Path]:
     """Delete old checkpoints, oldest first, and return the data files deleted.
 
     Keeps the newest undamaged checkpoint, the `keep_last` - 1 before it, newer ones (they are damaged, and a person
     may want to inspect them), and every step for which `protect` is true. If there is anything to delete, reads a
     checkpoint to be sure that an undamaged one remains; deletes nothing if there is none.
+
+    Args:
+        written: the data file that this process has just saved: it is not read again, only its size is compared.
     """
     assert keep_last >= 1, keep_last
     found = list_checkpoints(directory)
     if all(protect(entry.step) for entry in found[keep_last:]):
         return []
-    newest_valid = next((i for i, entry in enumerate(found) if verify(entry) is None), len(found))
+    problems = (entry.problem if entry.path == written else verify(entry) for entry in found)
+    newest_valid = next((i for i, problem in enumerate(problems) if problem is None), len(found))
     doomed = [entry.path for entry in found[newest_valid + keep_last :] if not protect(entry.step)]
     for path in reversed(doomed):
         _delete(path)

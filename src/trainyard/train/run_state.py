@@ -40,7 +40,7 @@ def prepare_state(context: RunContext) -> tuple[TrainState, int | None]:
     Returns:
         The state, and the length of the metrics file at that checkpoint (None for a new run).
     """
-    found = _load_newest_checkpoint(context)
+    found = load_newest_checkpoint(context.run, is_main=context.world.is_main)
     if found is None:
         start_from_weights(context)
     layout: Any = torch.channels_last if context.precision.channels_last else torch.contiguous_format
@@ -62,6 +62,19 @@ def prepare_state(context: RunContext) -> tuple[TrainState, int | None]:
     if context.precision.cuda_graphs:
         state.begin_step = begin_step_of_graphs
     return state, None if found is None else found[1]["metrics_position"]
+
+
+def load_newest_checkpoint(run: Path, *, is_main: bool) -> tuple[Path, dict[str, Any]] | None:
+    """Load the newest valid checkpoint on every rank; None without one.
+
+    Rank 0 alone hashes it, and then all read it at the same time, so that a node reads it once from its file system.
+    """
+    entry = checkpoint.find_newest_valid(run / "checkpoints") if is_main else None
+    path = distributed.broadcast_from_rank0(None if entry is None else entry.path)
+    if path is None:
+        return None
+    logger.info("resuming from {}", path.name)
+    return path, checkpoint.read_verified(path)
 
 
 def build_state(module: TrainModule, config: TrainConfig, *, scaler: torch.amp.GradScaler) -> TrainState:
@@ -203,17 +216,6 @@ def _lay_out_moments(optimizer: torch.optim.Optimizer) -> None:
         for name, value in statistics.items():
             if isinstance(value, Tensor) and value.ndim and value.stride() != parameter.stride():
                 statistics[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
-
-
-def _load_newest_checkpoint(context: RunContext) -> tuple[Path, dict[str, Any]] | None:
-    """Load the newest valid checkpoint on every rank; rank 0 chooses, so that all load the same one."""
-    found = checkpoint.load_newest_valid(context.run / "checkpoints") if context.world.is_main else None
-    path = distributed.broadcast_from_rank0(None if found is None else found[0].path)
-    if path is None:
-        return None
-    saved = found[1] if found is not None else checkpoint.load(path)
-    logger.info("resuming from {}", path.name)
-    return path, saved
 
 
 def _build_model(context: RunContext, module: TrainModule) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:

@@ -392,9 +392,10 @@ class Trainer:
         self.previous_skipped = None
         self._beat("saving", now=True)
         if self.recorder is not None:
+            begin = time.perf_counter()
             saved = self._write_checkpoint(self.recorder)
-            self.save_s = saved.seconds
-            self._log_event("checkpoint", seconds=saved.seconds, bytes=saved.bytes, file=saved.path.name)
+            self.save_s = time.perf_counter() - begin  # what all ranks wait for: also flushing metrics, and deleting
+            self._log_event("checkpoint", seconds=self.save_s, bytes=saved.bytes, file=saved.path.name)
         self.save_s = distributed.broadcast_from_rank0(self.save_s)
         settings = self.config.checkpoint
         if not settings.every:
@@ -404,8 +405,7 @@ class Trainer:
         self.save_every.restart()
 
     def _write_checkpoint(self, recorder: Recorder) -> checkpoint.SaveResult:
-        state, folder = self.state, self.context.run / "checkpoints"
-        data = self.context.data
+        state, folder, data = self.state, self.context.run / "checkpoints", self.context.data
         content = encode_state(
             state, fingerprint=data.fingerprint, metrics_position=recorder.sync(), artifacts=data.artifacts
         )
@@ -423,6 +423,7 @@ class Trainer:
             folder,
             keep_last=self.config.checkpoint.keep_last,
             protect=lambda step: step == best or self.keep_every.is_due_at(step),
+            written=saved.path,
         )
         return saved
 
@@ -460,7 +461,7 @@ class Trainer:
             self._record_choice("final_weights", f"step {self.state.progress.step}", why)
             return module, self.state.progress.step
         path, problem = self._choose_best(best["step"])
-        saved = checkpoint.load(path)
+        saved = checkpoint.read_verified(path)
         with refuse_misfit(path):
             module.load_state_dict(saved["ema"] or saved["model"])
         self._record_choice("final_weights", f"step {parse_name(path)[0]}", problem or why)
