@@ -109,7 +109,8 @@ def _compare_scores_with_those_of_rank_0(rank: int, world_size: int, folder: Pat
     metrics = evaluate(module, share, ids, batch_size=6, autocast=nullcontext)
     buffers = distributed.gather_to_rank0({name: value.clone() for name, value in module.state_dict().items()})
     if buffers is not None:
-        parts, _ = predict_share(module, alone, ids, batch_size=6, autocast=nullcontext)
+        parts: list[Rows] = []
+        assert predict_share(module, alone, ids, parts, batch_size=6, autocast=nullcontext) == 6
         rows = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
         assert metrics == module.score(rows), "one process scores the same with what rank 0 saves"
         assert find_differences(*buffers) == []

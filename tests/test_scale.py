@@ -6,20 +6,29 @@ import sys
 import time
 import tracemalloc
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
+from tests.test_data_parallel import run_on_ranks
 from tests.training import new_run, train
+from trainyard.data.loader import Loader
+from trainyard.data.shards import ShardSet
 from trainyard.errors import UserError
 from trainyard.report.run_story import RunStory
 from trainyard.runs.events import read_events, read_lines, read_lines_backwards, read_thinned_metrics
 from trainyard.runs.observations import find_observations
-from trainyard.train import checkpoint
+from trainyard.settings import AugmentSettings, ImageSettings, TrainConfig
+from trainyard.train import checkpoint, distributed
+from trainyard.train.evaluate import gather_rows
+from trainyard.train.module import Batch, TrainModule
 from trainyard.train.recorder import Recorder
+from trainyard.train.run_state import load_newest_checkpoint
 
 # Metrics of long runs
 
@@ -114,6 +123,70 @@ def test_observations_are_searched_in_the_runs_that_changed_last(tmp_path):
         env.write_text(json.dumps({"created": f"{number:03}", "plan": section if number < 2 else {}}))
         os.utime(env, ns=(number, number))
     assert [one.run for one in find_observations(tmp_path, job="job", key="k")] == ["job/001"]
+
+
+# Evaluation and resume on several ranks
+
+
+class Wide(TrainModule):
+    """Returns 2 MiB for each sample."""
+
+    def predict(self, batch: Batch) -> dict[str, Tensor]:
+        row = batch["sample_id"].float()[:, None].expand(-1, 2**19)
+        return {"sample_id": batch["sample_id"], "row": row.contiguous()}
+
+
+@pytest.mark.slow
+def test_ranks_send_rows_to_rank_0_alone_and_rank_0_alone_hashes_a_checkpoint(packed_images, tmp_path):
+    state = {"model": {"w": torch.arange(2**21, dtype=torch.float32)}}
+    checkpoint.save(tmp_path / "checkpoints", state, step=1, meta={})
+    run_on_ranks(_measure_on_ranks, 2, tmp_path, packed_images)
+
+
+def _measure_on_ranks(rank: int, world_size: int, folder: Path, packed: Path) -> None:
+    config = TrainConfig(image=ImageSettings(height_px=24, width_px=32), augment=AugmentSettings())
+    device, ids = torch.device("cpu"), np.arange(24)[::-1].copy()
+    loader = Loader.from_config(config, ShardSet(packed), device=device, decode="cpu", rank=rank, world_size=world_size)
+    gathered: list[Any] = []
+
+    def gather() -> None:
+        gathered.append(gather_rows(Wide(), loader, ids, batch_size=1, autocast=nullcontext))
+
+    gather()  # starts threads, and takes memory that stays
+    gathered.clear()
+    memory = measure_peak_mib(gather)
+    if rank == 0:
+        (rows, size) = gathered[0]
+        assert size == 1 and rows["sample_id"].tolist() == list(range(24))
+        assert np.array_equal(rows["row"][:, ::9999], np.broadcast_to(np.arange(24)[:, None], (24, 53)))
+    else:
+        assert gathered == [None]
+    assert memory < 48 * 1.3 if rank == 0 else memory < 24 * 1.3, f"{memory} MiB of 48"
+
+    distributed.barrier()
+    before = count_read_bytes()
+    found = load_newest_checkpoint(folder, is_main=rank == 0)
+    read = (count_read_bytes() - before) / (folder / "checkpoints" / "step-000000001.ckpt").stat().st_size
+    assert found is not None and torch.equal(found[1]["model"]["w"], torch.arange(2**21, dtype=torch.float32))
+    assert round(read, 1) == (2 if rank == 0 else 1), "rank 0 hashes it before anyone loads it"
+
+
+def measure_peak_mib(work: Callable[[], object]) -> float:
+    """Return the most memory that this process had during some work beyond what it had before."""
+    Path("/proc/self/clear_refs").write_text("5")  # from here on, VmHWM is the peak: proc(5)
+    before = read_status_mib("VmRSS")
+    work()
+    return read_status_mib("VmHWM") - before
+
+
+def read_status_mib(name: str) -> float:
+    status = Path("/proc/self/status").read_text()
+    return next(int(line.split()[1]) / 1024 for line in status.splitlines() if line.startswith(f"{name}:"))
+
+
+def count_read_bytes() -> int:
+    """Return how many bytes this process has read from files, cached or not."""
+    return int(Path("/proc/self/io").read_text().split()[1])
 
 
 # Saving

@@ -3,11 +3,12 @@
 import json
 import socket
 import time
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -191,7 +192,43 @@ def broadcast_from_rank0(value: Any) -> Any:
 def gather_to_rank0(value: Any) -> list[Any] | None:
     """Return every rank's value, in order of rank, on rank 0; None elsewhere."""
     values = _gather(value)
-    return values if not dist.is_initialized() or dist.get_rank() == 0 else None
+    return values if is_rank0() else None
+
+
+def is_rank0() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def move_to_rank0(parts: list[dict[str, np.ndarray]], take: Callable[[dict[str, np.ndarray]], object]) -> None:
+    """Call `take` on rank 0 with each part of the other ranks, in order of rank; every rank takes part.
+
+    Nothing but these parts travels, one at a time and as it is, so rank 0 needs room for one of them, and others none.
+
+    Args:
+        parts: of this rank; arrays with the same names, types and shapes, but for the first axis. Each is removed once
+            it is sent; rank 0's own are left alone.
+    """
+    if not dist.is_initialized():
+        return
+    described = [(name, array.dtype.str, array.shape[1:]) for name, array in parts[0].items()] if parts else []
+    ranks = _gather((described, [len(array) for part in parts for array in list(part.values())[:1]]))
+    if dist.get_rank() > 0:
+        while parts:
+            part = parts.pop(0)
+            assert [(name, array.dtype.str, array.shape[1:]) for name, array in part.items()] == described
+            for array in filter(np.size, part.values()):
+                dist.send(_view_as_bytes(np.ascontiguousarray(array)), dst=0)
+        return
+    for rank, (names, counts) in enumerate(ranks[1:], start=1):
+        for count in counts:
+            received = {name: np.empty((count, *shape), dtype) for name, dtype, shape in names}
+            for array in filter(np.size, received.values()):
+                dist.recv(_view_as_bytes(array), src=rank)
+            take(received)
+
+
+def _view_as_bytes(array: np.ndarray) -> Tensor:
+    return torch.from_numpy(array.reshape(-1).view(np.uint8))
 
 
 class Decision(NamedTuple):

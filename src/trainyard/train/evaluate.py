@@ -97,16 +97,18 @@ def gather_rows(
     Beside the rows is the batch size that fitted on every rank, `batch_size` or less.
 
     All ranks predict with what a checkpoint of the module has: its buffers become rank 0's. Afterwards the module is
-    in the mode (training or evaluation) in which it was.
+    in the mode (training or evaluation) in which it was. Rank 0 has the rows in memory once, the others their share.
     """
     was_training = module.training
     share_saved_buffers(module)
-    share = predict_share(module, loader, ids, batch_size=batch_size, autocast=autocast, progress=progress)
+    joined = JoinedRows(ids) if distributed.is_rank0() else None
+    share: list[Rows] = []
+    kept = share if joined is None else joined
+    size = predict_share(module, loader, ids, kept, batch_size=batch_size, autocast=autocast, progress=progress)
     module.train(was_training)
-    shares = distributed.gather_to_rank0(share)
-    if shares is None:
-        return None
-    return _join_rows([row for rows, _ in shares for row in rows], ids), min(size for _, size in shares)
+    sizes = distributed.gather_to_rank0(size)
+    distributed.move_to_rank0(share, kept.append)
+    return None if joined is None or sizes is None else (joined.finish(), min(sizes))
 
 
 def list_final_sets(context: RunContext) -> tuple[list[str], bool]:
@@ -144,16 +146,46 @@ def store_pair_scores(
         write_pair_scores(context.run, scores, step=step, precision=context.precision.dtype)
 
 
+class JoinedRows:
+    """Rows of the samples `ids`, by sample id. Memory is taken once: each batch goes to its place at once."""
+
+    def __init__(self, ids: np.ndarray) -> None:
+        self._ids = np.sort(ids)
+        self._rows: Rows = {}
+        self._is_there = np.zeros(len(ids), dtype=bool)
+
+    def append(self, batch: Rows) -> None:
+        """Put the rows of some samples to their places."""
+        if not self._rows:
+            self._rows = {name: np.empty((len(self._ids), *v.shape[1:]), v.dtype) for name, v in batch.items()}
+        places = np.searchsorted(self._ids, batch[SAMPLE_ID])
+        assert not self._is_there[places].any(), "predict must return one row per sample"
+        for name, rows in self._rows.items():
+            rows[places] = batch[name]
+        self._is_there[places] = True
+
+    def clear(self) -> None:
+        """Forget all batches; their memory is used again."""
+        self._is_there[:] = False
+
+    def finish(self) -> Rows:
+        """Return the rows, which are exactly those of the samples."""
+        same = self._is_there.all() and np.array_equal(self._rows[SAMPLE_ID], self._ids)
+        assert same, "predict must return one row per sample"
+        return self._rows
+
+
 def predict_share(
     module: TrainModule,
     loader: Loader,
     ids: np.ndarray,
+    rows: list[Rows] | JoinedRows,
     *,
     batch_size: int,
     autocast: Callable[[], AbstractContextManager[None]],
     progress: Callable[[int], object] = lambda samples: None,
-) -> tuple[list[Rows], int]:
-    """Return the rows of this rank's share of `ids`, one entry per batch, and the batch size that fitted.
+) -> int:
+    """Append the rows of this rank's share of `ids` to `rows`, batch by batch; return the batch size that fitted.
 
     If the GPU's memory is not enough for a batch, all rows are predicted again in batches of half the size: rows belong
     to samples, and no other rank takes part. Leaves the module in evaluation mode.
@@ -171,13 +203,17 @@ def predict_share(
     while True:
         try:
             with name_phase(EVALUATION):
-                rows = predict_batches(module, loader, ids, batch_size=batch_size, autocast=autocast, progress=count)
-                return list(rows), batch_size
+                for batch in predict_batches(
+                    module, loader, ids, batch_size=batch_size, autocast=autocast, progress=count
+                ):
+                    rows.append(batch)
+                return batch_size
         except RuntimeError as error:
             if batch_size == 1 or not is_out_of_memory(error):
                 raise
             reason = str(error).partition("\n")[0]
         count(-done)
+        rows.clear()
         gc.collect()  # what the error referred to
         release_memory()
         logger.warning("evaluation in batches of {}, because {} do not fit: {}", halve(batch_size), batch_size, reason)
@@ -228,12 +264,3 @@ class _RowCopy:
             return {name: v.numpy() for name, v in self._rows.items()}
         self._is_complete.synchronize()
         return {name: v.numpy().copy() for name, v in self._rows.items()}
-
-
-def _join_rows(parts: list[Rows], ids: np.ndarray) -> Rows:
-    """Join rows in order of sample id, and check that they are exactly the samples `ids`."""
-    rows = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-    order = np.argsort(rows[SAMPLE_ID], kind="stable")
-    rows = {name: values[order] for name, values in rows.items()}
-    assert np.array_equal(rows[SAMPLE_ID], np.sort(ids)), "predict must return one row per sample"
-    return rows

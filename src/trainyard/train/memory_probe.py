@@ -109,7 +109,7 @@ def probe_memory(
     def predict(size: int) -> _Trial:
         with _put_back(state, device):
             module = state.module if state.ema is None else state.ema
-            _, fitting = predict_share(module, loader, eval_ids, batch_size=size, autocast=autocast)
+            fitting = predict_share(module, loader, eval_ids, [], batch_size=size, autocast=autocast)
         return _Trial("", fitting)
 
     while (trial := _try_on_all_ranks(train, micro_batch_size)).failure:
