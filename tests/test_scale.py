@@ -23,6 +23,14 @@ from trainyard.errors import UserError
 from trainyard.report.run_story import RunStory
 from trainyard.runs.events import read_events, read_lines, read_lines_backwards, read_thinned_metrics
 from trainyard.runs.observations import find_observations
+from trainyard.scoring import (
+    ErrorRates,
+    Pairs,
+    bootstrap,
+    compute_error_rates,
+    compute_operating_points,
+    summarize_draws,
+)
 from trainyard.settings import AugmentSettings, ImageSettings, TrainConfig
 from trainyard.train import checkpoint, distributed
 from trainyard.train.evaluate import gather_rows
@@ -226,3 +234,37 @@ def test_the_time_of_a_save_includes_deleting_old_checkpoints(packed_run):
         is_slow = False
     saved = [event["seconds"] for event in read_events(packed_run) if event["event"] == "checkpoint"]
     assert len(saved) == 3 and max(saved) >= 0.2
+
+
+# Intervals
+
+
+def test_a_draw_looks_at_the_highest_scores_first_and_finds_what_all_scores_say():
+    """20,000 pairs: more than a draw looks at first; with few errors, and with so many that it has to look further."""
+    for distance in (6.0, 0.5):
+        pairs, looked_at = make_pairs(25, 8, distance=distance), []
+
+        def compute(rates: ErrorRates) -> dict[str, float]:
+            looked_at.append(len(rates.thresholds))  # noqa: B023  it is called at once
+            return compute_operating_points(rates, impostors=10_000)
+
+        found = bootstrap(pairs, compute, draws=20, seed=5)
+        assert (max(looked_at) < len(pairs.impostor) / 2) == (distance == 6.0)
+
+        generator, whole = np.random.default_rng(5), []
+        for _ in range(20):
+            count = np.bincount(generator.integers(25, size=25), minlength=25)
+            genuine = np.repeat(pairs.genuine, count[pairs.genuine_identity])
+            impostor = np.repeat(pairs.impostor, count[pairs.impostor_identities].prod(axis=1))
+            whole.append(compute_operating_points(compute_error_rates(genuine, impostor), impostors=10_000))
+        assert found == summarize_draws(whole, draws=20)
+
+
+def make_pairs(fingers: int, impressions: int, *, distance: float) -> Pairs:
+    """Return all pairs of prints with random scores; the means of the two kinds are `distance` standard deviations
+    apart."""
+    finger = np.repeat(np.arange(fingers), impressions)
+    one, other = np.triu_indices(len(finger), 1)
+    same = finger[one] == finger[other]
+    score = np.random.default_rng(0).normal(size=len(one)) + distance * same
+    return Pairs(score[same], score[~same], finger[one][same], np.stack([finger[one], finger[other]], axis=1)[~same])
