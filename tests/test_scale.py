@@ -3,9 +3,10 @@
 import json
 import os
 import sys
+import threading
 import time
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,16 @@ import torch
 from torch import Tensor
 
 from tests.test_data_parallel import run_on_ranks
-from tests.training import new_run, train
+from tests.training import FAMILIES, new_run, train
+from trainyard import config as configs
 from trainyard.data.loader import Loader
+from trainyard.data.prepare import pack_raw
+from trainyard.data.raw import list_files, list_once, recall_listing, remember_listing
 from trainyard.data.shards import ShardSet
 from trainyard.errors import UserError
 from trainyard.report.run_story import RunStory
 from trainyard.runs.events import read_events, read_lines, read_lines_backwards, read_thinned_metrics
+from trainyard.runs.folder import CONFIG
 from trainyard.runs.observations import find_observations
 from trainyard.scoring import (
     ErrorRates,
@@ -234,6 +239,78 @@ def test_the_time_of_a_save_includes_deleting_old_checkpoints(packed_run):
         is_slow = False
     saved = [event["seconds"] for event in read_events(packed_run) if event["event"] == "checkpoint"]
     assert len(saved) == 3 and max(saved) >= 0.2
+
+
+# Raw files
+
+
+def test_packing_asks_once_for_each_raw_file_and_for_many_at_the_same_time(packed_run, monkeypatch):
+    config = configs.thaw(packed_run / CONFIG, FAMILIES)
+    raw = next(path for path in Path(config.data.cache).glob("stripes-synthetic-*") if path.is_dir())
+    asked: dict[str, int] = {}
+    waiting, most, lock = 0, 0, threading.Lock()
+    ask = os.stat
+
+    def ask_slowly(path: Any, **options: Any) -> os.stat_result:
+        nonlocal waiting, most
+        if not str(path).startswith(f"{raw}/"):
+            return ask(path, **options)
+        with lock:
+            asked[str(path)] = asked.get(str(path), 0) + 1
+            waiting += 1
+            most = max(most, waiting)
+        time.sleep(0.005)  # a network file system
+        with lock:
+            waiting -= 1
+        return ask(path, **options)
+
+    monkeypatch.setattr(os, "stat", ask_slowly)
+    before = sorted(path.name for path in Path(config.data.path).iterdir())
+    pack_raw(config, raw, None, FAMILIES)
+    assert sorted(path.name for path in Path(config.data.path).iterdir()) == before, "it is packed already"
+    assert len(asked) == 60 and set(asked.values()) == {1}
+    assert most > 1
+
+
+def test_folders_are_listed_once_within_a_block(tmp_path, monkeypatch):
+    for name in ("a/1.png", "b/2.png"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).touch()
+    listed: list[str] = []
+    scan = os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path: listed.append(str(path)) or scan(path))
+
+    def list_twice() -> Iterator[list[Path]]:
+        yield list_files(tmp_path, {".png"})
+        (tmp_path / "a" / "3.png").touch()
+        yield list_files(tmp_path, {".png"})
+
+    with list_once():
+        first, second = list_twice()
+    assert first == second == [tmp_path / "a/1.png", tmp_path / "b/2.png"] and len(listed) == 3
+    assert len(list_files(tmp_path, {".png"})) == 3, "outside the block, folders are listed again"
+
+
+def test_a_listing_is_recalled_until_an_entry_of_a_folder_changes(tmp_path):
+    raw, remembered = tmp_path / "raw", tmp_path / "remembered"
+    (raw / "a").mkdir(parents=True)
+    (raw / "a" / "1.png").touch()
+
+    def remember() -> None:
+        with list_once() as listed:
+            assert list_files(raw, {".png"})
+            remember_listing(remembered, listed, "packed")
+
+    assert recall_listing(remembered) is None
+    remember()
+    for change in ((raw / "a/2.png").touch, (raw / "a/1.png").unlink, (raw / "b").mkdir, (raw / "b").rmdir):
+        time.sleep(0.02)  # the clock of files ticks every few milliseconds
+        change()
+        assert recall_listing(remembered) is None, change
+        remember()
+        assert recall_listing(remembered) == "packed"
+    remembered.write_text('{"folders": 3}')
+    assert recall_listing(remembered) is None
 
 
 # Intervals

@@ -1,5 +1,6 @@
 """Packs raw files into shards: in parallel, resumable after a kill, the same bytes for the same input."""
 
+import array
 import errno
 import hashlib
 import itertools
@@ -13,7 +14,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import h5py
 import numpy as np
@@ -44,6 +45,18 @@ Progress = Callable[[int], object]
 """Called with the number of samples done since the last call."""
 
 
+_Stamp = tuple[int, int] | None
+"""Size and modification time (ns) of a sample's raw file; None: it has none."""
+
+
+class Listing(NamedTuple):
+    """What `read_listing` found out about samples."""
+
+    samples: int
+    digest: str  # of their names, their raw files' sizes and times, and what describes the packing
+    stamps: "array.array[int]"  # two numbers for each sample: size and time of its raw file, or 0
+
+
 class PackError(UserError):
     """Raw files cannot be packed, or cannot be packed into this folder."""
 
@@ -54,6 +67,7 @@ def pack(
     *,
     meta: dict[str, Any],
     workers: int,
+    listing: Listing | None = None,
     skip_bad: bool = False,
     shard_mib: float = 128,
     artifacts: Mapping[str, str] | None = None,
@@ -72,6 +86,7 @@ def pack(
         out: created if missing.
         meta: plain values that describe the packing; with the samples they decide whether `out` is up to date.
         workers: processes.
+        listing: of these samples, just read: then their raw files are not checked a second time.
         skip_bad: leave out raw files that cannot be read, instead of failing after trying all of them.
         shard_mib: target size of a shard, which has 2,048 samples at most; a worker holds one in memory.
         artifacts: texts passed to the samples' `load`, a function of raw files and `meta`; stored in the index.
@@ -81,7 +96,7 @@ def pack(
         PackError: no samples, two with the same key, unreadable files, another data set in `out`, or a full disk.
         UserError: a raw file that `raw.check_sources` refuses.
     """
-    stream = check_sources(samples)
+    stream = _stamp(samples) if listing is None else _join_stamps(samples, listing)
     head = list(itertools.islice(stream, _PROBE))
     if not head:
         raise PackError(
@@ -111,26 +126,52 @@ def pack(
         ) from None
 
 
-def read_listing(samples: Iterable[Sample], meta: dict[str, Any]) -> tuple[int, str]:
-    """Return the number of samples, and a digest of their names, their raw files' sizes and times, and `meta`."""
-    count, digest = 0, hashlib.sha256(json.dumps(meta, sort_keys=True).encode())
-    stream = check_sources(samples)
+def read_listing(samples: Iterable[Sample], meta: dict[str, Any]) -> Listing:
+    """List samples, and check their raw files: one `stat` for each."""
+    count, digest, stamps = 0, hashlib.sha256(json.dumps(meta, sort_keys=True).encode()), array.array("q")
+    stream = _stamp(samples)
     while chunk := list(itertools.islice(stream, _LISTED_AT_ONCE)):
         count += len(chunk)
         digest.update(_hash_listing(chunk, meta).encode())
-    return count, digest.hexdigest()
+        stamps.extend(number for _, stamp in chunk for number in stamp or (0, 0))
+    return Listing(count, digest.hexdigest(), stamps)
 
 
-def _choose_samples_per_shard(head: Sequence[Sample], shard_mib: float) -> int:
-    sources = [sample.source for sample in head if sample.source]
-    if not sources:
+def _stamp(samples: Iterable[Sample]) -> Iterator[tuple[Sample, _Stamp]]:
+    """Yield samples with the size and time of their raw files, which are checked."""
+    return (
+        (one, None if found is None else (found.st_size, found.st_mtime_ns)) for one, found in check_sources(samples)
+    )
+
+
+def _join_stamps(samples: Iterable[Sample], listing: Listing) -> Iterator[tuple[Sample, _Stamp]]:
+    """Yield samples with what `listing` says of their raw files.
+
+    Raises:
+        PackError: there are more or fewer samples than listed.
+    """
+    stamps = iter(listing.stamps)
+    for sample in samples:
+        stamp = tuple(itertools.islice(stamps, 2))
+        if len(stamp) < 2:
+            break
+        yield sample, None if sample.source is None else (stamp[0], stamp[1])
+    else:
+        if next(stamps, None) is None:
+            return
+    raise PackError("Raw files were added or removed while they were listed. Run the same command again.")
+
+
+def _choose_samples_per_shard(head: Sequence[tuple[Sample, _Stamp]], shard_mib: float) -> int:
+    sizes = [(sample.source, stamp[0]) for sample, stamp in head if stamp is not None]
+    if not sizes:
         return _MOST_SAMPLES
-    mean = max(1.0, sum(source.stat().st_size for source in set(sources)) / len(sources))  # several may share a file
+    mean = max(1.0, sum(dict(sizes).values()) / len(sizes))  # several may share a file
     return min(_MOST_SAMPLES, max(1, math.ceil(shard_mib * 2**20 / mean)))
 
 
 def _plan_shards(
-    samples: Iterable[Sample],
+    samples: Iterable[tuple[Sample, _Stamp]],
     out: Path,
     count: int,
     skip_bad: bool,
@@ -142,18 +183,17 @@ def _plan_shards(
         chunk = list(itertools.islice(stream, count))
         if not chunk:
             return
-        yield ShardTask(out / f"shard-{number:05d}.h5", chunk, _hash_listing(chunk, meta), skip_bad, artifacts)
+        path, own = out / f"shard-{number:05d}.h5", [sample for sample, _ in chunk]
+        yield ShardTask(path, own, _hash_listing(chunk, meta), skip_bad, artifacts)
 
 
-def _hash_listing(chunk: Sequence[Sample], meta: dict[str, Any]) -> str:
+def _hash_listing(chunk: Sequence[tuple[Sample, _Stamp]], meta: dict[str, Any]) -> str:
     """Return a digest of what a shard is made from: names, columns, and the raw files' sizes and times.
 
     Not of `skip_bad`: a second call with `skip_bad` keeps the shards without bad files.
     """
     digest = hashlib.sha256(json.dumps([SCHEMA_VERSION, meta], sort_keys=True).encode())
-    for sample in chunk:
-        stat = sample.source.stat() if sample.source else None
-        stamp = [stat.st_size, stat.st_mtime_ns] if stat else None
+    for sample, stamp in chunk:
         digest.update(json.dumps([sample.key, sorted(sample.columns.items()), stamp]).encode())
     return digest.hexdigest()
 
@@ -322,8 +362,8 @@ def _write_index(file: h5py.File, written: Sequence[WrittenShard]) -> None:
         kinds = {(one.attributes["kind"], one.attributes["dtype"], one.fixed_shape) for one in records}
         assert len(kinds) == 1, f"{name} differs between shards: {sorted(kinds)}"
         group.attrs.update(records[0].attributes)
-        for array in _PLACES:
-            group[array] = np.concatenate([one.places[array] for one in records])
+        for place in _PLACES:
+            group[place] = np.concatenate([one.places[place] for one in records])
 
 
 _PLACES = ("start", "size", "crc", "shape")

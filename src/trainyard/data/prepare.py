@@ -1,18 +1,24 @@
 """Prepares the packed data that a run needs: synthesizes raw files if there are none, and packs them."""
 
+import hashlib
+import json
 import shlex
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainyard.config import compose, find_differences, load_family
+from trainyard.data.raw import list_once, recall_listing, remember_listing
 from trainyard.errors import UserError
 from trainyard.files import FlockRefused, exclusive_lock, remove_partial_folders
 from trainyard.hardware import count_cores
 from trainyard.messages import logger
 from trainyard.settings import TrainConfig
+
+if TYPE_CHECKING:
+    from trainyard.data.pack import Listing
 
 _MOST_NAMED = 5  # damaged records
 
@@ -50,34 +56,39 @@ def pack_raw(
 
     _require_folder(raw)
     family = load_family(jobs_dir, config.family, "pack")
-    count, named = _list_raw(config, raw, jobs_dir)
-    if not count:
-        raise UserError(
-            f"{raw}: contains no sample that {config.family} knows. Expected: see {jobs_dir / config.family}/README.md"
-        )
-    folder = out or named
-    if hasattr(family, "log_reading"):
-        family.log_reading(raw, config)
+    with list_once() as listed:
+        listing, named = _list_raw(config, raw, jobs_dir)
+        if not listing.samples:
+            raise UserError(
+                f"{raw}: contains no sample that {config.family} knows. Expected: see "
+                f"{jobs_dir / config.family}/README.md"
+            )
+        folder = out or named
+        if hasattr(family, "log_reading"):
+            family.log_reading(raw, config)
 
-    def progress(samples: int) -> None:
-        bar.update(samples)
-        hook()
+        def progress(samples: int) -> None:
+            bar.update(samples)
+            hook()
 
-    with (
-        _lock_folder(folder),
-        tqdm(total=count, unit="sample", desc=f"packing {raw.name}", disable=None, leave=False) as bar,
-    ):
-        data = pack(
-            family.samples(raw, config),
-            folder,
-            meta=_build_meta(config),
-            workers=workers or count_cores(),
-            skip_bad=config.data.on_error == "skip",
-            shard_mib=shard_mib,
-            artifacts=_fit_artifacts(family, raw, config, folder),
-            progress=progress,
-            on_shard=on_shard,
-        )
+        with (
+            _lock_folder(folder),
+            tqdm(total=listing.samples, unit="sample", desc=f"packing {raw.name}", disable=None, leave=False) as bar,
+        ):
+            data = pack(
+                family.samples(raw, config),
+                folder,
+                meta=_build_meta(config),
+                workers=workers or count_cores(),
+                listing=listing,
+                skip_bad=config.data.on_error == "skip",
+                shard_mib=shard_mib,
+                artifacts=_fit_artifacts(family, raw, config, folder),
+                progress=progress,
+                on_shard=on_shard,
+            )
+            if out is None:
+                remember_listing(_name_remembered(config, raw), listed, folder.name)
     skipped = f", {data.skipped} unreadable left out" if data.skipped else ""
     logger.info("packed {}: {} samples in {} shards{}", folder, data.count, len(data.shards), skipped)
     data.close()
@@ -144,13 +155,21 @@ def is_packed(config: TrainConfig) -> bool:
 def find_packed(config: TrainConfig, jobs_dir: Path) -> Path | None:
     """Return the packed data that `prepare_data` would find complete; None if it would pack.
 
+    Raw files are not listed again if their folders have not changed since they were packed. `prepare_data` lists them,
+    so that it notices a file that was overwritten in place, and packs again.
+
     Raises:
         UserError: the raw files cannot be listed.
     """
     raw = Path(config.data.path) if config.data.path else _name_synthetic(config)
     if not raw.is_dir() or not any(Path(config.data.cache).glob(f"{config.family}-*/index.h5")):
         return None  # and the raw files need not be listed
-    folder = _list_raw(config, raw, jobs_dir)[1]
+    known = recall_listing(_name_remembered(config, raw))
+    if known is None:
+        folder = _list_raw(config, raw, jobs_dir)[1]
+    else:
+        logger.info("{}: its folders are as they were when it was packed, so its files are not listed again", raw)
+        folder = Path(config.data.cache) / Path(known).name
     return folder if (folder / "index.h5").is_file() else None
 
 
@@ -267,13 +286,19 @@ def _lock_folder(folder: Path) -> Iterator[None]:
         ) from None
 
 
-def _list_raw(config: TrainConfig, raw: Path, jobs_dir: Path) -> tuple[int, Path]:
-    """Return how many samples a folder of raw files has, and the folder under `data.cache` that they are packed to."""
+def _list_raw(config: TrainConfig, raw: Path, jobs_dir: Path) -> "tuple[Listing, Path]":
+    """List a folder of raw files; return also the folder under `data.cache` that they are packed to."""
     from trainyard.data.pack import read_listing
 
     samples = load_family(jobs_dir, config.family, "pack").samples(raw, config)
-    count, listing = read_listing(samples, _build_meta(config))
-    return count, Path(config.data.cache) / f"{config.family}-{listing[:12]}"
+    listing = read_listing(samples, _build_meta(config))
+    return listing, Path(config.data.cache) / f"{config.family}-{listing.digest[:12]}"
+
+
+def _name_remembered(config: TrainConfig, raw: Path) -> Path:
+    """Return where it is written down what the raw files of a folder are packed to."""
+    key = json.dumps([str(raw.absolute()), _build_meta(config)], sort_keys=True)
+    return Path(config.data.cache) / f".{config.family}-{hashlib.sha256(key.encode()).hexdigest()[:12]}.listing"
 
 
 def _name_synthetic(config: TrainConfig) -> Path:

@@ -1,13 +1,72 @@
-"""Lists raw files, and refuses those that packing would hang on, read twice, or could not name."""
+"""Lists raw files, refuses those that packing would hang on, read twice, or could not name; remembers listings."""
 
 import os
 import shlex
 import stat
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from trainyard.data.shards import Sample
 from trainyard.errors import UserError
+from trainyard.files import parse_json, read_file, write_json
+
+if TYPE_CHECKING:
+    from trainyard.data.shards import Sample
+
+
+_THREADS = 16  # that wait for a file system at the same time
+_FILES_PER_TASK = 32
+_MOST_BYTES = 2**28  # of a remembered listing: a hundred bytes for each folder
+
+
+@dataclass
+class Listed:
+    """What `list_files` has found within a block."""
+
+    files: dict[tuple[Path, frozenset[str], int | None], list[Path]] = field(default_factory=dict)
+    folders: dict[str, int] = field(default_factory=dict)  # modification time, ns, of each folder before it was listed
+
+
+_listed: ContextVar[Listed | None] = ContextVar("_listed", default=None)
+
+
+@contextmanager
+def list_once() -> Iterator[Listed]:
+    """Within the block, `list_files` lists no folder a second time: what it found first counts."""
+    if (outer := _listed.get()) is not None:
+        yield outer
+        return
+    token = _listed.set(found := Listed())
+    try:
+        yield found
+    finally:
+        _listed.reset(token)
+
+
+def remember_listing(path: Path, listed: Listed, result: str) -> None:
+    """Write down what followed from a listing; for `recall_listing`."""
+    if listed.folders:
+        write_json(path, {"folders": listed.folders, "result": result})
+
+
+def recall_listing(path: Path) -> str | None:
+    """Return what followed from a listing, if its folders have the same entries now; None if they are not known.
+
+    Asks for each folder, and for no file: a file that was overwritten in place goes unnoticed.
+    """
+    try:
+        content = parse_json(read_file(path, most_bytes=_MOST_BYTES))
+        folders, result = {str(name): int(time) for name, time in content["folders"].items()}, str(content["result"])
+        with ThreadPoolExecutor(_THREADS) as pool:
+            times = list(pool.map(lambda name: Path(name).stat().st_mtime_ns, folders))
+    except (OSError, ValueError, TypeError, LookupError, AttributeError):
+        return None  # nothing was remembered, it is damaged, or a folder is gone: then all is listed again
+    return result if times == list(folders.values()) else None
 
 
 def list_files(folder: Path, suffixes: Collection[str], *, depth: int | None = None) -> list[Path]:
@@ -22,35 +81,52 @@ def list_files(folder: Path, suffixes: Collection[str], *, depth: int | None = N
         UserError: a folder cannot be listed or is inside itself by a link, or a file is no regular file, a link to
             nothing, or has a name that is not UTF-8.
     """
-    found: list[Path] = []
-    if folder.is_dir():
-        _collect_files(folder, suffixes, depth, {_identify(folder): folder}, found)
-    return sorted(found)
+    with list_once() as listed:
+        key = (folder, frozenset(suffixes), depth)
+        if key not in listed.files:
+            found: list[Path] = []
+            if folder.is_dir():
+                _collect_files(folder, suffixes, depth, {_identify(folder, listed): folder}, found, listed)
+            listed.files[key] = sorted(found)
+        return list(listed.files[key])
 
 
-def check_sources(samples: Iterable[Sample]) -> Iterator[Sample]:
-    """Pass samples on after checking their names and raw files; costs a `stat` and about 150 bytes for each.
+def check_sources(samples: "Iterable[Sample]") -> "Iterator[tuple[Sample, os.stat_result | None]]":
+    """Yield samples after checking their names and raw files, with what stat(2) says of the file; None without one.
 
-    Samples may share a raw file. What is refused is a file that a link makes appear in two folders, because its copies
-    would be dealt out to training and test. Hard links, and links with another name, are taken as meant.
+    Costs one `stat` for each sample, of which many run at the same time, and about 150 bytes. Samples may share a raw
+    file. What is refused is a file that a link makes appear in two folders, because its copies would be dealt out to
+    training and test. Hard links, and links with another name, are taken as meant.
 
     Raises:
         UserError: as in `list_files`, or a link makes a file appear twice.
     """
+    stream = iter(samples)
     folders: dict[int, int] = {}  # hash of (device, inode, name) -> hash of the folder
+    with ThreadPoolExecutor(_THREADS) as pool:
+        while chunk := list(islice(stream, _THREADS * _FILES_PER_TASK)):
+            tasks = [chunk[begin : begin + _FILES_PER_TASK] for begin in range(0, len(chunk), _FILES_PER_TASK)]
+            stats = pool.map(_stat_sources, tasks)
+            for sample, found in zip(chunk, (one for batch in stats for one in batch), strict=True):
+                if sample.source is not None and found is not None:
+                    path, folder = sample.source, hash(sample.source.parent)
+                    first = folders.setdefault(hash((found.st_dev, found.st_ino, path.name)), folder)
+                    if first != folder and found.st_nlink == 1:
+                        raise UserError(
+                            f"{path}: reached twice, because a link leads to it or to a folder that contains it, so "
+                            "its copies would be in training and test. Remove the link. All links: find RAW -type l"
+                        )
+                yield sample, found
+
+
+def _stat_sources(samples: "Sequence[Sample]") -> list[os.stat_result | None]:
+    """Check names and raw files; return what stat(2) says of them."""
+    found: list[os.stat_result | None] = []
     for sample in samples:
         if sample.source is not None:
-            path = sample.source
-            _check_name(path)
-            found = _check_regular(path)
-            folder = hash(path.parent)
-            first = folders.setdefault(hash((found.st_dev, found.st_ino, path.name)), folder)
-            if first != folder and found.st_nlink == 1:
-                raise UserError(
-                    f"{path}: reached twice, because a link leads to it or to a folder that contains it, so its copies "
-                    "would be in training and test. Remove the link. All links: find RAW -type l"
-                )
-        yield sample
+            _check_name(sample.source)
+        found.append(None if sample.source is None else _check_regular(sample.source))
+    return found
 
 
 def _collect_files(
@@ -59,38 +135,41 @@ def _collect_files(
     depth: int | None,
     outer: dict[tuple[int, int], Path],
     found: list[Path],
+    listed: Listed,
 ) -> None:
-    """Add the files of a folder to `found`.
+    """Add the files of a folder to `found`, and the folder to `listed`.
 
     Args:
         outer: the folder and all around it, by identity.
     """
     try:
         with os.scandir(folder) as entries:
-            listed = [entry for entry in entries if not entry.name.startswith(".")]
+            visible = [entry for entry in entries if not entry.name.startswith(".")]
     except OSError as error:
         raise UserError(f"{folder}: cannot be listed ({error.strerror}). Give yourself the right to read it.") from None
-    for entry in listed:
+    for entry in visible:
         path = Path(entry.path)
         if entry.is_dir():
             if depth == 0:
                 continue
-            identity = _identify(path)
+            identity = _identify(path, listed)
             if identity in outer:
                 raise UserError(
                     f"{path}: a link to {outer[identity]}, the folder that it is in, so each sample would be there "
                     f"twice. Remove it: rm {shlex.quote(str(path))}"
                 )
             below = None if depth is None else depth - 1
-            _collect_files(path, suffixes, below, outer | {identity: path}, found)
+            _collect_files(path, suffixes, below, outer | {identity: path}, found, listed)
         elif path.suffix.lower() in suffixes:
             _check_name(path)
-            _check_regular(path)
+            if not entry.is_file(follow_symlinks=False):  # what kind it is came with its name: no stat
+                _check_regular(path)
             found.append(path)
 
 
-def _identify(folder: Path) -> tuple[int, int]:
+def _identify(folder: Path, listed: Listed) -> tuple[int, int]:
     found = folder.stat()
+    listed.folders[str(folder.absolute())] = found.st_mtime_ns
     return found.st_dev, found.st_ino
 
 
