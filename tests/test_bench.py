@@ -14,6 +14,7 @@ from trainyard.environment import collect_environment
 from trainyard.errors import UserError
 from trainyard.tools import bench
 from trainyard.tools.bench import Configuration, Options, Round, build_result_lines, measure, read_results, run_suite
+from trainyard.tools.bench_scale import Sizes, parse_sizes, run_scale
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 OURS, OTHER = (Configuration("rgb", name, "dev", "") for name in ("ours", "other"))
@@ -196,3 +197,28 @@ def test_a_quick_run_measures_our_reader_and_h5py_on_generated_images_end_to_end
     assert results[1]["ours_over_this_samples_per_core_s"]["median"] > 0
     assert "h5py_flat" in capsys.readouterr().out
     assert len(list((tmp_path / "data").glob("rgb-files-64/*/*.jpg"))) == 64
+
+
+@pytest.mark.slow
+def test_what_grows_is_measured_in_sizes_that_a_person_chooses(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    sizes = parse_sizes(["files=250"], Sizes().make_quick())
+    header = bench.build_header("scale", Options(), command="bench", environment={})
+    path = run_scale(sizes, rounds=1, only=("listing",), results=tmp_path, header=header)
+    head, seconds, memory = read_results(path)
+    assert head["sizes"]["files"] == 250 and (seconds["unit"], memory["unit"]) == ("s", "MiB")
+    assert seconds["note"] == "250 files" and seconds["rounds"][0] > 0
+    assert "list raw files" in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"--only lists: no such case. There are: metrics, .*, listing."):
+        run_scale(sizes, rounds=1, only=("lists",), results=tmp_path, header=header)
+    for wrong in ("file=3", "files", "files=0", "files=-1"):
+        with pytest.raises(UserError, match=f"--size {wrong}: expected NAME=NUMBER, with one of lines, .*, files"):
+            parse_sizes([wrong], sizes)
+
+
+@pytest.mark.long
+def test_each_case_of_what_grows_measures_something(tmp_path: Path):
+    header = bench.build_header("scale", Options(), command="bench", environment={})
+    path = run_scale(Sizes().make_quick(), rounds=1, only=(), results=tmp_path, header=header)
+    lines = {line["name"]: line for line in read_results(path)[1:]}
+    assert len(lines) >= 12 and all(line["rounds"][0] >= 0 for line in lines.values()), lines
+    assert lines["gather, memory of rank 0"]["rounds"][0] > 0.9

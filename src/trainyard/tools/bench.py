@@ -28,7 +28,9 @@ from trainyard.environment import collect_environment
 from trainyard.errors import UserError
 from trainyard.hardware import count_cores
 from trainyard.measure import QUOTABLE_ROUNDS, QUOTABLE_SPREAD, Summary, find_free_path, write_results
+from trainyard.measure import format_table as format_numbers
 from trainyard.text import align_columns
+from trainyard.tools import bench_scale
 
 SUITES = ("rgb", "gray", "raw", "read", "step")
 OURS = "ours"
@@ -402,10 +404,14 @@ def _raise_failures(lines: Sequence[Mapping[str, Any]], path: Path) -> None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `trainyard bench`."""
     default = Options()
-    parser.add_argument("suites", nargs="*", help=f"suites to run, from {', '.join(SUITES)}; default: all")
+    named = f"suites to run, from {', '.join(SUITES)} (default: these), {bench_scale.SUITE}"
+    parser.add_argument("suites", nargs="*", help=named)
     parser.add_argument("--quick", action="store_true", help="little data, one round: check that everything runs")
     parser.add_argument("--peers", type=Path, metavar="VENV", help="also measure the peers, in this environment")
     parser.add_argument("--only", action="append", default=[], metavar="PATTERN", help="run these and ours; repeatable")
+    parser.add_argument(
+        "--size", action="append", default=[], metavar="NAME=N", help="of the input of suite scale, such as lines=10000"
+    )
     parser.add_argument("--show", type=Path, metavar="FILE", help="print the table of a result file and stop")
     parser.add_argument("--rounds", type=int, default=default.rounds, help="default: %(default)s")
     parser.add_argument("--seconds", type=float, default=default.seconds, help="minimum time of each: %(default)s")
@@ -424,7 +430,9 @@ def main(arguments: argparse.Namespace, *, command: str) -> None:
         UserError: see `run_suite`.
     """
     if arguments.show:
-        print(format_table(read_results(arguments.show)))
+        lines = read_results(arguments.show)
+        is_scale = lines[0].get("suite") == bench_scale.SUITE
+        print(format_numbers(lines[1:]) if is_scale else format_table(lines))
         return
     environment = collect_environment()
     options = Options(
@@ -438,4 +446,14 @@ def main(arguments: argparse.Namespace, *, command: str) -> None:
     )
     for suite in arguments.suites or SUITES:
         chosen = options.make_quick() if arguments.quick else options
+        if suite == bench_scale.SUITE:
+            sizes = bench_scale.Sizes().make_quick() if arguments.quick else bench_scale.Sizes()
+            bench_scale.run_scale(
+                bench_scale.parse_sizes(arguments.size, sizes),
+                rounds=chosen.rounds,
+                only=chosen.only,
+                results=chosen.results,
+                header=build_header(suite, chosen, command=command, environment=environment),
+            )
+            continue
         run_suite(suite, chosen, command=command, environment=environment)
