@@ -23,7 +23,7 @@ from trainyard.runs.events import (
 )
 from trainyard.runs.folder import ENV_DIGEST
 
-_MOST_TRAIN_LINES = 4_000  # in memory and in a plot, which has fewer pixels
+_MOST_TRAIN_LINES = 2_000  # in memory and in a plot, which has fewer pixels
 
 
 @dataclass(frozen=True)
