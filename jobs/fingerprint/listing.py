@@ -1,6 +1,5 @@
 """Lists the prints of a raw folder and says whose they are: by `index.csv`, or by the file names."""
 
-import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -9,6 +8,7 @@ from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
 
+from trainyard.data.raw import list_folder
 from trainyard.errors import UserError
 from trainyard.text import align_columns, join_names
 
@@ -139,22 +139,14 @@ def _find_files(raw: Path) -> tuple[list[str], list[str]]:
                 f"{raw / prefix}: links to {raw / first}, so its prints would count twice. Remove the link."
             )
         folders = []
-        for entry in _list_folder(raw / prefix):
+        for entry in list_folder(raw / prefix):
             path = prefix + entry.name
-            if entry.is_dir():
+            if entry.is_folder:
                 folders.append(f"{path}/")
             else:
-                (images if _read_suffix(path) in SUFFIXES and entry.is_file() else other).append(path)
+                (images if _read_suffix(path) in SUFFIXES and entry.is_file else other).append(path)
         waiting += reversed(folders)
     return images, other
-
-
-def _list_folder(folder: Path) -> list[os.DirEntry[str]]:
-    try:
-        with os.scandir(folder) as entries:
-            return sorted((entry for entry in entries if not entry.name.startswith(".")), key=attrgetter("name"))
-    except OSError as error:
-        raise UserError(f"{folder}: cannot be listed ({error.strerror}). Give yourself the right to read it.") from None
 
 
 def _read_suffix(path: str) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from loguru import logger
 
+from trainyard.data.raw import list_once
 from trainyard.errors import UserError
 
 from .cases import find_shared_prints
@@ -33,6 +34,16 @@ def make_packing(layout: str = "auto", dpi_of_sets: tuple[str, ...] = ()) -> Pac
 
 def read_fingers(raw: Path, layout: str = "auto") -> dict[str, str]:
     return {one.path: one.finger for one in list_prints(raw, make_packing(layout)).prints}
+
+
+def test_folders_of_prints_are_listed_once_within_a_block_which_knows_all_of_them(tmp_path: Path) -> None:
+    make_files(tmp_path, "a/1_1.png", "a/1_2.png", "b/2_1.png", "b/.hidden/3_1.png")
+    with list_once() as listed:
+        first = read_fingers(tmp_path, "sets")
+        make_files(tmp_path, "b/4_1.png")
+        assert read_fingers(tmp_path, "sets") == first and len(first) == 3
+    assert sorted(listed.times) == [str(tmp_path), str(tmp_path / "a"), str(tmp_path / "b")]
+    assert len(read_fingers(tmp_path, "sets")) == 4
 
 
 SAME_FINGER = {

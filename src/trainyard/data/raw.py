@@ -10,7 +10,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from trainyard.errors import UserError
 from trainyard.files import parse_json, read_file, write_json
@@ -24,12 +24,21 @@ _FILES_PER_TASK = 32
 _MOST_BYTES = 2**28  # of a remembered listing: a hundred bytes for each folder
 
 
+class Entry(NamedTuple):
+    """An entry of a folder. Links are followed, but for `is_link`."""
+
+    name: str
+    is_folder: bool
+    is_file: bool  # a regular one
+    is_link: bool
+
+
 @dataclass
 class Listed:
-    """What `list_files` has found within a block."""
+    """The folders that `list_folder` has listed within a block."""
 
-    files: dict[tuple[Path, frozenset[str], int | None], list[Path]] = field(default_factory=dict)
-    folders: dict[str, int] = field(default_factory=dict)  # modification time, ns, of each folder before it was listed
+    entries: dict[Path, list[Entry]] = field(default_factory=dict)
+    times: dict[str, int] = field(default_factory=dict)  # modification time, ns, of each folder before it was listed
 
 
 _listed: ContextVar[Listed | None] = ContextVar("_listed", default=None)
@@ -37,10 +46,7 @@ _listed: ContextVar[Listed | None] = ContextVar("_listed", default=None)
 
 @contextmanager
 def list_once() -> Iterator[Listed]:
-    """Within the block, `list_files` lists no folder a second time: what it found first counts."""
-    if (outer := _listed.get()) is not None:
-        yield outer
-        return
+    """Within the block, no folder is listed a second time: what was found first counts. Keeps 150 bytes an entry."""
     token = _listed.set(found := Listed())
     try:
         yield found
@@ -48,10 +54,32 @@ def list_once() -> Iterator[Listed]:
         _listed.reset(token)
 
 
+def list_folder(folder: Path) -> list[Entry]:
+    """List a folder without hidden entries, sorted by name; asks the file system about links only, not about each file.
+
+    Raises:
+        UserError: it cannot be listed.
+    """
+    listed = _listed.get()
+    if listed is not None and folder in listed.entries:
+        return listed.entries[folder]
+    try:
+        time_ns = folder.stat().st_mtime_ns
+        with os.scandir(folder) as entries:
+            visible = [entry for entry in entries if not entry.name.startswith(".")]
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be listed ({error.strerror}). Give yourself the right to read it.") from None
+    found = sorted(Entry(one.name, one.is_dir(), one.is_file(), one.is_symlink()) for one in visible)
+    if listed is not None:
+        listed.entries[folder] = found
+        listed.times[str(folder.absolute())] = time_ns
+    return found
+
+
 def remember_listing(path: Path, listed: Listed, result: str) -> None:
     """Write down what followed from a listing; for `recall_listing`."""
-    if listed.folders:
-        write_json(path, {"folders": listed.folders, "result": result})
+    if listed.times:
+        write_json(path, {"folders": listed.times, "result": result})
 
 
 def recall_listing(path: Path) -> str | None:
@@ -81,14 +109,10 @@ def list_files(folder: Path, suffixes: Collection[str], *, depth: int | None = N
         UserError: a folder cannot be listed or is inside itself by a link, or a file is no regular file, a link to
             nothing, or has a name that is not UTF-8.
     """
-    with list_once() as listed:
-        key = (folder, frozenset(suffixes), depth)
-        if key not in listed.files:
-            found: list[Path] = []
-            if folder.is_dir():
-                _collect_files(folder, suffixes, depth, {_identify(folder, listed): folder}, found, listed)
-            listed.files[key] = sorted(found)
-        return list(listed.files[key])
+    found: list[Path] = []
+    if folder.is_dir():
+        _collect_files(folder, suffixes, depth, {_identify(folder): folder}, found)
+    return sorted(found)
 
 
 def check_sources(samples: "Iterable[Sample]") -> "Iterator[tuple[Sample, os.stat_result | None]]":
@@ -135,41 +159,34 @@ def _collect_files(
     depth: int | None,
     outer: dict[tuple[int, int], Path],
     found: list[Path],
-    listed: Listed,
 ) -> None:
-    """Add the files of a folder to `found`, and the folder to `listed`.
+    """Add the files of a folder to `found`.
 
     Args:
         outer: the folder and all around it, by identity.
     """
-    try:
-        with os.scandir(folder) as entries:
-            visible = [entry for entry in entries if not entry.name.startswith(".")]
-    except OSError as error:
-        raise UserError(f"{folder}: cannot be listed ({error.strerror}). Give yourself the right to read it.") from None
-    for entry in visible:
-        path = Path(entry.path)
-        if entry.is_dir():
+    for entry in list_folder(folder):
+        path = folder / entry.name
+        if entry.is_folder:
             if depth == 0:
                 continue
-            identity = _identify(path, listed)
+            identity = _identify(path)
             if identity in outer:
                 raise UserError(
                     f"{path}: a link to {outer[identity]}, the folder that it is in, so each sample would be there "
                     f"twice. Remove it: rm {shlex.quote(str(path))}"
                 )
             below = None if depth is None else depth - 1
-            _collect_files(path, suffixes, below, outer | {identity: path}, found, listed)
+            _collect_files(path, suffixes, below, outer | {identity: path}, found)
         elif path.suffix.lower() in suffixes:
             _check_name(path)
-            if not entry.is_file(follow_symlinks=False):  # what kind it is came with its name: no stat
+            if entry.is_link or not entry.is_file:
                 _check_regular(path)
             found.append(path)
 
 
-def _identify(folder: Path, listed: Listed) -> tuple[int, int]:
+def _identify(folder: Path) -> tuple[int, int]:
     found = folder.stat()
-    listed.folders[str(folder.absolute())] = found.st_mtime_ns
     return found.st_dev, found.st_ino
 
 
