@@ -171,7 +171,7 @@ def _list_configurations(options: Options) -> list[Configuration]:
 
 def _select(configurations: Iterable[Configuration], suite: str, options: Options) -> list[Configuration]:
     if suite not in SUITES:
-        raise UserError(f"'{suite}' is not a benchmark suite. Choose from: {', '.join(SUITES)}.")
+        raise UserError(f"'{suite}' is not a benchmark suite. Choose from: {', '.join(SUITES)}, {bench_scale.SUITE}.")
     here = {"dev"} if options.peers is None else {"dev", "peers"}
     found = [c for c in configurations if c.suite == suite and c.environment in here]
     wanted = options.only or ("*",)

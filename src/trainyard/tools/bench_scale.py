@@ -201,26 +201,23 @@ def _prepare_metrics(folder: Path, sizes: Sizes) -> None:
             file.write(encode_line({**line, "elapsed_s": step / 14}))
 
 
-def _measure_resume(folder: Path, sizes: Sizes, rank: int) -> list[Number]:
+def _measure_metrics(folder: Path, sizes: Sizes, rank: int) -> list[Number]:
+    from trainyard.report.run_page import write_report
     from trainyard.runs.events import METRICS_FILE
     from trainyard.train.recorder import Recorder
 
     size = (folder / METRICS_FILE).stat().st_size
+    note = f"{sizes.lines:,} lines, {size / 1e6:,.0f} MB"
 
     def resume() -> None:
         Recorder.rewind(folder, size)
         Recorder(folder, trackers=[], config={}, resume_at=sizes.lines).close()
 
-    return _measure_work("resume the metrics", resume, f"{sizes.lines:,} lines, {size / 1e6:,.0f} MB")
-
-
-def _measure_report(folder: Path, sizes: Sizes, rank: int) -> list[Number]:
-    from trainyard.report.run_page import write_report
-
-    small = folder / "small"
-    _prepare_metrics(_make(small), replace(sizes, lines=10))
-    write_report(small)  # loads what draws
-    return _measure_work("report", lambda: write_report(folder), f"{sizes.lines:,} lines")
+    small = _make(folder / "small")
+    _prepare_metrics(small, replace(sizes, lines=10))
+    few = _measure_work("report of a short run", lambda: write_report(small), "10 lines; loads what draws")
+    numbers = _measure_work("resume the metrics", resume, note)
+    return [*numbers, *few[:1], *_measure_work("report", lambda: write_report(folder), note)]
 
 
 def _make(folder: Path) -> Path:
@@ -356,8 +353,7 @@ def _measure_listing(folder: Path, sizes: Sizes, rank: int) -> list[Number]:
 
 
 CASES = (
-    Case("metrics", _prepare_metrics, _measure_resume),
-    Case("report", _prepare_metrics, _measure_report),
+    Case("metrics", _prepare_metrics, _measure_metrics),
     Case("runs", _prepare_runs, _measure_search),
     Case("gather", _prepare_nothing, _measure_gather, ranks=2),
     Case("intervals", _prepare_nothing, _measure_intervals),
