@@ -170,6 +170,7 @@ def test_six_hundred_flipped_bits_are_noticed_or_change_nothing(run):
         ("config.yaml", "lr: 0.01", "lr: 0.02", "since the newest checkpoint: optimizer.lr is 0.02, not 0.01."),
         ("config.yaml", "seed: 0", "seed: 1", "since the newest checkpoint: seed is 1, not 0."),
         ("config.yaml", "keep_last: 1", "keep_last: 9", "checkpoint.keep_last is 9, not 1."),
+        ("config.yaml", "\njob: stripes", "Jjob: stripes", "its options do not match the digest above them"),
         ("config.yaml", "seed: 0", "seed: [", "config.yaml: line "),
         ("env.json", '"commit"', '"kommit"', "env.json: was changed: its content does not match the digest in it."),
         ("env.json", '"device"', '"decive"', "env.json: was changed: its content does not match the digest in it."),

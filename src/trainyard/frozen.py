@@ -58,7 +58,7 @@ def read_options(path: Path) -> tuple[dict[str, Any], str]:
         ConfigError: as for `read_frozen`.
     """
     text = _read_text(path)
-    stated = re.search(rf"^{re.escape(_DIGEST)}(\S*)$", text, re.MULTILINE)
+    stated = re.search(rf"^{re.escape(_DIGEST)}(.*)$", text, re.MULTILINE)
     return dict(_walk(_parse(text, path))), stated[1] if stated else ""
 
 
