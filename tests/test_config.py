@@ -1,4 +1,6 @@
 import os
+import pickle
+import re
 import shutil
 import subprocess
 import sys
@@ -28,6 +30,7 @@ from trainyard.config import (
     thaw,
 )
 from trainyard.errors import UserError
+from trainyard.families import get_aliases
 from trainyard.files import write_atomically
 from trainyard.presets import build_config, merge_presets
 from trainyard.settings import TrainConfig
@@ -494,13 +497,30 @@ def test_a_family_in_another_folder_is_imported_from_there(tmp_path: Path):
     assert module.__name__ == "jobs.mine.config" and sys.path[0] == str(tmp_path)
 
 
-def test_a_second_folder_of_the_same_name_is_refused(tmp_path: Path):
-    compose("tiny", [], JOBS)
+def test_two_folders_of_the_same_name_live_side_by_side(tmp_path: Path):
+    """The first keeps the name, under which other processes find it; the other gets one of its own."""
+    assert compose("tiny", [], JOBS).family == "tiny"
     jobs = make_family(tmp_path, name="mine", mine=BASE)
-    with pytest.raises(UserError) as caught:
-        compose("mine", [], jobs)
-    assert f"'jobs' is already imported from {JOBS}" in str(caught.value)
-    assert f"cannot be loaded from {jobs}" in str(caught.value)
+    assert compose("mine", [], jobs).family == "mine"
+    first, second = load_family(JOBS, "tiny", "config"), load_family(jobs, "mine", "config")
+    assert first.__name__ == "jobs.tiny.config"
+    assert re.fullmatch(r"jobs_[0-9a-f]{8}\.mine\.config", second.__name__)
+    assert (Path(first.__file__).parents[1], Path(second.__file__).parents[1]) == (JOBS, jobs)
+    assert load_family(jobs, "mine", "config") is second
+
+
+def test_what_one_process_pickles_of_a_second_folder_another_process_reads(tmp_path: Path):
+    load_family(JOBS, "tiny", "config")
+    jobs = make_family(tmp_path, name="mine", mine=BASE)
+    pickled = pickle.dumps(load_family(jobs, "mine", "config").Config)
+    names = {name: str(place) for name, place in get_aliases().items() if place == jobs}
+    code = (
+        "import pathlib, pickle, sys; from trainyard.families import import_aliases;"
+        f"import_aliases({{name: pathlib.Path(place) for name, place in {names!r}.items()}});"
+        f"print(pickle.loads({pickled!r}).__module__)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == load_family(jobs, "mine", "config").__name__, done.stderr
 
 
 def test_a_folder_that_python_cannot_name_is_refused(tmp_path: Path):

@@ -15,8 +15,8 @@ from tests.run_folders import NOW, RunFolder
 ROOT = Path(__file__).resolve().parents[1]
 ORDER = (
     *("errors", "text", "files", "messages", "masking", "tables", "yaml_text", "settings", "hardware"),
-    *("scoring", "frozen", "presets", "composition", "config", "environment", "measure"),
-    *("cluster", "runs", "data", "report", "train", "jobs", "launch", "tools", "cli"),
+    *("scoring", "frozen", "presets", "composition", "families", "config", "environment", "measure"),
+    *("cluster", "runs", "data", "report", "train", "jobs", "launch", "tools", "cli", "api"),
 )
 """Each imports only itself and packages to its left."""
 

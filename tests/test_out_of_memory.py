@@ -303,10 +303,10 @@ def test_a_batch_larger_than_the_training_set_and_few_samples_for_batch_statisti
 
 def test_few_steps_and_few_validation_samples_are_said_and_enough_are_not(log):
     config = compose("stripes", ["global_batch_size=16", "max_duration=5ep"], FAMILIES)
-    warn_of_few_samples(config, {"train": 64, "val": 30})
-    warn_of_few_samples(config, {"train": 15})
+    warn_of_few_samples(config, {"train": 64, "val": 30}, FAMILIES)
+    warn_of_few_samples(config, {"train": 15}, FAMILIES)
     assert log == []
-    warn_of_few_samples(config, {"train": 63, "val": 29})
+    warn_of_few_samples(config, {"train": 63, "val": 29}, FAMILIES)
     assert log[0].startswith(
         "63 training samples are 4 steps of global_batch_size=16, and 20 in the whole run; more steps"
     )

@@ -6,14 +6,14 @@ are read here without it, in a tenth of the time. Loads no torch, h5py or DALI.
 
 import importlib
 import re
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
 from trainyard.errors import UserError
+from trainyard.families import import_root, list_roots
 from trainyard.frozen import LOCATION, ConfigError, read_frozen, write_frozen
 from trainyard.presets import build_config, check_values, merge_presets
 from trainyard.settings import TrainConfig
@@ -64,25 +64,63 @@ def find_jobs(jobs_dir: Path) -> dict[str, Path]:
     return found
 
 
-def load_family(jobs_dir: Path, family: str, part: str) -> ModuleType:
-    """Import one part of a family: `<name of jobs_dir>.<family>.<part>`.
+def find_all_jobs() -> dict[str, Path]:
+    """Return the presets of all folders that one uses without naming them; of two with one name, the first folder's.
 
-    The parent of `jobs_dir` becomes the first entry of `sys.path`, so that objects of the module pickle under a name
-    that another process can import.
+    Raises:
+        UserError: as for `find_jobs`.
+    """
+    found: dict[str, Path] = {}
+    for root in reversed(list_roots()):
+        found |= find_jobs(root)
+    return found
+
+
+class Root(NamedTuple):
+    """A folder of families, and why it was chosen."""
+
+    folder: Path
+    reason: str
+
+
+def choose_root(job: str) -> Root:
+    """Return the first folder that has a job, of those that one uses without naming them.
+
+    Raises:
+        ConfigError: none of them has it.
+        UserError: as for `find_jobs`.
+    """
+    roots = list_roots()
+    for root in roots:
+        if job in find_jobs(root):
+            return Root(root, f"the first folder with a job {job}")
+    raise ConfigError(_describe_unknown_job(job, find_all_jobs(), roots))
+
+
+def load_family(jobs_dir: Path, family: str, part: str) -> ModuleType:
+    """Import one part of a family: `<package>.<family>.<part>`, where `import_root` names the package.
 
     Args:
         part: "config", "pack", "commands" or "module". Only "module" may load torch.
 
     Raises:
-        UserError: the file is missing or does not define what this part must define, or a package with the name of
-            `jobs_dir` was imported from elsewhere.
+        UserError: the file is missing or does not define what this part must define, or Python cannot name `jobs_dir`,
+            or the family imports its own modules by a name that another folder has.
     """
     file = jobs_dir / family / f"{part}.py"
     name, expected = _PARTS[part]
     if not file.is_file():
         raise UserError(f"{file}: no such file. A family needs it, with {expected}.")
-    _import_jobs_package(jobs_dir.resolve())
-    module = importlib.import_module(f"{jobs_dir.resolve().name}.{family}.{part}")
+    package = import_root(jobs_dir)
+    try:
+        module = importlib.import_module(f"{package}.{family}.{part}")
+    except ModuleNotFoundError as error:
+        if package == jobs_dir.resolve().name or (error.name or "").partition(".")[0] != jobs_dir.resolve().name:
+            raise
+        raise UserError(
+            f"{file}: imports '{error.name}', but another folder of families has the name '{jobs_dir.resolve().name}' "
+            "here. Import the family's own modules as 'from .config import Config'."
+        ) from None
     if not hasattr(module, name):
         raise UserError(f"{file}: has no '{name}'. Expected {expected}.")
     if part == "config" and not _is_config_type(module.Config):
@@ -189,29 +227,18 @@ def thaw(path: Path, jobs_dir: Path) -> TrainConfig:
 
 def _find_preset(job: str, jobs_dir: Path) -> Path:
     presets = find_jobs(jobs_dir)
-    if job in presets:
-        return presets[job]
+    if job not in presets:
+        raise ConfigError(_describe_unknown_job(job, presets, [jobs_dir]))
+    return presets[job]
+
+
+def _describe_unknown_job(job: str, presets: Collection[str], roots: Sequence[Path]) -> str:
+    places = " and ".join(map(str, roots))
     if not presets:
-        raise ConfigError(
-            f"{jobs_dir}: contains no preset (<family>/<preset>.yaml). Name the folder of jobs: --jobs DIR."
-        )
+        return f"{places}: contains no preset (<family>/<preset>.yaml). Name the folder of jobs: --jobs DIR."
     near = find_nearest(job, presets, most=3)
-    hint = f"Nearest: {', '.join(near)}." if near else f"{jobs_dir} has {len(presets)} jobs."
-    raise ConfigError(f"There is no job '{job}'. {hint} List them: trainyard jobs.")
-
-
-def _import_jobs_package(home: Path) -> None:
-    if not home.name.isidentifier():
-        raise UserError(f"{home}: the folder's name must be a Python name, such as 'jobs'. Rename the folder.")
-    parent = str(home.parent)
-    sys.path[:] = [parent] + [entry for entry in sys.path if entry != parent]
-    package = importlib.import_module(home.name)
-    places = [Path(place).resolve() for place in getattr(package, "__path__", [package.__file__])]
-    if places[:1] != [home]:
-        raise UserError(
-            f"Python package '{home.name}' is already imported from {places[0]}, so jobs cannot be loaded from {home}. "
-            "Give the folder another name, and an empty __init__.py."
-        )
+    hint = f"Nearest: {', '.join(near)}." if near else f"{places} has {len(presets)} jobs."
+    return f"There is no job '{job}'. {hint} List them: trainyard jobs."
 
 
 def _is_config_type(candidate: object) -> bool:

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import NoReturn, TextIO
 
 from trainyard import __version__
-from trainyard.cli.verb import Parser, Verbs, find_project_folder
+from trainyard.cli.verb import Parser, Verbs, choose_families
 from trainyard.errors import UserError
+from trainyard.families import list_roots
 from trainyard.files import report_full_disk
 from trainyard.hardware import set_openmp_wait_policy
 from trainyard.messages import print_messages
@@ -64,6 +65,8 @@ def _run_command(argv: Sequence[str] | None) -> int:
     arguments.typed = typed
     try:
         with report_full_disk(Path.cwd()):
+            if hasattr(arguments, "jobs"):  # the families' own commands have no such flag
+                choose_families(arguments)
             code: int = arguments.command(arguments)
         return code
     except UserError as error:
@@ -156,6 +159,9 @@ def _add_family_commands(verbs: Verbs) -> None:
     """Add the families' own commands, from `jobs/<family>/commands.py`; only if none of the built-in ones was typed."""
     from trainyard.config import load_family
 
-    jobs = find_project_folder("jobs")
-    for path in sorted(jobs.glob("[!._]*/commands.py")):
-        load_family(jobs, path.parent.name, "commands").add(verbs)
+    families: dict[str, Path] = {}
+    for root in list_roots():
+        for path in sorted(root.glob("[!._]*/commands.py")):
+            families.setdefault(path.parent.name, root)
+    for family, root in families.items():
+        load_family(root, family, "commands").add(verbs)

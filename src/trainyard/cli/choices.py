@@ -17,6 +17,7 @@ from trainyard.launch.memory_prediction import compute_key
 from trainyard.launch.packing import PackingChoice
 from trainyard.launch.predecessor import Predecessor
 from trainyard.launch.submit import Plan
+from trainyard.runs.families import remember_families
 from trainyard.runs.folder import CONFIG, resolve_run, update_env
 from trainyard.runs.observations import keep_key
 from trainyard.settings import TrainConfig
@@ -99,11 +100,13 @@ def describe_memory(memory: tuple[str, str] | None) -> dict[str, str]:
 def record_choices(
     run: Path,
     data: DataChoice,
+    families: configs.Root,
     plan: Plan | None = None,
     packing: PackingChoice | None = None,
     memory: tuple[str, str] | None = None,
 ) -> None:
     """Record in a new run what was chosen before it was submitted; its attempts add what they choose on the node."""
+    remember_families(run, families)
     choices = {"data_root": (data.value, data.reason)}
     if plan is not None:
         choices["gpu_type"] = (plan.hw, plan.why_hw)
@@ -132,20 +135,20 @@ def settle_elements(
     runs: list[Path],
     data: DataChoice,
     plan_run: Callable[[TrainConfig], Plan],
-    jobs_dir: Path,
+    families: configs.Root,
     runs_dir: Path,
     check_memory: Callable[[Plan], tuple[str, str] | None],
 ) -> list[TrainConfig]:
     """Plan each run of a sweep, whose values may be impossible on this GPU type, record what that chose, return it."""
     settled = []
     for run in runs:
-        config = configs.thaw(run / CONFIG, jobs_dir)
+        config = configs.thaw(run / CONFIG, families.folder)
         plan = plan_run(find_start(config, runs_dir))
         if plan.config != config:
             with limit_writers():
                 configs.freeze(plan.config, run / CONFIG)
-        record_choices(run, data, plan, memory=check_memory(plan))
-        keep_key(run, compute_key(plan.config, jobs_dir))
+        record_choices(run, data, families, plan, memory=check_memory(plan))
+        keep_key(run, compute_key(plan.config, families.folder))
         settled.append(plan.config)
     return settled
 

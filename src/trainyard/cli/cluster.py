@@ -33,6 +33,7 @@ from trainyard.launch.packing import PackingChoice, choose_shared_packing
 from trainyard.runs import folder as runs
 from trainyard.runs import lock, status, sweep_file, trust
 from trainyard.runs.create import create_run
+from trainyard.runs.families import find_families
 from trainyard.runs.history import read_run
 from trainyard.runs.state import ACTIVE
 from trainyard.runs.submission import read_submission
@@ -134,18 +135,38 @@ def _check_plan(plan: submit.Plan, here: str, partitions: Mapping[str, slurm.Par
         )
 
 
-def require_trust(folders: Sequence[Path], args: argparse.Namespace, *, here: bool = False) -> None:
-    """Raise a UserError if others own or can change what is executed from these folders, unless `--trust` was typed."""
+def require_trust(
+    folders: Sequence[Path], args: argparse.Namespace, *, here: bool = False, is_recalled: bool = False
+) -> None:
+    """Raise a UserError if others own or can change what is executed from these folders, unless `--trust` was typed.
+
+    Args:
+        is_recalled: the folder of families is one that a run names, and nobody typed.
+    """
     cluster_files = find_project_folder("slurm").resolve()
     code = [] if here or getattr(args, "update_code", False) else ["code", "jobs"]
     trust.require_trust(
         folders,
+        named=[args.jobs] if is_recalled else [],
         uses=[*code, *([] if here or args.cluster else ["cluster_file"])],
         jobs_dir=args.jobs,
         is_chosen=lambda file: file.resolve().parent == cluster_files,
         trusted=args.trust,
         command=shlex.join(["trainyard", *args.typed]),
     )
+
+
+def recall_families(run: Path, args: argparse.Namespace) -> None:
+    """Use the families that a run was started with, unless others were typed.
+
+    Raises:
+        UserError: they are gone, or they are named by the run, or in it, and others can change it or them.
+    """
+    is_named = False
+    if not args.typed_jobs:
+        args.jobs, is_named = find_families(run)
+    if is_named or args.jobs.resolve().is_relative_to(run.resolve()):  # typed there, ./jobs is the run's
+        require_trust([run], args, here=True, is_recalled=is_named)
 
 
 def refuse_if_busy(found: Sequence[Path]) -> None:
@@ -204,7 +225,7 @@ def _run_sweep(args: argparse.Namespace) -> int:
             [element.run for element in sweep.elements],
             data,
             lambda config: replace(submit.make_plan(config, cluster, request), why_hw=plan.why_hw),
-            args.jobs,
+            configs.Root(args.jobs, args.why_jobs),
             args.runs,
             lambda plan: check_memory(
                 plan, args, args.typed, may_change="micro_batch_size=" not in " ".join(args.sweep)
@@ -242,6 +263,7 @@ def _continue_sweep(args: argparse.Namespace) -> int:
         options=keep_options(submission.get("options", {}), same_nodes=same_hw, stated=read_options(vars(args))),
         keeps_micro_batch=True,
     )
+    recall_families(unfinished[0].run, args)
     settled = [configs.thaw(element.run / runs.CONFIG, args.jobs) for element in unfinished]
     plan = submit.make_plan(settled[0], cluster, request)
     code = submit.Code(Path(submission["code"]), Path(submission["jobs"]))

@@ -42,8 +42,7 @@ def _export(args: argparse.Namespace) -> int:
     from trainyard.tools.export import export_program, export_weights
 
     run = runs.resolve_run(args.run, args.runs)
-    if args.jobs.resolve().is_relative_to(run.resolve()):  # typed there: ./jobs is the run's
-        cluster.require_trust([run], args, here=True)
+    cluster.recall_families(run, args)
     suffix = SUFFIXES[args.format]
     out: Path = args.out or Path(run.resolve().parent.name + suffix)
     if out.suffix != suffix:

@@ -6,12 +6,14 @@ import os
 import re
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from trainyard import config as configs
 from trainyard.cli.verb import Verbs, add_verb
 from trainyard.environment import list_gpu_memory_gib
 from trainyard.errors import UserError
+from trainyard.families import list_roots
 from trainyard.launch.choose_gpu import read_needed_gib
 from trainyard.text import cut
 
@@ -55,19 +57,20 @@ def add_commands(verbs: Verbs) -> None:
 
 
 def _list_jobs(args: argparse.Namespace) -> int:
-    presets = configs.find_jobs(args.jobs)
-    if not presets:
+    roots = [args.jobs] if args.typed_jobs else list_roots()
+    by_root = {root: configs.find_jobs(root) for root in roots}
+    if not any(by_root.values()):
         raise UserError(
             f"{args.jobs}: contains no preset (<family>/<preset>.yaml). Name the folder of jobs: --jobs DIR."
         )
     gpus_gib = list_gpu_memory_gib(os.environ)
-    wide, answers = max(map(len, presets)), set()
-    by_family = sorted(presets.values(), key=lambda path: (path.parent.name, path.stem))
-    for family, files in itertools.groupby(by_family, key=lambda path: path.parent.name):
-        print(family)
-        for file in files:
-            answers.add(answer := _tell_what_it_needs(file, gpus_gib))
-            print(cut(f"  {file.stem:<{wide}}  {answer:<{len(WITH_DATA)}}  {_read_summary(file)}", WIDTH))
+    answers: set[str] = set()
+    listed: set[str] = set()
+    for root, presets in by_root.items():
+        if not presets:
+            print(f"{root}: contains no preset (<family>/<preset>.yaml)", file=sys.stderr)
+        answers |= _print_families([file for name, file in presets.items() if name not in listed], gpus_gib)
+        listed |= presets.keys()
     print(f"{AT_ONCE}: on generated data, without a GPU    {WITH_DATA}: make run JOB=... DATA=FOLDER")
     if BROKEN in answers:
         print(f"{BROKEN}: trainyard options JOB says what is wrong with the file")
@@ -75,6 +78,18 @@ def _list_jobs(args: argparse.Namespace) -> int:
         found = ", ".join(f"{gib:.0f} GB" for gib in gpus_gib) or "none"
         print(f"GB: of each GPU, and this machine has {found}. On a cluster: make submit JOB=... GPUS=n")
     return 0
+
+
+def _print_families(presets: Sequence[Path], gpus_gib: list[float]) -> set[str]:
+    """Print the jobs of one folder by family; return what was said about what they need."""
+    wide, answers = max((len(file.stem) for file in presets), default=0), set()
+    by_family = sorted(presets, key=lambda path: (path.parent.name, path.stem))
+    for family, files in itertools.groupby(by_family, key=lambda path: path.parent.name):
+        print(family)
+        for file in files:
+            answers.add(answer := _tell_what_it_needs(file, gpus_gib))
+            print(cut(f"  {file.stem:<{wide}}  {answer:<{len(WITH_DATA)}}  {_read_summary(file)}", WIDTH))
+    return answers
 
 
 def _tell_what_it_needs(preset: Path, gpus_gib: list[float]) -> str:

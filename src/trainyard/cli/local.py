@@ -6,6 +6,7 @@ from pathlib import Path
 from trainyard import config as configs
 from trainyard.cli.verb import Verbs, add_verb
 from trainyard.errors import UserError
+from trainyard.families import format_families
 from trainyard.runs import folder as runs
 from trainyard.runs.manifest import list_checkpoints, verify
 from trainyard.runs.state import ExitCode
@@ -35,7 +36,7 @@ def _pack(args: argparse.Namespace) -> int:
 
     config = configs.compose(args.job, args.overrides, args.jobs)
     pack_raw(config, args.raw, args.out, args.jobs, workers=args.workers, shard_mib=args.shard_mib)
-    print(f"next: trainyard run {args.job} data.path={args.out}")
+    print(f"next: trainyard run {args.job} data.path={args.out}{format_families(args.job, args.jobs)}")
     return 0
 
 

@@ -15,6 +15,7 @@ from trainyard.cli.plan_table import tabulate_presets
 from trainyard.cli.verb import Verbs, add_verb, find_project_folder
 from trainyard.cluster import description as clusters
 from trainyard.errors import UserError
+from trainyard.families import format_families
 from trainyard.hardware import GpuType, get_gpu
 from trainyard.launch import submit
 from trainyard.launch.memory_prediction import (
@@ -229,6 +230,5 @@ def _format_plan_command(plan: submit.Plan, args: argparse.Namespace, *, every_c
     own = [f"{d.name}={d.new}" for d in configs.find_differences(preset, plan.config)]
     words = ["trainyard", "plan", plan.job, *own, "--gpus", str(plan.gpus), "--cluster", str(plan.cluster.path)]
     words += [] if every_card else ["--hw", plan.hw]
-    if args.jobs.resolve() != find_project_folder("jobs").resolve():
-        words += ["--jobs", str(args.jobs)]
+    words += shlex.split(format_families(plan.job, args.jobs))
     return shlex.join(words)

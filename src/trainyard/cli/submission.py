@@ -125,6 +125,8 @@ def _select_for_second(args: argparse.Namespace) -> argparse.Namespace:
     """Return what was typed as far as it holds for the job of --then, too: where it runs, and where the data are."""
     second = copy.copy(args)
     second.job, second.name, second.then, second.after = args.then, None, "", ""
+    if not args.typed_jobs:
+        second.jobs, second.why_jobs = configs.choose_root(args.then)
     second.overrides = [word for word in args.overrides if word.startswith("data.")]
     return second
 
@@ -143,7 +145,7 @@ def _submit_run(request: _Request, after: Predecessor | None) -> tuple[Path, str
     root, group = args.runs.absolute(), plan.cluster.group
     run = create_run(root, plan.config, name=args.name, environ=os.environ, group=group)
     try:
-        record_choices(run, request.data, plan, packing, request.memory)
+        record_choices(run, request.data, configs.Root(args.jobs, args.why_jobs), plan, packing, request.memory)
         keep_key(run, compute_key(plan.config, args.jobs))  # of this machine's torch, which later plans ask for
         code = submit.snapshot_code(args.jobs, run / "code")
         (job,) = submit.submit(plan, [run], folder=run / "slurm", code=code, packing=packing.plan, after=after)
@@ -173,7 +175,7 @@ def _submit_locally(args: argparse.Namespace) -> int:
     time_min = clusters.parse_minutes(args.time or "30d")
     run = create_run(args.runs.absolute(), data.config, name=args.name, environ=os.environ)
     try:
-        record_choices(run, data)
+        record_choices(run, data, configs.Root(args.jobs, args.why_jobs))
         code = submit.snapshot_code(args.jobs, run / "code")
         job = submit.submit_locally(run, ranks=ranks, gpus=gpus, time_min=time_min, code=code)
     except BaseException:

@@ -16,6 +16,7 @@ from trainyard.cli.choices import add_synthetic_option, find_start, record_choic
 from trainyard.cli.extension import LENGTH, Extension, plan_extension, record_extension
 from trainyard.cli.verb import Verbs, add_dry_option, add_trust_option, add_verb
 from trainyard.errors import Killed, UserError
+from trainyard.families import format_families
 from trainyard.files import limit_writers
 from trainyard.hardware import choose_sync_batchnorm, show_own_mig_slice
 from trainyard.launch.choose_data import DataChoice, choose_data, refuse_no_data
@@ -80,7 +81,7 @@ def _run(args: argparse.Namespace) -> int:
             _apply_changes(run, configs.thaw(run / runs.CONFIG, args.jobs), config)
     else:
         run = create_run(args.runs, config, name=args.name, environ=os.environ)
-        record_choices(run, data)
+        record_choices(run, data, configs.Root(args.jobs, args.why_jobs))
         try:
             return _train(run, args, count)
         finally:
@@ -153,6 +154,7 @@ def _resume(args: argparse.Namespace) -> int:
     if args.dry:
         if not args.changed_files:
             changes.refuse_changes(run)
+        cluster.recall_families(run, args)
         config = configs.thaw(run / runs.CONFIG, args.jobs)
         new = configs.apply_overrides(config, args.overrides)
         extension = plan_extension(run, config, new, args.jobs, allow_inexact=args.inexact)
@@ -165,6 +167,7 @@ def _resume(args: argparse.Namespace) -> int:
     if _is_main():
         with limit_writers(), RunLock(run, break_other_host=args.break_lock):
             _settle_changed_files(run, args.changed_files)
+            cluster.recall_families(run, args)
             config = configs.thaw(run / runs.CONFIG, args.jobs)
             changed = configs.apply_overrides(config, args.overrides)
             _refuse_impossible(changed, count)
@@ -224,7 +227,7 @@ def _train(run: Path, args: argparse.Namespace, count: int) -> int:
         show_own_mig_slice(os.environ, read_world(os.environ).local_rank)
         code = execute(run, args.jobs, environ=os.environ, started=args.started, break_lock=args.break_lock)
     if _is_main():
-        _print_outcome(run, code)
+        _print_outcome(run, code, args)
     return code
 
 
@@ -235,14 +238,14 @@ def _record_killed(run: Path, rank: int, number: int, *, attempt: str) -> None:
     runs.record_error(run, Killed(number, f"{name}{hint}"), attempt=attempt, rank=rank)
 
 
-def _print_outcome(run: Path, code: int) -> None:
+def _print_outcome(run: Path, code: int, args: argparse.Namespace) -> None:
     from trainyard.report.run_page import format_summary, write_report
     from trainyard.train.stop import EXIT_CODES
 
     if code == ExitCode.DONE:
         job = run.parent.name
-        report = write_report(run)
-        next_commands = [f"open {report}", f"trainyard export {run} {job}.safetensors", f"trainyard options {job}"]
+        report, options = write_report(run), f"trainyard options {job}{format_families(job, args.jobs)}"
+        next_commands = [f"open {report}", f"trainyard export {run} {job}.safetensors", options]
         print(format_summary(run, next_commands=next_commands))
     elif code in EXIT_CODES.values():
         print(f"Stopped and saved. Resume: trainyard resume {run}", file=sys.stderr)

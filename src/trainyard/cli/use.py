@@ -36,10 +36,9 @@ def _add_use_verb(
 
 
 def _find_run(args: argparse.Namespace) -> Path:
-    """Return the run's folder, after checking the code in it if that is the code in use."""
+    """Return the run's folder, after choosing its families, and checking those that it names or contains."""
     run = runs.resolve_run(args.run, args.runs)
-    if args.jobs.resolve().is_relative_to(run.resolve()):  # typed there: ./jobs is the run's
-        cluster.require_trust([run], args, here=True)
+    cluster.recall_families(run, args)
     return run
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn, TypeAlias
 
+from trainyard.families import list_roots
 from trainyard.text import suggest_nearest
 
 Verbs: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
@@ -31,10 +32,29 @@ def add_verb(
     verb = verbs.add_parser(name, help=doc, description=doc, allow_abbrev=False)
     verb.set_defaults(command=command)
     verb.add_argument(
-        "--jobs", type=Path, default=find_project_folder("jobs"), metavar="DIR", help="folder of families"
+        "--jobs",
+        type=Path,
+        metavar="DIR",
+        help="folder of families; default: ./jobs and Trainyard's own, and for a run the one it was started with",
     )
     verb.add_argument("--runs", type=Path, default=Path("runs"), metavar="DIR", help="folder of runs")
     return verb
+
+
+def choose_families(args: argparse.Namespace) -> None:
+    """Settle the folder of families that a command uses, and why: the typed one, or the first that has the job.
+
+    A command about a run asks `recall_families` as well.
+    """
+    args.typed_jobs = args.jobs is not None
+    if args.typed_jobs:
+        args.why_jobs = "--jobs"
+    elif isinstance(getattr(args, "job", None), str):
+        from trainyard.config import choose_root
+
+        args.jobs, args.why_jobs = choose_root(args.job)
+    else:
+        args.jobs, args.why_jobs = list_roots()[0], ""
 
 
 def add_trust_option(verb: argparse.ArgumentParser) -> None:

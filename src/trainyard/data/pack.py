@@ -33,6 +33,7 @@ from trainyard.data.write_shard import (
     write_texts,
 )
 from trainyard.errors import UserError
+from trainyard.families import get_aliases
 from trainyard.files import DISK_FULL, hash_file, remove_partials, write_atomically
 
 _MOST_SAMPLES = 2048  # in a shard, however small: what a kill loses of each worker's work, and the workers share
@@ -275,7 +276,8 @@ def _write_all(
     written: list[WrittenShard] = []
     running: dict[Future[WrittenShard], ShardTask] = {}
     reported = 0
-    with ProcessPoolExecutor(workers, context, initializer=start_worker, initargs=(sys.path, done_count)) as pool:
+    names = (sys.path, get_aliases(), done_count)
+    with ProcessPoolExecutor(workers, context, initializer=start_worker, initargs=names) as pool:
         try:
             for task in itertools.chain(tasks, [None]):
                 if task is not None:

@@ -22,6 +22,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from trainyard.data.hdf5 import NUMBERS, SCHEMA_VERSION
 from trainyard.data.index import ARRAY, AUDIO, ENCODED_IMAGE, PCM, RAGGED
 from trainyard.data.shards import KEY, Audio, BadRecord, Loaded, Ragged, Sample
+from trainyard.families import import_aliases
 from trainyard.files import DISK_FULL, open_atomically
 
 _ORIENTATION = 0x0112  # the EXIF tag; 1 is upright
@@ -113,8 +114,8 @@ def read_image(path: Path) -> tuple[bytes, Image.Image]:
 _done_count: Any = None
 
 
-def start_worker(path: list[str], done_count: Any) -> None:
-    """Give a worker the parent's import path, which includes the jobs folder, and the shared counter.
+def start_worker(path: list[str], aliases: Mapping[str, Path], done_count: Any) -> None:
+    """Give a worker the parent's import path and the names of its folders of families, and the shared counter.
 
     The worker exits with the parent, however the parent ends: a worker that outlived a killed packing process would
     write into the output of the next.
@@ -123,6 +124,7 @@ def start_worker(path: list[str], done_count: Any) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)  # a terminal and Slurm signal the whole tree; the parent decides
     sys.path[:] = path
+    import_aliases(aliases)
     _done_count = done_count
     threading.Thread(target=_exit_with_parent, name="exit with parent", daemon=True).start()
 

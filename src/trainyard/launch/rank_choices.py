@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainyard.config import load_family
 from trainyard.errors import UserError
+from trainyard.families import format_families
 from trainyard.hardware import (
     Precision,
     can_compile,
@@ -99,7 +100,7 @@ def build_context(
     module = load_family(jobs_dir, config.family, "module").build(config, info)
     if world.is_main:
         _warn_of_batch(run, config, module, choices, world, samples=len(splits["train"]))
-        warn_of_few_samples(config, {name: len(ids) for name, ids in splits.items()})
+        warn_of_few_samples(config, {name: len(ids) for name, ids in splits.items()}, jobs_dir)
     decode, threads = choices["decode"].value, choices["threads"].value
     check_owner = lock.check if lock else lambda: None
     return RunContext(
@@ -150,7 +151,7 @@ def _warn_of_batch(
             logger.warning("{}", found[1])
 
 
-def warn_of_few_samples(config: TrainConfig, sizes: Mapping[str, int]) -> None:
+def warn_of_few_samples(config: TrainConfig, sizes: Mapping[str, int], jobs_dir: Path) -> None:
     """Say what a small data set cannot do: give many steps, or tell checkpoints apart."""
     from trainyard.scoring import compute_smallest_rate  # loads NumPy
     from trainyard.train.run_context import TRAIN, VALIDATION, compute_total_steps
@@ -170,10 +171,11 @@ def warn_of_few_samples(config: TrainConfig, sizes: Mapping[str, int]) -> None:
         logger.warning(
             "the validation set has {} samples: without any error they show an error rate below {:.0%} at best (rule "
             "of 3, ISO/IEC 19795-1), so the checkpoint that is best on them may only be lucky. How they are chosen: "
-            "trainyard options {}",
+            "trainyard options {}{}",
             validation,
             compute_smallest_rate(validation),
             config.job,
+            format_families(config.job, jobs_dir),
         )
 
 

@@ -48,6 +48,7 @@ def require_trust(
     *,
     uses: Sequence[str],
     jobs_dir: Path,
+    named: Sequence[Path] = (),
     is_chosen: Callable[[Path], bool],
     trusted: bool,
     command: str,
@@ -61,6 +62,7 @@ def require_trust(
         folders: the runs, after their sweep if a sweep is continued.
         uses: what of the last submission will be used: of "code", "jobs" and "cluster_file".
         jobs_dir: the folder of families in use; checked if it is inside one of the folders.
+        named: folders of code that the folders name in another way; checked like those of a submission.
         is_chosen: tells whether the user gets this cluster file without the folder, so that it need not be checked.
         trusted: the user knows all this: nothing is checked but that the folders can be written.
         command: what the user typed, without the flag.
@@ -79,8 +81,9 @@ def require_trust(
             faults = list(_search_folder(jobs_dir.resolve()))
         if faults:
             raise UntrustedRun(_describe(faults, root, executed=_list_executed(root), command=command))
-    for root in (root for root in roots if uses and (root / SUBMISSION).is_file()):
-        for path in _list_named(root, uses):
+    for root in roots:
+        submitted = _list_named(root, uses) if uses and (root / SUBMISSION).is_file() else []
+        for path in (*submitted, *named):
             faults = list(_search_named(path, roots, is_chosen))
             if faults:
                 raise UntrustedRun(_describe(faults, path, executed=_list_executed(root), command=command))

@@ -1,0 +1,62 @@
+"""Which folder of families a run was started with, so that nobody has to name it again."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+from trainyard.config import Root
+from trainyard.errors import UserError
+from trainyard.families import find_own_families, list_roots
+from trainyard.files import limit_writers
+from trainyard.frozen import read_frozen
+from trainyard.messages import logger
+from trainyard.runs.folder import CONFIG, read_env, update_env
+
+OWN = "Trainyard's own"
+"""Stands for their path, which differs between a checkout and a wheel, and between machines."""
+_CHOICE = "families"
+
+
+class RecalledFamilies(NamedTuple):
+    """The folder of families for a run that exists."""
+
+    folder: Path
+    is_named: bool  # by the run alone: one would not use it without its env.json
+
+
+def remember_families(run: Path, root: Root) -> None:
+    """Record in a new run which folder of families it was started with, and why."""
+    own = find_own_families()
+    is_own = own.is_dir() and own.samefile(root.folder)
+    choice = {"value": OWN if is_own else str(root.folder.resolve()), "reason": root.reason}
+    with limit_writers():
+        update_env(run, "choices", {_CHOICE: choice})
+
+
+def find_families(run: Path) -> RecalledFamilies:
+    """Return the folder of families that a run was started with; of an older run, the first that has its family.
+
+    Raises:
+        UserError: the folder or the family in it is gone, and no folder that one uses without naming it has the family.
+    """
+    family = _read_family(run)
+    usual = [root for root in list_roots() if (root / family / "config.py").is_file()]
+    stated = read_env(run).get("choices", {}).get(_CHOICE, {}).get("value", "")
+    if not isinstance(stated, str) or not stated:
+        return RecalledFamilies((usual or list_roots())[0], is_named=False)
+    folder = find_own_families() if stated == OWN else Path(stated)
+    if (folder / family / "config.py").is_file():
+        is_usual = stated == OWN or any(root.samefile(folder) for root in usual)
+        return RecalledFamilies(folder, is_named=not is_usual)
+    if not usual:
+        raise UserError(
+            f"{run}: was started with the families in {folder}, where there is no '{family}' now. Name the folder that "
+            "has it: --jobs DIR"
+        )
+    logger.info("families: {} has no {} any more, so that in {} is used", folder, family, usual[0])
+    return RecalledFamilies(usual[0], is_named=False)
+
+
+def _read_family(run: Path) -> str:
+    """Return the family that a run's options name; "": they name none, which reading them in full reports."""
+    frozen = read_frozen(run / CONFIG)
+    return str(frozen.get("family", "")) if isinstance(frozen, dict) else ""

@@ -1,0 +1,139 @@
+"""Several folders of families side by side, and runs that know theirs."""
+
+import csv
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.training import FAMILIES
+from trainyard import cli
+from trainyard.config import choose_root, compose, load_family
+from trainyard.errors import UserError
+from trainyard.runs import folder as runs
+from trainyard.runs.families import OWN, find_families, remember_families
+
+SHORT = ("max_duration=2st", "eval_every=2st", "data.synthetic=60", "global_batch_size=6")
+
+
+def copy_families(folder: Path) -> Path:
+    """Copy the family of the tests, so that it is independent of the folder's name, and the name of its preset."""
+    jobs = folder / "jobs"
+    shutil.copytree(FAMILIES / "stripes", jobs / "stripes", ignore=shutil.ignore_patterns("__pycache__"))
+    for path in (jobs / "stripes").glob("*.py"):
+        path.write_text(path.read_text().replace("from families.stripes.", "from ."))
+    return jobs
+
+
+def run_command(capsys: pytest.CaptureFixture[str], *words: object, code: int = 0) -> str:
+    capsys.readouterr()
+    found = cli.main([str(word) for word in words])
+    output = capsys.readouterr()
+    assert found == code, output.out + output.err
+    return output.out + output.err
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a run of a family elsewhere: `mine/jobs`, of the same name as Trainyard's own folder."""
+    compose("fingerprint_smoke", [], Path(__file__).parents[1] / "jobs")  # so that `jobs` is taken
+    folder = tmp_path_factory.mktemp("families")
+    jobs = copy_families(folder / "mine")
+    words = ["run", "stripes", *SHORT, "--jobs", jobs, "--runs", folder / "runs", "--name", "r"]
+    assert cli.main([*map(str, words), f"data.cache={folder / 'cache'}"]) == 0
+    return folder
+
+
+@pytest.fixture
+def here(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a copy of that run in the current folder, from which nothing leads to its family."""
+    shutil.copytree(trained / "runs", tmp_path / "runs")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_a_run_remembers_where_its_family_is(trained, here, capsys):
+    chosen = runs.read_env(here / "runs" / "stripes" / "r")["choices"]["families"]
+    assert chosen == {"value": str(trained / "mine" / "jobs"), "reason": "--jobs"}
+    said = run_command(capsys, "resume", "stripes", "max_duration=3st", "--inexact")
+    options = f"options stripes --jobs {trained / 'mine' / 'jobs'}"
+    assert f"trainyard {options}\n" in said
+    run_command(capsys, *options.split())
+    load_family(trained / "mine" / "jobs", "stripes", "pack").synthesize(here / "new", count=6, seed=1)
+    run_command(capsys, "predict", "stripes", "new", "out.csv")
+    with Path("out.csv").open() as file:
+        assert len(list(csv.DictReader(file))) == 6
+    run_command(capsys, "export", "stripes")
+
+
+def test_a_typed_folder_wins_over_the_remembered_one(here, capsys):
+    said = run_command(capsys, "resume", "stripes", "--dry", "--jobs", "nowhere", code=2)
+    assert "nowhere/stripes/config.py: no such file" in said
+
+
+def test_a_family_that_has_moved_is_found_in_the_folder_here_or_asked_for(trained, here, capsys):
+    gone = trained / "mine" / "gone"
+    runs.update_env(here / "runs" / "stripes" / "r", "choices", {"families": {"value": str(gone), "reason": "--jobs"}})
+    said = run_command(capsys, "predict", "stripes", "new", "out.csv", code=2)
+    assert f"was started with the families in {gone}, where there is no 'stripes' now" in said and "--jobs DIR" in said
+    copy_families(here)
+    said = run_command(capsys, "resume", "stripes", "--dry")
+    assert f"{gone} has no stripes any more, so that in jobs is used" in said
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+@pytest.mark.parametrize("owned", ["run", "family"])
+def test_a_family_that_the_run_of_another_names_is_not_imported(trained, here, capsys, owned):
+    """Without --jobs the run decides what is executed, so it and the family must be this user's."""
+    jobs = copy_families(here / "theirs")
+    run = here / "runs" / "stripes" / "r"
+    runs.update_env(run, "choices", {"families": {"value": str(jobs), "reason": "--jobs"}})
+    os.chown(run / "env.json" if owned == "run" else jobs / "stripes" / "pack.py", 1234, -1)
+    said = run_command(capsys, "predict", "stripes", "new", "out.csv", code=2)
+    assert "UntrustedRun" in said and "--trust" in said
+    assert not (jobs / "stripes" / "__pycache__").exists()
+
+
+def test_a_run_of_an_earlier_version_uses_the_first_folder_with_its_family(lab):
+    copy_families(lab)  # a ./jobs without the family
+    assert find_families(lab / "runs" / "pricing" / "done") == (Path(__file__).parents[1] / "jobs", False)
+
+
+@pytest.mark.slow
+def test_jobs_of_both_folders_are_listed_and_found(tmp_path, monkeypatch, capsys):
+    jobs = copy_families(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    said = run_command(capsys, "jobs")
+    assert said.index("  stripes ") < said.index("  fingerprint_demo ")
+    run_command(capsys, "options", "stripes")
+    run_command(capsys, "options", "fingerprint_demo")
+    said = run_command(capsys, "options", "fingerprint_dem", code=2)
+    assert "no job 'fingerprint_dem'. Nearest: fingerprint_demo" in said
+    with (jobs / "stripes" / "fingerprint_demo.yaml").open("w") as file:  # a person's own comes first
+        file.write("defaults: [stripes, _self_]\nmodel: {channels: 3}\n")
+    assert "model.channels=3" in run_command(capsys, "options", "fingerprint_demo")
+    assert run_command(capsys, "jobs").count("  fingerprint_demo ") == 1
+
+
+def test_runs_of_trainyards_own_families_do_not_depend_on_where_they_are(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text("family: fingerprint\n")
+    (run / "env.json").write_text(json.dumps({}))
+    remember_families(run, choose_root("fingerprint_demo"))
+    assert runs.read_env(run)["choices"]["families"]["value"] == OWN
+    found = find_families(run)
+    assert found.folder == Path(__file__).parents[1] / "jobs" and not found.is_named
+
+
+def test_a_family_that_imports_itself_by_a_taken_name_is_told_how(tmp_path):
+    compose("fingerprint_smoke", [], Path(__file__).parents[1] / "jobs")
+    jobs = copy_families(tmp_path)
+    pack = jobs / "stripes" / "pack.py"
+    pack.write_text(pack.read_text().replace("from .config", "from jobs.stripes.config"))
+    with pytest.raises(UserError, match=r"imports 'jobs\.stripes'.*'from \.config import Config'"):
+        load_family(jobs, "stripes", "pack")
