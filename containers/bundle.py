@@ -28,6 +28,8 @@ CODE = (
     "containers",
     "Dockerfile",
     "pyproject.toml",
+    "setup.py",
+    "MANIFEST.in",
     "README.md",
     "LICENSE",
     "CHANGELOG.md",

@@ -205,7 +205,8 @@ def snapshot_code(jobs_dir: Path, into: Path) -> Code:
         )
     into.mkdir()
     # With its bytecode, which Python compares with the sources: each rank of a first start would compile them again.
-    copy_folder(_PACKAGE, into / _PACKAGE.name, leave_out=lambda name: name.startswith("."))
+    # Without the families that a wheel has in it: those in use follow.
+    copy_folder(_PACKAGE, into / _PACKAGE.name, leave_out=lambda name: name.startswith(".") or name == "jobs")
     copied = into / jobs_dir.resolve().name
     copy_folder(jobs_dir, copied, leave_out=lambda name: name.startswith(".") or name.endswith(("__pycache__", ".pyc")))
     return Code(into, copied)
