@@ -50,21 +50,25 @@ request = gpus hw nodes time cluster runs account qos partition constraint reser
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' Makefile
 
-supported = "$$PYTHON" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null || { \
-	found=$$("$$PYTHON" --version 2>/dev/null || true); \
-	echo "Python 3.11 to 3.13 is needed, $${found:-none} found. Type: make setup PYTHON=python3.11"; exit 2; }
+# Sets $python to PYTHON, or, if nobody named it, to the first that is supported; says what each of them is if none is.
+pythons = $(if $(filter file,$(origin PYTHON)),python3 python3.13 python3.12 python3.11,"$$PYTHON")
+choose_python = python= tried=; for one in $(pythons); do \
+	if "$$one" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; then python=$$one; break; fi; \
+	found=$$("$$one" --version 2>&1) || found="does not start$${found:+: $$found}"; \
+	tried="$$tried$${tried:+; }$$one $${found:-says no version}"; done; tried=$${tried//$$'\n'/ }; \
+	[ -n "$$python" ] || { echo "Python 3.11 to 3.13 is needed, and is not here. $$tried." \
+		"Install one, and name it if it is not on PATH: make setup PYTHON=/path/to/python3.12"; exit 2; }
 
-setup: $(VENV)/.done ## .venv from the hash-locked containers/dev.lock; skipped when it is current  [PYTHON=python3.13]
+setup: $(VENV)/.done ## .venv from the hash-locked containers/dev.lock, with any Python 3.11 to 3.13 on PATH; skipped when current  [PYTHON=python3.13]
 	@# An environment keeps its Python: to name another one must not be ignored in silence.
-	@[ -z "$(filter PYTHON,$(typed))" ] || { $(supported); }; which='import sys; print(sys.version_info[:2])'; \
+	@[ -z "$(filter PYTHON,$(typed))" ] || { $(choose_python); }; which='import sys; print(sys.version_info[:2])'; \
 		[ -z "$(filter PYTHON,$(typed))" ] || \
 		[ "$$("$$PYTHON" -c "$$which")" = "$$($(VENV)/bin/python -c "$$which")" ] || { \
 		echo "$(VENV) has $$($(VENV)/bin/python --version), and $$PYTHON is $$("$$PYTHON" --version)." \
 			"Type: rm -r $(VENV); make setup PYTHON=$$PYTHON"; exit 2; }
 
 $(VENV)/.done: containers/dev.lock pyproject.toml
-	@$(supported)
-	@"$$PYTHON" containers/make_venv.py $(VENV) containers/dev.lock --editable .
+	@$(choose_python); "$$python" containers/make_venv.py $(VENV) containers/dev.lock --editable .
 
 run: setup ## train: JOB=fingerprint_demo  DATA=folder or SYNTHETIC=1  GPUS=n  SET="optimizer.lr=1e-4 seed=1"  [NAME=name DRY=1]
 	@$(call arguments,gpus name); $(data); $(T) run "$$JOB" "$${args[@]}"

@@ -34,15 +34,72 @@ def run_make(*words: str, environ: Mapping[str, str] | None = None) -> subproces
     )
 
 
-@pytest.mark.parametrize("code", [0, 127])
-def test_a_python_that_says_no_version_is_named_none(code, tmp_path):
+def write_python(folder: Path, name: str, *, supported: bool, version: str = "", error: str = "") -> Path:
+    """Write a program that answers as an interpreter does; a shim of pyenv may print no version, and may fail."""
+    path = folder / name
+    says = f"echo '{error}' >&2; exit 127" if error else f"echo {version}; exit 0" if version else "exit 0"
+    path.write_text(
+        f'#!/bin/sh\n[ "$1" = --version ] && {{ {says}; }}\n[ "$1" = -c ] && exit {0 if supported else 1}\n'
+        'echo "$(basename "$0") $*"; touch .venv/.done\n'
+    )
+    path.chmod(0o755)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [("", "says no version"), ("pyenv: python3.13: command not found", "does not start: pyenv: python3.13: command")],
+)
+def test_a_python_that_says_no_version_is_named_with_what_it_says(error, said, tmp_path):
     """A shim of pyenv for a version that is not installed is there, and prints no version."""
-    shim = tmp_path / "python3.13"
-    shim.write_text(f'#!/bin/sh\n[ "$1" = --version ] && exit {code}\nexit 1\n')
-    shim.chmod(0o755)
+    shim = write_python(tmp_path, "python3.13", supported=False, error=error)
     done = run_make("setup", f"PYTHON={shim}")
     assert done.returncode == 2
-    assert done.stdout == "Python 3.11 to 3.13 is needed, none found. Type: make setup PYTHON=python3.11\n"
+    assert done.stdout.startswith(f"Python 3.11 to 3.13 is needed, and is not here. {shim} {said}")
+    assert done.stdout.endswith(" make setup PYTHON=/path/to/python3.12\n")
+
+
+def copy_setup(folder: Path) -> tuple[Path, dict[str, str]]:
+    """Copy what `make setup` reads, without an environment; return a folder of programs, and variables to find it."""
+    (folder / "containers").mkdir()
+    (folder / ".venv").mkdir()
+    for name in ("Makefile", "pyproject.toml", "containers/dev.lock"):
+        shutil.copy(ROOT / name, folder / name)
+    programs = folder / "programs"
+    programs.mkdir()
+    for name in ("bash", "sh", "make", "awk", "basename", "touch"):
+        (programs / name).symlink_to(str(shutil.which(name)))
+    return programs, {"PATH": str(programs)}
+
+
+def set_up(folder: Path, environ: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+    command = ["make", "--no-print-directory", "setup"]
+    return subprocess.run(command, cwd=folder, env={**environ}, capture_output=True, text=True, timeout=60)
+
+
+def test_setup_takes_whichever_supported_python_there_is(tmp_path):
+    programs, environ = copy_setup(tmp_path)
+    write_python(programs, "python3", supported=False, version="Python 3.9.18")
+    write_python(programs, "python3.13", supported=False, error="pyenv: python3.13: command not found")
+    write_python(programs, "python3.12", supported=True, version="Python 3.12.1")
+    write_python(programs, "python3.11", supported=True, version="Python 3.11.7")
+    done = set_up(tmp_path, environ)
+    made = "containers/make_venv.py .venv containers/dev.lock --editable .\n"
+    assert (done.returncode, done.stdout) == (0, f"python3.12 {made}"), done.stderr
+    (tmp_path / ".venv" / ".done").unlink()
+    done = set_up(tmp_path, {**environ, "PYTHON": "python3.11"})
+    assert done.stdout == f"python3.11 {made}", "what is named comes first"
+
+
+def test_setup_without_a_supported_python_says_what_each_is(tmp_path):
+    programs, environ = copy_setup(tmp_path)
+    write_python(programs, "python3", supported=False, version="Python 3.14.0")
+    done = set_up(tmp_path, environ)
+    assert done.returncode == 2
+    assert (
+        "is not here. python3 Python 3.14.0; python3.13 does not start: " in done.stdout and "not found" in done.stdout
+    )
+    assert done.stdout.count("\n") == 1
 
 
 def list_hostile_values(flag: Path) -> list[str]:
