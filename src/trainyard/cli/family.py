@@ -6,6 +6,7 @@ import tempfile
 from pathlib import Path
 
 from trainyard.cli.verb import Verbs, add_verb
+from trainyard.families import format_families, list_roots
 from trainyard.tools.new_family import create_family, list_templates
 
 
@@ -34,7 +35,8 @@ def _check(args: argparse.Namespace) -> int:
     from trainyard.tools.check_family import check_family
 
     path = Path(args.family)
-    jobs, name = (path.parent, path.name) if len(path.parts) > 1 else (args.jobs, args.family)
+    usual = [args.jobs] if args.typed_jobs else [root for root in list_roots() if (root / args.family).is_dir()]
+    jobs, name = (path.parent, path.name) if len(path.parts) > 1 else ((usual or [args.jobs])[0], args.family)
     failed = 0
     with tempfile.TemporaryDirectory() as scratch:
         for result in check_family(jobs, name, Path(scratch)):
@@ -45,5 +47,5 @@ def _check(args: argparse.Namespace) -> int:
     if failed:
         print(f"{name}: {failed} failed. CONTRIBUTING.md, 'A new job', says what a family owes.")
         return 1
-    print(f"{name} meets the contract.\nnext: trainyard run {name} data.path=FOLDER")
+    print(f"{name} meets the contract.\nnext: trainyard run {name} data.path=FOLDER{format_families(name, jobs)}")
     return 0
