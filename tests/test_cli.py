@@ -1,5 +1,6 @@
 """What users see: one message per mistake, nothing half-written, and what to type next."""
 
+import json
 import os
 import re
 import resource
@@ -287,6 +288,9 @@ def test_the_summary_fits_a_screen_and_says_what_to_type_next(here, capsys):
     assert "accuracy" in shown and "samples/s" in shown and "report.html" in shown and "next:" in shown
     report = next(here.glob("runs/stripes/*/report.html"))
     assert report.stat().st_size > 10_000
+    assert f"trainyard options stripes --jobs {FAMILIES}\n" in shown
+    families = json.loads((report.parent / "env.json").read_text())["choices"]["families"]
+    assert families == {"value": str(FAMILIES), "reason": "--jobs"}
 
 
 @pytest.mark.slow
@@ -298,7 +302,7 @@ def test_checkpoints_are_listed_verified_and_exported(here, capsys):
     assert cli.main(["ckpt", "list", "stripes", *JOBS]) == 0
     assert "ok" in capsys.readouterr().out
     assert cli.main(["ckpt", "verify", "stripes", *JOBS]) == 0
-    assert cli.main(["export", "stripes", "model.safetensors", *JOBS]) == 0
+    assert cli.main(["export", "stripes", "model.safetensors"]) == 0, "the run knows its family"
     assert "head.weight" in load_file("model.safetensors")
     code, stderr = run_cli(capsys, "export", "stripes", "model.safetensors", *JOBS)
     assert code == 2 and "exists already" in stderr

@@ -10,9 +10,10 @@ import pytest
 
 from tests.training import FAMILIES
 from trainyard import cli
-from trainyard.config import choose_root, compose, load_family
+from trainyard.config import Root, choose_root, compose, load_family
 from trainyard.errors import UserError
 from trainyard.runs import folder as runs
+from trainyard.runs.create import create_run
 from trainyard.runs.families import OWN, find_families, remember_families
 
 SHORT = ("max_duration=2st", "eval_every=2st", "data.synthetic=60", "global_batch_size=6")
@@ -36,33 +37,33 @@ def run_command(capsys: pytest.CaptureFixture[str], *words: object, code: int = 
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a run of a family elsewhere: `mine/jobs`, of the same name as Trainyard's own folder."""
-    compose("fingerprint_smoke", [], Path(__file__).parents[1] / "jobs")  # so that `jobs` is taken
-    folder = tmp_path_factory.mktemp("families")
-    jobs = copy_families(folder / "mine")
-    words = ["run", "stripes", *SHORT, "--jobs", jobs, "--runs", folder / "runs", "--name", "r"]
-    assert cli.main([*map(str, words), f"data.cache={folder / 'cache'}"]) == 0
-    return folder
+def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder of families elsewhere, of the same name as Trainyard's own, which is imported already."""
+    compose("fingerprint_smoke", [], Path(__file__).parents[1] / "jobs")
+    return copy_families(tmp_path_factory.mktemp("families"))
 
 
 @pytest.fixture
-def here(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a copy of that run in the current folder, from which nothing leads to its family."""
-    shutil.copytree(trained / "runs", tmp_path / "runs")
+def here(elsewhere: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the current folder with a run, which has not begun, and from which nothing leads to its family."""
+    config = compose("stripes", [f"data.cache={tmp_path / 'data'}", *SHORT], elsewhere)
+    remember_families(create_run(tmp_path / "runs", config, name="r"), Root(elsewhere, "--jobs"))
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-@pytest.mark.slow
-def test_a_run_remembers_where_its_family_is(trained, here, capsys):
-    chosen = runs.read_env(here / "runs" / "stripes" / "r")["choices"]["families"]
-    assert chosen == {"value": str(trained / "mine" / "jobs"), "reason": "--jobs"}
+def test_a_command_about_a_run_finds_its_family(here, capsys):
+    assert "stripes" in run_command(capsys, "resume", "stripes", "--dry")
+
+
+@pytest.mark.long
+def test_a_run_remembers_where_its_family_is(elsewhere, here, capsys):
+    run_command(capsys, "resume", "stripes")
     said = run_command(capsys, "resume", "stripes", "max_duration=3st", "--inexact")
-    options = f"options stripes --jobs {trained / 'mine' / 'jobs'}"
+    options = f"options stripes --jobs {elsewhere}"
     assert f"trainyard {options}\n" in said
     run_command(capsys, *options.split())
-    load_family(trained / "mine" / "jobs", "stripes", "pack").synthesize(here / "new", count=6, seed=1)
+    load_family(elsewhere, "stripes", "pack").synthesize(here / "new", count=6, seed=1)
     run_command(capsys, "predict", "stripes", "new", "out.csv")
     with Path("out.csv").open() as file:
         assert len(list(csv.DictReader(file))) == 6
@@ -74,8 +75,8 @@ def test_a_typed_folder_wins_over_the_remembered_one(here, capsys):
     assert "nowhere/stripes/config.py: no such file" in said
 
 
-def test_a_family_that_has_moved_is_found_in_the_folder_here_or_asked_for(trained, here, capsys):
-    gone = trained / "mine" / "gone"
+def test_a_family_that_has_moved_is_found_in_the_folder_here_or_asked_for(elsewhere, here, capsys):
+    gone = elsewhere.parent / "gone"
     runs.update_env(here / "runs" / "stripes" / "r", "choices", {"families": {"value": str(gone), "reason": "--jobs"}})
     said = run_command(capsys, "predict", "stripes", "new", "out.csv", code=2)
     assert f"was started with the families in {gone}, where there is no 'stripes' now" in said and "--jobs DIR" in said
@@ -86,7 +87,7 @@ def test_a_family_that_has_moved_is_found_in_the_folder_here_or_asked_for(traine
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
 @pytest.mark.parametrize("owned", ["run", "family"])
-def test_a_family_that_the_run_of_another_names_is_not_imported(trained, here, capsys, owned):
+def test_a_family_that_the_run_of_another_names_is_not_imported(elsewhere, here, capsys, owned):
     """Without --jobs the run decides what is executed, so it and the family must be this user's."""
     jobs = copy_families(here / "theirs")
     run = here / "runs" / "stripes" / "r"

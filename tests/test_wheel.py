@@ -74,7 +74,7 @@ def test_a_wheel_has_the_families_and_the_code_and_no_tests(installed):
     assert {path.name for path in installed.iterdir() if not path.name.endswith(".dist-info")} == {"trainyard"}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_installed_wheel_has_its_jobs_next_to_a_persons_own(installed, tmp_path):
     copy_families(tmp_path)
     said = run_installed(installed, tmp_path, "jobs")
@@ -84,7 +84,7 @@ def test_an_installed_wheel_has_its_jobs_next_to_a_persons_own(installed, tmp_pa
     assert f"{installed}/trainyard/jobs/pricing/README.md" in said
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_snapshot_of_an_installed_wheel_is_that_of_a_checkout(installed, tmp_path):
     code = f"""
 from pathlib import Path
