@@ -4,12 +4,15 @@ import csv
 import json
 import os
 import shutil
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
 from tests.training import FAMILIES
 from trainyard import cli
+from trainyard.cli import verb
+from trainyard.cli.verb import choose_families
 from trainyard.config import Root, choose_root, compose, load_family
 from trainyard.errors import UserError
 from trainyard.runs import folder as runs
@@ -129,6 +132,26 @@ def test_runs_of_trainyards_own_families_do_not_depend_on_where_they_are(tmp_pat
     assert runs.read_env(run)["choices"]["families"]["value"] == OWN
     found = find_families(run)
     assert found.folder == Path(__file__).parents[1] / "jobs" and not found.is_named
+
+
+@pytest.mark.parametrize("job", [None, ""])
+def test_a_command_without_a_job_uses_the_first_folder(job, tmp_path, monkeypatch):
+    """Such as `plan --all` and `sweep --continue`."""
+    args = Namespace(jobs=None, job=job)
+    monkeypatch.chdir(tmp_path)
+    choose_families(args)
+    assert (args.jobs, args.typed_jobs) == (Path(__file__).parents[1] / "jobs", False)
+    (tmp_path / "jobs").mkdir()
+    args.jobs = None
+    choose_families(args)
+    assert args.jobs == Path("jobs")
+
+
+def test_without_a_checkout_a_folder_of_the_project_is_the_one_here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert verb.find_project_folder("slurm") == Path(__file__).parents[1] / "slurm"
+    monkeypatch.setattr(verb, "CHECKOUT", tmp_path / "lib")
+    assert verb.find_project_folder("slurm") == Path("slurm")
 
 
 def test_a_family_that_imports_itself_by_a_taken_name_is_told_how(tmp_path):

@@ -49,7 +49,7 @@ def choose_families(args: argparse.Namespace) -> None:
     args.typed_jobs = args.jobs is not None
     if args.typed_jobs:
         args.why_jobs = "--jobs"
-    elif isinstance(getattr(args, "job", None), str):
+    elif getattr(args, "job", ""):  # `plan --all` and `sweep --continue` have none
         from trainyard.config import choose_root
 
         args.jobs, args.why_jobs = choose_root(args.job)
@@ -70,6 +70,6 @@ def add_dry_option(verb: argparse.ArgumentParser) -> None:
 
 
 def find_project_folder(name: str) -> Path:
-    """Return ./NAME if it exists, else that folder of the installed checkout."""
-    local = Path(name)
-    return local if local.is_dir() else CHECKOUT / name
+    """Return ./NAME if it exists, else that folder of the installed checkout; an installed wheel has none: ./NAME."""
+    local, installed = Path(name), CHECKOUT / name
+    return installed if installed.is_dir() and not local.is_dir() else local
