@@ -34,6 +34,8 @@ STARTS_NOTHING = {
         "bench",
         "gpu-check",
         "gc",
+        "new",
+        "check-family",
     ),
     *("results", "status", "runs", "logs", "why", "cancel", "cluster-check"),
 }
