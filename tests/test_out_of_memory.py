@@ -310,7 +310,9 @@ def test_few_steps_and_few_validation_samples_are_said_and_enough_are_not(log):
     assert log[0].startswith(
         "63 training samples are 4 steps of global_batch_size=16, and 20 in the whole run; more steps"
     )
-    assert log[1].startswith("the validation set has 29 samples") and log[1].endswith("trainyard options stripes\n")
+    assert log[1].startswith("the validation set has 29 samples") and log[1].endswith(
+        f"trainyard options stripes --jobs {FAMILIES}\n"
+    )
 
 
 @pytest.mark.parametrize(("size", "synced", "samples"), [(8, False, 8), (16, False, 16), (8, True, 32)])

@@ -49,7 +49,7 @@ def choose_families(args: argparse.Namespace) -> None:
     args.typed_jobs = args.jobs is not None
     if args.typed_jobs:
         args.why_jobs = "--jobs"
-    elif getattr(args, "job", ""):  # `plan --all` and `sweep --continue` have none
+    elif getattr(args, "job", "") and getattr(args, "composes", True):  # `plan --all` and `sweep --continue` have none
         from trainyard.config import choose_root
 
         args.jobs, args.why_jobs = choose_root(args.job)

@@ -31,6 +31,7 @@ def _print_status(args: argparse.Namespace) -> int:
 def _add_runs(verbs: Verbs) -> None:
     verb = add_verb(verbs, "runs", _list_runs, "list all runs")
     verb.add_argument("job", nargs="?", help="only runs of this job")
+    verb.set_defaults(composes=False)  # its runs may be of families that are nowhere here
 
 
 def _list_runs(args: argparse.Namespace) -> int:
