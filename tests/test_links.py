@@ -50,3 +50,10 @@ def test_every_link_of_a_page_leads_somewhere(page):
 def test_a_broken_link_is_found(tmp_path):
     (tmp_path / "a.md").write_text("# One heading\n[x](b.md) [y](#one-heading) [z](#none) [w](https://example.org)\n")
     assert find_broken_links(tmp_path / "a.md") == ["b.md", "#none"]
+
+
+def test_what_the_first_page_shows_of_a_bad_day_is_what_a_test_saw():
+    shown = re.search(r"^    \$ trainyard why .*?(?=^\S)", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert shown is not None
+    lines = [line.removeprefix("    ") for line in shown[0].rstrip().splitlines()]
+    assert "\n".join(lines) in (ROOT / "docs" / "bad-day.md").read_text(), "copy the last `why` of docs/bad-day.md"
