@@ -1,0 +1,42 @@
+"""Every option of the family."""
+
+from dataclasses import dataclass
+
+from trainyard.settings import TrainConfig, option
+
+
+@dataclass
+class ModelSettings:
+    """FCOS on a residual network with a feature pyramid."""
+
+    backbone: str = option(
+        "resnet18", "network that extracts the features", choices=("resnet18", "resnet34", "resnet50")
+    )
+    detections: int = option(100, "most objects that are reported of an image", low=1)
+
+
+@dataclass
+class PackingSettings:
+    """From raw files to records and sets. Changing an option means packing again."""
+
+    val_share: float = option(
+        0.15, "share of the images that selects the checkpoint, unless a file does", low=0, high=0.5
+    )
+    test_share: float = option(0.15, "share of the images to test on, if there is one file for all", low=0, high=0.5)
+    seed: int = option(0, "seed of the division into sets", low=0)
+
+
+@dataclass
+class Config(TrainConfig):
+    """All options of the family's jobs."""
+
+    model: ModelSettings = option(ModelSettings, "network")
+    packing: PackingSettings = option(PackingSettings, "raw files to records and sets")
+
+    def explain_batch_dependence(self) -> str:
+        """Return why results depend on the micro-batch; "" if they do not."""
+        return "the loss is divided by the objects of a micro-batch"
+
+    def explain_varying_inputs(self) -> str:
+        """Return why repeated layers get inputs of many shapes; "" if they do not."""
+        return ""
