@@ -15,6 +15,7 @@ from trainyard.config import load_family
 from trainyard.data.loader import MicroBatch
 from trainyard.data.shards import ShardSet
 from trainyard.hardware import choose_precision
+from trainyard.report.run_story import RunStory
 from trainyard.runs.events import read_metrics
 from trainyard.settings import ScheduleSettings
 from trainyard.train.heartbeat import Heartbeat
@@ -199,8 +200,9 @@ def test_evaluation_is_no_time_of_training_and_no_idle_time(run, device):
     assert load_state(run)["progress/train_s"] == pytest.approx(20 * COMPUTE_S)
     assert device.now_s - begin > 20 * COMPUTE_S
     lines = [line for line in read_metrics(run) if line["kind"] == "train"]
-    assert [line["idle_ms"] for line in lines] == pytest.approx([0, 0])
-    assert [line["step_ms"] for line in lines] == pytest.approx([1000 * COMPUTE_S] * 2)
+    assert [line["step"] for line in lines] == [1, 10, 20]
+    assert [line["idle_ms"] for line in lines] == pytest.approx([0, 0, 0])
+    assert [line["step_ms"] for line in lines] == pytest.approx([1000 * COMPUTE_S] * 3)
 
 
 def test_a_run_whose_length_is_a_time_trains_that_long(run, device):
@@ -246,8 +248,23 @@ def test_preparing_a_micro_batch_is_work_of_the_device(parts, run, device):
 
 def test_waiting_for_the_micro_batch_that_is_tried_before_training_is_no_part_of_a_step(run, device):
     train(run, device, first_wait_s=60.0, max_duration="10st")
-    (line,) = [line for line in read_metrics(run) if line["kind"] == "train"]
-    assert line["data_wait_ms"] == 0
+    lines = [line for line in read_metrics(run) if line["kind"] == "train"]
+    assert [(line["step"], line["data_wait_ms"]) for line in lines] == [(1, 0), (10, 0)]
+
+
+def test_the_loss_of_every_step_is_listed_once_and_the_first_and_the_last_step_have_a_line(new, run, device, tmp_path):
+    whole = shutil.copytree(new, tmp_path / "whole")
+    torch.manual_seed(0)  # the first weights of both
+    assert train(whole, device, max_duration="13st") == Stop.NONE
+    torch.manual_seed(0)
+    assert train(run, device, max_duration="13st", stop_at=7) == Stop.PREEMPTED  # between two lines
+    assert train(run, device, max_duration="13st") == Stop.NONE
+    lines, resumed = ([line for line in read_metrics(one) if line["kind"] == "train"] for one in (whole, run))
+    assert [(line["step"], len(line["step_losses"])) for line in lines] == [(1, 1), (10, 9), (13, 3)]
+    assert [line["step_losses"] for line in resumed] == [line["step_losses"] for line in lines]
+    for line in lines:
+        assert line["step_losses"][-1] == pytest.approx(line["loss"], rel=1e-5), "six digits are listed"
+    assert load_state(run)["progress/step"] == 13 and len(RunStory.read(run).list_step_losses()[1]) == 13
 
 
 def test_on_the_cpu_idle_is_waiting_for_data(device):

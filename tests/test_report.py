@@ -23,6 +23,8 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from trainyard.errors import UserError
 from trainyard.report import run_page as report
+from trainyard.report.headline import Baseline, find_headline, judge_metric
+from trainyard.report.run_story import RunStory
 from trainyard.runs.events import TIMING_KEYS, list_metric_names, read_events, read_metrics, select_metrics
 from trainyard.text import format_duration
 from trainyard.train import console
@@ -489,7 +491,7 @@ def test_a_run_that_has_just_begun_gets_a_report_that_says_what_is_missing(tmp_p
     assert ("No training line yet." in text) == (lines == 0)
     for expected in ("No evaluation yet.", "still running, or it was killed", "env.json is absent"):
         assert expected in text
-    assert "no evaluation yet" in report.format_summary(run)
+    assert "verdict  No evaluation yet, so nothing says how good this is." in report.format_summary(run)
 
 
 def test_a_report_is_drawn_from_losses_that_are_not_finite(tmp_path):
@@ -500,7 +502,7 @@ def test_a_report_is_drawn_from_losses_that_are_not_finite(tmp_path):
         log.log("eval", 100, {"split": "val", "eer": math.nan})
     report.write_report(run)
     assert (run / "plots" / "train_loss.png").stat().st_size > 5_000
-    assert "eer nan" in report.format_summary(run)
+    assert "further  eer nan" in report.format_summary(run)
 
 
 @pytest.mark.parametrize(
@@ -550,7 +552,9 @@ def test_the_summary_fits_a_screen_and_ends_with_what_to_type_next(tmp_path):
     lines = text.splitlines()
     assert lines[0] == "demo  done"
     assert "trained  400 of 400 steps  20 epochs  48,000 samples" in lines
-    assert "val      eer 0.02352 [0.01999, 0.02823]  tar_at_far_1e-3 0.9530" in lines
+    assert lines[1] == "eer      0.03352 [0.02849, 0.04023]  on test, step 400; lower is better"
+    assert lines[2] == "verdict  No baseline is recorded, so nothing says whether this is good."
+    assert lines[3] == "further  tar_at_far_1e-3 0.9330"
     assert "best     eer 0.02352 [0.01999, 0.02823] on val at step 400" in lines
     assert f"report   {path}" in lines
     assert lines[-2:] == ["next:    trainyard export demo", "         trainyard why demo"]
@@ -567,7 +571,8 @@ def test_the_summary_counts_what_was_trained_after_the_last_logged_step_too(tmp_
     recorder.close()
     lines = report.format_summary(run).splitlines()
     assert "trained  54 of 54 steps  2 epochs  3,360 samples" in lines
-    assert "val      eer 1.000  trials 435" in lines
+    assert "eer      1.000  on val, step 54; lower is better" in lines
+    assert "trials435" in Page(report.write_report(run)).text, "a count has no decimals"
     (run / "events.jsonl").write_text((run / "events.jsonl").read_text().replace('"samples_seen"', '"other"'))
     assert "trained  54 of 54 steps  1 epoch  2,512 samples" in report.format_summary(run), "of an earlier version"
 
@@ -583,7 +588,102 @@ def test_the_best_evaluation_is_chosen_by_the_monitor(tmp_path, mode, values, st
         for i, value in enumerate(values, start=1):
             log.log("eval", 10 * i, {"split": "val", "ap": value})
             log.log("eval", 10 * i, {"split": "test", "ap": 0.9 if mode == "max" else 0.0})
+    story = RunStory.read(run)
+    assert story.find_best_evaluation()[1]["step"] == step
     assert f"on val at step {step}" in report.format_summary(run)
+    assert find_headline(story).place.startswith("on test, step 30; "), "the set that did not choose"
+
+
+CHANCE = Baseline("chance", 0.5)
+
+
+@pytest.mark.parametrize(
+    ("values", "mode", "baseline", "verdict"),
+    [
+        ((0.1, 0.05, 0.2), "min", CHANCE, "Better than chance (0.5000): so is its whole 95 % interval."),
+        ((0.9, 0.8, 1.0), "max", CHANCE, "Better than chance (0.5000): so is its whole 95 % interval."),
+        ((0.4, 0.2, 0.55), "min", CHANCE, "Too few trials to tell whether this is better than chance (0.5000): the"),
+        ((0.5, 0.4, 0.6), "min", CHANCE, "No better than chance (0.5000)."),
+        ((0.7, 0.6, 0.8), "min", CHANCE, "Worse than chance (0.5000): so is its whole 95 % interval."),
+        ((0.3, 0.2, 0.4), "max", CHANCE, "Worse than chance (0.5000): so is its whole 95 % interval."),
+        (
+            (0.0, 0.0, 0.0),
+            "min",
+            CHANCE,
+            "Better than chance (0.5000); its 95 % interval has no width, as with too few",
+        ),
+        ((0.1,), "min", CHANCE, "Better than chance (0.5000); without a 95 % interval, which would say how surely."),
+        ((0.6,), "min", CHANCE, "No better than chance (0.5000)."),
+        ((math.nan,), "min", CHANCE, "eer is not a finite number, so nothing says how good this is."),
+        ((0.1, 0.05, 0.2), "min", None, "No baseline is recorded, so nothing says whether this is good."),
+    ],
+)
+def test_the_verdict_says_no_more_than_the_interval_shows(values, mode, baseline, verdict):
+    line = dict(zip(("eer", "eer_low", "eer_high"), values, strict=False))
+    assert judge_metric(line, "eer", mode=mode, baseline=baseline).startswith(verdict)
+    if baseline and len(values) == 1 and values[0] < 0.5:
+        lost = judge_metric({**line, "draws_lost": 0.5}, "eer", mode=mode, baseline=baseline)
+        assert lost == "Better than chance (0.5000); too few trials for a 95 % interval."
+
+
+@pytest.mark.parametrize(
+    ("recorded", "said"),
+    [
+        (["chance", 0.5], "lower is better; chance 0.5000"),
+        (["the median", "eer_constant"], "lower is better; the median 0.4000"),
+        (["the median", "absent"], "lower is better; the untrained model 0.4900"),
+        (None, "lower is better; the untrained model 0.4900"),
+    ],
+)
+def test_the_baseline_is_what_the_run_recorded_or_its_own_untrained_model(tmp_path, recorded, said):
+    run = new_run(tmp_path)
+    monitor = {**MONITOR, **({"baseline": recorded} if recorded else {})}
+    with open_recorder(run) as log:
+        log.log("event", 0, {"event": "start", "monitor": monitor})
+        for step, eer in ((0, 0.49), (9, 0.1)):
+            log.log("eval", step, {"split": "val", "eer": eer, "eer_constant": 0.4})
+    headline = find_headline(RunStory.read(run))
+    assert headline.place == f"on val, step 9; {said}"
+    assert headline.verdict.startswith("Better than ")
+
+
+def test_the_loss_of_each_step_is_drawn_and_the_step_of_a_number_is_known(tmp_path):
+    run = new_run(tmp_path)
+    with open_recorder(run) as log:
+        log.log("train", 1, {"loss": 5.0, "step_losses": [5.0]})
+        log.log("train", 4, {"loss": 2.0, "step_losses": [4.0, None, 2.0]})
+        log.log("train", 6, {"loss": 1.0, "step_losses": [1.0]})  # resumed from a checkpoint of an earlier version
+        log.log("train", 8, {"loss": 0.5})
+    steps, losses = RunStory.read(run).list_step_losses()
+    assert steps.tolist() == [1, 2, 3, 4, 6, 8]
+    assert losses[[0, 1, 3, 4, 5]].tolist() == [5, 4, 2, 1, 0.5] and math.isnan(losses[2])
+
+
+@pytest.mark.parametrize("listed", ["[1.0, 2.0]", "[true]", "3", '["x"]'])
+def test_losses_that_are_not_a_number_for_each_step_are_refused(tmp_path, listed):
+    run = new_run(tmp_path)
+    (run / "metrics.jsonl").write_text(f'{{"kind": "train", "step": 1, "step_losses": {listed}}}\n')
+    with pytest.raises(UserError, match=r"metrics\.jsonl:1: expected at most one number or null for each step"):
+        read_metrics(run)
+
+
+def test_no_plot_shows_what_another_shows_and_constants_are_in_a_table(tmp_path):
+    run = new_run(tmp_path)
+    with open_recorder(run) as log:
+        log.log("event", 0, {"event": "start", "monitor": MONITOR})
+        for step in (1, 2):
+            log.log(
+                "train", step, {"loss": 1 / step, "arcface": 1 / step, "centre": 2.0 / step, "step_losses": [1 / step]}
+            )
+            log.log("eval", step, {"split": "val", "auc": step / 4, "eer": 0.5 / step, "trials": 435.0})
+        log.log("eval", 2, {"split": "test", "eer": 0.5, "trials": 17.0})
+    page = Page(report.write_report(run))
+    plots = [attributes["alt"] for tag, attributes in page.tags if tag == "img"]
+    assert plots == ["Training loss", "eer", "auc", "Training: centre"]
+    assert "The same in every evaluation" in page.text and "trials43517" in page.text.replace("\n", "")
+    order = ["Curves", "Results", "Time", "Next steps", "Automatic choices", "Environment"]
+    assert sorted(order, key=page.text.index) == order
+    assert page.text.index("No baseline") < page.text.index("Curves")
 
 
 def test_a_training_line_has_its_documented_format():

@@ -131,6 +131,7 @@ class AntispoofModule(TrainModule):
     identity = "speaker"
     monitor = ("eer", "min")
     tie_breaks = (("cllr", "min"),)  # the rate is 0 for every separation without an overlap
+    baseline = ("chance", 0.5)
 
     def __init__(
         self,

@@ -88,6 +88,7 @@ class FingerprintModule(TrainModule):
     monitor = ("eer_all_pairs", "min")
     tie_breaks = (("d_prime", "max"),)  # the rate is 0 for every separation without an overlap
     identity = "finger"
+    baseline = ("chance", 0.5)
     training_only = ("class_of_code", "directions", "centres.")
 
     def __init__(

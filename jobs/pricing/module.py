@@ -78,6 +78,7 @@ class PricingModule(TrainModule):
     """
 
     monitor = ("smape", "min")
+    baseline = ("the median of the training prices", "smape_constant")
 
     def __init__(
         self,

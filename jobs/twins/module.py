@@ -85,6 +85,7 @@ class TwinsModule(TrainModule):
     """
 
     identity = "person"
+    baseline = ("chance", 0.5)
     training_only = ("class_of_code", "directions.")
     class_of_code: Tensor
     threshold: Tensor

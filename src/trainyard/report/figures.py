@@ -33,6 +33,7 @@ _STYLE: Any = {  # matplotlib 3.11 types it by its 300 keys, 3.9 as a plain dict
     "ytick.color": "#4b5563",
     "legend.frameon": False,
     "lines.linewidth": 1.8,
+    "agg.path.chunksize": 10_000,  # curves have a point for every step
 }
 
 

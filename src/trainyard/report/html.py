@@ -13,9 +13,14 @@ PAGE_TEMPLATE = """<!DOCTYPE html>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>@TITLE@</title>
 <style>
-:root { color-scheme: light; --ink: #111827; --soft: #4b5563; --line: #e5e7eb; --panel: #f9fafb; }
+:root { color-scheme: light dark; --page: #fff; --ink: #111827; --soft: #4b5563; --line: #e5e7eb; --panel: #f9fafb;
+  --grey: #1f2937; --grey-back: #e5e7eb; --good: #065f46; --good-back: #d1fae5; --bad: #7c2d12; --bad-back: #ffedd5;
+  --note-back: #fffbeb; --link: #0059a0; }
+@media (prefers-color-scheme: dark) { :root { --page: #111418; --ink: #e5e7eb; --soft: #a3adba; --line: #374151;
+  --panel: #1b2027; --grey: #e5e7eb; --grey-back: #374151; --good: #a7f3d0; --good-back: #064e3b; --bad: #fed7aa;
+  --bad-back: #7c2d12; --note-back: #2c2410; --link: #7cc4ff; } }
 * { box-sizing: border-box; }
-body { margin: 0 auto; max-width: 72rem; padding: 2rem 1.25rem 4rem; color: var(--ink); background: #fff;
+body { margin: 0 auto; max-width: 72rem; padding: 2rem 1.25rem 4rem; color: var(--ink); background: var(--page);
   font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; }
 h1 { margin: 0; font-size: 1.75rem; line-height: 1.2; overflow-wrap: anywhere; }
 h2 { margin: 2.5rem 0 .75rem; padding-bottom: .3rem; font-size: 1.15rem;
@@ -24,17 +29,25 @@ h3 { margin: 1.25rem 0 .4rem; font-size: .95rem; }
 p { margin: .25rem 0; }
 .soft { color: var(--soft); }
 .pill { display: inline-block; margin-top: .6rem; padding: .1rem .7rem; border-radius: 1rem;
-  font-size: .85rem; font-weight: 600; color: #1f2937; background: #e5e7eb; }
-.pill.done { color: #065f46; background: #d1fae5; }
-.pill.failed { color: #7c2d12; background: #ffedd5; }
-.note { padding: .6rem .9rem; margin-top: 1rem; border-left: 3px solid #E69F00; background: #fffbeb; }
+  font-size: .85rem; font-weight: 600; color: var(--grey); background: var(--grey-back); }
+.pill.done { color: var(--good); background: var(--good-back); }
+.pill.failed { color: var(--bad); background: var(--bad-back); }
+.note { padding: .6rem .9rem; margin-top: 1rem; border-left: 3px solid #E69F00; background: var(--note-back);
+  overflow-wrap: anywhere; }
+a { color: var(--link); }
+.headline { padding: 1rem 1.25rem; margin-top: 1rem; border: 1px solid var(--line); border-radius: .5rem;
+  background: var(--panel); overflow-wrap: anywhere; }
+.score { font-size: 2.5rem; font-weight: 700; line-height: 1.2; font-variant-numeric: tabular-nums; }
+.interval { font-size: 1rem; font-weight: 400; color: var(--soft); }
+.verdict { font-weight: 600; }
 .facts { display: grid; grid-template-columns: repeat(4, 1fr); gap: .75rem; margin: 0; }
 .facts div { padding: .7rem .9rem; border: 1px solid var(--line); border-radius: .5rem;
   background: var(--panel); }
 .facts dt { font-size: .8rem; color: var(--soft); }
 .facts dd { margin: 0; font-size: 1.1rem; font-weight: 600; overflow-wrap: anywhere; }
 .plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(24rem, 100%), 1fr)); gap: 1rem; }
-figure { margin: 0; padding: .5rem; border: 1px solid var(--line); border-radius: .5rem; max-width: 40rem; }
+figure { margin: 0; padding: .5rem; border: 1px solid var(--line); border-radius: .5rem;
+  max-width: 40rem; background: #fff; }
 img { display: block; width: 100%; height: auto; }
 .scroll { overflow-x: auto; margin-top: 1rem; }
 table { border-collapse: collapse; font-size: .875rem; font-variant-numeric: tabular-nums; }

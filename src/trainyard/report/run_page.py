@@ -1,13 +1,15 @@
 """The report of a run: one HTML page with its plots, and a summary that fits a screen."""
 
 import html
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from trainyard.files import limit_writers, write_atomically
 from trainyard.report.evaluation_table import render_evaluations
+from trainyard.report.headline import find_headline, render_headline
 from trainyard.report.html import PAGE_TEMPLATE, render_gallery, render_section, render_table
-from trainyard.report.metric_values import ABSENT, format_metric, format_score, format_value
+from trainyard.report.metric_values import ABSENT, format_metric, format_value
 from trainyard.report.plan_table import list_plan, render_plan
 from trainyard.report.run_plots import draw_plots, read_figures
 from trainyard.report.run_story import RunStory, compute_time_shares, describe_ending, list_all_metric_names
@@ -16,9 +18,7 @@ from trainyard.runs.events import (
     ENDS,
     EVENTS_FILE,
     STARTS,
-    Line,
     flatten,
-    list_metric_names,
 )
 from trainyard.scoring import explain_missing_intervals
 from trainyard.text import format_duration
@@ -36,15 +36,17 @@ def format_summary(run: Path, *, next_commands: Sequence[str] = ()) -> str:
     story = RunStory.read(run)
     facts = dict(_collect_facts(story))
     page = run / "report.html"
+    headline = find_headline(story)
     rows: list[tuple[str, Sequence[str]]] = [
+        *([(headline.metric, [headline.value, headline.place])] if headline.metric else []),
+        ("verdict", [headline.verdict]),
+        *([("further", headline.others)] if headline.others else []),
         ("trained", [_count(facts[name], name) for name in ("Steps", "Epochs", "Samples")]),
         ("took", [facts["Running time"], *(f"{name} {share:.0f} %" for name, _, share in compute_time_shares(story))]),
         ("speed", [f"{facts['Median rate']} (median)"]),
-        *((split, _format_metrics(story.find_last_evaluation(split))) for split in story.splits),
     ]
-    if not story.evals:
-        rows.append(("metrics", ["no evaluation yet"]))
-    if best := story.find_best_evaluation():
+    best = story.find_best_evaluation()
+    if best and headline.metric and f"on {best[1]['split']}," not in headline.place:
         name, line = best
         rows.append(("best", [f"{name} {format_metric(line, name)} on {line['split']} at step {line['step']:,}"]))
     rows += [("" if i else "plan", [text]) for i, text in enumerate(list_plan(story.env))]
@@ -72,17 +74,12 @@ def _format_columns(rows: Sequence[tuple[str, Sequence[str]]], *, width: int = 1
         yield line
 
 
-def _format_metrics(line: Line) -> list[str]:
-    return [f"{name} {format_metric(line, name)}" for name in list_metric_names(line)]
-
-
 def _collect_facts(story: RunStory) -> list[tuple[str, str]]:
     """Return name and value of the facts that sum up the training."""
     total, seen = story.find_start_field("total_steps"), story.find_progress()
     attempts = sum(e.get("event") in STARTS for e in story.events)
     memory = max((line["memory_gib"] for line in story.train if "memory_gib" in line), default=None)
     rate = story.samples_per_s
-    name, line = story.find_best_evaluation() or ("", None)
     return [
         ("Steps", f"{story.step:,}" + (f" of {total:,}" if total else "")),
         ("Epochs", format_value(seen.get("epoch"))),
@@ -91,7 +88,6 @@ def _collect_facts(story: RunStory) -> list[tuple[str, str]]:
         ("Median rate", f"{format_value(rate)} samples/s" if rate else ABSENT),
         ("Peak memory", f"{memory:.1f} GiB" if memory else ABSENT),
         ("Attempts", str(attempts) if attempts else ABSENT),
-        (f"Best {name}", f"{format_score(line[name])} on {line['split']}") if line else ("Best metric", ABSENT),
     ]
 
 
@@ -110,24 +106,25 @@ def write_report(run: Path) -> Path:
     """
     story = RunStory.read(run)
     evaluated = render_evaluations(read_evaluations(run))
-    training, metrics, speed = draw_plots(story)
+    plots = draw_plots(story)
     (run / "plots").mkdir(exist_ok=True)
-    for plot in [*training, *metrics, *speed]:
+    for plot in plots:
         write_atomically(run / "plots" / f"{plot.name}.png", plot.png)
+    curves = [*plots.losses[:1], *plots.metrics, *plots.losses[1:], *plots.optimizer]
     body = "\n".join(
         [
             _render_header(story),
-            render_section("Summary", _render_summary(story), _render_results(story)),
-            render_section("Training", render_gallery(training)),
-            render_section(
-                "Evaluation",
-                render_gallery(metrics),
-                render_gallery(read_figures(run / "exhibits")),
-                _render_evaluations(story),
+            render_headline(find_headline(story)),
+            render_section("Curves", render_gallery(curves)),
+            *(
+                render_section("Figures", text)
+                for text in filter(None, [render_gallery(read_figures(run / "exhibits"))])
             ),
+            render_section("Results", _render_results(story), _render_constants(story), _render_evaluations(story)),
             *(render_section("Labelled folders", table) for table in filter(None, [evaluated])),
+            render_section("Time", _render_facts(story), render_gallery(plots.speed), _render_time_table(story)),
             *(render_section("Predicted and observed", table) for table in filter(None, [render_plan(story.env)])),
-            render_section("Speed", render_gallery(speed), _render_time_table(story)),
+            render_section("Next steps", f"<pre>{html.escape(chr(10).join(_list_next_commands(story)))}</pre>"),
             render_section("Attempts and events", _render_attempts(story), _render_events(story)),
             render_section("Automatic choices", _render_choices(story)),
             render_section("Environment", _render_environment(story)),
@@ -152,7 +149,17 @@ def _render_header(story: RunStory) -> str:
     )
 
 
-def _render_summary(story: RunStory) -> str:
+def _list_next_commands(story: RunStory) -> list[str]:
+    run = shlex.quote(str(story.run))
+    if story.status.startswith("done"):
+        return [
+            f"trainyard export {run} {story.run.absolute().parent.name}.safetensors",
+            f"trainyard evaluate {run} FOLDER",
+        ]
+    return [f"trainyard why {run}", f"trainyard resume {run}"]
+
+
+def _render_facts(story: RunStory) -> str:
     cells = [f"<div><dt>{html.escape(k)}</dt><dd>{html.escape(v)}</dd></div>" for k, v in _collect_facts(story)]
     return f'<dl class="facts">{"".join(cells)}</dl>'
 
@@ -168,18 +175,29 @@ def _render_results(story: RunStory) -> str:
         name, line = best
         columns.append((f"best {line['split']}, step {line['step']:,}", line))
         note = f"Best by {name} on {line['split']}."
-    names = list_all_metric_names(story.evals)
+    names = story.list_metrics(constant=False)
     rows = [[name, *(format_metric(line, name).replace(" [", "\n[") for _, line in columns)] for name in names]
     metrics = render_table(["metric", *(title for title, _ in columns)], rows)
-    missing = explain_missing_intervals(names)
+    missing = explain_missing_intervals(list_all_metric_names(story.evals))
     caption = " ".join(["Last evaluation of each split; 95 % intervals in brackets.", missing, note])
     return f'{metrics}<p class="soft">{html.escape(caption)}</p>'
 
 
+def _render_constants(story: RunStory) -> str:
+    """Render the metrics that never changed, with their value on each split."""
+    names = story.list_metrics(constant=True)
+    rows = [
+        [name, *(format_metric(story.find_last_evaluation(split), name) for split in story.splits)] for name in names
+    ]
+    table = render_table(["constant", *story.splits], rows)
+    return f"<h3>The same in every evaluation</h3>{table}" if names else ""
+
+
 def _render_evaluations(story: RunStory) -> str:
-    if not story.evals:
+    """Render all evaluations, if there are others than the last of each split."""
+    if len(story.evals) == len(story.splits):
         return ""
-    names = list_all_metric_names(story.evals)
+    names = story.list_metrics(constant=False)
     rows = [
         [
             str(line["split"]),

@@ -1,20 +1,25 @@
 """The plots of a run: training curves, evaluation metrics, where the time went."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from trainyard.files import read_file
 from trainyard.report.figures import BLUE, MARKERS, SERIES, Plot, draw_figure, make_slug
-from trainyard.report.run_story import RunStory, compute_time_shares, list_all_metric_names
-from trainyard.runs.events import Line, has_interval, name_interval_ends, select_metrics
+from trainyard.report.run_story import RunStory, compute_time_shares
+from trainyard.runs.events import has_interval, name_interval_ends, select_metrics
 from trainyard.text import format_duration
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+Floats = NDArray[np.float64]
+_OPTIMIZER = ("lr", "grad_norm")
 _SPENT_COLOURS = {
     "compute": BLUE,
     "idle": "#E69F00",
@@ -35,16 +40,40 @@ _TITLES = {
 }
 
 
-def draw_plots(story: RunStory) -> tuple[list[Plot], list[Plot], list[Plot]]:
-    """Draw what was recorded; return (training curves, evaluation metrics, speed)."""
-    curves = dict.fromkeys(name for line in story.train for name in select_metrics(line))
-    training = [_plot_curve(story, name) for name in sorted(curves, key=lambda name: name != "loss")]
-    changing = [name for name in list_all_metric_names(story.evals) if _has_changes(story.evals, name)]
-    metrics = [_plot_metric(story, name) for name in changing]
-    speed = [_plot_curve(story, "samples_per_s")] if story.samples_per_s is not None else []
+@dataclass(frozen=True)
+class Plots:
+    """The plots of a run, by where its page shows them."""
+
+    losses: list[Plot]  # the loss of every step first
+    metrics: list[Plot]  # the deciding one first
+    optimizer: list[Plot]  # learning rate, norm of the gradient
+    speed: list[Plot]
+
+    def __iter__(self) -> Iterator[Plot]:
+        yield from (*self.losses, *self.metrics, *self.optimizer, *self.speed)
+
+
+def draw_plots(story: RunStory) -> Plots:
+    """Draw what was recorded and changes: a curve that equals the loss is not drawn again."""
+    names = dict.fromkeys(name for line in story.train for name in select_metrics(line))
+    logged = {name: _list_logged(story, name) for name in names}
+    loss = logged.get("loss")
+    curves = [name for name, curve in logged.items() if name == "loss" or loss is None or not _is_same(curve, loss)]
+    curves.sort(key=lambda name: name != "loss")
+    raw = "each step" if story.every == 1 else f"steps of each {story.every}th line"
+    drawn = {
+        name: _plot_curve(name, *story.list_step_losses(), raw) if name == "loss" else _plot_curve(name, *logged[name])
+        for name in curves
+    }
+    deciding = str((story.find_start_field("monitor") or {}).get("metric"))
+    changing = sorted(story.list_metrics(constant=False), key=lambda name: name != deciding)
+    metrics = [_plot_metric(story, name) for name in changing if _has_several(story, name)]
+    rates = _list_logged(story, "samples_per_s")
+    speed = [_plot_curve("samples_per_s", *rates)] if len(rates[0]) > 1 else []
     if compute_time_shares(story):
         speed.append(_plot_time(story))
-    return training, metrics, speed
+    losses = [plot for name, plot in drawn.items() if name not in _OPTIMIZER]
+    return Plots(losses, metrics, [plot for name, plot in drawn.items() if name in _OPTIMIZER], speed)
 
 
 def read_figures(folder: Path) -> list[Plot]:
@@ -65,18 +94,23 @@ def _read_png(path: Path) -> bytes:
 _MOST_PNG_BYTES = 2**26
 
 
-def _has_changes(evals: Sequence[Line], name: str) -> bool:
-    """Return whether a metric is worth a plot: constants, such as counts of pairs, never change within a split."""
-    values: dict[str, list[Any]] = {}
-    for line in evals:
-        values.setdefault(line["split"], []).append(line.get(name))
-    return all(len(v) < 2 for v in values.values()) or any(len(set(v)) > 1 for v in values.values())
+def _has_several(story: RunStory, name: str) -> bool:
+    """Return whether a metric was evaluated more than once on some split: one point is no curve."""
+    return any(n > 1 for n in Counter(line["split"] for line in story.evals if name in line).values())
 
 
-def _plot_curve(story: RunStory, key: str) -> Plot:
-    """Plot one number of the training lines over the steps, with its running mean if there are many."""
-    steps = np.array([line["step"] for line in story.train if key in line])
-    values = np.array([line[key] for line in story.train if key in line], dtype=np.float64)
+def _list_logged(story: RunStory, key: str) -> tuple[Floats, Floats]:
+    """Return the steps and the values of one number of the training lines."""
+    lines = [line for line in story.train if key in line]
+    return np.array([line["step"] for line in lines], np.float64), np.array([line[key] for line in lines], np.float64)
+
+
+def _is_same(one: tuple[Floats, Floats], other: tuple[Floats, Floats]) -> bool:
+    return all(np.array_equal(a, b, equal_nan=True) for a, b in zip(one, other, strict=True))
+
+
+def _plot_curve(key: str, steps: Floats, values: Floats, raw: str = "logged") -> Plot:
+    """Plot one number over the steps, with its running mean if there are many."""
     finite = np.isfinite(values)
     width = len(values) // 25
 
@@ -84,7 +118,7 @@ def _plot_curve(story: RunStory, key: str) -> Plot:
         if width < 2 or key == "lr":
             axes.plot(steps, values, color=BLUE, marker="o" if len(values) < 25 else "", markersize=4)
         else:
-            axes.plot(steps, values, color=BLUE, alpha=0.3, linewidth=0.8, label="logged")
+            axes.plot(steps, values, color=BLUE, alpha=0.3, linewidth=0.8, label=raw)
             axes.plot(steps, _compute_running_mean(values, width), color=BLUE, label=f"mean of {width}")
             axes.legend()
         if not finite.all():

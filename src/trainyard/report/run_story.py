@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from trainyard.errors import UserError
 from trainyard.files import parse_json, read_file
@@ -126,6 +127,32 @@ class RunStory:
             "checkpoint": sum(event.get("seconds", 0.0) for event in checkpoints),
         }
         return parts | {"other": max(self.elapsed_s - sum(parts.values()), 0.0)}
+
+    def list_step_losses(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Return the steps and their losses, NaN where one was not finite; of earlier versions, of the lines alone."""
+        steps: list[int] = []
+        losses: list[float | None] = []
+        for line in self.train:
+            listed = line.get("step_losses") or [line["loss"]] * ("loss" in line)
+            steps += range(line["step"] - len(listed) + 1, line["step"] + 1)
+            losses += listed
+        return np.array(steps, np.float64), np.array(losses, np.float64)
+
+    def list_metrics(self, *, constant: bool) -> list[str]:
+        """Return the names of the metrics that were the same in all evaluations of each split, or those of the others.
+
+        Such constants are counts of pairs, say, and what a constant prediction gets. One evaluation tells nothing.
+        """
+        values: dict[str, dict[str, list[Any]]] = {name: {} for name in list_all_metric_names(self.evals)}
+        for line in self.evals:
+            for name in list_metric_names(line):
+                values[name].setdefault(line["split"], []).append(line[name])
+
+        def is_constant(name: str) -> bool:
+            lists = values[name].values()
+            return any(len(found) > 1 for found in lists) and all(len(set(found)) == 1 for found in lists)
+
+        return [name for name in values if is_constant(name) == constant]
 
     def list_missing(self) -> list[str]:
         """Return what a reader would look for and not find, as sentences."""

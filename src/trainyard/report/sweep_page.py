@@ -8,7 +8,7 @@ import statistics
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +53,7 @@ class Monitor:
     metric: str
     mode: str  # "min" or "max"
     ties: Sequence[tuple[str, str]] = ()
+    baseline: Sequence[str | float] = ()  # see runs/events.py
 
 
 @dataclass(frozen=True)
@@ -253,7 +254,7 @@ def _collect_metrics(evals: Sequence[Line], monitor: Monitor | None, *, finished
     if monitor is None:
         return {}
     chosen: dict[str, Line] = {}
-    best = find_best_evaluation(evals, **asdict(monitor))
+    best = find_best_evaluation(evals, split=monitor.split, metric=monitor.metric, mode=monitor.mode, ties=monitor.ties)
     if best is not None:
         chosen[monitor.split] = best
     if finished:

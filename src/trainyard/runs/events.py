@@ -6,15 +6,18 @@ happened (start, resume, checkpoint, stop, ...) and is never truncated. Trackers
 
 Each line is a JSON object with `kind`, `step` (optimizer steps done) and `elapsed_s`:
 
-    train   epoch, samples_seen, loss and other losses, lr, grad_norm, and means since the last line: samples_per_s, and
-            per step step_ms = idle_ms + compute_ms and data_wait_ms. data_wait_ms is how long the host waited for the
-            loader; idle_ms how long the device had nothing to compute before its micro-batches had arrived, on the CPU
-            the same. Without evaluation and saving. Versions before this wrote no idle_ms, and step_ms - data_wait_ms
-            as compute_ms
+    train   after the first step, every `log_every` steps and the last one: epoch, samples_seen, loss and other losses,
+            lr, grad_norm; step_losses: the loss of each step up to this one that no earlier line lists, oldest first,
+            to six digits, null where it was not finite (earlier versions: absent); and means since the last line:
+            samples_per_s, and per step step_ms = idle_ms + compute_ms and data_wait_ms. data_wait_ms is how long the
+            host waited for the loader; idle_ms how long the device had nothing to compute before its micro-batches had
+            arrived, on the CPU the same. Without evaluation and saving. Versions before this wrote no idle_ms, and
+            step_ms - data_wait_ms as compute_ms
     eval    epoch, split, metrics; `x_low` and `x_high` are the 95 % interval of metric `x`; seconds
     event   event, time (UTC) and free fields. The report and `status` understand: `start` and `resume` with attempt
             ("<Slurm job id>-<restarts>" or "local-<seconds>"), total_steps, host, world_size, device and monitor
-            {"split", "metric", "mode": "min" or "max", "ties": further [metric, mode]}; `checkpoint` with seconds;
+            {"split", "metric", "mode": "min" or "max", "ties": further [metric, mode], "baseline": a method that learns
+            nothing and its value, or the metric that is its value}; `checkpoint` with seconds;
             `stop` and `failed` with reason; `done`; `extended` with from, to and differences
 
 A number that JSON cannot represent is null; `nonfinite` maps its name to "nan", "inf" or "-inf".
@@ -220,10 +223,17 @@ def _find_problem(line: Any) -> str:
         return f"a number below 2**63 for each of {', '.join(numbers)}"
     if line["step"] < 0 or any(type(value) is int and abs(value) >= 2**1000 for value in line.values()):
         return "a step from 0, and no number of hundreds of digits"
+    losses = line.get("step_losses", [])
+    if not isinstance(losses, list) or len(losses) > line["step"] or not all(map(_is_loss, losses)):
+        return "at most one number or null for each step in 'step_losses'"
     texts = {"eval": ("split",), "event": ("event", "time")}.get(line["kind"], ())
     if any(not isinstance(line.get(name, "" if line["kind"] == "event" else None), str) for name in texts):
         return f"text for {' and '.join(texts)}"
     return "" if isinstance(line.get("monitor", {}), dict) else "split, metric and mode in 'monitor'"
+
+
+def _is_loss(value: Any) -> bool:
+    return value is None or type(value) is float
 
 
 _NUMBERS = TIMING_KEYS | {"step", "epoch", "samples_seen", "total_steps", "world_size", "loss", "lr", "grad_norm"}

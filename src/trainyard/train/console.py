@@ -15,11 +15,12 @@ def format_line(values: Mapping[str, float]) -> str:
 
     Args:
         values: the keys of a train line, with `step` and, if the number of steps is known, `total_steps`.
-            `step_ms` gives the share of time that the device was idle, and the time left (of training alone).
+            `step_ms` gives the share of time that the device was idle, and the time left (of training alone), which
+            the first step, in which a model may be compiled, does not tell.
     """
     total = f"/{values['total_steps']:.0f}" if "total_steps" in values else ""
     parts = [f"step {values['step']:.0f}{total}", *_format_measurements(values)]
-    if total and "step_ms" in values:
+    if total and "step_ms" in values and values["step"] > 1:
         left_s = (values["total_steps"] - values["step"]) * values["step_ms"] / 1000
         parts.append(f"eta {format_duration(left_s)}")
     return "  ".join(parts)

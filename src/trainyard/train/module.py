@@ -110,6 +110,12 @@ class TrainModule(nn.Module):
     tie_breaks: tuple[tuple[str, str], ...] = ()
     """Further ones, which decide in their order where the monitor is equal; after them the first evaluation wins."""
 
+    baseline: tuple[str, float | str] | None = None
+    """A method that learns nothing, in words, and what it gets for the monitor: a number, or a metric of `score`.
+
+    Only what costs nothing, such as ("chance", 0.5); `score_baselines` computes others.
+    """
+
     identity: str = ""
     """The text column that says whose a sample is: `trainyard evaluate` counts the names that are in training, too."""
 

@@ -30,8 +30,8 @@ from trainyard.runs.events import (
 from trainyard.train.run_context import (
     VALIDATION,
     RunContext,
-    choose_monitor,
     compute_total_steps,
+    describe_monitor,
 )
 from trainyard.train.step import Progress
 from trainyard.train.trackers import open_tracker
@@ -220,14 +220,14 @@ def open_recorder(context: RunContext, progress: Progress, metrics_position: int
     Args:
         metrics_position: length of the metrics file at the checkpoint that it resumes from; None without one.
     """
-    (metric, mode), *ties = choose_monitor(context)
+    monitor = describe_monitor(context)
     Recorder.rewind(context.run, metrics_position or 0)  # without a checkpoint, a killed run starts from scratch
     recorder = Recorder(
         context.run,
         trackers=context.config.trackers,
         config=asdict(context.config),
         resume_at=None if metrics_position is None else progress.step,
-        monitor=f"{VALIDATION}/{metric}" if VALIDATION in context.splits else "",
+        monitor=f"{VALIDATION}/{monitor['metric']}" if VALIDATION in context.splits else "",
         check_owner=context.check_owner,
     )
     fields = {
@@ -237,7 +237,7 @@ def open_recorder(context: RunContext, progress: Progress, metrics_position: int
         "world_size": context.world.world_size,
         "device": context.device.type,
         "host": socket.gethostname(),
-        "monitor": {"split": VALIDATION, "metric": metric, "mode": mode, **({"ties": ties} if ties else {})},
+        "monitor": monitor,
     }
     recorder.log("event", progress.step, fields)
     return recorder

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -84,6 +85,17 @@ def choose_monitor(context: RunContext) -> MetricOrder:
             "none. Start again without it: patience=0"
         )
     return parse_monitor(config.monitor) or (module.monitor, *module.tie_breaks)
+
+
+def describe_monitor(context: RunContext) -> dict[str, Any]:
+    """Return the metric that decides as the start of an attempt records it: with split, mode, ties and baseline."""
+    (metric, mode), *ties = choose_monitor(context)
+    described: dict[str, Any] = {"split": VALIDATION, "metric": metric, "mode": mode}
+    if ties:
+        described["ties"] = ties
+    if context.module.baseline is not None and metric == context.module.monitor[0]:
+        described["baseline"] = context.module.baseline
+    return described
 
 
 def read_one_step(stream: Iterable[MicroBatch], samples_seen: int, device: torch.device) -> Iterator[MicroBatch]:

@@ -30,6 +30,7 @@ from trainyard.train.step import (
     make_optimizer,
     refuse_recounted_statistics,
 )
+from trainyard.train.step_losses import StepLosses
 from trainyard.train.swa import WeightAverage
 from trainyard.train.warm_start import start_from_weights
 
@@ -116,6 +117,7 @@ def encode_state(
         "progress": asdict(state.progress),
         "best": state.best,
         "plateau": asdict(state.plateau),
+        "step_losses": state.step_losses.summed,
         "data": fingerprint,
         "learned": dict(artifacts),  # so that the weights can be used without the packed data
         "metrics_position": metrics_position,
@@ -153,6 +155,7 @@ def restore_state(state: TrainState, saved: Mapping[str, Any], *, fingerprint: s
         state.progress = Progress(**saved["progress"])
         state.best = saved["best"]
         state.plateau = Plateau.from_saved(saved.get("plateau"), saved["best"])
+        state.step_losses = StepLosses(saved.get("step_losses", ()))  # earlier versions saved none
 
 
 @contextmanager
@@ -183,6 +186,9 @@ def _check_fields(saved: Mapping[str, Any]) -> None:
         is_number = type(value) is int or (name == "train_s" and type(value) is float and math.isfinite(value))
         if not is_number or not 0 <= value < MOST:
             raise ValueError(f"'{name}' is {value!r:.60}, expected a number from 0 to 2**63")
+    losses = saved.get("step_losses", [])
+    if type(losses) is not list or any(type(loss) is not float for loss in losses):
+        raise TypeError(f"'step_losses' is {losses!r:.60}, expected a list of numbers")
     best = saved["best"]
     if best is not None and [type(best[name]) for name in ("step", "metric", "value")] != [int, str, float]:
         raise TypeError(f"'best' is {best!r:.60}, expected a step, a metric and its value")

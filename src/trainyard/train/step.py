@@ -23,6 +23,7 @@ from trainyard.train.data_parallel import leave_out_of_statistics
 from trainyard.train.distributed import average_rows
 from trainyard.train.module import TrainModule
 from trainyard.train.out_of_memory import name_phase
+from trainyard.train.step_losses import StepLosses
 from trainyard.train.swa import WeightAverage
 
 
@@ -51,6 +52,7 @@ class TrainState:
     best: dict[str, Any] | None = None  # step and value of the best evaluation
     plateau: Plateau = field(default_factory=Plateau)
     swa: WeightAverage | None = None
+    step_losses: StepLosses = field(default_factory=StepLosses)
     begin_step: Callable[[], None] = lambda: None  # called when nothing of the step before is needed any more
 
 

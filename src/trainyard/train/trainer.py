@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from loguru import logger
 
 from trainyard.config import list_kept_options
@@ -135,8 +134,7 @@ class Trainer:
         name, why = "done" if reason is Stop.NONE else "stop", reason.name.lower().replace("_", " ")
         if self.recorder is not None:
             metrics = {"bytes": self.recorder.sync(), "sha256": self.recorder.metrics_sha256}
-            progress = self.state.progress
-            seen = {"epoch": progress.epoch, "samples_seen": progress.samples_seen}
+            seen = {"epoch": self.state.progress.epoch, "samples_seen": self.state.progress.samples_seen}
             self._log_event(name, reason=why, metrics=metrics, **seen)
         distributed.barrier()  # no rank leaves while another still needs it
         return reason
@@ -168,10 +166,10 @@ class Trainer:
                 bar.update(progress.step)
                 self._beat("training")
                 self._check_finite(result)
-                if self.log_every.is_due_at(progress.step):
-                    self._log_step(result)
                 agreed = self._agree()
                 finished = self._is_at_end() or agreed.time_is_up
+                if finished or progress.step == 1 or self.log_every.is_due_at(progress.step):
+                    self._log_step(result)
                 leaving = finished or agreed.stop != Stop.NONE
                 has_to_evaluate = agreed.evaluate or finished or self.eval_every.is_due_at(progress.step)
                 has_to_save = agreed.save or leaving or self.save_every.is_due_at(progress.step)
@@ -179,7 +177,10 @@ class Trainer:
                     self._settle()
                     with self.meter.pause():
                         is_best = has_to_evaluate and self._evaluate()
-                        finished = finished or self._is_out_of_patience()
+                    finished = finished or self._is_out_of_patience()
+                    if finished and len(self.state.step_losses):
+                        self._log_step(result)
+                    with self.meter.pause():
                         if has_to_save or is_best or finished:
                             self._save()
                     self._beat("training")
@@ -232,6 +233,7 @@ class Trainer:
             clip_grad_norm=self.config.clip_grad_norm,
             autocast=self.autocast,
         )
+        self.state.step_losses.add(result.losses["loss"])
         samples = len(self.order.batch(progress.batches_done))
         progress.train_s += self.meter.end_step(samples, result.wait_s)
         if not self.meter.longest_step_s:
@@ -292,8 +294,7 @@ class Trainer:
 
     def _log_step(self, result: StepResult) -> None:
         """Write the losses of this step's whole global batch, and the timings since the last line."""
-        names = list(result.losses)
-        values = distributed.sum_over_ranks(torch.stack([result.losses[name] for name in names])).tolist()
+        values, listed = self.state.step_losses.sum_over_ranks(result.losses), self.state.step_losses.pop()
         if self.recorder is None:
             return
         self._settle()
@@ -301,13 +302,13 @@ class Trainer:
         line = {
             "epoch": progress.epoch,
             "samples_seen": progress.samples_seen,
-            **dict(zip(names, values, strict=True)),
+            **values,
             "lr": self.state.optimizer.param_groups[0]["lr"],
             "grad_norm": float(result.grad_norm),
             **self.meter.pop_timings(),
             "memory_gib": read_peak_memory_gib(self.context.device),
         }
-        self.recorder.log("train", progress.step, line)
+        self.recorder.log("train", progress.step, {**line, "step_losses": listed})
         self.context.heartbeat.samples_per_s = line["samples_per_s"]
         total = {} if self.total_steps is None else {"total_steps": self.total_steps}
         logger.info(format_line({"step": progress.step, **total, **line}))
@@ -391,6 +392,7 @@ class Trainer:
         self._check_previous_step(self.previous_skipped)
         self.previous_skipped = None
         self._beat("saving", now=True)
+        self.state.step_losses.sum_over_ranks()
         if self.recorder is not None:
             begin = time.perf_counter()
             saved = self._write_checkpoint(self.recorder)

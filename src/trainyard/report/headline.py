@@ -1,0 +1,153 @@
+"""The headline of a run: the metric that decides, its interval and baseline, and whether that is good."""
+
+import html
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trainyard.report.metric_values import format_metric, format_score
+from trainyard.report.run_story import RunStory
+from trainyard.runs.events import Line, has_interval, list_metric_names, name_interval_ends
+
+_MOST_OTHERS = 3
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """What a method that learned nothing gets for the deciding metric."""
+
+    name: str
+    value: float
+
+    def __str__(self) -> str:
+        return f"{self.name} ({format_score(self.value)})"
+
+
+@dataclass(frozen=True)
+class Headline:
+    """The result of a run in one number, where it was measured, and what follows from it."""
+
+    metric: str  # "" if nothing was evaluated, or the run does not say which metric decides
+    value: str  # with its interval
+    place: str  # such as "on test, weights of step 400; lower is better; chance 0.5000"
+    verdict: str  # one sentence
+    others: tuple[str, ...]  # at most three further metrics of the same evaluation, each "name value"
+
+
+def find_headline(story: RunStory) -> Headline:
+    """Choose the final evaluation of the first test set, or else the best one of validation, and judge it."""
+    monitor = story.find_start_field("monitor") or {}
+    metric, mode = str(monitor.get("metric", "")), str(monitor.get("mode", ""))
+    best = story.find_best_evaluation()
+    if not story.evals:
+        return Headline("", "", "", "No evaluation yet, so nothing says how good this is.", ())
+    if mode not in _WORDS:
+        others = _list_others(story.evals[-1], ())
+        return Headline("", "", "", "Which metric decides is not recorded, so nothing says how good this is.", others)
+    tests = [
+        story.find_last_evaluation(split) for split in story.splits if split not in ("train", monitor.get("split"))
+    ]
+    line = next((line for line in tests if metric in line), None)
+    line = line or _find_final(story, metric) or (best[1] if best else story.evals[-1])
+    baseline = _find_baseline(story, monitor, line)
+    parts = [f"on {line['split']}, {_name_weights(story, line)}", f"{_WORDS[mode]} is better"]
+    if baseline:
+        parts.append(f"{baseline.name} {format_score(baseline.value)}")
+    return Headline(
+        metric,
+        format_metric(line, metric),
+        "; ".join(parts),
+        judge_metric(line, metric, mode=mode, baseline=baseline),
+        _list_others(line, [metric, *(str(tie[0]) for tie in monitor.get("ties", ()))]),
+    )
+
+
+def render_headline(headline: Headline) -> str:
+    """Return the headline as HTML: the number large, the verdict below."""
+    value, _, interval = headline.value.partition(" [")
+    metric = (
+        f'<p class="soft">{html.escape(headline.metric)} {html.escape(headline.place)}</p>'
+        f'<p class="score">{html.escape(value)}'
+        + (
+            f' <span class="interval">95 % interval {html.escape(interval.rstrip("]").replace(", ", " to "))}</span>'
+            if interval
+            else ""
+        )
+        + "</p>"
+        if headline.metric
+        else ""
+    )
+    others = f'<p class="soft">{html.escape("; ".join(headline.others))}</p>' if headline.others else ""
+    return f'<div class="headline">{metric}<p class="verdict">{html.escape(headline.verdict)}</p>{others}</div>'
+
+
+def judge_metric(line: Line, metric: str, *, mode: str, baseline: Baseline | None) -> str:
+    """Return one sentence: whether a metric is better than its baseline, as far as its interval shows.
+
+    Args:
+        line: an evaluation with the metric, perhaps with the ends of its 95 % interval.
+        mode: "max" if higher is better, "min" if lower is.
+    """
+    value = line.get(metric, math.nan)
+    if not math.isfinite(value):
+        return f"{metric} is not a finite number, so nothing says how good this is."
+    if baseline is None:
+        return "No baseline is recorded, so nothing says whether this is good."
+    sign = 1 if mode == "max" else -1
+    ahead = sign * (value - baseline.value)
+    if not has_interval(line, metric):
+        lost = any(name.startswith("draws_lost") for name in line)
+        why = "too few trials for a 95 % interval" if lost else "without a 95 % interval, which would say how surely"
+        return f"Better than {baseline}; {why}." if ahead > 0 else f"No better than {baseline}."
+    ends = [sign * (line[end] - baseline.value) for end in name_interval_ends(metric)]
+    if max(ends) < 0:
+        return f"Worse than {baseline}: so is its whole 95 % interval."
+    if ahead <= 0:
+        return f"No better than {baseline}."
+    if min(ends) <= 0:
+        return f"Too few trials to tell whether this is better than {baseline}: the 95 % interval includes it."
+    if ends[0] == ends[1]:
+        return f"Better than {baseline}; its 95 % interval has no width, as with too few trials."
+    return f"Better than {baseline}: so is its whole 95 % interval."
+
+
+_WORDS = {"min": "lower", "max": "higher"}
+
+
+def _name_weights(story: RunStory, line: Line) -> str:
+    """Say which weights an evaluation scored: the last ones of a run are those that it chose."""
+    chosen = (story.env.get("choices") or {}).get("final_weights")
+    is_final = line is story.find_last_evaluation(str(line["split"])) and isinstance(chosen, Mapping)
+    return f"weights of {chosen.get('value')}" if is_final and chosen else f"step {line['step']:,}"
+
+
+def _find_final(story: RunStory, metric: str) -> Line | None:
+    """Return the last evaluation that has an interval: only the final weights get one."""
+    return next((line for line in reversed(story.evals) if has_interval(line, metric)), None)
+
+
+def _find_baseline(story: RunStory, monitor: Mapping[str, Any], line: Line) -> Baseline | None:
+    """Return what the run recorded as its baseline; else its own evaluation before the first step, if there is one."""
+    name, value = monitor.get("baseline") or ("", None)
+    value = line.get(value) if isinstance(value, str) else value
+    if isinstance(value, int | float) and math.isfinite(value):
+        return Baseline(str(name), float(value))
+    untrained = next((one for one in story.evals if one["step"] == 0 and one["split"] == line["split"]), {})
+    value = untrained.get(str(monitor.get("metric")))
+    return Baseline("the untrained model", value) if isinstance(value, float) and math.isfinite(value) else None
+
+
+def _list_others(line: Line, order: Sequence[str]) -> tuple[str, ...]:
+    """Return at most three further metrics: those that break ties, then those with intervals; no counts.
+
+    Args:
+        order: the metric that decides, then those that break ties.
+    """
+    names = [name for name in list_metric_names(line) if name not in order[:1] and not _is_count(line[name])]
+    names.sort(key=lambda name: (name not in order, not has_interval(line, name)))
+    return tuple(f"{name} {format_metric(line, name)}" for name in names[:_MOST_OTHERS])
+
+
+def _is_count(value: float) -> bool:
+    return math.isfinite(value) and value > 1 and float(value).is_integer()
