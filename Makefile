@@ -44,7 +44,7 @@ memory = case "$${PLAN:-1}" in 1) ;; 0) args+=(--no-plan) ;; \
 	*) echo "PLAN=$$PLAN: expected 0, to go without comparing predicted memory with the GPU's" >&2; exit 2 ;; esac
 request = gpus hw nodes time cluster runs account qos partition constraint reservation exclude mem comment
 
-.PHONY: help setup run resume submit plan sweep results status logs why cancel runs cluster-check slurm-lab-up slurm-lab-down \
+.PHONY: help setup run resume submit plan sweep results status logs why cancel runs board cluster-check slurm-lab-up slurm-lab-down \
 	slurm-lab-status bandwidth image test-image run-image sif wheelhouse bundle verify-bundle test test-fast test-long lint pack verify report jobs bench bench-peers gpu-check lock gc clean
 
 help: ## this list
@@ -103,6 +103,9 @@ cancel: setup ## stop a run, resumably: RUN=run, job or sweep
 
 runs: setup ## list all runs
 	@$(T) runs
+
+board: setup ## write runs/index.html: all runs with state, deciding metric, loss and goodput  [RUNS=folder WATCH=1]
+	@$(T) board $${RUNS:+--runs "$$RUNS"} $${WATCH:+--watch}
 
 cluster-check: setup ## check slurm/NAME.yaml against this Slurm: CLUSTER=NAME
 	@$(T) cluster-check $${CLUSTER:+"$$CLUSTER"}

@@ -123,7 +123,7 @@ COMMANDS = (
     ("submission", "add_commands", "submit"),
     ("plan", "add_commands", "plan"),
     ("cluster", "add_sweep_commands", "sweep results"),
-    ("watch", "add_commands", "status runs logs why cancel"),
+    ("watch", "add_commands", "status runs board logs why cancel"),
     ("cluster", "add_site_commands", "cluster-check multirun"),
     ("bandwidth", "add_commands", "bandwidth"),
     ("gc", "add_commands", "gc"),

@@ -14,7 +14,7 @@ from trainyard.runs import logs, status, sweep_file
 
 def add_commands(verbs: Verbs) -> None:
     """Add the commands."""
-    for add in (_add_status, _add_runs, _add_logs, _add_why, _add_cancel):
+    for add in (_add_status, _add_runs, _add_board, _add_logs, _add_why, _add_cancel):
         add(verbs)
 
 
@@ -49,6 +49,26 @@ def _print_runs(found: Sequence[Path], root: Path, render_runs: Callable[[Sequen
     if note:
         print(note, file=sys.stderr)
     return 0
+
+
+def _add_board(verbs: Verbs) -> None:
+    verb = add_verb(verbs, "board", _write_board, "write one page with all runs: state, metric, loss, goodput")
+    verb.add_argument("--watch", action="store_true", help=f"write it again each {_WATCH_S} s while a run is active")
+
+
+def _write_board(args: argparse.Namespace) -> int:
+    from trainyard.report.board import write_board
+
+    while True:
+        page, active = write_board(args.runs)
+        print(f"{page.absolute()}: written, {active} runs are active", flush=True)
+        if not (args.watch and active):
+            print(f"next: open {page}" if not active or args.watch else "next: trainyard board --watch")
+            return 0
+        time.sleep(_WATCH_S)
+
+
+_WATCH_S = 30
 
 
 def _add_logs(verbs: Verbs) -> None:

@@ -28,8 +28,8 @@ h2 { margin: 2.5rem 0 .75rem; padding-bottom: .3rem; font-size: 1.15rem;
 h3 { margin: 1.25rem 0 .4rem; font-size: .95rem; }
 p { margin: .25rem 0; }
 .soft { color: var(--soft); }
-.pill { display: inline-block; margin-top: .6rem; padding: .1rem .7rem; border-radius: 1rem;
-  font-size: .85rem; font-weight: 600; color: var(--grey); background: var(--grey-back); }
+.pill { display: inline-block; max-width: 100%; overflow-wrap: anywhere; margin-top: .6rem; padding: .1rem .7rem;
+  border-radius: 1rem; font-size: .85rem; font-weight: 600; color: var(--grey); background: var(--grey-back); }
 .pill.done { color: var(--good); background: var(--good-back); }
 .pill.failed { color: var(--bad); background: var(--bad-back); }
 .note { padding: .6rem .9rem; margin-top: 1rem; border-left: 3px solid #E69F00; background: var(--note-back);
@@ -38,7 +38,7 @@ a { color: var(--link); }
 .headline { padding: 1rem 1.25rem; margin-top: 1rem; border: 1px solid var(--line); border-radius: .5rem;
   background: var(--panel); overflow-wrap: anywhere; }
 .score { font-size: 2.5rem; font-weight: 700; line-height: 1.2; font-variant-numeric: tabular-nums; }
-.interval { font-size: 1rem; font-weight: 400; color: var(--soft); }
+.interval { display: inline-block; font-size: 1rem; font-weight: 400; color: var(--soft); }
 .verdict { font-weight: 600; }
 .facts { display: grid; grid-template-columns: repeat(4, 1fr); gap: .75rem; margin: 0; }
 .facts div { padding: .7rem .9rem; border: 1px solid var(--line); border-radius: .5rem;
@@ -49,6 +49,8 @@ a { color: var(--link); }
 figure { margin: 0; padding: .5rem; border: 1px solid var(--line); border-radius: .5rem;
   max-width: 40rem; background: #fff; }
 img { display: block; width: 100%; height: auto; }
+.facts + .plots { margin-top: .75rem; }
+summary { margin-top: 1rem; cursor: pointer; color: var(--soft); }
 .scroll { overflow-x: auto; margin-top: 1rem; }
 table { border-collapse: collapse; font-size: .875rem; font-variant-numeric: tabular-nums; }
 th, td { padding: .3rem 1.25rem .3rem 0; text-align: left; vertical-align: top;

@@ -207,7 +207,8 @@ def _render_evaluations(story: RunStory) -> str:
         ]
         for line in story.evals
     ]
-    return render_table(["split", "step", "epoch", *names], rows)
+    table = render_table(["split", "step", "epoch", *names], rows)
+    return f"<details><summary>All {len(rows):,} evaluations</summary>{table}</details>"
 
 
 def _render_time_table(story: RunStory) -> str:

@@ -266,10 +266,8 @@ class Trainer:
 
     def _check_finite(self, result: StepResult) -> None:
         """Check the previous step, so that the host never waits for the device."""
-        previous, self.previous_skipped = (
-            self.previous_skipped,
-            DeferredScalar(self.state.progress.step, result.skipped, self.make_event),
-        )
+        previous = self.previous_skipped
+        self.previous_skipped = DeferredScalar(self.state.progress.step, result.skipped, self.make_event)
         self._check_previous_step(previous)
 
     def _check_previous_step(self, skipped: DeferredScalar | None) -> None:
@@ -498,4 +496,5 @@ class Trainer:
 
     def _log_event(self, name: str, **fields: Any) -> None:
         if self.recorder is not None:
-            self.recorder.log("event", self.state.progress.step, {"event": name, **fields})
+            train_s = round(self.state.progress.train_s, 3)
+            self.recorder.log("event", self.state.progress.step, {"event": name, **fields, "train_s": train_s})
