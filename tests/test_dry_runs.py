@@ -36,6 +36,7 @@ STARTS_NOTHING = {
         "gc",
         "new",
         "check-family",
+        "board",
     ),
     *("results", "status", "runs", "logs", "why", "cancel", "cluster-check"),
 }
