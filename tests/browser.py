@@ -1,9 +1,13 @@
-"""Opens pages in headless Chromium: how wide they are, which colours they have, and how they look."""
+"""Opens pages in headless Chromium: how wide they are, which colours they have, and how they look.
+
+python -m tests.browser runs/fingerprint_demo/first/report.html docs/page.png    # the image in README
+"""
 
 import json
 import re
 import shutil
 import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,3 +79,11 @@ def look(page: Path, *, width: int, height: int = 844, dark: bool = False, scree
     return Seen(
         **json.loads(found[1].replace("&quot;", '"').replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&"))
     )
+
+
+if __name__ == "__main__":
+    look(Path(sys.argv[1]), width=WIDTHS["screen"], screenshot=Path(sys.argv[2]))
+    from PIL import Image
+
+    with Image.open(sys.argv[2]) as whole:
+        whole.crop((0, 0, WIDTHS["screen"], 1100)).convert("P", palette=Image.Palette.ADAPTIVE).save(sys.argv[2])

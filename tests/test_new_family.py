@@ -234,6 +234,7 @@ def test_class_metrics_are_those_counted_by_hand():
     logits, labels = np.array([[2.0, 0], [2, 0], [0, 2], [2, 0]]), np.array([0, 0, 1, 1])
     metrics = scoring.compute_class_metrics(logits, labels)
     assert metrics["accuracy"] == 0.75 and metrics["balanced_accuracy"] == 0.75
+    assert metrics["accuracy_constant"] == 0.5
     right, wrong = np.log(1 + np.exp(-2)), np.log(1 + np.exp(2))
     assert metrics["cross_entropy"] == pytest.approx((3 * right + wrong) / 4)
     found = scoring.bootstrap_class_metrics(np.tile(logits, (25, 1)), np.tile(labels, 25), draws=400)
@@ -245,4 +246,4 @@ def test_class_metrics_are_those_counted_by_hand():
 
 def test_error_metrics_are_those_counted_by_hand():
     metrics = scoring.compute_error_metrics([1.0, 2, 3, 4], [1.0, 2, 3, 8])
-    assert metrics == {"rmse": 2.0, "mae": 1.0, "r2": pytest.approx(1 - 16 / 29)}
+    assert metrics == {"rmse": 2.0, "mae": 1.0, "r2": pytest.approx(1 - 16 / 29), "rmse_constant": 7.25**0.5}

@@ -285,7 +285,7 @@ def bootstrap(
 def compute_error_metrics(predicted_N: ArrayLike, target_N: ArrayLike) -> dict[str, float]:
     """Return the root of the mean squared error, the mean absolute error, and the share of the variance explained.
 
-    R^2 is NaN if all targets are equal.
+    `rmse_constant` is what the mean of these targets would get; R^2 is NaN if all targets are equal.
 
     Raises:
         UserError: a prediction is not finite.
@@ -297,7 +297,8 @@ def compute_error_metrics(predicted_N: ArrayLike, target_N: ArrayLike) -> dict[s
     error, variance = predicted - target, float(target.var())
     squared = float((error**2).mean())
     explained = 1 - squared / variance if variance > 0 else float("nan")
-    return {"rmse": squared**0.5, "mae": float(np.abs(error).mean()), "r2": explained}
+    mae = float(np.abs(error).mean())
+    return {"rmse": squared**0.5, "mae": mae, "r2": explained, "rmse_constant": variance**0.5}
 
 
 def bootstrap_error_metrics(predicted_N: ArrayLike, target_N: ArrayLike, *, draws: int, seed: int = 0) -> "Intervals":
@@ -310,6 +311,8 @@ def bootstrap_error_metrics(predicted_N: ArrayLike, target_N: ArrayLike, *, draw
 
 def compute_class_metrics(logits_NK: ArrayLike, labels: Integers) -> dict[str, float]:
     """Return the accuracy, its mean over the classes (balanced), and the cross-entropy in nats, of N samples.
+
+    `accuracy_constant` is what the most frequent class would get.
 
     Args:
         logits_NK: (N, K) float, one for each of K classes.
@@ -357,6 +360,7 @@ def _average_classes(scores: Floats, labels: Integers) -> dict[str, float]:
         "accuracy": float(correct.mean()),
         "balanced_accuracy": float(by_class.mean()),
         "cross_entropy": float(entropy.mean()),
+        "accuracy_constant": float(present.max() / present.sum()),
     }
 
 

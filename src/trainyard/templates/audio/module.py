@@ -90,6 +90,7 @@ class Classifier(TrainModule):
 
     monitor = ("accuracy", "max")
     tie_breaks = (("cross_entropy", "min"),)
+    baseline = ("the most frequent class", "accuracy_constant")
 
     def __init__(
         self,

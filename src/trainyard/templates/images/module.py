@@ -51,6 +51,7 @@ class Classifier(TrainModule):
 
     monitor = ("accuracy", "max")
     tie_breaks = (("cross_entropy", "min"),)
+    baseline = ("the most frequent class", "accuracy_constant")
 
     def __init__(
         self, network: nn.Module, *, classes: Sequence[str], labels: np.ndarray | None, config: Config

@@ -43,6 +43,8 @@ class Perceptron(TrainModule):
         self.layers = nn.Sequential(*layers, nn.Linear(dims, max(1, len(scaling.classes))))
         self.monitor = ("accuracy", "max") if scaling.classes else ("rmse", "min")
         self.tie_breaks = (("cross_entropy", "min"),) if scaling.classes else ()
+        constants = ("the most frequent class", "accuracy_constant"), ("the mean", "rmse_constant")
+        self.baseline = constants[0] if scaling.classes else constants[1]
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         """Return the loss: cross-entropy of a class, or smooth L1 of a number in standard deviations."""
