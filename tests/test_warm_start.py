@@ -200,6 +200,14 @@ def test_a_run_may_be_named_as_for_other_commands(source):
     assert found == str(Path("nothing.pth").absolute()), "the same command resumes a run whose file is gone"
 
 
+def test_a_file_that_is_none_of_tensors_is_refused_before_a_run_is_made(tmp_path, capsys):
+    (tmp_path / "notes.pth").write_text("not weights")
+    words = ["run", "stripes", f"start_from={tmp_path / 'notes.pth'}", f"data.cache={tmp_path}"]
+    assert main([*words, "--jobs", str(FAMILIES), "--runs", str(tmp_path / "runs")]) == 2
+    assert "notes.pth: not a file of tensors. Expected .safetensors" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.pth"]
+
+
 def test_a_folder_without_weights_and_a_run_without_checkpoints_are_refused(tmp_path, capsys):
     with pytest.raises(UserError, match=r"is no run, and has no model.safetensors and no pytorch_model.bin"):
         find_file(str(tmp_path), "start_from")

@@ -47,10 +47,12 @@ def find_start(config: TrainConfig, runs_dir: Path, *, needed: bool = True) -> T
         needed: whether there must be one: a run that has begun needs it no more.
 
     Raises:
-        UserError: there is neither a file nor a run of this name.
+        UserError: there is neither a file nor a run of this name, or the file is not one of tensors.
     """
     if not config.start_from:
         return config
+    from zipfile import is_zipfile  # here, because submit loads this file and must respond quickly
+
     path = Path(config.start_from)
     if not path.exists():
         try:
@@ -58,6 +60,12 @@ def find_start(config: TrainConfig, runs_dir: Path, *, needed: bool = True) -> T
         except UserError as error:
             if needed:
                 raise UserError(f"start_from={config.start_from}: no such file, and no such run: {error}") from None
+    elif needed and path.is_file() and path.suffix not in (".safetensors", ".ckpt") and not is_zipfile(path):
+        raise UserError(
+            f"start_from={config.start_from}: not a file of tensors. Expected .safetensors, or the zip archive that "
+            "torch.save writes since torch 1.6. Convert an older one with the code that wrote it: "
+            f"safetensors.torch.save_file(weights, '{path.stem}.safetensors')"
+        )
     return replace(config, start_from=str(path.absolute()))
 
 
