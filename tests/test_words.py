@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 READ = ("src", "jobs", "containers", "slurm", "benchmarks", "docs", "tests", "README.md", "CONTRIBUTING.md", "Makefile")
-UNREAD = re.compile(r"tests/compat/|\.lock$|\.jsonl$|\.json$|\.h5$|\.ckpt$|tests/test_words\.py$")
+UNREAD = re.compile(r"tests/compat/|\.lock$|\.jsonl$|\.json$|\.h5$|\.ckpt$|tests/test_words\.py$|\.png$")
 
 REPLACED = {
     r"\banew\b": "again, from scratch",
