@@ -63,6 +63,8 @@ def read_people(raw: Path, *, singles: str, split_rule: SplitRule | None) -> lis
             a family is in two sets, a person has no twin or no image, or too few families are left to train on.
     """
     listing, set_by_person = _read_listing(raw)
+    if not listing:
+        return []  # who packs says what is expected
     pairs = [pair for file in _find_pair_files(raw) for pair in _read_pairs(file)]
     _refuse_bad_pairs(pairs, listing)
     family_by_person = connect_families(listing, [(pair.one, pair.other) for pair in pairs])

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from trainyard import config as configs
+from trainyard.data.prepare import prepare_data
 from trainyard.errors import UserError
 
 from .cases import NAMES, TWINS, index_by_person, read_samples, write_raw_folder
@@ -12,6 +14,7 @@ from .config import Config
 from .listing import SplitRule, connect_families, read_people
 from .synthesis import DATASET, PAIRS
 
+JOBS = Path(__file__).resolve().parents[1]
 SPLIT_RULE = SplitRule(0.2, 0.2, 0)
 
 
@@ -112,3 +115,11 @@ def test_too_few_families_to_train_on_is_an_error(tmp_path: Path) -> None:
     raw = write_raw_folder(tmp_path / "raw", dict.fromkeys(NAMES[:10], 1), TWINS[:5])
     with pytest.raises(UserError, match="5 families, but only 1 left to train on"):
         read_samples(raw)
+
+
+def test_images_in_no_folder_of_a_person_are_refused_by_what_is_expected(tmp_path: Path) -> None:
+    (tmp_path / "raw").mkdir()
+    (tmp_path / "raw" / "1.png").write_bytes(b"")
+    config = configs.compose("twins_smoke", [f"data.path={tmp_path / 'raw'}", f"data.cache={tmp_path}"], JOBS)
+    with pytest.raises(UserError, match=r"raw: contains no sample that twins knows. Expected: see .*README.md"):
+        prepare_data(config, JOBS)
