@@ -26,11 +26,17 @@ for _ in range(2):
 optimizer.load_state_dict(optimizer.state_dict())
 import inspect
 inspect.getmodule(torch.ones)
-assert not [name for name in sys.modules if name.startswith("torch._dynamo.")], "the compiler was loaded"
+import torchvision
+from torch._subclasses.fake_tensor import FakeTensorMode
+with FakeTensorMode(allow_non_fake_inputs=True):
+    assert (torch.empty(2) + torch.tensor([1.0, 2.0])).shape == (2,)
+assert "torch._dynamo.convert_frame" not in sys.modules, "the compiler was loaded"
 
 compiled = torch.compile(lambda x: x.sin() + 1, backend="eager", fullgraph=True)
 assert torch.equal(compiled(torch.ones(3)), torch.ones(3).sin() + 1)
 assert sys.modules["torch._dynamo"] is torch._dynamo and hasattr(torch._dynamo, "__path__")
+assert torch._dynamo.config is sys.modules["torch._dynamo.config"] and torch._dynamo.utils.__spec__
+assert torchvision.ops.roi_align.__globals__["is_compile_supported"]("cpu")
 step = torch.optim.Optimizer.zero_grad.__wrapped__
 assert not hasattr(step, "__dynamo_disable"), "what was answered for the compiler is still in place"
 optimizer.zero_grad()

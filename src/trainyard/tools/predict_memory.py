@@ -26,6 +26,7 @@ from trainyard.errors import UserError
 from trainyard.hardware import Precision, get_gpu
 from trainyard.launch.memory_prediction import Setting, StepPrediction, choose_split, find_cache, open_store
 from trainyard.settings import TrainConfig
+from trainyard.train.deferred_compiler import defer_compiler
 from trainyard.train.module import DataInfo, TrainModule
 from trainyard.train.precision import make_autocast
 from trainyard.train.run_context import TRAIN
@@ -73,8 +74,8 @@ class Predictor:
         except UserError as error:
             return StepPrediction(refused=str(error))
         try:
-            with FakeTensorMode(allow_non_fake_inputs=True) as fake_mode:
-                remove_values(state, fake_mode)
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                remove_values(state)
                 step = predict_step(
                     state,
                     resize_batch(batch, samples=setting.micro_batch, axes=axes, channels_last=setting.channels_last),
@@ -121,6 +122,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("cards", nargs="+")
     parser.add_argument("--gpus", type=int, default=1)
     args = parser.parse_args(argv)
+    defer_compiler()
     logger.remove()  # what models log while they are built is about training
     try:
         _predict_splits(thaw(args.config, args.jobs), args)

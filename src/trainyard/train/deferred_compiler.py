@@ -4,9 +4,10 @@ Loading it takes about as long as loading torch itself, at every start and resum
 """
 
 import gc
-import importlib
+import importlib.util
 import sys
 from collections.abc import Callable
+from importlib.machinery import PathFinder
 from types import ModuleType
 from typing import Any
 
@@ -35,20 +36,57 @@ def use_deterministic_algorithms(mode: bool, *, warn_only: bool) -> None:
 class _Answers:
     """Answers some calls of a submodule without loading it; anything else is the submodule's."""
 
-    def __init__(self, name: str, **answers: Callable[[], Any]) -> None:
+    __spec__ = None  # what `import` asks of a module that it finds loaded
+
+    def __init__(self, name: str, **answers: Callable[..., Any]) -> None:
         self.__dict__ |= answers
-        self._name = f"{_NAME}.{name}"
+        self.name = f"{_NAME}.{name}"
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(importlib.import_module(self._name), name)
+        if name.startswith("__"):
+            raise AttributeError(f"{self.name} is not loaded, so it has no {name}")
+        _load_compiler()
+        return getattr(importlib.import_module(self.name), name)
+
+
+def _is_compile_supported(device: Any) -> Any:
+    """Answer torchvision, which imports this function when it is loaded and calls it to compile an operator."""
+    _load_compiler()
+    return importlib.import_module(f"{_NAME}.utils").is_compile_supported(device)
+
+
+def _load_compiler() -> None:
+    """Replace the stand-in by the compiler."""
+    if isinstance(stand_in := sys.modules.get(_NAME), _DeferredCompiler):
+        stand_in.load()
+
+
+def _load_config() -> ModuleType:
+    """Load the compiler's options alone: fake tensors read them."""
+    spec = PathFinder.find_spec(f"{_NAME}.config", [f"{path}/_dynamo" for path in torch.__path__])
+    assert spec is not None and spec.loader is not None
+    config = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(config)
+    return config
 
 
 class _DeferredCompiler(ModuleType):
-    """Answers what torch's optimizers and DDP ask in eager training, and becomes the real module at anything else."""
+    """Answers what torch's optimizers, DDP, fake tensors and torchvision ask in eager mode.
+
+    At anything else it becomes the real module.
+    """
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
-        self.utils = _Answers("utils", get_optimize_ddp_mode=lambda: "ddp_optimizer")  # the default
+        self.utils = _Answers(
+            "utils",
+            get_optimize_ddp_mode=lambda: "ddp_optimizer",  # the default
+            is_compile_supported=_is_compile_supported,
+        )
+        self.config = _load_config()
+        self.source = _Answers("source", ConstantSource=str, RandomValueSource=type)  # names, for symbolic shapes only
+        for module in (self.utils, self.source):
+            sys.modules[module.name] = module  # type: ignore[assignment]
         self.trace_rules = _Answers("trace_rules", clear_lru_cache=lambda: None)
         self._not_traced: list[Callable[..., Any]] = []
 
@@ -66,12 +104,14 @@ class _DeferredCompiler(ModuleType):
         if name.startswith("__") and name != "__path__":  # `inspect` asks every module for its file, at any moment
             raise AttributeError(f"{_NAME} is not loaded, so it has no {name}")
         if sys.modules.get(_NAME) is self:
-            self._load()
+            self.load()
         return getattr(sys.modules[_NAME], name)
 
-    def _load(self) -> None:
+    def load(self) -> None:
         """Replace this by the module; garbage is not collected meanwhile, as when torch is loaded."""
         del sys.modules[_NAME], torch._dynamo
+        for module in (self.utils.name, self.source.name, self.config.__name__):
+            del sys.modules[module]
         collecting = gc.isenabled()
         gc.disable()
         try:

@@ -179,7 +179,7 @@ def _predict_step(context: RunContext, loader: Loader, autocast: Autocast) -> in
     accumulates = context.world.world_size * context.micro_batch_size < config.global_batch_size
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     with _restore_generators(context.device), allow_nondeterministic_operators(), fake_mode:
-        remove_values(state, fake_mode)
+        remove_values(state)
         largest = resize_batch(
             batch, samples=context.micro_batch_size, axes=axes, channels_last=context.precision.channels_last
         )

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -80,6 +79,8 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return sum(self._round_up(tensor.untyped_storage().nbytes()) for tensor in tensors)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:
+            return args[0].device  # most calls are this one, and each would pass through every mode
         if func in _IN_PLACE:
             return None
         out = func(*args, **(kwargs or {}))
@@ -172,13 +173,13 @@ def _take_last_micro_batch(module: nn.Module, batch: dict[str, Tensor], *, weigh
     yield MicroBatch(batch, weight=weight, last=True, wait_s=0.0)
 
 
-def remove_values(state: TrainState, fake_mode: FakeTensorMode) -> None:
-    """Replace all tensors of a new state by fake ones. It is built with values, as models need some to be built."""
+def remove_values(state: TrainState) -> None:
+    """Replace all tensors of a new state by fake ones, in a fake mode. It is built with values: models need some."""
     fakes: dict[int, tuple[Tensor, Tensor]] = {}  # by identity, with the original, so that no other gets its identity
 
     def convert(tensor: Tensor) -> Tensor:
         if id(tensor) not in fakes:
-            fakes[id(tensor)] = tensor, fake_mode.from_tensor(tensor)
+            fakes[id(tensor)] = tensor, _make_fake(tensor)
         return fakes[id(tensor)][1]
 
     for module in _list_modules(state):
@@ -191,6 +192,14 @@ def remove_values(state: TrainState, fake_mode: FakeTensorMode) -> None:
         group["params"] = [convert(parameter) for parameter in group["params"]]
     moments = {convert(p): {name: convert(v) for name, v in values.items()} for p, values in optimizer.state.items()}
     optimizer.state = defaultdict(dict, moments)
+
+
+def _make_fake(tensor: Tensor) -> Tensor:
+    """Return a tensor without values of the same layout; `FakeTensorMode.from_tensor` would load torch's compiler."""
+    fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(fake, requires_grad=tensor.requires_grad)
+    return fake.requires_grad_(tensor.requires_grad)
 
 
 def _list_modules(state: TrainState) -> list[nn.Module]:
