@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
 
-from trainyard.data.raw import list_files
+from trainyard.data.raw import list_files, stays_inside
 from trainyard.errors import UserError
 
 SETS = ("train", "val", "test")
@@ -92,8 +92,8 @@ def list_image_folders(raw: Path, file: AnnotationFile) -> list[Path]:
 
 def find_image(folders: Sequence[Path], name: str) -> Path | None:
     """Return the path of an image: in the first of these folders that has it, with or without the folders in its
-    name."""
-    tails = dict.fromkeys((name, Path(name).name))
+    name, and never outside of them."""
+    tails = dict.fromkeys((name, Path(name).name) if stays_inside(name) else (Path(name).name,))
     return next((folder / tail for folder in folders for tail in tails if (folder / tail).is_file()), None)
 
 

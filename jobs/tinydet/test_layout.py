@@ -225,6 +225,22 @@ def test_a_missing_image_is_named_with_the_places_searched(tmp_path: Path) -> No
         [sample.load() for sample in samples(tmp_path, make_config())]
 
 
+def test_a_name_that_leads_outside_the_folder_reads_nothing_there(tmp_path: Path) -> None:
+    raw = tmp_path / "raw"
+    Image.new("RGB", (60, 40)).save(tmp_path / "secret.png")
+    for name in ("../secret.png", str(tmp_path / "secret.png"), "sub/../../secret.png"):
+        write_annotations(raw / "annotations/instances_train.json", ["1.png"], folder="images")
+        write_annotations(raw / "annotations/instances_train.json", ["1.png", name])
+        with pytest.raises(BadRecord, match=f"the file is missing; searched: {raw}/images, {raw}$"):
+            [sample.load() for sample in samples(raw, make_config())]
+
+
+def test_a_name_with_the_folders_of_another_machine_is_found_by_its_last_part(tmp_path: Path) -> None:
+    write_annotations(tmp_path / "annotations/instances_train.json", ["1.png"], folder="images")
+    write_annotations(tmp_path / "annotations/instances_train.json", ["/data/of/somebody/1.png"])
+    assert [sample.source for sample in samples(tmp_path, make_config())] == [tmp_path / "images/1.png"]
+
+
 def test_no_advice_leaves_everything_out(tmp_path: Path) -> None:
     write_annotations(tmp_path / "annotations/instances_train.json", ["1.png", "2.png"], folder="images")
     for name in ("1.png", "2.png"):

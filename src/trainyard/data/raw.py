@@ -115,6 +115,12 @@ def list_files(folder: Path, suffixes: Collection[str], *, depth: int | None = N
     return sorted(found)
 
 
+def stays_inside(name: str) -> bool:
+    """Return whether a path that a file names leads nowhere outside the folder to which it is joined, links aside."""
+    path = Path(os.path.normpath(name))
+    return not path.is_absolute() and os.pardir not in path.parts
+
+
 def check_sources(samples: "Iterable[Sample]") -> "Iterator[tuple[Sample, os.stat_result | None]]":
     """Yield samples after checking their names and raw files, with what stat(2) says of the file; None without one.
 

@@ -11,7 +11,7 @@ import numpy as np
 from PIL import Image
 
 from trainyard.data.labelled import SETS, assign_sets, find_sets
-from trainyard.data.raw import list_files
+from trainyard.data.raw import list_files, stays_inside
 from trainyard.data.shards import BadRecord, Loaded, Ragged, Sample
 from trainyard.data.write_shard import read_image
 from trainyard.errors import UserError
@@ -76,7 +76,7 @@ def unlabelled(raw: Path, config: Config, artifacts: Mapping[str, str]) -> Itera
     """Yield every image in a folder and below it, or the file `raw` itself."""
     for path in [raw] if raw.is_file() else list_files(raw, SUFFIXES):
         key = raw.name if path == raw else path.relative_to(raw).as_posix()
-        yield Sample(key, partial(_load_image, path), source=path)
+        yield Sample(key, partial(load_alone, path), source=path)
 
 
 def load(image: Listed, artifacts: Mapping[str, str]) -> Loaded:
@@ -86,8 +86,7 @@ def load(image: Listed, artifacts: Mapping[str, str]) -> Loaded:
         BadRecord: it is missing or broken, has another size than listed, or a box without an area or outside of it.
     """
     names = json.loads(artifacts[CATEGORIES])
-    loaded = _load_image(image.path)
-    found = Image.open(image.path).size
+    data, found = _read_upright(image.path)
     if found != image.size_px:
         raise BadRecord(f"the image has {found} pixels, and is listed with {image.size_px}: boxes would not fit")
     for box in image.boxes:
@@ -95,16 +94,22 @@ def load(image: Listed, artifacts: Mapping[str, str]) -> Loaded:
             raise BadRecord(f"box {box} (x0, y0, x1, y1) has no area, or is not inside the image of {found} pixels")
     labels = [names.index(name) for name in image.categories]
     boxes = np.array(image.boxes, np.float32).reshape(-1, 4)
-    return {**loaded, "boxes": Ragged(boxes), "labels": Ragged(np.array(labels, np.int64))}
+    return {"image": data, "boxes": Ragged(boxes), "labels": Ragged(np.array(labels, np.int64))}
 
 
-def _load_image(path: Path) -> Loaded:
+def load_alone(path: Path) -> Loaded:
+    """Read an image without boxes; raises BadRecord as `load`."""
+    return {"image": _read_upright(path)[0]}
+
+
+def _read_upright(path: Path) -> tuple[bytes, tuple[int, int]]:
+    """Return the bytes of an image, and its width and height."""
     if not path.is_file():
         raise BadRecord("listed, but there is no such file")
     data, image = read_image(path)
     if image.getexif().get(0x0112, 1) != 1:
         raise BadRecord("the file says that it is rotated, and boxes may be meant either way: rotate its pixels")
-    return {"image": data}
+    return data, image.size
 
 
 def splits(
@@ -165,10 +170,9 @@ def _read_annotations(raw: Path, path: Path, set_name: str) -> Iterator[Listed]:
 
 def _find_image(raw: Path, name: str) -> Path:
     """Return where an image is: in the folder, or in its `images/`; never outside of it."""
-    found = next((p for p in (raw / name, raw / "images" / name) if p.is_file()), raw / name)
-    if not found.resolve().is_relative_to(raw.resolve()):
+    if not stays_inside(name):
         raise UserError(f"{raw}: the image '{name}' is outside of this folder. Move it into it.")
-    return found
+    return next((p for p in (raw / name, raw / "images" / name) if p.is_file()), raw / name)
 
 
 def draw_scene(number: int) -> tuple[np.ndarray, list[tuple[int, int, int, int]], list[str]]:
