@@ -14,7 +14,8 @@ from trainyard.environment import collect_environment
 from trainyard.errors import UserError
 from trainyard.tools import bench
 from trainyard.tools.bench import Configuration, Options, Round, build_result_lines, measure, read_results, run_suite
-from trainyard.tools.bench_scale import Sizes, parse_sizes, run_scale
+from trainyard.tools.bench_scale import parse_sizes, run_scale
+from trainyard.tools.scale_cases import Sizes
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 OURS, OTHER = (Configuration("rgb", name, "dev", "") for name in ("ours", "other"))
@@ -208,10 +209,10 @@ def test_what_grows_is_measured_in_sizes_that_a_person_chooses(tmp_path: Path, c
     assert head["sizes"]["files"] == 250 and (seconds["unit"], memory["unit"]) == ("s", "MiB")
     assert seconds["note"] == "250 files" and seconds["rounds"][0] > 0
     assert "list raw files" in capsys.readouterr().out
-    with pytest.raises(UserError, match=r"--only lists: no such case. There are: metrics, .*, listing."):
+    with pytest.raises(UserError, match=r"--only lists: no such case. There are: metrics, .*, ranks."):
         run_scale(sizes, rounds=1, only=("lists",), results=tmp_path, header=header)
     for wrong in ("file=3", "files", "files=0", "files=-1"):
-        with pytest.raises(UserError, match=f"--size {wrong}: expected NAME=NUMBER, with one of lines, .*, files"):
+        with pytest.raises(UserError, match=f"--size {wrong}: expected NAME=NUMBER, with one of lines, .*, files,"):
             parse_sizes([wrong], sizes)
 
 
@@ -222,3 +223,5 @@ def test_each_case_of_what_grows_measures_something(tmp_path: Path):
     lines = {line["name"]: line for line in read_results(path)[1:]}
     assert len(lines) >= 12 and all(line["rounds"][0] >= 0 for line in lines.values()), lines
     assert lines["gather, memory of rank 0"]["rounds"][0] > 0.9
+    assert lines["packed size"]["note"] == "3 shards" and 0 < lines["pack, lost by the kill"]["rounds"][0] < 100
+    assert lines["ranks, join"]["note"].startswith("3 ranks")

@@ -31,6 +31,7 @@ from trainyard.measure import QUOTABLE_ROUNDS, QUOTABLE_SPREAD, Summary, find_fr
 from trainyard.measure import format_table as format_numbers
 from trainyard.text import align_columns
 from trainyard.tools import bench_scale
+from trainyard.tools.scale_cases import Sizes
 
 SUITES = ("rgb", "gray", "raw", "read", "step")
 OURS = "ours"
@@ -447,7 +448,7 @@ def main(arguments: argparse.Namespace, *, command: str) -> None:
     for suite in arguments.suites or SUITES:
         chosen = options.make_quick() if arguments.quick else options
         if suite == bench_scale.SUITE:
-            sizes = bench_scale.Sizes().make_quick() if arguments.quick else bench_scale.Sizes()
+            sizes = Sizes().make_quick() if arguments.quick else Sizes()
             bench_scale.run_scale(
                 bench_scale.parse_sizes(arguments.size, sizes),
                 rounds=chosen.rounds,
