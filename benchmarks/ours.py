@@ -74,7 +74,7 @@ def iterate_model_batches(folder: Path, setting: Setting, *, kind: str) -> Itera
 def _iterate_batches(loader: Any, folder: Path, setting: Setting, *, kind: str) -> Iterator[Tensor]:
     import torch
 
-    from trainyard.data.loader import choose_decoder
+    from trainyard.data.choose_decoder import choose_decoder
     from trainyard.data.shards import ShardSet
     from trainyard.settings import AugmentSettings, ImageSettings, TrainConfig
     from trainyard.train.precision import keep_freed_memory

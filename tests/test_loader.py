@@ -12,8 +12,9 @@ import torch
 import torchvision.io
 
 from tests.images import make_points
+from trainyard.data.choose_decoder import choose_decoder
 from trainyard.data.hdf5 import ShardError
-from trainyard.data.loader import Loader, MicroBatch, choose_decoder
+from trainyard.data.loader import Loader, MicroBatch
 from trainyard.data.order import EpochOrder, EpochOrders, shuffle
 from trainyard.data.prefetch import prefetch
 from trainyard.data.shards import ShardSet

@@ -10,6 +10,7 @@ from math import radians
 
 import numpy as np
 import torch
+from loguru import logger
 from numpy.typing import NDArray
 from PIL import Image
 from scipy import ndimage  # type: ignore[import-untyped]
@@ -47,8 +48,15 @@ def correlate_prints(
     kept = evaluated.ids[subsample_fingers(columns["finger"][evaluated.ids], MOST_PRINTS_PAIRS)]
     identity, is_first = number_fingers(columns["finger"][kept], columns["impression"][kept])
     one, other = choose_pairs(identity, is_first, most=most)
-    files, dpi = evaluated.data.read("image", kept), columns["dpi"][kept].tolist()
-    prints = np.stack([normalise_print(_decode(file), resolution) for file, resolution in zip(files, dpi, strict=True)])
+    records, dpi = evaluated.data.read("image", kept), columns["dpi"][kept].astype(np.float64)
+    images = [_decode(record) for record in records]
+    if evaluated.data.has_inputs:
+        dpi *= len(images[0]) / columns["box_height"][kept]
+        logger.info(
+            "BLPOC reads these prints as packing.store left them, at {:.0f} dpi; with packing.store=keep, as files",
+            dpi[0],
+        )
+    prints = np.stack([normalise_print(image, dots) for image, dots in zip(images, dpi.tolist(), strict=True)])
     score = correlate_pairs(torch.from_numpy(prints).to(device), one, other)
     same = identity[one] == identity[other]
     pairs = scoring.Pairs(
@@ -70,7 +78,7 @@ def choose_pairs(
     return one[chosen], other[chosen]
 
 
-def normalise_print(gray: NDArray[np.uint8], dpi: int) -> Floats:
+def normalise_print(gray: NDArray[np.uint8], dpi: float) -> Floats:
     """Return a print at 250 dpi with local mean 0 and about equal local contrast, centred in (256, 256) float32.
 
     The background is 0: pixels whose local contrast is below half of the 90th percentile.
@@ -132,6 +140,9 @@ def _rotate(print_HW: Tensor) -> Tensor:
     return rotated[:, 0]
 
 
-def _decode(file: np.ndarray) -> NDArray[np.uint8]:
-    with Image.open(io.BytesIO(file.tobytes())) as image:
+def _decode(record: np.ndarray) -> NDArray[np.uint8]:
+    """Return (height, width) gray levels of an image file, or of (height, width, 1) uncompressed ones."""
+    if record.ndim == 3:
+        return record[..., 0]
+    with Image.open(io.BytesIO(record.tobytes())) as image:
         return np.asarray(image.convert("L"))

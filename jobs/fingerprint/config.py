@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from trainyard.settings import TrainConfig, option
+from trainyard.settings import StoreSettings, TrainConfig, option
 
 
 @dataclass
@@ -46,7 +46,7 @@ class HeadSettings:
 
 
 @dataclass
-class PackingSettings:
+class PackingSettings(StoreSettings):
     """From raw files to records. Changing an option means packing again."""
 
     layout: str = option(

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from trainyard.settings import TrainConfig, option
+from trainyard.settings import StoreSettings, TrainConfig, option
 
 
 @dataclass
@@ -58,7 +58,7 @@ class HeadSettings:
 
 
 @dataclass
-class PackingSettings:
+class PackingSettings(StoreSettings):
     """How raw files become records, families sets, and images pairs. Changing any of these means packing again."""
 
     singles: str = option(

@@ -168,6 +168,21 @@ class ImageSettings:
     )
 
 
+KEEP = "keep"
+
+
+@dataclass
+class StoreSettings:
+    """How packing stores images; for families to derive their `packing` from."""
+
+    store: str = option(
+        KEEP,
+        "images in packed data: keep: the files' bytes; input-png, input-raw: resized to the model's input, as PNG or "
+        "uncompressed, which gives the same batches with less work. A change packs again",
+        choices=(KEEP, "input-png", "input-raw"),
+    )
+
+
 @dataclass
 class AudioSettings:
     """Audio as the model sees it."""
@@ -390,6 +405,29 @@ def check(config: Any, prefix: str = "") -> None:
     if isinstance(config, TrainConfig):
         parse_monitor(config.monitor)
         _check_schedule(config.schedule, config.max_duration)
+        _check_store(config)
+
+
+def explain_more_than_resize(image: ImageSettings, augment: AugmentSettings) -> str:
+    """Return what loading does to an image before or instead of one fixed resize; "" if it only resizes."""
+    if image.fit != "stretch":
+        return f"image.fit={image.fit} scales and pads each image on its own"
+    if image.scales != [1.0]:
+        return f"image.scales=[{','.join(map(str, image.scales))}] draws a size for each batch"
+    if (augment.crop_area_min, augment.crop_aspect_max) != (1, 1):
+        crop = f"augment.crop_area_min={augment.crop_area_min:g} crop_aspect_max={augment.crop_aspect_max:g}"
+        return f"{crop} crops at random before resizing"
+    return ""
+
+
+def _check_store(config: TrainConfig) -> None:
+    """Check that images which packing resizes need nothing else on the host."""
+    packing, why = getattr(config, "packing", None), explain_more_than_resize(config.image, config.augment)
+    if isinstance(packing, StoreSettings) and packing.store != KEEP and why:
+        raise UserError(
+            f"packing.store={packing.store} resizes images when they are packed, but {why}, which needs the whole "
+            f"image. Type packing.store={KEEP}, or leave that option out."
+        )
 
 
 def _check_schedule(schedule: ScheduleSettings, max_duration: str) -> None:

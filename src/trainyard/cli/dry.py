@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from trainyard import config as configs
 from trainyard.cli.choices import describe_choices, describe_memory, describe_packing
-from trainyard.data.prepare import find_raw, is_packed
+from trainyard.data.prepare import check_packed, find_raw, is_packed
 from trainyard.launch import submit, sweep
 from trainyard.launch.batch_script import Turn
 from trainyard.launch.choose_data import DataChoice
@@ -166,7 +166,7 @@ def _read_splits(config: TrainConfig, jobs_dir: Path) -> "tuple[Index, Mapping[s
     from trainyard.data.index import read_index
 
     index = read_index(Path(config.data.path))
-    index.check_family(config.family)
+    check_packed(index, config)
     pack = configs.load_family(jobs_dir, config.family, "pack")
     return index, pack.splits(index.columns, index.vocabulary, config)
 

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainyard.data.loader import IMAGE, Loader, MicroBatch
+from trainyard.data.index import IMAGE
+from trainyard.data.loader import Loader, MicroBatch
 from trainyard.data.order import EpochOrder
 
 

@@ -31,8 +31,16 @@ from trainyard.data.hdf5 import (
 INDEX = "index.h5"
 
 ENCODED_IMAGE, ARRAY, RAGGED, AUDIO, PCM = "picture", "array", "ragged", "sound", "pcm"
+INPUT_PNG, INPUT_RAW = "input-png", "input-raw"
 """Kinds of records: an encoded image; an array of the same shape in all samples; an array of variable length; the bytes
-of an audio file; PCM audio."""
+of an audio file; PCM audio; an image that packing resized to the model's input (`store.py`), as PNG or uncompressed."""
+
+INPUTS = (INPUT_PNG, INPUT_RAW)
+IMAGE = "image"
+"""Name of the record that the loader turns into the model's input."""
+
+REGION = ("box_y", "box_x", "box_height", "box_width")
+"""Columns with the part of an image that counts as the whole, in px of the image before packing resized any."""
 
 HEADER_BYTES = 512  # the smallest user block that HDF5 knows
 _MARK = b"Trainyard index. SHA-256 of the bytes after the first 512: "
@@ -49,9 +57,15 @@ class Records:
     start: np.ndarray  # (N,) int64 byte in the shard file
     size: np.ndarray  # (N,) int64 bytes
     crc: np.ndarray  # (N,) uint32, CRC-32C (Castagnoli) of those bytes
-    shape: np.ndarray  # (N, ...) int32: an image's height, width, channels; audio's frames, rate_hz; an array's shape
+    shape: np.ndarray  # (N, ...) int32: an image's height, width, channels, and of INPUTS the original's height, width;
+    # audio's frames, rate_hz; an array's shape
     kind: str  # ENCODED_IMAGE, ARRAY, ...
     dtype: str  # NumPy name of the elements; uint8 for encoded bytes
+
+    @property
+    def original_px(self) -> np.ndarray:
+        """(N, 2) int32: height and width of images before packing resized any."""
+        return self.shape[:, 3:] if self.kind in INPUTS else self.shape[:, :2]
 
 
 @dataclass(frozen=True)
@@ -240,9 +254,9 @@ def _read_artifact(group: h5py.Group, name: str) -> str:
 def _read_records(parent: h5py.Group, name: str, shards: list[Shard]) -> Records:
     group, path = read_group(parent, name), Path(parent.file.filename)
     kind, dtype = read_string(group, "kind"), read_string(group, "dtype")
-    if kind not in (ENCODED_IMAGE, ARRAY, RAGGED, AUDIO, PCM):
+    if kind not in (ENCODED_IMAGE, ARRAY, RAGGED, AUDIO, PCM, *INPUTS):
         raise make_refusal(path, f"{group.name} is of the unknown kind {kind!a}")
-    if dtype not in NUMBERS or (kind in (ENCODED_IMAGE, AUDIO) and dtype != "uint8"):
+    if dtype not in NUMBERS or (kind in (ENCODED_IMAGE, AUDIO, *INPUTS) and dtype != "uint8"):
         raise make_refusal(path, f"{group.name} has elements of type {dtype!a}")
     count = shards[-1].first + shards[-1].count
     records = Records(
@@ -275,6 +289,10 @@ def _find_fault(records: Records, shard: Shard, rows: slice) -> str:
     if records.kind in (ENCODED_IMAGE, AUDIO):
         axes = 3 if records.kind == ENCODED_IMAGE else 2
         return "" if shape.shape[1] == axes and shape.min() >= 0 else "a shape cannot be true"
+    if records.kind in INPUTS:
+        alike = shape.shape[1] == 5 and shape.min() >= 1 and (shape[:, :3] == records.shape[0, :3]).all()
+        has_size = records.kind == INPUT_PNG or (size == shape[:, :3].prod(axis=1, dtype=np.float64)).all()
+        return "" if alike and has_size else "a shape cannot be true"
     itemsize = np.dtype(records.dtype).itemsize
     if shape.min(initial=0) < 0 or (shape.prod(axis=1, dtype=np.float64) * itemsize != size).any():
         return "a shape does not match the size of its record"

@@ -16,19 +16,17 @@ from trainyard.data import augment, decode_cpu, decode_torchvision
 from trainyard.data.augment import Parameters
 from trainyard.data.decode_cpu import AudioRequest, Request
 from trainyard.data.device import prepare_model_input, shape_channels
-from trainyard.data.index import ARRAY, AUDIO, ENCODED_IMAGE, PCM, RAGGED
+from trainyard.data.index import ARRAY, AUDIO, ENCODED_IMAGE, IMAGE, INPUT_RAW, INPUTS, PCM, RAGGED, REGION
 from trainyard.data.order import EpochOrder, split_into_micro_batches
 from trainyard.data.prefetch import count_prefetched, prefetch
 from trainyard.data.shards import ShardSet
+from trainyard.data.store import check_inputs, has_inputs
 from trainyard.data.transfer import CopyStream
 from trainyard.errors import UserError
 from trainyard.settings import AudioSettings, AugmentSettings, DataSettings, ImageSettings, TrainConfig
 
-IMAGE = "image"
-REGION = ("box_y", "box_x", "box_height", "box_width")
 _UNFINISHED_COPIES = 1  # items that a GPU may still be reading from their buffers when the next one is taken
 _AHEAD_ON_GPU = 1  # micro-batches whose copy to a GPU starts before their turn
-_INSTEAD = "data.decode=cpu, or a container image that has DALI."
 
 
 @dataclass(frozen=True)
@@ -101,13 +99,14 @@ class Loader:
         self._seed, self._threads, self._channels_last, self._decode = seed, threads, channels_last, decode
         self._audio = audio or AudioSettings()
         self._columns = {name: torch.from_numpy(values) for name, values in data.columns.items()}
-        self._has_images = IMAGE in data.records and data.records[IMAGE].kind == ENCODED_IMAGE
+        self._has_images = IMAGE in data.records and data.records[IMAGE].kind in (ENCODED_IMAGE, *INPUTS)
         self._regions = _read_regions(data) if self._has_images else np.zeros((data.count, 4), dtype=np.int32)
         self._letterbox = image.fit == "letterbox"
         self._mean, self._std = (shape_channels(values, device) for values in (image.mean, image.std))
         self._copies = CopyStream(device) if device.type == "cuda" else None
         self._dali: Any = None  # built when it is first needed
         _check_options(image, augmentation)
+        check_inputs(data.folder, data.records, data.meta, image=image, augmentation=augmentation)
 
     @classmethod
     def from_config(
@@ -214,16 +213,26 @@ class Loader:
             batch_size: samples per micro-batch.
         """
         low, high = (len(ids) * r // self.world_size for r in (self.rank, self.rank + 1))
-        share, size = ids[low:high], self._scale_size(1.0)
+        yield from self._load(self._make_neutral_items(ids[low:high], batch_size, len(ids)), batch_size, resample=False)
 
-        def make_items() -> Iterator[_Item]:
-            for i in range(0, len(share), batch_size):
-                part = share[i : i + batch_size]
-                letterbox = size if self._letterbox else None
-                neutral = augment.build_neutral(self._regions[part], letterbox=letterbox) if self._has_images else None
-                yield _Item(part, len(part) / len(ids), True, None, size, neutral)
+    def read_images(self, ids: np.ndarray, *, batch_size: int) -> Iterator[Tensor]:
+        """Yield the images of an evaluation as they are copied to a device, read in this thread.
 
-        yield from self._load(make_items(), batch_size, resample=False)
+        Returns:
+            (b, H, W, C) uint8 on the host, where the decoder works there; overwritten when the next is taken.
+        """
+        items = self._make_neutral_items(ids, batch_size, len(ids))
+        for item in self._add_images(items, self._allocate_buffers(1, batch_size), batch_size):
+            assert item.images is not None
+            yield item.images
+
+    def _make_neutral_items(self, share: np.ndarray, batch_size: int, total: int) -> Iterator[_Item]:
+        size = self._scale_size(1.0)
+        letterbox = size if self._letterbox else None
+        for i in range(0, len(share), batch_size):
+            part = share[i : i + batch_size]
+            neutral = augment.build_neutral(self._regions[part], letterbox=letterbox) if self._has_images else None
+            yield _Item(part, len(part) / total, True, None, size, neutral)
 
     def _load(
         self, items: Iterator[_Item], largest: int, *, resample: bool, on_arrival: Callable[[], object] = lambda: None
@@ -242,7 +251,7 @@ class Loader:
                 stream = self._read_pcm(name, stream, largest)
         if self._has_images:
             buffers = self._allocate_buffers(count_prefetched(depth) + _UNFINISHED_COPIES, largest)
-            stream = self._decode_images(stream, buffers, largest)
+            stream = self._add_images(stream, buffers, largest)
         upload = partial(self._upload, unfinished=deque())
         ahead = 0 if self._copies is None else _AHEAD_ON_GPU
         for item, wait_s in prefetch(map(self._add_values, stream), depth, start=upload, ahead=ahead):
@@ -331,6 +340,10 @@ class Loader:
         with torch.inference_mode(False):  # a thread outside the caller's inference mode writes to them
             return [torch.empty(flat, dtype=torch.uint8, pin_memory=pinned) for _ in range(count)]
 
+    def _add_images(self, items: Iterator[_Item], buffers: list[Tensor], largest: int) -> Iterator[_Item]:
+        is_raw = self.data.records[IMAGE].kind == INPUT_RAW
+        return self._copy_images(items, buffers) if is_raw else self._decode_images(items, buffers, largest)
+
     def _decode_images(self, items: Iterator[_Item], buffers: list[Tensor], largest: int) -> Iterator[_Item]:
         """Decode the images of each item into the buffers, one after another and again."""
 
@@ -338,26 +351,45 @@ class Loader:
             for item, buffer in zip(items, itertools.cycle(buffers), strict=False):
                 assert item.parameters is not None
                 records = self.data.read_bytes(IMAGE, item.ids, check_crc=self._settings.check_crc)
-                shape = (len(item.ids), *item.size, self._image.channels)
-                out = buffer[: math.prod(shape)].view(shape)
-                yield _ImageRequest(records, self.data.records[IMAGE].shape[item.ids], item.parameters, out, item)
+                shapes, parameters = self.data.records[IMAGE].shape[item.ids, :3], item.parameters
+                if has_inputs(self.data.records):  # packing has cropped and resized them
+                    parameters = replace(parameters, box=np.pad(shapes[:, :2], ((0, 0), (2, 0))))
+                out = self._view_images(buffer, item)
+                yield _ImageRequest(records, shapes, parameters, out, item)
 
         for request, images in self._run_image_decoder(make_requests(), largest):
             yield replace(request.item, images=images)
+
+    def _copy_images(self, items: Iterator[_Item], buffers: list[Tensor]) -> Iterator[_Item]:
+        """Copy the uncompressed images of each item into the buffers, and mirror them."""
+        for item, buffer in zip(items, itertools.cycle(buffers), strict=False):
+            assert item.parameters is not None
+            images = self._view_images(buffer, item)
+            self.data.read_bytes(IMAGE, item.ids, check_crc=self._settings.check_crc, buffer=images.numpy().reshape(-1))
+            for i in np.flatnonzero(item.parameters.flip).tolist():
+                images[i].copy_(images[i].flip(1))
+            yield replace(item, images=images)
+
+    def _view_images(self, buffer: Tensor, item: _Item) -> Tensor:
+        shape = (len(item.ids), *item.size, self._image.channels)
+        return buffer[: math.prod(shape)].view(shape)
 
     def _run_image_decoder(
         self, requests: Iterator[_ImageRequest], largest: int
     ) -> Iterator[tuple[_ImageRequest, Tensor]]:
         image = self._image
         common: dict[str, Any] = {"channels": image.channels, "fill": image.fill, "threads": self._threads}
+        device, copies = self.device, self._copies
+        if has_inputs(self.data.records):  # the same pixels on every device: GPUs do not decode PNG, and would resize
+            device, copies = torch.device("cpu"), None
         if self._decode == "cpu":
             return decode_cpu.decode(requests, **common)
         if self._decode == "torchvision":
-            return decode_torchvision.decode(requests, **common, device=self.device, copies=self._copies)
+            return decode_torchvision.decode(requests, **common, device=device, copies=copies)
         if self._dali is None:
             from trainyard.data import decode_dali  # takes a second to import, and small container images lack DALI
 
-            self._dali = decode_dali.ImageDecoder(**common, copies=self._copies)
+            self._dali = decode_dali.ImageDecoder(**common, copies=copies)
         stream: Iterator[tuple[_ImageRequest, Tensor]] = self._dali.decode(requests, max_batch_size=largest)
         return stream
 
@@ -371,7 +403,7 @@ class Loader:
             values["noise"] = torch.from_numpy(noise)
         if (p := item.parameters) is not None:
             affine = augment.compute_affine(p, height_px=item.size[0], width_px=item.size[1])
-            image_px = self.data.records[IMAGE].shape[item.ids, :2].astype(np.float32)
+            image_px = self.data.records[IMAGE].original_px[item.ids].astype(np.float32)
             values |= {"affine": torch.from_numpy(affine), "image_px": torch.from_numpy(image_px)}
             arrays = {"theta": p.theta, "gain": p.gain, "contrast": p.contrast}
             augmentation = {name: torch.from_numpy(array) for name, array in arrays.items()}
@@ -428,36 +460,6 @@ class Loader:
         )
 
 
-def choose_decoder(wanted: str, *, importable: bool, device: torch.device = torch.device("cpu")) -> tuple[str, str]:
-    """Return the decoder for data.decode=`wanted`, and the reason.
-
-    Args:
-        importable: whether DALI is installed.
-
-    Raises:
-        UserError: DALI or torchvision is requested, but not installed or not usable.
-    """
-    if wanted == "cpu":
-        return "cpu", "requested"
-    if wanted == "torchvision":
-        if fault := decode_torchvision.explain_unusable(device):
-            raise UserError(f"data.decode=torchvision, but it cannot decode JPEG on {device}: {fault}. Use {_INSTEAD}")
-        return "torchvision", "requested"
-    if importable:
-        return "dali", "requested" if wanted == "dali" else "installed, and bit-equal to the CPU reference on the host"
-    if wanted == "dali":
-        raise UserError(f"data.decode=dali, but nvidia.dali is not installed here. Use {_INSTEAD}")
-    missing = "nvidia.dali is not installed here"
-    if device.type != "cuda":
-        return "cpu", missing
-    if fault := decode_torchvision.explain_unusable(device):
-        return "cpu", f"{missing}, and torchvision cannot decode JPEG on {device}: {fault}"
-    return "torchvision", (
-        f"{missing}; torchvision decodes JPEG on {device}, but on the host what nvJPEG decodes differently: "
-        "colour with subsampled chroma, and other formats"
-    )
-
-
 def pad_ragged(values: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """Return arrays of different lengths as one, (B, L, ...), padded with zeros, and their lengths (B,) int64."""
     count = np.array([len(array) for array in values], dtype=np.int64)
@@ -492,5 +494,5 @@ def _read_regions(data: ShardSet) -> np.ndarray:
     """Return (N, 4) int32, the part of each image that counts as the whole: all of it unless packing chose a part."""
     if all(name in data.columns for name in REGION):
         return np.stack([data.columns[name] for name in REGION], axis=1).astype(np.int32)
-    size = data.records[IMAGE].shape[:, :2]
+    size = data.records[IMAGE].original_px
     return np.concatenate([np.zeros_like(size), size], axis=1)

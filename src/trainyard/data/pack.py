@@ -23,6 +23,7 @@ from trainyard.data.hdf5 import SCHEMA_VERSION, open_hdf5, read_texts
 from trainyard.data.index import ARRAY, INDEX, RAGGED, read_index, seal_index
 from trainyard.data.raw import check_sources
 from trainyard.data.shards import KEY, Sample, ShardSet
+from trainyard.data.store import InputStore, read_store
 from trainyard.data.write_shard import (
     ShardTask,
     WrittenShard,
@@ -85,7 +86,8 @@ def pack(
     Args:
         samples: in their final order; read lazily, a few shards ahead of the writing.
         out: created if missing.
-        meta: plain values that describe the packing; with the samples they decide whether `out` is up to date.
+        meta: plain values that describe the packing; with the samples they decide whether `out` is up to date. `input`
+            is how images are resized (`store.describe_store`); without it, their bytes are kept.
         workers: processes.
         listing: of these samples, just read: then their raw files are not checked a second time.
         skip_bad: leave out raw files that cannot be read, instead of failing after trying all of them.
@@ -103,7 +105,7 @@ def pack(
         raise PackError(
             f"Nothing to pack: the raw folder contains no sample that this job knows. {meta.get('expects', '')}"
         )
-    count = _choose_samples_per_shard(head, shard_mib)
+    count = _choose_samples_per_shard(head, shard_mib, read_store(meta))
     out.mkdir(parents=True, exist_ok=True)
     remove_partials(out)
     try:
@@ -163,11 +165,12 @@ def _join_stamps(samples: Iterable[Sample], listing: Listing) -> Iterator[tuple[
     raise PackError("Raw files were added or removed while they were listed. Run the same command again.")
 
 
-def _choose_samples_per_shard(head: Sequence[tuple[Sample, _Stamp]], shard_mib: float) -> int:
+def _choose_samples_per_shard(head: Sequence[tuple[Sample, _Stamp]], shard_mib: float, store: InputStore | None) -> int:
     sizes = [(sample.source, stamp[0]) for sample, stamp in head if stamp is not None]
     if not sizes:
         return _MOST_SAMPLES
     mean = max(1.0, sum(dict(sizes).values()) / len(sizes))  # several may share a file
+    mean = mean if store is None else store.pixel_bytes  # whatever the files take, as PNG about half of it
     return min(_MOST_SAMPLES, max(1, math.ceil(shard_mib * 2**20 / mean)))
 
 
@@ -185,7 +188,7 @@ def _plan_shards(
         if not chunk:
             return
         path, own = out / f"shard-{number:05d}.h5", [sample for sample, _ in chunk]
-        yield ShardTask(path, own, _hash_listing(chunk, meta), skip_bad, artifacts)
+        yield ShardTask(path, own, _hash_listing(chunk, meta), skip_bad, artifacts, read_store(meta))
 
 
 def _hash_listing(chunk: Sequence[tuple[Sample, _Stamp]], meta: dict[str, Any]) -> str:

@@ -15,9 +15,10 @@ from trainyard.errors import UserError
 from trainyard.files import FlockRefused, exclusive_lock, remove_partial_folders
 from trainyard.hardware import count_cores
 from trainyard.messages import logger
-from trainyard.settings import TrainConfig
+from trainyard.settings import KEEP, StoreSettings, TrainConfig
 
 if TYPE_CHECKING:
+    from trainyard.data.index import Index
     from trainyard.data.pack import Listing
 
 _MOST_NAMED = 5  # damaged records
@@ -56,6 +57,7 @@ def pack_raw(
 
     _require_folder(raw)
     family = load_family(jobs_dir, config.family, "pack")
+    written = 0
     with list_once() as listed:
         listing, named = _list_raw(config, raw, jobs_dir)
         if not listing.samples:
@@ -71,6 +73,11 @@ def pack_raw(
             bar.update(samples)
             hook()
 
+        def count_shard() -> None:
+            nonlocal written
+            written += 1
+            on_shard()
+
         with (
             _lock_folder(folder),
             tqdm(total=listing.samples, unit="sample", desc=f"packing {raw.name}", disable=None, leave=False) as bar,
@@ -78,19 +85,23 @@ def pack_raw(
             data = pack(
                 family.samples(raw, config),
                 folder,
-                meta=_build_meta(config),
+                meta=build_meta(config),
                 workers=workers or count_cores(),
                 listing=listing,
                 skip_bad=config.data.on_error == "skip",
                 shard_mib=shard_mib,
                 artifacts=_fit_artifacts(family, raw, config, folder),
                 progress=progress,
-                on_shard=on_shard,
+                on_shard=count_shard,
             )
             if out is None:
                 remember_listing(_name_remembered(config, raw), listed, folder.name)
     skipped = f", {data.skipped} unreadable left out" if data.skipped else ""
     logger.info("packed {}: {} samples in {} shards{}", folder, data.count, len(data.shards), skipped)
+    if written and isinstance(getattr(config, "packing", None), StoreSettings):
+        from trainyard.data.store import describe_reading
+
+        logger.info("{}: {}", folder, describe_reading(data, config))
     data.close()
     return folder
 
@@ -119,12 +130,13 @@ def prepare_data(
     `hook` and `on_shard` as for `pack_raw`.
 
     Raises:
-        UserError: the job needs data but none was given, it cannot be packed, or it was packed for another family.
+        UserError: the job needs data but none was given, it cannot be packed, or it was packed for another family or
+            for another size of the model's input.
     """
     from trainyard.data.index import read_index
 
     if is_packed(config):
-        read_index(Path(config.data.path)).check_family(config.family)
+        check_packed(read_index(Path(config.data.path)), config)
         return config
     raw = find_raw(config, jobs_dir) or _synthesize_raw(config, jobs_dir)
     packed = pack_raw(config, raw, None, jobs_dir, hook=hook, on_shard=on_shard)
@@ -142,9 +154,21 @@ def count_samples(config: TrainConfig, jobs_dir: Path) -> int:
     folder = Path(config.data.path)
     if is_packed(config):
         index = read_index(folder)
-        index.check_family(config.family)
+        check_packed(index, config)
         return index.count
     return sum(1 for _ in load_family(jobs_dir, config.family, "pack").samples(folder, config))
+
+
+def check_packed(index: "Index", config: TrainConfig) -> None:
+    """Refuse packed data that this job cannot read.
+
+    Raises:
+        UserError: it was packed for another family, or for another size of the model's input.
+    """
+    from trainyard.data.store import check_inputs
+
+    index.check_family(config.family)
+    check_inputs(index.path.parent, index.records, index.meta, image=config.image, augmentation=config.augment)
 
 
 def is_packed(config: TrainConfig) -> bool:
@@ -176,7 +200,7 @@ def find_packed(config: TrainConfig, jobs_dir: Path) -> Path | None:
 def packs_the_same(one: TrainConfig, other: TrainConfig) -> bool:
     """Return whether two jobs are packed from the same raw files into the same folder."""
     raw = [config.data.path or str(_name_synthetic(config)) for config in (one, other)]
-    return raw[0] == raw[1] and one.data.cache == other.data.cache and _build_meta(one) == _build_meta(other)
+    return raw[0] == raw[1] and one.data.cache == other.data.cache and build_meta(one) == build_meta(other)
 
 
 def verify_packed(folder: Path, *, hook: Callable[[], None] = lambda: None) -> None:
@@ -291,13 +315,13 @@ def _list_raw(config: TrainConfig, raw: Path, jobs_dir: Path) -> "tuple[Listing,
     from trainyard.data.pack import read_listing
 
     samples = load_family(jobs_dir, config.family, "pack").samples(raw, config)
-    listing = read_listing(samples, _build_meta(config))
+    listing = read_listing(samples, build_meta(config))
     return listing, Path(config.data.cache) / f"{config.family}-{listing.digest[:12]}"
 
 
 def _name_remembered(config: TrainConfig, raw: Path) -> Path:
     """Return where it is written down what the raw files of a folder are packed to."""
-    key = json.dumps([str(raw.absolute()), _build_meta(config)], sort_keys=True)
+    key = json.dumps([str(raw.absolute()), build_meta(config)], sort_keys=True)
     return Path(config.data.cache) / f".{config.family}-{hashlib.sha256(key.encode()).hexdigest()[:12]}.listing"
 
 
@@ -305,12 +329,19 @@ def _name_synthetic(config: TrainConfig) -> Path:
     return Path(config.data.cache) / f"{config.family}-synthetic-{config.data.synthetic}-seed{config.seed}"
 
 
-def _build_meta(config: TrainConfig) -> dict[str, Any]:
+def build_meta(config: TrainConfig) -> dict[str, Any]:
     """Return what decides about packed data besides the raw files."""
     packing = getattr(config, "packing", None)
-    return {
+    meta: dict[str, Any] = {
         "family": config.family,
         "fill": config.image.fill,
         "rate_hz": config.sound.rate_hz,
         "packing": asdict(packing) if packing is not None else {},
     }
+    if isinstance(packing, StoreSettings) and packing.store == KEEP:
+        del meta["packing"]["store"]  # so that what was packed before this option existed has the same name
+    elif isinstance(packing, StoreSettings):
+        from trainyard.data.store import describe_store
+
+        meta["input"] = describe_store(packing.store, config.image)
+    return meta

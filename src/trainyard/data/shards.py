@@ -23,7 +23,7 @@ import numpy as np
 from loguru import logger
 
 from trainyard.data.hdf5 import ShardError
-from trainyard.data.index import AUDIO, ENCODED_IMAGE, Records, Shard, read_index, read_keys
+from trainyard.data.index import AUDIO, ENCODED_IMAGE, INPUT_PNG, INPUTS, Records, Shard, read_index, read_keys
 
 KEY = "key"
 FIRST, ALWAYS, OFF = "first", "always", "off"
@@ -155,9 +155,9 @@ class ShardSet:
         """
         records = self.records[name]
         read = self.read_bytes(name, ids, check_crc=check_crc, buffer=buffer)
-        if records.kind in (ENCODED_IMAGE, AUDIO):
+        if records.kind in (ENCODED_IMAGE, AUDIO, INPUT_PNG):
             return read
-        shapes = records.shape[ids].tolist()
+        shapes = records.shape[ids, : 3 if records.kind in INPUTS else None].tolist()
         return [data.view(records.dtype).reshape(shape) for data, shape in zip(read, shapes, strict=True)]
 
     def read_into(self, name: str, ids: np.ndarray, out: np.ndarray, *, check_crc: str = FIRST) -> None:

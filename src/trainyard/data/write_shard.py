@@ -20,8 +20,9 @@ from h5py import h5d, h5p, h5s, h5t
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from trainyard.data.hdf5 import NUMBERS, SCHEMA_VERSION
-from trainyard.data.index import ARRAY, AUDIO, ENCODED_IMAGE, PCM, RAGGED
+from trainyard.data.index import ARRAY, AUDIO, ENCODED_IMAGE, IMAGE, PCM, RAGGED
 from trainyard.data.shards import KEY, Audio, BadRecord, Loaded, Ragged, Sample
+from trainyard.data.store import InputStore, find_region
 from trainyard.families import import_aliases
 from trainyard.files import DISK_FULL, open_atomically
 
@@ -38,6 +39,7 @@ class ShardTask:
     listing: str  # digest of the raw files and options that the shard is made from
     skip_bad: bool
     artifacts: Mapping[str, str] | None  # argument of `load`; None: no argument
+    store: InputStore | None = None  # how images are resized; None: their bytes are kept
 
 
 @dataclass(frozen=True)
@@ -143,7 +145,7 @@ def write_shard(task: ShardTask) -> WrittenShard:
     for sample in task.samples:
         try:
             loaded = sample.load() if task.artifacts is None else sample.load(task.artifacts)
-            rows.append(_measure({**sample.columns, **loaded, KEY: sample.key}))
+            rows.append(_measure({**sample.columns, **loaded, KEY: sample.key}, task.store))
         except (BadRecord, OSError) as error:
             if isinstance(error, OSError) and error.errno in DISK_FULL:
                 raise
@@ -190,12 +192,17 @@ def open_in_memory() -> h5py.File:
     return h5py.File("new", "w", driver="core", backing_store=False, **_FORMAT)
 
 
-def _measure(loaded: Loaded) -> _Row:
-    """Read the shape of each image and audio file from its header."""
-    return {
+def _measure(loaded: Loaded, store: InputStore | None) -> _Row:
+    """Read the shape of each image and audio file from its header; resize the image if there is a store."""
+    row: _Row = {
         name: _encode_blob(value) if isinstance(value, bytes | Ragged | Audio) else value
         for name, value in loaded.items()
     }
+    if store is not None and isinstance(data := loaded.get(IMAGE), bytes):
+        height, width, _ = _read_image_shape(data)
+        shape = (store.height_px, store.width_px, store.channels, height, width)
+        row[IMAGE] = _Blob(store.encode(data, find_region(loaded, height, width)), store.kind, "uint8", shape)
+    return row
 
 
 def _encode_blob(value: bytes | Ragged | Audio) -> _Blob:

@@ -187,7 +187,7 @@ def _choose_settings(
     Raises:
         UserError: the config asks for what this machine cannot do.
     """
-    from trainyard.data.loader import choose_decoder
+    from trainyard.data.choose_decoder import choose_decoder
     from trainyard.train import distributed, precision
 
     sm, name = _describe_device(device)

@@ -16,16 +16,18 @@ from tqdm import tqdm
 
 from trainyard import __version__
 from trainyard.config import apply_overrides
-from trainyard.data.index import AUDIO, ENCODED_IMAGE, INDEX, PCM, RAGGED
+from trainyard.data.index import AUDIO, ENCODED_IMAGE, IMAGE, INDEX, INPUTS, PCM, RAGGED
 from trainyard.data.loader import Loader
+from trainyard.data.prepare import build_meta
 from trainyard.data.shards import Sample, ShardSet
+from trainyard.data.store import has_inputs
 from trainyard.errors import UserError
 from trainyard.files import create_folder, limit_writers, write_atomically, write_json
 from trainyard.report.figures import make_slug
 from trainyard.runs.evaluations import ABOUT_FILE, FIGURES, FOLDER, RUN, Evaluation, describe_seen, read_evaluations
 from trainyard.runs.events import METRICS_FILE
 from trainyard.runs.folder import find_free_name, read_env
-from trainyard.settings import TrainConfig
+from trainyard.settings import KEEP, TrainConfig
 from trainyard.text import join_names
 from trainyard.tools.trained_model import TrainedModel, describe_data, load_model, make_loader, pack_temporarily
 from trainyard.train.evaluate import gather_rows, score_rows
@@ -125,7 +127,7 @@ def _evaluate_folder(
     with limit_writers(), _open_labelled(model, folder, jobs_dir) as labelled:
         data = labelled.data
         ids = np.arange(data.count) if not split else _select_split(model, labelled, split, folder)
-        info = DataInfo(data.columns, data.vocabulary, np.empty(0, np.int64), labelled.artifacts, data.read_arrays)
+        info = replace(DataInfo.from_shards(data, np.empty(0, np.int64)), artifacts=labelled.artifacts)
         model = replace(model, module=describe_data(model, info, jobs_dir))
         evaluated = SampleSource(info, ids, partial(_read_batches, make_loader(model, data), model.config, ids))
         seen = _count_seen(model, data, ids, training)
@@ -192,7 +194,8 @@ def _open_labelled(model: TrainedModel, folder: Path, jobs_dir: Path) -> Iterato
         )
     skip_bad = config.data.on_error == "skip"
     near = model.run / FOLDER
-    with pack_temporarily(model, itertools.chain([first], listed), near=near, skip_bad=skip_bad) as data:
+    listed, meta = itertools.chain([first], listed), build_meta(config)
+    with pack_temporarily(model, listed, near=near, skip_bad=skip_bad, meta=meta) as data:
         yield _Labelled(data, artifacts, False)
 
 
@@ -251,6 +254,12 @@ def _count_seen(model: TrainedModel, data: ShardSet, ids: np.ndarray, training: 
     """Count the samples whose content is that of a training sample, and the names that are names there, too."""
     if training.data is None:
         return {"unknown": training.missing}
+    stored, trained_on = (one.records[IMAGE].kind if has_inputs(one.records) else KEEP for one in (data, training.data))
+    if stored != trained_on:
+        return {
+            "unknown": f"{data.folder} was packed with packing.store={stored}, the training data with {trained_on}, so "
+            f"their images cannot be compared: evaluate raw files with packing.store={trained_on}"
+        }
     trained = {row.tobytes() for row in _digest_records(training.data, data, training.ids)}
     same = sum(row.tobytes() in trained for row in _digest_records(data, training.data, ids))
     found: dict[str, Any] = {"samples": same, "samples_of": len(ids)}
@@ -269,7 +278,7 @@ def _digest_records(data: ShardSet, other: ShardSet, ids: np.ndarray) -> np.ndar
 
     Arrays of fixed shape are left out: features that packing computed may differ between training and other samples.
     """
-    kinds = (ENCODED_IMAGE, AUDIO, PCM, RAGGED)
+    kinds = (ENCODED_IMAGE, *INPUTS, AUDIO, PCM, RAGGED)
     names = [name for name in sorted(data.records) if data.records[name].kind in kinds and name in other.records]
     parts = [part for name in names for part in (data.records[name].size, data.records[name].crc)]
     columns = [part[ids].astype(np.int64) for part in parts]

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
 from trainyard.config import apply_overrides, compose, load_family, thaw
-from trainyard.data.index import RAGGED
-from trainyard.data.loader import IMAGE, Loader
+from trainyard.data.index import IMAGE, RAGGED
+from trainyard.data.loader import Loader
 from trainyard.data.prepare import is_packed, prepare_data
 from trainyard.data.shards import ShardSet
 from trainyard.errors import UserError

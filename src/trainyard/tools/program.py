@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 from trainyard.data.device import prepare_model_input
-from trainyard.data.index import AUDIO, PCM, RAGGED
-from trainyard.data.loader import IMAGE, Loader
+from trainyard.data.index import AUDIO, IMAGE, PCM, RAGGED
+from trainyard.data.loader import Loader
 from trainyard.data.shards import ShardSet
 from trainyard.errors import UserError
 from trainyard.hardware import count_cores

@@ -123,21 +123,27 @@ def make_loader(model: TrainedModel, data: "ShardSet") -> "Loader":
 
 @contextmanager
 def pack_temporarily(
-    model: TrainedModel, samples: "Iterable[Sample]", *, near: Path | None, skip_bad: bool = False
+    model: TrainedModel,
+    samples: "Iterable[Sample]",
+    *,
+    near: Path | None,
+    skip_bad: bool = False,
+    meta: dict[str, Any] | None = None,
 ) -> Iterator["ShardSet"]:
-    """Pack samples into a temporary folder as training packs them; delete it at the end.
+    """Pack samples into a temporary folder; delete it at the end.
 
     Args:
         near: the folder is created in this one, which has the space; None: where the system keeps temporary files.
         skip_bad: leave out raw files that cannot be read, instead of failing.
+        meta: as of packed data that trains, to store images as there; None: their bytes are kept, to the same results.
     """
     from trainyard.data.pack import pack
 
     if near is not None:
         near.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=near, prefix=".predict-") as folder:
-        out, meta = Path(folder) / "packed", {"family": model.config.family}
-        data = pack(samples, out, meta=meta, workers=count_cores(), skip_bad=skip_bad)
+        meta = {"family": model.config.family} if meta is None else meta
+        data = pack(samples, Path(folder) / "packed", meta=meta, workers=count_cores(), skip_bad=skip_bad)
         try:
             yield data
         finally:

@@ -22,8 +22,8 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from trainyard.data.augment import list_scales
 from trainyard.data.host_memory import read_available_memory
-from trainyard.data.index import RAGGED
-from trainyard.data.loader import IMAGE, Loader
+from trainyard.data.index import IMAGE, RAGGED
+from trainyard.data.loader import Loader
 from trainyard.data.order import EpochOrder
 from trainyard.data.shards import ShardSet
 from trainyard.errors import is_out_of_memory

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from trainyard.data.shards import ShardSet
+from trainyard.data.store import has_inputs
 
 Batch = dict[str, Tensor]
 """One micro-batch on the device. The first axis of every entry is B, the samples.
@@ -43,11 +44,13 @@ class DataInfo:
     train_ids: np.ndarray  # (n,) int64, the samples that train
     artifacts: Mapping[str, str] = field(default_factory=dict)  # what `pack.fit_artifacts` fitted on the training split
     read: Callable[[str, np.ndarray], list[np.ndarray]] = _raise_no_record  # (record, ids) -> as packed; files as uint8
+    has_inputs: bool = False  # whether packing resized the images to the model's input (packing.store)
 
     @classmethod
     def from_shards(cls, data: ShardSet, train_ids: np.ndarray) -> "DataInfo":
         """Describe an open data set."""
-        return cls(data.columns, data.vocabulary, train_ids, data.artifacts, data.read_arrays)
+        inputs = has_inputs(data.records)
+        return cls(data.columns, data.vocabulary, train_ids, data.artifacts, data.read_arrays, inputs)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
-from trainyard.data.loader import IMAGE, MicroBatch
+from trainyard.data.index import IMAGE
+from trainyard.data.loader import MicroBatch
 from trainyard.train.module import TrainModule
 from trainyard.train.step import TrainState, train_step
 

@@ -7,8 +7,8 @@ import torch
 
 from trainyard.data.check_images import compare_with_synchronised_decode, delay_compute
 from trainyard.data.device import shape_channels
-from trainyard.data.index import ENCODED_IMAGE
-from trainyard.data.loader import IMAGE, Loader
+from trainyard.data.index import ENCODED_IMAGE, IMAGE, INPUTS
+from trainyard.data.loader import Loader
 from trainyard.settings import AugmentSettings
 from trainyard.text import join_names
 from trainyard.tools.gpu_checks.card import measure_device_rate
@@ -33,13 +33,13 @@ def compare_decoding(device: torch.device, sizes: Sizes, *, preset: str) -> Figu
 
     Raises:
         CheckFailed: an image differs.
-        NotRun: the preset's data has no encoded images.
+        NotRun: the preset's data has no images.
     """
     with open_preset(preset, [], sizes) as steps:
         context = steps.context
         records = context.data.records
-        if IMAGE not in records or records[IMAGE].kind != ENCODED_IMAGE:
-            raise NotRun(f"the data of {preset} has no encoded images")
+        if IMAGE not in records or records[IMAGE].kind not in (ENCODED_IMAGE, *INPUTS):
+            raise NotRun(f"the data of {preset} has no images")
         found = compare_with_synchronised_decode(
             make_loader(_without_augmentation(context)),
             context.orders,

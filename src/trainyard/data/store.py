@@ -1,0 +1,172 @@
+"""Stores images as the model's input: option `packing.store`.
+
+Where loading does nothing to an image but crop a fixed region, resize it and mirror it, packing can do the first two
+once: a batch is then the same, bit by bit, for a fraction of the work. What is stored are the pixels of the reference
+decoder (`decode_cpu.py`); mirroring, warping and levels are still drawn for each epoch.
+"""
+
+import struct
+import time
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from trainyard.data.index import IMAGE, INPUT_PNG, INPUTS, REGION, Records
+from trainyard.errors import UserError
+from trainyard.settings import KEEP, AugmentSettings, ImageSettings, TrainConfig, explain_more_than_resize
+
+if TYPE_CHECKING:
+    from trainyard.data.shards import ShardSet
+
+_MEASURED_ROUNDS, _MEASURED_S = 2, 0.2  # the first warms up
+_MEASURED_IMAGES, _MEASURED_BATCH = 1024, 64
+_PNG_LEVEL = 1  # of zlib: levels up to 9 save 4 % of the bytes, decode as fast, and take four times as long to write
+_PNG_UP = 2  # filter type "Up" (PNG specification, 9.2)
+_PNG_COLOR = {1: 0, 3: 2}  # colour type by channels
+
+
+@dataclass(frozen=True)
+class InputStore:
+    """How packing resizes images. Its fields are part of what identifies packed data."""
+
+    kind: str  # of the records: INPUT_PNG or INPUT_RAW
+    height_px: int
+    width_px: int
+    channels: int
+    fill: int  # gray level of pixels outside the image
+
+    @property
+    def pixel_bytes(self) -> int:
+        """Bytes of an image, uncompressed."""
+        return self.height_px * self.width_px * self.channels
+
+    def encode(self, data: bytes, region: np.ndarray) -> bytes | memoryview:
+        """Return the record of an image.
+
+        Args:
+            data: the encoded image.
+            region: (4,) y, x, height, width in px of it.
+        """
+        pixels = self._resize(data, region)
+        return encode_png(pixels) if self.kind == INPUT_PNG else pixels.reshape(-1).data
+
+    def _resize(self, data: bytes, region: np.ndarray) -> np.ndarray:
+        """Return (height_px, width_px, channels) uint8, as the loader's host stage makes them."""
+        import torch  # only those who resize need it: packing that keeps bytes starts sooner and is smaller without
+
+        from trainyard.data.decode_cpu import crop, decode_image, resize
+
+        torch.set_num_threads(1)  # packing has a process for each core
+        image_HWC = decode_image(np.frombuffer(data, dtype=np.uint8), self.channels)
+        out_HWC = torch.empty((self.height_px, self.width_px, self.channels), dtype=torch.uint8)
+        resize(crop(image_HWC, region, self.fill), out_HWC, flip=False)
+        return out_HWC.numpy()
+
+
+def describe_store(kind: str, image: ImageSettings) -> dict[str, Any]:
+    """Return the entry `input` of the `meta` of packed data, for `packing.store` other than keep."""
+    return asdict(InputStore(kind, image.height_px, image.width_px, image.channels, image.fill))
+
+
+def read_store(meta: Mapping[str, Any]) -> InputStore | None:
+    """Return how packing resizes images by its `meta`; None if it keeps their bytes."""
+    return InputStore(**meta["input"]) if "input" in meta else None
+
+
+def find_region(row: Mapping[str, Any], height: int, width: int) -> np.ndarray:
+    """Return (4,) int32, the part of an image that counts as the whole: all of it unless packing chose a part."""
+    region = [row[name] for name in REGION] if all(name in row for name in REGION) else [0, 0, height, width]
+    return np.array(region, dtype=np.int32)
+
+
+def has_inputs(records: Mapping[str, Records]) -> bool:
+    """Return whether packed data has images that packing resized."""
+    return IMAGE in records and records[IMAGE].kind in INPUTS
+
+
+def check_inputs(
+    folder: Path,
+    records: Mapping[str, Records],
+    meta: Mapping[str, Any],
+    *,
+    image: ImageSettings,
+    augmentation: AugmentSettings,
+) -> None:
+    """Refuse options that need other images than those that packing resized; nothing to check if it kept them.
+
+    Args:
+        folder, records, meta: of the packed data.
+
+    Raises:
+        UserError: the model's input has another size, or loading would do more than resize.
+    """
+    if not has_inputs(records):
+        return
+    kind = records[IMAGE].kind
+    if why := explain_more_than_resize(image, augmentation):
+        raise UserError(
+            f"{folder}: its images were resized when they were packed (packing.store={kind}), but {why}, which needs "
+            f"the whole image. Leave that option out, or pack the raw files again: trainyard pack JOB RAW OUT "
+            f"packing.store={KEEP}"
+        )
+    names = ("height_px", "width_px", "channels", "fill")
+    stored = dict(zip(names, records[IMAGE].shape[0, :3].tolist(), strict=False))
+    stored["fill"] = meta.get("fill", image.fill)  # none if `pack` was called directly
+    differing = [name for name in names if stored[name] != getattr(image, name)]
+    if differing:
+        wanted, packed = (
+            " ".join(f"image.{name}={value(name)}" for name in differing)
+            for value in (lambda name: getattr(image, name), stored.__getitem__)
+        )
+        raise UserError(
+            f"{folder}: its images were resized when they were packed (packing.store={kind}), for {packed}, but this "
+            f"job has {wanted}. Type {packed}, or pack the raw files again: trainyard pack JOB RAW OUT {wanted}"
+        )
+
+
+def describe_reading(data: "ShardSet", config: TrainConfig) -> str:
+    """Say what an image takes on disk, and how many a core of this machine reads, which is measured: half a second."""
+    import torch
+
+    from trainyard.data.loader import Loader
+
+    kind = records.kind if (records := data.records[IMAGE]).kind in INPUTS else KEEP
+    loader = Loader.from_config(config, data, device=torch.device("cpu"), decode="cpu")
+    order = np.random.default_rng(0).permutation(data.count)
+    rates = []
+    for _ in range(_MEASURED_ROUNDS):
+        count, begin = 0, time.perf_counter()
+        while time.perf_counter() - begin < _MEASURED_S:
+            for images in loader.read_images(order[:_MEASURED_IMAGES], batch_size=_MEASURED_BATCH):
+                count += len(images)
+                if time.perf_counter() - begin > _MEASURED_S:
+                    break
+        rates.append(count / (time.perf_counter() - begin))
+    return (
+        f"an image takes {records.size.mean() / 1e3:.1f} kB on average (packing.store={kind}), and one core of this "
+        f"machine reads and decodes {max(rates):,.0f}/s with the reference decoder (measured now, files in memory)"
+    )
+
+
+def encode_png(pixels_HWC: np.ndarray) -> bytes:
+    """Return an 8-bit gray or RGB image as PNG, every row filtered by "Up".
+
+    Pillow chooses a filter for each row by size, mostly type 4, which no decoder undoes quickly: on prints of 299 px,
+    "Up" decodes 1.7 times as fast and takes 4 % more bytes (benchmarks/README.md).
+    """
+    height, width, channels = pixels_HWC.shape
+    rows = pixels_HWC.reshape(height, width * channels)
+    filtered = np.empty((height, 1 + rows.shape[1]), dtype=np.uint8)
+    filtered[:, 0] = _PNG_UP
+    filtered[0, 1:] = rows[0]
+    np.subtract(rows[1:], rows[:-1], out=filtered[1:, 1:])  # modulo 256
+    header = struct.pack(">IIBBBBB", width, height, 8, _PNG_COLOR[channels], 0, 0, 0)
+    chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(filtered.data, _PNG_LEVEL)), (b"IEND", b""))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
+        for name, content in chunks
+    )
