@@ -1,6 +1,7 @@
 """Ranks that train together: a resume repeats their sums bit by bit, and they score what a checkpoint has."""
 
 import os
+import resource
 import sys
 import traceback
 from collections.abc import Callable
@@ -188,6 +189,36 @@ def run_on_ranks(work: Callable[..., None], world_size: int, folder: Path, *argu
     for process in ranks:
         process.join(240)
     assert [process.exitcode for process in ranks] == [0] * world_size
+
+
+def _join_with_few_open_files(rank: int, world_size: int, folder: Path, hard: int | None) -> None:
+    spare = len(list(Path("/proc/self/fd").iterdir())) + 3
+    resource.setrlimit(resource.RLIMIT_NOFILE, (spare, hard or resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    distributed.join(World(rank, rank, world_size, world_size, rendezvous="ranks"), folder, os.environ)
+    distributed.barrier()
+    distributed.leave()
+
+
+def test_ranks_join_although_the_soft_limit_on_open_files_is_too_low(tmp_path):
+    ranks: list[Any] = [
+        FORKSERVER.Process(target=_join_with_few_open_files, args=(rank, 3, tmp_path, None)) for rank in range(3)
+    ]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(240)
+    assert [process.exitcode for process in ranks] == [0] * 3
+
+
+def test_a_hard_limit_on_open_files_that_is_too_low_is_refused_before_ranks_meet(tmp_path):
+    limits, many = resource.getrlimit(resource.RLIMIT_NOFILE), 10**9
+    try:
+        with pytest.raises(
+            UserError, match=rf"Rank 1 needs \d+ more open files for {many} ranks, but .* allows .*LimitNOFILE"
+        ):
+            distributed.join(World(1, 1, many, many, rendezvous="ranks"), tmp_path, os.environ)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def _join_and_work(work: Callable[..., None], rank: int, world_size: int, folder: Path, *arguments: object) -> None:

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import re
+import resource
 import secrets
 import shutil
 import stat
@@ -309,6 +310,18 @@ def fsync_path(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def raise_open_files(more: int) -> int:
+    """Raise the soft limit on open files, often 1024, to `more` than are open now; return how many more can be."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return more
+    used = len(list(Path("/proc/self/fd").iterdir()))
+    if soft < used + more:
+        soft = used + more if hard == resource.RLIM_INFINITY else min(used + more, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return soft - used
 
 
 def hash_file(path: Path) -> str:

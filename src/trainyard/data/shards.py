@@ -11,7 +11,6 @@ import hashlib
 import mmap
 import os
 import re
-import resource
 import shlex
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,6 +23,7 @@ from loguru import logger
 
 from trainyard.data.hdf5 import ShardError
 from trainyard.data.index import AUDIO, ENCODED_IMAGE, INPUT_PNG, INPUTS, Records, Shard, read_index, read_keys
+from trainyard.files import raise_open_files
 
 KEY = "key"
 FIRST, ALWAYS, OFF = "first", "always", "off"
@@ -352,20 +352,17 @@ def refuse_link_out(shard: Shard) -> None:
 
 
 def allow_open_files(count: int) -> int:
-    """Raise the soft limit on open files, often 1024, so that every shard can stay open; return how many can."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    """Raise the limit on open files so that every shard can stay open; return how many can."""
     wanted = _FILES_OF_A_SHARD * count + 256
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
+    spare = raise_open_files(wanted)
+    if spare >= wanted:
         return count
-    most = max(1, (soft - min(256, soft // 2)) // _FILES_OF_A_SHARD)
+    most = max(1, (spare - min(256, spare // 2)) // _FILES_OF_A_SHARD)
     logger.warning(
-        "{} shards, but this system allows a process {} open files (ulimit -Hn): {} shards are open at a time, and "
-        "reading in random order opens them again and again",
+        "{} shards, but this system allows this process {} more open files (ulimit -Hn): {} shards are open at a time, "
+        "and reading in random order opens them again and again",
         count,
-        soft,
+        spare,
         most,
     )
     return most

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
 from trainyard.errors import UserError
-from trainyard.files import write_atomically
+from trainyard.files import raise_open_files, write_atomically
 from trainyard.train.network import find_interface, find_own_address
 from trainyard.train.stop import Stop
 from trainyard.train.world import World
@@ -116,9 +116,13 @@ def join(world: World, run: Path, environ: MutableMapping[str, str]) -> dict[str
 
     Returns:
         What was chosen for the network, each with its reason, for the run's record.
+
+    Raises:
+        UserError: this process may not open a connection to each of the other ranks.
     """
     if world.world_size == 1:
         return {}
+    _allow_connections(world)
     choices: dict[str, tuple[str, str]] = {}
     store = None
     if world.rendezvous:
@@ -127,6 +131,18 @@ def join(world: World, run: Path, environ: MutableMapping[str, str]) -> dict[str
     backend, _ = choose_collectives(environ.get("CUDA_VISIBLE_DEVICES", ""))
     dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.world_size, timeout=_STEP_TIMEOUT)
     return choices
+
+
+def _allow_connections(world: World) -> None:
+    """Raise the limit on open files, often 1024, for what gloo opens: a connection to each rank, rank 0 two."""
+    needed = (world.world_size - 1) * (2 if world.is_main else 1) + 16
+    spare = raise_open_files(needed + 256)
+    if spare < needed:
+        raise UserError(
+            f"Rank {world.rank} needs {needed} more open files for {world.world_size} ranks, but "
+            f"{socket.gethostname()} allows {spare} (ulimit -Hn). Have the limit raised there: for Slurm jobs it is "
+            "LimitNOFILE of slurmd, elsewhere 'nofile' in /etc/security/limits.conf."
+        )
 
 
 def leave() -> None:
