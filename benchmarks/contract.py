@@ -7,6 +7,7 @@ from typing import Any
 
 BATCH = 64  # samples
 SIZE_PX = 224  # width and height of the images that a loader yields
+PRINT_PX = 299  # in the suite prints
 CROP_AREA = (0.08, 1.0)
 CROP_ASPECT = (3 / 4, 4 / 3)
 
@@ -18,20 +19,21 @@ class Setting:
     data: Path
     rgb: int  # number of images
     gray: int
+    prints: int
     threads: int
 
     def get_path(self, form: str) -> Path:
         """Return the path of one form of the data, such as "rgb-files"; its name includes the number of images."""
-        number = self.rgb if form.startswith("rgb") else self.gray
-        return self.data / f"{form}-{number}"
+        kind = form.partition("-")[0]
+        return self.data / f"{form}-{getattr(self, kind)}"
 
 
 @dataclass(frozen=True)
 class Configuration:
     """One configuration of a suite.
 
-    `batches` yields without end. In the suites rgb, gray and raw, each item is a batch of 64 images as a uint8 tensor,
-    in any memory layout; in read, an int array with the sizes of the 64 gathered records, in bytes.
+    `batches` yields without end. In the suites rgb, gray, raw and prints, each item is a batch of 64 images as a uint8
+    tensor, in any memory layout; in read, an int array with the sizes of the 64 gathered records, in bytes.
     """
 
     suite: str

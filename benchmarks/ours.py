@@ -16,6 +16,8 @@ from benchmarks.contract import BATCH, CROP_AREA, CROP_ASPECT, SIZE_PX, Configur
 if TYPE_CHECKING:  # listing and preparing do not need torch, and are several seconds faster without it
     from torch import Tensor
 
+    from trainyard.data.loader import Loader
+
 
 def pack_rgb(setting: Setting) -> Path:
     return pack_encoded(setting, kind="rgb")
@@ -53,15 +55,18 @@ def _pack(files: list[Path], load: Any, workers: int, out: Path) -> None:
 
 def iterate_host_batches(folder: Path, setting: Setting, *, kind: str) -> Iterator[Tensor]:
     """Yield what the loader copies to the device: its uint8 buffers, which are reused after a few batches."""
+    return _iterate_batches(make_host_loader(), folder, setting, kind=kind)
+
+
+def make_host_loader() -> type[Loader]:
+    """Return the loader up to the copy to the device; everything after that is the device's work."""
     from trainyard.data.loader import Loader
 
     class HostLoader(Loader):
-        """The loader up to the copy to the device; everything after that is the device's work."""
-
         def _make_batch(self, item: Any, *, resample: bool) -> dict[str, Tensor]:
             return {"image": item.images}
 
-    return _iterate_batches(HostLoader, folder, setting, kind=kind)
+    return HostLoader
 
 
 def iterate_model_batches(folder: Path, setting: Setting, *, kind: str) -> Iterator[Tensor]:
@@ -90,12 +95,12 @@ def _iterate_batches(loader: Any, folder: Path, setting: Setting, *, kind: str) 
     stream = loader.from_config(
         config, data, device=torch.device("cpu"), decode=decode, threads=setting.threads, channels_last=True
     )
-    orders = partial(_order_epoch, np.arange(data.count))
+    orders = partial(order_epoch, np.arange(data.count))
     for micro_batch in stream.train(orders, epoch=0, start=0, micro_batch_size=0):
         yield micro_batch.batch["image"]
 
 
-def _order_epoch(ids: np.ndarray, epoch: int) -> Any:
+def order_epoch(ids: np.ndarray, epoch: int) -> Any:
     from trainyard.data.order import shuffle
 
     return shuffle(ids, seed=0, epoch=epoch, global_batch_size=BATCH)

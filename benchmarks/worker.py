@@ -16,20 +16,20 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[0:1] = [str(ROOT), str(ROOT / "src")]  # not this folder, whose module names would shadow packages
 
-from benchmarks import loaders, ours, peers, readers  # noqa: E402
-from benchmarks.contract import BATCH, SIZE_PX, Configuration, Setting  # noqa: E402
+from benchmarks import loaders, ours, peers, prints, readers  # noqa: E402
+from benchmarks.contract import BATCH, PRINT_PX, SIZE_PX, Configuration, Setting  # noqa: E402
 from trainyard.tools.bench import measure  # noqa: E402
 
 STEP = {"suite": "step", "name": "ours", "environment": "dev", "note": "train_step of the engine"}
 """The suite "step" has no data and no iterator of batches: it is listed here and measured by `step.py`."""
-ENVIRONMENTS = {"dev": (ours, readers, loaders), "peers": (peers,)}
+ENVIRONMENTS = {"dev": (ours, readers, loaders, prints), "peers": (peers,)}
 
 
 def main() -> None:
     arguments = parse()
     output = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # keeps what libraries print out of our lines
-    setting = Setting(arguments.data, arguments.rgb, arguments.gray, arguments.threads)
+    setting = Setting(arguments.data, arguments.rgb, arguments.gray, arguments.prints, arguments.threads)
     if arguments.command == "list":
         lines = describe()
     elif arguments.command == "prepare":
@@ -46,7 +46,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("command", choices=("list", "prepare", "measure"))
     parser.add_argument("names", nargs="*", metavar="SUITE/NAME")
     parser.add_argument("--data", type=Path, required=True)
-    for number in ("rgb", "gray", "threads", "warmup", "samples"):
+    for number in ("rgb", "gray", "prints", "threads", "warmup", "samples"):
         parser.add_argument(f"--{number}", type=int, required=True)
     parser.add_argument("--seconds", type=float, required=True)
     return parser.parse_args()
@@ -122,7 +122,8 @@ def check_batch(configuration: Configuration, batch: Any) -> None:
     assert str(batch.dtype) == "torch.uint8" or configuration.name == "ours_float", (
         f"{configuration.name} yields {batch.dtype}"
     )
-    pixels = BATCH * SIZE_PX * SIZE_PX
+    side = PRINT_PX if configuration.suite == "prints" else SIZE_PX
+    pixels = BATCH * side * side
     assert len(batch) == BATCH and batch.numel() in (pixels, 3 * pixels), f"{configuration.name} yields {batch.shape}"
 
 

@@ -124,6 +124,20 @@ def test_a_plan_is_one_screen_that_says_what_was_never_observed(tmp_path):
     assert "2080ti        64 = " in text
 
 
+@pytest.mark.parametrize("job", ["fingerprint_1m", "fingerprint_500k"])
+def test_a_plan_says_what_uncompressed_images_will_take_on_disk(job, tmp_path):
+    store, known = Store(tmp_path / "x.json", {}, {}), Known([], None, None, tmp_path, [job])
+    store.read = predict  # type: ignore[method-assign]
+    cards = {"a100-80-sxm": get_gpu("a100-80-sxm")}
+
+    def describe(*options: str) -> str:
+        config = configs.compose(job, [*options], JOBS)
+        return " ".join(" ".join(describe_plan(config, cards, store, known, gpus=8)).split())  # type: ignore[arg-type]
+
+    assert "not packed yet, 89.4 kB a sample, 89.4 GB a million (derived: packing.store=input-raw)" in describe()
+    assert "not packed yet, its disk not known" in describe("packing.store=input-png")
+
+
 # All presets in one table
 
 

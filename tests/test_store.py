@@ -2,7 +2,9 @@
 
 import io
 import itertools
+import os
 import shlex
+import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +17,9 @@ from PIL import Image
 
 from tests.images import edit_index, encode_image, make_texture
 from tests.test_loader import BACK_ENDS, are_equal
-from trainyard.config import compose, load_family
+from tests.training import find_differences, load_state, new_run, read_run_metrics, start, train, wait_for_lines
+from trainyard.cli import main
+from trainyard.config import compose, load_family, thaw
 from trainyard.data.hdf5 import ShardError
 from trainyard.data.index import IMAGE, read_index
 from trainyard.data.loader import Loader, MicroBatch
@@ -25,7 +29,9 @@ from trainyard.data.prepare import build_meta, count_samples, pack_raw, prepare_
 from trainyard.data.shards import ShardSet, verify
 from trainyard.data.store import encode_png
 from trainyard.errors import UserError
+from trainyard.runs.evaluations import read_evaluations
 from trainyard.settings import TrainConfig
+from trainyard.tools.gc import find_items
 
 JOBS = Path(__file__).parents[1] / "jobs"
 STORES = ("keep", "input-png", "input-raw")
@@ -251,3 +257,46 @@ def test_packing_says_what_an_image_takes_and_how_many_a_core_reads(packed, stor
     log.clear()
     assert pack_raw(config, packed.raw, None, JOBS, workers=1) == folder
     assert not [line for line in log if "an image takes" in line], "nothing was packed"
+
+
+@pytest.mark.long
+def test_a_killed_run_on_uncompressed_images_ends_as_a_run_on_files_and_predicts_the_same(tmp_path, capsys):
+    """One run on files; one on resized images, killed on the way: same weights, metrics, embeddings and scores."""
+    options = ("data.synthetic=64", "split.val_share=0.25", "split.test_share=0.25", *AUGMENTED)
+    runs = {}
+    for store in ("keep", "input-raw"):
+        runs[store] = new_run(tmp_path, *options, f"packing.store={store}", job="fingerprint_smoke", jobs=JOBS)
+    assert train(runs["keep"], jobs=JOBS) == 0
+    process = start(runs["input-raw"], jobs=JOBS)
+    wait_for_lines(runs["input-raw"], 4, process)
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    assert process.exitcode == -signal.SIGKILL, "it ended before it was killed"
+    assert train(runs["input-raw"], jobs=JOBS) == 0
+    different = find_differences(*(load_state(run) for run in runs.values()))
+    assert different == ["data"], "only the fingerprint of the packed data"
+    metrics = [read_run_metrics(run) for run in runs.values()]
+    assert metrics[0] == metrics[1] and any("eer" in line for line in metrics[0])
+
+    raw = next((tmp_path / "cache").glob("fingerprint-synthetic-*"))
+    embedded = []
+    for store, run in runs.items():
+        config = thaw(run / "config.yaml", JOBS)
+        assert main(["verify", config.data.path]) == 0
+        out = tmp_path / f"{store}.npz"
+        assert main(["embed", str(run), str(raw), str(out), "--jobs", str(JOBS)]) == 0
+        embedded.append(np.load(out)["embedding"])
+        words = ["evaluate", str(run), str(raw), config.data.path, "--jobs", str(JOBS)]
+        assert main([*words, "--no-baseline"]) == 0
+        on_files, on_packed = read_evaluations(run)
+        scores = [[{**line, "split": ""} for line in one.lines] for one in (on_files, on_packed)]
+        assert scores[0] == scores[1] and scores[0][0]["eer_all_pairs"] > 0
+        assert [one.about["seen_in_training"]["samples"] for one in (on_files, on_packed)] == [32, 32]
+        assert main([*words, "evaluation.baseline_pairs=20", "evaluation.bootstrap_draws=0"]) == 0
+        assert {line["system"] for one in read_evaluations(run)[2:] for line in one.lines} == {"run", "BLPOC"}
+    assert np.array_equal(*embedded)
+    found = find_items(tmp_path / "runs", data_dirs=[tmp_path / "cache"], images=tmp_path / "images", environ={})
+    assert sorted(item.name for item in found if item.kind == "packed") == sorted(
+        thaw(run / "config.yaml", JOBS).data.path for run in runs.values()
+    )
+    capsys.readouterr()

@@ -22,7 +22,7 @@ from trainyard.launch.memory_prediction import (
 )
 from trainyard.launch.observed import ObservedStep, correct, count_disk_bytes, estimate_checkpoint_bytes, make_place
 from trainyard.runs.observations import Observation, find_observation
-from trainyard.settings import Duration, TrainConfig
+from trainyard.settings import Duration, StoreSettings, TrainConfig
 from trainyard.text import align_columns, format_size
 from trainyard.train.save_interval import compute_interval_s
 
@@ -232,10 +232,19 @@ def _describe_data(config: TrainConfig, store: Store, known: Known) -> Iterator[
     if "synthetic" in predicted:
         of = f"; predicted with {predicted}: yours may differ in classes and length"
     if known.data_bytes is None:
-        yield from _write("data", f"not packed yet, its disk not known{of}")
+        yield from _write("data", f"not packed yet, {_describe_packed_size(config)}{of}")
         return
     staged = "as much again on a node's scratch disk, if it has one" if config.data.stage == "auto" else "not staged"
     yield from _write("data", f"{format_size(known.data_bytes)} packed (measured), {staged}{of}")
+
+
+def _describe_packed_size(config: TrainConfig) -> str:
+    """Say what packing will take on disk, which is known beforehand if images are stored uncompressed."""
+    packing, image = getattr(config, "packing", None), config.image
+    if not isinstance(packing, StoreSettings) or packing.store != "input-raw":
+        return "its disk not known"
+    each = image.height_px * image.width_px * image.channels
+    return f"{each / 1e3:.1f} kB a sample, {each / 1e3:.1f} GB a million (derived: packing.store={packing.store})"
 
 
 def _describe_decoding(config: TrainConfig, cards: Mapping[str, GpuType], known: Known) -> Iterator[str]:

@@ -62,6 +62,8 @@ def draw_starts(*, seed: int, epoch: int, sample_ids: np.ndarray, spare: np.ndar
 
 def choose_scale(scales: list[float], *, seed: int, epoch: int, batch: int) -> float:
     """Return the factor on the model's input size for one global batch."""
+    if len(scales) == 1:
+        return scales[0]  # whatever is drawn
     return float(_draw_scales(scales, seed=seed, epoch=epoch, batches=np.array([batch]))[0])
 
 

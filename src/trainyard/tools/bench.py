@@ -33,7 +33,7 @@ from trainyard.text import align_columns
 from trainyard.tools import bench_scale
 from trainyard.tools.scale_cases import Sizes
 
-SUITES = ("rgb", "gray", "raw", "read", "step")
+SUITES = ("rgb", "gray", "raw", "prints", "read", "step")
 OURS = "ours"
 WORKER_TIMEOUT_S = 600
 STEP_TARGET = (0.01, 0.3)
@@ -52,6 +52,7 @@ class Options:
     rounds: int = 5
     rgb: int = 4000  # images generated
     gray: int = 6000
+    prints: int = 2000
     warmup: int = 512  # samples
     samples: int = 2048
     seconds: float = 2.0
@@ -59,7 +60,7 @@ class Options:
 
     def make_quick(self) -> "Options":
         """Return a copy with little data and one round: shows that everything runs, measures nothing."""
-        return replace(self, rounds=1, rgb=128, gray=128, warmup=64, samples=128, seconds=0.0)
+        return replace(self, rounds=1, rgb=128, gray=128, prints=128, warmup=64, samples=128, seconds=0.0)
 
 
 @dataclass(frozen=True)
@@ -269,7 +270,7 @@ def _run_worker(
 
 
 def _format_worker_options(options: Options) -> list[str]:
-    names = ("data", "rgb", "gray", "warmup", "samples", "seconds", "threads")
+    names = ("data", "rgb", "gray", "prints", "warmup", "samples", "seconds", "threads")
     return [part for name in names for part in (f"--{name}", str(getattr(options, name)))]
 
 

@@ -1,0 +1,112 @@
+"""The loader on prints as `fingerprint_1m` reads them, with each `packing.store`: the suite prints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from PIL import Image
+
+from benchmarks import images
+from benchmarks.contract import Configuration, Setting
+from benchmarks.ours import order_epoch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from trainyard.settings import TrainConfig
+
+JOBS = Path(__file__).resolve().parents[1] / "jobs"
+JOB = "fingerprint_1m"
+QUALITY = 90  # of JPEG
+
+
+def make_files(setting: Setting) -> Path:
+    """Make the folder of synthetic prints as PNG; return its path. Other prints in its place are read as well."""
+    return images.make_once(setting.get_path("prints-files"), partial(_synthesize, setting))
+
+
+def _synthesize(setting: Setting, out: Path) -> None:
+    from trainyard.config import load_family
+
+    load_family(JOBS, "fingerprint", "pack").synthesize(out, count=setting.prints, seed=0)
+
+
+def make_jpeg_files(setting: Setting) -> Path:
+    """Make the folder of the same prints as JPEG; return its path."""
+    return images.make_once(setting.get_path("prints-jpeg"), partial(_write_jpeg, make_files(setting)))
+
+
+def _write_jpeg(raw: Path, out: Path) -> None:
+    for path in sorted(path for path in raw.rglob("*") if path.is_file()):
+        target = (out / path.relative_to(raw)).with_suffix(".jpg")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with Image.open(path) as image:
+            image.convert("L").save(target, quality=QUALITY)
+
+
+def pack_prints(setting: Setting, *, store: str, jpeg: bool) -> Path:
+    """Pack the prints as the job does with this store; return the folder."""
+    raw = make_jpeg_files(setting) if jpeg else make_files(setting)
+    kind = "jpeg" if jpeg else "png"
+    return images.make_once(setting.get_path(f"prints-{kind}-{store}"), partial(_pack, raw, setting.threads, store))
+
+
+def _pack(raw: Path, workers: int, store: str, out: Path) -> None:
+    from trainyard.data.prepare import pack_raw
+
+    pack_raw(_compose(store), raw, out, JOBS, workers=workers)
+
+
+def _compose(store: str) -> TrainConfig:
+    from trainyard.config import compose
+
+    return compose(JOB, [f"packing.store={store}"], JOBS)
+
+
+def iterate_batches(folder: Path, setting: Setting, *, store: str) -> Iterator[Tensor]:
+    """Yield what the loader copies to the device, with the job's augmentation: its uint8 buffers, which are reused."""
+    import torch
+
+    from benchmarks.ours import make_host_loader
+    from trainyard.data.choose_decoder import choose_decoder
+    from trainyard.data.shards import ShardSet
+
+    decode, _ = choose_decoder("auto", importable=find_spec("nvidia.dali") is not None)
+    loader = make_host_loader().from_config(
+        _compose(store),
+        ShardSet(folder),
+        device=torch.device("cpu"),
+        decode=decode,
+        threads=setting.threads,
+        channels_last=True,
+    )
+    orders = partial(order_epoch, np.arange(loader.data.count))
+    for micro_batch in loader.train(orders, epoch=0, start=0, micro_batch_size=0):
+        yield micro_batch.batch["image"]
+
+
+def list_configurations() -> list[Configuration]:
+    return [
+        _configure("ours", "input-raw", note="packing.store=input-raw, as the preset says; one thread copies"),
+        _configure("input_png", "input-png", note="packing.store=input-png"),
+        _configure("keep_png", "keep", note="packing.store=keep, PNG files"),
+        _configure(
+            "keep_jpeg", "keep", jpeg=True, note=f"packing.store=keep, the same prints as JPEG of quality {QUALITY}"
+        ),
+    ]
+
+
+def _configure(name: str, store: str, *, jpeg: bool = False, note: str) -> Configuration:
+    return Configuration(
+        "prints",
+        name,
+        partial(pack_prints, store=store, jpeg=jpeg),
+        partial(iterate_batches, store=store),
+        ("trainyard", "torch", "numpy", "nvidia-dali-cuda130", "nvidia-dali-cuda120"),
+        note,
+    )
