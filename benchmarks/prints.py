@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
-from functools import partial
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,11 +19,13 @@ from benchmarks.ours import order_epoch
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from trainyard.data.shards import ShardSet
     from trainyard.settings import TrainConfig
 
 JOBS = Path(__file__).resolve().parents[1] / "jobs"
 JOB = "fingerprint_1m"
 QUALITY = 90  # of JPEG
+VERSIONS = ("trainyard", "torch", "numpy", "pillow", "nvidia-dali-cuda130", "nvidia-dali-cuda120")
 
 
 def make_files(setting: Setting) -> Path:
@@ -62,6 +65,33 @@ def _pack(raw: Path, workers: int, store: str, out: Path) -> None:
     pack_raw(_compose(store), raw, out, JOBS, workers=workers)
 
 
+def pack_as_pillow_writes(setting: Setting) -> Path:
+    """Pack the same 299 x 299 pixels as input-png stores, as PNG with the row filters that Pillow chooses."""
+    resized = pack_prints(setting, store="input-raw", jpeg=False)
+    return images.make_once(setting.get_path("prints-pillow"), partial(_pack_pixels, resized, setting.threads))
+
+
+def _pack_pixels(resized: Path, workers: int, out: Path) -> None:
+    from trainyard.data.pack import pack
+    from trainyard.data.shards import Sample, ShardSet
+
+    count = ShardSet(resized).count
+    pack((Sample(str(i), partial(_encode, resized, i)) for i in range(count)), out, meta={}, workers=workers).close()
+
+
+def _encode(resized: Path, i: int) -> dict[str, bytes]:
+    png = io.BytesIO()
+    Image.fromarray(_open(resized).read_arrays("image", np.array([i]))[0][..., 0]).save(png, "PNG", compress_level=1)
+    return {"image": png.getvalue()}
+
+
+@cache
+def _open(folder: Path) -> ShardSet:
+    from trainyard.data.shards import ShardSet
+
+    return ShardSet(folder)
+
+
 def _compose(store: str) -> TrainConfig:
     from trainyard.config import compose
 
@@ -94,6 +124,14 @@ def list_configurations() -> list[Configuration]:
     return [
         _configure("ours", "input-raw", note="packing.store=input-raw, as the preset says; one thread copies"),
         _configure("input_png", "input-png", note="packing.store=input-png"),
+        Configuration(
+            "prints",
+            "pillow_png",
+            pack_as_pillow_writes,
+            partial(iterate_batches, store="keep"),
+            VERSIONS,
+            "the pixels of input_png, with the row filters that Pillow chooses",
+        ),
         _configure("keep_png", "keep", note="packing.store=keep, PNG files"),
         _configure(
             "keep_jpeg", "keep", jpeg=True, note=f"packing.store=keep, the same prints as JPEG of quality {QUALITY}"
@@ -107,6 +145,6 @@ def _configure(name: str, store: str, *, jpeg: bool = False, note: str) -> Confi
         name,
         partial(pack_prints, store=store, jpeg=jpeg),
         partial(iterate_batches, store=store),
-        ("trainyard", "torch", "numpy", "nvidia-dali-cuda130", "nvidia-dali-cuda120"),
+        VERSIONS,
         note,
     )

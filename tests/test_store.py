@@ -30,6 +30,7 @@ from trainyard.data.shards import ShardSet, verify
 from trainyard.data.store import encode_png
 from trainyard.errors import UserError
 from trainyard.runs.evaluations import read_evaluations
+from trainyard.runs.folder import read_env
 from trainyard.settings import TrainConfig
 from trainyard.tools.gc import find_items
 
@@ -277,6 +278,9 @@ def test_a_killed_run_on_uncompressed_images_ends_as_a_run_on_files_and_predicts
     assert different == ["data"], "only the fingerprint of the packed data"
     metrics = [read_run_metrics(run) for run in runs.values()]
     assert metrics[0] == metrics[1] and any("eer" in line for line in metrics[0])
+
+    choices = [read_env(run)["choices"] for run in runs.values()]
+    assert "images" not in choices[0] and choices[1]["images"]["value"] == "input-raw"
 
     raw = next((tmp_path / "cache").glob("fingerprint-synthetic-*"))
     embedded = []

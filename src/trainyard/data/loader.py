@@ -98,7 +98,6 @@ class Loader:
         self._settings, self._image, self._augmentation = settings, image, augmentation
         self._seed, self._threads, self._channels_last, self._decode = seed, threads, channels_last, decode
         self._audio = audio or AudioSettings()
-        self._columns = {name: torch.from_numpy(values) for name, values in data.columns.items()}
         self._has_images = IMAGE in data.records and data.records[IMAGE].kind in (ENCODED_IMAGE, *INPUTS)
         self._regions = _read_regions(data) if self._has_images else np.zeros((data.count, 4), dtype=np.int32)
         self._letterbox = image.fit == "letterbox"
@@ -396,7 +395,8 @@ class Loader:
     def _add_values(self, item: _Item) -> _Item:
         """Add all of the batch that is not read from a record; pin everything that a GPU will copy."""
         ids = torch.tensor(item.ids)  # a copy, because the caller owns the batch and `item.ids` is part of the order
-        values = {"sample_id": ids, **{name: column[ids] for name, column in self._columns.items()}, **item.values}
+        columns = {name: torch.from_numpy(column[item.ids]) for name, column in self.data.columns.items()}
+        values = {"sample_id": ids, **columns, **item.values}
         augmentation: dict[str, Tensor] = {}
         if item.epoch is not None:
             noise = augment.draw_noise(seed=self._seed, epoch=item.epoch, sample_ids=item.ids)

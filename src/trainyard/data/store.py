@@ -88,6 +88,15 @@ def has_inputs(records: Mapping[str, Records]) -> bool:
     return IMAGE in records and records[IMAGE].kind in INPUTS
 
 
+def explain_images(records: Mapping[str, Records]) -> tuple[str, str] | None:
+    """Return how images that packing resized are stored, and what reading does to them; None if there are none."""
+    if not has_inputs(records):
+        return None
+    kind, (height, width) = records[IMAGE].kind, records[IMAGE].shape[0, :2].tolist()
+    how = "decoded on the host" if kind == INPUT_PNG else "copied, not decoded"
+    return kind, f"resized to {height} x {width} px when packed, by the reference decoder; {how}"
+
+
 def check_inputs(
     folder: Path,
     records: Mapping[str, Records],

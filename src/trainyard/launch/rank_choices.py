@@ -378,7 +378,10 @@ def _choose_batch_sizes(run: Path, config: TrainConfig, world: World) -> dict[st
 def _record_data(
     run: Path, choices: Mapping[str, Choice], path: str, data: "ShardSet", sizes: Mapping[str, int]
 ) -> None:
-    record_choices(run, choices)
+    from trainyard.data.store import explain_images
+
+    stored = explain_images(data.records)
+    record_choices(run, choices if stored is None else {**choices, "images": Choice(*stored)})
     update_env(run, "data", {"path": path, "fingerprint": data.fingerprint, "samples": data.count})
     update_env(run, "data", {"skipped": data.skipped, "splits": dict(sizes)})
     logger.info("{:<16} {}", "data", "  ".join(f"{name} {size}" for name, size in sizes.items()))
