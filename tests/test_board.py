@@ -2,20 +2,23 @@
 
 import itertools
 import json
+import os
+import re
 from datetime import datetime
 from pathlib import Path
 
 import pytest
 
 from tests.browser import CHROMIUM, NEEDS_CHROMIUM, WIDTHS, look
-from tests.run_folders import RunFolder, format_time
+from tests.run_folders import NOW, RunFolder, format_time
 from tests.test_report import ENV, MONITOR, Page, make_finished_run, new_run, open_recorder
 from trainyard.cli import main
 from trainyard.errors import UserError
-from trainyard.report.board import compute_goodput, write_board
+from trainyard.report.board import compute_goodput, update_board, write_board
 from trainyard.report.run_page import write_report
 from trainyard.runs.events import read_metrics, read_sampled_metrics
 from trainyard.runs.folder import record_error
+from trainyard.runs.lock import RunLock
 from trainyard.runs.status import read_statuses
 
 
@@ -103,15 +106,82 @@ def test_a_folder_without_runs_has_no_board(tmp_path):
         write_board(tmp_path)
 
 
-def test_of_a_long_run_samples_are_read_and_all_of_its_newest_lines(tmp_path):
+def test_of_a_long_run_samples_are_read_and_its_newest_evaluations(tmp_path):
     run = write_run(tmp_path, 1, steps=9000)
-    lines, sampled = read_metrics(run), read_sampled_metrics(run)
+    lines, sampled = read_metrics(run), read_sampled_metrics(run, most=60)
     assert (run / "metrics.jsonl").stat().st_size > 5 * 2**17, "a file of which all is read proves nothing"
-    assert len(sampled) < len(lines) / 4 and sampled[-300:] == lines[-300:]
+    assert sampled[-2:] == lines[-2:] and [line["split"] for line in sampled[-2:]] == ["val", "test"]
     steps = [line["step"] for line in sampled if line["kind"] == "train"]
-    assert steps == sorted(steps) and steps[0] < 100 and max(b - a for a, b in itertools.pairwise(steps)) < 400
+    assert steps == sorted(steps) and steps[0] < 200 and steps[-1] == 9000 and len(steps) <= 60
+    assert max(b - a for a, b in itertools.pairwise(steps)) < 1000, "the tail is 64 KiB"
     (run / "metrics.jsonl").unlink()
-    assert read_sampled_metrics(run) == []
+    assert read_sampled_metrics(run, most=60) == []
+
+
+def test_of_a_short_run_evenly_spaced_training_lines_and_all_evaluations_are_read(tmp_path):
+    run = write_run(tmp_path, 1, steps=200)
+    sampled = read_sampled_metrics(run, most=5)
+    assert [line["step"] for line in sampled if line["kind"] == "train"] == [1, 50, 100, 150, 200]
+    assert sampled[-2:] == read_metrics(run)[-2:]
+
+
+def read_rows(root: Path) -> dict[str, str]:
+    """Return the rows of a board by the name of the run."""
+    rows = re.findall(r"<tr><td.*?</tr>", (root / "index.html").read_text(), re.DOTALL)
+    return {re.search(r">(demo/[^<]*)</a>", row)[1]: row for row in rows}
+
+
+def test_a_second_board_reads_only_runs_that_changed_and_shows_the_same(runs):
+    write_board(runs)
+    before = read_rows(runs)
+    changed = runs / "demo" / "20260801-101500-1a2b3c4"
+    for run in runs.glob("demo/*"):  # as no stat tells: who reads it again gets nothing
+        path, other = run / "events.jsonl", b"{" * (run / "events.jsonl").stat().st_size
+        seen = path.stat()
+        if run != changed:
+            path.write_bytes(other)
+            os.utime(path, ns=(seen.st_atime_ns, seen.st_mtime_ns))
+    with (changed / "events.jsonl").open("a") as file:
+        resumed = {"kind": "event", "event": "resume", "step": 12, "attempt": "local-1", "total_steps": 80}
+        file.write(json.dumps({**resumed, "time": format_time(1_790_000_500)}) + "\n")
+    write_board(runs)
+    after = read_rows(runs)
+    name = "demo/20260801-101500-1a2b3c4"
+    assert len(after) == 50 and after.pop(name) != before.pop(name) and after == before
+    (runs / ".board.json").write_text('{"format": 1, "entries": [{"name": 3}]}')  # what cannot be used is not
+    write_board(runs)
+    assert read_rows(runs)[name] and "40 done" not in (runs / "index.html").read_text()
+
+
+def test_a_run_that_a_process_or_slurm_can_still_change_is_read_each_time(tmp_path):
+    in_slurm = RunFolder(tmp_path / "slurm")
+    in_slurm.begin(NOW)
+    in_slurm.end(NOW + 9, 1, "bug", "stop")
+    write_board(tmp_path / "slurm" / "runs")
+    failed = write_run(tmp_path / "runs", 4, ending="failed")
+    with RunLock(failed):
+        write_board(tmp_path / "runs")
+        assert ">running<" in read_rows(tmp_path / "runs")["demo/20260801-101504-1a2b3c4"]
+    for folder in (tmp_path / "slurm" / "runs", tmp_path / "runs"):
+        assert json.loads((folder / ".board.json").read_text())["entries"] == []
+    write_board(tmp_path / "runs")
+    assert ">failed<" in read_rows(tmp_path / "runs")["demo/20260801-101504-1a2b3c4"]
+    assert len(json.loads((tmp_path / "runs" / ".board.json").read_text())["entries"]) == 1
+
+
+def test_a_run_that_ends_writes_the_board_again_and_never_fails_of_it(runs, capsys):
+    run = runs / "demo" / "20260801-101500-1a2b3c4"
+    update_board(run)
+    assert not (runs / "index.html").exists(), "nobody asked for a board"
+    write_board(runs)
+    (run / "report.html").write_text("here")
+    update_board(run)
+    assert f"{run.name}/report.html" in (runs / "index.html").read_text()
+    (runs / "index.html").write_text("old")
+    (runs / ".board.lock").unlink()
+    (runs / ".board.lock").mkdir()
+    update_board(run)
+    assert (runs / "index.html").read_text() == "old"
 
 
 def test_goodput_is_the_share_of_time_in_training_that_is_kept(tmp_path):

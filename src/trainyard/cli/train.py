@@ -207,6 +207,19 @@ def _run_rank(args: argparse.Namespace) -> int:
 
 def _train(run: Path, args: argparse.Namespace, count: int) -> int:
     """Train in this process, or in several child processes; then print the outcome and what to type next."""
+    from trainyard.report.board import update_board
+
+    try:
+        code = _run_ranks(run, args, count)
+        if _is_main():
+            _print_outcome(run, code, args)
+    finally:
+        if _is_main():
+            update_board(run)
+    return code
+
+
+def _run_ranks(run: Path, args: argparse.Namespace, count: int) -> int:
     from trainyard.launch.rank_task import execute
     from trainyard.launch.ranks import run_ranks
 
@@ -226,8 +239,6 @@ def _train(run: Path, args: argparse.Namespace, count: int) -> int:
     else:
         show_own_mig_slice(os.environ, read_world(os.environ).local_rank)
         code = execute(run, args.jobs, environ=os.environ, started=args.started, break_lock=args.break_lock)
-    if _is_main():
-        _print_outcome(run, code, args)
     return code
 
 

@@ -65,8 +65,17 @@ class RankTask:
         except UserError as error:
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
             code = choose_exit_code(error)
+        finally:
+            if not self.only_packs and read_world(os.environ).is_main:
+                _update_board(self.run)
         if code:
             sys.exit(code)
+
+
+def _update_board(run: Path) -> None:
+    from trainyard.report.board import update_board
+
+    update_board(run)
 
 
 def _write_report(run: Path) -> None:

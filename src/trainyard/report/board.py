@@ -1,33 +1,50 @@
 """The board: one page with all runs, their state, deciding metric, loss and goodput, which `trainyard board` writes.
 
 It is a plain file without a server. While a run is active, the page loads itself again each minute; `--watch` writes it
-again. Of each run it reads the events, and only samples of the metrics, so that thousands of runs take seconds.
+again, and so does each run that ends. What it shows of a run whose state nothing but its own files can change is kept
+in `.board.json`, and shown again as long as these files are the same; every other run is read.
 """
 
+import hashlib
 import html
+import json
 import math
+import shlex
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 from trainyard.errors import UserError
-from trainyard.files import write_atomically
+from trainyard.files import exclusive_lock, parse_json, read_file, write_atomically
+from trainyard.messages import logger
 from trainyard.report.html import PAGE_TEMPLATE
 from trainyard.report.metric_values import format_metric
-from trainyard.runs.events import STARTS, Line, read_sampled_metrics
-from trainyard.runs.folder import format_run_name, list_newest_runs
-from trainyard.runs.history import parse_time
+from trainyard.runs.events import EVENTS_FILE, METRICS_FILE, STARTS, Line, read_sampled_metrics
+from trainyard.runs.folder import ENV_FILE, SUBMISSION, estimate_creation_time, format_run_name, list_runs
+from trainyard.runs.history import CANCELLED, RANKS, parse_time
+from trainyard.runs.lock import LOCK
 from trainyard.runs.state import ACTIVE, State
 from trainyard.runs.status import Status, read_statuses, suggest_command
 from trainyard.text import format_duration
 
 PAGE = "index.html"
+_KEPT, _GUARD = ".board.json", ".board.lock"
+_FORMAT = 1  # of what is kept: another one is not read
+_MOST_BYTES = 2**30
+_REPORT = "report.html"
+_WATCHED = (
+    *(ENV_FILE, EVENTS_FILE, METRICS_FILE, "log", "heartbeat.json", "errors", RANKS, LOCK, _REPORT),
+    *(SUBMISSION, CANCELLED, "slurm/attempts.jsonl"),
+)
+"""Everything in a run's folder that the board is made from. A file in a folder is replaced, never changed."""
 _RELOAD_S = 60
 _WIDTH, _HEIGHT, _MOST_POINTS = 120, 28, 60  # of a sparkline
-_SHADES = {State.DONE: "done", State.FAILED: "failed", State.LOST: "failed", State.SILENT: "failed"}
+_SHADES: dict[str, str] = {State.DONE: "done", State.FAILED: "failed", State.LOST: "failed", State.SILENT: "failed"}
 _STYLE = """<style>
 .board { width: 100%; }
 .board td { white-space: normal; overflow-wrap: anywhere; min-width: 4rem; }
@@ -47,22 +64,125 @@ _STYLE = """<style>
 """
 
 
+@dataclass(frozen=True)
+class Entry:
+    """What the board shows of a run."""
+
+    name: str  # <job>/<run>
+    created: str
+    state: str
+    detail: str
+    progress: str  # steps
+    last_activity: float | None  # seconds since the epoch
+    newest: str  # evaluation
+    curve: list[tuple[float, float]]  # of the sparkline, in its pixels
+    curve_label: str
+    goodput: float | None
+    command: str  # to type next; "" if there is nothing to do
+    has_report: bool
+    stamp: str = ""  # of the files that this follows from; "" if it follows from more than them
+
+
 def write_board(root: Path) -> tuple[Path, int]:
     """Write `index.html` in the folder of all runs; return its path, and how many runs are active.
 
     Raises:
         UserError: the folder has no runs.
     """
-    runs = list_newest_runs(root, None)
+    runs = list_runs(root)
     if not runs:
         raise UserError(f"{root.absolute()}: no runs yet. Start one: trainyard run JOB (trainyard jobs lists them)")
-    statuses, note = read_statuses(runs)
-    active = sum(status.state in ACTIVE for status in statuses)
-    page = PAGE_TEMPLATE.replace("@TITLE@", f"{len(runs):,} runs").replace("@BODY@", _render(statuses, note))
-    if active:
-        page = page.replace("<title>", f'<meta http-equiv="refresh" content="{_RELOAD_S}">\n<title>', 1)
-    write_atomically(root / PAGE, page.replace("</head>", f"{_STYLE}</head>", 1))
+    with exclusive_lock(root / _GUARD):  # of two writers, the later one has seen what the earlier one did
+        entries, note = _collect_entries(root, runs)
+        kept = [asdict(entry) for entry in entries if entry.stamp]
+        write_atomically(root / _KEPT, json.dumps({"format": _FORMAT, "entries": kept}), durable=False)
+        active = sum(entry.state in ACTIVE for entry in entries)
+        page = PAGE_TEMPLATE.replace("@TITLE@", f"{len(runs):,} runs").replace("@BODY@", _render(entries, note, root))
+        if active:
+            page = page.replace("<title>", f'<meta http-equiv="refresh" content="{_RELOAD_S}">\n<title>', 1)
+        write_atomically(root / PAGE, page.replace("</head>", f"{_STYLE}</head>", 1))
     return root / PAGE, active
+
+
+def update_board(run: Path) -> None:
+    """Write the board again on which a run is that has just ended, if there is a board; a failure is logged."""
+    root = run.absolute().parents[1]
+    if not (root / PAGE).is_file():
+        return
+    try:
+        write_board(root)
+    except Exception as error:  # the run has ended, and must not fail because of others
+        logger.warning("{}: not written again: {}: {}", root / PAGE, type(error).__name__, error)
+
+
+def _collect_entries(root: Path, runs: Sequence[Path]) -> tuple[list[Entry], str]:
+    """Return what the board shows of each run, newest first, and a note about Slurm's answers ("" if none)."""
+    kept = _read_kept(root / _KEPT)
+    stamps = {run: _stamp_files(run) for run in runs}  # before anything is read: what changes meanwhile is read again
+    found = {run: kept.get(format_run_name(run)) for run in runs}
+    same = [entry for run, entry in found.items() if entry is not None and entry.stamp == stamps[run]]
+    names = {entry.name for entry in same}
+    statuses, note = read_statuses([run for run in runs if format_run_name(run) not in names])
+    read = [_describe(status, stamps[status.run]) for status in statuses]
+    return sorted([*same, *read], key=lambda entry: (entry.created, entry.name), reverse=True), note
+
+
+def _stamp_files(run: Path) -> str:
+    """Return a digest that differs after any change of the files that the board is made from."""
+    found: list[tuple[int, int, int] | None] = []
+    for name in _WATCHED:
+        try:
+            seen = (run / name).lstat()
+        except OSError:  # the usual case: it has no such file
+            found.append(None)
+        else:
+            found.append((seen.st_ino, seen.st_size, seen.st_mtime_ns))
+    return hashlib.sha256(repr(found).encode()).hexdigest()
+
+
+def _read_kept(path: Path) -> dict[str, Entry]:
+    """Return what an earlier board kept, by name; nothing if that cannot be used: all runs are read then."""
+    try:
+        content = parse_json(read_file(path, most_bytes=_MOST_BYTES))
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(content, Mapping) or content.get("format") != _FORMAT:
+        return {}
+    with suppress(TypeError, KeyError):  # of a damaged file
+        return {fields["name"]: Entry(**fields) for fields in content["entries"]}
+    return {}
+
+
+def _depends_on_files_alone(status: Status) -> bool:
+    """Tell whether nothing but a change of its own files can change the state of a run: no process, and no Slurm."""
+    is_alone = status.snapshot.owner is None and not status.snapshot.submission
+    return status.state == State.DONE or (is_alone and status.state in (State.FAILED, State.STOPPED))
+
+
+def _describe(status: Status, stamp: str) -> Entry:
+    """Return what the board shows of a run that was read."""
+    problem = status.snapshot.damage
+    try:
+        lines = read_sampled_metrics(status.run, most=_MOST_POINTS)
+    except UserError as error:
+        lines, problem = [], f"{problem} {error}".strip()
+    losses = [*_list_losses(lines)]
+    steps = "" if status.step is None else f"{status.step:,}"
+    return Entry(
+        name=format_run_name(status.run),
+        created=status.snapshot.created or estimate_creation_time(status.run),
+        state=status.state,
+        detail=problem or (status.detail if status.state not in (State.RUNNING, State.DONE) else ""),
+        progress=steps + (f" of {status.total_steps:,}" if status.total_steps is not None else ""),
+        last_activity=status.snapshot.last_activity,
+        newest=_format_newest(status, lines),
+        curve=_scale_curve(losses),
+        curve_label=f"training loss from {losses[0][1]:.3g} to {losses[-1][1]:.3g}" if losses else "",
+        goodput=compute_goodput(status),
+        command="" if status.state == State.DONE else suggest_command(status, format_run_name(status.run)),
+        has_report=(status.run / _REPORT).is_file(),
+        stamp=stamp if _depends_on_files_alone(status) else "",
+    )
 
 
 def compute_goodput(status: Status) -> float | None:
@@ -78,48 +198,52 @@ def compute_goodput(status: Status) -> float | None:
     return min(1.0, float(known[-1]["train_s"]) / whole_s)  # times of events are whole seconds
 
 
-def _render(statuses: Sequence[Status], note: str) -> str:
-    counts = Counter(status.state for status in statuses)
+def _render(entries: Sequence[Entry], note: str, root: Path) -> str:
+    counts = Counter(entry.state for entry in entries)
     summary = ", ".join(f"{counts[state]:,} {state}" for state in State if counts[state])
-    written = time.strftime("%Y-%m-%d %H:%M:%S %Z")
-    rows = "\n".join(_render_row(status) for status in statuses)
+    now = time.time()
+    written = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(now))
+    flag = "" if root.name == _USUAL_ROOT else f" --runs {shlex.quote(str(root))}"
+    rows = "\n".join(_render_row(entry, flag, now) for entry in entries)
     warning = f'<div class="note">{html.escape(note)}</div>' if note else ""
     head = "".join(f"<th>{name}</th>" for name in _COLUMNS)
     return (
-        f'<header><h1>{len(statuses):,} runs</h1><p>{summary}</p><p class="soft">Written {written}. Newest first. '
-        "To write it again: <code>trainyard board</code>, and each half minute: <code>trainyard board --watch</code>"
-        f"</p>{warning}</header>"
+        f'<header><h1>{len(entries):,} runs</h1><p>{summary}</p><p class="soft">Written {written}. Newest first. '
+        f"Written again when a run ends; by hand: <code>trainyard board{html.escape(flag)}</code>, and each half "
+        f"minute: <code>trainyard board --watch{html.escape(flag)}</code></p>{warning}</header>"
         f'<div class="scroll"><table class="board"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
     )
 
 
 _COLUMNS = ("run", "state", "step", "newest evaluation", "training loss", "goodput", "next")
+_USUAL_ROOT = "runs"  # the default of --runs
 
 
-def _render_row(status: Status) -> str:
-    problem = status.snapshot.damage
-    try:
-        lines = read_sampled_metrics(status.run)
-    except UserError as error:
-        lines, problem = [], f"{problem} {error}".strip()
-    goodput = compute_goodput(status)
-    name, shade = html.escape(format_run_name(status.run)), _SHADES.get(status.state, "")
-    page = "/".join(map(quote, (status.run.parent.name, status.run.name)))
-    page += "/report.html" if (status.run / "report.html").is_file() else "/"
-    detail = problem or (status.detail if status.state not in (State.RUNNING, State.DONE) else "")
-    steps = "" if status.step is None else f"{status.step:,}"
-    steps += f" of {status.total_steps:,}" if status.total_steps is not None else ""
-    ago = "" if status.last_activity_s is None else f"{format_duration(status.last_activity_s)} ago"
+def _render_row(entry: Entry, flag: str, now: float) -> str:
+    """Render a run; `flag` is what commands need to find it."""
+    page = "/".join(map(quote, entry.name.split("/"))) + (f"/{_REPORT}" if entry.has_report else "/")
+    command = f"{entry.command}{flag}" if entry.command.startswith("trainyard ") else entry.command
+    goodput = "-" if entry.goodput is None else f"{entry.goodput:.0%}".replace("%", " %")
     cells = (
-        f'<a href="{page}">{name}</a>',
-        f'<span class="pill {shade}">{status.state}</span> <span class="soft">{html.escape(detail)}</span>',
-        f'{steps} <span class="soft">{ago}</span>',
-        html.escape(_format_newest(status, lines)),
-        _draw_sparkline([*_list_losses(lines)]),
-        "-" if goodput is None else f"{goodput:.0%}".replace("%", " %"),
-        "" if status.state == State.DONE else f"<code>{html.escape(suggest_command(status))}</code>",
+        f'<a href="{page}">{html.escape(entry.name)}</a>',
+        f'<span class="pill {_SHADES.get(entry.state, "")}">{html.escape(entry.state)}</span> '
+        f'<span class="soft">{html.escape(entry.detail)}</span>',
+        f'{html.escape(entry.progress)} <span class="soft">{_format_activity(entry, now)}</span>',
+        html.escape(entry.newest),
+        _draw_sparkline(entry),
+        goodput,
+        f"<code>{html.escape(command)}</code>" if command else "",
     )
     return "<tr>" + "".join(f'<td data-name="{n}">{c}</td>' for n, c in zip(_COLUMNS, cells, strict=True)) + "</tr>"
+
+
+def _format_activity(entry: Entry, now: float) -> str:
+    """Say when a run was last active: of one that goes on, how long ago; else the time, which stays true."""
+    if entry.last_activity is None:
+        return ""
+    if entry.state in ACTIVE:
+        return f"{format_duration(max(0.0, now - entry.last_activity))} ago"
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.last_activity))
 
 
 def _format_newest(status: Status, lines: Sequence[Line]) -> str:
@@ -141,19 +265,27 @@ def _list_losses(lines: Sequence[Line]) -> Iterator[tuple[int, float]]:
             yield seen, float(line["loss"])
 
 
-def _draw_sparkline(points: Sequence[tuple[int, float]]) -> str:
-    """Draw a curve as SVG, without axes; "-" of fewer than two points."""
+def _scale_curve(points: Sequence[tuple[int, float]]) -> list[tuple[float, float]]:
+    """Return the points of a curve in pixels of a sparkline; nothing of fewer than two."""
     if len(points) < 2:
+        return []
+    (first, _), (last, _) = points[0], points[-1]
+    low, high = min(y for _, y in points), max(y for _, y in points)
+    return [
+        (
+            round(_WIDTH * (x - first) / (last - first), 1),
+            round(1 + (_HEIGHT - 2) * (high - y) / (high - low or 1), 1),
+        )
+        for x, y in points
+    ]
+
+
+def _draw_sparkline(entry: Entry) -> str:
+    """Draw a curve as SVG, without axes; "-" if there is none."""
+    if not entry.curve:
         return "-"
-    kept = [points[i * (len(points) - 1) // (_MOST_POINTS - 1)] for i in range(_MOST_POINTS)]
-    kept = kept if len(points) > _MOST_POINTS else list(points)
-    (first, _), (last, _) = kept[0], kept[-1]
-    low, high = min(y for _, y in kept), max(y for _, y in kept)
-    places = " ".join(
-        f"{_WIDTH * (x - first) / (last - first):.1f},{1 + (_HEIGHT - 2) * (high - y) / (high - low or 1):.1f}"
-        for x, y in kept
-    )
-    label = f"training loss from {points[0][1]:.3g} to {points[-1][1]:.3g}"
+    places = " ".join(f"{float(x)},{float(y)}" for x, y in entry.curve)
+    label = html.escape(entry.curve_label)
     return (
         f'<svg class="spark" viewBox="0 0 {_WIDTH} {_HEIGHT}" preserveAspectRatio="none" role="img" '
         f'aria-label="{label}"><title>{label}</title><polyline points="{places}"/></svg>'

@@ -187,7 +187,7 @@ def find_latest_run(root: Path, job: str) -> Path:
     Raises:
         UserError: the job has no run in `root`.
     """
-    runs = _list_runs(root)
+    runs = list_runs(root)
     candidates = [run for run in runs if run.parent.name == job]
     if not candidates:
         others = sorted({run.parent.name for run in runs})
@@ -208,8 +208,8 @@ def find_latest_run(root: Path, job: str) -> Path:
 
 def list_newest_runs(root: Path, count: int | None, *, job: str | None = None) -> list[Path]:
     """Return the `count` newest runs, newest first; all runs if `count` is None."""
-    found = [run for run in _list_runs(root) if job in (None, run.parent.name)]
-    return sorted(found, key=_estimate_creation_time, reverse=True)[:count]
+    found = [run for run in list_runs(root) if job in (None, run.parent.name)]
+    return sorted(found, key=estimate_creation_time, reverse=True)[:count]
 
 
 def format_run_name(run: Path) -> str:
@@ -235,7 +235,7 @@ def resolve_run(text: str, root: Path) -> Path:
     """
     if (Path(text) / CONFIG).is_file():
         return Path(text)
-    named = {f"{run.parent.name}/{run.name}": run for run in _list_runs(root)}
+    named = {f"{run.parent.name}/{run.name}": run for run in list_runs(root)}
     if any(run.parent.name == text for run in named.values()):
         return find_latest_run(root, text)
     exact = [name for name, run in named.items() if text in (name, run.name)]
@@ -249,12 +249,13 @@ def resolve_run(text: str, root: Path) -> Path:
     if not named:
         raise UserError(f"{root}: there are no runs, so none is '{text}'. Give the path of a run folder.")
     similar = find_nearest(text, {run.parent.name for run in named.values()} | set(named), most=3)
-    newest = sorted(named, key=lambda name: _estimate_creation_time(named[name]), reverse=True)
+    newest = sorted(named, key=lambda name: estimate_creation_time(named[name]), reverse=True)
     hint = f"Nearest: {join_names(similar)}." if similar else f"Newest: {join_names(newest[:3])}."
     raise UserError(f"{root}: no run is '{text}'. {hint} Give a path, a job, or the beginning of a run's name.")
 
 
-def _list_runs(root: Path) -> list[Path]:
+def list_runs(root: Path) -> list[Path]:
+    """Return all runs by name, without opening a file of theirs."""
     return sorted(path.parent for path in root.glob(f"*/[!.]*/{CONFIG}"))
 
 
@@ -273,7 +274,7 @@ def read_creation_time(run: Path) -> str:
     return created
 
 
-def _estimate_creation_time(run: Path) -> str:
+def estimate_creation_time(run: Path) -> str:
     """Return when the run was created, or changed last if that is damaged: to list it among the others."""
     try:
         return read_creation_time(run)

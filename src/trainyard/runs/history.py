@@ -88,6 +88,7 @@ class RunSnapshot:
     errors: list[RankError]  # oldest first
     owner: Owner | None  # of the lock
     log_changed: float | None  # modification time of the log
+    created: str = ""  # as `folder.read_creation_time` returns it; "" if that is damaged
     damage: str = ""  # what is wrong with its files; "" if nothing
 
     @cached_property
@@ -186,11 +187,12 @@ def read_run(run: Path) -> RunSnapshot:
         owner=_read_owner(run),
         log_changed=log.stat().st_mtime if log.exists() else None,
     )
+    created = ""
     try:
-        read_creation_time(run)
+        created = read_creation_time(run)
     except UserError as error:
         damage.append(str(error))
-    return replace(snapshot, damage=" ".join(damage))
+    return replace(snapshot, created=created, damage=" ".join(damage))
 
 
 _Kinds = Mapping[str, str]

@@ -126,9 +126,13 @@ def format_headline(status: Status) -> str:
     return f"{status.run}{job}: {status.state}{step}{rate}{detail}{damage}"
 
 
-def suggest_command(status: Status) -> str:
-    """Return the command to type next: to see more of a run, or to resume it."""
-    run = shlex.quote(str(status.run))
+def suggest_command(status: Status, name: str = "") -> str:
+    """Return the command to type next: to see more of a run, or to resume it.
+
+    Args:
+        name: what to call the run; "": its path.
+    """
+    run = shlex.quote(name or str(status.run))
     if status.cause == Cause.HELD:
         return f"scontrol release {status.slurm_job_id}"
     if status.cause == Cause.NEVER_STARTS:
@@ -137,13 +141,13 @@ def suggest_command(status: Status) -> str:
         return f"trainyard logs -f {run}"
     if status.state in (State.FAILED, State.LOST, State.SILENT):
         return f"trainyard why {run}"
-    return f"trainyard report {run}" if status.state == State.DONE else format_resume_command(status)
+    return f"trainyard report {run}" if status.state == State.DONE else format_resume_command(status, name)
 
 
-def format_resume_command(status: Status) -> str:
-    """Return the command that resumes a run where it was submitted."""
+def format_resume_command(status: Status, name: str = "") -> str:
+    """Return the command that resumes a run where it was submitted; `name` as for `suggest_command`."""
     here = " --here" if status.snapshot.submission.get("scheduler") == "local" else ""
-    return f"trainyard resume {shlex.quote(str(status.run))}{here}"
+    return f"trainyard resume {shlex.quote(name or str(status.run))}{here}"
 
 
 # Querying Slurm

@@ -142,6 +142,37 @@ def _measure_search(folder: Path, sizes: Sizes, rank: int) -> list[Number]:
     return measure_work("find what runs took", lambda: list(find_observations(folder, job="scale", key="k")), note)
 
 
+# A board of many runs
+
+
+def _prepare_board(folder: Path, sizes: Sizes) -> None:
+    from trainyard.runs.events import EVENTS_FILE
+    from trainyard.train.recorder import encode_line
+
+    for number in range(sizes.runs):
+        run = folder / "runs" / "scale" / f"run-{number}"
+        run.mkdir(parents=True)
+        _prepare_metrics(run, replace(sizes, lines=_BOARD_LINES))
+        (run / "env.json").write_text(json.dumps({"created": f"2026-01-01T{number:06}"}))
+        end = {"kind": "event", "step": _BOARD_LINES, "event": "done", "reason": "none", "elapsed_s": 90.0}
+        whole = [{**json.loads((run / EVENTS_FILE).read_bytes()), "time": "2026-01-01T00:00:00+00:00"}]
+        whole.append({**end, "time": "2026-01-01T00:01:40+00:00", "train_s": 80.0})
+        (run / EVENTS_FILE).write_bytes(b"".join(map(encode_line, whole)))
+
+
+_BOARD_LINES = 500  # of a run's metrics: 180 kB
+
+
+def _measure_board(folder: Path, sizes: Sizes, rank: int) -> list[Number]:
+    from trainyard.report.board import write_board
+
+    root, note = folder / "runs", f"{sizes.runs:,} runs that have ended"
+    for path in root.glob(".board*"):
+        path.unlink()
+    first = measure_work("first board", lambda: write_board(root), note)
+    return [*first, *measure_work("board again", lambda: write_board(root), note)[:1]]
+
+
 # Evaluation of many samples on two ranks
 
 
@@ -405,6 +436,7 @@ def _live_as_rank(folder: Path, rank: int, sizes: Sizes, meeting: str, sender: A
 CASES = (
     Case("metrics", _prepare_metrics, _measure_metrics),
     Case("runs", _prepare_runs, _measure_search),
+    Case("board", _prepare_board, _measure_board),
     Case("gather", _prepare_nothing, _measure_gather, ranks=2),
     Case("intervals", _prepare_nothing, _measure_intervals),
     Case("checkpoint", _prepare_nothing, _measure_checkpoint),
