@@ -7,6 +7,7 @@ from trainyard import config as configs
 from trainyard.cli.verb import Verbs, add_verb
 from trainyard.errors import UserError
 from trainyard.families import format_families
+from trainyard.files import require_writable
 from trainyard.runs import folder as runs
 from trainyard.runs.manifest import list_checkpoints, verify
 from trainyard.runs.state import ExitCode
@@ -87,14 +88,31 @@ def _run_ckpt(args: argparse.Namespace) -> int:
 
 
 def _add_report(verbs: Verbs) -> None:
-    verb = add_verb(verbs, "report", _write_report, "write a run's report: one HTML page and its plots")
-    verb.add_argument("run", help="its folder, or a job for that job's newest run")
+    doc = "write a run's report: one HTML page and its plots; of several runs, one page that compares them"
+    verb = add_verb(verbs, "report", _write_report, doc)
+    verb.add_argument("run", nargs="+", help="its folder, or a job for that job's newest run")
+    verb.add_argument(
+        "--out", type=Path, metavar="FILE", help="the page of several runs; default: in the folder of runs"
+    )
 
 
 def _write_report(args: argparse.Namespace) -> int:
+    from trainyard.report.compare_page import PAGE, write_comparison
     from trainyard.report.run_page import format_summary, write_report
 
-    run = runs.resolve_run(args.run, args.runs)
+    found = list(dict.fromkeys(runs.resolve_run(name, args.runs) for name in args.run))
+    if len(found) > 1:
+        page = args.out or args.runs / PAGE
+        if page.is_dir():
+            raise UserError(f"--out {page}: is a folder. Name the file: --out {page / PAGE}")
+        require_writable(page.parent, flag="--out" if args.out else "--runs")
+        page.parent.mkdir(parents=True, exist_ok=True)
+        print(write_comparison(found, page))
+        print(f"next: open {page}")
+        return 0
+    (run,) = found
+    if args.out:
+        raise UserError(f"--out {args.out}: is for the page of several runs; that of one run is {run}/report.html.")
     report = write_report(run)
     print(format_summary(run, next_commands=[f"open {report}"]))
     return 0

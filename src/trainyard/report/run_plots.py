@@ -119,7 +119,7 @@ def _plot_curve(key: str, steps: Floats, values: Floats, raw: str = "logged") ->
             axes.plot(steps, values, color=BLUE, marker="o" if len(values) < 25 else "", markersize=4)
         else:
             axes.plot(steps, values, color=BLUE, alpha=0.3, linewidth=0.8, label=raw)
-            axes.plot(steps, _compute_running_mean(values, width), color=BLUE, label=f"mean of {width}")
+            axes.plot(steps, compute_running_mean(values, width), color=BLUE, label=f"mean of {width}")
             axes.legend()
         if not finite.all():
             bottom = np.zeros(np.sum(~finite))
@@ -137,7 +137,7 @@ def _plot_curve(key: str, steps: Floats, values: Floats, raw: str = "logged") ->
         axes.set_xlim(0, 1.02 * max(steps))
         if key == "samples_per_s":
             axes.set_ylim(bottom=0)
-        elif key != "lr" and _spans_decades(values[finite]):
+        elif key != "lr" and spans_decades(values[finite]):
             axes.set_yscale("log")
         axes.set_ylabel(_UNITS.get(key, key))
 
@@ -145,12 +145,12 @@ def _plot_curve(key: str, steps: Floats, values: Floats, raw: str = "logged") ->
     return Plot(make_slug(f"train_{key}"), title, draw_figure(title, draw))
 
 
-def _spans_decades(values: np.ndarray) -> bool:
+def spans_decades(values: NDArray[np.float64]) -> bool:
     """Return whether a linear axis would hide most values: 5 % of them are over 100 times another 5 %."""
     return bool(np.all(values > 0) and len(values) and np.ptp(np.log10(np.percentile(values, [5, 95]))) > 2)
 
 
-def _compute_running_mean(values: np.ndarray, width: int) -> np.ndarray:
+def compute_running_mean(values: np.ndarray, width: int) -> np.ndarray:
     """Return the centred mean over `width` values, fewer at the ends, ignoring those that are not finite."""
     finite = np.isfinite(values)
     window = np.ones(width)
