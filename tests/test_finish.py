@@ -1,5 +1,6 @@
 """The end of a run: averaged weights, the job's figures, and a table of predictions."""
 
+import base64
 import csv
 import time
 from contextlib import nullcontext
@@ -157,6 +158,24 @@ def test_the_jobs_figures_of_its_test_set_are_in_the_report(done):
     (image,) = (done / "exhibits").iterdir()
     assert image.name == "test - Confusion, true_chosen.png" and image.read_bytes().startswith(b"\x89PNG")
     assert 'alt="test - Confusion, true_chosen"' in write_report(done).read_text()
+
+
+@pytest.mark.slow
+def test_samples_are_shown_only_if_asked_for_and_change_nothing_that_is_trained_or_scored(done, tmp_path):
+    """By default no page has an image, a name or a path of a sample: families declare that theirs may be seen."""
+    shown = new_run(tmp_path, "max_duration=6ep", "report.samples=on")
+    assert train(shown) == 0
+    assert find_differences(load_state(done), load_state(shown)) == []
+    assert read_run_metrics(done) == read_run_metrics(shown)
+    names = [sorted(path.name for path in (run / "exhibits").iterdir()) for run in (done, shown)]
+    confusion = "test - Confusion, true_chosen.png"
+    assert names[0] == [confusion] and len(names[1]) == 2 and names[1][1].startswith("test - sample ")
+    _, data, _ = build_module(done)
+    (png,) = ((shown / "exhibits") / name for name in names[1] if name != confusion)
+    pages = [write_report(run).read_text() for run in (done, shown)]
+    hidden = [*data.read_keys(np.arange(data.count)), png.stem, base64.b64encode(png.read_bytes()).decode()]
+    assert len(hidden) > 20 and not [text for text in hidden if text in pages[0]]
+    assert png.stem in pages[1] and hidden[-1] in pages[1]
 
 
 @pytest.mark.slow

@@ -25,6 +25,7 @@ from trainyard.errors import UserError
 from trainyard.report import run_page as report
 from trainyard.report.headline import Baseline, find_headline, judge_metric
 from trainyard.report.run_story import RunStory
+from trainyard.report.score_figures import draw_embedding_map, draw_text_table
 from trainyard.runs.events import TIMING_KEYS, list_metric_names, read_events, read_metrics, select_metrics
 from trainyard.text import format_duration
 from trainyard.train import console
@@ -686,6 +687,21 @@ def test_no_plot_shows_what_another_shows_and_constants_are_in_a_table(tmp_path)
     order = ["Curves", "Results", "Time", "Next steps", "Automatic choices", "Environment"]
     assert sorted(order, key=page.text.index) == order
     assert page.text.index("No baseline") < page.text.index("Curves")
+
+
+def test_a_map_of_embeddings_is_deterministic_names_nobody_and_needs_no_variance():
+    rng = np.random.default_rng(0)
+    embeddings, identities = rng.normal(size=(40, 8)).astype(np.float32), np.arange(40) // 2
+    first = draw_embedding_map(embeddings, identities)
+    assert first == draw_embedding_map(embeddings, identities) and first.startswith(b"\x89PNG")
+    assert first != draw_embedding_map(embeddings[:, ::-1] * [[1, 2] * 4], identities)
+    assert draw_embedding_map(np.zeros((3, 2), np.float32), np.arange(3)).startswith(b"\x89PNG")
+
+
+def test_a_table_of_texts_shows_them_as_they_are():
+    png = draw_text_table("Best", ["price", "text"], [["1", "$x_{$ 2 $"], ["2", "t" * 500]])
+    with Image.open(io.BytesIO(png)) as image:
+        assert image.width < 1000, "a long text is cut, and does not widen the figure"
 
 
 def test_a_training_line_has_its_documented_format():

@@ -207,12 +207,13 @@ class FingerprintModule(TrainModule):
         return score_pairs(*(rows[name][kept] for name in ("embedding", "finger", "impression")))
 
     def report_figures(self, rows: Rows) -> dict[str, bytes]:
-        """Return the score histogram of genuine and impostor pairs, and their error trade-off."""
+        """Return the score histogram of genuine and impostor pairs, their error trade-off, and the embeddings."""
         pairs, _ = self._score_subsample(rows)
         kinds = {"genuine": pairs.genuine, "impostor": pairs.impostor}
         return {
             "Scores by kind of pair": score_figures.draw_score_histogram(kinds, x_label="cosine"),
             "Error trade-off": score_figures.draw_error_trade_off(pairs.genuine, {"all pairs": pairs.impostor}),
+            "Embeddings by PCA": score_figures.draw_embedding_map(rows["embedding"], rows["finger"]),
         }
 
     def repeated_layers(self) -> nn.Sequential:

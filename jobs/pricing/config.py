@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from trainyard.settings import TrainConfig, option
+from trainyard.settings import ReportSettings, TrainConfig, option
 
 from .amounts import MARKS
 
@@ -101,6 +101,7 @@ class Config(TrainConfig):
     loss: LossSettings = option(LossSettings, "loss")
     packing: PackingSettings = option(PackingSettings, "CSV to records, rows to parts")
     evaluation: EvaluationSettings = option(EvaluationSettings, "scoring", mutable_on_resume=True)
+    report: ReportSettings = option(lambda: ReportSettings(samples="on"), "report", mutable_on_resume=True)
 
     def explain_batch_dependence(self) -> str:
         """Return why results depend on the micro-batch; "" if they do not."""

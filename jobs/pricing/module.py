@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import DebertaV2Model
 
 from trainyard.errors import UserError
+from trainyard.report.score_figures import draw_text_table
 from trainyard.train.module import AdaptedWeights, Batch, DataInfo, Rows, SampleSource, Signature, TrainModule
 
 from . import losses, metrics, tokenizer
@@ -51,6 +52,7 @@ def build(config: Config, data: DataInfo) -> "PricingModule":
     )
     module = PricingModule(
         network,
+        data=data,
         artifacts=data.artifacts,
         rates=config.rates,
         loss=config.loss,
@@ -66,12 +68,16 @@ def build(config: Config, data: DataInfo) -> "PricingModule":
     return module
 
 
+_SHOWN, _SHOWN_CHARS = 8, 70  # samples of a table, and of their texts
+
+
 class PricingModule(TrainModule):
     """Predicts prices.
 
     Tokenizer, features and price statistics are in a buffer, so a checkpoint is self-contained.
 
     Args:
+        data: whose texts `sample_figures` shows.
         artifacts: from `pack.fit_artifacts`.
         train_count: samples per epoch, to tell the epoch from the samples seen.
         draws: bootstrap resamples in `compute_intervals`.
@@ -84,6 +90,7 @@ class PricingModule(TrainModule):
         self,
         network: PriceNetwork,
         *,
+        data: DataInfo,
         artifacts: Mapping[str, str],
         rates: RateSettings,
         loss: LossSettings,
@@ -96,6 +103,7 @@ class PricingModule(TrainModule):
     ) -> None:
         super().__init__()
         self.network, self.loss, self.draws = network, loss, draws
+        self.data: Callable[[], DataInfo] = lambda: data  # a function: copying the module must not copy open files
         self.token_dropout, self.title_dropout = token_dropout, title_dropout
         self.id_column, self.price_column = id_column, price_column
         self.smape_start = loss.smape_after_epochs * train_count if loss.smape_after_epochs else float("inf")
@@ -163,6 +171,21 @@ class PricingModule(TrainModule):
             "Predicted against true price": _plot_scatter(rows["predicted"], rows["price"]),
             "SMAPE by tenth of the set, cheapest first": _plot_decile_bars(rows["predicted"], rows["price"]),
         }
+
+    def sample_figures(self, rows: Rows) -> dict[str, bytes]:
+        """Return the samples with the best and the worst predictions: prices, and how their texts begin."""
+        data, vocabulary = self.data(), tokenizer.parse(self.data().artifacts[TOKENIZER])
+        order = np.argsort(np.abs(np.log(rows["predicted"] / rows["price"])), kind="stable")
+        chosen = {"Best predictions": order[:_SHOWN], "Worst predictions": order[::-1][:_SHOWN]}
+        figures = {}
+        for title, places in chosen.items():
+            texts = [vocabulary.decode(ids.tolist()) for ids in data.read("tokens", rows["sample_id"][places])]
+            table = [
+                [f"{rows['price'][i]:,.4g}", f"{rows['predicted'][i]:,.4g}", text[:_SHOWN_CHARS]]
+                for i, text in zip(places.tolist(), texts, strict=True)
+            ]
+            figures[title] = draw_text_table(title, ["price", "predicted", "text"], table)
+        return figures
 
     def repeated_layers(self) -> Iterable[nn.Module]:
         """Return the encoder's layers."""

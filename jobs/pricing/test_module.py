@@ -40,6 +40,17 @@ def test_text_and_numbers_both_reach_the_price_and_every_weight_gets_a_gradient(
     assert idle == set()
 
 
+def test_the_best_and_the_worst_predictions_are_shown_with_their_texts(data: ShardSet) -> None:
+    rows = {
+        "sample_id": np.arange(20),
+        "predicted": np.linspace(1, 20, 20),
+        "price": np.full(20, 10.0),
+    }
+    found = make_module(data).sample_figures(rows)
+    assert list(found) == ["Best predictions", "Worst predictions"] and len(set(found.values())) == 2
+    assert all(png.startswith(b"\x89PNG") for png in found.values()) and make_config().report.samples == "on"
+
+
 def test_predictions_start_at_the_mean_price_and_stay_within_the_training_prices(data: ShardSet) -> None:
     module = make_module(data).eval()
     with torch.no_grad():

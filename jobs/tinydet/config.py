@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from trainyard.settings import TrainConfig, option
+from trainyard.settings import ReportSettings, TrainConfig, option
 
 
 @dataclass
@@ -162,6 +162,7 @@ class Config(TrainConfig):
     boxes: BoxSettings = option(BoxSettings, "boxes of cropped images")
     packing: PackingSettings = option(PackingSettings, "raw files to samples")
     evaluation: EvaluationSettings = option(EvaluationSettings, "scoring", mutable_on_resume=True)
+    report: ReportSettings = option(lambda: ReportSettings(samples="on"), "report", mutable_on_resume=True)
 
     def explain_batch_dependence(self) -> str:
         """Return why results depend on the micro-batch; "" if they do not."""

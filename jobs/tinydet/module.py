@@ -460,11 +460,16 @@ class TinyDet(TrainModule):
         return boxes, scores, labels, row
 
     def report_figures(self, rows: Rows) -> dict[str, bytes]:
-        """Return a plot of precision by size, and a few samples with objects and detections drawn."""
+        """Return a plot of precision by size."""
+        sizes = SIZES[self.evaluation.areas]
+        return {"Average precision by size": plot_precision_by_size(self.score(rows), sizes)}
+
+    def sample_figures(self, rows: Rows) -> dict[str, bytes]:
+        """Return a few samples from all over the set, with objects and detections drawn."""
         data, rule = self.data(), self.evaluation
         ids = rows["sample_id"]
         chosen = np.unique(np.linspace(0, len(ids) - 1, min(rule.pictures, len(ids))).round().astype(np.int64))
-        figures = {"Average precision by size": plot_precision_by_size(self.score(rows), SIZES[rule.areas])}
+        figures: dict[str, bytes] = {}
         files, truths = (data.read(name, ids[chosen]) for name in ("image", "boxes"))
         for row, file, truth in zip(chosen.tolist(), files, truths, strict=True):
             confident = rows["score"][row] > rule.draw_above

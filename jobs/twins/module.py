@@ -244,7 +244,7 @@ class TwinsModule(TrainModule):
         return {"genuine": same} | {name: values for name, values in found.items() if len(values)}
 
     def report_figures(self, rows: Rows) -> dict[str, bytes]:
-        """Return the score histogram of each kind of pair, and the error trade-off against each kind of impostor."""
+        """Return the score histogram by kind of pair, the error trade-off against each impostor, and the embeddings."""
         scores = self.evaluation_set.score_pairs(rows["embedding"], rows["sample_id"])
         by_kind = {name: scores.select_kinds(kind).score for kind, name in enumerate(protocol.KINDS)}
         by_kind = {name: values for name, values in by_kind.items() if len(values)}
@@ -253,6 +253,9 @@ class TwinsModule(TrainModule):
         return {
             "Scores by kind of pair": score_figures.draw_score_histogram(by_kind, x_label="cosine"),
             "Error trade-off": score_figures.draw_error_trade_off(genuine, impostors),
+            "Embeddings by PCA": score_figures.draw_embedding_map(
+                rows["embedding"], self.evaluation_set.family[rows["sample_id"]], of="families"
+            ),
         }
 
     def _calibrate(self, same: protocol.Scores, impostor: protocol.Scores, twin: protocol.Scores) -> None:

@@ -262,6 +262,23 @@ class NeedsSettings:
 
 
 @dataclass
+class ReportSettings:
+    """What a run's report shows. A family whose samples others may see sets the default of `samples` to on."""
+
+    samples: str = option(
+        "off",
+        "show samples, such as the best and the worst; off: only plots of whole sets, without a name or an image of "
+        "any sample, because pages are shared",
+        choices=("on", "off"),
+        mutable_on_resume=True,
+    )
+
+    def __post_init__(self) -> None:
+        """Accept YAML's reading of a bare `on` or `off`."""
+        self.samples = {"true": "on", "false": "off"}.get(self.samples.lower(), self.samples)
+
+
+@dataclass
 class TrackingSettings:
     """How trackers file a run."""
 
@@ -372,6 +389,7 @@ class TrainConfig:
         mutable_on_resume=True,
     )
     tracking: TrackingSettings = option(TrackingSettings, "trackers", mutable_on_resume=True)
+    report: ReportSettings = option(ReportSettings, "report", mutable_on_resume=True)
 
     def explain_batch_dependence(self) -> str:
         """Return why results depend on `micro_batch_size`; "" if they do not, so that planning may choose another."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from trainyard.report.figures import draw_figure
+from trainyard.report.figures import MARKERS, SERIES, draw_figure
 from trainyard.scoring import compute_error_rates
 
 if TYPE_CHECKING:
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 Floats = NDArray[np.float64]
 _BINS = 60
 _NAMED_CLASSES = 12  # more names and counts do not fit
+_MOST_POINTS = 3_000  # more are a blot
 _LEAST_ERRORS = 1  # rates of fewer errors are not drawn: they depend only on the number of pairs
 
 
@@ -78,6 +79,67 @@ def draw_confusion_matrix(truth: NDArray[np.integer], predicted: NDArray[np.inte
             axes.text(j, i, f"{counts[i, j]:,.0f}", ha="center", va="center", color=colour, fontsize=8)
 
     return draw_figure("Confusion matrix", draw, x_label="predicted")
+
+
+def draw_embedding_map(
+    embeddings: NDArray[np.floating], identities: NDArray[np.integer], *, of: str = "identities"
+) -> bytes:
+    """Plot embeddings on their first two principal components (PCA), those of a few identities in colour.
+
+    Exact and deterministic: eigenvectors of the covariance, each with the sign that makes its largest entry positive.
+    Costs O(N D^2 + D^3). Shows no name: colours are of the identities with most samples, then lowest code. Of many
+    embeddings, evenly spaced ones are drawn.
+
+    Args:
+        embeddings: (N, D), N above 1.
+        identities: (N,) whose each is.
+        of: what shares a colour, in the plural.
+    """
+    centred = embeddings.astype(np.float64) - embeddings.mean(axis=0, dtype=np.float64)
+    variances, vectors = np.linalg.eigh(centred.T @ centred / len(centred))
+    axes_D2 = vectors[:, :-3:-1]
+    axes_D2 = axes_D2 * np.sign(axes_D2[np.abs(axes_D2).argmax(axis=0), [0, 1]])
+    shown = np.unique(np.linspace(0, len(centred) - 1, min(len(centred), _MOST_POINTS)).astype(np.int64))
+    places_N2, owners = centred[shown] @ axes_D2, identities[shown]
+    shares = 100 * variances[:-3:-1] / max(variances.sum(), 1e-30)
+    codes, counts = np.unique(owners, return_counts=True)
+    coloured = codes[np.lexsort((codes, -counts))][: len(SERIES) - 1]
+
+    def draw(axes: "Axes") -> None:
+        from matplotlib.ticker import MaxNLocator
+
+        others = ~np.isin(owners, coloured)
+        axes.scatter(places_N2[others, 0], places_N2[others, 1], s=5, color="#c4c9d1")
+        for colour, marker, code in zip(SERIES, MARKERS, coloured, strict=False):
+            own = owners == code
+            axes.scatter(places_N2[own, 0], places_N2[own, 1], s=16, color=colour, marker=marker)
+        axes.set_ylabel(f"2nd component ({shares[1]:.0f} %)")
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=6))
+
+    title = f"Embeddings by PCA: {len(coloured)} of {len(codes):,} {of} in colour"
+    return draw_figure(title, draw, x_label=f"1st component ({shares[0]:.0f} % of the variance)")
+
+
+def draw_text_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> bytes:
+    """Draw a table of text, as samples that have no image are shown; the last column may be cut by the edge."""
+
+    def draw(axes: "Axes") -> None:
+        axes.axis("off")
+        for column, place in enumerate(np.linspace(0.0, 0.1 * (len(header) - 1), len(header))):
+            for line, row in enumerate([header, *rows]):
+                axes.text(
+                    1.35 * place,
+                    1 - (line + 0.5) / (len(rows) + 1),
+                    row[column],
+                    transform=axes.transAxes,
+                    fontsize=7,
+                    fontweight="bold" if line == 0 else "normal",
+                    parse_math=False,
+                    clip_on=True,
+                    in_layout=False,
+                )
+
+    return draw_figure(title, draw, x_label="")
 
 
 def draw_scatter(truth: Floats, predicted: Floats) -> bytes:

@@ -236,8 +236,9 @@ def check_perfect_rows(family: Family) -> None:
     wrong = [name for name, value in expected.items() if not np.isclose(metrics.get(name, np.nan), value, atol=1e-9)]
     _expect(not wrong, f"perfect_rows expects {_show(expected, wrong)}, and score returns {_show(metrics, wrong)}.")
     _expect(module.monitor[0] in metrics, f"monitor is {module.monitor[0]}, and score returns {', '.join(metrics)}.")
-    for title, png in module.report_figures(rows).items():
-        _expect(title and png.startswith(b"\x89PNG"), f"report_figures: '{title}' is no PNG.")
+    for draw in (module.report_figures, module.sample_figures):
+        for title, png in draw(rows).items():
+            _expect(title and png.startswith(b"\x89PNG"), f"{draw.__name__}: '{title}' is no PNG.")
 
 
 def _show(metrics: Mapping[str, float], names: list[str]) -> str:

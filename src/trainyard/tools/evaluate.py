@@ -30,7 +30,7 @@ from trainyard.runs.folder import find_free_name, read_env
 from trainyard.settings import KEEP, TrainConfig
 from trainyard.text import join_names
 from trainyard.tools.trained_model import TrainedModel, describe_data, load_model, make_loader, pack_temporarily
-from trainyard.train.evaluate import gather_rows, score_rows
+from trainyard.train.evaluate import draw_figures, gather_rows, score_rows
 from trainyard.train.module import Batch, DataInfo, SampleSource
 from trainyard.train.precision import make_autocast
 from trainyard.train.recorder import encode_line
@@ -327,7 +327,7 @@ def _score(
         logger.info("{}: computing the baselines on the same samples (--no-baseline leaves them out)", folder)
         for name, metrics in module.score_baselines(rows, evaluated, open_training).items():
             systems[name] = {metric: float(value) for metric, value in metrics.items()}
-    return systems, module.report_figures(rows)
+    return systems, draw_figures(module, rows, with_samples=config.report.samples == "on")
 
 
 def _write(

@@ -31,6 +31,7 @@ def evaluate(
     batch_size: int,
     autocast: Callable[[], AbstractContextManager[None]],
     save_figures: Callable[[dict[str, bytes]], None] | None = None,
+    with_samples: bool = False,
     progress: Callable[[int], object] = lambda samples: None,
     keep_smaller: Callable[[int], object] = lambda size: None,
 ) -> dict[str, float]:
@@ -39,6 +40,7 @@ def evaluate(
     Args:
         save_figures: at the end of training: called on rank 0 with the module's report figures of this set; then the
             metrics have their intervals, too.
+        with_samples: the figures may show samples (report.samples).
         progress: called with the number of samples of each batch that is done.
         keep_smaller: called on every rank with the batch size that was needed, if `batch_size` did not fit somewhere.
     """
@@ -48,7 +50,7 @@ def evaluate(
         rows, size = gathered
         metrics = score_rows(module, rows, with_intervals=save_figures is not None)
         if save_figures is not None:
-            save_figures(module.report_figures(rows))
+            save_figures(draw_figures(module, rows, with_samples=with_samples))
         scored = metrics, size
     result: tuple[dict[str, float], int] = distributed.broadcast_from_rank0(scored)
     if result[1] < batch_size:
@@ -69,6 +71,11 @@ def score_rows(module: TrainModule, rows: Rows, *, with_intervals: bool) -> dict
                 len(rows[SAMPLE_ID]),
             )
     return {name: float(value) for name, value in metrics.items()}
+
+
+def draw_figures(module: TrainModule, rows: Rows, *, with_samples: bool) -> dict[str, bytes]:
+    """Return the figures of a scored set: title -> PNG; those of samples last, and only if they may be shown."""
+    return {**module.report_figures(rows), **(module.sample_figures(rows) if with_samples else {})}
 
 
 def find_constant_outputs(module: TrainModule, rows: Rows) -> list[str]:
@@ -114,12 +121,13 @@ def gather_rows(
 def list_final_sets(context: RunContext) -> tuple[list[str], bool]:
     """Return the sets that the final weights are scored on, and whether the scores of validation pairs are stored.
 
-    These are the test sets; without one, validation if the job has report figures. Jobs that compare samples have
+    These are the test sets; without one, validation if the job has figures. Jobs that compare samples have
     pairs.
     """
     kind, splits = type(context.module), context.splits
     names = [name for name in splits if name not in (TRAIN, VALIDATION)]
-    if not names and VALIDATION in splits and kind.report_figures is not TrainModule.report_figures:
+    has_figures = (kind.report_figures, kind.sample_figures) != (TrainModule.report_figures, TrainModule.sample_figures)
+    if not names and VALIDATION in splits and has_figures:
         names = [VALIDATION]
     return names, VALIDATION in splits and kind.select_pair_scores is not TrainModule.select_pair_scores
 

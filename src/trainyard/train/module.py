@@ -169,7 +169,18 @@ class TrainModule(nn.Module):
         return {}
 
     def report_figures(self, rows: Rows) -> dict[str, bytes]:
-        """Return plots and images of a scored set for the report: title -> PNG. Called at the end, on rank 0."""
+        """Return plots of a whole scored set for the report: title -> PNG. Called at the end, on rank 0.
+
+        They show no sample, and no name of one.
+        """
+        return {}
+
+    def sample_figures(self, rows: Rows) -> dict[str, bytes]:
+        """Return images of a few samples of a scored set, such as the best and the worst: title -> PNG.
+
+        Called after `report_figures`, of the same rows, and only with report.samples=on: off is the default, because
+        pages are shared. A family whose samples others may see declares `report` in its Config with samples="on".
+        """
         return {}
 
     def prediction_rows(self, rows: Rows, keys: Sequence[str]) -> Iterator[dict[str, object]]:

@@ -372,15 +372,15 @@ class Trainer:
             batch_size=self.eval_batch_size,
             autocast=self.autocast,
             save_figures=partial(write_report_figures, self.context.run, self.recorder, split, step) if last else None,
+            with_samples=self.config.report.samples == "on",
             progress=self.context.heartbeat.touch,
             keep_smaller=partial(self._lower, "eval_batch_size", reason="an evaluation found no room for more"),
         )
-        progress = self.state.progress
         if self.recorder is not None:
-            line = {"epoch": progress.epoch, "split": split, **metrics, "seconds": time.monotonic() - begin}
-            self.recorder.log("eval", progress.step, line)
+            line = {"epoch": self.state.progress.epoch, "split": split, **metrics, "seconds": time.monotonic() - begin}
+            self.recorder.log("eval", step, line)
             values = "  ".join(f"{name} {metrics[name]:.4g}" for name in list_metric_names(metrics))
-            logger.info("{} at step {}: {}", split, progress.step, values)
+            logger.info("{} at step {}: {}", split, step, values)
             if missing := explain_missing_intervals(metrics):
                 logger.info(missing)
         return metrics

@@ -99,6 +99,11 @@ class StripesModule(TrainModule):
         Image.fromarray(confusion).save(png, "PNG")
         return {"Confusion, true/chosen": png.getvalue()}
 
+    def sample_figures(self, rows: Rows) -> dict[str, bytes]:
+        png = io.BytesIO()
+        Image.new("L", (8, 8)).save(png, "PNG")
+        return {f"sample {rows['sample_id'][0]}": png.getvalue()}
+
     def prediction_rows(self, rows: Rows, keys: Sequence[str]) -> Iterator[dict[str, object]]:
         for key, predicted in zip(keys, rows["chosen"].tolist(), strict=True):
             yield {"image": key, "direction": self.directions[predicted]}
