@@ -2,8 +2,9 @@
 
 import pytest
 
+from trainyard.duration import Duration
 from trainyard.errors import UserError
-from trainyard.settings import Duration, ScheduleSettings, TrainConfig, check
+from trainyard.settings import ScheduleSettings, TrainConfig, check
 from trainyard.train.schedule import compute_lr_factor
 
 

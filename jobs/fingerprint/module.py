@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from trainyard import scoring
+from trainyard.duration import Duration
 from trainyard.errors import UserError
 from trainyard.report import score_figures
-from trainyard.settings import Duration
 from trainyard.train.module import Batch, DataInfo, Rows, SampleSource, Signature, TrainModule
 
 from .class_sampling import compute_sampled_cosines, draw_classes

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from trainyard import config as configs
 from trainyard.cli.choices import describe_choices, describe_memory, describe_packing
 from trainyard.data.prepare import check_packed, find_raw, is_packed
+from trainyard.duration import Duration
 from trainyard.launch import submit, sweep
 from trainyard.launch.batch_script import Turn
 from trainyard.launch.choose_data import DataChoice
@@ -18,7 +19,7 @@ from trainyard.launch.predecessor import Predecessor
 from trainyard.runs.folder import check_name
 from trainyard.runs.manifest import list_checkpoints
 from trainyard.runs.sweep_file import FOLDER
-from trainyard.settings import Duration, TrainConfig
+from trainyard.settings import TrainConfig
 
 if TYPE_CHECKING:
     import numpy as np

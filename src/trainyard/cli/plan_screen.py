@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from trainyard.duration import Duration
 from trainyard.errors import UserError
 from trainyard.hardware import Gpu, GpuType, choose_precision
 from trainyard.launch.decoding_need import find_cores_needed
@@ -22,7 +23,7 @@ from trainyard.launch.memory_prediction import (
 )
 from trainyard.launch.observed import ObservedStep, correct, count_disk_bytes, estimate_checkpoint_bytes, make_place
 from trainyard.runs.observations import Observation, find_observation
-from trainyard.settings import Duration, StoreSettings, TrainConfig
+from trainyard.settings import StoreSettings, TrainConfig
 from trainyard.text import align_columns, format_size
 from trainyard.train.save_interval import compute_interval_s
 

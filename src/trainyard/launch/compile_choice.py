@@ -11,10 +11,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from trainyard.duration import Duration
 from trainyard.environment import THIS_CODE, describe_cpu
 from trainyard.errors import UserError
 from trainyard.files import make_own_folder, parse_json, read_file
-from trainyard.settings import Duration, TrainConfig
+from trainyard.settings import TrainConfig
 
 CACHE_VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 CPU = "cpu"

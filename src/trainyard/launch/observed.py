@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING
 
+from trainyard.duration import Duration
 from trainyard.hardware import GpuType, find_gpu_by_name, make_gpu_key
 from trainyard.launch.memory_prediction import Predict, Setting, StepPrediction, read_store
 from trainyard.runs.folder import format_run_name, read_env
@@ -20,7 +21,7 @@ from trainyard.runs.observations import (
     keep_observation,
     keep_prediction,
 )
-from trainyard.settings import Duration, TrainConfig
+from trainyard.settings import TrainConfig
 
 if TYPE_CHECKING:
     import torch

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from trainyard.config import freeze, thaw
 from trainyard.data.prepare import StopRequested, is_packed, prepare_data, restore_source, verify_packed
+from trainyard.duration import Duration
 from trainyard.errors import DiskFull, OutOfDeviceMemory, UserError
 from trainyard.files import AppendedFile, limit_writers, report_full_disk, write_atomically
 from trainyard.hardware import (
@@ -31,7 +32,7 @@ from trainyard.runs.folder import CONFIG, read_env, record_error
 from trainyard.runs.lock import RunLock
 from trainyard.runs.observations import keep_key
 from trainyard.runs.state import ExitCode, choose_exit_code
-from trainyard.settings import Duration, TrainConfig
+from trainyard.settings import TrainConfig
 from trainyard.train.world import World, read_attempt_id, read_world
 
 if TYPE_CHECKING:

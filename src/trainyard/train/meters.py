@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from trainyard.settings import Duration
+from trainyard.duration import Duration
 
 T = TypeVar("T")
 
