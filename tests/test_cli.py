@@ -380,6 +380,7 @@ def test_a_shell_completes_commands_flags_jobs_and_runs(here, capsys):
     assert complete("submit", "stripes", "--lo") == ["--local"]
     assert complete("why", "runs/str") == ["runs/stripes"] and complete("why", "str") == ["stripes"]
     assert complete("ckpt", "ve") == ["verify"]
+    assert "pricing_demo" in complete("run", "pricing"), "of Trainyard's own families, too"
 
 
 def test_a_shell_without_the_library_is_told_what_to_install(here, capsys, monkeypatch):

@@ -217,6 +217,16 @@ def test_the_table_of_all_presets_reads_what_is_stored(tmp_path, monkeypatch, ca
     assert not (tmp_path / "trainyard" / "plans").exists()
 
 
+@pytest.mark.long
+def test_the_table_has_the_presets_of_ones_own_families_and_of_trainyards(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(JOBS.parent / "tests" / "families" / "stripes", tmp_path / "jobs" / "stripes")
+    assert main(["plan", "--all", "--stored", "--hw", "a5000"]) == 0
+    rows = {line.split("|")[1].strip() for line in capsys.readouterr().out.splitlines()[2:] if line.startswith("|")}
+    assert rows == {"stripes", *configs.find_jobs(JOBS)}
+
+
 def test_a_plan_of_one_job_and_one_of_all_are_told_apart():
     for typed in (["plan"], ["plan", "pricing", "--stored"], ["plan", "pricing", "--all"]):
         assert main(typed) == 2

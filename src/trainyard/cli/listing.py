@@ -13,7 +13,7 @@ from trainyard import config as configs
 from trainyard.cli.verb import Verbs, add_verb
 from trainyard.environment import list_gpu_memory_gib
 from trainyard.errors import UserError
-from trainyard.families import list_roots
+from trainyard.families import find_own_families, list_roots
 from trainyard.launch.choose_gpu import read_needed_gib
 from trainyard.text import cut
 
@@ -30,16 +30,18 @@ _PREAMBLES = {
     "bash": """
 _trainyard_jobs() {
   local file
-  compgen -W "$(for file in jobs/[!._]*/*.yaml; do file=${file##*/}; echo "${file%.yaml}"; done)" -- "$1"
+  compgen -W "$(for file in jobs/[!._]*/*.yaml @OWN@/[!._]*/*.yaml; do
+    [ ! -e "$file" ] || { file=${file##*/}; echo "${file%.yaml}"; }; done | sort -u)" -- "$1"
 }
 _trainyard_runs() { compgen -d -- "$1"; _trainyard_jobs "$1"; }
 """,
     "zsh": """
-_trainyard_jobs() { compadd -- jobs/[^._]*/*.yaml(N:t:r) }
+_trainyard_jobs() { compadd -- {jobs,@OWN@}/[^._]*/*.yaml(N:t:r) }
 _trainyard_runs() { _files -/; _trainyard_jobs }
 """,
 }
-"""Functions that complete the names of jobs, from ./jobs, and of runs: a folder, or a job for its newest run."""
+"""Functions that complete the names of jobs, from ./jobs and from Trainyard's own families (@OWN@, quoted), and of
+runs: a folder, or a job for its newest run."""
 
 SHARE_LEFT = 0.9
 """Of a card's nominal memory: ECC and the driver take up to 8 %."""
@@ -136,7 +138,9 @@ def _print_completion(args: argparse.Namespace) -> int:
                 action.complete = dict.fromkeys(COMPLETION_FILES, known)  # type: ignore[attr-defined]
             elif action.type is Path:
                 action.complete = shtab.FILE  # type: ignore[attr-defined]
-    script = shtab.complete(parser, shell=args.shell, preamble=_PREAMBLES)
+    own = shlex.quote(str(find_own_families().resolve()))
+    preambles = {shell: text.replace("@OWN@", own) for shell, text in _PREAMBLES.items()}
+    script = shtab.complete(parser, shell=args.shell, preamble=preambles)
     first, _, rest = script.partition("\n")
     print(f"{first}\n# To use it: trainyard completion {args.shell} > {COMPLETION_FILES[args.shell]}\n{rest}")
     return 0

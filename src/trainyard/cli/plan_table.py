@@ -8,6 +8,7 @@ from trainyard import config as configs
 from trainyard.cli.choices import compose_job
 from trainyard.cluster import description as clusters
 from trainyard.errors import UserError
+from trainyard.families import list_roots
 from trainyard.hardware import GpuType
 from trainyard.launch.memory_prediction import (
     MISFIT,
@@ -34,15 +35,17 @@ def tabulate_presets(
     from tqdm import tqdm  # here, because submit loads this file and must respond quickly
 
     rows, notes, where = [], Notes(), str(find_cache(os.environ))
-    presets = list(configs.find_jobs(args.jobs))
-    for job in tqdm(presets, unit="preset", leave=False, disable=True if args.stored else None):
-        config = compose_job(argparse.Namespace(**{**vars(args), "job": job}), cluster).config
+    roots = [args.jobs] if args.typed_jobs else list_roots()
+    presets = {job: root for root in reversed(roots) for job in configs.find_jobs(root)}  # the first root has priority
+    for job in tqdm(sorted(presets), unit="preset", leave=False, disable=True if args.stored else None):
+        jobs = presets[job]
+        config = compose_job(argparse.Namespace(**{**vars(args), "job": job, "jobs": jobs}), cluster).config
         try:
-            store = open_store(config, args.jobs, os.environ)
+            store = open_store(config, jobs, os.environ)
             if not args.stored:
                 store = complete_store(
                     config,
-                    args.jobs,
+                    jobs,
                     list(cards.values()),
                     gpus=args.gpus,
                     environ=os.environ,
