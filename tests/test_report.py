@@ -689,6 +689,17 @@ def test_no_plot_shows_what_another_shows_and_constants_are_in_a_table(tmp_path)
     assert page.text.index("No baseline") < page.text.index("Curves")
 
 
+def test_a_failed_run_of_one_step_has_its_reason_in_a_note_and_no_curve_of_one_point(tmp_path):
+    run = new_run(tmp_path)
+    with open_recorder(run) as log:
+        log_start(log, "start", 0)
+        log.log("train", 1, {"loss": 2.0, "step_losses": [2.0], "lr": 1e9, "zero": 0.0, "samples_per_s": 9.0})
+        log.log("event", 2, {"event": "failed", "reason": "the gradient is not finite"})
+    page = report.write_report(run).read_text()
+    assert '<span class="pill failed">failed</span><div class="note">the gradient is not finite</div>' in page
+    assert "further curve" not in page and not list((run / "plots").glob("train_*"))
+
+
 def test_a_map_of_embeddings_is_deterministic_names_nobody_and_needs_no_variance():
     rng = np.random.default_rng(0)
     embeddings, identities = rng.normal(size=(40, 8)).astype(np.float32), np.arange(40) // 2

@@ -263,6 +263,7 @@ class TinyDet(TrainModule):
 
     identity = "picture"
     monitor = ("ap", "max")
+    baseline = ("finding nothing", 0.0)
     mean: Tensor
     std: Tensor
     loader_mean: Tensor

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from trainyard.files import limit_writers, write_atomically
 from trainyard.report.evaluation_table import render_evaluations
+from trainyard.report.figures import Plot
 from trainyard.report.headline import find_headline, render_headline
 from trainyard.report.html import PAGE_TEMPLATE, render_gallery, render_section, render_table
 from trainyard.report.metric_values import ABSENT, format_metric, format_value
@@ -110,12 +111,13 @@ def write_report(run: Path) -> Path:
     (run / "plots").mkdir(exist_ok=True)
     for plot in plots:
         write_atomically(run / "plots" / f"{plot.name}.png", plot.png)
-    curves = [*plots.losses[:1], *plots.metrics, *plots.losses[1:], *plots.optimizer]
+    first = [*plots.losses[:1], *plots.metrics[:1]]
+    further = [*plots.metrics[1:], *plots.losses[1:], *plots.optimizer]
     body = "\n".join(
         [
             _render_header(story),
             render_headline(find_headline(story)),
-            render_section("Curves", render_gallery(curves)),
+            render_section("Curves", render_gallery(first), _render_further(further)),
             *(
                 render_section("Figures", text)
                 for text in filter(None, [render_gallery(read_figures(run / "exhibits"))])
@@ -136,14 +138,22 @@ def write_report(run: Path) -> Path:
     return run / "report.html"
 
 
+def _render_further(plots: Sequence[Plot]) -> str:
+    """Return plots that are closed until somebody opens them, so that figures come soon after the first two curves."""
+    count = f"{len(plots)} further curve{'s' * (len(plots) > 1)}"
+    return f"<details><summary>{count}</summary>{render_gallery(plots)}</details>" if plots else ""
+
+
 def _render_header(story: RunStory) -> str:
-    shade = next((word for word in ("done", "failed") if story.status.startswith(word)), "")
+    state, _, reason = story.status.partition(" (")
+    shade = state if state in ("done", "failed") else ""
     started = next((e.get("time") for e in story.events if e.get("event") == "start"), None)
     missing = "".join(f"<p>{html.escape(text)}</p>" for text in story.list_missing())
     return (
         f"<header><h1>{html.escape(story.job)}</h1>"
         f'<p class="soft">Run {html.escape(story.run.absolute().name)}, started {_format_time(started)}</p>'
-        f'<span class="pill {shade}">{html.escape(story.status)}</span>'
+        f'<span class="pill {shade}">{html.escape(state)}</span>'
+        + (f'<div class="note">{html.escape(reason.removesuffix(")"))}</div>' if reason else "")
         + (f'<div class="note">{missing}</div>' if missing else "")
         + "</header>"
     )

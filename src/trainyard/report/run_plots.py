@@ -54,11 +54,12 @@ class Plots:
 
 
 def draw_plots(story: RunStory) -> Plots:
-    """Draw what was recorded and changes: a curve that equals the loss is not drawn again."""
+    """Draw what was recorded and changes: no curve of one point, none that equals the loss, and no constant one."""
     names = dict.fromkeys(name for line in story.train for name in select_metrics(line))
     logged = {name: _list_logged(story, name) for name in names}
     loss = logged.get("loss")
     curves = [name for name, curve in logged.items() if name == "loss" or loss is None or not _is_same(curve, loss)]
+    curves = [name for name in curves if _changes(story.list_step_losses() if name == "loss" else logged[name])]
     curves.sort(key=lambda name: name != "loss")
     raw = "each step" if story.every == 1 else f"steps of each {story.every}th line"
     drawn = {
@@ -107,6 +108,11 @@ def _list_logged(story: RunStory, key: str) -> tuple[Floats, Floats]:
 
 def _is_same(one: tuple[Floats, Floats], other: tuple[Floats, Floats]) -> bool:
     return all(np.array_equal(a, b, equal_nan=True) for a, b in zip(one, other, strict=True))
+
+
+def _changes(curve: tuple[Floats, Floats]) -> bool:
+    """Return whether a curve has points of different values: NaN differs from all."""
+    return len(np.unique(curve[1], equal_nan=False)) > 1
 
 
 def _plot_curve(key: str, steps: Floats, values: Floats, raw: str = "logged") -> Plot:

@@ -62,6 +62,7 @@ class Detector(TrainModule):
 
     monitor = ("ap50", "max")
     tie_breaks = (("ap", "max"),)
+    baseline = ("finding nothing", 0.0)
 
     def __init__(
         self,
