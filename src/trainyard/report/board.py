@@ -48,6 +48,8 @@ _SHADES: dict[str, str] = {State.DONE: "done", State.FAILED: "failed", State.LOS
 _STYLE = """<style>
 .board { width: 100%; }
 .board td { white-space: normal; overflow-wrap: anywhere; min-width: 4rem; }
+.board td:first-child { min-width: 10rem; }
+.board .when { white-space: nowrap; }
 .board .pill { margin: 0; }
 .board code { font-size: .8rem; }
 .spark { display: block; width: 7.5rem; height: 1.75rem; stroke: var(--link); fill: none; stroke-width: 1.5; }
@@ -225,10 +227,10 @@ def _render_row(entry: Entry, flag: str, now: float) -> str:
     command = f"{entry.command}{flag}" if entry.command.startswith("trainyard ") else entry.command
     goodput = "-" if entry.goodput is None else f"{entry.goodput:.0%}".replace("%", " %")
     cells = (
-        f'<a href="{page}">{html.escape(entry.name)}</a>',
+        f'<a href="{page}">{html.escape(entry.name).replace("/", "/<wbr>")}</a>',
         f'<span class="pill {_SHADES.get(entry.state, "")}">{html.escape(entry.state)}</span> '
         f'<span class="soft">{html.escape(entry.detail)}</span>',
-        f'{html.escape(entry.progress)} <span class="soft">{_format_activity(entry, now)}</span>',
+        f'{html.escape(entry.progress)} <span class="soft when">{_format_activity(entry, now)}</span>',
         html.escape(entry.newest),
         _draw_sparkline(entry),
         goodput,
@@ -257,18 +259,23 @@ def _format_newest(status: Status, lines: Sequence[Line]) -> str:
 
 
 def _list_losses(lines: Sequence[Line]) -> Iterator[tuple[int, float]]:
-    """Yield step and loss of the training lines, each step once."""
+    """Yield step and loss of the steps that training lines list, each once; of earlier versions, the lines' own."""
     seen = -1
     for line in lines:
-        if line["kind"] == "train" and line["step"] > seen and math.isfinite(line.get("loss", math.nan)):
+        if line["kind"] == "train" and line["step"] > seen:
+            listed = line.get("step_losses") or [line.get("loss")]
+            for step, loss in enumerate(listed, start=line["step"] - len(listed) + 1):
+                if step > seen and loss is not None and math.isfinite(loss):
+                    yield step, float(loss)
             seen = line["step"]
-            yield seen, float(line["loss"])
 
 
 def _scale_curve(points: Sequence[tuple[int, float]]) -> list[tuple[float, float]]:
-    """Return the points of a curve in pixels of a sparkline; nothing of fewer than two."""
+    """Return points all over a curve, in pixels of a sparkline; nothing of fewer than two."""
     if len(points) < 2:
         return []
+    if len(points) > _MOST_POINTS:
+        points = [points[i * (len(points) - 1) // (_MOST_POINTS - 1)] for i in range(_MOST_POINTS)]
     (first, _), (last, _) = points[0], points[-1]
     low, high = min(y for _, y in points), max(y for _, y in points)
     return [
