@@ -179,7 +179,11 @@ class PricingModule(TrainModule):
         chosen = {"Best predictions": order[:_SHOWN], "Worst predictions": order[::-1][:_SHOWN]}
         figures = {}
         for title, places in chosen.items():
-            texts = [vocabulary.decode(ids.tolist()) for ids in data.read("tokens", rows["sample_id"][places])]
+            pieces = [
+                [vocabulary.id_to_token(token) or "" for token in ids.tolist()[1:-1]]  # without [CLS] and [SEP]
+                for ids in data.read("tokens", rows["sample_id"][places])
+            ]
+            texts = ["".join(own).replace("\u2581", " ").strip() for own in pieces]  # SentencePiece marks a space so
             table = [
                 [f"{rows['price'][i]:,.4g}", f"{rows['predicted'][i]:,.4g}", text[:_SHOWN_CHARS]]
                 for i, text in zip(places.tolist(), texts, strict=True)

@@ -117,7 +117,7 @@ def write_report(run: Path) -> Path:
         [
             _render_header(story),
             render_headline(find_headline(story)),
-            render_section("Curves", render_gallery(first), _render_further(further)),
+            render_section("Curves", render_gallery(first) or _NO_CURVE, _render_further(further)),
             *(
                 render_section("Figures", text)
                 for text in filter(None, [render_gallery(read_figures(run / "exhibits"))])
@@ -136,6 +136,9 @@ def write_report(run: Path) -> Path:
     page = PAGE_TEMPLATE.replace("@TITLE@", html.escape(f"{story.job} - {run.name}")).replace("@BODY@", body)
     write_atomically(run / "report.html", page.encode())
     return run / "report.html"
+
+
+_NO_CURVE = '<p class="soft">Nothing was recorded at two steps yet, so there is no curve.</p>'
 
 
 def _render_further(plots: Sequence[Plot]) -> str:
