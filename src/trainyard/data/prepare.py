@@ -254,9 +254,9 @@ def restore_source(config: TrainConfig, source: str, jobs_dir: Path) -> TrainCon
         again = source
     else:
         differing = find_differences(compose(config.job, [], jobs_dir), config)
-        packing = [
-            f"{d.name}={d.new}" for d in differing if d.name.startswith(("packing.", "image.fill", "sound.rate"))
-        ]
+        names: tuple[str, ...] = ("packing.", "image.fill", "sound.rate")
+        names += ("image.height_px", "image.width_px", "image.channels") if "input" in build_meta(config) else ()
+        packing = [f"{d.name}={d.new}" for d in differing if d.name.startswith(names)]
         typed = shlex.join(["trainyard", "pack", config.job, "RAW", gone, *packing])
         raise UserError(
             f"{gone}: the packed data of this run is gone, and so are the raw files ({source or 'not recorded'}). Put "

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _MEASURED_ROUNDS, _MEASURED_S = 2, 0.2  # the first warms up
 _MEASURED_IMAGES, _MEASURED_BATCH = 1024, 64
-_PNG_LEVEL = 1  # of zlib: levels up to 9 save 4 % of the bytes, decode as fast, and take four times as long to write
+_PNG_LEVEL = 1  # of zlib: higher ones save a few per cent, take several times as long to write, and decode no sooner
 _PNG_UP = 2  # filter type "Up" (PNG specification, 9.2)
 _PNG_COLOR = {1: 0, 3: 2}  # colour type by channels
 
@@ -164,8 +164,8 @@ def describe_reading(data: "ShardSet", config: TrainConfig) -> str:
 def encode_png(pixels_HWC: np.ndarray) -> bytes:
     """Return an 8-bit gray or RGB image as PNG, every row filtered by "Up".
 
-    Pillow chooses a filter for each row by size, mostly type 4, which no decoder undoes quickly: on prints of 299 px,
-    "Up" decodes 1.7 times as fast and takes 4 % more bytes (benchmarks/README.md).
+    Pillow chooses a filter for each row by size, mostly type 4, which no decoder undoes quickly; "Up" decodes sooner
+    for a few per cent more bytes (`trainyard bench prints`: input_png and pillow_png).
     """
     height, width, channels = pixels_HWC.shape
     rows = pixels_HWC.reshape(height, width * channels)
