@@ -35,6 +35,15 @@ def list_libraries(pid: int) -> str:
     return Path(f"/proc/{pid}/maps").read_text()
 
 
+@pytest.fixture(autouse=True)
+def _take_signals_that_a_shell_had_ignored():
+    """Let processes begin with SIGQUIT and SIGHUP as usual: under nohup, or after `&` in a script, they are ignored."""
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGQUIT, signal.SIGHUP)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGHUP, pytest.param(signal.SIGQUIT, marks=pytest.mark.long)])
 def test_a_closed_terminal_and_ctrl_backslash_save_like_sigterm(number, tmp_path):
