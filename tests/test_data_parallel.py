@@ -191,9 +191,9 @@ def run_on_ranks(work: Callable[..., None], world_size: int, folder: Path, *argu
     assert [process.exitcode for process in ranks] == [0] * world_size
 
 
-def _join_with_few_open_files(rank: int, world_size: int, folder: Path, hard: int | None) -> None:
+def _join_with_few_open_files(rank: int, world_size: int, folder: Path) -> None:
     spare = len(list(Path("/proc/self/fd").iterdir())) + 3
-    resource.setrlimit(resource.RLIMIT_NOFILE, (spare, hard or resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (spare, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
     distributed.join(World(rank, rank, world_size, world_size, rendezvous="ranks"), folder, os.environ)
     distributed.barrier()
     distributed.leave()
@@ -201,7 +201,7 @@ def _join_with_few_open_files(rank: int, world_size: int, folder: Path, hard: in
 
 def test_ranks_join_although_the_soft_limit_on_open_files_is_too_low(tmp_path):
     ranks: list[Any] = [
-        FORKSERVER.Process(target=_join_with_few_open_files, args=(rank, 3, tmp_path, None)) for rank in range(3)
+        FORKSERVER.Process(target=_join_with_few_open_files, args=(rank, 3, tmp_path)) for rank in range(3)
     ]
     for process in ranks:
         process.start()
