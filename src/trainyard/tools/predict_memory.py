@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from loguru import logger
 from torch import Tensor
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
 from trainyard.config import apply_overrides, compose, load_family, thaw
 from trainyard.data.index import IMAGE, RAGGED
@@ -27,12 +26,13 @@ from trainyard.hardware import Precision, get_gpu
 from trainyard.launch.memory_prediction import Setting, StepPrediction, choose_split, find_cache, open_store
 from trainyard.settings import TrainConfig
 from trainyard.train.deferred_compiler import defer_compiler
+from trainyard.train.meta_tensors import MetaTensorMode, SkippedFills, ValuesAreReadError, copy_without_values
 from trainyard.train.module import DataInfo, TrainModule
 from trainyard.train.precision import make_autocast
 from trainyard.train.run_context import TRAIN
 from trainyard.train.run_state import build_state, recompute_layers
 from trainyard.train.step import TrainState
-from trainyard.train.step_memory import cast_layers_as_on_gpu, predict_step, remove_values, resize_batch
+from trainyard.train.step_memory import cast_layers_as_on_gpu, predict_step, resize_batch
 
 _TEMPLATE = 2  # samples that are read to see what a batch contains
 
@@ -45,6 +45,7 @@ class Predictor:
         self.data = ShardSet(Path(config.data.path))
         pack = load_family(jobs_dir, config.family, "pack")
         self.train_ids = pack.splits(self.data.columns, self.data.vocabulary, config)[TRAIN]
+        self._modules: dict[bool, TrainModule] = {}  # by whether activations are recomputed
         self._template = self._read_template()
         self._longest = {
             name: int(records.shape[self.train_ids, 0].max())
@@ -70,38 +71,42 @@ class Predictor:
         """
         precision = Precision(setting.dtype, setting.dtype == "fp16", False, setting.channels_last, False, {})
         try:
-            state = self._build_state(setting, precision)
-        except UserError as error:
-            return StepPrediction(refused=str(error))
-        try:
-            with FakeTensorMode(allow_non_fake_inputs=True):
-                remove_values(state)
+            module = copy_without_values(self._build_module(recompute=setting.recompute))
+            with MetaTensorMode():
                 step = predict_step(
-                    state,
+                    self._build_state(module, setting, precision),
                     resize_batch(batch, samples=setting.micro_batch, axes=axes, channels_last=setting.channels_last),
                     micro_batches=2 if setting.accumulates else 1,
                     clip_grad_norm=self.config.clip_grad_norm,
                     autocast=make_autocast(precision, torch.device("cpu")),
                     on_gpu=setting.device == "cuda",
                 )
-        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        except UserError as error:
+            return StepPrediction(refused=str(error))
+        except ValuesAreReadError as error:
             return StepPrediction(
                 refused=f"a step of family {self.config.family} reads values, as tensor.item() does, or makes tensors "
                 f"whose size depends on them, so its memory cannot be predicted without taking it: {error}"
             )
         return StepPrediction(**asdict(step))
 
-    def _build_state(self, setting: Setting, precision: Precision) -> TrainState:
-        config = replace(self.config, gradient_checkpointing=setting.recompute)
-        info = DataInfo.from_shards(self.data, self.train_ids)
-        module: TrainModule = load_family(self.jobs_dir, config.family, "module").build(config, info)
+    def _build_module(self, *, recompute: bool) -> TrainModule:
+        if recompute not in self._modules:
+            config = replace(self.config, gradient_checkpointing=recompute)
+            info = DataInfo.from_shards(self.data, self.train_ids)
+            with SkippedFills():
+                self._modules[recompute] = load_family(self.jobs_dir, config.family, "module").build(config, info)
+        return self._modules[recompute]
+
+    def _build_state(self, module: TrainModule, setting: Setting, precision: Precision) -> TrainState:
         layout: Any = torch.channels_last if setting.channels_last else torch.contiguous_format
         module.to(memory_format=layout)  # type: ignore[call-overload]
-        state = build_state(module, config, scaler=torch.amp.GradScaler("cpu", enabled=precision.loss_scaling))
+        scaler = torch.amp.GradScaler("cpu", enabled=precision.loss_scaling)
+        state = build_state(module, self.config, scaler=scaler)
         if setting.recompute:
             if setting.device == "cuda":
                 cast_layers_as_on_gpu(module)
-            recompute_layers(module, config)
+            recompute_layers(module, self.config)
         return state
 
     def _read_template(self) -> dict[str, Tensor]:

@@ -18,7 +18,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from loguru import logger
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
 from trainyard.data.augment import list_scales
 from trainyard.data.host_memory import read_available_memory
@@ -31,6 +30,7 @@ from trainyard.settings import TrainConfig
 from trainyard.text import format_size
 from trainyard.train import distributed
 from trainyard.train.evaluate import predict_share
+from trainyard.train.meta_tensors import MetaTensorMode, ValuesAreReadError, copy_without_values
 from trainyard.train.out_of_memory import (
     EVALUATION,
     choose_smaller,
@@ -154,7 +154,7 @@ def _predict_on_host(context: RunContext, loader: Loader, autocast: Autocast) ->
         return "off", "a step whose ranks exchange sparse gradients is not predicted"
     try:
         needed = _predict_step(context, loader, autocast)
-    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+    except ValuesAreReadError as error:
         return "off", f"a step of family {context.config.family} reads values, so it cannot be predicted: {error}"
     refuse_batches_without_memory(context, loader, available=available, step_bytes=needed)
     return (
@@ -165,7 +165,7 @@ def _predict_on_host(context: RunContext, loader: Loader, autocast: Autocast) ->
 
 def _predict_step(context: RunContext, loader: Loader, autocast: Autocast) -> int:
     """Return the bytes that a step of this rank takes on the CPU besides what exists before it."""
-    from trainyard.train.step_memory import predict_step, remove_values, resize_batch  # few runs need it
+    from trainyard.train.step_memory import predict_step, resize_batch  # few runs need it
 
     config, ids = context.config, context.splits[TRAIN]
     with closing(loader.evaluate(ids, batch_size=2)) as stream:
@@ -175,11 +175,9 @@ def _predict_step(context: RunContext, loader: Loader, autocast: Autocast) -> in
     axes = {name: {1: int(record.shape[ids, 0].max())} for name, record in records if record.kind == RAGGED}
     axes[IMAGE] = {2: round(config.image.height_px * scale), 3: round(config.image.width_px * scale)}
     scaler = torch.amp.GradScaler("cpu", enabled=context.precision.loss_scaling)
-    state = build_state(copy.deepcopy(context.module), config, scaler=scaler)
     accumulates = context.world.world_size * context.micro_batch_size < config.global_batch_size
-    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with _restore_generators(context.device), allow_nondeterministic_operators(), fake_mode:
-        remove_values(state)
+    with _restore_generators(context.device), allow_nondeterministic_operators(), MetaTensorMode():
+        state = build_state(copy_without_values(context.module), config, scaler=scaler)
         largest = resize_batch(
             batch, samples=context.micro_batch_size, axes=axes, channels_last=context.precision.channels_last
         )

@@ -1,4 +1,4 @@
-"""Predicts the device memory of one optimizer step by taking it with fake tensors, which have shapes and no values.
+"""Predicts the device memory of one optimizer step by taking it with tensors without values (`meta_tensors`).
 
 The real module, loss, backward pass and optimizer run, so what is saved for the backward pass, and when it is freed,
 is decided by the same code as in training. `LiveStorages` adds up the storages that are alive.
@@ -8,7 +8,6 @@ calls its module more than once, as one with several micro-batches does, and it 
 """
 
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -19,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from trainyard.data.index import IMAGE
 from trainyard.data.loader import MicroBatch
+from trainyard.train.meta_tensors import MetaTensorMode, run_on_meta
 from trainyard.train.module import TrainModule
 from trainyard.train.step import TrainState, train_step
 
@@ -55,14 +54,14 @@ class StepMemory:
         return self.parameters + self.buffers + self.optimizer + self.averages + self.batch + self.activations
 
 
-class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class LiveStorages(MetaTensorMode):  # type: ignore[no-untyped-call]
     """Adds up the storages that operators create, until they are freed, and the operations.
 
     What an operator allocates and frees inside itself, a workspace, is not seen.
     """
 
     def __init__(self, *, block_bytes: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.live_bytes = self.peak_bytes = self.flops = 0
         self._block_bytes = block_bytes
         self._known: dict[int, weakref.ref[Any]] = {}  # by the address of the storage, until it is freed
@@ -80,11 +79,11 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return sum(self._round_up(tensor.untyped_storage().nbytes()) for tensor in tensors)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.prim.device.default:
-            return args[0].device  # most calls are this one, and each would pass through every mode
         if func in _IN_PLACE:
             return None
-        out = func(*args, **(kwargs or {}))
+        out = run_on_meta(func, args, kwargs or {})
+        if func is torch.ops.prim.device.default:
+            return out  # most calls are this one
         self.add(leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor))
         if (count := flop_registry.get(func._overloadpacket)) is not None:
             self.flops += count(*args, **(kwargs or {}), out_val=out)
@@ -119,7 +118,7 @@ def predict_step(
     autocast: Callable[[], AbstractContextManager[None]],
     on_gpu: bool,
 ) -> StepMemory:
-    """Return what a step takes. Call it in the fake mode in which the state and the batch were made, on the CPU.
+    """Return what a step takes. Call it in a `MetaTensorMode`, with a state and a batch without values.
 
     torch runs a backward pass on tensors of a GPU only where there is one. So that of a GPU is that of the CPU, but
     with the GPU's blocks and data types (`_AutocastAsOnGpu`).
@@ -172,35 +171,6 @@ def _take_last_micro_batch(module: nn.Module, batch: dict[str, Tensor], *, weigh
             if parameter.requires_grad:
                 parameter.grad = torch.empty_like(parameter)
     yield MicroBatch(batch, weight=weight, last=True, wait_s=0.0)
-
-
-def remove_values(state: TrainState) -> None:
-    """Replace all tensors of a new state by fake ones, in a fake mode. It is built with values: models need some."""
-    fakes: dict[int, tuple[Tensor, Tensor]] = {}  # by identity, with the original, so that no other gets its identity
-
-    def convert(tensor: Tensor) -> Tensor:
-        if id(tensor) not in fakes:
-            fakes[id(tensor)] = tensor, _make_fake(tensor)
-        return fakes[id(tensor)][1]
-
-    for module in _list_modules(state):
-        for layer in module.modules():
-            every: tuple[dict[str, Any], ...] = (layer._parameters, layer._buffers)
-            for tensors in every:
-                tensors.update({name: convert(tensor) for name, tensor in tensors.items() if tensor is not None})
-    optimizer = state.optimizer
-    for group in optimizer.param_groups:
-        group["params"] = [convert(parameter) for parameter in group["params"]]
-    moments = {convert(p): {name: convert(v) for name, v in values.items()} for p, values in optimizer.state.items()}
-    optimizer.state = defaultdict(dict, moments)
-
-
-def _make_fake(tensor: Tensor) -> Tensor:
-    """Return a tensor without values of the same layout; `FakeTensorMode.from_tensor` would load torch's compiler."""
-    fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(fake, requires_grad=tensor.requires_grad)
-    return fake.requires_grad_(tensor.requires_grad)
 
 
 def _list_modules(state: TrainState) -> list[nn.Module]:
