@@ -24,7 +24,7 @@ from trainyard.data.shards import ShardSet
 from trainyard.errors import UserError
 from trainyard.hardware import Precision, get_gpu
 from trainyard.launch.memory_prediction import Setting, StepPrediction, choose_split, find_cache, open_store
-from trainyard.settings import TrainConfig
+from trainyard.settings import StoreSettings, TrainConfig
 from trainyard.train.deferred_compiler import defer_compiler
 from trainyard.train.meta_tensors import MetaTensorMode, SkippedFills, ValuesAreReadError, copy_without_values
 from trainyard.train.module import DataInfo, TrainModule
@@ -162,10 +162,10 @@ def _predict_splits(config: TrainConfig, args: argparse.Namespace) -> None:
 def _prepare_synthetic_data(config: TrainConfig, jobs_dir: Path) -> TrainConfig:
     """Return the config with a few samples as its family synthesizes them: what a batch of them contains is known."""
     count = compose(f"{config.family}_smoke", [], jobs_dir).data.synthetic
-    cache = find_cache(os.environ) / "data"
-    return prepare_data(
-        apply_overrides(config, ["data.path=", f"data.synthetic={count}", f"data.cache={cache}"]), jobs_dir
-    )
+    overrides = ["data.path=", f"data.synthetic={count}", f"data.cache={find_cache(os.environ) / 'data'}"]
+    if isinstance(getattr(config, "packing", None), StoreSettings):
+        overrides.append("packing.store=keep")  # batches are the same, and packing is quicker
+    return prepare_data(apply_overrides(config, overrides), jobs_dir)
 
 
 if __name__ == "__main__":
