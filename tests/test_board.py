@@ -104,6 +104,9 @@ def test_a_damaged_run_is_on_the_board_with_what_is_wrong_and_cannot_write_marku
 def test_a_folder_without_runs_has_no_board(tmp_path):
     with pytest.raises(UserError, match=r"no runs yet\. Start one: trainyard run JOB"):
         write_board(tmp_path)
+    with pytest.raises(UserError, match=r"nowhere: no such folder\. Of another one: trainyard board --runs FOLDER"):
+        write_board(tmp_path / "nowhere")
+    assert not (tmp_path / "nowhere").exists()
 
 
 def test_of_a_long_run_samples_are_read_and_its_newest_evaluations(tmp_path):

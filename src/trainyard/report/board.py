@@ -9,6 +9,7 @@ import hashlib
 import html
 import json
 import math
+import re
 import shlex
 import time
 from collections import Counter
@@ -51,7 +52,7 @@ _STYLE = """<style>
 .board td:first-child { min-width: 10rem; }
 .board .when { white-space: nowrap; }
 .board .pill { margin: 0; }
-.board code { font-size: .8rem; }
+.board code { font-size: .8rem; overflow-wrap: break-word; }
 .spark { display: block; width: 7.5rem; height: 1.75rem; stroke: var(--link); fill: none; stroke-width: 1.5; }
 @media (max-width: 60rem) {
   .board thead { display: none; }
@@ -93,7 +94,8 @@ def write_board(root: Path) -> tuple[Path, int]:
     """
     runs = list_runs(root)
     if not runs:
-        raise UserError(f"{root.absolute()}: no runs yet. Start one: trainyard run JOB (trainyard jobs lists them)")
+        where = "no runs yet" if root.is_dir() else "no such folder. Of another one: trainyard board --runs FOLDER"
+        raise UserError(f"{root.absolute()}: {where}. Start one: trainyard run JOB (trainyard jobs lists them)")
     with exclusive_lock(root / _GUARD):  # of two writers, the later one has seen what the earlier one did
         entries, note = _collect_entries(root, runs)
         kept = [asdict(entry) for entry in entries if entry.stamp]
@@ -227,16 +229,21 @@ def _render_row(entry: Entry, flag: str, now: float) -> str:
     command = f"{entry.command}{flag}" if entry.command.startswith("trainyard ") else entry.command
     goodput = "-" if entry.goodput is None else f"{entry.goodput:.0%}".replace("%", " %")
     cells = (
-        f'<a href="{page}">{html.escape(entry.name).replace("/", "/<wbr>")}</a>',
+        f'<a href="{page}">{_break_after(entry.name, "/")}</a>',
         f'<span class="pill {_SHADES.get(entry.state, "")}">{html.escape(entry.state)}</span> '
         f'<span class="soft">{html.escape(entry.detail)}</span>',
         f'{html.escape(entry.progress)} <span class="soft when">{_format_activity(entry, now)}</span>',
         html.escape(entry.newest),
         _draw_sparkline(entry),
         goodput,
-        f"<code>{html.escape(command)}</code>" if command else "",
+        f"<code>{_break_after(command, '/=')}</code>" if command else "",
     )
     return "<tr>" + "".join(f'<td data-name="{n}">{c}</td>' for n, c in zip(_COLUMNS, cells, strict=True)) + "</tr>"
+
+
+def _break_after(text: str, marks: str) -> str:
+    """Return text as HTML that may go on in the next line after each of these characters."""
+    return "<wbr>".join(html.escape(part) for part in re.split(f"(?<=[{marks}])", text))
 
 
 def _format_activity(entry: Entry, now: float) -> str:

@@ -158,7 +158,6 @@ class RunStory:
         """Return what a reader would look for and not find, as sentences."""
         absent = {
             "No training line yet.": not self.train,
-            "No evaluation yet.": not self.evals,
             "The end of the run is not recorded: it is still running, or it was killed.": not any(
                 e.get("event") in ENDS for e in self.events
             ),
