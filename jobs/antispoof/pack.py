@@ -160,9 +160,17 @@ def splits(
         if len(np.unique(labels)) < 2:
             raise UserError(
                 f"the {name} set has {int(labels.sum())} bona fide and {int((1 - labels).sum())} spoofed utterances, "
-                "but needs both. Check the protocol, or packing.val_share if there is none."
+                f"but needs both. {_explain_lack(vocabulary.get('speaker', []), config)}"
             )
     return result
+
+
+def _explain_lack(speakers: Sequence[str], config: Config) -> str:
+    """Say why a set may lack a class, and what to change."""
+    if len(speakers) != 1 or not speakers[0]:
+        return "Check the protocol, or packing.val_share if there is none."
+    where = f"packing.recordings={config.packing.recordings}" if config.packing.copies else "the folder or protocol"
+    return f"All utterances are of one speaker, '{speakers[0]}' by {where}, and a speaker is in one set only."
 
 
 def _make_copies(recordings: Sequence[Utterance], config: Config) -> Iterator[Sample]:

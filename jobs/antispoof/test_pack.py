@@ -102,6 +102,10 @@ def test_a_set_without_both_classes_is_refused(tmp_path: Path) -> None:
         splits(columns, {"set": ["train", "val"]}, Config())
     with pytest.raises(UserError, match="the val set has 0 bona fide and 0 spoofed"):
         splits({name: values[:2] for name, values in columns.items()}, {"set": ["train"]}, Config())
+    config = Config()
+    config.packing.copies, config.packing.recordings = ["A01"], "(?P<speaker>[0-9])_.*"
+    with pytest.raises(UserError, match=r"one speaker, '0' by packing\.recordings=.*, and a speaker is in one set"):
+        splits(columns, {"set": ["train", "val"], "speaker": ["0"]}, config)
 
 
 def test_a_folder_to_score_needs_no_protocol(tmp_path: Path) -> None:
