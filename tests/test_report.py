@@ -24,6 +24,7 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from trainyard.errors import UserError
 from trainyard.report import run_page as report
 from trainyard.report.headline import Baseline, find_headline, judge_metric
+from trainyard.report.metric_values import format_alike
 from trainyard.report.run_story import RunStory
 from trainyard.report.score_figures import draw_embedding_map, draw_text_table
 from trainyard.runs.events import TIMING_KEYS, list_metric_names, read_events, read_metrics, select_metrics
@@ -625,7 +626,15 @@ def test_the_verdict_says_no_more_than_the_interval_shows(values, mode, baseline
     assert judge_metric(line, "eer", mode=mode, baseline=baseline).startswith(verdict)
     if baseline and len(values) == 1 and values[0] < 0.5:
         lost = judge_metric({**line, "draws_lost": 0.5}, "eer", mode=mode, baseline=baseline)
-        assert lost == "Better than chance (0.5000); too few trials for a 95 % interval."
+        assert lost == (
+            "Too few trials to tell whether this is better than chance (0.5000): no 95 % interval can be drawn."
+        )
+
+
+def test_a_count_of_one_has_no_decimals_next_to_other_counts():
+    lines = [{"pairs": 1.0, "eer": 1.0}, {"pairs": 1200.0, "eer": 0.0}, {}]
+    assert format_alike(lines, "pairs") == ["1", "1,200", "-"]
+    assert format_alike(lines, "eer") == ["1.000", "0.000", "-"]
 
 
 @pytest.mark.parametrize(

@@ -97,9 +97,11 @@ def judge_metric(line: Line, metric: str, *, mode: str, baseline: Baseline | Non
     sign = 1 if mode == "max" else -1
     ahead = sign * (value - baseline.value)
     if not has_interval(line, metric):
-        lost = any(name.startswith("draws_lost") for name in line)
-        why = "too few trials for a 95 % interval" if lost else "without a 95 % interval, which would say how surely"
-        return f"Better than {baseline}; {why}." if ahead > 0 else f"No better than {baseline}."
+        if ahead <= 0:
+            return f"No better than {baseline}."
+        if _has_lost_draws(line):
+            return f"Too few trials to tell whether this is better than {baseline}: no 95 % interval can be drawn."
+        return f"Better than {baseline}; without a 95 % interval, which would say how surely."
     ends = [sign * (line[end] - baseline.value) for end in name_interval_ends(metric)]
     if max(ends) < 0:
         return f"Worse than {baseline}: so is its whole 95 % interval."
@@ -123,8 +125,12 @@ def _name_weights(story: RunStory, line: Line) -> str:
 
 
 def _find_final(story: RunStory, metric: str) -> Line | None:
-    """Return the last evaluation that has an interval: only the final weights get one."""
-    return next((line for line in reversed(story.evals) if has_interval(line, metric)), None)
+    """Return the last evaluation with intervals, or without because draws were lost: only final weights get them."""
+    return next((line for line in reversed(story.evals) if has_interval(line, metric) or _has_lost_draws(line)), None)
+
+
+def _has_lost_draws(line: Line) -> bool:
+    return any(name.startswith("draws_lost") for name in line)
 
 
 def _find_baseline(story: RunStory, monitor: Mapping[str, Any], line: Line) -> Baseline | None:

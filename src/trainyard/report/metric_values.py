@@ -1,6 +1,7 @@
 """Numbers and metrics as text, the same on the screen and in reports."""
 
 import math
+from collections.abc import Sequence
 
 from trainyard.runs.events import Line, has_interval, name_interval_ends
 
@@ -15,6 +16,14 @@ def format_metric(line: Line, name: str) -> str:
         return format_score(line[name])
     low, high = (format_score(line[end]) for end in name_interval_ends(name))
     return f"{format_score(line[name])} [{low}, {high}]"
+
+
+def format_alike(lines: Sequence[Line], name: str) -> list[str]:
+    """Format a metric of several evaluations: if it is a count in one of them, a 1 has no decimals in another."""
+    values = [float(line[name]) for line in lines if name in line]
+    if any(value > 1 for value in values) and all(value.is_integer() for value in values):
+        return [f"{line[name]:,.0f}" if name in line else "-" for line in lines]
+    return [format_metric(line, name) for line in lines]
 
 
 def format_score(value: float) -> str:

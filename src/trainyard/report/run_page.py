@@ -10,7 +10,7 @@ from trainyard.report.evaluation_table import render_evaluations
 from trainyard.report.figures import Plot
 from trainyard.report.headline import find_headline, render_headline
 from trainyard.report.html import PAGE_TEMPLATE, render_gallery, render_section, render_table
-from trainyard.report.metric_values import ABSENT, format_metric, format_value
+from trainyard.report.metric_values import ABSENT, format_alike, format_metric, format_value
 from trainyard.report.plan_table import list_plan, render_plan
 from trainyard.report.run_plots import draw_plots, read_figures
 from trainyard.report.run_story import RunStory, compute_time_shares, describe_ending, list_all_metric_names
@@ -199,9 +199,8 @@ def _render_results(story: RunStory) -> str:
 def _render_constants(story: RunStory) -> str:
     """Render the metrics that never changed, with their value on each split."""
     names = story.list_metrics(constant=True)
-    rows = [
-        [name, *(format_metric(story.find_last_evaluation(split), name) for split in story.splits)] for name in names
-    ]
+    lines = [story.find_last_evaluation(split) for split in story.splits]
+    rows = [[name, *format_alike(lines, name)] for name in names]
     table = render_table(["constant", *story.splits], rows)
     return f"<h3>The same in every evaluation</h3>{table}" if names else ""
 
