@@ -13,7 +13,7 @@ from trainyard.data.shards import BadRecord
 
 from .cases import draw_ridges, find_shared_prints
 from .config import Config
-from .pack import find_print_centre, load, samples
+from .pack import BLOCK_PX, find_print_centre, load, samples
 
 
 def read_pixels(data: object) -> np.ndarray:
@@ -123,6 +123,36 @@ def test_the_region_is_a_square_around_the_print_in_source_pixels(tmp_path: Path
 def test_without_a_print_the_centre_is_the_middle_of_the_image() -> None:
     assert find_print_centre(np.full((50, 80), 200, np.uint8), 500) == (25, 40)
     assert find_print_centre(np.zeros((1, 1), np.uint8), 500) == (0.5, 0.5)
+
+
+def find_centre_plainly(gray: np.ndarray, dpi: int) -> tuple[float, float]:
+    """Compute what `find_print_centre` documents, with numbers too large to overflow and one cell at a time."""
+    block = min(round(BLOCK_PX * dpi / 500), *(side - 1 for side in gray.shape))
+    rows, columns = ((side - 1) // block for side in gray.shape)
+    pixels = gray.astype(np.int64)
+    change = np.abs(np.diff(pixels, axis=0))[:, :-1] + np.abs(np.diff(pixels, axis=1))[:-1]
+    cells = np.array(
+        [[change[y * block :, x * block :][:block, :block].sum() for x in range(columns)] for y in range(rows)]
+    )
+    energy = np.array(
+        [[cells[max(0, y - 2) : y + 3, max(0, x - 2) : x + 3].sum() / 25 for x in range(columns)] for y in range(rows)]
+    )
+    y, x = np.nonzero(energy > 0.5 * np.quantile(energy, 0.9))
+    return (y.mean() + 0.5) * block, (x.mean() + 0.5) * block
+
+
+@pytest.mark.parametrize("dpi", [500, 1000, 10_000])
+def test_the_centre_is_that_of_the_plain_formula_to_the_last_bit(dpi: int) -> None:
+    """Also where a row of a cell sums to more than 16 bits: 160 px of the largest differences, at 10,000 dpi."""
+    checkers = (np.indices((330, 3000)).sum(axis=0) % 2 * 255).astype(np.uint8)
+    checkers[:, :1500] //= 3  # background, unless the sums of the others overflow
+    prints = [np.pad(draw_ridges(400, 300), ((0, 90), (40, 0)), constant_values=255), checkers]
+    for gray in [
+        *prints,
+        prints[0][180:233, 100:],
+        np.random.default_rng(0).integers(0, 256, (65, 331), dtype=np.uint8),
+    ]:
+        assert find_print_centre(gray, dpi) == find_centre_plainly(gray, dpi)
 
 
 def test_real_prints_of_three_sensors_are_packed_without_their_palette() -> None:
