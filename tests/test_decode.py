@@ -4,6 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from PIL import Image
 
 from tests.images import encode_image, make_texture
@@ -216,6 +217,23 @@ def test_gray_of_a_colour_jpeg_is_its_luma_plane():
 def test_the_number_of_threads_changes_nothing():
     one, four = (decode_on_cpu(make_requests("jpg", 3, 3), 3, threads) for threads in (1, 4))
     assert all(torch.equal(a, b) for a, b in zip(one, four, strict=True))
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_images_of_one_size_are_resized_together_to_the_levels_of_each_alone(channels, threads):
+    """Three sizes, mixed: six images, two and one; every other one is mirrored."""
+    sources = [make_texture(i, 70, 90, channels) for i in range(9)]
+    sizes = [((48, 60), (33, 61), (62, 20))[kind] for kind in (0, 1, 0, 0, 2, 0, 1, 0, 0)]
+    box = [[i, 2 * i, *size] for i, size in enumerate(sizes)]
+    request = make_request([wrap_bytes(encode_image(image, "png")) for image in sources], box, False, channels)
+    request.parameters.flip[::2] = True
+    (ours,), (theirs,) = decode_on_cpu([request], channels, threads), decode_with_dali([request], channels)
+    assert torch.equal(ours, theirs)
+    for i, (y, x, height, width) in enumerate(box):
+        crop_CHW = torch.from_numpy(sources[i]).permute(2, 0, 1)[:, y : y + height, x : x + width]
+        resized_CHW = F.interpolate(crop_CHW[None], SIZE, mode="bilinear", antialias=True)[0]
+        assert torch.equal(ours[i].permute(2, 0, 1), resized_CHW.flip(2) if i % 2 == 0 else resized_CHW)
 
 
 def test_no_request_gives_no_batch():

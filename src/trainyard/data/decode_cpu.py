@@ -1,6 +1,7 @@
 """The reference decoder: Pillow, torch and soundfile on the host. It defines decoding; DALI must agree with it."""
 
 import io
+import math
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,8 @@ from torch import Tensor
 from trainyard.data.augment import Parameters
 
 _MODES = {1: "L", 3: "RGB"}
+_GRAY_TOGETHER = 4  # channels of the operator that resizes
+_upsample = torch.ops.aten._upsample_bilinear2d_aa
 
 
 @dataclass(frozen=True)
@@ -110,12 +113,27 @@ def resize_all(crop_image: Callable[[int], Tensor], request: Request, pool: Thre
         crop_image: returns the box of image 0 .. B - 1, (h, w, C) uint8.
     """
     out, flip = request.out.unbind(), request.parameters.flip.tolist()
+    is_gray = request.out.shape[3] == 1
+    most = min(_GRAY_TOGETHER, math.ceil(len(out) / threads)) if is_gray else 1
+    groups = _group_by_size(request.parameters.box[:, 2:], most)
 
     def resize_stride(first: int) -> None:  # one task per image would cost as much as its work
-        for i in range(first, len(out), threads):
-            resize(crop_image(i), out[i], flip=flip[i])
+        for group in groups[first::threads]:
+            crops = [crop_image(i) for i in group]
+            if is_gray:
+                resize_gray(crops, [out[i] for i in group], flip=[flip[i] for i in group])
+            else:
+                resize(crops[0], out[group[0]], flip=flip[group[0]])
 
     list(pool.map(resize_stride, range(threads)))
+
+
+def _group_by_size(sizes: np.ndarray, most: int) -> list[list[int]]:
+    """Return the places of equal rows of `sizes`, up to `most` together."""
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for i, size in enumerate(map(tuple, sizes.tolist())):
+        alike.setdefault(size, []).append(i)
+    return [places[i : i + most] for places in alike.values() for i in range(0, len(places), most)]
 
 
 def crop(image_HWC: Tensor, box: np.ndarray, fill: int) -> Tensor:
@@ -138,17 +156,31 @@ def resize(image_HWC: Tensor, out_HWC: Tensor, *, flip: bool) -> None:
     allocation and a copy, two fifths of the time. Mirroring rows of whole pixels afterwards is a sixth of the rest.
     """
     height, width, channels = out_HWC.shape
-    target_1CHW = out_HWC.permute(2, 0, 1)[None]
-    source_1CHW = image_HWC.permute(2, 0, 1)[None]
-    if channels == 1:  # dense in either layout, but the operator takes a slow path unless the strides are NCHW's
-        source_1CHW, target_1CHW = source_1CHW.contiguous(), out_HWC.view(1, 1, height, width)
-    if source_1CHW.shape == target_1CHW.shape:
-        target_1CHW.copy_(source_1CHW)
+    if channels == 1:
+        resize_gray([image_HWC], [out_HWC], flip=[flip])
+        return
+    if image_HWC.shape == out_HWC.shape:
+        out_HWC.copy_(image_HWC)
     else:
+        source_1CHW, target_1CHW = (tensor.permute(2, 0, 1)[None] for tensor in (image_HWC, out_HWC))
         size = [height, width]
-        torch.ops.aten._upsample_bilinear2d_aa.out(source_1CHW, size, False, None, None, out=target_1CHW)
+        _upsample.out(source_1CHW, size, False, None, None, out=target_1CHW)
     if flip:
         out_HWC.copy_(out_HWC.flip(1))
+
+
+def resize_gray(images_HW1: list[Tensor], outs_HW1: list[Tensor], *, flip: list[bool]) -> None:
+    """Resize up to four gray images of one size, each into its own of `outs_HW1`, mirrored where `flip`; all uint8.
+
+    They are the channels of one image: the operator always computes four, each by itself, so four images take a third
+    of the time that they take one after the other, and get the same levels.
+    """
+    source_1CHW = torch.stack([image.squeeze(2) for image in images_HW1])[None]
+    size = list(outs_HW1[0].shape[:2])
+    is_resized = list(source_1CHW.shape[2:]) == size
+    resized_1CHW = source_1CHW if is_resized else _upsample(source_1CHW, size, False, None, None)
+    for plane_HW, out_HW1, mirrored in zip(resized_1CHW[0], outs_HW1, flip, strict=True):
+        out_HW1.squeeze(2).copy_(plane_HW.flip(1) if mirrored else plane_HW)
 
 
 def decode_image(record: np.ndarray, channels: int) -> Tensor:
