@@ -21,6 +21,7 @@ import crc32c
 import numpy as np
 from loguru import logger
 
+from trainyard.data.array_map import ArrayMap, Part, can_map
 from trainyard.data.hdf5 import ShardError
 from trainyard.data.index import AUDIO, ENCODED_IMAGE, INPUT_PNG, INPUTS, Records, Shard, read_index, read_keys
 from trainyard.files import raise_open_files
@@ -102,6 +103,7 @@ class ShardSet:
         self._first = np.array([shard.first for shard in self.shards])
         self.reader, self.reader_reason = choose_reader(find_file_system(folder))
         self._opened: dict[int, _OpenShard] = {}
+        self._maps: dict[str, ArrayMap | None] = {}
         self._opening, self._most_open = threading.Lock(), len(self.shards)
         self._checked: dict[str, np.ndarray] = {}  # (N,) bool: records whose checksum was correct when first read
         for shard in self.shards:
@@ -168,16 +170,17 @@ class ShardSet:
         """
         owners = np.searchsorted(self._first, ids, side="right") - 1
         rows = ids - self._first[owners]
-        if len(ids) and (owners == owners[0]).all():  # one call for the batch instead of a loop in Python
-            np.take(self._open_array(name, int(owners[0])), rows, axis=0, out=out, mode="clip")
+        if (mapped := self._map_arrays(name)) is not None:  # one call instead of a loop in Python
+            np.take(mapped.rows, mapped.first[owners] + rows, axis=0, out=out, mode="clip")
         else:
             for i, (owner, row) in enumerate(zip(owners.tolist(), rows.tolist(), strict=True)):
                 out[i] = self._open_array(name, owner)[row]
-        self._verify_checksums(name, ids, list(out), owners, when=check_crc)
+        self._verify_checksums(name, ids, out, owners, when=check_crc)
 
     def close(self) -> None:
         """Release file descriptors and memory maps; a later read opens them again."""
         self._opened.clear()
+        self._maps.clear()
 
     def _read_with_pread(self, whole: memoryview, places: Sequence[_Place]) -> int | None:
         """Read records by system calls; return the index of the first record that is cut off."""
@@ -223,6 +226,17 @@ class ShardSet:
     def _are_too_many(self) -> bool:
         return self._most_open < len(self.shards)
 
+    def _map_arrays(self, name: str) -> ArrayMap | None:
+        """Return the records of a name in all shards, None if they cannot be mapped as one array."""
+        with self._opening:
+            if name not in self._maps:
+                records = self.records[name]
+                parts = [Part(shard.path, int(records.start[shard.first]), shard.count) for shard in self.shards]
+                array = (tuple(records.shape[0].tolist()), records.dtype)
+                is_one = (records.shape[self._first] == records.shape[0]).all() and can_map(parts, *array)
+                self._maps[name] = ArrayMap(parts, *array) if is_one else None
+            return self._maps[name]
+
     def _open_array(self, name: str, owner: int) -> np.ndarray:
         """Return the records of a name in one shard, (count, ...), mapped from the file."""
         opened, shard, records = self._open(owner), self.shards[owner], self.records[name]
@@ -233,7 +247,7 @@ class ShardSet:
         return opened.arrays[name]
 
     def _verify_checksums(
-        self, name: str, ids: np.ndarray, views: list[np.ndarray], owners: np.ndarray, *, when: str
+        self, name: str, ids: np.ndarray, views: Sequence[np.ndarray] | np.ndarray, owners: np.ndarray, *, when: str
     ) -> None:
         """Compare records with their checksums: those read for the first time, all of them, or none."""
         if when == OFF:
