@@ -93,6 +93,8 @@ class LateDevice:
             return cpu(tensor)
 
         def pin(tensor: Tensor) -> Tensor:
+            if _contains(self._pinned, tensor):
+                return tensor
             self._pinned.append(clone(tensor))
             return self._pinned[-1]
 

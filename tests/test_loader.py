@@ -12,6 +12,7 @@ import torch
 import torchvision.io
 
 from tests.images import make_points
+from trainyard.data import augment
 from trainyard.data.choose_decoder import choose_decoder
 from trainyard.data.hdf5 import ShardError
 from trainyard.data.loader import Loader, MicroBatch
@@ -355,10 +356,33 @@ def test_channels_last_changes_the_layout_but_no_value(images):
     assert last.batch["image"].is_contiguous(memory_format=torch.channels_last)
 
 
-def test_data_without_images_is_read_too(images):
+@pytest.mark.parametrize("start", [0, 1, 3])
+def test_data_without_images_is_read_too_from_any_batch_on(images, start):
+    """Ten batches: more than those whose random numbers are drawn together, over the ends of epochs of four."""
     del images.records["image"]
-    (micro,) = train(images, 1)[0]
-    assert "image" not in micro.batch and len(micro.batch["points"]) == 8
+    steps = train(images, 10, start=start)
+    for number, (micro,) in enumerate(steps, start):
+        epoch, ids = 3 + number // 4, make_orders()(3 + number // 4).batch(number % 4)
+        assert "image" not in micro.batch and micro.batch["sample_id"].tolist() == ids.tolist()
+        points = np.stack([make_points(i) for i in images.columns["number"][ids].tolist()])
+        assert np.array_equal(micro.batch["points"], points) and micro.batch["points"].is_contiguous()
+        assert np.array_equal(micro.batch["noise"], augment.draw_noise(seed=5, epoch=epoch, sample_ids=ids))
+    assert not list_background_threads()
+
+
+def test_a_damaged_array_is_an_error_in_its_turn(packed_copy):
+    data = ShardSet(packed_copy)
+    del data.records["image"]
+    victim = make_orders()(3).batch(2)[5:6]
+    shard = next(shard for shard in reversed(data.shards) if shard.first <= victim[0])
+    with shard.path.open("r+b") as file:
+        file.seek(int(data.records["points"].start[victim[0]]))
+        file.write(b"?")
+    stream = make_loader(data).train(make_orders(), epoch=3, start=0, micro_batch_size=0)
+    assert len([next(stream), next(stream)]) == 2
+    with pytest.raises(ShardError, match=f"points of '{data.read_keys(victim)[0]}' is damaged: its checksum differs"):
+        next(stream)
+    assert not list_background_threads()
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +21,7 @@ from trainyard.data.check_images import compare_with_synchronised_decode, delay_
 from trainyard.data.decode_cpu import Request
 from trainyard.data.loader import Loader
 from trainyard.data.prefetch import prefetch
+from trainyard.data.shards import ShardSet
 from trainyard.data.transfer import CopyStream
 from trainyard.settings import DataSettings, ImageSettings, TrainConfig
 
@@ -56,6 +58,30 @@ class ObservedLoader(Loader):
 def make_observed_loader(images, device: torch.device, depth: int = 2) -> ObservedLoader:
     config = TrainConfig(seed=5, data=DataSettings(prefetch=depth), image=IMAGE, augment=AUGMENTATION)
     return ObservedLoader.from_config(config, images, device=device, decode="cpu", threads=2)
+
+
+class ObservedShards(ShardSet):
+    """Keeps where arrays were read to."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.places: list[int] = []
+
+    def read_into(self, name, ids, out, **options) -> None:
+        super().read_into(name, ids, out, **options)
+        self.places.append(out.ctypes.data)
+
+
+@pytest.mark.parametrize("device", [torch.device("cpu"), GPU])
+def test_arrays_are_read_into_the_memory_that_leaves_for_the_device(images, monkeypatch, device):
+    data = ObservedShards(images.folder)
+    LateDevice(monkeypatch, eager=True)
+    loader = make_observed_loader(data, device)
+    stream = loader.train(make_orders(), epoch=0, start=0, micro_batch_size=0)
+    assert len(list(itertools.islice(stream, 6))) == 6
+    stream.close()
+    assert len(loader.prepared) >= 6
+    assert {values["points"].data_ptr() for values in loader.prepared} <= set(data.places)
 
 
 def test_on_the_host_the_caller_gets_the_memory_that_the_background_filled(images):

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trainyard.settings import AugmentSettings
+from trainyard.errors import UserError
+from trainyard.settings import AugmentSettings, ImageSettings
 
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)  # 2**64 over the golden ratio, SplitMix64's increment
 _DRAWS = 13
@@ -29,14 +30,19 @@ class Parameters:
     contrast: np.ndarray  # (B,) float32 factor about mid-gray
 
 
-def draw_uniforms(*, seed: int, epoch: int, sample_ids: np.ndarray, count: int, stream: int = 0) -> np.ndarray:
+def draw_uniforms(
+    *, seed: int, epoch: int | np.ndarray, sample_ids: np.ndarray, count: int, stream: int = 0
+) -> np.ndarray:
     """Return (B, count) float64 in [0, 1), each a hash of (seed, epoch, sample id, position, stream) and nothing else.
 
     The hash is SplitMix64's output function (Steele, Lea and Flood, OOPSLA 2014) applied to counters, so any rank can
     compute any sample's numbers directly, also after a restart.
+
+    Args:
+        epoch: of all samples, or (B,) of each.
     """
     with np.errstate(over="ignore"):
-        key = _mix_bits(_mix_bits(np.array([seed], dtype=np.uint64) + _GAMMA) + np.uint64(epoch))
+        key = _mix_bits(_mix_bits(np.array([seed], dtype=np.uint64) + _GAMMA) + np.asarray(epoch).astype(np.uint64))
         key = _mix_bits(key + sample_ids.astype(np.uint64) * _GAMMA) + np.uint64(stream << 32) * _GAMMA
         bits = _mix_bits(key[:, None] + np.arange(1, count + 1, dtype=np.uint64) * _GAMMA)
     bits >>= np.uint64(11)
@@ -45,8 +51,8 @@ def draw_uniforms(*, seed: int, epoch: int, sample_ids: np.ndarray, count: int, 
     return uniforms
 
 
-def draw_noise(*, seed: int, epoch: int, sample_ids: np.ndarray) -> np.ndarray:
-    """Return (B, 32) float32 in [0, 1): random numbers for a job's own augmentation."""
+def draw_noise(*, seed: int, epoch: int | np.ndarray, sample_ids: np.ndarray) -> np.ndarray:
+    """Return (B, 32) float32 in [0, 1): random numbers for a job's own augmentation; `epoch` as in `draw_uniforms`."""
     u = draw_uniforms(seed=seed, epoch=epoch, sample_ids=sample_ids, count=_NOISE, stream=_JOB_NOISE)
     below_one: np.ndarray = np.minimum(u.astype(np.float32), np.float32(1 - 2**-24))
     return below_one
@@ -160,6 +166,25 @@ def compute_affine(p: Parameters, *, height_px: int, width_px: int) -> np.ndarra
 def needs_resampling(settings: AugmentSettings) -> bool:
     """Return whether `theta` can differ from the identity."""
     return bool(settings.rotate_deg or settings.shift or settings.zoom)
+
+
+def check_options(image: ImageSettings, augmentation: AugmentSettings) -> None:
+    """Refuse options that exclude each other.
+
+    Raises:
+        UserError: two do.
+    """
+    if image.fit != "letterbox" and (
+        augmentation.crop_keeps or (augmentation.scale_min, augmentation.scale_max) != (1, 1)
+    ):
+        raise UserError("augment.scale_min, scale_max and crop_keeps need image.fit=letterbox. Set that too.")
+    if image.fit == "letterbox" and (augmentation.crop_area_min, augmentation.crop_aspect_max) != (1, 1):
+        raise UserError(
+            "augment.crop_area_min and crop_aspect_max stretch the image. With image.fit=letterbox, use "
+            "augment.scale_min instead."
+        )
+    if augmentation.scale_min > augmentation.scale_max:
+        raise UserError(f"augment.scale_min={augmentation.scale_min} is above scale_max={augmentation.scale_max}.")
 
 
 def _mix_bits(x: np.ndarray) -> np.ndarray:

@@ -13,19 +13,21 @@ import torch
 from torch import Tensor
 
 from trainyard.data import augment, decode_cpu, decode_torchvision
+from trainyard.data.arrays import read_arrays
 from trainyard.data.augment import Parameters
 from trainyard.data.decode_cpu import AudioRequest, Request
 from trainyard.data.device import prepare_model_input, shape_channels
-from trainyard.data.index import ARRAY, AUDIO, ENCODED_IMAGE, IMAGE, INPUT_RAW, INPUTS, PCM, RAGGED, REGION
+from trainyard.data.index import ARRAY, AUDIO, ENCODED_IMAGE, IMAGE, INPUT_RAW, INPUTS, PCM, RAGGED
 from trainyard.data.order import EpochOrder, split_into_micro_batches
 from trainyard.data.prefetch import count_prefetched, prefetch
 from trainyard.data.shards import ShardSet
-from trainyard.data.store import check_inputs, has_inputs
+from trainyard.data.store import check_inputs, has_inputs, read_regions
 from trainyard.data.transfer import CopyStream
 from trainyard.errors import UserError
 from trainyard.settings import AudioSettings, AugmentSettings, DataSettings, ImageSettings, TrainConfig
 
 _UNFINISHED_COPIES = 1  # items that a GPU may still be reading from their buffers when the next one is taken
+_DRAWN_TOGETHER = 8  # micro-batches whose random numbers are drawn in one call, which takes the time of three
 _AHEAD_ON_GPU = 1  # micro-batches whose copy to a GPU starts before their turn
 
 
@@ -48,7 +50,7 @@ class _Item:
     last: bool
     epoch: int | None  # None in evaluation
     size: tuple[int, int] = (0, 0)  # height and width of the model's input
-    parameters: Parameters | None = None  # None without images
+    parameters: Parameters | None = None  # None without images, and before they are drawn
     values: dict[str, Tensor] = field(default_factory=dict)  # of the batch, all but its image, in new memory
     augmentation: dict[str, Tensor] = field(default_factory=dict)  # what `prepare_model_input` takes
     images: Tensor | None = None  # (B, H, W, C) uint8, in a buffer that will be reused, or on the device
@@ -99,12 +101,12 @@ class Loader:
         self._seed, self._threads, self._channels_last, self._decode = seed, threads, channels_last, decode
         self._audio = audio or AudioSettings()
         self._has_images = IMAGE in data.records and data.records[IMAGE].kind in (ENCODED_IMAGE, *INPUTS)
-        self._regions = _read_regions(data) if self._has_images else np.zeros((data.count, 4), dtype=np.int32)
+        self._regions = read_regions(data) if self._has_images else np.zeros((data.count, 4), dtype=np.int32)
         self._letterbox = image.fit == "letterbox"
         self._mean, self._std = (shape_channels(values, device) for values in (image.mean, image.std))
         self._copies = CopyStream(device) if device.type == "cuda" else None
         self._dali: Any = None  # built when it is first needed
-        _check_options(image, augmentation)
+        augment.check_options(image, augmentation)
         check_inputs(data.folder, data.records, data.meta, image=image, augmentation=augmentation)
 
     @classmethod
@@ -177,30 +179,30 @@ class Loader:
         yield from self._load(make_items(), largest, resample=resample, on_arrival=on_arrival)
 
     def _split_batch(self, ids: np.ndarray, epoch: int, index: int, micro_batch_size: int) -> Iterator[_Item]:
-        """Split one global batch into this rank's micro-batches, each with its augmentation."""
+        """Split one global batch into this rank's micro-batches."""
         size = self._scale_size(augment.choose_scale(self._image.scales, seed=self._seed, epoch=epoch, batch=index))
         parts = split_into_micro_batches(
             ids, rank=self.rank, world_size=self.world_size, micro_batch_size=micro_batch_size
         )
         for position, (part, counted) in enumerate(parts):
             last = position == len(parts) - 1
-            yield _Item(part, counted / len(ids), last, epoch, size, self._draw_parameters(part, epoch, size))
+            yield _Item(part, counted / len(ids), last, epoch, size)
 
     def _scale_size(self, scale: float) -> tuple[int, int]:
         return round(self._image.height_px * scale), round(self._image.width_px * scale)
 
-    def _draw_parameters(self, ids: np.ndarray, epoch: int, size: tuple[int, int]) -> Parameters | None:
-        if not self._has_images:
+    def _draw_parameters(self, item: _Item) -> Parameters | None:
+        if not self._has_images or item.epoch is None:
             return None
-        crop_keeps = self._augmentation.crop_keeps
+        ids, crop_keeps = item.ids, self._augmentation.crop_keeps
         return augment.draw(
             self._augmentation,
             seed=self._seed,
-            epoch=epoch,
+            epoch=item.epoch,
             sample_ids=ids,
             regions=self._regions[ids],
-            height_px=size[0],
-            width_px=size[1],
+            height_px=item.size[0],
+            width_px=item.size[1],
             letterbox=self._letterbox,
             keep_boxes=self.data.read_arrays(crop_keeps, ids, check_crc=self._settings.check_crc) if crop_keeps else (),
         )
@@ -242,7 +244,7 @@ class Loader:
             largest: the largest number of samples in any item.
         """
         depth = self._settings.prefetch
-        stream = self._read_arrays(items)
+        stream = self._read_undecoded(items)
         for name, records in self.data.records.items():
             if records.kind == AUDIO:
                 stream = self._decode_audio(name, stream, largest)
@@ -258,19 +260,23 @@ class Loader:
             on_arrival()
             yield MicroBatch(self._make_batch(item, resample=resample), item.weight, item.last, wait_s)
 
-    def _read_arrays(self, items: Iterator[_Item]) -> Iterator[_Item]:
-        """Add the arrays to each item. In one thread, because two would compete for new memory."""
-        for item in items:
-            arrays: dict[str, np.ndarray] = {}
-            for name, records in self.data.records.items():
-                if records.kind == ARRAY:
-                    shape = (len(item.ids), *records.shape[item.ids[0]].tolist())
-                    arrays[name] = np.empty(shape, dtype=records.dtype)
-                    self.data.read_into(name, item.ids, arrays[name], check_crc=self._settings.check_crc)
-                elif records.kind == RAGGED:
-                    values = self.data.read_arrays(name, item.ids, check_crc=self._settings.check_crc)
-                    arrays[name], arrays[f"{name}_count"] = pad_ragged(values)
-            yield replace(item, values={name: torch.from_numpy(values) for name, values in arrays.items()})
+    def _read_undecoded(self, items: Iterator[_Item]) -> Iterator[_Item]:
+        """Add to each item what needs no decoding: arrays, and random numbers, drawn for several items at a time."""
+        check_crc, pinned = self._settings.check_crc, self._copies is not None
+        while group := list(itertools.islice(items, _DRAWN_TOGETHER)):
+            for item, noise in zip(group, self._draw_noise(group), strict=True):
+                arrays = read_arrays(self.data, item.ids, check_crc=check_crc, pinned=pinned)
+                parameters = item.parameters or self._draw_parameters(item)
+                yield replace(item, parameters=parameters, values=arrays | noise)
+
+    def _draw_noise(self, group: list[_Item]) -> list[dict[str, Tensor]]:
+        """Return the random numbers of each item for the job's own augmentation; none in evaluation."""
+        counts, epochs = [len(item.ids) for item in group], [item.epoch for item in group if item.epoch is not None]
+        if not epochs:
+            return [{}] * len(group)
+        ids = np.concatenate([item.ids for item in group])
+        noise = augment.draw_noise(seed=self._seed, epoch=np.repeat(epochs, counts), sample_ids=ids)
+        return [{"noise": torch.from_numpy(part)} for part in np.split(noise, np.cumsum(counts)[:-1])]
 
     def _read_pcm(self, name: str, items: Iterator[_Item], largest: int) -> Iterator[_Item]:
         """Add a crop of each PCM recording; it is copied before the next read, so one buffer is enough."""
@@ -321,8 +327,7 @@ class Loader:
             if records.kind in (AUDIO, PCM):
                 bytes_per_sample += items * 2 * self._audio.frames
             elif records.kind in (ARRAY, RAGGED):  # the longest sample counts: the others are padded
-                elements = int(records.shape.astype(np.int64).prod(axis=1).max())
-                bytes_per_sample += items * elements * np.dtype(records.dtype).itemsize
+                bytes_per_sample += items * int(records.size.max())
         if self._has_images:
             bytes_per_sample += (items + _UNFINISHED_COPIES) * self._count_pixels()
             bytes_per_sample += 4 * self._count_pixels() if self.device.type == "cpu" else 0  # the model's input
@@ -394,13 +399,10 @@ class Loader:
 
     def _add_values(self, item: _Item) -> _Item:
         """Add all of the batch that is not read from a record; pin everything that a GPU will copy."""
-        ids = torch.tensor(item.ids)  # a copy, because the caller owns the batch and `item.ids` is part of the order
+        ids = torch.from_numpy(item.ids.copy())  # because the caller owns the batch and `item.ids` is part of the order
         columns = {name: torch.from_numpy(column[item.ids]) for name, column in self.data.columns.items()}
         values = {"sample_id": ids, **columns, **item.values}
         augmentation: dict[str, Tensor] = {}
-        if item.epoch is not None:
-            noise = augment.draw_noise(seed=self._seed, epoch=item.epoch, sample_ids=item.ids)
-            values["noise"] = torch.from_numpy(noise)
         if (p := item.parameters) is not None:
             affine = augment.compute_affine(p, height_px=item.size[0], width_px=item.size[1])
             image_px = self.data.records[IMAGE].original_px[item.ids].astype(np.float32)
@@ -460,39 +462,7 @@ class Loader:
         )
 
 
-def pad_ragged(values: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Return arrays of different lengths as one, (B, L, ...), padded with zeros, and their lengths (B,) int64."""
-    count = np.array([len(array) for array in values], dtype=np.int64)
-    padded = np.zeros((len(values), int(count.max()), *values[0].shape[1:]), dtype=values[0].dtype)
-    for row, array in zip(padded, values, strict=True):
-        row[: len(array)] = array
-    return padded, count
-
-
-def _check_options(image: ImageSettings, augmentation: AugmentSettings) -> None:
-    """Refuse options that exclude each other."""
-    if image.fit != "letterbox" and (
-        augmentation.crop_keeps or (augmentation.scale_min, augmentation.scale_max) != (1, 1)
-    ):
-        raise UserError("augment.scale_min, scale_max and crop_keeps need image.fit=letterbox. Set that too.")
-    if image.fit == "letterbox" and (augmentation.crop_area_min, augmentation.crop_aspect_max) != (1, 1):
-        raise UserError(
-            "augment.crop_area_min and crop_aspect_max stretch the image. With image.fit=letterbox, use "
-            "augment.scale_min instead."
-        )
-    if augmentation.scale_min > augmentation.scale_max:
-        raise UserError(f"augment.scale_min={augmentation.scale_min} is above scale_max={augmentation.scale_max}.")
-
-
 def _check_boxes(name: str, data: ShardSet) -> None:
     """Refuse `augment.crop_keeps` if the data has no such boxes."""
     if name and (name not in data.records or data.records[name].kind != RAGGED):
         raise UserError(f"augment.crop_keeps={name}: the data has no such boxes, only {', '.join(data.records)}.")
-
-
-def _read_regions(data: ShardSet) -> np.ndarray:
-    """Return (N, 4) int32, the part of each image that counts as the whole: all of it unless packing chose a part."""
-    if all(name in data.columns for name in REGION):
-        return np.stack([data.columns[name] for name in REGION], axis=1).astype(np.int32)
-    size = data.records[IMAGE].original_px
-    return np.concatenate([np.zeros_like(size), size], axis=1)

@@ -83,6 +83,14 @@ def find_region(row: Mapping[str, Any], height: int, width: int) -> np.ndarray:
     return np.array(region, dtype=np.int32)
 
 
+def read_regions(data: "ShardSet") -> np.ndarray:
+    """Return (N, 4) int32, the part of each image that counts as the whole: all of it unless packing chose a part."""
+    if all(name in data.columns for name in REGION):
+        return np.stack([data.columns[name] for name in REGION], axis=1).astype(np.int32)
+    size = data.records[IMAGE].original_px
+    return np.concatenate([np.zeros_like(size), size], axis=1)
+
+
 def has_inputs(records: Mapping[str, Records]) -> bool:
     """Return whether packed data has images that packing resized."""
     return IMAGE in records and records[IMAGE].kind in INPUTS
