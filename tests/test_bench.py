@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from trainyard.cli import main
 from trainyard.environment import collect_environment
 from trainyard.errors import UserError
 from trainyard.tools import bench
@@ -225,3 +226,13 @@ def test_each_case_of_what_grows_measures_something(tmp_path: Path):
     assert lines["gather, memory of rank 0"]["rounds"][0] > 0.9
     assert lines["packed size"]["note"] == "3 shards" and 0 < lines["pack, lost by the kill"]["rounds"][0] < 100
     assert lines["ranks, join"]["note"].startswith("3 ranks")
+
+
+@pytest.mark.parametrize("path", sorted(BENCHMARKS.glob("*.jsonl")), ids=lambda path: path.stem)
+def test_every_kept_file_of_results_can_be_shown(path, capsys):
+    assert main(["bench", "--show", str(path)]) == 0
+    shown = capsys.readouterr().out
+    head, *results = [json.loads(line) for line in path.read_text().splitlines()]
+    results = [line for line in results if line.get("kind") != "header"]
+    assert shown.startswith(f"{head['suite']}  ") and len(shown.splitlines()) > len(results)
+    assert all(str(line.get("name", "")) in shown for line in results)

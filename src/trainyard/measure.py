@@ -10,7 +10,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
@@ -89,6 +89,26 @@ def format_table(lines: Iterable[Mapping[str, Any]]) -> str:
         ratio = f"{Summary(**line['ratio']).format('.2f')} x {line['beside']}" if "ratio" in line else ""
         rows.append((line["name"], f"{Summary(**line['summary']).format(',.2f')} {line['unit']}", ratio, line["note"]))
     return "\n".join(align_columns(rows))
+
+
+def format_results(lines: Sequence[Mapping[str, Any]]) -> str:
+    """Format the result file of any suite: what it was, and its lines as a table."""
+    head, results = lines[0], [line for line in lines if line.get("kind") != "header"]
+    title = f"{head['suite']}  {head['date']}  {head['command']}\n"
+    if all("summary" in line for line in results):
+        return title + format_table(results)
+    cells = [{name: _format_cell(value) for name, value in line.items() if name != "kind"} for line in results]
+    names = list(dict.fromkeys(name for row in cells for name, cell in row.items() if cell))
+    return title + "\n".join(align_columns([names, *([row.get(name, "") for name in names] for row in cells)]))
+
+
+def _format_cell(value: object) -> str:
+    """Format a text, a number or a summary; "" for anything else, which is raw material."""
+    if isinstance(value, Mapping) and value.keys() == {field.name for field in fields(Summary)}:
+        return Summary(**value).format(",.2f")
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return str(value) if isinstance(value, str | int) else ""
 
 
 def make_header(suite: str, options: Mapping[str, Any]) -> dict[str, Any]:

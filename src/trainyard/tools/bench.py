@@ -27,8 +27,7 @@ from typing import Any
 from trainyard.environment import collect_environment
 from trainyard.errors import UserError
 from trainyard.hardware import count_cores
-from trainyard.measure import QUOTABLE_ROUNDS, QUOTABLE_SPREAD, Summary, find_free_path, write_results
-from trainyard.measure import format_table as format_numbers
+from trainyard.measure import QUOTABLE_ROUNDS, QUOTABLE_SPREAD, Summary, find_free_path, format_results, write_results
 from trainyard.text import align_columns
 from trainyard.tools import bench_scale
 from trainyard.tools.scale_cases import Sizes
@@ -433,8 +432,7 @@ def main(arguments: argparse.Namespace, *, command: str) -> None:
     """
     if arguments.show:
         lines = read_results(arguments.show)
-        is_scale = lines[0].get("suite") == bench_scale.SUITE
-        print(format_numbers(lines[1:]) if is_scale else format_table(lines))
+        print(format_table(lines) if lines[0].get("suite") in SUITES else format_results(lines))
         return
     environment = collect_environment()
     options = Options(
