@@ -7,10 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from pycocotools.coco import COCO  # type: ignore[import-untyped]
 from pycocotools.cocoeval import COCOeval  # type: ignore[import-untyped]
 
 from trainyard.scoring import Intervals, summarize_draws
+
+from . import geometry
 
 FAR = 1e10
 SIZES: dict[str, dict[str, tuple[float, float]]] = {
@@ -110,6 +113,31 @@ def compute_intervals(
             ap = np.mean(rows, axis=0)  # by IoU
             resampled.append({"ap": float(ap.mean()), "ap50": float(ap[0]), "ap75": float(ap[5])})
     return summarize_draws(resampled, draws=draws)
+
+
+def compute_f1(
+    objects: np.ndarray, object_labels: np.ndarray, boxes: np.ndarray, labels: np.ndarray, *, above: float = 0.5
+) -> float:
+    """Return the F1 score of a sample's detections, 0..1; 1 if there is nothing, and nothing was found.
+
+    Each detection, best first, finds the object of its category that it overlaps most, if that is at least `above`
+    and no other has found it.
+
+    Args:
+        objects, boxes: (n, 4) and (m, 4), x1, y1, x2, y2; `boxes` best first.
+        object_labels, labels: (n,) and (m,) categories.
+        above: intersection over union.
+    """
+    if not len(objects) + len(boxes):
+        return 1.0
+    overlap, _ = geometry.iou(torch.from_numpy(boxes)[:, None].double(), torch.from_numpy(objects)[None].double())
+    overlap_mn = np.where(labels[:, None] == object_labels[None], overlap.numpy(), 0)
+    found = 0
+    for own in overlap_mn:
+        if own.size and own.max() >= above:
+            found += 1
+            overlap_mn[:, own.argmax()] = 0
+    return 2 * found / (len(objects) + len(boxes))
 
 
 class _MatchedCategory:

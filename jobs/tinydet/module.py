@@ -20,7 +20,7 @@ from .coco import SetSummary
 from .conditional import ConditionalDETR
 from .config import BoxSettings, Config, EvaluationSettings, LossSettings, ModelSettings, PhotometricSettings
 from .denoising import build_denoising_queries
-from .evaluation import SIZES, Detections, GroundTruth, compute_intervals, evaluate
+from .evaluation import SIZES, Detections, GroundTruth, compute_f1, compute_intervals, evaluate
 from .figures import draw_detections, plot_precision_by_size
 from .losses import compute_losses
 from .matching import LossTerms, Objects
@@ -466,22 +466,32 @@ class TinyDet(TrainModule):
         return {"Average precision by size": plot_precision_by_size(self.score(rows), sizes)}
 
     def sample_figures(self, rows: Rows) -> dict[str, bytes]:
-        """Return a few samples from all over the set, with objects and detections drawn."""
-        data, rule = self.data(), self.evaluation
-        ids = rows["sample_id"]
-        chosen = np.unique(np.linspace(0, len(ids) - 1, min(rule.pictures, len(ids))).round().astype(np.int64))
+        """Return the samples with the worst and the best F1 scores of those that show anything, with boxes drawn."""
+        data, rule, ids = self.data(), self.evaluation, rows["sample_id"]
+        confident = [scores > rule.draw_above for scores in rows["score"]]
+        objects, labels = (data.read(name, ids) for name in ("boxes", "labels"))
+        f1 = np.array(
+            [
+                compute_f1(objects[row], labels[row], rows["box"][row][kept], rows["label"][row][kept])
+                for row, kept in enumerate(confident)
+            ]
+        )
+        shown = [row for row, kept in enumerate(confident) if len(objects[row]) or kept.any()]
+        order = sorted(shown, key=lambda row: float(f1[row]))
+        count = min(rule.pictures, len(order))
+        chosen = [("worst", row) for row in order[: (count + 1) // 2]]
+        chosen += [("best", row) for row in order[::-1][: count // 2]]
         figures: dict[str, bytes] = {}
-        files, truths = (data.read(name, ids[chosen]) for name in ("image", "boxes"))
-        for row, file, truth in zip(chosen.tolist(), files, truths, strict=True):
-            confident = rows["score"][row] > rule.draw_above
+        for kind, row in chosen:
             name = data.vocabulary["picture"][data.columns["picture"][ids[row]]]
             x, y = (data.columns[axis][ids[row]] for axis in ("tile_x", "tile_y"))
-            figures[f"{name} at {x},{y}: objects green, found above {rule.draw_above:g} red"] = draw_detections(
-                file,
-                truth=truth,
-                boxes=rows["box"][row][confident],
-                scores=rows["score"][row][confident],
-                names=[self.categories[label] for label in rows["label"][row][confident].tolist()],
+            title = f"{name} at {x},{y}: {kind}, F1 {f1[row]:.2f}; objects green, found above {rule.draw_above:g} red"
+            figures[title] = draw_detections(
+                data.read("image", ids[row : row + 1])[0],
+                truth=objects[row],
+                boxes=rows["box"][row][confident[row]],
+                scores=rows["score"][row][confident[row]],
+                names=[self.categories[label] for label in rows["label"][row][confident[row]].tolist()],
             )
         return figures
 

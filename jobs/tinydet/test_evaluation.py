@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from .cases import find_shared_data
-from .evaluation import Detections, GroundTruth, compute_intervals, evaluate
+from .evaluation import Detections, GroundTruth, compute_f1, compute_intervals, evaluate
 
 
 def score_fixture(areas: str) -> dict[str, float]:
@@ -144,3 +144,16 @@ def test_too_few_images_have_no_interval_and_that_is_said() -> None:
     nothing = [Detections(np.zeros((0, 4)), np.zeros(0), np.zeros(0, dtype=np.int64))] * 4
     found = compute_intervals(truths, nothing, categories=2, areas="coco", draws=50)
     assert found.ends == {"ap": (0, 0), "ap50": (0, 0), "ap75": (0, 0)}
+
+
+def test_f1_counts_each_object_once_and_only_in_its_category() -> None:
+    objects, labels = np.array([[0, 0, 10, 10], [20, 20, 30, 30]]), np.array([0, 1])
+    near = objects + 1  # overlaps by 81 / 119 = 0.68
+    assert compute_f1(objects, labels, near, labels) == 1
+    assert compute_f1(objects, labels, near, labels[::-1]) == 0, "other categories"
+    assert compute_f1(objects, labels, near[[0, 0]], labels[[0, 0]]) == 0.5, "the second finds nothing"
+    assert compute_f1(objects, labels, near[:1], labels[:1]) == pytest.approx(2 / 3)
+    assert compute_f1(objects, labels, objects + 4, labels) == 0, "overlaps by 36 / 164"
+    nothing = np.empty((0, 4)), np.empty(0, dtype=np.int64)
+    assert compute_f1(objects, labels, *nothing) == compute_f1(*nothing, objects, labels) == 0
+    assert compute_f1(*nothing, *nothing) == 1

@@ -64,13 +64,16 @@ def test_prediction_rows_have_each_object_once_in_pixels_of_the_whole_image(tile
 
 def test_figures_show_precision_by_size_and_samples_with_boxes(tiled_data: TiledData) -> None:
     data, config, _ = tiled_data
-    config.evaluation.pictures = 3
+    config.evaluation.pictures, config.evaluation.draw_above = 3, 0.0
     module, rows = build(config, data), make_true_rows(data)
     assert list(module.report_figures(rows)) == ["Average precision by size"], "no name of a sample"
     found = module.sample_figures(rows)
     assert len(found) == 3
+    assert [title.split(": ")[1].split(";")[0] for title in found] == ["worst, F1 1.00"] * 2 + ["best, F1 1.00"]
     titles = [title for title in found if title.startswith("0.png at 0,0")]
     assert len(titles) == 1
     with Image.open(io.BytesIO(found[titles[0]])) as image:
         colours = {colour for _, colour in image.getcolors(1 << 20) or []}
         assert image.size == (704, 704) and (40, 200, 60) in colours and (235, 60, 40) in colours
+    rows["score"][rows["sample_id"] == 0] = 0  # so that nothing is found in it
+    assert next(iter(module.sample_figures(rows))).startswith("0.png at 0,0: worst, F1 0.00")
