@@ -205,6 +205,11 @@ class CheckpointSettings:
     )
     keep_last: int = option(2, "newest checkpoints kept", low=1, mutable_on_resume=True)
     keep_every: str = option("", "also keep one per interval, forever", mutable_on_resume=True, duration=True)
+    background: bool = option(
+        True,
+        "train while a checkpoint is written, from a copy in host memory; without room for it, training waits",
+        mutable_on_resume=True,
+    )
 
 
 @dataclass

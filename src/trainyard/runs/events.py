@@ -18,8 +18,9 @@ Each line is a JSON object with `kind`, `step` (optimizer steps done) and `elaps
             and free fields. The report and `status` understand: `start` and `resume` with attempt
             ("<Slurm job id>-<restarts>" or "local-<seconds>"), total_steps, host, world_size, device and monitor
             {"split", "metric", "mode": "min" or "max", "ties": further [metric, mode], "baseline": a method that learns
-            nothing and its value, or the metric that is its value}; `checkpoint` with seconds; `stop` and `failed` with
-            reason; `done`; `extended` with from, to and differences
+            nothing and its value, or the metric that is its value}; `checkpoint`, with the step that it holds, seconds
+            that training waited, write_s and bytes; `stop` and `failed` with reason; `done`; `extended` with from, to
+            and differences
 
 A number that JSON cannot represent is null; `nonfinite` maps its name to "nan", "inf" or "-inf".
 """

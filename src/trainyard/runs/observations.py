@@ -116,7 +116,7 @@ def keep_observation(run: Path, *, memory_gib: float | None, steps_per_epoch: in
         "steps": steps,
         "steps_per_epoch": steps_per_epoch,
         "checkpoint_bytes": saved[-1]["bytes"] if saved else 0,
-        "checkpoint_s": saved[-1]["seconds"] if saved else 0.0,
+        "checkpoint_s": saved[-1].get("write_s", saved[-1]["seconds"]) if saved else 0.0,
         "amounts": asdict(amounts),
     }
     update_env(run, SECTION, {"place": place, "observed": observed})

@@ -73,7 +73,7 @@ def save(directory: Path, state: State, *, step: int, meta: Mapping[str, Any]) -
     """
     assert step >= 0, step
     _refuse_unsafe(state)
-    needed = _count_tensor_bytes(state)
+    needed = count_tensor_bytes(state)
     try:
         if not directory.exists():
             directory.mkdir(parents=True)
@@ -422,7 +422,7 @@ def _refuse_unsafe(state: State) -> None:
         )
 
 
-def _count_tensor_bytes(state: State) -> int:
+def count_tensor_bytes(state: State) -> int:
     """Count the bytes of all storages, each once: the size of the data file without names and padding."""
     storages = [leaf.untyped_storage() for _, leaf in _walk_leaves(state, "state") if isinstance(leaf, torch.Tensor)]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

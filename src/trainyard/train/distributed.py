@@ -254,6 +254,7 @@ class Decision(NamedTuple):
     time_is_up: bool = False  # a run whose length is a time has reached it
     evaluate: bool = False
     save: bool = False
+    written: bool = False  # the save in flight has ended
 
     def encode(self) -> Tensor:
         return torch.tensor([int(value) for value in self], dtype=torch.int64)

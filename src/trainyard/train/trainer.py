@@ -11,12 +11,10 @@ from typing import Any
 
 from loguru import logger
 
-from trainyard.config import list_kept_options
 from trainyard.data.loader import MicroBatch
 from trainyard.errors import NotFinite, OutOfDeviceMemory, is_out_of_memory
-from trainyard.runs.changes import FILES, describe_files
 from trainyard.runs.events import list_metric_names
-from trainyard.runs.folder import read_env, select_fixed_env, update_env
+from trainyard.runs.folder import update_env
 from trainyard.runs.manifest import CheckpointError, parse_name
 from trainyard.runs.memory_limits import OUT_OF_MEMORY, Limit, keep_limit
 from trainyard.scoring import explain_missing_intervals
@@ -49,8 +47,8 @@ from trainyard.train.run_context import (
     make_loader,
     read_one_step,
 )
-from trainyard.train.run_state import encode_state, prepare_state, refuse_misfit
-from trainyard.train.save_interval import compute_interval_s
+from trainyard.train.run_state import prepare_state, refuse_misfit
+from trainyard.train.saver import Saver
 from trainyard.train.schedule import compute_lr_factor
 from trainyard.train.step import StepResult, TrainState, train_step
 from trainyard.train.stop import RuntimeLimit, Stop, StopFlag
@@ -105,14 +103,8 @@ class Trainer:
                 f"{len(self.order)}. Trainyard never writes such a file: find out who did."
             )
         self.total_steps = compute_total_steps(context.config, len(self.order))
-        self.log_every, self.eval_every, self.save_every, self.keep_every = (
-            Interval(text, len(self.order))
-            for text in (
-                self.config.log_every,
-                self.config.eval_every,
-                self.config.checkpoint.every or "0min",  # due after the first step, whose save measures the cost
-                self.config.checkpoint.keep_every,
-            )
+        self.log_every, self.eval_every = (
+            Interval(text, len(self.order)) for text in (self.config.log_every, self.config.eval_every)
         )
         self.minutes = compute_total_minutes(context.config)
         self.monitor = choose_monitor(context)
@@ -121,16 +113,18 @@ class Trainer:
         self.meter = StepMeter(make_event)
         self.previous_skipped: DeferredScalar | None = None
         self.skipped_in_a_row = 0
-        self.save_s = 0.0
-        self.env = select_fixed_env(read_env(context.run)) if recorder is not None else {}
+        self.saver = Saver(context, recorder, steps_per_epoch=len(self.order), log_event=self._log_event)
 
     def run(self) -> Stop:
         """Take the remaining steps; at the end of training, score the test sets with the final weights."""
         self._probe_memory()
-        with explain_out_of_memory(self.context, self.micro_batch_size):
-            reason = Stop.NONE if self._is_at_end() else self._train()
-            if reason is Stop.NONE:
-                self._score_test_sets()
+        try:
+            with explain_out_of_memory(self.context, self.micro_batch_size):
+                reason = Stop.NONE if self._is_at_end() else self._train()
+                if reason is Stop.NONE:
+                    self._score_test_sets()
+        finally:
+            self.saver.close()
         name, why = "done" if reason is Stop.NONE else "stop", reason.name.lower().replace("_", " ")
         if self.recorder is not None:
             metrics = {"bytes": self.recorder.sync(), "sha256": self.recorder.metrics_sha256}
@@ -167,12 +161,14 @@ class Trainer:
                 self._beat("training")
                 self._check_finite(result)
                 agreed = self._agree()
+                if agreed.written and self.saver.is_writing:
+                    self.saver.finish(wait=False)
                 finished = self._is_at_end() or agreed.time_is_up
                 if finished or progress.step == 1 or self.log_every.is_due_at(progress.step):
                     self._log_step(result)
                 leaving = finished or agreed.stop != Stop.NONE
                 has_to_evaluate = agreed.evaluate or finished or self.eval_every.is_due_at(progress.step)
-                has_to_save = agreed.save or leaving or self.save_every.is_due_at(progress.step)
+                has_to_save = agreed.save or leaving or self.saver.every.is_due_at(progress.step)
                 if has_to_evaluate or has_to_save:
                     self._settle()
                     with self.meter.pause():
@@ -182,7 +178,7 @@ class Trainer:
                         self._log_step(result)
                     with self.meter.pause():
                         if has_to_save or is_best or finished:
-                            self._save()
+                            self._save(wait=leaving or finished)
                     self._beat("training")
                 if leaving or finished:
                     return Stop.NONE if finished else agreed.stop
@@ -315,7 +311,7 @@ class Trainer:
         """Propose this rank's decision; return the one agreed on a step ago. Rank 0's clock counts for all."""
         reason, has_clock = self.stop.reason, self.context.world.is_main
         steps = self.meter.unfinished_steps + 2  # ranks act on a decision a step later, and the next is a step away
-        if self.limit.is_reached(reserve_s=steps * self.meter.longest_step_s + 2 * self.save_s + 1):
+        if self.limit.is_reached(reserve_s=steps * self.meter.longest_step_s + self.saver.reserve_s + 1):
             reason = max(reason, Stop.TIME_LIMIT)
         time_is_up = has_clock and self.minutes is not None and self.state.progress.train_s / 60 >= self.minutes
         return self.agreement.exchange(
@@ -323,7 +319,8 @@ class Trainer:
                 stop=reason,
                 time_is_up=time_is_up,
                 evaluate=has_clock and self.eval_every.has_elapsed(),
-                save=has_clock and self.save_every.has_elapsed(),
+                save=has_clock and self.saver.has_elapsed(),
+                written=self.saver.has_written(),
             )
         )
 
@@ -385,47 +382,13 @@ class Trainer:
                 logger.info(missing)
         return metrics
 
-    def _save(self) -> None:
-        """Write a checkpoint, delete old ones, and set the next interval by what the save cost."""
+    def _save(self, *, wait: bool) -> None:
+        """Save a checkpoint; with `wait`, return only when it is complete."""
         self._check_previous_step(self.previous_skipped)
         self.previous_skipped = None
         self._beat("saving", now=True)
         self.state.step_losses.sum_over_ranks()
-        if self.recorder is not None:
-            begin = time.perf_counter()
-            saved = self._write_checkpoint(self.recorder)
-            self.save_s = time.perf_counter() - begin  # what all ranks wait for: also flushing metrics, and deleting
-            self._log_event("checkpoint", seconds=self.save_s, bytes=saved.bytes, file=saved.path.name)
-        self.save_s = distributed.broadcast_from_rank0(self.save_s)
-        settings = self.config.checkpoint
-        if not settings.every:
-            self.save_every.seconds = compute_interval_s(
-                max(self.save_s, 1e-3), mtbf_hours=settings.mtbf_hours, max_minutes=settings.max_minutes
-            )
-        self.save_every.restart()
-
-    def _write_checkpoint(self, recorder: Recorder) -> checkpoint.SaveResult:
-        state, folder, data = self.state, self.context.run / "checkpoints", self.context.data
-        content = encode_state(
-            state, fingerprint=data.fingerprint, metrics_position=recorder.sync(), artifacts=data.artifacts
-        )
-        meta = {"epoch": state.progress.epoch, "world_size": self.context.world.world_size, "best": state.best}
-        meta["swa"] = state.swa.count if state.swa is not None and state.swa.refreshed else 0
-        meta[FILES] = describe_files(
-            list_kept_options(self.context.config),
-            self.env,
-            metrics_bytes=content["metrics_position"],
-            metrics_sha256=recorder.metrics_sha256,
-        )
-        saved = checkpoint.save(folder, content, step=state.progress.step, meta=meta)
-        best = state.best["step"] if state.best else None
-        checkpoint.prune(
-            folder,
-            keep_last=self.config.checkpoint.keep_last,
-            protect=lambda step: step == best or self.keep_every.is_due_at(step),
-            written=saved.path,
-        )
-        return saved
+        self.saver.save(self.state, wait=wait)
 
     @precision.allow_nondeterministic_operators()
     def _score_test_sets(self) -> None:
@@ -452,7 +415,7 @@ class Trainer:
                         batch_size=self.config.eval_batch_size,
                         autocast=self.autocast,
                     )
-                self._save()
+                self._save(wait=True)
             self._record_choice("final_weights", f"the mean of {self.state.swa.count}", "swa=true")
             return self.state.swa.module, self.state.progress.step
         module, best = self._select_eval_module(), self.state.best
@@ -494,7 +457,7 @@ class Trainer:
         if self.recorder is not None:
             update_env(self.context.run, "choices", {name: {"value": value, "reason": reason}})
 
-    def _log_event(self, name: str, **fields: Any) -> None:
+    def _log_event(self, name: str, *, step: int | None = None, **fields: Any) -> None:
         if self.recorder is not None:
-            train_s = round(self.state.progress.train_s, 3)
-            self.recorder.log("event", self.state.progress.step, {"event": name, **fields, "train_s": train_s})
+            train_s, step = round(self.state.progress.train_s, 3), self.state.progress.step if step is None else step
+            self.recorder.log("event", step, {"event": name, **fields, "train_s": train_s})
