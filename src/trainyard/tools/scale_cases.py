@@ -28,13 +28,13 @@ class Sizes:
     checkpoint_mib: int = 512
     files: int = 50_000  # raw, 100 in a folder
     records: int = 100_000  # small images, packed with a kill in the middle
-    worlds: int = 16  # ranks on this machine, each a process
-    world_checkpoint_mib: int = 64  # that each of them resumes from
+    ranks: int = 16  # on this machine, each a process
+    rank_checkpoint_mib: int = 64  # that each of them resumes from
 
     def make_quick(self) -> "Sizes":
         """Return sizes that show in seconds that everything runs, and measure nothing."""
         small = Sizes(lines=2_000, runs=20, rows=2_000, dims=64, fingers=8, draws=20, checkpoint_mib=8, files=200)
-        return replace(small, records=5_000, worlds=3, world_checkpoint_mib=1)
+        return replace(small, records=5_000, ranks=3, rank_checkpoint_mib=1)
 
 
 @dataclass(frozen=True)
@@ -233,11 +233,14 @@ def _measure_checkpoint(folder: Path, sizes: Sizes, rank: int) -> list[Number]:
     import torch
 
     from trainyard.train import checkpoint
+    from trainyard.train.host_copy import HostCopy
 
     parts = 16
     state = {"model": {str(i): torch.rand(sizes.checkpoint_mib * 2**18 // parts) for i in range(parts)}}
     saves = _make(folder / f"saves-{time.monotonic_ns()}")
     checkpoint.save(saves, state, step=1, meta={})
+    host = HostCopy()
+    host.take(state)  # the first copy of a run also allocates the buffers
 
     def save() -> None:
         saved = checkpoint.save(saves, state, step=2, meta={})
@@ -249,7 +252,8 @@ def _measure_checkpoint(folder: Path, sizes: Sizes, rank: int) -> list[Number]:
         checkpoint.read_verified(entry.path)
 
     note = f"{sizes.checkpoint_mib} MiB"
-    numbers = measure_work("save and prune", save, note)[:1]
+    numbers = measure_work("save and prune", save, f"{note}; training waits as long without a copy")[:1]
+    numbers += measure_work("copy for a save", lambda: host.take(state), f"{note}; training waits as long with it")[:1]
     numbers += measure_work("resume, rank 0", load_first, note)[:1]
     (path,) = saves.glob("*.ckpt")
     numbers += measure_work("resume, other ranks", lambda: checkpoint.read_verified(path), note)[:1]
@@ -376,7 +380,7 @@ def _measure_ranks(folder: Path, sizes: Sizes, rank: int) -> list[Number]:
     from trainyard.train import checkpoint, run_state  # noqa: F401 (loaded once, and then shared by all)
 
     torch.set_num_threads(1)
-    weights = torch.rand(sizes.world_checkpoint_mib * 2**18)
+    weights = torch.rand(sizes.rank_checkpoint_mib * 2**18)
     saves = folder / "checkpoints"
     if not saves.exists():
         saves.mkdir()
@@ -386,7 +390,7 @@ def _measure_ranks(folder: Path, sizes: Sizes, rank: int) -> list[Number]:
     receiver, sender = context.Pipe(duplex=False)
     meeting = str(time.monotonic_ns())
     ranks = [
-        context.Process(target=_live_as_rank, args=(folder, i, sizes, meeting, sender)) for i in range(sizes.worlds)
+        context.Process(target=_live_as_rank, args=(folder, i, sizes, meeting, sender)) for i in range(sizes.ranks)
     ]
     for process in ranks:
         process.start()
@@ -394,8 +398,8 @@ def _measure_ranks(folder: Path, sizes: Sizes, rank: int) -> list[Number]:
     found = [receiver.recv() for _ in ranks]
     for process in ranks:
         process.join()
-    note = f"{sizes.worlds} ranks, gloo, {os.cpu_count()} cores, forked after the imports"
-    checkpoint_note = f"{sizes.world_checkpoint_mib} MiB, hashed by rank 0, read by all"
+    note = f"{sizes.ranks} ranks, gloo, {os.cpu_count()} cores, forked after the imports"
+    checkpoint_note = f"{sizes.rank_checkpoint_mib} MiB, hashed by rank 0, read by all"
     units = {
         "join": ("s", note),
         "agree": ("ms", "a step, nothing computed meanwhile"),
@@ -411,7 +415,7 @@ def _live_as_rank(folder: Path, rank: int, sizes: Sizes, meeting: str, sender: A
     from trainyard.train.run_state import load_newest_checkpoint
     from trainyard.train.world import World
 
-    world, rounds = World(rank, rank, sizes.worlds, sizes.worlds, rendezvous=meeting), 100
+    world, rounds = World(rank, rank, sizes.ranks, sizes.ranks, rendezvous=meeting), 100
     times = [time.perf_counter()]
     distributed.join(world, folder, os.environ)
     distributed.select_device(world, os.environ)
