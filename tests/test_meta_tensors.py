@@ -5,6 +5,7 @@ from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -50,10 +51,10 @@ def describe_layout(tensor: Tensor) -> tuple[Any, ...]:
 def record_step(config: TrainConfig, *, values: bool, dtype: torch.dtype | None) -> list[tuple[str, list[Any]]]:
     """Return the operators of a forward and backward pass, each with the layouts of what it made."""
     data = ShardSet(Path(config.data.path))
-    module = configs.load_family(JOBS, config.family, "module").build(config, DataInfo.from_shards(data, range(8)))
+    module = configs.load_family(JOBS, config.family, "module").build(config, DataInfo.from_shards(data, np.arange(8)))
     module.train().to(memory_format=torch.channels_last)
     loader = Loader.from_config(config, data, device=CPU, decode="cpu", channels_last=True)
-    with closing(loader.evaluate(range(4), batch_size=4)) as stream:
+    with closing(loader.evaluate(np.arange(4), batch_size=4)) as stream:
         batch = dict(next(stream).batch)
     batch |= {"noise": torch.rand(4, 32), "samples_seen": torch.zeros((), dtype=torch.int64)}
     if not values:

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -90,6 +91,8 @@ def read_run_metrics(run: Path) -> list[dict[str, Any]]:
 
 
 def _run_rank(run: Path, environ: dict[str, str], jobs: Path) -> None:
+    for number in (signal.SIGHUP, signal.SIGQUIT):  # which tests under nohup ignore, and what they start, too
+        signal.signal(number, signal.SIG_DFL)
     os._exit(execute(run, jobs, environ=environ, started=time.time()))
 
 
