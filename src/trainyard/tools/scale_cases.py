@@ -252,8 +252,8 @@ def _measure_checkpoint(folder: Path, sizes: Sizes, rank: int) -> list[Number]:
         checkpoint.read_verified(entry.path)
 
     note = f"{sizes.checkpoint_mib} MiB"
-    numbers = measure_work("save and prune", save, f"{note}; training waits as long without a copy")[:1]
-    numbers += measure_work("copy for a save", lambda: host.take(state), f"{note}; training waits as long with it")[:1]
+    numbers = measure_work("save and prune", save, f"{note}; training waits for it in the foreground")[:1]
+    numbers += measure_work("copy for a save", lambda: host.take(state), f"{note}; training waits for it otherwise")[:1]
     numbers += measure_work("resume, rank 0", load_first, note)[:1]
     (path,) = saves.glob("*.ckpt")
     numbers += measure_work("resume, other ranks", lambda: checkpoint.read_verified(path), note)[:1]
