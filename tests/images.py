@@ -74,6 +74,11 @@ def load(path: Path, pause_s: float) -> Loaded:
     return {"image": data, "who": who, "number": i, "weight": weight, "points": make_points(i)}
 
 
+def load_bytes(path: Path) -> Loaded:
+    """Load a file as an array of its bytes."""
+    return {"bytes": np.fromfile(path, dtype=np.uint8)}
+
+
 def make_points(number: int) -> np.ndarray:
     """Return the array that belongs to an image: (3, 2) float32."""
     return np.arange(6, dtype=np.float32).reshape(3, 2) + number

@@ -201,6 +201,7 @@ def save_and_record_calls(directory: Path) -> list[str]:
     return calls
 
 
+@pytest.mark.slow
 def test_bytes_reach_the_disk_before_their_names_do(tmp_path):
     with ProcessPoolExecutor(1, mp_context=FORKSERVER) as pool:
         calls = pool.submit(save_and_record_calls, tmp_path / "new").result()
@@ -341,6 +342,7 @@ def save_within_a_limit(directory: Path) -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_a_limit_met_in_the_middle_of_a_save_leaves_no_partial_file(tmp_path):
     save_steps(tmp_path, 1)
     with ProcessPoolExecutor(1, mp_context=FORKSERVER) as pool:

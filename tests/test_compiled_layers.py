@@ -71,6 +71,7 @@ def test_layers_of_one_kind_are_compiled_once(backend):
     assert graphs == [3, 3]
 
 
+@pytest.mark.slow
 def test_layers_of_many_kinds_are_all_compiled(backend):
     module = make_classifier()
     module.layers = nn.ModuleList(nn.Conv2d(2 if k == 0 else 1 + k, 2 + k, 1) for k in range(5))
@@ -80,6 +81,7 @@ def test_layers_of_many_kinds_are_all_compiled(backend):
     assert len(backend.graphs) == 11
 
 
+@pytest.mark.slow
 def test_compiled_layers_train_to_the_same_bits_and_keep_their_names(backend):
     eager, compiled = (make_state(make_classifier(batch_norm=True)) for _ in range(2))
     names = list(compiled.module.state_dict())
@@ -121,6 +123,7 @@ def test_cuda_graphs_are_an_option_of_the_compiler_and_each_shape_has_its_own(ba
     assert set(backend.options) <= set(torch._inductor.config.get_config_copy()), "the compiler would refuse these"
 
 
+@pytest.mark.slow
 def test_a_step_tells_cuda_graphs_where_it_begins_once_however_many_micro_batches_it_has(backend):
     from torch._inductor.cudagraph_trees import MarkStepBox
 

@@ -199,6 +199,7 @@ def _join_with_few_open_files(rank: int, world_size: int, folder: Path) -> None:
     distributed.leave()
 
 
+@pytest.mark.slow
 def test_ranks_join_although_the_soft_limit_on_open_files_is_too_low(tmp_path):
     ranks: list[Any] = [
         FORKSERVER.Process(target=_join_with_few_open_files, args=(rank, 3, tmp_path)) for rank in range(3)

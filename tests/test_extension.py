@@ -59,6 +59,7 @@ def test_an_extended_run_equals_one_that_was_planned_so(done, tmp_path, options)
     assert events[-1]["event"] == "done" and find_changes(short) == []
 
 
+@pytest.mark.slow
 def test_a_kill_before_the_next_checkpoint_leaves_a_run_that_knows_its_options(done, tmp_path):
     run = shutil.copytree(done, tmp_path / "run")
     old = read_config(run)

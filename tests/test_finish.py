@@ -85,6 +85,7 @@ def test_the_average_is_the_mean_of_the_weights_at_each_new_best(averaged):
         torch.testing.assert_close(last["swa"]["module"][name].double(), mean, atol=1e-6, rtol=0)
 
 
+@pytest.mark.slow
 def test_batch_statistics_of_the_average_are_those_of_its_weights_over_the_training_samples(averaged):
     module, data, config = build_module(averaged)
     swa = load_state(averaged)
@@ -252,6 +253,7 @@ def test_predictions_that_cannot_be_made_say_why(done, unlabelled_images, tmp_pa
     assert case == "exists" or not out.exists()
 
 
+@pytest.mark.slow
 def test_an_image_that_cannot_be_read_leaves_no_table(done, unlabelled_images, tmp_path, capsys):
     (unlabelled_images / "0003.png").write_bytes(b"no image")
     assert main(["predict", str(done), str(unlabelled_images), str(tmp_path / "out.csv"), "--jobs", str(FAMILIES)]) == 2

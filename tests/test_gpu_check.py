@@ -115,6 +115,7 @@ def test_each_end_of_a_check_has_its_own_words_and_the_next_one_runs(tmp_path):
     assert lines["pass_check"]["rate"] == 1.5 and lines["pass_check"]["device"] == "cpu"
 
 
+@pytest.mark.slow
 def test_a_check_that_hangs_is_killed_with_all_that_it_started(tmp_path):
     work = partial(hang, torch.device("cpu"), Sizes(JOBS, tmp_path, tmp_path))
     outcome = run_in_process(work, limit_s=1.5, log=tmp_path / "log")
@@ -122,6 +123,7 @@ def test_a_check_that_hangs_is_killed_with_all_that_it_started(tmp_path):
     assert wait_until_dead(*(tmp_path / "pids").read_text().split())
 
 
+@pytest.mark.slow
 def test_time_that_is_over_is_no_failure(tmp_path):
     lines = run_all(tmp_path, hang, pass_check, budget=Budget(1.5, 60.0))
     assert lines["hang"]["status"] == "not run" and "time of the whole command" in str(lines["hang"]["reason"])
@@ -133,7 +135,8 @@ def run_and_wait(folder: Path) -> None:
     run_all(folder, pass_check, hang)
 
 
-def test_a_command_that_is_killed_keeps_its_lines_and_leaves_no_process(tmp_path):
+@pytest.mark.slow
+def test_a_command_that_is_killed_keeps_its_lines_and_ends_its_check(tmp_path):
     process = FORKSERVER.Process(target=run_and_wait, args=(tmp_path,))
     process.start()
     while process.is_alive() and not (tmp_path / "pids").exists():
@@ -142,8 +145,9 @@ def test_a_command_that_is_killed_keeps_its_lines_and_leaves_no_process(tmp_path
     process.join(30)
     head, line = read_lines(tmp_path / "gpu-test.jsonl")
     assert head == HEADER and line["check"] == "pass_check" and line["status"] == "ok"
-    check, _ = (tmp_path / "pids").read_text().split()
+    check, child = (tmp_path / "pids").read_text().split()
     assert wait_until_dead(check)
+    os.kill(int(child), signal.SIGKILL)  # a check's own processes end with the command only if they watch its pipe
 
 
 def interrupt(device: torch.device, sizes: Sizes) -> Figures:
@@ -165,6 +169,7 @@ def run_until_interrupted(folder: Path) -> int:
     return 0
 
 
+@pytest.mark.slow
 def test_ctrl_c_shows_what_is_finished_and_names_what_is_left(tmp_path):
     folder = tmp_path / "here"
     done = run_as_command(partial(run_until_interrupted, folder), folder)
@@ -450,6 +455,7 @@ def test_a_job_that_does_not_repeat_itself_fails_the_command(tmp_path):
     assert done.returncode == 1, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "expected"),
     [

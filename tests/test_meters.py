@@ -183,6 +183,7 @@ def train(
         return trainer.run()
 
 
+@pytest.mark.slow
 def test_the_time_of_training_is_the_devices_time_over_all_attempts(run, device):
     begin = device.now_s
     assert train(run, device, max_duration="20st", stop_at=8) == Stop.PREEMPTED
@@ -194,6 +195,7 @@ def test_the_time_of_training_is_the_devices_time_over_all_attempts(run, device)
     assert device.most_queued_s == pytest.approx(2 * COMPUTE_S), "the host is one step ahead at most"
 
 
+@pytest.mark.slow
 def test_evaluation_is_no_time_of_training_and_no_idle_time(run, device):
     begin = device.now_s
     assert train(run, device, predict_s=7.0, max_duration="20st", eval_every="4st", eval_batch_size=20) == Stop.NONE
@@ -221,6 +223,7 @@ def test_max_runtime_leaves_time_for_the_steps_that_the_device_has_not_finished(
     assert load_state(run)["progress/train_s"] == pytest.approx(device.now_s - begin)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("parts", "data_s", "idle_s"),
     [

@@ -40,6 +40,7 @@ def runs(tmp_path_factory) -> list[Path]:
     return made
 
 
+@pytest.mark.slow
 def test_a_run_records_what_it_took_and_the_next_one_predicts_that(runs):
     predicted, observed = read_amounts(read_env(runs[0])) or ()
     assert (predicted.samples_per_s, predicted.hours, predicted.disk_bytes) == (None, None, None)
@@ -54,6 +55,7 @@ def test_a_run_records_what_it_took_and_the_next_one_predicts_that(runs):
     assert again.disk_bytes >= observed.disk_bytes, "at most"
 
 
+@pytest.mark.slow
 def test_the_report_and_the_summary_show_predicted_next_to_observed(runs):
     text = format_summary(runs[1])
     assert re.search(r"^plan +GPU memory, peak +predicted not predicted +observed not observed$", text, re.MULTILINE)
@@ -62,6 +64,7 @@ def test_the_report_and_the_summary_show_predicted_next_to_observed(runs):
     assert "Predicted and observed" in page and f"measured by {format_run_name(runs[0])}" in page
 
 
+@pytest.mark.slow
 def test_the_next_plan_of_the_same_machine_says_hours_as_measured(runs, capsys):
     options = ["max_duration=8st", "micro_batch_size=8", "data.synthetic=60"]
     folder = runs[0].parent.parent

@@ -85,6 +85,7 @@ def test_out_of_memory_in_a_step_halves_the_micro_batch_and_keeps_the_mathematic
     assert not list(run.glob("errors/*.json")), "what was dealt with is no fault of the run"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("phase", ["optimizer", pytest.param("backward", marks=pytest.mark.long)])
 def test_what_failed_in_the_first_step_leaves_no_bit_behind(phase, tmp_path, cache, halved):
     run = make_run(tmp_path, cache, "model.full_above=8", f"model.full_phase={phase}")
@@ -112,6 +113,7 @@ def test_memory_that_is_short_twice_halves_twice(tmp_path, cache, whole):
     assert read_env(run)["choices"]["micro_batch_size"]["value"] == 4
 
 
+@pytest.mark.slow
 def test_out_of_memory_in_evaluation_halves_its_batches_alone(tmp_path, cache, whole):
     run = make_run(tmp_path, cache, "model.full_above=8", "model.full_phase=evaluation")
     assert train(run) == 0
@@ -124,6 +126,7 @@ def test_out_of_memory_in_evaluation_halves_its_batches_alone(tmp_path, cache, w
     assert event["eval_batch_size"] == 8
 
 
+@pytest.mark.slow
 def test_where_results_depend_on_the_micro_batch_it_is_not_halved_unless_told(tmp_path, cache):
     run = make_run(tmp_path, cache, "model.batch_norm=true", "model.full_above=8")
     with pytest.raises(OutOfDeviceMemory, match="not halved unless told, because results would change: BatchNorm"):
@@ -138,6 +141,7 @@ def test_where_results_depend_on_the_micro_batch_it_is_not_halved_unless_told(tm
     assert read_env(told)["choices"]["micro_batch_size"]["value"] == 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("phase", "advice"),
     [("backward", "gradient_checkpointing=true"), pytest.param("evaluation", "--hw TYPE", marks=pytest.mark.long)],

@@ -44,14 +44,10 @@ def read_times(folder: Path) -> dict[str, int]:
     return {path.name: path.stat().st_mtime_ns for path in folder.glob("shard-*.h5")}
 
 
-def return_row(row: Loaded) -> Loaded:
-    return row
-
-
 def make_samples(rows: list[Loaded], **columns: list) -> Iterator[Sample]:
-    """Yield samples of rows in memory."""
+    """Yield samples of rows in memory. The workers make them with `dict`: this module would import torch in each."""
     for i, row in enumerate(rows):
-        yield Sample(f"row {i}", partial(return_row, row), {name: values[i] for name, values in columns.items()})
+        yield Sample(f"row {i}", partial(dict, row), {name: values[i] for name, values in columns.items()})
 
 
 def pack_rows(rows: list[Loaded], out: Path, **options) -> ShardSet:
@@ -329,7 +325,7 @@ def test_a_folder_of_only_bad_files_is_refused_even_if_they_may_be_skipped(tmp_p
 
 
 def test_a_key_of_two_samples_is_refused(tmp_path):
-    twice = [Sample(key, partial(return_row, {"x": i})) for i, key in enumerate(["a", "b", "a"])]
+    twice = [Sample(key, partial(dict, {"x": i})) for i, key in enumerate(["a", "b", "a"])]
     with pytest.raises(PackError, match="Two samples have the key 'a'"):
         pack(twice, tmp_path / "out", meta={}, workers=1)
     assert not (tmp_path / "out" / "index.h5").exists()
@@ -370,7 +366,7 @@ def test_a_full_disk_is_an_error_and_packing_resumes_when_there_is_space(raw_ima
 def test_rows_of_one_large_file_share_its_size(tmp_path):
     table = tmp_path / "table.csv"
     table.write_bytes(b"x" * 3_000_000)
-    rows = [Sample(f"row {i}", partial(return_row, {"i": i}), source=table) for i in range(64)]
+    rows = [Sample(f"row {i}", partial(dict, {"i": i}), source=table) for i in range(64)]
     data = pack(iter(rows), tmp_path / "out", meta={}, workers=1, shard_mib=1)
     assert [shard.count for shard in data.shards] == [23, 23, 18], "the target is 1 MiB of the file, not of its copies"
 
@@ -380,9 +376,7 @@ def _pack_and_read_with_few_open_files(folder: Path) -> int:
     row = folder / "row"
     row.write_bytes(b"x" * 2000)
     rows = [
-        Sample(
-            f"row {i}", partial(return_row, {"i": i, "many": np.full(3, i), "text": Ragged(np.arange(i))}), source=row
-        )
+        Sample(f"row {i}", partial(dict, {"i": i, "many": np.full(3, i), "text": Ragged(np.arange(i))}), source=row)
         for i in range(120)
     ]
     data = pack(iter(rows), folder / "out", meta={}, workers=1, shard_mib=0.00001)
@@ -419,7 +413,7 @@ def test_a_file_that_cannot_be_opened_is_not_called_damaged(packed_images, monke
 def test_a_shard_of_small_files_has_few_enough_samples_that_workers_share_them(tmp_path):
     row = tmp_path / "row"
     row.write_bytes(b"x")
-    rows = [Sample(f"row {i}", partial(return_row, {"i": i}), source=row) for i in range(2500)]
+    rows = [Sample(f"row {i}", partial(dict, {"i": i}), source=row) for i in range(2500)]
     data = pack(iter(rows), tmp_path / "out", meta={}, workers=1)
     assert [shard.count for shard in data.shards] == [2048, 452]
 

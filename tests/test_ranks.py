@@ -177,6 +177,7 @@ def test_an_agreement_returns_what_was_proposed_at_the_call_before():
     assert all(type(value) is type(default) for value, default in zip(returned[-1], Decision(), strict=True))
 
 
+@pytest.mark.slow
 def test_ranks_agree_on_the_maximum_of_each_field(tmp_path):
     assert _wait_for_codes([FORKSERVER.Process(target=_agree, args=(rank, tmp_path)) for rank in range(2)]) == [0, 0]
 

@@ -68,7 +68,7 @@ def load_row(i: int) -> Loaded:
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("records") / "packed"
-    samples = [Sample(f"row {i}", partial(load_row, i)) for i in range(COUNT)]
+    samples = [Sample(f"row {i}", partial(dict, load_row(i))) for i in range(COUNT)]
     pack(iter(samples), out, meta={}, workers=1).close()
     return out
 

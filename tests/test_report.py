@@ -205,6 +205,7 @@ def test_elapsed_time_continues_after_a_resume_without_the_time_that_was_lost(tm
     assert 50 <= read_metrics(run)[-1]["elapsed_s"] < 80
 
 
+@pytest.mark.slow
 def test_a_kill_in_a_rewind_leaves_the_old_file_or_the_new_one(tmp_path):
     child = """
 import os, signal, sys

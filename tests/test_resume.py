@@ -151,6 +151,7 @@ def test_a_finished_run_stays_as_it_is(tmp_path):
     assert read_run_metrics(run) == metrics
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_not_finite_ends_the_run_and_is_not_saved(tmp_path):
     run = new_run(tmp_path, "model.poison_step=60", "checkpoint.every=1st")
     with pytest.raises(UserError, match=r"Step 6: the gradient is not finite.*nothing after it is saved"):

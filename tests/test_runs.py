@@ -72,6 +72,7 @@ def _create_several(root: Path, code: Path, names: "multiprocessing.Queue[str]")
         names.put(create_run(root, TINY, code=code).name)
 
 
+@pytest.mark.slow
 def test_runs_created_in_the_same_second_by_several_processes_get_different_folders(tmp_path: Path):
     names = FORKSERVER.Queue()
     workers = [FORKSERVER.Process(target=_create_several, args=(tmp_path / "runs", tmp_path, names)) for _ in range(4)]
@@ -380,6 +381,7 @@ def _count_up(run: Path, counter: Path, rounds: int) -> None:
             time.sleep(0.0005)
 
 
+@pytest.mark.slow
 def test_writers_that_come_and_go_never_overlap(tmp_path: Path):
     counter = tmp_path / "counter"
     counter.write_text("0")

@@ -225,6 +225,7 @@ def packed_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return new_run(tmp_path_factory.mktemp("saving"), *options)
 
 
+@pytest.mark.slow
 def test_the_time_of_a_save_includes_deleting_old_checkpoints(packed_run):
     is_slow = True
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.images import load_bytes
 from tests.training import FAMILIES, FORKSERVER, new_run
 from trainyard.cluster.description import load_cluster
 from trainyard.data.hdf5 import ShardError
@@ -37,13 +38,9 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     raw, out = [folder / f"{i:02}" for i in range(48)], folder / "packed"
     for path in raw:
         path.write_bytes(os.urandom(MIB))
-    samples = (Sample(path.name, partial(load, path), source=path) for path in raw)
+    samples = (Sample(path.name, partial(load_bytes, path), source=path) for path in raw)
     assert len(pack(samples, out, meta={}, workers=1, shard_mib=12).shards) == 4
     return out
-
-
-def load(path: Path) -> dict[str, Any]:
-    return {"noise": np.fromfile(path, dtype=np.uint8)}
 
 
 @pytest.fixture

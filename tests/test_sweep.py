@@ -415,6 +415,7 @@ def test_the_submitit_plugin_trains_in_separate_processes_and_a_failure_sets_the
     assert read_events(good)[-1] == "done" and read_events(bad)[-1] != "done"
 
 
+@pytest.mark.slow
 def test_what_hydra_refuses_is_reported_and_nothing_is_trained(tmp_path: Path):
     done = run_multirun(tmp_path, "optimizer.lrr=1,2")
     assert done.returncode == 1 and "optimizer.lrr" in done.stderr
@@ -429,6 +430,7 @@ def test_a_training_that_stopped_half_way_is_not_a_success_for_hydra(tmp_path: P
     assert f"trainyard resume {run}" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_dry_multirun_prints_each_combination_and_starts_and_writes_nothing(tmp_path: Path):
     done = run_multirun(tmp_path / "here", "seed=0,1", "hydra/launcher=submitit_local", dry=True)
     assert done.returncode == 0, done.stderr

@@ -84,6 +84,7 @@ def read_one_error(run: Path) -> RankError:
     return error
 
 
+@pytest.mark.slow
 def test_a_rank_alone_that_hangs_dumps_its_stacks_and_ends_with_the_cause(tmp_path):
     barrier = FORKSERVER.Barrier(1)
     rank = start_rank(tmp_path, take_steps, limit_s=1, barrier=barrier, hangs=True)
@@ -168,6 +169,7 @@ def deadlock_in_c(progress: Progress, *, ready: Path) -> None:
     lock(mutex)
 
 
+@pytest.mark.slow
 def test_a_stop_signal_during_a_hang_leaves_a_record_before_the_rank_is_killed(tmp_path):
     ready = tmp_path / "ready"
     rank = start_rank(tmp_path, deadlock_in_c, limit_s=2, ready=ready)
@@ -181,6 +183,7 @@ def test_a_stop_signal_during_a_hang_leaves_a_record_before_the_rank_is_killed(t
     assert "in deadlock_in_c" in (tmp_path / RANKS / f"{ATTEMPT}-rank0-stacks.txt").read_text()
 
 
+@pytest.mark.slow
 def test_a_rank_that_recovers_after_a_stop_signal_takes_its_record_back(tmp_path):
     progress = Progress(phase="saving")
     with StopFlag() as stop, Watchdog(tmp_path, ATTEMPT, World(), progress) as watchdog:

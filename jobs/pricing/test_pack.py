@@ -111,6 +111,7 @@ def test_tokens_from_shards_are_bit_identical_to_tokenising_again(catalogue_fold
         assert data.columns["length"][i] == len(tokens) <= 48
 
 
+@pytest.mark.slow
 def test_packing_again_is_bit_identical_and_a_changed_row_changes_the_data(
     catalogue_folder: Path, data: ShardSet, tmp_path: Path
 ) -> None:
