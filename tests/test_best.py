@@ -37,7 +37,8 @@ def make_best(eer: float, d_prime: float) -> dict[str, object]:
 )
 def test_equal_rates_are_decided_by_the_separation_then_by_which_came_first(eer, d_prime, better):
     assert is_better({"eer": eer, "d_prime": d_prime}, make_best(0.0, 2.0), EER_THEN_SEPARATION) is better
-    lines = [{"split": "val", "eer": 0.0, "d_prime": 2.0}, {"split": "val", "eer": eer, "d_prime": d_prime}]
+    values = enumerate([(0.0, 2.0), (eer, d_prime)], start=1)
+    lines = [{"split": "val", "step": step, "eer": rate, "d_prime": distance} for step, (rate, distance) in values]
     found = find_best_evaluation(lines, split="val", metric="eer", mode="min", ties=[["d_prime", "max"]])
     assert found is lines[1 if better else 0]
 

@@ -108,7 +108,8 @@ def check_evaluation(run: Path, raw: Path, capsys) -> None:
     resamples = bool(getattr(config, "evaluation", None)) and hasattr(config.evaluation, "bootstrap_draws")
     ends = ["_low" in " ".join(line) or "draws_lost" in " ".join(line) for line in (during[-1], own)]
     assert during[-1]["split"] == "val" and ends == [False, resamples], "intervals are computed at the end alone"
-    packed, options = Path(config.data.path), ["evaluation.baseline_pairs=4"] * (config.family == "fingerprint")
+    packed = Path(config.data.path)
+    options = ["report.samples=on", *["evaluation.baseline_pairs=4"] * (config.family == "fingerprint")]
     assert main(["evaluate", str(run), str(packed), *options, "--split", own["split"], "--jobs", str(JOBS)]) == 0
     shown = capsys.readouterr().out
     (found,) = read_evaluations(run)
@@ -117,9 +118,13 @@ def check_evaluation(run: Path, raw: Path, capsys) -> None:
     assert baselines and all(set(select_metrics(one)) <= set(select_metrics(line)) for one in baselines)
     assert all(one["system"] in shown for one in found.lines)
     assert found.about["seen_in_training"]["samples"] == 0
-    assert {path.name for path in (found.path / "figures").iterdir()} == {
-        path.name.removeprefix(f"{own['split']} - ") for path in (run / "exhibits").iterdir()
-    }
+    drawn = {path.name for path in (found.path / "figures").iterdir()}
+    own_figures, own_samples = (
+        {path.name.removeprefix(f"{own['split']} - ") for path in run.glob(f"{folder}/*.png")}
+        for folder in ("exhibits", "samples")
+    )
+    assert own_figures < drawn, "and samples"
+    assert own_samples == ((drawn - own_figures) if config.report.samples == "on" else set())
 
 
 def check_embeddings(run: Path, raw: Path, pairs: list[dict[str, str]], out: Path, capsys) -> None:

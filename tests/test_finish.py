@@ -2,6 +2,7 @@
 
 import base64
 import csv
+import shutil
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -168,15 +169,30 @@ def test_samples_are_shown_only_if_asked_for_and_change_nothing_that_is_trained_
     assert train(shown) == 0
     assert find_differences(load_state(done), load_state(shown)) == []
     assert read_run_metrics(done) == read_run_metrics(shown)
-    names = [sorted(path.name for path in (run / "exhibits").iterdir()) for run in (done, shown)]
-    confusion = "test - Confusion, true_chosen.png"
-    assert names[0] == [confusion] and len(names[1]) == 2 and names[1][1].startswith("test - sample ")
+    names = [[path.name for path in (run / "exhibits").iterdir()] for run in (done, shown)]
+    assert names[0] == names[1] == ["test - Confusion, true_chosen.png"] and not (done / "samples").exists()
     _, data, _ = build_module(done)
-    (png,) = ((shown / "exhibits") / name for name in names[1] if name != confusion)
+    (png,) = (shown / "samples").iterdir()
+    assert png.name.startswith("test - sample ")
     pages = [write_report(run).read_text() for run in (done, shown)]
     hidden = [*data.read_keys(np.arange(data.count)), png.stem, base64.b64encode(png.read_bytes()).decode()]
     assert len(hidden) > 20 and not [text for text in hidden if text in pages[0]]
     assert png.stem in pages[1] and hidden[-1] in pages[1]
+    shutil.rmtree(shown / "samples")
+    assert f"trainyard report {shown}" in pages[1], "what to type once they are deleted"
+    page = write_report(shown).read_text()
+    assert png.stem not in page and hidden[-1] not in page
+
+
+@pytest.mark.slow
+def test_a_score_before_training_changes_nothing_that_is_trained(done, tmp_path):
+    scored = new_run(tmp_path, "max_duration=6ep", "eval_on_start=true")
+    assert train(scored) == 0
+    assert find_differences(load_state(done), load_state(scored)) == []
+    lines = [line for line in read_run_metrics(scored) if line["step"] > 0]
+    first = [(line["kind"], line["split"]) for line in read_run_metrics(scored) if line["step"] == 0]
+    assert lines == read_run_metrics(done) and first == [("eval", "val"), ("eval", "test")]
+    assert "the model before training" in write_report(scored).read_text()
 
 
 @pytest.mark.slow

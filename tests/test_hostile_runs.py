@@ -207,7 +207,7 @@ def test_a_report_embeds_only_images_of_the_run(run, secret):
     assert "a.png" not in page and 'alt="a"' not in page and 'alt="b"' not in page
 
 
-@pytest.mark.parametrize("linked", ["evaluations", "evaluations/one", "evaluations/one/figures", "exhibits"])
+@pytest.mark.parametrize("linked", ["evaluations", "evaluations/one", "evaluations/one/figures", "exhibits", "samples"])
 def test_a_report_shows_evaluations_and_figures_but_follows_no_link_to_them(run, tmp_path, linked):
     elsewhere = tmp_path / "elsewhere"
     for folder in ("one/figures", "one", "figures", "."):

@@ -23,10 +23,10 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from trainyard.errors import UserError
 from trainyard.report import run_page as report
-from trainyard.report.headline import Baseline, find_headline, judge_metric
+from trainyard.report.headline import NO_BASELINE, Baseline, find_headline, judge_metric
 from trainyard.report.metric_values import format_alike
 from trainyard.report.run_story import RunStory
-from trainyard.report.score_figures import draw_embedding_map, draw_text_table
+from trainyard.report.score_figures import decode_image, draw_embedding_map, draw_samples, draw_text_table
 from trainyard.runs.events import TIMING_KEYS, list_metric_names, read_events, read_metrics, select_metrics
 from trainyard.text import format_duration
 from trainyard.train import console
@@ -384,7 +384,7 @@ def test_tensorboard_compares_runs_by_their_options_and_shows_their_figures(tmp_
     config = {"job": "demo", "optimizer": {"lr": 1e-3}, "trackers": ["tensorboard"], "swa": True}
     with Recorder(run, trackers=("tensorboard",), config=config, resume_at=None, monitor="val/eer") as log:
         write_training(log, 0, 10)
-        write_report_figures(run, log, "test", 10, {"A/B": png.getvalue()})
+        write_report_figures(run, log, "test", 10, {"A/B": png.getvalue()}, {})
     board = EventAccumulator(str(run / "tensorboard"))
     board.Reload()
     content = board.summary_metadata["_hparams_/session_start_info"].plugin_data.content
@@ -397,6 +397,29 @@ def test_tensorboard_compares_runs_by_their_options_and_shows_their_figures(tmp_
     (image,) = board.Images("test/A/B")
     assert (image.step, image.width, image.height) == (10, 3, 2)
     assert [path.name for path in (run / "exhibits").iterdir()] == ["test - A_B.png"]
+
+
+def test_images_of_an_earlier_attempt_are_deleted(tmp_path):
+    run = new_run(tmp_path)
+    write_report_figures(run, None, "val", 10, {"A": b"a"}, {})
+    write_report_figures(run, None, "test", 10, {"A": b"a", "B": b"b"}, {"worst": b"c"})
+    write_report_figures(run, None, "test", 20, {"A": b"d"}, {})
+    found = {str(path.relative_to(run)): path.read_bytes() for path in run.glob("[es]*/*.png")}
+    assert found == {"exhibits/val - A.png": b"a", "exhibits/test - A.png": b"d"}
+
+
+def test_images_of_samples_keep_their_pixels_and_proportions():
+    gray, colour = np.arange(12, dtype=np.uint8).reshape(3, 4), np.full((2, 2, 3), 7, dtype=np.uint8)
+    for pixels in (gray, colour):
+        Image.fromarray(pixels).save(file := io.BytesIO(), "PNG")
+        assert np.array_equal(decode_image(np.frombuffer(file.getvalue(), dtype=np.uint8)), pixels)
+    assert decode_image(colour) is colour, "resized by packing"
+    wide = np.zeros((10, 40), dtype=np.uint8)
+    for count in (1, 5):
+        with Image.open(io.BytesIO(draw_samples(" ", [((wide,), "")] * count))) as drawn:
+            rows, columns = np.nonzero(np.asarray(drawn.convert("L")) < 128)
+        height, width = (np.flatnonzero(np.diff(np.unique(places), append=10**6) > 1)[0] for places in (rows, columns))
+        assert width / height == pytest.approx(4, rel=0.1), "of the first, whatever is below and next to it"
 
 
 def test_wandb_writes_offline_runs_into_the_run_folder(tmp_path):
@@ -557,7 +580,7 @@ def test_the_summary_fits_a_screen_and_ends_with_what_to_type_next(tmp_path):
     assert lines[0] == "demo  done"
     assert "trained  400 of 400 steps  20 epochs  48,000 samples" in lines
     assert lines[1] == "eer      0.03352 [0.02849, 0.04023]  on test, step 400; lower is better"
-    assert lines[2] == "verdict  No baseline is recorded, so nothing says whether this is good."
+    assert lines[2] == f"verdict  {NO_BASELINE}: eval_on_start=true records one."
     assert lines[3] == "further  tar_at_far_1e-3 0.9330"
     assert "best     eer 0.02352 [0.01999, 0.02823] on val at step 400" in lines
     assert f"report   {path}" in lines
@@ -619,7 +642,12 @@ CHANCE = Baseline("chance", 0.5)
         ((0.1,), "min", CHANCE, "Better than chance (0.5000); without a 95 % interval, which would say how surely."),
         ((0.6,), "min", CHANCE, "No better than chance (0.5000)."),
         ((math.nan,), "min", CHANCE, "eer is not a finite number, so nothing says how good this is."),
-        ((0.1, 0.05, 0.2), "min", None, "No baseline is recorded, so nothing says whether this is good."),
+        (
+            (0.1, 0.05, 0.2),
+            "min",
+            None,
+            f"{NO_BASELINE}: eval_on_start=true records one.",
+        ),
     ],
 )
 def test_the_verdict_says_no_more_than_the_interval_shows(values, mode, baseline, verdict):
@@ -641,13 +669,13 @@ def test_a_count_of_one_has_no_decimals_next_to_other_counts():
 @pytest.mark.parametrize(
     ("recorded", "said"),
     [
-        (["chance", 0.5], "lower is better; chance 0.5000"),
-        (["the median", "eer_constant"], "lower is better; the median 0.4000"),
-        (["the median", "absent"], "lower is better; the untrained model 0.4900"),
-        (None, "lower is better; the untrained model 0.4900"),
+        (["chance", 0.5], "chance 0.5000; the model before training 0.4900"),
+        (["the median", "eer_constant"], "the median 0.4000; the model before training 0.4900"),
+        (["the median", "absent"], "the model before training 0.4900"),
+        (None, "the model before training 0.4900"),
     ],
 )
-def test_the_baseline_is_what_the_run_recorded_or_its_own_untrained_model(tmp_path, recorded, said):
+def test_the_baseline_is_what_the_run_recorded_or_the_model_before_training(tmp_path, recorded, said):
     run = new_run(tmp_path)
     monitor = {**MONITOR, **({"baseline": recorded} if recorded else {})}
     with open_recorder(run) as log:
@@ -655,8 +683,20 @@ def test_the_baseline_is_what_the_run_recorded_or_its_own_untrained_model(tmp_pa
         for step, eer in ((0, 0.49), (9, 0.1)):
             log.log("eval", step, {"split": "val", "eer": eer, "eer_constant": 0.4})
     headline = find_headline(RunStory.read(run))
-    assert headline.place == f"on val, step 9; {said}"
+    assert headline.place == f"on val, step 9; lower is better; {said}"
     assert headline.verdict.startswith("Better than ")
+
+
+def test_a_score_before_training_is_no_result(tmp_path):
+    run = new_run(tmp_path)
+    with open_recorder(run) as log:
+        log.log("event", 0, {"event": "start", "monitor": MONITOR})
+        log.log("eval", 0, {"split": "val", "eer": 0.2})
+        log.log("eval", 0, {"split": "test", "eer": 0.2})
+        assert find_headline(RunStory.read(run)).verdict.startswith("No evaluation yet")
+        log.log("eval", 9, {"split": "val", "eer": 0.3})
+    story = RunStory.read(run)
+    assert find_headline(story).value == "0.3000" and story.find_best_evaluation()[1]["step"] == 9
 
 
 def test_the_loss_of_each_step_is_drawn_and_the_step_of_a_number_is_known(tmp_path):

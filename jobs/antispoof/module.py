@@ -11,8 +11,9 @@ import torch
 from loguru import logger
 from torch import Tensor, nn
 
+from trainyard.data.decode_cpu import decode_recording
 from trainyard.errors import UserError
-from trainyard.report.score_figures import draw_score_histogram
+from trainyard.report.score_figures import draw_samples, draw_score_histogram
 from trainyard.train.module import Batch, DataInfo, Rows, SampleSource, Signature, TrainModule
 
 from . import augment, frontends, metrics
@@ -20,6 +21,7 @@ from .config import Config, DisturbSettings, LossSettings, ModelSettings
 from .losses import AmSoftmax, CrossEntropy, Decision, OcSoftmax
 from .metrics import AsvRates
 from .network import OneClassResNet, SeNet, SeResNet
+from .pack import WAVE
 
 
 def build(config: Config, data: DataInfo) -> "AntispoofModule":
@@ -42,6 +44,7 @@ def build(config: Config, data: DataInfo) -> "AntispoofModule":
         rate_hz=config.sound.rate_hz,
         direction_lr_scale=config.loss.lr_scale,
         trials=trials,
+        data=data,
         draws=config.evaluation.bootstrap_draws,
     )
 
@@ -115,6 +118,15 @@ class Trials:
             )
 
 
+_SHOWN, _SHOWN_S = 4, 4  # utterances of each kind, and how much of each
+_SHOWN_KINDS = {  # whether bona fide, and 1 for the lowest scores first
+    "Bona fide, lowest scores": (True, 1),
+    "Spoofed, highest scores": (False, -1),
+    "Bona fide, highest scores": (True, -1),
+    "Spoofed, lowest scores": (False, 1),
+}
+
+
 class AntispoofModule(TrainModule):
     """Scores utterances: high is bona fide.
 
@@ -124,6 +136,7 @@ class AntispoofModule(TrainModule):
         frontend: (B, N) float32 to (B, F, T) float32; runs outside autocast.
         network: (B, F, T) to (B, D).
         rate_hz: of the waveforms.
+        data: whose utterances `sample_figures` shows.
         direction_lr_scale: factor on the learning rate of one-class softmax's direction.
         draws: bootstrap resamples in `compute_intervals`.
     """
@@ -143,12 +156,14 @@ class AntispoofModule(TrainModule):
         rate_hz: int,
         direction_lr_scale: float,
         trials: Trials,
+        data: DataInfo,
         draws: int,
     ) -> None:
         super().__init__()
         self.frontend, self.network, self.decision = frontend, network, decision
         self.disturb, self.rate_hz, self.direction_lr_scale, self.trials = disturb, rate_hz, direction_lr_scale, trials
         self.draws = draws
+        self.data: Callable[[], DataInfo] = lambda: data  # a function: copying the module must not copy open files
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         """Return the loss, and the share of utterances classified correctly."""
@@ -246,6 +261,30 @@ class AntispoofModule(TrainModule):
                 {"bona fide": scores[genuine], "spoofed": scores[~genuine]}, x_label="score"
             ),
         }
+
+    @torch.no_grad()
+    def sample_figures(self, rows: Rows) -> dict[str, bytes]:
+        """Return the network's input for the utterances with the worst and the best scores, and what they are."""
+        data, ids, genuine = self.data(), rows["sample_id"], self.trials.label[rows["sample_id"]] == 1
+        figures = {}
+        for title, (is_bonafide, sign) in _SHOWN_KINDS.items():
+            places = np.flatnonzero(genuine == is_bonafide)
+            places = places[np.argsort(sign * rows["score"][places], kind="stable")[:_SHOWN]]
+            cells = []
+            for place, record in zip(places.tolist(), data.read(WAVE, ids[places]), strict=True):
+                speaker, attack = (names[ids[place]] for names in (self.trials.speaker, self.trials.attack))
+                name = "bona fide" if is_bonafide else f"attack {attack}"
+                map_FT = self.frontend(self._read_wave(record)[None])[0].cpu().numpy()
+                cells.append(([map_FT[::-1]], f"{rows['score'][place]:.3g}: {name}, speaker {speaker or 'unknown'}"))
+            if cells:
+                figures[title] = draw_samples(title, cells)
+        return figures
+
+    def _read_wave(self, record: np.ndarray) -> Tensor:
+        """Return how a recording begins, (N,) float32 in [-1, 1), on the network's device."""
+        frames = record if record.dtype == np.int16 else decode_recording(record)
+        device = next(self.network.parameters()).device
+        return torch.from_numpy(frames[: _SHOWN_S * self.rate_hz].astype(np.float32) / 2**15).to(device)
 
     def score_baselines(
         self, rows: Rows, evaluated: SampleSource, open_training: Callable[[], SampleSource]

@@ -20,6 +20,8 @@ from .config import Config, EvaluationSettings, HeadSettings
 from .network import SMALLEST_INPUT_PX, Aligner, DeepPrintTex
 
 BLOCK_ROWS = 1024  # of the score matrix
+ScoredPair = tuple[float, int, int]
+_SHOWN = 4  # pairs of each kind
 
 
 def build(config: Config, data: DataInfo) -> "FingerprintModule":
@@ -50,6 +52,7 @@ def build(config: Config, data: DataInfo) -> "FingerprintModule":
     )
     return FingerprintModule(
         network,
+        data=data,
         embedding_dims=model.embedding_dims,
         finger_codes=np.unique(finger[data.train_ids]),
         vocabulary_size=len(data.vocabulary.get("finger", ())),
@@ -79,6 +82,7 @@ class FingerprintModule(TrainModule):
 
     Args:
         network: maps images to unit-norm embeddings (B, D).
+        data: whose prints `sample_figures` shows.
         finger_codes: (C,) codes of the training fingers in the column `finger`; each becomes a class.
         vocabulary_size: number of codes.
         seed: of the classes that each step samples.
@@ -95,6 +99,7 @@ class FingerprintModule(TrainModule):
         self,
         network: DeepPrintTex,
         *,
+        data: DataInfo,
         embedding_dims: int,
         finger_codes: np.ndarray,
         vocabulary_size: int,
@@ -106,6 +111,7 @@ class FingerprintModule(TrainModule):
     ) -> None:
         super().__init__()
         self.network = network
+        self.data: Callable[[], DataInfo] = lambda: data  # a function: copying the module must not copy open files
         class_of_code = torch.full((vocabulary_size,), -1, dtype=torch.long)
         class_of_code[torch.from_numpy(finger_codes)] = torch.arange(len(finger_codes))
         self.register_buffer("class_of_code", class_of_code)
@@ -216,6 +222,20 @@ class FingerprintModule(TrainModule):
             "Embeddings by PCA": score_figures.draw_embedding_map(rows["embedding"], rows["finger"]),
         }
 
+    def sample_figures(self, rows: Rows) -> dict[str, bytes]:
+        """Return the pairs of prints with the worst and the best scores, and whose they are."""
+        data, kept = self.data(), subsample_fingers(rows["finger"], self.evaluation.impostors_max)
+        ids, names = rows["sample_id"][kept], data.vocabulary["finger"]
+        figures = {}
+        for title, pairs in find_extreme_pairs(rows["embedding"][kept], rows["finger"][kept], count=_SHOWN).items():
+            cells = []
+            for score, *places in pairs:
+                prints = [score_figures.decode_image(record) for record in data.read("image", ids[places])]
+                labels = [f"{names[rows['finger'][kept[i]]]}-{rows['impression'][kept[i]]}" for i in places]
+                cells.append((prints, f"{score:.3f}: {labels[0]}, {labels[1]}"))
+            figures[title] = score_figures.draw_samples(title, cells)
+        return figures
+
     def repeated_layers(self) -> nn.Sequential:
         """Return the Inception blocks."""
         return self.network.texture.blocks
@@ -258,6 +278,33 @@ def compute_cosface_logits(cosine_BC: Tensor, class_B: Tensor, *, scale: float, 
     """Return s * (cos - m) for the true class and s * cos for the others: CosFace (arXiv:1801.09414, equation 4)."""
     is_true_BC = class_B[:, None] == torch.arange(cosine_BC.shape[1], device=class_B.device)
     return scale * torch.where(is_true_BC, cosine_BC - margin, cosine_BC)
+
+
+def find_extreme_pairs(embedding: np.ndarray, finger: np.ndarray, *, count: int) -> dict[str, list[ScoredPair]]:
+    """Return the pairs of N prints that are worth a look: what they are -> (cosine, row, row), the most extreme first.
+
+    Args:
+        embedding: (N, D) float32 of unit length.
+        finger: (N,) codes.
+        count: pairs of each kind, at most.
+    """
+    kinds = {
+        "One finger, lowest scores": (True, 1),
+        "Two fingers, highest scores": (False, -1),
+        "One finger, highest scores": (True, -1),
+    }
+    found: dict[str, list[ScoredPair]] = {title: [] for title in kinds}
+    for start in range(0, len(finger), BLOCK_ROWS):
+        cosine = embedding[start : start + BLOCK_ROWS] @ embedding[start:].T
+        row, column = np.triu_indices(len(cosine), 1, cosine.shape[1])
+        score, same = cosine[row, column], finger[start + row] == finger[start + column]
+        for title, (is_genuine, sign) in kinds.items():
+            places = np.flatnonzero(same == is_genuine)
+            places = places[np.argsort(sign * score[places], kind="stable")[:count]]
+            found[title] += [(float(score[i]), start + int(row[i]), start + int(column[i])) for i in places.tolist()]
+            found[title].sort(key=lambda pair: pair[0], reverse=sign < 0)
+            del found[title][count:]
+    return {title: pairs for title, pairs in found.items() if pairs}
 
 
 def compute_pair_metrics(pairs: scoring.Pairs, is_fvc: np.ndarray) -> dict[str, float]:

@@ -16,6 +16,7 @@ from tests.training import FORKSERVER
 from trainyard.data.loader import MicroBatch
 from trainyard.hardware import choose_precision
 from trainyard.train import distributed
+from trainyard.train.module import DataInfo
 from trainyard.train.precision import make_autocast
 from trainyard.train.run_context import RunContext
 from trainyard.train.run_state import prepare_state
@@ -126,6 +127,7 @@ def make_head(*, sampled: int) -> FingerprintModule:
     torch.manual_seed(0)
     return FingerprintModule(
         cast(Any, Embedder()),
+        data=DataInfo({}, {}, np.arange(0)),
         embedding_dims=FEATURES,
         finger_codes=np.arange(CLASSES),
         vocabulary_size=CLASSES,

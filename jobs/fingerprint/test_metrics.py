@@ -9,6 +9,7 @@ from trainyard.train.module import Rows
 from . import module as family_module
 from .cases import make_batch, make_module, make_rows
 from .module import (
+    find_extreme_pairs,
     score_pairs,
     subsample_fingers,
 )
@@ -58,6 +59,24 @@ def test_pairs_scored_in_blocks_equal_those_of_two_loops(monkeypatch: pytest.Mon
     np.testing.assert_allclose(np.sort(pairs.impostor[is_fvc]), np.sort(fvc), atol=1e-5)
     assert len(fvc) == 4 * 3 // 2
     assert np.array_equal(np.bincount(pairs.genuine_identity), [6, 0, 15, 10])
+
+
+def test_extreme_pairs_are_those_of_two_loops(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(family_module, "BLOCK_ROWS", 7)
+    rng = np.random.default_rng(5)
+    finger = np.repeat(np.arange(6), 4)
+    embedding = rng.normal(size=(24, 8)).astype(np.float32)
+    pairs = [(float(embedding[i] @ embedding[j]), i, j) for i in range(24) for j in range(i + 1, 24)]
+    for is_genuine, lowest, title in (
+        (True, True, "One finger, lowest scores"),
+        (False, False, "Two fingers, highest scores"),
+        (True, False, "One finger, highest scores"),
+    ):
+        own = sorted(pair for pair in pairs if (finger[pair[1]] == finger[pair[2]]) == is_genuine)
+        expected = own[:3] if lowest else own[::-1][:3]
+        found = find_extreme_pairs(embedding, finger, count=3)[title]
+        assert [pair[1:] for pair in found] == [pair[1:] for pair in expected]
+        assert [pair[0] for pair in found] == pytest.approx([pair[0] for pair in expected], abs=1e-6)
 
 
 def test_too_many_pairs_skip_whole_fingers_evenly() -> None:

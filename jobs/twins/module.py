@@ -60,6 +60,7 @@ def build(config: Config, data: DataInfo) -> "TwinsModule":
         logger.info("evaluation pairs: {}; sha256 {}", counts, evaluation_set.pairs.compute_sha256()[:16])
     module = TwinsModule(
         network,
+        data=data,
         person_codes=np.unique(person[data.train_ids]),
         vocabulary_size=len(data.vocabulary.get("person", ())),
         head=config.head,
@@ -72,12 +73,22 @@ def build(config: Config, data: DataInfo) -> "TwinsModule":
     return module
 
 
+_SHOWN = 4
+_SHOWN_KINDS = {  # the kind of pair, and 1 for the lowest scores first
+    "One person, lowest scores": (protocol.SAME, 1),
+    "Twins, highest scores": (protocol.TWIN, -1),
+    "Strangers, highest scores": (protocol.RANDOM, -1),
+    "One person, highest scores": (protocol.SAME, -1),
+}
+
+
 class TwinsModule(TrainModule):
     """Embeds faces; learns to tell the people in the training set apart, above all twins.
 
     Axes: B images, D token width, C people in the training set.
 
     Args:
+        data: whose faces `sample_figures` shows.
         person_codes: (C,) codes of the column `person` in the training set; each becomes a class.
         vocabulary_size: number of codes of the column `person`.
         twin_share: how often the distractor of the pair-wise path is a twin.
@@ -95,6 +106,7 @@ class TwinsModule(TrainModule):
         self,
         network: DualCrossAttention,
         *,
+        data: DataInfo,
         person_codes: np.ndarray,
         vocabulary_size: int,
         head: HeadSettings,
@@ -104,6 +116,7 @@ class TwinsModule(TrainModule):
     ) -> None:
         super().__init__()
         self.network, self.head, self.twin_share = network, head, twin_share
+        self.data: Callable[[], DataInfo] = lambda: data  # a function: copying the module must not copy open files
         self.evaluation_set, self.evaluation = evaluation_set, evaluation
         deciding = protocol.KINDS[evaluation_set.deciding_impostor]
         self.monitor = (f"auc_{deciding}", "max")
@@ -257,6 +270,24 @@ class TwinsModule(TrainModule):
                 rows["embedding"], self.evaluation_set.family[rows["sample_id"]], of="families"
             ),
         }
+
+    def sample_figures(self, rows: Rows) -> dict[str, bytes]:
+        """Return the pairs of faces with the worst and the best scores, and whose they are."""
+        data, ids = self.data(), rows["sample_id"]
+        pairs = self.evaluation_set.pairs.restrict_to(ids)
+        scores = self.evaluation_set.score_pairs(rows["embedding"], ids)
+        people = np.array(data.vocabulary["person"])[data.columns["person"][ids]]
+        figures = {}
+        for title, (kind, sign) in _SHOWN_KINDS.items():
+            places = np.flatnonzero(scores.kind == kind)
+            cells = []
+            for place in places[np.argsort(sign * scores.score[places], kind="stable")[:_SHOWN]].tolist():
+                both = [int(pairs.one[place]), int(pairs.other[place])]
+                faces = [score_figures.decode_image(record) for record in data.read("image", ids[both])]
+                cells.append((faces, f"{scores.score[place]:.3f}: {people[both[0]]}, {people[both[1]]}"))
+            if cells:
+                figures[title] = score_figures.draw_samples(title, cells)
+        return figures
 
     def _calibrate(self, same: protocol.Scores, impostor: protocol.Scores, twin: protocol.Scores) -> None:
         """Set the threshold and the hard-twin score from the validation set."""

@@ -121,7 +121,8 @@ class Run:
     def figures(self) -> "Figures":
         """The plots of its report and the figures of its family, as PNG by name; a notebook shows them."""
         self.report()
-        paths = [path for folder in ("plots", "exhibits") for path in sorted((self.path / folder).glob("*.png"))]
+        folders = [self.path / name for name in ("plots", "exhibits", "samples")]
+        paths = [path for folder in folders for path in sorted(folder.glob("*.png"))]
         return Figures({path.stem: path.read_bytes() for path in paths})
 
     @property

@@ -320,6 +320,9 @@ class TrainConfig:
     )
     deterministic: bool = option(True, "use deterministic kernels, so that a resume is bitwise equal on a GPU")
     eval_every: str = option("1ep", "evaluation interval", mutable_on_resume=True, duration=True)
+    eval_on_start: bool = option(
+        False, "score the validation and the test sets before the first step, too: a baseline of what training adds"
+    )
     monitor: str = option(
         "",
         "validation metrics that decide which checkpoint is the best, such as eer:min,d_prime:max: each decides where "

@@ -76,10 +76,11 @@ def decode_audio(
     """
     with ThreadPoolExecutor(threads, thread_name_prefix="decode") as pool:
         for request in requests:
-            yield request, list(pool.map(_decode_audio_record, request.records))
+            yield request, list(pool.map(decode_recording, request.records))
 
 
-def _decode_audio_record(record: np.ndarray) -> np.ndarray:
+def decode_recording(record: np.ndarray) -> np.ndarray:
+    """Return a mono recording, (frames,) int16."""
     samples: np.ndarray = soundfile.read(io.BytesIO(record.data), dtype="int16")[0]
     return samples
 

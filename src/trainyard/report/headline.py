@@ -40,7 +40,7 @@ def find_headline(story: RunStory) -> Headline:
     monitor = story.find_start_field("monitor") or {}
     metric, mode = str(monitor.get("metric", "")), str(monitor.get("mode", ""))
     best = story.find_best_evaluation()
-    if not story.evals:
+    if not any(line["step"] for line in story.evals):
         return Headline("", "", "", "No evaluation yet, so nothing says how good this is.", ())
     if mode not in _WORDS:
         others = _list_others(story.evals[-1], ())
@@ -48,12 +48,12 @@ def find_headline(story: RunStory) -> Headline:
     tests = [
         story.find_last_evaluation(split) for split in story.splits if split not in ("train", monitor.get("split"))
     ]
-    line = next((line for line in tests if metric in line), None)
+    line = next((line for line in tests if metric in line and line["step"]), None)
     line = line or _find_final(story, metric) or (best[1] if best else story.evals[-1])
-    baseline = _find_baseline(story, monitor, line)
+    untrained = _find_untrained(story, metric, line)
+    baseline = _find_baseline(monitor, line) or untrained
     parts = [f"on {line['split']}, {_name_weights(story, line)}", f"{_WORDS[mode]} is better"]
-    if baseline:
-        parts.append(f"{baseline.name} {format_score(baseline.value)}")
+    parts += [f"{one.name} {format_score(one.value)}" for one in dict.fromkeys([baseline, untrained]) if one]
     return Headline(
         metric,
         format_metric(line, metric),
@@ -93,7 +93,7 @@ def judge_metric(line: Line, metric: str, *, mode: str, baseline: Baseline | Non
     if not math.isfinite(value):
         return f"{metric} is not a finite number, so nothing says how good this is."
     if baseline is None:
-        return "No baseline is recorded, so nothing says whether this is good."
+        return f"{NO_BASELINE}: eval_on_start=true records one."
     sign = 1 if mode == "max" else -1
     ahead = sign * (value - baseline.value)
     if not has_interval(line, metric):
@@ -114,6 +114,7 @@ def judge_metric(line: Line, metric: str, *, mode: str, baseline: Baseline | Non
     return f"Better than {baseline}: so is its whole 95 % interval."
 
 
+NO_BASELINE = "No baseline is recorded, so nothing says whether this is good"
 _WORDS = {"min": "lower", "max": "higher"}
 
 
@@ -133,15 +134,20 @@ def _has_lost_draws(line: Line) -> bool:
     return any(name.startswith("draws_lost") for name in line)
 
 
-def _find_baseline(story: RunStory, monitor: Mapping[str, Any], line: Line) -> Baseline | None:
-    """Return what the run recorded as its baseline; else its own evaluation before the first step, if there is one."""
+def _find_baseline(monitor: Mapping[str, Any], line: Line) -> Baseline | None:
+    """Return what the run recorded as its baseline."""
     name, value = monitor.get("baseline") or ("", None)
     value = line.get(value) if isinstance(value, str) else value
-    if isinstance(value, int | float) and math.isfinite(value):
-        return Baseline(str(name), float(value))
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return Baseline(str(name), float(value))
+
+
+def _find_untrained(story: RunStory, metric: str, line: Line) -> Baseline | None:
+    """Return the evaluation of the same set before the first step, if there is one (eval_on_start)."""
     untrained = next((one for one in story.evals if one["step"] == 0 and one["split"] == line["split"]), {})
-    value = untrained.get(str(monitor.get("metric")))
-    return Baseline("the untrained model", value) if isinstance(value, float) and math.isfinite(value) else None
+    value = untrained.get(metric)
+    return Baseline("the model before training", value) if isinstance(value, float) and math.isfinite(value) else None
 
 
 def _list_others(line: Line, order: Sequence[str]) -> tuple[str, ...]:

@@ -122,6 +122,10 @@ def write_report(run: Path) -> Path:
                 render_section("Figures", text)
                 for text in filter(None, [render_gallery(read_figures(run / "exhibits"))])
             ),
+            *(
+                render_section("Samples", _explain_samples(run), text)
+                for text in filter(None, [render_gallery(read_figures(run / "samples"))])
+            ),
             render_section("Results", _render_results(story), _render_constants(story), _render_evaluations(story)),
             *(render_section("Labelled folders", table) for table in filter(None, [evaluated])),
             render_section("Time", _render_facts(story), render_gallery(plots.speed), _render_time_table(story)),
@@ -139,6 +143,14 @@ def write_report(run: Path) -> Path:
 
 
 _NO_CURVE = '<p class="soft">Nothing was recorded at two steps yet, so there is no curve.</p>'
+
+
+def _explain_samples(run: Path) -> str:
+    command = shlex.join(["trainyard", "report", str(run)])
+    return (
+        '<p class="soft">Whoever gets this page sees them. To leave them out, delete the folder '
+        f"<code>samples</code> of the run and type <code>{html.escape(command)}</code></p>"
+    )
 
 
 def _render_further(plots: Sequence[Plot]) -> str:

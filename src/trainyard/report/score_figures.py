@@ -1,10 +1,12 @@
-"""Plots of scores that several families show."""
+"""Plots of scores, and images of samples, that several families show."""
 
+import io
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image
 
 from trainyard.report.figures import MARKERS, SERIES, draw_figure
 from trainyard.scoring import compute_error_rates
@@ -16,6 +18,7 @@ Floats = NDArray[np.float64]
 _BINS = 60
 _NAMED_CLASSES = 12  # more names and counts do not fit
 _MOST_POINTS = 3_000  # more are a blot
+_COLUMNS, _CELL_WIDTH, _CELL_HEIGHT, _GAP = 2, 2.2, 1.25, 0.06  # of samples, in heights of an image
 _LEAST_ERRORS = 1  # rates of fewer errors are not drawn: they depend only on the number of pairs
 
 
@@ -140,6 +143,48 @@ def draw_text_table(title: str, header: Sequence[str], rows: Sequence[Sequence[s
                 )
 
     return draw_figure(title, draw, x_label="")
+
+
+def draw_samples(title: str, cells: Sequence[tuple[Sequence[NDArray[np.generic]], str]]) -> bytes:
+    """Draw samples in two columns: in each cell one image, or several side by side, and a line of text below.
+
+    Args:
+        cells: images, (H, W) or (H, W, C) uint8 with 1 or 3 channels, or (H, W) of any numbers, and the text.
+    """
+
+    def draw(axes: "Axes") -> None:
+        axes.axis("off")
+        rows = -(-len(cells) // _COLUMNS)
+        for i, (images, text) in enumerate(cells):
+            left, top = (i % _COLUMNS) * _CELL_WIDTH, -(i // _COLUMNS) * _CELL_HEIGHT
+            for place, image in enumerate(images):
+                width = (_CELL_WIDTH - _GAP) / len(images)
+                _draw_image(axes, image, left + place * width, top, width - _GAP)
+            axes.text(left, top - 1 - _GAP, text, fontsize=8, va="top", parse_math=False, clip_on=True)
+        axes.set_xlim(0, _COLUMNS * _CELL_WIDTH)
+        axes.set_ylim(-rows * _CELL_HEIGHT, 0)
+        axes.set_aspect("equal")
+
+    return draw_figure(title, draw, x_label="")
+
+
+def _draw_image(axes: "Axes", image: NDArray[np.generic], left: float, top: float, width: float) -> None:
+    """Draw an image as large as it fits into a box of height 1, in the proportions of its pixels."""
+    height_px, width_px = image.shape[:2]
+    flat = image[..., 0] if image.ndim == 3 and image.shape[2] == 1 else image
+    scale = min(width / width_px, 1 / height_px)
+    is_map = image.dtype != np.uint8  # of any proportions: it fills the box
+    right, bottom = (left + width, top - 1) if is_map else (left + scale * width_px, top - scale * height_px)
+    shades = {"cmap": "viridis"} if is_map else {"cmap": "gray", "vmin": 0, "vmax": 255}
+    axes.imshow(flat, extent=(left, right, bottom, top), aspect="auto", **shades)
+
+
+def decode_image(record: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Return the pixels of an image record as packed, (H, W) or (H, W, C): of a file, or resized by packing."""
+    if record.ndim == 3:
+        return record
+    with Image.open(io.BytesIO(record.tobytes())) as image:
+        return np.asarray(image.convert("L" if image.mode in ("1", "L", "I;16", "I") else "RGB"))
 
 
 def draw_scatter(truth: Floats, predicted: Floats) -> bytes:

@@ -356,12 +356,14 @@ def find_best_evaluation(
 ) -> Line | None:
     """Return the evaluation of a split with the best finite value of a metric; None without one.
 
+    One before the first step is a baseline (eval_on_start), and no result of training.
+
     Args:
         mode: "max" if higher is better, "min" if lower is.
         ties: further metrics with their modes that decide between equal values; after them the first evaluation wins.
     """
     order = ((metric, mode), *((str(name), str(which)) for name, which in ties))
-    of_split = [line for line in evaluations if str(line["split"]) == split]
+    of_split = [line for line in evaluations if str(line["split"]) == split and line["step"] > 0]
     finite = [line for line in of_split if math.isfinite(line.get(metric, math.nan))]
     return max(finite, key=lambda line: rank_metrics(line, order), default=None)
 

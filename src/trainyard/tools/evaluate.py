@@ -30,12 +30,12 @@ from trainyard.runs.folder import find_free_name, read_env
 from trainyard.settings import KEEP, TrainConfig
 from trainyard.text import join_names
 from trainyard.tools.trained_model import TrainedModel, describe_data, load_model, make_loader, pack_temporarily
-from trainyard.train.evaluate import draw_figures, gather_rows, score_rows
+from trainyard.train.evaluate import gather_rows, score_rows
 from trainyard.train.module import Batch, DataInfo, SampleSource
 from trainyard.train.precision import make_autocast
 from trainyard.train.recorder import encode_line
 
-CHANGEABLE = ("packing.", "evaluation.", "data.on_error=", "eval_batch_size=")
+CHANGEABLE = ("packing.", "evaluation.", "report.", "data.on_error=", "eval_batch_size=")
 """How the options begin that an evaluation may change: how raw files are read, and how rows are scored."""
 
 Metrics = dict[str, float]
@@ -327,7 +327,8 @@ def _score(
         logger.info("{}: computing the baselines on the same samples (--no-baseline leaves them out)", folder)
         for name, metrics in module.score_baselines(rows, evaluated, open_training).items():
             systems[name] = {metric: float(value) for metric, value in metrics.items()}
-    return systems, draw_figures(module, rows, with_samples=config.report.samples == "on")
+    samples = module.sample_figures(rows) if config.report.samples == "on" else {}
+    return systems, {**module.report_figures(rows), **samples}
 
 
 def _write(

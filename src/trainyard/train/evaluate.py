@@ -30,7 +30,7 @@ def evaluate(
     *,
     batch_size: int,
     autocast: Callable[[], AbstractContextManager[None]],
-    save_figures: Callable[[dict[str, bytes]], None] | None = None,
+    save_figures: Callable[[dict[str, bytes], dict[str, bytes]], None] | None = None,
     with_samples: bool = False,
     progress: Callable[[int], object] = lambda samples: None,
     keep_smaller: Callable[[int], object] = lambda size: None,
@@ -38,9 +38,9 @@ def evaluate(
     """Score a module on the samples `ids`; every rank takes part and gets the metrics.
 
     Args:
-        save_figures: at the end of training: called on rank 0 with the module's report figures of this set; then the
-            metrics have their intervals, too.
-        with_samples: the figures may show samples (report.samples).
+        save_figures: at the end of training: called on rank 0 with the module's report figures of this set and the
+            images of its samples; then the metrics have their intervals, too.
+        with_samples: samples may be shown (report.samples); else there are no images of them.
         progress: called with the number of samples of each batch that is done.
         keep_smaller: called on every rank with the batch size that was needed, if `batch_size` did not fit somewhere.
     """
@@ -50,7 +50,7 @@ def evaluate(
         rows, size = gathered
         metrics = score_rows(module, rows, with_intervals=save_figures is not None)
         if save_figures is not None:
-            save_figures(draw_figures(module, rows, with_samples=with_samples))
+            save_figures(module.report_figures(rows), module.sample_figures(rows) if with_samples else {})
         scored = metrics, size
     result: tuple[dict[str, float], int] = distributed.broadcast_from_rank0(scored)
     if result[1] < batch_size:
@@ -71,11 +71,6 @@ def score_rows(module: TrainModule, rows: Rows, *, with_intervals: bool) -> dict
                 len(rows[SAMPLE_ID]),
             )
     return {name: float(value) for name, value in metrics.items()}
-
-
-def draw_figures(module: TrainModule, rows: Rows, *, with_samples: bool) -> dict[str, bytes]:
-    """Return the figures of a scored set: title -> PNG; those of samples last, and only if they may be shown."""
-    return {**module.report_figures(rows), **(module.sample_figures(rows) if with_samples else {})}
 
 
 def find_constant_outputs(module: TrainModule, rows: Rows) -> list[str]:

@@ -244,15 +244,28 @@ def open_recorder(context: RunContext, progress: Progress, metrics_position: int
 
 
 def write_report_figures(
-    run: Path, recorder: Recorder | None, split: str, step: int, figures: Mapping[str, bytes]
+    run: Path,
+    recorder: Recorder | None,
+    split: str,
+    step: int,
+    figures: Mapping[str, bytes],
+    samples: Mapping[str, bytes],
 ) -> None:
     """Write plots and images of one scored split, title -> PNG, for the report and for trackers that show images.
 
-    In the run they are `exhibits/SPLIT - TITLE.png`.
+    In the run they are `exhibits/SPLIT - TITLE.png`, and of samples `samples/SPLIT - TITLE.png`, so that one may delete
+    these before others see the page. Those of an earlier attempt are deleted.
     """
-    folder = run / "exhibits"
-    folder.mkdir(exist_ok=True)
-    for title, png in figures.items():
-        write_atomically(folder / f"{split} - {title.replace('/', '_')}.png", png)
+    for name, images in (("exhibits", figures), ("samples", samples)):
+        folder = run / name
+        if not images and not folder.is_dir():
+            continue
+        folder.mkdir(exist_ok=True)
+        written = {folder / f"{split} - {title.replace('/', '_')}.png": png for title, png in images.items()}
+        for stale in {path for path in folder.iterdir() if path.name.startswith(f"{split} - ")} - set(written):
+            stale.unlink()
+        for path, png in written.items():
+            write_atomically(path, png)
         if recorder is not None:
-            recorder.log_figure(split, step, title, png)
+            for title, png in images.items():
+                recorder.log_figure(split, step, title, png)

@@ -120,6 +120,7 @@ class Trainer:
         self._probe_memory()
         try:
             with explain_out_of_memory(self.context, self.micro_batch_size):
+                self._score_before_training()
                 reason = Stop.NONE if self._is_at_end() else self._train()
                 if reason is Stop.NONE:
                     self._score_test_sets()
@@ -140,6 +141,15 @@ class Trainer:
         self._lower("micro_batch_size", probe.micro_batch_size, "the memory probe found no room for more")
         self._lower("eval_batch_size", probe.eval_batch_size, "the memory probe found no room for more")
         self._record_choice("memory_probe", probe.finding, probe.reason)
+
+    @precision.allow_nondeterministic_operators()
+    def _score_before_training(self) -> None:
+        """Score every set with the weights that training starts from, which are never the best ones."""
+        if self.config.eval_on_start and self.state.progress.step == 0:
+            with self.meter.pause():
+                for split in self.context.splits:
+                    if split != TRAIN:
+                        self._score(split, self._select_eval_module())
 
     def _train(self) -> Stop:
         progress = self.state.progress
