@@ -1,5 +1,6 @@
 """Showing a run's log, and following it while it is written."""
 
+import json
 import threading
 import time
 from collections.abc import Callable
@@ -49,6 +50,27 @@ def test_the_log_is_shown_with_messages_of_srun_and_errors_of_the_last_attempt(f
         "srun: error: a100-0: task 3: Exited with exit code 1",
         f"rank 3 on a100-0: OutOfMemoryError: here (whole traceback: {path})",
     ]
+
+
+def test_what_packed_the_data_of_a_sweep_comes_before_the_log_of_its_run(folder, no_slurm, tmp_path):
+    path = folder.logs / "submission.json"
+    packed = tmp_path / "packing"
+    (packed / "slurm").mkdir(parents=True)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"packing": "11", "packing_run": str(packed)}))
+    (packed / "log").write_text("packed 64 samples\n")
+    (folder.logs / "11_0_log.out").write_text("packed 64 samples, too\n")
+    lines: list[str] = []
+    show(folder.run, lines.append)
+    assert lines == ["packed 64 samples"], "rank 0 repeats its log"
+    folder.begin(NOW - 600)
+    folder.append_stderr("No module named torch\n")
+    lines.clear()
+    show(folder.run, lines.append)
+    assert lines[0] == "packed 64 samples" and lines[-1] == "No module named torch", "before the run's own log"
+    (folder.run / "log").write_text("step 1\n")
+    lines.clear()
+    show(folder.run, lines.append)
+    assert lines == ["packed 64 samples", "step 1"]
 
 
 @pytest.mark.slow

@@ -216,6 +216,9 @@ def test_packing_that_fails_cancels_the_sweep_which_continues_once_the_data_are_
         assert trainyard("why", run) == 0
         assert " packing " in (why := capsys.readouterr().out) and f"{again}-0" in why
         assert not list((run / "slurm").glob("progress-*")), "a run wrote shards, too"
+        assert trainyard("logs", run) == 0
+        shown = capsys.readouterr().out
+        assert shown.index("all records are as they were packed") < shown.index("step ")
         assert read_ends(run) == [(0, "done", "stop")]
 
 

@@ -281,12 +281,18 @@ def locate_output_files(run: Path, submission: JsonObject, job: str = "") -> tup
     Args:
         job: a Slurm job id; "": the current one.
     """
-    folder = Path(submission.get("folder", run / "slurm"))
-    if not job:
-        found = (line for place in list_folders(run, submission) for line in _read_json_lines(place / _ATTEMPTS))
-        lines = [line for line in found if _has_kinds(line, _START_OR_END)]
-        job = _list_jobs(submission, lines)[0]
+    folder, job = Path(submission.get("folder", run / "slurm")), job or _list_current_jobs(run, submission)[0]
     return folder / f"{job}_0_log.out", folder / f"{job}_0_log.err"
+
+
+def find_current_folder(run: Path, submission: JsonObject) -> Path:
+    """Return the folder in which the Slurm job that a run is in now records what it does."""
+    return list_folders(run, submission)[0] if len(_list_current_jobs(run, submission)) > 1 else run
+
+
+def _list_current_jobs(run: Path, submission: JsonObject) -> list[str]:
+    found = (line for place in list_folders(run, submission) for line in _read_json_lines(place / _ATTEMPTS))
+    return _list_jobs(submission, [line for line in found if _has_kinds(line, _START_OR_END)])
 
 
 def read_stderr(snapshot: RunSnapshot, attempt: Attempt | None) -> list[str]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from trainyard.runs.folder import SUBMISSION
 from trainyard.runs.history import (
+    find_current_folder,
     is_slurm_message,
     list_folders,
     locate_output_files,
@@ -65,16 +66,17 @@ class _Output:
         return bool(lines)
 
     def _read_new(self) -> Iterator[str]:
-        log = self._run / "log"
-        has_log = log.is_file()
-        yield from self._read_tail(log)
         submission = read_object(self._run / SUBMISSION)
+        has_log = (find_current_folder(self._run, submission) / "log").is_file()
+        folders = list_folders(self._run, submission)
+        for folder in folders:  # what packed the data of this run comes first
+            yield from self._read_tail(folder / "log")
         standard_out, standard_error = locate_output_files(self._run, submission)
         if not has_log:
             yield from self._read_tail(standard_out)
         # Rank 0 repeats its log on standard error; only the messages of srun are new there.
         yield from (line for line in self._read_tail(standard_error) if not has_log or is_slurm_message(line))
-        for error in (error for folder in list_folders(self._run, submission) for error in read_errors(folder)):
+        for error in (error for folder in folders for error in read_errors(folder)):
             if error.path not in self._reported:
                 self._reported.add(error.path)
                 yield f"{error.who}: {error.summary} (whole traceback: {error.path})"
