@@ -124,7 +124,8 @@ def test_an_empty_folder_is_named_with_who_chose_it_and_what_is_in_it(tmp_path):
     choice = choose(tmp_path, "fingerprint_1m", roots=f"{{fingerprint_1m: {raw}}}")
     error = read_refusal(choice)
     assert error.startswith(f"{raw} ({tmp_path / 'tower.yaml'}, data.fingerprint_1m): contains no sample")
-    assert f"Expected: what {JOBS / 'fingerprint'}/README.md describes. Found: no file. " in error
+    assert "Expected: images named FINGER_IMPRESSION" in error and "Found: no file. " in error
+    assert f"more: {JOBS / 'fingerprint'}/README.md." in error
     assert error.endswith("Type: trainyard submit fingerprint_1m --gpus 8 data.path=FOLDER") and "\n" not in error
     (raw / "notes.txt").touch()
     error = read_refusal(choice)

@@ -16,6 +16,7 @@ import pytest
 from tests.images import edit_index, make_unmeasured_environ
 from tests.training import FAMILIES, new_run, train
 from trainyard import cli
+from trainyard.cli.verb import OTHER_WORDS
 
 JOBS = ["--jobs", str(FAMILIES)]
 
@@ -68,12 +69,20 @@ def test_a_wrong_flag_or_value_is_one_line_with_the_nearest_one_of_that_command(
         cli.main([argv[0], "--help"])
 
 
-def test_an_unknown_command_is_one_line_with_the_nearest(here, capsys):
+@pytest.mark.parametrize(("typed", "nearest"), [("resum", "resume"), ("train", "run")])
+def test_an_unknown_command_is_one_line_with_the_nearest(here, capsys, typed, nearest):
     with pytest.raises(SystemExit, match="2"):
-        cli.main(["resum", "newest"])
+        cli.main([typed, "newest"])
     assert capsys.readouterr().err == (
-        "trainyard: argument COMMAND: invalid choice: 'resum'. Nearest: resume. All of them: trainyard --help\n"
+        f"trainyard: argument COMMAND: invalid choice: '{typed}'. Nearest: {nearest}. All of them: trainyard --help\n"
     )
+
+
+def test_other_words_for_a_command_name_one_that_exists(here, capsys):
+    for word, command in OTHER_WORDS.items():
+        with pytest.raises(SystemExit, match="2"):
+            cli.main([word])
+        assert f" Nearest: {command}. " in capsys.readouterr().err
 
 
 def test_all_commands_are_listed_and_each_one_loads_by_its_name(here, capsys):
@@ -172,7 +181,9 @@ def test_an_empty_folder_says_what_is_expected(here, capsys):
     (here / "empty").mkdir()
     code, stderr = run_cli(capsys, "run", "stripes", "data.path=empty", *JOBS)
     assert code == 2
-    assert "empty: contains no sample that stripes knows" in stderr
+    assert re.search(
+        r"empty: contains no sample that stripes knows\. Expected: what .*README.md describes\. Found: no file", stderr
+    )
     assert not (here / "runs").exists()
 
 

@@ -678,7 +678,7 @@ def test_a_normalisation_is_a_number_or_one_for_each_channel(tiny: TrainConfig, 
     ("override", "message"),
     [
         ("image.mean=[0.4,0.5]", "image.mean=[0.4, 0.5]: 2 numbers for image.channels=3. Give one per channel"),
-        ("image.std=[0.5,0.5,0]", "image.std=0: expected 1e-06 .."),
+        ("image.std=[0.5,0.5,0]", "image.std=0: expected 1e-06 or more"),
         ("image.mean=gray", "image.mean=gray: expected a number, or a list with one per channel"),
         ("image.mean=[a,b,c]", "expected a number, or a list with one per channel"),
         ("image.std=true", "image.std=True: expected a number"),

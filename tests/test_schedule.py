@@ -70,8 +70,8 @@ def test_what_is_no_duration_is_refused_with_examples(text):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"global_batch_size": 0}, "global_batch_size=0: expected 1 .. any"),
-        ({"clip_grad_norm": float("nan")}, "clip_grad_norm=nan: expected 0 .. any"),
+        ({"global_batch_size": 0}, "global_batch_size=0: expected 1 or more"),
+        ({"clip_grad_norm": float("nan")}, "clip_grad_norm=nan: expected 0 or more"),
         ({"precision": "fp8"}, "precision=fp8: expected one of auto, fp32, fp16, bf16"),
         ({"max_duration": "ten"}, "max_duration: 'ten' is not a duration"),
     ],

@@ -37,6 +37,7 @@ from .synthesis import synthesize
 
 __all__ = ["fit_artifacts", "join_artifacts", "list_labelled", "samples", "splits", "synthesize", "unlabelled"]
 
+RAW_FILES = "recordings in folders bonafide and spoof (or real and fake), a protocol.csv, or an ASVspoof database"
 WAVE = "wave"
 Pcm = NDArray[np.int16]
 

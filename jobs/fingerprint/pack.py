@@ -26,6 +26,7 @@ from .wsq_images import WSQ_START, can_decode_wsq, decode_wsq
 
 __all__ = ["list_labelled", "log_reading", "samples", "splits", "synthesize", "unlabelled"]
 
+RAW_FILES = "images named FINGER_IMPRESSION, such as 101_1.tif, in one folder or in one for each set, or an index.csv"
 ORIENTATION = 0x0112  # the EXIF tag; 1 is upright
 BLOCK_PX = 8  # cell size of the search for the print, at 500 dpi: about one ridge
 

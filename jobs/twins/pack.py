@@ -18,6 +18,11 @@ from .synthesis import synthesize
 __all__ = ["list_labelled", "samples", "splits", "synthesize", "unlabelled"]
 
 
+RAW_FILES = (
+    'images in a folder for each person, such as ann/1.jpg, and twin_pairs_infor.json with [["ann", "bea"], ...]'
+)
+
+
 def samples(raw: Path, config: Config) -> Iterator[Sample]:
     """Yield every image that a raw folder lists; `listing.read_people` describes the accepted layouts.
 

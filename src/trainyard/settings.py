@@ -452,7 +452,8 @@ def _check_value(f: Field[Any], name: str, value: Any) -> None:
     if rule.get("duration") or isinstance(value, list):
         return
     if (low is not None and not value >= low) or (high is not None and not value <= high):  # NaN fails both
-        raise UserError(f"{name}={value}: expected {low} .. {high if high is not None else 'any'}.")
+        allowed = f"{low} or more" if high is None else f"at most {high}" if low is None else f"{low} to {high}"
+        raise UserError(f"{name}={value}: expected {allowed}.")
 
 
 def _check_duration(name: str, text: str, *, allows_zero: bool) -> None:

@@ -281,7 +281,7 @@ def test_both_lines_that_a_job_without_data_is_refused_with_can_be_typed(lab, tm
     empty = ["--cluster", held, "--runs", tmp_path / "more", f"data.path={tmp_path / 'config'}"]
     (tmp_path / "config").mkdir()
     assert trainyard("submit", "fingerprint_1m", "--gpus", 8, *empty) == 2
-    assert "contains no sample that fingerprint knows, so nothing was submitted" in capsys.readouterr().err
+    assert "that fingerprint knows. Expected: images named FINGER_IMPRESSION" in capsys.readouterr().err
     assert not (tmp_path / "more").exists() and lab.run("squeue", "-h", "-n", "fingerprint_1m") == ""
 
 

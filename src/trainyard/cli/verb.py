@@ -14,6 +14,20 @@ Verbs: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 CHECKOUT = Path(__file__).resolve().parents[3]
 
 
+OTHER_WORDS = {  # what other tools call our commands
+    "train": "run",
+    "start": "run",
+    "test": "evaluate",
+    "eval": "evaluate",
+    "infer": "predict",
+    "list": "jobs",
+    "ls": "runs",
+    "stop": "cancel",
+    "kill": "cancel",
+    "log": "logs",
+}
+
+
 class Parser(argparse.ArgumentParser):
     """Says in one line what is wrong, what comes nearest, and where the rest is; argparse prints the usage first."""
 
@@ -21,7 +35,9 @@ class Parser(argparse.ArgumentParser):
         wrong = re.match(r"(argument .*: invalid choice: '(.*?)') \(choose from (.*)\)$", message)
         if wrong:
             choices = re.findall(r"[\w-]+", wrong[3])
-            message = f"{wrong[1]}.{suggest_nearest(wrong[2], choices)}"
+            meant = OTHER_WORDS.get(wrong[2], "")
+            hint = f" Nearest: {meant}." if meant in choices else suggest_nearest(wrong[2], choices)
+            message = f"{wrong[1]}.{hint}"
         self.exit(2, f"{self.prog}: {message.rstrip('.')}. All of them: {self.prog} --help\n")
 
 

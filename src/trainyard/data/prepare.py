@@ -1,7 +1,9 @@
 """Prepares the packed data that a run needs: synthesizes raw files if there are none, and packs them."""
 
 import hashlib
+import itertools
 import json
+import os
 import shlex
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,12 +18,14 @@ from trainyard.files import FlockRefused, exclusive_lock, remove_partial_folders
 from trainyard.hardware import count_cores
 from trainyard.messages import logger
 from trainyard.settings import KEEP, StoreSettings, TrainConfig
+from trainyard.text import join_names
 
 if TYPE_CHECKING:
     from trainyard.data.index import Index
     from trainyard.data.pack import Listing
 
 _MOST_NAMED = 5  # damaged records
+_LISTED = 1000  # entries of a folder that are looked at to say what is in it
 
 
 class StopRequested(Exception):
@@ -61,10 +65,7 @@ def pack_raw(
     with list_once() as listed:
         listing, named = _list_raw(config, raw, jobs_dir)
         if not listing.samples:
-            raise UserError(
-                f"{raw}: contains no sample that {config.family} knows. Expected: see "
-                f"{jobs_dir / config.family}/README.md"
-            )
+            raise UserError(f"{raw}: {explain_no_sample(raw, config, jobs_dir)} Name another folder: data.path=FOLDER")
         folder = out or named
         if hasattr(family, "log_reading"):
             family.log_reading(raw, config)
@@ -269,6 +270,24 @@ def restore_source(config: TrainConfig, source: str, jobs_dir: Path) -> TrainCon
 def describe_synthetic(count: int) -> str:
     """Name synthetic samples as the source of data."""
     return f"{count} synthetic samples"
+
+
+def explain_no_sample(raw: Path, config: TrainConfig, jobs_dir: Path) -> str:
+    """Say that a folder has no sample of a family, what was expected, and what is there."""
+    expected = getattr(load_family(jobs_dir, config.family, "pack"), "RAW_FILES", "")
+    more = f"{jobs_dir / config.family}/README.md"
+    return (
+        f"contains no sample that {config.family} knows. "
+        + (f"Expected: {expected}; more: {more}." if expected else f"Expected: what {more} describes.")
+        + f" Found: {_describe_folder(raw)}."
+    )
+
+
+def _describe_folder(folder: Path) -> str:
+    """Say what is in a folder and below it, of the first entries."""
+    files = [Path(place) / name for place, _, names in itertools.islice(os.walk(folder), _LISTED) for name in names]
+    names = [str(path.relative_to(folder)) for path in sorted(files[:_LISTED])]
+    return f"{len(files)} files ({join_names(names, most=3)})" if files else "no file"
 
 
 def _require_folder(raw: Path) -> None:

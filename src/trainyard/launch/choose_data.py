@@ -10,7 +10,6 @@ In this order, and the first that says something decides:
 A root is an entry of `data:` there: a folder of raw files or of shards, or the word `synthetic`. Loads no torch.
 """
 
-import itertools
 import os
 import shlex
 from collections.abc import Mapping, Sequence
@@ -21,7 +20,7 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 
 from trainyard.cluster.description import SYNTHETIC, Cluster, load_user_file
 from trainyard.config import compose, find_jobs
-from trainyard.data.prepare import count_samples, describe_synthetic
+from trainyard.data.prepare import count_samples, describe_synthetic, explain_no_sample
 from trainyard.errors import UserError
 from trainyard.runs.trust import require_own_file
 from trainyard.settings import TrainConfig
@@ -29,8 +28,6 @@ from trainyard.text import find_nearest, join_names
 from trainyard.yaml_text import load_yaml
 
 USER_FILE = "trainyard.yaml"
-
-_LISTED = 1000  # entries of a folder that are looked at to say what is in it
 
 
 @dataclass(frozen=True)
@@ -135,8 +132,7 @@ def require_data(choice: DataChoice, *, jobs_dir: Path, typed: Sequence[str]) ->
         raise UserError(f"{error} (Data: {choice.reason}. Nothing was submitted.)") from None
     if not count:
         raise UserError(
-            f"{folder} ({choice.reason}): contains no sample that {config.family} knows, so nothing was submitted. "
-            f"Expected: what {jobs_dir / config.family}/README.md describes. Found: {_describe_folder(folder)}. "
+            f"{folder} ({choice.reason}): {explain_no_sample(folder, config, jobs_dir)} Nothing was submitted. "
             f"Type: {_format_command(typed, 'data.path=FOLDER')}"
         )
     return count
@@ -250,13 +246,6 @@ def _format_command(typed: Sequence[str], word: str) -> str:
     """Return the command that was typed, with other data."""
     kept = [one for one in typed if one != "--synthetic" and not one.startswith(("data.path=", "data.synthetic="))]
     return shlex.join(["trainyard", *kept, word])
-
-
-def _describe_folder(folder: Path) -> str:
-    """Say what is in a folder and below it, of the first entries."""
-    files = [Path(place) / name for place, _, names in itertools.islice(os.walk(folder), _LISTED) for name in names]
-    names = [str(path.relative_to(folder)) for path in sorted(files[:_LISTED])]
-    return f"{len(files)} files ({join_names(names, most=3)})" if files else "no file"
 
 
 def _shorten(path: Path) -> str:

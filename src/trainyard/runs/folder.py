@@ -247,7 +247,10 @@ def resolve_run(text: str, root: Path) -> Path:
             f"{root}: {len(matches)} runs begin with '{text}': {join_names(matches)}. Type more of the name."
         )
     if not named:
-        raise UserError(f"{root}: there are no runs, so none is '{text}'. Give the path of a run folder.")
+        raise UserError(
+            f"{root}: there are no runs, so none is '{text}'. Start one: trainyard run JOB (trainyard jobs lists "
+            "them), or give the path of a run folder."
+        )
     similar = find_nearest(text, {run.parent.name for run in named.values()} | set(named), most=3)
     newest = sorted(named, key=lambda name: estimate_creation_time(named[name]), reverse=True)
     hint = f"Nearest: {join_names(similar)}." if similar else f"Newest: {join_names(newest[:3])}."
