@@ -16,6 +16,9 @@ _NAMES = {
 }
 
 
+_NOT_PREDICTED, _NOT_OBSERVED = "not predicted", "not observed"
+
+
 class _Row(NamedTuple):
     name: str
     predicted: str
@@ -31,9 +34,11 @@ def render_plan(env: Mapping[str, Any]) -> str:
 
 
 def list_plan(env: Mapping[str, Any]) -> list[str]:
-    """Return a line of text for each amount; none if the run did not record what it took."""
+    """Return a line of text for each amount that was predicted and observed to be another; the page has them all."""
     return [
-        f"{row.name:<18} predicted {row.predicted:<14} observed {row.observed:<14}".rstrip() for row in _list_rows(env)
+        f"{row.name:<18} predicted {row.predicted:<14} observed {row.observed:<14}".rstrip()
+        for row in _list_rows(env)
+        if row.predicted != row.observed and row.predicted != _NOT_PREDICTED and row.observed != _NOT_OBSERVED
     ]
 
 
@@ -45,8 +50,8 @@ def _list_rows(env: Mapping[str, Any]) -> list[_Row]:
     return [
         _Row(
             title,
-            _format(predicted, name, "not predicted"),
-            _format(observed, name, "not observed"),
+            _format(predicted, name, _NOT_PREDICTED),
+            _format(observed, name, _NOT_OBSERVED),
             (predicted.reasons or {}).get(name, ""),
             (observed.reasons or {}).get(name, ""),
         )
