@@ -46,6 +46,37 @@ print("whole")
 """
 
 
+SYMBOLS = """
+import sys
+import torch
+from trainyard.train.deferred_compiler import defer_compiler, defer_symbols
+defer_compiler()
+defer_symbols()
+from torch.fx.experimental.symbolic_shapes import guard_or_false, sym_eq
+assert guard_or_false(True) is True and sym_eq((2, 3), [2, 3]) and not sym_eq((2,), (3,))
+meta = torch.empty(4, 3, device="meta")
+assert (meta + meta[:1]).clamp(min=0).shape == (4, 3)
+assert torch.empty_like(meta, dtype=torch.half).dtype == torch.half
+assert "sympy.core" not in sys.modules and "torch.distributed.tensor._ops" not in sys.modules, "they were loaded"
+
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch._subclasses.fake_tensor import FakeTensorMode
+mode = FakeTensorMode(shape_env=ShapeEnv())
+fake = mode.from_tensor(torch.ones(5, 3))
+assert "sympy.core" in sys.modules and isinstance(fake.shape[0], torch.SymInt)
+assert guard_or_false(fake.shape[0] == fake.shape[0]) and sym_eq(fake.shape, fake.shape)
+import torch.distributed.tensor.parallel
+from torch.utils._sympy.functions import FloorDiv, Max
+assert Max is not max
+print("whole")
+"""
+
+
+def test_sizes_that_are_numbers_need_no_symbols_and_others_get_them():
+    done = subprocess.run([sys.executable, "-c", SYMBOLS], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0 and done.stdout == "whole\n", done.stderr
+
+
 @pytest.mark.slow
 def test_a_run_leaves_the_compiler_unloaded_until_something_is_compiled(tmp_path):
     run = new_run(tmp_path, "max_duration=3st")

@@ -113,6 +113,22 @@ def test_views_share_a_storage_and_copies_do_not():
     assert copy.deepcopy(tensor).untyped_storage()._cdata != tensor.untyped_storage()._cdata
 
 
+def test_what_an_operator_made_before_is_made_again_with_memory_of_its_own():
+    x = remove_values(torch.ones(4, 6, 5, 5).to(memory_format=torch.channels_last))
+    half = remove_values(torch.ones(4, 6, 5, 5, dtype=torch.half))
+    for tensor in (x, half):
+        one, two = (nn.functional.group_norm(tensor, 3) for _ in range(2))
+        assert (one.shape, one.stride(), one.dtype) == (two.shape, two.stride(), two.dtype)
+        assert one.dtype == tensor.dtype and one.untyped_storage()._cdata != two.untyped_storage()._cdata
+    assert (x + 1).dtype == torch.float32 and (half + 1).dtype == (half + True).dtype == torch.half
+    whole = remove_values(torch.arange(3))
+    assert [(whole + number).dtype for number in (1, 1.0, True)] == [torch.int64, torch.float32, torch.int64]
+    flat = [x.reshape(4, -1) for _ in range(2)]
+    assert torch.ops.aten._unsafe_view.default(half, (4, -1)).untyped_storage()._cdata == half.untyped_storage()._cdata
+    again = torch.ops.aten._unsafe_view.default(half, (4, -1))
+    assert again.untyped_storage()._cdata == half.untyped_storage()._cdata and flat[0].shape == (4, 150)
+
+
 def test_a_copied_module_keeps_tied_weights_and_the_original_its_values():
     module = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3), nn.BatchNorm1d(3))
     module[1].weight = module[0].weight

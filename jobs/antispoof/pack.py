@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 import soundfile
 from numpy.typing import NDArray
-from scipy.signal import resample_poly  # type: ignore[import-untyped]
 
 from trainyard.data.shards import Audio, BadRecord, Loaded, Sample
 from trainyard.errors import UserError
@@ -267,6 +266,8 @@ def _decode(path: Path | None, rule: ConversionRule) -> tuple[bytes, Pcm, int, b
         return data, wave[:, 0], rate_hz, kind in ("WAV", "WAVEX", "FLAC")
     mono = (wave / 32768 if wave.dtype == np.int16 else wave).mean(axis=1)
     if rate_hz != rule.rate_hz:
+        from scipy.signal import resample_poly  # type: ignore[import-untyped]  # here: it loads for a second
+
         divisor = math.gcd(rate_hz, rule.rate_hz)
         mono = resample_poly(mono, rule.rate_hz // divisor, rate_hz // divisor)
     return data, _convert_to_pcm(mono), rate_hz, False

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import soundfile
 from numpy.typing import NDArray
-from scipy.signal import lfilter  # type: ignore[import-untyped]
 
 from trainyard.errors import UserError
 from trainyard.files import create_folder
@@ -120,7 +120,7 @@ def generate_speech(seed: int, speaker: int, take: int) -> Floats:
     room = words.standard_normal(int(echo_s * RATE_HZ)) * np.exp(-6.9 * np.linspace(0, 1, int(echo_s * RATE_HZ)))
     room[0] = 4.0
     wave = np.convolve(wave, room)[:frames]
-    wave = lfilter([1, -1], [1, -0.97], wave)  # a microphone passes no DC
+    wave = _filter([1, -1], [1, -0.97], wave)  # a microphone passes no DC
     wave = wave / np.abs(wave).max() * words.uniform(0.3, 0.9)
     recorded: Floats = np.clip(wave + words.standard_normal(frames) * 10 ** (-words.uniform(50, 65) / 20), -1, 1)
     return recorded
@@ -172,6 +172,13 @@ def _draw_tracks(rng: np.random.Generator, frames: int, tract: float) -> tuple[F
     return formants, voiced, loud
 
 
+def _filter(numerator: list[float], denominator: list[float], wave: Floats, **options: Floats) -> Any:
+    """Filter a wave as `scipy.signal.lfilter` does."""
+    from scipy.signal import lfilter  # type: ignore[import-untyped]  # here: it loads for a second
+
+    return lfilter(numerator, denominator, wave, **options)
+
+
 def _draw_source(
     rng: np.random.Generator, frames: int, pitch_hz: float, voiced: Floats, breath: float, tilt: float
 ) -> Floats:
@@ -184,7 +191,7 @@ def _draw_source(
     pulse_at = np.flatnonzero(np.diff(np.floor(phase), prepend=0) > 0)
     pulses = np.zeros(frames)
     pulses[pulse_at] = 1 + rng.normal(0, 0.05, len(pulse_at))
-    voice = lfilter([1.0], [1, -2 * tilt * 0.95, (tilt * 0.95) ** 2], pulses)
+    voice = _filter([1.0], [1, -2 * tilt * 0.95, (tilt * 0.95) ** 2], pulses)
     noise = rng.standard_normal(frames) * (breath * voiced + 0.3 * (1 - voiced))
     source: Floats = voice / max(1e-9, float(np.abs(voice).max())) * voiced + noise
     return source
@@ -199,7 +206,7 @@ def _apply_formants(source: Floats, track_HzT: Floats) -> Floats:
         for block, hz in enumerate(formant):
             turn = 2 * radius * np.cos(2 * np.pi * min(hz, 0.47 * RATE_HZ) / RATE_HZ)
             gain = 1 - turn + radius * radius
-            part, state = lfilter(
+            part, state = _filter(
                 [gain], [1, -turn, radius * radius], out[block * BLOCK : (block + 1) * BLOCK], zi=state
             )
             parts.append(part)

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from scipy.optimize import linear_sum_assignment  # type: ignore[import-untyped]
 from torch import Tensor
 
 from trainyard.train.module import has_values
@@ -69,6 +68,14 @@ def match(logits_DBQK: Tensor, boxes_DBQ4: Tensor, objects: Objects, terms: Loss
     return solve_assignments(host[length:].reshape(shape), valid_BL, device=cost_DBQL.device)
 
 
+def _solve(cost_QL: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the queries and the objects of the assignment that costs least."""
+    from scipy.optimize import linear_sum_assignment  # type: ignore[import-untyped]  # here: it loads for half a second
+
+    query, column = linear_sum_assignment(cost_QL)
+    return query, column
+
+
 def solve_assignments(cost_DBQL: np.ndarray, valid_BL: np.ndarray, *, device: torch.device) -> Matches:
     """Solve all assignments on the host."""
     non_finite = 0
@@ -83,7 +90,7 @@ def solve_assignments(cost_DBQL: np.ndarray, valid_BL: np.ndarray, *, device: to
             if not finite.all():
                 non_finite += int((~finite).sum())
                 cost_QL = np.where(finite, cost_QL, WORST)
-            query, column = linear_sum_assignment(cost_QL)
+            query, column = _solve(cost_QL)
             pairs_by_problem.append(
                 np.stack([np.full_like(query, layer), np.full_like(query, image), query, real[column]])
             )

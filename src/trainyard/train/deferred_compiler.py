@@ -7,19 +7,86 @@ import gc
 import importlib.util
 import sys
 from collections.abc import Callable
+from functools import partial
 from importlib.machinery import PathFinder
+from itertools import chain
 from types import ModuleType
 from typing import Any
 
 import torch
 
 _NAME = "torch._dynamo"
+_CHECKPOINT = "torch.utils.checkpoint"
 
 
 def defer_compiler() -> None:
     """Let `import torch._dynamo` find a stand-in that loads the compiler once anything of it takes effect."""
     if _NAME not in sys.modules:
         sys.modules[_NAME] = torch._dynamo = _DeferredCompiler(_NAME)
+
+
+def defer_symbols() -> None:
+    """Answer what torch asks about sizes that are numbers, without loading half a second of SymPy.
+
+    For a process that has neither symbolic sizes nor `DTensor`: torch asks for that class once, and remembers it.
+    """
+    shapes = "torch.fx.experimental.symbolic_shapes"
+    answers = {name: partial(_answer, shapes, name, answer) for name, answer in _OF_NUMBERS.items()}
+    for stand_in in (
+        _StandIn("sympy", is_package=True, Basic=type("Basic", (), {})),
+        _StandIn("torch.distributed.tensor", is_package=True, DTensor=type("DTensor", (), {})),
+        _StandIn("torch.utils._sympy.functions", is_package=False, Max=max),
+        _StandIn(shapes, is_package=False, free_unbacked_symbols=lambda x: frozenset(), **answers),
+    ):
+        sys.modules.setdefault(stand_in.__name__, stand_in)
+
+
+_OF_NUMBERS: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(
+        ("expect_true", "guard_or_false", "guard_or_true", "guard_size_oblivious", "statically_known_true"),
+        lambda truth, skip=0: truth,
+    ),
+    "guarding_hint_or_throw": lambda number: number,
+    "has_guarding_hint": lambda number: True,
+    "is_nested_int": lambda number: False,
+    "sym_eq": lambda one, other: tuple(one) == tuple(other) if isinstance(one, tuple | list) else one == other,
+    "sym_and": lambda *truths: all(truths),
+    "sym_or": lambda *truths: any(truths),
+}
+"""What the functions for symbolic sizes and truths return for ints and bools."""
+
+
+def _answer(module: str, name: str, answer: Callable[..., Any], *args: Any) -> Any:
+    every = chain.from_iterable(arg if isinstance(arg, tuple | list) else (arg,) for arg in args)
+    is_plain = all(type(one) in (bool, int) for one in every)
+    return answer(*args) if is_plain else getattr(_load_instead(module), name)(*args)
+
+
+class _StandIn(ModuleType):
+    """Has some answers of a module; at anything else that is asked of it, it becomes that module."""
+
+    def __init__(self, name: str, *, is_package: bool, **answers: Any) -> None:
+        super().__init__(name)
+        self._is_package, self._names = is_package, tuple(answers)
+        self.__dict__.update(answers)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and not (name == "__path__" and self._is_package):  # as in `_DeferredCompiler`
+            raise AttributeError(f"{self.__name__} is not loaded, so it has no {name}")
+        return getattr(_load_instead(self.__name__), name)
+
+    def forget(self) -> None:
+        """Have no answers any more: whoever kept this instead of the module asks the module from now on."""
+        for name in self._names:
+            vars(self).pop(name, None)
+
+
+def _load_instead(name: str) -> ModuleType:
+    """Return a module; if a stand-in has its place, load it."""
+    if isinstance(stand_in := sys.modules.get(name), _StandIn):
+        del sys.modules[name]
+        stand_in.forget()
+    return importlib.import_module(name)
 
 
 def use_deterministic_algorithms(mode: bool, *, warn_only: bool) -> None:
@@ -95,9 +162,11 @@ class _DeferredCompiler(ModuleType):
 
     def disable(self, fn: Any = None, *args: Any, **options: Any) -> Any:
         """Keep a function from being traced: before the compiler is loaded nothing is."""
-        if fn is None or not args:  # a decorator of somebody's; torch's own late one also says if it is recursive
+        is_hook = getattr(fn, "__module__", "") == _CHECKPOINT  # it lives for one step, which is not compiled
+        if fn is None or not (args or is_hook):  # a decorator of somebody's; torch's own late one has more arguments
             return self.__getattr__("disable")(fn, *args, **options)
-        self._not_traced.append(fn)
+        if not is_hook:
+            self._not_traced.append(fn)
         return fn
 
     def __getattr__(self, name: str) -> Any:

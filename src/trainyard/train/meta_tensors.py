@@ -12,7 +12,7 @@ import copy
 from collections.abc import Iterable
 from functools import cache
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -117,6 +117,9 @@ def run_on_meta(func: Any, args: Any, kwargs: Any) -> Any:
         args, kwargs = _replace(args), {name: _replace(value) for name, value in kwargs.items()}
     if has_device:
         kwargs = {**kwargs, "device": _META, "pin_memory": False}
+    call = _describe_call(func, args, kwargs)
+    if call in _LAYOUTS:
+        return _make(_LAYOUTS[call])
     with torch._C._DisableTorchDispatch(), torch._C._PreserveDispatchKeyGuard():
         torch._C._set_meta_in_tls_dispatch_include(True)
         MetaTensor._running = True
@@ -126,7 +129,83 @@ def run_on_meta(func: Any, args: Any, kwargs: Any) -> Any:
             MetaTensor._running = False
     if func in _CONVOLUTIONS:
         made = _lay_out(func, args, made)
+    if call is not None and _owns_memory(made, tensors):
+        _LAYOUTS[call] = _describe_results(made)
     return _wrap(made)
+
+
+_LAYOUTS: dict[Any, Any] = {}
+"""What operators made of arguments of the same layout: torch's meta kernels, written in Python, take up to 20 ms."""
+
+
+class _Layout(NamedTuple):
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _describe_call(func: Any, args: Any, kwargs: Any) -> Any:
+    """Return what decides on the layout of an operator's results, hashable; None if the operator changes or views."""
+    if not _makes_all(func):
+        return None
+    try:
+        return func, _describe(args), *((name, _describe(value)) for name, value in kwargs.items())
+    except TypeError:
+        return None
+
+
+def _describe(arg: Any) -> Any:
+    if isinstance(arg, Tensor):
+        return arg.shape, arg.stride(), arg.dtype
+    if isinstance(arg, list | tuple):
+        return tuple(map(_describe, arg))
+    if type(arg) not in _PLAIN:
+        raise TypeError("it decides in a way that is not known")
+    return type(arg), arg  # a 1 is no True and no 1.0
+
+
+_PLAIN = (
+    *(type(None), bool, int, float, str),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
+
+
+@cache
+def _makes_all(func: Any) -> bool:
+    """Return whether an operator makes all that it returns, by its schema."""
+    return not func._schema.is_mutable and all(result.alias_info is None for result in func._schema.returns)
+
+
+def _owns_memory(made: Any, tensors: Iterable[Tensor]) -> bool:
+    """Return whether each result has memory of its own, of just its size."""
+    results = list(_list_tensors(made if isinstance(made, list | tuple) else (made,)))
+    storages = {tensor.untyped_storage()._cdata for tensor in chain(results, tensors)}
+    given = {tensor.untyped_storage()._cdata for tensor in tensors}
+    return len(storages) == len(results) + len(given) and all(
+        tensor.storage_offset() == 0 and tensor.untyped_storage().nbytes() == _count_bytes(tensor) for tensor in results
+    )
+
+
+def _count_bytes(tensor: Tensor) -> int:
+    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size() if tensor.numel() else 0
+
+
+def _describe_results(made: Any) -> Any:
+    if isinstance(made, list | tuple):
+        return type(made), [_describe_results(item) for item in made]
+    return _Layout(tuple(made.shape), made.stride(), made.dtype) if isinstance(made, Tensor) else made
+
+
+def _make(described: Any) -> Any:
+    """Return results of these layouts."""
+    if isinstance(described, _Layout):
+        size, stride, dtype = described
+        return MetaTensor(torch.empty_strided(size, stride, dtype=dtype, device=_META))
+    if isinstance(described, tuple):
+        kind, items = described
+        return kind(_make(item) for item in items)
+    return described
 
 
 @cache
