@@ -15,6 +15,7 @@ from trainyard import config as configs
 from trainyard import scoring
 from trainyard.cli import main
 from trainyard.data.shards import ShardSet
+from trainyard.report.run_page import write_report
 from trainyard.runs.evaluations import read_evaluations
 from trainyard.runs.events import select_metrics
 from trainyard.tools import check_family
@@ -118,13 +119,19 @@ def check_evaluation(run: Path, raw: Path, capsys) -> None:
     assert baselines and all(set(select_metrics(one)) <= set(select_metrics(line)) for one in baselines)
     assert all(one["system"] in shown for one in found.lines)
     assert found.about["seen_in_training"]["samples"] == 0
-    drawn = {path.name for path in (found.path / "figures").iterdir()}
+    figures, samples = ({path.name for path in (found.path / name).iterdir()} for name in ("figures", "samples"))
     own_figures, own_samples = (
         {path.name.removeprefix(f"{own['split']} - ") for path in run.glob(f"{folder}/*.png")}
         for folder in ("exhibits", "samples")
     )
-    assert own_figures < drawn, "and samples"
-    assert own_samples == ((drawn - own_figures) if config.report.samples == "on" else set())
+    assert figures == own_figures and samples
+    assert own_samples == (samples if config.report.samples == "on" else set())
+    page = write_report(run).read_text()
+    assert f"{found.path / 'samples'} " in page and all(name.removesuffix(".png") in page for name in samples)
+    shutil.rmtree(found.path / "samples")
+    shutil.rmtree(run / "samples", ignore_errors=True)
+    page = write_report(run).read_text()
+    assert not any(name.removesuffix(".png") in page for name in samples), "whose images are deleted"
 
 
 def check_embeddings(run: Path, raw: Path, pairs: list[dict[str, str]], out: Path, capsys) -> None:

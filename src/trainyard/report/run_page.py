@@ -14,7 +14,7 @@ from trainyard.report.metric_values import ABSENT, format_alike, format_metric, 
 from trainyard.report.plan_table import list_plan, render_plan
 from trainyard.report.run_plots import draw_plots, read_figures
 from trainyard.report.run_story import RunStory, compute_time_shares, describe_ending, list_all_metric_names
-from trainyard.runs.evaluations import read_evaluations
+from trainyard.runs.evaluations import SAMPLES, Evaluation, read_evaluations
 from trainyard.runs.events import (
     ENDS,
     EVENTS_FILE,
@@ -106,7 +106,8 @@ def write_report(run: Path) -> Path:
         UserError: `run` is not a run folder, or its files are damaged.
     """
     story = RunStory.read(run)
-    evaluated = render_evaluations(read_evaluations(run))
+    evaluations = read_evaluations(run)
+    evaluated = render_evaluations(evaluations)
     plots = draw_plots(story)
     (run / "plots").mkdir(exist_ok=True)
     for plot in plots:
@@ -122,10 +123,7 @@ def write_report(run: Path) -> Path:
                 render_section("Figures", text)
                 for text in filter(None, [render_gallery(read_figures(run / "exhibits"))])
             ),
-            *(
-                render_section("Samples", _explain_samples(run), text)
-                for text in filter(None, [render_gallery(read_figures(run / "samples"))])
-            ),
+            _render_samples(run, evaluations),
             render_section("Results", _render_results(story), _render_constants(story), _render_evaluations(story)),
             *(render_section("Labelled folders", table) for table in filter(None, [evaluated])),
             render_section("Time", _render_facts(story), render_gallery(plots.speed), _render_time_table(story)),
@@ -145,12 +143,18 @@ def write_report(run: Path) -> Path:
 _NO_CURVE = '<p class="soft">Nothing was recorded at two steps yet, so there is no curve.</p>'
 
 
-def _explain_samples(run: Path) -> str:
-    command = shlex.join(["trainyard", "report", str(run)])
-    return (
-        '<p class="soft">Whoever gets this page sees them. To leave them out, delete the folder '
-        f"<code>samples</code> of the run and type <code>{html.escape(command)}</code></p>"
-    )
+def _render_samples(run: Path, evaluations: Sequence[Evaluation]) -> str:
+    """Render the images of samples of the run and of its evaluations, and how to get a page without them."""
+    folders = [run / SAMPLES, *(one.path / SAMPLES for one in evaluations)]
+    galleries = {folder: gallery for folder in folders if (gallery := render_gallery(read_figures(folder)))}
+    if not galleries:
+        return ""
+    commands = [["rm", "-r", *map(str, galleries)], ["trainyard", "report", str(run)]]
+    typed = " && ".join(shlex.join(command) for command in commands)
+    note = f"Whoever gets this page sees them. A page without: <code>{html.escape(typed)}</code>"
+    titles = ("" if folder.parent == run else f"<h3>{html.escape(folder.parent.name)}</h3>" for folder in galleries)
+    shown = (title + gallery for title, gallery in zip(titles, galleries.values(), strict=True))
+    return render_section("Samples", f'<p class="soft">{note}</p>', *shown)
 
 
 def _render_further(plots: Sequence[Plot]) -> str:

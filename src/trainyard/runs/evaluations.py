@@ -1,7 +1,8 @@
 """A run's evaluations on labelled folders: `evaluations/<name>/`, which `trainyard evaluate` writes. Loads no torch.
 
 `evaluation.json` says what was evaluated, and with which weights; `metrics.jsonl` has a line of metrics for the run,
-then one for each baseline on the same samples; `figures/*.png` are the family's figures.
+then one for each baseline on the same samples; `figures/*.png` are the family's figures, `samples/*.png` its images of
+samples, if they may be shown.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,7 @@ from trainyard.errors import UserError
 from trainyard.files import parse_json, read_file
 from trainyard.runs.events import METRICS_FILE, Line, read_lines
 
-FOLDER, ABOUT_FILE, FIGURES = "evaluations", "evaluation.json", "figures"
+FOLDER, ABOUT_FILE, FIGURES, SAMPLES = "evaluations", "evaluation.json", "figures", "samples"
 RUN = "run"
 """The system of the first line: the run's own weights. Those of the others are baselines."""
 

@@ -24,7 +24,16 @@ from trainyard.data.store import has_inputs
 from trainyard.errors import UserError
 from trainyard.files import create_folder, limit_writers, write_atomically, write_json
 from trainyard.report.figures import make_slug
-from trainyard.runs.evaluations import ABOUT_FILE, FIGURES, FOLDER, RUN, Evaluation, describe_seen, read_evaluations
+from trainyard.runs.evaluations import (
+    ABOUT_FILE,
+    FIGURES,
+    FOLDER,
+    RUN,
+    SAMPLES,
+    Evaluation,
+    describe_seen,
+    read_evaluations,
+)
 from trainyard.runs.events import METRICS_FILE
 from trainyard.runs.folder import find_free_name, read_env
 from trainyard.settings import KEEP, TrainConfig
@@ -296,8 +305,8 @@ def _score(
     *,
     training: _Training,
     with_baselines: bool,
-) -> tuple[dict[str, Metrics], dict[str, bytes]]:
-    """Return the metrics of the run and of each baseline by its name, and the run's figures."""
+) -> tuple[dict[str, Metrics], dict[str, Mapping[str, bytes]]]:
+    """Return the metrics of the run and of each baseline by its name, and the figures by folder."""
     module, config = model.module, model.config
     title = f"evaluating {folder.name}"
     with tqdm(total=len(evaluated.ids), unit="sample", desc=title, disable=None, leave=False) as bar:
@@ -328,18 +337,25 @@ def _score(
         for name, metrics in module.score_baselines(rows, evaluated, open_training).items():
             systems[name] = {metric: float(value) for metric, value in metrics.items()}
     samples = module.sample_figures(rows) if config.report.samples == "on" else {}
-    return systems, {**module.report_figures(rows), **samples}
+    return systems, {FIGURES: module.report_figures(rows), SAMPLES: samples}
 
 
 def _write(
-    target: Path, about: Mapping[str, Any], systems: Mapping[str, Metrics], figures: Mapping[str, bytes], *, step: int
+    target: Path,
+    about: Mapping[str, Any],
+    systems: Mapping[str, Metrics],
+    figures: Mapping[str, Mapping[str, bytes]],
+    *,
+    step: int,
 ) -> None:
-    """Write an evaluation; its folder is complete as soon as it is visible."""
+    """Write an evaluation, with its figures by folder; it is complete as soon as it is visible."""
     with create_folder(target) as folder:
         write_json(folder / ABOUT_FILE, about)
         fields = {"kind": "eval", "step": step, "split": target.name}
         lines = [encode_line({**fields, "system": system, **metrics}) for system, metrics in systems.items()]
         write_atomically(folder / METRICS_FILE, b"".join(lines))
-        (folder / FIGURES).mkdir()
-        for title, png in figures.items():
-            write_atomically(folder / FIGURES / f"{title.replace('/', '_')}.png", png)
+        for name, images in figures.items():
+            if images:
+                (folder / name).mkdir()
+            for title, png in images.items():
+                write_atomically(folder / name / f"{title.replace('/', '_')}.png", png)
