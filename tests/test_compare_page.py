@@ -9,6 +9,7 @@ from tests.test_report import Page, open_recorder
 from trainyard.cli import main
 from trainyard.errors import UserError
 from trainyard.report.compare_page import write_comparison
+from trainyard.report.run_story import RunStory
 
 MONITOR = {"split": "val", "metric": "eer", "mode": "min"}
 
@@ -45,6 +46,24 @@ def test_runs_are_best_first_with_what_differs_and_a_winner_if_no_interval_overl
     links = [attributes["href"] for tag, attributes in page.tags if tag == "a"]
     assert links == ["demo/fast/report.html", "demo/fair/report.html", "demo/slow/report.html"]
     assert sum(tag == "img" for tag, _ in page.tags) == 2 and not {"script", "link"} & {tag for tag, _ in page.tags}
+
+
+def test_a_score_before_training_counts_for_no_run_and_begins_its_curve(tmp_path):
+    """Of a run that goes on, only that of its test set is there: the others would lose against an untrained model."""
+    runs = [make_run(tmp_path, "a", lr=0.1, eer=0.3), tmp_path / "demo" / "b"]
+    runs[1].mkdir()
+    (runs[1] / "config.yaml").write_text((runs[0] / "config.yaml").read_text())
+    with open_recorder(runs[1]) as log:
+        log.log("event", 0, {"event": "start", "monitor": MONITOR, "total_steps": 10})
+        for split in ("val", "test"):
+            log.log("eval", 0, {"split": split, "eer": 0.01})
+        log.log("eval", 5, {"split": "val", "eer": 0.6})
+    said = write_comparison(runs, tmp_path / "page.html")
+    page = Page(tmp_path / "page.html")
+    assert "eer on val" in page.text and "0.6000" in page.text and "0.01000" not in page.text, said
+    story = RunStory.read(runs[1])
+    assert [line["step"] for line in story.list_evaluations("val")] == [0, 5]
+    assert story.splits == ["val"], "the test set has no result"
 
 
 def test_no_winner_is_named_where_intervals_overlap_or_are_missing(tmp_path):

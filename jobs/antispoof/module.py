@@ -42,6 +42,7 @@ def build(config: Config, data: DataInfo) -> "AntispoofModule":
         _build_decision(config.loss, network.dims, trials.count_classes(data.train_ids)),
         disturb=config.disturb,
         rate_hz=config.sound.rate_hz,
+        frames=config.sound.frames,
         direction_lr_scale=config.loss.lr_scale,
         trials=trials,
         data=data,
@@ -118,7 +119,7 @@ class Trials:
             )
 
 
-_SHOWN, _SHOWN_S = 4, 4  # utterances of each kind, and how much of each
+_SHOWN = 4  # utterances of each kind
 _SHOWN_KINDS = {  # whether bona fide, and 1 for the lowest scores first
     "Bona fide, lowest scores": (True, 1),
     "Spoofed, highest scores": (False, -1),
@@ -135,7 +136,7 @@ class AntispoofModule(TrainModule):
     Args:
         frontend: (B, N) float32 to (B, F, T) float32; runs outside autocast.
         network: (B, F, T) to (B, D).
-        rate_hz: of the waveforms.
+        rate_hz, frames: of the waveforms.
         data: whose utterances `sample_figures` shows.
         direction_lr_scale: factor on the learning rate of one-class softmax's direction.
         draws: bootstrap resamples in `compute_intervals`.
@@ -154,6 +155,7 @@ class AntispoofModule(TrainModule):
         *,
         disturb: DisturbSettings,
         rate_hz: int,
+        frames: int,
         direction_lr_scale: float,
         trials: Trials,
         data: DataInfo,
@@ -162,7 +164,7 @@ class AntispoofModule(TrainModule):
         super().__init__()
         self.frontend, self.network, self.decision = frontend, network, decision
         self.disturb, self.rate_hz, self.direction_lr_scale, self.trials = disturb, rate_hz, direction_lr_scale, trials
-        self.draws = draws
+        self.frames, self.draws = frames, draws
         self.data: Callable[[], DataInfo] = lambda: data  # a function: copying the module must not copy open files
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
@@ -281,10 +283,10 @@ class AntispoofModule(TrainModule):
         return figures
 
     def _read_wave(self, record: np.ndarray) -> Tensor:
-        """Return how a recording begins, (N,) float32 in [-1, 1), on the network's device."""
-        frames = record if record.dtype == np.int16 else decode_recording(record)
-        device = next(self.network.parameters()).device
-        return torch.from_numpy(frames[: _SHOWN_S * self.rate_hz].astype(np.float32) / 2**15).to(device)
+        """Return a recording as evaluation gets it, (N,) float32 in [-1, 1), on the network's device."""
+        recording = record if record.dtype == np.int16 else decode_recording(record)
+        wave_N = np.resize(recording[: self.frames], self.frames).astype(np.float32) / 2**15
+        return torch.from_numpy(wave_N).to(next(self.network.parameters()).device)
 
     def score_baselines(
         self, rows: Rows, evaluated: SampleSource, open_training: Callable[[], SampleSource]

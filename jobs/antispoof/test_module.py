@@ -1,6 +1,7 @@
 """The antispoof module: maps, gradients, scoring, refusals and warnings."""
 
 import json
+from dataclasses import replace
 from typing import cast
 
 import numpy as np
@@ -90,6 +91,21 @@ def test_a_set_is_scored_only_with_its_own_asv_rates() -> None:
     assert module.monitor == ("eer", "min")
     figures = module.report_figures({"score": np.array([1.0, -1.0]), "sample_id": np.array([2, 3])})
     assert len(figures) == 2 and all(png.startswith(b"\x89PNG") for png in figures.values())
+
+
+@pytest.mark.parametrize("frames", [40, 3999, 9000])
+def test_samples_are_drawn_from_what_the_network_gets_however_short_they_are(frames: int) -> None:
+    """packing.min_s=0.05 lets recordings pass that are shorter than a window of the front end."""
+    waves = [np.random.default_rng(i).integers(-9000, 9000, frames).astype(np.int16) for i in range(16)]
+    labels = make_data([1, 0] * 8, ["-", "A01"] * 8, ["val"] * 16)
+    data = replace(labels, read=lambda name, ids: [waves[i] for i in ids])
+    module = build(make_config(), data)
+    seen: list[torch.Tensor] = []
+    module.frontend.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    figures = module.sample_figures({"sample_id": np.arange(16), "score": np.arange(16.0)})
+    assert len(figures) == 4 and len(seen) == 16
+    expected = np.resize(waves[0][:4000], 4000).astype(np.float32) / 2**15
+    assert torch.equal(seen[0], torch.from_numpy(expected)[None]), "the first, bona fide and with the lowest score"
 
 
 def test_a_network_that_does_not_fit_the_front_end_is_refused() -> None:

@@ -220,7 +220,7 @@ def _draw_curves(found: Sequence[Compared], split: str, metric: str) -> list[Plo
     def draw_metric(axes: "Axes") -> None:
         for place, one in enumerate(found, start=1):
             colour, style = _choose_style(place)
-            lines = [line for line in one.story.evals if line["split"] == split and metric in line]
+            lines = [line for line in one.story.list_evaluations(split) if metric in line]
             marker = MARKERS[(place - 1) % len(MARKERS)]
             steps, values = [line["step"] for line in lines], [line[metric] for line in lines]
             axes.plot(steps, values, color=colour, linestyle=style, marker=marker, markersize=4, label=str(place))

@@ -40,7 +40,7 @@ def find_headline(story: RunStory) -> Headline:
     monitor = story.find_start_field("monitor") or {}
     metric, mode = str(monitor.get("metric", "")), str(monitor.get("mode", ""))
     best = story.find_best_evaluation()
-    if not any(line["step"] for line in story.evals):
+    if not story.evals:
         return Headline("", "", "", "No evaluation yet, so nothing says how good this is.", ())
     if mode not in _WORDS:
         others = _list_others(story.evals[-1], ())
@@ -48,7 +48,7 @@ def find_headline(story: RunStory) -> Headline:
     tests = [
         story.find_last_evaluation(split) for split in story.splits if split not in ("train", monitor.get("split"))
     ]
-    line = next((line for line in tests if metric in line and line["step"]), None)
+    line = next((line for line in tests if metric in line), None)
     line = line or _find_final(story, metric) or (best[1] if best else story.evals[-1])
     untrained = _find_untrained(story, metric, line)
     baseline = _find_baseline(monitor, line) or untrained
@@ -145,7 +145,7 @@ def _find_baseline(monitor: Mapping[str, Any], line: Line) -> Baseline | None:
 
 def _find_untrained(story: RunStory, metric: str, line: Line) -> Baseline | None:
     """Return the evaluation of the same set before the first step, if there is one (eval_on_start)."""
-    untrained = next((one for one in story.evals if one["step"] == 0 and one["split"] == line["split"]), {})
+    untrained: Line = next((one for one in story.untrained if one["split"] == line["split"]), {})
     value = untrained.get(metric)
     return Baseline("the model before training", value) if isinstance(value, float) and math.isfinite(value) else None
 

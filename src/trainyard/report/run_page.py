@@ -223,7 +223,7 @@ def _render_constants(story: RunStory) -> str:
 
 def _render_evaluations(story: RunStory) -> str:
     """Render all evaluations, if there are others than the last of each split."""
-    if len(story.evals) == len(story.splits):
+    if len(story.untrained) + len(story.evals) == len(story.splits):
         return ""
     names = story.list_metrics(constant=False)
     rows = [
@@ -233,7 +233,7 @@ def _render_evaluations(story: RunStory) -> str:
             format_value(line.get("epoch")),
             *(format_metric(line, n) for n in names),
         ]
-        for line in story.evals
+        for line in [*story.untrained, *story.evals]
     ]
     table = render_table(["split", "step", "epoch", *names], rows)
     return f"<details><summary>All {len(rows):,} evaluations</summary>{table}</details>"

@@ -1,6 +1,5 @@
 """The plots of a run: training curves, evaluation metrics, where the time went."""
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,7 +96,7 @@ _MOST_PNG_BYTES = 2**26
 
 def _has_several(story: RunStory, name: str) -> bool:
     """Return whether a metric was evaluated more than once on some split: one point is no curve."""
-    return any(n > 1 for n in Counter(line["split"] for line in story.evals if name in line).values())
+    return any(sum(name in line for line in story.list_evaluations(split)) > 1 for split in story.splits)
 
 
 def _list_logged(story: RunStory, key: str) -> tuple[Floats, Floats]:
@@ -158,6 +157,8 @@ def spans_decades(values: NDArray[np.float64]) -> bool:
 
 def compute_running_mean(values: np.ndarray, width: int) -> np.ndarray:
     """Return the centred mean over `width` values, fewer at the ends, ignoring those that are not finite."""
+    if not len(values):
+        return values
     finite = np.isfinite(values)
     window = np.ones(width)
     count = np.convolve(finite, window, mode="same")
@@ -172,7 +173,7 @@ def _plot_metric(story: RunStory, name: str) -> Plot:
 
     def draw(axes: "Axes") -> None:
         for i, split in enumerate(story.splits):
-            lines = [line for line in story.evals if str(line["split"]) == split and name in line]
+            lines = [line for line in story.list_evaluations(split) if name in line]
             if not lines:
                 continue
             colour, marker = SERIES[i % len(SERIES)], MARKERS[i % len(MARKERS)]

@@ -35,6 +35,7 @@ class RunStory:
     config: str  # the text of config.yaml; empty if there is none
     env: Mapping[str, Any]
     train: list[Line]
+    untrained: list[Line]  # evaluations before the first step: a baseline, and no result
     evals: list[Line]
     events: list[Line]
     every: int  # how many training lines of the run one of `train` stands for; it has the last one, too
@@ -48,7 +49,8 @@ class RunStory:
             config=_read_text(run / "config.yaml"),
             env=_read_environment(run / "env.json"),
             train=[line for line in metrics if line["kind"] == "train"],
-            evals=[line for line in metrics if line["kind"] == "eval"],
+            untrained=[line for line in metrics if line["kind"] == "eval" and line["step"] == 0],
+            evals=[line for line in metrics if line["kind"] == "eval" and line["step"] > 0],
             events=read_events(run),
             every=every,
             changes=[str(change) for change in find_changes(run)],
@@ -85,7 +87,7 @@ class RunStory:
 
     @property
     def elapsed_s(self) -> float:
-        return find_elapsed_s([*self.train, *self.evals, *self.list_current_events()])
+        return find_elapsed_s([*self.train, *self.untrained, *self.evals, *self.list_current_events()])
 
     def list_current_events(self) -> list[Line]:
         """Return the events without those of steps that a later attempt repeated."""
@@ -109,6 +111,10 @@ class RunStory:
     def find_last_evaluation(self, split: str) -> Line:
         return next(line for line in reversed(self.evals) if str(line["split"]) == split)
 
+    def list_evaluations(self, split: str) -> list[Line]:
+        """Return the evaluations of a split with the one before training, for curves."""
+        return [line for line in [*self.untrained, *self.evals] if str(line["split"]) == split]
+
     def find_best_evaluation(self) -> tuple[str, Line] | None:
         """The metric that decides and its best evaluation; None if it is not named or never finite."""
         monitor = self.find_start_field("monitor") or {}
@@ -123,7 +129,7 @@ class RunStory:
         parts = {
             "compute": _sum_per_step_s(self.train, steps, "compute_ms"),
             "idle": _sum_per_step_s(self.train, steps, "idle_ms", "data_wait_ms"),  # the latter: earlier versions
-            "evaluation": sum(line.get("seconds", 0.0) for line in self.evals),
+            "evaluation": sum(line.get("seconds", 0.0) for line in [*self.untrained, *self.evals]),
             "checkpoint": sum(event.get("seconds", 0.0) for event in checkpoints),
         }
         return parts | {"other": max(self.elapsed_s - sum(parts.values()), 0.0)}
