@@ -46,6 +46,68 @@ print("whole")
 """
 
 
+DECORATED = """
+import sys
+import torch
+from trainyard.train.deferred_compiler import defer_compiler
+is_deferred = sys.argv[1] == "deferred"
+if is_deferred:
+    defer_compiler()
+else:
+    import torch._dynamo
+traced = {}
+
+def notice(name):
+    traced[name] = torch.compiler.is_compiling()
+
+@torch.compiler.disable
+def whole(x):
+    notice("whole")
+    return helper(x)
+
+@torch.compiler.disable(recursive=False, reason="a test")
+def alone(x):
+    notice("alone")
+    return x + 1
+
+@torch._dynamo.assume_constant_result
+def constant():
+    return 3
+
+@torch._dynamo.allow_in_graph
+def operation(x):
+    notice("operation")
+    return x * 2
+
+def helper(x):
+    notice("helper")
+    return x - 1
+
+def step(x):
+    notice("step")
+    return operation(whole(x) + alone(x)) * constant()
+
+assert torch.equal(step(torch.ones(2)), torch.full((2,), 12.0)) and not any(traced.values())
+assert ("torch._dynamo.convert_frame" in sys.modules) != is_deferred, "the compiler was loaded"
+
+from torch._dynamo.eval_frame import OptimizedModule
+assert torch._dynamo.OptimizedModule is OptimizedModule, "there are two modules of one name"
+assert sys.modules["torch._dynamo.eval_frame"].__spec__.loader.path.endswith("eval_frame.py")
+from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+with TransformGetItemToIndex():
+    assert torch.ones(3)[torch.tensor(1)] == 1
+
+operations = []
+def compile_graph(graph, inputs):
+    operations.extend(node.target for node in graph.graph.nodes)
+    return graph.forward
+traced.clear()
+assert torch.equal(torch.compile(step, backend=compile_graph)(torch.ones(2)), torch.full((2,), 12.0))
+assert operation in operations, operations
+print(traced)
+"""
+
+
 SYMBOLS = """
 import sys
 import torch
@@ -68,6 +130,14 @@ assert guard_or_false(fake.shape[0] == fake.shape[0]) and sym_eq(fake.shape, fak
 import torch.distributed.tensor.parallel
 from torch.utils._sympy.functions import FloorDiv, Max
 assert Max is not max
+from scipy.optimize import linear_sum_assignment
+assert "scipy.optimize._optimize" not in sys.modules
+import numpy
+assert linear_sum_assignment(numpy.eye(2))[1].tolist() == [1, 0]
+assert linear_sum_assignment(numpy.eye(2), maximize=True)[1].tolist() == [0, 1]
+from scipy.optimize import minimize
+import scipy.optimize._lsap
+assert scipy.optimize.linear_sum_assignment is scipy.optimize._lsap.linear_sum_assignment
 print("whole")
 """
 
@@ -75,6 +145,17 @@ print("whole")
 def test_sizes_that_are_numbers_need_no_symbols_and_others_get_them():
     done = subprocess.run([sys.executable, "-c", SYMBOLS], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0 and done.stdout == "whole\n", done.stderr
+
+
+@pytest.mark.slow
+def test_what_was_decorated_before_the_compiler_was_loaded_is_compiled_as_after_it():
+    traced = {}
+    for when in ("deferred", "loaded"):
+        done = subprocess.run([sys.executable, "-c", DECORATED, when], capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, done.stderr
+        traced[when] = done.stdout
+    assert traced["deferred"] == traced["loaded"]
+    assert "'step': True, 'whole': False, 'helper': False" in traced["loaded"]
 
 
 @pytest.mark.slow

@@ -6,16 +6,18 @@ Loading it takes about as long as loading torch itself, at every start and resum
 import gc
 import importlib.util
 import sys
-from collections.abc import Callable
-from functools import partial
-from importlib.machinery import PathFinder
+from collections.abc import Callable, Sequence
+from functools import partial, wraps
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from itertools import chain
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
 
 _NAME = "torch._dynamo"
+_WRAPPED = "_trace_wrapped_higher_order_op"
 _CHECKPOINT = "torch.utils.checkpoint"
 
 
@@ -28,17 +30,23 @@ def defer_compiler() -> None:
 def defer_symbols() -> None:
     """Answer what torch asks about sizes that are numbers, without loading half a second of SymPy.
 
-    For a process that has neither symbolic sizes nor `DTensor`: torch asks for that class once, and remembers it.
+    Nor is loaded what transformers imports for models in parts, where torch can distribute, and SciPy for detection.
+
+    For a process that has neither symbolic sizes nor `DTensor` nor other ranks: torch asks for that class once, and
+    remembers it.
     """
-    shapes = "torch.fx.experimental.symbolic_shapes"
+    shapes, optimize = "torch.fx.experimental.symbolic_shapes", "scipy.optimize"
     answers = {name: partial(_answer, shapes, name, answer) for name, answer in _OF_NUMBERS.items()}
+    assignment = partial(_load_and_call, optimize, "linear_sum_assignment")
     for stand_in in (
         _StandIn("sympy", is_package=True, Basic=type("Basic", (), {})),
         _StandIn("torch.distributed.tensor", is_package=True, DTensor=type("DTensor", (), {})),
         _StandIn("torch.utils._sympy.functions", is_package=False, Max=max),
         _StandIn(shapes, is_package=False, free_unbacked_symbols=lambda x: frozenset(), **answers),
+        _StandIn(optimize, is_package=True, linear_sum_assignment=assignment),
     ):
         sys.modules.setdefault(stand_in.__name__, stand_in)
+    torch.distributed.is_available = lambda: False
 
 
 _OF_NUMBERS: dict[str, Callable[..., Any]] = {
@@ -62,16 +70,22 @@ def _answer(module: str, name: str, answer: Callable[..., Any], *args: Any) -> A
     return answer(*args) if is_plain else getattr(_load_instead(module), name)(*args)
 
 
+def _load_and_call(module: str, name: str, *args: Any, **options: Any) -> Any:
+    return getattr(_load_instead(module), name)(*args, **options)
+
+
 class _StandIn(ModuleType):
     """Has some answers of a module; at anything else that is asked of it, it becomes that module."""
 
     def __init__(self, name: str, *, is_package: bool, **answers: Any) -> None:
         super().__init__(name)
-        self._is_package, self._names = is_package, tuple(answers)
+        self._names = tuple(answers)
         self.__dict__.update(answers)
+        if is_package:
+            self.__path__ = _PackagePath(partial(_load_instead, name))
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") and not (name == "__path__" and self._is_package):  # as in `_DeferredCompiler`
+        if name.startswith("__"):  # as in `_DeferredCompiler`
             raise AttributeError(f"{self.__name__} is not loaded, so it has no {name}")
         return getattr(_load_instead(self.__name__), name)
 
@@ -87,6 +101,45 @@ def _load_instead(name: str) -> ModuleType:
         del sys.modules[name]
         stand_in.forget()
     return importlib.import_module(name)
+
+
+class _PackagePath(list[str]):
+    """The path of a stand-in for a package: empty, and who looks for a submodule there loads the package."""
+
+    def __init__(self, load: Callable[[], ModuleType]) -> None:
+        super().__init__()
+        self.load = load
+        if not any(isinstance(finder, _SubmoduleFinder) for finder in sys.meta_path):
+            sys.meta_path.insert(0, _SubmoduleFinder())
+
+
+class _SubmoduleFinder(MetaPathFinder):
+    """Finds a submodule of a package that has a stand-in, after loading the package, which may load the submodule."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if not isinstance(path, _PackagePath):
+            return None
+        package = path.load()
+        if loaded := sys.modules.pop(
+            fullname, None
+        ):  # `import` prefers the spec of what it finds there, and loads again
+            return importlib.util.spec_from_loader(fullname, _KeepLoaded(loaded))
+        return PathFinder.find_spec(fullname, package.__path__)
+
+
+class _KeepLoaded(Loader):
+    """Gives a module that is loaded, instead of loading a second one of the same name."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self.module, self.spec = module, module.__spec__
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return self.module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self.spec
 
 
 def use_deterministic_algorithms(mode: bool, *, warn_only: bool) -> None:
@@ -122,10 +175,30 @@ def _is_compile_supported(device: Any) -> Any:
     return importlib.import_module(f"{_NAME}.utils").is_compile_supported(device)
 
 
-def _load_compiler() -> None:
-    """Replace the stand-in by the compiler."""
+def _transform_item_to_index(*args: Any) -> Any:
+    """Answer transformers, which imports this class for masks that are made under `vmap`."""
+    _load_compiler()
+    return importlib.import_module(f"{_NAME}.{_WRAPPED}").TransformGetItemToIndex(*args)
+
+
+def _disable_later(fn: FunctionType, *args: Any, **options: Any) -> Callable[..., Any]:
+    """Return a function that, once there is a compiler, is kept from being traced as it does that."""
+
+    @wraps(fn)
+    def call(*call_args: Any, **call_options: Any) -> Any:
+        compiler = sys.modules[_NAME]
+        is_loaded = not isinstance(compiler, _DeferredCompiler)
+        return (compiler.disable(fn, *args, **options) if is_loaded else fn)(*call_args, **call_options)
+
+    call.__dict__["_torchdynamo_disable"] = True  # so the compiler calls it, too, and does not look into it
+    return call
+
+
+def _load_compiler() -> ModuleType:
+    """Return the compiler; if the stand-in has its place, load it."""
     if isinstance(stand_in := sys.modules.get(_NAME), _DeferredCompiler):
         stand_in.load()
+    return sys.modules[_NAME]
 
 
 def _load_config() -> ModuleType:
@@ -152,25 +225,42 @@ class _DeferredCompiler(ModuleType):
         )
         self.config = _load_config()
         self.source = _Answers("source", ConstantSource=str, RandomValueSource=type)  # names, for symbolic shapes only
-        for module in (self.utils, self.source):
+        self._wrapped = _Answers(_WRAPPED, TransformGetItemToIndex=_transform_item_to_index)
+        for module in (self.utils, self.source, self._wrapped):
             sys.modules[module.name] = module  # type: ignore[assignment]
         self.trace_rules = _Answers("trace_rules", clear_lru_cache=lambda: None)
         self._not_traced: list[Callable[..., Any]] = []
+        self._in_graph: list[Callable[..., Any]] = []
+        self.__path__ = _PackagePath(_load_compiler)
 
     def graph_break(self, msg: str = "") -> None:
         """End a graph: there is none before the compiler is loaded."""
 
     def disable(self, fn: Any = None, *args: Any, **options: Any) -> Any:
         """Keep a function from being traced: before the compiler is loaded nothing is."""
-        is_hook = getattr(fn, "__module__", "") == _CHECKPOINT  # it lives for one step, which is not compiled
-        if fn is None or not (args or is_hook):  # a decorator of somebody's; torch's own late one has more arguments
+        if fn is None:
+            return lambda function: self.disable(function, *args, **options)
+        if not isinstance(fn, FunctionType):
             return self.__getattr__("disable")(fn, *args, **options)
-        if not is_hook:
-            self._not_traced.append(fn)
+        if fn.__module__ == _CHECKPOINT:  # a hook: it lives for one step, which is not compiled
+            return fn
+        if fn.__module__.partition(".")[0] != "torch":
+            return _disable_later(fn, *args, **options)
+        self._not_traced.append(fn)
+        return fn
+
+    def allow_in_graph(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """Remember what is to stay one operation of a graph, and tell the compiler when it is loaded."""
+        self._in_graph.append(fn)
+        return fn
+
+    def assume_constant_result(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """Mark a function as the compiler's decorator does: transformers marks some when it is loaded."""
+        fn._dynamo_marked_constant = True  # type: ignore[attr-defined]
         return fn
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") and name != "__path__":  # `inspect` asks every module for its file, at any moment
+        if name.startswith("__"):  # `inspect` asks every module for its file, at any moment
             raise AttributeError(f"{_NAME} is not loaded, so it has no {name}")
         if sys.modules.get(_NAME) is self:
             self.load()
@@ -179,7 +269,7 @@ class _DeferredCompiler(ModuleType):
     def load(self) -> None:
         """Replace this by the module; garbage is not collected meanwhile, as when torch is loaded."""
         del sys.modules[_NAME], torch._dynamo
-        for module in (self.utils.name, self.source.name, self.config.__name__):
+        for module in (self.utils.name, self.source.name, self._wrapped.name, self.config.__name__):
             del sys.modules[module]
         collecting = gc.isenabled()
         gc.disable()
@@ -191,5 +281,7 @@ class _DeferredCompiler(ModuleType):
         for function in self._not_traced:  # torch asks again at the next call, and gets the compiler's answer
             if vars(function).get("__dynamo_disable") is function:
                 del function.__dict__["__dynamo_disable"]
+        for function in self._in_graph:
+            torch._dynamo.allow_in_graph(function)  # type: ignore[no-untyped-call]
         warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
         use_deterministic_algorithms(torch.are_deterministic_algorithms_enabled(), warn_only=warn_only)
