@@ -3,6 +3,7 @@
 Axes: D layers, B images, Q predictions, L objects (padded), K categories.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -63,9 +64,13 @@ def match(logits_DBQK: Tensor, boxes_DBQ4: Tensor, objects: Objects, terms: Loss
     cost_DBQL = compute_costs(logits_DBQK, boxes_DBQ4, objects, terms)
     shape, length = cost_DBQL.shape, objects.valid_BL.numel()
     joined = torch.cat([objects.valid_BL.flatten().float(), cost_DBQL.flatten()]).cpu()
-    host = joined.numpy() if has_values(joined) else np.ones(joined.shape, dtype=np.float32)  # as many pairs as can be
+    assign = _solve
+    if has_values(joined):
+        host = joined.numpy()
+    else:  # memory is predicted: as many pairs as can be
+        host, assign = np.ones(joined.shape, dtype=np.float32), _pair_in_order
     valid_BL = host[:length].reshape(objects.valid_BL.shape) > 0
-    return solve_assignments(host[length:].reshape(shape), valid_BL, device=cost_DBQL.device)
+    return solve_assignments(host[length:].reshape(shape), valid_BL, device=cost_DBQL.device, assign=assign)
 
 
 def _solve(cost_QL: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -76,8 +81,19 @@ def _solve(cost_QL: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return query, column
 
 
-def solve_assignments(cost_DBQL: np.ndarray, valid_BL: np.ndarray, *, device: torch.device) -> Matches:
-    """Solve all assignments on the host."""
+def _pair_in_order(cost_QL: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    pairs = np.arange(min(cost_QL.shape))
+    return pairs, pairs
+
+
+def solve_assignments(
+    cost_DBQL: np.ndarray,
+    valid_BL: np.ndarray,
+    *,
+    device: torch.device,
+    assign: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]] = _solve,
+) -> Matches:
+    """Solve all assignments on the host, each by `assign`, which returns queries and objects."""
     non_finite = 0
     pairs_by_problem: list[np.ndarray] = []
     for image in range(cost_DBQL.shape[1]):
@@ -90,7 +106,7 @@ def solve_assignments(cost_DBQL: np.ndarray, valid_BL: np.ndarray, *, device: to
             if not finite.all():
                 non_finite += int((~finite).sum())
                 cost_QL = np.where(finite, cost_QL, WORST)
-            query, column = _solve(cost_QL)
+            query, column = assign(cost_QL)
             pairs_by_problem.append(
                 np.stack([np.full_like(query, layer), np.full_like(query, image), query, real[column]])
             )

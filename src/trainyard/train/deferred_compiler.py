@@ -18,7 +18,6 @@ import torch
 
 _NAME = "torch._dynamo"
 _WRAPPED = "_trace_wrapped_higher_order_op"
-_CHECKPOINT = "torch.utils.checkpoint"
 
 
 def defer_compiler() -> None:
@@ -184,11 +183,14 @@ def _transform_item_to_index(*args: Any) -> Any:
 def _disable_later(fn: FunctionType, *args: Any, **options: Any) -> Callable[..., Any]:
     """Return a function that, once there is a compiler, is kept from being traced as it does that."""
 
+    disabled: Callable[..., Any] | None = None
+
     @wraps(fn)
     def call(*call_args: Any, **call_options: Any) -> Any:
-        compiler = sys.modules[_NAME]
-        is_loaded = not isinstance(compiler, _DeferredCompiler)
-        return (compiler.disable(fn, *args, **options) if is_loaded else fn)(*call_args, **call_options)
+        nonlocal disabled
+        if disabled is None and not isinstance(compiler := sys.modules[_NAME], _DeferredCompiler):
+            disabled = compiler.disable(fn, *args, **options)
+        return (disabled or fn)(*call_args, **call_options)
 
     call.__dict__["_torchdynamo_disable"] = True  # so the compiler calls it, too, and does not look into it
     return call
@@ -229,7 +231,6 @@ class _DeferredCompiler(ModuleType):
         for module in (self.utils, self.source, self._wrapped):
             sys.modules[module.name] = module  # type: ignore[assignment]
         self.trace_rules = _Answers("trace_rules", clear_lru_cache=lambda: None)
-        self._not_traced: list[Callable[..., Any]] = []
         self._in_graph: list[Callable[..., Any]] = []
         self.__path__ = _PackagePath(_load_compiler)
 
@@ -242,12 +243,7 @@ class _DeferredCompiler(ModuleType):
             return lambda function: self.disable(function, *args, **options)
         if not isinstance(fn, FunctionType):
             return self.__getattr__("disable")(fn, *args, **options)
-        if fn.__module__ == _CHECKPOINT:  # a hook: it lives for one step, which is not compiled
-            return fn
-        if fn.__module__.partition(".")[0] != "torch":
-            return _disable_later(fn, *args, **options)
-        self._not_traced.append(fn)
-        return fn
+        return _disable_later(fn, *args, **options)
 
     def allow_in_graph(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """Remember what is to stay one operation of a graph, and tell the compiler when it is loaded."""
@@ -278,9 +274,6 @@ class _DeferredCompiler(ModuleType):
         finally:
             if collecting:
                 gc.enable()
-        for function in self._not_traced:  # torch asks again at the next call, and gets the compiler's answer
-            if vars(function).get("__dynamo_disable") is function:
-                del function.__dict__["__dynamo_disable"]
         for function in self._in_graph:
             torch._dynamo.allow_in_graph(function)  # type: ignore[no-untyped-call]
         warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
