@@ -123,7 +123,7 @@ assert run.status.state == "done", run.status
 run.resume(max_duration="4st", inexact=True)
 assert run.metrics["train"]["step"].tolist() == [1, 2, 3, 4]
 figures, shown = run.figures, run._repr_html_()
-assert {{"train_loss", "eval_accuracy"}} <= figures.keys() and figures["train_loss"].startswith(b"\\x89PNG")
+assert figures["train_loss"].startswith(b"\\x89PNG")
 assert shown.count("<img") == len(figures) and "stripes/r</b>: done, step 4 of 4" in shown
 raw = next(Path("data").glob("stripes-synthetic*"))
 rows = run.predict(raw)

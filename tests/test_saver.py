@@ -1,10 +1,12 @@
 """A checkpoint is written from a copy while training goes on, and changes nothing but the time that training waits."""
 
+import errno
 import json
 import os
 import re
 import signal
 import sys
+import threading
 import time
 from collections import OrderedDict
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 import torch
 
 from tests.training import (
+    FAMILIES,
     FORKSERVER,
     find_differences,
     load_state,
@@ -22,8 +25,10 @@ from tests.training import (
     train,
     train_on_ranks,
 )
+from trainyard.launch.rank_task import execute
 from trainyard.runs.events import read_events, read_metrics
 from trainyard.runs.folder import read_env
+from trainyard.runs.why import explain_run
 from trainyard.train import checkpoint
 from trainyard.train.host_copy import HostCopy
 
@@ -45,6 +50,40 @@ def test_a_copy_is_written_as_the_same_bytes_and_keeps_them_when_the_original_ch
     assert host.bytes == checkpoint.count_tensor_bytes(state)
     again = host.take(state)
     assert again["whole"].data_ptr() == copied["whole"].data_ptr() and not again["whole"].any()
+
+
+def fail_to_write(run: Path, rank: int) -> None:
+    """Train as one of two ranks; the disk is full when the checkpoint of step 8 is written, in the background."""
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "TRAINYARD_MEETING": "m"}
+
+    def watch(name: str, arguments: tuple[object, ...]) -> None:
+        if name == "open" and str(arguments[0]).endswith("08.ckpt.partial"):
+            assert threading.current_thread() is not threading.main_thread()
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    sys.addaudithook(watch)
+    environ = {name: str(value) for name, value in numbers.items()}
+    sys.exit(execute(run, FAMILIES, environ=environ, started=time.time()))
+
+
+@pytest.mark.slow
+def test_a_write_that_fails_in_the_background_ends_all_ranks_and_the_run_resumes_from_the_one_before(tmp_path):
+    options = (*SAVES, "data.decode=cpu")
+    whole, failed = new_run(tmp_path, *options), new_run(tmp_path, *options)
+    assert train_on_ranks(whole, 2, rendezvous="whole") == [0, 0]
+    ranks = [FORKSERVER.Process(target=fail_to_write, args=(failed, rank)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(60)
+    assert all(process.exitcode for process in ranks), [process.exitcode for process in ranks]
+    why = explain_run(failed)
+    assert "rank 0 on" in why and "DiskFull" in why and "No space left on device" in why and "rank 1" not in why, why
+    assert [entry.step for entry in checkpoint.list_checkpoints(failed / "checkpoints")] == [4]
+    assert not list((failed / "checkpoints").glob("*.partial"))
+    assert train_on_ranks(failed, 2, rendezvous="again") == [0, 0]
+    assert find_differences(load_state(whole), load_state(failed)) == []
+    assert read_run_metrics(whole) == read_run_metrics(failed)
 
 
 def train_with_hook(run: Path, event: str, pattern: str, act: str) -> None:
