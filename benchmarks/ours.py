@@ -93,7 +93,13 @@ def _iterate_batches(loader: Any, folder: Path, setting: Setting, *, kind: str) 
     )
     decode, _ = choose_decoder("auto", importable=find_spec("nvidia.dali") is not None)
     stream = loader.from_config(
-        config, data, device=torch.device("cpu"), decode=decode, threads=setting.threads, channels_last=True
+        config,
+        data,
+        device=torch.device("cpu"),
+        decode=decode,
+        threads=setting.threads,
+        channels_last=True,
+        reads_noise=False,  # the others draw none either
     )
     orders = partial(order_epoch, np.arange(data.count))
     for micro_batch in stream.train(orders, epoch=0, start=0, micro_batch_size=0):

@@ -114,6 +114,7 @@ def iterate_batches(folder: Path, setting: Setting, *, store: str) -> Iterator[T
         decode=decode,
         threads=setting.threads,
         channels_last=True,
+        reads_noise=False,  # as fingerprint_1m
     )
     orders = partial(order_epoch, np.arange(loader.data.count))
     for micro_batch in loader.train(orders, epoch=0, start=0, micro_batch_size=0):

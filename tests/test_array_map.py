@@ -84,14 +84,21 @@ def test_arrays_of_many_shards_are_gathered_as_packed_mapped_as_one_or_not(image
     assert (images._maps["points"] is not None) == maps
 
 
-def test_shards_whose_arrays_differ_in_shape_are_not_mapped_as_one(packed_copy):
+def test_shards_whose_arrays_differ_in_shape_are_refused(packed_copy):
     """Such an index is a stranger's: the rows of one shard would be taken for longer than they are."""
     with edit_index(packed_copy) as file:
         shape = file["records/points/shape"]
         count = int(file["shards/count"][0])
         shape[:count] = [[2, 3]] * count
-    data = ShardSet(packed_copy)
-    out = np.zeros((1, 3, 2), dtype=np.float32)
-    data.read_into("points", np.array([25]), out)
-    assert np.array_equal(out, np.stack(data.read_arrays("points", np.array([25]))))
-    assert data._maps["points"] is None
+    with pytest.raises(ShardError, match="points: arrays that should have one shape differ in shard-00001"):
+        ShardSet(packed_copy)
+
+
+def test_on_a_file_system_that_may_fail_arrays_are_read_and_not_mapped(images):
+    """A failed read is an error; touching a map whose file is gone kills the process."""
+    images.reader = "pread"
+    ids = np.random.default_rng(0).integers(0, images.count, 60)
+    out = np.zeros((60, 3, 2), dtype=np.float32)
+    images.read_into("points", ids, out)
+    assert np.array_equal(out, np.stack(images.read_arrays("points", ids)))
+    assert not images._maps

@@ -3,8 +3,12 @@ import itertools
 import re
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,12 +17,14 @@ import torchvision.io
 
 from tests.images import make_points
 from trainyard.data import augment
+from trainyard.data.batch_memory import BatchMemory
 from trainyard.data.choose_decoder import choose_decoder
 from trainyard.data.hdf5 import ShardError
 from trainyard.data.loader import Loader, MicroBatch
 from trainyard.data.order import EpochOrder, EpochOrders, shuffle
+from trainyard.data.pack import pack
 from trainyard.data.prefetch import prefetch
-from trainyard.data.shards import ShardSet
+from trainyard.data.shards import Sample, ShardSet
 from trainyard.errors import UserError
 from trainyard.settings import AugmentSettings, DataSettings, ImageSettings, TrainConfig
 
@@ -326,10 +332,41 @@ def test_an_exception_in_the_background_is_raised_in_its_turn():
 
     received = []
     with pytest.raises(RuntimeError, match="broken here"):
-        for item, wait_s in prefetch(items(), 2, start=int):
+        for item, wait_s in prefetch(items(), 2, prepare=int, start=int):
             received.append(item)
             assert wait_s >= 0
     assert received == [1, 2, 3]
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_items_keep_their_order_and_errors_their_turn_whatever_thread_prepares_them(threads):
+    def prepare(item: int) -> int:
+        time.sleep(0.002 * (item % 3))  # later items are ready sooner
+        if item == 20:
+            raise ValueError("twenty")
+        return -item
+
+    received: list[int] = []
+    with pytest.raises(ValueError, match="twenty"):
+        for item, _ in prefetch(itertools.count(), 3, prepare=prepare, start=str, threads=threads):
+            received.append(int(item))
+    assert received == [-item for item in range(20)]
+    assert list(prefetch(iter([]), 3, prepare=prepare, start=str, threads=threads)) == []
+    assert not [thread for thread in threading.enumerate() if thread.name == "loader"]
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_nobody_holds_what_a_caller_has_dropped(threads):
+    class Memory:
+        pass
+
+    stream = prefetch(range(50), 2, prepare=lambda _: Memory(), start=lambda item: item, threads=threads)
+    for item, _ in stream:
+        gone = weakref.ref(item)
+        del item
+        assert gone() is not None, "the generator may hold it until it is asked for the next"
+        next(stream)
+        assert gone() is None
 
 
 def test_the_background_runs_ahead_only_by_its_depth():
@@ -340,14 +377,83 @@ def test_the_background_runs_ahead_only_by_its_depth():
             prepared.append(i)
             yield i
 
-    stream = prefetch(items(), 3, start=int)
+    stream = prefetch(items(), 3, prepare=int, start=int)
     next(stream)
     end = time.monotonic() + 10
     while len(prepared) < 5 and time.monotonic() < end:
         time.sleep(0.01)
     time.sleep(0.1)
-    assert prepared == [0, 1, 2, 3, 4]  # one taken, three in the queue, one waiting for a place in it
+    assert prepared == [0, 1, 2, 3, 4]  # one taken, three ready, one in preparation
     stream.close()
+
+
+def make_row(number: int) -> dict[str, np.ndarray]:
+    return {"rows": np.full((16, 16), number, dtype=np.uint8)}
+
+
+@pytest.fixture
+def arrays(tmp_path: Path) -> ShardSet:
+    """40 arrays of 256 bytes in 5 shards."""
+    source = tmp_path / "raw"
+    source.write_bytes(bytes(256))
+    samples = [Sample(str(number), partial(make_row, number), source=source) for number in range(40)]
+    return pack(samples, tmp_path / "packed", meta={}, workers=1, shard_mib=8 * 256 / 2**20)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("threads", [1, 2, 4])
+def test_batches_of_uncompressed_arrays_do_not_depend_on_the_threads_that_copy_them(arrays, threads, monkeypatch):
+    monkeypatch.setattr("trainyard.data.loader._LARGE_BYTES", 1)
+    config = TrainConfig(seed=5, augment=AugmentSettings())
+    loader = Loader.from_config(config, arrays, device=torch.device("cpu"), decode="cpu", threads=threads)
+    used = set()
+    read_into = arrays.read_into
+
+    def note(*args, **options) -> None:
+        used.add(threading.get_ident())
+        read_into(*args, **options)
+        time.sleep(0.002)
+
+    arrays.read_into = note
+    order = shuffle(np.arange(arrays.count), seed=5, epoch=0, global_batch_size=4)
+    with closing(loader.train(lambda epoch: order, epoch=0, start=0, micro_batch_size=0)) as stream:
+        for index, micro in enumerate(itertools.islice(stream, 20)):
+            ids = order.batch(index % len(order))
+            expected = np.stack(arrays.read_arrays("rows", ids))
+            assert np.array_equal(micro.batch["rows"], expected) and np.array_equal(micro.batch["sample_id"], ids)
+    assert len(used) == threads
+
+
+def test_a_job_that_reads_no_noise_gets_none_and_else_the_same(images):
+    config = TrainConfig(seed=5, image=IMAGE, augment=AUGMENTATION)
+    batches = []
+    for reads_noise in (True, False):
+        loader = Loader.from_config(
+            config, images, device=torch.device("cpu"), decode="cpu", threads=1, reads_noise=reads_noise
+        )
+        with closing(loader.train(make_orders(), epoch=0, start=0, micro_batch_size=0)) as stream:
+            batches.append([dict(micro.batch) for micro in itertools.islice(stream, 12)])
+    for ours, theirs in zip(*batches, strict=True):
+        del ours["noise"]
+        assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_memory_of_a_batch_is_lent_again_only_when_nobody_holds_it():
+    memory = BatchMemory()
+    first = torch.from_numpy(memory.lend((4, 8), "float32"))
+    view, place = first.view(-1)[3:], first.data_ptr()
+    del first
+    other = torch.from_numpy(memory.lend((4, 8), "float32"))
+    assert other.data_ptr() != place, "a view of it is alive"
+    array = view.numpy()
+    del view
+    assert torch.from_numpy(memory.lend((4, 8), "float32")).data_ptr() not in (place, other.data_ptr())
+    del array
+    again = torch.from_numpy(memory.lend((3, 8), "float32"))
+    assert again.data_ptr() == place and again.shape == (3, 8), "a smaller batch fits"
+    del again
+    assert torch.from_numpy(memory.lend((5, 8), "int16")).data_ptr() == place, "what came back last is lent first"
+    assert memory.lend((100, 8), "float32").shape == (100, 8)
 
 
 def test_channels_last_changes_the_layout_but_no_value(images):

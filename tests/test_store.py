@@ -4,6 +4,7 @@ import io
 import itertools
 import os
 import shlex
+import shutil
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
@@ -235,6 +236,18 @@ def test_shapes_that_cannot_be_true_are_refused(packed, tmp_path):
             file["records/image/shape"][1, column] = value
         with pytest.raises(ShardError, match="a shape cannot be true"):
             ShardSet(folder)
+
+
+@pytest.mark.slow
+def test_uncompressed_images_that_do_not_follow_each_other_are_refused(packed, tmp_path):
+    """They are read as the rows of one array, from the first record of each shard on."""
+    folder = tmp_path / "packed"
+    shutil.copytree(packed.folders["input-raw"], folder)
+    with edit_index(folder) as file:
+        start = file["records/image/start"]
+        start[1] = start[0]
+    with pytest.raises(ShardError, match="uncompressed images do not follow each other in shard-00000"):
+        ShardSet(folder)
 
 
 @pytest.mark.parametrize("channels", [1, 3])

@@ -167,7 +167,7 @@ def test_an_item_starts_before_its_turn_only_if_it_is_ready():
         started.append(item)
         return item
 
-    stream = prefetch(items(), 2, start=start, ahead=1)
+    stream = prefetch(items(), 2, prepare=int, start=start, ahead=1)
     assert next(stream)[0] == 0
     end = time.monotonic() + 10
     while not reached and time.monotonic() < end:

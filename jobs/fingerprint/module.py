@@ -93,6 +93,7 @@ class FingerprintModule(TrainModule):
     tie_breaks = (("d_prime", "max"),)  # the rate is 0 for every separation without an overlap
     identity = "finger"
     baseline = ("chance", 0.5)
+    reads_noise = False
     training_only = ("class_of_code", "directions", "centres.")
 
     def __init__(

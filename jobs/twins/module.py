@@ -97,6 +97,7 @@ class TwinsModule(TrainModule):
 
     identity = "person"
     baseline = ("chance", 0.5)
+    reads_noise = False
     training_only = ("class_of_code", "directions.")
     class_of_code: Tensor
     threshold: Tensor

@@ -1,15 +1,20 @@
 """Reads the arrays of a micro-batch into tensors: those of one shape as they are, others padded."""
 
+from collections.abc import Mapping
+
 import numpy as np
 import torch
 from torch import Tensor
 
+from trainyard.data.batch_memory import BatchMemory
 from trainyard.data.index import ARRAY, RAGGED
 from trainyard.data.shards import ShardSet
 
 
-def read_arrays(data: ShardSet, ids: np.ndarray, *, check_crc: str, pinned: bool) -> dict[str, Tensor]:
-    """Return the arrays of some samples by name, in new memory.
+def read_arrays(
+    data: ShardSet, ids: np.ndarray, *, check_crc: str, memory: Mapping[str, BatchMemory] | None
+) -> dict[str, Tensor]:
+    """Return the arrays of some samples by name, in memory of their own.
 
     Arrays of fixed shape are (B, ...). Those of varying length are (B, L, ...), padded with zeros, with their lengths
     under `<name>_count`.
@@ -17,7 +22,8 @@ def read_arrays(data: ShardSet, ids: np.ndarray, *, check_crc: str, pinned: bool
     Args:
         ids: (B,) int64, at least one.
         check_crc: option `data.check_crc`.
-        pinned: whether a GPU will copy the arrays: those of fixed shape are then read straight into pinned memory.
+        memory: for arrays of fixed shape, by name. None: a GPU will copy them, so they are read straight into pinned
+            memory, of which torch keeps what is free.
 
     Raises:
         ShardError: a record is damaged.
@@ -25,8 +31,12 @@ def read_arrays(data: ShardSet, ids: np.ndarray, *, check_crc: str, pinned: bool
     arrays: dict[str, Tensor] = {}
     for name, records in data.records.items():
         if records.kind == ARRAY:
-            shape, dtype = records.shape[ids[0]].tolist(), torch.from_numpy(np.empty(0, dtype=records.dtype)).dtype
-            arrays[name] = torch.empty((len(ids), *shape), dtype=dtype, pin_memory=pinned)
+            shape = (len(ids), *records.row_shape)
+            if memory is None:
+                dtype = torch.from_numpy(np.empty(0, dtype=records.dtype)).dtype
+                arrays[name] = torch.empty(shape, dtype=dtype, pin_memory=True)
+            else:
+                arrays[name] = torch.from_numpy(memory[name].lend(shape, records.dtype))
             data.read_into(name, ids, arrays[name].numpy(), check_crc=check_crc)
         elif records.kind == RAGGED:
             padded = _pad(data.read_arrays(name, ids, check_crc=check_crc))

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 
@@ -28,6 +28,20 @@ class Parameters:
     theta: np.ndarray  # (B, 2, 3) float32: output to input coordinates in [-1, 1], as torch's affine_grid takes them
     gain: np.ndarray  # (B,) float32 factor
     contrast: np.ndarray  # (B,) float32 factor about mid-gray
+
+    @classmethod
+    def join(cls, parts: "Sequence[Parameters]") -> "Parameters":
+        """Return the parameters of several micro-batches one after the other."""
+        if len(parts) == 1:
+            return parts[0]
+        names = [field.name for field in fields(cls)]
+        return cls(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in names})
+
+    def split(self, ends: np.ndarray) -> "list[Parameters]":
+        """Return the parameters of micro-batches that end at `ends`; views, not copies."""
+        names = [field.name for field in fields(self)]
+        columns = [np.split(getattr(self, name), ends[:-1]) for name in names]
+        return [Parameters(**dict(zip(names, part, strict=True))) for part in zip(*columns, strict=True)]
 
 
 def draw_uniforms(
@@ -91,7 +105,7 @@ def draw(
     settings: AugmentSettings,
     *,
     seed: int,
-    epoch: int,
+    epoch: int | np.ndarray,
     sample_ids: np.ndarray,
     regions: np.ndarray,
     height_px: int,
@@ -99,9 +113,10 @@ def draw(
     letterbox: bool = False,
     keep_boxes: Sequence[np.ndarray] = (),
 ) -> Parameters:
-    """Draw the parameters of a training micro-batch.
+    """Draw the parameters of a training micro-batch, or of several.
 
     Args:
+        epoch: as in `draw_uniforms`.
         sample_ids: (B,) int64.
         regions: (B, 4) int32, the part of each image that counts as the whole: y, x, height, width.
         height_px, width_px: of the model's input.

@@ -67,6 +67,12 @@ class Records:
         """(N, 2) int32: height and width of images before packing resized any."""
         return self.shape[:, 3:] if self.kind in INPUTS else self.shape[:, :2]
 
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        """The shape of each record, if all have one: of ARRAY and INPUT_RAW."""
+        assert self.kind in (ARRAY, INPUT_RAW)
+        return tuple(self.shape[0, : 3 if self.kind == INPUT_RAW else None].tolist())
+
 
 @dataclass(frozen=True)
 class Shard:
@@ -291,12 +297,17 @@ def _find_fault(records: Records, shard: Shard, rows: slice) -> str:
         return "" if shape.shape[1] == axes and shape.min() >= 0 else "a shape cannot be true"
     if records.kind in INPUTS:
         alike = shape.shape[1] == 5 and shape.min() >= 1 and (shape[:, :3] == records.shape[0, :3]).all()
-        has_size = records.kind == INPUT_PNG or (size == shape[:, :3].prod(axis=1, dtype=np.float64)).all()
-        return "" if alike and has_size else "a shape cannot be true"
+        if not alike or records.kind == INPUT_PNG:
+            return "" if alike else "a shape cannot be true"
+        if (size != shape[:, :3].prod(axis=1, dtype=np.float64)).any():
+            return "a shape cannot be true"
+        return "uncompressed images do not follow each other" if (np.diff(start) != size[0]).any() else ""
     itemsize = np.dtype(records.dtype).itemsize
     if shape.min(initial=0) < 0 or (shape.prod(axis=1, dtype=np.float64) * itemsize != size).any():
         return "a shape does not match the size of its record"
-    if records.kind == ARRAY and ((shape != shape[0]).any() or (np.diff(start) != size[0]).any()):
+    if records.kind == ARRAY and (shape != records.shape[0]).any():
+        return "arrays that should have one shape differ"
+    if records.kind == ARRAY and (np.diff(start) != size[0]).any():
         return "arrays of one shape do not follow each other"
     if records.kind == PCM and (shape.shape[1] != 1 or records.dtype != "int16"):
         return "a shape cannot be true"

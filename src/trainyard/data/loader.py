@@ -4,7 +4,7 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Self
 
@@ -14,10 +14,11 @@ from torch import Tensor
 
 from trainyard.data import augment, decode_cpu, decode_torchvision
 from trainyard.data.arrays import read_arrays
-from trainyard.data.augment import Parameters
+from trainyard.data.batch_memory import BatchMemory
 from trainyard.data.decode_cpu import AudioRequest, Request
 from trainyard.data.device import prepare_model_input, shape_channels
 from trainyard.data.index import ARRAY, AUDIO, ENCODED_IMAGE, IMAGE, INPUT_RAW, INPUTS, PCM, RAGGED
+from trainyard.data.item import Draws, Item
 from trainyard.data.order import EpochOrder, split_into_micro_batches
 from trainyard.data.prefetch import count_prefetched, prefetch
 from trainyard.data.shards import ShardSet
@@ -27,8 +28,8 @@ from trainyard.errors import UserError
 from trainyard.settings import AudioSettings, AugmentSettings, DataSettings, ImageSettings, TrainConfig
 
 _UNFINISHED_COPIES = 1  # items that a GPU may still be reading from their buffers when the next one is taken
-_DRAWN_TOGETHER = 8  # micro-batches whose random numbers are drawn in one call, which takes the time of three
 _AHEAD_ON_GPU = 1  # micro-batches whose copy to a GPU starts before their turn
+_LARGE_BYTES = 1 << 19  # of a micro-batch: to hand it to another thread takes as long as to copy less
 
 
 @dataclass(frozen=True)
@@ -42,33 +43,17 @@ class MicroBatch:
 
 
 @dataclass(frozen=True)
-class _Item:
-    """A micro-batch, as the background thread prepares it on the host; `_upload` moves its tensors."""
-
-    ids: np.ndarray
-    weight: float
-    last: bool
-    epoch: int | None  # None in evaluation
-    size: tuple[int, int] = (0, 0)  # height and width of the model's input
-    parameters: Parameters | None = None  # None without images, and before they are drawn
-    values: dict[str, Tensor] = field(default_factory=dict)  # of the batch, all but its image, in new memory
-    augmentation: dict[str, Tensor] = field(default_factory=dict)  # what `prepare_model_input` takes
-    images: Tensor | None = None  # (B, H, W, C) uint8, in a buffer that will be reused, or on the device
-    copied: Any = None  # the event of its copy to a GPU
-
-
-@dataclass(frozen=True)
 class _ImageRequest(Request):
     """The images of an item to decode."""
 
-    item: _Item
+    item: Item
 
 
 @dataclass(frozen=True)
 class _AudioRequest(AudioRequest):
     """The audio of an item to decode."""
 
-    item: _Item
+    item: Item
 
 
 class Loader:
@@ -83,6 +68,7 @@ class Loader:
         self,
         data: ShardSet,
         *,
+        reads_noise: bool = True,
         settings: DataSettings,
         image: ImageSettings,
         audio: AudioSettings | None = None,
@@ -103,8 +89,17 @@ class Loader:
         self._has_images = IMAGE in data.records and data.records[IMAGE].kind in (ENCODED_IMAGE, *INPUTS)
         self._regions = read_regions(data) if self._has_images else np.zeros((data.count, 4), dtype=np.int32)
         self._letterbox = image.fit == "letterbox"
+        self._draws = Draws(
+            augmentation,
+            seed=seed,
+            regions=self._regions if self._has_images else None,
+            letterbox=self._letterbox,
+            read_boxes=self._read_boxes,
+            noise=reads_noise,
+        )
         self._mean, self._std = (shape_channels(values, device) for values in (image.mean, image.std))
         self._copies = CopyStream(device) if device.type == "cuda" else None
+        self._memory = {name: BatchMemory() for name in data.records} if self._copies is None else None
         self._dali: Any = None  # built when it is first needed
         augment.check_options(image, augmentation)
         check_inputs(data.folder, data.records, data.meta, image=image, augmentation=augmentation)
@@ -121,13 +116,15 @@ class Loader:
         world_size: int = 1,
         threads: int = 1,
         channels_last: bool = False,
+        reads_noise: bool = True,
     ) -> Self:
         """Build a loader from a typed config and what the config leaves open.
 
         Args:
             decode: "dali", "torchvision" or "cpu", see `choose_decoder`.
-            threads: decoding threads of this rank.
+            threads: threads of this rank that decode, or read where there is nothing to decode.
             channels_last: memory layout of images on the device.
+            reads_noise: whether the job reads `noise`: `TrainModule.reads_noise`. Without it there is none.
 
         Raises:
             UserError: options of the config exclude each other.
@@ -145,6 +142,7 @@ class Loader:
             threads=threads,
             channels_last=channels_last,
             decode=decode,
+            reads_noise=reads_noise,
         )
 
     def train(
@@ -169,7 +167,7 @@ class Loader:
         first = orders(epoch)
         largest = micro_batch_size or -(-first.global_batch_size // self.world_size)
 
-        def make_items() -> Iterator[_Item]:
+        def make_items() -> Iterator[Item]:
             for number in itertools.count(epoch):
                 order = first if number == epoch else orders(number)
                 for index in range(start if number == epoch else 0, len(order)):
@@ -178,7 +176,7 @@ class Loader:
         resample = augment.needs_resampling(self._augmentation)
         yield from self._load(make_items(), largest, resample=resample, on_arrival=on_arrival)
 
-    def _split_batch(self, ids: np.ndarray, epoch: int, index: int, micro_batch_size: int) -> Iterator[_Item]:
+    def _split_batch(self, ids: np.ndarray, epoch: int, index: int, micro_batch_size: int) -> Iterator[Item]:
         """Split one global batch into this rank's micro-batches."""
         size = self._scale_size(augment.choose_scale(self._image.scales, seed=self._seed, epoch=epoch, batch=index))
         parts = split_into_micro_batches(
@@ -186,26 +184,14 @@ class Loader:
         )
         for position, (part, counted) in enumerate(parts):
             last = position == len(parts) - 1
-            yield _Item(part, counted / len(ids), last, epoch, size)
+            yield Item(part, counted / len(ids), last, epoch, size)
+
+    def _read_boxes(self, ids: np.ndarray) -> list[np.ndarray]:
+        name = self._augmentation.crop_keeps
+        return self.data.read_arrays(name, ids, check_crc=self._settings.check_crc) if name else []
 
     def _scale_size(self, scale: float) -> tuple[int, int]:
         return round(self._image.height_px * scale), round(self._image.width_px * scale)
-
-    def _draw_parameters(self, item: _Item) -> Parameters | None:
-        if not self._has_images or item.epoch is None:
-            return None
-        ids, crop_keeps = item.ids, self._augmentation.crop_keeps
-        return augment.draw(
-            self._augmentation,
-            seed=self._seed,
-            epoch=item.epoch,
-            sample_ids=ids,
-            regions=self._regions[ids],
-            height_px=item.size[0],
-            width_px=item.size[1],
-            letterbox=self._letterbox,
-            keep_boxes=self.data.read_arrays(crop_keeps, ids, check_crc=self._settings.check_crc) if crop_keeps else (),
-        )
 
     def evaluate(self, ids: np.ndarray, *, batch_size: int) -> Generator[MicroBatch, None, None]:
         """Yield this rank's part of an evaluation set, without augmentation; all ranks together read each sample once.
@@ -224,61 +210,60 @@ class Loader:
         """
         items = self._make_neutral_items(ids, batch_size, len(ids))
         for item in self._add_images(items, self._allocate_buffers(1, batch_size), batch_size):
+            self._copy_images(item)
             assert item.images is not None
             yield item.images
 
-    def _make_neutral_items(self, share: np.ndarray, batch_size: int, total: int) -> Iterator[_Item]:
+    def _make_neutral_items(self, share: np.ndarray, batch_size: int, total: int) -> Iterator[Item]:
         size = self._scale_size(1.0)
         letterbox = size if self._letterbox else None
         for i in range(0, len(share), batch_size):
             part = share[i : i + batch_size]
             neutral = augment.build_neutral(self._regions[part], letterbox=letterbox) if self._has_images else None
-            yield _Item(part, len(part) / total, True, None, size, neutral)
+            yield Item(part, len(part) / total, True, None, size, neutral)
 
     def _load(
-        self, items: Iterator[_Item], largest: int, *, resample: bool, on_arrival: Callable[[], object] = lambda: None
+        self, items: Iterator[Item], largest: int, *, resample: bool, on_arrival: Callable[[], object] = lambda: None
     ) -> Generator[MicroBatch, None, None]:
         """Read and decode items in the background, and move each to the device.
 
         Args:
             largest: the largest number of samples in any item.
         """
-        depth = self._settings.prefetch
-        stream = self._read_undecoded(items)
+        depth, readers = self._settings.prefetch, self._count_readers(largest)
+        stream = self._draws.add_to(items)
         for name, records in self.data.records.items():
             if records.kind == AUDIO:
                 stream = self._decode_audio(name, stream, largest)
             elif records.kind == PCM:
                 stream = self._read_pcm(name, stream, largest)
         if self._has_images:
-            buffers = self._allocate_buffers(count_prefetched(depth) + _UNFINISHED_COPIES, largest)
+            buffers = self._allocate_buffers(count_prefetched(depth, readers) + _UNFINISHED_COPIES, largest)
             stream = self._add_images(stream, buffers, largest)
         upload = partial(self._upload, unfinished=deque())
         ahead = 0 if self._copies is None else _AHEAD_ON_GPU
-        for item, wait_s in prefetch(map(self._add_values, stream), depth, start=upload, ahead=ahead):
+        arrived = prefetch(stream, depth, prepare=self._prepare, start=upload, threads=readers, ahead=ahead)
+        for item, wait_s in arrived:
             self._hand_over(item)
             on_arrival()
             yield MicroBatch(self._make_batch(item, resample=resample), item.weight, item.last, wait_s)
+            del item  # so that its memory can be lent to the next
 
-    def _read_undecoded(self, items: Iterator[_Item]) -> Iterator[_Item]:
-        """Add to each item what needs no decoding: arrays, and random numbers, drawn for several items at a time."""
-        check_crc, pinned = self._settings.check_crc, self._copies is not None
-        while group := list(itertools.islice(items, _DRAWN_TOGETHER)):
-            for item, noise in zip(group, self._draw_noise(group), strict=True):
-                arrays = read_arrays(self.data, item.ids, check_crc=check_crc, pinned=pinned)
-                parameters = item.parameters or self._draw_parameters(item)
-                yield replace(item, parameters=parameters, values=arrays | noise)
+    def _count_readers(self, largest: int) -> int:
+        """Return how many threads copy records: one next to a decoder, and if a micro-batch takes next to no time."""
+        kinds = {records.kind for records in self.data.records.values()}
+        copied = [r for r in self.data.records.values() if r.kind in (ARRAY, INPUT_RAW)]
+        is_large = largest * sum(math.prod(r.row_shape) * np.dtype(r.dtype).itemsize for r in copied) >= _LARGE_BYTES
+        return self._threads if is_large and kinds <= {ARRAY, INPUT_RAW, RAGGED} else 1
 
-    def _draw_noise(self, group: list[_Item]) -> list[dict[str, Tensor]]:
-        """Return the random numbers of each item for the job's own augmentation; none in evaluation."""
-        counts, epochs = [len(item.ids) for item in group], [item.epoch for item in group if item.epoch is not None]
-        if not epochs:
-            return [{}] * len(group)
-        ids = np.concatenate([item.ids for item in group])
-        noise = augment.draw_noise(seed=self._seed, epoch=np.repeat(epochs, counts), sample_ids=ids)
-        return [{"noise": torch.from_numpy(part)} for part in np.split(noise, np.cumsum(counts)[:-1])]
+    def _prepare(self, item: Item) -> Item:
+        """Copy the records of an item that need no decoding, and add everything else of its batch."""
+        arrays = read_arrays(self.data, item.ids, check_crc=self._settings.check_crc, memory=self._memory)
+        item.values = item.values | arrays
+        self._copy_images(item)
+        return self._add_values(item)
 
-    def _read_pcm(self, name: str, items: Iterator[_Item], largest: int) -> Iterator[_Item]:
+    def _read_pcm(self, name: str, items: Iterator[Item], largest: int) -> Iterator[Item]:
         """Add a crop of each PCM recording; it is copied before the next read, so one buffer is enough."""
         usual_bytes = largest * int(self.data.records[name].size.mean() * 1.5)  # longer batches get new memory
         buffer = np.empty(usual_bytes, dtype=np.uint8)
@@ -286,7 +271,7 @@ class Loader:
             recordings = self.data.read_arrays(name, item.ids, check_crc=self._settings.check_crc, buffer=buffer)
             yield self._add_audio(name, item, recordings)
 
-    def _decode_audio(self, name: str, items: Iterator[_Item], largest: int) -> Iterator[_Item]:
+    def _decode_audio(self, name: str, items: Iterator[Item], largest: int) -> Iterator[Item]:
         """Add a crop of each encoded recording."""
 
         def make_requests() -> Iterator[_AudioRequest]:
@@ -297,7 +282,7 @@ class Loader:
         for request, recordings in self._run_audio_decoder(make_requests(), largest):
             yield self._add_audio(name, request.item, recordings)
 
-    def _add_audio(self, name: str, item: _Item, recordings: list[np.ndarray]) -> _Item:
+    def _add_audio(self, name: str, item: Item, recordings: list[np.ndarray]) -> Item:
         """Add a crop of each recording as int16, which is scaled to [-1, 1) on the device."""
         count = self.data.records[name].shape[item.ids, 0].astype(np.int64)
         frames = self._audio.frames
@@ -308,8 +293,8 @@ class Loader:
         for row, recording, first in zip(crops, recordings, start.tolist(), strict=True):
             part = recording[first : first + frames]
             row[:] = part if len(part) == frames else np.resize(part, frames)
-        values = {name: torch.from_numpy(crops), f"{name}_count": torch.from_numpy(count)}
-        return replace(item, values=item.values | values)
+        item.values |= {name: torch.from_numpy(crops), f"{name}_count": torch.from_numpy(count)}
+        return item
 
     def _run_audio_decoder(
         self, requests: Iterator[_AudioRequest], largest: int
@@ -344,11 +329,26 @@ class Loader:
         with torch.inference_mode(False):  # a thread outside the caller's inference mode writes to them
             return [torch.empty(flat, dtype=torch.uint8, pin_memory=pinned) for _ in range(count)]
 
-    def _add_images(self, items: Iterator[_Item], buffers: list[Tensor], largest: int) -> Iterator[_Item]:
-        is_raw = self.data.records[IMAGE].kind == INPUT_RAW
-        return self._copy_images(items, buffers) if is_raw else self._decode_images(items, buffers, largest)
+    def _add_images(self, items: Iterator[Item], buffers: list[Tensor], largest: int) -> Iterator[Item]:
+        """Add the images, in one buffer after another and again; of uncompressed ones only where they will be."""
+        if self.data.records[IMAGE].kind != INPUT_RAW:
+            yield from self._decode_images(items, buffers, largest)
+            return
+        for item, buffer in zip(items, itertools.cycle(buffers), strict=False):
+            item.images = self._view_images(buffer, item)
+            yield item
 
-    def _decode_images(self, items: Iterator[_Item], buffers: list[Tensor], largest: int) -> Iterator[_Item]:
+    def _copy_images(self, item: Item) -> None:
+        """Copy the uncompressed images of an item to where `_add_images` said, and mirror them."""
+        if item.images is None or self.data.records[IMAGE].kind != INPUT_RAW:
+            return
+        assert item.parameters is not None
+        images = item.images.numpy()
+        self.data.read_into(IMAGE, item.ids, images, check_crc=self._settings.check_crc)
+        for i in np.flatnonzero(item.parameters.flip).tolist():
+            images[i] = images[i, :, ::-1].copy()
+
+    def _decode_images(self, items: Iterator[Item], buffers: list[Tensor], largest: int) -> Iterator[Item]:
         """Decode the images of each item into the buffers, one after another and again."""
 
         def make_requests() -> Iterator[_ImageRequest]:
@@ -362,19 +362,10 @@ class Loader:
                 yield _ImageRequest(records, shapes, parameters, out, item)
 
         for request, images in self._run_image_decoder(make_requests(), largest):
-            yield replace(request.item, images=images)
+            request.item.images = images
+            yield request.item
 
-    def _copy_images(self, items: Iterator[_Item], buffers: list[Tensor]) -> Iterator[_Item]:
-        """Copy the uncompressed images of each item into the buffers, and mirror them."""
-        for item, buffer in zip(items, itertools.cycle(buffers), strict=False):
-            assert item.parameters is not None
-            images = self._view_images(buffer, item)
-            self.data.read_bytes(IMAGE, item.ids, check_crc=self._settings.check_crc, buffer=images.numpy().reshape(-1))
-            for i in np.flatnonzero(item.parameters.flip).tolist():
-                images[i].copy_(images[i].flip(1))
-            yield replace(item, images=images)
-
-    def _view_images(self, buffer: Tensor, item: _Item) -> Tensor:
+    def _view_images(self, buffer: Tensor, item: Item) -> Tensor:
         shape = (len(item.ids), *item.size, self._image.channels)
         return buffer[: math.prod(shape)].view(shape)
 
@@ -397,25 +388,24 @@ class Loader:
         stream: Iterator[tuple[_ImageRequest, Tensor]] = self._dali.decode(requests, max_batch_size=largest)
         return stream
 
-    def _add_values(self, item: _Item) -> _Item:
+    def _add_values(self, item: Item) -> Item:
         """Add all of the batch that is not read from a record; pin everything that a GPU will copy."""
         ids = torch.from_numpy(item.ids.copy())  # because the caller owns the batch and `item.ids` is part of the order
         columns = {name: torch.from_numpy(column[item.ids]) for name, column in self.data.columns.items()}
         values = {"sample_id": ids, **columns, **item.values}
         augmentation: dict[str, Tensor] = {}
         if (p := item.parameters) is not None:
-            affine = augment.compute_affine(p, height_px=item.size[0], width_px=item.size[1])
-            image_px = self.data.records[IMAGE].original_px[item.ids].astype(np.float32)
-            values |= {"affine": torch.from_numpy(affine), "image_px": torch.from_numpy(image_px)}
+            values["image_px"] = torch.from_numpy(self.data.records[IMAGE].original_px[item.ids].astype(np.float32))
             arrays = {"theta": p.theta, "gain": p.gain, "contrast": p.contrast}
             augmentation = {name: torch.from_numpy(array) for name, array in arrays.items()}
         if self._copies is not None:
             values, augmentation = (
                 {name: tensor.pin_memory() for name, tensor in group.items()} for group in (values, augmentation)
             )
-        return replace(item, values=values, augmentation=augmentation)
+        item.values, item.augmentation = values, augmentation
+        return item
 
-    def _upload(self, item: _Item, *, unfinished: deque[Any]) -> _Item:
+    def _upload(self, item: Item, *, unfinished: deque[Any]) -> Item:
         """Start the copy of an item to a GPU.
 
         Args:
@@ -429,15 +419,16 @@ class Loader:
         unfinished.append(copied)
         while len(unfinished) > _UNFINISHED_COPIES:
             unfinished.popleft().synchronize()
-        return replace(item, values=values, augmentation=augmentation, images=images.get(IMAGE), copied=copied)
+        item.values, item.augmentation, item.images, item.copied = values, augmentation, images.get(IMAGE), copied
+        return item
 
-    def _hand_over(self, item: _Item) -> None:
+    def _hand_over(self, item: Item) -> None:
         """Let the caller's stream use what was copied to a GPU."""
         if self._copies is not None:
             images = [] if item.images is None else [item.images]
             self._copies.hand_over(item.copied, [*item.values.values(), *item.augmentation.values(), *images])
 
-    def _make_batch(self, item: _Item, *, resample: bool) -> dict[str, Tensor]:
+    def _make_batch(self, item: Item, *, resample: bool) -> dict[str, Tensor]:
         """Return the batch of an item whose tensors are on the device."""
         batch = dict(item.values)
         if item.images is not None and item.parameters is not None:

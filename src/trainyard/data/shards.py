@@ -105,7 +105,8 @@ class ShardSet:
         self._opened: dict[int, _OpenShard] = {}
         self._maps: dict[str, ArrayMap | None] = {}
         self._opening, self._most_open = threading.Lock(), len(self.shards)
-        self._checked: dict[str, np.ndarray] = {}  # (N,) bool: records whose checksum was correct when first read
+        # (N,) bool of each name: records whose checksum was correct when first read
+        self._checked = {name: np.zeros(self.count, dtype=bool) for name in self.records}
         for shard in self.shards:
             check_size(shard)
 
@@ -163,15 +164,18 @@ class ShardSet:
         return [data.view(records.dtype).reshape(shape) for data, shape in zip(read, shapes, strict=True)]
 
     def read_into(self, name: str, ids: np.ndarray, out: np.ndarray, *, check_crc: str = FIRST) -> None:
-        """Copy fixed-shape records into `out` (B, ...): contiguous, with the field's dtype and shape.
+        """Copy records of one shape, arrays or uncompressed images, into `out` (B, ...): contiguous, of their dtype.
 
         Raises:
-            ShardError: the checksum of a record is wrong.
+            ShardError: a record is cut off, or its checksum is wrong.
         """
+        if self.reader != "map":
+            self.read_bytes(name, ids, check_crc=check_crc, buffer=out.reshape(-1).view(np.uint8))
+            return
         owners = np.searchsorted(self._first, ids, side="right") - 1
         rows = ids - self._first[owners]
         if (mapped := self._map_arrays(name)) is not None:  # one call instead of a loop in Python
-            np.take(mapped.rows, mapped.first[owners] + rows, axis=0, out=out, mode="clip")
+            mapped.rows.take(mapped.first[owners] + rows, axis=0, out=out, mode="clip")
         else:
             for i, (owner, row) in enumerate(zip(owners.tolist(), rows.tolist(), strict=True)):
                 out[i] = self._open_array(name, owner)[row]
@@ -232,16 +236,15 @@ class ShardSet:
             if name not in self._maps:
                 records = self.records[name]
                 parts = [Part(shard.path, int(records.start[shard.first]), shard.count) for shard in self.shards]
-                array = (tuple(records.shape[0].tolist()), records.dtype)
-                is_one = (records.shape[self._first] == records.shape[0]).all() and can_map(parts, *array)
-                self._maps[name] = ArrayMap(parts, *array) if is_one else None
+                array = (records.row_shape, records.dtype)
+                self._maps[name] = ArrayMap(parts, *array) if can_map(parts, *array) else None
             return self._maps[name]
 
     def _open_array(self, name: str, owner: int) -> np.ndarray:
         """Return the records of a name in one shard, (count, ...), mapped from the file."""
         opened, shard, records = self._open(owner), self.shards[owner], self.records[name]
         if name not in opened.arrays:
-            start, shape = int(records.start[shard.first]), (shard.count, *records.shape[shard.first].tolist())
+            start, shape = int(records.start[shard.first]), (shard.count, *records.row_shape)
             size = int(np.prod(shape)) * np.dtype(records.dtype).itemsize
             opened.arrays[name] = np.frombuffer(opened.map[start : start + size], dtype=records.dtype).reshape(shape)
         return opened.arrays[name]
@@ -252,7 +255,9 @@ class ShardSet:
         """Compare records with their checksums: those read for the first time, all of them, or none."""
         if when == OFF:
             return
-        checked = self._checked.setdefault(name, np.zeros(self.count, dtype=bool))
+        checked = self._checked[name]
+        if when == FIRST and checked[ids].all():
+            return
         crc = self.records[name].crc
         for i in range(len(ids)) if when == ALWAYS else np.flatnonzero(~checked[ids]).tolist():
             if crc32c.crc32c(views[i].data) != crc[ids[i]]:

@@ -24,8 +24,9 @@ It has `sample_id` (B,) int64, every column of the data set under its name (B,),
 - `Ragged`: (B, L, ...), padded with zeros to the longest of the batch, and `<name>_count` (B,) int64.
 - `Audio`: (B, N) float32 in [-1, 1), and `<name>_count` (B,) int64, the frames of the whole recording.
 
-In training it also has `samples_seen` () int64, the samples that the run used before this step, and `noise` (B, 32)
-float32 in [0, 1): a pure function of (seed, epoch, sample id), for augmentation that a job does on the device.
+In training it also has `samples_seen` () int64, the samples that the run used before this step, and, unless the module
+says `reads_noise = False`, `noise` (B, 32) float32 in [0, 1): a pure function of (seed, epoch, sample id), for
+augmentation that a job does on the device.
 """
 
 Rows = dict[str, np.ndarray]
@@ -122,6 +123,9 @@ class TrainModule(nn.Module):
 
     identity: str = ""
     """The text column that says whose a sample is: `trainyard evaluate` counts the names that are in training, too."""
+
+    reads_noise: bool = True
+    """Whether `forward` reads the batch's `noise`; else none is drawn, which costs as much as copying small arrays."""
 
     training_only: tuple[str, ...] = ()
     """How the names of those weights begin that only training uses and whose sizes depend on the training samples.

@@ -124,6 +124,7 @@ def make_loader(context: RunContext) -> Loader:
         world_size=context.world.world_size,
         threads=context.threads,
         channels_last=context.precision.channels_last,
+        reads_noise=context.module.reads_noise,
     )
     refuse_batches_without_memory(context, loader, available=read_available_memory())
     return loader
