@@ -343,10 +343,10 @@ class Loader:
         if item.images is None or self.data.records[IMAGE].kind != INPUT_RAW:
             return
         assert item.parameters is not None
-        images = item.images.numpy()
-        self.data.read_into(IMAGE, item.ids, images, check_crc=self._settings.check_crc)
+        images = item.images
+        self.data.read_into(IMAGE, item.ids, images.numpy(), check_crc=self._settings.check_crc)
         for i in np.flatnonzero(item.parameters.flip).tolist():
-            images[i] = images[i, :, ::-1].copy()
+            images[i].copy_(images[i].flip(1))  # NumPy takes 3 times (gray) to 14 times (RGB) as long
 
     def _decode_images(self, items: Iterator[Item], buffers: list[Tensor], largest: int) -> Iterator[Item]:
         """Decode the images of each item into the buffers, one after another and again."""
