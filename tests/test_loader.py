@@ -5,6 +5,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -21,7 +22,7 @@ from trainyard.data.batch_memory import BatchMemory
 from trainyard.data.choose_decoder import choose_decoder
 from trainyard.data.hdf5 import ShardError
 from trainyard.data.loader import Loader, MicroBatch
-from trainyard.data.order import EpochOrder, EpochOrders, shuffle
+from trainyard.data.order import EpochOrder, EpochOrders, group_by_identity, shuffle
 from trainyard.data.pack import pack
 from trainyard.data.prefetch import prefetch
 from trainyard.data.shards import Sample, ShardSet
@@ -530,22 +531,47 @@ def test_requesting_dali_without_dali_says_what_to_type():
         choose_decoder("dali", importable=False)
 
 
-def test_the_order_of_each_epoch_is_computed_once_and_by_the_loader_before_training_needs_it(images):
+def test_the_next_order_is_computed_once_and_in_the_background_while_an_epoch_is_read(images):
+    """And whoever asks for an order that is there does not wait for the one that is being computed."""
     computed: list[tuple[int, str]] = []
+    is_held, may_end = threading.Event(), threading.Event()
 
     def compute(epoch: int) -> EpochOrder:
         computed.append((epoch, threading.current_thread().name))
-        return make_orders()(epoch)
+        if epoch == 5:
+            is_held.set()
+            assert may_end.wait(60)
+        return make_orders(1)(epoch)
 
     orders, main = EpochOrders(compute), threading.current_thread().name
     first = orders(3)
     stream = make_loader(images).train(orders, epoch=3, start=0, micro_batch_size=0)
-    for epoch in (3, 4):
-        take_steps(stream, len(first))
-        deadline = time.monotonic() + 60
-        while len(computed) < epoch - 1 and time.monotonic() < deadline:  # it reads on by itself
-            time.sleep(0.001)
-        assert orders(epoch + 1) is orders(epoch + 1)
-    assert computed[:3] == [(3, main), (4, "loader"), (5, "loader")]
+    take_steps(stream, 1)  # of as many as there are samples
+    deadline = time.monotonic() + 60
+    while len(computed) < 2 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert computed == [(3, main), (4, "order_0")]
+    take_steps(stream, len(first) - 1)
+    assert is_held.wait(60), "it reads on by itself"
+    with ThreadPoolExecutor(1) as training:
+        asked = training.submit(orders, 4)
+        try:
+            assert asked.result(timeout=60) is orders(4)
+        finally:
+            may_end.set()
+    take_steps(stream, len(first))
+    assert orders(5) is orders(5) and computed[:3] == [(3, main), (4, "order_0"), (5, "order_0")]
+    assert len({epoch for epoch, _ in computed}) == len(computed)
     stream.close()
     assert orders(3) is not first and computed[-1] == (3, main)  # two are kept
+
+
+def test_an_order_that_cannot_be_computed_says_so_to_everyone_who_asks():
+    orders = EpochOrders(
+        lambda epoch: group_by_identity(
+            np.arange(8), np.arange(8), samples_per_identity=3, seed=0, epoch=epoch, global_batch_size=8
+        )
+    )
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"global_batch_size=8 is not a multiple"):
+            orders(0)

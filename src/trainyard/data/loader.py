@@ -4,6 +4,7 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Self
@@ -159,7 +160,8 @@ class Loader:
         A late start costs nothing: earlier batches are neither read nor augmented.
 
         Args:
-            orders: returns the order of an epoch; all have the same global batch size.
+            orders: returns the order of an epoch; all have the same global batch size. Called in another thread, an
+                epoch ahead.
             micro_batch_size: samples per micro-batch; 0: this rank's share of the global batch.
             on_arrival: called when the caller's stream has waited for a micro-batch, before it prepares the images.
         """
@@ -168,10 +170,13 @@ class Loader:
         largest = micro_batch_size or -(-first.global_batch_size // self.world_size)
 
         def make_items() -> Iterator[Item]:
-            for number in itertools.count(epoch):
-                order = first if number == epoch else orders(number)
-                for index in range(start if number == epoch else 0, len(order)):
-                    yield from self._split_batch(order.batch(index), number, index, micro_batch_size)
+            with ThreadPoolExecutor(1, "order") as background:
+                order, begin = first, start
+                for number in itertools.count(epoch):
+                    following = background.submit(orders, number + 1)  # ready long before this epoch ends
+                    for index in range(begin, len(order)):
+                        yield from self._split_batch(order.batch(index), number, index, micro_batch_size)
+                    order, begin = following.result(), 0
 
         resample = augment.needs_resampling(self._augmentation)
         yield from self._load(make_items(), largest, resample=resample, on_arrival=on_arrival)
