@@ -16,6 +16,7 @@ from PIL import Image
 from trainyard.data.index import HEADER_BYTES, INDEX, seal_index
 from trainyard.data.pack import pack
 from trainyard.data.shards import BadRecord, Loaded, Sample, ShardSet
+from trainyard.tools.worker_memory import list_children
 
 META = {"job": "images"}
 
@@ -109,3 +110,8 @@ def make_unmeasured_environ() -> dict[str, str]:
 def make_import_environ() -> dict[str, str]:
     """Return the environment for a Python process that imports from the same places as this one."""
     return os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+
+
+def list_descendants(process: int) -> list[int]:
+    """Return the processes below another one."""
+    return [one for child in list_children(process) for one in (child, *list_descendants(child))]

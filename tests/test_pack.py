@@ -1,6 +1,5 @@
 import errno
 import json
-import multiprocessing
 import os
 import re
 import resource
@@ -20,6 +19,7 @@ import pytest
 from tests.images import (
     META,
     encode_image,
+    list_descendants,
     make_import_environ,
     make_points,
     make_texture,
@@ -28,11 +28,10 @@ from tests.images import (
     write_folder,
 )
 from tests.training import FORKSERVER, run_as_command
-from trainyard.data import write_shard as write_shard_module
 from trainyard.data.hdf5 import ShardError, open_hdf5
 from trainyard.data.pack import JOURNAL, PackError, pack, read_listing
 from trainyard.data.shards import Loaded, Ragged, Sample, ShardSet, verify
-from trainyard.data.write_shard import ShardTask
+from trainyard.data.write_shard import ShardTask, write_shard
 
 
 def read_files(folder: Path) -> dict[str, bytes]:
@@ -204,13 +203,14 @@ def test_a_signal_to_the_whole_process_group_does_not_break_packing_that_handles
 def kill_packing(raw: Path, out: Path, *, when) -> list[int]:
     """Pack slowly with two workers in another process, and kill it; return the workers' process ids."""
     work = f"from tests.images import *; pack_folder(Path({str(raw)!r}), Path({str(out)!r}), workers=2, pause_s=0.1)"
-    packing = subprocess.Popen([sys.executable, "-c", work], env=make_import_environ())
-    children = Path(f"/proc/{packing.pid}/task/{packing.pid}/children")
-    wait_until(lambda: len(children.read_text().split()) >= 3, "no workers")  # and multiprocessing's resource tracker
-    workers = [int(child) for child in children.read_text().split()]
+    packing = subprocess.Popen(
+        [sys.executable, "-c", work], env=make_import_environ(), stderr=subprocess.PIPE, text=True
+    )
+    wait_until(lambda: len(list_descendants(packing.pid)) >= 4, "no workers")  # who forks them, a resource tracker
+    workers = list_descendants(packing.pid)
     wait_until(when, "no shards")
     packing.send_signal(signal.SIGKILL)
-    packing.wait()
+    assert packing.communicate()[1] == "", "multiprocessing's resource tracker found something that is left"
     return workers
 
 
@@ -434,9 +434,8 @@ def _make_large(i: int) -> Loaded:
 
 
 def _write_and_exit_with_peak(task: ShardTask) -> None:
-    write_shard_module._done_count = multiprocessing.Value("q", 0)
     before = _read_peak_kib()
-    write_shard_module.write_shard(task)
+    write_shard(task, on_sample=lambda: None)
     os._exit((_read_peak_kib() - before) >> 10)
 
 

@@ -6,12 +6,9 @@ import hashlib
 import itertools
 import json
 import math
-import multiprocessing
 import shutil
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,17 +21,15 @@ from trainyard.data.index import ARRAY, INDEX, RAGGED, read_index, seal_index
 from trainyard.data.raw import check_sources
 from trainyard.data.shards import KEY, Sample, ShardSet
 from trainyard.data.store import InputStore, read_store
+from trainyard.data.workers import WorkerKilled, write_shards
 from trainyard.data.write_shard import (
     ShardTask,
     WrittenShard,
     open_in_memory,
-    start_worker,
     take_image,
-    write_shard,
     write_texts,
 )
 from trainyard.errors import UserError
-from trainyard.families import get_aliases
 from trainyard.files import DISK_FULL, hash_file, remove_partials, write_atomically
 
 _MOST_SAMPLES = 2048  # in a shard, however small: what a kill loses of each worker's work, and the workers share
@@ -105,15 +100,16 @@ def pack(
         raise PackError(
             f"Nothing to pack: the raw folder contains no sample that this job knows. {meta.get('expects', '')}"
         )
-    count = _choose_samples_per_shard(head, shard_mib, read_store(meta))
+    store = read_store(meta)
+    count = _choose_samples_per_shard(head, shard_mib, store)
     out.mkdir(parents=True, exist_ok=True)
     remove_partials(out)
     try:
         tasks = _plan_shards(itertools.chain(head, stream), out, count, skip_bad, meta, artifacts)
-        written = _write_all(tasks, _Journal(out), workers, progress, on_shard)
+        written = _write_all(tasks, _Journal(out), workers, store is not None, progress, on_shard)
         _refuse_bad(written, skip_bad)
         return _finish(out, written, meta, artifacts or {})
-    except BrokenProcessPool:
+    except WorkerKilled:
         raise PackError(
             f"A packing process was killed, most likely because memory ran out ({workers} processes, each with a "
             f"shard of about {shard_mib} MiB). Finished shards are kept; resume with --workers 1."
@@ -127,6 +123,8 @@ def pack(
             f"{out}: {reason} ({free:.0f} MiB free). Finished shards are kept: free some space, then run the same "
             "command again to resume."
         ) from None
+    finally:
+        remove_partials(out)  # of workers that were stopped
 
 
 def read_listing(samples: Iterable[Sample], meta: dict[str, Any]) -> Listing:
@@ -271,37 +269,31 @@ def _hash_journal(shards: dict[str, dict[str, Any]]) -> str:
 
 
 def _write_all(
-    tasks: Iterator[ShardTask], journal: _Journal, workers: int, progress: Progress, on_shard: Callable[[], None]
+    tasks: Iterator[ShardTask],
+    journal: _Journal,
+    workers: int,
+    resizes: bool,
+    progress: Progress,
+    on_shard: Callable[[], None],
 ) -> list[WrittenShard]:
-    """Write the missing shards, a bounded number at a time; return all shards in order."""
-    context = multiprocessing.get_context("spawn")  # fork would copy locks that other threads hold
-    done_count = context.Value("q", 0)
+    """Write the missing shards; return all shards in order."""
     written: list[WrittenShard] = []
-    running: dict[Future[WrittenShard], ShardTask] = {}
-    reported = 0
-    names = (sys.path, get_aliases(), done_count)
-    with ProcessPoolExecutor(workers, context, initializer=start_worker, initargs=names) as pool:
-        try:
-            for task in itertools.chain(tasks, [None]):
-                if task is not None:
-                    finished = journal.find_finished(task)
-                    if finished is None:
-                        running[pool.submit(write_shard, task)] = task
-                    else:
-                        written.append(finished)
-                        progress(len(task.samples))
-                while running and (task is None or len(running) >= 2 * workers):
-                    for future in wait(running, timeout=0.2, return_when=FIRST_COMPLETED).done:
-                        written.append(future.result())
-                        done_task = running.pop(future)
-                        if written[-1].sha256:
-                            journal.add(done_task, written[-1])
-                            on_shard()
-                    progress(done_count.value - reported)
-                    reported = done_count.value
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+
+    def find_missing() -> Iterator[ShardTask]:
+        for task in tasks:
+            finished = journal.find_finished(task)
+            if finished is None:
+                yield task
+            else:
+                written.append(finished)
+                progress(len(task.samples))
+
+    with closing(write_shards(find_missing(), workers=workers, resizes=resizes, progress=progress)) as results:
+        for task, shard in results:
+            written.append(shard)
+            if shard.sha256:
+                journal.add(task, shard)
+                on_shard()
     return sorted(written, key=lambda shard: shard.path)
 
 

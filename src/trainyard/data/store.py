@@ -56,15 +56,23 @@ class InputStore:
 
     def _resize(self, data: bytes, region: np.ndarray) -> np.ndarray:
         """Return (height_px, width_px, channels) uint8, as the loader's host stage makes them."""
-        import torch  # only those who resize need it: packing that keeps bytes starts sooner and is smaller without
+        import torch
 
         from trainyard.data.decode_cpu import crop, decode_image, resize
 
-        torch.set_num_threads(1)  # packing has a process for each core
         image_HWC = decode_image(np.frombuffer(data, dtype=np.uint8), self.channels)
         out_HWC = torch.empty((self.height_px, self.width_px, self.channels), dtype=torch.uint8)
         resize(crop(image_HWC, region, self.fill), out_HWC, flip=False)
         return out_HWC.numpy()
+
+
+def load_resizing() -> None:
+    """Load what `InputStore.encode` needs. Packing that keeps bytes starts sooner and is smaller without torch."""
+    import torch
+
+    import trainyard.data.decode_cpu  # noqa: F401
+
+    torch.set_num_threads(1)  # packing has a process for each core
 
 
 def describe_store(kind: str, image: ImageSettings) -> dict[str, Any]:
