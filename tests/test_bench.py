@@ -225,6 +225,7 @@ def test_each_case_of_what_grows_measures_something(tmp_path: Path):
     assert len(lines) >= 12 and all(line["rounds"][0] >= 0 for line in lines.values()), lines
     assert lines["gather, memory of rank 0"]["rounds"][0] > 0.9
     assert lines["packed size"]["note"] == "3 shards" and 0 < lines["pack, lost by the kill"]["rounds"][0] < 100
+    assert 0 < lines["packing worker, input-raw"]["rounds"][0] < 300
     assert lines["ranks, join"]["note"].startswith("3 ranks")
 
 

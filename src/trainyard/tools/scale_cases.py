@@ -14,6 +14,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from trainyard.tools.worker_memory import STORES, measure_worker, read_private_mib, write_prints
+
 
 @dataclass(frozen=True)
 class Sizes:
@@ -28,13 +30,14 @@ class Sizes:
     checkpoint_mib: int = 512
     files: int = 50_000  # raw, 100 in a folder
     records: int = 100_000  # small images, packed with a kill in the middle
+    prints: int = 2_048  # of 448 px, packed in each way
     ranks: int = 16  # on this machine, each a process
     rank_checkpoint_mib: int = 64  # that each of them resumes from
 
     def make_quick(self) -> "Sizes":
         """Return sizes that show in seconds that everything runs, and measure nothing."""
         small = Sizes(lines=2_000, runs=20, rows=2_000, dims=64, fingers=8, draws=20, checkpoint_mib=8, files=200)
-        return replace(small, records=5_000, ranks=3, rank_checkpoint_mib=1)
+        return replace(small, records=5_000, prints=20, ranks=3, rank_checkpoint_mib=1)
 
 
 @dataclass(frozen=True)
@@ -371,6 +374,21 @@ def _run_packing(folder: Path, *, most: int | None) -> tuple[int, float]:
     return done, time.perf_counter() - begin
 
 
+# Memory of a packing worker
+
+
+def _prepare_prints(folder: Path, sizes: Sizes) -> None:
+    write_prints(folder)
+
+
+def _measure_workers(folder: Path, sizes: Sizes, rank: int) -> list[Number]:
+    note = f"{sizes.prints:,} prints, shards of 128 MiB; what workers share is not counted"
+    return [
+        Number(f"packing worker, {store}", measure_worker(folder, store, images=sizes.prints), "MiB", note)
+        for store in STORES
+    ]
+
+
 # Many ranks on one machine
 
 
@@ -430,8 +448,7 @@ def _live_as_rank(folder: Path, rank: int, sizes: Sizes, meeting: str, sender: A
     times.append(time.perf_counter())
     assert loaded is not None
     join, agree, resume = (after - before for before, after in pairwise(times))
-    own = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    memory = sum(int(line.split()[1]) for line in own if line.startswith("Private_")) / 1024
+    memory = read_private_mib(os.getpid())
     distributed.barrier()
     sender.send({"join": join, "agree": 1000 * agree / rounds, "resume": resume, "memory": memory})
     distributed.leave()
@@ -446,5 +463,6 @@ CASES = (
     Case("checkpoint", _prepare_nothing, _measure_checkpoint),
     Case("listing", _prepare_files, _measure_listing),
     Case("packing", _prepare_images, _measure_packing),
+    Case("workers", _prepare_prints, _measure_workers),
     Case("ranks", _prepare_nothing, _measure_ranks),
 )
