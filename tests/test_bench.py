@@ -1,6 +1,8 @@
 """How benchmarks run: order, ratios, limits, failures. The measured numbers are not tested."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -10,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.images import list_descendants
+from tests.test_pack import is_running, wait_until
 from trainyard.cli import main
 from trainyard.environment import collect_environment
 from trainyard.errors import UserError
@@ -215,6 +219,26 @@ def test_what_grows_is_measured_in_sizes_that_a_person_chooses(tmp_path: Path, c
     for wrong in ("file=3", "files", "files=0", "files=-1"):
         with pytest.raises(UserError, match=f"--size {wrong}: expected NAME=NUMBER, with one of lines, .*, files,"):
             parse_sizes([wrong], sizes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
+def test_what_a_killed_measurement_leaves_is_gone_at_the_latest_when_the_next_begins(number, tmp_path):
+    def measure_case(*options: str) -> subprocess.Popen:
+        command = [sys.executable, "-m", "trainyard", "bench", "scale", "--results", str(tmp_path / "results")]
+        environ = os.environ | {"TMPDIR": str(tmp_path)}
+        return subprocess.Popen([*command, *options], env=environ, stderr=subprocess.PIPE, text=True)
+
+    killed = measure_case("--only", "packing", "--size", "records=3000")
+    while len(processes := list_descendants(killed.pid)) < 5:  # tracker, case, packing, who forks, a worker
+        assert killed.poll() is None
+    killed.send_signal(number)
+    assert "resource_tracker" not in killed.communicate()[1]
+    assert len(list(tmp_path.glob("trainyard-scale-*"))) == (number == signal.SIGKILL)
+    wait_until(lambda: not any(map(is_running, processes)), "what it started outlived it")
+    following = measure_case("--only", "listing", "--size", "files=100")
+    assert (following.communicate()[1], following.returncode) == ("", 0)
+    assert not list(tmp_path.glob("trainyard-*"))
 
 
 @pytest.mark.long

@@ -6,8 +6,6 @@ are real; raw images, scores and weights are random numbers of the size asked fo
 
 import multiprocessing
 import os
-import shutil
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, replace
@@ -16,6 +14,7 @@ from typing import Any
 
 from trainyard.errors import UserError
 from trainyard.measure import Summary, find_free_path, format_table, write_results
+from trainyard.tools.lifetime import end_with_parent, make_scratch
 from trainyard.tools.scale_cases import CASES, Case, Number, Sizes
 
 SUITE = "scale"
@@ -53,12 +52,9 @@ def run_scale(sizes: Sizes, *, rounds: int, only: Sequence[str], results: Path, 
     path = find_free_path(results, f"{SUITE}-{header['date'][:10]}")
     lines: list[dict[str, Any]] = [{**header, "sizes": asdict(sizes)}]
     for case in cases:
-        folder = Path(tempfile.mkdtemp(prefix=f"trainyard-{case.name}-"))
-        try:
+        with make_scratch(f"trainyard-{SUITE}-") as folder:
             case.prepare(folder, sizes)
             found = [_measure_case(case, folder, sizes) for _ in range(rounds)]
-        finally:
-            shutil.rmtree(folder)
         own = [_summarize([numbers[i] for numbers in found]) for i in range(len(found[0]))]
         print(format_table(own), flush=True)
         lines += own
@@ -71,7 +67,7 @@ def _measure_case(case: Case, folder: Path, sizes: Sizes) -> list[Number]:
     pipes = [context.Pipe(duplex=False) for _ in range(case.ranks)]
     meeting = f"{case.name}-{time.monotonic_ns()}"
     ranks = [
-        context.Process(target=_measure_on_rank, args=(case, folder, sizes, rank, meeting, pipes[rank][1]))
+        context.Process(target=_measure_on_rank, args=(case, folder, sizes, rank, meeting, pipes[rank][1], os.getpid()))
         for rank in range(case.ranks)
     ]
     for process, (_, sender) in zip(ranks, pipes, strict=True):
@@ -97,7 +93,8 @@ def _measure_case(case: Case, folder: Path, sizes: Sizes) -> list[Number]:
     return numbers
 
 
-def _measure_on_rank(case: Case, folder: Path, sizes: Sizes, rank: int, meeting: str, sender: Any) -> None:
+def _measure_on_rank(case: Case, folder: Path, sizes: Sizes, rank: int, meeting: str, sender: Any, parent: int) -> None:
+    end_with_parent(parent)
     if case.ranks > 1:
         from trainyard.train import distributed
         from trainyard.train.world import World

@@ -14,7 +14,6 @@ may fail, crash or hang: its process group is killed at the end of its time, and
 """
 
 import argparse
-import ctypes
 import json
 import os
 import re
@@ -24,8 +23,8 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -40,6 +39,7 @@ from trainyard.measure import find_free_path, make_header, write_results
 from trainyard.runs.state import ExitCode
 from trainyard.text import SCREEN_WIDTH, align_columns, cut, format_duration, join_names
 from trainyard.tools.gpu_checks.check import ONE_FAMILY, STEPS, Check, Figures, NotRun, Sizes
+from trainyard.tools.lifetime import end_with_parent, interrupt_on
 
 OK, FAILED, NOT_RUN = "ok", "failed", "not run"
 INTERRUPTED = "interrupted"  # a reason
@@ -48,7 +48,6 @@ SUITE = "gpu-check"
 _DESCRIBE_S = 120.0  # for the first start of CUDA on a cold machine
 _SHOWN = 12  # failures and reasons in the table
 _DATA, _RESULTS = Path("data/gpu-check"), Path("benchmarks")
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 @dataclass(frozen=True)
@@ -133,9 +132,7 @@ def run_in_process(work: Callable[[], Figures], *, limit_s: float, log: Path) ->
 def _answer(work: Callable[[], Figures], answer: Path, log: Path, parent: int) -> None:
     """Do the work of a forked process, and write its answer to a file."""
     os.setsid()  # a group of its own, to be killed as a whole
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before that
-        os._exit(1)
+    end_with_parent(parent)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     for descriptor in (1, 2):
@@ -379,7 +376,7 @@ def main(arguments: argparse.Namespace, *, environ: MutableMapping[str, str]) ->
         print("\n".join(check.full_name for check in checks))
         return ExitCode.DONE
     arguments.data.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="runs-", dir=arguments.data) as scratch, _stop_on_sigterm():
+    with tempfile.TemporaryDirectory(prefix="runs-", dir=arguments.data) as scratch, interrupt_on(signal.SIGTERM):
         sizes = choose_sizes(arguments, scratch=Path(scratch), environ=environ)
         card = _describe_card(sizes)
         path = find_free_path(arguments.results, f"gpu-{_name_file(card)}-{datetime.now(UTC):%Y-%m-%d}")
@@ -463,17 +460,3 @@ def _build_repeat(arguments: argparse.Namespace) -> str:
         chosen = getattr(arguments, name)
         words += [] if chosen == usual else [f"--{name}", str(chosen)]
     return shlex.join(["trainyard", "gpu-check", *words])
-
-
-@contextmanager
-def _stop_on_sigterm() -> Iterator[None]:
-    """Make SIGTERM raise, so that the check's processes are killed and the scratch folder goes."""
-
-    def stop(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -14,6 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from trainyard.tools.lifetime import end_with_parent
 from trainyard.tools.worker_memory import STORES, measure_worker, read_private_mib, write_prints
 
 
@@ -312,13 +313,14 @@ def _load_image(path: Path) -> dict[str, Any]:
     return {"image": read_image(path)[0]}
 
 
-def _pack_images(folder: Path, sender: Any) -> None:
+def _pack_images(folder: Path, sender: Any, parent: int) -> None:
     """Pack as `trainyard pack` does; send how many samples were done since the last time."""
     from trainyard.data.pack import pack
     from trainyard.data.raw import list_files
     from trainyard.data.shards import Sample
     from trainyard.hardware import count_cores
 
+    end_with_parent(parent)
     os.setsid()  # so that a kill reaches the workers, too
     raw = folder / "raw"
     samples = (Sample(path.name, partial(_load_image, path), source=path) for path in list_files(raw, {".png"}))
@@ -360,7 +362,7 @@ def _run_packing(folder: Path, *, most: int | None) -> tuple[int, float]:
         most: kill it and its workers once it has done so many.
     """
     receiver, sender = multiprocessing.Pipe(duplex=False)
-    process = multiprocessing.get_context("spawn").Process(target=_pack_images, args=(folder, sender))
+    process = multiprocessing.get_context("spawn").Process(target=_pack_images, args=(folder, sender, os.getpid()))
     begin, done = time.perf_counter(), 0
     process.start()
     sender.close()
