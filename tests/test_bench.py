@@ -236,9 +236,15 @@ def test_what_a_killed_measurement_leaves_is_gone_at_the_latest_when_the_next_be
     assert "resource_tracker" not in killed.communicate()[1]
     assert len(list(tmp_path.glob("trainyard-scale-*"))) == (number == signal.SIGKILL)
     wait_until(lambda: not any(map(is_running, processes)), "what it started outlived it")
+    for folder in tmp_path.glob("trainyard-*"):
+        os.utime(folder, (0, 0))
+    (tmp_path / "trainyard-scale-young").mkdir()
+    (tmp_path / "results").mkdir(exist_ok=True)
+    (tmp_path / "trainyard-scale-link").symlink_to(tmp_path / "results")
     following = measure_case("--only", "listing", "--size", "files=100")
     assert (following.communicate()[1], following.returncode) == ("", 0)
-    assert not list(tmp_path.glob("trainyard-*"))
+    left = sorted(path.name for path in tmp_path.glob("trainyard-*"))
+    assert left == ["trainyard-scale-link", "trainyard-scale-young"], "not ours to delete, or perhaps not held yet"
 
 
 @pytest.mark.long

@@ -5,12 +5,15 @@ import fcntl
 import os
 import shutil
 import signal
+import stat
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_HELD_AFTER_S = 60  # a folder is made and then held: a younger one may be on its way
 
 
 def end_with_parent(parent: int) -> None:
@@ -29,10 +32,13 @@ def make_scratch(prefix: str) -> Iterator[Path]:
     """Yield a new folder among the system's temporary files, deleted when the block ends, at SIGTERM and SIGHUP too.
 
     A killed process deletes nothing. Each holds a lock on its folder, which the system takes back from a process that
-    is gone, so folders of this prefix that nobody holds are deleted first.
+    is gone, so this user's folders of this prefix that nobody holds are deleted first.
     """
     for left in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
-        _delete_unless_held(left)
+        found = left.lstat()  # a link is not followed
+        is_old = time.time() - found.st_mtime > _HELD_AFTER_S
+        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and is_old:
+            _delete_unless_held(left)
     with interrupt_on(signal.SIGTERM, signal.SIGHUP):
         folder = Path(tempfile.mkdtemp(prefix=prefix))
         held = os.open(folder, os.O_RDONLY)
