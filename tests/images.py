@@ -13,10 +13,10 @@ import h5py
 import numpy as np
 from PIL import Image
 
+from benchmarks.scale.contract import list_children
 from trainyard.data.index import HEADER_BYTES, INDEX, seal_index
 from trainyard.data.pack import pack
 from trainyard.data.shards import BadRecord, Loaded, Sample, ShardSet
-from trainyard.tools.worker_memory import list_children
 
 META = {"job": "images"}
 

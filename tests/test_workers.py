@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.scale.contract import read_private_mib
 from tests.images import encode_image, list_descendants, make_import_environ, make_texture
 from trainyard.data.pack import PackError, pack
 from trainyard.data.shards import Sample
 from trainyard.data.workers import write_shards
-from trainyard.tools.worker_memory import read_private_mib
 
 RESIZED = {"input": {"kind": "input-raw", "height_px": 32, "width_px": 32, "channels": 1, "fill": 255}}
 

@@ -83,12 +83,26 @@ def measure_rate(seconds: float, work: Callable[[], int]) -> float:
 
 
 def format_table(lines: Iterable[Mapping[str, Any]]) -> str:
-    """Format the lines of `measure_candidates` as a table."""
-    rows = [("", "median +- spread", "ratio", "")]
+    """Format the lines of `measure_candidates` as a table.
+
+    A line may have `before`: the summary of the same number with an earlier code, or a word and the reason why it has
+    none, which is below the table.
+    """
+    rows, reasons = [("", "median +- spread", "before", "ratio", "")], {}
     for line in lines:
-        ratio = f"{Summary(**line['ratio']).format('.2f')} x {line['beside']}" if "ratio" in line else ""
-        rows.append((line["name"], f"{Summary(**line['summary']).format(',.2f')} {line['unit']}", ratio, line["note"]))
-    return "\n".join(align_columns(rows))
+        ratio = f"{_format_summary(line['ratio'])} x {line['beside']}" if "ratio" in line else ""
+        before = line.get("before", {})
+        earlier = _format_summary(before["summary"]) if "summary" in before else before.get("word", "")
+        if "word" in before:
+            reasons[f"{earlier}: {before['reason']}"] = None
+        rows.append((line["name"], f"{_format_summary(line['summary'])} {line['unit']}", earlier, ratio, line["note"]))
+    shown = [i for i in range(5) if any(row[i] for row in rows[1:])]
+    return "\n".join([*align_columns([tuple(row[i] for i in shown) for row in rows]), *reasons])
+
+
+def _format_summary(values: Mapping[str, Any]) -> str:
+    summary = Summary(**values)
+    return summary.format(",.2f" if abs(summary.median) >= 0.1 or not summary.median else ".2g")
 
 
 def format_results(lines: Sequence[Mapping[str, Any]]) -> str:

@@ -10,11 +10,7 @@ import json
 import os
 import random
 import resource
-import shlex
-import signal
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import asdict, dataclass, field, replace
@@ -30,7 +26,7 @@ from trainyard.hardware import count_cores
 from trainyard.measure import QUOTABLE_ROUNDS, QUOTABLE_SPREAD, Summary, find_free_path, format_results, write_results
 from trainyard.text import align_columns
 from trainyard.tools import bench_scale
-from trainyard.tools.scale_cases import Sizes
+from trainyard.tools.bench_worker import WorkerError, require_scripts, run_worker
 
 SUITES = ("rgb", "gray", "raw", "prints", "read", "step")
 OURS = "ours"
@@ -161,11 +157,7 @@ def _read_cpu_ticks(pid: int) -> int:
 
 
 def _list_configurations(options: Options) -> list[Configuration]:
-    if not (options.scripts / "worker.py").is_file():
-        raise UserError(
-            f"{options.scripts}: no worker.py in it. The benchmarks are in a checkout of Trainyard: go there first, "
-            "cd CHECKOUT, then type the command again."
-        )
+    require_scripts(options.scripts)
     lines = _run_worker(Path(sys.executable), ["list"], options, timeout_s=60)
     return [Configuration(**line) for line in lines]
 
@@ -234,52 +226,16 @@ def _measure_one(configuration: Configuration, options: Options) -> Round:
     return {line["name"]: line for line in lines}
 
 
-class WorkerError(UserError):
-    """A worker ended without a result."""
-
-
 def _run_worker(
     python: Path, command: Sequence[str], options: Options, *, timeout_s: float, show: bool = False
 ) -> list[dict[str, Any]]:
-    """Run worker.py in its own process group and return the JSON lines it printed.
-
-    Loaders leave processes behind; all that are still alive in the group afterwards are killed, so that they cannot
-    slow down the next configuration.
-
-    Args:
-        show: print its stderr to the terminal as it comes (progress), instead of only in an error message.
-    """
     arguments = [str(python), str(options.scripts / "worker.py"), *command, *_format_worker_options(options)]
-    # Files, not pipes: a leftover process would keep a pipe open, and we would wait for it to end.
-    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(
-            arguments, stdout=output, stderr=None if show else errors, text=True, start_new_session=True
-        )
-        try:
-            ended = f"exit code {process.wait(timeout_s)}"
-        except subprocess.TimeoutExpired:
-            ended = f"no result after {timeout_s:.0f} s"
-        finally:
-            _kill_group(process)
-        output.seek(0)
-        errors.seek(0)
-        if ended != "exit code 0":
-            raise WorkerError(f"{shlex.join(arguments)}: {ended}.\n{errors.read()[-2000:]}")
-        return [json.loads(line) for line in output]
+    return run_worker(arguments, timeout_s=timeout_s, show=show)
 
 
 def _format_worker_options(options: Options) -> list[str]:
     names = ("data", "rgb", "gray", "prints", "warmup", "samples", "seconds", "threads")
     return [part for name in names for part in (f"--{name}", str(getattr(options, name)))]
-
-
-def _kill_group(process: "subprocess.Popen[str]") -> None:
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return  # the usual case: no process is left
-    finally:
-        process.wait()
 
 
 def build_header(suite: str, options: Options, *, command: str, environment: Mapping[str, Any]) -> dict[str, Any]:
@@ -413,6 +369,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--size", action="append", default=[], metavar="NAME=N", help="of the input of suite scale, such as lines=10000"
     )
+    parser.add_argument(
+        "--against", default="", metavar="REVISION", help="measure suite scale also with this commit's code, by turns"
+    )
     parser.add_argument("--show", type=Path, metavar="FILE", help="print the table of a result file and stop")
     parser.add_argument("--rounds", type=int, default=default.rounds, help="default: %(default)s")
     parser.add_argument("--seconds", type=float, default=default.seconds, help="minimum time of each: %(default)s")
@@ -447,9 +406,11 @@ def main(arguments: argparse.Namespace, *, command: str) -> None:
     for suite in arguments.suites or SUITES:
         chosen = options.make_quick() if arguments.quick else options
         if suite == bench_scale.SUITE:
-            sizes = Sizes().make_quick() if arguments.quick else Sizes()
             bench_scale.run_scale(
-                bench_scale.parse_sizes(arguments.size, sizes),
+                chosen.scripts,
+                sizes=arguments.size,
+                is_quick=arguments.quick,
+                against=arguments.against,
                 rounds=chosen.rounds,
                 only=chosen.only,
                 results=chosen.results,

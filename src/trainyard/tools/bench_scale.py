@@ -1,120 +1,181 @@
-"""Measures what grows with runs, data and ranks: the time and memory of each, at sizes that a person chooses.
+"""Measures what grows with runs, data and ranks, with today's code and, if asked, with that of an earlier commit.
 
-Each case prepares its input once and is measured in new processes, so that memory is its own. Paths, files and ranks
-are real; raw images, scores and weights are random numbers of the size asked for, because none of them is looked at.
+The cases are in `benchmarks/scale`. Each prepares its input once and is measured in new processes, so that memory is
+its own. Paths, files and ranks are real; raw images, scores and weights are random numbers of the size asked for,
+because none of them is looked at. With an earlier commit, both codes are measured in each round, in random order, and
+ratios are computed within a round.
 """
 
-import multiprocessing
+import io
+import json
 import os
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields, replace
+import random
+import subprocess
+import sys
+import tarfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from trainyard.errors import UserError
 from trainyard.measure import Summary, find_free_path, format_table, write_results
-from trainyard.tools.lifetime import end_with_parent, make_scratch
-from trainyard.tools.scale_cases import CASES, Case, Number, Sizes
+from trainyard.tools.bench_worker import WorkerError, require_scripts, run_worker
+from trainyard.tools.lifetime import make_scratch
 
 SUITE = "scale"
-_TIMEOUT_S = 1200  # of one case
+_TIMEOUT_S = 1200  # of one measurement
 
 
-def parse_sizes(texts: Sequence[str], sizes: Sizes) -> Sizes:
+@dataclass
+class _Side:
+    """Today's code or an earlier one, and what its rounds found."""
+
+    code: Path  # the folder of its `src`
+    rounds: list[list[dict[str, Any]]] = field(default_factory=list)  # the numbers of each round
+    word: str = ""  # "none" or "fails" if this code has no numbers
+    reason: str = ""  # why
+
+
+def parse_sizes(texts: Sequence[str], sizes: Mapping[str, int]) -> dict[str, int]:
     """Return sizes with those that a person typed, such as lines=100000.
 
     Raises:
         UserError: there is no such size, or its value is not a number above 0.
     """
-    known = [field.name for field in fields(Sizes)]
+    chosen = dict(sizes)
     for text in texts:
         name, _, value = text.partition("=")
-        if name not in known or not value.isdecimal() or not int(value):
-            raise UserError(f"--size {text}: expected NAME=NUMBER, with one of {', '.join(known)}: --size lines=100000")
-        sizes = replace(sizes, **{name: int(value)})
-    return sizes
+        if name not in sizes or not value.isdecimal() or not int(value):
+            raise UserError(f"--size {text}: expected NAME=NUMBER, with one of {', '.join(sizes)}: --size lines=100000")
+        chosen[name] = int(value)
+    return chosen
 
 
-def run_scale(sizes: Sizes, *, rounds: int, only: Sequence[str], results: Path, header: Mapping[str, Any]) -> Path:
+def run_scale(
+    scripts: Path,
+    *,
+    sizes: Sequence[str],
+    is_quick: bool = False,
+    against: str = "",
+    rounds: int,
+    only: Sequence[str],
+    results: Path,
+    header: Mapping[str, Any],
+) -> Path:
     """Measure every case `rounds` times, print a table, and return the result file.
 
     Args:
+        scripts: the folder `benchmarks` of a checkout.
+        sizes: those that a person typed; for `parse_sizes`. The others are usual ones, smaller with `against`.
+        is_quick: sizes that show that everything runs, and measure nothing.
+        against: the commit whose code is measured, too; "": none. Its failures are part of the result.
         only: names of cases; empty: all.
-        header: the first line of the result file, to which the sizes are added.
+        header: the first line of the result file, to which sizes and commit are added.
 
     Raises:
-        UserError: there is no such case, or one failed.
+        UserError: there is no such case, size or commit, or a case failed with today's code.
     """
-    cases = [case for case in CASES if not only or case.name in only]
-    if unknown := set(only) - {case.name for case in CASES}:
-        raise UserError(f"--only {min(unknown)}: no such case. There are: {', '.join(case.name for case in CASES)}.")
+    require_scripts(scripts)
+    root = scripts.resolve().parent
+    (known,) = _run_worker(root, root, "list")
+    cases = [name for name in known["cases"] if not only or name in only]
+    if unknown := set(only) - set(known["cases"]):
+        raise UserError(f"--only {min(unknown)}: no such case. There are: {', '.join(known['cases'])}.")
+    chosen = parse_sizes(sizes, known["sizes"]["quick" if is_quick else "comparable" if against else "usual"])
     path = find_free_path(results, f"{SUITE}-{header['date'][:10]}")
-    lines: list[dict[str, Any]] = [{**header, "sizes": asdict(sizes)}]
-    for case in cases:
-        with make_scratch(f"trainyard-{SUITE}-") as folder:
-            case.prepare(folder, sizes)
-            found = [_measure_case(case, folder, sizes) for _ in range(rounds)]
-        own = [_summarize([numbers[i] for numbers in found]) for i in range(len(found[0]))]
-        print(format_table(own), flush=True)
-        lines += own
-        write_results(path, lines)
+    with _extract_code(root, against) as (before, commit):
+        lines: list[dict[str, Any]] = [{**header, "sizes": chosen} | ({"against": commit} if before else {})]
+        for case in cases:
+            today, earlier = _Side(root), None if before is None else _Side(before)
+            _measure_case(case, [side for side in (today, earlier) if side], chosen, rounds=rounds, root=root)
+            own = _summarize(today, earlier, against)
+            print(format_table(own), flush=True)
+            lines += own
+            write_results(path, lines)
     return path
 
 
-def _measure_case(case: Case, folder: Path, sizes: Sizes) -> list[Number]:
-    context = multiprocessing.get_context("spawn")
-    pipes = [context.Pipe(duplex=False) for _ in range(case.ranks)]
-    meeting = f"{case.name}-{time.monotonic_ns()}"
-    ranks = [
-        context.Process(target=_measure_on_rank, args=(case, folder, sizes, rank, meeting, pipes[rank][1], os.getpid()))
-        for rank in range(case.ranks)
-    ]
-    for process, (_, sender) in zip(ranks, pipes, strict=True):
-        process.start()
-        sender.close()  # so that nothing more can come once the process has ended
-    numbers: list[Number] = []
+def _measure_case(case: str, sides: Sequence[_Side], sizes: Mapping[str, int], *, rounds: int, root: Path) -> None:
+    """Add the rounds of a case to each side; the first is today's code."""
+    typed = json.dumps(sizes)
+    with make_scratch(f"trainyard-{SUITE}-") as folder:
+        _run_worker(root, root, "prepare", case, str(folder), typed, str(root))
+        for number in range(rounds):
+            for side in random.Random(f"{case} {number}").sample(sides, len(sides)):
+                if side.word:
+                    continue
+                try:
+                    found = _run_worker(root, side.code, "measure", case, str(folder), typed, str(side.code))
+                except WorkerError as error:
+                    if side is sides[0]:
+                        raise
+                    side.word, side.reason = "fails", str(error).rstrip().splitlines()[-1].replace(f"{folder}/", "")
+                else:
+                    side.rounds.append(found)
+                    if "absent" in found[0]:
+                        side.word, side.reason = "none", found[0]["absent"]
+
+
+def _run_worker(root: Path, code: Path, *arguments: str) -> list[dict[str, Any]]:
+    """Run the worker of the cases with the code of a folder."""
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(code / "src"), str(root)])}
+    command = [sys.executable, "-P", "-m", "benchmarks.scale.worker", *arguments]
+    return run_worker(command, timeout_s=_TIMEOUT_S, environ=environ)
+
+
+def _summarize(today: _Side, earlier: _Side | None, against: str) -> list[dict[str, Any]]:
+    """Return a line for each number, with what the earlier code had instead."""
+    lines = []
+    for position, number in enumerate(today.rounds[0]):
+        values = [found[position]["value"] for found in today.rounds]
+        line = {"kind": "result", **{key: number[key] for key in ("name", "unit", "note")}, "rounds": values}
+        line["summary"] = asdict(Summary.from_values(values))
+        if earlier is not None:
+            line |= _compare(values, number["name"], earlier, against)
+        lines.append(line)
+    return lines
+
+
+def _compare(values: Sequence[float], name: str, earlier: _Side, against: str) -> dict[str, Any]:
+    named = [[one["value"] for one in found if one.get("name") == name] for found in earlier.rounds]
+    if earlier.word or not all(named):
+        return {"before": {"word": earlier.word or "none", "reason": earlier.reason or f"{against} does not do this"}}
+    before = [value for (value,) in named]
+    found: dict[str, Any] = {"before": {"rounds": before, "summary": asdict(Summary.from_values(before))}}
+    if all(before):
+        ratios = [one / other for one, other in zip(values, before, strict=True)]
+        found |= {"beside": against, "ratio": asdict(Summary.from_values(ratios))}
+    return found
+
+
+@contextmanager
+def _extract_code(root: Path, revision: str) -> Iterator[tuple[Path | None, str]]:
+    """Yield a temporary folder with the code of a commit, and its name; None without a revision.
+
+    Raises:
+        UserError: there is no git, no repository or no such commit.
+    """
+    if not revision:
+        yield None, ""
+        return
+    commit = _run_git(root, revision, "rev-parse", "--verify", "--end-of-options", f"{revision}^{{commit}}")
+    archive = _run_git(root, revision, "archive", commit.decode().strip(), "src", "jobs")
+    with make_scratch(f"trainyard-{SUITE}-") as folder:
+        with tarfile.open(fileobj=io.BytesIO(archive)) as files:
+            files.extractall(folder, filter="data")
+        yield folder, commit.decode().strip()
+
+
+def _run_git(root: Path, revision: str, *arguments: str) -> bytes:
     try:
-        for receiver, _ in pipes:
-            if not receiver.poll(_TIMEOUT_S):
-                raise EOFError
-            numbers += receiver.recv()
-        for process in ranks:
-            process.join()
-    except EOFError:
-        others = ", ".join(f"--only {one.name}" for one in CASES if one != case)
-        raise UserError(
-            f"bench scale: case '{case.name}' failed, or took over {_TIMEOUT_S} s; what it printed is above. "
-            f"Others: {others}"
-        ) from None
-    finally:
-        for process in ranks:
-            process.kill()
-    return numbers
-
-
-def _measure_on_rank(case: Case, folder: Path, sizes: Sizes, rank: int, meeting: str, sender: Any, parent: int) -> None:
-    end_with_parent(parent)
-    if case.ranks > 1:
-        from trainyard.train import distributed
-        from trainyard.train.world import World
-
-        world = World(rank, rank, case.ranks, case.ranks, rendezvous=meeting)
-        distributed.join(world, folder, os.environ)
-    sender.send(case.measure(folder, sizes, rank))
-    if case.ranks > 1:
-        distributed.barrier()
-        distributed.leave()
-
-
-def _summarize(numbers: Sequence[Number]) -> dict[str, Any]:
-    one, values = numbers[0], [number.value for number in numbers]
-    summary = asdict(Summary.from_values(values))
-    return {
-        "kind": "result",
-        "name": one.name,
-        "unit": one.unit,
-        "note": one.note,
-        "rounds": values,
-        "summary": summary,
-    }
+        return subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, check=True).stdout
+    except FileNotFoundError:
+        reason = "there is no git on this machine"
+    except subprocess.CalledProcessError as error:
+        reason = error.stderr.decode(errors="replace").strip().splitlines()[0]
+    raise UserError(
+        f"--against {revision}: expected a commit of the repository {root}, but {reason}. List its commits: "
+        "git log --oneline"
+    )

@@ -1,0 +1,1 @@
+"""What grows with runs, data and ranks: the cases of `trainyard bench scale`."""
