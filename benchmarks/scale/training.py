@@ -75,6 +75,7 @@ def _measure_intervals(folder: Path, sizes: Sizes) -> list[Number]:
     import numpy as np
 
     from trainyard.scoring import Pairs
+    from trainyard.train import evaluate
 
     rng = np.random.default_rng(0)
     finger = np.repeat(np.arange(sizes.fingers), 8)
@@ -84,7 +85,14 @@ def _measure_intervals(folder: Path, sizes: Sizes) -> list[Number]:
     identities = np.stack([finger[one], finger[other]], axis=1)
     pairs = Pairs(score[same], score[~same], finger[one][same], identities[~same])
     note = f"{len(score):,} pairs of {sizes.fingers} fingers, {sizes.draws:,} draws"
-    return measure_work("intervals", lambda: pairs.compute_intervals(draws=sizes.draws), note)
+
+    def score() -> None:
+        pairs.compute_metrics()
+        if not hasattr(evaluate, "score_rows"):  # each validation had intervals
+            pairs.compute_intervals(draws=sizes.draws)
+
+    numbers = measure_work("score of a validation", score, "of the same pairs; the other ranks wait")[:1]
+    return numbers + measure_work("intervals", lambda: pairs.compute_intervals(draws=sizes.draws), note)
 
 
 # A large checkpoint

@@ -88,7 +88,8 @@ def format_table(lines: Iterable[Mapping[str, Any]]) -> str:
     A line may have `before`: the summary of the same number with an earlier code, or a word and the reason why it has
     none, which is below the table.
     """
-    rows, reasons = [("", "median +- spread", "before", "ratio", "")], {}
+    rows = [("", "median +- spread", "before", "ratio", "")]
+    reasons: dict[str, None] = {}
     for line in lines:
         ratio = f"{_format_summary(line['ratio'])} x {line['beside']}" if "ratio" in line else ""
         before = line.get("before", {})

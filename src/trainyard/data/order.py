@@ -51,16 +51,16 @@ class EpochOrders:
         Waits if another thread is computing this one, and for no other.
         """
         with self._lock:
-            kept = self._kept.get(epoch)
-            if kept is None:
-                self._kept = {**dict(list(self._kept.items())[-1:]), epoch: (new := Future())}
-        if kept is not None:
-            return kept.result()
-        try:
-            new.set_result(self._compute(epoch))
-        except BaseException as error:
-            new.set_exception(error)
-        return new.result()
+            is_first = epoch not in self._kept
+            if is_first:
+                self._kept = {**dict(list(self._kept.items())[-1:]), epoch: Future()}
+            order = self._kept[epoch]
+        if is_first:
+            try:
+                order.set_result(self._compute(epoch))
+            except BaseException as error:
+                order.set_exception(error)
+        return order.result()
 
 
 def order_epoch(
