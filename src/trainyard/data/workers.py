@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
@@ -37,7 +37,7 @@ class WorkerKilled(Exception):
 
 def write_shards(
     tasks: Iterator[ShardTask], *, workers: int, resizes: bool, progress: Callable[[int], object]
-) -> Iterator[tuple[ShardTask, WrittenShard]]:
+) -> Generator[tuple[ShardTask, WrittenShard], None, None]:
     """Write shards in several processes; yield each task with its result as soon as the shard is on disk.
 
     When the generator ends or is closed, all workers have ended, whatever they were doing.
