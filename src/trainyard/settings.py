@@ -123,7 +123,8 @@ class ImageSettings:
     )
 
 
-KEEP = "keep"
+KEEP, JPEG = "keep", "jpeg"
+"""Values of `packing.store`: the files' bytes; images encoded again, with losses."""
 
 
 @dataclass
@@ -133,9 +134,12 @@ class StoreSettings:
     store: str = option(
         KEEP,
         "images in packed data: keep: the files' bytes; input-png, input-raw: resized to the model's input, as PNG or "
-        "uncompressed, which gives the same batches with less work. A change packs again",
-        choices=(KEEP, "input-png", "input-raw"),
+        "uncompressed, which gives the same batches with less work; jpeg: RGB images encoded again, with losses that "
+        "packing measures. A change packs again",
+        choices=(KEEP, "input-png", "input-raw", JPEG),
     )
+    longest_side_px: int = option(0, "store=jpeg: longer images are scaled down to this; 0: none is scaled", low=0)
+    quality: int = option(90, "store=jpeg: JPEG quality, as Pillow defines it", low=1, high=100)
 
 
 @dataclass
@@ -402,9 +406,21 @@ def explain_more_than_resize(image: ImageSettings, augment: AugmentSettings) -> 
 
 
 def _check_store(config: TrainConfig) -> None:
-    """Check that images which packing resizes need nothing else on the host."""
+    """Check that images which packing resizes need nothing else on the host, and that lossy packing is asked for."""
     packing, why = getattr(config, "packing", None), explain_more_than_resize(config.image, config.augment)
-    if isinstance(packing, StoreSettings) and packing.store != KEEP and why:
+    if not isinstance(packing, StoreSettings):
+        return
+    if packing.store == JPEG and config.image.channels != 3:
+        raise UserError(
+            f"packing.store={JPEG} is for RGB images, but this job has image.channels={config.image.channels}: in gray "
+            f"images, such as prints, the losses are in what the model compares. Type packing.store={KEEP}."
+        )
+    if packing.store != JPEG and (packing.longest_side_px, packing.quality) != (0, StoreSettings.quality):
+        raise UserError(
+            f"packing.longest_side_px={packing.longest_side_px} packing.quality={packing.quality} are for "
+            f"packing.store={JPEG}, but it is {packing.store}. Type packing.store={JPEG}, or leave both out."
+        )
+    if packing.store not in (KEEP, JPEG) and why:
         raise UserError(
             f"packing.store={packing.store} resizes images when they are packed, but {why}, which needs the whole "
             f"image. Type packing.store={KEEP}, or leave that option out."

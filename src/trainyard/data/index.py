@@ -40,7 +40,8 @@ IMAGE = "image"
 """Name of the record that the loader turns into the model's input."""
 
 REGION = ("box_y", "box_x", "box_height", "box_width")
-"""Columns with the part of an image that counts as the whole, in px of the image before packing resized any."""
+"""Columns with the part of an image that counts as the whole, in px of the image before packing resized it to
+the model's input, or in px of the image as packing encoded it again (`packing.store=jpeg`)."""
 
 HEADER_BYTES = 512  # the smallest user block that HDF5 knows
 _MARK = b"Trainyard index. SHA-256 of the bytes after the first 512: "

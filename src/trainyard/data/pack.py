@@ -20,7 +20,7 @@ from trainyard.data.hdf5 import SCHEMA_VERSION, open_hdf5, read_texts
 from trainyard.data.index import ARRAY, INDEX, RAGGED, read_index, seal_index
 from trainyard.data.raw import check_sources
 from trainyard.data.shards import KEY, Sample, ShardSet
-from trainyard.data.store import InputStore, read_store
+from trainyard.data.store import InputStore, Store, read_store
 from trainyard.data.workers import WorkerKilled, write_shards
 from trainyard.data.write_shard import (
     ShardTask,
@@ -106,7 +106,7 @@ def pack(
     remove_partials(out)
     try:
         tasks = _plan_shards(itertools.chain(head, stream), out, count, skip_bad, meta, artifacts)
-        written = _write_all(tasks, _Journal(out), workers, store is not None, progress, on_shard)
+        written = _write_all(tasks, _Journal(out), workers, isinstance(store, InputStore), progress, on_shard)
         _refuse_bad(written, skip_bad)
         return _finish(out, written, meta, artifacts or {})
     except WorkerKilled:
@@ -163,12 +163,13 @@ def _join_stamps(samples: Iterable[Sample], listing: Listing) -> Iterator[tuple[
     raise PackError("Raw files were added or removed while they were listed. Run the same command again.")
 
 
-def _choose_samples_per_shard(head: Sequence[tuple[Sample, _Stamp]], shard_mib: float, store: InputStore | None) -> int:
+def _choose_samples_per_shard(head: Sequence[tuple[Sample, _Stamp]], shard_mib: float, store: Store | None) -> int:
     sizes = [(sample.source, stamp[0]) for sample, stamp in head if stamp is not None]
     if not sizes:
         return _MOST_SAMPLES
     mean = max(1.0, sum(dict(sizes).values()) / len(sizes))  # several may share a file
-    mean = mean if store is None else store.pixel_bytes  # whatever the files take, as PNG about half of it
+    if isinstance(store, InputStore):
+        mean = store.pixel_bytes  # whatever the files take, as PNG about half of it
     return min(_MOST_SAMPLES, max(1, math.ceil(shard_mib * 2**20 / mean)))
 
 

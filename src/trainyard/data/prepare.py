@@ -17,7 +17,7 @@ from trainyard.errors import UserError
 from trainyard.files import FlockRefused, exclusive_lock, remove_partial_folders
 from trainyard.hardware import count_cores
 from trainyard.messages import logger
-from trainyard.settings import KEEP, StoreSettings, TrainConfig
+from trainyard.settings import JPEG, KEEP, StoreSettings, TrainConfig
 from trainyard.text import join_names
 
 if TYPE_CHECKING:
@@ -97,6 +97,12 @@ def pack_raw(
             )
             if out is None:
                 remember_listing(_name_remembered(config, raw), listed, folder.name)
+            if JPEG in data.meta:
+                from trainyard.data.lossy import LOSS, measure_loss
+
+                if not (folder / LOSS).exists():  # newly packed, or killed before this
+                    loss = measure_loss(family.samples(raw, config), data, config.image)
+                    logger.info("{}: {}", folder, loss.describe())
     skipped = f", {data.skipped} unreadable left out" if data.skipped else ""
     logger.info("packed {}: {} samples in {} shards{}", folder, data.count, len(data.shards), skipped)
     if written and isinstance(getattr(config, "packing", None), StoreSettings):
@@ -357,9 +363,14 @@ def build_meta(config: TrainConfig) -> dict[str, Any]:
         "rate_hz": config.sound.rate_hz,
         "packing": asdict(packing) if packing is not None else {},
     }
-    if isinstance(packing, StoreSettings) and packing.store == KEEP:
+    if not isinstance(packing, StoreSettings):
+        return meta
+    jpeg = {name: meta["packing"].pop(name) for name in ("longest_side_px", "quality")}
+    if packing.store == KEEP:
         del meta["packing"]["store"]  # so that what was packed before this option existed has the same name
-    elif isinstance(packing, StoreSettings):
+    elif packing.store == JPEG:
+        meta[JPEG] = jpeg
+    else:
         from trainyard.data.store import describe_store
 
         meta["input"] = describe_store(packing.store, config.image)

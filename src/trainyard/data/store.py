@@ -5,6 +5,7 @@ once: a batch is then the same, bit by bit, for a fraction of the work. What is 
 decoder (`decode_cpu.py`); mirroring, warping and levels are still drawn for each epoch.
 """
 
+import io
 import struct
 import time
 import zlib
@@ -14,10 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from PIL import Image
 
 from trainyard.data.index import IMAGE, INPUT_PNG, INPUTS, REGION, Records
 from trainyard.errors import UserError
-from trainyard.settings import KEEP, AugmentSettings, ImageSettings, TrainConfig, explain_more_than_resize
+from trainyard.settings import JPEG, KEEP, AugmentSettings, ImageSettings, TrainConfig, explain_more_than_resize
 
 if TYPE_CHECKING:
     from trainyard.data.shards import ShardSet
@@ -27,6 +29,26 @@ _MEASURED_IMAGES, _MEASURED_BATCH = 1024, 64
 _PNG_LEVEL = 1  # of zlib: higher ones save a few per cent, take several times as long to write, and decode no sooner
 _PNG_UP = 2  # filter type "Up" (PNG specification, 9.2)
 _PNG_COLOR = {1: 0, 3: 2}  # colour type by channels
+
+
+@dataclass(frozen=True)
+class JpegStore:
+    """How packing encodes images again, with losses. Its fields are part of what identifies packed data."""
+
+    longest_side_px: int  # 0: no image is scaled
+    quality: int
+
+    def encode(self, data: bytes) -> bytes:
+        """Return an image as JPEG, scaled down if it is longer; the same bytes if JPEG would take no fewer."""
+        with Image.open(io.BytesIO(data)) as file:
+            image = file if file.mode in ("L", "RGB") else file.convert("RGB")
+            longest = max(image.size)
+            if 0 < self.longest_side_px < longest:
+                scale = self.longest_side_px / longest
+                size = (max(1, round(image.width * scale)), max(1, round(image.height * scale)))
+                image = image.resize(size, Image.Resampling.LANCZOS)
+            image.save(jpeg := io.BytesIO(), "JPEG", quality=self.quality, optimize=True)
+        return min(data, jpeg.getvalue(), key=len)
 
 
 @dataclass(frozen=True)
@@ -51,11 +73,11 @@ class InputStore:
             data: the encoded image.
             region: (4,) y, x, height, width in px of it.
         """
-        pixels = self._resize(data, region)
+        pixels = self.resize(data, region)
         return encode_png(pixels) if self.kind == INPUT_PNG else pixels.reshape(-1).data
 
-    def _resize(self, data: bytes, region: np.ndarray) -> np.ndarray:
-        """Return (height_px, width_px, channels) uint8, as the loader's host stage makes them."""
+    def resize(self, data: bytes | np.ndarray, region: np.ndarray) -> np.ndarray:
+        """Return (height_px, width_px, channels) uint8, as the loader's host stage makes them; see `encode`."""
         import torch
 
         from trainyard.data.decode_cpu import crop, decode_image, resize
@@ -80,15 +102,45 @@ def describe_store(kind: str, image: ImageSettings) -> dict[str, Any]:
     return asdict(InputStore(kind, image.height_px, image.width_px, image.channels, image.fill))
 
 
-def read_store(meta: Mapping[str, Any]) -> InputStore | None:
-    """Return how packing resizes images by its `meta`; None if it keeps their bytes."""
+Store = InputStore | JpegStore
+
+
+def read_store(meta: Mapping[str, Any]) -> Store | None:
+    """Return how packing changes images by its `meta`; None if it keeps their bytes."""
+    if JPEG in meta:
+        return JpegStore(**meta[JPEG])
     return InputStore(**meta["input"]) if "input" in meta else None
+
+
+def name_store(records: Mapping[str, Records], meta: Mapping[str, Any]) -> str:
+    """Return what to write after `packing.store=` to store images as in some packed data."""
+    if JPEG in meta:
+        return " ".join([JPEG, *(f"packing.{name}={value}" for name, value in meta[JPEG].items())])
+    return records[IMAGE].kind if has_inputs(records) else KEEP
 
 
 def find_region(row: Mapping[str, Any], height: int, width: int) -> np.ndarray:
     """Return (4,) int32, the part of an image that counts as the whole: all of it unless packing chose a part."""
     region = [row[name] for name in REGION] if all(name in row for name in REGION) else [0, 0, height, width]
     return np.array(region, dtype=np.int32)
+
+
+def scale_region(row: Mapping[str, Any], old_px: tuple[int, ...], new_px: tuple[int, ...]) -> dict[str, int]:
+    """Return the columns of the part that packing chose, in px of the scaled image; none if it chose none.
+
+    Edges are rounded, so they move by half a pixel of the scaled image at most.
+
+    Args:
+        old_px, new_px: height and width of the image before and after.
+    """
+    if not all(name in row for name in REGION):
+        return {}
+    y, x, height, width = (row[name] for name in REGION)
+    top, left, bottom, right = (
+        round(edge * new / old)
+        for edge, old, new in zip((y, x, y + height, x + width), 2 * old_px, 2 * new_px, strict=True)
+    )
+    return dict(zip(REGION, (top, left, max(1, bottom - top), max(1, right - left)), strict=True))
 
 
 def read_regions(data: "ShardSet") -> np.ndarray:
@@ -104,8 +156,11 @@ def has_inputs(records: Mapping[str, Records]) -> bool:
     return IMAGE in records and records[IMAGE].kind in INPUTS
 
 
-def explain_images(records: Mapping[str, Records]) -> tuple[str, str] | None:
-    """Return how images that packing resized are stored, and what reading does to them; None if there are none."""
+def explain_images(records: Mapping[str, Records], meta: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return how images that packing changed are stored, and what reading does to them; None if there are none."""
+    if JPEG in meta:
+        how = "encoded again when packed, with losses that packing measured: loss.json in the packed data's folder"
+        return name_store(records, meta), how
     if not has_inputs(records):
         return None
     kind, (height, width) = records[IMAGE].kind, records[IMAGE].shape[0, :2].tolist()
@@ -159,7 +214,7 @@ def describe_reading(data: "ShardSet", config: TrainConfig) -> str:
 
     from trainyard.data.loader import Loader
 
-    kind = records.kind if (records := data.records[IMAGE]).kind in INPUTS else KEEP
+    records, store = data.records[IMAGE], name_store(data.records, data.meta)
     loader = Loader.from_config(config, data, device=torch.device("cpu"), decode="cpu")
     order = np.random.default_rng(0).permutation(data.count)
     rates = []
@@ -172,7 +227,7 @@ def describe_reading(data: "ShardSet", config: TrainConfig) -> str:
                     break
         rates.append(count / (time.perf_counter() - begin))
     return (
-        f"an image takes {records.size.mean() / 1e3:.1f} kB on average (packing.store={kind}), and one core of this "
+        f"an image takes {records.size.mean() / 1e3:.1f} kB on average (packing.store={store}), and one core of this "
         f"machine reads and decodes {max(rates):,.0f}/s with the reference decoder (measured now, files in memory)"
     )
 

@@ -19,7 +19,8 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from trainyard.data.hdf5 import NUMBERS, SCHEMA_VERSION
 from trainyard.data.index import ARRAY, AUDIO, ENCODED_IMAGE, IMAGE, PCM, RAGGED
 from trainyard.data.shards import KEY, Audio, BadRecord, Loaded, Ragged, Sample
-from trainyard.data.store import InputStore, find_region
+from trainyard.data.store import InputStore, JpegStore, Store, find_region, scale_region
+from trainyard.errors import UserError
 from trainyard.files import DISK_FULL, open_atomically
 
 _ORIENTATION = 0x0112  # the EXIF tag; 1 is upright
@@ -36,7 +37,7 @@ class ShardTask:
     listing: str  # digest of the raw files and options that the shard is made from
     skip_bad: bool
     artifacts: Mapping[str, str] | None  # argument of `load`; None: no argument
-    store: InputStore | None = None  # how images are resized; None: their bytes are kept
+    store: Store | None = None  # how images are changed; None: their bytes are kept
 
 
 @dataclass(frozen=True)
@@ -213,17 +214,34 @@ def open_in_memory() -> h5py.File:
     return h5py.File("new", "w", driver="core", backing_store=False, **_FORMAT)
 
 
-def _measure(loaded: Loaded, store: InputStore | None) -> dict[str, _Value | _Blob]:
-    """Read the shape of each image and audio file from its header; resize the image if there is a store."""
+def _measure(loaded: Loaded, store: Store | None) -> dict[str, _Value | _Blob]:
+    """Read the shape of each image and audio file from its header; change the image if there is a store."""
     row: dict[str, _Value | _Blob] = {
         name: _encode_blob(value) if isinstance(value, bytes | Ragged | Audio) else value
         for name, value in loaded.items()
     }
-    if store is not None and isinstance(data := loaded.get(IMAGE), bytes):
+    data = loaded.get(IMAGE)
+    if isinstance(store, JpegStore) and isinstance(data, bytes):
+        height, width, _ = _read_image_shape(data)
+        row[IMAGE] = blob = _encode_blob(store.encode(data))
+        if blob.shape[:2] != (height, width):
+            _refuse_arrays(loaded)
+            row |= scale_region(loaded, (height, width), blob.shape[:2])
+    elif isinstance(store, InputStore) and isinstance(data, bytes):
         height, width, _ = _read_image_shape(data)
         shape = (store.height_px, store.width_px, store.channels, height, width)
         row[IMAGE] = _Blob(store.encode(data, find_region(loaded, height, width)), store.kind, "uint8", shape)
     return row
+
+
+def _refuse_arrays(loaded: Loaded) -> None:
+    """Refuse to scale an image that has arrays of varying length, such as boxes in px of it."""
+    names = [name for name, value in loaded.items() if isinstance(value, Ragged)]
+    if names:
+        raise UserError(
+            f"packing.longest_side_px scales images, but not their '{names[0]}', which may be boxes in px of the image "
+            "as it was. Type packing.longest_side_px=0, which scales none."
+        )
 
 
 def _encode_blob(value: bytes | Ragged | Audio) -> _Blob:

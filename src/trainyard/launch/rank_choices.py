@@ -380,7 +380,7 @@ def _record_data(
 ) -> None:
     from trainyard.data.store import explain_images
 
-    stored = explain_images(data.records)
+    stored = explain_images(data.records, data.meta)
     record_choices(run, choices if stored is None else {**choices, "images": Choice(*stored)})
     update_env(run, "data", {"path": path, "fingerprint": data.fingerprint, "samples": data.count})
     update_env(run, "data", {"skipped": data.skipped, "splits": dict(sizes)})

@@ -16,11 +16,11 @@ from tqdm import tqdm
 
 from trainyard import __version__
 from trainyard.config import apply_overrides
-from trainyard.data.index import AUDIO, ENCODED_IMAGE, IMAGE, INDEX, INPUTS, PCM, RAGGED
+from trainyard.data.index import AUDIO, ENCODED_IMAGE, INDEX, INPUTS, PCM, RAGGED
 from trainyard.data.loader import Loader
 from trainyard.data.prepare import build_meta
 from trainyard.data.shards import Sample, ShardSet
-from trainyard.data.store import has_inputs
+from trainyard.data.store import name_store
 from trainyard.errors import UserError
 from trainyard.files import create_folder, limit_writers, write_atomically, write_json
 from trainyard.report.figures import make_slug
@@ -36,7 +36,7 @@ from trainyard.runs.evaluations import (
 )
 from trainyard.runs.events import METRICS_FILE
 from trainyard.runs.folder import find_free_name, read_env
-from trainyard.settings import KEEP, TrainConfig
+from trainyard.settings import TrainConfig
 from trainyard.text import join_names
 from trainyard.tools.trained_model import TrainedModel, describe_data, load_model, make_loader, pack_temporarily
 from trainyard.train.evaluate import gather_rows, score_rows
@@ -263,7 +263,7 @@ def _count_seen(model: TrainedModel, data: ShardSet, ids: np.ndarray, training: 
     """Count the samples whose content is that of a training sample, and the names that are names there, too."""
     if training.data is None:
         return {"unknown": training.missing}
-    stored, trained_on = (one.records[IMAGE].kind if has_inputs(one.records) else KEEP for one in (data, training.data))
+    stored, trained_on = (name_store(one.records, one.meta) for one in (data, training.data))
     if stored != trained_on:
         return {
             "unknown": f"{data.folder} was packed with packing.store={stored}, the training data with {trained_on}, so "

@@ -11,11 +11,12 @@ import numpy as np
 from tqdm import tqdm
 
 from trainyard.config import load_family, thaw
+from trainyard.data.prepare import build_meta
 from trainyard.errors import UserError
 from trainyard.hardware import Precision, choose_precision, count_cores
 from trainyard.runs.folder import CONFIG
 from trainyard.runs.manifest import Entry
-from trainyard.settings import TrainConfig
+from trainyard.settings import JPEG, TrainConfig
 
 if TYPE_CHECKING:
     import torch
@@ -135,14 +136,16 @@ def pack_temporarily(
     Args:
         near: the folder is created in this one, which has the space; None: where the system keeps temporary files.
         skip_bad: leave out raw files that cannot be read, instead of failing.
-        meta: as of packed data that trains, to store images as there; None: their bytes are kept, to the same results.
+        meta: as of packed data that trains, to store images as there; None: their bytes are kept, to the same results,
+            unless training images were encoded again with losses: then these are, too.
     """
     from trainyard.data.pack import pack
 
     if near is not None:
         near.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=near, prefix=".predict-") as folder:
-        meta = {"family": model.config.family} if meta is None else meta
+        if meta is None:
+            meta = {name: value for name, value in build_meta(model.config).items() if name in ("family", JPEG)}
         data = pack(samples, Path(folder) / "packed", meta=meta, workers=count_cores(), skip_bad=skip_bad)
         try:
             yield data
