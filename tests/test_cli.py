@@ -361,7 +361,7 @@ def test_jobs_are_grouped_by_family_with_what_runs_here_on_lines_of_a_narrow_scr
     assert row["fingerprint_real"] == "your data Train on UareU, test on FVC2004, on a CPU", "the command is left out"
     smi = here / "bin" / "nvidia-smi"
     smi.parent.mkdir()
-    smi.write_text("#!/bin/sh\necho 15360\necho 15360\n")
+    smi.write_text("#!/bin/sh\n" + 2 * "echo 'Tesla T4, 15360, [N/A]'\n")
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", str(smi.parent))
     assert cli.main(["jobs", "--jobs", str(Path(__file__).parents[1] / "jobs")]) == 0

@@ -4,6 +4,7 @@ import argparse
 import re
 import shlex
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 from tests.test_choose_data import JOBS
 from trainyard import config as configs
 from trainyard.cli import main
+from trainyard.cli.choices import compose_job
 from trainyard.cli.plan import USUAL_CARDS, check_memory
 from trainyard.cli.plan_screen import Known, describe_plan
 from trainyard.cli.plan_table import Notes, describe_preset
@@ -30,11 +32,13 @@ from trainyard.launch.memory_prediction import (
     Store,
     choose_split,
     open_store,
+    rate_stated,
 )
 from trainyard.launch.submit import Plan, ResourceRequest, make_plan
 from trainyard.settings import TrainConfig
 
 GIB = 2**30
+TI, A100 = "NVIDIA GeForce RTX 2080 Ti, 11264, [N/A]", "NVIDIA A100-SXM4-40GB, 40960, Disabled"
 
 
 def predict(setting: Setting) -> StepPrediction:
@@ -351,3 +355,78 @@ def test_a_plan_is_made_once_for_cards_that_compute_in_different_types(tmp_path,
     assert main(typed) == 0
     second = capsys.readouterr()
     assert (second.err, second.out) == ("", first.out) and file.stat().st_mtime_ns == written
+
+
+# submit --local
+
+
+@pytest.fixture
+def submit_here(environ, tmp_path, monkeypatch):
+    """Return what submits a job of 64 samples a step to this machine, whose GPUs are as stated, without starting it."""
+    monkeypatch.chdir(tmp_path)
+    words = ["submit", "pricing", "global_batch_size=64", "--synthetic", "--local", "--dry", "--jobs", str(JOBS)]
+
+    def call(*more: str, gpus: Sequence[str]) -> int:
+        smi = tmp_path / "bin" / "nvidia-smi"
+        smi.parent.mkdir(exist_ok=True)
+        smi.write_text("#!/bin/sh\n" + "".join(f"echo '{gpu}'\n" for gpu in gpus))
+        smi.chmod(0o755)
+        monkeypatch.setenv("PATH", str(smi.parent))
+        return main([*words, *more])
+
+    store = complete_by_hand(environ, words)
+    assert len(store.steps) > 1
+    return call
+
+
+def complete_by_hand(environ: dict[str, str], words: Sequence[str]) -> Store:
+    """Store what `trainyard plan` would for a 2080 Ti, of a step with 1 GiB for each sample."""
+    args = argparse.Namespace(job=words[1], overrides=[words[2]], synthetic=True, jobs=JOBS, runs=Path("runs"))
+    config, card = compose_job(args, None).config, get_gpu("2080ti")
+    store = open_store(config, JOBS, environ)
+    assert card is not None
+
+    def remember(setting: Setting) -> StepPrediction:
+        store.steps[setting] = predict(setting)
+        return store.steps[setting]
+
+    choose_split(config, card, gpus=1, predict=remember)
+    rate_stated(replace(config, micro_batch_size=4), card, gpus=1, predict=remember)
+    store.save()
+    return store
+
+
+@pytest.mark.parametrize(
+    ("gpus", "more", "row"),
+    [
+        ([], [], "checked at start  (ranks on the CPU; a run refuses what this host has no memory for)"),
+        ([TI], ["--cpu-ranks", "2"], "checked at start  (ranks on the CPU; "),
+        ([TI, TI], ["micro_batch_size=4"], "5.50 GiB  (and 1.6 in reserve, of 10.1: fits; estimated, never observed "),
+        ([TI], ["--no-plan"], "not checked  (--no-plan)"),
+        (
+            [TI],
+            ["micro_batch_size=2"],
+            "not checked  (never predicted; submit does it first, as does: trainyard plan p",
+        ),
+        ([TI, A100], [], "not checked  (NVIDIA GeForce RTX 2080 Ti and NVIDIA A100-SXM4-40GB: several types; when the"),
+        (["NVIDIA X9, 8192, [N/A]"], [], "not checked  (NVIDIA X9: no card that plans know; when the run starts, it"),
+        (
+            [A100.replace("Dis", "En")],
+            [],
+            "not checked  (NVIDIA A100-SXM4-40GB, in MIG slices: no card that plans know",
+        ),
+    ],
+)
+def test_a_local_submission_says_what_a_step_takes_on_this_machines_gpus(gpus, more, row, submit_here, capsys):
+    assert submit_here(*more, gpus=gpus) == 0
+    assert f"memory     {row}" in capsys.readouterr().out
+
+
+def test_a_local_submission_of_what_cannot_fit_is_refused_with_a_line_that_fits(submit_here, capsys):
+    assert submit_here("micro_batch_size=0", gpus=[TI]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("UserError: GeForce RTX 2080 Ti: a step of pricing with micro-batches of 64 takes 65.0 GiB")
+    line = shlex.split(said.partition("fits: ")[2])
+    assert line[:4] == ["trainyard", "submit", "pricing", "micro_batch_size=4"] and "--local" in line
+    assert main(line[1:]) == 0
+    assert "memory     5.50 GiB" in capsys.readouterr().out

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -118,8 +119,17 @@ def _query_gpus() -> str:
     return "; ".join(lines) if answer.returncode == 0 else f"unknown: {lines[0] if lines else 'nvidia-smi failed'}"
 
 
-def list_gpu_memory_gib(environ: Mapping[str, str]) -> list[float]:
-    """Return the memory of each GPU that a process here may use, as nvidia-smi states it: torch loads slowly.
+@dataclass(frozen=True)
+class LocalGpu:
+    """A GPU of this machine, as nvidia-smi states it."""
+
+    name: str
+    memory_gib: float  # of the whole card
+    is_split: bool  # into MIG slices, of which a process gets one
+
+
+def list_gpus(environ: Mapping[str, str]) -> list[LocalGpu]:
+    """Return each GPU that a process here may use. Asks nvidia-smi: torch loads slowly.
 
     Raises:
         UserError: nvidia-smi does not answer.
@@ -127,12 +137,17 @@ def list_gpu_memory_gib(environ: Mapping[str, str]) -> list[float]:
     smi = shutil.which("nvidia-smi")
     if smi is None:
         return []
-    query = [smi, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    query = [smi, "--query-gpu=name,memory.total,mig.mode.current", "--format=csv,noheader,nounits"]
     try:
         answer = subprocess.run(query, capture_output=True, text=True, timeout=20)
     except subprocess.TimeoutExpired:
         raise UserError("nvidia-smi did not answer within 20 s, so the driver hangs. Type: nvidia-smi") from None
-    found = [int(line) / 1024 for line in answer.stdout.splitlines() if line.strip().isdigit()]
+    cells = [[cell.strip() for cell in line.split(",")] for line in answer.stdout.splitlines()]
+    found = [
+        LocalGpu(name, int(mib) / 1024, mig == "Enabled")
+        for name, mib, mig in (row for row in cells if len(row) == 3)
+        if mib.isdigit()
+    ]
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     return found if visible is None else found[: sum(bool(entry.strip()) for entry in visible.split(","))]
 

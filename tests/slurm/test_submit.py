@@ -172,12 +172,14 @@ def test_a_local_submission_trains_in_the_background_with_the_same_code(tmp_path
         f"data.cache={tmp_path / 'cache'}",
     ]
     assert trainyard("submit", "stripes", "--name", "here", "data.threads=1", *here) == 0
+    assert "memory      checked at start  (ranks on the CPU; " in capsys.readouterr().out
     run = tmp_path / "runs" / "stripes" / "here"
     wait(
         "the end",
         lambda: read_lines(run / "events.jsonl")[-1:] and read_lines(run / "events.jsonl")[-1]["event"] == "done",
     )
     assert read_lines(run / "events.jsonl")[0]["world_size"] == 2
+    assert read_env(run)["choices"]["predicted_memory"]["value"] == "checked at start"
     other = new_run(tmp_path / "other")
     assert train_on_ranks(other, 2, rendezvous="m") == [0, 0]
     assert find_differences(load_state(other), load_state(run)) == []

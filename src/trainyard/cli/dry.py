@@ -33,8 +33,13 @@ PACKING, FIRST = "PACKING", "FIRST"
 """Stand for the Slurm job ids of the job that packs, and of the run that --then follows."""
 
 
-def print_run(run: Path, config: TrainConfig, jobs_dir: Path, *, ranks: int) -> int:
+def print_run(
+    run: Path, config: TrainConfig, jobs_dir: Path, *, ranks: int, memory: tuple[str, str] | None = None
+) -> int:
     """Print what a run on this machine would train on, how long, and from which step.
+
+    Args:
+        memory: what a step takes, and the reason, where that is asked before the run starts.
 
     Raises:
         UserError: the run would be refused for its data.
@@ -49,6 +54,7 @@ def print_run(run: Path, config: TrainConfig, jobs_dir: Path, *, ranks: int) -> 
         "data": data,
         "length": _describe_length(config.max_duration, steps_per_epoch),
         "batch": f"{config.global_batch_size} samples a step, over {ranks} rank{'s' * (ranks > 1)} of this machine",
+        **describe_memory(memory),
         "begins": f"at step {saved.step}, from {saved.path.name}" if saved else "at step 0",
         "folder": str(run),
     }

@@ -5,6 +5,7 @@ import os
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from trainyard import config as configs
@@ -130,10 +131,31 @@ def _get_card(key: str) -> GpuType | None:
 # What submit asks of a plan
 
 
+@dataclass(frozen=True)
+class Target:
+    """GPUs on which a job would train."""
+
+    card: GpuType
+    gpus: int
+    hw: str  # what --hw takes for this card
+    cluster: Path | None  # its file; None: this machine
+
+
 def check_memory(
     plan: submit.Plan, args: argparse.Namespace, typed: Sequence[str], *, may_change: bool = True
 ) -> tuple[str, str] | None:
-    """Return what a step takes on its card, as predicted, and the reason; None for ranks on the CPU.
+    """Return what a step takes on the card of a plan, as `check_target`; None for ranks on the CPU."""
+    card = get_gpu(plan.kind.card)
+    if card is None:
+        return None
+    target = Target(card, plan.gpus, plan.hw, plan.cluster.path)
+    return check_target(target, plan.config, args, typed, may_change=may_change)
+
+
+def check_target(
+    target: Target, config: TrainConfig, args: argparse.Namespace, typed: Sequence[str], *, may_change: bool = True
+) -> tuple[str, str]:
+    """Return what a step takes, as predicted, and the reason.
 
     What was never predicted is predicted now, in a process of its own; with --dry it is not.
 
@@ -144,91 +166,99 @@ def check_memory(
     Raises:
         UserError: the step cannot fit; says what to type.
     """
-    card = get_gpu(plan.kind.card)
-    if card is None:
-        return None
     if args.no_plan:
         return "not checked", "--no-plan"
-    observations = _list_observations(plan.config, args)
-    store = open_store(plan.config, args.jobs, os.environ)
-    predict = correct(store.read, observations, card, gpus=plan.gpus)
+    card, gpus = target.card, target.gpus
+    observations = _list_observations(config, args)
+    store = open_store(config, args.jobs, os.environ)
+    predict = correct(store.read, observations, card, gpus=gpus)
     try:
-        split = rate_stated(plan.config, card, gpus=plan.gpus, predict=predict)
+        split = rate_stated(config, card, gpus=gpus, predict=predict)
     except NotPredicted:
         if args.dry:
-            return "not checked", f"never predicted; submit does it first, as does: {_format_plan_command(plan, args)}"
+            line = _format_plan_command(target, config, args)
+            return "not checked", f"never predicted; submit does it first, as does: {line}"
         try:
             store = complete_store(
-                plan.config,
+                config,
                 args.jobs,
                 [card],
-                gpus=plan.gpus,
+                gpus=gpus,
                 environ=os.environ,
                 announce=lambda: print(
-                    f"{plan.job}: predicting its memory on {plan.hw} first, once; --no-plan goes without ...",
+                    f"{config.job}: predicting its memory on {target.hw} first, once; --no-plan goes without ...",
                     file=sys.stderr,
                 ),
             )
         except CannotPredict as error:  # a login node may lack memory or libraries that the nodes have
             return "not checked", str(error)
-        predict = correct(store.read, observations, card, gpus=plan.gpus)
-        split = rate_stated(plan.config, card, gpus=plan.gpus, predict=predict)
+        predict = correct(store.read, observations, card, gpus=gpus)
+        split = rate_stated(config, card, gpus=gpus, predict=predict)
     if split.step.refused:
         return "not predicted", split.step.refused
     if split.verdict == MISFIT:
-        fitting = _find_fitting(plan, card, predict) if may_change else None
-        raise UserError(_explain_misfit(plan, split, fitting, args, typed))
+        fitting = _find_fitting(target, config, predict) if may_change else None
+        raise UserError(_explain_misfit(target, config, split, fitting, args, typed))
     return f"{split.step.peak_gib:.2f} GiB", (
         f"and {split.step.reserve_gib:.1f} in reserve, of {split.has_gib:.1f}: {split.verdict}; "
         f"{describe_origin(split.step)}"
     )
 
 
-def _find_fitting(plan: submit.Plan, card: GpuType, predict: Predict) -> Split | None:
+def _find_fitting(target: Target, config: TrainConfig, predict: Predict) -> Split | None:
     """Return how the job fits on this card, if that is stored."""
     try:
-        split = choose_split(plan.config, card, gpus=plan.gpus, predict=predict)
+        split = choose_split(config, target.card, gpus=target.gpus, predict=predict)
     except NotPredicted:
         return None
     return split if split.verdict == FITS else None
 
 
 def _explain_misfit(
-    plan: submit.Plan, split: Split, fitting: Split | None, args: argparse.Namespace, typed: Sequence[str]
+    target: Target,
+    config: TrainConfig,
+    split: Split,
+    fitting: Split | None,
+    args: argparse.Namespace,
+    typed: Sequence[str],
 ) -> str:
     """Say how much is missing, and which line computes the same in less memory, if one does."""
     if fitting is not None:
         changes = [f"micro_batch_size={fitting.setting.micro_batch}"]
         if fitting.setting.recompute and not split.setting.recompute:
             changes.append("gradient_checkpointing=true")
-        advice = f"This computes the same and fits: {_format_submit_command(plan, typed, changes)}"
+        advice = f"This computes the same and fits: {_format_submit_command(config.job, typed, changes)}"
     else:
         advice = (
-            f"What fits on which card: {_format_plan_command(plan, args, every_card=True)}. To try it all the same: "
-            f"{_format_submit_command(plan, typed, ['--no-plan'])}"
+            f"What fits on which card: {_format_plan_command(target, config, args, every_card=True)}. To try it "
+            f"all the same: {_format_submit_command(config.job, typed, ['--no-plan'])}"
         )
+    name = f"HW={target.hw}" if target.cluster else target.card.name
     return (
-        f"HW={plan.hw}: a step of {plan.job} with micro-batches of {split.setting.micro_batch} takes "
+        f"{name}: a step of {config.job} with micro-batches of {split.setting.micro_batch} takes "
         f"{split.step.peak_gib:.1f} GiB for tensors alone ({describe_origin(split.step)}), but a process has "
         f"{split.has_gib:.1f} GiB there. {advice}"
     )
 
 
-def _format_submit_command(plan: submit.Plan, typed: Sequence[str], changes: Sequence[str]) -> str:
+def _format_submit_command(job: str, typed: Sequence[str], changes: Sequence[str]) -> str:
     """Return the command with these options after the job, instead of those of the same names, and flags at the end."""
     names = {word.partition("=")[0] for word in changes}
     kept = [word for word in typed if word.partition("=")[0] not in names]
     flags = [word for word in changes if word.startswith("--")]
     options = [word for word in changes if word not in flags]
-    place = kept.index(plan.job) + 1 if options else 0
+    place = kept.index(job) + 1 if options else 0
     return shlex.join(["trainyard", *kept[:place], *options, *kept[place:], *flags])
 
 
-def _format_plan_command(plan: submit.Plan, args: argparse.Namespace, *, every_card: bool = False) -> str:
+def _format_plan_command(
+    target: Target, config: TrainConfig, args: argparse.Namespace, *, every_card: bool = False
+) -> str:
     """Return the command that predicts what submit would look up, or that for all of the cluster's cards."""
-    preset = configs.compose(plan.job, [], args.jobs)
-    own = [f"{d.name}={d.new}" for d in configs.find_differences(preset, plan.config)]
-    words = ["trainyard", "plan", plan.job, *own, "--gpus", str(plan.gpus), "--cluster", str(plan.cluster.path)]
-    words += [] if every_card else ["--hw", plan.hw]
-    words += shlex.split(format_families(plan.job, args.jobs))
+    preset = configs.compose(config.job, [], args.jobs)
+    own = [f"{d.name}={d.new}" for d in configs.find_differences(preset, config)]
+    words = ["trainyard", "plan", config.job, *own, "--gpus", str(target.gpus)]
+    words += ["--cluster", str(target.cluster)] if target.cluster else []
+    words += [] if every_card else ["--hw", target.hw]
+    words += shlex.split(format_families(config.job, args.jobs))
     return shlex.join(words)

@@ -4,6 +4,7 @@ import argparse
 import copy
 import os
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,14 +21,15 @@ from trainyard.cli.choices import (
     record_packing,
 )
 from trainyard.cli.cluster import add_plan_option, add_resource_args, check_against_slurm, find_cluster, read_request
-from trainyard.cli.plan import check_memory
+from trainyard.cli.plan import Target, check_memory, check_target
+from trainyard.cli.plan_screen import HOST
 from trainyard.cli.verb import Verbs, add_verb
 from trainyard.cluster import description as clusters
 from trainyard.cluster.options import OPTIONS, keep_options, read_options
 from trainyard.data.prepare import packs_the_same
-from trainyard.environment import list_gpu_memory_gib
+from trainyard.environment import LocalGpu, list_gpus
 from trainyard.errors import UserError
-from trainyard.hardware import choose_sync_batchnorm
+from trainyard.hardware import choose_sync_batchnorm, find_gpu_by_name
 from trainyard.launch import submit
 from trainyard.launch.choose_data import DataChoice, require_data
 from trainyard.launch.memory_prediction import compute_key
@@ -38,6 +40,7 @@ from trainyard.runs.create import create_run
 from trainyard.runs.history import read_run
 from trainyard.runs.observations import keep_key
 from trainyard.runs.submission import read_submission
+from trainyard.settings import TrainConfig
 from trainyard.train.trackers import require_trackers
 
 
@@ -164,42 +167,60 @@ def _submit_locally(args: argparse.Namespace) -> int:
             "--after and --then (make: AFTER=, THEN=) need Slurm, which --local does without. Leave one out."
         )
     data = compose_job(args, None)
-    ranks, gpus = _count_local_ranks(args)
+    ranks, gpus = _choose_local_ranks(args)
     choose_sync_batchnorm(data.config.sync_batchnorm, device_type="cuda" if gpus else "cpu", world_size=ranks)
     require_trackers(data.config.trackers)
     if not args.dry:
         require_data(data, jobs_dir=args.jobs, typed=args.typed)
+    memory = _check_local_memory(data.config, args, ranks=ranks, gpus=gpus)
     if args.dry:
         run = args.runs.absolute() / args.job / (args.name or dry.NEW)
-        return dry.print_run(run, data.config, args.jobs, ranks=ranks)
+        return dry.print_run(run, data.config, args.jobs, ranks=ranks, memory=memory)
     time_min = clusters.parse_minutes(args.time or "30d")
     run = create_run(args.runs.absolute(), data.config, name=args.name, environ=os.environ)
     try:
-        record_choices(run, data, configs.Root(args.jobs, args.why_jobs))
+        record_choices(run, data, configs.Root(args.jobs, args.why_jobs), memory=memory)
         code = submit.snapshot_code(args.jobs, run / "code")
-        job = submit.submit_locally(run, ranks=ranks, gpus=gpus, time_min=time_min, code=code)
+        job = submit.submit_locally(run, ranks=ranks, gpus=min(ranks, len(gpus)), time_min=time_min, code=code)
     except BaseException:
         shutil.rmtree(run)
         raise
+    print("\n".join(f"{name:<11} {value}" for name, value in describe_memory(memory).items()))
     _print_submitted(f"process {job} on this machine, {ranks} rank{'s' * (ranks > 1)}", run)
     return 0
 
 
-def _count_local_ranks(args: argparse.Namespace) -> tuple[int, int]:
-    """Return how many ranks start on this machine, and on how many GPUs; without any GPU, one rank on the CPU.
+def _choose_local_ranks(args: argparse.Namespace) -> tuple[int, list[LocalGpu]]:
+    """Return how many ranks start on this machine, and the GPUs that they may use; without any, one rank on the CPU.
 
     Raises:
         UserError: there are fewer GPUs, or no rank is asked for.
     """
     if args.cpu_ranks:
-        return max(1, args.cpu_ranks), 0
+        return max(1, args.cpu_ranks), []
     if args.gpus < 1:
         raise UserError(f"--gpus {args.gpus}: a job needs at least one rank. Leave it out for one.")
-    found = len(list_gpu_memory_gib(os.environ))
-    if args.gpus > max(1, found):
-        use = f"Use --gpus {found}." if found else f"Leave --gpus out to train on the CPU, or --cpu-ranks {args.gpus}."
-        raise UserError(f"{args.gpus} GPUs requested, but this machine has {found}. {use}")
-    return args.gpus, min(args.gpus, found)
+    found = list_gpus(os.environ)
+    if args.gpus > max(1, len(found)):
+        use = f"Leave --gpus out to train on the CPU, or --cpu-ranks {args.gpus}."
+        use = f"Use --gpus {len(found)}." if found else use
+        raise UserError(f"{args.gpus} GPUs requested, but this machine has {len(found)}. {use}")
+    return args.gpus, found
+
+
+def _check_local_memory(
+    config: TrainConfig, args: argparse.Namespace, *, ranks: int, gpus: Sequence[LocalGpu]
+) -> tuple[str, str]:
+    """Return what a step takes on the GPUs of this machine, as `check_target`, or where else memory is checked."""
+    if not gpus:
+        return HOST, "ranks on the CPU; a run refuses what this host has no memory for"
+    names = {f"{gpu.name}{', in MIG slices' * gpu.is_split}": gpu for gpu in gpus}
+    gpu, *others = names.values()
+    card = None if others or gpu.is_split else find_gpu_by_name(gpu.name, gpu.memory_gib)
+    if card is None:  # of several types, torch chooses one by rules of its own
+        what = f"{' and '.join(names)}: {'several types' if others else 'no card that plans know'}"
+        return "not checked", f"{what}; when the run starts, it tries its largest step first"
+    return check_target(Target(card, ranks, card.key, None), config, args, args.typed)
 
 
 def _print_submitted_jobs(run: Path) -> None:
