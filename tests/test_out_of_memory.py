@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -344,6 +345,22 @@ def test_one_of_two_ranks_without_memory_ends_both_and_both_start_again(phase, t
     choices = read_env(run)["choices"]
     assert f"halved from 8: out of memory in the {phase}" in choices["micro_batch_size"]["reason"]
     assert (choices["micro_batch_size"]["value"], choices["eval_batch_size"]["value"]) == (4, 4)
+
+
+@pytest.mark.long
+def test_a_local_submission_starts_all_ranks_again_after_out_of_memory_in_one(tmp_path, cache, whole):
+    words = ["stripes", f"data.cache={cache}", *EXACT, "model.full_above=4", "model.full_rank=1", "model.full_step=16"]
+    place = ["--local", "--cpu-ranks", "2", "--jobs", str(FAMILIES), "--runs", str(tmp_path), "--name", "here"]
+    command = [sys.executable, "-m", "trainyard", "submit", *words, *place]
+    subprocess.run(command, timeout=60, check=True, capture_output=True)
+    run, deadline = tmp_path / "stripes" / "here", time.monotonic() + 240
+    while not (run / "report.html").is_file() and not any(run.glob("slurm/*_result.pkl")):
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    assert_same_training(whole, run)
+    assert read_env(run)["choices"]["micro_batch_size"]["value"] == 4
+    (output,) = run.glob("slurm/*_0_log.err")
+    assert "all ranks start again, with half the micro-batch" in output.read_text()
 
 
 @pytest.mark.long

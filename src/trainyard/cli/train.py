@@ -3,19 +3,18 @@
 import argparse
 import os
 import shutil
-import signal
 import sys
 import time
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 from trainyard import config as configs
 from trainyard.cli import cluster, dry, submission
 from trainyard.cli.choices import add_synthetic_option, find_start, record_choices
 from trainyard.cli.extension import LENGTH, Extension, plan_extension, record_extension
 from trainyard.cli.verb import Verbs, add_dry_option, add_trust_option, add_verb
-from trainyard.errors import Killed, UserError
+from trainyard.errors import UserError
 from trainyard.families import format_families
 from trainyard.files import limit_writers
 from trainyard.hardware import choose_sync_batchnorm, show_own_mig_slice
@@ -30,7 +29,7 @@ from trainyard.runs.state import Cause, ExitCode
 from trainyard.runs.submission import read_submission
 from trainyard.settings import TrainConfig
 from trainyard.train.trackers import require_trackers
-from trainyard.train.world import read_attempt_id, read_world
+from trainyard.train.world import read_world
 
 
 def add_commands(verbs: Verbs) -> None:
@@ -221,32 +220,13 @@ def _train(run: Path, args: argparse.Namespace, count: int) -> int:
 
 def _run_ranks(run: Path, args: argparse.Namespace, count: int) -> int:
     from trainyard.launch.rank_task import execute
-    from trainyard.launch.ranks import run_ranks
+    from trainyard.launch.ranks import train_on_ranks
 
+    how: dict[str, Any] = {"environ": os.environ, "started": args.started, "break_lock": args.break_lock}
     if count > 1:
-        command = ["rank", str(run), "--jobs", str(args.jobs), "--since", str(args.started)]
-        command += ["--break-lock"] * args.break_lock
-        attempt = read_attempt_id(os.environ, started=args.started)
-        start_ranks = partial(
-            run_ranks,
-            command,
-            count,
-            environ=os.environ,
-            on_killed=lambda rank, number: _record_killed(run, rank, number, attempt=attempt),
-        )
-        while (code := start_ranks()) == ExitCode.DEVICE_OOM:
-            logger.info("a GPU was out of memory: all ranks start again, with half the micro-batch")
-    else:
-        show_own_mig_slice(os.environ, read_world(os.environ).local_rank)
-        code = execute(run, args.jobs, environ=os.environ, started=args.started, break_lock=args.break_lock)
-    return code
-
-
-def _record_killed(run: Path, rank: int, number: int, *, attempt: str) -> None:
-    """Record that a rank was killed: it could not, and the others only know that they lost one."""
-    name = signal.Signals(number).name
-    hint = "; if nobody sent it, the kernel did, for want of memory: dmesg | tail" if number == signal.SIGKILL else ""
-    runs.record_error(run, Killed(number, f"{name}{hint}"), attempt=attempt, rank=rank)
+        return train_on_ranks(run, args.jobs, count, **how)
+    show_own_mig_slice(os.environ, read_world(os.environ).local_rank)
+    return execute(run, args.jobs, **how)
 
 
 def _print_outcome(run: Path, code: int, args: argparse.Namespace) -> None:

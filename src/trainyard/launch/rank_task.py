@@ -26,6 +26,7 @@ from trainyard.hardware import (
 from trainyard.launch.memory_prediction import compute_key
 from trainyard.launch.observed import record_observation, record_prediction
 from trainyard.launch.rank_choices import Choice, build_context, record_choices
+from trainyard.launch.ranks import train_on_ranks
 from trainyard.messages import logger
 from trainyard.runs.changes import refuse_changes
 from trainyard.runs.folder import CONFIG, read_env, record_error
@@ -46,20 +47,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RankTask:
-    """One rank of one attempt of a submitted run: what submitit pickles. Everything else is in the run's folder."""
+    """What submitit starts of a submitted run: a rank, or the launcher of all. Everything else is in the run folder."""
 
     run: Path
     jobs: Path
     since: float = 0.0  # start of all ranks, seconds since the epoch; 0: each rank's own
     only_packs: bool = False  # without training: a Slurm job of its own, before the GPUs are requested
+    ranks_here: int = 1  # more: this task is no rank, but starts so many on its machine
 
     def __call__(self) -> None:
         """Train, and exit with the run's code: submitit would call a run that stopped half-way a success."""
         set_openmp_wait_policy(os.environ)
         try:
-            show_own_mig_slice(os.environ, read_world(os.environ).local_rank)
-            started = self.since or time.time()
-            code = execute(self.run, self.jobs, environ=os.environ, started=started, only_packs=self.only_packs)
+            code = self._train_or_pack(self.since or time.time())
             if code == 0 and not self.only_packs and read_world(os.environ).is_main:
                 with report_full_disk(self.run):
                     _write_report(self.run)
@@ -71,6 +71,12 @@ class RankTask:
                 _update_board(self.run)
         if code:
             sys.exit(code)
+
+    def _train_or_pack(self, started: float) -> int:
+        if self.ranks_here > 1:
+            return train_on_ranks(self.run, self.jobs, self.ranks_here, environ=os.environ, started=started)
+        show_own_mig_slice(os.environ, read_world(os.environ).local_rank)
+        return execute(self.run, self.jobs, environ=os.environ, started=started, only_packs=self.only_packs)
 
 
 def _update_board(run: Path) -> None:

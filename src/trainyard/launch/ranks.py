@@ -8,14 +8,51 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from types import FrameType
 
+from trainyard.errors import Killed
+from trainyard.messages import logger
+from trainyard.runs.folder import record_error
 from trainyard.runs.state import ExitCode
 from trainyard.train.stop import FORWARDED_SIGNALS, STOP_SIGNALS, leave_closed_terminal
+from trainyard.train.world import read_attempt_id
 
 _GRACE_S = 15.0  # after one rank has failed, until the others are killed
 _POLL_S = 0.05
 _PR_SET_PDEATHSIG = 1
+
+
+def train_on_ranks(
+    run: Path, jobs_dir: Path, count: int, *, environ: Mapping[str, str], started: float, break_lock: bool = False
+) -> int:
+    """Train a run on `count` ranks; return the exit code of the first that failed, or 0.
+
+    Out of memory on a GPU, all ranks start again, with the smaller micro-batch that the run has recorded.
+
+    Args:
+        started: when the attempt began, in seconds since the epoch.
+    """
+    command = ["rank", str(run), "--jobs", str(jobs_dir), "--since", str(started), *["--break-lock"] * break_lock]
+    attempt = read_attempt_id(environ, started=started)
+    start_ranks = partial(
+        run_ranks,
+        command,
+        count,
+        environ=environ,
+        on_killed=lambda rank, number: _record_killed(run, rank, number, attempt=attempt),
+    )
+    while (code := start_ranks()) == ExitCode.DEVICE_OOM:
+        logger.info("a GPU was out of memory: all ranks start again, with half the micro-batch")
+    return code
+
+
+def _record_killed(run: Path, rank: int, number: int, *, attempt: str) -> None:
+    """Record that a rank was killed: it could not, and the others only know that they lost one."""
+    name = signal.Signals(number).name
+    hint = "; if nobody sent it, the kernel did, for want of memory: dmesg | tail" if number == signal.SIGKILL else ""
+    record_error(run, Killed(number, f"{name}{hint}"), attempt=attempt, rank=rank)
 
 
 def run_ranks(
@@ -35,7 +72,7 @@ def run_ranks(
     """
     rendezvous = secrets.token_hex(8)
     # Blocked here and, by inheritance, in the ranks until they listen: a signal while they start is late, not lost.
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     ranks = [_start_rank(arguments, rank, count, rendezvous, environ) for rank in range(count)]
 
     def forward_signal(number: int, frame: FrameType | None) -> None:
@@ -49,7 +86,7 @@ def run_ranks(
     listened = [number for number in FORWARDED_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, forward_signal) for number in listened}
     before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     try:
         return _wait_for_ranks(ranks, on_killed)
     finally:

@@ -358,13 +358,13 @@ def submit_locally(run: Path, *, ranks: int, gpus: int, time_min: int, code: Cod
     folder = run / "slurm"
     python = f"env {shlex.quote(f'PYTHONPATH={code.folder}')} {shlex.quote(sys.executable)}"
 
-    class RankExecutor(LocalExecutor):  # ranks start with our own module instead of submitit's
+    class RankExecutor(LocalExecutor):  # the task starts with our own module instead of submitit's
         _submitit_command_str = build_rank_command(python, folder)
 
     executor = RankExecutor(folder)
-    executor.update_parameters(tasks_per_node=ranks, gpus_per_node=gpus, timeout_min=time_min, signal_delay_s=60)
+    executor.update_parameters(tasks_per_node=1, gpus_per_node=gpus, timeout_min=time_min, signal_delay_s=60)
     with _detach_output(), _hide_slurm_variables():
-        job = executor.submit(RankTask(run, code.jobs, since=time.time()))
+        job = executor.submit(RankTask(run, code.jobs, since=time.time(), ranks_here=ranks))
     resources = {"gpus": ranks, "nodes": 1, "time_min": time_min}
     folders = {"folder": str(folder), "code": str(code.folder), "jobs": str(code.jobs)}
     _write_submission(run, {"scheduler": "local", "job": job.job_id, **resources, **folders})
