@@ -331,7 +331,12 @@ def test_batch_statistics_over_few_samples_are_told_from_enough(size, synced, sa
 
 
 @pytest.mark.parametrize(
-    "phase", [pytest.param("backward", marks=pytest.mark.slow), pytest.param("optimizer", marks=pytest.mark.long)]
+    "phase",
+    [
+        pytest.param("forward", marks=pytest.mark.long),
+        pytest.param("backward", marks=pytest.mark.slow),
+        pytest.param("optimizer", marks=pytest.mark.long),
+    ],
 )
 def test_one_of_two_ranks_without_memory_ends_both_and_both_start_again(phase, tmp_path, cache, whole):
     """In evaluation, which follows, that rank alone takes smaller batches, and the other one waits for it."""
@@ -345,6 +350,18 @@ def test_one_of_two_ranks_without_memory_ends_both_and_both_start_again(phase, t
     choices = read_env(run)["choices"]
     assert f"halved from 8: out of memory in the {phase}" in choices["micro_batch_size"]["reason"]
     assert (choices["micro_batch_size"]["value"], choices["eval_batch_size"]["value"]) == (4, 4)
+
+
+@pytest.mark.long
+def test_in_evaluation_one_of_two_ranks_without_memory_halves_its_batches_and_neither_starts_again(tmp_path, cache):
+    whole, full = make_run(tmp_path / "whole", cache), ("model.full_phase=evaluation", "model.full_rank=1")
+    run = make_run(tmp_path / "full", cache, "model.full_above=4", *full)
+    assert train_on_ranks(whole, 2, rendezvous="whole") == [0, 0]
+    assert train_on_ranks(run, 2, rendezvous="full") == [0, 0]
+    assert find_differences(load_state(whole), load_state(run)) == []
+    assert read_run_metrics(whole) == read_run_metrics(run)
+    choices = read_env(run)["choices"]
+    assert choices["micro_batch_size"]["value"] == 8
 
 
 @pytest.mark.long
