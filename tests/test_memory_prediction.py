@@ -126,6 +126,22 @@ def test_a_plan_is_one_screen_that_says_what_was_never_observed(tmp_path):
     assert "Never observed on any of these cards" in " ".join(text.split())
     assert "hours ?      all: not known until measured" in text
     assert "2080ti        64 = " in text
+    assert "compile      all: off, requested\n" in text
+
+
+def test_a_card_that_cannot_compute_a_job_hides_no_column_of_the_others(tmp_path):
+    stated = ["compile=on", "schedule.name=constant", "max_duration=90min"]
+    config = configs.compose("pricing", ["global_batch_size=64", *stated], JOBS)
+    cards = {key: get_gpu(key) for key in ("p100-16-pcie", "a100-80-sxm")}
+    store, known = Store(tmp_path / "x.json", {}, {}), Known([], None, None, tmp_path, ["pricing"])
+    store.read = predict  # type: ignore[method-assign]
+    lines = list(describe_plan(config, cards, store, known, gpus=1))  # type: ignore[arg-type]
+    (row,) = (line for line in lines if line.startswith("a100-80-sxm "))
+    assert re.search(r" 64 = 64 x 1 x 1 .* 65\.0 e +73\.6 +(fits|may not fit) .* ms +1\.5$", row), row
+    text = " ".join("\n".join(lines).split())
+    assert "cannot p100-16-pcie: compile=on requested, but torch.compile generates Triton kernels" in text
+    assert "compile all: on, requested; the GiB are of steps without it" in text
+    assert "hours ?" not in text, "the hours are stated"
 
 
 @pytest.mark.parametrize("job", ["fingerprint_1m", "fingerprint_500k"])

@@ -53,6 +53,7 @@ def describe_plan(
     """Yield the lines of one screen."""
     splits = {name: _split(config, card, store, known, gpus) for name, card in cards.items()}
     found = {name: _find(known, cards[name], split, gpus) for name, split in splits.items()}
+    steps = _count_steps(config, known)
     possible = [split for split in splits.values() if isinstance(split, Split) and not split.step.refused]
     yield f"{config.job} on {gpus} {'rank' if all(card is CPU for card in cards.values()) else 'GPU'}{'s' * (gpus > 1)}"
     yield from _write(
@@ -67,17 +68,19 @@ def describe_plan(
         yield from _write("derived", _describe_sizes(step) + flops)
     yield ""
     header = ["card", "batch = micro-batch x steps x GPUs", "computes in", "GiB", "of", "", "a step", "hours"]
-    rows = [_list_cells(name, split, cards[name], config, gpus, found[name]) for name, split in splits.items()]
+    rows = [_list_cells(name, split, cards[name], config, gpus, found[name], steps) for name, split in splits.items()]
     header[1] = "batch = micro x steps x GPUs" if any(len(row[1]) < 29 for row in rows) else header[1]
     yield from (line[:_WIDTH] for line in align_columns([header, *rows]))
     yield ""
+    yield from _describe_refusals(splits)
     yield from _describe_reasons(splits)
+    yield from _describe_compile(splits, config)
     yield from _describe_checkpointing(splits, store, config)
     yield from _describe_marks(splits, found)
     yield from _describe_data(config, store, known)
     yield from _describe_decoding(config, cards, known)
-    yield from _describe_checkpoints(config, step, [run for run in found.values() if run is not None], known)
-    yield from _describe_next(config, splits, found, known)
+    yield from _describe_checkpoints(config, step, [run for run in found.values() if run is not None], steps)
+    yield from _describe_next(config, splits, [row[-1] for row in rows], known)
 
 
 def _split(config: TrainConfig, card: GpuType, store: Store, known: Known, gpus: int) -> Split | str:
@@ -122,22 +125,28 @@ def _describe_sizes(step: StepPrediction) -> str:
 
 
 def _list_cells(
-    name: str, split: Split | str, card: GpuType, config: TrainConfig, gpus: int, found: Observation | None
+    name: str,
+    split: Split | str,
+    card: GpuType,
+    config: TrainConfig,
+    gpus: int,
+    found: Observation | None,
+    steps: int | None,
 ) -> list[str]:
     if isinstance(split, str):
-        return [name, f"cannot: {split}", "", "", "", "", "", ""]
+        return [name, "cannot", "", "", "", "", "", ""]
     batch = f"{config.global_batch_size} = {split.setting.micro_batch} x {split.accumulation_steps} x {gpus}"
     kind = f"{split.setting.dtype}{', TF32' * split.precision.tf32}"
-    hours = compute_hours(config, found)
-    time = "?" if hours is None else f"{hours:.3g} m"
     if card is CPU:
-        return [name, batch, kind, "?", "?", split.verdict, "?", time]
+        return [name, batch, kind, "?", "?", split.verdict, "?", _format_hours(config, found)]
     if split.step.refused:
-        return [name, batch, kind, "?", f"{split.has_gib:.1f}", MISFIT, "?", time]
+        return [name, batch, kind, "?", f"{split.has_gib:.1f}", MISFIT, "?", _format_hours(config, found)]
     size = f"{_format_gib(split.step.peak_gib)} {'m' if isinstance(split.step, ObservedStep) else 'e'}"
     floor_s = compute_floor_s(card, split, samples=config.global_batch_size // gpus)
     floor = "?" if floor_s is None else f">= {_format_ms(1e3 * floor_s)}"
-    return [name, batch, kind, size, f"{split.has_gib:.1f}", split.verdict, floor, time]
+    least_s = None if floor_s is None or steps is None else steps * floor_s
+    hours = _format_hours(config, found, least_s=least_s)
+    return [name, batch, kind, size, f"{split.has_gib:.1f}", split.verdict, floor, hours]
 
 
 def compute_floor_s(card: GpuType, split: Split, *, samples: int) -> float | None:
@@ -174,6 +183,30 @@ def compute_hours(config: TrainConfig, found: Observation | None) -> float | Non
     return length.to_steps(found.steps_per_epoch) * found.step_s / 3600
 
 
+def _format_hours(config: TrainConfig, found: Observation | None, *, least_s: float | None = None) -> str:
+    """Return the hours of the whole run as stated, as measured, or at least; "?" if nothing is known of them."""
+    length = Duration.parse(config.max_duration)
+    if length.unit == "min":
+        return f"{length.to_minutes() / 60:.3g}"
+    if (hours := compute_hours(config, found)) is not None:
+        return f"{hours:.3g} m"
+    return "?" if least_s is None else f">= {least_s / 3600:.2g}"
+
+
+def _count_steps(config: TrainConfig, known: Known) -> int | None:
+    """Return the steps of the whole run, if neither its minutes nor its data decide about them."""
+    length = Duration.parse(config.max_duration)
+    if length.unit == "st" or (length.unit == "ep" and known.steps_per_epoch is not None):
+        return length.to_steps(known.steps_per_epoch or 0)
+    return None
+
+
+def _describe_refusals(splits: Mapping[str, Split | str]) -> Iterator[str]:
+    for name, split in splits.items():
+        if isinstance(split, str):
+            yield from _write("cannot", f"{name}: {split}")
+
+
 def _describe_reasons(splits: Mapping[str, Split | str]) -> Iterator[str]:
     by_reason: dict[str, list[str]] = {}
     for name, split in splits.items():
@@ -181,6 +214,18 @@ def _describe_reasons(splits: Mapping[str, Split | str]) -> Iterator[str]:
             by_reason.setdefault(split.reason, []).append(name)
     for reason, names in by_reason.items():
         yield from _write("micro-batch", f"{', '.join(names) if len(by_reason) > 1 else 'all'}: {reason}")
+
+
+def _describe_compile(splits: Mapping[str, Split | str], config: TrainConfig) -> Iterator[str]:
+    """Say on which cards the model is compiled, and why."""
+    by_choice: dict[str, list[str]] = {}
+    for name, split in splits.items():
+        if isinstance(split, Split):
+            on, why = split.precision.compile, split.precision.reasons["compile"]
+            choice = why if config.compile == "auto" else f"{'on' if on else 'off'}, requested"
+            by_choice.setdefault(f"{choice}{'; the GiB are of steps without it' * on}", []).append(name)
+    texts = [f"{', '.join(names) if len(by_choice) > 1 else 'all'}: {choice}" for choice, names in by_choice.items()]
+    yield from _write("compile", "; ".join(texts))
 
 
 def _describe_checkpointing(splits: Mapping[str, Split | str], store: Store, config: TrainConfig) -> Iterator[str]:
@@ -257,12 +302,8 @@ def _describe_decoding(config: TrainConfig, cards: Mapping[str, GpuType], known:
 
 
 def _describe_checkpoints(
-    config: TrainConfig, step: StepPrediction | None, runs: Sequence[Observation], known: Known
+    config: TrainConfig, step: StepPrediction | None, runs: Sequence[Observation], steps: int | None
 ) -> Iterator[str]:
-    length = Duration.parse(config.max_duration)
-    steps = None
-    if length.unit == "st" or (length.unit == "ep" and known.steps_per_epoch is not None):
-        steps = length.to_steps(known.steps_per_epoch or 0)
     saved = next((run for run in runs if run.checkpoint_bytes), None)
     size = saved.checkpoint_bytes if saved else estimate_checkpoint_bytes(step) if step else None
     if size is not None:
@@ -293,21 +334,26 @@ def _describe_interval(config: TrainConfig, saved: Observation | None, steps: in
 
 
 def _describe_next(
-    config: TrainConfig,
-    splits: Mapping[str, Split | str],
-    found: Mapping[str, Observation | None],
-    known: Known,
+    config: TrainConfig, splits: Mapping[str, Split | str], hours: Sequence[str], known: Known
 ) -> Iterator[str]:
+    """Say what to type next.
+
+    Args:
+        hours: as in the table, in the order of `splits`.
+    """
     command = shlex.join(["trainyard", "submit", *known.words])
     missing = {
         name: split
-        for name, split in splits.items()
-        if isinstance(split, Split) and compute_hours(config, found[name]) is None
+        for (name, split), cell in zip(splits.items(), hours, strict=True)
+        if isinstance(split, Split) and cell.startswith(("?", ">="))
     }
     if missing:
         which = ", ".join(missing) if len(missing) < len(splits) else "all"
+        name, derived = (
+            ("hours >=", "derived: as many steps; ") if any(">=" in cell for cell in hours) else ("hours ?", "")
+        )
         line = shlex.join(_list_words_to_measure(config, list(missing.values()), known))
-        yield from _write("hours ?", f"{which}: not known until measured; on the card, type:")
+        yield from _write(name, f"{derived}{which}: not known until measured; on the card, type:")
         yield f"{'':<{_INDENT}} {line}"
     yield f"{'script':<{_INDENT}} {command} --dry"
     yield f"{'next':<{_INDENT}} {command}"
