@@ -1,6 +1,7 @@
 """How a global batch is split on each card, from predictions of memory; and the file that keeps them."""
 
 import argparse
+import os
 import re
 import shlex
 import shutil
@@ -20,6 +21,7 @@ from trainyard.cli.plan_screen import Known, describe_plan
 from trainyard.cli.plan_table import Notes, describe_preset
 from trainyard.cluster.description import load_cluster
 from trainyard.data.order import order_epoch, split_into_micro_batches
+from trainyard.environment import name_chosen_gpus
 from trainyard.errors import UserError
 from trainyard.hardware import get_gpu
 from trainyard.launch.memory_prediction import (
@@ -436,6 +438,18 @@ def complete_by_hand(environ: dict[str, str], words: Sequence[str]) -> Store:
 def test_a_local_submission_says_what_a_step_takes_on_this_machines_gpus(gpus, more, row, submit_here, capsys):
     assert submit_here(*more, gpus=gpus) == 0
     assert f"memory     {row}" in capsys.readouterr().out
+
+
+def test_where_cards_differ_those_that_the_user_chose_are_not_guessed_and_get_the_run(submit_here, capsys, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1, 3")
+    assert submit_here(gpus=[TI, A100]) == 0
+    assert "NVIDIA GeForce RTX 2080 Ti and NVIDIA A100-SXM4-40GB: several types" in capsys.readouterr().out
+    assert name_chosen_gpus(1, os.environ) == ["CUDA_VISIBLE_DEVICES=1"], "submitit would show GPU 0"
+    assert name_chosen_gpus(2, os.environ) == ["CUDA_VISIBLE_DEVICES=1,3"]
+    assert name_chosen_gpus(0, os.environ) == [] and name_chosen_gpus(2, {}) == []
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert submit_here(gpus=[TI, A100]) == 0
+    assert "checked at start  (ranks on the CPU; " in capsys.readouterr().out
 
 
 def test_a_local_submission_of_what_cannot_fit_is_refused_with_a_line_that_fits(submit_here, capsys):

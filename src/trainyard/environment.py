@@ -9,7 +9,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
@@ -128,8 +128,8 @@ class LocalGpu:
     is_split: bool  # into MIG slices, of which a process gets one
 
 
-def list_gpus(environ: Mapping[str, str]) -> list[LocalGpu]:
-    """Return each GPU that a process here may use. Asks nvidia-smi: torch loads slowly.
+def list_gpus() -> list[LocalGpu]:
+    """Return each GPU of this machine. Asks nvidia-smi: torch loads slowly.
 
     Raises:
         UserError: nvidia-smi does not answer.
@@ -143,13 +143,28 @@ def list_gpus(environ: Mapping[str, str]) -> list[LocalGpu]:
     except subprocess.TimeoutExpired:
         raise UserError("nvidia-smi did not answer within 20 s, so the driver hangs. Type: nvidia-smi") from None
     cells = [[cell.strip() for cell in line.split(",")] for line in answer.stdout.splitlines()]
-    found = [
+    return [
         LocalGpu(name, int(mib) / 1024, mig == "Enabled")
         for name, mib, mig in (row for row in cells if len(row) == 3)
         if mib.isdigit()
     ]
+
+
+def count_visible_gpus(gpus: Sequence[LocalGpu], environ: Mapping[str, str]) -> int:
+    """Return how many of this machine's GPUs a process may use; which ones, CUDA decides: it orders them by speed."""
+    chosen = _list_chosen_gpus(environ)
+    return len(gpus) if chosen is None else min(len(gpus), len(chosen))
+
+
+def name_chosen_gpus(count: int, environ: Mapping[str, str]) -> list[str]:
+    """Return the variable that shows the first `count` GPUs that the user chose to a process; none if nobody chose."""
+    chosen = _list_chosen_gpus(environ) or []
+    return [f"CUDA_VISIBLE_DEVICES={','.join(chosen[:count])}"] if chosen and count else []
+
+
+def _list_chosen_gpus(environ: Mapping[str, str]) -> list[str] | None:
     visible = environ.get("CUDA_VISIBLE_DEVICES")
-    return found if visible is None else found[: sum(bool(entry.strip()) for entry in visible.split(","))]
+    return None if visible is None else [entry.strip() for entry in visible.split(",") if entry.strip()]
 
 
 def find_checkout(code: Path) -> tuple[dict[str, Any], bytes]:

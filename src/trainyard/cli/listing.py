@@ -11,7 +11,7 @@ from pathlib import Path
 
 from trainyard import config as configs
 from trainyard.cli.verb import Verbs, add_verb
-from trainyard.environment import list_gpus
+from trainyard.environment import count_visible_gpus, list_gpus
 from trainyard.errors import UserError
 from trainyard.families import find_own_families, list_roots
 from trainyard.launch.choose_gpu import read_needed_gib
@@ -65,7 +65,8 @@ def _list_jobs(args: argparse.Namespace) -> int:
         raise UserError(
             f"{args.jobs}: contains no preset (<family>/<preset>.yaml). Name the folder of jobs: --jobs DIR."
         )
-    gpus_gib = [gpu.memory_gib for gpu in list_gpus(os.environ)]
+    gpus = list_gpus()
+    gpus_gib = [gpu.memory_gib for gpu in gpus[: count_visible_gpus(gpus, os.environ)]]
     answers: set[str] = set()
     listed: set[str] = set()
     for root, presets in by_root.items():

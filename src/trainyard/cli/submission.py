@@ -27,7 +27,7 @@ from trainyard.cli.verb import Verbs, add_verb
 from trainyard.cluster import description as clusters
 from trainyard.cluster.options import OPTIONS, keep_options, read_options
 from trainyard.data.prepare import packs_the_same
-from trainyard.environment import LocalGpu, list_gpus
+from trainyard.environment import LocalGpu, count_visible_gpus, list_gpus
 from trainyard.errors import UserError
 from trainyard.hardware import choose_sync_batchnorm, find_gpu_by_name
 from trainyard.launch import submit
@@ -191,7 +191,7 @@ def _submit_locally(args: argparse.Namespace) -> int:
 
 
 def _choose_local_ranks(args: argparse.Namespace) -> tuple[int, list[LocalGpu]]:
-    """Return how many ranks start on this machine, and the GPUs that they may use; without any, one rank on the CPU.
+    """Return how many ranks start on this machine, and its GPUs if they use some; without any, one rank on the CPU.
 
     Raises:
         UserError: there are fewer GPUs, or no rank is asked for.
@@ -200,12 +200,12 @@ def _choose_local_ranks(args: argparse.Namespace) -> tuple[int, list[LocalGpu]]:
         return max(1, args.cpu_ranks), []
     if args.gpus < 1:
         raise UserError(f"--gpus {args.gpus}: a job needs at least one rank. Leave it out for one.")
-    found = list_gpus(os.environ)
-    if args.gpus > max(1, len(found)):
-        use = f"Leave --gpus out to train on the CPU, or --cpu-ranks {args.gpus}."
-        use = f"Use --gpus {len(found)}." if found else use
-        raise UserError(f"{args.gpus} GPUs requested, but this machine has {len(found)}. {use}")
-    return args.gpus, found
+    gpus = list_gpus()
+    found = count_visible_gpus(gpus, os.environ)
+    if args.gpus > max(1, found):
+        use = f"Use --gpus {found}." if found else f"Leave --gpus out to train on the CPU, or --cpu-ranks {args.gpus}."
+        raise UserError(f"{args.gpus} GPUs requested, but this machine has {found}. {use}")
+    return args.gpus, gpus if found else []
 
 
 def _check_local_memory(

@@ -18,6 +18,7 @@ from typing import Any
 from trainyard.cluster import query as slurm
 from trainyard.cluster.description import Cluster, GpuNodes, format_minutes, parse_minutes
 from trainyard.cluster.options import choose_options
+from trainyard.environment import name_chosen_gpus
 from trainyard.errors import UserError
 from trainyard.files import copy_folder, limit_writers, write_atomically, write_json
 from trainyard.hardware import Precision, choose_image_target, get_gpu
@@ -356,7 +357,7 @@ def submit_locally(run: Path, *, ranks: int, gpus: int, time_min: int, code: Cod
     from submitit.local.local import LocalExecutor
 
     folder = run / "slurm"
-    python = f"env {shlex.quote(f'PYTHONPATH={code.folder}')} {shlex.quote(sys.executable)}"
+    python = shlex.join(["env", f"PYTHONPATH={code.folder}", *name_chosen_gpus(gpus, os.environ), sys.executable])
 
     class RankExecutor(LocalExecutor):  # the task starts with our own module instead of submitit's
         _submitit_command_str = build_rank_command(python, folder)
