@@ -1,6 +1,7 @@
 """What a run was predicted to take and what it took, and plans that use what was observed."""
 
 import re
+import shlex
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -80,6 +81,20 @@ def test_the_next_plan_of_the_same_machine_says_hours_as_measured(runs, capsys):
     assert re.search(r"each \(measured\), at most .* on disk \(derived\)", text)
     assert main([*words, "model.channels=4", "--runs", str(folder), "--jobs", str(FAMILIES)]) == 0
     assert "hours ?" in capsys.readouterr().out, "another configuration was never observed"
+
+
+@pytest.mark.slow
+def test_a_plan_knows_what_the_line_that_it_proposed_has_measured(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    words = ["plan", "stripes", "max_duration=300st", "--hw", "cpu", "--jobs", str(FAMILIES)]
+    assert main(words) == 0
+    line = shlex.split(capsys.readouterr().out.partition("on the card, type:\n")[2].partition("\n")[0])
+    assert line == ["trainyard", "run", "stripes", "max_duration=200st"]
+    assert main([*line[1:3], "max_duration=3st", "--jobs", str(FAMILIES)]) == 0
+    capsys.readouterr()
+    assert main(words) == 0
+    assert re.search(r"^cpu +\d+ = .* [\d.e-]+ m$", capsys.readouterr().out, re.MULTILINE)
 
 
 # Cards, by stored records: no GPU is needed

@@ -31,7 +31,7 @@ def add_synthetic_option(verb: argparse.ArgumentParser) -> None:
 def compose_job(args: argparse.Namespace, cluster: Cluster | None) -> DataChoice:
     """Compose the job that was typed, choose its data, and make its paths absolute: a node works in another folder."""
     return choose_data(
-        _make_paths_absolute(find_start(configs.compose(args.job, args.overrides, args.jobs), args.runs)),
+        make_paths_absolute(find_start(configs.compose(args.job, args.overrides, args.jobs), args.runs)),
         overrides=args.overrides,
         wants_synthetic=args.synthetic,
         cluster=cluster,
@@ -161,6 +161,7 @@ def settle_elements(
     return settled
 
 
-def _make_paths_absolute(config: TrainConfig) -> TrainConfig:
+def make_paths_absolute(config: TrainConfig) -> TrainConfig:
+    """Return the config with the same folders by their absolute paths."""
     path = str(Path(config.data.path).absolute()) if config.data.path else ""
     return replace(config, data=replace(config.data, path=path, cache=str(Path(config.data.cache).absolute())))
