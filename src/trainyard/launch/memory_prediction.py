@@ -363,7 +363,7 @@ def complete_store(
         outs, processes = [], []
         for i, keys in enumerate(_share_out(config, missing)):
             outs.append(Path(folder) / f"steps{i}.json")
-            command = [sys.executable, "-m", "trainyard.tools.predict_memory", str(file), str(jobs_dir), str(outs[i])]
+            command = [sys.executable, "-c", _PREDICT, str(file), str(jobs_dir), str(outs[i])]
             processes.append(
                 subprocess.Popen(
                     [*command, *keys, "--gpus", str(gpus)],
@@ -382,6 +382,10 @@ def complete_store(
             _extend(store, out)
     store.save()
     return store
+
+
+# Importing torch makes a million objects and drops hardly any: looking for garbage among them takes half a second.
+_PREDICT = "import gc, sys; gc.disable(); from trainyard.tools.predict_memory import main; sys.exit(main())"
 
 
 def _share_out(config: TrainConfig, cards: Sequence[GpuType]) -> list[list[str]]:

@@ -1,6 +1,6 @@
 """Predicts the memory of a job's steps on given cards, and writes it for `launch.memory_prediction`, which stores it.
 
-Loads torch, so other commands start it as a process: `python -m trainyard.tools.predict_memory`.
+Loads torch, so `launch.memory_prediction` starts it as a process.
 """
 
 import argparse
@@ -167,7 +167,3 @@ def _prepare_synthetic_data(config: TrainConfig, jobs_dir: Path) -> TrainConfig:
     if isinstance(getattr(config, "packing", None), StoreSettings):
         overrides.append("packing.store=keep")  # batches are the same, and packing is quicker
     return prepare_data(apply_overrides(config, overrides), jobs_dir)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
