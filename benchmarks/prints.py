@@ -123,7 +123,7 @@ def iterate_batches(folder: Path, setting: Setting, *, store: str) -> Iterator[T
 
 def list_configurations() -> list[Configuration]:
     return [
-        _configure("ours", "input-raw", note="packing.store=input-raw, as the preset says; one thread copies"),
+        _configure("ours", "input-raw", note="packing.store=input-raw, as the preset says"),
         _configure("input_png", "input-png", note="packing.store=input-png"),
         Configuration(
             "prints",

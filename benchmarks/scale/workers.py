@@ -42,15 +42,18 @@ def _measure_workers(folder: Path, sizes: Sizes) -> list[Number]:
 def _measure_worker(folder: Path, sizes: Sizes, meta: dict[str, Any]) -> float:
     """Pack with one worker; return the private memory that it had at most, in MiB.
 
-    Looked at whenever packing reports, several times a second. A process that only starts others is no worker.
+    Looked at whenever packing reports, several times a second, from the first sample on: before, the process that forks
+    the workers shares nothing yet. A process that only starts others is no worker.
     """
     from trainyard.data.pack import pack
 
-    most = 0.0
+    most, has_begun = 0.0, False
 
     def look(done: int) -> None:
-        nonlocal most
-        most = max([most, *map(read_private_mib, _list_leaves(os.getpid()))])
+        nonlocal most, has_begun
+        has_begun |= done > 0
+        if has_begun:
+            most = max([most, *map(read_private_mib, _list_leaves(os.getpid()))])
 
     out = folder / "packed"
     pack(_list_prints(folder, sizes.prints), out, meta=meta, workers=1, progress=look)
