@@ -12,28 +12,6 @@ Prepared = TypeVar("Prepared")
 Started = TypeVar("Started")
 
 
-class _Slot:
-    """The place of one item in the order. Its lock is held until the item is prepared: no signal costs less."""
-
-    def __init__(self) -> None:
-        self.item: Any = None  # what `prepare`, later `start` made; None if there is an error
-        self.error: BaseException | None = None
-        self.is_end = False
-        self._unfinished = threading.Lock()
-        self._unfinished.acquire()
-
-    def finish(self) -> None:
-        self._unfinished.release()
-
-    @property
-    def is_ready(self) -> bool:
-        return not self._unfinished.locked()
-
-    def wait(self) -> None:
-        with self._unfinished:
-            pass
-
-
 def prefetch(
     items: Iterable[Item],
     depth: int,
@@ -54,59 +32,25 @@ def prefetch(
         start: called in the caller's thread, in order.
         ahead: items to start before their turn, if they are ready then.
     """
-    stream, turn = iter(items), threading.Lock()
-    waiting: deque[_Slot] = deque()  # in order
-    free: SimpleQueue[_Slot | None] = SimpleQueue()  # those that no thread has begun; None: stop
+    background = _Background(iter(items), prepare, depth=depth, threads=threads)
     started: deque[_Slot] = deque()
-    stop = threading.Event()
 
-    def add_slot() -> None:
-        waiting.append(slot := _Slot())
-        free.put(slot)
-
-    def work() -> None:
-        while True:
-            with turn:  # slots are begun in the order of the items
-                slot = free.get()
-                if slot is None or stop.is_set():
-                    free.put(None)
-                    return
-                try:
-                    item = next(stream)
-                except BaseException as error:
-                    slot.error, slot.is_end = error, isinstance(error, StopIteration)
-                    slot.finish()
-                    free.put(None)
-                    return
-            try:
-                slot.item = prepare(item)
-            except BaseException as error:
-                slot.error = error
-            slot.finish()
-            del item, slot
-
-    def start_first() -> None:
-        slot = waiting.popleft()
-        add_slot()
+    def start_next() -> None:
+        slot = background.take()
         if slot.error is None:
             slot.item = start(slot.item)
         started.append(slot)
 
-    for _ in range(depth + threads):
-        add_slot()
-    workers = [threading.Thread(target=work, name="loader", daemon=True) for _ in range(threads)]
-    for worker in workers:
-        worker.start()
     try:
         while True:
             wait_s = 0.0
             if not started:
                 begin = time.perf_counter()
-                waiting[0].wait()
+                background.wait()
                 wait_s = time.perf_counter() - begin
-                start_first()
-            while len(started) <= ahead and waiting[0].is_ready:
-                start_first()
+                start_next()
+            while len(started) <= ahead and background.is_ready():
+                start_next()
             slot = started.popleft()
             if slot.is_end:
                 return
@@ -115,12 +59,82 @@ def prefetch(
             yield slot.item, wait_s
             del slot
     finally:
-        stop.set()
-        free.put(None)
-        for worker in workers:
-            worker.join()
+        background.stop()
 
 
 def count_prefetched(depth: int, threads: int = 1) -> int:
     """Return how many items of `prefetch` exist at once: in preparation in each thread, ready, one with the caller."""
     return threads + depth + 1
+
+
+class _Slot:
+    """The place of one item in the order. Its lock is held until the item is prepared: no signal costs less."""
+
+    def __init__(self) -> None:
+        self.item: Any = None  # what `prepare`, later `start` made; None if there is an error
+        self.error: BaseException | None = None
+        self.is_end = False
+        self.unfinished = threading.Lock()
+        self.unfinished.acquire()
+
+
+class _Background:
+    """Threads that prepare items in slots: as many slots as items may exist before they are taken."""
+
+    def __init__(self, stream: Iterator[Any], prepare: Callable[[Any], object], *, depth: int, threads: int) -> None:
+        self._stream, self._prepare, self._turn = stream, prepare, threading.Lock()
+        self._waiting: deque[_Slot] = deque()  # in order
+        self._free: SimpleQueue[_Slot | None] = SimpleQueue()  # those that no thread has begun; None: stop
+        self._stop = threading.Event()
+        for _ in range(depth + threads):
+            self._add_slot()
+        self._threads = [threading.Thread(target=self._work, name="loader", daemon=True) for _ in range(threads)]
+        for thread in self._threads:
+            thread.start()
+
+    def wait(self) -> None:
+        """Wait until the next item is prepared."""
+        with self._waiting[0].unfinished:
+            pass
+
+    def is_ready(self) -> bool:
+        """Return whether the next item is prepared."""
+        return not self._waiting[0].unfinished.locked()
+
+    def take(self) -> _Slot:
+        """Return the slot of the next item, which is prepared."""
+        slot = self._waiting.popleft()
+        self._add_slot()
+        return slot
+
+    def stop(self) -> None:
+        """End the threads, each after the item that it prepares."""
+        self._stop.set()
+        self._free.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def _add_slot(self) -> None:
+        self._waiting.append(slot := _Slot())
+        self._free.put(slot)
+
+    def _work(self) -> None:
+        while True:
+            with self._turn:  # slots are begun in the order of the items
+                slot = self._free.get()
+                if slot is None or self._stop.is_set():
+                    self._free.put(None)  # for the other threads
+                    return
+                try:
+                    item = next(self._stream)
+                except BaseException as error:
+                    slot.error, slot.is_end = error, isinstance(error, StopIteration)
+                    slot.unfinished.release()
+                    self._free.put(None)
+                    return
+            try:
+                slot.item = self._prepare(item)
+            except BaseException as error:
+                slot.error = error
+            slot.unfinished.release()
+            del item, slot  # or memory would be held until there is another
