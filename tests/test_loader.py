@@ -425,6 +425,19 @@ def test_batches_of_uncompressed_arrays_do_not_depend_on_the_threads_that_copy_t
     assert len(used) == threads
 
 
+@pytest.mark.slow
+def test_each_thread_that_copies_has_a_batch_in_memory(arrays):
+    """Asked for before a run starts: the host may not have as much."""
+    config, many = TrainConfig(data=DataSettings(prefetch=2)), 4096  # of 256 bytes
+    one, three = (
+        Loader.from_config(config, arrays, device=torch.device("cpu"), decode="cpu", threads=threads)
+        for threads in (1, 3)
+    )
+    assert one.count_host_bytes(many) == 4 * many * 256, "in preparation, two ready, one with the caller"
+    assert three.count_host_bytes(many) == 6 * many * 256
+    assert three.count_host_bytes(4) == one.count_host_bytes(4), "few bytes are copied by one thread"
+
+
 def test_a_job_that_reads_no_noise_gets_none_and_else_the_same(images):
     config = TrainConfig(seed=5, image=IMAGE, augment=AUGMENTATION)
     batches = []

@@ -312,7 +312,8 @@ class Loader:
 
     def count_host_bytes(self, largest: int) -> int:
         """Return how much memory reading allocates on the host for items of up to `largest` samples."""
-        items, bytes_per_sample = count_prefetched(self._settings.prefetch), 0
+        items = count_prefetched(self._settings.prefetch, self._count_readers(largest))
+        bytes_per_sample = 0
         for records in self.data.records.values():
             if records.kind in (AUDIO, PCM):
                 bytes_per_sample += items * 2 * self._audio.frames
