@@ -356,6 +356,41 @@ def test_items_keep_their_order_and_errors_their_turn_whatever_thread_prepares_t
     assert not [thread for thread in threading.enumerate() if thread.name == "loader"]
 
 
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_of_several_threads_one_is_the_callers_which_prepares_instead_of_waiting(threads):
+    together, used = threading.Barrier(threads), set()
+
+    def prepare(item: int) -> int:
+        together.wait(timeout=60)  # nobody goes on before as many threads prepare
+        used.add(threading.current_thread())
+        return item
+
+    items = range(6 * threads)
+    with closing(prefetch(items, threads, prepare=prepare, start=int, threads=threads)) as stream:
+        assert [item for item, _ in stream] == list(items)
+    assert len(used) == threads and (threading.current_thread() in used) == (threads > 1)
+
+
+def test_a_caller_for_whom_items_are_ready_prepares_none():
+    used = set()
+
+    def prepare(item: int) -> int:
+        used.add(threading.current_thread())
+        return item
+
+    stream = prefetch(itertools.count(), 4, prepare=prepare, start=int, threads=2)
+    next(stream)
+    used.clear()
+    end = time.monotonic() + 10
+    with closing(stream):
+        for _ in range(5):
+            while not used and time.monotonic() < end:
+                time.sleep(0.01)
+            time.sleep(0.05)
+            next(stream)
+    assert threading.current_thread() not in used
+
+
 @pytest.mark.parametrize("threads", [1, 3])
 def test_nobody_holds_what_a_caller_has_dropped(threads):
     class Memory:
@@ -467,7 +502,8 @@ def test_memory_of_a_batch_is_lent_again_only_when_nobody_holds_it():
     assert again.data_ptr() == place and again.shape == (3, 8), "a smaller batch fits"
     del again
     assert torch.from_numpy(memory.lend((5, 8), "int16")).data_ptr() == place, "what came back last is lent first"
-    assert memory.lend((100, 8), "float32").shape == (100, 8)
+    larger = memory.lend((100, 8), "float32")
+    assert larger.shape == (100, 8) and larger.ctypes.data % 64 == 0, "malloc aligns to 16"
 
 
 def test_channels_last_changes_the_layout_but_no_value(images):

@@ -1,10 +1,10 @@
-"""Prepares items in background threads, ahead of whoever uses them."""
+"""Prepares items in threads, ahead of whoever uses them."""
 
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 Item = TypeVar("Item")
@@ -28,11 +28,13 @@ def prefetch(
 
     Args:
         items: advanced by one thread at a time.
-        prepare: called in the background, by each thread for an item of its own.
+        prepare: called by each thread for an item of its own.
         start: called in the caller's thread, in order.
+        threads: that prepare. If several, the caller's is one of them: it prepares instead of waiting, because
+            another thread would take turns with it on one core.
         ahead: items to start before their turn, if they are ready then.
     """
-    background = _Background(iter(items), prepare, depth=depth, threads=threads)
+    background = _Background(iter(items), prepare, slots=depth + threads, threads=max(1, threads - 1))
     started: deque[_Slot] = deque()
 
     def start_next() -> None:
@@ -46,7 +48,7 @@ def prefetch(
             wait_s = 0.0
             if not started:
                 begin = time.perf_counter()
-                background.wait()
+                background.wait(help_out=threads > 1)
                 wait_s = time.perf_counter() - begin
                 start_next()
             while len(started) <= ahead and background.is_ready():
@@ -81,19 +83,22 @@ class _Slot:
 class _Background:
     """Threads that prepare items in slots: as many slots as items may exist before they are taken."""
 
-    def __init__(self, stream: Iterator[Any], prepare: Callable[[Any], object], *, depth: int, threads: int) -> None:
+    def __init__(self, stream: Iterator[Any], prepare: Callable[[Any], object], *, slots: int, threads: int) -> None:
         self._stream, self._prepare, self._turn = stream, prepare, threading.Lock()
         self._waiting: deque[_Slot] = deque()  # in order
-        self._free: SimpleQueue[_Slot | None] = SimpleQueue()  # those that no thread has begun; None: stop
+        self._free: deque[_Slot] = deque()  # those of them that no thread has begun
+        self._permits: SimpleQueue[bool] = SimpleQueue()  # True: to begin one of those; False: to end
         self._stop = threading.Event()
-        for _ in range(depth + threads):
+        for _ in range(slots):
             self._add_slot()
         self._threads = [threading.Thread(target=self._work, name="loader", daemon=True) for _ in range(threads)]
         for thread in self._threads:
             thread.start()
 
-    def wait(self) -> None:
-        """Wait until the next item is prepared."""
+    def wait(self, *, help_out: bool) -> None:
+        """Wait until the next item is prepared; if asked to help out, prepare others meanwhile."""
+        while help_out and not self.is_ready() and self._prepare_one(patient=False):
+            pass
         with self._waiting[0].unfinished:
             pass
 
@@ -110,31 +115,44 @@ class _Background:
     def stop(self) -> None:
         """End the threads, each after the item that it prepares."""
         self._stop.set()
-        self._free.put(None)
+        self._permits.put(False)
         for thread in self._threads:
             thread.join()
 
     def _add_slot(self) -> None:
         self._waiting.append(slot := _Slot())
-        self._free.put(slot)
+        self._free.append(slot)
+        self._permits.put(True)
 
     def _work(self) -> None:
-        while True:
-            with self._turn:  # slots are begun in the order of the items
-                slot = self._free.get()
-                if slot is None or self._stop.is_set():
-                    self._free.put(None)  # for the other threads
-                    return
-                try:
-                    item = next(self._stream)
-                except BaseException as error:
-                    slot.error, slot.is_end = error, isinstance(error, StopIteration)
-                    slot.unfinished.release()
-                    self._free.put(None)
-                    return
+        while self._prepare_one(patient=True):
+            pass
+
+    def _prepare_one(self, *, patient: bool) -> bool:
+        """Prepare an item; return whether there was one to begin: at once, or, if patient, ever."""
+        try:
+            may_begin = self._permits.get(block=patient)
+        except Empty:
+            return False
+        begun = self._begin() if may_begin and not self._stop.is_set() else None
+        if begun is None:
+            self._permits.put(False)  # for the other threads
+            return False
+        slot, item = begun
+        try:
+            slot.item = self._prepare(item)
+        except BaseException as error:
+            slot.error = error
+        slot.unfinished.release()
+        return True
+
+    def _begin(self) -> tuple[_Slot, Any] | None:
+        """Return the next free slot and the item for it; None if there are no more."""
+        with self._turn:  # slots are begun in the order of the items
+            slot = self._free.popleft()
             try:
-                slot.item = self._prepare(item)
+                return slot, next(self._stream)
             except BaseException as error:
-                slot.error = error
-            slot.unfinished.release()
-            del item, slot  # or memory would be held until there is another
+                slot.error, slot.is_end = error, isinstance(error, StopIteration)
+        slot.unfinished.release()
+        return None
