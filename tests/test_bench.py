@@ -256,6 +256,10 @@ def test_each_case_of_what_grows_measures_something(tmp_path: Path):
     assert lines["gather, memory of rank 0"]["rounds"][0] > 0.9
     assert lines["packed size"]["note"] == "3 shards" and 0 < lines["pack, lost by the kill"]["rounds"][0] < 100
     assert 0 < lines["packing worker, input-raw"]["rounds"][0] < 300
+    assert all(
+        lines[f"read prints, {store}, per core"]["rounds"][0] > 0 for store in ("keep", "input-png", "input-raw")
+    )
+    assert lines["read arrays, two threads"]["rounds"][0] > 0
     assert lines["ranks, join"]["note"].startswith("3 ranks")
     assert lines["trainyard run, torch's compiler"]["rounds"] == [0]
     assert 1 <= lines["list raw files, calls"]["rounds"][0] < 2
@@ -305,7 +309,7 @@ def test_what_grows_is_measured_by_turns_with_the_code_of_a_commit(checkout, cap
     assert main(["bench", "--show", str(path)]) == 0
     shown = capsys.readouterr().out
     assert "x HEAD" in shown and "\nnone: no board\n" in shown and "\nfails: FileNotFoundError: " in shown
-    for revision, reason in (("nowhere", "Needed a single revision"), ("--all", "Needed a single revision")):
+    for revision, reason in (("nowhere", "it has none of that name"), ("--all", "it has none of that name")):
         expected = rf"--against {revision}: expected a commit of the repository .*, but .*{reason}.*git log --oneline$"
         with pytest.raises(UserError, match=expected):
             run_scale(checkout / "benchmarks", against=revision, only=("runs",), **options)

@@ -27,6 +27,9 @@ class Sizes:
     submitted: int = 60  # raw prints that are packed already
     records: int = 100_000  # small images, packed with a kill in the middle
     prints: int = 2_048  # of 448 px, packed in each way
+    arrays: int = 6_000  # uncompressed, of 50 KB
+    read_prints: int = 512  # synthetic
+    read_ms: int = 2_000  # at least, for each rate of a loader
     ordered: int = 10_000_000  # samples of an epoch
     ranks: int = 16  # on this machine, each a process
     rank_checkpoint_mib: int = 64  # that each of them resumes from
@@ -35,7 +38,9 @@ class Sizes:
         """Return sizes that show in seconds that everything runs, and measure nothing."""
         small = Sizes(lines=2_000, runs=20, rows=2_000, dims=64, fingers=8, draws=20, checkpoint_mib=8, files=200)
         small = replace(small, shards=70, slow_files=20, submitted=8, ordered=1_000)
-        return replace(small, records=5_000, prints=20, ranks=3, rank_checkpoint_mib=1)
+        return replace(
+            small, records=5_000, prints=20, arrays=64, read_prints=64, read_ms=1, ranks=3, rank_checkpoint_mib=1
+        )
 
     def make_comparable(self) -> "Sizes":
         """Return sizes at which the code before these cases existed takes seconds and not minutes."""

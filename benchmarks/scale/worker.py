@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import trainyard
-from benchmarks.scale import data, runs, training, workers
+from benchmarks.scale import data, reading, runs, training, workers
 from benchmarks.scale.contract import Absent, Sizes
 
-CASES = {case.name: case for module in (runs, training, data, workers) for case in module.CASES}
+CASES = {case.name: case for module in (runs, training, data, workers, reading) for case in module.CASES}
 
 
 def main() -> None:

@@ -160,7 +160,7 @@ def _extract_code(root: Path, revision: str) -> Iterator[tuple[Path | None, str]
     if not revision:
         yield None, ""
         return
-    commit = _run_git(root, revision, "rev-parse", "--verify", "--end-of-options", f"{revision}^{{commit}}")
+    commit = _run_git(root, revision, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}")
     archive = _run_git(root, revision, "archive", commit.decode().strip(), "src", "jobs")
     with make_scratch(f"trainyard-{SUITE}-") as folder:
         with tarfile.open(fileobj=io.BytesIO(archive)) as files:
@@ -174,7 +174,7 @@ def _run_git(root: Path, revision: str, *arguments: str) -> bytes:
     except FileNotFoundError:
         reason = "there is no git on this machine"
     except subprocess.CalledProcessError as error:
-        reason = error.stderr.decode(errors="replace").strip().splitlines()[0]
+        reason = (error.stderr.decode(errors="replace").strip() or "it has none of that name").splitlines()[0]
     raise UserError(
         f"--against {revision}: expected a commit of the repository {root}, but {reason}. List its commits: "
         "git log --oneline"
