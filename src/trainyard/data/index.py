@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ class Records:
         """(N, 2) int32: height and width of images before packing resized any."""
         return self.shape[:, 3:] if self.kind in INPUTS else self.shape[:, :2]
 
-    @property
+    @cached_property
     def row_shape(self) -> tuple[int, ...]:
         """The shape of each record, if all have one: of ARRAY and INPUT_RAW."""
         assert self.kind in (ARRAY, INPUT_RAW)

@@ -103,9 +103,9 @@ class ShardSet:
         self._first = np.array([shard.first for shard in self.shards])
         self.reader, self.reader_reason = choose_reader(find_file_system(folder))
         self._opened: dict[int, _OpenShard] = {}
-        self._maps: dict[str, ArrayMap | None] = {}
+        self._maps: dict[str, tuple[np.ndarray, np.ndarray] | None] = {}
         self._opening, self._most_open = threading.Lock(), len(self.shards)
-        # (N,) bool of each name: records whose checksum was correct when first read
+        # (N,) bool of each name: records whose checksum was correct when first read; none once all were
         self._checked = {name: np.zeros(self.count, dtype=bool) for name in self.records}
         for shard in self.shards:
             check_size(shard)
@@ -172,12 +172,13 @@ class ShardSet:
         if self.reader != "map":
             self.read_bytes(name, ids, check_crc=check_crc, buffer=out.reshape(-1).view(np.uint8))
             return
-        owners = np.searchsorted(self._first, ids, side="right") - 1
-        rows = ids - self._first[owners]
+        owners = self._first.searchsorted(ids, side="right") - 1
         if (mapped := self._map_arrays(name)) is not None:  # one call instead of a loop in Python
-            mapped.rows.take(mapped.first[owners] + rows, axis=0, out=out, mode="clip")
+            rows, shift = mapped
+            rows.take(ids + shift[owners], axis=0, out=out, mode="clip")
         else:
-            for i, (owner, row) in enumerate(zip(owners.tolist(), rows.tolist(), strict=True)):
+            places = ids - self._first[owners]
+            for i, (owner, row) in enumerate(zip(owners.tolist(), places.tolist(), strict=True)):
                 out[i] = self._open_array(name, owner)[row]
         self._verify_checksums(name, ids, out, owners, when=check_crc)
 
@@ -230,14 +231,20 @@ class ShardSet:
     def _are_too_many(self) -> bool:
         return self._most_open < len(self.shards)
 
-    def _map_arrays(self, name: str) -> ArrayMap | None:
-        """Return the records of a name in all shards, None if they cannot be mapped as one array."""
+    def _map_arrays(self, name: str) -> tuple[np.ndarray, np.ndarray] | None:
+        """Return the records of a name in all shards, and for each shard what to add to ids to have their rows there.
+
+        None: they cannot be mapped as one array.
+        """
         with self._opening:
             if name not in self._maps:
                 records = self.records[name]
                 parts = [Part(shard.path, int(records.start[shard.first]), shard.count) for shard in self.shards]
                 array = (records.row_shape, records.dtype)
-                self._maps[name] = ArrayMap(parts, *array) if can_map(parts, *array) else None
+                self._maps[name] = None
+                if can_map(parts, *array):
+                    mapped = ArrayMap(parts, *array)
+                    self._maps[name] = mapped.rows, mapped.first - self._first
             return self._maps[name]
 
     def _open_array(self, name: str, owner: int) -> np.ndarray:
@@ -255,14 +262,17 @@ class ShardSet:
         """Compare records with their checksums: those read for the first time, all of them, or none."""
         if when == OFF:
             return
-        checked = self._checked[name]
-        if when == FIRST and checked[ids].all():
+        checked = self._checked.get(name)
+        if when == FIRST and (checked is None or checked[ids].all()):
             return
         crc = self.records[name].crc
-        for i in range(len(ids)) if when == ALWAYS else np.flatnonzero(~checked[ids]).tolist():
+        for i in range(len(ids)) if when == ALWAYS or checked is None else np.flatnonzero(~checked[ids]).tolist():
             if crc32c.crc32c(views[i].data) != crc[ids[i]]:
                 raise self._make_error(name, ids[i : i + 1], int(owners[i]), "its checksum differs")
-        checked[ids] = True
+        if checked is not None:
+            checked[ids] = True
+            if checked.all():  # looks up to the first that is not
+                self._checked.pop(name, None)
 
     def _make_error(self, name: str, ids: np.ndarray, owner: int, reason: str) -> ShardError:
         return ShardError(
