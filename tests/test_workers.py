@@ -62,6 +62,32 @@ def test_a_worker_that_is_killed_ends_packing_with_what_to_do(tmp_path):
     assert set(list_workers()) == before and not list((tmp_path / "out").iterdir())
 
 
+class Unloadable:
+    """A `load` that a worker cannot load."""
+
+    def __reduce__(self):
+        return int, ("this text is no number",)
+
+
+def test_a_worker_that_ends_by_itself_is_not_called_killed(tmp_path, capfd):
+    before = set(list_workers())
+    with pytest.raises(PackError, match=r"ended with exit code 1, .* above, .* run the same command again: finished"):
+        pack(iter([Sample("one", Unloadable())]), tmp_path / "out", meta={}, workers=1)
+    assert "this text is no number" in capfd.readouterr().err
+    assert set(list_workers()) == before and not list((tmp_path / "out").iterdir())
+
+
+def test_a_script_that_starts_itself_again_in_each_process_is_told_so(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from trainyard.data.pack import pack\nfrom trainyard.data.shards import Sample\n"
+        "pack(iter([Sample('one', dict)]), __import__('pathlib').Path('out'), meta={}, workers=1)\n"
+    )
+    done = subprocess.run([sys.executable, script], cwd=tmp_path, env=make_import_environ(), capture_output=True)
+    assert done.returncode == 1 and b"exit code 1, not with a shard" in done.stderr
+    assert b"if __name__ == '__main__':" in done.stderr
+
+
 def test_an_error_in_a_worker_reaches_the_caller_with_its_traceback(tmp_path):
     before = set(list_workers())
     with pytest.raises(ZeroDivisionError) as raised:

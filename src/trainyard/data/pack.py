@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import shutil
+import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from trainyard.data.index import ARRAY, INDEX, RAGGED, read_index, seal_index
 from trainyard.data.raw import check_sources
 from trainyard.data.shards import KEY, Sample, ShardSet
 from trainyard.data.store import InputStore, Store, read_store
-from trainyard.data.workers import WorkerKilled, write_shards
+from trainyard.data.workers import WorkerEnded, write_shards
 from trainyard.data.write_shard import (
     ShardTask,
     WrittenShard,
@@ -109,10 +110,15 @@ def pack(
         written = _write_all(tasks, _Journal(out), workers, isinstance(store, InputStore), progress, on_shard)
         _refuse_bad(written, skip_bad)
         return _finish(out, written, meta, artifacts or {})
-    except WorkerKilled:
+    except WorkerEnded as ended:
+        if ended.exit_code == -signal.SIGKILL:
+            raise PackError(
+                f"A packing process was killed, most likely because memory ran out ({workers} processes, each with a "
+                f"shard of about {shard_mib} MiB). Finished shards are kept; resume with --workers 1."
+            ) from None
         raise PackError(
-            f"A packing process was killed, most likely because memory ran out ({workers} processes, each with a "
-            f"shard of about {shard_mib} MiB). Finished shards are kept; resume with --workers 1."
+            f"A packing process ended with exit code {ended.exit_code}, not with a shard. What it wrote last is above, "
+            "and says why. Mend that, and run the same command again: finished shards are kept."
         ) from None
     except OSError as error:
         if error.errno not in DISK_FULL:

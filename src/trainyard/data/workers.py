@@ -18,7 +18,9 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import NoReturn
 
 from trainyard.data.store import load_resizing
 from trainyard.data.write_shard import ShardTask, WrittenShard, write_shard
@@ -31,8 +33,12 @@ _PROGRESS_S = 0.1  # between two reports of a worker
 _WAIT_S = 0.2  # between two calls of `progress`, at most
 
 
-class WorkerKilled(Exception):
+class WorkerEnded(Exception):
     """Raised if a worker, or the process that forked the workers, ended without having been told to."""
+
+    def __init__(self, exit_code: int) -> None:
+        super().__init__(f"exit code {exit_code}")
+        self.exit_code = exit_code  # negative: the signal that ended it
 
 
 def write_shards(
@@ -48,26 +54,26 @@ def write_shards(
         progress: called with the number of samples done since the last call, several times a second.
 
     Raises:
-        WorkerKilled: a process was killed, for example because memory ran out.
+        WorkerEnded: a process was killed, for example because memory ran out, or failed elsewhere than in a shard.
         Exception: whatever writing a shard raised, with the worker's traceback as a note.
     """
     upcoming = next(tasks, None)
     if upcoming is None:
         return
-    with _start_workers(workers, resizes) as (idle, is_over):
+    with _start_workers(workers, resizes) as (idle, forker):
         busy: dict[Connection, ShardTask] = {}
         while busy or upcoming is not None:
             while idle and upcoming is not None:
                 connection = idle.pop()
-                with _explain_end():
+                with _explain_end(forker):
                     connection.send(upcoming)  # never blocks for long: the worker waits for it
                 busy[connection] = upcoming
                 upcoming = next(tasks, None)
             samples_done = 0
-            for ready in wait([is_over, *busy], timeout=_WAIT_S):
-                if not isinstance(ready, Connection):
-                    raise WorkerKilled
-                with _explain_end():
+            for ready in wait([forker.sentinel, *busy], timeout=_WAIT_S):
+                with _explain_end(forker):
+                    if not isinstance(ready, Connection):
+                        raise EOFError
                     message = ready.recv()
                 if isinstance(message, Exception):
                     raise message
@@ -80,16 +86,17 @@ def write_shards(
 
 
 @contextmanager
-def _explain_end() -> Iterator[None]:
+def _explain_end(forker: BaseProcess) -> Iterator[None]:
     try:
         yield
     except (EOFError, BrokenPipeError, ConnectionResetError):
-        raise WorkerKilled from None
+        forker.join()  # it ends as the worker did
+        raise WorkerEnded(forker.exitcode or 0) from None
 
 
 @contextmanager
-def _start_workers(count: int, resizes: bool) -> Iterator[tuple[list[Connection], int]]:
-    """Yield a connection to each worker, and a descriptor that is ready once one of them was killed."""
+def _start_workers(count: int, resizes: bool) -> Iterator[tuple[list[Connection], BaseProcess]]:
+    """Yield a connection to each worker, and the process that forks them and ends once one of them has ended."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = zip(*(context.Pipe() for _ in range(count)), strict=True)
     forker = context.Process(target=_fork_workers, args=(theirs, sys.path, get_aliases(), resizes))
@@ -102,7 +109,7 @@ def _start_workers(count: int, resizes: bool) -> Iterator[tuple[list[Connection]
     for connection in theirs:
         connection.close()
     try:
-        yield list(ours), forker.sentinel
+        yield list(ours), forker
     finally:
         forker.kill()  # workers end with it
         forker.join()
@@ -116,7 +123,7 @@ def _start_workers(count: int, resizes: bool) -> Iterator[tuple[list[Connection]
 def _fork_workers(
     connections: Sequence[Connection], path: list[str], aliases: Mapping[str, Path], resizes: bool
 ) -> None:
-    """Load what workers need, fork them, and end with the packing process, or with the first of them that is killed."""
+    """Load what workers need, fork them, and end with the packing process, or as the first of them that ends."""
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
@@ -134,7 +141,15 @@ def _fork_workers(
     parent = multiprocessing.parent_process()
     assert parent is not None
     wait([parent.sentinel, *(worker.sentinel for worker in workers)])
-    os._exit(1)
+    ended = [worker for worker in workers if not worker.is_alive()]
+    _end_as(ended[0].exitcode if ended else None)
+
+
+def _end_as(exit_code: int | None) -> NoReturn:
+    """End this process at once, with the exit code or by the signal of another."""
+    if exit_code is not None and exit_code < 0:
+        os.kill(os.getpid(), -exit_code)
+    os._exit(exit_code or 1)
 
 
 def _work(connections: Sequence[Connection], own: int) -> None:
