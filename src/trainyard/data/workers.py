@@ -140,8 +140,10 @@ def _fork_workers(
         connection.close()
     parent = multiprocessing.parent_process()
     assert parent is not None
-    wait([parent.sentinel, *(worker.sentinel for worker in workers)])
-    ended = [worker for worker in workers if not worker.is_alive()]
+    ready = wait([parent.sentinel, *(worker.sentinel for worker in workers)])
+    ended = [worker for worker in workers if worker.sentinel in ready]
+    for worker in ended:
+        worker.join()  # its files are closed before it has an exit code
     _end_as(ended[0].exitcode if ended else None)
 
 
