@@ -372,23 +372,21 @@ def test_of_several_threads_one_is_the_callers_which_prepares_instead_of_waiting
 
 
 def test_a_caller_for_whom_items_are_ready_prepares_none():
-    used = set()
+    by: list[threading.Thread] = []
 
     def prepare(item: int) -> int:
-        used.add(threading.current_thread())
+        by.append(threading.current_thread())
         return item
 
-    stream = prefetch(itertools.count(), 4, prepare=prepare, start=int, threads=2)
-    next(stream)
-    used.clear()
-    end = time.monotonic() + 10
-    with closing(stream):
-        for _ in range(5):
-            while not used and time.monotonic() < end:
-                time.sleep(0.01)
-            time.sleep(0.05)
+    with closing(prefetch(itertools.count(), 4, prepare=prepare, start=int, threads=2)) as stream:
+        next(stream)  # for which it may have helped
+        for taken in range(1, 20):
+            end = time.monotonic() + 60
+            while len(by) < taken + 4 + 2 and time.monotonic() < end:  # all that may exist
+                time.sleep(0.001)
+            before = len(by)
             next(stream)
-    assert threading.current_thread() not in used
+            assert threading.current_thread() not in by[before:]
 
 
 @pytest.mark.parametrize("threads", [1, 3])

@@ -71,9 +71,11 @@ class Unloadable:
 
 def test_a_worker_that_ends_by_itself_is_not_called_killed(tmp_path, capfd):
     before = set(list_workers())
-    with pytest.raises(PackError, match=r"ended with exit code 1, .* above, .* run the same command again: finished"):
+    with pytest.raises(PackError, match=r"ended with exit code 1, .* above\. .* run the same command again: finished"):
         pack(iter([Sample("one", Unloadable())]), tmp_path / "out", meta={}, workers=1)
     assert "this text is no number" in capfd.readouterr().err
+    with pytest.raises(PackError, match="was ended by SIGSEGV, without a shard"):
+        pack(iter([Sample("one", partial(signal.raise_signal, signal.SIGSEGV))]), tmp_path / "out", meta={}, workers=1)
     assert set(list_workers()) == before and not list((tmp_path / "out").iterdir())
 
 
@@ -84,7 +86,7 @@ def test_a_script_that_starts_itself_again_in_each_process_is_told_so(tmp_path):
         "pack(iter([Sample('one', dict)]), __import__('pathlib').Path('out'), meta={}, workers=1)\n"
     )
     done = subprocess.run([sys.executable, script], cwd=tmp_path, env=make_import_environ(), capture_output=True)
-    assert done.returncode == 1 and b"exit code 1, not with a shard" in done.stderr
+    assert done.returncode == 1 and b"exit code 1, without a shard" in done.stderr
     assert b"if __name__ == '__main__':" in done.stderr
 
 

@@ -10,7 +10,6 @@ from typing import Any
 
 from benchmarks.scale.contract import Case, Number, Sizes, make_folder
 
-_BATCH = 64  # samples
 _ARRAY_PX, _INPUT_PX = 224, 299
 _STORES = ("keep", "input-png", "input-raw")  # `packing.store`
 
@@ -33,9 +32,11 @@ def _load_array(path: Path) -> dict[str, Any]:
 
 
 def _measure_arrays(folder: Path, sizes: Sizes) -> list[Number]:
+    from benchmarks.contract import BATCH
+
     paths = [folder / f"{number}.bin" for number in range(sizes.arrays)]
     packed = _pack(folder, "arrays", paths, _load_array, {})
-    note = f"{sizes.arrays:,} of {_ARRAY_PX} x {_ARRAY_PX} bytes, {_BATCH} at a time in random order"
+    note = f"{sizes.arrays:,} of {_ARRAY_PX} x {_ARRAY_PX} bytes, {BATCH} at a time in random order"
     return _measure_loader("read arrays", packed, sizes, px=_ARRAY_PX, note=note)
 
 
@@ -128,27 +129,22 @@ def _iterate_batches(packed: Path, px: int, threads: int) -> Any:
     import numpy as np
     import torch
 
-    from trainyard.data import loader, order
+    from benchmarks.ours import make_host_loader, order_epoch
+    from trainyard.data.index import ARRAY
+    from trainyard.data.loader import Loader
     from trainyard.data.shards import ShardSet
     from trainyard.settings import ImageSettings, TrainConfig
 
-    class HostLoader(loader.Loader):
-        def _make_batch(self, item: Any, *, resample: bool) -> dict[str, Any]:
-            return {"image": item.values.get("image") if item.images is None else item.images}
-
     decode = "dali" if find_spec("nvidia.dali") is not None else "cpu"
     options: dict[str, Any] = {"device": torch.device("cpu"), "decode": decode, "threads": threads}
-    if "reads_noise" in inspect.signature(HostLoader.from_config).parameters:
+    if "reads_noise" in inspect.signature(Loader.from_config).parameters:
         options["reads_noise"] = False  # as `fingerprint_1m`; earlier code makes it for every job
     data = ShardSet(packed)
-    made = HostLoader.from_config(TrainConfig(image=ImageSettings(height_px=px, width_px=px)), data, **options)
-    orders = partial(_shuffle, order, np.arange(data.count))
+    kind = Loader if data.records["image"].kind == ARRAY else make_host_loader()  # arrays are not prepared further
+    made = kind.from_config(TrainConfig(image=ImageSettings(height_px=px, width_px=px)), data, **options)
+    orders = partial(order_epoch, np.arange(data.count))
     for micro_batch in made.train(orders, epoch=0, start=0, micro_batch_size=0):
         yield micro_batch.batch["image"]
-
-
-def _shuffle(order: Any, ids: Any, epoch: int) -> Any:
-    return order.shuffle(ids, seed=0, epoch=epoch, global_batch_size=_BATCH)
 
 
 CASES = (

@@ -111,15 +111,7 @@ def pack(
         _refuse_bad(written, skip_bad)
         return _finish(out, written, meta, artifacts or {})
     except WorkerEnded as ended:
-        if ended.exit_code == -signal.SIGKILL:
-            raise PackError(
-                f"A packing process was killed, most likely because memory ran out ({workers} processes, each with a "
-                f"shard of about {shard_mib} MiB). Finished shards are kept; resume with --workers 1."
-            ) from None
-        raise PackError(
-            f"A packing process ended with exit code {ended.exit_code}, not with a shard. What it wrote last is above, "
-            "and says why. Mend that, and run the same command again: finished shards are kept."
-        ) from None
+        raise PackError(_explain_end(ended.exit_code, workers, shard_mib)) from None
     except OSError as error:
         if error.errno not in DISK_FULL:
             raise
@@ -131,6 +123,20 @@ def pack(
         ) from None
     finally:
         remove_partials(out)  # of workers that were stopped
+
+
+def _explain_end(exit_code: int, workers: int, shard_mib: float) -> str:
+    """Say how a worker ended, and what to do. A negative exit code is the signal that ended it."""
+    if exit_code == -signal.SIGKILL:
+        return (
+            f"A packing process was killed, most likely because memory ran out ({workers} processes, each with a shard "
+            f"of about {shard_mib} MiB). Finished shards are kept; resume with --workers 1."
+        )
+    how = f"was ended by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"ended with exit code {exit_code}"
+    return (
+        f"A packing process {how}, without a shard. If it wrote why, that is above. Mend it, and run the same command "
+        "again: finished shards are kept."
+    )
 
 
 def read_listing(samples: Iterable[Sample], meta: dict[str, Any]) -> Listing:

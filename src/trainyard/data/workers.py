@@ -71,9 +71,9 @@ def write_shards(
                 upcoming = next(tasks, None)
             samples_done = 0
             for ready in wait([forker.sentinel, *busy], timeout=_WAIT_S):
+                if not isinstance(ready, Connection):
+                    raise _describe_end(forker)
                 with _explain_end(forker):
-                    if not isinstance(ready, Connection):
-                        raise EOFError
                     message = ready.recv()
                 if isinstance(message, Exception):
                     raise message
@@ -90,8 +90,12 @@ def _explain_end(forker: BaseProcess) -> Iterator[None]:
     try:
         yield
     except (EOFError, BrokenPipeError, ConnectionResetError):
-        forker.join()  # it ends as the worker did
-        raise WorkerEnded(forker.exitcode or 0) from None
+        raise _describe_end(forker) from None
+
+
+def _describe_end(forker: BaseProcess) -> WorkerEnded:
+    forker.join()  # it ends as the worker did
+    return WorkerEnded(forker.exitcode or 0)
 
 
 @contextmanager
