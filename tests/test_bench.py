@@ -318,6 +318,15 @@ def test_what_grows_is_measured_by_turns_with_the_code_of_a_commit(checkout, cap
         run_scale(checkout / "benchmarks", against="HEAD", only=("runs",), **options)
 
 
+@pytest.mark.parametrize("option", ["--rounds=0", "--threads=0", "--threads=-2", "--seconds=0", "--seconds=nan"])
+def test_a_benchmark_of_nothing_is_refused(option, tmp_path, capsys):
+    name, value = option.split("=")
+    assert main(["bench", "raw", option, "--results", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"UserError: {name} {value}") and f"expected a number above 0: {name} " in said
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("path", sorted(BENCHMARKS.glob("*.jsonl")), ids=lambda path: path.stem)
 def test_every_kept_file_of_results_can_be_shown(path, capsys):
     assert main(["bench", "--show", str(path)]) == 0

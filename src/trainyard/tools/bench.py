@@ -387,12 +387,17 @@ def main(arguments: argparse.Namespace, *, command: str) -> None:
         command: what the user typed, for the header.
 
     Raises:
-        UserError: see `run_suite`.
+        UserError: a number that is not above 0; see `run_suite`.
     """
     if arguments.show:
         lines = read_results(arguments.show)
         print(format_table(lines) if lines[0].get("suite") in SUITES else format_results(lines))
         return
+    for name in ("rounds", "seconds", "threads"):
+        if not getattr(arguments, name) > 0:
+            raise UserError(
+                f"--{name} {getattr(arguments, name)}: expected a number above 0: --{name} {getattr(Options(), name)}"
+            )
     environment = collect_environment()
     options = Options(
         peers=arguments.peers,
