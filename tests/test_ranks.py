@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,7 +16,9 @@ import pytest
 from tests.training import FAMILIES, FORKSERVER, load_state, new_run, read_run_metrics, train, train_on_ranks
 from trainyard.cli import main
 from trainyard.errors import UserError
+from trainyard.launch import ranks
 from trainyard.runs.folder import read_env
+from trainyard.runs.why import explain_run
 from trainyard.train import distributed
 from trainyard.train.distributed import (
     Agreement,
@@ -123,6 +126,31 @@ def test_killing_the_launcher_leaves_no_rank_behind(tmp_path):
     while _find_processes(str(run)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert _find_processes(str(run)) == []
+
+
+@pytest.mark.slow
+def test_two_ranks_train_under_a_launcher_that_is_process_1(tmp_path):
+    """The first process of a container, where an image's entry point is not used: Kubernetes' `command:`."""
+    run = new_run(tmp_path, *EXACT)
+    as_process_1 = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc", "--kill-child"]
+    if subprocess.run([*as_process_1, "true"], capture_output=True).returncode:
+        pytest.skip("this machine lets nobody make a process namespace: unshare --user --pid")
+    command = [sys.executable, "-m", "trainyard", "resume", str(run), "--jobs", str(FAMILIES), "--cpu-ranks", "2"]
+    done = subprocess.run([*as_process_1, *command], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert load_state(run)["progress/step"] == 4
+
+
+def test_a_rank_that_exits_without_a_word_is_named(tmp_path, monkeypatch):
+    run = new_run(tmp_path, *EXACT)
+    broken = tmp_path / "python"
+    broken.write_text("#!/bin/sh\nexit 3\n")
+    broken.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(broken))
+    assert ranks.train_on_ranks(run, FAMILIES, 2, environ=os.environ, started=time.time()) == 3
+    explained = explain_run(run)
+    assert re.search(r"failed: crashed, rank [01] on ", explained)
+    assert "exited with code 3 and recorded no error" in explained
 
 
 def test_ranks_are_read_from_each_launcher_and_a_batch_script_is_no_task():

@@ -35,6 +35,10 @@ class Killed(Exception):
         self.number = number
 
 
+class Vanished(Exception):
+    """A rank exited and recorded no error. Recorded by whoever started it, never raised."""
+
+
 class NoDeterministicKernel(UserError):
     """An operator has no deterministic kernel, and the run computes as if every operator had one."""
 

@@ -245,7 +245,7 @@ def _print_outcome(run: Path, code: int, args: argparse.Namespace) -> None:
     elif code in EXIT_CODES.values():
         print(f"Stopped and saved. Resume: trainyard resume {run}", file=sys.stderr)
     else:
-        print(f"Failed with code {code}; the log is {run}/log. Resume: trainyard resume {run}", file=sys.stderr)
+        print(f"Failed with code {code}. Why: trainyard why {run}. Resume: trainyard resume {run}", file=sys.stderr)
 
 
 def _apply_changes(

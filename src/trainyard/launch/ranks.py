@@ -12,16 +12,16 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 
-from trainyard.errors import Killed
+from trainyard.errors import Killed, Vanished
 from trainyard.messages import logger
-from trainyard.runs.folder import record_error
+from trainyard.runs.folder import find_error_file, record_error
 from trainyard.runs.state import ExitCode
-from trainyard.train.stop import FORWARDED_SIGNALS, STOP_SIGNALS, leave_closed_terminal
+from trainyard.train.stop import EXIT_CODES, FORWARDED_SIGNALS, STOP_SIGNALS, leave_closed_terminal
 from trainyard.train.world import read_attempt_id
 
 _GRACE_S = 15.0  # after one rank has failed, until the others are killed
 _POLL_S = 0.05
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def train_on_ranks(
@@ -41,18 +41,23 @@ def train_on_ranks(
         command,
         count,
         environ=environ,
-        on_killed=lambda rank, number: _record_killed(run, rank, number, attempt=attempt),
+        on_failure=lambda rank, code: _record_end(run, rank, code, attempt=attempt),
     )
     while (code := start_ranks()) == ExitCode.DEVICE_OOM:
         logger.info("a GPU was out of memory: all ranks start again, with half the micro-batch")
     return code
 
 
-def _record_killed(run: Path, rank: int, number: int, *, attempt: str) -> None:
-    """Record that a rank was killed: it could not, and the others only know that they lost one."""
-    name = signal.Signals(number).name
-    hint = "; if nobody sent it, the kernel did, for want of memory: dmesg | tail" if number == signal.SIGKILL else ""
-    record_error(run, Killed(number, f"{name}{hint}"), attempt=attempt, rank=rank)
+def _record_end(run: Path, rank: int, code: int, *, attempt: str) -> None:
+    """Record how a rank ended if it could not: it was killed, or exited without an error and without a checkpoint."""
+    if code >= 0:
+        if code not in EXIT_CODES.values() and not find_error_file(run, attempt=attempt, rank=rank).is_file():
+            error = Vanished(f"exited with code {code} and recorded no error; its own words are on the terminal")
+            record_error(run, error, attempt=attempt, rank=rank)
+        return
+    name = signal.Signals(-code).name
+    hint = "; if nobody sent it, the kernel did, for want of memory: dmesg | tail" if -code == signal.SIGKILL else ""
+    record_error(run, Killed(-code, f"{name}{hint}"), attempt=attempt, rank=rank)
 
 
 def run_ranks(
@@ -60,7 +65,7 @@ def run_ranks(
     count: int,
     *,
     environ: Mapping[str, str],
-    on_killed: Callable[[int, int], object] = lambda rank, number: None,
+    on_failure: Callable[[int, int], object] = lambda rank, code: None,
 ) -> int:
     """Run `trainyard ARGUMENTS` as `count` ranks; return the exit code of the first that failed, or 0.
 
@@ -68,7 +73,7 @@ def run_ranks(
     continue and are killed. If this process is killed, so are they.
 
     Args:
-        on_killed: called with the rank that failed first and the signal that killed it, if one did.
+        on_failure: called with the rank that failed first and its exit code; negative: the signal that killed it.
     """
     rendezvous = secrets.token_hex(8)
     # Blocked here and, by inheritance, in the ranks until they listen: a signal while they start is late, not lost.
@@ -88,7 +93,7 @@ def run_ranks(
     before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     try:
-        return _wait_for_ranks(ranks, on_killed)
+        return _wait_for_ranks(ranks, on_failure)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -103,30 +108,35 @@ def _start_rank(
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
     own = {name: str(value) for name, value in numbers.items()} | {"TRAINYARD_MEETING": rendezvous}
     command = [sys.executable, "-m", "trainyard", *arguments]
-    return subprocess.Popen(command, env={**environ, **own}, preexec_fn=_die_with_parent)
+    return subprocess.Popen(command, env={**environ, **own}, preexec_fn=partial(end_with_parent, os.getpid()))
 
 
-def _die_with_parent() -> None:
-    """Have the kernel kill this process when its parent dies: kill -9 of the launcher must leave no rank behind."""
+def end_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when its parent ends: kill -9 of a launcher must leave no rank behind.
+
+    Args:
+        parent: process id of the parent: 1 in a container whose first process is the launcher.
+    """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() == 1:
+    if os.getppid() != parent:  # it ended before that
         os._exit(1)
 
 
-def _wait_for_ranks(ranks: "list[subprocess.Popen[bytes]]", on_killed: Callable[[int, int], object]) -> int:
+def _wait_for_ranks(ranks: "list[subprocess.Popen[bytes]]", on_failure: Callable[[int, int], object]) -> int:
     deadline: float | None = None
     first = 0
-    while None in (codes := [process.poll() for process in ranks]):  # asks all: a list, no generator
+    while True:
+        codes = [process.poll() for process in ranks]
         failed = [(rank, code) for rank, code in enumerate(codes) if code]
         if failed and deadline is None:
             (rank, first), deadline = failed[0], time.monotonic() + _GRACE_S
-            if first < 0:
-                on_killed(rank, -first)
+            on_failure(rank, first)
+        if None not in codes:
+            break
         if deadline is not None and time.monotonic() > deadline:
             for process in ranks:
                 process.kill()
         time.sleep(_POLL_S)
-    codes = [process.returncode for process in ranks]
     if ExitCode.DEVICE_OOM in codes:  # the others failed because they lost this rank
         return ExitCode.DEVICE_OOM
     code = first or next((code for code in codes if code), 0)

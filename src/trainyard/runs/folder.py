@@ -22,6 +22,7 @@ from trainyard.errors import (
     NotFinite,
     OutOfDeviceMemory,
     UserError,
+    Vanished,
     is_out_of_memory,
 )
 from trainyard.files import parse_json, read_file, write_json
@@ -112,9 +113,8 @@ def record_error(
         host: where it ran; "": here.
         by: the rank that writes this; None: `rank` itself.
     """
-    folder = run / "errors"
-    folder.mkdir(exist_ok=True)
-    path = folder / f"{attempt}-rank{rank if by is None else by}.json"
+    path = find_error_file(run, attempt=attempt, rank=rank if by is None else by)
+    path.parent.mkdir(exist_ok=True)
     content = {
         "time": time.time(),
         "rank": rank,
@@ -132,11 +132,18 @@ def record_error(
     return path
 
 
+def find_error_file(run: Path, *, attempt: str, rank: int) -> Path:
+    """Return the file in which a rank records why it failed; it may not exist."""
+    return run / "errors" / f"{attempt}-rank{rank}.json"
+
+
 def classify_error(error: BaseException) -> str:
     """Return the cause that an exception stands for. Matches torch's errors by name, because torch may be missing."""
     name, text = type(error).__name__, str(error)
     if isinstance(error, Killed):
         return f"signal {error.number}"
+    if isinstance(error, Vanished):
+        return Cause.CRASH
     if isinstance(error, Hung):
         return Cause.HUNG
     if isinstance(error, OutOfDeviceMemory) or is_out_of_memory(error):

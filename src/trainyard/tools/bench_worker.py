@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trainyard.errors import UserError
-from trainyard.tools.lifetime import end_with_parent
+from trainyard.launch.ranks import end_with_parent
 
 
 class WorkerError(UserError):

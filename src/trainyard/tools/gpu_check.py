@@ -35,11 +35,12 @@ from typing import Any
 from trainyard.config import find_jobs, load_family
 from trainyard.errors import NotFinite, UserError, is_out_of_memory
 from trainyard.files import require_writable
+from trainyard.launch.ranks import end_with_parent
 from trainyard.measure import find_free_path, make_header, write_results
 from trainyard.runs.state import ExitCode
 from trainyard.text import SCREEN_WIDTH, align_columns, cut, format_duration, join_names
 from trainyard.tools.gpu_checks.check import ONE_FAMILY, STEPS, Check, Figures, NotRun, Sizes
-from trainyard.tools.lifetime import end_with_parent, interrupt_on
+from trainyard.tools.lifetime import interrupt_on
 
 OK, FAILED, NOT_RUN = "ok", "failed", "not run"
 INTERRUPTED = "interrupted"  # a reason

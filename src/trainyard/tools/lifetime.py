@@ -1,6 +1,5 @@
-"""Processes and scratch folders of measurements, which are gone when the command that made them has ended."""
+"""Scratch folders of measurements, which are gone when the command that made them has ended."""
 
-import ctypes
 import fcntl
 import os
 import shutil
@@ -12,19 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _HELD_AFTER_S = 60  # a folder is made and then held: a younger one may be on its way
-
-
-def end_with_parent(parent: int) -> None:
-    """Have the system kill this process when the thread that started it ends, however it ends.
-
-    Args:
-        parent: process id of the parent.
-    """
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before that
-        os._exit(1)
 
 
 @contextmanager
