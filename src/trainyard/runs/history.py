@@ -255,7 +255,7 @@ def read_errors(run: Path) -> list[RankError]:
         for path, fields in found
         if fields and _is_of_kind(fields.get("time", 0.0), "number")
     ]
-    return sorted(errors, key=lambda error: error.time)
+    return sorted(errors, key=lambda error: (error.time, error.path))  # file systems list names in any order
 
 
 def find_lost_rank(snapshot: RunSnapshot, attempt: Attempt) -> str:
@@ -266,7 +266,7 @@ def find_lost_rank(snapshot: RunSnapshot, attempt: Attempt) -> str:
     failed = {error.fields.get("rank") for error in snapshot.errors if error.attempt == attempt.id}
     records = (read_object(path) for path in (snapshot.run / RANKS).glob(f"{attempt.id}-rank*.json"))
     lost = [record for record in records if _has_kinds(record, _RANK) and record and record.get("rank") not in failed]
-    first = min(lost, key=lambda record: float(record["time"]), default=None)
+    first = min(lost, key=lambda record: (float(record["time"]), int(record.get("rank", 0))), default=None)
     return "" if first is None else f"rank {first.get('rank', '?')} on {first.get('host', '?')}"
 
 
