@@ -26,7 +26,7 @@ from trainyard.report.run_page import write_report
 from trainyard.runs.create import create_run
 
 ROOT = Path(__file__).resolve().parents[1]
-STRANGER = 12345
+STRANGER, OTHER = 12345, 12346
 CLUSTER = """\
 shared: [/]
 gpus: {here: {card: cpu, partition: p, per_node: 1, nodes: 1, cores_per_gpu: 1, memory_gib_per_gpu: 1}}
@@ -199,8 +199,11 @@ def test_another_user_is_refused_the_run_of_root_and_may_resume_a_copy(place):
     assert f"{run}: belongs to root (uid 0), mode 0755, and you are uid {STRANGER}." in try_resume(run)
     assert "you cannot write there. Resume a copy of it" in try_resume(run, "--trust")
     subprocess.run([*user, "cp", "-r", str(run), str(place / "home" / "mine")], check=True)
-    assert f"{run / 'code'}" in try_resume(place / "home" / "mine")
-    assert is_past_the_check(try_resume(place / "home" / "mine", "--update-code", "--cluster", "x"))
+    mine = place / "home" / "mine"
+    assert is_past_the_check(try_resume(mine)), "it names the code in root's run, and root may change Python as well"
+    os.chown(run / "code", OTHER, OTHER)
+    assert f"{run / 'code'}: belongs to uid {OTHER}, mode 0755, and you are uid {STRANGER}." in try_resume(mine)
+    assert is_past_the_check(try_resume(mine, "--update-code", "--cluster", "x"))
 
 
 # That others can change

@@ -127,14 +127,15 @@ def _require_writable(root: Path) -> None:
 # What is searched
 
 
-def _search_folder(root: Path, *, alone: Sequence[str] = ("*",)) -> Iterator[_Fault]:
+def _search_folder(root: Path, *, alone: Sequence[str] = ("*",), owners: Sequence[int] = ()) -> Iterator[_Fault]:
     """Yield the faults of a folder: of itself, and of what is in it.
 
     Args:
         alone: names of the entries that nobody else may own or change, as patterns.
+        owners: who may own it besides this user.
     """
-    user = _find_user_on(root)
-    if own := list(_find_faults(root, root.stat(), [user])):
+    allowed = [_find_user_on(root), *owners]
+    if own := list(_find_faults(root, root.stat(), allowed)):
         yield from own
         return  # whoever can change the folder can replace everything in it
     for path, status in _walk(root):
@@ -143,7 +144,7 @@ def _search_folder(root: Path, *, alone: Sequence[str] = ("*",)) -> Iterator[_Fa
         elif stat.S_ISLNK(status.st_mode):
             continue  # its mode means nothing, and what it leads to is checked where it is
         elif any(fnmatch(path.relative_to(root).parts[0], pattern) for pattern in alone):
-            yield from _find_faults(path, status, [user])
+            yield from _find_faults(path, status, allowed)
 
 
 def _search_named(path: Path, roots: Sequence[Path], is_chosen: Callable[[Path], bool]) -> Iterator[_Fault]:
@@ -152,8 +153,9 @@ def _search_named(path: Path, roots: Sequence[Path], is_chosen: Callable[[Path],
     if any(place.is_relative_to(root) for root in roots) or not place.exists():
         return
     if place.is_dir():
-        yield from _find_faults(place.parent, place.parent.stat(), [_find_user_on(place.parent)])
-        yield from _search_folder(place)
+        # Root could change the interpreter as well: what it installed, or a container mounts, is as good as that.
+        yield from _find_faults(place.parent, place.parent.stat(), [_find_user_on(place.parent), _ROOT])
+        yield from _search_folder(place, owners=(_ROOT,))
     elif not is_chosen(path):
         yield from _find_faults(place, place.stat(), [os.geteuid(), _ROOT])
 
