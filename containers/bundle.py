@@ -124,7 +124,7 @@ def _unpack(bundle: Path, folder: Path) -> dict[str, Any]:
     try:
         with tarfile.open(bundle, "r:") as tar:  # not compressed: it cannot unpack to more than its own size
             _refuse_strange_members(bundle, tar)
-            tar.extractall(folder, filter="data")
+            _extract_files(tar, folder)
     except (OSError, tarfile.TarError) as error:
         raise Mistake(f"{bundle}: cannot be unpacked: {error}. Copy it again.") from None
     try:
@@ -135,6 +135,24 @@ def _unpack(bundle: Path, folder: Path) -> dict[str, Any]:
     if not whole:
         raise Mistake(f"{bundle}: differs from what was bundled: {MANIFEST} was changed. Copy it again.")
     return manifest
+
+
+def _extract_files(tar: tarfile.TarFile, folder: Path) -> None:
+    """Write the files and folders of a tar, without its owners and times.
+
+    `tarfile` filters what it extracts since Python 3.11.4 only, and Debian 12 has 3.11.2.
+    """
+    for member in tar.getmembers():
+        path = folder / member.name
+        if member.isdir():
+            path.mkdir(parents=True, exist_ok=True)
+            continue
+        path.parent.mkdir(parents=True, exist_ok=True)
+        content = tar.extractfile(member)
+        assert content is not None, "only files and folders are left"
+        with content, path.open("xb") as file:
+            shutil.copyfileobj(content, file)
+        path.chmod(member.mode & 0o755 | 0o600)  # nobody else writes to it
 
 
 def _refuse_strange_members(bundle: Path, tar: tarfile.TarFile) -> None:

@@ -14,6 +14,8 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # PYTHONSAFEPATH, set in container images, leaves it out
+
 from base import OWN_BASE, base_image, make_base
 from bundle import make_bundle, verify_bundle
 from engine import ENGINES, Absent, Engine, Mistake, find_engine
@@ -67,6 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     build.add_argument("--network", default="host", help="of the build: host (default) or none")
 
     test = _verb(verbs, "test", _test, "run the test suite in the container image: no network, read-only, not root")
+    test.add_argument("--quick", action="store_true", help="only tests of a second or less")
     test.add_argument("pytest", nargs="*", help="tests to run instead of all; options after --")
 
     sif = _verb(verbs, "sif", _sif, "make a SIF of the container image, for Apptainer and SingularityCE")
@@ -231,11 +234,16 @@ def _apptainer(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
 def _test(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
     target, engine = find_target(args.hw), find_engine(environ)
     check_image(engine, target, args.hw)
-    command = ["run", "--rm", "--pull", "never", *SEALED, "--user", USER, "--volume", f"{ROOT}:/workspace:ro"]
+    # As this user, who can read the checkout; never as root.
+    user = [*_keep_ids(engine), "--user", f"{os.getuid()}:{os.getgid()}" if os.getuid() else USER]
+    command = ["run", "--rm", "--pull", "never", *SEALED, *user, "--volume", f"{ROOT}:/workspace:ro"]
     command += ["--env", "PYTHONPATH=/workspace/src", "--env", "CUDA_VISIBLE_DEVICES="]  # CPU tests only
-    command += ["--entrypoint", "python", format_tag(target)]
-    tests = ["-m", "pytest", "-p", "no:cacheprovider", *(args.pytest or ["tests", "jobs"])]
-    engine.run(*command, *tests, timeout_s=_BUILD_S)
+    if data := environ.get("TRAINYARD_SHARED_DATA"):  # real samples that some tests read
+        command += ["--env", "TRAINYARD_SHARED_DATA=/shared", "--volume", f"{Path(data).resolve()}:/shared:ro"]
+    command += ["--entrypoint", "python", format_tag(target)]  # process 1 is the test runner
+    marks = "not long and not slow and not cluster" if args.quick else "not long"
+    tests = ["-m", "pytest", "-p", "no:cacheprovider", "-n", "auto", "--no-loadscope-reorder", "-rs", "-m", marks]
+    engine.run(*command, *tests, *(args.pytest or ["tests", "jobs"]), timeout_s=_BUILD_S)
     return 0
 
 
@@ -259,10 +267,9 @@ def _build_command(args: argparse.Namespace, engine: Engine, target: Target) -> 
     train = ["run", args.job, *args.options, *([f"data.path={data}"] if data else [])]
     train += ["--runs", str(runs), "--jobs", str(jobs), *(["--name", args.name] if args.name else [])]
     train += ["--gpus", str(gpus)] if gpus > 1 else []
-    # Rootless podman maps the container's users to this user unless told to keep ids.
-    keep = ["--userns", "keep-id"] if engine.name == "podman" and os.getuid() else []
     return [
-        *["run", "--rm", "--pull", "never", *keep, "--user", f"{os.getuid()}:{os.getgid()}", "--cap-drop", "ALL"],
+        *["run", "--rm", "--pull", "never", *_keep_ids(engine), "--user", f"{os.getuid()}:{os.getgid()}"],
+        *["--cap-drop", "ALL"],
         *["--security-opt", "no-new-privileges", "--read-only", "--tmpfs", "/tmp:exec", "--shm-size", "8g"],
         *["--stop-timeout", "120", *_request_gpus(engine, gpus)],  # time for the last step and its checkpoint
         *_volume(ROOT, "ro"),
@@ -272,6 +279,11 @@ def _build_command(args: argparse.Namespace, engine: Engine, target: Target) -> 
         *(_volume(data, "ro") if data else []),
         *["--workdir", str(ROOT), "--env", f"PYTHONPATH={ROOT / 'src'}", format_tag(target), *train],
     ]
+
+
+def _keep_ids(engine: Engine) -> list[str]:
+    """Return the flags with which a user has the same id inside: rootless podman maps all to this user otherwise."""
+    return ["--userns", "keep-id"] if engine.name == "podman" and os.getuid() else []
 
 
 def _request_gpus(engine: Engine, gpus: int) -> list[str]:

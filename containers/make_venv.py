@@ -15,6 +15,8 @@ import venv
 from collections.abc import Sequence
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # PYTHONSAFEPATH, set in container images, leaves it out
+
 from machine import why_no_environment
 from once import hold_lock
 
