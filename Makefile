@@ -45,7 +45,7 @@ memory = case "$${PLAN:-1}" in 1) ;; 0) args+=(--no-plan) ;; \
 request = gpus hw nodes time cluster runs account qos partition constraint reservation exclude mem comment
 
 .PHONY: help setup run resume submit plan sweep results status logs why cancel runs board cluster-check slurm-lab-up slurm-lab-down \
-	slurm-lab-status bandwidth image test-image run-image sif wheelhouse bundle verify-bundle test test-fast test-long lint pack verify report jobs bench bench-peers gpu-check lock gc clean
+	slurm-lab-status bandwidth image test-image run-image sif wheelhouse bundle verify-bundle test test-fast test-long test-pythons lint pack verify report jobs bench bench-peers gpu-check lock gc clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -143,8 +143,8 @@ jobs: setup ## list the jobs
 image: ## build the container image for a card: HW=a100 (default: cpu)  [WHEELS=folder BASE_IMAGE=name]
 	@"$$PYTHON" containers/image.py build "$${HW:-cpu}" $${WHEELS:+--wheelhouse="$$WHEELS"}
 
-test-image: ## run the test suite in the container image, without network: HW=a100
-	@"$$PYTHON" containers/image.py test "$${HW:-cpu}"
+test-image: ## run the test suite in the container image, without network: HW=a100  [QUICK=1]
+	@"$$PYTHON" containers/image.py test "$${HW:-cpu}" $${QUICK:+--quick}
 
 run-image: ## train in the container image: HW=a100 JOB=fingerprint_demo  [GPUS=n DATA=folder NAME=name SET="option=value" DRY=1]
 	@$(call arguments,gpus data name); "$$PYTHON" containers/image.py run "$${HW:-cpu}" "$$JOB" "$${args[@]}"
@@ -181,6 +181,9 @@ test-long: setup ## the tests that take minutes, one after the other; writes tes
 
 coverage: setup ## the branches that make test takes, child processes included; writes tests/coverage.json, to be committed
 	@$(VENV)/bin/python tests/record_results.py coverage
+
+test-pythons: setup ## set up and run the quick tests with each supported Python that is here  [NEWEST=1: newest allowed releases]
+	@$(VENV)/bin/python tests/pythons.py $${NEWEST:+--newest}
 
 lint: setup ## ruff, codespell and mypy --strict
 	@$(linters)

@@ -1,7 +1,11 @@
-"""Set-up that precedes every test module: thread policy, and how `pytest -n auto` shares out the tests."""
+"""Set-up that precedes every test module: threads, folders, and how `pytest -n auto` shares out the tests."""
 
 import gc
 import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -36,8 +40,49 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """Return one process per core, and one per group that waits for a Slurm; fewer if memory is short (2 GiB each)."""
     lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     by_memory = int(lines["MemAvailable"].split()[0]) // 2**21
-    waiting = 0 if "not cluster" in config.getoption("markexpr") else len(CLUSTER_GROUPS)
+    waits = "not cluster" not in config.getoption("markexpr") and shutil.which("slurmctld")
+    waiting = len(CLUSTER_GROUPS) if waits else 0
     return max(1, min(count_cores() + waiting, by_memory))
+
+
+ROOT = Path(__file__).resolve().parent
+FOLDERS = ("src", "jobs", "containers", "slurm", "benchmarks", "docs", "tests")
+BEFORE = pytest.StashKey[set[Path]]()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep the settings and caches of whoever runs the tests out of them, and what they write out of that home."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("XDG_CONFIG_HOME", "XDG_CACHE_HOME", "TMPDIR"):
+            patch.setenv(name, str(tmp_path_factory.mktemp(name.lower())))
+        patch.setattr(tempfile, "tempdir", None)  # read TMPDIR again
+        yield
+    # It switches off a hook of setuptools, and torch.compile then fails in this process.
+    assert "pip" not in sys.modules, "a test imported pip: call what needs it in a process of its own"
+
+
+def list_files_outside(home: Path) -> set[Path]:
+    """Return what exists where a test must leave nothing: in the checkout, and of ours in a home."""
+    found = set(ROOT.glob("[!.]*"))
+    for folder in (*map(ROOT.joinpath, FOLDERS), home / ".cache" / "trainyard", home / ".config" / "trainyard"):
+        found |= {path for path in folder.rglob("*") if "__pycache__" not in path.parts}
+    return found
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Remember what exists before the tests."""
+    if not hasattr(session.config, "workerinput"):
+        session.config.stash[BEFORE] = list_files_outside(Path.home())
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail if tests left something outside of their temporary folders."""
+    if BEFORE in session.config.stash:
+        left = sorted(list_files_outside(Path.home()) - session.config.stash[BEFORE])
+        if left:
+            print(f"\nTests left files outside of their folders: {', '.join(map(str, left))}")
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_collection_finish() -> None:

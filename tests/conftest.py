@@ -16,14 +16,6 @@ hypothesis.settings.register_profile("trainyard", deadline=None, derandomize=Tru
 hypothesis.settings.load_profile("trainyard")
 
 
-@pytest.fixture(scope="session", autouse=True)
-def no_user_file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Keep the data roots of whoever runs the tests out of them."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("config")))
-        yield
-
-
 @pytest.fixture(scope="session")
 def raw_images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder of 26 gray images of 7 identities."""

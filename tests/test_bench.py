@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from tests.images import list_descendants
-from tests.test_pack import is_running, wait_until
+from tests.test_pack import is_running
+from tests.waiting import wait_until
 from trainyard.cli import main
 from trainyard.environment import collect_environment
 from trainyard.errors import UserError
@@ -235,7 +236,7 @@ def test_what_a_killed_measurement_leaves_is_gone_at_the_latest_when_the_next_be
     killed.send_signal(number)
     assert "resource_tracker" not in killed.communicate()[1]
     assert len(list(tmp_path.glob("trainyard-scale-*"))) == (number == signal.SIGKILL)
-    wait_until(lambda: not any(map(is_running, processes)), "what it started outlived it")
+    wait_until(lambda: not any(map(is_running, processes)), "what it started to end")
     for folder in tmp_path.glob("trainyard-*"):
         os.utime(folder, (0, 0))
     (tmp_path / "trainyard-scale-young").mkdir()

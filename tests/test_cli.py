@@ -364,6 +364,7 @@ def test_jobs_are_grouped_by_family_with_what_runs_here_on_lines_of_a_narrow_scr
     smi.write_text("#!/bin/sh\n" + 2 * "echo 'Tesla T4, 15360, [N/A]'\n")
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", str(smi.parent))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)  # it may hide all GPUs
     assert cli.main(["jobs", "--jobs", str(Path(__file__).parents[1] / "jobs")]) == 0
     text = capsys.readouterr().out
     assert re.search(r"pricing_p100 +your data", text) and re.search(r"fingerprint_500k +40 GB", text)

@@ -179,7 +179,9 @@ def test_a_machine_that_cannot_compile_says_so_in_one_sentence(sm, names, variab
 # Where compiled code is kept
 
 
-def choose(environ: dict[str, str], *, card: str | None = "A100", torch_version: str = "2.13.0", attempt: str = "7-0"):
+def choose(
+    environ: dict[str, str], *, card: str | None = "A100", torch_version: str = "2.13.0", attempt: str = "987654321-0"
+):
     return choose_cache(environ, card=card, torch_version=torch_version, attempt=attempt)
 
 
@@ -189,35 +191,35 @@ def test_compiled_code_is_kept_on_scratch_in_a_folder_of_this_user_for_this_card
     assert folder.parent == tmp_path / f"trainyard-{os.getuid()}" / "compiled"
     assert "TRAINYARD_SCRATCH" in reason
     assert all(stat.S_IMODE(path.stat().st_mode) == 0o700 for path in (folder, folder.parent, folder.parent.parent))
-    assert choose(environ, attempt="8-1")[0] == folder
+    assert choose(environ, attempt="987654322-1")[0] == folder
     others = [choose(environ, **other)[0] for other in ({"card": "H100"}, {"card": None}, {"torch_version": "2.7.1"})]
     assert len({folder, *others}) == 4
 
 
 def test_without_a_lasting_scratch_compiled_code_is_kept_in_the_users_cache(tmp_path):
     environ = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
-    (tmp_path / "12").mkdir()
-    (tmp_path / "123").mkdir()
+    own, longer = tmp_path / "987654321", tmp_path / "9876543210"
+    own.mkdir()
+    longer.mkdir()
     for scratch, attempt, why in [
-        (None, "12-0", "no TRAINYARD_SCRATCH"),
-        ("relative", "12-0", "not a folder here"),
-        (str(tmp_path / "absent"), "12-0", "not a folder here"),
-        (str(tmp_path / "12"), "12-1", "ends with this Slurm job"),
+        (None, "987654321-0", "no TRAINYARD_SCRATCH"),
+        ("relative", "987654321-0", "not a folder here"),
+        (str(tmp_path / "absent"), "987654321-0", "not a folder here"),
+        (str(own), "987654321-1", "ends with this Slurm job"),
     ]:
         folder, reason = choose(
             environ if scratch is None else environ | {"TRAINYARD_SCRATCH": scratch}, attempt=attempt
         )
         assert folder.parent == tmp_path / "cache" / "trainyard" / "compiled"
         assert why in reason
-    for attempt in ("12-0", "local-5"):
-        assert choose(environ | {"TRAINYARD_SCRATCH": str(tmp_path / "123")}, attempt=attempt)[0].is_relative_to(
-            tmp_path / "123"
-        )
+    for attempt in ("987654321-0", "local-5"):
+        folder, _ = choose(environ | {"TRAINYARD_SCRATCH": str(longer)}, attempt=attempt)
+        assert folder.is_relative_to(longer)
 
 
 @pytest.mark.parametrize("place", ["", "compiled", "stated"])
 def test_a_folder_that_others_can_write_to_is_refused_because_its_content_is_executed(place, tmp_path):
-    environ = {"TRAINYARD_SCRATCH": str(tmp_path)}
+    environ = {"TRAINYARD_SCRATCH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}
     folder = choose(environ)[0]
     if place == "stated":
         environ[CACHE_VARIABLES[0]] = str(folder)

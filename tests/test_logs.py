@@ -3,13 +3,13 @@
 import json
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.run_folders import NOW, RunFolder
 from tests.training import new_run, train
+from tests.waiting import wait_until
 from trainyard.runs.logs import follow, show
 
 
@@ -82,9 +82,9 @@ def test_following_a_log_continues_through_attempts_and_ends_with_the_run(folder
     follower.start()
     log = folder.run / "log"
     log.write_text("attempt 0\n")
-    wait_until(lambda: "attempt 0" in lines)
+    wait_until(lambda: "attempt 0" in lines, "the first attempt's line")
     folder.end(time.time(), 85, "preempted", "requeue")
-    wait_until(lambda: any("-- " in line and "waiting" in line for line in lines))
+    wait_until(lambda: any("-- " in line and "waiting" in line for line in lines), "the line that says that it waits")
     folder.begin(time.time(), attempt=1)
     with log.open("a") as file:
         file.write("attempt 1\n")
@@ -92,13 +92,6 @@ def test_following_a_log_continues_through_attempts_and_ends_with_the_run(folder
     follower.join(30)
     assert not follower.is_alive()
     assert [line for line in lines if line.startswith("attempt")] == ["attempt 0", "attempt 1"]
-
-
-def wait_until(is_true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not is_true():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 @pytest.mark.slow

@@ -382,6 +382,7 @@ def test_a_plan_is_made_once_for_cards_that_compute_in_different_types(tmp_path,
 def submit_here(environ, tmp_path, monkeypatch):
     """Return what submits a job of 64 samples a step to this machine, whose GPUs are as stated, without starting it."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)  # it may hide all GPUs
     words = ["submit", "pricing", "global_batch_size=64", "--synthetic", "--local", "--dry", "--jobs", str(JOBS)]
 
     def call(*more: str, gpus: Sequence[str]) -> int:

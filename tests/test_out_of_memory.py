@@ -4,7 +4,6 @@ import json
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +12,7 @@ import torch
 
 from tests.test_choose_data import JOBS
 from tests.training import FAMILIES, find_differences, load_state, new_run, read_run_metrics, train, train_on_ranks
+from tests.waiting import wait_until
 from trainyard import config as configs
 from trainyard.config import compose
 from trainyard.data.host_memory import read_available_memory
@@ -370,10 +370,10 @@ def test_a_local_submission_starts_all_ranks_again_after_out_of_memory_in_one(tm
     place = ["--local", "--cpu-ranks", "2", "--jobs", str(FAMILIES), "--runs", str(tmp_path), "--name", "here"]
     command = [sys.executable, "-m", "trainyard", "submit", *words, *place]
     subprocess.run(command, timeout=60, check=True, capture_output=True)
-    run, deadline = tmp_path / "stripes" / "here", time.monotonic() + 240
-    while not (run / "report.html").is_file() and not any(run.glob("slurm/*_result.pkl")):
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
+    run = tmp_path / "stripes" / "here"
+    wait_until(
+        lambda: (run / "report.html").is_file() or any(run.glob("slurm/*_result.pkl")), "the run to end", limit_s=240
+    )
     assert_same_training(whole, run)
     assert read_env(run)["choices"]["micro_batch_size"]["value"] == 4
     (output,) = run.glob("slurm/*_0_log.err")

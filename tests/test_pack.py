@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -28,6 +27,7 @@ from tests.images import (
     write_folder,
 )
 from tests.training import FORKSERVER, run_as_command
+from tests.waiting import wait_until
 from trainyard.data.hdf5 import ShardError, open_hdf5
 from trainyard.data.pack import JOURNAL, PackError, pack, read_listing
 from trainyard.data.shards import Loaded, Ragged, Sample, ShardSet, verify
@@ -175,7 +175,7 @@ def test_packing_killed_at_any_moment_is_finished_by_the_next_call(raw_images, p
     journal = json.loads((out / JOURNAL).read_text())["shards"] if (out / JOURNAL).exists() else {}
     kept = {name: time for name, time in read_times(out).items() if name in journal}
     assert shards_first - 2 <= len(kept) < len(read_times(packed_images)) and not (out / "index.h5").exists()
-    wait_until(lambda: not any(is_running(worker) for worker in workers), "the workers outlived the packing")
+    wait_until(lambda: not any(is_running(worker) for worker in workers), "the workers to end with the packing")
     (out / "shard-00004.partial").write_bytes(b"half of it")
     pack_folder(raw_images, out)
     assert read_files(out) == read_files(packed_images)
@@ -193,7 +193,7 @@ def test_a_signal_to_the_whole_process_group_does_not_break_packing_that_handles
         "pause_s=0.1)"
     )
     packing = subprocess.Popen([sys.executable, "-c", work], env=make_import_environ(), start_new_session=True)
-    wait_until(lambda: len(read_times(out)) >= 1, "no shards")
+    wait_until(lambda: len(read_times(out)) >= 1, "a shard")
     os.killpg(packing.pid, signal.SIGUSR2)
     os.killpg(packing.pid, signal.SIGTERM)
     assert packing.wait() == 0
@@ -206,9 +206,9 @@ def kill_packing(raw: Path, out: Path, *, when) -> list[int]:
     packing = subprocess.Popen(
         [sys.executable, "-c", work], env=make_import_environ(), stderr=subprocess.PIPE, text=True
     )
-    wait_until(lambda: len(list_descendants(packing.pid)) >= 4, "no workers")  # who forks them, a resource tracker
+    wait_until(lambda: len(list_descendants(packing.pid)) >= 4, "workers")  # who forks them, a resource tracker
     workers = list_descendants(packing.pid)
-    wait_until(when, "no shards")
+    wait_until(when, "shards")
     packing.send_signal(signal.SIGKILL)
     assert packing.communicate()[1] == "", "multiprocessing's resource tracker found something that is left"
     return workers
@@ -219,13 +219,6 @@ def is_running(process: int) -> bool:
         return "\nState:\tZ" not in Path(f"/proc/{process}/status").read_text()
     except FileNotFoundError:
         return False
-
-
-def wait_until(condition, message: str) -> None:
-    end = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < end, message
-        time.sleep(0.005)
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.training import FAMILIES, FORKSERVER, new_run
+from tests.waiting import wait_until
 from trainyard.runs.history import RANKS, RankError, read_errors
 from trainyard.runs.state import Cause, ExitCode
 from trainyard.runs.why import explain_run
@@ -24,13 +25,6 @@ from trainyard.train.watchdog import Watchdog
 from trainyard.train.world import World
 
 ATTEMPT = "local-5"
-
-
-def wait_until(condition: Callable[[], object], *, timeout_s: float = 60) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def start_rank(run: Path, work: Callable[..., None], *, rank: int = 0, count: int = 1, limit_s: float, **more: Any):
@@ -116,7 +110,7 @@ def test_of_several_ranks_the_one_that_waits_for_no_other_is_named(tmp_path):
 def test_a_stopped_rank_is_noticed_by_the_others_but_not_a_run_that_is_suspended_as_a_whole(tmp_path):
     barrier = FORKSERVER.Barrier(2)
     ranks = [start_rank(tmp_path, take_steps, rank=r, count=2, limit_s=2, barrier=barrier) for r in range(2)]
-    wait_until(lambda: len(list(tmp_path.glob(f"{RANKS}/{ATTEMPT}-rank?.json"))) == 2)
+    wait_until(lambda: len(list(tmp_path.glob(f"{RANKS}/{ATTEMPT}-rank?.json"))) == 2, "the records of two ranks")
     for rank in ranks:
         os.kill(rank.pid, signal.SIGSTOP)  # as Ctrl-Z, for longer than the limit
     time.sleep(2.5)
@@ -139,7 +133,7 @@ def prepare(progress: Progress, *, loading: bool, record: Path, loaded: Path) ->
     """Prepare until the process is killed; a rank that is loading a library lets no other thread run for 6 s."""
     progress.phase = "preparing"
     if loading:
-        wait_until(lambda: '"preparing"' in record.read_text() if record.exists() else False)
+        wait_until(lambda: '"preparing"' in record.read_text() if record.exists() else False, "a rank that prepares")
         ctypes.PyDLL(None).sleep(6)  # keeps Python's lock
         loaded.touch()
     make_wait()(threading.Barrier(2))
@@ -149,7 +143,7 @@ def prepare(progress: Progress, *, loading: bool, record: Path, loaded: Path) ->
 def test_a_rank_stopped_while_it_prepares_is_noticed_like_any_other_but_not_one_that_loads_a_library(tmp_path):
     places = {"record": tmp_path / RANKS / f"{ATTEMPT}-rank1.json", "loaded": tmp_path / "loaded"}
     ranks = [start_rank(tmp_path, prepare, rank=r, count=2, limit_s=4, loading=r == 1, **places) for r in range(2)]
-    wait_until(places["loaded"].exists)
+    wait_until(places["loaded"].exists, "the library to be loaded")
     assert ranks[0].is_alive() and read_errors(tmp_path) == []
     os.kill(ranks[1].pid, signal.SIGSTOP)
     ranks[0].join(36)  # 42 s if it were only silent
@@ -173,9 +167,9 @@ def deadlock_in_c(progress: Progress, *, ready: Path) -> None:
 def test_a_stop_signal_during_a_hang_leaves_a_record_before_the_rank_is_killed(tmp_path):
     ready = tmp_path / "ready"
     rank = start_rank(tmp_path, deadlock_in_c, limit_s=2, ready=ready)
-    wait_until(ready.exists)
+    wait_until(ready.exists, "the rank")
     os.kill(rank.pid, signal.SIGTERM)
-    wait_until(lambda: read_errors(tmp_path))
+    wait_until(lambda: read_errors(tmp_path), "an error")
     rank.kill()
     rank.join()
     assert read_one_error(tmp_path).cause == Cause.HUNG
@@ -189,9 +183,9 @@ def test_a_rank_that_recovers_after_a_stop_signal_takes_its_record_back(tmp_path
     with StopFlag() as stop, Watchdog(tmp_path, ATTEMPT, World(), progress) as watchdog:
         watchdog.set_limit(2 / 60)
         os.kill(os.getpid(), signal.SIGTERM)
-        wait_until(lambda: read_errors(tmp_path))
+        wait_until(lambda: read_errors(tmp_path), "an error")
         progress.count += 1
-        wait_until(lambda: not read_errors(tmp_path))
+        wait_until(lambda: not read_errors(tmp_path), "the error to go")
     assert stop.reason and signal.set_wakeup_fd(-1) == -1
 
 
@@ -217,7 +211,7 @@ def _start_launcher(run: Path) -> Iterator[tuple[Path, "subprocess.Popen[bytes]"
     command = [sys.executable, "-m", "trainyard", "resume", str(run), "--jobs", str(FAMILIES), "--cpu-ranks", "2"]
     with subprocess.Popen(command) as launcher:
         try:
-            wait_until(lambda: _count_lines(run) >= 3 or launcher.poll() is not None, timeout_s=120)
+            wait_until(lambda: _count_lines(run) >= 3 or launcher.poll() is not None, "three steps", limit_s=120)
             children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
             pids = {_read_rank(int(pid)): int(pid) for pid in children}
             yield run, launcher, [pids[rank] for rank in range(2)]

@@ -49,6 +49,20 @@ def sealed() -> tuple[str, ...]:
     return (*SEALED, "--user", USER)
 
 
+USERS_CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+"""As it is outside of the tests: a test has one of its own."""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def unpacked_apptainer(own_folders):
+    """Let the tests find an Apptainer that `containers/image.py apptainer` has unpacked."""
+    unpacked = USERS_CACHE / "trainyard" / "apptainer"
+    if unpacked.is_dir():
+        link = Path(os.environ["XDG_CACHE_HOME"]) / "trainyard" / "apptainer"
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(unpacked)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def scripts_are_importable():
     """Put the scripts of containers/ where they find each other."""

@@ -4,7 +4,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ import pytest
 from tests.container.conftest import ROOT, Image, find_built, run_script
 from tests.container.test_targets import IMAGE, TARGETS, read_pins, table
 from tests.training import FAMILIES, find_differences, load_state, read_run_metrics
+from tests.waiting import wait_until
 from trainyard import __version__
 
 
@@ -129,7 +129,6 @@ def command(runs: Path) -> list[str]:
 def wait_for_step(runs: Path, process: "subprocess.Popen[bytes]") -> None:
     """Wait until the run has trained a few steps."""
     metrics = runs / "stripes" / "r" / "metrics.jsonl"
-    deadline = time.monotonic() + 120
-    while not metrics.exists() or metrics.read_bytes().count(b"\n") < 5:
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(
+        lambda: metrics.exists() and metrics.read_bytes().count(b"\n") >= 5, "five steps", limit_s=120, process=process
+    )

@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import zipfile
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pytest
 
 from tests.container.conftest import APPTAINER, ROOT, run_script
 from tests.container.test_targets import IMAGE
+from tests.waiting import wait_until
 
 MACHINE = (sys.executable, ROOT / "containers" / "machine.py")
 MAKE_VENV = (sys.executable, ROOT / "containers" / "make_venv.py")
@@ -59,10 +59,11 @@ class Archive:
         return [int(line) for line in self.calls.read_text().split()] if self.calls.exists() else []
 
     def wait_for_call(self, count: int) -> None:
-        deadline = time.monotonic() + 500
-        while len(self.read_calls()) < count or not list(self.root.parent.glob("apptainer.new-*/etc/3")):
-            assert time.monotonic() < deadline, "nobody has begun to unpack"
-            time.sleep(0.02)
+        begun = self.root.parent
+        wait_until(
+            lambda: len(self.read_calls()) >= count and list(begun.glob("apptainer.new-*/etc/3")),
+            f"{count} that unpack",
+        )
 
     def list_cache(self) -> list[str]:
         return sorted(path.name for path in self.root.parent.iterdir() if path != self.root)
@@ -87,7 +88,7 @@ def test_of_eight_concurrent_callers_one_unpacks_apptainer_and_all_get_it(archiv
     waited = f"Another process is unpacking Apptainer: waiting until it is done ({archive.root}.lock).\n"
     assert [process.stderr.readline() for process in waiting] == [waited] * 7
     archive.hold.unlink()
-    said = [process.communicate(timeout=500) for process in asked]
+    said = [process.communicate(timeout=120) for process in asked]
     assert [process.returncode for process in asked] == [0] * 8, said
     assert [out for out, _ in said] == [f"{archive.root}: run it as containers/apptainer\n"] * 8
     assert len(archive.read_calls()) == 1
@@ -100,10 +101,10 @@ def test_after_a_killed_unpacking_the_next_caller_starts_from_scratch(archive: A
     first = archive.query()
     archive.wait_for_call(1)
     os.killpg(first.pid, signal.SIGKILL)
-    assert first.wait(500) == -signal.SIGKILL and not archive.root.exists()
+    assert first.wait(120) == -signal.SIGKILL and not archive.root.exists()
     archive.hold.unlink()
     second = archive.query()
-    assert second.wait(500) == 0
+    assert second.wait(120) == 0
     assert len(archive.read_calls()) == 2 and archive.list_cache() == ["apptainer.lock"]
 
 
@@ -112,12 +113,12 @@ def test_children_of_a_killed_process_keep_the_lock_until_they_end(archive: Arch
     first = archive.query()
     archive.wait_for_call(1)
     first.kill()
-    assert first.wait(500) == -signal.SIGKILL
+    assert first.wait(120) == -signal.SIGKILL
     second = archive.query()
     assert second.stderr.readline().startswith("Another process is unpacking Apptainer")
     assert len(archive.read_calls()) == 1, "two unpack at once"
     archive.hold.unlink()
-    assert second.wait(500) == 0
+    assert second.wait(120) == 0
     assert len(archive.read_calls()) == 2 and archive.list_cache() == ["apptainer.lock"]
 
 
@@ -130,7 +131,7 @@ def test_eight_concurrent_callers_can_run_the_real_apptainer(tmp_path: Path):
     environ = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
     line = f"{sys.executable} {IMAGE[1]} apptainer && {APPTAINER} --version"
     asked = [subprocess.Popen(["sh", "-c", line], env=environ, stdout=subprocess.PIPE, text=True) for _ in range(8)]
-    said = [process.communicate(timeout=500)[0].splitlines() for process in asked]
+    said = [process.communicate(timeout=120)[0].splitlines() for process in asked]
     assert [process.returncode for process in asked] == [0] * 8, said
     assert len({tuple(lines) for lines in said}) == 1 and said[0][1].startswith("apptainer version 1.")
     shutil.rmtree(tmp_path / "trainyard")  # hundreds of MB, which pytest would keep for three sessions
@@ -183,27 +184,24 @@ def test_concurrent_set_ups_take_turns_and_work_once(tmp_path: Path, lock: Path)
         said = [process.stderr.readline() for process in asked]
         assert all(line.startswith(f"Another process is setting up {folder}: waiting") for line in said), said
         assert not folder.exists()
-    said = [process.communicate(timeout=500)[1] for process in asked]
+    said = [process.communicate(timeout=120)[1] for process in asked]
     assert [process.returncode for process in asked] == [0, 0], said
     assert read_value(folder) == "1\n"
     made = (folder / "pyvenv.cfg").stat()
     again = start_venv(folder, lock)
-    assert again.communicate(timeout=500)[1] == "" and again.returncode == 0
+    assert again.communicate(timeout=120)[1] == "" and again.returncode == 0
     assert (folder / "pyvenv.cfg").stat().st_ino == made.st_ino
 
 
 def test_a_killed_set_up_is_repeated_from_scratch(tmp_path: Path, lock: Path):
     folder = tmp_path / "venv"
     first = start_venv(folder, lock)
-    deadline = time.monotonic() + 500
-    while not (folder / "bin" / "python").exists():  # it has no pip yet
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    wait_until((folder / "bin" / "python").exists, "an environment that has no pip yet", process=first)
     os.killpg(first.pid, signal.SIGKILL)
-    first.communicate(timeout=500)
+    first.communicate(timeout=120)
     assert not (folder / ".done").exists()
     again = start_venv(folder, lock)
-    assert again.wait(500) == 0, again.stderr.read()
+    assert again.wait(120) == 0, again.stderr.read()
     assert read_value(folder) == "1\n"
 
 

@@ -1,5 +1,6 @@
 """Which Pythons and which torch are supported: what says so agrees, and one lock suits each Python."""
 
+import ast
 import os
 import re
 import shutil
@@ -15,6 +16,7 @@ from packaging.utils import canonicalize_name
 
 from tests.container.conftest import ROOT
 from tests.container.test_targets import TARGETS, read_pins
+from trainyard.__main__ import PYTHONS, check_python
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 MAKEFILE = (ROOT / "Makefile").read_text()
@@ -46,11 +48,28 @@ def test_every_statement_of_the_supported_pythons_is_the_same():
     oldest, newest = minors[0], minors[-1]
     named = [f"Programming Language :: Python :: 3.{minor}" for minor in minors]
     assert PROJECT["project"]["classifiers"] == named
-    assert PROJECT["project"]["requires-python"] == f">=3.{oldest}"
+    assert PROJECT["project"]["requires-python"] == f">=3.{oldest},<3.{newest + 1}"
+    assert [minor for _, minor in PYTHONS] == [oldest, newest], "trainyard/__main__.py"
+    assert PROJECT["tool"]["mypy"]["python_version"] == f"3.{oldest}"
     assert "target-version" not in PROJECT["tool"]["ruff"], "ruff takes it from requires-python"
     assert f"(3, {oldest}) <= sys.version_info[:2] <= (3, {newest})" in MAKEFILE
     assert f"--python-version 3.{oldest} " in MAKEFILE
     assert oldest <= sys.version_info.minor <= newest
+
+
+def test_a_python_that_is_too_old_or_was_never_tried_gets_one_sentence():
+    (_, oldest), (_, newest) = PYTHONS
+    assert check_python((3, oldest)) == check_python((3, newest)) == ""
+    supported = f"Python 3.{oldest} to 3.{newest}"
+    assert check_python((3, oldest - 1)).startswith(f"trainyard needs {supported}, and this is 3.{oldest - 1} (")
+    assert check_python((3, newest + 1)).startswith(f"trainyard was tested on {supported}, not on 3.{newest + 1}:")
+
+
+def test_an_old_python_can_read_the_file_that_says_so():
+    source = (ROOT / "src" / "trainyard" / "__main__.py").read_text()
+    ast.parse(source, feature_version=(3, 7))
+    imports = [line.partition("  #")[0] for line in source.splitlines() if line.startswith(("import ", "from "))]
+    assert imports == ["from __future__ import annotations", "import sys"], "it imports nothing before the check"
 
 
 def test_the_oldest_torch_of_the_container_images_is_the_lower_bound():

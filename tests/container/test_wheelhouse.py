@@ -1,15 +1,24 @@
 """Wheels for a machine without network: what goes into them, and that the pieces install there."""
 
+import multiprocessing
 import os
 import subprocess
 import sys
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
 
 OWN = f"{sys.version_info.major}.{sys.version_info.minor}"
+
+
+@pytest.fixture(scope="module")
+def apart() -> Iterator[Executor]:
+    """Return what calls functions in a process of its own: they import pip (see `own_folders`)."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as executor:
+        yield executor
 
 
 def pack(root: Path, *, python: str) -> Path:
@@ -60,28 +69,28 @@ def test_beside_torch_a_machine_needs_dali_and_nvjpeg_and_nothing_that_only_torc
 
 
 @pytest.mark.parametrize("name", ["cpu", "cuda12-pascal", "cuda12", "cuda13"])
-def test_a_newer_python_gets_what_packages_need_only_there(name):
+def test_a_newer_python_gets_what_packages_need_only_there(name, apart):
     from targets import HERE, find_target
     from wheelhouse import add_packages_for
 
     lock, every_python = find_target(name).lock.read_text(), (HERE / "dev.lock").read_text()
     for python, added in (("3.11", ""), ("3.12", ""), ("3.13", "pyyaml-ft==8.0.0")):
-        more = add_packages_for(python, lock, every_python).removeprefix(lock)
+        more = apart.submit(add_packages_for, python, lock, every_python).result().removeprefix(lock)
         assert more.partition(" ")[0] == added, python
         assert " ; " not in more and more.count("--hash=sha256:") >= (3 if added else 0)
 
 
-def test_a_wheel_that_needs_what_is_missing_is_refused_by_name(tmp_path):
+def test_a_wheel_that_needs_what_is_missing_is_refused_by_name(tmp_path, apart):
     from engine import Mistake
     from wheelhouse import refuse_incomplete
 
     needs = ["torch", "colorama; sys_platform == 'win32'", "other[fast]>=2", "extra-only; extra == 'fast'"]
     make_wheel(tmp_path / "wheels", needs=[*needs, "new_one>=8; python_version >= '3.13'"])
     with pytest.raises(Mistake, match=r"^On Python 3.11, tiny needs other>=2, which the lock does not have.*make lock"):
-        refuse_incomplete(tmp_path / "wheels", python="3.11", present=["torch"])
+        apart.submit(refuse_incomplete, tmp_path / "wheels", python="3.11", present=["torch"]).result()
     with pytest.raises(Mistake, match="tiny needs new_one>=8, which"):
-        refuse_incomplete(tmp_path / "wheels", python="3.13", present=["torch", "other"])
-    refuse_incomplete(tmp_path / "wheels", python="3.12", present=["torch", "other"])
+        apart.submit(refuse_incomplete, tmp_path / "wheels", python="3.13", present=["torch", "other"]).result()
+    apart.submit(refuse_incomplete, tmp_path / "wheels", python="3.12", present=["torch", "other"]).result()
 
 
 @pytest.mark.slow

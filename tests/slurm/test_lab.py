@@ -7,7 +7,6 @@ import socket
 import struct
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.slurm.conftest import LAB, Lab, make_lab_environ, run_lab_command, skip_without
+from tests.waiting import wait_until
 
 StartBystander = Callable[[dict[str, str]], subprocess.Popen[bytes]]
 
@@ -86,7 +86,7 @@ def test_everything_listens_only_on_the_loopback_address(lab: Lab) -> None:
 def test_down_cleans_up_after_an_up_that_was_killed_at_any_moment(folder: Path) -> None:
     for recorded in (0, 1, 2, 5, 9):
         starting = subprocess.Popen([sys.executable, str(LAB), "up", "--dir", str(folder)], stdout=subprocess.DEVNULL)
-        wait_until(lambda: (folder / "lab.lock").exists() and len(read_daemons(folder)) >= recorded)  # noqa: B023
+        wait_until(lambda: (folder / "lab.lock").exists() and len(read_daemons(folder)) >= recorded, "daemons")  # noqa: B023
         starting.kill()
         starting.wait()
         assert recorded == 0 or find_processes(folder)
@@ -104,14 +104,15 @@ def test_down_ends_the_jobs_of_daemons_that_were_killed(folder: Path) -> None:
     # One rank, and one hidden process: a child without any environment.
     job = lab.submit(f"srun sleep 601 & env -i sleep 602 & echo $! > {marker}; wait", "-p", "a100")
     wait_until(
-        lambda: marker.exists() and marker.read_text().strip() and "slurmstepd" in find_processes(folder).values()
+        lambda: marker.exists() and marker.read_text().strip() and "slurmstepd" in find_processes(folder).values(),
+        "the job",
     )
     lab.wait_for(job, "RUNNING")
     hidden = int(marker.read_text())
-    wait_until(lambda: Path(f"/proc/{hidden}/environ").read_bytes() == b"")
+    wait_until(lambda: Path(f"/proc/{hidden}/environ").read_bytes() == b"", "the process without environment")
     for daemon in read_daemons(folder):
         os.kill(daemon["pid"], signal.SIGKILL)
-    wait_until(lambda: "slurmctld" not in find_processes(folder).values())
+    wait_until(lambda: "slurmctld" not in find_processes(folder).values(), "slurmctld to end")
     assert "slurmstepd" in find_processes(folder).values()
 
     ended = run_lab_command("down", folder)
@@ -136,7 +137,7 @@ def test_a_second_lab_and_a_shell_with_its_slurm_conf_outlive_the_first(
 ) -> None:
     job = lab.submit("sleep 600", "-p", "a5000")
     lab.wait_for(job, "RUNNING")
-    wait_until(lambda: "sleep" in find_processes(lab.folder).values())
+    wait_until(lambda: "sleep" in find_processes(lab.folder).values(), "the job")
     # A slurmstepd forks children that end or become other programs; the job does not stay RUNNING without its own.
     before = {pid: program for pid, program in find_processes(lab.folder).items() if program != "slurmstepd"}
     assert {"slurmctld", "slurmd", "sleep"} <= set(before.values())
@@ -234,7 +235,7 @@ def test_without_accounting_sacct_does_not_answer(lab: Lab) -> None:
 def test_with_accounting_sacct_answers_and_the_database_listens_on_loopback_too(lab_accounting: Lab) -> None:
     lab_accounting.run("srun", "-p", "a100", "--gres=gpu:a100:2", "true")
     query = ("sacct", "-n", "-X", "-P", "-o", "State,AllocTRES")
-    wait_until(lambda: "COMPLETED" in lab_accounting.run(*query), limit_s=30)
+    wait_until(lambda: "COMPLETED" in lab_accounting.run(*query), "the job in the database", limit_s=30)
     assert "gres/gpu=2" in lab_accounting.run(*query)
     assert_only_loopback(lab_accounting.folder, {"slurmctld", "slurmd", "slurmdbd", "mariadbd"})
 
@@ -282,7 +283,7 @@ def is_running(pid: int) -> bool:
 
 def assert_only_loopback(folder: Path, expected: set[str]) -> None:
     """Wait until the expected programs listen, and check every address on which the lab's processes listen."""
-    wait_until(lambda: {name for name, _ in find_listeners(folder)} == expected)
+    wait_until(lambda: {name for name, _ in find_listeners(folder)} == expected, f"{expected} to listen")
     assert {address for _, address in find_listeners(folder)} == {"127.0.0.1"}
 
 
@@ -316,10 +317,3 @@ def read_socket_inodes(pid: int) -> set[str]:
     except FileNotFoundError:
         return set()
     return {name[8:-1] for name in links if name.startswith("socket:[")}
-
-
-def wait_until(ready: Callable[[], object], limit_s: float = 60) -> None:
-    deadline = time.monotonic() + limit_s
-    while not ready():
-        assert time.monotonic() < deadline, f"not true within {limit_s} s"
-        time.sleep(0.02)
