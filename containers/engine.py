@@ -69,6 +69,15 @@ class Engine:
         printed = self.query("image", "inspect", "--format", template, image).stdout
         return dict(line.split("=", 1) for line in printed.splitlines() if "=" in line)
 
+    def require_builds(self) -> None:
+        """Check that this engine builds container images; Docker needs its plugin for that, and not to run them.
+
+        Raises:
+            Absent: it does not; says what to install.
+        """
+        if self.name == "docker" and (reason := _find_reason(self, ["buildx", "version"])):
+            raise Absent(f"docker {reason}. Install its plugin, such as: apt-get install docker-buildx-plugin")
+
     def store(self) -> Path:
         """Return the folder that holds container images."""
         template = "{{.DockerRootDir}}" if self.name == "docker" else "{{.Store.GraphRoot}}"
@@ -101,7 +110,7 @@ def find_engine(environ: Mapping[str, str]) -> Engine:
     reasons = []
     for name in [wanted] if wanted else ENGINES:
         engine = _docker(environ) if name == "docker" else _podman(environ)
-        reason = engine if isinstance(engine, str) else _diagnose(engine)
+        reason = engine if isinstance(engine, str) else _diagnose(engine, builds=not wanted)
         if reason is None and isinstance(engine, Engine):
             return engine
         reasons.append(f"{name} {reason}")
@@ -122,17 +131,21 @@ def _podman(environ: Mapping[str, str]) -> Engine | str:
     return Engine("podman", (*_hide_hybrid_cgroups(), program), {**environ, **_lend_limits(environ)})
 
 
-def _diagnose(engine: Engine) -> str | None:
-    questions = {
-        "docker": [["version", "--format", "{{.Server.Version}}"], ["buildx", "version"]],
-        "podman": [["info"]],
-    }
-    for question in questions[engine.name]:
-        answer = engine.query(*question)
-        if answer.returncode != 0:
-            lines = (answer.stderr.strip() or answer.stdout.strip()).splitlines()
-            return f"does not answer `{engine.name} {' '.join(question)}`: {lines[-1] if lines else 'says nothing'}"
-    return None
+def _diagnose(engine: Engine, *, builds: bool) -> str | None:
+    """Return why an engine is not used. Nobody named it: then it must build as well, or its images would be missing."""
+    if engine.name == "podman":
+        return _find_reason(engine, ["info"])
+    reason = _find_reason(engine, ["version", "--format", "{{.Server.Version}}"])
+    return reason or (_find_reason(engine, ["buildx", "version"]) if builds else None)
+
+
+def _find_reason(engine: Engine, question: Sequence[str]) -> str | None:
+    """Return what an engine says if it does not answer a question; None if it does."""
+    answer = engine.query(*question)
+    if answer.returncode == 0:
+        return None
+    lines = (answer.stderr.strip() or answer.stdout.strip()).splitlines()
+    return f"does not answer `{engine.name} {' '.join(question)}`: {lines[-1] if lines else 'says nothing'}"
 
 
 def _hide_hybrid_cgroups() -> tuple[str, ...]:

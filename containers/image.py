@@ -161,6 +161,7 @@ def _read_mib(text: str) -> int:
 
 def _build(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
     target, engine = find_target(args.hw), find_engine(environ)
+    engine.require_builds()
     with hold_lock(engine.lock_file(), doing="building a container image") as lock:
         _build_alone(args, environ, target, engine, lock)
     print(f"{format_tag(target)} is built. Next: make test-image HW={args.hw}, or make run-image HW={args.hw}")

@@ -109,11 +109,12 @@ def describe_coverage() -> str:
 
 
 def describe_case(case: ElementTree.Element) -> dict[str, object]:
-    """Return outcome and seconds of one test; a skipped one has its reason."""
+    """Return outcome and seconds of one test, and what it recorded; a skipped one has its reason."""
     for word in ("failure", "error", "skipped"):
         if (found := case.find(word)) is not None:
             return {"outcome": word, "reason": (found.get("message") or "")[:300]}
-    return {"outcome": "passed", "seconds": round(float(case.get("time", 0)))}
+    properties = {one.get("name", ""): one.get("value", "") for one in case.iter("property")}
+    return {"outcome": "passed", "seconds": round(float(case.get("time", 0))), **properties}
 
 
 def hash_tested(commit: str = "HEAD") -> str:

@@ -1,6 +1,7 @@
 """The CPU image: what it contains, what it does not, and that training in it stops and resumes as anywhere."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.container.conftest import ROOT, Image, find_built, run_script
+from tests.container.conftest import ROOT, Image, find_built, run_script, sealed
 from tests.container.test_targets import IMAGE, TARGETS, read_pins, table
 from tests.training import FAMILIES, find_differences, load_state, read_run_metrics
 from tests.waiting import wait_until
@@ -117,6 +118,27 @@ def test_a_run_stopped_by_docker_resumes_to_the_same_bits(image: Image, tmp_path
     assert events.count("resume") == 1
     assert find_differences(*map(load_state, runs)) == []
     assert read_run_metrics(runs[0]) == read_run_metrics(runs[1])
+
+
+def test_two_ranks_train_where_their_launcher_is_process_1_for_a_user_without_name_or_home(image: Image):
+    """As Kubernetes' `command:` and docker's --entrypoint start it; sealed, with this checkout's code."""
+    words = ["run", "stripes", "--jobs", "/workspace/tests/families", "--runs", "/tmp/runs", "--cpu-ranks", "2"]
+    options = [*sealed(), "--user", "12345:12345", "--env", "HOME=", "--volume", f"{ROOT}:/workspace:ro"]
+    options += ["--env", "PYTHONPATH=/workspace/src", "--entrypoint", "python", image.name, "-m", "trainyard"]
+    said = image.query("run", "--rm", "--pull", "never", *options, *words, "data.cache=/tmp/data", "max_duration=2st")
+    assert "stripes" in said and "done" in said
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_the_whole_suite_passes_in_it(image: Image, record_property):
+    done = run_script(*IMAGE, "test", "cpu")
+    *_, closing = done.stdout.splitlines()
+    record_property("closing line", closing)
+    record_property(
+        "skipped", sorted({line.partition(": ")[2] for line in re.findall("^SKIPPED .*", done.stdout, re.M)})
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def command(runs: Path) -> list[str]:
