@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+pytest.importorskip("uv", reason="uv is not installed, as in container images")
+
 from tests.pythons import ROOT, count_tests, find_pythons, list_installs, list_minors
 
 
