@@ -18,7 +18,7 @@ import trainyard
 from tests.training import FAMILIES
 from trainyard import api
 
-HIDDEN = ("torch", "numpy", "IPython", "omegaconf", "loguru", "trainyard.api")
+HIDDEN = ("torch", "numpy", "IPython", "omegaconf", "trainyard.api")
 
 
 def test_importing_it_loads_nothing_and_a_wrong_name_says_which_there_are():

@@ -14,7 +14,7 @@ from tests.run_folders import NOW, RunFolder
 
 ROOT = Path(__file__).resolve().parents[1]
 ORDER = (
-    *("errors", "text", "files", "messages", "masking", "tables", "yaml_text", "duration", "settings", "hardware"),
+    *("errors", "text", "files", "masking", "tables", "yaml_text", "duration", "settings", "hardware"),
     *("scoring", "frozen", "presets", "composition", "families", "config", "environment", "measure"),
     *("cluster", "runs", "data", "report", "train", "jobs", "launch", "tools", "cli", "api"),
 )
@@ -131,7 +131,7 @@ def test_source_names_no_job():
     assert named == []
 
 
-LISTING_NEEDS_NO = (*LOADED_LATE, "numpy", "hydra", "submitit", "loguru", "tqdm", "matplotlib")
+LISTING_NEEDS_NO = (*LOADED_LATE, "numpy", "hydra", "submitit", "tqdm", "matplotlib")
 ASKING_NEEDS_NO = (
     *LISTING_NEEDS_NO,
     "omegaconf",

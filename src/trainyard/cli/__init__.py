@@ -13,13 +13,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn, TextIO
 
+from loguru import logger
+
 from trainyard import __version__
 from trainyard.cli.verb import Parser, Verbs, choose_families
 from trainyard.errors import UserError
 from trainyard.families import list_roots
 from trainyard.files import report_full_disk
 from trainyard.hardware import set_openmp_wait_policy
-from trainyard.messages import print_messages
 from trainyard.runs.state import choose_exit_code
 from trainyard.text import find_nearest
 
@@ -58,7 +59,8 @@ def _is_closed(stream: TextIO) -> bool:
 def _run_command(argv: Sequence[str] | None) -> int:
     started = time.time()
     set_openmp_wait_policy(os.environ)
-    print_messages()
+    logger.remove()
+    logger.add(sys.stderr, format="{message}", level="INFO")  # a command's messages are nothing but their text
     typed = _join_lists(sys.argv[1:] if argv is None else argv)
     arguments = _parse_arguments(typed)
     arguments.started = started

@@ -4,10 +4,11 @@ import argparse
 import time
 from pathlib import Path
 
+from loguru import logger
+
 from trainyard.cli import cluster
 from trainyard.cli.verb import Verbs, add_trust_option, add_verb
 from trainyard.errors import UserError
-from trainyard.messages import logger
 from trainyard.runs import folder as runs
 from trainyard.runs.manifest import Entry, list_checkpoints
 from trainyard.text import format_duration, format_size

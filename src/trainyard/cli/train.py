@@ -9,6 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from loguru import logger
+
 from trainyard import config as configs
 from trainyard.cli import cluster, dry, submission
 from trainyard.cli.choices import add_synthetic_option, find_start, make_paths_absolute, record_choices
@@ -20,7 +22,6 @@ from trainyard.files import limit_writers
 from trainyard.hardware import choose_sync_batchnorm, show_own_mig_slice
 from trainyard.launch.choose_data import DataChoice, choose_data, refuse_no_data
 from trainyard.launch.memory_prediction import compute_key
-from trainyard.messages import logger
 from trainyard.runs import changes
 from trainyard.runs import folder as runs
 from trainyard.runs.create import create_run

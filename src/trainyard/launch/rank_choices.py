@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from loguru import logger
+
 from trainyard.config import load_family
 from trainyard.errors import UserError
 from trainyard.families import format_families
@@ -26,7 +28,6 @@ from trainyard.hardware import (
     read_openmp_wait_policy,
 )
 from trainyard.launch import compile_choice
-from trainyard.messages import logger
 from trainyard.runs.events import STARTS, read_events
 from trainyard.runs.folder import ENV_FILE, read_env, update_env
 from trainyard.runs.history import read_object

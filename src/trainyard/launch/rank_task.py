@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from loguru import logger
+
 from trainyard.config import freeze, thaw
 from trainyard.data.prepare import StopRequested, is_packed, prepare_data, restore_source, verify_packed
 from trainyard.duration import Duration
@@ -27,7 +29,6 @@ from trainyard.launch.memory_prediction import compute_key
 from trainyard.launch.observed import record_observation, record_prediction
 from trainyard.launch.rank_choices import Choice, build_context, record_choices
 from trainyard.launch.ranks import train_on_ranks
-from trainyard.messages import logger
 from trainyard.runs.changes import refuse_changes
 from trainyard.runs.folder import CONFIG, read_env, record_error
 from trainyard.runs.lock import RunLock
@@ -175,7 +176,7 @@ def _release_memory() -> None:
 
 
 def _load_torch() -> None:
-    """Load torch with garbage collection paused, and its compiler only once a model is compiled.
+    """Load torch with garbage collection paused.
 
     Loading makes half a million objects and drops hardly any, so collecting meanwhile takes a sixth of the time and
     finds nothing. Frozen, they are not visited by later collections either, which would delay single steps.
@@ -187,9 +188,6 @@ def _load_torch() -> None:
         finally:
             gc.freeze()
             gc.enable()
-    from trainyard.train.deferred_compiler import defer_compiler
-
-    defer_compiler()
 
 
 def _train(

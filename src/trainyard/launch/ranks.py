@@ -12,8 +12,9 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 
+from loguru import logger
+
 from trainyard.errors import Killed, Vanished
-from trainyard.messages import logger
 from trainyard.runs.folder import find_error_file, record_error
 from trainyard.runs.state import ExitCode
 from trainyard.train.stop import EXIT_CODES, FORWARDED_SIGNALS, STOP_SIGNALS, leave_closed_terminal

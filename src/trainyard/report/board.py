@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from loguru import logger
+
 from trainyard.errors import UserError
 from trainyard.files import exclusive_lock, parse_json, read_file, write_atomically
-from trainyard.messages import logger
 from trainyard.report.html import PAGE_TEMPLATE
 from trainyard.report.metric_values import format_metric
 from trainyard.runs.events import EVENTS_FILE, METRICS_FILE, STARTS, Line, read_sampled_metrics

@@ -3,12 +3,13 @@
 from pathlib import Path
 from typing import NamedTuple
 
+from loguru import logger
+
 from trainyard.config import Root
 from trainyard.errors import UserError
 from trainyard.families import find_own_families, list_roots
 from trainyard.files import limit_writers
 from trainyard.frozen import read_frozen
-from trainyard.messages import logger
 from trainyard.runs.folder import CONFIG, read_env, update_env
 
 OWN = "Trainyard's own"

@@ -14,6 +14,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from loguru import logger
+
 from trainyard.errors import (
     DiskFull,
     Hung,
@@ -27,7 +29,6 @@ from trainyard.errors import (
 )
 from trainyard.files import parse_json, read_file, write_json
 from trainyard.masking import mask_text
-from trainyard.messages import logger
 from trainyard.runs.manifest import hash_fields
 from trainyard.runs.state import Cause
 from trainyard.text import find_nearest, join_names

@@ -14,9 +14,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from loguru import logger
+
 from trainyard.errors import UserError
 from trainyard.files import AppendedFile, FlockRefused, exclusive_lock, name_failed_write
-from trainyard.messages import logger
 
 LOCK = "lock"
 

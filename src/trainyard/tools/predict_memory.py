@@ -25,7 +25,6 @@ from trainyard.errors import UserError
 from trainyard.hardware import Precision, get_gpu
 from trainyard.launch.memory_prediction import Setting, StepPrediction, choose_split, find_cache, open_store
 from trainyard.settings import StoreSettings, TrainConfig
-from trainyard.train.deferred_compiler import defer_compiler, defer_symbols
 from trainyard.train.meta_tensors import MetaTensorMode, SkippedFills, ValuesAreReadError, copy_without_values
 from trainyard.train.module import DataInfo, TrainModule
 from trainyard.train.precision import make_autocast
@@ -127,8 +126,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("cards", nargs="+")
     parser.add_argument("--gpus", type=int, default=1)
     args = parser.parse_args(argv)
-    defer_compiler()
-    defer_symbols()
     logger.remove()  # what models log while they are built is about training
     try:
         _predict_splits(thaw(args.config, args.jobs), args)

@@ -11,7 +11,6 @@ import torch
 import torch.utils.deterministic
 
 from trainyard.hardware import Precision
-from trainyard.train.deferred_compiler import use_deterministic_algorithms
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -49,7 +48,7 @@ def set_determinism(deterministic: bool, *, exceptions: Sequence[str] = ()) -> N
     Args:
         exceptions: the operators of this run's step that have no deterministic kernel; any of them allows all.
     """
-    use_deterministic_algorithms(deterministic, warn_only=bool(exceptions))
+    torch.use_deterministic_algorithms(deterministic, warn_only=bool(exceptions))
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a property
     fused = not (deterministic and exceptions)
     torch.backends.cuda.enable_flash_sdp(fused)
@@ -65,11 +64,11 @@ def allow_nondeterministic_operators() -> Iterator[None]:
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
     )
-    use_deterministic_algorithms(enabled, warn_only=True)
+    torch.use_deterministic_algorithms(enabled, warn_only=True)
     try:
         yield
     finally:
-        use_deterministic_algorithms(enabled, warn_only=warn_only)
+        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
 
 
 def find_nondeterministic_operators(work: Callable[[], object]) -> list[str]:
