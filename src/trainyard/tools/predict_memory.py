@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from loguru import logger
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trainyard.config import apply_overrides, compose, load_family, thaw
 from trainyard.data.index import IMAGE, RAGGED
@@ -25,13 +26,18 @@ from trainyard.errors import UserError
 from trainyard.hardware import Precision, get_gpu
 from trainyard.launch.memory_prediction import Setting, StepPrediction, choose_split, find_cache, open_store
 from trainyard.settings import StoreSettings, TrainConfig
-from trainyard.train.meta_tensors import MetaTensorMode, SkippedFills, ValuesAreReadError, copy_without_values
 from trainyard.train.module import DataInfo, TrainModule
 from trainyard.train.precision import make_autocast
 from trainyard.train.run_context import TRAIN
 from trainyard.train.run_state import build_state, recompute_layers
 from trainyard.train.step import TrainState
-from trainyard.train.step_memory import cast_layers_as_on_gpu, predict_step, resize_batch
+from trainyard.train.step_memory import (
+    VALUES_ARE_READ,
+    cast_layers_as_on_gpu,
+    copy_without_values,
+    predict_step,
+    resize_batch,
+)
 
 _TEMPLATE = 2  # samples that are read to see what a batch contains
 
@@ -70,10 +76,10 @@ class Predictor:
         """
         precision = Precision(setting.dtype, setting.dtype == "fp16", False, setting.channels_last, False, {})
         try:
-            module = copy_without_values(self._build_module(recompute=setting.recompute))
-            with MetaTensorMode():
+            module = self._build_module(setting)
+            with FakeTensorMode(allow_non_fake_inputs=True) as fake:
                 step = predict_step(
-                    self._build_state(module, setting, precision),
+                    self._build_state(copy_without_values(module, fake), setting, precision),
                     resize_batch(batch, samples=setting.micro_batch, axes=axes, channels_last=setting.channels_last),
                     micro_batches=2 if setting.accumulates else 1,
                     clip_grad_norm=self.config.clip_grad_norm,
@@ -82,24 +88,23 @@ class Predictor:
                 )
         except UserError as error:
             return StepPrediction(refused=str(error))
-        except ValuesAreReadError as error:
+        except VALUES_ARE_READ as error:
             return StepPrediction(
                 refused=f"a step of family {self.config.family} reads values, as tensor.item() does, or makes tensors "
-                f"whose size depends on them, so its memory cannot be predicted without taking it: {error}"
+                f"whose size depends on them, so its memory cannot be predicted without taking it: {error.func}"
             )
         return StepPrediction(**asdict(step))
 
-    def _build_module(self, *, recompute: bool) -> TrainModule:
+    def _build_module(self, setting: Setting) -> TrainModule:
+        recompute = setting.recompute
         if recompute not in self._modules:
             config = replace(self.config, gradient_checkpointing=recompute)
             info = DataInfo.from_shards(self.data, self.train_ids)
-            with SkippedFills():
-                self._modules[recompute] = load_family(self.jobs_dir, config.family, "module").build(config, info)
-        return self._modules[recompute]
+            self._modules[recompute] = load_family(self.jobs_dir, config.family, "module").build(config, info)
+        layout: Any = torch.channels_last if setting.channels_last else torch.contiguous_format
+        return self._modules[recompute].to(memory_format=layout)  # type: ignore[call-overload, no-any-return]
 
     def _build_state(self, module: TrainModule, setting: Setting, precision: Precision) -> TrainState:
-        layout: Any = torch.channels_last if setting.channels_last else torch.contiguous_format
-        module.to(memory_format=layout)  # type: ignore[call-overload]
         scaler = torch.amp.GradScaler("cpu", enabled=precision.loss_scaling)
         state = build_state(module, self.config, scaler=scaler)
         if setting.recompute:

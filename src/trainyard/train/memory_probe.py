@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from loguru import logger
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trainyard.data.augment import list_scales
 from trainyard.data.host_memory import read_available_memory
@@ -30,7 +31,6 @@ from trainyard.settings import TrainConfig
 from trainyard.text import format_size
 from trainyard.train import distributed
 from trainyard.train.evaluate import predict_share
-from trainyard.train.meta_tensors import MetaTensorMode, ValuesAreReadError, copy_without_values
 from trainyard.train.out_of_memory import (
     EVALUATION,
     choose_smaller,
@@ -152,10 +152,12 @@ def _predict_on_host(context: RunContext, loader: Loader, autocast: Autocast) ->
         return "off", "probe_memory=auto tries the memory of GPUs only, and predicts on the CPU where batches are large"
     if context.world.world_size > 1 and context.module.sparse_gradients():
         return "off", "a step whose ranks exchange sparse gradients is not predicted"
+    from trainyard.train import step_memory  # few runs need it
+
     try:
         needed = _predict_step(context, loader, autocast)
-    except ValuesAreReadError as error:
-        return "off", f"a step of family {context.config.family} reads values, so it cannot be predicted: {error}"
+    except step_memory.VALUES_ARE_READ as error:
+        return "off", f"a step of family {context.config.family} reads values, so it cannot be predicted: {error.func}"
     refuse_batches_without_memory(context, loader, available=available, step_bytes=needed)
     return (
         "fits",
@@ -165,7 +167,7 @@ def _predict_on_host(context: RunContext, loader: Loader, autocast: Autocast) ->
 
 def _predict_step(context: RunContext, loader: Loader, autocast: Autocast) -> int:
     """Return the bytes that a step of this rank takes on the CPU besides what exists before it."""
-    from trainyard.train.step_memory import predict_step, resize_batch  # few runs need it
+    from trainyard.train.step_memory import copy_without_values, predict_step, resize_batch
 
     config, ids = context.config, context.splits[TRAIN]
     with closing(loader.evaluate(ids, batch_size=2)) as stream:
@@ -176,8 +178,9 @@ def _predict_step(context: RunContext, loader: Loader, autocast: Autocast) -> in
     axes[IMAGE] = {2: round(config.image.height_px * scale), 3: round(config.image.width_px * scale)}
     scaler = torch.amp.GradScaler("cpu", enabled=context.precision.loss_scaling)
     accumulates = context.world.world_size * context.micro_batch_size < config.global_batch_size
-    with _restore_generators(context.device), allow_nondeterministic_operators(), MetaTensorMode():
-        state = build_state(copy_without_values(context.module), config, scaler=scaler)
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with _restore_generators(context.device), allow_nondeterministic_operators(), fake:
+        state = build_state(copy_without_values(context.module, fake), config, scaler=scaler)
         largest = resize_batch(
             batch, samples=context.micro_batch_size, axes=axes, channels_last=context.precision.channels_last
         )

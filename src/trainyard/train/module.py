@@ -10,7 +10,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from trainyard.data.shards import ShardSet
 from trainyard.data.store import has_inputs
-from trainyard.train.meta_tensors import MetaTensor
 
 Batch = dict[str, Tensor]
 """One micro-batch on the device. The first axis of every entry is B, the samples.
@@ -93,7 +92,7 @@ class Signature:
 
 def has_values(tensor: Tensor) -> bool:
     """Return whether a tensor has values; it has none while memory is predicted (`step_memory`) or a model exported."""
-    return not isinstance(tensor, MetaTensor | FakeTensor)
+    return not isinstance(tensor, FakeTensor)
 
 
 class TrainModule(nn.Module):

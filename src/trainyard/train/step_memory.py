@@ -1,4 +1,4 @@
-"""Predicts the device memory of one optimizer step by taking it with tensors without values (`meta_tensors`).
+"""Predicts the device memory of one optimizer step by taking it with torch's fake tensors, which have no values.
 
 The real module, loss, backward pass and optimizer run, so what is saved for the backward pass, and when it is freed,
 is decided by the same code as in training. `LiveStorages` adds up the storages that are alive.
@@ -7,23 +7,29 @@ torch has such a counter, torch.distributed._tools.mem_tracker.MemTracker. It is
 calls its module more than once, as one with several micro-batches does, and it knows nothing of averaged weights.
 """
 
+import copy
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from trainyard.data.index import IMAGE
 from trainyard.data.loader import MicroBatch
-from trainyard.train.meta_tensors import MetaTensorMode, run_on_meta
 from trainyard.train.module import TrainModule
 from trainyard.train.step import TrainState, train_step
 
@@ -54,14 +60,26 @@ class StepMemory:
         return self.parameters + self.buffers + self.optimizer + self.averages + self.batch + self.activations
 
 
-class LiveStorages(MetaTensorMode):  # type: ignore[no-untyped-call]
+VALUES_ARE_READ = (DataDependentOutputException, DynamicOutputShapeException)
+"""What a step raises that reads values, as tensor.item() does, or makes a tensor whose size depends on them."""
+
+Module = TypeVar("Module", bound=nn.Module)
+
+
+def copy_without_values(module: Module, fake: FakeTensorMode) -> Module:
+    """Return a copy of a module whose parameters and buffers have no values."""
+    tensors = chain(module.parameters(), module.buffers())
+    return copy.deepcopy(module, {id(tensor): fake.from_tensor(tensor) for tensor in tensors})
+
+
+class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Adds up the storages that operators create, until they are freed, and the operations.
 
     What an operator allocates and frees inside itself, a workspace, is not seen.
     """
 
     def __init__(self, *, block_bytes: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.live_bytes = self.peak_bytes = self.flops = 0
         self._block_bytes = block_bytes
         self._known: dict[int, weakref.ref[Any]] = {}  # by the address of the storage, until it is freed
@@ -81,7 +99,7 @@ class LiveStorages(MetaTensorMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _IN_PLACE:
             return None
-        out = run_on_meta(func, args, kwargs or {})
+        out = func(*args, **(kwargs or {}))
         if func is torch.ops.prim.device.default:
             return out  # most calls are this one
         self.add(leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor))
@@ -118,7 +136,7 @@ def predict_step(
     autocast: Callable[[], AbstractContextManager[None]],
     on_gpu: bool,
 ) -> StepMemory:
-    """Return what a step takes. Call it in a `MetaTensorMode`, with a state and a batch without values.
+    """Return what a step takes. Call it in a `FakeTensorMode`, with a state and a batch without values.
 
     torch runs a backward pass on tensors of a GPU only where there is one. So that of a GPU is that of the CPU, but
     with the GPU's blocks and data types (`_AutocastAsOnGpu`).
