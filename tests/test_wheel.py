@@ -74,6 +74,47 @@ def test_a_wheel_has_the_families_and_the_code_and_no_tests(installed):
     assert {path.name for path in installed.iterdir() if not path.name.endswith(".dist-info")} == {"trainyard"}
 
 
+IMPORT_ALL = """
+import importlib, pkgutil, sys
+
+class Hidden:  # a finder that does not find what only tests need
+    def __init__(self, finder):
+        self.finder = finder
+
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+
+    def find_spec(self, name, path=None, target=None):
+        return None if name.partition(".")[0] in HIDDEN else self.finder.find_spec(name, path, target)
+
+sys.meta_path[:] = map(Hidden, sys.meta_path)
+import trainyard
+
+failed = []
+modules = [one.name for one in pkgutil.walk_packages(trainyard.__path__, "trainyard.", failed.append)]
+for name in modules:
+    if not name.endswith((".__main__", ".librosa_loader")):
+        try:
+            importlib.import_module(name)
+        except Exception as error:
+            failed.append(f"{name}: {error!r}")
+print(trainyard.__path__[0], len(modules), failed, sep="\\n")
+"""
+ONLY_FOR_TESTS = ("pytest", "_pytest", "hypothesis", "xdist", "pytest_timeout", "timm", "sentencepiece")
+
+
+@pytest.mark.slow
+def test_every_module_of_a_wheel_is_imported_without_what_only_tests_need(installed, tmp_path):
+    """`librosa_loader.py` is run, not imported, in an environment of the benchmark, which alone has librosa."""
+    environ = os.environ | {"PYTHONPATH": str(installed), "PYTHONDONTWRITEBYTECODE": "1"}
+    code = IMPORT_ALL.replace("HIDDEN", repr(ONLY_FOR_TESTS))
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    folder, count, failed = done.stdout.splitlines()[-3:]
+    assert folder == str(installed / "trainyard") and int(count) > 200
+    assert failed == "[]"
+
+
 @pytest.mark.long
 def test_an_installed_wheel_has_its_jobs_next_to_a_persons_own(installed, tmp_path):
     copy_families(tmp_path)

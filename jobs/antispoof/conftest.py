@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from .cases import write_asvspoof_2019
+from tests.cases.antispoof import write_asvspoof_2019
 
 
 @pytest.fixture(scope="session")

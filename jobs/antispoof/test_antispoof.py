@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch
 
+from tests.cases.antispoof import make_module
+
 from . import metrics, vocoders
-from .cases import make_module
 from .synthesis import generate_speech
 
 

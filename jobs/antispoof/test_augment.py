@@ -6,8 +6,9 @@ from functools import partial
 import pytest
 import torch
 
+from tests.cases.antispoof import make_noise, make_row_noise
+
 from . import augment
-from .cases import make_noise, make_row_noise
 
 
 @pytest.mark.parametrize("kind", ["series", "parallel"])

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.cases.antispoof import SCORES, find_shared_audio, write_lines
 from trainyard.errors import UserError
 from trainyard.tables import write_table
 
 from . import commands, scores
-from .cases import SCORES, find_shared_audio, write_lines
 from .scores import Line
 
 

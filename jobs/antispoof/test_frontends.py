@@ -7,10 +7,10 @@ import pytest
 import scipy.fft  # type: ignore[import-untyped]
 import torch
 
+from tests.cases.antispoof import make_noise
 from trainyard.errors import UserError
 
 from . import frontends
-from .cases import make_noise
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
+from tests.cases.antispoof import ASV, ASV_EVAL, SCORES, find_shared_audio
 from trainyard.errors import UserError
 
 from . import metrics, scores
-from .cases import ASV, ASV_EVAL, SCORES, find_shared_audio
 from .metrics import AsvRates, compute_det_curve
 from .protocols import read_asv_rates
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
+from tests.cases.antispoof import ASV, make_batch, make_config, make_data, make_module
 from trainyard.errors import UserError
 from trainyard.train.data_parallel import list_statistics
 from trainyard.train.step import enable_activation_checkpointing
 
-from .cases import ASV, make_batch, make_config, make_data, make_module
 from .module import build
 
 

@@ -9,13 +9,13 @@ import pytest
 import soundfile
 import torch
 
+from tests.cases.antispoof import find_shared_audio, get_wave, make_config, make_module, write_recording
 from trainyard.config import compose
 from trainyard.data.loader import Loader
 from trainyard.data.pack import pack
 from trainyard.data.shards import BadRecord
 from trainyard.errors import UserError
 
-from .cases import find_shared_audio, get_wave, make_config, make_module, write_recording
 from .config import Config
 from .pack import ConversionRule, fit_artifacts, load, samples, splits, unlabelled
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.cases.antispoof import SPLIT, write_asvspoof_2019, write_lines, write_recording
 from trainyard.errors import UserError
 
-from .cases import SPLIT, write_asvspoof_2019, write_lines, write_recording
 from .config import Config
 from .pack import fit_artifacts
 from .protocols import find_utterances, read_asv_rates, read_trials

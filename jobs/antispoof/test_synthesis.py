@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.cases.antispoof import SPLIT
 from trainyard.errors import UserError
 
 from . import vocoders
-from .cases import SPLIT
 from .pack import synthesize
 from .protocols import find_utterances
 from .synthesis import generate_speech, list_items

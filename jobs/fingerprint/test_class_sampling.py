@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn import functional
 
+from tests.cases.fingerprint import make_config, make_module
 from tests.training import FORKSERVER
 from trainyard.data.loader import MicroBatch
 from trainyard.hardware import choose_precision
@@ -23,7 +24,6 @@ from trainyard.train.run_state import prepare_state
 from trainyard.train.step import train_step
 from trainyard.train.world import World
 
-from .cases import make_config, make_module
 from .class_sampling import compute_sampled_cosines, draw_classes
 from .config import Config
 from .module import FingerprintModule, compute_cosface_logits

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from loguru import logger
 
+from tests.cases.fingerprint import find_shared_prints
 from trainyard.data.raw import list_once
 from trainyard.errors import UserError
 
-from .cases import find_shared_prints
 from .config import Config, PackingSettings
 from .layouts import NAMED, PUBLIC
 from .listing import Print, describe_listing, find_doubts, list_prints

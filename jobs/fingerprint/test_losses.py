@@ -7,7 +7,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from .cases import make_batch, make_config, make_module
+from tests.cases.fingerprint import make_batch, make_config, make_module
+
 from .module import CentreLoss, FingerprintModule, compute_cosface_logits
 
 

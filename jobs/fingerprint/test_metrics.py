@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
+from tests.cases.fingerprint import make_batch, make_module, make_rows
 from trainyard.train.module import Rows
 
 from . import module as family_module
-from .cases import make_batch, make_module, make_rows
 from .module import (
     find_extreme_pairs,
     score_pairs,

@@ -6,9 +6,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from tests.cases.fingerprint import count_parameters, make_config, make_module
 from trainyard.errors import UserError
 
-from .cases import count_parameters, make_config, make_module
 from .network import Aligner, DeepPrintTex, build_rigid_matrix, sample_bilinear
 
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.cases.fingerprint import draw_ridges, find_shared_prints
 from trainyard.data.shards import BadRecord
 
-from .cases import draw_ridges, find_shared_prints
 from .config import Config
 from .pack import BLOCK_PX, find_print_centre, load, samples
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.cases.fingerprint import make_module, make_rows
 from trainyard.errors import UserError
 
-from .cases import make_module, make_rows
 from .pack import synthesize
 from .synthesis import generate_impressions
 

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.cases.pricing import make_config, pack_catalogue
 from trainyard.data.shards import ShardSet
 
-from .cases import make_config, pack_catalogue
 from .pack import synthesize
 
 

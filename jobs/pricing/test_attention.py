@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DebertaV2Config, DebertaV2Model
 
+from tests.cases.pricing import make_batch, make_module, record_saved_bytes
 from trainyard.data.shards import ShardSet
 
 from .attention import WindowedSelfAttention, replace_attention
-from .cases import make_batch, make_module, record_saved_bytes
 from .network import build_random_encoder
 
 HEADS = 2

@@ -9,11 +9,11 @@ from typing import Literal
 
 import pytest
 
+from tests.cases.pricing import COLUMNS, format_csv, write_catalogue
 from trainyard import config as configs
 from trainyard.errors import UserError
 
 from . import catalog
-from .cases import COLUMNS, format_csv, write_catalogue
 from .config import Config
 from .pack import select_columns
 

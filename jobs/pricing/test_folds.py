@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.cases.pricing import VALID_ROWS, make_config, write_catalogue
 from trainyard.data.shards import ShardSet
 from trainyard.errors import UserError
 
 from . import folds, pack
-from .cases import VALID_ROWS, make_config, write_catalogue
 from .pack import fit_artifacts, splits
 
 

@@ -7,10 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.cases.pricing import make_batch, make_config, make_module
 from trainyard.data.shards import ShardSet
 
 from . import losses, metrics
-from .cases import make_batch, make_config, make_module
 
 
 @given(st.floats(1e-3, 1e6), st.floats(1e-3, 1e6))

@@ -5,10 +5,10 @@ import math
 import numpy as np
 import pytest
 
+from tests.cases.pricing import make_module
 from trainyard.data.shards import ShardSet
 
 from . import metrics
-from .cases import make_module
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,14 @@ import torch
 from PIL import Image
 from torch import nn
 
+from tests.cases.pricing import (
+    find_shared_catalogue,
+    make_batch,
+    make_config,
+    make_micro_batches,
+    make_module,
+    pack_catalogue,
+)
 from trainyard.data.order import bucket_by_length
 from trainyard.data.shards import ShardSet
 from trainyard.errors import UserError
@@ -20,14 +28,6 @@ from trainyard.train.module import DataInfo
 from trainyard.train.step import TrainState, make_optimizer, train_step
 
 from . import reference, tokenizer
-from .cases import (
-    find_shared_catalogue,
-    make_batch,
-    make_config,
-    make_micro_batches,
-    make_module,
-    pack_catalogue,
-)
 from .module import build
 from .pack import splits
 from .weights import read_artifacts

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import DebertaV2Model
 
+from tests.cases.pricing import make_batch, make_config, make_module, record_saved_bytes
 from trainyard.data.shards import ShardSet
 from trainyard.errors import UserError
 from trainyard.train.module import DataInfo
@@ -18,7 +19,6 @@ from trainyard.train.warm_start import find_file, load_weights
 from trainyard.train.weights_file import read_weights
 
 from . import tokenizer
-from .cases import make_batch, make_config, make_module, record_saved_bytes
 from .module import PricingModule, build, mask_tokens
 from .network import build_random_encoder
 from .pack import splits

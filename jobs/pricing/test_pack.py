@@ -9,13 +9,13 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.cases.pricing import VALID_ROWS, make_batch, make_config, make_module, pack_catalogue, write_catalogue
 from trainyard.data.order import bucket_by_length, shuffle
 from trainyard.data.pack import PackError, read_listing
 from trainyard.data.shards import Ragged, ShardSet
 from trainyard.errors import UserError
 
 from . import baseline, catalog, metrics, pack, parsing
-from .cases import VALID_ROWS, make_batch, make_config, make_module, pack_catalogue, write_catalogue
 from .comparison import compute_padding
 from .pack import fit_artifacts, samples, synthesize
 from .synthesis import FILE, FLOOR

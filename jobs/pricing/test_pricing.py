@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.cases.pricing import make_config, write_catalogue
 from tests.training import new_run, train
 from trainyard.errors import UserError
 from trainyard.tools.predict import predict
 
 from . import metrics, pack
-from .cases import make_config, write_catalogue
 from .commands import add
 
 JOBS = Path(__file__).resolve().parents[1]

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models
 
+from tests.cases.pricing import VALID_ROWS, make_config
 from trainyard.data.shards import ShardSet
 from trainyard.errors import UserError
 
 from . import parsing, tokenizer
-from .cases import VALID_ROWS, make_config
 from .pack import fit_artifacts
 
 

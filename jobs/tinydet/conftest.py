@@ -6,10 +6,10 @@ from copy import deepcopy
 import numpy as np
 import pytest
 
+from tests.cases.tinydet import TiledData, make_config, make_entry, pack_folder, write_coco, write_rectangles
 from trainyard.data.shards import ShardSet
 from trainyard.train.module import DataInfo
 
-from .cases import TiledData, make_config, make_entry, pack_folder, write_coco, write_rectangles
 from .config import Config
 from .pack import samples
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from tests.cases.tinydet import TiledData, make_config
 from trainyard.train.module import Batch, SampleSource
 
 from .baseline import build_untrained
-from .cases import TiledData, make_config
 from .module import build
 
 

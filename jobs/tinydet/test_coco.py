@@ -10,10 +10,10 @@ import pytest
 from loguru import logger
 from PIL import Image
 
+from tests.cases.tinydet import find_shared_data, list_image, load_samples, make_entry, write_coco
 from trainyard.data.shards import BadRecord
 from trainyard.errors import UserError
 
-from .cases import find_shared_data, list_image, load_samples, make_entry, write_coco
 from .coco import Rules, read_collection
 from .config import Config
 from .pack import fit_artifacts, samples

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from .cases import find_shared_data
+from tests.cases.tinydet import find_shared_data
+
 from .evaluation import Detections, GroundTruth, compute_f1, compute_intervals, evaluate
 
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torchvision.ops import generalized_box_iou  # type: ignore[import-untyped]
 
+from tests.cases.tinydet import make_loader
 from trainyard.data.order import shuffle
 from trainyard.data.shards import ShardSet
 
 from . import geometry
-from .cases import make_loader
 from .config import Config
 
 

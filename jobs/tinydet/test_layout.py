@@ -13,12 +13,12 @@ import pytest
 from loguru import logger
 from PIL import Image
 
+from tests.cases.tinydet import list_image, make_config
 from trainyard.data.prepare import pack_raw
 from trainyard.data.shards import BadRecord, ShardSet
 from trainyard.errors import UserError
 from trainyard.train.module import DataInfo
 
-from .cases import list_image, make_config
 from .coco import Collection, Rules, read_collection, summarize_sets
 from .config import Config
 from .layout import find_sets

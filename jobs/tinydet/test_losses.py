@@ -8,7 +8,8 @@ import pytest
 import torch
 from torchvision.ops import sigmoid_focal_loss  # type: ignore[import-untyped]
 
-from .cases import FOCAL, make_batch, make_config, make_module, make_objects, make_predictions
+from tests.cases.tinydet import FOCAL, make_batch, make_config, make_module, make_objects, make_predictions
+
 from .losses import compute_losses, focal, varifocal
 from .matching import LossTerms, Objects, match
 from .network import Outputs, Predictions

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from .cases import FOCAL, make_objects, make_predictions
+from tests.cases.tinydet import FOCAL, make_objects, make_predictions
+
 from .matching import LossTerms, Objects, compute_costs, match, solve_assignments
 from .network import Predictions
 

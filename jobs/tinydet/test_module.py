@@ -8,9 +8,9 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.cases.tinydet import TiledData, make_batch, make_config, make_module, make_true_rows
 from trainyard.train.step import copy_for_average
 
-from .cases import TiledData, make_batch, make_config, make_module, make_true_rows
 from .module import build
 
 

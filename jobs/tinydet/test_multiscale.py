@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+from tests.cases.tinydet import make_batch, make_config, make_module, make_objects
+
 from . import geometry
-from .cases import make_batch, make_config, make_module, make_objects
 from .denoising import build_denoising_queries
 from .losses import compute_mean_repeats
 from .multiscale import DeformableAttention, DeformableDETR, sample_levels

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from tests.cases.tinydet import make_batch, make_config, make_module
 from trainyard.train.step import enable_activation_checkpointing
 
 from . import geometry
-from .cases import make_batch, make_config, make_module
 from .config import Config
 from .module import build_network
 from .network import Backbone

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.cases.tinydet import ARTIFACTS, write_coco
 from trainyard.errors import UserError
 
-from .cases import ARTIFACTS, write_coco
 from .overfit import make_small_config, overfit, record_learning_curve
 from .synthesis import draw_scene
 

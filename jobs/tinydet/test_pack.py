@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from .cases import find_shared_data, load_samples, make_entry, write_coco
+from tests.cases.tinydet import find_shared_data, load_samples, make_entry, write_coco
+
 from .coco import Rules, read_collection
 from .config import Config
 from .pack import cut_tiles, load_image, parse_key, samples, splits, unlabelled

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.cases.tinydet import make_batch, make_config, make_module
 from trainyard.train.module import Batch
 
 from . import geometry
-from .cases import make_batch, make_config, make_module
 from .conditional import ConditionalDETR, encode_points
 from .exact import ExactLinear, multiply
 from .module import TinyDet

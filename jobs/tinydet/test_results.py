@@ -10,11 +10,11 @@ import pytest
 from pycocotools.coco import COCO  # type: ignore[import-untyped]
 from pycocotools.cocoeval import COCOeval  # type: ignore[import-untyped]
 
+from tests.cases.tinydet import TiledData, make_true_rows, write_coco
 from trainyard.errors import UserError
 from trainyard.tables import write_table
 
 from . import commands
-from .cases import TiledData, make_true_rows, write_coco
 from .module import build
 
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from loguru import logger
 
+from tests.cases.tinydet import ARTIFACTS, make_batch, make_config, make_module, make_vanilla, pad, rename_as_published
 from trainyard import config as configs
 from trainyard.errors import UserError
 from trainyard.train.module import DataInfo
 
-from .cases import ARTIFACTS, make_batch, make_config, make_module, make_vanilla, pad, rename_as_published
 from .config import Config
 from .module import build, choose_temperature
 from .synthesis import draw_scene

@@ -10,11 +10,11 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
+from tests.cases.tinydet import make_config, make_module, make_vanilla, rename_as_published
 from trainyard.errors import UserError
 from trainyard.train.warm_start import Match, load_weights
 from trainyard.train.weights_file import read_weights
 
-from .cases import make_config, make_module, make_vanilla, rename_as_published
 from .module import TinyDet, build_network
 from .network import Backbone
 from .weights import adapt_backbone, adapt_detector

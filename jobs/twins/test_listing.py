@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.cases.twins import NAMES, TWINS, index_by_person, read_samples, write_raw_folder
 from trainyard import config as configs
 from trainyard.data.prepare import prepare_data
 from trainyard.errors import UserError
 
-from .cases import NAMES, TWINS, index_by_person, read_samples, write_raw_folder
 from .config import Config
 from .listing import SplitRule, connect_families, read_people
 from .synthesis import DATASET, PAIRS

@@ -5,7 +5,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from .cases import make_config, make_module
+from tests.cases.twins import make_config, make_module
+
 from .module import Relation, arcface_logits, pair_loss, triplet_loss
 
 

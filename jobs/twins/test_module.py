@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
+from tests.cases.twins import make_batch, make_config, make_data, make_module, make_network, select_ids
 from trainyard.errors import UserError
 from trainyard.train.module import DataInfo
 from trainyard.train.step import enable_activation_checkpointing
 
 from . import protocol
-from .cases import make_batch, make_config, make_data, make_module, make_network, select_ids
 from .module import Neck
 from .network import DualCrossAttention
 

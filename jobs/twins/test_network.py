@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from .cases import list_blocks, make_faces, make_network
+from tests.cases.twins import list_blocks, make_faces, make_network
+
 from .network import DualCrossAttention, compute_rollout, draw_random_partners, draw_twin_partners
 
 

@@ -2,9 +2,9 @@
 
 import itertools
 
+from tests.cases.twins import make_batch, make_config, make_data, make_module
 from trainyard.data.order import group_by_identity
 
-from .cases import make_batch, make_config, make_data, make_module
 from .synthesis import IMAGES_PER_FAMILY, IMAGES_PER_PERSON
 
 

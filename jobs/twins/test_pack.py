@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.cases.twins import NAMES, TWINS, find_orl_faces, read_samples, write_raw_folder
 from trainyard.data.shards import BadRecord
 
-from .cases import NAMES, TWINS, find_orl_faces, read_samples, write_raw_folder
 from .config import Config
 from .pack import load
 

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
+from tests.cases.twins import make_data, select_ids
 from trainyard.scoring import compute_error_rates
 
 from . import protocol
-from .cases import make_data, select_ids
 
 
 def make_scores(rng: np.random.Generator, count: int, kind: int, families_count: int) -> protocol.Scores:

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from .cases import make_batch, make_data, make_module
+from tests.cases.twins import make_batch, make_data, make_module
+
 from .module import Relation
 
 

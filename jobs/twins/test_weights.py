@@ -7,11 +7,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.cases.twins import make_config, make_faces, make_module, make_network
 from trainyard.errors import UserError
 from trainyard.train.warm_start import Match, load_weights
 from trainyard.train.weights_file import read_weights
 
-from .cases import make_config, make_faces, make_module, make_network
 from .network import DualCrossAttention
 from .weights import adapt_weights
 

@@ -10,17 +10,16 @@ import pytest
 import torch
 from PIL import Image
 
+from jobs.tinydet.config import Config
+from jobs.tinydet.matching import LossTerms, Objects
+from jobs.tinydet.module import TinyDet, build, build_network
+from jobs.tinydet.network import Backbone, Predictions
+from jobs.tinydet.overfit import make_small_config
+from jobs.tinydet.pack import fit_artifacts, samples
 from trainyard.data.loader import Loader
 from trainyard.data.pack import pack
 from trainyard.data.shards import Sample, ShardSet
 from trainyard.train.module import DataInfo
-
-from .config import Config
-from .matching import LossTerms, Objects
-from .module import TinyDet, build, build_network
-from .network import Backbone, Predictions
-from .overfit import make_small_config
-from .pack import fit_artifacts, samples
 
 TiledData = tuple[DataInfo, Config, list[Sample]]
 """Packed tiles, the config that packed them, and the samples they were packed from."""

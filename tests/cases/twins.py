@@ -11,15 +11,14 @@ import pytest
 import torch
 from PIL import Image
 
+from jobs.twins import protocol
+from jobs.twins.config import Config
+from jobs.twins.module import TwinsModule, build
+from jobs.twins.network import Block, DualCrossAttention
+from jobs.twins.pack import samples, splits
+from jobs.twins.synthesis import DATASET, PAIRS
 from trainyard.data.shards import Sample
 from trainyard.train.module import DataInfo
-
-from . import protocol
-from .config import Config
-from .module import TwinsModule, build
-from .network import Block, DualCrossAttention
-from .pack import samples, splits
-from .synthesis import DATASET, PAIRS
 
 
 def find_orl_faces() -> Path:

@@ -9,13 +9,12 @@ import pytest
 import soundfile
 import torch
 
+from jobs.antispoof.config import Config
+from jobs.antispoof.metrics import AsvRates
+from jobs.antispoof.module import AntispoofModule, build
+from jobs.antispoof.protocols import SplitRule
 from trainyard.data.shards import Audio
 from trainyard.train.module import DataInfo
-
-from .config import Config
-from .metrics import AsvRates
-from .module import AntispoofModule, build
-from .protocols import SplitRule
 
 
 def find_shared_audio(name: str) -> Path:

@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from jobs.fingerprint.config import Config
+from jobs.fingerprint.module import FingerprintModule, build
 from trainyard.train.module import DataInfo
-
-from .config import Config
-from .module import FingerprintModule, build
 
 
 def find_shared_prints() -> Path:

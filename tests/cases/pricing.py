@@ -14,17 +14,16 @@ import pytest
 import torch
 from torch import nn
 
+from jobs.pricing import catalog, reference
+from jobs.pricing.config import Config
+from jobs.pricing.module import PricingModule, build
+from jobs.pricing.pack import fit_artifacts, samples, splits
 from trainyard.data import pack as packing
 from trainyard.data.loader import MicroBatch
 from trainyard.data.order import EpochOrder
 from trainyard.data.shards import ShardSet
 from trainyard.settings import DataSettings
 from trainyard.train.module import DataInfo
-
-from . import catalog, reference
-from .config import Config
-from .module import PricingModule, build
-from .pack import fit_artifacts, samples, splits
 
 VALID_ROWS = [
     [str(i), f"Item Name: {'abcdefghij'[i % 10] * 3} {'abcd'[i // 10]}, {i} oz", str(5 + i)] for i in range(40)
