@@ -13,7 +13,6 @@ import h5py
 import numpy as np
 from PIL import Image
 
-from benchmarks.scale.contract import list_children
 from trainyard.data.index import HEADER_BYTES, INDEX, seal_index
 from trainyard.data.pack import pack
 from trainyard.data.shards import BadRecord, Loaded, Sample, ShardSet
@@ -114,4 +113,8 @@ def make_import_environ() -> dict[str, str]:
 
 def list_descendants(process: int) -> list[int]:
     """Return the processes below another one."""
-    return [one for child in list_children(process) for one in (child, *list_descendants(child))]
+    try:
+        children = [int(child) for child in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+    except (FileNotFoundError, ProcessLookupError):  # it has ended
+        return []
+    return [one for child in children for one in (child, *list_descendants(child))]

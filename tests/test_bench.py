@@ -1,9 +1,6 @@
 """How benchmarks run: order, ratios, limits, failures. The measured numbers are not tested."""
 
 import json
-import os
-import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -13,15 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.images import list_descendants
-from tests.test_pack import is_running
-from tests.waiting import wait_until
 from trainyard.cli import main
 from trainyard.environment import collect_environment
 from trainyard.errors import UserError
 from trainyard.tools import bench
 from trainyard.tools.bench import Configuration, Options, Round, build_result_lines, measure, read_results, run_suite
-from trainyard.tools.bench_scale import parse_sizes, run_scale
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 OURS, OTHER = (Configuration("rgb", name, "dev", "") for name in ("ours", "other"))
@@ -204,119 +197,6 @@ def test_a_quick_run_measures_our_reader_and_h5py_on_generated_images_end_to_end
     assert results[1]["ours_over_this_samples_per_core_s"]["median"] > 0
     assert "h5py_flat" in capsys.readouterr().out
     assert len(list((tmp_path / "data").glob("rgb-files-64/*/*.jpg"))) == 64
-
-
-@pytest.mark.slow
-def test_what_grows_is_measured_in_sizes_that_a_person_chooses(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    header = bench.build_header("scale", Options(), command="bench", environment={})
-    options = {"is_quick": True, "rounds": 1, "results": tmp_path, "header": header}
-    path = run_scale(BENCHMARKS, sizes=["files=250"], only=("listing",), **options)
-    head, seconds, memory, *_ = read_results(path)
-    assert head["sizes"]["files"] == 250 and (seconds["unit"], memory["unit"]) == ("s", "MiB")
-    assert seconds["note"] == "250 files" and seconds["rounds"][0] > 0 and "before" not in seconds
-    assert "list raw files" in capsys.readouterr().out
-    with pytest.raises(UserError, match=r"--only lists: no such case. There are: metrics, .*, order."):
-        run_scale(BENCHMARKS, sizes=[], only=("lists",), **options)
-    for wrong in ("file=3", "files", "files=0", "files=-1"):
-        with pytest.raises(UserError, match=f"--size {wrong}: expected NAME=NUMBER, with one of lines, files:"):
-            parse_sizes([wrong], {"lines": 1, "files": 2})
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
-def test_what_a_killed_measurement_leaves_is_gone_at_the_latest_when_the_next_begins(number, tmp_path):
-    def measure_case(*options: str) -> subprocess.Popen:
-        command = [sys.executable, "-m", "trainyard", "bench", "scale", "--results", str(tmp_path / "results")]
-        environ = os.environ | {"TMPDIR": str(tmp_path)}
-        return subprocess.Popen([*command, *options], env=environ, stderr=subprocess.PIPE, text=True)
-
-    killed = measure_case("--only", "packing", "--size", "records=3000")
-    while len(processes := list_descendants(killed.pid)) < 5:  # tracker, case, packing, who forks, a worker
-        assert killed.poll() is None
-    killed.send_signal(number)
-    assert "resource_tracker" not in killed.communicate()[1]
-    assert len(list(tmp_path.glob("trainyard-scale-*"))) == (number == signal.SIGKILL)
-    wait_until(lambda: not any(map(is_running, processes)), "what it started to end")
-    for folder in tmp_path.glob("trainyard-*"):
-        os.utime(folder, (0, 0))
-    (tmp_path / "trainyard-scale-young").mkdir()
-    (tmp_path / "results").mkdir(exist_ok=True)
-    (tmp_path / "trainyard-scale-link").symlink_to(tmp_path / "results")
-    following = measure_case("--only", "listing", "--size", "files=100")
-    assert (following.communicate()[1], following.returncode) == ("", 0)
-    left = sorted(path.name for path in tmp_path.glob("trainyard-*"))
-    assert left == ["trainyard-scale-link", "trainyard-scale-young"], "not ours to delete, or perhaps not held yet"
-
-
-@pytest.mark.long
-def test_each_case_of_what_grows_measures_something(tmp_path: Path):
-    header = bench.build_header("scale", Options(), command="bench", environment={})
-    path = run_scale(BENCHMARKS, sizes=[], is_quick=True, rounds=1, only=(), results=tmp_path, header=header)
-    lines = {line["name"]: line for line in read_results(path)[1:]}
-    assert len(lines) >= 30 and all(line["rounds"][0] >= 0 for line in lines.values()), lines
-    assert lines["gather, memory of rank 0"]["rounds"][0] > 0.9
-    assert lines["packed size"]["note"] == "3 shards" and 0 < lines["pack, lost by the kill"]["rounds"][0] < 100
-    assert 0 < lines["packing worker, input-raw"]["rounds"][0] < 300
-    assert all(
-        lines[f"read prints, {store}, per core"]["rounds"][0] > 0 for store in ("keep", "input-png", "input-raw")
-    )
-    assert lines["read arrays, two threads"]["rounds"][0] > 0
-    assert lines["ranks, join"]["note"].startswith("3 ranks")
-    assert lines["trainyard run, torch's compiler"]["rounds"] == [0]
-    assert 1 <= lines["list raw files, calls"]["rounds"][0] < 2
-    assert lines["orders computed"]["rounds"] == [4], "of three epochs, and the one after them"
-
-
-@pytest.fixture
-def checkout(tmp_path: Path) -> Path:
-    """Return a checkout whose only commit lists slowly, has no board, and dies when it looks for what runs took."""
-    for name in ("benchmarks/scale", "src/trainyard", "jobs/fingerprint"):
-        shutil.copytree(BENCHMARKS.parent / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(BENCHMARKS / "worker.py", tmp_path / "benchmarks")
-    source = tmp_path / "src/trainyard"
-    changed = {path: (source / path).read_text() for path in ("data/raw.py", "report/board.py", "runs/observations.py")}
-    old = changed["data/raw.py"].replace(
-        "    found: list[Path] = []\n", "    time.sleep(0.5)\n    found: list[Path] = []\n"
-    )
-    assert old != changed["data/raw.py"]
-    (source / "data/raw.py").write_text(old.replace("import os\n", "import os\nimport time\n", 1))
-    (source / "report/board.py").unlink()
-    (source / "runs/observations.py").write_text("def find_observations(*args, **options): return open('nowhere')\n")
-    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
-    for command in (["init", "-q"], ["add", "-A"], ["commit", "-q", "-m", "before"]):
-        subprocess.run([*git, *command], check=True)
-    for path, text in changed.items():
-        (source / path).write_text(text)
-    return tmp_path
-
-
-@pytest.mark.slow
-def test_what_grows_is_measured_by_turns_with_the_code_of_a_commit(checkout, capsys):
-    header = bench.build_header("scale", Options(), command="bench", environment={})
-    options = {"sizes": [], "rounds": 1, "results": checkout / "results", "header": header, "is_quick": True}
-    path = run_scale(checkout / "benchmarks", against="HEAD", only=("listing", "board", "runs"), **options)
-    head, *results = read_results(path)
-    lines = {line["name"]: line for line in results}
-    commit = subprocess.check_output(["git", "-C", str(checkout), "rev-parse", "HEAD"], text=True).strip()
-    assert head["against"] == commit and head["sizes"]["files"] == 200
-    listed = lines["list raw files"]
-    (before,), (today,) = listed["before"]["rounds"], listed["rounds"]
-    assert before >= 0.5 and listed["beside"] == "HEAD" and listed["ratio"]["median"] == today / before
-    assert lines["first board"]["before"] == {"word": "none", "reason": "no board"}
-    assert lines["find what runs took"]["before"] == {
-        "word": "fails",
-        "reason": "FileNotFoundError: [Errno 2] No such file or directory: 'nowhere'",
-    }
-    assert main(["bench", "--show", str(path)]) == 0
-    shown = capsys.readouterr().out
-    assert "x HEAD" in shown and "\nnone: no board\n" in shown and "\nfails: FileNotFoundError: " in shown
-    for revision, reason in (("nowhere", "it has none of that name"), ("--all", "it has none of that name")):
-        expected = rf"--against {revision}: expected a commit of the repository .*, but .*{reason}.*git log --oneline$"
-        with pytest.raises(UserError, match=expected):
-            run_scale(checkout / "benchmarks", against=revision, only=("runs",), **options)
-    shutil.rmtree(checkout / ".git")
-    with pytest.raises(UserError, match=r"--against HEAD: .*, but .*not a git repository.*git log --oneline$"):
-        run_scale(checkout / "benchmarks", against="HEAD", only=("runs",), **options)
 
 
 @pytest.mark.parametrize("option", ["--rounds=0", "--threads=0", "--threads=-2", "--seconds=0", "--seconds=nan"])

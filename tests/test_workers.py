@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.scale.contract import read_private_mib
 from tests.images import encode_image, list_descendants, make_import_environ, make_texture
 from trainyard.data.pack import PackError, pack
 from trainyard.data.shards import Sample
@@ -23,6 +22,15 @@ RESIZED = {"input": {"kind": "input-raw", "height_px": 32, "width_px": 32, "chan
 def list_workers() -> list[int]:
     """Return the processes below this one that packing started."""
     return [one for one in list_descendants(os.getpid()) if "spawn_main" in Path(f"/proc/{one}/cmdline").read_text()]
+
+
+def read_private_mib(process: int) -> float:
+    """Return the memory that a process shares with no other (proc(5): smaps_rollup); 0 if it has ended."""
+    try:
+        lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0.0
+    return sum(int(line.split()[1]) for line in lines if line.startswith("Private_")) / 1024
 
 
 @pytest.mark.slow

@@ -25,7 +25,6 @@ from trainyard.errors import UserError
 from trainyard.hardware import count_cores
 from trainyard.measure import QUOTABLE_ROUNDS, QUOTABLE_SPREAD, Summary, find_free_path, format_results, write_results
 from trainyard.text import align_columns
-from trainyard.tools import bench_scale
 from trainyard.tools.bench_worker import WorkerError, require_scripts, run_worker
 
 SUITES = ("rgb", "gray", "raw", "prints", "read", "step")
@@ -164,7 +163,7 @@ def _list_configurations(options: Options) -> list[Configuration]:
 
 def _select(configurations: Iterable[Configuration], suite: str, options: Options) -> list[Configuration]:
     if suite not in SUITES:
-        raise UserError(f"'{suite}' is not a benchmark suite. Choose from: {', '.join(SUITES)}, {bench_scale.SUITE}.")
+        raise UserError(f"'{suite}' is not a benchmark suite. Choose from: {', '.join(SUITES)}.")
     here = {"dev"} if options.peers is None else {"dev", "peers"}
     found = [c for c in configurations if c.suite == suite and c.environment in here]
     wanted = options.only or ("*",)
@@ -361,17 +360,10 @@ def _raise_failures(lines: Sequence[Mapping[str, Any]], path: Path) -> None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `trainyard bench`."""
     default = Options()
-    named = f"suites to run, from {', '.join(SUITES)} (default: these), {bench_scale.SUITE}"
-    parser.add_argument("suites", nargs="*", help=named)
+    parser.add_argument("suites", nargs="*", help=f"suites to run, from {', '.join(SUITES)} (default: these)")
     parser.add_argument("--quick", action="store_true", help="little data, one round: check that everything runs")
     parser.add_argument("--peers", type=Path, metavar="VENV", help="also measure the peers, in this environment")
     parser.add_argument("--only", action="append", default=[], metavar="PATTERN", help="run these and ours; repeatable")
-    parser.add_argument(
-        "--size", action="append", default=[], metavar="NAME=N", help="of the input of suite scale, such as lines=10000"
-    )
-    parser.add_argument(
-        "--against", default="", metavar="REVISION", help="measure suite scale also with this commit's code, by turns"
-    )
     parser.add_argument("--show", type=Path, metavar="FILE", help="print the table of a result file and stop")
     parser.add_argument("--rounds", type=int, default=default.rounds, help="default: %(default)s")
     parser.add_argument("--seconds", type=float, default=default.seconds, help="minimum time of each: %(default)s")
@@ -410,16 +402,4 @@ def main(arguments: argparse.Namespace, *, command: str) -> None:
     )
     for suite in arguments.suites or SUITES:
         chosen = options.make_quick() if arguments.quick else options
-        if suite == bench_scale.SUITE:
-            bench_scale.run_scale(
-                chosen.scripts,
-                sizes=arguments.size,
-                is_quick=arguments.quick,
-                against=arguments.against,
-                rounds=chosen.rounds,
-                only=chosen.only,
-                results=chosen.results,
-                header=build_header(suite, chosen, command=command, environment=environment),
-            )
-            continue
         run_suite(suite, chosen, command=command, environment=environment)

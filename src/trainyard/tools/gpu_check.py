@@ -23,8 +23,8 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -40,7 +40,6 @@ from trainyard.measure import find_free_path, make_header, write_results
 from trainyard.runs.state import ExitCode
 from trainyard.text import SCREEN_WIDTH, align_columns, cut, format_duration, join_names
 from trainyard.tools.gpu_checks.check import ONE_FAMILY, STEPS, Check, Figures, NotRun, Sizes
-from trainyard.tools.lifetime import interrupt_on
 
 OK, FAILED, NOT_RUN = "ok", "failed", "not run"
 INTERRUPTED = "interrupted"  # a reason
@@ -377,7 +376,7 @@ def main(arguments: argparse.Namespace, *, environ: MutableMapping[str, str]) ->
         print("\n".join(check.full_name for check in checks))
         return ExitCode.DONE
     arguments.data.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="runs-", dir=arguments.data) as scratch, interrupt_on(signal.SIGTERM):
+    with tempfile.TemporaryDirectory(prefix="runs-", dir=arguments.data) as scratch, _interrupt_on(signal.SIGTERM):
         sizes = choose_sizes(arguments, scratch=Path(scratch), environ=environ)
         card = _describe_card(sizes)
         path = find_free_path(arguments.results, f"gpu-{_name_file(card)}-{datetime.now(UTC):%Y-%m-%d}")
@@ -461,3 +460,18 @@ def _build_repeat(arguments: argparse.Namespace) -> str:
         chosen = getattr(arguments, name)
         words += [] if chosen == usual else [f"--{name}", str(chosen)]
     return shlex.join(["trainyard", "gpu-check", *words])
+
+
+@contextmanager
+def _interrupt_on(*numbers: signal.Signals) -> Iterator[None]:
+    """Make signals raise KeyboardInterrupt, so that what is being done is ended and cleaned up."""
+
+    def stop(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, stop) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

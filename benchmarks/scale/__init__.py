@@ -1,1 +1,0 @@
-"""What grows with runs, data and ranks: the cases of `trainyard bench scale`."""
