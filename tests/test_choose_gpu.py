@@ -15,7 +15,8 @@ from trainyard import config as configs
 from trainyard.cluster.description import CARDS, load_cluster
 from trainyard.errors import UserError
 from trainyard.launch.decoding_need import describe_decoding
-from trainyard.launch.submit import Plan, ResourceRequest, make_plan
+from trainyard.launch.resources import Plan, ResourceRequest
+from trainyard.launch.submit import make_plan
 from trainyard.settings import NeedsSettings
 
 CLUSTER = load_cluster(GOLDEN / "cluster.yaml")  # p100, 2080ti, a5000 and a100, in this order

@@ -36,7 +36,8 @@ from trainyard.launch.memory_prediction import (
     open_store,
     rate_stated,
 )
-from trainyard.launch.submit import Plan, ResourceRequest, make_plan
+from trainyard.launch.resources import Plan, ResourceRequest
+from trainyard.launch.submit import make_plan
 from trainyard.settings import TrainConfig
 
 GIB = 2**30

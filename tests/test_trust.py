@@ -22,6 +22,7 @@ from trainyard.cluster import description as clusters
 from trainyard.errors import UserError
 from trainyard.launch import submit
 from trainyard.launch.cancel import cancel
+from trainyard.launch.resources import ResourceRequest
 from trainyard.report.run_page import write_report
 from trainyard.runs.create import create_run
 
@@ -408,7 +409,7 @@ def test_whatever_the_umask_only_the_owner_can_change_what_a_submission_runs(pla
     subprocess.run(["chmod", "-R", "a+rwX", families], check=True)
     code = submit.snapshot_code(families, run / "code")
     config = configs.thaw(run / "config.yaml", FAMILIES)
-    plan = submit.make_plan(config, clusters.load_cluster(place / "cluster.yaml"), submit.ResourceRequest())
+    plan = submit.make_plan(config, clusters.load_cluster(place / "cluster.yaml"), ResourceRequest())
     assert submit.submit(plan, [run], folder=run / "slurm", code=code) == ["12"]
     assert (run / "code" / "checkout" / "stripes" / "config.py").is_file() and list((run / "slurm").glob("*.pkl"))
     assert "cancelled Slurm job 12" in cancel([run])[0] and (run / "slurm" / "cancelled").is_file()

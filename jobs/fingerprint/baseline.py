@@ -21,7 +21,7 @@ from tqdm import tqdm
 from trainyard import scoring
 from trainyard.train.module import SampleSource
 
-from .module import number_fingers, subsample_fingers
+from .pairs import number_fingers, subsample_fingers
 
 DPI, SIDE_PX = 250, 256  # half of the usual resolution: a ridge has about 4.5 px
 BAND = (1 / 12, 1 / 3)  # cycles per pixel
@@ -42,7 +42,7 @@ def correlate_prints(
     more a fixed random part. Costs 13 Fourier transforms of 256 x 256 per pair.
 
     Returns:
-        The pairs, and (I,) bool: which impostor pairs belong to the FVC protocol, as `module.score_pairs`.
+        The pairs, and (I,) bool: which impostor pairs belong to the FVC protocol, as `pairs.score_pairs`.
     """
     columns = evaluated.data.columns
     kept = evaluated.ids[subsample_fingers(columns["finger"][evaluated.ids], MOST_PRINTS_PAIRS)]

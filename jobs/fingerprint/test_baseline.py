@@ -13,8 +13,8 @@ from trainyard.train.module import DataInfo, SampleSource
 
 from .baseline import choose_pairs, correlate_pairs, correlate_prints, normalise_print
 from .config import Config
-from .module import compute_pair_metrics, number_fingers
 from .pack import samples
+from .pairs import compute_pair_metrics, number_fingers
 
 
 def draw_ridges(seed: int) -> np.ndarray:

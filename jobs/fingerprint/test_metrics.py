@@ -7,8 +7,8 @@ import torch
 from tests.cases.fingerprint import make_batch, make_module, make_rows
 from trainyard.train.module import Rows
 
-from . import module as family_module
-from .module import (
+from . import pairs as family_pairs
+from .pairs import (
     find_extreme_pairs,
     score_pairs,
     subsample_fingers,
@@ -37,7 +37,7 @@ def test_random_embeddings_are_wrong_about_half_the_time() -> None:
 
 
 def test_pairs_scored_in_blocks_equal_those_of_two_loops(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(family_module, "BLOCK_ROWS", 7)
+    monkeypatch.setattr(family_pairs, "BLOCK_ROWS", 7)
     rng = np.random.default_rng(0)
     finger = rng.permutation(np.repeat([3, 5, 8, 9], [4, 1, 6, 5]))
     impression = rng.permutation(len(finger))
@@ -62,7 +62,7 @@ def test_pairs_scored_in_blocks_equal_those_of_two_loops(monkeypatch: pytest.Mon
 
 
 def test_extreme_pairs_are_those_of_two_loops(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(family_module, "BLOCK_ROWS", 7)
+    monkeypatch.setattr(family_pairs, "BLOCK_ROWS", 7)
     rng = np.random.default_rng(5)
     finger = np.repeat(np.arange(6), 4)
     embedding = rng.normal(size=(24, 8)).astype(np.float32)

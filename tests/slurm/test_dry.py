@@ -16,7 +16,8 @@ from trainyard.cluster.description import load_cluster
 from trainyard.cluster.options import OPTIONS, keep_options, read_options
 from trainyard.errors import UserError
 from trainyard.launch.batch_script import Turn
-from trainyard.launch.submit import Code, ResourceRequest, make_plan, render_batch_script
+from trainyard.launch.resources import Code, ResourceRequest
+from trainyard.launch.submit import make_plan, render_batch_script
 from trainyard.settings import TrainConfig
 
 ATTEMPT = Path(trainyard.__file__).parent / "launch" / "attempt.sh"

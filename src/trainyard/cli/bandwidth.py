@@ -15,6 +15,7 @@ from trainyard.errors import UserError
 from trainyard.files import create_common_folder, limit_writers, require_writable
 from trainyard.launch import submit
 from trainyard.launch.batch_script import name_container_image
+from trainyard.launch.resources import Plan
 from trainyard.measure import make_header
 from trainyard.runs.folder import find_free_name
 from trainyard.settings import TrainConfig
@@ -72,7 +73,7 @@ def _measure_bandwidth(args: argparse.Namespace) -> int:
     return 0
 
 
-def _describe(plan: submit.Plan, folder: Path, results: Path) -> str:
+def _describe(plan: Plan, folder: Path, results: Path) -> str:
     where = f"{plan.nodes} node{'s' * (plan.nodes > 1)} of partition {plan.options['partition']} on {plan.cluster.name}"
     rows = {
         "measures": f"all-reduce over {plan.gpus} ranks, {plan.ranks_per_node} per node",

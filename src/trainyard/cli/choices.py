@@ -16,7 +16,7 @@ from trainyard.launch.decoding_need import describe_decoding
 from trainyard.launch.memory_prediction import compute_key
 from trainyard.launch.packing import PackingChoice
 from trainyard.launch.predecessor import Predecessor
-from trainyard.launch.submit import Plan
+from trainyard.launch.resources import Plan
 from trainyard.runs.families import remember_families
 from trainyard.runs.folder import CONFIG, resolve_run, update_env
 from trainyard.runs.observations import keep_key

@@ -30,6 +30,7 @@ from trainyard.launch import submit
 from trainyard.launch import sweep as sweeps
 from trainyard.launch.choose_data import require_data
 from trainyard.launch.packing import PackingChoice, choose_shared_packing
+from trainyard.launch.resources import Code, Plan, ResourceRequest
 from trainyard.runs import folder as runs
 from trainyard.runs import lock, status, sweep_file, trust
 from trainyard.runs.create import create_run
@@ -93,13 +94,13 @@ def find_cluster(wanted: str, *, job: str = "", dry: bool = False) -> clusters.C
     return clusters.find_cluster(wanted, find_project_folder("slurm"), None if absent else slurm.query_cluster_name())
 
 
-def read_request(args: argparse.Namespace) -> submit.ResourceRequest:
+def read_request(args: argparse.Namespace) -> ResourceRequest:
     """Read what `add_resource_args` added."""
     options = read_options(vars(args))
-    return submit.ResourceRequest(gpus=args.gpus, hw=args.hw, nodes=args.nodes, time=args.time, options=options)
+    return ResourceRequest(gpus=args.gpus, hw=args.hw, nodes=args.nodes, time=args.time, options=options)
 
 
-def check_against_slurm(*plans: submit.Plan | None) -> None:
+def check_against_slurm(*plans: Plan | None) -> None:
     """Check plans for one cluster against the Slurm that answers here; the cluster file may be out of date.
 
     Raises:
@@ -111,7 +112,7 @@ def check_against_slurm(*plans: submit.Plan | None) -> None:
             _check_plan(plan, here, partitions)
 
 
-def _check_plan(plan: submit.Plan, here: str, partitions: Mapping[str, slurm.Partition]) -> None:
+def _check_plan(plan: Plan, here: str, partitions: Mapping[str, slurm.Partition]) -> None:
     described = plan.cluster.slurm_name
     if described and described != here:
         raise UserError(
@@ -255,7 +256,7 @@ def _continue_sweep(args: argparse.Namespace) -> int:
     submission = read_submission(unfinished[0].run)
     cluster = find_cluster(args.cluster or submission["cluster_file"], job=sweep.job, dry=args.dry)
     same_hw = not args.hw or args.hw == submission["hw"]
-    request = submit.ResourceRequest(
+    request = ResourceRequest(
         gpus=submission["gpus"],
         hw=args.hw or submission["hw"],
         nodes=args.nodes,
@@ -266,7 +267,7 @@ def _continue_sweep(args: argparse.Namespace) -> int:
     recall_families(unfinished[0].run, args)
     settled = [configs.thaw(element.run / runs.CONFIG, args.jobs) for element in unfinished]
     plan = submit.make_plan(settled[0], cluster, request)
-    code = submit.Code(Path(submission["code"]), Path(submission["jobs"]))
+    code = Code(Path(submission["code"]), Path(submission["jobs"]))
     packing = choose_shared_packing(plan, settled, args.jobs, code=code)
     if args.dry:
         return dry.print_submission(
@@ -289,7 +290,7 @@ def _continue_sweep(args: argparse.Namespace) -> int:
     return 0
 
 
-def _choose_array_size(plan: submit.Plan, count: int, *, packs: bool = False) -> int:
+def _choose_array_size(plan: Plan, count: int, *, packs: bool = False) -> int:
     account, qos = plan.options.get("account", ""), plan.options.get("qos", "")
     return sweeps.choose_array_size(count, packs=packs, user=getpass.getuser(), account=account, qos=qos)
 
@@ -297,9 +298,9 @@ def _choose_array_size(plan: submit.Plan, count: int, *, packs: bool = False) ->
 def _submit_elements(
     sweep: sweep_file.Sweep,
     elements: Sequence[sweep_file.Element],
-    plan: submit.Plan,
+    plan: Plan,
     packing: PackingChoice,
-    code: submit.Code,
+    code: Code,
     parallel: int,
     most: int,
 ) -> list[str]:

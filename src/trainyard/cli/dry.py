@@ -16,6 +16,7 @@ from trainyard.launch.batch_script import Turn
 from trainyard.launch.choose_data import DataChoice
 from trainyard.launch.packing import PackingChoice, choose_shared_packing
 from trainyard.launch.predecessor import Predecessor
+from trainyard.launch.resources import Code, Plan, ResourceRequest
 from trainyard.runs.folder import check_name
 from trainyard.runs.manifest import list_checkpoints
 from trainyard.runs.sweep_file import FOLDER
@@ -64,7 +65,7 @@ def print_run(
 
 
 def print_submit(
-    plan: submit.Plan,
+    plan: Plan,
     data: DataChoice,
     packing: PackingChoice,
     args: argparse.Namespace,
@@ -82,7 +83,7 @@ def print_submit(
 
 
 def print_sweep(
-    plan: submit.Plan, data: DataChoice, fixed: Sequence[str], request: submit.ResourceRequest, args: argparse.Namespace
+    plan: Plan, data: DataChoice, fixed: Sequence[str], request: ResourceRequest, args: argparse.Namespace
 ) -> int:
     """Print the array that `sweep` would submit, and the options of each of its runs.
 
@@ -110,11 +111,11 @@ def print_sweep(
 
 
 def print_submission(
-    plan: submit.Plan,
+    plan: Plan,
     runs: Mapping[Path, str],
     *,
     folder: Path,
-    code: submit.Code,
+    code: Code,
     parallel: int = 0,
     data: DataChoice | None = None,
     packing: PackingChoice | None = None,
@@ -148,9 +149,9 @@ def print_submission(
     return 0
 
 
-def name_code(jobs_dir: Path, into: Path) -> submit.Code:
+def name_code(jobs_dir: Path, into: Path) -> Code:
     """Return what `submit.snapshot_code` would, without copying."""
-    return submit.Code(into, into / jobs_dir.resolve().name)
+    return Code(into, into / jobs_dir.resolve().name)
 
 
 def count_steps_per_epoch(config: TrainConfig, jobs_dir: Path) -> int | None:

@@ -18,7 +18,6 @@ from trainyard.cluster import description as clusters
 from trainyard.errors import UserError
 from trainyard.families import format_families
 from trainyard.hardware import GpuType, get_gpu
-from trainyard.launch import submit
 from trainyard.launch.memory_prediction import (
     FITS,
     MISFIT,
@@ -33,6 +32,7 @@ from trainyard.launch.memory_prediction import (
     rate_stated,
 )
 from trainyard.launch.observed import correct, describe_origin
+from trainyard.launch.resources import Plan
 from trainyard.runs.observations import Observation, find_observations
 from trainyard.settings import TrainConfig
 from trainyard.text import suggest_nearest
@@ -142,7 +142,7 @@ class Target:
 
 
 def check_memory(
-    plan: submit.Plan, args: argparse.Namespace, typed: Sequence[str], *, may_change: bool = True
+    plan: Plan, args: argparse.Namespace, typed: Sequence[str], *, may_change: bool = True
 ) -> tuple[str, str] | None:
     """Return what a step takes on the card of a plan, as `check_target`; None for ranks on the CPU."""
     card = get_gpu(plan.kind.card)

@@ -35,6 +35,7 @@ from trainyard.launch.choose_data import DataChoice, require_data
 from trainyard.launch.memory_prediction import compute_key
 from trainyard.launch.packing import PackingChoice, choose_packing
 from trainyard.launch.predecessor import Predecessor, find_predecessor
+from trainyard.launch.resources import Code, Plan, ResourceRequest
 from trainyard.runs import folder as runs
 from trainyard.runs.create import create_run
 from trainyard.runs.history import read_run
@@ -50,7 +51,7 @@ class _Request:
 
     args: argparse.Namespace
     data: DataChoice
-    plan: submit.Plan
+    plan: Plan
     packing: PackingChoice
     count: int | None  # of samples; None: not counted
     memory: tuple[str, str] | None  # what a step takes, and the reason; None: ranks on the CPU
@@ -244,7 +245,7 @@ def resubmit(run: Path, args: argparse.Namespace) -> int:
     config = configs.thaw(run / runs.CONFIG, args.jobs)
     cluster = find_cluster(args.cluster or previous["cluster_file"], job=config.job, dry=args.dry)
     same_hw = not args.hw or args.hw == previous["hw"]
-    request = submit.ResourceRequest(
+    request = ResourceRequest(
         gpus=args.gpus or previous["gpus"],
         hw=args.hw or previous["hw"],
         nodes=args.nodes or (previous["nodes"] if same_hw and not args.gpus else 0),
@@ -255,7 +256,7 @@ def resubmit(run: Path, args: argparse.Namespace) -> int:
     plan = submit.make_plan(config, cluster, request)
     if not args.dry:
         check_against_slurm(plan)
-    code = submit.Code(Path(previous["code"]), Path(previous["jobs"]))
+    code = Code(Path(previous["code"]), Path(previous["jobs"]))
     if args.update_code:
         copy_code = dry.name_code if args.dry else submit.snapshot_code
         code = copy_code(args.jobs, runs.find_free_name(run / "code"))

@@ -107,7 +107,7 @@ def pack_raw(
     skipped = f", {data.skipped} unreadable left out" if data.skipped else ""
     logger.info("packed {}: {} samples in {} shards{}", folder, data.count, len(data.shards), skipped)
     if written and isinstance(getattr(config, "packing", None), StoreSettings):
-        from trainyard.data.store import describe_reading
+        from trainyard.data.reading_rate import describe_reading
 
         logger.info("{}: {}", folder, describe_reading(data, config))
     data.close()

@@ -7,7 +7,6 @@ decoder (`decode_cpu.py`); mirroring, warping and levels are still drawn for eac
 
 import io
 import struct
-import time
 import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -19,13 +18,11 @@ from PIL import Image
 
 from trainyard.data.index import IMAGE, INPUT_PNG, INPUTS, REGION, Records
 from trainyard.errors import UserError
-from trainyard.settings import JPEG, KEEP, AugmentSettings, ImageSettings, TrainConfig, explain_more_than_resize
+from trainyard.settings import JPEG, KEEP, AugmentSettings, ImageSettings, explain_more_than_resize
 
 if TYPE_CHECKING:
     from trainyard.data.shards import ShardSet
 
-_MEASURED_ROUNDS, _MEASURED_S = 2, 0.2  # the first warms up
-_MEASURED_IMAGES, _MEASURED_BATCH = 1024, 64
 _PNG_LEVEL = 1  # of zlib: higher ones save a few per cent, take several times as long to write, and decode no sooner
 _PNG_UP = 2  # filter type "Up" (PNG specification, 9.2)
 _PNG_COLOR = {1: 0, 3: 2}  # colour type by channels
@@ -206,30 +203,6 @@ def check_inputs(
             f"{folder}: its images were resized when they were packed (packing.store={kind}), for {packed}, but this "
             f"job has {wanted}. Type {packed}, or pack the raw files again: trainyard pack JOB RAW OUT {wanted}"
         )
-
-
-def describe_reading(data: "ShardSet", config: TrainConfig) -> str:
-    """Say what an image takes on disk, and how many a core of this machine reads, which is measured: half a second."""
-    import torch
-
-    from trainyard.data.loader import Loader
-
-    records, store = data.records[IMAGE], name_store(data.records, data.meta)
-    loader = Loader.from_config(config, data, device=torch.device("cpu"), decode="cpu")
-    order = np.random.default_rng(0).permutation(data.count)
-    rates = []
-    for _ in range(_MEASURED_ROUNDS):
-        count, begin = 0, time.perf_counter()
-        while time.perf_counter() - begin < _MEASURED_S:
-            for images in loader.read_images(order[:_MEASURED_IMAGES], batch_size=_MEASURED_BATCH):
-                count += len(images)
-                if time.perf_counter() - begin > _MEASURED_S:
-                    break
-        rates.append(count / (time.perf_counter() - begin))
-    return (
-        f"an image takes {records.size.mean() / 1e3:.1f} kB on average (packing.store={store}), and one core of this "
-        f"machine reads and decodes {max(rates):,.0f}/s with the reference decoder (measured now, files in memory)"
-    )
 
 
 def encode_png(pixels_HWC: np.ndarray) -> bytes:

@@ -11,12 +11,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trainyard.cluster.description import Cluster
-
-if TYPE_CHECKING:
-    from trainyard.launch.submit import Code, Plan
+from trainyard.launch.resources import Code, Plan
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,7 @@ START_RANK = "trainyard.launch.start_rank"
 
 
 def build_parameters(
-    plan: "Plan", runs: Sequence[Path], *, folder: Path, code: "Code", parallel: int = 0, turn: Turn = AT_ONCE
+    plan: Plan, runs: Sequence[Path], *, folder: Path, code: Code, parallel: int = 0, turn: Turn = AT_ONCE
 ) -> dict[str, Any]:
     """Return the parameters of submitit's SlurmExecutor; the other arguments are those of `submit.submit`."""
     cluster = plan.cluster
@@ -69,13 +67,13 @@ def build_parameters(
     }
 
 
-def build_task_parameters(plan: "Plan", *, code: "Code") -> dict[str, Any]:
+def build_task_parameters(plan: Plan, *, code: Code) -> dict[str, Any]:
     """Return the parameters for a task that is no run: nothing starts it again."""
     setup = [*_render_setup(plan, code), *_render_node_setup(plan, "exit")]
     return {**_build_request(plan, restart="no-requeue"), "setup": setup}
 
 
-def _build_request(plan: "Plan", *, restart: str, turn: Turn = AT_ONCE) -> dict[str, Any]:
+def _build_request(plan: Plan, *, restart: str, turn: Turn = AT_ONCE) -> dict[str, Any]:
     """Return what is requested of sbatch and srun; `restart` is an option of sbatch."""
     cluster, kind, options = plan.cluster, plan.kind, plan.options
     stated = {name: value for name, value in options.items() if name in ("reservation", "comment")}
@@ -96,7 +94,7 @@ def _build_request(plan: "Plan", *, restart: str, turn: Turn = AT_ONCE) -> dict[
     }
 
 
-def _render_setup(plan: "Plan", code: "Code") -> list[str]:
+def _render_setup(plan: Plan, code: Code) -> list[str]:
     """Return the shell lines that every task needs before its ranks start."""
     return [
         *plan.cluster.setup,
@@ -106,7 +104,7 @@ def _render_setup(plan: "Plan", code: "Code") -> list[str]:
     ]
 
 
-def _request_gpus(plan: "Plan") -> dict[str, str]:
+def _request_gpus(plan: Plan) -> dict[str, str]:
     """Return the option of sbatch that requests the GPUs of each node."""
     gres, count = plan.kind.gres, plan.ranks_per_node
     if not gres:
@@ -117,7 +115,7 @@ def _request_gpus(plan: "Plan") -> dict[str, str]:
     return {"gpus_per_node": f"{kind}:{count}" if kind else str(count)}
 
 
-def _render_node_setup(plan: "Plan", on_failure: str) -> list[str]:
+def _render_node_setup(plan: Plan, on_failure: str) -> list[str]:
     """Return the shell line that runs `node_setup` once on every node, as a step of its own before the ranks'.
 
     Args:
@@ -130,7 +128,7 @@ def _render_node_setup(plan: "Plan", on_failure: str) -> list[str]:
     return [f"{step} bash -c {shlex.quote(lines)} || {on_failure} $?"]
 
 
-def _export_code_path(plan: "Plan", code: "Code") -> str:
+def _export_code_path(plan: Plan, code: Code) -> str:
     """Return the shell line that puts the snapshot on PYTHONPATH; Apptainer passes only prefixed variables on."""
     names = ["APPTAINERENV_PYTHONPATH", "SINGULARITYENV_PYTHONPATH"]
     names = names if plan.cluster.container.kind == "apptainer" else ["PYTHONPATH"]
@@ -159,7 +157,7 @@ def build_rank_command(python: str, folder: Path) -> str:
     return f"{python} -u -m {START_RANK} {shlex.quote(str(folder))}"
 
 
-def build_python_command(plan: "Plan") -> str:
+def build_python_command(plan: Plan) -> str:
     """Return the command that runs Python on a node, quoted."""
     cluster = plan.cluster
     python = shlex.quote(cluster.python or sys.executable)
@@ -173,7 +171,7 @@ def build_python_command(plan: "Plan") -> str:
     )
 
 
-def _build_pyxis_args(plan: "Plan") -> list[str]:
+def _build_pyxis_args(plan: Plan) -> list[str]:
     container = plan.cluster.container
     if container.kind != "pyxis":
         return []
@@ -188,6 +186,6 @@ def _list_mounts(cluster: Cluster) -> list[str]:
     return [folder for folder in folders if folder != "/"]
 
 
-def name_container_image(plan: "Plan") -> str:
+def name_container_image(plan: Plan) -> str:
     """Return the container image for the plan's card; "" without a container."""
     return plan.cluster.container.image.replace("{target}", plan.target)

@@ -10,7 +10,8 @@ from pathlib import Path
 from trainyard.cluster.description import format_minutes
 from trainyard.cluster.options import choose_options, keep_options
 from trainyard.data.prepare import find_packed, is_packed, packs_the_same
-from trainyard.launch.submit import Code, Plan, ResourceRequest, choose_time
+from trainyard.launch.resources import Code, Plan, ResourceRequest
+from trainyard.launch.submit import choose_time
 from trainyard.settings import TrainConfig
 
 _IN_THE_RUN = "in the run, on its first node"

@@ -10,7 +10,6 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from trainyard.cluster.options import choose_options
 from trainyard.environment import name_chosen_gpus
 from trainyard.errors import UserError
 from trainyard.files import copy_folder, limit_writers, write_atomically, write_json
-from trainyard.hardware import Precision, choose_image_target, get_gpu
+from trainyard.hardware import get_gpu
 from trainyard.launch.batch_script import (
     AT_ONCE,
     START_RANK,
@@ -36,6 +35,7 @@ from trainyard.launch.batch_script import (
 from trainyard.launch.choose_gpu import choose_gpu
 from trainyard.launch.predecessor import Predecessor
 from trainyard.launch.rank_task import RankTask
+from trainyard.launch.resources import Code, Plan, ResourceRequest
 from trainyard.masking import find_secrets
 from trainyard.runs.folder import SUBMISSION
 from trainyard.runs.state import render_exit_codes
@@ -44,65 +44,6 @@ from trainyard.settings import TrainConfig
 _PACKAGE = Path(__file__).resolve().parents[1]
 _CODE_LIMIT_MIB = 64
 _FINDS_SLURM = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT", "SLURM_CLUSTERS")
-
-
-@dataclass(frozen=True)
-class ResourceRequest:
-    """What a person requested; for empty strings and 0 `make_plan` chooses."""
-
-    gpus: int = 1  # of the whole job; card "cpu": ranks
-    hw: str = ""  # key of the cluster's `gpus`
-    nodes: int = 0
-    time: str = ""  # as `parse_minutes` reads it
-    options: Mapping[str, str] = field(default_factory=dict)  # of sbatch, as `read_options` returns them
-    keeps_micro_batch: bool = False  # for a run that exists
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Everything that is requested from Slurm, and what it means for training."""
-
-    config: TrainConfig  # with the micro-batch that was chosen
-    cluster: Cluster
-    hw: str
-    kind: GpuNodes
-    gpus: int
-    nodes: int
-    time_min: int
-    signal_s: int  # from the warning signal to the time limit
-    options: dict[str, str]  # of sbatch, by name
-    stated: dict[str, str]  # those of them that are not the cluster file's
-    global_batch: int
-    micro_batch: int  # samples of one micro-batch
-    accumulation_steps: int  # micro-batches per step
-    precision: Precision
-    why_hw: str
-    why_time: str
-    why_micro_batch: str
-
-    @property
-    def job(self) -> str:
-        """Return the preset."""
-        return self.config.job
-
-    @property
-    def ranks_per_node(self) -> int:
-        """Return the tasks per node: one per GPU."""
-        return self.gpus // self.nodes
-
-    @property
-    def target(self) -> str:
-        """Return the container image target for this card."""
-        card = get_gpu(self.kind.card)
-        return choose_image_target(None if card is None else card.sm)
-
-
-@dataclass(frozen=True)
-class Code:
-    """A copy of the code that a submission runs, whatever happens to the checkout while the Slurm job is pending."""
-
-    folder: Path  # what goes on PYTHONPATH
-    jobs: Path  # the folder of job families inside it
 
 
 def make_plan(config: TrainConfig, cluster: Cluster, request: ResourceRequest) -> Plan:

@@ -1,0 +1,68 @@
+"""What a submission requests of Slurm: what a person asked for, the plan made of it, and the code that runs."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from trainyard.cluster.description import Cluster, GpuNodes
+from trainyard.hardware import Precision, choose_image_target, get_gpu
+from trainyard.settings import TrainConfig
+
+
+@dataclass(frozen=True)
+class ResourceRequest:
+    """What a person requested; for empty strings and 0 `submit.make_plan` chooses."""
+
+    gpus: int = 1  # of the whole job; card "cpu": ranks
+    hw: str = ""  # key of the cluster's `gpus`
+    nodes: int = 0
+    time: str = ""  # as `parse_minutes` reads it
+    options: Mapping[str, str] = field(default_factory=dict)  # of sbatch, as `read_options` returns them
+    keeps_micro_batch: bool = False  # for a run that exists
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that is requested from Slurm, and what it means for training."""
+
+    config: TrainConfig  # with the micro-batch that was chosen
+    cluster: Cluster
+    hw: str
+    kind: GpuNodes
+    gpus: int
+    nodes: int
+    time_min: int
+    signal_s: int  # from the warning signal to the time limit
+    options: dict[str, str]  # of sbatch, by name
+    stated: dict[str, str]  # those of them that are not the cluster file's
+    global_batch: int
+    micro_batch: int  # samples of one micro-batch
+    accumulation_steps: int  # micro-batches per step
+    precision: Precision
+    why_hw: str
+    why_time: str
+    why_micro_batch: str
+
+    @property
+    def job(self) -> str:
+        """Return the preset."""
+        return self.config.job
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Return the tasks per node: one per GPU."""
+        return self.gpus // self.nodes
+
+    @property
+    def target(self) -> str:
+        """Return the container image target for this card."""
+        card = get_gpu(self.kind.card)
+        return choose_image_target(None if card is None else card.sm)
+
+
+@dataclass(frozen=True)
+class Code:
+    """A copy of the code that a submission runs, whatever happens to the checkout while the Slurm job is pending."""
+
+    folder: Path  # what goes on PYTHONPATH
+    jobs: Path  # the folder of job families inside it
