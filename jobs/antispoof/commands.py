@@ -1,4 +1,4 @@
-"""The family's own verbs: `score-check`, `score-file` and `bench-frontends`."""
+"""The family's own verbs: `score-check` and `score-file`."""
 
 import argparse
 from pathlib import Path
@@ -27,17 +27,6 @@ def add(verbs: Any) -> None:
         "--negate", action="store_true", help="change the sign of each score, for tools in which high means spoofed"
     )
     write.set_defaults(command=_write_score_file)
-
-    bench = verbs.add_parser("bench-frontends", help="compare features on the device with librosa in the loader")
-    bench.add_argument("--peers", type=Path, metavar="VENV", help="also measure librosa, in this environment")
-    bench.add_argument("--rounds", type=int, default=5, help="default: %(default)s")
-    bench.add_argument(
-        "--seconds", type=float, default=4.0, help="minimum time of each measurement in a round, default: %(default)s"
-    )
-    bench.add_argument(
-        "--results", type=Path, default=Path("benchmarks"), help="folder of results, default: %(default)s"
-    )
-    bench.set_defaults(command=_run_bench)
 
 
 def _check_score_file(args: argparse.Namespace) -> int:
@@ -106,9 +95,3 @@ def _read_predictions(path: Path) -> dict[str, float]:
         except ValueError:
             raise UserError(f"{path}: the score of '{name}' is '{score}', expected a number. Fix the line.") from None
     return score_by_name
-
-
-def _run_bench(args: argparse.Namespace) -> int:
-    from .bench import run
-
-    return run(peers=args.peers, rounds=args.rounds, seconds=args.seconds, results=args.results)

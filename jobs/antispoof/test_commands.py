@@ -1,4 +1,4 @@
-"""The verbs `score-check`, `score-file` and `bench-frontends`, and score files."""
+"""The verbs `score-check` and `score-file`, and score files."""
 
 import argparse
 import csv
@@ -242,11 +242,3 @@ def test_negated_scores_are_those_of_the_table_with_the_other_sign_and_said_to_b
         assert run_verb("score-check", str(plain), "--protocol", str(keys)) == 0
         assert run_verb("score-check", str(negated), "--protocol", str(keys)) == 1
         assert "inverted: high must mean bona fide" in capsys.readouterr().out
-
-
-def test_the_librosa_benchmark_without_librosa_says_how_to_install_it(tmp_path: Path) -> None:
-    with pytest.raises(
-        UserError, match=r"not an environment with librosa\. Create one: python3 -m venv \.venv-librosa"
-    ):
-        run_verb("bench-frontends", "--peers", str(tmp_path), "--results", str(tmp_path))
-    assert list(tmp_path.iterdir()) == []
