@@ -28,7 +28,7 @@ REPLACED = {
 
 STORED = re.compile(
     r"[\"'`]pictures?[\"'`]|\bhas_picture\b|\bpicture_(dims|column|branch|px)\b|\bmissing_picture\b|\bpairs_per_picture\b"
-    r"|--pictures\b|pictures_per_s|args\.pictures|\bone encoding per picture\b"
+    r"|--pictures\b|args\.pictures"
     r"|\b(artifacts|evaluation|rule)\.pictures\b|^    pictures: int|, pictures: \d+}|[\"']beside[\"']"
 )
 """Names that files on disk carry and that people have typed: they stay."""
