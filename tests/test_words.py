@@ -28,7 +28,7 @@ REPLACED = {
 
 STORED = re.compile(
     r"[\"'`]pictures?[\"'`]|\bhas_picture\b|\bpicture_(dims|column|branch|px)\b|\bmissing_picture\b|\bpairs_per_picture\b"
-    r"|--pictures\b|args\.pictures"
+    r""
     r"|\b(artifacts|evaluation|rule)\.pictures\b|^    pictures: int|, pictures: \d+}|[\"']beside[\"']"
 )
 """Names that files on disk carry and that people have typed: they stay."""

@@ -1,4 +1,4 @@
-"""Commands of the family: write COCO results, overfit a few tiles, and time its parts against the reference's."""
+"""Commands of the family: write COCO results, and overfit a few tiles."""
 
 import argparse
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def add(verbs: Any) -> None:
-    """Add `coco-results`, `tinydet-overfit` and `tinydet-bench` to trainyard's commands."""
+    """Add `coco-results` and `tinydet-overfit` to trainyard's commands."""
     verb = verbs.add_parser(
         "coco-results", help="turn the table of `trainyard predict` into a JSON file of results for COCO's evaluator"
     )
@@ -34,15 +34,6 @@ def add(verbs: Any) -> None:
     )
     verb.add_argument("--results", type=Path, default=Path("benchmarks"), help="folder of the result file")
     verb.set_defaults(command=_overfit)
-    verb = verbs.add_parser(
-        "tinydet-bench", help="matcher ms, images/s and data wait, compared with a loop that resizes twice on the CPU"
-    )
-    verb.add_argument("--rounds", type=int, default=5, help="rounds, each in a different order (default: %(default)s)")
-    verb.add_argument(
-        "--pictures", type=int, default=48, help="how many images of 1280 x 768 to draw (default: %(default)s)"
-    )
-    verb.add_argument("--results", type=Path, default=Path("benchmarks"), help="folder of the result file")
-    verb.set_defaults(command=_bench)
 
 
 def _write_results(args: argparse.Namespace) -> int:
@@ -67,11 +58,4 @@ def _overfit(args: argparse.Namespace) -> int:
         scale=args.scale,
         results=args.results,
     )
-    return 0
-
-
-def _bench(args: argparse.Namespace) -> int:
-    from .bench import bench
-
-    bench(rounds=args.rounds, images=args.pictures, results=args.results)
     return 0
