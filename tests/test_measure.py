@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from trainyard.measure import Candidate, Summary, format_table, make_header, measure_candidates, measure_rate, write_new
+from trainyard.measure import Candidate, Summary, format_table, make_header, measure_candidates, write_new
 from trainyard.tools.bench import read_results
 
 
@@ -41,11 +41,6 @@ def test_a_warm_up_round_is_discarded():
 )
 def test_a_number_with_a_wide_spread_is_marked(values, text):
     assert Summary.from_values(values).format() == text
-
-
-def test_work_is_repeated_until_its_time_is_up():
-    assert measure_rate(0.05, lambda: 7) > 7 / 0.05
-    assert measure_rate(0, lambda: 7) > 0
 
 
 def test_results_are_written_with_their_environment_and_never_overwrite_older_ones(tmp_path):

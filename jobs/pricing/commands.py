@@ -1,4 +1,4 @@
-"""The family's commands: score baselines on the same folds; measure tokenising once and length buckets."""
+"""The family's command: score baselines on the same folds."""
 
 import argparse
 from pathlib import Path
@@ -9,23 +9,9 @@ from .config import Config
 
 
 def add(verbs: Any) -> None:
-    """Add `pricing-baseline` and `pricing-bench`."""
-    verb = verbs.add_parser("pricing-baseline", help="score TF-IDF and ridge on each fold of a catalogue")
-    _add_catalog_arguments(verb)
-    verb.add_argument("--runs", nargs="*", type=Path, default=[], metavar="RUN", help="finished runs to compare with")
-    verb.set_defaults(command=_run_baseline)
-    verb = verbs.add_parser("pricing-bench", help="measure tokenising once against per item, and length buckets")
-    _add_catalog_arguments(verb)
-    verb.add_argument("--rows", type=int, default=20_000, help="use at most this many rows: %(default)s")
-    verb.add_argument(
-        "--max-tokens", type=int, default=384, help="maximum text length; the seed project's is %(default)s"
-    )
-    verb.add_argument("--rounds", type=int, default=3, help="default: %(default)s")
-    verb.set_defaults(command=_run_bench)
-
-
-def _add_catalog_arguments(verb: argparse.ArgumentParser) -> None:
+    """Add `pricing-baseline`."""
     rule = Config().packing
+    verb = verbs.add_parser("pricing-baseline", help="score TF-IDF and ridge on each fold of a catalogue")
     verb.add_argument("raw", type=Path, help="a CSV file, or a folder that contains one")
     verb.add_argument("--file", default=rule.file, help="CSV file in the folder: %(default)s")
     verb.add_argument("--val-share", type=float, default=rule.val_share, help="default: %(default)s")
@@ -39,15 +25,11 @@ def _add_catalog_arguments(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--folds", type=int, default=rule.folds)
     verb.add_argument("--seed", type=int, default=rule.seed, help="seed of the split into folds")
     verb.add_argument("--results", type=Path, default=Path("benchmarks"), help="folder of results: %(default)s")
+    verb.add_argument("--runs", nargs="*", type=Path, default=[], metavar="RUN", help="finished runs to compare with")
+    verb.set_defaults(command=_run_baseline)
 
 
 def _run_baseline(args: argparse.Namespace) -> int:
     from .comparison import compare_baselines
 
     return compare_baselines(args)
-
-
-def _run_bench(args: argparse.Namespace) -> int:
-    from .comparison import compare_loading
-
-    return compare_loading(args)

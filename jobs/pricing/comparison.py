@@ -1,16 +1,14 @@
-"""Compares the family with other ways to do the same: baselines on the same folds, tokenising once, length buckets."""
+"""Compares runs of the family with baselines on the same folds."""
 
 import argparse
-import os
-import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from trainyard.errors import UserError
-from trainyard.measure import Candidate, format_table, make_header, measure_candidates, measure_rate, write_new
+from trainyard.measure import make_header, write_new
 from trainyard.tables import read_table
 
 from .config import Config
@@ -20,9 +18,6 @@ METHODS = (
     *("network", "network and ridge, blended"),
 )
 PRICES = "prices.csv"
-
-
-# Baseline
 
 
 def compare_baselines(args: argparse.Namespace) -> int:
@@ -117,111 +112,6 @@ def _read_test_smape(run: Path) -> float:
     if not found:
         raise UserError(f"{run}: the test fold has no score yet. Finish the run: trainyard resume {run}")
     return float(found[-1])
-
-
-# Bench
-
-
-def compare_loading(args: argparse.Namespace) -> int:
-    """Print and write how fast rows come from shards, and tokenised per item."""
-    import torch
-
-    torch.set_num_threads(1)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the seed's forked workers would warn and disable it
-    with tempfile.TemporaryDirectory() as folder:
-        candidates, waste = _prepare_candidates(args, Path(folder))
-        lines = measure_candidates(candidates, rounds=args.rounds, warm_up=True)
-    print(format_table(lines))
-    for name, share in waste.items():
-        print(f"padding, {name:<20}{share:6.1%} of what the encoder computes")
-    result = [make_header("pricing-bench", _serialize_arguments(args)), *lines, {"kind": "padding", **waste}]
-    print(f"one thread; written: {write_new(args.results, 'pricing-bench', result)}")
-    return 0
-
-
-def _prepare_candidates(args: argparse.Namespace, folder: Path) -> tuple[list[Candidate], dict[str, float]]:
-    """Pack the catalogue; return what to measure, and the share of padding by kind of batch."""
-    from torch.utils.data import DataLoader
-
-    from trainyard.data import order
-    from trainyard.data.pack import pack as write
-    from trainyard.settings import DataSettings
-
-    from . import catalog, pack, reference
-
-    config = _build_config(args, -1)
-    config.packing.max_tokens = args.max_tokens
-    found, columns = catalog.find(args.raw, prefer=config.packing.file), pack.select_columns(config.packing)
-    raw = reference.copy_head(found, folder / "head.csv", columns, rows=args.rows)
-    artifacts = pack.fit_artifacts(raw, config)
-    samples = list(pack.samples(raw, config))
-    data = write(samples, folder / "packed", meta={}, workers=1, artifacts=artifacts)
-    ids, length = np.arange(data.count), data.columns["length"]
-    texts = pack.read_table(raw, config).texts.tolist()
-    seed_dataset = reference.PerItemDataset(
-        texts,
-        np.stack(data.read_arrays("numbers", ids)),
-        data.columns["price"],
-        tokenizer_json=artifacts[pack.TOKENIZER],
-        max_tokens=args.max_tokens,
-    )
-    loader = reference.build_loader(data, DataSettings(order="buckets", order_by="length"))
-
-    def tokenise() -> int:
-        return sum(bool(sample.load(artifacts)) for sample in samples)
-
-    def read() -> int:
-        return min(len(data.read_arrays("tokens", ids)), len(data.read_arrays("numbers", ids)))
-
-    def run_seed_loop() -> int:
-        return sum(len(batch["price"]) for batch in DataLoader(seed_dataset, batch_size=8, shuffle=True, num_workers=2))
-
-    def read_batches(epoch_order: order.EpochOrder) -> Callable[[], int]:
-        def read_epoch() -> int:
-            stream = loader.train(lambda epoch: epoch_order, epoch=0, start=0, micro_batch_size=0)
-            rows = sum(len(next(stream).batch["price"]) for _ in range(len(epoch_order)))
-            stream.close()
-            return rows
-
-        return read_epoch
-
-    def make_candidate(name: str, work: Callable[[], int], note: str, baseline: str = "") -> Candidate:
-        return Candidate(name, lambda: measure_rate(1.0, work), "rows/s", note, baseline)
-
-    _check_equal([sample.load(artifacts) for sample in samples], data)
-    buckets = order.bucket_by_length(ids, length, seed=0, epoch=0, global_batch_size=32)
-    shuffled = order.shuffle(ids, seed=0, epoch=0, global_batch_size=32)
-    waste = {
-        "to max_tokens": 1 - float(length.mean()) / args.max_tokens,
-        "random batches": compute_padding([length[shuffled.batch(i)] for i in range(len(shuffled))]),
-        "bucketed batches": compute_padding([length[buckets.batch(i)] for i in range(len(buckets))]),
-    }
-    seed_note = f"DataLoader, batch 8, 2 workers, per item, padded to {args.max_tokens}"
-    candidates = [
-        make_candidate("tokenise", tokenise, "parse, tokenise and compute the numbers of every row, in memory"),
-        make_candidate("read", read, "the same rows from shards, bit-identical", "tokenise"),
-        make_candidate("seed's loop", run_seed_loop, seed_note),
-        make_candidate(
-            "random batches", read_batches(shuffled), "ours, batch 32, padded to the longest", "seed's loop"
-        ),
-        make_candidate("bucketed batches", read_batches(buckets), "ours, batch 32 of similar length", "seed's loop"),
-    ]
-    return candidates, waste
-
-
-def compute_padding(lengths: Sequence[np.ndarray]) -> float:
-    """Return the share of padding in batches whose texts have these lengths, each padded to its longest."""
-    computed = sum(len(batch) * int(batch.max()) for batch in lengths)
-    return 1 - sum(int(batch.sum()) for batch in lengths) / computed
-
-
-def _check_equal(loaded: Sequence[Mapping[str, Any]], data: Any) -> None:
-    """Assert that reading and tokenising give bit-identical rows."""
-    ids = np.arange(data.count)
-    for row, tokens, numbers in zip(
-        loaded, data.read_arrays("tokens", ids), data.read_arrays("numbers", ids), strict=True
-    ):
-        assert np.array_equal(row["tokens"].values, tokens) and row["numbers"].tobytes() == numbers.tobytes()
 
 
 def _build_config(args: argparse.Namespace, fold: int) -> Config:

@@ -13,6 +13,7 @@ from PIL import Image
 from torch import nn
 
 from tests.cases.pricing import (
+    build_loader,
     find_shared_catalogue,
     make_batch,
     make_config,
@@ -23,11 +24,11 @@ from tests.cases.pricing import (
 from trainyard.data.order import bucket_by_length
 from trainyard.data.shards import ShardSet
 from trainyard.errors import UserError
-from trainyard.settings import DataSettings, OptimizerSettings
+from trainyard.settings import OptimizerSettings
 from trainyard.train.module import DataInfo
 from trainyard.train.step import TrainState, make_optimizer, train_step
 
-from . import reference, tokenizer
+from . import tokenizer
 from .module import build
 from .pack import splits
 from .weights import read_artifacts
@@ -133,7 +134,7 @@ def test_real_furniture_is_packed_completely_and_three_epochs_beat_the_median(tm
     module = make_module(data, config)
     optimizer = make_optimizer(module, OptimizerSettings(lr=3e-3))
     state = TrainState(module, module, optimizer, torch.amp.GradScaler("cpu", enabled=False), None, 0.0)
-    stream = reference.build_loader(data, DataSettings()).train(
+    stream = build_loader(data).train(
         lambda epoch: bucket_by_length(
             parts["train"], data.columns["length"], seed=0, epoch=epoch, global_batch_size=32
         ),
@@ -147,10 +148,7 @@ def test_real_furniture_is_packed_completely_and_three_epochs_beat_the_median(tm
     stream.close()
     module.eval()
     with torch.inference_mode():
-        rows = [
-            module.predict(m.batch)
-            for m in reference.build_loader(data, DataSettings()).evaluate(parts["test"], batch_size=128)
-        ]
+        rows = [module.predict(m.batch) for m in build_loader(data).evaluate(parts["test"], batch_size=128)]
     merged = {name: torch.cat([row[name] for row in rows]).numpy() for name in rows[0]}
     score = module.score(merged)
     assert score["smape_constant"] == pytest.approx(91, abs=3)

@@ -16,7 +16,6 @@ from trainyard.data.shards import Ragged, ShardSet
 from trainyard.errors import UserError
 
 from . import baseline, catalog, metrics, pack, parsing
-from .comparison import compute_padding
 from .pack import fit_artifacts, samples, synthesize
 from .synthesis import FILE, FLOOR
 
@@ -127,6 +126,12 @@ def test_packing_again_is_bit_identical_and_a_changed_row_changes_the_data(
     changed = [a.key for a, b in zip(rows, samples(copy, make_config()), strict=True) if a.columns != b.columns]
     assert changed == [tested]
     assert read_listing(samples(copy, make_config()), {}) != read_listing(rows, {})
+
+
+def compute_padding(lengths: list[np.ndarray]) -> float:
+    """Return the share of padding in batches whose texts have these lengths, each padded to its longest."""
+    computed = sum(len(batch) * int(batch.max()) for batch in lengths)
+    return 1 - sum(int(batch.sum()) for batch in lengths) / computed
 
 
 def test_buckets_reduce_padding_and_read_every_row_once() -> None:

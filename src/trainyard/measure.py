@@ -8,7 +8,6 @@ import json
 import random
 import shlex
 import sys
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
@@ -72,14 +71,6 @@ def measure_candidates(
                 values[candidate.name].append(value)
                 tell(f"round {number + 1}/{rounds}  {candidate.name:34} {value:14,.2f} {candidate.unit}")
     return [_summarize(candidate, values) for candidate in candidates]
-
-
-def measure_rate(seconds: float, work: Callable[[], int]) -> float:
-    """Repeat work, which returns how many samples it processed, for at least `seconds`; return samples per second."""
-    begin, done = time.perf_counter(), work()
-    while time.perf_counter() - begin < seconds:
-        done += work()
-    return done / (time.perf_counter() - begin)
 
 
 def format_table(lines: Iterable[Mapping[str, Any]]) -> str:

@@ -14,15 +14,15 @@ import pytest
 import torch
 from torch import nn
 
-from jobs.pricing import catalog, reference
+from jobs.pricing import catalog
 from jobs.pricing.config import Config
 from jobs.pricing.module import PricingModule, build
 from jobs.pricing.pack import fit_artifacts, samples, splits
 from trainyard.data import pack as packing
-from trainyard.data.loader import MicroBatch
+from trainyard.data.loader import Loader, MicroBatch
 from trainyard.data.order import EpochOrder
 from trainyard.data.shards import ShardSet
-from trainyard.settings import DataSettings
+from trainyard.settings import TrainConfig
 from trainyard.train.module import DataInfo
 
 VALID_ROWS = [
@@ -70,13 +70,16 @@ def make_module(data: ShardSet, config: Config | None = None) -> PricingModule:
     return module
 
 
+def build_loader(data: ShardSet) -> Loader:
+    """Build the real loader on the CPU."""
+    return Loader.from_config(TrainConfig(), data, device=torch.device("cpu"), decode="cpu")
+
+
 def make_micro_batches(data: ShardSet, batches: list[list[int]], micro_batch_size: int) -> list[MicroBatch]:
     """Return the micro-batches of these global batches from the real loader."""
     sizes = {len(batch) for batch in batches}
     order = EpochOrder(np.concatenate(batches).astype(np.int64), max(sizes))
-    stream = reference.build_loader(data, DataSettings()).train(
-        lambda epoch: order, epoch=0, start=0, micro_batch_size=micro_batch_size
-    )
+    stream = build_loader(data).train(lambda epoch: order, epoch=0, start=0, micro_batch_size=micro_batch_size)
     micro_batches: list[MicroBatch] = []
     while sum(micro_batch.last for micro_batch in micro_batches) < len(batches):
         micro_batches.append(next(stream))
