@@ -45,7 +45,7 @@ memory = case "$${PLAN:-1}" in 1) ;; 0) args+=(--no-plan) ;; \
 request = gpus hw nodes time cluster runs account qos partition constraint reservation exclude mem comment
 
 .PHONY: help setup run resume submit plan sweep results status logs why cancel runs board cluster-check slurm-lab-up slurm-lab-down \
-	slurm-lab-status bandwidth image test-image run-image sif wheelhouse bundle verify-bundle test test-fast test-long test-pythons lint pack verify report jobs bench bench-peers gpu-check lock gc clean
+	slurm-lab-status image test-image run-image sif wheelhouse bundle verify-bundle test test-fast test-long test-pythons lint pack verify report jobs bench bench-peers gpu-check lock gc clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -109,9 +109,6 @@ board: setup ## write runs/index.html: all runs with state, deciding metric, los
 
 cluster-check: setup ## check slurm/NAME.yaml against this Slurm: CLUSTER=NAME
 	@$(T) cluster-check $${CLUSTER:+"$$CLUSTER"}
-
-bandwidth: setup ## measure all-reduce between the nodes of a cluster, in a Slurm job: HW=a100 GPUS=8  [NODES=2 TIME=10m CLUSTER=name RUNS=folder SIZES=1,16,256 ROUNDS=5 RESULTS=folder DRY=1; to sbatch: ACCOUNT= QOS= PARTITION= CONSTRAINT= RESERVATION= EXCLUDE= MEM= COMMENT=]
-	@$(call arguments,$(request) sizes rounds results); $(T) bandwidth "$${args[@]}"
 
 slurm-lab-up: ## start a real Slurm on this machine, to learn and test with (slurm/lab)
 	@"$$PYTHON" slurm/lab/lab.py up

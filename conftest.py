@@ -23,7 +23,6 @@ CLUSTER_GROUPS = (
         "slurm/test_submit",
         "slurm/test_lab",
         "slurm/test_slurm_answers",
-        "slurm/test_bandwidth",
     ),
     ("slurm/test_attempts", "slurm/test_sweep", "slurm/test_why", "slurm/test_accounting", "container/test_slurm"),
 )

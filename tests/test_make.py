@@ -184,7 +184,6 @@ def test_dry_is_refused_where_it_would_not_hold():
         "resume",
         "submit",
         "sweep",
-        "bandwidth",
         "run-image",
     }
     for words, environ in ((["pack", "DRY=1"], {}), (["pack"], {"DRY": "1"}), (["submit", "clean", "DRY=1"], {})):

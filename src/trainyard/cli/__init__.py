@@ -127,7 +127,6 @@ COMMANDS = (
     ("cluster", "add_sweep_commands", "sweep results"),
     ("watch", "add_commands", "status runs board logs why cancel"),
     ("cluster", "add_site_commands", "cluster-check multirun"),
-    ("bandwidth", "add_commands", "bandwidth"),
     ("gc", "add_commands", "gc"),
     ("family", "add_commands", "new check-family"),
 )

@@ -51,7 +51,7 @@ def build_parameters(
     cluster = plan.cluster
     source = f"source {shlex.quote(str(folder / 'attempt.sh'))}"
     return {
-        **_build_request(plan, restart="requeue", turn=turn),
+        **_build_request(plan, turn),
         "array_parallelism": parallel or len(runs),
         "setup": [
             *_render_setup(plan, code),
@@ -67,14 +67,8 @@ def build_parameters(
     }
 
 
-def build_task_parameters(plan: Plan, *, code: Code) -> dict[str, Any]:
-    """Return the parameters for a task that is no run: nothing starts it again."""
-    setup = [*_render_setup(plan, code), *_render_node_setup(plan, "exit")]
-    return {**_build_request(plan, restart="no-requeue"), "setup": setup}
-
-
-def _build_request(plan: Plan, *, restart: str, turn: Turn = AT_ONCE) -> dict[str, Any]:
-    """Return what is requested of sbatch and srun; `restart` is an option of sbatch."""
+def _build_request(plan: Plan, turn: Turn) -> dict[str, Any]:
+    """Return what is requested of sbatch and srun."""
     cluster, kind, options = plan.cluster, plan.kind, plan.options
     stated = {name: value for name, value in options.items() if name in ("reservation", "comment")}
     return {
@@ -88,7 +82,7 @@ def _build_request(plan: Plan, *, restart: str, turn: Turn = AT_ONCE) -> dict[st
         "wckey": cluster.wckey or None,
         "signal_delay_s": plan.signal_s,
         **({"dependency": turn.dependency} if turn.dependency else {}),
-        "additional_parameters": {restart: True, **cluster.sbatch, **stated, **turn.end_if_impossible},
+        "additional_parameters": {"requeue": True, **cluster.sbatch, **stated, **turn.end_if_impossible},
         # The ranks need what this script exports, also where the site or the cluster file has sbatch export nothing.
         "srun_args": ["--export=ALL", "--kill-on-bad-exit=1", *_build_pyxis_args(plan), *cluster.srun_args],
     }

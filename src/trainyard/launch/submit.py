@@ -28,7 +28,6 @@ from trainyard.launch.batch_script import (
     build_parameters,
     build_python_command,
     build_rank_command,
-    build_task_parameters,
     name_array_list,
     name_container_image,
 )
@@ -168,20 +167,11 @@ def render_batch_script(
     plan: Plan, runs: Sequence[Path], *, folder: Path, code: Code, parallel: int = 0, turn: Turn = AT_ONCE
 ) -> str:
     """Return the batch script that `submit` would submit."""
-    parameters = build_parameters(plan, runs, folder=folder, code=code, parallel=parallel, turn=turn)
-    return _render_script(plan, folder, parameters, count=len(runs) if len(runs) > 1 else None)
-
-
-def render_task_script(plan: Plan, *, folder: Path, code: Code) -> str:
-    """Return the batch script that `submit_task` would submit."""
-    return _render_script(plan, folder, build_task_parameters(plan, code=code))
-
-
-def _render_script(plan: Plan, folder: Path, parameters: Mapping[str, Any], *, count: int | None = None) -> str:
     from submitit.slurm.slurm import _make_sbatch_string
 
+    parameters = build_parameters(plan, runs, folder=folder, code=code, parallel=parallel, turn=turn)
     command = build_rank_command(build_python_command(plan), folder)
-    return _make_sbatch_string(command, folder, map_count=count, **parameters)
+    return _make_sbatch_string(command, folder, map_count=len(runs) if len(runs) > 1 else None, **parameters)
 
 
 @limit_writers()
@@ -235,22 +225,6 @@ def submit(
     for run, job in zip(runs, jobs, strict=True):
         _record_submission(run, job, plan, name, folder=folder, code=code, before=before)
     return jobs
-
-
-@limit_writers()
-def submit_task(plan: Plan, task: Callable[[], None], *, folder: Path, code: Code) -> str:
-    """Submit a task that is no run, which every rank calls once; return its Slurm job id.
-
-    Args:
-        folder: for submitit's files; as for `submit`.
-
-    Raises:
-        UserError: as for `submit`.
-    """
-    check_paths(plan.cluster, [folder, code.folder])
-    folder.mkdir(parents=True, exist_ok=True)
-    (job,) = _call_sbatch(plan, [task], folder=folder, parameters=build_task_parameters(plan, code=code))
-    return job
 
 
 def _submit_array(
