@@ -28,6 +28,7 @@ from trainyard.runs.create import create_run
 
 ROOT = Path(__file__).resolve().parents[1]
 STRANGER, OTHER = 12345, 12346
+OPEN_TO_ALL = tempfile.gettempdir()  # read before the session has a TMPDIR of its own
 CLUSTER = """\
 shared: [/]
 gpus: {here: {card: cpu, partition: p, per_node: 1, nodes: 1, cores_per_gpu: 1, memory_gib_per_gpu: 1}}
@@ -49,8 +50,8 @@ class TouchWhenLoaded:
 
 @pytest.fixture
 def place() -> Iterator[Path]:
-    """A folder that every user can enter, unlike pytest's own."""
-    with tempfile.TemporaryDirectory() as folder:
+    """A folder that every user can enter, unlike pytest's own and what is in it."""
+    with tempfile.TemporaryDirectory(dir=OPEN_TO_ALL) as folder:
         Path(folder).chmod(0o755)
         yield Path(folder)
 
