@@ -46,6 +46,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 ROOT = Path(__file__).resolve().parent
 FOLDERS = ("src", "jobs", "containers", "slurm", "benchmarks", "docs", "tests")
+HOME = Path(os.environ.get("HOME") or "/nonexistent")  # Path.home() raises where a user has neither a name nor a HOME
 BEFORE = pytest.StashKey[set[Path]]()
 
 
@@ -72,13 +73,13 @@ def list_files_outside(home: Path) -> set[Path]:
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Remember what exists before the tests."""
     if not hasattr(session.config, "workerinput"):
-        session.config.stash[BEFORE] = list_files_outside(Path.home())
+        session.config.stash[BEFORE] = list_files_outside(HOME)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Fail if tests left something outside of their temporary folders."""
     if BEFORE in session.config.stash:
-        left = sorted(list_files_outside(Path.home()) - session.config.stash[BEFORE])
+        left = sorted(list_files_outside(HOME) - session.config.stash[BEFORE])
         if left:
             print(f"\nTests left files outside of their folders: {', '.join(map(str, left))}")
             session.exitstatus = pytest.ExitCode.TESTS_FAILED

@@ -76,7 +76,9 @@ class Engine:
             Absent: it does not; says what to install.
         """
         if self.name == "docker" and (reason := _find_reason(self, ["buildx", "version"])):
-            raise Absent(f"docker {reason}. Install its plugin, such as: apt-get install docker-buildx-plugin")
+            raise Absent(
+                f"docker {reason}. Install its plugin, or build with podman: CONTAINER_ENGINE=podman make image"
+            )
 
     def store(self) -> Path:
         """Return the folder that holds container images."""

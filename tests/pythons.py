@@ -77,7 +77,7 @@ def list_minors() -> list[int]:
 
 def find_pythons(environ: Mapping[str, str]) -> dict[int, Python]:
     """Return the oldest interpreter of each supported 3.N that is on PATH, or that uv or pyenv installed."""
-    pyenv = Path(environ.get("PYENV_ROOT") or Path.home() / ".pyenv") / "versions"
+    pyenv = Path(environ.get("PYENV_ROOT") or Path(environ.get("HOME", "/")) / ".pyenv") / "versions"
     places = [*sorted(map(str, pyenv.glob("*/bin"))), environ.get("PATH", os.defpath)]
     uv = [sys.executable, "-m", "uv", "--no-config", "python", "list", "--only-installed", "--output-format=json"]
     environ = {**environ, "PATH": os.pathsep.join(places)}

@@ -49,7 +49,7 @@ def sealed() -> tuple[str, ...]:
     return (*SEALED, "--user", USER)
 
 
-USERS_CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+USERS_CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path(os.environ.get("HOME", "/")) / ".cache")
 """As it is outside of the tests: a test has one of its own."""
 
 

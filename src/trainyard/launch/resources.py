@@ -1,4 +1,4 @@
-"""What a submission requests of Slurm: what a person asked for, the plan made of it, and the code that runs."""
+"""Value types of a submission: the resource request, the plan made from it, and the code that runs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from trainyard.settings import TrainConfig
 
 @dataclass(frozen=True)
 class ResourceRequest:
-    """What a person requested; for empty strings and 0 `submit.make_plan` chooses."""
+    """A resource request; `submit.make_plan` chooses where a field is "" or 0."""
 
     gpus: int = 1  # of the whole job; card "cpu": ranks
     hw: str = ""  # key of the cluster's `gpus`

@@ -6,7 +6,7 @@ import shlex
 import signal
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,9 +32,7 @@ def require_scripts(scripts: Path) -> None:
         )
 
 
-def run_worker(
-    arguments: Sequence[str], *, timeout_s: float, show: bool = False, environ: Mapping[str, str] | None = None
-) -> list[dict[str, Any]]:
+def run_worker(arguments: Sequence[str], *, timeout_s: float, show: bool = False) -> list[dict[str, Any]]:
     """Run a worker in its own process group and return the JSON lines it printed.
 
     Loaders leave processes behind; all that are still alive in the group afterwards are killed, so that they cannot
@@ -42,7 +40,6 @@ def run_worker(
 
     Args:
         show: print its stderr to the terminal as it comes (progress), instead of only in an error message.
-        environ: None: as this process's.
 
     Raises:
         WorkerError: it failed, or took longer than `timeout_s`.
@@ -55,7 +52,6 @@ def run_worker(
             stderr=None if show else errors,
             text=True,
             start_new_session=True,
-            env=environ,
             preexec_fn=partial(end_with_parent, os.getpid()),  # this process has no other threads
         )
         try:

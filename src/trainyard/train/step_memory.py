@@ -61,7 +61,7 @@ class StepMemory:
 
 
 VALUES_ARE_READ = (DataDependentOutputException, DynamicOutputShapeException)
-"""What a step raises that reads values, as tensor.item() does, or makes a tensor whose size depends on them."""
+"""Exceptions of a step that reads values, as tensor.item() does, or makes a tensor whose size depends on them."""
 
 Module = TypeVar("Module", bound=nn.Module)
 
