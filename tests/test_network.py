@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from tests.two_nodes import ADDRESSES, make_two_nodes
-from trainyard.train.network import find_interface, find_own_address
+from trainyard.train.distributed import find_interface, find_own_address
 
 _RANK = """
 import json, os, sys

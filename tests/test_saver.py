@@ -30,7 +30,7 @@ from trainyard.runs.events import read_events, read_metrics
 from trainyard.runs.folder import read_env
 from trainyard.runs.why import explain_run
 from trainyard.train import checkpoint
-from trainyard.train.host_copy import HostCopy
+from trainyard.train.saver import HostCopy
 
 SAVES = ("checkpoint.every=4st", "max_duration=3ep")
 

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from loguru import logger
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trainyard.config import apply_overrides, compose, load_family, thaw
 from trainyard.data.index import IMAGE, RAGGED
@@ -26,7 +25,7 @@ from trainyard.errors import UserError
 from trainyard.hardware import Precision, get_gpu
 from trainyard.launch.memory_prediction import Setting, StepPrediction, choose_split, find_cache, open_store
 from trainyard.settings import StoreSettings, TrainConfig
-from trainyard.train.module import DataInfo, TrainModule
+from trainyard.train.module import DataInfo, FakeTensorMode, TrainModule
 from trainyard.train.precision import make_autocast
 from trainyard.train.run_context import TRAIN
 from trainyard.train.run_state import build_state, recompute_layers

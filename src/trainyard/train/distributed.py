@@ -1,7 +1,9 @@
 """Process-group set-up, each rank's device, and small collectives."""
 
+import fcntl
 import json
 import socket
+import struct
 import time
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from datetime import timedelta
@@ -12,11 +14,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from trainyard.errors import UserError
 from trainyard.files import raise_open_files, write_atomically
-from trainyard.train.network import find_interface, find_own_address
 from trainyard.train.stop import Stop
 from trainyard.train.world import World
 
@@ -346,3 +347,36 @@ def _gather(value: Any) -> list[Any]:
     box: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(box, value)
     return box
+
+
+_SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
+
+
+def find_own_address(peer: str) -> str:
+    """Return the address from which this node reaches `peer`, as the routing table says; nothing is sent.
+
+    For an address of this node that is the address itself. No host name is resolved: /etc/hosts often maps a node's
+    own name to 127.0.1.1, where no other node finds it.
+
+    Raises:
+        OSError: there is no route to `peer`.
+    """
+    family, kind, _, _, target = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]  # the port does not matter
+    with socket.socket(family, kind) as probe:
+        probe.connect(target)
+        address: str = probe.getsockname()[0]
+    return address
+
+
+def find_interface(address: str) -> str | None:
+    """Return the name of the interface that has an IPv4 address; None if none has it (in 127.0.0.0/8 all but one)."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode())
+            try:
+                answer = fcntl.ioctl(probe, _SIOCGIFADDR, request)
+            except OSError:  # it has no IPv4 address
+                continue
+            if socket.inet_ntoa(answer[20:24]) == address:
+                return name
+    return None

@@ -18,7 +18,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from loguru import logger
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trainyard.data.augment import list_scales
 from trainyard.data.host_memory import read_available_memory
@@ -31,6 +30,7 @@ from trainyard.settings import TrainConfig
 from trainyard.text import format_size
 from trainyard.train import distributed
 from trainyard.train.evaluate import predict_share
+from trainyard.train.module import FakeTensorMode
 from trainyard.train.out_of_memory import (
     EVALUATION,
     choose_smaller,

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode  # for the modules that predict memory
 
 from trainyard.data.shards import ShardSet
 from trainyard.data.store import has_inputs

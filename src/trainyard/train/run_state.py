@@ -24,13 +24,13 @@ from trainyard.train.module import TrainModule
 from trainyard.train.run_context import RunContext
 from trainyard.train.step import (
     Progress,
+    StepLosses,
     TrainState,
     copy_for_average,
     enable_activation_checkpointing,
     make_optimizer,
     refuse_recounted_statistics,
 )
-from trainyard.train.step_losses import StepLosses
 from trainyard.train.swa import WeightAverage
 from trainyard.train.warm_start import start_from_weights
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim.swa_utils import get_swa_multi_avg_fn
 
 from trainyard.data.loader import Loader
 from trainyard.train import distributed
@@ -25,9 +26,10 @@ class WeightAverage:
     @torch.no_grad()
     def add(self, module: TrainModule) -> None:
         """Add a snapshot to the mean; buffers are those of the latest snapshot, which its evaluation made rank 0's."""
-        self.count += 1
         self.refreshed = False
-        torch._foreach_lerp_(list(self.module.parameters()), list(module.parameters()), 1 / self.count)
+        average = get_swa_multi_avg_fn()  # type: ignore[no-untyped-call]
+        average(list(self.module.parameters()), list(module.parameters()), self.count)
+        self.count += 1
         for target, source in zip(self.module.buffers(), module.buffers(), strict=True):
             target.copy_(source)
 
