@@ -177,11 +177,9 @@ def check_embeddings(run: Path, raw: Path, pairs: list[dict[str, str]], out: Pat
     with (out / "found.csv").open(newline="") as file:
         lines = [line for line in csv.DictReader(file) if line["probe"] == one and line["rank"] == "1"]
     own = {p["one"] + p["other"]: float(p["score"]) for p in pairs if one in (p["one"], p["other"])}
-    assert (
-        float(lines[0]["score"])
-        == max(own.values())
-        == own.get(one + lines[0]["gallery"], own.get(lines[0]["gallery"] + one))
-    )
+    assert float(lines[0]["score"]) == pytest.approx(max(own.values()), abs=1e-6)
+    best = own.get(one + lines[0]["gallery"], own.get(lines[0]["gallery"] + one))
+    assert best == pytest.approx(max(own.values()), abs=1e-6)
     assert "rank 1" not in type_line("search", run, raw / one, path, "--top", 3)
     write_embeddings(out / "b.safetensors", [found.vectors], found.keys, identities=None, metadata={CHECKPOINT: "0"})
     assert main(["search", str(run), str(out / "b.safetensors"), str(path), "--jobs", str(JOBS)]) == 2

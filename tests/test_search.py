@@ -1,4 +1,4 @@
-"""Embeddings on disk, exact search, and identification metrics."""
+"""Embeddings on disk, search, and identification metrics."""
 
 import json
 import math
@@ -33,39 +33,45 @@ def search_by_brute_force(probes: np.ndarray, gallery: np.ndarray, k: int, *, sk
     return Nearest(rows, np.take_along_axis(scores, rows, axis=1), 0.0)
 
 
-def make_gallery(kind: str) -> np.ndarray:
-    gallery = draw_unit_vectors(500, 64, 1)
-    if kind == "with copies":  # every fifth row is one of seven, so that scores tie
-        gallery[::5] = gallery[np.arange(100) % 7]
-    if kind == "all alike":  # closer to each other than float32 can tell
-        gallery = gallery[:1] + 1e-7 * gallery
-        gallery /= np.linalg.norm(gallery, axis=1, keepdims=True)
-    if kind == "best last":  # each row is nearer to the first probe than the one before
-        gallery = gallery[np.argsort(gallery @ draw_unit_vectors(1, 64, 2)[0])]
-    return gallery
+def draw_tying_vectors(count: int, dims: int, seed: int) -> np.ndarray:
+    """Draw vectors of four numbers +-0.5: their products are multiples of 1/4, exact in float32, and often equal."""
+    rng = np.random.default_rng(seed)
+    vectors = np.zeros((count, dims), dtype=np.float32)
+    for vector in vectors:
+        vector[rng.choice(dims, 4, replace=False)] = rng.choice([-0.5, 0.5], 4)
+    return vectors
 
 
-@pytest.mark.parametrize("kind", ["random", "with copies", "all alike", "best last"])
+@pytest.mark.parametrize("blocks", [(256, 16_384), (5, 64)])
 @pytest.mark.parametrize("k", [1, 7, 499])
-def test_search_is_exact_and_independent_of_blocks(kind, k, monkeypatch):
-    gallery, probes = make_gallery(kind), draw_unit_vectors(33, 64, 2)
-    expected = search_by_brute_force(probes, gallery, k)
-    for probe_rows, gallery_rows in ((256, 16_384), (5, 64)):
-        monkeypatch.setattr(search_code, "PROBE_ROWS", probe_rows)
-        monkeypatch.setattr(search_code, "GALLERY_ROWS", gallery_rows)
-        found = find_nearest_rows(probes, gallery, k=k)
-        assert np.array_equal(found.rows, expected.rows) and np.array_equal(found.scores, expected.scores)
-
-
-def test_a_gallery_that_searches_itself_finds_no_row_for_itself(monkeypatch):
-    gallery = make_gallery("with copies")
-    monkeypatch.setattr(search_code, "GALLERY_ROWS", 64)
-    found, expected = (
-        find_nearest_rows(gallery, gallery, k=3, leave_out_self=True),
-        search_by_brute_force(gallery, gallery, 3, skip_self=True),
-    )
+def test_search_finds_the_best_rows_and_the_lower_row_among_equals(k, blocks, monkeypatch):
+    gallery, probes = draw_tying_vectors(500, 16, 1), draw_tying_vectors(33, 16, 2)
+    monkeypatch.setattr(search_code, "PROBE_ROWS", blocks[0])
+    monkeypatch.setattr(search_code, "GALLERY_ROWS", blocks[1])
+    found, expected = find_nearest_rows(probes, gallery, k=k), search_by_brute_force(probes, gallery, k)
     assert np.array_equal(found.rows, expected.rows) and np.array_equal(found.scores, expected.scores)
-    assert not (found.rows == np.arange(500)[:, None]).any()
+    ascending = gallery[np.argsort(gallery @ probes[0])]  # each row is nearer to the first probe than the one before
+    assert np.array_equal(
+        find_nearest_rows(probes, ascending, k=k).rows, search_by_brute_force(probes, ascending, k).rows
+    )
+
+
+def test_scores_are_those_of_float64_to_the_sixth_digit():
+    gallery, probes = draw_unit_vectors(500, 512, 1), draw_unit_vectors(33, 512, 2)
+    found, expected = find_nearest_rows(probes, gallery, k=7), search_by_brute_force(probes, gallery, 7)
+    assert np.allclose(found.scores, expected.scores, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("blocks", [(256, 16_384), (64, 5), (5, 64)])
+def test_a_gallery_that_searches_itself_finds_no_row_for_itself(blocks, monkeypatch):
+    gallery = draw_tying_vectors(500, 16, 1)
+    monkeypatch.setattr(search_code, "PROBE_ROWS", blocks[0])
+    monkeypatch.setattr(search_code, "GALLERY_ROWS", blocks[1])
+    for k in (3, 499):
+        found = find_nearest_rows(gallery, gallery, k=k, leave_out_self=True)
+        expected = search_by_brute_force(gallery, gallery, k, skip_self=True)
+        assert np.array_equal(found.rows, expected.rows) and np.array_equal(found.scores, expected.scores)
+        assert not (found.rows == np.arange(500)[:, None]).any()
 
 
 def test_search_never_holds_the_whole_matrix_of_scores():
@@ -225,13 +231,14 @@ def test_identification_rates_are_those_of_their_definition():
     nearest = find_nearest_rows(probes, gallery, k=4)
     found = compute_identification(nearest, probe_identity, gallery_identity, leave_out_self=False)
     assert (found.mated, found.non_mated, found.list_supported()) == (40, 300, [0.1, 0.01])
-    scores = probes.astype(np.float64) @ gallery.T.astype(np.float64)
+    scores = probes @ gallery.T
     own = np.array([[p == g for g in gallery_identity] for p in probe_identity])
     assert found.rank1 == np.mean([own[i, scores[i].argmax()] for i in range(40)])
     for fpir in (0.1, 0.05, 0.01):
         fnir, threshold = found.find_fnir(fpir)
         assert np.mean(scores[40:].max(axis=1) >= threshold) <= fpir
-        assert np.mean(scores[40:].max(axis=1) >= threshold - 2e-15) > fpir, "a lower threshold lets one more in"
+        lower = np.nextafter(np.float32(threshold), np.float32(-1))
+        assert np.mean(scores[40:].max(axis=1) >= lower) > fpir, "a lower threshold lets one more in"
         own_score = np.where(own[:40], scores[:40], -np.inf)
         rank = np.array([(scores[i] > own_score[i].max()).sum() for i in range(40)])
         assert fnir == np.mean((own_score.max(axis=1) < threshold) | (rank >= 4))

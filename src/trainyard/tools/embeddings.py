@@ -1,6 +1,7 @@
 """Files of embeddings: the vectors in one file, and next to it a CSV table with the key of each."""
 
 import contextlib
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainyard.errors import UserError
+from trainyard.files import open_atomically
 from trainyard.runs.tensor_file import create_tensor_file, map_tensor_file
 from trainyard.tables import read_table
 from trainyard.tools.predict import write_csv
@@ -55,7 +57,7 @@ def write_embeddings(
     first = next(stream)
     with _create(path, (len(keys), first.shape[1]), metadata) as vectors:
         end = 0
-        for batch in _chain(first, stream):
+        for batch in itertools.chain([first], stream):
             begin, end = end, end + len(batch)
             vectors[begin:end] = batch
         assert end == len(keys), (end, len(keys))
@@ -93,11 +95,6 @@ def open_embeddings(path: Path) -> EmbeddingFile:
     return EmbeddingFile(path, vectors, keys, identities, found.metadata[CHECKPOINT])
 
 
-def _chain(first: np.ndarray, rest: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
-    yield first
-    yield from rest
-
-
 @contextlib.contextmanager
 def _create(path: Path, shape: tuple[int, int], metadata: Mapping[str, str]) -> Iterator[np.ndarray]:
     if path.suffix == MAPPED:
@@ -107,10 +104,5 @@ def _create(path: Path, shape: tuple[int, int], metadata: Mapping[str, str]) -> 
     vectors = np.empty(shape, dtype=np.float32)
     yield vectors
     contents: dict[str, Any] = {EMBEDDING: vectors, **metadata}
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        with partial.open("wb") as file:
-            np.savez(file, **contents)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with open_atomically(path) as file:
+        np.savez(file, **contents)

@@ -1,5 +1,6 @@
 """`trainyard predict`: run the final weights of a run on new raw files, and write a table."""
 
+import io
 import itertools
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -10,6 +11,7 @@ import numpy as np
 
 from trainyard import scoring
 from trainyard.errors import UserError
+from trainyard.files import open_atomically
 from trainyard.tables import read_table, write_table
 from trainyard.text import suggest_nearest
 from trainyard.tools.trained_model import TrainedModel, compute_embeddings, compute_rows, load_model, pack_temporarily
@@ -59,14 +61,10 @@ def refuse_existing(*paths: Path) -> None:
 
 def write_csv(out: Path, columns: Sequence[str], lines: Iterable[Mapping[str, object]]) -> None:
     """Write the table to a temporary file and rename it, so that no incomplete table is ever visible."""
-    partial = out.with_name(out.name + ".partial")
-    try:
-        with partial.open("w", newline="", encoding="utf-8") as file:
-            write_table(file, columns, lines)
-        partial.replace(out)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
+    with open_atomically(out, durable=False) as file:
+        text = io.TextIOWrapper(file, encoding="utf-8", newline="")
+        write_table(text, columns, lines)
+        text.detach()  # flushes, and leaves the file open
 
 
 def _write_pairs(model: TrainedModel, data: "ShardSet", out: Path, listed: Path | None) -> int:
