@@ -1,8 +1,9 @@
-"""DeBERTa-v3's tokenizer from spm.model, without the sentencepiece package."""
+"""DeBERTa-v3's tokenizer from spm.model."""
 
+import subprocess
+import sys
 from importlib import import_module
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,25 +32,30 @@ def build_model() -> Any:
 
 
 @pytest.mark.parametrize("lower", [False, True])
-def test_the_ids_are_those_of_transformers_own_conversion(tmp_path: Path, lower: bool) -> None:
-    from transformers.convert_slow_tokenizer import DebertaV2Converter
-
+def test_a_tokenizer_config_says_whether_text_becomes_lower_case(tmp_path: Path, lower: bool) -> None:
     proto = build_model()
     (tmp_path / "spm.model").write_bytes(proto.SerializeToString())
     (tmp_path / "tokenizer_config.json").write_text(f'{{"do_lower_case": {str(lower).lower()}, "vocab_type": "spm"}}')
-    ids = {piece.piece: number for number, piece in enumerate(proto.pieces)}
-    old = SimpleNamespace(
-        vocab_file=str(tmp_path / "spm.model"), do_lower_case=lower, split_by_punct=False, legacy=True,
-        add_prefix_space=True, convert_tokens_to_ids=ids.get,
-    )  # fmt: skip
-    convert: Any = DebertaV2Converter
-    expected, found = convert(old).converted(), tokenizer.load(tmp_path)
-    for text in TEXTS:
-        assert found.encode(text).ids == expected.encode(text).ids, text
-    assert found.encode("organic oil").tokens == ["[CLS]", "\u2581organic", "\u2581oil", "[SEP]"]
+    found = tokenizer.load(tmp_path)
+    assert found.encode("organic  oil ").tokens == ["[CLS]", "\u2581organic", "\u2581oil", "[SEP]"]
+    assert (found.encode("Organic").tokens == ["[CLS]", "\u2581organic", "[SEP]"]) == lower
+    assert found.encode("bar 3.5").tokens == ["[CLS]", "\u2581bar", "3.5", "[SEP]"]
     assert [found.token_to_id(piece) for piece in tokenizer.SPECIAL[:4]] == [0, 1, 2, 3]
     assert found.token_to_id("[MASK]") == len(proto.pieces)
     assert tokenizer.load(tmp_path / "spm.model").encode(TEXTS[0]).ids == found.encode(TEXTS[0]).ids
+
+
+@pytest.mark.slow
+def test_a_container_image_without_sentencepiece_reads_the_same_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "spm.model").write_bytes(build_model().SerializeToString())
+    code = (
+        "import sys; sys.modules['sentencepiece'] = None; sys.path[:0] = [sys.argv[1], sys.argv[1] + '/src'];"
+        "from pathlib import Path; from jobs.pricing import tokenizer;"
+        "print(tokenizer.load(Path(sys.argv[2])).to_str())"
+    )
+    words = [sys.executable, "-c", code, str(Path(__file__).resolve().parents[2]), str(tmp_path)]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == tokenizer.load(tmp_path).to_str()
 
 
 def test_the_pieces_are_those_of_sentencepiece(tmp_path: Path) -> None:
@@ -74,11 +80,13 @@ def test_the_pieces_are_those_of_sentencepiece(tmp_path: Path) -> None:
         (lambda data: data[: len(data) // 2], "not a SentencePiece model"),
         (lambda data: b"\xff" * 40, "not a SentencePiece model"),
         (lambda data: b"{}", "not a SentencePiece model"),
-        (lambda data: b"", "it has 0 pieces, and none for what is unknown"),
+        (lambda data: b"", "not a SentencePiece model.*vocabulary is empty"),
         (lambda data: data + b"\x12\x02\x18\x02", r"its model_type is 2, expected 1 \(unigram\)"),
+        (lambda data: data.replace(b"[CLS]", b"[XXX]"), "not a SentencePiece model"),
+        (lambda data: data + bytes(2**26), "it is larger than 67108864 bytes"),
         (lambda data: data + b"\x1a\x05\x12\x03abc", "not a SentencePiece model"),
     ],
-    ids=["cut off", "noise", "JSON", "empty", "BPE", "map"],
+    ids=["cut off", "noise", "JSON", "empty", "BPE", "no [CLS]", "large", "map"],
 )
 def test_a_file_that_is_no_such_model_is_refused(tmp_path: Path, change: Any, message: str) -> None:
     (tmp_path / "spm.model").write_bytes(change(build_model().SerializeToString()))

@@ -6,19 +6,22 @@ from collections import Counter
 from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors
 
 from trainyard.errors import UserError
-
-from . import spm_file
+from trainyard.files import parse_json, read_file
 
 SPECIAL = ("[PAD]", "[CLS]", "[SEP]", "[UNK]", "[MASK]")
 """Ids 0 to 4. A tokenizer from a file must have the first three by these names, with [PAD] at 0."""
 
 PAD, CLS, SEP, UNK = range(4)
 
+_SENTENCEPIECE = "spm.model"
+_MOST_BYTES = 64 * 2**20  # of a spm.model; DeBERTa-v3's has 2.4 MB
 _MAX_PIECE = 12  # characters
 _SEED_FACTOR = 4  # candidates per requested piece
 _KEEP = 0.7  # share of the candidates that survives a round of pruning
@@ -64,14 +67,14 @@ def load(path: Path) -> Tokenizer:
     Raises:
         UserError: the file is missing, cannot be read, or lacks the special tokens.
     """
-    candidates = [path / name for name in ("tokenizer.json", spm_file.NAME)] if path.is_dir() else [path]
+    candidates = [path / name for name in ("tokenizer.json", _SENTENCEPIECE)] if path.is_dir() else [path]
     file = next((candidate for candidate in candidates if candidate.is_file()), None)
     if file is None:
         raise UserError(
-            f"packing.tokenizer={path}: no such file, or a folder without tokenizer.json and {spm_file.NAME}. "
+            f"packing.tokenizer={path}: no such file, or a folder without tokenizer.json and {_SENTENCEPIECE}. "
             "Copy one of them from the encoder's checkpoint, or leave it empty to train one."
         )
-    tokenizer = spm_file.read_tokenizer(file) if file.suffix == ".model" else _read_json(file)
+    tokenizer = _read_sentencepiece(file) if file.suffix == ".model" else _read_json(file)
     ids = [tokenizer.token_to_id(piece) for piece in SPECIAL[:3]]
     if None in ids or ids[0] != PAD:
         raise UserError(
@@ -86,6 +89,33 @@ def _read_json(file: Path) -> Tokenizer:
         return Tokenizer.from_file(str(file))
     except Exception as error:  # tokenizers raises bare Exception
         raise UserError(f"packing.tokenizer={file}: not a file of the tokenizers package ({error}).") from None
+
+
+def _read_sentencepiece(file: Path) -> Tokenizer:
+    """Return the tokenizer of a spm.model as transformers builds it for DeBERTa-v2 and -v3.
+
+    `do_lower_case` and `split_by_punct` come from a tokenizer_config.json next to the file.
+    """
+    from transformers.convert_slow_tokenizer import DebertaV2Converter
+
+    try:
+        read_file(file, most_bytes=_MOST_BYTES)
+        settings = file.with_name("tokenizer_config.json")
+        config = parse_json(read_file(settings, most_bytes=2**20)) if settings.is_file() else {}
+        if not isinstance(config, dict):
+            raise ValueError(f"{settings.name} is not a JSON object")
+        options = SimpleNamespace(vocab_file=str(file), add_prefix_space=True, legacy=True)
+        options.do_lower_case = bool(config.get("do_lower_case"))
+        options.split_by_punct = bool(config.get("split_by_punct"))
+        converter: Any = DebertaV2Converter(options)
+        if (kind := converter.proto.trainer_spec.model_type) != 1:
+            raise ValueError(f"its model_type is {kind}, expected 1 (unigram)")
+        options.convert_tokens_to_ids = {entry.piece: i for i, entry in enumerate(converter.proto.pieces)}.get
+        tokenizer: Tokenizer = converter.converted()
+    except Exception as error:  # protobuf and tokenizers raise what they like
+        raise UserError(f"{file}: not a SentencePiece model of DeBERTa-v2 or -v3: {error}.") from None
+    tokenizer.add_tokens([AddedToken("[MASK]", normalized=False, special=True)])
+    return tokenizer
 
 
 @lru_cache(maxsize=4)
