@@ -18,19 +18,18 @@ SET = Path(__file__).parent / "compat"
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with the runs and packed data of tests/compat, without container engine, cache and scratch."""
+    """A folder with the runs and packed data of tests/compat, without cache and scratch."""
     place = Path(shutil.copytree(SET, tmp_path / "place", symlinks=True))
     monkeypatch.chdir(place)
-    monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("TRAINYARD_SCRATCH", raising=False)
     return place
 
 
-def find(place: Path, **environ: str) -> dict[str, gc.Item]:
+def find(place: Path, **environ: str) -> dict[str, gc.DiskUsage]:
     """Return the items of the folder by name."""
     cache = {"XDG_CACHE_HOME": str(place.parent / "cache"), **environ}
-    items = gc.find_items(place / "runs", data_dirs=[place / "data"], images=place / "images", environ=cache)
+    items = gc.list_usage(place / "runs", data_dirs=[place / "data"], environ=cache)
     assert len({item.name for item in items}) == len(items)
     return {item.name: item for item in items}
 
@@ -144,7 +143,6 @@ def test_the_list_is_short_and_ends_with_the_next_command(place, capsys):
 
 def test_an_empty_folder_says_so(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert run_gc(capsys) == "Nothing here takes space.\n"
 
@@ -194,24 +192,3 @@ def test_data_that_another_process_is_packing_stay(place, capsys):
     assert folder.is_dir()
     run_gc(capsys, "--delete", str(folder))
     assert not folder.exists()
-
-
-def test_an_engine_that_fails_is_named_and_everything_else_is_listed(place, tmp_path, capsys):
-    engine = tmp_path / "docker"
-    engine.write_text("#!/bin/sh\necho 'Cannot connect to the Docker daemon' >&2\nexit 1\n")
-    engine.chmod(0o755)
-    lines = run_gc(capsys).splitlines()
-    assert lines[0].startswith("Container images are not listed: docker image ls")
-    assert lines[0].endswith("Cannot connect to the Docker daemon")
-    assert any(line.startswith("packed") for line in lines)
-
-
-def test_a_container_image_that_cannot_be_deleted_is_one_sentence(place, tmp_path, capsys):
-    engine = tmp_path / "docker"
-    engine.write_text(
-        "#!/bin/sh\ncase $2 in ls) echo 0123;; inspect) echo 1000 localhost/trainyard:cpu;;\n"
-        "rm) echo 'image is being used by running container 99' >&2; exit 1;; esac\n"
-    )
-    engine.chmod(0o755)
-    refused = run_gc(capsys, "--delete", "localhost/trainyard:cpu", code=2)
-    assert refused.startswith("UserError: docker image rm localhost/trainyard:cpu: image is being used")

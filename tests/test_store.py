@@ -33,7 +33,7 @@ from trainyard.errors import UserError
 from trainyard.runs.evaluations import read_evaluations
 from trainyard.runs.folder import read_env
 from trainyard.settings import TrainConfig
-from trainyard.tools.gc import find_items
+from trainyard.tools.gc import list_usage
 
 JOBS = Path(__file__).parents[1] / "jobs"
 STORES = ("keep", "input-png", "input-raw")
@@ -312,7 +312,7 @@ def test_a_killed_run_on_uncompressed_images_ends_as_a_run_on_files_and_predicts
         assert main([*words, "evaluation.baseline_pairs=20", "evaluation.bootstrap_draws=0"]) == 0
         assert {line["system"] for one in read_evaluations(run)[2:] for line in one.lines} == {"run", "BLPOC"}
     assert np.array_equal(*embedded)
-    found = find_items(tmp_path / "runs", data_dirs=[tmp_path / "cache"], images=tmp_path / "images", environ={})
+    found = list_usage(tmp_path / "runs", data_dirs=[tmp_path / "cache"], environ={})
     assert sorted(item.name for item in found if item.kind == "packed") == sorted(
         thaw(run / "config.yaml", JOBS).data.path for run in runs.values()
     )

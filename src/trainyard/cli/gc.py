@@ -4,7 +4,7 @@ import argparse
 import os
 from pathlib import Path
 
-from trainyard.cli.verb import CHECKOUT, Verbs, add_verb
+from trainyard.cli.verb import Verbs, add_verb
 
 
 def add_commands(verbs: Verbs) -> None:
@@ -20,11 +20,10 @@ def add_commands(verbs: Verbs) -> None:
 def _gc(args: argparse.Namespace) -> int:
     from trainyard.tools import gc
 
-    data = args.data or [Path("data")]
-    items = gc.find_items(args.runs, data_dirs=data, images=CHECKOUT / "images", environ=os.environ, tell=print)
+    usages = gc.list_usage(args.runs, data_dirs=args.data or [Path("data")], environ=os.environ)
     if not args.delete:
-        print(gc.format_items(items))
+        print(gc.format_usage(usages))
         return 0
-    freed = gc.delete_items(gc.select_items(items, args.delete, force=args.force), print)
+    freed = gc.delete_usage(gc.select_usage(usages, args.delete, force=args.force), print)
     print(f"{gc.format_bytes(freed)} freed")
     return 0
