@@ -1,21 +1,17 @@
 """The board: one page with all runs, their state, deciding metric, loss and goodput, which `trainyard board` writes.
 
 It is a plain file without a server. While a run is active, the page loads itself again each minute; `--watch` writes it
-again, and so does each run that ends. What it shows of a run whose state nothing but its own files can change is kept
-in `.board.json`, and shown again as long as these files are the same; every other run is read.
+again, and so does each run that ends.
 """
 
-import hashlib
 import html
-import json
 import math
 import re
 import shlex
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -23,27 +19,19 @@ from urllib.parse import quote
 from loguru import logger
 
 from trainyard.errors import UserError
-from trainyard.files import exclusive_lock, parse_json, read_file, write_atomically
+from trainyard.files import exclusive_lock, write_atomically
 from trainyard.report.html import PAGE_TEMPLATE
 from trainyard.report.metric_values import format_metric
-from trainyard.runs.events import EVENTS_FILE, METRICS_FILE, STARTS, Line, read_sampled_metrics
-from trainyard.runs.folder import ENV_FILE, SUBMISSION, estimate_creation_time, format_run_name, list_runs
-from trainyard.runs.history import CANCELLED, RANKS, parse_time
-from trainyard.runs.lock import LOCK
+from trainyard.runs.events import STARTS, Line, read_sampled_metrics
+from trainyard.runs.folder import estimate_creation_time, format_run_name, list_runs
+from trainyard.runs.history import parse_time
 from trainyard.runs.state import ACTIVE, State
 from trainyard.runs.status import Status, read_statuses, suggest_command
 from trainyard.text import format_duration
 
 PAGE = "index.html"
-_KEPT, _GUARD = ".board.json", ".board.lock"
-_FORMAT = 1  # of what is kept: another one is not read
-_MOST_BYTES = 2**30
+_GUARD = ".board.lock"
 _REPORT = "report.html"
-_WATCHED = (
-    *(ENV_FILE, EVENTS_FILE, METRICS_FILE, "log", "heartbeat.json", "errors", RANKS, LOCK, _REPORT),
-    *(SUBMISSION, CANCELLED, "slurm/attempts.jsonl"),
-)
-"""Everything in a run's folder that the board is made from. A file in a folder is replaced, never changed."""
 _RELOAD_S = 60
 _WIDTH, _HEIGHT, _MOST_POINTS = 120, 28, 60  # of a sparkline
 _SHADES: dict[str, str] = {State.DONE: "done", State.FAILED: "failed", State.LOST: "failed", State.SILENT: "failed"}
@@ -84,7 +72,6 @@ class Entry:
     goodput: float | None
     command: str  # to type next; "" if there is nothing to do
     has_report: bool
-    stamp: str = ""  # of the files that this follows from; "" if it follows from more than them
 
 
 def write_board(root: Path) -> tuple[Path, int]:
@@ -98,9 +85,8 @@ def write_board(root: Path) -> tuple[Path, int]:
         where = "no runs yet" if root.is_dir() else "no such folder. Of another one: trainyard board --runs FOLDER"
         raise UserError(f"{root.absolute()}: {where}. Start one: trainyard run JOB (trainyard jobs lists them)")
     with exclusive_lock(root / _GUARD):  # of two writers, the later one has seen what the earlier one did
-        entries, note = _collect_entries(root, runs)
-        kept = [asdict(entry) for entry in entries if entry.stamp]
-        write_atomically(root / _KEPT, json.dumps({"format": _FORMAT, "entries": kept}), durable=False)
+        statuses, note = read_statuses(runs)
+        entries = sorted(map(_describe, statuses), key=lambda entry: (entry.created, entry.name), reverse=True)
         active = sum(entry.state in ACTIVE for entry in entries)
         page = PAGE_TEMPLATE.replace("@TITLE@", f"{len(runs):,} runs").replace("@BODY@", _render(entries, note, root))
         if active:
@@ -120,51 +106,7 @@ def update_board(run: Path) -> None:
         logger.warning("{}: not written again: {}: {}", root / PAGE, type(error).__name__, error)
 
 
-def _collect_entries(root: Path, runs: Sequence[Path]) -> tuple[list[Entry], str]:
-    """Return what the board shows of each run, newest first, and a note about Slurm's answers ("" if none)."""
-    kept = _read_kept(root / _KEPT)
-    stamps = {run: _stamp_files(run) for run in runs}  # before anything is read: what changes meanwhile is read again
-    found = {run: kept.get(format_run_name(run)) for run in runs}
-    same = [entry for run, entry in found.items() if entry is not None and entry.stamp == stamps[run]]
-    names = {entry.name for entry in same}
-    statuses, note = read_statuses([run for run in runs if format_run_name(run) not in names])
-    read = [_describe(status, stamps[status.run]) for status in statuses]
-    return sorted([*same, *read], key=lambda entry: (entry.created, entry.name), reverse=True), note
-
-
-def _stamp_files(run: Path) -> str:
-    """Return a digest that differs after any change of the files that the board is made from."""
-    found: list[tuple[int, int, int] | None] = []
-    for name in _WATCHED:
-        try:
-            seen = (run / name).lstat()
-        except OSError:  # the usual case: it has no such file
-            found.append(None)
-        else:
-            found.append((seen.st_ino, seen.st_size, seen.st_mtime_ns))
-    return hashlib.sha256(repr(found).encode()).hexdigest()
-
-
-def _read_kept(path: Path) -> dict[str, Entry]:
-    """Return what an earlier board kept, by name; nothing if that cannot be used: all runs are read then."""
-    try:
-        content = parse_json(read_file(path, most_bytes=_MOST_BYTES))
-    except (OSError, ValueError):
-        return {}
-    if not isinstance(content, Mapping) or content.get("format") != _FORMAT:
-        return {}
-    with suppress(TypeError, KeyError):  # of a damaged file
-        return {fields["name"]: Entry(**fields) for fields in content["entries"]}
-    return {}
-
-
-def _depends_on_files_alone(status: Status) -> bool:
-    """Tell whether nothing but a change of its own files can change the state of a run: no process, and no Slurm."""
-    is_alone = status.snapshot.owner is None and not status.snapshot.submission
-    return status.state == State.DONE or (is_alone and status.state in (State.FAILED, State.STOPPED))
-
-
-def _describe(status: Status, stamp: str) -> Entry:
+def _describe(status: Status) -> Entry:
     """Return what the board shows of a run that was read."""
     problem = status.snapshot.damage
     try:
@@ -186,7 +128,6 @@ def _describe(status: Status, stamp: str) -> Entry:
         goodput=compute_goodput(status),
         command="" if status.state == State.DONE else suggest_command(status, format_run_name(status.run)),
         has_report=(status.run / _REPORT).is_file(),
-        stamp=stamp if _depends_on_files_alone(status) else "",
     )
 
 
@@ -299,7 +240,7 @@ def _draw_sparkline(entry: Entry) -> str:
     """Draw a curve as SVG, without axes; "-" if there is none."""
     if not entry.curve:
         return "-"
-    places = " ".join(f"{float(x)},{float(y)}" for x, y in entry.curve)
+    places = " ".join(f"{x},{y}" for x, y in entry.curve)
     label = html.escape(entry.curve_label)
     return (
         f'<svg class="spark" viewBox="0 0 {_WIDTH} {_HEIGHT}" preserveAspectRatio="none" role="img" '
