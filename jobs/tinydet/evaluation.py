@@ -2,7 +2,8 @@
 
 import contextlib
 import io
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -208,14 +209,13 @@ def _match(
         coco_truth, coco_detections = COCO(), COCO()
         images = [{"id": number} for number in range(len(truths))]
         names = [{"id": label} for label in range(categories)]
-        coco_truth.dataset = {"images": images, "categories": names, "annotations": list(_make_truth_entries(truths))}
-        coco_detections.dataset = {
-            "images": images,
-            "categories": names,
-            "annotations": list(_make_detection_entries(detections)),
-        }
-        coco_truth.createIndex()
-        coco_detections.createIndex()
+        objects = _make_entries(
+            (one.boxes, one.labels, {"area": one.areas, "iscrowd": one.crowd.astype(np.int64)}) for one in truths
+        )
+        found = _make_entries((one.boxes, one.labels, {"score": one.scores}) for one in detections)
+        for coco, entries in ((coco_truth, objects), (coco_detections, found)):
+            coco.dataset = {"images": images, "categories": names, "annotations": list(entries)}
+            coco.createIndex()
         evaluator = COCOeval(coco_truth, coco_detections, "bbox")
         evaluator.params.maxDets = list(limits)
         evaluator.params.areaRng = [list(pair) for pair in ranges.values()]
@@ -224,45 +224,15 @@ def _match(
     return evaluator
 
 
-def _make_truth_entries(truths: Sequence[GroundTruth]) -> Iterator[dict[str, object]]:
-    number = 0
-    for image, truth in enumerate(truths):
-        rows = zip(
-            _convert_to_bbox(truth.boxes),
-            truth.areas.tolist(),
-            truth.labels.tolist(),
-            truth.crowd.tolist(),
-            strict=True,
-        )
-        for box, area, label, crowd in rows:
-            number += 1
-            yield {
-                "id": number,
-                "image_id": image,
-                "category_id": int(label),
-                "bbox": box,
-                "area": area,
-                "iscrowd": int(crowd),
-            }
-
-
-def _make_detection_entries(detections: Sequence[Detections]) -> Iterator[dict[str, object]]:
-    number = 0
-    for image, found in enumerate(detections):
-        for box, score, label in zip(
-            _convert_to_bbox(found.boxes), found.scores.tolist(), found.labels.tolist(), strict=True
-        ):
-            number += 1
-            area = box[2] * box[3]
-            yield {
-                "id": number,
-                "image_id": image,
-                "category_id": int(label),
-                "bbox": box,
-                "area": area,
-                "score": score,
-                "iscrowd": 0,
-            }
+def _make_entries(
+    images: Iterable[tuple[np.ndarray, np.ndarray, Mapping[str, np.ndarray]]],
+) -> Iterator[dict[str, object]]:
+    """Yield COCO's entry of each box from boxes, labels and further fields of each image."""
+    numbers = itertools.count(1)
+    for image, (boxes, labels, fields) in enumerate(images):
+        for i, box in enumerate(_convert_to_bbox(boxes)):
+            entry = {"id": next(numbers), "image_id": image, "category_id": int(labels[i]), "bbox": box}
+            yield {**entry, "area": box[2] * box[3], "iscrowd": 0, **{n: v[i].item() for n, v in fields.items()}}
 
 
 def _convert_to_bbox(boxes: np.ndarray) -> list[list[float]]:

@@ -20,7 +20,7 @@ from loguru import logger
 
 from trainyard.errors import UserError
 from trainyard.files import exclusive_lock, write_atomically
-from trainyard.report.html import PAGE_TEMPLATE
+from trainyard.report.html import render_page
 from trainyard.report.metric_values import format_metric
 from trainyard.runs.events import STARTS, Line, read_sampled_metrics
 from trainyard.runs.folder import estimate_creation_time, format_run_name, list_runs
@@ -88,7 +88,7 @@ def write_board(root: Path) -> tuple[Path, int]:
         statuses, note = read_statuses(runs)
         entries = sorted(map(_describe, statuses), key=lambda entry: (entry.created, entry.name), reverse=True)
         active = sum(entry.state in ACTIVE for entry in entries)
-        page = PAGE_TEMPLATE.replace("@TITLE@", f"{len(runs):,} runs").replace("@BODY@", _render(entries, note, root))
+        page = render_page(f"{len(runs):,} runs", _render(entries, note, root))
         if active:
             page = page.replace("<title>", f'<meta http-equiv="refresh" content="{_RELOAD_S}">\n<title>', 1)
         write_atomically(root / PAGE, page.replace("</head>", f"{_STYLE}</head>", 1))

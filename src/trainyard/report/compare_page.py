@@ -19,7 +19,7 @@ from trainyard.errors import UserError
 from trainyard.files import limit_writers, write_atomically
 from trainyard.frozen import LOCATION, read_options
 from trainyard.report.figures import MARKERS, SERIES, Plot, draw_figure
-from trainyard.report.html import PAGE_TEMPLATE, render_gallery, render_section, render_table
+from trainyard.report.html import render_gallery, render_page, render_section, render_table
 from trainyard.report.metric_values import format_metric, format_value
 from trainyard.report.run_plots import compute_running_mean, spans_decades
 from trainyard.report.run_story import RunStory
@@ -69,17 +69,16 @@ def write_comparison(runs: Sequence[Path], page: Path) -> str:
     better = "lower" if mode == "min" else "higher"
     title = f"{len(runs)} runs of {stories[0].job if len({s.job for s in stories}) == 1 else options[0]['family']}"
     caption = f"{metric} on {shown}, best first; {better} is better; 95 % intervals in brackets."
-    body = "\n".join(
-        [
-            f"<header><h1>{html.escape(title)}</h1></header>"
-            f'<div class="headline"><p class="verdict">{html.escape(verdict)}</p></div>',
-            render_section("Results", _render_results(found, metric), f'<p class="soft">{html.escape(caption)}</p>'),
-            render_section("Runs", _render_legend(found, page)),
-            render_section("Options that differ", _render_differences(found)),
-            render_section("Curves", render_gallery(_draw_curves(found, split, metric))),
-        ]
+    text = render_page(
+        title,
+        f"<header><h1>{html.escape(title)}</h1></header>"
+        f'<div class="headline"><p class="verdict">{html.escape(verdict)}</p></div>',
+        render_section("Results", _render_results(found, metric), f'<p class="soft">{html.escape(caption)}</p>'),
+        render_section("Runs", _render_legend(found, page)),
+        render_section("Options that differ", _render_differences(found)),
+        render_section("Curves", render_gallery(_draw_curves(found, split, metric))),
     )
-    write_atomically(page, PAGE_TEMPLATE.replace("@TITLE@", html.escape(title)).replace("@BODY@", body))
+    write_atomically(page, text)
     return verdict
 
 

@@ -81,7 +81,16 @@ pre { margin: 0; padding: 1rem; overflow-x: auto; font: .8rem/1.45 ui-monospace,
 """
 
 
-def render_section(title: str, *parts: str) -> str:
+def render_page(title: str, *sections: str) -> str:
+    """Render a page that needs no network and no other file; `title` is escaped here, an empty section left out."""
+    body = "\n".join(filter(None, sections))
+    return PAGE_TEMPLATE.replace("@TITLE@", html.escape(title)).replace("@BODY@", body)
+
+
+def render_section(title: str, *parts: str, optional: bool = False) -> str:
+    """Render a section; if all its parts are empty, one that says so, or nothing if it is optional."""
+    if optional and not any(parts):
+        return ""
     inner = "\n".join(part for part in parts if part) or '<p class="soft">Not recorded.</p>'
     return f"<section>\n<h2>{html.escape(title)}</h2>\n{inner}\n</section>"
 

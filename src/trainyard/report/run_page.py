@@ -9,7 +9,7 @@ from trainyard.files import limit_writers, write_atomically
 from trainyard.report.evaluation_table import render_evaluations
 from trainyard.report.figures import Plot
 from trainyard.report.headline import find_headline, render_headline
-from trainyard.report.html import PAGE_TEMPLATE, render_gallery, render_section, render_table
+from trainyard.report.html import render_gallery, render_page, render_section, render_table
 from trainyard.report.metric_values import ABSENT, format_alike, format_metric, format_value
 from trainyard.report.plan_table import list_plan, render_plan
 from trainyard.report.run_plots import draw_plots, read_figures
@@ -107,35 +107,29 @@ def write_report(run: Path) -> Path:
     """
     story = RunStory.read(run)
     evaluations = read_evaluations(run)
-    evaluated = render_evaluations(evaluations)
     plots = draw_plots(story)
     (run / "plots").mkdir(exist_ok=True)
     for plot in plots:
         write_atomically(run / "plots" / f"{plot.name}.png", plot.png)
     first = [*plots.losses[:1], *plots.metrics[:1]]
     further = [*plots.metrics[1:], *plots.losses[1:], *plots.optimizer]
-    body = "\n".join(
-        [
-            _render_header(story),
-            render_headline(find_headline(story)),
-            render_section("Curves", render_gallery(first) or _NO_CURVE, _render_further(further)),
-            *(
-                render_section("Figures", text)
-                for text in filter(None, [render_gallery(read_figures(run / "exhibits"))])
-            ),
-            _render_samples(run, evaluations),
-            render_section("Results", _render_results(story), _render_constants(story), _render_evaluations(story)),
-            *(render_section("Labelled folders", table) for table in filter(None, [evaluated])),
-            render_section("Time", _render_facts(story), render_gallery(plots.speed), _render_time_table(story)),
-            *(render_section("Predicted and observed", table) for table in filter(None, [render_plan(story.env)])),
-            render_section("Next steps", f"<pre>{html.escape(chr(10).join(_list_next_commands(story)))}</pre>"),
-            render_section("Attempts and events", _render_attempts(story), _render_events(story)),
-            render_section("Automatic choices", _render_choices(story)),
-            render_section("Environment", _render_environment(story)),
-            render_section("Configuration", f"<pre>{html.escape(story.config)}</pre>" if story.config else ""),
-        ]
+    page = render_page(
+        f"{story.job} - {run.name}",
+        _render_header(story),
+        render_headline(find_headline(story)),
+        render_section("Curves", render_gallery(first) or _NO_CURVE, _render_further(further)),
+        render_section("Figures", render_gallery(read_figures(run / "exhibits")), optional=True),
+        render_section("Samples", *_render_samples(run, evaluations), optional=True),
+        render_section("Results", _render_results(story), _render_constants(story), _render_evaluations(story)),
+        render_section("Labelled folders", render_evaluations(evaluations), optional=True),
+        render_section("Time", _render_facts(story), render_gallery(plots.speed), _render_time_table(story)),
+        render_section("Predicted and observed", render_plan(story.env), optional=True),
+        render_section("Next steps", f"<pre>{html.escape(chr(10).join(_list_next_commands(story)))}</pre>"),
+        render_section("Attempts and events", _render_attempts(story), _render_events(story)),
+        render_section("Automatic choices", _render_choices(story)),
+        render_section("Environment", _render_environment(story)),
+        render_section("Configuration", f"<pre>{html.escape(story.config)}</pre>" if story.config else ""),
     )
-    page = PAGE_TEMPLATE.replace("@TITLE@", html.escape(f"{story.job} - {run.name}")).replace("@BODY@", body)
     write_atomically(run / "report.html", page.encode())
     return run / "report.html"
 
@@ -143,18 +137,18 @@ def write_report(run: Path) -> Path:
 _NO_CURVE = '<p class="soft">Nothing was recorded at two steps yet, so there is no curve.</p>'
 
 
-def _render_samples(run: Path, evaluations: Sequence[Evaluation]) -> str:
+def _render_samples(run: Path, evaluations: Sequence[Evaluation]) -> list[str]:
     """Render the images of samples of the run and of its evaluations, and how to get a page without them."""
     folders = [run / SAMPLES, *(one.path / SAMPLES for one in evaluations)]
     galleries = {folder: gallery for folder in folders if (gallery := render_gallery(read_figures(folder)))}
     if not galleries:
-        return ""
+        return []
     commands = [["rm", "-r", *map(str, galleries)], ["trainyard", "report", str(run)]]
     typed = " && ".join(shlex.join(command) for command in commands)
     note = f"Whoever gets this page sees them. A page without: <code>{html.escape(typed)}</code>"
     titles = ("" if folder.parent == run else f"<h3>{html.escape(folder.parent.name)}</h3>" for folder in galleries)
     shown = (title + gallery for title, gallery in zip(titles, galleries.values(), strict=True))
-    return render_section("Samples", f'<p class="soft">{note}</p>', *shown)
+    return [f'<p class="soft">{note}</p>', *shown]
 
 
 def _render_further(plots: Sequence[Plot]) -> str:

@@ -203,7 +203,7 @@ def write(results: Results) -> Path:
     Returns:
         The page, which needs no network and no other file.
     """
-    from trainyard.report.html import PAGE_TEMPLATE, render_gallery, render_section, render_table
+    from trainyard.report.html import render_gallery, render_page, render_section, render_table
 
     folder = results.sweep.folder
     write_atomically(folder / TABLE, _encode_csv(results))
@@ -214,21 +214,18 @@ def write(results: Results) -> Path:
     rows = render_table(_build_header(results), [_build_cells(results, row) for row in results.rows])
     caption = f'<p class="soft">{html.escape(_write_caption(results))}</p>'
     notices = [*_list_notices(results)]
-    excluded = render_table(["run", "why", "command"], notices, numbers=False)
-    body = "\n".join(
-        [
-            f"<header><h1>{html.escape(results.sweep.name)}</h1>"
-            f'<p class="soft">Sweep of {html.escape(results.sweep.job)}, {len(results.outcomes)} runs: '
-            f"{_format_counts(results)}</p></header>",
-            render_section("Results", rows, caption).replace("+-", "\u00b1"),
-            render_section("Not in the means", excluded) if notices else "",
-            render_section("Plots", render_gallery(plots)) if plots else "",
-            render_section("Runs", render_table(*_build_runs_table(results))),
-        ]
+    excluded = render_table(["run", "why", "command"], notices, numbers=False) if notices else ""
+    page = render_page(
+        results.sweep.name,
+        f"<header><h1>{html.escape(results.sweep.name)}</h1>"
+        f'<p class="soft">Sweep of {html.escape(results.sweep.job)}, {len(results.outcomes)} runs: '
+        f"{_format_counts(results)}</p></header>",
+        render_section("Results", rows, caption).replace("+-", "\u00b1"),
+        render_section("Not in the means", excluded, optional=True),
+        render_section("Plots", render_gallery(plots), optional=True),
+        render_section("Runs", render_table(*_build_runs_table(results))),
     )
-    write_atomically(
-        folder / PAGE, PAGE_TEMPLATE.replace("@TITLE@", html.escape(results.sweep.name)).replace("@BODY@", body)
-    )
+    write_atomically(folder / PAGE, page)
     return folder / PAGE
 
 
