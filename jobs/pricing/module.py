@@ -1,11 +1,10 @@
 """The pricing model with its loss and metrics."""
 
-import io
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from transformers import DebertaV2Model
 
 from trainyard.errors import UserError
+from trainyard.report.figures import draw_figure
 from trainyard.report.score_figures import draw_text_table
 from trainyard.train.module import AdaptedWeights, Batch, DataInfo, Rows, SampleSource, Signature, TrainModule
 
@@ -22,6 +22,9 @@ from .features import Features
 from .network import PriceNetwork, assign_learning_rates, build_encoder, build_random_encoder, get_encoder_layers
 from .pack import FEATURES, PRICES, TOKENIZER
 from .weights import ARTIFACTS_BUFFER, OURS, adapt_encoder, adapt_run, read_artifacts
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 
 def build(config: Config, data: DataInfo) -> "PricingModule":
@@ -276,28 +279,21 @@ def _build_encoder(config: Config, vocabulary: int) -> DebertaV2Model:
 
 
 def _plot_scatter(predicted: np.ndarray, true: np.ndarray) -> bytes:
-    from matplotlib.figure import Figure
+    def draw(axes: "Axes") -> None:
+        axes.scatter(true, predicted, s=4, alpha=0.4, linewidths=0)
+        ends = [float(min(true.min(), predicted.min())), float(max(true.max(), predicted.max()))]
+        axes.plot(ends, ends, color="gray", linewidth=1)
+        axes.set(xscale="log", yscale="log", ylabel="predicted price")
 
-    figure = Figure(figsize=(5, 5), layout="constrained")
-    axes = figure.add_subplot(xscale="log", yscale="log", xlabel="true price", ylabel="predicted price")
-    axes.scatter(true, predicted, s=4, alpha=0.4, linewidths=0)
-    ends = [float(min(true.min(), predicted.min())), float(max(true.max(), predicted.max()))]
-    axes.plot(ends, ends, color="gray", linewidth=1)
-    return _render_png(figure)
+    return draw_figure("Predicted against true price", draw, x_label="true price")
 
 
 def _plot_decile_bars(predicted: np.ndarray, true: np.ndarray) -> bytes:
-    from matplotlib.figure import Figure
-
     decile, terms = metrics.assign_deciles(true), metrics.compute_smape_terms(predicted, true)
     present = [number for number in range(metrics.DECILES) if (decile == number).any()]
-    figure = Figure(figsize=(5, 3), layout="constrained")
-    axes = figure.add_subplot(xlabel="tenth of the prices", ylabel="SMAPE, %")
-    axes.bar([number + 1 for number in present], [100 * terms[decile == number].mean() for number in present])
-    return _render_png(figure)
 
+    def draw(axes: "Axes") -> None:
+        axes.bar([number + 1 for number in present], [100 * terms[decile == number].mean() for number in present])
+        axes.set_ylabel("SMAPE, %")
 
-def _render_png(figure: Any) -> bytes:
-    png = io.BytesIO()
-    figure.savefig(png, format="png", dpi=120)
-    return png.getvalue()
+    return draw_figure("SMAPE by tenth of the set", draw, x_label="tenth of the prices")

@@ -2,9 +2,15 @@
 
 import io
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 from PIL import Image, ImageDraw
+
+from trainyard.report.figures import draw_figure
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 TRUTH_COLOUR, DETECTION_COLOUR = (40, 200, 60), (235, 60, 40)
 _SIDE_PX = 720  # approximate longer side of a drawn sample
@@ -40,22 +46,19 @@ def draw_detections(
 
 def plot_precision_by_size(metrics: Mapping[str, float], sizes: Mapping[str, tuple[float, float]]) -> bytes:
     """Plot the average precision of all objects, and of each size that has any, as a PNG bar chart."""
-    from matplotlib.figure import Figure  # here: no step needs it, and it loads for half a second
-
-    figure = Figure(figsize=(6, 3.2), layout="constrained")
-    axes = figure.add_subplot()
     bars_by_name = {"all": metrics["ap"], "IoU 0.5": metrics["ap50"]}
     for name, (low, high) in sizes.items():
         if f"ap_{name}" in metrics:
             size_range = f"{low**0.5:.0f}-{high**0.5:.0f} px" if high < 1e9 else f"from {low**0.5:.0f} px"
             bars_by_name[f"{name}\n{size_range}"] = metrics[f"ap_{name}"]
-    bars = axes.bar(list(bars_by_name), list(bars_by_name.values()), color="#4878a8")
-    axes.bar_label(bars, fmt="%.3f")
-    axes.set_ylim(0, max(0.05, 1.15 * max(bars_by_name.values())))
-    axes.set_ylabel("average precision")
-    target = io.BytesIO()
-    figure.savefig(target, format="png", dpi=100)
-    return target.getvalue()
+
+    def draw(axes: "Axes") -> None:
+        bars = axes.bar(list(bars_by_name), list(bars_by_name.values()), color="#4878a8")
+        axes.bar_label(bars, fmt="%.3f")
+        axes.set_ylim(0, max(0.05, 1.15 * max(bars_by_name.values())))
+        axes.set_ylabel("average precision")
+
+    return draw_figure("Average precision by size", draw, x_label="")
 
 
 def _scale_box(box: list[float], factor: int, wider_px: int) -> list[float]:
