@@ -98,6 +98,7 @@ def _read_sentencepiece(file: Path) -> Tokenizer:
     """
     from transformers.convert_slow_tokenizer import DebertaV2Converter
 
+    convert: Any = DebertaV2Converter
     try:
         read_file(file, most_bytes=_MOST_BYTES)
         settings = file.with_name("tokenizer_config.json")
@@ -107,7 +108,7 @@ def _read_sentencepiece(file: Path) -> Tokenizer:
         options = SimpleNamespace(vocab_file=str(file), add_prefix_space=True, legacy=True)
         options.do_lower_case = bool(config.get("do_lower_case"))
         options.split_by_punct = bool(config.get("split_by_punct"))
-        converter: Any = DebertaV2Converter(options)
+        converter = convert(options)
         if (kind := converter.proto.trainer_spec.model_type) != 1:
             raise ValueError(f"its model_type is {kind}, expected 1 (unigram)")
         options.convert_tokens_to_ids = {entry.piece: i for i, entry in enumerate(converter.proto.pieces)}.get
