@@ -33,7 +33,6 @@ class Person:
     name: str
     family: str  # the name of its first member
     set: str  # train, val or test
-    has_twin: bool
     images: list[ListedImage]
 
 
@@ -79,9 +78,9 @@ def read_people(raw: Path, *, singles: str, split_rule: SplitRule | None) -> lis
         if split_rule
         else dict.fromkeys((family_by_person[name] for name in kept), "test")
     )
+    families = [family_by_person[name] for name in kept]
     return [
-        Person(name, family_by_person[name], set_by_family[family_by_person[name]], name in twins, listing[name])
-        for name in kept
+        Person(name, family, set_by_family[family], listing[name]) for name, family in zip(kept, families, strict=True)
     ]
 
 
