@@ -45,7 +45,7 @@ memory = case "$${PLAN:-1}" in 1) ;; 0) args+=(--no-plan) ;; \
 request = gpus hw nodes time cluster runs account qos partition constraint reservation exclude mem comment
 
 .PHONY: help setup run resume submit plan sweep results status logs why cancel runs board cluster-check slurm-lab-up slurm-lab-down \
-	slurm-lab-status image test-image run-image sif wheelhouse bundle verify-bundle test test-fast test-long test-pythons lint pack verify report jobs bench bench-peers gpu-check lock gc clean
+	slurm-lab-status image test-image run-image sif wheelhouse bundle verify-bundle test test-fast test-long test-pythons lint pack verify report jobs bench-peers gpu-check lock gc clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -185,14 +185,11 @@ test-pythons: setup ## set up and run the quick tests with each supported Python
 lint: setup ## ruff, codespell and mypy --strict
 	@$(linters)
 
-bench: setup ## measure reading, decoding and steps against other loaders, into benchmarks/
-	@$(T) bench
-
 gpu-check: setup ## find out what this card does with every job, in ten minutes, into benchmarks/  [SET="--quick --only bitwise"]
 	@$(arguments); $(T) gpu-check "$${args[@]}"
 
-bench-peers: setup .venv-peers/.done ## the same, adding webdataset, MosaicML Streaming and FFCV (benchmarks/README.md)
-	@$(T) bench --peers .venv-peers
+bench-peers: setup .venv-peers/.done ## measure reading, decoding and steps against other loaders, into benchmarks/ (benchmarks/README.md)
+	@$(VENV)/bin/python -m benchmarks --peers .venv-peers
 
 lock: setup ## resolve containers/*.in into *.lock again, from PyPI alone
 	@# dev.lock is installed on each supported Python, hence with markers; a container image has the oldest.

@@ -1,7 +1,7 @@
 """Measure how long submit, status, why and cancel take on a Slurm, and what heavy modules they load.
 
     export SLURM_CONF=$PWD/.slurm-lab/etc/slurm.conf    # after make slurm-lab-up
-    python benchmarks/commands.py --cluster slurm/lab.yaml
+    python -m benchmarks.commands --cluster slurm/lab.yaml
 
 Each round submits a run that Slurm holds, asks about it, and cancels it. A first round is not measured: it predicts the
 job's memory, and compiles our modules to bytecode, whatever PYTHONDONTWRITEBYTECODE says here. CPU time counts user and
@@ -11,6 +11,7 @@ but less so than the wall time.
 
 import argparse
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -21,8 +22,8 @@ from typing import Any
 
 import yaml
 
+from benchmarks.results import format_results
 from trainyard.measure import Summary, make_header, write_new
-from trainyard.text import align_columns
 
 HEAVY = ("torch", "h5py", "nvidia.dali", "matplotlib", "numpy", "hydra", "omegaconf")
 
@@ -38,12 +39,10 @@ def main() -> int:
     Path("runs").mkdir(exist_ok=True)  # git ignores it, and the nodes see it
     with tempfile.TemporaryDirectory(prefix=".commands-", dir="runs") as folder:
         lines = measure(args, Path(folder).absolute())
-    path = write_new(args.results, "commands", [make_header("commands", vars(args)), *lines])
-    rows = [("", "wall ms", "CPU ms", "loads")]
-    for line in lines:
-        wall, cpu = (Summary(**line[name]).format(",.0f") for name in ("wall_ms", "cpu_ms"))
-        rows.append((line["name"], wall, cpu, ", ".join(line["loads"]) or "none of " + ", ".join(HEAVY)))
-    print("\n".join([*align_columns(rows), f"Medians of {args.rounds} rounds, in {path}"]))
+    head = make_header("commands", vars(args))
+    head["command"] = shlex.join(["python", "-m", "benchmarks.commands", *sys.argv[1:]])
+    path = write_new(args.results, "commands", [head, *lines])
+    print(f"{format_results([head, *lines])}\nMedians of {args.rounds} rounds, in {path}")
     return 0
 
 
@@ -60,13 +59,14 @@ def measure(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
         "cancel": [args.job],
     }
     took: dict[str, list[tuple[float, float]]] = {name: [] for name in commands}
-    loads: dict[str, list[str]] = {}
+    loads: dict[str, str] = {}
     for number in range(-1, args.rounds):  # the first fills caches, and says what is imported
         for name, words in commands.items():
             flags = ["-X", "importtime"] if number < 0 else []
             wall, cpu, imported = run_command([*flags, "-m", "trainyard", name, *words, "--runs", str(runs)])
             if number < 0:
-                loads[name] = [module for module in HEAVY if f"| {module}\n" in imported.replace("|   ", "| ")]
+                loaded = [module for module in HEAVY if f"| {module}\n" in imported.replace("|   ", "| ")]
+                loads[name] = ", ".join(loaded) or "none of " + ", ".join(HEAVY)
             else:
                 took[name].append((wall, cpu))
     return [

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+SUITES = ("rgb", "gray", "raw", "prints", "read", "step")
+OURS = "ours"
 BATCH = 64  # samples
 SIZE_PX = 224  # width and height of the images that a loader yields
 PRINT_PX = 299  # in the suite prints
@@ -14,13 +16,20 @@ CROP_ASPECT = (3 / 4, 4 / 3)
 
 @dataclass(frozen=True)
 class Setting:
-    """Where the data is, how much of it, and how many threads or worker processes to use."""
+    """How to run a suite. A configuration is timed until both `samples` and `seconds` are reached."""
 
-    data: Path
-    rgb: int  # number of images
-    gray: int
-    prints: int
-    threads: int
+    data: Path  # cache of generated data; absolute
+    results: Path
+    threads: int  # or worker processes, of every configuration
+    peers: Path | None = None  # folder of the peers' environment; None: leave them out
+    only: tuple[str, ...] = ()  # patterns of configurations to run alongside ours; empty: all
+    rounds: int = 5
+    rgb: int = 4000  # images generated
+    gray: int = 6000
+    prints: int = 2000
+    warmup: int = 512  # samples
+    samples: int = 2048
+    seconds: float = 2.0
 
     def get_path(self, form: str) -> Path:
         """Return the path of one form of the data, such as "rgb-files"; its name includes the number of images."""
@@ -39,6 +48,11 @@ class Configuration:
     suite: str
     name: str
     data: Callable[[Setting], Path]  # prepares the data if it is missing, and returns the file or folder
-    batches: Callable[[Path, Setting], Iterator[Any]]
+    batches: Callable[[Path, Setting], Iterator[Any]] | None  # None in the suite step, which has no data
     distributions: tuple[str, ...]  # packages whose versions are recorded with the result
-    note: str = ""
+    note: str = ""  # where its output or its work differs from ours
+    environment: str = "dev"  # "dev": this interpreter's; "peers": Setting.peers
+
+    @property
+    def full_name(self) -> str:
+        return f"{self.suite}/{self.name}"

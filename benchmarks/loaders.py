@@ -172,21 +172,14 @@ def list_configurations() -> list[Configuration]:
 
 def _list_image_configurations(kind: str) -> list[Configuration]:
     files, vlen = partial(images.make_jpeg_files, kind=kind), partial(images.make_vlen_hdf5, kind=kind)
-    one, several = (
-        partial(iterate_torch_files, parallel=False, kind=kind),
-        partial(iterate_torch_files, parallel=True, kind=kind),
-    )
-    plain, smooth = (
-        partial(iterate_dali_files, antialias=False, kind=kind),
-        partial(iterate_dali_files, antialias=True, kind=kind),
-    )
+    one, several = (partial(iterate_torch_files, parallel=parallel, kind=kind) for parallel in (False, True))
+    plain, smooth = (partial(iterate_dali_files, antialias=antialias, kind=kind) for antialias in (False, True))
+    rows, h5py = partial(iterate_torch_hdf5, kind=kind), (*TORCH, "h5py")
     dali = ("nvidia-dali-cuda130", "nvidia-dali-cuda120")
     return [
         Configuration(kind, "torch_files_w0", files, one, TORCH, "Pillow, in this process"),
         Configuration(kind, "torch_files", files, several, TORCH, "Pillow, worker processes"),
-        Configuration(
-            kind, "torch_hdf5_vlen", vlen, partial(iterate_torch_hdf5, kind=kind), (*TORCH, "h5py"), "Pillow, workers"
-        ),
+        Configuration(kind, "torch_hdf5_vlen", vlen, rows, h5py, "Pillow, workers"),
         Configuration(kind, "dali_files", files, smooth, dali, "antialiased as ours"),
         Configuration(kind, "dali_files_aliased", files, plain, dali, "no antialiasing: a cheaper filter than ours"),
     ]

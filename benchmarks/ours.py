@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,25 +16,14 @@ from benchmarks.contract import BATCH, CROP_AREA, CROP_ASPECT, SIZE_PX, Configur
 if TYPE_CHECKING:  # listing and preparing do not need torch, and are several seconds faster without it
     from torch import Tensor
 
-    from trainyard.data.loader import Loader
+    from trainyard.settings import TrainConfig
 
 
-def pack_rgb(setting: Setting) -> Path:
-    return pack_encoded(setting, kind="rgb")
-
-
-def pack_encoded(setting: Setting, *, kind: str) -> Path:
-    """Pack the JPEG files of one kind; return the folder."""
+def pack_images(setting: Setting, *, kind: str, decoded: bool = False) -> Path:
+    """Pack the JPEG files of one kind, encoded, or decoded and resized; return the folder."""
     files = images.list_files(images.make_jpeg_files(setting, kind))
-    write = partial(_pack, files, _read_encoded, setting.threads)
-    return images.make_once(setting.get_path(f"{kind}-shards"), write)
-
-
-def pack_raw(setting: Setting) -> Path:
-    """Pack the gray images decoded and resized; return the folder."""
-    files = images.list_files(images.make_jpeg_files(setting, "gray"))
-    write = partial(_pack, files, _read_decoded, setting.threads)
-    return images.make_once(setting.get_path("gray-raw-shards"), write)
+    write = partial(_pack, files, _read_decoded if decoded else _read_encoded, setting.threads)
+    return images.make_once(setting.get_path(f"{kind}-raw-shards" if decoded else f"{kind}-shards"), write)
 
 
 def _read_encoded(path: Path) -> dict[str, Any]:
@@ -53,44 +42,48 @@ def _pack(files: list[Path], load: Any, workers: int, out: Path) -> None:
     pack(samples, out, meta={}, workers=workers).close()
 
 
-def iterate_host_batches(folder: Path, setting: Setting, *, kind: str) -> Iterator[Tensor]:
-    """Yield what the loader copies to the device: its uint8 buffers, which are reused after a few batches."""
-    return _iterate_batches(make_host_loader(), folder, setting, kind=kind)
+def iterate_host_batches(folder: Path, setting: Setting, *, config: Callable[[], TrainConfig]) -> Iterator[Tensor]:
+    """Yield what the loader copies to the device: its uint8 buffers, which are reused after a few batches.
 
-
-def make_host_loader() -> type[Loader]:
-    """Return the loader up to the copy to the device; everything after that is the device's work."""
+    Everything after the copy is the device's work.
+    """
     from trainyard.data.loader import Loader
 
     class HostLoader(Loader):
         def _make_batch(self, item: Any, *, resample: bool) -> dict[str, Tensor]:
             return {"image": item.images}
 
-    return HostLoader
+    return _iterate_batches(HostLoader, folder, setting, config())
 
 
 def iterate_model_batches(folder: Path, setting: Setting, *, kind: str) -> Iterator[Tensor]:
     """Yield what a model on the CPU receives: float32, brightness augmented and normalised, on one thread."""
     from trainyard.data.loader import Loader
 
-    return _iterate_batches(Loader, folder, setting, kind=kind)
+    return _iterate_batches(Loader, folder, setting, make_config(kind))
 
 
-def _iterate_batches(loader: Any, folder: Path, setting: Setting, *, kind: str) -> Iterator[Tensor]:
+def make_config(kind: str) -> TrainConfig:
+    """Return the options of a job that reads these images."""
+    from trainyard.settings import AugmentSettings, ImageSettings, TrainConfig
+
+    crop = {"crop_area_min": CROP_AREA[0], "crop_aspect_max": CROP_ASPECT[1]} if kind == "rgb" else {}
+    return TrainConfig(
+        image=ImageSettings(height_px=SIZE_PX, width_px=SIZE_PX, channels=3 if kind == "rgb" else 1),
+        augment=AugmentSettings(flip=0.5, **crop),
+    )
+
+
+def _iterate_batches(loader: Any, folder: Path, setting: Setting, config: TrainConfig) -> Iterator[Tensor]:
     import torch
 
     from trainyard.data.choose_decoder import choose_decoder
+    from trainyard.data.order import shuffle
     from trainyard.data.shards import ShardSet
-    from trainyard.settings import AugmentSettings, ImageSettings, TrainConfig
     from trainyard.train.precision import keep_freed_memory
 
     keep_freed_memory(torch.device("cpu"))  # as a run does
     data = ShardSet(folder)
-    crop = {"crop_area_min": CROP_AREA[0], "crop_aspect_max": CROP_ASPECT[1]} if kind == "rgb" else {}
-    config = TrainConfig(
-        image=ImageSettings(height_px=SIZE_PX, width_px=SIZE_PX, channels=3 if kind == "rgb" else 1),
-        augment=AugmentSettings(flip=0.5, **crop),
-    )
     decode, _ = choose_decoder("auto", importable=find_spec("nvidia.dali") is not None)
     stream = loader.from_config(
         config,
@@ -101,31 +94,23 @@ def _iterate_batches(loader: Any, folder: Path, setting: Setting, *, kind: str) 
         channels_last=True,
         reads_noise=False,  # the others draw none either
     )
-    orders = partial(order_epoch, np.arange(data.count))
-    for micro_batch in stream.train(orders, epoch=0, start=0, micro_batch_size=0):
+
+    def order(epoch: int) -> Any:
+        return shuffle(np.arange(data.count), seed=0, epoch=epoch, global_batch_size=BATCH)
+
+    for micro_batch in stream.train(order, epoch=0, start=0, micro_batch_size=0):
         yield micro_batch.batch["image"]
-
-
-def order_epoch(ids: np.ndarray, epoch: int) -> Any:
-    from trainyard.data.order import shuffle
-
-    return shuffle(ids, seed=0, epoch=epoch, global_batch_size=BATCH)
 
 
 def list_configurations() -> list[Configuration]:
     versions = ("trainyard", "torch", "nvidia-dali-cuda130", "nvidia-dali-cuda120")
-    return [
-        *(_configure_uint8(kind, versions) for kind in ("rgb", "gray")),
-        *(_configure_float(kind, versions) for kind in ("rgb", "gray")),
-        Configuration("raw", "ours", pack_raw, partial(iterate_model_batches, kind="gray"), versions),
-    ]
-
-
-def _configure_uint8(kind: str, versions: tuple[str, ...]) -> Configuration:
-    data, batches = partial(pack_encoded, kind=kind), partial(iterate_host_batches, kind=kind)
-    return Configuration(kind, "ours", data, batches, versions, "antialiased; checksums verified on first read")
-
-
-def _configure_float(kind: str, versions: tuple[str, ...]) -> Configuration:
-    data, batches = partial(pack_encoded, kind=kind), partial(iterate_model_batches, kind=kind)
-    return Configuration(kind, "ours_float", data, batches, versions, "as ours, then normalised to float32 on the host")
+    pack_raw, iterate_raw = partial(pack_images, kind="gray", decoded=True), partial(iterate_model_batches, kind="gray")
+    found = [Configuration("raw", "ours", pack_raw, iterate_raw, versions)]
+    for kind in ("rgb", "gray"):
+        data, floats = partial(pack_images, kind=kind), partial(iterate_model_batches, kind=kind)
+        buffers = partial(iterate_host_batches, config=partial(make_config, kind))
+        found += [
+            Configuration(kind, "ours", data, buffers, versions, "antialiased; checksums verified on first read"),
+            Configuration(kind, "ours_float", data, floats, versions, "as ours, then normalised on the host"),
+        ]
+    return found

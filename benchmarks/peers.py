@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from benchmarks.loaders import MODES, TORCH, Decode
 if TYPE_CHECKING:  # listing and preparing do not need torch, and are several seconds faster without it
     from torch import Tensor
 
+FFCV = ("ffcv", "numba", "torch")
 EPOCH_SAMPLES = 1_000_000
 TAR_RECORDS = 250  # small enough to give every worker process several tar files
 
@@ -163,7 +165,9 @@ def _iterate_ffcv(path: Path, setting: Setting, count: int, pipeline: list[Any])
 
 
 def list_configurations() -> list[Configuration]:
-    return [*_list_image_configurations("rgb"), *_list_image_configurations("gray"), _configure_raw()]
+    rows = Configuration("raw", "ffcv", make_raw_beton, iterate_ffcv_rows, FFCV, "no flip")
+    found = [*_list_image_configurations("rgb"), *_list_image_configurations("gray"), rows]
+    return [replace(configuration, environment="peers") for configuration in found]
 
 
 def _list_image_configurations(kind: str) -> list[Configuration]:
@@ -179,9 +183,5 @@ def _list_image_configurations(kind: str) -> list[Configuration]:
     return [
         Configuration(kind, "webdataset", tars, webs, ("webdataset", *TORCH), pillow),
         Configuration(kind, "mosaic", shards, streams, ("mosaicml-streaming", *TORCH), pillow),
-        Configuration(kind, "ffcv", betons, ffcvs, ("ffcv", "numba", "torch"), note),
+        Configuration(kind, "ffcv", betons, ffcvs, FFCV, note),
     ]
-
-
-def _configure_raw() -> Configuration:
-    return Configuration("raw", "ffcv", make_raw_beton, iterate_ffcv_rows, ("ffcv", "numba", "torch"), "no flip")

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache, partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +13,7 @@ from PIL import Image
 
 from benchmarks import images
 from benchmarks.contract import Configuration, Setting
-from benchmarks.ours import order_epoch
+from benchmarks.ours import iterate_host_batches
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -99,53 +98,25 @@ def _compose(store: str) -> TrainConfig:
 
 
 def iterate_batches(folder: Path, setting: Setting, *, store: str) -> Iterator[Tensor]:
-    """Yield what the loader copies to the device, with the job's augmentation: its uint8 buffers, which are reused."""
-    import torch
-
-    from benchmarks.ours import make_host_loader
-    from trainyard.data.choose_decoder import choose_decoder
-    from trainyard.data.shards import ShardSet
-
-    decode, _ = choose_decoder("auto", importable=find_spec("nvidia.dali") is not None)
-    loader = make_host_loader().from_config(
-        _compose(store),
-        ShardSet(folder),
-        device=torch.device("cpu"),
-        decode=decode,
-        threads=setting.threads,
-        channels_last=True,
-        reads_noise=False,  # as fingerprint_1m
-    )
-    orders = partial(order_epoch, np.arange(loader.data.count))
-    for micro_batch in loader.train(orders, epoch=0, start=0, micro_batch_size=0):
-        yield micro_batch.batch["image"]
+    """Yield what the loader copies to the device, with the job's augmentation, which draws no noise."""
+    return iterate_host_batches(folder, setting, config=partial(_compose, store))
 
 
 def list_configurations() -> list[Configuration]:
+    pillow = "the pixels of input_png, with the row filters that Pillow chooses"
+    jpeg = f"packing.store=keep, the same prints as JPEG of quality {QUALITY}"
+    found = [
+        ("ours", "input-raw", _pack_as("input-raw"), "packing.store=input-raw, as the preset says"),
+        ("input_png", "input-png", _pack_as("input-png"), "packing.store=input-png"),
+        ("pillow_png", "keep", pack_as_pillow_writes, pillow),
+        ("keep_png", "keep", _pack_as("keep"), "packing.store=keep, PNG files"),
+        ("keep_jpeg", "keep", _pack_as("keep", jpeg=True), jpeg),
+    ]
     return [
-        _configure("ours", "input-raw", note="packing.store=input-raw, as the preset says"),
-        _configure("input_png", "input-png", note="packing.store=input-png"),
-        Configuration(
-            "prints",
-            "pillow_png",
-            pack_as_pillow_writes,
-            partial(iterate_batches, store="keep"),
-            VERSIONS,
-            "the pixels of input_png, with the row filters that Pillow chooses",
-        ),
-        _configure("keep_png", "keep", note="packing.store=keep, PNG files"),
-        _configure(
-            "keep_jpeg", "keep", jpeg=True, note=f"packing.store=keep, the same prints as JPEG of quality {QUALITY}"
-        ),
+        Configuration("prints", name, data, partial(iterate_batches, store=store), VERSIONS, note)
+        for name, store, data, note in found
     ]
 
 
-def _configure(name: str, store: str, *, jpeg: bool = False, note: str) -> Configuration:
-    return Configuration(
-        "prints",
-        name,
-        partial(pack_prints, store=store, jpeg=jpeg),
-        partial(iterate_batches, store=store),
-        VERSIONS,
-        note,
-    )
+def _pack_as(store: str, *, jpeg: bool = False) -> Callable[[Setting], Path]:
+    return partial(pack_prints, store=store, jpeg=jpeg)

@@ -9,7 +9,7 @@ import numpy as np
 
 from benchmarks import images
 from benchmarks.contract import BATCH, Configuration, Setting
-from benchmarks.ours import pack_rgb
+from benchmarks.ours import pack_images
 
 BUFFER_BYTES = 64 << 20
 
@@ -74,19 +74,17 @@ def iterate_files(folder: Path, setting: Setting) -> Iterator[np.ndarray]:
 
 
 def list_configurations() -> list[Configuration]:
-    our_versions, h5py_versions = ("trainyard", "numpy"), ("h5py", "numpy")
-    unchecked = partial(iterate_ours, check_crc="off")
-    checked = partial(iterate_ours, check_crc="first")
-    always = partial(iterate_ours, check_crc="always")
+    shards, files, vlen, flat = (
+        partial(make, kind="rgb")
+        for make in (pack_images, images.make_jpeg_files, images.make_vlen_hdf5, images.make_flat_hdf5)
+    )
+    unchecked, checked, always = (partial(iterate_ours, check_crc=check) for check in ("off", "first", "always"))
+    ours, h5py = ("trainyard", "numpy"), ("h5py", "numpy")
     return [
-        Configuration("read", "ours", pack_rgb, unchecked, our_versions, "one thread, no checksums, as the others"),
-        Configuration("read", "ours_crc", pack_rgb, checked, our_versions, "and verifies checksums on first read"),
-        Configuration("read", "ours_crc_always", pack_rgb, always, our_versions, "and on every read"),
-        Configuration(
-            "read", "h5py_vlen", partial(images.make_vlen_hdf5, kind="rgb"), iterate_h5py_vlen, h5py_versions
-        ),
-        Configuration(
-            "read", "h5py_flat", partial(images.make_flat_hdf5, kind="rgb"), iterate_h5py_flat, h5py_versions
-        ),
-        Configuration("read", "files", partial(images.make_jpeg_files, kind="rgb"), iterate_files, ("numpy",)),
+        Configuration("read", "ours", shards, unchecked, ours, "one thread, no checksums, as the others"),
+        Configuration("read", "ours_crc", shards, checked, ours, "and verifies checksums on first read"),
+        Configuration("read", "ours_crc_always", shards, always, ours, "and on every read"),
+        Configuration("read", "h5py_vlen", vlen, iterate_h5py_vlen, h5py),
+        Configuration("read", "h5py_flat", flat, iterate_h5py_flat, h5py),
+        Configuration("read", "files", files, iterate_files, ("numpy",)),
     ]

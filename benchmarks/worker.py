@@ -1,100 +1,67 @@
-"""List, prepare or measure configurations, and print JSON lines; `trainyard bench` runs this once per configuration.
+"""Prepares or measures configurations in a process of its own, and prints JSON lines; `suite.py` starts it.
 
-Runs in our environment and in the peers', where trainyard is not installed, so it extends sys.path.
+It also runs in the peers' environment, where trainyard is not installed.
 """
 
-import argparse
 import json
 import os
+import resource
 import sys
+import time
+from collections.abc import Iterator, Sized
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[0:1] = [str(ROOT), str(ROOT / "src")]  # not this folder, whose module names would shadow packages
+from benchmarks import loaders, ours, peers, prints, readers
+from benchmarks.contract import BATCH, OURS, PRINT_PX, SIZE_PX, Configuration, Setting
 
-from benchmarks import loaders, ours, peers, prints, readers  # noqa: E402
-from benchmarks.contract import BATCH, PRINT_PX, SIZE_PX, Configuration, Setting  # noqa: E402
-from trainyard.tools.bench import measure  # noqa: E402
+STEP = Configuration(
+    "step", OURS, lambda setting: setting.data, None, ("trainyard", "torch"), "train_step of the engine"
+)
 
-STEP = {"suite": "step", "name": "ours", "environment": "dev", "note": "train_step of the engine"}
-"""The suite "step" has no data and no iterator of batches: it is listed here and measured by `step.py`."""
-ENVIRONMENTS = {"dev": (ours, readers, loaders, prints), "peers": (peers,)}
+
+def list_configurations() -> list[Configuration]:
+    """List the configurations of all suites. Loads no torch."""
+    modules = (ours, readers, loaders, prints, peers)
+    return [STEP, *(configuration for module in modules for configuration in module.list_configurations())]
 
 
 def main() -> None:
-    arguments = parse()
+    """Run `worker.py prepare|measure SETTING SUITE/NAME...`; SETTING is JSON."""
+    command, options, *names = sys.argv[1:]
     output = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # keeps what libraries print out of our lines
-    setting = Setting(arguments.data, arguments.rgb, arguments.gray, arguments.prints, arguments.threads)
-    if arguments.command == "list":
-        lines = describe()
-    elif arguments.command == "prepare":
-        lines = [{"data": str(find(name).data(setting))} for name in arguments.names if name != "step/ours"]
-    else:
-        lines = measure_one(arguments.names[0], setting, arguments)
-    output.writelines(json.dumps(line) + "\n" for line in lines)
+    values = json.loads(options)
+    setting = Setting(**{**values, "data": Path(values["data"])})
+    for configuration in list_configurations():
+        if configuration.full_name in names:
+            data = configuration.data(setting)
+            if command == "measure":
+                output.writelines(json.dumps(line) + "\n" for line in measure_one(configuration, data, setting))
     output.close()
     os._exit(0)  # skip the orderly shutdown of a busy loader's threads and worker processes
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("command", choices=("list", "prepare", "measure"))
-    parser.add_argument("names", nargs="*", metavar="SUITE/NAME")
-    parser.add_argument("--data", type=Path, required=True)
-    for number in ("rgb", "gray", "prints", "threads", "warmup", "samples"):
-        parser.add_argument(f"--{number}", type=int, required=True)
-    parser.add_argument("--seconds", type=float, required=True)
-    return parser.parse_args()
-
-
-def describe() -> list[dict[str, Any]]:
-    return [STEP] + [
-        {
-            "suite": configuration.suite,
-            "name": configuration.name,
-            "environment": environment,
-            "note": configuration.note,
-        }
-        for environment, modules in ENVIRONMENTS.items()
-        for configuration in chain.from_iterable(module.list_configurations() for module in modules)
-    ]
-
-
-def find(full_name: str) -> Configuration:
-    modules = chain.from_iterable(ENVIRONMENTS.values())
-    known = chain.from_iterable(module.list_configurations() for module in modules)
-    return next(configuration for configuration in known if f"{configuration.suite}/{configuration.name}" == full_name)
-
-
-def measure_one(full_name: str, setting: Setting, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    limits = {"warmup": arguments.warmup, "samples": arguments.samples, "seconds": arguments.seconds}
-    if full_name == "step/ours":
-        import torch
-
-        from benchmarks import step
-
-        torch.set_num_threads(1)  # several threads waiting for each other would measure noise, not the step's cost
-        return [
-            line | {"versions": find_versions(("trainyard", "torch"))} for line in step.measure_interleaved(**limits)
-        ]
-    configuration = find(full_name)
+def measure_one(configuration: Configuration, data: Path, setting: Setting) -> list[dict[str, Any]]:
+    """Measure one configuration; the suite step has a line for each of its two steps."""
     if configuration.suite != "read":
         import torch
 
-        torch.set_num_threads(1)  # every loader here has its own threads or processes
-    data = configuration.data(setting)
+        torch.set_num_threads(1)  # every loader here has its own threads or processes; in a step they would add noise
+    limits = {"warmup": setting.warmup, "samples": setting.samples, "seconds": setting.seconds}
+    versions = {"versions": find_versions(configuration.distributions)}
+    if configuration.batches is None:
+        from benchmarks import step
+
+        return [line | versions for line in step.measure_interleaved(**limits)]
     read_through(data)
     batches = configuration.batches(data, setting)
     first = next(batches)
     check_batch(configuration, first)
     output = {"shape": list(first.shape), "dtype": str(first.dtype)}
-    about = {"name": configuration.name, "output": output, "versions": find_versions(configuration.distributions)}
-    return [about | measure(batches, **limits)]
+    return [{"name": configuration.name, "output": output, **versions, **measure(batches, **limits)}]
 
 
 def find_versions(distributions: tuple[str, ...]) -> dict[str, str]:
@@ -125,6 +92,52 @@ def check_batch(configuration: Configuration, batch: Any) -> None:
     side = PRINT_PX if configuration.suite == "prints" else SIZE_PX
     pixels = BATCH * side * side
     assert len(batch) == BATCH and batch.numel() in (pixels, 3 * pixels), f"{configuration.name} yields {batch.shape}"
+
+
+def measure(batches: Iterator[Sized], *, warmup: int, samples: int, seconds: float) -> dict[str, float]:
+    """Time an endless iterator of batches; `len(batch)` is its number of samples.
+
+    Args:
+        warmup: samples to read before the clock starts, to fill caches, ring buffers and worker processes.
+        samples, seconds: both must be reached before the clock stops.
+
+    Returns:
+        samples, seconds and core_seconds (CPU time of this process, its threads and its child processes), and the
+        rates samples_per_s and samples_per_core_s.
+    """
+    _consume(batches, samples=warmup, seconds=0.0)
+    cpu_before, begin = _read_cpu_s(), time.perf_counter()
+    count = _consume(batches, samples=samples, seconds=seconds)
+    wall, cpu = time.perf_counter() - begin, _read_cpu_s() - cpu_before
+    rates = {"samples_per_s": count / wall, "samples_per_core_s": count / cpu}
+    return {"samples": count, "seconds": wall, "core_seconds": cpu, **rates}
+
+
+def _consume(batches: Iterator[Sized], *, samples: int, seconds: float) -> int:
+    begin, count = time.perf_counter(), 0
+    while count < samples or time.perf_counter() - begin < seconds:
+        count += len(next(batches))
+    return count
+
+
+def _read_cpu_s() -> float:
+    """Read the CPU seconds of this process, its ended children and its living descendants (in ticks of 10 ms)."""
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    living = sum(_read_cpu_ticks(pid) for pid in _list_descendants(os.getpid()))
+    return time.process_time() + ended.ru_utime + ended.ru_stime + living / os.sysconf("SC_CLK_TCK")
+
+
+def _list_descendants(pid: int) -> Iterator[int]:
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in task.read_text().split():
+            yield int(child)
+            yield from _list_descendants(int(child))
+
+
+def _read_cpu_ticks(pid: int) -> int:
+    """Read user and system time of a process and the children it has waited for: proc(5), stat, fields 14 to 17."""
+    fields_after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return sum(int(ticks) for ticks in fields_after_name[11:15])
 
 
 if __name__ == "__main__":

@@ -10,30 +10,37 @@ from pathlib import Path
 
 import pytest
 
-from trainyard.cli import main
-from trainyard.environment import collect_environment
+from benchmarks import results, suite
+from benchmarks.__main__ import main, make_quick
+from benchmarks.contract import Configuration, Setting
+from benchmarks.results import read_results
+from benchmarks.suite import Round, build_result_lines
+from benchmarks.worker import measure
 from trainyard.errors import UserError
-from trainyard.tools import bench
-from trainyard.tools.bench import Configuration, Options, Round, build_result_lines, measure, read_results, run_suite
+from trainyard.measure import make_header
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-OURS, OTHER = (Configuration("rgb", name, "dev", "") for name in ("ours", "other"))
+HEAD = {"kind": "header", "suite": "rgb", "date": "2026-11-25T10:00:00", "command": "python -m benchmarks"}
 
-# A worker whose configurations do what their names say.
+
+def make_configuration(name: str) -> Configuration:
+    return Configuration("rgb", name, lambda setting: setting.data, lambda data, setting: iter(()), ())
+
+
+OURS, OTHER = make_configuration("ours"), make_configuration("other")
+
+# A worker that gives some configurations of the suite rgb another meaning.
 WORKER = """
 import json, subprocess, sys, time
-command, name = sys.argv[1], sys.argv[2].split("/")[-1]
-if command == "list":
-    for name in ("ours", "fails", "hangs", "leaves"):
-        print(json.dumps(dict(suite="rgb", name=name, environment="dev", note="")))
-elif command == "measure":
-    if name == "fails":
+command, setting, name = sys.argv[1], json.loads(sys.argv[2]), sys.argv[3].split("/")[-1]
+if command == "measure":
+    if name == "torch_files":
         sys.exit("no such codec")
-    if name == "hangs":
+    if name == "dali_files":
         time.sleep(60)
-    if name == "leaves":
+    if name == "ours_float":
         child = subprocess.Popen(["sleep", "60"])
-        open("left.pid", "w").write(str(child.pid))
+        open(setting["data"] + "/left.pid", "w").write(str(child.pid))
     print(json.dumps(dict(name=name, samples_per_s=2.0, samples_per_core_s=1.0)))
 """
 
@@ -47,15 +54,16 @@ def make_rates(rate: float) -> dict[str, float]:
     return {"samples_per_s": rate, "samples_per_core_s": rate / 2}
 
 
-def make_configurations(count: int) -> list[Configuration]:
-    return [Configuration("rgb", str(n), "dev", "") for n in range(count)]
-
-
 @pytest.fixture
-def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Options:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "worker.py").write_text(WORKER)
-    return Options(scripts=tmp_path, results=tmp_path / "results", data=tmp_path, rounds=3)
+def setting(tmp_path: Path) -> Setting:
+    return Setting(tmp_path, tmp_path / "results", threads=1, rounds=1)
+
+
+def run_rgb(setting: Setting, *only: str) -> Path:
+    """Run configurations of the suite rgb with the worker above."""
+    script = setting.data / "worker.py"
+    script.write_text(WORKER)
+    return suite.run_suite("rgb", replace(setting, only=only), head=HEAD, worker=[str(script)])
 
 
 def test_ratios_are_computed_within_a_round_so_a_machine_that_slows_down_does_not_change_them():
@@ -79,12 +87,12 @@ def test_a_number_is_quotable_only_with_little_spread_over_enough_rounds(rates: 
 
 
 def test_each_round_runs_every_configuration_once_in_a_new_order():
-    configurations = make_configurations(10)
-    orders = [tuple(bench.shuffle_configurations(configurations, number)) for number in range(100)]
+    configurations = [make_configuration(str(n)) for n in range(10)]
+    orders = [tuple(suite.shuffle_configurations(configurations, number)) for number in range(100)]
     assert all(sorted(order, key=lambda c: c.name) == configurations for order in orders)
     assert len(set(orders)) == 100
     assert {order[0] for order in orders} == set(configurations)
-    assert orders[0] == tuple(bench.shuffle_configurations(configurations, 0))
+    assert orders[0] == tuple(suite.shuffle_configurations(configurations, 0))
 
 
 @pytest.mark.slow
@@ -124,7 +132,7 @@ def test_core_seconds_include_child_processes_alive_or_ended():
 def test_the_target_for_a_step_is_one_percent_or_three_tenths_of_a_millisecond():
     def compare(ours_ms: float, plain_ms: float) -> str:
         steps = [("ours", ours_ms), ("plain_loop", plain_ms)]
-        return bench.compare_steps([{"name": n, "rounds": [{"ms_per_step": ms}] * 3} for n, ms in steps])
+        return results.compare_steps([{"name": n, "rounds": [{"ms_per_step": ms}] * 3} for n, ms in steps])
 
     assert "+0.250 ms" in compare(5.25, 5.0) and "target 0.300 ms met" in compare(5.25, 5.0)
     assert "target 0.300 ms MISSED" in compare(5.4, 5.0)
@@ -133,47 +141,41 @@ def test_the_target_for_a_step_is_one_percent_or_three_tenths_of_a_millisecond()
 
 @pytest.mark.slow
 def test_a_configuration_that_fails_or_hangs_is_named_and_the_others_are_kept(
-    options: Options, monkeypatch: pytest.MonkeyPatch
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(bench, "WORKER_TIMEOUT_S", 1)
-    with pytest.raises(UserError, match=r"fails, hangs failed|hangs, fails failed"):
-        run_suite("rgb", replace(options, rounds=1), command="bench", environment={})
-    [path] = options.results.iterdir()
+    monkeypatch.setattr(suite, "WORKER_TIMEOUT_S", 1)
+    with pytest.raises(UserError, match=r"torch_files, dali_files failed|dali_files, torch_files failed"):
+        run_rgb(setting, "torch_files", "dali_files", "ours_float")
+    [path] = setting.results.iterdir()
     lines = {line["name"]: line for line in read_results(path)[1:]}
-    assert "no such codec" in lines["fails"]["errors"][0]
-    assert "no result after 1 s" in lines["hangs"]["errors"][0]
-    assert lines["leaves"]["ours_over_this_samples_per_s"]["median"] == 1.0
-    assert "failed in 1 rounds" in bench.format_table(read_results(path))
+    assert "no such codec" in lines["torch_files"]["errors"][0]
+    assert "no result after 1 s" in lines["dali_files"]["errors"][0]
+    assert lines["ours_float"]["ours_over_this_samples_per_s"]["median"] == 1.0
+    title, *rows = results.format_results(read_results(path)).splitlines()[1:-1]
+    assert "failed" in title and [row.split()[1] for row in rows if "files" in row] == ["1", "1"]
 
 
-def test_processes_that_a_worker_leaves_behind_are_killed_before_the_next_one(options: Options):
-    run_suite("rgb", replace(options, rounds=1, only=("leaves",)), command="bench", environment={})
-    status = Path(f"/proc/{Path('left.pid').read_text()}/stat")
+def test_processes_that_a_worker_leaves_behind_are_killed_before_the_next_one(setting: Setting):
+    run_rgb(setting, "ours_float")
+    status = Path(f"/proc/{(setting.data / 'left.pid').read_text()}/stat")
     assert not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
-def test_a_second_run_on_the_same_day_gets_its_own_file(options: Options):
-    quiet = replace(options, rounds=1, only=("ours",))
-    first, second = (run_suite("rgb", quiet, command="bench", environment={}) for _ in range(2))
+def test_a_second_run_on_the_same_day_gets_its_own_file(setting: Setting):
+    first, second = (run_rgb(setting, "ours") for _ in range(2))
     assert second.name == first.name.replace(".jsonl", "-2.jsonl")
 
 
-def test_outside_a_checkout_the_error_says_where_to_go(options: Options, tmp_path: Path):
-    with pytest.raises(UserError, match=r"no worker\.py in it.*cd CHECKOUT"):
-        run_suite("rgb", replace(options, scripts=tmp_path / "none"), command="bench", environment={})
-
-
-def test_an_unknown_suite_or_pattern_is_answered_with_the_known_ones(options: Options):
+def test_an_unknown_suite_or_pattern_is_answered_with_the_known_ones(setting: Setting):
     with pytest.raises(UserError, match=r"'rbg' is not a benchmark suite\. Choose from: rgb, gray"):
-        run_suite("rbg", options, command="bench", environment={})
-    with pytest.raises(UserError, match=r"--only dali: no such configuration in suite rgb\. It has: ours, fails"):
-        run_suite("rgb", replace(options, only=("dali",)), command="bench", environment={})
+        suite.run_suite("rbg", setting, head=HEAD)
+    with pytest.raises(UserError, match=r"--only mosaic: no such configuration in suite rgb\. It has: ours, o"):
+        run_rgb(setting, "mosaic")
 
 
-def test_a_missing_peers_environment_is_refused_with_how_to_create_it(options: Options, tmp_path: Path):
-    (tmp_path / "worker.py").write_text(WORKER.replace('environment="dev"', 'environment="peers"'))
+def test_a_missing_peers_environment_is_refused_with_how_to_create_it(setting: Setting, tmp_path: Path):
     with pytest.raises(UserError, match=r"no interpreter there.*README.md"):
-        run_suite("rgb", replace(options, peers=tmp_path), command="bench", environment={})
+        run_rgb(replace(setting, peers=tmp_path), "mosaic")
 
 
 def test_a_file_that_is_not_a_result_file_is_refused(tmp_path: Path):
@@ -186,33 +188,34 @@ def test_a_file_that_is_not_a_result_file_is_refused(tmp_path: Path):
 
 @pytest.mark.slow
 def test_a_quick_run_measures_our_reader_and_h5py_on_generated_images_end_to_end(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    setting: Setting, capsys: pytest.CaptureFixture[str]
 ):
-    options = Options(scripts=BENCHMARKS, results=tmp_path, data=tmp_path / "data", only=("h5py_flat",)).make_quick()
-    path = run_suite("read", replace(options, rgb=64, threads=1), command="bench", environment=collect_environment())
-    head, *results = [json.loads(line) for line in path.read_text().splitlines()]
+    quick = replace(make_quick(setting), rgb=64, only=("h5py_flat",))
+    path = suite.run_suite("read", quick, head=make_header("read", {"data": quick.data}))
+    head, *lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert head["suite"] == "read" and head["environment"]["machine"]["cpu"] and "commit" in head["environment"]["code"]
-    assert [line["name"] for line in results] == ["ours", "h5py_flat"]
-    assert all(line["rounds"][0]["samples"] >= 128 and line["versions"]["numpy"] for line in results)
-    assert results[1]["ours_over_this_samples_per_core_s"]["median"] > 0
+    assert [line["name"] for line in lines] == ["ours", "h5py_flat"]
+    assert all(line["rounds"][0]["samples"] >= 128 and line["versions"]["numpy"] for line in lines)
+    assert lines[1]["ours_over_this_samples_per_core_s"]["median"] > 0
     assert "h5py_flat" in capsys.readouterr().out
-    assert len(list((tmp_path / "data").glob("rgb-files-64/*/*.jpg"))) == 64
+    assert len(list(setting.data.glob("rgb-files-64/*/*.jpg"))) == 64
 
 
 @pytest.mark.parametrize("option", ["--rounds=0", "--threads=0", "--threads=-2", "--seconds=0", "--seconds=nan"])
 def test_a_benchmark_of_nothing_is_refused(option, tmp_path, capsys):
     name, value = option.split("=")
-    assert main(["bench", "raw", option, "--results", str(tmp_path)]) == 2
+    with pytest.raises(SystemExit, match="2"):
+        main(["raw", option, "--results", str(tmp_path)])
     said = capsys.readouterr().err
-    assert said.startswith(f"UserError: {name} {value}") and f"expected a number above 0: {name} " in said
+    assert f"error: {name} {value}" in said and f"expected a number above 0: {name} " in said
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("path", sorted(BENCHMARKS.glob("*.jsonl")), ids=lambda path: path.stem)
 def test_every_kept_file_of_results_can_be_shown(path, capsys):
-    assert main(["bench", "--show", str(path)]) == 0
+    main(["--show", str(path)])
     shown = capsys.readouterr().out
-    head, *results = [json.loads(line) for line in path.read_text().splitlines()]
-    results = [line for line in results if line.get("kind") != "header"]
-    assert shown.startswith(f"{head['suite']}  ") and len(shown.splitlines()) > len(results)
-    assert all(str(line.get("name", "")) in shown for line in results)
+    head, *lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines = [line for line in lines if line.get("kind") != "header"]
+    assert shown.startswith(f"{head['suite']}  ") and len(shown.splitlines()) > len(lines)
+    assert all(str(line.get("name", "")) in shown for line in lines)

@@ -31,7 +31,6 @@ STARTS_NOTHING = {
         "compare",
         "search",
         "plan",
-        "bench",
         "gpu-check",
         "gc",
         "new",

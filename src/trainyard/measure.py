@@ -1,7 +1,6 @@
-"""Measures alternatives side by side: shuffled rounds, medians with spread, ratios within a round, one result file.
+"""Measures alternatives side by side: shuffled rounds, medians with spread, one result file.
 
-Ratios are computed within a round, where both sides saw the same state of the machine. A number with a spread above
-0.1, or measured in fewer than three rounds, is marked: do not quote it.
+A number with a spread above 0.1, or measured in fewer than three rounds, is marked: do not quote it.
 """
 
 import json
@@ -9,7 +8,7 @@ import random
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
@@ -18,7 +17,6 @@ from typing import Any
 
 from trainyard.environment import collect_environment
 from trainyard.files import require_writable, write_atomically
-from trainyard.text import align_columns
 
 QUOTABLE_SPREAD = 0.1
 QUOTABLE_ROUNDS = 3
@@ -31,8 +29,6 @@ class Candidate:
     name: str
     measure: Callable[[], float]  # does the work once and returns the number
     unit: str  # such as "images/s"
-    note: str = ""  # how its work or its output differs
-    baseline: str = ""  # name of the candidate to compare with: the ratio is this number / the baseline's
 
 
 @dataclass(frozen=True)
@@ -70,51 +66,10 @@ def measure_candidates(
             if number >= 0:
                 values[candidate.name].append(value)
                 tell(f"round {number + 1}/{rounds}  {candidate.name:34} {value:14,.2f} {candidate.unit}")
-    return [_summarize(candidate, values) for candidate in candidates]
-
-
-def format_table(lines: Iterable[Mapping[str, Any]]) -> str:
-    """Format the lines of `measure_candidates` as a table.
-
-    A line may have `before`: the summary of the same number with an earlier code, or a word and the reason why it has
-    none, which is below the table.
-    """
-    rows = [("", "median +- spread", "before", "ratio", "")]
-    reasons: dict[str, None] = {}
-    for line in lines:
-        ratio = f"{_format_summary(line['ratio'])} x {line['beside']}" if "ratio" in line else ""
-        before = line.get("before", {})
-        earlier = _format_summary(before["summary"]) if "summary" in before else before.get("word", "")
-        if "word" in before:
-            reasons[f"{earlier}: {before['reason']}"] = None
-        rows.append((line["name"], f"{_format_summary(line['summary'])} {line['unit']}", earlier, ratio, line["note"]))
-    shown = [i for i in range(5) if any(row[i] for row in rows[1:])]
-    return "\n".join([*align_columns([tuple(row[i] for i in shown) for row in rows]), *reasons])
-
-
-def _format_summary(values: Mapping[str, Any]) -> str:
-    summary = Summary(**values)
-    return summary.format(",.2f" if abs(summary.median) >= 0.1 or not summary.median else ".2g")
-
-
-def format_results(lines: Sequence[Mapping[str, Any]]) -> str:
-    """Format the result file of any suite: what it was, and its lines as a table."""
-    head, results = lines[0], [line for line in lines if line.get("kind") != "header"]
-    title = f"{head['suite']}  {head['date']}  {head['command']}\n"
-    if all("summary" in line for line in results):
-        return title + format_table(results)
-    cells = [{name: _format_cell(value) for name, value in line.items() if name != "kind"} for line in results]
-    names = list(dict.fromkeys(name for row in cells for name, cell in row.items() if cell))
-    return title + "\n".join(align_columns([names, *([row.get(name, "") for name in names] for row in cells)]))
-
-
-def _format_cell(value: object) -> str:
-    """Format a text, a number or a summary; "" for anything else, which is raw material."""
-    if isinstance(value, Mapping) and value.keys() == {field.name for field in fields(Summary)}:
-        return Summary(**value).format(",.2f")
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    return str(value) if isinstance(value, str | int) else ""
+    return [
+        {"name": name, "rounds": numbers, "summary": asdict(Summary.from_values(numbers))}
+        for name, numbers in values.items()
+    ]
 
 
 def make_header(suite: str, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -151,19 +106,3 @@ def find_free_path(folder: Path, stem: str) -> Path:
 def write_results(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
     """Write or replace a result file, atomically."""
     write_atomically(path, "".join(json.dumps(line) + "\n" for line in lines))
-
-
-def _summarize(candidate: Candidate, values: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    numbers = values[candidate.name]
-    line: dict[str, Any] = {
-        "kind": "result",
-        "name": candidate.name,
-        "unit": candidate.unit,
-        "note": candidate.note,
-        "rounds": numbers,
-    }
-    line["summary"] = asdict(Summary.from_values(numbers))
-    if candidate.baseline:
-        ratios = [number / base for number, base in zip(numbers, values[candidate.baseline], strict=True)]
-        line |= {"beside": candidate.baseline, "ratio": asdict(Summary.from_values(ratios))}
-    return line

@@ -121,7 +121,7 @@ COMMANDS = (
     ("local", "add_commands", "pack verify ckpt report"),
     ("use", "add_commands", "evaluate predict embed compare search"),
     ("export", "add_commands", "export"),
-    ("measure", "add_commands", "bench gpu-check"),
+    ("measure", "add_commands", "gpu-check"),
     ("submission", "add_commands", "submit"),
     ("plan", "add_commands", "plan"),
     ("cluster", "add_sweep_commands", "sweep results"),

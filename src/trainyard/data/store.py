@@ -209,7 +209,7 @@ def encode_png(pixels_HWC: np.ndarray) -> bytes:
     """Return an 8-bit gray or RGB image as PNG, every row filtered by "Up".
 
     Pillow chooses a filter for each row by size, mostly type 4, which no decoder undoes quickly; "Up" decodes sooner
-    for a few per cent more bytes (`trainyard bench prints`: input_png and pillow_png).
+    for a few per cent more bytes (`python -m benchmarks prints`: input_png and pillow_png).
     """
     height, width, channels = pixels_HWC.shape
     rows = pixels_HWC.reshape(height, width * channels)
