@@ -44,11 +44,11 @@ memory = case "$${PLAN:-1}" in 1) ;; 0) args+=(--no-plan) ;; \
 	*) echo "PLAN=$$PLAN: expected 0, to go without comparing predicted memory with the GPU's" >&2; exit 2 ;; esac
 request = gpus hw nodes time cluster runs account qos partition constraint reservation exclude mem comment
 
-.PHONY: help setup run resume submit plan sweep results status logs why cancel runs board cluster-check slurm-lab-up slurm-lab-down \
-	slurm-lab-status image test-image run-image sif wheelhouse bundle verify-bundle test test-fast test-long test-pythons lint pack verify report jobs bench-peers gpu-check lock gc clean
+.PHONY: help setup run resume submit plan sweep status logs why cancel cluster-check slurm-lab-up slurm-lab-down \
+	image run-image sif bundle test test-fast test-long test-image test-coverage test-pythons lint bench-peers gpu-check lock
 
-help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' Makefile
+help: ## this list; what else there is: .venv/bin/trainyard --help
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-15s %s\n", $$1, $$2}' Makefile
 
 # Sets $python to PYTHON, or, if nobody named it, to the first that is supported; says what each of them is if none is.
 pythons = $(if $(filter file,$(origin PYTHON)),python3 python3.13 python3.12 python3.11,"$$PYTHON")
@@ -86,9 +86,6 @@ sweep: setup ## one array of runs: JOB=job SWEEP="optimizer.lr=1e-4,3e-4 seed=0,
 	@$(call arguments,$(request) name max-parallel); $(data); $(memory); \
 		$(T) sweep "$$JOB" --sweep="$${SWEEP:?is missing. Type: make sweep JOB=$$JOB SWEEP=\"seed=0,1,2\"}" "$${args[@]}"
 
-results: setup ## the results of a sweep: RUN=sweep
-	@$(T) results "$${RUN:?is missing. Type: make results RUN=name-of-the-sweep}"
-
 status: setup ## what runs, waits or has ended lately  [RUN=run, job or sweep]
 	@$(T) status $${RUN:+"$$RUN"}
 
@@ -101,12 +98,6 @@ why: setup ## why a run waits, stopped or failed, and what to do: RUN=run, or JO
 cancel: setup ## stop a run, resumably: RUN=run, job or sweep
 	@$(T) cancel "$${RUN:?is missing. Type: make cancel RUN=run}"
 
-runs: setup ## list all runs
-	@$(T) runs
-
-board: setup ## write runs/index.html: all runs with state, deciding metric, loss and goodput  [RUNS=folder WATCH=1]
-	@$(T) board $${RUNS:+--runs "$$RUNS"} $${WATCH:+--watch}
-
 cluster-check: setup ## check slurm/NAME.yaml against this Slurm: CLUSTER=NAME
 	@$(T) cluster-check $${CLUSTER:+"$$CLUSTER"}
 
@@ -116,26 +107,11 @@ slurm-lab-up: ## start a real Slurm on this machine, to learn and test with (slu
 slurm-lab-down: ## stop it, and every job in it
 	@"$$PYTHON" slurm/lab/lab.py down
 
-slurm-lab-status: ## show its nodes, jobs and daemons
-	@"$$PYTHON" slurm/lab/lab.py status
-
 .venv-peers/.done: benchmarks/peers.lock
 	@exec 9>.venv-peers.lock; flock 9; [ ! $@ -nt $< ] || exit 0; \
 		$(VENV)/bin/uv venv .venv-peers --python $(VENV)/bin/python --clear --quiet; \
 		$(VENV)/bin/uv pip sync benchmarks/peers.lock --require-hashes --quiet --python .venv-peers/bin/python; \
 		touch $@
-
-pack: setup ## write shards: JOB=fingerprint_1m RAW=folder OUT=folder  [SET="option=value"]
-	@$(arguments); $(T) pack "$$JOB" "$${RAW:?is missing. Type: make pack JOB=$$JOB RAW=folder-of-raw-files OUT=folder-of-shards}" "$${OUT:?is missing. Type: make pack JOB=$$JOB RAW=folder-of-raw-files OUT=folder-of-shards}" "$${args[@]}"
-
-verify: setup ## read shards in full and list every damaged record: OUT=folder
-	@$(T) verify "$${OUT:?is missing. Type: make verify OUT=folder-of-shards}"
-
-report: setup ## write a run's HTML report: RUN=run, or JOB=job for its newest
-	@$(T) report "$${RUN:-$$JOB}"
-
-jobs: setup ## list the jobs
-	@$(T) jobs
 
 image: ## build the container image for a card: HW=a100 (default: cpu)  [WHEELS=folder BASE_IMAGE=name]
 	@"$$PYTHON" containers/image.py build "$${HW:-cpu}" $${WHEELS:+--wheelhouse="$$WHEELS"}
@@ -149,16 +125,8 @@ run-image: ## train in the container image: HW=a100 JOB=fingerprint_demo  [GPUS=
 sif: ## make an Apptainer image: HW=a100
 	@"$$PYTHON" containers/image.py sif "$${HW:-cpu}"
 
-wheelhouse: ## download wheels for a machine without network: HW=a100 OUT=wheels  [PYTHON=3.12 PIECES=60]
-	@case "$$PYTHON" in [0-9]*) version=$$PYTHON python=python3 ;; *) version= python=$$PYTHON ;; esac; \
-		"$$python" containers/image.py wheelhouse "$${HW:-cpu}" "$${OUT:-wheels}" \
-		$${version:+--python="$$version"} $${PIECES:+--pieces="$$PIECES"}
-
 bundle: ## write one tar of image, code, data, hashes, bill of materials: HW=a100 OUT=file.tar  [WHEELS=folder]
 	@"$$PYTHON" containers/image.py bundle "$${HW:-cpu}" "$${OUT:?is missing. Type: make bundle HW=cpu OUT=trainyard.tar}" $${WHEELS:+--wheelhouse="$$WHEELS"}
-
-verify-bundle: ## check every file of a bundle, and train without network: BUNDLE=file.tar
-	@"$$PYTHON" containers/image.py verify-bundle "$${BUNDLE:?is missing. Type: make verify-bundle BUNDLE=trainyard.tar}"
 
 pytest = $(VENV)/bin/python -m pytest -n auto --no-loadscope-reorder
 linters = $(VENV)/bin/ruff format --check . && $(VENV)/bin/ruff check . && $(VENV)/bin/codespell && $(VENV)/bin/mypy
@@ -176,7 +144,7 @@ test-fast: setup ## the tests to run all day: no Slurm, no container, no trainin
 test-long: setup ## the tests that take minutes, one after the other; writes tests/long.json, to be committed
 	@$(VENV)/bin/python tests/record_results.py long
 
-coverage: setup ## the branches that make test takes, child processes included; writes tests/coverage.json, to be committed
+test-coverage: setup ## the branches that make test takes, child processes included; writes tests/coverage.json, to be committed
 	@$(VENV)/bin/python tests/record_results.py coverage
 
 test-pythons: setup ## set up and run the quick tests with each supported Python that is here  [NEWEST=1: newest allowed releases]
@@ -198,10 +166,3 @@ lock: setup ## resolve containers/*.in into *.lock again, from PyPI alone
 		env -u PIP_FIND_LINKS ../$(VENV)/bin/uv pip compile "$$target" --output-file "$${target%.in}.lock" --generate-hashes --quiet \
 			--no-header --only-binary :all: --no-binary antlr4-python3-runtime \
 			--python-version 3.11 $$machine; done
-
-gc: setup ## show what takes disk space and who needs it
-	@$(T) gc
-
-clean: ## delete runs/ and data/, after asking; keeps the environment
-	@du -sh runs data 2>/dev/null || true; read -r -p "Delete these, runs and checkpoints included? [y/N] " answer || true; \
-		if [ "$${answer:-n}" = y ]; then rm -rf runs data; else echo "Nothing was deleted."; fi

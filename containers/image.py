@@ -141,7 +141,7 @@ def _read_version(text: str) -> str:
         Mistake: it is none. One sentence, where argparse would print the usage first.
     """
     if not re.fullmatch(r"3\.\d{1,2}", text):
-        raise Mistake(f"PYTHON={text}: expected a version of Python, such as PYTHON=3.12 (--python 3.12)")
+        raise Mistake(f"--python {text}: expected a version of Python, such as --python 3.12")
     return text
 
 
@@ -152,7 +152,7 @@ def _read_mib(text: str) -> int:
         Mistake: it is none, or 0.
     """
     if not re.fullmatch(r"0*[1-9]\d{0,8}", text, re.ASCII):
-        raise Mistake(f"PIECES={text}: expected a whole number of MiB, 1 or more, such as PIECES=60 (--pieces 60)")
+        raise Mistake(f"--pieces {text}: expected a whole number of MiB, 1 or more, such as --pieces 60")
     return int(text)
 
 

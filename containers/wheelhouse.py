@@ -1,6 +1,6 @@
 """Downloads the wheels of a container image; for a machine that has torch, in pieces, with a script that installs them.
 
-Standard library and pip only, because `make wheelhouse` needs no setup.
+Standard library and pip only, because this needs no setup.
 """
 
 import hashlib

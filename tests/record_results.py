@@ -1,7 +1,7 @@
 """Runs what takes too long for every change, and records the result with the hash of the code it ran on.
 
 `long` (make test-long) runs the tests marked `long` one after the other and writes tests/long.json; `coverage` (make
-coverage) runs the other tests, measures which branches they take, child processes included, and writes
+test-coverage) runs the other tests, measures which branches they take, child processes included, and writes
 tests/coverage.json; `check` describes both files.
 """
 
@@ -102,7 +102,7 @@ def describe_long() -> str:
 def describe_coverage() -> str:
     """Return one line: the branch coverage, when it was measured, and whether the code has changed since."""
     if not COVERAGE.is_file():
-        return "The branch coverage was never measured. Type: make coverage"
+        return "The branch coverage was never measured. Type: make test-coverage"
     result = json.loads(COVERAGE.read_text())
     ended = "" if result["exit_code"] == 0 else " (some tests failed)"
     return f"Branch coverage: {result['percent']} %{ended}, {result['date']}, {_describe_age(result)}."

@@ -122,11 +122,11 @@ def test_pieces_for_another_python_say_which_to_use(tmp_path):
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["--pieces", "-3"], "PIECES=-3: expected a whole number of MiB, 1 or more, such as PIECES=60 (--pieces 60)"),
-        (["--pieces", "0"], "PIECES=0: expected a whole number of MiB"),
-        (["--pieces", "sixty"], "PIECES=sixty: expected a whole number of MiB"),
-        (["--pieces", "6.5"], "PIECES=6.5: expected a whole number of MiB"),
-        (["--python", "3"], "PYTHON=3: expected a version of Python, such as PYTHON=3.12"),
+        (["--pieces", "-3"], "--pieces -3: expected a whole number of MiB, 1 or more, such as --pieces 60"),
+        (["--pieces", "0"], "--pieces 0: expected a whole number of MiB"),
+        (["--pieces", "sixty"], "--pieces sixty: expected a whole number of MiB"),
+        (["--pieces", "6.5"], "--pieces 6.5: expected a whole number of MiB"),
+        (["--python", "3"], "--python 3: expected a version of Python, such as --python 3.12"),
     ],
 )
 def test_a_wrong_number_is_one_sentence_before_anything_is_downloaded(words, expected, tmp_path, capfd):
