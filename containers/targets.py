@@ -65,13 +65,16 @@ def read_table(path: Path) -> dict[str, dict[str, str]]:
 
 def read_lock(lock: Path) -> list[tuple[str, str, list[str]]]:
     """Return the entries of a lock: name, version and the SHA-256 of each file that may be installed."""
-    entries = re.split(r"^(?=[a-z0-9-]+==)", lock.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
-    heads = (re.match(r"([a-z0-9-]+)==(\S+)", entry) for entry in entries)
     return [
-        (head[1], head[2], re.findall(r"--hash=sha256:([0-9a-f]{64})", entry))
-        for head, entry in zip(heads, entries, strict=True)
-        if head
+        (name, entry.partition("==")[2].split()[0], re.findall(r"--hash=sha256:([0-9a-f]{64})", entry))
+        for name, entry in read_entries(lock.read_text(encoding="utf-8"))
     ]
+
+
+def read_entries(lock: str) -> list[tuple[str, str]]:
+    """Return the entries of a lock's text: the name, and all lines about it."""
+    entries = re.split(r"^(?=[a-z0-9-]+==)", lock, flags=re.MULTILINE)[1:]
+    return [(entry.partition("==")[0], entry) for entry in entries]
 
 
 def _target(name: str, table: Mapping[str, Mapping[str, str]]) -> Target:

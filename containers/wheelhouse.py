@@ -3,7 +3,6 @@
 Standard library and pip only, because this needs no setup.
 """
 
-import hashlib
 import re
 import shutil
 import subprocess
@@ -11,12 +10,13 @@ import sys
 import tarfile
 import tempfile
 import zipfile
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from email.parser import HeaderParser
 from pathlib import Path
 
 from engine import Mistake
-from targets import HERE, Target
+from local_image import hash_file
+from targets import HERE, Target, read_entries
 
 ROOT = Path(__file__).resolve().parents[1]
 _MIB = 2**20
@@ -83,7 +83,7 @@ def make_pieces(target: Target, out: Path, *, python: str, piece_mib: int, envir
         kept = drop_packages(lock, _PRESENT)
         _download(kept, wheels, python, environ)
         _build_own_wheel(wheels, Path(folder) / "checkout", environ)
-        refuse_incomplete(wheels, python=python, present=dict(_read_entries(lock)).keys() - dict(_read_entries(kept)))
+        refuse_incomplete(wheels, python=python, present=dict(read_entries(lock)).keys() - dict(read_entries(kept)))
         return pack_wheels(wheels, out, python=python, piece_bytes=piece_mib * _MIB)
 
 
@@ -95,7 +95,7 @@ def pack_wheels(wheels: Path, out: Path, *, python: str, piece_bytes: int) -> Pa
         tar.add(wheels, arcname=name)
     pieces = split_file(archive, out, piece_bytes)
     archive.unlink()
-    sums = "".join(f"{_hash(piece)}  {piece.name}\n" for piece in pieces)
+    sums = "".join(f"{hash_file(piece)}  {piece.name}\n" for piece in pieces)
     (out / "SHA256SUMS").write_text(sums, encoding="utf-8")
     version = tuple(int(part) for part in python.split("."))
     script = out / "install.sh"
@@ -108,7 +108,7 @@ def drop_packages(lock: str, names: Sequence[str]) -> str:
 
     pip-tools and uv write under each entry which packages need it ("# via").
     """
-    entries = dict(_read_entries(lock))
+    entries = dict(read_entries(lock))
     dropped = set(names) & entries.keys()
     while True:
         more = {name for name, entry in entries.items() if (needed := _read_via(entry)) and needed <= dropped} - dropped
@@ -128,8 +128,8 @@ def add_packages_for(python: str, lock: str, every_python: str) -> str:
     """
     from pip._vendor.packaging.markers import Marker  # here, because building a container image needs no pip
 
-    names = dict(_read_entries(lock)).keys()
-    for name, entry in _read_entries(every_python):
+    names = dict(read_entries(lock)).keys()
+    for name, entry in read_entries(every_python):
         _, _, marker = entry.partition("\n")[0].removesuffix("\\").partition(" ; ")
         if marker and name not in names and names & _read_via(entry):
             rule = Marker(marker)
@@ -175,11 +175,6 @@ def split_file(path: Path, into: Path, most_bytes: int) -> list[Path]:
             pieces.append(into / f"{path.name}.{len(pieces):03}")
             pieces[-1].write_bytes(part)
     return pieces
-
-
-def _read_entries(lock: str) -> Iterator[tuple[str, str]]:
-    for entry in re.split(r"^(?=[a-z0-9-]+==)", lock, flags=re.MULTILINE)[1:]:
-        yield entry.partition("==")[0], entry
 
 
 def _read_via(entry: str) -> set[str]:
@@ -254,8 +249,3 @@ def _own_version() -> str:
 def _pip(words: Sequence[str], environ: Mapping[str, str]) -> None:
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *words]
     subprocess.run(command, check=True, timeout=_PIP_S, env=dict(environ))
-
-
-def _hash(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
