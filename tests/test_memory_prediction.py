@@ -17,8 +17,8 @@ from trainyard import config as configs
 from trainyard.cli import main
 from trainyard.cli.choices import compose_job
 from trainyard.cli.plan import USUAL_CARDS, check_memory
-from trainyard.cli.plan_screen import Known, describe_plan
-from trainyard.cli.plan_table import Notes, describe_preset
+from trainyard.cli.plan_screen import PlanInputs, describe_plan
+from trainyard.cli.plan_table import describe_preset
 from trainyard.cluster.description import load_cluster
 from trainyard.data.order import order_epoch, split_into_micro_batches
 from trainyard.environment import name_chosen_gpus
@@ -49,7 +49,7 @@ def predict(setting: Setting) -> StepPrediction:
     each = GIB // 4 if setting.recompute else GIB
     gradients = GIB // 2
     activations = setting.micro_batch * each + gradients * setting.accumulates
-    return StepPrediction(parameters=GIB, activations=activations, gradients=gradients, flops=7 * setting.micro_batch)
+    return StepPrediction(parameters=GIB, activations=activations, gradients=gradients)
 
 
 def split(job: str, card: str, *overrides: str, gpus: int = 1, predict=predict):
@@ -117,47 +117,75 @@ def test_predictions_are_stored_by_what_they_depend_on(tmp_path):
         open_store(config, JOBS, environ)
 
 
-def test_a_plan_is_one_screen_that_says_what_was_never_observed(tmp_path):
+def test_a_plan_is_one_screen_that_says_what_was_never_observed_and_its_lines_fit(tmp_path):
     config = configs.compose("pricing", ["global_batch_size=64"], JOBS)
     cards = {key: get_gpu(key) for key in USUAL_CARDS}
     store = Store(tmp_path / "x.json", {}, {"data": "240 synthetic samples"})
     store.read = predict  # type: ignore[method-assign]
-    known = Known([], None, None, tmp_path, ["pricing", "global_batch_size=64"])
-    lines = list(describe_plan(config, cards, store, known, gpus=1))  # type: ignore[arg-type]
-    assert len(lines) <= 32 and max(map(len, lines)) < 100
+    inputs = PlanInputs(["pricing", "global_batch_size=64", "micro_batch_size=0"])
+    lines = list(describe_plan(config, cards, store, inputs, gpus=1))  # type: ignore[arg-type]
+    assert len(lines) <= 24 and max(len(line) for line in lines if "submit" not in line) < 100
     text = "\n".join(lines)
-    assert "Never observed on any of these cards" in " ".join(text.split())
-    assert "hours ?      all: not known until measured" in text
-    assert "2080ti        64 = " in text
-    assert "compile      all: off, requested\n" in text
+    assert lines[0] == "pricing on 1 GPU: global batch 64, learning rate 0.001 and seed 0 on every card"
+    assert "never observed on these cards. To fit: 1 GiB more for CUDA and 10% for" in " ".join(text.split())
+    assert re.search(r"^2080ti +64 = 4 x 16 x 1 +fp16 +5\.50 +10\.1 +fits$", text, re.MULTILINE), text
+    commands = [line for line in lines if "trainyard submit" in line]
+    assert commands == [
+        "next         trainyard submit pricing micro_batch_size=8 global_batch_size=64  # p100-16-pcie",
+        "             trainyard submit pricing micro_batch_size=4 global_batch_size=64  # 2080ti",
+        "             trainyard submit pricing micro_batch_size=16 global_batch_size=64  # a5000, a100-40-sxm",
+        "             trainyard submit pricing global_batch_size=64 micro_batch_size=0  # a100-80-sxm, h200",
+    ]
+    for command in commands:
+        card = get_gpu(command.split()[-1])
+        own = configs.compose("pricing", [word for word in command.split() if "=" in word], JOBS)
+        assert card is not None and rate_stated(own, card, gpus=1, predict=predict).verdict == FITS
 
 
 def test_a_card_that_cannot_compute_a_job_hides_no_column_of_the_others(tmp_path):
     stated = ["compile=on", "schedule.name=constant", "max_duration=90min"]
     config = configs.compose("pricing", ["global_batch_size=64", *stated], JOBS)
     cards = {key: get_gpu(key) for key in ("p100-16-pcie", "a100-80-sxm")}
-    store, known = Store(tmp_path / "x.json", {}, {}), Known([], None, None, tmp_path, ["pricing"])
+    store, inputs = Store(tmp_path / "x.json", {}, {}), PlanInputs(["pricing"])
     store.read = predict  # type: ignore[method-assign]
-    lines = list(describe_plan(config, cards, store, known, gpus=1))  # type: ignore[arg-type]
+    lines = list(describe_plan(config, cards, store, inputs, gpus=1))  # type: ignore[arg-type]
     (row,) = (line for line in lines if line.startswith("a100-80-sxm "))
-    assert re.search(r" 64 = 64 x 1 x 1 .* 65\.0 e +73\.6 +(fits|may not fit) .* ms +1\.5$", row), row
+    assert re.search(r" 64 = 64 x 1 x 1 .* 65\.0 +73\.6 +(fits|may not fit)$", row), row
     text = " ".join("\n".join(lines).split())
-    assert "cannot p100-16-pcie: compile=on requested, but torch.compile generates Triton kernels" in text
-    assert "compile all: on, requested; the GiB are of steps without it" in text
-    assert "hours ?" not in text, "the hours are stated"
+    assert "why p100-16-pcie: compile=on requested, but torch.compile generates Triton kernels" in text
+    assert "never observed on these cards, without torch.compile" in text
+
+
+def test_a_plan_of_what_fits_nowhere_says_so_and_what_to_try(tmp_path):
+    config = configs.compose("fingerprint", ["global_batch_size=512", "micro_batch_size=0"], JOBS)
+    store, inputs = Store(tmp_path / "x.json", {}, {}), PlanInputs(["fingerprint", "global_batch_size=512"])
+    store.read = predict  # type: ignore[method-assign]
+    lines = list(describe_plan(config, {"2080ti": get_gpu("2080ti")}, store, inputs, gpus=2))  # type: ignore[dict-item]
+    assert lines[-2].startswith("next         nothing fits here: state a smaller micro_batch_size")
+    assert lines[-1].strip() == "trainyard plan fingerprint global_batch_size=512 --gpus 4"
+
+
+def test_a_step_that_cannot_be_predicted_says_why(tmp_path):
+    config = configs.compose("pricing", ["global_batch_size=64"], JOBS)
+    store = Store(tmp_path / "x.json", {}, {})
+    store.read = lambda _: StepPrediction(refused="a step reads values")  # type: ignore[method-assign]
+    cards = {"a5000": get_gpu("a5000")}
+    text = "\n".join(describe_plan(config, cards, store, PlanInputs(["pricing"]), gpus=1))  # type: ignore[arg-type]
+    assert re.search(r"^a5000 .* not predicted$", text, re.MULTILINE)
+    assert "why          all: a step reads values" in text and "micro_batch_size" not in text.splitlines()[-1]
 
 
 @pytest.mark.parametrize("job", ["fingerprint_1m", "fingerprint_500k"])
 def test_a_plan_says_what_uncompressed_images_will_take_on_disk(job, tmp_path):
-    store, known = Store(tmp_path / "x.json", {}, {}), Known([], None, None, tmp_path, [job])
+    store, inputs = Store(tmp_path / "x.json", {}, {}), PlanInputs([job])
     store.read = predict  # type: ignore[method-assign]
     cards = {"a100-80-sxm": get_gpu("a100-80-sxm")}
 
     def describe(*options: str) -> str:
         config = configs.compose(job, [*options], JOBS)
-        return " ".join(" ".join(describe_plan(config, cards, store, known, gpus=8)).split())  # type: ignore[arg-type]
+        return " ".join(" ".join(describe_plan(config, cards, store, inputs, gpus=8)).split())  # type: ignore[arg-type]
 
-    assert "not packed yet, 89.4 kB a sample, 89.4 GB a million (derived: packing.store=input-raw)" in describe()
+    assert "not packed yet, 89.4 kB a sample, 89.4 GB a million (packing.store=input-raw)" in describe()
     assert "not packed yet, its disk not known" in describe("packing.store=input-png")
 
 
@@ -205,26 +233,23 @@ def test_every_card_gets_the_same_samples_in_the_same_order(job):
 
 
 def test_a_row_of_the_table_says_what_fits_on_each_card():
-    notes = Notes()
-    cards = [card for key in ("2080ti", "a5000", "a100-80-sxm") if (card := get_gpu(key))]
+    notes: dict[str, int] = {}
+    cards = {key: card for key in ("2080ti", "a5000", "a100-80-sxm") if (card := get_gpu(key))}
+
+    def describe(config: TrainConfig, predict=predict, cards=cards) -> list[str]:
+        return describe_preset(config, cards, gpus=1, predict=predict, notes=notes)
+
     fingerprint = configs.compose("fingerprint", ["global_batch_size=32", "micro_batch_size=0"], JOBS)
-    assert describe_preset(fingerprint, cards, gpus=1, predict=predict, notes=notes)[0:2] == ["fingerprint", "32"]
-    assert describe_preset(fingerprint, cards, gpus=1, predict=predict, notes=notes)[4:] == [
-        "32 x 1 recomputed, may not fit",
-        "32 x 1 recomputed",
-        "32 x 1",
-    ]
+    sizes = ["32 x 1 recomputed, may not fit", "32 x 1 recomputed", "32 x 1"]
+    assert describe(fingerprint) == ["fingerprint", "32", *describe(fingerprint)[2:4], *sizes]
     large = replace(fingerprint, global_batch_size=512)
-    assert describe_preset(large, cards, gpus=1, predict=predict, notes=notes)[4:] == [MISFIT] * 3
-    empty = Store(Path("none.json"), {}, {})
-    assert describe_preset(large, cards, gpus=1, predict=empty.read, notes=notes)[4:] == ["not predicted"] * 3
-    assert [*notes.list_lines()] == []
-    compiled = replace(large, compile="on")
-    p100 = [card for card in [get_gpu("p100-16-pcie")] if card]
+    assert describe(large)[4:] == [MISFIT] * 3
+    assert describe(large, predict=Store(Path("none.json"), {}, {}).read)[4:] == ["not predicted"] * 3
+    assert notes == {}
+    p100 = {key: card for key in ("p100-16-pcie",) if (card := get_gpu(key))}
     for _ in range(2):  # the same reason has one number
-        assert describe_preset(compiled, p100, gpus=1, predict=predict, notes=notes)[4:] == ["no [1]"]
-    reason, end = notes.list_lines()
-    assert reason.startswith("1. compile=on requested, but torch.compile") and reason.endswith(".") and end == ""
+        assert describe(replace(large, compile="on"), cards=p100)[4:] == ["no [1]"]
+    assert [reason[:45] for reason in notes] == ["compile=on requested, but torch.compile gener"]
 
 
 @pytest.mark.long
@@ -236,7 +261,8 @@ def test_the_table_of_all_presets_reads_what_is_stored(tmp_path, monkeypatch, ca
     rows = {line.split("|")[1].strip(): line for line in lines[2:] if line.startswith("|")}
     assert set(rows) == set(configs.find_jobs(JOBS))
     assert rows["pricing"] == "| pricing | 64 | 0.001 | 0 | not predicted | not predicted |"
-    assert lines[-1].startswith("Estimated, never observed: ")
+    (legend,) = (line for line in lines if line.startswith("A cell: "))
+    assert "Estimated, never observed on these cards." in legend
     assert not (tmp_path / "trainyard" / "plans").exists()
 
 

@@ -27,7 +27,6 @@ from trainyard.errors import UserError
 from trainyard.report.run_story import RunStory
 from trainyard.runs.events import read_events, read_lines, read_lines_backwards, read_thinned_metrics
 from trainyard.runs.folder import CONFIG
-from trainyard.runs.observations import find_observations
 from trainyard.scoring import (
     ErrorRates,
     Pairs,
@@ -123,19 +122,6 @@ def test_a_damaged_line_has_the_same_number_from_either_end(tmp_path):
     for read in (read_lines, lambda path: list(read_lines_backwards(path))):
         with pytest.raises(UserError, match=r"metrics.jsonl:2: expected a JSON object"):
             read(path)
-
-
-def test_observations_are_searched_in_the_runs_that_changed_last(tmp_path):
-    observed = {"steps": 1, "steps_per_epoch": 1, "checkpoint_bytes": 0, "checkpoint_s": 0.0}
-    amounts = dict.fromkeys(("memory_gib", "micro_batch_size", "samples_per_s", "hours", "disk_bytes", "reasons"))
-    place = {"card": "cpu", "gpus": 1, "setting": {}}
-    section = {"key": "k", "place": place, "observed": {**observed, "amounts": amounts}}
-    for number in range(501):
-        env = tmp_path / "job" / f"{number:03}" / "env.json"
-        env.parent.mkdir(parents=True)
-        env.write_text(json.dumps({"created": f"{number:03}", "plan": section if number < 2 else {}}))
-        os.utime(env, ns=(number, number))
-    assert [one.run for one in find_observations(tmp_path, job="job", key="k")] == ["job/001"]
 
 
 # Evaluation and resume on several ranks

@@ -157,4 +157,4 @@ def test_layers_are_recomputed_with_the_types_of_their_forward_pass_on_a_gpu(cac
         predictor.predict(Setting("cuda", "fp16", False, recompute, 8, accumulates=False))
         for recompute in (False, True)
     )
-    assert recomputed.refused == "" and recomputed.flops > kept.flops
+    assert recomputed.refused == "" and recomputed.activations <= kept.activations

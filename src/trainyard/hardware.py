@@ -24,66 +24,34 @@ class GpuType:
     memory_gib: float
 
 
-@dataclass(frozen=True)
-class Gpu(GpuType):
-    """One GPU model as its vendor specifies it: dense peaks at boost clock, never with structured sparsity.
-
-    Upper bounds for planning, not promises: `torch.cuda.mem_get_info()` returns the memory that is really free.
-    """
-
-    bandwidth_gb_s: float
-    fp32_tflop_s: float  # without TF32
-    tf32_tflop_s: float | None
-    fp16_tflop_s: float  # products of fp16 summed in fp32, except on P100, which has no tensor cores
-    bf16_tflop_s: float | None
-    fp64_tflop_s: float  # without tensor cores
-    hardware_jpeg: bool  # has a hardware JPEG decoder, which DALI's "mixed" backend uses
-    source: str
-
-
-_P100 = "Tesla P100 whitepaper WP-08019-001, P100 PCIe datasheet. fp16 is vector arithmetic: no tensor cores."
-_TU102 = (
-    "Turing whitepaper WP-09183-001, reference clocks (Founders Edition: 14.2 fp32, 56.9 fp16). "
-    "fp64 from memory of the datasheet: 1/32 of fp32."
-)
-_A5000 = (
-    "RTX A5000 datasheet, which states tensor figures with sparsity; fp16, bf16, TF32 are computed: 64 SM x 4 "
-    "tensor cores x 128 FMA x 2 x 1.695 GHz = 111, and half. fp64 from memory of the datasheet: 1/64 of fp32."
-)
-_A100 = "A100 datasheet, June 2021: https://www.nvidia.com/en-us/data-center/a100/"
-_H100 = "H100 datasheet, tensor figures without sparsity: https://www.nvidia.com/en-us/data-center/h100/"
-_H100P = _H100 + " (PCIe column, since replaced by H100 NVL: from memory, compared with a reseller's copy)"
-_H200 = "H200 datasheet, tensor figures without sparsity: https://www.nvidia.com/en-us/data-center/h200/"
-
 # fmt: off
-GPUS: tuple[Gpu, ...] = (
-    #   key             name                    sm  GiB    GB/s  fp32  TF32  fp16  bf16  fp64  JPEG   source
-    Gpu("p100-12-pcie", "Tesla P100-PCIE-12GB", 60, 12,    549,  9.3,  None, 18.7, None, 4.7,  False, _P100),
-    Gpu("p100-16-pcie", "Tesla P100-PCIE-16GB", 60, 16,    732,  9.3,  None, 18.7, None, 4.7,  False, _P100),
-    Gpu("p100-16-sxm",  "Tesla P100-SXM2-16GB", 60, 16,    732,  10.6, None, 21.2, None, 5.3,  False, _P100),
-    Gpu("2080ti",       "GeForce RTX 2080 Ti",  75, 11,    616,  13.4, None, 53.8, None, 0.42, False, _TU102),
-    Gpu("a5000",        "RTX A5000",            86, 24,    768,  27.8, 55.5, 111,  111,  0.43, False, _A5000),
-    Gpu("a100-40-pcie", "A100-PCIE-40GB",       80, 40,    1555, 19.5, 156,  312,  312,  9.7,  True,  _A100),
-    Gpu("a100-40-sxm",  "A100-SXM4-40GB",       80, 40,    1555, 19.5, 156,  312,  312,  9.7,  True,  _A100),
-    Gpu("a100-80-pcie", "A100 80GB PCIe",       80, 80,    1935, 19.5, 156,  312,  312,  9.7,  True,  _A100),
-    Gpu("a100-80-sxm",  "A100-SXM4-80GB",       80, 80,    2039, 19.5, 156,  312,  312,  9.7,  True,  _A100),
-    Gpu("h100-pcie",    "H100 PCIe",            90, 80,    2000, 51,   378,  756,  756,  26,   True,  _H100P),
-    Gpu("h100-sxm",     "H100 80GB HBM3",       90, 80,    3350, 67,   495,  989,  989,  34,   True,  _H100),
-    Gpu("h200",         "H200",                 90, 140.4, 4800, 67,   495,  989,  989,  34,   True,  _H200),
+GPUS: tuple[GpuType, ...] = (  # compute capability and nominal memory, as in NVIDIA's datasheets
+    GpuType("p100-12-pcie", "Tesla P100-PCIE-12GB", 60,  12),
+    GpuType("p100-16-pcie", "Tesla P100-PCIE-16GB", 60,  16),
+    GpuType("p100-16-sxm",  "Tesla P100-SXM2-16GB", 60,  16),
+    GpuType("2080ti",       "GeForce RTX 2080 Ti",  75,  11),
+    GpuType("a5000",        "RTX A5000",            86,  24),
+    GpuType("a100-40-pcie", "A100-PCIE-40GB",       80,  40),
+    GpuType("a100-40-sxm",  "A100-SXM4-40GB",       80,  40),
+    GpuType("a100-80-pcie", "A100 80GB PCIe",       80,  80),
+    GpuType("a100-80-sxm",  "A100-SXM4-80GB",       80,  80),
+    GpuType("h100-pcie",    "H100 PCIe",            90,  80),
+    GpuType("h100-sxm",     "H100 80GB HBM3",       90,  80),
+    GpuType("h200",         "H200",                 90,  140.4),
 )
 
 GPU_TYPES: tuple[GpuType, ...] = (
     *GPUS,
-    # Cards of which nobody has looked up or measured the peaks.
-    GpuType("v100-16-pcie", "Tesla V100-PCIE-16GB", 70, 16),
-    GpuType("v100-32-pcie", "Tesla V100-PCIE-32GB", 70, 32),
-    GpuType("v100-16-sxm",  "Tesla V100-SXM2-16GB", 70, 16),
-    GpuType("v100-32-sxm",  "Tesla V100-SXM2-32GB", 70, 32),
-    GpuType("t4",           "Tesla T4",             75, 16),
-    GpuType("3090",         "GeForce RTX 3090",     86, 24),
-    GpuType("a6000",        "RTX A6000",            86, 48),
-    GpuType("4090",         "GeForce RTX 4090",     89, 24),
-    GpuType("l40s",         "L40S",                 89, 48),
+    # Other cards that cluster files may name.
+    GpuType("v100-16-pcie", "Tesla V100-PCIE-16GB", 70,  16),
+    GpuType("v100-32-pcie", "Tesla V100-PCIE-32GB", 70,  32),
+    GpuType("v100-16-sxm",  "Tesla V100-SXM2-16GB", 70,  16),
+    GpuType("v100-32-sxm",  "Tesla V100-SXM2-32GB", 70,  32),
+    GpuType("t4",           "Tesla T4",             75,  16),
+    GpuType("3090",         "GeForce RTX 3090",     86,  24),
+    GpuType("a6000",        "RTX A6000",            86,  48),
+    GpuType("4090",         "GeForce RTX 4090",     89,  24),
+    GpuType("l40s",         "L40S",                 89,  48),
     GpuType("b200",         "B200",                 100, 180),
 )
 # fmt: on

@@ -19,7 +19,7 @@ from trainyard.launch.predecessor import Predecessor
 from trainyard.launch.resources import Plan
 from trainyard.runs.families import remember_families
 from trainyard.runs.folder import CONFIG, resolve_run, update_env
-from trainyard.runs.observations import keep_key
+from trainyard.runs.observations import record_plan_key
 from trainyard.settings import TrainConfig
 
 
@@ -115,6 +115,7 @@ def record_choices(
 ) -> None:
     """Record in a new run what was chosen before it was submitted; its attempts add what they choose on the node."""
     remember_families(run, families)
+    record_plan_key(run, compute_key(make_paths_absolute((plan or data).config), families.folder))
     choices = {"data_root": (data.value, data.reason)}
     if plan is not None:
         choices["gpu_type"] = (plan.hw, plan.why_hw)
@@ -156,7 +157,6 @@ def settle_elements(
             with limit_writers():
                 configs.freeze(plan.config, run / CONFIG)
         record_choices(run, data, families, plan, memory=check_memory(plan))
-        keep_key(run, compute_key(plan.config, families.folder))
         settled.append(plan.config)
     return settled
 

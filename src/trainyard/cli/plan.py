@@ -11,10 +11,11 @@ from pathlib import Path
 from trainyard import config as configs
 from trainyard.cli.choices import add_synthetic_option, compose_job
 from trainyard.cli.dry import count_steps_per_epoch
-from trainyard.cli.plan_screen import CPU, Known, describe_plan
+from trainyard.cli.plan_screen import CPU, PlanInputs, describe_plan, format_submit_command, list_changes
 from trainyard.cli.plan_table import tabulate_presets
 from trainyard.cli.verb import Verbs, add_verb, find_project_folder
 from trainyard.cluster import description as clusters
+from trainyard.duration import Duration
 from trainyard.errors import UserError
 from trainyard.families import format_families
 from trainyard.hardware import GpuType, get_gpu
@@ -23,17 +24,14 @@ from trainyard.launch.memory_prediction import (
     MISFIT,
     CannotPredict,
     NotPredicted,
-    Predict,
     Split,
+    Store,
     choose_split,
     complete_store,
-    compute_key,
     open_store,
     rate_stated,
 )
-from trainyard.launch.observed import correct, describe_origin
 from trainyard.launch.resources import Plan
-from trainyard.runs.observations import Observation, find_observations
 from trainyard.settings import TrainConfig
 from trainyard.text import suggest_nearest
 
@@ -74,28 +72,20 @@ def _plan(args: argparse.Namespace) -> int:
         environ=os.environ,
         announce=lambda: print(f"{config.job}: predicting its memory on these cards, once ...", file=sys.stderr),
     )
-    print("\n".join(describe_plan(config, cards, store, _collect(config, args), gpus=args.gpus)))
+    print("\n".join(describe_plan(config, cards, store, _collect_inputs(config, args), gpus=args.gpus)))
     return 0
 
 
-def _collect(config: TrainConfig, args: argparse.Namespace) -> Known:
-    """Return what is known of a job besides the predictions of its memory."""
+def _collect_inputs(config: TrainConfig, args: argparse.Namespace) -> PlanInputs:
     from trainyard.data.index import read_index
 
-    observations = _list_observations(config, args)
-    steps, size = count_steps_per_epoch(config, args.jobs), None
-    if steps is not None:
-        size = sum(shard.size_bytes for shard in read_index(Path(config.data.path)).shards)
-    elif observations:
-        steps = observations[0].steps_per_epoch
     words = [args.job, *args.overrides, *(["--synthetic"] if args.synthetic else [])]
-    words += ["--gpus", str(args.gpus)] if args.gpus > 1 else []
     words += ["--cluster", args.cluster] if args.cluster else []
-    return Known(observations, steps, size, find_project_folder("benchmarks"), words)
-
-
-def _list_observations(config: TrainConfig, args: argparse.Namespace) -> list[Observation]:
-    return list(find_observations(args.runs, job=config.job, key=compute_key(config, args.jobs)))
+    steps_per_epoch, length = count_steps_per_epoch(config, args.jobs), Duration.parse(config.max_duration)
+    if steps_per_epoch is None:
+        return PlanInputs(words, steps=int(length.value) if length.unit == "st" else None)
+    data_bytes = sum(shard.size_bytes for shard in read_index(Path(config.data.path)).shards)
+    return PlanInputs(words, data_bytes, None if length.unit == "min" else length.to_steps(steps_per_epoch))
 
 
 def _tabulate(args: argparse.Namespace, cluster: clusters.Cluster | None, cards: dict[str, GpuType]) -> Iterator[str]:
@@ -169,11 +159,9 @@ def check_target(
     if args.no_plan:
         return "not checked", "--no-plan"
     card, gpus = target.card, target.gpus
-    observations = _list_observations(config, args)
     store = open_store(config, args.jobs, os.environ)
-    predict = correct(store.read, observations, card, gpus=gpus)
     try:
-        split = rate_stated(config, card, gpus=gpus, predict=predict)
+        split = rate_stated(config, card, gpus=gpus, predict=store.read)
     except NotPredicted:
         if args.dry:
             line = _format_plan_command(target, config, args)
@@ -192,23 +180,22 @@ def check_target(
             )
         except CannotPredict as error:  # a login node may lack memory or libraries that the nodes have
             return "not checked", str(error)
-        predict = correct(store.read, observations, card, gpus=gpus)
-        split = rate_stated(config, card, gpus=gpus, predict=predict)
+        split = rate_stated(config, card, gpus=gpus, predict=store.read)
     if split.step.refused:
         return "not predicted", split.step.refused
     if split.verdict == MISFIT:
-        fitting = _find_fitting(target, config, predict) if may_change else None
+        fitting = _find_fitting(target, config, store) if may_change else None
         raise UserError(_explain_misfit(target, config, split, fitting, args, typed))
     return f"{split.step.peak_gib:.2f} GiB", (
-        f"and {split.step.reserve_gib:.1f} in reserve, of {split.has_gib:.1f}: {split.verdict}; "
-        f"{describe_origin(split.step)}"
+        f"and {split.step.reserve_gib:.1f} in reserve, of {split.has_gib:.1f}: {split.verdict}; estimated, never "
+        "observed on this card"
     )
 
 
-def _find_fitting(target: Target, config: TrainConfig, predict: Predict) -> Split | None:
+def _find_fitting(target: Target, config: TrainConfig, store: Store) -> Split | None:
     """Return how the job fits on this card, if that is stored."""
     try:
-        split = choose_split(config, target.card, gpus=target.gpus, predict=predict)
+        split = choose_split(config, target.card, gpus=target.gpus, predict=store.read)
     except NotPredicted:
         return None
     return split if split.verdict == FITS else None
@@ -224,31 +211,19 @@ def _explain_misfit(
 ) -> str:
     """Say how much is missing, and which line computes the same in less memory, if one does."""
     if fitting is not None:
-        changes = [f"micro_batch_size={fitting.setting.micro_batch}"]
-        if fitting.setting.recompute and not split.setting.recompute:
-            changes.append("gradient_checkpointing=true")
-        advice = f"This computes the same and fits: {_format_submit_command(config.job, typed, changes)}"
+        changes = list_changes(config, fitting, gpus=target.gpus)
+        advice = f"This computes the same and fits: {format_submit_command(config.job, typed, changes)}"
     else:
         advice = (
             f"What fits on which card: {_format_plan_command(target, config, args, every_card=True)}. To try it "
-            f"all the same: {_format_submit_command(config.job, typed, ['--no-plan'])}"
+            f"all the same: {format_submit_command(config.job, typed, ['--no-plan'])}"
         )
     name = f"HW={target.hw}" if target.cluster else target.card.name
     return (
         f"{name}: a step of {config.job} with micro-batches of {split.setting.micro_batch} takes "
-        f"{split.step.peak_gib:.1f} GiB for tensors alone ({describe_origin(split.step)}), but a process has "
+        f"{split.step.peak_gib:.1f} GiB for tensors alone (estimated, never observed on this card), but a process has "
         f"{split.has_gib:.1f} GiB there. {advice}"
     )
-
-
-def _format_submit_command(job: str, typed: Sequence[str], changes: Sequence[str]) -> str:
-    """Return the command with these options after the job, instead of those of the same names, and flags at the end."""
-    names = {word.partition("=")[0] for word in changes}
-    kept = [word for word in typed if word.partition("=")[0] not in names]
-    flags = [word for word in changes if word.startswith("--")]
-    options = [word for word in changes if word not in flags]
-    place = kept.index(job) + 1 if options else 0
-    return shlex.join(["trainyard", *kept[:place], *options, *kept[place:], *flags])
 
 
 def _format_plan_command(

@@ -2,12 +2,12 @@
 
 import argparse
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 
 from trainyard import config as configs
 from trainyard.cli.choices import compose_job
+from trainyard.cli.plan_screen import CPU, fit_card
 from trainyard.cluster import description as clusters
-from trainyard.errors import UserError
 from trainyard.families import list_roots
 from trainyard.hardware import GpuType
 from trainyard.launch.memory_prediction import (
@@ -16,85 +16,58 @@ from trainyard.launch.memory_prediction import (
     CannotPredict,
     NotPredicted,
     Predict,
-    choose_split,
     complete_store,
     find_cache,
-    open_store,
 )
 from trainyard.settings import TrainConfig
 
+_HEADER = ["preset", "global batch", "learning rate", "seed"]
+
 
 def tabulate_presets(
-    args: argparse.Namespace, cluster: clusters.Cluster | None, cards: dict[str, GpuType]
+    args: argparse.Namespace, cluster: clusters.Cluster | None, cards: Mapping[str, GpuType]
 ) -> Iterator[str]:
-    """Yield the lines of the table, in Markdown, after what was never predicted is: minutes for all presets.
+    """Yield the lines of the table, in Markdown; first predict what is not stored: minutes for all presets.
 
     Args:
         args: of the command, with overrides that hold for each preset. With --stored, nothing is predicted.
     """
     from tqdm import tqdm  # here, because submit loads this file and must respond quickly
 
-    rows, notes, where = [], Notes(), str(find_cache(os.environ))
+    rows: list[list[str]] = []
+    notes: dict[str, int] = {}
     roots = [args.jobs] if args.typed_jobs else list_roots()
     presets = {job: root for root in reversed(roots) for job in configs.find_jobs(root)}  # the first root has priority
     for job in tqdm(sorted(presets), unit="preset", leave=False, disable=True if args.stored else None):
         jobs = presets[job]
         config = compose_job(argparse.Namespace(**{**vars(args), "job": job, "jobs": jobs}), cluster).config
+        wanted = [] if args.stored else [card for card in cards.values() if card is not CPU]
         try:
-            store = open_store(config, jobs, os.environ)
-            if not args.stored:
-                store = complete_store(
-                    config,
-                    jobs,
-                    list(cards.values()),
-                    gpus=args.gpus,
-                    environ=os.environ,
-                    announce=lambda: None,  # the bar says it
-                )
+            predict = complete_store(config, jobs, wanted, gpus=args.gpus, environ=os.environ, announce=None).read
         except CannotPredict as error:
-            cells = [notes.refer(str(error).replace(where, "CACHE"))] * len(cards)
-            rows.append([*_describe_training(config), *cells])
+            reason = str(error).replace(str(find_cache(os.environ)), "CACHE")
+            rows.append([*_describe_training(config), *[_refer(reason, notes)] * len(cards)])
             continue
-        rows.append(describe_preset(config, list(cards.values()), gpus=args.gpus, predict=store.read, notes=notes))
-    header = ["preset", "global batch", "learning rate", "seed", *cards]
+        rows.append(describe_preset(config, cards, gpus=args.gpus, predict=predict, notes=notes))
+    header = [*_HEADER, *cards]
     yield from (f"| {' | '.join(cells)} |" for cells in [header, ["---"] * len(header), *rows])
     yield ""
     yield (
         f"A cell: micro-batch x accumulation steps on each of {args.gpus} GPU{'s' * (args.gpus > 1)}, where that fits. "
-        "Global batch, peak learning rate, and seed, and so the order of samples, are the same on each card. "
-        "*recomputed*: with `gradient_checkpointing=true`, because memory binds."
+        "*recomputed*: with `gradient_checkpointing=true`, because memory binds. Estimated, never observed on these "
+        "cards. More of one preset: `trainyard plan JOB`."
     )
-    yield ""
-    yield from notes.list_lines()
-    yield (
-        "Estimated, never observed: no number here comes from a run on these cards. What is assumed, and what runs "
-        "observed: `trainyard plan JOB`."
-    )
-
-
-class Notes:
-    """Reasons that cells refer to by number, because they are too long for a table."""
-
-    def __init__(self) -> None:
-        self._numbers: dict[str, int] = {}
-
-    def refer(self, reason: str) -> str:
-        """Return what a cell says for this reason."""
-        return f"no [{self._numbers.setdefault(reason, len(self._numbers) + 1)}]"
-
-    def list_lines(self) -> Iterator[str]:
-        """Yield the reasons as a list in Markdown, if there are any."""
-        for reason, number in self._numbers.items():
-            yield f"{number}. {reason}"
-        if self._numbers:
-            yield ""
+    yield from (f"{'' if number > 1 else chr(10)}{number}. {reason}" for reason, number in notes.items())
 
 
 def describe_preset(
-    config: TrainConfig, cards: Sequence[GpuType], *, gpus: int, predict: Predict, notes: Notes
+    config: TrainConfig, cards: Mapping[str, GpuType], *, gpus: int, predict: Predict, notes: dict[str, int]
 ) -> list[str]:
-    """Return the row of one preset."""
-    return [*_describe_training(config), *(_describe_split(config, card, gpus, predict, notes) for card in cards)]
+    """Return the row of one preset; reasons that are too long for a cell are numbered in `notes`."""
+    return [
+        *_describe_training(config),
+        *(_describe_fit(config, card, gpus, predict, notes) for card in cards.values()),
+    ]
 
 
 def _describe_training(config: TrainConfig) -> list[str]:
@@ -102,16 +75,18 @@ def _describe_training(config: TrainConfig) -> list[str]:
     return [config.job, str(config.global_batch_size), f"{config.optimizer.lr:g}", str(config.seed)]
 
 
-def _describe_split(config: TrainConfig, card: GpuType, gpus: int, predict: Predict, notes: Notes) -> str:
+def _describe_fit(config: TrainConfig, card: GpuType, gpus: int, predict: Predict, notes: dict[str, int]) -> str:
     try:
-        split = choose_split(config, card, gpus=gpus, predict=predict)
+        fit = fit_card(config, card, gpus=gpus, predict=predict)
     except NotPredicted:
         return "not predicted"
-    except UserError as error:
-        return notes.refer(str(error).partition(". ")[0].removesuffix(".") + ".")
-    if split.step.refused:
-        return notes.refer(split.step.refused)
-    if split.verdict == MISFIT:
+    if isinstance(fit, str) or fit.step.refused:
+        return _refer(fit if isinstance(fit, str) else fit.step.refused, notes)
+    if fit.verdict == MISFIT:
         return MISFIT
-    note = " recomputed" * (split.setting.recompute and not config.gradient_checkpointing)
-    return f"{split.setting.micro_batch} x {split.accumulation_steps}{note}{f', {TIGHT}' * (split.verdict == TIGHT)}"
+    note = " recomputed" * (fit.setting.recompute and not config.gradient_checkpointing)
+    return f"{fit.setting.micro_batch} x {fit.accumulation_steps}{note}{f', {TIGHT}' * (fit.verdict == TIGHT)}"
+
+
+def _refer(reason: str, notes: dict[str, int]) -> str:
+    return f"no [{notes.setdefault(reason, len(notes) + 1)}]"

@@ -32,14 +32,12 @@ from trainyard.errors import UserError
 from trainyard.hardware import choose_sync_batchnorm, find_gpu_by_name
 from trainyard.launch import submit
 from trainyard.launch.choose_data import DataChoice, require_data
-from trainyard.launch.memory_prediction import compute_key
 from trainyard.launch.packing import PackingChoice, choose_packing
 from trainyard.launch.predecessor import Predecessor, find_predecessor
 from trainyard.launch.resources import Code, Plan, ResourceRequest
 from trainyard.runs import folder as runs
 from trainyard.runs.create import create_run
 from trainyard.runs.history import read_run
-from trainyard.runs.observations import keep_key
 from trainyard.runs.submission import read_submission
 from trainyard.settings import TrainConfig
 from trainyard.train.trackers import require_trackers
@@ -150,7 +148,6 @@ def _submit_run(request: _Request, after: Predecessor | None) -> tuple[Path, str
     run = create_run(root, plan.config, name=args.name, environ=os.environ, group=group)
     try:
         record_choices(run, request.data, configs.Root(args.jobs, args.why_jobs), plan, packing, request.memory)
-        keep_key(run, compute_key(plan.config, args.jobs))  # of this machine's torch, which later plans ask for
         code = submit.snapshot_code(args.jobs, run / "code")
         (job,) = submit.submit(plan, [run], folder=run / "slurm", code=code, packing=packing.plan, after=after)
     except BaseException:

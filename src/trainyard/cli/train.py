@@ -13,7 +13,7 @@ from loguru import logger
 
 from trainyard import config as configs
 from trainyard.cli import cluster, dry, submission
-from trainyard.cli.choices import add_synthetic_option, find_start, make_paths_absolute, record_choices
+from trainyard.cli.choices import add_synthetic_option, find_start, record_choices
 from trainyard.cli.extension import LENGTH, Extension, plan_extension, record_extension
 from trainyard.cli.verb import Verbs, add_dry_option, add_trust_option, add_verb
 from trainyard.errors import UserError
@@ -21,13 +21,11 @@ from trainyard.families import format_families
 from trainyard.files import limit_writers
 from trainyard.hardware import choose_sync_batchnorm, show_own_mig_slice
 from trainyard.launch.choose_data import DataChoice, choose_data, refuse_no_data
-from trainyard.launch.memory_prediction import compute_key
 from trainyard.runs import changes
 from trainyard.runs import folder as runs
 from trainyard.runs.create import create_run
 from trainyard.runs.history import read_run
 from trainyard.runs.lock import RunLock, release
-from trainyard.runs.observations import keep_key
 from trainyard.runs.state import Cause, ExitCode
 from trainyard.runs.submission import read_submission
 from trainyard.settings import TrainConfig
@@ -84,8 +82,6 @@ def _run(args: argparse.Namespace) -> int:
     else:
         run = create_run(args.runs, config, name=args.name, environ=os.environ)
         record_choices(run, data, configs.Root(args.jobs, args.why_jobs))
-        # of the config before packing, which `trainyard plan` has
-        keep_key(run, compute_key(make_paths_absolute(data.config), args.jobs))
         try:
             return _train(run, args, count)
         finally:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from trainyard.config import freeze, list_kept_options
+from trainyard.duration import Duration
 from trainyard.environment import THIS_CODE
 from trainyard.errors import UserError
 from trainyard.files import parse_json, read_file, write_json
@@ -54,7 +55,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class StepPrediction:
-    """Bytes, as `train.step_memory.StepMemory` describes them, and operations; or why there can be no such step."""
+    """Bytes, as `train.step_memory.StepMemory` describes them; or why there can be no such step."""
 
     parameters: int = 0
     buffers: int = 0
@@ -63,19 +64,22 @@ class StepPrediction:
     batch: int = 0
     gradients: int = 0
     activations: int = 0
-    flops: int = 0
     refused: str = ""
 
     @property
     def peak_gib(self) -> float:
         """Return the most that is alive at once, with the micro-batch that the loader copies to a GPU in advance."""
-        fixed = self.parameters + self.buffers + self.optimizer + self.averages
-        return (fixed + 2 * self.batch + self.activations) / _GIB
+        return (self.checkpoint_bytes + 2 * self.batch + self.activations) / _GIB
 
     @property
     def reserve_gib(self) -> float:
         """Return what a process takes besides tensors."""
         return CONTEXT_GIB + FRAGMENTS_SHARE * self.peak_gib
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Return the size of a checkpoint: everything that stays from step to step."""
+        return self.parameters + self.buffers + self.optimizer + self.averages
 
 
 @dataclass(frozen=True)
@@ -105,6 +109,18 @@ class CannotPredict(UserError):
 def compute_usable_gib(card: GpuType) -> float:
     """Return how much of a card's memory a process can have at least."""
     return card.memory_gib * (1 - DRIVER_SHARE)
+
+
+def count_disk_bytes(step: StepPrediction, config: TrainConfig, steps: int | None) -> int:
+    """Return the most that a run's checkpoints take: the newest ones, the best, and those of checkpoint.keep_every.
+
+    Args:
+        steps: of the run; None, unknown: checkpoints that are kept once in a number of steps are not counted.
+    """
+    settings = config.checkpoint
+    interval = Duration.parse(settings.keep_every) if settings.keep_every else None
+    permanent = steps // int(interval.value) if interval is not None and interval.unit == "st" and steps else 0
+    return step.checkpoint_bytes * (settings.keep_last + 1 + permanent)
 
 
 def choose_split(
@@ -342,7 +358,7 @@ def complete_store(
     *,
     gpus: int,
     environ: Mapping[str, str],
-    announce: Callable[[], None],
+    announce: Callable[[], None] | None,
 ) -> Store:
     """Return a store with all that splitting this job on these cards needs; what it lacks is predicted now.
 
@@ -356,7 +372,8 @@ def complete_store(
     missing = [card for card in cards if not _has_split(config, card, gpus, store)]
     if not missing:
         return store
-    announce()
+    if announce is not None:
+        announce()
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "config.yaml"
         freeze(config, file)

@@ -32,7 +32,7 @@ from trainyard.runs.events import STARTS, read_events
 from trainyard.runs.folder import ENV_FILE, read_env, update_env
 from trainyard.runs.history import read_object
 from trainyard.runs.lock import RunLock
-from trainyard.runs.memory_limits import learn_from_errors, read_limit
+from trainyard.runs.observations import learn_from_errors, read_limit
 from trainyard.settings import TrainConfig
 from trainyard.train.world import World, read_attempt_id
 

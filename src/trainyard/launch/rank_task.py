@@ -25,14 +25,13 @@ from trainyard.hardware import (
     set_openmp_wait_policy,
     show_own_mig_slice,
 )
-from trainyard.launch.memory_prediction import compute_key
-from trainyard.launch.observed import record_observation, record_prediction
+from trainyard.launch.memory_prediction import Setting, count_disk_bytes, read_store
 from trainyard.launch.rank_choices import Choice, build_context, record_choices
 from trainyard.launch.ranks import train_on_ranks
 from trainyard.runs.changes import refuse_changes
 from trainyard.runs.folder import CONFIG, read_env, record_error
 from trainyard.runs.lock import RunLock
-from trainyard.runs.observations import keep_key
+from trainyard.runs.observations import Usage, read_plan_key, record_prediction, record_usage
 from trainyard.runs.state import ExitCode, choose_exit_code
 from trainyard.settings import TrainConfig
 from trainyard.train.world import World, read_attempt_id, read_world
@@ -42,6 +41,7 @@ if TYPE_CHECKING:
 
     from trainyard.data.stage import Staged
     from trainyard.train.heartbeat import Heartbeat
+    from trainyard.train.run_context import RunContext
     from trainyard.train.stop import RuntimeLimit, StopFlag
     from trainyard.train.watchdog import Watchdog
 
@@ -204,6 +204,7 @@ def _train(
     started: float,
 ) -> int:
     from trainyard.train import distributed
+    from trainyard.train.meters import read_peak_memory_gib
     from trainyard.train.stop import EXIT_CODES, RuntimeLimit
     from trainyard.train.trainer import fit
 
@@ -222,15 +223,37 @@ def _train(
         if staged.is_new:
             notes.write_progress()
         context = build_context(run, config, staged, jobs_dir, world, heartbeat, lock, environ)
-        record_prediction(context, os.environ)
+        if world.is_main:
+            record_prediction(run, _read_prediction(context))
         code = EXIT_CODES[fit(context, stop=stop, limit=limit)]
-        record_observation(context)
+        if world.is_main:
+            on_gpu = context.device.type == "cuda"
+            record_usage(run, memory_gib=read_peak_memory_gib(context.device) if on_gpu else None)
     except BaseException as error:
         if not isinstance(error, OutOfDeviceMemory):  # else the process ends at once, or is alone
             distributed.leave()
         raise
     distributed.leave()
     return code
+
+
+def _read_prediction(context: "RunContext") -> Usage | None:
+    """Return what the stored plan of this run predicts; None if there is none for these ranks in this precision."""
+    from trainyard.train.run_context import compute_total_steps
+
+    config, ranks = context.config, context.world.world_size
+    setting = Setting(
+        device=context.device.type,
+        dtype=context.precision.dtype,
+        channels_last=context.precision.channels_last,
+        recompute=config.gradient_checkpointing,
+        micro_batch=context.micro_batch_size,
+        accumulates=context.micro_batch_size < -(-config.global_batch_size // ranks) or ranks > 1,
+    )
+    step = read_store(config.job, read_plan_key(context.run), os.environ).steps.get(setting)
+    if step is None or step.refused:
+        return None
+    return Usage(step.peak_gib, count_disk_bytes(step, config, compute_total_steps(config, len(context.orders(0)))))
 
 
 def _pack(
@@ -287,7 +310,6 @@ def _prepare_data(
     config = thaw(run / CONFIG, jobs_dir)
     watchdog.set_limit(config.hang_minutes)
     if world.is_main:
-        keep_key(run, compute_key(config, jobs_dir))
         if config.data.path and not Path(config.data.path).exists():
             source = read_env(run).get("choices", {}).get("data_root", {}).get("value", "")
             config = restore_source(config, source, jobs_dir)

@@ -11,7 +11,6 @@ from trainyard.report.figures import Plot
 from trainyard.report.headline import find_headline, render_headline
 from trainyard.report.html import render_gallery, render_page, render_section, render_table
 from trainyard.report.metric_values import ABSENT, format_alike, format_metric, format_value
-from trainyard.report.plan_table import list_plan, render_plan
 from trainyard.report.run_plots import draw_plots, read_figures
 from trainyard.report.run_story import RunStory, compute_time_shares, describe_ending, list_all_metric_names
 from trainyard.runs.evaluations import SAMPLES, Evaluation, read_evaluations
@@ -21,8 +20,9 @@ from trainyard.runs.events import (
     STARTS,
     flatten,
 )
+from trainyard.runs.observations import read_usage
 from trainyard.scoring import explain_missing_intervals
-from trainyard.text import format_duration
+from trainyard.text import format_duration, format_size
 
 
 def format_summary(run: Path, *, next_commands: Sequence[str] = ()) -> str:
@@ -50,7 +50,8 @@ def format_summary(run: Path, *, next_commands: Sequence[str] = ()) -> str:
     if best and headline.metric and f"on {best[1]['split']}," not in headline.place:
         name, line = best
         rows.append(("best", [f"{name} {format_metric(line, name)} on {line['split']} at step {line['step']:,}"]))
-    rows += [("" if i else "plan", [text]) for i, text in enumerate(list_plan(story.env))]
+    for i, (name, predicted, observed) in enumerate(_list_usage(story)):
+        rows.append(("" if i else "plan", [name, f"predicted {predicted}", f"observed {observed}"]))
     rows.append(("report", [str(page) if page.exists() else "not written"]))
     rows += [("" if i else "changed", [change]) for i, change in enumerate(story.changes)]
     rows += [("" if i else "next:", [command]) for i, command in enumerate(next_commands)]
@@ -92,6 +93,20 @@ def _collect_facts(story: RunStory) -> list[tuple[str, str]]:
     ]
 
 
+def _list_usage(story: RunStory) -> list[tuple[str, str, str]]:
+    """Return name, predicted and observed value of what the stored plan predicted; nothing if none was stored."""
+    if (usages := read_usage(story.env)) is None:
+        return []
+    memory = [ABSENT if usage.memory_gib is None else f"{usage.memory_gib:.2f} GiB" for usage in usages]
+    disk = [format_size(usage.disk_bytes) for usage in usages]
+    return [("GPU memory, peak", memory[0], memory[1]), ("disk, checkpoints", disk[0], disk[1])]
+
+
+def _render_usage(story: RunStory) -> str:
+    rows = _list_usage(story)
+    return render_table(["", "predicted by the stored plan", "observed"], rows) if rows else ""
+
+
 _MAX_EVENTS = 200
 
 
@@ -123,7 +138,7 @@ def write_report(run: Path) -> Path:
         render_section("Results", _render_results(story), _render_constants(story), _render_evaluations(story)),
         render_section("Labelled folders", render_evaluations(evaluations), optional=True),
         render_section("Time", _render_facts(story), render_gallery(plots.speed), _render_time_table(story)),
-        render_section("Predicted and observed", render_plan(story.env), optional=True),
+        render_section("Predicted and observed", _render_usage(story), optional=True),
         render_section("Next steps", f"<pre>{html.escape(chr(10).join(_list_next_commands(story)))}</pre>"),
         render_section("Attempts and events", _render_attempts(story), _render_events(story)),
         render_section("Automatic choices", _render_choices(story)),

@@ -1,179 +1,109 @@
-"""What a run was predicted to take, and what it took: a section of its env.json, which later plans read."""
+"""Memory and disk of a run: what the stored plan predicted, what it took, and batch sizes that it had to lower."""
 
-import heapq
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
-from itertools import islice
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from trainyard.errors import UserError
 from trainyard.files import limit_writers
-from trainyard.runs.events import METRICS_FILE, STARTS, read_events, read_lines_backwards
-from trainyard.runs.folder import ENV_FILE, format_run_name, read_env, update_env
+from trainyard.runs.events import append_event
+from trainyard.runs.folder import read_env, update_env
+from trainyard.runs.history import RankError, read_errors
 
-SECTION = "plan"
-_MOST_RATES = 10_000  # training lines whose rates an observation is the median of: the newest
-_MOST_RUNS = 500  # of a job, that are searched for observations: those that changed last
+OUT_OF_MEMORY = "out_of_memory"
+"""The event of lowering a batch size."""
 
-
-@dataclass(frozen=True)
-class Place:
-    """What, besides the job's options and code, decides what a run takes."""
-
-    card: str  # key of a GPU type, as in hardware.GPU_TYPES, or "cpu"
-    gpus: int  # ranks of the whole run
-    setting: Mapping[str, Any]  # the fields of launch.memory_prediction.Setting
+_PLAN, _LIMITS = "plan", "memory_limits"  # sections of env.json
+_HANDLED = ".handled"
 
 
 @dataclass(frozen=True)
-class Amounts:
-    """What a run takes, as predicted or as observed; None: not known, and `reasons` says why."""
+class Usage:
+    """What a run takes, as predicted or as observed."""
 
-    memory_gib: float | None = None  # the most that torch's allocator gives out on a GPU
-    micro_batch_size: int | None = None
-    samples_per_s: float | None = None  # of all ranks together, in the steps
-    hours: float | None = None  # of the run, with evaluation and saving
-    disk_bytes: int | None = None  # of its checkpoints
-    reasons: Mapping[str, str] | None = None  # by the names above: where a number comes from, or why there is none
+    memory_gib: float | None  # the most that torch's allocator gives out on rank 0's GPU; None: unknown
+    disk_bytes: int  # of its checkpoints
 
 
-@dataclass(frozen=True)
-class Observation:
-    """What a run took at one place."""
-
-    run: str  # JOB/NAME
-    place: Place
-    steps: int
-    steps_per_epoch: int
-    checkpoint_bytes: int  # of one; 0: none was written
-    checkpoint_s: float
-    amounts: Amounts
-
-    @property
-    def step_s(self) -> float | None:
-        """Return the seconds of the run for each of its steps, with its share of evaluation and saving."""
-        hours = self.amounts.hours
-        return None if hours is None or not self.steps else hours * 3600 / self.steps
+def record_plan_key(run: Path, key: str) -> None:
+    """Record what the predictions of this run are stored under. For the run's owner only."""
+    with limit_writers():
+        update_env(run, _PLAN, {"key": key})
 
 
-def keep_key(run: Path, key: str) -> None:
-    """Record what a plan of this run is stored under, unless an earlier attempt has. For the run's owner only."""
-    if "key" not in read_env(run).get(SECTION, {}):
-        with limit_writers():
-            update_env(run, SECTION, {"key": key})
+def read_plan_key(run: Path) -> str:
+    """Return what `record_plan_key` recorded; "" if nothing."""
+    return str(read_env(run).get(_PLAN, {}).get("key", ""))
 
 
-def keep_prediction(run: Path, place: Place, predicted: Amounts) -> None:
-    """Record where an attempt runs, and what it is predicted to take. For the run's owner only."""
-    known = read_env(run).get(SECTION, {}).get("places", [])
-    name = f"{place.gpus} x {place.card}"
-    update_env(
-        run,
-        SECTION,
-        {
-            "places": known if name in known else [*known, name],
-            "place": asdict(place),
-            "predicted": asdict(predicted),
-        },
-    )
+def record_prediction(run: Path, predicted: Usage | None) -> None:
+    """Record what this attempt is predicted to take; None: no plan is stored. For the run's owner only."""
+    update_env(run, _PLAN, {"predicted": predicted and asdict(predicted)})
 
 
-def keep_observation(run: Path, *, memory_gib: float | None, steps_per_epoch: int) -> None:
-    """Record what a run took, from what it logged. For the run's owner only.
-
-    Args:
-        memory_gib: the most that torch's allocator gave out on rank 0's GPU; None on the CPU.
-    """
-    env = read_env(run)
-    section, events = env[SECTION], read_events(run)
-    saved = [event for event in events if event.get("event") == "checkpoint"]
-    started_at = next(event["step"] for event in reversed(events) if event.get("event") in STARTS)
-    steps, elapsed_s = events[-1]["step"], events[-1]["elapsed_s"]  # of the end
-    if steps <= started_at:
-        return  # this attempt trained nothing
-    newest = (line for line in read_lines_backwards(run / METRICS_FILE) if "samples_per_s" in line)
-    rates = [line["samples_per_s"] for line in islice(newest, _MOST_RATES)]
-    micro_batch = env["choices"]["micro_batch_size"]["value"]
-    place = section["place"]
-    if micro_batch < place["setting"]["micro_batch"]:  # halved since
-        place = {**place, "setting": {**place["setting"], "micro_batch": micro_batch, "accumulates": True}}
-    folder = run / "checkpoints"
-    reasons = {"memory_gib": "only a GPU's allocator says what it gave out" if memory_gib is None else "rank 0"}
-    if len(section["places"]) > 1:
-        reasons |= dict.fromkeys(("samples_per_s", "hours"), f"on {', then '.join(section['places'])}")
-    is_one_place = len(section["places"]) == 1
-    amounts = Amounts(
-        memory_gib=memory_gib,
-        micro_batch_size=micro_batch,
-        samples_per_s=_compute_median(rates[:-1] or rates) if rates and is_one_place else None,
-        hours=elapsed_s / 3600 if steps and is_one_place else None,
-        disk_bytes=sum(path.stat().st_size for path in folder.glob("*") if path.is_file()) if folder.is_dir() else 0,
-        reasons=reasons,
-    )
-    observed = {
-        "steps": steps,
-        "steps_per_epoch": steps_per_epoch,
-        "checkpoint_bytes": saved[-1]["bytes"] if saved else 0,
-        "checkpoint_s": saved[-1].get("write_s", saved[-1]["seconds"]) if saved else 0.0,
-        "amounts": asdict(amounts),
-    }
-    update_env(run, SECTION, {"place": place, "observed": observed})
+def record_usage(run: Path, *, memory_gib: float | None) -> None:
+    """Record what a run took. For the run's owner only."""
+    disk_bytes = sum(path.stat().st_size for path in run.glob("checkpoints/*") if path.is_file())
+    update_env(run, _PLAN, {"observed": asdict(Usage(memory_gib, disk_bytes))})
 
 
-def read_amounts(env: Mapping[str, Any]) -> tuple[Amounts, Amounts] | None:
-    """Return what env.json says was predicted and observed; None if the run has not ended, or is of an older version.
+def read_usage(env: Mapping[str, Any]) -> tuple[Usage, Usage] | None:
+    """Return what env.json says was predicted and observed; None without a prediction, or before the run has ended.
 
     Raises:
         UserError: the section is damaged.
     """
-    section = env.get(SECTION, {})
-    if "observed" not in section or "predicted" not in section:
-        return None
     try:
-        return _build_amounts(section["predicted"]), _build_amounts(section["observed"]["amounts"])
-    except (KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"env.json: its section '{SECTION}' is damaged: {error!r}. Restore it from a copy.") from None
+        predicted, observed = (env.get(_PLAN, {}).get(name) for name in ("predicted", "observed"))
+        return (Usage(**predicted), Usage(**observed)) if predicted and observed else None
+    except (TypeError, AttributeError) as error:
+        raise UserError(f"env.json: its section '{_PLAN}' is damaged: {error!r}. Restore it from a copy.") from None
 
 
-def find_observations(runs: Path, *, job: str, key: str) -> Iterator[Observation]:
-    """Yield what runs of a job took that were stored under this key, newest first.
+# Batch sizes that a run has lowered
 
-    Of many runs, only those are read whose env.json changed last. A run of which env.json is damaged, or not for us to
-    read, is left out: `trainyard why` says so.
+
+class Limit(NamedTuple):
+    """A batch size that a run may not exceed, and why."""
+
+    value: int
+    reason: str
+
+
+def read_limit(run: Path, option: str) -> Limit | None:
+    """Return the limit of `micro_batch_size` or `eval_batch_size`; None if nothing has lowered it."""
+    limit = read_env(run).get(_LIMITS, {}).get(option)
+    return None if limit is None else Limit(**limit)
+
+
+def record_limit(run: Path, option: str, limit: Limit) -> None:
+    """Record a limit, which all later attempts keep to. For the run's owner only."""
+    update_env(run, _LIMITS, {option: limit._asdict()})
+
+
+def learn_from_errors(run: Path) -> str:
+    """Lower the micro-batch as ranks asked for when their memory was not enough; return why, "" if none did.
+
+    Their errors become events: they ended an attempt, but are no fault of the run any more. For the run's owner only.
     """
-    changed: list[tuple[int, Path]] = []
-    for path in runs.glob(f"{job}/[!.]*/{ENV_FILE}"):
-        with suppress(OSError):
-            changed.append((path.stat().st_mtime_ns, path))
-    envs: list[tuple[str, Path, dict[str, Any]]] = []
-    for _, path in heapq.nlargest(_MOST_RUNS, changed):
-        with suppress(UserError, OSError):
-            if key in path.read_text(errors="replace"):  # most do not, and parsing takes longer
-                env = read_env(path.parent)
-                envs.append((str(env.get("created")), path.parent, env))
-    for _, run, record in sorted(envs, key=lambda entry: entry[0], reverse=True):
-        section = record.get(SECTION, {})
-        if isinstance(section, dict) and section.get("key") == key and "observed" in section:
-            observed = section["observed"]
-            yield Observation(
-                run=format_run_name(run),
-                place=Place(**section["place"]),
-                amounts=_build_amounts(observed["amounts"]),
-                **{name: observed[name] for name in ("steps", "steps_per_epoch", "checkpoint_bytes", "checkpoint_s")},
-            )
+    errors = read_errors(run)
+    asked = [error for error in errors if is_handled(error)]
+    if not asked:
+        return ""
+    smallest = min(asked, key=lambda error: int(error.fields["next_micro_batch_size"]))
+    before, size = smallest.fields.get("micro_batch_size"), int(smallest.fields["next_micro_batch_size"])
+    reason = f"halved from {before}: out of memory in the {smallest.fields.get('phase')}, {smallest.who}"
+    if (known := read_limit(run, "micro_batch_size")) is None or size < known.value:
+        record_limit(run, "micro_batch_size", Limit(size, reason))
+    append_event(run, {"event": OUT_OF_MEMORY, "micro_batch_size": size, "reason": reason, "message": smallest.summary})
+    attempts = {error.attempt for error in asked}
+    for error in errors:
+        if error.attempt in attempts:  # also what the other ranks said when they lost this one
+            error.path.rename(error.path.with_name(error.path.name + _HANDLED))
+    return reason
 
 
-def find_observation(observations: Sequence[Observation], place: Place) -> Observation | None:
-    """Return the newest observation at exactly this place: numbers of one card are never used for another."""
-    return next((found for found in observations if found.place == place), None)
-
-
-def _compute_median(rates: Sequence[float]) -> float:
-    ordered, middle = sorted(rates), len(rates) // 2
-    return ordered[middle] if len(rates) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
-
-
-def _build_amounts(content: Mapping[str, Any]) -> Amounts:
-    return Amounts(**{field.name: content[field.name] for field in fields(Amounts)})
+def is_handled(error: RankError) -> bool:
+    """Tell whether the next start of the run takes a smaller micro-batch because of this error."""
+    return isinstance(error.fields.get("next_micro_batch_size"), int)

@@ -10,7 +10,7 @@ import yaml  # type: ignore[import-untyped]
 from trainyard.runs.changes import find_changes
 from trainyard.runs.folder import CONFIG, ENV_FILE
 from trainyard.runs.history import Attempt, locate_output_files, read_object, read_stderr
-from trainyard.runs.memory_limits import is_handled
+from trainyard.runs.observations import is_handled
 from trainyard.runs.state import ACTIVE, Cause, ExitCode, State, describe_cause
 from trainyard.runs.status import Status, format_headline, format_resume_command, read_statuses, suggest_command
 from trainyard.runs.verdict import find_first_fault

@@ -92,6 +92,7 @@ def release_memory() -> None:
     """Return what an error left behind to the device. Call it when nothing refers to the error any more."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()  # of the start that ended
 
 
 def _advise(run: Path, config: TrainConfig, micro_batch_size: int, *, can_recompute: bool) -> str:

@@ -26,7 +26,6 @@ from torch._subclasses.fake_tensor import (
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.flop_counter import flop_registry
 
 from trainyard.data.index import IMAGE
 from trainyard.data.loader import MicroBatch
@@ -39,7 +38,7 @@ GPU_BLOCK_BYTES = 512
 
 @dataclass(frozen=True)
 class StepMemory:
-    """Bytes on the device, and operations, of a step with one micro-batch size.
+    """Bytes on the device of a step with one micro-batch size.
 
     Everything but `activations` stays from step to step. `activations` is what else is alive at the peak: the tensors
     of the micro-batch's forward and backward pass, and those gradients that exist at that moment.
@@ -52,7 +51,6 @@ class StepMemory:
     batch: int  # one micro-batch
     gradients: int  # of all parameters; part of the peak as far as they exist then
     activations: int
-    flops: int  # of the products and convolutions of one micro-batch, forward and backward
 
     @property
     def peak(self) -> int:
@@ -73,14 +71,14 @@ def copy_without_values(module: Module, fake: FakeTensorMode) -> Module:
 
 
 class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Adds up the storages that operators create, until they are freed, and the operations.
+    """Adds up the storages that operators create, until they are freed.
 
     What an operator allocates and frees inside itself, a workspace, is not seen.
     """
 
     def __init__(self, *, block_bytes: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.live_bytes = self.peak_bytes = self.flops = 0
+        self.live_bytes = self.peak_bytes = 0
         self._block_bytes = block_bytes
         self._known: dict[int, weakref.ref[Any]] = {}  # by the address of the storage, until it is freed
 
@@ -103,8 +101,6 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is torch.ops.prim.device.default:
             return out  # most calls are this one
         self.add(leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor))
-        if (count := flop_registry.get(func._overloadpacket)) is not None:
-            self.flops += count(*args, **(kwargs or {}), out_val=out)
         return out
 
     def _count(self, tensor: Tensor) -> None:
@@ -161,7 +157,7 @@ def predict_step(
         train_step(state, parts, lr=1.0, world_size=1, seed=0, clip_grad_norm=clip_grad_norm, autocast=autocast)
     gradients = storages.round_up(p.grad for p in state.module.parameters() if p.grad is not None)
     state.optimizer.zero_grad(set_to_none=True)
-    return StepMemory(**sizes, gradients=gradients, activations=storages.peak_bytes - fixed, flops=storages.flops)
+    return StepMemory(**sizes, gradients=gradients, activations=storages.peak_bytes - fixed)
 
 
 def cast_layers_as_on_gpu(module: TrainModule) -> None:

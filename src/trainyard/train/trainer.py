@@ -16,7 +16,7 @@ from trainyard.errors import NotFinite, OutOfDeviceMemory, is_out_of_memory
 from trainyard.runs.events import list_metric_names
 from trainyard.runs.folder import update_env
 from trainyard.runs.manifest import CheckpointError, parse_name
-from trainyard.runs.memory_limits import OUT_OF_MEMORY, Limit, keep_limit
+from trainyard.runs.observations import OUT_OF_MEMORY, Limit, record_limit
 from trainyard.scoring import explain_missing_intervals
 from trainyard.train import checkpoint, distributed, precision
 from trainyard.train.best import is_better, require_metrics
@@ -461,7 +461,7 @@ class Trainer:
             self._record_choice(name, *limit)
             self._log_event(OUT_OF_MEMORY, reason=limit.reason, **{name: size})
             if self.recorder is not None:
-                keep_limit(self.context.run, name, limit)
+                record_limit(self.context.run, name, limit)
 
     def _record_choice(self, name: str, value: object, reason: str) -> None:
         if self.recorder is not None:
