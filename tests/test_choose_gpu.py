@@ -1,7 +1,5 @@
 """Which GPU type and micro-batch a job gets: from what its preset needs, never from numbers of another card."""
 
-import json
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +12,6 @@ from tests.training import FAMILIES
 from trainyard import config as configs
 from trainyard.cluster.description import CARDS, load_cluster
 from trainyard.errors import UserError
-from trainyard.launch.decoding_need import describe_decoding
 from trainyard.launch.resources import Plan, ResourceRequest
 from trainyard.launch.submit import make_plan
 from trainyard.settings import NeedsSettings
@@ -130,27 +127,3 @@ def test_presets_state_needs_of_cards_that_exist():
         assert set(needs) <= set(vars(NeedsSettings())), preset
         card = needs.get("card", "")
         assert not card or any(f"{key}-".startswith(f"{card}-") for key in CARDS), (preset, card)
-
-
-# Cores for decoding
-
-
-def write_results(folder: Path, card: str, lines: Sequence[dict[str, object]]) -> None:
-    content = [{"kind": "header", "suite": "gpu-check"}, *lines]
-    (folder / f"gpu-{card}-2026-11-23.jsonl").write_text("".join(json.dumps(line) + "\n" for line in content))
-
-
-def test_cores_for_decoding_come_from_a_measurement_of_that_card_or_are_not_known(tmp_path):
-    measured = {"step": "overlap", "status": "ok", "preset": "fingerprint_1m", "threads": 4, "loader_spread": 0.02}
-    measured |= {"loader_samples_per_s": 1000.0, "compute_samples_per_s": 1600.0, "compute_spread": 0.03}
-    write_results(tmp_path, "a100-80-sxm", [{"step": "speed", "preset": "fingerprint_1m"}, measured])
-    write_results(tmp_path, "h200", [measured | {"loader_spread": 0.3}])
-
-    def describe(card: str, cores: int, job: str = "fingerprint_1m") -> str:
-        return describe_decoding(job, card=card, cores=cores, results=tmp_path)
-
-    assert describe("a100-80-sxm", 8).startswith("8 cores per rank, 7 needed: enough  (gpu-a100-80-sxm-2026-11-23")
-    assert describe("a100-80-sxm", 6).startswith("6 cores per rank, 7 needed: decoding limits the speed")
-    unknown = "8 cores per rank; how many {job} needs on {card} was not measured (trainyard gpu-check does)"
-    for card, job in (("h200", "fingerprint_1m"), ("p100-16-pcie", "fingerprint_1m"), ("a100-80-sxm", "twins")):
-        assert describe(card, 8, job) == unknown.format(card=card, job=job)

@@ -393,11 +393,6 @@ def _choose_channels_last(sm: int | None, device: str, dtype: str, requested: st
     return False, f"{device} in {dtype}: cuDNN's NHWC paths need tensor cores"
 
 
-def can_compile(sm: int | None) -> bool:
-    """Return whether torch.compile has kernels for a device: on GPUs it generates Triton code."""
-    return sm is None or sm >= 70
-
-
 def _choose_compile(sm: int | None, device: str, requested: str, varying_shapes: str) -> tuple[bool, str]:
     fault = (
         "CUDA graphs need a GPU"
@@ -406,13 +401,13 @@ def _choose_compile(sm: int | None, device: str, requested: str, varying_shapes:
     )
     if requested == "graphs" and fault:
         raise UserError(f"compile=graphs requested on {device}, but {fault}. Use compile=on, or compile=off.")
-    if not can_compile(sm):
+    if sm is not None and sm < 70:
         reason = f"torch.compile generates Triton kernels, and Triton needs sm_70 or newer, not {device}"
         if requested in ("on", "graphs"):
             raise UserError(f"compile={requested} requested, but {reason}. Use compile=off, or compile=auto.")
         return False, reason
     if requested == "auto":
-        return False, "decided on the node, by what trainyard gpu-check measured there"
+        return False, "auto is off: whether it pays was not measured; compile=on tries it"
     return requested in ("on", "graphs"), "requested"
 
 

@@ -314,7 +314,7 @@ class TrainConfig:
     )
     compile: str = option(
         "auto",
-        "torch.compile; auto: where trainyard gpu-check measured that it pays; graphs: and one CUDA graph starts all "
+        "torch.compile; auto: off, until a measurement shows that it pays; graphs: and one CUDA graph starts all "
         "kernels of a layer, on GPUs, where shapes are fixed",
         choices=("auto", "on", "off", "graphs"),
     )

@@ -7,12 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from trainyard import config as configs
-from trainyard.cli.verb import find_project_folder
 from trainyard.cluster.description import Cluster
 from trainyard.errors import UserError
 from trainyard.files import limit_writers
 from trainyard.launch.choose_data import DataChoice, choose_data
-from trainyard.launch.decoding_need import describe_decoding
 from trainyard.launch.memory_prediction import compute_key
 from trainyard.launch.packing import PackingChoice
 from trainyard.launch.predecessor import Predecessor
@@ -71,13 +69,12 @@ def find_start(config: TrainConfig, runs_dir: Path, *, needed: bool = True) -> T
 
 def describe_choices(
     data: DataChoice,
-    plan: Plan,
     count: int | None = None,
     packing: PackingChoice | None = None,
     after: Predecessor | None = None,
     memory: tuple[str, str] | None = None,
 ) -> dict[str, str]:
-    """Return what a plan does not know, by the names of its rows: the data, and the cores that decode it.
+    """Return what a plan does not know, by the names of its rows.
 
     Args:
         count: samples, if they were counted.
@@ -85,11 +82,9 @@ def describe_choices(
         memory: what a step takes, and the reason, as `check_memory` returns them.
     """
     counted = "" if count is None or not data.config.data.path else f", {count:,} samples"
-    kind, results = plan.kind, find_project_folder("benchmarks")
     return {
         "data": f"{data.value}{counted}  ({data.reason})" if data.value else "none",
         **describe_packing(packing),
-        "decoding": describe_decoding(plan.job, card=kind.card, cores=kind.cores_per_gpu, results=results),
         **describe_memory(memory),
         **({"after": after.describe()} if after is not None else {}),
     }

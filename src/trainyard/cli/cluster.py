@@ -240,7 +240,7 @@ def _run_sweep(args: argparse.Namespace) -> int:
     except BaseException:
         sweeps.discard(sweep)
         raise
-    print(submit.describe(plan, sweep.folder, environ=os.environ, **describe_choices(data, plan, count, packing)))
+    print(submit.describe(plan, sweep.folder, environ=os.environ, **describe_choices(data, count, packing)))
     _print_sweep(sweep, sweep.elements, jobs)
     return 0
 

@@ -132,7 +132,7 @@ def print_submission(
         memory: as `check_memory` returns it.
     """
     if data:
-        notes = describe_choices(data, plan, packing=packing, after=after, memory=memory)
+        notes = describe_choices(data, packing=packing, after=after, memory=memory)
     else:
         notes = {**describe_packing(packing), **describe_memory(memory)}
     print(submit.describe(plan, folder.parent, environ=os.environ, **notes))

@@ -153,7 +153,7 @@ def _submit_run(request: _Request, after: Predecessor | None) -> tuple[Path, str
     except BaseException:
         shutil.rmtree(run)
         raise
-    notes = describe_choices(request.data, plan, request.count, packing, after, request.memory)
+    notes = describe_choices(request.data, request.count, packing, after, request.memory)
     print(submit.describe(plan, run, environ=os.environ, **notes))
     _print_submitted_jobs(run)
     return run, job

@@ -3,7 +3,7 @@
 import importlib.util
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,6 @@ from trainyard.errors import UserError
 from trainyard.families import format_families
 from trainyard.hardware import (
     Precision,
-    can_compile,
     choose_compute_threads,
     choose_precision,
     choose_sync_batchnorm,
@@ -29,7 +28,7 @@ from trainyard.hardware import (
 )
 from trainyard.launch import compile_choice
 from trainyard.runs.events import STARTS, read_events
-from trainyard.runs.folder import ENV_FILE, read_env, update_env
+from trainyard.runs.folder import ENV_FILE, update_env
 from trainyard.runs.history import read_object
 from trainyard.runs.lock import RunLock
 from trainyard.runs.observations import learn_from_errors, read_limit
@@ -89,8 +88,6 @@ def build_context(
     choices["stage"] = Choice(str(data.folder) if staged.copied else "off", staged.reason)
     choices["reader"] = Choice(data.reader, data.reader_reason)
     splits = load_family(jobs_dir, config.family, "pack").splits(data.columns, data.vocabulary, config)
-    policy = _decide_compile(policy, run, config, world, environ, device=device, samples=len(splits["train"]))
-    choices["compile"] = Choice(policy.compile, policy.reasons["compile"])
     if policy.compile:
         choices["compile_cache"] = _set_compile_cache(environ, device)
     if world.is_main:
@@ -200,6 +197,11 @@ def _choose_settings(
         compile=config.compile,
         varying_shapes=config.explain_varying_shapes(),
     )
+    if policy.compile and (missing := explain_missing_compiler(sm, environ)):
+        raise UserError(
+            f"Rank {world.rank}: this run compiles its model, but {missing}. Use a container image, which has it, or "
+            "start a new run with compile=off."
+        )
     importable = importlib.util.find_spec("nvidia") is not None and importlib.util.find_spec("nvidia.dali") is not None
     cores, why_cores = _choose_cores(world)
     choices = {
@@ -234,56 +236,6 @@ def _refuse_unusable_device(sm: int | None, world: World, environ: Mapping[str, 
         fault = explain_missing_kernels(sm, torch.cuda.get_arch_list())
     if fault:
         raise UserError(f"Rank {world.rank}: {fault}")
-
-
-def _decide_compile(
-    policy: Precision,
-    run: Path,
-    config: TrainConfig,
-    world: World,
-    environ: Mapping[str, str],
-    *,
-    device: "torch.device",
-    samples: int,
-) -> Precision:
-    """Decide compile=auto once for this run on this card: compiled steps have other bits. Rank 0 decides for all.
-
-    Args:
-        samples: of an epoch.
-
-    Raises:
-        UserError: the run compiles, but there is no compiler here.
-    """
-    import torch
-
-    from trainyard.train import distributed
-
-    sm, _ = _describe_device(device)
-    card = _name_card(device) or compile_choice.CPU
-    missing = explain_missing_compiler(sm, environ)
-    decision = policy.compile, policy.reasons["compile"]
-    if config.compile == "auto" and can_compile(sm) and world.is_main:
-        place, env = f"{card}, torch {torch.__version__}", read_env(run)
-        kept = compile_choice.keep_compile(env, place)
-        setup = compile_choice.Setup(
-            card, torch.__version__, config.family, policy.dtype, policy.channels_last, config.deterministic
-        )
-        if kept is not None:
-            decision = kept, "as when this run began on this card: compiled steps have other bits"
-        else:
-            length = compile_choice.plan_length(config, samples=samples, world_size=world.world_size)
-            decision = compile_choice.decide_compile(compile_choice.find_results(), setup, preset=config.job, **length)
-        if kept is None and decision[0] and missing:
-            decision = False, missing
-        before = env.get("exactness", {}).get("compiled_by_card", {})
-        update_env(run, "exactness", {"compiled_by_card": {**before, place: decision[0]}})
-    compiled, reason = distributed.broadcast_from_rank0(decision)
-    if compiled and missing:
-        raise UserError(
-            f"Rank {world.rank}: this run compiles its model ({reason}), but {missing}. Use a container image, which "
-            "has it, or start a new run with compile=off."
-        )
-    return replace(policy, compile=compiled, reasons={**policy.reasons, "compile": reason})
 
 
 def _set_compile_cache(environ: Mapping[str, str], device: "torch.device") -> Choice:
