@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from PIL import Image
 
 from tests.images import encode_image, make_texture
-from trainyard.data import decode_cpu, decode_torchvision
+from trainyard.data import decode_cpu
 from trainyard.data.augment import Parameters, build_neutral
 from trainyard.data.decode_cpu import Request
 
@@ -73,12 +73,6 @@ def decode_with_dali(requests: list[Request], channels: int) -> list[torch.Tenso
     return [images.clone() for _, images in decoder.decode(iter(requests), max_batch_size=10)]
 
 
-def decode_with_torchvision(requests: list[Request], channels: int) -> list[torch.Tensor]:
-    device = torch.device("cpu")
-    options = {"channels": channels, "fill": FILL, "threads": 2, "device": device, "copies": None}
-    return [images.clone() for _, images in decode_torchvision.decode(iter(requests), **options)]
-
-
 FORMATS = [("jpg", 1, 1), ("png", 1, 1), ("jpg", 3, 3), ("png", 3, 3), ("jpg", 3, 1), ("jpg", 1, 3)]
 
 
@@ -105,67 +99,15 @@ def encode_jpeg(height: int, width: int, chroma: str, progressive: bool) -> np.n
 
 @pytest.mark.parametrize(("chroma", "progressive"), JPEG_KINDS)
 @pytest.mark.parametrize("channels", [1, 3])
-def test_pillow_dali_and_torchvision_decode_jpeg_to_the_same_levels(chroma, progressive, channels):
-    """All call libjpeg-turbo with its integer transform and its interpolation of chroma ("fancy upsampling")."""
-    from torchvision.io import ImageReadMode, decode_jpeg
-
+def test_pillow_and_dali_decode_jpeg_to_the_same_levels(chroma, progressive, channels):
+    """Both call libjpeg-turbo with its integer transform and its interpolation of chroma ("fancy upsampling")."""
     for height, width in [(64, 48), (61, 83), (17, 9), (8, 7)]:
         record = encode_jpeg(height, width, chroma, progressive)
         expected = decode_cpu.decode_image(record, channels)
-        mode = ImageReadMode.GRAY if channels == 1 else ImageReadMode.RGB
-        assert torch.equal(decode_jpeg(torch.from_numpy(record), mode).permute(1, 2, 0), expected)
         p = build_neutral(np.array([[0, 0, height, width]], dtype=np.int32))
         out = torch.zeros((1, height, width, channels), dtype=torch.uint8)
         request = Request([record], np.array([[height, width, channels]], dtype=np.int32), p, out)
         assert torch.equal(decode_with_dali([request], channels)[0][0], expected)
-
-
-def make_mixed_requests(channels: int) -> list[Request]:
-    """Return batches of all kinds of JPEG and of PNG, with every box, unmirrored and mirrored."""
-    records = [encode_jpeg(61 + 4 * i, 83 - 6 * i, *kind) for i, kind in enumerate(JPEG_KINDS)]
-    records += encode_textures("png", channels)[:2]
-    requests = []
-    for flip in (False, True):
-        for which in range(10):
-            sizes = [Image.open(io.BytesIO(record.data)).size[::-1] for record in records]
-            requests.append(make_request(records, [list_boxes(*size)[which] for size in sizes], flip, channels))
-    return requests
-
-
-@pytest.mark.parametrize("channels", [1, 3])
-def test_torchvision_agrees_with_the_reference_to_one_level_and_bit_by_bit_where_it_does_not_decode(channels):
-    """Its path for a GPU, on the host: resizing sums in float32 there, and with integer weights in the reference."""
-    pairs = zip(
-        decode_on_cpu(make_mixed_requests(channels), channels),
-        decode_with_torchvision(make_mixed_requests(channels), channels),
-        make_mixed_requests(channels),
-        strict=True,
-    )
-    differing = 0
-    for expected, found, request in pairs:
-        for i, record in enumerate(request.records):
-            difference = (expected[i].int() - found[i].int()).abs()
-            differing += int(difference.count_nonzero())
-            if not decode_torchvision.is_decodable_on_gpu(record, channels):
-                assert not difference.any()
-            assert difference.max() <= 1
-    assert differing > 0  # so the other path did run
-
-
-@pytest.mark.parametrize("progressive", [False, True])
-def test_only_jpeg_that_nvjpeg_decodes_as_the_reference_goes_to_the_gpu(progressive):
-    for chroma in CHROMA:
-        record = encode_jpeg(20, 30, chroma, progressive)
-        assert decode_torchvision.is_decodable_on_gpu(record, 1)
-        assert decode_torchvision.is_decodable_on_gpu(record, 3) == (chroma in ("gray", "4:4:4"))
-        for length in (0, 1, 3, 25):  # cut off inside its header: the host says what is wrong
-            assert not decode_torchvision.is_decodable_on_gpu(record[:length], 1)
-    target = io.BytesIO()
-    Image.new("CMYK", (16, 16), (1, 2, 3, 4)).save(target, "JPEG")
-    others = [wrap_bytes(target.getvalue()), encode_textures("png", 1)[0], encode_textures("png", 3)[0]]
-    unmarked = encode_jpeg(20, 30, "4:4:4", progressive)
-    unmarked[6:10] = 0  # without JFIF, its components may be RGB
-    assert not any(decode_torchvision.is_decodable_on_gpu(record, c) for record in [*others, unmarked] for c in (1, 3))
 
 
 def resize_with_pillow(record: np.ndarray, box: list[int], channels: int) -> np.ndarray:

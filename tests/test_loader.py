@@ -1,6 +1,5 @@
 import importlib.util
 import itertools
-import re
 import threading
 import time
 import weakref
@@ -14,7 +13,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torchvision.io
 
 from tests.images import make_points
 from trainyard.data import augment
@@ -120,14 +118,6 @@ def test_each_channel_has_a_mean_and_a_deviation_of_its_own(images, decode):
         for m, s in ((0.5, 0.25), ([0.5] * 3, [0.25] * 3))
     )
     assert all(are_equal(a, b) for a, b in zip(one[0], each[0], strict=True))
-
-
-def test_torchvision_gives_the_same_batches_but_for_one_level_of_the_images(images):
-    ours, theirs = (train(images, 8, decode=decode, micro=3) for decode in ("cpu", "torchvision"))
-    for a, b in zip(itertools.chain(*ours), itertools.chain(*theirs), strict=True):
-        assert all(torch.equal(a.batch[name], b.batch[name]) for name in a.batch if name != "image")
-        level = (1 + AUGMENTATION.gain) * (1 + AUGMENTATION.contrast) / 255 / IMAGE.std
-        assert (a.batch["image"] - b.batch["image"]).abs().max() <= level * (1 + 1e-5)
 
 
 @pytest.mark.parametrize("decode", BACK_ENDS)
@@ -547,30 +537,11 @@ def test_a_damaged_array_is_an_error_in_its_turn(packed_copy):
         ("dali", True, "dali", "requested"),
         ("cpu", True, "cpu", "requested"),
         ("cpu", False, "cpu", "requested"),
-        ("torchvision", True, "torchvision", "requested"),
     ],
 )
 def test_the_decoder_is_chosen_with_a_reason(wanted, importable, chosen, reason):
     decoder, why = choose_decoder(wanted, importable=importable)
     assert decoder == chosen and reason in why
-
-
-def test_a_gpu_without_dali_decodes_with_torchvision_if_it_can(monkeypatch):
-    gpu = torch.device("cuda", 0)
-    monkeypatch.setattr(torchvision.io, "decode_jpeg", lambda encoded, **options: encoded)  # the device's part
-    decoder, why = choose_decoder("auto", importable=False, device=gpu)
-    assert decoder == "torchvision" and "nvidia.dali is not installed here; torchvision decodes JPEG on cuda:0" in why
-    assert choose_decoder("auto", importable=True, device=gpu)[0] == "dali"
-    assert choose_decoder("auto", importable=False)[0] == "cpu"
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-def test_a_device_on_which_torchvision_cannot_decode_falls_to_the_host_with_the_fault():
-    gpu = torch.device("cuda", 0)
-    decoder, why = choose_decoder("auto", importable=False, device=gpu)
-    assert decoder == "cpu" and re.search(r"torchvision cannot decode JPEG on cuda:0: \w+Error: ", why)
-    with pytest.raises(UserError, match=r"data.decode=torchvision, but it cannot decode .*Use data.decode=cpu"):
-        choose_decoder("torchvision", importable=True, device=gpu)
 
 
 def test_requesting_dali_without_dali_says_what_to_type():

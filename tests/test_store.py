@@ -88,7 +88,7 @@ def read_all(loader: Loader) -> Iterator[MicroBatch]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("decode", [*BACK_ENDS, "torchvision"])
+@pytest.mark.parametrize("decode", BACK_ENDS)
 @pytest.mark.parametrize("store", STORES[1:])
 def test_batches_are_bitwise_those_of_the_files_bytes(packed, store, decode):
     expected = list(read_all(packed.open("keep", channels_last=True)))

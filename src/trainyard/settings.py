@@ -71,8 +71,8 @@ class DataSettings:
     samples_per_identity: int = option(4, "K of order=pxk", low=2)
     decode: str = option(
         "auto",
-        "who decodes images and audio; torchvision: JPEG on a GPU that has no DALI, all else as cpu",
-        choices=("auto", "dali", "torchvision", "cpu"),
+        "who decodes images and audio; auto: DALI where it is installed, otherwise the CPU",
+        choices=("auto", "dali", "cpu"),
         mutable_on_resume=True,
     )
     threads: int = option(0, "decoding threads per rank; 0: the cores this rank may use", low=0, mutable_on_resume=True)

@@ -143,7 +143,7 @@ def crop(image_HWC: Tensor, box: np.ndarray, fill: int) -> Tensor:
     rows, columns, channels = image_HWC.shape
     if y >= 0 and x >= 0 and y + height <= rows and x + width <= columns:
         return image_HWC[y : y + height, x : x + width]
-    padded = torch.full((height, width, channels), fill, dtype=torch.uint8, device=image_HWC.device)
+    padded = torch.full((height, width, channels), fill, dtype=torch.uint8)
     y0, x0, y1, x1 = max(y, 0), max(x, 0), min(y + height, rows), min(x + width, columns)
     if y1 > y0 and x1 > x0:
         padded[y0 - y : y1 - y, x0 - x : x1 - x] = image_HWC[y0:y1, x0:x1]

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainyard.data import augment, decode_cpu, decode_torchvision
+from trainyard.data import augment, decode_cpu
 from trainyard.data.arrays import read_arrays
 from trainyard.data.batch_memory import BatchMemory
 from trainyard.data.decode_cpu import AudioRequest, Request
@@ -60,9 +60,9 @@ class _AudioRequest(AudioRequest):
 class Loader:
     """Batches of one data set for one rank; `train.module.Batch` describes their content.
 
-    `decode` is "dali", "torchvision" or "cpu". On the host DALI and the CPU decoder agree bit for bit, except that gray
-    levels of colour images other than JPEG may differ by one; packing should convert 16-bit images. Host buffers are
-    reused, but a batch is new memory on the device, so a caller may keep it.
+    `decode` is "dali" or "cpu". On the host DALI and the CPU decoder agree bit for bit, except that gray levels of
+    colour images other than JPEG may differ by one; packing should convert 16-bit images. Host buffers are reused, but
+    a batch is new memory on the device, so a caller may keep it.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class Loader:
         """Build a loader from a typed config and what the config leaves open.
 
         Args:
-            decode: "dali", "torchvision" or "cpu", see `choose_decoder`.
+            decode: "dali" or "cpu", see `choose_decoder`.
             threads: threads of this rank that decode, or read where there is nothing to decode.
             channels_last: memory layout of images on the device.
             reads_noise: whether the job reads `noise`: `TrainModule.reads_noise`. Without it there is none.
@@ -380,16 +380,13 @@ class Loader:
     ) -> Iterator[tuple[_ImageRequest, Tensor]]:
         image = self._image
         common: dict[str, Any] = {"channels": image.channels, "fill": image.fill, "threads": self._threads}
-        device, copies = self.device, self._copies
-        if has_inputs(self.data.records):  # the same pixels on every device: GPUs do not decode PNG, and would resize
-            device, copies = torch.device("cpu"), None
         if self._decode == "cpu":
             return decode_cpu.decode(requests, **common)
-        if self._decode == "torchvision":
-            return decode_torchvision.decode(requests, **common, device=device, copies=copies)
         if self._dali is None:
             from trainyard.data import decode_dali  # takes a second to import, and small container images lack DALI
 
+            # the same pixels on every device: GPUs do not decode PNG, and would resize
+            copies = None if has_inputs(self.data.records) else self._copies
             self._dali = decode_dali.ImageDecoder(**common, copies=copies)
         stream: Iterator[tuple[_ImageRequest, Tensor]] = self._dali.decode(requests, max_batch_size=largest)
         return stream

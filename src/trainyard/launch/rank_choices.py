@@ -208,7 +208,7 @@ def _choose_settings(
         "device": Choice(name, f"rank 0 of {world.world_size}, started by {world.launcher}"),
         **{name: Choice(getattr(policy, name), reason) for name, reason in policy.reasons.items()},
         "cudnn_benchmark": Choice(*precision.set_switches(policy, deterministic=config.deterministic)),
-        "decode": Choice(*choose_decoder(config.data.decode, importable=importable, device=device)),
+        "decode": Choice(*choose_decoder(config.data.decode, importable=importable)),
         "threads": Choice(config.data.threads or cores, "data.threads" if config.data.threads else why_cores),
         "compute_threads": _set_compute_threads(run, world, sm, environ),
         "collectives": Choice(*distributed.choose_collectives(environ.get("CUDA_VISIBLE_DEVICES", ""))),
