@@ -32,7 +32,7 @@ def read_refusal(job: str, *overrides: str, **request: object) -> str:
 
 def test_the_first_type_that_can_hold_the_preset_is_chosen_and_those_passed_over_are_named():
     made = plan("fingerprint_1m", gpus=8)
-    assert (made.hw, made.micro_batch, made.accumulation_steps) == ("a100", 64, 1)
+    assert (made.hw, made.split.micro_batch, made.split.accumulation_steps) == ("a100", 64, 1)
     assert made.why_hw == (
         "the first type in cluster.yaml that has 8 and 80 GiB; p100 has 16 GiB, 2080ti has 11 GiB, a5000 has 24 GiB"
     )
@@ -48,9 +48,9 @@ def test_a_card_that_cannot_hold_it_is_refused_and_each_line_of_the_message_work
     )
     assert plan("fingerprint_1m", gpus=8, hw="a100").hw == "a100"
     told = plan("fingerprint_1m", "micro_batch_size=8", gpus=8, hw="p100")
-    assert (told.micro_batch, told.accumulation_steps, told.hw) == (8, 8, "p100")
+    assert (told.split.micro_batch, told.split.accumulation_steps, told.hw) == (8, 8, "p100")
     assert told.why_micro_batch.endswith("p100 has 16 GiB, and 80 are stated for 64: whether 8 fit was not measured")
-    assert plan("fingerprint_1m", "needs.memory_gib=0", "needs.card=", gpus=8, hw="p100").micro_batch == 64
+    assert plan("fingerprint_1m", "needs.memory_gib=0", "needs.card=", gpus=8, hw="p100").split.micro_batch == 64
 
 
 def test_a_type_is_refused_that_has_enough_memory_for_nobody():
@@ -61,7 +61,7 @@ def test_a_type_is_refused_that_has_enough_memory_for_nobody():
 def test_where_results_do_not_depend_on_it_the_micro_batch_is_halved():
     """pricing: jobs/pricing/test_module.py shows that four micro-batches train like one."""
     made = plan("pricing_a100", gpus=1, hw="p100")
-    assert (made.micro_batch, made.accumulation_steps, made.config.micro_batch_size) == (8, 4, 8)
+    assert (made.split.micro_batch, made.split.accumulation_steps, made.config.micro_batch_size) == (8, 4, 8)
     assert made.why_micro_batch == (
         "halved from 32: results do not depend on it; p100 has 16 GiB, and 40 are stated for 32: whether 8 fit was not "
         "measured"
@@ -73,7 +73,7 @@ def test_a_run_that_exists_keeps_its_micro_batch():
     request = {"gpus": 1, "hw": "p100", "keeps_micro_batch": True}
     error = read_refusal("pricing_a100", **request)
     assert "pricing_a100 needs 40 GiB per GPU" in error and "micro_batch_size=" not in error.split("Type ")[1]
-    assert plan("pricing_a100", "micro_batch_size=8", **request).micro_batch == 8
+    assert plan("pricing_a100", "micro_batch_size=8", **request).split.micro_batch == 8
 
 
 def test_the_card_that_a_preset_was_written_for_comes_first_and_its_memory_is_what_it_needs():

@@ -15,7 +15,7 @@ from tests.run_folders import NOW, RunFolder
 
 ROOT = Path(__file__).resolve().parents[1]
 ORDER = (
-    *("errors", "text", "files", "masking", "tables", "yaml_text", "duration", "settings", "hardware"),
+    *("errors", "text", "files", "masking", "tables", "yaml_text", "duration", "settings", "hardware", "split"),
     *("scoring", "frozen", "presets", "composition", "families", "config", "environment", "measure"),
     *("cluster", "runs", "data", "report", "train", "jobs", "launch", "tools", "cli", "api"),
 )

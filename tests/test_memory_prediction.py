@@ -27,14 +27,14 @@ from trainyard.hardware import get_gpu
 from trainyard.launch.memory_prediction import (
     FITS,
     MISFIT,
+    CardFit,
     NotPredicted,
-    Setting,
-    Split,
+    PredictionCache,
+    StepConfig,
     StepPrediction,
-    Store,
-    choose_split,
-    open_store,
-    rate_stated,
+    check_fit,
+    choose_fit,
+    open_cache,
 )
 from trainyard.launch.resources import Plan, ResourceRequest
 from trainyard.launch.submit import make_plan
@@ -44,7 +44,7 @@ GIB = 2**30
 TI, A100 = "NVIDIA GeForce RTX 2080 Ti, 11264, [N/A]", "NVIDIA A100-SXM4-40GB, 40960, Disabled"
 
 
-def predict(setting: Setting) -> StepPrediction:
+def predict(setting: StepConfig) -> StepPrediction:
     """Predict 1 GiB of weights, and 1 GiB for each sample, or a quarter if it is recomputed."""
     each = GIB // 4 if setting.recompute else GIB
     gradients = GIB // 2
@@ -55,7 +55,7 @@ def predict(setting: Setting) -> StepPrediction:
 def split(job: str, card: str, *overrides: str, gpus: int = 1, predict=predict):
     found = get_gpu(card)
     assert found is not None
-    return choose_split(configs.compose(job, overrides, JOBS), found, gpus=gpus, predict=predict)
+    return choose_fit(configs.compose(job, overrides, JOBS), found, gpus=gpus, predict=predict)
 
 
 @pytest.mark.parametrize("gpus", [1, 2, 8])
@@ -63,7 +63,7 @@ def test_every_card_computes_the_same_global_batch(gpus):
     """pricing: results do not depend on the micro-batch."""
     for card in USUAL_CARDS:
         made = split("pricing", card, "global_batch_size=64", "micro_batch_size=0", gpus=gpus)
-        assert made.setting.micro_batch * made.accumulation_steps * gpus == 64
+        assert made.split.micro_batch * made.split.accumulation_steps * gpus == 64
         assert made.verdict == FITS and not made.setting.recompute
 
 
@@ -89,7 +89,7 @@ def test_what_fits_nowhere_is_a_misfit():
 
 
 def test_a_model_without_layers_to_recompute_is_a_misfit_at_its_own_size():
-    def refuse(setting: Setting) -> StepPrediction:
+    def refuse(setting: StepConfig) -> StepPrediction:
         return StepPrediction(refused="no layers") if setting.recompute else predict(setting)
 
     made = split("fingerprint", "2080ti", "global_batch_size=512", "micro_batch_size=0", predict=refuse)
@@ -99,28 +99,28 @@ def test_a_model_without_layers_to_recompute_is_a_misfit_at_its_own_size():
 def test_predictions_are_stored_by_what_they_depend_on(tmp_path):
     environ = {"XDG_CACHE_HOME": str(tmp_path)}
     config = configs.compose("pricing", [], JOBS)
-    store = open_store(config, JOBS, environ)
+    store = open_cache(config, JOBS, environ)
     card = get_gpu("a5000")
     assert card is not None
     with pytest.raises(NotPredicted):
-        choose_split(config, card, gpus=1, predict=store.read)
-    setting = Setting("cuda", "bf16", True, False, 8, False)
+        choose_fit(config, card, gpus=1, predict=store.read)
+    setting = StepConfig("cuda", "bf16", True, False, 8, False)
     store.steps[setting] = predict(setting)
     store.about["data"] = "240 synthetic samples"
     store.save()
-    same = open_store(replace(config, eval_batch_size=7), JOBS, environ)
+    same = open_cache(replace(config, eval_batch_size=7), JOBS, environ)
     assert same == store
     for changed in ("model.layers=1", "optimizer.name=sgd", "ema_decay=0.9"):
-        assert not open_store(configs.compose("pricing", [changed], JOBS), JOBS, environ).steps, changed
+        assert not open_cache(configs.compose("pricing", [changed], JOBS), JOBS, environ).steps, changed
     store.path.write_text(store.path.read_text().replace("bf16", 'bf16"'))
     with pytest.raises(UserError, match="rm '"):
-        open_store(config, JOBS, environ)
+        open_cache(config, JOBS, environ)
 
 
 def test_a_plan_is_one_screen_that_says_what_was_never_observed_and_its_lines_fit(tmp_path):
     config = configs.compose("pricing", ["global_batch_size=64"], JOBS)
     cards = {key: get_gpu(key) for key in USUAL_CARDS}
-    store = Store(tmp_path / "x.json", {}, {"data": "240 synthetic samples"})
+    store = PredictionCache(tmp_path / "x.json", {}, {"data": "240 synthetic samples"})
     store.read = predict  # type: ignore[method-assign]
     inputs = PlanInputs(["pricing", "global_batch_size=64", "micro_batch_size=0"])
     lines = list(describe_plan(config, cards, store, inputs, gpus=1))  # type: ignore[arg-type]
@@ -139,14 +139,14 @@ def test_a_plan_is_one_screen_that_says_what_was_never_observed_and_its_lines_fi
     for command in commands:
         card = get_gpu(command.split()[-1])
         own = configs.compose("pricing", [word for word in command.split() if "=" in word], JOBS)
-        assert card is not None and rate_stated(own, card, gpus=1, predict=predict).verdict == FITS
+        assert card is not None and check_fit(own, card, gpus=1, predict=predict).verdict == FITS
 
 
 def test_a_card_that_cannot_compute_a_job_hides_no_column_of_the_others(tmp_path):
     stated = ["compile=on", "schedule.name=constant", "max_duration=90min"]
     config = configs.compose("pricing", ["global_batch_size=64", *stated], JOBS)
     cards = {key: get_gpu(key) for key in ("p100-16-pcie", "a100-80-sxm")}
-    store, inputs = Store(tmp_path / "x.json", {}, {}), PlanInputs(["pricing"])
+    store, inputs = PredictionCache(tmp_path / "x.json", {}, {}), PlanInputs(["pricing"])
     store.read = predict  # type: ignore[method-assign]
     lines = list(describe_plan(config, cards, store, inputs, gpus=1))  # type: ignore[arg-type]
     (row,) = (line for line in lines if line.startswith("a100-80-sxm "))
@@ -158,7 +158,7 @@ def test_a_card_that_cannot_compute_a_job_hides_no_column_of_the_others(tmp_path
 
 def test_a_plan_of_what_fits_nowhere_says_so_and_what_to_try(tmp_path):
     config = configs.compose("fingerprint", ["global_batch_size=512", "micro_batch_size=0"], JOBS)
-    store, inputs = Store(tmp_path / "x.json", {}, {}), PlanInputs(["fingerprint", "global_batch_size=512"])
+    store, inputs = PredictionCache(tmp_path / "x.json", {}, {}), PlanInputs(["fingerprint", "global_batch_size=512"])
     store.read = predict  # type: ignore[method-assign]
     lines = list(describe_plan(config, {"2080ti": get_gpu("2080ti")}, store, inputs, gpus=2))  # type: ignore[dict-item]
     assert lines[-2].startswith("next         nothing fits here: state a smaller micro_batch_size")
@@ -167,7 +167,7 @@ def test_a_plan_of_what_fits_nowhere_says_so_and_what_to_try(tmp_path):
 
 def test_a_step_that_cannot_be_predicted_says_why(tmp_path):
     config = configs.compose("pricing", ["global_batch_size=64"], JOBS)
-    store = Store(tmp_path / "x.json", {}, {})
+    store = PredictionCache(tmp_path / "x.json", {}, {})
     store.read = lambda _: StepPrediction(refused="a step reads values")  # type: ignore[method-assign]
     cards = {"a5000": get_gpu("a5000")}
     text = "\n".join(describe_plan(config, cards, store, PlanInputs(["pricing"]), gpus=1))  # type: ignore[arg-type]
@@ -177,7 +177,7 @@ def test_a_step_that_cannot_be_predicted_says_why(tmp_path):
 
 @pytest.mark.parametrize("job", ["fingerprint_1m", "fingerprint_500k"])
 def test_a_plan_says_what_uncompressed_images_will_take_on_disk(job, tmp_path):
-    store, inputs = Store(tmp_path / "x.json", {}, {}), PlanInputs([job])
+    store, inputs = PredictionCache(tmp_path / "x.json", {}, {}), PlanInputs([job])
     store.read = predict  # type: ignore[method-assign]
     cards = {"a100-80-sxm": get_gpu("a100-80-sxm")}
 
@@ -192,20 +192,18 @@ def test_a_plan_says_what_uncompressed_images_will_take_on_disk(job, tmp_path):
 # All presets in one table
 
 
-def list_order(config: TrainConfig, split: Split, gpus: int) -> list[np.ndarray]:
+def list_order(config: TrainConfig, fit: CardFit, gpus: int) -> list[np.ndarray]:
     """Return the samples of each step of an epoch, as the micro-batches of all ranks put them together."""
     columns = {name: np.arange(500) // 3 for name in (config.data.order_by, "identity") if name}
     order = order_epoch(np.arange(500), columns, config, epoch=1)
     steps = []
     for i in range(len(order)):
         parts = [
-            split_into_micro_batches(
-                order.batch(i), rank=rank, world_size=gpus, micro_batch_size=split.setting.micro_batch
-            )
+            split_into_micro_batches(order.batch(i), rank=rank, world_size=gpus, micro_batch_size=fit.split.micro_batch)
             for rank in range(gpus)
         ]
         assert {len(one) for one in parts[: None if len(order.batch(i)) == config.global_batch_size else 0]} <= {
-            split.accumulation_steps
+            fit.split.accumulation_steps
         }
         steps.append(np.concatenate([ids[:counted] for one in parts for ids, counted in one]))
     return steps
@@ -220,7 +218,7 @@ def test_every_card_gets_the_same_samples_in_the_same_order(job):
         for gpus in (1, 4):
             found = get_gpu(card)
             assert found is not None
-            made = choose_split(preset, found, gpus=gpus, predict=predict)
+            made = choose_fit(preset, found, gpus=gpus, predict=predict)
             own = [f"micro_batch_size={made.setting.micro_batch}", f"gradient_checkpointing={made.setting.recompute}"]
             config = configs.apply_overrides(preset, own)
             taken.append(list_order(config, made, gpus))
@@ -244,7 +242,7 @@ def test_a_row_of_the_table_says_what_fits_on_each_card():
     assert describe(fingerprint) == ["fingerprint", "32", *describe(fingerprint)[2:4], *sizes]
     large = replace(fingerprint, global_batch_size=512)
     assert describe(large)[4:] == [MISFIT] * 3
-    assert describe(large, predict=Store(Path("none.json"), {}, {}).read)[4:] == ["not predicted"] * 3
+    assert describe(large, predict=PredictionCache(Path("none.json"), {}, {}).read)[4:] == ["not predicted"] * 3
     assert notes == {}
     p100 = {key: card for key in ("p100-16-pcie",) if (card := get_gpu(key))}
     for _ in range(2):  # the same reason has one number
@@ -300,15 +298,15 @@ def request_memory(
 
 
 def store_plan(plan: Plan, environ: dict[str, str], jobs: Path = JOBS) -> None:
-    """Store what `trainyard plan` would, of a step with 1 GiB for each sample."""
-    store, card = open_store(plan.config, jobs, environ), get_gpu(plan.kind.card)
+    """PredictionCache what `trainyard plan` would, of a step with 1 GiB for each sample."""
+    store, card = open_cache(plan.config, jobs, environ), get_gpu(plan.kind.card)
     assert card is not None
 
-    def remember(setting: Setting) -> StepPrediction:
+    def remember(setting: StepConfig) -> StepPrediction:
         store.steps[setting] = predict(setting)
         return store.steps[setting]
 
-    choose_split(plan.config, card, gpus=plan.gpus, predict=remember)
+    choose_fit(plan.config, card, gpus=plan.gpus, predict=remember)
     store.save()
 
 
@@ -334,7 +332,7 @@ def test_submit_refuses_a_stored_misfit_and_its_line_fits(environ, capsys):
 def test_submit_refuses_a_misfit_where_no_smaller_size_is_stored_and_says_what_to_type(environ):
     plan, args, typed = request_memory("micro_batch_size=0")
     store_plan(plan, environ)
-    store = open_store(plan.config, JOBS, environ)
+    store = open_cache(plan.config, JOBS, environ)
     store.steps = {setting: step for setting, step in store.steps.items() if setting.micro_batch == 64}
     store.save()
     with pytest.raises(UserError, match=re.escape(f"--cluster {CLUSTER}. To try it all the same: ")) as caught:
@@ -353,17 +351,17 @@ def test_a_dry_submit_predicts_nothing_and_says_which_line_does(environ):
 
 
 def test_runs_that_differ_in_what_takes_no_memory_share_a_prediction(environ):
-    path = open_store(configs.compose("pricing", [], JOBS), JOBS, environ).path
+    path = open_cache(configs.compose("pricing", [], JOBS), JOBS, environ).path
     for alike in ("optimizer.lr=1e-5", "schedule.warmup=7st", "max_duration=3ep", "micro_batch_size=4"):
-        assert open_store(configs.compose("pricing", [alike], JOBS), JOBS, environ).path == path, alike
-    assert open_store(configs.compose("pricing", ["seed=1"], JOBS), JOBS, environ).path != path, "it splits the data"
+        assert open_cache(configs.compose("pricing", [alike], JOBS), JOBS, environ).path == path, alike
+    assert open_cache(configs.compose("pricing", ["seed=1"], JOBS), JOBS, environ).path != path, "it splits the data"
 
 
 def test_a_run_that_exists_keeps_its_micro_batch_and_is_refused_with_a_line_that_goes_without(environ):
     plan, args, _ = request_memory("micro_batch_size=0")
     store_plan(plan, environ)
     with pytest.raises(UserError, match=r"the same: trainyard resume pricing/a --hw 2080ti --no-plan$"):
-        check_memory(plan, args, ["resume", "pricing/a", "--hw", "2080ti"], may_change=False)
+        check_memory(plan, args, ["resume", "pricing/a", "--hw", "2080ti"], allow_smaller_batch=False)
 
 
 @pytest.mark.long
@@ -393,7 +391,7 @@ def test_a_plan_is_made_once_for_cards_that_compute_in_different_types(tmp_path,
     assert len(rows) == 3 and all(re.search(r" \d+\.\d fits ", " ".join(row.split())) for row in rows)
     (file,) = (tmp_path / "trainyard" / "plans").glob("*.json")
     config = configs.compose("pricing_smoke", [], JOBS)
-    steps = open_store(config, JOBS, {"XDG_CACHE_HOME": str(tmp_path)}).steps
+    steps = open_cache(config, JOBS, {"XDG_CACHE_HOME": str(tmp_path)}).steps
     peaks = {setting.dtype: step.peak_gib for setting, step in steps.items()}
     assert peaks["bf16"] == peaks["fp16"] < peaks["fp32"]
     written = file.stat().st_mtime_ns
@@ -425,19 +423,19 @@ def submit_here(environ, tmp_path, monkeypatch):
     return call
 
 
-def complete_by_hand(environ: dict[str, str], words: Sequence[str]) -> Store:
-    """Store what `trainyard plan` would for a 2080 Ti, of a step with 1 GiB for each sample."""
+def complete_by_hand(environ: dict[str, str], words: Sequence[str]) -> PredictionCache:
+    """PredictionCache what `trainyard plan` would for a 2080 Ti, of a step with 1 GiB for each sample."""
     args = argparse.Namespace(job=words[1], overrides=[words[2]], synthetic=True, jobs=JOBS, runs=Path("runs"))
     config, card = compose_job(args, None).config, get_gpu("2080ti")
-    store = open_store(config, JOBS, environ)
+    store = open_cache(config, JOBS, environ)
     assert card is not None
 
-    def remember(setting: Setting) -> StepPrediction:
+    def remember(setting: StepConfig) -> StepPrediction:
         store.steps[setting] = predict(setting)
         return store.steps[setting]
 
-    choose_split(config, card, gpus=1, predict=remember)
-    rate_stated(replace(config, micro_batch_size=4), card, gpus=1, predict=remember)
+    choose_fit(config, card, gpus=1, predict=remember)
+    check_fit(replace(config, micro_batch_size=4), card, gpus=1, predict=remember)
     store.save()
     return store
 

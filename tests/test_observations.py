@@ -14,7 +14,7 @@ from trainyard import config as configs
 from trainyard.cli import main
 from trainyard.cli.choices import compose_job
 from trainyard.errors import UserError
-from trainyard.launch.memory_prediction import Setting, StepPrediction, compute_key, open_store
+from trainyard.launch.memory_prediction import StepConfig, StepPrediction, compute_key, open_cache
 from trainyard.report.run_page import format_summary, write_report
 from trainyard.runs.folder import CONFIG, read_env
 from trainyard.runs.observations import Usage, read_usage, record_plan_key
@@ -24,12 +24,12 @@ OPTIONS = ("max_duration=4st", "micro_batch_size=8", "data.synthetic=60")
 
 
 def store_plan(run: Path) -> None:
-    """Store a plan for this run, as `trainyard plan` would for a GPU, and record its key, as submit does."""
+    """PredictionCache a plan for this run, as `trainyard plan` would for a GPU, and record its key, as submit does."""
     config = configs.thaw(run / CONFIG, FAMILIES)
-    store = open_store(config, FAMILIES, os.environ)
+    store = open_cache(config, FAMILIES, os.environ)
     step = StepPrediction(parameters=MIB, optimizer=2 * MIB, activations=5 * MIB)
-    store.steps[Setting("cpu", "fp32", True, False, 8, accumulates=True)] = step
-    store.steps[Setting("cpu", "fp32", True, False, 4, accumulates=True)] = replace(step, activations=MIB)
+    store.steps[StepConfig("cpu", "fp32", True, False, 8, accumulates=True)] = step
+    store.steps[StepConfig("cpu", "fp32", True, False, 4, accumulates=True)] = replace(step, activations=MIB)
     store.save()
     record_plan_key(run, compute_key(config, FAMILIES))
 

@@ -14,7 +14,7 @@ from trainyard import config as configs
 from trainyard.data.loader import Loader, MicroBatch
 from trainyard.data.prepare import prepare_data
 from trainyard.hardware import Precision
-from trainyard.launch.memory_prediction import FRAGMENTS_SHARE, Setting, StepPrediction
+from trainyard.launch.memory_prediction import FRAGMENTS_SHARE, StepConfig, StepPrediction
 from trainyard.settings import TrainConfig
 from trainyard.tools.gpu_checks.memory import get_lengths, measure_peak
 from trainyard.tools.predict_memory import Predictor
@@ -38,7 +38,7 @@ def prepare(job: str, root: Path, *overrides: str) -> TrainConfig:
     return prepare_data(configs.compose(job, [f"data.synthetic={count}", f"data.cache={root}", *overrides], JOBS), JOBS)
 
 
-def take_measured_step(predictor: Predictor, setting: Setting) -> tuple[int, dict[str, torch.Tensor]]:
+def take_measured_step(predictor: Predictor, setting: StepConfig) -> tuple[int, dict[str, torch.Tensor]]:
     """Take a real step, the second of a new run; return the most that it had allocated at once, and its micro-batch."""
     config = predictor.config
     precision = Precision(setting.dtype, setting.dtype == "fp16", False, setting.channels_last, False, {})
@@ -72,7 +72,7 @@ def take_step(state: TrainState, parts: list[MicroBatch], config: TrainConfig, p
     )
 
 
-def compare(predictor: Predictor, setting: Setting) -> tuple[float, StepPrediction]:
+def compare(predictor: Predictor, setting: StepConfig) -> tuple[float, StepPrediction]:
     """Return the predicted over the observed memory that a step takes beyond what stays."""
     observed, batch = take_measured_step(predictor, setting)
     predicted = predictor.predict_batch(setting, batch, get_lengths(batch))
@@ -88,8 +88,8 @@ def compare(predictor: Predictor, setting: Setting) -> tuple[float, StepPredicti
     return ratio, predicted
 
 
-def make_setting(micro_batch: int, **changes: Any) -> Setting:
-    return Setting(
+def make_setting(micro_batch: int, **changes: Any) -> StepConfig:
+    return StepConfig(
         **{
             "device": "cpu",
             "dtype": "fp32",
@@ -144,7 +144,7 @@ def test_predictions_hold_in_half_precision_with_recomputation_and_over_two_micr
 def test_a_step_that_reads_values_is_not_predicted_and_says_so(tmp_path):
     reads_values = ("model.full_above=100", f"data.cache={tmp_path}")
     config = prepare_data(configs.compose("stripes", [*reads_values], TEST_FAMILIES), TEST_FAMILIES)
-    setting = Setting("cpu", "fp32", False, False, 4, accumulates=False)
+    setting = StepConfig("cpu", "fp32", False, False, 4, accumulates=False)
     refused = Predictor(config, TEST_FAMILIES).predict(setting).refused
     assert "a step of family stripes reads values" in refused
 
@@ -154,7 +154,7 @@ def test_layers_are_recomputed_with_the_types_of_their_forward_pass_on_a_gpu(cac
     # Its layers normalise what a product has returned: in float32 on a GPU, and in half precision on the CPU.
     predictor = Predictor(prepare("tinydet_smoke", cache, "model.variant=vanilla", "model.strides=[8]"), JOBS)
     kept, recomputed = (
-        predictor.predict(Setting("cuda", "fp16", False, recompute, 8, accumulates=False))
+        predictor.predict(StepConfig("cuda", "fp16", False, recompute, 8, accumulates=False))
         for recompute in (False, True)
     )
     assert recomputed.refused == "" and recomputed.activations <= kept.activations

@@ -114,7 +114,7 @@ def record_choices(
     choices = {"data_root": (data.value, data.reason)}
     if plan is not None:
         choices["gpu_type"] = (plan.hw, plan.why_hw)
-        choices["planned_micro_batch_size"] = (str(plan.micro_batch), plan.why_micro_batch)
+        choices["planned_micro_batch_size"] = (str(plan.split.micro_batch), plan.why_micro_batch)
     with limit_writers():
         update_env(run, "choices", {name: {"value": value, "reason": why} for name, (value, why) in choices.items()})
     if memory is not None:

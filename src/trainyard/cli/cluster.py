@@ -229,7 +229,7 @@ def _run_sweep(args: argparse.Namespace) -> int:
             configs.Root(args.jobs, args.why_jobs),
             args.runs,
             lambda plan: check_memory(
-                plan, args, args.typed, may_change="micro_batch_size=" not in " ".join(args.sweep)
+                plan, args, args.typed, allow_smaller_batch="micro_batch_size=" not in " ".join(args.sweep)
             ),
         )
         packing = choose_shared_packing(plan, settled, args.jobs)

@@ -23,13 +23,13 @@ from trainyard.launch.memory_prediction import (
     FITS,
     MISFIT,
     CannotPredict,
+    CardFit,
     NotPredicted,
-    Split,
-    Store,
-    choose_split,
-    complete_store,
-    open_store,
-    rate_stated,
+    PredictionCache,
+    check_fit,
+    choose_fit,
+    complete_cache,
+    open_cache,
 )
 from trainyard.launch.resources import Plan
 from trainyard.settings import TrainConfig
@@ -64,7 +64,7 @@ def _plan(args: argparse.Namespace) -> int:
         wrong = "--stored: expected with --all" if args.stored else "plan: expected a job"
         raise UserError(f"{wrong}. One: trainyard plan JOB. All of them, as a table: trainyard plan --all.")
     config = compose_job(args, cluster).config
-    store = complete_store(
+    predictions = complete_cache(
         config,
         args.jobs,
         [card for card in cards.values() if card is not CPU],
@@ -72,7 +72,7 @@ def _plan(args: argparse.Namespace) -> int:
         environ=os.environ,
         announce=lambda: print(f"{config.job}: predicting its memory on these cards, once ...", file=sys.stderr),
     )
-    print("\n".join(describe_plan(config, cards, store, _collect_inputs(config, args), gpus=args.gpus)))
+    print("\n".join(describe_plan(config, cards, predictions, _collect_inputs(config, args), gpus=args.gpus)))
     return 0
 
 
@@ -132,18 +132,23 @@ class Target:
 
 
 def check_memory(
-    plan: Plan, args: argparse.Namespace, typed: Sequence[str], *, may_change: bool = True
+    plan: Plan, args: argparse.Namespace, typed: Sequence[str], *, allow_smaller_batch: bool = True
 ) -> tuple[str, str] | None:
     """Return what a step takes on the card of a plan, as `check_target`; None for ranks on the CPU."""
     card = get_gpu(plan.kind.card)
     if card is None:
         return None
     target = Target(card, plan.gpus, plan.hw, plan.cluster.path)
-    return check_target(target, plan.config, args, typed, may_change=may_change)
+    return check_target(target, plan.config, args, typed, allow_smaller_batch=allow_smaller_batch)
 
 
 def check_target(
-    target: Target, config: TrainConfig, args: argparse.Namespace, typed: Sequence[str], *, may_change: bool = True
+    target: Target,
+    config: TrainConfig,
+    args: argparse.Namespace,
+    typed: Sequence[str],
+    *,
+    allow_smaller_batch: bool = True,
 ) -> tuple[str, str]:
     """Return what a step takes, as predicted, and the reason.
 
@@ -151,7 +156,7 @@ def check_target(
 
     Args:
         typed: the words of a command that submits this job, for what to type instead.
-        may_change: whether a smaller micro-batch may be proposed.
+        allow_smaller_batch: whether a smaller micro-batch may be proposed.
 
     Raises:
         UserError: the step cannot fit; says what to type.
@@ -159,15 +164,15 @@ def check_target(
     if args.no_plan:
         return "not checked", "--no-plan"
     card, gpus = target.card, target.gpus
-    store = open_store(config, args.jobs, os.environ)
+    predictions = open_cache(config, args.jobs, os.environ)
     try:
-        split = rate_stated(config, card, gpus=gpus, predict=store.read)
+        fit = check_fit(config, card, gpus=gpus, predict=predictions.read)
     except NotPredicted:
         if args.dry:
             line = _format_plan_command(target, config, args)
             return "not checked", f"never predicted; submit does it first, as does: {line}"
         try:
-            store = complete_store(
+            predictions = complete_cache(
                 config,
                 args.jobs,
                 [card],
@@ -180,38 +185,38 @@ def check_target(
             )
         except CannotPredict as error:  # a login node may lack memory or libraries that the nodes have
             return "not checked", str(error)
-        split = rate_stated(config, card, gpus=gpus, predict=store.read)
-    if split.step.refused:
-        return "not predicted", split.step.refused
-    if split.verdict == MISFIT:
-        fitting = _find_fitting(target, config, store) if may_change else None
-        raise UserError(_explain_misfit(target, config, split, fitting, args, typed))
-    return f"{split.step.peak_gib:.2f} GiB", (
-        f"and {split.step.reserve_gib:.1f} in reserve, of {split.has_gib:.1f}: {split.verdict}; estimated, never "
+        fit = check_fit(config, card, gpus=gpus, predict=predictions.read)
+    if fit.step.refused:
+        return "not predicted", fit.step.refused
+    if fit.verdict == MISFIT:
+        fitting = _find_fitting(target, config, predictions) if allow_smaller_batch else None
+        raise UserError(_explain_misfit(target, config, fit, fitting, args, typed))
+    return f"{fit.step.peak_gib:.2f} GiB", (
+        f"and {fit.step.reserve_gib:.1f} in reserve, of {fit.has_gib:.1f}: {fit.verdict}; estimated, never "
         "observed on this card"
     )
 
 
-def _find_fitting(target: Target, config: TrainConfig, store: Store) -> Split | None:
+def _find_fitting(target: Target, config: TrainConfig, predictions: PredictionCache) -> CardFit | None:
     """Return how the job fits on this card, if that is stored."""
     try:
-        split = choose_split(config, target.card, gpus=target.gpus, predict=store.read)
+        fit = choose_fit(config, target.card, gpus=target.gpus, predict=predictions.read)
     except NotPredicted:
         return None
-    return split if split.verdict == FITS else None
+    return fit if fit.verdict == FITS else None
 
 
 def _explain_misfit(
     target: Target,
     config: TrainConfig,
-    split: Split,
-    fitting: Split | None,
+    fit: CardFit,
+    fitting: CardFit | None,
     args: argparse.Namespace,
     typed: Sequence[str],
 ) -> str:
     """Say how much is missing, and which line computes the same in less memory, if one does."""
     if fitting is not None:
-        changes = list_changes(config, fitting, gpus=target.gpus)
+        changes = list_changes(config, fitting)
         advice = f"This computes the same and fits: {format_submit_command(config.job, typed, changes)}"
     else:
         advice = (
@@ -220,9 +225,9 @@ def _explain_misfit(
         )
     name = f"HW={target.hw}" if target.cluster else target.card.name
     return (
-        f"{name}: a step of {config.job} with micro-batches of {split.setting.micro_batch} takes "
-        f"{split.step.peak_gib:.1f} GiB for tensors alone (estimated, never observed on this card), but a process has "
-        f"{split.has_gib:.1f} GiB there. {advice}"
+        f"{name}: a step of {config.job} with micro-batches of {fit.split.micro_batch} takes "
+        f"{fit.step.peak_gib:.1f} GiB for tensors alone (estimated, never observed on this card), but a process has "
+        f"{fit.has_gib:.1f} GiB there. {advice}"
     )
 
 

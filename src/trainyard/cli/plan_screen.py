@@ -12,15 +12,16 @@ from trainyard.launch.memory_prediction import (
     DRIVER_SHARE,
     FRAGMENTS_SHARE,
     MISFIT,
+    CardFit,
     Predict,
-    Setting,
-    Split,
+    PredictionCache,
+    StepConfig,
     StepPrediction,
-    Store,
-    choose_split,
+    choose_fit,
     count_disk_bytes,
 )
 from trainyard.settings import StoreSettings, TrainConfig
+from trainyard.split import explain_micro_batch, split_batch
 from trainyard.text import align_columns, format_size
 
 CPU = GpuType("cpu", "CPU", 0, 0.0)
@@ -42,10 +43,10 @@ class PlanInputs:
 
 
 def describe_plan(
-    config: TrainConfig, cards: Mapping[str, GpuType], store: Store, inputs: PlanInputs, *, gpus: int
+    config: TrainConfig, cards: Mapping[str, GpuType], predictions: PredictionCache, inputs: PlanInputs, *, gpus: int
 ) -> Iterator[str]:
     """Yield the lines of one screen."""
-    fits = {name: fit_card(config, card, gpus=gpus, predict=store.read) for name, card in cards.items()}
+    fits = {name: fit_card(config, card, gpus=gpus, predict=predictions.read) for name, card in cards.items()}
     unit = "rank" if all(card is CPU for card in cards.values()) else "GPU"
     yield (
         f"{config.job} on {gpus} {unit}{'s' * (gpus > 1)}: global batch {config.global_batch_size}, learning rate "
@@ -53,52 +54,44 @@ def describe_plan(
     )
     yield ""
     header = ["card", "batch = micro-batch x steps x GPUs", "computes in", "GiB", "of", ""]
-    rows = [_list_cells(name, fit, config, gpus) for name, fit in fits.items()]
+    rows = [_list_cells(name, fit) for name, fit in fits.items()]
     yield from (line[:_WIDTH] for line in align_columns([header, *rows]))
     yield ""
     yield from _describe_reasons(fits)
-    step = next((fit.step for fit in fits.values() if isinstance(fit, Split) and fit.step.parameters), None)
+    step = next((fit.step for fit in fits.values() if isinstance(fit, CardFit) and fit.step.parameters), None)
     if step is not None:
         yield from _describe_memory(step, fits)
-    yield from _describe_data(config, store, inputs)
+    yield from _describe_data(config, predictions, inputs)
     if step is not None:
         most = format_size(count_disk_bytes(step, config, inputs.steps))
         yield from _write("checkpoints", f"{format_size(step.checkpoint_bytes)} each, at most {most} on disk")
     yield from _describe_next(config, fits, inputs, gpus)
 
 
-def fit_card(config: TrainConfig, card: GpuType, *, gpus: int, predict: Predict) -> Split | str:
+def fit_card(config: TrainConfig, card: GpuType, *, gpus: int, predict: Predict) -> CardFit | str:
     """Return how the job fits on this card, or why the card cannot compute it."""
     try:
         if card is CPU:
             return _fit_cpu(config, gpus)
-        return choose_split(config, card, gpus=gpus, predict=predict)
+        return choose_fit(config, card, gpus=gpus, predict=predict)
     except UserError as error:
         return str(error).partition(". ")[0]
 
 
-def _fit_cpu(config: TrainConfig, gpus: int) -> Split:
+def _fit_cpu(config: TrainConfig, gpus: int) -> CardFit:
     precision = choose_precision(
         None, precision=config.precision, channels_last=config.channels_last, compile=config.compile
     )
-    share = -(-config.global_batch_size // gpus)
-    micro_batch = min(config.micro_batch_size or share, share)
-    setting = Setting(
-        device="cpu",
-        dtype=precision.dtype,
-        channels_last=precision.channels_last,
-        recompute=config.gradient_checkpointing,
-        micro_batch=micro_batch,
-        accumulates=micro_batch < share or gpus > 1,
-    )
-    why = "as stated" if config.micro_batch_size else "the whole share of a rank"
-    return Split(setting, StepPrediction(), HOST, -(-share // micro_batch), precision, 0.0, why)
+    split = split_batch(config.global_batch_size, ranks=gpus, micro_batch=config.micro_batch_size)
+    setting = StepConfig.of(split, precision, device="cpu", recompute=config.gradient_checkpointing)
+    return CardFit(split, setting, StepPrediction(), HOST, precision, 0.0, explain_micro_batch(config.micro_batch_size))
 
 
-def _list_cells(name: str, fit: Split | str, config: TrainConfig, gpus: int) -> list[str]:
+def _list_cells(name: str, fit: CardFit | str) -> list[str]:
     if isinstance(fit, str):
         return [name, "", "", "", "", "cannot"]
-    batch = f"{config.global_batch_size} = {fit.setting.micro_batch} x {fit.accumulation_steps} x {gpus}"
+    split = fit.split
+    batch = f"{split.global_batch} = {split.micro_batch} x {split.accumulation_steps} x {split.ranks}"
     kind = f"{fit.setting.dtype}{', TF32' * fit.precision.tf32}"
     if fit.verdict == HOST:
         return [name, batch, kind, "", "", HOST]
@@ -108,7 +101,7 @@ def _list_cells(name: str, fit: Split | str, config: TrainConfig, gpus: int) -> 
     return [name, batch, kind, f"{size:.2f}" if size < 10 else f"{size:.1f}", f"{fit.has_gib:.1f}", fit.verdict]
 
 
-def _describe_reasons(fits: Mapping[str, Split | str]) -> Iterator[str]:
+def _describe_reasons(fits: Mapping[str, CardFit | str]) -> Iterator[str]:
     by_reason: dict[str, list[str]] = {}
     for name, fit in fits.items():
         by_reason.setdefault(fit if isinstance(fit, str) else fit.step.refused or fit.reason, []).append(name)
@@ -116,12 +109,12 @@ def _describe_reasons(fits: Mapping[str, Split | str]) -> Iterator[str]:
         yield from _write("why", f"{', '.join(names) if len(by_reason) > 1 else 'all'}: {reason}")
 
 
-def _describe_memory(step: StepPrediction, fits: Mapping[str, Split | str]) -> Iterator[str]:
+def _describe_memory(step: StepPrediction, fits: Mapping[str, CardFit | str]) -> Iterator[str]:
     sizes = {"weights": step.parameters + step.buffers, "gradients": step.gradients, "optimizer": step.optimizer}
     sizes |= {"averages": step.averages} if step.averages else {}
     parts = ", ".join(f"{name} {format_size(size)}" for name, size in sizes.items())
     yield from _write("memory", f"{step.parameters // 4:,} parameters; {parts}")
-    compiled = any(isinstance(fit, Split) and fit.precision.compile for fit in fits.values())
+    compiled = any(isinstance(fit, CardFit) and fit.precision.compile for fit in fits.values())
     yield from _write(
         "GiB",
         f"estimated from the job's code and its longest samples, never observed on these cards"
@@ -131,8 +124,8 @@ def _describe_memory(step: StepPrediction, fits: Mapping[str, Split | str]) -> I
     )
 
 
-def _describe_data(config: TrainConfig, store: Store, inputs: PlanInputs) -> Iterator[str]:
-    predicted = str(store.about.get("data", ""))
+def _describe_data(config: TrainConfig, predictions: PredictionCache, inputs: PlanInputs) -> Iterator[str]:
+    predicted = str(predictions.about.get("data", ""))
     origin = "; predicted with your data" if predicted and "synthetic" not in predicted else ""
     if "synthetic" in predicted:
         origin = f"; predicted with {predicted}: yours may differ in classes and length"
@@ -153,13 +146,13 @@ def _describe_packed_size(config: TrainConfig) -> str:
 
 
 def _describe_next(
-    config: TrainConfig, fits: Mapping[str, Split | str], inputs: PlanInputs, gpus: int
+    config: TrainConfig, fits: Mapping[str, CardFit | str], inputs: PlanInputs, gpus: int
 ) -> Iterator[str]:
     """Yield the command that submits what the table shows, once for all cards with the same micro-batch."""
     by_changes: dict[tuple[str, ...], list[str]] = {}
     for name, fit in fits.items():
-        if isinstance(fit, Split) and fit.verdict != MISFIT:
-            by_changes.setdefault(tuple(list_changes(config, fit, gpus=gpus)), []).append(name)
+        if isinstance(fit, CardFit) and fit.verdict != MISFIT:
+            by_changes.setdefault(tuple(list_changes(config, fit)), []).append(name)
     count = ["--gpus", str(gpus)] if gpus > 1 else []
     for number, (changes, names) in enumerate(by_changes.items()):
         hw = ["--hw", names[0]] if "--cluster" in inputs.words else []
@@ -172,11 +165,10 @@ def _describe_next(
         yield f"{'':<{_INDENT}} {line}"
 
 
-def list_changes(config: TrainConfig, fit: Split, *, gpus: int) -> list[str]:
+def list_changes(config: TrainConfig, fit: CardFit) -> list[str]:
     """Return the options with which a job computes the same as its config, but as it fits."""
-    share = -(-config.global_batch_size // gpus)
-    stated = min(config.micro_batch_size or share, share)
-    changes = [f"micro_batch_size={fit.setting.micro_batch}"] if fit.setting.micro_batch != stated else []
+    stated = split_batch(config.global_batch_size, ranks=fit.split.ranks, micro_batch=config.micro_batch_size)
+    changes = [f"micro_batch_size={fit.split.micro_batch}"] if fit.split != stated else []
     recomputes = fit.setting.recompute and not config.gradient_checkpointing
     return [*changes, *(["gradient_checkpointing=true"] if recomputes else [])]
 

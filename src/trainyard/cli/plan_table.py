@@ -16,7 +16,7 @@ from trainyard.launch.memory_prediction import (
     CannotPredict,
     NotPredicted,
     Predict,
-    complete_store,
+    complete_cache,
     find_cache,
 )
 from trainyard.settings import TrainConfig
@@ -43,7 +43,7 @@ def tabulate_presets(
         config = compose_job(argparse.Namespace(**{**vars(args), "job": job, "jobs": jobs}), cluster).config
         wanted = [] if args.stored else [card for card in cards.values() if card is not CPU]
         try:
-            predict = complete_store(config, jobs, wanted, gpus=args.gpus, environ=os.environ, announce=None).read
+            predict = complete_cache(config, jobs, wanted, gpus=args.gpus, environ=os.environ, announce=None).read
         except CannotPredict as error:
             reason = str(error).replace(str(find_cache(os.environ)), "CACHE")
             rows.append([*_describe_training(config), *[_refer(reason, notes)] * len(cards)])
@@ -85,7 +85,7 @@ def _describe_fit(config: TrainConfig, card: GpuType, gpus: int, predict: Predic
     if fit.verdict == MISFIT:
         return MISFIT
     note = " recomputed" * (fit.setting.recompute and not config.gradient_checkpointing)
-    return f"{fit.setting.micro_batch} x {fit.accumulation_steps}{note}{f', {TIGHT}' * (fit.verdict == TIGHT)}"
+    return f"{fit.split.micro_batch} x {fit.split.accumulation_steps}{note}{f', {TIGHT}' * (fit.verdict == TIGHT)}"
 
 
 def _refer(reason: str, notes: dict[str, int]) -> str:

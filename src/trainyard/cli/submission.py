@@ -264,7 +264,7 @@ def resubmit(run: Path, args: argparse.Namespace) -> int:
         )
     packing = choose_packing(plan, args.jobs, code=None if args.dry and args.update_code else code)
     is_elsewhere = (plan.hw, plan.gpus) != (previous["hw"], previous["gpus"])
-    memory = check_memory(plan, args, args.typed, may_change=False) if is_elsewhere else None
+    memory = check_memory(plan, args, args.typed, allow_smaller_batch=False) if is_elsewhere else None
     if args.dry:
         return dry.print_submission(plan, {run: ""}, folder=run / "slurm", code=code, packing=packing, memory=memory)
     if packing.plan is not None:

@@ -27,6 +27,7 @@ from trainyard.data.store import check_inputs, has_inputs, read_regions
 from trainyard.data.transfer import CopyStream
 from trainyard.errors import UserError
 from trainyard.settings import AudioSettings, AugmentSettings, DataSettings, ImageSettings, TrainConfig
+from trainyard.split import split_batch
 
 _UNFINISHED_COPIES = 1  # items that a GPU may still be reading from their buffers when the next one is taken
 _AHEAD_ON_GPU = 1  # micro-batches whose copy to a GPU starts before their turn
@@ -167,7 +168,7 @@ class Loader:
         """
         _check_boxes(self._augmentation.crop_keeps, self.data)
         first = orders(epoch)
-        largest = micro_batch_size or -(-first.global_batch_size // self.world_size)
+        split = split_batch(first.global_batch_size, ranks=self.world_size, micro_batch=micro_batch_size)
 
         def make_items() -> Iterator[Item]:
             with ThreadPoolExecutor(1, "order") as background:
@@ -179,7 +180,7 @@ class Loader:
                     order, begin = following.result(), 0
 
         resample = augment.needs_resampling(self._augmentation)
-        yield from self._load(make_items(), largest, resample=resample, on_arrival=on_arrival)
+        yield from self._load(make_items(), split.micro_batch, resample=resample, on_arrival=on_arrival)
 
     def _split_batch(self, ids: np.ndarray, epoch: int, index: int, micro_batch_size: int) -> Iterator[Item]:
         """Split one global batch into this rank's micro-batches."""

@@ -12,6 +12,7 @@ from trainyard.cluster.description import Cluster, GpuNodes
 from trainyard.errors import UserError
 from trainyard.hardware import GPUS, GpuType, Precision, choose_precision, choose_sync_batchnorm, get_gpu
 from trainyard.settings import NeedsSettings, TrainConfig
+from trainyard.split import BatchSplit, explain_micro_batch, split_batch
 from trainyard.text import join_names, suggest_nearest
 
 
@@ -22,7 +23,7 @@ class GpuChoice:
     config: TrainConfig  # with the micro-batch that was chosen
     hw: str
     why_hw: str
-    micro_batch: int  # samples
+    split: BatchSplit
     why_micro_batch: str
     precision: Precision
 
@@ -92,17 +93,17 @@ def _check_requested(
 def _accept(
     config: TrainConfig, kind: GpuNodes, gpus: int, hw: str, why: str, *, halved_from: TrainConfig | None = None
 ) -> GpuChoice:
-    size = _compute_micro_batch(config, gpus)
+    split = _split(config, gpus)
     needs, has_gib = config.needs, _read_memory_gib(kind)
-    reason = "stated by the preset or typed" if config.micro_batch_size else "a rank's whole share of the global batch"
+    reason = explain_micro_batch(config.micro_batch_size)
     if halved_from is not None:
-        reason = f"halved from {_compute_micro_batch(halved_from, gpus)}: results do not depend on it"
+        reason = f"halved from {_split(halved_from, gpus).micro_batch}: results do not depend on it"
     if has_gib < (stated_gib := read_needed_gib(needs)):
         reason += (
             f"; {hw} has {has_gib:g} GiB, and {stated_gib:g} are stated for {needs.micro_batch_size}: "
-            f"whether {size} fit was not measured"
+            f"whether {split.micro_batch} fit was not measured"
         )
-    return GpuChoice(config, hw, why, size, reason, _choose_policy(config, kind, gpus))
+    return GpuChoice(config, hw, why, split, reason, _choose_policy(config, kind, gpus))
 
 
 # What a job needs
@@ -128,26 +129,25 @@ def _explain_misfit(config: TrainConfig, kind: GpuNodes, gpus: int) -> str:
 
 
 def _compute_least_gib(config: TrainConfig, gpus: int) -> float:
-    """Return the least memory that this micro-batch can need: at the stated size or above, what is stated."""
+    """Return a lower bound on the memory of this micro-batch, scaled from the stated size."""
     stated_size = config.needs.micro_batch_size
-    share = min(1.0, _compute_micro_batch(config, gpus) / stated_size) if stated_size else 1.0
-    return read_needed_gib(config.needs) * share
+    scale = min(1.0, _split(config, gpus).micro_batch / stated_size) if stated_size else 1.0
+    return read_needed_gib(config.needs) * scale
 
 
-def _compute_micro_batch(config: TrainConfig, gpus: int) -> int:
-    share = -(-config.global_batch_size // gpus)
-    return min(config.micro_batch_size or share, share)
+def _split(config: TrainConfig, gpus: int) -> BatchSplit:
+    return split_batch(config.global_batch_size, ranks=gpus, micro_batch=config.micro_batch_size)
 
 
-def _shrink_micro_batch(config: TrainConfig, kind: GpuNodes, gpus: int, *, told: bool = False) -> TrainConfig | None:
+def _shrink_micro_batch(config: TrainConfig, kind: GpuNodes, gpus: int, *, force: bool = False) -> TrainConfig | None:
     """Return the config with the micro-batch halved until the type may hold it; None if results depend on its size.
 
     Args:
-        told: halve it although they do, for a line that a user may type.
+        force: halve even if results change; only to build a suggestion.
     """
-    if not config.needs.micro_batch_size or (config.explain_batch_dependence() and not told):
+    if not config.needs.micro_batch_size or (config.explain_batch_dependence() and not force):
         return None
-    smaller = replace(config, micro_batch_size=_compute_micro_batch(config, gpus))
+    smaller = replace(config, micro_batch_size=_split(config, gpus).micro_batch)
     while _explain_misfit(smaller, kind, gpus):
         if smaller.micro_batch_size == 1:
             return None
@@ -219,7 +219,7 @@ def _list_misfits(passed: dict[str, str]) -> str:
 def _advise(config: TrainConfig, cluster: Cluster, gpus: int, hw: str, keeps_micro_batch: bool) -> str:
     """Say what to type instead: another type, a smaller micro-batch, or that the need is wrong."""
     lines = list(_list_fitting(config, cluster, gpus))
-    smaller = None if keeps_micro_batch else _shrink_micro_batch(config, cluster.gpus[hw], gpus, told=True)
+    smaller = None if keeps_micro_batch else _shrink_micro_batch(config, cluster.gpus[hw], gpus, force=True)
     if smaller is not None and (dependence := config.explain_batch_dependence()):
         lines.append(f"micro_batch_size={smaller.micro_batch_size} with HW={hw}, which trains otherwise: {dependence}")
     lines.append("needs.memory_gib=0 needs.card= to try it as it is")

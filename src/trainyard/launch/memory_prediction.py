@@ -24,6 +24,7 @@ from trainyard.errors import UserError
 from trainyard.files import parse_json, read_file, write_json
 from trainyard.hardware import GpuType, Precision, choose_precision, count_cores
 from trainyard.settings import TrainConfig
+from trainyard.split import BatchSplit, explain_micro_batch, split_batch
 
 DRIVER_SHARE = 0.08
 """Of a card's nominal memory: what ECC and the driver may take (`hardware.find_gpu_by_name`). Assumed."""
@@ -42,7 +43,7 @@ _MOST_BYTES = 16 * 2**20
 
 
 @dataclass(frozen=True)
-class Setting:
+class StepConfig:
     """What, besides the job, decides how much memory a step takes."""
 
     device: str  # "cuda" or "cpu"
@@ -51,6 +52,11 @@ class Setting:
     recompute: bool  # activation checkpointing
     micro_batch: int
     accumulates: bool  # several micro-batches a step, or several ranks: gradients are alive during the forward pass
+
+    @classmethod
+    def of(cls, split: BatchSplit, precision: Precision, *, device: str, recompute: bool) -> "StepConfig":
+        """Return how a step with this split is computed on a device of this type."""
+        return cls(device, precision.dtype, precision.channels_last, recompute, split.micro_batch, split.accumulates)
 
 
 @dataclass(frozen=True)
@@ -83,19 +89,19 @@ class StepPrediction:
 
 
 @dataclass(frozen=True)
-class Split:
-    """How the global batch is computed on one card."""
+class CardFit:
+    """How the global batch is computed on one card, and whether its memory is enough."""
 
-    setting: Setting
+    split: BatchSplit
+    setting: StepConfig
     step: StepPrediction
     verdict: str  # FITS, TIGHT or MISFIT
-    accumulation_steps: int
     precision: Precision
     has_gib: float  # of the card's memory, what is left to this process
     reason: str
 
 
-Predict = Callable[[Setting], StepPrediction]
+Predict = Callable[[StepConfig], StepPrediction]
 
 
 class NotPredicted(Exception):
@@ -123,84 +129,71 @@ def count_disk_bytes(step: StepPrediction, config: TrainConfig, steps: int | Non
     return step.checkpoint_bytes * (settings.keep_last + 1 + permanent)
 
 
-def choose_split(
-    config: TrainConfig, card: GpuType, *, gpus: int, predict: Predict, may_recompute: bool = True
-) -> Split:
+def choose_fit(config: TrainConfig, card: GpuType, *, gpus: int, predict: Predict) -> CardFit:
     """Choose the largest micro-batch that fits on a card and divides what is stated, for the same global batch.
 
     Where results depend on the micro-batch, it stays as stated. Activations are recomputed only if nothing else fits.
 
     Args:
         predict: returns the prediction of a setting, or raises.
-        may_recompute: whether activation checkpointing may be chosen although the config does not.
 
     Raises:
         UserError: the card cannot compute as the config says.
     """
-    precision = choose_precision(
-        card.sm, precision=config.precision, channels_last=config.channels_last, compile=config.compile
-    )
-    share = -(-config.global_batch_size // gpus)
-    most = min(config.micro_batch_size or share, share)
-    tried: list[Split] = []
-    for recompute in sorted({config.gradient_checkpointing, may_recompute or config.gradient_checkpointing}):
-        sizes = [most] if config.explain_batch_dependence() else _list_divisors(most)
-        rate = _Rating(config, card, precision, share, gpus, recompute, predict)
-        tried.append(rate(sizes[0]))
+    most = split_batch(config.global_batch_size, ranks=gpus, micro_batch=config.micro_batch_size).micro_batch
+    sizes = [most] if config.explain_batch_dependence() else _list_divisors(most)
+    tried: list[CardFit] = []
+    for recompute in sorted({config.gradient_checkpointing, True}):
+        check = _FitCheck(config, card, _choose_precision(config, card), gpus, recompute, predict)
+        tried.append(check(sizes[0]))
         if tried[-1].verdict != FITS and len(sizes) > 1 and not tried[-1].step.refused:
-            tried.append(_search_size(sizes, tried[-1], rate))
+            tried.append(_search_size(sizes, tried[-1], check))
         if tried[-1].verdict == FITS:
             return tried[-1]
-    possible = [split for split in tried if not split.step.refused]
-    return min(possible, key=lambda split: split.step.peak_gib) if possible else tried[0]
+    possible = [fit for fit in tried if not fit.step.refused]
+    return min(possible, key=lambda fit: fit.step.peak_gib) if possible else tried[0]
 
 
-def rate_stated(config: TrainConfig, card: GpuType, *, gpus: int, predict: Predict) -> Split:
+def check_fit(config: TrainConfig, card: GpuType, *, gpus: int, predict: Predict) -> CardFit:
     """Return how the config's own micro-batch fits on a card, with activation checkpointing as the config says.
 
     Raises:
         UserError: the card cannot compute as the config says.
     """
-    precision = choose_precision(
+    check = _FitCheck(config, card, _choose_precision(config, card), gpus, config.gradient_checkpointing, predict)
+    return check(config.micro_batch_size)
+
+
+def _choose_precision(config: TrainConfig, card: GpuType) -> Precision:
+    return choose_precision(
         card.sm, precision=config.precision, channels_last=config.channels_last, compile=config.compile
     )
-    share = -(-config.global_batch_size // gpus)
-    rate = _Rating(config, card, precision, share, gpus, config.gradient_checkpointing, predict)
-    return rate(min(config.micro_batch_size or share, share))
 
 
 @dataclass(frozen=True)
-class _Rating:
+class _FitCheck:
     """Compares a step of a micro-batch size with a card's memory."""
 
     config: TrainConfig
     card: GpuType
     precision: Precision
-    share: int
     gpus: int
     recompute: bool
     predict: Predict
 
-    def __call__(self, micro_batch: int) -> Split:
-        count = -(-self.share // micro_batch)
-        setting = Setting(
-            device="cuda",
-            dtype=self.precision.dtype,
-            channels_last=self.precision.channels_last,
-            recompute=self.recompute,
-            micro_batch=micro_batch,
-            accumulates=count > 1 or self.gpus > 1,
-        )
+    def __call__(self, micro_batch: int) -> CardFit:
+        split = split_batch(self.config.global_batch_size, ranks=self.gpus, micro_batch=micro_batch)
+        setting = StepConfig.of(split, self.precision, device="cuda", recompute=self.recompute)
         step, has_gib = self.predict(setting), compute_usable_gib(self.card)
         verdict = FITS if step.peak_gib + step.reserve_gib <= has_gib else TIGHT
         if step.refused or step.peak_gib > has_gib:
             verdict = MISFIT
-        return Split(setting, step, verdict, count, self.precision, has_gib, self._explain(micro_batch))
+        return CardFit(split, setting, step, verdict, self.precision, has_gib, self._explain(split))
 
-    def _explain(self, micro_batch: int) -> str:
-        most = min(self.config.micro_batch_size or self.share, self.share)
-        reason = "as stated" if self.config.micro_batch_size else "the whole share of a rank"
-        if micro_batch != most:
+    def _explain(self, split: BatchSplit) -> str:
+        reason = explain_micro_batch(self.config.micro_batch_size)
+        most = split_batch(split.global_batch, ranks=split.ranks, micro_batch=self.config.micro_batch_size).micro_batch
+        if split.micro_batch != most:
             reason = f"reduced from {most}: results do not depend on it"
         elif dependence := self.config.explain_batch_dependence():
             reason += f"; results depend on it: {dependence}"
@@ -209,20 +202,20 @@ class _Rating:
         return reason
 
 
-def _search_size(sizes: list[int], largest: Split, rate: Callable[[int], Split]) -> Split:
+def _search_size(sizes: list[int], largest: CardFit, check: Callable[[int], CardFit]) -> CardFit:
     """Return the largest size that fits between two predictions, or the smallest size if not even that fits.
 
     The peak is the largest of many sums, each proportional to the size: a convex function. So it lies below the line
     between two of its values, and a size that fits by that line does fit.
     """
-    smallest = rate(sizes[-1])
+    smallest = check(sizes[-1])
     if smallest.verdict != FITS:
         return smallest
-    low, high = (split.setting.micro_batch for split in (smallest, largest))
+    low, high = (fit.split.micro_batch for fit in (smallest, largest))
     slope = (largest.step.peak_gib - smallest.step.peak_gib) / (high - low)
     room = (smallest.has_gib - CONTEXT_GIB) / (1 + FRAGMENTS_SHARE) - smallest.step.peak_gib
     fitting = [size for size in sizes if size == low or (size - low) * slope <= room]
-    return smallest if fitting[0] == low else rate(fitting[0])
+    return smallest if fitting[0] == low else check(fitting[0])
 
 
 def _list_divisors(number: int) -> list[int]:
@@ -234,14 +227,14 @@ def _list_divisors(number: int) -> list[int]:
 
 
 @dataclass
-class Store:
+class PredictionCache:
     """The stored predictions of one job."""
 
     path: Path
-    steps: dict[Setting, StepPrediction]
+    steps: dict[StepConfig, StepPrediction]
     about: dict[str, Any]  # what they were made from, for people
 
-    def read(self, setting: Setting) -> StepPrediction:
+    def read(self, setting: StepConfig) -> StepPrediction:
         """Return a stored prediction.
 
         Raises:
@@ -258,32 +251,32 @@ class Store:
         write_json(self.path, {"schema": _SCHEMA, **self.about, "steps": steps})
 
 
-def open_store(config: TrainConfig, jobs_dir: Path, environ: Mapping[str, str]) -> Store:
+def open_cache(config: TrainConfig, jobs_dir: Path, environ: Mapping[str, str]) -> PredictionCache:
     """Return the predictions for this job, code, data and version of torch; without any if there is no file.
 
     Raises:
         UserError: the file is damaged.
     """
-    return read_store(config.job, compute_key(config, jobs_dir), environ)
+    return read_cache(config.job, compute_key(config, jobs_dir), environ)
 
 
-def read_store(job: str, key: str, environ: Mapping[str, str]) -> Store:
-    """Return what is stored under this key, as `compute_key` returned it; raises as `open_store`."""
+def read_cache(job: str, key: str, environ: Mapping[str, str]) -> PredictionCache:
+    """Return what is stored under this key, as `compute_key` returned it; raises as `open_cache`."""
     path = find_cache(environ) / f"{job}-{key}.json"
     if not path.is_file():
-        return Store(path, {}, {"job": job})
-    store = Store(path, {}, {})
-    _extend(store, path)
-    return store
+        return PredictionCache(path, {}, {"job": job})
+    predictions = PredictionCache(path, {}, {})
+    _extend(predictions, path)
+    return predictions
 
 
-def _extend(store: Store, path: Path) -> None:
-    """Add the predictions in a file to a store."""
+def _extend(predictions: PredictionCache, path: Path) -> None:
+    """Add the predictions in a file to those of a cache."""
     try:
         content = parse_json(read_file(path, most_bytes=_MOST_BYTES))
-        names = [{field.name for field in fields(kind)} for kind in (Setting, StepPrediction)]
+        names = [{field.name for field in fields(kind)} for kind in (StepConfig, StepPrediction)]
         steps = {
-            Setting(**{name: line[name] for name in names[0]}): StepPrediction(
+            StepConfig(**{name: line[name] for name in names[0]}): StepPrediction(
                 **{name: line[name] for name in names[1]}
             )
             for line in content.pop("steps")
@@ -294,8 +287,8 @@ def _extend(store: Store, path: Path) -> None:
             f"{path}: expected predictions of trainyard plan, found something else ({error!r:.80}). Remove the file, "
             f"and it is made again: rm '{path}'"
         ) from None
-    store.steps |= steps
-    store.about |= content
+    predictions.steps |= steps
+    predictions.about |= content
 
 
 def _find_reason(lines: Sequence[str]) -> str:
@@ -351,7 +344,7 @@ def _list_code(family: Path) -> Iterable[Path]:
     yield THIS_CODE / "tools" / "predict_memory.py"
 
 
-def complete_store(
+def complete_cache(
     config: TrainConfig,
     jobs_dir: Path,
     cards: Sequence[GpuType],
@@ -359,8 +352,8 @@ def complete_store(
     gpus: int,
     environ: Mapping[str, str],
     announce: Callable[[], None] | None,
-) -> Store:
-    """Return a store with all that splitting this job on these cards needs; what it lacks is predicted now.
+) -> PredictionCache:
+    """Return all predictions that fitting this job on these cards needs; those that are missing are made now.
 
     Args:
         announce: called before that begins, because it takes seconds.
@@ -368,10 +361,10 @@ def complete_store(
     Raises:
         CannotPredict: the job cannot be built; with the words of the process that tried.
     """
-    store = open_store(config, jobs_dir, environ)
-    missing = [card for card in cards if not _has_split(config, card, gpus, store)]
+    predictions = open_cache(config, jobs_dir, environ)
+    missing = [card for card in cards if not _has_fit(config, card, gpus, predictions)]
     if not missing:
-        return store
+        return predictions
     if announce is not None:
         announce()
     with tempfile.TemporaryDirectory() as folder:
@@ -394,11 +387,11 @@ def complete_store(
         for process, lines in zip(processes, said, strict=True):
             if process.returncode:
                 raise CannotPredict(f"its memory cannot be predicted: {_find_reason(lines)}")
-        store = open_store(config, jobs_dir, environ)
+        predictions = open_cache(config, jobs_dir, environ)
         for out in outs:
-            _extend(store, out)
-    store.save()
-    return store
+            _extend(predictions, out)
+    predictions.save()
+    return predictions
 
 
 # Importing torch makes a million objects and drops hardly any: looking for garbage among them takes half a second.
@@ -409,16 +402,14 @@ def _share_out(config: TrainConfig, cards: Sequence[GpuType]) -> list[list[str]]
     """Return the cards of each process that predicts: steps of different types are predicted side by side."""
     parts: dict[tuple[bool, bool], list[str]] = {}
     for card in cards:
-        precision = choose_precision(
-            card.sm, precision=config.precision, channels_last=config.channels_last, compile=config.compile
-        )
+        precision = _choose_precision(config, card)
         parts.setdefault((precision.dtype == "fp32", precision.channels_last), []).append(card.key)
     return list(parts.values()) if count_cores() > 1 else [[card.key for card in cards]]
 
 
-def _has_split(config: TrainConfig, card: GpuType, gpus: int, store: Store) -> bool:
+def _has_fit(config: TrainConfig, card: GpuType, gpus: int, predictions: PredictionCache) -> bool:
     try:
-        choose_split(config, card, gpus=gpus, predict=store.read)
+        choose_fit(config, card, gpus=gpus, predict=predictions.read)
     except NotPredicted:
         return False
     except UserError:  # this card cannot compute as the config says: nothing to predict

@@ -33,6 +33,7 @@ from trainyard.runs.history import read_object
 from trainyard.runs.lock import RunLock
 from trainyard.runs.observations import learn_from_errors, read_limit
 from trainyard.settings import TrainConfig
+from trainyard.split import split_batch
 from trainyard.train.world import World, read_attempt_id
 
 if TYPE_CHECKING:
@@ -316,16 +317,15 @@ def _choose_batch_sizes(run: Path, config: TrainConfig, world: World) -> dict[st
     names = ("micro_batch_size", "eval_batch_size")
     limits = [read_limit(run, name) if world.is_main else None for name in names]
     micro_limit, eval_limit = distributed.broadcast_from_rank0(limits)
-    batch, ranks = config.global_batch_size, world.world_size
-    share = -(-batch // ranks)
-    size, lowered = min(config.micro_batch_size or share, share), ""
-    if micro_limit is not None and micro_limit.value < size:
-        size, lowered = micro_limit.value, f"; {micro_limit.reason}"
-    why_micro = f"global batch {batch} over {ranks} ranks, {-(-share // size)} micro-batches each{lowered}"
+    batch, ranks, lowered = config.global_batch_size, world.world_size, ""
+    split = split_batch(batch, ranks=ranks, micro_batch=config.micro_batch_size)
+    if micro_limit is not None and micro_limit.value < split.micro_batch:
+        split, lowered = split_batch(batch, ranks=ranks, micro_batch=micro_limit.value), f"; {micro_limit.reason}"
+    why_micro = f"global batch {batch} over {ranks} ranks, {split.accumulation_steps} micro-batches each{lowered}"
     evaluated = Choice(config.eval_batch_size, "eval_batch_size")
     if eval_limit is not None and eval_limit.value < config.eval_batch_size:
         evaluated = Choice(eval_limit.value, eval_limit.reason)
-    return {"micro_batch_size": Choice(size, why_micro), "eval_batch_size": evaluated}
+    return {"micro_batch_size": Choice(split.micro_batch, why_micro), "eval_batch_size": evaluated}
 
 
 def _record_data(

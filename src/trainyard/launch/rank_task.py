@@ -25,7 +25,7 @@ from trainyard.hardware import (
     set_openmp_wait_policy,
     show_own_mig_slice,
 )
-from trainyard.launch.memory_prediction import Setting, count_disk_bytes, read_store
+from trainyard.launch.memory_prediction import StepConfig, count_disk_bytes, read_cache
 from trainyard.launch.rank_choices import Choice, build_context, record_choices
 from trainyard.launch.ranks import train_on_ranks
 from trainyard.runs.changes import refuse_changes
@@ -34,6 +34,7 @@ from trainyard.runs.lock import RunLock
 from trainyard.runs.observations import Usage, read_plan_key, record_prediction, record_usage
 from trainyard.runs.state import ExitCode, choose_exit_code
 from trainyard.settings import TrainConfig
+from trainyard.split import split_batch
 from trainyard.train.world import World, read_attempt_id, read_world
 
 if TYPE_CHECKING:
@@ -241,16 +242,12 @@ def _read_prediction(context: "RunContext") -> Usage | None:
     """Return what the stored plan of this run predicts; None if there is none for these ranks in this precision."""
     from trainyard.train.run_context import compute_total_steps
 
-    config, ranks = context.config, context.world.world_size
-    setting = Setting(
-        device=context.device.type,
-        dtype=context.precision.dtype,
-        channels_last=context.precision.channels_last,
-        recompute=config.gradient_checkpointing,
-        micro_batch=context.micro_batch_size,
-        accumulates=context.micro_batch_size < -(-config.global_batch_size // ranks) or ranks > 1,
+    config = context.config
+    split = split_batch(config.global_batch_size, ranks=context.world.world_size, micro_batch=context.micro_batch_size)
+    setting = StepConfig.of(
+        split, context.precision, device=context.device.type, recompute=config.gradient_checkpointing
     )
-    step = read_store(config.job, read_plan_key(context.run), os.environ).steps.get(setting)
+    step = read_cache(config.job, read_plan_key(context.run), os.environ).steps.get(setting)
     if step is None or step.refused:
         return None
     return Usage(step.peak_gib, count_disk_bytes(step, config, compute_total_steps(config, len(context.orders(0)))))

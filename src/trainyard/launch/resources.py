@@ -7,6 +7,7 @@ from pathlib import Path
 from trainyard.cluster.description import Cluster, GpuNodes
 from trainyard.hardware import Precision, choose_image_target, get_gpu
 from trainyard.settings import TrainConfig
+from trainyard.split import BatchSplit
 
 
 @dataclass(frozen=True)
@@ -35,9 +36,7 @@ class Plan:
     signal_s: int  # from the warning signal to the time limit
     options: dict[str, str]  # of sbatch, by name
     stated: dict[str, str]  # those of them that are not the cluster file's
-    global_batch: int
-    micro_batch: int  # samples of one micro-batch
-    accumulation_steps: int  # micro-batches per step
+    split: BatchSplit  # of a step
     precision: Precision
     why_hw: str
     why_time: str

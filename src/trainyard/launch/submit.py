@@ -53,7 +53,6 @@ def make_plan(config: TrainConfig, cluster: Cluster, request: ResourceRequest) -
     """
     if request.gpus < 1:
         raise UserError(f"GPUS={request.gpus}: a job needs at least one GPU.")
-    share = -(-config.global_batch_size // request.gpus)
     chosen = choose_gpu(config, cluster, gpus=request.gpus, hw=request.hw, keeps_micro_batch=request.keeps_micro_batch)
     kind = cluster.gpus[chosen.hw]
     nodes = _choose_nodes(chosen.hw, kind, request)
@@ -69,9 +68,7 @@ def make_plan(config: TrainConfig, cluster: Cluster, request: ResourceRequest) -
         signal_s=min(cluster.signal_delay_s, time_min * 60 // 4),
         options=choose_options(cluster, kind, request.options, ranks_per_node=request.gpus // nodes),
         stated={name: value for name, value in request.options.items() if value},
-        global_batch=config.global_batch_size,
-        micro_batch=chosen.micro_batch,
-        accumulation_steps=-(-share // chosen.micro_batch),
+        split=chosen.split,
         precision=chosen.precision,
         why_hw=chosen.why_hw,
         why_time=why_time,
@@ -101,16 +98,18 @@ def describe(plan: Plan, run: Path | None, *, environ: Mapping[str, str], **note
     )
     policy = plan.precision
     switches = [policy.dtype, *(["TF32"] * policy.tf32), "channels_last" if policy.channels_last else "NCHW"]
-    batch = f"{plan.global_batch} = {plan.micro_batch} x {plan.accumulation_steps} micro-batches x {plan.gpus} ranks"
-    is_even = plan.micro_batch * plan.accumulation_steps * plan.gpus == plan.global_batch
+    split = plan.split
+    batch = (
+        f"{split.global_batch} = {split.micro_batch} x {split.accumulation_steps} micro-batches x {split.ranks} ranks"
+    )
     unused = [name for name in list_slurm_variables(environ) if name.startswith("SBATCH_")]
     cores, memory = plan.kind.cores_per_gpu, plan.options.get("mem", "Slurm's default memory").replace("GB", " GiB")
     stated = ", ".join(f"{name} {value}" for name, value in plan.stated.items())
     rows = {
         "job": f"{plan.job}",
         "hardware": f"{devices}, {location}  ({plan.why_hw})",
-        "batch": batch if is_even else f"{batch}, the last ones smaller",
-        "micro-batch": f"{plan.micro_batch}  ({plan.why_micro_batch})",
+        "batch": batch if split.is_even else f"{batch}, the last ones smaller",
+        "micro-batch": f"{split.micro_batch}  ({plan.why_micro_batch})",
         "precision": f"{', '.join(switches)}  ({policy.reasons['dtype']})",
         "per node": f"{plan.ranks_per_node} ranks, {cores} cores each, {memory}",
         "time": f"{format_minutes(plan.time_min)}, warned {plan.signal_s} s before the end  ({plan.why_time})",

@@ -23,7 +23,7 @@ from trainyard.data.prepare import is_packed, prepare_data
 from trainyard.data.shards import ShardSet
 from trainyard.errors import UserError
 from trainyard.hardware import Precision, get_gpu
-from trainyard.launch.memory_prediction import Setting, StepPrediction, choose_split, find_cache, open_store
+from trainyard.launch.memory_prediction import StepConfig, StepPrediction, choose_fit, find_cache, open_cache
 from trainyard.settings import StoreSettings, TrainConfig
 from trainyard.train.module import DataInfo, FakeTensorMode, TrainModule
 from trainyard.train.precision import make_autocast
@@ -57,7 +57,7 @@ class Predictor:
             if records.kind == RAGGED
         }
 
-    def predict(self, setting: Setting) -> StepPrediction:
+    def predict(self, setting: StepConfig) -> StepPrediction:
         """Return the prediction of a setting, for the longest samples of the data and the largest images."""
         image, scale = self.config.image, max(self.config.image.scales)
         axes = {name: {1: length} for name, length in self._longest.items()}
@@ -65,7 +65,7 @@ class Predictor:
         return self.predict_batch(setting, self._template, axes)
 
     def predict_batch(
-        self, setting: Setting, batch: Mapping[str, Tensor], axes: Mapping[str, Mapping[int, int]]
+        self, setting: StepConfig, batch: Mapping[str, Tensor], axes: Mapping[str, Mapping[int, int]]
     ) -> StepPrediction:
         """Return the prediction of a setting for micro-batches like this one.
 
@@ -94,7 +94,7 @@ class Predictor:
             )
         return StepPrediction(**asdict(step))
 
-    def _build_module(self, setting: Setting) -> TrainModule:
+    def _build_module(self, setting: StepConfig) -> TrainModule:
         recompute = setting.recompute
         if recompute not in self._modules:
             config = replace(self.config, gradient_checkpointing=recompute)
@@ -103,7 +103,7 @@ class Predictor:
         layout: Any = torch.channels_last if setting.channels_last else torch.contiguous_format
         return self._modules[recompute].to(memory_format=layout)  # type: ignore[call-overload, no-any-return]
 
-    def _build_state(self, module: TrainModule, setting: Setting, precision: Precision) -> TrainState:
+    def _build_state(self, module: TrainModule, setting: StepConfig, precision: Precision) -> TrainState:
         scaler = torch.amp.GradScaler("cpu", enabled=precision.loss_scaling)
         state = build_state(module, self.config, scaler=scaler)
         if setting.recompute:
@@ -140,25 +140,26 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _predict_splits(config: TrainConfig, args: argparse.Namespace) -> None:
-    store = replace(open_store(config, args.jobs, os.environ), path=args.out)
+    predictions = replace(open_cache(config, args.jobs, os.environ), path=args.out)
     packed = config if is_packed(config) else _prepare_synthetic_data(config, args.jobs)
     predictor = Predictor(packed, args.jobs)
-    store.about["data"] = str(packed.data.path) if is_packed(config) else f"{predictor.data.count} synthetic samples"
+    synthetic = f"{predictor.data.count} synthetic samples"
+    predictions.about["data"] = str(packed.data.path) if is_packed(config) else synthetic
 
-    def predict(setting: Setting) -> StepPrediction:
+    def predict(setting: StepConfig) -> StepPrediction:
         # A step in bf16 takes what one in fp16 takes, less the copies of buffers for a step that loss scaling skips.
         as_fp16 = replace(setting, dtype="fp16") if setting.dtype == "bf16" else setting
         for one in (as_fp16, setting):
-            if one not in store.steps:
-                store.steps[one] = store.steps.get(as_fp16) or predictor.predict(one)
-        return store.steps[setting]
+            if one not in predictions.steps:
+                predictions.steps[one] = predictions.steps.get(as_fp16) or predictor.predict(one)
+        return predictions.steps[setting]
 
     for key in args.cards:
         card = get_gpu(key)
         assert card is not None, key
         with suppress(UserError):  # this card cannot compute as the config says: whoever asks will be told
-            choose_split(config, card, gpus=args.gpus, predict=predict)
-    store.save()
+            choose_fit(config, card, gpus=args.gpus, predict=predict)
+    predictions.save()
 
 
 def _prepare_synthetic_data(config: TrainConfig, jobs_dir: Path) -> TrainConfig:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from trainyard.launch.memory_prediction import Setting
+from trainyard.launch.memory_prediction import StepConfig
 from trainyard.tools.gpu_checks.card import wait_for_device
 from trainyard.tools.gpu_checks.check import Figures, NotRun, Sizes
 from trainyard.tools.gpu_checks.preset_steps import PresetSteps, count_samples, open_preset
@@ -71,9 +71,9 @@ def get_lengths(batch: Mapping[str, Tensor]) -> dict[str, dict[int, int]]:
     return {name: dict(enumerate(values.shape)) for name, values in batch.items() if values.ndim > 1}
 
 
-def _describe_setting(steps: PresetSteps, device: torch.device, *, samples: int) -> Setting:
+def _describe_setting(steps: PresetSteps, device: torch.device, *, samples: int) -> StepConfig:
     precision, config = steps.context.precision, steps.context.config
-    return Setting(
+    return StepConfig(
         device.type, precision.dtype, precision.channels_last, config.gradient_checkpointing, samples, accumulates=False
     )
 
