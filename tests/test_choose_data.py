@@ -16,7 +16,7 @@ from trainyard.cli import main
 from trainyard.cluster.description import load_cluster
 from trainyard.data.prepare import describe_synthetic, restore_source
 from trainyard.errors import UserError
-from trainyard.launch.choose_data import DataChoice, choose_data, find_user_file, read_stated_count, require_data
+from trainyard.launch.choose_data import DataChoice, choose_data, find_user_file, require_data
 
 JOBS = Path(__file__).resolve().parents[1] / "jobs"
 TYPED = ["submit", "fingerprint_1m", "--gpus", "8"]
@@ -232,14 +232,3 @@ def test_without_slurm_too_a_job_without_data_leaves_nothing_behind(tmp_path, ca
     assert main([*TYPED[:2], "--local", "--runs", str(tmp_path / "runs")]) == 2
     assert "fingerprint_1m needs data: data.path=FOLDER" in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
-
-
-@pytest.mark.slow
-def test_what_a_preset_states_is_what_composing_it_returns(tmp_path: Path):
-    demos = {name: preset for name, preset in configs.find_jobs(JOBS).items() if name.endswith("_demo")}
-    assert len(demos) >= 5
-    for name, preset in demos.items():
-        assert read_stated_count(preset) == configs.compose(name, [], JOBS).data.synthetic
-    preset = tmp_path / "overridden.yaml"
-    preset.write_text("defaults: [_self_, other]\ndata: {synthetic: 3}\n")
-    assert read_stated_count(preset) is None

@@ -16,7 +16,9 @@ import pytest
 from tests.images import edit_index, make_unmeasured_environ
 from tests.training import FAMILIES, new_run, train
 from trainyard import cli
+from trainyard import config as configs
 from trainyard.cli.verb import OTHER_WORDS
+from trainyard.launch.choose_gpu import read_needed_gib
 
 JOBS = ["--jobs", str(FAMILIES)]
 
@@ -409,6 +411,21 @@ def test_jobs_of_a_folder_without_families_and_a_broken_preset_are_said(here, ca
     assert (
         "mine\n  mine  broken     What it does\n" in (said := capsys.readouterr().out) and "says what is wrong" in said
     )
+
+
+@pytest.mark.slow
+def test_what_the_list_says_of_a_job_is_what_its_preset_composes_to(capsys):
+    """The list reads the files themselves: to compose each takes seconds."""
+    jobs = Path(__file__).parents[1] / "jobs"
+    assert cli.main(["jobs", "--jobs", str(jobs)]) == 0
+    answers = dict(re.findall(r"^  (\w+) +(at once|your data|[0-9.]+ GB) ", capsys.readouterr().out, re.MULTILINE))
+    presets = configs.find_jobs(jobs)
+    assert answers.keys() == presets.keys()
+    for name in presets:
+        config = configs.compose(name, [], jobs)
+        needed = read_needed_gib(config.needs)
+        here = "at once" if config.data.synthetic else "your data"
+        assert answers[name] in ([f"{needed:g} GB", here] if needed else [here])
 
 
 @pytest.fixture

@@ -9,15 +9,11 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 import pytest
-import yaml
-from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
-from hydra.core.config_store import ConfigStore
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from trainyard.composition import compose_tree
 from trainyard.config import (
     ConfigError,
     apply_overrides,
@@ -32,7 +28,7 @@ from trainyard.config import (
 from trainyard.errors import UserError
 from trainyard.families import get_aliases
 from trainyard.files import write_atomically
-from trainyard.presets import build_config, merge_presets
+from trainyard.frozen import read_frozen, write_frozen
 from trainyard.settings import TrainConfig
 
 ROOT = Path(__file__).parents[1]
@@ -92,74 +88,6 @@ def test_a_preset_overrides_the_presets_it_is_based_on_and_the_family_defaults()
     assert (config.head.dropout, config.max_duration) == (0.0, "10ep")  # defaults
 
 
-def list_deepest_presets() -> list[str]:
-    """Return of each family the preset that is based on the most others."""
-    deepest: dict[str, tuple[int, str]] = {}
-    for name, path in find_jobs(ROOT / "jobs").items():
-        depth, base = 0, name
-        while (base := yaml.safe_load(path.with_name(f"{base}.yaml").read_text())["defaults"][0]) != "schema":
-            depth += 1
-        deepest[path.parent.name] = max(deepest.get(path.parent.name, (0, "")), (depth, name))
-    return [name for _, name in deepest.values()]
-
-
-def compare_with_hydra(name: str) -> None:
-    """Assert that a preset of ours is merged without Hydra to what Hydra makes of it."""
-    path = find_jobs(ROOT / "jobs")[name]
-    options = load_family(ROOT / "jobs", path.parent.name, "config").Config
-    ConfigStore.instance().store(name="schema", node=options)
-    with initialize_config_dir(str(path.parent), version_base="1.3"):
-        expected = hydra_compose(name)
-    values = merge_presets(path)
-    assert values is not None
-    assert OmegaConf.to_yaml(compose_tree(path, options, values)) == OmegaConf.to_yaml(expected)
-    config = build_config(options, values)
-    assert config is not None and repr(config) == repr(OmegaConf.to_object(expected))
-
-
-@pytest.mark.slow
-def test_presets_are_merged_to_what_hydra_makes_of_them():
-    presets = list_deepest_presets()
-    assert len(presets) == 5
-    for name in presets:
-        compare_with_hydra(name)
-
-
-@pytest.mark.long
-def test_all_presets_are_merged_to_what_hydra_makes_of_them():
-    for name in find_jobs(ROOT / "jobs"):
-        compare_with_hydra(name)
-
-
-@pytest.mark.parametrize(
-    ("values", "is_plain"),
-    [
-        ({"seed": 1, "optimizer": {"lr": 1}, "trackers": ["wandb"], "image": {"mean": [0.5, 0]}}, True),
-        ({"seed": True}, False),
-        ({"seed": 1.0}, False),
-        ({"seed": "1"}, False),
-        ({"deterministic": 1}, False),
-        ({"optimizer": {"lr": "1e-3"}}, False),
-        ({"optimizer": {"lr": None}}, False),
-        ({"optimizer": {"lrr": 1e-3}}, False),
-        ({"optimizer": "sgd"}, False),
-        ({"trackers": "wandb"}, False),
-        ({"trackers": [1]}, False),
-        ({"labels": [[1]]}, False),
-        ({"image": {"mean": {"a": 1}}}, False),
-        ({"data": {"cache": "${job}"}}, False),
-        ({"data": {"cache": "???"}}, False),
-        ({"sead": 1}, False),
-    ],
-)
-def test_only_values_of_the_declared_types_are_read_without_omegaconf(tiny: TrainConfig, values: dict, is_plain: bool):
-    """OmegaConf converts the others, resolves them, or says what is wrong."""
-    config = build_config(type(tiny), values)
-    assert (config is not None) == is_plain
-    if config is not None:
-        assert repr(config) == repr(OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(type(tiny)), values)))
-
-
 @pytest.mark.parametrize(
     ("big", "expected"),
     [
@@ -176,11 +104,19 @@ def test_what_else_hydra_knows_of_defaults_works_in_a_preset(tmp_path: Path, big
     assert (config.seed, config.optimizer.lr, config.head.width) == expected
 
 
-def test_a_configuration_is_frozen_to_what_omegaconf_writes(tiny: TrainConfig, tmp_path: Path):
+def test_a_frozen_configuration_means_the_same_to_omegaconf(tiny: TrainConfig, tmp_path: Path):
     tiny.data.path, tiny.trackers, tiny.start_from = "a: 'b' # c", [], "1e3"
     freeze(tiny, tmp_path / "config.yaml")
-    options = [line for line in (tmp_path / "config.yaml").read_text().splitlines() if not line.startswith("#")]
-    assert options == OmegaConf.to_yaml(OmegaConf.structured(tiny)).splitlines()
+    read = OmegaConf.merge(OmegaConf.structured(type(tiny)), OmegaConf.load(tmp_path / "config.yaml"))
+    assert OmegaConf.to_object(read) == tiny
+
+
+def test_frozen_options_have_numbers_as_python_writes_them_and_no_alias(tmp_path: Path):
+    same = ["1e-4", "on", "2001-01-01"]
+    write_frozen({"a": same, "b": same, "c": 1e-5}, tmp_path / "config.yaml")
+    assert read_frozen(tmp_path / "config.yaml") == {"a": same, "b": same, "c": 1e-5}
+    (tmp_path / "config.yaml").write_text("a: 1e-4\nb: -1.5E3\n")
+    assert read_frozen(tmp_path / "config.yaml") == {"a": 1e-4, "b": -1500.0}
 
 
 def test_no_omegaconf_object_is_left_in_a_configuration():

@@ -15,8 +15,8 @@ from tests.run_folders import NOW, RunFolder
 
 ROOT = Path(__file__).resolve().parents[1]
 ORDER = (
-    *("errors", "text", "files", "masking", "tables", "yaml_text", "duration", "settings", "hardware", "split"),
-    *("scoring", "frozen", "presets", "composition", "families", "config", "environment", "measure"),
+    *("errors", "text", "files", "masking", "tables", "duration", "settings", "hardware", "split"),
+    *("scoring", "frozen", "composition", "families", "config", "environment", "measure"),
     *("cluster", "runs", "data", "report", "train", "jobs", "launch", "tools", "cli", "api"),
 )
 """Each imports only itself and packages to its left."""
@@ -230,10 +230,9 @@ def test_asking_about_runs_loads_nothing_that_starts_one(tmp_path):
     assert list_loaded(ASKING_NEEDS_NO, ["why", folder.run, *root]) == []
 
 
-def test_submitting_a_job_as_its_preset_states_it_loads_neither_hydra_nor_numpy():
-    """Hydra and OmegaConf read what is typed as option=value."""
+def test_submitting_a_job_loads_no_numpy():
     job = ["submit", "fingerprint_1m", "--synthetic", "--gpus", 8, "--cluster", ROOT / "slurm" / "lab.yaml", "--dry"]
-    assert list_loaded([*LOADED_LATE, "hydra", "omegaconf", "numpy"], job) == []
+    assert list_loaded([*LOADED_LATE, "numpy"], job) == []
 
 
 def test_submitting_loads_no_torch():

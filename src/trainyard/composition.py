@@ -1,4 +1,4 @@
-"""Composes presets with Hydra and applies overrides: what needs OmegaConf, which takes long to load."""
+"""Composes presets with Hydra, applies overrides, and says in one sentence what is wrong with either."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,33 +20,45 @@ from omegaconf.errors import (
 )
 from yaml import YAMLError  # type: ignore[import-untyped]
 
+from trainyard.errors import UserError
 from trainyard.frozen import ConfigError
-from trainyard.presets import SCHEMA, check_values
-from trainyard.settings import TrainConfig
+from trainyard.settings import TrainConfig, check
 from trainyard.text import find_nearest
+
+SCHEMA = "schema"
+"""What presets call the options of their family."""
 
 _SET_BY_PRESET = ("job", "family")
 
 _TYPE_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
 
-def compose_tree(preset: Path, config_type: type[TrainConfig], values: Mapping[str, Any] | None) -> DictConfig:
-    """Return the typed tree of a preset and those it is based on; its interpolations are not resolved.
-
-    Args:
-        values: what `merge_presets` returns.
+def compose_tree(preset: Path, config_type: type[TrainConfig]) -> DictConfig:
+    """Have Hydra merge a preset with those it is based on. Values are typed; interpolations are not resolved.
 
     Raises:
         ConfigError: the preset does not compose.
     """
-    if values is not None:
-        try:
-            tree = OmegaConf.merge(OmegaConf.structured(config_type), values)
-            assert isinstance(tree, DictConfig)
-            return tree
-        except (OmegaConfBaseException, ValueError):  # Hydra says in which file
-            pass
-    return _compose_with_hydra(preset, config_type)
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.errors import HydraException
+
+    register_options(config_type)
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(str(preset.parent.resolve()), version_base="1.3"):
+            tree = hydra_compose(preset.stem)
+    except YAMLError as error:
+        raise ConfigError(_describe_yaml_error(preset, error)) from None
+    except (HydraException, OmegaConfBaseException, ValueError, OSError) as error:
+        raise ConfigError(_describe_preset_error(preset, error, OmegaConf.structured(config_type))) from None
+    if OmegaConf.get_type(tree) is not config_type:
+        raise ConfigError(
+            f"{preset}: is not based on the options of its family. The base preset begins with "
+            f"'defaults: [schema, _self_]', all others with 'defaults: [{preset.parent.name}, _self_]'."
+        )
+    return tree
 
 
 def merge_frozen(path: Path, values: Mapping[str, Any], config_type: type[TrainConfig]) -> DictConfig:
@@ -91,30 +103,6 @@ def register_options(config_type: type[TrainConfig]) -> None:
     from hydra.core.config_store import ConfigStore
 
     ConfigStore.instance().store(name=SCHEMA, node=config_type)
-
-
-def _compose_with_hydra(preset: Path, config_type: type[TrainConfig]) -> DictConfig:
-    """Have Hydra merge a preset with the presets it is based on. Values are typed; interpolations are not resolved."""
-    from hydra import compose as hydra_compose
-    from hydra import initialize_config_dir
-    from hydra.core.global_hydra import GlobalHydra
-    from hydra.errors import HydraException
-
-    register_options(config_type)
-    GlobalHydra.instance().clear()
-    try:
-        with initialize_config_dir(str(preset.parent.resolve()), version_base="1.3"):
-            tree = hydra_compose(preset.stem)
-    except YAMLError as error:
-        raise ConfigError(_describe_yaml_error(preset, error)) from None
-    except (HydraException, OmegaConfBaseException, ValueError, OSError) as error:
-        raise ConfigError(_describe_preset_error(preset, error, OmegaConf.structured(config_type))) from None
-    if OmegaConf.get_type(tree) is not config_type:
-        raise ConfigError(
-            f"{preset}: is not based on the options of its family. The base preset begins with "
-            f"'defaults: [schema, _self_]', all others with 'defaults: [{preset.parent.name}, _self_]'."
-        )
-    return tree
 
 
 def _describe_yaml_error(path: Path, error: YAMLError) -> str:
@@ -278,7 +266,10 @@ def convert_tree(tree: DictConfig, where: str) -> TrainConfig:
         value = attrgetter(name)(config)
         if not declared.accepts(value):
             raise ConfigError(f"{where}: {name}={value}: expected {declared.describe()}.")
-    check_values(config, where)
+    try:
+        check(config)
+    except UserError as error:
+        raise ConfigError(f"{where}: {error}") from None
     return config
 
 

@@ -1,7 +1,6 @@
 """Finds presets and families, composes a preset and overrides into one typed configuration, saves and loads a run's.
 
-Hydra defines what the YAML files mean, and composition.py asks it; but a preset of plain values, and a run's options,
-are read here without it, in a tenth of the time. Loads no torch, h5py or DALI.
+Hydra defines what the YAML files mean: composition.py asks it. Loads no torch, h5py or DALI.
 """
 
 import importlib
@@ -12,10 +11,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from omegaconf import OmegaConf
+
+from trainyard import composition
 from trainyard.errors import UserError
 from trainyard.families import import_root, list_roots
 from trainyard.frozen import LOCATION, ConfigError, read_frozen, write_frozen
-from trainyard.presets import build_config, check_values, merge_presets
 from trainyard.settings import TrainConfig
 from trainyard.text import find_nearest
 
@@ -142,15 +143,7 @@ def compose(job: str, overrides: Sequence[str], jobs_dir: Path) -> TrainConfig:
     preset = _find_preset(job, jobs_dir)
     family = preset.parent.name
     config_type = load_family(jobs_dir, family, "config").Config
-    values = merge_presets(preset)
-    if values is not None and not overrides:
-        config: TrainConfig | None = build_config(config_type, {**values, "job": job, "family": family})
-        if config is not None:
-            check_values(config, f"job {job}")
-            return config
-    from trainyard import composition
-
-    tree = composition.compose_tree(preset, config_type, values)
+    tree = composition.compose_tree(preset, config_type)
     tree.job, tree.family = job, family
     composition.apply_overrides(tree, overrides)
     return composition.convert_tree(tree, f"job {job}")
@@ -162,10 +155,6 @@ def apply_overrides(config: TrainConfig, overrides: Sequence[str]) -> TrainConfi
     Raises:
         ConfigError: as for `compose`.
     """
-    from omegaconf import OmegaConf
-
-    from trainyard import composition
-
     tree = OmegaConf.structured(config)
     composition.apply_overrides(tree, overrides)
     return composition.convert_tree(tree, f"job {config.job}")
@@ -213,13 +202,7 @@ def thaw(path: Path, jobs_dir: Path) -> TrainConfig:
     if not re.fullmatch(r"[A-Za-z]\w*", family, re.ASCII):
         raise ConfigError(f"{path}: '{family[:40]}' is not the name of a family. The file was changed.")
     config_type = load_family(jobs_dir, family, "config").Config
-    config: TrainConfig | None = build_config(config_type, frozen)
-    if config is None:
-        from trainyard import composition
-
-        return composition.convert_tree(composition.merge_frozen(path, frozen, config_type), str(path))
-    check_values(config, str(path))
-    return config
+    return composition.convert_tree(composition.merge_frozen(path, frozen, config_type), str(path))
 
 
 # Finding presets and families

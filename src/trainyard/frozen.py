@@ -6,6 +6,7 @@ Loads neither torch nor OmegaConf.
 import hashlib
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,6 @@ import yaml  # type: ignore[import-untyped]
 
 from trainyard.errors import UserError
 from trainyard.files import read_file, write_atomically
-from trainyard.yaml_text import dump_yaml, load_yaml, scan_yaml
 
 LOCATION = "data.path"
 """The option that says where the data are. Moving them changes it; which data they are, checkpoints know."""
@@ -29,6 +29,28 @@ _MOST_BYTES = 2**20
 _FORBIDDEN = {yaml.AnchorToken: "an anchor", yaml.AliasToken: "an alias", yaml.TagToken: "a tag"}
 
 
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]
+    """Reads 1e-4 as the number that Python and Hydra read, not as YAML 1.1 does, as text; refuses a key twice."""
+
+    def construct_mapping(self, node: yaml.Node, deep: bool = False) -> dict[Any, Any]:
+        values: dict[Any, Any] = super().construct_mapping(node, deep=deep)
+        if len(values) < len(node.value):
+            (key, _), *_ = Counter(key.value for key, _ in node.value).most_common(1)
+            raise yaml.constructor.ConstructorError(None, None, f"found duplicate key {key}", node.start_mark)
+        return values
+
+
+class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
+    def ignore_aliases(self, data: Any) -> bool:
+        """Write a list twice that is there twice: an alias would be refused when it is read."""
+        return True
+
+
+_EXPONENT = re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$")
+for _kind in (_Loader, _Dumper):
+    _kind.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+0123456789"))
+
+
 class ConfigError(UserError):
     """A preset, an override or a frozen configuration is not what the job accepts. One line."""
 
@@ -39,7 +61,8 @@ def write_frozen(tree: Mapping[str, Any], path: Path) -> None:
     Args:
         tree: groups of options are mappings in it.
     """
-    write_atomically(path, f"{_HEADER}{hash_options(dict(_walk(tree)))}\n{dump_yaml(tree)}")
+    text = yaml.dump(dict(tree), Dumper=_Dumper, allow_unicode=True, sort_keys=False)
+    write_atomically(path, f"{_HEADER}{hash_options(dict(_walk(tree)))}\n{text}")
 
 
 def read_frozen(path: Path) -> Any:
@@ -101,7 +124,7 @@ def _parse(text: str, path: Path) -> Any:
                 f"{path}: has {found}, and a run's options are plain values. Trainyard never writes such a file: find "
                 "out who did before you use this folder."
             )
-        return load_yaml(text)
+        return yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark else ""
@@ -114,7 +137,7 @@ def _parse(text: str, path: Path) -> Any:
 def _find_forbidden(text: str) -> str:
     """Return what YAML has that could run code or grow without bound; "" for plain values. Stops where it finds it."""
     depth = 0
-    for token in scan_yaml(text):
+    for token in yaml.scan(text, Loader=yaml.SafeLoader):
         depth += isinstance(token, _OPENING) - isinstance(token, _CLOSING)
         if depth > _MOST_LEVELS:
             return "too many levels"

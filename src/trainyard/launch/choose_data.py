@@ -16,8 +16,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from yaml import YAMLError  # type: ignore[import-untyped]
-
 from trainyard.cluster.description import SYNTHETIC, Cluster, load_user_file
 from trainyard.config import compose, find_jobs
 from trainyard.data.prepare import count_samples, describe_synthetic, explain_no_sample
@@ -25,7 +23,6 @@ from trainyard.errors import UserError
 from trainyard.runs.trust import require_own_file
 from trainyard.settings import TrainConfig
 from trainyard.text import find_nearest, join_names
-from trainyard.yaml_text import load_yaml
 
 USER_FILE = "trainyard.yaml"
 
@@ -202,30 +199,12 @@ def _choose_synthetic_count(config: TrainConfig, jobs_dir: Path) -> tuple[int, s
     """Return how many samples to synthesize for a preset that does not say: few, because they teach little."""
     presets = find_jobs(jobs_dir)
     for preset in (f"{config.family}_demo", f"{config.family}_smoke"):
-        if preset not in presets:
-            continue
-        stated = read_stated_count(presets[preset])
-        if count := compose(preset, [], jobs_dir).data.synthetic if stated is None else stated:
+        if preset in presets and (count := compose(preset, [], jobs_dir).data.synthetic):
             return count, f"; as many as {preset}, data.synthetic=N makes another number"
     raise UserError(
         f"{config.job}: nobody says how many samples to synthesize: no preset {config.family}_demo or "
         f"{config.family}_smoke states data.synthetic. Type the number: data.synthetic=N"
     )
-
-
-def read_stated_count(preset: Path) -> int | None:
-    """Return the `data.synthetic` that a preset's own file states, as composing it would; None: compose it to know.
-
-    Composing takes 0.2 s. In a file that does not end its defaults with `_self_`, they may override what it states.
-    """
-    try:
-        content = load_yaml(preset.read_text(encoding="utf-8"))
-    except (YAMLError, ValueError, OSError):  # composing it says what is wrong
-        return None
-    match content:
-        case {"defaults": [*_, "_self_"], "data": {"synthetic": int(stated)}}:
-            return stated
-    return None
 
 
 # Messages
