@@ -133,7 +133,7 @@ def test_imports_point_to_the_left():
             "from trainyard.launch import submit",
             "(cluster) imports trainyard.launch.submit (launch)",
         ),
-        ("src/trainyard/cli/cluster.py", "from trainyard.runs.status import _build_row", "makes it private"),
+        ("src/trainyard/cli/sweep.py", "from trainyard.runs.status import _build_row", "makes it private"),
     ],
 )
 def test_a_planted_violation_is_found(file, line, said, tmp_path):
@@ -259,7 +259,7 @@ def test_what_runs_on_a_login_node_loads_neither_torch_nor_dali_nor_h5py():
     modules = [".".join(path.relative_to(source).with_suffix("").parts) for path in files if path.stem != "__init__"]
     assert len(modules) > 10, f"only {modules} found: has the source moved?"
     late = (*LOADED_LATE, "hydra")
-    names = ", ".join(["trainyard.cli.cluster", *modules])
+    names = ", ".join(["trainyard.cli.sweep", *modules])
     code = f"import sys, {names}; print([name for name in {late!r} if name in sys.modules])"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=dict(os.environ)

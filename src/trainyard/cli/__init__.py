@@ -116,21 +116,20 @@ def _refuse_words(verb: argparse.ArgumentParser, words: Sequence[str]) -> NoRetu
 
 
 COMMANDS = (
-    ("train", "add_commands", "run resume rank"),
-    ("listing", "add_commands", "jobs options completion"),
-    ("local", "add_commands", "pack verify ckpt report"),
-    ("use", "add_commands", "evaluate predict embed compare search"),
-    ("export", "add_commands", "export"),
-    ("measure", "add_commands", "gpu-check"),
-    ("submission", "add_commands", "submit"),
-    ("plan", "add_commands", "plan"),
-    ("cluster", "add_sweep_commands", "sweep results"),
-    ("watch", "add_commands", "status runs board logs why cancel"),
-    ("cluster", "add_site_commands", "cluster-check multirun"),
-    ("gc", "add_commands", "gc"),
-    ("family", "add_commands", "new check-family"),
+    ("train", "run resume rank"),
+    ("listing", "jobs options completion"),
+    ("local", "pack verify ckpt report"),
+    ("use", "evaluate predict embed compare search"),
+    ("export", "export"),
+    ("measure", "gpu-check"),
+    ("submission", "submit"),
+    ("plan", "plan"),
+    ("sweep", "sweep results multirun"),
+    ("watch", "status runs board logs why cancel"),
+    ("site", "cluster-check gc"),
+    ("family", "new check-family"),
 )
-"""Module, the function in it that adds commands, and their names, in the order of --help. What was not typed is not
+"""Modules and the names of their commands, in the order of --help. What was not typed is not
 imported: all modules together take longer than a status."""
 
 
@@ -148,9 +147,9 @@ def _build_parser(argv: Sequence[str]) -> tuple[argparse.ArgumentParser, Verbs]:
     )
     parser.add_argument("--version", action="version", version=__version__)
     verbs = parser.add_subparsers(required=True, metavar="COMMAND", dest="verb")
-    typed = [entry for entry in COMMANDS if argv[:1] and argv[0] in entry[2].split()]
-    for module, add, _ in typed or COMMANDS:
-        getattr(importlib.import_module(f"trainyard.cli.{module}"), add)(verbs)
+    typed = [entry for entry in COMMANDS if argv[:1] and argv[0] in entry[1].split()]
+    for module, _ in typed or COMMANDS:
+        importlib.import_module(f"trainyard.cli.{module}").add_commands(verbs)
     if not set(argv) & set(verbs.choices):
         _add_family_commands(verbs)
     return parser, verbs

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from loguru import logger
 
-from trainyard.cli import cluster
+from trainyard.cli.request import recall_families
 from trainyard.cli.verb import Verbs, add_trust_option, add_verb
 from trainyard.errors import UserError
 from trainyard.runs import folder as runs
@@ -43,7 +43,7 @@ def _export(args: argparse.Namespace) -> int:
     from trainyard.tools.export import export_program, export_weights
 
     run = runs.resolve_run(args.run, args.runs)
-    cluster.recall_families(run, args)
+    recall_families(run, args)
     suffix = SUFFIXES[args.format]
     out: Path = args.out or Path(run.resolve().parent.name + suffix)
     if out.suffix != suffix:

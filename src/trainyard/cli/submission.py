@@ -20,9 +20,9 @@ from trainyard.cli.choices import (
     record_memory,
     record_packing,
 )
-from trainyard.cli.cluster import add_plan_option, add_resource_args, check_against_slurm, find_cluster, read_request
 from trainyard.cli.plan import Target, check_memory, check_target
 from trainyard.cli.plan_screen import HOST
+from trainyard.cli.request import add_plan_option, add_resource_args, check_against_slurm, find_cluster, read_request
 from trainyard.cli.verb import Verbs, add_verb
 from trainyard.cluster import description as clusters
 from trainyard.cluster.options import OPTIONS, keep_options, read_options

@@ -12,9 +12,10 @@ from typing import Any
 from loguru import logger
 
 from trainyard import config as configs
-from trainyard.cli import cluster, dry, submission
+from trainyard.cli import dry, submission
 from trainyard.cli.choices import add_synthetic_option, find_start, record_choices
 from trainyard.cli.extension import LENGTH, Extension, plan_extension, record_extension
+from trainyard.cli.request import add_plan_option, add_resource_args, recall_families, refuse_if_busy, require_trust
 from trainyard.cli.verb import Verbs, add_dry_option, add_trust_option, add_verb
 from trainyard.errors import UserError
 from trainyard.families import format_families
@@ -62,7 +63,7 @@ def _run(args: argparse.Namespace) -> int:
     runs.check_name(args.name, of="run")
     run = args.runs / args.job / args.name if args.name else None
     if run is not None and (run / runs.CONFIG).is_file():
-        cluster.require_trust([run], args, here=True)
+        require_trust([run], args, here=True)
     is_new = run is None or not (run / runs.CONFIG).is_file()
     config = find_start(configs.compose(args.job, args.overrides, args.jobs), args.runs, needed=is_new)
     count = _count_ranks(args)
@@ -139,22 +140,22 @@ def _add_resume(verbs: Verbs) -> None:
     verb.add_argument(
         "--changed-files", choices=("restore", "accept"), help="what to do with files it did not write so"
     )
-    cluster.add_resource_args(verb, gpus=0)
-    cluster.add_plan_option(verb)
+    add_resource_args(verb, gpus=0)
+    add_plan_option(verb)
 
 
 def _resume(args: argparse.Namespace) -> int:
     run = runs.resolve_run(args.run, args.runs)
-    cluster.require_trust([run], args, here=args.here)
+    require_trust([run], args, here=args.here)
     submitted = (run / runs.SUBMISSION).is_file() and not args.here
     if submitted:
         read_submission(run)  # or say what is wrong with it
-        cluster.refuse_if_busy([run])
+        refuse_if_busy([run])
     count = 1 if submitted else _count_ranks(args)
     if args.dry:
         if not args.changed_files:
             changes.refuse_changes(run)
-        cluster.recall_families(run, args)
+        recall_families(run, args)
         config = configs.thaw(run / runs.CONFIG, args.jobs)
         new = configs.apply_overrides(config, args.overrides)
         extension = plan_extension(run, config, new, args.jobs, allow_inexact=args.inexact)
@@ -167,7 +168,7 @@ def _resume(args: argparse.Namespace) -> int:
     if _is_main():
         with limit_writers(), RunLock(run, break_other_host=args.break_lock):
             _settle_changed_files(run, args.changed_files)
-            cluster.recall_families(run, args)
+            recall_families(run, args)
             config = configs.thaw(run / runs.CONFIG, args.jobs)
             changed = configs.apply_overrides(config, args.overrides)
             _refuse_impossible(changed, count)

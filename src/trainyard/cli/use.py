@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainyard.cli import cluster
+from trainyard.cli.request import recall_families
 from trainyard.cli.verb import Verbs, add_trust_option, add_verb
 from trainyard.errors import UserError
 from trainyard.runs import folder as runs
@@ -38,7 +38,7 @@ def _add_use_verb(
 def _find_run(args: argparse.Namespace) -> Path:
     """Return the run's folder, after choosing its families, and checking those that it names or contains."""
     run = runs.resolve_run(args.run, args.runs)
-    cluster.recall_families(run, args)
+    recall_families(run, args)
     return run
 
 

@@ -1,12 +1,11 @@
-"""The commands sweep, results, cluster-check and multirun, and what all commands that submit have in common."""
+"""The commands that train a job with many settings: sweep, results and multirun."""
 
 import argparse
 import getpass
 import math
 import os
-import shlex
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,11 +19,17 @@ from trainyard.cli.choices import (
     settle_elements,
 )
 from trainyard.cli.plan import check_memory
-from trainyard.cli.verb import Verbs, add_dry_option, add_trust_option, add_verb, find_project_folder
-from trainyard.cluster import description as clusters
-from trainyard.cluster import query as slurm
-from trainyard.cluster.check import check_cluster, render_findings
-from trainyard.cluster.options import OPTIONS, keep_options, read_options
+from trainyard.cli.request import (
+    add_plan_option,
+    add_resource_args,
+    check_against_slurm,
+    find_cluster,
+    read_request,
+    recall_families,
+    require_trust,
+)
+from trainyard.cli.verb import Verbs, add_dry_option, add_trust_option, add_verb
+from trainyard.cluster.options import keep_options, read_options
 from trainyard.errors import UserError
 from trainyard.launch import submit
 from trainyard.launch import sweep as sweeps
@@ -32,154 +37,16 @@ from trainyard.launch.choose_data import require_data
 from trainyard.launch.packing import PackingChoice, choose_shared_packing
 from trainyard.launch.resources import Code, Plan, ResourceRequest
 from trainyard.runs import folder as runs
-from trainyard.runs import lock, status, sweep_file, trust
+from trainyard.runs import lock, status, sweep_file
 from trainyard.runs.create import create_run
-from trainyard.runs.families import find_families
 from trainyard.runs.history import read_run
-from trainyard.runs.state import ACTIVE
 from trainyard.runs.submission import read_submission
-from trainyard.text import suggest_nearest
 
 
-def add_sweep_commands(verbs: Verbs) -> None:
-    """Add the commands for many runs at once."""
-    _add_sweep(verbs)
-    _add_results(verbs)
-
-
-def add_site_commands(verbs: Verbs) -> None:
-    """Add the commands for clusters themselves."""
-    _add_cluster_check(verbs)
-    _add_multirun(verbs)
-
-
-# What the commands that submit have in common
-
-
-def add_resource_args(verb: argparse.ArgumentParser, *, gpus: int) -> None:
-    """Add the options of a resource request."""
-    verb.add_argument("--gpus", type=int, default=gpus, metavar="N", help="GPUs of the whole job")
-    verb.add_argument("--hw", default="", metavar="TYPE", help="GPU type of the cluster, such as a100")
-    verb.add_argument("--nodes", type=int, default=0, metavar="N", help="default: as few nodes as have that many GPUs")
-    verb.add_argument("--time", default="", metavar="LENGTH", help="time limit of one attempt, such as 8h30m")
-    verb.add_argument("--cluster", default="", metavar="NAME", help="slurm/NAME.yaml, or a path")
-    add_dry_option(verb)
-    for name, meaning in OPTIONS.items():
-        verb.add_argument(f"--{name}", metavar="TEXT", help=f"{meaning}; default: as in the cluster file")
-
-
-def add_plan_option(verb: argparse.ArgumentParser) -> None:
-    """Add the option that goes without a plan."""
-    verb.add_argument("--no-plan", action="store_true", help="without comparing predicted memory with the GPU's")
-
-
-def find_cluster(wanted: str, *, job: str = "", dry: bool = False) -> clusters.Cluster:
-    """Return the requested cluster.
-
-    Args:
-        job: which a person may run without Slurm; "": none.
-
-    Raises:
-        UserError: there is no Slurm here to submit to; says how to run without it.
-    """
-    absent = slurm.explain_absence()
-    if absent and not dry:
-        instead = (
-            f"Run it on this machine instead: trainyard submit {job} --local (in the background), or "
-            f"trainyard run {job}."
-        )
-        raise UserError(
-            " ".join([absent, *([instead] if job else []), "To see only the batch script: --dry --cluster NAME."])
-        )
-    return clusters.find_cluster(wanted, find_project_folder("slurm"), None if absent else slurm.query_cluster_name())
-
-
-def read_request(args: argparse.Namespace) -> ResourceRequest:
-    """Read what `add_resource_args` added."""
-    options = read_options(vars(args))
-    return ResourceRequest(gpus=args.gpus, hw=args.hw, nodes=args.nodes, time=args.time, options=options)
-
-
-def check_against_slurm(*plans: Plan | None) -> None:
-    """Check plans for one cluster against the Slurm that answers here; the cluster file may be out of date.
-
-    Raises:
-        UserError: this is another Slurm, it has no such partition, or its time limit is shorter than requested.
-    """
-    here, partitions = slurm.query_cluster_name(), slurm.query_partitions()
-    for plan in plans:
-        if plan is not None:
-            _check_plan(plan, here, partitions)
-
-
-def _check_plan(plan: Plan, here: str, partitions: Mapping[str, slurm.Partition]) -> None:
-    described = plan.cluster.slurm_name
-    if described and described != here:
-        raise UserError(
-            f"{plan.cluster.path}: describes the Slurm '{described}', but '{here}' answers here. Name this cluster's "
-            f"file (--cluster NAME), or log in to '{described}'."
-        )
-    named = plan.options["partition"].split(",")
-    check = f"See all differences: trainyard cluster-check {plan.cluster.name}"
-    if unknown := next((name for name in named if name not in partitions), ""):
-        where = "--partition" if "partition" in plan.stated else f"{plan.cluster.path}: gpus.{plan.hw}.partition"
-        raise UserError(
-            f"{where} is '{unknown}', which this Slurm does not have.{suggest_nearest(unknown, partitions)} It has: "
-            f"{', '.join(partitions)}. {check}"
-        )
-    limits = [partitions[name].time_limit_min for name in named]
-    longest = None if None in limits else max(limit for limit in limits if limit is not None)
-    if longest is not None and plan.time_min > longest:
-        raise UserError(
-            f"TIME={plan.time_min}m: partition {plan.options['partition']} allows at most {longest} minutes. "
-            f"Request less: a job that reaches its limit saves, is requeued and resumes. {check}"
-        )
-
-
-def require_trust(
-    folders: Sequence[Path], args: argparse.Namespace, *, here: bool = False, is_recalled: bool = False
-) -> None:
-    """Raise a UserError if others own or can change what is executed from these folders, unless `--trust` was typed.
-
-    Args:
-        is_recalled: the folder of families is one that a run names, and nobody typed.
-    """
-    cluster_files = find_project_folder("slurm").resolve()
-    code = [] if here or getattr(args, "update_code", False) else ["code", "jobs"]
-    trust.require_trust(
-        folders,
-        named=[args.jobs] if is_recalled else [],
-        uses=[*code, *([] if here or args.cluster else ["cluster_file"])],
-        jobs_dir=args.jobs,
-        is_chosen=lambda file: file.resolve().parent == cluster_files,
-        trusted=args.trust,
-        command=shlex.join(["trainyard", *args.typed]),
-    )
-
-
-def recall_families(run: Path, args: argparse.Namespace) -> None:
-    """Use the families that a run was started with, unless others were typed.
-
-    Raises:
-        UserError: they are gone, or they are named by the run, or in it, and others can change it or them.
-    """
-    is_named = False
-    if not args.typed_jobs:
-        args.jobs, is_named = find_families(run)
-    if is_named or args.jobs.resolve().is_relative_to(run.resolve()):  # typed there, ./jobs is the run's
-        require_trust([run], args, here=True, is_recalled=is_named)
-
-
-def refuse_if_busy(found: Sequence[Path]) -> None:
-    """Raise a UserError if one of these runs is still waiting or running in Slurm."""
-    for known in status.read_statuses(found)[0]:
-        if known.state in ACTIVE:
-            raise UserError(
-                f"{known.run}: is {known.state} as Slurm job {known.slurm_job_id}. See: trainyard status {known.run}"
-            )
-
-
-# sweep, results
+def add_commands(verbs: Verbs) -> None:
+    """Add the commands."""
+    for add in (_add_sweep, _add_results, _add_multirun):
+        add(verbs)
 
 
 def _add_sweep(verbs: Verbs) -> None:
@@ -358,24 +225,6 @@ def _print_results(args: argparse.Namespace) -> int:
     page = results.write(found)
     print(f"{results.format_results(found)}\n{page}")
     return 0
-
-
-# cluster-check, multirun
-
-
-def _add_cluster_check(verbs: Verbs) -> None:
-    verb = add_verb(verbs, "cluster-check", _check_cluster, "compare a cluster file with the Slurm it describes")
-    verb.add_argument("cluster", nargs="?", default="", help="slurm/NAME.yaml, or a path; default: by Slurm's name")
-
-
-def _check_cluster(args: argparse.Namespace) -> int:
-    absent = slurm.explain_absence()
-    if absent:
-        raise UserError(f"{absent} Check the file on a machine that can submit to that Slurm.")
-    cluster = clusters.find_cluster(args.cluster, find_project_folder("slurm"), slurm.query_cluster_name())
-    findings = check_cluster(cluster)
-    print(render_findings(findings))
-    return 1 if any(finding.level == "wrong" for finding in findings) else 0
 
 
 def _add_multirun(verbs: Verbs) -> None:

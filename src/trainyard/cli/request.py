@@ -1,0 +1,140 @@
+"""What the commands that train, submit or use a run have in common: what is requested, of which Slurm, and trust."""
+
+import argparse
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from trainyard.cli.verb import add_dry_option, find_project_folder
+from trainyard.cluster import description as clusters
+from trainyard.cluster import query as slurm
+from trainyard.cluster.options import OPTIONS, read_options
+from trainyard.errors import UserError
+from trainyard.launch.resources import Plan, ResourceRequest
+from trainyard.runs import status, trust
+from trainyard.runs.families import find_families
+from trainyard.runs.state import ACTIVE
+from trainyard.text import suggest_nearest
+
+
+def add_resource_args(verb: argparse.ArgumentParser, *, gpus: int) -> None:
+    """Add the options of a resource request."""
+    verb.add_argument("--gpus", type=int, default=gpus, metavar="N", help="GPUs of the whole job")
+    verb.add_argument("--hw", default="", metavar="TYPE", help="GPU type of the cluster, such as a100")
+    verb.add_argument("--nodes", type=int, default=0, metavar="N", help="default: as few nodes as have that many GPUs")
+    verb.add_argument("--time", default="", metavar="LENGTH", help="time limit of one attempt, such as 8h30m")
+    verb.add_argument("--cluster", default="", metavar="NAME", help="slurm/NAME.yaml, or a path")
+    add_dry_option(verb)
+    for name, meaning in OPTIONS.items():
+        verb.add_argument(f"--{name}", metavar="TEXT", help=f"{meaning}; default: as in the cluster file")
+
+
+def add_plan_option(verb: argparse.ArgumentParser) -> None:
+    """Add the option that goes without a plan."""
+    verb.add_argument("--no-plan", action="store_true", help="without comparing predicted memory with the GPU's")
+
+
+def find_cluster(wanted: str, *, job: str = "", dry: bool = False) -> clusters.Cluster:
+    """Return the requested cluster.
+
+    Args:
+        job: which a person may run without Slurm; "": none.
+
+    Raises:
+        UserError: there is no Slurm here to submit to; says how to run without it.
+    """
+    absent = slurm.explain_absence()
+    if absent and not dry:
+        instead = (
+            f"Run it on this machine instead: trainyard submit {job} --local (in the background), or "
+            f"trainyard run {job}."
+        )
+        raise UserError(
+            " ".join([absent, *([instead] if job else []), "To see only the batch script: --dry --cluster NAME."])
+        )
+    return clusters.find_cluster(wanted, find_project_folder("slurm"), None if absent else slurm.query_cluster_name())
+
+
+def read_request(args: argparse.Namespace) -> ResourceRequest:
+    """Read what `add_resource_args` added."""
+    options = read_options(vars(args))
+    return ResourceRequest(gpus=args.gpus, hw=args.hw, nodes=args.nodes, time=args.time, options=options)
+
+
+def check_against_slurm(*plans: Plan | None) -> None:
+    """Check plans for one cluster against the Slurm that answers here; the cluster file may be out of date.
+
+    Raises:
+        UserError: this is another Slurm, it has no such partition, or its time limit is shorter than requested.
+    """
+    here, partitions = slurm.query_cluster_name(), slurm.query_partitions()
+    for plan in plans:
+        if plan is not None:
+            _check_plan(plan, here, partitions)
+
+
+def _check_plan(plan: Plan, here: str, partitions: Mapping[str, slurm.Partition]) -> None:
+    described = plan.cluster.slurm_name
+    if described and described != here:
+        raise UserError(
+            f"{plan.cluster.path}: describes the Slurm '{described}', but '{here}' answers here. Name this cluster's "
+            f"file (--cluster NAME), or log in to '{described}'."
+        )
+    named = plan.options["partition"].split(",")
+    check = f"See all differences: trainyard cluster-check {plan.cluster.name}"
+    if unknown := next((name for name in named if name not in partitions), ""):
+        where = "--partition" if "partition" in plan.stated else f"{plan.cluster.path}: gpus.{plan.hw}.partition"
+        raise UserError(
+            f"{where} is '{unknown}', which this Slurm does not have.{suggest_nearest(unknown, partitions)} It has: "
+            f"{', '.join(partitions)}. {check}"
+        )
+    limits = [partitions[name].time_limit_min for name in named]
+    longest = None if None in limits else max(limit for limit in limits if limit is not None)
+    if longest is not None and plan.time_min > longest:
+        raise UserError(
+            f"TIME={plan.time_min}m: partition {plan.options['partition']} allows at most {longest} minutes. "
+            f"Request less: a job that reaches its limit saves, is requeued and resumes. {check}"
+        )
+
+
+def require_trust(
+    folders: Sequence[Path], args: argparse.Namespace, *, here: bool = False, is_recalled: bool = False
+) -> None:
+    """Raise a UserError if others own or can change what is executed from these folders, unless `--trust` was typed.
+
+    Args:
+        is_recalled: the folder of families is one that a run names, and nobody typed.
+    """
+    cluster_files = find_project_folder("slurm").resolve()
+    code = [] if here or getattr(args, "update_code", False) else ["code", "jobs"]
+    trust.require_trust(
+        folders,
+        named=[args.jobs] if is_recalled else [],
+        uses=[*code, *([] if here or args.cluster else ["cluster_file"])],
+        jobs_dir=args.jobs,
+        is_chosen=lambda file: file.resolve().parent == cluster_files,
+        trusted=args.trust,
+        command=shlex.join(["trainyard", *args.typed]),
+    )
+
+
+def recall_families(run: Path, args: argparse.Namespace) -> None:
+    """Use the families that a run was started with, unless others were typed.
+
+    Raises:
+        UserError: they are gone, or they are named by the run, or in it, and others can change it or them.
+    """
+    is_named = False
+    if not args.typed_jobs:
+        args.jobs, is_named = find_families(run)
+    if is_named or args.jobs.resolve().is_relative_to(run.resolve()):  # typed there, ./jobs is the run's
+        require_trust([run], args, here=True, is_recalled=is_named)
+
+
+def refuse_if_busy(found: Sequence[Path]) -> None:
+    """Raise a UserError if one of these runs is still waiting or running in Slurm."""
+    for known in status.read_statuses(found)[0]:
+        if known.state in ACTIVE:
+            raise UserError(
+                f"{known.run}: is {known.state} as Slurm job {known.slurm_job_id}. See: trainyard status {known.run}"
+            )

@@ -1,0 +1,45 @@
+"""The commands for a site: cluster-check, and gc, which shows what takes disk space and deletes what a person names."""
+
+import argparse
+import os
+from pathlib import Path
+
+from trainyard.cli.verb import Verbs, add_verb, find_project_folder
+from trainyard.cluster import query as slurm
+from trainyard.cluster.check import check_cluster, render_findings
+from trainyard.cluster.description import find_cluster
+from trainyard.errors import UserError
+
+
+def add_commands(verbs: Verbs) -> None:
+    """Add the commands."""
+    verb = add_verb(verbs, "cluster-check", _check_cluster, "compare a cluster file with the Slurm it describes")
+    verb.add_argument("cluster", nargs="?", default="", help="slurm/NAME.yaml, or a path; default: by Slurm's name")
+    verb = add_verb(verbs, "gc", _gc, "show what takes disk space and who needs it; delete what is named")
+    mine = "folder of packed data that is yours alone (default: data); repeatable"
+    verb.add_argument("--data", type=Path, action="append", default=[], metavar="DIR", help=mine)
+    named = "delete this item of the list; repeatable; 'unneeded': all that nobody needs"
+    verb.add_argument("--delete", action="append", default=[], metavar="NAME", help=named)
+    verb.add_argument("--force", action="store_true", help="also what a run still needs")
+
+
+def _check_cluster(args: argparse.Namespace) -> int:
+    absent = slurm.explain_absence()
+    if absent:
+        raise UserError(f"{absent} Check the file on a machine that can submit to that Slurm.")
+    cluster = find_cluster(args.cluster, find_project_folder("slurm"), slurm.query_cluster_name())
+    findings = check_cluster(cluster)
+    print(render_findings(findings))
+    return 1 if any(finding.level == "wrong" for finding in findings) else 0
+
+
+def _gc(args: argparse.Namespace) -> int:
+    from trainyard.tools import gc
+
+    usages = gc.list_usage(args.runs, data_dirs=args.data or [Path("data")], environ=os.environ)
+    if not args.delete:
+        print(gc.format_usage(usages))
+        return 0
+    freed = gc.delete_usage(gc.select_usage(usages, args.delete, force=args.force), print)
+    print(f"{gc.format_bytes(freed)} freed")
+    return 0
