@@ -1,6 +1,5 @@
 """How a global batch is split on each card, from predictions of memory; and the file that keeps them."""
 
-import argparse
 import os
 import re
 import shlex
@@ -36,7 +35,7 @@ from trainyard.launch.memory_prediction import (
     choose_fit,
     open_cache,
 )
-from trainyard.launch.resources import Plan, ResourceRequest
+from trainyard.launch.resources import Plan, ResourceRequest, RunRequest
 from trainyard.launch.submit import make_plan
 from trainyard.settings import TrainConfig
 
@@ -286,15 +285,23 @@ CLUSTER = Path(__file__).parent / "slurm" / "golden" / "cluster.yaml"
 
 def request_memory(
     *overrides: str, hw: str = "2080ti", no_plan: bool = False, dry: bool = False
-) -> tuple[Plan, argparse.Namespace, list[str]]:
+) -> tuple[Plan, RunRequest]:
     """Return what `submit` hands over for a job of 64 samples a step on one GPU."""
     own = ["global_batch_size=64", *overrides]
     config = configs.compose("pricing", own, JOBS)
     plan = make_plan(config, load_cluster(CLUSTER), ResourceRequest(gpus=1, hw=hw))
-    args = argparse.Namespace(
-        job="pricing", overrides=own, jobs=JOBS, runs=CLUSTER.parent / "no-runs", no_plan=no_plan, dry=dry
+    typed = ("submit", "pricing", *own, "--hw", hw)
+    request = RunRequest(
+        job="pricing",
+        overrides=tuple(own),
+        families=configs.Root(JOBS, ""),
+        runs_dir=CLUSTER.parent / "no-runs",
+        typed=typed,
+        resources=ResourceRequest(gpus=1, hw=hw),
+        is_dry=dry,
+        predicts_memory=not no_plan,
     )
-    return plan, args, ["submit", "pricing", *own, "--hw", hw]
+    return plan, request
 
 
 def store_plan(plan: Plan, environ: dict[str, str], jobs: Path = JOBS) -> None:
@@ -317,10 +324,10 @@ def environ(tmp_path, monkeypatch):
 
 
 def test_submit_refuses_a_stored_misfit_and_its_line_fits(environ, capsys):
-    plan, args, typed = request_memory("micro_batch_size=0")
+    plan, request = request_memory("micro_batch_size=0")
     store_plan(plan, environ)
     with pytest.raises(UserError, match=r"micro-batches of 64 takes 65\.0 GiB") as caught:
-        check_memory(plan, args, typed)
+        check_memory(plan, request)
     line = shlex.split(str(caught.value).partition("fits: ")[2])
     assert line == ["trainyard", "submit", "pricing", "micro_batch_size=4", "global_batch_size=64", "--hw", "2080ti"]
     assert main([*line[1:], "--dry", "--cluster", str(CLUSTER)]) == 0
@@ -330,20 +337,20 @@ def test_submit_refuses_a_stored_misfit_and_its_line_fits(environ, capsys):
 
 
 def test_submit_refuses_a_misfit_where_no_smaller_size_is_stored_and_says_what_to_type(environ):
-    plan, args, typed = request_memory("micro_batch_size=0")
+    plan, request = request_memory("micro_batch_size=0")
     store_plan(plan, environ)
     store = open_cache(plan.config, JOBS, environ)
     store.steps = {setting: step for setting, step in store.steps.items() if setting.micro_batch == 64}
     store.save()
     with pytest.raises(UserError, match=re.escape(f"--cluster {CLUSTER}. To try it all the same: ")) as caught:
-        check_memory(plan, args, typed)
-    assert shlex.split(str(caught.value).partition("all the same: ")[2]) == ["trainyard", *typed, "--no-plan"]
+        check_memory(plan, request)
+    assert shlex.split(str(caught.value).partition("all the same: ")[2]) == ["trainyard", *request.typed, "--no-plan"]
     assert check_memory(*request_memory("micro_batch_size=0", no_plan=True)) == ("not checked", "--no-plan")
 
 
 def test_a_dry_submit_predicts_nothing_and_says_which_line_does(environ):
-    plan, args, typed = request_memory("micro_batch_size=8", dry=True)
-    value, reason = check_memory(plan, args, typed) or ("", "")
+    plan, request = request_memory("micro_batch_size=8", dry=True)
+    value, reason = check_memory(plan, request) or ("", "")
     assert value == "not checked"
     line = shlex.split(reason.partition("as does: ")[2])
     own = "micro_batch_size=8"
@@ -358,25 +365,25 @@ def test_runs_that_differ_in_what_takes_no_memory_share_a_prediction(environ):
 
 
 def test_a_run_that_exists_keeps_its_micro_batch_and_is_refused_with_a_line_that_goes_without(environ):
-    plan, args, _ = request_memory("micro_batch_size=0")
+    plan, request = request_memory("micro_batch_size=0")
     store_plan(plan, environ)
     with pytest.raises(UserError, match=r"the same: trainyard resume pricing/a --hw 2080ti --no-plan$"):
-        check_memory(plan, args, ["resume", "pricing/a", "--hw", "2080ti"], allow_smaller_batch=False)
+        check_memory(plan, replace(request, typed=("resume", "pricing/a", "--hw", "2080ti")), allow_smaller_batch=False)
 
 
 @pytest.mark.long
 def test_submit_predicts_first_and_goes_on_where_it_cannot(environ, tmp_path, capsys):
-    plan, args, typed = request_memory("model.layers=1", "micro_batch_size=4")
-    value, reason = check_memory(plan, args, typed) or ("", "")
+    plan, request = request_memory("model.layers=1", "micro_batch_size=4")
+    value, reason = check_memory(plan, request) or ("", "")
     assert value.endswith(" GiB") and ": fits; estimated" in reason
     assert "pricing: predicting its memory on 2080ti first, once; --no-plan goes" in capsys.readouterr().err
-    assert check_memory(plan, args, typed) == (value, reason) and capsys.readouterr().err == ""
-    args.jobs = tmp_path / "broken"
-    shutil.copytree(JOBS / "pricing", args.jobs / "pricing")
-    (args.jobs / "__init__.py").touch()
-    with (args.jobs / "pricing" / "module.py").open("a") as file:
+    assert check_memory(plan, request) == (value, reason) and capsys.readouterr().err == ""
+    jobs = tmp_path / "broken"
+    shutil.copytree(JOBS / "pricing", jobs / "pricing")
+    (jobs / "__init__.py").touch()
+    with (jobs / "pricing" / "module.py").open("a") as file:
         file.write("\nraise OSError('cannot allocate memory')\n")
-    found = check_memory(plan, args, typed)
+    found = check_memory(plan, replace(request, families=configs.Root(jobs, "")))
     assert found == ("not checked", "its memory cannot be predicted: OSError: cannot allocate memory")
 
 
@@ -424,9 +431,17 @@ def submit_here(environ, tmp_path, monkeypatch):
 
 
 def complete_by_hand(environ: dict[str, str], words: Sequence[str]) -> PredictionCache:
-    """PredictionCache what `trainyard plan` would for a 2080 Ti, of a step with 1 GiB for each sample."""
-    args = argparse.Namespace(job=words[1], overrides=[words[2]], synthetic=True, jobs=JOBS, runs=Path("runs"))
-    config, card = compose_job(args, None).config, get_gpu("2080ti")
+    """Store what `trainyard plan` would for a 2080 Ti, of a step with 1 GiB for each sample."""
+    request = RunRequest(
+        job=words[1],
+        overrides=(words[2],),
+        families=configs.Root(JOBS, ""),
+        runs_dir=Path("runs"),
+        typed=tuple(words),
+        resources=ResourceRequest(),
+        wants_synthetic=True,
+    )
+    config, card = compose_job(request, None).config, get_gpu("2080ti")
     store = open_cache(config, JOBS, environ)
     assert card is not None
 

@@ -14,7 +14,7 @@ from trainyard.launch.choose_data import DataChoice, choose_data
 from trainyard.launch.memory_prediction import compute_key
 from trainyard.launch.packing import PackingChoice
 from trainyard.launch.predecessor import Predecessor
-from trainyard.launch.resources import Plan
+from trainyard.launch.resources import Plan, RunRequest
 from trainyard.runs.families import remember_families
 from trainyard.runs.folder import CONFIG, resolve_run, update_env
 from trainyard.runs.observations import record_plan_key
@@ -26,14 +26,15 @@ def add_synthetic_option(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--synthetic", action="store_true", help="train on a few generated samples, to try it out")
 
 
-def compose_job(args: argparse.Namespace, cluster: Cluster | None) -> DataChoice:
-    """Compose the job that was typed, choose its data, and make its paths absolute: a node works in another folder."""
+def compose_job(request: RunRequest, cluster: Cluster | None) -> DataChoice:
+    """Compose the requested job, choose its data, and make its paths absolute: a node works in another folder."""
+    config = configs.compose(request.job, request.overrides, request.jobs_dir)
     return choose_data(
-        make_paths_absolute(find_start(configs.compose(args.job, args.overrides, args.jobs), args.runs)),
-        overrides=args.overrides,
-        wants_synthetic=args.synthetic,
+        make_paths_absolute(find_start(config, request.runs_dir)),
+        overrides=request.overrides,
+        wants_synthetic=request.wants_synthetic,
         cluster=cluster,
-        jobs_dir=args.jobs,
+        jobs_dir=request.jobs_dir,
         environ=os.environ,
     )
 

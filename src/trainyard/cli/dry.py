@@ -1,6 +1,5 @@
 """What `--dry` prints: what a command would start. It starts and writes nothing, and loads no torch."""
 
-import argparse
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -16,7 +15,7 @@ from trainyard.launch.batch_script import Turn
 from trainyard.launch.choose_data import DataChoice
 from trainyard.launch.packing import PackingChoice, choose_shared_packing
 from trainyard.launch.predecessor import Predecessor
-from trainyard.launch.resources import Code, Plan, ResourceRequest
+from trainyard.launch.resources import Code, Plan, RunRequest
 from trainyard.runs.folder import check_name
 from trainyard.runs.manifest import list_checkpoints
 from trainyard.runs.sweep_file import FOLDER
@@ -68,14 +67,14 @@ def print_submit(
     plan: Plan,
     data: DataChoice,
     packing: PackingChoice,
-    args: argparse.Namespace,
+    request: RunRequest,
     *,
     after: Predecessor | None = None,
     memory: tuple[str, str] | None = None,
 ) -> None:
     """Print what `submit` would submit for one run."""
-    run = args.runs.absolute() / plan.job / (args.name or NEW)
-    code = name_code(args.jobs, run / "code")
+    run = request.runs_dir.absolute() / plan.job / (request.name or NEW)
+    code = name_code(request.jobs_dir, run / "code")
     place = run / "slurm"
     print_submission(plan, {run: ""}, folder=place, code=code, data=data, packing=packing, after=after, memory=memory)
     if not data.value:
@@ -83,30 +82,34 @@ def print_submit(
 
 
 def print_sweep(
-    plan: Plan, data: DataChoice, fixed: Sequence[str], request: ResourceRequest, args: argparse.Namespace
+    plan: Plan, data: DataChoice, request: RunRequest, *, fixed: Sequence[str], varied: Sequence[str], parallel: int
 ) -> int:
     """Print the array that `sweep` would submit, and the options of each of its runs.
+
+    Args:
+        fixed, varied: options that all runs share, and those that differ, each with its values.
+        parallel: runs that train at once; 0: all.
 
     Raises:
         UserError: the sweep would be refused for its name, or one of its runs for its options or on these GPUs.
     """
-    check_name(args.name, of="sweep")
-    name, root = args.name or NEW, args.runs.absolute()
+    check_name(request.name, of="sweep")
+    name, root = request.name or NEW, request.runs_dir.absolute()
     runs: dict[Path, str] = {}
-    combinations = sweep.combine(args.job, args.sweep, fixed, args.jobs)[1]
+    combinations = sweep.combine(request.job, varied, fixed, request.jobs_dir)[1]
     for index, (own, config) in enumerate(combinations):
-        submit.make_plan(config, plan.cluster, request)
-        runs[root / args.job / sweep.name_run(name, index)] = " ".join(own)
+        submit.make_plan(config, plan.cluster, request.resources)
+        runs[root / request.job / sweep.name_run(name, index)] = " ".join(own)
     folder = root / FOLDER / name
     return print_submission(
         plan,
         runs,
         folder=folder / "slurm",
-        code=name_code(args.jobs, folder / "code"),
-        parallel=args.max_parallel,
+        code=name_code(request.jobs_dir, folder / "code"),
+        parallel=parallel,
         data=data,
-        packing=choose_shared_packing(plan, [config for _, config in combinations], args.jobs),
-        packing_run=sweep.name_packing_run(folder, args.job),
+        packing=choose_shared_packing(plan, [config for _, config in combinations], request.jobs_dir),
+        packing_run=sweep.name_packing_run(folder, request.job),
     )
 
 

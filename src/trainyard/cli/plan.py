@@ -4,7 +4,7 @@ import argparse
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,11 +13,12 @@ from trainyard.cli.choices import add_synthetic_option, compose_job
 from trainyard.cli.dry import count_steps_per_epoch
 from trainyard.cli.plan_screen import CPU, PlanInputs, describe_plan, format_submit_command, list_changes
 from trainyard.cli.plan_table import tabulate_presets
+from trainyard.cli.request import read_request
 from trainyard.cli.verb import Verbs, add_verb, find_project_folder
 from trainyard.cluster import description as clusters
 from trainyard.duration import Duration
 from trainyard.errors import UserError
-from trainyard.families import format_families
+from trainyard.families import format_families, list_roots
 from trainyard.hardware import GpuType, get_gpu
 from trainyard.launch.memory_prediction import (
     FITS,
@@ -31,7 +32,7 @@ from trainyard.launch.memory_prediction import (
     complete_cache,
     open_cache,
 )
-from trainyard.launch.resources import Plan
+from trainyard.launch.resources import Plan, RunRequest
 from trainyard.settings import TrainConfig
 from trainyard.text import suggest_nearest
 
@@ -63,7 +64,8 @@ def _plan(args: argparse.Namespace) -> int:
     if not args.job or args.stored:
         wrong = "--stored: expected with --all" if args.stored else "plan: expected a job"
         raise UserError(f"{wrong}. One: trainyard plan JOB. All of them, as a table: trainyard plan --all.")
-    config = compose_job(args, cluster).config
+    request = read_request(args)
+    config = compose_job(request, cluster).config
     predictions = complete_cache(
         config,
         args.jobs,
@@ -72,16 +74,16 @@ def _plan(args: argparse.Namespace) -> int:
         environ=os.environ,
         announce=lambda: print(f"{config.job}: predicting its memory on these cards, once ...", file=sys.stderr),
     )
-    print("\n".join(describe_plan(config, cards, predictions, _collect_inputs(config, args), gpus=args.gpus)))
+    print("\n".join(describe_plan(config, cards, predictions, _collect_inputs(config, request), gpus=args.gpus)))
     return 0
 
 
-def _collect_inputs(config: TrainConfig, args: argparse.Namespace) -> PlanInputs:
+def _collect_inputs(config: TrainConfig, request: RunRequest) -> PlanInputs:
     from trainyard.data.index import read_index
 
-    words = [args.job, *args.overrides, *(["--synthetic"] if args.synthetic else [])]
-    words += ["--cluster", args.cluster] if args.cluster else []
-    steps_per_epoch, length = count_steps_per_epoch(config, args.jobs), Duration.parse(config.max_duration)
+    words = [request.job, *request.overrides, *(["--synthetic"] if request.wants_synthetic else [])]
+    words += ["--cluster", request.cluster] if request.cluster else []
+    steps_per_epoch, length = count_steps_per_epoch(config, request.jobs_dir), Duration.parse(config.max_duration)
     if steps_per_epoch is None:
         return PlanInputs(words, steps=int(length.value) if length.unit == "st" else None)
     data_bytes = sum(shard.size_bytes for shard in read_index(Path(config.data.path)).shards)
@@ -93,7 +95,8 @@ def _tabulate(args: argparse.Namespace, cluster: clusters.Cluster | None, cards:
         args.overrides.insert(0, args.job)
     elif args.job:
         raise UserError(f"--all: expected options alone, found {args.job}. One job: trainyard plan {args.job}.")
-    return tabulate_presets(args, cluster, cards)
+    roots = [args.jobs] if args.typed_jobs else list_roots()
+    return tabulate_presets(read_request(args), cluster, cards, roots=roots, predicts=not args.stored)
 
 
 def _choose_cards(wanted: str, cluster: clusters.Cluster | None) -> dict[str, GpuType]:
@@ -131,50 +134,42 @@ class Target:
     cluster: Path | None  # its file; None: this machine
 
 
-def check_memory(
-    plan: Plan, args: argparse.Namespace, typed: Sequence[str], *, allow_smaller_batch: bool = True
-) -> tuple[str, str] | None:
+def check_memory(plan: Plan, request: RunRequest, *, allow_smaller_batch: bool = True) -> tuple[str, str] | None:
     """Return what a step takes on the card of a plan, as `check_target`; None for ranks on the CPU."""
     card = get_gpu(plan.kind.card)
     if card is None:
         return None
     target = Target(card, plan.gpus, plan.hw, plan.cluster.path)
-    return check_target(target, plan.config, args, typed, allow_smaller_batch=allow_smaller_batch)
+    return check_target(target, plan.config, request, allow_smaller_batch=allow_smaller_batch)
 
 
 def check_target(
-    target: Target,
-    config: TrainConfig,
-    args: argparse.Namespace,
-    typed: Sequence[str],
-    *,
-    allow_smaller_batch: bool = True,
+    target: Target, config: TrainConfig, request: RunRequest, *, allow_smaller_batch: bool = True
 ) -> tuple[str, str]:
     """Return what a step takes, as predicted, and the reason.
 
     What was never predicted is predicted now, in a process of its own; with --dry it is not.
 
     Args:
-        typed: the words of a command that submits this job, for what to type instead.
         allow_smaller_batch: whether a smaller micro-batch may be proposed.
 
     Raises:
         UserError: the step cannot fit; says what to type.
     """
-    if args.no_plan:
+    if not request.predicts_memory:
         return "not checked", "--no-plan"
     card, gpus = target.card, target.gpus
-    predictions = open_cache(config, args.jobs, os.environ)
+    predictions = open_cache(config, request.jobs_dir, os.environ)
     try:
         fit = check_fit(config, card, gpus=gpus, predict=predictions.read)
     except NotPredicted:
-        if args.dry:
-            line = _format_plan_command(target, config, args)
+        if request.is_dry:
+            line = _format_plan_command(target, config, request.jobs_dir)
             return "not checked", f"never predicted; submit does it first, as does: {line}"
         try:
             predictions = complete_cache(
                 config,
-                args.jobs,
+                request.jobs_dir,
                 [card],
                 gpus=gpus,
                 environ=os.environ,
@@ -190,7 +185,7 @@ def check_target(
         return "not predicted", fit.step.refused
     if fit.verdict == MISFIT:
         fitting = _find_fitting(target, config, predictions) if allow_smaller_batch else None
-        raise UserError(_explain_misfit(target, config, fit, fitting, args, typed))
+        raise UserError(_explain_misfit(target, config, fit, fitting, request))
     return f"{fit.step.peak_gib:.2f} GiB", (
         f"and {fit.step.reserve_gib:.1f} in reserve, of {fit.has_gib:.1f}: {fit.verdict}; estimated, never "
         "observed on this card"
@@ -207,21 +202,17 @@ def _find_fitting(target: Target, config: TrainConfig, predictions: PredictionCa
 
 
 def _explain_misfit(
-    target: Target,
-    config: TrainConfig,
-    fit: CardFit,
-    fitting: CardFit | None,
-    args: argparse.Namespace,
-    typed: Sequence[str],
+    target: Target, config: TrainConfig, fit: CardFit, fitting: CardFit | None, request: RunRequest
 ) -> str:
     """Say how much is missing, and which line computes the same in less memory, if one does."""
     if fitting is not None:
         changes = list_changes(config, fitting)
-        advice = f"This computes the same and fits: {format_submit_command(config.job, typed, changes)}"
+        advice = f"This computes the same and fits: {format_submit_command(config.job, request.typed, changes)}"
     else:
+        every_card = _format_plan_command(target, config, request.jobs_dir, every_card=True)
         advice = (
-            f"What fits on which card: {_format_plan_command(target, config, args, every_card=True)}. To try it "
-            f"all the same: {format_submit_command(config.job, typed, ['--no-plan'])}"
+            f"What fits on which card: {every_card}. To try it all the same: "
+            f"{format_submit_command(config.job, request.typed, ['--no-plan'])}"
         )
     name = f"HW={target.hw}" if target.cluster else target.card.name
     return (
@@ -231,14 +222,12 @@ def _explain_misfit(
     )
 
 
-def _format_plan_command(
-    target: Target, config: TrainConfig, args: argparse.Namespace, *, every_card: bool = False
-) -> str:
+def _format_plan_command(target: Target, config: TrainConfig, jobs_dir: Path, *, every_card: bool = False) -> str:
     """Return the command that predicts what submit would look up, or that for all of the cluster's cards."""
-    preset = configs.compose(config.job, [], args.jobs)
+    preset = configs.compose(config.job, [], jobs_dir)
     own = [f"{d.name}={d.new}" for d in configs.find_differences(preset, config)]
     words = ["trainyard", "plan", config.job, *own, "--gpus", str(target.gpus)]
     words += ["--cluster", str(target.cluster)] if target.cluster else []
     words += [] if every_card else ["--hw", target.hw]
-    words += shlex.split(format_families(config.job, args.jobs))
+    words += shlex.split(format_families(config.job, jobs_dir))
     return shlex.join(words)

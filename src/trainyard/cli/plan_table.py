@@ -1,14 +1,14 @@
 """The table of `trainyard plan --all`: whether each preset's step fits on each card. Loads no torch."""
 
-import argparse
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 
 from trainyard import config as configs
 from trainyard.cli.choices import compose_job
 from trainyard.cli.plan_screen import CPU, fit_card
 from trainyard.cluster import description as clusters
-from trainyard.families import list_roots
 from trainyard.hardware import GpuType
 from trainyard.launch.memory_prediction import (
     MISFIT,
@@ -19,41 +19,49 @@ from trainyard.launch.memory_prediction import (
     complete_cache,
     find_cache,
 )
+from trainyard.launch.resources import RunRequest
 from trainyard.settings import TrainConfig
 
 _HEADER = ["preset", "global batch", "learning rate", "seed"]
 
 
 def tabulate_presets(
-    args: argparse.Namespace, cluster: clusters.Cluster | None, cards: Mapping[str, GpuType]
+    request: RunRequest,
+    cluster: clusters.Cluster | None,
+    cards: Mapping[str, GpuType],
+    *,
+    roots: Sequence[Path],
+    predicts: bool,
 ) -> Iterator[str]:
     """Yield the lines of the table, in Markdown; first predict what is not stored: minutes for all presets.
 
     Args:
-        args: of the command, with overrides that hold for each preset. With --stored, nothing is predicted.
+        request: with overrides that hold for each preset.
+        roots: folders of families; of two presets with one name, that of the first counts.
+        predicts: whether what was never predicted is predicted now.
     """
     from tqdm import tqdm  # here, because submit loads this file and must respond quickly
 
     rows: list[list[str]] = []
     notes: dict[str, int] = {}
-    roots = [args.jobs] if args.typed_jobs else list_roots()
+    gpus = request.resources.gpus
     presets = {job: root for root in reversed(roots) for job in configs.find_jobs(root)}  # the first root has priority
-    for job in tqdm(sorted(presets), unit="preset", leave=False, disable=True if args.stored else None):
+    for job in tqdm(sorted(presets), unit="preset", leave=False, disable=None if predicts else True):
         jobs = presets[job]
-        config = compose_job(argparse.Namespace(**{**vars(args), "job": job, "jobs": jobs}), cluster).config
-        wanted = [] if args.stored else [card for card in cards.values() if card is not CPU]
+        config = compose_job(replace(request, job=job, families=configs.Root(jobs, "")), cluster).config
+        wanted = [card for card in cards.values() if predicts and card is not CPU]
         try:
-            predict = complete_cache(config, jobs, wanted, gpus=args.gpus, environ=os.environ, announce=None).read
+            predict = complete_cache(config, jobs, wanted, gpus=gpus, environ=os.environ, announce=None).read
         except CannotPredict as error:
             reason = str(error).replace(str(find_cache(os.environ)), "CACHE")
             rows.append([*_describe_training(config), *[_refer(reason, notes)] * len(cards)])
             continue
-        rows.append(describe_preset(config, cards, gpus=args.gpus, predict=predict, notes=notes))
+        rows.append(describe_preset(config, cards, gpus=gpus, predict=predict, notes=notes))
     header = [*_HEADER, *cards]
     yield from (f"| {' | '.join(cells)} |" for cells in [header, ["---"] * len(header), *rows])
     yield ""
     yield (
-        f"A cell: micro-batch x accumulation steps on each of {args.gpus} GPU{'s' * (args.gpus > 1)}, where that fits. "
+        f"A cell: micro-batch x accumulation steps on each of {gpus} GPU{'s' * (gpus > 1)}, where that fits. "
         "*recomputed*: with `gradient_checkpointing=true`, because memory binds. Estimated, never observed on these "
         "cards. More of one preset: `trainyard plan JOB`."
     )

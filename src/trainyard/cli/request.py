@@ -9,8 +9,9 @@ from trainyard.cli.verb import add_dry_option, find_project_folder
 from trainyard.cluster import description as clusters
 from trainyard.cluster import query as slurm
 from trainyard.cluster.options import OPTIONS, read_options
+from trainyard.config import Root
 from trainyard.errors import UserError
-from trainyard.launch.resources import Plan, ResourceRequest
+from trainyard.launch.resources import Plan, ResourceRequest, RunRequest
 from trainyard.runs import status, trust
 from trainyard.runs.families import find_families
 from trainyard.runs.state import ACTIVE
@@ -55,10 +56,28 @@ def find_cluster(wanted: str, *, job: str = "", dry: bool = False) -> clusters.C
     return clusters.find_cluster(wanted, find_project_folder("slurm"), None if absent else slurm.query_cluster_name())
 
 
-def read_request(args: argparse.Namespace) -> ResourceRequest:
-    """Read what `add_resource_args` added."""
-    options = read_options(vars(args))
-    return ResourceRequest(gpus=args.gpus, hw=args.hw, nodes=args.nodes, time=args.time, options=options)
+def read_request(args: argparse.Namespace) -> RunRequest:
+    """Return what was typed; a flag that the command does not have is as one that was left out."""
+    stated = vars(args)
+    return RunRequest(
+        job=stated.get("job", ""),
+        overrides=tuple(args.overrides),
+        families=Root(args.jobs, args.why_jobs),
+        runs_dir=args.runs,
+        typed=tuple(args.typed),
+        resources=ResourceRequest(
+            gpus=args.gpus,
+            hw=args.hw,
+            nodes=stated.get("nodes", 0),
+            time=stated.get("time", ""),
+            options=read_options(stated),
+        ),
+        cluster=args.cluster,
+        name=stated.get("name"),
+        wants_synthetic=stated.get("synthetic", False),
+        is_dry=stated.get("dry", False),
+        predicts_memory=not stated.get("no_plan", False),
+    )
 
 
 def check_against_slurm(*plans: Plan | None) -> None:

@@ -1,7 +1,6 @@
 """The command submit: one run, or two that follow each other, on a cluster or on this machine; and runs once more."""
 
 import argparse
-import copy
 import os
 import shutil
 from collections.abc import Sequence
@@ -25,7 +24,7 @@ from trainyard.cli.plan_screen import HOST
 from trainyard.cli.request import add_plan_option, add_resource_args, check_against_slurm, find_cluster, read_request
 from trainyard.cli.verb import Verbs, add_verb
 from trainyard.cluster import description as clusters
-from trainyard.cluster.options import OPTIONS, keep_options, read_options
+from trainyard.cluster.options import keep_options, read_options
 from trainyard.data.prepare import packs_the_same
 from trainyard.environment import LocalGpu, count_visible_gpus, list_gpus
 from trainyard.errors import UserError
@@ -34,7 +33,7 @@ from trainyard.launch import submit
 from trainyard.launch.choose_data import DataChoice, require_data
 from trainyard.launch.packing import PackingChoice, choose_packing
 from trainyard.launch.predecessor import Predecessor, find_predecessor
-from trainyard.launch.resources import Code, Plan, ResourceRequest
+from trainyard.launch.resources import Code, Plan, ResourceRequest, RunRequest
 from trainyard.runs import folder as runs
 from trainyard.runs.create import create_run
 from trainyard.runs.history import read_run
@@ -44,10 +43,10 @@ from trainyard.train.trackers import require_trackers
 
 
 @dataclass(frozen=True)
-class _Request:
-    """A run that is asked for, with everything that is chosen before anything is submitted."""
+class _Chosen:
+    """A requested run, with everything that is chosen before anything is submitted."""
 
-    args: argparse.Namespace
+    request: RunRequest
     data: DataChoice
     plan: Plan
     packing: PackingChoice
@@ -77,22 +76,31 @@ def add_commands(verbs: Verbs) -> None:
 
 def _submit(args: argparse.Namespace) -> int:
     runs.check_name(args.name, of="run")
+    request = read_request(args)
     if args.local:
-        return _submit_locally(args)
+        if args.after or args.then:
+            raise UserError(
+                "--after and --then (make: AFTER=, THEN=) need Slurm, which --local does without. Leave one out."
+            )
+        return _submit_locally(request, cpu_ranks=args.cpu_ranks)
     if args.cpu_ranks:
         raise UserError(f"--cpu-ranks {args.cpu_ranks}: is for --local; the nodes of a cluster train on GPUs: --gpus N")
-    cluster = find_cluster(args.cluster, job=args.job, dry=args.dry)
+    cluster = find_cluster(request.cluster, job=request.job, dry=request.is_dry)
     after = find_predecessor(runs.resolve_run(args.after, args.runs)) if args.after else None
-    first = _plan(args, cluster)
-    second = _plan(_select_for_second(args), cluster, before=args.job) if args.then else None
-    if second is not None and first.packing.plan and packs_the_same(first.data.config, second.data.config):
-        second = replace(second, packing=PackingChoice(None, "none", f"{args.job} before it packs the same data"))
-    if args.dry:
-        dry.print_submit(first.plan, first.data, first.packing, args, after=after, memory=first.memory)
+    first = _choose(request, cluster)
+    second = None
+    if args.then:
+        second = _choose(_request_second(request, args.then, has_families=args.typed_jobs), cluster, before=request.job)
+        if first.packing.plan and packs_the_same(first.data.config, second.data.config):
+            second = replace(second, packing=PackingChoice(None, "none", f"{args.job} before it packs the same data"))
+    if request.is_dry:
+        dry.print_submit(first.plan, first.data, first.packing, request, after=after, memory=first.memory)
         if second is not None:
             print()
-            before = Predecessor(args.runs.absolute() / args.job / (args.name or dry.NEW), dry.FIRST)
-            dry.print_submit(second.plan, second.data, second.packing, second.args, after=before, memory=second.memory)
+            before = Predecessor(request.runs_dir.absolute() / request.job / (request.name or dry.NEW), dry.FIRST)
+            dry.print_submit(
+                second.plan, second.data, second.packing, second.request, after=before, memory=second.memory
+            )
         return 0
     run, job = _submit_run(first, after)
     if second is not None:
@@ -106,79 +114,87 @@ def _submit(args: argparse.Namespace) -> int:
     return 0
 
 
-def _plan(args: argparse.Namespace, cluster: clusters.Cluster, *, before: str = "") -> _Request:
+def _choose(request: RunRequest, cluster: clusters.Cluster, *, before: str = "") -> _Chosen:
     """Choose data, nodes and the place of packing, and check them against the Slurm that answers, unless it is dry.
 
     Args:
         before: the job that this one follows by --then.
     """
-    data = compose_job(args, cluster)
-    plan = submit.make_plan(data.config, cluster, read_request(args))
-    count = None if args.dry else require_data(data, jobs_dir=args.jobs, typed=args.typed)
-    packing = choose_packing(plan, args.jobs)
-    if not args.dry:
+    data = compose_job(request, cluster)
+    plan = submit.make_plan(data.config, cluster, request.resources)
+    count = None if request.is_dry else require_data(data, jobs_dir=request.jobs_dir, typed=request.typed)
+    packing = choose_packing(plan, request.jobs_dir)
+    if not request.is_dry:
         check_against_slurm(plan, packing.plan)
-    typed = _list_own_words(args, before) if before else args.typed
-    memory = check_memory(plan, args, typed)
-    return _Request(args, data, plan, packing, count, memory)
+    own = replace(request, typed=_list_own_words(request, before)) if before else request
+    return _Chosen(request, data, plan, packing, count, check_memory(plan, own))
 
 
-def _select_for_second(args: argparse.Namespace) -> argparse.Namespace:
-    """Return what was typed as far as it holds for the job of --then, too: where it runs, and where the data are."""
-    second = copy.copy(args)
-    second.job, second.name, second.then, second.after = args.then, None, "", ""
-    if not args.typed_jobs:
-        second.jobs, second.why_jobs = configs.choose_root(args.then)
-    second.overrides = [word for word in args.overrides if word.startswith("data.")]
-    return second
+def _request_second(request: RunRequest, job: str, *, has_families: bool) -> RunRequest:
+    """Return the request for the job of --then: where the first runs, and on the same data.
+
+    Args:
+        has_families: whether the folder of families was typed.
+    """
+    return replace(
+        request,
+        job=job,
+        name=None,
+        families=request.families if has_families else configs.choose_root(job),
+        overrides=tuple(word for word in request.overrides if word.startswith("data.")),
+    )
 
 
-def _list_own_words(args: argparse.Namespace, before: str) -> list[str]:
+def _list_own_words(request: RunRequest, before: str) -> tuple[str, ...]:
     """Return a command that submits the job of --then by itself, after the newest run of the job before it."""
-    names = ("jobs", "runs", "gpus", "hw", "nodes", "time", "cluster", *OPTIONS)
-    stated = [f"--{name}={getattr(args, name)}" for name in names if getattr(args, name)]
-    flags = [f"--{name}" for name in ("synthetic",) if getattr(args, name)]
-    return ["submit", args.job, *args.overrides, *flags, *stated, "--after", before]
+    resources = request.resources
+    stated = {
+        "jobs": request.jobs_dir,
+        "runs": request.runs_dir,
+        **{name: getattr(resources, name) for name in ("gpus", "hw", "nodes", "time")},
+        "cluster": request.cluster,
+        **resources.options,
+    }
+    flags = ["--synthetic"] if request.wants_synthetic else []
+    words = [f"--{name}={value}" for name, value in stated.items() if value]
+    return ("submit", request.job, *request.overrides, *flags, *words, "--after", before)
 
 
-def _submit_run(request: _Request, after: Predecessor | None) -> tuple[Path, str]:
+def _submit_run(chosen: _Chosen, after: Predecessor | None) -> tuple[Path, str]:
     """Create and submit a run; return its folder and the Slurm job that trains it."""
-    args, plan, packing = request.args, request.plan, request.packing
-    root, group = args.runs.absolute(), plan.cluster.group
-    run = create_run(root, plan.config, name=args.name, environ=os.environ, group=group)
+    request, plan, packing = chosen.request, chosen.plan, chosen.packing
+    root, group = request.runs_dir.absolute(), plan.cluster.group
+    run = create_run(root, plan.config, name=request.name, environ=os.environ, group=group)
     try:
-        record_choices(run, request.data, configs.Root(args.jobs, args.why_jobs), plan, packing, request.memory)
-        code = submit.snapshot_code(args.jobs, run / "code")
+        record_choices(run, chosen.data, request.families, plan, packing, chosen.memory)
+        code = submit.snapshot_code(request.jobs_dir, run / "code")
         (job,) = submit.submit(plan, [run], folder=run / "slurm", code=code, packing=packing.plan, after=after)
     except BaseException:
         shutil.rmtree(run)
         raise
-    notes = describe_choices(request.data, request.count, packing, after, request.memory)
+    notes = describe_choices(chosen.data, chosen.count, packing, after, chosen.memory)
     print(submit.describe(plan, run, environ=os.environ, **notes))
     _print_submitted_jobs(run)
     return run, job
 
 
-def _submit_locally(args: argparse.Namespace) -> int:
-    if args.after or args.then:
-        raise UserError(
-            "--after and --then (make: AFTER=, THEN=) need Slurm, which --local does without. Leave one out."
-        )
-    data = compose_job(args, None)
-    ranks, gpus = _choose_local_ranks(args)
+def _submit_locally(request: RunRequest, *, cpu_ranks: int) -> int:
+    data = compose_job(request, None)
+    ranks, gpus = _choose_local_ranks(request.resources.gpus, cpu_ranks=cpu_ranks)
     choose_sync_batchnorm(data.config.sync_batchnorm, device_type="cuda" if gpus else "cpu", world_size=ranks)
     require_trackers(data.config.trackers)
-    if not args.dry:
-        require_data(data, jobs_dir=args.jobs, typed=args.typed)
-    memory = _check_local_memory(data.config, args, ranks=ranks, gpus=gpus)
-    if args.dry:
-        run = args.runs.absolute() / args.job / (args.name or dry.NEW)
-        return dry.print_run(run, data.config, args.jobs, ranks=ranks, memory=memory)
-    time_min = clusters.parse_minutes(args.time or "30d")
-    run = create_run(args.runs.absolute(), data.config, name=args.name, environ=os.environ)
+    if not request.is_dry:
+        require_data(data, jobs_dir=request.jobs_dir, typed=request.typed)
+    memory = _check_local_memory(data.config, request, ranks=ranks, gpus=gpus)
+    root = request.runs_dir.absolute()
+    if request.is_dry:
+        run = root / request.job / (request.name or dry.NEW)
+        return dry.print_run(run, data.config, request.jobs_dir, ranks=ranks, memory=memory)
+    time_min = clusters.parse_minutes(request.resources.time or "30d")
+    run = create_run(root, data.config, name=request.name, environ=os.environ)
     try:
-        record_choices(run, data, configs.Root(args.jobs, args.why_jobs), memory=memory)
-        code = submit.snapshot_code(args.jobs, run / "code")
+        record_choices(run, data, request.families, memory=memory)
+        code = submit.snapshot_code(request.jobs_dir, run / "code")
         job = submit.submit_locally(run, ranks=ranks, gpus=min(ranks, len(gpus)), time_min=time_min, code=code)
     except BaseException:
         shutil.rmtree(run)
@@ -188,26 +204,26 @@ def _submit_locally(args: argparse.Namespace) -> int:
     return 0
 
 
-def _choose_local_ranks(args: argparse.Namespace) -> tuple[int, list[LocalGpu]]:
+def _choose_local_ranks(wanted: int, *, cpu_ranks: int) -> tuple[int, list[LocalGpu]]:
     """Return how many ranks start on this machine, and its GPUs if they use some; without any, one rank on the CPU.
 
     Raises:
         UserError: there are fewer GPUs, or no rank is asked for.
     """
-    if args.cpu_ranks:
-        return max(1, args.cpu_ranks), []
-    if args.gpus < 1:
-        raise UserError(f"--gpus {args.gpus}: a job needs at least one rank. Leave it out for one.")
+    if cpu_ranks:
+        return max(1, cpu_ranks), []
+    if wanted < 1:
+        raise UserError(f"--gpus {wanted}: a job needs at least one rank. Leave it out for one.")
     gpus = list_gpus()
     found = count_visible_gpus(gpus, os.environ)
-    if args.gpus > max(1, found):
-        use = f"Use --gpus {found}." if found else f"Leave --gpus out to train on the CPU, or --cpu-ranks {args.gpus}."
-        raise UserError(f"{args.gpus} GPUs requested, but this machine has {found}. {use}")
-    return args.gpus, gpus if found else []
+    if wanted > max(1, found):
+        use = f"Use --gpus {found}." if found else f"Leave --gpus out to train on the CPU, or --cpu-ranks {wanted}."
+        raise UserError(f"{wanted} GPUs requested, but this machine has {found}. {use}")
+    return wanted, gpus if found else []
 
 
 def _check_local_memory(
-    config: TrainConfig, args: argparse.Namespace, *, ranks: int, gpus: Sequence[LocalGpu]
+    config: TrainConfig, request: RunRequest, *, ranks: int, gpus: Sequence[LocalGpu]
 ) -> tuple[str, str]:
     """Return what a step takes on the GPUs of this machine, as `check_target`, or where else memory is checked."""
     if not gpus:
@@ -218,7 +234,7 @@ def _check_local_memory(
     if card is None:  # of several types, torch chooses one by rules of its own
         what = f"{' and '.join(names)}: {'several types' if others else 'no card that plans know'}"
         return "not checked", f"{what}; when the run starts, it tries its largest step first"
-    return check_target(Target(card, ranks, card.key, None), config, args, args.typed)
+    return check_target(Target(card, ranks, card.key, None), config, request)
 
 
 def _print_submitted_jobs(run: Path) -> None:
@@ -264,7 +280,7 @@ def resubmit(run: Path, args: argparse.Namespace) -> int:
         )
     packing = choose_packing(plan, args.jobs, code=None if args.dry and args.update_code else code)
     is_elsewhere = (plan.hw, plan.gpus) != (previous["hw"], previous["gpus"])
-    memory = check_memory(plan, args, args.typed, allow_smaller_batch=False) if is_elsewhere else None
+    memory = check_memory(plan, read_request(args), allow_smaller_batch=False) if is_elsewhere else None
     if args.dry:
         return dry.print_submission(plan, {run: ""}, folder=run / "slurm", code=code, packing=packing, memory=memory)
     if packing.plan is not None:

@@ -69,11 +69,12 @@ def _run_sweep(args: argparse.Namespace) -> int:
     if not args.job or not args.sweep:
         raise UserError('Name a job and what varies: trainyard sweep JOB --sweep "optimizer.lr=1e-4,3e-4 seed=0,1,2"')
     cluster = find_cluster(args.cluster, job=args.job, dry=args.dry)
-    data = compose_job(args, cluster)
-    plan = submit.make_plan(data.config, cluster, read_request(args))
+    request = read_request(args)
+    data = compose_job(request, cluster)
+    plan = submit.make_plan(data.config, cluster, request.resources)
     fixed = [*args.overrides, *data.overrides]
     if args.dry:
-        return dry.print_sweep(plan, data, fixed, read_request(args), args)
+        return dry.print_sweep(plan, data, request, fixed=fixed, varied=args.sweep, parallel=args.max_parallel)
     count = require_data(data, jobs_dir=args.jobs, typed=args.typed)
     check_against_slurm(plan)
     most = _choose_array_size(plan, math.prod(map(len, sweeps.expand(args.sweep).values())))
@@ -88,15 +89,15 @@ def _run_sweep(args: argparse.Namespace) -> int:
         group=cluster.group,
     )
     try:
-        request = replace(read_request(args), hw=plan.hw)
+        resources = replace(request.resources, hw=plan.hw)
         settled = settle_elements(
             [element.run for element in sweep.elements],
             data,
-            lambda config: replace(submit.make_plan(config, cluster, request), why_hw=plan.why_hw),
-            configs.Root(args.jobs, args.why_jobs),
+            lambda config: replace(submit.make_plan(config, cluster, resources), why_hw=plan.why_hw),
+            request.families,
             args.runs,
             lambda plan: check_memory(
-                plan, args, args.typed, allow_smaller_batch="micro_batch_size=" not in " ".join(args.sweep)
+                plan, request, allow_smaller_batch="micro_batch_size=" not in " ".join(args.sweep)
             ),
         )
         packing = choose_shared_packing(plan, settled, args.jobs)

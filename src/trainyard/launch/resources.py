@@ -1,10 +1,11 @@
-"""Value types of a submission: the resource request, the plan made from it, and the code that runs."""
+"""Value types of a submission: what is requested, the plan made from it, and the code that runs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from trainyard.cluster.description import Cluster, GpuNodes
+from trainyard.config import Root
 from trainyard.hardware import Precision, choose_image_target, get_gpu
 from trainyard.settings import TrainConfig
 from trainyard.split import BatchSplit
@@ -20,6 +21,28 @@ class ResourceRequest:
     time: str = ""  # as `parse_minutes` reads it
     options: Mapping[str, str] = field(default_factory=dict)  # of sbatch, as `read_options` returns them
     keeps_micro_batch: bool = False  # for a run that exists
+
+
+@dataclass(frozen=True)
+class RunRequest:
+    """A run as a person requests it: a job, its options, where it trains, and what is checked before that."""
+
+    job: str  # preset; "": a run that exists
+    overrides: tuple[str, ...]  # as typed: option=value
+    families: Root
+    runs_dir: Path
+    typed: tuple[str, ...]  # the words of the command, for what to type instead
+    resources: ResourceRequest
+    cluster: str = ""  # a name or a path; "": the one whose Slurm answers
+    name: str | None = None  # of the run's folder; None: the time
+    wants_synthetic: bool = False
+    is_dry: bool = False
+    predicts_memory: bool = True
+
+    @property
+    def jobs_dir(self) -> Path:
+        """Return the folder of families."""
+        return self.families.folder
 
 
 @dataclass(frozen=True)
