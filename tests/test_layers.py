@@ -90,6 +90,8 @@ def find_violations(root: Path) -> list[str]:
                 wrong.append(f"{short} imports another job: {name}")
             if name.startswith("nvidia.dali") and short.name != "decode_dali.py":
                 wrong.append(f"{short} imports {name}; only decode_dali.py may")
+            if name == "argparse" and here not in ("jobs", "tools", "cli") and short.name != "weights_file.py":
+                wrong.append(f"{short} imports argparse: cli turns what was typed into a RunRequest, or into values")
             if name.partition(".")[0] in ("trainyard", "jobs") and re.match(r"_[^_]", name.rpartition(".")[2]):
                 wrong.append(f"{short} imports {name}: a leading underscore makes it private")
     return wrong
@@ -133,6 +135,7 @@ def test_imports_point_to_the_left():
             "from trainyard.launch import submit",
             "(cluster) imports trainyard.launch.submit (launch)",
         ),
+        ("src/trainyard/launch/submit.py", "import argparse", "imports argparse: cli turns"),
         ("src/trainyard/cli/sweep.py", "from trainyard.runs.status import _build_row", "makes it private"),
     ],
 )

@@ -116,24 +116,19 @@ def record_choices(
     if plan is not None:
         choices["gpu_type"] = (plan.hw, plan.why_hw)
         choices["planned_micro_batch_size"] = (str(plan.split.micro_batch), plan.why_micro_batch)
+    record_place(run, packing, memory, **choices)
+
+
+def record_place(
+    run: Path, packing: PackingChoice | None, memory: tuple[str, str] | None = None, **choices: tuple[str, str]
+) -> None:
+    """Record where the data of a run are packed, what a step takes, and other choices, each with its reason."""
+    if memory is not None:
+        choices["predicted_memory"] = memory
+    if packing is not None:
+        choices["packed_where"] = (packing.value, packing.reason)
     with limit_writers():
         update_env(run, "choices", {name: {"value": value, "reason": why} for name, (value, why) in choices.items()})
-    if memory is not None:
-        record_memory(run, memory)
-    if packing is not None:
-        record_packing(run, packing)
-
-
-def record_memory(run: Path, memory: tuple[str, str]) -> None:
-    """Record what a step of a run takes, as predicted."""
-    with limit_writers():
-        update_env(run, "choices", {"predicted_memory": {"value": memory[0], "reason": memory[1]}})
-
-
-def record_packing(run: Path, packing: PackingChoice) -> None:
-    """Record where the data of a run are packed."""
-    with limit_writers():
-        update_env(run, "choices", {"packed_where": {"value": packing.value, "reason": packing.reason}})
 
 
 def settle_elements(

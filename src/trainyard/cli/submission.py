@@ -16,8 +16,7 @@ from trainyard.cli.choices import (
     describe_memory,
     describe_packing,
     record_choices,
-    record_memory,
-    record_packing,
+    record_place,
 )
 from trainyard.cli.plan import Target, check_memory, check_target
 from trainyard.cli.plan_screen import HOST
@@ -285,9 +284,8 @@ def resubmit(run: Path, args: argparse.Namespace) -> int:
         return dry.print_submission(plan, {run: ""}, folder=run / "slurm", code=code, packing=packing, memory=memory)
     if packing.plan is not None:
         check_against_slurm(packing.plan)
-        record_packing(run, packing)
-    if memory is not None:
-        record_memory(run, memory)
+    if packing.plan is not None or memory is not None:
+        record_place(run, packing if packing.plan is not None else None, memory)
     submit.submit(plan, [run], folder=run / "slurm", code=code, packing=packing.plan)
     print(submit.describe(plan, run, environ=os.environ, **describe_packing(packing), **describe_memory(memory)))
     _print_submitted_jobs(run)
