@@ -311,7 +311,7 @@ def list_background_threads() -> list[str]:
 def test_closing_a_stream_early_ends_every_thread(images, decode):
     stream = make_loader(images, decode=decode).train(make_orders(), epoch=0, start=0, micro_batch_size=0)
     next(stream)
-    assert "loader" in list_background_threads()
+    assert any(name.startswith("loader") for name in list_background_threads())
     stream.close()
     assert list_background_threads() == []
 
@@ -343,7 +343,7 @@ def test_items_keep_their_order_and_errors_their_turn_whatever_thread_prepares_t
             received.append(int(item))
     assert received == [-item for item in range(20)]
     assert list(prefetch(iter([]), 3, prepare=prepare, start=str, threads=threads)) == []
-    assert not [thread for thread in threading.enumerate() if thread.name == "loader"]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("loader")]
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
@@ -388,7 +388,6 @@ def test_nobody_holds_what_a_caller_has_dropped(threads):
     for item, _ in stream:
         gone = weakref.ref(item)
         del item
-        assert gone() is not None, "the generator may hold it until it is asked for the next"
         next(stream)
         assert gone() is None
 
