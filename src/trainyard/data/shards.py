@@ -169,17 +169,13 @@ class ShardSet:
         Raises:
             ShardError: a record is cut off, or its checksum is wrong.
         """
-        if self.reader != "map":
+        mapped = self._map_arrays(name) if self.reader == "map" else None
+        if mapped is None:
             self.read_bytes(name, ids, check_crc=check_crc, buffer=out.reshape(-1).view(np.uint8))
             return
         owners = self._first.searchsorted(ids, side="right") - 1
-        if (mapped := self._map_arrays(name)) is not None:  # one call instead of a loop in Python
-            rows, shift = mapped
-            rows.take(ids + shift[owners], axis=0, out=out, mode="clip")
-        else:
-            places = ids - self._first[owners]
-            for i, (owner, row) in enumerate(zip(owners.tolist(), places.tolist(), strict=True)):
-                out[i] = self._open_array(name, owner)[row]
+        rows, shift = mapped
+        rows.take(ids + shift[owners], axis=0, out=out, mode="clip")  # one call instead of a loop in Python
         self._verify_checksums(name, ids, out, owners, when=check_crc)
 
     def close(self) -> None:
@@ -246,15 +242,6 @@ class ShardSet:
                     mapped = ArrayMap(parts, *array)
                     self._maps[name] = mapped.rows, mapped.first - self._first
             return self._maps[name]
-
-    def _open_array(self, name: str, owner: int) -> np.ndarray:
-        """Return the records of a name in one shard, (count, ...), mapped from the file."""
-        opened, shard, records = self._open(owner), self.shards[owner], self.records[name]
-        if name not in opened.arrays:
-            start, shape = int(records.start[shard.first]), (shard.count, *records.row_shape)
-            size = int(np.prod(shape)) * np.dtype(records.dtype).itemsize
-            opened.arrays[name] = np.frombuffer(opened.map[start : start + size], dtype=records.dtype).reshape(shape)
-        return opened.arrays[name]
 
     def _verify_checksums(
         self, name: str, ids: np.ndarray, views: Sequence[np.ndarray] | np.ndarray, owners: np.ndarray, *, when: str
@@ -402,7 +389,6 @@ class _OpenShard:
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("rb", buffering=0)
-        self.arrays: dict[str, np.ndarray] = {}
 
     def fileno(self) -> int:
         return self._file.fileno()
