@@ -1,4 +1,8 @@
-"""Memory for the arrays of batches that is used again as soon as nobody holds the batch."""
+"""Memory for the arrays of batches that is used again as soon as nobody holds the batch.
+
+On the CPU only. With memory of malloc instead, two threads read 0.72 times as many raw 224 x 224 images per CPU second
+(`trainyard bench raw`, two EPYC cores); one thread reads as many.
+"""
 
 import math
 import weakref
