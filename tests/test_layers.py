@@ -15,7 +15,7 @@ from tests.run_folders import NOW, RunFolder
 
 ROOT = Path(__file__).resolve().parents[1]
 ORDER = (
-    *("errors", "text", "files", "masking", "tables", "duration", "settings", "hardware", "split"),
+    *("errors", "choice", "text", "files", "masking", "tables", "duration", "settings", "hardware", "split"),
     *("scoring", "frozen", "composition", "families", "config", "environment", "measure"),
     *("cluster", "runs", "data", "report", "train", "jobs", "launch", "tools", "cli", "api"),
 )

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.training import FAMILIES, find_differences, load_state, new_run
+from trainyard.choice import Choice
 from trainyard.hardware import keep_compute_threads
 from trainyard.launch import rank_choices
 from trainyard.launch.rank_task import execute
@@ -42,9 +43,10 @@ def test_a_run_resumes_with_as_many_threads_as_it_began_with(tmp_path):
 
 
 def test_threads_are_chosen_for_the_machine_where_nothing_is_recorded():
-    assert keep_compute_threads(None, 4, "cores") == (4, "cores")
-    assert keep_compute_threads(4, 4, "cores") == (4, "cores")
-    assert keep_compute_threads(8, 4, "cores")[0] == 8
+    cores = Choice(4, "cores")
+    assert keep_compute_threads(None, cores) == cores
+    assert keep_compute_threads(4, cores) == cores
+    assert keep_compute_threads(8, cores).value == 8
 
 
 def test_sums_depend_on_the_number_of_threads():

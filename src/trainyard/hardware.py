@@ -8,6 +8,7 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainyard.choice import Choice
 from trainyard.errors import UserError
 
 CPU_CHANNELS_LAST = True
@@ -156,22 +157,22 @@ def choose_precision(
     return Precision(dtype, dtype == "fp16", tf32, nhwc, compiled, reasons, graphs)
 
 
-def choose_sync_batchnorm(wanted: bool, *, device_type: str, world_size: int) -> tuple[bool, str]:
+def choose_sync_batchnorm(wanted: bool, *, device_type: str, world_size: int) -> Choice[bool]:
     """Return whether BatchNorm layers use the batch statistics of all ranks, and the reason.
 
     Raises:
         UserError: they should, but torch cannot synchronise them on this device.
     """
     if not wanted:
-        return False, "sync_batchnorm=false: each rank normalises by its own micro-batch"
+        return Choice(False, "sync_batchnorm=false: each rank normalises by its own micro-batch")
     if world_size == 1:
-        return False, "one rank has the whole micro-batch"
+        return Choice(False, "one rank has the whole micro-batch")
     if device_type == "cpu":
         raise UserError(
             f"sync_batchnorm=true on {world_size} ranks on the CPU, but torch synchronises batch statistics only "
             "between GPUs. Use sync_batchnorm=false, one rank, or GPUs."
         )
-    return True, "sync_batchnorm=true: all ranks normalise by the statistics of their micro-batches together"
+    return Choice(True, "sync_batchnorm=true: all ranks normalise by the statistics of their micro-batches together")
 
 
 def read_driver_version(file: Path = Path("/proc/driver/nvidia/version")) -> str | None:
@@ -269,14 +270,14 @@ def set_openmp_wait_policy(environ: MutableMapping[str, str]) -> None:
         environ["OMP_WAIT_POLICY"] = "passive"
 
 
-def read_openmp_wait_policy(environ: Mapping[str, str]) -> tuple[str, str]:
+def read_openmp_wait_policy(environ: Mapping[str, str]) -> Choice[str]:
     """Return how OpenMP threads wait in this environment, and the reason, for the run's env.json."""
     stated = {name: environ[name] for name in _WAIT_VARIABLES if name in environ}
     if stated == {"OMP_WAIT_POLICY": "passive"}:
-        return "passive", "waiting threads sleep: a spinning thread takes a core from those it waits for"
+        return Choice("passive", "waiting threads sleep: a spinning thread takes a core from those it waits for")
     if stated:
-        return " ".join(f"{name}={value}" for name, value in stated.items()), "set in the environment"
-    return "library's default", "not set when this process started"
+        return Choice(" ".join(f"{name}={value}" for name, value in stated.items()), "set in the environment")
+    return Choice("library's default", "not set when this process started")
 
 
 def show_own_mig_slice(environ: MutableMapping[str, str], local_rank: int) -> None:
@@ -298,7 +299,7 @@ def show_own_mig_slice(environ: MutableMapping[str, str], local_rank: int) -> No
     environ["CUDA_VISIBLE_DEVICES"] = slices[local_rank]
 
 
-def choose_compute_threads(environ: Mapping[str, str], *, cores: int, reason: str, launcher: str) -> tuple[int, str]:
+def choose_compute_threads(environ: Mapping[str, str], *, cores: int, reason: str, launcher: str) -> Choice[int]:
     """Return how many threads torch uses for CPU computation, and the reason.
 
     OMP_NUM_THREADS takes precedence, except for the value 1 that torchrun sets by default
@@ -314,43 +315,45 @@ def choose_compute_threads(environ: Mapping[str, str], *, cores: int, reason: st
     """
     stated = environ.get("OMP_NUM_THREADS", "")
     if not stated:
-        return cores, reason
+        return Choice(cores, reason)
     if launcher == "torchrun" and stated == "1":
-        return cores, f"{reason}; ignores OMP_NUM_THREADS=1, which torchrun sets by default"
+        return Choice(cores, f"{reason}; ignores OMP_NUM_THREADS=1, which torchrun sets by default")
     threads = stated.partition(",")[0].strip()  # further numbers are for nested regions; torch has none
     if not threads.isdigit() or int(threads) < 1:
         raise UserError(f"OMP_NUM_THREADS={stated}: expected a number of threads, such as {cores}. Or unset it.")
-    return int(threads), f"OMP_NUM_THREADS={stated} in the environment"
+    return Choice(int(threads), f"OMP_NUM_THREADS={stated} in the environment")
 
 
-def keep_compute_threads(recorded: int | None, chosen: int, reason: str) -> tuple[int, str]:
+def keep_compute_threads(recorded: int | None, chosen: Choice[int]) -> Choice[int]:
     """Return how many threads a run on the CPU computes with, and the reason: as many as when it began.
 
     The bits of sums depend on the number of threads, and not on the number of cores that run them.
 
     Args:
         recorded: what this rank of the run computed with; None: it has not trained with as many ranks.
-        chosen: what `choose_compute_threads` returned, with its reason.
+        chosen: what `choose_compute_threads` returned.
     """
-    if recorded is None or recorded == chosen:
-        return chosen, reason
-    return recorded, (
-        f"as this run began, because on the CPU its bits depend on it; a new run would take {chosen}: {reason}"
+    if recorded is None or recorded == chosen.value:
+        return chosen
+    return Choice(
+        recorded,
+        "as this run began, because on the CPU its bits depend on it; a new run would take "
+        f"{chosen.value}: {chosen.reason}",
     )
 
 
-def _choose_dtype(sm: int | None, device: str, precision: str) -> tuple[str, str]:
+def _choose_dtype(sm: int | None, device: str, precision: str) -> Choice[str]:
     choices = _list_fast_dtypes(sm)
     if precision == "auto":
-        return choices[0], f"{device}: {_AUTO_REASON[choices[0]]}"
+        return Choice(choices[0], f"{device}: {_AUTO_REASON[choices[0]]}")
     if precision not in choices:
         raise UserError(
             f"precision={precision} requested, but this device ({device}) runs only {', '.join(choices)} "
             f"at full speed. Use precision={choices[0]}, or precision=auto."
         )
     if sm == 60 and precision == "fp16":
-        return precision, "requested; saves memory, but matrix products gain little without tensor cores"
-    return precision, "requested"
+        return Choice(precision, "requested; saves memory, but matrix products gain little without tensor cores")
+    return Choice(precision, "requested")
 
 
 _AUTO_REASON = {
@@ -372,28 +375,29 @@ def _list_fast_dtypes(sm: int | None) -> tuple[str, ...]:
     return ("fp32", "fp16") if sm == 60 else ("fp32",)
 
 
-def _choose_tf32(sm: int | None, device: str, precision: str) -> tuple[bool, str]:
+def _choose_tf32(sm: int | None, device: str, precision: str) -> Choice[bool]:
     if sm is None or sm < 80:
-        return False, f"{device} has no TF32"
+        return Choice(False, f"{device} has no TF32")
     if precision == "fp32":
-        return False, "precision=fp32 requested, and TF32 rounds inputs to 10 bits of mantissa"
-    return True, f"{device}: products that autocast leaves in fp32 use tensor cores too"
+        return Choice(False, "precision=fp32 requested, and TF32 rounds inputs to 10 bits of mantissa")
+    return Choice(True, f"{device}: products that autocast leaves in fp32 use tensor cores too")
 
 
-def _choose_channels_last(sm: int | None, device: str, dtype: str, requested: str) -> tuple[bool, str]:
+def _choose_channels_last(sm: int | None, device: str, dtype: str, requested: str) -> Choice[bool]:
     if requested != "auto":
         slow = sm is not None and sm < 70 and requested == "on"
-        return requested == "on", "requested" + (
-            f"; slower than NCHW on {device}, which has no tensor cores" if slow else ""
+        return Choice(
+            requested == "on",
+            "requested" + (f"; slower than NCHW on {device}, which has no tensor cores" if slow else ""),
         )
     if sm is None:
-        return CPU_CHANNELS_LAST, "the CPU: oneDNN convolutions read NHWC directly"
+        return Choice(CPU_CHANNELS_LAST, "the CPU: oneDNN convolutions read NHWC directly")
     if sm >= 70 and dtype != "fp32":
-        return True, f"{device}: cuDNN's tensor-core convolutions read NHWC"
-    return False, f"{device} in {dtype}: cuDNN's NHWC paths need tensor cores"
+        return Choice(True, f"{device}: cuDNN's tensor-core convolutions read NHWC")
+    return Choice(False, f"{device} in {dtype}: cuDNN's NHWC paths need tensor cores")
 
 
-def _choose_compile(sm: int | None, device: str, requested: str, varying_shapes: str) -> tuple[bool, str]:
+def _choose_compile(sm: int | None, device: str, requested: str, varying_shapes: str) -> Choice[bool]:
     fault = (
         "CUDA graphs need a GPU"
         if sm is None
@@ -405,10 +409,10 @@ def _choose_compile(sm: int | None, device: str, requested: str, varying_shapes:
         reason = f"torch.compile generates Triton kernels, and Triton needs sm_70 or newer, not {device}"
         if requested in ("on", "graphs"):
             raise UserError(f"compile={requested} requested, but {reason}. Use compile=off, or compile=auto.")
-        return False, reason
+        return Choice(False, reason)
     if requested == "auto":
-        return False, "auto is off: whether it pays was not measured; compile=on tries it"
-    return requested in ("on", "graphs"), "requested"
+        return Choice(False, "auto is off: whether it pays was not measured; compile=on tries it")
+    return Choice(requested in ("on", "graphs"), "requested")
 
 
 def explain_missing_compiler(sm: int | None, environ: Mapping[str, str], *, headers: Path | None = None) -> str | None:

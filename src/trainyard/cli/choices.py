@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from trainyard import config as configs
+from trainyard.choice import Choice
 from trainyard.cluster.description import Cluster
 from trainyard.errors import UserError
 from trainyard.files import limit_writers
@@ -15,8 +16,9 @@ from trainyard.launch.memory_prediction import compute_key
 from trainyard.launch.packing import PackingChoice
 from trainyard.launch.predecessor import Predecessor
 from trainyard.launch.resources import Plan, RunRequest
+from trainyard.runs import folder as runs
 from trainyard.runs.families import remember_families
-from trainyard.runs.folder import CONFIG, resolve_run, update_env
+from trainyard.runs.folder import CONFIG, resolve_run
 from trainyard.runs.observations import record_plan_key
 from trainyard.settings import TrainConfig
 
@@ -73,32 +75,26 @@ def describe_choices(
     count: int | None = None,
     packing: PackingChoice | None = None,
     after: Predecessor | None = None,
-    memory: tuple[str, str] | None = None,
+    memory: Choice[str] | None = None,
 ) -> dict[str, str]:
     """Return what a plan does not know, by the names of its rows.
 
     Args:
         count: samples, if they were counted.
         after: the run that must be done before.
-        memory: what a step takes, and the reason, as `check_memory` returns them.
+        memory: what a step takes, as `check_memory` returns it.
     """
     counted = "" if count is None or not data.config.data.path else f", {count:,} samples"
     return {
         "data": f"{data.value}{counted}  ({data.reason})" if data.value else "none",
-        **describe_packing(packing),
-        **describe_memory(memory),
+        **describe_rows(packing=packing.where if packing else None, memory=memory),
         **({"after": after.describe()} if after is not None else {}),
     }
 
 
-def describe_packing(packing: PackingChoice | None) -> dict[str, str]:
-    """Return the row of a plan that says where data are packed."""
-    return {"packing": f"{packing.value}  ({packing.reason})"} if packing is not None else {}
-
-
-def describe_memory(memory: tuple[str, str] | None) -> dict[str, str]:
-    """Return the row of a plan that says what a step takes."""
-    return {"memory": f"{memory[0]}  ({memory[1]})"} if memory is not None else {}
+def describe_rows(**choices: Choice[str] | None) -> dict[str, str]:
+    """Return the rows of a plan that show these choices; None has none."""
+    return {name: f"{choice.value}  ({choice.reason})" for name, choice in choices.items() if choice is not None}
 
 
 def record_choices(
@@ -107,28 +103,22 @@ def record_choices(
     families: configs.Root,
     plan: Plan | None = None,
     packing: PackingChoice | None = None,
-    memory: tuple[str, str] | None = None,
+    memory: Choice[str] | None = None,
 ) -> None:
     """Record in a new run what was chosen before it was submitted; its attempts add what they choose on the node."""
     remember_families(run, families)
     record_plan_key(run, compute_key(make_paths_absolute((plan or data).config), families.folder))
-    choices = {"data_root": (data.value, data.reason)}
+    choices = {"data_root": Choice(data.value, data.reason)}
     if plan is not None:
-        choices["gpu_type"] = (plan.hw, plan.why_hw)
-        choices["planned_micro_batch_size"] = (str(plan.split.micro_batch), plan.why_micro_batch)
-    record_place(run, packing, memory, **choices)
+        choices["gpu_type"] = Choice(plan.hw, plan.why_hw)
+        choices["planned_micro_batch_size"] = Choice(str(plan.split.micro_batch), plan.why_micro_batch)
+    record_rows(run, **choices, predicted_memory=memory, packed_where=packing.where if packing else None)
 
 
-def record_place(
-    run: Path, packing: PackingChoice | None, memory: tuple[str, str] | None = None, **choices: tuple[str, str]
-) -> None:
-    """Record where the data of a run are packed, what a step takes, and other choices, each with its reason."""
-    if memory is not None:
-        choices["predicted_memory"] = memory
-    if packing is not None:
-        choices["packed_where"] = (packing.value, packing.reason)
+def record_rows(run: Path, **choices: Choice[str] | None) -> None:
+    """Record in a run what a command chose; None is left out."""
     with limit_writers():
-        update_env(run, "choices", {name: {"value": value, "reason": why} for name, (value, why) in choices.items()})
+        runs.record_choices(run, {name: choice for name, choice in choices.items() if choice is not None})
 
 
 def settle_elements(
@@ -137,7 +127,7 @@ def settle_elements(
     plan_run: Callable[[TrainConfig], Plan],
     families: configs.Root,
     runs_dir: Path,
-    check_memory: Callable[[Plan], tuple[str, str] | None],
+    check_memory: Callable[[Plan], Choice[str] | None],
 ) -> list[TrainConfig]:
     """Plan each run of a sweep, whose values may be impossible on this GPU type, record what that chose, return it."""
     settled = []

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainyard import config as configs
-from trainyard.cli.choices import describe_choices, describe_memory, describe_packing
+from trainyard.choice import Choice
+from trainyard.cli.choices import describe_choices, describe_rows
 from trainyard.data.prepare import check_packed, find_raw, is_packed
 from trainyard.duration import Duration
 from trainyard.launch import submit, sweep
@@ -33,9 +34,7 @@ PACKING, FIRST = "PACKING", "FIRST"
 """Stand for the Slurm job ids of the job that packs, and of the run that --then follows."""
 
 
-def print_run(
-    run: Path, config: TrainConfig, jobs_dir: Path, *, ranks: int, memory: tuple[str, str] | None = None
-) -> int:
+def print_run(run: Path, config: TrainConfig, jobs_dir: Path, *, ranks: int, memory: Choice[str] | None = None) -> int:
     """Print what a run on this machine would train on, how long, and from which step.
 
     Args:
@@ -54,7 +53,7 @@ def print_run(
         "data": data,
         "length": _describe_length(config.max_duration, steps_per_epoch),
         "batch": f"{config.global_batch_size} samples a step, over {ranks} rank{'s' * (ranks > 1)} of this machine",
-        **describe_memory(memory),
+        **describe_rows(memory=memory),
         "begins": f"at step {saved.step}, from {saved.path.name}" if saved else "at step 0",
         "folder": str(run),
     }
@@ -70,7 +69,7 @@ def print_submit(
     request: RunRequest,
     *,
     after: Predecessor | None = None,
-    memory: tuple[str, str] | None = None,
+    memory: Choice[str] | None = None,
 ) -> None:
     """Print what `submit` would submit for one run."""
     run = request.runs_dir.absolute() / plan.job / (request.name or NEW)
@@ -124,7 +123,7 @@ def print_submission(
     packing: PackingChoice | None = None,
     packing_run: Path | None = None,
     after: Predecessor | None = None,
-    memory: tuple[str, str] | None = None,
+    memory: Choice[str] | None = None,
 ) -> int:
     """Print the plan and the batch scripts of a submission.
 
@@ -137,7 +136,7 @@ def print_submission(
     if data:
         notes = describe_choices(data, packing=packing, after=after, memory=memory)
     else:
-        notes = {**describe_packing(packing), **describe_memory(memory)}
+        notes = describe_rows(packing=packing.where if packing else None, memory=memory)
     print(submit.describe(plan, folder.parent, environ=os.environ, **notes))
     if len(runs) > 1:
         print("\n".join(f"{'run':<11} {run.name}  {own}" for run, own in runs.items()))

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainyard import config as configs
+from trainyard.choice import Choice
 from trainyard.cli.choices import add_synthetic_option, compose_job
 from trainyard.cli.dry import count_steps_per_epoch
 from trainyard.cli.plan_screen import CPU, PlanInputs, describe_plan, format_submit_command, list_changes
@@ -134,7 +135,7 @@ class Target:
     cluster: Path | None  # its file; None: this machine
 
 
-def check_memory(plan: Plan, request: RunRequest, *, allow_smaller_batch: bool = True) -> tuple[str, str] | None:
+def check_memory(plan: Plan, request: RunRequest, *, allow_smaller_batch: bool = True) -> Choice[str] | None:
     """Return what a step takes on the card of a plan, as `check_target`; None for ranks on the CPU."""
     card = get_gpu(plan.kind.card)
     if card is None:
@@ -145,8 +146,8 @@ def check_memory(plan: Plan, request: RunRequest, *, allow_smaller_batch: bool =
 
 def check_target(
     target: Target, config: TrainConfig, request: RunRequest, *, allow_smaller_batch: bool = True
-) -> tuple[str, str]:
-    """Return what a step takes, as predicted, and the reason.
+) -> Choice[str]:
+    """Return what a step takes, as predicted.
 
     What was never predicted is predicted now, in a process of its own; with --dry it is not.
 
@@ -157,7 +158,7 @@ def check_target(
         UserError: the step cannot fit; says what to type.
     """
     if not request.predicts_memory:
-        return "not checked", "--no-plan"
+        return Choice("not checked", "--no-plan")
     card, gpus = target.card, target.gpus
     predictions = open_cache(config, request.jobs_dir, os.environ)
     try:
@@ -165,7 +166,7 @@ def check_target(
     except NotPredicted:
         if request.is_dry:
             line = _format_plan_command(target, config, request.jobs_dir)
-            return "not checked", f"never predicted; submit does it first, as does: {line}"
+            return Choice("not checked", f"never predicted; submit does it first, as does: {line}")
         try:
             predictions = complete_cache(
                 config,
@@ -179,16 +180,17 @@ def check_target(
                 ),
             )
         except CannotPredict as error:  # a login node may lack memory or libraries that the nodes have
-            return "not checked", str(error)
+            return Choice("not checked", str(error))
         fit = check_fit(config, card, gpus=gpus, predict=predictions.read)
     if fit.step.refused:
-        return "not predicted", fit.step.refused
+        return Choice("not predicted", fit.step.refused)
     if fit.verdict == MISFIT:
         fitting = _find_fitting(target, config, predictions) if allow_smaller_batch else None
         raise UserError(_explain_misfit(target, config, fit, fitting, request))
-    return f"{fit.step.peak_gib:.2f} GiB", (
+    return Choice(
+        f"{fit.step.peak_gib:.2f} GiB",
         f"and {fit.step.reserve_gib:.1f} in reserve, of {fit.has_gib:.1f}: {fit.verdict}; estimated, never "
-        "observed on this card"
+        "observed on this card",
     )
 
 

@@ -8,15 +8,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trainyard import config as configs
+from trainyard.choice import Choice
 from trainyard.cli import dry
 from trainyard.cli.choices import (
     add_synthetic_option,
     compose_job,
     describe_choices,
-    describe_memory,
-    describe_packing,
+    describe_rows,
     record_choices,
-    record_place,
+    record_rows,
 )
 from trainyard.cli.plan import Target, check_memory, check_target
 from trainyard.cli.plan_screen import HOST
@@ -50,7 +50,7 @@ class _Chosen:
     plan: Plan
     packing: PackingChoice
     count: int | None  # of samples; None: not counted
-    memory: tuple[str, str] | None  # what a step takes, and the reason; None: ranks on the CPU
+    memory: Choice[str] | None  # what a step takes; None: ranks on the CPU
 
 
 def add_commands(verbs: Verbs) -> None:
@@ -91,7 +91,9 @@ def _submit(args: argparse.Namespace) -> int:
     if args.then:
         second = _choose(_request_second(request, args.then, has_families=args.typed_jobs), cluster, before=request.job)
         if first.packing.plan and packs_the_same(first.data.config, second.data.config):
-            second = replace(second, packing=PackingChoice(None, "none", f"{args.job} before it packs the same data"))
+            second = replace(
+                second, packing=PackingChoice(None, Choice("none", f"{args.job} before it packs the same data"))
+            )
     if request.is_dry:
         dry.print_submit(first.plan, first.data, first.packing, request, after=after, memory=first.memory)
         if second is not None:
@@ -198,7 +200,7 @@ def _submit_locally(request: RunRequest, *, cpu_ranks: int) -> int:
     except BaseException:
         shutil.rmtree(run)
         raise
-    print("\n".join(f"{name:<11} {value}" for name, value in describe_memory(memory).items()))
+    print("\n".join(f"{name:<11} {value}" for name, value in describe_rows(memory=memory).items()))
     _print_submitted(f"process {job} on this machine, {ranks} rank{'s' * (ranks > 1)}", run)
     return 0
 
@@ -223,16 +225,16 @@ def _choose_local_ranks(wanted: int, *, cpu_ranks: int) -> tuple[int, list[Local
 
 def _check_local_memory(
     config: TrainConfig, request: RunRequest, *, ranks: int, gpus: Sequence[LocalGpu]
-) -> tuple[str, str]:
+) -> Choice[str]:
     """Return what a step takes on the GPUs of this machine, as `check_target`, or where else memory is checked."""
     if not gpus:
-        return HOST, "ranks on the CPU; a run refuses what this host has no memory for"
+        return Choice(HOST, "ranks on the CPU; a run refuses what this host has no memory for")
     names = {f"{gpu.name}{', in MIG slices' * gpu.is_split}": gpu for gpu in gpus}
     gpu, *others = names.values()
     card = None if others or gpu.is_split else find_gpu_by_name(gpu.name, gpu.memory_gib)
     if card is None:  # of several types, torch chooses one by rules of its own
         what = f"{' and '.join(names)}: {'several types' if others else 'no card that plans know'}"
-        return "not checked", f"{what}; when the run starts, it tries its largest step first"
+        return Choice("not checked", f"{what}; when the run starts, it tries its largest step first")
     return check_target(Target(card, ranks, card.key, None), config, request)
 
 
@@ -284,9 +286,10 @@ def resubmit(run: Path, args: argparse.Namespace) -> int:
         return dry.print_submission(plan, {run: ""}, folder=run / "slurm", code=code, packing=packing, memory=memory)
     if packing.plan is not None:
         check_against_slurm(packing.plan)
-    if packing.plan is not None or memory is not None:
-        record_place(run, packing if packing.plan is not None else None, memory)
+        record_rows(run, packed_where=packing.where)
+    if memory is not None:
+        record_rows(run, predicted_memory=memory)
     submit.submit(plan, [run], folder=run / "slurm", code=code, packing=packing.plan)
-    print(submit.describe(plan, run, environ=os.environ, **describe_packing(packing), **describe_memory(memory)))
+    print(submit.describe(plan, run, environ=os.environ, **describe_rows(packing=packing.where, memory=memory)))
     _print_submitted_jobs(run)
     return 0

@@ -15,7 +15,7 @@ from trainyard.cli.choices import (
     add_synthetic_option,
     compose_job,
     describe_choices,
-    record_place,
+    record_rows,
     settle_elements,
 )
 from trainyard.cli.plan import check_memory
@@ -179,7 +179,7 @@ def _submit_elements(
         config, group = packing.plan.config, packing.plan.cluster.group
         packing_run = create_run(sweep.folder, config, name=place.name, environ=os.environ, group=group)
     for run in found:
-        record_place(run, packing)
+        record_rows(run, packed_where=packing.where)
     folder = sweep.folder / "slurm"
     try:
         return submit.submit(

@@ -15,6 +15,7 @@ from nvidia.dali.tensors import TensorCPU
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
+from trainyard.choice import Choice
 from trainyard.data.decode_cpu import AnyAudioRequest, AnyRequest, Request, crop, get_pool, resize_all
 from trainyard.data.transfer import CopyStream
 
@@ -101,7 +102,7 @@ class ImageDecoder:
             yield from decoded
 
 
-def limit_memory() -> tuple[str, str]:
+def limit_memory() -> Choice[str]:
     """Let DALI's buffers grow no further than a batch needs; return what limits its memory on a GPU, and why.
 
     Its pools have no upper limit of their own, and what they hold, torch's allocator cannot take.
@@ -109,7 +110,7 @@ def limit_memory() -> tuple[str, str]:
     backend.SetDeviceBufferGrowthFactor(1.0)
     backend.SetHostBufferGrowthFactor(1.0)
     value = f"{_GPU_QUEUE} batches of {_GROUP_BYTES >> 20} MiB decoded ahead, or one micro-batch each if that is larger"
-    return (
+    return Choice(
         value,
         "DALI's pools grow alongside torch's allocator; what they do not use is released after each evaluation",
     )

@@ -21,6 +21,7 @@ import crc32c
 import numpy as np
 from loguru import logger
 
+from trainyard.choice import Choice
 from trainyard.data.array_map import ArrayMap, Part, can_map
 from trainyard.data.hdf5 import ShardError
 from trainyard.data.index import AUDIO, ENCODED_IMAGE, INPUT_PNG, INPUTS, Records, Shard, read_index, read_keys
@@ -268,11 +269,11 @@ class ShardSet:
         )
 
 
-def choose_reader(file_system: str) -> tuple[str, str]:
+def choose_reader(file_system: str) -> Choice[str]:
     """Return how to read records, "map" or "pread", and the reason."""
     if file_system in LOCAL_FILE_SYSTEMS:
-        return "map", f"{file_system} is local: a memory map saves a system call for each record"
-    return (
+        return Choice("map", f"{file_system} is local: a memory map saves a system call for each record")
+    return Choice(
         "pread",
         f"{file_system} is not known to be local: a failed read is an error, a failed map would kill the run",
     )

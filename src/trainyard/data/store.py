@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from PIL import Image
 
+from trainyard.choice import Choice
 from trainyard.data.index import IMAGE, INPUT_PNG, INPUTS, REGION, Records
 from trainyard.errors import UserError
 from trainyard.settings import JPEG, KEEP, AugmentSettings, ImageSettings, explain_more_than_resize
@@ -153,16 +154,16 @@ def has_inputs(records: Mapping[str, Records]) -> bool:
     return IMAGE in records and records[IMAGE].kind in INPUTS
 
 
-def explain_images(records: Mapping[str, Records], meta: Mapping[str, Any]) -> tuple[str, str] | None:
+def explain_images(records: Mapping[str, Records], meta: Mapping[str, Any]) -> Choice[str] | None:
     """Return how images that packing changed are stored, and what reading does to them; None if there are none."""
     if JPEG in meta:
         how = "encoded again when packed, with losses that packing measured: loss.json in the packed data's folder"
-        return name_store(records, meta), how
+        return Choice(name_store(records, meta), how)
     if not has_inputs(records):
         return None
     kind, (height, width) = records[IMAGE].kind, records[IMAGE].shape[0, :2].tolist()
     how = "decoded on the host" if kind == INPUT_PNG else "copied, not decoded"
-    return kind, f"resized to {height} x {width} px when packed, by the reference decoder; {how}"
+    return Choice(kind, f"resized to {height} x {width} px when packed, by the reference decoder; {how}")
 
 
 def check_inputs(

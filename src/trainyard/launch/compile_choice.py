@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from trainyard.choice import Choice
 from trainyard.environment import describe_cpu
 from trainyard.errors import UserError
 from trainyard.files import make_own_folder
@@ -15,7 +16,7 @@ CACHE_VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 _SCRATCH = "TRAINYARD_SCRATCH"
 
 
-def choose_cache(environ: Mapping[str, str], *, card: str | None, torch_version: str, attempt: str) -> tuple[Path, str]:
+def choose_cache(environ: Mapping[str, str], *, card: str | None, torch_version: str, attempt: str) -> Choice[Path]:
     """Return the folder in which torch.compile keeps its code for later attempts and runs, and the reason.
 
     What is in it is executed, so only this user can write to it, and no run folder has a say in where it is. Each
@@ -29,7 +30,7 @@ def choose_cache(environ: Mapping[str, str], *, card: str | None, torch_version:
         UserError: others can write to it, or it cannot be created.
     """
     if stated := environ.get(CACHE_VARIABLES[0]):
-        return make_own_folder(Path(stated)), f"{CACHE_VARIABLES[0]} in the environment"
+        return Choice(make_own_folder(Path(stated)), f"{CACHE_VARIABLES[0]} in the environment")
     if fault := _explain_unusable_scratch(environ.get(_SCRATCH), attempt):
         base, reason = _make_user_cache(environ), f"in this user's cache: {fault}"
     else:
@@ -37,7 +38,7 @@ def choose_cache(environ: Mapping[str, str], *, card: str | None, torch_version:
     device = card or f"cpu {describe_cpu(Path('/proc/cpuinfo').read_text())}"
     python = f"python-{sys.version_info.major}.{sys.version_info.minor}"
     name = re.sub(r"[^a-z0-9.+]+", "-", f"{device} torch-{torch_version} {python}".lower()).strip("-")
-    return make_own_folder(make_own_folder(base / "compiled") / name), reason
+    return Choice(make_own_folder(make_own_folder(base / "compiled") / name), reason)
 
 
 def _explain_unusable_scratch(scratch: str | None, attempt: str) -> str:

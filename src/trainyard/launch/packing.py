@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from trainyard.choice import Choice
 from trainyard.cluster.description import format_minutes
 from trainyard.cluster.options import choose_options, keep_options
 from trainyard.data.prepare import find_packed, is_packed, packs_the_same
@@ -22,8 +23,7 @@ class PackingChoice:
     """Where the data of a run are packed, and why there."""
 
     plan: Plan | None  # of the Slurm job that packs and verifies them before the run starts; None: there is none
-    value: str
-    reason: str
+    where: Choice[str]
 
 
 def choose_packing(plan: Plan, jobs_dir: Path, *, code: Code | None = None) -> PackingChoice:
@@ -37,27 +37,31 @@ def choose_packing(plan: Plan, jobs_dir: Path, *, code: Code | None = None) -> P
     """
     cluster, config = plan.cluster, plan.config
     if not (config.data.path or config.data.synthetic):
-        return PackingChoice(None, "none", "there are no data")
+        return PackingChoice(None, Choice("none", "there are no data"))
     if is_packed(config):
-        return PackingChoice(None, "none", "the data are packed")
+        return PackingChoice(None, Choice("none", "the data are packed"))
     if plan.kind.card == "cpu":
-        return PackingChoice(None, _IN_THE_RUN, "it requests no GPU that would wait")
+        return PackingChoice(None, Choice(_IN_THE_RUN, "it requests no GPU that would wait"))
     hw = next((name for name, kind in cluster.gpus.items() if kind.card == "cpu"), "")
     if not hw:
-        return PackingChoice(None, _IN_THE_RUN, f"{cluster.path.name} describes no nodes with card: cpu under gpus")
+        return PackingChoice(
+            None, Choice(_IN_THE_RUN, f"{cluster.path.name} describes no nodes with card: cpu under gpus")
+        )
     if not any(Path(config.data.cache).is_relative_to(folder) for folder in cluster.shared):
         return PackingChoice(
-            None, _IN_THE_RUN, f"data.cache={config.data.cache} is not below a folder that the nodes share"
+            None, Choice(_IN_THE_RUN, f"data.cache={config.data.cache} is not below a folder that the nodes share")
         )
     if code is not None and not code.folder.joinpath(*__name__.split(".")).with_suffix(".py").is_file():
-        return PackingChoice(None, _IN_THE_RUN, f"{code.folder} is older code, which cannot pack alone")
+        return PackingChoice(None, Choice(_IN_THE_RUN, f"{code.folder} is older code, which cannot pack alone"))
     if packed := find_packed(config, jobs_dir):
-        return PackingChoice(None, "none", f"the same data are packed: {packed}")
+        return PackingChoice(None, Choice("none", f"the same data are packed: {packed}"))
     job = _make_plan(plan, hw)
     return PackingChoice(
         job,
-        f"Slurm job on {job.options['partition']}: {job.kind.cores_per_gpu} cores, {format_minutes(job.time_min)}",
-        f"packs and verifies before the GPUs are requested; cores: a whole node of {hw}; time: {job.why_time}",
+        Choice(
+            f"Slurm job on {job.options['partition']}: {job.kind.cores_per_gpu} cores, {format_minutes(job.time_min)}",
+            f"packs and verifies before the GPUs are requested; cores: a whole node of {hw}; time: {job.why_time}",
+        ),
     )
 
 
@@ -69,7 +73,9 @@ def choose_shared_packing(
     choice = choose_packing(replace(plan, config=first), jobs_dir, code=code)
     has_data = first.data.path or first.data.synthetic
     if has_data and not all(packs_the_same(first, other) for other in others):
-        return PackingChoice(None, _IN_THE_RUN, "the runs of this sweep do not all train on the same packed data")
+        return PackingChoice(
+            None, Choice(_IN_THE_RUN, "the runs of this sweep do not all train on the same packed data")
+        )
     return choice
 
 
@@ -84,17 +90,17 @@ def _make_plan(plan: Plan, hw: str) -> Plan:
         memory_gib_per_gpu=node.memory_gib_per_gpu * node.per_node,
     )
     stated = keep_options(plan.stated, same_nodes=False, stated={})
-    time_min, why_time = choose_time(hw, kind, cluster, ResourceRequest())
+    time = choose_time(hw, kind, cluster, ResourceRequest())
     return replace(
         plan,
         hw=hw,
         kind=kind,
         gpus=1,
         nodes=1,
-        time_min=time_min,
-        signal_s=min(cluster.signal_delay_s, time_min * 60 // 4),
+        time_min=time.value,
+        signal_s=min(cluster.signal_delay_s, time.value * 60 // 4),
         options=choose_options(cluster, kind, stated, ranks_per_node=1),
         stated=stated,
         why_hw="packs data",
-        why_time=why_time,
+        why_time=time.reason,
     )

@@ -3,12 +3,12 @@
 import importlib.util
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loguru import logger
 
+from trainyard.choice import Choice
 from trainyard.config import load_family
 from trainyard.errors import UserError
 from trainyard.families import format_families
@@ -27,6 +27,7 @@ from trainyard.hardware import (
     read_openmp_wait_policy,
 )
 from trainyard.launch import compile_choice
+from trainyard.runs import folder
 from trainyard.runs.events import STARTS, read_events
 from trainyard.runs.folder import ENV_FILE, update_env
 from trainyard.runs.history import read_object
@@ -44,14 +45,6 @@ if TYPE_CHECKING:
     from trainyard.train.heartbeat import Heartbeat
     from trainyard.train.module import TrainModule
     from trainyard.train.run_context import RunContext
-
-
-@dataclass(frozen=True)
-class Choice:
-    """What was chosen automatically, and why."""
-
-    value: Any
-    reason: str
 
 
 FEW_BATCHES = 4
@@ -124,7 +117,7 @@ def _warn_of_batch(
     run: Path,
     config: TrainConfig,
     module: "TrainModule",
-    choices: Mapping[str, Choice],
+    choices: Mapping[str, Choice[Any]],
     world: World,
     *,
     samples: int,
@@ -145,9 +138,9 @@ def _warn_of_batch(
         sync_batchnorm=choices["sync_batchnorm"].value,
     )
     if found is not None:
-        record_choices(run, {"batch_statistics": Choice(*found)})
-        if found[0] < FEW_SAMPLES:
-            logger.warning("{}", found[1])
+        record_choices(run, {"batch_statistics": found})
+        if found.value < FEW_SAMPLES:
+            logger.warning("{}", found.reason)
 
 
 def warn_of_few_samples(config: TrainConfig, sizes: Mapping[str, int], jobs_dir: Path) -> None:
@@ -180,7 +173,7 @@ def warn_of_few_samples(config: TrainConfig, sizes: Mapping[str, int], jobs_dir:
 
 def _choose_settings(
     run: Path, config: TrainConfig, world: World, device: "torch.device", environ: Mapping[str, str]
-) -> tuple[Precision, dict[str, Choice]]:
+) -> tuple[Precision, dict[str, Choice[Any]]]:
     """Choose what depends on this machine alone, and set this process's switches and threads accordingly.
 
     Raises:
@@ -204,26 +197,26 @@ def _choose_settings(
             "start a new run with compile=off."
         )
     importable = importlib.util.find_spec("nvidia") is not None and importlib.util.find_spec("nvidia.dali") is not None
-    cores, why_cores = _choose_cores(world)
-    choices = {
+    cores = _choose_cores(world)
+    choices: dict[str, Choice[Any]] = {
         "device": Choice(name, f"rank 0 of {world.world_size}, started by {world.launcher}"),
         **{name: Choice(getattr(policy, name), reason) for name, reason in policy.reasons.items()},
-        "cudnn_benchmark": Choice(*precision.set_switches(policy, deterministic=config.deterministic)),
-        "decode": Choice(*choose_decoder(config.data.decode, importable=importable)),
-        "threads": Choice(config.data.threads or cores, "data.threads" if config.data.threads else why_cores),
-        "compute_threads": _set_compute_threads(run, world, sm, environ),
-        "collectives": Choice(*distributed.choose_collectives(environ.get("CUDA_VISIBLE_DEVICES", ""))),
-        "openmp_wait": Choice(*read_openmp_wait_policy(environ)),
+        "cudnn_benchmark": precision.set_switches(policy, deterministic=config.deterministic),
+        "decode": choose_decoder(config.data.decode, importable=importable),
+        "threads": Choice(config.data.threads, "data.threads") if config.data.threads else cores,
+        "compute_threads": _set_compute_threads(run, world, sm, cores, environ),
+        "collectives": distributed.choose_collectives(environ.get("CUDA_VISIBLE_DEVICES", "")),
+        "openmp_wait": read_openmp_wait_policy(environ),
         **_choose_batch_sizes(run, config, world),
-        "freed_memory": Choice(*precision.keep_freed_memory(device)),
-        "sync_batchnorm": Choice(
-            *choose_sync_batchnorm(config.sync_batchnorm, device_type=device.type, world_size=world.world_size)
+        "freed_memory": precision.keep_freed_memory(device),
+        "sync_batchnorm": choose_sync_batchnorm(
+            config.sync_batchnorm, device_type=device.type, world_size=world.world_size
         ),
     }
     if choices["decode"].value == "dali" and device.type == "cuda":
         from trainyard.data.decode_dali import limit_memory
 
-        choices["decode_memory"] = Choice(*limit_memory())
+        choices["decode_memory"] = limit_memory()
     return policy, choices
 
 
@@ -239,19 +232,19 @@ def _refuse_unusable_device(sm: int | None, world: World, environ: Mapping[str, 
         raise UserError(f"Rank {world.rank}: {fault}")
 
 
-def _set_compile_cache(environ: Mapping[str, str], device: "torch.device") -> Choice:
+def _set_compile_cache(environ: Mapping[str, str], device: "torch.device") -> Choice[Any]:
     """Make torch.compile keep its code in this user's own folder, and load from it what it finds."""
     import torch
 
-    folder, reason = compile_choice.choose_cache(
+    cache = compile_choice.choose_cache(
         environ,
         card=_name_card(device),
         torch_version=torch.__version__,
         attempt=read_attempt_id(environ, started=0),
     )
-    kernels = environ.get("TRITON_CACHE_DIR") or str(folder / "triton")
-    os.environ.update(dict(zip(compile_choice.CACHE_VARIABLES, (str(folder), kernels), strict=True)))
-    return Choice(str(folder), reason)
+    kernels = environ.get("TRITON_CACHE_DIR") or str(cache.value / "triton")
+    os.environ.update(dict(zip(compile_choice.CACHE_VARIABLES, (str(cache.value), kernels), strict=True)))
+    return Choice(str(cache.value), cache.reason)
 
 
 def _name_card(device: "torch.device") -> str | None:
@@ -273,26 +266,26 @@ def _describe_device(device: "torch.device") -> tuple[int | None, str]:
     return 10 * major + minor, f"{name}, {memory_gib:.1f} GiB" + ("" if known else " (not in the GPU table)")
 
 
-def _choose_cores(world: World) -> tuple[int, str]:
-    """Return how many cores this rank may keep busy, and the reason."""
-    available = count_cores()
+def _choose_cores(world: World) -> Choice[int]:
+    """Choose how many cores this rank may keep busy."""
+    usable = count_cores()
     if world.cores is not None:  # bound or not: Slurm grants a rank this many, and this machine may have fewer
-        return max(
-            1, min(world.cores, available)
-        ), f"Slurm's cores per task ({world.cores}), of {available} usable here"
-    return max(1, available // world.local_world_size), "cores of this process, split among the ranks of the node"
+        granted = f"Slurm's cores per task ({world.cores}), of {usable} usable here"
+        return Choice(max(1, min(world.cores, usable)), granted)
+    return Choice(max(1, usable // world.local_world_size), "cores of this process, split among the ranks of the node")
 
 
-def _set_compute_threads(run: Path, world: World, sm: int | None, environ: Mapping[str, str]) -> Choice:
+def _set_compute_threads(
+    run: Path, world: World, sm: int | None, cores: Choice[int], environ: Mapping[str, str]
+) -> Choice[int]:
     """Choose with how many threads torch computes on the host, and set that; on the CPU, a run keeps its number."""
     import torch
 
-    cores, reason = _choose_cores(world)
-    threads, why = choose_compute_threads(environ, cores=cores, reason=reason, launcher=world.launcher)
+    threads = choose_compute_threads(environ, cores=cores.value, reason=cores.reason, launcher=world.launcher)
     if sm is None:
-        threads, why = keep_compute_threads(_read_compute_threads(run, world), threads, why)
-    torch.set_num_threads(threads)
-    return Choice(threads, why)
+        threads = keep_compute_threads(_read_compute_threads(run, world), threads)
+    torch.set_num_threads(threads.value)
+    return threads
 
 
 def _read_compute_threads(run: Path, world: World) -> int | None:
@@ -308,7 +301,7 @@ def _read_compute_threads(run: Path, world: World) -> int | None:
     return int(by_rank[world.rank]) if by_rank and len(by_rank) == world.world_size else None
 
 
-def _choose_batch_sizes(run: Path, config: TrainConfig, world: World) -> dict[str, Choice]:
+def _choose_batch_sizes(run: Path, config: TrainConfig, world: World) -> dict[str, Choice[Any]]:
     """Choose how many samples are trained and evaluated at once: at most as many as fitted so far."""
     from trainyard.train import distributed
 
@@ -329,19 +322,19 @@ def _choose_batch_sizes(run: Path, config: TrainConfig, world: World) -> dict[st
 
 
 def _record_data(
-    run: Path, choices: Mapping[str, Choice], path: str, data: "ShardSet", sizes: Mapping[str, int]
+    run: Path, choices: Mapping[str, Choice[Any]], path: str, data: "ShardSet", sizes: Mapping[str, int]
 ) -> None:
     from trainyard.data.store import explain_images
 
     stored = explain_images(data.records, data.meta)
-    record_choices(run, choices if stored is None else {**choices, "images": Choice(*stored)})
+    record_choices(run, choices if stored is None else {**choices, "images": stored})
     update_env(run, "data", {"path": path, "fingerprint": data.fingerprint, "samples": data.count})
     update_env(run, "data", {"skipped": data.skipped, "splits": dict(sizes)})
     logger.info("{:<16} {}", "data", "  ".join(f"{name} {size}" for name, size in sizes.items()))
 
 
-def record_choices(run: Path, choices: Mapping[str, Choice]) -> None:
+def record_choices(run: Path, choices: Mapping[str, Choice[Any]]) -> None:
     """Record choices in the run, and log them."""
-    update_env(run, "choices", {name: asdict(choice) for name, choice in choices.items()})
+    folder.record_choices(run, choices)
     for name, choice in choices.items():
-        logger.info("{:<16} {}  ({})", name, choice.value, choice.reason)
+        logger.info("{:<16} {}  ({})", name, *choice)

@@ -26,7 +26,7 @@ from trainyard.hardware import (
     show_own_mig_slice,
 )
 from trainyard.launch.memory_prediction import StepConfig, count_disk_bytes, read_cache
-from trainyard.launch.rank_choices import Choice, build_context, record_choices
+from trainyard.launch.rank_choices import build_context, record_choices
 from trainyard.launch.ranks import train_on_ranks
 from trainyard.runs.changes import refuse_changes
 from trainyard.runs.folder import CONFIG, read_env, record_error
@@ -93,6 +93,21 @@ def _write_report(run: Path) -> None:
     print(f"report: {write_report(run)}")
 
 
+@dataclass(frozen=True)
+class RankContext:
+    """What the parts of one rank's attempt share."""
+
+    run: Path
+    jobs: Path
+    world: World
+    heartbeat: "Heartbeat"
+    watchdog: "Watchdog"
+    stop: "StopFlag"
+    notes: "_BatchScriptNotes"
+    environ: Mapping[str, str]
+    started: float  # when the attempt began, seconds since the epoch
+
+
 @limit_writers()
 def execute(
     run: Path,
@@ -131,18 +146,14 @@ def execute(
         on_signal=notes.write_signal,
     )
     with StopFlag(notes.write_signal) as stop, watchdog:  # before torch is imported: a warning may come early
+        rank = RankContext(run, jobs_dir, world, heartbeat, watchdog, stop, notes, environ, started)
         if not only_packs:
             _load_torch()
         while True:
             try:
                 lock = RunLock(run, break_other_host=break_lock, attempt=attempt) if world.is_main else None
                 with report_full_disk(run), lock or nullcontext(), _set_up_logging(run, world):
-                    if only_packs:
-                        code = _pack(run, jobs_dir, world, heartbeat, watchdog, stop, notes)
-                        break
-                    code = _train(
-                        run, jobs_dir, world, heartbeat, watchdog, stop, lock, notes, environ=environ, started=started
-                    )
+                    code = _pack(rank) if only_packs else _train(rank, lock)
                 break
             except BaseException as error:
                 full = error if isinstance(error, OutOfDeviceMemory) else None
@@ -191,42 +202,30 @@ def _load_torch() -> None:
             gc.enable()
 
 
-def _train(
-    run: Path,
-    jobs_dir: Path,
-    world: World,
-    heartbeat: "Heartbeat",
-    watchdog: "Watchdog",
-    stop: "StopFlag",
-    lock: RunLock | None,
-    notes: "_BatchScriptNotes",
-    *,
-    environ: Mapping[str, str],
-    started: float,
-) -> int:
+def _train(rank: RankContext, lock: RunLock | None) -> int:
     from trainyard.train import distributed
     from trainyard.train.meters import read_peak_memory_gib
     from trainyard.train.stop import EXIT_CODES, RuntimeLimit
     from trainyard.train.trainer import fit
 
+    run, world = rank.run, rank.world
     try:
-        hook = _make_hook(world, heartbeat, stop)
-        config = _prepare_data(run, jobs_dir, world, heartbeat, watchdog, notes, hook=hook)
+        config = _prepare_data(rank, _make_hook(rank))
     except StopRequested:
-        return EXIT_CODES[stop.reason]
+        return EXIT_CODES[rank.stop.reason]
     minutes = Duration.parse(config.max_runtime).to_minutes() if config.max_runtime else None
-    limit = RuntimeLimit(minutes, started=started)
+    limit = RuntimeLimit(minutes, started=rank.started)
     network = distributed.join(world, run, os.environ)  # the process's own: gloo and NCCL read it
     try:
         if world.is_main:
-            record_choices(run, {name: Choice(*choice) for name, choice in network.items()})
-        staged = _stage_data(config, world, heartbeat, stop, limit, environ)
+            record_choices(run, network)
+        staged = _stage_data(rank, config, limit)
         if staged.is_new:
-            notes.write_progress()
-        context = build_context(run, config, staged, jobs_dir, world, heartbeat, lock, environ)
+            rank.notes.write_progress()
+        context = build_context(run, config, staged, rank.jobs, world, rank.heartbeat, lock, rank.environ)
         if world.is_main:
             record_prediction(run, _read_prediction(context))
-        code = EXIT_CODES[fit(context, stop=stop, limit=limit)]
+        code = EXIT_CODES[fit(context, stop=rank.stop, limit=limit)]
         if world.is_main:
             on_gpu = context.device.type == "cuda"
             record_usage(run, memory_gib=read_peak_memory_gib(context.device) if on_gpu else None)
@@ -253,93 +252,72 @@ def _read_prediction(context: "RunContext") -> Usage | None:
     return Usage(step.peak_gib, count_disk_bytes(step, config, compute_total_steps(config, len(context.orders(0)))))
 
 
-def _pack(
-    run: Path,
-    jobs_dir: Path,
-    world: World,
-    heartbeat: "Heartbeat",
-    watchdog: "Watchdog",
-    stop: "StopFlag",
-    notes: "_BatchScriptNotes",
-) -> int:
+def _pack(rank: RankContext) -> int:
     """Prepare the data of the run, and check that every record can be read back as it was packed."""
     from trainyard.train.stop import EXIT_CODES
 
-    hook = _make_hook(world, heartbeat, stop)
+    hook = _make_hook(rank)
     try:
-        config = _prepare_data(run, jobs_dir, world, heartbeat, watchdog, notes, hook=hook)
+        config = _prepare_data(rank, hook)
         verify_packed(Path(config.data.path), hook=hook)
     except StopRequested:
-        return EXIT_CODES[stop.reason]
+        return EXIT_CODES[rank.stop.reason]
     return ExitCode.DONE
 
 
-def _make_hook(world: World, heartbeat: "Heartbeat", stop: "StopFlag") -> Callable[[], None]:
+def _make_hook(rank: RankContext) -> Callable[[], None]:
     """Return what preparing data calls now and then; it raises StopRequested after a signal."""
 
     def hook() -> None:
-        if stop.reason:
+        if rank.stop.reason:
             raise StopRequested
-        if world.is_main:
-            heartbeat.beat("preparing")
+        if rank.world.is_main:
+            rank.heartbeat.beat("preparing")
 
-    heartbeat.beat("preparing", now=True)
+    rank.heartbeat.beat("preparing", now=True)
     return hook
 
 
-def _prepare_data(
-    run: Path,
-    jobs_dir: Path,
-    world: World,
-    heartbeat: "Heartbeat",
-    watchdog: "Watchdog",
-    notes: "_BatchScriptNotes",
-    *,
-    hook: Callable[[], None],
-) -> TrainConfig:
+def _prepare_data(rank: RankContext, hook: Callable[[], None]) -> TrainConfig:
     """Return the run's config with packed data: rank 0 packs raw data and updates the config; other ranks wait.
 
     Raises:
         StopRequested: a signal arrived before that was done.
     """
-    if world.is_main:
+    run, jobs_dir = rank.run, rank.jobs
+    if rank.world.is_main:
         refuse_changes(run)
     config = thaw(run / CONFIG, jobs_dir)
-    watchdog.set_limit(config.hang_minutes)
-    if world.is_main:
+    rank.watchdog.set_limit(config.hang_minutes)
+    if rank.world.is_main:
         if config.data.path and not Path(config.data.path).exists():
             source = read_env(run).get("choices", {}).get("data_root", {}).get("value", "")
             config = restore_source(config, source, jobs_dir)
-        ready = prepare_data(config, jobs_dir, hook=hook, on_shard=notes.write_progress)
+        ready = prepare_data(config, jobs_dir, hook=hook, on_shard=rank.notes.write_progress)
         if ready.data.path != config.data.path:
             freeze(ready, run / CONFIG)
         return ready
-    heartbeat.beat("waiting")
+    rank.heartbeat.beat("waiting")
     while not is_packed(config):
         hook()
         time.sleep(1)
         config = thaw(run / CONFIG, jobs_dir)
-    heartbeat.beat("preparing")
+    rank.heartbeat.beat("preparing")
     return config
 
 
-def _stage_data(
-    config: TrainConfig,
-    world: World,
-    heartbeat: "Heartbeat",
-    stop: "StopFlag",
-    limit: "RuntimeLimit",
-    environ: Mapping[str, str],
-) -> "Staged":
+def _stage_data(rank: RankContext, config: TrainConfig, limit: "RuntimeLimit") -> "Staged":
     """Return where this node reads the data. On a stop request it gives up copying; the first step saves and exits."""
     from trainyard.data.stage import stage
 
     def stop_requested() -> bool:
-        heartbeat.beat("preparing")
-        return bool(stop.reason) or limit.is_reached(reserve_s=0)
+        rank.heartbeat.beat("preparing")
+        return bool(rank.stop.reason) or limit.is_reached(reserve_s=0)
 
-    folder = Path(config.data.path)
-    staged = stage(folder, wanted=config.data.stage, environ=environ, stop_requested=stop_requested, tell=logger.info)
+    folder, world = Path(config.data.path), rank.world
+    staged = stage(
+        folder, wanted=config.data.stage, environ=rank.environ, stop_requested=stop_requested, tell=logger.info
+    )
     if staged.failed and world.local_rank == 0 and not world.is_main:  # rank 0's reason is among the recorded choices
         logger.warning("{} reads from {}: {}", socket.gethostname(), folder, staged.reason)
     return staged

@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from trainyard.choice import Choice
 from trainyard.cluster import query as slurm
 from trainyard.cluster.description import Cluster, GpuNodes, format_minutes, parse_minutes
 from trainyard.cluster.options import choose_options
@@ -56,7 +57,7 @@ def make_plan(config: TrainConfig, cluster: Cluster, request: ResourceRequest) -
     chosen = choose_gpu(config, cluster, gpus=request.gpus, hw=request.hw, keeps_micro_batch=request.keeps_micro_batch)
     kind = cluster.gpus[chosen.hw]
     nodes = _choose_nodes(chosen.hw, kind, request)
-    time_min, why_time = choose_time(chosen.hw, kind, cluster, request)
+    time = choose_time(chosen.hw, kind, cluster, request)
     return Plan(
         config=chosen.config,
         cluster=cluster,
@@ -64,14 +65,14 @@ def make_plan(config: TrainConfig, cluster: Cluster, request: ResourceRequest) -
         kind=kind,
         gpus=request.gpus,
         nodes=nodes,
-        time_min=time_min,
-        signal_s=min(cluster.signal_delay_s, time_min * 60 // 4),
+        time_min=time.value,
+        signal_s=min(cluster.signal_delay_s, time.value * 60 // 4),
         options=choose_options(cluster, kind, request.options, ranks_per_node=request.gpus // nodes),
         stated={name: value for name, value in request.options.items() if value},
         split=chosen.split,
         precision=chosen.precision,
         why_hw=chosen.why_hw,
-        why_time=why_time,
+        why_time=time.reason,
         why_micro_batch=chosen.why_micro_batch,
     )
 
@@ -335,7 +336,7 @@ def _choose_nodes(hw: str, kind: GpuNodes, request: ResourceRequest) -> int:
     return nodes
 
 
-def choose_time(hw: str, kind: GpuNodes, cluster: Cluster, request: ResourceRequest) -> tuple[int, str]:
+def choose_time(hw: str, kind: GpuNodes, cluster: Cluster, request: ResourceRequest) -> Choice[int]:
     known = kind.time_max and not request.options.get("partition")  # another partition has another limit
     longest = parse_minutes(kind.time_max) if known else None
     if request.time:
@@ -345,11 +346,11 @@ def choose_time(hw: str, kind: GpuNodes, cluster: Cluster, request: ResourceRequ
                 f"TIME={request.time}: partition {kind.partition} of {hw} allows at most {kind.time_max}. Request "
                 "less: a job that reaches its limit saves, is requeued and resumes."
             )
-        return requested, "requested"
+        return Choice(requested, "requested")
     default = parse_minutes(cluster.time_default)
     if longest is not None and default > longest:
-        return longest, f"time limit of partition {kind.partition}"
-    return default, f"time_default of {cluster.path.name}"
+        return Choice(longest, f"time limit of partition {kind.partition}")
+    return Choice(default, f"time_default of {cluster.path.name}")
 
 
 # The submission file

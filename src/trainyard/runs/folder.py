@@ -16,6 +16,7 @@ from typing import Any
 
 from loguru import logger
 
+from trainyard.choice import Choice
 from trainyard.errors import (
     DiskFull,
     Hung,
@@ -54,6 +55,11 @@ def update_env(run: Path, section: str, values: Mapping[str, Any]) -> None:
     """
     record = read_env(run)
     write_env(run, {**record, section: {**record.get(section, {}), **values}})
+
+
+def record_choices(run: Path, choices: Mapping[str, Choice[Any]]) -> None:
+    """Record choices with their reasons in the run's env.json; raises, and is for whom, as `update_env`."""
+    update_env(run, "choices", {name: choice._asdict() for name, choice in choices.items()})
 
 
 def write_env(run: Path, record: Mapping[str, Any]) -> None:

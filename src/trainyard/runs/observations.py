@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from trainyard.choice import Choice
 from trainyard.errors import UserError
 from trainyard.files import limit_writers
 from trainyard.runs.events import append_event
@@ -61,23 +62,16 @@ def read_usage(env: Mapping[str, Any]) -> tuple[Usage, Usage] | None:
         raise UserError(f"env.json: its section '{_PLAN}' is damaged: {error!r}. Restore it from a copy.") from None
 
 
-# Batch sizes that a run has lowered
+# Batch sizes that a run has lowered, and may not exceed any more
 
 
-class Limit(NamedTuple):
-    """A batch size that a run may not exceed, and why."""
-
-    value: int
-    reason: str
-
-
-def read_limit(run: Path, option: str) -> Limit | None:
+def read_limit(run: Path, option: str) -> Choice[int] | None:
     """Return the limit of `micro_batch_size` or `eval_batch_size`; None if nothing has lowered it."""
     limit = read_env(run).get(_LIMITS, {}).get(option)
-    return None if limit is None else Limit(**limit)
+    return None if limit is None else Choice(**limit)
 
 
-def record_limit(run: Path, option: str, limit: Limit) -> None:
+def record_limit(run: Path, option: str, limit: Choice[int]) -> None:
     """Record a limit, which all later attempts keep to. For the run's owner only."""
     update_env(run, _LIMITS, {option: limit._asdict()})
 
@@ -95,7 +89,7 @@ def learn_from_errors(run: Path) -> str:
     before, size = smallest.fields.get("micro_batch_size"), int(smallest.fields["next_micro_batch_size"])
     reason = f"halved from {before}: out of memory in the {smallest.fields.get('phase')}, {smallest.who}"
     if (known := read_limit(run, "micro_batch_size")) is None or size < known.value:
-        record_limit(run, "micro_batch_size", Limit(size, reason))
+        record_limit(run, "micro_batch_size", Choice(size, reason))
     append_event(run, {"event": OUT_OF_MEMORY, "micro_batch_size": size, "reason": reason, "message": smallest.summary})
     attempts = {error.attempt for error in asked}
     for error in errors:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
+from trainyard.choice import Choice
 from trainyard.train import distributed
 from trainyard.train.module import TrainModule
 
@@ -19,17 +20,20 @@ FEW_SAMPLES = 16
 
 def describe_batch_statistics(
     module: nn.Module, *, micro_batch_size: int, world_size: int, sync_batchnorm: bool
-) -> tuple[int, str] | None:
+) -> Choice[int] | None:
     """Return over how many samples BatchNorm computes its statistics, and what that means; None without BatchNorm."""
     if not any(isinstance(layer, _BatchNorm) for layer in module.modules()):
         return None
     samples = micro_batch_size * (world_size if sync_batchnorm else 1)
     if samples >= FEW_SAMPLES:
-        return samples, "BatchNorm computes its statistics over the samples of a micro-batch"
-    return samples, (
-        f"BatchNorm computes its statistics over {samples} samples, fewer than {FEW_SAMPLES}: they are noisy, and "
-        "results get worse (arXiv:1803.08494). Use larger micro-batches, sync_batchnorm=true on several GPUs, or "
-        "another normalisation"
+        return Choice(samples, "BatchNorm computes its statistics over the samples of a micro-batch")
+    return Choice(
+        samples,
+        (
+            f"BatchNorm computes its statistics over {samples} samples, fewer than {FEW_SAMPLES}: they are noisy, and "
+            "results get worse (arXiv:1803.08494). Use larger micro-batches, sync_batchnorm=true on several GPUs, or "
+            "another normalisation"
+        ),
     )
 
 

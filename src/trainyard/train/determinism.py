@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from trainyard.choice import Choice
 from trainyard.data.loader import MicroBatch
 from trainyard.errors import NoDeterministicKernel
 from trainyard.runs.folder import read_env, update_env
@@ -66,7 +67,7 @@ def choose_determinism(
     return chosen
 
 
-def describe_determinism(findings: Findings | None) -> dict[str, tuple[str, str]]:
+def describe_determinism(findings: Findings | None) -> dict[str, Choice[str]]:
     """Return what was chosen for operators and for attention, each with its reason, for the run's env.json.
 
     Args:
@@ -74,22 +75,24 @@ def describe_determinism(findings: Findings | None) -> dict[str, tuple[str, str]
     """
     if findings is None:
         return {
-            "deterministic": ("off", "deterministic=false: a resume is close, not bitwise equal"),
-            "attention": ("any back end", "deterministic=false: torch chooses among all of them"),
+            "deterministic": Choice("off", "deterministic=false: a resume is close, not bitwise equal"),
+            "attention": Choice("any back end", "deterministic=false: torch chooses among all of them"),
         }
     used = ", ".join(findings.attention) or "none"
     if not findings.operators:
         fused = "deterministic, because torch refuses operators that are not; cuDNN's, which never is, is switched off"
         return {
-            "deterministic": ("all operators", "each has a deterministic kernel on this device; others are refused"),
-            "attention": (used, fused if findings.attention else "the first micro-batch computed none"),
+            "deterministic": Choice(
+                "all operators", "each has a deterministic kernel on this device; others are refused"
+            ),
+            "attention": Choice(used, fused if findings.attention else "the first micro-batch computed none"),
         }
     return {
-        "deterministic": (
+        "deterministic": Choice(
             f"all operators but {', '.join(findings.operators)}",
             "torch has no deterministic kernel for these on this device: a resume is close, not bitwise equal",
         ),
-        "attention": (
+        "attention": Choice(
             "math",
             f"torch's fused kernels are deterministic only while it refuses operators that are not (else: {used})",
         ),

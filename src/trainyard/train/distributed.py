@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from trainyard.choice import Choice
 from trainyard.errors import UserError
 from trainyard.files import raise_open_files, write_atomically
 from trainyard.train.stop import Stop
@@ -97,16 +98,16 @@ def refuse_shared_cards(cards: Sequence[Card]) -> None:
             )
 
 
-def choose_collectives(visible_devices: str) -> tuple[str, str]:
+def choose_collectives(visible_devices: str) -> Choice[str]:
     """Return the libraries that ranks communicate with, as `init_process_group` reads them, and the reason."""
     if not torch.cuda.is_available():
-        return "gloo", "ranks compute on the CPU"
+        return Choice("gloo", "ranks compute on the CPU")
     if visible_devices.startswith("MIG-"):
-        return "cpu:gloo,cuda:gloo", "ranks compute on MIG slices, and NCCL refuses two slices of one GPU"
-    return "cpu:gloo,cuda:nccl", "ranks compute on GPUs"
+        return Choice("cpu:gloo,cuda:gloo", "ranks compute on MIG slices, and NCCL refuses two slices of one GPU")
+    return Choice("cpu:gloo,cuda:nccl", "ranks compute on GPUs")
 
 
-def join(world: World, run: Path, environ: MutableMapping[str, str]) -> dict[str, tuple[str, str]]:
+def join(world: World, run: Path, environ: MutableMapping[str, str]) -> dict[str, Choice[str]]:
     """Join the process group. Collectives work on CPU tensors (gloo) and, with GPUs, on CUDA tensors.
 
     Under Slurm and our own launcher, rank 0 listens on a port that the system chooses and writes it to the run
@@ -124,12 +125,12 @@ def join(world: World, run: Path, environ: MutableMapping[str, str]) -> dict[str
     if world.world_size == 1:
         return {}
     _allow_connections(world)
-    choices: dict[str, tuple[str, str]] = {}
+    choices: dict[str, Choice[str]] = {}
     store = None
     if world.rendezvous:
         store, main = _connect_store(world, run)
         choices = _choose_interfaces(world, main, environ)
-    backend, _ = choose_collectives(environ.get("CUDA_VISIBLE_DEVICES", ""))
+    backend = choose_collectives(environ.get("CUDA_VISIBLE_DEVICES", "")).value
     dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.world_size, timeout=_STEP_TIMEOUT)
     return choices
 
@@ -319,24 +320,24 @@ def _connect_store(world: World, run: Path) -> tuple[TCPStore, str]:
     return TCPStore(main["address"], main["port"], world.world_size, False, timeout=limit), main["address"]
 
 
-def _choose_interfaces(world: World, main: str, environ: MutableMapping[str, str]) -> dict[str, tuple[str, str]]:
+def _choose_interfaces(world: World, main: str, environ: MutableMapping[str, str]) -> dict[str, Choice[str]]:
     """Have gloo and NCCL use the interface of the route to rank 0, unless the user has named one.
 
     Left alone, gloo uses the address of this host's name, which is 127.0.1.1 on many a node.
     """
     own = find_own_address(main)
     interface = find_interface(own)
-    choices = {"network": (own, f"the address from which {socket.gethostname()} reaches rank 0 at {main}")}
+    choices = {"network": Choice(own, f"the address from which {socket.gethostname()} reaches rank 0 at {main}")}
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         if name in environ:
-            choices[name.lower()] = environ[name], f"{name} was set"
+            choices[name.lower()] = Choice(environ[name], f"{name} was set")
         elif interface is None:
-            choices[name.lower()] = "", f"left to the library: no interface has the address {own}"
+            choices[name.lower()] = Choice("", f"left to the library: no interface has the address {own}")
         elif name == "NCCL_SOCKET_IFNAME" and world.local_world_size == world.world_size:
-            choices[name.lower()] = "", "left to NCCL: all ranks are on one node"
+            choices[name.lower()] = Choice("", "left to NCCL: all ranks are on one node")
         else:
             environ[name] = interface
-            choices[name.lower()] = interface, f"has the address {own}, from which this node reaches rank 0"
+            choices[name.lower()] = Choice(interface, f"has the address {own}, from which this node reaches rank 0")
     return choices
 
 

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from loguru import logger
 
+from trainyard.choice import Choice
 from trainyard.data.augment import list_scales
 from trainyard.data.host_memory import read_available_memory
 from trainyard.data.index import IMAGE, RAGGED
@@ -141,7 +142,7 @@ def _explain_no_probe(context: RunContext) -> str:
     return ""
 
 
-def _predict_on_host(context: RunContext, loader: Loader, autocast: Autocast) -> tuple[str, str]:
+def _predict_on_host(context: RunContext, loader: Loader, autocast: Autocast) -> Choice[str]:
     """Compare what a step on the CPU would take with what this host has; return what was found, and why.
 
     Raises:
@@ -149,17 +150,21 @@ def _predict_on_host(context: RunContext, loader: Loader, autocast: Autocast) ->
     """
     available = read_available_memory()
     if loader.count_host_bytes(context.micro_batch_size) < UNLIKELY_SHARE * available.bytes:
-        return "off", "probe_memory=auto tries the memory of GPUs only, and predicts on the CPU where batches are large"
+        return Choice(
+            "off", "probe_memory=auto tries the memory of GPUs only, and predicts on the CPU where batches are large"
+        )
     if context.world.world_size > 1 and context.module.sparse_gradients():
-        return "off", "a step whose ranks exchange sparse gradients is not predicted"
+        return Choice("off", "a step whose ranks exchange sparse gradients is not predicted")
     from trainyard.train import step_memory  # few runs need it
 
     try:
         needed = _predict_step(context, loader, autocast)
     except step_memory.VALUES_ARE_READ as error:
-        return "off", f"a step of family {context.config.family} reads values, so it cannot be predicted: {error.func}"
+        return Choice(
+            "off", f"a step of family {context.config.family} reads values, so it cannot be predicted: {error.func}"
+        )
     refuse_batches_without_memory(context, loader, available=available, step_bytes=needed)
-    return (
+    return Choice(
         "fits",
         f"predicted: {format_size(needed)} for a step, of {format_size(available.bytes)} ({available.source})",
     )

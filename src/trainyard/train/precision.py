@@ -10,13 +10,14 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 import torch.utils.deterministic
 
+from trainyard.choice import Choice
 from trainyard.hardware import Precision
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
-def set_switches(precision: Precision, *, deterministic: bool) -> tuple[str, str]:
+def set_switches(precision: Precision, *, deterministic: bool) -> Choice[str]:
     """Set TF32 and determinism for this process, before its first CUDA call; return the policy of cuDNN's benchmark.
 
     TF32 is set by the two calls that exist and agree in every torch since 2.7.1; after the newer fp32_precision is
@@ -32,8 +33,10 @@ def set_switches(precision: Precision, *, deterministic: bool) -> tuple[str, str
     torch.backends.cudnn.benchmark = not deterministic
     set_determinism(deterministic)
     if deterministic:
-        return "off", "deterministic=true: timing may choose another algorithm in each attempt, which sums differently"
-    return "on", "deterministic=false: cuDNN times its algorithms at the first use of each shape"
+        return Choice(
+            "off", "deterministic=true: timing may choose another algorithm in each attempt, which sums differently"
+        )
+    return Choice("on", "deterministic=false: cuDNN times its algorithms at the first use of each shape")
 
 
 def set_determinism(deterministic: bool, *, exceptions: Sequence[str] = ()) -> None:
@@ -113,19 +116,19 @@ def multiply_in_float32(device_type: str) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def keep_freed_memory(device: torch.device) -> tuple[str, str]:
+def keep_freed_memory(device: torch.device) -> Choice[str]:
     """On the CPU, make the C library keep the memory that tensors free; return the choice and its reason.
 
     Torch has no caching allocator there. A step frees tens of MiB at its end: glibc's malloc returns them to the
     system, and the next step pays for every page again (mallopt(3), M_TRIM_THRESHOLD).
     """
     if device.type != "cpu":
-        return "returned", "tensors are on the device, where torch caches freed memory"
+        return Choice("returned", "tensors are on the device, where torch caches freed memory")
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     largest_bytes, never = 32 << 20, -1  # blocks above the largest that glibc allows here are always returned
     if mallopt and mallopt(_M_MMAP_THRESHOLD, largest_bytes) and mallopt(_M_TRIM_THRESHOLD, never):
-        return "kept", "on the CPU; else each step would request it from the system again"
-    return "returned", "this C library has no mallopt to keep it"
+        return Choice("kept", "on the CPU; else each step would request it from the system again")
+    return Choice("returned", "this C library has no mallopt to keep it")
 
 
 def make_autocast(precision: Precision, device: torch.device) -> Callable[[], AbstractContextManager[None]]:

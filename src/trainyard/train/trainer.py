@@ -11,12 +11,13 @@ from typing import Any
 
 from loguru import logger
 
+from trainyard.choice import Choice
 from trainyard.data.loader import MicroBatch
 from trainyard.errors import NotFinite, OutOfDeviceMemory, is_out_of_memory
 from trainyard.runs.events import list_metric_names
-from trainyard.runs.folder import update_env
+from trainyard.runs.folder import record_choices
 from trainyard.runs.manifest import CheckpointError, parse_name
-from trainyard.runs.observations import OUT_OF_MEMORY, Limit, record_limit
+from trainyard.runs.observations import OUT_OF_MEMORY, record_limit
 from trainyard.scoring import explain_missing_intervals
 from trainyard.train import checkpoint, distributed, precision
 from trainyard.train.best import is_better, require_metrics
@@ -140,7 +141,7 @@ class Trainer:
             probe = probe_memory(self.context, self.state, self.loader, self.order, autocast=self.autocast)
         self._lower("micro_batch_size", probe.micro_batch_size, "the memory probe found no room for more")
         self._lower("eval_batch_size", probe.eval_batch_size, "the memory probe found no room for more")
-        self._record_choice("memory_probe", probe.finding, probe.reason)
+        self._record_choice("memory_probe", Choice(probe.finding, probe.reason))
 
     @precision.allow_nondeterministic_operators()
     def _score_before_training(self) -> None:
@@ -223,9 +224,9 @@ class Trainer:
             )
             if findings.operators:
                 self._log_event("nondeterministic", operators=findings.operators)
-        for name, (value, reason) in describe_determinism(findings).items():
-            self._record_choice(name, value, reason)
-            logger.info("{:<16} {}  ({})", name, value, reason)
+        for name, choice in describe_determinism(findings).items():
+            self._record_choice(name, choice)
+            logger.info("{:<16} {}  ({})", name, *choice)
         return itertools.chain(peeked, stream)
 
     def _take_step(self, stream: Iterable[MicroBatch]) -> StepResult:
@@ -426,18 +427,18 @@ class Trainer:
                         autocast=self.autocast,
                     )
                 self._save(wait=True)
-            self._record_choice("final_weights", f"the mean of {self.state.swa.count}", "swa=true")
+            self._record_choice("final_weights", Choice(f"the mean of {self.state.swa.count}", "swa=true"))
             return self.state.swa.module, self.state.progress.step
         module, best = self._select_eval_module(), self.state.best
         why = f"best on validation: {best['metric']} {best['value']:.4g}" if best else "there is no validation"
         if best is None or best["step"] == self.state.progress.step:
-            self._record_choice("final_weights", f"step {self.state.progress.step}", why)
+            self._record_choice("final_weights", Choice(f"step {self.state.progress.step}", why))
             return module, self.state.progress.step
         path, problem = self._choose_best(best["step"])
         saved = checkpoint.read_verified(path)
         with refuse_misfit(path):
             module.load_state_dict(saved["ema"] or saved["model"])
-        self._record_choice("final_weights", f"step {parse_name(path)[0]}", problem or why)
+        self._record_choice("final_weights", Choice(f"step {parse_name(path)[0]}", problem or why))
         if problem:
             run = self.context.run
             logger.warning("{}: {}, and score the test sets again: trainyard resume {}", run, problem, run)
@@ -457,15 +458,15 @@ class Trainer:
         """Use a smaller `micro_batch_size` or `eval_batch_size`, and record it for later attempts."""
         if size < (before := getattr(self, name)):
             setattr(self, name, size)
-            limit = Limit(size, f"halved from {before}: {reason}")
-            self._record_choice(name, *limit)
+            limit = Choice(size, f"halved from {before}: {reason}")
+            self._record_choice(name, limit)
             self._log_event(OUT_OF_MEMORY, reason=limit.reason, **{name: size})
             if self.recorder is not None:
                 record_limit(self.context.run, name, limit)
 
-    def _record_choice(self, name: str, value: object, reason: str) -> None:
+    def _record_choice(self, name: str, choice: Choice[Any]) -> None:
         if self.recorder is not None:
-            update_env(self.context.run, "choices", {name: {"value": value, "reason": reason}})
+            record_choices(self.context.run, {name: choice})
 
     def _log_event(self, name: str, *, step: int | None = None, **fields: Any) -> None:
         if self.recorder is not None:
