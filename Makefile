@@ -153,8 +153,10 @@ test-pythons: setup ## set up and run the quick tests with each supported Python
 lint: setup ## ruff, codespell and mypy --strict
 	@$(linters)
 
-gpu-check: setup ## find out what this card does with every job, in ten minutes, into benchmarks/  [SET="--quick --only bitwise"]
-	@$(arguments); $(T) gpu-check "$${args[@]}"
+gpu-check: setup ## prove this card with tests/gpu, in ten minutes, into benchmarks/; CPU=1: what runs without one  [CPU=1 SET="-k bitwise"]
+	@$(arguments); case "$${CPU:-0}" in 0) ;; 1) args=(--cpu "$${args[@]}") ;; \
+		*) echo "CPU=$$CPU: expected 1, to run what can run without a GPU" >&2; exit 2 ;; esac; \
+		$(VENV)/bin/python -m pytest tests/gpu -vv --results benchmarks "$${args[@]}"
 
 bench-peers: setup .venv-peers/.done ## measure reading, decoding and steps against other loaders, into benchmarks/ (benchmarks/README.md)
 	@$(VENV)/bin/python -m benchmarks --peers .venv-peers

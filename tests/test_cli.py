@@ -54,7 +54,6 @@ def test_a_flag_is_typed_in_full(here, capsys, flag):
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["gpu-check", "--quik"], "trainyard gpu-check: unrecognized arguments: --quik. Nearest: --quick. All of"),
         (["resume", "newest", "--trus=1"], "unrecognized arguments: --trus=1. Nearest: --trust. All of them: "),
         (["jobs", "--xyzzy"], "trainyard jobs: unrecognized arguments: --xyzzy. All of them: trainyard jobs --help"),
         (["jobs", "more"], "trainyard jobs: unrecognized arguments: more. All of them: trainyard jobs --help"),

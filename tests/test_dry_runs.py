@@ -31,7 +31,6 @@ STARTS_NOTHING = {
         "compare",
         "search",
         "plan",
-        "gpu-check",
         "gc",
         "new",
         "check-family",

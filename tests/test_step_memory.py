@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+from tests.gpu.memory import get_lengths, measure_peak
 from trainyard import config as configs
 from trainyard.data.loader import Loader, MicroBatch
 from trainyard.data.prepare import prepare_data
 from trainyard.hardware import Precision
 from trainyard.launch.memory_prediction import FRAGMENTS_SHARE, StepConfig, StepPrediction
 from trainyard.settings import TrainConfig
-from trainyard.tools.gpu_checks.memory import get_lengths, measure_peak
 from trainyard.tools.predict_memory import Predictor
 from trainyard.train.module import DataInfo
 from trainyard.train.precision import make_autocast

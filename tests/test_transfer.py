@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.gpu.check_images import compare_with_synchronised_decode, delay_compute
 from tests.late_device import GARBAGE, LateDevice
 from tests.test_loader import AUGMENTATION, HAS_DALI, IMAGE, are_equal, make_loader, make_orders, train
 from trainyard.data.augment import build_neutral
-from trainyard.data.check_images import compare_with_synchronised_decode, delay_compute
 from trainyard.data.decode_cpu import Request
 from trainyard.data.loader import Loader
 from trainyard.data.prefetch import prefetch

@@ -121,7 +121,6 @@ COMMANDS = (
     ("local", "pack verify ckpt report"),
     ("use", "evaluate predict embed compare search"),
     ("export", "export"),
-    ("measure", "gpu-check"),
     ("submission", "submit"),
     ("plan", "plan"),
     ("sweep", "sweep results multirun"),

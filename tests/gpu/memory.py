@@ -2,14 +2,15 @@
 
 from collections.abc import Callable, Mapping
 
+import pytest
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from tests.gpu.card import wait_for_device
+from tests.gpu.check import Figures, Sizes
+from tests.gpu.preset_steps import PresetSteps, count_samples, open_preset
 from trainyard.launch.memory_prediction import StepConfig
-from trainyard.tools.gpu_checks.card import wait_for_device
-from trainyard.tools.gpu_checks.check import Figures, NotRun, Sizes
-from trainyard.tools.gpu_checks.preset_steps import PresetSteps, count_samples, open_preset
 from trainyard.tools.predict_memory import Predictor
 
 _GIB = 2**30
@@ -26,7 +27,7 @@ def compare_memory(device: torch.device, sizes: Sizes, *, preset: str) -> Figure
         setting = _describe_setting(steps, device, samples=count_samples(micro_batch))
         predicted = predictor.predict_batch(setting, _copy_to_host(micro_batch.batch), get_lengths(micro_batch.batch))
         if predicted.refused:
-            raise NotRun(predicted.refused)
+            pytest.skip(predicted.refused)
         figures = {
             **steps.describe(),
             "predicted_gib": round(predicted.activations / _GIB, 4),

@@ -1,4 +1,4 @@
-"""Checks that train a preset on small synthetic data: first steps, rates of full-size steps, loader against compute.
+"""Checks that train a preset on small synthetic data: its first steps, and its steps with CUDA graphs.
 
 Everything that a run decides is decided by the same code (`rank_choices.build_context`). What differs is said in the
 figures: a step has one micro-batch, and a head has as many classes as the synthetic data.
@@ -8,34 +8,25 @@ import shutil
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from uuid import uuid4
 
+import pytest
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
+from tests.gpu.card import read_capability, wait_for_device
+from tests.gpu.check import SMALL, Figures, Sizes
 from trainyard import config as configs
 from trainyard.data.loader import MicroBatch
 from trainyard.data.prepare import prepare_data
 from trainyard.data.stage import stage
 from trainyard.errors import UserError
 from trainyard.hardware import choose_precision
-from trainyard.launch.compile_choice import CACHE_VARIABLES
 from trainyard.launch.rank_choices import build_context
-from trainyard.measure import Candidate, Summary, measure_candidates
 from trainyard.runs.create import create_run
 from trainyard.settings import TrainConfig
-from trainyard.tools.gpu_checks.card import (
-    measure_device_rate,
-    measure_product_rate,
-    read_capability,
-    wait_for_device,
-)
-from trainyard.tools.gpu_checks.check import SMALL, CheckFailed, Figures, NotRun, Sizes
 from trainyard.train.determinism import choose_determinism
 from trainyard.train.heartbeat import Heartbeat
 from trainyard.train.meters import read_peak_memory_gib
@@ -48,7 +39,6 @@ from trainyard.train.world import World
 
 Stream = Generator[MicroBatch, None, None]
 
-_WARM_UP = 3  # steps before the clock starts
 _COMPARED_STEPS = 6  # with and without CUDA graphs: one that warms up, one that records, and some that replay
 _ACCUMULATED = 2  # micro-batches of such a step
 _LOSS_TOLERANCE = 1e-2  # relative: with deterministic=false, a kernel may sum in another order at each call
@@ -149,8 +139,7 @@ def count_samples(micro_batch: MicroBatch) -> int:
 def prepare_preset(preset: str, overrides: Sequence[str], sizes: Sizes) -> TrainConfig:
     """Return a preset's config with small synthetic data, packed now if needed, and one micro-batch per step.
 
-    Raises:
-        NotRun: this device does not compute as the config says.
+    Skips if this device does not compute as the config says.
     """
     config = configs.compose(preset, overrides, sizes.jobs)
     refuse_unsupported_settings(config)
@@ -160,6 +149,12 @@ def prepare_preset(preset: str, overrides: Sequence[str], sizes: Sizes) -> Train
     own = [f"global_batch_size={micro_batch_size}", f"data.synthetic={count}", f"data.cache={sizes.data}"]
     config = configs.apply_overrides(config, [*own, "data.path=", "data.stage=off", "trackers=[]"])
     return prepare_data(config, sizes.jobs)
+
+
+def check_settings(device: torch.device, sizes: Sizes, *, preset: str, overrides: Sequence[str]) -> Figures:
+    """Skip if this device does not compute as the overrides say."""
+    refuse_unsupported_settings(configs.compose(preset, overrides, sizes.jobs))
+    return {}
 
 
 def refuse_unsupported_settings(config: TrainConfig) -> None:
@@ -173,16 +168,17 @@ def refuse_unsupported_settings(config: TrainConfig) -> None:
             varying_shapes=config.explain_varying_shapes(),
         )
     except UserError as error:
-        raise NotRun(str(error)) from error
+        pytest.skip(str(error))
 
 
 @contextmanager
 def open_preset(preset: str, overrides: Sequence[str], sizes: Sizes) -> Iterator[PresetSteps]:
     """Prepare a preset's steps on this machine's device, as a run would; its run folder is deleted at the end.
 
+    Skips if this device does not compute as the preset says, or if the preset needs more than synthetic data, such as a
+    file of weights.
+
     Raises:
-        NotRun: this device does not compute as the preset says, or the preset needs more than synthetic data, such as
-            a file of weights; says why.
         UserError: a smoke or demo preset, which needs nothing else, cannot be prepared.
     """
     with ExitStack() as closed:
@@ -201,13 +197,13 @@ def open_preset(preset: str, overrides: Sequence[str], sizes: Sizes) -> Iterator
 
 @contextmanager
 def _explain_missing_files(preset: str) -> Iterator[None]:
-    """Turn the error of a preset that may need files which are not here into the reason why it does not run."""
+    """Skip a preset that may need files which are not here, and says so in an error."""
     try:
         yield
     except UserError as error:
         if preset.endswith(SMALL):
             raise
-        raise NotRun(str(error)) from error
+        pytest.skip(str(error))
 
 
 def _build_context(run: Path, config: TrainConfig, sizes: Sizes) -> RunContext:
@@ -225,7 +221,7 @@ def take_first_steps(device: torch.device, sizes: Sizes, *, preset: str, overrid
     """Take the first optimizer steps of a preset and predict once; check that losses, weights and rows are finite.
 
     Raises:
-        CheckFailed: they are not, or every step was skipped.
+        AssertionError: they are not, or every step was skipped.
     """
     with open_preset(preset, overrides, sizes) as steps, closing(steps.open_stream()) as stream:
         module = steps.state.module
@@ -244,10 +240,10 @@ def take_first_steps(device: torch.device, sizes: Sizes, *, preset: str, overrid
         losses = torch.stack([result.losses["loss"] for result in results]).tolist()
         skipped = int(torch.stack([result.skipped for result in results]).sum())
         _check_losses(losses, skipped, loss_scaling=steps.context.precision.loss_scaling)
-        if spoilt := sorted(_find_nonfinite(module.state_dict()) - unset):
-            raise CheckFailed(f"{len(spoilt)} tensors of the model are no longer finite; the first is {spoilt[0]}")
-        if spoilt := sorted(_find_nonfinite(_predict(steps))):
-            raise CheckFailed(f"what the model predicts is not finite: {spoilt[0]}")
+        spoilt = sorted(_find_nonfinite(module.state_dict()) - unset)
+        assert not spoilt, f"{len(spoilt)} tensors of the model are no longer finite; the first is {spoilt[0]}"
+        spoilt = sorted(_find_nonfinite(_predict(steps)))
+        assert not spoilt, f"what the model predicts is not finite: {spoilt[0]}"
         return {
             **steps.describe(),
             "steps": sizes.steps,
@@ -262,10 +258,10 @@ def take_first_steps(device: torch.device, sizes: Sizes, *, preset: str, overrid
 
 def _check_losses(losses: Sequence[float], skipped: int, *, loss_scaling: bool) -> None:
     wrong = [number for number, loss in enumerate(losses) if not torch.isfinite(torch.tensor(loss))]
-    if wrong:
-        raise CheckFailed(f"the loss of step {wrong[0]} is {losses[wrong[0]]}")
-    if skipped and (not loss_scaling or skipped == len(losses)):
-        raise CheckFailed(f"{skipped} of {len(losses)} steps were skipped: their gradients are not finite")
+    assert not wrong, f"the loss of step {wrong[0]} is {losses[wrong[0]]}"
+    assert not skipped or (loss_scaling and skipped < len(losses)), (
+        f"{skipped} of {len(losses)} steps were skipped: their gradients are not finite"
+    )
 
 
 def _find_nonfinite(values: Mapping[str, Tensor]) -> set[str]:
@@ -283,71 +279,13 @@ def _predict(steps: PresetSteps) -> dict[str, Tensor]:
             return module.predict(next(stream).batch)
 
 
-# Rates of steps
-
-
-def measure_eager_steps(device: torch.device, sizes: Sizes, *, preset: str, overrides: Sequence[str]) -> Figures:
-    """Time steps on one micro-batch that stays on the device, and compare them with the card's measured peak."""
-    with open_preset(preset, overrides, sizes) as steps:
-        micro_batch = steps.read_micro_batch()
-        rates = _measure_steps(steps, micro_batch, device, sizes)
-        flops = _count_flops(steps, micro_batch)
-        figures = {
-            **steps.describe(),
-            **_name_card(device),
-            "samples_per_s": round(rates.median, 2),
-            "spread": round(rates.spread, 3),
-            "quotable": rates.quotable,
-            "peak_memory_gib": round(read_peak_memory_gib(device), 3),
-            "gflop_per_sample": round(flops / 1e9, 3),
-        }
-        precision = steps.context.precision
-        kind = "tf32" if precision.dtype == "fp32" and precision.tf32 else precision.dtype
-    peak = measure_product_rate(kind, device, sizes)
-    return figures | {
-        "peak_tflop_s": round(peak.median, 2),
-        "mfu": round(rates.median * flops / (peak.median * 1e12), 4),
-    }
-
-
-def measure_compiled_steps(device: torch.device, sizes: Sizes, *, preset: str, overrides: Sequence[str]) -> Figures:
-    """Time the same steps eager and compiled, one after the other in one process, and what compiling costs at first."""
-    eager = _measure_uncompiled(preset, overrides, device, sizes)  # freed before the compiled ones are built
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-    empty = sizes.scratch / f"compiled-{uuid4().hex}"
-    sizes = replace(sizes, environ={**sizes.environ, CACHE_VARIABLES[0]: str(empty), CACHE_VARIABLES[1]: ""})
-    with open_preset(preset, [*overrides, "compile=on"], sizes) as steps:
-        micro_batch = steps.read_micro_batch()
-        wait_for_device(device)
-        begin = time.perf_counter()
-        steps.take_step(micro_batch)
-        wait_for_device(device)
-        first_s = time.perf_counter() - begin
-        compiled = _measure_steps(steps, micro_batch, device, sizes)
-        return {
-            **steps.describe(),
-            **_name_card(device),
-            "samples_per_s_eager": round(eager.median, 2),
-            "spread_eager": round(eager.spread, 3),
-            "samples_per_s_compiled": round(compiled.median, 2),
-            "spread_compiled": round(compiled.spread, 3),
-            "quotable": eager.quotable and compiled.quotable,
-            "compile_startup_s": round(max(0.0, first_s - count_samples(micro_batch) / compiled.median), 2),
-            "peak_memory_gib": round(read_peak_memory_gib(device), 3),
-        }
+# CUDA graphs
 
 
 def compare_graphs(
-    device: torch.device,
-    sizes: Sizes,
-    *,
-    preset: str,
-    overrides: Sequence[str],
-    modes: tuple[str, str] = ("on", "graphs"),
+    device: torch.device, sizes: Sizes, *, preset: str, modes: tuple[str, str] = ("on", "graphs")
 ) -> Figures:
-    """Time compiled steps with and without CUDA graphs, after checking that their losses agree.
+    """Check that the losses of compiled steps with and without CUDA graphs agree.
 
     The kernels are the same, so losses differ only if a graph reads or writes memory that something else uses, or draws
     other random numbers. Each step that is compared accumulates the gradients of several micro-batches.
@@ -356,114 +294,31 @@ def compare_graphs(
         modes: the two values of `compile`.
 
     Raises:
-        CheckFailed: losses differ.
+        AssertionError: losses differ.
     """
-    refuse_unsupported_settings(configs.compose(preset, [*overrides, f"compile={modes[1]}"], sizes.jobs))
-    names = ("without_graphs", "graphs")
-    first, second = (
-        _take_and_time_steps(preset, [*overrides, f"compile={mode}"], device, sizes, name=name)
-        for mode, name in zip(modes, names, strict=True)
-    )
-    check_equal_losses(first[0], second[0])
-    both = {"compared_steps": _COMPARED_STEPS, "accumulated": _ACCUMULATED}
-    return {**first[1], **second[1], **both, "quotable": first[1]["quotable"] and second[1]["quotable"]}
+    refuse_unsupported_settings(configs.compose(preset, [f"compile={modes[1]}"], sizes.jobs))
+    without, graphs = (_take_accumulated_steps(preset, [f"compile={mode}"], device, sizes) for mode in modes)
+    check_equal_losses(without, graphs)
+    return {"preset": preset, "compared_steps": _COMPARED_STEPS, "accumulated": _ACCUMULATED, "last_loss": graphs[-1]}
 
 
-def _take_and_time_steps(
-    preset: str, overrides: Sequence[str], device: torch.device, sizes: Sizes, *, name: str
-) -> tuple[list[float], Figures]:
-    """Return the losses of the first steps, and the rate of later ones; frees all that they took."""
+def _take_accumulated_steps(preset: str, overrides: Sequence[str], device: torch.device, sizes: Sizes) -> list[float]:
+    """Return the losses of the first steps; frees all that they took."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
     with open_preset(preset, overrides, sizes) as steps:
         micro_batch = steps.read_micro_batch()
         losses = [steps.take_step(micro_batch, times=_ACCUMULATED).losses["loss"] for _ in range(_COMPARED_STEPS)]
-        rates = _measure_steps(steps, micro_batch, device, sizes)
-        return torch.stack(losses).tolist(), {
-            **steps.describe(),
-            **_name_card(device),
-            f"samples_per_s_{name}": round(rates.median, 2),
-            f"spread_{name}": round(rates.spread, 3),
-            f"peak_memory_gib_{name}": round(read_peak_memory_gib(device), 3),
-            "quotable": rates.quotable,
-        }
+        return torch.stack(losses).tolist()
 
 
 def check_equal_losses(without: Sequence[float], graphs: Sequence[float]) -> None:
     """Check that the losses of the same steps agree to `_LOSS_TOLERANCE`.
 
     Raises:
-        CheckFailed: they do not, or one is not finite.
+        AssertionError: they do not, or one is not finite.
     """
     for number, (a, b) in enumerate(zip(without, graphs, strict=True)):
-        if not abs(a - b) <= _LOSS_TOLERANCE * abs(a):
-            raise CheckFailed(f"with CUDA graphs the loss of step {number} is {b:.6g}, without them {a:.6g}")
-
-
-def _measure_uncompiled(preset: str, overrides: Sequence[str], device: torch.device, sizes: Sizes) -> Summary:
-    with open_preset(preset, [*overrides, "compile=off"], sizes) as steps:
-        return _measure_steps(steps, steps.read_micro_batch(), device, sizes)
-
-
-def _measure_steps(steps: PresetSteps, micro_batch: MicroBatch, device: torch.device, sizes: Sizes) -> Summary:
-    def work() -> int:
-        steps.take_step(micro_batch)
-        return count_samples(micro_batch)
-
-    for _ in range(_WARM_UP):
-        work()
-    rates = [measure_device_rate(work, device, seconds=sizes.seconds) for _ in range(sizes.rounds)]
-    return Summary.from_values(rates)
-
-
-def _count_flops(steps: PresetSteps, micro_batch: MicroBatch) -> float:
-    """Count the operations of a step's products and convolutions, per sample; recomputed activations count again."""
-    with FlopCounterMode(display=False) as counter:
-        steps.take_step(micro_batch)
-    total: int = counter.get_total_flops()
-    return total / count_samples(micro_batch)
-
-
-def _name_card(device: torch.device) -> Figures:
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    return {"card": name, "sm": read_capability(device), "torch": torch.__version__}
-
-
-# Loader and compute
-
-
-def measure_overlap(device: torch.device, sizes: Sizes, *, preset: str, overrides: Sequence[str]) -> Figures:
-    """Time the loader alone, steps alone, and both together, in rounds of shuffled order."""
-    with open_preset(preset, overrides, sizes) as steps:
-        kept = steps.read_micro_batch()
-
-        def load(stream: Stream) -> int:
-            return count_samples(next(stream))
-
-        def compute() -> int:
-            steps.take_step(kept)
-            return count_samples(kept)
-
-        def load_and_compute(stream: Stream) -> int:
-            micro_batch = next(stream)
-            steps.take_step(micro_batch)
-            return count_samples(micro_batch)
-
-        def measure_with_stream(work: Any) -> float:
-            with closing(steps.open_stream()) as stream:
-                work(stream)  # fills the queue
-                return measure_device_rate(partial(work, stream), device, seconds=sizes.seconds)
-
-        candidates = [
-            Candidate("loader", partial(measure_with_stream, load), "samples/s"),
-            Candidate("compute", partial(measure_device_rate, compute, device, seconds=sizes.seconds), "samples/s"),
-            Candidate("both", partial(measure_with_stream, load_and_compute), "samples/s"),
-        ]
-        lines = measure_candidates(candidates, rounds=sizes.rounds, warm_up=True)
-        rates = {line["name"]: Summary(**line["summary"]) for line in lines}
-        figures: Figures = {**steps.describe(), "decode": steps.context.decode, "threads": steps.context.threads}
-        for name, rate in rates.items():
-            figures |= {f"{name}_samples_per_s": round(rate.median, 2), f"{name}_spread": round(rate.spread, 3)}
-        slower = min(rates["loader"].median, rates["compute"].median)
-        return figures | {"both_over_slower": round(rates["both"].median / slower, 3)}
+        assert abs(a - b) <= _LOSS_TOLERANCE * abs(a), (
+            f"with CUDA graphs the loss of step {number} is {b:.6g}, without them {a:.6g}"
+        )

@@ -9,9 +9,9 @@ import torch
 import torch.utils.deterministic
 from torch import Tensor, nn
 
+from tests.gpu.check import Figures, Sizes
 from trainyard.data.loader import MicroBatch
 from trainyard.settings import OptimizerSettings
-from trainyard.tools.gpu_checks.check import CheckFailed, Figures, Sizes
 from trainyard.train.module import Batch, TrainModule
 from trainyard.train.step import StepResult, TrainState, copy_for_average, make_optimizer, train_step
 
@@ -38,24 +38,23 @@ def check_overflow(device: torch.device, sizes: Sizes, *, optimizer: str) -> Fig
     On the CPU, too: fp16 is too slow there to train with, but a step skips and puts back in the same way.
 
     Raises:
-        CheckFailed: the first step was taken, or changed a weight, a batch statistic or the averaged weights; or the
-            second was skipped, or left something that is not finite.
+        AssertionError: the first step was taken, or changed a weight, a batch statistic or the averaged weights; or
+            the second was skipped, or left something that is not finite.
     """
     with _fill_new_memory_with_nan():
         state = _make_state(device, optimizer)
         before = _copy_values(state)
         x = torch.randn(_SAMPLES, _FEATURES, device=device)
         result = _take_step(state, torch.full_like(x, _LARGE), device)
-        if bool(torch.isfinite(result.losses["loss"])) or not bool(result.skipped):
-            raise CheckFailed(f"a step whose sums overflow was taken, with a loss of {float(result.losses['loss']):g}")
-        if changed := [name for name, value in _copy_values(state).items() if not torch.equal(value, before[name])]:
-            raise CheckFailed(f"a step that was skipped changed {', '.join(changed)}")
+        loss = result.losses["loss"]
+        assert not loss.isfinite() and result.skipped, f"a step whose sums overflow was taken, with a loss of {loss:g}"
+        changed = [name for name, value in _copy_values(state).items() if not torch.equal(value, before[name])]
+        assert not changed, f"a step that was skipped changed {', '.join(changed)}"
         result = _take_step(state, x, device)
         values = {**_copy_values(state), **_copy_moments(state)}
-        if wrong := [name for name, value in values.items() if not bool(torch.isfinite(value).all())]:
-            raise CheckFailed(f"after a skipped first step, the next one leaves {', '.join(wrong)} not finite")
-        if bool(result.skipped):
-            raise CheckFailed("after a skipped first step, a sound one was skipped, too")
+        wrong = [name for name, value in values.items() if not value.isfinite().all()]
+        assert not wrong, f"after a skipped first step, the next one leaves {', '.join(wrong)} not finite"
+        assert not result.skipped, "after a skipped first step, a sound one was skipped, too"
     return {"optimizer": optimizer, "loss_scale": float(state.scaler.get_scale()), "values": len(values)}
 
 

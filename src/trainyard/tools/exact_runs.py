@@ -1,0 +1,118 @@
+"""Checks that two runs of a preset, and a third that was stopped and resumed, end with equal checkpoints."""
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from multiprocessing import get_context
+from multiprocessing.context import ForkProcess
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from trainyard import config as configs
+from trainyard.data.prepare import prepare_data
+from trainyard.launch.rank_task import execute
+from trainyard.runs.create import create_run
+from trainyard.runs.manifest import list_checkpoints
+from trainyard.runs.state import ExitCode
+from trainyard.train import checkpoint
+from trainyard.train.compare import find_differences, flatten_state
+
+_STEPS = 24  # of each run
+_POLL_S = 0.002
+_LINES = 2  # of metrics, after which a run is stopped
+_NAMES = ("first", "second", "stopped")
+
+
+class RunsDiffer(Exception):
+    """Runs that must end equal do not, or one of them fails; the message says what was found."""
+
+
+def compare_runs(
+    preset: str,
+    overrides: Sequence[str],
+    jobs_dir: Path,
+    scratch: Path,
+    *,
+    environ: Mapping[str, str] = MappingProxyType({}),
+) -> dict[str, Any]:
+    """Train a preset twice without a break, and once stopped and resumed; compare all that they saved.
+
+    Every run, and the resume, is a process of its own. This one computes nothing, so that it may fork them.
+
+    Args:
+        scratch: a folder without runs of this preset.
+
+    Returns:
+        what was compared: "stopped_at", a step, and "entries", of a checkpoint.
+
+    Raises:
+        RunsDiffer: a run fails, or two of them differ.
+    """
+    _expect(ExitCode.DONE, _run(lambda: _create_runs(preset, overrides, jobs_dir, scratch)), scratch / preset)
+    first, second, stopped = (scratch / preset / name for name in _NAMES)
+
+    def train(run: Path) -> int:
+        return execute(run, jobs_dir, environ=environ, started=time.time())
+
+    for run in (first, second):
+        _expect(ExitCode.DONE, _run(partial(train, run)), run)
+    _expect(ExitCode.PREEMPTED, _run(partial(train, stopped), meanwhile=partial(_stop, stopped)), stopped)
+    stopped_at = max(entry.step for entry in list_checkpoints(stopped / "checkpoints"))
+    _expect(ExitCode.DONE, _run(partial(train, stopped)), stopped)
+    states = [_load_state(run) for run in (first, second, stopped)]
+    for name, state in zip(("a second run", f"a run that was stopped at step {stopped_at}"), states[1:], strict=True):
+        if different := find_differences(states[0], state):
+            raise RunsDiffer(
+                f"{name} differs from the first in {len(different)} of {len(state)} entries of the last checkpoint, "
+                f"such as {different[0]}"
+            )
+    return {"stopped_at": stopped_at, "entries": len(states[0])}
+
+
+def _create_runs(preset: str, overrides: Sequence[str], jobs_dir: Path, scratch: Path) -> int:
+    """Pack the data and create the folders of three equal runs."""
+    own = [f"max_duration={_STEPS}st", "log_every=1st", "deterministic=true", "trackers=[]", "data.stage=off"]
+    config = prepare_data(configs.compose(preset, [*overrides, *own], jobs_dir), jobs_dir)
+    for name in _NAMES:
+        create_run(scratch, config, name=name)
+    return ExitCode.DONE
+
+
+def _run(work: Callable[[], int], *, meanwhile: Callable[[ForkProcess], None] = lambda process: None) -> int:
+    """Run `work` in a process of its own; return its exit code, negative if a signal killed it."""
+    process = get_context("fork").Process(target=_exit_with, args=(work,))
+    process.start()
+    meanwhile(process)
+    process.join()
+    assert process.exitcode is not None
+    return process.exitcode
+
+
+def _exit_with(work: Callable[[], int]) -> None:
+    os._exit(work())
+
+
+def _stop(run: Path, process: ForkProcess) -> None:
+    """Ask a run to stop as soon as it has written some metrics."""
+    metrics = run / "metrics.jsonl"
+    while process.is_alive() and (not metrics.exists() or metrics.read_bytes().count(b"\n") < _LINES):
+        time.sleep(_POLL_S)
+    if process.is_alive():
+        process.terminate()
+
+
+def _expect(expected: ExitCode, code: int, run: Path) -> None:
+    if code == expected:
+        return
+    if expected == ExitCode.PREEMPTED and code == ExitCode.DONE:
+        raise RunsDiffer("the run that should be stopped ended first: it needs more steps")
+    raise RunsDiffer(f"run '{run.name}' exits with code {code}, expected {int(expected)}")
+
+
+def _load_state(run: Path) -> dict[str, Any]:
+    found = checkpoint.load_newest_valid(run / "checkpoints")
+    if found is None:
+        raise RunsDiffer(f"run '{run.name}' left no checkpoint")
+    return flatten_state(found[1])
