@@ -16,7 +16,7 @@ from benchmarks.contract import BATCH, CROP_AREA, CROP_ASPECT, SIZE_PX, Configur
 if TYPE_CHECKING:  # listing and preparing do not need torch, and are several seconds faster without it
     from torch import Tensor
 
-    from trainyard.settings import TrainConfig
+    from trainyard.config.settings import TrainConfig
 
 
 def pack_images(setting: Setting, *, kind: str, decoded: bool = False) -> Path:
@@ -65,7 +65,7 @@ def iterate_model_batches(folder: Path, setting: Setting, *, kind: str) -> Itera
 
 def make_config(kind: str) -> TrainConfig:
     """Return the options of a job that reads these images."""
-    from trainyard.settings import AugmentSettings, ImageSettings, TrainConfig
+    from trainyard.config.settings import AugmentSettings, ImageSettings, TrainConfig
 
     crop = {"crop_area_min": CROP_AREA[0], "crop_aspect_max": CROP_ASPECT[1]} if kind == "rgb" else {}
     return TrainConfig(

@@ -18,8 +18,8 @@ from benchmarks.ours import iterate_host_batches
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from trainyard.config.settings import TrainConfig
     from trainyard.data.shards import ShardSet
-    from trainyard.settings import TrainConfig
 
 JOBS = Path(__file__).resolve().parents[1] / "jobs"
 JOB = "fingerprint_1m"
@@ -33,7 +33,7 @@ def make_files(setting: Setting) -> Path:
 
 
 def _synthesize(setting: Setting, out: Path) -> None:
-    from trainyard.config import load_family
+    from trainyard.config.families import load_family
 
     load_family(JOBS, "fingerprint", "pack").synthesize(out, count=setting.prints, seed=0)
 
@@ -92,7 +92,7 @@ def _open(folder: Path) -> ShardSet:
 
 
 def _compose(store: str) -> TrainConfig:
-    from trainyard.config import compose
+    from trainyard.config.compose import compose
 
     return compose(JOB, [f"packing.store={store}"], JOBS)
 

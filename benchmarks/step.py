@@ -114,8 +114,8 @@ class Residual(nn.Module):
 
 
 def build_engine_step(model: Any, batch: dict[str, Tensor], scaler: torch.amp.GradScaler, context: Autocast) -> Step:
+    from trainyard.config.settings import OptimizerSettings
     from trainyard.data.loader import MicroBatch
-    from trainyard.settings import OptimizerSettings
     from trainyard.train.step import TrainState, make_optimizer, train_step
 
     optimizer = make_optimizer(model, OptimizerSettings(lr=LR))

@@ -14,12 +14,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for jobs/
 
 from jobs.fingerprint import module as model
 from jobs.fingerprint import pack as family
-from trainyard.config import compose
+from trainyard.config.compose import compose
+from trainyard.config.families import find_own_families
 from trainyard.data.loader import Loader
 from trainyard.data.order import order_epoch
 from trainyard.data.pack import pack
 from trainyard.data.prepare import build_meta
-from trainyard.families import find_own_families
 from trainyard.train.module import DataInfo
 from trainyard.train.run_state import build_state
 from trainyard.train.step import train_step

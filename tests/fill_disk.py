@@ -17,7 +17,7 @@ from typing import Any
 
 from tests.training import FAMILIES, find_differences, load_state, read_run_metrics
 from trainyard.cli import main
-from trainyard.config import thaw
+from trainyard.config.compose import thaw
 
 PARTS = {
     "lock": (r"/\.lock\.\w+$|/lock$", 0),

@@ -6,9 +6,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trainyard.config.settings import AugmentSettings
 from trainyard.data.augment import Parameters, build_neutral, draw, draw_uniforms, needs_resampling
 from trainyard.data.device import prepare_model_input
-from trainyard.settings import AugmentSettings
 
 EVERYTHING = AugmentSettings(
     rotate_deg=30, shift=0.1, zoom=0.5, crop_area_min=0.3, crop_aspect_max=1.5, flip=0.3, gain=0.4, contrast=0.6

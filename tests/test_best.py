@@ -17,9 +17,9 @@ from tests.training import (
     wait_for_lines,
 )
 from trainyard.cli import main
+from trainyard.config.settings import parse_monitor
 from trainyard.errors import UserError
 from trainyard.runs.events import find_best_evaluation, read_events
-from trainyard.settings import parse_monitor
 from trainyard.train.best import Plateau, is_better
 
 EER_THEN_SEPARATION = (("eer", "min"), ("d_prime", "max"))

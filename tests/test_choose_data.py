@@ -11,9 +11,9 @@ import pytest
 from tests.slurm.test_dry import GOLDEN
 from tests.test_trust import STRANGER, needs_root
 from tests.training import FAMILIES
-from trainyard import config as configs
 from trainyard.cli import main
 from trainyard.cluster.description import load_cluster
+from trainyard.config import compose as configs
 from trainyard.data.prepare import describe_synthetic, restore_source
 from trainyard.errors import UserError
 from trainyard.launch.choose_data import DataChoice, choose_data, find_user_file, require_data

@@ -9,12 +9,12 @@ import yaml
 from tests.slurm.test_dry import GOLDEN
 from tests.test_choose_data import JOBS
 from tests.training import FAMILIES
-from trainyard import config as configs
 from trainyard.cluster.description import CARDS, load_cluster
+from trainyard.config import compose as configs
+from trainyard.config.settings import NeedsSettings
 from trainyard.errors import UserError
 from trainyard.launch.resources import Plan, ResourceRequest
 from trainyard.launch.submit import make_plan
-from trainyard.settings import NeedsSettings
 
 CLUSTER = load_cluster(GOLDEN / "cluster.yaml")  # p100, 2080ti, a5000 and a100, in this order
 

@@ -16,8 +16,9 @@ import pytest
 from tests.images import edit_index, make_unmeasured_environ
 from tests.training import FAMILIES, new_run, train
 from trainyard import cli
-from trainyard import config as configs
 from trainyard.cli.verb import OTHER_WORDS
+from trainyard.config import compose as configs
+from trainyard.config.families import find_jobs
 from trainyard.launch.choose_gpu import read_needed_gib
 
 JOBS = ["--jobs", str(FAMILIES)]
@@ -418,7 +419,7 @@ def test_what_the_list_says_of_a_job_is_what_its_preset_composes_to(capsys):
     jobs = Path(__file__).parents[1] / "jobs"
     assert cli.main(["jobs", "--jobs", str(jobs)]) == 0
     answers = dict(re.findall(r"^  (\w+) +(at once|your data|[0-9.]+ GB) ", capsys.readouterr().out, re.MULTILINE))
-    presets = configs.find_jobs(jobs)
+    presets = find_jobs(jobs)
     assert answers.keys() == presets.keys()
     for name in presets:
         config = configs.compose(name, [], jobs)

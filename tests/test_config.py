@@ -14,22 +14,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from trainyard.config import (
-    ConfigError,
-    apply_overrides,
-    compose,
-    find_differences,
-    find_jobs,
-    freeze,
-    list_options,
-    load_family,
-    thaw,
-)
-from trainyard.errors import UserError
-from trainyard.families import get_aliases
+from trainyard.config.compose import apply_overrides, compose, find_differences, freeze, list_options, thaw
+from trainyard.config.families import find_jobs, get_aliases, load_family
+from trainyard.config.frozen import read_frozen, write_frozen
+from trainyard.config.settings import TrainConfig
+from trainyard.errors import ConfigError, UserError
 from trainyard.files import write_atomically
-from trainyard.frozen import read_frozen, write_frozen
-from trainyard.settings import TrainConfig
 
 ROOT = Path(__file__).parents[1]
 JOBS = Path(__file__).parent / "fixtures_jobs" / "jobs"
@@ -167,7 +157,7 @@ def test_composing_twice_with_different_families_mixes_nothing(tmp_path: Path):
     other = make_family(tmp_path, name="other", other=BASE + "seed: 1")
     (other / "other" / "config.py").write_text(
         "from dataclasses import dataclass\n"
-        "from trainyard.settings import TrainConfig, option\n\n"
+        "from trainyard.config.settings import TrainConfig, option\n\n"
         "@dataclass\nclass Config(TrainConfig):\n    depth: int = option(2, 'layers')\n"
     )
     shutil.copytree(JOBS / "tiny", other / "tiny")
@@ -193,7 +183,7 @@ def test_configuring_and_creating_a_run_load_no_torch_h5py_or_dali(tmp_path: Pat
     program = f"""
 import sys
 from pathlib import Path
-from trainyard import config
+from trainyard.config import compose as config
 from trainyard.runs.create import create_run
 from trainyard.runs.lock import RunLock
 run = create_run(Path({str(tmp_path)!r}), config.compose("tiny", ["seed=1"], Path({str(JOBS)!r})))
@@ -451,7 +441,7 @@ def test_what_one_process_pickles_of_a_second_folder_another_process_reads(tmp_p
     pickled = pickle.dumps(load_family(jobs, "mine", "config").Config)
     names = {name: str(place) for name, place in get_aliases().items() if place == jobs}
     code = (
-        "import pathlib, pickle, sys; from trainyard.families import import_aliases;"
+        "import pathlib, pickle, sys; from trainyard.config.families import import_aliases;"
         f"import_aliases({{name: pathlib.Path(place) for name, place in {names!r}.items()}});"
         f"print(pickle.loads({pickled!r}).__module__)"
     )

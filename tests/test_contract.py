@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from tests.training import find_differences, load_state, new_run, read_run_metrics, start, train, wait_for_lines
-from trainyard import config as configs
 from trainyard import scoring
 from trainyard.cli import main
+from trainyard.config import compose as configs
+from trainyard.config.families import load_family
 from trainyard.data.shards import ShardSet
 from trainyard.report.run_page import write_report
 from trainyard.runs.evaluations import read_evaluations
@@ -75,7 +76,7 @@ def test_a_stopped_run_resumes_bitwise_equal(family, cache, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_that_predicts_does_so_from_a_checkpoint_alone(family, cache, tmp_path, capsys):
-    pack = configs.load_family(JOBS, family, "pack")
+    pack = load_family(JOBS, family, "pack")
     if not hasattr(pack, "unlabelled"):
         pytest.skip(f"{family} has no predictions for a table")
     run = new_run(tmp_path, "max_duration=1st", f"data.cache={cache}", job=f"{family}_smoke", jobs=JOBS)
@@ -86,7 +87,7 @@ def test_a_family_that_predicts_does_so_from_a_checkpoint_alone(family, cache, t
     assert main(["predict", str(run), str(raw), str(tmp_path / "out.csv"), "--jobs", str(JOBS)]) == 0
     with (tmp_path / "out.csv").open(newline="") as file:
         lines = list(csv.DictReader(file))
-    module = configs.load_family(JOBS, family, "module")
+    module = load_family(JOBS, family, "module")
     kind = next(v for v in vars(module).values() if isinstance(v, type) and v.__module__ == module.__name__
                 and issubclass(v, TrainModule))  # fmt: skip
     assert (kind.select_embeddings is TrainModule.select_embeddings) == (

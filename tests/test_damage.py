@@ -12,8 +12,9 @@ import torch
 from loguru import logger
 
 from tests.training import FAMILIES, find_differences, load_state, new_run, train
-from trainyard import config as configs
 from trainyard.cli import main
+from trainyard.config import compose as configs
+from trainyard.config.families import load_family
 from trainyard.data.shards import ShardError, ShardSet
 from trainyard.errors import UserError
 from trainyard.report.run_page import format_summary, write_report
@@ -31,7 +32,7 @@ JOBS = ["--jobs", str(FAMILIES)]
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run with two checkpoints, the older of which is the best."""
-    module = configs.load_family(FAMILIES, "stripes", "module").StripesModule
+    module = load_family(FAMILIES, "stripes", "module").StripesModule
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "monitor", ("accuracy", "min"))  # so that training makes it worse
         run = new_run(tmp_path_factory.mktemp("done"), "max_duration=3ep", "checkpoint.keep_last=1")

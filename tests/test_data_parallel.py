@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from tests.batch_norm_kernels import use_on_the_cpu
 from tests.training import FORKSERVER, find_differences
+from trainyard.config.settings import AugmentSettings, ImageSettings, OptimizerSettings, TrainConfig
 from trainyard.data.loader import Loader, MicroBatch
 from trainyard.data.order import split_into_micro_batches
 from trainyard.data.shards import ShardSet
 from trainyard.errors import UserError
 from trainyard.hardware import choose_sync_batchnorm
-from trainyard.settings import AugmentSettings, ImageSettings, OptimizerSettings, TrainConfig
 from trainyard.train import distributed
 from trainyard.train.data_parallel import wrap_in_ddp
 from trainyard.train.evaluate import evaluate, predict_share

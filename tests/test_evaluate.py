@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from trainyard.config.settings import AugmentSettings, ImageSettings, TrainConfig
 from trainyard.data.loader import Loader
-from trainyard.settings import AugmentSettings, ImageSettings, TrainConfig
 from trainyard.train.evaluate import find_constant_outputs, gather_rows, score_rows
 from trainyard.train.module import Batch, Rows, Signature, TrainModule
 

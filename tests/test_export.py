@@ -18,7 +18,7 @@ from tests.test_contract import FAMILIES as CONTRACT_FAMILIES
 from tests.test_contract import JOBS
 from tests.training import FAMILIES, new_run, train
 from trainyard.cli import main
-from trainyard.config import load_family
+from trainyard.config.families import load_family
 from trainyard.errors import UserError
 from trainyard.runs.manifest import list_checkpoints
 from trainyard.tools import export, program

@@ -7,16 +7,15 @@ from pathlib import Path
 import pytest
 
 from tests.training import FAMILIES, find_differences, load_state, new_run, read_run_metrics, train
-from trainyard import config as configs
 from trainyard.cli import main
 from trainyard.cli.extension import plan_extension, record_extension
-from trainyard.config import freeze, thaw
+from trainyard.config.compose import freeze, thaw
+from trainyard.config.settings import ScheduleSettings, TrainConfig
 from trainyard.errors import UserError
 from trainyard.runs.changes import find_changes
 from trainyard.runs.events import read_events
 from trainyard.runs.folder import CONFIG, read_env
 from trainyard.runs.history import read_run
-from trainyard.settings import ScheduleSettings
 
 STEADY = ("schedule.name=constant", "eval_every=1ep", "checkpoint.every=3st", "data.decode=cpu")
 
@@ -29,11 +28,11 @@ def done(tmp_path_factory) -> Path:
     return run
 
 
-def read_config(run: Path, **changes: object) -> configs.TrainConfig:
+def read_config(run: Path, **changes: object) -> TrainConfig:
     return replace(thaw(run / CONFIG, FAMILIES), **changes)
 
 
-def plan(run: Path, old: configs.TrainConfig, length: str, *, allow_inexact: bool = False):
+def plan(run: Path, old: TrainConfig, length: str, *, allow_inexact: bool = False):
     new = replace(old, max_duration=length)
     return plan_extension(run, old, new, FAMILIES, allow_inexact=allow_inexact)
 

@@ -13,7 +13,8 @@ from tests.training import FAMILIES
 from trainyard import cli
 from trainyard.cli import verb
 from trainyard.cli.verb import choose_families
-from trainyard.config import Root, choose_root, compose, load_family
+from trainyard.config.compose import compose
+from trainyard.config.families import Root, choose_root, load_family
 from trainyard.errors import UserError
 from trainyard.runs import folder as runs
 from trainyard.runs.create import create_run

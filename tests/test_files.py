@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trainyard.config import load_family
+from trainyard.config.families import load_family
 from trainyard.errors import DiskFull, UserError
 from trainyard.files import AppendedFile, create_folder, remove_partial_folders, report_full_disk, write_atomically
 

@@ -22,8 +22,10 @@ from tests.training import (
     train,
     train_on_ranks,
 )
-from trainyard import config as configs
 from trainyard.cli import main
+from trainyard.config import compose as configs
+from trainyard.config.families import load_family
+from trainyard.config.settings import TrainConfig
 from trainyard.data.loader import Loader
 from trainyard.data.shards import ShardSet
 from trainyard.report.run_page import write_report
@@ -57,11 +59,11 @@ def averaged(tmp_path_factory) -> Path:
     return run
 
 
-def build_module(run: Path) -> tuple[torch.nn.Module, ShardSet, configs.TrainConfig]:
+def build_module(run: Path) -> tuple[torch.nn.Module, ShardSet, TrainConfig]:
     config = configs.thaw(run / "config.yaml", FAMILIES)
     data = ShardSet(Path(config.data.path))
     info = DataInfo.from_shards(data, np.arange(data.count))
-    return configs.load_family(FAMILIES, "stripes", "module").build(config, info), data, config
+    return load_family(FAMILIES, "stripes", "module").build(config, info), data, config
 
 
 def list_best_steps(run: Path) -> list[int]:
@@ -197,7 +199,7 @@ def test_a_score_before_training_changes_nothing_that_is_trained(done, tmp_path)
 
 @pytest.mark.slow
 def test_without_a_test_set_the_figures_are_of_validation(tmp_path, monkeypatch):
-    pack = configs.load_family(FAMILIES, "stripes", "pack")
+    pack = load_family(FAMILIES, "stripes", "pack")
     splits = pack.splits
     monkeypatch.setattr(pack, "splits", lambda *a: {k: v for k, v in splits(*a).items() if k != "test"})
     run = new_run(tmp_path, "max_duration=1ep")
@@ -258,11 +260,11 @@ def test_predictions_that_cannot_be_made_say_why(done, unlabelled_images, tmp_pa
     elif case == "no checkpoint":
         run, message = new_run(tmp_path), "is a run without checkpoints"
     elif case == "other code":
-        module = configs.load_family(FAMILIES, "stripes", "module")
+        module = load_family(FAMILIES, "stripes", "module")
         monkeypatch.setattr(module, "build", lambda config, data: module.StripesModule(config, ["d0", "d1"]))
         message = "do not fit the model that the code at hand builds. Use the code it was trained"
     else:
-        monkeypatch.delattr(configs.load_family(FAMILIES, "stripes", "pack"), "unlabelled")
+        monkeypatch.delattr(load_family(FAMILIES, "stripes", "pack"), "unlabelled")
         message = "stripes has no predictions for a table"
     assert main(["predict", str(run), str(unlabelled_images), str(out), "--jobs", str(FAMILIES)]) == 2
     assert message in capsys.readouterr().err

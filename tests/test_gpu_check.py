@@ -21,9 +21,9 @@ from tests.gpu.check import Figures, Sizes, run_in_process, run_in_time
 from tests.gpu.overflow import check_overflow
 from tests.gpu.preset_steps import check_equal_losses, compare_graphs
 from tests.training import FAMILIES
+from trainyard.config.settings import OptimizerSettings
 from trainyard.data.loader import Loader
 from trainyard.errors import UserError, is_out_of_memory
-from trainyard.settings import OptimizerSettings
 from trainyard.tools.predict_memory import Predictor
 from trainyard.train import step
 from trainyard.train.compare import find_differences, flatten_state

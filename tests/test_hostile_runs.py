@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from tests.training import FAMILIES
-from trainyard import config as configs
 from trainyard.cli import main
+from trainyard.config import compose as configs
 from trainyard.errors import UserError
 from trainyard.report.run_page import write_report
 from trainyard.runs.changes import find_changes

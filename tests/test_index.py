@@ -14,7 +14,7 @@ import pytest
 
 from tests.images import edit_index, make_import_environ, pack_folder
 from trainyard import cli
-from trainyard.config import compose
+from trainyard.config.compose import compose
 from trainyard.data.hdf5 import ShardError
 from trainyard.data.index import HEADER_BYTES, INDEX, read_index, seal_index
 from trainyard.data.pack import JOURNAL, PackError

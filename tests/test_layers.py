@@ -15,8 +15,7 @@ from tests.run_folders import NOW, RunFolder
 
 ROOT = Path(__file__).resolve().parents[1]
 ORDER = (
-    *("errors", "choice", "text", "files", "masking", "tables", "duration", "settings", "hardware", "split"),
-    *("scoring", "frozen", "composition", "families", "config", "environment", "measure"),
+    *("errors", "text", "files", "masking", "tables", "hardware", "scoring", "config", "environment", "measure"),
     *("cluster", "runs", "data", "report", "train", "jobs", "launch", "tools", "cli", "api"),
 )
 """Each imports only itself and packages to its left."""
@@ -195,7 +194,7 @@ LISTING_NEEDS_NO = (*LOADED_LATE, "numpy", "hydra", "submitit", "tqdm", "matplot
 ASKING_NEEDS_NO = (
     *LISTING_NEEDS_NO,
     "omegaconf",
-    "trainyard.config",
+    "trainyard.config.compose",
     "trainyard.launch.submit",
     "trainyard.environment",
 )
@@ -244,7 +243,7 @@ def test_submitting_loads_no_torch():
 import sys
 from pathlib import Path
 import trainyard.cli.submission, trainyard.environment, trainyard.launch.rank_task, trainyard.runs.folder
-from trainyard import config
+from trainyard.config import compose as config
 composed = config.compose("fingerprint_1m", ["optimizer.lr=1e-3"], Path({str(ROOT / "jobs")!r}))
 config.list_options(composed)
 trainyard.environment.collect_environment()

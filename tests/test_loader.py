@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from tests.images import make_points
+from trainyard.config.settings import AugmentSettings, DataSettings, ImageSettings, TrainConfig
 from trainyard.data import augment
 from trainyard.data.batch_memory import BatchMemory
 from trainyard.data.choose_decoder import choose_decoder
@@ -25,7 +26,6 @@ from trainyard.data.pack import pack
 from trainyard.data.prefetch import prefetch
 from trainyard.data.shards import Sample, ShardSet
 from trainyard.errors import UserError
-from trainyard.settings import AugmentSettings, DataSettings, ImageSettings, TrainConfig
 
 AUGMENTATION = AugmentSettings(
     rotate_deg=20, shift=0.1, zoom=0.2, crop_area_min=0.4, crop_aspect_max=1.3, flip=0.5, gain=0.2, contrast=0.3

@@ -12,7 +12,9 @@ import pytest
 from PIL import Image
 
 from tests.images import encode_image, make_texture
-from trainyard.config import compose, load_family
+from trainyard.config.compose import compose
+from trainyard.config.families import load_family
+from trainyard.config.settings import ImageSettings, TrainConfig
 from trainyard.data.index import REGION
 from trainyard.data.lossy import LOSS, measure_loss
 from trainyard.data.pack import pack
@@ -20,7 +22,6 @@ from trainyard.data.prepare import build_meta, pack_raw
 from trainyard.data.shards import Loaded, Ragged, Sample, ShardSet
 from trainyard.data.store import JpegStore, name_store, read_regions
 from trainyard.errors import UserError
-from trainyard.settings import ImageSettings, TrainConfig
 
 JOBS = Path(__file__).parents[1] / "jobs"
 JPEG = ("packing.store=jpeg", "packing.longest_side_px=48", "packing.quality=80")

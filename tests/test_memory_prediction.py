@@ -12,13 +12,15 @@ import numpy as np
 import pytest
 
 from tests.test_choose_data import JOBS
-from trainyard import config as configs
 from trainyard.cli import main
 from trainyard.cli.choices import compose_job
 from trainyard.cli.plan import USUAL_CARDS, check_memory
 from trainyard.cli.plan_screen import PlanInputs, describe_plan
 from trainyard.cli.plan_table import describe_preset
 from trainyard.cluster.description import load_cluster
+from trainyard.config import compose as configs
+from trainyard.config.families import Root, find_jobs
+from trainyard.config.settings import TrainConfig
 from trainyard.data.order import order_epoch, split_into_micro_batches
 from trainyard.environment import name_chosen_gpus
 from trainyard.errors import UserError
@@ -37,7 +39,6 @@ from trainyard.launch.memory_prediction import (
 )
 from trainyard.launch.resources import Plan, ResourceRequest, RunRequest
 from trainyard.launch.submit import make_plan
-from trainyard.settings import TrainConfig
 
 GIB = 2**30
 TI, A100 = "NVIDIA GeForce RTX 2080 Ti, 11264, [N/A]", "NVIDIA A100-SXM4-40GB, 40960, Disabled"
@@ -256,7 +257,7 @@ def test_the_table_of_all_presets_reads_what_is_stored(tmp_path, monkeypatch, ca
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "| preset | global batch | learning rate | seed | a5000 | h200 |"
     rows = {line.split("|")[1].strip(): line for line in lines[2:] if line.startswith("|")}
-    assert set(rows) == set(configs.find_jobs(JOBS))
+    assert set(rows) == set(find_jobs(JOBS))
     assert rows["pricing"] == "| pricing | 64 | 0.001 | 0 | not predicted | not predicted |"
     (legend,) = (line for line in lines if line.startswith("A cell: "))
     assert "Estimated, never observed on these cards." in legend
@@ -270,7 +271,7 @@ def test_the_table_has_the_presets_of_ones_own_families_and_of_trainyards(tmp_pa
     shutil.copytree(JOBS.parent / "tests" / "families" / "stripes", tmp_path / "jobs" / "stripes")
     assert main(["plan", "--all", "--stored", "--hw", "a5000"]) == 0
     rows = {line.split("|")[1].strip() for line in capsys.readouterr().out.splitlines()[2:] if line.startswith("|")}
-    assert rows == {"stripes", *configs.find_jobs(JOBS)}
+    assert rows == {"stripes", *find_jobs(JOBS)}
 
 
 def test_a_plan_of_one_job_and_one_of_all_are_told_apart():
@@ -294,7 +295,7 @@ def request_memory(
     request = RunRequest(
         job="pricing",
         overrides=tuple(own),
-        families=configs.Root(JOBS, ""),
+        families=Root(JOBS, ""),
         runs_dir=CLUSTER.parent / "no-runs",
         typed=typed,
         resources=ResourceRequest(gpus=1, hw=hw),
@@ -383,7 +384,7 @@ def test_submit_predicts_first_and_goes_on_where_it_cannot(environ, tmp_path, ca
     (jobs / "__init__.py").touch()
     with (jobs / "pricing" / "module.py").open("a") as file:
         file.write("\nraise OSError('cannot allocate memory')\n")
-    found = check_memory(plan, replace(request, families=configs.Root(jobs, "")))
+    found = check_memory(plan, replace(request, families=Root(jobs, "")))
     assert found == ("not checked", "its memory cannot be predicted: OSError: cannot allocate memory")
 
 
@@ -435,7 +436,7 @@ def complete_by_hand(environ: dict[str, str], words: Sequence[str]) -> Predictio
     request = RunRequest(
         job=words[1],
         overrides=(words[2],),
-        families=configs.Root(JOBS, ""),
+        families=Root(JOBS, ""),
         runs_dir=Path("runs"),
         typed=tuple(words),
         resources=ResourceRequest(),

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from tests.training import FAMILIES, load_state, new_run
-from trainyard import config as configs
-from trainyard.config import load_family
+from trainyard.config import compose as configs
+from trainyard.config.families import load_family
+from trainyard.config.settings import ScheduleSettings
 from trainyard.data.loader import MicroBatch
 from trainyard.data.shards import ShardSet
 from trainyard.hardware import choose_precision
 from trainyard.report.run_story import RunStory
 from trainyard.runs.events import read_metrics
-from trainyard.settings import ScheduleSettings
 from trainyard.train.heartbeat import Heartbeat
 from trainyard.train.meters import StepMeter
 from trainyard.train.module import DataInfo

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.training import FAMILIES, new_run, train
-from trainyard import config as configs
 from trainyard.cli import main
 from trainyard.cli.choices import compose_job
+from trainyard.config import compose as configs
 from trainyard.errors import UserError
 from trainyard.launch.memory_prediction import StepConfig, StepPrediction, compute_key, open_cache
 from trainyard.report.run_page import format_summary, write_report

@@ -13,8 +13,9 @@ import torch
 from tests.test_choose_data import JOBS
 from tests.training import FAMILIES, find_differences, load_state, new_run, read_run_metrics, train, train_on_ranks
 from tests.waiting import wait_until
-from trainyard import config as configs
-from trainyard.config import compose
+from trainyard.config import compose as configs
+from trainyard.config.compose import compose
+from trainyard.config.families import load_family
 from trainyard.data.host_memory import read_available_memory
 from trainyard.data.order import EpochOrder, order_epoch
 from trainyard.data.prepare import prepare_data
@@ -208,7 +209,7 @@ def test_where_batches_follow_length_the_probe_tries_the_longest_samples_of_each
     config = prepare_data(configs.compose("pricing_smoke", [f"data.cache={tmp_path}"], JOBS), JOBS)
     assert config.data.order == "buckets"
     data = ShardSet(Path(config.data.path))
-    splits = configs.load_family(JOBS, "pricing", "pack").splits(data.columns, data.vocabulary, config)
+    splits = load_family(JOBS, "pricing", "pack").splits(data.columns, data.vocabulary, config)
     column, lengths = data.columns[config.data.order_by], list_lengths(data, config)
     order = order_epoch(splits["train"], data.columns, config, epoch=0)
     tried, index = build_largest_batch(order, lengths, np.ones(len(order)), world_size=2)

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from trainyard.config import compose, load_family
+from trainyard.config.compose import compose
+from trainyard.config.families import load_family
 from trainyard.data.pack import read_listing
 from trainyard.data.raw import check_sources, list_files
 from trainyard.data.shards import Sample

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from trainyard.config.settings import AudioSettings, AugmentSettings, DataSettings, ImageSettings
 from trainyard.data import augment
 from trainyard.data.augment import build_neutral, choose_scale, compute_affine, draw, draw_noise, draw_starts
 from trainyard.data.hdf5 import ShardError
@@ -21,7 +22,6 @@ from trainyard.data.order import shuffle
 from trainyard.data.pack import PackError, pack
 from trainyard.data.shards import Audio, Loaded, Ragged, Sample, ShardSet
 from trainyard.errors import UserError
-from trainyard.settings import AudioSettings, AugmentSettings, DataSettings, ImageSettings
 
 HAS_DALI = all(importlib.util.find_spec(name) for name in ("nvidia", "nvidia.dali"))
 BACK_ENDS = ["cpu", pytest.param("dali", marks=pytest.mark.skipif(not HAS_DALI, reason="needs nvidia.dali"))]

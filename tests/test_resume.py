@@ -20,7 +20,7 @@ from tests.training import (
     train_on_ranks,
     wait_for_lines,
 )
-from trainyard import config as configs
+from trainyard.config import compose as configs
 from trainyard.errors import UserError
 from trainyard.launch.rank_task import execute
 from trainyard.runs.create import create_run

@@ -16,12 +16,12 @@ from loguru import logger
 
 from tests.training import FORKSERVER
 from trainyard.cli import main
+from trainyard.config.settings import TrainConfig
 from trainyard.environment import collect_environment, describe_cpu
 from trainyard.errors import UserError
 from trainyard.runs.create import create_run
 from trainyard.runs.folder import find_latest_run, read_env, resolve_run, update_env
 from trainyard.runs.lock import RunLock
-from trainyard.settings import TrainConfig
 
 SECRET = "hf_planted0123456789"
 TINY = TrainConfig(job="tiny", family="tiny")

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from tests.test_data_parallel import run_on_ranks
 from tests.training import FAMILIES, new_run, train
-from trainyard import config as configs
+from trainyard.config import compose as configs
+from trainyard.config.settings import AugmentSettings, ImageSettings, TrainConfig
 from trainyard.data.loader import Loader
 from trainyard.data.prepare import pack_raw
 from trainyard.data.raw import list_files, list_once, recall_listing, remember_listing
@@ -35,7 +36,6 @@ from trainyard.scoring import (
     compute_operating_points,
     summarize_draws,
 )
-from trainyard.settings import AugmentSettings, ImageSettings, TrainConfig
 from trainyard.train import checkpoint, distributed
 from trainyard.train.evaluate import gather_rows
 from trainyard.train.module import Batch, TrainModule

@@ -2,9 +2,9 @@
 
 import pytest
 
-from trainyard.duration import Duration
+from trainyard.config.duration import Duration
+from trainyard.config.settings import ScheduleSettings, TrainConfig, check
 from trainyard.errors import UserError
-from trainyard.settings import ScheduleSettings, TrainConfig, check
 from trainyard.train.schedule import compute_lr_factor
 
 

@@ -10,13 +10,13 @@ import pytest
 
 from tests.training import FAMILIES
 from trainyard import cli
-from trainyard.config import ConfigError, compose, freeze, thaw
-from trainyard.errors import UserError
+from trainyard.config.compose import compose, freeze, thaw
+from trainyard.config.settings import TrainConfig
+from trainyard.errors import ConfigError, UserError
 from trainyard.launch.submit import snapshot_code
 from trainyard.masking import find_secrets, mask_diff, mask_text
 from trainyard.runs.create import create_run
 from trainyard.runs.folder import record_error
-from trainyard.settings import TrainConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 VALUE = "correct-horse-7"

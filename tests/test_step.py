@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from trainyard.config.settings import OptimizerSettings
 from trainyard.data.loader import MicroBatch
 from trainyard.errors import UserError
 from trainyard.hardware import choose_precision
-from trainyard.settings import OptimizerSettings
 from trainyard.train.meters import count_skipped_in_a_row
 from trainyard.train.module import Batch, TrainModule
 from trainyard.train.precision import make_autocast

@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from tests.gpu.memory import get_lengths, measure_peak
-from trainyard import config as configs
+from trainyard.config import compose as configs
+from trainyard.config.families import load_family
+from trainyard.config.settings import TrainConfig
 from trainyard.data.loader import Loader, MicroBatch
 from trainyard.data.prepare import prepare_data
 from trainyard.hardware import Precision
 from trainyard.launch.memory_prediction import FRAGMENTS_SHARE, StepConfig, StepPrediction
-from trainyard.settings import TrainConfig
 from trainyard.tools.predict_memory import Predictor
 from trainyard.train.module import DataInfo
 from trainyard.train.precision import make_autocast
@@ -44,7 +45,7 @@ def take_measured_step(predictor: Predictor, setting: StepConfig) -> tuple[int, 
     precision = Precision(setting.dtype, setting.dtype == "fp16", False, setting.channels_last, False, {})
     torch.manual_seed(0)
     info = DataInfo.from_shards(predictor.data, predictor.train_ids)
-    module = configs.load_family(JOBS, config.family, "module").build(config, info)
+    module = load_family(JOBS, config.family, "module").build(config, info)
     module.to(memory_format=torch.channels_last if setting.channels_last else torch.contiguous_format)
     state = build_state(module, config, scaler=torch.amp.GradScaler("cpu", enabled=precision.loss_scaling))
     if setting.recompute:

@@ -20,7 +20,9 @@ from tests.images import edit_index, encode_image, make_texture
 from tests.test_loader import BACK_ENDS, are_equal
 from tests.training import find_differences, load_state, new_run, read_run_metrics, start, train, wait_for_lines
 from trainyard.cli import main
-from trainyard.config import compose, load_family, thaw
+from trainyard.config.compose import compose, thaw
+from trainyard.config.families import load_family
+from trainyard.config.settings import TrainConfig
 from trainyard.data.hdf5 import ShardError
 from trainyard.data.index import IMAGE, read_index
 from trainyard.data.loader import Loader, MicroBatch
@@ -32,7 +34,6 @@ from trainyard.data.store import encode_png
 from trainyard.errors import UserError
 from trainyard.runs.evaluations import read_evaluations
 from trainyard.runs.folder import read_env
-from trainyard.settings import TrainConfig
 from trainyard.tools.gc import list_usage
 
 JOBS = Path(__file__).parents[1] / "jobs"

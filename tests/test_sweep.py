@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.training import FAMILIES, run_as_command, train
-from trainyard.config import thaw
+from trainyard.config.compose import thaw
 from trainyard.data.prepare import prepare_data
 from trainyard.errors import UserError
 from trainyard.launch import multirun, sweep
@@ -352,7 +352,7 @@ def test_an_axis_is_logarithmic_where_its_values_span_more_than_a_decade():
 
 @pytest.mark.slow
 def test_runs_of_a_sweep_train_like_any_other_and_their_results_are_collected(tmp_path: Path):
-    from trainyard.config import compose
+    from trainyard.config.compose import compose
 
     data = prepare_data(compose("stripes", [f"data.cache={tmp_path / 'cache'}"], FAMILIES), FAMILIES).data.path
     made = make_sweep(

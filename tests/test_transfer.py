@@ -17,13 +17,13 @@ from torch import Tensor
 from tests.gpu.check_images import compare_with_synchronised_decode, delay_compute
 from tests.late_device import GARBAGE, LateDevice
 from tests.test_loader import AUGMENTATION, HAS_DALI, IMAGE, are_equal, make_loader, make_orders, train
+from trainyard.config.settings import DataSettings, ImageSettings, TrainConfig
 from trainyard.data.augment import build_neutral
 from trainyard.data.decode_cpu import Request
 from trainyard.data.loader import Loader
 from trainyard.data.prefetch import prefetch
 from trainyard.data.shards import ShardSet
 from trainyard.data.transfer import CopyStream
-from trainyard.settings import DataSettings, ImageSettings, TrainConfig
 
 GPU = torch.device("cuda", 0)
 needs_dali = pytest.mark.skipif(not HAS_DALI, reason="needs nvidia.dali")

@@ -17,8 +17,8 @@ import pytest
 
 from tests.training import FAMILIES, new_run, train
 from trainyard import cli
-from trainyard import config as configs
 from trainyard.cluster import description as clusters
+from trainyard.config import compose as configs
 from trainyard.errors import UserError
 from trainyard.launch import submit
 from trainyard.launch.cancel import cancel

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import save_file
 
 from tests.training import FAMILIES, load_state, new_run, train, train_on_ranks
-from trainyard import config as configs
 from trainyard.cli import main
 from trainyard.cli.choices import find_start
+from trainyard.config import compose as configs
 from trainyard.errors import UserError
 from trainyard.runs.folder import read_env
 from trainyard.train import checkpoint

@@ -128,7 +128,7 @@ def test_an_installed_wheel_has_its_jobs_next_to_a_persons_own(installed, tmp_pa
 def test_a_snapshot_of_an_installed_wheel_is_that_of_a_checkout(installed, tmp_path):
     code = f"""
 from pathlib import Path
-from trainyard.families import find_own_families
+from trainyard.config.families import find_own_families
 from trainyard.launch.submit import snapshot_code
 print(snapshot_code(find_own_families(), Path({str(tmp_path / "code")!r})).jobs)"""
     environ = os.environ | {"PYTHONPATH": str(installed), "PYTHONDONTWRITEBYTECODE": "1"}

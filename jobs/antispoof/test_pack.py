@@ -10,7 +10,7 @@ import soundfile
 import torch
 
 from tests.cases.antispoof import find_shared_audio, get_wave, make_config, make_module, write_recording
-from trainyard.config import compose
+from trainyard.config.compose import compose
 from trainyard.data.loader import Loader
 from trainyard.data.pack import pack
 from trainyard.data.shards import BadRecord

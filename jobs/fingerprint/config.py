@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from trainyard.settings import StoreSettings, TrainConfig, option
+from trainyard.config.settings import StoreSettings, TrainConfig, option
 
 
 @dataclass

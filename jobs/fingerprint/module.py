@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from trainyard import scoring
-from trainyard.duration import Duration
+from trainyard.config.duration import Duration
 from trainyard.errors import UserError
 from trainyard.report import score_figures
 from trainyard.train.module import Batch, DataInfo, Rows, SampleSource, Signature, TrainModule

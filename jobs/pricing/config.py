@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from trainyard.settings import ReportSettings, TrainConfig, option
+from trainyard.config.settings import ReportSettings, TrainConfig, option
 
 from .amounts import MARKS
 

@@ -10,7 +10,7 @@ from typing import Literal
 import pytest
 
 from tests.cases.pricing import COLUMNS, format_csv, write_catalogue
-from trainyard import config as configs
+from trainyard.config import compose as configs
 from trainyard.errors import UserError
 
 from . import catalog

@@ -21,10 +21,10 @@ from tests.cases.pricing import (
     make_module,
     pack_catalogue,
 )
+from trainyard.config.settings import OptimizerSettings
 from trainyard.data.order import bucket_by_length
 from trainyard.data.shards import ShardSet
 from trainyard.errors import UserError
-from trainyard.settings import OptimizerSettings
 from trainyard.train.module import DataInfo
 from trainyard.train.step import TrainState, make_optimizer, train_step
 

@@ -12,11 +12,11 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from trainyard.config.settings import OptimizerSettings
 from trainyard.data.loader import MicroBatch
 from trainyard.data.shards import Ragged
 from trainyard.errors import UserError
 from trainyard.measure import make_header, write_new
-from trainyard.settings import OptimizerSettings
 from trainyard.train.module import Batch, DataInfo
 from trainyard.train.step import TrainState, make_optimizer, train_step
 

@@ -10,7 +10,7 @@ import torch
 from loguru import logger
 
 from tests.cases.tinydet import ARTIFACTS, make_batch, make_config, make_module, make_vanilla, pad, rename_as_published
-from trainyard import config as configs
+from trainyard.config import compose as configs
 from trainyard.errors import UserError
 from trainyard.train.module import DataInfo
 

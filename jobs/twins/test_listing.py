@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.cases.twins import NAMES, TWINS, index_by_person, read_samples, write_raw_folder
-from trainyard import config as configs
+from trainyard.config import compose as configs
 from trainyard.data.prepare import prepare_data
 from trainyard.errors import UserError
 

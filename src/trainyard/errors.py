@@ -68,3 +68,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 _OUT_OF_MEMORY = re.compile(r"^OutOfMemoryError: |out of memory|(CUDNN|CUBLAS)_STATUS_ALLOC_FAILED|CUDABadAlloc")
+
+
+class ConfigError(UserError):
+    """A preset, an override or a frozen configuration is not what the job accepts. One line."""

@@ -18,11 +18,11 @@ from jobs.pricing import catalog
 from jobs.pricing.config import Config
 from jobs.pricing.module import PricingModule, build
 from jobs.pricing.pack import fit_artifacts, samples, splits
+from trainyard.config.settings import TrainConfig
 from trainyard.data import pack as packing
 from trainyard.data.loader import Loader, MicroBatch
 from trainyard.data.order import EpochOrder
 from trainyard.data.shards import ShardSet
-from trainyard.settings import TrainConfig
 from trainyard.train.module import DataInfo
 
 VALID_ROWS = [

@@ -22,7 +22,7 @@ import torch
 from tests.gpu.card import describe_device
 from tests.gpu.check import SMALL, Figures, Sizes, run_in_process, run_in_time
 from tests.training import FORKSERVER
-from trainyard.config import find_jobs
+from trainyard.config.families import find_jobs
 from trainyard.errors import UserError
 from trainyard.measure import find_free_path, make_header, write_results
 from trainyard.text import cut

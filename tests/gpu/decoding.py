@@ -10,10 +10,10 @@ from tests.gpu.card import measure_device_rate
 from tests.gpu.check import Figures, Sizes
 from tests.gpu.check_images import compare_with_synchronised_decode, delay_compute
 from tests.gpu.preset_steps import count_samples, open_preset
+from trainyard.config.settings import AugmentSettings
 from trainyard.data.device import shape_channels
 from trainyard.data.index import ENCODED_IMAGE, IMAGE, INPUTS
 from trainyard.data.loader import Loader
-from trainyard.settings import AugmentSettings
 from trainyard.text import join_names
 from trainyard.train.run_context import TRAIN, RunContext, make_loader
 

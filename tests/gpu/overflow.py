@@ -10,8 +10,8 @@ import torch.utils.deterministic
 from torch import Tensor, nn
 
 from tests.gpu.check import Figures, Sizes
+from trainyard.config.settings import OptimizerSettings
 from trainyard.data.loader import MicroBatch
-from trainyard.settings import OptimizerSettings
 from trainyard.train.module import Batch, TrainModule
 from trainyard.train.step import StepResult, TrainState, copy_for_average, make_optimizer, train_step
 

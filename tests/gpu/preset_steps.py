@@ -18,7 +18,8 @@ from torch import Tensor
 
 from tests.gpu.card import read_capability, wait_for_device
 from tests.gpu.check import SMALL, Figures, Sizes
-from trainyard import config as configs
+from trainyard.config import compose as configs
+from trainyard.config.settings import TrainConfig
 from trainyard.data.loader import MicroBatch
 from trainyard.data.prepare import prepare_data
 from trainyard.data.stage import stage
@@ -26,7 +27,6 @@ from trainyard.errors import UserError
 from trainyard.hardware import choose_precision
 from trainyard.launch.rank_choices import build_context
 from trainyard.runs.create import create_run
-from trainyard.settings import TrainConfig
 from trainyard.train.determinism import choose_determinism
 from trainyard.train.heartbeat import Heartbeat
 from trainyard.train.meters import read_peak_memory_gib

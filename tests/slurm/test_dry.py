@@ -14,11 +14,11 @@ import trainyard
 from trainyard.cli import main
 from trainyard.cluster.description import load_cluster
 from trainyard.cluster.options import OPTIONS, keep_options, read_options
+from trainyard.config.settings import TrainConfig
 from trainyard.errors import UserError
 from trainyard.launch.batch_script import Turn
 from trainyard.launch.resources import Code, ResourceRequest
 from trainyard.launch.submit import make_plan, render_batch_script
-from trainyard.settings import TrainConfig
 
 ATTEMPT = Path(trainyard.__file__).parent / "launch" / "attempt.sh"
 GOLDEN = Path(__file__).parent / "golden"

@@ -25,7 +25,7 @@ from tests.slurm.conftest import Lab
 from tests.slurm.story import PAGE, Story
 from tests.training import FAMILIES, find_differences, load_state, read_run_metrics
 from trainyard.cli import main
-from trainyard.config import load_family
+from trainyard.config.families import load_family
 from trainyard.runs import sweep_file
 from trainyard.runs.folder import read_env, resolve_run
 from trainyard.runs.history import read_run

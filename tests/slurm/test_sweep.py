@@ -15,7 +15,7 @@ import yaml
 from tests.slurm.cluster_runs import LAB_FILE, kill_rank, read_last_step, read_lines, read_slurm_job_id, trainyard, wait
 from tests.slurm.conftest import Lab
 from tests.training import FAMILIES
-from trainyard.config import compose, thaw
+from trainyard.config.compose import compose, thaw
 from trainyard.data.prepare import prepare_data
 from trainyard.errors import UserError
 from trainyard.launch.sweep import choose_array_size

@@ -17,8 +17,8 @@ from loguru import logger
 
 from trainyard import __version__
 from trainyard.cli.verb import Parser, Verbs, choose_families
+from trainyard.config.families import list_roots
 from trainyard.errors import UserError
-from trainyard.families import list_roots
 from trainyard.files import report_full_disk
 from trainyard.hardware import set_openmp_wait_policy
 from trainyard.runs.state import choose_exit_code
@@ -156,7 +156,7 @@ def _build_parser(argv: Sequence[str]) -> tuple[argparse.ArgumentParser, Verbs]:
 
 def _add_family_commands(verbs: Verbs) -> None:
     """Add the families' own commands, from `jobs/<family>/commands.py`; only if none of the built-in ones was typed."""
-    from trainyard.config import load_family
+    from trainyard.config.families import load_family
 
     families: dict[str, Path] = {}
     for root in list_roots():

@@ -6,9 +6,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from trainyard import config as configs
 from trainyard.choice import Choice
 from trainyard.cluster.description import Cluster
+from trainyard.config import compose as configs
+from trainyard.config.families import Root
+from trainyard.config.settings import TrainConfig
 from trainyard.errors import UserError
 from trainyard.files import limit_writers
 from trainyard.launch.choose_data import DataChoice, choose_data
@@ -20,7 +22,6 @@ from trainyard.runs import folder as runs
 from trainyard.runs.families import remember_families
 from trainyard.runs.folder import CONFIG, resolve_run
 from trainyard.runs.observations import record_plan_key
-from trainyard.settings import TrainConfig
 
 
 def add_synthetic_option(verb: argparse.ArgumentParser) -> None:
@@ -100,7 +101,7 @@ def describe_rows(**choices: Choice[str] | None) -> dict[str, str]:
 def record_choices(
     run: Path,
     data: DataChoice,
-    families: configs.Root,
+    families: Root,
     plan: Plan | None = None,
     packing: PackingChoice | None = None,
     memory: Choice[str] | None = None,
@@ -125,7 +126,7 @@ def settle_elements(
     runs: list[Path],
     data: DataChoice,
     plan_run: Callable[[TrainConfig], Plan],
-    families: configs.Root,
+    families: Root,
     runs_dir: Path,
     check_memory: Callable[[Plan], Choice[str] | None],
 ) -> list[TrainConfig]:

@@ -6,11 +6,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainyard import config as configs
 from trainyard.choice import Choice
 from trainyard.cli.choices import describe_choices, describe_rows
+from trainyard.config import compose as configs
+from trainyard.config.duration import Duration
+from trainyard.config.families import load_family
+from trainyard.config.settings import TrainConfig
 from trainyard.data.prepare import check_packed, find_raw, is_packed
-from trainyard.duration import Duration
 from trainyard.launch import submit, sweep
 from trainyard.launch.batch_script import Turn
 from trainyard.launch.choose_data import DataChoice
@@ -20,7 +22,6 @@ from trainyard.launch.resources import Code, Plan, RunRequest
 from trainyard.runs.folder import check_name
 from trainyard.runs.manifest import list_checkpoints
 from trainyard.runs.sweep_file import FOLDER
-from trainyard.settings import TrainConfig
 
 if TYPE_CHECKING:
     import numpy as np
@@ -177,7 +178,7 @@ def _read_splits(config: TrainConfig, jobs_dir: Path) -> "tuple[Index, Mapping[s
 
     index = read_index(Path(config.data.path))
     check_packed(index, config)
-    pack = configs.load_family(jobs_dir, config.family, "pack")
+    pack = load_family(jobs_dir, config.family, "pack")
     return index, pack.splits(index.columns, index.vocabulary, config)
 
 

@@ -3,16 +3,16 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainyard import config as configs
 from trainyard.cli.dry import count_steps_per_epoch
-from trainyard.duration import Duration
+from trainyard.config import compose as configs
+from trainyard.config.duration import Duration
+from trainyard.config.settings import TrainConfig
 from trainyard.errors import UserError
 from trainyard.runs.changes import accept_options
 from trainyard.runs.events import EXTENDED, append_event, read_events
 from trainyard.runs.folder import read_env, update_env
 from trainyard.runs.history import read_run
 from trainyard.runs.manifest import list_checkpoints
-from trainyard.settings import TrainConfig
 
 LENGTH = "max_duration"
 

@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 
 from trainyard.cli.verb import Verbs, add_verb
-from trainyard.families import format_families, list_roots
+from trainyard.config.families import format_families, list_roots
 from trainyard.tools.new_family import create_family, list_templates
 
 

@@ -12,14 +12,14 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from trainyard import config as configs
 from trainyard.cli.verb import Verbs, add_verb
-from trainyard.composition import SCHEMA
+from trainyard.config import compose as configs
+from trainyard.config.compose import SCHEMA
+from trainyard.config.families import find_jobs, find_own_families, list_roots
+from trainyard.config.settings import NeedsSettings
 from trainyard.environment import count_visible_gpus, list_gpus
 from trainyard.errors import UserError
-from trainyard.families import find_own_families, list_roots
 from trainyard.launch.choose_gpu import read_needed_gib
-from trainyard.settings import NeedsSettings
 from trainyard.text import cut
 
 WIDTH = 99
@@ -65,7 +65,7 @@ def add_commands(verbs: Verbs) -> None:
 
 def _list_jobs(args: argparse.Namespace) -> int:
     roots = [args.jobs] if args.typed_jobs else list_roots()
-    by_root = {root: configs.find_jobs(root) for root in roots}
+    by_root = {root: find_jobs(root) for root in roots}
     if not any(by_root.values()):
         raise UserError(
             f"{args.jobs}: contains no preset (<family>/<preset>.yaml). Name the folder of jobs: --jobs DIR."

@@ -3,10 +3,10 @@
 import argparse
 from pathlib import Path
 
-from trainyard import config as configs
 from trainyard.cli.verb import Verbs, add_verb
+from trainyard.config import compose as configs
+from trainyard.config.families import format_families
 from trainyard.errors import UserError
-from trainyard.families import format_families
 from trainyard.files import require_writable
 from trainyard.runs import folder as runs
 from trainyard.runs.manifest import list_checkpoints, verify

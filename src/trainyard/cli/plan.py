@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainyard import config as configs
 from trainyard.choice import Choice
 from trainyard.cli.choices import add_synthetic_option, compose_job
 from trainyard.cli.dry import count_steps_per_epoch
@@ -17,9 +16,11 @@ from trainyard.cli.plan_table import tabulate_presets
 from trainyard.cli.request import read_request
 from trainyard.cli.verb import Verbs, add_verb, find_project_folder
 from trainyard.cluster import description as clusters
-from trainyard.duration import Duration
+from trainyard.config import compose as configs
+from trainyard.config.duration import Duration
+from trainyard.config.families import format_families, list_roots
+from trainyard.config.settings import TrainConfig
 from trainyard.errors import UserError
-from trainyard.families import format_families, list_roots
 from trainyard.hardware import GpuType, get_gpu
 from trainyard.launch.memory_prediction import (
     FITS,
@@ -34,7 +35,6 @@ from trainyard.launch.memory_prediction import (
     open_cache,
 )
 from trainyard.launch.resources import Plan, RunRequest
-from trainyard.settings import TrainConfig
 from trainyard.text import suggest_nearest
 
 USUAL_CARDS = ("p100-16-pcie", "2080ti", "a5000", "a100-40-sxm", "a100-80-sxm", "h200")

@@ -5,6 +5,7 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from trainyard.config.settings import StoreSettings, TrainConfig
 from trainyard.errors import UserError
 from trainyard.hardware import GpuType, choose_precision
 from trainyard.launch.memory_prediction import (
@@ -20,7 +21,6 @@ from trainyard.launch.memory_prediction import (
     choose_fit,
     count_disk_bytes,
 )
-from trainyard.settings import StoreSettings, TrainConfig
 from trainyard.split import explain_micro_batch, split_batch
 from trainyard.text import align_columns, format_size
 

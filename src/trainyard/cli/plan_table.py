@@ -5,10 +5,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from trainyard import config as configs
 from trainyard.cli.choices import compose_job
 from trainyard.cli.plan_screen import CPU, fit_card
 from trainyard.cluster import description as clusters
+from trainyard.config.families import Root, find_jobs
+from trainyard.config.settings import TrainConfig
 from trainyard.hardware import GpuType
 from trainyard.launch.memory_prediction import (
     MISFIT,
@@ -20,7 +21,6 @@ from trainyard.launch.memory_prediction import (
     find_cache,
 )
 from trainyard.launch.resources import RunRequest
-from trainyard.settings import TrainConfig
 
 _HEADER = ["preset", "global batch", "learning rate", "seed"]
 
@@ -45,10 +45,10 @@ def tabulate_presets(
     rows: list[list[str]] = []
     notes: dict[str, int] = {}
     gpus = request.resources.gpus
-    presets = {job: root for root in reversed(roots) for job in configs.find_jobs(root)}  # the first root has priority
+    presets = {job: root for root in reversed(roots) for job in find_jobs(root)}  # the first root has priority
     for job in tqdm(sorted(presets), unit="preset", leave=False, disable=None if predicts else True):
         jobs = presets[job]
-        config = compose_job(replace(request, job=job, families=configs.Root(jobs, "")), cluster).config
+        config = compose_job(replace(request, job=job, families=Root(jobs, "")), cluster).config
         wanted = [card for card in cards.values() if predicts and card is not CPU]
         try:
             predict = complete_cache(config, jobs, wanted, gpus=gpus, environ=os.environ, announce=None).read

@@ -9,7 +9,7 @@ from trainyard.cli.verb import add_dry_option, find_project_folder
 from trainyard.cluster import description as clusters
 from trainyard.cluster import query as slurm
 from trainyard.cluster.options import OPTIONS, read_options
-from trainyard.config import Root
+from trainyard.config.families import Root
 from trainyard.errors import UserError
 from trainyard.launch.resources import Plan, ResourceRequest, RunRequest
 from trainyard.runs import status, trust

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from trainyard import config as configs
 from trainyard.choice import Choice
 from trainyard.cli import dry
 from trainyard.cli.choices import (
@@ -24,6 +23,9 @@ from trainyard.cli.request import add_plan_option, add_resource_args, check_agai
 from trainyard.cli.verb import Verbs, add_verb
 from trainyard.cluster import description as clusters
 from trainyard.cluster.options import keep_options, read_options
+from trainyard.config import compose as configs
+from trainyard.config.families import choose_root
+from trainyard.config.settings import TrainConfig
 from trainyard.data.prepare import packs_the_same
 from trainyard.environment import LocalGpu, count_visible_gpus, list_gpus
 from trainyard.errors import UserError
@@ -37,7 +39,6 @@ from trainyard.runs import folder as runs
 from trainyard.runs.create import create_run
 from trainyard.runs.history import read_run
 from trainyard.runs.submission import read_submission
-from trainyard.settings import TrainConfig
 from trainyard.train.trackers import require_trackers
 
 
@@ -141,7 +142,7 @@ def _request_second(request: RunRequest, job: str, *, has_families: bool) -> Run
         request,
         job=job,
         name=None,
-        families=request.families if has_families else configs.choose_root(job),
+        families=request.families if has_families else choose_root(job),
         overrides=tuple(word for word in request.overrides if word.startswith("data.")),
     )
 

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from trainyard import config as configs
 from trainyard.cli import dry
 from trainyard.cli.choices import (
     add_synthetic_option,
@@ -30,6 +29,7 @@ from trainyard.cli.request import (
 )
 from trainyard.cli.verb import Verbs, add_dry_option, add_trust_option, add_verb
 from trainyard.cluster.options import keep_options, read_options
+from trainyard.config import compose as configs
 from trainyard.errors import UserError
 from trainyard.launch import submit
 from trainyard.launch import sweep as sweeps

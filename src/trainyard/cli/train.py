@@ -11,14 +11,15 @@ from typing import Any
 
 from loguru import logger
 
-from trainyard import config as configs
 from trainyard.cli import dry, submission
 from trainyard.cli.choices import add_synthetic_option, find_start, record_choices
 from trainyard.cli.extension import LENGTH, Extension, plan_extension, record_extension
 from trainyard.cli.request import add_plan_option, add_resource_args, recall_families, refuse_if_busy, require_trust
 from trainyard.cli.verb import Verbs, add_dry_option, add_trust_option, add_verb
+from trainyard.config import compose as configs
+from trainyard.config.families import Root, format_families
+from trainyard.config.settings import TrainConfig
 from trainyard.errors import UserError
-from trainyard.families import format_families
 from trainyard.files import limit_writers
 from trainyard.hardware import choose_sync_batchnorm, show_own_mig_slice
 from trainyard.launch.choose_data import DataChoice, choose_data, refuse_no_data
@@ -29,7 +30,6 @@ from trainyard.runs.history import read_run
 from trainyard.runs.lock import RunLock, release
 from trainyard.runs.state import Cause, ExitCode
 from trainyard.runs.submission import read_submission
-from trainyard.settings import TrainConfig
 from trainyard.train.trackers import require_trackers
 from trainyard.train.world import read_world
 
@@ -82,7 +82,7 @@ def _run(args: argparse.Namespace) -> int:
             _apply_changes(run, configs.thaw(run / runs.CONFIG, args.jobs), config)
     else:
         run = create_run(args.runs, config, name=args.name, environ=os.environ)
-        record_choices(run, data, configs.Root(args.jobs, args.why_jobs))
+        record_choices(run, data, Root(args.jobs, args.why_jobs))
         try:
             return _train(run, args, count)
         finally:

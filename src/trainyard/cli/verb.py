@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn, TypeAlias
 
-from trainyard.families import list_roots
+from trainyard.config.families import list_roots
 from trainyard.text import suggest_nearest
 
 Verbs: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
@@ -66,7 +66,7 @@ def choose_families(args: argparse.Namespace) -> None:
     if args.typed_jobs:
         args.why_jobs = "--jobs"
     elif getattr(args, "job", "") and getattr(args, "composes", True):  # `plan --all` and `sweep --continue` have none
-        from trainyard.config import choose_root
+        from trainyard.config.families import choose_root
 
         args.jobs, args.why_jobs = choose_root(args.job)
     else:

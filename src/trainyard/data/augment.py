@@ -6,8 +6,8 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
+from trainyard.config.settings import AugmentSettings, ImageSettings
 from trainyard.errors import UserError
-from trainyard.settings import AugmentSettings, ImageSettings
 
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)  # 2**64 over the golden ratio, SplitMix64's increment
 _DRAWS = 13

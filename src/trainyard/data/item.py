@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trainyard.config.settings import AugmentSettings
 from trainyard.data import augment
 from trainyard.data.augment import Parameters
-from trainyard.settings import AugmentSettings
 
 _DRAWN_TOGETHER = 8  # micro-batches whose random numbers are drawn in one call, which takes the time of three
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trainyard.config.settings import AudioSettings, AugmentSettings, DataSettings, ImageSettings, TrainConfig
 from trainyard.data import augment, decode_cpu
 from trainyard.data.arrays import read_arrays
 from trainyard.data.batch_memory import BatchMemory
@@ -26,7 +27,6 @@ from trainyard.data.shards import ShardSet
 from trainyard.data.store import check_inputs, has_inputs, read_regions
 from trainyard.data.transfer import CopyStream
 from trainyard.errors import UserError
-from trainyard.settings import AudioSettings, AugmentSettings, DataSettings, ImageSettings, TrainConfig
 from trainyard.split import split_batch
 
 _UNFINISHED_COPIES = 1  # items that a GPU may still be reading from their buffers when the next one is taken

@@ -9,11 +9,11 @@ from dataclasses import asdict, dataclass
 import numpy as np
 from PIL import Image
 
+from trainyard.config.settings import ImageSettings
 from trainyard.data.index import IMAGE, INPUT_RAW
 from trainyard.data.shards import Sample, ShardSet
 from trainyard.data.store import InputStore, find_region, name_store
 from trainyard.files import write_atomically
-from trainyard.settings import ImageSettings
 
 LOSS = "loss.json"
 _MOST_IMAGES = 64  # evenly spaced over the data set

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from trainyard.config.settings import TrainConfig
 from trainyard.errors import UserError
-from trainyard.settings import TrainConfig
 
 _POOL_BATCHES = 50  # enough for similar lengths in a batch, few enough that batches differ between epochs
 

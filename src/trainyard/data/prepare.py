@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from loguru import logger
 
-from trainyard.config import compose, find_differences, load_family
+from trainyard.config.compose import compose, find_differences
+from trainyard.config.families import load_family
+from trainyard.config.settings import JPEG, KEEP, StoreSettings, TrainConfig
 from trainyard.data.raw import list_once, recall_listing, remember_listing
 from trainyard.errors import UserError
 from trainyard.files import FlockRefused, exclusive_lock, remove_partial_folders
 from trainyard.hardware import count_cores
-from trainyard.settings import JPEG, KEEP, StoreSettings, TrainConfig
 from trainyard.text import join_names
 
 if TYPE_CHECKING:

@@ -5,11 +5,11 @@ import time
 import numpy as np
 import torch
 
+from trainyard.config.settings import TrainConfig
 from trainyard.data.index import IMAGE
 from trainyard.data.loader import Loader
 from trainyard.data.shards import ShardSet
 from trainyard.data.store import name_store
-from trainyard.settings import TrainConfig
 
 _MEASURED_ROUNDS, _MEASURED_S = 2, 0.2  # the first warms up
 _MEASURED_IMAGES, _MEASURED_BATCH = 1024, 64

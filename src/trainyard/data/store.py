@@ -17,9 +17,9 @@ import numpy as np
 from PIL import Image
 
 from trainyard.choice import Choice
+from trainyard.config.settings import JPEG, KEEP, AugmentSettings, ImageSettings, explain_more_than_resize
 from trainyard.data.index import IMAGE, INPUT_PNG, INPUTS, REGION, Records
 from trainyard.errors import UserError
-from trainyard.settings import JPEG, KEEP, AugmentSettings, ImageSettings, explain_more_than_resize
 
 if TYPE_CHECKING:
     from trainyard.data.shards import ShardSet

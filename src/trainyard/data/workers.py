@@ -22,9 +22,9 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import NoReturn
 
+from trainyard.config.families import get_aliases, import_aliases
 from trainyard.data.store import load_resizing
 from trainyard.data.write_shard import ShardTask, WrittenShard, write_shard
-from trainyard.families import get_aliases, import_aliases
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP, signal.SIGQUIT)
 """What a terminal and Slurm send to the whole tree: the packing process decides what follows."""

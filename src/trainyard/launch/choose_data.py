@@ -17,11 +17,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trainyard.cluster.description import SYNTHETIC, Cluster, load_user_file
-from trainyard.config import compose, find_jobs
+from trainyard.config.compose import compose
+from trainyard.config.families import find_jobs
+from trainyard.config.settings import TrainConfig
 from trainyard.data.prepare import count_samples, describe_synthetic, explain_no_sample
 from trainyard.errors import UserError
 from trainyard.runs.trust import require_own_file
-from trainyard.settings import TrainConfig
 from trainyard.text import find_nearest, join_names
 
 USER_FILE = "trainyard.yaml"

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from trainyard.cluster.description import Cluster, GpuNodes
+from trainyard.config.settings import NeedsSettings, TrainConfig
 from trainyard.errors import UserError
 from trainyard.hardware import GPUS, GpuType, Precision, choose_precision, choose_sync_batchnorm, get_gpu
-from trainyard.settings import NeedsSettings, TrainConfig
 from trainyard.split import BatchSplit, explain_micro_batch, split_batch
 from trainyard.text import join_names, suggest_nearest
 

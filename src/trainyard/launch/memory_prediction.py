@@ -17,13 +17,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from trainyard.config import freeze, list_kept_options
-from trainyard.duration import Duration
+from trainyard.config.compose import freeze, list_kept_options
+from trainyard.config.duration import Duration
+from trainyard.config.settings import TrainConfig
 from trainyard.environment import THIS_CODE
 from trainyard.errors import UserError
 from trainyard.files import parse_json, read_file, write_json
 from trainyard.hardware import GpuType, Precision, choose_precision, count_cores
-from trainyard.settings import TrainConfig
 from trainyard.split import BatchSplit, explain_micro_batch, split_batch
 
 DRIVER_SHARE = 0.08

@@ -14,12 +14,13 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from trainyard import composition
-from trainyard import config as configs
+from trainyard.config import compose as composition
+from trainyard.config import compose as configs
+from trainyard.config.families import find_jobs, load_family
+from trainyard.config.settings import TrainConfig
 from trainyard.files import limit_writers
 from trainyard.runs import folder as runs
 from trainyard.runs.create import create_run
-from trainyard.settings import TrainConfig
 
 _WAIT_FOR_RUN_S = 120  # how long other ranks wait for rank 0, which may start later than they do
 
@@ -62,8 +63,8 @@ def run_multirun(
         UserError: there is no such job.
     """
     configs.compose(job, [], jobs_dir)  # reports what is wrong with the job in our words
-    preset = configs.find_jobs(jobs_dir)[job].resolve()
-    composition.register_options(configs.load_family(jobs_dir, preset.parent.name, "config").Config)
+    preset = find_jobs(jobs_dir)[job].resolve()
+    composition.register_options(load_family(jobs_dir, preset.parent.name, "config").Config)
     family, jobs_dir, runs_dir = preset.parent.name, jobs_dir.resolve(), runs_dir.resolve()
 
     def train(tree: DictConfig) -> None:

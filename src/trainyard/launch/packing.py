@@ -10,10 +10,10 @@ from pathlib import Path
 from trainyard.choice import Choice
 from trainyard.cluster.description import format_minutes
 from trainyard.cluster.options import choose_options, keep_options
+from trainyard.config.settings import TrainConfig
 from trainyard.data.prepare import find_packed, is_packed, packs_the_same
 from trainyard.launch.resources import Code, Plan, ResourceRequest
 from trainyard.launch.submit import choose_time
-from trainyard.settings import TrainConfig
 
 _IN_THE_RUN = "in the run, on its first node"
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from loguru import logger
 
 from trainyard.choice import Choice
-from trainyard.config import load_family
+from trainyard.config.families import format_families, load_family
+from trainyard.config.settings import TrainConfig
 from trainyard.errors import UserError
-from trainyard.families import format_families
 from trainyard.hardware import (
     Precision,
     choose_compute_threads,
@@ -33,7 +33,6 @@ from trainyard.runs.folder import ENV_FILE, update_env
 from trainyard.runs.history import read_object
 from trainyard.runs.lock import RunLock
 from trainyard.runs.observations import learn_from_errors, read_limit
-from trainyard.settings import TrainConfig
 from trainyard.split import split_batch
 from trainyard.train.world import World, read_attempt_id
 

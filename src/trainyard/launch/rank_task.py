@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, NoReturn
 
 from loguru import logger
 
-from trainyard.config import freeze, thaw
+from trainyard.config.compose import freeze, thaw
+from trainyard.config.duration import Duration
+from trainyard.config.settings import TrainConfig
 from trainyard.data.prepare import StopRequested, is_packed, prepare_data, restore_source, verify_packed
-from trainyard.duration import Duration
 from trainyard.errors import DiskFull, OutOfDeviceMemory, UserError
 from trainyard.files import AppendedFile, limit_writers, report_full_disk, write_atomically
 from trainyard.hardware import (
@@ -33,7 +34,6 @@ from trainyard.runs.folder import CONFIG, read_env, record_error
 from trainyard.runs.lock import RunLock
 from trainyard.runs.observations import Usage, read_plan_key, record_prediction, record_usage
 from trainyard.runs.state import ExitCode, choose_exit_code
-from trainyard.settings import TrainConfig
 from trainyard.split import split_batch
 from trainyard.train.world import World, read_attempt_id, read_world
 

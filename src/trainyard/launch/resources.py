@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from trainyard.cluster.description import Cluster, GpuNodes
-from trainyard.config import Root
+from trainyard.config.families import Root
+from trainyard.config.settings import TrainConfig
 from trainyard.hardware import Precision, choose_image_target, get_gpu
-from trainyard.settings import TrainConfig
 from trainyard.split import BatchSplit
 
 

@@ -18,6 +18,7 @@ from trainyard.choice import Choice
 from trainyard.cluster import query as slurm
 from trainyard.cluster.description import Cluster, GpuNodes, format_minutes, parse_minutes
 from trainyard.cluster.options import choose_options
+from trainyard.config.settings import TrainConfig
 from trainyard.environment import name_chosen_gpus
 from trainyard.errors import UserError
 from trainyard.files import copy_folder, limit_writers, write_atomically, write_json
@@ -39,7 +40,6 @@ from trainyard.launch.resources import Code, Plan, ResourceRequest
 from trainyard.masking import find_secrets
 from trainyard.runs.folder import SUBMISSION
 from trainyard.runs.state import render_exit_codes
-from trainyard.settings import TrainConfig
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _CODE_LIMIT_MIB = 64

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainyard.cluster import query as slurm
-from trainyard.config import compose
+from trainyard.config.compose import compose
+from trainyard.config.settings import TrainConfig
 from trainyard.errors import UserError
 from trainyard.files import create_common_folder, limit_writers, write_atomically
 from trainyard.runs.create import create_run
 from trainyard.runs.folder import check_name, find_free_name
 from trainyard.runs.sweep_file import FILE, FOLDER, Element, Sweep, encode_sweep
-from trainyard.settings import TrainConfig
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.overrides_parser import OverridesParser

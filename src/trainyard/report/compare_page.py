@@ -15,9 +15,9 @@ from urllib.parse import quote
 
 import numpy as np
 
+from trainyard.config.frozen import LOCATION, read_options
 from trainyard.errors import UserError
 from trainyard.files import limit_writers, write_atomically
-from trainyard.frozen import LOCATION, read_options
 from trainyard.report.figures import MARKERS, SERIES, Plot, draw_figure
 from trainyard.report.html import render_gallery, render_page, render_section, render_table
 from trainyard.report.metric_values import format_metric, format_value

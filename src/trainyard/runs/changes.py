@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trainyard.errors import UserError
+from trainyard.config.frozen import LOCATION, build_tree, hash_options, read_options, write_frozen
+from trainyard.errors import ConfigError, UserError
 from trainyard.files import open_file
-from trainyard.frozen import LOCATION, ConfigError, build_tree, hash_options, read_options, write_frozen
 from trainyard.runs.events import ENDS, EVENTS_FILE, METRICS_FILE, STARTS, Line, append_event, read_lines
 from trainyard.runs.folder import CONFIG, ENV_FILE, EnvChanged, read_env, select_fixed_env, write_env
 from trainyard.runs.manifest import hash_fields, list_checkpoints

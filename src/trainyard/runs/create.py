@@ -9,12 +9,12 @@ from pathlib import Path
 
 from loguru import logger
 
-from trainyard.config import freeze
+from trainyard.config.compose import freeze
+from trainyard.config.settings import TrainConfig
 from trainyard.environment import NO_VARIABLES, THIS_CODE, describe_environment, find_checkout
 from trainyard.errors import UserError
 from trainyard.files import create_common_folder, limit_writers, share_folder
 from trainyard.runs.folder import CONFIG, DIFF, check_name, write_env
-from trainyard.settings import TrainConfig
 from trainyard.text import join_names
 
 

@@ -5,11 +5,10 @@ from typing import NamedTuple
 
 from loguru import logger
 
-from trainyard.config import Root
+from trainyard.config.families import Root, find_own_families, list_roots
+from trainyard.config.frozen import read_frozen
 from trainyard.errors import UserError
-from trainyard.families import find_own_families, list_roots
 from trainyard.files import limit_writers
-from trainyard.frozen import read_frozen
 from trainyard.runs.folder import CONFIG, read_env, update_env
 
 OWN = "Trainyard's own"

@@ -14,13 +14,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainyard import config as configs
+from trainyard.config import compose as configs
+from trainyard.config.families import find_jobs, load_family
+from trainyard.config.settings import TrainConfig
 from trainyard.data.loader import Loader, MicroBatch
 from trainyard.data.order import shuffle
 from trainyard.data.prepare import prepare_data
 from trainyard.data.shards import Audio, Ragged, ShardSet
 from trainyard.errors import UserError
-from trainyard.settings import TrainConfig
 from trainyard.tools.exact_runs import RunsDiffer, compare_runs
 from trainyard.train.module import DataInfo, TrainModule
 from trainyard.train.step import TrainState, make_optimizer, train_step
@@ -52,7 +53,7 @@ class Family:
 
     def import_part(self, part: str) -> ModuleType:
         """Import `config`, `pack` or `module`."""
-        return configs.load_family(self.jobs_dir, self.family, part)
+        return load_family(self.jobs_dir, self.family, part)
 
     def import_tests(self) -> ModuleType:
         """Import the family's own tests, which say what a perfect prediction is."""
@@ -152,7 +153,7 @@ def check_files(family: Family) -> None:
 
 def check_presets(family: Family) -> None:
     """Check that every preset composes and says what it is for, and every option what it does."""
-    for name, path in configs.find_jobs(family.jobs_dir).items():
+    for name, path in find_jobs(family.jobs_dir).items():
         if path.parent.name == family.family:
             config = configs.compose(name, [], family.jobs_dir)
             _expect(path.read_text().startswith("# "), f"{path}: expected a first line '# what the preset is for'.")

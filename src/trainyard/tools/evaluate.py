@@ -15,7 +15,8 @@ from loguru import logger
 from tqdm import tqdm
 
 from trainyard import __version__
-from trainyard.config import apply_overrides
+from trainyard.config.compose import apply_overrides
+from trainyard.config.settings import TrainConfig
 from trainyard.data.index import AUDIO, ENCODED_IMAGE, INDEX, INPUTS, PCM, RAGGED
 from trainyard.data.loader import Loader
 from trainyard.data.prepare import build_meta
@@ -36,7 +37,6 @@ from trainyard.runs.evaluations import (
 )
 from trainyard.runs.events import METRICS_FILE
 from trainyard.runs.folder import find_free_name, read_env
-from trainyard.settings import TrainConfig
 from trainyard.text import join_names
 from trainyard.tools.trained_model import TrainedModel, describe_data, load_model, make_loader, pack_temporarily
 from trainyard.train.evaluate import gather_rows, score_rows

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from trainyard import config as configs
+from trainyard.config import compose as configs
 from trainyard.data.prepare import prepare_data
 from trainyard.launch.rank_task import execute
 from trainyard.runs.create import create_run

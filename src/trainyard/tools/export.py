@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from trainyard import scoring
-from trainyard.config import thaw
+from trainyard.config.compose import thaw
+from trainyard.config.settings import TrainConfig
 from trainyard.data.prepare import is_packed
 from trainyard.data.shards import ShardSet
 from trainyard.errors import UserError
@@ -21,7 +22,6 @@ from trainyard.files import fsync_path
 from trainyard.runs import pair_scores
 from trainyard.runs.folder import CONFIG
 from trainyard.runs.manifest import Entry
-from trainyard.settings import TrainConfig
 from trainyard.tools import program
 from trainyard.tools.predict import refuse_existing
 from trainyard.tools.trained_model import TrainedModel, load_model, pack_temporarily

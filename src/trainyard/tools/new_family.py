@@ -4,7 +4,7 @@ import keyword
 import re
 from pathlib import Path
 
-from trainyard.config import find_jobs
+from trainyard.config.families import find_jobs
 from trainyard.errors import UserError
 from trainyard.files import create_folder
 

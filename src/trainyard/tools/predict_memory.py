@@ -16,7 +16,9 @@ import torch
 from loguru import logger
 from torch import Tensor
 
-from trainyard.config import apply_overrides, compose, load_family, thaw
+from trainyard.config.compose import apply_overrides, compose, thaw
+from trainyard.config.families import load_family
+from trainyard.config.settings import StoreSettings, TrainConfig
 from trainyard.data.index import IMAGE, RAGGED
 from trainyard.data.loader import Loader
 from trainyard.data.prepare import is_packed, prepare_data
@@ -24,7 +26,6 @@ from trainyard.data.shards import ShardSet
 from trainyard.errors import UserError
 from trainyard.hardware import Precision, get_gpu
 from trainyard.launch.memory_prediction import StepConfig, StepPrediction, choose_fit, find_cache, open_cache
-from trainyard.settings import StoreSettings, TrainConfig
 from trainyard.train.module import DataInfo, FakeTensorMode, TrainModule
 from trainyard.train.precision import make_autocast
 from trainyard.train.run_context import TRAIN

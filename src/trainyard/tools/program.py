@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
+from trainyard.config.settings import ImageSettings
 from trainyard.data.device import prepare_model_input
 from trainyard.data.index import AUDIO, IMAGE, PCM, RAGGED
 from trainyard.data.loader import Loader
 from trainyard.data.shards import ShardSet
 from trainyard.errors import UserError
 from trainyard.hardware import count_cores
-from trainyard.settings import ImageSettings
 from trainyard.tools.trained_model import TrainedModel
 from trainyard.train.evaluate import predict_batches
 from trainyard.train.module import Rows, Signature, TrainModule

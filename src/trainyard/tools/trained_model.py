@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tqdm import tqdm
 
-from trainyard.config import load_family, thaw
+from trainyard.config.compose import thaw
+from trainyard.config.families import load_family
+from trainyard.config.settings import JPEG, TrainConfig
 from trainyard.data.prepare import build_meta
 from trainyard.errors import UserError
 from trainyard.hardware import Precision, choose_precision, count_cores
 from trainyard.runs.folder import CONFIG
 from trainyard.runs.manifest import Entry
-from trainyard.settings import JPEG, TrainConfig
 
 if TYPE_CHECKING:
     import torch

@@ -20,6 +20,7 @@ import torch
 from loguru import logger
 
 from trainyard.choice import Choice
+from trainyard.config.settings import TrainConfig
 from trainyard.data.augment import list_scales
 from trainyard.data.host_memory import read_available_memory
 from trainyard.data.index import IMAGE, RAGGED
@@ -27,7 +28,6 @@ from trainyard.data.loader import Loader
 from trainyard.data.order import EpochOrder
 from trainyard.data.shards import ShardSet
 from trainyard.errors import is_out_of_memory
-from trainyard.settings import TrainConfig
 from trainyard.text import format_size
 from trainyard.train import distributed
 from trainyard.train.evaluate import predict_share

@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from trainyard.duration import Duration
+from trainyard.config.duration import Duration
 
 T = TypeVar("T")
 

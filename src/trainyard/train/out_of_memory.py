@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
+from trainyard.config.settings import TrainConfig
 from trainyard.errors import OutOfDeviceMemory, is_out_of_memory
-from trainyard.settings import TrainConfig
 from trainyard.train.run_context import RunContext
 
 EVALUATION, BATCH_STATISTICS = "evaluation", "recomputing of BatchNorm statistics"

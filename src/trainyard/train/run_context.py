@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from trainyard.config.duration import Duration
+from trainyard.config.settings import TrainConfig, parse_monitor
 from trainyard.data import order
 from trainyard.data.host_memory import AvailableMemory, read_available_memory, refuse_oversized_batches
 from trainyard.data.loader import Loader, MicroBatch
 from trainyard.data.shards import ShardSet
-from trainyard.duration import Duration
 from trainyard.errors import UserError
 from trainyard.hardware import Precision
 from trainyard.runs.events import MetricOrder
-from trainyard.settings import TrainConfig, parse_monitor
 from trainyard.train.heartbeat import Heartbeat
 from trainyard.train.module import TrainModule
 from trainyard.train.world import World

@@ -12,10 +12,10 @@ import torch
 from loguru import logger
 from torch import Tensor
 
+from trainyard.config.settings import TrainConfig
 from trainyard.errors import UserError
 from trainyard.runs.folder import update_env
 from trainyard.runs.manifest import MOST, CheckpointError
-from trainyard.settings import TrainConfig
 from trainyard.train import checkpoint, distributed
 from trainyard.train.best import Plateau
 from trainyard.train.compiled_layers import begin_step_of_graphs, compile_layers

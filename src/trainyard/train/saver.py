@@ -14,7 +14,7 @@ import torch
 from loguru import logger
 from torch import Tensor
 
-from trainyard.config import list_kept_options
+from trainyard.config.compose import list_kept_options
 from trainyard.data.host_memory import read_available_memory
 from trainyard.runs.changes import FILES, describe_files
 from trainyard.runs.folder import read_env, select_fixed_env, update_env

@@ -3,8 +3,8 @@
 import bisect
 import math
 
-from trainyard.duration import Duration
-from trainyard.settings import ScheduleSettings
+from trainyard.config.duration import Duration
+from trainyard.config.settings import ScheduleSettings
 
 _ONE_CYCLE_START = 1 / 25  # of the peak, as in Smith and Topin 2017 (arXiv:1708.07120) and torch's OneCycleLR
 _ONE_CYCLE_WARMUP = 0.3  # share of the run, if `warmup` is empty

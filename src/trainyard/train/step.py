@@ -16,9 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
 
+from trainyard.config.settings import OptimizerSettings
 from trainyard.data.loader import MicroBatch
 from trainyard.errors import UserError
-from trainyard.settings import OptimizerSettings
 from trainyard.train import distributed
 from trainyard.train.best import Plateau
 from trainyard.train.data_parallel import leave_out_of_statistics

@@ -28,12 +28,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
+from trainyard.config.settings import HANG_MINUTES
 from trainyard.errors import Hung
 from trainyard.files import write_atomically
 from trainyard.runs.folder import record_error
 from trainyard.runs.history import RANKS, read_object
 from trainyard.runs.state import ExitCode
-from trainyard.settings import HANG_MINUTES
 from trainyard.text import format_duration
 from trainyard.train.heartbeat import Progress
 from trainyard.train.stop import STOP_SIGNALS

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from trainyard.settings import TrainConfig, option
+from trainyard.config.settings import TrainConfig, option
 
 REGRESS, CLASSIFY = "regress", "classify"
 

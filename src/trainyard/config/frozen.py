@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from trainyard.errors import UserError
+from trainyard.errors import ConfigError
 from trainyard.files import read_file, write_atomically
 
 LOCATION = "data.path"
@@ -49,10 +49,6 @@ class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
 _EXPONENT = re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$")
 for _kind in (_Loader, _Dumper):
     _kind.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+0123456789"))
-
-
-class ConfigError(UserError):
-    """A preset, an override or a frozen configuration is not what the job accepts. One line."""
 
 
 def write_frozen(tree: Mapping[str, Any], path: Path) -> None:

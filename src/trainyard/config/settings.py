@@ -5,7 +5,7 @@ import re
 from dataclasses import Field, dataclass, field, fields, is_dataclass
 from typing import Any
 
-from trainyard.duration import Duration
+from trainyard.config.duration import Duration
 from trainyard.errors import UserError
 
 
