@@ -15,7 +15,8 @@ from tests.run_folders import NOW, RunFolder
 
 ROOT = Path(__file__).resolve().parents[1]
 ORDER = (
-    *("errors", "text", "files", "masking", "tables", "hardware", "scoring", "config", "environment", "measure"),
+    *("errors", "choice", "text", "files", "masking", "tables", "hardware", "split", "scoring"),
+    *("config", "environment", "measure"),
     *("cluster", "runs", "data", "report", "train", "jobs", "launch", "tools", "cli", "api"),
 )
 """Each imports only itself and packages to its left."""
