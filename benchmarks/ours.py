@@ -50,7 +50,7 @@ def iterate_host_batches(folder: Path, setting: Setting, *, config: Callable[[],
     from trainyard.data.loader import Loader
 
     class HostLoader(Loader):
-        def _make_batch(self, item: Any, *, resample: bool) -> dict[str, Tensor]:
+        def _make_batch(self, item: Any) -> dict[str, Tensor]:
             return {"image": item.images}
 
     return _iterate_batches(HostLoader, folder, setting, config())

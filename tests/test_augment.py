@@ -1,4 +1,5 @@
 import math
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ def draw_parameters(settings: AugmentSettings, ids: np.ndarray, **changes) -> Pa
 
 
 def list_fields(p: Parameters) -> list[np.ndarray]:
-    return [p.box, p.flip, p.theta, p.gain, p.contrast]
+    return [getattr(p, field.name) for field in fields(p)]
 
 
 def test_the_parameters_of_a_sample_do_not_depend_on_its_batch():
@@ -153,10 +154,23 @@ def draw_dot(y: float, x: float, height: int, width: int) -> np.ndarray:
     return (255 * np.exp(-((rows - y) ** 2 + (columns - x) ** 2) / 8)).astype(np.uint8)[None, :, :, None]
 
 
-def make_model_input(image: np.ndarray, theta: np.ndarray | None = None, **changes) -> torch.Tensor:
-    one = torch.ones(len(image))
-    how = {"gain": one, "contrast": one, "fill": 0, "mean": 0.0, "std": 1.0, "channels_last": False} | changes
-    return prepare_model_input(torch.from_numpy(image), theta=None if theta is None else torch.from_numpy(theta), **how)
+def make_model_input(
+    image: np.ndarray,
+    theta: np.ndarray | None = None,
+    *,
+    fill: int = 0,
+    mean: float = 0.0,
+    std: float = 1.0,
+    channels_last: bool = False,
+    **levels: np.ndarray,
+) -> torch.Tensor:
+    changes = levels if theta is None else {"theta": theta, **levels}
+    p = replace(build_neutral(np.zeros((len(image), 4), dtype=np.int32)), **changes)
+    arrays = p.select_for_device(resample=theta is not None)
+    augmentation = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    return prepare_model_input(
+        torch.from_numpy(image), augmentation, fill=fill, mean=mean, std=std, channels_last=channels_last
+    )
 
 
 def find_centre(image: torch.Tensor) -> np.ndarray:
@@ -213,12 +227,20 @@ def test_pixels_from_outside_the_image_have_the_fill_level():
 
 def test_levels_get_gain_contrast_clamping_and_normalisation():
     image = np.arange(2 * 4 * 4 * 3, dtype=np.uint8).reshape(2, 4, 4, 3) * 2
-    gain, contrast = torch.tensor([1.2, 0.5]), torch.tensor([1.5, 0.8])
+    gain, contrast = np.array([1.2, 0.5], dtype=np.float32), np.array([1.5, 0.8], dtype=np.float32)
     found = make_model_input(image, gain=gain, contrast=contrast, mean=0.4, std=0.25)
-    x = image.transpose(0, 3, 1, 2) / 255 * gain.double().numpy()[:, None, None, None]
-    x = (x - 0.5) * contrast.double().numpy()[:, None, None, None] + 0.5
+    x = image.transpose(0, 3, 1, 2) / 255 * gain.astype(np.float64)[:, None, None, None]
+    x = (x - 0.5) * contrast.astype(np.float64)[:, None, None, None] + 0.5
     assert found.shape == (2, 3, 4, 4) and found.dtype == torch.float32
     assert np.allclose(found.numpy(), (np.clip(x, 0, 1) - 0.4) / 0.25, atol=1e-5)
+
+
+def test_without_augmentation_images_are_those_of_neutral_parameters_bit_by_bit():
+    image = np.arange(256, dtype=np.uint8).reshape(1, 16, 16, 1)
+    how = {"fill": 0, "mean": 0.3, "std": 0.7, "channels_last": False}
+    assert torch.equal(
+        prepare_model_input(torch.from_numpy(image), {}, **how), make_model_input(image, mean=0.3, std=0.7)
+    )
 
 
 @pytest.mark.parametrize("channels_last", [False, True])

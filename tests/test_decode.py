@@ -1,5 +1,6 @@
 import io
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from PIL import Image
 
 from tests.images import encode_image, make_texture
 from trainyard.data import decode_cpu
-from trainyard.data.augment import Parameters, build_neutral
+from trainyard.data.augment import build_neutral
 from trainyard.data.decode_cpu import Request
 
 dali = pytest.importorskip("trainyard.data.decode_dali", reason="needs nvidia.dali")
@@ -47,7 +48,7 @@ def wrap_bytes(data: bytes) -> np.ndarray:
 def make_request(records: list[np.ndarray], box: list[list[int]], flip: bool, channels: int) -> Request:
     shapes = [Image.open(io.BytesIO(record.data)).size[::-1] for record in records]
     p = build_neutral(np.array(box, dtype=np.int32))
-    mirrored = Parameters(p.box, np.full(len(box), flip), p.theta, p.gain, p.contrast)
+    mirrored = replace(p, flip=np.full(len(box), flip))
     out = torch.zeros((len(box), *SIZE, channels), dtype=torch.uint8)
     return Request(records, np.array([[*shape, channels] for shape in shapes], dtype=np.int32), mirrored, out)
 

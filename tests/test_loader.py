@@ -246,7 +246,7 @@ class HostLoader(Loader):
             self.filled += 1
             yield item
 
-    def _make_batch(self, item, *, resample: bool) -> dict[str, torch.Tensor]:
+    def _make_batch(self, item) -> dict[str, torch.Tensor]:
         return {"image": item.images}
 
 

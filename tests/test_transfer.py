@@ -51,8 +51,8 @@ class ObservedLoader(Loader):
         self.prepared.append((item := super()._add_values(item)).values)
         return item
 
-    def _make_batch(self, item, *, resample: bool) -> dict[str, Tensor]:
-        return super()._make_batch(item, resample=resample) if self.device.type == "cpu" else {"uint8": item.images}
+    def _make_batch(self, item) -> dict[str, Tensor]:
+        return super()._make_batch(item) if self.device.type == "cpu" else {"uint8": item.images}
 
 
 def make_observed_loader(images, device: torch.device, depth: int = 2) -> ObservedLoader:
@@ -96,7 +96,7 @@ def test_on_the_host_the_caller_gets_the_memory_that_the_background_filled(image
 class PreparingLoader(Loader):
     """Queues the preparation of images on the stream that computes, where a step's kernels are, too."""
 
-    def _make_model_input(self, images, *, resample: bool, **augmentation) -> Tensor:
+    def _make_model_input(self, images, augmentation) -> Tensor:
         torch.cuda.current_stream().push(lambda: self.queue.append(("prepare", images.flatten()[0] != GARBAGE)))
         return images
 
@@ -326,8 +326,8 @@ def test_all_evaluations_of_a_loader_share_one_pipeline(images, monkeypatch):
 class MislabellingLoader(Loader):
     """Hands out a later batch's images under a label now and then, as a decoder that overwrites its memory does."""
 
-    def _make_batch(self, item, *, resample: bool) -> dict[str, Tensor]:
-        batch = super()._make_batch(item, resample=resample)
+    def _make_batch(self, item) -> dict[str, Tensor]:
+        batch = super()._make_batch(item)
         if item.epoch is not None and 9 in item.ids:
             batch["image"] = batch["image"].flip(0)
         return batch
@@ -361,7 +361,7 @@ class HastyCopyStream(CopyStream):
 class RawLoader(Loader):
     """Yields the decoder's images as they are: what a model's kernels would do with them is not imitated."""
 
-    def _make_batch(self, item, *, resample: bool) -> dict[str, Tensor]:
+    def _make_batch(self, item) -> dict[str, Tensor]:
         return {"sample_id": item.values["sample_id"], "image": item.images}
 
 

@@ -37,6 +37,11 @@ class Parameters:
         names = [field.name for field in fields(cls)]
         return cls(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in names})
 
+    def select_for_device(self, *, resample: bool) -> dict[str, np.ndarray]:
+        """Return what `prepare_model_input` applies, by name; without `theta` unless it resamples."""
+        elsewhere = ("box", "flip") if resample else ("box", "flip", "theta")
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in elsewhere}
+
     def split(self, ends: np.ndarray) -> "list[Parameters]":
         """Return the parameters of micro-batches that end at `ends`; views, not copies."""
         names = [field.name for field in fields(self)]

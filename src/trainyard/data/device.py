@@ -1,6 +1,6 @@
 """Turns decoded images into model input on the device: cast, resample, gain, contrast, normalise."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -9,10 +9,8 @@ from torch import Tensor
 
 def prepare_model_input(
     image_BHWC: Tensor,
+    augmentation: Mapping[str, Tensor],
     *,
-    theta: Tensor | None,
-    gain: Tensor,
-    contrast: Tensor,
     fill: int,
     mean: float | Tensor,
     std: float | Tensor,
@@ -22,8 +20,7 @@ def prepare_model_input(
 
     Args:
         image_BHWC: uint8.
-        theta: (B, 2, 3) float32, output to input coordinates in [-1, 1]; None: no resampling.
-        gain, contrast: (B,) float32; brightness factor, and factor about mid-gray.
+        augmentation: what `Parameters.select_for_device` returns, as tensors on the device; empty: none.
         fill: gray level outside the image.
         mean, std: of all channels, or of each: what `shape_channels` returns.
 
@@ -33,10 +30,10 @@ def prepare_model_input(
     """
     layout = torch.channels_last if channels_last else torch.contiguous_format
     x_BCHW = image_BHWC.permute(0, 3, 1, 2).to(torch.float32, memory_format=layout, copy=True).div_(255)
-    if theta is not None:
-        x_BCHW = _resample(x_BCHW, theta, fill / 255).contiguous(memory_format=layout)
-    gain_B111, contrast_B111 = gain.view(-1, 1, 1, 1), contrast.view(-1, 1, 1, 1)
-    x_BCHW.mul_(gain_B111).sub_(0.5).mul_(contrast_B111).add_(0.5).clamp_(0, 1)
+    if "theta" in augmentation:
+        x_BCHW = _resample(x_BCHW, augmentation["theta"], fill / 255).contiguous(memory_format=layout)
+    gain, contrast = (augmentation[name].view(-1, 1, 1, 1) if augmentation else 1.0 for name in ("gain", "contrast"))
+    x_BCHW.mul_(gain).sub_(0.5).mul_(contrast).add_(0.5).clamp_(0, 1)
     return x_BCHW.sub_(mean).div_(std)
 
 

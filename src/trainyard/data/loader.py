@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -179,8 +179,7 @@ class Loader:
                         yield from self._split_batch(order.batch(index), number, index, micro_batch_size)
                     order, begin = following.result(), 0
 
-        resample = augment.needs_resampling(self._augmentation)
-        yield from self._load(make_items(), split.micro_batch, resample=resample, on_arrival=on_arrival)
+        yield from self._load(make_items(), split.micro_batch, on_arrival=on_arrival)
 
     def _split_batch(self, ids: np.ndarray, epoch: int, index: int, micro_batch_size: int) -> Iterator[Item]:
         """Split one global batch into this rank's micro-batches."""
@@ -206,7 +205,7 @@ class Loader:
             batch_size: samples per micro-batch.
         """
         low, high = (len(ids) * r // self.world_size for r in (self.rank, self.rank + 1))
-        yield from self._load(self._make_neutral_items(ids[low:high], batch_size, len(ids)), batch_size, resample=False)
+        yield from self._load(self._make_neutral_items(ids[low:high], batch_size, len(ids)), batch_size)
 
     def read_images(self, ids: np.ndarray, *, batch_size: int) -> Iterator[Tensor]:
         """Yield the images of an evaluation as they are copied to a device, read in this thread.
@@ -229,7 +228,7 @@ class Loader:
             yield Item(part, len(part) / total, True, None, size, neutral)
 
     def _load(
-        self, items: Iterator[Item], largest: int, *, resample: bool, on_arrival: Callable[[], object] = lambda: None
+        self, items: Iterator[Item], largest: int, *, on_arrival: Callable[[], object] = lambda: None
     ) -> Generator[MicroBatch, None, None]:
         """Read and decode items in the background, and move each to the device.
 
@@ -252,7 +251,7 @@ class Loader:
         for item, wait_s in arrived:
             self._hand_over(item)
             on_arrival()
-            yield MicroBatch(self._make_batch(item, resample=resample), item.weight, item.last, wait_s)
+            yield MicroBatch(self._make_batch(item), item.weight, item.last, wait_s)
             del item  # so that its memory can be lent to the next
 
     def _count_readers(self, largest: int) -> int:
@@ -400,7 +399,8 @@ class Loader:
         augmentation: dict[str, Tensor] = {}
         if (p := item.parameters) is not None:
             values["image_px"] = torch.from_numpy(self.data.records[IMAGE].original_px[item.ids].astype(np.float32))
-            arrays = {"theta": p.theta, "gain": p.gain, "contrast": p.contrast}
+            resample = item.epoch is not None and augment.needs_resampling(self._augmentation)
+            arrays = p.select_for_device(resample=resample)
             augmentation = {name: torch.from_numpy(array) for name, array in arrays.items()}
         if self._copies is not None:
             values, augmentation = (
@@ -432,24 +432,20 @@ class Loader:
             images = [] if item.images is None else [item.images]
             self._copies.hand_over(item.copied, [*item.values.values(), *item.augmentation.values(), *images])
 
-    def _make_batch(self, item: Item, *, resample: bool) -> dict[str, Tensor]:
+    def _make_batch(self, item: Item) -> dict[str, Tensor]:
         """Return the batch of an item whose tensors are on the device."""
         batch = dict(item.values)
         if item.images is not None and item.parameters is not None:
-            batch[IMAGE] = self._make_model_input(item.images, resample=resample, **item.augmentation)
+            batch[IMAGE] = self._make_model_input(item.images, item.augmentation)
         for name, records in self.data.records.items():
             if records.kind in (AUDIO, PCM):
                 batch[name] = batch[name] * (1 / 32768)  # exact: a power of two
         return batch
 
-    def _make_model_input(
-        self, images: Tensor, *, resample: bool, theta: Tensor, gain: Tensor, contrast: Tensor
-    ) -> Tensor:
+    def _make_model_input(self, images: Tensor, augmentation: Mapping[str, Tensor]) -> Tensor:
         return prepare_model_input(
             images,
-            theta=theta if resample else None,
-            gain=gain,
-            contrast=contrast,
+            augmentation,
             fill=self._image.fill,
             mean=self._mean,
             std=self._std,

@@ -112,12 +112,9 @@ class PredictGraph(nn.Module):
         batch = dict(zip(self.inputs, inputs, strict=True))
         count = inputs[0].shape[0]
         if IMAGE in batch:
-            one = torch.ones(count)
             batch[IMAGE] = prepare_model_input(
                 batch[IMAGE],
-                theta=None,
-                gain=one,
-                contrast=one,
+                {},
                 fill=self.image.fill,
                 mean=self.image.mean,
                 std=self.image.std,
