@@ -17,7 +17,7 @@ import torch
 from tests.images import make_points
 from trainyard.config.settings import AugmentSettings, DataSettings, ImageSettings, TrainConfig
 from trainyard.data import augment
-from trainyard.data.batch_memory import BatchMemory
+from trainyard.data.arrays import BatchMemory
 from trainyard.data.choose_decoder import choose_decoder
 from trainyard.data.hdf5 import ShardError
 from trainyard.data.loader import Loader, MicroBatch

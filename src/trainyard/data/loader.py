@@ -15,8 +15,7 @@ from torch import Tensor
 
 from trainyard.config.settings import AudioSettings, AugmentSettings, DataSettings, ImageSettings, TrainConfig
 from trainyard.data import augment, decode_cpu
-from trainyard.data.arrays import read_arrays
-from trainyard.data.batch_memory import BatchMemory
+from trainyard.data.arrays import BatchMemory, read_arrays
 from trainyard.data.decode_cpu import AudioRequest, Request
 from trainyard.data.device import prepare_model_input, shape_channels
 from trainyard.data.index import ARRAY, AUDIO, ENCODED_IMAGE, IMAGE, INPUT_RAW, INPUTS, PCM, RAGGED
