@@ -24,8 +24,8 @@ from benchmarks.contract import OURS, SUITES, Configuration, Setting
 from benchmarks.results import format_results
 from benchmarks.worker import list_configurations
 from trainyard.errors import UserError
-from trainyard.launch.ranks import end_with_parent
 from trainyard.measure import Summary, find_free_path, write_results
+from trainyard.node.ranks import end_with_parent
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 WORKER = ("-m", "benchmarks.worker")

@@ -16,7 +16,7 @@ from trainyard.cluster.description import load_cluster
 from trainyard.config import compose as configs
 from trainyard.data.prepare import describe_synthetic, restore_source
 from trainyard.errors import UserError
-from trainyard.launch.choose_data import DataChoice, choose_data, find_user_file, require_data
+from trainyard.plan.choose_data import DataChoice, choose_data, find_user_file, require_data
 
 JOBS = Path(__file__).resolve().parents[1] / "jobs"
 TYPED = ["submit", "fingerprint_1m", "--gpus", "8"]

@@ -13,8 +13,8 @@ from trainyard.cluster.description import CARDS, load_cluster
 from trainyard.config import compose as configs
 from trainyard.config.settings import NeedsSettings
 from trainyard.errors import UserError
-from trainyard.launch.resources import Plan, ResourceRequest
-from trainyard.launch.submit import make_plan
+from trainyard.plan.make_plan import make_plan
+from trainyard.plan.resources import Plan, ResourceRequest
 
 CLUSTER = load_cluster(GOLDEN / "cluster.yaml")  # p100, 2080ti, a5000 and a100, in this order
 

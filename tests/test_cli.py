@@ -19,7 +19,7 @@ from trainyard import cli
 from trainyard.cli.verb import OTHER_WORDS
 from trainyard.config import compose as configs
 from trainyard.config.families import find_jobs
-from trainyard.launch.choose_gpu import read_needed_gib
+from trainyard.plan.choose_gpu import read_needed_gib
 
 JOBS = ["--jobs", str(FAMILIES)]
 

@@ -9,8 +9,8 @@ import pytest
 from tests.training import FAMILIES, new_run, train
 from trainyard.errors import UserError
 from trainyard.hardware import explain_missing_compiler
-from trainyard.launch.compile_choice import CACHE_VARIABLES, choose_cache
-from trainyard.launch.rank_task import execute
+from trainyard.node.compile_cache import CACHE_VARIABLES, choose_cache
+from trainyard.node.rank_task import execute
 from trainyard.runs.folder import read_env
 
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from tests.test_step import Classifier, copy_gradients, make_batch, make_classifier, make_state, split_batch, step
 from tests.training import FAMILIES, FORKSERVER, new_run, read_run_metrics
 from trainyard.hardware import explain_missing_compiler
-from trainyard.launch.compile_choice import CACHE_VARIABLES, choose_cache
-from trainyard.launch.rank_task import execute
+from trainyard.node.compile_cache import CACHE_VARIABLES, choose_cache
+from trainyard.node.rank_task import execute
 from trainyard.runs.folder import read_env
 from trainyard.train.compiled_layers import begin_step_of_graphs, compile_layers
 from trainyard.train.step import copy_for_average, enable_activation_checkpointing

@@ -24,7 +24,7 @@ from tests.training import FAMILIES
 from trainyard.config.settings import OptimizerSettings
 from trainyard.data.loader import Loader
 from trainyard.errors import UserError, is_out_of_memory
-from trainyard.tools.predict_memory import Predictor
+from trainyard.plan.predict import Predictor
 from trainyard.train import step
 from trainyard.train.compare import find_differences, flatten_state
 from trainyard.train.module import TrainModule

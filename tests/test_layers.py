@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 ORDER = (
     *("errors", "choice", "text", "files", "masking", "tables", "hardware", "split", "scoring"),
     *("config", "environment", "measure"),
-    *("cluster", "runs", "data", "report", "train", "jobs", "launch", "tools", "cli", "api"),
+    *("cluster", "runs", "data", "report", "train", "jobs", "plan", "node", "launch", "tools", "cli", "api"),
 )
 """Each imports only itself and packages to its left."""
 
@@ -243,7 +243,7 @@ def test_submitting_loads_no_torch():
     code = f"""
 import sys
 from pathlib import Path
-import trainyard.cli.submission, trainyard.environment, trainyard.launch.rank_task, trainyard.runs.folder
+import trainyard.cli.submission, trainyard.environment, trainyard.node.rank_task, trainyard.runs.folder
 from trainyard.config import compose as config
 composed = config.compose("fingerprint_1m", ["optimizer.lr=1e-3"], Path({str(ROOT / "jobs")!r}))
 config.list_options(composed)

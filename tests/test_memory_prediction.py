@@ -15,7 +15,6 @@ from tests.test_choose_data import JOBS
 from trainyard.cli import main
 from trainyard.cli.choices import compose_job
 from trainyard.cli.plan import USUAL_CARDS, check_memory
-from trainyard.cli.plan_screen import PlanInputs, describe_plan
 from trainyard.cli.plan_table import describe_preset
 from trainyard.cluster.description import load_cluster
 from trainyard.config import compose as configs
@@ -25,7 +24,8 @@ from trainyard.data.order import order_epoch, split_into_micro_batches
 from trainyard.environment import name_chosen_gpus
 from trainyard.errors import UserError
 from trainyard.hardware import get_gpu
-from trainyard.launch.memory_prediction import (
+from trainyard.plan.make_plan import make_plan
+from trainyard.plan.memory import (
     FITS,
     MISFIT,
     CardFit,
@@ -37,8 +37,8 @@ from trainyard.launch.memory_prediction import (
     choose_fit,
     open_cache,
 )
-from trainyard.launch.resources import Plan, ResourceRequest, RunRequest
-from trainyard.launch.submit import make_plan
+from trainyard.plan.resources import Plan, ResourceRequest, RunRequest
+from trainyard.plan.screen import PlanInputs, describe_plan
 
 GIB = 2**30
 TI, A100 = "NVIDIA GeForce RTX 2080 Ti, 11264, [N/A]", "NVIDIA A100-SXM4-40GB, 40960, Disabled"

@@ -14,7 +14,7 @@ from trainyard.cli import main
 from trainyard.cli.choices import compose_job
 from trainyard.config import compose as configs
 from trainyard.errors import UserError
-from trainyard.launch.memory_prediction import StepConfig, StepPrediction, compute_key, open_cache
+from trainyard.plan.memory import StepConfig, StepPrediction, compute_key, open_cache
 from trainyard.report.run_page import format_summary, write_report
 from trainyard.runs.folder import CONFIG, read_env
 from trainyard.runs.observations import Usage, read_usage, record_plan_key

@@ -21,7 +21,7 @@ from trainyard.data.order import EpochOrder, order_epoch
 from trainyard.data.prepare import prepare_data
 from trainyard.data.shards import ShardSet
 from trainyard.errors import OutOfDeviceMemory, UserError
-from trainyard.launch.rank_choices import warn_of_few_samples
+from trainyard.node.choices import warn_of_few_samples
 from trainyard.runs.events import read_events
 from trainyard.runs.folder import read_env
 from trainyard.runs.state import ExitCode

@@ -16,7 +16,7 @@ import pytest
 from tests.training import FAMILIES, FORKSERVER, load_state, new_run, read_run_metrics, train, train_on_ranks
 from trainyard.cli import main
 from trainyard.errors import UserError
-from trainyard.launch import ranks
+from trainyard.node import ranks
 from trainyard.runs.folder import read_env
 from trainyard.runs.why import explain_run
 from trainyard.train import distributed

@@ -22,7 +22,7 @@ from tests.training import (
 )
 from trainyard.config import compose as configs
 from trainyard.errors import UserError
-from trainyard.launch.rank_task import execute
+from trainyard.node.rank_task import execute
 from trainyard.runs.create import create_run
 from trainyard.runs.events import read_events, read_metrics
 from trainyard.train import checkpoint

@@ -25,7 +25,7 @@ from tests.training import (
     train,
     train_on_ranks,
 )
-from trainyard.launch.rank_task import execute
+from trainyard.node.rank_task import execute
 from trainyard.runs.events import read_events, read_metrics
 from trainyard.runs.folder import read_env
 from trainyard.runs.why import explain_run

@@ -57,7 +57,7 @@ def test_a_closed_terminal_and_ctrl_backslash_save_like_sigterm(number, tmp_path
 
 
 def test_a_rank_that_slurm_starts_keeps_a_signal_until_its_run_listens(tmp_path):
-    command = [sys.executable, "-m", "trainyard.launch.start_rank", str(tmp_path)]
+    command = [sys.executable, "-m", "trainyard.node.start_rank", str(tmp_path)]
     process = subprocess.Popen(command, env={**make_import_environ(), "SUBMITIT_EXECUTOR": "local"})
     while not read_status(process.pid, "SigBlk") >> (signal.SIGUSR2 - 1) & 1:
         assert process.poll() is None

@@ -24,7 +24,7 @@ from trainyard.data.pack import pack
 from trainyard.data.shards import Sample, ShardSet
 from trainyard.data.stage import NOTE, SCRATCH, Staged, describe_break_even, stage
 from trainyard.errors import UserError
-from trainyard.launch.rank_task import execute
+from trainyard.node.rank_task import execute
 from trainyard.runs.folder import ENV_FILE
 
 OTHER_FILE_SYSTEM = Path("/dev/shm")

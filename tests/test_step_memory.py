@@ -17,8 +17,8 @@ from trainyard.config.settings import TrainConfig
 from trainyard.data.loader import Loader, MicroBatch
 from trainyard.data.prepare import prepare_data
 from trainyard.hardware import Precision
-from trainyard.launch.memory_prediction import FRAGMENTS_SHARE, StepConfig, StepPrediction
-from trainyard.tools.predict_memory import Predictor
+from trainyard.plan.memory import FRAGMENTS_SHARE, StepConfig, StepPrediction
+from trainyard.plan.predict import Predictor
 from trainyard.train.module import DataInfo
 from trainyard.train.precision import make_autocast
 from trainyard.train.run_state import build_state, recompute_layers

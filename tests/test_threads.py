@@ -10,8 +10,8 @@ import torch
 from tests.training import FAMILIES, find_differences, load_state, new_run
 from trainyard.choice import Choice
 from trainyard.hardware import keep_compute_threads
-from trainyard.launch import rank_choices
-from trainyard.launch.rank_task import execute
+from trainyard.node import choices
+from trainyard.node.rank_task import execute
 from trainyard.runs.state import ExitCode
 from trainyard.train.world import World
 
@@ -38,8 +38,8 @@ def test_a_run_resumes_with_as_many_threads_as_it_began_with(tmp_path):
     env = read_env(run)
     del env["exactness"]
     (run / "env.json").write_text(json.dumps(env))  # as earlier versions wrote it
-    assert rank_choices._read_compute_threads(run, World()) == 3
-    assert rank_choices._read_compute_threads(run, World(world_size=2)) is None
+    assert choices._read_compute_threads(run, World()) == 3
+    assert choices._read_compute_threads(run, World(world_size=2)) is None
 
 
 def test_threads_are_chosen_for_the_machine_where_nothing_is_recorded():

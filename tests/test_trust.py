@@ -22,7 +22,8 @@ from trainyard.config import compose as configs
 from trainyard.errors import UserError
 from trainyard.launch import submit
 from trainyard.launch.cancel import cancel
-from trainyard.launch.resources import ResourceRequest
+from trainyard.plan.make_plan import make_plan
+from trainyard.plan.resources import ResourceRequest
 from trainyard.report.run_page import write_report
 from trainyard.runs.create import create_run
 
@@ -148,9 +149,7 @@ def test_the_run_of_another_user_is_refused_with_owner_mode_and_what_it_would_ex
 
 
 @needs_root
-@pytest.mark.parametrize(
-    "entry", ["code/trainyard/launch/rank_task.py", "slurm", "slurm/7_submitted.pkl", "config.yaml"]
-)
+@pytest.mark.parametrize("entry", ["code/trainyard/node/rank_task.py", "slurm", "slurm/7_submitted.pkl", "config.yaml"])
 def test_one_entry_of_another_user_is_enough(place, capsys, entry):
     run = make_run(place)
     marker = submit_by_hand(run)
@@ -218,7 +217,7 @@ def test_another_user_is_refused_the_run_of_root_and_may_resume_a_copy(place):
         (".", 0o1777, "everybody"),
         (".", 0o775, "the group"),
         ("code", 0o775, "the group"),
-        ("code/trainyard/launch/rank_task.py", 0o664, "the group"),
+        ("code/trainyard/node/rank_task.py", 0o664, "the group"),
         ("code/handed_jobs/stripes", 0o777, "everybody"),
         ("slurm", 0o777, "everybody"),
         ("slurm/7_submitted.pkl", 0o666, "everybody"),
@@ -410,7 +409,7 @@ def test_whatever_the_umask_only_the_owner_can_change_what_a_submission_runs(pla
     subprocess.run(["chmod", "-R", "a+rwX", families], check=True)
     code = submit.snapshot_code(families, run / "code")
     config = configs.thaw(run / "config.yaml", FAMILIES)
-    plan = submit.make_plan(config, clusters.load_cluster(place / "cluster.yaml"), ResourceRequest())
+    plan = make_plan(config, clusters.load_cluster(place / "cluster.yaml"), ResourceRequest())
     assert submit.submit(plan, [run], folder=run / "slurm", code=code) == ["12"]
     assert (run / "code" / "checkout" / "stripes" / "config.py").is_file() and list((run / "slurm").glob("*.pkl"))
     assert "cancelled Slurm job 12" in cancel([run])[0] and (run / "slurm" / "cancelled").is_file()

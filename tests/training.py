@@ -12,7 +12,7 @@ from typing import Any
 
 from trainyard.config import compose as configs
 from trainyard.data.prepare import prepare_data
-from trainyard.launch.rank_task import execute
+from trainyard.node.rank_task import execute
 from trainyard.runs.create import create_run
 from trainyard.runs.events import TIMING_KEYS, read_metrics
 from trainyard.train import checkpoint
@@ -22,9 +22,7 @@ from trainyard.train.compare import flatten_state
 FAMILIES = Path(__file__).parent / "families"
 FORKSERVER = multiprocessing.get_context("forkserver")
 """Starts processes without threads of other tests, in which torch is loaded already: that saves seconds in each."""
-FORKSERVER.set_forkserver_preload(
-    ["trainyard.launch.rank_task", "trainyard.train.trainer", "trainyard.data.decode_dali"]
-)
+FORKSERVER.set_forkserver_preload(["trainyard.node.rank_task", "trainyard.train.trainer", "trainyard.data.decode_dali"])
 
 
 def new_run(root: Path, *overrides: str, job: str = "stripes", jobs: Path = FAMILIES) -> Path:

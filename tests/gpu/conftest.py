@@ -58,7 +58,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("cpu"):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     else:  # whether loading DALI starts CUDA is its own affair, and a process that did cannot fork others
-        FORKSERVER.set_forkserver_preload(["trainyard.launch.rank_task", "trainyard.train.trainer"])
+        FORKSERVER.set_forkserver_preload(["trainyard.node.rank_task", "trainyard.train.trainer"])
     try:
         card = describe_card(cpu=config.getoption("cpu"))
         name = str(card["key"]) or re.sub(r"[^a-z0-9]+", "-", str(card["card"]).lower().removeprefix("nvidia "))

@@ -10,8 +10,8 @@ from torch.profiler import ProfilerActivity, profile
 from tests.gpu.card import wait_for_device
 from tests.gpu.check import Figures, Sizes
 from tests.gpu.preset_steps import PresetSteps, count_samples, open_preset
-from trainyard.launch.memory_prediction import StepConfig
-from trainyard.tools.predict_memory import Predictor
+from trainyard.plan.memory import StepConfig
+from trainyard.plan.predict import Predictor
 
 _GIB = 2**30
 

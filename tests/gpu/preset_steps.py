@@ -25,7 +25,7 @@ from trainyard.data.prepare import prepare_data
 from trainyard.data.stage import stage
 from trainyard.errors import UserError
 from trainyard.hardware import choose_precision
-from trainyard.launch.rank_choices import build_context
+from trainyard.node.choices import build_context
 from trainyard.runs.create import create_run
 from trainyard.train.determinism import choose_determinism
 from trainyard.train.heartbeat import Heartbeat

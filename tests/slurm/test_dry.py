@@ -17,8 +17,9 @@ from trainyard.cluster.options import OPTIONS, keep_options, read_options
 from trainyard.config.settings import TrainConfig
 from trainyard.errors import UserError
 from trainyard.launch.batch_script import Turn
-from trainyard.launch.resources import Code, ResourceRequest
-from trainyard.launch.submit import make_plan, render_batch_script
+from trainyard.launch.submit import render_batch_script
+from trainyard.plan.make_plan import make_plan
+from trainyard.plan.resources import Code, ResourceRequest
 
 ATTEMPT = Path(trainyard.__file__).parent / "launch" / "attempt.sh"
 GOLDEN = Path(__file__).parent / "golden"

@@ -27,8 +27,8 @@ from tests.test_memory_prediction import store_plan
 from tests.training import FAMILIES, find_differences, load_state, new_run, train_on_ranks
 from trainyard.cluster.description import load_cluster
 from trainyard.config import compose as configs
-from trainyard.launch.resources import ResourceRequest
-from trainyard.launch.submit import make_plan
+from trainyard.plan.make_plan import make_plan
+from trainyard.plan.resources import ResourceRequest
 from trainyard.runs.folder import read_env
 
 pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("on_the_lab")]

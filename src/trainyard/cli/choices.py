@@ -13,11 +13,11 @@ from trainyard.config.families import Root
 from trainyard.config.settings import TrainConfig
 from trainyard.errors import UserError
 from trainyard.files import limit_writers
-from trainyard.launch.choose_data import DataChoice, choose_data
-from trainyard.launch.memory_prediction import compute_key
-from trainyard.launch.packing import PackingChoice
 from trainyard.launch.predecessor import Predecessor
-from trainyard.launch.resources import Plan, RunRequest
+from trainyard.plan.choose_data import DataChoice, choose_data
+from trainyard.plan.memory import compute_key
+from trainyard.plan.packing import PackingChoice
+from trainyard.plan.resources import Plan, RunRequest
 from trainyard.runs import folder as runs
 from trainyard.runs.families import remember_families
 from trainyard.runs.folder import CONFIG, resolve_run

@@ -15,10 +15,11 @@ from trainyard.config.settings import TrainConfig
 from trainyard.data.prepare import check_packed, find_raw, is_packed
 from trainyard.launch import submit, sweep
 from trainyard.launch.batch_script import Turn
-from trainyard.launch.choose_data import DataChoice
-from trainyard.launch.packing import PackingChoice, choose_shared_packing
 from trainyard.launch.predecessor import Predecessor
-from trainyard.launch.resources import Code, Plan, RunRequest
+from trainyard.plan.choose_data import DataChoice
+from trainyard.plan.make_plan import make_plan
+from trainyard.plan.packing import PackingChoice, choose_shared_packing
+from trainyard.plan.resources import Code, Plan, RunRequest
 from trainyard.runs.folder import check_name
 from trainyard.runs.manifest import list_checkpoints
 from trainyard.runs.sweep_file import FOLDER
@@ -98,7 +99,7 @@ def print_sweep(
     runs: dict[Path, str] = {}
     combinations = sweep.combine(request.job, varied, fixed, request.jobs_dir)[1]
     for index, (own, config) in enumerate(combinations):
-        submit.make_plan(config, plan.cluster, request.resources)
+        make_plan(config, plan.cluster, request.resources)
         runs[root / request.job / sweep.name_run(name, index)] = " ".join(own)
     folder = root / FOLDER / name
     return print_submission(

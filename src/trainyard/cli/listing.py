@@ -19,7 +19,7 @@ from trainyard.config.families import find_jobs, find_own_families, list_roots
 from trainyard.config.settings import NeedsSettings
 from trainyard.environment import count_visible_gpus, list_gpus
 from trainyard.errors import UserError
-from trainyard.launch.choose_gpu import read_needed_gib
+from trainyard.plan.choose_gpu import read_needed_gib
 from trainyard.text import cut
 
 WIDTH = 99

@@ -11,7 +11,6 @@ from pathlib import Path
 from trainyard.choice import Choice
 from trainyard.cli.choices import add_synthetic_option, compose_job
 from trainyard.cli.dry import count_steps_per_epoch
-from trainyard.cli.plan_screen import CPU, PlanInputs, describe_plan, format_submit_command, list_changes
 from trainyard.cli.plan_table import tabulate_presets
 from trainyard.cli.request import read_request
 from trainyard.cli.verb import Verbs, add_verb, find_project_folder
@@ -22,7 +21,7 @@ from trainyard.config.families import format_families, list_roots
 from trainyard.config.settings import TrainConfig
 from trainyard.errors import UserError
 from trainyard.hardware import GpuType, get_gpu
-from trainyard.launch.memory_prediction import (
+from trainyard.plan.memory import (
     FITS,
     MISFIT,
     CannotPredict,
@@ -34,7 +33,8 @@ from trainyard.launch.memory_prediction import (
     complete_cache,
     open_cache,
 )
-from trainyard.launch.resources import Plan, RunRequest
+from trainyard.plan.resources import Plan, RunRequest
+from trainyard.plan.screen import CPU, PlanInputs, describe_plan, format_submit_command, list_changes
 from trainyard.text import suggest_nearest
 
 USUAL_CARDS = ("p100-16-pcie", "2080ti", "a5000", "a100-40-sxm", "a100-80-sxm", "h200")

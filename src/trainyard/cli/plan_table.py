@@ -6,12 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from trainyard.cli.choices import compose_job
-from trainyard.cli.plan_screen import CPU, fit_card
 from trainyard.cluster import description as clusters
 from trainyard.config.families import Root, find_jobs
 from trainyard.config.settings import TrainConfig
 from trainyard.hardware import GpuType
-from trainyard.launch.memory_prediction import (
+from trainyard.plan.memory import (
     MISFIT,
     TIGHT,
     CannotPredict,
@@ -20,7 +19,8 @@ from trainyard.launch.memory_prediction import (
     complete_cache,
     find_cache,
 )
-from trainyard.launch.resources import RunRequest
+from trainyard.plan.resources import RunRequest
+from trainyard.plan.screen import CPU, fit_card
 
 _HEADER = ["preset", "global batch", "learning rate", "seed"]
 

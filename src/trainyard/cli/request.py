@@ -11,7 +11,7 @@ from trainyard.cluster import query as slurm
 from trainyard.cluster.options import OPTIONS, read_options
 from trainyard.config.families import Root
 from trainyard.errors import UserError
-from trainyard.launch.resources import Plan, ResourceRequest, RunRequest
+from trainyard.plan.resources import Plan, ResourceRequest, RunRequest
 from trainyard.runs import status, trust
 from trainyard.runs.families import find_families
 from trainyard.runs.state import ACTIVE

@@ -18,7 +18,6 @@ from trainyard.cli.choices import (
     record_rows,
 )
 from trainyard.cli.plan import Target, check_memory, check_target
-from trainyard.cli.plan_screen import HOST
 from trainyard.cli.request import add_plan_option, add_resource_args, check_against_slurm, find_cluster, read_request
 from trainyard.cli.verb import Verbs, add_verb
 from trainyard.cluster import description as clusters
@@ -31,10 +30,12 @@ from trainyard.environment import LocalGpu, count_visible_gpus, list_gpus
 from trainyard.errors import UserError
 from trainyard.hardware import choose_sync_batchnorm, find_gpu_by_name
 from trainyard.launch import submit
-from trainyard.launch.choose_data import DataChoice, require_data
-from trainyard.launch.packing import PackingChoice, choose_packing
 from trainyard.launch.predecessor import Predecessor, find_predecessor
-from trainyard.launch.resources import Code, Plan, ResourceRequest, RunRequest
+from trainyard.plan.choose_data import DataChoice, require_data
+from trainyard.plan.make_plan import make_plan
+from trainyard.plan.packing import PackingChoice, choose_packing
+from trainyard.plan.resources import Code, Plan, ResourceRequest, RunRequest
+from trainyard.plan.screen import HOST
 from trainyard.runs import folder as runs
 from trainyard.runs.create import create_run
 from trainyard.runs.history import read_run
@@ -123,7 +124,7 @@ def _choose(request: RunRequest, cluster: clusters.Cluster, *, before: str = "")
         before: the job that this one follows by --then.
     """
     data = compose_job(request, cluster)
-    plan = submit.make_plan(data.config, cluster, request.resources)
+    plan = make_plan(data.config, cluster, request.resources)
     count = None if request.is_dry else require_data(data, jobs_dir=request.jobs_dir, typed=request.typed)
     packing = choose_packing(plan, request.jobs_dir)
     if not request.is_dry:
@@ -268,7 +269,7 @@ def resubmit(run: Path, args: argparse.Namespace) -> int:
         options=keep_options(previous.get("options", {}), same_nodes=same_hw, stated=read_options(vars(args))),
         keeps_micro_batch=True,
     )
-    plan = submit.make_plan(config, cluster, request)
+    plan = make_plan(config, cluster, request)
     if not args.dry:
         check_against_slurm(plan)
     code = Code(Path(previous["code"]), Path(previous["jobs"]))

@@ -33,9 +33,10 @@ from trainyard.config import compose as configs
 from trainyard.errors import UserError
 from trainyard.launch import submit
 from trainyard.launch import sweep as sweeps
-from trainyard.launch.choose_data import require_data
-from trainyard.launch.packing import PackingChoice, choose_shared_packing
-from trainyard.launch.resources import Code, Plan, ResourceRequest
+from trainyard.plan.choose_data import require_data
+from trainyard.plan.make_plan import make_plan
+from trainyard.plan.packing import PackingChoice, choose_shared_packing
+from trainyard.plan.resources import Code, Plan, ResourceRequest
 from trainyard.runs import folder as runs
 from trainyard.runs import lock, status, sweep_file
 from trainyard.runs.create import create_run
@@ -71,7 +72,7 @@ def _run_sweep(args: argparse.Namespace) -> int:
     cluster = find_cluster(args.cluster, job=args.job, dry=args.dry)
     request = read_request(args)
     data = compose_job(request, cluster)
-    plan = submit.make_plan(data.config, cluster, request.resources)
+    plan = make_plan(data.config, cluster, request.resources)
     fixed = [*args.overrides, *data.overrides]
     if args.dry:
         return dry.print_sweep(plan, data, request, fixed=fixed, varied=args.sweep, parallel=args.max_parallel)
@@ -93,7 +94,7 @@ def _run_sweep(args: argparse.Namespace) -> int:
         settled = settle_elements(
             [element.run for element in sweep.elements],
             data,
-            lambda config: replace(submit.make_plan(config, cluster, resources), why_hw=plan.why_hw),
+            lambda config: replace(make_plan(config, cluster, resources), why_hw=plan.why_hw),
             request.families,
             args.runs,
             lambda plan: check_memory(
@@ -134,7 +135,7 @@ def _continue_sweep(args: argparse.Namespace) -> int:
     )
     recall_families(unfinished[0].run, args)
     settled = [configs.thaw(element.run / runs.CONFIG, args.jobs) for element in unfinished]
-    plan = submit.make_plan(settled[0], cluster, request)
+    plan = make_plan(settled[0], cluster, request)
     code = Code(Path(submission["code"]), Path(submission["jobs"]))
     packing = choose_shared_packing(plan, settled, args.jobs, code=code)
     if args.dry:

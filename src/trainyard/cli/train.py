@@ -22,7 +22,7 @@ from trainyard.config.settings import TrainConfig
 from trainyard.errors import UserError
 from trainyard.files import limit_writers
 from trainyard.hardware import choose_sync_batchnorm, show_own_mig_slice
-from trainyard.launch.choose_data import DataChoice, choose_data, refuse_no_data
+from trainyard.plan.choose_data import DataChoice, choose_data, refuse_no_data
 from trainyard.runs import changes
 from trainyard.runs import folder as runs
 from trainyard.runs.create import create_run
@@ -201,7 +201,7 @@ def _add_rank(verbs: Verbs) -> None:
 
 
 def _run_rank(args: argparse.Namespace) -> int:
-    from trainyard.launch.rank_task import execute
+    from trainyard.node.rank_task import execute
 
     return execute(args.run, args.jobs, environ=os.environ, started=args.since, break_lock=args.break_lock)
 
@@ -221,8 +221,8 @@ def _train(run: Path, args: argparse.Namespace, count: int) -> int:
 
 
 def _run_ranks(run: Path, args: argparse.Namespace, count: int) -> int:
-    from trainyard.launch.rank_task import execute
-    from trainyard.launch.ranks import train_on_ranks
+    from trainyard.node.rank_task import execute
+    from trainyard.node.ranks import train_on_ranks
 
     how: dict[str, Any] = {"environ": os.environ, "started": args.started, "break_lock": args.break_lock}
     if count > 1:

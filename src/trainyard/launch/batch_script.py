@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from trainyard.cluster.description import Cluster
-from trainyard.launch.resources import Code, Plan
+from trainyard.plan.resources import Code, Plan
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Turn:
 AT_ONCE = Turn()
 """Trains, and waits for no other Slurm job."""
 
-START_RANK = "trainyard.launch.start_rank"
+START_RANK = "trainyard.node.start_rank"
 """The module that srun starts."""
 
 

@@ -91,7 +91,7 @@ def run_multirun(
 
 def _train(config: TrainConfig, jobs_dir: Path, runs_dir: Path) -> None:
     """Train in the process that the launcher started, in a run that a second start of the same job finds again."""
-    from trainyard.launch.rank_task import execute
+    from trainyard.node.rank_task import execute
     from trainyard.train.world import read_world
 
     started, environ = time.time(), dict(os.environ)  # this function is the entry point of the launcher's process

@@ -14,11 +14,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from trainyard.choice import Choice
 from trainyard.cluster import query as slurm
-from trainyard.cluster.description import Cluster, GpuNodes, format_minutes, parse_minutes
-from trainyard.cluster.options import choose_options
-from trainyard.config.settings import TrainConfig
+from trainyard.cluster.description import Cluster, format_minutes
 from trainyard.environment import name_chosen_gpus
 from trainyard.errors import UserError
 from trainyard.files import copy_folder, limit_writers, write_atomically, write_json
@@ -33,48 +30,16 @@ from trainyard.launch.batch_script import (
     name_array_list,
     name_container_image,
 )
-from trainyard.launch.choose_gpu import choose_gpu
 from trainyard.launch.predecessor import Predecessor
-from trainyard.launch.rank_task import RankTask
-from trainyard.launch.resources import Code, Plan, ResourceRequest
 from trainyard.masking import find_secrets
+from trainyard.node.rank_task import RankTask
+from trainyard.plan.resources import Code, Plan
 from trainyard.runs.folder import SUBMISSION
 from trainyard.runs.state import render_exit_codes
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _CODE_LIMIT_MIB = 64
 _FINDS_SLURM = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT", "SLURM_CLUSTERS")
-
-
-def make_plan(config: TrainConfig, cluster: Cluster, request: ResourceRequest) -> Plan:
-    """Choose partition, nodes, time and micro-batch size. A pure function of its arguments: does not query Slurm.
-
-    Raises:
-        UserError: the cluster has no such GPU type, too few of them, none that can hold the job, or allows less time.
-    """
-    if request.gpus < 1:
-        raise UserError(f"GPUS={request.gpus}: a job needs at least one GPU.")
-    chosen = choose_gpu(config, cluster, gpus=request.gpus, hw=request.hw, keeps_micro_batch=request.keeps_micro_batch)
-    kind = cluster.gpus[chosen.hw]
-    nodes = _choose_nodes(chosen.hw, kind, request)
-    time = choose_time(chosen.hw, kind, cluster, request)
-    return Plan(
-        config=chosen.config,
-        cluster=cluster,
-        hw=chosen.hw,
-        kind=kind,
-        gpus=request.gpus,
-        nodes=nodes,
-        time_min=time.value,
-        signal_s=min(cluster.signal_delay_s, time.value * 60 // 4),
-        options=choose_options(cluster, kind, request.options, ranks_per_node=request.gpus // nodes),
-        stated={name: value for name, value in request.options.items() if value},
-        split=chosen.split,
-        precision=chosen.precision,
-        why_hw=chosen.why_hw,
-        why_time=time.reason,
-        why_micro_batch=chosen.why_micro_batch,
-    )
 
 
 def describe(plan: Plan, run: Path | None, *, environ: Mapping[str, str], **notes: str) -> str:
@@ -315,42 +280,6 @@ def check_paths(cluster: Cluster, paths: Sequence[Path]) -> None:
                 f"({', '.join(cluster.shared)}). Choose one that is: --runs DIR. If it is shared, add it to `shared` "
                 f"in {cluster.path}."
             )
-
-
-# Choosing
-
-
-def _choose_nodes(hw: str, kind: GpuNodes, request: ResourceRequest) -> int:
-    nodes = request.nodes or -(-request.gpus // kind.per_node)
-    if request.gpus > kind.per_node * kind.nodes or nodes > kind.nodes:
-        raise UserError(
-            f"{request.gpus} GPUs on {nodes} nodes requested, but {hw} has {kind.nodes} nodes of {kind.per_node}: at "
-            f"most GPUS={kind.per_node * kind.nodes}."
-        )
-    if request.gpus % nodes or request.gpus // nodes > kind.per_node:
-        fits = [n for n in range(1, kind.nodes + 1) if request.gpus % n == 0 and request.gpus // n <= kind.per_node]
-        hint = f"NODES={' or '.join(map(str, fits))}" if fits else f"a multiple of {nodes} GPUs"
-        raise UserError(
-            f"{request.gpus} GPUs cannot be split evenly over {nodes} nodes of {kind.per_node} {hw}. Request {hint}."
-        )
-    return nodes
-
-
-def choose_time(hw: str, kind: GpuNodes, cluster: Cluster, request: ResourceRequest) -> Choice[int]:
-    known = kind.time_max and not request.options.get("partition")  # another partition has another limit
-    longest = parse_minutes(kind.time_max) if known else None
-    if request.time:
-        requested = parse_minutes(request.time)
-        if longest is not None and requested > longest:
-            raise UserError(
-                f"TIME={request.time}: partition {kind.partition} of {hw} allows at most {kind.time_max}. Request "
-                "less: a job that reaches its limit saves, is requeued and resumes."
-            )
-        return Choice(requested, "requested")
-    default = parse_minutes(cluster.time_default)
-    if longest is not None and default > longest:
-        return Choice(longest, f"time limit of partition {kind.partition}")
-    return Choice(default, f"time_default of {cluster.path.name}")
 
 
 # The submission file

@@ -12,7 +12,7 @@ from typing import Any
 
 from trainyard.config import compose as configs
 from trainyard.data.prepare import prepare_data
-from trainyard.launch.rank_task import execute
+from trainyard.node.rank_task import execute
 from trainyard.runs.create import create_run
 from trainyard.runs.manifest import list_checkpoints
 from trainyard.runs.state import ExitCode

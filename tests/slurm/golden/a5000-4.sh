@@ -31,7 +31,7 @@ source /shared/runs/fingerprint_1m/NEW/slurm/attempt.sh begin
 
 # command
 export SUBMITIT_EXECUTOR=slurm
-srun --unbuffered --output /shared/runs/fingerprint_1m/NEW/slurm/%j_%t_log.out --error /shared/runs/fingerprint_1m/NEW/slurm/%j_%t_log.err --export=ALL --kill-on-bad-exit=1 --cpu-bind=cores /shared/trainyard/.venv/bin/python -u -m trainyard.launch.start_rank /shared/runs/fingerprint_1m/NEW/slurm
+srun --unbuffered --output /shared/runs/fingerprint_1m/NEW/slurm/%j_%t_log.out --error /shared/runs/fingerprint_1m/NEW/slurm/%j_%t_log.err --export=ALL --kill-on-bad-exit=1 --cpu-bind=cores /shared/trainyard/.venv/bin/python -u -m trainyard.node.start_rank /shared/runs/fingerprint_1m/NEW/slurm
 
 
 # teardown

@@ -12,8 +12,8 @@ from trainyard.cluster.description import format_minutes
 from trainyard.cluster.options import choose_options, keep_options
 from trainyard.config.settings import TrainConfig
 from trainyard.data.prepare import find_packed, is_packed, packs_the_same
-from trainyard.launch.resources import Code, Plan, ResourceRequest
-from trainyard.launch.submit import choose_time
+from trainyard.plan.make_plan import choose_time
+from trainyard.plan.resources import Code, Plan, ResourceRequest
 
 _IN_THE_RUN = "in the run, on its first node"
 

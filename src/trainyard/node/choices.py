@@ -26,7 +26,7 @@ from trainyard.hardware import (
     read_driver_version,
     read_openmp_wait_policy,
 )
-from trainyard.launch import compile_choice
+from trainyard.node import compile_cache
 from trainyard.runs import folder
 from trainyard.runs.events import STARTS, read_events
 from trainyard.runs.folder import ENV_FILE, update_env
@@ -235,14 +235,14 @@ def _set_compile_cache(environ: Mapping[str, str], device: "torch.device") -> Ch
     """Make torch.compile keep its code in this user's own folder, and load from it what it finds."""
     import torch
 
-    cache = compile_choice.choose_cache(
+    cache = compile_cache.choose_cache(
         environ,
         card=_name_card(device),
         torch_version=torch.__version__,
         attempt=read_attempt_id(environ, started=0),
     )
     kernels = environ.get("TRITON_CACHE_DIR") or str(cache.value / "triton")
-    os.environ.update(dict(zip(compile_choice.CACHE_VARIABLES, (str(cache.value), kernels), strict=True)))
+    os.environ.update(dict(zip(compile_cache.CACHE_VARIABLES, (str(cache.value), kernels), strict=True)))
     return Choice(str(cache.value), cache.reason)
 
 

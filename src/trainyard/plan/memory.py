@@ -1,7 +1,7 @@
 """How much of a GPU's memory a job's steps take, as predicted and stored; and what fits on a card. Loads no torch.
 
 A prediction is a file in the user's cache, keyed by all that it depends on: the job's options, its data, the code and
-the version of torch. `trainyard.tools.predict_memory` makes and extends it, in a process of its own.
+the version of torch. `trainyard.plan.predict` makes and extends it, in a process of its own.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ from trainyard.config.settings import TrainConfig
 from trainyard.environment import THIS_CODE
 from trainyard.errors import UserError
 from trainyard.files import parse_json, read_file, write_json
-from trainyard.hardware import GpuType, Precision, choose_precision, count_cores
+from trainyard.hardware import GpuType, Precision, choose_precision
 from trainyard.split import BatchSplit, explain_micro_batch, split_batch
 
 DRIVER_SHARE = 0.08
@@ -294,7 +294,7 @@ def _extend(predictions: PredictionCache, path: Path) -> None:
 def _find_reason(lines: Sequence[str]) -> str:
     """Return why a process failed: the exception of its traceback, or else its last line."""
     raised = [line for line in lines if re.match(r"[\w.]+(Error|Exception|Interrupt): ", line)]
-    return (raised or lines or ["the process ended without a word"])[-1]
+    return (raised or lines or ["the process ended without a message"])[-1]
 
 
 def find_cache(environ: Mapping[str, str]) -> Path:
@@ -341,7 +341,7 @@ def _list_code(family: Path) -> Iterable[Path]:
     yield from sorted(family.glob("*.py"))
     for package in ("train", "data"):
         yield from sorted((THIS_CODE / package).glob("*.py"))
-    yield THIS_CODE / "tools" / "predict_memory.py"
+    yield THIS_CODE / "plan" / "predict.py"
 
 
 def complete_cache(
@@ -368,43 +368,22 @@ def complete_cache(
     if announce is not None:
         announce()
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "config.yaml"
+        file, out = Path(folder) / "config.yaml", Path(folder) / "steps.json"
         freeze(config, file)
-        outs, processes = [], []
-        for i, keys in enumerate(_share_out(config, missing)):
-            outs.append(Path(folder) / f"steps{i}.json")
-            command = [sys.executable, "-c", _PREDICT, str(file), str(jobs_dir), str(outs[i])]
-            processes.append(
-                subprocess.Popen(
-                    [*command, *keys, "--gpus", str(gpus)],
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                    env={**environ, "CUDA_VISIBLE_DEVICES": ""},
-                )
-            )
-        said = [process.communicate()[0].strip().splitlines() for process in processes]
-        for process, lines in zip(processes, said, strict=True):
-            if process.returncode:
-                raise CannotPredict(f"its memory cannot be predicted: {_find_reason(lines)}")
+        command = [sys.executable, "-m", "trainyard.plan.predict", str(file), str(jobs_dir), str(out), str(gpus)]
+        done = subprocess.run(
+            [*command, *(card.key for card in missing)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**environ, "CUDA_VISIBLE_DEVICES": ""},
+        )
+        if done.returncode:
+            raise CannotPredict(f"its memory cannot be predicted: {_find_reason(done.stdout.strip().splitlines())}")
         predictions = open_cache(config, jobs_dir, environ)
-        for out in outs:
-            _extend(predictions, out)
+        _extend(predictions, out)
     predictions.save()
     return predictions
-
-
-# Importing torch makes a million objects and drops hardly any: looking for garbage among them takes half a second.
-_PREDICT = "import gc, sys; gc.disable(); from trainyard.tools.predict_memory import main; sys.exit(main())"
-
-
-def _share_out(config: TrainConfig, cards: Sequence[GpuType]) -> list[list[str]]:
-    """Return the cards of each process that predicts: steps of different types are predicted side by side."""
-    parts: dict[tuple[bool, bool], list[str]] = {}
-    for card in cards:
-        precision = _choose_precision(config, card)
-        parts.setdefault((precision.dtype == "fp32", precision.channels_last), []).append(card.key)
-    return list(parts.values()) if count_cores() > 1 else [[card.key for card in cards]]
 
 
 def _has_fit(config: TrainConfig, card: GpuType, gpus: int, predictions: PredictionCache) -> bool:

@@ -13,7 +13,7 @@ from trainyard.split import BatchSplit
 
 @dataclass(frozen=True)
 class ResourceRequest:
-    """A resource request; `submit.make_plan` chooses where a field is "" or 0."""
+    """A resource request; `make_plan` chooses where a field is "" or 0."""
 
     gpus: int = 1  # of the whole job; card "cpu": ranks
     hw: str = ""  # key of the cluster's `gpus`

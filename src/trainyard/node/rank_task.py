@@ -26,9 +26,9 @@ from trainyard.hardware import (
     set_openmp_wait_policy,
     show_own_mig_slice,
 )
-from trainyard.launch.memory_prediction import StepConfig, count_disk_bytes, read_cache
-from trainyard.launch.rank_choices import build_context, record_choices
-from trainyard.launch.ranks import train_on_ranks
+from trainyard.node.choices import build_context, record_choices
+from trainyard.node.ranks import train_on_ranks
+from trainyard.plan.memory import StepConfig, count_disk_bytes, read_cache
 from trainyard.runs.changes import refuse_changes
 from trainyard.runs.folder import CONFIG, read_env, record_error
 from trainyard.runs.lock import RunLock

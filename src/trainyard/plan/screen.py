@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from trainyard.config.settings import StoreSettings, TrainConfig
 from trainyard.errors import UserError
 from trainyard.hardware import GpuType, choose_precision
-from trainyard.launch.memory_prediction import (
+from trainyard.plan.memory import (
     CONTEXT_GIB,
     DRIVER_SHARE,
     FRAGMENTS_SHARE,

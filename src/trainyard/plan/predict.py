@@ -1,12 +1,11 @@
-"""Predicts the memory of a job's steps on given cards, and writes it for `launch.memory_prediction`, which stores it.
+"""Predicts the memory of a job's steps on given cards, and writes it for `plan.memory`, which stores it.
 
-Loads torch, so `launch.memory_prediction` starts it as a process.
+Loads torch, so `plan.memory` starts it as a process.
 """
 
-import argparse
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -25,7 +24,7 @@ from trainyard.data.prepare import is_packed, prepare_data
 from trainyard.data.shards import ShardSet
 from trainyard.errors import UserError
 from trainyard.hardware import Precision, get_gpu
-from trainyard.launch.memory_prediction import StepConfig, StepPrediction, choose_fit, find_cache, open_cache
+from trainyard.plan.memory import StepConfig, StepPrediction, choose_fit, find_cache, open_cache
 from trainyard.train.module import DataInfo, FakeTensorMode, TrainModule
 from trainyard.train.precision import make_autocast
 from trainyard.train.run_context import TRAIN
@@ -122,28 +121,27 @@ class Predictor:
         return batch
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Predict what is needed to split a job's global batch on some cards, and write it; return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m trainyard.tools.predict_memory")
-    parser.add_argument("config", type=Path, help="all options of a job, as in a run folder")
-    parser.add_argument("jobs", type=Path)
-    parser.add_argument("out", type=Path, help="file for the predictions")
-    parser.add_argument("cards", nargs="+")
-    parser.add_argument("--gpus", type=int, default=1)
-    args = parser.parse_args(argv)
+def main(config: str, jobs: str, out: str, gpus: str, *cards: str) -> int:
+    """Predict what is needed to split a job's global batch on some cards, and write it; return the exit code.
+
+    Args:
+        config: file with all options of the job, as in a run folder.
+        jobs: folder of families.
+        out: file for the predictions.
+    """
     logger.remove()  # what models log while they are built is about training
     try:
-        _predict_splits(thaw(args.config, args.jobs), args)
+        _predict_splits(thaw(Path(config), Path(jobs)), Path(jobs), Path(out), cards, gpus=int(gpus))
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
     return 0
 
 
-def _predict_splits(config: TrainConfig, args: argparse.Namespace) -> None:
-    predictions = replace(open_cache(config, args.jobs, os.environ), path=args.out)
-    packed = config if is_packed(config) else _prepare_synthetic_data(config, args.jobs)
-    predictor = Predictor(packed, args.jobs)
+def _predict_splits(config: TrainConfig, jobs_dir: Path, out: Path, cards: Sequence[str], *, gpus: int) -> None:
+    predictions = replace(open_cache(config, jobs_dir, os.environ), path=out)
+    packed = config if is_packed(config) else _prepare_synthetic_data(config, jobs_dir)
+    predictor = Predictor(packed, jobs_dir)
     synthetic = f"{predictor.data.count} synthetic samples"
     predictions.about["data"] = str(packed.data.path) if is_packed(config) else synthetic
 
@@ -155,11 +153,11 @@ def _predict_splits(config: TrainConfig, args: argparse.Namespace) -> None:
                 predictions.steps[one] = predictions.steps.get(as_fp16) or predictor.predict(one)
         return predictions.steps[setting]
 
-    for key in args.cards:
+    for key in cards:
         card = get_gpu(key)
         assert card is not None, key
         with suppress(UserError):  # this card cannot compute as the config says: whoever asks will be told
-            choose_fit(config, card, gpus=args.gpus, predict=predict)
+            choose_fit(config, card, gpus=gpus, predict=predict)
     predictions.save()
 
 
@@ -170,3 +168,7 @@ def _prepare_synthetic_data(config: TrainConfig, jobs_dir: Path) -> TrainConfig:
     if isinstance(getattr(config, "packing", None), StoreSettings):
         overrides.append("packing.store=keep")  # batches are the same, and packing is quicker
     return prepare_data(apply_overrides(config, overrides), jobs_dir)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
