@@ -26,7 +26,6 @@ types may be summed in parts that are rounded to the same type."""
 
 _CHECKED_SIZE = 512  # of the matrices whose product is compared with float64: small enough for the host
 _ROUNDS = 3  # of each timing
-_COPY_BYTES = 256 << 20
 
 
 def describe_device(environ: Mapping[str, str]) -> Figures:
@@ -169,7 +168,7 @@ def check_copies(device: torch.device, sizes: Sizes) -> Figures:
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         figures |= {"free_gib": round(free / 2**30, 2), "total_gib": round(total / 2**30, 2)}
-    count = _COPY_BYTES // 8
+    count = sizes.copy_bytes // 8
     sent, on_card = torch.arange(count), torch.empty(count, dtype=torch.int64, device=device)
     for kind in ("pinned", "pageable"):
         pinned = kind == "pinned" and device.type == "cuda"
@@ -178,11 +177,11 @@ def check_copies(device: torch.device, sizes: Sizes) -> Figures:
 
         def upload(source: torch.Tensor = source) -> int:
             on_card.copy_(source, non_blocking=True)
-            return _COPY_BYTES
+            return sizes.copy_bytes
 
         def download(returned: torch.Tensor = returned) -> int:
             returned.copy_(on_card, non_blocking=True)
-            return _COPY_BYTES
+            return sizes.copy_bytes
 
         for name, work in (("to_card", upload), ("to_host", download)):
             work()

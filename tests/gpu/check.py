@@ -47,6 +47,11 @@ class Sizes:
         """Rows and columns of the matrices whose product is timed."""
         return 256 if self.small else 8192
 
+    @property
+    def copy_bytes(self) -> int:
+        """Bytes of a copy that is timed."""
+        return (4 if self.small else 256) << 20
+
 
 def run_in_time(work: Callable[[], Figures], *, left_s: float, longest_s: float, over: str, log: Path) -> Figures:
     """Run `work` in a process of its own; skip the test if the time of all checks is over.
