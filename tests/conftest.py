@@ -1,5 +1,6 @@
 """Fixtures that many tests share: raw and packed images."""
 
+import gzip
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,18 +44,13 @@ def packed_copy(packed_images: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of an earlier version's files (test_compat.py) as the current folder, with its stored paths changed to
-    match; Slurm is unavailable."""
-    folder = Path(shutil.copytree(Path(__file__).parent / "compat", tmp_path / "lab", symlinks=True))
-    changed = 0
-    for path in folder.rglob("*"):
-        if path.is_file() and path.suffix not in (".ckpt", ".h5") and "/lab" in (text := path.read_text()):
-            path.write_text(text.replace("/lab", str(folder)))
-            changed += 1
-    assert changed > 10, "the set no longer names its folder"
+def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of tests/format_1 as the current folder: packed data, a finished run that read it, and a sweep."""
+    folder = Path(shutil.copytree(Path(__file__).parent / "format_1", tmp_path / "stored"))
+    for path in folder.rglob("*.h5.gz"):  # most of their bytes are zeros
+        path.with_suffix("").write_bytes(gzip.decompress(path.read_bytes()))
+        path.unlink()
     monkeypatch.chdir(folder)
-    monkeypatch.setenv("SLURM_CONF", str(folder / "none"))
     return folder
 
 

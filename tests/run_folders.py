@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from trainyard.cluster.query import SlurmJob
+from trainyard.config.frozen import write_frozen
+from trainyard.runs.folder import write_env
 from trainyard.runs.history import read_run
 from trainyard.runs.status import Status, read_status
 
@@ -33,9 +35,9 @@ class RunFolder:
         self.run = root / "runs" / "prints" / "20260102-030405-abcdef0"
         self.logs = self.run / "slurm"
         self.logs.mkdir(parents=True)
-        (self.run / "config.yaml").write_text("job: prints\noptimizer: {name: adamw, lr: 0.004}\n")
+        write_frozen({"job": "prints", "optimizer": {"name": "adamw", "lr": 0.004}}, self.run / "config.yaml")
         choices = {"micro_batch_size": {"value": 32, "reason": "as requested"}}
-        (self.run / "env.json").write_text(json.dumps({"created": format_time(NOW - 9999), "choices": choices}))
+        write_env(self.run, {"created": format_time(NOW - 9999), "choices": choices})
         if job is not None:
             self.submit(job, NOW - 9000)
 

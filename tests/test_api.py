@@ -17,6 +17,8 @@ import pytest
 import trainyard
 from tests.training import FAMILIES
 from trainyard import api
+from trainyard.errors import NotFinite
+from trainyard.runs.folder import record_error
 
 HIDDEN = ("torch", "numpy", "IPython", "omegaconf", "trainyard.api")
 
@@ -40,16 +42,19 @@ def test_options_become_what_one_types():
     assert api._format_options({"data": {"synthetic": 20}}) == ["data.synthetic=20"]
 
 
-def test_a_run_says_its_status_and_its_metrics_as_arrays(lab):
-    run = trainyard.Run("pricing/done")
-    assert run.status.state == "done" and run.status.step == run.status.total_steps == 6
-    assert repr(run) == "Run('runs/pricing/done')" and str(run.status).startswith("runs/pricing/done: done at step 6/6")
-    lines = [json.loads(line) for line in (lab / "runs/pricing/done/metrics.jsonl").read_text().splitlines()]
-    smape = [line["smape"] for line in lines if line.get("split") == "val"]
-    assert smape and run.metrics["val"]["smape"].tolist() == smape
+def test_a_run_says_its_status_and_its_metrics_as_arrays(stored):
+    run = trainyard.Run("stripes/done")
+    assert run.status.state == "done" and run.status.step == run.status.total_steps == 4
+    assert repr(run) == "Run('runs/stripes/done')" and str(run.status).startswith("runs/stripes/done: done at step 4/4")
+    lines = [json.loads(line) for line in (stored / "runs/stripes/done/metrics.jsonl").read_text().splitlines()]
+    accuracy = [line["accuracy"] for line in lines if line.get("split") == "val"]
+    assert accuracy and run.metrics["val"]["accuracy"].tolist() == accuracy
     assert run.metrics["val"]["step"].dtype == np.int64
-    assert "split" not in run.metrics["val"] and "smape_decile_10" in run.log
-    assert "NaN or infinite" in trainyard.Run("pricing/failed").why()
+    assert "split" not in run.metrics["val"]
+    failed = shutil.copytree(run.path, run.path.with_name("failed"))
+    (failed / "events.jsonl").write_text("")
+    record_error(failed, NotFinite("the gradient is NaN"), attempt="local-1", rank=0)
+    assert "NaN or infinite" in trainyard.Run("stripes/failed").why()
     with pytest.raises(trainyard.UserError, match="no run is 'nothing'"):
         trainyard.Run("nothing")
 

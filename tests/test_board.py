@@ -16,7 +16,7 @@ from trainyard.errors import UserError
 from trainyard.report.board import compute_goodput, update_board, write_board
 from trainyard.report.run_page import write_report
 from trainyard.runs.events import read_metrics, read_sampled_metrics
-from trainyard.runs.folder import record_error
+from trainyard.runs.folder import record_error, write_env
 from trainyard.runs.lock import RunLock
 from trainyard.runs.status import read_statuses
 
@@ -27,7 +27,7 @@ def write_run(root: Path, number: int, *, ending: str = "done", steps: int = 40)
     run.mkdir(parents=True)
     (run / "config.yaml").write_text("job: demo\n")
     begin = 1_790_000_000 + 1000 * number
-    (run / "env.json").write_text(json.dumps({"created": format_time(begin)}))
+    write_env(run, {"created": format_time(begin)})
     attempt = f"local-{begin}"
     if ending == "failed":
         record_error(run, ValueError("shape (3, 8)"), attempt=attempt, rank=0)
@@ -163,7 +163,7 @@ def test_goodput_is_the_share_of_time_in_training_that_is_kept(tmp_path):
     assert compute_goodput(status) == 0.5
     (run / "events.jsonl").write_text((run / "events.jsonl").read_text().replace("train_s", "other"))
     (status,), _ = read_statuses([run])
-    assert compute_goodput(status) is None, "of an earlier version"
+    assert compute_goodput(status) is None
 
 
 # In a browser

@@ -264,7 +264,7 @@ def is_same_json(a, b):
         (lambda data, manifest: manifest.write_bytes(b"\x00\xff garbage"), "the manifest is damaged"),
         (lambda data, manifest: manifest.write_text("[1, 2]"), "the manifest is damaged: not a JSON object"),
         (lambda data, manifest: manifest.write_text(""), "the manifest is damaged"),
-        (lambda data, manifest: manifest.write_text('{"format": 2}'), "checkpoint format 2, this checkout reads 1"),
+        (lambda data, manifest: manifest.write_text('{"format": 2}'), "its own SHA-256 does not match"),
         (lambda data, manifest: (data.unlink(), data.mkdir()), "bytes, the manifest says"),
     ],
 )
@@ -491,7 +491,7 @@ def test_an_export_holds_the_averaged_weights_and_says_where_they_come_from(tmp_
         "weights": "model",
         "checkpoint_sha256": entry.sha256,
         "meta": '{"eer": 0.01}',
-        "learned": "{}",
+        "artifacts": "{}",
     }
     assert not list(tmp_path.rglob("*.partial"))
 

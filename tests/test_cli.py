@@ -206,15 +206,15 @@ def test_unreadable_images_are_named_counted_and_skipped_on_request(here, capsys
 
 
 @pytest.mark.slow
-def test_packed_data_with_another_schema_or_a_truncated_shard_is_refused(here, capsys):
+def test_packed_data_with_another_format_or_a_truncated_shard_is_refused(here, capsys):
     make_raw_folder(here)
     assert run_cli(capsys, "pack", "stripes", "raw", "out", *JOBS)[0] == 0
     shutil.copytree("out", "old")
     with edit_index(Path("old")) as file:
-        file.attrs["schema_version"] = 99
+        file.attrs["format"] = 99
     code, stderr = run_cli(capsys, "run", "stripes", "data.path=old", *JOBS)
     assert code == 2
-    assert "written with shard schema 99, this version reads 2" in stderr and "trainyard pack" in stderr
+    assert "the format of this packed data is 99, expected 1" in stderr and "trainyard pack" in stderr
     with Path("out/shard-00000.h5").open("r+b") as shard:
         shard.truncate(3000)
     code, stderr = run_cli(capsys, "run", "stripes", "data.path=out", *JOBS)

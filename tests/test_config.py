@@ -280,18 +280,6 @@ def test_what_the_preset_decides_cannot_be_overridden(option: str):
     assert f"'{option}' is set by the preset" in read_refusal("tiny", f"{option}=x")
 
 
-@pytest.mark.parametrize(
-    ("typed", "meant"),
-    [("true", "first"), ("false", "off"), ("off", "off"), ("always", "always"), ("first", "first")],
-)
-def test_the_words_that_check_crc_had_before_are_read(typed: str, meant: str, tmp_path: Path):
-    assert compose("tiny", [f"data.check_crc={typed}"], JOBS).data.check_crc == meant
-    frozen = tmp_path / "config.yaml"
-    freeze(compose("tiny", [], JOBS), frozen)
-    frozen.write_text(frozen.read_text().replace("check_crc: first", f"check_crc: {typed}"))
-    assert thaw(frozen, JOBS).data.check_crc == meant
-
-
 def test_a_value_out_of_range_names_job_option_and_choices():
     message = read_refusal("tiny", "schedule.name=cosin")
     assert message.startswith("job tiny: schedule.name=cosin: expected one of cosine, step")

@@ -123,7 +123,7 @@ def check_evaluation(run: Path, raw: Path, capsys) -> None:
     figures, samples = ({path.name for path in (found.path / name).iterdir()} for name in ("figures", "samples"))
     own_figures, own_samples = (
         {path.name.removeprefix(f"{own['split']} - ") for path in run.glob(f"{folder}/*.png")}
-        for folder in ("exhibits", "samples")
+        for folder in ("figures", "samples")
     )
     assert figures == own_figures and samples
     assert own_samples == (samples if config.report.samples == "on" else set())
@@ -158,7 +158,7 @@ def check_embeddings(run: Path, raw: Path, pairs: list[dict[str, str]], out: Pat
     assert score == pytest.approx(float(pairs[0]["score"]), abs=1e-5)
     assert ("verdict    match" in shown) == (score >= threshold) or score == threshold, "printed to six digits"
     assert "impostor trials (" in shown
-    (run / "validation_scores.safetensors").unlink()  # as of an older version
+    (run / "validation_scores.safetensors").unlink()
     assert main(["compare", str(run), str(raw / one), str(raw / other), "--jobs", str(JOBS)]) == 2
     assert f"writes them: trainyard resume {run}" in capsys.readouterr().err
     assert train(run, jobs=JOBS) == 0  # what resume does

@@ -175,7 +175,7 @@ def test_six_hundred_flipped_bits_are_noticed_or_change_nothing(run):
         ("config.yaml", "seed: 0", "seed: [", "config.yaml: line "),
         ("env.json", '"commit"', '"kommit"', "env.json: was changed: its content does not match the digest in it."),
         ("env.json", '"device"', '"decive"', "env.json: was changed: its content does not match the digest in it."),
-        ("env.json", '"sha256"', '"shc256"', "env.json: was changed: it has lost the digest of its content."),
+        ("env.json", '"sha256"', '"shc256"', "env.json: was changed: its content does not match the digest in it."),
         ("env.json", "{", "[", "env.json: is damaged, not JSON"),
         ("metrics.jsonl", '"loss": ', '"loss": 9', "metrics.jsonl: was changed: its first"),
         ("metrics.jsonl", '"test", "accuracy": 0', '"test", "accuracy": 1', "metrics.jsonl: was changed: its first"),
@@ -233,18 +233,6 @@ def test_a_legal_change_of_an_option_is_no_damage(run):
     assert find_changes(run) == []
     configs.freeze(configs.apply_overrides(config, ["seed=5"]), run / "config.yaml")
     assert "seed is 5, not 0" in refuse(run)
-
-
-def test_a_run_whose_checkpoints_recorded_nothing_resumes(run):
-    for entry in list_checkpoints(run / "checkpoints"):
-        manifest = json.loads(entry.path.with_suffix(".json").read_text())
-        del manifest["meta"]["files"]
-        write_manifest(entry.path, manifest)
-    text = (run / "config.yaml").read_text()
-    (run / "config.yaml").write_text("".join(line for line in text.splitlines(True) if not line.startswith("#")))
-    env = read_env(run)
-    (run / "env.json").write_text(json.dumps(env))
-    assert find_changes(run) == [] and read_env(run) == env
 
 
 # The best checkpoint
@@ -314,7 +302,6 @@ def change_manifest(run: Path, **fields: Any) -> str:
         ({"meta": []}, "no valid 'meta': expected dict"),
         ({"meta": {"best": [1]}}, "no valid 'best'"),
         ({"meta": {"best": {"step": "x"}}}, "no valid 'best'"),
-        ({"format": 9}, "written with checkpoint format 9, this checkout reads 1"),
     ],
 )
 def test_a_manifest_with_strange_fields_is_described_in_one_sentence(run, fields, found):

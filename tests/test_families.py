@@ -1,7 +1,6 @@
 """Several folders of families side by side, and runs that know theirs."""
 
 import csv
-import json
 import os
 import shutil
 from argparse import Namespace
@@ -102,11 +101,6 @@ def test_a_family_that_the_run_of_another_names_is_not_imported(elsewhere, here,
     assert not (jobs / "stripes" / "__pycache__").exists()
 
 
-def test_a_run_of_an_earlier_version_uses_the_first_folder_with_its_family(lab):
-    copy_families(lab)  # a ./jobs without the family
-    assert find_families(lab / "runs" / "pricing" / "done") == (Path(__file__).parents[1] / "jobs", False)
-
-
 @pytest.mark.slow
 def test_jobs_of_both_folders_are_listed_and_found(tmp_path, monkeypatch, capsys):
     jobs = copy_families(tmp_path)
@@ -128,7 +122,7 @@ def test_runs_of_trainyards_own_families_do_not_depend_on_where_they_are(tmp_pat
     run = tmp_path / "run"
     run.mkdir()
     (run / "config.yaml").write_text("family: fingerprint\n")
-    (run / "env.json").write_text(json.dumps({}))
+    runs.write_env(run, {})
     remember_families(run, choose_root("fingerprint_demo"))
     assert runs.read_env(run)["choices"]["families"]["value"] == OWN
     found = find_families(run)

@@ -137,7 +137,7 @@ def test_ranks_agree_on_the_average(tmp_path):
 def test_the_average_is_what_is_exported_and_tested(averaged, tmp_path):
     assert main(["export", str(averaged), str(tmp_path / "w.safetensors"), "--jobs", str(FAMILIES)]) == 0
     with safe_open(tmp_path / "w.safetensors", "pt") as file:
-        assert file.metadata()["weights"] == "swa" and "d0 d1 d2 d3" in file.metadata()["learned"]
+        assert file.metadata()["weights"] == "swa" and "d0 d1 d2 d3" in file.metadata()["artifacts"]
         assert torch.equal(file.get_tensor("head.weight"), load_state(averaged)["swa/module/head.weight"])
 
 
@@ -159,7 +159,7 @@ def test_the_average_gives_all_snapshots_equal_weight():
 
 @pytest.mark.slow
 def test_the_jobs_figures_of_its_test_set_are_in_the_report(done):
-    (image,) = (done / "exhibits").iterdir()
+    (image,) = (done / "figures").iterdir()
     assert image.name == "test - Confusion, true_chosen.png" and image.read_bytes().startswith(b"\x89PNG")
     assert 'alt="test - Confusion, true_chosen"' in write_report(done).read_text()
 
@@ -171,7 +171,7 @@ def test_samples_are_shown_only_if_asked_for_and_change_nothing_that_is_trained_
     assert train(shown) == 0
     assert find_differences(load_state(done), load_state(shown)) == []
     assert read_run_metrics(done) == read_run_metrics(shown)
-    names = [[path.name for path in (run / "exhibits").iterdir()] for run in (done, shown)]
+    names = [[path.name for path in (run / "figures").iterdir()] for run in (done, shown)]
     assert names[0] == names[1] == ["test - Confusion, true_chosen.png"] and not (done / "samples").exists()
     _, data, _ = build_module(done)
     (png,) = (shown / "samples").iterdir()
@@ -204,7 +204,7 @@ def test_without_a_test_set_the_figures_are_of_validation(tmp_path, monkeypatch)
     monkeypatch.setattr(pack, "splits", lambda *a: {k: v for k, v in splits(*a).items() if k != "test"})
     run = new_run(tmp_path, "max_duration=1ep")
     assert train(run) == 0
-    assert [path.name for path in (run / "exhibits").iterdir()] == ["val - Confusion, true_chosen.png"]
+    assert [path.name for path in (run / "figures").iterdir()] == ["val - Confusion, true_chosen.png"]
 
 
 @pytest.fixture

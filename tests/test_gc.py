@@ -10,20 +10,28 @@ import pytest
 from trainyard import cli
 from trainyard.files import exclusive_lock
 from trainyard.runs import manifest
+from trainyard.runs.folder import update_env
 from trainyard.runs.lock import RunLock
 from trainyard.tools import gc
 
-SET = Path(__file__).parent / "compat"
+PACKED, OTHER = "data/stripes", "data/other"
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with the runs and packed data of tests/compat, without cache and scratch."""
-    place = Path(shutil.copytree(SET, tmp_path / "place", symlinks=True))
-    monkeypatch.chdir(place)
+def place(stored: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with two sets of packed data: a stopped run reads one; a finished, a stopped and a submitted run the
+    other. Without cache and scratch."""
+    shutil.copytree(PACKED, OTHER)
+    for name, data in (("stopped", PACKED), ("submitted", PACKED), ("reader", OTHER)):
+        run = Path(shutil.copytree("runs/stripes/done", f"runs/stripes/{name}"))
+        update_env(run, "data", {"path": data})
+        events = run / "events.jsonl"
+        events.write_text(
+            events.read_text().replace('"event": "done", "reason": "none"', '"event": "stop", "reason": "interrupted"')
+        )
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("TRAINYARD_SCRATCH", raising=False)
-    return place
+    return stored
 
 
 def find(place: Path, **environ: str) -> dict[str, gc.DiskUsage]:
@@ -44,33 +52,30 @@ def run_gc(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> st
 
 def test_packed_data_name_the_unfinished_runs_that_need_them(place):
     found = find(place)
-    fingerprint = found[str(place / "data/fingerprint-b8fa06198d9a")]
-    assert (fingerprint.kind, fingerprint.needed_by) == ("packed", "fingerprint/stopped")
-    assert fingerprint.bytes == sum(path.stat().st_size for path in fingerprint.paths[0].iterdir())
-    needed = found[str(place / "data/pricing-d9f5e792e348")].needed_by
-    assert "pricing/stopped" in needed and "pricing/done" not in needed
+    other = found[str(place / OTHER)]
+    assert (other.kind, other.needed_by) == ("packed", "stripes/reader")
+    assert other.bytes == sum(path.stat().st_size for path in other.paths[0].iterdir())
+    needed = found[str(place / PACKED)].needed_by
+    assert "stripes/stopped" in needed and "stripes/done" not in needed
 
 
 def test_packed_data_that_only_finished_runs_read_are_needed_by_nobody(place):
-    for name in ("stopped", "failed", "submitted-failed"):
-        shutil.rmtree(place / "runs/pricing" / name)
-    assert find(place)[str(place / "data/pricing-d9f5e792e348")].needed_by == ""
+    for name in ("stopped", "submitted"):
+        shutil.rmtree(place / "runs/stripes" / name)
+    assert find(place)[str(place / PACKED)].needed_by == ""
 
 
 def test_of_packed_data_elsewhere_only_what_our_runs_read_is_listed(place, tmp_path):
     """The folder may be shared: what others packed there is not ours to call unneeded."""
     shared = Path(shutil.copytree(place / "data", tmp_path / "shared"))
-    shutil.copytree(shared / "pricing-d9f5e792e348", shared / "pricing-of-others")
     shutil.rmtree(place / "data")
-    for path in (place / "runs/pricing").glob("*/env.json"):
-        path.write_text(path.read_text().replace('"data/pricing', f'"{shared}/pricing'))
-    assert [item.name for item in find(place).values() if item.kind == "packed"] == [
-        str(shared / "pricing-d9f5e792e348")
-    ]
+    for name in ("done", "stopped", "submitted"):
+        update_env(place / "runs/stripes" / name, "data", {"path": str(shared / "stripes")})
+    assert [item.name for item in find(place).values() if item.kind == "packed"] == [str(shared / "stripes")]
 
 
 def test_a_finished_run_keeps_the_checkpoint_of_its_result_and_frees_the_others(place, capsys):
-    run = Path("runs/pricing/done")
+    run = Path("runs/stripes/done")
     kept = manifest.select_checkpoint(manifest.list_checkpoints(run / "checkpoints")).path
     others = [entry.path for entry in manifest.list_checkpoints(run / "checkpoints") if entry.path != kept]
     assert others, "the set has no run with several checkpoints"
@@ -81,22 +86,22 @@ def test_a_finished_run_keeps_the_checkpoint_of_its_result_and_frees_the_others(
 
 
 def test_what_a_run_needs_is_refused_and_the_line_to_type_works(place, capsys):
-    name = str(place / "data/fingerprint-b8fa06198d9a")
+    name = str(place / OTHER)
     refused = run_gc(capsys, "--delete", name, code=2)
     line = f"trainyard gc --delete '{name}' --force"
-    assert "needed by fingerprint/stopped" in refused and line in refused and Path(name).is_dir()
+    assert "needed by stripes/reader" in refused and line in refused and Path(name).is_dir()
     assert "Getting it back" in run_gc(capsys, "--delete", name, "--force")
     assert not Path(name).exists()
 
 
 def test_unneeded_deletes_exactly_what_the_list_says_nobody_needs(place, capsys):
-    (place / "data/fingerprint-synthetic-60-seed0").mkdir()
-    (place / "data/fingerprint-synthetic-60-seed0/1_1.png").write_bytes(b"x" * 100)
-    (place / "data/pricing-half").mkdir()
-    (place / "data/pricing-half/packing.json").write_text("{}")
-    (place / "runs/pricing/.new-0123").mkdir()
-    (place / "runs/pricing/.new-0123/config.yaml").write_text("job: pricing\n")
-    os.utime(place / "runs/pricing/.new-0123", (0, 0))
+    (place / "data/stripes-synthetic-60-seed0").mkdir()
+    (place / "data/stripes-synthetic-60-seed0/d0-0000.png").write_bytes(b"x" * 100)
+    (place / "data/stripes-half").mkdir()
+    (place / "data/stripes-half/packing.json").write_text("{}")
+    (place / "runs/stripes/.new-0123").mkdir()
+    (place / "runs/stripes/.new-0123/config.yaml").write_text("job: stripes\n")
+    os.utime(place / "runs/stripes/.new-0123", (0, 0))
     before = find(place)
     kinds = {item.kind for item in before.values() if not item.needed_by}
     assert {"drawn", "half-packed", "leftover", "checkpoints"} <= kinds
@@ -107,7 +112,7 @@ def test_unneeded_deletes_exactly_what_the_list_says_nobody_needs(place, capsys)
 
 
 def test_checkpoints_of_a_run_that_is_written_to_stay(place, capsys):
-    run = Path("runs/pricing/done")
+    run = Path("runs/stripes/done")
     files = sorted((run / "checkpoints").iterdir())
     with RunLock(run):
         assert "has been writing to this run" in run_gc(capsys, "--delete", f"{run}/checkpoints (older)", code=2)
@@ -116,8 +121,8 @@ def test_checkpoints_of_a_run_that_is_written_to_stay(place, capsys):
 
 def test_a_wrong_name_is_refused_with_the_nearest_and_nothing_is_deleted(place, capsys):
     before = find(place)
-    refused = run_gc(capsys, "--delete", "runs/pricing/done/checkpoints (olde)", code=2)
-    assert "Nearest: runs/pricing/done/checkpoints (older)." in refused
+    refused = run_gc(capsys, "--delete", "runs/stripes/done/checkpoints (olde)", code=2)
+    assert "Nearest: runs/stripes/done/checkpoints (older)." in refused
     assert find(place) == before
 
 
@@ -129,7 +134,7 @@ def test_a_path_outside_the_list_cannot_be_deleted(place, tmp_path, capsys):
 
 
 def test_a_link_to_a_folder_is_neither_listed_nor_followed(place, tmp_path):
-    target = Path(shutil.move(place / "data/pricing-d9f5e792e348", tmp_path / "elsewhere"))
+    target = Path(shutil.move(place / PACKED, tmp_path / "elsewhere"))
     (place / "data/linked").symlink_to(target)
     assert str(place / "data/linked") not in find(place)
 
@@ -167,27 +172,27 @@ def test_compiled_code_on_scratch_is_a_cache_that_nobody_needs(place, tmp_path):
 
 
 def test_code_of_a_stopped_submitted_run_is_needed_by_it(place):
-    run = place / "runs/pricing/submitted-failed"
+    run = place / "runs/stripes/submitted"
     (run / "code").mkdir()
     (run / "code/x.py").write_text("x = 1\n")
-    assert find(place)[str(run / "code")].needed_by == "pricing/submitted-failed"
+    assert find(place)[str(run / "code")].needed_by == "stripes/submitted"
     assert json.loads((run / "env.json").read_text())
 
 
 def test_a_run_that_is_being_created_is_not_a_leftover(place):
-    (place / "runs/pricing/.new-4567").mkdir()
-    (place / "runs/pricing/.new-4567/config.yaml").write_text("job: pricing\n")
-    name = "runs/pricing/.new-4567"
+    (place / "runs/stripes/.new-4567").mkdir()
+    (place / "runs/stripes/.new-4567/config.yaml").write_text("job: stripes\n")
+    name = "runs/stripes/.new-4567"
     assert str(place / name) not in find(place)
     os.utime(place / name, (0, 0))
     assert find(place)[str(place / name)].kind == "leftover"
 
 
 def test_data_that_another_process_is_packing_stay(place, capsys):
-    folder = place / "data/pricing-half"
+    folder = place / "data/stripes-half"
     folder.mkdir()
     (folder / "packing.json").write_text("{}")
-    with exclusive_lock(place / "data/.pricing-half.guard"):  # another open file, as another process has
+    with exclusive_lock(place / "data/.stripes-half.guard"):  # another open file, as another process has
         assert "another process is making it now" in run_gc(capsys, "--delete", str(folder), code=2)
     assert folder.is_dir()
     run_gc(capsys, "--delete", str(folder))

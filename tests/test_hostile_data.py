@@ -58,16 +58,16 @@ HOSTILE: dict[str, tuple[Callable[[h5py.File, Path], object], str]] = {
         "/columns/number is stored in another file",
     ),
     "external storage of an artifact": (
-        lambda file, victim: file.create_dataset("learned/a", (1100,), "u1", external=[(str(victim), 0, 1100)]),
-        "/learned/a is stored in another file",
+        lambda file, victim: file.create_dataset("artifacts/a", (1100,), "u1", external=[(str(victim), 0, 1100)]),
+        "/artifacts/a is stored in another file",
     ),
     "external link to a dataset": (
         lambda file, victim: replace_link(file, NUMBER, h5py.ExternalLink(victim, "/labels")),
         "/columns/number is a link to another file",
     ),
     "external link to a group": (
-        lambda file, victim: replace_link(file, "learned", h5py.ExternalLink(victim, "/")),
-        "/learned is a link to another file",
+        lambda file, victim: replace_link(file, "artifacts", h5py.ExternalLink(victim, "/")),
+        "/artifacts is a link to another file",
     ),
     "soft link": (
         lambda file, victim: replace_link(file, NUMBER, h5py.SoftLink("/records/image/start")),
@@ -158,12 +158,12 @@ HOSTILE: dict[str, tuple[Callable[[h5py.File, Path], object], str]] = {
     ),
     "text that is not UTF-8": (lambda file, victim: set_value(file, "vocabulary/who/blob", 0, 0xFF), "is malformed"),
     "cycle": (
-        lambda file, victim: file["learned"].__setitem__("again", file["learned"]),
-        "/learned/again/again/again is nested more than 3 deep",
+        lambda file, victim: file["artifacts"].__setitem__("again", file["artifacts"]),
+        "/artifacts/again/again/again is nested more than 3 deep",
     ),
     "terminal escape in a name": (
-        lambda file, victim: file["learned"].create_group("\x1b[2J"),
-        "'/learned/\\x1b[2J' is not a printable name",
+        lambda file, victim: file["artifacts"].create_group("\x1b[2J"),
+        "'/artifacts/\\x1b[2J' is not a printable name",
     ),
     "JSON bomb": (lambda file, victim: file.attrs.__setitem__("meta", "[" * 50_000), "attribute 'meta' is not JSON"),
     "missing group": (lambda file, victim: file.__delitem__("vocabulary"), "/vocabulary is not a group"),

@@ -200,23 +200,23 @@ def test_a_link_to_the_victims_file_is_not_shown(run, secret, capsys, name):
 
 
 def test_a_report_embeds_only_images_of_the_run(run, secret):
-    (run / "exhibits").mkdir()
-    (run / "exhibits" / "a.png").symlink_to(secret)
-    (run / "exhibits" / "b.png").write_bytes(secret.read_bytes())
+    (run / "figures").mkdir()
+    (run / "figures" / "a.png").symlink_to(secret)
+    (run / "figures" / "b.png").write_bytes(secret.read_bytes())
     page = write_report(run).read_text()
     assert "a.png" not in page and 'alt="a"' not in page and 'alt="b"' not in page
 
 
-@pytest.mark.parametrize("linked", ["evaluations", "evaluations/one", "evaluations/one/figures", "exhibits", "samples"])
+@pytest.mark.parametrize("linked", ["evaluations", "evaluations/one", "evaluations/one/figures", "figures", "samples"])
 def test_a_report_shows_evaluations_and_figures_but_follows_no_link_to_them(run, tmp_path, linked):
     elsewhere = tmp_path / "elsewhere"
     for folder in ("one/figures", "one", "figures", "."):
         (elsewhere / folder).mkdir(parents=True, exist_ok=True)
         (elsewhere / folder / "leaked.png").write_bytes(b"\x89PNG")
-        (elsewhere / folder / "evaluation.json").write_text('{"folder": "leaked"}')
+        (elsewhere / folder / "evaluation.json").write_text('{"format": 1, "folder": "leaked"}')
     (run / linked).parent.mkdir(parents=True, exist_ok=True)
     if linked.endswith("figures"):
-        (run / linked).with_name("evaluation.json").write_text("{}")
+        (run / linked).with_name("evaluation.json").write_text('{"format": 1}')
     (run / linked).symlink_to(elsewhere)
     assert "leaked" not in write_report(run).read_text()
     (run / linked).unlink()

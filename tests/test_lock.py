@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from trainyard.errors import UserError
-from trainyard.runs.lock import Owner, RunLock, read_owner, release
+from trainyard.runs.lock import RunLock, read_owner, release
 
 HOLD_LOCK = """
 import sys, time
@@ -130,8 +130,3 @@ def test_a_lock_that_cannot_be_written_whole_does_not_appear(tmp_path):
     assert list(tmp_path.iterdir()) == []
     with RunLock(tmp_path):
         pass
-
-
-def test_a_lock_of_an_earlier_version_is_read(tmp_path):
-    owner = json.loads('{"host": "a", "boot_id": "b", "pid_namespace": "c", "pid": 1, "started_ticks": 2, "since": ""}')
-    assert Owner(**owner).token == ""

@@ -218,7 +218,7 @@ def test_a_run_whose_length_is_a_time_trains_that_long(run, device):
 def test_max_runtime_leaves_time_for_the_steps_that_the_device_has_not_finished(run, device):
     begin = device.now_s
     limit = RuntimeLimit(1, started=begin, now=lambda: device.now_s)
-    assert train(run, device, compute_s=6.0, limit=limit, max_duration="1000st") == Stop.TIME_LIMIT
+    assert train(run, device, compute_s=6.0, limit=limit, max_duration="1000st") == Stop.MAX_RUNTIME
     assert 60 - 4 * 6.0 < device.now_s - begin <= 60
     assert load_state(run)["progress/train_s"] == pytest.approx(device.now_s - begin)
 

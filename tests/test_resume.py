@@ -142,7 +142,7 @@ def test_a_signal_while_data_are_packed_exits_at_once_and_the_next_attempt_packs
 def test_max_runtime_stops_in_time_with_a_code_of_its_own(tmp_path):
     run = new_run(tmp_path, "max_duration=10000ep", "max_runtime=1m", "eval_every=10000ep")
     assert execute(run, FAMILIES, environ={}, started=time.time() - 50) == 86
-    assert read_events(run)[-1]["reason"] == "time limit"
+    assert read_events(run)[-1]["reason"] == "max_runtime"
     assert load_state(run)["progress/step"] > 0
 
 

@@ -22,6 +22,7 @@ from trainyard.errors import UserError
 from trainyard.runs.create import create_run
 from trainyard.runs.folder import find_latest_run, read_env, resolve_run, update_env
 from trainyard.runs.lock import RunLock
+from trainyard.runs.manifest import hash_fields
 
 SECRET = "hf_planted0123456789"
 TINY = TrainConfig(job="tiny", family="tiny")
@@ -460,13 +461,19 @@ def test_the_error_for_an_unknown_run_lists_the_nearest_or_the_newest(runs: Path
         resolve_run("tiny", tmp_path / "nowhere")
 
 
+def seal(record: dict[str, object]) -> str:
+    """Return the text of an env.json with a digest that matches."""
+    return json.dumps({**record, "sha256": hash_fields(record)})
+
+
 @pytest.mark.parametrize(
     ("damage", "sentence"),
     [
-        ("{}", "does not say when the run was created"),
+        ("{}", "does not match the digest in it"),
+        (seal({"format": 1}), "does not say when the run was created"),
         ("[1, 2", "is damaged, not JSON"),
         ("[]", "expected a JSON object"),
-        ('{"created": 5}', "does not say when the run was created"),
+        (seal({"format": 1, "created": 5}), "does not say when the run was created"),
         ('{"created": "2026", "sha256": "0"}', "does not match the digest in it"),
     ],
 )

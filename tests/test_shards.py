@@ -8,8 +8,9 @@ import pytest
 
 from tests.images import edit_index, make_import_environ
 from trainyard.data.hdf5 import ShardError
-from trainyard.data.index import HEADER_BYTES
+from trainyard.data.index import HEADER_BYTES, seal_index
 from trainyard.data.shards import Damage, ShardSet, choose_reader, find_file_system, verify
+from trainyard.errors import FormatError
 
 EVERY = np.arange(26)
 HDF5_SIGNATURE = b"\x89HDF\r\n\x1a\n"
@@ -164,7 +165,7 @@ def test_an_index_that_is_not_hdf5_is_refused(packed_copy, content):
     (packed_copy / "index.h5").write_bytes(content)
     with pytest.raises(ShardError, match=r"index.h5: damaged: its content differs from the SHA-256 .*trainyard pack"):
         ShardSet(packed_copy)
-    (packed_copy / "index.h5").write_bytes(HDF5_SIGNATURE + content)
+    (packed_copy / "index.h5").write_bytes(seal_index(HDF5_SIGNATURE + content))
     with pytest.raises(ShardError, match=r"index.h5: not a readable HDF5 file .*Pack the data again"):
         ShardSet(packed_copy)
 
@@ -175,18 +176,18 @@ def test_a_cut_off_index_is_refused(packed_copy):
     index.write_bytes(whole[:10_000])
     with pytest.raises(ShardError, match=r"index.h5: damaged: its content differs from the SHA-256"):
         ShardSet(packed_copy)
-    index.write_bytes(whole[HEADER_BYTES:10_000])
+    index.write_bytes(seal_index(whole[HEADER_BYTES:10_000]))
     with pytest.raises(ShardError, match=r"index.h5: not a readable HDF5 file"):
         ShardSet(packed_copy)
 
 
-@pytest.mark.parametrize(("version", "said"), [(1, "1"), (None, "None")])
-def test_another_schema_is_refused_with_both_versions(packed_copy, version, said):
+@pytest.mark.parametrize(("version", "said"), [(2, "2"), (None, "None")])
+def test_another_format_is_refused_with_both_numbers(packed_copy, version, said):
     with edit_index(packed_copy) as file:
-        del file.attrs["schema_version"]
+        del file.attrs["format"]
         if version:
-            file.attrs["schema_version"] = version
-    with pytest.raises(ShardError, match=rf"index.h5: written with shard schema {said}, this version reads 2\. Pack"):
+            file.attrs["format"] = version
+    with pytest.raises(FormatError, match=rf"index.h5: the format of this packed data is {said}, expected 1, .*pack"):
         ShardSet(packed_copy)
 
 
@@ -223,7 +224,7 @@ def test_a_closed_data_set_opens_its_files_again_when_read(images):
 COUNT = 10_000_000
 
 WRITE_LARGE_INDEX = """
-import json, sys
+import hashlib, json, sys
 import h5py, numpy as np
 
 count = {count}
@@ -231,8 +232,8 @@ def text(group, values):
     group["blob"] = np.frombuffer("".join(values).encode(), dtype=np.uint8)
     group["offset"] = np.cumsum([0, *map(len, values)])
 
-with h5py.File(sys.argv[1] + "/index.h5", "w", libver="latest") as file:
-    file.attrs.update(schema_version=2, count=count, skipped=0, meta=json.dumps({{}}), listing="")
+with h5py.File(sys.argv[1] + "/index.h5", "w", libver="latest", userblock_size=512) as file:
+    file.attrs.update(format=1, count=count, skipped=0, meta=json.dumps({{}}), content="")
     shards = file.create_group("shards")
     text(shards.create_group("name"), ["shard-00000.h5"])
     text(shards.create_group("sha256"), ["0" * 64])
@@ -241,11 +242,16 @@ with h5py.File(sys.argv[1] + "/index.h5", "w", libver="latest") as file:
     file["key/offset"] = np.arange(count + 1) * 8
     file["columns/label"] = np.arange(count)
     file.create_group("vocabulary")
-    file.create_group("learned")
+    file.create_group("artifacts")
     image = file.create_group("records/image")
-    image.attrs.update(kind="picture", dtype="uint8")
+    image.attrs.update(kind="image", dtype="uint8")
     image["start"], image["size"] = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
     image["crc"], image["shape"] = np.zeros(count, dtype=np.uint32), np.zeros((count, 3), dtype=np.int32)
+with open(sys.argv[1] + "/index.h5", "r+b") as file:
+    file.seek(512)
+    digest = hashlib.file_digest(file, "sha256").hexdigest()
+    file.seek(0)
+    file.write(f"Trainyard index. SHA-256 of the bytes after the first 512: {{digest}}\\n".encode().ljust(512, b"\\n"))
 open(sys.argv[1] + "/shard-00000.h5", "wb").close()
 """
 

@@ -366,7 +366,7 @@ def test_a_start_without_an_attempt_belongs_to_none_and_hides_no_other_run(tmp_p
     append(torn.run / "events.jsonl", {"event": "start", "step": 0, "time": format_time(NOW - 400)})
     torn.add_event(NOW - 390, "checkpoint", 10)
     torn.add_event(NOW - 300, "resume", 10, attempt=f"local-{int(NOW - 310)}")
-    torn.add_event(NOW - 200, "stop", 20, reason="asked")
+    torn.add_event(NOW - 200, "stop", 20, reason="interrupted")
     whole.add_event(NOW - 100, "start", 0, attempt=f"local-{int(NOW - 110)}")
     whole.add_event(NOW - 90, "stop", 5, reason="interrupted")
     (first, second), _ = read_statuses([torn.run, whole.run])
@@ -391,7 +391,7 @@ def test_the_failure_of_a_local_attempt_before_training_does_not_count_for_anoth
     folder = RunFolder(tmp_path, job=None)
     folder.add_error(NOW - 5000, "user_error", attempt=f"local-{int(NOW - 5010)}")
     folder.add_event(NOW - 390, "start", 0, attempt=f"local-{int(NOW - 400)}", world_size=1, host="desk")
-    folder.add_event(NOW - 300, "stop", 20, reason="time limit")
+    folder.add_event(NOW - 300, "stop", 20, reason="max_runtime")
     first, second = folder.read_status().attempts
     assert (first.cause, first.steps, first.end) == ("user_error", None, NOW - 5000)
     assert (second.cause, second.steps, second.start) == ("max_runtime", (0, 20), NOW - 400)

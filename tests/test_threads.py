@@ -35,9 +35,6 @@ def test_a_run_resumes_with_as_many_threads_as_it_began_with(tmp_path):
     assert "as this run began" in choice["reason"] and "a new run would take 2: OMP_NUM_THREADS=2" in choice["reason"]
     assert choice["reason"] in (run / "log").read_text()
 
-    env = read_env(run)
-    del env["exactness"]
-    (run / "env.json").write_text(json.dumps(env))  # as earlier versions wrote it
     assert choices._read_compute_threads(run, World()) == 3
     assert choices._read_compute_threads(run, World(world_size=2)) is None
 

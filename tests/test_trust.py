@@ -77,7 +77,7 @@ def make_run(place: Path, name: str = "handed") -> Path:
 def submit_by_hand(run: Path, **changed: object) -> Path:
     """Write what a submission leaves in a run folder, each part of which creates the file `executed` if it is used."""
     marker = run.parents[2] / "executed"
-    package = run / "code" / "trainyard" / "launch"
+    package = run / "code" / "trainyard" / "node"
     package.mkdir(parents=True)
     for module in (package.parent / "__init__.py", package / "rank_task.py", run / "code" / "sitecustomize.py"):
         module.write_text(f"import pathlib; pathlib.Path({str(marker)!r}).touch()\n")
@@ -354,7 +354,7 @@ def test_a_sweep_that_others_can_change_is_not_continued(place, capsys):
     sweep = place / "runs" / "sweeps" / "all"
     sweep.mkdir(parents=True)
     element = {"index": 0, "overrides": ["seed=1"], "run": "stripes/handed"}
-    record = {"job": "stripes", "axes": {"seed": ["1"]}, "fixed": [], "elements": [element]}
+    record = {"format": 1, "job": "stripes", "axes": {"seed": ["1"]}, "fixed": [], "elements": [element]}
     (sweep / "sweep.json").write_text(json.dumps(record))
     words = ["sweep", "--continue", "all", "--runs", str(place / "runs"), "--jobs", str(FAMILIES)]
     for folder in (sweep, run):

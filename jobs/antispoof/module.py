@@ -142,7 +142,7 @@ class AntispoofModule(TrainModule):
         draws: bootstrap resamples in `compute_intervals`.
     """
 
-    identity = "speaker"
+    identity_column = "speaker"
     monitor = ("eer", "min")
     tie_breaks = (("cllr", "min"),)  # the rate is 0 for every separation without an overlap
     baseline = ("chance", 0.5)

@@ -89,7 +89,7 @@ class FingerprintModule(TrainModule):
 
     monitor = ("eer_all_pairs", "min")
     tie_breaks = (("d_prime", "max"),)  # the rate is 0 for every separation without an overlap
-    identity = "finger"
+    identity_column = "finger"
     baseline = ("chance", 0.5)
     reads_noise = False
     training_only = ("class_of_code", "directions", "centres.")

@@ -29,7 +29,7 @@ sys.stdout.buffer.write(struct.pack({_HEADER.format!r}, width, height, ppi) + pi
 
 
 def can_decode_wsq() -> bool:
-    """Return whether the decoder is installed; container images of older checkouts do not have it."""
+    """Return whether the decoder is installed: only the container images have it for certain."""
     return importlib.util.find_spec(DECODER) is not None
 
 

@@ -174,7 +174,7 @@ def _describe_missing_columns(path: Path, names: Sequence[str], columns: Columns
         "further_text_columns": columns.texts[1:],
         "price_column": [columns.price],
         "numeric_columns": columns.numbers,
-        "picture_column": [columns.image],
+        "image_column": [columns.image],
     }
     missing, remedies, arguments = [], [], []
     for option, wanted in options.items():

@@ -29,7 +29,7 @@ class ModelSettings:
     number_dims: int = option(128, "width of the number branch", low=4)
     head_dims: list[int] = option(lambda: [384, 192, 96], "widths of the head's hidden layers")
     head_dropout: list[float] = option(lambda: [0.3, 0.2, 0.1], "dropout after each hidden layer")
-    picture_dims: int = option(0, "width of the image branch; 0: none. Needs packing.images", low=0)
+    image_dims: int = option(0, "width of the image branch; 0: none. Needs packing.images", low=0)
 
 
 @dataclass
@@ -65,8 +65,8 @@ class PackingSettings:
         "auto", "what separates decimals; auto: a point, but a file that leaves doubt is refused", choices=MARKS
     )
     images: str = option("", "folder of image files, the third input; empty: none")
-    picture_column: str = option("image_link", "column whose last path component is a file in packing.images")
-    missing_picture: str = option(
+    image_column: str = option("image_link", "column whose last path component is a file in packing.images")
+    missing_image: str = option(
         "fail", "if an image file is missing: fail, or store a gray image that the model ignores",
         choices=("fail", "gray"),
     )  # fmt: skip

@@ -40,8 +40,8 @@ def build(config: Config, data: DataInfo) -> "PricingModule":
             f"model.head_dims={model.head_dims} and model.head_dropout={model.head_dropout}: expected two lists of "
             "equal length."
         )
-    if model.picture_dims and not config.packing.images:
-        raise UserError("model.picture_dims needs images, but none are packed. Set packing.images=FOLDER.")
+    if model.image_dims and not config.packing.images:
+        raise UserError("model.image_dims needs images, but none are packed. Set packing.images=FOLDER.")
     vocabulary = tokenizer.parse(data.artifacts[TOKENIZER]).get_vocab_size()
     network = PriceNetwork(
         _build_encoder(config, vocabulary),
@@ -50,7 +50,7 @@ def build(config: Config, data: DataInfo) -> "PricingModule":
         head_dims=model.head_dims,
         head_dropout=model.head_dropout,
         bag=model.bag,
-        image_dims=model.picture_dims,
+        image_dims=model.image_dims,
         image_channels=config.image.channels,
     )
     module = PricingModule(
@@ -135,15 +135,15 @@ class PricingModule(TrainModule):
         return rows | {name: batch[name] for name in ("price", "group") if name in batch}
 
     def describe_predict(self) -> Signature:
-        """Return what the network takes and returns; tokenizer and features are among the artifacts (`learned`)."""
+        """Return what the network takes and returns; tokenizer and features are among the artifacts."""
         inputs = {
-            "tokens": f"ids of learned.{TOKENIZER}, from [CLS] to [SEP], padded with 0 to one length of 3 or more",
+            "tokens": f"ids of artifacts.{TOKENIZER}, from [CLS] to [SEP], padded with 0 to one length of 3 or more",
             "tokens_count": "number of tokens of each text",
-            "numbers": f"numbers of learned.{FEATURES}, by its names: standardised, clipped to +-5, 0 where unknown",
+            "numbers": f"numbers of artifacts.{FEATURES}, by its names: standardised, clipped to +-5, 0 where unknown",
         }
-        if self.network.picture_branch is not None:
+        if self.network.image_branch is not None:
             inputs["image"] = "of the item, resized to height and width; anything where there is none"
-            inputs["has_picture"] = "1 if the item has an image, else 0"
+            inputs["has_image"] = "1 if the item has an image, else 0"
         return Signature(inputs, {"predicted": "the price, within the range of the training prices"})
 
     def score(self, rows: Rows) -> dict[str, float]:
@@ -239,8 +239,8 @@ class PricingModule(TrainModule):
         if self.training and (self.token_dropout or self.title_dropout):
             token_BL = mask_tokens(token_BL, batch["title_length"], share=self.token_dropout, titles=self.title_dropout)
         image = batch.get("image")
-        if image is not None and "has_picture" in batch:
-            image = image * batch["has_picture"].view(-1, 1, 1, 1)
+        if image is not None and "has_image" in batch:
+            image = image * batch["has_image"].view(-1, 1, 1, 1)
         standard: Tensor = self.network(token_BL, batch["tokens_count"], batch["numbers"], image)
         return standard * self.std + self.mean
 

@@ -52,7 +52,7 @@ class PriceNetwork(nn.Module):
             nn.Linear(numbers, number_dims), nn.ReLU(), nn.Dropout(0.1), nn.LayerNorm(number_dims)
         )
         # checkpoints store this name
-        self.picture_branch = ImageBranch(image_channels, image_dims) if image_dims else None
+        self.image_branch = ImageBranch(image_channels, image_dims) if image_dims else None
         text_dims = (3 if bag else 2) * encoder.config.hidden_size
         self.head = _build_head(text_dims + number_dims + image_dims, head_dims, head_dropout)
 
@@ -65,9 +65,9 @@ class PriceNetwork(nn.Module):
             image: (B, C, H, W), required if the network has an image branch.
         """
         parts = [self._encode_text(token_BL.long(), count_B), self.number_branch(number_BF)]
-        if self.picture_branch is not None:
+        if self.image_branch is not None:
             assert image is not None
-            parts.append(self.picture_branch(image))
+            parts.append(self.image_branch(image))
         with torch.autocast(number_BF.device.type, enabled=False):  # 8 bits cannot resolve 0.01 in ln(price)
             standard_B1: Tensor = self.head(torch.cat([part.float() for part in parts], dim=1))
             return standard_B1.squeeze(1)

@@ -35,7 +35,7 @@ def samples(raw: Path, config: Config) -> Iterator[Sample]:
     """Yield every row of the catalogue `raw`: a CSV file, or a folder with one CSV file or a train.csv.
 
     Records: `tokens` (ragged int32 ids), `numbers` (F,) float32, and `image` if `packing.images` is set. Columns:
-    `price`, `group` (number), `set` (text: train, val or test), `length` and `title_length` (tokens), `has_picture`,
+    `price`, `group` (number), `set` (text: train, val or test), `length` and `title_length` (tokens), `has_image`,
     and `content`, a hash of the row and the artifacts that reveals stale packed data. A row that cannot train (no
     price above 0, no text) is a bad record: `data.on_error=skip` skips such rows.
     """
@@ -137,13 +137,13 @@ def load(
         raise BadRecord(entry.fault)
     item = parsing.parse(*entry.texts)
     ids = tokenizer.encode(
-        artifacts[TOKENIZER], parsing.build_document(item, _get_document_fields(artifacts)), max_tokens=max_tokens
+        artifacts[TOKENIZER], parsing.build_document(item, json.loads(artifacts[DOCUMENT])), max_tokens=max_tokens
     )
     title = tokenizer.encode(artifacts[TOKENIZER], item.title, max_tokens=max_tokens)
     numbers = _parse_features(artifacts[FEATURES]).compute_row(item, entry.numbers, inner_fold=inner_fold)
     loaded: Loaded = {"tokens": Ragged(ids), "numbers": numbers, "length": len(ids), "title_length": len(title) - 2}
     if images is not None:
-        loaded["image"], loaded["has_picture"] = _read_image(entry, *images)
+        loaded["image"], loaded["has_image"] = _read_image(entry, *images)
     return loaded
 
 
@@ -258,12 +258,6 @@ def _fit_artifacts(
     }
 
 
-def _get_document_fields(artifacts: Mapping[str, str]) -> Sequence[str]:
-    """Return the fields that the encoder reads; data packed by earlier versions do not name them."""
-    fields: list[str] = json.loads(artifacts[DOCUMENT]) if DOCUMENT in artifacts else list(parsing.FIRST_DOCUMENT)
-    return fields
-
-
 def _check_group_count(file: str, packing: PackingSettings, keys: list[str]) -> None:
     needed = max(packing.folds, round(1 / packing.val_share) if packing.val_share else 2)
     found = len(set(keys))
@@ -303,7 +297,7 @@ def select_columns(packing: PackingSettings, *, priced: bool = True) -> catalog.
         texts=(packing.text_column, *packing.further_text_columns),
         price=packing.price_column if priced else "",
         numbers=tuple(packing.numeric_columns),
-        image=packing.picture_column if packing.images else "",
+        image=packing.image_column if packing.images else "",
         decimal_mark=packing.decimal_mark,
     )
 
@@ -316,7 +310,7 @@ def _hash_content(entry: catalog.Entry, artifacts_digest: str) -> int:
 
 def _locate_images(packing: PackingSettings, *, allow_missing: bool = False) -> tuple[Path, bool] | None:
     """Return the folder of images and whether an image may be missing; None: no images."""
-    return (Path(packing.images), allow_missing or packing.missing_picture == "gray") if packing.images else None
+    return (Path(packing.images), allow_missing or packing.missing_image == "gray") if packing.images else None
 
 
 def _read_image(entry: catalog.Entry, folder: Path, allow_missing: bool) -> tuple[bytes, int]:
@@ -324,7 +318,7 @@ def _read_image(entry: catalog.Entry, folder: Path, allow_missing: bool) -> tupl
     path = folder / _get_file_name(entry)
     if not path.is_file():
         if not allow_missing:
-            raise BadRecord(f"no image '{path.name}' in {folder} (packing.missing_picture=gray packs without it)")
+            raise BadRecord(f"no image '{path.name}' in {folder} (packing.missing_image=gray packs without it)")
         return _encode_png(Image.new("RGB", (8, 8), (128, 128, 128))), 0
     data = path.read_bytes()
     image = open_image(data)

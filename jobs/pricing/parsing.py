@@ -157,8 +157,6 @@ def compute_group_key(item: Item, *, by: str) -> str:
 
 DOCUMENT = ("title", "quantity", "pack", "maker", "category", "bullets", "description")
 """The fields that the encoder reads, the most important first, the description last, as it may be cut."""
-FIRST_DOCUMENT = tuple(field for field in DOCUMENT if field != "category")
-"""The same for data that was packed before the category was read."""
 
 
 def build_document(item: Item, fields: Sequence[str] = DOCUMENT) -> str:

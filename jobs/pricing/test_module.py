@@ -87,7 +87,7 @@ def test_four_micro_batches_of_eight_train_like_one_batch_of_32_and_so_does_a_pa
     [
         ({"heads": 3}, "model.dims=16: expected a multiple of model.heads=3"),
         ({"head_dropout": [0.1]}, "expected two lists of equal length"),
-        ({"picture_dims": 8}, "none are packed. Set packing.images=FOLDER"),
+        ({"image_dims": 8}, "none are packed. Set packing.images=FOLDER"),
         ({"encoder": "/nowhere"}, "model.encoder=/nowhere: no config.json there"),
     ],
 )

@@ -71,7 +71,7 @@ def test_the_text_may_come_from_several_columns(tmp_path: Path) -> None:
     assert [fault for fault in faults if fault] == ["some.csv, line 9: title and details and more is empty"]
 
 
-def test_the_encoder_reads_the_category_except_in_data_that_was_packed_before(catalogue_folder: Path) -> None:
+def test_the_encoder_reads_the_category(catalogue_folder: Path) -> None:
     artifacts = dict(fit_artifacts(catalogue_folder, make_config()))
     texts = ["Item Name: Olive Oil\nCategory: Organic Gift", "Item Name: Olive Oil"]
     entries = [catalog.Entry("1", (text,), 5.0, (), "") for text in texts]
@@ -82,8 +82,6 @@ def test_the_encoder_reads_the_category_except_in_data_that_was_packed_before(ca
 
     (with_category, numbers), (without, same_numbers) = map(load, entries)
     assert len(with_category) > len(without) and numbers == same_numbers  # the network's inputs keep their shapes
-    del artifacts["document"]  # as of an earlier version
-    assert load(entries[0]) == load(entries[1]) == (without, numbers)
 
 
 def test_artifacts_depend_on_the_training_rows_alone(catalogue_folder: Path, tmp_path: Path) -> None:
@@ -172,13 +170,13 @@ def test_images_are_found_by_the_end_of_their_url_and_may_be_missing_only_if_con
     rows[5][3] = "https://host/x/none.jpg"
     path = write_catalogue(tmp_path, rows, header="sample_id,catalog_content,price,image_link")
     config = make_config(images=str(tmp_path / "images"))
-    with pytest.raises(PackError, match=r"no image 'none.jpg' in .*images \(packing.missing_picture=gray"):
+    with pytest.raises(PackError, match=r"no image 'none.jpg' in .*images \(packing.missing_image=gray"):
         pack_catalogue(path, config, tmp_path / "out")
-    config.packing.missing_picture = "gray"
+    config.packing.missing_image = "gray"
     data = pack_catalogue(path, config, tmp_path / "out")
-    assert data.columns["has_picture"].tolist() == [int(i != 5) for i in range(40)]
+    assert data.columns["has_image"].tolist() == [int(i != 5) for i in range(40)]
     assert data.read_arrays("image", np.array([0]))[0].tobytes() == (tmp_path / "images" / "a.jpg").read_bytes()
-    config.model.picture_dims, config.image.channels = 16, 3
+    config.model.image_dims, config.image.channels = 16, 3
     config.image.height_px = config.image.width_px = 32
     module = make_module(data, config).eval()
     batch = {**make_batch(data, [4, 5]), "image": torch.rand(2, 3, 32, 32)}

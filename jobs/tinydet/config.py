@@ -148,7 +148,7 @@ class EvaluationSettings:
         0.5, "IoU or NWD above which the detection with the lower score is dropped", low=0, high=1
     )
     bootstrap_draws: int = option(200, "resamples of the images behind each 95 % interval; 0: none", low=0)
-    pictures: int = option(6, "samples drawn in the report: those with the worst and the best F1 scores", low=0)
+    draw_samples: int = option(6, "samples drawn in the report: those with the worst and the best F1 scores", low=0)
     draw_above: float = option(0.3, "score above which a detection is drawn", low=0, high=1)
 
 

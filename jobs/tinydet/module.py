@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -46,19 +46,19 @@ class Artifacts:
     """What packing computed from the training set, see `pack.fit_artifacts`."""
 
     categories: list[str]
-    pictures: int
+    images: int
     width_px: float
     height_px: float
     side_px: float
     per_sample: float
     most: int
-    sets: list[SetSummary] = field(default_factory=list)  # empty in data that older versions packed
+    sets: list[SetSummary]
 
     @classmethod
     def from_data(cls, data: DataInfo) -> "Artifacts":
         """Read the artifacts of a data set."""
         names = [str(entry["name"]) for entry in json.loads(data.artifacts["categories"])]
-        sets = [SetSummary(**entry) for entry in json.loads(data.artifacts.get("sets", "[]"))]
+        sets = [SetSummary(**entry) for entry in json.loads(data.artifacts["sets"])]
         return cls(names, sets=sets, **json.loads(data.artifacts["objects"]))
 
 
@@ -229,13 +229,13 @@ def _check_options(config: Config) -> None:
 
 
 def _warn_of_limits(model: ModelSettings, artifacts: Artifacts, *, has_detector: bool) -> None:
-    if not has_detector and artifacts.pictures < FEW_IMAGES:
+    if not has_detector and artifacts.images < FEW_IMAGES:
         start = "a pretrained backbone alone" if model.backbone_weights else "random weights"
         logger.warning(
             "{} training images, and the detector starts from {}: with fewer than {} images detection transformers are "
             "known to find little or nothing. Start from a detector trained on COCO, model.weights=FILE, or expect a "
             "long training; model.variant=ms needs the fewest images.",
-            artifacts.pictures,
+            artifacts.images,
             start,
             FEW_IMAGES,
         )
@@ -261,7 +261,7 @@ class TinyDet(TrainModule):
         data: for `score` and `report_figures`: the objects, and the positions of tiles in images.
     """
 
-    identity = "picture"
+    identity_column = "image_name"
     monitor = ("ap", "max")
     baseline = ("finding nothing", 0.0)
     mean: Tensor
@@ -438,7 +438,7 @@ class TinyDet(TrainModule):
         data = self.data()
         columns, ids = data.columns, rows["sample_id"]
         x, y = (columns[name][ids] for name in ("tile_x", "tile_y"))
-        tile_groups = _group_by_code(columns["picture"][ids])
+        tile_groups = _group_by_code(columns["image_name"][ids])
         first = np.array([tiles[np.argmin(x[tiles] + y[tiles])] for tiles in tile_groups])
         truths = [_to_ground_truth(table) for table in data.read("truth", ids[first])]
         return truths, [Detections(*self._merge_tiles(rows, tiles, x, y)[:3]) for tiles in tile_groups]
@@ -478,12 +478,12 @@ class TinyDet(TrainModule):
         )
         shown = [row for row, kept in enumerate(confident) if len(objects[row]) or kept.any()]
         order = sorted(shown, key=lambda row: float(f1[row]))
-        count = min(rule.pictures, len(order))
+        count = min(rule.draw_samples, len(order))
         chosen = [("worst", row) for row in order[: (count + 1) // 2]]
         chosen += [("best", row) for row in order[::-1][: count // 2]]
         figures: dict[str, bytes] = {}
         for kind, row in chosen:
-            name = data.vocabulary["picture"][data.columns["picture"][ids[row]]]
+            name = data.vocabulary["image_name"][data.columns["image_name"][ids[row]]]
             x, y = (data.columns[axis][ids[row]] for axis in ("tile_x", "tile_y"))
             title = f"{name} at {x},{y}: {kind}, F1 {f1[row]:.2f}; objects green, found above {rule.draw_above:g} red"
             figures[title] = draw_detections(
@@ -535,7 +535,7 @@ class TinyDet(TrainModule):
                 corners = [round(value / self.packed_scale, 2) for value in box]
                 lines[owner].append([self.categories[label], round(score, 4), *corners])
         for (name, left, top), detections in zip(places, lines, strict=True):
-            yield {"picture": name, "tile_x": left, "tile_y": top, "detections": json.dumps(detections)}
+            yield {"image_name": name, "tile_x": left, "tile_y": top, "detections": json.dumps(detections)}
 
     def adapt_weights(self, tensors: Mapping[str, Tensor]) -> AdaptedWeights:
         """Return the weights of a detector, or of its backbone alone, by our names: see `weights`."""

@@ -78,7 +78,7 @@ def find_busiest_tiles(raw: Path, config: Config, count: int) -> list[LabelledTi
     all_samples = [sample for sample in samples(raw, config) if sample.columns["set"] == "train"]
     sizes = [len(sample.load.args[2]) for sample in all_samples]  # type: ignore[attr-defined]
     for number in np.argsort([-size for size in sizes], kind="stable").tolist():
-        image_name = str(all_samples[number].columns["picture"])
+        image_name = str(all_samples[number].columns["image_name"])
         if image_name not in tiles and len(tiles) < count:
             loaded = all_samples[number].load()
             image, boxes, labels = (loaded[name] for name in ("image", "boxes", "labels"))
@@ -128,10 +128,10 @@ def prepare(config: Config, tiles: Sequence[LabelledTile], artifacts: dict[str, 
         "image": [np.frombuffer(image, dtype=np.uint8) for _, image, _, _ in tiles],
     }
     number = np.arange(len(tiles))
-    columns = {"picture": number, "tile_x": np.zeros_like(number), "tile_y": np.zeros_like(number)}
+    columns = {"image_name": number, "tile_x": np.zeros_like(number), "tile_y": np.zeros_like(number)}
     data = DataInfo(
         columns,
-        {"picture": [key for key, *_ in tiles]},
+        {"image_name": [key for key, *_ in tiles]},
         number,
         artifacts,
         lambda name, ids: [records[name][i] for i in ids.tolist()],

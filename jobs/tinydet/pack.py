@@ -52,7 +52,7 @@ class Tile:
 def samples(raw: Path, config: Config) -> Iterator[Sample]:
     """Yield every tile of every annotated image, image by image; an image that is not cut is one tile.
 
-    Columns: `set`, `picture` (text), `tile_x`, `tile_y`: the tile's upper left corner in the image, px. Records:
+    Columns: `set`, `image_name` (text), `tile_x`, `tile_y`: the tile's upper left corner in the image, px. Records:
     `image`; `boxes` (n, 4) float32 x1, y1, x2, y2 in pixels of the tile and `labels` (n,) int64 in 0..K-1, without
     crowds; `truth` (m, 7) float64, see `TRUTH`.
 
@@ -117,7 +117,7 @@ def _make_samples(raw: Path, images: Sequence[AnnotatedImage], rule: PackingSett
             yield Sample(
                 key=make_key(image.name, tile, rule.tile_px),
                 load=partial(load, image, tile, boxes, labels, first=number == 0),
-                columns={"picture": image.name, "set": image.set, **make_tile_columns(tile)},
+                columns={"image_name": image.name, "set": image.set, **make_tile_columns(tile)},
                 source=image.path,
             )
 
@@ -126,7 +126,7 @@ def fit_artifacts(raw: Path, config: Config) -> dict[str, str]:
     """Return `categories`, a JSON list of {"id", "name"} by label; `sets`, a JSON list of `SetSummary`, which is also
     logged; and `objects`, statistics of the training set.
 
-    `objects` is JSON: `pictures`, the number of images; `width_px` and `height_px`, the mean size of their tiles;
+    `objects` is JSON: `images`, the number of images; `width_px` and `height_px`, the mean size of their tiles;
     `side_px`, the mean square root of an object's area; `per_sample` and `most`, mean and maximum objects of a tile.
     """
     rule = config.packing
@@ -147,7 +147,7 @@ def fit_artifacts(raw: Path, config: Config) -> dict[str, str]:
     width_px, height_px = np.mean(sizes, axis=0).tolist()
     names = zip(collection.category_ids, collection.categories, strict=True)
     objects = {
-        "pictures": len(images),
+        "images": len(images),
         "width_px": width_px,
         "height_px": height_px,
         "side_px": float(np.mean(sides)) if sides else 0.0,
@@ -185,7 +185,7 @@ def unlabelled(raw: Path, config: Config, artifacts: Mapping[str, str]) -> Itera
             yield Sample(
                 key=make_key(name, tile, rule.tile_px),
                 load=partial(load_image, path, raw_px, size_px, tile),
-                columns={"picture": name, **make_tile_columns(tile)},
+                columns={"image_name": name, **make_tile_columns(tile)},
                 source=path,
             )
 

@@ -30,8 +30,8 @@ def write_results(table: Path, out: Path, annotations: Path) -> tuple[int, list[
     image_ids, category_ids = _read_ids(annotations)
     found: list[dict[str, Any]] = []
     seen: set[str] = set()
-    for row in read_table(table, columns=("picture", "detections")):
-        name = row["picture"]
+    for row in read_table(table, columns=("image_name", "detections")):
+        name = row["image_name"]
         if name not in image_ids:
             raise UserError(
                 f"{table}: the image '{name}' is not in {annotations}.{suggest_nearest(name, image_ids)} Predict the "

@@ -30,7 +30,7 @@ def test_sparse_category_ids_become_0_to_k(tmp_path: Path) -> None:
     ]
     assert first["boxes"].values.dtype == np.float32 and first["labels"].values.dtype == np.int64
     objects = json.loads(artifacts["objects"])
-    assert objects["pictures"] == 3 and objects["most"] == 2 and objects["per_sample"] == pytest.approx(2 / 3)
+    assert objects["images"] == 3 and objects["most"] == 2 and objects["per_sample"] == pytest.approx(2 / 3)
     assert objects["side_px"] == pytest.approx((math.sqrt(80) + 6) / 2)
 
 
@@ -150,7 +150,7 @@ def test_a_missing_or_broken_image_is_refused_with_the_reason(tmp_path: Path, co
         Image.fromarray(np.zeros((40, 60), dtype=np.uint16)).save(path)
     else:
         path.write_bytes({"empty": b"", "text": b"a car", "half": data[: len(data) // 2]}[content])
-    (sample,) = [sample for sample in samples(raw, Config()) if sample.columns["picture"] == "0.png"]
+    (sample,) = [sample for sample in samples(raw, Config()) if sample.columns["image_name"] == "0.png"]
     with pytest.raises(BadRecord, match=reason):
         sample.load()
 

@@ -266,6 +266,4 @@ def test_the_split_is_logged_when_packing_and_when_training(tmp_path: Path) -> N
     with collect_log() as lines:
         build(config, DataInfo.from_shards(data, np.arange(2)))
     assert [line.strip() for line in lines][:2] == expected
-    older = {name: text for name, text in data.artifacts.items() if name != "sets"}
-    build(config, DataInfo({}, {}, np.arange(2), older))
     data.close()

@@ -57,14 +57,14 @@ def test_prediction_rows_have_each_object_once_in_pixels_of_the_whole_image(tile
     rows = list(build(config, data).prediction_rows(make_true_rows(data), [sample.key for sample in listed]))
     assert len(rows) == len(listed)
     assert [row["tile_x"] for row in rows] == [sample.columns["tile_x"] for sample in listed]
-    first = [entry for row in rows if row["picture"] == "0.png" for entry in json.loads(str(row["detections"]))]
+    first = [entry for row in rows if row["image_name"] == "0.png" for entry in json.loads(str(row["detections"]))]
     assert sorted(entry[2:] for entry in first) == [[16, 5, 26, 13], [40, 20, 46, 26]]
     assert {entry[0] for entry in first} == {"ball"}
 
 
 def test_figures_show_precision_by_size_and_samples_with_boxes(tiled_data: TiledData) -> None:
     data, config, _ = tiled_data
-    config.evaluation.pictures, config.evaluation.draw_above = 3, 0.0
+    config.evaluation.draw_samples, config.evaluation.draw_above = 3, 0.0
     module, rows = build(config, data), make_true_rows(data)
     assert list(module.report_figures(rows)) == ["Average precision by size"], "no name of a sample"
     found = module.sample_figures(rows)

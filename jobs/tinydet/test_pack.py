@@ -35,7 +35,7 @@ def test_a_tile_has_every_object_that_it_shows_enough_of(tmp_path: Path) -> None
     raw = write_coco(tmp_path, annotations=[make_entry(16, 5, 10, 8), make_entry(22, 20, 6, 4, id=2)])
     config = Config()
     config.packing.tile_px, config.packing.tile_overlap, config.packing.tile_visible = 24, 0.0, 0.4
-    found = [one for one in load_samples(raw, config) if one["picture"] == "0.png"]
+    found = [one for one in load_samples(raw, config) if one["image_name"] == "0.png"]
     assert [one["key"] for one in found[:4]] == ["0.png@0,0", "0.png@24,0", "0.png@36,0", "0.png@0,16"]
     assert found[0]["boxes"].values.tolist() == [[16, 5, 24, 13]], "8 of 10 columns of one object, 2 of 6 of the other"
     assert found[1]["boxes"].values.tolist() == [[0, 20, 4, 24]], "4 of 6 columns; of the first object 2 of 10"

@@ -27,8 +27,8 @@ def run_verb(*words: object) -> int:
 
 def write_rows(path: Path, rows: dict[str, str]) -> Path:
     with path.open("w", newline="", encoding="utf-8") as file:
-        lines = [{"picture": name, "detections": text} for name, text in rows.items()]
-        write_table(file, ["picture", "detections"], lines)
+        lines = [{"image_name": name, "detections": text} for name, text in rows.items()]
+        write_table(file, ["image_name", "detections"], lines)
     return path
 
 

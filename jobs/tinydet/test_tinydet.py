@@ -24,7 +24,7 @@ def perfect_rows(columns: dict[str, np.ndarray], ids: np.ndarray) -> tuple[dict[
 
     A scene is drawn from its number, which is the code of its file name.
     """
-    scenes = [draw_scene(number, 0) for number in columns["picture"][ids].tolist()]
+    scenes = [draw_scene(number, 0) for number in columns["image_name"][ids].tolist()]
     most = max(len(labels) for _, _, labels in scenes)
     rows = {
         "box": np.stack([pad(boxes, most) for _, boxes, _ in scenes]).astype(np.float32),
@@ -43,7 +43,7 @@ def test_training_from_scratch_on_few_images_warns(tmp_path: Path, images: int, 
     if weights:
         torch.save(rename_as_published(make_vanilla(91)), tmp_path / "w.pth")
         config.model.weights = str(tmp_path / "w.pth")
-    objects = {**json.loads(ARTIFACTS["objects"]), "pictures": images}
+    objects = {**json.loads(ARTIFACTS["objects"]), "images": images}
     messages: list[str] = []
     sink = logger.add(messages.append, format="{message}", level="WARNING")
     try:

@@ -95,7 +95,7 @@ class TwinsModule(TrainModule):
         evaluation_set: the evaluation pairs.
     """
 
-    identity = "person"
+    identity_column = "person"
     baseline = ("chance", 0.5)
     reads_noise = False
     training_only = ("class_of_code", "directions.")
@@ -152,7 +152,7 @@ class TwinsModule(TrainModule):
                 for name in self.branches
             }
             total = self._weight_losses(torch.stack(list(losses.values())))
-        return {"loss": total, **losses, "pairs_per_picture": self._count_pairs_per_image(relation)}
+        return {"loss": total, **losses, "pairs_per_image": self._count_pairs_per_image(relation)}
 
     def _choose_partners(self, person_B: Tensor, family_B: Tensor) -> Tensor | None:
         if self.network.pwca_layers == 0:

@@ -45,5 +45,5 @@ def test_the_pair_list_preset_encodes_two_images_for_each_pair() -> None:
     family, train = data.columns["family"], data.train_ids
     order = group_by_identity(train, family[train], samples_per_identity=2, seed=0, epoch=0, global_batch_size=32)
     losses = module(make_batch(data, order.batch(0)))
-    assert float(losses["pairs_per_picture"]) == 0.5
+    assert float(losses["pairs_per_image"]) == 0.5
     assert sorted(order.ids.tolist()) == train.tolist()

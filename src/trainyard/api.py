@@ -121,7 +121,7 @@ class Run:
     def figures(self) -> "Figures":
         """The plots of its report and the figures of its family, as PNG by name; a notebook shows them."""
         self.report()
-        folders = [self.path / name for name in ("plots", "exhibits", "samples")]
+        folders = [self.path / name for name in ("plots", "figures", "samples")]
         paths = [path for folder in folders for path in sorted(folder.glob("*.png"))]
         return Figures({path.stem: path.read_bytes() for path in paths})
 

@@ -12,6 +12,10 @@ class UserError(ValueError):
     """
 
 
+class FormatError(UserError):
+    """A stored file states another format number than this version of Trainyard reads."""
+
+
 class NotFinite(UserError):
     """The gradient is NaN or infinite, and loss scaling cannot help."""
 

@@ -18,11 +18,23 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from trainyard.errors import DiskFull, UserError
+from trainyard.errors import DiskFull, FormatError, UserError
 from trainyard.text import format_size
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 """Error numbers of a write that failed because the disk or quota is full or the file system is read-only."""
+
+PACKED_DATA, CHECKPOINT, RUN, SWEEP, EVALUATION = "packed data", "checkpoint", "run folder", "sweep", "evaluation"
+FORMATS = {PACKED_DATA: 1, CHECKPOINT: 1, RUN: 1, SWEEP: 1, EVALUATION: 1}
+"""The format number of each kind of stored files. A change of what is stored raises it: see docs/formats.md."""
+_INSTEAD = {
+    PACKED_DATA: "pack the raw files again: trainyard pack JOB RAW OUT",
+    CHECKPOINT: "train again: trainyard run JOB",
+    RUN: "train again: trainyard run JOB",
+    SWEEP: "sweep again: trainyard sweep JOB --sweep OPTION=VALUE,VALUE",
+    EVALUATION: "delete its folder, and evaluate again: trainyard evaluate RUN FOLDER",
+}
+"""What to do without a file of another format."""
 
 _PARTIAL = ".partial"
 
@@ -89,8 +101,7 @@ def create_folder(path: Path) -> Iterator[Path]:
 
 def remove_partial_folders(path: Path) -> None:
     """Remove what killed `create_folder(path)` blocks left. Call it only when nobody is creating `path`."""
-    # Earlier versions ended the name with a process id.
-    leftover = re.compile(rf"\.{re.escape(path.name)}\.(partial-)?[0-9a-f]+({re.escape(_PARTIAL)})?")
+    leftover = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]+{re.escape(_PARTIAL)}")
     for partial in path.parent.iterdir():
         if partial.is_dir() and leftover.fullmatch(partial.name):
             shutil.rmtree(partial, ignore_errors=True)  # it is in nobody's way: its name is never used again
@@ -301,6 +312,23 @@ def parse_json(text: bytes) -> Any:
         return json.loads(text)
     except RecursionError:
         raise ValueError("nested too deeply") from None
+
+
+def check_format(path: Path, found: object, *, kind: str) -> None:
+    """Compare the format number that a file states with the one that this version reads.
+
+    Args:
+        found: the number; None if the file states none.
+        kind: of stored files, a key of `FORMATS`.
+
+    Raises:
+        FormatError: they differ.
+    """
+    if type(found) is not int or found != FORMATS[kind]:
+        raise FormatError(
+            f"{path}: the format of this {kind} is {str(found)[:20]}, expected {FORMATS[kind]}, which this version of "
+            f"Trainyard reads. Use the version that wrote it, or {_INSTEAD[kind]}"
+        )
 
 
 def fsync_path(path: Path) -> None:

@@ -50,9 +50,8 @@ def make_config(variant: str = "ms", **model: Any) -> Config:
 
 ARTIFACTS = {
     "categories": json.dumps([{"id": 3, "name": "car"}, {"id": 7, "name": "ball"}]),
-    "objects": json.dumps(
-        {"pictures": 2, "width_px": 64, "height_px": 64, "side_px": 8.0, "per_sample": 2.0, "most": 3}
-    ),
+    "sets": "[]",
+    "objects": json.dumps({"images": 2, "width_px": 64, "height_px": 64, "side_px": 8.0, "per_sample": 2.0, "most": 3}),
 }
 
 

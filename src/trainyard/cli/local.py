@@ -49,12 +49,8 @@ def _add_verify(verbs: Verbs) -> None:
 def _verify(args: argparse.Namespace) -> int:
     from tqdm import tqdm
 
-    from trainyard.data.index import read_index
     from trainyard.data.shards import verify
 
-    index = read_index(args.data)
-    if not index.has_digest:
-        print(index.explain_no_digest())
     damaged = 0
     with tqdm(unit="B", unit_scale=True, desc=f"reading {args.data}", disable=None, leave=False) as bar:
         for damage in verify(args.data, bar.update):

@@ -276,11 +276,6 @@ def resubmit(run: Path, args: argparse.Namespace) -> int:
     if args.update_code:
         copy_code = dry.name_code if args.dry else submit.snapshot_code
         code = copy_code(args.jobs, runs.find_free_name(run / "code"))
-    elif not submit.can_start(code):
-        raise UserError(
-            f"{run}: was submitted with an older version of Trainyard, and this version cannot start that copy "
-            f"({code.folder}). Resume it with today's code: trainyard resume {run} --update-code"
-        )
     packing = choose_packing(plan, args.jobs, code=None if args.dry and args.update_code else code)
     is_elsewhere = (plan.hw, plan.gpus) != (previous["hw"], previous["gpus"])
     memory = check_memory(plan, read_request(args), allow_smaller_batch=False) if is_elsewhere else None

@@ -91,10 +91,6 @@ class DataSettings:
         mutable_on_resume=True,
     )
 
-    def __post_init__(self) -> None:
-        """Read the words of earlier versions, and YAML's reading of a bare `off`."""
-        self.check_crc = {"true": "first", "false": "off"}.get(self.check_crc.lower(), self.check_crc)
-
 
 @dataclass
 class ImageSettings:

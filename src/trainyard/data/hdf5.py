@@ -17,8 +17,7 @@ import numpy as np
 from h5py import h5d, h5g, h5l, h5o, h5t
 
 from trainyard.errors import UserError
-
-SCHEMA_VERSION = 2
+from trainyard.files import PACKED_DATA, check_format
 
 NUMBERS = frozenset(
     {
@@ -51,7 +50,8 @@ def open_hdf5(path: Path) -> h5py.File:
     Costs about 20 us per group or dataset, whatever their size.
 
     Raises:
-        ShardError: it is not an HDF5 file, has another schema, or contains something that we never write.
+        FormatError: it states another format number, or none.
+        ShardError: it is not an HDF5 file, or contains something that we never write.
     """
     _refuse_special_file(path)
     try:
@@ -62,12 +62,7 @@ def open_hdf5(path: Path) -> h5py.File:
         raise ShardError(f"{path}: not a readable HDF5 file ({error}). Pack the data again.") from None
     try:
         with explain_malformed(path):
-            found = read_number(file, "schema_version") if "schema_version" in file.attrs else None
-            if found != SCHEMA_VERSION:
-                raise ShardError(
-                    f"{path}: written with shard schema {found}, this version reads {SCHEMA_VERSION}. "
-                    "Pack the data again: trainyard pack JOB RAW OUT"
-                )
+            check_format(path, read_number(file, "format") if "format" in file.attrs else None, kind=PACKED_DATA)
             _TreeCheck(path).check_group(file.id, "", 0)
     except BaseException:
         file.close()

@@ -31,7 +31,7 @@ from trainyard.data.hdf5 import (
 
 INDEX = "index.h5"
 
-ENCODED_IMAGE, ARRAY, RAGGED, AUDIO, PCM = "picture", "array", "ragged", "sound", "pcm"
+ENCODED_IMAGE, ARRAY, RAGGED, AUDIO, PCM = "image", "array", "ragged", "audio", "pcm"
 INPUT_PNG, INPUT_RAW = "input-png", "input-raw"
 """Kinds of records: an encoded image; an array of the same shape in all samples; an array of variable length; the bytes
 of an audio file; PCM audio; an image that packing resized to the model's input (`store.py`), as PNG or uncompressed."""
@@ -46,7 +46,6 @@ the model's input, or in px of the image as packing encoded it again (`packing.s
 
 HEADER_BYTES = 512  # the smallest user block that HDF5 knows
 _MARK = b"Trainyard index. SHA-256 of the bytes after the first 512: "
-_HDF5_SIGNATURE = b"\x89HDF\r\n\x1a\n"
 
 _SHARD_NAME = re.compile(r"shard-\d{5,9}\.h5")
 _ROWS = 1 << 20  # rows checked at once, so that checking needs no second copy of a large index
@@ -93,7 +92,6 @@ class Index:
 
     path: Path
     fingerprint: str  # SHA-256 of its HDF5 content: the identity of the data set
-    has_digest: bool  # False: written before indexes had one, so nobody can say whether it was changed
     meta: dict[str, Any]
     content: str  # digest of the shards' digests
     count: int
@@ -103,14 +101,6 @@ class Index:
     vocabulary: dict[str, list[str]]
     artifacts: dict[str, str]
     records: dict[str, Records]
-
-    def explain_no_digest(self) -> str:
-        """Say what an index without a digest means, and how to add one."""
-        return (
-            f"{self.path}: written before an index had a checksum of its own, so a changed label, key or shape in it "
-            "would not be noticed. To add one: delete it, and run the same trainyard pack again, which keeps the "
-            "shards."
-        )
 
     def check_family(self, family: str) -> None:
         """Refuse data that was packed for another family than the job's.
@@ -131,24 +121,21 @@ def seal_index(content: bytes) -> bytes:
     return _make_header(hashlib.sha256(content).hexdigest()) + content
 
 
-def read_fingerprint(path: Path) -> tuple[str, bool]:
-    """Return the SHA-256 of an index's HDF5 content, and whether the index states it, as those written today do.
+def read_fingerprint(path: Path) -> str:
+    """Return the SHA-256 of an index's HDF5 content, which its header states.
 
     Raises:
         ShardError: the file was changed since it was written.
     """
     with path.open("rb") as file:
         header = file.read(HEADER_BYTES)
-        stated = not header.startswith(_HDF5_SIGNATURE)
-        if not stated:
-            file.seek(0)
         found = hashlib.file_digest(file, "sha256").hexdigest()
-    if stated and header != _make_header(found):
+    if header != _make_header(found):
         raise ShardError(
             f"{path}: damaged: its content differs from the SHA-256 in its first line. Copy it again, or delete it and "
             "run the same trainyard pack again, which keeps the shards."
         )
-    return found, stated
+    return found
 
 
 def find_index(folder: Path) -> Path:
@@ -171,10 +158,11 @@ def read_index(folder: Path) -> Index:
     """Read an index.
 
     Raises:
-        ShardError: there is none, it was changed, it has another schema, or what it says cannot be true.
+        FormatError: it states another format number, or none.
+        ShardError: there is none, it was changed, or what it says cannot be true.
     """
     path = find_index(folder)
-    fingerprint, has_digest = read_fingerprint(path)
+    fingerprint = read_fingerprint(path)
     with open_hdf5(path) as file, explain_malformed(path):
         count = read_number(file, "count")
         shards = _read_shards(file, folder, count)
@@ -182,15 +170,14 @@ def read_index(folder: Path) -> Index:
         return Index(
             path,
             fingerprint,
-            has_digest,
             _read_meta(file),
-            read_string(file, "content") if "content" in file.attrs else "",
+            read_string(file, "content"),
             count,
             read_number(file, "skipped"),
             shards,
             _read_columns(file, count, vocabulary),
             vocabulary,
-            {name: _read_artifact(file["learned"], name) for name in read_group(file, "learned")},
+            {name: _read_artifact(file["artifacts"], name) for name in read_group(file, "artifacts")},
             {name: _read_records(file["records"], name, shards) for name in read_group(file, "records")},
         )
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import h5py
 import numpy as np
 
-from trainyard.data.hdf5 import SCHEMA_VERSION, open_hdf5, read_texts
+from trainyard.data.hdf5 import open_hdf5, read_texts
 from trainyard.data.index import ARRAY, INDEX, RAGGED, read_index, seal_index
 from trainyard.data.raw import check_sources
 from trainyard.data.shards import KEY, Sample, ShardSet
@@ -31,7 +31,15 @@ from trainyard.data.write_shard import (
     write_texts,
 )
 from trainyard.errors import UserError
-from trainyard.files import DISK_FULL, hash_file, remove_partials, write_atomically
+from trainyard.files import (
+    DISK_FULL,
+    FORMATS,
+    PACKED_DATA,
+    check_format,
+    hash_file,
+    remove_partials,
+    write_atomically,
+)
 
 _MOST_SAMPLES = 2048  # in a shard, however small: what a kill loses of each worker's work, and the workers share
 _LISTED_AT_ONCE = 4096  # part of the digest that names packed data: another number would pack everything again
@@ -207,7 +215,7 @@ def _hash_listing(chunk: Sequence[tuple[Sample, _Stamp]], meta: dict[str, Any]) 
 
     Not of `skip_bad`: a second call with `skip_bad` keeps the shards without bad files.
     """
-    digest = hashlib.sha256(json.dumps([SCHEMA_VERSION, meta], sort_keys=True).encode())
+    digest = hashlib.sha256(json.dumps([FORMATS[PACKED_DATA], meta], sort_keys=True).encode())
     for sample, stamp in chunk:
         digest.update(json.dumps([sample.key, sorted(sample.columns.items()), stamp]).encode())
     return digest.hexdigest()
@@ -245,29 +253,31 @@ class _Journal:
         """Add a shard that is complete and on disk."""
         entry = {"listing": task.listing, "sha256": written.sha256, "count": written.count, "bad": written.bad}
         self._shards[task.path.name] = entry
-        write_atomically(
-            self._path,
-            json.dumps({"sha256": _hash_journal(self._shards), "shards": dict(sorted(self._shards.items()))}, indent=1),
-        )
+        shards = dict(sorted(self._shards.items()))
+        content = {"format": FORMATS[PACKED_DATA], "sha256": _hash_journal(shards), "shards": shards}
+        write_atomically(self._path, json.dumps(content, indent=1))
 
 
 def _read_journal(path: Path) -> dict[str, dict[str, Any]]:
-    """Return what a journal says about each shard. Earlier versions wrote the shards alone, without a digest.
+    """Return what a journal says about each shard.
 
     Raises:
+        FormatError: it is of another format.
         PackError: it was changed since it was written.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        shards: dict[str, dict[str, Any]] = content["shards"] if "sha256" in content else content
-        intact = "sha256" not in content or content["sha256"] == _hash_journal(shards)
+        shards: dict[str, dict[str, Any]] = content["shards"]
+        is_intact, found = content["sha256"] == _hash_journal(shards), content["format"]
         for entry in shards.values():
             types = {name: type(value) for name, value in entry.items()}
-            intact &= types == {"listing": str, "sha256": str, "count": int, "bad": list}
-            intact &= all(len(pair) == 2 and {*map(type, pair)} == {str} for pair in entry["bad"])
+            is_intact &= types == {"listing": str, "sha256": str, "count": int, "bad": list}
+            is_intact &= all(len(pair) == 2 and {*map(type, pair)} == {str} for pair in entry["bad"])
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError):  # not JSON, or other JSON
-        intact = False
-    if not intact:
+        is_intact = False
+    if is_intact:
+        check_format(path, found, kind=PACKED_DATA)
+    else:
         follow_up = (
             f"Check the packed data: trainyard verify {path.parent}. If it is whole, train with data.path={path.parent}"
             if (path.parent / INDEX).exists()
@@ -338,10 +348,10 @@ def _finish(out: Path, written: Sequence[WrittenShard], meta: dict[str, Any], ar
     if extra:
         raise PackError(f"{extra[0]}: left over from another data set. Choose an empty folder, or delete this one.")
     with open_in_memory() as file:
-        file.attrs.update(schema_version=SCHEMA_VERSION, content=content, meta=json.dumps(meta, sort_keys=True))
+        file.attrs.update(format=FORMATS[PACKED_DATA], content=content, meta=json.dumps(meta, sort_keys=True))
         file.attrs["skipped"] = sum(len(shard.bad) for shard in written)
         _write_index(file, [shard for shard in written if shard.count])
-        group = file.create_group("learned")
+        group = file.create_group("artifacts")
         for name, text in artifacts.items():
             group[name] = np.frombuffer(text.encode(), dtype=np.uint8)
         write_atomically(index, seal_index(take_image(file)))

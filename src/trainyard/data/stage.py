@@ -88,7 +88,7 @@ def stage(
     if reason := _explain_no_copy(source, wanted, environ, mounts):
         return Staged(source, reason)
     try:
-        fingerprint, _ = read_fingerprint(find_index(source))
+        fingerprint = read_fingerprint(find_index(source))
         copy = _make_own_folder(_prepare_scratch(source, environ[SCRATCH], mounts)) / fingerprint[:16]
         is_new = False
         if not _is_complete(copy, fingerprint):
@@ -191,7 +191,7 @@ def _try_lock(descriptor: int, lock: Path) -> bool:
 def _is_complete(copy: Path, fingerprint: str) -> bool:
     """Return whether there is a readable copy; reads only its index."""
     try:
-        if not (copy / NOTE).is_file() or read_fingerprint(copy / INDEX)[0] != fingerprint:
+        if not (copy / NOTE).is_file() or read_fingerprint(copy / INDEX) != fingerprint:
             return False
         ShardSet(copy)
     except (FileNotFoundError, ShardError):  # cleaned up, damaged by a power cut, or being copied again

@@ -16,12 +16,12 @@ import soundfile
 from h5py import h5d, h5p, h5s, h5t
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from trainyard.data.hdf5 import NUMBERS, SCHEMA_VERSION
+from trainyard.data.hdf5 import NUMBERS
 from trainyard.data.index import ARRAY, AUDIO, ENCODED_IMAGE, IMAGE, PCM, RAGGED
 from trainyard.data.shards import KEY, Audio, BadRecord, Loaded, Ragged, Sample
 from trainyard.data.store import InputStore, JpegStore, Store, find_region, scale_region
 from trainyard.errors import UserError
-from trainyard.files import DISK_FULL, open_atomically
+from trainyard.files import DISK_FULL, FORMATS, PACKED_DATA, open_atomically
 
 _ORIENTATION = 0x0112  # the EXIF tag; 1 is upright
 _MAP_BYTES = 8 << 20  # of the memory that records are copied to
@@ -188,7 +188,7 @@ def _write_file(path: Path, rows: list[_Row]) -> str:
     """
     with os.fdopen(os.memfd_create(path.name), "w+b", buffering=0) as described:
         with h5py.File(described, "w", **_FORMAT) as file:
-            file.attrs.update(schema_version=SCHEMA_VERSION, count=len(rows))
+            file.attrs.update(format=FORMATS[PACKED_DATA], count=len(rows))
             regions = _write_rows(file, rows) if rows else []
         size_bytes = os.fstat(described.fileno()).st_size
         digest = hashlib.sha256()

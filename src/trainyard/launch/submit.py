@@ -22,7 +22,6 @@ from trainyard.files import copy_folder, limit_writers, write_atomically, write_
 from trainyard.hardware import get_gpu
 from trainyard.launch.batch_script import (
     AT_ONCE,
-    START_RANK,
     Turn,
     build_parameters,
     build_python_command,
@@ -121,11 +120,6 @@ def snapshot_code(jobs_dir: Path, into: Path) -> Code:
 def render_attempt_script() -> str:
     """Return attempt.sh as a batch script sources it: after a line that sets the exit codes."""
     return render_exit_codes() + (_PACKAGE / "launch" / "attempt.sh").read_text()
-
-
-def can_start(code: Code) -> bool:
-    """Return whether a code snapshot has what the batch script starts: one from an earlier version may not."""
-    return code.folder.joinpath(*START_RANK.split(".")).with_suffix(".py").is_file()
 
 
 def render_batch_script(

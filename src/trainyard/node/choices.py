@@ -28,7 +28,6 @@ from trainyard.hardware import (
 )
 from trainyard.node import compile_cache
 from trainyard.runs import folder
-from trainyard.runs.events import STARTS, read_events
 from trainyard.runs.folder import ENV_FILE, update_env
 from trainyard.runs.history import read_object
 from trainyard.runs.lock import RunLock
@@ -76,8 +75,6 @@ def build_context(
     # also waits until every rank has read the record
     threads_by_rank = distributed.gather_to_rank0(choices["compute_threads"].value)
     data = ShardSet(staged.folder)
-    if world.is_main and not data.index.has_digest:
-        logger.warning(data.index.explain_no_digest())
     choices["stage"] = Choice(str(data.folder) if staged.copied else "off", staged.reason)
     choices["reader"] = Choice(data.reader, data.reader_reason)
     splits = load_family(jobs_dir, config.family, "pack").splits(data.columns, data.vocabulary, config)
@@ -288,15 +285,8 @@ def _set_compute_threads(
 
 
 def _read_compute_threads(run: Path, world: World) -> int | None:
-    """Return how many threads this rank computed with in the last attempt with as many ranks; None if none is known.
-
-    Runs of earlier versions recorded that of rank 0 alone, and the number of ranks among the events.
-    """
-    env = read_object(run / ENV_FILE)
-    by_rank = env.get("exactness", {}).get("compute_threads_by_rank")
-    if by_rank is None and "compute_threads" in env.get("choices", {}):
-        starts = [event for event in read_events(run) if event.get("event") in STARTS]
-        by_rank = [env["choices"]["compute_threads"]["value"]] * (starts[-1]["world_size"] if starts else 0)
+    """Return how many threads this rank computed with in the last attempt with as many ranks; None if none is known."""
+    by_rank = read_object(run / ENV_FILE).get("exactness", {}).get("compute_threads_by_rank")
     return int(by_rank[world.rank]) if by_rank and len(by_rank) == world.world_size else None
 
 

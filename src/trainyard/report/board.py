@@ -208,11 +208,11 @@ def _format_newest(status: Status, lines: Sequence[Line]) -> str:
 
 
 def _list_losses(lines: Sequence[Line]) -> Iterator[tuple[int, float]]:
-    """Yield step and loss of the steps that training lines list, each once; of earlier versions, the lines' own."""
+    """Yield step and loss of the steps that training lines list, each once."""
     seen = -1
     for line in lines:
         if line["kind"] == "train" and line["step"] > seen:
-            listed = line.get("step_losses") or [line.get("loss")]
+            listed = line.get("step_losses", [])
             for step, loss in enumerate(listed, start=line["step"] - len(listed) + 1):
                 if step > seen and loss is not None and math.isfinite(loss):
                     yield step, float(loss)

@@ -133,7 +133,7 @@ def write_report(run: Path) -> Path:
         _render_header(story),
         render_headline(find_headline(story)),
         render_section("Curves", render_gallery(first) or _NO_CURVE, _render_further(further)),
-        render_section("Figures", render_gallery(read_figures(run / "exhibits")), optional=True),
+        render_section("Figures", render_gallery(read_figures(run / "figures")), optional=True),
         render_section("Samples", *_render_samples(run, evaluations), optional=True),
         render_section("Results", _render_results(story), _render_constants(story), _render_evaluations(story)),
         render_section("Labelled folders", render_evaluations(evaluations), optional=True),

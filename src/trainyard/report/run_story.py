@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainyard.errors import UserError
-from trainyard.files import parse_json, read_file
+from trainyard.files import RUN, check_format, parse_json, read_file
 from trainyard.runs.changes import find_changes
 from trainyard.runs.events import (
     ENDS,
@@ -128,18 +128,18 @@ class RunStory:
         checkpoints = [event for event in self.list_current_events() if event.get("event") == "checkpoint"]
         parts = {
             "compute": _sum_per_step_s(self.train, steps, "compute_ms"),
-            "idle": _sum_per_step_s(self.train, steps, "idle_ms", "data_wait_ms"),  # the latter: earlier versions
+            "idle": _sum_per_step_s(self.train, steps, "idle_ms"),
             "evaluation": sum(line.get("seconds", 0.0) for line in [*self.untrained, *self.evals]),
             "checkpoint": sum(event.get("seconds", 0.0) for event in checkpoints),
         }
         return parts | {"other": max(self.elapsed_s - sum(parts.values()), 0.0)}
 
     def list_step_losses(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Return the steps and their losses, NaN where one was not finite; of earlier versions, of the lines alone."""
+        """Return the steps and their losses, NaN where one was not finite."""
         steps: list[int] = []
         losses: list[float | None] = []
         for line in self.train:
-            listed = line.get("step_losses") or [line["loss"]] * ("loss" in line)
+            listed = line.get("step_losses", [])
             steps += range(line["step"] - len(listed) + 1, line["step"] + 1)
             losses += listed
         return np.array(steps, np.float64), np.array(losses, np.float64)
@@ -180,10 +180,9 @@ def describe_ending(event: Line) -> str:
     return f"{event['event']} ({reason})" if reason else str(event["event"])
 
 
-def _sum_per_step_s(lines: Sequence[Line], steps: np.ndarray, *keys: str) -> float:
-    """Return the seconds of a time per step, which each line has under the first of these keys that it has at all."""
-    per_step_ms = (next((line[key] for key in keys if key in line), 0.0) for line in lines)
-    return float(sum(n * ms for n, ms in zip(steps, per_step_ms, strict=True)) / 1000)
+def _sum_per_step_s(lines: Sequence[Line], steps: np.ndarray, key: str) -> float:
+    """Return the seconds of a time per step over all steps."""
+    return float(sum(n * line.get(key, 0.0) for n, line in zip(steps, lines, strict=True)) / 1000)
 
 
 def _read_text(path: Path) -> str:
@@ -202,7 +201,9 @@ def _read_environment(path: Path) -> Mapping[str, Any]:
         raise UserError(f"{path}: expected JSON, found {error}. Restore it, or delete it to do without.") from error
     if not isinstance(env, dict):
         raise UserError(f"{path}: expected a JSON object. Restore it, or delete it to do without.")
-    return {name: value for name, value in env.items() if name != ENV_DIGEST}
+    if env:
+        check_format(path, env.get("format"), kind=RUN)
+    return {name: value for name, value in env.items() if name not in ("format", ENV_DIGEST)}
 
 
 _MOST_BYTES = 16 * 2**20  # of config.yaml and env.json

@@ -2,7 +2,7 @@
 
 config.yaml and env.json carry a digest of their content, so that a change is noticed at any time. Each checkpoint
 records what both said, so that another run's file is noticed too, and both can be restored; and a digest of the metrics
-up to it. What a user accepts in spite of that is an event. Runs of earlier versions recorded none of this, and resume.
+up to it. What a user accepts in spite of that is an event.
 """
 
 import hashlib
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainyard.config.frozen import LOCATION, build_tree, hash_options, read_options, write_frozen
-from trainyard.errors import ConfigError, UserError
+from trainyard.errors import ConfigError, FormatError, UserError
 from trainyard.files import open_file
 from trainyard.runs.events import ENDS, EVENTS_FILE, METRICS_FILE, STARTS, Line, append_event, read_lines
 from trainyard.runs.folder import CONFIG, ENV_FILE, EnvChanged, read_env, select_fixed_env, write_env
@@ -121,23 +121,25 @@ def restore_files(run: Path) -> None:
 
 
 def _find_record(run: Path, events: list[Line]) -> dict[str, Any]:
-    """Return what the newest checkpoint recorded; empty if there is none, or it is of a version that recorded nothing.
+    """Return what the newest checkpoint recorded; empty if there is none.
 
     A run that resumed from an older checkpoint, because newer ones are damaged, has rewritten its metrics since.
     """
     steps = [event["step"] for event in events if event.get("event") in ("checkpoint", *STARTS)]
     entries = [entry for entry in list_checkpoints(run / "checkpoints") if entry.problem is None]
     newest = next((entry for entry in entries if not steps or entry.step <= steps[-1]), None)
-    record = {} if newest is None else newest.meta.get(FILES, {})
-    if not isinstance(record, dict) or (record and not _is_record(record)):
-        raise UserError(f"{newest.path if newest else run}: its manifest does not describe files as Trainyard does.")
+    if newest is None:
+        return {}
+    record: dict[str, Any] = newest.meta.get(FILES, {})
+    if not _is_record(record):
+        raise UserError(f"{newest.path}: its manifest does not describe files as Trainyard does.")
     ending = [event for event in events if event.get("event") in (*STARTS, *ENDS)][-1:]
     final = ending[0].get("metrics") if ending else None  # test scores follow the last checkpoint
-    return {**record, "metrics": final} if record and _is_record({**record, "metrics": final}) else record
+    return {**record, "metrics": final} if _is_record({**record, "metrics": final}) else record
 
 
-def _is_record(record: Mapping[str, Any]) -> bool:
-    metrics = record.get("metrics")
+def _is_record(record: Any) -> bool:
+    metrics = record.get("metrics") if isinstance(record, dict) else None
     has_metrics = isinstance(metrics, dict) and type(metrics.get("bytes")) is int and metrics["bytes"] >= 0
     return has_metrics and all(isinstance(record.get(name), dict) for name in ("kept", "mutable", "env"))
 
@@ -159,7 +161,7 @@ def _check_config(run: Path, record: Mapping[str, Any], accepted: set[str]) -> C
         more = f", and {len(differing) - _MOST_NAMED} more" if len(differing) > _MOST_NAMED else ""
         problem = f"was changed since the newest checkpoint: {'; '.join(shown)}{more}."
         return Change(path, problem, _advise(run, record))
-    if stated and not is_intact:
+    if not is_intact:
         return Change(path, "was changed: its options do not match the digest above them.", _advise(run, record))
     return None
 
@@ -169,7 +171,9 @@ def _check_env(run: Path, record: Mapping[str, Any], accepted: set[str]) -> Chan
     if not record and not path.exists():
         return None
     try:
-        fixed = select_fixed_env(read_env(run, needs_digest=bool(record)))
+        fixed = select_fixed_env(read_env(run))
+    except FormatError:
+        raise
     except UserError as error:
         can_accept = isinstance(error, EnvChanged)
         return Change(path, str(error).removeprefix(f"{path}: "), _advise(run, record, can_accept=can_accept))

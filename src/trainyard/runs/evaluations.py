@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trainyard.errors import UserError
-from trainyard.files import parse_json, read_file
+from trainyard.files import EVALUATION, check_format, parse_json, read_file
 from trainyard.runs.events import METRICS_FILE, Line, read_lines
 
 FOLDER, ABOUT_FILE, FIGURES, SAMPLES = "evaluations", "evaluation.json", "figures", "samples"
@@ -78,4 +78,5 @@ def _read_about(path: Path) -> Mapping[str, Any]:
     nested = ("data", "checkpoint", "seen_in_training")
     if not isinstance(about, dict) or any(not isinstance(about.get(name, {}), dict) for name in nested):
         raise UserError(f"{path}: does not say what was evaluated. Delete its folder, and evaluate again.")
+    check_format(path, about.get("format"), kind=EVALUATION)
     return about

@@ -4,25 +4,8 @@
 resumes, so that a killed and resumed run has the same file as an uninterrupted one. `events.jsonl` records what
 happened (start, resume, checkpoint, stop, ...) and is never truncated. Trackers and the report use only these two.
 
-Each line is a JSON object with `kind`, `step` (optimizer steps done) and `elapsed_s`:
-
-    train   after the first step, every `log_every` steps and the last one: epoch, samples_seen, loss and other losses,
-            lr, grad_norm; step_losses: the loss of each step up to this one that no earlier line lists, oldest first,
-            to six digits, null where it was not finite (earlier versions: absent); and means since the last line:
-            samples_per_s, and per step step_ms = idle_ms + compute_ms and data_wait_ms. data_wait_ms is how long the
-            host waited for the loader; idle_ms how long the device had nothing to compute before its micro-batches had
-            arrived, on the CPU the same. Without evaluation and saving. Versions before this wrote no idle_ms, and
-            step_ms - data_wait_ms as compute_ms
-    eval    epoch, split, metrics; `x_low` and `x_high` are the 95 % interval of metric `x`; seconds
-    event   event, time (UTC), train_s (seconds spent in steps of the training that is kept; earlier versions: absent)
-            and free fields. The report and `status` understand: `start` and `resume` with attempt
-            ("<Slurm job id>-<restarts>" or "local-<seconds>"), total_steps, host, world_size, device and monitor
-            {"split", "metric", "mode": "min" or "max", "ties": further [metric, mode], "baseline": a method that learns
-            nothing and its value, or the metric that is its value}; `checkpoint`, with the step that it holds, seconds
-            that training waited, write_s and bytes; `stop` and `failed` with reason; `done`; `extended` with from, to
-            and differences
-
-A number that JSON cannot represent is null; `nonfinite` maps its name to "nan", "inf" or "-inf".
+docs/formats.md lists the kinds of lines and their fields. A number that JSON cannot represent is null; `nonfinite` maps
+its name to "nan", "inf" or "-inf".
 """
 
 import errno

@@ -33,7 +33,7 @@ def remember_families(run: Path, root: Root) -> None:
 
 
 def find_families(run: Path) -> RecalledFamilies:
-    """Return the folder of families that a run was started with; of an older run, the first that has its family.
+    """Return the folder of families that a run was started with; the first that has its family if it recorded none.
 
     Raises:
         UserError: the folder or the family in it is gone, and no folder that one uses without naming it has the family.

@@ -28,7 +28,7 @@ from trainyard.errors import (
     Vanished,
     is_out_of_memory,
 )
-from trainyard.files import parse_json, read_file, write_json
+from trainyard.files import FORMATS, RUN, check_format, parse_json, read_file, write_json
 from trainyard.masking import mask_text
 from trainyard.runs.manifest import hash_fields
 from trainyard.runs.state import Cause
@@ -63,19 +63,19 @@ def record_choices(run: Path, choices: Mapping[str, Choice[Any]]) -> None:
 
 
 def write_env(run: Path, record: Mapping[str, Any]) -> None:
-    """Write env.json with a digest of its content."""
-    fields = json.loads(json.dumps(dict(record)))  # what a reader gets: string keys, no tuples
+    """Write env.json with the number of the run's format and a digest of its content."""
+    fields = json.loads(json.dumps({"format": FORMATS[RUN], **record}))  # what a reader gets: string keys, no tuples
     write_json(run / ENV_FILE, {**fields, ENV_DIGEST: hash_fields(fields)})
 
 
-def read_env(run: Path, *, checked: bool = True, needs_digest: bool = False) -> dict[str, Any]:
-    """Return the content of env.json, without its digest; versions before this one wrote none.
+def read_env(run: Path, *, checked: bool = True) -> dict[str, Any]:
+    """Return the content of env.json, without its format number and digest.
 
     Args:
         checked: compare it with its digest.
-        needs_digest: refuse it without one.
 
     Raises:
+        FormatError: the run is of another format.
         UserError: it cannot be read, is not a JSON object, or does not match its digest.
     """
     path = run / ENV_FILE
@@ -88,10 +88,9 @@ def read_env(run: Path, *, checked: bool = True, needs_digest: bool = False) -> 
     if not isinstance(record, dict) or any(not isinstance(record.get(name, {}), dict) for name in _ENV_SECTIONS):
         raise UserError(f"{path}: is damaged: expected a JSON object with objects in it, found {str(record)[:60]}.")
     stated = record.pop(ENV_DIGEST, None)
-    if checked and stated is not None and stated != hash_fields(record):
+    if checked and stated != hash_fields(record):
         raise EnvChanged(f"{path}: was changed: its content does not match the digest in it.")
-    if needs_digest and stated is None:
-        raise EnvChanged(f"{path}: was changed: it has lost the digest of its content.")
+    check_format(path, record.pop("format", None), kind=RUN)
     return record
 
 

@@ -17,7 +17,7 @@ from trainyard.runs.events import ENDS, EXTENDED, STARTS
 from trainyard.runs.folder import SUBMISSION, read_creation_time
 from trainyard.runs.lock import LOCK, Owner, read_owner
 from trainyard.runs.manifest import MOST
-from trainyard.runs.state import Cause, read_cause
+from trainyard.runs.state import Cause
 
 CANCELLED = "slurm/cancelled"
 """File that `trainyard cancel` creates in a run folder before it cancels the Slurm job."""
@@ -64,7 +64,7 @@ class RankError(NamedTuple):
 
     @property
     def cause(self) -> str:
-        return read_cause(str(self.fields.get("cause", Cause.BUG)))
+        return str(self.fields.get("cause", Cause.BUG))
 
     @property
     def who(self) -> str:
@@ -447,7 +447,7 @@ def _build_slurm_attempt(
         start=parse_time(start["time"]),
         end=ended,
         nodes=str(start.get("nodes", "")),
-        cause=read_cause(str(end.get("cause", ""))),
+        cause=str(end.get("cause", "")),
         world_size=events[0].get("world_size") if events else None,
         steps=_find_step_range(events, heartbeat),
         slurm_job_id=str(start.get("job", "")),
@@ -492,6 +492,6 @@ def _find_local_cause(last: JsonObject, errors: Sequence[RankError]) -> str:
     if last.get("event") == "done":
         return "done"
     if last.get("event") == "stop":
-        return read_cause(str(last.get("reason", "")))
+        return str(last.get("reason", ""))
     causes = [error.cause for error in errors]
     return next((cause for cause in causes if cause != Cause.LOST_PEER), causes[0] if causes else "")

@@ -32,8 +32,8 @@ class Owner:
     pid: int
     started_ticks: int  # after boot
     since: str  # local time, for users
-    attempt: str = ""  # "<Slurm job id>-<restarts>" if Slurm started it
-    token: str = ""  # names the second name of its lock, which it holds an flock on; earlier versions have none
+    attempt: str  # "<Slurm job id>-<restarts>" if Slurm started it, else ""
+    token: str  # names the second name of its lock, which it holds an flock on
 
     @classmethod
     def from_this_process(cls, attempt: str) -> "Owner":
@@ -74,7 +74,7 @@ class Owner:
         if self.is_checkable_here():
             return self.is_alive()
         second = _name_second(lock, self.token)
-        if not self.token or not self.boot_id or self.boot_id != _read_boot_id() or not _is_same_file(lock, second):
+        if not self.boot_id or self.boot_id != _read_boot_id() or not _is_same_file(lock, second):
             return None
         return _is_flocked(lock)
 

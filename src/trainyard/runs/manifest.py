@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainyard.errors import UserError
-from trainyard.files import open_file, parse_json, read_file
+from trainyard.errors import FormatError, UserError
+from trainyard.files import CHECKPOINT, check_format, open_file, parse_json, read_file
 
-FORMAT = 1
 DATA_NAME = re.compile(r"step-([0-9]+)(?:-([0-9]+))?\.ckpt")
 MOST = 2**63
 """Steps, sizes and counts are below this; torch cannot represent more."""
@@ -39,7 +38,11 @@ class Entry:
 
 
 def list_checkpoints(directory: Path) -> list[Entry]:
-    """List the checkpoints of a directory, including damaged ones, newest step first. Reads manifests only."""
+    """List the checkpoints of a directory, including damaged ones, newest step first. Reads manifests only.
+
+    Raises:
+        FormatError: one is of another format.
+    """
     if not directory.is_dir():
         return []
     found = [path for path in directory.iterdir() if DATA_NAME.fullmatch(path.name)]
@@ -83,18 +86,24 @@ def hash_fields(fields: Mapping[str, Any]) -> str:
 
 
 def read_entry(path: Path) -> Entry:
-    """Describe the checkpoint whose data file `path` is."""
+    """Describe the checkpoint whose data file `path` is.
+
+    Raises:
+        FormatError: it is of another format.
+    """
     step, size = parse_name(path)[0], 0
     try:
         if path.is_symlink():
             open_file(path)  # raises, and says why
         size = path.stat().st_size
         manifest = parse_json(read_file(path.with_suffix(".json"), most_bytes=_MOST_BYTES))
-        problem = _check_manifest(manifest, step=step, size=size)
+        problem = _check_manifest(manifest, path, step=step, size=size)
         if problem is None:
             open_file(path).close()
     except OSError as error:
         problem = f"{Path(error.filename or path).name} cannot be read: {error.strerror}"
+    except FormatError:
+        raise
     except (ValueError, RecursionError) as error:
         problem = f"the manifest is damaged: {error}"
     if problem:
@@ -102,13 +111,12 @@ def read_entry(path: Path) -> Entry:
     return Entry(path, step, size, manifest["meta"], manifest["sha256"], None)
 
 
-def _check_manifest(manifest: Any, *, step: int, size: int) -> str | None:
+def _check_manifest(manifest: Any, path: Path, *, step: int, size: int) -> str | None:
     if not isinstance(manifest, dict):
         return "the manifest is damaged: not a JSON object"
-    if manifest.get("format") != FORMAT:
-        return f"written with checkpoint format {str(manifest.get('format'))[:20]}, this checkout reads {FORMAT}"
     if manifest.pop("self_sha256", None) != hash_fields(manifest):
         return "the manifest is damaged: its own SHA-256 does not match"
+    check_format(path, manifest.get("format"), kind=CHECKPOINT)
     for name, kind in (("step", int), ("bytes", int), ("sha256", str), ("meta", dict)):
         if type(manifest.get(name)) is not kind:
             return f"the manifest has no valid '{name}': expected {kind.__name__}, found {_show(manifest.get(name))}"

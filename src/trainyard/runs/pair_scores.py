@@ -83,8 +83,8 @@ def read_pair_scores(run: Path, *, step: int, kind: str) -> PairScores:
     path, again = run / FILE, f"trainyard resume {run}"
     if not path.exists():
         raise UserError(
-            f"{run}: holds no scores of its validation pairs, from which a threshold comes: it has not ended, or ended "
-            f"with an older version. Resuming a run that has ended trains no further, and writes them: {again}"
+            f"{run}: holds no scores of its validation pairs, from which a threshold comes: it has not ended, or they "
+            f"were deleted. Resuming a run that has ended trains no further, and writes them: {again}"
         )
     found = map_tensor_file(path, remedy=again)
     kinds = [name for name in found.metadata.get("kinds", "").split() if name != GENUINE]

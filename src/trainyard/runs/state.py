@@ -75,14 +75,6 @@ _DESCRIPTIONS = {
     Cause.BUDGET: "attempt budget used up",
 }
 
-_FORMER = {"asked": Cause.INTERRUPTED, "time limit": Cause.MAX_RUNTIME}
-"""Other words for a cause: those of earlier versions, and those in `stop` events of any version."""
-
-
-def read_cause(stored: str) -> str:
-    """Convert a stored word to a cause: a `Cause`, "signal <n>", "done" or ""."""
-    return _FORMER.get(stored, stored)
-
 
 def describe_cause(cause: str) -> str:
     """Return a cause in words for the user."""

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from trainyard.errors import UserError
+from trainyard.errors import FormatError, UserError
+from trainyard.files import FORMATS, SWEEP, check_format
 from trainyard.runs.state import ACTIVE, State
 from trainyard.text import find_nearest, join_names
 
@@ -86,7 +87,8 @@ def encode_sweep(sweep: Sweep, root: Path) -> str:
         {"index": e.index, "overrides": e.overrides, "run": e.run.relative_to(root).as_posix()} for e in sweep.elements
     ]
     created = datetime.now(UTC).isoformat(timespec="seconds")
-    record = {"job": sweep.job, "created": created, "axes": sweep.axes, "fixed": sweep.fixed, "elements": elements}
+    record = {"format": FORMATS[SWEEP], "job": sweep.job, "created": created}
+    record |= {"axes": sweep.axes, "fixed": sweep.fixed, "elements": elements}
     return json.dumps(record, indent=2) + "\n"
 
 
@@ -94,7 +96,10 @@ def _read_sweep(folder: Path, root: Path) -> Sweep:
     path = folder / FILE
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
+        check_format(path, record["format"], kind=SWEEP)
         elements = [Element(e["index"], tuple(e["overrides"]), root / e["run"]) for e in record["elements"]]
         return Sweep(folder, record["job"], record["axes"], tuple(record["fixed"]), elements)
+    except FormatError:
+        raise
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path}: expected the record of a sweep, found {error!r}. Restore it from a copy.") from None

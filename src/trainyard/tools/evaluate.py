@@ -23,7 +23,7 @@ from trainyard.data.prepare import build_meta
 from trainyard.data.shards import Sample, ShardSet
 from trainyard.data.store import name_store
 from trainyard.errors import UserError
-from trainyard.files import create_folder, limit_writers, write_atomically, write_json
+from trainyard.files import EVALUATION, FORMATS, create_folder, limit_writers, write_atomically, write_json
 from trainyard.report.figures import make_slug
 from trainyard.runs.evaluations import (
     ABOUT_FILE,
@@ -272,7 +272,7 @@ def _count_seen(model: TrainedModel, data: ShardSet, ids: np.ndarray, training: 
     trained = {row.tobytes() for row in _digest_records(training.data, data, training.ids)}
     same = sum(row.tobytes() in trained for row in _digest_records(data, training.data, ids))
     found: dict[str, Any] = {"samples": same, "samples_of": len(ids)}
-    column = model.module.identity
+    column = model.module.identity_column
     if column in data.vocabulary and column in training.data.vocabulary:
         names, known = (
             {one.vocabulary[column][code] for code in np.unique(one.columns[column][rows]).tolist()} - {""}
@@ -350,7 +350,7 @@ def _write(
 ) -> None:
     """Write an evaluation, with its figures by folder; it is complete as soon as it is visible."""
     with create_folder(target) as folder:
-        write_json(folder / ABOUT_FILE, about)
+        write_json(folder / ABOUT_FILE, {"format": FORMATS[EVALUATION], **about})
         fields = {"kind": "eval", "step": step, "split": target.name}
         lines = [encode_line({**fields, "system": system, **metrics}) for system, metrics in systems.items()]
         write_atomically(folder / METRICS_FILE, b"".join(lines))

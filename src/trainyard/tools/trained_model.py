@@ -97,10 +97,10 @@ def load_model(
     major, minor = torch.cuda.get_device_capability() if device.type == "cuda" else (0, 0)
     requested = ("fp32", "off") if on_cpu else (config.precision, config.channels_last)
     precision = choose_precision(10 * major + minor or None, precision=requested[0], channels_last=requested[1])
-    info = DataInfo({}, {}, np.empty(0, dtype=np.int64), saved["learned"])
+    info = DataInfo({}, {}, np.empty(0, dtype=np.int64), saved["artifacts"])
     module = _build_module(config, jobs_dir, select_weights(saved), info)
     provenance = describe_weights(entry, saved)
-    model = TrainedModel(run, config, module, entry, saved["learned"], provenance, pack, device, precision)
+    model = TrainedModel(run, config, module, entry, saved["artifacts"], provenance, pack, device, precision)
     return replace(model, module=_place_module(model, module))
 
 
@@ -204,7 +204,7 @@ def _load_checkpoint(entry: Entry) -> dict[str, Any]:
     from trainyard.train import checkpoint
 
     saved = checkpoint.load(entry.path)
-    if not isinstance(saved.get("learned"), dict):
+    if not isinstance(saved.get("artifacts"), dict):
         raise UserError(f"{entry.path}: has no artifacts of packing, which training always saves. Use another run.")
     return saved
 

@@ -25,14 +25,12 @@ class Plateau:
             self.evaluations += 1
 
     @classmethod
-    def from_saved(cls, saved: Any, best: Mapping[str, Any] | None) -> "Plateau":
-        """Read what a checkpoint has; earlier versions saved the best value alone, and counted nothing.
+    def from_saved(cls, saved: Mapping[str, Any]) -> "Plateau":
+        """Read what a checkpoint has.
 
         Raises:
             TypeError: it is no value and count.
         """
-        if saved is None:
-            return cls(best["value"] if best else None)
         value, evaluations = saved["value"], saved["evaluations"]
         if type(value) not in (float, int, type(None)) or type(evaluations) is not int or evaluations < 0:
             raise TypeError(f"'plateau' is {saved!r:.60}, expected a value and a number of evaluations")
@@ -43,13 +41,12 @@ def is_better(metrics: Mapping[str, float], best: Mapping[str, Any] | None, moni
     """Return whether an evaluation is better than the best so far: of equals, the first one stays.
 
     Args:
-        best: its `value` and `ties`; None before the first evaluation. Earlier versions saved no ties.
+        best: its `value` and `ties`; None before the first evaluation.
     """
     if best is None:
         return True
-    of_best = dict(zip((name for name, _ in monitor), (best["value"], *best.get("ties", ())), strict=False))
-    known = monitor[: len(of_best)]
-    return rank_metrics(metrics, known) > rank_metrics(of_best, known)
+    of_best = dict(zip((name for name, _ in monitor), (best["value"], *best["ties"]), strict=True))
+    return rank_metrics(metrics, monitor) > rank_metrics(of_best, monitor)
 
 
 def require_metrics(metrics: Mapping[str, float], monitor: MetricOrder) -> None:

@@ -25,11 +25,10 @@ import torch
 from loguru import logger
 
 from trainyard.errors import UserError
-from trainyard.files import find_existing, fsync_path
+from trainyard.files import CHECKPOINT, FORMATS, find_existing, fsync_path
 from trainyard.runs.changes import FILES
 from trainyard.runs.manifest import (
     DATA_NAME,
-    FORMAT,
     CheckpointError,
     Entry,
     find_result_step,
@@ -264,7 +263,7 @@ def describe_weights(entry: Entry, state: State) -> dict[str, str]:
         "weights": "swa" if refreshed else "ema" if _select_averaged(state) else "model",
         "checkpoint_sha256": entry.sha256,
         "meta": json.dumps({name: value for name, value in entry.meta.items() if name != FILES}),
-        "learned": json.dumps(state.get("learned", {})),
+        "artifacts": json.dumps(state.get("artifacts", {})),
     }
 
 
@@ -371,7 +370,7 @@ def _add_partial_suffix(path: Path) -> Path:
 
 
 def _encode_manifest(step: int, size: int, sha256: str, meta: Mapping[str, Any]) -> str:
-    fields = {"format": FORMAT, "step": step, "bytes": size, "sha256": sha256, "meta": dict(meta)}
+    fields = {"format": FORMATS[CHECKPOINT], "step": step, "bytes": size, "sha256": sha256, "meta": dict(meta)}
     fields = json.loads(json.dumps(fields))  # what a reader gets: string keys, no tuples
     return json.dumps({**fields, "self_sha256": hash_fields(fields)}, indent=1)
 

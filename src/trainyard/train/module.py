@@ -121,7 +121,7 @@ class TrainModule(nn.Module):
     Only what costs nothing, such as ("chance", 0.5); `score_baselines` computes others.
     """
 
-    identity: str = ""
+    identity_column: str = ""
     """The text column that says whose a sample is: `trainyard evaluate` counts the names that are in training, too."""
 
     reads_noise: bool = True

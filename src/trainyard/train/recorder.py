@@ -253,10 +253,10 @@ def write_report_figures(
 ) -> None:
     """Write plots and images of one scored split, title -> PNG, for the report and for trackers that show images.
 
-    In the run they are `exhibits/SPLIT - TITLE.png`, and of samples `samples/SPLIT - TITLE.png`, so that one may delete
+    In the run they are `figures/SPLIT - TITLE.png`, and of samples `samples/SPLIT - TITLE.png`, so that one may delete
     these before others see the page. Those of an earlier attempt are deleted.
     """
-    for name, images in (("exhibits", figures), ("samples", samples)):
+    for name, images in (("figures", figures), ("samples", samples)):
         folder = run / name
         if not images and not folder.is_dir():
             continue

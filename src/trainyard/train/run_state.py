@@ -119,7 +119,7 @@ def encode_state(
         "plateau": asdict(state.plateau),
         "step_losses": state.step_losses.summed,
         "data": fingerprint,
-        "learned": dict(artifacts),  # so that the weights can be used without the packed data
+        "artifacts": dict(artifacts),  # so that the weights can be used without the packed data
         "metrics_position": metrics_position,
     }
 
@@ -154,8 +154,8 @@ def restore_state(state: TrainState, saved: Mapping[str, Any], *, fingerprint: s
             state.swa.load_state_dict(saved["swa"])
         state.progress = Progress(**saved["progress"])
         state.best = saved["best"]
-        state.plateau = Plateau.from_saved(saved.get("plateau"), saved["best"])
-        state.step_losses = StepLosses(saved.get("step_losses", ()))  # earlier versions saved none
+        state.plateau = Plateau.from_saved(saved["plateau"])
+        state.step_losses = StepLosses(saved["step_losses"])
 
 
 @contextmanager
@@ -186,8 +186,8 @@ def _check_fields(saved: Mapping[str, Any]) -> None:
         is_number = type(value) is int or (name == "train_s" and type(value) is float and math.isfinite(value))
         if not is_number or not 0 <= value < MOST:
             raise ValueError(f"'{name}' is {value!r:.60}, expected a number from 0 to 2**63")
-    losses = saved.get("step_losses", [])
-    if type(losses) is not list or any(type(loss) is not float for loss in losses):
+    losses = saved["step_losses"]
+    if any(type(loss) is not float for loss in losses):
         raise TypeError(f"'step_losses' is {losses!r:.60}, expected a list of numbers")
     best = saved["best"]
     if best is not None and [type(best[name]) for name in ("step", "metric", "value")] != [int, str, float]:
@@ -200,6 +200,8 @@ _FIELDS: dict[str, tuple[type, ...]] = {
     "scaler": (dict,),
     "progress": (dict,),
     "best": (dict, type(None)),
+    "plateau": (dict,),
+    "step_losses": (list,),
     "data": (str,),
     "metrics_position": (int,),
 }

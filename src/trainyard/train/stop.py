@@ -19,14 +19,14 @@ class Stop(IntEnum):
 
     NONE = 0
     INTERRUPTED = 1  # SIGINT: a person
-    TIME_LIMIT = 2  # max_runtime
+    MAX_RUNTIME = 2  # max_runtime
     PREEMPTED = 3  # SIGTERM, SIGUSR2: the scheduler; SIGHUP, SIGQUIT: a closed terminal, Ctrl-\\
 
 
 EXIT_CODES = {
     Stop.NONE: ExitCode.DONE,
     Stop.PREEMPTED: ExitCode.PREEMPTED,
-    Stop.TIME_LIMIT: ExitCode.MAX_RUNTIME,
+    Stop.MAX_RUNTIME: ExitCode.MAX_RUNTIME,
     Stop.INTERRUPTED: ExitCode.INTERRUPTED,
 }
 """What a rank returns after it has saved, by reason."""

@@ -127,7 +127,7 @@ class Trainer:
                     self._score_test_sets()
         finally:
             self.saver.close()
-        name, why = "done" if reason is Stop.NONE else "stop", reason.name.lower().replace("_", " ")
+        name, why = "done" if reason is Stop.NONE else "stop", reason.name.lower()
         if self.recorder is not None:
             metrics = {"bytes": self.recorder.sync(), "sha256": self.recorder.metrics_sha256}
             seen = {"epoch": self.state.progress.epoch, "samples_seen": self.state.progress.samples_seen}
@@ -323,7 +323,7 @@ class Trainer:
         reason, has_clock = self.stop.reason, self.context.world.is_main
         steps = self.meter.unfinished_steps + 2  # ranks act on a decision a step later, and the next is a step away
         if self.limit.is_reached(reserve_s=steps * self.meter.longest_step_s + self.saver.reserve_s + 1):
-            reason = max(reason, Stop.TIME_LIMIT)
+            reason = max(reason, Stop.MAX_RUNTIME)
         time_is_up = has_clock and self.minutes is not None and self.state.progress.train_s / 60 >= self.minutes
         return self.agreement.exchange(
             Decision(
@@ -360,8 +360,8 @@ class Trainer:
             logger.info("complete: {} evaluations without a better {}", self.state.plateau.evaluations, name)
         if not is_better(metrics, self.state.best, self.monitor):
             return False
-        self.state.best = {"step": self.state.progress.step, "metric": name, "value": metrics[name]}
-        self.state.best |= {"ties": [metrics[tie] for tie, _ in ties]} if ties else {}
+        values = {"value": metrics[name], "ties": [metrics[tie] for tie, _ in ties]}
+        self.state.best = {"step": self.state.progress.step, "metric": name, **values}
         if self.state.swa is not None:
             self.state.swa.add(self._select_eval_module())
         return True

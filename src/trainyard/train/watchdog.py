@@ -303,7 +303,7 @@ def _remove_records(folder: Path, *, except_of: str) -> None:
 
 def _is_halted(record: dict[str, Any]) -> bool:
     """Say whether a rank's process is on this host, and is stopped by a signal."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # it has ended, or an older version wrote this
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # it has ended
         pid, started = record["process"]
         return record["host"] == socket.gethostname() and _read_process(int(pid)) == ("T", started)
     return False

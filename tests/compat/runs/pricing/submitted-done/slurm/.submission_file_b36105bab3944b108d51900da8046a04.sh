@@ -1,1 +1,0 @@
-/tmp/w/compat/runs/pricing/submitted-done/slurm/22630370_submission.sh

@@ -1,1 +1,0 @@
-/tmp/w/compat/runs/pricing/submitted-failed/slurm/22630371_submission.sh

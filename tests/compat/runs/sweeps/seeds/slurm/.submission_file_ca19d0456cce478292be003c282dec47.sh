@@ -1,1 +1,0 @@
-/tmp/w/compat/runs/sweeps/seeds/slurm/22630372_submission.sh
