@@ -25,8 +25,8 @@ from trainyard.config.settings import OptimizerSettings
 from trainyard.data.loader import Loader
 from trainyard.errors import UserError, is_out_of_memory
 from trainyard.plan.predict import Predictor
+from trainyard.tools.exact_runs import find_differences, flatten_state
 from trainyard.train import step
-from trainyard.train.compare import find_differences, flatten_state
 from trainyard.train.module import TrainModule
 
 ROOT = Path(__file__).parents[1]

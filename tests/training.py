@@ -15,9 +15,9 @@ from trainyard.data.prepare import prepare_data
 from trainyard.node.rank_task import execute
 from trainyard.runs.create import create_run
 from trainyard.runs.events import TIMING_KEYS, read_metrics
+from trainyard.tools.exact_runs import find_differences as find_differences  # tests import it from here
+from trainyard.tools.exact_runs import flatten_state
 from trainyard.train import checkpoint
-from trainyard.train.compare import find_differences as find_differences  # tests import it from here
-from trainyard.train.compare import flatten_state
 
 FAMILIES = Path(__file__).parent / "families"
 FORKSERVER = multiprocessing.get_context("forkserver")

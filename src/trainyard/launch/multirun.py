@@ -14,7 +14,6 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from trainyard.config import compose as composition
 from trainyard.config import compose as configs
 from trainyard.config.families import find_jobs, load_family
 from trainyard.config.settings import TrainConfig
@@ -64,16 +63,16 @@ def run_multirun(
     """
     configs.compose(job, [], jobs_dir)  # reports what is wrong with the job in our words
     preset = find_jobs(jobs_dir)[job].resolve()
-    composition.register_options(load_family(jobs_dir, preset.parent.name, "config").Config)
+    configs.register_options(load_family(jobs_dir, preset.parent.name, "config").Config)
     family, jobs_dir, runs_dir = preset.parent.name, jobs_dir.resolve(), runs_dir.resolve()
 
     def train(tree: DictConfig) -> None:
         """Run one combination. Nested, so that it is pickled by value, with the paths in its closure."""
-        config = composition.resolve(tree, f"job {job}")
+        config = configs.resolve(tree, f"job {job}")
         _train(configs.apply_overrides(replace(config, job=job, family=family), []), jobs_dir, runs_dir)
 
     def show(tree: DictConfig) -> None:
-        composition.resolve(tree, f"job {job}")
+        configs.resolve(tree, f"job {job}")
         print(" ".join([job, *HydraConfig.get().overrides.task]), flush=True)
 
     _add_to_path(environ, jobs_dir.parent)

@@ -2,13 +2,15 @@
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from multiprocessing import get_context
 from multiprocessing.context import ForkProcess
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+
+import torch
 
 from trainyard.config import compose as configs
 from trainyard.data.prepare import prepare_data
@@ -17,7 +19,6 @@ from trainyard.runs.create import create_run
 from trainyard.runs.manifest import list_checkpoints
 from trainyard.runs.state import ExitCode
 from trainyard.train import checkpoint
-from trainyard.train.compare import find_differences, flatten_state
 
 _STEPS = 24  # of each run
 _POLL_S = 0.002
@@ -116,3 +117,33 @@ def _load_state(run: Path) -> dict[str, Any]:
     if found is None:
         raise RunsDiffer(f"run '{run.name}' left no checkpoint")
     return flatten_state(found[1])
+
+
+VARYING = ("progress/train_s", "metrics_position")
+"""What may differ between two runs that compute the same: time spent, and the bytes that recording it takes."""
+
+
+def flatten_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a nested state, such as a checkpoint, as a flat mapping: "optimizer/state/0/exp_avg" -> value."""
+    return dict(_walk(state))
+
+
+def find_differences(a: Mapping[str, Any], b: Mapping[str, Any], *, ignore: Sequence[str] = VARYING) -> list[str]:
+    """Return the names of the entries that two flat states do not share, or that differ in a bit."""
+    missing = sorted(a.keys() ^ b.keys())
+    return missing + [name for name in a if name in b and name not in ignore and not _is_equal(a[name], b[name])]
+
+
+def _walk(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _walk(inner, f"{prefix}/{name}" if prefix else str(name))
+    elif isinstance(value, (list, tuple)):
+        for i, inner in enumerate(value):
+            yield from _walk(inner, f"{prefix}/{i}")
+    else:
+        yield prefix, value
+
+
+def _is_equal(a: Any, b: Any) -> bool:
+    return torch.equal(a, b) if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) else bool(a == b)
