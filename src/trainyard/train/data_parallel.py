@@ -7,12 +7,14 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from trainyard.choice import Choice
 from trainyard.train import distributed
 from trainyard.train.module import TrainModule
+
+BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm
+"""The layers that normalise by statistics of a batch."""
 
 FEW_SAMPLES = 16
 """Below this, the error of networks with BatchNorm rises as their batch shrinks (Wu and He 2018, arXiv:1803.08494)."""
@@ -22,7 +24,7 @@ def describe_batch_statistics(
     module: nn.Module, *, micro_batch_size: int, world_size: int, sync_batchnorm: bool
 ) -> Choice[int] | None:
     """Return over how many samples BatchNorm computes its statistics, and what that means; None without BatchNorm."""
-    if not any(isinstance(layer, _BatchNorm) for layer in module.modules()):
+    if not any(isinstance(layer, BatchNorm) for layer in module.modules()):
         return None
     samples = micro_batch_size * (world_size if sync_batchnorm else 1)
     if samples >= FEW_SAMPLES:
@@ -76,7 +78,7 @@ def leave_out_of_statistics(module: nn.Module) -> Iterator[None]:
     BatchNorm normalises it by the running statistics, and leaves those as they are. A synchronised layer still takes
     part in what the ranks compute together, with no samples: the others would wait for it.
     """
-    norms = [m for m in module.modules() if isinstance(m, _BatchNorm) and m.training and m.track_running_stats]
+    norms = [m for m in module.modules() if isinstance(m, BatchNorm) and m.training and m.track_running_stats]
     for norm in norms:
         if isinstance(norm, nn.SyncBatchNorm):
             norm.forward = partial(_take_part_without_samples, norm)  # type: ignore[method-assign]
@@ -108,7 +110,7 @@ def list_statistics(module: nn.Module) -> set[str]:
     return {
         f"{path}.{name}" if path else name
         for path, layer in module.named_modules()
-        if isinstance(layer, _BatchNorm)
+        if isinstance(layer, BatchNorm)
         for name, _ in layer.named_buffers(recurse=False)
     }
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode  # for the modules that predict memory
+from torch._subclasses import FakeTensor as FakeTensor  # others import them here
+from torch._subclasses import FakeTensorMode as FakeTensorMode
 
 from trainyard.data.shards import ShardSet
 from trainyard.data.store import has_inputs

@@ -11,7 +11,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
@@ -21,7 +20,7 @@ from trainyard.data.loader import MicroBatch
 from trainyard.errors import UserError
 from trainyard.train import distributed
 from trainyard.train.best import Plateau
-from trainyard.train.data_parallel import leave_out_of_statistics
+from trainyard.train.data_parallel import BatchNorm, leave_out_of_statistics
 from trainyard.train.distributed import average_rows
 from trainyard.train.module import TrainModule
 from trainyard.train.out_of_memory import name_phase
@@ -228,7 +227,7 @@ def refuse_recounted_statistics(module: TrainModule, version: str) -> None:
     Raises:
         UserError: it would.
     """
-    norms = (part for layer in module.repeated_layers() for part in layer.modules() if isinstance(part, _BatchNorm))
+    norms = (part for layer in module.repeated_layers() for part in layer.modules() if isinstance(part, BatchNorm))
     if [int(part) for part in version.split(".")[:2]] < [2, 13] and any(norm.track_running_stats for norm in norms):
         raise UserError(
             f"gradient_checkpointing=true in a compiled model with BatchNorm, but torch {version} would update the "
@@ -256,7 +255,7 @@ def _make_recompute_contexts(layer: nn.Module) -> tuple[AbstractContextManager[N
 @contextmanager
 def _freeze_batch_statistics(layer: nn.Module) -> Iterator[None]:
     """Keep running statistics unchanged by a forward pass: momentum 0, and the count of batches restored."""
-    norms = [m for m in layer.modules() if isinstance(m, _BatchNorm) and m.training and m.track_running_stats]
+    norms = [m for m in layer.modules() if isinstance(m, BatchNorm) and m.training and m.track_running_stats]
     momenta = [norm.momentum for norm in norms]
     for norm in norms:
         norm.momentum = 0.0

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.swa_utils import get_swa_multi_avg_fn
 
 from trainyard.data.loader import Loader
 from trainyard.train import distributed
+from trainyard.train.data_parallel import BatchNorm
 from trainyard.train.module import TrainModule
 
 
@@ -54,7 +54,7 @@ class WeightAverage:
 
         Means over batches, as in torch's `update_bn`. Every rank processes its share, and all get the same result.
         """
-        norms = [m for m in self.module.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
+        norms = [m for m in self.module.modules() if isinstance(m, BatchNorm) and m.track_running_stats]
         if norms:
             with _accumulate_statistics(norms), torch.no_grad():
                 for micro_batch in loader.evaluate(ids, batch_size=batch_size):
@@ -67,7 +67,7 @@ class WeightAverage:
 
 
 @contextmanager
-def _accumulate_statistics(norms: list[_BatchNorm]) -> Iterator[None]:
+def _accumulate_statistics(norms: list[BatchNorm]) -> Iterator[None]:
     """Put these layers alone into training mode, with a plain mean over their batches."""
     momenta = [norm.momentum for norm in norms]
     for norm in norms:
@@ -82,7 +82,7 @@ def _accumulate_statistics(norms: list[_BatchNorm]) -> Iterator[None]:
             norm.eval()
 
 
-def _average_over_ranks(norm: _BatchNorm) -> None:
+def _average_over_ranks(norm: BatchNorm) -> None:
     """Average the statistics over ranks, weighted by their number of batches."""
     assert norm.num_batches_tracked is not None
     batches = norm.num_batches_tracked.float()
