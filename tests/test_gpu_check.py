@@ -219,8 +219,8 @@ def swap_images(patch: pytest.MonkeyPatch) -> None:
     """Give a batch of training another order of images than of labels."""
     original = Loader._make_batch
 
-    def make_batch(self, item, *, resample):
-        batch = original(self, item, resample=resample)
+    def make_batch(self, item):
+        batch = original(self, item)
         return batch if item.epoch is None else batch | {"image": batch["image"].flip(0)}
 
     patch.setattr(Loader, "_make_batch", make_batch)
@@ -234,8 +234,8 @@ def brighten(patch: pytest.MonkeyPatch) -> None:
         loader = original(context)
         make_batch = loader._make_batch
 
-        def make_brighter(item, *, resample):
-            batch = make_batch(item, resample=resample)
+        def make_brighter(item):
+            batch = make_batch(item)
             return batch | {"image": batch["image"] + 0.1}
 
         loader._make_batch = make_brighter

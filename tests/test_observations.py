@@ -1,6 +1,5 @@
 """What the stored plan predicted of a run, and what the run took, next to each other."""
 
-import argparse
 import os
 import re
 import shlex
@@ -13,8 +12,10 @@ from tests.training import FAMILIES, new_run, train
 from trainyard.cli import main
 from trainyard.cli.choices import compose_job
 from trainyard.config import compose as configs
+from trainyard.config.families import Root
 from trainyard.errors import UserError
 from trainyard.plan.memory import StepConfig, StepPrediction, compute_key, open_cache
+from trainyard.plan.resources import ResourceRequest, RunRequest
 from trainyard.report.run_page import format_summary, write_report
 from trainyard.runs.folder import CONFIG, read_env
 from trainyard.runs.observations import Usage, read_usage, record_plan_key
@@ -76,8 +77,10 @@ def test_the_command_that_a_plan_names_runs_and_keeps_the_plans_key(tmp_path, mo
     assert main(["run", *words[:2], "--name", "one", "--jobs", str(FAMILIES)]) == 0
     run = tmp_path / "runs" / "stripes" / "one"
 
-    typed = argparse.Namespace(job="stripes", overrides=[words[1]], synthetic=False, jobs=FAMILIES, runs=Path("runs"))
-    key = compute_key(compose_job(typed, None).config, FAMILIES)
+    request = RunRequest(
+        "stripes", (words[1],), Root(FAMILIES, ""), Path("runs"), typed=(), resources=ResourceRequest()
+    )
+    key = compute_key(compose_job(request, None).config, FAMILIES)
     assert read_env(run)["plan"]["key"] == key, "of the config before packing, which the plan has"
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.training import FAMILIES, train
-from trainyard import config as configs
+from trainyard.config import compose as configs
 from trainyard.data.prepare import prepare_data
 from trainyard.runs.create import create_run
 from trainyard.runs.sweep_file import FILE, FOLDER, Element, Sweep, encode_sweep
