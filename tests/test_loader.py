@@ -1,5 +1,7 @@
 import importlib.util
 import itertools
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -311,7 +313,7 @@ def list_background_threads() -> list[str]:
 def test_closing_a_stream_early_ends_every_thread(images, decode):
     stream = make_loader(images, decode=decode).train(make_orders(), epoch=0, start=0, micro_batch_size=0)
     next(stream)
-    assert any(name.startswith("loader") for name in list_background_threads())
+    assert "loader" in list_background_threads()
     stream.close()
     assert list_background_threads() == []
 
@@ -343,7 +345,7 @@ def test_items_keep_their_order_and_errors_their_turn_whatever_thread_prepares_t
             received.append(int(item))
     assert received == [-item for item in range(20)]
     assert list(prefetch(iter([]), 3, prepare=prepare, start=str, threads=threads)) == []
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("loader")]
+    assert not [thread for thread in threading.enumerate() if thread.name == "loader"]
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
@@ -408,6 +410,18 @@ def test_the_background_runs_ahead_only_by_its_depth():
     time.sleep(0.1)
     assert prepared == [0, 1, 2, 3, 4]  # one taken, three ready, one in preparation
     stream.close()
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_process_may_end_while_a_stream_is_open(threads):
+    script = f"""
+import itertools
+from trainyard.data.prefetch import prefetch
+stream = prefetch(itertools.count(), 4, prepare=int, start=int, threads={threads})
+print(next(stream)[0])
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "0\n", "")
 
 
 def make_row(number: int) -> dict[str, np.ndarray]:

@@ -4,7 +4,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 Item = TypeVar("Item")
@@ -39,19 +41,19 @@ def prefetch(
     stream, turn = iter(items), threading.Lock()
     waiting: deque[Future[Any]] = deque()  # in the order of the items
     free: deque[Future[Any]] = deque()  # those of them that no thread has begun
+    permits: SimpleQueue[bool] = SimpleQueue()  # True: to begin one of those; False: to end
     started: deque[Started] = deque()
-    pool = ThreadPoolExecutor(max(1, threads - 1), thread_name_prefix="loader")
 
     def add_future() -> None:
         future: Future[Any] = Future()
         waiting.append(future)
         free.append(future)
-        pool.submit(prepare_next)
+        permits.put(True)
 
     def prepare_next() -> None:
         with turn:  # items are begun in their order
             if not free:
-                return  # the caller's thread has prepared it
+                return  # the generator is closed
             future = free.popleft()
             try:
                 item: Any = next(stream, _END)
@@ -63,6 +65,15 @@ def prefetch(
         except BaseException as error:
             future.set_exception(error)
 
+    def work() -> None:
+        while permits.get():
+            prepare_next()
+
+    def help_out() -> None:
+        with suppress(Empty):
+            while not waiting[0].done() and permits.get(block=False):
+                prepare_next()
+
     def is_ready() -> bool:
         return waiting[0].done() and waiting[0].exception() is None and waiting[0].result() is not _END
 
@@ -71,15 +82,19 @@ def prefetch(
         add_future()
         started.append(start(prepared))
 
+    # daemons, unlike an executor's: a process may end while a stream is open
+    workers = [threading.Thread(target=work, name="loader", daemon=True) for _ in range(max(1, threads - 1))]
+    for _ in range(depth + threads):
+        add_future()
+    for worker in workers:
+        worker.start()
     try:
-        for _ in range(depth + threads):
-            add_future()
         while True:
             wait_s = 0.0
             if not started:
                 begin = time.perf_counter()
-                while threads > 1 and free and not waiting[0].done():
-                    prepare_next()
+                if threads > 1:
+                    help_out()
                 if waiting[0].result() is _END:
                     return
                 wait_s = time.perf_counter() - begin
@@ -88,7 +103,12 @@ def prefetch(
                 start_next()
             yield started.popleft(), wait_s
     finally:
-        pool.shutdown(cancel_futures=True)
+        with turn:
+            free.clear()
+        for _ in workers:
+            permits.put(False)
+        for worker in workers:
+            worker.join()
 
 
 def count_prefetched(depth: int, threads: int = 1) -> int:
