@@ -52,7 +52,7 @@ def test_a_copy_is_written_as_the_same_bytes_and_keeps_them_when_the_original_ch
     assert again["whole"].data_ptr() == copied["whole"].data_ptr() and not again["whole"].any()
 
 
-def fail_to_write(run: Path, rank: int) -> None:
+def fail_to_write(run: Path, rank: int, started: float) -> None:
     """Train as one of two ranks; the disk is full when the checkpoint of step 8 is written, in the background."""
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "TRAINYARD_MEETING": "m"}
 
@@ -63,7 +63,7 @@ def fail_to_write(run: Path, rank: int) -> None:
 
     sys.addaudithook(watch)
     environ = {name: str(value) for name, value in numbers.items()}
-    sys.exit(execute(run, FAMILIES, environ=environ, started=time.time()))
+    sys.exit(execute(run, FAMILIES, environ=environ, started=started))
 
 
 @pytest.mark.slow
@@ -71,7 +71,8 @@ def test_a_write_that_fails_in_the_background_ends_all_ranks_and_the_run_resumes
     options = (*SAVES, "data.decode=cpu")
     whole, failed = new_run(tmp_path, *options), new_run(tmp_path, *options)
     assert train_on_ranks(whole, 2, rendezvous="whole") == [0, 0]
-    ranks = [FORKSERVER.Process(target=fail_to_write, args=(failed, rank)) for rank in range(2)]
+    started = time.time()  # one attempt: its name has this second
+    ranks = [FORKSERVER.Process(target=fail_to_write, args=(failed, rank, started)) for rank in range(2)]
     for process in ranks:
         process.start()
     for process in ranks:

@@ -42,7 +42,7 @@ def start(run: Path, *, rank: int = 0, world_size: int = 1, rendezvous: str = "m
     if world_size > 1:
         numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size}
         environ = {name: str(value) for name, value in numbers.items()} | {"TRAINYARD_MEETING": rendezvous}
-    process = FORKSERVER.Process(target=_run_rank, args=(run, environ, jobs))
+    process = FORKSERVER.Process(target=_run_rank, args=(run, environ, jobs, time.time()))
     process.start()
     return process
 
@@ -88,10 +88,10 @@ def read_run_metrics(run: Path) -> list[dict[str, Any]]:
     return [{name: v for name, v in line.items() if name not in TIMING_KEYS} for line in read_metrics(run)]
 
 
-def _run_rank(run: Path, environ: dict[str, str], jobs: Path) -> None:
+def _run_rank(run: Path, environ: dict[str, str], jobs: Path, started: float) -> None:
     for number in (signal.SIGHUP, signal.SIGQUIT):  # which tests under nohup ignore, and what they start, too
         signal.signal(number, signal.SIG_DFL)
-    os._exit(execute(run, jobs, environ=environ, started=time.time()))
+    os._exit(execute(run, jobs, environ=environ, started=started))
 
 
 def _run_redirected(work: Callable[[], int], folder: Path, outputs: Sequence[Path]) -> None:
