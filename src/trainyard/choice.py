@@ -1,4 +1,4 @@
-"""What was chosen automatically, and why: each is shown to the user and recorded in the run's env.json."""
+"""The type of all automatic choices. Each is shown to the user and recorded in the run's env.json."""
 
 from typing import Generic, NamedTuple, TypeVar
 
@@ -6,7 +6,7 @@ T = TypeVar("T")
 
 
 class Choice(NamedTuple, Generic[T]):
-    """What was chosen automatically, and why."""
+    """A value and the reason for it."""
 
     value: T
     reason: str

@@ -1,14 +1,13 @@
-"""Measures alternatives side by side: shuffled rounds, medians with spread, one result file.
+"""What a measurement writes: medians with spread, and one result file with all that is needed to judge them.
 
 A number with a spread above 0.1, or measured in fewer than three rounds, is marked: do not quote it.
 """
 
 import json
-import random
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
@@ -20,15 +19,6 @@ from trainyard.files import require_writable, write_atomically
 
 QUOTABLE_SPREAD = 0.1
 QUOTABLE_ROUNDS = 3
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """One alternative, or one of its numbers."""
-
-    name: str
-    measure: Callable[[], float]  # does the work once and returns the number
-    unit: str  # such as "images/s"
 
 
 @dataclass(frozen=True)
@@ -48,28 +38,6 @@ class Summary:
     def format(self, form: str = ",.1f") -> str:
         """Return the median with its spread, and a question mark if it must not be quoted."""
         return f"{self.median:{form}} +-{self.spread:.0%}{'' if self.quotable else ' ?'}"
-
-
-def measure_candidates(
-    candidates: Sequence[Candidate], *, rounds: int, warm_up: bool = False, tell: Callable[[str], object] = print
-) -> list[dict[str, Any]]:
-    """Measure every candidate in each round, in a new random order per round; return one line per candidate.
-
-    Args:
-        warm_up: run one extra round first and discard it.
-        tell: called with a text line for each measured number.
-    """
-    values: dict[str, list[float]] = {candidate.name: [] for candidate in candidates}
-    for number in range(-1 if warm_up else 0, rounds):
-        for candidate in random.Random(number).sample(list(candidates), len(candidates)):
-            value = candidate.measure()
-            if number >= 0:
-                values[candidate.name].append(value)
-                tell(f"round {number + 1}/{rounds}  {candidate.name:34} {value:14,.2f} {candidate.unit}")
-    return [
-        {"name": name, "rounds": numbers, "summary": asdict(Summary.from_values(numbers))}
-        for name, numbers in values.items()
-    ]
 
 
 def make_header(suite: str, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What the commands that train, submit or use a run have in common: what is requested, of which Slurm, and trust."""
+"""Shared by the commands that train, submit or use a run: read the request, find the cluster, require trust."""
 
 import argparse
 import shlex
