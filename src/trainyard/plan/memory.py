@@ -23,7 +23,7 @@ from trainyard.config.settings import TrainConfig
 from trainyard.environment import THIS_CODE
 from trainyard.errors import UserError
 from trainyard.files import parse_json, read_file, write_json
-from trainyard.hardware import GpuType, Precision, choose_precision
+from trainyard.hardware import GpuType, Precision, choose_precision, count_cores
 from trainyard.split import BatchSplit, explain_micro_batch, split_batch
 
 DRIVER_SHARE = 0.08
@@ -368,22 +368,37 @@ def complete_cache(
     if announce is not None:
         announce()
     with tempfile.TemporaryDirectory() as folder:
-        file, out = Path(folder) / "config.yaml", Path(folder) / "steps.json"
+        file, outs, processes = Path(folder) / "config.yaml", [], []
         freeze(config, file)
-        command = [sys.executable, "-m", "trainyard.plan.predict", str(file), str(jobs_dir), str(out), str(gpus)]
-        done = subprocess.run(
-            [*command, *(card.key for card in missing)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env={**environ, "CUDA_VISIBLE_DEVICES": ""},
-        )
-        if done.returncode:
-            raise CannotPredict(f"its memory cannot be predicted: {_find_reason(done.stdout.strip().splitlines())}")
+        for i, keys in enumerate(_share_out(config, missing)):
+            outs.append(Path(folder) / f"steps{i}.json")
+            command = [sys.executable, "-c", _PREDICT, str(file), str(jobs_dir), str(outs[i]), str(gpus), *keys]
+            environment = {**environ, "CUDA_VISIBLE_DEVICES": ""}
+            processes.append(
+                subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+            )
+        said = [process.communicate()[0].strip().splitlines() for process in processes]
+        for process, lines in zip(processes, said, strict=True):
+            if process.returncode:
+                raise CannotPredict(f"its memory cannot be predicted: {_find_reason(lines)}")
         predictions = open_cache(config, jobs_dir, environ)
-        _extend(predictions, out)
+        for out in outs:
+            _extend(predictions, out)
     predictions.save()
     return predictions
+
+
+# Importing torch makes a million objects and drops hardly any: looking for garbage among them takes half a second.
+_PREDICT = "import gc, sys; gc.disable(); from trainyard.plan.predict import main; sys.exit(main(*sys.argv[1:]))"
+
+
+def _share_out(config: TrainConfig, cards: Sequence[GpuType]) -> list[list[str]]:
+    """Return the cards of each process that predicts: steps of different types are predicted at the same time."""
+    parts: dict[tuple[bool, bool], list[str]] = {}
+    for card in cards:
+        precision = _choose_precision(config, card)
+        parts.setdefault((precision.dtype == "fp32", precision.channels_last), []).append(card.key)
+    return list(parts.values()) if count_cores() > 1 else [[card.key for card in cards]]
 
 
 def _has_fit(config: TrainConfig, card: GpuType, gpus: int, predictions: PredictionCache) -> bool:

@@ -168,7 +168,3 @@ def _prepare_synthetic_data(config: TrainConfig, jobs_dir: Path) -> TrainConfig:
     if isinstance(getattr(config, "packing", None), StoreSettings):
         overrides.append("packing.store=keep")  # batches are the same, and packing is quicker
     return prepare_data(apply_overrides(config, overrides), jobs_dir)
-
-
-if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
