@@ -479,9 +479,9 @@ def test_a_bug_in_a_family_keeps_its_traceback(tmp_path: Path):
 
 def test_every_option_is_listed_once_with_value_and_doc(tiny: TrainConfig):
     listed = {option.name: option for option in list_options(tiny)}
-    assert len(listed) == len(list_options(tiny))
+    assert len(listed) == len(list(list_options(tiny)))
     assert listed["optimizer.lr"].value == 2e-3 and "learning rate" in listed["optimizer.lr"].doc
-    assert listed["head.width"] == ("head.width", 8, "channels", ())
+    assert listed["head.width"] == ("head.width", 8, "channels", (), True)
     assert listed["trackers"].choices == ("tensorboard", "wandb", "mlflow")
     assert "optimizer" not in listed and all(option.doc for option in listed.values())
 

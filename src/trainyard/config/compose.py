@@ -16,7 +16,6 @@ from omegaconf import resolvers as omegaconf_resolvers
 from omegaconf.errors import (
     ConfigAttributeError,
     ConfigKeyError,
-    GrammarParseError,
     InterpolationResolutionError,
     MissingMandatoryValue,
     OmegaConfBaseException,
@@ -38,12 +37,13 @@ _TYPE_WORDS = {int: "a whole number", float: "a number", bool: "true or false", 
 
 
 class Option(NamedTuple):
-    """One option, for listings."""
+    """One option of a configuration."""
 
     name: str  # dotted, as typed
     value: Any
     doc: str
     choices: tuple[str, ...]  # the allowed words; (): any value of the type
+    mutable: bool  # whether a resumed run may change it: it, or one of its groups, is declared so
 
 
 class Difference(NamedTuple):
@@ -52,7 +52,7 @@ class Difference(NamedTuple):
     name: str
     old: Any
     new: Any
-    mutable: bool  # whether a resumed run may change it
+    mutable: bool  # as of `Option`
 
 
 def compose(job: str, overrides: Sequence[str], jobs_dir: Path) -> TrainConfig:
@@ -86,26 +86,37 @@ def apply_overrides(config: TrainConfig, overrides: Sequence[str]) -> TrainConfi
     return _convert_tree(tree, f"job {config.job}")
 
 
-def list_options(config: TrainConfig) -> list[Option]:
-    """Return every option, in the order of declaration."""
-    return [Option(leaf.name, leaf.value, leaf.doc, leaf.choices) for leaf in _walk_leaves(config)]
+def list_options(config: Any, group: str = "", mutable: bool = False) -> Iterator[Option]:
+    """Yield every option, in the order of declaration.
+
+    Args:
+        config: a configuration, or the group of options of that name in it.
+        mutable: whether the group is declared so.
+    """
+    for f in fields(config):
+        value, name = getattr(config, f.name), group + f.name
+        is_mutable = mutable or bool(f.metadata.get("mutable_on_resume"))
+        if is_dataclass(value):
+            yield from list_options(value, f"{name}.", is_mutable)
+        else:
+            yield Option(name, value, f.metadata.get("doc", ""), f.metadata.get("choices", ()), is_mutable)
 
 
 def find_differences(old: TrainConfig, new: TrainConfig) -> list[Difference]:
-    """Return the options whose values differ. An option is mutable if it, or one of its groups, is declared so."""
+    """Return the options whose values differ."""
     assert type(old) is type(new), "configurations of one family"
     return [
         Difference(a.name, a.value, b.value, a.mutable)
-        for a, b in zip(_walk_leaves(old), _walk_leaves(new), strict=True)
+        for a, b in zip(list_options(old), list_options(new), strict=True)
         if a.value != b.value
     ]
 
 
 def list_kept_options(config: TrainConfig) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return all options by dotted name: those that a run keeps, and those that may change when it is resumed."""
-    leaves = list(_walk_leaves(config))
-    kept = {leaf.name: leaf.value for leaf in leaves if not leaf.mutable and leaf.name != LOCATION}
-    return kept, {leaf.name: leaf.value for leaf in leaves if leaf.name not in kept}
+    options = list(list_options(config))
+    kept = {option.name: option.value for option in options if not option.mutable and option.name != LOCATION}
+    return kept, {option.name: option.value for option in options if option.name not in kept}
 
 
 def freeze(config: TrainConfig, path: Path) -> None:
@@ -129,28 +140,6 @@ def thaw(path: Path, jobs_dir: Path) -> TrainConfig:
         raise ConfigError(f"{path}: '{family[:40]}' is not the name of a family. The file was changed.")
     config_type = load_family(jobs_dir, family, "config").Config
     return _convert_tree(_merge_frozen(path, frozen, config_type), str(path))
-
-
-# Walking a configuration
-
-
-@dataclass(frozen=True)
-class _Leaf:
-    name: str
-    value: Any
-    doc: str
-    choices: tuple[str, ...]
-    mutable: bool
-
-
-def _walk_leaves(config: Any, prefix: str = "", mutable: bool = False) -> Iterator[_Leaf]:
-    for f in fields(config):
-        value, name = getattr(config, f.name), prefix + f.name
-        is_mutable = mutable or bool(f.metadata.get("mutable_on_resume"))
-        if is_dataclass(value):
-            yield from _walk_leaves(value, f"{name}.", is_mutable)
-        else:
-            yield _Leaf(name, value, f.metadata.get("doc", ""), f.metadata.get("choices", ()), is_mutable)
 
 
 # Presets
@@ -279,20 +268,12 @@ def _override_tree(tree: DictConfig, overrides: Sequence[str]) -> None:
 
 
 def _set(tree: DictConfig, name: str, text: str, declared: "_Declaration") -> None:
+    from hydra.errors import HydraException
+
     try:
-        OmegaConf.update(tree, name, declared.parse(text), force_add=False)
-    except _SeveralValues:
-        raise ConfigError(f"{name}={text}: several values, but this is one run. Start one run per value.") from None
-    except (_WrongSyntax, GrammarParseError, OmegaConfBaseException):
+        OmegaConf.update(tree, name, declared.parse(name, text), force_add=False)
+    except (HydraException, OmegaConfBaseException):
         raise ConfigError(f"{name}={text}: expected {declared.describe()}, found '{text}'.") from None
-
-
-class _SeveralValues(Exception):
-    """The text of an override contains several values."""
-
-
-class _WrongSyntax(Exception):
-    """The text of an override does not match Hydra's grammar."""
 
 
 @dataclass(frozen=True)
@@ -302,27 +283,23 @@ class _Declaration:
     hint: Any  # its type
     metadata: Mapping[str, Any]
 
-    def parse(self, text: str) -> Any:
+    def parse(self, name: str, text: str) -> Any:
         """Parse the text after the equal sign into a value that OmegaConf converts to the option's type.
 
         Raises:
-            _SeveralValues: the text contains several values.
-            _WrongSyntax: the text does not match Hydra's grammar.
+            ConfigError: the text contains several values.
+            HydraException: it does not match Hydra's grammar.
         """
         quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
         is_word = bool(self.metadata.get("choices") or self.metadata.get("duration"))
         if self.hint is str and not quoted and not is_word:
             return text
         from hydra.core.override_parser.overrides_parser import OverridesParser
-        from hydra.errors import HydraException
 
-        try:
-            parsed = OverridesParser.create().parse_override(f"value={text}")
-            if parsed.is_sweep_override():
-                raise _SeveralValues
-            return text if self.hint is str and not quoted else parsed.value()
-        except HydraException:
-            raise _WrongSyntax from None
+        parsed = OverridesParser.create().parse_override(f"{name}={text}")
+        if parsed.is_sweep_override():
+            raise ConfigError(f"{name}={text}: several values, but this is one run. Start one run per value.")
+        return text if self.hint is str and not quoted else parsed.value()
 
     def accepts(self, value: Any) -> bool:
         """Return whether list elements have the declared type: OmegaConf 2.3 accepts a list nested in a list."""
