@@ -16,7 +16,7 @@ from trainyard.report import score_figures
 from trainyard.train.module import AdaptedWeights, Batch, DataInfo, Rows, SampleSource, Signature, TrainModule
 
 from . import protocol
-from .config import Config, EvaluationSettings, HeadSettings
+from .config import Config
 from .network import DualCrossAttention, draw_random_partners, draw_twin_partners
 from .weights import adapt_weights
 
@@ -52,22 +52,7 @@ def build(config: Config, data: DataInfo) -> "TwinsModule":
         drop_path=model.drop_path,
         conv_stem=model.stem == "conv",
     )
-    evaluation_set, person = protocol.EvaluationSet.make_empty(), np.empty(0, dtype=np.int64)
-    if data.columns:  # none: to embed faces of unknown people
-        evaluation_set = protocol.EvaluationSet.from_columns(data.columns, data.vocabulary)
-        person = data.columns["person"]
-        counts = ", ".join(f"{evaluation_set.pairs.count(kind)} {name}" for kind, name in enumerate(protocol.KINDS))
-        logger.info("evaluation pairs: {}; sha256 {}", counts, evaluation_set.pairs.compute_sha256()[:16])
-    module = TwinsModule(
-        network,
-        data=data,
-        person_codes=np.unique(person[data.train_ids]),
-        vocabulary_size=len(data.vocabulary.get("person", ())),
-        head=config.head,
-        twin_share=model.pwca_twin_share,
-        evaluation_set=evaluation_set,
-        evaluation=config.evaluation,
-    )
+    module = TwinsModule(network, config, data)
     if model.weights:
         module.start_file = (f"model.weights={model.weights}", model.weights)
     return module
@@ -88,11 +73,7 @@ class TwinsModule(TrainModule):
     Axes: B images, D token width, C people in the training set.
 
     Args:
-        data: whose faces `sample_figures` shows.
-        person_codes: (C,) codes of the column `person` in the training set; each becomes a class.
-        vocabulary_size: number of codes of the column `person`.
-        twin_share: how often the distractor of the pair-wise path is a twin.
-        evaluation_set: the evaluation pairs.
+        data: each person in the training set becomes a class; no columns: to embed faces of unknown people.
     """
 
     identity_column = "person"
@@ -103,29 +84,26 @@ class TwinsModule(TrainModule):
     threshold: Tensor
     hard_twin: Tensor
 
-    def __init__(
-        self,
-        network: DualCrossAttention,
-        *,
-        data: DataInfo,
-        person_codes: np.ndarray,
-        vocabulary_size: int,
-        head: HeadSettings,
-        twin_share: float,
-        evaluation_set: protocol.EvaluationSet,
-        evaluation: EvaluationSettings,
-    ) -> None:
+    def __init__(self, network: DualCrossAttention, config: Config, data: DataInfo) -> None:
         super().__init__()
-        self.network, self.head, self.twin_share = network, head, twin_share
+        head = config.head
+        self.network, self.head, self.twin_share = network, head, config.model.pwca_twin_share
+        self.draws = config.evaluation.bootstrap_draws
         self.data: Callable[[], DataInfo] = lambda: data  # a function: copying the module must not copy open files
-        self.evaluation_set, self.evaluation = evaluation_set, evaluation
-        deciding = protocol.KINDS[evaluation_set.deciding_impostor]
+        self.evaluation_set, person = protocol.EvaluationSet.make_empty(), np.empty(0, dtype=np.int64)
+        if data.columns:
+            self.evaluation_set = protocol.EvaluationSet.from_columns(data.columns, data.vocabulary)
+            person, pairs = data.columns["person"], self.evaluation_set.pairs
+            counts = ", ".join(f"{pairs.count(kind)} {name}" for kind, name in enumerate(protocol.KINDS))
+            logger.info("evaluation pairs: {}; sha256 {}", counts, pairs.compute_sha256()[:16])
+        person_codes = np.unique(person[data.train_ids])
+        deciding = protocol.KINDS[self.evaluation_set.deciding_impostor]
         self.monitor = (f"auc_{deciding}", "max")
         self.tie_breaks = ((f"d_prime_{deciding}", "max"),)  # the area is 1 for every separation without an overlap
         self.branches = ["sa"] + ["glca"] * (network.glca is not None) + ["pwca"] * (network.pwca_layers > 0)
         dims = network.cls_token.shape[2]
         self.necks = nn.ModuleDict({name: Neck(dims) for name in self.branches})
-        class_of_code = torch.full((vocabulary_size,), -1, dtype=torch.long)
+        class_of_code = torch.full((len(data.vocabulary.get("person", ())),), -1, dtype=torch.long)
         class_of_code[torch.from_numpy(person_codes)] = torch.arange(len(person_codes))
         self.register_buffer("class_of_code", class_of_code)
         # Disabled losses get no parameters: DDP would wait for gradients that never arrive.
@@ -217,13 +195,17 @@ class TwinsModule(TrainModule):
         scores = self.evaluation_set.score_pairs(rows["embedding"], rows["sample_id"])
         if self.evaluation_set.is_validation[rows["sample_id"]].all():
             same, twin = scores.select_kinds(protocol.SAME), scores.select_kinds(protocol.TWIN)
-            self._calibrate(same, scores.select_kinds(self.evaluation_set.deciding_impostor), twin)
+            impostor = scores.select_kinds(self.evaluation_set.deciding_impostor)
+            rates = scoring.compute_error_rates(same.score, impostor.score)
+            self.threshold.fill_(rates.equal_error_rate().threshold)
+            if len(twin.score):
+                self.hard_twin.fill_(float(np.median(twin.score)))
         return _compute_metrics(scores, threshold=float(self.threshold), hard_twin=float(self.hard_twin))
 
     def compute_intervals(self, rows: Rows) -> dict[str, float]:
         """Return the ends of the intervals of `score`'s metrics over resampled families."""
         scores = self.evaluation_set.score_pairs(rows["embedding"], rows["sample_id"])
-        return _compute_intervals(scores, hard_twin=float(self.hard_twin), draws=self.evaluation.bootstrap_draws)
+        return _compute_intervals(scores, hard_twin=float(self.hard_twin), draws=self.draws)
 
     def score_baselines(
         self, rows: Rows, evaluated: SampleSource, open_training: Callable[[], SampleSource]
@@ -240,8 +222,7 @@ class TwinsModule(TrainModule):
         for name, embedding in embeddings.items():
             scores = self.evaluation_set.score_pairs(embedding, evaluated.ids)
             metrics = _compute_metrics(scores, threshold=math.inf, hard_twin=math.inf)
-            draws = self.evaluation.bootstrap_draws
-            found[name] = metrics | _compute_intervals(scores, hard_twin=math.inf, draws=draws)
+            found[name] = metrics | _compute_intervals(scores, hard_twin=math.inf, draws=self.draws)
         return found
 
     def select_embeddings(self, rows: Rows) -> np.ndarray:
@@ -289,13 +270,6 @@ class TwinsModule(TrainModule):
             if cells:
                 figures[title] = score_figures.draw_samples(title, cells)
         return figures
-
-    def _calibrate(self, same: protocol.Scores, impostor: protocol.Scores, twin: protocol.Scores) -> None:
-        """Set the threshold and the hard-twin score from the validation set."""
-        point = scoring.compute_error_rates(same.score, impostor.score).equal_error_rate()
-        self.threshold.fill_(point.threshold)
-        if len(twin.score):
-            self.hard_twin.fill_(float(np.median(twin.score)))
 
     def adapt_weights(self, tensors: Mapping[str, Tensor]) -> AdaptedWeights:
         """Return the weights of a run of this family, or of a ViT: the necks and the losses then start from scratch."""
