@@ -5,8 +5,9 @@ the first two kinds are used; pairs of strangers are sampled. Both images of a p
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -108,13 +109,6 @@ class Scores:
     def select_above(self, score: float) -> "Scores":
         return self._select(self.score > score)
 
-    def concatenate(self, other: "Scores") -> "Scores":
-        return Scores(
-            np.concatenate([self.score, other.score]),
-            np.concatenate([self.kind, other.kind]),
-            np.concatenate([self.families, other.families]),
-        )
-
     def _select(self, chosen: NDArray[np.bool_]) -> "Scores":
         return Scores(self.score[chosen], self.kind[chosen], self.families[chosen])
 
@@ -163,74 +157,26 @@ def compute_metrics(genuine: Scores, impostor: Scores, *, suffix: str) -> dict[s
 
     TAR@FAR=1 % needs 100 impostor pairs, 0.1 % needs 1,000; with fewer it is left out.
     """
-    both, curve = _join_scores(genuine, impostor)
-    metrics = curve.compute_metrics(np.ones(len(both.score)))
-    result = {f"d_prime_{suffix}": scoring.d_prime(genuine.score, impostor.score)}
-    return result | {f"{name}_{suffix}": value for name, value in metrics.items()}
+    metrics = {"d_prime": scoring.d_prime(genuine.score, impostor.score)}
+    metrics |= _summarize(scoring.compute_error_rates(genuine.score, impostor.score), impostors=len(impostor.score))
+    return {f"{name}_{suffix}": value for name, value in metrics.items()}
 
 
 def compute_intervals(genuine: Scores, impostor: Scores, *, suffix: str, draws: int) -> dict[str, float]:
-    """Return the ends of the 95 % intervals of these metrics, but for d'.
-
-    They come from `draws` bootstrap resamples of the families, because pairs within a family are not independent. If a
-    family is drawn c times, its own pairs have weight c, and its pairs with a family drawn d times have weight c * d.
-    """
-    both, curve = _join_scores(genuine, impostor)
-    resampled = [
-        values for weight in _resample_families(both.families, draws) if (values := curve.compute_metrics(weight))
-    ]
-    return scoring.summarize_draws(resampled, draws=draws).to_metrics(f"_{suffix}")
+    """Return the ends of the 95 % intervals of these metrics, but for d', over resampled families."""
+    families = np.concatenate([genuine.families, impostor.families])
+    codes = np.unique(families, return_inverse=True)[1].reshape(families.shape)
+    own, of_impostors = codes[: len(genuine.score), 0], codes[len(genuine.score) :]
+    pairs = scoring.Pairs(genuine.score, impostor.score, own, of_impostors)
+    statistic = partial(_summarize, impostors=len(impostor.score))
+    return scoring.bootstrap(pairs, statistic, draws=draws).to_metrics(f"_{suffix}")
 
 
-def _join_scores(genuine: Scores, impostor: Scores) -> tuple[Scores, "_ErrorCurve"]:
-    both = genuine.concatenate(impostor)
-    return both, _ErrorCurve(both.score, np.arange(len(both.score)) < len(genuine.score))
+def _summarize(rates: ErrorRates, *, impostors: int) -> dict[str, float]:
+    metrics = {"eer": rates.equal_error_rate().rate, "auc": rates.area_under_curve()}
+    return metrics | {f"tar_at_far_{name}": rates.tar_at_far(far) for name, far in FARS.items() if impostors * far >= 1}
 
 
 def accuracy(genuine: Scores, impostor: Scores, threshold: float) -> float:
     """Return balanced accuracy: the mean of the shares of genuine pairs accepted and impostor pairs rejected."""
     return float(((genuine.score >= threshold).mean() + (impostor.score < threshold).mean()) / 2)
-
-
-def area_under_curve(rates: ErrorRates) -> float:
-    """Return the area under TAR over FAR: the probability that a genuine pair scores above an impostor pair."""
-    accepted = 1 - rates.fnmr
-    return float(-np.sum(np.diff(rates.fmr) * (accepted[1:] + accepted[:-1]) / 2))
-
-
-def _resample_families(families: Integers, draws: int) -> Iterator[Floats]:
-    """Yield the weight of each pair, one array per bootstrap resample of the families; none of a single family."""
-    names, codes = np.unique(families, return_inverse=True)
-    if len(names) == 1:
-        return  # every draw would repeat the set itself
-    one, other = codes.reshape(families.shape).T
-    rng = np.random.default_rng(0)
-    for counts in rng.multinomial(len(names), np.full(len(names), 1 / len(names)), draws).astype(np.float64):
-        yield np.where(one == other, counts[one], counts[one] * counts[other])
-
-
-class _ErrorCurve:
-    """Scores sorted once, with all candidate thresholds, so that metrics can be recomputed for new pair weights."""
-
-    def __init__(self, score: Floats, is_genuine: NDArray[np.bool_]) -> None:
-        self.order = np.argsort(score, kind="stable")
-        self.is_genuine = is_genuine[self.order]
-        thresholds, first = np.unique(score[self.order], return_index=True)
-        self.thresholds, self.below = np.append(thresholds, np.inf), np.append(first, len(score))
-        self.impostors = int(np.count_nonzero(~is_genuine))
-
-    def compute_metrics(self, weight: Floats) -> dict[str, float]:
-        """Return the metrics of the weighted pairs; empty if the genuine or impostor pairs have no weight."""
-        ordered = weight[self.order]
-        genuine = np.cumsum(np.append(0, ordered * self.is_genuine))
-        impostor = np.cumsum(np.append(0, ordered * ~self.is_genuine))
-        if not genuine[-1] or not impostor[-1]:
-            return {}
-        fmr = (impostor[-1] - impostor[self.below]) / impostor[-1]
-        fnmr = genuine[self.below] / genuine[-1]
-        rates = ErrorRates(self.thresholds, fmr, fnmr)
-        result = {"eer": rates.equal_error_rate().rate, "auc": area_under_curve(rates)}
-        for name, far in FARS.items():
-            if self.impostors * far >= 1:
-                result[f"tar_at_far_{name}"] = rates.tar_at_far(far)
-        return result

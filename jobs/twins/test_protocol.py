@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tests.cases.twins import make_data, select_ids
-from trainyard.scoring import compute_error_rates
+from trainyard.scoring import ErrorRates, Pairs, bootstrap, compute_error_rates
 
 from . import protocol
 
@@ -30,11 +30,21 @@ def test_metrics_match_their_definitions() -> None:
 
 
 def test_the_bootstrap_resamples_families_and_weights_their_pairs_accordingly() -> None:
-    families_of_pairs = np.array([[0, 0], [1, 1], [0, 1], [1, 2], [2, 2]])
-    for weight in protocol._resample_families(families_of_pairs, 20):
-        counts = np.array([weight[0], weight[1], weight[4]])
+    families_of_impostors = np.array([[0, 0], [0, 1], [1, 2], [2, 2]])
+    pairs = Pairs(np.arange(3.0), np.arange(4.0), np.arange(3), families_of_impostors)  # one genuine pair per family
+    drawn: list[ErrorRates] = []
+
+    def keep(rates: ErrorRates) -> dict[str, float]:
+        drawn.append(rates)
+        return {}
+
+    bootstrap(pairs, keep, draws=20)
+    assert len(drawn) > 10
+    for rates in drawn:
+        counts = np.rint(3 * np.diff(rates.fnmr[:4]))
         assert counts.sum() == 3
-        assert weight[2] == counts[0] * counts[1] and weight[3] == counts[1] * counts[2]
+        weight = np.array([counts[0], counts[0] * counts[1], counts[1] * counts[2], counts[2]])
+        assert -np.diff(rates.fmr[:5]) == pytest.approx(weight / weight.sum())
 
 
 @pytest.mark.parametrize(("families", "lost"), [(1, 1.0), (2, 0.5)])

@@ -6,7 +6,7 @@ Definitions follow Maio et al., "FVC2000: Fingerprint verification competition" 
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +17,7 @@ from trainyard.errors import UserError
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 
+_COVERAGE = 0.95  # of an interval
 _DRAWS_LOST = "draws_lost"
 _LEAST_HIGHEST = 4096  # thresholds that a bootstrap draw looks at first
 
@@ -89,6 +90,13 @@ class ErrorRates:
     def tar_at_far(self, limit: float) -> float:
         """Return the share of genuine pairs accepted at the best threshold with FMR <= `limit`."""
         return 1.0 - self.fnmr_at_fmr(limit)
+
+    def area_under_curve(self) -> float:
+        """Return the area under TAR over FAR: the probability that a genuine pair scores above an impostor pair."""
+        if self.left_out:
+            raise _LeftOut
+        accepted = 1 - self.fnmr
+        return float(-np.sum(np.diff(self.fmr) * (accepted[1:] + accepted[:-1]) / 2))
 
 
 class _LeftOut(Exception):
@@ -207,8 +215,8 @@ class Intervals:
         return ends if ends or not self.draws_lost else {_DRAWS_LOST + suffix: self.draws_lost}
 
 
-def summarize_draws(values: Sequence[Mapping[str, float]], *, draws: int, coverage: float = 0.95) -> Intervals:
-    """Return the percentile interval of each metric over bootstrap draws.
+def summarize_draws(values: Sequence[Mapping[str, float]], *, draws: int) -> Intervals:
+    """Return the 95 % percentile interval of each metric over bootstrap draws.
 
     There is none if more draws were of no use than an interval leaves outside, because the missing values could then
     lie anywhere: with only a few independent clusters, the draws that remain are nearly all the same.
@@ -218,9 +226,9 @@ def summarize_draws(values: Sequence[Mapping[str, float]], *, draws: int, covera
         draws: how many were drawn; 0: no intervals are wanted.
     """
     lost = 1 - len(values) / draws if draws else 0.0
-    if not values or lost > 1 - coverage:
+    if not values or lost > 1 - _COVERAGE:
         return Intervals({}, lost)
-    edges = [(1 - coverage) / 2, (1 + coverage) / 2]
+    edges = [(1 - _COVERAGE) / 2, (1 + _COVERAGE) / 2]
     names = values[0]
     quantiles = {name: np.quantile([value[name] for value in values], edges) for name in names}
     return Intervals({name: (float(low), float(high)) for name, (low, high) in quantiles.items()}, lost)
@@ -233,21 +241,16 @@ def explain_missing_intervals(metrics: Iterable[str]) -> str:
 
 
 def bootstrap(
-    pairs: Pairs,
-    statistic: Callable[[ErrorRates], Mapping[str, float]],
-    *,
-    draws: int = 1_000,
-    seed: int = 0,
-    coverage: float = 0.95,
+    pairs: Pairs, statistic: Callable[[ErrorRates], Mapping[str, float]], *, draws: int, seed: int = 0
 ) -> Intervals:
-    """Return percentile intervals of a statistic over resampled identities.
+    """Return 95 % percentile intervals of a statistic over resampled identities.
 
     Pairs that share an identity are not independent, so identities, not pairs, are drawn with replacement. An identity
-    drawn c times gives its genuine pairs weight c, and its impostor pairs with an identity drawn d times weight c * d.
-    This equals copying the drawn identities and leaving out pairs of two copies of one identity. Nothing is scored or
-    sorted again. Of the sorted scores, only as many of the highest are weighted as the statistic asks about: one draw
-    costs about 10 ns for each of these. Draws without a genuine or without an impostor pair are of no use; see
-    `summarize_draws`.
+    drawn c times gives its own pairs weight c, and its pairs with an identity drawn d times weight c * d. This equals
+    copying the drawn identities and leaving out pairs of two copies of one identity. Nothing is scored or sorted again.
+    Of the sorted scores, only as many of the highest are weighted as the statistic asks about: one draw costs about
+    10 ns for each of these. Draws without a genuine or without an impostor pair are of no use, and a single identity
+    has no interval, because every draw would repeat it; see `summarize_draws`.
 
     Args:
         statistic: uses the methods of the rates, which are those of the highest thresholds, to find what it needs.
@@ -260,26 +263,32 @@ def bootstrap(
     own = pairs.genuine_identity[counter.genuine_order]
     one, other = pairs.impostor_identities[counter.impostor_order].T.copy()
     identities = 1 + int(max(pairs.genuine_identity.max(), pairs.impostor_identities.max()))
+    if identities == 1:
+        return summarize_draws([], draws=draws)
     genuine_of = np.bincount(own, minlength=identities)
     both, impostors_of = np.unique(one * identities + other, return_counts=True)
     both_one, both_other = np.divmod(both, identities)
+
+    def weigh(counts: Integers, one: Integers, other: Integers) -> Integers:
+        return counts[one] * np.where(one == other, 1, counts[other])
+
     thresholds = len(counter.thresholds)
     highest = max(_LEAST_HIGHEST, thresholds // 64)
     generator = np.random.default_rng(seed)
     results: list[Mapping[str, float]] = []
     for _ in range(draws):
         counts = np.bincount(generator.integers(identities, size=identities), minlength=identities)
-        totals = int(genuine_of @ counts), int(impostors_of @ (counts[both_one] * counts[both_other]))
+        totals = int(genuine_of @ counts), int(impostors_of @ weigh(counts, both_one, both_other))
         while all(totals):
             left_out = max(0, thresholds - highest)
             a, b = counter.find_pairs(left_out)
-            weights = counts[own[a:]], counts[one[b:]] * counts[other[b:]]
+            weights = counts[own[a:]], weigh(counts, one[b:], other[b:])
             try:
                 results.append(statistic(counter.compute_rates(*weights, totals=totals, left_out=left_out)))
                 break
             except _LeftOut:
                 highest *= 2
-    return summarize_draws(results, draws=draws, coverage=coverage)
+    return summarize_draws(results, draws=draws)
 
 
 def compute_error_metrics(predicted_N: ArrayLike, target_N: ArrayLike) -> dict[str, float]:
@@ -301,11 +310,10 @@ def compute_error_metrics(predicted_N: ArrayLike, target_N: ArrayLike) -> dict[s
     return {"rmse": squared**0.5, "mae": mae, "r2": explained, "rmse_constant": variance**0.5}
 
 
-def bootstrap_error_metrics(predicted_N: ArrayLike, target_N: ArrayLike, *, draws: int, seed: int = 0) -> "Intervals":
+def bootstrap_error_metrics(predicted_N: ArrayLike, target_N: ArrayLike, *, draws: int) -> Intervals:
     """Return the 95 % percentile intervals of `compute_error_metrics` over resampled samples."""
     predicted, target = np.asarray(predicted_N), np.asarray(target_N)
-    rng = np.random.default_rng(seed)
-    drawn = (rng.integers(len(target), size=len(target)) for _ in range(draws))
+    drawn = _resample(len(target), draws)
     return summarize_draws([compute_error_metrics(predicted[ids], target[ids]) for ids in drawn], draws=draws)
 
 
@@ -324,12 +332,15 @@ def compute_class_metrics(logits_NK: ArrayLike, labels: Integers) -> dict[str, f
     return _average_classes(_score_samples(logits_NK, labels), labels)
 
 
-def bootstrap_class_metrics(logits_NK: ArrayLike, labels: Integers, *, draws: int, seed: int = 0) -> "Intervals":
+def bootstrap_class_metrics(logits_NK: ArrayLike, labels: Integers, *, draws: int) -> Intervals:
     """Return the 95 % percentile intervals of `compute_class_metrics` over resampled samples."""
-    scores = _score_samples(logits_NK, labels)
-    rng = np.random.default_rng(seed)
-    drawn = (rng.integers(len(labels), size=len(labels)) for _ in range(draws))
+    scores, drawn = _score_samples(logits_NK, labels), _resample(len(labels), draws)
     return summarize_draws([_average_classes(scores[ids], labels[ids]) for ids in drawn], draws=draws)
+
+
+def _resample(count: int, draws: int) -> Iterator[Integers]:
+    rng = np.random.default_rng(0)
+    return (rng.integers(count, size=count) for _ in range(draws))
 
 
 def describe_class(logits_K: Floats, classes: Sequence[str]) -> dict[str, object]:
