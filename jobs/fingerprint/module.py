@@ -15,7 +15,7 @@ from trainyard.report import score_figures
 from trainyard.train.module import Batch, DataInfo, Rows, SampleSource, Signature, TrainModule
 
 from .class_sampling import compute_sampled_cosines, draw_classes
-from .config import Config, EvaluationSettings, HeadSettings
+from .config import Config
 from .network import SMALLEST_INPUT_PX, Aligner, DeepPrintTex
 from .pairs import compute_pair_intervals, compute_pair_metrics, find_extreme_pairs, score_pairs, subsample_fingers
 
@@ -29,7 +29,6 @@ def build(config: Config, data: DataInfo) -> "FingerprintModule":
         UserError: the image is too small for the network, or `model.blocks` is not three counts.
     """
     model, image = config.model, config.image
-    finger = data.columns.get("finger", np.empty(0, dtype=np.int64))  # none: to embed prints of unknown fingers
     if min(image.height_px, image.width_px) < SMALLEST_INPUT_PX:
         raise UserError(
             f"image.height_px={image.height_px} image.width_px={image.width_px}: the network halves an image five "
@@ -48,18 +47,7 @@ def build(config: Config, data: DataInfo) -> "FingerprintModule":
         dropout=model.dropout,
         aligner=aligner,
     )
-    return FingerprintModule(
-        network,
-        data=data,
-        embedding_dims=model.embedding_dims,
-        finger_codes=np.unique(finger[data.train_ids]),
-        vocabulary_size=len(data.vocabulary.get("finger", ())),
-        head=config.head,
-        seed=config.seed,
-        global_batch_size=config.global_batch_size,
-        margin_warmup_samples=_parse_warmup(config, len(data.train_ids)),
-        evaluation=config.evaluation,
-    )
+    return FingerprintModule(network, config, data)
 
 
 def _parse_warmup(config: Config, train_samples: int) -> int:
@@ -80,11 +68,7 @@ class FingerprintModule(TrainModule):
 
     Args:
         network: maps images to unit-norm embeddings (B, D).
-        data: whose prints `sample_figures` shows.
-        finger_codes: (C,) codes of the training fingers in the column `finger`; each becomes a class.
-        vocabulary_size: number of codes.
-        seed: of the classes that each step samples.
-        margin_warmup_samples: samples over which the margin rises from 0; 0: full margin from the start.
+        data: each finger in the training set becomes a class; no columns: to embed prints of unknown fingers.
     """
 
     monitor = ("eer_all_pairs", "min")
@@ -94,36 +78,21 @@ class FingerprintModule(TrainModule):
     reads_noise = False
     training_only = ("class_of_code", "directions", "centres.")
 
-    def __init__(
-        self,
-        network: DeepPrintTex,
-        *,
-        data: DataInfo,
-        embedding_dims: int,
-        finger_codes: np.ndarray,
-        vocabulary_size: int,
-        head: HeadSettings,
-        seed: int,
-        global_batch_size: int,
-        margin_warmup_samples: int,
-        evaluation: EvaluationSettings,
-    ) -> None:
+    def __init__(self, network: DeepPrintTex, config: Config, data: DataInfo) -> None:
         super().__init__()
-        self.network = network
+        self.network, self.head, self.evaluation = network, config.head, config.evaluation
         self.data: Callable[[], DataInfo] = lambda: data  # a function: copying the module must not copy open files
-        class_of_code = torch.full((vocabulary_size,), -1, dtype=torch.long)
+        finger = data.columns.get("finger", np.empty(0, dtype=np.int64))
+        finger_codes, dims = np.unique(finger[data.train_ids]), config.model.embedding_dims
+        class_of_code = torch.full((len(data.vocabulary.get("finger", ())),), -1, dtype=torch.long)
         class_of_code[torch.from_numpy(finger_codes)] = torch.arange(len(finger_codes))
         self.register_buffer("class_of_code", class_of_code)
-        self.directions = nn.Parameter(torch.randn(len(finger_codes), embedding_dims))
-        self.centres = CentreLoss(len(finger_codes), embedding_dims) if head.centre_weight > 0 else None
-        self.scale = head.scale
-        self.margin = head.margin if head.name == "cosface" else 0.0
-        self.margin_warmup_samples = margin_warmup_samples
-        self.centre_weight = head.centre_weight
-        self.sampled_classes = min(head.sampled_classes, len(finger_codes))
-        self.seed = seed
-        self.global_batch_size = global_batch_size
-        self.evaluation = evaluation
+        self.directions = nn.Parameter(torch.randn(len(finger_codes), dims))
+        self.centres = CentreLoss(len(finger_codes), dims) if self.head.centre_weight > 0 else None
+        self.margin = self.head.margin if self.head.name == "cosface" else 0.0
+        self.margin_warmup_samples = _parse_warmup(config, len(data.train_ids))
+        self.sampled_classes = min(self.head.sampled_classes, len(finger_codes))
+        self.seed, self.global_batch_size = config.seed, config.global_batch_size
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         """Return the softmax loss over cosines plus the weighted centre loss, and the accuracy."""
@@ -131,12 +100,13 @@ class FingerprintModule(TrainModule):
         class_B = cast(Tensor, self.class_of_code)[batch["finger"]]
         with torch.autocast(embedding_BD.device.type, enabled=False):  # scaled cosines need more than 8 bits
             cosine_BC, true_B = self._compute_cosines(embedding_BD, class_B, batch)
-            logits_BC = compute_cosface_logits(cosine_BC, true_B, scale=self.scale, margin=self._compute_margin(batch))
+            margin = self._compute_margin(batch)
+            logits_BC = compute_cosface_logits(cosine_BC, true_B, scale=self.head.scale, margin=margin)
             softmax = functional.cross_entropy(logits_BC, true_B)
             losses = {"loss": softmax, "softmax": softmax}
             if self.centres is not None:
                 losses["centre"] = self.centres(embedding_BD, class_B)
-                losses["loss"] = softmax + self.centre_weight * losses["centre"]
+                losses["loss"] = softmax + self.head.centre_weight * losses["centre"]
         losses["accuracy"] = (cosine_BC.detach().argmax(dim=1) == true_B).float().mean()
         return losses
 

@@ -119,24 +119,15 @@ def make_head_config(sampled: int) -> Config:
     config = make_config()
     config.head.sampled_classes, config.global_batch_size, config.ema_decay = sampled, BATCH, 0.9
     config.optimizer.name, config.optimizer.lr = "sgd", 0.1
+    config.model.embedding_dims, config.head.margin_warmup = FEATURES, ""
     return config
 
 
 def make_head(*, sampled: int) -> FingerprintModule:
-    config = make_head_config(sampled)
     torch.manual_seed(0)
-    return FingerprintModule(
-        cast(Any, Embedder()),
-        data=DataInfo({}, {}, np.arange(0)),
-        embedding_dims=FEATURES,
-        finger_codes=np.arange(CLASSES),
-        vocabulary_size=CLASSES,
-        head=config.head,
-        seed=config.seed,
-        global_batch_size=BATCH,
-        margin_warmup_samples=0,
-        evaluation=config.evaluation,
-    )
+    every = np.arange(CLASSES)
+    data = DataInfo({"finger": every}, {"finger": [f"f{i}" for i in every]}, every)
+    return FingerprintModule(cast(Any, Embedder()), make_head_config(sampled), data)
 
 
 def make_head_batch(step: int) -> dict[str, Tensor]:
