@@ -190,9 +190,8 @@ def _list_by_name(images: Sequence[str], layout: Layout) -> Listing:
 
 
 def _cut_suffix(image: str) -> str:
-    return image.rpartition(".")[
-        0
-    ]  # ten times as fast as pathlib, and called a dozen times for each of a million files
+    # ten times as fast as pathlib, and called a dozen times for each of a million files
+    return image.rpartition(".")[0]
 
 
 def _choose_layout(raw: Path, images: Sequence[str], packing: PackingSettings) -> Layout:

@@ -46,14 +46,7 @@ def samples(raw: Path, config: Config) -> Iterator[Sample]:
     for one in listing.prints:
         yield Sample(
             key=one.path,
-            load=partial(
-                load,
-                raw / one.path,
-                stated_dpi=one.dpi,
-                default_dpi=config.packing.dpi,
-                region_px=config.packing.region_px,
-                fill=config.image.fill,
-            ),
+            load=_choose_loader(raw / one.path, config, stated_dpi=one.dpi),
             columns={
                 "finger": one.finger,
                 "impression": one.impression,
@@ -83,15 +76,13 @@ def unlabelled(raw: Path, config: Config, artifacts: Mapping[str, str]) -> Itera
     _refuse_wsq_without_decoder([path.name for path in paths])
     for path in paths:
         key = raw.name if path == raw else path.relative_to(raw).as_posix()
-        loader = partial(
-            load,
-            path,
-            stated_dpi=find_set_dpi(config.packing.dpi_of_sets, key.rpartition("/")[0].partition("/")[0]),
-            default_dpi=config.packing.dpi,
-            region_px=config.packing.region_px,
-            fill=config.image.fill,
-        )
-        yield Sample(key, loader, source=path)
+        stated_dpi = find_set_dpi(config.packing.dpi_of_sets, key.rpartition("/")[0].partition("/")[0])
+        yield Sample(key, _choose_loader(path, config, stated_dpi=stated_dpi), source=path)
+
+
+def _choose_loader(path: Path, config: Config, *, stated_dpi: int) -> "partial[Loaded]":
+    dpi, region_px = config.packing.dpi, config.packing.region_px
+    return partial(load, path, stated_dpi=stated_dpi, default_dpi=dpi, region_px=region_px, fill=config.image.fill)
 
 
 def log_reading(raw: Path, config: Config) -> None:
@@ -181,53 +172,22 @@ def find_print_centre(gray: NDArray[np.uint8], dpi: int) -> tuple[float, float]:
     """Return the centroid (y, x) of the print in pixels; the middle of an image without contrast.
 
     Ridges are where neighbouring pixels differ most. A cell of about one ridge counts as print if its summed absolute
-    differences, smoothed over 5 x 5 cells, exceed half of their 90th percentile. About 0.5 ms for 640 x 480.
+    differences, smoothed over 5 x 5 cells, exceed half of their 90th percentile. About 1 ms for 640 x 480.
     """
     height, width = gray.shape
     block = max(1, min(round(BLOCK_PX * dpi / 500), height - 1, width - 1))
     rows, columns = (height - 1) // block, (width - 1) // block
     if rows == 0 or columns == 0:
         return height / 2, width / 2
-    cells = _sum_changes(gray[: rows * block + 1, : columns * block + 1], block)
-    energy = _compute_box_mean(cells.astype(np.float64), 2)
+    here = gray[: rows * block + 1, : columns * block + 1].astype(np.int16)
+    change = np.abs(np.diff(here, axis=0)[:, :-1]) + np.abs(np.diff(here, axis=1)[:-1])  # to the pixels below and right
+    cells = change.reshape(rows, block, columns, block).sum(axis=(1, 3))
+    energy = np.lib.stride_tricks.sliding_window_view(np.pad(cells, 2), (5, 5)).mean(axis=(2, 3))
     ridges = energy > 0.5 * np.quantile(energy, 0.9)
     if not ridges.any():
         return height / 2, width / 2
     y, x = np.nonzero(ridges)
     return (float(y.mean()) + 0.5) * block, (float(x.mean()) + 0.5) * block
-
-
-def _sum_changes(gray: NDArray[np.uint8], block: int) -> NDArray[np.int64]:
-    """Return (rows, columns), the absolute differences to the pixel below and to the right, summed over each cell.
-
-    In the smallest type that holds the sums, and whole rows at a time, because this is most of what `load` computes.
-
-    Args:
-        gray: (rows * block + 1, columns * block + 1).
-    """
-    here, down, right = gray[:-1, :-1], gray[1:, :-1], gray[:-1, 1:]
-    change = np.zeros(here.shape, dtype=np.min_scalar_type(2 * 255 * block))
-    for other in (down, right):
-        difference = np.maximum(here, other)
-        difference -= np.minimum(here, other)
-        change += difference
-    by_row = change.reshape(len(change) // block, block, -1)
-    strips = by_row[:, 0].copy()
-    for i in range(1, block):
-        strips += by_row[:, i]
-    cells: NDArray[np.int64] = np.add.reduceat(strips, np.arange(0, strips.shape[1], block), axis=1, dtype=np.int64)
-    return cells
-
-
-def _compute_box_mean(cells: NDArray[np.float64], reach: int) -> NDArray[np.float64]:
-    side = 2 * reach + 1
-    rows, columns = cells.shape
-    padded = np.zeros((rows + side, columns + side))
-    padded[reach + 1 : -reach, reach + 1 : -reach] = cells
-    total = padded.cumsum(axis=0).cumsum(axis=1)
-    summed = total[side:, side:] - total[:-side, side:] - total[side:, :-side] + total[:-side, :-side]
-    mean: NDArray[np.float64] = summed / side**2
-    return mean
 
 
 def splits(
@@ -322,7 +282,13 @@ def _find_roles(settings: SplitSettings, names: list[str]) -> tuple[list[str], l
     test_sets = _match_sets("split.test_sets", settings.test_sets, names)
     if settings.train_sets == ["*"]:
         train_sets = [name for name in train_sets if name not in val_sets + test_sets]
-    _refuse_two_roles(train_sets, val_sets, test_sets)
+    roles = [*train_sets, *val_sets, *test_sets]
+    repeated = sorted({name for name in roles if roles.count(name) > 1})
+    if repeated:
+        raise UserError(
+            f"'{repeated[0]}' is named in two of split.train_sets, split.val_sets and split.test_sets, but these "
+            "must not share fingers. Keep it in one of them."
+        )
     return train_sets, val_sets, test_sets
 
 
@@ -351,23 +317,10 @@ def _match_sets(option: str, patterns: list[str], names: list[str]) -> list[str]
     return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
 
 
-def _refuse_two_roles(train_sets: list[str], val_sets: list[str], test_sets: list[str]) -> None:
-    roles = [*train_sets, *val_sets, *test_sets]
-    repeated = sorted({name for name in roles if roles.count(name) > 1})
-    if repeated:
-        raise UserError(
-            f"'{repeated[0]}' is named in two of split.train_sets, split.val_sets and split.test_sets, but these "
-            "must not share fingers. Keep it in one of them."
-        )
-
-
 def _sort_fingers(codes: np.ndarray, names: list[str], seed: int) -> NDArray[np.int64]:
     """Return the distinct codes, ordered by a hash of (seed, name)."""
-    return np.array(sorted(np.unique(codes), key=lambda code: _hash_finger(seed, names[code])), dtype=np.int64)
-
-
-def _hash_finger(seed: int, finger: str) -> bytes:
-    return hashlib.blake2b(f"{seed}:{finger}".encode()).digest()
+    ranks = {code: hashlib.blake2b(f"{seed}:{names[code]}".encode()).digest() for code in np.unique(codes)}
+    return np.array(sorted(ranks, key=ranks.__getitem__), dtype=np.int64)
 
 
 def _count_held_out(fingers: int, share: float) -> int:
