@@ -5,7 +5,6 @@ prints agree, the phases of their spectra differ by a shift alone, so the correl
 Only the frequencies of ridges count. Rotation is searched.
 """
 
-import io
 from math import radians
 
 import numpy as np
@@ -19,6 +18,7 @@ from torch.nn import functional
 from tqdm import tqdm
 
 from trainyard import scoring
+from trainyard.report.score_figures import decode_image
 from trainyard.train.module import SampleSource
 
 from .pairs import number_fingers, subsample_fingers
@@ -49,7 +49,7 @@ def correlate_prints(
     identity, is_first = number_fingers(columns["finger"][kept], columns["impression"][kept])
     one, other = choose_pairs(identity, is_first, most=most)
     records, dpi = evaluated.data.read("image", kept), columns["dpi"][kept].astype(np.float64)
-    images = [_decode(record) for record in records]
+    images = [np.atleast_3d(decode_image(record))[..., 0] for record in records]
     if evaluated.data.has_inputs:
         dpi *= len(images[0]) / columns["box_height"][kept]
         logger.info(
@@ -138,11 +138,3 @@ def _rotate(print_HW: Tensor) -> Tensor:
     grid = functional.affine_grid(affine, list(size), align_corners=False)
     rotated: Tensor = functional.grid_sample(print_HW.expand(size), grid, align_corners=False)
     return rotated[:, 0]
-
-
-def _decode(record: np.ndarray) -> NDArray[np.uint8]:
-    """Return (height, width) gray levels of an image file, or of (height, width, 1) uncompressed ones."""
-    if record.ndim == 3:
-        return record[..., 0]
-    with Image.open(io.BytesIO(record.tobytes())) as image:
-        return np.asarray(image.convert("L"))

@@ -50,16 +50,19 @@ def read_index_csv(file: Path, *, images: Collection[str]) -> list[Row]:
     problems: list[str] = []
     rows: list[Row] = []
     try:
-        header = _check_header(next(reader, []))
+        header = _check_header(file, next(reader, []))
         for cells in reader:
-            if any(cell.strip() for cell in cells):
-                problem, row = _read_row(reader.line_num, header, [cell.strip() for cell in cells], images)
-                problems += problem
-                rows += row
+            stripped = [cell.strip() for cell in cells]
+            if len(stripped) != len(header) and any(stripped):
+                problems.append(f"line {reader.line_num}: expected {len(header)} cells, found {len(cells)}.")
+            elif any(stripped):
+                given = dict(zip(header, stripped, strict=True))
+                given["path"] = given["path"] and PurePosixPath(given["path"]).as_posix()
+                wrong = _check_row(reader.line_num, given, images)
+                problems += wrong
+                rows += [] if wrong else [_parse_row(reader.line_num, given)]
     except csv.Error as error:
         raise UserError(f"{file}: line {reader.line_num}: expected comma-separated cells, found {error}.") from None
-    except _BadHeader as error:
-        raise UserError(f"{file}: line 1: {error}") from None
     problems += [*_find_repeated(rows), *_find_fingers_in_two_splits(rows)]
     if problems:
         listed = "".join(f"\n  {problem}" for problem in problems[:_MOST_LISTED])
@@ -70,53 +73,38 @@ def read_index_csv(file: Path, *, images: Collection[str]) -> list[Row]:
     return rows
 
 
-class _BadHeader(ValueError):
-    """The first line does not name the columns."""
-
-
-def _check_header(cells: list[str]) -> list[str]:
+def _check_header(file: Path, cells: list[str]) -> list[str]:
     names = [cell.strip() for cell in cells]
-    wanted = f"expected the columns {', '.join(COLUMNS)}, of which {' and '.join(REQUIRED)} must be there"
+    wanted = (
+        f"{file}: line 1: expected the columns {', '.join(COLUMNS)}, of which {' and '.join(REQUIRED)} must be there"
+    )
     if len(names) == 1 and (";" in names[0] or "\t" in names[0]):
-        raise _BadHeader(
+        raise UserError(
             f"{wanted}, found cells separated by {'semicolons' if ';' in names[0] else 'tabs'}: use commas."
         )
     for name in names:
         if name not in COLUMNS:
-            raise _BadHeader(f"{wanted}, found '{name}'.{suggest_nearest(name, COLUMNS)} Rename or remove the column.")
+            raise UserError(f"{wanted}, found '{name}'.{suggest_nearest(name, COLUMNS)} Rename or remove the column.")
     repeated = [name for name in COLUMNS if names.count(name) > 1]
     missing = [name for name in REQUIRED if name not in names]
     if repeated or missing:
-        raise _BadHeader(f"{wanted}, found {f'{repeated[0]} twice' if repeated else f'no {missing[0]}'}.")
+        raise UserError(f"{wanted}, found {f'{repeated[0]} twice' if repeated else f'no {missing[0]}'}.")
     return names
 
 
-def _read_row(line: int, header: list[str], cells: list[str], images: Collection[str]) -> tuple[list[str], list[Row]]:
-    """Return what is wrong with a line, and its row if nothing is."""
-    if len(cells) != len(header):
-        return [f"line {line}: expected {len(header)} cells, found {len(cells)}."], []
-    given = dict(zip(header, cells, strict=True))
-    if "path" in given:
-        given["path"] = PurePosixPath(given["path"]).as_posix() if given["path"] else ""
-    problems = [
+def _check_row(line: int, given: dict[str, str], images: Collection[str]) -> list[str]:
+    """Return what is wrong with the cells of a line."""
+    return [
         f"line {line}, {name}: expected {expected}, found {repr(value) if value else 'nothing'}."
         for name, value in given.items()
         if (value or name not in MAY_BE_EMPTY) and (expected := _check_cell(name, value, images))
     ]
-    if problems:
-        return problems, []
+
+
+def _parse_row(line: int, given: dict[str, str]) -> Row:
     impression = int(given["impression"]) if "impression" in given else None
-    return [], [
-        Row(
-            line,
-            given["path"],
-            given["finger"],
-            impression,
-            given.get("set", ""),
-            int(given.get("dpi") or 0),
-            given.get("split", ""),
-        )
-    ]
+    dpi = int(given.get("dpi") or 0)
+    return Row(line, given["path"], given["finger"], impression, given.get("set", ""), dpi, given.get("split", ""))
 
 
 def _check_cell(name: str, value: str, images: Collection[str]) -> str:
