@@ -1,6 +1,7 @@
 """Splits a catalogue into parts with similar prices and no near-duplicates in common."""
 
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -52,16 +53,13 @@ def split_rows(
         parts[assign_folds(groups, log_price, folds=folds, seed=seed) == fold] = "test"
     if val_share > 0:
         rest = np.flatnonzero(parts == "train")
-        inner = assign_folds(
-            [groups[i] for i in rest.tolist()], log_price[rest], folds=max(2, round(1 / val_share)), seed=seed + 1
-        )
-        parts[rest[inner == _pick_median_fold(inner, [groups[i] for i in rest.tolist()])]] = "val"
+        left = [groups[i] for i in rest.tolist()]
+        inner = assign_folds(left, log_price[rest], folds=max(2, round(1 / val_share)), seed=seed + 1)
+        parts[rest[inner == _pick_median_fold(inner, left)]] = "val"
     return parts
 
 
 def _pick_median_fold(fold: np.ndarray, groups: Sequence[str]) -> int:
     """Return the fold with the median number of groups: a fold with one large group says little about unseen ones."""
-    groups_by_fold: dict[int, set[str]] = {}
-    for number, group in zip(fold.tolist(), groups, strict=True):
-        groups_by_fold.setdefault(number, set()).add(group)
-    return sorted(groups_by_fold, key=lambda number: (len(groups_by_fold[number]), number))[len(groups_by_fold) // 2]
+    count: Counter[int] = Counter(number for number, _ in set(zip(fold.tolist(), groups, strict=True)))
+    return sorted(count, key=lambda number: (count[number], number))[len(count) // 2]

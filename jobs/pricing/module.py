@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import DebertaV2Model
 
 from trainyard.errors import UserError
 from trainyard.report.figures import draw_figure
@@ -17,7 +16,7 @@ from trainyard.report.score_figures import draw_text_table
 from trainyard.train.module import AdaptedWeights, Batch, DataInfo, Rows, SampleSource, Signature, TrainModule
 
 from . import losses, metrics, tokenizer
-from .config import Config, LossSettings, RateSettings
+from .config import Config
 from .features import Features
 from .network import PriceNetwork, assign_learning_rates, build_encoder, build_random_encoder, get_encoder_layers
 from .pack import FEATURES, PRICES, TOKENIZER
@@ -43,29 +42,13 @@ def build(config: Config, data: DataInfo) -> "PricingModule":
     if model.image_dims and not config.packing.images:
         raise UserError("model.image_dims needs images, but none are packed. Set packing.images=FOLDER.")
     vocabulary = tokenizer.parse(data.artifacts[TOKENIZER]).get_vocab_size()
-    network = PriceNetwork(
-        _build_encoder(config, vocabulary),
-        numbers=len(Features.from_json(data.artifacts[FEATURES]).names),
-        number_dims=model.number_dims,
-        head_dims=model.head_dims,
-        head_dropout=model.head_dropout,
-        bag=model.bag,
-        image_dims=model.image_dims,
-        image_channels=config.image.channels,
-    )
-    module = PricingModule(
-        network,
-        data=data,
-        artifacts=data.artifacts,
-        rates=config.rates,
-        loss=config.loss,
-        token_dropout=model.token_dropout,
-        title_dropout=model.title_dropout,
-        train_count=len(data.train_ids),
-        id_column=config.packing.id_column,
-        price_column=config.packing.price_column,
-        draws=config.evaluation.bootstrap_draws,
-    )
+    if model.encoder:
+        encoder = build_encoder(Path(model.encoder), vocabulary=vocabulary, dropout=model.dropout)
+    else:
+        encoder = build_random_encoder(model, vocabulary=vocabulary, max_tokens=config.packing.max_tokens)
+    numbers = len(Features.from_json(data.artifacts[FEATURES]).names)
+    network = PriceNetwork(encoder, model, numbers=numbers, image_channels=config.image.channels)
+    module = PricingModule(network, config, data)
     if model.encoder:
         module.start_file = (f"model.encoder={model.encoder}", model.encoder)
     return module
@@ -78,46 +61,24 @@ class PricingModule(TrainModule):
     """Predicts prices.
 
     Tokenizer, features and price statistics are in a buffer, so a checkpoint is self-contained.
-
-    Args:
-        data: whose texts `sample_figures` shows.
-        artifacts: from `pack.fit_artifacts`.
-        train_count: samples per epoch, to tell the epoch from the samples seen.
-        draws: bootstrap resamples in `compute_intervals`.
     """
 
     monitor = ("smape", "min")
     baseline = ("the median of the training prices", "smape_constant")
     reads_noise = False
 
-    def __init__(
-        self,
-        network: PriceNetwork,
-        *,
-        data: DataInfo,
-        artifacts: Mapping[str, str],
-        rates: RateSettings,
-        loss: LossSettings,
-        token_dropout: float,
-        title_dropout: float,
-        train_count: int,
-        id_column: str,
-        price_column: str,
-        draws: int,
-    ) -> None:
+    def __init__(self, network: PriceNetwork, config: Config, data: DataInfo) -> None:
         super().__init__()
-        self.network, self.loss, self.draws = network, loss, draws
+        self.network, self.loss, self.draws = network, config.loss, config.evaluation.bootstrap_draws
         self.data: Callable[[], DataInfo] = lambda: data  # a function: copying the module must not copy open files
-        self.token_dropout, self.title_dropout = token_dropout, title_dropout
-        self.id_column, self.price_column = id_column, price_column
-        self.smape_start = loss.smape_after_epochs * train_count if loss.smape_after_epochs else float("inf")
-        prices: dict[str, float] = json.loads(artifacts[PRICES])
+        self.token_dropout, self.title_dropout = config.model.token_dropout, config.model.title_dropout
+        self.id_column, self.price_column = config.packing.id_column, config.packing.price_column
+        self.smape_start = self.loss.smape_after_epochs * len(data.train_ids) or float("inf")
+        prices: dict[str, float] = json.loads(data.artifacts[PRICES])
         self.mean, self.std, self.median = prices["mean"], prices["std"], prices["median"]
         self.low, self.high = prices["low"], prices["high"]
-        self._rates = assign_learning_rates(
-            network, encoder=rates.encoder, decay=rates.layer_decay, frozen=rates.freeze_embeddings
-        )
-        encoded = json.dumps(dict(artifacts), sort_keys=True).encode()
+        self._rates = assign_learning_rates(network, config.rates)
+        encoded = json.dumps(dict(data.artifacts), sort_keys=True).encode()
         self.register_buffer(ARTIFACTS_BUFFER, torch.frombuffer(bytearray(encoded), dtype=torch.uint8))
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
@@ -258,24 +219,6 @@ def mask_tokens(token_BL: Tensor, title_B: Tensor, *, share: float, titles: floa
     dropped_BL = torch.rand(token_BL.shape, device=token_BL.device) < share
     dropped_BL |= drop_title_B1 & (position_L <= title_B[:, None])
     return torch.where(dropped_BL & (token_BL > tokenizer.UNK), tokenizer.UNK, token_BL)
-
-
-def _build_encoder(config: Config, vocabulary: int) -> DebertaV2Model:
-    model = config.model
-    if model.encoder:
-        return build_encoder(Path(model.encoder), vocabulary=vocabulary, dropout=model.dropout)
-    if model.dims % model.heads:
-        raise UserError(f"model.dims={model.dims}: expected a multiple of model.heads={model.heads}.")
-    return build_random_encoder(
-        vocabulary=vocabulary,
-        dims=model.dims,
-        layers=model.layers,
-        heads=model.heads,
-        feedforward=model.feedforward,
-        buckets=model.position_buckets,
-        max_tokens=config.packing.max_tokens,
-        dropout=model.dropout,
-    )
 
 
 def _plot_scatter(predicted: np.ndarray, true: np.ndarray) -> bytes:

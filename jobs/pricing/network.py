@@ -13,6 +13,7 @@ from transformers import DebertaV2Config, DebertaV2Model
 from trainyard.errors import UserError
 
 from .attention import replace_attention
+from .config import ModelSettings, RateSettings
 
 INIT_STD = 0.02
 
@@ -28,33 +29,15 @@ class PriceNetwork(nn.Module):
     Args:
         encoder: from `build_random_encoder` or `build_encoder`.
         numbers: F.
-        number_dims: width of the number branch.
-        head_dims: widths of the head's hidden layers.
-        head_dropout: dropout probability after each hidden layer.
-        image_dims: width of the image branch; 0: no images.
     """
 
-    def __init__(
-        self,
-        encoder: DebertaV2Model,
-        *,
-        numbers: int,
-        number_dims: int,
-        head_dims: Sequence[int],
-        head_dropout: Sequence[float],
-        bag: bool,
-        image_dims: int = 0,
-        image_channels: int = 3,
-    ) -> None:
+    def __init__(self, encoder: DebertaV2Model, model: ModelSettings, *, numbers: int, image_channels: int) -> None:
         super().__init__()
-        self.encoder, self.bag = encoder, bag
-        self.number_branch = nn.Sequential(
-            nn.Linear(numbers, number_dims), nn.ReLU(), nn.Dropout(0.1), nn.LayerNorm(number_dims)
-        )
-        # checkpoints store this name
-        self.image_branch = ImageBranch(image_channels, image_dims) if image_dims else None
-        text_dims = (3 if bag else 2) * encoder.config.hidden_size
-        self.head = _build_head(text_dims + number_dims + image_dims, head_dims, head_dropout)
+        self.encoder, self.bag, dims = encoder, model.bag, model.number_dims
+        self.number_branch = nn.Sequential(nn.Linear(numbers, dims), nn.ReLU(), nn.Dropout(0.1), nn.LayerNorm(dims))
+        self.image_branch = ImageBranch(image_channels, model.image_dims) if model.image_dims else None
+        text_dims = (3 if model.bag else 2) * encoder.config.hidden_size
+        self.head = _build_head(text_dims + dims + model.image_dims, model.head_dims, model.head_dropout)
 
     def forward(self, token_BL: Tensor, count_B: Tensor, number_BF: Tensor, image: Tensor | None = None) -> Tensor:
         """Return (B,) float32.
@@ -108,29 +91,25 @@ class ImageBranch(nn.Module):
         return out_BD
 
 
-def build_random_encoder(
-    *,
-    vocabulary: int,
-    dims: int,
-    layers: int,
-    heads: int,
-    feedforward: int,
-    buckets: int,
-    max_tokens: int,
-    dropout: float,
-) -> DebertaV2Model:
-    """Build a DeBERTa-v3 encoder (He et al. 2021, arXiv:2111.09543) with random weights."""
+def build_random_encoder(model: ModelSettings, *, vocabulary: int, max_tokens: int) -> DebertaV2Model:
+    """Build a DeBERTa-v3 encoder (He et al. 2021, arXiv:2111.09543) with random weights.
+
+    Raises:
+        UserError: `model.heads` does not divide `model.dims`.
+    """
+    if model.dims % model.heads:
+        raise UserError(f"model.dims={model.dims}: expected a multiple of model.heads={model.heads}.")
     settings: dict[str, Any] = {  # not keywords: DebertaV2Config does not declare all of them
         "vocab_size": vocabulary,
-        "hidden_size": dims,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "intermediate_size": feedforward,
-        "hidden_dropout_prob": dropout,
-        "attention_probs_dropout_prob": dropout,
+        "hidden_size": model.dims,
+        "num_hidden_layers": model.layers,
+        "num_attention_heads": model.heads,
+        "intermediate_size": model.feedforward,
+        "hidden_dropout_prob": model.dropout,
+        "attention_probs_dropout_prob": model.dropout,
         "max_position_embeddings": max_tokens,
         "relative_attention": True,
-        "position_buckets": buckets,
+        "position_buckets": model.position_buckets,
         "pos_att_type": ["p2c", "c2p"],
         "share_att_key": True,
         "norm_rel_ebd": "layer_norm",
@@ -170,21 +149,20 @@ def build_encoder(folder: Path, *, vocabulary: int, dropout: float) -> DebertaV2
     return replace_attention(DebertaV2Model(DebertaV2Config.from_dict(settings)))
 
 
-def assign_learning_rates(
-    network: PriceNetwork, *, encoder: float, decay: float, frozen: bool
-) -> list[tuple[nn.Parameter, float]]:
-    """Return every trainable parameter with its learning rate factor.
+def assign_learning_rates(network: PriceNetwork, rates: RateSettings) -> list[tuple[nn.Parameter, float]]:
+    """Return every trainable parameter with its learning rate factor; freeze the word embeddings if told to.
 
-    The factor is 1 for the head and the branches, `encoder` for the encoder's last layer, and that times `decay` for
-    each layer further down; the embeddings count as the layer below the first (discriminative fine-tuning: Howard and
-    Ruder 2018, arXiv:1801.06146, section 3.2). `frozen` freezes the word embeddings.
+    The factor is 1 for the head and the branches, `encoder` for the encoder's last layer, and that times `layer_decay`
+    for each layer further down; the embeddings count as the layer below the first (discriminative fine-tuning: Howard
+    and Ruder 2018, arXiv:1801.06146, section 3.2).
     """
+    encoder, decay = rates.encoder, rates.layer_decay
     layers = list(network.encoder.encoder.layer)
     factor = {id(p): 1.0 for p in network.parameters()}
     factor |= {id(p): encoder * decay ** len(layers) for p in network.encoder.parameters()}
     for depth, layer in enumerate(layers):
         factor |= {id(p): encoder * decay ** (len(layers) - 1 - depth) for p in layer.parameters()}
-    if frozen:
+    if rates.freeze_embeddings:
         embeddings: nn.Embedding = network.encoder.get_input_embeddings()  # type: ignore[no-untyped-call]
         embeddings.weight.requires_grad_(False)
     return [(p, factor[id(p)]) for p in network.parameters() if p.requires_grad]

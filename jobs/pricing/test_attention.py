@@ -14,6 +14,7 @@ from tests.cases.pricing import make_batch, make_module, record_saved_bytes
 from trainyard.data.shards import ShardSet
 
 from .attention import WindowedSelfAttention, replace_attention
+from .config import ModelSettings
 from .network import build_random_encoder
 
 HEADS = 2
@@ -111,9 +112,8 @@ def test_a_training_step_neither_gathers_nor_scatters_scores(data: ShardSet) -> 
 
 def test_weights_their_names_and_their_order_are_those_of_transformers() -> None:
     torch.manual_seed(3)
-    ours = build_random_encoder(
-        vocabulary=50, dims=16, layers=2, heads=2, feedforward=32, buckets=8, max_tokens=48, dropout=0.0
-    )
+    model = ModelSettings(dims=16, layers=2, heads=2, feedforward=32, position_buckets=8, dropout=0.0)
+    ours = build_random_encoder(model, vocabulary=50, max_tokens=48)
     torch.manual_seed(3)
     theirs = DebertaV2Model(ours.config)
     assert [name for name, _ in ours.named_parameters()] == [name for name, _ in theirs.named_parameters()]

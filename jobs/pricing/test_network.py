@@ -19,6 +19,7 @@ from trainyard.train.warm_start import find_file, load_weights
 from trainyard.train.weights_file import read_weights
 
 from . import tokenizer
+from .config import ModelSettings
 from .module import PricingModule, build, mask_tokens
 from .network import build_random_encoder
 from .pack import splits
@@ -31,9 +32,8 @@ def flatten_gradients(module: nn.Module) -> torch.Tensor:
 
 
 def make_encoder(*, vocabulary: int) -> DebertaV2Model:
-    return build_random_encoder(
-        vocabulary=vocabulary, dims=16, layers=1, heads=2, feedforward=32, buckets=8, max_tokens=48, dropout=0.0
-    )
+    model = ModelSettings(dims=16, layers=1, heads=2, feedforward=32, position_buckets=8, dropout=0.0)
+    return build_random_encoder(model, vocabulary=vocabulary, max_tokens=48)
 
 
 def test_padding_changes_no_prediction(data: ShardSet) -> None:
