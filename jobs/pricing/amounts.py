@@ -64,20 +64,15 @@ class AmountReader:
             line, cell = self._first_by_reading["comma"]
             other = self._first_by_reading.get("point")
             contrast = f", but '{other[1]}' in line {other[0]} a decimal point" if other else ""
-            remedy = "Write all numbers alike" if other else f"State it: {format_option('decimal_mark', 'comma')}"
+            remedy = "Write all numbers alike" if other else "State it: packing.decimal_mark=comma"
             raise UserError(f"{self.file}, line {line}: '{cell}' has a decimal comma{contrast}. {remedy}.")
         if "either" in self._first_by_reading and "point" not in self._first_by_reading:
             line, text = self._first_by_reading["either"]
             point, comma = _parse(text), _parse(text.translate(_SWAP))
             raise UserError(
                 f"{self.file}, line {line}: '{text}' could be {point:.12g} or {comma:.12g}, and no other number tells. "
-                f"State which: {format_option('decimal_mark', 'point')}; comma gives {comma:.12g}."
+                f"State which: packing.decimal_mark=point; comma gives {comma:.12g}."
             )
-
-
-def format_option(name: str, value: str) -> str:
-    """Return how one sets an option of the packing, for a run and for a command such as pricing-baseline."""
-    return f"packing.{name}={value}, or --{name.replace('_', '-')} {value} for a command"
 
 
 def _normalise(cell: str) -> str:

@@ -176,7 +176,7 @@ def _describe_missing_columns(path: Path, names: Sequence[str], columns: Columns
         "numeric_columns": columns.numbers,
         "image_column": [columns.image],
     }
-    missing, remedies, arguments = [], [], []
+    missing, remedies = [], []
     for option, wanted in options.items():
         lacking = [name for name in wanted if name and name not in names]
         nearest = {name: find_nearest(name, names) for name in lacking}
@@ -185,13 +185,11 @@ def _describe_missing_columns(path: Path, names: Sequence[str], columns: Columns
             chosen = [(nearest.get(name, [name]) or ["COLUMN"])[0] for name in wanted]
             value = _format_list(chosen) if option.endswith("s") else chosen[0]
             remedies.append(shlex.quote(f"packing.{option}={value}"))
-            arguments.append(shlex.join([f"--{option.replace('_', '-')}", *chosen]))
     separated = "" if delimiter == "," else f", separated by {DELIMITERS[delimiter]}"
     found = f"no {_plural('column', missing)} {', '.join(missing)}. It has: {', '.join(names) or 'none'}{separated}."
     if not columns.price:
         return f"{path}: {found} Rename the columns in the file: the run was trained with the missing names."
-    remedy = f"Name the right {_plural('column', missing)}: {' '.join(remedies)}"
-    return f"{path}: {found} {remedy} (a command such as pricing-baseline takes {' '.join(arguments)})"
+    return f"{path}: {found} Name the right {_plural('column', missing)}: {' '.join(remedies)}"
 
 
 def _format_list(names: Sequence[str]) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from trainyard.config.compose import apply_overrides
 from trainyard.errors import UserError
 from trainyard.measure import make_header, write_new
 from trainyard.tables import read_table
@@ -24,7 +25,7 @@ def compare_baselines(args: argparse.Namespace) -> int:
     """Print and write the score of each method on each fold."""
     runs = {_read_fold(run): run for run in args.runs}
     rows = []
-    for fold in range(args.folds):
+    for fold in range(_build_config(args.options).packing.folds):
         rows.append(_score_fold(args, fold, runs.get(fold)))
         print("  ".join(f"{name} {value:.4g}" for name, value in rows[-1].items()), flush=True)
     print("SMAPE, mean +- standard deviation over the folds")
@@ -46,7 +47,7 @@ def _score_fold(args: argparse.Namespace, fold: int, run: Path | None) -> dict[s
     """
     from . import baseline, metrics, pack
 
-    table = pack.read_table(args.raw, _build_config(args, fold))
+    table = pack.read_table(args.raw, _build_config([*args.options, f"packing.fold={fold}"]))
     train, val, test = (np.flatnonzero(table.parts == part) for part in ("train", "val", "test"))
     train_val, true = np.concatenate([train, val]), table.prices[test]
 
@@ -114,13 +115,9 @@ def _read_test_smape(run: Path) -> float:
     return float(found[-1])
 
 
-def _build_config(args: argparse.Namespace, fold: int) -> Config:
-    config = Config()
-    rule = config.packing
-    rule.id_column, rule.text_column, rule.price_column = args.id_column, args.text_column, args.price_column
-    rule.numeric_columns, rule.group, rule.folds, rule.seed = args.numeric_columns, args.group, args.folds, args.seed
-    rule.fold, rule.file, rule.val_share = fold, args.file, args.val_share
-    rule.further_text_columns, rule.decimal_mark = args.further_text_columns, args.decimal_mark
+def _build_config(options: Sequence[str]) -> Config:
+    config = apply_overrides(Config(), options)
+    assert isinstance(config, Config)
     return config
 
 

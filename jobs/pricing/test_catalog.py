@@ -79,10 +79,8 @@ def test_a_file_with_another_delimiter_reads_like_one_with_commas(
 
 def apply_remedy(error: pytest.ExceptionInfo[UserError]) -> catalog.Columns:
     """Type what an error says to type, and return the columns that are then read."""
-    words = shlex.split(
-        re.split(r"Name the right columns?: |State\b.*?: ", str(error.value))[1].partition(" (a command")[0]
-    )
-    config = configs.apply_overrides(Config(), [word.rstrip(",;") for word in words if word.startswith("packing.")])
+    words = shlex.split(re.split(r"Name the right columns?: |State\b.*?: ", str(error.value))[1])
+    config = configs.apply_overrides(Config(), [word.rstrip(".;") for word in words if word.startswith("packing.")])
     assert isinstance(config, Config)
     return select_columns(config.packing)
 
@@ -96,8 +94,7 @@ def test_all_missing_columns_are_named_at_once_and_the_options_work_when_typed(t
         "no columns 'sample_id' (nearest: sample id), 'catalog_content' (nearest: catalogue_content), 'depth_cm' "
         "(nearest: depth (cm)). It has: sample id, catalogue_content, price, depth (cm). Name the right columns: "
         "'packing.id_column=sample id' packing.text_column=catalogue_content "
-        "'packing.numeric_columns=[\"depth (cm)\",price]' (a command such as pricing-baseline takes "
-        "--id-column 'sample id' --text-column catalogue_content --numeric-columns 'depth (cm)' price)"
+        "'packing.numeric_columns=[\"depth (cm)\",price]'"
     ) in str(caught.value)
     (entry,) = catalog.read(path, apply_remedy(caught))
     assert (entry.key, entry.texts, entry.price, entry.numbers) == ("1", ("x",), 2.0, (3.0, 2.0))
@@ -139,7 +136,7 @@ def test_prices_are_read_as_people_write_them(
     [
         (["5", "1,234"], "line 3: '1,234' could be 1234 or 1.234, and no other number tells. State which: ", 1234),
         (["5", "$1.234"], "line 3: '1.234' could be 1.234 or 1234, and no other number tells. State which: ", 1.234),
-        (["5", "37,49"], "line 3: '37,49' has a decimal comma. State it: packing.decimal_mark=comma, or", 37.49),
+        (["5", "37,49"], "line 3: '37,49' has a decimal comma. State it: packing.decimal_mark=comma.", 37.49),
         (["37.49", "1.234,56"], "'1.234,56' has a decimal comma, but '37.49' in line 2 a decimal point. Write", None),
         (
             ["$5", "\u20ac5"],

@@ -26,7 +26,8 @@ def test_the_command_scores_the_baseline_on_every_fold_and_writes_the_results(
 ) -> None:
     parser = argparse.ArgumentParser()
     add(parser.add_subparsers())
-    args = parser.parse_args(["pricing-baseline", str(catalogue_folder), "--folds", "2", "--results", str(tmp_path)])
+    words = ["pricing-baseline", str(catalogue_folder), "packing.folds=2", "--results", str(tmp_path)]
+    args = parser.parse_args(words)
     assert args.command(args) == 0
     lines = [json.loads(line) for line in next(tmp_path.glob("pricing-baseline-*.jsonl")).read_text().splitlines()]
     assert lines[0]["kind"] == "header" and [line["fold"] for line in lines[1:]] == [0, 1]

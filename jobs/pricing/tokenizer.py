@@ -128,12 +128,7 @@ def parse(text: str) -> Tokenizer:
 def encode(tokenizer_json: str, document: str, *, max_tokens: int) -> np.ndarray:
     """Return (L,) int32 ids, L <= `max_tokens`, from [CLS] to [SEP]."""
     ids = parse(tokenizer_json).encode(document).ids
-    return np.array(truncate(ids, max_tokens), dtype=np.int32)
-
-
-def truncate(ids: list[int], max_tokens: int) -> list[int]:
-    """Truncate ids to `max_tokens`, keeping the final [SEP]."""
-    return ids if len(ids) <= max_tokens else ids[: max_tokens - 1] + ids[-1:]
+    return np.array(ids if len(ids) <= max_tokens else ids[: max_tokens - 1] + ids[-1:], dtype=np.int32)
 
 
 def _build_tokenizer(vocabulary: list[tuple[str, float]]) -> Tokenizer:
