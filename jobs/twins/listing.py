@@ -12,6 +12,8 @@ from trainyard.data.raw import list_files
 from trainyard.errors import UserError
 from trainyard.text import find_nearest
 
+from .config import PackingSettings
+
 SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".tif", ".tiff", ".pgm", ".ppm"}
 DATASET, PAIRS = "dataset_infor.json", "*twin_pairs*.json"
 SETS = ("train", "val", "test")
@@ -36,16 +38,7 @@ class Person:
     images: list[ListedImage]
 
 
-@dataclass(frozen=True)
-class SplitRule:
-    """How families are split into sets; a set named in the raw files takes precedence."""
-
-    val_share: float
-    test_share: float
-    seed: int
-
-
-def read_people(raw: Path, *, singles: str, split_rule: SplitRule | None) -> list[Person]:
+def read_people(raw: Path, rule: PackingSettings, *, all_test: bool = False) -> list[Person]:
     """Return every person in a raw folder, in listing order; no family is in two sets.
 
     Accepted layouts: `dataset_infor.json` with {person: [path, ...]}, optionally prefixed `train_`, `val_`, `test_` or
@@ -54,8 +47,7 @@ def read_people(raw: Path, *, singles: str, split_rule: SplitRule | None) -> lis
     are matched by their longest tail that exists below `raw`.
 
     Args:
-        singles: "fail", "keep" or "skip", for people without a twin.
-        split_rule: None: all families are in "test", whatever the raw files say.
+        all_test: all families are in "test", whatever the raw files say.
 
     Raises:
         UserError: a file has another layout, a pair names an unknown person, names one person twice or is listed twice,
@@ -64,24 +56,24 @@ def read_people(raw: Path, *, singles: str, split_rule: SplitRule | None) -> lis
     listing, set_by_person = _read_listing(raw)
     if not listing:
         return []  # who packs says what is expected
-    pairs = [pair for file in _find_pair_files(raw) for pair in _read_pairs(file)]
+    files = [path for path in list_files(raw, {".json"}, depth=0) if path.match(PAIRS)]
+    pairs = [pair for file in files for pair in _read_pairs(file)]
     _refuse_bad_pairs(pairs, listing)
     family_by_person = connect_families(listing, [(pair.one, pair.other) for pair in pairs])
-    for pair in pairs if split_rule else ():
-        if pair.set:
-            _assign_set(set_by_person, pair.one, pair.set)
-            _assign_set(set_by_person, pair.other, pair.set)
     twins = {name for pair in pairs for name in (pair.one, pair.other)}
-    kept = _filter_singles(listing, twins, singles, raw)
-    set_by_family = (
-        _split_families(kept, family_by_person, set_by_person, twins, split_rule)
-        if split_rule
-        else dict.fromkeys((family_by_person[name] for name in kept), "test")
-    )
-    families = [family_by_person[name] for name in kept]
-    return [
-        Person(name, family, set_by_family[family], listing[name]) for name, family in zip(kept, families, strict=True)
-    ]
+    kept = _filter_singles(listing, twins, rule.singles, raw)
+    set_by_family = dict.fromkeys(family_by_person.values(), "test")
+    if not all_test:
+        for pair in pairs:
+            for person in (pair.one, pair.other) if pair.set else ():
+                if set_by_person.setdefault(person, pair.set) != pair.set:
+                    raise UserError(
+                        f"person '{person}' is in set {set_by_person[person]} and in set {pair.set}. Keep each person "
+                        "in one set."
+                    )
+        set_by_family = _split_families(kept, family_by_person, set_by_person, twins, rule)
+    families = [(name, family_by_person[name]) for name in kept]
+    return [Person(name, family, set_by_family[family], listing[name]) for name, family in families]
 
 
 def connect_families(names: Iterable[str], pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
@@ -123,17 +115,16 @@ def _read_listing(raw: Path) -> tuple[dict[str, list[ListedImage]], dict[str, st
         prefix = file.name.removesuffix(DATASET)
         if prefix not in SET_BY_PREFIX:
             raise UserError(f"{file}: expected a name of {', '.join(p + DATASET for p in SET_BY_PREFIX)}. Rename it.")
-        for person, listed in _read_object(file).items():
+        content = _read_json(file)
+        if not isinstance(content, dict):
+            raise UserError(f"{file}: expected {{person: [path, ...]}}, found {_abbreviate(content)}.")
+        for person, listed in content.items():
             if person in listing:
                 raise UserError(f"{file}: person '{person}' is in another listing too. List each person in one file.")
             listing[person] = list(_resolve_images(raw, file, person, listed))
             if SET_BY_PREFIX[prefix]:
                 set_by_person[person] = SET_BY_PREFIX[prefix]
     return listing, set_by_person
-
-
-def _find_pair_files(raw: Path) -> list[Path]:
-    return [path for path in list_files(raw, {".json"}, depth=0) if path.match(PAIRS)]
 
 
 def _resolve_images(raw: Path, file: Path, person: str, listed: Any) -> Iterator[ListedImage]:
@@ -164,13 +155,11 @@ def _read_pairs(file: Path) -> Iterator[_Pair]:
             raise UserError(f"{file}: unknown set '{name}'. Expected {_suggest(name, SETS)}.")
         if not isinstance(pairs, list):
             raise UserError(f"{file}: expected a list of pairs, found {_abbreviate(pairs)}.")
-        for position, pair in enumerate(pairs):
+        for number, pair in enumerate(pairs, start=1):
+            where = f"{file}: pair {number}{' of ' + name if name else ''}"
             if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(one, str) for one in pair):
-                raise UserError(
-                    f"{file}: pair {position + 1}{' of ' + name if name else ''}: expected two people, such as "
-                    f'["90004", "90005"], found {_abbreviate(pair)}.'
-                )
-            yield _Pair(pair[0], pair[1], name, f"{file}: pair {position + 1}{' of ' + name if name else ''}")
+                raise UserError(f'{where}: expected two people, such as ["90004", "90005"], found {_abbreviate(pair)}.')
+            yield _Pair(pair[0], pair[1], name, where)
 
 
 def _refuse_bad_pairs(pairs: list[_Pair], listing: dict[str, list[ListedImage]]) -> None:
@@ -192,13 +181,6 @@ def _refuse_bad_pairs(pairs: list[_Pair], listing: dict[str, list[ListedImage]])
         seen[key] = pair.where
 
 
-def _assign_set(set_by_person: dict[str, str], person: str, wanted: str) -> None:
-    if set_by_person.setdefault(person, wanted) != wanted:
-        raise UserError(
-            f"person '{person}' is in set {set_by_person[person]} and in set {wanted}. Keep each person in one set."
-        )
-
-
 def _filter_singles(listing: dict[str, list[ListedImage]], twins: set[str], singles: str, raw: Path) -> list[str]:
     alone = [name for name in listing if name not in twins]
     if alone and singles == "fail":
@@ -215,7 +197,7 @@ def _split_families(
     family_by_person: dict[str, str],
     set_by_person: dict[str, str],
     twins: set[str],
-    split_rule: SplitRule,
+    rule: PackingSettings,
 ) -> dict[str, str]:
     """Return the set of each family.
 
@@ -231,11 +213,11 @@ def _split_families(
                 f"{named[family]}: testing on twins seen in training proves nothing. Keep each family in one set."
             )
     result = {name: where for name, where in named.items() if where != "train"}
-    shares = {"test": split_rule.test_share, "val": split_rule.val_share}
+    shares = {"test": rule.test_share, "val": rule.val_share}
     wanted = {where: share for where, share in shares.items() if share > 0 and where not in result.values()}
     unassigned = {family_by_person[name] for name in names} - set(result)
     for group in (unassigned & twins, unassigned - twins):
-        ranked = sorted(group, key=lambda name: _hash_family(split_rule.seed, name))
+        ranked = sorted(group, key=lambda name: hashlib.blake2b(f"{rule.seed}:{name}".encode()).digest())
         for where, share in wanted.items():
             count = max(2, round(share * len(group)))
             result |= dict.fromkeys(ranked[:count], where)
@@ -248,17 +230,6 @@ def _split_families(
             "families, or lower packing.val_share and packing.test_share."
         )
     return result
-
-
-def _hash_family(seed: int, family: str) -> bytes:
-    return hashlib.blake2b(f"{seed}:{family}".encode()).digest()
-
-
-def _read_object(file: Path) -> dict[str, Any]:
-    content = _read_json(file)
-    if not isinstance(content, dict):
-        raise UserError(f"{file}: expected {{person: [path, ...]}}, found {_abbreviate(content)}.")
-    return content
 
 
 def _read_json(file: Path) -> Any:

@@ -39,19 +39,7 @@ def build(config: Config, data: DataInfo) -> "TwinsModule":
         raise UserError(f"model.pwca_layers={model.pwca_layers}: expected 0 .. model.layers={model.layers}.")
     if model.stem == "conv" and model.patch_px & (model.patch_px - 1):
         raise UserError(f"model.patch_px={model.patch_px}: expected a power of 2 for model.stem=conv, such as 8 or 16.")
-    network = DualCrossAttention(
-        image_px=(image.height_px, image.width_px),
-        patch_px=model.patch_px,
-        channels=image.channels,
-        dims=model.dims,
-        layers=model.layers,
-        heads=model.heads,
-        glca=model.glca,
-        local_share=model.local_share,
-        pwca_layers=model.pwca_layers,
-        drop_path=model.drop_path,
-        conv_stem=model.stem == "conv",
-    )
+    network = DualCrossAttention(model, image_px=(image.height_px, image.width_px), channels=image.channels)
     module = TwinsModule(network, config, data)
     if model.weights:
         module.start_file = (f"model.weights={model.weights}", model.weights)

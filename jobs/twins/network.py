@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from .config import ModelSettings
+
 ROWS_AT_ONCE = 256
 """Rows of an attention map that the rollout keeps in memory at a time."""
 
@@ -31,42 +33,25 @@ class BranchTokens:
 class DualCrossAttention(nn.Module):
     """Self-attention blocks, one global-local block, and the pair-wise path, which shares the blocks' weights.
 
+    The blocks before the last `pwca_layers` run once for both paths. Blocks are skipped for a sample with a
+    probability that rises linearly from 0 at the first (stochastic depth, arXiv:1603.09382).
+
     Args:
         image_px: height and width of the images, multiples of `patch_px`.
-        glca: whether there is a global-local block.
-        local_share: share of the patches that the global-local block uses as queries.
-        pwca_layers: number of last self-attention blocks that the pair-wise path also runs, with a partner. The blocks
-            before them run once for both paths.
-        drop_path: probability of skipping the last block for a sample, rising linearly from 0 at the first
-            (stochastic depth, arXiv:1603.09382).
-        conv_stem: embed patches with small convolutions instead of one convolution as large as a patch.
     """
 
-    def __init__(
-        self,
-        *,
-        image_px: tuple[int, int],
-        patch_px: int,
-        channels: int,
-        dims: int,
-        layers: int,
-        heads: int,
-        glca: bool,
-        local_share: float,
-        pwca_layers: int,
-        drop_path: float = 0.0,
-        conv_stem: bool = False,
-    ) -> None:
+    def __init__(self, model: ModelSettings, *, image_px: tuple[int, int], channels: int) -> None:
         super().__init__()
-        self.grid = (image_px[0] // patch_px, image_px[1] // patch_px)
-        self.patch_embed = ConvStem(channels, dims, patch_px) if conv_stem else PatchEmbed(channels, dims, patch_px)
+        dims, layers, heads = model.dims, model.layers, model.heads
+        self.grid = (image_px[0] // model.patch_px, image_px[1] // model.patch_px)
+        self.patch_embed = (ConvStem if model.stem == "conv" else PatchEmbed)(channels, dims, model.patch_px)
         self.cls_token = nn.Parameter(torch.zeros(1, 1, dims))
         self.pos_embed = nn.Parameter(build_sine_positions(self.grid, dims))
-        self.blocks = nn.ModuleList(Block(dims, heads, drop_path * i / max(1, layers - 1)) for i in range(layers))
+        self.blocks = nn.ModuleList(Block(dims, heads, model.drop_path * i / max(1, layers - 1)) for i in range(layers))
         self.norm = nn.LayerNorm(dims, eps=1e-6)
-        self.glca = GlobalLocalBlock(dims, heads) if glca else None
-        self.local_queries = max(1, round(local_share * math.prod(self.grid)))
-        self.pwca_layers = pwca_layers
+        self.glca = GlobalLocalBlock(dims, heads) if model.glca else None
+        self.local_queries = max(1, round(model.local_share * math.prod(self.grid)))
+        self.pwca_layers = model.pwca_layers
         self.apply(_initialise)
         nn.init.trunc_normal_(self.cls_token, std=0.02)
 
@@ -88,18 +73,13 @@ class DualCrossAttention(nn.Module):
                 paired_BND = block(paired_BND, partner_B)[0]
             x_BND, q_BHNE, k_BHNE = block(x_BND)
             queries_keys.append((q_BHNE.detach(), k_BHNE.detach()))
-        return BranchTokens(
-            sa_BD=self.norm(x_BND)[:, 0],
-            glca_BD=None if self.glca is None else self._attend_locally(x_BND, queries_keys),
-            pwca_BD=None if paired_BND is None else self.norm(paired_BND)[:, 0],
-        )
-
-    def _attend_locally(self, x_BND: Tensor, queries_keys: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-        assert self.glca is not None
-        rollout_BN = compute_rollout(queries_keys)
-        local_ids_BR = rollout_BN[:, 1:].topk(self.local_queries, dim=1).indices + 1
-        local: Tensor = self.glca(x_BND, local_ids_BR)
-        return local
+        sa_BD = self.norm(x_BND)[:, 0]
+        local_BD: Tensor | None = None
+        if self.glca is not None:
+            local_ids_BR = compute_rollout(queries_keys)[:, 1:].topk(self.local_queries, dim=1).indices + 1
+            local_BD = self.glca(x_BND, local_ids_BR)
+        pwca_BD = None if paired_BND is None else self.norm(paired_BND)[:, 0]
+        return BranchTokens(sa_BD, local_BD, pwca_BD)
 
 
 class PatchEmbed(nn.Module):

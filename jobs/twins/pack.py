@@ -12,7 +12,7 @@ from trainyard.data.write_shard import read_image
 
 from . import protocol
 from .config import Config, PackingSettings
-from .listing import SETS, SUFFIXES, Person, SplitRule, read_people
+from .listing import SETS, SUFFIXES, Person, read_people
 from .synthesis import synthesize
 
 __all__ = ["list_labelled", "samples", "splits", "synthesize", "unlabelled"]
@@ -29,17 +29,14 @@ def samples(raw: Path, config: Config) -> Iterator[Sample]:
     Columns: `person`, `family` and `set` (text), `number` (the image's index in the listing) and `pairs`, its
     evaluation pairs in the format of `protocol.format_pairs`; empty in the training set.
     """
-    rule = config.packing
-    split_rule = SplitRule(rule.val_share, rule.test_share, rule.seed)
-    yield from _make_samples(read_people(raw, singles=rule.singles, split_rule=split_rule), rule)
+    yield from _make_samples(read_people(raw, config.packing), config.packing)
 
 
 def list_labelled(
     raw: Path, config: Config, artifacts: Mapping[str, str]
 ) -> tuple[Iterator[Sample], Mapping[str, str]]:
     """Return the samples of a folder to evaluate, all in "test", and the artifacts with which the run reads them."""
-    people = read_people(raw, singles=config.packing.singles, split_rule=None)
-    return _make_samples(people, config.packing), artifacts
+    return _make_samples(read_people(raw, config.packing, all_test=True), config.packing), artifacts
 
 
 def _make_samples(people: Sequence[Person], rule: PackingSettings) -> Iterator[Sample]:

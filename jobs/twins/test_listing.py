@@ -10,12 +10,12 @@ from trainyard.config import compose as configs
 from trainyard.data.prepare import prepare_data
 from trainyard.errors import UserError
 
-from .config import Config
-from .listing import SplitRule, connect_families, read_people
+from .config import Config, PackingSettings
+from .listing import connect_families, read_people
 from .synthesis import DATASET, PAIRS
 
 JOBS = Path(__file__).resolve().parents[1]
-SPLIT_RULE = SplitRule(0.2, 0.2, 0)
+RULE = PackingSettings(val_share=0.2, test_share=0.2)
 
 
 def test_listing_files_and_person_folders_give_the_same_people(tmp_path: Path) -> None:
@@ -38,7 +38,7 @@ def test_paths_from_another_machine_are_matched_by_their_tail(tmp_path: Path) ->
 
 def test_no_family_is_in_two_sets_and_a_triplet_is_one_family(tmp_path: Path) -> None:
     raw = write_raw_folder(tmp_path / "raw", dict.fromkeys([*NAMES, "9999"], 2), [*TWINS, ["9999", NAMES[1]]])
-    people = read_people(raw, singles="fail", split_rule=SPLIT_RULE)
+    people = read_people(raw, RULE)
     sets_by_family: dict[str, set[str]] = {}
     for person in people:
         sets_by_family.setdefault(person.family, set()).add(person.set)

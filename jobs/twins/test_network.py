@@ -6,6 +6,7 @@ from torch import nn
 
 from tests.cases.twins import list_blocks, make_faces, make_network
 
+from .config import ModelSettings
 from .network import DualCrossAttention, compute_rollout, draw_random_partners, draw_twin_partners
 
 
@@ -115,22 +116,17 @@ def test_the_network_of_the_base_preset_is_vit_b_plus_one_block() -> None:
         sizes = [
             sum(
                 weight.numel()
-                for weight in DualCrossAttention(
-                    image_px=(448, 448), patch_px=16, channels=3, dims=768, layers=12, heads=12,
-                    glca=glca, local_share=0.15, pwca_layers=12,
-                ).parameters()
+                for weight in DualCrossAttention(ModelSettings(glca=glca), image_px=(448, 448), channels=3).parameters()
             )
             for glca in (False, True)
-        ]  # fmt: skip
+        ]
     assert sizes[0] == 85_798_656 + (785 - 197) * 768  # timm's vit_base_patch16_224 without head, with more positions
     assert sizes[1] - sizes[0] == 7_087_872 + 2 * 768  # 7.09 M as in the paper, plus its own norm
 
 
 def test_a_stem_of_small_convolutions_gives_as_many_tokens_and_gets_gradients() -> None:
-    network = DualCrossAttention(
-        image_px=(32, 32), patch_px=8, channels=3, dims=24, layers=1, heads=2,
-        glca=True, local_share=0.2, pwca_layers=1, conv_stem=True,
-    )  # fmt: skip
+    model = ModelSettings(dims=24, layers=1, heads=2, patch_px=8, local_share=0.2, pwca_layers=1, stem="conv")
+    network = DualCrossAttention(model, image_px=(32, 32), channels=3)
     assert network.patch_embed(make_faces(2)).shape == (2, 16, 24)
     network(make_faces(4), torch.tensor([1, 2, 3, 0])).pwca_BD.square().sum().backward()
     assert all(weight.grad is not None for weight in network.patch_embed.parameters())
@@ -173,10 +169,8 @@ def test_a_micro_batch_of_the_fast_preset_fits_a_p100() -> None:
         return x
 
     with torch.device("meta"):
-        network = DualCrossAttention(
-            image_px=(448, 448), patch_px=16, channels=3, dims=768, layers=6, heads=12,
-            glca=False, local_share=0.1, pwca_layers=6,
-        )  # fmt: skip
+        model = ModelSettings(layers=6, glca=False, local_share=0.1, pwca_layers=6, drop_path=0.0)
+        network = DualCrossAttention(model, image_px=(448, 448), channels=3)
         with torch.autograd.graph.saved_tensors_hooks(record, lambda x: x):
             network(torch.empty(16, 3, 448, 448), torch.zeros(16, dtype=torch.int64))
     blocks = 13 / 12  # plus the global-local block, left out because autocast does not support the meta device

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from jobs.twins import protocol
-from jobs.twins.config import Config
+from jobs.twins.config import Config, ModelSettings
 from jobs.twins.module import TwinsModule, build
 from jobs.twins.network import Block, DualCrossAttention
 from jobs.twins.pack import samples, splits
@@ -32,18 +32,17 @@ def find_orl_faces() -> Path:
 
 def make_network(*, pwca_layers: int = 3, glca: bool = True, drop_path: float = 0.0) -> DualCrossAttention:
     torch.manual_seed(0)
-    network = DualCrossAttention(
-        image_px=(32, 32),
-        patch_px=8,
-        channels=3,
+    model = ModelSettings(
         dims=24,
         layers=3,
         heads=4,
+        patch_px=8,
         glca=glca,
         local_share=0.25,
         pwca_layers=pwca_layers,
         drop_path=drop_path,
     )
+    network = DualCrossAttention(model, image_px=(32, 32), channels=3)
     with torch.no_grad():  # as large as trained weights, so that attention is far from uniform
         for block in list_blocks(network):
             block.attn.qkv.weight.normal_(std=0.5)
