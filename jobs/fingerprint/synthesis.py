@@ -18,7 +18,6 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from trainyard.errors import UserError
 from trainyard.files import create_folder
 
 Floats = NDArray[np.float32]
@@ -42,12 +41,7 @@ def synthesize(raw: Path, *, count: int, seed: int) -> None:
     Args:
         raw: folder to create.
         count: number of images; if not a multiple of 8, the last finger has fewer.
-
-    Raises:
-        UserError: `raw` already holds files.
     """
-    if raw.exists() and any(raw.iterdir()):
-        raise UserError(f"{raw} already holds files: synthetic prints need an empty folder. Remove it first.")
     with create_folder(raw) as folder:
         write = partial(_write_finger, folder, count, seed)
         fingers = range(-(-count // IMPRESSIONS))

@@ -7,7 +7,6 @@ import pytest
 from PIL import Image
 
 from tests.cases.fingerprint import make_module, make_rows
-from trainyard.errors import UserError
 
 from .pack import synthesize
 from .synthesis import generate_impressions
@@ -21,7 +20,7 @@ def test_synthetic_prints_are_reproducible_and_complete_when_they_appear(tmp_pat
     for name in files:
         assert (tmp_path / "once" / name).read_bytes() == (tmp_path / "twice" / name).read_bytes()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["once", "twice"]
-    with pytest.raises(UserError, match="already holds files"):
+    with pytest.raises(OSError, match="not empty"):
         synthesize(tmp_path / "once", count=8, seed=3)
 
 

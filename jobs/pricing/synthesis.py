@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 
-from trainyard.errors import UserError
 from trainyard.files import create_folder
 
 FILE = "catalogue.csv"
@@ -83,12 +82,7 @@ def synthesize(raw: Path, *, count: int, seed: int) -> None:
 
     Each product has one to four variants of size and pack. Texts contain line breaks, quotes, tags, entities and
     letters beyond ASCII; some fields are missing, as in real data. Equal arguments give equal files.
-
-    Raises:
-        UserError: `raw` already holds files.
     """
-    if raw.exists() and any(raw.iterdir()):
-        raise UserError(f"{raw} already holds files: a synthetic catalogue needs an empty folder. Remove it first.")
     with create_folder(raw) as folder:
         (folder / FILE).write_text(_generate_csv(count, np.random.default_rng(seed)), encoding="utf-8", newline="")
 

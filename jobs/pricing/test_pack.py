@@ -13,7 +13,6 @@ from tests.cases.pricing import VALID_ROWS, make_batch, make_config, make_module
 from trainyard.data.order import bucket_by_length, shuffle
 from trainyard.data.pack import PackError, read_listing
 from trainyard.data.shards import Ragged, ShardSet
-from trainyard.errors import UserError
 
 from . import baseline, catalog, metrics, pack, parsing
 from .pack import fit_artifacts, samples, synthesize
@@ -149,7 +148,7 @@ def test_the_synthetic_catalogue_is_reproducible_and_its_prices_follow_from_the_
     first = (tmp_path / "a" / FILE).read_bytes()
     assert first == (tmp_path / "b" / FILE).read_bytes()
     assert b"<p>" in first and "\u00e9".encode() in first and first.count(b"\r\n") == 51 < first.count(b"\n")
-    with pytest.raises(UserError, match="already holds files"):
+    with pytest.raises(OSError, match="not empty"):
         synthesize(tmp_path / "a", count=50, seed=1)
     synthesize(tmp_path / "c", count=1500, seed=2)
     config = make_config()

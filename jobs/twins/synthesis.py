@@ -56,6 +56,11 @@ TRAITS: dict[str, tuple[float, float, float]] = {
     "lip": (0.045, 0.013, 0.0),
     "asymmetry": (0.0, 0.01, 0.02),  # how much higher the right brow and eye are
 }
+COLOURS = {  # RGB at 0 and at 1
+    "skin": ((0.95, 0.8, 0.7), (0.42, 0.27, 0.2)),
+    "hair": ((0.08, 0.06, 0.05), (0.75, 0.58, 0.35)),
+    "iris": ((0.3, 0.18, 0.1), (0.35, 0.5, 0.7)),
+}
 
 
 def synthesize(raw: Path, *, count: int, seed: int, difficulty: float = DIFFICULTY) -> None:
@@ -70,10 +75,8 @@ def synthesize(raw: Path, *, count: int, seed: int, difficulty: float = DIFFICUL
         difficulty: 0: twins differ as much as these drawings allow; 1: they do not differ at all.
 
     Raises:
-        UserError: `raw` already contains files, or `count` is odd.
+        UserError: `count` is odd.
     """
-    if raw.exists() and any(raw.iterdir()):
-        raise UserError(f"{raw} already contains files: synthetic faces need an empty folder. Remove it first.")
     if count < 2 or count % 2:
         raise UserError(f"data.synthetic={count}: expected an even number, because twins come in pairs. Use 4800.")
     with create_folder(raw) as folder:
@@ -108,7 +111,9 @@ def draw_images(seed: int, family: int, twin: int, *, difficulty: float = DIFFIC
     face = draw_face(seed, family, twin, difficulty)
     rng = np.random.default_rng([seed, family, 2 + twin])
     while True:
-        yield _encode_jpeg(_draw_photo(rng, face))
+        data = io.BytesIO()
+        Image.fromarray(_draw_photo(rng, face)).save(data, "JPEG", quality=92)
+        yield data.getvalue()
 
 
 @dataclass(frozen=True)
@@ -181,7 +186,7 @@ def _draw_pose(rng: np.random.Generator) -> tuple[Floats, Floats]:
 def _paint_head(canvas: Floats, face: Face, x: Floats, y: Floats) -> None:
     t = face.traits
     width, height = t["face_width"], t["face_height"]
-    hair, skin = _mix_hair(t["hair"]), _mix_skin(t["skin"])
+    hair, skin = _choose_colour(t, "hair"), _choose_colour(t, "skin")
     _paint(canvas, _cover_ellipse(x, y + 0.12, 1.16 * width, 1.02 * height), hair)
     for side in (-1, 1):
         _paint(canvas, _cover_ellipse(x - side * width, y - 0.02, 0.08, 0.16), 0.92 * skin)
@@ -195,7 +200,7 @@ def _paint_head(canvas: Floats, face: Face, x: Floats, y: Floats) -> None:
 
 def _paint_features(canvas: Floats, face: Face, x: Floats, y: Floats, *, smile: float) -> None:
     t = face.traits
-    skin = _mix_skin(t["skin"])
+    skin = _choose_colour(t, "skin")
     for mole in face.moles:
         distance = ((x - mole.x) ** 2 + (y - mole.y) ** 2) / mole.radius**2
         _paint(canvas, 0.75 * mole.darkness * np.exp(-(distance**2)), 0.35 * skin)
@@ -203,10 +208,10 @@ def _paint_features(canvas: Floats, face: Face, x: Floats, y: Floats, *, smile: 
         rise = t["asymmetry"] * side
         eye_x, eye_y = x - side * t["eye_apart"], y - t["eye_y"] + rise
         _paint(canvas, _cover_ellipse(eye_x, eye_y, t["eye_width"], t["eye_open"] * (1 - 0.15 * smile)), 0.93)
-        _paint(canvas, _cover_ellipse(eye_x, eye_y, 0.05, 0.05), _mix_iris(t["iris"]))
+        _paint(canvas, _cover_ellipse(eye_x, eye_y, 0.05, 0.05), _choose_colour(t, "iris"))
         _paint(canvas, _cover_ellipse(eye_x, eye_y, 0.02, 0.02), 0.05)
         tilted = y - t["brow_y"] + rise - t["brow_tilt"] * side * eye_x
-        _paint(canvas, _cover_ellipse(eye_x, tilted, 0.15, t["brow_thick"]), 0.8 * _mix_hair(t["hair"]))
+        _paint(canvas, _cover_ellipse(eye_x, tilted, 0.15, t["brow_thick"]), 0.8 * _choose_colour(t, "hair"))
     tip = t["eye_y"] + t["nose_length"]
     _paint(canvas, 0.5 * _cover_ellipse(x - 0.03, y - tip + 0.1, 0.03, 0.14), 0.75 * skin)
     for side in (-1, 1):
@@ -232,28 +237,11 @@ def _antialias_edge(inside: Floats) -> Floats:
     return np.clip(0.5 + inside * SIDE_PX / 2, 0, 1)
 
 
-def _mix_skin(tone: float) -> Floats:
-    return _mix_colours((0.95, 0.8, 0.7), (0.42, 0.27, 0.2), tone)
-
-
-def _mix_hair(tone: float) -> Floats:
-    return _mix_colours((0.08, 0.06, 0.05), (0.75, 0.58, 0.35), tone)
-
-
-def _mix_iris(tone: float) -> Floats:
-    return _mix_colours((0.3, 0.18, 0.1), (0.35, 0.5, 0.7), tone)
-
-
-def _mix_colours(low: tuple[float, float, float], high: tuple[float, float, float], share: float) -> Floats:
-    share = min(max(share, 0.0), 1.0)
+def _choose_colour(traits: dict[str, float], name: str) -> Floats:
+    low, high = COLOURS[name]
+    share = min(max(traits[name], 0.0), 1.0)
     return (1 - share) * np.array(low, np.float32) + share * np.array(high, np.float32)
 
 
 def _to_uint8(image: Floats) -> NDArray[np.uint8]:
     return np.clip(255 * image, 0, 255).astype(np.uint8)
-
-
-def _encode_jpeg(image: NDArray[np.uint8]) -> bytes:
-    data = io.BytesIO()
-    Image.fromarray(image).save(data, "JPEG", quality=92)
-    return data.getvalue()

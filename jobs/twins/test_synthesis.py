@@ -28,7 +28,7 @@ def test_synthetic_faces_are_reproducible(tmp_path: Path) -> None:
         ["00030", "00031"],
     ]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["once", "twice"]
-    with pytest.raises(UserError, match="already contains files"):
+    with pytest.raises(OSError, match="not empty"):
         synthesize(tmp_path / "once", count=48, seed=3)
     with pytest.raises(UserError, match="expected an even number"):
         synthesize(tmp_path / "odd", count=47, seed=3)
