@@ -91,11 +91,8 @@ def normalise_print(gray: NDArray[np.uint8], dpi: float) -> Floats:
     detail = detail / (contrast + 5) * ndimage.gaussian_filter(foreground.astype(np.float32), 2.0, mode="mirror")
     y, x = np.nonzero(foreground) if foreground.any() else (np.array([height / 2]), np.array([width / 2]))
     top, left = round(y.mean() - SIDE_PX / 2), round(x.mean() - SIDE_PX / 2)
-    centred = np.zeros((SIDE_PX, SIDE_PX), dtype=np.float32)
-    rows, columns = (slice(max(0, at), max(0, at) + SIDE_PX - max(0, -at)) for at in (top, left))
-    part = detail[rows, columns]
-    centred[max(0, -top) :, max(0, -left) :][: part.shape[0], : part.shape[1]] = part
-    return centred
+    rows, columns = (slice(at + SIDE_PX, at + 2 * SIDE_PX) for at in (top, left))
+    return np.pad(detail, SIDE_PX)[rows, columns]
 
 
 def correlate_pairs(prints_NHW: Tensor, one: np.ndarray, other: np.ndarray) -> NDArray[np.float64]:
