@@ -15,6 +15,7 @@ from PIL import Image
 
 from trainyard import scoring
 from trainyard.cli import main
+from trainyard.config.settings import HoldOutSettings
 from trainyard.data.labelled import assign_sets, list_labelled_files
 from trainyard.errors import UserError
 from trainyard.tools import check_family
@@ -209,7 +210,7 @@ def test_a_folder_that_does_not_say_its_classes_is_refused(folders, said, tmp_pa
 
 def test_sets_are_shares_of_each_class_and_do_not_depend_on_other_classes():
     labels = {f"{name}/{i}": name for name, count in (("a", 40), ("b", 10), ("c", 2)) for i in range(count)}
-    sets = assign_sets(labels, val_share=0.2, test_share=0.1, seed=0)
+    sets = assign_sets(labels, HoldOutSettings(val_share=0.2, test_share=0.1))
     found = {(labels[key], name): 0 for key, name in sets.items()}
     for key, name in sets.items():
         found[labels[key], name] += 1
@@ -218,14 +219,16 @@ def test_sets_are_shares_of_each_class_and_do_not_depend_on_other_classes():
         ("b", "train"): 7, ("b", "val"): 2, ("b", "test"): 1, ("c", "train"): 2,
     }  # fmt: skip
     alone = {key: name for key, name in labels.items() if name == "b"}
-    assert assign_sets(alone, val_share=0.2, test_share=0.1, seed=0) == {key: sets[key] for key in alone}
-    assert assign_sets(alone, val_share=0.2, test_share=0.1, seed=1) != {key: sets[key] for key in alone}
+    assert assign_sets(alone, HoldOutSettings(val_share=0.2, test_share=0.1)) == {key: sets[key] for key in alone}
+    assert assign_sets(alone, HoldOutSettings(val_share=0.2, test_share=0.1, seed=1)) != {
+        key: sets[key] for key in alone
+    }
 
 
 def test_stated_sets_stay_and_a_missing_validation_set_is_drawn_from_training():
     labels = dict.fromkeys("abcdefghij", "x")
     stated = {key: "test" if key in "ab" else "train" for key in labels}
-    sets = assign_sets(labels, val_share=0.25, test_share=0.5, seed=0, stated=stated)
+    sets = assign_sets(labels, HoldOutSettings(val_share=0.25, test_share=0.5), stated=stated)
     assert [key for key in labels if sets[key] == "test"] == ["a", "b"]
     assert sum(name == "val" for name in sets.values()) == 2
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from trainyard.config.settings import ReportSettings, TrainConfig, option
+from trainyard.config.settings import EvaluationSettings, ReportSettings, TrainConfig, option
 
 from .amounts import MARKS
 
@@ -83,13 +83,6 @@ class PackingSettings:
     fold: int = option(0, "fold to test; -1: none, every row trains or validates", low=-1)
     val_share: float = option(0.1, "share of the other rows used for validation; 0: none", low=0, high=0.5)
     seed: int = option(0, "seed of the split into folds", low=0)
-
-
-@dataclass
-class EvaluationSettings:
-    """Scoring."""
-
-    bootstrap_draws: int = option(1000, "resamples of the groups behind the 95 % interval; 0: none", low=0)
 
 
 @dataclass

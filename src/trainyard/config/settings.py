@@ -139,6 +139,24 @@ class StoreSettings:
 
 
 @dataclass
+class HoldOutSettings:
+    """Which samples are held out; for families to derive their `packing` from (`data.labelled.assign_sets`)."""
+
+    val_share: float = option(
+        0.15, "share that selects the checkpoint, of each class, unless the raw files say", low=0, high=0.5
+    )
+    test_share: float = option(0.15, "share to test on, of each class, unless the raw files say", low=0, high=0.5)
+    seed: int = option(0, "seed of the division into sets", low=0)
+
+
+@dataclass
+class EvaluationSettings:
+    """Scoring; for families to take as `evaluation`."""
+
+    bootstrap_draws: int = option(1000, "resamples behind each 95 % interval; 0: none", low=0)
+
+
+@dataclass
 class AudioSettings:
     """Audio as the model sees it."""
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from trainyard.config.settings import HoldOutSettings
 from trainyard.data.raw import list_files
 from trainyard.errors import UserError
 from trainyard.text import find_nearest
@@ -86,12 +87,7 @@ def find_class(file: LabelledFile, classes: Sequence[str]) -> int:
 
 
 def assign_sets(
-    labels: Mapping[str, str],
-    *,
-    val_share: float,
-    test_share: float,
-    seed: int,
-    stated: Mapping[str, str] | None = None,
+    labels: Mapping[str, str], rule: HoldOutSettings, *, stated: Mapping[str, str] | None = None
 ) -> dict[str, str]:
     """Return the set of each sample: as stated, else shares of each class, by a hash of its key.
 
@@ -103,7 +99,7 @@ def assign_sets(
         stated: set by key; "" or absent: not stated.
     """
     given = {key: (stated or {}).get(key, "") for key in labels}
-    shares = {"val": val_share, "test": test_share}
+    shares = {"val": rule.val_share, "test": rule.test_share}
     shares = {name: share for name, share in shares.items() if share > 0 and name not in given.values()}
     if "train" in given.values():  # a test set is what its owner names; training needs a validation set
         shares.pop("test", None)
@@ -113,7 +109,7 @@ def assign_sets(
         if sets[key] == "train":
             by_label.setdefault(label, []).append(key)
     for keys in by_label.values():
-        drawn = sorted(keys, key=lambda key: hashlib.blake2b(f"{seed}:{key}".encode(), digest_size=8).digest())
+        drawn = sorted(keys, key=lambda key: hashlib.blake2b(f"{rule.seed}:{key}".encode(), digest_size=8).digest())
         for name, share in shares.items():
             count = max(1, round(share * len(keys))) if len(keys) >= 3 else 0
             sets |= dict.fromkeys(drawn[:count], name)

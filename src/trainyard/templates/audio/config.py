@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from trainyard.config.settings import TrainConfig, option
+from trainyard.config.settings import EvaluationSettings, HoldOutSettings, TrainConfig, option
 
 
 @dataclass
@@ -26,24 +26,10 @@ class LossSettings:
 
 
 @dataclass
-class PackingSettings:
+class PackingSettings(HoldOutSettings):
     """From raw files to records and sets. Changing an option means packing again."""
 
-    val_share: float = option(
-        0.15, "share of each class that selects the checkpoint, unless raw/val/ does", low=0, high=0.5
-    )
-    test_share: float = option(
-        0.15, "share of each class to test on, unless there are raw/train/ and raw/test/", low=0, high=0.5
-    )
-    seed: int = option(0, "seed of the division into sets", low=0)
     stereo: str = option("fail", "recordings of several channels: refused, or mixed to one", choices=("fail", "mix"))
-
-
-@dataclass
-class EvaluationSettings:
-    """Scoring."""
-
-    bootstrap_draws: int = option(1000, "resamples of the recordings behind each 95 % interval; 0: none", low=0)
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from trainyard.config.settings import TrainConfig, option
+from trainyard.config.settings import HoldOutSettings, TrainConfig, option
 
 
 @dataclass
@@ -16,22 +16,11 @@ class ModelSettings:
 
 
 @dataclass
-class PackingSettings:
-    """From raw files to records and sets. Changing an option means packing again."""
-
-    val_share: float = option(
-        0.15, "share of the images that selects the checkpoint, unless a file does", low=0, high=0.5
-    )
-    test_share: float = option(0.15, "share of the images to test on, if there is one file for all", low=0, high=0.5)
-    seed: int = option(0, "seed of the division into sets", low=0)
-
-
-@dataclass
 class Config(TrainConfig):
     """All options of the family's jobs."""
 
     model: ModelSettings = option(ModelSettings, "network")
-    packing: PackingSettings = option(PackingSettings, "raw files to records and sets")
+    packing: HoldOutSettings = option(HoldOutSettings, "raw files to records and sets")
 
     def explain_batch_dependence(self) -> str:
         """Return why results depend on the micro-batch; "" if they do not."""

@@ -46,14 +46,9 @@ def samples(raw: Path, config: Config) -> Iterator[Sample]:
     Records: `image`; `boxes` (n, 4) float32 (x0, y0, x1, y1) in pixels of the stored image; `labels` (n,) int64, the
     categories' numbers. Columns: `number`, its place in the listing, and `set` (text).
     """
-    images, rule = list_images(raw), config.packing
-    sets = assign_sets(
-        dict.fromkeys((image.key for image in images), ""),
-        val_share=rule.val_share,
-        test_share=rule.test_share,
-        seed=rule.seed,
-        stated={image.key: image.set for image in images},
-    )
+    images = list_images(raw)
+    stated = {image.key: image.set for image in images}
+    sets = assign_sets(dict.fromkeys(stated, ""), config.packing, stated=stated)
     for i, image in enumerate(images):
         yield Sample(image.key, partial(load, image), columns={"number": i, "set": sets[image.key]}, source=image.path)
 

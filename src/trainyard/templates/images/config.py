@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from trainyard.config.settings import TrainConfig, option
+from trainyard.config.settings import EvaluationSettings, HoldOutSettings, TrainConfig, option
 
 
 @dataclass
@@ -25,32 +25,12 @@ class LossSettings:
 
 
 @dataclass
-class PackingSettings:
-    """From raw files to records and sets. Changing an option means packing again."""
-
-    val_share: float = option(
-        0.15, "share of each class that selects the checkpoint, unless raw/val/ does", low=0, high=0.5
-    )
-    test_share: float = option(
-        0.15, "share of each class to test on, unless there are raw/train/ and raw/test/", low=0, high=0.5
-    )
-    seed: int = option(0, "seed of the division into sets", low=0)
-
-
-@dataclass
-class EvaluationSettings:
-    """Scoring."""
-
-    bootstrap_draws: int = option(1000, "resamples of the images behind each 95 % interval; 0: none", low=0)
-
-
-@dataclass
 class Config(TrainConfig):
     """All options of the family's jobs."""
 
     model: ModelSettings = option(ModelSettings, "network")
     loss: LossSettings = option(LossSettings, "loss")
-    packing: PackingSettings = option(PackingSettings, "raw files to records and sets")
+    packing: HoldOutSettings = option(HoldOutSettings, "raw files to records and sets")
     evaluation: EvaluationSettings = option(EvaluationSettings, "scoring", mutable_on_resume=True)
 
     def explain_batch_dependence(self) -> str:

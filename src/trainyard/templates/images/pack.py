@@ -29,14 +29,9 @@ def samples(raw: Path, config: Config) -> Iterator[Sample]:
 
     Record: `image`. Columns: `label`, the number of its class, and `set` (text).
     """
-    files, rule = list_labelled_files(raw, SUFFIXES), config.packing
-    sets = assign_sets(
-        {file.key: file.label for file in files},
-        val_share=rule.val_share,
-        test_share=rule.test_share,
-        seed=rule.seed,
-        stated={file.key: file.set for file in files},
-    )
+    files = list_labelled_files(raw, SUFFIXES)
+    labels, stated = {file.key: file.label for file in files}, {file.key: file.set for file in files}
+    sets = assign_sets(labels, config.packing, stated=stated)
     yield from _make_samples(files, sorted({file.label for file in files}), sets)
 
 

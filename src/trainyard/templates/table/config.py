@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from trainyard.config.settings import TrainConfig, option
+from trainyard.config.settings import EvaluationSettings, HoldOutSettings, TrainConfig, option
 
 REGRESS, CLASSIFY = "regress", "classify"
 
@@ -18,7 +18,7 @@ class ModelSettings:
 
 
 @dataclass
-class PackingSettings:
+class PackingSettings(HoldOutSettings):
     """From rows to records and sets. Changing an option means packing again."""
 
     target: str = option("", "column to predict")
@@ -27,16 +27,6 @@ class PackingSettings:
     ignore: list[str] = option(list, "columns that the model must not see, such as [date,comment]")
     categories: list[str] = option(list, "columns of numbers that are names, such as [zip]; text columns are anyway")
     set_column: str = option("", "column that says train, val or test; empty: shares, by a hash of the row's name")
-    val_share: float = option(0.15, "share of the rows that selects the checkpoint", low=0, high=0.5)
-    test_share: float = option(0.15, "share of the rows to test on", low=0, high=0.5)
-    seed: int = option(0, "seed of the division into sets", low=0)
-
-
-@dataclass
-class EvaluationSettings:
-    """Scoring."""
-
-    bootstrap_draws: int = option(1000, "resamples of the rows behind each 95 % interval; 0: none", low=0)
 
 
 @dataclass

@@ -213,14 +213,9 @@ def _require(raw: Path, rows: Mapping[str, Row], columns: Sequence[str]) -> None
 
 
 def _assign_sets(rows: Mapping[str, Row], rule: PackingSettings) -> dict[str, str]:
-    by_class = rule.task == CLASSIFY
-    return assign_sets(
-        {key: row[rule.target] if by_class else "" for key, row in rows.items()},
-        val_share=rule.val_share,
-        test_share=rule.test_share,
-        seed=rule.seed,
-        stated={key: row[rule.set_column] for key, row in rows.items()} if rule.set_column else None,
-    )
+    labels = {key: row[rule.target] if rule.task == CLASSIFY else "" for key, row in rows.items()}
+    stated = {key: row[rule.set_column] for key, row in rows.items()} if rule.set_column else None
+    return assign_sets(labels, rule, stated=stated)
 
 
 def _find_classes(rows: Iterable[Row], rule: PackingSettings) -> list[str]:
