@@ -85,7 +85,7 @@ def _iterate_batches(loader: Any, folder: Path, setting: Setting, config: TrainC
     keep_freed_memory(torch.device("cpu"))  # as a run does
     data = ShardSet(folder)
     decode = choose_decoder("auto", importable=find_spec("nvidia.dali") is not None).value
-    stream = loader.from_config(
+    stream = loader(
         config,
         data,
         device=torch.device("cpu"),

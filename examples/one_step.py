@@ -38,7 +38,7 @@ def take_one_step(folder: Path) -> float:
     ids = family.splits(data.columns, data.vocabulary, config)["train"]
 
     # The order is a function of the seed and the epoch; the loader reads, decodes and augments in it.
-    loader = Loader.from_config(config, data, device=torch.device("cpu"), decode="cpu")
+    loader = Loader(config, data, device=torch.device("cpu"), decode="cpu")
     batches = loader.train(
         lambda epoch: order_epoch(ids, data.columns, config, epoch=epoch), epoch=0, start=0, micro_batch_size=8
     )

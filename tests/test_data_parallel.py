@@ -280,4 +280,4 @@ def _count_buckets(state: TrainState) -> int:
 def _make_loader(packed: Path, rank: int, world_size: int) -> Loader:
     config = TrainConfig(image=ImageSettings(height_px=24, width_px=32), augment=AugmentSettings())
     data = ShardSet(packed)
-    return Loader.from_config(config, data, device=CPU, decode="cpu", rank=rank % world_size, world_size=world_size)
+    return Loader(config, data, device=CPU, decode="cpu", rank=rank % world_size, world_size=world_size)

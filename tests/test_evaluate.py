@@ -62,7 +62,7 @@ def test_outputs_that_are_the_same_for_all_samples_are_said(values, found, log):
 
 def test_rows_are_read_two_batches_late_and_few_wait_at_a_time(images):
     config = TrainConfig(image=ImageSettings(height_px=24, width_px=32), augment=AugmentSettings())
-    loader = Loader.from_config(config, images, device=torch.device("cpu"), decode="cpu")
+    loader = Loader(config, images, device=torch.device("cpu"), decode="cpu")
     Watched.log.clear()
     gathered = gather_rows(Means(), loader, np.arange(20), batch_size=4, autocast=nullcontext)
     assert gathered is not None

@@ -97,7 +97,7 @@ def test_batch_statistics_of_the_average_are_those_of_its_weights_over_the_train
     )
     ids = np.arange(data.count)
     ids = ids[ids % 5 > 1]
-    loader = Loader.from_config(config, data, device=torch.device("cpu"), decode="cpu")
+    loader = Loader(config, data, device=torch.device("cpu"), decode="cpu")
     (micro,) = loader.evaluate(ids, batch_size=64)
     first = module.layers[0]
     features = first[0](micro.batch["image"])

@@ -41,17 +41,10 @@ Orders = Callable[[int], EpochOrder]
 
 def make_loader(data: ShardSet, *, decode: str = "cpu", rank: int = 0, world_size: int = 1, **changes) -> Loader:
     settings = DataSettings(**{"prefetch": 2} | {name: changes.pop(name) for name in ("prefetch",) if name in changes})
-    options = {"augmentation": AUGMENTATION, "image": IMAGE, "seed": 5, "threads": 2, "channels_last": False}
-    device = changes.pop("device", torch.device("cpu"))
-    return Loader(
-        data,
-        settings=settings,
-        rank=rank,
-        world_size=world_size,
-        device=device,
-        decode=decode,
-        **options | changes,
-    )
+    image, augmentation = changes.pop("image", IMAGE), changes.pop("augmentation", AUGMENTATION)
+    config = TrainConfig(data=settings, image=image, augment=augmentation, seed=changes.pop("seed", 5))
+    options = {"device": torch.device("cpu"), "threads": 2} | changes
+    return Loader(config, data, rank=rank, world_size=world_size, decode=decode, **options)
 
 
 def make_orders(batch: int = 8) -> Orders:
@@ -277,7 +270,7 @@ def test_a_buffer_is_reused_only_after_the_two_next_batches_were_taken(images, d
 
 def make_host_loader(data: ShardSet, *, decode: str, prefetch: int) -> HostLoader:
     config = TrainConfig(seed=5, data=DataSettings(prefetch=prefetch), image=IMAGE, augment=AUGMENTATION)
-    return HostLoader.from_config(config, data, device=torch.device("cpu"), decode=decode)
+    return HostLoader(config, data, device=torch.device("cpu"), decode=decode)
 
 
 def stream_host_batches(loader: HostLoader) -> Iterator[MicroBatch]:
@@ -442,7 +435,7 @@ def arrays(tmp_path: Path) -> ShardSet:
 def test_batches_of_uncompressed_arrays_do_not_depend_on_the_threads_that_copy_them(arrays, threads, monkeypatch):
     monkeypatch.setattr("trainyard.data.loader._LARGE_BYTES", 1)
     config = TrainConfig(seed=5, augment=AugmentSettings())
-    loader = Loader.from_config(config, arrays, device=torch.device("cpu"), decode="cpu", threads=threads)
+    loader = Loader(config, arrays, device=torch.device("cpu"), decode="cpu", threads=threads)
     used = set()
     read_into = arrays.read_into
 
@@ -466,8 +459,7 @@ def test_each_thread_that_copies_has_a_batch_in_memory(arrays):
     """Asked for before a run starts: the host may not have as much."""
     config, many = TrainConfig(data=DataSettings(prefetch=2)), 4096  # of 256 bytes
     one, three = (
-        Loader.from_config(config, arrays, device=torch.device("cpu"), decode="cpu", threads=threads)
-        for threads in (1, 3)
+        Loader(config, arrays, device=torch.device("cpu"), decode="cpu", threads=threads) for threads in (1, 3)
     )
     assert one.count_host_bytes(many) == 4 * many * 256, "in preparation, two ready, one with the caller"
     assert three.count_host_bytes(many) == 6 * many * 256
@@ -478,9 +470,7 @@ def test_a_job_that_reads_no_noise_gets_none_and_else_the_same(images):
     config = TrainConfig(seed=5, image=IMAGE, augment=AUGMENTATION)
     batches = []
     for reads_noise in (True, False):
-        loader = Loader.from_config(
-            config, images, device=torch.device("cpu"), decode="cpu", threads=1, reads_noise=reads_noise
-        )
+        loader = Loader(config, images, device=torch.device("cpu"), decode="cpu", threads=1, reads_noise=reads_noise)
         with closing(loader.train(make_orders(), epoch=0, start=0, micro_batch_size=0)) as stream:
             batches.append([dict(micro.batch) for micro in itertools.islice(stream, 12)])
     for ours, theirs in zip(*batches, strict=True):

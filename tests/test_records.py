@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from trainyard.config.settings import AudioSettings, AugmentSettings, DataSettings, ImageSettings
+from trainyard.config.settings import AudioSettings, AugmentSettings, ImageSettings, TrainConfig
 from trainyard.data import augment
 from trainyard.data.augment import build_neutral, choose_scale, compute_affine, draw, draw_noise, draw_starts
 from trainyard.data.hdf5 import ShardError
@@ -76,20 +76,14 @@ def packed(tmp_path_factory) -> Path:
 def make_loader(
     packed: Path, *, decode: str = "cpu", rank: int = 0, world_size: int = 1, image=None, augmentation=None
 ):
-    return Loader(
-        ShardSet(packed),
-        settings=DataSettings(),
+    config = TrainConfig(
         image=image or ImageSettings(height_px=32, width_px=32, channels=3),
-        audio=AudioSettings(frames=FRAMES),
-        augmentation=augmentation or AugmentSettings(),
+        sound=AudioSettings(frames=FRAMES),
+        augment=augmentation or AugmentSettings(),
         seed=3,
-        rank=rank,
-        world_size=world_size,
-        device=torch.device("cpu"),
-        threads=1,
-        channels_last=False,
-        decode=decode,
     )
+    device = torch.device("cpu")
+    return Loader(config, ShardSet(packed), device=device, decode=decode, rank=rank, world_size=world_size)
 
 
 def take_batches(packed: Path, *, epoch: int = 0, batches: int = 1, micro: int = 0, **how) -> list[MicroBatch]:

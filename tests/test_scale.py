@@ -145,7 +145,7 @@ def test_ranks_send_rows_to_rank_0_alone_and_rank_0_alone_hashes_a_checkpoint(pa
 def _measure_on_ranks(rank: int, world_size: int, folder: Path, packed: Path) -> None:
     config = TrainConfig(image=ImageSettings(height_px=24, width_px=32), augment=AugmentSettings())
     device, ids = torch.device("cpu"), np.arange(24)[::-1].copy()
-    loader = Loader.from_config(config, ShardSet(packed), device=device, decode="cpu", rank=rank, world_size=world_size)
+    loader = Loader(config, ShardSet(packed), device=device, decode="cpu", rank=rank, world_size=world_size)
     gathered: list[Any] = []
 
     def gather() -> None:

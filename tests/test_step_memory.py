@@ -50,7 +50,7 @@ def take_measured_step(predictor: Predictor, setting: StepConfig) -> tuple[int, 
     state = build_state(module, config, scaler=torch.amp.GradScaler("cpu", enabled=precision.loss_scaling))
     if setting.recompute:
         recompute_layers(module, config)
-    loader = Loader.from_config(config, predictor.data, device=CPU, decode="cpu", channels_last=setting.channels_last)
+    loader = Loader(config, predictor.data, device=CPU, decode="cpu", channels_last=setting.channels_last)
     with closing(loader.evaluate(predictor.train_ids[: setting.micro_batch], batch_size=setting.micro_batch)) as stream:
         batch = dict(next(stream).batch)
     batch |= {"noise": torch.rand(setting.micro_batch, 32), "samples_seen": torch.zeros((), dtype=torch.int64)}

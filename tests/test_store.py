@@ -59,7 +59,7 @@ class Packed(NamedTuple):
     def open(self, store: str, **options: Any) -> Loader:
         config = compose_smoke(self.family, f"packing.store={store}")
         settings: dict[str, Any] = {"device": torch.device("cpu"), "decode": "cpu", "threads": 2}
-        return Loader.from_config(config, ShardSet(self.folders[store]), **settings | options)
+        return Loader(config, ShardSet(self.folders[store]), **settings | options)
 
 
 @pytest.fixture(scope="module", params=SAMPLES)
@@ -188,7 +188,7 @@ def test_another_size_of_the_input_is_refused_and_what_to_type_works(packed):
 
 def open_with(config: TrainConfig) -> Loader:
     data = ShardSet(Path(config.data.path))
-    return Loader.from_config(config, data, device=torch.device("cpu"), decode="cpu")
+    return Loader(config, data, device=torch.device("cpu"), decode="cpu")
 
 
 MORE_THAN_RESIZE = {

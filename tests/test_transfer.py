@@ -57,7 +57,7 @@ class ObservedLoader(Loader):
 
 def make_observed_loader(images, device: torch.device, depth: int = 2) -> ObservedLoader:
     config = TrainConfig(seed=5, data=DataSettings(prefetch=depth), image=IMAGE, augment=AUGMENTATION)
-    return ObservedLoader.from_config(config, images, device=device, decode="cpu", threads=2)
+    return ObservedLoader(config, images, device=device, decode="cpu", threads=2)
 
 
 class ObservedShards(ShardSet):
@@ -104,7 +104,7 @@ class PreparingLoader(Loader):
 def test_a_micro_batch_arrives_after_its_copy_and_before_the_kernels_that_prepare_it(images, monkeypatch):
     device = LateDevice(monkeypatch, eager=False)
     config = TrainConfig(seed=5, image=IMAGE, augment=AUGMENTATION)
-    loader = PreparingLoader.from_config(config, images, device=GPU, decode="cpu")
+    loader = PreparingLoader(config, images, device=GPU, decode="cpu")
     loader.queue = []
     uploads, arrive = [], device.compute.push
     upload = loader._copies.upload
@@ -338,7 +338,7 @@ def test_the_check_for_a_gpu_names_the_samples_that_have_another_image(images, d
     config = TrainConfig(image=IMAGE)
     results = []
     for loader_type in (Loader, MislabellingLoader):
-        loader = loader_type.from_config(config, images, device=torch.device("cpu"), decode=decode)
+        loader = loader_type(config, images, device=torch.device("cpu"), decode=decode)
         results.append(
             compare_with_synchronised_decode(
                 loader, make_orders(), steps=3, micro_batch_size=4, delay=delay_compute(loader.device)
@@ -374,7 +374,7 @@ def test_the_check_for_a_gpu_fails_if_the_decoders_memory_is_overwritten_before_
     monkeypatch.setattr(decode_dali, "_GROUP_BYTES", 1)  # the pipeline runs once for each micro-batch
     device = LateDevice(monkeypatch, eager=True)
     config = TrainConfig(image=ImageSettings(height_px=SIZE[0], width_px=SIZE[1], channels=1))
-    loader = RawLoader.from_config(config, images, device=GPU, decode="dali")
+    loader = RawLoader(config, images, device=GPU, decode="dali")
     loader._copies = copies_type(GPU)
     found = compare_with_synchronised_decode(
         loader, make_orders(), steps=3, micro_batch_size=2, delay=device.compute.delay

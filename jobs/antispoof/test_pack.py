@@ -86,7 +86,7 @@ def test_evaluation_reads_the_first_part_of_packed_speech_and_no_noise(
     packed_samples = list(samples(asvspoof_2019, config))
     data = pack(packed_samples, tmp_path / "packed", meta={}, workers=1, artifacts=fit_artifacts(asvspoof_2019, config))
     ids = splits(data.columns, data.vocabulary, config)["val"]
-    loader = Loader.from_config(config, data, device=torch.device("cpu"), decode="cpu")
+    loader = Loader(config, data, device=torch.device("cpu"), decode="cpu")
     (micro,) = loader.evaluate(ids, batch_size=8)
     for row, sample_id in zip(micro.batch["wave"], micro.batch["sample_id"].tolist(), strict=True):
         pcm = soundfile.read(packed_samples[sample_id].source, dtype="int16")[0]

@@ -72,7 +72,7 @@ def make_module(data: ShardSet, config: Config | None = None) -> PricingModule:
 
 def build_loader(data: ShardSet) -> Loader:
     """Build the real loader on the CPU."""
-    return Loader.from_config(TrainConfig(), data, device=torch.device("cpu"), decode="cpu")
+    return Loader(TrainConfig(), data, device=torch.device("cpu"), decode="cpu")
 
 
 def make_micro_batches(data: ShardSet, batches: list[list[int]], micro_batch_size: int) -> list[MicroBatch]:

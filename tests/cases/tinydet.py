@@ -118,10 +118,7 @@ def pack_folder(raw: Path, out: Path, config: Config) -> ShardSet:
 
 
 def make_loader(data: ShardSet, config: Config, decode: str) -> Loader:
-    return Loader(
-        data, settings=config.data, image=config.image, augmentation=config.augment, seed=0, rank=0, world_size=1,
-        device=torch.device("cpu"), threads=1, channels_last=False, decode=decode,
-    )  # fmt: skip
+    return Loader(config, data, device=torch.device("cpu"), decode=decode)
 
 
 def write_coco(folder: Path, *, annotations: list[dict[str, Any]] | None = None, **change: Any) -> Path:

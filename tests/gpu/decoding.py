@@ -77,9 +77,7 @@ def _without_augmentation(context: RunContext) -> RunContext:
 def _compare_with_reference(context: RunContext) -> float:
     """Return the largest difference from Pillow's images, without augmentation, in levels of 255."""
     ids = context.splits[TRAIN][:_REFERENCE_IMAGES]
-    reference = Loader.from_config(
-        context.config, context.data, device=torch.device("cpu"), decode="cpu", threads=context.threads
-    )
+    reference = Loader(context.config, context.data, device=torch.device("cpu"), decode="cpu", threads=context.threads)
     images = []
     for loader in (make_loader(context), reference):
         with closing(loader.evaluate(ids, batch_size=len(ids))) as stream:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any
 
 import numpy as np
 import soundfile
@@ -16,6 +16,7 @@ from PIL import Image
 from torch import Tensor
 
 from trainyard.data.augment import Parameters
+from trainyard.data.item import Item
 
 _MODES = {1: "L", 3: "RGB"}
 _GRAY_TOGETHER = 4  # channels of the operator that resizes
@@ -30,22 +31,14 @@ class Request:
     shapes: np.ndarray  # (B, 3) int32: height, width, channels of each
     parameters: Parameters
     out: Tensor  # (B, H, W, C) uint8 on the host, the loader's buffer, which the decoder fills
+    item: Any = None  # the loader's
 
 
-@dataclass(frozen=True)
-class AudioRequest:
-    """One micro-batch of audio to decode."""
-
-    records: list[np.ndarray]  # B WAV or FLAC files, uint8
+AudioRequest = tuple[Item, list[np.ndarray]]
+"""One micro-batch of audio: the loader's item, and B WAV or FLAC files, uint8, or (frames,) int16 recordings."""
 
 
-AnyRequest = TypeVar("AnyRequest", bound=Request)
-AnyAudioRequest = TypeVar("AnyAudioRequest", bound=AudioRequest)
-
-
-def decode(
-    requests: Iterator[AnyRequest], *, channels: int, fill: int, threads: int
-) -> Iterator[tuple[AnyRequest, Tensor]]:
+def decode(requests: Iterator[Request], *, channels: int, fill: int, threads: int) -> Iterator[tuple[Request, Tensor]]:
     """Decode, crop, resize and mirror, one micro-batch per request.
 
     A decoder may take requests ahead of those it has yielded, but fills `out` only just before it yields the request.
@@ -65,18 +58,11 @@ def decode(
             yield request, request.out
 
 
-def decode_audio(
-    requests: Iterator[AnyAudioRequest], *, threads: int
-) -> Iterator[tuple[AnyAudioRequest, list[np.ndarray]]]:
-    """Decode the audio of each request.
-
-    Yields:
-        request: in the order of `requests`.
-        recordings: B arrays (frames,) int16.
-    """
+def decode_audio(requests: Iterator[AudioRequest], *, threads: int) -> Iterator[AudioRequest]:
+    """Decode the files of each request, in order."""
     with ThreadPoolExecutor(threads, thread_name_prefix="decode") as pool:
-        for request in requests:
-            yield request, list(pool.map(decode_recording, request.records))
+        for item, records in requests:
+            yield item, list(pool.map(decode_recording, records))
 
 
 def decode_recording(record: np.ndarray) -> np.ndarray:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from trainyard.choice import Choice
-from trainyard.data.decode_cpu import AnyAudioRequest, AnyRequest, Request, crop, get_pool, resize_all
+from trainyard.data.decode_cpu import AudioRequest, Request, crop, get_pool, resize_all
 from trainyard.data.transfer import CopyStream
 
 backend: Any = _untyped_backend  # its stubs lack the memory pools
@@ -45,7 +45,7 @@ class ImageDecoder:
         self._channels, self._fill, self._threads, self._copies = channels, fill, threads, copies
         self._idle: _ImagePipeline | None = None
 
-    def decode(self, requests: Iterator[AnyRequest], *, max_batch_size: int) -> Iterator[tuple[AnyRequest, Tensor]]:
+    def decode(self, requests: Iterator[Request], *, max_batch_size: int) -> Iterator[tuple[Request, Tensor]]:
         """Decode, crop, resize and mirror, one micro-batch per request.
 
         Args:
@@ -137,7 +137,7 @@ class _ImagePipeline:
             )
         pipeline.build()
 
-    def start(self, requests: Iterator[AnyRequest]) -> None:
+    def start(self, requests: Iterator[Request]) -> None:
         """Set the requests that the pipeline decodes until its end."""
         self._feed.start(requests)
 
@@ -165,7 +165,7 @@ class _Feed:
         self._groups: Iterator[list[Any]] = iter(())
         self.pending: deque[list[Any]] = deque()  # what DALI took ahead; it reads these requests' records in place
 
-    def start(self, requests: Iterator[AnyRequest]) -> None:
+    def start(self, requests: Iterator[Request]) -> None:
         assert not self.pending
         self._groups = _group_requests(requests, self._most, self._channels)
 
@@ -193,12 +193,12 @@ def _split_boxes(group: list[Any]) -> tuple[np.ndarray, np.ndarray]:
     return split_box(box, np.concatenate([request.shapes for request in group]))
 
 
-def _group_requests(requests: Iterator[AnyRequest], most: int, channels: int) -> Iterator[list[AnyRequest]]:
+def _group_requests(requests: Iterator[Request], most: int, channels: int) -> Iterator[list[Request]]:
     """Yield up to `most` requests at a time that decode to no more than `_GROUP_BYTES` but for the last of them.
 
     All requests of a group have results of one size, so that a pipeline can return them as one tensor.
     """
-    group: list[AnyRequest] = []
+    group: list[Request] = []
     decoded_bytes = 0
     for request in requests:
         if group and request.out.shape[1:] != group[0].out.shape[1:]:
@@ -217,20 +217,18 @@ def _count_decoded_bytes(request: Request, channels: int) -> int:
     return int(request.parameters.box[:, 2:].prod(axis=1).sum()) * channels
 
 
-def decode_audio(
-    requests: Iterator[AnyAudioRequest], *, threads: int, max_batch_size: int
-) -> Iterator[tuple[AnyAudioRequest, list[np.ndarray]]]:
+def decode_audio(requests: Iterator[AudioRequest], *, threads: int, max_batch_size: int) -> Iterator[AudioRequest]:
     """Decode the audio of each request, as `decode_cpu.decode_audio` does; DALI decodes audio on the host only.
 
     Args:
         max_batch_size: the largest number of files in any request.
     """
-    pending: deque[AnyAudioRequest] = deque()  # requests that DALI took ahead, not yet decoded
+    pending: deque[AudioRequest] = deque()  # requests that DALI took ahead, not yet decoded; it reads their records
 
     def feed() -> list[np.ndarray]:
         request = next(requests)  # its StopIteration ends the pipeline
         pending.append(request)
-        return request.records
+        return request[1]
 
     pipeline = Pipeline(batch_size=max_batch_size, num_threads=threads, device_id=None, prefetch_queue_depth=2)
     with pipeline:
@@ -239,7 +237,7 @@ def decode_audio(
         pipeline.set_outputs(fn.squeeze(audio, axes=[1]))
     pipeline.build()
     while (decoded := _run_pipeline(pipeline)) is not None:
-        yield pending.popleft(), [np.array(decoded.at(i)) for i in range(len(decoded))]
+        yield pending.popleft()[0], [np.array(decoded.at(i)) for i in range(len(decoded))]
 
 
 def split_box(box: np.ndarray, shapes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

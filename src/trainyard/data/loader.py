@@ -7,16 +7,16 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from trainyard.config.settings import AudioSettings, AugmentSettings, DataSettings, ImageSettings, TrainConfig
+from trainyard.config.settings import TrainConfig
 from trainyard.data import augment, decode_cpu
 from trainyard.data.arrays import BatchMemory, read_arrays
-from trainyard.data.decode_cpu import AudioRequest, Request
+from trainyard.data.decode_cpu import Request
 from trainyard.data.device import prepare_model_input, shape_channels
 from trainyard.data.index import ARRAY, AUDIO, ENCODED_IMAGE, IMAGE, INPUT_RAW, INPUTS, PCM, RAGGED
 from trainyard.data.item import Draws, Item
@@ -43,20 +43,6 @@ class MicroBatch:
     wait_s: float  # how long the caller waited for it
 
 
-@dataclass(frozen=True)
-class _ImageRequest(Request):
-    """The images of an item to decode."""
-
-    item: Item
-
-
-@dataclass(frozen=True)
-class _AudioRequest(AudioRequest):
-    """The audio of an item to decode."""
-
-    item: Item
-
-
 class Loader:
     """Batches of one data set for one rank; `train.module.Batch` describes their content.
 
@@ -67,47 +53,6 @@ class Loader:
 
     def __init__(
         self,
-        data: ShardSet,
-        *,
-        reads_noise: bool = True,
-        settings: DataSettings,
-        image: ImageSettings,
-        audio: AudioSettings | None = None,
-        augmentation: AugmentSettings,
-        seed: int,
-        rank: int,
-        world_size: int,
-        device: torch.device,
-        threads: int,
-        channels_last: bool,
-        decode: str,
-    ) -> None:
-        self.data = data
-        self.rank, self.world_size, self.device = rank, world_size, device
-        self._settings, self._image, self._augmentation = settings, image, augmentation
-        self._seed, self._threads, self._channels_last, self._decode = seed, threads, channels_last, decode
-        self._audio = audio or AudioSettings()
-        self._has_images = IMAGE in data.records and data.records[IMAGE].kind in (ENCODED_IMAGE, *INPUTS)
-        self._regions = read_regions(data) if self._has_images else np.zeros((data.count, 4), dtype=np.int32)
-        self._letterbox = image.fit == "letterbox"
-        self._draws = Draws(
-            augmentation,
-            seed=seed,
-            regions=self._regions if self._has_images else None,
-            letterbox=self._letterbox,
-            read_boxes=self._read_boxes,
-            noise=reads_noise,
-        )
-        self._mean, self._std = (shape_channels(values, device) for values in (image.mean, image.std))
-        self._copies = CopyStream(device) if device.type == "cuda" else None
-        self._memory = {name: BatchMemory() for name in data.records} if self._copies is None else None
-        self._dali: Any = None  # built when it is first needed
-        augment.check_options(image, augmentation)
-        check_inputs(data.folder, data.records, data.meta, image=image, augmentation=augmentation)
-
-    @classmethod
-    def from_config(
-        cls,
         config: TrainConfig,
         data: ShardSet,
         *,
@@ -118,7 +63,7 @@ class Loader:
         threads: int = 1,
         channels_last: bool = False,
         reads_noise: bool = True,
-    ) -> Self:
+    ) -> None:
         """Build a loader from a typed config and what the config leaves open.
 
         Args:
@@ -130,21 +75,28 @@ class Loader:
         Raises:
             UserError: options of the config exclude each other.
         """
-        return cls(
-            data,
-            settings=config.data,
-            image=config.image,
-            audio=config.sound,
-            augmentation=config.augment,
+        image, augmentation = config.image, config.augment
+        self.data = data
+        self.rank, self.world_size, self.device = rank, world_size, device
+        self._settings, self._image, self._audio, self._augmentation = config.data, image, config.sound, augmentation
+        self._seed, self._threads, self._channels_last, self._decode = config.seed, threads, channels_last, decode
+        self._has_images = IMAGE in data.records and data.records[IMAGE].kind in (ENCODED_IMAGE, *INPUTS)
+        self._regions = read_regions(data) if self._has_images else np.zeros((data.count, 4), dtype=np.int32)
+        self._letterbox = image.fit == "letterbox"
+        self._draws = Draws(
+            augmentation,
             seed=config.seed,
-            rank=rank,
-            world_size=world_size,
-            device=device,
-            threads=threads,
-            channels_last=channels_last,
-            decode=decode,
-            reads_noise=reads_noise,
+            regions=self._regions if self._has_images else None,
+            letterbox=self._letterbox,
+            read_boxes=self._read_boxes,
+            noise=reads_noise,
         )
+        self._mean, self._std = (shape_channels(values, device) for values in (image.mean, image.std))
+        self._copies = CopyStream(device) if device.type == "cuda" else None
+        self._memory = {name: BatchMemory() for name in data.records} if self._copies is None else None
+        self._dali: Any = None  # built when it is first needed
+        augment.check_options(image, augmentation)
+        check_inputs(data.folder, data.records, data.meta, image=image, augmentation=augmentation)
 
     def train(
         self,
@@ -277,14 +229,16 @@ class Loader:
 
     def _decode_audio(self, name: str, items: Iterator[Item], largest: int) -> Iterator[Item]:
         """Add a crop of each encoded recording."""
+        check = self._settings.check_crc
+        requests = ((item, self.data.read_arrays(name, item.ids, check_crc=check)) for item in items)
+        if self._decode == "dali":
+            from trainyard.data import decode_dali
 
-        def make_requests() -> Iterator[_AudioRequest]:
-            for item in items:
-                records = self.data.read_arrays(name, item.ids, check_crc=self._settings.check_crc)
-                yield _AudioRequest(records, item)
-
-        for request, recordings in self._run_audio_decoder(make_requests(), largest):
-            yield self._add_audio(name, request.item, recordings)
+            decoded = decode_dali.decode_audio(requests, threads=self._threads, max_batch_size=largest)
+        else:
+            decoded = decode_cpu.decode_audio(requests, threads=self._threads)
+        for item, recordings in decoded:
+            yield self._add_audio(name, item, recordings)
 
     def _add_audio(self, name: str, item: Item, recordings: list[np.ndarray]) -> Item:
         """Add a crop of each recording as int16, which is scaled to [-1, 1) on the device."""
@@ -299,15 +253,6 @@ class Loader:
             row[:] = part if len(part) == frames else np.resize(part, frames)
         item.values |= {name: torch.from_numpy(crops), f"{name}_count": torch.from_numpy(count)}
         return item
-
-    def _run_audio_decoder(
-        self, requests: Iterator[_AudioRequest], largest: int
-    ) -> Iterator[tuple[_AudioRequest, list[np.ndarray]]]:
-        if self._decode != "dali":
-            return decode_cpu.decode_audio(requests, threads=self._threads)
-        from trainyard.data import decode_dali
-
-        return decode_dali.decode_audio(requests, threads=self._threads, max_batch_size=largest)
 
     def count_host_bytes(self, largest: int) -> int:
         """Return how much memory reading allocates on the host for items of up to `largest` samples."""
@@ -356,7 +301,7 @@ class Loader:
     def _decode_images(self, items: Iterator[Item], buffers: list[Tensor], largest: int) -> Iterator[Item]:
         """Decode the images of each item into the buffers, one after another and again."""
 
-        def make_requests() -> Iterator[_ImageRequest]:
+        def make_requests() -> Iterator[Request]:
             for item, buffer in zip(items, itertools.cycle(buffers), strict=False):
                 assert item.parameters is not None
                 records = self.data.read_bytes(IMAGE, item.ids, check_crc=self._settings.check_crc)
@@ -364,7 +309,7 @@ class Loader:
                 if has_inputs(self.data.records):  # packing has cropped and resized them
                     parameters = replace(parameters, box=np.pad(shapes[:, :2], ((0, 0), (2, 0))))
                 out = self._view_images(buffer, item)
-                yield _ImageRequest(records, shapes, parameters, out, item)
+                yield Request(records, shapes, parameters, out, item)
 
         for request, images in self._run_image_decoder(make_requests(), largest):
             request.item.images = images
@@ -374,9 +319,7 @@ class Loader:
         shape = (len(item.ids), *item.size, self._image.channels)
         return buffer[: math.prod(shape)].view(shape)
 
-    def _run_image_decoder(
-        self, requests: Iterator[_ImageRequest], largest: int
-    ) -> Iterator[tuple[_ImageRequest, Tensor]]:
+    def _run_image_decoder(self, requests: Iterator[Request], largest: int) -> Iterator[tuple[Request, Tensor]]:
         image = self._image
         common: dict[str, Any] = {"channels": image.channels, "fill": image.fill, "threads": self._threads}
         if self._decode == "cpu":
@@ -387,7 +330,7 @@ class Loader:
             # the same pixels on every device: GPUs do not decode PNG, and would resize
             copies = None if has_inputs(self.data.records) else self._copies
             self._dali = decode_dali.ImageDecoder(**common, copies=copies)
-        stream: Iterator[tuple[_ImageRequest, Tensor]] = self._dali.decode(requests, max_batch_size=largest)
+        stream: Iterator[tuple[Request, Tensor]] = self._dali.decode(requests, max_batch_size=largest)
         return stream
 
     def _add_values(self, item: Item) -> Item:

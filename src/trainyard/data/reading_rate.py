@@ -18,7 +18,7 @@ _MEASURED_IMAGES, _MEASURED_BATCH = 1024, 64
 def describe_reading(data: ShardSet, config: TrainConfig) -> str:
     """Return the size of a stored image and how many a core of this machine reads; measuring takes half a second."""
     records, store = data.records[IMAGE], name_store(data.records, data.meta)
-    loader = Loader.from_config(config, data, device=torch.device("cpu"), decode="cpu")
+    loader = Loader(config, data, device=torch.device("cpu"), decode="cpu")
     order = np.random.default_rng(0).permutation(data.count)
     rates = []
     for _ in range(_MEASURED_ROUNDS):

@@ -113,7 +113,7 @@ class Predictor:
         return state
 
     def _read_template(self) -> dict[str, Tensor]:
-        loader = Loader.from_config(self.config, self.data, device=torch.device("cpu"), decode="cpu")
+        loader = Loader(self.config, self.data, device=torch.device("cpu"), decode="cpu")
         with closing(loader.evaluate(self.train_ids[:_TEMPLATE], batch_size=_TEMPLATE)) as stream:
             batch = dict(next(stream).batch)
         batch["noise"] = torch.zeros(len(batch["sample_id"]), 32)

@@ -93,7 +93,7 @@ class Family:
 
     def read_micro_batch(self) -> MicroBatch:
         """Return the first micro-batch of training."""
-        loader = Loader.from_config(self.config, self.data, device=torch.device("cpu"), decode="cpu")
+        loader = Loader(self.config, self.data, device=torch.device("cpu"), decode="cpu")
         stream = loader.train(
             lambda epoch: shuffle(self.splits["train"], seed=0, epoch=epoch, global_batch_size=16),
             epoch=0, start=0, micro_batch_size=0,

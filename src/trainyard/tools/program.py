@@ -58,7 +58,7 @@ def read_batches(model: TrainedModel, data: ShardSet, ids: np.ndarray, names: It
     """Yield samples in small batches of several sizes, as programs take them, with the rows of the run's network."""
     levels = replace(model.config.image, mean=0.0, std=1 / 255)  # pixels as gray levels, up to rounding
     seen, stored = (
-        Loader.from_config(config, data, device=model.device, decode="cpu", threads=count_cores())
+        Loader(config, data, device=model.device, decode="cpu", threads=count_cores())
         for config in (model.config, replace(model.config, image=levels))
     )
     for part in np.split(ids, _BATCH_ENDS):

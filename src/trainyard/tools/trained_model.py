@@ -113,7 +113,7 @@ def make_loader(model: TrainedModel, data: "ShardSet") -> "Loader":
     """Return a loader of a data set as the model reads it, in the memory layout of training."""
     from trainyard.data.loader import Loader
 
-    return Loader.from_config(
+    return Loader(
         model.config,
         data,
         device=model.device,

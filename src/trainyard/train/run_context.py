@@ -115,7 +115,7 @@ def make_loader(context: RunContext) -> Loader:
     Raises:
         UserError: the host has no memory for the batches.
     """
-    loader = Loader.from_config(
+    loader = Loader(
         context.config,
         context.data,
         device=context.device,
