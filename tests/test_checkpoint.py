@@ -36,7 +36,7 @@ from trainyard.train.checkpoint import (
     save,
     verify,
 )
-from trainyard.train.save_interval import compute_interval_s
+from trainyard.train.saver import compute_interval_s
 
 
 def make_state(value):
@@ -87,8 +87,8 @@ def test_a_model_and_its_optimizer_come_back_bit_for_bit(tmp_path):
     assert loaded["tied"][0].data_ptr() == loaded["tied"][1].data_ptr()
     assert loaded["model"]["0.weight"].is_contiguous(memory_format=torch.channels_last)
     assert (entry.step, entry.meta["epoch"], entry.meta["at"]) == (7, 1, {"2": "a", "10": "b"})
-    assert done.path == entry.path == tmp_path / "step-000000007.ckpt"
-    assert done.bytes == entry.bytes == done.path.stat().st_size
+    assert done == entry.path == tmp_path / "step-000000007.ckpt"
+    assert entry.bytes == done.stat().st_size
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000000007.ckpt", "step-000000007.json"]
 
 
@@ -219,12 +219,12 @@ def test_a_step_saved_again_replaces_the_older_file_without_writing_over_it(tmp_
     first = save(tmp_path, make_state(1), step=1, meta={"try": 1})
     second = save(tmp_path, make_state(1), step=1, meta={"try": 2})
     third = save(tmp_path, make_state(1), step=1, meta={"try": 3})
-    assert [p.path.name for p in (first, second, third)] == [
+    assert [path.name for path in (first, second, third)] == [
         "step-000000001.ckpt",
         "step-000000001-1.ckpt",
         "step-000000001-2.ckpt",
     ]
-    assert [(entry.path, entry.meta["try"]) for entry in list_checkpoints(tmp_path)] == [(third.path, 3)]
+    assert [(entry.path, entry.meta["try"]) for entry in list_checkpoints(tmp_path)] == [(third, 3)]
 
 
 def test_one_flipped_bit_anywhere_is_detected_and_reported_and_the_previous_checkpoint_is_used(tmp_path, warnings):
@@ -517,14 +517,14 @@ def test_an_export_refuses_to_overwrite(tmp_path):
     ],
 )
 def test_an_export_without_whole_weights_is_refused(tmp_path, state, found):
-    path = save(tmp_path, state, step=1, meta={}).path
+    path = save(tmp_path, state, step=1, meta={})
     with pytest.raises(CheckpointError, match=found):
         export(path, tmp_path / "model.safetensors")
     assert not (tmp_path / "model.safetensors").exists()
 
 
 def test_an_export_onto_a_full_disk_leaves_no_file(disk, tmp_path):
-    path = save(tmp_path / "run", {"model": {"w": torch.zeros(2 * 2**20)}}, step=1, meta={}).path
+    path = save(tmp_path / "run", {"model": {"w": torch.zeros(2 * 2**20)}}, step=1, meta={})
     with pytest.raises(CheckpointError, match=r"not exported: .*o space left"):
         export(path, disk / "model.safetensors")
     assert list(disk.iterdir()) == []

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.test_step import make_batch, make_classifier, make_state, split_batch, step
+from trainyard.runs.manifest import CheckpointError
 from trainyard.train import checkpoint
 from trainyard.train.run_state import encode_state, restore_state
 from trainyard.train.step import TrainState
@@ -16,7 +17,7 @@ ROUNDING = 1e-4
 
 def save_and_restore(saved: TrainState, restored: TrainState, folder: Path) -> None:
     content = encode_state(saved, fingerprint="data", metrics_position=0, artifacts={})
-    path = checkpoint.save(folder, content, step=1, meta={}).path
+    path = checkpoint.save(folder, content, step=1, meta={})
     restore_state(restored, checkpoint.load(path), fingerprint="data", path=path)
 
 
@@ -53,3 +54,11 @@ def test_a_run_resumes_with_another_memory_layout(name, nhwc_first, tmp_path):
         step(restored, split_batch(make_batch(12), 12))
     for a, b in zip(saved.module.parameters(), restored.module.parameters(), strict=True):
         assert torch.allclose(a, b, atol=ROUNDING)
+
+
+@pytest.mark.parametrize("plateau", [{"value": "0.1", "evaluations": 0}, {"value": 0.1, "evaluations": -1}])
+def test_a_damaged_count_of_evaluations_is_refused(plateau, tmp_path):
+    state = make_state(make_classifier(0))
+    saved = encode_state(state, fingerprint="data", metrics_position=0, artifacts={}) | {"plateau": plateau}
+    with pytest.raises(CheckpointError, match=r"'plateau' has the value '0\.1'|'evaluations' is -1, expected a number"):
+        restore_state(state, saved, fingerprint="data", path=tmp_path)

@@ -40,13 +40,13 @@ def test_a_copy_is_written_as_the_same_bytes_and_keeps_them_when_the_original_ch
     whole = torch.arange(24.0).reshape(4, 6)
     state = {"model": layer.state_dict(), "view": whole[1:, ::2], "whole": whole, "turned": whole.t(), "empty": {}}
     state |= {"losses": [1.0, 2.0], "parameter": layer.weight, "number": torch.tensor(3), "none": torch.zeros(0, 2)}
-    expected = checkpoint.save(tmp_path / "a", state, step=1, meta={}).path.read_bytes()
+    expected = checkpoint.save(tmp_path / "a", state, step=1, meta={}).read_bytes()
     host = HostCopy()
     copied = host.take(state)
     assert type(copied["model"]) is OrderedDict and copied["model"]._metadata == state["model"]._metadata
     whole.zero_()
     state["losses"].append(3.0)
-    assert checkpoint.save(tmp_path / "b", copied, step=1, meta={}).path.read_bytes() == expected
+    assert checkpoint.save(tmp_path / "b", copied, step=1, meta={}).read_bytes() == expected
     assert host.bytes == checkpoint.count_tensor_bytes(state)
     again = host.take(state)
     assert again["whole"].data_ptr() == copied["whole"].data_ptr() and not again["whole"].any()

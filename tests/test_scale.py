@@ -7,7 +7,7 @@ import threading
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +77,7 @@ def test_a_resume_keeps_no_line_of_a_long_run(long_run):
 
     def resume() -> None:
         Recorder.rewind(long_run, size)
-        with Recorder(long_run, trackers=(), config={}, resume_at=10_000) as recorder:
+        with closing(Recorder(long_run, trackers=(), config={}, resume_at=10_000)) as recorder:
             recorder.log("event", 10_000, {"event": "resume"})
 
     assert measure_memory_mib(resume) < 1, "the file has a MiB, its lines as objects ten"
@@ -194,15 +194,15 @@ def count_read_bytes() -> int:
 def test_pruning_trusts_what_this_process_has_just_written(tmp_path):
     for step in (1, 2, 3):
         saved = checkpoint.save(tmp_path, {"w": torch.ones(9)}, step=step, meta={})
-    data = bytearray(saved.path.read_bytes())
+    data = bytearray(saved.read_bytes())
     data[-30] ^= 1
-    saved.path.write_bytes(data)  # so that whoever reads it notices
+    saved.write_bytes(data)  # so that whoever reads it notices
     assert checkpoint.prune(tmp_path, keep_last=1) == [tmp_path / "step-000000001.ckpt"]
-    deleted = checkpoint.prune(tmp_path, keep_last=1, written=saved.path)
+    deleted = checkpoint.prune(tmp_path, keep_last=1, written=saved)
     assert deleted == [tmp_path / "step-000000002.ckpt"]
-    saved.path.write_bytes(data[:-1])
+    saved.write_bytes(data[:-1])
     checkpoint.save(tmp_path, {"w": torch.ones(9)}, step=0, meta={})
-    assert checkpoint.prune(tmp_path, keep_last=1, written=saved.path) == [], "its size is compared"
+    assert checkpoint.prune(tmp_path, keep_last=1, written=saved) == [], "its size is compared"
 
 
 @pytest.fixture(scope="module")

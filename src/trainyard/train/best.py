@@ -24,18 +24,6 @@ class Plateau:
         else:
             self.evaluations += 1
 
-    @classmethod
-    def from_saved(cls, saved: Mapping[str, Any]) -> "Plateau":
-        """Read what a checkpoint has.
-
-        Raises:
-            TypeError: it is no value and count.
-        """
-        value, evaluations = saved["value"], saved["evaluations"]
-        if type(value) not in (float, int, type(None)) or type(evaluations) is not int or evaluations < 0:
-            raise TypeError(f"'plateau' is {saved!r:.60}, expected a value and a number of evaluations")
-        return cls(value, evaluations)
-
 
 def is_better(metrics: Mapping[str, float], best: Mapping[str, Any] | None, monitor: MetricOrder) -> bool:
     """Return whether an evaluation is better than the best so far: of equals, the first one stays.
@@ -50,11 +38,7 @@ def is_better(metrics: Mapping[str, float], best: Mapping[str, Any] | None, moni
 
 
 def require_metrics(metrics: Mapping[str, float], monitor: MetricOrder) -> None:
-    """Raise an error if a metric that decides is not among those of an evaluation.
-
-    Raises:
-        UserError: names it and those that there are.
-    """
+    """Raise a UserError if a metric that decides is not among those of an evaluation."""
     missing = [name for name, _ in monitor if name not in metrics]
     if missing:
         raise UserError(

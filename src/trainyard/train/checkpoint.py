@@ -13,8 +13,7 @@ import os
 import pickle
 import shutil
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from io import RawIOBase
 from pathlib import Path
 from typing import IO, Any, cast
@@ -46,16 +45,10 @@ State = dict[str, Any]
 """Nested dicts, lists and tuples of tensors, numbers, strings and None."""
 
 
-@dataclass(frozen=True)
-class SaveResult:
-    """The result of a save."""
-
-    path: Path
-    bytes: int
-
-
-def save(directory: Path, state: State, *, step: int, meta: Mapping[str, Any]) -> SaveResult:
+def save(directory: Path, state: State, *, step: int, meta: Mapping[str, Any]) -> Path:
     """Write the checkpoint of `step`, so that kill -9 or a power cut at any instant leaves the directory valid.
+
+    Returns its data file.
 
     Leftovers of interrupted saves are removed first. Tensors that share memory are written once and share it
     again when loaded; a view is written with its whole storage.
@@ -82,12 +75,19 @@ def save(directory: Path, state: State, *, step: int, meta: Mapping[str, Any]) -
         revision = 1 + max((parse_name(old)[1] for old in replaced), default=-1)
         _require_room(directory, needed)
         path = directory / format_name(step, revision)
-        size = _write(path, state, step=step, meta=meta)
+        _write(path, state, step=step, meta=meta)
     except OSError as error:
-        raise CheckpointError(_describe_failed_save(directory, step, needed, error.strerror or str(error))) from error
+        disk = find_existing(directory)
+        free = shutil.disk_usage(disk).free
+        raise CheckpointError(
+            f"{directory / format_name(step, 0)}: not saved: {error.strerror or error}. It needs at least "
+            f"{format_size(needed)}, {format_size(free)} are free (a quota may allow less). Older checkpoints are "
+            f"untouched. Look at df -h {disk} and du -sh {disk}/*, free some space or keep fewer "
+            "(checkpoint.keep_last=1), and start the run again: it resumes from the newest checkpoint."
+        ) from error
     for old in replaced:
         _delete(old)
-    return SaveResult(path, size)
+    return path
 
 
 def select_weights(state: State) -> dict[str, torch.Tensor]:
@@ -120,16 +120,25 @@ def load(path: Path, *, mmap: bool = False) -> State:
         raise CheckpointError(
             f"{path}: damaged: {problem}. Restore it from a copy; the others: trainyard ckpt verify {path.parents[1]}"
         )
-    return _read(path, mmap=mmap)
+    return read_verified(path, mmap=mmap)
 
 
-def read_verified(path: Path) -> State:
-    """Return the state of a checkpoint that this process, or rank 0 on behalf of all, has just verified; see `load`.
-
-    Raises:
-        CheckpointError: it contains more than `State` allows. No code in it is run.
-    """
-    return _read(path, mmap=False)
+def read_verified(path: Path, *, mmap: bool = False) -> State:
+    """Return the state of a checkpoint that this process, or rank 0 on behalf of all, has just verified; see `load`."""
+    try:
+        check_archive(path)
+        state: State = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+        check_state(state)
+    except (MemoryError, OSError):
+        raise
+    except Exception as error:  # torch raises anything for a file that it did not write
+        reason = str(error) if isinstance(error, pickle.UnpicklingError) else f"{type(error).__name__}: {error}"
+        raise CheckpointError(
+            f"{path}: refused: it contains more than tensors, numbers and strings, and loading it could run code: "
+            f"{reason.splitlines()[0]}. Trainyard never writes such a file: find out who did before you use anything "
+            "else in this folder."
+        ) from error
+    return state
 
 
 def choose_undamaged(directory: Path, *, step: int | None = None) -> tuple[Entry, str]:
@@ -151,9 +160,8 @@ def choose_undamaged(directory: Path, *, step: int | None = None) -> tuple[Entry
     problem = f"the one of step {step} is missing" if wanted is None else verify(wanted)
     if wanted is not None and problem is None:
         return wanted, ""
-    usable, damaged = _find_newest_valid(found)
-    if usable is None:
-        raise CheckpointError(_describe_all_damaged(directory, damaged))
+    usable = find_newest_valid(directory)
+    assert usable is not None, "it has a checkpoint"
     what = f"{wanted.path.name} is damaged ({problem})" if wanted else f"{problem} from {directory}"
     return usable, (
         f"{what}, which has the best weights of this run; {usable.path.name}, the newest undamaged one, is used "
@@ -196,32 +204,19 @@ def find_newest_valid(directory: Path) -> Entry | None:
     Raises:
         CheckpointError: every checkpoint is damaged.
     """
-    found = list_checkpoints(directory)
-    entry, damaged = _find_newest_valid(found)
-    if entry is None and found:
-        raise CheckpointError(_describe_all_damaged(directory, damaged))
-    return entry
-
-
-def _find_newest_valid(found: Sequence[Entry]) -> tuple[Entry | None, list[str]]:
-    """Return the newest undamaged checkpoint, None without one, and a line for each newer one, logged as a warning."""
     damaged: list[str] = []
-    for entry in found:
+    for entry in list_checkpoints(directory):
         problem = verify(entry)
         if problem is None:
-            return entry, damaged
+            return entry
         logger.warning("{}: damaged, trying the one before: {}", entry.path, problem)
-        damaged.append(f"  {entry.path.name}: {problem}")
-    return None, damaged
-
-
-def _describe_all_damaged(directory: Path, damaged: Sequence[str]) -> str:
-    return (
-        f"{directory}: all {len(damaged)} checkpoints are damaged:\n"
-        + "\n".join(damaged)
-        + f"\nNothing was deleted. Restore one from a copy, or start from scratch without them: mv {directory} "
-        f"{directory}.damaged"
-    )
+        damaged.append(f"\n  {entry.path.name}: {problem}")
+    if damaged:
+        raise CheckpointError(
+            f"{directory}: all {len(damaged)} checkpoints are damaged:{''.join(damaged)}\nNothing was deleted. Restore "
+            f"one from a copy, or start from scratch without them: mv {directory} {directory}.damaged"
+        )
+    return None
 
 
 def prune(
@@ -313,8 +308,8 @@ def _compare_with_file(weights: Mapping[str, torch.Tensor], path: Path) -> None:
         raise OSError(errno.EIO, "the disk does not return what was written")
 
 
-def _write(path: Path, state: State, *, step: int, meta: Mapping[str, Any]) -> int:
-    """Write data and manifest in the order that leaves every prefix of it valid; return the data's bytes."""
+def _write(path: Path, state: State, *, step: int, meta: Mapping[str, Any]) -> None:
+    """Write data and manifest in the order that leaves every prefix of it valid."""
     manifest_path = path.with_suffix(".json")
     partial, manifest_partial = _add_partial_suffix(path), _add_partial_suffix(manifest_path)
     try:
@@ -334,7 +329,6 @@ def _write(path: Path, state: State, *, step: int, meta: Mapping[str, Any]) -> i
         partial.unlink(missing_ok=True)
         manifest_partial.unlink(missing_ok=True)
         raise
-    return writer.bytes
 
 
 class _HashingWriter:
@@ -430,38 +424,6 @@ def count_tensor_bytes(state: State) -> int:
 def _require_room(directory: Path, needed: int) -> None:
     if shutil.disk_usage(directory).free < needed:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def _describe_failed_save(directory: Path, step: int, needed: int, reason: str) -> str:
-    disk = find_existing(directory)
-    free = shutil.disk_usage(disk).free
-    return (
-        f"{directory / format_name(step, 0)}: not saved: {reason}. It needs at least {format_size(needed)}, "
-        f"{format_size(free)} are free (a quota may allow less). Older checkpoints are untouched. Look at "
-        f"df -h {disk} and du -sh {disk}/*, free some space or keep fewer (checkpoint.keep_last=1), and start the run "
-        "again: it resumes from the newest checkpoint."
-    )
-
-
-def _read(path: Path, *, mmap: bool) -> State:
-    try:
-        check_archive(path)
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
-        check_state(state)
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(_describe_refusal(path, str(error).splitlines()[0])) from error
-    except (MemoryError, OSError):
-        raise
-    except Exception as error:  # torch raises anything for a file that it did not write
-        raise CheckpointError(_describe_refusal(path, f"{type(error).__name__}: {error}".splitlines()[0])) from error
-    return cast(State, state)
-
-
-def _describe_refusal(path: Path, reason: str) -> str:
-    return (
-        f"{path}: refused: it contains more than tensors, numbers and strings, and loading it could run code: "
-        f"{reason}. Trainyard never writes such a file: find out who did before you use anything else in this folder."
-    )
 
 
 def _merge_weights(path: Path, model: Mapping[str, Any], averaged: Mapping[str, Any]) -> dict[str, torch.Tensor]:

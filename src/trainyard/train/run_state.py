@@ -154,7 +154,7 @@ def restore_state(state: TrainState, saved: Mapping[str, Any], *, fingerprint: s
             state.swa.load_state_dict(saved["swa"])
         state.progress = Progress(**saved["progress"])
         state.best = saved["best"]
-        state.plateau = Plateau.from_saved(saved["plateau"])
+        state.plateau = Plateau(**saved["plateau"])
         state.step_losses = StepLosses(saved["step_losses"])
 
 
@@ -181,11 +181,14 @@ def _check_fields(saved: Mapping[str, Any]) -> None:
     for name, kinds in _FIELDS.items():
         if type(saved[name]) not in kinds:
             raise TypeError(f"'{name}' is {saved[name]!r:.60}, expected {kinds[0].__name__}")
-    counts = {"metrics_position": saved["metrics_position"], **saved["progress"]}
-    for name, value in counts.items():
-        is_number = type(value) is int or (name == "train_s" and type(value) is float and math.isfinite(value))
-        if not is_number or not 0 <= value < MOST:
-            raise ValueError(f"'{name}' is {value!r:.60}, expected a number from 0 to 2**63")
+    evaluations, value = saved["plateau"]["evaluations"], saved["plateau"]["value"]
+    if type(value) not in (float, int, type(None)):
+        raise TypeError(f"'plateau' has the value {value!r:.60}, expected a number")
+    counts = {"metrics_position": saved["metrics_position"], "evaluations": evaluations, **saved["progress"]}
+    for name, count in counts.items():
+        is_number = type(count) is int or (name == "train_s" and type(count) is float and math.isfinite(count))
+        if not is_number or not 0 <= count < MOST:
+            raise ValueError(f"'{name}' is {count!r:.60}, expected a number from 0 to 2**63")
     losses = saved["step_losses"]
     if any(type(loss) is not float for loss in losses):
         raise TypeError(f"'step_losses' is {losses!r:.60}, expected a list of numbers")
