@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+from contextlib import closing
 from datetime import datetime
 from pathlib import Path
 
@@ -172,7 +173,7 @@ def test_goodput_is_the_share_of_time_in_training_that_is_kept(tmp_path):
 def make_pages(folder: Path) -> dict[str, Path]:
     """Write the pages of a normal run, of a short one, of one that failed at once, and a board of 50 runs."""
     short = new_run(folder / "short")
-    with open_recorder(short) as log:
+    with closing(open_recorder(short)) as log:
         log.log("event", 0, {"event": "start", "monitor": {**MONITOR, "baseline": ["chance", 0.5]}, "total_steps": 10})
         log.log("train", 1, {"loss": 2.0, "step_losses": [2.0], "samples_per_s": 10.0, "compute_ms": 90.0})
         losses = [2 - step / 10 for step in range(1, 10)]
@@ -180,7 +181,7 @@ def make_pages(folder: Path) -> dict[str, Path]:
         log.log("eval", 10, {"split": "val", "eer": 0.4, "eer_low": 0.2, "eer_high": 0.55, "trials": 12.0})
         log.log("event", 10, {"event": "done", "reason": "none"})
     failed = new_run(folder / "failed")
-    with open_recorder(failed) as log:
+    with closing(open_recorder(failed)) as log:
         log.log("event", 0, {"event": "start", "monitor": MONITOR, "total_steps": 10})
         log.log("event", 0, {"event": "failed", "reason": f"{folder}/data/train-00003.h5: 3000 bytes, expected 81920"})
     for number in range(50):

@@ -1,5 +1,6 @@
 """Runs side by side: best first, a winner only where intervals allow it, and only options that differ."""
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ def make_run(root: Path, name: str, *, lr: float, eer: float, width: float = 0.0
     run.mkdir(parents=True)
     metric = kind.get("metric", "eer")
     (run / "config.yaml").write_text(f"job: demo\nfamily: prints\nseed: 0\noptimizer:\n  lr: {lr}\n")
-    with open_recorder(run) as log:
+    with closing(open_recorder(run)) as log:
         log.log("event", 0, {"event": "start", "monitor": {**MONITOR, "metric": metric}, "total_steps": 10})
         for step in range(1, 11):
             log.log("train", step, {"loss": 1 / step, "step_losses": [1 / step], "samples_per_s": 99.0})
@@ -53,7 +54,7 @@ def test_a_score_before_training_counts_for_no_run_and_begins_its_curve(tmp_path
     runs = [make_run(tmp_path, "a", lr=0.1, eer=0.3), tmp_path / "demo" / "b"]
     runs[1].mkdir()
     (runs[1] / "config.yaml").write_text((runs[0] / "config.yaml").read_text())
-    with open_recorder(runs[1]) as log:
+    with closing(open_recorder(runs[1])) as log:
         log.log("event", 0, {"event": "start", "monitor": MONITOR, "total_steps": 10})
         for split in ("val", "test"):
             log.log("eval", 0, {"split": split, "eer": 0.01})

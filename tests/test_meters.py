@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -156,7 +157,7 @@ def train(
     module.predict = predict_on_device  # type: ignore[method-assign]
     Recorder.rewind(run, metrics_position or 0)
     resume_at = None if metrics_position is None else state.progress.step
-    with Recorder(run, trackers=(), config={}, resume_at=resume_at) as recorder:
+    with closing(Recorder(run, trackers=(), config={}, resume_at=resume_at)) as recorder:
         unlimited = RuntimeLimit(None, started=0)
         trainer = Trainer(context, state, recorder, stop, limit or unlimited, device.make_event)
         read = trainer.loader.train

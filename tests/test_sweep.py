@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 from collections.abc import Sequence
+from contextlib import closing
 from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
@@ -46,7 +47,7 @@ def record_run(
 ) -> None:
     """Write what a training writes that evaluates after each step, and on the test set at its end."""
     fields = {"event": "start", "total_steps": len(val), "world_size": 1, "device": "cpu", "host": "here"}
-    with Recorder(run, trackers=(), config={}, resume_at=None) as log:
+    with closing(Recorder(run, trackers=(), config={}, resume_at=None)) as log:
         log.log("event", 0, {**fields, "monitor": monitor})
         for step, value in enumerate(val, start=1):
             numbers = {"accuracy": value, "loss": 1 - value, "accuracy_low": value - 0.1, "seconds": 0.5}

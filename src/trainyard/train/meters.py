@@ -5,7 +5,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -15,27 +16,13 @@ from trainyard.config.duration import Duration
 T = TypeVar("T")
 
 
-class DeviceEvent(Protocol):
-    """A mark in the queue of a device, such as torch.cuda.Event: reached when all that was queued before is done."""
-
-    def record(self) -> None:
-        """Queue the mark."""
-
-    def synchronize(self) -> None:
-        """Wait until it is reached."""
-
-    def elapsed_time(self, end_event: Any) -> float:
-        """Return the milliseconds from here to a later mark, on the device's clock. Both must have been reached."""
+DeviceEvent = torch.cuda.Event
+"""A mark in the queue of a device: reached when all that was queued before is done."""
 
 
 def choose_event_type(device: torch.device) -> Callable[[], DeviceEvent] | None:
     """Return what makes an event of this device; None for the CPU, which has done its work when a call returns."""
-    return _make_cuda_event if device.type == "cuda" else None
-
-
-def _make_cuda_event() -> DeviceEvent:
-    event: DeviceEvent = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    return event
+    return partial(DeviceEvent, enable_timing=True) if device.type == "cuda" else None
 
 
 def count_skipped_in_a_row(before: int, skipped: float | None) -> int:
@@ -101,11 +88,7 @@ class StepMeter:
     """
 
     def __init__(self, make_event: Callable[[], DeviceEvent] | None) -> None:
-        """Begin to measure.
-
-        Args:
-            make_event: what `choose_event_type` returned.
-        """
+        """Begin to measure, with events of the type that `choose_event_type` returned."""
         self.longest_step_s = 0.0
         self._make_event = make_event
         self._launched: _LaunchedStep | None = None

@@ -9,8 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import numpy as np
 
@@ -94,7 +92,8 @@ class Recorder:
         """
         assert kind in KINDS, kind
         assert not {"kind", "step", "elapsed_s"} & values.keys(), "the recorder adds these"
-        line: Line = {"kind": kind, "step": step, **values, "elapsed_s": self._compute_elapsed_s()}
+        elapsed_s = round(self._elapsed_before_s + time.monotonic() - self._started_s, 3)
+        line: Line = {"kind": kind, "step": step, **values, "elapsed_s": elapsed_s}
         if kind == "event":
             line["time"] = datetime.now(UTC).isoformat(timespec="seconds")
         self._check_owner()
@@ -133,7 +132,7 @@ class Recorder:
         """
         path = run / METRICS_FILE
         size = path.stat().st_size if path.exists() else 0
-        if size < offset or not _has_line_end(path, offset):
+        if size < offset or (offset and not _has_line_end(path, offset)):
             raise UserError(
                 f"{path}: expected a line to end at byte {offset}, where the checkpoint says it did; the file "
                 f"has {size} bytes and was changed since. Restore the original, or start a new run."
@@ -150,17 +149,6 @@ class Recorder:
         for tracker in self._trackers:
             tracker.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def _compute_elapsed_s(self) -> float:
-        return round(self._elapsed_before_s + time.monotonic() - self._started_s, 3)
-
     def _log_to_trackers(self, kind: str, step: int, values: Mapping[str, object]) -> None:
         for tracker in self._trackers:
             tracker.log(kind, step, values)
@@ -170,9 +158,7 @@ _BLOCK_BYTES = 2**20  # of metrics copied at once
 
 
 def _has_line_end(path: Path, offset: int) -> bool:
-    """Tell whether a line ends at this byte of a file that is as long."""
-    if offset == 0:
-        return True
+    """Tell whether a line ends at this byte of a file that is as long, and not at its start."""
     with path.open("rb") as file:
         file.seek(offset - 1)
         return file.read(1) == b"\n"
