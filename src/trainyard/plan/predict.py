@@ -6,7 +6,7 @@ Loads torch, so `plan.memory` starts it as a process.
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from torch import Tensor
 from trainyard.config.compose import apply_overrides, compose, thaw
 from trainyard.config.families import load_family
 from trainyard.config.settings import StoreSettings, TrainConfig
-from trainyard.data.index import IMAGE, RAGGED
 from trainyard.data.loader import Loader
 from trainyard.data.prepare import is_packed, prepare_data
 from trainyard.data.shards import ShardSet
@@ -34,11 +33,11 @@ from trainyard.train.step_memory import (
     VALUES_ARE_READ,
     cast_layers_as_on_gpu,
     copy_without_values,
+    list_axes,
     predict_step,
+    read_template,
     resize_batch,
 )
-
-_TEMPLATE = 2  # samples that are read to see what a batch contains
 
 
 class Predictor:
@@ -50,19 +49,13 @@ class Predictor:
         pack = load_family(jobs_dir, config.family, "pack")
         self.train_ids = pack.splits(self.data.columns, self.data.vocabulary, config)[TRAIN]
         self._modules: dict[bool, TrainModule] = {}  # by whether activations are recomputed
-        self._template = self._read_template()
-        self._longest = {
-            name: int(records.shape[self.train_ids, 0].max())
-            for name, records in self.data.records.items()
-            if records.kind == RAGGED
-        }
+        loader = Loader(config, self.data, device=torch.device("cpu"), decode="cpu")
+        self._template = read_template(loader, self.train_ids)
+        self._axes = list_axes(self.data, self.train_ids, config.image)
 
     def predict(self, setting: StepConfig) -> StepPrediction:
         """Return the prediction of a setting, for the longest samples of the data and the largest images."""
-        image, scale = self.config.image, max(self.config.image.scales)
-        axes = {name: {1: length} for name, length in self._longest.items()}
-        axes[IMAGE] = {2: round(image.height_px * scale), 3: round(image.width_px * scale)}
-        return self.predict_batch(setting, self._template, axes)
+        return self.predict_batch(setting, self._template, self._axes)
 
     def predict_batch(
         self, setting: StepConfig, batch: Mapping[str, Tensor], axes: Mapping[str, Mapping[int, int]]
@@ -111,14 +104,6 @@ class Predictor:
                 cast_layers_as_on_gpu(module)
             recompute_layers(module, self.config)
         return state
-
-    def _read_template(self) -> dict[str, Tensor]:
-        loader = Loader(self.config, self.data, device=torch.device("cpu"), decode="cpu")
-        with closing(loader.evaluate(self.train_ids[:_TEMPLATE], batch_size=_TEMPLATE)) as stream:
-            batch = dict(next(stream).batch)
-        batch["noise"] = torch.zeros(len(batch["sample_id"]), 32)
-        batch["samples_seen"] = torch.zeros((), dtype=torch.int64)
-        return batch
 
 
 def main(config: str, jobs: str, out: str, gpus: str, *cards: str) -> int:

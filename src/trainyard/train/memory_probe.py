@@ -23,7 +23,7 @@ from trainyard.choice import Choice
 from trainyard.config.settings import TrainConfig
 from trainyard.data.augment import list_scales
 from trainyard.data.host_memory import read_available_memory
-from trainyard.data.index import IMAGE, RAGGED
+from trainyard.data.index import RAGGED
 from trainyard.data.loader import Loader
 from trainyard.data.order import EpochOrder
 from trainyard.data.shards import ShardSet
@@ -62,13 +62,6 @@ class Probe(NamedTuple):
     reason: str
 
 
-class _Trial(NamedTuple):
-    """What one rank found."""
-
-    failure: str  # what the allocator said; "" if it fits
-    batch_size: int
-
-
 def probe_memory(
     context: RunContext,
     state: TrainState,
@@ -100,38 +93,35 @@ def probe_memory(
     lengths = list_lengths(context.data, context.config)
     tried, index = build_largest_batch(order, lengths, scales, world_size=context.world.world_size)
 
-    def train(size: int) -> _Trial:
+    def train(size: int) -> int:
         with _put_back(state, device):
             stream = loader.train(lambda epoch: tried, epoch=state.progress.epoch, start=index, micro_batch_size=size)
             with closing(stream):
                 _take_step(context, state, read_one_step(stream, state.progress.samples_seen, device), autocast)
-        return _Trial("", size)
+        return size
 
-    def predict(size: int) -> _Trial:
+    def predict(size: int) -> int:
         with _put_back(state, device):
             module = state.module if state.ema is None else state.ema
-            fitting = predict_share(module, loader, eval_ids, [], batch_size=size, autocast=autocast)
-        return _Trial("", fitting)
+            return predict_share(module, loader, eval_ids, [], batch_size=size, autocast=autocast)
 
-    while (trial := _try_on_all_ranks(train, micro_batch_size)).failure:
+    while failure := _try_on_all_ranks(train, micro_batch_size)[0]:
         smaller = choose_smaller(context.config, micro_batch_size)
         if smaller is None:
             with explain_out_of_memory(context, micro_batch_size), name_phase("memory probe"):
-                raise torch.OutOfMemoryError(trial.failure)
+                raise torch.OutOfMemoryError(failure)
         logger.warning("memory probe: micro-batches of {} do not fit, trying {}", micro_batch_size, smaller)
         micro_batch_size = smaller
     eval_ids = select_largest_eval_ids(context.splits, lengths, count=eval_batch_size * context.world.world_size)
     if len(eval_ids):
-        trial = _try_on_all_ranks(predict, eval_batch_size)
-        if trial.failure:
+        failure, eval_batch_size = _try_on_all_ranks(predict, eval_batch_size)
+        if failure:
             with explain_out_of_memory(context, micro_batch_size), name_phase(EVALUATION):
-                raise torch.OutOfMemoryError(trial.failure)
-        eval_batch_size = trial.batch_size
+                raise torch.OutOfMemoryError(failure)
     return Probe(micro_batch_size, eval_batch_size, _describe_peak(device), "the largest step and evaluation batch")
 
 
 def _explain_no_probe(context: RunContext) -> str:
-    """Return why memory is not tried; "" if it is."""
     config = context.config
     if config.probe_memory == "off":
         return "probe_memory=off"
@@ -172,15 +162,10 @@ def _predict_on_host(context: RunContext, loader: Loader, autocast: Autocast) ->
 
 def _predict_step(context: RunContext, loader: Loader, autocast: Autocast) -> int:
     """Return the bytes that a step of this rank takes on the CPU besides what exists before it."""
-    from trainyard.train.step_memory import copy_without_values, predict_step, resize_batch
+    from trainyard.train.step_memory import copy_without_values, list_axes, predict_step, read_template, resize_batch
 
     config, ids = context.config, context.splits[TRAIN]
-    with closing(loader.evaluate(ids, batch_size=2)) as stream:
-        batch = dict(next(stream).batch)
-    batch |= {"noise": torch.zeros(len(batch["sample_id"]), 32), "samples_seen": torch.zeros((), dtype=torch.int64)}
-    records, scale = context.data.records.items(), max(config.image.scales)
-    axes = {name: {1: int(record.shape[ids, 0].max())} for name, record in records if record.kind == RAGGED}
-    axes[IMAGE] = {2: round(config.image.height_px * scale), 3: round(config.image.width_px * scale)}
+    batch, axes = read_template(loader, ids), list_axes(context.data, ids, config.image)
     scaler = torch.amp.GradScaler("cpu", enabled=context.precision.loss_scaling)
     accumulates = context.world.world_size * context.micro_batch_size < config.global_batch_size
     fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -253,27 +238,23 @@ def _take_step(context: RunContext, state: TrainState, step: Iterator[object], a
     update_weights(tried, clip_grad_norm=context.config.clip_grad_norm)
 
 
-def _try_on_all_ranks(work: Callable[[int], _Trial], size: int) -> _Trial:
-    """Do `work` on every rank; return a failure if there was one on any, and the smallest size."""
-    trials = distributed.gather_to_rank0(_try_here(work, size))
-    agreed = None
-    if trials is not None:
-        failure = next((trial.failure for trial in trials if trial.failure), "")
-        agreed = _Trial(failure, min(trial.batch_size for trial in trials))
-    result: _Trial = distributed.broadcast_from_rank0(agreed)
-    return result
-
-
-def _try_here(work: Callable[[int], _Trial], size: int) -> _Trial:
+def _try_on_all_ranks(work: Callable[[int], int], size: int) -> tuple[str, int]:
+    """Do `work` on every rank; return what the allocator said on one where it failed, and the smallest size."""
+    failure = ""
     try:
-        trial = work(size)
+        size = work(size)
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        trial = _Trial(str(error), size)
+        failure = str(error)
     gc.collect()  # what the error referred to
     release_memory()
-    return trial
+    trials = distributed.gather_to_rank0((failure, size))
+    agreed = None
+    if trials is not None:
+        agreed = next((said for said, _ in trials if said), ""), min(fitting for _, fitting in trials)
+    result: tuple[str, int] = distributed.broadcast_from_rank0(agreed)
+    return result
 
 
 @contextmanager

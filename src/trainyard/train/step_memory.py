@@ -10,12 +10,13 @@ calls its module more than once, as one with several micro-batches does, and it 
 import copy
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
@@ -27,8 +28,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from trainyard.data.index import IMAGE
-from trainyard.data.loader import MicroBatch
+from trainyard.config.settings import ImageSettings
+from trainyard.data.index import IMAGE, RAGGED
+from trainyard.data.loader import Loader, MicroBatch
+from trainyard.data.shards import ShardSet
 from trainyard.train.module import TrainModule
 from trainyard.train.step import TrainState, train_step
 
@@ -143,11 +146,12 @@ def predict_step(
     """
     _create_moments(state.optimizer)
     storages = LiveStorages(block_bytes=GPU_BLOCK_BYTES if on_gpu else 1)
-    copies = _list_modules(state)[1:]
+    copies = [copy for copy in (state.ema, state.swa.module if state.swa else None) if copy is not None]
+    moments = (value for moments in state.optimizer.state.values() for value in moments.values())
     sizes = {
         "parameters": storages.add(state.module.parameters()),
         "buffers": storages.add(state.module.buffers()),
-        "optimizer": storages.add(_list_moments(state.optimizer)),
+        "optimizer": storages.add(value for value in moments if isinstance(value, Tensor)),
         "averages": storages.add(tensor for copy in copies for tensor in chain(copy.parameters(), copy.buffers())),
         "batch": storages.add(batch.values()),
     }
@@ -187,10 +191,19 @@ def _take_last_micro_batch(module: nn.Module, batch: dict[str, Tensor], *, weigh
     yield MicroBatch(batch, weight=weight, last=True, wait_s=0.0)
 
 
-def _list_modules(state: TrainState) -> list[nn.Module]:
-    """Return the trained module and its averaged copies."""
-    copies = (state.ema, state.swa.module if state.swa else None)
-    return [state.module, *(copy for copy in copies if copy is not None)]
+def read_template(loader: Loader, ids: np.ndarray) -> dict[str, Tensor]:
+    """Return what a training batch contains, of two samples of this rank's share of `ids`; for `resize_batch`."""
+    with closing(loader.evaluate(ids, batch_size=2)) as stream:
+        batch = dict(next(stream).batch)
+    noise = torch.zeros(len(batch["sample_id"]), 32)
+    return batch | {"noise": noise, "samples_seen": torch.zeros((), dtype=torch.int64)}
+
+
+def list_axes(data: ShardSet, ids: np.ndarray, image: ImageSettings) -> dict[str, dict[int, int]]:
+    """Return the axes of a batch that vary besides the first, at the longest that the samples `ids` and images have."""
+    records, scale = data.records.items(), max(image.scales)
+    axes = {name: {1: int(record.shape[ids, 0].max())} for name, record in records if record.kind == RAGGED}
+    return axes | {IMAGE: {2: round(image.height_px * scale), 3: round(image.width_px * scale)}}
 
 
 def resize_batch(
@@ -246,16 +259,7 @@ def _create_moments(optimizer: torch.optim.Optimizer) -> None:
     """Create what Adam creates in its first step, so that the step that is counted is one of the many after it."""
     if isinstance(optimizer, torch.optim.SGD):
         return  # `make_optimizer` has created it
-    for parameter in _list_parameters(optimizer):
+    for parameter in chain.from_iterable(group["params"] for group in optimizer.param_groups):
         parameter.grad = torch.empty_like(parameter)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-
-
-def _list_parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _list_moments(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    for moments in optimizer.state.values():
-        yield from (value for value in moments.values() if isinstance(value, Tensor))
