@@ -1,5 +1,6 @@
 """What is decided before training starts, and what follows: epoch order, number of steps, loader."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,12 +13,13 @@ import torch
 from trainyard.config.duration import Duration
 from trainyard.config.settings import TrainConfig, parse_monitor
 from trainyard.data import order
-from trainyard.data.host_memory import AvailableMemory, read_available_memory, refuse_oversized_batches
+from trainyard.data.host_memory import AvailableMemory, read_available_memory
 from trainyard.data.loader import Loader, MicroBatch
 from trainyard.data.shards import ShardSet
 from trainyard.errors import UserError
 from trainyard.hardware import Precision
 from trainyard.runs.events import MetricOrder
+from trainyard.text import format_size
 from trainyard.train.heartbeat import Heartbeat
 from trainyard.train.module import TrainModule
 from trainyard.train.world import World
@@ -133,21 +135,38 @@ def make_loader(context: RunContext) -> Loader:
 def refuse_batches_without_memory(
     context: RunContext, loader: Loader, *, available: AvailableMemory, step_bytes: int = 0
 ) -> None:
-    """Refuse batches for which the ranks on this host have no memory; `step_bytes`: what a rank's step takes there.
+    """Compare what the loader allocates for a batch with the memory that the ranks of this node can still get.
+
+    Before anything is allocated: the kernel would kill the rank. Memory of the model is not counted: this is a lower
+    bound of what training needs.
+
+    Args:
+        step_bytes: what else a step of a rank takes on the host.
 
     Raises:
-        UserError: the host has no memory for the batches.
+        UserError: it is too much; says which size would fit, and that a batch has more samples than there are.
     """
-    config = context.config
-    refuse_oversized_batches(
-        loader,
-        run=context.run,
-        job=config.job,
-        micro_batch_size=context.micro_batch_size,
-        eval_batch_size=context.eval_batch_size,
-        global_batch_size=config.global_batch_size,
-        train_samples=len(context.splits[TRAIN]),
-        local_world_size=context.world.local_world_size,
-        available=available,
-        step_bytes=step_bytes,
-    )
+    run, config, samples = context.run, context.config, len(context.splits[TRAIN])
+    ranks = context.world.local_world_size
+    sizes = {"micro_batch_size": context.micro_batch_size, "eval_batch_size": context.eval_batch_size}
+    for name, size in sizes.items():
+        in_step = step_bytes if name == "micro_batch_size" else 0
+        needed = (loader.count_host_bytes(size) + in_step) * ranks
+        if needed <= available.bytes:
+            continue
+        what = "the loader's buffers and the activations of a step" if in_step else "the loader's buffers"
+        fitting = max(1, math.floor(size * available.bytes / needed / 2))  # leaves as much for everything else
+        fitting = 2 ** int(math.log2(fitting))
+        advice, few = f"Resume with a smaller one: trainyard resume {run} {name}={fitting}", ""
+        if name == "micro_batch_size":  # a run keeps it
+            start = f"trainyard run {config.job}"
+            advice = f"Start again with a smaller one: {start} {name}={fitting}"
+            if config.global_batch_size > samples:
+                few = f" The training set has {samples:,} samples, fewer than "
+                few += f"global_batch_size={config.global_batch_size}."
+                advice += f", or {start} global_batch_size={samples}"
+        raise UserError(
+            f"{name}={size}: {what} of {ranks} ranks on this host would take "
+            f"{format_size(needed)}, and {format_size(available.bytes)} are available ({available.source}).{few} "
+            f"{advice}"
+        )
