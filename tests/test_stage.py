@@ -22,7 +22,7 @@ from trainyard.data.hdf5 import ShardError
 from trainyard.data.index import INDEX
 from trainyard.data.pack import pack
 from trainyard.data.shards import Sample, ShardSet
-from trainyard.data.stage import NOTE, SCRATCH, Staged, describe_break_even, stage
+from trainyard.data.stage import NOTE, SCRATCH, Staged, stage
 from trainyard.errors import UserError
 from trainyard.node.rank_task import execute
 from trainyard.runs.folder import ENV_FILE
@@ -110,10 +110,8 @@ def test_a_copy_contains_the_same_records_and_its_note_states_the_cost(staging, 
         for a, b in zip(original.read_arrays(name, every), copy.read_arrays(name, every), strict=True):
             assert np.array_equal(a, b)
     amount = r"\d[\d.e-]* [MG]B"
-    copying, reading, verdict = re.split("; random records, one after another: |: (?=the copy|scratch)", staged.reason)
-    assert re.fullmatch(rf"{amount} copied on [\d-]+ at [\d:]+ UTC in [\d.]+ s \(read there at {amount}/s\)", copying)
-    assert re.fullmatch(rf"{amount}/s there, {amount}/s here", reading)
-    assert re.match(r"the copy has paid for itself after \S+ epochs$|scratch is not faster", verdict)
+    cost = rf"{amount} copied on [\d-]+ at [\d:]+ UTC in [\d.]+ s \(read there at {amount}/s\)"
+    assert re.fullmatch(cost, staged.reason)
     [line] = staging.told
     assert re.fullmatch(rf"copying {amount} from {staging.source} to {staged.folder}, where it stays until .*", line)
     assert {path.name for path in staged.folder.iterdir()} == {
@@ -286,14 +284,6 @@ def test_a_folder_that_others_could_write_to_is_not_trusted(staging, scratch, tm
             os.chown(staging.home, 65534, 65534)
     said = f"{staging.home} is not a folder that only this user can write to"
     assert staging() == Staged(staging.source, said, failed=True)
-
-
-def test_the_break_even_follows_from_the_time_that_an_epoch_saves():
-    # An epoch takes 100 s there and 10 s here.
-    assert (
-        describe_break_even(10**10, copy_s=30, there=1e8, here=1e9) == "the copy has paid for itself after 0.33 epochs"
-    )
-    assert "does not pay off here: data.stage=off" in describe_break_even(10**10, copy_s=30, there=1e9, here=1e9)
 
 
 @pytest.mark.parametrize("folder", ["", "/my scratch", "/scratch/$USER", "${SLURM_TMPDIR}/data", "$TMPDIR", "/a_$B.c"])

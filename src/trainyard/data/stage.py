@@ -16,10 +16,7 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from io import FileIO
 from pathlib import Path
-
-import numpy as np
 
 from trainyard.data.hdf5 import ShardError
 from trainyard.data.index import INDEX, find_index, read_fingerprint
@@ -31,14 +28,12 @@ SCRATCH = "TRAINYARD_SCRATCH"
 """Environment variable: a folder on the node's local disk."""
 
 NOTE = "copied.txt"
-"""File in a copy: what copying cost, and when it pays off."""
+"""File in a copy: what copying cost."""
 
 _SPARE = 0.05  # free space required beyond the data, as a share of it: a full disk affects everybody on the node
 _STREAMS = 4  # files copied at once; a single one leaves network and disk idle most of the time
 _CHUNK_BYTES = 8 << 20
 _POLL_S = 0.5  # interval of checking `stop_requested` and the lock
-_SAMPLE = 256  # records read for the break-even
-_PAGE_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -89,7 +84,11 @@ def stage(
         return Staged(source, reason)
     try:
         fingerprint = read_fingerprint(find_index(source))
-        copy = _make_own_folder(_prepare_scratch(source, environ[SCRATCH], mounts)) / fingerprint[:16]
+        scratch = _prepare_scratch(source, environ[SCRATCH], mounts)
+        try:  # a folder in which nobody else can place files that we would read as data
+            copy = make_own_folder(scratch / f"trainyard-{os.getuid()}") / fingerprint[:16]
+        except UserError as error:
+            raise _NoCopy(str(error)) from error
         is_new = False
         if not _is_complete(copy, fingerprint):
             with _lock(copy.with_suffix(".lock"), stop_requested, tell):
@@ -99,19 +98,6 @@ def stage(
         return Staged(copy, _touch_copy(copy), copied=True, is_new=is_new)
     except _NoCopy as error:
         return Staged(source, str(error), failed=not isinstance(error, _Stopped))
-
-
-def describe_break_even(size_bytes: int, *, copy_s: float, there: float, here: float) -> str:
-    """Describe after how many epochs a copy has paid for itself.
-
-    Args:
-        size_bytes: bytes that an epoch reads.
-        there, here: read rates of the original and of the copy, in bytes per second.
-    """
-    saved_s = size_bytes / there - size_bytes / here
-    if saved_s <= 0:
-        return "scratch is not faster, so a copy does not pay off here: data.stage=off"
-    return f"the copy has paid for itself after {copy_s / saved_s:.2g} epochs"
 
 
 # Whether and where
@@ -140,14 +126,6 @@ def _prepare_scratch(source: Path, text: str, mounts: Path) -> Path:
     if kind not in LOCAL_FILE_SYSTEMS:  # locks and renames may be unreliable, and two nodes may share the folder
         raise _NoCopy(f"{scratch} is on {kind}, which is not known to be local")
     return scratch
-
-
-def _make_own_folder(scratch: Path) -> Path:
-    """Return our folder on scratch, where nobody else can place files that we would read as data."""
-    try:
-        return make_own_folder(scratch / f"trainyard-{os.getuid()}")
-    except UserError as error:
-        raise _NoCopy(str(error)) from error
 
 
 @contextmanager
@@ -209,8 +187,8 @@ def _touch_copy(copy: Path) -> str:
 
 def _make_copy(copy: Path, source: Path, stop_requested: Callable[[], bool], tell: Callable[[str], object]) -> None:
     """Copy the data; the caller holds the lock."""
-    data = ShardSet(source)
-    files = {source / INDEX: hash_file(source / INDEX), **{shard.path: shard.sha256 for shard in data.shards}}
+    shards = ShardSet(source).shards
+    files = {source / INDEX: hash_file(source / INDEX), **{shard.path: shard.sha256 for shard in shards}}
     size_bytes = sum(path.stat().st_size for path in files)
     partial = copy.with_suffix(".partial")
     with _turn_os_errors_into_no_copy(copy):
@@ -222,12 +200,11 @@ def _make_copy(copy: Path, source: Path, stop_requested: Callable[[], bool], tel
     try:
         began = time.monotonic()
         read_s = _copy_files(files, partial, stop_requested)
-        copy_s = time.monotonic() - began
-        there = _measure_read_rate(data, source)
+        note = (
+            f"{_format_bytes(size_bytes)} copied on {datetime.now(UTC):%Y-%m-%d at %H:%M} UTC in "
+            f"{time.monotonic() - began:.1f} s (read there at {_format_bytes(size_bytes / max(read_s, 1e-9))}/s)"
+        )
         with _turn_os_errors_into_no_copy(copy):
-            note = _describe_copy(
-                size_bytes, copy_s=copy_s, read_s=read_s, there=there, here=_measure_read_rate(data, partial)
-            )
             (partial / NOTE).write_text(note, encoding="utf-8")
             partial.rename(copy)
     except BaseException:
@@ -266,7 +243,9 @@ def _copy_file(path: Path, sha256: str, into: Path, cancelled: threading.Event) 
     """Copy one file in chunks, until `cancelled`; return the seconds spent reading."""
     digest, read_s, memory = hashlib.sha256(), 0.0, memoryview(bytearray(_CHUNK_BYTES))
     target = into / path.name
-    with path.open("rb", buffering=0) as original, _create_file(target) as copy:
+    with _turn_os_errors_into_no_copy(target):
+        copy = target.open("wb", buffering=0)
+    with copy, path.open("rb", buffering=0) as original:
         while not cancelled.is_set():
             began = time.monotonic()
             chunk = memory[: original.readinto(memory)]
@@ -285,44 +264,6 @@ def _copy_file(path: Path, sha256: str, into: Path, cancelled: threading.Event) 
             f"List what is lost: trainyard verify {path.parent}"
         )
     return read_s
-
-
-def _create_file(target: Path) -> FileIO:
-    with _turn_os_errors_into_no_copy(target):
-        return target.open("wb", buffering=0)
-
-
-# What it is worth
-
-
-def _describe_copy(size_bytes: int, *, copy_s: float, read_s: float, there: float, here: float) -> str:
-    reading = f"{_format_bytes(size_bytes / max(read_s, 1e-9))}/s"
-    return (
-        f"{_format_bytes(size_bytes)} copied on {datetime.now(UTC):%Y-%m-%d at %H:%M} UTC in {copy_s:.1f} s "
-        f"(read there at {reading}); random records, one after another: "
-        f"{_format_bytes(there)}/s there, {_format_bytes(here)}/s here: "
-        f"{describe_break_even(size_bytes, copy_s=copy_s, there=there, here=here)}"
-    )
-
-
-def _measure_read_rate(data: ShardSet, folder: Path) -> float:
-    """Return the bytes per second of reading random records from `folder`, bypassing the page cache."""
-    name = max(data.records, key=lambda name: int(data.records[name].size.sum()))
-    records = data.records[name]
-    ids = np.random.default_rng(0).choice(data.count, min(_SAMPLE, data.count), replace=False)
-    owners = np.searchsorted([shard.first for shard in data.shards], ids, side="right") - 1
-    places = list(zip(owners.tolist(), records.start[ids].tolist(), records.size[ids].tolist(), strict=True))
-    descriptors = {owner: os.open(folder / data.shards[owner].path.name, os.O_RDONLY) for owner in {*owners.tolist()}}
-    try:
-        for owner, start, size in places:
-            first = start // _PAGE_BYTES * _PAGE_BYTES  # the kernel drops whole pages only
-            os.posix_fadvise(descriptors[owner], first, size + 2 * _PAGE_BYTES, os.POSIX_FADV_DONTNEED)
-        began = time.monotonic()
-        read_bytes = sum(len(os.pread(descriptors[owner], size, start)) for owner, start, size in places)
-        return max(read_bytes, 1) / (time.monotonic() - began)
-    finally:
-        for descriptor in descriptors.values():
-            os.close(descriptor)
 
 
 def _format_bytes(count_bytes: float) -> str:
