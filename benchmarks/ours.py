@@ -77,14 +77,14 @@ def make_config(kind: str) -> TrainConfig:
 def _iterate_batches(loader: Any, folder: Path, setting: Setting, config: TrainConfig) -> Iterator[Tensor]:
     import torch
 
-    from trainyard.data.choose_decoder import choose_decoder
     from trainyard.data.order import shuffle
     from trainyard.data.shards import ShardSet
+    from trainyard.node.choices import choose_decoder
     from trainyard.train.precision import keep_freed_memory
 
     keep_freed_memory(torch.device("cpu"))  # as a run does
     data = ShardSet(folder)
-    decode = choose_decoder("auto", importable=find_spec("nvidia.dali") is not None).value
+    decode = choose_decoder("auto", has_dali=find_spec("nvidia.dali") is not None).value
     stream = loader(
         config,
         data,

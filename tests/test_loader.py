@@ -20,7 +20,6 @@ from tests.images import make_points
 from trainyard.config.settings import AugmentSettings, DataSettings, ImageSettings, TrainConfig
 from trainyard.data import augment
 from trainyard.data.arrays import BatchMemory
-from trainyard.data.choose_decoder import choose_decoder
 from trainyard.data.hdf5 import ShardError
 from trainyard.data.loader import Loader, MicroBatch
 from trainyard.data.order import EpochOrder, EpochOrders, group_by_identity, shuffle
@@ -28,6 +27,7 @@ from trainyard.data.pack import pack
 from trainyard.data.prefetch import prefetch
 from trainyard.data.shards import Sample, ShardSet
 from trainyard.errors import UserError
+from trainyard.node.choices import choose_decoder
 
 AUGMENTATION = AugmentSettings(
     rotate_deg=20, shift=0.1, zoom=0.2, crop_area_min=0.4, crop_aspect_max=1.3, flip=0.5, gain=0.2, contrast=0.3
@@ -543,13 +543,13 @@ def test_a_damaged_array_is_an_error_in_its_turn(packed_copy):
     ],
 )
 def test_the_decoder_is_chosen_with_a_reason(wanted, importable, chosen, reason):
-    decoder, why = choose_decoder(wanted, importable=importable)
+    decoder, why = choose_decoder(wanted, has_dali=importable)
     assert decoder == chosen and reason in why
 
 
 def test_requesting_dali_without_dali_says_what_to_type():
     with pytest.raises(UserError, match=r"data.decode=dali, but nvidia.dali is not installed.*Use data.decode=cpu"):
-        choose_decoder("dali", importable=False)
+        choose_decoder("dali", has_dali=False)
 
 
 def test_the_next_order_is_computed_once_and_in_the_background_while_an_epoch_is_read(images):

@@ -175,7 +175,6 @@ def _choose_settings(
     Raises:
         UserError: the config asks for what this machine cannot do.
     """
-    from trainyard.data.choose_decoder import choose_decoder
     from trainyard.train import distributed, precision
 
     sm, name = _describe_device(device)
@@ -192,13 +191,13 @@ def _choose_settings(
             f"Rank {world.rank}: this run compiles its model, but {missing}. Use a container image, which has it, or "
             "start a new run with compile=off."
         )
-    importable = importlib.util.find_spec("nvidia") is not None and importlib.util.find_spec("nvidia.dali") is not None
+    has_dali = importlib.util.find_spec("nvidia") is not None and importlib.util.find_spec("nvidia.dali") is not None
     cores = _choose_cores(world)
     choices: dict[str, Choice[Any]] = {
         "device": Choice(name, f"rank 0 of {world.world_size}, started by {world.launcher}"),
         **{name: Choice(getattr(policy, name), reason) for name, reason in policy.reasons.items()},
         "cudnn_benchmark": precision.set_switches(policy, deterministic=config.deterministic),
-        "decode": choose_decoder(config.data.decode, importable=importable),
+        "decode": choose_decoder(config.data.decode, has_dali=has_dali),
         "threads": Choice(config.data.threads, "data.threads") if config.data.threads else cores,
         "compute_threads": _set_compute_threads(run, world, sm, cores, environ),
         "collectives": distributed.choose_collectives(environ.get("CUDA_VISIBLE_DEVICES", "")),
@@ -214,6 +213,25 @@ def _choose_settings(
 
         choices["decode_memory"] = limit_memory()
     return policy, choices
+
+
+def choose_decoder(wanted: str, *, has_dali: bool) -> Choice[str]:
+    """Return the decoder of images and audio for data.decode=`wanted`.
+
+    Raises:
+        UserError: DALI is requested, but not installed.
+    """
+    if wanted == "cpu":
+        return Choice("cpu", "requested")
+    if has_dali:
+        reason = "requested" if wanted == "dali" else "installed, and bit-equal to the CPU reference on the host"
+        return Choice("dali", reason)
+    if wanted == "dali":
+        raise UserError(
+            "data.decode=dali, but nvidia.dali is not installed here. Use data.decode=cpu, or a container image that "
+            "has DALI."
+        )
+    return Choice("cpu", "nvidia.dali is not installed here")
 
 
 def _refuse_unusable_device(sm: int | None, world: World, environ: Mapping[str, str]) -> None:
@@ -234,19 +252,13 @@ def _set_compile_cache(environ: Mapping[str, str], device: "torch.device") -> Ch
 
     cache = compile_cache.choose_cache(
         environ,
-        card=_name_card(device),
+        card=torch.cuda.get_device_name(device) if device.type == "cuda" else None,
         torch_version=torch.__version__,
         attempt=read_attempt_id(environ, started=0),
     )
     kernels = environ.get("TRITON_CACHE_DIR") or str(cache.value / "triton")
     os.environ.update(dict(zip(compile_cache.CACHE_VARIABLES, (str(cache.value), kernels), strict=True)))
     return Choice(str(cache.value), cache.reason)
-
-
-def _name_card(device: "torch.device") -> str | None:
-    import torch
-
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else None
 
 
 def _describe_device(device: "torch.device") -> tuple[int | None, str]:

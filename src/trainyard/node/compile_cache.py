@@ -54,11 +54,7 @@ def _explain_unusable_scratch(scratch: str | None, attempt: str) -> str:
 
 
 def _make_user_cache(environ: Mapping[str, str]) -> Path:
-    """Return Trainyard's folder in the user's cache, created if missing.
-
-    Raises:
-        UserError: it cannot be created; says what to type.
-    """
+    """Return Trainyard's folder in the user's cache, created if missing."""
     folder = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trainyard"
     try:
         folder.mkdir(parents=True, exist_ok=True)

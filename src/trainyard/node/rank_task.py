@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from loguru import logger
 
@@ -63,14 +63,18 @@ class RankTask:
         try:
             code = self._train_or_pack(self.since or time.time())
             if code == 0 and not self.only_packs and read_world(os.environ).is_main:
+                from trainyard.report.run_page import write_report
+
                 with report_full_disk(self.run):
-                    _write_report(self.run)
+                    print(f"report: {write_report(self.run)}")
         except UserError as error:
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
             code = choose_exit_code(error)
         finally:
             if not self.only_packs and read_world(os.environ).is_main:
-                _update_board(self.run)
+                from trainyard.report.board import update_board
+
+                update_board(self.run)
         if code:
             sys.exit(code)
 
@@ -79,18 +83,6 @@ class RankTask:
             return train_on_ranks(self.run, self.jobs, self.ranks_here, environ=os.environ, started=started)
         show_own_mig_slice(os.environ, read_world(os.environ).local_rank)
         return execute(self.run, self.jobs, environ=os.environ, started=started, only_packs=self.only_packs)
-
-
-def _update_board(run: Path) -> None:
-    from trainyard.report.board import update_board
-
-    update_board(run)
-
-
-def _write_report(run: Path) -> None:
-    from trainyard.report.run_page import write_report
-
-    print(f"report: {write_report(run)}")
 
 
 @dataclass(frozen=True)
@@ -164,27 +156,18 @@ def execute(
                         notes.write_exit_code(choose_exit_code(error))
                     record_error(run, error, attempt=attempt, rank=world.rank)
                 if full is not None and world.world_size > 1:
-                    _exit_at_once(full)
+                    # without leaving the process group, which might wait for ranks that wait for this one
+                    print(full, file=sys.stderr, flush=True)
+                    os._exit(choose_exit_code(full))
                 if not starts_again:
                     raise
-            _release_memory()
+            from trainyard.train.out_of_memory import release_memory
+
+            gc.collect()  # the model and the data of the start that ended
+            release_memory()
     if world.is_main:
         notes.write_exit_code(code)
     return code
-
-
-def _exit_at_once(error: OutOfDeviceMemory) -> NoReturn:
-    """Exit without leaving the process group, which might wait for ranks that wait for this one."""
-    print(error, file=sys.stderr, flush=True)
-    os._exit(choose_exit_code(error))
-
-
-def _release_memory() -> None:
-    """Release the model and the data of a start that ended, for the next one in this process."""
-    from trainyard.train.out_of_memory import release_memory
-
-    gc.collect()
-    release_memory()
 
 
 def _load_torch() -> None:
