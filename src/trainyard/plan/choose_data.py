@@ -98,7 +98,11 @@ def choose_data(
     for name in (config.job, config.family):
         for roots in files:
             if name in roots.by_name:
-                return _choose_root(config, roots, name, jobs_dir)
+                reason = f"{roots.file}, data.{name}"
+                if roots.by_name[name] == SYNTHETIC:
+                    return _choose_synthetic(config, jobs_dir, reason)
+                data = replace(config.data, path=roots.by_name[name])
+                return DataChoice(replace(config, data=data), data.path, reason)
         if name == config.job and (config.data.path or config.data.synthetic):
             return DataChoice(
                 config, config.data.path or describe_synthetic(config.data.synthetic), f"stated by preset {config.job}"
@@ -138,8 +142,15 @@ def require_data(choice: DataChoice, *, jobs_dir: Path, typed: Sequence[str]) ->
 
 def refuse_no_data(choice: DataChoice, *, jobs_dir: Path, typed: Sequence[str]) -> None:
     """Raise a UserError if there is no data; its last two lines are what to type."""
+    config = choice.config
     if not choice.value:
-        raise UserError(_explain_no_data(choice, jobs_dir=jobs_dir, typed=typed))
+        raise UserError(
+            f"{config.job} needs data: data.path=FOLDER (make: DATA=FOLDER), or --synthetic (make: SYNTHETIC=1) for a "
+            "few generated samples, which show that it works and teach nothing. Neither was typed, and no file names a "
+            f"root of {config.job} or {config.family} under data: ({choice.reason}). What the folder should contain: "
+            f"{jobs_dir / config.family}/README.md. Type one of these:\n"
+            f"  {_format_command(typed, 'data.path=FOLDER')}\n  {_format_command(typed, '--synthetic')}"
+        )
 
 
 def find_user_file(environ: Mapping[str, str]) -> Path:
@@ -179,14 +190,6 @@ def _refuse_slips(files: Sequence[_Roots], config: TrainConfig, jobs_dir: Path) 
                 )
 
 
-def _choose_root(config: TrainConfig, roots: _Roots, name: str, jobs_dir: Path) -> DataChoice:
-    reason = f"{roots.file}, data.{name}"
-    if roots.by_name[name] == SYNTHETIC:
-        return _choose_synthetic(config, jobs_dir, reason)
-    data = replace(config.data, path=roots.by_name[name])
-    return DataChoice(replace(config, data=data), data.path, reason)
-
-
 # Synthetic data
 
 
@@ -209,17 +212,6 @@ def _choose_synthetic_count(config: TrainConfig, jobs_dir: Path) -> tuple[int, s
 
 
 # Messages
-
-
-def _explain_no_data(choice: DataChoice, *, jobs_dir: Path, typed: Sequence[str]) -> str:
-    config = choice.config
-    lines = (_format_command(typed, "data.path=FOLDER"), _format_command(typed, "--synthetic"))
-    return (
-        f"{config.job} needs data: data.path=FOLDER (make: DATA=FOLDER), or --synthetic (make: SYNTHETIC=1) for a few "
-        f"generated samples, which show that it works and teach nothing. Neither was typed, and no file names a "
-        f"root of {config.job} or {config.family} under data: ({choice.reason}). What the folder should contain: "
-        f"{jobs_dir / config.family}/README.md. Type one of these:\n  {lines[0]}\n  {lines[1]}"
-    )
 
 
 def _format_command(typed: Sequence[str], word: str) -> str:

@@ -5,7 +5,6 @@ smaller micro-batch needs at least its proportion of the stated memory: with les
 it may still be too little, and the reason says so.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from trainyard.cluster.description import Cluster, GpuNodes
@@ -43,7 +42,10 @@ def choose_gpu(
         UserError: no type fits, or not the one requested; says what to type.
     """
     if hw and hw not in cluster.gpus:
-        raise UserError(_describe_unknown_hw(cluster, hw))
+        hint = suggest_nearest(hw.lower(), cluster.gpus)
+        raise UserError(
+            f"HW={hw}: {cluster.name} has no such GPU type.{hint} It has: {list_hardware(cluster)} ({cluster.path})."
+        )
     _refuse_unknown_card(config)
     if hw:
         return _check_requested(config, cluster, gpus, hw, keeps_micro_batch=keeps_micro_batch)
@@ -218,20 +220,10 @@ def _list_misfits(passed: dict[str, str]) -> str:
 
 def _advise(config: TrainConfig, cluster: Cluster, gpus: int, hw: str, keeps_micro_batch: bool) -> str:
     """Say what to type instead: another type, a smaller micro-batch, or that the need is wrong."""
-    lines = list(_list_fitting(config, cluster, gpus))
+    enough = {name: kind for name, kind in cluster.gpus.items() if kind.per_node * kind.nodes >= gpus}
+    lines = [f"HW={name}" for name, kind in enough.items() if not _explain_misfit(config, kind, gpus)]
     smaller = None if keeps_micro_batch else _shrink_micro_batch(config, cluster.gpus[hw], gpus, force=True)
     if smaller is not None and (dependence := config.explain_batch_dependence()):
         lines.append(f"micro_batch_size={smaller.micro_batch_size} with HW={hw}, which trains otherwise: {dependence}")
     lines.append("needs.memory_gib=0 needs.card= to try it as it is")
     return f"Type {', or '.join(lines)}."
-
-
-def _list_fitting(config: TrainConfig, cluster: Cluster, gpus: int) -> Iterator[str]:
-    for name, kind in cluster.gpus.items():
-        if kind.per_node * kind.nodes >= gpus and not _explain_misfit(config, kind, gpus):
-            yield f"HW={name}"
-
-
-def _describe_unknown_hw(cluster: Cluster, wanted: str) -> str:
-    hint = suggest_nearest(wanted.lower(), cluster.gpus)
-    return f"HW={wanted}: {cluster.name} has no such GPU type.{hint} It has: {list_hardware(cluster)} ({cluster.path})."

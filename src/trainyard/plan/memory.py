@@ -10,7 +10,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from importlib import metadata
@@ -112,11 +112,6 @@ class CannotPredict(UserError):
     """The process that predicts has failed."""
 
 
-def compute_usable_gib(card: GpuType) -> float:
-    """Return how much of a card's memory a process can have at least."""
-    return card.memory_gib * (1 - DRIVER_SHARE)
-
-
 def count_disk_bytes(step: StepPrediction, config: TrainConfig, steps: int | None) -> int:
     """Return the most that a run's checkpoints take: the newest ones, the best, and those of checkpoint.keep_every.
 
@@ -141,7 +136,8 @@ def choose_fit(config: TrainConfig, card: GpuType, *, gpus: int, predict: Predic
         UserError: the card cannot compute as the config says.
     """
     most = split_batch(config.global_batch_size, ranks=gpus, micro_batch=config.micro_batch_size).micro_batch
-    sizes = [most] if config.explain_batch_dependence() else _list_divisors(most)
+    divisors = [size for size in range(most, 0, -1) if most % size == 0]
+    sizes = [most] if config.explain_batch_dependence() else divisors
     tried: list[CardFit] = []
     for recompute in sorted({config.gradient_checkpointing, True}):
         check = _FitCheck(config, card, _choose_precision(config, card), gpus, recompute, predict)
@@ -184,7 +180,7 @@ class _FitCheck:
     def __call__(self, micro_batch: int) -> CardFit:
         split = split_batch(self.config.global_batch_size, ranks=self.gpus, micro_batch=micro_batch)
         setting = StepConfig.of(split, self.precision, device="cuda", recompute=self.recompute)
-        step, has_gib = self.predict(setting), compute_usable_gib(self.card)
+        step, has_gib = self.predict(setting), self.card.memory_gib * (1 - DRIVER_SHARE)
         verdict = FITS if step.peak_gib + step.reserve_gib <= has_gib else TIGHT
         if step.refused or step.peak_gib > has_gib:
             verdict = MISFIT
@@ -216,11 +212,6 @@ def _search_size(sizes: list[int], largest: CardFit, check: Callable[[int], Card
     room = (smallest.has_gib - CONTEXT_GIB) / (1 + FRAGMENTS_SHARE) - smallest.step.peak_gib
     fitting = [size for size in sizes if size == low or (size - low) * slope <= room]
     return smallest if fitting[0] == low else check(fitting[0])
-
-
-def _list_divisors(number: int) -> list[int]:
-    """Return the divisors, the largest first."""
-    return [divisor for divisor in range(number, 0, -1) if number % divisor == 0]
 
 
 # The stored file
@@ -291,12 +282,6 @@ def _extend(predictions: PredictionCache, path: Path) -> None:
     predictions.about |= content
 
 
-def _find_reason(lines: Sequence[str]) -> str:
-    """Return why a process failed: the exception of its traceback, or else its last line."""
-    raised = [line for line in lines if re.match(r"[\w.]+(Error|Exception|Interrupt): ", line)]
-    return (raised or lines or ["the process ended without a message"])[-1]
-
-
 def find_cache(environ: Mapping[str, str]) -> Path:
     """Return the folder of predictions, which may not exist."""
     return Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trainyard" / "plans"
@@ -332,16 +317,11 @@ def compute_key(config: TrainConfig, jobs_dir: Path) -> str:
 @cache
 def _hash_code(family: Path) -> bytes:
     digest = hashlib.sha256()
-    for path in _list_code(family):
-        digest.update(path.read_bytes())
+    for folder in (family, THIS_CODE / "train", THIS_CODE / "data"):
+        for path in sorted(folder.glob("*.py")):
+            digest.update(path.read_bytes())
+    digest.update((THIS_CODE / "plan" / "predict.py").read_bytes())
     return digest.digest()
-
-
-def _list_code(family: Path) -> Iterable[Path]:
-    yield from sorted(family.glob("*.py"))
-    for package in ("train", "data"):
-        yield from sorted((THIS_CODE / package).glob("*.py"))
-    yield THIS_CODE / "plan" / "predict.py"
 
 
 def complete_cache(
@@ -380,7 +360,9 @@ def complete_cache(
         said = [process.communicate()[0].strip().splitlines() for process in processes]
         for process, lines in zip(processes, said, strict=True):
             if process.returncode:
-                raise CannotPredict(f"its memory cannot be predicted: {_find_reason(lines)}")
+                raised = [line for line in lines if re.match(r"[\w.]+(Error|Exception|Interrupt): ", line)]
+                reason = (raised or lines or ["the process ended without a message"])[-1]
+                raise CannotPredict(f"its memory cannot be predicted: {reason}")
         predictions = open_cache(config, jobs_dir, environ)
         for out in outs:
             _extend(predictions, out)
