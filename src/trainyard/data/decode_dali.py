@@ -57,22 +57,19 @@ class ImageDecoder:
         """
         pipeline, self._idle = self._idle, None
         if pipeline is None or pipeline.max_batch_size < max_batch_size:
-            pipeline = self._build_pipeline(max_batch_size)
+            pipeline = _ImagePipeline(
+                channels=self._channels,
+                fill=self._fill,
+                threads=self._threads,
+                max_batch_size=max_batch_size,
+                device_id=None if self._copies is None else self._copies.device.index,
+            )
         pipeline.start(requests)
         yield from self._resize(pipeline) if self._copies is None else self._copy(pipeline, self._copies)
         pipeline.reset()
         self._idle = pipeline
         if self._copies is not None:
             backend.ReleaseUnusedMemory()  # torch's allocator cannot take what DALI's pools keep
-
-    def _build_pipeline(self, max_batch_size: int) -> "_ImagePipeline":
-        return _ImagePipeline(
-            channels=self._channels,
-            fill=self._fill,
-            threads=self._threads,
-            max_batch_size=max_batch_size,
-            device_id=None if self._copies is None else self._copies.device.index,
-        )
 
     def _resize(self, pipeline: "_ImagePipeline") -> Iterator[tuple[Any, Tensor]]:
         with get_pool(self._threads) as pool:
@@ -205,16 +202,12 @@ def _group_requests(requests: Iterator[Request], most: int, channels: int) -> It
             yield group
             group, decoded_bytes = [], 0
         group.append(request)
-        decoded_bytes += _count_decoded_bytes(request, channels)
+        decoded_bytes += int(request.parameters.box[:, 2:].prod(axis=1).sum()) * channels
         if len(group) == most or decoded_bytes >= _GROUP_BYTES:
             yield group
             group, decoded_bytes = [], 0
     if group:
         yield group
-
-
-def _count_decoded_bytes(request: Request, channels: int) -> int:
-    return int(request.parameters.box[:, 2:].prod(axis=1).sum()) * channels
 
 
 def decode_audio(requests: Iterator[AudioRequest], *, threads: int, max_batch_size: int) -> Iterator[AudioRequest]:

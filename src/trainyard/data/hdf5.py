@@ -20,13 +20,8 @@ from trainyard.errors import UserError
 from trainyard.files import PACKED_DATA, check_format
 
 NUMBERS = frozenset(
-    {
-        "bool",
-        *(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)),
-        "float16",
-        "float32",
-        "float64",
-    }
+    {"bool", "float16", "float32", "float64"}
+    | {f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)}
 )
 """NumPy names of the dtypes that packed data may contain."""
 

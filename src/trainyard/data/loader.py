@@ -117,7 +117,9 @@ class Loader:
             micro_batch_size: samples per micro-batch; 0: this rank's share of the global batch.
             on_arrival: called when the caller's stream has waited for a micro-batch, before it prepares the images.
         """
-        _check_boxes(self._augmentation.crop_keeps, self.data)
+        boxes, records = self._augmentation.crop_keeps, self.data.records
+        if boxes and (boxes not in records or records[boxes].kind != RAGGED):
+            raise UserError(f"augment.crop_keeps={boxes}: the data has no such boxes, only {', '.join(records)}.")
         first = orders(epoch)
         split = split_batch(first.global_batch_size, ranks=self.world_size, micro_batch=micro_batch_size)
 
@@ -393,9 +395,3 @@ class Loader:
             std=self._std,
             channels_last=self._channels_last,
         )
-
-
-def _check_boxes(name: str, data: ShardSet) -> None:
-    """Refuse `augment.crop_keeps` if the data has no such boxes."""
-    if name and (name not in data.records or data.records[name].kind != RAGGED):
-        raise UserError(f"augment.crop_keeps={name}: the data has no such boxes, only {', '.join(data.records)}.")

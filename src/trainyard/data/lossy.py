@@ -1,18 +1,17 @@
 """Measures what `packing.store=jpeg` saves and loses, on images that were just packed."""
 
-import io
 import json
 import statistics
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
 import numpy as np
-from PIL import Image
 
 from trainyard.config.settings import ImageSettings
 from trainyard.data.index import IMAGE, INPUT_RAW
 from trainyard.data.shards import Sample, ShardSet
 from trainyard.data.store import InputStore, find_region, name_store
+from trainyard.data.write_shard import read_image_shape
 from trainyard.files import write_atomically
 
 LOSS = "loss.json"
@@ -75,7 +74,7 @@ def measure_loss(samples: Iterable[Sample], data: ShardSet, image: ImageSettings
             kept += 1
             continue
         before = _resize(resizer, original, {**sample.columns, **loaded})
-        after = _resize(resizer, stored, {name: int(column[i[0]]) for name, column in data.columns.items()})
+        after = _resize(resizer, stored.tobytes(), {name: int(column[i[0]]) for name, column in data.columns.items()})
         noise.append(float(np.square(before - after).mean()))
     psnr = [10 * float(np.log10(255**2 / one)) for one in noise if one > 0]
     worst, median = (min(psnr), statistics.median(psnr)) if psnr else (None, None)
@@ -85,14 +84,7 @@ def measure_loss(samples: Iterable[Sample], data: ShardSet, image: ImageSettings
     return loss
 
 
-def _resize(resizer: InputStore, encoded: bytes | np.ndarray, row: dict[str, object]) -> np.ndarray:
+def _resize(resizer: InputStore, encoded: bytes, row: dict[str, object]) -> np.ndarray:
     """Return the model's input, (H, W, C) float64 of 0..255."""
-    data = np.frombuffer(encoded, dtype=np.uint8)
-    height, width = _read_size(data)
-    return resizer.resize(data, find_region(row, height, width)).astype(np.float64)
-
-
-def _read_size(data: np.ndarray) -> tuple[int, int]:
-    """Return height and width of an encoded image."""
-    with Image.open(io.BytesIO(data.data)) as image:
-        return image.height, image.width
+    height, width, _ = read_image_shape(encoded)
+    return resizer.resize(encoded, find_region(row, height, width)).astype(np.float64)

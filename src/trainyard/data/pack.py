@@ -8,9 +8,9 @@ import json
 import math
 import shutil
 import signal
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -166,11 +166,7 @@ def _stamp(samples: Iterable[Sample]) -> Iterator[tuple[Sample, _Stamp]]:
 
 
 def _join_stamps(samples: Iterable[Sample], listing: Listing) -> Iterator[tuple[Sample, _Stamp]]:
-    """Yield samples with what `listing` says of their raw files.
-
-    Raises:
-        PackError: there are more or fewer samples than listed.
-    """
+    """Yield samples with what `listing` says of their raw files; refuse more or fewer samples than listed."""
     stamps = iter(listing.stamps)
     for sample in samples:
         stamp = tuple(itertools.islice(stamps, 2))
@@ -335,11 +331,7 @@ def _refuse_bad(written: Sequence[WrittenShard], skip_bad: bool) -> None:
 
 
 def _finish(out: Path, written: Sequence[WrittenShard], meta: dict[str, Any], artifacts: Mapping[str, str]) -> ShardSet:
-    """Write the index, unless the existing one has the same content.
-
-    Raises:
-        PackError: the folder contains shards of another data set.
-    """
+    """Write the index, unless the existing one has the same content; refuse shards of another data set."""
     content = hashlib.sha256("".join(shard.sha256 for shard in written).encode()).hexdigest()
     index = out / INDEX
     if index.exists() and read_index(out).content == content:
@@ -367,11 +359,16 @@ def _write_index(file: h5py.File, written: Sequence[WrittenShard]) -> None:
     shards["count"] = np.array([shard.count for shard in written])
     shards["size_bytes"] = np.array([shard.path.stat().st_size for shard in written])
     for shard in written:
-        if shard.resumed:
-            _refuse_changed(shard)
+        if shard.resumed and hash_file(shard.path) != shard.sha256:  # the index would take its labels from it
+            raise PackError(
+                f"{shard.path}: damaged: its SHA-256 differs from {JOURNAL}. "
+                "Delete it and run the same command again: the other shards are kept."
+            )
     parts = [_read_part(shard.path) for shard in written]  # one after the other: a system allows few open files
     keys = [key for part in parts for key in part.columns[KEY]]
-    _refuse_duplicates(keys)
+    twice = next((key for key, count in Counter(keys).items() if count > 1), None)
+    if twice is not None:
+        raise PackError(f"Two samples have the key '{twice}'; keys must be unique.")
     write_texts(file.create_group(KEY), keys)
     for group in ("columns", "vocabulary", "records"):
         file.create_group(group)
@@ -379,36 +376,27 @@ def _write_index(file: h5py.File, written: Sequence[WrittenShard]) -> None:
         _join_column(file, name, [part.columns[name] for part in parts])
     for name in parts[0].records:
         group, records = file.create_group(f"records/{name}"), [part.records[name] for part in parts]
-        kinds = {(one.attributes["kind"], one.attributes["dtype"], one.fixed_shape) for one in records}
+        kinds = {(one["kind"], one["dtype"], _get_fixed_shape(one)) for one in records}
         assert len(kinds) == 1, f"{name} differs between shards: {sorted(kinds)}"
-        group.attrs.update(records[0].attributes)
+        group.attrs.update(kind=records[0]["kind"], dtype=records[0]["dtype"])
         for place in _PLACES:
-            group[place] = np.concatenate([one.places[place] for one in records])
+            group[place] = np.concatenate([one[place] for one in records])
 
 
 _PLACES = ("start", "size", "crc", "shape")
 
 
-@dataclass(frozen=True)
-class _PartRecords:
-    """What the index says of the records of one name in one shard."""
-
-    attributes: dict[str, str]  # kind and dtype
-    places: dict[str, np.ndarray]
-
-    @property
-    def fixed_shape(self) -> tuple[int, ...]:
-        """The part of an array's shape that must be equal in all shards."""
-        shape = tuple(self.places["shape"][0].tolist())
-        return {ARRAY: shape, RAGGED: shape[1:]}.get(self.attributes["kind"], ())
+def _get_fixed_shape(records: dict[str, Any]) -> tuple[int, ...]:
+    """Return the part of an array's shape that must be equal in all shards."""
+    shape = tuple(records["shape"][0].tolist())
+    return {ARRAY: shape, RAGGED: shape[1:]}.get(records["kind"], ())
 
 
-@dataclass(frozen=True)
-class _Part:
+class _Part(NamedTuple):
     """Everything of a shard that goes into the index: all but the records themselves."""
 
     columns: dict[str, np.ndarray | list[str]]
-    records: dict[str, _PartRecords]
+    records: dict[str, dict[str, Any]]  # name -> kind, dtype and `_PLACES`
 
 
 def _read_part(path: Path) -> _Part:
@@ -418,21 +406,11 @@ def _read_part(path: Path) -> _Part:
             for name, column in file["columns"].items()
         }
         records = {
-            name: _PartRecords(
-                {key: str(group.attrs[key]) for key in ("kind", "dtype")}, {array: group[array][:] for array in _PLACES}
-            )
+            name: {"kind": str(group.attrs["kind"]), "dtype": str(group.attrs["dtype"])}
+            | {place: group[place][:] for place in _PLACES}
             for name, group in file["records"].items()
         }
     return _Part(columns, records)
-
-
-def _refuse_changed(shard: WrittenShard) -> None:
-    """Refuse a shard that was damaged after an earlier call wrote it: the index would take its labels from it."""
-    if hash_file(shard.path) != shard.sha256:
-        raise PackError(
-            f"{shard.path}: damaged: its SHA-256 differs from {JOURNAL}. "
-            "Delete it and run the same command again: the other shards are kept."
-        )
 
 
 def _join_column(file: h5py.File, name: str, parts: Sequence[np.ndarray | list[str]]) -> None:
@@ -444,11 +422,3 @@ def _join_column(file: h5py.File, name: str, parts: Sequence[np.ndarray | list[s
     code = {text: i for i, text in enumerate(vocabulary)}
     file[f"columns/{name}"] = np.array([code[text] for text in texts], dtype=np.int64)
     write_texts(file.create_group(f"vocabulary/{name}"), vocabulary)
-
-
-def _refuse_duplicates(keys: list[str]) -> None:
-    seen: set[str] = set()
-    for key in keys:
-        if key in seen:
-            raise PackError(f"Two samples have the key '{key}'; keys must be unique.")
-        seen.add(key)

@@ -284,18 +284,14 @@ def explain_no_sample(raw: Path, config: TrainConfig, jobs_dir: Path) -> str:
     """Say that a folder has no sample of a family, what was expected, and what is there."""
     expected = getattr(load_family(jobs_dir, config.family, "pack"), "RAW_FILES", "")
     more = f"{jobs_dir / config.family}/README.md"
+    files = [Path(place) / name for place, _, names in itertools.islice(os.walk(raw), _LISTED) for name in names]
+    names = [str(path.relative_to(raw)) for path in sorted(files[:_LISTED])]
+    found = f"{len(files)} files ({join_names(names, most=3)})" if files else "no file"
     return (
         f"contains no sample that {config.family} knows. "
         + (f"Expected: {expected}; more: {more}." if expected else f"Expected: what {more} describes.")
-        + f" Found: {_describe_folder(raw)}."
+        + f" Found: {found}."
     )
-
-
-def _describe_folder(folder: Path) -> str:
-    """Say what is in a folder and below it, of the first entries."""
-    files = [Path(place) / name for place, _, names in itertools.islice(os.walk(folder), _LISTED) for name in names]
-    names = [str(path.relative_to(folder)) for path in sorted(files[:_LISTED])]
-    return f"{len(files)} files ({join_names(names, most=3)})" if files else "no file"
 
 
 def _require_folder(raw: Path) -> None:

@@ -93,12 +93,8 @@ class ShardSet:
         """
         self.folder = folder
         self.index = index = read_index(folder)
-        self.fingerprint, self.meta, self.count, self.skipped = (
-            index.fingerprint,
-            index.meta,
-            index.count,
-            index.skipped,
-        )
+        self.fingerprint, self.meta = index.fingerprint, index.meta
+        self.count, self.skipped = index.count, index.skipped
         self.shards, self.columns, self.vocabulary = index.shards, index.columns, index.vocabulary
         self.artifacts, self.records = index.artifacts, index.records
         self._first = np.array([shard.first for shard in self.shards])

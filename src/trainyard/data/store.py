@@ -74,7 +74,7 @@ class InputStore:
         pixels = self.resize(data, region)
         return encode_png(pixels) if self.kind == INPUT_PNG else pixels.reshape(-1).data
 
-    def resize(self, data: bytes | np.ndarray, region: np.ndarray) -> np.ndarray:
+    def resize(self, data: bytes, region: np.ndarray) -> np.ndarray:
         """Return (height_px, width_px, channels) uint8, as the loader's host stage makes them; see `encode`."""
         import torch
 

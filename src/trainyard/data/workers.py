@@ -20,7 +20,6 @@ from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import NoReturn
 
 from trainyard.config.families import get_aliases, import_aliases
 from trainyard.data.store import load_resizing
@@ -148,14 +147,10 @@ def _fork_workers(
     ended = [worker for worker in workers if worker.sentinel in ready]
     for worker in ended:
         worker.join()  # its files are closed before it has an exit code
-    _end_as(ended[0].exitcode if ended else None)
-
-
-def _end_as(exit_code: int | None) -> NoReturn:
-    """End this process at once, with the exit code or by the signal of another."""
-    if exit_code is not None and exit_code < 0:
+    exit_code = (ended[0].exitcode if ended else None) or 1
+    if exit_code < 0:
         os.kill(os.getpid(), -exit_code)
-    os._exit(exit_code or 1)
+    os._exit(exit_code)
 
 
 def _work(connections: Sequence[Connection], own: int) -> None:

@@ -222,13 +222,13 @@ def _measure(loaded: Loaded, store: Store | None) -> dict[str, _Value | _Blob]:
     }
     data = loaded.get(IMAGE)
     if isinstance(store, JpegStore) and isinstance(data, bytes):
-        height, width, _ = _read_image_shape(data)
+        height, width, _ = read_image_shape(data)
         row[IMAGE] = blob = _encode_blob(store.encode(data))
         if blob.shape[:2] != (height, width):
             _refuse_arrays(loaded)
             row |= scale_region(loaded, (height, width), blob.shape[:2])
     elif isinstance(store, InputStore) and isinstance(data, bytes):
-        height, width, _ = _read_image_shape(data)
+        height, width, _ = read_image_shape(data)
         shape = (store.height_px, store.width_px, store.channels, height, width)
         row[IMAGE] = _Blob(store.encode(data, find_region(loaded, height, width)), store.kind, "uint8", shape)
     return row
@@ -246,7 +246,7 @@ def _refuse_arrays(loaded: Loaded) -> None:
 
 def _encode_blob(value: bytes | Ragged | Audio) -> _Blob:
     if isinstance(value, bytes):
-        return _Blob(value, ENCODED_IMAGE, "uint8", _read_image_shape(value))
+        return _Blob(value, ENCODED_IMAGE, "uint8", read_image_shape(value))
     if isinstance(value, Ragged):
         array = _make_native(value.values, value.values.dtype)
         return _Blob(_view_bytes(array), RAGGED, array.dtype.name, array.shape)
@@ -319,12 +319,7 @@ def _describe_records(
     size: np.ndarray,
     checksums: Sequence[int],
 ) -> int:
-    """Make a dataset of this shape without values; add the places and checksums. Return its first byte in the file.
-
-    Args:
-        size: (N,) int64 bytes of each record.
-        checksums: N, CRC-32C.
-    """
+    """Make a dataset of this shape without values; add its records' sizes, places, CRC-32C. Return its first byte."""
     created = h5p.create(h5p.DATASET_CREATE)
     created.set_layout(h5d.CONTIGUOUS)
     created.set_alloc_time(h5d.ALLOC_TIME_EARLY)
@@ -346,7 +341,7 @@ def write_texts(group: h5py.Group, values: Sequence[Any]) -> None:
     group["offset"] = np.cumsum([0, *map(len, encoded)], dtype=np.int64)
 
 
-def _read_image_shape(data: bytes) -> tuple[int, int, int]:
+def read_image_shape(data: bytes) -> tuple[int, int, int]:
     """Return height, width and channels.
 
     Raises:
@@ -362,11 +357,7 @@ def _read_image_shape(data: bytes) -> tuple[int, int, int]:
 
 
 def _read_audio_shape(data: bytes) -> tuple[int, int]:
-    """Return frames and rate in Hz.
-
-    Raises:
-        BadRecord: not an audio header, or the audio is not mono, not 16-bit, or without frames.
-    """
+    """Return frames and rate in Hz; raises BadRecord for anything but frames of 16 bits in one channel."""
     try:
         info = soundfile.info(io.BytesIO(data))
     except soundfile.LibsndfileError as error:
