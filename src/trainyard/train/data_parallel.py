@@ -31,11 +31,9 @@ def describe_batch_statistics(
         return Choice(samples, "BatchNorm computes its statistics over the samples of a micro-batch")
     return Choice(
         samples,
-        (
-            f"BatchNorm computes its statistics over {samples} samples, fewer than {FEW_SAMPLES}: they are noisy, and "
-            "results get worse (arXiv:1803.08494). Use larger micro-batches, sync_batchnorm=true on several GPUs, or "
-            "another normalisation"
-        ),
+        f"BatchNorm computes its statistics over {samples} samples, fewer than {FEW_SAMPLES}: they are noisy, and "
+        "results get worse (arXiv:1803.08494). Use larger micro-batches, sync_batchnorm=true on several GPUs, or "
+        "another normalisation",
     )
 
 

@@ -116,8 +116,7 @@ def gather_rows(
 def list_final_sets(context: RunContext) -> tuple[list[str], bool]:
     """Return the sets that the final weights are scored on, and whether the scores of validation pairs are stored.
 
-    These are the test sets; without one, validation if the job has figures. Jobs that compare samples have
-    pairs.
+    These are the test sets; without one, validation if the job has figures. Jobs that compare samples have pairs.
     """
     kind, splits = type(context.module), context.splits
     names = [name for name in splits if name not in (TRAIN, VALIDATION)]

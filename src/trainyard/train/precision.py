@@ -63,10 +63,8 @@ def set_determinism(deterministic: bool, *, exceptions: Sequence[str] = ()) -> N
 @contextmanager
 def allow_nondeterministic_operators() -> Iterator[None]:
     """Allow operators without a deterministic kernel; those that have one still use it."""
-    enabled, warn_only = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
+    enabled = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(enabled, warn_only=True)
     try:
         yield

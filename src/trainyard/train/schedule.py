@@ -19,7 +19,10 @@ def compute_lr_factor(step: int, schedule: ScheduleSettings, *, total_steps: int
     warmup = Duration.parse(schedule.warmup).to_steps(steps_per_epoch) if schedule.warmup else 0
     if schedule.name == "one_cycle":
         assert total_steps is not None, "checked with the options"
-        return _one_cycle(step, warmup, total_steps, schedule.final_ratio)
+        rise = warmup or round(_ONE_CYCLE_WARMUP * total_steps)
+        if step < rise:
+            return _half_cosine(_ONE_CYCLE_START, 1.0, step / rise)
+        return _half_cosine(1.0, schedule.final_ratio, (step - rise) / max(1, total_steps - rise))
     if step < warmup:
         return (step + 1) / warmup
     if schedule.name == "cosine":
@@ -29,13 +32,6 @@ def compute_lr_factor(step: int, schedule: ScheduleSettings, *, total_steps: int
         drops = sorted(Duration.parse(text).to_steps(steps_per_epoch) for text in schedule.milestones)
         return float(schedule.drop ** bisect.bisect_right(drops, step))
     return 1.0
-
-
-def _one_cycle(step: int, warmup: int, total: int, final_ratio: float) -> float:
-    rise = warmup or round(_ONE_CYCLE_WARMUP * total)
-    if step < rise:
-        return _half_cosine(_ONE_CYCLE_START, 1.0, step / rise)
-    return _half_cosine(1.0, final_ratio, (step - rise) / max(1, total - rise))
 
 
 def _half_cosine(start: float, end: float, progress: float) -> float:

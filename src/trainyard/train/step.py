@@ -211,11 +211,10 @@ def enable_activation_checkpointing(module: TrainModule) -> int:
     Non-reentrant, which works under DDP. Batch statistics are frozen while recomputing: they were updated by the
     forward pass, and a second update would make the result depend on an option that only saves memory.
     """
-    count = 0
-    for layer in module.repeated_layers():
+    layers = list(module.repeated_layers())
+    for layer in layers:
         layer.forward = partial(_run_checkpointed, layer, layer.forward)
-        count += 1
-    return count
+    return len(layers)
 
 
 def refuse_recounted_statistics(module: TrainModule, version: str) -> None:

@@ -434,7 +434,11 @@ class Trainer:
         if best is None or best["step"] == self.state.progress.step:
             self._record_choice("final_weights", Choice(f"step {self.state.progress.step}", why))
             return module, self.state.progress.step
-        path, problem = self._choose_best(best["step"])
+        chosen: tuple[Path, str] | None = None
+        if self.context.world.is_main:  # so that all load the same
+            entry, problem = checkpoint.choose_undamaged(self.context.run / "checkpoints", step=best["step"])
+            chosen = entry.path, problem
+        path, problem = distributed.broadcast_from_rank0(chosen)
         saved = checkpoint.read_verified(path)
         with refuse_misfit(path):
             module.load_state_dict(saved["ema"] or saved["model"])
@@ -444,15 +448,6 @@ class Trainer:
             logger.warning("{}: {}, and score the test sets again: trainyard resume {}", run, problem, run)
             self._log_event("best_unusable", used=path.name, reason=problem)
         return module, parse_name(path)[0]
-
-    def _choose_best(self, step: int) -> tuple[Path, str]:
-        """Return the best checkpoint, or the one used instead, and why; rank 0 chooses, so that all load the same."""
-        chosen: tuple[Path, str] | None = None
-        if self.context.world.is_main:
-            entry, problem = checkpoint.choose_undamaged(self.context.run / "checkpoints", step=step)
-            chosen = entry.path, problem
-        result: tuple[Path, str] = distributed.broadcast_from_rank0(chosen)
-        return result
 
     def _lower(self, name: str, size: int, reason: str) -> None:
         """Use a smaller `micro_batch_size` or `eval_batch_size`, and record it for later attempts."""

@@ -129,32 +129,23 @@ def _choose_source(start_from: str, start_file: tuple[str, str]) -> tuple[str, s
 
 
 def find_file(source: str, option: str) -> Path:
-    """Return the file of weights: of a run the checkpoint that its test sets are scored with."""
+    """Return the file of weights: of a run its best checkpoint, of a folder `PUBLISHED`."""
     path = Path(source)
     if not path.is_dir():
         return path
-    if not (path / CONFIG).is_file():
-        return _find_published(path, option)
-    return checkpoint.choose_of_run(path).path
-
-
-def _find_published(folder: Path, option: str) -> Path:
-    """Return the weights in the folder of a published checkpoint."""
-    found = next((folder / name for name in PUBLISHED if (folder / name).is_file()), None)
+    if (path / CONFIG).is_file():
+        return checkpoint.choose_of_run(path).path
+    found = next((path / name for name in PUBLISHED if (path / name).is_file()), None)
     if found is None:
         raise UserError(
-            f"{option}: {folder} is no run, and has no {' and no '.join(PUBLISHED)}. Give a run, a file of weights, or "
+            f"{option}: {path} is no run, and has no {' and no '.join(PUBLISHED)}. Give a run, a file of weights, or "
             "the folder of a checkpoint."
         )
     return found
 
 
 def _read_chosen(run: Path, source: str, option: str) -> WeightsFile:
-    """Read the weights, the same ones as an earlier attempt of the run if there was one.
-
-    Raises:
-        UserError: these changed since then.
-    """
+    """Read the weights; of a run that had an earlier attempt the same ones, unless they changed since then."""
     recorded = read_env(run).get("exactness", {}).get(START_FROM)
     weights = read_weights(Path(recorded["path"]) if recorded else find_file(source, option), option=option)
     if recorded and recorded["sha256"] != weights.sha256:
