@@ -2,12 +2,12 @@
 
 import itertools
 import math
-from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .config import ModelSettings
 from .exact import ExactLinear
 from .network import (
     MLP,
@@ -20,49 +20,31 @@ from .network import (
     make_class_head,
     sine,
 )
-from .vanilla import EncoderLayer, LayerStack, encode
+from .vanilla import EncoderDecoder, EncoderLayer, LayerStack
 
 
-class ConditionalDETR(nn.Module):
+class ConditionalDETR(EncoderDecoder):
     """Conditional DETR.
 
     Axes as in `vanilla.DETR`. A query of the cross-attention concatenates content and position, 2 d numbers. The
     position is the sine encoding of the reference point, scaled by a function of the decoder's token (equations 4-6).
     """
 
-    def __init__(
-        self,
-        backbone: Backbone,
-        *,
-        categories: int,
-        dims: int,
-        heads: int,
-        feedforward: int,
-        encoder_layers: int,
-        decoder_layers: int,
-        queries: int,
-        dropout: float,
-        temperature: float,
-    ) -> None:
+    def __init__(self, backbone: Backbone, model: ModelSettings, *, categories: int, temperature: float) -> None:
         super().__init__()
+        dims = model.dims
         self.backbone, self.dims, self.temperature = backbone, dims, temperature
         self.input_proj = nn.Conv2d(backbone.channels[32], dims, 1)
-        decoder = LayerStack(
-            _ConditionalLayer(dims, heads, feedforward, dropout, first=number == 0) for number in range(decoder_layers)
-        )
-        self.transformer = nn.ModuleDict(
-            {
-                "encoder": LayerStack(EncoderLayer(dims, heads, feedforward, dropout) for _ in range(encoder_layers)),
-                "decoder": decoder,
-            }
-        )
+        decoder = LayerStack(_ConditionalLayer(model, first=number == 0) for number in range(model.decoder_layers))
+        encoder = LayerStack(EncoderLayer(model) for _ in range(model.encoder_layers))
+        self.transformer = nn.ModuleDict({"encoder": encoder, "decoder": decoder})
         drawn_uniformly: list[nn.Module] = [self.transformer]
-        if decoder_layers > 1:  # the first layer does not use it; ranks would wait forever for its gradient
+        if model.decoder_layers > 1:  # the first layer does not use it; ranks would wait forever for its gradient
             self.query_scale = MLP(dims, dims, dims, 2)
             drawn_uniformly.append(self.query_scale)
         self.ref_point_head = MLP(dims, dims, 2, 2, linear=ExactLinear)
         self.decoder_norm = nn.LayerNorm(dims)
-        self.query_embed = nn.Embedding(queries, dims)
+        self.query_embed = nn.Embedding(model.queries, dims)
         drawn_uniformly.append(self.ref_point_head)
         for weight in itertools.chain.from_iterable(part.parameters() for part in drawn_uniformly):
             if weight.ndim > 1:
@@ -74,13 +56,13 @@ class ConditionalDETR(nn.Module):
         self, x_BCHW: Tensor, affine_B23: Tensor, image_px_B2: Tensor, denoising_queries: DenoisingQueries | None = None
     ) -> Outputs:
         """Find objects in images."""
-        memory, position, padding_mask = encode(self, x_BCHW, affine_B23, image_px_B2)
+        memory, position, padding_mask = self.encode(x_BCHW, affine_B23, image_px_B2)
         query_pos = self.query_embed.weight.expand(memory.shape[0], -1, -1)
         reference_BQ2 = self.ref_point_head(query_pos).sigmoid()
         reference_pos = encode_points(reference_BQ2, self.dims, self.temperature)
         token = torch.zeros_like(query_pos)
         tokens = []
-        for number, layer in enumerate(cast(LayerStack, self.transformer["decoder"]).layers):
+        for number, layer in enumerate(self.list_layers("decoder")):
             scaled = reference_pos if number == 0 else reference_pos * self.query_scale(token)
             token = layer(token, memory, padding_mask, position, query_pos, scaled)
             tokens.append(self.decoder_norm(token))
@@ -89,10 +71,6 @@ class ConditionalDETR(nn.Module):
         centre = change_DBQ4[..., :2] + inverse_sigmoid(reference_BQ2)
         boxes = torch.cat([centre, change_DBQ4[..., 2:]], dim=-1).sigmoid()
         return Outputs(Predictions(self.class_embed(token_DBQd), boxes))
-
-    def repeated_layers(self) -> list[nn.Module]:
-        """Return the layers of encoder and decoder."""
-        return [layer for stack in self.transformer.values() for layer in cast(LayerStack, stack).layers]
 
 
 def encode_points(points: Tensor, dims: int, temperature: float) -> Tensor:
@@ -137,8 +115,9 @@ class _ConditionalLayer(nn.Module):
     ca_kpos_proj: nn.Linear
     ca_v_proj: nn.Linear
 
-    def __init__(self, dims: int, heads: int, feedforward: int, dropout: float, *, first: bool) -> None:
+    def __init__(self, model: ModelSettings, *, first: bool) -> None:
         super().__init__()
+        dims, heads, feedforward, dropout = model.dims, model.heads, model.feedforward, model.dropout
         for name in ("qcontent", "qpos", "kcontent", "kpos", "v"):
             self.add_module(f"sa_{name}_proj", nn.Linear(dims, dims))
             if name != "qpos" or first:  # later layers take the position from the reference point alone

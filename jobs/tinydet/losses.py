@@ -8,12 +8,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import geometry
-from .matching import LossTerms, Matches, Objects, compute_overlap, match
+from .config import LossSettings
+from .matching import Matches, Objects, compute_overlap, match
 from .network import DenoisingQueries, Outputs, Predictions
 
 
 def compute_losses(
-    outputs: Outputs, denoising_queries: DenoisingQueries | None, objects: Objects, *, terms: LossTerms, divisor: Tensor
+    outputs: Outputs,
+    denoising_queries: DenoisingQueries | None,
+    objects: Objects,
+    *,
+    terms: LossSettings,
+    divisor: Tensor,
 ) -> dict[str, Tensor]:
     """Return `loss` and its parts, () float32.
 
@@ -79,7 +85,7 @@ def compute_layer_losses(
     pairs: Matches,
     objects: Objects,
     *,
-    terms: LossTerms,
+    terms: LossSettings,
     divisor: Tensor,
     counted_BQ: Tensor | None = None,
 ) -> Tensor:
@@ -115,7 +121,7 @@ def _compute_class_losses(
     object_M: Tensor,
     real_M: Tensor,
     objects: Objects,
-    terms: LossTerms,
+    terms: LossSettings,
     counted_BQ: Tensor | None,
 ) -> Tensor:
     """Return (D,) float32: a weighted mean for softmax, otherwise the sum over all predictions."""

@@ -4,7 +4,6 @@ Axes: D layers, B images, Q predictions, L objects (padded), K categories.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -14,24 +13,10 @@ from torch import Tensor
 from trainyard.train.module import has_values
 
 from . import geometry
+from .config import LossSettings
 
 WORST = 1e6
 """Replaces a non-finite cost: far above any real cost, and exact in float32."""
-
-
-@dataclass(frozen=True)
-class LossTerms:
-    """The classification loss, and the weights of all terms in costs and losses."""
-
-    classification: str  # "softmax", "focal" or "varifocal"
-    match_class: float  # weight of the category in matching
-    class_weight: float  # and in the loss
-    box_weight: float
-    overlap_weight: float
-    nwd_share: float = 0.0
-    nwd_px: float = 12.8
-    no_object: float = 0.1  # softmax: weight of predictions without an object
-    denoising_weight: float = 1.0
 
 
 class Objects(NamedTuple):
@@ -54,7 +39,7 @@ class Matches(NamedTuple):
 
 
 @torch.no_grad()
-def match(logits_DBQK: Tensor, boxes_DBQ4: Tensor, objects: Objects, terms: LossTerms) -> Matches:
+def match(logits_DBQK: Tensor, boxes_DBQ4: Tensor, objects: Objects, terms: LossSettings) -> Matches:
     """Assign one prediction to each object, in each layer and image, at the lowest total cost.
 
     Costs are computed in float32 from boxes relative to the input, whose areas fit any float. All matrices are copied
@@ -116,7 +101,7 @@ def solve_assignments(
     return Matches(layer_M, image_M, query_M, object_M, non_finite=non_finite)
 
 
-def compute_costs(logits_DBQK: Tensor, boxes_DBQ4: Tensor, objects: Objects, terms: LossTerms) -> Tensor:
+def compute_costs(logits_DBQK: Tensor, boxes_DBQ4: Tensor, objects: Objects, terms: LossSettings) -> Tensor:
     """Return (D, B, Q, L) float32: the weighted sum of category, L1 distance and overlap.
 
     The category cost for softmax is that of DETR (arXiv:2005.12872, section 3.1): minus the probability of the object's

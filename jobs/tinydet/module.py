@@ -2,8 +2,8 @@
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -18,12 +18,12 @@ from trainyard.train.module import AdaptedWeights, Batch, DataInfo, Rows, Sample
 from . import geometry, photometric
 from .coco import SetSummary
 from .conditional import ConditionalDETR
-from .config import BoxSettings, Config, EvaluationSettings, LossSettings, ModelSettings, PhotometricSettings
+from .config import Config, LossSettings, ModelSettings
 from .denoising import build_denoising_queries
 from .evaluation import SIZES, Detections, GroundTruth, compute_f1, compute_intervals, evaluate
 from .figures import draw_detections, plot_precision_by_size
 from .losses import compute_losses
-from .matching import LossTerms, Objects
+from .matching import Objects
 from .multiscale import DeformableDETR
 from .network import Backbone, DenoisingQueries, Outputs, choose_best
 from .pack import TRUTH, parse_key
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 """ImageNet statistics of RGB in 0..1, with which the pretrained backbones were trained."""
+
+Network = DETR | ConditionalDETR | DeformableDETR
 
 FEW_IMAGES = 10_000
 """With fewer training images, a detection transformer trained from scratch is known to find little
@@ -68,84 +70,36 @@ def build(config: Config, data: DataInfo) -> "TinyDet":
     Raises:
         UserError: the options contradict each other, or the weights do not fit the model.
     """
-    model, image, artifacts = config.model, config.image, Artifacts.from_data(data)
+    model, artifacts = config.model, Artifacts.from_data(data)
     _check_options(config)
-    classification, terms = make_terms(config.loss, model.variant, nwd_px=_choose_nwd_px(config, artifacts))
-    backbone = _build_backbone(model)
+    terms = make_terms(config.loss, model.variant, nwd_px=_choose_nwd_px(config, artifacts))
+    norm = "frozen" if model.backbone_weights or model.weights else "group"
+    backbone = Backbone(
+        model.backbone,
+        norm=norm if model.norm == "auto" else model.norm,
+        width=model.width,
+        dilated=model.dilated and model.variant != "ms",
+        coarsest=model.strides[-1] if model.variant == "ms" else 32,
+    )
     network = build_network(model, backbone, categories=len(artifacts.categories))
     if len(data.train_ids):
         for summary in artifacts.sets:
             logger.info("{}", summary)
         _warn_of_limits(model, artifacts, has_detector=bool(model.weights or config.start_from))
     logger.info(
-        "{} objects per sample on average; classification loss: {}", f"{artifacts.per_sample:.1f}", classification
+        "{} objects per sample on average; classification loss: {}", f"{artifacts.per_sample:.1f}", terms.classification
     )
-    module = TinyDet(
-        network,
-        model=model,
-        terms=terms,
-        objects_per_sample=artifacts.per_sample if config.loss.normalise == "data" else None,
-        photometric_settings=config.photometric,
-        box_settings=config.boxes,
-        evaluation=config.evaluation,
-        loader_mean=image.mean,
-        loader_std=image.std,
-        packed_scale=config.packing.scale,
-        starts_from_weights=bool(model.weights or model.backbone_weights or config.start_from),
-        categories=artifacts.categories,
-        data=data,
-    )
+    module = TinyDet(network, config, terms=terms, artifacts=artifacts, data=data)
     for name, file in (("weights", model.weights), ("backbone_weights", model.backbone_weights)):
         if file and not module.start_file[1]:
             module.start_file = (f"model.{name}={file}", file)
     return module
 
 
-def _build_backbone(model: ModelSettings) -> Backbone:
-    return Backbone(
-        model.backbone,
-        norm=choose_norm(model),
-        width=model.width,
-        dilated=model.dilated and model.variant != "ms",
-        coarsest=model.strides[-1] if model.variant == "ms" else 32,
-    )
-
-
-def build_network(
-    model: ModelSettings, backbone: Backbone, *, categories: int
-) -> DETR | ConditionalDETR | DeformableDETR:
+def build_network(model: ModelSettings, backbone: Backbone, *, categories: int) -> Network:
     """Build a variant's network with random weights."""
-    temperature = choose_temperature(model)
-    if model.variant == "ms":
-        return DeformableDETR(
-            backbone,
-            categories=categories,
-            strides=model.strides,
-            dims=model.dims,
-            heads=model.heads,
-            points=model.points,
-            feedforward=model.feedforward,
-            encoder_layers=model.encoder_layers,
-            decoder_layers=model.decoder_layers,
-            queries=model.queries,
-            dropout=model.dropout,
-            temperature=temperature,
-            anchor_strides=model.anchor_strides,
-            denoising=model.denoising,
-        )
-    network = DETR if model.variant == "vanilla" else ConditionalDETR
-    return network(
-        backbone,
-        categories=categories,
-        dims=model.dims,
-        heads=model.heads,
-        feedforward=model.feedforward,
-        encoder_layers=model.encoder_layers,
-        decoder_layers=model.decoder_layers,
-        queries=model.queries,
-        dropout=model.dropout,
-        temperature=temperature,
-    )
+    networks: dict[str, type[Network]] = {"vanilla": DETR, "cond": ConditionalDETR, "ms": DeformableDETR}
+    return networks[model.variant](backbone, model, categories=categories, temperature=choose_temperature(model))
 
 
 def choose_temperature(model: ModelSettings) -> float:
@@ -157,15 +111,8 @@ def choose_temperature(model: ModelSettings) -> float:
     return model.temperature or (20.0 if model.variant == "ms" else 10_000.0)
 
 
-def choose_norm(model: ModelSettings) -> str:
-    """Choose the backbone's norm."""
-    if model.norm != "auto":
-        return model.norm
-    return "frozen" if model.backbone_weights or model.weights else "group"
-
-
-def make_terms(loss: LossSettings, variant: str, *, nwd_px: float) -> tuple[str, LossTerms]:
-    """Return the name of the classification loss, and all terms with the automatic options resolved.
+def make_terms(loss: LossSettings, variant: str, *, nwd_px: float) -> LossSettings:
+    """Return the loss options with the automatic ones resolved.
 
     The category weights are those of the papers: 1 for softmax in matching and loss, 2 for focal in both, 2 and 1 for
     varifocal.
@@ -173,16 +120,12 @@ def make_terms(loss: LossSettings, variant: str, *, nwd_px: float) -> tuple[str,
     classification = loss.classification
     if classification == "auto":
         classification = "softmax" if variant == "vanilla" else "focal"
-    return classification, LossTerms(
+    return replace(
+        loss,
         classification=classification,
         match_class=loss.match_class or (1.0 if classification == "softmax" else 2.0),
         class_weight=loss.class_weight or (2.0 if classification == "focal" else 1.0),
-        box_weight=loss.box_weight,
-        overlap_weight=loss.overlap_weight,
-        nwd_share=loss.nwd_share,
         nwd_px=nwd_px,
-        no_object=loss.no_object,
-        denoising_weight=loss.denoising_weight,
     )
 
 
@@ -254,10 +197,7 @@ class TinyDet(TrainModule):
     stored sample; between input and losses they are relative to the input.
 
     Args:
-        objects_per_sample: by which the losses of each sample are divided; None: by the actual number of objects.
-        loader_mean, loader_std: what the loader has applied, of all channels or of each.
-        packed_scale: factor by which packing scaled the images: tables of predictions are in pixels of the files.
-        starts_from_weights: whether a run of it begins with weights: its backbone then learns slower.
+        terms: the loss options with the automatic ones resolved, see `make_terms`.
         data: for `score` and `report_figures`: the objects, and the positions of tiles in images.
     """
 
@@ -270,31 +210,14 @@ class TinyDet(TrainModule):
     loader_std: Tensor
 
     def __init__(
-        self,
-        network: DETR | ConditionalDETR | DeformableDETR,
-        *,
-        model: ModelSettings,
-        terms: LossTerms,
-        objects_per_sample: float | None,
-        photometric_settings: PhotometricSettings,
-        box_settings: BoxSettings,
-        evaluation: EvaluationSettings,
-        loader_mean: float | Sequence[float],
-        loader_std: float | Sequence[float],
-        packed_scale: float,
-        starts_from_weights: bool,
-        categories: list[str],
-        data: DataInfo,
+        self, network: Network, config: Config, *, terms: LossSettings, artifacts: Artifacts, data: DataInfo
     ) -> None:
         super().__init__()
-        self.network, self.model, self.terms = network, model, terms
-        self.objects_per_sample, self.categories = objects_per_sample, categories
-        self.packed_scale, self.starts_from_weights = packed_scale, starts_from_weights
-        self.photometric, self.boxes, self.evaluation = photometric_settings, box_settings, evaluation
+        self.network, self.config, self.evaluation, self.terms = network, config, config.evaluation, terms
+        self.categories, self.objects_per_sample = artifacts.categories, artifacts.per_sample
         self.data: Callable[[], DataInfo] = lambda: data  # a function: copying the module must not copy open files
-        self.register_buffer("mean", torch.tensor(MEAN).view(1, 3, 1, 1), persistent=False)
-        self.register_buffer("std", torch.tensor(STD).view(1, 3, 1, 1), persistent=False)
-        for name, values in (("loader_mean", loader_mean), ("loader_std", loader_std)):
+        image = config.image
+        for name, values in (("mean", MEAN), ("std", STD), ("loader_mean", image.mean), ("loader_std", image.std)):
             self.register_buffer(name, torch.tensor(values, dtype=torch.float32).view(-1, 1, 1), persistent=False)
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
@@ -312,7 +235,7 @@ class TinyDet(TrainModule):
             size_px = (x_BCHW.shape[2], x_BCHW.shape[3])
             boxes, labels, valid = self._map_boxes(batch, size_px)
             if "noise" in batch:
-                noise, settings = batch["noise"], self.photometric
+                noise, settings = batch["noise"], self.config.photometric
                 if settings.paste_p and len(x_BCHW) > 1:
                     x_BCHW, boxes, labels, valid = photometric.paste(x_BCHW, boxes, labels, valid, noise, settings)
                 x_BCHW = photometric.augment(x_BCHW, noise, settings)
@@ -329,13 +252,12 @@ class TinyDet(TrainModule):
             boxes, labels = boxes.new_zeros(len(boxes), 1, 4), labels.new_zeros(len(labels), 1)
         present = torch.arange(labels.shape[1], device=labels.device) < batch["boxes_count"][:, None]
         moved = geometry.map_to_input(boxes, batch["affine"])
-        clipped, valid = geometry.clip_boxes(
-            moved, size_px, visible=self.boxes.visible_min, side_min_px=self.boxes.side_min_px
-        )
+        rule = self.config.boxes
+        clipped, valid = geometry.clip_boxes(moved, size_px, visible=rule.visible_min, side_min_px=rule.side_min_px)
         return clipped, labels, valid & present
 
     def _build_denoising_queries(self, objects: Objects) -> DenoisingQueries | None:
-        model = self.model
+        model = self.config.model
         if model.variant != "ms" or not model.denoising or not self.training:
             return None
         return build_denoising_queries(
@@ -364,7 +286,7 @@ class TinyDet(TrainModule):
 
     def _compute_divisor(self, objects: Objects) -> Tensor:
         """Return () float32: objects in a micro-batch, averaged over ranks or expected from the training set."""
-        if self.objects_per_sample is not None:
+        if self.terms.normalise == "data":
             expected = max(1.0, self.objects_per_sample * len(objects.valid_BL))
             return objects.boxes_BL4.new_tensor(expected)
         counts = torch.stack([objects.valid_BL.sum().float(), objects.boxes_BL4.new_ones(())])
@@ -379,11 +301,10 @@ class TinyDet(TrainModule):
         image = batch["image"] * self.loader_std + self.loader_mean
         outputs = self.network(self._normalise(image), batch["affine"], batch["image_px"])
         with torch.autocast(image.device.type, enabled=False):
-            size_px, predictions = (image.shape[2], image.shape[3]), outputs.predictions
             best = choose_best(
-                predictions.logits_DBQK[-1].float(),
-                predictions.boxes_DBQ4[-1],
-                size_px=size_px,
+                outputs.predictions.logits_DBQK[-1].float(),
+                outputs.predictions.boxes_DBQ4[-1],
+                size_px=(image.shape[2], image.shape[3]),
                 most=self.evaluation.detections,
                 is_softmax=self.terms.classification == "softmax",
             )
@@ -502,7 +423,7 @@ class TinyDet(TrainModule):
         from .baseline import build_untrained
 
         detectors = build_untrained(
-            self.model, categories=len(self.categories), most=self.evaluation.detections, device=self.mean.device
+            self.config.model, categories=len(self.categories), most=self.evaluation.detections, device=self.mean.device
         )
         found = {}
         for name, detect in detectors.items():
@@ -532,7 +453,7 @@ class TinyDet(TrainModule):
         for tiles in _group_by_code(np.unique(names, return_inverse=True)[1]):
             boxes, scores, labels, row = self._merge_tiles(rows, tiles, x, y)
             for box, score, label, owner in zip(boxes.tolist(), scores.tolist(), labels.tolist(), row, strict=True):
-                corners = [round(value / self.packed_scale, 2) for value in box]
+                corners = [round(value / self.config.packing.scale, 2) for value in box]
                 lines[owner].append([self.categories[label], round(score, 4), *corners])
         for (name, left, top), detections in zip(places, lines, strict=True):
             yield {"image_name": name, "tile_x": left, "tile_y": top, "detections": json.dumps(detections)}
@@ -547,14 +468,14 @@ class TinyDet(TrainModule):
 
     def parameter_groups(self, weight_decay: float) -> list[dict[str, object]]:
         """Return groups; a pretrained backbone's learning rate is scaled by `model.backbone_lr` (DETR: a tenth)."""
-        groups: list[dict[str, object]] = []
+        model, all_groups = self.config.model, super().parameter_groups(weight_decay)
+        starts_from_weights = model.weights or model.backbone_weights or self.config.start_from
         backbone = {id(p) for p in self.network.backbone.parameters()}
-        for inside, scale in ((True, self.model.backbone_lr if self.starts_from_weights else 1.0), (False, 1.0)):
-            trainable = [p for p in self.parameters() if p.requires_grad and (id(p) in backbone) == inside]
-            for decays in (True, False):
-                chosen = [p for p in trainable if (p.ndim >= 2) == decays]
-                decay = weight_decay if decays else 0.0
-                groups.append({"params": chosen, "weight_decay": decay, "lr_scale": scale})
+        groups: list[dict[str, object]] = []
+        for inside, scale in ((True, model.backbone_lr if starts_from_weights else 1.0), (False, 1.0)):
+            for group in all_groups:
+                chosen = [p for p in cast(list[Tensor], group["params"]) if (id(p) in backbone) == inside]
+                groups.append({**group, "params": chosen, "lr_scale": scale})
         return [group for group in groups if group["params"]]
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from . import geometry
+from .config import ModelSettings
 from .exact import ExactLinear
 from .network import (
     MLP,
@@ -29,56 +30,27 @@ from .network import (
 )
 from .vanilla import EncoderLayer
 
+Grids = list[tuple[int, int]]
+"""Height and width of each level, in cells."""
+
 
 class DeformableDETR(nn.Module):
-    """Deformable DETR with a hybrid encoder and contrastive denoising.
+    """Deformable DETR with a hybrid encoder and contrastive denoising."""
 
-    Args:
-        strides: strides of the levels, finest first.
-        anchor_strides: side of the anchor in each cell, in strides of its level.
-    """
-
-    def __init__(
-        self,
-        backbone: Backbone,
-        *,
-        categories: int,
-        strides: list[int],
-        dims: int,
-        heads: int,
-        points: int,
-        feedforward: int,
-        encoder_layers: int,
-        decoder_layers: int,
-        queries: int,
-        dropout: float,
-        temperature: float,
-        anchor_strides: float,
-        denoising: int,
-    ) -> None:
+    def __init__(self, backbone: Backbone, model: ModelSettings, *, categories: int, temperature: float) -> None:
         super().__init__()
-        self.backbone, self.strides, self.dims, self.queries = backbone, strides, dims, queries
-        self.temperature, self.anchor_strides = temperature, anchor_strides
-        self.encoder = HybridEncoder(
-            [backbone.channels[stride] for stride in strides],
-            dims=dims,
-            heads=heads,
-            feedforward=feedforward,
-            layers=encoder_layers,
-            dropout=dropout,
-            temperature=temperature,
-        )
+        dims, layers = model.dims, range(model.decoder_layers)
+        self.backbone, self.strides, self.dims, self.queries = backbone, model.strides, dims, model.queries
+        self.temperature, self.anchor_strides = temperature, model.anchor_strides
+        self.encoder = HybridEncoder([backbone.channels[stride] for stride in model.strides], model, temperature)
         self.proposal = nn.Sequential(nn.Linear(dims, dims), nn.LayerNorm(dims))
         self.proposal_class, self.proposal_box = make_class_head(dims, categories), make_box_head(dims)
-        if denoising:
+        if model.denoising:
             self.label_embed = nn.Embedding(categories, dims)
         self.box_position = MLP(2 * dims, dims, dims, 2)
-        self.decoder = nn.ModuleList(
-            _DecoderLayer(dims, heads, feedforward, dropout, levels=len(strides), points=points)
-            for _ in range(decoder_layers)
-        )
-        self.class_embed = nn.ModuleList(make_class_head(dims, categories) for _ in range(decoder_layers))
-        self.bbox_embed = nn.ModuleList(make_box_head(dims) for _ in range(decoder_layers))
+        self.decoder = nn.ModuleList(_DecoderLayer(model) for _ in layers)
+        self.class_embed = nn.ModuleList(make_class_head(dims, categories) for _ in layers)
+        self.bbox_embed = nn.ModuleList(make_box_head(dims) for _ in layers)
 
     def forward(
         self, x_BCHW: Tensor, affine_B23: Tensor, image_px_B2: Tensor, denoising_queries: DenoisingQueries | None = None
@@ -108,7 +80,7 @@ class DeformableDETR(nn.Module):
         )
 
     def _propose(
-        self, memory_BSd: Tensor, image_BS: Tensor, grids: list[tuple[int, int]], size: tuple[int, int]
+        self, memory_BSd: Tensor, image_BS: Tensor, grids: Grids, size: tuple[int, int]
     ) -> tuple[Predictions, Tensor, Tensor]:
         """Score an anchor in each cell; the best become queries with their refined boxes."""
         token_BSd = self.proposal(memory_BSd)
@@ -122,7 +94,7 @@ class DeformableDETR(nn.Module):
         return proposals, chosen_BQd.detach(), boxes_BQ4.detach()
 
     def _decode(
-        self, token: Tensor, boxes: Tensor, memory: Tensor, grids: list[tuple[int, int]], blocked: Tensor | None
+        self, token: Tensor, boxes: Tensor, memory: Tensor, grids: Grids, blocked: Tensor | None
     ) -> Predictions:
         """Refine boxes layer by layer; each layer starts from the detached boxes of the one before."""
         logits, all_boxes = [], []
@@ -145,7 +117,7 @@ def _gather_tokens(x_BSd: Tensor, index_BQ: Tensor) -> Tensor:
 
 
 def make_anchors(
-    grids: list[tuple[int, int]], strides: list[int], size: tuple[int, int], *, side: float, device: torch.device
+    grids: Grids, strides: list[int], size: tuple[int, int], *, side: float, device: torch.device
 ) -> Tensor:
     """Return (S, 4) float32 boxes in centre form, relative to the input: a square of `side` strides in each cell."""
     boxes = []
@@ -177,23 +149,14 @@ def make_blocked_mask(denoising_queries: DenoisingQueries, queries: int) -> Tens
 class HybridEncoder(nn.Module):
     """Self-attention on the coarsest level, then convolutions down to the finest and up (RT-DETR, section 4.2)."""
 
-    def __init__(
-        self,
-        channels: list[int],
-        *,
-        dims: int,
-        heads: int,
-        feedforward: int,
-        layers: int,
-        dropout: float,
-        temperature: float,
-    ) -> None:
+    def __init__(self, channels: list[int], model: ModelSettings, temperature: float) -> None:
         super().__init__()
+        dims = model.dims
         self.dims, self.temperature = dims, temperature
         self.project = nn.ModuleList(
             nn.Sequential(nn.Conv2d(c, dims, 1, bias=False), make_group_norm(dims)) for c in channels
         )
-        self.attention = nn.ModuleList(EncoderLayer(dims, heads, feedforward, dropout) for _ in range(layers))
+        self.attention = nn.ModuleList(EncoderLayer(model) for _ in range(model.encoder_layers))
         count = len(channels) - 1
         self.down = nn.ModuleList(_Fuse(dims) for _ in range(count))
         self.up = nn.ModuleList(_Fuse(dims) for _ in range(count))
@@ -239,23 +202,18 @@ class _Fuse(nn.Module):
 class _DecoderLayer(nn.Module):
     """Queries attend to each other, then to the levels around their boxes."""
 
-    def __init__(self, dims: int, heads: int, feedforward: int, dropout: float, *, levels: int, points: int) -> None:
+    def __init__(self, model: ModelSettings) -> None:
         super().__init__()
-        self.heads, self.attention_dropout = heads, dropout
+        dims = model.dims
+        self.heads, self.attention_dropout = model.heads, model.dropout
         self.asks, self.values, self.out = nn.Linear(dims, 2 * dims), nn.Linear(dims, dims), nn.Linear(dims, dims)
-        self.look = DeformableAttention(dims, heads=heads, levels=levels, points=points)
-        self.linear1, self.linear2 = nn.Linear(dims, feedforward), nn.Linear(feedforward, dims)
+        self.look = DeformableAttention(dims, heads=model.heads, levels=len(model.strides), points=model.points)
+        self.linear1, self.linear2 = nn.Linear(dims, model.feedforward), nn.Linear(model.feedforward, dims)
         self.norm1, self.norm2, self.norm3 = nn.LayerNorm(dims), nn.LayerNorm(dims), nn.LayerNorm(dims)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = nn.Dropout(model.dropout)
 
     def forward(
-        self,
-        token: Tensor,
-        position: Tensor,
-        boxes: Tensor,
-        memory: Tensor,
-        grids: list[tuple[int, int]],
-        blocked: Tensor | None,
+        self, token: Tensor, position: Tensor, boxes: Tensor, memory: Tensor, grids: Grids, blocked: Tensor | None
     ) -> Tensor:
         q, k = self.asks(token + position).chunk(2, dim=-1)
         attn_out = F.scaled_dot_product_attention(
@@ -293,7 +251,7 @@ class DeformableAttention(nn.Module):
         with torch.no_grad():
             self.offsets.bias.copy_((circle.view(heads, 1, 1, 2) * reach).expand(-1, levels, -1, -1).flatten())
 
-    def forward(self, query: Tensor, boxes: Tensor, memory: Tensor, grids: list[tuple[int, int]]) -> Tensor:
+    def forward(self, query: Tensor, boxes: Tensor, memory: Tensor, grids: Grids) -> Tensor:
         """Return (B, Q, d).
 
         Args:
@@ -311,7 +269,7 @@ class DeformableAttention(nn.Module):
         return out
 
 
-def sample_levels(values: Tensor, grids: list[tuple[int, int]], points: Tensor, weights: Tensor) -> Tensor:
+def sample_levels(values: Tensor, grids: Grids, points: Tensor, weights: Tensor) -> Tensor:
     """Return (B, Q, M * c): weighted sums of values sampled bilinearly, zero outside.
 
     Args:

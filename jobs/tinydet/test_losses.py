@@ -10,8 +10,9 @@ from torchvision.ops import sigmoid_focal_loss  # type: ignore[import-untyped]
 
 from tests.cases.tinydet import FOCAL, make_batch, make_config, make_module, make_objects, make_predictions
 
+from .config import LossSettings
 from .losses import compute_losses, focal, varifocal
-from .matching import LossTerms, Objects, match
+from .matching import Objects, match
 from .network import Outputs, Predictions
 
 
@@ -34,7 +35,7 @@ def test_softmax_loss_equals_torch_s_mean_weighted_by_category() -> None:
     objects = make_objects(rng, 2)
     logits = torch.from_numpy(rng.normal(size=(1, 1, 6, 4))).float()
     predictions = Predictions(logits, make_predictions(rng).boxes_DBQ4)
-    terms = LossTerms("softmax", 1, 1, 0, 0)
+    terms = LossSettings("softmax", 1, 1, 0, 0)
     found = match(*predictions, objects, terms)
     target = torch.full((6,), 3)
     target[found.query_M] = objects.labels_BL[0, found.object_M]
@@ -42,7 +43,7 @@ def test_softmax_loss_equals_torch_s_mean_weighted_by_category() -> None:
     assert float(compute_total_loss(predictions, objects, terms)["loss"]) == pytest.approx(float(expected), rel=1e-5)
 
 
-def compute_total_loss(predictions: Predictions, objects: Objects, terms: LossTerms) -> dict[str, torch.Tensor]:
+def compute_total_loss(predictions: Predictions, objects: Objects, terms: LossSettings) -> dict[str, torch.Tensor]:
     return compute_losses(Outputs(predictions), None, objects, terms=terms, divisor=torch.tensor(2.0))
 
 

@@ -10,13 +10,14 @@ import torch
 
 from tests.cases.tinydet import FOCAL, make_objects, make_predictions
 
-from .matching import LossTerms, Objects, compute_costs, match, solve_assignments
+from .config import LossSettings
+from .matching import Objects, compute_costs, match, solve_assignments
 from .network import Predictions
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 6])
-@pytest.mark.parametrize("terms", [FOCAL, replace(FOCAL, nwd_share=0.5), LossTerms("softmax", 1, 1, 5, 2)])
-def test_the_matcher_equals_brute_force(count: int, terms: LossTerms) -> None:
+@pytest.mark.parametrize("terms", [FOCAL, replace(FOCAL, nwd_share=0.5), LossSettings("softmax", 1, 1, 5, 2)])
+def test_the_matcher_equals_brute_force(count: int, terms: LossSettings) -> None:
     rng = np.random.default_rng(count)
     for _ in range(5):
         predictions, objects = make_predictions(rng), make_objects(rng, count)
@@ -42,7 +43,7 @@ def test_the_costs_are_those_of_the_papers() -> None:
     assert float(compute_costs(*predictions, objects, replace(FOCAL, nwd_share=0.75))) == pytest.approx(
         with_nwd, rel=1e-5
     )
-    softmax = LossTerms("softmax", 1, 1, 5, 2)
+    softmax = LossSettings("softmax", 1, 1, 5, 2)
     probability = 0.8 / 0.2 / (0.8 / 0.2 + 0.3 / 0.7)
     assert float(compute_costs(*predictions, objects, softmax)) == pytest.approx(
         -probability + 5 * 0.1 - 2 * overlap, rel=1e-5

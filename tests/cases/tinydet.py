@@ -10,8 +10,8 @@ import pytest
 import torch
 from PIL import Image
 
-from jobs.tinydet.config import Config
-from jobs.tinydet.matching import LossTerms, Objects
+from jobs.tinydet.config import Config, LossSettings
+from jobs.tinydet.matching import Objects
 from jobs.tinydet.module import TinyDet, build, build_network
 from jobs.tinydet.network import Backbone, Predictions
 from jobs.tinydet.overfit import make_small_config
@@ -87,7 +87,7 @@ def make_predictions(rng: np.random.Generator, *, layers: int = 1, images: int =
     return Predictions(torch.from_numpy(rng.normal(size=(layers, images, queries, 3))).float(), boxes)
 
 
-FOCAL = LossTerms("focal", 2, 2, 5, 2)
+FOCAL = LossSettings("focal", 2, 2, 5, 2, nwd_px=12.8)
 
 
 def write_rectangles(folder: Path, *, size: tuple[int, int] = (120, 90)) -> Path:
