@@ -5,7 +5,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,9 @@ import numpy as np
 from loguru import logger
 
 from trainyard.errors import UserError
+from trainyard.text import join_names
 
+from .config import PackingSettings
 from .layout import BOTH, SETS, AnnotationFile, find_annotation_files, find_image, list_image_folders
 
 ENTRIES = {
@@ -26,20 +28,8 @@ ENTRIES = {
 
 
 @dataclass(frozen=True)
-class Rules:
-    """What counts as an object, and how images without a named set are divided into sets."""
-
-    scale: float = 1.0
-    outside: str = "fail"
-    side_min_px: float = 1.0
-    val_share: float = 0.15
-    test_share: float = 0.0
-    seed: int = 0
-
-
-@dataclass(frozen=True)
 class AnnotatedImage:
-    """One annotated image. Boxes are in pixels of the image as packed, that is after `Rules.scale`."""
+    """One annotated image. Boxes are in pixels of the image as packed, that is after `packing.scale`."""
 
     name: str  # `file_name` in the annotations
     path: Path | None  # None: listed, but the file is missing
@@ -62,7 +52,6 @@ class Collection:
     images: list[AnnotatedImage]
     categories: list[str]  # name of each label
     category_ids: list[int]  # id of each label in the annotations
-    counts: Mapping[str, int] = field(default_factory=dict)  # boxes that were clipped or left out, by reason
 
 
 @dataclass(frozen=True)
@@ -82,7 +71,7 @@ class SetSummary:
         return f"{self.name}: {counts} (from {', '.join(self.files)})"
 
 
-def read_collection(raw: Path, rules: Rules, *, trains: bool = True) -> Collection:
+def read_collection(raw: Path, rules: PackingSettings, *, trains: bool = True) -> Collection:
     """Read every annotation file of a raw folder; an unchanged folder is read once per process.
 
     The name of an annotation file names the set of its images (`layout.py`). Those of a file that names no single set
@@ -96,7 +85,7 @@ def read_collection(raw: Path, rules: Rules, *, trains: bool = True) -> Collecti
     """
     files, left_out = find_annotation_files(raw)
     stamp = tuple((file, file.path.stat().st_mtime_ns, file.path.stat().st_size) for file in files)
-    collection = _read_cached(raw, stamp, tuple(left_out), rules)
+    collection = _read_cached(raw, stamp, tuple(left_out), astuple(rules))
     if trains and not any(image.set == "train" for image in collection.images):
         divided = any(file.set in ("", BOTH) for file in files)
         way_out = "Lower packing.val_share" if divided else f"Add annotations such as {files[0].path.parent}/train.json"
@@ -106,9 +95,9 @@ def read_collection(raw: Path, rules: Rules, *, trains: bool = True) -> Collecti
 
 @lru_cache(maxsize=2)
 def _read_cached(
-    raw: Path, stamp: tuple[tuple[AnnotationFile, int, int], ...], left_out: tuple[Path, ...], rules: Rules
+    raw: Path, stamp: tuple[tuple[AnnotationFile, int, int], ...], left_out: tuple[Path, ...], options: tuple[Any, ...]
 ) -> Collection:
-    files = [file for file, _, _ in stamp]
+    files, rules = [file for file, _, _ in stamp], PackingSettings(*options)
     if left_out:
         logger.info(
             "boxes are read from {}; not read, because they annotate the same images: {}",
@@ -129,11 +118,14 @@ def _read_cached(
                 raise _describe_duplicate(file.path, image.name, listed_in[image.name])
             listed_in[image.name] = file.path
             images.append(image)
-    _log_counts(counts)
-    return Collection(images, [names[i] for i in ids], ids, counts)
+    if clipped := counts.pop("clipped", 0):
+        logger.info("{} boxes reach beyond their image and were clipped", clipped)
+    for what, count in counts.items():
+        logger.warning("{} boxes {} were left out", count, what)
+    return Collection(images, [names[i] for i in ids], ids)
 
 
-def _divide_among_unnamed_sets(rules: Rules, files: Sequence[AnnotationFile]) -> Rules:
+def _divide_among_unnamed_sets(rules: PackingSettings, files: Sequence[AnnotationFile]) -> PackingSettings:
     """Return the rules for images of files that name no single set: an official val or test set gets no others."""
     named = {file.set for file in files}
     rules = replace(
@@ -203,7 +195,7 @@ def _read_images(
     content: dict[str, Any],
     label_of: Mapping[int, int],
     names: Mapping[int, str],
-    rules: Rules,
+    rules: PackingSettings,
     counts: Counter[str],
 ) -> Iterator[AnnotatedImage]:
     path, images = file.path, content["images"]
@@ -265,12 +257,12 @@ def scale_size(size_px: tuple[int, int], scale: float) -> tuple[int, int]:
 
 
 def _read_objects(
-    path: Path, entries: Iterable[dict[str, Any]], width: int, height: int, rules: Rules, counts: Counter[str]
+    path: Path, entries: Iterable[dict[str, Any]], width: int, height: int, rules: PackingSettings, counts: Counter[str]
 ) -> Iterator[tuple[float, float, float, float, float, int, bool]]:
     """Yield x1, y1, x2, y2, area, category and crowd of each object, clipped to its image."""
     for entry in entries:
         try:
-            x, y, w, h = (float(value) for value in entry["bbox"])
+            x, y, w, h = map(float, entry["bbox"])
         except (TypeError, ValueError):
             raise UserError(
                 f"{path}: annotation {entry['id']}, bbox {entry['bbox']}: expected four numbers, x, y, width, height."
@@ -279,15 +271,15 @@ def _read_objects(
         if not all(math.isfinite(value) for value in (x, y, w, h)):
             raise UserError(f"{where}: not finite. Expected x, y, width, height in pixels.")
         outside = x >= width or y >= height or x + w <= 0 or y + h <= 0
-        if w < 0 or h < 0 or (outside and min(w, h) > 0):
+        is_negative = w < 0 or h < 0
+        if is_negative or (outside and min(w, h) > 0):
             if rules.outside == "skip":
                 counts["outside their image, or of negative size"] += 1
                 continue
-            what = "its width or height is negative" if w < 0 or h < 0 else "it is outside its image of"
-            size = "" if w < 0 or h < 0 else f" {width} x {height} pixels"
+            place = f"it is outside its image of {width} x {height} pixels"
             raise UserError(
-                f"{where}: {what}{size}. Expected x, y, width, height in pixels. Fix it, or leave such boxes out: "
-                "packing.outside=skip"
+                f"{where}: {'its width or height is negative' if is_negative else place}. Expected x, y, width, height "
+                "in pixels. Fix it, or leave such boxes out: packing.outside=skip"
             )
         x1, y1, x2, y2 = max(x, 0.0), max(y, 0.0), min(x + w, width), min(y + h, height)
         if min(x2 - x1, y2 - y1) * rules.scale < rules.side_min_px:
@@ -299,7 +291,7 @@ def _read_objects(
         yield x1, y1, x2, y2, area, entry["category_id"], bool(entry.get("iscrowd", 0))
 
 
-def _assign_set(sequence: str, rules: Rules) -> str:
+def _assign_set(sequence: str, rules: PackingSettings) -> str:
     """Return the set of a sequence, from a hash: an image added later moves no other."""
     digest = hashlib.sha256(f"{rules.seed} {sequence}".encode()).digest()
     share = int.from_bytes(digest[:8], "big") / 2**64
@@ -311,31 +303,17 @@ def _assign_set(sequence: str, rules: Rules) -> str:
 def _check_unique(path: Path, what: str, ids: list[Any]) -> None:
     duplicates = [str(number) for number, count in Counter(ids).items() if count > 1]
     if duplicates:
-        more = f" and {len(duplicates) - 5} more" if len(duplicates) > 5 else ""
         raise UserError(
-            f"{path}: {what} id {', '.join(duplicates[:5])}{more} is used more than once. An id must name one {what}: "
+            f"{path}: {what} id {join_names(duplicates, most=5)} is used more than once. An id must name one {what}: "
             "renumber them."
         )
-
-
-def _log_counts(counts: Counter[str]) -> None:
-    if counts["clipped"]:
-        logger.info("{} boxes reach beyond their image and were clipped", counts["clipped"])
-    for what, count in counts.items():
-        if what != "clipped" and count:
-            logger.warning("{} boxes {} were left out", count, what)
-
-
-def select_set(collection: Collection, name: str) -> Collection:
-    """Return the images of one set."""
-    return replace(collection, images=[image for image in collection.images if image.set == name])
 
 
 def summarize_sets(collection: Collection) -> list[SetSummary]:
     """Count images and boxes of each set; crowds do not count."""
     summaries = []
     for name in SETS:
-        images = select_set(collection, name).images
+        images = [image for image in collection.images if image.set == name]
         counts = [int((~image.crowd).sum()) for image in images]
         if images:
             files = sorted({image.file for image in images})

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
@@ -17,21 +18,10 @@ from trainyard.data.write_shard import open_image
 from trainyard.errors import UserError
 from trainyard.text import join_names
 
-from .coco import AnnotatedImage, Rules, read_collection, scale_size, summarize_sets
+from .coco import AnnotatedImage, read_collection, scale_size, summarize_sets
 from .config import Config, PackingSettings
 from .layout import SETS
-from .synthesis import synthesize
-
-__all__ = [
-    "fit_artifacts",
-    "join_artifacts",
-    "list_labelled",
-    "parse_key",
-    "samples",
-    "splits",
-    "synthesize",
-    "unlabelled",
-]
+from .synthesis import synthesize as synthesize
 
 ORIENTATION = 0x0112  # the EXIF tag; 1 is upright
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".tif", ".tiff")
@@ -59,8 +49,7 @@ def samples(raw: Path, config: Config) -> Iterator[Sample]:
     Raises:
         UserError: the annotations are wrong, or a tile has more objects than `packing.objects_max`, if that is set.
     """
-    rule = config.packing
-    yield from _make_samples(raw, read_collection(raw, make_rules(rule)).images, rule)
+    yield from _make_samples(raw, read_collection(raw, config.packing).images, config.packing)
 
 
 def list_labelled(
@@ -71,7 +60,7 @@ def list_labelled(
     Raises:
         UserError: as in `samples`, or there are objects of a category that the run does not know.
     """
-    collection = read_collection(raw, make_rules(config.packing), trains=False)
+    collection = read_collection(raw, config.packing, trains=False)
     known = _list_category_names(artifacts)
     used = {collection.categories[label] for image in collection.images for label in np.unique(image.labels).tolist()}
     if unknown := sorted(used - set(known)):
@@ -117,7 +106,7 @@ def _make_samples(raw: Path, images: Sequence[AnnotatedImage], rule: PackingSett
             yield Sample(
                 key=make_key(image.name, tile, rule.tile_px),
                 load=partial(load, image, tile, boxes, labels, first=number == 0),
-                columns={"image_name": image.name, "set": image.set, **make_tile_columns(tile)},
+                columns={"image_name": image.name, "set": image.set, "tile_x": tile.x, "tile_y": tile.y},
                 source=image.path,
             )
 
@@ -130,7 +119,7 @@ def fit_artifacts(raw: Path, config: Config) -> dict[str, str]:
     `side_px`, the mean square root of an object's area; `per_sample` and `most`, mean and maximum objects of a tile.
     """
     rule = config.packing
-    collection = read_collection(raw, make_rules(rule))
+    collection = read_collection(raw, rule)
     summaries = summarize_sets(collection)
     for summary in summaries:
         logger.info("{}", summary)
@@ -185,26 +174,9 @@ def unlabelled(raw: Path, config: Config, artifacts: Mapping[str, str]) -> Itera
             yield Sample(
                 key=make_key(name, tile, rule.tile_px),
                 load=partial(load_image, path, raw_px, size_px, tile),
-                columns={"image_name": name, **make_tile_columns(tile)},
+                columns={"image_name": name, "tile_x": tile.x, "tile_y": tile.y},
                 source=path,
             )
-
-
-def make_rules(packing: PackingSettings) -> Rules:
-    """Return the rules by which annotations are read."""
-    return Rules(
-        scale=packing.scale,
-        outside=packing.outside,
-        side_min_px=packing.side_min_px,
-        val_share=packing.val_share,
-        test_share=packing.test_share,
-        seed=packing.seed,
-    )
-
-
-def make_tile_columns(tile: Tile) -> dict[str, int]:
-    """Return the columns that locate a tile in its image."""
-    return {"tile_x": tile.x, "tile_y": tile.y}
 
 
 def make_key(name: str, tile: Tile, tile_px: int) -> str:
@@ -214,11 +186,8 @@ def make_key(name: str, tile: Tile, tile_px: int) -> str:
 
 def parse_key(key: str) -> tuple[str, int, int]:
     """'a.png@512,0' -> ('a.png', 512, 0), 'a.png' -> ('a.png', 0, 0)."""
-    name, at, corner = key.rpartition("@")
-    x, comma, y = corner.partition(",")
-    if at and comma and x.isdigit() and y.isdigit():
-        return name, int(x), int(y)
-    return key, 0, 0
+    found = re.fullmatch(r"(.*)@(\d+),(\d+)", key, re.DOTALL)
+    return (found[1], int(found[2]), int(found[3])) if found else (key, 0, 0)
 
 
 def cut_tiles(size_px: tuple[int, int], *, side_px: int, overlap: float) -> list[Tile]:
@@ -228,15 +197,10 @@ def cut_tiles(size_px: tuple[int, int], *, side_px: int, overlap: float) -> list
     """
     if not side_px:
         return [Tile(0, 0, *size_px)]
-    across, down = (_compute_starts(length, side_px, overlap) for length in size_px)
-    return [Tile(x, y, min(side_px, size_px[0]), min(side_px, size_px[1])) for y in down for x in across]
-
-
-def _compute_starts(length: int, side: int, overlap: float) -> list[int]:
-    if length <= side:
-        return [0]
-    step = max(1, round(side * (1 - overlap)))
-    return [*range(0, length - side, step), length - side]
+    step = max(1, round(side_px * (1 - overlap)))
+    width, height = (min(side_px, length) for length in size_px)
+    across, down = ([*range(0, length - side_px, step), max(0, length - side_px)] for length in size_px)
+    return [Tile(x, y, width, height) for y in down for x in across]
 
 
 def clip_objects(image: AnnotatedImage, tile: Tile, *, visible: float) -> tuple[np.ndarray, np.ndarray]:
@@ -289,8 +253,7 @@ def load_image(
 ) -> Loaded:
     """Read one tile's pixels: the file's own bytes if it is a whole upright 8-bit JPEG or PNG, else a PNG."""
     data, image = _decode(path, raw_px)
-    whole = (tile.width, tile.height) == size_px
-    if data is not None and whole and size_px == raw_px:
+    if data is not None and (tile.width, tile.height) == size_px == raw_px:
         return {"image": data}
     if size_px != raw_px:
         image = _decode_and_scale(path, raw_px, size_px)
@@ -308,11 +271,9 @@ def _decode(path: Path, raw_px: tuple[int, int]) -> tuple[bytes | None, Image.Im
     if image.mode not in ("1", "L", "P", "RGB", "RGBA", "LA", "YCbCr", "CMYK"):
         raise BadRecord(f"its pixels have mode {image.mode} of unknown range: convert it to 8-bit RGB or gray")
     is_storable = image.format in ("JPEG", "PNG") and image.mode in ("L", "RGB")
-    if image.getexif().get(ORIENTATION, 1) != 1:
-        upright = ImageOps.exif_transpose(
-            image
-        )  # annotation tools show it upright, unless the annotated size says otherwise
-        image, is_storable = (upright if upright.size == raw_px else image), False
+    if image.getexif().get(ORIENTATION, 1) != 1:  # tools show it upright, unless the annotated size says otherwise
+        upright, is_storable = ImageOps.exif_transpose(image), False
+        image = upright if upright.size == raw_px else image
     if image.size != raw_px:
         raise BadRecord(
             f"it is {image.width} x {image.height} pixels, but the annotations say {raw_px[0]} x {raw_px[1]}: "

@@ -14,8 +14,8 @@ from tests.cases.tinydet import find_shared_data, list_image, load_samples, make
 from trainyard.data.shards import BadRecord
 from trainyard.errors import UserError
 
-from .coco import Rules, read_collection
-from .config import Config
+from .coco import read_collection
+from .config import Config, PackingSettings
 from .pack import fit_artifacts, samples
 
 
@@ -173,15 +173,15 @@ def test_files_name_their_sets_and_other_images_are_assigned_by_sequence(tmp_pat
     images = [{"id": n, "file_name": f"{n}.png", "width": 60, "height": 40, "sequence": n // 4} for n in range(80)]
     raw = write_coco(tmp_path, images=images, annotations=[])
     (raw / "instances_train.json").rename(raw / "all.json")
-    found = read_collection(raw, Rules(val_share=0.3, test_share=0.2))
+    found = read_collection(raw, PackingSettings(val_share=0.3, test_share=0.2))
     sets = {name: {p.image_id // 4 for p in found.images if p.set == name} for name in ("train", "val", "test")}
     assert all(sets.values()) and sum(len(s) for s in sets.values()) == 20, "a sequence is in one set"
     (raw / "all.json").rename(raw / "instances_val.json")
     with pytest.raises(UserError, match="none of the 80 images is left to train on"):
-        read_collection(raw, Rules())
+        read_collection(raw, PackingSettings())
 
 
 def test_a_union_of_sets_is_not_read_in_addition_to_them() -> None:
-    found = read_collection(find_shared_data("bccd"), Rules())
+    found = read_collection(find_shared_data("bccd"), PackingSettings())
     assert [sum(p.set == name for p in found.images) for name in ("train", "val", "test")] == [205, 87, 72]
     assert sum(len(p.boxes) for p in found.images) == 4886

@@ -19,8 +19,8 @@ from trainyard.data.shards import BadRecord, ShardSet
 from trainyard.errors import UserError
 from trainyard.train.module import DataInfo
 
-from .coco import Collection, Rules, read_collection, summarize_sets
-from .config import Config
+from .coco import Collection, read_collection, summarize_sets
+from .config import Config, PackingSettings
 from .layout import find_sets
 from .module import build
 from .pack import samples
@@ -100,8 +100,8 @@ def test_coco_is_read_as_published(tmp_path: Path) -> None:
         (tmp_path / f"annotations/captions_{year}.json").write_text('{"images": [], "annotations": []}')
     (tmp_path / "annotations/image_info_test-dev2017.json").write_text('{"images": [], "categories": []}')
     with collect_log() as lines:
-        found = read_collection(tmp_path, Rules())
-        read_collection(tmp_path, Rules())
+        found = read_collection(tmp_path, PackingSettings())
+        read_collection(tmp_path, PackingSettings())
     assert get_sets(found) == {"train": {"1.png", "2.png"}, "val": {"3.png"}}
     assert [image.path for image in found.images] == [
         tmp_path / "train2017/1.png",
@@ -118,7 +118,7 @@ def test_coco_is_read_as_published(tmp_path: Path) -> None:
 
 def test_keypoints_alone_are_boxes_of_persons(tmp_path: Path) -> None:
     write_annotations(tmp_path / "annotations/person_keypoints_train2017.json", ["1.png"], folder="images")
-    assert get_sets(read_collection(tmp_path, Rules(val_share=0))) == {"train": {"1.png"}}
+    assert get_sets(read_collection(tmp_path, PackingSettings(val_share=0))) == {"train": {"1.png"}}
 
 
 def test_official_test_images_never_train(tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ def test_official_test_images_never_train(tmp_path: Path) -> None:
     write_annotations(tmp_path / "annotations/aitod_trainval_v1.json", known, folder="trainval/Images")
     write_annotations(tmp_path / "annotations/aitod_test_v1.json", unknown, folder="test/images")
     with collect_log() as lines:
-        found = read_collection(tmp_path, Rules(val_share=0.3, test_share=0.3))
+        found = read_collection(tmp_path, PackingSettings(val_share=0.3, test_share=0.3))
     sets = get_sets(found)
     assert sets["test"] == set(unknown) and sets["train"] | sets["val"] == set(known) and len(sets["val"]) > 4
     assert all(image.path for image in found.images)
@@ -140,7 +140,7 @@ def test_a_complete_set_of_files_leaves_nothing_to_divide(tmp_path: Path) -> Non
         (tmp_path / "images").mkdir(exist_ok=True)
         Image.new("RGB", (60, 40)).save(tmp_path / "images" / f"{name}.png")
     with collect_log() as lines:
-        found = read_collection(tmp_path, Rules(val_share=0.5, test_share=0.4))
+        found = read_collection(tmp_path, PackingSettings(val_share=0.5, test_share=0.4))
     assert get_sets(found) == {"train": {"a.png"}, "val": {"b.png"}, "test": {"c.png"}}
     assert len(lines) == 1 and lines[0].strip().endswith("annotate the same images: aitod_trainval_v2.json")
 
@@ -162,7 +162,7 @@ def test_images_are_found_in_folders_named_after_their_set(tmp_path: Path, train
     write_annotations(tmp_path / "annotations/instances_train.json", ["1.png"], folder=train)
     write_annotations(tmp_path / "annotations/instances_test.json", ["2.png"], folder=test)
     Image.new("RGB", (9, 9)).save(tmp_path / "1.png") if train == "train2017" else None  # another image of that name
-    paths = {image.name: image.path for image in read_collection(tmp_path, Rules()).images}
+    paths = {image.name: image.path for image in read_collection(tmp_path, PackingSettings()).images}
     assert paths == {"1.png": tmp_path / train / "1.png", "2.png": tmp_path / test / "2.png"}
 
 
@@ -186,14 +186,14 @@ def test_files_that_cannot_be_told_apart_are_refused_and_the_printed_line_helps(
     raw = tmp_path / "my data"
     for _ in names:
         try:
-            found = read_collection(raw, Rules(val_share=0))
+            found = read_collection(raw, PackingSettings(val_share=0))
         except UserError as error:
             assert "exactly one of the words train, val, test or trainval" in str(error)
             assert reason in str(error) or "part2" in str(error)
             (line,) = re.findall(r"for example: (mv .*);", str(error))
             subprocess.run(shlex.split(line), check=True)
     assert len(list((raw / "annotations").iterdir())) == len(names), "no file replaced another"
-    found = read_collection(raw, Rules(val_share=0))
+    found = read_collection(raw, PackingSettings(val_share=0))
     assert len(found.images) == len(names)
 
 
@@ -201,7 +201,7 @@ def test_an_image_of_two_sets_is_refused_with_both_ways_out(tmp_path: Path) -> N
     write_annotations(tmp_path / "annotations/instances_train2017.json", ["1.png", "2.png"], folder="images")
     write_annotations(tmp_path / "annotations/instances_minitrain2017.json", ["1.png"])
     with pytest.raises(UserError, match=r"minitrain2017.json.*move one of them elsewhere.*such as 'train/1.png'"):
-        read_collection(tmp_path, Rules())
+        read_collection(tmp_path, PackingSettings())
 
 
 def test_a_set_without_its_images_is_refused_and_the_places_are_named(tmp_path: Path) -> None:
@@ -209,7 +209,7 @@ def test_a_set_without_its_images_is_refused_and_the_places_are_named(tmp_path: 
     write_annotations(tmp_path / "annotations/instances_val2017.json", ["2.png", "3.png"])
     (tmp_path / "val2017").mkdir()
     with pytest.raises(UserError) as error:
-        read_collection(tmp_path, Rules())
+        read_collection(tmp_path, PackingSettings())
     assert str(error.value) == (
         f"{tmp_path}/annotations/instances_val2017.json: none of the 2 images that it lists is there, such as '2.png'. "
         f"Searched: {tmp_path}/val2017, {tmp_path}. Move the images to {tmp_path}/images, or {tmp_path}/val, a folder "
@@ -261,7 +261,7 @@ def test_the_split_is_logged_when_packing_and_when_training(tmp_path: Path) -> N
     with collect_log() as lines:
         pack_raw(config, tmp_path, tmp_path / "out", JOBS, workers=1)
     assert [line.strip() for line in lines][:2] == expected
-    assert [str(summary) for summary in summarize_sets(read_collection(tmp_path, Rules()))] == expected
+    assert [str(summary) for summary in summarize_sets(read_collection(tmp_path, PackingSettings()))] == expected
     data = ShardSet(tmp_path / "out")
     with collect_log() as lines:
         build(config, DataInfo.from_shards(data, np.arange(2)))

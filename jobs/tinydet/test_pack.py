@@ -11,8 +11,8 @@ from PIL import Image
 
 from tests.cases.tinydet import find_shared_data, load_samples, make_entry, write_coco
 
-from .coco import Rules, read_collection
-from .config import Config
+from .coco import read_collection
+from .config import Config, PackingSettings
 from .pack import cut_tiles, load_image, parse_key, samples, splits, unlabelled
 
 
@@ -50,7 +50,7 @@ def test_scaled_images_have_scaled_boxes_and_areas() -> None:
     config = Config()
     config.packing.scale = 0.5
     raw = find_shared_data("kit_ais_cars")
-    whole, half = (read_collection(raw, Rules(scale=scale)) for scale in (1.0, 0.5))
+    whole, half = (read_collection(raw, PackingSettings(scale=scale)) for scale in (1.0, 0.5))
     assert (len(whole.images), sum(len(p.boxes) for p in whole.images)) == (65, 2593)
     sides = np.concatenate([np.sqrt((p.boxes[:, 2:] - p.boxes[:, :2]).prod(axis=1)) for p in half.images])
     assert np.median(sides) == pytest.approx(12.5, abs=0.1)

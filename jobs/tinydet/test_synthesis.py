@@ -9,7 +9,8 @@ import torch
 from trainyard.errors import UserError
 
 from . import geometry
-from .coco import Rules, read_collection
+from .coco import read_collection
+from .config import PackingSettings
 from .pack import synthesize
 from .synthesis import CATEGORIES, draw_scene
 
@@ -20,7 +21,7 @@ def test_scenes_depend_only_on_the_seed_and_can_be_read(tmp_path: Path) -> None:
     files = sorted(path.relative_to(tmp_path / "once") for path in (tmp_path / "once").rglob("*.*"))
     assert len(files) == 14
     assert all((tmp_path / "once" / f).read_bytes() == (tmp_path / "twice" / f).read_bytes() for f in files)
-    found = read_collection(tmp_path / "once", Rules())
+    found = read_collection(tmp_path / "once", PackingSettings())
     assert [sum(p.set == name for p in found.images) for name in ("train", "val")] == [10, 2]
     assert found.categories == ["car", "ball"] and found.category_ids == [number for number, _ in CATEGORIES]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["once", "twice"]
