@@ -34,39 +34,29 @@ def build_denoising_queries(
     slot_N = torch.arange(count, device=device)
     group_N = slot_N // (2 * per_image)
     spare_N = group_N >= groups
-    start_B1 = _draw_starts(valid_BL, per_image)
+    start_B1 = (torch.rand(batch, 1, device=device) * length).long()
+    if per_image == length:  # all objects fit
+        start_B1 = torch.zeros_like(start_B1)
     target_BN = (slot_N % per_image + start_B1) % length
     positive_N = slot_N % (2 * per_image) < per_image
     used_BN = valid_BL.gather(1, target_BN) & ~spare_N
     box_BN4 = boxes_BL4.gather(1, target_BN[..., None].expand(-1, -1, 4))
     label_BN = labels_BL.gather(1, target_BN)
-    relabel_BN = (
-        torch.rand(batch, count, device=device) < label_noise * 0.5
-    )  # as in DINO's code: half of the stated rate
+    relabel_BN = torch.rand(batch, count, device=device) < label_noise * 0.5  # half of the rate, as in DINO's code
     random_label_BN = torch.randint(categories, (batch, count), device=device)
     share = torch.rand(batch, count, 4, device=device)
     share = torch.where(positive_N[:, None], share, 1 + share)
     sign = torch.randint(2, (batch, count, 4), device=device) * 2 - 1
     half_BN4 = (box_BN4[..., 2:] / 2).repeat(1, 1, 2)
     noised_BN4 = xyxy_to_cxcywh((cxcywh_to_xyxy(box_BN4) + sign * share * half_BN4 * box_noise).clamp(0, 1))
+    sides = noised_BN4[..., 2:].abs().clamp(min=SIDE_MIN)  # of boxes with swapped edges, too
+    noised_BN4 = torch.cat([noised_BN4[..., :2], sides], dim=-1)
     middle = noised_BN4.new_tensor([0.5, 0.5, 0.1, 0.1])
     return DenoisingQueries(
         labels_BN=torch.where(relabel_BN, random_label_BN, label_BN),
-        boxes_BN4=torch.where(used_BN[..., None], _make_sides_positive(noised_BN4), middle),
+        boxes_BN4=torch.where(used_BN[..., None], noised_BN4, middle),
         target_BN=target_BN,
         positive_BN=positive_N.expand(batch, -1) & used_BN,
         used_BN=used_BN,
         group_N=torch.where(spare_N, groups + slot_N, group_N),
     )
-
-
-def _draw_starts(valid_BL: Tensor, per_image: int) -> Tensor:
-    """Return (B, 1) the first object of each image to use: object 0 if all of them fit, else a random one."""
-    batch, length = valid_BL.shape
-    start = (torch.rand(batch, 1, device=valid_BL.device) * length).long()
-    return start if per_image < length else torch.zeros_like(start)
-
-
-def _make_sides_positive(boxes: Tensor) -> Tensor:
-    """Turn boxes with swapped edges into valid boxes."""
-    return torch.cat([boxes[..., :2], boxes[..., 2:].abs().clamp(min=SIDE_MIN)], dim=-1)

@@ -66,19 +66,17 @@ def evaluate(
         evaluator.accumulate()
     precision = evaluator.eval["precision"]  # IoU, recall, category, area, limit
     recall = evaluator.eval["recall"]  # IoU, category, area, limit
-    metrics = {"ap": _mean_defined(precision[:, :, :, 0, -1]) or 0.0, "ap50": 0.0, "ap75": 0.0}
-    for name, iou in (("ap50", 0), ("ap75", 5)):
-        metrics[name] = _mean_defined(precision[iou, :, :, 0, -1]) or 0.0
-    for number, name in enumerate(ranges):
-        value = _mean_defined(precision[:, :, :, number, -1])
-        if number and value is not None:
-            metrics[f"ap_{name}"] = value
-    for number, limit in enumerate(limits):
-        metrics[f"ar_{limit}"] = _mean_defined(recall[:, :, 0, number]) or 0.0
-    for number, name in enumerate(categories if 1 < len(categories) <= 20 else ()):
-        value = _mean_defined(precision[:, :, number, 0, -1])
-        if value is not None:
-            metrics[f"ap_{name}"] = value
+    overall = precision[..., 0, -1]
+    parts = {"ap": overall, "ap50": overall[0], "ap75": overall[5]}
+    parts |= {f"ap_{name}": precision[..., number, -1] for number, name in enumerate(SIZES[areas], start=1)}
+    parts |= {f"ar_{limit}": recall[..., 0, number] for number, limit in enumerate(limits)}
+    if 1 < len(categories) <= 20:
+        parts |= {f"ap_{name}": overall[..., number] for number, name in enumerate(categories)}
+    metrics = {}
+    for name, values in parts.items():
+        defined = values[values > -1]  # the evaluator writes -1 where there are no objects
+        if defined.size or not name.startswith("ap_"):
+            metrics[name] = float(defined.mean()) if defined.size else 0.0
     return metrics
 
 
@@ -167,34 +165,14 @@ class _MatchedCategory:
             return None
         weight = copies[self.image]
         before = np.cumsum(weight)
-        return np.array(
-            [
-                self._average_precision(weight, before, right, ignored, objects, thresholds)
-                for right, ignored in zip(self.right, self.ignored, strict=True)
-            ]
-        )
-
-    @staticmethod
-    def _average_precision(
-        weight: np.ndarray,
-        before: np.ndarray,
-        right: np.ndarray,
-        ignored: np.ndarray,
-        objects: int,
-        thresholds: np.ndarray,
-    ) -> float:
-        hits, counted = np.cumsum(weight[right]), before[right]
-        if len(ignored):
-            counted = counted - np.append(0, np.cumsum(weight[ignored]))[np.searchsorted(ignored, right)]
-        precision = hits / (counted + np.spacing(1))
-        best = np.append(np.maximum.accumulate(precision[::-1])[::-1], 0.0)
-        return float(best[np.searchsorted(hits / objects, thresholds, side="left")].mean())
-
-
-def _mean_defined(values: np.ndarray) -> float | None:
-    """Return the mean of the defined values; the evaluator writes -1 where there are no objects."""
-    defined = values[values > -1]
-    return float(defined.mean()) if defined.size else None
+        averages = []
+        for right, ignored in zip(self.right, self.ignored, strict=True):
+            hits = np.cumsum(weight[right])
+            counted = before[right] - np.append(0, np.cumsum(weight[ignored]))[np.searchsorted(ignored, right)]
+            precision = hits / (counted + np.spacing(1))
+            best = np.append(np.maximum.accumulate(precision[::-1])[::-1], 0.0)
+            averages.append(best[np.searchsorted(hits / objects, thresholds, side="left")].mean())
+        return np.array(averages)
 
 
 def _match(
@@ -230,12 +208,7 @@ def _make_entries(
     """Yield COCO's entry of each box from boxes, labels and further fields of each image."""
     numbers = itertools.count(1)
     for image, (boxes, labels, fields) in enumerate(images):
-        for i, box in enumerate(_convert_to_bbox(boxes)):
+        for i, (x1, y1, x2, y2) in enumerate(boxes.astype(np.float64).tolist()):
+            box = [x1, y1, x2 - x1, y2 - y1]
             entry = {"id": next(numbers), "image_id": image, "category_id": int(labels[i]), "bbox": box}
             yield {**entry, "area": box[2] * box[3], "iscrowd": 0, **{n: v[i].item() for n, v in fields.items()}}
-
-
-def _convert_to_bbox(boxes: np.ndarray) -> list[list[float]]:
-    corners = np.asarray(boxes, dtype=np.float64).reshape(-1, 4)
-    sides: list[list[float]] = np.concatenate([corners[:, :2], corners[:, 2:] - corners[:, :2]], axis=1).tolist()
-    return sides

@@ -17,12 +17,7 @@ _SIDE_PX = 720  # approximate longer side of a drawn sample
 
 
 def draw_detections(
-    file: np.ndarray,
-    *,
-    truth: np.ndarray,
-    boxes: np.ndarray,
-    scores: np.ndarray,
-    names: Sequence[str],
+    file: np.ndarray, *, truth: np.ndarray, boxes: np.ndarray, scores: np.ndarray, names: Sequence[str]
 ) -> bytes:
     """Draw a sample as PNG, enlarged by an integer factor: objects green, detections red with name and score.
 
@@ -41,7 +36,9 @@ def draw_detections(
     for box, score, name in zip(boxes.tolist(), scores.tolist(), names, strict=True):
         pen.rectangle(_scale_box(box, factor, 0), outline=DETECTION_COLOUR)
         pen.text((box[0] * factor, box[3] * factor + 1), f"{name} {score:.2f}", fill=DETECTION_COLOUR)
-    return _encode_png(canvas)
+    target = io.BytesIO()
+    canvas.save(target, "PNG")
+    return target.getvalue()
 
 
 def plot_precision_by_size(metrics: Mapping[str, float], sizes: Mapping[str, tuple[float, float]]) -> bytes:
@@ -65,9 +62,3 @@ def _scale_box(box: list[float], factor: int, wider_px: int) -> list[float]:
     x1, y1, x2, y2 = (value * factor for value in box)
     x2, y2 = max(x1, x2), max(y1, y2)
     return [x1 - wider_px, y1 - wider_px, x2 + wider_px, y2 + wider_px]
-
-
-def _encode_png(image: Image.Image) -> bytes:
-    target = io.BytesIO()
-    image.save(target, "PNG")
-    return target.getvalue()

@@ -74,7 +74,9 @@ class Backbone(nn.Module):
 
     def __init__(self, name: str, *, norm: str, width: int, dilated: bool = False, coarsest: int = 32) -> None:
         super().__init__()
-        make_norm = _choose_norm_layer(norm)
+        norms: dict[str, Callable[[int], nn.Module]]
+        norms = {"frozen": FrozenBatchNorm2d, "batch": nn.BatchNorm2d, "group": make_group_norm}
+        make_norm = norms[norm]
         self.body: nn.Module
         if name == "small":
             self.body = _SmallBody(width, make_norm, stages=(4, 8, 16, 32).index(coarsest) + 1)
@@ -105,13 +107,6 @@ class Backbone(nn.Module):
                 x = getattr(body, name)(x)
                 stages.append(x)
         return stages
-
-
-def _choose_norm_layer(name: str) -> Callable[[int], nn.Module]:
-    frozen: Callable[[int], nn.Module] = FrozenBatchNorm2d
-    if name == "frozen":
-        return frozen
-    return nn.BatchNorm2d if name == "batch" else make_group_norm
 
 
 def make_group_norm(channels: int) -> nn.GroupNorm:
@@ -154,12 +149,9 @@ class _Residual(nn.Module):
         # Max-pool plus a 1 x 1 convolution of stride 1 equals one of stride 2. The latter, with 8 channels in
         # channels_last on a CPU, writes out of bounds in the backward pass of torch 2.13.
         subsample = nn.MaxPool2d(1, stride)
-        is_same_shape = stride == 1 and before == after
-        self.aside = (
-            nn.Identity()
-            if is_same_shape
-            else nn.Sequential(subsample, nn.Conv2d(before, after, 1, bias=False), norm(after))
-        )
+        self.aside: nn.Module = nn.Identity()
+        if stride != 1 or before != after:
+            self.aside = nn.Sequential(subsample, nn.Conv2d(before, after, 1, bias=False), norm(after))
 
     def forward(self, x: Tensor) -> Tensor:
         return F.relu(self.path(x) + self.aside(x))
@@ -175,12 +167,6 @@ class MLP(nn.Module):
         sizes = [before, *[hidden] * (layers - 1), after]
         self.layers = nn.ModuleList(linear(a, b) for a, b in pairwise(sizes))
 
-    def zero_last_layer(self) -> None:
-        """Make the initial output 0."""
-        last = cast(nn.Linear, self.layers[-1])
-        nn.init.zeros_(last.weight)
-        nn.init.zeros_(last.bias)
-
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers[:-1]:
             x = F.relu(layer(x))
@@ -192,7 +178,8 @@ def make_box_head(dims: int, *, initially_zero: bool = True) -> MLP:
     """Build the network from a token to a box or the change of one, as four logits in float32."""
     head = MLP(dims, dims, 4, 3, linear=ExactLinear)
     if initially_zero:
-        head.zero_last_layer()
+        for parameter in head.layers[-1].parameters():
+            nn.init.zeros_(parameter)
     return head
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainyard.config.settings import OptimizerSettings
 from trainyard.data.loader import MicroBatch
@@ -39,13 +39,11 @@ def overfit(
     if unknown:
         raise UserError(f"--variants {','.join(variants)}: expected some of ms, cond, vanilla, found {unknown[0]}.")
     config = make_small_config(variants[0], tile_px=tile_px, scale=scale)
-    chosen = find_busiest_tiles(raw, config, tiles)
+    chosen, artifacts = find_busiest_tiles(raw, config, tiles), fit_artifacts(raw, config)
     lines: list[dict[str, Any]] = []
     for variant in variants:
         config = make_small_config(variant, tile_px=tile_px, scale=scale)
-        for line in record_learning_curve(
-            config, chosen, fit_artifacts(raw, config), steps=steps, every=max(1, steps // 12)
-        ):
+        for line in record_learning_curve(config, chosen, artifacts, steps=steps, every=max(1, steps // 12)):
             lines.append({"kind": "result", "variant": variant, **line})
             print(f"{variant:8} " + "  ".join(f"{name} {value:.4g}" for name, value in line.items()), flush=True)
     options = {"steps": steps, "tile_px": tile_px, "scale": scale, "tiles": [key for key, *_ in chosen]}
@@ -109,11 +107,10 @@ def record_learning_curve(
             state, micro, lr=lr * warmup * float(decay), world_size=1, seed=0, clip_grad_norm=1.0, autocast=nullcontext
         )
         if step % every == 0 or step == steps:
-            metrics = compute_metrics(module, batch)
-            overall = {name: metrics[name] for name in ("ap", "ap50")}
-            sizes = {name: value for name, value in metrics.items() if name in ("ap_verytiny", "ap_tiny", "ap_small")}
+            names = ("ap", "ap50", "ap_verytiny", "ap_tiny", "ap_small")
+            metrics = {name: value for name, value in compute_metrics(module, batch).items() if name in names}
             seconds = time.perf_counter() - begin
-            yield {"step": step, "loss": float(result.losses["loss"]), **overall, **sizes, "seconds": seconds}
+            yield {"step": step, "loss": float(result.losses["loss"]), **metrics, "seconds": seconds}
 
 
 def prepare(config: Config, tiles: Sequence[LabelledTile], artifacts: dict[str, str]) -> tuple[TinyDet, Batch]:
@@ -146,15 +143,12 @@ def make_batch(tiles: Sequence[LabelledTile], *, size_px: tuple[int, int]) -> Ba
     canvas = np.full((len(tiles), *size_px, 3), FILL, dtype=np.uint8)
     for number, pixels in enumerate(images):
         canvas[number, : pixels.shape[0], : pixels.shape[1]] = pixels
-    most = max(len(labels) for *_, labels in tiles)
-    boxes, labels = torch.zeros(len(tiles), most, 4), torch.zeros(len(tiles), most, dtype=torch.long)
-    for number, (_, _, box, label) in enumerate(tiles):
-        boxes[number, : len(label)], labels[number, : len(label)] = torch.from_numpy(box), torch.from_numpy(label)
+    boxes, labels = ([torch.from_numpy(tile[part]) for tile in tiles] for part in (2, 3))
     return {
         "image": torch.from_numpy(canvas).permute(0, 3, 1, 2).contiguous(memory_format=torch.channels_last) / 255,
-        "boxes": boxes,
-        "labels": labels,
-        "boxes_count": torch.tensor([len(label) for *_, label in tiles]),
+        "boxes": nn.utils.rnn.pad_sequence(boxes, batch_first=True),
+        "labels": nn.utils.rnn.pad_sequence(labels, batch_first=True),
+        "boxes_count": torch.tensor([len(label) for label in labels]),
         "affine": torch.eye(3)[:2].expand(len(tiles), -1, -1),
         "image_px": torch.tensor([pixels.shape[:2] for pixels in images], dtype=torch.float32),
         "sample_id": torch.arange(len(tiles)),
