@@ -29,7 +29,6 @@ class Stream(IntEnum):
     FILTERS, COLOUR, IMPULSE_AT, IMPULSE_A, IMPULSE_B, NORMAL_A, NORMAL_B, GAINS = range(8)
 
 
-@torch.no_grad()
 def roll(wave_BN: Tensor, noise_BK: Tensor) -> Tensor:
     """Rotate each waveform to start at a random sample.
 
@@ -40,7 +39,6 @@ def roll(wave_BN: Tensor, noise_BK: Tensor) -> Tensor:
     return wave_BN.gather(1, (torch.arange(count, device=wave_BN.device) + start_B1) % count)
 
 
-@torch.no_grad()
 def apply_rawboost(wave_BN: Tensor, noise_BK: Tensor, *, chance: float, kind: str, rate_hz: int) -> Tensor:
     """Add telephone-line noise to a share of the waveforms, after RawBoost (Tak et al. 2022, arXiv:2111.04433).
 
@@ -62,7 +60,6 @@ def apply_rawboost(wave_BN: Tensor, noise_BK: Tensor, *, chance: float, kind: st
     return torch.where(noise_BK[:, Slot.RAWBOOST, None] < chance, changed, wave_BN)
 
 
-@torch.no_grad()
 def apply_codec(wave_BN: Tensor, noise_BK: Tensor, *, chance: float, rate_hz: int) -> Tensor:
     """Pass a share of the waveforms through a telephone codec: a low-pass and 8 bits (mu-law, A-law or uniform).
 
@@ -80,7 +77,6 @@ def apply_codec(wave_BN: Tensor, noise_BK: Tensor, *, chance: float, rate_hz: in
     return torch.where(noise_BK[:, Slot.CODEC, None] < chance, coded, wave_BN)
 
 
-@torch.no_grad()
 def apply_specaugment(map_BFT: Tensor, noise_BK: Tensor, *, chance: float, bins: int, frames: int) -> Tensor:
     """Replace up to `bins` bins and up to `frames` frames by the map's mean: SpecAugment (arXiv:1904.08779).
 

@@ -36,15 +36,8 @@ def compute_hann_spectrum(offset_hz: Floats, length_s: float) -> Floats:
 
 def find_fft_length(least: int) -> int:
     """Return the smallest multiple of 4, at least `least`, without prime factors above 7: FFTs of it are fast."""
-
-    def is_smooth(n: int) -> bool:
-        for prime in (2, 3, 5, 7):
-            while n % prime == 0:
-                n //= prime
-        return n == 1
-
     length = -(-least // 4) * 4
-    while not is_smooth(length):
+    while (2 * 3 * 5 * 7) ** 64 % length:  # it has another prime factor
         length += 4
     return length
 

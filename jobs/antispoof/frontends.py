@@ -8,8 +8,6 @@ operators with deterministic kernels.
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import cast
 
 import numpy as np
@@ -32,13 +30,17 @@ from .filters import (
 EPS = 2.220446e-16  # as in the MATLAB baseline; added before each logarithm
 PRE_EMPHASIS = 0.97
 SLIDING_FRAMES = 301  # three seconds around a frame, at a hop of 10 ms
+RATES_HZ = {
+    **dict.fromkeys(("lfcc60", "lfcc60_nii", "lfcc_hr", "spec257", "cqt432", "mel128"), 16000),
+    "spec129": 8000,
+}
 
 
 def build(name: str, *, rate_hz: int, frames: int, mean: str) -> "Frontend":
     """Return a front end that maps (B, N) float32 waveforms in [-1, 1) to (B, F, T) float32.
 
     Args:
-        name: one of `RECIPES`.
+        name: one of `RATES_HZ`.
         rate_hz: sampling rate of the waveforms.
         frames: N; a constant-Q front end is built for this length, and accepts shorter waveforms.
         mean: what is subtracted from each bin: "none", its mean over the "utterance", or over the "sliding" three
@@ -47,22 +49,36 @@ def build(name: str, *, rate_hz: int, frames: int, mean: str) -> "Frontend":
     Raises:
         UserError: the recipe is for another sampling rate.
     """
-    recipe = RECIPES[name]
-    if rate_hz != recipe.rate_hz:
-        fitting = [other for other, r in RECIPES.items() if r.rate_hz == rate_hz]
+    if rate_hz != RATES_HZ[name]:
+        fitting = [other for other, other_hz in RATES_HZ.items() if other_hz == rate_hz]
         raise UserError(
-            f"frontend.name={name} needs {recipe.rate_hz} Hz, but sound.rate_hz={rate_hz}. "
-            f"Use sound.rate_hz={recipe.rate_hz}" + (f", or one of {', '.join(fitting)}." if fitting else ".")
+            f"frontend.name={name} needs {RATES_HZ[name]} Hz, but sound.rate_hz={rate_hz}. "
+            f"Use sound.rate_hz={RATES_HZ[name]}" + (f", or one of {', '.join(fitting)}." if fitting else ".")
         )
-    return Frontend(recipe.build(frames), MeanRemoval(mean))
+    return Frontend(_build_maps(name, frames), MeanRemoval(mean))
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """How to build a named front end."""
-
-    rate_hz: int
-    build: Callable[[int], nn.Module]  # from N
+def _build_maps(name: str, frames: int) -> nn.Module:
+    if name == "cqt432":  # Res2Net (Li et al. 2021, arXiv:2010.15006): nine octaves from 15 Hz, every 16 ms
+        return ConstantQ(frames=frames, rate_hz=16000, hop=256, bins_per_octave=48, octaves=9, low_hz=15.0)
+    if name == "spec257":  # ASSERT (Lai et al. 2019, arXiv:1904.01120): 25 ms windows every 10 ms
+        return LogPower(PowerSpectrum(window=torch.hann_window(400), hop=160, fft=512))
+    if name == "spec129":  # the same for 8 kHz
+        return LogPower(PowerSpectrum(window=torch.hann_window(200), hop=80, fft=256))
+    if name == "mel128":  # 32 ms windows every 10 ms
+        power = PowerSpectrum(window=torch.hann_window(512), hop=160, fft=512)
+        return LogMel(power, build_mel_filters(128, rate_hz=16000, fft=512))
+    if name == "lfcc60":  # the ASVspoof 2019 baseline: 20 ms windows every 10 ms, 20 filters up to 8 kHz
+        window = torch.hamming_window(320, periodic=False)
+        power = PowerSpectrum(window=window, hop=160, fft=512, pre_emphasis=PRE_EMPHASIS)
+        return Lfcc(power, build_linear_filters(20, rate_hz=16000, fft=512, high_hz=8000), cepstra=20)
+    if name == "lfcc_hr":  # the LFCC-GMM baseline of 2021: 30 ms windows every 15 ms, 70 filters up to 4 kHz
+        power = PowerSpectrum(window=torch.hamming_window(480), hop=240, fft=1024, pre_emphasis=PRE_EMPHASIS)
+        return Lfcc(power, build_linear_filters(70, rate_hz=16000, fft=1024, high_hz=4000), cepstra=20)
+    assert name == "lfcc60_nii", name  # the LFCC-LCNN baseline of 2021: up to 4 kHz, deltas x[t + 1] - x[t - 1]
+    power = PowerSpectrum(window=torch.hamming_window(320), hop=160, fft=1024, pre_emphasis=PRE_EMPHASIS)
+    filters = build_linear_filters(20, rate_hz=16000, fft=1024, high_hz=4000)
+    return Lfcc(power, filters, cepstra=20, reach=1, delta_gain=2.0, energy=True)
 
 
 class Frontend(nn.Module):
@@ -78,14 +94,9 @@ class Frontend(nn.Module):
     def forward(self, wave_BN: Tensor) -> Tensor:
         if torch.compiler.is_exporting():  # an exported program takes any number of utterances
             return self.mean(self.maps(wave_BN))  # type: ignore[no-any-return]
-        parts = torch.split(wave_BN, self.CPU_CHUNK if wave_BN.device.type == "cpu" else len(wave_BN))
-        first_BFT: Tensor = self.mean(self.maps(parts[0]))
-        if len(parts) == 1:
-            return first_BFT.contiguous()
-        map_BFT = first_BFT.new_empty((len(wave_BN), *first_BFT.shape[1:]))
-        for out_BFT, part in zip(torch.split(map_BFT, self.CPU_CHUNK), parts, strict=True):
-            out_BFT.copy_(first_BFT if part is parts[0] else self.mean(self.maps(part)))
-        return map_BFT
+        if wave_BN.device.type != "cpu":
+            return self.mean(self.maps(wave_BN)).contiguous()  # type: ignore[no-any-return]
+        return torch.cat([self.mean(self.maps(part)) for part in torch.split(wave_BN, self.CPU_CHUNK)])
 
 
 class PowerSpectrum(nn.Module):
@@ -314,55 +325,3 @@ def compute_deltas(map_BFT: Tensor, reach: int) -> Tensor:
         total.add_(padded[:, :, reach + n : reach + n + frames], alpha=n)
         total.sub_(padded[:, :, reach - n : reach - n + frames], alpha=n)
     return total.div_(2 * sum(n * n for n in range(1, reach + 1)))
-
-
-def _build_lfcc60(_: int) -> nn.Module:
-    """Build the ASVspoof 2019 baseline: 20 ms Hamming windows every 10 ms, 20 filters up to 8 kHz, 20 cepstra."""
-    power = PowerSpectrum(window=torch.hamming_window(320, periodic=False), hop=160, fft=512, pre_emphasis=PRE_EMPHASIS)
-    return Lfcc(power, build_linear_filters(20, rate_hz=16000, fft=512, high_hz=8000), cepstra=20)
-
-
-def _build_lfcc60_nii(_: int) -> nn.Module:
-    """Build the LFCC-LCNN baseline of 2021: up to 4 kHz, log energy instead of C0, deltas x[t + 1] - x[t - 1]."""
-    power = PowerSpectrum(window=torch.hamming_window(320), hop=160, fft=1024, pre_emphasis=PRE_EMPHASIS)
-    filters = build_linear_filters(20, rate_hz=16000, fft=1024, high_hz=4000)
-    return Lfcc(power, filters, cepstra=20, reach=1, delta_gain=2.0, energy=True)
-
-
-def _build_lfcc_hr(_: int) -> nn.Module:
-    """Build the LFCC-GMM baseline of 2021: 30 ms windows every 15 ms, 70 filters up to 4 kHz, 20 cepstra."""
-    power = PowerSpectrum(window=torch.hamming_window(480), hop=240, fft=1024, pre_emphasis=PRE_EMPHASIS)
-    return Lfcc(power, build_linear_filters(70, rate_hz=16000, fft=1024, high_hz=4000), cepstra=20)
-
-
-def _build_spec257(_: int) -> nn.Module:
-    """Build that of ASSERT (Lai et al. 2019, arXiv:1904.01120): 25 ms windows every 10 ms."""
-    return LogPower(PowerSpectrum(window=torch.hann_window(400), hop=160, fft=512))
-
-
-def _build_spec129(_: int) -> nn.Module:
-    """Build `spec257` for 8 kHz."""
-    return LogPower(PowerSpectrum(window=torch.hann_window(200), hop=80, fft=256))
-
-
-def _build_cqt432(frames: int) -> nn.Module:
-    """Build that of Res2Net (Li et al. 2021, arXiv:2010.15006): nine octaves from 15 Hz, 48 bins each, every 16 ms."""
-    return ConstantQ(frames=frames, rate_hz=16000, hop=256, bins_per_octave=48, octaves=9, low_hz=15.0)
-
-
-def _build_mel128(_: int) -> nn.Module:
-    """Build 128 mel bands from 32 ms windows every 10 ms."""
-    return LogMel(
-        PowerSpectrum(window=torch.hann_window(512), hop=160, fft=512), build_mel_filters(128, rate_hz=16000, fft=512)
-    )
-
-
-RECIPES = {
-    "lfcc60": Recipe(16000, _build_lfcc60),
-    "lfcc60_nii": Recipe(16000, _build_lfcc60_nii),
-    "lfcc_hr": Recipe(16000, _build_lfcc_hr),
-    "spec257": Recipe(16000, _build_spec257),
-    "cqt432": Recipe(16000, _build_cqt432),
-    "mel128": Recipe(16000, _build_mel128),
-    "spec129": Recipe(8000, _build_spec129),
-}

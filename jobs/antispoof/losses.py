@@ -25,7 +25,8 @@ class Decision(nn.Module):
 
     def predict_bonafide(self, embedding_BD: Tensor) -> Tensor:
         """Return (B,) bool: the class at the threshold that the loss implies."""
-        raise NotImplementedError
+        assert self.threshold is not None
+        return self.score(embedding_BD) > self.threshold
 
 
 class CrossEntropy(Decision):
@@ -58,9 +59,6 @@ class CrossEntropy(Decision):
         logits_B2 = self.logits(embedding_BD)
         log_odds_B: Tensor = logits_B2[:, 1] - logits_B2[:, 0]
         return log_odds_B
-
-    def predict_bonafide(self, embedding_BD: Tensor) -> Tensor:
-        return self.score(embedding_BD) > self.threshold
 
 
 class AmSoftmax(Decision):
@@ -100,7 +98,7 @@ class OcSoftmax(Decision):
     def __init__(self, dims: int, *, scale: float, margin_bonafide: float, margin_spoof: float) -> None:
         super().__init__()
         self.scale, self.margin_bonafide, self.margin_spoof = scale, margin_bonafide, margin_spoof
-        self.threshold: float = (margin_bonafide + margin_spoof) / 2
+        self.threshold = (margin_bonafide + margin_spoof) / 2
         self.direction_D = nn.Parameter(torch.randn(dims))
 
     def forward(self, embedding_BD: Tensor, label_B: Tensor) -> Tensor:
@@ -110,9 +108,6 @@ class OcSoftmax(Decision):
 
     def score(self, embedding_BD: Tensor) -> Tensor:
         return functional.normalize(embedding_BD, dim=1) @ functional.normalize(self.direction_D, dim=0)
-
-    def predict_bonafide(self, embedding_BD: Tensor) -> Tensor:
-        return self.score(embedding_BD) > self.threshold
 
 
 def compute_class_weights(counts: tuple[int, int]) -> Tensor:

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from trainyard.report.score_figures import draw_samples, draw_score_histogram
 from trainyard.train.module import Batch, DataInfo, Rows, SampleSource, Signature, TrainModule
 
 from . import augment, frontends, metrics
-from .config import Config, DisturbSettings, LossSettings, ModelSettings
+from .config import Config, LossSettings, ModelSettings
 from .losses import AmSoftmax, CrossEntropy, Decision, OcSoftmax
 from .metrics import AsvRates
 from .network import OneClassResNet, SeNet, SeResNet
@@ -36,18 +37,8 @@ def build(config: Config, data: DataInfo) -> "AntispoofModule":
     network = _build_network(config.model, config.frontend.name)
     trials = Trials.from_data(data)
     trials.log_resampling(config.sound.rate_hz)
-    return AntispoofModule(
-        frontend,
-        network,
-        _build_decision(config.loss, network.dims, trials.count_classes(data.train_ids)),
-        disturb=config.disturb,
-        rate_hz=config.sound.rate_hz,
-        frames=config.sound.frames,
-        direction_lr_scale=config.loss.lr_scale,
-        trials=trials,
-        data=data,
-        draws=config.evaluation.bootstrap_draws,
-    )
+    decision = _build_decision(config.loss, network.dims, trials.count_classes(data.train_ids))
+    return AntispoofModule(frontend, network, decision, config, trials=trials, data=data)
 
 
 def _build_network(model: ModelSettings, frontend: str) -> SeNet | SeResNet | OneClassResNet:
@@ -136,10 +127,7 @@ class AntispoofModule(TrainModule):
     Args:
         frontend: (B, N) float32 to (B, F, T) float32; runs outside autocast.
         network: (B, F, T) to (B, D).
-        rate_hz, frames: of the waveforms.
         data: whose utterances `sample_figures` shows.
-        direction_lr_scale: factor on the learning rate of one-class softmax's direction.
-        draws: bootstrap resamples in `compute_intervals`.
     """
 
     identity_column = "speaker"
@@ -152,19 +140,14 @@ class AntispoofModule(TrainModule):
         frontend: nn.Module,
         network: SeNet | SeResNet | OneClassResNet,
         decision: Decision,
+        config: Config,
         *,
-        disturb: DisturbSettings,
-        rate_hz: int,
-        frames: int,
-        direction_lr_scale: float,
         trials: Trials,
         data: DataInfo,
-        draws: int,
     ) -> None:
         super().__init__()
         self.frontend, self.network, self.decision = frontend, network, decision
-        self.disturb, self.rate_hz, self.direction_lr_scale, self.trials = disturb, rate_hz, direction_lr_scale, trials
-        self.frames, self.draws = frames, draws
+        self.config, self.trials = config, trials
         self.data: Callable[[], DataInfo] = lambda: data  # a function: copying the module must not copy open files
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
@@ -182,31 +165,24 @@ class AntispoofModule(TrainModule):
 
         Not compiled: Fourier transforms gain nothing, and complex numbers fall back to eager kernels anyway.
         """
-        wave_BN = batch["wave"]
+        wave_BN, rule, rate_hz = batch["wave"], self.config.disturb, self.config.sound.rate_hz
         with torch.autocast(wave_BN.device.type, enabled=False):
             if not self.training:
                 return self.frontend(wave_BN)  # type: ignore[no-any-return]
-            return self._mask_maps(self.frontend(self._augment_waves(wave_BN, batch)), batch)
-
-    def _augment_waves(self, wave_BN: Tensor, batch: Batch) -> Tensor:
-        rule = self.disturb
-        if rule.roll:
-            wave_BN = augment.roll(wave_BN, batch["noise"])
-        if rule.rawboost:
-            wave_BN = augment.apply_rawboost(
-                wave_BN, batch["noise"], chance=rule.rawboost, kind=rule.rawboost_kind, rate_hz=self.rate_hz
-            )
-        if rule.codec:
-            wave_BN = augment.apply_codec(wave_BN, batch["noise"], chance=rule.codec, rate_hz=self.rate_hz)
-        return wave_BN
-
-    def _mask_maps(self, map_BFT: Tensor, batch: Batch) -> Tensor:
-        rule = self.disturb
-        if not rule.mask:
+            if rule.roll:
+                wave_BN = augment.roll(wave_BN, batch["noise"])
+            if rule.rawboost:
+                wave_BN = augment.apply_rawboost(
+                    wave_BN, batch["noise"], chance=rule.rawboost, kind=rule.rawboost_kind, rate_hz=rate_hz
+                )
+            if rule.codec:
+                wave_BN = augment.apply_codec(wave_BN, batch["noise"], chance=rule.codec, rate_hz=rate_hz)
+            map_BFT: Tensor = self.frontend(wave_BN)
+            if rule.mask:
+                map_BFT = augment.apply_specaugment(
+                    map_BFT, batch["noise"], chance=rule.mask, bins=rule.mask_bins, frames=rule.mask_frames
+                )
             return map_BFT
-        return augment.apply_specaugment(
-            map_BFT, batch["noise"], chance=rule.mask, bins=rule.mask_bins, frames=rule.mask_frames
-        )
 
     def predict(self, batch: Batch) -> dict[str, Tensor]:
         """Return the score of each utterance, (B,) float32; needs no labels."""
@@ -217,7 +193,8 @@ class AntispoofModule(TrainModule):
     def describe_predict(self) -> Signature:
         """Return what the network takes and returns, and the threshold that the loss implies, if it implies one."""
         threshold = self.decision.threshold
-        wave = f"samples at {self.rate_hz} Hz, the first of a recording; a shorter one is repeated from its beginning"
+        rate_hz = self.config.sound.rate_hz
+        wave = f"samples at {rate_hz} Hz, the first of a recording; a shorter one is repeated from its beginning"
         return Signature(
             {"wave": wave},
             {"score": "high for bona fide"},
@@ -244,7 +221,7 @@ class AntispoofModule(TrainModule):
             self.trials.label[ids] == 1,
             self.trials.speaker[ids].tolist(),
             asv=self._find_asv_rates(ids),
-            draws=self.draws,
+            draws=self.config.evaluation.bootstrap_draws,
         )
         return found.to_metrics()
 
@@ -285,7 +262,8 @@ class AntispoofModule(TrainModule):
     def _read_wave(self, record: np.ndarray) -> Tensor:
         """Return a recording as evaluation gets it, (N,) float32 in [-1, 1), on the network's device."""
         recording = record if record.dtype == np.int16 else decode_recording(record)
-        wave_N = np.resize(recording[: self.frames], self.frames).astype(np.float32) / 2**15
+        frames = self.config.sound.frames
+        wave_N = np.resize(recording[:frames], frames).astype(np.float32) / 2**15
         return torch.from_numpy(wave_N).to(next(self.network.parameters()).device)
 
     def score_baselines(
@@ -313,11 +291,6 @@ class AntispoofModule(TrainModule):
         if not isinstance(self.decision, OcSoftmax):
             return groups
         direction = self.decision.direction_D
-        others = [{**group, "params": [p for p in _get_parameters(group) if p is not direction]} for group in groups]
-        return [*others, {"params": [direction], "weight_decay": 0.0, "lr_scale": self.direction_lr_scale}]
-
-
-def _get_parameters(group: Mapping[str, object]) -> list[nn.Parameter]:
-    parameters = group["params"]
-    assert isinstance(parameters, list)
-    return parameters
+        for group in groups:
+            group["params"] = [p for p in cast(list[Tensor], group["params"]) if p is not direction]
+        return [*groups, {"params": [direction], "weight_decay": 0.0, "lr_scale": self.config.loss.lr_scale}]

@@ -18,15 +18,10 @@ class SeNet(nn.Module):
         bottleneck: SENet50's blocks, 1x1 - 3x3 - 1x1 with twice the width at the end, instead of two 3x3.
     """
 
-    layers = (3, 4, 6, 3)
-
     def __init__(self, *, bottleneck: bool) -> None:
         super().__init__()
         self.stem = nn.Sequential(build_conv(1, 16, 7, stride=2), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(3, 2, 1))
-        self.blocks, channels = build_stages(
-            16, widths=(16, 32, 64, 128), layers=self.layers, bottleneck=bottleneck, expansion=2 if bottleneck else 1
-        )
-        self.dims = channels
+        self.blocks, self.dims = build_stages(16, layers=(3, 4, 6, 3), bottleneck=bottleneck)
         initialise(self)
 
     def compute_maps(self, map_BFT: Tensor) -> Tensor:
@@ -49,9 +44,7 @@ class SeResNet(nn.Module):
     def __init__(self, *, layers: Sequence[int], dropout: float) -> None:
         super().__init__()
         self.stem = nn.Sequential(build_conv(1, 64, 7, stride=2), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(3, 2, 1))
-        self.blocks, channels = build_stages(
-            64, widths=(64, 128, 256, 512), layers=layers, bottleneck=False, expansion=1
-        )
+        self.blocks, channels = build_stages(64, layers=layers, bottleneck=False)
         self.pool = AttentiveStatistics(channels)
         self.dense = nn.Sequential(
             nn.Linear(2 * channels, 512),
@@ -130,27 +123,13 @@ class Block(nn.Module):
 
     def __init__(self, channels: int, width: int, *, out: int, stride: int, bottleneck: bool) -> None:
         super().__init__()
+        convolutions = [(channels, width, 3, stride), (width, out, 3, 1)]
         if bottleneck:
-            self.body = nn.Sequential(
-                build_conv(channels, width, 1),
-                nn.BatchNorm2d(width),
-                nn.ReLU(),
-                build_conv(width, width, 3, stride=stride),
-                nn.BatchNorm2d(width),
-                nn.ReLU(),
-                build_conv(width, out, 1),
-                nn.BatchNorm2d(out),
-                SqueezeExcitation(out),
-            )
-        else:
-            self.body = nn.Sequential(
-                build_conv(channels, width, 3, stride=stride),
-                nn.BatchNorm2d(width),
-                nn.ReLU(),
-                build_conv(width, out, 3),
-                nn.BatchNorm2d(out),
-                SqueezeExcitation(out),
-            )
+            convolutions = [(channels, width, 1, 1), (width, width, 3, stride), (width, out, 1, 1)]
+        body: list[nn.Module] = []
+        for before, after, size, step in convolutions:
+            body += [build_conv(before, after, size, stride=step), nn.BatchNorm2d(after), nn.ReLU()]
+        self.body = nn.Sequential(*body[:-1], SqueezeExcitation(out))
         self.shortcut: nn.Module = nn.Identity()
         if stride != 1 or channels != out:
             self.shortcut = nn.Sequential(build_conv(channels, out, 1, stride=stride), nn.BatchNorm2d(out))
@@ -212,16 +191,17 @@ def compute_weighted_statistics(x_BCT: Tensor, weight_BT: Tensor) -> Tensor:
     return torch.cat([mean_BC, (square_BC - mean_BC.square()).clamp(min=1e-12).sqrt()], dim=1)
 
 
-def build_stages(
-    channels: int, *, widths: Sequence[int], layers: Sequence[int], bottleneck: bool, expansion: int
-) -> tuple[nn.Sequential, int]:
-    """Return the blocks of all stages and their output channels; every stage but the first halves the map."""
+def build_stages(width: int, *, layers: Sequence[int], bottleneck: bool) -> tuple[nn.Sequential, int]:
+    """Return the blocks of all stages and their output channels; every stage after the first halves the map and
+    doubles the width. The stem's channels are the first stage's width."""
     blocks: list[nn.Module] = []
-    for stage, (width, count) in enumerate(zip(widths, layers, strict=True)):
+    channels = width
+    for stage, count in enumerate(layers):
         for i in range(count):
-            stride = 2 if stage > 0 and i == 0 else 1
-            blocks.append(Block(channels, width, out=expansion * width, stride=stride, bottleneck=bottleneck))
-            channels = expansion * width
+            stride, out = 2 if stage > 0 and i == 0 else 1, width * (2 if bottleneck else 1)
+            blocks.append(Block(channels, width, out=out, stride=stride, bottleneck=bottleneck))
+            channels = out
+        width *= 2
     return nn.Sequential(*blocks), channels
 
 

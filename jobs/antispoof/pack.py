@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -18,12 +18,11 @@ from trainyard.data.shards import Audio, BadRecord, Loaded, Sample
 from trainyard.errors import UserError
 
 from . import vocoders
-from .config import Config
+from .config import Config, PackingSettings
 from .protocols import (
     TEST,
     TRAIN,
     VAL,
-    SplitRule,
     Utterance,
     assign_sets,
     find_asv_files,
@@ -32,31 +31,11 @@ from .protocols import (
     list_utterances,
     read_asv_rates,
 )
-from .synthesis import synthesize
-
-__all__ = ["fit_artifacts", "join_artifacts", "list_labelled", "samples", "splits", "synthesize", "unlabelled"]
+from .synthesis import synthesize as synthesize
 
 RAW_FILES = "recordings in folders bonafide and spoof (or real and fake), a protocol.csv, or an ASVspoof database"
 WAVE = "wave"
 Pcm = NDArray[np.int16]
-
-
-@dataclass(frozen=True)
-class ConversionRule:
-    """How a file becomes a record."""
-
-    rate_hz: int
-    encoded: bool
-    resample: bool
-    mix: bool
-    min_s: float
-
-    @classmethod
-    def from_config(cls, config: Config) -> "ConversionRule":
-        rule = config.packing
-        return cls(
-            config.sound.rate_hz, rule.store == "encoded", rule.rate == "resample", rule.stereo == "mix", rule.min_s
-        )
 
 
 def samples(raw: Path, config: Config) -> Iterator[Sample]:
@@ -66,14 +45,14 @@ def samples(raw: Path, config: Config) -> Iterator[Sample]:
     With `packing.copies` the folder contains only bona fide recordings, and each is followed by its copies.
     """
     rule = config.packing
-    split, conversion = SplitRule(rule.val_share, rule.test_share, rule.seed), ConversionRule.from_config(config)
     if not rule.copies:
-        for utterance in find_utterances(raw, split):
-            yield _make_sample(utterance, partial(load, utterance.path, conversion))
+        yield from (_make_sample(one, config) for one in find_utterances(raw, rule))
         return
     recordings = _list_recordings(raw, config)
-    _refuse_missing_speakers(raw, config, recordings)
-    yield from _make_copies(assign_sets(recordings, split), config)
+    speakers = {utterance.speaker for utterance in recordings}
+    if recordings and (missing := sorted({*rule.val_speakers, *rule.test_speakers} - speakers)):
+        raise UserError(f"speaker '{missing[0]}' has no recording in {raw}. Speakers: {', '.join(sorted(speakers))}.")
+    yield from _make_copies(assign_sets(recordings, rule), config)
 
 
 def list_labelled(
@@ -84,13 +63,12 @@ def list_labelled(
     Recordings without a set are in "test". If nothing is labelled and the run was trained on copies, the recordings
     count as bona fide, and the copies of `packing.copies` as spoofed.
     """
-    rule, conversion = config.packing, ConversionRule.from_config(config)
     if not raw.is_dir():
         return iter(()), artifacts
     found = [replace(one, set=one.set or TEST) for one in list_utterances(raw)]
     own = {"asv": _read_asv(raw)}
-    if found or not rule.copies:
-        return (_make_sample(one, partial(load, one.path, conversion)) for one in found), own
+    if found or not config.packing.copies:
+        return (_make_sample(one, config) for one in found), own
     recordings = [replace(one, set=one.set or TEST) for one in _list_recordings(raw, config)]
     return _make_copies(recordings, config), own
 
@@ -114,33 +92,40 @@ def unlabelled(raw: Path, config: Config, artifacts: Mapping[str, str]) -> Itera
     """Yield every audio file in a folder and below it, or the file `raw` itself, for scoring."""
     for path in [raw] if raw.is_file() else find_audio_files(raw):
         key = raw.name if path == raw else path.relative_to(raw).as_posix()
-        yield Sample(key, partial(load, path, ConversionRule.from_config(config)), source=path)
+        yield Sample(key, partial(load, path, config.sound.rate_hz, config.packing), source=path)
 
 
-def load(path: Path | None, rule: ConversionRule, artifacts: Mapping[str, str] | None = None) -> Loaded:
-    """Read one file.
+def load(path: Path | None, rate_hz: int, rule: PackingSettings, artifacts: Mapping[str, str] | None = None) -> Loaded:
+    """Read one file, at `rate_hz`.
 
     Raises:
         BadRecord: the file is missing, incomplete, not in a known format, too short, or has several channels or
             another rate.
     """
-    data, pcm, rate_hz, is_plain = _decode(path, rule)
-    stored: bytes | Pcm = pcm if not rule.encoded else data if is_plain else _encode_flac(pcm, rule.rate_hz)
-    return {WAVE: Audio(stored), "source_rate_hz": rate_hz}
+    data, pcm, source_rate_hz, is_plain = _decode(path, rate_hz, rule)
+    if rule.store == "encoded":
+        return {WAVE: Audio(data if is_plain else _encode_flac(pcm, rate_hz)), "source_rate_hz": source_rate_hz}
+    return {WAVE: Audio(pcm), "source_rate_hz": source_rate_hz}
 
 
 def load_copy(
-    path: Path | None, rule: ConversionRule, kind: str, name: str, artifacts: Mapping[str, str] | None = None
+    path: Path | None,
+    rate_hz: int,
+    rule: PackingSettings,
+    kind: str,
+    name: str,
+    artifacts: Mapping[str, str] | None = None,
 ) -> Loaded:
     """Read one file and make a vocoded copy of it; see `load`.
 
     Args:
         name: seeds the copy's random phases.
     """
-    _, pcm, rate_hz, _ = _decode(path, rule)
+    _, pcm, source_rate_hz, _ = _decode(path, rate_hz, rule)
     rng = np.random.default_rng(int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest()))
-    copy = _convert_to_pcm(vocoders.synthesize_copy(pcm / 32768, kind, rate_hz=rule.rate_hz, rng=rng))
-    return {WAVE: Audio(_encode_flac(copy, rule.rate_hz) if rule.encoded else copy), "source_rate_hz": rate_hz}
+    copy = _convert_to_pcm(vocoders.synthesize_copy(pcm / 32768, kind, rate_hz=rate_hz, rng=rng))
+    stored = _encode_flac(copy, rate_hz) if rule.store == "encoded" else copy
+    return {WAVE: Audio(stored), "source_rate_hz": source_rate_hz}
 
 
 def splits(
@@ -175,13 +160,15 @@ def _explain_lack(speakers: Sequence[str], config: Config) -> str:
 
 def _make_copies(recordings: Sequence[Utterance], config: Config) -> Iterator[Sample]:
     """Yield each bona fide recording and its copies."""
-    rule, conversion = config.packing, ConversionRule.from_config(config)
+    rule = config.packing
     for original in recordings:
-        yield _make_sample(original, partial(load, original.path, conversion))
+        yield _make_sample(original, config)
         for kind in rule.copies:
             if original.set != TRAIN or kind not in rule.unseen:
                 copy = replace(original, key=f"{original.key}:{kind}", bonafide=False, attack=kind)
-                yield _make_sample(copy, partial(load_copy, copy.path, conversion, kind, f"{rule.seed}:{copy.key}"))
+                name = f"{rule.seed}:{copy.key}"
+                load_record = partial(load_copy, copy.path, config.sound.rate_hz, rule, kind, name)
+                yield replace(_make_sample(copy, config), load=load_record)
 
 
 def _list_recordings(raw: Path, config: Config) -> list[Utterance]:
@@ -191,10 +178,7 @@ def _list_recordings(raw: Path, config: Config) -> list[Utterance]:
         UserError: an unknown kind of copy, or a bad pattern.
     """
     rule = config.packing
-    for option, kinds, known in (
-        ("copies", rule.copies, list(vocoders.KINDS)),
-        ("unseen", rule.unseen, rule.copies),
-    ):
+    for option, kinds, known in (("copies", rule.copies, list(vocoders.KINDS)), ("unseen", rule.unseen, rule.copies)):
         if unknown := sorted(set(kinds) - set(known)):
             raise UserError(f"packing.{option}: '{unknown[0]}' is not one of {', '.join(known)}.")
     try:
@@ -213,24 +197,19 @@ def _list_recordings(raw: Path, config: Config) -> list[Utterance]:
     return found
 
 
-def _refuse_missing_speakers(raw: Path, config: Config, found: Sequence[Utterance]) -> None:
-    rule, speakers = config.packing, {utterance.speaker for utterance in found}
-    if found and (missing := sorted({*rule.val_speakers, *rule.test_speakers} - speakers)):
-        raise UserError(f"speaker '{missing[0]}' has no recording in {raw}. Speakers: {', '.join(sorted(speakers))}.")
-
-
-def _make_sample(utterance: Utterance, load_record: "partial[Loaded]") -> Sample:
+def _make_sample(utterance: Utterance, config: Config) -> Sample:
     columns: dict[str, int | float | str] = {
         "label": int(utterance.bonafide),
         "attack": utterance.attack,
         "speaker": utterance.speaker,
         "set": utterance.set,
     }
+    load_record = partial(load, utterance.path, config.sound.rate_hz, config.packing)
     return Sample(utterance.key, load_record, columns, source=utterance.path)
 
 
-def _decode(path: Path | None, rule: ConversionRule) -> tuple[bytes, Pcm, int, bool]:
-    """Return a file's bytes, its samples (mono, at the rule's rate), its own rate, and whether it is plain.
+def _decode(path: Path | None, expected_hz: int, rule: PackingSettings) -> tuple[bytes, Pcm, int, bool]:
+    """Return a file's bytes, its samples (mono, at the expected rate), its own rate, and whether it is plain.
 
     Plain: the bytes are a WAV or FLAC file of exactly these samples, so they can be stored as they are.
     """
@@ -254,22 +233,22 @@ def _decode(path: Path | None, rule: ConversionRule) -> tuple[bytes, Pcm, int, b
             f"too short: {len(wave)} frames at {rate_hz} Hz, expected at least {rule.min_s:g} s (packing.min_s)"
         )
     channels = wave.shape[1]
-    if channels > 1 and not rule.mix:
+    if channels > 1 and rule.stereo != "mix":
         raise BadRecord(
             f"{channels} channels, expected one: convert the file, or average the channels with packing.stereo=mix"
         )
-    if rate_hz != rule.rate_hz and not rule.resample:
+    if rate_hz != expected_hz and rule.rate != "resample":
         raise BadRecord(
-            f"{rate_hz} Hz, expected {rule.rate_hz} (sound.rate_hz): convert the file, or use packing.rate=resample"
+            f"{rate_hz} Hz, expected {expected_hz} (sound.rate_hz): convert the file, or use packing.rate=resample"
         )
-    if channels == 1 and rate_hz == rule.rate_hz and width == "PCM_16":
+    if channels == 1 and rate_hz == expected_hz and width == "PCM_16":
         return data, wave[:, 0], rate_hz, kind in ("WAV", "WAVEX", "FLAC")
     mono = (wave / 32768 if wave.dtype == np.int16 else wave).mean(axis=1)
-    if rate_hz != rule.rate_hz:
+    if rate_hz != expected_hz:
         from scipy.signal import resample_poly  # type: ignore[import-untyped]  # here: it loads for a second
 
-        divisor = math.gcd(rate_hz, rule.rate_hz)
-        mono = resample_poly(mono, rule.rate_hz // divisor, rate_hz // divisor)
+        divisor = math.gcd(rate_hz, expected_hz)
+        mono = resample_poly(mono, expected_hz // divisor, rate_hz // divisor)
     return data, _convert_to_pcm(mono), rate_hz, False
 
 

@@ -7,6 +7,7 @@ import csv
 import hashlib
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from pathlib import Path
 from trainyard.data.raw import list_files
 from trainyard.errors import UserError
 
+from .config import PackingSettings
 from .metrics import AsvRates
 
 BONAFIDE, SPOOF = "bonafide", "spoof"
@@ -50,16 +52,7 @@ class Utterance:
     set: str  # train, val, test or test_...; "": not assigned yet
 
 
-@dataclass(frozen=True)
-class SplitRule:
-    """How to split utterances that no protocol assigns to a set; by speaker if known."""
-
-    val_share: float
-    test_share: float
-    seed: int
-
-
-def find_utterances(raw: Path, split: SplitRule) -> list[Utterance]:
+def find_utterances(raw: Path, split: PackingSettings) -> list[Utterance]:
     """Return every utterance of the databases in a raw folder or its sub-folders, in a fixed order.
 
     Known layouts: ASVspoof 2019 LA, 2021 LA and DF, ASVspoof 5, `protocol.csv`, Fake-or-Real
@@ -152,16 +145,12 @@ def find_asv_files(raw: Path) -> dict[str, Path]:
 
     The validation set has its own file: the scores of the evaluation set would make its t-DCF wrong.
     """
-    names = {
-        VAL: "ASVspoof2019.LA.asv.dev.gi.trl.scores.txt",
-        "test_2019": "ASVspoof2019.LA.asv.eval.gi.trl.scores.txt",
-    }
     found: dict[str, Path] = {}
     for base in (raw, *sorted(path for path in raw.iterdir() if path.is_dir())):
-        for name, file in names.items():
-            path = base / "ASVspoof2019_LA_asv_scores" / file
-            if path.is_file() and name not in found:
-                found[name] = path
+        for name, part in ((VAL, "dev"), ("test_2019", "eval")):
+            path = base / "ASVspoof2019_LA_asv_scores" / f"ASVspoof2019.LA.asv.{part}.gi.trl.scores.txt"
+            if path.is_file():
+                found.setdefault(name, path)
     return found
 
 
@@ -170,7 +159,7 @@ def find_audio_files(folder: Path) -> list[Path]:
     return list_files(folder, SUFFIXES)
 
 
-def assign_sets(found: list[Utterance], split: SplitRule) -> list[Utterance]:
+def assign_sets(found: list[Utterance], split: PackingSettings) -> list[Utterance]:
     """Assign utterances without a set to one, by speaker or else by file name, so that copies stay together."""
     result = []
     for utterance in found:
@@ -200,13 +189,13 @@ def hash_to_fraction(text: str, seed: int) -> float:
 
 def _detect_format(path: Path, words: list[str], header: bool) -> tuple[Callable[[list[str]], Trial], int]:
     if header and len(words) == 2:
-        return _parse_name_and_key, 2
+        return (lambda line: Trial(line[0], _parse_key(line[1]))), 2
     if len(words) == 1:
-        return _parse_name, 1
+        return (lambda line: Trial(line[0], None)), 1
     if len(words) == 5 and words[4] in (BONAFIDE, SPOOF):
-        return _parse_2019, 5
+        return (lambda line: Trial(line[1], _parse_key(line[4]), line[3], line[0])), 5
     if len(words) >= 8 and words[5] in (BONAFIDE, SPOOF):
-        return _parse_2021, len(words)
+        return (lambda line: Trial(line[1], _parse_key(line[5]), line[4], line[0], phase=line[7])), len(words)
     if len(words) >= 6 and {BONAFIDE, SPOOF} & set(words):
         return _parse_asvspoof5, len(words)
     raise UserError(
@@ -216,14 +205,6 @@ def _detect_format(path: Path, words: list[str], header: bool) -> tuple[Callable
     )
 
 
-def _parse_2019(words: list[str]) -> Trial:
-    return Trial(words[1], _parse_key(words[4]), words[3], words[0])
-
-
-def _parse_2021(words: list[str]) -> Trial:
-    return Trial(words[1], _parse_key(words[5]), words[4], words[0], phase=words[7])
-
-
 def _parse_asvspoof5(words: list[str]) -> Trial:
     """Parse a line whose second field is the utterance; the key is the last one found, after the attack."""
     at = max((i for i, word in enumerate(words) if word in (BONAFIDE, SPOOF)), default=-1)
@@ -231,14 +212,6 @@ def _parse_asvspoof5(words: list[str]) -> Trial:
         raise ValueError("no bonafide or spoof in the fourth or a later field")
     bonafide = words[at] == BONAFIDE
     return Trial(words[1], bonafide, "-" if bonafide else words[at - 1], words[0])
-
-
-def _parse_name(words: list[str]) -> Trial:
-    return Trial(words[0], None)
-
-
-def _parse_name_and_key(words: list[str]) -> Trial:
-    return Trial(words[0], _parse_key(words[1]))
 
 
 def _parse_key(word: str) -> bool:
@@ -280,11 +253,9 @@ def _parse_csv_row(path: Path, number: int, header: list[str], row: list[str]) -
 
 
 def _refuse_duplicates(path: Path, names: Sequence[str]) -> None:
-    known: set[str] = set()
-    for name in names:
-        if name in known:
+    for name, count in Counter(names).items():
+        if count > 1:
             raise UserError(f"{path}: '{name}' is listed twice. Remove one of its lines.")
-        known.add(name)
 
 
 # Raw folders
@@ -333,24 +304,16 @@ def _find_table(raw: Path, base: Path) -> Iterator[Utterance]:
     path = base / "protocol.csv"
     for trial in read_trials(path) if path.is_file() else ():
         assert trial.bonafide is not None
-        file = base / trial.path
-        yield Utterance(
-            _make_key(raw, file),
-            file if file.is_file() else None,
-            trial.bonafide,
-            trial.attack,
-            trial.speaker,
-            trial.set,
-        )
+        file, key = base / trial.path, _make_key(raw, base / trial.path)
+        path_if_any = file if file.is_file() else None
+        yield Utterance(key, path_if_any, trial.bonafide, trial.attack, trial.speaker, trial.set)
 
 
 def _find_fake_or_real(raw: Path, base: Path) -> Iterator[Utterance]:
     for part, set_name in (("training", TRAIN), ("validation", VAL), ("testing", TEST)):
-        for name in ("real", "fake"):
+        for name, attack in (("real", "-"), ("fake", "fake")):
             for path in find_audio_files(base / part / name):
-                yield Utterance(
-                    _make_key(raw, path), path, name == "real", "-" if name == "real" else "fake", "", set_name
-                )
+                yield Utterance(_make_key(raw, path), path, name == "real", attack, "", set_name)
 
 
 def _find_own_folder(raw: Path, base: Path) -> Iterator[Utterance]:

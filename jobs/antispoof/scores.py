@@ -14,6 +14,7 @@ import numpy as np
 
 from trainyard.errors import UserError
 from trainyard.files import write_atomically
+from trainyard.text import join_names
 
 from . import metrics
 from .metrics import AsvRates
@@ -25,7 +26,6 @@ KNOWN = {  # ASVspoof 2019 LA (Wang et al. 2020, arXiv:1911.01601, table 3): tri
     "LA_D_": ("ASVspoof 2019 LA development", 2548, 22296),
     "LA_E_": ("ASVspoof 2019 LA evaluation", 7355, 63882),
 }
-MAX_NAMES = 5
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,6 @@ class Line:
 class Verdict:
     """The result of checking a score file."""
 
-    form: str
     trials: int
     faults: list[str] = field(default_factory=list)  # each makes the file invalid
     notes: list[str] = field(default_factory=list)
@@ -102,15 +101,15 @@ def check(form: str, lines: Sequence[Line], *, protocol: Sequence[Trial] | None,
             known set.
         asv: for the t-DCF; None: no t-DCF.
     """
-    verdict = Verdict(form, len(lines))
+    verdict = Verdict(len(lines))
     faults, notes = verdict.faults, verdict.notes
     counts = Counter(line.utterance for line in lines)
     duplicates = [name for name, count in counts.items() if count > 1]
     if duplicates:
-        faults.append(f"{len(duplicates)} utterances have more than one score: {_join_names(duplicates)}")
+        faults.append(f"{len(duplicates)} utterances have more than one score: {join_names(duplicates, most=5)}")
     non_finite = [line.utterance for line in lines if not np.isfinite(line.score)]
     if non_finite:
-        faults.append(f"{len(non_finite)} scores are not finite numbers: {_join_names(non_finite)}")
+        faults.append(f"{len(non_finite)} scores are not finite numbers: {join_names(non_finite, most=5)}")
     if protocol is not None:
         lines = _check_against_protocol(lines, protocol, verdict)
     else:
@@ -156,16 +155,18 @@ def _check_against_protocol(lines: Sequence[Line], protocol: Sequence[Trial], ve
     missing = [name for name in listed if name not in given]
     unknown = [line.utterance for line in lines if line.utterance not in listed]
     if missing:
-        verdict.faults.append(f"{len(missing)} of {len(listed)} utterances have no score: {_join_names(missing)}")
+        verdict.faults.append(
+            f"{len(missing)} of {len(listed)} utterances have no score: {join_names(missing, most=5)}"
+        )
     if unknown:
-        verdict.faults.append(f"{len(unknown)} utterances are not in the protocol: {_join_names(unknown)}")
+        verdict.faults.append(f"{len(unknown)} utterances are not in the protocol: {join_names(unknown, most=5)}")
     wrong = [
         line.utterance
         for line in lines
         if line.utterance in listed and {line.bonafide, listed[line.utterance].bonafide} == {True, False}
     ]
     if wrong:
-        verdict.faults.append(f"{len(wrong)} keys differ from the protocol's: {_join_names(wrong)}")
+        verdict.faults.append(f"{len(wrong)} keys differ from the protocol's: {join_names(wrong, most=5)}")
     if not verdict.faults and [line.utterance for line in lines] != list(listed):
         verdict.notes.append("the order differs from the protocol's; no official tool needs it")
     phases = {trial.phase for trial in protocol}
@@ -237,19 +238,14 @@ def _format_line(line: Line, form: str) -> str:
 
 def _refuse_unwritable(what: str, text: str, form: str) -> None:
     """Raise a UserError if a name or an attack would read back as another one."""
-    separators = r"[\t\r\n]" if form == "asv5" else r"[\s\ufeff]"  # a byte order mark at the start is not read
-    found = re.search(separators, text)
-    if text and not found and _is_unicode(text):
+    separators = r"\t\r\n" if form == "asv5" else r"\s\ufeff"  # a byte order mark at the start is not read
+    found = re.search(rf"[{separators}\ud800-\udfff]", text)  # UTF-8 holds no surrogates
+    if text and not found:
         return
-    fault = f"contains {found[0]!a}" if found else "is not Unicode" if text else "is empty"
+    fault = f"contains {found[0]!a}" if found else "is empty"
     place = "recording and predict again" if what == "name" else "attack in the protocol"
     remedy = f"Rename the {place}" + (", or write --form asv5, which takes spaces." if form != "asv5" else ".")
     raise UserError(f"The {what} {text!a} {fault}, so the {form} format cannot hold it. {remedy}")
-
-
-def _is_unicode(text: str) -> bool:
-    """Return whether a text can be written as UTF-8; names of files in another encoding cannot."""
-    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _is_number(word: str) -> bool:
@@ -258,8 +254,3 @@ def _is_number(word: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _join_names(names: Sequence[str]) -> str:
-    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
-    return ", ".join(names[:MAX_NAMES]) + more

@@ -29,7 +29,7 @@ RATE_HZ = 8000
 TAKES = 10  # recordings per speaker
 TRAIN_KINDS = ("A01", "A02")
 ROLES = ("train", "train", "train", "val", "test")  # of every five speakers
-PROTOCOL = "protocol.csv"
+
 
 VOWELS_HZ = (  # first three formants of a man's ten American vowels, Peterson and Barney 1952, table II
     (270, 2290, 3010),
@@ -85,7 +85,7 @@ def synthesize(raw: Path, *, count: int, seed: int) -> None:
                 list(pool.map(write, groups.values(), chunksize=8))
         else:
             list(map(write, groups.values()))
-        with (folder / PROTOCOL).open("w", newline="") as file:
+        with (folder / "protocol.csv").open("w", newline="") as file:
             table = csv.writer(file)
             table.writerow(["path", "label", "attack", "speaker", "set"])
             for item in listing:

@@ -16,10 +16,8 @@ from trainyard.data.pack import pack
 from trainyard.data.shards import BadRecord
 from trainyard.errors import UserError
 
-from .config import Config
-from .pack import ConversionRule, fit_artifacts, load, samples, splits, unlabelled
-
-RULE = ConversionRule(rate_hz=16000, encoded=False, resample=True, mix=False, min_s=0.05)
+from .config import Config, PackingSettings
+from .pack import fit_artifacts, load, samples, splits, unlabelled
 
 
 @pytest.mark.parametrize(
@@ -50,21 +48,21 @@ def test_an_unusable_file_is_refused_with_the_reason(tmp_path: Path, content: st
     broken = data[: len(data) // 2] + bytes(len(data) // 4) + data[len(data) * 3 // 4 :]
     replaced = {"empty": b"", "text": b"hello", "half a flac": data[: len(data) // 2], "broken flac": broken}
     path.write_bytes(replaced.get(content, data[: len(data) // 2] if content == "half a wav" else data))
-    rule = ConversionRule(16000, False, content != "rate", False, 0.05)
+    rule = PackingSettings(rate="refuse" if content == "rate" else "resample")
     with pytest.raises(BadRecord, match=reason):
-        load(None if content == "missing" else path, rule)
+        load(None if content == "missing" else path, 16000, rule)
 
 
 def test_files_of_another_rate_width_or_channel_become_16_bit_mono(tmp_path: Path) -> None:
     tone = 0.5 * np.sin(2 * np.pi * 440 * np.arange(8000) / 8000)
     soundfile.write(tmp_path / "a.wav", np.stack([tone, tone], axis=1), 8000, subtype="FLOAT")
-    found = load(tmp_path / "a.wav", ConversionRule(16000, False, True, True, 0.05))
+    found = load(tmp_path / "a.wav", 16000, PackingSettings(stereo="mix"))
     expected = 0.5 * np.sin(2 * np.pi * 440 * np.arange(16000) / 16000)
     data = get_wave(found)
     assert isinstance(data, np.ndarray) and data.dtype == np.int16 and len(data) == 16000
     assert np.abs(data / 32768 - expected)[200:-200].max() < 2e-3
     assert found["source_rate_hz"] == 8000
-    encoded = get_wave(load(tmp_path / "a.wav", ConversionRule(16000, True, True, True, 0.05)))
+    encoded = get_wave(load(tmp_path / "a.wav", 16000, PackingSettings(store="encoded", stereo="mix")))
     assert isinstance(encoded, bytes)
     assert np.array_equal(soundfile.read(io.BytesIO(encoded), dtype="int16")[0], data)
 
@@ -72,8 +70,8 @@ def test_files_of_another_rate_width_or_channel_become_16_bit_mono(tmp_path: Pat
 def test_plain_files_are_stored_byte_for_byte_or_as_their_samples(tmp_path: Path) -> None:
     for kind in ("wav", "flac"):
         path = write_recording(tmp_path / f"a.{kind}")
-        assert get_wave(load(path, ConversionRule(16000, True, True, False, 0.05))) == path.read_bytes()
-        assert np.array_equal(get_wave(load(path, RULE)), soundfile.read(path, dtype="int16")[0])
+        assert get_wave(load(path, 16000, PackingSettings(store="encoded"))) == path.read_bytes()
+        assert np.array_equal(get_wave(load(path, 16000, PackingSettings())), soundfile.read(path, dtype="int16")[0])
 
 
 @pytest.mark.slow

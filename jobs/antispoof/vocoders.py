@@ -20,6 +20,7 @@ from .filters import Floats, build_mel_filters
 Complexes = NDArray[np.complex128]
 
 FFT, HOP = 256, 64
+WINDOW = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(FFT) / FFT)
 
 
 def synthesize_copy(wave: Floats, kind: str, *, rate_hz: int, rng: np.random.Generator) -> Floats:
@@ -41,15 +42,14 @@ def compute_stft(wave: Floats) -> Complexes:
     padded = np.pad(wave, FFT // 2, mode="reflect" if len(wave) > FFT // 2 else "wrap")
     count = 1 + len(wave) // HOP
     frames = np.lib.stride_tricks.sliding_window_view(padded, FFT)[: count * HOP : HOP]
-    return np.fft.rfft(frames * _build_window())
+    return np.fft.rfft(frames * WINDOW)
 
 
 def invert_stft(spectrum: Complexes, length: int) -> Floats:
     """Return the waveform whose STFT is closest in least squares (Griffin and Lim 1984, equation 6)."""
-    window = _build_window()
-    frames = np.fft.irfft(spectrum, n=FFT) * window
+    frames = np.fft.irfft(spectrum, n=FFT) * WINDOW
     total = _overlap_add(frames)
-    weight = _overlap_add(np.broadcast_to(window * window, frames.shape))
+    weight = _overlap_add(np.broadcast_to(WINDOW * WINDOW, frames.shape))
     wave: Floats = (total / np.maximum(weight, 1e-8))[FFT // 2 : FFT // 2 + length]
     return np.pad(wave, (0, length - len(wave)))
 
@@ -74,11 +74,6 @@ def _overlap_add(frames: Floats) -> Floats:
     for part in range(parts):
         total[part : part + count] += frames[:, part * HOP : (part + 1) * HOP]
     return total.reshape(-1)
-
-
-@cache
-def _build_window() -> Floats:
-    return 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(FFT) / FFT)
 
 
 @cache

@@ -9,10 +9,9 @@ import pytest
 import soundfile
 import torch
 
-from jobs.antispoof.config import Config
+from jobs.antispoof.config import Config, PackingSettings
 from jobs.antispoof.metrics import AsvRates
 from jobs.antispoof.module import AntispoofModule, build
-from jobs.antispoof.protocols import SplitRule
 from trainyard.data.shards import Audio
 from trainyard.train.module import DataInfo
 
@@ -97,7 +96,7 @@ def write_lines(path: Path, *lines: str) -> Path:
     return path
 
 
-SPLIT = SplitRule(val_share=0.25, test_share=0.25, seed=0)
+SPLIT = PackingSettings(val_share=0.25, test_share=0.25, seed=0)
 
 
 def write_asvspoof_2019(raw: Path) -> Path:
