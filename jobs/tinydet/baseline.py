@@ -91,6 +91,7 @@ def _build_transformer(prefix: str, model: ModelSettings, categories: int) -> An
 
 def _build_fcos(model: ModelSettings, categories: int, most: int) -> Any:
     from torchvision.models.detection import FCOS  # type: ignore[import-untyped]
+    from torchvision.models.detection.anchor_utils import AnchorGenerator  # type: ignore[import-untyped]
     from torchvision.models.detection.backbone_utils import resnet_fpn_backbone  # type: ignore[import-untyped]
 
     backbone = resnet_fpn_backbone(
@@ -98,20 +99,16 @@ def _build_fcos(model: ModelSettings, categories: int, most: int) -> Any:
         weights=None,
         returned_layers=[2, 3, 4],
     )
+    anchors = AnchorGenerator(  # one in each cell of the four levels, with the stride as its side, as FCOS has it
+        sizes=((8,), (16,), (32,), (64,)), aspect_ratios=((1.0,),) * 4
+    )
     # the images are normalised already, and a threshold would leave no detection of an untrained network
     return FCOS(
         backbone,
         categories,
-        anchor_generator=_make_anchors(),
+        anchor_generator=anchors,
         image_mean=[0.0] * 3,
         image_std=[1.0] * 3,
         score_thresh=0.0,
         detections_per_img=most,
     )
-
-
-def _make_anchors() -> Any:
-    """Return one anchor for each cell of the four levels, with the stride as its side, as FCOS has it."""
-    from torchvision.models.detection.anchor_utils import AnchorGenerator  # type: ignore[import-untyped]
-
-    return AnchorGenerator(sizes=((8,), (16,), (32,), (64,)), aspect_ratios=((1.0,),) * 4)

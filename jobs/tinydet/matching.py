@@ -95,9 +95,8 @@ def solve_assignments(
             pairs_by_problem.append(
                 np.stack([np.full_like(query, layer), np.full_like(query, image), query, real[column]])
             )
-    pairs = np.concatenate(pairs_by_problem, axis=1) if pairs_by_problem else np.zeros((4, 0), dtype=np.int64)
-    pairs_4M = torch.from_numpy(pairs.astype(np.int64)).to(device, non_blocking=True)
-    layer_M, image_M, query_M, object_M = pairs_4M.unbind(0)
+    pairs = np.concatenate([np.zeros((4, 0), dtype=np.int64), *pairs_by_problem], axis=1)
+    layer_M, image_M, query_M, object_M = torch.from_numpy(pairs).to(device, non_blocking=True).unbind(0)
     return Matches(layer_M, image_M, query_M, object_M, non_finite=non_finite)
 
 

@@ -46,16 +46,13 @@ def synthesize(raw: Path, count: int, seed: int) -> None:
     with create_folder(raw) as folder:
         (folder / "images").mkdir()
         (folder / "annotations").mkdir()
-        content = {name: _make_empty_content() for name in ("train", "val")}
+        categories: list[dict[str, object]] = [{"id": i, "name": name} for i, name in CATEGORIES]
+        content = {name: {"images": [], "annotations": [], "categories": categories} for name in ("train", "val")}
         for number in range(count):
             name = "val" if number % VAL_EVERY == VAL_EVERY - 1 else "train"
             _add_scene(content[name], folder / "images", number, seed)
         for name, entries in content.items():
             (folder / "annotations" / f"instances_{name}.json").write_text(json.dumps(entries))
-
-
-def _make_empty_content() -> dict[str, list[dict[str, object]]]:
-    return {"images": [], "annotations": [], "categories": [{"id": i, "name": name} for i, name in CATEGORIES]}
 
 
 def _add_scene(content: dict[str, list[dict[str, object]]], folder: Path, number: int, seed: int) -> None:

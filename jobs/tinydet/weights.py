@@ -11,7 +11,7 @@ from trainyard.train.module import AdaptedWeights
 from trainyard.train.weights_file import rename_tensors
 
 from .conditional import ConditionalDETR
-from .multiscale import DeformableDETR
+from .vanilla import DETR
 
 CATEGORY_PARTS = ("class_embed.", "proposal_class.", "label_embed.")
 """Parameters that depend on the categories."""
@@ -28,11 +28,6 @@ PUBLISHED = {
     r"transformer\.decoder\.(query_scale|ref_point_head)\.(.*)": r"\1.\2",
 }
 """Names in facebookresearch/detr and Atten4Vis/ConditionalDETR -> ours."""
-
-
-def is_backbone(tensors: Mapping[str, Tensor]) -> bool:
-    """Return whether a file has the weights of an image network alone."""
-    return any(name in tensors for name in ("layer1.0.conv1.weight", "body.layer1.0.conv1.weight"))
 
 
 def adapt_backbone(body: nn.Module, tensors: Mapping[str, Tensor]) -> AdaptedWeights:
@@ -53,7 +48,10 @@ def adapt_detector(network: nn.Module, tensors: Mapping[str, Tensor]) -> Adapted
     Raises:
         UserError: they are of another variant of ours.
     """
-    _refuse_other_variants(network, tensors)
+    if any("ca_qcontent_proj." in name for name in tensors) and not isinstance(network, ConditionalDETR):
+        raise UserError("These weights are of Conditional DETR. Set model.variant=cond.")
+    if any(".multihead_attn." in name for name in tensors) and not isinstance(network, DETR):
+        raise UserError("These weights are of DETR. Set model.variant=vanilla.")
     named = rename_tensors(tensors, PUBLISHED)
     layout = "facebookresearch/detr and Conditional DETR" if named.keys() != tensors.keys() else ""
     expected = network.state_dict()
@@ -66,20 +64,11 @@ def adapt_detector(network: nn.Module, tensors: Mapping[str, Tensor]) -> Adapted
     return AdaptedWeights(named, layout, new=replaced, unused=unused, hint=HINT)
 
 
-def _refuse_other_variants(network: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    is_conditional = any("ca_qcontent_proj." in name for name in tensors)
-    is_vanilla = any(".multihead_attn." in name for name in tensors)
-    if is_conditional and not isinstance(network, ConditionalDETR):
-        raise UserError("These weights are of Conditional DETR. Set model.variant=cond.")
-    if is_vanilla and isinstance(network, ConditionalDETR | DeformableDETR):
-        raise UserError("These weights are of DETR. Set model.variant=vanilla.")
-
-
 def adapt_module(
     module: nn.Module, network: nn.Module, body: nn.Module, tensors: Mapping[str, Tensor]
 ) -> AdaptedWeights:
     """Return weights by the names of the whole module, which has `network`, and in it the backbone's `body`."""
-    if is_backbone(tensors):
+    if "layer1.0.conv1.weight" in tensors or "body.layer1.0.conv1.weight" in tensors:  # an image network alone
         adapted = adapt_backbone(body, tensors).add_prefix("network.backbone.body.")
         return replace(adapted, new=tuple(n for n in module.state_dict() if not n.startswith("network.backbone.")))
     ours = {name.removeprefix("network."): value for name, value in tensors.items()}
