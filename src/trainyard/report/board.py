@@ -22,7 +22,7 @@ from trainyard.errors import UserError
 from trainyard.files import exclusive_lock, write_atomically
 from trainyard.report.html import render_page
 from trainyard.report.metric_values import format_metric
-from trainyard.runs.events import STARTS, Line, read_sampled_metrics
+from trainyard.runs.events import STARTS, Line, read_thinned_metrics
 from trainyard.runs.folder import estimate_creation_time, format_run_name, list_runs
 from trainyard.runs.history import parse_time
 from trainyard.runs.state import ACTIVE, State
@@ -110,7 +110,7 @@ def _describe(status: Status) -> Entry:
     """Return what the board shows of a run that was read."""
     problem = status.snapshot.damage
     try:
-        lines = read_sampled_metrics(status.run, most=_MOST_POINTS)
+        lines, _ = read_thinned_metrics(status.run, most=_MOST_POINTS)
     except UserError as error:
         lines, problem = [], f"{problem} {error}".strip()
     losses = [*_list_losses(lines)]

@@ -12,6 +12,7 @@ import errno
 import json
 import math
 import os
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -41,7 +42,6 @@ MetricOrder = tuple[tuple[str, str], ...]
 
 _NONFINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _MOST_BYTES = 2**32  # of a file of metrics; a hundred bytes a line, millions of lines
-_BLOCK_BYTES = 2**16  # read at once from the end of a file
 _TRAIN_LINE = b'{"kind": "train", '
 """How a recorder begins a training line."""
 
@@ -57,55 +57,6 @@ def read_metrics(run: Path) -> list[Line]:
     """
     _require_run(run)
     return read_lines(run / METRICS_FILE)
-
-
-def read_sampled_metrics(run: Path, *, most: int) -> list[Line]:
-    """Return lines from all over a run's metrics, oldest first: evenly spaced training lines, and evaluations.
-
-    Costs at most 0.25 MiB of reading whatever the file's size, and parses no more than it returns: for overviews of
-    many runs. Of a long file, the evaluations are those near its end. None if there is no file.
-
-    Args:
-        most: of the training lines that are read.
-
-    Raises:
-        UserError: the file cannot be read, or one of these lines is damaged.
-    """
-    path = run / METRICS_FILE
-    try:
-        with open_file(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            if size <= _SAMPLES * _SAMPLE_BYTES:
-                chunks = [file.read().split(b"\n")[:-1]]
-            else:
-                tail = size - _TAIL_BYTES
-                chunks = [_read_whole_lines(file, i * tail // _SAMPLES, _SAMPLE_BYTES)[:1] for i in range(_SAMPLES)]
-                # The tail is one more sample of the training, and has the newest evaluations.
-                newest = _read_whole_lines(file, tail, _TAIL_BYTES)
-                train = [raw for raw in newest if raw.startswith(_TRAIN_LINE)]
-                chunks.append([raw for raw in newest if not raw.startswith(_TRAIN_LINE) or raw is train[-1]])
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}. Put the file itself there.") from None
-    lines = [raw for chunk in chunks for raw in chunk]
-    places = [place for place, raw in enumerate(lines) if raw.startswith(_TRAIN_LINE)]
-    kept = {places[i * (len(places) - 1) // (most - 1)] for i in range(most)} if len(places) > most else set(places)
-    is_whole = len(chunks) == 1
-    return [
-        _parse_line(raw, path, place + 1 if is_whole else 0)
-        for place, raw in enumerate(lines)
-        if place in kept or not raw.startswith(_TRAIN_LINE)
-    ]
-
-
-def _read_whole_lines(file: BinaryIO, begin: int, count: int) -> list[bytes]:
-    """Return the lines that begin after `begin` and end within `count` bytes of it."""
-    file.seek(begin)
-    return file.read(count).split(b"\n")[1:-1]
-
-
-_SAMPLES, _SAMPLE_BYTES, _TAIL_BYTES = 48, 2**12, 2**16
 
 
 def read_events(run: Path) -> list[Line]:
@@ -161,24 +112,18 @@ def read_lines(path: Path) -> list[Line]:
         UserError: it cannot be read, or a line is damaged.
     """
     with _open_lines(path) as file:
-        return [_parse_line(raw, path, number) for number, raw in enumerate(_split_forwards(file), start=1)]
+        return [_parse_line(raw, path, number) for number, raw in enumerate(_split_lines(file), start=1)]
 
 
-def read_lines_backwards(path: Path) -> Iterator[Line]:
-    """Yield the lines of `read_lines`, newest first; reads no more of the file than is asked for.
+def read_last_lines(path: Path, most: int) -> list[Line]:
+    """Return the last lines of `read_lines`, at most so many; parses no others.
 
     Raises:
         UserError: it cannot be read, or one of these lines is damaged.
     """
     with _open_lines(path) as file:
-        for number, raw in enumerate(_split_backwards(file), start=1):
-            yield _parse_line(raw, path, -number)
-
-
-def count_lines(path: Path) -> int:
-    """Return how many whole lines a file of metrics or events has; 0 if it does not exist."""
-    with _open_lines(path) as file:
-        return sum(block.count(b"\n") for block in iter(lambda: file.read(2**20), b""))
+        last = deque(enumerate(_split_lines(file), start=1), maxlen=most)
+    return [_parse_line(raw, path, number) for number, raw in last]
 
 
 @contextmanager
@@ -202,47 +147,24 @@ def _open_lines(path: Path) -> Iterator[BinaryIO]:
         raise UserError(f"{path}: cannot be read: {error.strerror}. Put the file itself there.") from None
 
 
-def _split_forwards(file: BinaryIO) -> Iterator[bytes]:
+def _split_lines(file: BinaryIO) -> Iterator[bytes]:
     """Yield the whole lines of a file, without their ends."""
     return (line[:-1] for line in file if line.endswith(b"\n"))
 
 
-def _split_backwards(file: BinaryIO) -> Iterator[bytes]:
-    """Yield the whole lines of a file, without their ends, last first."""
-    begin, is_torn = file.seek(0, os.SEEK_END), True
-    rest = b""  # the end of a line that begins in an earlier block
-    while begin:
-        size = min(_BLOCK_BYTES, begin)
-        begin = file.seek(begin - size)
-        lines = (file.read(size) + rest).split(b"\n")
-        if is_torn:  # what follows the last end of a line
-            lines, is_torn = lines[:-1], len(lines) == 1
-        rest, whole = (lines[0], lines[1:]) if lines else (b"", [])
-        yield from reversed(whole)
-    if not is_torn:
-        yield rest
-
-
 def _parse_line(raw: bytes, path: Path, number: int) -> Line:
-    """Return what a line says.
-
-    Args:
-        number: of the line in the file, from 1; from -1 if it was counted from the end.
-    """
     try:
         line = parse_json(raw)
         problem = _find_problem(line)
     except ValueError:
         problem = "a JSON object with kind and step"
     if problem:
-        number = number if number > 0 else count_lines(path) + 1 + number
         raise UserError(
             f"{path}:{number}: expected {problem}, found {raw[:60]!r}. The file is "
             f"damaged or was edited: restore it from a copy, or delete this line to read the rest."
         )
-    line.update({name: _NONFINITE[str(text)] for name, text in line.pop("nonfinite", {}).items()})
-    found: Line = line
-    return found
+    nonfinite = line.pop("nonfinite", {})
+    return {**line, **{name: _NONFINITE[str(text)] for name, text in nonfinite.items()}}
 
 
 def _find_problem(line: Any) -> str:
@@ -277,7 +199,7 @@ def append_event(run: Path, fields: Mapping[str, Any]) -> None:
     """Append one event to a run that does not train. For the run's owner only."""
     path = run / EVENTS_FILE
     drop_torn_tail(path)
-    last = next(read_lines_backwards(path), {})
+    last = next(iter(read_last_lines(path, 1)), {})
     line = {"kind": "event", "step": last.get("step", 0), **fields, "elapsed_s": last.get("elapsed_s", 0.0)}
     with path.open("ab") as file:
         file.write(json.dumps(line | {"time": datetime.now(UTC).isoformat(timespec="seconds")}).encode() + b"\n")
@@ -288,15 +210,9 @@ def drop_torn_tail(path: Path) -> None:
     if not path.exists():
         return
     with path.open("rb") as file:
-        size = end = file.seek(0, os.SEEK_END)
-        while end:
-            begin = file.seek(max(0, end - _BLOCK_BYTES))
-            if found := file.read(end - begin).rfind(b"\n") + 1:
-                end = begin + found
-                break
-            end = begin
-    if end < size:
-        os.truncate(path, end)
+        whole = sum(len(line) for line in file if line.endswith(b"\n"))
+    if whole < path.stat().st_size:
+        os.truncate(path, whole)
 
 
 def find_elapsed_s(lines: Iterable[Line]) -> float:

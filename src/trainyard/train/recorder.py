@@ -19,11 +19,10 @@ from trainyard.runs.events import (
     KINDS,
     METRICS_FILE,
     Line,
-    count_lines,
     drop_torn_tail,
     find_elapsed_s,
+    read_last_lines,
     read_lines,
-    read_lines_backwards,
 )
 from trainyard.train.run_context import (
     VALIDATION,
@@ -155,6 +154,7 @@ class Recorder:
 
 
 _BLOCK_BYTES = 2**20  # of metrics copied at once
+_MOST_OF_A_STEP = 64  # lines: one of training, and one for each evaluated split
 
 
 def _has_line_end(path: Path, offset: int) -> bool:
@@ -171,24 +171,20 @@ def _read_newest(run: Path, resume_at: int | None) -> list[Line]:
         UserError: there are lines after that step, or in the folder of a new run.
     """
     path = run / METRICS_FILE
-    lines = read_lines_backwards(path)
-    last = next(lines, None)
-    if last is None:
+    lines = read_last_lines(path, _MOST_OF_A_STEP + 1)
+    if not lines:
         return []
     if resume_at is None:
         raise UserError(
-            f"{path}: expected no metrics in the folder of a new run, found {count_lines(path)} lines. Resume that "
+            f"{path}: expected no metrics in the folder of a new run, found {len(read_lines(path))} lines. Resume that "
             "run, or start in another folder."
         )
-    if last["step"] > resume_at:
+    if lines[-1]["step"] > resume_at:
         raise UserError(
             f"{path}: expected no line after step {resume_at}, where the checkpoint is. The file was changed since: "
             "restore it from a copy, or start a new run."
         )
-    newest = [last]
-    while newest[-1]["step"] == resume_at and (line := next(lines, None)) is not None:
-        newest.append(line)
-    return newest[::-1]
+    return lines[-1 - sum(line["step"] == resume_at for line in lines) :]
 
 
 def encode_line(line: Line) -> bytes:
