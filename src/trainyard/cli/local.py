@@ -15,14 +15,6 @@ from trainyard.runs.state import ExitCode
 
 def add_commands(verbs: Verbs) -> None:
     """Add the commands."""
-    for add in (_add_pack, _add_verify, _add_ckpt, _add_report):
-        add(verbs)
-
-
-# pack, verify
-
-
-def _add_pack(verbs: Verbs) -> None:
     verb = add_verb(verbs, "pack", _pack, "write raw files into shards, or finish writing them")
     verb.add_argument("job")
     verb.add_argument("raw", type=Path, help="folder of raw files")
@@ -30,6 +22,16 @@ def _add_pack(verbs: Verbs) -> None:
     verb.add_argument("overrides", nargs="*", metavar="OPTION=VALUE")
     verb.add_argument("--workers", type=int, default=0, metavar="N", help="processes (default: the cores)")
     verb.add_argument("--shard-mib", type=int, default=128, metavar="MIB", help="target size of a shard")
+    verb = add_verb(verbs, "verify", _verify, "read all packed data and name every damaged record")
+    verb.add_argument("data", type=Path, help="folder of shards")
+    verb = add_verb(verbs, "ckpt", _run_ckpt, "list or verify the checkpoints of a run")
+    verb.add_argument("what", choices=("list", "verify"))
+    verb.add_argument("run", help="its folder, or a job for that job's newest run")
+    doc = "write a run's report: one HTML page and its plots; of several runs, one page that compares them"
+    verb = add_verb(verbs, "report", _write_report, doc)
+    verb.add_argument("run", nargs="+", help="its folder, or a job for that job's newest run")
+    out = "the page of several runs; default: in the folder of runs"
+    verb.add_argument("--out", type=Path, metavar="FILE", help=out)
 
 
 def _pack(args: argparse.Namespace) -> int:
@@ -39,11 +41,6 @@ def _pack(args: argparse.Namespace) -> int:
     pack_raw(config, args.raw, args.out, args.jobs, workers=args.workers, shard_mib=args.shard_mib)
     print(f"next: trainyard run {args.job} data.path={args.out}{format_families(args.job, args.jobs)}")
     return 0
-
-
-def _add_verify(verbs: Verbs) -> None:
-    verb = add_verb(verbs, "verify", _verify, "read all packed data and name every damaged record")
-    verb.add_argument("data", type=Path, help="folder of shards")
 
 
 def _verify(args: argparse.Namespace) -> int:
@@ -60,15 +57,6 @@ def _verify(args: argparse.Namespace) -> int:
     return ExitCode.FAILED if damaged else 0
 
 
-# ckpt, report
-
-
-def _add_ckpt(verbs: Verbs) -> None:
-    verb = add_verb(verbs, "ckpt", _run_ckpt, "list or verify the checkpoints of a run")
-    verb.add_argument("what", choices=("list", "verify"))
-    verb.add_argument("run", help="its folder, or a job for that job's newest run")
-
-
 def _run_ckpt(args: argparse.Namespace) -> int:
     run = runs.resolve_run(args.run, args.runs)
     entries = list_checkpoints(run / "checkpoints")
@@ -81,15 +69,6 @@ def _run_ckpt(args: argparse.Namespace) -> int:
         best = " best" if (entry.meta.get("best") or {}).get("step") == entry.step else ""
         print(f"{entry.path.name}  {entry.bytes / 2**20:9.1f} MiB  {problem or 'ok'}{best}")
     return ExitCode.FAILED if damaged else 0
-
-
-def _add_report(verbs: Verbs) -> None:
-    doc = "write a run's report: one HTML page and its plots; of several runs, one page that compares them"
-    verb = add_verb(verbs, "report", _write_report, doc)
-    verb.add_argument("run", nargs="+", help="its folder, or a job for that job's newest run")
-    verb.add_argument(
-        "--out", type=Path, metavar="FILE", help="the page of several runs; default: in the folder of runs"
-    )
 
 
 def _write_report(args: argparse.Namespace) -> int:

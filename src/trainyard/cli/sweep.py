@@ -5,6 +5,7 @@ import getpass
 import math
 import os
 import shutil
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -46,11 +47,6 @@ from trainyard.runs.submission import read_submission
 
 def add_commands(verbs: Verbs) -> None:
     """Add the commands."""
-    for add in (_add_sweep, _add_results, _add_multirun):
-        add(verbs)
-
-
-def _add_sweep(verbs: Verbs) -> None:
     verb = add_verb(verbs, "sweep", _run_sweep, "run a job with many settings, as one Slurm array")
     verb.add_argument("job", nargs="?", help="preset")
     verb.add_argument("overrides", nargs="*", metavar="OPTION=VALUE", help="options that all runs share")
@@ -62,6 +58,13 @@ def _add_sweep(verbs: Verbs) -> None:
     add_trust_option(verb)
     add_resource_args(verb, gpus=1)
     add_plan_option(verb)
+    verb = add_verb(verbs, "results", _print_results, "the results of a sweep: table, CSV, HTML and plot")
+    verb.add_argument("sweep")
+    verb.add_argument("--metric", default="", help="default: the one that selects the best checkpoint")
+    verb = add_verb(verbs, "multirun", _run_multirun, "Hydra's own multirun, with its launchers and sweepers")
+    verb.add_argument("job", help="preset")
+    verb.add_argument("overrides", nargs="*", metavar="OPTION=VALUE", help="as for Hydra, such as seed=0,1,2")
+    add_dry_option(verb)
 
 
 def _run_sweep(args: argparse.Namespace) -> int:
@@ -117,7 +120,7 @@ def _run_sweep(args: argparse.Namespace) -> int:
 def _continue_sweep(args: argparse.Namespace) -> int:
     sweep = sweep_file.load(args.again, args.runs.absolute())
     require_trust([sweep.folder, *(e.run for e in sweep.elements)], args)
-    states = {known.run: known.state for known in status.read_statuses([e.run for e in sweep.elements])[0]}
+    states = _read_states(sweep)
     unfinished = sweep_file.list_unfinished(sweep, states)
     if not unfinished:
         print(f"Nothing is missing: {_count_states(states.values())}.\nnext  trainyard results {sweep.name}")
@@ -173,7 +176,7 @@ def _submit_elements(
     parallel: int,
     most: int,
 ) -> list[str]:
-    found, packing_run = [element.run for element in elements], None
+    found, packing_run, folder = [element.run for element in elements], None, sweep.folder / "slurm"
     if packing.plan is not None:
         check_against_slurm(packing.plan)
         place = sweeps.name_packing_run(sweep.folder, sweep.job)
@@ -181,7 +184,6 @@ def _submit_elements(
         packing_run = create_run(sweep.folder, config, name=place.name, environ=os.environ, group=group)
     for run in found:
         record_rows(run, packed_where=packing.where)
-    folder = sweep.folder / "slurm"
     try:
         return submit.submit(
             plan,
@@ -207,33 +209,23 @@ def _print_sweep(sweep: sweep_file.Sweep, submitted: Sequence[sweep_file.Element
     print(f"           trainyard results {sweep.name}    trainyard sweep --continue {sweep.name}")
 
 
+def _read_states(sweep: sweep_file.Sweep) -> dict[Path, str]:
+    return {known.run: known.state for known in status.read_statuses([e.run for e in sweep.elements])[0]}
+
+
 def _count_states(states: Iterable[str]) -> str:
-    names = list(states)
-    return ", ".join(f"{names.count(name)} {name}" for name in dict.fromkeys(names))
-
-
-def _add_results(verbs: Verbs) -> None:
-    verb = add_verb(verbs, "results", _print_results, "the results of a sweep: table, CSV, HTML and plot")
-    verb.add_argument("sweep")
-    verb.add_argument("--metric", default="", help="default: the one that selects the best checkpoint")
+    return ", ".join(f"{count} {state}" for state, count in Counter(states).items())
 
 
 def _print_results(args: argparse.Namespace) -> int:
     from trainyard.report import sweep_page as results
 
     sweep = sweep_file.load(args.sweep, args.runs.absolute())
-    states = {known.run: known.state for known in status.read_statuses([e.run for e in sweep.elements])[0]}
+    states = _read_states(sweep)
     found = results.collect(sweep, states, metric=args.metric)
     page = results.write(found)
     print(f"{results.format_results(found)}\n{page}")
     return 0
-
-
-def _add_multirun(verbs: Verbs) -> None:
-    verb = add_verb(verbs, "multirun", _run_multirun, "Hydra's own multirun, with its launchers and sweepers")
-    verb.add_argument("job", help="preset")
-    verb.add_argument("overrides", nargs="*", metavar="OPTION=VALUE", help="as for Hydra, such as seed=0,1,2")
-    add_dry_option(verb)
 
 
 def _run_multirun(args: argparse.Namespace) -> int:

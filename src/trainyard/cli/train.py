@@ -36,25 +36,35 @@ from trainyard.train.world import read_world
 
 def add_commands(verbs: Verbs) -> None:
     """Add the commands."""
-    for add in (_add_run, _add_resume, _add_rank):
-        add(verbs)
-
-
-def _add_run(verbs: Verbs) -> None:
     verb = add_verb(verbs, "run", _run, "train a job here: on one GPU, several, or the CPU")
     verb.add_argument("job", help="preset, such as fingerprint_demo: trainyard jobs")
     verb.add_argument("overrides", nargs="*", metavar="OPTION=VALUE", help="trainyard options JOB lists them")
     verb.add_argument("--name", help="name of the run's folder; the same name again resumes that run")
     add_synthetic_option(verb)
-    _add_ranks(verb)
-    add_dry_option(verb)
-
-
-def _add_ranks(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--gpus", type=int, default=0, metavar="N", help="processes, one per GPU")
     verb.add_argument("--cpu-ranks", type=int, default=0, metavar="N", help="processes that share the cores")
     verb.add_argument("--break-lock", action="store_true", help="take over a run whose host is known to be dead")
     add_trust_option(verb)
+    add_dry_option(verb)
+    verb = add_verb(verbs, "resume", _resume, "resume a run from its newest valid checkpoint")
+    verb.add_argument("run", help="its folder, or a job for that job's newest run")
+    mutable = "options that do not change the mathematics, and a larger max_duration, which extends the run"
+    verb.add_argument("overrides", nargs="*", metavar="OPTION=VALUE", help=mutable)
+    inexact = "extend it even if it then differs from a run that was planned so"
+    verb.add_argument("--inexact", action="store_true", help=inexact)
+    verb.add_argument("--here", action="store_true", help="on this machine, even if it was submitted to a cluster")
+    verb.add_argument("--update-code", action="store_true", help="submitted run: use today's code, not its own copy")
+    verb.add_argument("--cpu-ranks", type=int, default=0, metavar="N", help="here: processes that share the cores")
+    verb.add_argument("--break-lock", action="store_true", help="take over a run whose host is known to be dead")
+    add_trust_option(verb)
+    changed = "what to do with files it did not write so"
+    verb.add_argument("--changed-files", choices=("restore", "accept"), help=changed)
+    add_resource_args(verb, gpus=0)
+    add_plan_option(verb)
+    verb = add_verb(verbs, "rank", _run_rank, "train as one rank of a run (started by run and resume)")
+    verb.add_argument("run", type=Path)
+    verb.add_argument("--break-lock", action="store_true")
+    verb.add_argument("--since", type=float, required=True)
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -70,10 +80,12 @@ def _run(args: argparse.Namespace) -> int:
     _refuse_impossible(config, count)
     if args.dry:
         return _print_run(run or args.runs / args.job / dry.NEW, _choose_data(config, args).config, args, count)
-    if not _is_main():  # started by torchrun or srun: rank 0 creates the folder
-        return _train(_wait_for_run(args.runs / args.job / _require_name(args)), args, count)
-    if _is_launched():
-        _require_name(args)
+    if run is None and (_is_launched() or not _is_main()):
+        raise UserError("Under torchrun or srun a new run needs --name NAME, so that all ranks use the same folder.")
+    if run is not None and not _is_main():  # started by torchrun or srun: rank 0 packs and creates the folder
+        while not (run / runs.CONFIG).is_file():
+            time.sleep(0.2)
+        return _train(run, args, count)
     data = _choose_data(config, args)
     config = prepare_data(data.config, args.jobs)
     if run is not None and (run / runs.CONFIG).is_file():
@@ -118,30 +130,6 @@ def _print_run(run: Path, config: TrainConfig, args: argparse.Namespace, count: 
         config = replace(config, data=replace(config.data, path=old.data.path))  # packing would name the folder
         _apply_changes(run, old, config, write=False)
     return dry.print_run(run, config, args.jobs, ranks=count)
-
-
-def _add_resume(verbs: Verbs) -> None:
-    verb = add_verb(verbs, "resume", _resume, "resume a run from its newest valid checkpoint")
-    verb.add_argument("run", help="its folder, or a job for that job's newest run")
-    verb.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="OPTION=VALUE",
-        help="options that do not change the mathematics, and a larger max_duration, which extends the run",
-    )
-    verb.add_argument(
-        "--inexact", action="store_true", help="extend it even if it then differs from a run that was planned so"
-    )
-    verb.add_argument("--here", action="store_true", help="on this machine, even if it was submitted to a cluster")
-    verb.add_argument("--update-code", action="store_true", help="submitted run: use today's code, not its own copy")
-    verb.add_argument("--cpu-ranks", type=int, default=0, metavar="N", help="here: processes that share the cores")
-    verb.add_argument("--break-lock", action="store_true", help="take over a run whose host is known to be dead")
-    add_trust_option(verb)
-    verb.add_argument(
-        "--changed-files", choices=("restore", "accept"), help="what to do with files it did not write so"
-    )
-    add_resource_args(verb, gpus=0)
-    add_plan_option(verb)
 
 
 def _resume(args: argparse.Namespace) -> int:
@@ -191,13 +179,6 @@ def _settle_changed_files(run: Path, wanted: str | None) -> None:
     elif wanted == "accept":
         changes.accept_changes(run)
     changes.refuse_changes(run)
-
-
-def _add_rank(verbs: Verbs) -> None:
-    verb = add_verb(verbs, "rank", _run_rank, "train as one rank of a run (started by run and resume)")
-    verb.add_argument("run", type=Path)
-    verb.add_argument("--break-lock", action="store_true")
-    verb.add_argument("--since", type=float, required=True)
 
 
 def _run_rank(args: argparse.Namespace) -> int:
@@ -314,16 +295,3 @@ def _is_launched() -> bool:
 
 def _is_main() -> bool:
     return int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))) == 0
-
-
-def _require_name(args: argparse.Namespace) -> str:
-    if not args.name:
-        raise UserError("Under torchrun or srun a new run needs --name NAME, so that all ranks use the same folder.")
-    return str(args.name)
-
-
-def _wait_for_run(run: Path) -> Path:
-    """Wait until rank 0 has packed the data and created the run's folder."""
-    while not (run / runs.CONFIG).is_file():
-        time.sleep(0.2)
-    return run

@@ -22,8 +22,39 @@ SHOWN = 20
 
 def add_commands(verbs: Verbs) -> None:
     """Add the commands."""
-    for add in (_add_evaluate, _add_predict, _add_embed, _add_compare, _add_search):
-        add(verbs)
+    doc = "score a run's weights, and its family's baselines, on labelled folders: metrics, intervals, figures"
+    verb = _add_use_verb(verbs, "evaluate", _evaluate, doc)
+    verb.add_argument("folders", nargs="+", metavar="FOLDER", help="labelled raw files as for training, or packed data")
+    verb.add_argument("--split", default="", metavar="NAME", help="only this split of packed data, or set of raw files")
+    verb.add_argument("--no-baseline", action="store_true", help="the run alone: baselines take longer than the run")
+    verb.set_defaults(overrides=[])
+    doc = "write a run's predictions for new raw files to a CSV file; the scores of pairs, of a model that compares"
+    verb = _add_use_verb(verbs, "predict", _predict, doc)
+    verb.add_argument("raw", type=Path, help="new raw files of the job, unlabelled")
+    verb.add_argument("out", type=Path, help="CSV file to write")
+    pairs = "score these pairs: a table with columns one,other; default: all"
+    verb.add_argument("--pairs", type=Path, metavar="CSV", help=pairs)
+    verb = _add_use_verb(verbs, "embed", _embed, "write the embeddings of new raw files, with a CSV file of their keys")
+    verb.add_argument("raw", type=Path, help="new raw files of the job, unlabelled")
+    verb.add_argument("out", type=Path, help="file to write, .safetensors or .npz; the keys go to the .csv next to it")
+    whose = "whose each sample is: the group in brackets, from the beginning of its key, such as '([^/]+)/'"
+    verb.add_argument("--identity", metavar="REGEX", help=whose)
+    doc = "compare two raw files: score, threshold and verdict at a false match rate"
+    verb = _add_use_verb(verbs, "compare", _compare, doc)
+    verb.add_argument("one", type=Path, help="raw file, such as an image")
+    verb.add_argument("other", type=Path, help="raw file to compare it with")
+    share = "share of the run's impostor pairs that the threshold may accept; default: %(default)s"
+    verb.add_argument("--fmr", type=float, default=0.001, metavar="RATE", help=share)
+    kind = "which impostors the rate is about; default: the family's first"
+    verb.add_argument("--impostors", default="", metavar="KIND", help=kind)
+    doc = "find the best gallery samples for each probe, exactly; with identities, how often they are right"
+    verb = _add_use_verb(verbs, "search", _search, doc)
+    verb.add_argument("probes", type=Path, help=".safetensors file of `trainyard embed`, or raw files")
+    verb.add_argument("gallery", type=Path, help=".safetensors file of `trainyard embed`")
+    verb.add_argument("--top", type=int, metavar="K", help="candidates of each probe; default: 10")
+    verb.add_argument("--out", type=Path, metavar="CSV", help="write all candidates to this file")
+    rate = "print FNIR at this FPIR; default: 0.1, 0.01, 0.001 if supported"
+    verb.add_argument("--fpir", type=float, metavar="RATE", help=rate)
 
 
 def _add_use_verb(
@@ -40,15 +71,6 @@ def _find_run(args: argparse.Namespace) -> Path:
     run = runs.resolve_run(args.run, args.runs)
     recall_families(run, args)
     return run
-
-
-def _add_evaluate(verbs: Verbs) -> None:
-    doc = "score a run's weights, and its family's baselines, on labelled folders: metrics, intervals, figures"
-    verb = _add_use_verb(verbs, "evaluate", _evaluate, doc)
-    verb.add_argument("folders", nargs="+", metavar="FOLDER", help="labelled raw files as for training, or packed data")
-    verb.add_argument("--split", default="", metavar="NAME", help="only this split of packed data, or set of raw files")
-    verb.add_argument("--no-baseline", action="store_true", help="the run alone: baselines take longer than the run")
-    verb.set_defaults(overrides=[])
 
 
 def _evaluate(args: argparse.Namespace) -> int:
@@ -73,33 +95,12 @@ def _is_option(word: str) -> bool:
     return re.match(r"[a-z][\w.]*=", word) is not None and not Path(word).exists()
 
 
-def _add_predict(verbs: Verbs) -> None:
-    doc = "write a run's predictions for new raw files to a CSV file; the scores of pairs, of a model that compares"
-    verb = _add_use_verb(verbs, "predict", _predict, doc)
-    verb.add_argument("raw", type=Path, help="new raw files of the job, unlabelled")
-    verb.add_argument("out", type=Path, help="CSV file to write")
-    verb.add_argument(
-        "--pairs", type=Path, metavar="CSV", help="score these pairs: a table with columns one,other; default: all"
-    )
-
-
 def _predict(args: argparse.Namespace) -> int:
     from trainyard.tools.predict import predict
 
     count, what = predict(_find_run(args), args.raw, args.out, args.jobs, pairs=args.pairs)
     print(f"{count:,} {what}{'s are' if count != 1 else ' is'} in {args.out}")
     return 0
-
-
-def _add_embed(verbs: Verbs) -> None:
-    verb = _add_use_verb(verbs, "embed", _embed, "write the embeddings of new raw files, with a CSV file of their keys")
-    verb.add_argument("raw", type=Path, help="new raw files of the job, unlabelled")
-    verb.add_argument("out", type=Path, help="file to write, .safetensors or .npz; the keys go to the .csv next to it")
-    verb.add_argument(
-        "--identity",
-        metavar="REGEX",
-        help="whose each sample is: the group in brackets, from the beginning of its key, such as '([^/]+)/'",
-    )
 
 
 def _embed(args: argparse.Namespace) -> int:
@@ -112,23 +113,6 @@ def _embed(args: argparse.Namespace) -> int:
     if args.out.suffix == MAPPED:
         print(f"next: trainyard search {args.run} PROBES {args.out}")
     return 0
-
-
-def _add_compare(verbs: Verbs) -> None:
-    doc = "compare two raw files: score, threshold and verdict at a false match rate"
-    verb = _add_use_verb(verbs, "compare", _compare, doc)
-    verb.add_argument("one", type=Path, help="raw file, such as an image")
-    verb.add_argument("other", type=Path, help="raw file to compare it with")
-    verb.add_argument(
-        "--fmr",
-        type=float,
-        default=0.001,
-        metavar="RATE",
-        help="share of the run's impostor pairs that the threshold may accept; default: %(default)s",
-    )
-    verb.add_argument(
-        "--impostors", default="", metavar="KIND", help="which impostors the rate is about; default: the family's first"
-    )
 
 
 def _compare(args: argparse.Namespace) -> int:
@@ -147,18 +131,6 @@ def _compare(args: argparse.Namespace) -> int:
     if accepted < 30:
         print("Fewer than 30 errors: the true rate may differ by more than 30 % (rule of 30, ISO/IEC 19795-1).")
     return 0
-
-
-def _add_search(verbs: Verbs) -> None:
-    doc = "find the best gallery samples for each probe, exactly; with identities, how often they are right"
-    verb = _add_use_verb(verbs, "search", _search, doc)
-    verb.add_argument("probes", type=Path, help=".safetensors file of `trainyard embed`, or raw files")
-    verb.add_argument("gallery", type=Path, help=".safetensors file of `trainyard embed`")
-    verb.add_argument("--top", type=int, metavar="K", help="candidates of each probe; default: 10")
-    verb.add_argument("--out", type=Path, metavar="CSV", help="write all candidates to this file")
-    verb.add_argument(
-        "--fpir", type=float, metavar="RATE", help="print FNIR at this FPIR; default: 0.1, 0.01, 0.001 if supported"
-    )
 
 
 def _search(args: argparse.Namespace) -> int:

@@ -11,27 +11,30 @@ from trainyard.launch import cancel
 from trainyard.runs import folder as runs
 from trainyard.runs import logs, status, sweep_file
 
+_WATCH_S = 30
+
 
 def add_commands(verbs: Verbs) -> None:
     """Add the commands."""
-    for add in (_add_status, _add_runs, _add_board, _add_logs, _add_why, _add_cancel):
-        add(verbs)
-
-
-def _add_status(verbs: Verbs) -> None:
     verb = add_verb(verbs, "status", _print_status, "list runs that wait, run or ended recently")
     verb.add_argument("run", nargs="*", help="runs, jobs or sweeps; default: the 20 newest runs")
+    verb = add_verb(verbs, "runs", _list_runs, "list all runs")
+    verb.add_argument("job", nargs="?", help="only runs of this job")
+    verb.set_defaults(composes=False)  # its runs may be of families that are nowhere here
+    verb = add_verb(verbs, "board", _write_board, "write one page with all runs: state, metric, loss, goodput")
+    verb.add_argument("--watch", action="store_true", help=f"write it again each {_WATCH_S} s while a run is active")
+    verb = add_verb(verbs, "logs", _print_logs, "print a run's log")
+    verb.add_argument("run", help="its folder, or a job for that job's newest run")
+    verb.add_argument("-f", "--follow", action="store_true", help="keep printing until the run ends")
+    verb = add_verb(verbs, "why", _explain, "explain why a run waits, stopped or failed, and what to do")
+    verb.add_argument("run", help="its folder, or a job for that job's newest run")
+    verb = add_verb(verbs, "cancel", _cancel, "stop runs; they can be resumed")
+    verb.add_argument("run", nargs="+", help="runs, jobs or sweeps")
 
 
 def _print_status(args: argparse.Namespace) -> int:
     found = _resolve_names(args.run, args.runs) if args.run else runs.list_newest_runs(args.runs, 20)
     return _print_runs(found, args.runs, status.render_table if len(found) <= 20 else status.render_overview)
-
-
-def _add_runs(verbs: Verbs) -> None:
-    verb = add_verb(verbs, "runs", _list_runs, "list all runs")
-    verb.add_argument("job", nargs="?", help="only runs of this job")
-    verb.set_defaults(composes=False)  # its runs may be of families that are nowhere here
 
 
 def _list_runs(args: argparse.Namespace) -> int:
@@ -51,11 +54,6 @@ def _print_runs(found: Sequence[Path], root: Path, render_runs: Callable[[Sequen
     return 0
 
 
-def _add_board(verbs: Verbs) -> None:
-    verb = add_verb(verbs, "board", _write_board, "write one page with all runs: state, metric, loss, goodput")
-    verb.add_argument("--watch", action="store_true", help=f"write it again each {_WATCH_S} s while a run is active")
-
-
 def _write_board(args: argparse.Namespace) -> int:
     from trainyard.report.board import write_board
 
@@ -68,24 +66,10 @@ def _write_board(args: argparse.Namespace) -> int:
         time.sleep(_WATCH_S)
 
 
-_WATCH_S = 30
-
-
-def _add_logs(verbs: Verbs) -> None:
-    verb = add_verb(verbs, "logs", _print_logs, "print a run's log")
-    verb.add_argument("run", help="its folder, or a job for that job's newest run")
-    verb.add_argument("-f", "--follow", action="store_true", help="keep printing until the run ends")
-
-
 def _print_logs(args: argparse.Namespace) -> int:
     print_log = logs.follow if args.follow else logs.show
     print_log(runs.resolve_run(args.run, args.runs), lambda line: print(line, flush=True))
     return 0
-
-
-def _add_why(verbs: Verbs) -> None:
-    verb = add_verb(verbs, "why", _explain, "explain why a run waits, stopped or failed, and what to do")
-    verb.add_argument("run", help="its folder, or a job for that job's newest run")
 
 
 def _explain(args: argparse.Namespace) -> int:
@@ -93,11 +77,6 @@ def _explain(args: argparse.Namespace) -> int:
 
     print(explain_run(runs.resolve_run(args.run, args.runs)))
     return 0
-
-
-def _add_cancel(verbs: Verbs) -> None:
-    verb = add_verb(verbs, "cancel", _cancel, "stop runs; they can be resumed")
-    verb.add_argument("run", nargs="+", help="runs, jobs or sweeps")
 
 
 def _cancel(args: argparse.Namespace) -> int:

@@ -14,7 +14,7 @@ from trainyard.errors import UserError
 from trainyard.files import limit_writers, write_atomically
 from trainyard.runs import sweep_file
 from trainyard.runs.folder import format_run_name
-from trainyard.runs.history import CANCELLED, find_packing_run, read_run
+from trainyard.runs.history import CANCELLED, find_named_run, read_run
 from trainyard.runs.lock import Owner
 from trainyard.runs.state import ACTIVE
 from trainyard.runs.status import Status, describe_state, format_resume_command, read_statuses
@@ -79,7 +79,7 @@ def _cancel_in_slurm(submitted: Sequence[Status]) -> None:
 def _list_own_jobs(status: Status) -> list[str]:
     """Return the Slurm jobs of a run, without one that packs data for other runs, too."""
     jobs = status.snapshot.slurm_job_ids
-    return jobs if find_packing_run(status.snapshot.submission) is None else jobs[-1:]
+    return jobs if find_named_run(status.snapshot.submission, "packing_run") is None else jobs[-1:]
 
 
 def _find_unwanted_packing(cancelled: Sequence[Path]) -> dict[Path, str]:
@@ -87,7 +87,7 @@ def _find_unwanted_packing(cancelled: Sequence[Path]) -> dict[Path, str]:
     found: dict[Path, str] = {}
     for run in cancelled:
         snapshot = read_run(run)
-        folder = find_packing_run(snapshot.submission)
+        folder = find_named_run(snapshot.submission, "packing_run")
         if folder is None or folder in found or len(snapshot.slurm_job_ids) < 2:
             continue
         sweep = sweep_file.load(str(folder.parents[1]), folder.parents[3])

@@ -38,7 +38,8 @@ def find_families(run: Path) -> RecalledFamilies:
     Raises:
         UserError: the folder or the family in it is gone, and no folder that one uses without naming it has the family.
     """
-    family = _read_family(run)
+    frozen = read_frozen(run / CONFIG)
+    family = str(frozen.get("family", "")) if isinstance(frozen, dict) else ""  # "": reading it in full reports that
     usual = [root for root in list_roots() if (root / family / "config.py").is_file()]
     stated = read_env(run).get("choices", {}).get(_CHOICE, {}).get("value", "")
     if not isinstance(stated, str) or not stated:
@@ -54,9 +55,3 @@ def find_families(run: Path) -> RecalledFamilies:
         )
     logger.info("families: {} has no {} any more, so that in {} is used", folder, family, usual[0])
     return RecalledFamilies(usual[0], is_named=False)
-
-
-def _read_family(run: Path) -> str:
-    """Return the family that a run's options name; "": they name none, which reading them in full reports."""
-    frozen = read_frozen(run / CONFIG)
-    return str(frozen.get("family", "")) if isinstance(frozen, dict) else ""

@@ -100,7 +100,7 @@ class RunSnapshot:
         """
         is_in_slurm = self.submission.get("scheduler") == "slurm"
         jobs = _list_jobs(self.submission, self.starts_and_ends) if is_in_slurm else []
-        return jobs[-1:] if self.cancelled and find_packing_run(self.submission) else jobs
+        return jobs[-1:] if self.cancelled and find_named_run(self.submission, "packing_run") else jobs
 
     @property
     def slurm_job_id(self) -> str:
@@ -113,10 +113,6 @@ class RunSnapshot:
         return self.slurm_job_ids[-1] if self.slurm_job_ids else ""
 
     @cached_property
-    def _successors(self) -> dict[str, str]:
-        return _list_successors(self.starts_and_ends)
-
-    @cached_property
     def attempts(self) -> list[Attempt]:
         return _build_attempts(self)  # oldest first
 
@@ -126,8 +122,8 @@ class RunSnapshot:
 
     def find_newest_attempt(self, slurm_job_id: str) -> Attempt | None:
         """Return the newest attempt of a Slurm job and those that it succeeds; with "": that no scheduler started."""
-        jobs = {slurm_job_id}
-        while earlier := {job for job, later in self._successors.items() if later in jobs} - jobs:
+        jobs, successors = {slurm_job_id}, _list_successors(self.starts_and_ends)
+        while earlier := {job for job, later in successors.items() if later in jobs} - jobs:
             jobs |= earlier
         return next((attempt for attempt in reversed(self.attempts) if attempt.slurm_job_id in jobs), None)
 
@@ -187,12 +183,11 @@ def read_run(run: Path) -> RunSnapshot:
         owner=_read_owner(run),
         log_changed=log.stat().st_mtime if log.exists() else None,
     )
-    created = ""
     try:
-        created = read_creation_time(run)
+        snapshot = replace(snapshot, created=read_creation_time(run))
     except UserError as error:
         damage.append(str(error))
-    return replace(snapshot, created=created, damage=" ".join(damage))
+    return replace(snapshot, damage=" ".join(damage))
 
 
 _Kinds = Mapping[str, str]
@@ -235,15 +230,19 @@ def _is_time(text: str) -> bool:
         return False
 
 
-def find_packing_run(submission: JsonObject) -> Path | None:
-    """Return the folder in which a Slurm job packs the data of all runs of a sweep; None if there is no such job."""
-    path = str(submission.get("packing_run", ""))
+def find_named_run(submission: JsonObject, key: str) -> Path | None:
+    """Return the folder that a submission names; None if it names none.
+
+    Args:
+        key: "packing_run": where a Slurm job packs the data of all runs of a sweep; "after": the run that comes first.
+    """
+    path = str(submission.get(key, ""))
     return Path(path) if path.startswith("/") and path.isprintable() else None
 
 
 def list_folders(run: Path, submission: JsonObject) -> list[Path]:
     """Return the folders in which the Slurm jobs of a run record what they do, in order: its own is the last."""
-    packing_run = find_packing_run(submission)
+    packing_run = find_named_run(submission, "packing_run")
     return [run] if packing_run is None else [packing_run, run]
 
 
@@ -306,11 +305,8 @@ def read_stderr(snapshot: RunSnapshot, attempt: Attempt | None) -> list[str]:
     _, path = locate_output_files(snapshot.run, snapshot.submission, attempt.slurm_job_id if attempt else "")
     text = path.read_text(errors="replace") if path.is_file() else ""
     if attempt is not None:
-        text = (
-            text.partition(f"{_ATTEMPT_HEADER} {attempt.id} on ")[2]
-            .partition(f"{_ATTEMPT_HEADER} ")[0]
-            .partition("\n")[2]
-        )
+        own = text.partition(f"{_ATTEMPT_HEADER} {attempt.id} on ")[2].partition(f"{_ATTEMPT_HEADER} ")[0]
+        text = own.partition("\n")[2]
     return text.splitlines()
 
 
@@ -364,10 +360,9 @@ def _parse_json(texts: Iterable[bytes]) -> Iterator[JsonObject]:
 
 def _build_attempts(snapshot: RunSnapshot) -> list[Attempt]:
     events, submitted = _group_events(snapshot.events), _group_attempt_lines(snapshot.starts_and_ends)
+    local = _find_local_attempts(snapshot, events)
     attempts = [_build_slurm_attempt(snapshot, id, lines, events.get(id, [])) for id, lines in submitted.items()]
-    attempts += [
-        _build_local_attempt(snapshot, id, events.get(id, [])) for id in _find_local_attempts(snapshot, events)
-    ]
+    attempts += [_build_local_attempt(snapshot, id, events.get(id, [])) for id in local]
     return sorted(attempts, key=lambda attempt: attempt.start)
 
 
@@ -425,12 +420,8 @@ def _find_last_successor(job: str, successors: Mapping[str, str]) -> str:
 
 def _find_local_attempts(snapshot: RunSnapshot, attempts_with_events: Iterable[str]) -> set[str]:
     """Return the ids of attempts that no batch script recorded, including those that failed before training."""
-    names = {
-        *attempts_with_events,
-        *(error.attempt for error in snapshot.errors),
-        str(snapshot.heartbeat.get("attempt", "")),
-    }
-    names |= {snapshot.owner.attempt} if snapshot.owner is not None else set()
+    names = {*attempts_with_events, *(error.attempt for error in snapshot.errors)}
+    names |= {str(snapshot.heartbeat.get("attempt", "")), snapshot.owner.attempt if snapshot.owner else ""}
     return {name for name in names if re.fullmatch(r"local-[0-9]{1,11}", name)}
 
 
@@ -460,10 +451,8 @@ def _build_slurm_attempt(
 
 
 def _find_last_activity(events: Sequence[JsonObject], heartbeat: JsonObject) -> float | None:
-    return max(
-        [*(parse_time(event["time"]) for event in events), *([float(heartbeat["time"])] if heartbeat else [])],
-        default=None,
-    )
+    times = [parse_time(event["time"]) for event in events] + ([float(heartbeat["time"])] if heartbeat else [])
+    return max(times, default=None)
 
 
 def _find_step_range(events: Sequence[JsonObject], heartbeat: JsonObject) -> tuple[int, int] | None:

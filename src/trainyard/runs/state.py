@@ -5,6 +5,7 @@ must stay readable.
 """
 
 from enum import IntEnum, StrEnum
+from typing import Self
 
 from trainyard.errors import DiskFull, OutOfDeviceMemory, UserError
 
@@ -29,58 +30,43 @@ ACTIVE = (State.WAITING, State.RUNNING, State.SILENT)
 class Cause(StrEnum):
     """Why an attempt ended or a run stopped. Killed ranks have a cause that is not listed here: "signal <n>"."""
 
-    PREEMPTED = "preempted"
-    TIME_LIMIT = "time_limit"
-    NODE_FAILURE = "node_failure"
-    CRASH = "crash"
-    HUNG = "hung"
-    DEVICE_OOM = "device_oom"
-    HOST_OOM = "host_oom"
-    NOT_FINITE = "not_finite"
-    DISK_FULL = "disk_full"
-    LOST_PEER = "lost_peer"
-    BUG = "bug"
-    USER_ERROR = "user_error"
-    INTERRUPTED = "interrupted"
-    CANCELLED = "cancelled"
-    MAX_RUNTIME = "max_runtime"
-    HELD = "held"
-    NEVER_STARTS = "never_starts"
-    NO_PROGRESS = "no_progress"
-    BUDGET = "budget"
+    words: str  # for the user
+
+    def __new__(cls, value: str, words: str) -> Self:
+        cause = str.__new__(cls, value)
+        cause._value_, cause.words = value, words
+        return cause
+
+    PREEMPTED = "preempted", "preempted"
+    TIME_LIMIT = "time_limit", "time limit"
+    NODE_FAILURE = "node_failure", "node lost"
+    CRASH = "crash", "crashed"
+    HUNG = "hung", "hung"
+    DEVICE_OOM = "device_oom", "out of memory on the GPU"
+    HOST_OOM = "host_oom", "out of memory on the host"
+    NOT_FINITE = "not_finite", "NaN or infinite gradients"
+    DISK_FULL = "disk_full", "disk full or read-only"
+    LOST_PEER = "lost_peer", "a rank was lost"
+    BUG = "bug", "an error in the code"
+    USER_ERROR = "user_error", "user error"
+    INTERRUPTED = "interrupted", "interrupted by a person"
+    CANCELLED = "cancelled", "cancelled"
+    MAX_RUNTIME = "max_runtime", "max_runtime reached"
+    HELD = "held", "held in the queue until somebody releases it"
+    NEVER_STARTS = "never_starts", "can never start as submitted"
+    NO_PROGRESS = "no_progress", "no progress: crashes or time limits without a new checkpoint"
+    BUDGET = "budget", "attempt budget used up"
 
 
 RESUMABLE = (Cause.PREEMPTED, Cause.TIME_LIMIT, Cause.INTERRUPTED, Cause.CANCELLED, Cause.MAX_RUNTIME)
 """Causes that leave a run with a checkpoint to resume from. All others are failures."""
-
-_DESCRIPTIONS = {
-    Cause.PREEMPTED: "preempted",
-    Cause.TIME_LIMIT: "time limit",
-    Cause.NODE_FAILURE: "node lost",
-    Cause.CRASH: "crashed",
-    Cause.HUNG: "hung",
-    Cause.DEVICE_OOM: "out of memory on the GPU",
-    Cause.HOST_OOM: "out of memory on the host",
-    Cause.NOT_FINITE: "NaN or infinite gradients",
-    Cause.DISK_FULL: "disk full or read-only",
-    Cause.LOST_PEER: "a rank was lost",
-    Cause.BUG: "an error in the code",
-    Cause.USER_ERROR: "user error",
-    Cause.INTERRUPTED: "interrupted by a person",
-    Cause.CANCELLED: "cancelled",
-    Cause.MAX_RUNTIME: "max_runtime reached",
-    Cause.HELD: "held in the queue until somebody releases it",
-    Cause.NEVER_STARTS: "can never start as submitted",
-    Cause.NO_PROGRESS: "no progress: crashes or time limits without a new checkpoint",
-    Cause.BUDGET: "attempt budget used up",
-}
 
 
 def describe_cause(cause: str) -> str:
     """Return a cause in words for the user."""
     if cause.startswith("signal "):
         return f"killed by {cause}"
-    return _DESCRIPTIONS[Cause(cause)] if cause in _DESCRIPTIONS else cause
+    return Cause(cause).words if cause in set(Cause) else cause
 
 
 class ExitCode(IntEnum):

@@ -66,6 +66,7 @@ def read_status(
     in_slurm = is_managed_by_slurm(snapshot, job)
     verdict = judge_run(snapshot, job, in_slurm=in_slurm, now=now, slurm_unavailable_reason=slurm_unavailable_reason)
     submission = snapshot.submission if in_slurm else {}
+    totals = [line.get("total_steps") for line in (snapshot.heartbeat, *reversed(snapshot.events))]
     newest = snapshot.find_newest_attempt(snapshot.slurm_job_id if in_slurm else "")
     is_running = verdict.state == State.RUNNING
     return Status(
@@ -74,7 +75,7 @@ def read_status(
         detail=verdict.detail,
         cause=verdict.cause,
         step=_find_step(snapshot),
-        total_steps=_find_total_steps(snapshot),
+        total_steps=next((total for total in totals if total is not None), None),
         samples_per_s=snapshot.get_heartbeat(newest.id).get("samples_per_s") if newest and is_running else None,
         last_activity_s=None if snapshot.last_activity is None else max(0.0, now - snapshot.last_activity),
         slurm_job_id=snapshot.slurm_job_id if in_slurm else "",
@@ -190,11 +191,6 @@ def _find_step(snapshot: RunSnapshot) -> int | None:
     if has_step and (not event or float(heartbeat["time"]) >= parse_time(event["time"])):
         return int(heartbeat["step"])
     return event.get("step")
-
-
-def _find_total_steps(snapshot: RunSnapshot) -> int | None:
-    totals = [line.get("total_steps") for line in (snapshot.heartbeat, *reversed(snapshot.events))]
-    return next((total for total in totals if total is not None), None)
 
 
 # The table

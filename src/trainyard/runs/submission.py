@@ -25,12 +25,16 @@ def read_submission(run: Path) -> dict[str, Any]:
     try:
         submission = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UserError(_describe(path, f"cannot be read ({error})", run)) from None
-    if not isinstance(submission, dict):
-        raise UserError(_describe(path, "is not a JSON object", run))
-    if problem := _find_problem(submission):
-        raise UserError(_describe(path, problem, run))
-    return submission
+        problem = f"cannot be read ({error})"
+    else:
+        problem = _find_problem(submission) if isinstance(submission, dict) else "is not a JSON object"
+    if problem:
+        raise UserError(
+            f"{path}: {problem}, so how this run was submitted is not known. Restore the file from a copy, or resume "
+            f"the run on this machine, with the code of this checkout: trainyard resume {run} --here"
+        )
+    found: dict[str, Any] = submission
+    return found
 
 
 def _find_problem(submission: dict[str, Any]) -> str:
@@ -59,10 +63,3 @@ def _find_problem(submission: dict[str, Any]) -> str:
     if not re.fullmatch(r"\d*", str(submission.get("packing", ""))):
         return f"'packing' should be the number of a Slurm job, found {submission['packing']!r}"
     return ""
-
-
-def _describe(path: Path, problem: str, run: Path) -> str:
-    return (
-        f"{path}: {problem}, so how this run was submitted is not known. Restore the file from a copy, or resume the "
-        f"run on this machine, with the code of this checkout: trainyard resume {run} --here"
-    )

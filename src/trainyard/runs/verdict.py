@@ -27,7 +27,6 @@ Without any of these, the cause is the one that attempt.sh recorded, or else Slu
 import re
 import signal
 from datetime import datetime
-from pathlib import Path
 from typing import NamedTuple
 
 from trainyard.cluster.query import SlurmJob
@@ -40,6 +39,7 @@ from trainyard.runs.history import (
     RankError,
     RunSnapshot,
     find_lost_rank,
+    find_named_run,
     is_slurm_message,
     parse_time,
     read_run,
@@ -133,7 +133,7 @@ def _name_both_jobs(snapshot: RunSnapshot, newest: Attempt | None, verdict: Verd
 
 def _judge_pending_job(snapshot: RunSnapshot, job: SlurmJob, newest: Attempt | None) -> Verdict:
     reason, cause = explain_pending_reason(job.reason), ""
-    if job.reason == "Dependency" and (before := _find_predecessor(snapshot)):
+    if job.reason == "Dependency" and (before := find_named_run(snapshot.submission, "after")):
         reason = f"waits until {format_run_name(before)} is done"
     if job.state in ("REQUEUE_HOLD", "SPECIAL_EXIT") or job.reason.startswith(_HELD):
         cause = Cause.HELD
@@ -188,15 +188,9 @@ def _judge_ended_job(snapshot: RunSnapshot, job: SlurmJob, newest: Attempt | Non
     return _judge_failure(snapshot, newest, Cause.CRASH, otherwise=f"Slurm says {job.state}")
 
 
-def _find_predecessor(snapshot: RunSnapshot) -> Path | None:
-    """Return the run that must be done before this one starts; None if there is none."""
-    path = str(snapshot.submission.get("after", ""))
-    return Path(path) if path.startswith("/") and path.isprintable() else None
-
-
 def _explain_broken_chain(snapshot: RunSnapshot, newest: Attempt | None) -> str:
     """Say why a run never started that had to wait for another to be done; "" if that is not why."""
-    if newest is not None or not (path := _find_predecessor(snapshot)):
+    if newest is not None or not (path := find_named_run(snapshot.submission, "after")):
         return ""
     before = read_run(path)
     last = before.find_newest_attempt(before.slurm_job_id)

@@ -65,14 +65,9 @@ def _list_attempts(status: Status) -> list[str]:
     return ["attempts:", *align_columns(rows, indent="  ", width=SCREEN_WIDTH)]
 
 
-def _find_cause(attempt: Attempt, status: Status) -> str:
-    """Return why an attempt ended. If the newest one did not record it, the status knows from Slurm or an error."""
-    is_last = attempt is status.newest_attempt and status.state not in ACTIVE
-    return attempt.cause or (status.cause if is_last else "")
-
-
 def _build_row(attempt: Attempt, status: Status) -> Sequence[str]:
-    cause = _find_cause(attempt, status)
+    is_last = attempt is status.newest_attempt and status.state not in ACTIVE
+    cause = attempt.cause or (status.cause if is_last else "")  # of the last one, Slurm or an error may tell it
     trained = f"steps {attempt.steps[0]}-{attempt.steps[1]}" if attempt.steps else "no step"
     ranks = f"{attempt.world_size} ranks " if attempt.world_size and attempt.world_size > 1 else ""
     again = {"requeue": "requeued", "slurm": "started again by Slurm", "stop": "final"}.get(attempt.action, "")
@@ -108,7 +103,7 @@ def _advise(status: Status) -> str:
             more = ", or raise memory_gib_per_gpu in the cluster's file" if status.slurm_job_id else ""
             return f"{resume} data.threads=2 data.prefetch=1{more}"
         case Cause.NOT_FINITE:
-            half_lr = _read_learning_rate(status.run) / 2
+            half_lr = float(yaml.safe_load((status.run / CONFIG).read_text())["optimizer"]["lr"]) / 2
             return f"start again with a lower learning rate: {restart} optimizer.lr={half_lr:g}"
         case Cause.DISK_FULL:
             return f"free disk space for {status.run}, then: {resume}"
@@ -130,7 +125,3 @@ def _read_micro_batch_size(run: Path) -> int:
     """Return the micro-batch size that env.json records for the last attempt; 1 if it ended before training."""
     choices = read_object(run / ENV_FILE).get("choices", {})
     return int(choices.get("micro_batch_size", {}).get("value", 1))
-
-
-def _read_learning_rate(run: Path) -> float:
-    return float(yaml.safe_load((run / CONFIG).read_text())["optimizer"]["lr"])
