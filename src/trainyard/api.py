@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from trainyard.errors import UserError
-from trainyard.runs.folder import CONFIG, check_name, find_free_name, resolve_run
+from trainyard.runs.folder import CONFIG, check_name, find_free_name, format_run_name, resolve_run
 from trainyard.runs.state import ExitCode
 from trainyard.text import cut, suggest_nearest
 
@@ -217,7 +217,7 @@ class Run:
 
     def _repr_html_(self) -> str:
         status = self.status
-        headline = f"<b>{html.escape(_name(self.path))}</b>: {html.escape(status.describe())}"
+        headline = f"<b>{html.escape(format_run_name(self.path))}</b>: {html.escape(status.describe())}"
         return f"<p>{headline}</p>{self.figures._repr_html_()}"
 
 
@@ -342,9 +342,9 @@ def _call(words: list[str], *, about: Path | None = None) -> None:
                     os.killpg(child.pid, signal.SIGINT)
         said, code = _read(errors), child.returncode
         if about is not None and (about / CONFIG).is_file():
-            progress.show(f"{_name(about)}: {Run(about).status.describe()}")
+            progress.show(f"{format_run_name(about)}: {Run(about).status.describe()}")
         else:
-            progress.clear()
+            progress.show("")
     if is_interrupted:
         raise KeyboardInterrupt
     if code not in (ExitCode.DONE, *_STOPPED):
@@ -379,10 +379,6 @@ def _explain(code: int, said: str, about: Path | None) -> str:
     return message or f"the command ended with code {code} and said nothing"
 
 
-def _name(path: Path) -> str:
-    return f"{path.parent.name}/{path.name}"
-
-
 def _shorten(path: Path) -> Path:
     """Return a path as one would type it here, so that a page with it says nothing about the machine."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
@@ -403,7 +399,7 @@ class _Progress:
             print(file=sys.stderr)
 
     def show(self, line: str) -> None:
-        """Replace the line."""
+        """Replace the line; "" clears it."""
         line = cut(line, _WIDTH)
         if line == self._last:
             return
@@ -414,10 +410,6 @@ class _Progress:
         elif self._on_terminal:
             print(f"\r{line:<{len(self._last)}}", end="", file=sys.stderr, flush=True)
         self._last = line
-
-    def clear(self) -> None:
-        """Leave an empty line."""
-        self.show("")
 
 
 def _is_notebook() -> bool:

@@ -4,7 +4,6 @@ import contextlib
 import functools
 import os
 import platform
-import re
 import shutil
 import socket
 import subprocess
@@ -79,15 +78,8 @@ def _read_versions() -> dict[str, str]:
     recorded = {}
     for name in sorted({*_RECORDED_DISTRIBUTIONS, *(found.replace("_", "-").lower() for found in dali)}):
         with contextlib.suppress(metadata.PackageNotFoundError):
-            recorded[name] = _read_version(name)
+            recorded[name] = metadata.version(name)
     return {"python": platform.python_version(), **recorded}
-
-
-def _read_version(name: str) -> str:
-    """Return what `metadata.version` returns, which parses all that is said about a distribution, as an e-mail."""
-    text = metadata.distribution(name).read_text("METADATA") or ""
-    stated = re.search(r"^Version: *(.*\S)", text, re.MULTILINE)
-    return stated[1] if stated else metadata.version(name)
 
 
 def describe_cpu(cpuinfo: str) -> str:
@@ -107,16 +99,20 @@ def describe_cpu(cpuinfo: str) -> str:
 
 def _query_gpus() -> str:
     """Return name, driver and memory of each GPU, separated by ";", or "none", or why they are unknown."""
-    smi = shutil.which("nvidia-smi")
-    if smi is None:
-        return "none"
-    query = [smi, "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
     try:
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=20)
+        answer = _ask_smi("name,driver_version,memory.total", "csv,noheader")
     except subprocess.TimeoutExpired:
         return "unknown: nvidia-smi did not answer within 20 s"
+    if answer is None:
+        return "none"
     lines = [line.strip() for line in (answer.stdout or answer.stderr).splitlines() if line.strip()]
     return "; ".join(lines) if answer.returncode == 0 else f"unknown: {lines[0] if lines else 'nvidia-smi failed'}"
+
+
+def _ask_smi(fields: str, form: str) -> "subprocess.CompletedProcess[str] | None":
+    smi = shutil.which("nvidia-smi")
+    query = [f"--query-gpu={fields}", f"--format={form}"]
+    return subprocess.run([smi, *query], capture_output=True, text=True, timeout=20) if smi else None
 
 
 @dataclass(frozen=True)
@@ -134,15 +130,11 @@ def list_gpus() -> list[LocalGpu]:
     Raises:
         UserError: nvidia-smi does not answer.
     """
-    smi = shutil.which("nvidia-smi")
-    if smi is None:
-        return []
-    query = [smi, "--query-gpu=name,memory.total,mig.mode.current", "--format=csv,noheader,nounits"]
     try:
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=20)
+        answer = _ask_smi("name,memory.total,mig.mode.current", "csv,noheader,nounits")
     except subprocess.TimeoutExpired:
         raise UserError("nvidia-smi did not answer within 20 s, so the driver hangs. Type: nvidia-smi") from None
-    cells = [[cell.strip() for cell in line.split(",")] for line in answer.stdout.splitlines()]
+    cells = [[cell.strip() for cell in line.split(",")] for line in answer.stdout.splitlines()] if answer else []
     return [
         LocalGpu(name, int(mib) / 1024, mig == "Enabled")
         for name, mib, mig in (row for row in cells if len(row) == 3)

@@ -443,8 +443,8 @@ def _read_cpu_quota(hierarchy: Path, membership: Path) -> float | None:
         membership: a file like /proc/self/cgroup; its line `0::/a/b` names the process's own group.
     """
     limits = [folder / "cpu.max" for folder in list_cgroups(hierarchy, membership, r"0:")]
-    quotas = [_parse_cpu_max(limit.read_text()) for limit in limits if limit.is_file()]
-    return min((quota for quota in quotas if quota is not None), default=None)
+    stated = (limit.read_text().split() for limit in limits if limit.is_file())  # quota, or "max", and period, in us
+    return min((int(quota) / int(period) for quota, period in stated if quota != "max"), default=None)
 
 
 def list_cgroups(hierarchy: Path, membership: Path, controller: str) -> list[Path]:
@@ -456,9 +456,3 @@ def list_cgroups(hierarchy: Path, membership: Path, controller: str) -> list[Pat
         return []
     group = hierarchy / own[1]
     return [folder for folder in (group, *group.parents) if folder.is_relative_to(hierarchy)]
-
-
-def _parse_cpu_max(cpu_max: str) -> float | None:
-    """Parse "150000 100000" (quota and period in us: 1.5 cores) or "max 100000" (no quota)."""
-    quota, period = cpu_max.split()
-    return None if quota == "max" else int(quota) / int(period)

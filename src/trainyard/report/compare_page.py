@@ -88,26 +88,21 @@ def judge_runs(found: Sequence[Compared], metric: str, *, mode: str) -> str:
     Args:
         found: best first.
     """
-    scored = [one for one in found if one.line is not None]
+    scored = {one.name: one.line for one in found if one.line is not None}
     if len(scored) < 2:
         return f"Fewer than two runs have {metric} on one set, so nothing says which is better."
-    best, *others = scored
-    lacking = [one.name for one in scored if not has_interval(_get_line(one), metric)]
+    lacking = [name for name, line in scored.items() if not has_interval(line, metric)]
     if lacking:
         return f"No winner can be named: {join_names(lacking)} without a 95 % interval of {metric}."
-    low_end, high_end = name_interval_ends(metric)
+    low, high = name_interval_ends(metric)
+    (best, of_best), *others = scored.items()
     if mode == "min":
-        overlapping = [one.name for one in others if _get_line(one)[low_end] <= _get_line(best)[high_end]]
+        overlapping = [name for name, line in others if line[low] <= of_best[high]]
     else:
-        overlapping = [one.name for one in others if _get_line(one)[high_end] >= _get_line(best)[low_end]]
+        overlapping = [name for name, line in others if line[high] >= of_best[low]]
     if overlapping:
-        return f"No winner can be named: the 95 % interval of {best.name} overlaps that of {join_names(overlapping)}."
-    return f"{best.name} is best: its 95 % interval of {metric} overlaps no other."
-
-
-def _get_line(one: Compared) -> Line:
-    assert one.line is not None
-    return one.line
+        return f"No winner can be named: the 95 % interval of {best} overlaps that of {join_names(overlapping)}."
+    return f"{best} is best: its 95 % interval of {metric} overlaps no other."
 
 
 def _require_one_metric(stories: Sequence[RunStory], options: Sequence[dict[str, object]]) -> tuple[str, str, str]:

@@ -14,12 +14,7 @@ from trainyard.report.metric_values import ABSENT, format_alike, format_metric, 
 from trainyard.report.run_plots import draw_plots, read_figures
 from trainyard.report.run_story import RunStory, compute_time_shares, describe_ending, list_all_metric_names
 from trainyard.runs.evaluations import SAMPLES, Evaluation, read_evaluations
-from trainyard.runs.events import (
-    ENDS,
-    EVENTS_FILE,
-    STARTS,
-    flatten,
-)
+from trainyard.runs.events import ENDS, EVENTS_FILE, STARTS, flatten
 from trainyard.runs.observations import read_usage
 from trainyard.scoring import explain_missing_intervals
 from trainyard.text import format_duration, format_size

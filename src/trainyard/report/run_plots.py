@@ -57,17 +57,25 @@ def draw_plots(story: RunStory) -> Plots:
     names = dict.fromkeys(name for line in story.train for name in select_metrics(line))
     logged = {name: _list_logged(story, name) for name in names}
     loss = logged.get("loss")
-    curves = [name for name, curve in logged.items() if name == "loss" or loss is None or not _is_same(curve, loss)]
-    curves = [name for name in curves if _changes(story.list_step_losses() if name == "loss" else logged[name])]
-    curves.sort(key=lambda name: name != "loss")
+    if loss is not None:
+        same = [
+            name
+            for name, curve in logged.items()
+            if all(np.array_equal(a, b, equal_nan=True) for a, b in zip(curve, loss, strict=True))
+        ]
+        logged = {name: curve for name, curve in logged.items() if name not in same}
+        logged = {"loss": story.list_step_losses(), **logged}
     raw = "each step" if story.every == 1 else f"steps of each {story.every}th line"
     drawn = {
-        name: _plot_curve(name, *story.list_step_losses(), raw) if name == "loss" else _plot_curve(name, *logged[name])
-        for name in curves
+        name: _plot_curve(name, *curve, raw if name == "loss" else "logged")
+        for name, curve in logged.items()
+        if len(np.unique(curve[1], equal_nan=False)) > 1  # NaN differs from all
     }
     deciding = str((story.find_start_field("monitor") or {}).get("metric"))
     changing = sorted(story.list_metrics(constant=False), key=lambda name: name != deciding)
-    metrics = [_plot_metric(story, name) for name in changing if _has_several(story, name)]
+    by_split = [story.list_evaluations(split) for split in story.splits]
+    several = [name for name in changing if any(sum(name in line for line in lines) > 1 for lines in by_split)]
+    metrics = [_plot_metric(story, name) for name in several]
     rates = _list_logged(story, "samples_per_s")
     speed = [_plot_curve("samples_per_s", *rates)] if len(rates[0]) > 1 else []
     if compute_time_shares(story):
@@ -94,24 +102,10 @@ def _read_png(path: Path) -> bytes:
 _MOST_PNG_BYTES = 2**26
 
 
-def _has_several(story: RunStory, name: str) -> bool:
-    """Return whether a metric was evaluated more than once on some split: one point is no curve."""
-    return any(sum(name in line for line in story.list_evaluations(split)) > 1 for split in story.splits)
-
-
 def _list_logged(story: RunStory, key: str) -> tuple[Floats, Floats]:
     """Return the steps and the values of one number of the training lines."""
     lines = [line for line in story.train if key in line]
     return np.array([line["step"] for line in lines], np.float64), np.array([line[key] for line in lines], np.float64)
-
-
-def _is_same(one: tuple[Floats, Floats], other: tuple[Floats, Floats]) -> bool:
-    return all(np.array_equal(a, b, equal_nan=True) for a, b in zip(one, other, strict=True))
-
-
-def _changes(curve: tuple[Floats, Floats]) -> bool:
-    """Return whether a curve has points of different values: NaN differs from all."""
-    return len(np.unique(curve[1], equal_nan=False)) > 1
 
 
 def _plot_curve(key: str, steps: Floats, values: Floats, raw: str = "logged") -> Plot:

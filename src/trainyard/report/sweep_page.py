@@ -126,12 +126,6 @@ class Results:
         choose = max if self.mode == "max" else min
         return choose(ranked, key=lambda row: row.means[self.splits[0]].value)
 
-    def list_excluded(self) -> Iterator[tuple[Outcome, str]]:
-        """Yield each run that is excluded from the means, with the reason."""
-        for outcome in self.outcomes:
-            if reason := outcome.explain_exclusion(self.metric, self.splits):
-                yield outcome, reason
-
 
 def collect(sweep: Sweep, state_by_run: Mapping[Path, str], *, metric: str = "") -> Results:
     """Read what the runs of a sweep have recorded.
@@ -336,24 +330,27 @@ def _format_mean(mean: Mean) -> str:
     return f"{mean.value:.{digits}f} +- {mean.half_width:.{digits}f}"
 
 
+def _sum_costs(outcomes: Iterable[Outcome]) -> dict[str, float]:
+    costs = [(outcome.gpu_hours, outcome.cpu_rank_hours) for outcome in outcomes]
+    return dict(zip(("GPU-hours", "CPU rank-hours"), map(sum, zip(*costs, strict=True)), strict=True))
+
+
 def _list_cost_names(results: Results) -> list[str]:
     """Return the names of the cost columns: one for GPUs and one for ranks on CPUs, each if it was used."""
-    used = {"GPU-hours": sum(o.gpu_hours for o in results.outcomes)}
-    used["CPU rank-hours"] = sum(o.cpu_rank_hours for o in results.outcomes)
-    return [name for name, hours in used.items() if hours]
+    return [name for name, hours in _sum_costs(results.outcomes).items() if hours]
 
 
 def _format_costs(results: Results, outcomes: Iterable[Outcome]) -> list[str]:
-    chosen = [*outcomes]
-    sums = {"GPU-hours": sum(o.gpu_hours for o in chosen), "CPU rank-hours": sum(o.cpu_rank_hours for o in chosen)}
+    sums = _sum_costs(outcomes)
     return [f"{sums[name]:.2f}" if sums[name] >= 0.1 else f"{sums[name]:.2g}" for name in _list_cost_names(results)]
 
 
 def _list_notices(results: Results) -> Iterator[list[str]]:
     """Yield run, reason and the command that tells more, for each run that is excluded from the means."""
-    for outcome, reason in results.list_excluded():
-        verb = "status" if outcome.state in ACTIVE else "report" if outcome.state == State.DONE else "why"
-        yield [" ".join(outcome.element.overrides), reason, f"trainyard {verb} {outcome.element.run}"]
+    for outcome in results.outcomes:
+        if reason := outcome.explain_exclusion(results.metric, results.splits):
+            verb = "status" if outcome.state in ACTIVE else "report" if outcome.state == State.DONE else "why"
+            yield [" ".join(outcome.element.overrides), reason, f"trainyard {verb} {outcome.element.run}"]
 
 
 def _suggest_commands(results: Results) -> list[str]:
@@ -364,14 +361,11 @@ def _suggest_commands(results: Results) -> list[str]:
     if any(outcome.state in ACTIVE for outcome in results.outcomes):
         commands.append(f"trainyard results {name}")
     elif best is not None:
-        commands.append(f"trainyard export {_find_best_run(results, best)} {results.sweep.job}.safetensors")
+        choose = max if results.mode == "max" else min
+        counted = [o for o in best.outcomes if not o.explain_exclusion(results.metric, results.splits)]
+        run = choose(counted, key=lambda o: o.metrics[results.splits[0]][results.metric]).element.run
+        commands.append(f"trainyard export {run} {results.sweep.job}.safetensors")
     return commands
-
-
-def _find_best_run(results: Results, row: Row) -> Path:
-    choose = max if results.mode == "max" else min
-    counted = [o for o in row.outcomes if not o.explain_exclusion(results.metric, results.splits)]
-    return choose(counted, key=lambda o: o.metrics[results.splits[0]][results.metric]).element.run
 
 
 # Files

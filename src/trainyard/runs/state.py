@@ -66,7 +66,7 @@ def describe_cause(cause: str) -> str:
     """Return a cause in words for the user."""
     if cause.startswith("signal "):
         return f"killed by {cause}"
-    return Cause(cause).words if cause in set(Cause) else cause
+    return next((known.words for known in Cause if known == cause), cause)
 
 
 class ExitCode(IntEnum):

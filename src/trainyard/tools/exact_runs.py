@@ -62,7 +62,11 @@ def compare_runs(
     _expect(ExitCode.PREEMPTED, _run(partial(train, stopped), meanwhile=partial(_stop, stopped)), stopped)
     stopped_at = max(entry.step for entry in list_checkpoints(stopped / "checkpoints"))
     _expect(ExitCode.DONE, _run(partial(train, stopped)), stopped)
-    states = [_load_state(run) for run in (first, second, stopped)]
+    states = []
+    for run in (first, second, stopped):
+        if (found := checkpoint.load_newest_valid(run / "checkpoints")) is None:
+            raise RunsDiffer(f"run '{run.name}' left no checkpoint")
+        states.append(flatten_state(found[1]))
     for name, state in zip(("a second run", f"a run that was stopped at step {stopped_at}"), states[1:], strict=True):
         if different := find_differences(states[0], state):
             raise RunsDiffer(
@@ -83,16 +87,12 @@ def _create_runs(preset: str, overrides: Sequence[str], jobs_dir: Path, scratch:
 
 def _run(work: Callable[[], int], *, meanwhile: Callable[[ForkProcess], None] = lambda process: None) -> int:
     """Run `work` in a process of its own; return its exit code, negative if a signal killed it."""
-    process = get_context("fork").Process(target=_exit_with, args=(work,))
+    process = get_context("fork").Process(target=lambda: os._exit(work()))
     process.start()
     meanwhile(process)
     process.join()
     assert process.exitcode is not None
     return process.exitcode
-
-
-def _exit_with(work: Callable[[], int]) -> None:
-    os._exit(work())
 
 
 def _stop(run: Path, process: ForkProcess) -> None:
@@ -110,13 +110,6 @@ def _expect(expected: ExitCode, code: int, run: Path) -> None:
     if expected == ExitCode.PREEMPTED and code == ExitCode.DONE:
         raise RunsDiffer("the run that should be stopped ended first: it needs more steps")
     raise RunsDiffer(f"run '{run.name}' exits with code {code}, expected {int(expected)}")
-
-
-def _load_state(run: Path) -> dict[str, Any]:
-    found = checkpoint.load_newest_valid(run / "checkpoints")
-    if found is None:
-        raise RunsDiffer(f"run '{run.name}' left no checkpoint")
-    return flatten_state(found[1])
 
 
 VARYING = ("progress/train_s", "metrics_position")

@@ -2,6 +2,7 @@
 
 import json
 import re
+import traceback
 import warnings
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -230,16 +231,9 @@ def write_onnx(traced: Traced, path: Path, texts: Mapping[str, str]) -> None:
 
 
 def _find_operator(error: BaseException) -> str:
-    """Return the operator that an exporter's error is about, else the first line of the error."""
-    chain: list[BaseException] = []
-    at: BaseException | None = error
-    while at is not None:
-        chain.append(at)
-        at = at.__cause__
-    for at in reversed(chain):
-        if match := re.search(r"OpOverload\(op='([\w.:]+)'", str(at)):
-            return match[1]
-    return str(chain[-1]).partition("\n")[0]
+    """Return the operator that an exporter's error, or the first of its causes, is about; else its first line."""
+    match = re.search(r"OpOverload\(op='([\w.:]+)'", "".join(traceback.format_exception(error)))
+    return match[1] if match else str(error).partition("\n")[0]
 
 
 def open_onnx(path: Path) -> tuple[str, Compute]:

@@ -83,7 +83,7 @@ def load_model(
     """
     import torch
 
-    from trainyard.train.checkpoint import choose_of_run, describe_weights, select_weights
+    from trainyard.train.checkpoint import choose_of_run, describe_weights, load, select_weights
     from trainyard.train.module import DataInfo
 
     config = thaw(run / CONFIG, jobs_dir)
@@ -92,7 +92,9 @@ def load_model(
         what = "predictions for a table" if lists == "unlabelled" else "evaluation of new folders"
         raise UserError(f"{config.family} has no {what}: its pack.py has no '{lists}'.")
     entry = choose_of_run(run) if entry is None else entry
-    saved = _load_checkpoint(entry)
+    saved = load(entry.path)
+    if not isinstance(saved.get("artifacts"), dict):
+        raise UserError(f"{entry.path}: has no artifacts of packing, which training always saves. Use another run.")
     device = torch.device("cuda" if torch.cuda.is_available() and not on_cpu else "cpu")
     major, minor = torch.cuda.get_device_capability() if device.type == "cuda" else (0, 0)
     requested = ("fp32", "off") if on_cpu else (config.precision, config.channels_last)
@@ -198,15 +200,6 @@ def find_wrong_length(embeddings_ND: np.ndarray) -> int | None:
 
 _LENGTH_TOLERANCE = 1e-3
 """On the squared length: float32 sums of a few thousand terms are far closer to 1."""
-
-
-def _load_checkpoint(entry: Entry) -> dict[str, Any]:
-    from trainyard.train import checkpoint
-
-    saved = checkpoint.load(entry.path)
-    if not isinstance(saved.get("artifacts"), dict):
-        raise UserError(f"{entry.path}: has no artifacts of packing, which training always saves. Use another run.")
-    return saved
 
 
 def _place_module(model: TrainedModel, module: "TrainModule") -> "TrainModule":
