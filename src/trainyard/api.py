@@ -419,7 +419,6 @@ def _is_notebook() -> bool:
 
 
 def _open_display(line: str) -> Any:
-    """Show a line that can be replaced."""
     from IPython.display import display
 
     return display({"text/plain": line}, raw=True, display_id=True)

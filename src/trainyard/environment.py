@@ -73,7 +73,6 @@ def describe_environment(environ: Mapping[str, str], checkout: Mapping[str, Any]
 
 @functools.cache
 def _read_versions() -> dict[str, str]:
-    """Return the versions of what is installed; reads the metadata of these distributions only."""
     dali = {path.name.partition("-")[0] for folder in sys.path for path in Path(folder).glob("nvidia_dali*.dist-info")}
     recorded = {}
     for name in sorted({*_RECORDED_DISTRIBUTIONS, *(found.replace("_", "-").lower() for found in dali)}):

@@ -436,12 +436,7 @@ def explain_missing_compiler(sm: int | None, environ: Mapping[str, str], *, head
 
 
 def _read_cpu_quota(hierarchy: Path, membership: Path) -> float | None:
-    """Return the tightest CPU quota, in cores, of this process's cgroup (v2) and its ancestors, if any.
-
-    Args:
-        hierarchy: where cgroup v2 is mounted.
-        membership: a file like /proc/self/cgroup; its line `0::/a/b` names the process's own group.
-    """
+    """Return the tightest CPU quota, in cores, of this process's cgroup (v2) and its ancestors, if any."""
     limits = [folder / "cpu.max" for folder in list_cgroups(hierarchy, membership, r"0:")]
     stated = (limit.read_text().split() for limit in limits if limit.is_file())  # quota, or "max", and period, in us
     return min((int(quota) / int(period) for quota, period in stated if quota != "max"), default=None)

@@ -101,11 +101,7 @@ def _tabulate(args: argparse.Namespace, cluster: clusters.Cluster | None, cards:
 
 
 def _choose_cards(wanted: str, cluster: clusters.Cluster | None) -> dict[str, GpuType]:
-    """Return the cards of a plan by the name that --hw takes.
-
-    Raises:
-        UserError: there is no such card.
-    """
+    """Return the cards of a plan by the name that --hw takes."""
     if cluster is not None:
         known = {name: _get_card(kind.card) for name, kind in cluster.gpus.items()}
     else:
@@ -195,7 +191,6 @@ def check_target(
 
 
 def _find_fitting(target: Target, config: TrainConfig, predictions: PredictionCache) -> CardFit | None:
-    """Return how the job fits on this card, if that is stored."""
     try:
         fit = choose_fit(config, target.card, gpus=target.gpus, predict=predictions.read)
     except NotPredicted:

@@ -79,7 +79,6 @@ def describe_preset(
 
 
 def _describe_training(config: TrainConfig) -> list[str]:
-    """Return the cells of what is the same on each card."""
     return [config.job, str(config.global_batch_size), f"{config.optimizer.lr:g}", str(config.seed)]
 
 

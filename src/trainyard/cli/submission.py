@@ -118,11 +118,7 @@ def _submit(args: argparse.Namespace) -> int:
 
 
 def _choose(request: RunRequest, cluster: clusters.Cluster, *, before: str = "") -> _Chosen:
-    """Choose data, nodes and the place of packing, and check them against the Slurm that answers, unless it is dry.
-
-    Args:
-        before: the job that this one follows by --then.
-    """
+    """Choose data, nodes and the place of packing, and check them against the Slurm that answers, unless it is dry."""
     data = compose_job(request, cluster)
     plan = make_plan(data.config, cluster, request.resources)
     count = None if request.is_dry else require_data(data, jobs_dir=request.jobs_dir, typed=request.typed)
@@ -134,11 +130,7 @@ def _choose(request: RunRequest, cluster: clusters.Cluster, *, before: str = "")
 
 
 def _request_second(request: RunRequest, job: str, *, has_families: bool) -> RunRequest:
-    """Return the request for the job of --then: where the first runs, and on the same data.
-
-    Args:
-        has_families: whether the folder of families was typed.
-    """
+    """Return the request for the job of --then: where the first runs, and on the same data."""
     return replace(
         request,
         job=job,
@@ -208,11 +200,7 @@ def _submit_locally(request: RunRequest, *, cpu_ranks: int) -> int:
 
 
 def _choose_local_ranks(wanted: int, *, cpu_ranks: int) -> tuple[int, list[LocalGpu]]:
-    """Return how many ranks start on this machine, and its GPUs if they use some; without any, one rank on the CPU.
-
-    Raises:
-        UserError: there are fewer GPUs, or no rank is asked for.
-    """
+    """Return how many ranks start on this machine, and its GPUs if they use some; without any, one rank on the CPU."""
     if cpu_ranks:
         return max(1, cpu_ranks), []
     if wanted < 1:

@@ -166,11 +166,6 @@ def _resume(args: argparse.Namespace) -> int:
 
 
 def _settle_changed_files(run: Path, wanted: str | None) -> None:
-    """Restore or accept the run's changed files as the user asks.
-
-    Raises:
-        UserError: some are changed, and the user did not say what to do, or it cannot be done.
-    """
     if wanted:
         for change in changes.find_changes(run):
             logger.warning("{}: {} {}ed", change.path, change.problem, wanted.removesuffix("e"))
@@ -230,11 +225,7 @@ def _print_outcome(run: Path, code: int, args: argparse.Namespace) -> None:
 def _apply_changes(
     run: Path, old: TrainConfig, new: TrainConfig, extension: Extension | None = None, *, write: bool = True
 ) -> None:
-    """Name changed options and write them to the run's config, if a run in progress may change them.
-
-    Raises:
-        UserError: other options differ; names them.
-    """
+    """Name changed options and write them to the run's config, if a run in progress may change them."""
     changed = configs.find_differences(old, new)
     fixed = [d for d in changed if not d.mutable and not (extension is not None and d.name == LENGTH)]
     if [d.name for d in fixed] == [LENGTH]:
@@ -257,11 +248,6 @@ def _apply_changes(
 
 
 def _count_ranks(args: argparse.Namespace) -> int:
-    """Return how many ranks to start.
-
-    Raises:
-        UserError: more GPUs are requested than there are, or --gpus is used inside a launcher that starts the ranks.
-    """
     if not args.gpus:
         return 1 if args.cpu_ranks < 1 else int(args.cpu_ranks)
     if _is_launched():

@@ -122,7 +122,7 @@ def _compare(args: argparse.Namespace) -> int:
     found = compare(_find_run(args), args.one, args.other, args.jobs, fmr=args.fmr, kind=args.impostors, command=typed)
     print(f"score      {found.score:.6f}")
     print(f"threshold  {found.point.threshold:.6f}  at FMR {args.fmr:g}")
-    print(f"verdict    {'match' if found.is_match else 'no match'}")
+    print(f"verdict    {'match' if found.score >= found.point.threshold else 'no match'}")
     accepted = round(found.point.fmr * found.impostors)
     print(
         f"{accepted:,} of {found.impostors:,} impostor trials ({found.kind}) of the run's validation set score that "
@@ -138,9 +138,10 @@ def _search(args: argparse.Namespace) -> int:
 
     result = search(_find_run(args), args.probes, args.gallery, args.jobs, top=args.top, out=args.out)
     probes, rows, top = len(result.probes), len(result.gallery.keys), result.nearest.rows.shape[1]
+    rate = probes * rows / max(result.nearest.seconds, 1e-9)  # reading included
     print(
         f"{probes:,} probes in {rows:,} gallery rows, the best {top} of each, in "
-        f"{format_duration(result.nearest.seconds)}: {result.comparisons_per_s / 1e6:,.1f} million comparisons/s"
+        f"{format_duration(result.nearest.seconds)}: {rate / 1e6:,.1f} million comparisons/s"
     )
     if args.out is not None:
         print(f"{probes * top:,} candidates are in {args.out}")

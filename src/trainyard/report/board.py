@@ -107,7 +107,6 @@ def update_board(run: Path) -> None:
 
 
 def _describe(status: Status) -> Entry:
-    """Return what the board shows of a run that was read."""
     problem = status.snapshot.damage
     try:
         lines, _ = read_thinned_metrics(status.run, most=_MOST_POINTS)
@@ -237,7 +236,6 @@ def _scale_curve(points: Sequence[tuple[int, float]]) -> list[tuple[float, float
 
 
 def _draw_sparkline(entry: Entry) -> str:
-    """Draw a curve as SVG, without axes; "-" if there is none."""
     if not entry.curve:
         return "-"
     places = " ".join(f"{x},{y}" for x, y in entry.curve)

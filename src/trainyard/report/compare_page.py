@@ -106,11 +106,7 @@ def judge_runs(found: Sequence[Compared], metric: str, *, mode: str) -> str:
 
 
 def _require_one_metric(stories: Sequence[RunStory], options: Sequence[dict[str, object]]) -> tuple[str, str, str]:
-    """Return the validation set, the deciding metric and its mode that all runs have.
-
-    Raises:
-        UserError: they are of several families, or different metrics decide, or one of them has not begun.
-    """
+    """Return the validation set, the deciding metric and its mode that all runs have, or refuse to rank them."""
     kinds: dict[tuple[str, ...], list[str]] = {}
     for story, own in zip(stories, options, strict=True):
         monitor = story.find_start_field("monitor")
@@ -178,13 +174,11 @@ def _render_legend(found: Sequence[Compared], page: Path) -> str:
 
 
 def _choose_style(place: int) -> tuple[str, str]:
-    """Return the colour and the kind of line of a run's curves."""
     turn, colour = divmod(place - 1, len(SERIES))
     return SERIES[colour], _LINES[turn % len(_LINES)]
 
 
 def _render_differences(found: Sequence[Compared]) -> str:
-    """Return a table of the options that are not the same in all runs, a column for each run."""
     names = dict.fromkeys(name for one in found for name in one.options if name not in _NAMES_ONLY)
     rows = []
     for name in names:
@@ -196,7 +190,6 @@ def _render_differences(found: Sequence[Compared]) -> str:
 
 
 def _draw_curves(found: Sequence[Compared], split: str, metric: str) -> list[Plot]:
-    """Draw the training loss and the deciding metric of all runs, each in its colour."""
 
     def draw_losses(axes: "Axes") -> None:
         everything = []

@@ -135,7 +135,6 @@ def _has_lost_draws(line: Line) -> bool:
 
 
 def _find_baseline(monitor: Mapping[str, Any], line: Line) -> Baseline | None:
-    """Return what the run recorded as its baseline."""
     name, value = monitor.get("baseline") or ("", None)
     value = line.get(value) if isinstance(value, str) else value
     if not isinstance(value, int | float) or not math.isfinite(value):

@@ -105,12 +105,14 @@ def render_gallery(plots: Sequence[Plot]) -> str:
 
 
 def render_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: bool = True) -> str:
-    """Render a table with escaped text; `numbers` aligns all but the first column to the right."""
+    """Render a table with escaped text, "" without rows; `numbers` aligns all but the first column to the right."""
 
     def cells(tag: str, row: Sequence[str]) -> str:
         kinds = ["number" if numbers and i > 0 else "text" if i == len(row) - 1 else "" for i in range(len(row))]
         return "".join(f'<{tag} class="{k}">{html.escape(t)}</{tag}>' for k, t in zip(kinds, row, strict=True))
 
+    if not rows:
+        return ""
     body = "".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
     head = f"<thead><tr>{cells('th', header)}</tr></thead>"
     return f'<div class="scroll"><table>{head}<tbody>{body}</tbody></table></div>'

@@ -72,7 +72,6 @@ def _format_columns(rows: Sequence[tuple[str, Sequence[str]]], *, width: int = 1
 
 
 def _collect_facts(story: RunStory) -> list[tuple[str, str]]:
-    """Return name and value of the facts that sum up the training."""
     total, seen = story.find_start_field("total_steps"), story.find_progress()
     attempts = sum(e.get("event") in STARTS for e in story.events)
     memory = max((line["memory_gib"] for line in story.train if "memory_gib" in line), default=None)
@@ -97,12 +96,8 @@ def _list_usage(story: RunStory) -> list[tuple[str, str, str]]:
     return [("GPU memory, peak", memory[0], memory[1]), ("disk, checkpoints", disk[0], disk[1])]
 
 
-def _render_usage(story: RunStory) -> str:
-    rows = _list_usage(story)
-    return render_table(["", "predicted by the stored plan", "observed"], rows) if rows else ""
-
-
 _MAX_EVENTS = 200
+_USAGE_COLUMNS = ("", "predicted by the stored plan", "observed")
 
 
 @limit_writers()
@@ -133,7 +128,7 @@ def write_report(run: Path) -> Path:
         render_section("Results", _render_results(story), _render_constants(story), _render_evaluations(story)),
         render_section("Labelled folders", render_evaluations(evaluations), optional=True),
         render_section("Time", _render_facts(story), render_gallery(plots.speed), _render_time_table(story)),
-        render_section("Predicted and observed", _render_usage(story), optional=True),
+        render_section("Predicted and observed", render_table(_USAGE_COLUMNS, _list_usage(story)), optional=True),
         render_section("Next steps", f"<pre>{html.escape(chr(10).join(_list_next_commands(story)))}</pre>"),
         render_section("Attempts and events", _render_attempts(story), _render_events(story)),
         render_section("Automatic choices", _render_choices(story)),
@@ -198,7 +193,6 @@ def _render_facts(story: RunStory) -> str:
 
 
 def _render_results(story: RunStory) -> str:
-    """Render the last metrics, a column per split, next to those of the best evaluation."""
     if not story.evals:
         return ""
     last = {split: story.find_last_evaluation(split) for split in story.splits}
@@ -217,7 +211,6 @@ def _render_results(story: RunStory) -> str:
 
 
 def _render_constants(story: RunStory) -> str:
-    """Render the metrics that never changed, with their value on each split."""
     names = story.list_metrics(constant=True)
     lines = [story.find_last_evaluation(split) for split in story.splits]
     rows = [[name, *format_alike(lines, name)] for name in names]
@@ -245,13 +238,11 @@ def _render_evaluations(story: RunStory) -> str:
 
 def _render_time_table(story: RunStory) -> str:
     rows = [[name, f"{seconds:,.1f}", f"{share:.1f}"] for name, seconds, share in compute_time_shares(story)]
-    return render_table(["part", "seconds", "share (%)"], rows) if rows else ""
+    return render_table(["part", "seconds", "share (%)"], rows)
 
 
 def _render_attempts(story: RunStory) -> str:
     starts = [i for i, event in enumerate(story.events) if event.get("event") in STARTS]
-    if not starts:
-        return ""
     rows = []
     for number, (begin, end) in enumerate(zip(starts, [*starts[1:], len(story.events)], strict=True), start=1):
         first, last = story.events[begin], story.events[end - 1]
@@ -276,8 +267,6 @@ def _render_attempts(story: RunStory) -> str:
 
 
 def _render_events(story: RunStory) -> str:
-    if not story.events:
-        return ""
     other_columns = {"kind", "step", "event", "time", "elapsed_s"}
     rows = [
         [
@@ -298,7 +287,7 @@ def _render_choices(story: RunStory) -> str:
     for name, choice in dict(story.env.get("choices") or {}).items():
         fields = choice if isinstance(choice, Mapping) else {"value": choice}
         rows.append([str(name), str(fields.get("value", ABSENT)), str(fields.get("reason", ABSENT))])
-    return render_table(["choice", "value", "reason"], rows, numbers=False) if rows else ""
+    return render_table(["choice", "value", "reason"], rows, numbers=False)
 
 
 def _render_environment(story: RunStory) -> str:

@@ -103,7 +103,6 @@ _MOST_PNG_BYTES = 2**26
 
 
 def _list_logged(story: RunStory, key: str) -> tuple[Floats, Floats]:
-    """Return the steps and the values of one number of the training lines."""
     lines = [line for line in story.train if key in line]
     return np.array([line["step"] for line in lines], np.float64), np.array([line[key] for line in lines], np.float64)
 
@@ -163,7 +162,6 @@ def compute_running_mean(values: np.ndarray, width: int) -> np.ndarray:
 
 
 def _plot_metric(story: RunStory, name: str) -> Plot:
-    """Plot one metric over the steps, a line per split, with its 95 % interval if there is one."""
 
     def draw(axes: "Axes") -> None:
         for i, split in enumerate(story.splits):
@@ -184,7 +182,6 @@ def _plot_metric(story: RunStory, name: str) -> Plot:
 
 
 def _plot_time(story: RunStory) -> Plot:
-    """Plot the share of the run's time that each kind of work took, as one bar."""
 
     def draw(axes: "Axes") -> None:
         left = 0.0

@@ -372,7 +372,6 @@ def _suggest_commands(results: Results) -> list[str]:
 
 
 def _build_runs_table(results: Results) -> tuple[list[str], list[list[str]]]:
-    """Return header and rows: each run with its options and the metric on each of its splits."""
     splits = list(dict.fromkeys(split for outcome in results.outcomes for split in outcome.metrics))
     metric_columns = [f"{results.metric} on {split}" for split in splits]
     header = ["run", *results.sweep.axes, "state", *metric_columns, *_list_cost_names(results)]

@@ -128,11 +128,7 @@ def read_last_lines(path: Path, most: int) -> list[Line]:
 
 @contextmanager
 def _open_lines(path: Path) -> Iterator[BinaryIO]:
-    """Open a file of metrics or events; one that does not exist is empty.
-
-    Raises:
-        UserError: it cannot be read.
-    """
+    """Open a file of metrics or events; one that does not exist is empty."""
     try:
         try:
             file: BinaryIO = open_file(path)

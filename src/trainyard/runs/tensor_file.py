@@ -50,10 +50,15 @@ def create_tensor_file(
     Args:
         shapes: by name; no array is empty.
     """
-    entries = _lay_out(shapes)
+    entries: dict[str, Any] = {}
+    end = 0
+    for name, shape in shapes.items():
+        assert math.prod(shape) > 0, shapes
+        begin, end = end, end + 4 * math.prod(shape)
+        entries[name] = {"dtype": _DTYPE, "shape": list(shape), "data_offsets": [begin, end]}
     header = json.dumps({_METADATA: dict(metadata), **entries}).encode()
     header += b" " * (-len(header) % 8)  # so that the data are aligned, as the format asks
-    size = 8 + len(header) + 4 * sum(math.prod(shape) for shape in shapes.values())
+    size = 8 + len(header) + end
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         with name_failed_write(path, size_bytes=size), partial.open("w+b") as file:
@@ -108,14 +113,3 @@ def _map_arrays(
         name: np.memmap(file, "<f4", mode, begin + entry["data_offsets"][0], tuple(entry["shape"]))
         for name, entry in header.items()
     }
-
-
-def _lay_out(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
-    """Return the entry of each array in the header."""
-    entries: dict[str, Any] = {}
-    end = 0
-    for name, shape in shapes.items():
-        assert math.prod(shape) > 0, shapes
-        begin, end = end, end + 4 * math.prod(shape)
-        entries[name] = {"dtype": _DTYPE, "shape": list(shape), "data_offsets": [begin, end]}
-    return entries

@@ -52,7 +52,6 @@ class Family:
         self.jobs_dir, self.family, self.folder, self.scratch = jobs_dir, family, jobs_dir / family, scratch
 
     def import_part(self, part: str) -> ModuleType:
-        """Import `config`, `pack` or `module`."""
         return load_family(self.jobs_dir, self.family, part)
 
     def import_tests(self) -> ModuleType:
@@ -92,7 +91,6 @@ class Family:
         return module
 
     def read_micro_batch(self) -> MicroBatch:
-        """Return the first micro-batch of training."""
         loader = Loader(self.config, self.data, device=torch.device("cpu"), decode="cpu")
         stream = loader.train(
             lambda epoch: shuffle(self.splits["train"], seed=0, epoch=epoch, global_batch_size=16),
@@ -145,7 +143,6 @@ def _expect(holds: object, message: str) -> None:
 
 
 def check_files(family: Family) -> None:
-    """Check that the usual files are there."""
     usual = ["config.py", "pack.py", "module.py", "README.md", f"test_{family.family}.py", f"{family.family}.yaml"]
     missing = [name for name in [*usual, f"{family.family}_smoke.yaml"] if not (family.folder / name).is_file()]
     _expect(not missing, f"{family.folder}: lacks {', '.join(missing)}. CONTRIBUTING.md says what belongs there.")
@@ -178,7 +175,6 @@ def check_packing(family: Family) -> None:
 
 
 def _reads_back(data: ShardSet, i: int, name: str, value: Any) -> bool:
-    """Return whether a record or a column of sample `i` is stored as loaded."""
     if isinstance(value, Ragged | Audio):
         stored, found = data.read_arrays(name, np.array([i]))[0], getattr(value, "values", None)
         expected = value.data if isinstance(value, Audio) else found

@@ -77,11 +77,6 @@ class Comparison:
     impostors: int  # trials behind it
     kind: str  # of these impostors
 
-    @property
-    def is_match(self) -> bool:
-        """Whether the score reaches the threshold."""
-        return self.score >= self.point.threshold
-
 
 def compare(run: Path, one: Path, other: Path, jobs_dir: Path, *, fmr: float, kind: str, command: str) -> Comparison:
     """Compare two raw files with the weights of a run, at a false match rate that its validation set supports.

@@ -130,7 +130,6 @@ def _evaluate_folder(
     overrides: Sequence[str],
     with_baselines: bool,
 ) -> Path:
-    """Score one folder; return where the result is."""
     begin = time.monotonic()
     name = make_slug(folder.resolve().name).lstrip(".") or "data"
     with limit_writers(), _open_labelled(model, folder, jobs_dir) as labelled:

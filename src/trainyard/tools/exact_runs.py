@@ -77,7 +77,6 @@ def compare_runs(
 
 
 def _create_runs(preset: str, overrides: Sequence[str], jobs_dir: Path, scratch: Path) -> int:
-    """Pack the data and create the folders of three equal runs."""
     own = [f"max_duration={_STEPS}st", "log_every=1st", "deterministic=true", "trackers=[]", "data.stage=off"]
     config = prepare_data(configs.compose(preset, [*overrides, *own], jobs_dir), jobs_dir)
     for name in _NAMES:

@@ -133,7 +133,6 @@ def format_bytes(count: int) -> str:
 
 
 def _find_readers(runs: Sequence[RunSnapshot]) -> dict[Path, list[RunSnapshot]]:
-    """Return, by folder of packed data, the runs that were trained on it."""
     readers: dict[Path, list[RunSnapshot]] = {}
     for run in runs:
         data = read_env(run.run).get("data", {})

@@ -99,7 +99,6 @@ def _score_pairs(
 
 
 def _read_pairs(path: Path, keys: Sequence[str]) -> Iterator[tuple[int, int]]:
-    """Yield the indices of the samples in each line of a table of pairs."""
     index = {key: i for i, key in enumerate(keys)}
     remedy = "Write a CSV table in UTF-8 with the header one,other and a line for each pair."
     for row in read_table(path, columns=("one", "other"), remedy=remedy):

@@ -28,11 +28,6 @@ class SearchResult:
     leaves_out_self: bool  # the probes are the gallery
     nearest: Nearest
 
-    @property
-    def comparisons_per_s(self) -> float:
-        """How many pairs of a probe and a gallery row were compared in a second, reading included."""
-        return len(self.probes) * len(self.gallery.keys) / max(self.nearest.seconds, 1e-9)
-
     def identify(self) -> Identification | None:
         """Return what the candidates say about identities; None if those of the probes or the gallery are unknown."""
         if self.probe_identities is None or self.gallery.identities is None:
