@@ -247,7 +247,7 @@ import trainyard.cli.submission, trainyard.environment, trainyard.node.rank_task
 from trainyard.config import compose as config
 composed = config.compose("fingerprint_1m", ["optimizer.lr=1e-3"], Path({str(ROOT / "jobs")!r}))
 config.list_options(composed)
-trainyard.environment.collect_environment()
+trainyard.environment.collect_environment({{}})
 print([name for name in {LOADED_LATE!r} if name in sys.modules])
 """
     done = subprocess.run(

@@ -17,7 +17,7 @@ from loguru import logger
 from tests.training import FORKSERVER
 from trainyard.cli import main
 from trainyard.config.settings import TrainConfig
-from trainyard.environment import collect_environment, describe_cpu
+from trainyard.environment import THIS_CODE, collect_environment, describe_cpu, find_checkout
 from trainyard.errors import UserError
 from trainyard.runs.create import create_run
 from trainyard.runs.folder import find_latest_run, read_env, resolve_run, update_env
@@ -127,7 +127,7 @@ def test_uncommitted_changes_are_stored_as_a_patch_that_applies(tmp_path: Path, 
 
 def test_an_untracked_file_alone_makes_a_checkout_dirty(checkout: Path):
     (checkout / "new.py").touch()
-    assert collect_environment(code=checkout)["code"]["dirty"] is True
+    assert find_checkout(checkout)[0]["dirty"] is True
 
 
 def test_no_secret_from_the_environment_or_the_remote_reaches_the_run(tmp_path: Path, checkout: Path):
@@ -142,11 +142,11 @@ def test_no_secret_from_the_environment_or_the_remote_reaches_the_run(tmp_path: 
 
 def test_the_environment_of_the_process_is_not_read(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("SLURM_JOB_ID", "42")
-    assert collect_environment()["environ"] == {}
+    assert collect_environment({})["environ"] == {}
 
 
 def test_the_environment_record_contains_versions_and_machine():
-    found = collect_environment()
+    found = collect_environment(find_checkout(THIS_CODE)[0])
     assert found["versions"]["python"] == platform.python_version()
     assert {"torch", "h5py", "numpy", "hydra-core"} <= set(found["versions"])
     installed = {name: metadata.version(name) for name in found["versions"] if name != "python"}
@@ -183,7 +183,7 @@ def test_gpus_are_what_nvidia_smi_prints(tmp_path: Path, monkeypatch, script: st
         (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     expected = "; ".join(["NVIDIA H200, 570.1, 143771 MiB"] * 2) if recorded == ("; ",) else recorded
-    assert collect_environment(code=tmp_path)["machine"]["gpus"] == expected
+    assert collect_environment({})["machine"]["gpus"] == expected
 
 
 def test_updating_a_section_of_env_json_keeps_the_rest(tmp_path: Path):

@@ -37,7 +37,7 @@ NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
 THIS_CODE = Path(__file__).resolve().parent
 
 
-def collect_environment(environ: Mapping[str, str] = NO_VARIABLES, *, code: Path = THIS_CODE) -> dict[str, Any]:
+def collect_environment(checkout: Mapping[str, Any], environ: Mapping[str, str] = NO_VARIABLES) -> dict[str, Any]:
     """Return what a result depends on besides its configuration: versions, machine, GPUs, commit.
 
     Versions come from the metadata of installed distributions, without importing them; GPUs and the commit from
@@ -45,14 +45,9 @@ def collect_environment(environ: Mapping[str, str] = NO_VARIABLES, *, code: Path
     their URLs may contain a password. Takes up to a second on a machine with GPUs.
 
     Args:
+        checkout: as `find_checkout` describes it.
         environ: environment variables; a few known ones are recorded.
-        code: any folder of the git checkout whose state is recorded.
     """
-    return describe_environment(environ, find_checkout(code)[0])
-
-
-def describe_environment(environ: Mapping[str, str], checkout: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what `collect_environment` returns, given what `find_checkout` found."""
     return {
         "created": datetime.now(UTC).isoformat(timespec="microseconds"),
         "versions": _read_versions(),

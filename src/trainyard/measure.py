@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from trainyard.environment import collect_environment
+from trainyard.environment import THIS_CODE, collect_environment, find_checkout
 from trainyard.files import require_writable, write_atomically
 
 QUOTABLE_SPREAD = 0.1
@@ -48,7 +48,7 @@ def make_header(suite: str, options: Mapping[str, Any]) -> dict[str, Any]:
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join(["trainyard", *sys.argv[1:]]),
         "options": {name: str(value) if isinstance(value, Path) else value for name, value in options.items()},
-        "environment": collect_environment(),
+        "environment": collect_environment(find_checkout(THIS_CODE)[0]),
     }
 
 

@@ -11,7 +11,6 @@ import shlex
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -56,24 +55,6 @@ _STYLE = """<style>
 """
 
 
-@dataclass(frozen=True)
-class Entry:
-    """What the board shows of a run."""
-
-    name: str  # <job>/<run>
-    created: str
-    state: str
-    detail: str
-    progress: str  # steps
-    last_activity: float | None  # seconds since the epoch
-    newest: str  # evaluation
-    curve: list[tuple[float, float]]  # of the sparkline, in its pixels
-    curve_label: str
-    goodput: float | None
-    command: str  # to type next; "" if there is nothing to do
-    has_report: bool
-
-
 def write_board(root: Path) -> tuple[Path, int]:
     """Write `index.html` in the folder of all runs; return its path, and how many runs are active.
 
@@ -86,9 +67,9 @@ def write_board(root: Path) -> tuple[Path, int]:
         raise UserError(f"{root.absolute()}: {where}. Start one: trainyard run JOB (trainyard jobs lists them)")
     with exclusive_lock(root / _GUARD):  # of two writers, the later one has seen what the earlier one did
         statuses, note = read_statuses(runs)
-        entries = sorted(map(_describe, statuses), key=lambda entry: (entry.created, entry.name), reverse=True)
-        active = sum(entry.state in ACTIVE for entry in entries)
-        page = render_page(f"{len(runs):,} runs", _render(entries, note, root))
+        statuses.sort(key=_find_place, reverse=True)
+        active = sum(status.state in ACTIVE for status in statuses)
+        page = render_page(f"{len(runs):,} runs", _render(statuses, note, root))
         if active:
             page = page.replace("<title>", f'<meta http-equiv="refresh" content="{_RELOAD_S}">\n<title>', 1)
         write_atomically(root / PAGE, page.replace("</head>", f"{_STYLE}</head>", 1))
@@ -106,28 +87,8 @@ def update_board(run: Path) -> None:
         logger.warning("{}: not written again: {}: {}", root / PAGE, type(error).__name__, error)
 
 
-def _describe(status: Status) -> Entry:
-    problem = status.snapshot.damage
-    try:
-        lines, _ = read_thinned_metrics(status.run, most=_MOST_POINTS)
-    except UserError as error:
-        lines, problem = [], f"{problem} {error}".strip()
-    losses = [*_list_losses(lines)]
-    steps = "" if status.step is None else f"{status.step:,}"
-    return Entry(
-        name=format_run_name(status.run),
-        created=status.snapshot.created or estimate_creation_time(status.run),
-        state=status.state,
-        detail=problem or (status.detail if status.state not in (State.RUNNING, State.DONE) else ""),
-        progress=steps + (f" of {status.total_steps:,}" if status.total_steps is not None else ""),
-        last_activity=status.snapshot.last_activity,
-        newest=_format_newest(status, lines),
-        curve=_scale_curve(losses),
-        curve_label=f"training loss from {losses[0][1]:.3g} to {losses[-1][1]:.3g}" if losses else "",
-        goodput=compute_goodput(status),
-        command="" if status.state == State.DONE else suggest_command(status, format_run_name(status.run)),
-        has_report=(status.run / _REPORT).is_file(),
-    )
+def _find_place(status: Status) -> tuple[str, str]:
+    return status.snapshot.created or estimate_creation_time(status.run), format_run_name(status.run)
 
 
 def compute_goodput(status: Status) -> float | None:
@@ -143,17 +104,17 @@ def compute_goodput(status: Status) -> float | None:
     return min(1.0, float(known[-1]["train_s"]) / whole_s)  # times of events are whole seconds
 
 
-def _render(entries: Sequence[Entry], note: str, root: Path) -> str:
-    counts = Counter(entry.state for entry in entries)
+def _render(statuses: Sequence[Status], note: str, root: Path) -> str:
+    counts = Counter(status.state for status in statuses)
     summary = ", ".join(f"{counts[state]:,} {state}" for state in State if counts[state])
     now = time.time()
     written = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(now))
     flag = "" if root.name == _USUAL_ROOT else f" --runs {shlex.quote(str(root))}"
-    rows = "\n".join(_render_row(entry, flag, now) for entry in entries)
+    rows = "\n".join(_render_row(status, flag, now) for status in statuses)
     warning = f'<div class="note">{html.escape(note)}</div>' if note else ""
     head = "".join(f"<th>{name}</th>" for name in _COLUMNS)
     return (
-        f'<header><h1>{len(entries):,} runs</h1><p>{summary}</p><p class="soft">Written {written}. Newest first. '
+        f'<header><h1>{len(statuses):,} runs</h1><p>{summary}</p><p class="soft">Written {written}. Newest first. '
         f"Written again when a run ends; by hand: <code>trainyard board{html.escape(flag)}</code>, and each half "
         f"minute: <code>trainyard board --watch{html.escape(flag)}</code></p>{warning}</header>"
         f'<div class="scroll"><table class="board"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
@@ -164,19 +125,28 @@ _COLUMNS = ("run", "state", "step", "newest evaluation", "training loss", "goodp
 _USUAL_ROOT = "runs"  # the default of --runs
 
 
-def _render_row(entry: Entry, flag: str, now: float) -> str:
+def _render_row(status: Status, flag: str, now: float) -> str:
     """Render a run; `flag` is what commands need to find it."""
-    page = "/".join(map(quote, entry.name.split("/"))) + (f"/{_REPORT}" if entry.has_report else "/")
-    command = f"{entry.command}{flag}" if entry.command.startswith("trainyard ") else entry.command
-    goodput = "-" if entry.goodput is None else f"{entry.goodput:.0%}".replace("%", " %")
+    name, problem = format_run_name(status.run), status.snapshot.damage
+    try:
+        lines, _ = read_thinned_metrics(status.run, most=_MOST_POINTS)
+    except UserError as error:
+        lines, problem = [], f"{problem} {error}".strip()
+    detail = problem or (status.detail if status.state not in (State.RUNNING, State.DONE) else "")
+    page = "/".join(map(quote, name.split("/"))) + (f"/{_REPORT}" if (status.run / _REPORT).is_file() else "/")
+    command = "" if status.state == State.DONE else suggest_command(status, name)
+    command += flag if command.startswith("trainyard ") else ""
+    progress = "" if status.step is None else f"{status.step:,}"
+    progress += f" of {status.total_steps:,}" if status.total_steps is not None else ""
+    goodput = compute_goodput(status)
     cells = (
-        f'<a href="{page}">{_break_after(entry.name, "/")}</a>',
-        f'<span class="pill {_SHADES.get(entry.state, "")}">{html.escape(entry.state)}</span> '
-        f'<span class="soft">{html.escape(entry.detail)}</span>',
-        f'{html.escape(entry.progress)} <span class="soft when">{_format_activity(entry, now)}</span>',
-        html.escape(entry.newest),
-        _draw_sparkline(entry),
-        goodput,
+        f'<a href="{page}">{_break_after(name, "/")}</a>',
+        f'<span class="pill {_SHADES.get(status.state, "")}">{html.escape(status.state)}</span> '
+        f'<span class="soft">{html.escape(detail)}</span>',
+        f'{progress} <span class="soft when">{_format_activity(status, now)}</span>',
+        html.escape(_format_newest(status, lines)),
+        _draw_sparkline([*_list_losses(lines)]),
+        "-" if goodput is None else f"{goodput:.0%}".replace("%", " %"),
         f"<code>{_break_after(command, '/=')}</code>" if command else "",
     )
     return "<tr>" + "".join(f'<td data-name="{n}">{c}</td>' for n, c in zip(_COLUMNS, cells, strict=True)) + "</tr>"
@@ -187,13 +157,14 @@ def _break_after(text: str, marks: str) -> str:
     return "<wbr>".join(html.escape(part) for part in re.split(f"(?<=[{marks}])", text))
 
 
-def _format_activity(entry: Entry, now: float) -> str:
+def _format_activity(status: Status, now: float) -> str:
     """Say when a run was last active: of one that goes on, how long ago; else the time, which stays true."""
-    if entry.last_activity is None:
+    last = status.snapshot.last_activity
+    if last is None:
         return ""
-    if entry.state in ACTIVE:
-        return f"{format_duration(max(0.0, now - entry.last_activity))} ago"
-    return time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.last_activity))
+    if status.state in ACTIVE:
+        return f"{format_duration(max(0.0, now - last))} ago"
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(last))
 
 
 def _format_newest(status: Status, lines: Sequence[Line]) -> str:
@@ -218,28 +189,18 @@ def _list_losses(lines: Sequence[Line]) -> Iterator[tuple[int, float]]:
             seen = line["step"]
 
 
-def _scale_curve(points: Sequence[tuple[int, float]]) -> list[tuple[float, float]]:
-    """Return points all over a curve, in pixels of a sparkline; nothing of fewer than two."""
-    if len(points) < 2:
-        return []
-    if len(points) > _MOST_POINTS:
-        points = [points[i * (len(points) - 1) // (_MOST_POINTS - 1)] for i in range(_MOST_POINTS)]
+def _draw_sparkline(losses: Sequence[tuple[int, float]]) -> str:
+    """Draw points all over a curve as SVG, without axes; "-" of fewer than two."""
+    if len(losses) < 2:
+        return "-"
+    count = min(len(losses), _MOST_POINTS)
+    points = [losses[i * (len(losses) - 1) // (count - 1)] for i in range(count)]
     (first, _), (last, _) = points[0], points[-1]
     low, high = min(y for _, y in points), max(y for _, y in points)
-    return [
-        (
-            round(_WIDTH * (x - first) / (last - first), 1),
-            round(1 + (_HEIGHT - 2) * (high - y) / (high - low or 1), 1),
-        )
-        for x, y in points
-    ]
-
-
-def _draw_sparkline(entry: Entry) -> str:
-    if not entry.curve:
-        return "-"
-    places = " ".join(f"{x},{y}" for x, y in entry.curve)
-    label = html.escape(entry.curve_label)
+    xs = (round(_WIDTH * (x - first) / (last - first), 1) for x, _ in points)
+    ys = (round(1 + (_HEIGHT - 2) * (high - y) / (high - low or 1), 1) for _, y in points)
+    places = " ".join(f"{x},{y}" for x, y in zip(xs, ys, strict=True))
+    label = f"training loss from {losses[0][1]:.3g} to {losses[-1][1]:.3g}"
     return (
         f'<svg class="spark" viewBox="0 0 {_WIDTH} {_HEIGHT}" preserveAspectRatio="none" role="img" '
         f'aria-label="{label}"><title>{label}</title><polyline points="{places}"/></svg>'

@@ -11,7 +11,7 @@ from loguru import logger
 
 from trainyard.config.compose import freeze
 from trainyard.config.settings import TrainConfig
-from trainyard.environment import NO_VARIABLES, THIS_CODE, describe_environment, find_checkout
+from trainyard.environment import NO_VARIABLES, THIS_CODE, collect_environment, find_checkout
 from trainyard.errors import UserError
 from trainyard.files import create_common_folder, limit_writers, share_folder
 from trainyard.runs.folder import CONFIG, DIFF, check_name, write_env
@@ -45,7 +45,7 @@ def create_run(
     """
     check_name(name, of="run")
     checkout, diff = find_checkout(code)
-    record = describe_environment(environ, checkout)
+    record = collect_environment(checkout, environ)
     for folder in (root, root / config.job):
         create_common_folder(folder, group=group)
     temporary = root / config.job / f".new-{secrets.token_hex(8)}"

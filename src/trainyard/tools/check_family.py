@@ -1,6 +1,7 @@
 """Checks the contract of a family: what training, evaluation and prediction take for granted of its parts."""
 
 import importlib
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -128,13 +129,9 @@ def check_family(jobs_dir: Path, family: str, scratch: Path) -> Iterator[Result]
 
 def _find_place(error: BaseException, folder: Path) -> str:
     """Return the last line of the family's own code in a traceback, or else of any code."""
-    places = []
-    trace = error.__traceback__
-    while trace is not None:
-        places.append((Path(trace.tb_frame.f_code.co_filename), trace.tb_lineno))
-        trace = trace.tb_next
-    own = [place for place in places if place[0].is_relative_to(folder)] or places
-    return f"{own[-1][0]}:{own[-1][1]}"
+    frames = list(traceback.extract_tb(error.__traceback__))
+    own = [frame for frame in frames if Path(frame.filename).is_relative_to(folder)] or frames
+    return f"{own[-1].filename}:{own[-1].lineno}"
 
 
 def _expect(holds: object, message: str) -> None:
