@@ -49,7 +49,9 @@ def find_headline(story: RunStory) -> Headline:
         story.find_last_evaluation(split) for split in story.splits if split not in ("train", monitor.get("split"))
     ]
     line = next((line for line in tests if metric in line), None)
-    line = line or _find_final(story, metric) or (best[1] if best else story.evals[-1])
+    # Only final weights get intervals, or lose the draws for them.
+    final = (line for line in reversed(story.evals) if has_interval(line, metric) or _has_lost_draws(line))
+    line = line or next(final, None) or (best[1] if best else story.evals[-1])
     untrained = _find_untrained(story, metric, line)
     baseline = _find_baseline(monitor, line) or untrained
     parts = [f"on {line['split']}, {_name_weights(story, line)}", f"{_WORDS[mode]} is better"]
@@ -123,11 +125,6 @@ def _name_weights(story: RunStory, line: Line) -> str:
     chosen = (story.env.get("choices") or {}).get("final_weights")
     is_final = line is story.find_last_evaluation(str(line["split"])) and isinstance(chosen, Mapping)
     return f"weights of {chosen.get('value')}" if is_final and chosen else f"step {line['step']:,}"
-
-
-def _find_final(story: RunStory, metric: str) -> Line | None:
-    """Return the last evaluation with intervals, or without because draws were lost: only final weights get them."""
-    return next((line for line in reversed(story.evals) if has_interval(line, metric) or _has_lost_draws(line)), None)
 
 
 def _has_lost_draws(line: Line) -> bool:

@@ -10,12 +10,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from loguru import logger
 
 from trainyard.errors import UserError
 from trainyard.files import write_atomically
+from trainyard.report.figures import MARKERS, SERIES, Plot, draw_figure, make_slug
+from trainyard.report.html import render_gallery, render_page, render_section, render_table
 from trainyard.runs.changes import find_changes
 from trainyard.runs.events import (
     STARTS,
@@ -175,11 +177,8 @@ def format_results(results: Results) -> str:
     notices = [*_list_notices(results)]
     if notices:
         lines += ["", "not in the means:", *align_columns(notices)]
-    lines += [
-        "",
-        *align_columns([["" if i else "next:", command] for i, command in enumerate(_suggest_commands(results))]),
-    ]
-    return "\n".join(lines)
+    following = [["" if i else "next:", command] for i, command in enumerate(_suggest_commands(results))]
+    return "\n".join([*lines, "", *align_columns(following)])
 
 
 def write(results: Results) -> Path:
@@ -188,8 +187,6 @@ def write(results: Results) -> Path:
     Returns:
         The page, which needs no network and no other file.
     """
-    from trainyard.report.html import render_gallery, render_page, render_section, render_table
-
     folder = results.sweep.folder
     write_atomically(folder / TABLE, _encode_csv(results))
     plots = [*_draw_plots(results)]
@@ -198,8 +195,7 @@ def write(results: Results) -> Path:
         write_atomically(folder / PLOTS / f"{plot.name}.png", plot.png)
     rows = render_table(_build_header(results), [_build_cells(results, row) for row in results.rows])
     caption = f'<p class="soft">{html.escape(_write_caption(results))}</p>'
-    notices = [*_list_notices(results)]
-    excluded = render_table(["run", "why", "command"], notices, numbers=False) if notices else ""
+    excluded = render_table(["run", "why", "command"], [*_list_notices(results)], numbers=False)
     page = render_page(
         results.sweep.name,
         f"<header><h1>{html.escape(results.sweep.name)}</h1>"
@@ -224,9 +220,8 @@ def _read_outcome(element: Element, state: str) -> Outcome:
         logger.warning("{}", change)
     starts = [event for event in events if event["event"] in STARTS]
     monitor = Monitor(**starts[-1]["monitor"]) if starts else None
-    metrics = _collect_metrics(
-        [line for line in lines if line["kind"] == "eval"], monitor, finished=state == State.DONE
-    )
+    evals = [line for line in lines if line["kind"] == "eval"]
+    metrics = _collect_metrics(evals, monitor, finished=state == State.DONE)
     hours = _compute_hours(events, lines)
     return Outcome(element, state, monitor, metrics, hours["gpu"], hours["cpu"])
 
@@ -397,10 +392,8 @@ def _encode_csv(results: Results) -> str:
     return out.getvalue()
 
 
-def _draw_plots(results: Results) -> Iterator[Any]:
+def _draw_plots(results: Results) -> Iterator[Plot]:
     """Draw the metric over each option whose values are numbers: a point per seed, mean and interval."""
-    from trainyard.report.figures import Plot, draw_figure, make_slug
-
     if not results.splits:
         return
     split = results.splits[-1]
@@ -412,8 +405,6 @@ def _draw_plots(results: Results) -> Iterator[Any]:
 
 
 def _make_drawer(results: Results, axis: str, split: str) -> Callable[["Axes"], None]:
-    from trainyard.report.figures import MARKERS, SERIES
-
     series: dict[str, list[Row]] = {}
     for row in results.rows:
         if row.means:

@@ -96,7 +96,8 @@ def _advise(status: Status) -> str:
             return f"{resume} (with half the micro-batch)"
         case Cause.DEVICE_OOM:
             larger = f"{resume} --hw TYPE" if status.slurm_job_id else resume
-            size = _read_micro_batch_size(status.run)
+            tried = read_object(status.run / ENV_FILE).get("choices", {}).get("micro_batch_size", {})
+            size = int(tried.get("value", 1))  # 1: it ended before training
             smaller = f"micro_batch_size={size // 2}" if size > 1 else "gradient_checkpointing=true"
             return f"{larger} (with more memory), or start again with: {restart} {smaller}"
         case Cause.HOST_OOM:
@@ -119,9 +120,3 @@ def _advise(status: Status) -> str:
             return f"read the log, then: {resume}"
         case _:
             return resume
-
-
-def _read_micro_batch_size(run: Path) -> int:
-    """Return the micro-batch size that env.json records for the last attempt; 1 if it ended before training."""
-    choices = read_object(run / ENV_FILE).get("choices", {})
-    return int(choices.get("micro_batch_size", {}).get("value", 1))
