@@ -1,6 +1,7 @@
 """The report of a run: one HTML page with its plots, and a summary that fits a screen."""
 
 import html
+import itertools
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -244,7 +245,7 @@ def _render_time_table(story: RunStory) -> str:
 def _render_attempts(story: RunStory) -> str:
     starts = [i for i, event in enumerate(story.events) if event.get("event") in STARTS]
     rows = []
-    for number, (begin, end) in enumerate(zip(starts, [*starts[1:], len(story.events)], strict=True), start=1):
+    for number, (begin, end) in enumerate(itertools.pairwise([*starts, len(story.events)]), start=1):
         first, last = story.events[begin], story.events[end - 1]
         ending = next((event for event in story.events[begin:end] if event.get("event") in ENDS), None)
         rows.append(
