@@ -1,5 +1,6 @@
 """The board shows every run on one page, and pages are readable on a phone and a screen, in light and dark."""
 
+import itertools
 import json
 import re
 from contextlib import closing
@@ -15,6 +16,7 @@ from trainyard.cli import main
 from trainyard.errors import UserError
 from trainyard.report.board import compute_goodput, update_board, write_board
 from trainyard.report.run_page import write_report
+from trainyard.runs.events import read_metrics, read_sampled_metrics
 from trainyard.runs.folder import record_error, write_env
 from trainyard.runs.lock import RunLock
 from trainyard.runs.status import read_statuses
@@ -105,6 +107,25 @@ def test_a_folder_without_runs_has_no_board(tmp_path):
     with pytest.raises(UserError, match=r"nowhere: no such folder\. Of another one: trainyard board --runs FOLDER"):
         write_board(tmp_path / "nowhere")
     assert not (tmp_path / "nowhere").exists()
+
+
+def test_of_a_long_run_samples_are_read_and_its_newest_evaluations(tmp_path):
+    run = write_run(tmp_path, 1, steps=9000)
+    lines, sampled = read_metrics(run), read_sampled_metrics(run, most=60)
+    assert (run / "metrics.jsonl").stat().st_size > 5 * 2**17, "a file of which all is read proves nothing"
+    assert sampled[-2:] == lines[-2:] and [line["split"] for line in sampled[-2:]] == ["val", "test"]
+    steps = [line["step"] for line in sampled if line["kind"] == "train"]
+    assert steps == sorted(steps) and steps[0] < 200 and steps[-1] == 9000 and len(steps) <= 60
+    assert max(b - a for a, b in itertools.pairwise(steps)) < 1000, "the tail is 64 KiB"
+    (run / "metrics.jsonl").unlink()
+    assert read_sampled_metrics(run, most=60) == []
+
+
+def test_of_a_short_run_evenly_spaced_training_lines_and_all_evaluations_are_read(tmp_path):
+    run = write_run(tmp_path, 1, steps=200)
+    sampled = read_sampled_metrics(run, most=5)
+    assert [line["step"] for line in sampled if line["kind"] == "train"] == [1, 50, 100, 150, 200]
+    assert sampled[-2:] == read_metrics(run)[-2:]
 
 
 def read_rows(root: Path) -> dict[str, str]:

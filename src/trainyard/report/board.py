@@ -21,7 +21,7 @@ from trainyard.errors import UserError
 from trainyard.files import exclusive_lock, write_atomically
 from trainyard.report.html import render_page
 from trainyard.report.metric_values import format_metric
-from trainyard.runs.events import STARTS, Line, read_thinned_metrics
+from trainyard.runs.events import STARTS, Line, read_sampled_metrics
 from trainyard.runs.folder import estimate_creation_time, format_run_name, list_runs
 from trainyard.runs.history import parse_time
 from trainyard.runs.state import ACTIVE, State
@@ -129,7 +129,7 @@ def _render_row(status: Status, flag: str, now: float) -> str:
     """Render a run; `flag` is what commands need to find it."""
     name, problem = format_run_name(status.run), status.snapshot.damage
     try:
-        lines, _ = read_thinned_metrics(status.run, most=_MOST_POINTS)
+        lines = read_sampled_metrics(status.run, most=_MOST_POINTS)
     except UserError as error:
         lines, problem = [], f"{problem} {error}".strip()
     detail = problem or (status.detail if status.state not in (State.RUNNING, State.DONE) else "")
