@@ -24,7 +24,7 @@ from trainyard.data.shards import ShardSet
 from trainyard.errors import UserError
 from trainyard.hardware import Precision, get_gpu
 from trainyard.plan.memory import StepConfig, StepPrediction, choose_fit, find_cache, open_cache
-from trainyard.train.module import DataInfo, FakeTensorMode, TrainModule
+from trainyard.train.module import DataInfo, TrainModule
 from trainyard.train.precision import make_autocast
 from trainyard.train.run_context import TRAIN
 from trainyard.train.run_state import build_state, recompute_layers
@@ -32,7 +32,7 @@ from trainyard.train.step import TrainState
 from trainyard.train.step_memory import (
     VALUES_ARE_READ,
     cast_layers_as_on_gpu,
-    copy_without_values,
+    compute_without_values,
     list_axes,
     predict_step,
     read_template,
@@ -69,9 +69,9 @@ class Predictor:
         precision = Precision(setting.dtype, setting.dtype == "fp16", False, setting.channels_last, False, {})
         try:
             module = self._build_module(setting)
-            with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+            with compute_without_values(module) as copied:
                 step = predict_step(
-                    self._build_state(copy_without_values(module, fake), setting, precision),
+                    self._build_state(copied, setting, precision),
                     resize_batch(batch, samples=setting.micro_batch, axes=axes, channels_last=setting.channels_last),
                     micro_batches=2 if setting.accumulates else 1,
                     clip_grad_norm=self.config.clip_grad_norm,

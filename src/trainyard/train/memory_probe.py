@@ -31,7 +31,6 @@ from trainyard.errors import is_out_of_memory
 from trainyard.text import format_size
 from trainyard.train import distributed
 from trainyard.train.evaluate import predict_share
-from trainyard.train.module import FakeTensorMode
 from trainyard.train.out_of_memory import (
     EVALUATION,
     choose_smaller,
@@ -162,15 +161,15 @@ def _predict_on_host(context: RunContext, loader: Loader, autocast: Autocast) ->
 
 def _predict_step(context: RunContext, loader: Loader, autocast: Autocast) -> int:
     """Return the bytes that a step of this rank takes on the CPU besides what exists before it."""
-    from trainyard.train.step_memory import copy_without_values, list_axes, predict_step, read_template, resize_batch
+    from trainyard.train.step_memory import compute_without_values, list_axes, predict_step, read_template, resize_batch
 
     config, ids = context.config, context.splits[TRAIN]
     batch, axes = read_template(loader, ids), list_axes(context.data, ids, config.image)
     scaler = torch.amp.GradScaler("cpu", enabled=context.precision.loss_scaling)
     accumulates = context.world.world_size * context.micro_batch_size < config.global_batch_size
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with _restore_generators(context.device), allow_nondeterministic_operators(), fake:
-        state = build_state(copy_without_values(context.module, fake), config, scaler=scaler)
+    without_values = compute_without_values(context.module)
+    with _restore_generators(context.device), allow_nondeterministic_operators(), without_values as module:
+        state = build_state(module, config, scaler=scaler)
         largest = resize_batch(
             batch, samples=context.micro_batch_size, axes=axes, channels_last=context.precision.channels_last
         )

@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor as FakeTensor  # others import them here
-from torch._subclasses import FakeTensorMode as FakeTensorMode
+from torch._subclasses import FakeTensor
 
 from trainyard.data.shards import ShardSet
 from trainyard.data.store import has_inputs

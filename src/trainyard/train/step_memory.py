@@ -10,7 +10,7 @@ calls its module more than once, as one with several micro-batches does, and it 
 import copy
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -67,10 +67,12 @@ VALUES_ARE_READ = (DataDependentOutputException, DynamicOutputShapeException)
 Module = TypeVar("Module", bound=nn.Module)
 
 
-def copy_without_values(module: Module, fake: FakeTensorMode) -> Module:
-    """Return a copy of a module whose parameters and buffers have no values."""
-    tensors = chain(module.parameters(), module.buffers())
-    return copy.deepcopy(module, {id(tensor): fake.from_tensor(tensor) for tensor in tensors})
+@contextmanager
+def compute_without_values(module: Module) -> Iterator[Module]:
+    """Have tensors that are made in this context no values; yield such a copy of a module."""
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        tensors = chain(module.parameters(), module.buffers())
+        yield copy.deepcopy(module, {id(tensor): fake.from_tensor(tensor) for tensor in tensors})
 
 
 class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
