@@ -57,6 +57,38 @@ def list_modules(root: Path) -> dict[Path, str]:
     return {path: ".".join(short.with_suffix("").parts) for path, short in names.items()}
 
 
+OWN_SWITCHES = r"torch\.(backends|_dynamo\.config|utils\.deterministic)\.|sys\.(argv|path)$|threading\.excepthook$"
+"""What a library or Python offers to be set."""
+
+
+def list_patches(path: Path) -> list[str]:
+    """List what a file sets in modules that it imports, and what it hangs into Python's import machinery."""
+    tree, found = ast.parse(path.read_text()), []
+    imported = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            base = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            for alias in node.names:  # `import a.b` makes the name a, `import a.b as c` the name c
+                whole = alias.name if alias.asname or base else alias.name.partition(".")[0]
+                imported[alias.asname or whole] = base + whole
+
+    def name(node: ast.expr) -> str:
+        """Return the dotted name of an attribute of an imported module; "" for any other expression."""
+        if isinstance(node, ast.Attribute):
+            return f"{owner}.{node.attr}" if (owner := name(node.value)) else ""
+        return imported.get(node.id, "") if isinstance(node, ast.Name) else ""
+
+    for node in ast.walk(tree):
+        targets = node.targets if isinstance(node, ast.Assign | ast.Delete) else []
+        targets = [node.target] if isinstance(node, ast.AugAssign | ast.AnnAssign) else targets
+        found += [name(target) for target in targets if isinstance(target, ast.Attribute)]
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("setattr", "delattr"):
+            found.append(name(node.args[0]))
+        if isinstance(node, ast.Attribute) and node.attr in ("meta_path", "path_hooks"):
+            found.append(name(node))
+    return [module for module in found if module and not re.match(OWN_SWITCHES, module)]
+
+
 def find_circle(root: Path) -> list[str]:
     """Return modules each of which imports the next, the first of which is the last; none if there is no circle.
 
@@ -77,11 +109,15 @@ def find_circle(root: Path) -> list[str]:
 
 
 def find_violations(root: Path) -> list[str]:
-    """Describe every import to the right, of another job, of a private name, or of DALI outside its one file."""
+    """Describe every import to the right, of another job, of a private name, or of DALI outside its one file.
+
+    And whatever sets an attribute of a module that it imports: other people's modules are not patched.
+    """
     wrong = []
     for path, module in list_modules(root).items():
         short = path.relative_to(root / "src" if path.is_relative_to(root / "src") else root)
         here = find_layer(module)
+        wrong += [f"{short} patches {name}, which is not its own" for name in list_patches(path)]
         for name in list_imports(path, module):
             there = find_layer(name)
             if here and there and ORDER.index(there) > ORDER.index(here):
@@ -137,6 +173,17 @@ def test_imports_point_to_the_left():
         ),
         ("src/trainyard/launch/submit.py", "import argparse", "imports argparse: cli turns"),
         ("src/trainyard/cli/sweep.py", "from trainyard.runs.status import _build_row", "makes it private"),
+        (
+            "src/trainyard/train/step.py",
+            "import torch._dynamo as d; d.disable = lambda f: f",
+            "step.py patches torch._dynamo.disable",
+        ),
+        (
+            "src/trainyard/train/step.py",
+            "from scipy import optimize; setattr(optimize, 'minimize', None)",
+            "patches scipy.optimize",
+        ),
+        ("src/trainyard/cli/verb.py", "import sys; sys.meta_path.insert(0, None)", "patches sys.meta_path"),
     ],
 )
 def test_a_planted_violation_is_found(file, line, said, tmp_path):

@@ -160,7 +160,8 @@ def import_root(root: Path) -> str:
         return importlib.import_module(f"trainyard.{home.name}").__name__
     if not home.name.isidentifier():
         raise UserError(f"{home}: the folder's name must be a Python name, such as 'jobs'. Rename the folder.")
-    if home.name not in sys.modules or _leads_to(sys.modules[home.name], home):
+    known = sys.modules.get(home.name)
+    if known is None or _leads_to(known, home):
         parent = str(home.parent)
         sys.path[:] = [parent] + [entry for entry in sys.path if entry != parent]
         if _leads_to(importlib.import_module(home.name), home):

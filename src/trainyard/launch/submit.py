@@ -126,11 +126,11 @@ def render_batch_script(
     plan: Plan, runs: Sequence[Path], *, folder: Path, code: Code, parallel: int = 0, turn: Turn = AT_ONCE
 ) -> str:
     """Return the batch script that `submit` would submit."""
-    from submitit.slurm.slurm import _make_sbatch_string
+    from submitit.slurm import slurm as writer
 
     parameters = build_parameters(plan, runs, folder=folder, code=code, parallel=parallel, turn=turn)
     command = build_rank_command(build_python_command(plan), folder)
-    return _make_sbatch_string(command, folder, map_count=len(runs) if len(runs) > 1 else None, **parameters)
+    return writer._make_sbatch_string(command, folder, map_count=len(runs) if len(runs) > 1 else None, **parameters)
 
 
 @limit_writers()

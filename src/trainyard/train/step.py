@@ -292,7 +292,8 @@ def _put_back_buffers(copied: Sequence[tuple[list[Tensor], Tensor]], skipped: Te
     for buffers, before in copied:
         values = torch.where(skipped.bool(), before, _join(buffers))
         parts = values.split_with_sizes([buffer.numel() for buffer in buffers])
-        torch._foreach_copy_(buffers, [part.view(buffer.shape) for part, buffer in zip(parts, buffers, strict=True)])
+        for buffer, part in zip(buffers, parts, strict=True):
+            buffer.copy_(part.view(buffer.shape))
 
 
 def _join(tensors: list[Tensor]) -> Tensor:
@@ -303,11 +304,10 @@ def _join(tensors: list[Tensor]) -> Tensor:
 def _update_ema(ema: TrainModule, module: TrainModule, decay: float, skipped: Tensor) -> None:
     """Move averaged weights towards the current ones: ema += (1 - decay) * (w - ema); copy the buffers.
 
-    If `skipped` is 1, nothing moves. Takes memory for one more copy of the weights while it runs.
+    If `skipped` is 1, nothing moves.
     """
-    averaged: list[Tensor] = list(ema.parameters())
-    changes = torch._foreach_sub(list(module.parameters()), averaged)
-    torch._foreach_mul_(changes, (1 - decay) * (1 - skipped))
-    torch._foreach_add_(averaged, changes)
+    share = (1 - decay) * (1 - skipped)
+    for average, weight in zip(ema.parameters(), module.parameters(), strict=True):
+        average.add_((weight - average) * share)
     for target, source in zip(ema.buffers(), module.buffers(), strict=True):
         target.copy_(source)

@@ -3,8 +3,8 @@
 The real module, loss, backward pass and optimizer run, so what is saved for the backward pass, and when it is freed,
 is decided by the same code as in training. `LiveStorages` adds up the storages that are alive.
 
-torch has such a counter, torch.distributed._tools.mem_tracker.MemTracker. It is not used: it refuses a step that
-calls its module more than once, as one with several micro-batches does, and it knows nothing of averaged weights.
+torch has such a counter, MemTracker among the tools of torch.distributed. It is not used: it refuses a step that calls
+its module more than once, as one with several micro-batches does, and it knows nothing of averaged weights.
 """
 
 import copy
