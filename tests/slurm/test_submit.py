@@ -1,7 +1,6 @@
 """Submitting to a real Slurm: quickly, with any names that users choose, and with one message per mistake."""
 
 import os
-import resource
 import shlex
 import shutil
 import subprocess
@@ -59,7 +58,7 @@ def submit_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path, *words: o
     return capsys.readouterr().err
 
 
-def test_submitting_takes_less_than_1500_ms_of_cpu_time_and_loads_no_torch(lab, tmp_path):
+def test_submitting_loads_no_torch_and_reads_a_stored_prediction(lab, tmp_path):
     words = ["stripes", "--jobs", FAMILIES, "--runs", tmp_path / "runs", "--cluster", LAB_FILE, "--hw", "a5000"]
     code = (
         "import sys; from trainyard.cli import main; code = main(sys.argv[1:]); "
@@ -68,11 +67,8 @@ def test_submitting_takes_less_than_1500_ms_of_cpu_time_and_loads_no_torch(lab, 
     )
     environ = [f"--unset={name}" for name in os.environ.keys() - make_unmeasured_environ().keys()]
     environ.append(f"XDG_CACHE_HOME={tmp_path}")
-    took = []
     for extra in (["--no-plan"], [], []):
-        begin = _read_child_cpu_s()
         output = lab.run("env", *environ, sys.executable, "-c", code, "submit", *words, *extra, cwd=Path.cwd())
-        took.append(_read_child_cpu_s() - begin)
         assert "loaded []" in output
         job = next(line.split()[-1] for line in output.splitlines() if line.startswith("submitted"))
         lab.run("scancel", job)
@@ -82,12 +78,6 @@ def test_submitting_takes_less_than_1500_ms_of_cpu_time_and_loads_no_torch(lab, 
         store_plan(plan, {"XDG_CACHE_HOME": str(tmp_path)}, FAMILIES)
     recorded = [read_env(run)["choices"]["predicted_memory"]["value"] for run in runs]
     assert sorted(recorded) == ["13.00 GiB", "13.00 GiB", "not checked"]
-    assert min(took) < 1.5, took  # CPU time, and the fastest of three: the machine may be busy with other things
-
-
-def _read_child_cpu_s() -> float:
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime
 
 
 def test_spaces_and_quotes_in_a_folder_and_shell_code_in_a_value_are_plain_text(lab, tmp_path):
