@@ -58,7 +58,7 @@ def list_modules(root: Path) -> dict[Path, str]:
 
 
 OWN_SWITCHES = r"torch\.(backends|_dynamo\.config|utils\.deterministic)\.|sys\.(argv|path)$|threading\.excepthook$"
-"""What a library or Python offers to be set."""
+"""Settings that torch and Python document for others to change."""
 
 
 def list_patches(path: Path) -> list[str]:

@@ -13,7 +13,7 @@ from .network import Backbone, DenoisingQueries, Outputs, Predictions, encode_gr
 
 
 class EncoderDecoder(nn.Module):
-    """What DETR and Conditional DETR share: the encoder on the features of the last stage."""
+    """Encode the features of the last stage; the base of DETR and Conditional DETR."""
 
     backbone: Backbone
     input_proj: nn.Conv2d

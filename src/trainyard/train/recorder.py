@@ -158,7 +158,7 @@ _MOST_OF_A_STEP = 64  # lines: one of training, and one for each evaluated split
 
 
 def _has_line_end(path: Path, offset: int) -> bool:
-    """Tell whether a line ends at this byte of a file that is as long, and not at its start."""
+    """Return whether a line ends right before this byte, which is after the first and not beyond the end."""
     with path.open("rb") as file:
         file.seek(offset - 1)
         return file.read(1) == b"\n"
