@@ -21,15 +21,20 @@ RESIZED = {"input": {"kind": "input-raw", "height_px": 32, "width_px": 32, "chan
 
 def list_workers() -> list[int]:
     """Return the processes below this one that packing started."""
-    return [one for one in list_descendants(os.getpid()) if "spawn_main" in Path(f"/proc/{one}/cmdline").read_text()]
+    return [one for one in list_descendants(os.getpid()) if "spawn_main" in _read_process(one, "cmdline")]
+
+
+def _read_process(process: int, name: str) -> str:
+    """Return a file about a process (proc(5)); "" if the process has ended."""
+    try:
+        return Path(f"/proc/{process}/{name}").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
 
 
 def read_private_mib(process: int) -> float:
     """Return the memory that a process shares with no other (proc(5): smaps_rollup); 0 if it has ended."""
-    try:
-        lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
-    except (FileNotFoundError, ProcessLookupError):
-        return 0.0
+    lines = _read_process(process, "smaps_rollup").splitlines()
     return sum(int(line.split()[1]) for line in lines if line.startswith("Private_")) / 1024
 
 
@@ -40,7 +45,7 @@ def test_workers_share_what_resizing_loads_and_are_gone_when_packing_returns(tmp
     def look(done: int) -> None:
         for one in set(list_workers()) - before:
             private[one] = read_private_mib(one)
-            if "libtorch_cpu" in Path(f"/proc/{one}/maps").read_text():
+            if "libtorch_cpu" in _read_process(one, "maps"):
                 have_torch.add(one)
 
     data = {"image": encode_image(make_texture(0, 40, 40), "png")}
