@@ -101,6 +101,7 @@ def test_a_family_that_predicts_does_so_from_a_checkpoint_alone(family, cache, t
         return
     assert len(lines) == len(samples) * (len(samples) - 1) // 2 > 45
     check_embeddings(run, raw, lines, tmp_path, capsys)
+    check_matcher(run, raw, tmp_path / "all.safetensors", capsys, has_matcher=bool(kind.matcher))
 
 
 def check_evaluation(run: Path, raw: Path, capsys) -> None:
@@ -185,6 +186,30 @@ def check_embeddings(run: Path, raw: Path, pairs: list[dict[str, str]], out: Pat
     write_embeddings(out / "b.safetensors", [found.vectors], found.keys, identities=None, metadata={CHECKPOINT: "0"})
     assert main(["search", str(run), str(out / "b.safetensors"), str(path), "--jobs", str(JOBS)]) == 2
     assert f"Embed the files again: trainyard embed {run} FOLDER" in capsys.readouterr().err
+
+
+def check_matcher(run: Path, raw: Path, gallery: Path, capsys, *, has_matcher: bool) -> None:
+    """Check that a search that the matcher orders prints the scores of `compare --matcher`, best first."""
+    keys = open_embeddings(gallery).keys
+    probe = raw / keys[0]
+    compared = ["compare", str(run), str(probe), str(raw / keys[1]), "--matcher", "--fmr", "0.5", "--jobs", str(JOBS)]
+    searched = ["search", str(run), str(probe), str(gallery), "--rerank", "6", "--top", "2", "--jobs", str(JOBS)]
+    if not has_matcher:
+        for words in (compared, [*searched, "--files", str(raw)]):
+            assert main(words) == 2 and "has no matcher" in capsys.readouterr().err
+        return
+    assert main(searched) == 2 and "--files FOLDER belong together" in capsys.readouterr().err
+    assert main([*searched, "--files", str(probe)]) == 2
+    assert f"--files {probe}: has no '" in capsys.readouterr().err
+    assert main([*searched, "--files", str(raw)]) == 0
+    first, second = (line.split() for line in capsys.readouterr().out.splitlines()[2:4])
+    assert first[1:3] == ["1", keys[0]] and second[1] == "2" and float(first[3]) > float(second[3])
+    compared[3] = str(raw / second[2])
+    assert main(compared) == 0
+    shown = capsys.readouterr().out
+    assert float(shown.split()[1]) == pytest.approx(float(second[3]), abs=1e-5) and "of the evaluation " in shown
+    shutil.rmtree(run / "evaluations")
+    assert main(compared) == 2 and f"trainyard evaluate {run} FOLDER" in capsys.readouterr().err
 
 
 @pytest.mark.slow

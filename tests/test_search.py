@@ -10,7 +10,7 @@ import pytest
 
 from trainyard import scoring
 from trainyard.errors import UserError
-from trainyard.runs.pair_scores import read_pair_scores, write_pair_scores
+from trainyard.runs.pair_scores import FILE, read_validation_scores, write_pair_scores
 from trainyard.runs.tensor_file import TensorFileError, create_tensor_file, map_tensor_file
 from trainyard.tools import nearest as search_code
 from trainyard.tools.embed import read_identities
@@ -264,14 +264,14 @@ def test_in_a_search_of_itself_a_sample_without_another_of_its_identity_is_not_m
 def write_scores(run, **changes):
     rng = np.random.default_rng(0)
     scores = {"genuine": rng.normal(0.6, 0.2, 500), "twin": rng.normal(0.3, 0.2, 3_000), "random": rng.random(50)}
-    write_pair_scores(run, scores | changes, step=12, precision="fp32")
+    write_pair_scores(run / FILE, scores | changes, step=12, precision="fp32")
     return scores
 
 
 @pytest.mark.parametrize("fmr", [0.001, 0.00123, 0.01, 0.1, 0.5])
 def test_the_threshold_of_a_run_accepts_at_most_that_share_of_its_impostors(tmp_path, fmr):
     impostor = np.sort(write_scores(tmp_path)["twin"].astype(np.float32).astype(np.float64))
-    recorded = read_pair_scores(tmp_path, step=12, kind="")
+    recorded = read_validation_scores(tmp_path, step=12, kind="")
     point = recorded.find_point(fmr, command="")
     assert recorded.kind == "twin" and np.mean(impostor >= point.threshold) == point.fmr <= fmr
     assert np.mean(impostor >= impostor[impostor < point.threshold][-1]) > fmr, "a lower one accepts too many"
@@ -279,7 +279,7 @@ def test_the_threshold_of_a_run_accepts_at_most_that_share_of_its_impostors(tmp_
 
 def test_a_rate_that_the_impostors_cannot_support_is_refused_with_one_that_they_can(tmp_path):
     write_scores(tmp_path)
-    recorded = read_pair_scores(tmp_path, step=12, kind="random")
+    recorded = read_validation_scores(tmp_path, step=12, kind="random")
     with pytest.raises(
         UserError, match=r"the 50 impostor trials \(random\).* below 3/50 = 0\.06.* type C --fmr 0\.06$"
     ):
@@ -290,17 +290,17 @@ def test_a_rate_that_the_impostors_cannot_support_is_refused_with_one_that_they_
             recorded.find_point(wrong, command="C")
     write_scores(tmp_path, twin=np.ones(3_000), genuine=np.ones(3))
     with pytest.raises(UserError, match="no threshold has this rate"):
-        read_pair_scores(tmp_path, step=12, kind="").find_point(0.01, command="C")
+        read_validation_scores(tmp_path, step=12, kind="").find_point(0.01, command="C")
 
 
 def test_scores_of_other_weights_or_none_are_refused_with_what_to_type(tmp_path):
     with pytest.raises(UserError, match=f"holds no scores .* writes them: trainyard resume {tmp_path}"):
-        read_pair_scores(tmp_path, step=12, kind="")
+        read_validation_scores(tmp_path, step=12, kind="")
     write_scores(tmp_path)
     with pytest.raises(UserError, match="of the weights of step 12, and the weights in use are of step 13"):
-        read_pair_scores(tmp_path, step=13, kind="")
+        read_validation_scores(tmp_path, step=13, kind="")
     with pytest.raises(UserError, match="--impostors triplet: this run has twin, random"):
-        read_pair_scores(tmp_path, step=12, kind="triplet")
+        read_validation_scores(tmp_path, step=12, kind="triplet")
 
 
 def test_the_rule_of_three_is_the_limit_without_an_error():

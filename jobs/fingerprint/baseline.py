@@ -9,7 +9,6 @@ from math import radians
 
 import numpy as np
 import torch
-from loguru import logger
 from numpy.typing import NDArray
 from PIL import Image
 from scipy import ndimage  # type: ignore[import-untyped]
@@ -17,65 +16,13 @@ from torch import Tensor
 from torch.nn import functional
 from tqdm import tqdm
 
-from trainyard import scoring
-from trainyard.report.score_figures import decode_image
-from trainyard.train.module import SampleSource
-
-from .pairs import number_fingers, subsample_fingers
-
 DPI, SIDE_PX = 250, 256  # half of the usual resolution: a ridge has about 4.5 px
 BAND = (1 / 12, 1 / 3)  # cycles per pixel
 ANGLES_DEG = tuple(range(-24, 25, 4))
 BLUR_PX = 8.0  # of the local mean and contrast
-MOST_PRINTS_PAIRS = 140_000  # cross-finger pairs of the prints that are read; of more, fingers are skipped evenly
 PAIRS_AT_ONCE = 8
 
 Floats = NDArray[np.float32]
-
-
-def correlate_prints(
-    evaluated: SampleSource, *, most: int, device: torch.device
-) -> tuple[scoring.Pairs, NDArray[np.bool_]]:
-    """Score pairs of prints without a model: the highest peak over shifts and rotations, about 0..1.
-
-    All genuine pairs, all of the FVC protocol and all cross-finger pairs are scored, up to `most` of each kind, of
-    more a fixed random part. Costs 13 Fourier transforms of 256 x 256 per pair.
-
-    Returns:
-        The pairs, and (I,) bool: which impostor pairs belong to the FVC protocol, as `pairs.score_pairs`.
-    """
-    columns = evaluated.data.columns
-    kept = evaluated.ids[subsample_fingers(columns["finger"][evaluated.ids], MOST_PRINTS_PAIRS)]
-    identity, is_first = number_fingers(columns["finger"][kept], columns["impression"][kept])
-    one, other = choose_pairs(identity, is_first, most=most)
-    records, dpi = evaluated.data.read("image", kept), columns["dpi"][kept].astype(np.float64)
-    images = [np.atleast_3d(decode_image(record))[..., 0] for record in records]
-    if evaluated.data.has_inputs:
-        dpi *= len(images[0]) / columns["box_height"][kept]
-        logger.info(
-            "BLPOC reads these prints as packing.store left them, at {:.0f} dpi; with packing.store=keep, as files",
-            dpi[0],
-        )
-    prints = np.stack([normalise_print(image, dots) for image, dots in zip(images, dpi.tolist(), strict=True)])
-    score = correlate_pairs(torch.from_numpy(prints).to(device), one, other)
-    same = identity[one] == identity[other]
-    pairs = scoring.Pairs(
-        score[same], score[~same], identity[one[same]], np.stack([identity[one[~same]], identity[other[~same]]], axis=1)
-    )
-    return pairs, (is_first[one] & is_first[other])[~same]
-
-
-def choose_pairs(
-    identity: np.ndarray, is_first: np.ndarray, *, most: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the indices of the pairs to score, (P,) each: at most `most` of each kind, drawn with a fixed seed."""
-    one, other = np.triu_indices(len(identity), 1)
-    same = identity[one] == identity[other]
-    kinds = (same, ~same & is_first[one] & is_first[other], ~same)
-    generator = np.random.default_rng(0)
-    drawn = [generator.permutation(np.flatnonzero(kind))[:most] for kind in kinds]
-    chosen = np.unique(np.concatenate(drawn))
-    return one[chosen], other[chosen]
 
 
 def normalise_print(gray: NDArray[np.uint8], dpi: float) -> Floats:

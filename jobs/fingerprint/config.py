@@ -87,7 +87,7 @@ class EvaluationSettings:
     )
     baseline_pairs: int = option(
         4_000,
-        "`trainyard evaluate`: most pairs of each kind that the baseline compares; each takes milliseconds",
+        "`trainyard evaluate`: most pairs of each kind that BLPOC (milliseconds) and the matcher (30 ms) compare",
         low=1,
     )
 

@@ -12,7 +12,7 @@ from trainyard import scoring
 from trainyard.config.duration import Duration
 from trainyard.errors import UserError
 from trainyard.report import score_figures
-from trainyard.train.module import Batch, DataInfo, Rows, SampleSource, Signature, TrainModule
+from trainyard.train.module import BaselineScore, Batch, DataInfo, Rows, SampleSource, Signature, TrainModule
 
 from .class_sampling import compute_sampled_cosines, draw_classes
 from .config import Config
@@ -76,6 +76,7 @@ class FingerprintModule(TrainModule):
     identity_column = "finger"
     baseline = ("chance", 0.5)
     reads_noise = False
+    matcher = "matcher"
     training_only = ("class_of_code", "directions", "centres.")
 
     def __init__(self, network: DeepPrintTex, config: Config, data: DataInfo) -> None:
@@ -160,13 +161,22 @@ class FingerprintModule(TrainModule):
 
     def score_baselines(
         self, rows: Rows, evaluated: SampleSource, open_training: Callable[[], SampleSource]
-    ) -> dict[str, dict[str, float]]:
-        """Return the metrics of band-limited phase-only correlation, which learns nothing."""
-        from .baseline import correlate_prints
+    ) -> dict[str, BaselineScore]:
+        """Return what band-limited phase-only correlation and the matcher get, which learn nothing."""
+        from .untrained import score_untrained
 
-        pairs, is_fvc = correlate_prints(evaluated, most=self.evaluation.baseline_pairs, device=self.directions.device)
-        intervals = compute_pair_intervals(pairs, is_fvc, draws=self.evaluation.bootstrap_draws)
-        return {"BLPOC": compute_pair_metrics(pairs, is_fvc) | intervals}
+        scored = score_untrained(evaluated, most=self.evaluation.baseline_pairs, device=self.directions.device)
+        found = {}
+        for name, (pairs, is_fvc) in scored.items():
+            intervals = compute_pair_intervals(pairs, is_fvc, draws=self.evaluation.bootstrap_draws)
+            found[name] = BaselineScore(compute_pair_metrics(pairs, is_fvc) | intervals, _split_kinds(pairs, is_fvc))
+        return found
+
+    def match_samples(self, data: DataInfo, one: np.ndarray, other: np.ndarray) -> np.ndarray:
+        """Return the matcher's scores of pairs of prints: about 0 of two fingers, see `matching`."""
+        from .untrained import match_samples
+
+        return match_samples(data, one, other, device=self.directions.device)
 
     def select_embeddings(self, rows: Rows) -> np.ndarray:
         """Return the embeddings, which are compared by their cosine."""
@@ -174,8 +184,7 @@ class FingerprintModule(TrainModule):
 
     def select_pair_scores(self, rows: Rows) -> dict[str, np.ndarray]:
         """Return the scores of genuine pairs, of all cross-finger pairs, and of those of the FVC protocol."""
-        pairs, is_fvc = self._score_subsample(rows)
-        return {"genuine": pairs.genuine, "all_pairs": pairs.impostor, "fvc": pairs.impostor[is_fvc]}
+        return _split_kinds(*self._score_subsample(rows))
 
     def _score_subsample(self, rows: Rows) -> tuple[scoring.Pairs, np.ndarray]:
         kept = subsample_fingers(rows["finger"], self.evaluation.impostors_max)
@@ -225,6 +234,10 @@ class FingerprintModule(TrainModule):
         for group in groups:
             group["params"] = [p for p in cast(list[nn.Parameter], group["params"]) if p is not centres]
         return groups + [{"params": [centres], "weight_decay": 0.0}]
+
+
+def _split_kinds(pairs: scoring.Pairs, is_fvc: np.ndarray) -> dict[str, np.ndarray]:
+    return {"genuine": pairs.genuine, "all_pairs": pairs.impostor, "fvc": pairs.impostor[is_fvc]}
 
 
 class CentreLoss(nn.Module):

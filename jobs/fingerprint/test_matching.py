@@ -9,7 +9,7 @@ from scipy import ndimage  # type: ignore[import-untyped]
 
 from .baseline import SIDE_PX
 from .matching import Prints, enhance_print, index_prints, match_pairs, prepare_prints
-from .matching.fields import BLOCK_PX, BLOCKS, STEP_PX, grow_fields
+from .matching.fields import BLOCK_PX, BLOCKS, STEP_PX, FieldGrower
 from .matching.poses import POSES, find_poses
 from .synthesis import generate_impressions
 
@@ -68,7 +68,8 @@ def test_the_field_follows_a_smooth_distortion() -> None:
     bent = np.stack([ridges, bend(ridges)]), np.stack([mask, bend(mask).round()])
     prints = index_prints(*map(torch.from_numpy, bent))
     poses = find_poses(prints, np.array([0]), np.array([1]))
-    field = grow_fields(prints, torch.zeros(POSES, dtype=torch.int64), torch.ones(POSES, dtype=torch.int64), poses)
+    one, other = torch.zeros(POSES, dtype=torch.int64), torch.ones(POSES, dtype=torch.int64)
+    field = FieldGrower(prints, one, other, poses).grow(torch.ones(POSES, dtype=torch.bool))
     best = int(field.sum_agreement().argmax())
     accepted = field.accepted_BIJ[best].numpy()
     assert accepted.sum() > 200, "a print of this size has about 350 blocks"

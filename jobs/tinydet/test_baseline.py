@@ -42,7 +42,7 @@ def test_published_classes_with_random_weights_are_scored_on_the_same_samples(
     found = module.score_baselines({}, evaluated, open_nothing)
     assert torch.equal(torch.get_rng_state(), state), "nothing random of the run moves"
     assert list(found) == ["untrained Deformable DETR (transformers)", "untrained FCOS (torchvision)"]
-    assert all(0 <= metrics["ap"] < 0.5 and "ar_1500" in metrics for metrics in found.values())
+    assert all(0 <= one.metrics["ap"] < 0.5 and "ar_1500" in one.metrics for one in found.values())
     assert module.score_baselines({}, evaluated, open_nothing) == found, "the same weights each time"
 
 

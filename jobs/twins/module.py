@@ -13,7 +13,16 @@ from torch.nn import functional
 from trainyard import scoring
 from trainyard.errors import UserError
 from trainyard.report import score_figures
-from trainyard.train.module import AdaptedWeights, Batch, DataInfo, Rows, SampleSource, Signature, TrainModule
+from trainyard.train.module import (
+    AdaptedWeights,
+    BaselineScore,
+    Batch,
+    DataInfo,
+    Rows,
+    SampleSource,
+    Signature,
+    TrainModule,
+)
 
 from . import protocol
 from .config import Config
@@ -197,7 +206,7 @@ class TwinsModule(TrainModule):
 
     def score_baselines(
         self, rows: Rows, evaluated: SampleSource, open_training: Callable[[], SampleSource]
-    ) -> dict[str, dict[str, float]]:
+    ) -> dict[str, BaselineScore]:
         """Return the metrics of raw pixels, and of the self-attention branch alone if the model has another.
 
         Without accuracy and hard twins: the threshold and the median of the validation set are the whole model's.
@@ -210,7 +219,8 @@ class TwinsModule(TrainModule):
         for name, embedding in embeddings.items():
             scores = self.evaluation_set.score_pairs(embedding, evaluated.ids)
             metrics = _compute_metrics(scores, threshold=math.inf, hard_twin=math.inf)
-            found[name] = metrics | _compute_intervals(scores, hard_twin=math.inf, draws=self.draws)
+            intervals = _compute_intervals(scores, hard_twin=math.inf, draws=self.draws)
+            found[name] = BaselineScore(metrics | intervals, self._split_kinds(scores))
         return found
 
     def select_embeddings(self, rows: Rows) -> np.ndarray:
@@ -219,7 +229,9 @@ class TwinsModule(TrainModule):
 
     def select_pair_scores(self, rows: Rows) -> dict[str, np.ndarray]:
         """Return the scores of pairs of one person, and of each kind of impostor; first the kind that decides."""
-        scores = self.evaluation_set.score_pairs(rows["embedding"], rows["sample_id"])
+        return self._split_kinds(self.evaluation_set.score_pairs(rows["embedding"], rows["sample_id"]))
+
+    def _split_kinds(self, scores: protocol.Scores) -> dict[str, np.ndarray]:
         decides = self.evaluation_set.deciding_impostor
         kinds = [decides, protocol.TWIN + protocol.RANDOM - decides]
         found = {protocol.KINDS[kind]: scores.select_kinds(kind).score for kind in kinds}

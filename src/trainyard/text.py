@@ -1,6 +1,7 @@
 """Text for people: durations, sizes, columns, lists of names, the nearest match for a wrong name."""
 
 import difflib
+import re
 from collections.abc import Iterable, Sequence
 
 SCREEN_WIDTH = 120
@@ -36,6 +37,11 @@ def align_columns(rows: Sequence[Sequence[str]], *, indent: str = "", width: int
     padded = ([cell.ljust(wide) for cell, wide in zip(row, widths, strict=True)] for row in rows)
     lines = [f"{indent}{'  '.join(row)}".rstrip() for row in padded]
     return lines if width is None else [cut(line, width) for line in lines]
+
+
+def make_slug(text: str) -> str:
+    """Return the text as a part of a file's name."""
+    return re.sub(r"[^\w.-]+", "_", text)
 
 
 def cut(text: str, width: int) -> str:

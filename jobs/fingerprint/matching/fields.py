@@ -22,9 +22,8 @@ LEAST_COVER = 0.6  # share of a block inside of the print that is compared
 LEAST_HIT = 0.5  # share of its counterpart inside of the other print
 BEHIND = 0.05  # blocks this much worse than the best candidate of their problem are accepted with it
 CANDIDATES = 8  # blocks that may be a seed
-SEEDS = 2  # of each pose, one after the other
-SEED_STEP = 2  # blocks between those that are tried as a seed
-SEED_REACH_PX = 5
+SEED_STEP = 3  # blocks between those that are tried as a seed
+SEED_REACH_PX = 3
 UNEVEN_PX = 4.0  # at this distance from the affine map a block counts for 0.6
 EVALUATED = 256  # blocks at once: they fit the cache
 
@@ -57,57 +56,65 @@ class Field:
         )
 
 
-def grow_fields(prints: Prints, one_B: Tensor, other_B: Tensor, poses: Poses) -> Field:
-    """Grow a displacement field from the block that agrees best under each pose.
+class FieldGrower:
+    """Grows a displacement field for each problem, from a block that agrees well under its pose.
 
     In each round all blocks next to accepted ones are predicted by the mean of their accepted neighbours and looked for
     within 2 px, by the correlation normalised by energy (NCC) under a Hann window; the best of each problem, and those
     almost as good, are accepted. So ridges lead across noise, not the reverse. A problem is over when no candidate
     reaches 0.45.
+
+    Attributes:
+        seed_B: mean correlation of the eight blocks that agree best near to each pose, before anything is grown.
     """
-    compare = _Comparison(prints, one_B, other_B, poses)
-    place_BC, moved_BC2, ncc_BC = _choose_seeds(compare)
-    best = _grow_from(compare, place_BC[:, 0], moved_BC2[:, 0], ncc_BC[:, 0])
-    used_BIJ = best.accepted_BIJ
-    for _ in range(1, SEEDS):
-        free_BC = ncc_BC.masked_fill(used_BIJ.flatten(1).gather(1, place_BC), 0)
-        ncc_B, c = free_BC.max(dim=1)
+
+    def __init__(self, prints: Prints, one_B: Tensor, other_B: Tensor, poses: Poses) -> None:
+        self._prints, self._poses = prints, poses
+        self._compare = _Comparison(prints, one_B, other_B, poses)
+        self._place_BC, self._moved_BC2, self._ncc_BC = _choose_seeds(self._compare)
+        self.seed_B = self._ncc_BC.mean(dim=1)
+
+    def grow(self, wanted_B: Tensor) -> Field:
+        """Return the fields from the blocks that agree best; those not wanted stay empty."""
+        ncc_B = self._ncc_BC[:, 0] * wanted_B
+        return _grow_from(self._compare, self._place_BC[:, 0], self._moved_BC2[:, 0], ncc_B)
+
+    def grow_elsewhere(self, field: Field, wanted_B: Tensor) -> Field:
+        """Return fields of which those wanted are from the best block outside of `field`, where that agrees more."""
+        taken_BC = field.accepted_BIJ.flatten(1).gather(1, self._place_BC) | ~wanted_B[:, None]
+        ncc_B, c = self._ncc_BC.masked_fill(taken_BC, 0).max(dim=1)
         at = torch.arange(len(c), device=c.device)
-        field = _grow_from(compare, place_BC[at, c], moved_BC2[at, c], ncc_B)
-        used_BIJ = used_BIJ | field.accepted_BIJ
-        best = best.take_better(field)
-    return best
+        return field.take_better(_grow_from(self._compare, self._place_BC[at, c], self._moved_BC2[at, c], ncc_B))
 
+    def measure_agreement(self, field: Field) -> Tensor:
+        """Return how much of the possible overlap agrees, and how much of it moves evenly, (B, 2); 0 of empty fields.
 
-def measure_agreement(prints: Prints, one_B: Tensor, other_B: Tensor, poses: Poses, field: Field) -> Tensor:
-    """Return how much of the possible overlap agrees, and how much of it moves evenly, (B, 2).
-
-    The possible overlap is the blocks whose counterpart, by an affine map fitted to the accepted ones, is inside of
-    the posed print. The agreement is the sum over accepted blocks of their correlation above 0.4, relative to the
-    overlap. The second value is relative to the root of the overlap, which favours large ones, and counts a block less
-    the further it is from the affine map: fields that grow between two fingers wander.
-    """
-    compare = _Comparison(prints, one_B, other_B, poses)
-    accepted_BG = field.accepted_BIJ.flatten(1)
-    count_B = accepted_BG.sum(dim=1)
-    grid = torch.arange(BLOCKS, device=one_B.device, dtype=torch.float32) - (BLOCKS - 1) / 2
-    grid_i, grid_j = (x.flatten() for x in torch.meshgrid(grid, grid, indexing="ij"))
-    basis_G3 = torch.stack([torch.ones_like(grid_i), grid_i, grid_j], dim=1)
-    weighted = accepted_BG[:, :, None] * basis_G3
-    ridge = torch.diag(torch.tensor([1e-3, 30.0, 30.0], device=one_B.device))
-    normal_B33 = (weighted.transpose(1, 2) @ basis_G3 + ridge).double()
-    right_B32 = (weighted.transpose(1, 2) @ field.moved_BIJ2.flatten(1, 2)).double()
-    affine_BG2 = basis_G3 @ torch.linalg.solve(normal_B33, right_B32).float()
-    problem = torch.arange(len(one_B), device=one_B.device).repeat_interleave(BLOCKS**2)
-    corner_G2 = (basis_G3[:, 1:] + (BLOCKS - 1) / 2) * STEP_PX + (BLOCK_PX / 2 - 0.5)
-    place = (corner_G2 + affine_BG2 + poses.shift_B2[:, None]).flatten(0, 1)
-    hit_BG = compare.look_up(prints.cover_NCC, problem, place).view(len(one_B), -1)
-    possible_B = ((hit_BG > LEAST_HIT) & compare.inside_BIJ.flatten(1)).sum(dim=1)
-    possible_B = torch.maximum(possible_B, count_B).clamp(min=10) + 20
-    off_BG = (field.moved_BIJ2.flatten(1, 2) - affine_BG2).square().sum(dim=2)
-    gain_BG = (field.ncc_BIJ.flatten(1) - 0.4).clamp(min=0)
-    even_B = (gain_BG * torch.exp(-off_BG / (2 * UNEVEN_PX**2))).sum(dim=1)
-    return torch.stack([gain_BG.sum(dim=1) / possible_B, even_B / possible_B.sqrt()], dim=1)
+        The possible overlap is the blocks whose counterpart, by an affine map fitted to the accepted ones, is inside of
+        the posed print. The agreement is the sum over accepted blocks of their correlation above 0.4, relative to the
+        overlap. The second value is relative to the root of the overlap, which favours large ones, and counts a block
+        less the further it is from the affine map: fields that grow between two fingers wander.
+        """
+        agreement_B2 = torch.zeros(len(field.ncc_BIJ), 2, device=field.ncc_BIJ.device)
+        problem_L = field.accepted_BIJ.flatten(1).any(dim=1).nonzero()[:, 0]
+        accepted_LG, moved_LG2 = field.accepted_BIJ[problem_L].flatten(1), field.moved_BIJ2[problem_L].flatten(1, 2)
+        place_G2 = torch.cartesian_prod(*[torch.arange(BLOCKS, device=problem_L.device, dtype=torch.float32)] * 2)
+        basis_G3 = functional.pad(place_G2 - (BLOCKS - 1) / 2, (1, 0), value=1.0).double()
+        weighted_LG3 = accepted_LG[:, :, None] * basis_G3  # halves: sums are exact in float64, in whatever order
+        ridge_33 = torch.diag(torch.tensor([1e-3, 30.0, 30.0], dtype=torch.float64, device=problem_L.device))
+        normal_L33 = weighted_LG3.transpose(1, 2) @ basis_G3 + ridge_33
+        right_L32 = weighted_LG3.transpose(1, 2) @ moved_LG2.double()
+        affine_L132 = torch.linalg.solve(normal_L33, right_L32)[:, None]
+        affine_LG2 = (basis_G3[:, :, None] * affine_L132).sum(dim=2).float()
+        middle_G2 = place_G2 * STEP_PX + (BLOCK_PX / 2 - 0.5)
+        at_LG2 = middle_G2 + affine_LG2 + self._poses.shift_B2[problem_L, None]
+        hit_LG = self._compare.look_up(self._prints.cover_NCC, problem_L[:, None], at_LG2)
+        possible_L = ((hit_LG > LEAST_HIT) & self._compare.inside_BIJ[problem_L].flatten(1)).sum(dim=1)
+        possible_L = torch.maximum(possible_L, accepted_LG.sum(dim=1)).clamp(min=10) + 20
+        off_LG = (moved_LG2 - affine_LG2).square().sum(dim=2)
+        gain_LG = (field.ncc_BIJ[problem_L].flatten(1) - 0.4).clamp(min=0)
+        even_L = (gain_LG * torch.exp(-off_LG / (2 * UNEVEN_PX**2))).sum(dim=1)
+        agreement_B2[problem_L] = torch.stack([gain_LG.sum(dim=1) / possible_L, even_L / possible_L.sqrt()], dim=1)
+        return agreement_B2
 
 
 def _grow_from(compare: "_Comparison", seed_B: Tensor, moved_B2: Tensor, ncc_B: Tensor) -> Field:
@@ -200,10 +207,10 @@ class _Comparison:
         self.blocks_NIJHW = prints.ridges_NSS.unfold(1, BLOCK_PX, STEP_PX).unfold(2, BLOCK_PX, STEP_PX)
         self.cos_B, self.sin_B = poses.angle_B.cos(), poses.angle_B.sin()
 
-    def look_up(self, map_NCC: Tensor, problem: Tensor, place_Q2: Tensor) -> Tensor:
-        """Return a map of the unrotated print at places (Q, 2) px of the rotated one; 0 outside."""
+    def look_up(self, map_NCC: Tensor, problem: Tensor, place_2: Tensor) -> Tensor:
+        """Return a map of the unrotated print at places (..., 2) px of the rotated one; 0 outside."""
         middle = SIDE_PX / 2 - 0.5
-        y, x = (place_Q2 - middle).unbind(1)
+        y, x = (place_2 - middle).unbind(-1)
         cos, sin = self.cos_B[problem], self.sin_B[problem]
         cell = [((at + middle + 0.5) / COARSE_PX).round().long() for at in (sin * x + cos * y, cos * x - sin * y)]
         last = map_NCC.shape[-1] - 1

@@ -1,7 +1,7 @@
 """Proposes poses of one print on another by phase correlation.
 
-Axes of tensors: N prints, P pairs, K poses of a pair, B = P * K problems, R rotations, S side of a print in px, F
-frequencies, C cells, U rotated prints.
+Axes of tensors: N prints, P pairs, K poses of a pair, B = P * K problems, R rotations, S side of a print in px, G of
+the grid of the search, F frequencies, C cells, V considered cells, U rotated prints.
 """
 
 from dataclasses import dataclass
@@ -14,13 +14,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..baseline import SIDE_PX
-from .prints import CELL_PX, Prints, compute_phases, make_band
+from .prints import Prints, compute_phases, make_band
 
 ANGLES_DEG = tuple(range(-44, 45, 4))
 POSES = 5  # one pose misses more distorted prints, more than five add chance agreement
 CONSIDERED = 256  # highest cells among which poses are picked: more than picked poses can suppress
 APART_PX = 8  # two poses of about one rotation are further apart than this
 LEAST_OVERLAP = 0.15  # share of the smaller print
+PARTNERS_AT_ONCE = 4  # their correlations fit the cache
 BORDER_PX = 40  # zeros around a rotated print: windows beyond it are empty
 
 
@@ -48,66 +49,67 @@ class Poses:
 def find_poses(prints: Prints, one: NDArray[np.int64], other: NDArray[np.int64]) -> Poses:
     """Return the poses with the highest phase correlation.
 
-    Costs 23 inverse Fourier transforms of 256 x 256 a pair, and 23 rotations and transforms for each print of `one`.
+    Correlates on a grid of 160 x 160 points: 23 inverse Fourier transforms a pair, and 23 rotations and transforms for
+    each print of `one`.
 
     A small overlap correlates by chance, so peaks are divided by the root of the overlap, and one below 15 % of the
     smaller print does not count.
     """
     device = prints.ridges_NSS.device
     angles_R = torch.tensor([radians(degrees) for degrees in ANGLES_DEG], device=device)
-    found: list[tuple[Tensor, ...]] = [()] * len(one)
+    angle_PK, slot_PK = (torch.zeros(len(one), POSES, dtype=torch.int64, device=device) for _ in range(2))
+    shift_PK2, value_PK = angle_PK.new_zeros(len(one), POSES, 2), torch.zeros(len(one), POSES, device=device)
+    highest_P = torch.zeros(len(one), device=device)
     rotated: list[Tensor] = []
-    for print_row in np.unique(one):
-        turned_RSS = _rotate(prints.ridges_NSS[print_row], angles_R)
-        phases_RSF = compute_phases(turned_RSS)
+    for print_row in np.unique(one).tolist():
+        phases_RGF = compute_phases(_rotate(prints.ridges_NSS[print_row], angles_R))
         masks_RCF = torch.fft.rfft2(_rotate(prints.coarse_NCC[print_row], angles_R))
-        base = sum(map(len, rotated))
-        used: dict[int, int] = {}
-        for pair in np.flatnonzero(one == print_row).tolist():
-            partner = other[pair]
-            surface_RSS = _correlate(phases_RSF, prints.phases_NSF[partner])
-            smaller = torch.minimum(prints.coarse_NCC[print_row].sum(), prints.coarse_NCC[partner].sum()) + 1e-2
-            partner_CF = torch.fft.rfft2(prints.coarse_NCC[partner])
-            overlap_RCC = torch.fft.irfft2(masks_RCF * partner_CF.conj(), s=(SIDE_PX // CELL_PX,) * 2) / smaller
-            angle_K, shift_K2, value_K, highest = _pick_peaks(surface_RSS, overlap_RCC)
-            for row in angle_K.tolist():
-                used.setdefault(row, base + len(used))
-            slot_K = torch.tensor([used[row] for row in angle_K.tolist()], device=device)
-            found[pair] = (slot_K, angles_R[angle_K], shift_K2, value_K, torch.stack([highest, value_K[0]]))
-        rotated.append(_rotate(prints.ridges_NSS[print_row], angles_R[list(used)], mode="bicubic"))
-    slot_PK, angle_PK, shift_PK2, value_PK, peak_P2 = (torch.stack(part) for part in zip(*found, strict=True))
+        area = prints.coarse_NCC[print_row].sum()
+        pairs = torch.from_numpy(np.flatnonzero(one == print_row)).to(device)
+        for part in torch.split(pairs, PARTNERS_AT_ONCE):
+            partner = torch.from_numpy(other[part.cpu().numpy()]).to(device)
+            phases_PGF, mask_PCC = prints.phases_NGF[partner], prints.coarse_NCC[partner]
+            spectra_PRCF = masks_RCF * torch.fft.rfft2(mask_PCC).conj()[:, None]
+            overlap_PRCC = torch.fft.irfft2(spectra_PRCF, s=mask_PCC.shape[1:])
+            overlap_PRCC /= (torch.minimum(area, mask_PCC.sum(dim=(1, 2))) + 1e-2)[:, None, None, None]
+            surface_PRGG = _correlate(phases_RGF, phases_PGF[:, None])
+            angle_PK[part], shift_PK2[part], value_PK[part], highest_P[part] = _pick_peaks(surface_PRGG, overlap_PRCC)
+        used, slot_PK[pairs] = torch.unique(angle_PK[pairs], return_inverse=True)
+        slot_PK[pairs] += sum(map(len, rotated))
+        rotated.append(_rotate(prints.ridges_NSS[print_row], angles_R[used], mode="bicubic"))
     rotated_USS = functional.pad(torch.cat(rotated), (BORDER_PX,) * 4)
-    return Poses(
-        rotated_USS, slot_PK.flatten(), angle_PK.flatten(), shift_PK2.flatten(0, 1), value_PK.flatten(), peak_P2
-    )
+    angle_B, peak_P2 = angles_R[angle_PK.flatten()], torch.stack([highest_P, value_PK[:, 0]], dim=1)
+    return Poses(rotated_USS, slot_PK.flatten(), angle_B, shift_PK2.flatten(0, 1), value_PK.flatten(), peak_P2)
 
 
-def _pick_peaks(surface_RSS: Tensor, overlap_RCC: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return row of the angle, shift and value of K peaks, highest first, and the highest correlation."""
-    side, cells = SIDE_PX, overlap_RCC.shape[-1]
-    highest_RCC, place_RCC = functional.max_pool2d(surface_RSS, side // cells, return_indices=True)
-    value_RCC = highest_RCC / (overlap_RCC.clamp(min=0) + LEAST_OVERLAP).sqrt()
-    value_RCC = value_RCC.masked_fill(overlap_RCC < LEAST_OVERLAP, -1)
-    value, cell = value_RCC.flatten().topk(CONSIDERED)
-    place, row = place_RCC.flatten()[cell], cell // cells**2
-    y, x = place // side, place % side
+def _pick_peaks(surface_PRGG: Tensor, overlap_PRCC: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return rotations (P, K), shifts (P, K, 2) px and values (P, K) of the peaks, best first, and the highest (P,)."""
+    side, cells = surface_PRGG.shape[-1], overlap_PRCC.shape[-1]
+    highest_PRCC, place_PRCC = functional.max_pool2d(surface_PRGG, side // cells, return_indices=True)
+    value_PRCC = highest_PRCC / (overlap_PRCC.clamp(min=0) + LEAST_OVERLAP).sqrt()
+    value_PRCC = value_PRCC.masked_fill(overlap_PRCC < LEAST_OVERLAP, -1)
+    value_PV, cell_PV = value_PRCC.flatten(1).topk(CONSIDERED, dim=1)
+    place_PV, row_PV = place_PRCC.flatten(1).gather(1, cell_PV), cell_PV // cells**2
+    y_PV, x_PV = place_PV // side, place_PV % side
     picked = []
     for _ in range(POSES):
-        best = value.argmax()
-        picked.append((row[best], torch.stack([y[best], x[best]]), value[best].clone()))
-        apart_y, apart_x = (y - y[best]).abs(), (x - x[best]).abs()
-        apart = torch.maximum(torch.minimum(apart_y, side - apart_y), torch.minimum(apart_x, side - apart_x))
-        near = apart <= APART_PX
-        value = value.masked_fill(near & ((row - row[best]).abs() <= 1), -1)
-    angle_K, place_K2, value_K = (torch.stack(part) for part in zip(*picked, strict=True))
-    shift_K2 = (place_K2 + side // 2) % side - side // 2
-    return angle_K, shift_K2, value_K, highest_RCC.amax()
+        value_P1, best_P1 = value_PV.max(dim=1, keepdim=True)
+        row_P1, y_P1, x_P1 = (part.gather(1, best_P1) for part in (row_PV, y_PV, x_PV))
+        picked.append((row_P1, y_P1, x_P1, value_P1))
+        apart = [torch.minimum(d, side - d) for d in ((y_PV - y_P1).abs(), (x_PV - x_P1).abs())]
+        near_PV = torch.maximum(*apart) <= APART_PX * side / SIDE_PX
+        value_PV = value_PV.masked_fill(near_PV & ((row_PV - row_P1).abs() <= 1), -1)
+    row_PK, y_PK, x_PK, value_PK = (torch.cat(part, dim=1) for part in zip(*picked, strict=True))
+    shift_PK2 = (torch.stack([y_PK, x_PK], dim=2) + side // 2) % side - side // 2
+    shift_PK2 = (shift_PK2 * (SIDE_PX / side)).round().long()
+    return row_PK, shift_PK2, value_PK, highest_PRCC.amax(dim=(1, 2, 3))
 
 
-def _correlate(phases_RSF: Tensor, other_SF: Tensor) -> Tensor:
-    """Return the correlation (R, S, S) over shifts; 1 for a print with itself at shift 0."""
-    scale = SIDE_PX**2 / (2 * float(make_band().sum()))
-    surface: Tensor = torch.fft.irfft2(phases_RSF * (other_SF.conj() * scale), s=(SIDE_PX, SIDE_PX))
+def _correlate(phases_RGF: Tensor, other_RGF: Tensor) -> Tensor:
+    """Return the correlations (..., G, G) over shifts; 1 for a print with itself at shift 0."""
+    side = phases_RGF.shape[-2]
+    scale = side**2 / (2 * float(make_band().sum()))
+    surface: Tensor = torch.fft.irfft2(phases_RGF * (other_RGF.conj() * scale), s=(side, side))
     return surface
 
 

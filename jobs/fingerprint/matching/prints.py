@@ -24,6 +24,7 @@ TILE_PX, TILE_STEP_PX = 32, 8
 PERIODS_PX = (3.1, 8.5)  # of ridges: 6 to 17 px at 500 dpi
 COARSE_PX = 2  # pitch of the maps of energy and cover
 CELL_PX = 8  # of the coarse mask
+SEARCH_SIDE = 160  # points of the grid on which poses are searched: enough for ridges of 6.4 px at 500 dpi
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ class Prints:
         mask_NSS: 1 inside of the print, 0 outside.
         energy_NCC, cover_NCC: means of ridges squared and of the mask under the window of a block around every second
             pixel.
-        phases_NSF: complex64, phases of the spectrum of the ridges within the band, 0 elsewhere.
+        phases_NGF: complex64, phases of the spectrum within the band on the grid of the search; 0 elsewhere.
         coarse_NCC: share of the mask in each cell of 8 px.
     """
 
@@ -43,7 +44,7 @@ class Prints:
     mask_NSS: Tensor
     energy_NCC: Tensor
     cover_NCC: Tensor
-    phases_NSF: Tensor
+    phases_NGF: Tensor
     coarse_NCC: Tensor
 
     def __len__(self) -> int:
@@ -134,16 +135,18 @@ def _smooth_spectra(magnitude_NSS: Tensor) -> Tensor:
 
 
 def compute_phases(ridges_NSS: Tensor) -> Tensor:
-    """Return the phases of the spectra, complex of length 1 within the band and 0 elsewhere."""
-    spectrum = torch.fft.rfft2(ridges_NSS)
-    phases: Tensor = spectrum * (make_band().to(ridges_NSS.device) / (spectrum.abs() + 1e-6))
+    """Return the phases of the spectra (N, G, F) on the grid of the search: of length 1 within the band, else 0."""
+    spectrum_NSF, half = torch.fft.rfft2(ridges_NSS), SEARCH_SIDE // 2
+    spectrum_NGF = torch.cat([spectrum_NSF[:, :half], spectrum_NSF[:, -half:]], dim=1)[..., : half + 1]
+    phases: Tensor = spectrum_NGF * (make_band().to(ridges_NSS.device) / (spectrum_NGF.abs() + 1e-6))
     return phases
 
 
 @cache
 def make_band() -> Tensor:
-    """Return (256, 129): 1 for the frequencies of ridges, 0 for others."""
-    frequency = torch.hypot(torch.fft.fftfreq(SIDE_PX)[:, None], torch.fft.rfftfreq(SIDE_PX)[None])
+    """Return (G, F): 1 for the frequencies of ridges, 0 for others."""
+    down, across = (make(SEARCH_SIDE, SIDE_PX / SEARCH_SIDE) for make in (torch.fft.fftfreq, torch.fft.rfftfreq))
+    frequency = torch.hypot(down[:, None], across[None])
     return ((frequency > BAND[0]) & (frequency < BAND[1])).float()
 
 

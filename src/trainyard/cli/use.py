@@ -47,12 +47,18 @@ def add_commands(verbs: Verbs) -> None:
     verb.add_argument("--fmr", type=float, default=0.001, metavar="RATE", help=share)
     kind = "which impostors the rate is about; default: the family's first"
     verb.add_argument("--impostors", default="", metavar="KIND", help=kind)
+    matcher = "score with the family's matcher, which reads both files; the rate is of the run's newest evaluation"
+    verb.add_argument("--matcher", action="store_true", help=matcher)
     doc = "find the best gallery samples for each probe, exactly; with identities, how often they are right"
     verb = _add_use_verb(verbs, "search", _search, doc)
     verb.add_argument("probes", type=Path, help=".safetensors file of `trainyard embed`, or raw files")
     verb.add_argument("gallery", type=Path, help=".safetensors file of `trainyard embed`")
     verb.add_argument("--top", type=int, metavar="K", help="candidates of each probe; default: 10")
     verb.add_argument("--out", type=Path, metavar="CSV", help="write all candidates to this file")
+    rerank = "let the family's matcher order the K best of each probe, and print its scores"
+    verb.add_argument("--rerank", type=int, metavar="K", help=rerank)
+    files = "for --rerank: the raw files that GALLERY was embedded from"
+    verb.add_argument("--files", type=Path, metavar="FOLDER", help=files)
     rate = "print FNIR at this FPIR; default: 0.1, 0.01, 0.001 if supported"
     verb.add_argument("--fpir", type=float, metavar="RATE", help=rate)
 
@@ -119,13 +125,15 @@ def _compare(args: argparse.Namespace) -> int:
     from trainyard.tools.embed import compare
 
     typed = shlex.join(["trainyard", "compare", args.run, str(args.one), str(args.other)])
-    found = compare(_find_run(args), args.one, args.other, args.jobs, fmr=args.fmr, kind=args.impostors, command=typed)
+    asked = {"fmr": args.fmr, "kind": args.impostors, "by_matcher": args.matcher, "command": typed}
+    found = compare(_find_run(args), args.one, args.other, args.jobs, **asked)
     print(f"score      {found.score:.6f}")
     print(f"threshold  {found.point.threshold:.6f}  at FMR {args.fmr:g}")
     print(f"verdict    {'match' if found.score >= found.point.threshold else 'no match'}")
-    accepted = round(found.point.fmr * found.impostors)
+    recorded = found.recorded
+    accepted = round(found.point.fmr * len(recorded.impostor))
     print(
-        f"{accepted:,} of {found.impostors:,} impostor trials ({found.kind}) of the run's validation set score that "
+        f"{accepted:,} of {len(recorded.impostor):,} impostor trials ({recorded.kind}) of {recorded.source} score that "
         f"high, and {found.point.fnmr:.2%} of its genuine pairs do not."
     )
     if accepted < 30:
@@ -136,7 +144,8 @@ def _compare(args: argparse.Namespace) -> int:
 def _search(args: argparse.Namespace) -> int:
     from trainyard.tools.search import search
 
-    result = search(_find_run(args), args.probes, args.gallery, args.jobs, top=args.top, out=args.out)
+    asked = {"top": args.top, "out": args.out, "rerank": args.rerank, "files": args.files}
+    result = search(_find_run(args), args.probes, args.gallery, args.jobs, **asked)
     probes, rows, top = len(result.probes), len(result.gallery.keys), result.nearest.rows.shape[1]
     rate = probes * rows / max(result.nearest.seconds, 1e-9)  # reading included
     print(

@@ -1,7 +1,6 @@
 """Figures as PNG, in one style, without pyplot and without a display."""
 
 import io
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -62,7 +61,3 @@ def draw_figure(title: str, draw: Callable[["Axes"], None], *, x_label: str = "o
         out = io.BytesIO()
         figure.savefig(out, format="png")
     return out.getvalue()
-
-
-def make_slug(text: str) -> str:
-    return re.sub(r"[^\w.-]+", "_", text)

@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainyard.files import read_file
-from trainyard.report.figures import BLUE, MARKERS, SERIES, Plot, draw_figure, make_slug
+from trainyard.report.figures import BLUE, MARKERS, SERIES, Plot, draw_figure
 from trainyard.report.run_story import RunStory, compute_time_shares
 from trainyard.runs.events import has_interval, name_interval_ends, select_metrics
-from trainyard.text import format_duration
+from trainyard.text import format_duration, make_slug
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -16,7 +16,7 @@ from loguru import logger
 
 from trainyard.errors import UserError
 from trainyard.files import write_atomically
-from trainyard.report.figures import MARKERS, SERIES, Plot, draw_figure, make_slug
+from trainyard.report.figures import MARKERS, SERIES, Plot, draw_figure
 from trainyard.report.html import render_gallery, render_page, render_section, render_table
 from trainyard.runs.changes import find_changes
 from trainyard.runs.events import (
@@ -31,7 +31,7 @@ from trainyard.runs.events import (
 from trainyard.runs.state import ACTIVE, State
 from trainyard.runs.sweep_file import Element, Sweep
 from trainyard.tables import write_table
-from trainyard.text import align_columns, find_nearest
+from trainyard.text import align_columns, find_nearest, make_slug
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

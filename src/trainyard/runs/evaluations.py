@@ -1,8 +1,8 @@
 """A run's evaluations on labelled folders: `evaluations/<name>/`, which `trainyard evaluate` writes. Loads no torch.
 
 `evaluation.json` says what was evaluated, and with which weights; `metrics.jsonl` has a line of metrics for the run,
-then one for each baseline on the same samples; `figures/*.png` are the family's figures, `samples/*.png` its images of
-samples, if they may be shown.
+then one for each baseline on the same samples; `scores-<system>.safetensors` has the scores of pairs, in families that
+compare samples; `figures/*.png` are the family's figures, `samples/*.png` its images of samples, if they may be shown.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,6 +13,7 @@ from typing import Any
 from trainyard.errors import UserError
 from trainyard.files import EVALUATION, check_format, parse_json, read_file
 from trainyard.runs.events import METRICS_FILE, Line, read_lines
+from trainyard.text import make_slug
 
 FOLDER, ABOUT_FILE, FIGURES, SAMPLES = "evaluations", "evaluation.json", "figures", "samples"
 RUN = "run"
@@ -42,6 +43,11 @@ class Evaluation:
             f"{str(data.get('fingerprint'))[:12]}), weights of step {checkpoint.get('step')}. "
             f"Seen in training: {describe_seen(seen)}."
         )
+
+
+def name_pair_scores(system: str) -> str:
+    """Return the file in an evaluation that has a system's scores of pairs."""
+    return f"scores-{make_slug(system)}.safetensors"
 
 
 def describe_seen(seen: Mapping[str, Any]) -> str:

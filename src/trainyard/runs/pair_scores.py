@@ -1,4 +1,4 @@
-"""The scores of a run's validation pairs, from which thresholds come: written when a run ends, read by `compare`."""
+"""Scores of labelled pairs, from which thresholds come: training and `evaluate` write them, `compare` reads them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,12 +17,14 @@ GENUINE = "genuine"
 
 @dataclass(frozen=True)
 class PairScores:
-    """Scores of genuine pairs and of one kind of impostor pairs, of the run's final weights on its validation set."""
+    """Scores of genuine pairs and of one kind of impostor pairs."""
 
     genuine: NDArray[np.float32]
     impostor: NDArray[np.float32]
     kind: str  # of the impostors
     precision: str  # in which they were computed
+    source: str = "this run's validation set"  # whose pairs they are
+    more: str = "Train with a larger validation set"  # how to get more of them
 
     def find_point(self, fmr: float, *, command: str) -> scoring.OperatingPoint:
         """Return the threshold whose false match rate on these impostors is at most `fmr`.
@@ -41,9 +43,8 @@ class PairScores:
             raise UserError(f"--fmr {fmr:g}: expected a rate between 0 and 1, such as {max(reachable, 0.001):g}.")
         if fmr < least:
             raise UserError(
-                f"--fmr {fmr:g}: the {len(self.impostor):,} impostor trials ({self.kind}) of this run's validation set "
-                f"establish no rate below 3/{len(self.impostor)} = {least:.2g} (rule of 3, ISO/IEC 19795-1). Train "
-                f"with a larger validation set{instead}"
+                f"--fmr {fmr:g}: the {len(self.impostor):,} impostor trials ({self.kind}) of {self.source} establish "
+                f"no rate below 3/{len(self.impostor)} = {least:.2g} (rule of 3, ISO/IEC 19795-1). {self.more}{instead}"
             )
         point = scoring.compute_error_rates(self.genuine, self.impostor).find_point_at_fmr(fmr)
         if not np.isfinite(point.threshold):
@@ -54,8 +55,8 @@ class PairScores:
         return point
 
 
-def write_pair_scores(run: Path, scores: Mapping[str, np.ndarray], *, step: int, precision: str) -> None:
-    """Write the scores of a run's final weights, of training step `step`; empty kinds are left out.
+def write_pair_scores(path: Path, scores: Mapping[str, np.ndarray], *, step: int, precision: str) -> None:
+    """Write the scores that weights of training step `step` gave; empty kinds are left out.
 
     Args:
         scores: as `TrainModule.select_pair_scores` returns them; finite.
@@ -63,14 +64,13 @@ def write_pair_scores(run: Path, scores: Mapping[str, np.ndarray], *, step: int,
     """
     found = {kind: values for kind, values in scores.items() if len(values)}
     metadata = {"step": str(step), "precision": precision, "kinds": " ".join(found)}
-    with create_tensor_file(
-        run / FILE, {kind: (len(values),) for kind, values in found.items()}, metadata=metadata
-    ) as (arrays):
+    shapes = {kind: (len(values),) for kind, values in found.items()}
+    with create_tensor_file(path, shapes, metadata=metadata) as arrays:
         for kind, values in found.items():
             arrays[kind][:] = values
 
 
-def read_pair_scores(run: Path, *, step: int, kind: str) -> PairScores:
+def read_validation_scores(run: Path, *, step: int, kind: str) -> PairScores:
     """Read the validation scores of a run.
 
     Args:
@@ -86,22 +86,36 @@ def read_pair_scores(run: Path, *, step: int, kind: str) -> PairScores:
             f"{run}: holds no scores of its validation pairs, from which a threshold comes: it has not ended, or they "
             f"were deleted. Resuming a run that has ended trains no further, and writes them: {again}"
         )
-    found = map_tensor_file(path, remedy=again)
+    scores, of_step = read_pair_scores(path, kind=kind, remedy=again)
+    if of_step != str(step):
+        raise UserError(
+            f"{path}: of the weights of step {of_step}, and the weights in use are of step {step}. Write it again: "
+            f"{again}"
+        )
+    return scores
+
+
+def read_pair_scores(path: Path, *, kind: str, remedy: str) -> tuple[PairScores, str]:
+    """Read scores of genuine pairs and of one kind of impostor pairs, and of which step the weights were.
+
+    Args:
+        kind: of impostors; "": the first that the family names.
+        remedy: the command that writes the file again.
+
+    Raises:
+        UserError: the file is damaged, or has no impostors of this kind.
+    """
+    found = map_tensor_file(path, remedy=remedy)
     kinds = [name for name in found.metadata.get("kinds", "").split() if name != GENUINE]
     if found.arrays.keys() != {GENUINE, *kinds} or any(array.ndim != 1 for array in found.arrays.values()):
-        raise UserError(f"{path}: does not hold the scores of genuine and impostor pairs. Write it again: {again}")
-    if found.metadata.get("step") != str(step):
-        raise UserError(
-            f"{path}: of the weights of step {found.metadata.get('step')}, and the weights in use are of step {step}. "
-            f"Write it again: {again}"
-        )
+        raise UserError(f"{path}: does not hold the scores of genuine and impostor pairs. Write it again: {remedy}")
     if kind and kind not in kinds:
         raise UserError(f"--impostors {kind}: this run has {', '.join(kinds) or 'none'}.")
     if not kinds:
-        raise UserError(f"{path}: there were no impostor pairs in validation. Train on data that has some.")
+        raise UserError(f"{path}: there were no impostor pairs among these samples. Use data that has some.")
     chosen = kind or kinds[0]
-    precision = found.metadata.get("precision", "")
-    return PairScores(found.arrays[GENUINE], found.arrays[chosen], chosen, precision)
+    scores = PairScores(found.arrays[GENUINE], found.arrays[chosen], chosen, found.metadata.get("precision", ""))
+    return scores, found.metadata.get("step", "")
 
 
 def _round_up(rate: float) -> float:

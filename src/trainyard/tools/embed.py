@@ -12,10 +12,12 @@ from loguru import logger
 from trainyard import scoring
 from trainyard.data.shards import Sample
 from trainyard.errors import UserError
-from trainyard.runs.pair_scores import read_pair_scores
+from trainyard.runs.evaluations import name_pair_scores, read_evaluations
+from trainyard.runs.pair_scores import PairScores, read_pair_scores, read_validation_scores
 from trainyard.tools.embeddings import CHECKPOINT, COMPRESSED, MAPPED, find_table, write_embeddings
 from trainyard.tools.predict import refuse_existing
 from trainyard.tools.trained_model import TrainedModel, compute_embeddings, load_model, pack_temporarily
+from trainyard.train.module import DataInfo
 
 
 def embed(run: Path, raw: Path, out: Path, jobs_dir: Path, *, identity: str | None = None) -> int:
@@ -72,26 +74,36 @@ _PATTERNS = "For anna/01.png: --identity '([^/]+)/'. For 101_3.tif: --identity '
 class Comparison:
     """The verdict on two samples."""
 
-    score: float  # inner product of the two embeddings
-    point: scoring.OperatingPoint  # of validation, with the stated FMR
-    impostors: int  # trials behind it
-    kind: str  # of these impostors
+    score: float  # inner product of the two embeddings, or of the family's matcher
+    point: scoring.OperatingPoint  # with the stated FMR
+    recorded: PairScores  # the trials behind it
 
 
-def compare(run: Path, one: Path, other: Path, jobs_dir: Path, *, fmr: float, kind: str, command: str) -> Comparison:
+def compare(
+    run: Path, one: Path, other: Path, jobs_dir: Path, *, fmr: float, kind: str, command: str, by_matcher: bool = False
+) -> Comparison:
     """Compare two raw files with the weights of a run, at a false match rate that its validation set supports.
 
     Args:
         kind: of impostors that the rate is about; "": the first that the family names.
         command: what was typed without the rate, for an error about it.
+        by_matcher: score with the family's matcher instead; the rate is of its scores in the run's newest evaluation.
 
     Raises:
-        UserError: the family does not compare samples, the run holds no validation scores of these weights, there are
-            too few impostor trials for the rate, or a file cannot be read.
+        UserError: the family does not compare samples, or not so; nothing holds the scores that a threshold needs;
+            there are too few impostor trials for the rate; or a file cannot be read.
     """
     model = load_model(run, jobs_dir)
     model.require_embeddings("compare")
-    recorded = read_pair_scores(run, step=model.checkpoint.step, kind=kind)
+    if by_matcher:
+        model.require_matcher("compare --matcher")
+        recorded = _read_matcher_scores(run, model.module.matcher, kind)
+        point = recorded.find_point(fmr, command=f"{command} --matcher")
+        with pack_temporarily(model, _list_two(model, one, other), near=None) as data:
+            info = DataInfo.from_shards(data, np.empty(0, np.int64))
+            (score,) = model.module.match_samples(info, np.array([0]), np.array([1])).tolist()
+        return Comparison(score, point, recorded)
+    recorded = read_validation_scores(run, step=model.checkpoint.step, kind=kind)
     point = recorded.find_point(fmr, command=command)
     if recorded.precision != model.precision.dtype:
         logger.warning(
@@ -102,7 +114,21 @@ def compare(run: Path, one: Path, other: Path, jobs_dir: Path, *, fmr: float, ki
     with pack_temporarily(model, _list_two(model, one, other), near=None) as data:
         embeddings_2D = np.concatenate(list(compute_embeddings(model, data)))
     (score,) = scoring.compare_embeddings(embeddings_2D[:1], embeddings_2D[1:]).tolist()
-    return Comparison(score, point, len(recorded.impostor), recorded.kind)
+    return Comparison(score, point, recorded)
+
+
+def _read_matcher_scores(run: Path, matcher: str, kind: str) -> PairScores:
+    """Return what the newest evaluation that has scores of the matcher recorded."""
+    again = f"trainyard evaluate {run} FOLDER"
+    for evaluation in reversed(read_evaluations(run)):
+        path = evaluation.path / name_pair_scores(matcher)
+        if path.exists():
+            scores, _ = read_pair_scores(path, kind=kind, remedy=again)
+            return replace(scores, source=f"the evaluation {evaluation.name}", more="Evaluate a larger folder")
+    raise UserError(
+        f"{run}: no evaluation of it has scores of the {matcher}, from which a threshold comes. Score labelled files "
+        f"like those to compare: {again}"
+    )
 
 
 def _list_two(model: TrainedModel, one: Path, other: Path) -> Iterator[Sample]:

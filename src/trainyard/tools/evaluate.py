@@ -24,7 +24,6 @@ from trainyard.data.shards import Sample, ShardSet
 from trainyard.data.store import name_store
 from trainyard.errors import UserError
 from trainyard.files import EVALUATION, FORMATS, create_folder, limit_writers, write_atomically, write_json
-from trainyard.report.figures import make_slug
 from trainyard.runs.evaluations import (
     ABOUT_FILE,
     FIGURES,
@@ -33,21 +32,21 @@ from trainyard.runs.evaluations import (
     SAMPLES,
     Evaluation,
     describe_seen,
+    name_pair_scores,
     read_evaluations,
 )
 from trainyard.runs.events import METRICS_FILE
 from trainyard.runs.folder import find_free_name, read_env
-from trainyard.text import join_names
+from trainyard.runs.pair_scores import write_pair_scores
+from trainyard.text import join_names, make_slug
 from trainyard.tools.trained_model import TrainedModel, describe_data, load_model, make_loader, pack_temporarily
 from trainyard.train.evaluate import gather_rows, score_rows
-from trainyard.train.module import Batch, DataInfo, SampleSource
+from trainyard.train.module import BaselineScore, Batch, DataInfo, SampleSource
 from trainyard.train.precision import make_autocast
 from trainyard.train.recorder import encode_line
 
 CHANGEABLE = ("packing.", "evaluation.", "report.", "data.on_error=", "eval_batch_size=")
 """How the options begin that an evaluation may change: how raw files are read, and how rows are scored."""
-
-Metrics = dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -167,7 +166,7 @@ def _evaluate_folder(
             "seconds": round(time.monotonic() - begin, 3),
         }
         target = find_free_name(model.run / FOLDER / (f"{name}-{make_slug(split)}" if split else name))
-        _write(target, about, systems, figures, step=model.checkpoint.step)
+        _write(target, about, systems, figures, model)
     return target
 
 
@@ -304,8 +303,8 @@ def _score(
     *,
     training: _Training,
     with_baselines: bool,
-) -> tuple[dict[str, Metrics], dict[str, Mapping[str, bytes]]]:
-    """Return the metrics of the run and of each baseline by its name, and the figures by folder."""
+) -> tuple[dict[str, BaselineScore], dict[str, Mapping[str, bytes]]]:
+    """Return what the run and each baseline get, by name, and the figures by folder."""
     module, config = model.module, model.config
     title = f"evaluating {folder.name}"
     with tqdm(total=len(evaluated.ids), unit="sample", desc=title, disable=None, leave=False) as bar:
@@ -328,13 +327,13 @@ def _score(
         return SampleSource(info, training.ids, partial(_read_batches, loader, config, training.ids))
 
     try:
-        systems = {RUN: score_rows(module, rows, with_intervals=True)}
+        metrics = score_rows(module, rows, with_intervals=True)
+        systems = {RUN: BaselineScore(metrics, module.select_pair_scores(rows) if model.has_embeddings else {})}
     except UserError as error:
         raise UserError(f"{folder}: cannot be scored: {error}") from None
     if with_baselines:
         logger.info("{}: computing the baselines on the same samples (--no-baseline leaves them out)", folder)
-        for name, metrics in module.score_baselines(rows, evaluated, open_training).items():
-            systems[name] = {metric: float(value) for metric, value in metrics.items()}
+        systems |= module.score_baselines(rows, evaluated, open_training)
     samples = module.sample_figures(rows) if config.report.samples == "on" else {}
     return systems, {FIGURES: module.report_figures(rows), SAMPLES: samples}
 
@@ -342,16 +341,21 @@ def _score(
 def _write(
     target: Path,
     about: Mapping[str, Any],
-    systems: Mapping[str, Metrics],
+    systems: Mapping[str, BaselineScore],
     figures: Mapping[str, Mapping[str, bytes]],
-    *,
-    step: int,
+    model: TrainedModel,
 ) -> None:
     """Write an evaluation, with its figures by folder; it is complete as soon as it is visible."""
     with create_folder(target) as folder:
         write_json(folder / ABOUT_FILE, {"format": FORMATS[EVALUATION], **about})
-        fields = {"kind": "eval", "step": step, "split": target.name}
-        lines = [encode_line({**fields, "system": system, **metrics}) for system, metrics in systems.items()]
+        step, precision = model.checkpoint.step, model.precision.dtype
+        lines = []
+        for system, found in systems.items():
+            metrics = {name: float(value) for name, value in found.metrics.items()}
+            lines.append(encode_line({"kind": "eval", "step": step, "split": target.name, "system": system, **metrics}))
+            if found.pair_scores:
+                path = folder / name_pair_scores(system)
+                write_pair_scores(path, found.pair_scores, step=step, precision=precision)
         write_atomically(folder / METRICS_FILE, b"".join(lines))
         for name, images in figures.items():
             if images:

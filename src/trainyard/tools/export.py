@@ -114,7 +114,7 @@ def describe_run(run: Path, config: TrainConfig, entry: Entry) -> dict[str, Any]
     options = {name: value for name, value in asdict(config).items() if name != "data"}
     description = {"job": config.job, "family": config.family, "options": options}
     if (run / pair_scores.FILE).exists():
-        description["decision"] = _describe_decision(pair_scores.read_pair_scores(run, step=entry.step, kind=""))
+        description["decision"] = _describe_decision(pair_scores.read_validation_scores(run, step=entry.step, kind=""))
     return description
 
 

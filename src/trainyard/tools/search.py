@@ -1,19 +1,23 @@
 """`trainyard search`: the best gallery samples for each probe, and how often they are right."""
 
+import itertools
+import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
+from trainyard.data.shards import Sample
 from trainyard.errors import UserError
 from trainyard.tools.embeddings import MAPPED, EmbeddingFile, open_embeddings
 from trainyard.tools.identification import Identification, compute_identification
 from trainyard.tools.nearest import Nearest, find_nearest_rows
 from trainyard.tools.predict import refuse_existing, write_csv
-from trainyard.tools.trained_model import compute_embeddings, load_model, pack_temporarily
+from trainyard.tools.trained_model import TrainedModel, compute_embeddings, load_model, pack_temporarily
+from trainyard.train.module import DataInfo
 
 TOP = 10
 
@@ -52,7 +56,15 @@ class SearchResult:
 
 
 def search(
-    run: Path, probes: Path, gallery: Path, jobs_dir: Path, *, top: int | None = None, out: Path | None = None
+    run: Path,
+    probes: Path,
+    gallery: Path,
+    jobs_dir: Path,
+    *,
+    top: int | None = None,
+    rerank: int | None = None,
+    files: Path | None = None,
+    out: Path | None = None,
 ) -> SearchResult:
     """Find the best gallery samples for each probe, exactly: `nearest.find_nearest_rows`.
 
@@ -60,25 +72,38 @@ def search(
         probes: a .safetensors file of `trainyard embed`; or raw files, which are embedded first.
         gallery: a .safetensors file of `trainyard embed`; if the probes are the same file, no row finds itself.
         top: candidates of each probe; None: 10, or as many as there are.
+        rerank: let the family's matcher order so many candidates of each probe; the probes are raw files.
+        files: of the gallery, for `rerank`: the raw files that were embedded.
         out: a CSV file to write the candidates to.
 
     Raises:
-        UserError: a file is missing, damaged, or of other weights than the run's final ones, or `out` exists.
+        UserError: a file is missing, damaged, or of other weights than the run's final ones; `out` exists; or the
+            family has no matcher.
     """
+    if (rerank is None) != (files is None):
+        raise UserError("--rerank K and --files FOLDER belong together: the matcher reads the gallery's raw files.")
     if out is not None:
         refuse_existing(out)
     found = open_embeddings(gallery)
     _refuse_other_weights(found, run)
+    if rerank is not None and probes.suffix == MAPPED:
+        raise UserError(f"{probes}: --rerank reads the probes themselves. Name their raw files instead of embeddings.")
     keys, vectors, identities, is_same = _read_probes(run, probes, gallery, jobs_dir)
+    shown = min(TOP, len(found.keys) - is_same) if top is None else top
     with tqdm(total=len(found.keys), unit="row", unit_scale=True, desc="searching", disable=None, leave=False) as bar:
         nearest = find_nearest_rows(
             vectors,
             found.vectors,
-            k=min(TOP, len(found.keys) - is_same) if top is None else top,
+            k=shown if rerank is None else rerank,
             leave_out_self=is_same,
             names=(str(probes), str(gallery)),
             progress=bar.update,
         )
+    if rerank is not None and files is not None:
+        model = load_model(run, jobs_dir)
+        model.require_matcher("search --rerank")
+        nearest = _order_by_matcher(model, probes, found, files, nearest)
+        nearest = replace(nearest, rows=nearest.rows[:, :shown], scores=nearest.scores[:, :shown])
     result = SearchResult(keys, found, identities, is_same, nearest)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -100,6 +125,41 @@ def _read_probes(
     with pack_temporarily(model, model.list_samples(probes), near=None) as data:
         vectors = np.concatenate(list(compute_embeddings(model, data)))
         return data.read_keys(np.arange(data.count)), vectors, None, False
+
+
+def _order_by_matcher(
+    model: TrainedModel, probes: Path, gallery: EmbeddingFile, files: Path, nearest: Nearest
+) -> Nearest:
+    """Return the candidates ordered by the family's matcher, with its scores.
+
+    Raises:
+        UserError: a candidate is not among the files.
+    """
+    begin = time.monotonic()
+    rows, candidate_PK = np.unique(nearest.rows, return_inverse=True)
+    wanted = {gallery.keys[row]: place for place, row in enumerate(rows.tolist())}
+    samples = {sample.key: sample for sample in model.list_samples(files) if sample.key in wanted}
+    missing = next((key for key in wanted if key not in samples), None)
+    if missing is not None:
+        raise UserError(
+            f"--files {files}: has no '{missing}', which {gallery.path} names. Name the folder that was embedded, or "
+            f"embed this one: trainyard embed {model.run} {files} OUT{MAPPED}"
+        )
+    count, k = nearest.rows.shape
+    listed = itertools.chain(model.list_samples(probes), (samples[key] for key in wanted))
+    with pack_temporarily(model, _number_samples(listed), near=None) as data:
+        info = DataInfo.from_shards(data, np.empty(0, np.int64))
+        one, other = np.repeat(np.arange(count), k), count + candidate_PK.ravel()
+        score_PK = model.module.match_samples(info, one, other).reshape(count, k)
+    order_PK = np.argsort(-score_PK, axis=1, kind="stable")
+    rows_PK = np.take_along_axis(nearest.rows, order_PK, axis=1)
+    score_PK = np.take_along_axis(score_PK, order_PK, axis=1)
+    return Nearest(rows_PK, score_PK.astype(np.float32), nearest.seconds + time.monotonic() - begin)
+
+
+def _number_samples(samples: Iterator[Sample]) -> Iterator[Sample]:
+    """Yield the samples under their order as keys: a probe and a candidate may have one name."""
+    return (replace(sample, key=str(position)) for position, sample in enumerate(samples))
 
 
 def _refuse_other_weights(found: EmbeddingFile, run: Path) -> None:

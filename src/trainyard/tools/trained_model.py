@@ -59,6 +59,14 @@ class TrainedModel:
         samples: Iterator[Sample] = self.pack.unlabelled(raw, self.config, self.artifacts)
         return samples
 
+    def require_matcher(self, command: str) -> None:
+        """Raise a UserError if the family has no matcher of samples."""
+        if not self.module.matcher:
+            raise UserError(
+                f"trainyard {command}: {self.config.family} has no matcher that reads the samples themselves. Leave "
+                "the option out: embeddings decide."
+            )
+
     def require_embeddings(self, command: str) -> None:
         """Raise a UserError if the family does not compare samples."""
         if not self.has_embeddings:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trainyard.data.loader import Loader
 from trainyard.errors import is_out_of_memory
-from trainyard.runs.pair_scores import write_pair_scores
+from trainyard.runs import pair_scores
 from trainyard.train import distributed
 from trainyard.train.data_parallel import share_saved_buffers
 from trainyard.train.module import Rows, TrainModule
@@ -145,7 +145,9 @@ def store_pair_scores(
     if gathered is not None:
         context.check_owner()
         scores = module.select_pair_scores(gathered[0])
-        write_pair_scores(context.run, scores, step=step, precision=context.precision.dtype)
+        pair_scores.write_pair_scores(
+            context.run / pair_scores.FILE, scores, step=step, precision=context.precision.dtype
+        )
 
 
 class JoinedRows:

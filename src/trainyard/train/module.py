@@ -64,6 +64,14 @@ class SampleSource:
 
 
 @dataclass(frozen=True)
+class BaselineScore:
+    """What a baseline gets on the samples that a model is evaluated on."""
+
+    metrics: Mapping[str, float]
+    pair_scores: Mapping[str, np.ndarray] = field(default_factory=dict)  # as `TrainModule.select_pair_scores`
+
+
+@dataclass(frozen=True)
 class AdaptedWeights:
     """Weights of a file by the names of a module, and in what the two may differ."""
 
@@ -126,6 +134,9 @@ class TrainModule(nn.Module):
     reads_noise: bool = True
     """Whether `forward` reads the batch's `noise`; else none is drawn, which costs as much as copying small arrays."""
 
+    matcher: str = ""
+    """Which of `score_baselines` is `match_samples`; "": the family has none."""
+
     training_only: tuple[str, ...] = ()
     """How the names of those weights begin that only training uses and whose sizes depend on the training samples.
 
@@ -161,7 +172,7 @@ class TrainModule(nn.Module):
 
     def score_baselines(
         self, rows: Rows, evaluated: SampleSource, open_training: Callable[[], SampleSource]
-    ) -> dict[str, dict[str, float]]:
+    ) -> dict[str, BaselineScore]:
         """Return what `trainyard evaluate` compares with: a method -> its metrics and intervals on the same samples.
 
         Methods are fitted on the training split alone, or on nothing.
@@ -211,6 +222,19 @@ class TrainModule(nn.Module):
 
         The first kind of impostor is the one that counts unless a person names another. For families with embeddings:
         thresholds come from these scores of the validation set.
+        """
+        raise NotImplementedError
+
+    def match_samples(self, data: DataInfo, one: np.ndarray, other: np.ndarray) -> np.ndarray:
+        """Return the scores of P pairs by the family's `matcher`, which reads the samples, not embeddings.
+
+        Higher means more alike. It decides between the few candidates that embeddings find.
+
+        Args:
+            one, other: (P,) sample ids.
+
+        Returns:
+            (P,) float64.
         """
         raise NotImplementedError
 
