@@ -29,7 +29,7 @@ LEAST_SCORE = 0.0  # after one field for each pose: below, no second one is grow
 PARTS = ("correlation", "masked_correlation", "seeds", "agreement", "even_agreement")
 MEANS = np.array([0.075, 0.079, 0.64, 0.045, 0.52])
 DEVIATIONS = np.array([0.016, 0.015, 0.12, 0.033, 0.35])
-"""Of `PARTS` over 200 pairs of different fingers among 160 prints of `pack.synthesize` with seed 7; no real print."""
+"""Of `PARTS` over 200 pairs of different fingers among 160 prints of an earlier, simpler generator; no real print."""
 QUICK_WEIGHTS = np.array([1, 1, 2]) / 4
 WEIGHTS = np.array([1, 1, 0, 2, 2]) / 6
 """Agreement counts twice: alone it has half the errors of correlation on the same prints."""
