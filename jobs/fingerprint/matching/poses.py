@@ -49,7 +49,7 @@ class Poses:
 def find_poses(prints: Prints, one: NDArray[np.int64], other: NDArray[np.int64]) -> Poses:
     """Return the poses with the highest phase correlation.
 
-    Correlates on a grid of 160 x 160 points: 23 inverse Fourier transforms a pair, and 23 rotations and transforms for
+    Correlates on a grid of 192 x 192 points: 23 inverse Fourier transforms a pair, and 23 rotations and transforms for
     each print of `one`.
 
     A small overlap correlates by chance, so peaks are divided by the root of the overlap, and one below 15 % of the

@@ -24,7 +24,7 @@ TILE_PX, TILE_STEP_PX = 32, 8
 PERIODS_PX = (3.1, 8.5)  # of ridges: 6 to 17 px at 500 dpi
 COARSE_PX = 2  # pitch of the maps of energy and cover
 CELL_PX = 8  # of the coarse mask
-SEARCH_SIDE = 160  # points of the grid on which poses are searched: enough for ridges of 6.4 px at 500 dpi
+SEARCH_SIDE = 192  # points of the grid on which poses are searched: enough for all frequencies of ridges
 
 
 @dataclass(frozen=True, slots=True)
