@@ -68,6 +68,8 @@ def print_statistics(folders: Sequence[Path], *, synthetic: int, seed: int, dpi:
         raise UserError("--synthetic and --seed are numbers from 0 on. Type --synthetic 240 --seed 0")
     if not folders and not synthetic and sheet is None:
         raise UserError("Nothing to measure. Name folders of prints, or type --synthetic 240")
+    if sheet is not None and sheet.exists():
+        raise UserError(f"{sheet}: exists already and is not overwritten. Choose another file, or delete it.")
     sets = [(folder.name or str(folder), *_open_folder(folder, dpi)) for folder in folders]
     if synthetic:
         sets.append((f"synthetic, seed {seed}", *_open_synthetic(synthetic, seed)))
