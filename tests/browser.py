@@ -82,7 +82,7 @@ def look(page: Path, *, width: int, height: int = 844, dark: bool = False, scree
 
 
 if __name__ == "__main__":
-    look(Path(sys.argv[1]), width=WIDTHS["screen"], screenshot=Path(sys.argv[2]))
+    look(Path(sys.argv[1]).resolve(), width=WIDTHS["screen"], screenshot=Path(sys.argv[2]))
     from PIL import Image
 
     with Image.open(sys.argv[2]) as whole:
