@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -36,9 +37,14 @@ def find_layer(module: str) -> str | None:
 
 def list_imports(path: Path, module: str) -> list[str]:
     """List the absolute names of all imports in a file, at any level."""
+    return _list_imports_of(path.read_text(), module)
+
+
+@cache  # the planted violations change one file each
+def _list_imports_of(code: str, module: str) -> list[str]:
     names = []
     package = module.split(".")[:-1]
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -63,7 +69,12 @@ OWN_SWITCHES = r"torch\.(backends|_dynamo\.config|utils\.deterministic)\.|sys\.(
 
 def list_patches(path: Path) -> list[str]:
     """List what a file sets in modules that it imports, and what it hangs into Python's import machinery."""
-    tree, found = ast.parse(path.read_text()), []
+    return _list_patches_of(path.read_text())
+
+
+@cache
+def _list_patches_of(code: str) -> list[str]:
+    tree, found = ast.parse(code), []
     imported = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
