@@ -159,6 +159,10 @@ def check_embeddings(run: Path, raw: Path, pairs: list[dict[str, str]], out: Pat
     assert score == pytest.approx(float(pairs[0]["score"]), abs=1e-5)
     assert ("verdict    match" in shown) == (score >= threshold) or score == threshold, "printed to six digits"
     assert "impostor trials (" in shown
+    cut = out / f"cut{Path(one).suffix}"
+    cut.write_bytes((raw / one).read_bytes()[:300])
+    assert main(["compare", str(run), str(raw / one), str(cut), "--fmr", "0.5", "--jobs", str(JOBS)]) == 2
+    assert f"2: {cut}: " in capsys.readouterr().err
     (run / "validation_scores.safetensors").unlink()
     assert main(["compare", str(run), str(raw / one), str(raw / other), "--jobs", str(JOBS)]) == 2
     assert f"writes them: trainyard resume {run}" in capsys.readouterr().err
@@ -190,7 +194,14 @@ def check_embeddings(run: Path, raw: Path, pairs: list[dict[str, str]], out: Pat
 
 def check_matcher(run: Path, raw: Path, gallery: Path, capsys, *, has_matcher: bool) -> None:
     """Check that a search that the matcher orders prints the scores of `compare --matcher`, best first."""
-    keys = open_embeddings(gallery).keys
+    keys = open_embeddings(gallery).keys[:6]
+    if has_matcher:  # a gallery of these six, so that embeddings that learned nothing leave none out
+        few, gallery = gallery.with_name("few"), gallery.with_name("few.safetensors")
+        few.mkdir()
+        for key in keys:
+            shutil.copy(raw / key, few)
+        raw = few
+        assert main(["embed", str(run), str(raw), str(gallery), "--jobs", str(JOBS)]) == 0
     probe = raw / keys[0]
     compared = ["compare", str(run), str(probe), str(raw / keys[1]), "--matcher", "--fmr", "0.5", "--jobs", str(JOBS)]
     searched = ["search", str(run), str(probe), str(gallery), "--rerank", "6", "--top", "2", "--jobs", str(JOBS)]
@@ -199,8 +210,11 @@ def check_matcher(run: Path, raw: Path, gallery: Path, capsys, *, has_matcher: b
             assert main(words) == 2 and "has no matcher" in capsys.readouterr().err
         return
     assert main(searched) == 2 and "--files FOLDER belong together" in capsys.readouterr().err
+    assert main([*searched, "--top", "7", "--files", str(raw)]) == 2
+    assert "--top 7: expected 1 to 6" in capsys.readouterr().err
     assert main([*searched, "--files", str(probe)]) == 2
     assert f"--files {probe}: has no '" in capsys.readouterr().err
+    capsys.readouterr()
     assert main([*searched, "--files", str(raw)]) == 0
     first, second = (line.split() for line in capsys.readouterr().out.splitlines()[2:4])
     assert first[1:3] == ["1", keys[0]] and second[1] == "2" and float(first[3]) > float(second[3])

@@ -132,9 +132,9 @@ def _read_matcher_scores(run: Path, matcher: str, kind: str) -> PairScores:
 
 
 def _list_two(model: TrainedModel, one: Path, other: Path) -> Iterator[Sample]:
-    """Yield the sample of each file; keys are their order, because both files may have one name."""
-    for position, path in enumerate((one, other)):
+    """Yield the sample of each file, with a number before its key, because both files may have one name."""
+    for number, path in enumerate((one, other), 1):
         samples = list(itertools.islice(model.list_samples(path), 2))
         if path.is_dir() or len(samples) != 1:
             raise UserError(f"{path}: expected one raw file, as for {model.config.job}. Type: trainyard compare --help")
-        yield replace(samples[0], key=str(position))
+        yield replace(samples[0], key=f"{number}: {path}")

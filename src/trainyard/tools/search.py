@@ -84,6 +84,8 @@ def search(
         raise UserError("--rerank K and --files FOLDER belong together: the matcher reads the gallery's raw files.")
     if out is not None:
         refuse_existing(out)
+    if rerank is not None and top is not None and not 0 < top <= rerank:
+        raise UserError(f"--top {top}: expected 1 to {rerank}, the candidates that --rerank orders.")
     found = open_embeddings(gallery)
     _refuse_other_weights(found, run)
     if rerank is not None and probes.suffix == MAPPED:
@@ -158,8 +160,8 @@ def _order_by_matcher(
 
 
 def _number_samples(samples: Iterator[Sample]) -> Iterator[Sample]:
-    """Yield the samples under their order as keys: a probe and a candidate may have one name."""
-    return (replace(sample, key=str(position)) for position, sample in enumerate(samples))
+    """Yield the samples with numbers before their keys: a probe and a candidate may have one name."""
+    return (replace(sample, key=f"{number}: {sample.source or sample.key}") for number, sample in enumerate(samples, 1))
 
 
 def _refuse_other_weights(found: EmbeddingFile, run: Path) -> None:
