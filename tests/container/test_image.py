@@ -132,7 +132,7 @@ def test_two_ranks_train_where_their_launcher_is_process_1_for_a_user_without_na
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 def test_the_whole_suite_passes_in_it(image: Image, record_property):
-    done = run_script(*IMAGE, "test", "cpu")
+    done = run_script(*IMAGE, "test", "cpu", timeout_s=3500)
     *_, closing = done.stdout.splitlines()
     record_property("closing line", closing)
     record_property(
