@@ -137,6 +137,7 @@ def run_worker(
         process = subprocess.Popen(
             arguments,
             cwd=CHECKOUT,
+            env={**os.environ, "PYTHONSAFEPATH": ""},  # our images set it, which hides this folder
             stdout=output,
             stderr=None if show else errors,
             text=True,
