@@ -1,6 +1,7 @@
 """The contract of a job, tested for every folder in jobs/ and for a copy of one of them."""
 
 import csv
+import json
 import os
 import re
 import shlex
@@ -222,6 +223,10 @@ def check_matcher(run: Path, raw: Path, gallery: Path, capsys, *, has_matcher: b
     assert main(compared) == 0
     shown = capsys.readouterr().out
     assert float(shown.split()[1]) == pytest.approx(float(second[3]), abs=1e-5) and "of the evaluation " in shown
+    (evaluation,) = read_evaluations(run)
+    resized = {**evaluation.about, "packing": {**evaluation.about["packing"], "store": "input-png"}}
+    (evaluation.path / "evaluation.json").write_text(json.dumps(resized))
+    assert main(compared) == 2 and f"evaluate {run} FOLDER packing.store=keep" in capsys.readouterr().err
     shutil.rmtree(run / "evaluations")
     assert main(compared) == 2 and f"trainyard evaluate {run} FOLDER" in capsys.readouterr().err
 

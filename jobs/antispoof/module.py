@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from trainyard.data.decode_cpu import decode_recording
 from trainyard.errors import UserError
 from trainyard.report.score_figures import draw_samples, draw_score_histogram
-from trainyard.train.module import BaselineScore, Batch, DataInfo, Rows, SampleSource, Signature, TrainModule
+from trainyard.train.module import Batch, DataInfo, Rows, SampleSource, Score, Signature, TrainModule
 
 from . import augment, frontends, metrics
 from .config import Config, LossSettings, ModelSettings
@@ -268,13 +268,13 @@ class AntispoofModule(TrainModule):
 
     def score_baselines(
         self, rows: Rows, evaluated: SampleSource, open_training: Callable[[], SampleSource]
-    ) -> dict[str, BaselineScore]:
+    ) -> dict[str, Score]:
         """Return the metrics of logistic regression on the same features, pooled over time."""
         from .baseline import score_trials
 
         scores = score_trials(self.compute_maps, open_training(), evaluated)
         pooled = {**rows, "score": scores}
-        return {"pooled logistic": BaselineScore(self.score(pooled) | self.compute_intervals(pooled))}
+        return {"pooled logistic": Score(self.score(pooled) | self.compute_intervals(pooled))}
 
     def prediction_rows(self, rows: Rows, keys: Sequence[str]) -> Iterator[dict[str, object]]:
         """Yield each file, its utterance name as in protocols, and its score."""

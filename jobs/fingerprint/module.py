@@ -12,7 +12,7 @@ from trainyard import scoring
 from trainyard.config.duration import Duration
 from trainyard.errors import UserError
 from trainyard.report import score_figures
-from trainyard.train.module import BaselineScore, Batch, DataInfo, Rows, SampleSource, Signature, TrainModule
+from trainyard.train.module import Batch, DataInfo, Rows, SampleSource, Score, Signature, TrainModule
 
 from .class_sampling import compute_sampled_cosines, draw_classes
 from .config import Config
@@ -161,7 +161,7 @@ class FingerprintModule(TrainModule):
 
     def score_baselines(
         self, rows: Rows, evaluated: SampleSource, open_training: Callable[[], SampleSource]
-    ) -> dict[str, BaselineScore]:
+    ) -> dict[str, Score]:
         """Return what band-limited phase-only correlation and the matcher get, which learn nothing."""
         from .untrained import score_untrained
 
@@ -169,7 +169,7 @@ class FingerprintModule(TrainModule):
         found = {}
         for name, (pairs, is_fvc) in scored.items():
             intervals = compute_pair_intervals(pairs, is_fvc, draws=self.evaluation.bootstrap_draws)
-            found[name] = BaselineScore(compute_pair_metrics(pairs, is_fvc) | intervals, _split_kinds(pairs, is_fvc))
+            found[name] = Score(compute_pair_metrics(pairs, is_fvc) | intervals, _split_kinds(pairs, is_fvc))
         return found
 
     def match_samples(self, data: DataInfo, one: np.ndarray, other: np.ndarray) -> np.ndarray:

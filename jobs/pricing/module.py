@@ -13,16 +13,7 @@ from torch import Tensor, nn
 from trainyard.errors import UserError
 from trainyard.report.figures import draw_figure
 from trainyard.report.score_figures import draw_text_table
-from trainyard.train.module import (
-    AdaptedWeights,
-    BaselineScore,
-    Batch,
-    DataInfo,
-    Rows,
-    SampleSource,
-    Signature,
-    TrainModule,
-)
+from trainyard.train.module import AdaptedWeights, Batch, DataInfo, Rows, SampleSource, Score, Signature, TrainModule
 
 from . import losses, metrics, tokenizer
 from .config import Config
@@ -127,12 +118,12 @@ class PricingModule(TrainModule):
 
     def score_baselines(
         self, rows: Rows, evaluated: SampleSource, open_training: Callable[[], SampleSource]
-    ) -> dict[str, BaselineScore]:
+    ) -> dict[str, Score]:
         """Return the metrics of ridge regression on TF-IDF of the same tokens and on the same numbers."""
         from .baseline import predict_prices
 
         ridge = {**rows, "predicted": predict_prices(open_training(), evaluated)}
-        return {"ridge": BaselineScore(self.score(ridge) | self.compute_intervals(ridge))}
+        return {"ridge": Score(self.score(ridge) | self.compute_intervals(ridge))}
 
     def prediction_rows(self, rows: Rows, keys: Sequence[str]) -> Iterator[dict[str, object]]:
         """Yield the id and the predicted price, to six digits, of each sample."""

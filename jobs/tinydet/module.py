@@ -13,16 +13,7 @@ from tqdm import tqdm
 
 from trainyard.errors import UserError
 from trainyard.train.distributed import sum_over_ranks
-from trainyard.train.module import (
-    AdaptedWeights,
-    BaselineScore,
-    Batch,
-    DataInfo,
-    Rows,
-    SampleSource,
-    Signature,
-    TrainModule,
-)
+from trainyard.train.module import AdaptedWeights, Batch, DataInfo, Rows, SampleSource, Score, Signature, TrainModule
 
 from . import geometry, photometric
 from .coco import SetSummary
@@ -427,7 +418,7 @@ class TinyDet(TrainModule):
 
     def score_baselines(
         self, rows: Rows, evaluated: SampleSource, open_training: Callable[[], SampleSource]
-    ) -> dict[str, BaselineScore]:
+    ) -> dict[str, Score]:
         """Return the metrics of published classes with random weights: what boxes at random are worth."""
         from .baseline import build_untrained
 
@@ -437,7 +428,7 @@ class TinyDet(TrainModule):
         found = {}
         for name, detect in detectors.items():
             untrained = self._detect_all(evaluated, detect, name)
-            found[name] = BaselineScore(self.score(untrained) | self.compute_intervals(untrained))
+            found[name] = Score(self.score(untrained) | self.compute_intervals(untrained))
         return found
 
     @torch.inference_mode()

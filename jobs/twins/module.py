@@ -13,16 +13,7 @@ from torch.nn import functional
 from trainyard import scoring
 from trainyard.errors import UserError
 from trainyard.report import score_figures
-from trainyard.train.module import (
-    AdaptedWeights,
-    BaselineScore,
-    Batch,
-    DataInfo,
-    Rows,
-    SampleSource,
-    Signature,
-    TrainModule,
-)
+from trainyard.train.module import AdaptedWeights, Batch, DataInfo, Rows, SampleSource, Score, Signature, TrainModule
 
 from . import protocol
 from .config import Config
@@ -206,7 +197,7 @@ class TwinsModule(TrainModule):
 
     def score_baselines(
         self, rows: Rows, evaluated: SampleSource, open_training: Callable[[], SampleSource]
-    ) -> dict[str, BaselineScore]:
+    ) -> dict[str, Score]:
         """Return the metrics of raw pixels, and of the self-attention branch alone if the model has another.
 
         Without accuracy and hard twins: the threshold and the median of the validation set are the whole model's.
@@ -220,7 +211,7 @@ class TwinsModule(TrainModule):
             scores = self.evaluation_set.score_pairs(embedding, evaluated.ids)
             metrics = _compute_metrics(scores, threshold=math.inf, hard_twin=math.inf)
             intervals = _compute_intervals(scores, hard_twin=math.inf, draws=self.draws)
-            found[name] = BaselineScore(metrics | intervals, self._split_kinds(scores))
+            found[name] = Score(metrics | intervals, self._split_kinds(scores))
         return found
 
     def select_embeddings(self, rows: Rows) -> np.ndarray:

@@ -10,6 +10,7 @@ import numpy as np
 from loguru import logger
 
 from trainyard import scoring
+from trainyard.config.settings import KEEP
 from trainyard.data.shards import Sample
 from trainyard.errors import UserError
 from trainyard.runs.evaluations import name_pair_scores, read_evaluations
@@ -122,6 +123,12 @@ def _read_matcher_scores(run: Path, matcher: str, kind: str) -> PairScores:
     again = f"trainyard evaluate {run} FOLDER"
     for evaluation in reversed(read_evaluations(run)):
         path = evaluation.path / name_pair_scores(matcher)
+        store = (evaluation.about.get("packing") or {}).get("store", KEEP)
+        if path.exists() and store != KEEP:
+            raise UserError(
+                f"{evaluation.path}: its {matcher} read images as packing.store={store} left them, but reads these "
+                f"files as they are, so its threshold does not hold. Type: {again} packing.store={KEEP}"
+            )
         if path.exists():
             scores, _ = read_pair_scores(path, kind=kind, remedy=again)
             return replace(scores, source=f"the evaluation {evaluation.name}", more="Evaluate a larger folder")

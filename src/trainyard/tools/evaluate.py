@@ -41,7 +41,7 @@ from trainyard.runs.pair_scores import write_pair_scores
 from trainyard.text import join_names, make_slug
 from trainyard.tools.trained_model import TrainedModel, describe_data, load_model, make_loader, pack_temporarily
 from trainyard.train.evaluate import gather_rows, score_rows
-from trainyard.train.module import BaselineScore, Batch, DataInfo, SampleSource
+from trainyard.train.module import Batch, DataInfo, SampleSource, Score
 from trainyard.train.precision import make_autocast
 from trainyard.train.recorder import encode_line
 
@@ -303,7 +303,7 @@ def _score(
     *,
     training: _Training,
     with_baselines: bool,
-) -> tuple[dict[str, BaselineScore], dict[str, Mapping[str, bytes]]]:
+) -> tuple[dict[str, Score], dict[str, Mapping[str, bytes]]]:
     """Return what the run and each baseline get, by name, and the figures by folder."""
     module, config = model.module, model.config
     title = f"evaluating {folder.name}"
@@ -328,7 +328,7 @@ def _score(
 
     try:
         metrics = score_rows(module, rows, with_intervals=True)
-        systems = {RUN: BaselineScore(metrics, module.select_pair_scores(rows) if model.has_embeddings else {})}
+        systems = {RUN: Score(metrics, module.select_pair_scores(rows) if model.has_embeddings else {})}
     except UserError as error:
         raise UserError(f"{folder}: cannot be scored: {error}") from None
     if with_baselines:
@@ -341,7 +341,7 @@ def _score(
 def _write(
     target: Path,
     about: Mapping[str, Any],
-    systems: Mapping[str, BaselineScore],
+    systems: Mapping[str, Score],
     figures: Mapping[str, Mapping[str, bytes]],
     model: TrainedModel,
 ) -> None:

@@ -90,7 +90,10 @@ def search(
     _refuse_other_weights(found, run)
     if rerank is not None and probes.suffix == MAPPED:
         raise UserError(f"{probes}: --rerank reads the probes themselves. Name their raw files instead of embeddings.")
-    keys, vectors, identities, is_same = _read_probes(run, probes, gallery, jobs_dir)
+    model = None if probes.suffix == MAPPED else load_model(run, jobs_dir)
+    if model is not None and rerank is not None:
+        model.require_matcher("search --rerank")
+    keys, vectors, identities, is_same = _read_probes(run, model, probes, gallery)
     shown = min(TOP, len(found.keys) - is_same) if top is None else top
     with tqdm(total=len(found.keys), unit="row", unit_scale=True, desc="searching", disable=None, leave=False) as bar:
         nearest = find_nearest_rows(
@@ -101,9 +104,7 @@ def search(
             names=(str(probes), str(gallery)),
             progress=bar.update,
         )
-    if rerank is not None and files is not None:
-        model = load_model(run, jobs_dir)
-        model.require_matcher("search --rerank")
+    if model is not None and files is not None:
         nearest = _order_by_matcher(model, probes, found, files, nearest)
         nearest = replace(nearest, rows=nearest.rows[:, :shown], scores=nearest.scores[:, :shown])
     result = SearchResult(keys, found, identities, is_same, nearest)
@@ -115,14 +116,17 @@ def search(
 
 
 def _read_probes(
-    run: Path, probes: Path, gallery: Path, jobs_dir: Path
+    run: Path, model: TrainedModel | None, probes: Path, gallery: Path
 ) -> tuple[list[str], NDArray[np.float32], list[str] | None, bool]:
-    """Return keys, embeddings and identities of the probes, and whether they are the gallery."""
-    if probes.suffix == MAPPED:
+    """Return keys, embeddings and identities of the probes, and whether they are the gallery.
+
+    Args:
+        model: embeds raw files; None: the probes are embeddings.
+    """
+    if model is None:
         found = open_embeddings(probes)
         _refuse_other_weights(found, run)
         return found.keys, found.vectors, found.identities, probes.samefile(gallery)
-    model = load_model(run, jobs_dir)
     model.require_embeddings("search")
     with pack_temporarily(model, model.list_samples(probes), near=None) as data:
         vectors = np.concatenate(list(compute_embeddings(model, data)))

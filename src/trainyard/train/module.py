@@ -64,8 +64,8 @@ class SampleSource:
 
 
 @dataclass(frozen=True)
-class BaselineScore:
-    """What a baseline gets on the samples that a model is evaluated on."""
+class Score:
+    """Metrics of the run or of a baseline on an evaluated data set, and the scores of its pairs."""
 
     metrics: Mapping[str, float]
     pair_scores: Mapping[str, np.ndarray] = field(default_factory=dict)  # as `TrainModule.select_pair_scores`
@@ -172,7 +172,7 @@ class TrainModule(nn.Module):
 
     def score_baselines(
         self, rows: Rows, evaluated: SampleSource, open_training: Callable[[], SampleSource]
-    ) -> dict[str, BaselineScore]:
+    ) -> dict[str, Score]:
         """Return what `trainyard evaluate` compares with: a method -> its metrics and intervals on the same samples.
 
         Methods are fitted on the training split alone, or on nothing.

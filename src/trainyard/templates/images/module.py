@@ -10,16 +10,7 @@ from torch.nn import functional
 
 from trainyard import scoring
 from trainyard.report.score_figures import draw_confusion_matrix
-from trainyard.train.module import (
-    AdaptedWeights,
-    BaselineScore,
-    Batch,
-    DataInfo,
-    Rows,
-    SampleSource,
-    Signature,
-    TrainModule,
-)
+from trainyard.train.module import AdaptedWeights, Batch, DataInfo, Rows, SampleSource, Score, Signature, TrainModule
 
 from .config import Config, ModelSettings
 from .pack import CLASSES
@@ -98,13 +89,13 @@ class Classifier(TrainModule):
 
     def score_baselines(
         self, rows: Rows, evaluated: SampleSource, open_training: Callable[[], SampleSource]
-    ) -> dict[str, BaselineScore]:
+    ) -> dict[str, Score]:
         """Return the metrics of a constant: each class as frequent as in training."""
         training = open_training()
         counts = np.bincount(training.data.columns["label"][training.ids], minlength=len(self.classes))
         logits = np.log(np.maximum(counts / counts.sum(), 1e-6)).astype(np.float32)
         constant = self.score({**rows, "logits": np.tile(logits, (len(rows["sample_id"]), 1))})
-        return {"most frequent class": BaselineScore(constant)}
+        return {"most frequent class": Score(constant)}
 
     def report_figures(self, rows: Rows) -> dict[str, bytes]:
         """Return the confusion matrix."""

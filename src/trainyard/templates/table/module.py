@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from trainyard import scoring
 from trainyard.report.score_figures import draw_confusion_matrix, draw_scatter
-from trainyard.train.module import BaselineScore, Batch, DataInfo, Rows, SampleSource, Signature, TrainModule
+from trainyard.train.module import Batch, DataInfo, Rows, SampleSource, Score, Signature, TrainModule
 
 from .config import Config
 from .pack import Scaling
@@ -95,7 +95,7 @@ class Perceptron(TrainModule):
 
     def score_baselines(
         self, rows: Rows, evaluated: SampleSource, open_training: Callable[[], SampleSource]
-    ) -> dict[str, BaselineScore]:
+    ) -> dict[str, Score]:
         """Return the metrics of a constant: the training set's mean, or each class as frequent as there."""
         training = open_training()
         target, count = training.data.columns["target"][training.ids], len(rows["sample_id"])
@@ -103,8 +103,8 @@ class Perceptron(TrainModule):
             shares = np.bincount(target.astype(np.int64), minlength=len(self.scaling.classes)) / len(target)
             logits = np.log(np.maximum(shares, 1e-6)).astype(np.float32)
             constant = self.score({**rows, "logits": np.tile(logits, (count, 1))})
-            return {"most frequent class": BaselineScore(constant)}
-        return {"mean of training": BaselineScore(self.score({**rows, "predicted": np.full(count, target.mean())}))}
+            return {"most frequent class": Score(constant)}
+        return {"mean of training": Score(self.score({**rows, "predicted": np.full(count, target.mean())}))}
 
     def report_figures(self, rows: Rows) -> dict[str, bytes]:
         """Return the confusion matrix, or predicted against true targets."""
