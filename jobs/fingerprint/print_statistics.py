@@ -45,7 +45,7 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class PrintFigures:
-    """What is measured of one print. Lengths are in px at 500 dpi."""
+    """Measurements of one print; lengths in px at 500 dpi."""
 
     period: float  # mean over coherent blocks; NaN if there are fewer than six
     area: int

@@ -49,7 +49,7 @@ class Impression:
 
 @dataclass(frozen=True)
 class _Habit:
-    """What the impressions of a finger have in common besides its ridges."""
+    """Properties that all impressions of a finger share, besides its ridges."""
 
     half_width: float  # px, of the contact area
     aspect: float  # height of that area over its width

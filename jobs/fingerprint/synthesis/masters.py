@@ -142,8 +142,8 @@ def grow_ridges(rng: np.random.Generator, angle: Floats, period_cells: Floats) -
 def _build_filters(angle: Floats, period: Floats) -> tuple[list[tuple[int, int]], Floats, Floats]:
     """Return the offsets of half of the filter, their weights (K, 224, 192), and the middle's weight.
 
-    A Gabor filter of mean 0 that passes a wave of its own period and direction with gain 1. As in
-    SFinGe its envelope falls to a thousandth at 1.5 periods from the middle.
+    A Gabor filter with zero mean, and with gain 1 at its own period and direction. Its envelope falls to 0.001 at 1.5
+    periods from the middle, as SFinGe's does.
     """
     reach = range(-FILTER_CELLS, FILTER_CELLS + 1)
     offsets = [(dy, dx) for dy in reach for dx in reach if (dy, dx) > (0, 0) and np.hypot(dy, dx) < FILTER_CELLS + 0.5]
