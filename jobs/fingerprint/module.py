@@ -16,7 +16,7 @@ from trainyard.train.module import Batch, DataInfo, Rows, SampleSource, Score, S
 
 from .class_sampling import compute_sampled_cosines, draw_classes
 from .config import Config
-from .network import SMALLEST_INPUT_PX, Aligner, DeepPrintTex
+from .network import SMALLEST_INPUT_PX, Aligner, DeepPrint
 from .pairs import compute_pair_intervals, compute_pair_metrics, find_extreme_pairs, score_pairs, subsample_fingers
 
 _SHOWN = 4  # pairs of each kind
@@ -39,7 +39,7 @@ def build(config: Config, data: DataInfo) -> "FingerprintModule":
             f"model.blocks={model.blocks}: expected three counts, for blocks A, B and C, such as [4,7,3] or [1,2,1]."
         )
     aligner = Aligner(image.channels, rotate_deg=model.stn_rotate_deg, shift=model.stn_shift) if model.stn else None
-    network = DeepPrintTex(
+    network = DeepPrint(
         channels=image.channels,
         embedding_dims=model.embedding_dims,
         width=model.width,
@@ -79,7 +79,7 @@ class FingerprintModule(TrainModule):
     matcher = "matcher"
     training_only = ("class_of_code", "directions", "centres.")
 
-    def __init__(self, network: DeepPrintTex, config: Config, data: DataInfo) -> None:
+    def __init__(self, network: DeepPrint, config: Config, data: DataInfo) -> None:
         super().__init__()
         self.network, self.head, self.evaluation = network, config.head, config.evaluation
         self.data: Callable[[], DataInfo] = lambda: data  # a function: copying the module must not copy open files
@@ -214,9 +214,9 @@ class FingerprintModule(TrainModule):
             figures[title] = score_figures.draw_samples(title, cells)
         return figures
 
-    def repeated_layers(self) -> nn.Sequential:
+    def repeated_layers(self) -> list[nn.Module]:
         """Return the Inception blocks."""
-        return self.network.texture.blocks
+        return self.network.list_blocks()
 
     def sparse_gradients(self) -> dict[str, int]:
         """Return what a global batch compares with: its own classes and the sampled ones; centres only of its own."""

@@ -1,4 +1,4 @@
-"""DeepPrint's texture network: a fixed-length, unit-norm embedding of a fingerprint image.
+"""DeepPrint: a fixed-length, unit-norm embedding of a fingerprint image, from its texture, its minutiae or both.
 
 Engelsma, Cao and Jain, "Learning a fixed-length fingerprint representation" (TPAMI 2021, arXiv:1904.01099). The trunk
 is Inception-v4: Szegedy, Ioffe, Vanhoucke and Alemi (2016, arXiv:1602.07261, figures 3 to 8).
@@ -6,6 +6,7 @@ is Inception-v4: Szegedy, Ioffe, Vanhoucke and Alemi (2016, arXiv:1602.07261, fi
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,19 +15,40 @@ from torch.nn import functional
 SMALLEST_INPUT_PX = 75
 """Side of the smallest image that leaves one cell after the last reduction."""
 
+MAP_CHANNELS = 6
+"""Of a minutia map: one for each direction k * 60 degrees."""
 
-class DeepPrintTex(nn.Module):
-    """Stem, texture branch and, optionally, an alignment network in front of both.
+
+BRANCHES = {
+    "deepprint_tex": ("texture",),
+    "deepprint_minu": ("minutia",),
+    "deepprint_texminu": ("texture", "minutia"),
+}
+"""The branches of each network, by `model.name`."""
+
+
+class BranchOutputs(NamedTuple):
+    """What the branches make of a batch."""
+
+    embeddings: list[Tensor]  # (B, D / branches) float32 of unit length, in the order of `BRANCHES`
+    minutia_BCHW: Tensor | None  # the map that `MinutiaMapHead` reads; None without the minutia branch
+    pose_B23: Tensor | None  # of the aligner, as `affine_grid` takes it; None without one
+
+
+class DeepPrint(nn.Module):
+    """Stem, one or two branches and, optionally, an alignment network in front of them.
 
     Shapes: B images, C channels, H x W pixels, D embedding size. At width 1 and 299 x 299 pixels the maps are
-    384 x 35 x 35 after the stem, 1024 x 17 x 17 and 1536 x 8 x 8 after the two reductions. Any size from
-    `SMALLEST_INPUT_PX` works, because the last map is averaged.
+    384 x 35 x 35 after the stem; in the texture branch 1024 x 17 x 17 and 1536 x 8 x 8 after the two reductions, in the
+    minutia branch 1024 x 9 x 9 before it is pooled. Any size from `SMALLEST_INPUT_PX` works, because the last maps are
+    pooled as a whole.
 
     Args:
+        name: a key of `BRANCHES`.
         channels: of the image.
-        embedding_dims: D.
+        embedding_dims: D; two branches have half of it each.
         width: factor on every channel count of the trunk; 1 as in the paper.
-        blocks: number of blocks A, B and C; (4, 7, 3) as in the paper.
+        blocks: number of blocks A, B and C of the texture branch; (4, 7, 3) as in the paper.
         dropout: probability of dropping a feature before the last layer.
         aligner: aligns the image first; None: no alignment.
     """
@@ -34,6 +56,7 @@ class DeepPrintTex(nn.Module):
     def __init__(
         self,
         *,
+        name: str = "deepprint_tex",
         channels: int = 1,
         embedding_dims: int = 512,
         width: float = 1.0,
@@ -42,16 +65,41 @@ class DeepPrintTex(nn.Module):
         aligner: "Aligner | None" = None,
     ) -> None:
         super().__init__()
+        self.branches = BRANCHES[name]
         self.aligner = aligner
         self.stem = Stem(channels, width)
-        self.texture = TextureBranch(self.stem.out_channels, embedding_dims, width, blocks, dropout)
+        channels, dims = self.stem.out_channels, embedding_dims // len(self.branches)
+        has_texture, has_minutia = ("texture" in self.branches, "minutia" in self.branches)
+        self.texture = TextureBranch(channels, dims, width, blocks, dropout) if has_texture else None
+        self.minutia = MinutiaBranch(channels, dims, width, dropout) if has_minutia else None
 
     def forward(self, image_BCHW: Tensor) -> Tensor:
-        """Return the embeddings (B, D) float32, each of unit length."""
+        """Return the embeddings (B, D) float32, each of unit length.
+
+        Of two branches they are the embeddings of both, divided by the square root of 2: the cosine of two prints is
+        the mean of the branches' cosines.
+        """
+        embeddings = self.compute_branches(image_BCHW).embeddings
+        return torch.cat(embeddings, dim=1) / math.sqrt(len(embeddings))
+
+    def compute_branches(self, image_BCHW: Tensor) -> BranchOutputs:
+        """Return what `forward` joins, and what training needs besides."""
+        pose_B23 = minutia_BCHW = None
         if self.aligner is not None:
-            image_BCHW = self.aligner(image_BCHW)
-        embedding_BD: Tensor = self.texture(self.stem(image_BCHW))
-        return embedding_BD
+            pose_B23 = self.aligner.find_pose(image_BCHW)
+            image_BCHW = self.aligner.align(image_BCHW, pose_B23)
+        x_BCHW, embeddings = self.stem(image_BCHW), []
+        if self.texture is not None:
+            embeddings.append(self.texture(x_BCHW))
+        if self.minutia is not None:
+            minutia_BCHW = self.minutia.stem(x_BCHW)
+            embeddings.append(self.minutia(minutia_BCHW))
+        return BranchOutputs(embeddings, minutia_BCHW, pose_B23)
+
+    def list_blocks(self) -> list[nn.Module]:
+        """Return the Inception blocks of the branches."""
+        texture = [] if self.texture is None else [*self.texture.blocks]
+        return texture if self.minutia is None else [*texture, *self.minutia.stem]
 
 
 class Stem(nn.Sequential):
@@ -111,6 +159,53 @@ class TextureBranch(nn.Module):
         return functional.normalize(x_BD.float(), dim=1)
 
 
+class MinutiaBranch(nn.Module):
+    """Maps the output of its own `stem`, six blocks A, to a unit-norm embedding (B, D).
+
+    The convolutions have biases and nothing between them, as in the reference.
+    """
+
+    def __init__(self, channels: int, embedding_dims: int, width: float, dropout: float) -> None:
+        super().__init__()
+        blocks: list[Concat] = []
+        for _ in range(6):
+            blocks.append(build_inception_a(channels, width))
+            channels = blocks[-1].out_channels
+        self.stem = nn.Sequential(*blocks)
+        layers = []
+        for c, stride in ((768, 1), (768, 2), (896, 1), (1024, 2)):
+            layers.append(nn.Conv2d(channels, scale_channels(c, width), 3, stride, padding=1))
+            channels = layers[-1].out_channels
+        self.embed = nn.Sequential(*layers)
+        self.dropout = nn.Dropout(dropout)
+        self.project = nn.Linear(channels, embedding_dims)
+
+    def forward(self, minutia_BCHW: Tensor) -> Tensor:
+        x_BC = self.embed(minutia_BCHW).amax(dim=(2, 3))
+        return functional.normalize(self.project(self.dropout(x_BC)).float(), dim=1)
+
+
+class MinutiaMapHead(nn.Module):
+    """Maps the output of the minutia branch's stem to minutia maps: h x w cells to 6 x (4 h - 12) x (4 w - 12).
+
+    That is 384 x 35 x 35 to 6 x 128 x 128 for 299 pixels. No activations, as in the reference.
+    """
+
+    def __init__(self, channels: int, width: float) -> None:
+        super().__init__()
+        c32, c128 = (scale_channels(c, width) for c in (32, 128))
+        self.layers = nn.Sequential(
+            nn.ConvTranspose2d(channels, c128, 3, stride=2),
+            nn.Conv2d(c128, c128, 7),
+            nn.ConvTranspose2d(c128, c32, 3, stride=2),
+            nn.Conv2d(c32, MAP_CHANNELS, 3),
+        )
+
+    def forward(self, minutia_BCHW: Tensor) -> Tensor:
+        maps_B6HW: Tensor = self.layers(minutia_BCHW)[..., :-1, :-1]
+        return maps_B6HW
+
+
 class Aligner(nn.Module):
     """Spatial transformer (Jaderberg et al. 2015, arXiv:1506.02025): rotates and shifts an image, never scales it.
 
@@ -140,14 +235,22 @@ class Aligner(nn.Module):
         nn.init.zeros_(self.pose.bias)
 
     def forward(self, image_BCHW: Tensor) -> Tensor:
-        """Return the aligned images, same shape, with the border repeated outside."""
+        """Return the aligned images, same shape."""
+        return self.align(image_BCHW, self.find_pose(image_BCHW))
+
+    def find_pose(self, image_BCHW: Tensor) -> Tensor:
+        """Return (B, 2, 3) float32, which maps coordinates of the aligned image to the image: see `affine_grid`."""
         resized = functional.interpolate(image_BCHW, size=(self.INPUT_PX, self.INPUT_PX), mode="bilinear")
         features_BF = self.locate(resized)
         # 16-bit coordinates would be off by half a pixel at the far side of a 299-pixel image.
         with torch.autocast(image_BCHW.device.type, enabled=False):
             pose_B3 = torch.tanh(self.pose(features_BF.float()))
-            matrix_B23 = build_rigid_matrix(pose_B3[:, 0] * self.rotate_rad, pose_B3[:, 1:] * 2 * self.shift)
-            grid_BHW2 = functional.affine_grid(matrix_B23, list(image_BCHW.shape), align_corners=False)
+            return build_rigid_matrix(pose_B3[:, 0] * self.rotate_rad, pose_B3[:, 1:] * 2 * self.shift)
+
+    def align(self, image_BCHW: Tensor, pose_B23: Tensor) -> Tensor:
+        """Return the images in these poses, with the border repeated outside."""
+        with torch.autocast(image_BCHW.device.type, enabled=False):
+            grid_BHW2 = functional.affine_grid(pose_B23, list(image_BCHW.shape), align_corners=False)
             return sample_bilinear(image_BCHW.float(), grid_BHW2)
 
 

@@ -9,11 +9,11 @@ from torch.nn import functional
 from tests.cases.fingerprint import count_parameters, make_config, make_module
 from trainyard.errors import UserError
 
-from .network import Aligner, DeepPrintTex, build_rigid_matrix, sample_bilinear
+from .network import Aligner, DeepPrint, MinutiaMapHead, build_rigid_matrix, sample_bilinear
 
 
 def test_every_stage_has_the_shape_and_size_of_the_reference() -> None:
-    network = DeepPrintTex(embedding_dims=512).eval()
+    network = DeepPrint(embedding_dims=512).eval()
     assert count_parameters(network.stem) == 605_152
     # including the reference's training head, Linear(512 -> 8000) with a bias
     assert count_parameters(network) + count_parameters(nn.Linear(512, 8000)) == 46_033_184
@@ -22,15 +22,54 @@ def test_every_stage_has_the_shape_and_size_of_the_reference() -> None:
     with torch.inference_mode():
         x = network.stem(torch.rand(1, 1, 299, 299))
         shapes.append(tuple(x.shape[1:]))
-        for block in network.texture.blocks:
+        for block in network.list_blocks():
             x = block(x)
             shapes.append(tuple(x.shape[1:]))
     assert shapes == [(384, 35, 35)] * 5 + [(1024, 17, 17)] * 8 + [(1536, 8, 8)] * 4
 
 
+@pytest.mark.parametrize(
+    ("name", "heads", "aligned", "expected"),
+    [
+        ("deepprint_tex", 1, False, 46_033_184),
+        ("deepprint_minu", 1, False, 30_840_582),
+        ("deepprint_texminu", 2, False, 71_516_742),
+        ("deepprint_texminu", 2, True, 71_828_297),
+    ],
+)
+def test_the_networks_have_the_parameters_of_the_reference(name: str, heads: int, aligned: bool, expected: int) -> None:
+    with torch.device("meta"):
+        parts: list[nn.Module] = [DeepPrint(name=name, aligner=Aligner(1) if aligned else None)]
+        parts += [nn.Linear(512 // heads, 8000) for _ in range(heads)]  # the reference's training heads have a bias
+        if "minu" in name:
+            parts.append(MinutiaMapHead(384, 1.0))
+    assert sum(map(count_parameters, parts)) == expected
+
+
+def test_the_minutia_branch_has_the_shapes_of_the_reference() -> None:
+    with torch.device("meta"):
+        network = DeepPrint(name="deepprint_minu").eval()
+        outputs = network.compute_branches(torch.rand(2, 1, 299, 299))
+        assert network.minutia is not None and outputs.minutia_BCHW is not None
+        assert outputs.minutia_BCHW.shape == (2, 384, 35, 35)
+        assert network.minutia.embed(outputs.minutia_BCHW).shape == (2, 1024, 9, 9)
+        assert MinutiaMapHead(384, 1.0)(outputs.minutia_BCHW).shape == (2, 6, 128, 128)
+
+
+def test_the_score_of_two_branches_is_the_mean_of_their_cosines() -> None:
+    network = DeepPrint(name="deepprint_texminu", embedding_dims=24, width=0.1, blocks=(1, 1, 1)).eval()
+    image = torch.rand(2, 1, 75, 80)
+    branches = network.compute_branches(image).embeddings
+    assert [embedding.shape for embedding in branches] == [(2, 12)] * 2
+    one, other = network(image)
+    torch.testing.assert_close(one.norm(), torch.ones(()))
+    cosines = torch.stack([embedding[0] @ embedding[1] for embedding in branches])
+    torch.testing.assert_close(one @ other, cosines.mean())
+
+
 def test_embeddings_have_unit_length_at_any_size_and_width() -> None:
     for width, side in ((0.1, 75), (0.25, 128)):
-        network = DeepPrintTex(embedding_dims=24, width=width, blocks=(1, 1, 1)).eval()
+        network = DeepPrint(embedding_dims=24, width=width, blocks=(1, 1, 1)).eval()
         embedding = network(torch.rand(3, 1, side, side + 10))
         assert embedding.shape == (3, 24)
         torch.testing.assert_close(embedding.norm(dim=1), torch.ones(3))
