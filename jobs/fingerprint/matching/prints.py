@@ -82,7 +82,16 @@ def index_prints(ridges_NSS: Tensor, mask_NSS: Tensor) -> Prints:
 
 
 def enhance_print(gray: NDArray[np.uint8], dpi: float) -> tuple[Floats, Floats]:
-    """Return the ridges of a print and its mask, (256, 256) float32 each, at 250 dpi and centred on the print.
+    """Return the ridges of a print and its mask, (256, 256) float32 each, as `enhance_image`, centred on the print."""
+    ridges, mask, centre = enhance_image(gray, dpi)
+    top, left = (round(at - SIDE_PX / 2) for at in centre)
+    rows, columns = (slice(at + SIDE_PX, at + 2 * SIDE_PX) for at in (top, left))
+    mask = np.pad(mask, SIDE_PX)[rows, columns]
+    return np.pad(ridges, SIDE_PX)[rows, columns] * mask, mask
+
+
+def enhance_image(gray: NDArray[np.uint8], dpi: float) -> tuple[Floats, Floats, tuple[float, float]]:
+    """Return the ridges in an image and the mask of the print, float32 each, at 250 dpi, and the print's centre (y, x).
 
     The print is where local contrast exceeds half of its 90th percentile: the largest such region without its holes. An
     image without contrast has an empty mask.
@@ -99,10 +108,7 @@ def enhance_print(gray: NDArray[np.uint8], dpi: float) -> tuple[Floats, Floats]:
     largest = 1 + np.argmax(np.bincount(regions.ravel(), minlength=2)[1:])
     mask = ndimage.binary_fill_holes(regions == largest).astype(np.float32)
     y, x = np.nonzero(foreground) if foreground.any() else (np.array([height / 2]), np.array([width / 2]))
-    top, left = round(y.mean() - SIDE_PX / 2), round(x.mean() - SIDE_PX / 2)
-    rows, columns = (slice(at + SIDE_PX, at + 2 * SIDE_PX) for at in (top, left))
-    mask = np.pad(mask, SIDE_PX)[rows, columns]
-    return np.pad(ridges, SIDE_PX)[rows, columns] * mask, mask
+    return ridges, mask, (float(y.mean()), float(x.mean()))
 
 
 def filter_ridges(detail: Floats) -> Floats:

@@ -48,10 +48,27 @@ def find_minutiae(master: Master) -> Minutiae:
     skeleton = thin(master.ridges > 0)
     row, column, is_bifurcation = find_crossings(skeleton, np.ones(skeleton.shape, dtype=bool))
     angle = master.angle[row // CELL_PX, column // CELL_PX].astype(np.float64)
+    direction = choose_directions(master.ridges, row, column, angle, is_bifurcation)
+    return Minutiae(column.astype(np.float64), row.astype(np.float64), direction, is_bifurcation)
+
+
+def choose_directions(
+    ridges: NDArray[np.float32],
+    row: NDArray[np.int64],
+    column: NDArray[np.int64],
+    angle: NDArray[np.float64],
+    is_bifurcation: NDArray[np.bool_],
+) -> NDArray[np.float64]:
+    """Return the directions of minutiae, (N,) in 0..2 pi: see `find_minutiae`.
+
+    Args:
+        ridges: (H, W), positive on ridges.
+        angle: (N,) radians, counter-clockwise from the x axis, in which the ridges run, forwards or backwards.
+    """
     ahead = np.arange(3, 8)[:, None]
     sides = [
         ndimage.map_coordinates(
-            master.ridges,
+            ridges,
             (row - s * ahead * np.sin(angle), column + s * ahead * np.cos(angle)),
             order=1,
             mode="nearest",
@@ -59,8 +76,8 @@ def find_minutiae(master: Master) -> Minutiae:
         for s in (1, -1)
     ]
     is_backward = (sides[0] < sides[1]) != is_bifurcation
-    direction = np.arctan2(np.sin(angle), np.cos(angle)) + np.pi * is_backward
-    return Minutiae(column.astype(np.float64), row.astype(np.float64), direction % (2 * np.pi), is_bifurcation)
+    direction: NDArray[np.float64] = np.arctan2(np.sin(angle), np.cos(angle)) + np.pi * is_backward
+    return direction % (2 * np.pi)
 
 
 def map_minutiae(minutiae: Minutiae, impression: Impression) -> tuple[Minutiae, NDArray[np.bool_]]:
