@@ -3,15 +3,24 @@
 from dataclasses import dataclass
 
 from trainyard.config.settings import StoreSettings, TrainConfig, option
+from trainyard.errors import UserError
 
 
 @dataclass
 class ModelSettings:
-    """DeepPrint's texture network (`network.py`)."""
+    """DeepPrint (`network.py`)."""
 
+    name: str = option(
+        "deepprint_tex",
+        "branches: texture, minutiae, or both, whose embeddings have half of embedding_dims each. With the minutia "
+        "branch, training also needs packing.minutiae",
+        choices=("deepprint_tex", "deepprint_minu", "deepprint_texminu"),
+    )
     embedding_dims: int = option(512, "size of the embedding", low=2)
     width: float = option(1.0, "factor on every channel count; 1: as in the paper", low=0.02, high=4)
-    blocks: list[int] = option(lambda: [4, 7, 3], "number of Inception blocks A, B and C; [4,7,3]: as in the paper")
+    blocks: list[int] = option(
+        lambda: [4, 7, 3], "number of Inception blocks A, B and C of the texture branch; [4,7,3]: as in the paper"
+    )
     dropout: float = option(0.2, "probability of dropping a feature before the embedding", low=0, high=0.95)
     stn: bool = option(False, "align the print with a spatial transformer first (the paper's Loc variants)")
     stn_rotate_deg: float = option(60.0, "largest rotation by the stn, in both directions", low=0, high=180)
@@ -35,6 +44,9 @@ class HeadSettings:
         "weight of the batch MEAN of squared distances to the finger's centre; 0: none. 2 equals the reference's 0.125 "
         "on the SUM over its batch of 16",
         low=0,
+    )
+    map_weight: float = option(
+        0.3, "weight of the minutia branch's mean squared error on minutia maps; 0.3: as the reference", low=0
     )
     sampled_classes: int = option(
         0,
@@ -62,6 +74,12 @@ class PackingSettings(StoreSettings):
     )
     dpi_of_sets: list[str] = option(
         list, "resolutions of sets that differ from dpi, by name or pattern, such as [FVC2002_DB2_B:569]"
+    )
+    minutiae: str = option(
+        "none",
+        "minutiae to train the minutia branch on; extract: found in each print, 0.3 s of one core; files: read from "
+        "the record next to each print, .ist or .fmr (ISO/IEC 19794-2:2005) or .mnt (text)",
+        choices=("none", "extract", "files"),
     )
     region_px: int = option(448, "side of the square around the print that the model sees, in px at 500 dpi", low=32)
 
@@ -101,6 +119,18 @@ class Config(TrainConfig):
     packing: PackingSettings = option(PackingSettings, "raw files to records")
     split: SplitSettings = option(SplitSettings, "fingers for training, validation and test")
     evaluation: EvaluationSettings = option(EvaluationSettings, "scoring", mutable_on_resume=True)
+
+    def refuse_training_without_minutiae(self) -> None:
+        """Refuse a minutia branch that has no minutiae to train on.
+
+        Raises:
+            UserError: `model.name` has one, and `packing.minutiae` is none.
+        """
+        if self.model.name != "deepprint_tex" and self.packing.minutiae == "none":
+            raise UserError(
+                f"model.name={self.model.name} trains on minutiae, but packing.minutiae=none. Type "
+                "packing.minutiae=extract, or packing.minutiae=files if each print has a record of its minutiae."
+            )
 
     def explain_batch_dependence(self) -> str:
         """Return why results depend on the micro-batch; "" if they do not."""

@@ -15,6 +15,7 @@ from trainyard.text import align_columns, join_names
 from .config import PackingSettings
 from .index_csv import DPI_RANGE, INDEX_CSV, read_index_csv
 from .layouts import FVC, NAMED, PUBLIC, SESSIONS, SETS, Layout, NotOneFinger, Reading
+from .minutia_files import SUFFIXES as MINUTIA_SUFFIXES
 
 SUFFIXES = {".tif", ".tiff", ".png", ".bmp", ".jpg", ".jpeg", ".wsq"}
 UNREAD_IMAGES = {".raw", ".pgm", ".jp2", ".j2k", ".jpx", ".gif", ".webp", ".heic", ".dcm", ".eft", ".an2", ".nist"}
@@ -89,7 +90,8 @@ def describe_listing(listing: Listing, packing: PackingSettings) -> list[str]:
         f"prints {len(prints)}, fingers {len(fingers)}, sets {len(sets)}; read by {listing.source}. For example:",
         *align_columns([header, *rows], indent="  "),
     ]
-    plain = [path for path in listing.other if _read_suffix(path) not in SUFFIXES | UNREAD_IMAGES]
+    known = SUFFIXES | UNREAD_IMAGES | (set(MINUTIA_SUFFIXES) if packing.minutiae == "files" else set())
+    plain = [path for path in listing.other if _read_suffix(path) not in known]
     if plain:
         lines.append(f"not read, because they are no images: {_count_by_suffix(plain)}")
     return lines

@@ -16,7 +16,8 @@ from trainyard.train.module import Batch, DataInfo, Rows, SampleSource, Score, S
 
 from .class_sampling import compute_sampled_cosines, draw_classes
 from .config import Config
-from .network import SMALLEST_INPUT_PX, Aligner, DeepPrint
+from .minutia_maps import draw_targets
+from .network import SMALLEST_INPUT_PX, Aligner, BranchOutputs, DeepPrint, MinutiaMapHead
 from .pairs import compute_pair_intervals, compute_pair_metrics, find_extreme_pairs, score_pairs, subsample_fingers
 
 _SHOWN = 4  # pairs of each kind
@@ -26,9 +27,11 @@ def build(config: Config, data: DataInfo) -> "FingerprintModule":
     """Return the model for the training fingers.
 
     Raises:
-        UserError: the image is too small for the network, or `model.blocks` is not three counts.
+        UserError: the image is too small for the network, `model.blocks` is not three counts, or the network trains on
+            minutiae, but the data has none.
     """
     model, image = config.model, config.image
+    config.refuse_training_without_minutiae()
     if min(image.height_px, image.width_px) < SMALLEST_INPUT_PX:
         raise UserError(
             f"image.height_px={image.height_px} image.width_px={image.width_px}: the network halves an image five "
@@ -38,8 +41,14 @@ def build(config: Config, data: DataInfo) -> "FingerprintModule":
         raise UserError(
             f"model.blocks={model.blocks}: expected three counts, for blocks A, B and C, such as [4,7,3] or [1,2,1]."
         )
+    if model.name == "deepprint_texminu" and model.embedding_dims % 2:
+        raise UserError(
+            f"model.embedding_dims={model.embedding_dims}: the two branches of deepprint_texminu have half of it each. "
+            f"Type model.embedding_dims={model.embedding_dims + 1}"
+        )
     aligner = Aligner(image.channels, rotate_deg=model.stn_rotate_deg, shift=model.stn_shift) if model.stn else None
     network = DeepPrint(
+        name=model.name,
         channels=image.channels,
         embedding_dims=model.embedding_dims,
         width=model.width,
@@ -47,6 +56,8 @@ def build(config: Config, data: DataInfo) -> "FingerprintModule":
         dropout=model.dropout,
         aligner=aligner,
     )
+    if network.minutia is not None and len(data.train_ids):
+        _require_minutiae(data)
     return FingerprintModule(network, config, data)
 
 
@@ -62,7 +73,7 @@ def _parse_warmup(config: Config, train_samples: int) -> int:
 
 
 class FingerprintModule(TrainModule):
-    """Embeds prints; trains by classifying the training fingers.
+    """Embeds prints; trains by classifying the training fingers by each branch, and by drawing minutia maps.
 
     Shapes: B prints, D embedding size, C training fingers.
 
@@ -77,7 +88,7 @@ class FingerprintModule(TrainModule):
     baseline = ("chance", 0.5)
     reads_noise = False
     matcher = "matcher"
-    training_only = ("class_of_code", "directions", "centres.")
+    training_only = ("class_of_code", "directions", "centres.", "map_head.")
 
     def __init__(self, network: DeepPrint, config: Config, data: DataInfo) -> None:
         super().__init__()
@@ -90,38 +101,69 @@ class FingerprintModule(TrainModule):
         self.register_buffer("class_of_code", class_of_code)
         self.directions = nn.Parameter(torch.randn(len(finger_codes), dims))
         self.centres = CentreLoss(len(finger_codes), dims) if self.head.centre_weight > 0 else None
+        minutia, width = network.minutia, config.model.width
+        self.map_head = None if minutia is None else MinutiaMapHead(minutia.stem_channels, width)
         self.margin = self.head.margin if self.head.name == "cosface" else 0.0
         self.margin_warmup_samples = _parse_warmup(config, len(data.train_ids))
         self.sampled_classes = min(self.head.sampled_classes, len(finger_codes))
         self.seed, self.global_batch_size = config.seed, config.global_batch_size
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
-        """Return the softmax loss over cosines plus the weighted centre loss, and the accuracy."""
-        embedding_BD = self.network(batch["image"])
+        """Return the loss, its parts, and the accuracy.
+
+        The loss is the sum of the branches' softmax losses over cosines, the weighted centre loss of the branches'
+        embeddings, and the weighted squared error of the minutia maps.
+        """
+        outputs = self.network.compute_branches(batch["image"])
+        embedding_BD = torch.cat(outputs.embeddings, dim=1)
         class_B = cast(Tensor, self.class_of_code)[batch["finger"]]
+        losses: dict[str, Tensor] = {"loss": embedding_BD.new_zeros(())}
+        accuracies = {}
         with torch.autocast(embedding_BD.device.type, enabled=False):  # scaled cosines need more than 8 bits
-            cosine_BC, true_B = self._compute_cosines(embedding_BD, class_B, batch)
-            margin = self._compute_margin(batch)
-            logits_BC = compute_cosface_logits(cosine_BC, true_B, scale=self.head.scale, margin=margin)
-            softmax = functional.cross_entropy(logits_BC, true_B)
-            losses = {"loss": softmax, "softmax": softmax}
+            directions = torch.split(self.directions, outputs.embeddings[0].shape[1], dim=1)
+            parts = zip(self.network.branches, outputs.embeddings, directions, strict=True)
+            for branch, embedding_Bd, direction_Cd in parts:
+                suffix = f"_{branch}" * (len(directions) > 1)
+                softmax, accuracies["accuracy" + suffix] = self._classify(embedding_Bd, direction_Cd, class_B, batch)
+                losses["softmax" + suffix], losses["loss"] = softmax, losses["loss"] + softmax
             if self.centres is not None:
                 losses["centre"] = self.centres(embedding_BD, class_B)
-                losses["loss"] = softmax + self.head.centre_weight * losses["centre"]
-        losses["accuracy"] = (cosine_BC.detach().argmax(dim=1) == true_B).float().mean()
-        return losses
+                losses["loss"] = losses["loss"] + self.head.centre_weight * losses["centre"]
+        if self.map_head is not None:
+            losses["map"] = self._compute_map_loss(self.map_head, outputs, batch)
+            losses["loss"] = losses["loss"] + self.head.map_weight * losses["map"]
+        return losses | accuracies
 
-    def _compute_cosines(self, embedding_BD: Tensor, class_B: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    def _classify(
+        self, embedding_BD: Tensor, direction_CD: Tensor, class_B: Tensor, batch: Batch
+    ) -> tuple[Tensor, Tensor]:
+        """Return the softmax loss of a branch's embeddings, and the accuracy."""
+        cosine_BC, true_B = self._compute_cosines(embedding_BD, direction_CD, class_B, batch)
+        margin = self._compute_margin(batch)
+        logits_BC = compute_cosface_logits(cosine_BC, true_B, scale=self.head.scale, margin=margin)
+        accuracy = (cosine_BC.detach().argmax(dim=1) == true_B).float().mean()
+        return functional.cross_entropy(logits_BC, true_B), accuracy
+
+    def _compute_map_loss(self, map_head: MinutiaMapHead, outputs: BranchOutputs, batch: Batch) -> Tensor:
+        """Return the mean squared error of the minutia maps."""
+        maps_B6HW = map_head(outputs.minutia_BCHW)
+        with torch.autocast(maps_B6HW.device.type, enabled=False):
+            target_B6HW = draw_targets(batch, outputs.pose_B23, (maps_B6HW.shape[2], maps_B6HW.shape[3]))
+            return functional.mse_loss(maps_B6HW.float(), target_B6HW)
+
+    def _compute_cosines(
+        self, embedding_BD: Tensor, direction_CD: Tensor, class_B: Tensor, batch: Batch
+    ) -> tuple[Tensor, Tensor]:
         """Return the cosines with the classes that this step compares with, and the column of each print's own."""
         if not self.sampled_classes:
-            return functional.linear(embedding_BD, functional.normalize(self.directions, dim=1)), class_B
+            return functional.linear(embedding_BD, functional.normalize(direction_CD, dim=1)), class_B
         sampled_S = draw_classes(
             self.sampled_classes,
             classes=len(self.directions),
             seed=self.seed,
             samples_seen=batch.get("samples_seen", torch.zeros((), dtype=torch.long, device=class_B.device)),
         )
-        cosine_BS = compute_sampled_cosines(embedding_BD, self.directions, class_B, sampled_S)
+        cosine_BS = compute_sampled_cosines(embedding_BD, direction_CD, class_B, sampled_S)
         return cosine_BS, torch.zeros_like(class_B)
 
     def _compute_margin(self, batch: Batch) -> Tensor | float:
@@ -234,6 +276,17 @@ class FingerprintModule(TrainModule):
         for group in groups:
             group["params"] = [p for p in cast(list[nn.Parameter], group["params"]) if p is not centres]
         return groups + [{"params": [centres], "weight_decay": 0.0}]
+
+
+def _require_minutiae(data: DataInfo) -> None:
+    """Refuse training data that was packed without minutiae."""
+    try:
+        data.read("minutiae", data.train_ids[:1])
+    except KeyError:
+        raise UserError(
+            "data.path: this packed data has no minutiae, which model.name trains on: it was packed with "
+            "packing.minutiae=none. Name the folder of raw files instead, which is packed again: data.path=FOLDER"
+        ) from None
 
 
 def _split_kinds(pairs: scoring.Pairs, is_fvc: np.ndarray) -> dict[str, np.ndarray]:

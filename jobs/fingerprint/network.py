@@ -172,6 +172,7 @@ class MinutiaBranch(nn.Module):
             blocks.append(build_inception_a(channels, width))
             channels = blocks[-1].out_channels
         self.stem = nn.Sequential(*blocks)
+        self.stem_channels = channels
         layers = []
         for c, stride in ((768, 1), (768, 2), (896, 1), (1024, 2)):
             layers.append(nn.Conv2d(channels, scale_channels(c, width), 3, stride, padding=1))

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
 from trainyard.data.raw import list_files
-from trainyard.data.shards import BadRecord, Loaded, Sample
+from trainyard.data.shards import BadRecord, Loaded, Ragged, Sample
 from trainyard.data.write_shard import open_image
 from trainyard.errors import UserError
 from trainyard.text import join_names
@@ -21,6 +21,7 @@ from trainyard.text import join_names
 from .config import Config, SplitSettings
 from .index_csv import DPI_RANGE
 from .listing import SUFFIXES, describe_listing, find_doubts, find_set_dpi, list_prints
+from .minutia_files import read_minutiae
 from .synthesis import synthesize
 from .wsq_images import WSQ_START, can_decode_wsq, decode_wsq
 
@@ -36,17 +37,25 @@ def samples(raw: Path, config: Config) -> Iterator[Sample]:
 
     Columns: `finger` (text, unique over all sets), `impression` (number), `set` (text, "" for images directly in
     `raw`), `split` (text, "" where `index.csv` does not say), `dpi`, and `box_y, box_x, box_height, box_width`, the
-    square to crop in px. Files whose names cannot be read are yielded too: loading one gives the reason.
+    square to crop in px. Files whose names cannot be read are yielded too: loading one gives the reason. Records:
+    `image` and, unless `packing.minutiae` is none, `minutiae` (n, 3) float32: x, y in px of the image and direction in
+    radians, as `minutia_maps` says.
 
     Raises:
-        UserError: as `list_prints`; or there are WSQ files, and their decoder is not installed.
+        UserError: as `list_prints`; there are WSQ files, and their decoder is not installed; or the network trains on
+            minutiae, and none are packed.
     """
+    config.refuse_training_without_minutiae()
+    yield from _list_samples(raw, config, minutiae=config.packing.minutiae)
+
+
+def _list_samples(raw: Path, config: Config, *, minutiae: str) -> Iterator[Sample]:
     listing = list_prints(raw, config.packing)
     _refuse_wsq_without_decoder([one.path for one in listing.prints])
     for one in listing.prints:
         yield Sample(
             key=one.path,
-            load=_choose_loader(raw / one.path, config, stated_dpi=one.dpi),
+            load=_choose_loader(raw / one.path, config, stated_dpi=one.dpi, minutiae=minutiae),
             columns={
                 "finger": one.finger,
                 "impression": one.impression,
@@ -63,8 +72,8 @@ def samples(raw: Path, config: Config) -> Iterator[Sample]:
 def list_labelled(
     raw: Path, config: Config, artifacts: Mapping[str, str]
 ) -> tuple[Iterator[Sample], Mapping[str, str]]:
-    """Return the samples of a folder to evaluate, as `samples`, and the artifacts with which the run reads them."""
-    return samples(raw, config) if raw.is_dir() else iter(()), artifacts
+    """Return the samples of a folder to evaluate, as `samples` but without minutiae, and the run's artifacts."""
+    return _list_samples(raw, config, minutiae="none") if raw.is_dir() else iter(()), artifacts
 
 
 def unlabelled(raw: Path, config: Config, artifacts: Mapping[str, str]) -> Iterator[Sample]:
@@ -80,9 +89,16 @@ def unlabelled(raw: Path, config: Config, artifacts: Mapping[str, str]) -> Itera
         yield Sample(key, _choose_loader(path, config, stated_dpi=stated_dpi), source=path)
 
 
-def _choose_loader(path: Path, config: Config, *, stated_dpi: int) -> "partial[Loaded]":
-    dpi, region_px = config.packing.dpi, config.packing.region_px
-    return partial(load, path, stated_dpi=stated_dpi, default_dpi=dpi, region_px=region_px, fill=config.image.fill)
+def _choose_loader(path: Path, config: Config, *, stated_dpi: int, minutiae: str = "none") -> "partial[Loaded]":
+    return partial(
+        load,
+        path,
+        stated_dpi=stated_dpi,
+        default_dpi=config.packing.dpi,
+        region_px=config.packing.region_px,
+        fill=config.image.fill,
+        minutiae=minutiae,
+    )
 
 
 def log_reading(raw: Path, config: Config) -> None:
@@ -107,14 +123,15 @@ def _refuse(reason: str) -> Loaded:
     raise BadRecord(reason)
 
 
-def load(path: Path, *, stated_dpi: int, default_dpi: int, region_px: int, fill: int) -> Loaded:
+def load(path: Path, *, stated_dpi: int, default_dpi: int, region_px: int, fill: int, minutiae: str = "none") -> Loaded:
     """Read one image and find the print in it.
 
     Args:
         stated_dpi: the resolution that the listing or an option states; 0: a WSQ file's own, else `default_dpi`.
+        minutiae: as `packing.minutiae`.
 
     Raises:
-        BadRecord: the file is not a complete image of a known format.
+        BadRecord: the file is not a complete image of a known format, or its minutiae cannot be read.
     """
     data, gray, own_dpi = _encode_gray(path.read_bytes(), fill)
     if own_dpi and not stated_dpi and not DPI_RANGE[0] <= own_dpi <= DPI_RANGE[1]:
@@ -122,7 +139,7 @@ def load(path: Path, *, stated_dpi: int, default_dpi: int, region_px: int, fill:
     dpi = stated_dpi or own_dpi or default_dpi
     centre_y, centre_x = find_print_centre(gray, dpi)
     side = round(region_px * dpi / 500)
-    return {
+    loaded: Loaded = {
         "image": data,
         "dpi": dpi,
         "box_y": round(centre_y - side / 2),
@@ -130,6 +147,20 @@ def load(path: Path, *, stated_dpi: int, default_dpi: int, region_px: int, fill:
         "box_height": side,
         "box_width": side,
     }
+    if minutiae == "files":
+        loaded["minutiae"] = Ragged(read_minutiae(path, (gray.shape[0], gray.shape[1])))
+    elif minutiae == "extract":
+        loaded["minutiae"] = Ragged(_extract_minutiae(gray, dpi))
+    return loaded
+
+
+def _extract_minutiae(gray: NDArray[np.uint8], dpi: int) -> NDArray[np.float32]:
+    import torch  # takes time and memory that other packing does not need
+
+    from .extraction import extract_minutiae
+
+    torch.set_num_threads(1)  # packing has a process for each core
+    return extract_minutiae(gray, dpi)
 
 
 def _encode_gray(data: bytes, fill: int) -> tuple[bytes, NDArray[np.uint8], int]:

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from tests.cases.fingerprint import make_batch, make_config, make_module
+from tests.cases.fingerprint import make_batch, make_config, make_minutia_config, make_module
+from trainyard.errors import UserError
 
 from .module import CentreLoss, FingerprintModule, compute_cosface_logits
 
@@ -82,3 +83,48 @@ def test_a_small_model_memorises_its_prints() -> None:
         losses["loss"].backward()
         optimizer.step()
     assert float(losses["accuracy"]) == 1.0
+
+
+def make_minutia_batch(count: int) -> dict[str, torch.Tensor]:
+    minutiae = torch.tensor([[20.0, 30.0, 1.0], [50.0, 40.0, 4.0]]).repeat(count, 1, 1)
+    affine = torch.eye(2, 3).repeat(count, 1, 1)
+    return make_batch(count) | {
+        "minutiae": minutiae,
+        "minutiae_count": torch.full((count,), 2),
+        "affine": affine,
+    }
+
+
+@pytest.mark.parametrize("sampled_classes", [0, 3])
+def test_two_branches_and_their_maps_are_trained_together(sampled_classes: int) -> None:
+    config = make_minutia_config("deepprint_texminu")
+    config.head.sampled_classes, config.model.stn = sampled_classes, True
+    module = make_module(config)
+    losses = module(make_minutia_batch(4))
+    parts = ("softmax_texture", "softmax_minutia", "centre", "map", "accuracy_texture", "accuracy_minutia")
+    assert set(losses) == {"loss", *parts}
+    expected = losses["softmax_texture"] + losses["softmax_minutia"] + 2.0 * losses["centre"] + 0.3 * losses["map"]
+    torch.testing.assert_close(losses["loss"], expected)
+    losses["loss"].backward()
+    assert all(p.grad is not None for p in module.parameters())
+    assert len(list(module.repeated_layers())) == 5 + 6
+
+
+def test_the_map_head_only_trains() -> None:
+    module = make_module(make_minutia_config("deepprint_minu"))
+    assert set(module(make_minutia_batch(2))) == {"loss", "softmax", "centre", "map", "accuracy"}
+    left = {name for name in module.state_dict() if not name.startswith(module.training_only)}
+    assert left == {f"network.{name}" for name in module.network.state_dict()}
+    assert module.eval().predict(make_batch(3))["embedding"].shape == (3, 16)
+
+
+def test_a_minutia_branch_without_minutiae_is_refused() -> None:
+    config = make_minutia_config("deepprint_texminu")
+    with pytest.raises(UserError, match="this packed data has no minutiae"):
+        make_module(config, records=())
+    config.model.embedding_dims = 15
+    with pytest.raises(UserError, match=r"Type model\.embedding_dims=16"):
+        make_module(config)
+    config.packing.minutiae = "none"
+    with pytest.raises(UserError, match=r"model.name=deepprint_texminu trains .* Type packing.minutiae=extract"):
+        make_module(config)

@@ -10,10 +10,13 @@ import pytest
 from PIL import Image
 
 from tests.cases.fingerprint import draw_ridges, find_shared_prints
-from trainyard.data.shards import BadRecord
+from trainyard.data.prepare import build_meta
+from trainyard.data.shards import BadRecord, Ragged
+from trainyard.errors import UserError
 
 from .config import Config
-from .pack import BLOCK_PX, find_print_centre, load, samples
+from .listing import describe_listing, list_prints
+from .pack import BLOCK_PX, find_print_centre, list_labelled, load, samples, unlabelled
 
 
 def read_pixels(data: object) -> np.ndarray:
@@ -165,3 +168,32 @@ def test_real_prints_of_three_sensors_are_packed_without_their_palette() -> None
         with Image.open(folder / key) as source:
             assert np.array_equal(stored, np.asarray(source.convert("L")))
         assert np.ptp(stored) > 100
+
+
+def test_minutiae_are_packed_for_training_alone(tmp_path: Path) -> None:
+    Image.fromarray(draw_ridges(200, 180)).save(tmp_path / "1_1.png")
+    config = make_config("sets")
+    assert [set(one.load()) & {"minutiae"} for one in samples(tmp_path, config)] == [set()]
+    config.model.name = "deepprint_minu"
+    with pytest.raises(UserError, match=r"Type packing\.minutiae=extract"):
+        next(samples(tmp_path, config))
+    config.packing.minutiae = "files"
+    with pytest.raises(BadRecord, match=r"expected one of 1_1\.ist, .* found none"):
+        next(samples(tmp_path, config)).load()
+    (tmp_path / "1_1.mnt").write_text("1_1\n1 200 180\n9 10 1.5\n")
+    loaded = next(samples(tmp_path, config)).load()["minutiae"]
+    assert isinstance(loaded, Ragged)
+    np.testing.assert_array_equal(loaded.values, np.array([[9.5, 10.5, 1.5]], np.float32))
+    (labelled,), _ = list_labelled(tmp_path, config, {})
+    (unknown,) = unlabelled(tmp_path, config, {})
+    assert "minutiae" not in labelled.load() and "minutiae" not in unknown.load()
+    assert not any(
+        "not read" in line for line in describe_listing(list_prints(tmp_path, config.packing), config.packing)
+    )
+
+
+def test_data_packed_before_minutiae_were_an_option_keeps_its_name() -> None:
+    config = Config()
+    assert "minutiae" not in build_meta(config)["packing"]
+    config.packing.minutiae = "extract"
+    assert build_meta(config)["packing"]["minutiae"] == "extract"

@@ -35,12 +35,23 @@ def make_config() -> Config:
     return config
 
 
-def make_module(config: Config | None = None, *, fingers: int = 6) -> FingerprintModule:
+def make_minutia_config(name: str) -> Config:
+    config = make_config()
+    config.model.name, config.packing.minutiae = name, "extract"
+    config.model.width = 0.05  # at which rounding gives the stems other numbers of channels
+    return config
+
+
+def make_module(
+    config: Config | None = None, *, fingers: int = 6, records: tuple[str, ...] = ("minutiae",)
+) -> FingerprintModule:
     finger = np.repeat(np.arange(fingers), 4)
     names = [f"f{i}" for i in range(fingers)]
     torch.manual_seed(0)
     train_ids = np.flatnonzero(finger >= 2)  # the first two fingers do not train
-    return build(config or make_config(), DataInfo({"finger": finger}, {"finger": names}, train_ids))
+    read = {name: lambda ids: [np.zeros((0, 3), np.float32) for _ in ids] for name in records}
+    data = DataInfo({"finger": finger}, {"finger": names}, train_ids, read=lambda name, ids: read[name](ids))
+    return build(config or make_config(), data)
 
 
 def make_batch(count: int, *, codes: tuple[int, ...] = (2, 3, 4, 5)) -> dict[str, torch.Tensor]:

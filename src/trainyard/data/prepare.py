@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from trainyard.data.index import Index
     from trainyard.data.pack import Listing
 
+OFF = "none"
 _MOST_NAMED = 5  # damaged records
 _LISTED = 1000  # entries of a folder that are looked at to say what is in it
 
@@ -355,11 +356,13 @@ def _name_synthetic(config: TrainConfig) -> Path:
 def build_meta(config: TrainConfig) -> dict[str, Any]:
     """Return what decides about packed data besides the raw files."""
     packing = getattr(config, "packing", None)
+    # What was packed before an option existed has the same name: one that is off is left out.
+    options = {} if packing is None else {name: value for name, value in asdict(packing).items() if value != OFF}
     meta: dict[str, Any] = {
         "family": config.family,
         "fill": config.image.fill,
         "rate_hz": config.sound.rate_hz,
-        "packing": asdict(packing) if packing is not None else {},
+        "packing": options,
     }
     if not isinstance(packing, StoreSettings):
         return meta
