@@ -118,3 +118,11 @@ def list_descendants(process: int) -> list[int]:
     except (FileNotFoundError, ProcessLookupError):  # it has ended
         return []
     return [one for child in children for one in (child, *list_descendants(child))]
+
+
+def is_running(process: int) -> bool:
+    """Return whether a process is there and has not ended."""
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{process}/status").read_text()
+    except FileNotFoundError:
+        return False

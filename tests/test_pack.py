@@ -18,6 +18,7 @@ import pytest
 from tests.images import (
     META,
     encode_image,
+    is_running,
     list_descendants,
     make_import_environ,
     make_points,
@@ -212,13 +213,6 @@ def kill_packing(raw: Path, out: Path, *, when) -> list[int]:
     packing.send_signal(signal.SIGKILL)
     assert packing.communicate()[1] == "", "multiprocessing's resource tracker found something that is left"
     return workers
-
-
-def is_running(process: int) -> bool:
-    try:
-        return "\nState:\tZ" not in Path(f"/proc/{process}/status").read_text()
-    except FileNotFoundError:
-        return False
 
 
 @pytest.fixture

@@ -1,6 +1,9 @@
 """Synthetic prints."""
 
 import io
+import subprocess
+import sys
+from collections import Counter
 from functools import cache
 from itertools import islice
 from pathlib import Path
@@ -10,6 +13,9 @@ import pytest
 from PIL import Image
 
 from tests.cases.fingerprint import make_module, make_rows
+from tests.images import is_running, list_descendants, make_import_environ
+from tests.waiting import wait_until
+from trainyard.data.prepare import StopRequested
 
 from .pack import synthesize
 from .synthesis import (
@@ -25,32 +31,87 @@ from .synthesis.impressions import sample
 from .synthesis.masters import CELL_PX, COLUMNS, ROWS, draw_orientation_field, draw_singular_points
 from .synthesis.minutiae import count_crossings, find_crossings, thin
 
+JOBS = Path(__file__).parents[1]
+
 
 @cache
 def grow(finger: int) -> Master:
     return grow_master(0, finger)
 
 
-@pytest.mark.slow
-def test_synthetic_prints_are_reproducible_and_complete_when_they_appear(tmp_path: Path) -> None:
-    for name in ("once", "twice"):
-        synthesize(tmp_path / name, count=19, seed=3)
-    files = sorted(path.name for path in (tmp_path / "once").iterdir())
-    assert files == [f"{f:05d}_{i}.png" for f in (1, 2) for i in range(1, 9)] + [f"00003_{i}.png" for i in (1, 2, 3)]
-    for name in files:
-        assert (tmp_path / "once" / name).read_bytes() == (tmp_path / "twice" / name).read_bytes()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["once", "twice"]
-    with pytest.raises(OSError, match="not empty"):
-        synthesize(tmp_path / "once", count=8, seed=3)
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of 65 prints, nine fingers, which two processes wrote in one go."""
+    folder = tmp_path_factory.mktemp("whole") / "raw"
+    synthesize(folder, count=65, seed=0)
+    return folder
+
+
+def read_files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 @pytest.mark.slow
-def test_several_processes_generate_the_same_prints(tmp_path: Path) -> None:
-    synthesize(tmp_path / "all", count=8 * 8 + 1, seed=0)  # nine fingers: two processes
-    assert len(list((tmp_path / "all").iterdir())) == 65
-    first = next(generate_impressions(0, 8))
-    with Image.open(tmp_path / "all" / "00009_1.png") as image:
-        assert np.array_equal(np.asarray(image), first)
+def test_one_process_and_several_generate_the_same_prints(whole: Path, tmp_path: Path) -> None:
+    synthesize(tmp_path / "raw", count=19, seed=0)
+    few, many = read_files(tmp_path / "raw"), read_files(whole)
+    assert sorted(few) == [f"{f:05d}_{i}.png" for f in (1, 2) for i in range(1, 9)] + [
+        f"00003_{i}.png" for i in (1, 2, 3)
+    ]
+    assert few.items() <= many.items() and len(many) == 65
+    with Image.open(whole / "00009_1.png") as image:
+        assert np.array_equal(np.asarray(image), next(generate_impressions(0, 8)))
+
+
+@pytest.mark.slow
+def test_prints_that_were_killed_halfway_are_finished_by_two_at_once_without_drawing_any_again(
+    whole: Path, tmp_path: Path
+) -> None:
+    work = (
+        "from pathlib import Path; from trainyard.config.compose import compose; "
+        "from trainyard.data.prepare import prepare_data; "
+        f"options = ['data.synthetic=65', 'data.cache={tmp_path}']; "
+        f"prepare_data(compose('fingerprint_smoke', options, Path({str(JOBS)!r})), Path({str(JOBS)!r}))"
+    )
+
+    def start() -> "subprocess.Popen[str]":
+        command = [sys.executable, "-c", work]
+        return subprocess.Popen(command, env=make_import_environ(), stderr=subprocess.PIPE, text=True)
+
+    def list_prints() -> list[Path]:
+        return list(tmp_path.glob("fingerprint-synthetic-65-*.partial/*.png"))
+
+    killed = start()
+    wait_until(lambda: len(list_prints()) >= 9, "the second finger", process=killed)
+    workers = list_descendants(killed.pid)
+    killed.kill()
+    killed.communicate()
+    wait_until(lambda: not any(map(is_running, workers)), "the end of the workers")
+    (unfinished,) = tmp_path.glob("fingerprint-synthetic-*")
+    assert unfinished.suffix == ".partial" and 9 <= len(list_prints()) < 65
+    empty, *_ = list_prints()
+    empty.write_bytes(b"")  # as a power cut leaves it
+    (unfinished / ".00009_1.png.7.partial").touch()
+    fingers = Counter(path.name[:5] for path in list_prints())
+    kept = {one.name: one.stat().st_mtime_ns for one in list_prints()
+            if fingers[one.name[:5]] == 8 and one.name[:5] != empty.name[:5]}  # fmt: skip
+    for process in [start(), start()]:
+        said = process.communicate()[1]
+        assert process.returncode == 0, said
+    (raw,) = tmp_path.glob("fingerprint-synthetic-*")
+    assert raw.suffix == "" and read_files(raw) == read_files(whole)
+    assert {name: (raw / name).stat().st_mtime_ns for name in kept} == kept
+
+
+def test_an_interruption_stops_after_a_finger_and_is_finished_by_the_next_call(tmp_path: Path) -> None:
+    def interrupt() -> None:
+        raise StopRequested
+
+    with pytest.raises(StopRequested):
+        synthesize(tmp_path / "raw", count=9, seed=0, hook=interrupt)
+    assert len(read_files(tmp_path / "raw")) == 8
+    synthesize(tmp_path / "raw", count=9, seed=0)
+    assert len(read_files(tmp_path / "raw")) == 9
 
 
 def test_an_impression_does_not_depend_on_those_drawn_before() -> None:

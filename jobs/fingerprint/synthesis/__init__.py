@@ -8,8 +8,9 @@ No real print is in it; `trainyard fingerprint-statistics` compares generated pr
 
 import io
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from functools import partial
 from itertools import count as count_from
 from multiprocessing import get_context
@@ -20,7 +21,8 @@ from numpy.typing import NDArray
 from PIL import Image
 from tqdm import tqdm
 
-from trainyard.files import create_folder
+from trainyard.data.workers import exit_with_parent
+from trainyard.files import write_atomically
 
 from .impressions import Impression, draw_impression
 from .masters import Master, grow_master
@@ -43,38 +45,52 @@ __all__ = [
 IMPRESSIONS = 8
 
 
-def synthesize(raw: Path, *, count: int, seed: int) -> None:
-    """Write `count` prints, 8 impressions of each finger, as `raw/<finger>_<impression>.png`.
+def synthesize(raw: Path, *, count: int, seed: int, hook: Callable[[], None] = lambda: None) -> None:
+    """Write `count` prints, 8 impressions of each finger, as `raw/<finger>_<impression>.png`; those present are kept.
 
-    Equal arguments give equal files for any number of processes. Uses all available cores, about 0.4 s of one core
-    per finger. The folder appears only when complete: it is written under another name and renamed.
+    Equal arguments give equal files for any number of processes and of interruptions. Uses all available cores, about
+    0.4 s of one core per finger. Each file appears when it is complete.
 
     Args:
-        raw: folder to create.
+        raw: folder to create, or what an interrupted call with the same arguments left.
         count: number of images; if not a multiple of 8, the last finger has fewer.
+        hook: called now and then; an exception it raises interrupts.
     """
-    with create_folder(raw) as folder:
-        write = partial(_write_finger, folder, count, seed)
-        fingers = range(-(-count // IMPRESSIONS))
-        workers = min(len(os.sched_getaffinity(0)), -(-len(fingers) // 8))
-        with tqdm(total=count, unit="print", desc="synthesize", disable=None, leave=False) as bar:
-            if workers > 1:
-                with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-                    for written in pool.map(write, fingers, chunksize=4):
-                        bar.update(written)
-            else:
-                for written in map(write, fingers):
-                    bar.update(written)
+    raw.mkdir(parents=True, exist_ok=True)
+    present = {path.name for path in raw.glob("*.png") if path.stat().st_size}  # a power cut leaves empty files
+    fingers = range(-(-count // IMPRESSIONS))
+    missing = [finger for finger in fingers if not present.issuperset(_name_files(count, finger))]
+    write = partial(_write_finger, raw, count, seed)
+    workers = min(len(os.sched_getaffinity(0)), -(-len(missing) // 8))
+    done = count - sum(len(_name_files(count, finger)) for finger in missing)
+    with ExitStack() as stack:
+        bar = stack.enter_context(
+            tqdm(total=count, initial=done, unit="print", desc="synthesize", disable=None, leave=False)
+        )
+        written: Iterator[int] = map(write, missing)
+        if workers > 1:
+            context = get_context("spawn")
+            pool = ProcessPoolExecutor(workers, mp_context=context, initializer=exit_with_parent)
+            written = stack.enter_context(pool).map(write, missing, chunksize=4)
+        for number in written:
+            bar.update(number)
+            hook()
+
+
+def _name_files(count: int, finger: int) -> list[str]:
+    """Return the file of each impression of a finger, of `count` in all."""
+    impressions = min(IMPRESSIONS, count - finger * IMPRESSIONS)
+    return [f"{finger + 1:05d}_{number}.png" for number in range(1, impressions + 1)]
 
 
 def _write_finger(folder: Path, count: int, seed: int, finger: int) -> int:
     """Write the impressions of a finger; return how many."""
-    master = grow_master(seed, finger)
-    impressions = min(IMPRESSIONS, count - finger * IMPRESSIONS)
-    for number in range(1, impressions + 1):
-        image = draw_impression(master, seed, finger, number).image
-        Image.fromarray(image).save(folder / f"{finger + 1:05d}_{number}.png", compress_level=1)
-    return impressions
+    master, names = grow_master(seed, finger), _name_files(count, finger)
+    for number, name in enumerate(names, start=1):
+        png = io.BytesIO()
+        Image.fromarray(draw_impression(master, seed, finger, number).image).save(png, "PNG", compress_level=1)
+        write_atomically(folder / name, png.getvalue(), durable=False)
+    return len(names)
 
 
 def generate_impressions(seed: int, finger: int) -> Iterator[NDArray[np.uint8]]:

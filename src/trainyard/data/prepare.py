@@ -1,6 +1,7 @@
 """Prepares the packed data that a run needs: synthesizes raw files if there are none, and packs them."""
 
 import hashlib
+import inspect
 import itertools
 import json
 import os
@@ -16,9 +17,10 @@ from loguru import logger
 from trainyard.config.compose import compose, find_differences
 from trainyard.config.families import load_family
 from trainyard.config.settings import JPEG, KEEP, StoreSettings, TrainConfig
+from trainyard.data.generator import hash_generator
 from trainyard.data.raw import list_once, recall_listing, remember_listing
 from trainyard.errors import UserError
-from trainyard.files import FlockRefused, exclusive_lock, remove_partial_folders
+from trainyard.files import FlockRefused, exclusive_lock, remove_partial_folders, remove_partials
 from trainyard.hardware import count_cores
 from trainyard.text import join_names
 
@@ -137,7 +139,7 @@ def prepare_data(
 ) -> TrainConfig:
     """Return the config with `data.path` pointing to packed shards, which are synthesized and packed now if needed.
 
-    `hook` and `on_shard` as for `pack_raw`.
+    `hook` and `on_shard` as for `pack_raw`; `hook` also while a family with such a parameter synthesizes.
 
     Raises:
         UserError: the job needs data but none was given, it cannot be packed, or it was packed for another family or
@@ -148,7 +150,7 @@ def prepare_data(
     if is_packed(config):
         check_packed(read_index(Path(config.data.path)), config)
         return config
-    raw = find_raw(config, jobs_dir) or _synthesize_raw(config, jobs_dir)
+    raw = find_raw(config, jobs_dir) or _synthesize_raw(config, jobs_dir, hook)
     packed = pack_raw(config, raw, None, jobs_dir, hook=hook, on_shard=on_shard)
     return replace(config, data=replace(config.data, path=str(packed)))
 
@@ -195,9 +197,11 @@ def find_packed(config: TrainConfig, jobs_dir: Path) -> Path | None:
     Raises:
         UserError: the raw files cannot be listed.
     """
-    raw = Path(config.data.path) if config.data.path else _name_synthetic(config)
-    if not raw.is_dir() or not any(Path(config.data.cache).glob(f"{config.family}-*/index.h5")):
+    if not any(Path(config.data.cache).glob(f"{config.family}-*/index.h5")):
         return None  # and the raw files need not be listed
+    raw = Path(config.data.path) if config.data.path else _name_synthetic(config, jobs_dir)
+    if not raw.is_dir():
+        return None
     known = recall_listing(_name_remembered(config, raw))
     if known is None:
         folder = _list_raw(config, raw, jobs_dir)[1]
@@ -209,7 +213,7 @@ def find_packed(config: TrainConfig, jobs_dir: Path) -> Path | None:
 
 def packs_the_same(one: TrainConfig, other: TrainConfig) -> bool:
     """Return whether two jobs are packed from the same raw files into the same folder."""
-    raw = [config.data.path or str(_name_synthetic(config)) for config in (one, other)]
+    raw = [config.data.path or (config.family, config.data.synthetic, config.seed) for config in (one, other)]
     return raw[0] == raw[1] and one.data.cache == other.data.cache and build_meta(one) == build_meta(other)
 
 
@@ -308,16 +312,32 @@ def _require_folder(raw: Path) -> None:
         )
 
 
-def _synthesize_raw(config: TrainConfig, jobs_dir: Path) -> Path:
-    """Return a folder of synthetic raw files, written now if it is missing."""
-    count, seed = config.data.synthetic, config.seed
-    raw = _name_synthetic(config)
+def _synthesize_raw(config: TrainConfig, jobs_dir: Path, hook: Callable[[], None]) -> Path:
+    """Return a folder of synthetic raw files. If it is missing, it is written now, or an interrupted call finished.
+
+    Its name says what made it: another generator, or other arguments, write another folder. It is written under a name
+    of its own, which a kill leaves, and renamed when complete, whatever the family's `synthesize` does.
+    """
+    synthesize, raw = load_family(jobs_dir, config.family, "pack").synthesize, _name_synthetic(config, jobs_dir)
+    unfinished = raw.with_name(f"{raw.name}.partial")
     with _lock_folder(raw):
         if not raw.is_dir():
-            remove_partial_folders(raw)
-            logger.info("synthesizing {} samples into {}", count, raw)
-            load_family(jobs_dir, config.family, "pack").synthesize(raw, count=count, seed=seed)
+            remove_partial_folders(unfinished)
+            remove_partials(unfinished)
+            logger.info("synthesizing {} samples into {}{}", config.data.synthetic, raw, _explain_synthesis(raw))
+            hooks = {"hook": hook} if "hook" in inspect.signature(synthesize).parameters else {}
+            synthesize(unfinished, count=config.data.synthetic, seed=config.seed, **hooks)
+            unfinished.replace(raw)
     return raw
+
+
+def _explain_synthesis(raw: Path) -> str:
+    """Say why samples are synthesized although a folder of as many, from the same seed, is there; "" if none is."""
+    if raw.with_name(f"{raw.name}.partial").is_dir():
+        return ": finishing what was interrupted"
+    alike = raw.name.rpartition("-")[0]
+    others = [path.name for path in raw.parent.glob(f"{alike}*") if path.name == alike or path.name[len(alike)] == "-"]
+    return f": the generator has changed since it made {join_names(sorted(others))} (kept)" if others else ""
 
 
 @contextmanager
@@ -349,8 +369,9 @@ def _name_remembered(config: TrainConfig, raw: Path) -> Path:
     return Path(config.data.cache) / f".{config.family}-{hashlib.sha256(key.encode()).hexdigest()[:12]}.listing"
 
 
-def _name_synthetic(config: TrainConfig) -> Path:
-    return Path(config.data.cache) / f"{config.family}-synthetic-{config.data.synthetic}-seed{config.seed}"
+def _name_synthetic(config: TrainConfig, jobs_dir: Path) -> Path:
+    made_by = f"{config.data.synthetic}-seed{config.seed}-{hash_generator(jobs_dir / config.family)}"
+    return Path(config.data.cache) / f"{config.family}-synthetic-{made_by}"
 
 
 def build_meta(config: TrainConfig) -> dict[str, Any]:

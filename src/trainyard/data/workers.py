@@ -161,14 +161,19 @@ def _work(connections: Sequence[Connection], own: int) -> None:
     for i, connection in enumerate(connections):
         if i != own:
             connection.close()
-    threading.Thread(target=_exit_with_parent, name="exit with parent", daemon=True).start()
+    exit_with_parent()
     connection = connections[own]
     with suppress(EOFError, BrokenPipeError, ConnectionResetError):
         while True:
             connection.send(_write(connection.recv(), connection))
 
 
-def _exit_with_parent() -> None:
+def exit_with_parent() -> None:
+    """Let this process end when the one that started it ends, even if that is killed."""
+    threading.Thread(target=_wait_for_parent, name="exit with parent", daemon=True).start()
+
+
+def _wait_for_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

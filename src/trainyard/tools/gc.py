@@ -113,7 +113,8 @@ def delete_usage(usages: Sequence[DiskUsage], tell: Callable[[str], object]) -> 
         elif usage.kind in ("packed", "half-packed", "drawn"):
             (folder,) = usage.paths
             try:
-                with exclusive_lock(folder.with_name(f".{folder.name}.guard"), wait=False):
+                guard = folder.with_name(f".{folder.name.removesuffix('.partial')}.guard")
+                with exclusive_lock(guard, wait=False):
                     _delete(usage.paths)
             except LockHeld:
                 raise UserError(f"{folder}: another process is making it now. See: trainyard gc") from None
@@ -151,7 +152,7 @@ def _list_data(path: Path, readers: Sequence[RunSnapshot]) -> Iterator[DiskUsage
     elif (path / "packing.json").is_file():
         yield _measure(path, "half-packed", again="packing starts from the beginning")
     elif _SYNTHETIC in path.name:
-        yield _measure(path, "drawn", again="the job draws the same files again")
+        yield _measure(path, "drawn", again="the job draws it again; other files, if its generator has changed")
 
 
 def _list_run(run: RunSnapshot) -> Iterator[DiskUsage]:

@@ -1,0 +1,55 @@
+"""The folder of synthetic samples says what made it: another generator makes another folder."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.training import FAMILIES
+from trainyard.config.compose import compose
+from trainyard.data.generator import hash_generator
+from trainyard.data.prepare import prepare_data
+
+JOBS = Path(__file__).parents[1] / "jobs"
+SOURCES = {
+    "antispoof": ("synthesis.py", "vocoders.py", "filters.py"),
+    "fingerprint": tuple(f"synthesis/{name}.py" for name in ("__init__", "impressions", "masters", "scanners")),
+    "pricing": ("synthesis.py",),
+    "tinydet": ("synthesis.py",),
+    "twins": ("synthesis.py",),
+}
+
+
+def test_the_digest_of_every_generator_depends_on_its_source_alone(tmp_path):
+    assert sorted(SOURCES) == sorted(path.parent.name for path in JOBS.glob("*/pack.py"))
+    for family, sources in SOURCES.items():
+        copy = Path(shutil.copytree(JOBS / family, tmp_path / family))
+        digest = hash_generator(copy)
+        assert digest == hash_generator(JOBS / family)
+        for name in ("pack.py", "module.py", "config.py"):
+            (copy / name).write_text((copy / name).read_text() + "# changed\n")
+        assert hash_generator(copy) == digest
+        for name in sources:
+            (copy / name).write_text((copy / name).read_text() + "# changed\n")
+            assert hash_generator(copy) != digest, name
+            digest = hash_generator(copy)
+
+
+@pytest.mark.slow
+def test_another_generator_makes_another_folder_says_why_and_keeps_the_first(tmp_path, log):
+    config = compose("stripes", [f"data.cache={tmp_path}", "data.synthetic=20"], FAMILIES)
+    own = f"stripes-synthetic-20-seed0-{hash_generator(FAMILIES / 'stripes')}"
+    others = ["stripes-synthetic-20-seed0", "stripes-synthetic-20-seed0-0123abcd", "stripes-synthetic-20-seed01-00"]
+    for name in others:
+        (tmp_path / name).mkdir()
+    (tmp_path / f"{own}.partial").mkdir()
+    prepare_data(config, FAMILIES)
+    assert f"into {tmp_path / own}: finishing what was interrupted" in "".join(log)
+    assert len(list((tmp_path / own).iterdir())) == 20
+    shutil.rmtree(tmp_path / own)
+    prepare_data(config, FAMILIES)
+    why = f"the generator has changed since it made {others[0]}, {others[1]} (kept)"
+    assert f"into {tmp_path / own}: {why}" in "".join(log)
+    assert sorted(path.name for path in tmp_path.glob("stripes-synthetic-*")) == sorted([*others, own])
+    prepare_data(config, FAMILIES)
+    assert sum("synthesizing" in line for line in log) == 2
