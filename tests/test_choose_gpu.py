@@ -30,8 +30,23 @@ def read_refusal(job: str, *overrides: str, **request: object) -> str:
     return str(raised.value)
 
 
+OF_80_GIB = ("needs.memory_gib=80", "needs.card=")
+
+
+@pytest.mark.parametrize(("job", "global_batch"), [
+    ("fingerprint_500k", 256), ("fingerprint_1m", 512), ("fingerprint_1_5m", 512),
+])  # fmt: skip
+def test_the_large_fingerprint_presets_prefer_an_a100_and_run_on_every_card_of_the_lab(job, global_batch):
+    made = plan(job, gpus=8)
+    assert (made.hw, made.why_hw) == ("a100", f"the card that {job} was written for, a100")
+    for hw, precision in {"p100": "fp32", "2080ti": "fp16", "a5000": "bf16", "a100": "bf16"}.items():
+        made = plan(job, gpus=8, hw=hw)
+        assert made.split.micro_batch * made.split.accumulation_steps * 8 == global_batch
+        assert made.precision.dtype == precision
+
+
 def test_the_first_type_that_can_hold_the_preset_is_chosen_and_those_passed_over_are_named():
-    made = plan("fingerprint_1m", gpus=8)
+    made = plan("fingerprint_1m", *OF_80_GIB, gpus=8)
     assert (made.hw, made.split.micro_batch, made.split.accumulation_steps) == ("a100", 64, 1)
     assert made.why_hw == (
         "the first type in cluster.yaml that has 8 and 80 GiB; p100 has 16 GiB, 2080ti has 11 GiB, a5000 has 24 GiB"
@@ -40,21 +55,21 @@ def test_the_first_type_that_can_hold_the_preset_is_chosen_and_those_passed_over
 
 
 def test_a_card_that_cannot_hold_it_is_refused_and_each_line_of_the_message_works():
-    error = read_refusal("fingerprint_1m", gpus=8, hw="p100")
+    error = read_refusal("fingerprint_1m", *OF_80_GIB, gpus=8, hw="p100")
     assert error == (
         "HW=p100: fingerprint_1m needs 80 GiB per GPU for micro-batches of 64, but p100 has 16 GiB. Type HW=a100, or "
         "micro_batch_size=8 with HW=p100, which trains otherwise: BatchNorm statistics are over a micro-batch, or "
         "needs.memory_gib=0 needs.card= to try it as it is."
     )
-    assert plan("fingerprint_1m", gpus=8, hw="a100").hw == "a100"
-    told = plan("fingerprint_1m", "micro_batch_size=8", gpus=8, hw="p100")
+    assert plan("fingerprint_1m", *OF_80_GIB, gpus=8, hw="a100").hw == "a100"
+    told = plan("fingerprint_1m", *OF_80_GIB, "micro_batch_size=8", gpus=8, hw="p100")
     assert (told.split.micro_batch, told.split.accumulation_steps, told.hw) == (8, 8, "p100")
     assert told.why_micro_batch.endswith("p100 has 16 GiB, and 80 are stated for 64: whether 8 fit was not measured")
     assert plan("fingerprint_1m", "needs.memory_gib=0", "needs.card=", gpus=8, hw="p100").split.micro_batch == 64
 
 
 def test_a_type_is_refused_that_has_enough_memory_for_nobody():
-    error = read_refusal("fingerprint_1m", "needs.memory_gib=99", gpus=8)
+    error = read_refusal("fingerprint_1m", "needs.memory_gib=99", "needs.card=", gpus=8)
     assert "no GPU type of cluster with 8 GPUs has that: p100 has 16 GiB, 2080ti has 11 GiB, a5000 has 24 GiB" in error
 
 

@@ -359,7 +359,7 @@ def test_jobs_are_grouped_by_family_with_what_runs_here_on_lines_of_a_narrow_scr
     assert row["pricing"].startswith("your data") and row["pricing_ikea"] == (
         "your data 2,962 pieces of furniture, one fold of five"
     )
-    assert row["pricing_p100"].startswith("16 GB DeBERTa") and row["fingerprint_1m"].startswith("80 GB A million")
+    assert row["pricing_p100"].startswith("16 GB DeBERTa") and row["fingerprint_1m"].startswith("11 GB A million")
     assert row["fingerprint_real"] == "your data Train on UareU, test on FVC2004, on a CPU", "the command is left out"
     smi = here / "bin" / "nvidia-smi"
     smi.parent.mkdir()
@@ -369,7 +369,7 @@ def test_jobs_are_grouped_by_family_with_what_runs_here_on_lines_of_a_narrow_scr
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)  # it may hide all GPUs
     assert cli.main(["jobs", "--jobs", str(Path(__file__).parents[1] / "jobs")]) == 0
     text = capsys.readouterr().out
-    assert re.search(r"pricing_p100 +your data", text) and re.search(r"fingerprint_500k +40 GB", text)
+    assert re.search(r"pricing_p100 +your data", text) and re.search(r"pricing_a100 +40 GB", text)
     assert "this machine has 15 GB, 15 GB." in text
 
 

@@ -36,7 +36,6 @@ def make_arguments(*arguments: str) -> list[str]:
     return [
         "submit",
         "fingerprint_1m",
-        "needs.memory_gib=0",
         *arguments,
         "--dry",
         "--cluster",

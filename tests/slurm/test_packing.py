@@ -292,6 +292,25 @@ SHRUNK = (
 
 @pytest.mark.long
 @pytest.mark.timeout(3000)
+def test_the_sentence_trains_on_generated_prints_where_the_file_of_the_lab_says_synthetic(lab, tmp_path):
+    run, options = tmp_path / "runs" / "fingerprint_1m" / "small", SHRUNK.replace("100st", "2st")
+    printed = lab.run(
+        *("make", "--old-file=.venv/.done", "submit", "JOB=fingerprint_1m", "GPUS=8", "PLAN=0"),
+        *(
+            f"CLUSTER={LAB_FILE}",
+            f"RUNS={tmp_path}/runs",
+            "NAME=small",
+            f"SET=data.synthetic=128 data.cache={tmp_path}/cache {options}",
+        ),
+        cwd=Path.cwd(),
+    )
+    assert "data        128 synthetic samples  (typed)" in printed
+    wait_for_end(lab, run)
+    assert [end[1] for end in read_ends(run)] == ["done"] and read_last_step(run) == 2
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3000)
 def test_the_sentence_packs_trains_and_ends_with_the_same_bits_after_every_interruption(lab, tmp_path):
     """It is preempted twice before its first checkpoint, meets its time limit, and loses a node."""
     site, raw = Site(tmp_path), tmp_path / "prints"
