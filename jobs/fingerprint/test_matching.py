@@ -63,6 +63,18 @@ def test_the_rotation_of_a_moved_print_is_found() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("degrees", [-80, 61])
+def test_a_print_that_is_turned_far_is_recognised(degrees: int) -> None:
+    one, other = draw_finger(0), draw_finger(1)
+    turned = ndimage.rotate(move(one), degrees - TURN_DEG, mode="nearest", order=1)
+    prints = prepare_prints([turned, one, other], [DPI] * 3)
+    poses = find_poses(prints, np.array([0]), np.array([1]))
+    assert abs(np.degrees(abs(poses.angle_B[0].item())) - abs(degrees)) <= 2
+    same, different = match_pairs(prints, np.array([0, 0]), np.array([1, 2]))
+    assert same > different + 3
+
+
+@pytest.mark.slow
 def test_the_field_follows_a_smooth_distortion() -> None:
     ridges, mask = enhance_print(draw_finger(0), DPI)
     bent = np.stack([ridges, bend(ridges)]), np.stack([mask, bend(mask).round()])
