@@ -223,9 +223,9 @@ def test_no_import_circle():
             {"trainyard.launch.batch_script", "trainyard.launch.submit"},
         ),
         (
-            "jobs/fingerprint/baseline.py",
+            "jobs/fingerprint/class_sampling.py",
             "from .module import build",
-            {"jobs.fingerprint.baseline", "jobs.fingerprint.module", "jobs.fingerprint.untrained"},
+            {"jobs.fingerprint.class_sampling", "jobs.fingerprint.module"},
         ),
     ],
 )

@@ -108,6 +108,11 @@ class EvaluationSettings:
         "`trainyard evaluate`: most pairs of each kind that BLPOC (milliseconds) and the matcher (30 ms) compare",
         low=1,
     )
+    pose_curve: bool = option(
+        False,
+        "`trainyard evaluate`: also score probes that are turned by up to 60 degrees and moved by up to 40 px; each "
+        "turn scores all pairs again",
+    )
 
 
 @dataclass

@@ -1,7 +1,8 @@
 """The fingerprint model with its loss and metrics."""
 
 from collections.abc import Callable
-from typing import cast
+from dataclasses import replace
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -12,13 +13,25 @@ from trainyard import scoring
 from trainyard.config.duration import Duration
 from trainyard.errors import UserError
 from trainyard.report import score_figures
+from trainyard.runs.evaluations import RUN
 from trainyard.train.module import Batch, DataInfo, Rows, SampleSource, Score, Signature, TrainModule
 
 from .class_sampling import compute_sampled_cosines, draw_classes
 from .config import Config
+from .identification import Compare, compute_identification_metrics, draw_cmc
 from .minutia_maps import draw_targets
 from .network import SMALLEST_INPUT_PX, Aligner, BranchOutputs, DeepPrint, MinutiaMapHead
-from .pairs import compute_pair_intervals, compute_pair_metrics, find_extreme_pairs, score_pairs, subsample_fingers
+from .pairs import (
+    compute_pair_intervals,
+    compute_pair_metrics,
+    find_extreme_pairs,
+    number_fingers,
+    score_pairs,
+    subsample_fingers,
+)
+
+if TYPE_CHECKING:
+    from .untrained import Trials
 
 _SHOWN = 4  # pairs of each kind
 
@@ -107,6 +120,7 @@ class FingerprintModule(TrainModule):
         self.margin_warmup_samples = _parse_warmup(config, len(data.train_ids))
         self.sampled_classes = min(self.head.sampled_classes, len(finger_codes))
         self.seed, self.global_batch_size = config.seed, config.global_batch_size
+        self.region_px = config.packing.region_px
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         """Return the loss, its parts, and the accuracy.
@@ -191,11 +205,13 @@ class FingerprintModule(TrainModule):
         `eer`, `zero_fmr`, ... follow the FVC protocol: genuine pairs are all pairs of a finger, impostor pairs are the
         first impressions of any two fingers. Names ending in `_all_pairs` use every cross-finger pair instead, which is
         more informative for few fingers: 10 fingers with 8 impressions have 45 FVC impostor pairs, but 2,880 in all.
+        `rank1` and others are of identification (`identification`).
 
         Raises:
             UserError: fewer than two fingers, no finger with two impressions, or embeddings that are not finite.
         """
-        return compute_pair_metrics(*self._score_subsample(rows))
+        metrics = compute_pair_metrics(*self._score_subsample(rows))
+        return metrics | compute_identification_metrics(*self._select_prints(rows))
 
     def compute_intervals(self, rows: Rows) -> dict[str, float]:
         """Return the ends of the intervals of `score`'s metrics over resampled fingers."""
@@ -204,15 +220,46 @@ class FingerprintModule(TrainModule):
     def score_baselines(
         self, rows: Rows, evaluated: SampleSource, open_training: Callable[[], SampleSource]
     ) -> dict[str, Score]:
-        """Return what band-limited phase-only correlation and the matcher get, which learn nothing."""
-        from .untrained import score_untrained
+        """Return what band-limited phase-only correlation and the matcher get, which learn nothing.
 
-        scored = score_untrained(evaluated, most=self.evaluation.baseline_pairs, device=self.directions.device)
-        found = {}
-        for name, (pairs, is_fvc) in scored.items():
-            intervals = compute_pair_intervals(pairs, is_fvc, draws=self.evaluation.bootstrap_draws)
-            found[name] = Score(compute_pair_metrics(pairs, is_fvc) | intervals, _split_kinds(pairs, is_fvc))
+        All three on the same pairs: FNMR by print quality and, with evaluation.pose_curve, of turned and moved probes.
+        """
+        from .conditions import compute_quality_metrics, compute_run_metrics, compute_turn_metrics, embed_moved
+        from .untrained import choose_trials, score_untrained
+
+        trials, device = choose_trials(evaluated, most=self.evaluation.baseline_pairs), self.directions.device
+        places = np.searchsorted(rows["sample_id"], trials.ids)
+        embedding = rows["embedding"][places]
+        scores = score_untrained(trials.images, trials.dpi, trials.one, trials.other, device=device)
+        found = {name: self._score_trials(trials, score_P) for name, score_P in scores.items()}
+        scores[RUN] = scoring.compare_embeddings(embedding[trials.one], embedding[trials.other])
+        conditions = compute_quality_metrics(trials, scores)
+        if self.evaluation.pose_curve:
+
+            def embed(*, degrees: float, shift_px: float) -> np.ndarray:
+                batches, shift = evaluated.read_batches(), shift_px / self.region_px
+                return embed_moved(self.network, batches, degrees=degrees, shift=shift)[places]
+
+            values = [
+                *compute_turn_metrics(trials, scores, device=device),
+                *compute_run_metrics(trials, RUN, scores[RUN], embedding, embed),
+            ]
+            for system, name, value in values:
+                conditions.setdefault(system, {})[name] = value
+        for system, metrics in conditions.items():
+            known = found.get(system, Score({}))
+            found[system] = replace(known, metrics={**known.metrics, **metrics})
         return found
+
+    def _score_trials(self, trials: "Trials", score_P: np.ndarray) -> Score:
+        pairs, is_fvc = trials.select_pairs(score_P)
+        metrics = compute_pair_metrics(pairs, is_fvc)
+        metrics |= compute_pair_intervals(pairs, is_fvc, draws=self.evaluation.bootstrap_draws)
+        if (matrix_NN := trials.fill_matrix(score_P)) is not None:
+            metrics |= compute_identification_metrics(
+                lambda gallery: matrix_NN[:, gallery], trials.identity, trials.impression
+            )
+        return Score(metrics, _split_kinds(pairs, is_fvc))
 
     def match_samples(self, data: DataInfo, one: np.ndarray, other: np.ndarray) -> np.ndarray:
         """Return the matcher's scores of pairs of prints: about 0 of two fingers, see `matching`."""
@@ -232,13 +279,21 @@ class FingerprintModule(TrainModule):
         kept = subsample_fingers(rows["finger"], self.evaluation.impostors_max)
         return score_pairs(*(rows[name][kept] for name in ("embedding", "finger", "impression")))
 
+    def _select_prints(self, rows: Rows) -> tuple[Compare, np.ndarray, np.ndarray]:
+        """Return how to compare the prints that are scored, their fingers numbered from 0, and their impressions."""
+        kept = subsample_fingers(rows["finger"], self.evaluation.impostors_max)
+        embedding, finger, impression = (rows[name][kept] for name in ("embedding", "finger", "impression"))
+        identity, _ = number_fingers(finger, impression)
+        return lambda gallery: embedding @ embedding[gallery].T, identity, impression
+
     def report_figures(self, rows: Rows) -> dict[str, bytes]:
-        """Return the score histogram of genuine and impostor pairs, their error trade-off, and the embeddings."""
+        """Return the scores of genuine and impostor pairs, their error trade-off, the CMC, and the embeddings."""
         pairs, _ = self._score_subsample(rows)
         kinds = {"genuine": pairs.genuine, "impostor": pairs.impostor}
         return {
             "Scores by kind of pair": score_figures.draw_score_histogram(kinds, x_label="cosine"),
-            "Error trade-off": score_figures.draw_error_trade_off(pairs.genuine, {"all pairs": pairs.impostor}),
+            "Error trade-off": score_figures.draw_error_trade_off({"all pairs": (pairs.genuine, pairs.impostor)}),
+            "Identification": draw_cmc(*self._select_prints(rows)),
             "Embeddings by PCA": score_figures.draw_embedding_map(rows["embedding"], rows["finger"]),
         }
 

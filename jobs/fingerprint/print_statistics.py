@@ -108,7 +108,11 @@ def _read_print(sample: Sample) -> NDArray[np.uint8]:
         raise UserError(f"{sample.source}: {error}. Remove it, or convert it to 8-bit gray PNG.") from error
     data, dpi = loaded["image"], loaded["dpi"]
     assert isinstance(data, bytes) and isinstance(dpi, int)
-    image: Image.Image = Image.open(io.BytesIO(data))
+    return _scale_print(Image.open(io.BytesIO(data)), dpi)
+
+
+def _scale_print(image: Image.Image, dpi: float) -> NDArray[np.uint8]:
+    """Return an image at 500 dpi."""
     if dpi != DPI:
         size = round(image.width * DPI / dpi), round(image.height * DPI / dpi)
         image = image.resize(size, Image.Resampling.BICUBIC)
@@ -150,6 +154,12 @@ def measure_print(gray: NDArray[np.uint8]) -> PrintFigures:
         background=float(np.median(gray[~foreground])) if not foreground.all() else np.nan,
         normalised=normalise_print(gray, DPI),
     )
+
+
+def measure_quality(gray: NDArray[np.uint8], dpi: float) -> float:
+    """Return the coherence of a print, 0..1: the mean share of a block's energy that is in its ridges."""
+    scaled = _scale_print(Image.fromarray(gray), dpi)
+    return float(np.nan_to_num(_measure_blocks(scaled, find_foreground(scaled))[1]))
 
 
 def find_foreground(gray: NDArray[np.uint8]) -> NDArray[np.bool_]:

@@ -1,5 +1,7 @@
 """Scores prints by the two methods that need no training: BLPOC (`baseline`) and the matcher of pairs (`matching`)."""
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from loguru import logger
@@ -19,29 +21,74 @@ PRINTS_AT_ONCE = 2048  # that the matcher holds: about 2 GB
 Integers = NDArray[np.int64]
 
 
-def score_untrained(
-    evaluated: SampleSource, *, most: int, device: torch.device
-) -> dict[str, tuple[scoring.Pairs, NDArray[np.bool_]]]:
-    """Score pairs of labelled prints without a model, the same pairs by both methods.
+@dataclass(frozen=True)
+class Trials:
+    """N labelled prints and P pairs of them that are scored without a model, and by the model to compare.
 
-    All genuine pairs, all of the FVC protocol and all cross-finger pairs are scored, up to `most` of each kind, of
-    more a fixed random part.
+    Attributes:
+        ids: (N,) sample ids, ascending.
+        images, dpi: N gray images, and their resolutions.
+        identity, impression: (N,) fingers numbered from 0, and the numbers of their prints.
+        one, other: (P,) the prints of each pair; one is the probe.
+        is_genuine, is_fvc: (P,) bool: of one finger; impostors of the FVC protocol.
+    """
 
-    Returns:
-        By method the pairs, and (I,) bool: which impostor pairs belong to the FVC protocol, as `pairs.score_pairs`.
+    ids: Integers
+    images: list[NDArray[np.uint8]]
+    dpi: list[float]
+    identity: Integers
+    impression: Integers
+    one: Integers
+    other: Integers
+    is_genuine: NDArray[np.bool_]
+    is_fvc: NDArray[np.bool_]
+
+    def split_kinds(self, score_P: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Return the scores of genuine and of impostor pairs."""
+        return score_P[self.is_genuine], score_P[~self.is_genuine]
+
+    def select_pairs(self, score_P: NDArray[np.float64]) -> tuple[scoring.Pairs, NDArray[np.bool_]]:
+        """Return the pairs, and (I,) bool: which impostor pairs belong to the FVC protocol, as `pairs.score_pairs`."""
+        one, other = self.identity[self.one], self.identity[self.other]
+        impostors = np.stack([one, other], axis=1)[~self.is_genuine]
+        return scoring.Pairs(*self.split_kinds(score_P), one[self.is_genuine], impostors), self.is_fvc[~self.is_genuine]
+
+    def fill_matrix(self, score_P: NDArray[np.float64]) -> NDArray[np.float64] | None:
+        """Return the scores (N, N) of all prints with all, one score for both orders; None if not all were scored."""
+        prints = len(self.ids)
+        if 2 * len(score_P) != prints * (prints - 1):
+            return None
+        score_NN = np.full((prints, prints), np.inf)
+        score_NN[self.one, self.other] = score_NN[self.other, self.one] = score_P
+        return score_NN
+
+
+def choose_trials(evaluated: SampleSource, *, most: int) -> Trials:
+    """Read labelled prints and choose pairs: all genuine ones, all of the FVC protocol and all cross-finger pairs.
+
+    Up to `most` of each kind, of more a fixed random part.
     """
     columns = evaluated.data.columns
     kept = evaluated.ids[subsample_fingers(columns["finger"][evaluated.ids], MOST_PRINTS_PAIRS)]
-    identity, is_first = number_fingers(columns["finger"][kept], columns["impression"][kept])
+    impression = columns["impression"][kept]
+    identity, is_first = number_fingers(columns["finger"][kept], impression)
     one, other = choose_pairs(identity, is_first, most=most)
-    images, dpi = read_images(evaluated.data, kept)
-    prints = [baseline.normalise_print(*print_) for print_ in zip(images, dpi, strict=True)]
-    scores = {"BLPOC": baseline.correlate_pairs(torch.from_numpy(np.stack(prints)).to(device), one, other)}
-    scores[MATCHER] = match_images(images, dpi, one, other, device=device)
-    same = identity[one] == identity[other]
-    whose = identity[one[same]], np.stack([identity[one[~same]], identity[other[~same]]], axis=1)
-    is_fvc = (is_first[one] & is_first[other])[~same]
-    return {name: (scoring.Pairs(score[same], score[~same], *whose), is_fvc) for name, score in scores.items()}
+    is_genuine = identity[one] == identity[other]
+    is_fvc = is_first[one] & is_first[other] & ~is_genuine
+    return Trials(
+        kept, *read_images(evaluated.data, kept), identity, impression, one, other, is_genuine=is_genuine, is_fvc=is_fvc
+    )
+
+
+def score_untrained(
+    images: list[NDArray[np.uint8]], dpi: list[float], one: Integers, other: Integers, *, device: torch.device
+) -> dict[str, NDArray[np.float64]]:
+    """Return the scores (P,) of pairs of images by each method that learns nothing."""
+    prints = np.stack([baseline.normalise_print(*print_) for print_ in zip(images, dpi, strict=True)])
+    return {
+        "BLPOC": baseline.correlate_pairs(torch.from_numpy(prints).to(device), one, other),
+        MATCHER: match_images(images, dpi, one, other, device=device),
+    }
 
 
 def choose_pairs(identity: np.ndarray, is_first: np.ndarray, *, most: int) -> tuple[Integers, Integers]:

@@ -234,11 +234,11 @@ class TwinsModule(TrainModule):
         scores = self.evaluation_set.score_pairs(rows["embedding"], rows["sample_id"])
         by_kind = {name: scores.select_kinds(kind).score for kind, name in enumerate(protocol.KINDS)}
         by_kind = {name: values for name, values in by_kind.items() if len(values)}
-        genuine = by_kind[protocol.KINDS[protocol.SAME]]
-        impostors = {name: values for name, values in by_kind.items() if name != protocol.KINDS[protocol.SAME]}
+        same = protocol.KINDS[protocol.SAME]
+        trade_offs = {name: (by_kind[same], values) for name, values in by_kind.items() if name != same}
         return {
             "Scores by kind of pair": score_figures.draw_score_histogram(by_kind, x_label="cosine"),
-            "Error trade-off": score_figures.draw_error_trade_off(genuine, impostors),
+            "Error trade-off": score_figures.draw_error_trade_off(trade_offs),
             "Embeddings by PCA": score_figures.draw_embedding_map(
                 rows["embedding"], self.evaluation_set.family[rows["sample_id"]], of="families"
             ),

@@ -19,6 +19,7 @@ Integers = NDArray[np.int64]
 
 _COVERAGE = 0.95  # of an interval
 _DRAWS_LOST = "draws_lost"
+_FPIRS = (0.1, 0.01, 0.001)
 _LEAST_HIGHEST = 4096  # thresholds that a bootstrap draw looks at first
 
 
@@ -289,6 +290,48 @@ def bootstrap(
             except _LeftOut:
                 highest *= 2
     return summarize_draws(results, draws=draws)
+
+
+@dataclass(frozen=True)
+class Identification:
+    """What a search found, as far as it is known whose the samples are.
+
+    Definitions of ISO/IEC 19795-1:2021: a mated probe's identity is in the gallery, a non-mated probe's is not. FPIR at
+    a threshold is the share of non-mated probes for which any gallery row scores at least the threshold; FNIR the share
+    of mated probes for which no row of their identity is among the k candidates returned with at least that score.
+    """
+
+    mated: int  # probes
+    non_mated: int
+    rank1: float | None  # share of the mated probes whose best row is of their identity; None without mated probes
+    mate_score_M: NDArray[np.floating]  # (mated,) best score of the own identity among the candidates; -inf: none
+    top_score_U: NDArray[np.floating]  # (non_mated,) best score of anybody
+
+    def find_fnir(self, fpir: float) -> tuple[float, float]:
+        """Return FNIR and the threshold, the lowest with at most this FPIR.
+
+        Raises:
+            UserError: there is no mated probe, or too few non-mated probes to establish the rate.
+        """
+        if not 0 < fpir < 1:
+            raise UserError(f"--fpir {fpir:g}: expected a rate between 0 and 1, such as 0.01.")
+        if not self.mated or fpir < compute_smallest_rate(self.non_mated):
+            raise UserError(
+                f"--fpir {fpir:g}: needs mated probes, found {self.mated:,}, and {round(3 / fpir):,} or more non-mated "
+                f"ones (rule of 3, ISO/IEC 19795-1), found {self.non_mated:,}. Add probes of people who are not in the "
+                "gallery, or type a higher --fpir."
+            )
+        is_found = np.isfinite(self.mate_score_M)
+        top = np.sort(self.top_score_U)
+        accepted = int(np.floor(fpir * len(top) + 1e-9))
+        # the lowest threshold that at most `accepted` of the top scores reach; ties count as reached
+        threshold = float(np.nextafter(top[len(top) - accepted - 1], np.inf))
+        return float(np.mean(~is_found | (self.mate_score_M < threshold))), threshold
+
+    def list_supported(self) -> list[float]:
+        """Return which of the usual FPIRs these probes can establish."""
+        least = compute_smallest_rate(self.non_mated)
+        return [fpir for fpir in _FPIRS if self.mated and fpir >= least]
 
 
 def compute_error_metrics(predicted_N: ArrayLike, target_N: ArrayLike) -> dict[str, float]:

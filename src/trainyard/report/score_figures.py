@@ -42,16 +42,16 @@ def draw_score_histogram(scores: Mapping[str, Floats], *, x_label: str) -> bytes
     return draw_figure("Scores by kind of pair", draw, x_label=x_label)
 
 
-def draw_error_trade_off(genuine: Floats, impostors: Mapping[str, Floats]) -> bytes:
-    """Plot false rejections over false acceptances, at all thresholds, for each kind of impostor."""
+def draw_error_trade_off(scores: Mapping[str, tuple[NDArray[np.floating], NDArray[np.floating]]]) -> bytes:
+    """Plot false rejections over false acceptances, at all thresholds: of genuine and impostor scores, by label."""
 
     def draw(axes: "Axes") -> None:
         from matplotlib.ticker import LogLocator
 
-        for name, values in impostors.items():
-            rates = compute_error_rates(genuine, values)
+        for name, (genuine, impostor) in scores.items():
+            rates = compute_error_rates(genuine, impostor)
             axes.plot(rates.fmr, rates.fnmr, drawstyle="steps-post", label=name)
-        least = _LEAST_ERRORS / max(len(values) for values in [genuine, *impostors.values()])
+        least = _LEAST_ERRORS / max(len(values) for kinds in scores.values() for values in kinds)
         axes.plot([least, 1], [least, 1], color="0.6", linestyle=":", label="equal")
         axes.set_xscale("log")
         axes.set_yscale("log")

@@ -24,6 +24,7 @@ from trainyard.data.shards import Sample, ShardSet
 from trainyard.data.store import name_store
 from trainyard.errors import UserError
 from trainyard.files import EVALUATION, FORMATS, create_folder, limit_writers, write_atomically, write_json
+from trainyard.report.score_figures import draw_error_trade_off
 from trainyard.runs.evaluations import (
     ABOUT_FILE,
     FIGURES,
@@ -333,9 +334,23 @@ def _score(
         raise UserError(f"{folder}: cannot be scored: {error}") from None
     if with_baselines:
         logger.info("{}: computing the baselines on the same samples (--no-baseline leaves them out)", folder)
-        systems |= module.score_baselines(rows, evaluated, open_training)
+        found = dict(module.score_baselines(rows, evaluated, open_training))
+        further = found.pop(RUN, Score({})).metrics
+        systems[RUN] = replace(systems[RUN], metrics={**systems[RUN].metrics, **further})
+        systems |= found
     samples = module.sample_figures(rows) if config.report.samples == "on" else {}
-    return systems, {FIGURES: module.report_figures(rows), SAMPLES: samples}
+    return systems, {FIGURES: module.report_figures(rows) | _draw_systems(systems), SAMPLES: samples}
+
+
+def _draw_systems(systems: Mapping[str, Score]) -> dict[str, bytes]:
+    """Return the error trade-off of all systems with scores of pairs, for the first kind of impostors."""
+    scores = {name: list(found.pair_scores.values())[:2] for name, found in systems.items() if found.pair_scores}
+    if len(scores) < 2:
+        return {}
+    pairs = {
+        f"{name} ({len(impostor):,} impostors)": (genuine, impostor) for name, (genuine, impostor) in scores.items()
+    }
+    return {"Error trade-off of all systems": draw_error_trade_off(pairs)}
 
 
 def _write(

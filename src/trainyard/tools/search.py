@@ -12,8 +12,9 @@ from tqdm import tqdm
 
 from trainyard.data.shards import Sample
 from trainyard.errors import UserError
+from trainyard.scoring import Identification
 from trainyard.tools.embeddings import MAPPED, EmbeddingFile, open_embeddings
-from trainyard.tools.identification import Identification, compute_identification
+from trainyard.tools.identification import compute_identification
 from trainyard.tools.nearest import Nearest, find_nearest_rows
 from trainyard.tools.predict import refuse_existing, write_csv
 from trainyard.tools.trained_model import TrainedModel, compute_embeddings, load_model, pack_temporarily

@@ -175,6 +175,7 @@ class TrainModule(nn.Module):
     ) -> dict[str, Score]:
         """Return what `trainyard evaluate` compares with: a method -> its metrics and intervals on the same samples.
 
+        Under `runs.evaluations.RUN`, further metrics of the run itself, such as those on the methods' own trials.
         Methods are fitted on the training split alone, or on nothing.
 
         Args:
