@@ -28,7 +28,8 @@ def make_texture(seed: int, height: int, width: int, channels: int = 1) -> np.nd
     for _ in range(channels):
         fy, fx, phase = rng.uniform(0.05, 0.4, 3)
         planes.append(128 + 90 * np.sin(fy * y + fx * x + 9 * phase) + rng.normal(0, 8, (height, width)))
-    return np.clip(np.stack(planes, axis=-1), 0, 255).astype(np.uint8)
+    texture: np.ndarray = np.clip(np.stack(planes, axis=-1), 0, 255).astype(np.uint8)
+    return texture
 
 
 def encode_image(image_HWC: np.ndarray, format: str) -> bytes:

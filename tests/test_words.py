@@ -9,7 +9,7 @@ import pytest
 from tests.checkout import PLACES, ROOT, list_files
 
 READ = (*PLACES, "Makefile")
-UNREAD = re.compile(r"\.lock$|\.jsonl$|\.json$|\.h5$|\.ckpt$|\.gz$|tests/test_words\.py$|\.png$")
+UNREAD = re.compile(r"\.lock$|\.jsonl$|\.json$|\.h5$|\.ckpt$|\.gz$|tests/test_words\.py$|\.png$|\.safetensors$")
 
 REPLACED = {
     r"\banew\b": "again, from scratch",

@@ -17,8 +17,8 @@ from torch.nn import functional
 from trainyard import scoring
 from trainyard.train.module import Batch
 
+from .methods import Trials, score_methods
 from .print_statistics import find_foreground, measure_quality
-from .untrained import Trials, score_untrained
 
 TURNS_DEG = (7.5, 15, 30, 45, 60)
 SHIFTS_PX = (20, 40)  # at 500 dpi
@@ -57,7 +57,7 @@ def compute_turn_metrics(
     for degrees in TURNS_DEG:
         turned = [turn_image(gray, degrees * (-1) ** row) for row, gray in enumerate(trials.images)]
         images, dpi = turned + trials.images, trials.dpi * 2
-        for system, score_P in score_untrained(images, dpi, trials.one, trials.other + count, device=device).items():
+        for system, score_P in score_methods(images, dpi, trials.one, trials.other + count, device=device).items():
             yield from _compare_pose(trials, system, scores[system], score_P, f"turn_{degrees:g}")
 
 

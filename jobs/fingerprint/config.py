@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from trainyard.config.settings import StoreSettings, TrainConfig, option
 from trainyard.errors import UserError
 
+DENSE = "dense"
+
 
 @dataclass
 class ModelSettings:
@@ -13,8 +15,8 @@ class ModelSettings:
     name: str = option(
         "deepprint_tex",
         "branches: texture, minutiae, or both, whose embeddings have half of embedding_dims each. With the minutia "
-        "branch, training also needs packing.minutiae",
-        choices=("deepprint_tex", "deepprint_minu", "deepprint_texminu"),
+        "branch, training also needs packing.minutiae. dense: no embedding, but the descriptors of the matcher",
+        choices=("deepprint_tex", "deepprint_minu", "deepprint_texminu", DENSE),
     )
     embedding_dims: int = option(512, "size of the embedding", low=2)
     width: float = option(1.0, "factor on every channel count; 1: as in the paper", low=0.02, high=4)
@@ -103,6 +105,9 @@ class EvaluationSettings:
     impostors_max: int = option(
         2_000_000, "largest number of cross-finger pairs to score; if there are more, fingers are skipped", low=1000
     )
+    matched_pairs: int = option(
+        500, "model.name=dense: pairs of each kind that are compared to score the validation prints", low=10
+    )
     baseline_pairs: int = option(
         4_000,
         "`trainyard evaluate`: most pairs of each kind that BLPOC (milliseconds) and the matcher (30 ms) compare",
@@ -131,7 +136,7 @@ class Config(TrainConfig):
         Raises:
             UserError: `model.name` has one, and `packing.minutiae` is none.
         """
-        if self.model.name != "deepprint_tex" and self.packing.minutiae == "none":
+        if self.model.name.endswith("minu") and self.packing.minutiae == "none":
             raise UserError(
                 f"model.name={self.model.name} trains on minutiae, but packing.minutiae=none. Type "
                 "packing.minutiae=extract, or packing.minutiae=files if each print has a record of its minutiae."

@@ -17,7 +17,8 @@ from trainyard.runs.evaluations import RUN
 from trainyard.train.module import Batch, DataInfo, Rows, SampleSource, Score, Signature, TrainModule
 
 from .class_sampling import compute_sampled_cosines, draw_classes
-from .config import Config
+from .config import DENSE, Config
+from .dense import DenseModule
 from .identification import Compare, compute_identification_metrics, draw_cmc
 from .minutia_maps import draw_targets
 from .network import SMALLEST_INPUT_PX, Aligner, BranchOutputs, DeepPrint, MinutiaMapHead
@@ -27,16 +28,17 @@ from .pairs import (
     find_extreme_pairs,
     number_fingers,
     score_pairs,
+    split_kinds,
     subsample_fingers,
 )
 
 if TYPE_CHECKING:
-    from .untrained import Trials
+    from .methods import Trials
 
 _SHOWN = 4  # pairs of each kind
 
 
-def build(config: Config, data: DataInfo) -> "FingerprintModule":
+def build(config: Config, data: DataInfo) -> TrainModule:
     """Return the model for the training fingers.
 
     Raises:
@@ -44,6 +46,8 @@ def build(config: Config, data: DataInfo) -> "FingerprintModule":
             minutiae, but the data has none.
     """
     model, image = config.model, config.image
+    if model.name == DENSE:
+        return DenseModule(config, data)
     config.refuse_training_without_minutiae()
     if min(image.height_px, image.width_px) < SMALLEST_INPUT_PX:
         raise UserError(
@@ -225,12 +229,12 @@ class FingerprintModule(TrainModule):
         All three on the same pairs: FNMR by print quality and, with evaluation.pose_curve, of turned and moved probes.
         """
         from .conditions import compute_quality_metrics, compute_run_metrics, compute_turn_metrics, embed_moved
-        from .untrained import choose_trials, score_untrained
+        from .methods import choose_trials, score_methods
 
         trials, device = choose_trials(evaluated, most=self.evaluation.baseline_pairs), self.directions.device
         places = np.searchsorted(rows["sample_id"], trials.ids)
         embedding = rows["embedding"][places]
-        scores = score_untrained(trials.images, trials.dpi, trials.one, trials.other, device=device)
+        scores = score_methods(trials.images, trials.dpi, trials.one, trials.other, device=device)
         found = {name: self._score_trials(trials, score_P) for name, score_P in scores.items()}
         scores[RUN] = scoring.compare_embeddings(embedding[trials.one], embedding[trials.other])
         conditions = compute_quality_metrics(trials, scores)
@@ -259,11 +263,11 @@ class FingerprintModule(TrainModule):
             metrics |= compute_identification_metrics(
                 lambda gallery: matrix_NN[:, gallery], trials.identity, trials.impression
             )
-        return Score(metrics, _split_kinds(pairs, is_fvc))
+        return Score(metrics, split_kinds(pairs, is_fvc))
 
     def match_samples(self, data: DataInfo, one: np.ndarray, other: np.ndarray) -> np.ndarray:
         """Return the matcher's scores of pairs of prints: about 0 of two fingers, see `matching`."""
-        from .untrained import match_samples
+        from .methods import match_samples
 
         return match_samples(data, one, other, device=self.directions.device)
 
@@ -273,7 +277,7 @@ class FingerprintModule(TrainModule):
 
     def select_pair_scores(self, rows: Rows) -> dict[str, np.ndarray]:
         """Return the scores of genuine pairs, of all cross-finger pairs, and of those of the FVC protocol."""
-        return _split_kinds(*self._score_subsample(rows))
+        return split_kinds(*self._score_subsample(rows))
 
     def _score_subsample(self, rows: Rows) -> tuple[scoring.Pairs, np.ndarray]:
         kept = subsample_fingers(rows["finger"], self.evaluation.impostors_max)
@@ -342,10 +346,6 @@ def _require_minutiae(data: DataInfo) -> None:
             "data.path: this packed data has no minutiae, which model.name trains on: it was packed with "
             "packing.minutiae=none. Name the folder of raw files instead, which is packed again: data.path=FOLDER"
         ) from None
-
-
-def _split_kinds(pairs: scoring.Pairs, is_fvc: np.ndarray) -> dict[str, np.ndarray]:
-    return {"genuine": pairs.genuine, "all_pairs": pairs.impostor, "fvc": pairs.impostor[is_fvc]}
 
 
 class CentreLoss(nn.Module):

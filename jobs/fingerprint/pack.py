@@ -18,11 +18,11 @@ from trainyard.data.write_shard import open_image
 from trainyard.errors import UserError
 from trainyard.text import join_names
 
-from .config import Config, SplitSettings
+from .config import DENSE, Config, SplitSettings
 from .index_csv import DPI_RANGE
-from .listing import SUFFIXES, describe_listing, find_doubts, find_set_dpi, list_prints
+from .listing import SUFFIXES, Print, describe_listing, find_doubts, find_set_dpi, list_prints
 from .minutia_files import read_minutiae
-from .synthesis import synthesize
+from .synthesis import number_synthetic, synthesize
 from .wsq_images import WSQ_START, can_decode_wsq, decode_wsq
 
 __all__ = ["list_labelled", "log_reading", "samples", "splits", "synthesize", "unlabelled"]
@@ -46,16 +46,25 @@ def samples(raw: Path, config: Config) -> Iterator[Sample]:
             minutiae, and none are packed.
     """
     config.refuse_training_without_minutiae()
-    yield from _list_samples(raw, config, minutiae=config.packing.minutiae)
+    yield from _list_samples(raw, config, trains=True)
 
 
-def _list_samples(raw: Path, config: Config, *, minutiae: str) -> Iterator[Sample]:
+def _list_samples(raw: Path, config: Config, *, trains: bool) -> Iterator[Sample]:
     listing = list_prints(raw, config.packing)
     _refuse_wsq_without_decoder([one.path for one in listing.prints])
+    first: dict[str, Print] = {}
     for one in listing.prints:
+        earliest = first.setdefault(one.finger, one)
+        first[one.finger] = min(earliest, one, key=lambda print_: print_.impression)
+    for one in listing.prints:
+        if config.model.name == DENSE:
+            load = _choose_aligned_loader(raw, one, first[one.finger] if trains else None, config)
+        else:
+            minutiae = config.packing.minutiae if trains else "none"
+            load = _choose_loader(raw / one.path, config, stated_dpi=one.dpi, minutiae=minutiae)
         yield Sample(
             key=one.path,
-            load=_choose_loader(raw / one.path, config, stated_dpi=one.dpi, minutiae=minutiae),
+            load=load,
             columns={
                 "finger": one.finger,
                 "impression": one.impression,
@@ -73,14 +82,22 @@ def list_labelled(
     raw: Path, config: Config, artifacts: Mapping[str, str]
 ) -> tuple[Iterator[Sample], Mapping[str, str]]:
     """Return the samples of a folder to evaluate, as `samples` but without minutiae, and the run's artifacts."""
-    return _list_samples(raw, config, minutiae="none") if raw.is_dir() else iter(()), artifacts
+    return _list_samples(raw, config, trains=False) if raw.is_dir() else iter(()), artifacts
 
 
 def unlabelled(raw: Path, config: Config, artifacts: Mapping[str, str]) -> Iterator[Sample]:
     """Yield every image in a folder and below it, or the file `raw` itself, whatever its name.
 
     Its folder below `raw` is its set, as for `packing.dpi_of_sets`.
+
+    Raises:
+        UserError: the model has no embedding, so nothing can be said of one print.
     """
+    if config.model.name == DENSE:
+        raise UserError(
+            "model.name=dense describes ridges, and has nothing to say of one print. How well it tells pairs apart: "
+            "trainyard evaluate RUN FOLDER, with this run and a labelled folder."
+        )
     paths = [raw] if raw.is_file() else list_files(raw, SUFFIXES)
     _refuse_wsq_without_decoder([path.name for path in paths])
     for path in paths:
@@ -99,6 +116,14 @@ def _choose_loader(path: Path, config: Config, *, stated_dpi: int, minutiae: str
         fill=config.image.fill,
         minutiae=minutiae,
     )
+
+
+def _choose_aligned_loader(raw: Path, one: Print, first: Print | None, config: Config) -> "partial[Loaded]":
+    """Return what loads a print for `model.name=dense`: in the frame of its finger, or without `first` as it lies."""
+    seed = None if config.data.path else config.seed  # without a path, the prints are synthetic
+    read = partial(read_gray, default_dpi=config.packing.dpi, fill=config.image.fill)
+    frame = None if first is None else partial(read, raw / first.path, stated_dpi=first.dpi)
+    return partial(load_aligned, partial(read, raw / one.path, stated_dpi=one.dpi), frame=frame, seed=seed)
 
 
 def log_reading(raw: Path, config: Config) -> None:
@@ -133,10 +158,7 @@ def load(path: Path, *, stated_dpi: int, default_dpi: int, region_px: int, fill:
     Raises:
         BadRecord: the file is not a complete image of a known format, or its minutiae cannot be read.
     """
-    data, gray, own_dpi = _encode_gray(path.read_bytes(), fill)
-    if own_dpi and not stated_dpi and not DPI_RANGE[0] <= own_dpi <= DPI_RANGE[1]:
-        raise BadRecord(f"its comment says {own_dpi} dpi, which cannot be. State it: packing.dpi_of_sets=[*:500]")
-    dpi = stated_dpi or own_dpi or default_dpi
+    data, gray, dpi = read_gray(path, stated_dpi=stated_dpi, default_dpi=default_dpi, fill=fill)
     centre_y, centre_x = find_print_centre(gray, dpi)
     side = round(region_px * dpi / 500)
     loaded: Loaded = {
@@ -152,6 +174,42 @@ def load(path: Path, *, stated_dpi: int, default_dpi: int, region_px: int, fill:
     elif minutiae == "extract":
         loaded["minutiae"] = Ragged(_extract_minutiae(gray, dpi))
     return loaded
+
+
+def read_gray(path: Path, *, stated_dpi: int, default_dpi: int, fill: int) -> tuple[bytes, NDArray[np.uint8], int]:
+    """Return an encoded 8-bit gray image, its pixels (H, W), and its resolution in dpi."""
+    data, gray, own_dpi = _encode_gray(path.read_bytes(), fill)
+    if own_dpi and not stated_dpi and not DPI_RANGE[0] <= own_dpi <= DPI_RANGE[1]:
+        raise BadRecord(f"its comment says {own_dpi} dpi, which cannot be. State it: packing.dpi_of_sets=[*:500]")
+    return data, gray, stated_dpi or own_dpi or default_dpi
+
+
+def load_aligned(
+    read: "partial[tuple[bytes, NDArray[np.uint8], int]]",
+    *,
+    frame: "partial[tuple[bytes, NDArray[np.uint8], int]] | None",
+    seed: int | None,
+) -> Loaded:
+    """Read a print as the descriptors of `dense` are trained and scored.
+
+    Args:
+        read: as `read_gray`, of this print.
+        frame: of the impression in whose frame it is, which may be the same; None: as it lies, with no place known.
+        seed: of synthetic prints, whose frame is their master; None: of real ones.
+    """
+    import torch  # takes time and memory that other packing does not need
+
+    from .aligned import align_real, align_synthetic, centre_print
+
+    torch.set_num_threads(1)  # packing has a process for each core
+    _, gray, dpi = read()
+    if frame is None:
+        aligned = centre_print(gray, dpi)
+    elif seed is not None:
+        aligned = align_synthetic(gray, seed, *number_synthetic(read.args[0]))
+    else:
+        aligned = align_real(gray, dpi, *frame()[1:])
+    return {"ridges": aligned.ridges, "place": aligned.place, "dpi": dpi}
 
 
 def _extract_minutiae(gray: NDArray[np.uint8], dpi: int) -> NDArray[np.float32]:

@@ -115,3 +115,35 @@ def score_pairs(embedding: np.ndarray, finger: np.ndarray, impression: np.ndarra
         *(np.concatenate(blocks) for blocks in (genuine, impostor, genuine_identity, impostor_identities))
     )
     return pairs, np.concatenate(is_fvc)
+
+
+def split_kinds(pairs: scoring.Pairs, is_fvc: np.ndarray) -> dict[str, np.ndarray]:
+    """Return the scores of genuine pairs, of all cross-finger pairs, and of those of the FVC protocol."""
+    return {"genuine": pairs.genuine, "all_pairs": pairs.impostor, "fvc": pairs.impostor[is_fvc]}
+
+
+def choose_pairs(identity: np.ndarray, is_first: np.ndarray, *, most: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the indices of the pairs to score, (P,) each: at most `most` of each kind, drawn with a fixed seed."""
+    one, other = np.triu_indices(len(identity), 1)
+    same = identity[one] == identity[other]
+    kinds = (same, ~same & is_first[one] & is_first[other], ~same)
+    generator = np.random.default_rng(0)
+    drawn = [generator.permutation(np.flatnonzero(kind))[:most] for kind in kinds]
+    chosen = np.unique(np.concatenate(drawn))
+    return one[chosen], other[chosen]
+
+
+def label_pairs(
+    score: np.ndarray, finger: np.ndarray, impression: np.ndarray, one: np.ndarray, other: np.ndarray
+) -> tuple[scoring.Pairs, np.ndarray]:
+    """Return scored pairs by kind, and which impostor pairs belong to the FVC protocol, as `score_pairs`.
+
+    Args:
+        score: (P,).
+        finger, impression: (N,) of the prints.
+        one, other: (P,) rows of the prints.
+    """
+    identity, is_first = number_fingers(finger, impression)
+    same = identity[one] == identity[other]
+    whose = identity[one[same]], np.stack([identity[one[~same]], identity[other[~same]]], axis=1)
+    return scoring.Pairs(score[same], score[~same], *whose), (is_first[one] & is_first[other])[~same]

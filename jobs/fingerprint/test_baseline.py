@@ -13,9 +13,9 @@ from trainyard.train.module import DataInfo, SampleSource
 
 from .baseline import correlate_pairs, normalise_print
 from .config import Config
+from .methods import choose_trials, score_methods
 from .pack import samples
-from .pairs import compute_pair_metrics, number_fingers
-from .untrained import choose_pairs, choose_trials, score_untrained
+from .pairs import choose_pairs, compute_pair_metrics, number_fingers
 
 
 def draw_ridges(seed: int) -> np.ndarray:
@@ -58,7 +58,7 @@ def test_its_errors_on_a_real_set_are_those_of_the_prototype(tmp_path: Path) -> 
     info = DataInfo(data.columns, data.vocabulary, none, {}, data.read_arrays)
     source = SampleSource(info, np.arange(data.count), lambda: iter(()))
     trials = choose_trials(source, most=4000)
-    scored = score_untrained(trials.images, trials.dpi, trials.one, trials.other, device=torch.device("cpu"))
+    scored = score_methods(trials.images, trials.dpi, trials.one, trials.other, device=torch.device("cpu"))
     metrics, matched = (compute_pair_metrics(*trials.select_pairs(scored[name])) for name in ("BLPOC", "matcher"))
     assert (metrics["genuine"], metrics["impostors"], metrics["impostors_all_pairs"]) == (280, 45, 2880)
     assert metrics["eer_all_pairs"] == pytest.approx(0.082, abs=0.02), "another resizing, and shifts by whole pixels"

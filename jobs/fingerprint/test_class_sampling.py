@@ -27,6 +27,7 @@ from trainyard.train.world import World
 from .class_sampling import compute_sampled_cosines, draw_classes
 from .config import Config
 from .module import FingerprintModule, compute_cosface_logits
+from .network import BranchOutputs
 
 CLASSES, FEATURES, BATCH, STEPS = 30, 12, 16, 3
 SUM_TOLERANCE = 1e-6  # of float32 gradients and losses below 10 that are summed in another order
@@ -107,12 +108,14 @@ def test_two_ranks_train_as_one_does_and_never_all_reduce_a_dense_gradient_of_th
 class Embedder(nn.Module):
     """A network without batch statistics, so that ranks and micro-batches compute what one process does."""
 
+    branches, minutia = ("texture",), None
+
     def __init__(self) -> None:
         super().__init__()
         self.out = nn.Linear(FEATURES, FEATURES)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return functional.normalize(self.out(x), dim=1)
+    def compute_branches(self, x: Tensor) -> BranchOutputs:
+        return BranchOutputs([functional.normalize(self.out(x), dim=1)], None, None)
 
 
 def make_head_config(sampled: int) -> Config:

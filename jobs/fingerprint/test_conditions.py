@@ -10,9 +10,9 @@ from scipy import ndimage  # type: ignore[import-untyped]
 from trainyard.train.module import Batch
 
 from .conditions import compute_quality_metrics, compute_run_metrics, embed_moved, move_input, turn_image
+from .methods import Trials
 from .print_statistics import measure_quality
 from .synthesis import generate_impressions
-from .untrained import Trials
 
 
 def make_trials(images: list[np.ndarray], *, fingers: int) -> Trials:
@@ -21,7 +21,7 @@ def make_trials(images: list[np.ndarray], *, fingers: int) -> Trials:
     one, other = np.triu_indices(len(images), 1)
     same = identity[one] == identity[other]
     ids = np.arange(len(images))
-    return Trials(ids, images, [500.0] * len(images), identity, ids, one, other, same, ~same)
+    return Trials(ids, images, [500.0] * len(images), identity, ids, one, other, same)
 
 
 def test_the_quality_of_a_print_falls_with_noise() -> None:

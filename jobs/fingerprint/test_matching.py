@@ -8,7 +8,7 @@ import torch
 from scipy import ndimage  # type: ignore[import-untyped]
 
 from .baseline import SIDE_PX
-from .matching import Prints, enhance_print, index_prints, match_pairs, prepare_prints
+from .matching import Prints, enhance_print, index_prints, match_ridges, prepare_prints
 from .matching.fields import BLOCK_PX, BLOCKS, STEP_PX, FieldGrower
 from .matching.poses import POSES, find_poses
 from .synthesis import generate_impressions
@@ -52,7 +52,7 @@ def prepare_examples() -> Prints:
 
 @pytest.mark.slow
 def test_a_finger_that_is_moved_and_bent_is_more_alike_than_other_fingers() -> None:
-    score = match_pairs(prepare_examples(), np.array([0, 0, 0, 2, 3]), np.array([2, 3, 1, 1, 1]))
+    score = match_ridges(prepare_examples(), np.array([0, 0, 0, 2, 3]), np.array([2, 3, 1, 1, 1]))
     assert score[:2].min() > score[2:].max() + 3, "three standard deviations of impostors"
 
 
@@ -70,7 +70,7 @@ def test_a_print_that_is_turned_far_is_recognised(degrees: int) -> None:
     prints = prepare_prints([turned, one, other], [DPI] * 3)
     poses = find_poses(prints, np.array([0]), np.array([1]))
     assert abs(np.degrees(abs(poses.angle_B[0].item())) - abs(degrees)) <= 2
-    same, different = match_pairs(prints, np.array([0, 0]), np.array([1, 2]))
+    same, different = match_ridges(prints, np.array([0, 0]), np.array([1, 2]))
     assert same > different + 3
 
 
@@ -102,17 +102,17 @@ def test_the_field_follows_a_smooth_distortion() -> None:
 @pytest.mark.slow
 def test_scores_are_equal_in_a_second_call_and_in_any_batch() -> None:
     prints, one, other = prepare_examples(), np.array([0, 0, 3]), np.array([1, 3, 0])
-    together = match_pairs(prints, one, other)
-    assert np.array_equal(together, match_pairs(prints, one, other))
-    alone = np.concatenate([match_pairs(prints, one[i : i + 1], other[i : i + 1]) for i in range(len(one))])
+    together = match_ridges(prints, one, other)
+    assert np.array_equal(together, match_ridges(prints, one, other))
+    alone = np.concatenate([match_ridges(prints, one[i : i + 1], other[i : i + 1]) for i in range(len(one))])
     assert np.array_equal(together, alone)
-    assert np.array_equal(together[::-1], match_pairs(prints, one[::-1], other[::-1], batch=2))
+    assert np.array_equal(together[::-1], match_ridges(prints, one[::-1], other[::-1], batch=2))
 
 
 @pytest.mark.slow
 def test_a_blank_image_has_a_finite_low_score() -> None:
     prints = prepare_examples()
-    score = match_pairs(prints, np.array([0, 4, 4, 0]), np.array([4, 0, 4, 2]))
+    score = match_ridges(prints, np.array([0, 4, 4, 0]), np.array([4, 0, 4, 2]))
     assert np.isfinite(score).all() and (score[:3] < score[3] - 3).all()
 
 

@@ -51,7 +51,9 @@ def make_module(
     train_ids = np.flatnonzero(finger >= 2)  # the first two fingers do not train
     read = {name: lambda ids: [np.zeros((0, 3), np.float32) for _ in ids] for name in records}
     data = DataInfo({"finger": finger}, {"finger": names}, train_ids, read=lambda name, ids: read[name](ids))
-    return build(config or make_config(), data)
+    module = build(config or make_config(), data)
+    assert isinstance(module, FingerprintModule)
+    return module
 
 
 def make_batch(count: int, *, codes: tuple[int, ...] = (2, 3, 4, 5)) -> dict[str, torch.Tensor]:

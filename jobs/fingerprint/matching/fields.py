@@ -86,6 +86,15 @@ class FieldGrower:
         at = torch.arange(len(c), device=c.device)
         return field.take_better(_grow_from(self._compare, self._place_BC[at, c], self._moved_BC2[at, c], ncc_B))
 
+    def locate(self, field: Field) -> Tensor:
+        """Return where in the unrotated print the middles of the blocks are, (B, I, J, 2) px y and x."""
+        place_I = torch.arange(BLOCKS, device=field.moved_BIJ2.device) * STEP_PX + (BLOCK_PX / 2 - 0.5)
+        place_IJ2 = torch.stack(torch.meshgrid(place_I, place_I, indexing="ij"), dim=2)
+        middle = SIDE_PX / 2 - 0.5
+        y, x = (place_IJ2 + field.moved_BIJ2 + self._poses.shift_B2[:, None, None] - middle).unbind(dim=3)
+        cos, sin = (part(self._poses.angle_B)[:, None, None] for part in (torch.cos, torch.sin))
+        return torch.stack([sin * x + cos * y, cos * x - sin * y], dim=3) + middle
+
     def measure_agreement(self, field: Field) -> Tensor:
         """Return how much of the possible overlap agrees, and how much of it moves evenly, (B, 2); 0 of empty fields.
 

@@ -5,7 +5,7 @@ print in px, G of the grid of the search, F frequencies, C cells, V considered c
 """
 
 from dataclasses import dataclass
-from math import radians
+from math import pi, radians
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from .prints import CELL_PX, Prints, compute_phases, make_band
 
 ANGLES_DEG = tuple(range(-92, 92, 4))
 LIKELY = 8  # twos of rotations to search: of turned DB4_B prints, six have the right one in 99 % of clear pairs
+TURN_PENALTY = 0.3  # on the likeness of ridge directions, at 90 degrees: people turn fingers little
 POSES = 5  # one pose misses more distorted prints, more than five add chance agreement
 CONSIDERED = 256  # highest cells among which poses are picked: more than picked poses can suppress
 APART_PX = 8  # two poses of about one rotation are further apart than this
@@ -69,7 +70,7 @@ def find_poses(prints: Prints, one: NDArray[np.int64], other: NDArray[np.int64])
         partner_P = torch.from_numpy(other[one == print_row]).to(device)
         row_PR, overlap_PRCC = _choose_rotations(prints, print_row, partner_P, angles_R)
         needed, place_PR = torch.unique(row_PR, return_inverse=True)
-        phases_RGF = compute_phases(_rotate(print_SS, angles_R[needed]))
+        phases_RGF = compute_phases(rotate(print_SS, angles_R[needed]))
         for part in torch.split(torch.arange(len(pairs), device=device), PARTNERS_AT_ONCE):
             surface_PRGG = _correlate(phases_RGF[place_PR[part]], prints.phases_NGF[partner_P[part], None])
             picked = _pick_peaks(surface_PRGG, overlap_PRCC[part], row_PR[part])
@@ -77,32 +78,47 @@ def find_poses(prints: Prints, one: NDArray[np.int64], other: NDArray[np.int64])
             angle_PK[into], shift_PK2[into], value_PK[into], highest_P[into] = picked
         used, slot_PK[pairs] = torch.unique(angle_PK[pairs], return_inverse=True)
         slot_PK[pairs] += sum(map(len, rotated))
-        rotated.append(_rotate(print_SS, angles_R[used], mode="bicubic"))
+        rotated.append(rotate(print_SS, angles_R[used], mode="bicubic"))
     rotated_USS = functional.pad(torch.cat(rotated), (BORDER_PX,) * 4)
     angle_B, peak_P2 = angles_R[angle_PK.flatten()], torch.stack([highest_P, value_PK[:, 0]], dim=1)
     return Poses(rotated_USS, slot_PK.flatten(), angle_B, shift_PK2.flatten(0, 1), value_PK.flatten(), peak_P2)
 
 
+def measure_likeness(prints: Prints, row: int, partner_P: Tensor, angles_T: Tensor) -> tuple[Tensor, Tensor]:
+    """Return how well the ridge directions of a print agree with those of partners under rotations, at the best shift.
+
+    That is the sum of the cosines of twice the angle between ridges, divided by the root of the overlap, less a penalty
+    for large rotations. Directions vary slowly: rotations of a print 8 degrees apart are enough.
+
+    Args:
+        row, partner_P: of `prints`.
+        angles_T: radians.
+
+    Returns:
+        The likeness (P, T), and the overlap at every shift, (P, T, C, C), a share of the smaller print.
+    """
+    flow_CC, mask_CC = _measure_flow(prints.ridges_NSS[row : row + 1])[0], prints.coarse_NCC[row]
+    turned_TCC = torch.complex(rotate(flow_CC.real, angles_T), rotate(flow_CC.imag, angles_T))
+    turned_TCC = turned_TCC * torch.polar(torch.ones_like(angles_T), -2 * angles_T)[:, None, None]
+    flow_PCC, mask_PCC = _measure_flow(prints.ridges_NSS[partner_P]), prints.coarse_NCC[partner_P]
+    size_P111 = (torch.minimum(mask_CC.sum(), mask_PCC.sum(dim=(1, 2))) + 1e-2)[:, None, None, None]
+    likeness_PTCC = torch.fft.ifft2(torch.fft.fft2(turned_TCC) * torch.fft.fft2(flow_PCC).conj()[:, None]).real
+    masks_TCF, mask_PCF = torch.fft.rfft2(rotate(mask_CC, angles_T)), torch.fft.rfft2(mask_PCC)
+    overlap_PTCC = torch.fft.irfft2(masks_TCF * mask_PCF.conj()[:, None], s=mask_CC.shape) / size_P111
+    likeness_PTCC = _discount_chance(likeness_PTCC / size_P111, overlap_PTCC)
+    return likeness_PTCC.amax(dim=(2, 3)) - TURN_PENALTY * (angles_T / (pi / 2)).square(), overlap_PTCC
+
+
 def _choose_rotations(prints: Prints, row: int, partner_P: Tensor, angles_R: Tensor) -> tuple[Tensor, Tensor]:
     """Return the rotations of a print that are likely for each partner, and its overlap with the partner under them.
 
-    Likely are those under which, at the best shift, the sum of the cosines of twice the angle between ridges, divided
-    by the root of the overlap, is highest. Directions vary slowly, so two rotations 4 degrees apart share a decision.
+    Two rotations 4 degrees apart share a decision.
 
     Returns:
         Rows (P, R) of `angles_R`, and for each the overlap at every shift, (P, R, C, C), a share of the smaller print.
     """
-    middle_T = angles_R.view(-1, 2).mean(dim=1)
-    flow_CC, mask_CC = _measure_flow(prints.ridges_NSS[row : row + 1])[0], prints.coarse_NCC[row]
-    turned_TCC = torch.complex(_rotate(flow_CC.real, middle_T), _rotate(flow_CC.imag, middle_T))
-    turned_TCC = turned_TCC * torch.polar(torch.ones_like(middle_T), -2 * middle_T)[:, None, None]
-    flow_PCC, mask_PCC = _measure_flow(prints.ridges_NSS[partner_P]), prints.coarse_NCC[partner_P]
-    size_P111 = (torch.minimum(mask_CC.sum(), mask_PCC.sum(dim=(1, 2))) + 1e-2)[:, None, None, None]
-    likeness_PTCC = torch.fft.ifft2(torch.fft.fft2(turned_TCC) * torch.fft.fft2(flow_PCC).conj()[:, None]).real
-    masks_TCF, mask_PCF = torch.fft.rfft2(_rotate(mask_CC, middle_T)), torch.fft.rfft2(mask_PCC)
-    overlap_PTCC = torch.fft.irfft2(masks_TCF * mask_PCF.conj()[:, None], s=mask_CC.shape) / size_P111
-    likeness_PTCC = _discount_chance(likeness_PTCC / size_P111, overlap_PTCC)
-    likely_PT = likeness_PTCC.amax(dim=(2, 3)).topk(LIKELY, dim=1).indices
+    likeness_PT, overlap_PTCC = measure_likeness(prints, row, partner_P, angles_R.view(-1, 2).mean(dim=1))
+    likely_PT = likeness_PT.topk(LIKELY, dim=1).indices
     row_PR = torch.stack([2 * likely_PT, 2 * likely_PT + 1], dim=2).flatten(1)
     overlap_PTCC = overlap_PTCC[torch.arange(len(partner_P), device=row_PR.device)[:, None], likely_PT]
     return row_PR, overlap_PTCC.repeat_interleave(2, dim=1)
@@ -163,7 +179,7 @@ def _correlate(phases_RGF: Tensor, other_RGF: Tensor) -> Tensor:
     return surface
 
 
-def _rotate(print_SS: Tensor, angles_R: Tensor, *, mode: str = "bilinear") -> Tensor:
+def rotate(print_SS: Tensor, angles_R: Tensor, *, mode: str = "bilinear") -> Tensor:
     """Return (R, S, S): a print rotated by each of the angles about its middle."""
     size = (len(angles_R), 1, *print_SS.shape)
     step = 2 / print_SS.shape[-1]

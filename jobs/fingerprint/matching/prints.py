@@ -124,20 +124,22 @@ def filter_ridges(detail: Floats) -> Floats:
     padded = np.pad(detail, ((TILE_PX, after[0]), (TILE_PX, after[1])), mode="symmetric")
     window = torch.from_numpy(make_window().sqrt().numpy())
     tiles = functional.unfold(torch.from_numpy(padded)[None, None], TILE_PX, stride=TILE_STEP_PX)[0]
-    spectra = torch.fft.fft2(tiles.T.reshape(-1, TILE_PX, TILE_PX) * window)
-    magnitude = _smooth_spectra(spectra.abs())[..., : TILE_PX // 2 + 1] * _make_tile_band()
+    spectra = torch.fft.rfft2(tiles.T.reshape(-1, TILE_PX, TILE_PX) * window)
+    magnitude = _smooth_spectra(spectra.abs()) * _make_tile_band()
     weight = magnitude / (magnitude.amax(dim=(1, 2), keepdim=True) + 1e-6)
-    spectra = spectra[..., : TILE_PX // 2 + 1] * _make_tile_band() * weight
+    spectra *= _make_tile_band() * weight
     filtered = torch.fft.irfft2(spectra, s=(TILE_PX, TILE_PX)) * window
     joined = functional.fold(filtered.flatten(1).T[None], padded.shape, TILE_PX, stride=TILE_STEP_PX)[0, 0]
     return joined[TILE_PX : TILE_PX + height, TILE_PX : TILE_PX + width].numpy()
 
 
-def _smooth_spectra(magnitude_NSS: Tensor) -> Tensor:
-    """Return whole spectra averaged over 3 x 3 frequencies with binomial weights."""
-    for axis in (1, 2):
-        magnitude_NSS = (magnitude_NSS.roll(1, axis) + 2 * magnitude_NSS + magnitude_NSS.roll(-1, axis)) / 4
-    return magnitude_NSS
+def _smooth_spectra(magnitude_NSF: Tensor) -> Tensor:
+    """Return magnitudes of halves of spectra, averaged over 3 x 3 frequencies with binomial weights."""
+    down_NSF = (magnitude_NSF.roll(1, 1) + 2 * magnitude_NSF + magnitude_NSF.roll(-1, 1)) / 4
+    ends_NS2 = down_NSF[..., [1, -2]].flip(1).roll(1, 1)  # the other half mirrors this one
+    wider = torch.cat([ends_NS2[..., :1], down_NSF, ends_NS2[..., 1:]], dim=2)
+    smooth_NSF: Tensor = (wider[..., :-2] + 2 * wider[..., 1:-1] + wider[..., 2:]) / 4
+    return smooth_NSF
 
 
 def compute_phases(ridges_NSS: Tensor) -> Tensor:

@@ -39,6 +39,7 @@ __all__ = [
     "generate_impressions",
     "grow_master",
     "map_minutiae",
+    "number_synthetic",
     "synthesize",
 ]
 
@@ -109,3 +110,9 @@ def draw_contact_sheet(seed: int, fingers: Sequence[int], impressions: Sequence[
     png = io.BytesIO()
     Image.fromarray(np.vstack(rows)).save(png, "PNG")
     return png.getvalue()
+
+
+def number_synthetic(path: Path) -> tuple[int, int]:
+    """Return the finger, from 0 on, and the impression, from 1 on, of a file that `synthesize` wrote."""
+    finger, _, number = path.stem.rpartition("_")
+    return int(finger) - 1, int(number)

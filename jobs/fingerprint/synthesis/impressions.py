@@ -48,6 +48,18 @@ class Impression:
 
 
 @dataclass(frozen=True)
+class Touch:
+    """What decides an impression before its ridges are known. All arrays are (352, 320)."""
+
+    source_y: Floats  # as of `Impression`
+    source_x: Floats
+    firmness: Floats  # positive where the finger touched the scanner
+    scanner: str
+    wetness: float
+    rng: np.random.Generator  # what the ink and the scanner are drawn from
+
+
+@dataclass(frozen=True)
 class _Habit:
     """Properties that all impressions of a finger share, besides its ridges."""
 
@@ -59,6 +71,15 @@ class _Habit:
 
 def draw_impression(master: Master, seed: int, finger: int, number: int) -> Impression:
     """Return impression `number`, from 1 on, of a finger; it depends on nothing but the arguments. About 30 ms."""
+    touch = draw_touch(seed, finger, number)
+    skin = sample(master.skin, touch.source_y, touch.source_x)
+    ink = draw_ink(touch.rng, skin, touch.firmness, touch.wetness)
+    image = scan(touch.rng, ink, touch.firmness, touch.scanner)
+    return Impression(image, touch.source_y, touch.source_x, touch.firmness > 0, touch.scanner)
+
+
+def draw_touch(seed: int, finger: int, number: int) -> "Touch":
+    """Return how impression `number`, from 1 on, of a finger was made, for which its master need not be grown."""
     assert number >= 1  # 0 is the master's
     habit = _draw_habit(np.random.default_rng([seed, finger, 0, 1]))
     rng = np.random.default_rng([seed, finger, number])
@@ -72,8 +93,7 @@ def draw_impression(master: Master, seed: int, finger: int, number: int) -> Impr
     firmness = np.minimum(firmness, (within - 10) / 4)  # no finger where the master ends
     source_y += (MASTER_HEIGHT_PX - 1) / 2
     source_x += (MASTER_WIDTH_PX - 1) / 2
-    ink = draw_ink(rng, sample(master.skin, source_y, source_x), firmness, habit.wetness)
-    return Impression(scan(rng, ink, firmness, scanner), source_y, source_x, firmness > 0, scanner)
+    return Touch(source_y, source_x, firmness, scanner, habit.wetness, rng)
 
 
 def _draw_habit(rng: np.random.Generator) -> _Habit:

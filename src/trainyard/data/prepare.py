@@ -62,6 +62,7 @@ def pack_raw(
     """
     from tqdm import tqdm
 
+    from trainyard.data.index import IMAGE
     from trainyard.data.pack import pack
 
     _require_folder(raw)
@@ -110,7 +111,7 @@ def pack_raw(
                     logger.info("{}: {}", folder, loss.describe())
     skipped = f", {data.skipped} unreadable left out" if data.skipped else ""
     logger.info("packed {}: {} samples in {} shards{}", folder, data.count, len(data.shards), skipped)
-    if written and isinstance(getattr(config, "packing", None), StoreSettings):
+    if written and IMAGE in data.records and isinstance(getattr(config, "packing", None), StoreSettings):
         from trainyard.data.reading_rate import describe_reading
 
         logger.info("{}: {}", folder, describe_reading(data, config))

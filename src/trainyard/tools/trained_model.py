@@ -68,11 +68,15 @@ class TrainedModel:
             )
 
     def require_embeddings(self, command: str) -> None:
-        """Raise a UserError if the family does not compare samples."""
+        """Raise a UserError if the model does not compare samples by embeddings."""
+        from trainyard.train.module import TrainModule
+
         if not self.has_embeddings:
+            predicts = type(self.module).prediction_rows is not TrainModule.prediction_rows
             raise UserError(
-                f"trainyard {command}: {self.config.family} has no embeddings: it does not compare samples. "
-                f"Its predictions: trainyard predict {self.run} RAW OUT.csv"
+                f"trainyard {command}: this model of {self.config.family} has no embeddings to compare samples by. "
+                + (f"Its predictions: trainyard predict {self.run} RAW OUT.csv" if predicts else "")
+                + ("" if predicts else f"Its scores on labelled files: trainyard evaluate {self.run} FOLDER")
             )
 
 

@@ -1,4 +1,4 @@
-"""Scores prints by the two methods that need no training: BLPOC (`baseline`) and the matcher of pairs (`matching`)."""
+"""Scores prints without a model of your own: by BLPOC (`baseline`), and by the matcher of pairs (`matching`)."""
 
 from dataclasses import dataclass
 
@@ -12,9 +12,9 @@ from trainyard.report.score_figures import decode_image
 from trainyard.train.module import DataInfo, SampleSource
 
 from . import baseline, matching
-from .pairs import number_fingers, subsample_fingers
+from .pairs import choose_pairs, label_pairs, number_fingers, subsample_fingers
 
-MATCHER = "matcher"
+UNTRAINED, MATCHER = "untrained matcher", "matcher"  # by ridges alone, and with the descriptors that ship
 MOST_PRINTS_PAIRS = 140_000  # cross-finger pairs of the prints that are read; of more, fingers are skipped evenly
 PRINTS_AT_ONCE = 2048  # that the matcher holds: about 2 GB
 
@@ -30,7 +30,7 @@ class Trials:
         images, dpi: N gray images, and their resolutions.
         identity, impression: (N,) fingers numbered from 0, and the numbers of their prints.
         one, other: (P,) the prints of each pair; one is the probe.
-        is_genuine, is_fvc: (P,) bool: of one finger; impostors of the FVC protocol.
+        is_genuine: (P,) bool: of one finger.
     """
 
     ids: Integers
@@ -41,7 +41,6 @@ class Trials:
     one: Integers
     other: Integers
     is_genuine: NDArray[np.bool_]
-    is_fvc: NDArray[np.bool_]
 
     def split_kinds(self, score_P: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Return the scores of genuine and of impostor pairs."""
@@ -49,9 +48,7 @@ class Trials:
 
     def select_pairs(self, score_P: NDArray[np.float64]) -> tuple[scoring.Pairs, NDArray[np.bool_]]:
         """Return the pairs, and (I,) bool: which impostor pairs belong to the FVC protocol, as `pairs.score_pairs`."""
-        one, other = self.identity[self.one], self.identity[self.other]
-        impostors = np.stack([one, other], axis=1)[~self.is_genuine]
-        return scoring.Pairs(*self.split_kinds(score_P), one[self.is_genuine], impostors), self.is_fvc[~self.is_genuine]
+        return label_pairs(score_P, self.identity, self.impression, self.one, self.other)
 
     def fill_matrix(self, score_P: NDArray[np.float64]) -> NDArray[np.float64] | None:
         """Return the scores (N, N) of all prints with all, one score for both orders; None if not all were scored."""
@@ -74,32 +71,22 @@ def choose_trials(evaluated: SampleSource, *, most: int) -> Trials:
     identity, is_first = number_fingers(columns["finger"][kept], impression)
     one, other = choose_pairs(identity, is_first, most=most)
     is_genuine = identity[one] == identity[other]
-    is_fvc = is_first[one] & is_first[other] & ~is_genuine
-    return Trials(
-        kept, *read_images(evaluated.data, kept), identity, impression, one, other, is_genuine=is_genuine, is_fvc=is_fvc
-    )
+    return Trials(kept, *read_images(evaluated.data, kept), identity, impression, one, other, is_genuine)
 
 
-def score_untrained(
+def score_methods(
     images: list[NDArray[np.uint8]], dpi: list[float], one: Integers, other: Integers, *, device: torch.device
 ) -> dict[str, NDArray[np.float64]]:
-    """Return the scores (P,) of pairs of images by each method that learns nothing."""
-    prints = np.stack([baseline.normalise_print(*print_) for print_ in zip(images, dpi, strict=True)])
+    """Return the scores (P,) of pairs of images by each method."""
+    normalised = np.stack([baseline.normalise_print(*print_) for print_ in zip(images, dpi, strict=True)])
+    prints = matching.prepare_prints(images, dpi, device=device)
+    by_ridges = matching.match_ridges(prints, one, other)
+    margins = matching.compare_descriptors(matching.load_descriptors(device), prints, one, other)
     return {
-        "BLPOC": baseline.correlate_pairs(torch.from_numpy(prints).to(device), one, other),
-        MATCHER: match_images(images, dpi, one, other, device=device),
+        "BLPOC": baseline.correlate_pairs(torch.from_numpy(normalised).to(device), one, other),
+        UNTRAINED: by_ridges,
+        MATCHER: matching.add_margins(by_ridges, margins),
     }
-
-
-def choose_pairs(identity: np.ndarray, is_first: np.ndarray, *, most: int) -> tuple[Integers, Integers]:
-    """Return the indices of the pairs to score, (P,) each: at most `most` of each kind, drawn with a fixed seed."""
-    one, other = np.triu_indices(len(identity), 1)
-    same = identity[one] == identity[other]
-    kinds = (same, ~same & is_first[one] & is_first[other], ~same)
-    generator = np.random.default_rng(0)
-    drawn = [generator.permutation(np.flatnonzero(kind))[:most] for kind in kinds]
-    chosen = np.unique(np.concatenate(drawn))
-    return one[chosen], other[chosen]
 
 
 def read_images(data: DataInfo, ids: np.ndarray) -> tuple[list[NDArray[np.uint8]], list[float]]:
@@ -125,12 +112,6 @@ def match_samples(data: DataInfo, one: Integers, other: Integers, *, device: tor
         part = slice(begin, begin + PRINTS_AT_ONCE // 2)
         ids, places = np.unique(np.stack([one[part], other[part]]), return_inverse=True)
         images, dpi = read_images(data, ids)
-        scores[part] = match_images(images, dpi, *places.reshape(2, -1), device=device)
+        prints = matching.prepare_prints(images, dpi, device=device)
+        scores[part] = matching.match_pairs(prints, *places.reshape(2, -1))
     return scores
-
-
-def match_images(
-    images: list[NDArray[np.uint8]], dpi: list[float], one: Integers, other: Integers, *, device: torch.device
-) -> NDArray[np.float64]:
-    """Return the matcher's score of pairs of images, (P,)."""
-    return matching.match_pairs(matching.prepare_prints(images, dpi, device=device), one, other)
