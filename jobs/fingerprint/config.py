@@ -83,6 +83,12 @@ class PackingSettings(StoreSettings):
         "the record next to each print, .ist or .fmr (ISO/IEC 19794-2:2005) or .mnt (text)",
         choices=("none", "extract", "files"),
     )
+    ridges: str = option(
+        "none",
+        "aligned: store the enhanced ridges of each print in the frame of its finger instead of its image, which "
+        "model.name=dense trains on",
+        choices=("none", "aligned"),
+    )
     region_px: int = option(448, "side of the square around the print that the model sees, in px at 500 dpi", low=32)
 
 
@@ -130,12 +136,19 @@ class Config(TrainConfig):
     split: SplitSettings = option(SplitSettings, "fingers for training, validation and test")
     evaluation: EvaluationSettings = option(EvaluationSettings, "scoring", mutable_on_resume=True)
 
-    def refuse_training_without_minutiae(self) -> None:
-        """Refuse a minutia branch that has no minutiae to train on.
+    def refuse_unfit_packing(self) -> None:
+        """Refuse packing that does not store what the model trains on.
 
         Raises:
-            UserError: `model.name` has one, and `packing.minutiae` is none.
+            UserError: `model.name` has a minutia branch, and `packing.minutiae` is none; or it is dense, and
+                `packing.ridges` is none; or only one of the two is for dense.
         """
+        if (self.model.name == DENSE) != (self.packing.ridges != "none"):
+            fit = "aligned" if self.model.name == DENSE else "none"
+            raise UserError(
+                f"model.name={self.model.name} does not train on packing.ridges={self.packing.ridges}. Type "
+                f"packing.ridges={fit}, or start with JOB=fingerprint_dense or JOB=fingerprint."
+            )
         if self.model.name.endswith("minu") and self.packing.minutiae == "none":
             raise UserError(
                 f"model.name={self.model.name} trains on minutiae, but packing.minutiae=none. Type "

@@ -46,9 +46,10 @@ def build(config: Config, data: DataInfo) -> TrainModule:
             minutiae, but the data has none.
     """
     model, image = config.model, config.image
+    config.refuse_unfit_packing()
     if model.name == DENSE:
+        _require_record(data, "ridges", "packing.ridges=aligned")
         return DenseModule(config, data)
-    config.refuse_training_without_minutiae()
     if min(image.height_px, image.width_px) < SMALLEST_INPUT_PX:
         raise UserError(
             f"image.height_px={image.height_px} image.width_px={image.width_px}: the network halves an image five "
@@ -73,8 +74,8 @@ def build(config: Config, data: DataInfo) -> TrainModule:
         dropout=model.dropout,
         aligner=aligner,
     )
-    if network.minutia is not None and len(data.train_ids):
-        _require_minutiae(data)
+    if network.minutia is not None:
+        _require_record(data, "minutiae", "packing.minutiae")
     return FingerprintModule(network, config, data)
 
 
@@ -337,14 +338,16 @@ class FingerprintModule(TrainModule):
         return groups + [{"params": [centres], "weight_decay": 0.0}]
 
 
-def _require_minutiae(data: DataInfo) -> None:
-    """Refuse training data that was packed without minutiae."""
+def _require_record(data: DataInfo, name: str, option: str) -> None:
+    """Refuse training data that was packed without what the model trains on."""
+    if not len(data.train_ids):
+        return
     try:
-        data.read("minutiae", data.train_ids[:1])
+        data.read(name, data.train_ids[:1])
     except KeyError:
         raise UserError(
-            "data.path: this packed data has no minutiae, which model.name trains on: it was packed with "
-            "packing.minutiae=none. Name the folder of raw files instead, which is packed again: data.path=FOLDER"
+            f"data.path: this packed data has no {name}, which model.name trains on: it was packed without {option}. "
+            "Name the folder of raw files instead, which is packed again: data.path=FOLDER"
         ) from None
 
 

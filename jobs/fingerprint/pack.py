@@ -45,7 +45,7 @@ def samples(raw: Path, config: Config) -> Iterator[Sample]:
         UserError: as `list_prints`; there are WSQ files, and their decoder is not installed; or the network trains on
             minutiae, and none are packed.
     """
-    config.refuse_training_without_minutiae()
+    config.refuse_unfit_packing()
     yield from _list_samples(raw, config, trains=True)
 
 
@@ -57,7 +57,7 @@ def _list_samples(raw: Path, config: Config, *, trains: bool) -> Iterator[Sample
         earliest = first.setdefault(one.finger, one)
         first[one.finger] = min(earliest, one, key=lambda print_: print_.impression)
     for one in listing.prints:
-        if config.model.name == DENSE:
+        if config.packing.ridges == "aligned":
             load = _choose_aligned_loader(raw, one, first[one.finger] if trains else None, config)
         else:
             minutiae = config.packing.minutiae if trains else "none"

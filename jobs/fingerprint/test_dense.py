@@ -10,12 +10,15 @@ import torch
 
 from tests.cases.fingerprint import make_config
 from tests.training import find_differences, load_state, new_run, start, train, wait_for_lines
+from trainyard.data.prepare import build_meta
+from trainyard.errors import UserError
 from trainyard.train.module import DataInfo
 
 from .aligned import CELLS, AlignedPrint, align_real, align_synthetic, centre_print
 from .config import DENSE, Config
 from .dense import DenseModule, choose_places, contrast_places, cut_pairs, find_places, look_up
 from .matching import compare_descriptors, load_descriptors, prepare_prints
+from .module import build
 from .synthesis import draw_impression, grow_master
 
 JOBS = Path(__file__).resolve().parents[1]
@@ -149,3 +152,16 @@ def test_a_stopped_run_resumes_bitwise_equal(tmp_path: Path) -> None:
     assert process.exitcode == 85, "expected it to stop in the middle"
     assert train(stopped, jobs=JOBS) == 0
     assert find_differences(load_state(whole), load_state(stopped)) == []
+
+
+def test_ridges_are_packed_apart_from_images_and_only_for_this_model() -> None:
+    config = make_dense_config()
+    with pytest.raises(UserError, match=r"Type packing\.ridges=aligned"):
+        build(config, DataInfo({}, {}, np.arange(4)))
+    config.packing.ridges = "aligned"
+    assert build_meta(config) != build_meta(make_config())
+    with pytest.raises(UserError, match="this packed data has no ridges"):
+        build(config, DataInfo({}, {}, np.arange(4)))
+    config.model.name = "deepprint_tex"
+    with pytest.raises(UserError, match=r"Type packing\.ridges=none"):
+        build(config, DataInfo({}, {}, np.arange(4)))
