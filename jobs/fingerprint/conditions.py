@@ -1,4 +1,4 @@
-"""What errors depend on: the quality of prints, and how far a probe is turned or off centre.
+"""Measures errors by the quality of prints, and for probes that are turned or off centre.
 
 The threshold is the one of an evaluation as it is: at FMR 0.1 %, below 1,000 impostor pairs at 1 %, so that FNMRs under
 several conditions can be compared. Probes are turned and moved in either direction alternately.

@@ -143,12 +143,12 @@ class DenseModule(TrainModule):
 def cut_pairs(ridges_NHW: Tensor, place_NIJ3: Tensor) -> tuple[Crops, Crops]:
     """Return parts of the first and of the second impression of each finger that show about the same place.
 
-    The place is drawn among the cells that are known in the first impression; the second one is cut around the known
-    cell nearest to it in the frame, off by a few pixels. Both are turned alike, as fingers lie in any direction, and
-    each a little by itself, stretched, sheared, and bent at random.
+    The place is drawn among the known cells of the first impression. The second one is cut around its known cell that
+    is nearest to that place in the frame, missed by a few pixels. Both are turned by one random angle, because fingers
+    lie in any direction. Each is also turned a little more, stretched, sheared and bent at random.
 
     Args:
-        ridges_NHW: (2 N, 256, 256) float32, impressions of N fingers by turns.
+        ridges_NHW: (2 N, 256, 256) float32, rows 2 i and 2 i + 1 of finger i.
         place_NIJ3: (2 N, 32, 32, 3), as `AlignedPrint.place`.
     """
     known_NG, frame_NG2 = place_NIJ3[..., 2].flatten(1), place_NIJ3[..., :2].flatten(1, 2)

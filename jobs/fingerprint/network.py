@@ -28,7 +28,7 @@ BRANCHES = {
 
 
 class BranchOutputs(NamedTuple):
-    """What the branches make of a batch."""
+    """Outputs of the branches for one batch."""
 
     embeddings: list[Tensor]  # (B, D / branches) float32 of unit length, in the order of `BRANCHES`
     minutia_BCHW: Tensor | None  # the map that `MinutiaMapHead` reads; None without the minutia branch
@@ -160,9 +160,9 @@ class TextureBranch(nn.Module):
 
 
 class MinutiaBranch(nn.Module):
-    """Maps the output of its own `stem`, six blocks A, to a unit-norm embedding (B, D).
+    """Maps the map of a stem of its own to a unit-norm embedding (B, D).
 
-    The convolutions have biases and nothing between them, as in the reference.
+    The stem has six blocks A. The convolutions after it have biases and nothing between them, as in the reference.
     """
 
     def __init__(self, channels: int, embedding_dims: int, width: float, dropout: float) -> None:

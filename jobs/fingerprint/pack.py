@@ -39,7 +39,8 @@ def samples(raw: Path, config: Config) -> Iterator[Sample]:
     `raw`), `split` (text, "" where `index.csv` does not say), `dpi`, and `box_y, box_x, box_height, box_width`, the
     square to crop in px. Files whose names cannot be read are yielded too: loading one gives the reason. Records:
     `image` and, unless `packing.minutiae` is none, `minutiae` (n, 3) float32: x, y in px of the image and direction in
-    radians, as `minutia_maps` says.
+    radians, as `minutia_maps` says. With `packing.ridges=aligned` there is no image and no square, but `ridges` and
+    `place` of `aligned.AlignedPrint`.
 
     Raises:
         UserError: as `list_prints`; there are WSQ files, and their decoder is not installed; or the network trains on

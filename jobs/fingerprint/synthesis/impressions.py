@@ -49,7 +49,7 @@ class Impression:
 
 @dataclass(frozen=True)
 class Touch:
-    """What decides an impression before its ridges are known. All arrays are (352, 320)."""
+    """How a finger touches a scanner, whatever its ridges are. All arrays are (352, 320)."""
 
     source_y: Floats  # as of `Impression`
     source_x: Floats
