@@ -88,11 +88,11 @@ def test_the_nearest_statement_decides_and_is_named(job, overrides, own, roots, 
 @pytest.mark.parametrize(("roots", "synthetic"), [("{fingerprint: synthetic}", False), ("{fingerprint: /a}", True)])
 def test_a_job_draws_its_own_samples_when_told_as_few_as_the_demo(roots, synthetic, tmp_path):
     choice = choose(tmp_path, "fingerprint_1m", roots=roots, synthetic=synthetic)
-    assert (choice.config.data.path, choice.config.data.synthetic) == ("", 2400)
+    assert (choice.config.data.path, choice.config.data.synthetic) == ("", 960)
     assert "as many as fingerprint_demo, data.synthetic=N makes another number" in choice.reason
-    assert require_data(choice, jobs_dir=JOBS, typed=TYPED) == 2400
+    assert require_data(choice, jobs_dir=JOBS, typed=TYPED) == 960
     other = configs.compose("fingerprint_1m", choice.overrides, JOBS)
-    assert (other.data.path, other.data.synthetic) == ("", 2400), "a run of a sweep gets other data"
+    assert (other.data.path, other.data.synthetic) == ("", 960), "a run of a sweep gets other data"
 
 
 def test_a_typed_number_of_samples_is_kept_and_a_folder_as_well_is_a_contradiction(tmp_path):
@@ -225,7 +225,7 @@ def test_the_plan_shows_the_data_and_its_reason(user_file, capsys):
     assert main(command) == 0
     assert f"data        /own  ({user_file}, data.fingerprint)\n" in capsys.readouterr().out
     assert main([*command, "--synthetic"]) == 0
-    assert "data        2400 synthetic samples  (requested; as many as fingerprint_demo" in capsys.readouterr().out
+    assert "data        960 synthetic samples  (requested; as many as fingerprint_demo" in capsys.readouterr().out
 
 
 def test_without_slurm_too_a_job_without_data_leaves_nothing_behind(tmp_path, capsys):

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from trainyard.config.settings import StoreSettings, TrainConfig, option
 from trainyard.errors import UserError
 
-DENSE = "dense"
+DENSE, SHIPPED = "dense", "shipped"
 
 
 @dataclass
@@ -24,6 +24,11 @@ class ModelSettings:
         lambda: [4, 7, 3], "number of Inception blocks A, B and C of the texture branch; [4,7,3]: as in the paper"
     )
     dropout: float = option(0.2, "probability of dropping a feature before the embedding", low=0, high=0.95)
+    weights: str = option(
+        "",
+        "model.name=dense: shipped: start from the descriptors of the matcher, instead of nothing",
+        choices=("", SHIPPED),
+    )
     stn: bool = option(False, "align the print with a spatial transformer first (the paper's Loc variants)")
     stn_rotate_deg: float = option(60.0, "largest rotation by the stn, in both directions", low=0, high=180)
     stn_shift: float = option(0.2, "largest shift by the stn along each axis, as a share of the image", low=0, high=1)
@@ -85,9 +90,9 @@ class PackingSettings(StoreSettings):
     )
     ridges: str = option(
         "none",
-        "aligned: store the enhanced ridges of each print in the frame of its finger instead of its image, which "
-        "model.name=dense trains on",
-        choices=("none", "aligned"),
+        "placed: store the enhanced ridges of each print, and where on its finger each cell is, instead of its image; "
+        "model.name=dense trains on them",
+        choices=("none", "placed"),
     )
     region_px: int = option(448, "side of the square around the print that the model sees, in px at 500 dpi", low=32)
 
@@ -144,7 +149,7 @@ class Config(TrainConfig):
                 `packing.ridges` is none; or only one of the two is for dense.
         """
         if (self.model.name == DENSE) != (self.packing.ridges != "none"):
-            fit = "aligned" if self.model.name == DENSE else "none"
+            fit = "placed" if self.model.name == DENSE else "none"
             raise UserError(
                 f"model.name={self.model.name} does not train on packing.ridges={self.packing.ridges}. Type "
                 f"packing.ridges={fit}, or start with JOB=fingerprint_dense or JOB=fingerprint."

@@ -1,6 +1,6 @@
-"""Trains descriptors of ridges (`matching.descriptors`) on aligned impressions of fingers (`aligned`)."""
+"""Trains descriptors of ridges (`matching.descriptors`) on impressions of fingers with places (`places`)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from math import radians
 from typing import NamedTuple
 
@@ -11,13 +11,12 @@ from torch.nn import functional
 
 from trainyard import scoring
 from trainyard.report import score_figures
-from trainyard.train.module import Batch, DataInfo, Rows, SampleSource, Score, TrainModule
+from trainyard.train.module import AdaptedWeights, Batch, DataInfo, Rows, SampleSource, Score, TrainModule
 
 from . import matching
-from .aligned import CELL_PX, CELLS, LEVELS
-from .baseline import SIDE_PX
+from .baseline import SIDE_PX, correlate_pairs
 from .config import Config
-from .matching.descriptors import DescriptorNetwork, compare_descriptors, interpolate_descriptors
+from .matching.descriptors import WEIGHTS, DescriptorNetwork, compare_descriptors, interpolate_descriptors
 from .methods import MATCHER, UNTRAINED
 from .pairs import (
     choose_pairs,
@@ -27,6 +26,7 @@ from .pairs import (
     number_fingers,
     split_kinds,
 )
+from .places import CELL_PX, CELLS, LEVELS
 
 CROP_PX = 96
 INNER_PX = 16  # of a crop, around the places that are compared: nearer to its border a descriptor sees little
@@ -60,14 +60,17 @@ class DenseModule(TrainModule):
     monitor = ("eer_all_pairs", "min")
     tie_breaks = (("d_prime", "max"),)
     identity_column = "finger"
-    baseline = ("chance", 0.5)
+    baseline = ("phase correlation of the same ridges", "eer_all_pairs_blpoc")
     reads_noise = False
 
     def __init__(self, config: Config, data: DataInfo) -> None:
         super().__init__()
         self.network = DescriptorNetwork(config.model.embedding_dims, config.model.width)
         self.evaluation = config.evaluation
+        if config.model.weights:
+            self.start_file = (f"model.weights={config.model.weights}", str(WEIGHTS))
         self._compared: tuple[Rows, tuple[scoring.Pairs, np.ndarray]] | None = None  # of the rows scored last
+        self._correlated: tuple[bytes, float] | None = None  # ids of the samples scored last, and what BLPOC gets
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
         """Return the loss, and the share of places whose nearest descriptor in the micro-batch is the right one."""
@@ -91,9 +94,17 @@ class DenseModule(TrainModule):
         """Return the ridges (B, 256, 256) int8, which `score` describes and compares, and whose they are."""
         return {name: batch[name] for name in ("ridges", "sample_id", "finger", "impression")}
 
+    def adapt_weights(self, tensors: Mapping[str, Tensor]) -> AdaptedWeights:
+        """Return the weights of a run, or of a file of the network alone, as the one that ships."""
+        adapted = AdaptedWeights(tensors)
+        return adapted if "network.project.weight" in tensors else adapted.add_prefix("network.")
+
     def score(self, rows: Rows) -> dict[str, float]:
-        """Return verification metrics in 0..1, as `FingerprintModule.score`, of `evaluation.matched_pairs`."""
-        return compute_pair_metrics(*self._compare(rows))
+        """Return verification metrics in 0..1, as `FingerprintModule.score`, of `evaluation.matched_pairs`.
+
+        And `eer_all_pairs_blpoc`, which `baseline.correlate_pairs` gets on the same ridges and pairs.
+        """
+        return compute_pair_metrics(*self._compare(rows)) | {"eer_all_pairs_blpoc": self._correlate(rows)}
 
     def compute_intervals(self, rows: Rows) -> dict[str, float]:
         """Return the ends of the intervals of `score`'s metrics over resampled fingers."""
@@ -104,7 +115,7 @@ class DenseModule(TrainModule):
         pairs, _ = self._compare(rows)
         kinds = {"genuine": pairs.genuine, "impostor": pairs.impostor}
         return {
-            "Scores by kind of pair": score_figures.draw_score_histogram(kinds, x_label="margin"),
+            "Scores by kind of pair": score_figures.draw_score_histogram(kinds, x_label="score"),
             "Error trade-off": score_figures.draw_error_trade_off({"all pairs": (pairs.genuine, pairs.impostor)}),
         }
 
@@ -115,14 +126,22 @@ class DenseModule(TrainModule):
         one, other = self._choose_pairs(rows)
         prints = matching.index_prints(*self._read_ridges(rows))
         untrained = matching.match_ridges(prints, one, other)
-        margins = compare_descriptors(self.network, prints, one, other)
-        both = matching.add_margins(untrained, margins)
+        both = matching.add_descriptors(untrained, compare_descriptors(self.network, prints, one, other))
         found = {}
         for name, scores in ((UNTRAINED, untrained), (MATCHER, both)):
             pairs, is_fvc = label_pairs(scores, rows["finger"], rows["impression"], one, other)
             intervals = compute_pair_intervals(pairs, is_fvc, draws=self.evaluation.bootstrap_draws)
             found[name] = Score(compute_pair_metrics(pairs, is_fvc) | intervals, split_kinds(pairs, is_fvc))
         return found
+
+    def _correlate(self, rows: Rows) -> float:
+        samples = rows["sample_id"].tobytes()
+        if self._correlated is None or self._correlated[0] != samples:
+            one, other = self._choose_pairs(rows)
+            scores = correlate_pairs(self._read_ridges(rows)[0], one, other)
+            labelled = label_pairs(scores, rows["finger"], rows["impression"], one, other)
+            self._correlated = samples, compute_pair_metrics(*labelled)["eer_all_pairs"]
+        return self._correlated[1]
 
     def _choose_pairs(self, rows: Rows) -> tuple[np.ndarray, np.ndarray]:
         return choose_pairs(*number_fingers(rows["finger"], rows["impression"]), most=self.evaluation.matched_pairs)
@@ -135,8 +154,10 @@ class DenseModule(TrainModule):
     def _compare(self, rows: Rows) -> tuple[scoring.Pairs, np.ndarray]:
         if self._compared is None or self._compared[0] is not rows:
             one, other = self._choose_pairs(rows)
-            margins = compare_descriptors(self.network, matching.index_prints(*self._read_ridges(rows)), one, other)
-            self._compared = rows, label_pairs(margins, rows["finger"], rows["impression"], one, other)
+            prints = matching.index_prints(*self._read_ridges(rows))
+            evidence = compare_descriptors(self.network, prints, one, other, least_votes=0)
+            scores = matching.score_descriptors(evidence)
+            self._compared = rows, label_pairs(scores, rows["finger"], rows["impression"], one, other)
         return self._compared[1]
 
 
@@ -144,12 +165,12 @@ def cut_pairs(ridges_NHW: Tensor, place_NIJ3: Tensor) -> tuple[Crops, Crops]:
     """Return parts of the first and of the second impression of each finger that show about the same place.
 
     The place is drawn among the known cells of the first impression. The second one is cut around its known cell that
-    is nearest to that place in the frame, missed by a few pixels. Both are turned by one random angle, because fingers
-    lie in any direction. Each is also turned a little more, stretched, sheared and bent at random.
+    is nearest to that place in the frame, missed by a few pixels. Both are turned as the frame and by one random angle
+    more, because fingers lie in any direction. Each is also turned a little, stretched, sheared and bent at random.
 
     Args:
         ridges_NHW: (2 N, 256, 256) float32, rows 2 i and 2 i + 1 of finger i.
-        place_NIJ3: (2 N, 32, 32, 3), as `AlignedPrint.place`.
+        place_NIJ3: (2 N, 32, 32, 3), as `PlacedPrint.place`.
     """
     known_NG, frame_NG2 = place_NIJ3[..., 2].flatten(1), place_NIJ3[..., :2].flatten(1, 2)
     one_N = (torch.rand_like(known_NG[0::2]) * known_NG[0::2]).argmax(dim=1)
@@ -162,8 +183,25 @@ def cut_pairs(ridges_NHW: Tensor, place_NIJ3: Tensor) -> tuple[Crops, Crops]:
     ]
     centres[1] = centres[1] + MISS_PX * torch.randn_like(centres[1])
     turn_N = radians(FINGER_TURN_DEG) * torch.randn(len(one_N), device=one_N.device)
-    one, other = (cut(ridges_NHW[i::2], place_NIJ3[i::2], centre_N2, turn_N) for i, centre_N2 in enumerate(centres))
+    one, other = (
+        cut(ridges_NHW[i::2], place_NIJ3[i::2], centre_N2, turn_N - measure_turn(place_NIJ3[i::2]))
+        for i, centre_N2 in enumerate(centres)
+    )
     return one, other
+
+
+def measure_turn(place_NIJ3: Tensor) -> Tensor:
+    """Return by which angles (N,) prints have to be turned to lie as in the frame: nearest in the mean square."""
+    known_NG1 = place_NIJ3[..., 2:].flatten(1, 2)
+    across = torch.arange(CELLS, device=place_NIJ3.device, dtype=torch.float32)
+    here_G2 = torch.cartesian_prod(across, across)
+    count_N11 = known_NG1.sum(dim=1, keepdim=True).clamp(min=1)
+    here_NG2, there_NG2 = (
+        known_NG1 * (part - (known_NG1 * part).sum(dim=1, keepdim=True) / count_N11)
+        for part in (here_G2, place_NIJ3[..., :2].flatten(1, 2))
+    )
+    (y_NG, x_NG), (there_y_NG, there_x_NG) = here_NG2.unbind(dim=2), there_NG2.unbind(dim=2)
+    return torch.atan2((y_NG * there_x_NG - x_NG * there_y_NG).sum(dim=1), (here_NG2 * there_NG2).sum(dim=(1, 2)))
 
 
 def cut(ridges_NHW: Tensor, place_NIJ3: Tensor, centre_N2: Tensor, turn_N: Tensor) -> Crops:

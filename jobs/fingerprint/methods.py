@@ -81,11 +81,11 @@ def score_methods(
     normalised = np.stack([baseline.normalise_print(*print_) for print_ in zip(images, dpi, strict=True)])
     prints = matching.prepare_prints(images, dpi, device=device)
     by_ridges = matching.match_ridges(prints, one, other)
-    margins = matching.compare_descriptors(matching.load_descriptors(device), prints, one, other)
+    evidence = matching.compare_descriptors(matching.load_descriptors(device), prints, one, other)
     return {
         "BLPOC": baseline.correlate_pairs(torch.from_numpy(normalised).to(device), one, other),
         UNTRAINED: by_ridges,
-        MATCHER: matching.add_margins(by_ridges, margins),
+        MATCHER: matching.add_descriptors(by_ridges, evidence),
     }
 
 

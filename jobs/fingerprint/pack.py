@@ -39,8 +39,8 @@ def samples(raw: Path, config: Config) -> Iterator[Sample]:
     `raw`), `split` (text, "" where `index.csv` does not say), `dpi`, and `box_y, box_x, box_height, box_width`, the
     square to crop in px. Files whose names cannot be read are yielded too: loading one gives the reason. Records:
     `image` and, unless `packing.minutiae` is none, `minutiae` (n, 3) float32: x, y in px of the image and direction in
-    radians, as `minutia_maps` says. With `packing.ridges=aligned` there is no image and no square, but `ridges` and
-    `place` of `aligned.AlignedPrint`.
+    radians, as `minutia_maps` says. With `packing.ridges=placed` there is no image and no square, but `ridges` and
+    `place` of `places.PlacedPrint`.
 
     Raises:
         UserError: as `list_prints`; there are WSQ files, and their decoder is not installed; or the network trains on
@@ -58,8 +58,8 @@ def _list_samples(raw: Path, config: Config, *, trains: bool) -> Iterator[Sample
         earliest = first.setdefault(one.finger, one)
         first[one.finger] = min(earliest, one, key=lambda print_: print_.impression)
     for one in listing.prints:
-        if config.packing.ridges == "aligned":
-            load = _choose_aligned_loader(raw, one, first[one.finger] if trains else None, config)
+        if config.packing.ridges == "placed":
+            load = _choose_placed_loader(raw, one, first[one.finger] if trains else None, config)
         else:
             minutiae = config.packing.minutiae if trains else "none"
             load = _choose_loader(raw / one.path, config, stated_dpi=one.dpi, minutiae=minutiae)
@@ -119,12 +119,12 @@ def _choose_loader(path: Path, config: Config, *, stated_dpi: int, minutiae: str
     )
 
 
-def _choose_aligned_loader(raw: Path, one: Print, first: Print | None, config: Config) -> "partial[Loaded]":
-    """Return what loads a print for `model.name=dense`: in the frame of its finger, or without `first` as it lies."""
+def _choose_placed_loader(raw: Path, one: Print, first: Print | None, config: Config) -> "partial[Loaded]":
+    """Return what loads a print for `model.name=dense`: with places on its finger, or without `first` with none."""
     seed = None if config.data.path else config.seed  # without a path, the prints are synthetic
     read = partial(read_gray, default_dpi=config.packing.dpi, fill=config.image.fill)
     frame = None if first is None else partial(read, raw / first.path, stated_dpi=first.dpi)
-    return partial(load_aligned, partial(read, raw / one.path, stated_dpi=one.dpi), frame=frame, seed=seed)
+    return partial(load_placed, partial(read, raw / one.path, stated_dpi=one.dpi), frame=frame, seed=seed)
 
 
 def log_reading(raw: Path, config: Config) -> None:
@@ -185,7 +185,7 @@ def read_gray(path: Path, *, stated_dpi: int, default_dpi: int, fill: int) -> tu
     return data, gray, stated_dpi or own_dpi or default_dpi
 
 
-def load_aligned(
+def load_placed(
     read: "partial[tuple[bytes, NDArray[np.uint8], int]]",
     *,
     frame: "partial[tuple[bytes, NDArray[np.uint8], int]] | None",
@@ -195,22 +195,22 @@ def load_aligned(
 
     Args:
         read: as `read_gray`, of this print.
-        frame: of the impression in whose frame it is, which may be the same; None: as it lies, with no place known.
-        seed: of synthetic prints, whose frame is their master; None: of real ones.
+        frame: of the impression on which it has places, which may be the same; None: no place is known.
+        seed: of synthetic prints, which have places on their master; None: of real ones.
     """
     import torch  # takes time and memory that other packing does not need
 
-    from .aligned import align_real, align_synthetic, centre_print
+    from .places import place_nowhere, place_real, place_synthetic
 
     torch.set_num_threads(1)  # packing has a process for each core
     _, gray, dpi = read()
     if frame is None:
-        aligned = centre_print(gray, dpi)
+        placed = place_nowhere(gray, dpi)
     elif seed is not None:
-        aligned = align_synthetic(gray, seed, *number_synthetic(read.args[0]))
+        placed = place_synthetic(gray, seed, *number_synthetic(read.args[0]))
     else:
-        aligned = align_real(gray, dpi, *frame()[1:])
-    return {"ridges": aligned.ridges, "place": aligned.place, "dpi": dpi}
+        placed = place_real(gray, dpi, *frame()[1:])
+    return {"ridges": placed.ridges, "place": placed.place, "dpi": dpi}
 
 
 def _extract_minutiae(gray: NDArray[np.uint8], dpi: int) -> NDArray[np.float32]:

@@ -1,24 +1,31 @@
-"""Tests of the descriptors: impressions are aligned truly, places of crops correspond, and pairs are told apart."""
+"""Tests of the descriptors: impressions are placed truly, places of crops correspond, and pairs are told apart."""
 
 import os
 import signal
+from math import radians
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
+from scipy import ndimage  # type: ignore[import-untyped]
 
 from tests.cases.fingerprint import make_config
 from tests.training import find_differences, load_state, new_run, start, train, wait_for_lines
+from trainyard.config.compose import compose
 from trainyard.data.prepare import build_meta
 from trainyard.errors import UserError
 from trainyard.train.module import DataInfo
+from trainyard.train.warm_start import load_weights
 
-from .aligned import CELLS, AlignedPrint, align_real, align_synthetic, centre_print
+from . import dense
 from .config import DENSE, Config
-from .dense import DenseModule, choose_places, contrast_places, cut_pairs, find_places, look_up
-from .matching import compare_descriptors, load_descriptors, prepare_prints
+from .dense import DenseModule, choose_places, contrast_places, cut_pairs, find_places, look_up, measure_turn
+from .matching import compare_descriptors, load_descriptors, match_pairs, prepare_prints
+from .matching.descriptors import WEIGHTS
 from .module import build
+from .places import CELLS, PlacedPrint, place_nowhere, place_real, place_synthetic
 from .synthesis import draw_impression, grow_master
 
 JOBS = Path(__file__).resolve().parents[1]
@@ -33,34 +40,43 @@ def images() -> list[np.ndarray]:
 
 
 @pytest.fixture(scope="module")
-def aligned(images: list[np.ndarray]) -> list[AlignedPrint]:
-    return [align_synthetic(image, SEED, FINGER, number) for number, image in enumerate(images, start=1)]
+def placed(images: list[np.ndarray]) -> list[PlacedPrint]:
+    return [place_synthetic(image, SEED, FINGER, number) for number, image in enumerate(images, start=1)]
 
 
-def correlate_ridges(one: AlignedPrint, other: AlignedPrint) -> float:
+def turn(angle: float) -> np.ndarray:
+    """Return what turns points (y, x)."""
+    return np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
+
+
+def correlate_ridges(one: PlacedPrint, other: PlacedPrint) -> float:
     """Return the mean correlation of cells whose ridges should be alike, by the places of both prints."""
     middle = np.moveaxis(np.mgrid[:CELLS, :CELLS] * 8 + 3.5, 0, -1)
+    turns = measure_turn(torch.from_numpy(np.stack([one.place, other.place]))).tolist()
+    offset = np.moveaxis(np.mgrid[:16, :16] - 7.5, 0, -1)
     found = []
     for i, j in np.argwhere(one.place[..., 2] > 0).tolist():
         apart = np.hypot(*np.moveaxis(other.place[..., :2] - one.place[i, j, :2], -1, 0))
         k, m = np.unravel_index(np.where(other.place[..., 2] > 0, apart, np.inf).argmin(), apart.shape)
-        y, x = np.rint(middle[k, m] + one.place[i, j, :2] - other.place[k, m, :2] - 7.5).astype(int)
-        if apart[k, m] < 6 and 0 <= y < 240 and 0 <= x < 240 and 4 <= i < 28 and 4 <= j < 28:
-            a, b = one.ridges[8 * i - 4 : 8 * i + 12, 8 * j - 4 : 8 * j + 12], other.ridges[y : y + 16, x : x + 16]
+        there = middle[k, m] + turn(-turns[1]) @ (one.place[i, j, :2] - other.place[k, m, :2])
+        if apart[k, m] < 6 and 4 <= i < 28 and 4 <= j < 28:
+            at = there + offset @ turn(turns[0] - turns[1]).T
+            a = one.ridges[8 * i - 4 : 8 * i + 12, 8 * j - 4 : 8 * j + 12]
+            b = ndimage.map_coordinates(other.ridges.astype(float), np.moveaxis(at, -1, 0), order=1)
             if a.std() > 0 and b.std() > 0:
                 found.append(np.corrcoef(a.ravel(), b.ravel())[0, 1])
     assert len(found) > 20, "too few cells to say anything"
     return float(np.mean(found))
 
 
-def test_places_of_synthetic_impressions_are_where_their_ridges_agree(aligned: list[AlignedPrint]) -> None:
-    assert correlate_ridges(aligned[0], aligned[3]) > 0.4
-    moved = AlignedPrint(aligned[3].ridges, aligned[3].place + np.array([2, 2, 0], dtype=np.float32))
-    assert correlate_ridges(aligned[0], moved) < 0.2, "this test cannot see a wrong place"
+def test_places_of_synthetic_impressions_are_where_their_ridges_agree(placed: list[PlacedPrint]) -> None:
+    assert correlate_ridges(placed[0], placed[3]) > 0.4
+    moved = PlacedPrint(placed[3].ridges, placed[3].place + np.array([2, 2, 0], dtype=np.float32))
+    assert correlate_ridges(placed[0], moved) < 0.2, "this test cannot see a wrong place"
 
 
 def test_places_of_real_impressions_are_found_by_the_matcher(images: list[np.ndarray]) -> None:
-    frame, other = (align_real(image, 500, images[0], 500) for image in (images[0], images[2]))
+    frame, other = (place_real(image, 500, images[0], 500) for image in (images[0], images[2]))
     assert (frame.place[..., 2] > 0).sum() > 150
     assert (other.place[..., 2] > 0).sum() > 50
     assert correlate_ridges(frame, other) > 0.3
@@ -68,23 +84,23 @@ def test_places_of_real_impressions_are_found_by_the_matcher(images: list[np.nda
 
 def test_a_print_that_is_like_no_other_has_no_place(images: list[np.ndarray]) -> None:
     stranger = draw_impression(grow_master(SEED, 9), SEED, 9, 1).image
-    assert align_real(stranger, 500, images[0], 500).place[..., 2].sum() < 40
-    assert not centre_print(stranger, 500).place.any()
+    assert place_real(stranger, 500, images[0], 500).place[..., 2].sum() < 40
+    assert not place_nowhere(stranger, 500).place.any()
 
 
-def make_batch(aligned: list[AlignedPrint]) -> dict[str, torch.Tensor]:
+def make_batch(placed: list[PlacedPrint]) -> dict[str, torch.Tensor]:
     return {
-        "ridges": torch.from_numpy(np.stack([one.ridges for one in aligned])),
-        "place": torch.from_numpy(np.stack([one.place for one in aligned])),
-        "finger": torch.zeros(len(aligned), dtype=torch.int64),
-        "impression": torch.arange(len(aligned)),
-        "sample_id": torch.arange(len(aligned)),
+        "ridges": torch.from_numpy(np.stack([one.ridges for one in placed])),
+        "place": torch.from_numpy(np.stack([one.place for one in placed])),
+        "finger": torch.zeros(len(placed), dtype=torch.int64),
+        "impression": torch.arange(len(placed)),
+        "sample_id": torch.arange(len(placed)),
     }
 
 
-def test_found_places_are_the_chosen_ones_of_the_other_crop(aligned: list[AlignedPrint]) -> None:
+def test_found_places_are_the_chosen_ones_of_the_other_crop(placed: list[PlacedPrint]) -> None:
     torch.manual_seed(0)
-    batch = make_batch(aligned)
+    batch = make_batch(placed)
     one, other = cut_pairs(batch["ridges"].float(), batch["place"])
     chosen_NP2, usable_NP = choose_places(one)
     frame_NP2 = look_up(one.place_NHW2, chosen_NP2)
@@ -93,6 +109,27 @@ def test_found_places_are_the_chosen_ones_of_the_other_crop(aligned: list[Aligne
     assert valid_NP.float().mean() > 0.3
     apart_NP = (look_up(other.place_NHW2, found_NP2) - frame_NP2).norm(dim=2)
     assert apart_NP[valid_NP].max() < 1.5
+
+
+def test_crops_of_both_impressions_show_ridges_that_agree(
+    placed: list[PlacedPrint], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    for randomness in ("TURN_DEG", "STRETCH", "SHEAR", "BEND_PX", "NOISE"):
+        monkeypatch.setattr(dense, randomness, 0.0)
+    batch = make_batch([placed[0], placed[3]])
+    assert abs(np.diff(measure_turn(batch["place"]).numpy())[0]) > radians(4), "these two say nothing about turns"
+    one, other = cut_pairs(batch["ridges"].float(), batch["place"])
+    chosen_NP2, usable_NP = choose_places(one)
+    found_NP2, is_found_NP = find_places(other, look_up(one.place_NHW2, chosen_NP2))
+    pairs = torch.cat([chosen_NP2, found_NP2], dim=2)[usable_NP & is_found_NP].tolist()
+    ridges = one.ridges_N1HW[0, 0], other.ridges_N1HW[0, 0]
+    patches = [
+        [part[y - 6 : y + 7, x - 6 : x + 7].flatten() for part, (y, x) in zip(ridges, ((a, b), (c, d)), strict=True)]
+        for a, b, c, d in pairs
+    ]
+    found = [np.corrcoef(torch.stack(pair).numpy())[0, 1] for pair in patches]
+    assert len(found) > 5 and np.mean(found) > 0.4
 
 
 def test_the_contrast_is_lowest_if_equal_places_are_alike() -> None:
@@ -118,10 +155,10 @@ def make_dense_config() -> Config:
     return config
 
 
-def test_a_step_trains_every_weight(aligned: list[AlignedPrint]) -> None:
+def test_a_step_trains_every_weight(placed: list[PlacedPrint]) -> None:
     torch.manual_seed(0)
     module = DenseModule(make_dense_config(), DataInfo({}, {}, np.arange(4)))
-    losses = module(make_batch(aligned))
+    losses = module(make_batch(placed))
     losses["loss"].backward()
     assert losses["places"] > 2
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in module.parameters())
@@ -132,10 +169,25 @@ def test_the_descriptors_that_ship_tell_fingers_apart(images: list[np.ndarray]) 
     prints = prepare_prints([*images, stranger], [500.0] * 5)
     network = load_descriptors(torch.device("cpu"))
     one, other = np.array([0, 0, 0, 1]), np.array([2, 3, 4, 4])
-    margins = compare_descriptors(network, prints, one, other)
-    assert margins[:2].min() > 1.2 * margins[2:].max()
-    alone = [compare_descriptors(network, prints, one[i : i + 1], other[i : i + 1])[0] for i in range(4)]
-    assert margins.tolist() == alone, "a score depends on other pairs"
+    evidence = compare_descriptors(network, prints, one, other, least_votes=0)
+    assert evidence.votes_P[:2].min() > 3 * evidence.votes_P[2:].max()
+    assert evidence.margin_P[:2].min() > 1.2 * evidence.margin_P[2:].max()
+    scores = match_pairs(prints, one, other)
+    assert scores[:2].min() > scores[2:].max() + 3, "three standard deviations of impostors"
+    alone = [match_pairs(prints, one[i : i + 1], other[i : i + 1])[0] for i in range(4)]
+    assert scores.tolist() == alone, "a score depends on other pairs"
+
+
+def test_the_weights_that_ship_fit_the_preset_that_tunes_them() -> None:
+    config = compose("fingerprint_few", [], JOBS)
+    assert isinstance(config, Config)
+    data = DataInfo({}, {}, np.arange(0))
+    module = build(config, data)
+    load_weights(module, module.adapt_weights(load_file(module.start_file[1])), source="the test")
+    assert torch.equal(module.state_dict()["network.project.weight"], load_file(WEIGHTS)["project.weight"])
+    config.model.name, config.packing.ridges = "deepprint_tex", "none"
+    with pytest.raises(UserError, match="are descriptors, but model"):
+        build(config, data)
 
 
 @pytest.mark.long
@@ -156,9 +208,9 @@ def test_a_stopped_run_resumes_bitwise_equal(tmp_path: Path) -> None:
 
 def test_ridges_are_packed_apart_from_images_and_only_for_this_model() -> None:
     config = make_dense_config()
-    with pytest.raises(UserError, match=r"Type packing\.ridges=aligned"):
+    with pytest.raises(UserError, match=r"Type packing\.ridges=placed"):
         build(config, DataInfo({}, {}, np.arange(4)))
-    config.packing.ridges = "aligned"
+    config.packing.ridges = "placed"
     assert build_meta(config) != build_meta(make_config())
     with pytest.raises(UserError, match="this packed data has no ridges"):
         build(config, DataInfo({}, {}, np.arange(4)))

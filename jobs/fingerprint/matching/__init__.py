@@ -19,15 +19,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 from tqdm import tqdm
 
-from .descriptors import compare_descriptors, load_descriptors
+from .descriptors import LEAST_VOTES, Evidence, compare_descriptors, load_descriptors
 from .fields import Field, FieldGrower
 from .poses import POSES, find_poses
 from .prints import Prints, enhance_print, index_prints, prepare_prints
 
 __all__ = [
+    "Evidence",
     "Prints",
     "Registration",
-    "add_margins",
+    "add_descriptors",
     "compare_descriptors",
     "enhance_print",
     "fuse_parts",
@@ -38,6 +39,7 @@ __all__ = [
     "measure_pairs",
     "prepare_prints",
     "register_pair",
+    "score_descriptors",
 ]
 
 BATCH_PAIRS = 64
@@ -53,8 +55,8 @@ WEIGHTS = np.array([1, 1, 0, 2, 2]) / 6
 """Agreement counts twice: alone it has half the errors of correlation on the same prints."""
 
 SCORE_DEVIATION = 0.80
-MARGIN_MEAN, MARGIN_DEVIATION = 0.0412, 0.0235
-"""Of two fingers among the same prints: of `fuse_parts`, and of `descriptors.compare_descriptors`."""
+EVIDENCE = ((0.0084, 0.0069), (0.0379, 0.0213))
+"""Of two fingers among the same prints: of `fuse_parts`, and means and deviations of votes and margins."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +77,11 @@ def match_pairs(prints: Prints, one: NDArray[np.int64], other: NDArray[np.int64]
     Args:
         one, other: (P,) rows of `prints`.
     """
-    network = load_descriptors(prints.ridges_NSS.device)
-    return add_margins(match_ridges(prints, one, other), compare_descriptors(network, prints, one, other))
+    evidence = compare_descriptors(load_descriptors(prints.ridges_NSS.device), prints, one, other)
+    score_P = np.zeros(len(one))
+    is_likely_P = evidence.votes_P >= LEAST_VOTES
+    score_P[is_likely_P] = match_ridges(prints, one[is_likely_P], other[is_likely_P])
+    return add_descriptors(score_P, evidence)
 
 
 def match_ridges(
@@ -126,15 +131,24 @@ def register_pair(prints: Prints, one: int, other: int) -> "Registration":
     return Registration(field.accepted_BIJ[best].cpu().numpy(), there_IJ2.cpu().double().numpy())
 
 
-def add_margins(score_P: NDArray[np.float64], margin_P: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the score of pairs by ridges and by descriptors, (P,): the mean of both in standard deviations.
+def add_descriptors(score_P: NDArray[np.float64], evidence: Evidence) -> NDArray[np.float64]:
+    """Return the score of pairs by ridges and by descriptors, (P,): the mean of three, in standard deviations.
+
+    Pairs with few votes have the average score by ridges of two fingers, 0, whatever it is.
 
     Args:
         score_P: of `fuse_parts`.
-        margin_P: of `descriptors.compare_descriptors`.
     """
-    total: NDArray[np.float64] = (score_P / SCORE_DEVIATION + (margin_P - MARGIN_MEAN) / MARGIN_DEVIATION) / 2
+    ridges_P = np.where(evidence.votes_P < LEAST_VOTES, 0, score_P / SCORE_DEVIATION)
+    total: NDArray[np.float64] = (ridges_P + 2 * score_descriptors(evidence)) / 3
     return total
+
+
+def score_descriptors(evidence: Evidence) -> NDArray[np.float64]:
+    """Return the score of pairs by their descriptors alone, (P,): the mean of both, in standard deviations."""
+    standard_2P = [(part - mean) / sd for part, (mean, sd) in zip(evidence, EVIDENCE, strict=True)]
+    score: NDArray[np.float64] = np.mean(standard_2P, axis=0)
+    return score
 
 
 def _measure_batch(prints: Prints, one: NDArray[np.int64], other: NDArray[np.int64]) -> NDArray[np.float64]:

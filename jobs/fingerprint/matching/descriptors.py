@@ -2,9 +2,9 @@
 
 The network is trained on synthetic prints (`jobs.fingerprint.dense`). Under the rotations that ridge directions
 propose, each cell of one print looks for the most similar one of the other, and votes for how far the two are apart.
-Around the displacements with the most votes each cell is looked for again, near to where its neighbours went. What
-counts is by how much the cell found there is more similar than every cell elsewhere: ridges that merely run alike are
-like many places.
+Around the displacement with the most votes each cell is looked for again, near to where its neighbours went. Two things
+count: the votes, and by how much the cell found there is more similar than every cell elsewhere, because ridges that
+merely run alike are like many places.
 
 Axes of tensors: N prints, P pairs, D descriptor size, L cells of one print, M cells of another, I and J rows and
 columns of cells, T rotations, H displacements along an axis, W cells of a window.
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from math import radians
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -33,13 +34,14 @@ CELL_PX = 8
 CELLS = SIDE_PX // CELL_PX
 DIMS = 64
 ANGLES_DEG = tuple(range(-90, 90, 8))
-LIKELY = 5  # rotations of a pair
+LIKELY = 4  # rotations of a pair
 LEAST_COVER = 0.6  # share of a cell inside of the print
 LEAST_SIMILAR = 0.5  # of cells that vote
 VOTE_CELLS = 1.0  # standard deviation of a vote
 DESCRIBED = 2048  # prints whose cells are held: 0.2 GB
-CANDIDATES = 3  # displacements that are followed
-APART_CELLS = 2
+FEW_CELLS = 20  # added to their number: of a few cells, more agree by chance
+LEAST_VOTES = 0.006  # half of the pairs of two synthetic fingers have fewer, and one of 10,000 genuine ones
+PARTNERS_AT_ONCE = 16
 ROUNDS = ((2, 4.0), (1, 2.5), (1, 2.0))  # how far a cell is looked for, and over how many its displacement is averaged
 
 
@@ -119,21 +121,35 @@ def describe_cells(network: DescriptorNetwork, ridges_SS: Tensor) -> Cells:
     return Cells(map_DIJ[:, is_inside_IJ].T.contiguous(), place_L2, index_IJ)
 
 
+class Evidence(NamedTuple):
+    """What the descriptors of P pairs say; both are 0 or more, and do not depend on the other pairs."""
+
+    votes_P: NDArray[np.float64]
+    """Votes for the displacement that has most of them, for each cell. About 0.01 of two fingers."""
+    margin_P: NDArray[np.float64]
+    """By how much cells matched there are more similar than all others, relative to the overlap; 0: not measured."""
+
+
 @torch.inference_mode()
 def compare_descriptors(
-    network: DescriptorNetwork, prints: Prints, one: NDArray[np.int64], other: NDArray[np.int64]
-) -> NDArray[np.float64]:
-    """Return for each pair (P,) by how much matched cells are more similar than all others, relative to the overlap.
+    network: DescriptorNetwork,
+    prints: Prints,
+    one: NDArray[np.int64],
+    other: NDArray[np.int64],
+    *,
+    least_votes: float = LEAST_VOTES,
+) -> Evidence:
+    """Return what the descriptors of each pair of prints say.
 
-    0 or more; about 0.03 of two fingers. A print of `one` is described under up to 23 rotations: pairs that share it
-    are cheaper. A score does not depend on the other pairs.
+    A print of `one` is described under up to 23 rotations: pairs that share it are cheaper.
 
     Args:
         one, other: (P,) rows of `prints`.
+        least_votes: the margin of pairs with fewer is not measured.
     """
     device = prints.ridges_NSS.device
     angles_T = torch.tensor([radians(degrees) for degrees in ANGLES_DEG], device=device)
-    margins = np.zeros(len(one))
+    evidence = Evidence(np.zeros(len(one)), np.zeros(len(one)))
 
     @lru_cache(maxsize=DESCRIBED)
     def describe(row: int) -> Cells:
@@ -146,30 +162,30 @@ def compare_descriptors(
             def describe_rotated(t: int, row: int = row) -> Cells:
                 return describe_cells(network, rotate(prints.ridges_NSS[row], angles_T[t : t + 1], mode="bicubic")[0])
 
-            for pair in np.flatnonzero(one == row).tolist():
-                partner_1 = torch.tensor([other[pair]], device=device)
-                likeness_T = measure_likeness(prints, row, partner_1, angles_T)[0][0]
-                likely = likeness_T.topk(LIKELY).indices.sort().values
-                margins[pair] = compare_cells(
-                    [describe_rotated(t) for t in likely.tolist()], describe(int(other[pair]))
-                )
-                bar.update()
-    return margins
+            pairs_Q = np.flatnonzero(one == row)
+            for begin in range(0, len(pairs_Q), PARTNERS_AT_ONCE):
+                part = pairs_Q[begin : begin + PARTNERS_AT_ONCE]
+                partner_P = torch.from_numpy(other[part]).to(device)
+                likely_PT = measure_likeness(prints, row, partner_P, angles_T)[0].topk(LIKELY, dim=1).indices
+                for pair, likely in zip(part.tolist(), likely_PT.sort(dim=1).values.tolist(), strict=True):
+                    rotations = [describe_rotated(t) for t in likely]
+                    found = compare_cells(rotations, describe(int(other[pair])), least_votes)
+                    evidence.votes_P[pair], evidence.margin_P[pair] = found
+                bar.update(len(part))
+    return evidence
 
 
-def compare_cells(rotations: Sequence[Cells], other: Cells) -> float:
-    """Return the largest margin of the displacements that most cells vote for, as `compare_descriptors`."""
+def compare_cells(rotations: Sequence[Cells], other: Cells, least_votes: float) -> tuple[float, float]:
+    """Return the votes for the displacement with most of them, and the margin there, as `Evidence`."""
     if not len(other.place_L2) or not all(len(one.place_L2) for one in rotations):
-        return 0.0
+        return 0.0, 0.0
     similar_TLM = [other.descriptor_LD @ one.descriptor_LD.T for one in rotations]
     votes_THH = blur(torch.stack([vote(*pair, other) for pair in zip(similar_TLM, rotations, strict=True)]), VOTE_CELLS)
-    best = 0.0
-    for _ in range(CANDIDATES):
-        t, y, x = (int(at) for at in np.unravel_index(int(votes_THH.argmax()), votes_THH.shape))
-        best = max(best, measure_margin(similar_TLM[t], rotations[t], other, (y - CELLS, x - CELLS)))
-        rows, columns = (slice(max(0, at - APART_CELLS), at + APART_CELLS + 1) for at in (y, x))
-        votes_THH[max(0, t - 1) : t + 2, rows, columns] = -1
-    return best
+    t, y, x = (int(at) for at in np.unravel_index(int(votes_THH.argmax()), votes_THH.shape))
+    votes = float(votes_THH[t, y, x]) / (len(other.place_L2) + FEW_CELLS)
+    if votes < least_votes:
+        return votes, 0.0
+    return votes, measure_margin(similar_TLM[t], rotations[t], other, (y - CELLS, x - CELLS))
 
 
 def vote(similar_LM: Tensor, one: Cells, other: Cells) -> Tensor:
@@ -178,7 +194,7 @@ def vote(similar_LM: Tensor, one: Cells, other: Cells) -> Tensor:
     A vote weighs more the more similar the two are, and double if the other cell would choose the same.
     """
     value_L, best_L = similar_LM.max(dim=1)
-    is_mutual_L = similar_LM.argmax(dim=0)[best_L] == torch.arange(len(best_L), device=best_L.device)
+    is_mutual_L = similar_LM.amax(dim=0)[best_L] == value_L
     weight_L = (value_L - LEAST_SIMILAR).clamp(min=0).square() * (1 + is_mutual_L.float())
     moved_L2 = one.place_L2[best_L] - other.place_L2 + CELLS
     votes_HH = torch.zeros(2 * CELLS, 2 * CELLS, device=weight_L.device)
@@ -212,7 +228,7 @@ def measure_margin(similar_LM: Tensor, one: Cells, other: Cells, shift: tuple[in
     is_there_L = is_there_LW.any(dim=1)
     evenness_L = torch.exp(-(moved_L2 - expected_L2).square().sum(dim=1) / 2)
     margin_L = (value_L - elsewhere_L).clamp(min=0) * evenness_L * is_there_L
-    return float(margin_L.sum() / (is_there_L.sum() + 20))
+    return float(margin_L.sum() / (is_there_L.sum() + FEW_CELLS))
 
 
 def _find_cells(one: Cells, other: Cells, expected_L2: Tensor, reach: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -83,11 +83,16 @@ def index_prints(ridges_NSS: Tensor, mask_NSS: Tensor) -> Prints:
 
 def enhance_print(gray: NDArray[np.uint8], dpi: float) -> tuple[Floats, Floats]:
     """Return the ridges of a print and its mask, (256, 256) float32 each, as `enhance_image`, centred on the print."""
-    ridges, mask, centre = enhance_image(gray, dpi)
+    ridges, mask, _ = centre_image(*enhance_image(gray, dpi))
+    return ridges, mask
+
+
+def centre_image(ridges: Floats, mask: Floats, centre: tuple[float, float]) -> tuple[Floats, Floats, tuple[int, int]]:
+    """Return ridges and mask of (256, 256) px around a centre, and where in the image their corner is, y and x."""
     top, left = (round(at - SIDE_PX / 2) for at in centre)
     rows, columns = (slice(at + SIDE_PX, at + 2 * SIDE_PX) for at in (top, left))
     mask = np.pad(mask, SIDE_PX)[rows, columns]
-    return np.pad(ridges, SIDE_PX)[rows, columns] * mask, mask
+    return np.pad(ridges, SIDE_PX)[rows, columns] * mask, mask, (top, left)
 
 
 def enhance_image(gray: NDArray[np.uint8], dpi: float) -> tuple[Floats, Floats, tuple[float, float]]:
