@@ -11,12 +11,22 @@ from torch.nn import functional
 
 from trainyard import scoring
 from trainyard.report import score_figures
+from trainyard.runs.evaluations import RUN
 from trainyard.train.module import AdaptedWeights, Batch, DataInfo, Rows, SampleSource, Score, TrainModule
 
 from . import matching
 from .baseline import SIDE_PX, correlate_pairs
 from .config import Config
-from .matching.descriptors import WEIGHTS, DescriptorNetwork, compare_descriptors, interpolate_descriptors
+from .matching import Evidence
+from .matching.descriptors import (
+    WEIGHTS,
+    DescriptorNetwork,
+    compare_descriptors,
+    count_cells,
+    interpolate_descriptors,
+    round_to_int8,
+    take_signs,
+)
 from .methods import MATCHER, UNTRAINED
 from .pairs import (
     choose_pairs,
@@ -122,16 +132,32 @@ class DenseModule(TrainModule):
     def score_baselines(
         self, rows: Rows, evaluated: SampleSource, open_training: Callable[[], SampleSource]
     ) -> dict[str, Score]:
-        """Return what the matcher gets on the same pairs, without and with these descriptors."""
+        """Return what the matcher gets on the same pairs, without and with these descriptors, and smaller templates.
+
+        A template is what is stored of one print of a pair: the descriptors of its cells, without turning it. Its
+        `template_bytes` leave out which cells they are, 128 bytes.
+        """
         one, other = self._choose_pairs(rows)
         prints = matching.index_prints(*self._read_ridges(rows))
-        untrained = matching.match_ridges(prints, one, other)
-        both = matching.add_descriptors(untrained, compare_descriptors(self.network, prints, one, other))
-        found = {}
-        for name, scores in ((UNTRAINED, untrained), (MATCHER, both)):
+        bytes_of_floats = count_cells(prints) * 4 * self.network.project.out_channels
+
+        def score(scores: np.ndarray, **further: float) -> Score:
             pairs, is_fvc = label_pairs(scores, rows["finger"], rows["impression"], one, other)
             intervals = compute_pair_intervals(pairs, is_fvc, draws=self.evaluation.bootstrap_draws)
-            found[name] = Score(compute_pair_metrics(pairs, is_fvc) | intervals, split_kinds(pairs, is_fvc))
+            return Score(compute_pair_metrics(pairs, is_fvc) | further | intervals, split_kinds(pairs, is_fvc))
+
+        def compare(store: Callable[[Tensor], Tensor] | None = None) -> Evidence:
+            return compare_descriptors(self.network, prints, one, other, least_votes=0, store=store)
+
+        untrained, evidence = matching.match_ridges(prints, one, other), compare()
+        found = {
+            UNTRAINED: score(untrained),
+            MATCHER: score(matching.add_descriptors(untrained, evidence)),
+            RUN: Score({"template_bytes": bytes_of_floats}, {}),
+        }
+        for name, store, share in (("int8", round_to_int8, 4), ("bits", take_signs, 32)):
+            scores = matching.score_descriptors(compare(store))
+            found[f"run, as {name}"] = score(scores, template_bytes=bytes_of_floats / share)
         return found
 
     def _correlate(self, rows: Rows) -> float:

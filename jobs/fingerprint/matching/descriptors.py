@@ -10,8 +10,8 @@ Axes of tensors: N prints, P pairs, D descriptor size, L cells of one print, M c
 columns of cells, T rotations, H displacements along an axis, W cells of a window.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from math import radians
 from pathlib import Path
@@ -36,6 +36,7 @@ DIMS = 64
 ANGLES_DEG = tuple(range(-90, 90, 8))
 LIKELY = 4  # rotations of a pair
 LEAST_COVER = 0.6  # share of a cell inside of the print
+INT8_LEVELS = 256.0  # to 1: most numbers of a descriptor are below a quarter
 LEAST_SIMILAR = 0.5  # of cells that vote
 VOTE_CELLS = 1.0  # standard deviation of a vote
 DESCRIBED = 2048  # prints whose cells are held: 0.2 GB
@@ -100,6 +101,14 @@ def load_descriptors(device: torch.device) -> DescriptorNetwork:
     return network.eval().requires_grad_(False).to(device)
 
 
+def find_cells(ridges_SS: Tensor) -> Tensor:
+    """Return which cells (I, J) of a print are inside of it."""
+    is_print_1SS = (ridges_SS.abs() > 0.02).float()[None]
+    cover_IJ = functional.avg_pool2d(functional.pad(is_print_1SS, (CELL_PX // 2,) * 4), CELL_PX)[0, :-1, :-1]
+    is_inside_IJ: Tensor = cover_IJ > LEAST_COVER
+    return is_inside_IJ
+
+
 @dataclass(frozen=True, slots=True)
 class Cells:
     """The described cells of a print: those inside of it."""
@@ -112,9 +121,7 @@ class Cells:
 def describe_cells(network: DescriptorNetwork, ridges_SS: Tensor) -> Cells:
     """Return the cells of a print."""
     map_DIJ = network(ridges_SS[None, None])[0]
-    is_print_1SS = (ridges_SS.abs() > 0.02).float()[None]
-    cover_IJ = functional.avg_pool2d(functional.pad(is_print_1SS, (CELL_PX // 2,) * 4), CELL_PX)[0, :-1, :-1]
-    is_inside_IJ = cover_IJ > LEAST_COVER
+    is_inside_IJ = find_cells(ridges_SS)
     place_L2 = is_inside_IJ.nonzero()
     index_IJ = torch.full(is_inside_IJ.shape, -1, device=place_L2.device)
     index_IJ[is_inside_IJ] = torch.arange(len(place_L2), device=place_L2.device)
@@ -130,6 +137,22 @@ class Evidence(NamedTuple):
     """By how much cells matched there are more similar than all others, relative to the overlap; 0: not measured."""
 
 
+def round_to_int8(descriptor_LD: Tensor) -> Tensor:
+    """Return descriptors of which each number is one of 255 levels."""
+    level_LD: Tensor = (descriptor_LD * INT8_LEVELS).round().clamp(-127, 127)
+    return level_LD / INT8_LEVELS
+
+
+def take_signs(descriptor_LD: Tensor) -> Tensor:
+    """Return descriptors of which each number is a bit, of unit length."""
+    return torch.where(descriptor_LD > 0, 1.0, -1.0) / descriptor_LD.shape[1] ** 0.5
+
+
+def count_cells(prints: Prints) -> float:
+    """Return how many cells of a print are described, on average."""
+    return float(np.mean([int(find_cells(ridges_SS).sum()) for ridges_SS in prints.ridges_NSS]))
+
+
 @torch.inference_mode()
 def compare_descriptors(
     network: DescriptorNetwork,
@@ -138,6 +161,7 @@ def compare_descriptors(
     other: NDArray[np.int64],
     *,
     least_votes: float = LEAST_VOTES,
+    store: Callable[[Tensor], Tensor] | None = None,
 ) -> Evidence:
     """Return what the descriptors of each pair of prints say.
 
@@ -146,6 +170,7 @@ def compare_descriptors(
     Args:
         one, other: (P,) rows of `prints`.
         least_votes: the margin of pairs with fewer is not measured.
+        store: returns what a template keeps of the descriptors (L, D) of a print of `other`.
     """
     device = prints.ridges_NSS.device
     angles_T = torch.tensor([radians(degrees) for degrees in ANGLES_DEG], device=device)
@@ -153,7 +178,8 @@ def compare_descriptors(
 
     @lru_cache(maxsize=DESCRIBED)
     def describe(row: int) -> Cells:
-        return describe_cells(network, prints.ridges_NSS[row])
+        cells = describe_cells(network, prints.ridges_NSS[row])
+        return cells if store is None else replace(cells, descriptor_LD=store(cells.descriptor_LD))
 
     with tqdm(total=len(one), unit="pair", desc="compare", disable=None, leave=False) as bar:
         for row in np.unique(one).tolist():
