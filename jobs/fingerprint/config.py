@@ -141,12 +141,12 @@ class Config(TrainConfig):
     split: SplitSettings = option(SplitSettings, "fingers for training, validation and test")
     evaluation: EvaluationSettings = option(EvaluationSettings, "scoring", mutable_on_resume=True)
 
-    def refuse_unfit_packing(self) -> None:
-        """Refuse packing that does not store what the model trains on.
+    def refuse_conflicts(self) -> None:
+        """Refuse packing that does not store what the model trains on, and weights of another model.
 
         Raises:
-            UserError: `model.name` has a minutia branch, and `packing.minutiae` is none; or it is dense, and
-                `packing.ridges` is none; or only one of the two is for dense.
+            UserError: `model.name` has a minutia branch, and `packing.minutiae` is none; it is dense, and
+                `packing.ridges` is none; or one of the options is for dense, and the model is not.
         """
         if (self.model.name == DENSE) != (self.packing.ridges != "none"):
             fit = "placed" if self.model.name == DENSE else "none"
@@ -158,6 +158,11 @@ class Config(TrainConfig):
             raise UserError(
                 f"model.name={self.model.name} trains on minutiae, but packing.minutiae=none. Type "
                 "packing.minutiae=extract, or packing.minutiae=files if each print has a record of its minutiae."
+            )
+        if self.model.weights and self.model.name != DENSE:
+            raise UserError(
+                f"model.weights={self.model.weights} are descriptors, but model.name={self.model.name}. Type "
+                "model.weights= or, for the weights of a run, start_from=RUN"
             )
 
     def explain_batch_dependence(self) -> str:

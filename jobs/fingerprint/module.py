@@ -42,19 +42,13 @@ def build(config: Config, data: DataInfo) -> TrainModule:
     """Return the model for the training fingers.
 
     Raises:
-        UserError: the image is too small for the network, `model.blocks` is not three counts, the network trains on
-            minutiae, but the data has none, or `model.weights` are not for it.
+        UserError: the image is too small for the network, `model.blocks` is not three counts, or the network trains on
+            minutiae, but the data has none.
     """
     model, image = config.model, config.image
-    config.refuse_unfit_packing()
     if model.name == DENSE:
         _require_record(data, "ridges", "packing.ridges=placed")
         return DenseModule(config, data)
-    if model.weights:
-        raise UserError(
-            f"model.weights={model.weights} are descriptors, but model.name={model.name}. Type model.weights= or, for "
-            "the weights of a run, start_from=RUN"
-        )
     if min(image.height_px, image.width_px) < SMALLEST_INPUT_PX:
         raise UserError(
             f"image.height_px={image.height_px} image.width_px={image.width_px}: the network halves an image five "

@@ -43,10 +43,8 @@ def samples(raw: Path, config: Config) -> Iterator[Sample]:
     `place` of `places.PlacedPrint`.
 
     Raises:
-        UserError: as `list_prints`; there are WSQ files, and their decoder is not installed; or the network trains on
-            minutiae, and none are packed.
+        UserError: as `list_prints`; or there are WSQ files, and their decoder is not installed.
     """
-    config.refuse_unfit_packing()
     yield from _list_samples(raw, config, trains=True)
 
 

@@ -185,9 +185,6 @@ def test_the_weights_that_ship_fit_the_preset_that_tunes_them() -> None:
     module = build(config, data)
     load_weights(module, module.adapt_weights(load_file(module.start_file[1])), source="the test")
     assert torch.equal(module.state_dict()["network.project.weight"], load_file(WEIGHTS)["project.weight"])
-    config.model.name, config.packing.ridges = "deepprint_tex", "none"
-    with pytest.raises(UserError, match="are descriptors, but model"):
-        build(config, data)
 
 
 @pytest.mark.long
@@ -206,14 +203,23 @@ def test_a_stopped_run_resumes_bitwise_equal(tmp_path: Path) -> None:
     assert find_differences(load_state(whole), load_state(stopped)) == []
 
 
-def test_ridges_are_packed_apart_from_images_and_only_for_this_model() -> None:
+def test_ridges_are_packed_apart_from_images() -> None:
     config = make_dense_config()
-    with pytest.raises(UserError, match=r"Type packing\.ridges=placed"):
-        build(config, DataInfo({}, {}, np.arange(4)))
     config.packing.ridges = "placed"
     assert build_meta(config) != build_meta(make_config())
     with pytest.raises(UserError, match="this packed data has no ridges"):
         build(config, DataInfo({}, {}, np.arange(4)))
-    config.model.name = "deepprint_tex"
-    with pytest.raises(UserError, match=r"Type packing\.ridges=none"):
-        build(config, DataInfo({}, {}, np.arange(4)))
+
+
+@pytest.mark.parametrize(
+    ("job", "option", "hint"),
+    [
+        ("fingerprint", "model.name=dense", r"Type packing\.ridges=placed"),
+        ("fingerprint_dense", "model.name=deepprint_tex", r"Type packing\.ridges=none"),
+        ("fingerprint", "model.weights=shipped", "are descriptors, but model"),
+        ("fingerprint", "model.name=deepprint_texminu", r"Type packing\.minutiae=extract"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused_before_data_are_made(job: str, option: str, hint: str) -> None:
+    with pytest.raises(UserError, match=hint):
+        compose(job, [option], JOBS)

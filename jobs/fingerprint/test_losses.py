@@ -125,6 +125,3 @@ def test_a_minutia_branch_without_minutiae_is_refused() -> None:
     config.model.embedding_dims = 15
     with pytest.raises(UserError, match=r"Type model\.embedding_dims=16"):
         make_module(config)
-    config.packing.minutiae = "none"
-    with pytest.raises(UserError, match=r"model.name=deepprint_texminu trains .* Type packing.minutiae=extract"):
-        make_module(config)

@@ -12,7 +12,6 @@ from PIL import Image
 from tests.cases.fingerprint import draw_ridges, find_shared_prints
 from trainyard.data.prepare import build_meta
 from trainyard.data.shards import BadRecord, Ragged
-from trainyard.errors import UserError
 
 from .config import Config
 from .listing import describe_listing, list_prints
@@ -175,8 +174,6 @@ def test_minutiae_are_packed_for_training_alone(tmp_path: Path) -> None:
     config = make_config("sets")
     assert [set(one.load()) & {"minutiae"} for one in samples(tmp_path, config)] == [set()]
     config.model.name = "deepprint_minu"
-    with pytest.raises(UserError, match=r"Type packing\.minutiae=extract"):
-        next(samples(tmp_path, config))
     config.packing.minutiae = "files"
     with pytest.raises(BadRecord, match=r"expected one of 1_1\.ist, .* found none"):
         next(samples(tmp_path, config)).load()

@@ -139,13 +139,14 @@ class Evidence(NamedTuple):
 
 def round_to_int8(descriptor_LD: Tensor) -> Tensor:
     """Return descriptors of which each number is one of 255 levels."""
-    level_LD: Tensor = (descriptor_LD * INT8_LEVELS).round().clamp(-127, 127)
-    return level_LD / INT8_LEVELS
+    rounded_LD: Tensor = (descriptor_LD * INT8_LEVELS).round().clamp(-127, 127) / INT8_LEVELS
+    return rounded_LD
 
 
 def take_signs(descriptor_LD: Tensor) -> Tensor:
     """Return descriptors of which each number is a bit, of unit length."""
-    return torch.where(descriptor_LD > 0, 1.0, -1.0) / descriptor_LD.shape[1] ** 0.5
+    signs_LD: Tensor = torch.where(descriptor_LD > 0, 1.0, -1.0) / descriptor_LD.shape[1] ** 0.5
+    return signs_LD
 
 
 def count_cells(prints: Prints) -> float:

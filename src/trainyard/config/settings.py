@@ -372,6 +372,13 @@ class TrainConfig:
     tracking: TrackingSettings = option(TrackingSettings, "trackers", mutable_on_resume=True)
     report: ReportSettings = option(ReportSettings, "report", mutable_on_resume=True)
 
+    def refuse_conflicts(self) -> None:
+        """Refuse options of the family that do not fit together: before data are made, read or packed.
+
+        Raises:
+            UserError: they do not; says what to type.
+        """
+
     def explain_batch_dependence(self) -> str:
         """Return why results depend on `micro_batch_size`; "" if they do not, so that planning may choose another."""
         return f"family {self.family} does not say whether results depend on the micro-batch"
@@ -405,6 +412,7 @@ def check(config: Any, prefix: str = "") -> None:
         parse_monitor(config.monitor)
         _check_schedule(config.schedule, config.max_duration)
         _check_store(config)
+        config.refuse_conflicts()
 
 
 def explain_more_than_resize(image: ImageSettings, augment: AugmentSettings) -> str:
