@@ -138,7 +138,7 @@ class DenseModule(TrainModule):
         `template_bytes` leave out which cells they are, 128 bytes.
         """
         one, other = self._choose_pairs(rows)
-        prints = matching.index_prints(*self._read_ridges(rows))
+        prints = matching.index_prints(*self._to_device(rows["ridges"]))
         bytes_of_floats = count_cells(prints) * 4 * self.network.project.out_channels
 
         def score(scores: np.ndarray, **further: float) -> Score:
@@ -164,23 +164,35 @@ class DenseModule(TrainModule):
         samples = rows["sample_id"].tobytes()
         if self._correlated is None or self._correlated[0] != samples:
             one, other = self._choose_pairs(rows)
-            scores = correlate_pairs(self._read_ridges(rows)[0], one, other)
+            scores = correlate_pairs(self._to_device(rows["ridges"])[0], one, other)
             labelled = label_pairs(scores, rows["finger"], rows["impression"], one, other)
             self._correlated = samples, compute_pair_metrics(*labelled)["eer_all_pairs"]
         return self._correlated[1]
 
+    def select_pair_scores(self, rows: Rows) -> dict[str, np.ndarray]:
+        """Return the scores of genuine pairs, of all cross-finger pairs, and of those of the FVC protocol."""
+        return split_kinds(*self._compare(rows))
+
+    def match_samples(self, data: DataInfo, one: np.ndarray, other: np.ndarray) -> np.ndarray:
+        """Return the scores of pairs of prints by their descriptors: about 0 of two fingers."""
+        ids, places = np.unique(np.stack([one, other]), return_inverse=True)
+        prints = matching.index_prints(*self._to_device(np.stack(data.read("ridges", ids))))
+        return matching.score_descriptors(
+            compare_descriptors(self.network, prints, *places.reshape(2, -1), least_votes=0)
+        )
+
     def _choose_pairs(self, rows: Rows) -> tuple[np.ndarray, np.ndarray]:
         return choose_pairs(*number_fingers(rows["finger"], rows["impression"]), most=self.evaluation.matched_pairs)
 
-    def _read_ridges(self, rows: Rows) -> tuple[Tensor, Tensor]:
-        """Return the ridges of all prints and their masks, (N, 256, 256) float32 each."""
-        ridges_NSS = torch.from_numpy(rows["ridges"]).to(self.network.project.weight.device)
+    def _to_device(self, ridges: np.ndarray) -> tuple[Tensor, Tensor]:
+        """Return the ridges of prints and their masks, (N, 256, 256) float32 each."""
+        ridges_NSS = torch.from_numpy(ridges).to(self.network.project.weight.device)
         return ridges_NSS.float() / LEVELS, (ridges_NSS != 0).float()
 
     def _compare(self, rows: Rows) -> tuple[scoring.Pairs, np.ndarray]:
         if self._compared is None or self._compared[0] is not rows:
             one, other = self._choose_pairs(rows)
-            prints = matching.index_prints(*self._read_ridges(rows))
+            prints = matching.index_prints(*self._to_device(rows["ridges"]))
             evidence = compare_descriptors(self.network, prints, one, other, least_votes=0)
             scores = matching.score_descriptors(evidence)
             self._compared = rows, label_pairs(scores, rows["finger"], rows["impression"], one, other)

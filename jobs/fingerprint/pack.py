@@ -18,7 +18,7 @@ from trainyard.data.write_shard import open_image
 from trainyard.errors import UserError
 from trainyard.text import join_names
 
-from .config import DENSE, Config, SplitSettings
+from .config import Config, SplitSettings
 from .index_csv import DPI_RANGE
 from .listing import SUFFIXES, Print, describe_listing, find_doubts, find_set_dpi, list_prints
 from .minutia_files import read_minutiae
@@ -57,7 +57,9 @@ def _list_samples(raw: Path, config: Config, *, trains: bool) -> Iterator[Sample
         first[one.finger] = min(earliest, one, key=lambda print_: print_.impression)
     for one in listing.prints:
         if config.packing.ridges == "placed":
-            load = _choose_placed_loader(raw, one, first[one.finger] if trains else None, config)
+            of_finger = first[one.finger]
+            frame = (raw / of_finger.path, of_finger.dpi) if trains else None
+            load = _choose_placed_loader(raw / one.path, config, stated_dpi=one.dpi, frame=frame)
         else:
             minutiae = config.packing.minutiae if trains else "none"
             load = _choose_loader(raw / one.path, config, stated_dpi=one.dpi, minutiae=minutiae)
@@ -88,21 +90,14 @@ def unlabelled(raw: Path, config: Config, artifacts: Mapping[str, str]) -> Itera
     """Yield every image in a folder and below it, or the file `raw` itself, whatever its name.
 
     Its folder below `raw` is its set, as for `packing.dpi_of_sets`.
-
-    Raises:
-        UserError: the model has no embedding, so nothing can be said of one print.
     """
-    if config.model.name == DENSE:
-        raise UserError(
-            "model.name=dense describes ridges, and has nothing to say of one print. How well it tells pairs apart: "
-            "trainyard evaluate RUN FOLDER, with this run and a labelled folder."
-        )
     paths = [raw] if raw.is_file() else list_files(raw, SUFFIXES)
     _refuse_wsq_without_decoder([path.name for path in paths])
     for path in paths:
         key = raw.name if path == raw else path.relative_to(raw).as_posix()
         stated_dpi = find_set_dpi(config.packing.dpi_of_sets, key.rpartition("/")[0].partition("/")[0])
-        yield Sample(key, _choose_loader(path, config, stated_dpi=stated_dpi), source=path)
+        choose = _choose_loader if config.packing.ridges == "none" else _choose_placed_loader
+        yield Sample(key, choose(path, config, stated_dpi=stated_dpi), source=path)
 
 
 def _choose_loader(path: Path, config: Config, *, stated_dpi: int, minutiae: str = "none") -> "partial[Loaded]":
@@ -117,12 +112,14 @@ def _choose_loader(path: Path, config: Config, *, stated_dpi: int, minutiae: str
     )
 
 
-def _choose_placed_loader(raw: Path, one: Print, first: Print | None, config: Config) -> "partial[Loaded]":
-    """Return what loads a print for `model.name=dense`: with places on its finger, or without `first` with none."""
+def _choose_placed_loader(
+    path: Path, config: Config, *, stated_dpi: int, frame: tuple[Path, int] | None = None
+) -> "partial[Loaded]":
+    """Return what loads a print for `model.name=dense`: with places on the one of `frame`, a path and its dpi."""
     seed = None if config.data.path else config.seed  # without a path, the prints are synthetic
     read = partial(read_gray, default_dpi=config.packing.dpi, fill=config.image.fill)
-    frame = None if first is None else partial(read, raw / first.path, stated_dpi=first.dpi)
-    return partial(load_placed, partial(read, raw / one.path, stated_dpi=one.dpi), frame=frame, seed=seed)
+    read_frame = None if frame is None else partial(read, frame[0], stated_dpi=frame[1])
+    return partial(load_placed, partial(read, path, stated_dpi=stated_dpi), frame=read_frame, seed=seed)
 
 
 def log_reading(raw: Path, config: Config) -> None:

@@ -187,6 +187,26 @@ def test_the_weights_that_ship_fit_the_preset_that_tunes_them() -> None:
     assert torch.equal(module.state_dict()["network.project.weight"], load_file(WEIGHTS)["project.weight"])
 
 
+def test_a_run_scores_pairs_of_new_files_as_its_validation_does(placed: list[PlacedPrint]) -> None:
+    stranger = draw_impression(grow_master(SEED, 9), SEED, 9, 1).image
+    ridges = np.stack([one.ridges for one in [*placed[:3], place_nowhere(stranger, 500)]])
+    config = make_dense_config()
+    config.evaluation.matched_pairs = 10
+    module = DenseModule(config, DataInfo({}, {}, np.arange(0))).eval()
+    rows: dict[str, np.ndarray] = {
+        "ridges": ridges,
+        "sample_id": np.arange(4),
+        "finger": np.array([0, 0, 0, 1]),
+        "impression": np.arange(4),
+    }
+    scores = module.select_pair_scores(rows)
+    one, other = np.array([0, 0, 1, 0, 1, 2]), np.array([1, 2, 2, 3, 3, 3])
+    data = DataInfo({}, {}, np.arange(0), read=lambda name, ids: list(rows[name][ids]))
+    pairs = module.match_samples(data, one, other)
+    assert np.allclose(np.sort(pairs[:3]), np.sort(scores["genuine"]))
+    assert np.allclose(np.sort(pairs[3:]), np.sort(scores["all_pairs"]))
+
+
 @pytest.mark.long
 def test_a_stopped_run_resumes_bitwise_equal(tmp_path: Path) -> None:
     options = ["data.synthetic=32", "global_batch_size=8", "max_duration=5st", "eval_every=5st", "log_every=1st"]

@@ -75,7 +75,7 @@ _PATTERNS = "For anna/01.png: --identity '([^/]+)/'. For 101_3.tif: --identity '
 class Comparison:
     """The verdict on two samples."""
 
-    score: float  # inner product of the two embeddings, or of the family's matcher
+    score: float  # inner product of the two embeddings, or of `TrainModule.match_samples`
     point: scoring.OperatingPoint  # with the stated FMR
     recorded: PairScores  # the trials behind it
 
@@ -95,26 +95,28 @@ def compare(
             there are too few impostor trials for the rate; or a file cannot be read.
     """
     model = load_model(run, jobs_dir)
-    model.require_embeddings("compare")
+    model.require_comparison("compare")
     if by_matcher:
         model.require_matcher("compare --matcher")
         recorded = _read_matcher_scores(run, model.module.matcher, kind)
         point = recorded.find_point(fmr, command=f"{command} --matcher")
-        with pack_temporarily(model, _list_two(model, one, other), near=None) as data:
-            info = DataInfo.from_shards(data, np.empty(0, np.int64))
-            (score,) = model.module.match_samples(info, np.array([0]), np.array([1])).tolist()
-        return Comparison(score, point, recorded)
-    recorded = read_validation_scores(run, step=model.checkpoint.step, kind=kind)
-    point = recorded.find_point(fmr, command=command)
-    if recorded.precision != model.precision.dtype:
+    else:
+        recorded = read_validation_scores(run, step=model.checkpoint.step, kind=kind)
+        point = recorded.find_point(fmr, command=command)
+    if not by_matcher and recorded.precision != model.precision.dtype:
         logger.warning(
             "The threshold is from scores in {}, and this machine computes in {}: they may differ in the third digit.",
             recorded.precision,
             model.precision.dtype,
         )
     with pack_temporarily(model, _list_two(model, one, other), near=None) as data:
-        embeddings_2D = np.concatenate(list(compute_embeddings(model, data)))
-    (score,) = scoring.compare_embeddings(embeddings_2D[:1], embeddings_2D[1:]).tolist()
+        if model.has_embeddings and not by_matcher:
+            embeddings_2D = np.concatenate(list(compute_embeddings(model, data)))
+            scores = scoring.compare_embeddings(embeddings_2D[:1], embeddings_2D[1:])
+        else:
+            info = DataInfo.from_shards(data, np.empty(0, np.int64))
+            scores = model.module.match_samples(info, np.array([0]), np.array([1]))
+    (score,) = scores.tolist()
     return Comparison(score, point, recorded)
 
 

@@ -329,7 +329,7 @@ def _score(
 
     try:
         metrics = score_rows(module, rows, with_intervals=True)
-        systems = {RUN: Score(metrics, module.select_pair_scores(rows) if model.has_embeddings else {})}
+        systems = {RUN: Score(metrics, module.select_pair_scores(rows) if model.scores_pairs else {})}
     except UserError as error:
         raise UserError(f"{folder}: cannot be scored: {error}") from None
     if with_baselines:

@@ -40,8 +40,8 @@ def predict(run: Path, raw: Path, out: Path, jobs_dir: Path, *, pairs: Path | No
     """
     refuse_existing(out)
     model = load_model(run, jobs_dir)
-    if pairs is not None:
-        model.require_embeddings("predict --pairs")
+    if pairs is not None or not model.predicts:
+        model.require_embeddings("predict --pairs" if pairs is not None else "predict")
     with pack_temporarily(model, model.list_samples(raw), near=out.parent) as data:
         if model.has_embeddings:
             return _write_pairs(model, data, out, pairs), "pair"

@@ -43,10 +43,23 @@ class TrainedModel:
 
     @property
     def has_embeddings(self) -> bool:
-        """Whether the family compares samples by embeddings."""
+        """Whether the model compares samples by embeddings."""
+        return self._defines("select_embeddings")
+
+    @property
+    def scores_pairs(self) -> bool:
+        """Whether the model compares samples, by embeddings or each pair by itself."""
+        return self._defines("select_pair_scores")
+
+    @property
+    def predicts(self) -> bool:
+        """Whether the model has something to say of one sample."""
+        return self._defines("prediction_rows")
+
+    def _defines(self, method: str) -> bool:
         from trainyard.train.module import TrainModule
 
-        return type(self.module).select_embeddings is not TrainModule.select_embeddings
+        return getattr(type(self.module), method) is not getattr(TrainModule, method)
 
     def list_samples(self, raw: Path) -> Iterator["Sample"]:
         """Yield the samples of new raw files; of a single file in families that take one.
@@ -64,20 +77,28 @@ class TrainedModel:
         if not self.module.matcher:
             raise UserError(
                 f"trainyard {command}: {self.config.family} has no matcher that reads the samples themselves. Leave "
-                "the option out: embeddings decide."
+                "the option out."
             )
+
+    def require_comparison(self, command: str) -> None:
+        """Raise a UserError if the model does not compare samples."""
+        if not self.scores_pairs:
+            self.require_embeddings(command)
 
     def require_embeddings(self, command: str) -> None:
         """Raise a UserError if the model does not compare samples by embeddings."""
-        from trainyard.train.module import TrainModule
-
-        if not self.has_embeddings:
-            predicts = type(self.module).prediction_rows is not TrainModule.prediction_rows
-            raise UserError(
-                f"trainyard {command}: this model of {self.config.family} has no embeddings to compare samples by. "
-                + (f"Its predictions: trainyard predict {self.run} RAW OUT.csv" if predicts else "")
-                + ("" if predicts else f"Its scores on labelled files: trainyard evaluate {self.run} FOLDER")
-            )
+        if self.has_embeddings:
+            return
+        if self.predicts:
+            remedy = f"Its predictions: trainyard predict {self.run} RAW OUT.csv"
+        elif self.scores_pairs:
+            remedy = f"It compares two files: trainyard compare {self.run} A B"
+        else:
+            remedy = f"Its scores on labelled files: trainyard evaluate {self.run} FOLDER"
+        family = self.config.family
+        raise UserError(
+            f"trainyard {command}: this model of {family} has no embeddings to compare samples by. {remedy}"
+        )
 
 
 def load_model(

@@ -221,15 +221,16 @@ class TrainModule(nn.Module):
     def select_pair_scores(self, rows: Rows) -> dict[str, np.ndarray]:
         """Return the scores of the pairs of a set, (n,) each: of "genuine" pairs, and of each kind of impostor pairs.
 
-        The first kind of impostor is the one that counts unless a person names another. For families with embeddings:
-        thresholds come from these scores of the validation set.
+        The first kind of impostor is the one that counts unless a person names another. For families that compare
+        samples: thresholds come from these scores of the validation set.
         """
         raise NotImplementedError
 
     def match_samples(self, data: DataInfo, one: np.ndarray, other: np.ndarray) -> np.ndarray:
         """Return the scores of P pairs by the family's `matcher`, which reads the samples, not embeddings.
 
-        Higher means more alike. It decides between the few candidates that embeddings find.
+        Higher means more alike. It decides between the few candidates that embeddings find. Of a model without
+        embeddings, the scores are the model's own, as those of `select_pair_scores`.
 
         Args:
             one, other: (P,) sample ids.
