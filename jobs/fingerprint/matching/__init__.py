@@ -55,7 +55,7 @@ WEIGHTS = np.array([1, 1, 0, 2, 2]) / 6
 """Agreement counts twice: alone it has half the errors of correlation on the same prints."""
 
 SCORE_DEVIATION = 0.80
-EVIDENCE = ((0.0084, 0.0069), (0.0379, 0.0213))
+EVIDENCE = ((0.0090, 0.0073), (0.0351, 0.0218))
 """Of two fingers among the same prints: of `fuse_parts`, and means and deviations of votes and margins."""
 
 

@@ -41,7 +41,7 @@ LEAST_SIMILAR = 0.5  # of cells that vote
 VOTE_CELLS = 1.0  # standard deviation of a vote
 DESCRIBED = 2048  # prints whose cells are held: 0.2 GB
 FEW_CELLS = 20  # added to their number: of a few cells, more agree by chance
-LEAST_VOTES = 0.006  # half of the pairs of two synthetic fingers have fewer, and one of 10,000 genuine ones
+LEAST_VOTES = 0.0066  # half of the pairs of two synthetic fingers have fewer, and none of 800 genuine ones
 PARTNERS_AT_ONCE = 16
 ROUNDS = ((2, 4.0), (1, 2.5), (1, 2.0))  # how far a cell is looked for, and over how many its displacement is averaged
 
