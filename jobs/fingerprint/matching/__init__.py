@@ -8,7 +8,8 @@ of the score are learned descriptors of what is around each cell (`descriptors`)
 
 Everything is at 250 dpi, where a ridge has about 4.5 px, as in `baseline.py`. The constants of the score are from
 synthetic prints. The smoothing of spectra, seeds, the order of growth, and which pairs are grown were chosen on FVC2004
-DB1_B, the grid of the search on DB1_B and DB4_B: their errors are therefore too low for a test.
+DB1_B, the grid of the search on DB1_B and DB4_B, and that votes count on these two and synthetic prints: the errors of
+DB1_B and DB4_B are therefore too low for a test.
 """
 
 from dataclasses import dataclass
