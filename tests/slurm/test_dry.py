@@ -111,7 +111,7 @@ def test_make_submit_prints_the_same():
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed, as in container images")
 def test_make_submit_asks_for_synthetic_samples_only_with_1():
     made = run_make("SYNTHETIC=1")
-    assert "2400 synthetic samples" in made.stdout and "needs DATA" not in made.stderr, made.stderr
+    assert "960 synthetic samples" in made.stdout and "needs DATA" not in made.stderr, made.stderr
     refused = run_make("SYNTHETIC=5000")
     assert (
         refused.returncode == 2 and 'expected 1. For a number of samples: SET="data.synthetic=5000"' in refused.stderr

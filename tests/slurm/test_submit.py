@@ -265,7 +265,7 @@ def test_both_lines_that_a_job_without_data_is_refused_with_can_be_typed(lab, tm
     assert not runs.exists()
     lines = [line.strip() for line in capsys.readouterr().err.splitlines() if line.startswith("  trainyard submit ")]
     assert len(lines) == 2
-    for line, data in zip(lines, (str(tmp_path / "raw"), "2400 synthetic samples"), strict=True):
+    for line, data in zip(lines, (str(tmp_path / "raw"), "960 synthetic samples"), strict=True):
         words = [word.replace("FOLDER", str(tmp_path / "raw")) for word in shlex.split(line)]
         assert trainyard(*words[1:], "--no-plan") == 0
         run = next(run for run in runs.glob("fingerprint_1m/*") if read_choice(run, "data_root") == data)
