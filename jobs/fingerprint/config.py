@@ -25,9 +25,9 @@ class ModelSettings:
     )
     dropout: float = option(0.2, "probability of dropping a feature before the embedding", low=0, high=0.95)
     weights: str = option(
-        "",
+        "none",
         "model.name=dense: shipped: start from the descriptors of the matcher, instead of nothing",
-        choices=("", SHIPPED),
+        choices=("none", SHIPPED),
     )
     stn: bool = option(False, "align the print with a spatial transformer first (the paper's Loc variants)")
     stn_rotate_deg: float = option(60.0, "largest rotation by the stn, in both directions", low=0, high=180)
@@ -159,10 +159,10 @@ class Config(TrainConfig):
                 f"model.name={self.model.name} trains on minutiae, but packing.minutiae=none. Type "
                 "packing.minutiae=extract, or packing.minutiae=files if each print has a record of its minutiae."
             )
-        if self.model.weights and self.model.name != DENSE:
+        if self.model.weights == SHIPPED and self.model.name != DENSE:
             raise UserError(
                 f"model.weights={self.model.weights} are descriptors, but model.name={self.model.name}. Type "
-                "model.weights= or, for the weights of a run, start_from=RUN"
+                "model.weights=none or, for the weights of a run, start_from=RUN"
             )
 
     def explain_batch_dependence(self) -> str:

@@ -16,7 +16,7 @@ from trainyard.train.module import AdaptedWeights, Batch, DataInfo, Rows, Sample
 
 from . import matching
 from .baseline import SIDE_PX, correlate_pairs
-from .config import Config
+from .config import SHIPPED, Config
 from .matching import Evidence
 from .matching.descriptors import (
     WEIGHTS,
@@ -77,7 +77,7 @@ class DenseModule(TrainModule):
         super().__init__()
         self.network = DescriptorNetwork(config.model.embedding_dims, config.model.width)
         self.evaluation = config.evaluation
-        if config.model.weights:
+        if config.model.weights == SHIPPED:
             self.start_file = (f"model.weights={config.model.weights}", str(WEIGHTS))
         self._compared: tuple[Rows, tuple[scoring.Pairs, np.ndarray]] | None = None  # of the rows scored last
         self._correlated: tuple[bytes, float] | None = None  # ids of the samples scored last, and what BLPOC gets
