@@ -160,7 +160,7 @@ class TextureBranch(nn.Module):
 
 
 class MinutiaBranch(nn.Module):
-    """Maps the map of a stem of its own to a unit-norm embedding (B, D).
+    """Maps the output of its own stem to a unit-norm embedding (B, D).
 
     The stem has six blocks A. The convolutions after it have biases and nothing between them, as in the reference.
     """
