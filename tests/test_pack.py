@@ -1,19 +1,26 @@
 import errno
+import io
 import json
 import os
 import re
 import resource
 import shutil
 import signal
+import struct
 import subprocess
 import sys
+import zlib
 from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import h5py
 import numpy as np
 import pytest
+from loguru import logger
+from PIL import Image
 
 from tests.images import (
     META,
@@ -29,10 +36,11 @@ from tests.images import (
 )
 from tests.training import FORKSERVER, run_as_command
 from tests.waiting import wait_until
+from trainyard.data.copies import describe_copies
 from trainyard.data.hdf5 import ShardError, open_hdf5
 from trainyard.data.pack import JOURNAL, PackError, pack, read_listing
-from trainyard.data.shards import Loaded, Ragged, Sample, ShardSet, verify
-from trainyard.data.write_shard import ShardTask, write_shard
+from trainyard.data.shards import BadRecord, Loaded, Ragged, Sample, ShardSet, verify
+from trainyard.data.write_shard import ShardTask, open_image, write_shard
 
 
 def read_files(folder: Path) -> dict[str, bytes]:
@@ -253,6 +261,15 @@ def test_shards_left_over_from_a_longer_data_set_are_refused(raw_copy, packed_co
 
 
 @pytest.fixture
+def logged() -> Iterator[list[str]]:
+    """Collect what is logged."""
+    lines: list[str] = []
+    sink = logger.add(lambda message: lines.append(str(message)), format="{message}")
+    yield lines
+    logger.remove(sink)
+
+
+@pytest.fixture
 def raw_with_bad(tmp_path) -> Path:
     """Write twelve images: one is empty, one cut off and one text, all three in the first shards."""
     raw = write_folder(tmp_path / "raw", 12)
@@ -429,3 +446,87 @@ def _write_and_exit_with_peak(task: ShardTask) -> None:
 def _read_peak_kib() -> int:
     (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
     return int(line.split()[1])
+
+
+def write_png(rows: bytes, *, interlaced: int) -> bytes:
+    """Return a gray PNG of 9 x 200 pixels with these rows, each after its filter byte."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", 9, 200, 8, 0, 0, 0, interlaced)
+    parts = [chunk(b"IHDR", header), chunk(b"IDAT", zlib.compress(rows)), chunk(b"IEND", b"")]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
+
+
+WHOLE = {0: 200 * 10, 1: 25 * 3 + 25 * 2 + 25 * 4 + 50 * 3 + 50 * 6 + 100 * 5 + 100 * 10}
+"""Bytes of the rows of a PNG of 9 x 200 gray pixels, without and with interlacing: filters and pixels."""
+
+
+@pytest.mark.parametrize("interlaced", [0, 1])
+def test_a_png_whose_rows_end_early_is_truncated_although_its_file_is_complete(interlaced):
+    assert open_image(write_png(bytes(WHOLE[interlaced]), interlaced=interlaced)).size == (9, 200)
+    for missing in (1, 500, 1000):
+        with pytest.raises(BadRecord, match="truncated"):
+            open_image(write_png(bytes(WHOLE[interlaced] - missing), interlaced=interlaced))
+
+
+@pytest.mark.parametrize("progressive", [False, True])
+@pytest.mark.parametrize("mode", ["L", "RGB", "CMYK"])
+def test_a_jpeg_whose_data_end_early_is_truncated_although_it_has_an_end(mode, progressive):
+    noise = np.random.default_rng(0).integers(0, 256, (90, 110, 3), dtype=np.uint8)
+    image, target = Image.fromarray(noise).convert(mode), io.BytesIO()
+    image.save(target, "JPEG", progressive=progressive)
+    data = target.getvalue()
+    for whole in (data, data + b"what another program wrote behind it", data + bytes(100)):
+        assert open_image(whole).size == (110, 90)
+    half = data[: len(data) // 2]
+    for broken in (half + b"\xff\xd9", half + bytes(len(half))):  # cut and closed; a hole at the end, as of a bad copy
+        with pytest.raises(BadRecord, match="truncated"):
+            open_image(broken)
+
+
+def fail(kind: type[Exception]) -> Loaded:
+    raise kind("of a library")
+
+
+def test_any_error_of_one_sample_is_that_samples_with_its_place_in_the_code(tmp_path):
+    good = {"image": encode_image(make_texture(0, 9, 9), "png")}
+    broken = [Sample("b", partial(fail, RuntimeError)), Sample("c", partial(fail, struct.error))]
+    listed = [Sample("a", partial(dict, good), {"label": 0}), *(replace(one, columns={"label": 1}) for one in broken)]
+    task = ShardTask(tmp_path / "shard-00000.h5", listed, "", skip_bad=True, artifacts=None)
+    written = write_shard(task, on_sample=lambda: None)
+    assert written.count == 1 and [key for key, _ in written.bad] == ["b", "c"]
+    assert re.fullmatch(r"RuntimeError: of a library \(test_pack.py:\d+\)", written.bad[0][1])
+    with pytest.raises(MemoryError):
+        write_shard(replace(task, samples=[Sample("d", partial(fail, MemoryError))]), on_sample=lambda: None)
+
+
+def test_what_is_left_out_is_named_and_counted_by_class(tmp_path, logged):
+    rows = [{"image": encode_image(make_texture(i, 9, 9), "png") if i % 3 else b"broken"} for i in range(6)]
+    labels = [i % 2 for i in range(6)]
+    with pytest.raises(PackError, match="Of label 0: 1 of 3, of label 1: 1 of 3"):
+        pack(make_samples(rows, label=labels), tmp_path / "out", meta={}, workers=1)
+    pack(make_samples(rows, label=labels), tmp_path / "out", meta={}, workers=1, skip_bad=True).close()
+    (said,) = (line for line in logged if "left out" in line)
+    assert "2 of 6 raw samples are left out:\n  row 0: not an image of a known format\n  row 3: " in said
+    assert "\nOf label 0: 1 of 3, of label 1: 1 of 3." in said
+
+
+def test_equal_samples_are_named_if_they_are_of_two_people_or_in_two_sets(tmp_path):
+    pictures = [encode_image(make_texture(i, 9, 9), "png") for i in range(3)]
+    rows = [{"image": pictures[i]} for i in (0, 0, 1, 1, 2)]
+    people = ["ann", "bea", "cas", "cas", "dan"]
+    with closing(pack(make_samples(rows, person=people), tmp_path / "out", meta={}, workers=1)) as data:
+        sets = {"train": np.array([0, 2, 3]), "val": np.array([1, 4])}
+        (said,) = describe_copies(data, lambda: sets)
+        assert said == (
+            "4 samples have the same image, byte for byte, as another one: row 0 = row 1, row 2 = row 3; 2 of them "
+            "are under another person; 2 of them are in two sets, where they make scores too good. Remove all but one "
+            "of each."
+        )
+    with closing(pack(make_samples(rows[2:], person=people[2:]), tmp_path / "other", meta={}, workers=1)) as data:
+        (said,) = describe_copies(data, lambda: {"train": np.arange(3)})
+        assert "another person" not in said and "two sets" not in said
+    with closing(pack(make_samples(rows[3:]), tmp_path / "third", meta={}, workers=1)) as data:
+        assert not list(describe_copies(data, lambda: pytest.fail("nothing is equal")))

@@ -1,8 +1,6 @@
-"""Reads and checks COCO annotations, and maps sparse category ids to 0..K-1."""
+"""Collects the annotated images of a raw folder, and maps sparse category ids to 0..K-1."""
 
 import hashlib
-import json
-import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
@@ -13,18 +11,23 @@ from typing import Any
 import numpy as np
 from loguru import logger
 
+from trainyard.data.coco import (
+    Annotations,
+    Id,
+    ImageEntry,
+    ObjectEntry,
+    explain_lost_boxes,
+    read_annotations,
+    refuse_mixed_categories,
+)
 from trainyard.errors import UserError
-from trainyard.text import join_names
 
 from .config import PackingSettings
 from .layout import BOTH, SETS, AnnotationFile, find_annotation_files, find_image, list_image_folders
 
-ENTRIES = {
-    "annotations": ("id", "image_id", "category_id", "bbox"),
-    "categories": ("id", "name"),
-    "images": ("id", "file_name", "width", "height"),
-}
-"""What an annotation file contains, and what each entry must have."""
+CLIPPED = "reach beyond their image and were clipped"
+MANY = 0.1
+"""Share of lost or clipped boxes from which on something is probably wrong with all of them."""
 
 
 @dataclass(frozen=True)
@@ -35,14 +38,14 @@ class AnnotatedImage:
     path: Path | None  # None: listed, but the file is missing
     searched: tuple[Path, ...]  # folders in which it was searched
     file: str  # name of the annotation file
-    image_id: int
+    image_id: Id
     set: str
     raw_px: tuple[int, int]  # width, height of the file
     size_px: tuple[int, int]  # width, height as packed
     boxes: np.ndarray  # (n, 4) float64 x1, y1, x2, y2
     labels: np.ndarray  # (n,) int64 in 0..K-1
     areas: np.ndarray  # (n,) float64 px^2, from the annotation's `area` if it has one
-    crowd: np.ndarray  # (n,) bool: not trained on, and ignored in evaluation
+    crowd: np.ndarray  # (n,) bool: iscrowd or ignore is set: not trained on, and ignored in evaluation
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,8 @@ class Collection:
 
     images: list[AnnotatedImage]
     categories: list[str]  # name of each label
-    category_ids: list[int]  # id of each label in the annotations
+    category_ids: list[Id]  # id of each label in the annotations
+    lost: str  # why boxes may be lost, for the error if none is left to train on
 
 
 @dataclass(frozen=True)
@@ -104,8 +108,8 @@ def _read_cached(
             ", ".join(file.path.name for file in files),
             ", ".join(path.name for path in left_out),
         )
-    contents = {file.path: _read_json(file.path) for file in files}
-    names = _read_categories(contents)
+    contents = {file.path: read_annotations(file.path) for file in files}
+    names = _join_categories(contents)
     ids = sorted(names)
     label_of = {category: label for label, category in enumerate(ids)}
     counts: Counter[str] = Counter()
@@ -113,16 +117,18 @@ def _read_cached(
     listed_in: dict[str, Path] = {}
     rules = _divide_among_unnamed_sets(rules, files)
     for file in files:
-        for image in _read_images(raw, file, contents[file.path], label_of, names, rules, counts):
+        for image in _read_images(raw, file, contents[file.path], label_of, rules, counts):
             if image.name in listed_in:
                 raise _describe_duplicate(file.path, image.name, listed_in[image.name])
             listed_in[image.name] = file.path
             images.append(image)
-    if clipped := counts.pop("clipped", 0):
-        logger.info("{} boxes reach beyond their image and were clipped", clipped)
+    boxes = [entry.bbox for content in contents.values() for entry in content.annotations]
     for what, count in counts.items():
-        logger.warning("{} boxes {} were left out", count, what)
-    return Collection(images, [names[i] for i in ids], ids)
+        is_many = count >= MANY * len(boxes)
+        log = logger.warning if is_many or what != CLIPPED else logger.info
+        log("{} of {} boxes {}.{}", count, len(boxes), what, explain_lost_boxes(boxes) if is_many else "")
+    lost = "; ".join(f"{count} of {len(boxes)} {what}" for what, count in counts.items() if what != CLIPPED)
+    return Collection(images, [names[i] for i in ids], ids, f"{lost}.{explain_lost_boxes(boxes)}" if lost else "")
 
 
 def _divide_among_unnamed_sets(rules: PackingSettings, files: Sequence[AnnotationFile]) -> PackingSettings:
@@ -155,85 +161,50 @@ def _describe_duplicate(path: Path, name: str, other: Path) -> UserError:
     )
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content: dict[str, Any] = json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: not JSON ({error}). Expected COCO annotations.") from None
-    missing = [key for key in ENTRIES if not isinstance(content, dict) or not isinstance(content.get(key), list)]
-    if missing:
-        raise UserError(f"{path}: not COCO annotations: {', '.join(missing)} missing. Move other JSON files elsewhere.")
-    for key, names in ENTRIES.items():
-        for number, entry in enumerate(content[key]):
-            lacking = [name for name in names if not isinstance(entry, dict) or name not in entry]
-            if lacking:
-                raise UserError(
-                    f"{path}: {key}[{number}] has no {', '.join(lacking)}. Expected {', '.join(names)} in each entry; "
-                    "move a file of another kind elsewhere."
-                )
-    return content
-
-
-def _read_categories(contents: Mapping[Path, dict[str, Any]]) -> dict[int, str]:
+def _join_categories(contents: Mapping[Path, Annotations]) -> dict[Id, str]:
     """Return the name of each category id; all files must agree."""
-    names: dict[int, str] = {}
+    names: dict[Id, str] = {}
+    ids: dict[str, Id] = {}
     for path, content in contents.items():
-        _check_unique(path, "category", [entry["id"] for entry in content["categories"]])
-        for entry in content["categories"]:
-            number, name = entry["id"], str(entry["name"])
-            if names.setdefault(number, name) != name:
+        for entry in content.categories:
+            name, number = names.setdefault(entry.id, entry.name), ids.setdefault(entry.name, entry.id)
+            if (name, number) != (entry.name, entry.id):
+                other = f"{entry.id} '{name}'" if name != entry.name else f"{number} '{entry.name}'"
                 raise UserError(
-                    f"{path}: category {number} is '{name}', but in another file it is '{names[number]}'. Give "
-                    "each category the same id in all files."
+                    f"{path}: category {entry.id} is '{entry.name}', but in another file it is {other}. Give each "
+                    "category the same id and the same name in all files."
                 )
+        refuse_mixed_categories(path, names)
     return names
 
 
 def _read_images(
     raw: Path,
     file: AnnotationFile,
-    content: dict[str, Any],
-    label_of: Mapping[int, int],
-    names: Mapping[int, str],
+    content: Annotations,
+    label_of: Mapping[Id, int],
     rules: PackingSettings,
     counts: Counter[str],
 ) -> Iterator[AnnotatedImage]:
-    path, images = file.path, content["images"]
-    _check_unique(path, "image", [entry["id"] for entry in images])
-    _check_unique(path, "annotation", [entry["id"] for entry in content["annotations"]])
-    by_image: dict[int, list[dict[str, Any]]] = {entry["id"]: [] for entry in images}
-    for entry in content["annotations"]:
-        if entry["image_id"] not in by_image:
-            raise UserError(
-                f"{path}: annotation {entry['id']} refers to image {entry['image_id']}, which is not listed. "
-                "Add the image, or remove the annotation."
-            )
-        if entry["category_id"] not in label_of:
-            known = ", ".join(f"{i} {name}" for i, name in sorted(names.items())[:10])
-            raise UserError(
-                f"{path}: annotation {entry['id']} has category {entry['category_id']}, which is unknown. "
-                f"Known: {known}{' ...' * (len(names) > 10)}. Add it to the categories, or remove the annotation."
-            )
-        by_image[entry["image_id"]].append(entry)
+    path, images, objects = file.path, content.images, content.group_objects()
     folders = list_image_folders(raw, file)
-    found = {str(entry["file_name"]): find_image(folders, str(entry["file_name"])) for entry in images}
+    found = {entry.file_name: find_image(raw, folders, entry.file_name, where=str(path)) for entry in images}
     if found and not any(found.values()):
         raise _describe_missing_images(raw, file, list(found), folders)
-    for entry in sorted(images, key=lambda image: str(image["file_name"])):
-        width, height = int(entry["width"]), int(entry["height"])
-        rows = list(_read_objects(path, by_image[entry["id"]], width, height, rules, counts))
+    for entry in sorted(images, key=lambda image: image.file_name):
+        rows = list(_read_objects(path, entry, objects[entry.id], rules, counts))
         table = np.array([row[:5] for row in rows], dtype=np.float64).reshape(-1, 5)
-        sequence = str(entry.get("sequence", entry["file_name"]))
-        size_px = scale_size((width, height), rules.scale)
-        factor = np.array([size_px[0] / width, size_px[1] / height])
+        sequence = entry.file_name if entry.sequence is None else str(entry.sequence)
+        size_px = scale_size(entry.size_px, rules.scale)
+        factor = np.array(size_px) / np.array(entry.size_px)
         yield AnnotatedImage(
-            name=str(entry["file_name"]),
-            path=found[str(entry["file_name"])],
+            name=entry.file_name,
+            path=found[entry.file_name],
             searched=tuple(folders),
             file=path.name,
-            image_id=int(entry["id"]),
+            image_id=entry.id,
             set=file.set if file.set in SETS else _assign_set(sequence, rules),
-            raw_px=(width, height),
+            raw_px=entry.size_px,
             size_px=size_px,
             boxes=table[:, :4] * np.tile(factor, 2),
             labels=np.array([label_of[row[5]] for row in rows], dtype=np.int64),
@@ -257,38 +228,37 @@ def scale_size(size_px: tuple[int, int], scale: float) -> tuple[int, int]:
 
 
 def _read_objects(
-    path: Path, entries: Iterable[dict[str, Any]], width: int, height: int, rules: PackingSettings, counts: Counter[str]
-) -> Iterator[tuple[float, float, float, float, float, int, bool]]:
+    path: Path,
+    image: ImageEntry,
+    entries: Iterable[tuple[str, ObjectEntry]],
+    rules: PackingSettings,
+    counts: Counter[str],
+) -> Iterator[tuple[float, float, float, float, float, Id, bool]]:
     """Yield x1, y1, x2, y2, area, category and crowd of each object, clipped to its image."""
-    for entry in entries:
-        try:
-            x, y, w, h = map(float, entry["bbox"])
-        except (TypeError, ValueError):
-            raise UserError(
-                f"{path}: annotation {entry['id']}, bbox {entry['bbox']}: expected four numbers, x, y, width, height."
-            ) from None
-        where = f"{path}: annotation {entry['id']}, bbox [{x:g}, {y:g}, {w:g}, {h:g}]"
-        if not all(math.isfinite(value) for value in (x, y, w, h)):
-            raise UserError(f"{where}: not finite. Expected x, y, width, height in pixels.")
+    width, height = image.size_px
+    for name, entry in entries:
+        x, y, w, h = entry.bbox
         outside = x >= width or y >= height or x + w <= 0 or y + h <= 0
         is_negative = w < 0 or h < 0
         if is_negative or (outside and min(w, h) > 0):
             if rules.outside == "skip":
-                counts["outside their image, or of negative size"] += 1
+                counts["were left out: outside their image, or of negative size"] += 1
                 continue
             place = f"it is outside its image of {width} x {height} pixels"
             raise UserError(
-                f"{where}: {'its width or height is negative' if is_negative else place}. Expected x, y, width, height "
+                f"{path}: {name}, bbox [{x:g}, {y:g}, {w:g}, {h:g}]: "
+                f"{'its width or height is negative' if is_negative else place}. Expected x, y, width, height "
                 "in pixels. Fix it, or leave such boxes out: packing.outside=skip"
             )
         x1, y1, x2, y2 = max(x, 0.0), max(y, 0.0), min(x + w, width), min(y + h, height)
         if min(x2 - x1, y2 - y1) * rules.scale < rules.side_min_px:
-            counts[f"with a side below {rules.side_min_px:g} px"] += 1
+            counts[f"were left out: a side is below {rules.side_min_px:g} px"] += 1
             continue
         clipped = (x1, y1, x2, y2) != (x, y, x + w, y + h)
-        counts["clipped"] += clipped
-        area = (x2 - x1) * (y2 - y1) if clipped else float(entry.get("area", w * h))
-        yield x1, y1, x2, y2, area, entry["category_id"], bool(entry.get("iscrowd", 0))
+        if clipped:
+            counts[CLIPPED] += 1
+        area = (x2 - x1) * (y2 - y1) if clipped or entry.area is None else entry.area
+        yield x1, y1, x2, y2, area, entry.category_id, entry.is_ignored
 
 
 def _assign_set(sequence: str, rules: PackingSettings) -> str:
@@ -298,15 +268,6 @@ def _assign_set(sequence: str, rules: PackingSettings) -> str:
     if share < rules.test_share:
         return "test"
     return "val" if share < rules.test_share + rules.val_share else "train"
-
-
-def _check_unique(path: Path, what: str, ids: list[Any]) -> None:
-    duplicates = [str(number) for number, count in Counter(ids).items() if count > 1]
-    if duplicates:
-        raise UserError(
-            f"{path}: {what} id {join_names(duplicates, most=5)} is used more than once. An id must name one {what}: "
-            "renumber them."
-        )
 
 
 def summarize_sets(collection: Collection) -> list[SetSummary]:

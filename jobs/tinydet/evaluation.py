@@ -53,7 +53,7 @@ def evaluate(
 
     `ap` is the mean over IoU 0.50 : 0.05 : 0.95 and the categories that have objects, `ap50` and `ap75` at one IoU,
     `ap_<size>` covers objects of that size, `ar_<n>` is the recall with n detections per image and category, and
-    `ap_<category>` is given for up to 20 categories. Images without objects count: every detection there is wrong.
+    `ap_category_<name>` is given for up to 20 categories. Images without objects count: every detection there is wrong.
 
     Args:
         truths, detections: of the same images, in the same order.
@@ -71,7 +71,7 @@ def evaluate(
     parts |= {f"ap_{name}": precision[..., number, -1] for number, name in enumerate(SIZES[areas], start=1)}
     parts |= {f"ar_{limit}": recall[..., 0, number] for number, limit in enumerate(limits)}
     if 1 < len(categories) <= 20:
-        parts |= {f"ap_{name}": overall[..., number] for number, name in enumerate(categories)}
+        parts |= {f"ap_category_{name}": overall[..., number] for number, name in enumerate(categories)}
     metrics = {}
     for name, values in parts.items():
         defined = values[values > -1]  # the evaluator writes -1 where there are no objects

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
 
-from trainyard.data.raw import list_files, stays_inside
+from trainyard.data.raw import find_listed, list_files
 from trainyard.errors import UserError
 
 SETS = ("train", "val", "test")
@@ -90,11 +90,10 @@ def list_image_folders(raw: Path, file: AnnotationFile) -> list[Path]:
     return [*folders, *shared]
 
 
-def find_image(folders: Sequence[Path], name: str) -> Path | None:
+def find_image(raw: Path, folders: Sequence[Path], name: str, *, where: str) -> Path | None:
     """Return the path of an image: in the first of these folders that has it, with or without the folders in its
-    name, and never outside of them."""
-    tails = dict.fromkeys((name, Path(name).name) if stays_inside(name) else (Path(name).name,))
-    return next((folder / tail for folder in folders for tail in tails if (folder / tail).is_file()), None)
+    name, and never outside of `raw`."""
+    return find_listed(raw, name, where=where, folders=folders, tails=True)
 
 
 def _check_names(paths: Sequence[Path]) -> None:

@@ -12,11 +12,11 @@ import numpy as np
 from loguru import logger
 from PIL import Image, ImageOps
 
-from trainyard.data.raw import list_files
+from trainyard.data.raw import IMAGES, list_files
 from trainyard.data.shards import BadRecord, Loaded, Ragged, Sample
 from trainyard.data.write_shard import open_image
 from trainyard.errors import UserError
-from trainyard.text import join_names
+from trainyard.text import align_columns, join_names
 
 from .coco import AnnotatedImage, read_collection, scale_size, summarize_sets
 from .config import Config, PackingSettings
@@ -24,7 +24,6 @@ from .layout import SETS
 from .synthesis import synthesize as synthesize
 
 ORIENTATION = 0x0112  # the EXIF tag; 1 is upright
-SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".tif", ".tiff")
 TRUTH = ("x1", "y1", "x2", "y2", "area", "label", "crowd")
 """Columns of the record `truth`: every object of a whole image, in its pixels. Only the first tile has rows."""
 
@@ -50,6 +49,23 @@ def samples(raw: Path, config: Config) -> Iterator[Sample]:
         UserError: the annotations are wrong, or a tile has more objects than `packing.objects_max`, if that is set.
     """
     yield from _make_samples(raw, read_collection(raw, config.packing).images, config.packing)
+
+
+def log_reading(raw: Path, config: Config) -> None:
+    """Log how five annotated images are read: their sets, sizes and first objects."""
+    collection = read_collection(raw, config.packing)
+    last = len(collection.images) - 1
+    rows = [["image", "set", "size", "objects", "the first: category at x1, y1, x2, y2"]]
+    for image in (collection.images[i] for i in sorted({n * last // 4 for n in range(5)})):
+        first = "-"
+        if len(image.boxes):
+            corners = ", ".join(f"{value:g}" for value in image.boxes[0].round(1))
+            first = f"{collection.categories[image.labels[0]]} at {corners}"
+        size = "{} x {}".format(*image.size_px)
+        rows.append([image.name, image.set, size, str(len(image.boxes)), first])
+    logger.info("{}: {} images. For example:", raw, len(collection.images))
+    for line in align_columns(rows, indent="  "):
+        logger.info("{}", line)
 
 
 def list_labelled(
@@ -133,6 +149,12 @@ def fit_artifacts(raw: Path, config: Config) -> dict[str, str]:
             counts.append(len(labels))
             sizes.append((tile.width, tile.height))
             sides += np.sqrt((boxes[:, 2:] - boxes[:, :2]).prod(axis=1)).tolist()
+    if not any(counts):
+        crowds = sum(int(image.crowd.sum()) for image in images)
+        raise UserError(
+            f"{raw}: no box is left to train on in {len(images)} images; {crowds} are crowds or to be ignored. "
+            f"{collection.lost or 'The annotations have no other.'}"
+        )
     width_px, height_px = np.mean(sizes, axis=0).tolist()
     names = zip(collection.category_ids, collection.categories, strict=True)
     objects = {
@@ -161,13 +183,13 @@ def splits(
 def unlabelled(raw: Path, config: Config, artifacts: Mapping[str, str]) -> Iterator[Sample]:
     """Yield every tile of every image file in a folder and its subfolders, for `trainyard predict`."""
     rule = config.packing
-    for path in list_files(raw, SUFFIXES):
+    for path in list_files(raw, IMAGES):
         name = str(path.relative_to(raw))
         try:
             with Image.open(path) as header:
                 upright = header.getexif().get(ORIENTATION, 1) < 5
                 raw_px = header.size if upright else header.size[::-1]
-        except OSError as error:
+        except Exception as error:  # Pillow's readers raise struct.error, IndexError and others for broken files
             raise UserError(f"{path}: not an image ({error}). Remove it from {raw}.") from None
         size_px = scale_size(raw_px, rule.scale)
         for tile in cut_tiles(size_px, side_px=rule.tile_px, overlap=rule.tile_overlap):

@@ -4,8 +4,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+from msgspec import Struct
+
+from trainyard.data.coco import CategoryEntry, Id
 from trainyard.errors import UserError
 from trainyard.files import parse_json, write_atomically
+from trainyard.foreign import read_json
 from trainyard.tables import read_table
 from trainyard.text import suggest_nearest
 
@@ -50,20 +54,21 @@ def write_results(table: Path, out: Path, annotations: Path) -> tuple[int, list[
     return len(found), [name for name in image_ids if name not in seen]
 
 
-def _read_ids(path: Path) -> tuple[dict[str, int], dict[str, int]]:
+class _Image(Struct):
+    id: Id
+    file_name: str
+
+
+class _Ids(Struct):
+    images: list[_Image]
+    categories: list[CategoryEntry]
+
+
+def _read_ids(path: Path) -> tuple[dict[str, Id], dict[str, Id]]:
     """Return the id of each file name and of each category name."""
-    try:
-        content = parse_json(path.read_bytes())
-        images = {str(entry["file_name"]): entry["id"] for entry in content["images"]}
-        categories = {str(entry["name"]): entry["id"] for entry in content["categories"]}
-        if {*map(type, [*images.values(), *categories.values()])} != {int}:
-            raise ValueError("an id is not a whole number")
-    except (OSError, LookupError, TypeError, ValueError) as error:
-        raise UserError(
-            f"{path}: has no COCO `images` with id and file_name, or no `categories` with id and name ({error}). Name "
-            "the annotations of this set: --annotations FILE.json"
-        ) from None
-    return images, categories
+    expected = "COCO's `images` with id and file_name, and `categories` with id and name: --annotations FILE.json"
+    content = read_json(path, _Ids, expected=expected)
+    return {one.file_name: one.id for one in content.images}, {one.name: one.id for one in content.categories}
 
 
 def _read_detections(table: Path, name: str, text: str) -> list[tuple[str, float, float, float, float, float]]:

@@ -77,8 +77,8 @@ def test_a_table_that_does_not_fit_the_annotations_is_refused(
     table = write_rows(tmp_path / "out.csv", {name: detections})
     with pytest.raises(UserError, match=message):
         run_verb("coco-results", table, tmp_path / "results.json", "--annotations", annotations)
-    annotations.write_text('{"images": [{"id": "5", "file_name": "0.png"}], "categories": []}')
-    with pytest.raises(UserError, match="an id is not a whole number"):
+    annotations.write_text('{"images": [{"id": null, "file_name": "0.png"}], "categories": []}')
+    with pytest.raises(UserError, match=r"images\[0\].id: expected int \| str, found null"):
         run_verb("coco-results", table, tmp_path / "results.json", "--annotations", annotations)
 
 

@@ -32,7 +32,14 @@ def perfect_rows(columns: dict[str, np.ndarray], ids: np.ndarray) -> tuple[dict[
         "label": np.stack([pad(labels, most) for _, _, labels in scenes]),
         "sample_id": ids,
     }
-    return rows, {"ap": 1.0, "ap50": 1.0, "ap_verytiny": 1.0, "ap_tiny": 1.0, "ap_car": 1.0, "ap_ball": 1.0}
+    return rows, {
+        "ap": 1.0,
+        "ap50": 1.0,
+        "ap_verytiny": 1.0,
+        "ap_tiny": 1.0,
+        "ap_category_car": 1.0,
+        "ap_category_ball": 1.0,
+    }
 
 
 @pytest.mark.parametrize(

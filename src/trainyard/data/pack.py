@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import h5py
 import numpy as np
+from loguru import logger
 
 from trainyard.data.hdf5 import open_hdf5, read_texts
 from trainyard.data.index import ARRAY, INDEX, RAGGED, read_index, seal_index
@@ -45,6 +46,8 @@ _MOST_SAMPLES = 2048  # in a shard, however small: what a kill loses of each wor
 _LISTED_AT_ONCE = 4096  # part of the digest that names packed data: another number would pack everything again
 _PROBE = 64  # samples that the mean size is estimated from
 _MAX_NAMED = 5  # bad files named in an error
+_CLASS_COLUMNS = ("label", "attack", "set")
+_MOST_CLASSES = 20  # that are worth a line
 JOURNAL = "packing.json"
 
 Progress = Callable[[int], object]
@@ -115,8 +118,9 @@ def pack(
     remove_partials(out)
     try:
         tasks = _plan_shards(itertools.chain(head, stream), out, count, skip_bad, meta, artifacts)
-        written = _write_all(tasks, _Journal(out), workers, isinstance(store, InputStore), progress, on_shard)
-        _refuse_bad(written, skip_bad)
+        tally = _Tally()
+        written = _write_all(tasks, _Journal(out), workers, isinstance(store, InputStore), progress, on_shard, tally)
+        _report_bad(written, skip_bad, tally)
         return _finish(out, written, meta, artifacts or {})
     except WorkerEnded as ended:
         raise PackError(_explain_end(ended.exit_code, workers, shard_mib)) from None
@@ -287,6 +291,36 @@ def _hash_journal(shards: dict[str, dict[str, Any]]) -> str:
     return hashlib.sha256(json.dumps(shards, sort_keys=True).encode()).hexdigest()
 
 
+class _Tally:
+    """Counts samples, and bad ones among them, by the classes that their listing states.
+
+    What is wrong with the samples of one class alone is what a model learns.
+    """
+
+    def __init__(self) -> None:
+        self._all: dict[str, Counter[str]] = {name: Counter() for name in _CLASS_COLUMNS}
+        self._bad: dict[str, Counter[str]] = {name: Counter() for name in _CLASS_COLUMNS}
+
+    def add(self, task: ShardTask, written: WrittenShard) -> None:
+        """Count the samples of a shard."""
+        bad = {key for key, _ in written.bad}
+        for sample in task.samples:
+            for name in _CLASS_COLUMNS:
+                if name in sample.columns:
+                    value = str(sample.columns[name])
+                    self._all[name][value] += 1
+                    self._bad[name][value] += sample.key in bad
+
+    def __str__(self) -> str:
+        """Return such as "Of label 0: 8 of 16, of label 1: 0 of 16."; "" without classes, or with a great many."""
+        lines = [
+            ", ".join(f"of {name} {value or '-'}: {self._bad[name][value]} of {total}" for value, total in found)
+            for name, counter in self._all.items()
+            if 1 < len(found := sorted(counter.items())) <= _MOST_CLASSES
+        ]
+        return "\n".join(f"O{line[1:]}." for line in lines)
+
+
 def _write_all(
     tasks: Iterator[ShardTask],
     journal: _Journal,
@@ -294,6 +328,7 @@ def _write_all(
     resizes: bool,
     progress: Progress,
     on_shard: Callable[[], None],
+    tally: _Tally,
 ) -> list[WrittenShard]:
     """Write the missing shards; return all shards in order."""
     written: list[WrittenShard] = []
@@ -305,29 +340,35 @@ def _write_all(
                 yield task
             else:
                 written.append(finished)
+                tally.add(task, finished)
                 progress(len(task.samples))
 
     with closing(write_shards(find_missing(), workers=workers, resizes=resizes, progress=progress)) as results:
         for task, shard in results:
             written.append(shard)
+            tally.add(task, shard)
             if shard.sha256:
                 journal.add(task, shard)
                 on_shard()
     return sorted(written, key=lambda shard: shard.path)
 
 
-def _refuse_bad(written: Sequence[WrittenShard], skip_bad: bool) -> None:
+def _report_bad(written: Sequence[WrittenShard], skip_bad: bool, tally: _Tally) -> None:
+    """Refuse bad samples, or log those that are left out: which, why, and how many of each class."""
     bad = [entry for shard in written for entry in shard.bad]
-    if bad and not skip_bad:
-        named = "".join(f"\n  {key}: {reason}" for key, reason in bad[:_MAX_NAMED])
-        more = f"\n  and {len(bad) - _MAX_NAMED} more" if len(bad) > _MAX_NAMED else ""
-        some_left = any(shard.count for shard in written)
-        raise PackError(
-            f"{len(bad)} of {sum(s.count + len(s.bad) for s in written)} raw samples cannot be read:{named}{more}\n"
-            + ("Repair or remove them, or leave them out: data.on_error=skip" if some_left else "Repair them.")
-        )
-    if not any(shard.count for shard in written):
+    some_left = any(shard.count for shard in written)
+    if not bad:
+        return
+    if skip_bad and not some_left:
         raise PackError(f"None of the {len(bad)} raw files can be read. The first: {bad[0][0]}: {bad[0][1]}")
+    named = "".join(f"\n  {key}: {reason}" for key, reason in bad[:_MAX_NAMED])
+    named += f"\n  and {len(bad) - _MAX_NAMED} more" if len(bad) > _MAX_NAMED else ""
+    count = f"{len(bad)} of {sum(shard.count + len(shard.bad) for shard in written)} raw samples"
+    classes = f"\n{tally}" if str(tally) else ""
+    if not skip_bad:
+        way_out = "Repair or remove them, or leave them out: data.on_error=skip" if some_left else "Repair them."
+        raise PackError(f"{count} cannot be read:{named}{classes}\n{way_out}")
+    logger.warning("{} are left out:{}{}", count, named, classes)
 
 
 def _finish(out: Path, written: Sequence[WrittenShard], meta: dict[str, Any], artifacts: Mapping[str, str]) -> ShardSet:

@@ -6,7 +6,7 @@ import itertools
 import json
 import os
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -18,18 +18,22 @@ from trainyard.config.compose import compose, find_differences
 from trainyard.config.families import load_family
 from trainyard.config.settings import JPEG, KEEP, StoreSettings, TrainConfig
 from trainyard.data.generator import hash_generator
-from trainyard.data.raw import list_once, recall_listing, remember_listing
+from trainyard.data.raw import describe_unread, list_once, recall_listing, remember_listing
 from trainyard.errors import UserError
 from trainyard.files import FlockRefused, exclusive_lock, remove_partial_folders, remove_partials
+from trainyard.foreign import remember_reads
 from trainyard.hardware import count_cores
-from trainyard.text import join_names
+from trainyard.text import align_columns, cut, join_names
 
 if TYPE_CHECKING:
     from trainyard.data.index import Index
     from trainyard.data.pack import Listing
+    from trainyard.data.shards import Sample
 
 OFF = "none"
 _MOST_NAMED = 5  # damaged records
+_EXAMPLES = 5
+_CELL = 24  # characters of a value in an example
 _LISTED = 1000  # entries of a folder that are looked at to say what is in it
 
 
@@ -62,19 +66,30 @@ def pack_raw(
     """
     from tqdm import tqdm
 
+    from trainyard.data.copies import describe_copies
     from trainyard.data.index import IMAGE
     from trainyard.data.pack import pack
 
     _require_folder(raw)
     family = load_family(jobs_dir, config.family, "pack")
     written = 0
-    with list_once() as listed:
-        listing, named = _list_raw(config, raw, jobs_dir)
+    with list_once() as listed, remember_reads() as read:
+        seen = _Seen(read)
+        listing, named = _list_raw(config, raw, jobs_dir, seen)
         if not listing.samples:
             raise UserError(f"{raw}: {explain_no_sample(raw, config, jobs_dir)} Name another folder: data.path=FOLDER")
         folder = out or named
         if hasattr(family, "log_reading"):
             family.log_reading(raw, config)
+        else:
+            logger.info("{}: {} samples. For example:", raw, listing.samples)
+            for line in seen.describe_examples():
+                logger.info("{}", line)
+        media, other = describe_unread(raw, seen.is_read)
+        if media:
+            logger.warning("{}: not read: {}", raw, media)
+        if other:
+            logger.info("{}: not read, because they hold no samples: {}", raw, other)
 
         def progress(samples: int) -> None:
             bar.update(samples)
@@ -111,6 +126,8 @@ def pack_raw(
                     logger.info("{}: {}", folder, loss.describe())
     skipped = f", {data.skipped} unreadable left out" if data.skipped else ""
     logger.info("packed {}: {} samples in {} shards{}", folder, data.count, len(data.shards), skipped)
+    for warning in describe_copies(data, lambda: family.splits(data.columns, data.vocabulary, config)):
+        logger.warning("{}: {}", folder, warning)
     if written and IMAGE in data.records and isinstance(getattr(config, "packing", None), StoreSettings):
         from trainyard.data.reading_rate import describe_reading
 
@@ -355,12 +372,49 @@ def _lock_folder(folder: Path) -> Iterator[None]:
         ) from None
 
 
-def _list_raw(config: TrainConfig, raw: Path, jobs_dir: Path) -> "tuple[Listing, Path]":
+class _Seen:
+    """What a listing came across, to tell people how a folder is read.
+
+    Args:
+        read: the tables and texts that were read.
+    """
+
+    def __init__(self, read: Set[Path]) -> None:
+        self._read, self._sources = read, set[int]()
+        self._kept: list[Sample] = []
+        self._step = 1
+
+    def watch(self, samples: "Iterable[Sample]") -> "Iterator[Sample]":
+        """Yield samples; keep evenly spaced ones, however many there are."""
+        for number, sample in enumerate(samples):
+            if sample.source is not None:
+                self._sources.add(hash(sample.source))
+            if number % self._step == 0:
+                self._kept.append(sample)
+            if len(self._kept) > 8 * _EXAMPLES:
+                self._kept, self._step = self._kept[::2], 2 * self._step
+            yield sample
+
+    def is_read(self, path: Path) -> bool:
+        """Return whether a file is a table that was read, or a sample's raw file."""
+        return path in self._read or hash(path) in self._sources
+
+    def describe_examples(self) -> list[str]:
+        """Return a table of five samples: their names, and what the listing says of each."""
+        last = len(self._kept) - 1
+        examples = [self._kept[i] for i in sorted({i * last // (_EXAMPLES - 1) for i in range(_EXAMPLES)})]
+        names = list(dict.fromkeys(name for sample in examples for name in sample.columns))
+        rows = [[cut(str(s.columns.get(name, "")) or "-", _CELL) for name in names] for s in examples]
+        table = [["sample", *names], *([sample.key, *row] for sample, row in zip(examples, rows, strict=True))]
+        return align_columns(table, indent="  ")
+
+
+def _list_raw(config: TrainConfig, raw: Path, jobs_dir: Path, seen: "_Seen | None" = None) -> "tuple[Listing, Path]":
     """List a folder of raw files; return also the folder under `data.cache` that they are packed to."""
     from trainyard.data.pack import read_listing
 
     samples = load_family(jobs_dir, config.family, "pack").samples(raw, config)
-    listing = read_listing(samples, build_meta(config))
+    listing = read_listing(samples if seen is None else seen.watch(samples), build_meta(config))
     return listing, Path(config.data.cache) / f"{config.family}-{listing.digest[:12]}"
 
 

@@ -3,7 +3,8 @@
 import os
 import shlex
 import stat
-from collections.abc import Collection, Iterable, Iterator, Sequence
+import unicodedata
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -14,10 +15,45 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from trainyard.errors import UserError
 from trainyard.files import parse_json, read_file, write_json
+from trainyard.text import join_names
 
 if TYPE_CHECKING:
     from trainyard.data.shards import Sample
 
+
+IMAGES = frozenset(
+    (
+        ".jpg",
+        ".jpeg",
+        ".jpe",
+        ".jfif",
+        ".png",
+        ".bmp",
+        ".tif",
+        ".tiff",
+        ".webp",
+        ".gif",
+        ".avif",
+        ".jp2",
+        ".j2k",
+        ".jpx",
+    )
+    + (".pgm", ".ppm", ".pbm", ".pnm")
+)
+"""Endings of the images that Pillow reads."""
+
+SOUNDS = frozenset(
+    (".wav", ".flac", ".ogg", ".oga", ".opus", ".mp3", ".aif", ".aiff", ".aifc", ".au", ".snd", ".caf", ".w64", ".sph")
+)
+"""Endings of the recordings that libsndfile reads."""
+
+_MEDIA = (
+    *(*IMAGES, *SOUNDS, ".raw", ".heic", ".heif", ".dcm", ".wsq", ".eft", ".an2", ".nist", ".m4a", ".aac", ".wma"),
+    *(".amr", ".mp4", ".avi", ".mov", ".mkv", ".webm", ".npy", ".zip", ".tar", ".gz", ".tgz", ".7z", ".rar"),
+)
+"""Endings of files that may hold samples: a warning names those that are not read."""
+
+_MOST_NAMED = 3
 
 _THREADS = 16  # that wait for a file system at the same time
 _FILES_PER_TASK = 32
@@ -115,10 +151,90 @@ def list_files(folder: Path, suffixes: Collection[str], *, depth: int | None = N
     return sorted(found)
 
 
-def stays_inside(name: str) -> bool:
-    """Return whether a path that a file names leads nowhere outside the folder to which it is joined, links aside."""
-    path = Path(os.path.normpath(name))
-    return not path.is_absolute() and os.pardir not in path.parts
+def find_listed(raw: Path, name: str, *, where: str, folders: Sequence[Path] = (), tails: bool = False) -> Path | None:
+    """Return the file that a table or an annotation file names; None if it is missing.
+
+    A name is relative to one of `folders`, or absolute. An absolute one outside of `raw` comes from another machine,
+    and means its longest tail that exists. Composed and decomposed letters are the same: a Mac writes accents the other
+    way round.
+
+    Args:
+        where: the place of the name, for the error.
+        folders: in the order of the search, all inside `raw`; none: `raw` alone.
+        tails: whether every name means its longest tail that exists.
+
+    Raises:
+        UserError: the name leads to a file outside of `raw`, and no tail of it is in `raw`. Links in `raw` may lead
+            anywhere.
+    """
+    root, folders = raw.absolute(), folders or (raw,)
+    full = [Path(os.path.normpath(folder.absolute() / name)) for folder in folders if "\0" not in name]
+    inside = [path.relative_to(root) for path in full if path.is_relative_to(root)]
+    for path in inside:
+        if (found := find_file(raw, path.parts)) is not None:
+            return found
+    is_foreign = not inside and Path(name).is_absolute()
+    parts = [part for part in Path(name).parts if part not in ("/", "//", os.pardir)]
+    for folder in folders if full and (tails or is_foreign) else ():
+        for start in range(len(parts)):
+            if (found := find_file(folder, parts[start:])) is not None:
+                return found
+    if inside or not any(path.is_file() for path in full):
+        return None
+    raise UserError(f"{where}: {name!a} is outside of {raw}. Move the file into it, and name it from there.")
+
+
+def find_file(folder: Path, parts: Sequence[str]) -> Path | None:
+    """Return the file of this name in a folder, however its accents are composed; None if there is none.
+
+    Raises:
+        UserError: several files have the name, if composed and decomposed letters are the same.
+    """
+    path = folder.joinpath(*parts)
+    if path.is_file():
+        return path
+    if all(part.isascii() for part in parts):
+        return None
+    found = [folder]
+    for part in parts:
+        same = unicodedata.normalize("NFC", part)
+        entries = [(one, entry.name) for one in found if one.is_dir() for entry in list_folder(one)]
+        found = [one / name for one, name in entries if unicodedata.normalize("NFC", name) == same]
+    found = [one for one in found if one.is_file()]
+    if len(found) > 1:
+        raise UserError(f"{found[0]} and {found[1]}: two spellings of one name. Rename one of them.")
+    return found[0] if found else None
+
+
+def describe_unread(raw: Path, is_read: Callable[[Path], bool]) -> tuple[str, str]:
+    """Return which files below a folder are not read, for people: those that may hold samples, and the others."""
+    paths = [path for path in _walk(raw, {_identify(raw)}) if not is_read(path)]
+    media = [path.suffix.lower() in _MEDIA for path in paths]
+    names = [str(path.relative_to(raw)) for path in paths]
+    return tuple(  # type: ignore[return-value]  # two
+        count_by_suffix(name for name, one in zip(names, media, strict=True) if one is wanted)
+        for wanted in (True, False)
+    )
+
+
+def count_by_suffix(paths: Iterable[str]) -> str:
+    """Return such as "2 .raw (a.raw, b.raw), 1 .txt (notes.txt)"."""
+    by_suffix: dict[str, list[str]] = {}
+    for path in paths:
+        by_suffix.setdefault(Path(path).suffix.lower() or "without ending", []).append(path)
+    return ", ".join(
+        f"{len(found)} {suffix} ({join_names(found, most=_MOST_NAMED)})" for suffix, found in sorted(by_suffix.items())
+    )
+
+
+def _walk(folder: Path, outer: Set[tuple[int, int]]) -> Iterator[Path]:
+    """Yield all files; a folder that a link makes contain itself is not entered again."""
+    for entry in list_folder(folder):
+        path = folder / entry.name
+        if not entry.is_folder:
+            yield path
+        elif (identity := _identify(path)) not in outer:
+            yield from _walk(path, outer | {identity})
 
 
 def check_sources(samples: "Iterable[Sample]") -> "Iterator[tuple[Sample, os.stat_result | None]]":

@@ -4,6 +4,9 @@ import hashlib
 import io
 import mmap
 import os
+import struct
+import traceback
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +15,7 @@ from typing import Any
 import crc32c
 import h5py
 import numpy as np
+import simplejpeg
 import soundfile
 from h5py import h5d, h5p, h5s, h5t
 from PIL import Image, ImageOps, UnidentifiedImageError
@@ -24,6 +28,17 @@ from trainyard.errors import UserError
 from trainyard.files import DISK_FULL, FORMATS, PACKED_DATA, open_atomically
 
 _ORIENTATION = 0x0112  # the EXIF tag; 1 is upright
+_JPEG_END = b"\xff\xd9"
+_PNG_CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}  # by colour type
+_ADAM7 = (
+    (0, 0, 8, 8),
+    (4, 0, 8, 8),
+    (0, 4, 4, 8),
+    (2, 0, 4, 4),
+    (0, 2, 2, 4),
+    (1, 0, 2, 2),
+    (0, 1, 1, 2),
+)  # x, y, steps
 _MAP_BYTES = 8 << 20  # of the memory that records are copied to
 _FORMAT = {"libver": "v110", "alignment_threshold": 1, "alignment_interval": 4096}
 
@@ -120,9 +135,41 @@ def open_image(data: bytes) -> Image.Image:
         image.getexif()
     except UnidentifiedImageError:
         raise BadRecord("the file is not an image, whatever its name says") from None
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # what Pillow raises if broken
-        raise BadRecord(f"the image cannot be decoded: {error}") from None
+    except (MemoryError, BadRecord):
+        raise
+    except Exception as error:  # Pillow's readers raise struct.error, IndexError and others for broken files
+        raise BadRecord(f"the image cannot be decoded: {error or type(error).__name__}") from None
+    if image.format == "PNG":
+        _check_png(data)
+    elif image.format == "JPEG":
+        _check_jpeg(data)
     return image
+
+
+def _check_jpeg(data: bytes) -> None:
+    """Refuse a JPEG whose data end before the picture does: libjpeg fills the rest with gray and only warns."""
+    ended = data if data.endswith(_JPEG_END) else data.rstrip(b"\0").removesuffix(_JPEG_END) + _JPEG_END
+    try:
+        simplejpeg.decode_jpeg(ended, "GRAY", fastdct=True, strict=True)
+    except ValueError as error:  # other warnings are of files that are whole
+        if "premature end" in str(error).lower():
+            raise BadRecord("truncated: its data end before the picture does") from None
+
+
+def _check_png(data: bytes) -> None:
+    """Refuse a PNG whose compressed rows end before the picture does: Pillow leaves the rest black."""
+    width, height, depth, colour, _, _, interlaced = struct.unpack_from(">IIBBBBB", data, 16)
+    bits, at, rows, found = depth * _PNG_CHANNELS[colour], 8, zlib.decompressobj(), 0
+    grids = _ADAM7 if interlaced else ((0, 0, 1, 1),)
+    sizes = ((-((x - width) // step_x), -((y - height) // step_y)) for x, y, step_x, step_y in grids)
+    expected = sum(high * (1 + (wide * bits + 7) // 8) for wide, high in sizes if wide > 0 and high > 0)
+    while at + 8 <= len(data) and found < expected:
+        size, kind = struct.unpack_from(">I4s", data, at)
+        if kind == b"IDAT":
+            found += len(rows.decompress(data[at + 8 : at + 8 + size], expected - found))
+        at += 12 + size
+    if found < expected:
+        raise BadRecord("truncated: its data end before the picture does")
 
 
 def read_image(path: Path) -> tuple[bytes, Image.Image]:
@@ -158,16 +205,24 @@ def write_shard(task: ShardTask, *, on_sample: Callable[[], object]) -> WrittenS
         try:
             loaded = sample.load() if task.artifacts is None else sample.load(task.artifacts)
             measured = _measure({**sample.columns, **loaded, KEY: sample.key}, task.store)
-        except (BadRecord, OSError) as error:
-            if isinstance(error, OSError) and error.errno in DISK_FULL:
+        except Exception as error:
+            if isinstance(error, UserError | MemoryError) or getattr(error, "errno", None) in DISK_FULL:
                 raise
-            bad.append((sample.key, str(error) or type(error).__name__))
+            bad.append((sample.key, _describe_error(error)))
         else:
             rows.append({name: _join(blobs, name, value) for name, value in measured.items()})
         on_sample()
     if bad and not task.skip_bad:
         return WrittenShard(task.path, "", len(rows), bad)
     return WrittenShard(task.path, _write_file(task.path, rows), len(rows), bad)
+
+
+def _describe_error(error: Exception) -> str:
+    """Say why a sample is bad; of an error that no loader expects also the place in the code."""
+    if isinstance(error, BadRecord | OSError):
+        return str(error) or type(error).__name__
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})"
 
 
 def _join(blobs: dict[str, _JoinedBlobs], name: str, value: _Value | _Blob) -> _Value | _JoinedBlobs:

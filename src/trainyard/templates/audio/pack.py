@@ -10,18 +10,18 @@ import numpy as np
 import soundfile
 
 from trainyard.data.labelled import LabelledFile, assign_sets, find_class, find_sets, list_labelled_files
-from trainyard.data.raw import list_files
+from trainyard.data.raw import SOUNDS, list_files
 from trainyard.data.shards import Audio, BadRecord, Loaded, Sample
+from trainyard.data.sounds import convert_to_pcm, read_sound
 
 from .config import Config
 
-SUFFIXES = {".wav", ".flac", ".ogg", ".mp3"}
 CLASSES = "classes"
 
 
 def fit_artifacts(raw: Path, config: Config) -> Mapping[str, str]:
     """Return the names of the classes, a JSON list: the model needs them where no data set is at hand."""
-    return {CLASSES: json.dumps(sorted({file.label for file in list_labelled_files(raw, SUFFIXES)}))}
+    return {CLASSES: json.dumps(sorted({file.label for file in list_labelled_files(raw, SOUNDS)}))}
 
 
 def samples(raw: Path, config: Config) -> Iterator[Sample]:
@@ -29,7 +29,7 @@ def samples(raw: Path, config: Config) -> Iterator[Sample]:
 
     Record: `wave`. Columns: `label`, the number of its class, and `set` (text).
     """
-    files = list_labelled_files(raw, SUFFIXES)
+    files = list_labelled_files(raw, SOUNDS)
     labels, stated = {file.key: file.label for file in files}, {file.key: file.set for file in files}
     sets = assign_sets(labels, config.packing, stated=stated)
     yield from _make_samples(files, sorted({file.label for file in files}), sets, config)
@@ -39,7 +39,7 @@ def list_labelled(
     raw: Path, config: Config, artifacts: Mapping[str, str]
 ) -> tuple[Iterator[Sample], Mapping[str, str]]:
     """Return the samples of a labelled folder to evaluate, all in "test", and the artifacts of the run."""
-    files = list_labelled_files(raw, SUFFIXES)
+    files = list_labelled_files(raw, SOUNDS)
     classes, sets = json.loads(artifacts[CLASSES]), {file.key: "test" for file in files}
     return _make_samples(files, classes, sets, config), artifacts
 
@@ -58,7 +58,7 @@ def _make_samples(
 
 def unlabelled(raw: Path, config: Config, artifacts: Mapping[str, str]) -> Iterator[Sample]:
     """Yield every recording in a folder and below it, or the file `raw` itself."""
-    for path in [raw] if raw.is_file() else list_files(raw, SUFFIXES):
+    for path in [raw] if raw.is_file() else list_files(raw, SOUNDS):
         key = raw.name if path == raw else path.relative_to(raw).as_posix()
         yield Sample(key, _choose_loader(path, config), source=path)
 
@@ -73,12 +73,8 @@ def load(path: Path, artifacts: Mapping[str, str] | None = None, *, rate_hz: int
     Raises:
         BadRecord: it is not a complete recording, or has several channels, unless they are to be mixed.
     """
-    try:
-        frames, own_hz = soundfile.read(path, dtype="float64", always_2d=True)
-    except soundfile.LibsndfileError as error:
-        raise BadRecord(f"the recording cannot be decoded: {error.error_string}") from None
-    if not len(frames):
-        raise BadRecord("the recording is empty")
+    sound = read_sound(path)
+    frames, own_hz = sound.frames / 32768 if sound.frames.dtype == np.int16 else sound.frames, sound.rate_hz
     if frames.shape[1] > 1 and not mix:
         raise BadRecord(f"{frames.shape[1]} channels, expected one. Mix them: packing.stereo=mix")
     divisor = math.gcd(own_hz, rate_hz)
@@ -87,7 +83,7 @@ def load(path: Path, artifacts: Mapping[str, str] | None = None, *, rate_hz: int
         from scipy.signal import resample_poly  # type: ignore[import-untyped]  # here: it loads for seconds
 
         wave = resample_poly(wave, rate_hz // divisor, own_hz // divisor)
-    return {"wave": Audio((wave * 32767).clip(-32768, 32767).round().astype(np.int16))}
+    return {"wave": Audio(convert_to_pcm(wave))}
 
 
 def splits(

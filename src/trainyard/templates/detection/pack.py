@@ -5,20 +5,19 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from PIL import Image
 
+from trainyard.data.coco import explain_lost_boxes, read_annotations
 from trainyard.data.labelled import SETS, assign_sets, find_sets
-from trainyard.data.raw import list_files, stays_inside
+from trainyard.data.raw import IMAGES, find_listed, list_files
 from trainyard.data.shards import BadRecord, Loaded, Ragged, Sample
 from trainyard.data.write_shard import read_image
 from trainyard.errors import UserError
 
 from .config import Config
 
-SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff"}
 CATEGORIES = "categories"
 _SIDE_PX = 64  # of a generated image
 
@@ -36,8 +35,17 @@ class Listed:
 
 
 def fit_artifacts(raw: Path, config: Config) -> Mapping[str, str]:
-    """Return the names of the categories, a JSON list."""
-    return {CATEGORIES: json.dumps(sorted({name for image in list_images(raw) for name in image.categories}))}
+    """Return the names of the categories, a JSON list.
+
+    Raises:
+        UserError: no box that is to train has sides of a pixel or more.
+    """
+    images = list_images(raw)
+    boxes = [box for image in images if image.set in ("", "train") for box in image.boxes]
+    if not any(x1 - x0 >= 1 and y1 - y0 >= 1 for x0, y0, x1, y1 in boxes):
+        reason = explain_lost_boxes([(x0, y0, x1 - x0, y1 - y0) for x0, y0, x1, y1 in boxes])
+        raise UserError(f"{raw}: none of {len(boxes)} boxes to train on has sides of a pixel or more.{reason}")
+    return {CATEGORIES: json.dumps(sorted({name for image in images for name in image.categories}))}
 
 
 def samples(raw: Path, config: Config) -> Iterator[Sample]:
@@ -69,7 +77,7 @@ def list_labelled(
 
 def unlabelled(raw: Path, config: Config, artifacts: Mapping[str, str]) -> Iterator[Sample]:
     """Yield every image in a folder and below it, or the file `raw` itself."""
-    for path in [raw] if raw.is_file() else list_files(raw, SUFFIXES):
+    for path in [raw] if raw.is_file() else list_files(raw, IMAGES):
         key = raw.name if path == raw else path.relative_to(raw).as_posix()
         yield Sample(key, partial(load_alone, path), source=path)
 
@@ -138,36 +146,14 @@ def list_images(raw: Path) -> list[Listed]:
 
 
 def _read_annotations(raw: Path, path: Path, set_name: str) -> Iterator[Listed]:
-    try:
-        content: Any = json.loads(path.read_text(encoding="utf-8"))
-        names = {entry["id"]: str(entry["name"]) for entry in content["categories"]}
-        boxes: dict[Any, list[tuple[float, float, float, float]]] = {}
-        labels: dict[Any, list[str]] = {}
-        for entry in content["annotations"]:
-            if entry.get("iscrowd"):
-                continue
-            x, y, width, height = map(float, entry["bbox"])
-            boxes.setdefault(entry["image_id"], []).append((x, y, x + width, y + height))
-            labels.setdefault(entry["image_id"], []).append(names[entry["category_id"]])
-        images = [
-            (entry["id"], str(entry["file_name"]), (int(entry["width"]), int(entry["height"])))
-            for entry in content["images"]
-        ]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(
-            f"{path}: not in COCO's format ({type(error).__name__}: {error}). Expected images with id, file_name, "
-            "width and height, annotations with image_id, category_id and bbox [x, y, width, height], and categories."
-        ) from None
-    for number, name, size_px in images:
-        place = _find_image(raw, name)
-        yield Listed(name, place, size_px, set_name, tuple(boxes.get(number, ())), tuple(labels.get(number, ())))
-
-
-def _find_image(raw: Path, name: str) -> Path:
-    """Return where an image is: in the folder, or in its `images/`; never outside of it."""
-    if not stays_inside(name):
-        raise UserError(f"{raw}: the image '{name}' is outside of this folder. Move it into it.")
-    return next((p for p in (raw / name, raw / "images" / name) if p.is_file()), raw / name)
+    content = read_annotations(path)
+    names, objects = {one.id: one.name for one in content.categories}, content.group_objects()
+    for image in content.images:
+        place = find_listed(raw, image.file_name, where=str(path), folders=(raw, raw / "images"))
+        kept = [entry for _, entry in objects[image.id] if not entry.is_ignored]
+        boxes = tuple((x, y, x + width, y + height) for x, y, width, height in (entry.bbox for entry in kept))
+        labels = tuple(names[entry.category_id] for entry in kept)
+        yield Listed(image.file_name, place or raw / image.file_name, image.size_px, set_name, boxes, labels)
 
 
 def draw_scene(number: int) -> tuple[np.ndarray, list[tuple[int, int, int, int]], list[str]]:

@@ -9,19 +9,18 @@ import numpy as np
 from PIL import Image
 
 from trainyard.data.labelled import LabelledFile, assign_sets, find_class, find_sets, list_labelled_files
-from trainyard.data.raw import list_files
+from trainyard.data.raw import IMAGES, list_files
 from trainyard.data.shards import Loaded, Sample
 from trainyard.data.write_shard import read_image
 
 from .config import Config
 
-SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff"}
 CLASSES = "classes"
 
 
 def fit_artifacts(raw: Path, config: Config) -> Mapping[str, str]:
     """Return the names of the classes, a JSON list: the model needs them where no data set is at hand."""
-    return {CLASSES: json.dumps(sorted({file.label for file in list_labelled_files(raw, SUFFIXES)}))}
+    return {CLASSES: json.dumps(sorted({file.label for file in list_labelled_files(raw, IMAGES)}))}
 
 
 def samples(raw: Path, config: Config) -> Iterator[Sample]:
@@ -29,7 +28,7 @@ def samples(raw: Path, config: Config) -> Iterator[Sample]:
 
     Record: `image`. Columns: `label`, the number of its class, and `set` (text).
     """
-    files = list_labelled_files(raw, SUFFIXES)
+    files = list_labelled_files(raw, IMAGES)
     labels, stated = {file.key: file.label for file in files}, {file.key: file.set for file in files}
     sets = assign_sets(labels, config.packing, stated=stated)
     yield from _make_samples(files, sorted({file.label for file in files}), sets)
@@ -39,7 +38,7 @@ def list_labelled(
     raw: Path, config: Config, artifacts: Mapping[str, str]
 ) -> tuple[Iterator[Sample], Mapping[str, str]]:
     """Return the samples of a labelled folder to evaluate, all in "test", and the artifacts of the run."""
-    files = list_labelled_files(raw, SUFFIXES)
+    files = list_labelled_files(raw, IMAGES)
     return _make_samples(files, json.loads(artifacts[CLASSES]), {file.key: "test" for file in files}), artifacts
 
 
@@ -55,7 +54,7 @@ def _make_samples(files: Sequence[LabelledFile], classes: Sequence[str], sets: M
 
 def unlabelled(raw: Path, config: Config, artifacts: Mapping[str, str]) -> Iterator[Sample]:
     """Yield every image in a folder and below it, or the file `raw` itself."""
-    for path in [raw] if raw.is_file() else list_files(raw, SUFFIXES):
+    for path in [raw] if raw.is_file() else list_files(raw, IMAGES):
         key = raw.name if path == raw else path.relative_to(raw).as_posix()
         yield Sample(key, partial(load, path), source=path)
 

@@ -1,0 +1,180 @@
+"""Reads the texts, tables and JSON files that other people and programs wrote, in one way for every family."""
+
+import csv
+import io
+import json
+import re
+import shlex
+import sys
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import TypeVar
+
+from trainyard.errors import UserError
+from trainyard.files import parse_json
+from trainyard.text import suggest_nearest
+
+DELIMITERS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "vertical bars"}
+T = TypeVar("T")
+
+_read: ContextVar[set[Path] | None] = ContextVar("_read", default=None)
+
+
+@contextmanager
+def remember_reads() -> Iterator[set[Path]]:
+    """Yield the set of files that are read within the block, which grows as they are."""
+    read = set[Path]()
+    token = _read.set(read)
+    try:
+        yield read
+    finally:
+        _read.reset(token)
+
+
+def note_read(path: Path) -> None:
+    """Say that a file is read, for `remember_reads`."""
+    if (read := _read.get()) is not None:
+        read.add(path)
+
+
+def read_text(path: Path) -> str:
+    """Read a file in UTF-8, with or without a byte order mark, its line ends as they are.
+
+    Raises:
+        UserError: it is missing or not UTF-8.
+    """
+    note_read(path)
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}).") from None
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        encoding = "utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "cp1252"
+        line = data.count(b"\n", 0, error.start) + 1
+        name, utf8 = shlex.quote(str(path)), shlex.quote(f"{path}.utf8")
+        raise UserError(
+            f"{path}, line {line}: expected UTF-8, found the byte {data[error.start]:#04x}. If it is {encoding}, "
+            f"convert it: iconv -f {encoding} -t utf-8 {name} > {utf8} && mv {utf8} {name}"
+        ) from None
+
+
+def read_lines(path: Path) -> list[tuple[int, str]]:
+    """Return the lines of a text that are not blank, each with its number from 1."""
+    lines = enumerate(re.split(r"\r\n|\r|\n", read_text(path)), 1)
+    return [(number, line) for number, line in lines if line.strip()]
+
+
+def read_json(path: Path, kind: type[T], *, expected: str) -> T:
+    """Read JSON, and check every value against a type: nothing is converted, and what no field asks for is ignored.
+
+    Args:
+        kind: a type for `msgspec`.
+        expected: what the file should contain, for the errors.
+
+    Raises:
+        UserError: it is not JSON, or a value has another type; the message names its place in the file.
+    """
+    import msgspec  # here: whoever submits a job reads no JSON of others
+
+    text = read_text(path)
+    try:
+        try:
+            return msgspec.json.decode(text, type=kind)
+        except msgspec.ValidationError:
+            raise
+        except msgspec.DecodeError:  # broken, or NaN, which Python writes and JSON has not
+            content = parse_json(text.encode())
+            json.dumps(content, ensure_ascii=False).encode()  # half a surrogate pair could not be stored
+            return msgspec.convert(content, kind)
+    except msgspec.ValidationError as error:
+        what, _, place = str(error).replace("`", "").partition(" - at $")
+        what = what.replace("Object missing required field", "has no").replace(", got ", ", found ")
+        what = what.replace("Expected", "expected")
+        raise UserError(f"{path}: {place.lstrip('.') or 'the content'}: {what}. Expected: {expected}.") from None
+    except ValueError as error:
+        raise UserError(f"{path}: not JSON ({error}). Expected: {expected}.") from None
+
+
+def read_rows(
+    path: Path,
+    *,
+    columns: Collection[str] = (),
+    further: Collection[str] | None = None,
+    describe_missing: Callable[[Sequence[str], str], str] | None = None,
+    lower: bool = False,
+) -> Iterator[tuple[int, dict[str, str]]]:
+    """Yield each row of a table, as text by column, with the number of the line on which it ends; skips empty lines.
+
+    Columns are separated by what gives a header with all of `columns`: commas, semicolons, tabs or vertical bars. Names
+    of columns have no spaces around them; cells are as written. Quoted cells may contain line breaks and delimiters.
+
+    Args:
+        columns: that must be there.
+        further: that may be there, and no others; None: any.
+        describe_missing: makes the error's text of the names that are there and their delimiter, "" if there is none.
+        lower: whether names of columns count in lower case.
+
+    Raises:
+        UserError: as for `read_text`; a column is missing, or two have its name; quotes are broken; or a row has more
+            or fewer cells than the header.
+    """
+    csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # a description may exceed csv's default of 128 KiB
+    text, line = read_text(path), 0
+    try:
+        clean = str.lower if lower else str
+        delimiter = _find_delimiter(text, path, columns, describe_missing, clean)
+        reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+        names, line = [clean(name.strip()) for name in next(reader, [])], reader.line_num
+        if further is not None and (unknown := [name for name in names if name not in {*columns, *further}]):
+            raise UserError(
+                f"{path}, line 1: expected the columns {', '.join(columns)}, and maybe {', '.join(further)}; found "
+                f"'{unknown[0]}'.{suggest_nearest(unknown[0], [*columns, *further])} Rename or remove the column."
+            )
+        for cells in reader:
+            line = reader.line_num
+            if len(cells) == len(names):
+                yield line, dict(zip(names, cells, strict=True))
+            elif cells:
+                raise UserError(
+                    f"{path}, line {line}: {len(cells)} cells, the header has {len(names)}. Quote texts that contain "
+                    f"{DELIMITERS[delimiter]} or line breaks, and double the quotes within them."
+                )
+    except csv.Error as error:
+        raise UserError(f"{path}, line {line + 1}: not a table ({error}). Fix the quotes there.") from None
+
+
+def _find_delimiter(
+    text: str,
+    path: Path,
+    columns: Collection[str],
+    describe_missing: Callable[[Sequence[str], str], str] | None,
+    clean: Callable[[str], str],
+) -> str:
+    """Return the delimiter under which the header has every column and, among those, the most."""
+    headers: dict[str, list[str]] = {}
+    errors: list[csv.Error] = []
+    for delimiter in DELIMITERS:
+        try:
+            cells = next(csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True), [])
+        except csv.Error as error:  # so it is for quoted names that another delimiter separates
+            errors.append(error)
+        else:
+            headers[delimiter] = [clean(name.strip()) for name in cells]
+    fitting = [one for one, names in headers.items() if set(columns) <= set(names)]
+    best = max(fitting or headers, key=lambda one: len(headers[one]), default="")
+    names = headers.get(best, [])
+    if errors and len(names) < 2:
+        raise errors[0]
+    if not fitting:
+        if describe_missing is not None:
+            raise UserError(f"{path}: {describe_missing(names, best)}")
+        missing = ", ".join(sorted(set(columns) - set(names)))
+        raise UserError(f"{path}, line 1: no column {missing}. It has: {', '.join(names) or 'none'}.")
+    repeated = [name for name in names if (name in columns or not columns) and names.count(name) > 1]
+    if repeated:
+        raise UserError(f"{path}: several columns are named '{repeated[0]}'. Rename all but one of them in the file.")
+    return best
