@@ -81,6 +81,9 @@ class PackingSettings:
         "resample", "what to do with files of another rate than sound.rate_hz", choices=("resample", "refuse")
     )
     stereo: str = option("refuse", "what to do with files of several channels", choices=("refuse", "mix"))
+    bonafide_label: str = option(
+        "none", "label that means bona fide in a table whose labels are codes, such as 1; every other one means spoofed"
+    )
     min_s: float = option(0.05, "shortest utterance in seconds; shorter files are refused", low=0)
     val_share: float = option(
         0.15, "validation share of the utterances that no protocol assigns to a set", low=0, high=0.9

@@ -15,6 +15,7 @@ import soundfile
 from numpy.typing import NDArray
 
 from trainyard.data.shards import Audio, BadRecord, Loaded, Sample
+from trainyard.data.sounds import convert_to_pcm, read_sound
 from trainyard.errors import UserError
 
 from . import vocoders
@@ -65,7 +66,7 @@ def list_labelled(
     """
     if not raw.is_dir():
         return iter(()), artifacts
-    found = [replace(one, set=one.set or TEST) for one in list_utterances(raw)]
+    found = [replace(one, set=one.set or TEST) for one in list_utterances(raw, config.packing.bonafide_label)]
     own = {"asv": _read_asv(raw)}
     if found or not config.packing.copies:
         return (_make_sample(one, config) for one in found), own
@@ -123,7 +124,7 @@ def load_copy(
     """
     _, pcm, source_rate_hz, _ = _decode(path, rate_hz, rule)
     rng = np.random.default_rng(int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest()))
-    copy = _convert_to_pcm(vocoders.synthesize_copy(pcm / 32768, kind, rate_hz=rate_hz, rng=rng))
+    copy = convert_to_pcm(vocoders.synthesize_copy(pcm / 32768, kind, rate_hz=rate_hz, rng=rng))
     stored = _encode_flac(copy, rate_hz) if rule.store == "encoded" else copy
     return {WAVE: Audio(stored), "source_rate_hz": source_rate_hz}
 
@@ -215,19 +216,7 @@ def _decode(path: Path | None, expected_hz: int, rule: PackingSettings) -> tuple
     """
     if path is None:
         raise BadRecord("listed, but the file is missing")
-    data = path.read_bytes()
-    if not data:
-        raise BadRecord("the file is empty")
-    try:
-        with soundfile.SoundFile(io.BytesIO(data)) as file:
-            frames, rate_hz, kind, width = file.frames, file.samplerate, file.format, file.subtype
-            wave = file.read(dtype="int16" if width == "PCM_16" else "float64", always_2d=True)
-    except soundfile.LibsndfileError as error:
-        raise BadRecord(f"not a complete audio file in a known format ({error.error_string})") from None
-    if len(wave) < frames or _is_truncated_wav(data):
-        raise BadRecord(f"truncated: only {len(wave)} frames can be decoded, but the header announces more")
-    if not len(wave):
-        raise BadRecord("no audio: 0 frames")
+    data, wave, rate_hz, is_plain = read_sound(path)
     if len(wave) < rule.min_s * rate_hz:
         raise BadRecord(
             f"too short: {len(wave)} frames at {rate_hz} Hz, expected at least {rule.min_s:g} s (packing.min_s)"
@@ -241,25 +230,15 @@ def _decode(path: Path | None, expected_hz: int, rule: PackingSettings) -> tuple
         raise BadRecord(
             f"{rate_hz} Hz, expected {expected_hz} (sound.rate_hz): convert the file, or use packing.rate=resample"
         )
-    if channels == 1 and rate_hz == expected_hz and width == "PCM_16":
-        return data, wave[:, 0], rate_hz, kind in ("WAV", "WAVEX", "FLAC")
+    if channels == 1 and rate_hz == expected_hz and wave.dtype == np.int16:
+        return data, wave[:, 0].astype(np.int16, copy=False), rate_hz, is_plain
     mono = (wave / 32768 if wave.dtype == np.int16 else wave).mean(axis=1)
     if rate_hz != expected_hz:
         from scipy.signal import resample_poly  # type: ignore[import-untyped]  # here: it loads for a second
 
         divisor = math.gcd(rate_hz, expected_hz)
         mono = resample_poly(mono, expected_hz // divisor, rate_hz // divisor)
-    return data, _convert_to_pcm(mono), rate_hz, False
-
-
-def _is_truncated_wav(data: bytes) -> bool:
-    """Return whether a RIFF header announces more bytes than there are; stream writers leave 0 or all ones there."""
-    announced = int.from_bytes(data[4:8], "little")
-    return data[:4] == b"RIFF" and announced not in (0, 0xFFFFFFFF) and announced + 8 > len(data) + 1
-
-
-def _convert_to_pcm(wave: NDArray[np.float64]) -> Pcm:
-    return np.clip(np.round(wave * 32768), -32768, 32767).astype(np.int16)
+    return data, convert_to_pcm(mono), rate_hz, False
 
 
 def _encode_flac(pcm: Pcm, rate_hz: int) -> bytes:

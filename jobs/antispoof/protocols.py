@@ -3,27 +3,28 @@
 `read_trials` reads a protocol file; `find_utterances` reads a raw folder with one or several databases.
 """
 
-import csv
 import hashlib
-import os
 import re
+import shlex
+import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from trainyard.data.raw import list_files
+from trainyard.data.raw import SOUNDS, find_listed, list_files, list_folder
 from trainyard.errors import UserError
+from trainyard.foreign import read_lines, read_rows
 
 from .config import PackingSettings
 from .metrics import AsvRates
 
 BONAFIDE, SPOOF = "bonafide", "spoof"
 WORDS = {
-    "bonafide": True, "bona-fide": True, "bona_fide": True, "genuine": True, "real": True, "human": True, "1": True,
-    "spoof": False, "spoofed": False, "fake": False, "0": False,
+    "bonafide": True, "bona-fide": True, "bona_fide": True, "genuine": True, "real": True, "human": True,
+    "spoof": False, "spoofed": False, "fake": False,
 }  # fmt: skip
-SUFFIXES = (".wav", ".flac", ".ogg", ".mp3")
+ASKED = "none"  # packing.bonafide_label: labels are words
 TRAIN, VAL, TEST = "train", "val", "test"
 
 
@@ -55,17 +56,21 @@ class Utterance:
 def find_utterances(raw: Path, split: PackingSettings) -> list[Utterance]:
     """Return every utterance of the databases in a raw folder or its sub-folders, in a fixed order.
 
-    Known layouts: ASVspoof 2019 LA, 2021 LA and DF, ASVspoof 5, `protocol.csv`, Fake-or-Real
+    Known layouts: ASVspoof 2019 LA and PA, 2021 LA and DF, ASVspoof 5, `protocol.csv`, In-the-Wild (`meta.csv`), ADD
+    (`label.txt` or `label/train_label.txt` with names and labels), WaveFake (`ljspeech_melgan/`, ...), Fake-or-Real
     (`{training,validation,testing}/{real,fake}`) and `{bonafide,spoof}/`, or `{real,fake}/`, without sets.
 
     Raises:
         UserError: a protocol has a wrong line, or nothing is left to train on.
     """
-    return assign_sets(list_utterances(raw), split)
+    return assign_sets(list_utterances(raw, split.bonafide_label), split)
 
 
-def list_utterances(raw: Path) -> list[Utterance]:
+def list_utterances(raw: Path, bonafide_label: str = ASKED) -> list[Utterance]:
     """Return every utterance as `find_utterances`, but without a set where no protocol assigns one.
+
+    Args:
+        bonafide_label: as `packing.bonafide_label`.
 
     Raises:
         UserError: a protocol has a wrong line.
@@ -73,7 +78,7 @@ def list_utterances(raw: Path) -> list[Utterance]:
     found: dict[str, Utterance] = {}
     for base in (raw, *sorted(path for path in raw.iterdir() if path.is_dir())):
         for read in READERS:
-            for utterance in read(raw, base):
+            for utterance in read(raw, base, bonafide_label):
                 found.setdefault(utterance.key, utterance)  # `training/real` also matches as an own folder `real`
     return list(found.values())
 
@@ -90,13 +95,12 @@ def read_trials(path: Path) -> list[Trial]:
     if not path.is_file():
         raise UserError(f"{path}: no such protocol file.")
     if path.suffix == ".csv":
-        return _read_csv_trials(path)
-    text = path.read_text(errors="replace")
-    lines = [(number, line.split()) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+        return read_csv_trials(path, ASKED)
+    lines = [(number, line.split()) for number, line in read_lines(path)]
     if not lines:
         raise UserError(f"{path}: the protocol is empty.")
     header = lines[0][1][0].lower() == "filename"
-    if header:
+    if header or _is_header(*(words for _, words in lines[:2])):
         lines = lines[1:]
     parse, fields = _detect_format(path, lines[0][1] if lines else [], header)
     listed: list[Trial] = []
@@ -123,12 +127,9 @@ def read_asv_rates(path: Path) -> AsvRates:
     if not path.is_file():
         raise UserError(f"{path}: no such ASV score file.")
     groups: dict[str, list[float]] = {"target": [], "nontarget": [], "spoof": []}
-    for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1):
-        words = line.split()
-        if not words:
-            continue
+    for number, line in read_lines(path):
         try:
-            _, kind, score = words
+            _, kind, score = line.split()
             groups[kind].append(float(score))
         except (ValueError, KeyError):
             raise UserError(
@@ -147,16 +148,19 @@ def find_asv_files(raw: Path) -> dict[str, Path]:
     """
     found: dict[str, Path] = {}
     for base in (raw, *sorted(path for path in raw.iterdir() if path.is_dir())):
-        for name, part in ((VAL, "dev"), ("test_2019", "eval")):
-            path = base / "ASVspoof2019_LA_asv_scores" / f"ASVspoof2019.LA.asv.{part}.gi.trl.scores.txt"
-            if path.is_file():
-                found.setdefault(name, path)
+        for track, name, part in (
+            *(("LA", VAL, "dev"), ("LA", "test_2019", "eval")),
+            *(("PA", VAL, "dev"), ("PA", "test_2019_pa", "eval")),
+        ):
+            path = base / f"ASVspoof2019_{track}_asv_scores" / f"ASVspoof2019.{track}.asv.{part}.gi.trl.scores.txt"
+            if path.is_file() and found.setdefault(name, path) != path:
+                raise UserError(f"{raw}: {path} and {found[name]} are of two tracks. Pack one track at a time.")
     return found
 
 
 def find_audio_files(folder: Path) -> list[Path]:
     """Return the audio files in a folder and below it, sorted; skips hidden ones."""
-    return list_files(folder, SUFFIXES)
+    return list_files(folder, SOUNDS)
 
 
 def assign_sets(found: list[Utterance], split: PackingSettings) -> list[Utterance]:
@@ -164,7 +168,8 @@ def assign_sets(found: list[Utterance], split: PackingSettings) -> list[Utteranc
     result = []
     for utterance in found:
         if not utterance.set:
-            position = hash_to_fraction(utterance.speaker or Path(utterance.key).stem, split.seed)
+            original = Path(utterance.key).stem.removesuffix("_gen")  # of a copy in WaveFake, which stays with it
+            position = hash_to_fraction(utterance.speaker or original, split.seed)
             is_val = position < split.test_share + split.val_share
             name = TEST if position < split.test_share else VAL if is_val else TRAIN
             utterance = replace(utterance, set=name)
@@ -220,36 +225,54 @@ def _parse_key(word: str) -> bool:
     return word == BONAFIDE
 
 
-def _read_csv_trials(path: Path) -> list[Trial]:
-    with path.open(newline="") as file:
-        table = csv.reader(file)
-        header = [name.strip().lower() for name in next(table, [])]
-        known = {"path", "label", "attack", "speaker", "set"}
-        if not {"path", "label"} <= set(header) <= known:
-            raise UserError(
-                f"{path}, line 1: expected a header with path and label, optionally attack, speaker and set; "
-                f"found '{','.join(header)}'."
-            )
-        listed = [_parse_csv_row(path, number, header, row) for number, row in enumerate(table, 2) if row]
+def read_csv_trials(path: Path, bonafide_label: str, *, name_column: str = "path") -> list[Trial]:
+    """Read a table with a header: the column of names and `label`, optionally `attack`, `speaker` and `set`.
+
+    Args:
+        bonafide_label: as `packing.bonafide_label`.
+
+    Raises:
+        UserError: the table is wrong, or a label is no word for bona fide or spoofed speech.
+    """
+    listed: list[Trial] = []
+    for number, row in read_rows(
+        path, columns=(name_column, "label"), further=("attack", "speaker", "set"), lower=True
+    ):
+        cell = {name: value.strip() for name, value in row.items()}
+        if any(cell.values()):
+            listed.append(_parse_row(f"{path}, line {number}", cell, cell[name_column], bonafide_label))
     _refuse_duplicates(path, [trial.path for trial in listed])
     return listed
 
 
-def _parse_csv_row(path: Path, number: int, header: list[str], row: list[str]) -> Trial:
-    where = f"{path}, line {number}"
-    if len(row) != len(header):
-        raise UserError(
-            f"{where}: expected {len(header)} fields ({','.join(header)}), found {len(row)}: '{','.join(row)}'."
-        )
-    cell = {name: value.strip() for name, value in zip(header, row, strict=True)}
-    if cell["label"].lower() not in WORDS:
-        raise UserError(f"{where}: label '{cell['label']}': expected one of {', '.join(WORDS)}.")
-    bonafide, set_name = WORDS[cell["label"].lower()], cell.get("set", "")
+def _parse_row(where: str, cell: Mapping[str, str], name: str, bonafide_label: str) -> Trial:
+    if not name:
+        raise UserError(f"{where}: names no file.")
+    set_name = cell.get("set", "")
     if set_name and not re.fullmatch(rf"{TRAIN}|{VAL}|{TEST}(_\w+)?", set_name):
         raise UserError(f"{where}: set '{set_name}': expected {TRAIN}, {VAL}, {TEST} or {TEST}_NAME, or nothing.")
+    bonafide = _parse_label(where, cell["label"], bonafide_label)
     attack = "-" if bonafide else cell.get("attack") or SPOOF
-    name = Path(cell["path"])
-    return Trial(name.stem, bonafide, attack, cell.get("speaker", ""), path=name.as_posix(), set=set_name)
+    path = Path(name)
+    return Trial(path.stem, bonafide, attack, cell.get("speaker", ""), path=path.as_posix(), set=set_name)
+
+
+def _parse_label(where: str, label: str, bonafide_label: str) -> bool:
+    """Return whether a label means bona fide speech; a code means it in one half of the public tables, not in all."""
+    if bonafide_label != ASKED:
+        return label == bonafide_label
+    if label.lower() not in WORDS:
+        raise UserError(
+            f"{where}: label '{label}': expected one of {', '.join(WORDS)}. If the labels are codes, say which one "
+            f"means bona fide: {shlex.quote(f'packing.bonafide_label={label}')}, if this one does"
+        )
+    return WORDS[label.lower()]
+
+
+def _is_header(first: list[str], second: Sequence[str] = ()) -> bool:
+    """Return whether the first line of a protocol names columns: only the second has a key, in as many fields."""
+    keys = {BONAFIDE, SPOOF}
+    return len(first) == len(second) >= 5 and not keys & set(first) and bool(keys & set(second))
 
 
 def _refuse_duplicates(path: Path, names: Sequence[str]) -> None:
@@ -261,15 +284,17 @@ def _refuse_duplicates(path: Path, names: Sequence[str]) -> None:
 # Raw folders
 
 
-def _find_asvspoof_2019(raw: Path, base: Path) -> Iterator[Utterance]:
-    protocols = base / "ASVspoof2019_LA_cm_protocols"
-    for part, suffix, set_name in (("train", "trn", TRAIN), ("dev", "trl", VAL), ("eval", "trl", "test_2019")):
-        path = protocols / f"ASVspoof2019.LA.cm.{part}.{suffix}.txt"
-        if path.is_file():
-            yield from _match_trials(raw, read_trials(path), base / f"ASVspoof2019_LA_{part}" / "flac", set_name)
+def _find_asvspoof_2019(raw: Path, base: Path, bonafide_label: str) -> Iterator[Utterance]:
+    for track, test in (("LA", "test_2019"), ("PA", "test_2019_pa")):
+        protocols = base / f"ASVspoof2019_{track}_cm_protocols"
+        for part, suffix, set_name in (("train", "trn", TRAIN), ("dev", "trl", VAL), ("eval", "trl", test)):
+            path = protocols / f"ASVspoof2019.{track}.cm.{part}.{suffix}.txt"
+            if path.is_file():
+                audio = base / f"ASVspoof2019_{track}_{part}" / "flac"
+                yield from _match_trials(raw, read_trials(path), audio, set_name)
 
 
-def _find_asvspoof_2021(raw: Path, base: Path) -> Iterator[Utterance]:
+def _find_asvspoof_2021(raw: Path, base: Path, bonafide_label: str) -> Iterator[Utterance]:
     for track in ("LA", "DF"):
         audio = base / f"ASVspoof2021_{track}_eval" / "flac"
         if not audio.is_dir():
@@ -284,7 +309,7 @@ def _find_asvspoof_2021(raw: Path, base: Path) -> Iterator[Utterance]:
         yield from _match_trials(raw, read_trials(metadata), audio, f"test_2021_{track.lower()}")
 
 
-def _find_asvspoof5(raw: Path, base: Path) -> Iterator[Utterance]:
+def _find_asvspoof5(raw: Path, base: Path, bonafide_label: str) -> Iterator[Utterance]:
     for part, folders, set_name in (
         ("train", ("flac_T",), TRAIN),
         ("dev.track_1", ("flac_D",), VAL),
@@ -300,25 +325,69 @@ def _find_asvspoof5(raw: Path, base: Path) -> Iterator[Utterance]:
                 break
 
 
-def _find_table(raw: Path, base: Path) -> Iterator[Utterance]:
-    path = base / "protocol.csv"
-    for trial in read_trials(path) if path.is_file() else ():
-        assert trial.bonafide is not None
-        file, key = base / trial.path, _make_key(raw, base / trial.path)
-        path_if_any = file if file.is_file() else None
-        yield Utterance(key, path_if_any, trial.bonafide, trial.attack, trial.speaker, trial.set)
+def _find_table(raw: Path, base: Path, bonafide_label: str) -> Iterator[Utterance]:
+    """Read `protocol.csv`, or the `meta.csv` of In-the-Wild."""
+    seen: dict[str, str] = {}
+    for name, name_column in (("protocol.csv", "path"), ("meta.csv", "file")):
+        path = base / name
+        for trial in read_csv_trials(path, bonafide_label, name_column=name_column) if path.is_file() else ():
+            assert trial.bonafide is not None
+            file = find_listed(raw, trial.path, where=str(path), folders=(base,))
+            key = _make_key(raw, base / trial.path if file is None else file)
+            if other := seen.get(key):
+                raise UserError(f"{path}: '{other}' and '{trial.path}' are one file. Remove one of the lines.")
+            seen[key] = trial.path
+            yield Utterance(key, file, trial.bonafide, trial.attack, trial.speaker, trial.set)
 
 
-def _find_fake_or_real(raw: Path, base: Path) -> Iterator[Utterance]:
+def _find_label_lists(raw: Path, base: Path, bonafide_label: str) -> Iterator[Utterance]:
+    """Read ADD's lists, `label.txt` or `label/train_label.txt`: a file name and a label on each line."""
+    lists = [path for place in (base, base / "label") for path in list_files(place, {".txt"}, depth=0)]
+    lists = [path for path in lists if "label" in path.stem.lower()]
+    rows = {path: [(number, line.split()) for number, line in read_lines(path)] for path in lists}
+    rows = {path: own for path, own in rows.items() if own and all(len(words) == 2 for _, words in own)}
+    if not rows:
+        return
+    files: dict[str, list[Path]] = {}
+    for found in find_audio_files(base):
+        files.setdefault(found.name, []).append(found)
+    if not files:
+        return  # its recordings are next to it, in the folder above
+    for path, own in rows.items():
+        part = next((part for word, part in _PARTS.items() if word in path.stem.lower()), "")
+        _refuse_duplicates(path, [words[0] for _, words in own])
+        for number, (name, label) in own:
+            bonafide = _parse_label(f"{path}, line {number}", label, bonafide_label)
+            places = files.get(name, [])
+            if len(places) > 1:
+                raise UserError(f"{path}, line {number}: {places[0]} and {places[1]} have this name. Rename one.")
+            key = _make_key(raw, places[0] if places else base / name)
+            yield Utterance(key, places[0] if places else None, bonafide, "-" if bonafide else SPOOF, "", part)
+
+
+_PARTS = {"train": TRAIN, "dev": VAL, "val": VAL, "eval": TEST, "test": TEST}
+
+
+def _find_wavefake(raw: Path, base: Path, bonafide_label: str) -> Iterator[Utterance]:
+    """Read WaveFake: a folder for each vocoder of LJSpeech, JSUT or Common Voice, and the recordings they copy."""
+    for folder in sorted(path for path in base.iterdir() if path.is_dir()):
+        name = folder.name.lower()
+        bonafide = bool(re.fullmatch(r"ljspeech-1\.1|jsut_ver1\.1|(ljspeech|jsut)_real", name))
+        if bonafide or name.startswith(("ljspeech_", "jsut_", "common_voices_")):
+            for path in find_audio_files(folder):
+                yield Utterance(_make_key(raw, path), path, bonafide, "-" if bonafide else folder.name, "", "")
+
+
+def _find_fake_or_real(raw: Path, base: Path, bonafide_label: str) -> Iterator[Utterance]:
     for part, set_name in (("training", TRAIN), ("validation", VAL), ("testing", TEST)):
         for name, attack in (("real", "-"), ("fake", "fake")):
             for path in find_audio_files(base / part / name):
                 yield Utterance(_make_key(raw, path), path, name == "real", attack, "", set_name)
 
 
-def _find_own_folder(raw: Path, base: Path) -> Iterator[Utterance]:
+def _find_own_folder(raw: Path, base: Path, bonafide_label: str) -> Iterator[Utterance]:
     """Read `bonafide/[<speaker>/]` and `spoof/[<attack>/[<speaker>/]]`, or any other of `WORDS`."""
-    if (base / "protocol.csv").is_file():
+    if any((base / name).is_file() for name in ("protocol.csv", "meta.csv")):
         return
     for folder in sorted(path for path in base.iterdir() if path.is_dir() and not path.name.isdecimal()):
         bonafide = WORDS.get(folder.name.lower())
@@ -328,11 +397,13 @@ def _find_own_folder(raw: Path, base: Path) -> Iterator[Utterance]:
             yield Utterance(_make_key(raw, path), path, bool(bonafide), attack, inner[0] if inner else "", "")
 
 
-READERS: tuple[Callable[[Path, Path], Iterator[Utterance]], ...] = (
+READERS: tuple[Callable[[Path, Path, str], Iterator[Utterance]], ...] = (
     _find_asvspoof_2019,
     _find_asvspoof_2021,
     _find_asvspoof5,
     _find_table,
+    _find_label_lists,
+    _find_wavefake,
     _find_fake_or_real,
     _find_own_folder,
 )
@@ -340,14 +411,20 @@ READERS: tuple[Callable[[Path, Path], Iterator[Utterance]], ...] = (
 
 def _match_trials(raw: Path, listed: Sequence[Trial], folder: Path, set_name: str) -> Iterator[Utterance]:
     """Yield the utterances that a protocol lists, each phase of 2021 as its own set; lists the folder only once."""
-    present = {entry.name for entry in os.scandir(folder)} if folder.is_dir() else set()
+    entries = list_folder(folder) if folder.is_dir() else ()
+    present = {_compose(Path(one.name).stem): one.name for one in entries if Path(one.name).suffix.lower() in SOUNDS}
     for trial in listed:
         if trial.bonafide is None:
             raise UserError(f"{folder}: the protocol lists names only, but training needs the keys.")
-        name = next((trial.utterance + end for end in (".flac", ".wav") if trial.utterance + end in present), None)
+        name = present.get(_compose(trial.utterance))
         key = _make_key(raw, folder / (name or f"{trial.utterance}.flac"))
         trial_set = f"{set_name}_{trial.phase}" if trial.phase else set_name
         yield Utterance(key, folder / name if name else None, trial.bonafide, trial.attack, trial.speaker, trial_set)
+
+
+def _compose(name: str) -> str:
+    """Return a name with composed letters: a Mac decomposes them."""
+    return unicodedata.normalize("NFC", name)
 
 
 def _make_key(raw: Path, path: Path) -> str:

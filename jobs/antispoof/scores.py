@@ -14,6 +14,7 @@ import numpy as np
 
 from trainyard.errors import UserError
 from trainyard.files import write_atomically
+from trainyard.foreign import read_lines
 from trainyard.text import join_names
 
 from . import metrics
@@ -75,13 +76,7 @@ def read(path: Path) -> tuple[str, list[Line]]:
             f"{path}: no such score file. Expected lines of 'utterance score' or 'utterance attack key score'; "
             "trainyard predict and score-file write one."
         )
-    try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"{path}: byte {error.start} is not UTF-8. Convert the file: iconv -f cp1252 -t utf-8 {path} > utf8.txt"
-        ) from None
-    rows = [(number, line.rstrip("\r")) for number, line in enumerate(lines, 1) if line.strip()]
+    rows = read_lines(path)
     header = rows[0][1].split() if rows else []
     has_header = bool(header) and header[0].lower() == "filename" and not _is_number(header[-1])
     separator = "\t" if has_header and "\t" in rows[0][1] else None  # None: any white space

@@ -3,6 +3,7 @@
 import io
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -51,6 +52,44 @@ def test_an_unusable_file_is_refused_with_the_reason(tmp_path: Path, content: st
     rule = PackingSettings(rate="refuse" if content == "rate" else "resample")
     with pytest.raises(BadRecord, match=reason):
         load(None if content == "missing" else path, 16000, rule)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (np.nan, "1 of 8000 samples are NaN or infinite"),
+        (-np.inf, "1 of 8000 samples are NaN or infinite"),
+        (12_000.0, "its floats reach 12000, but 1 is full scale: if they are 16-bit numbers, divide them"),
+        (1.5, ""),
+    ],
+)
+def test_samples_that_are_no_levels_are_refused_and_overshoot_is_clipped(
+    tmp_path: Path, change: float, reason: str
+) -> None:
+    wave = np.zeros(8000)
+    wave[100] = change
+    soundfile.write(tmp_path / "a.wav", wave, 16000, subtype="FLOAT")
+    if reason:
+        with pytest.raises(BadRecord, match=reason):
+            load(tmp_path / "a.wav", 16000, PackingSettings())
+    else:
+        assert get_wave(load(tmp_path / "a.wav", 16000, PackingSettings()))[100] == 32767
+
+
+@pytest.mark.parametrize("store", ["pcm", "encoded"])
+def test_a_file_that_does_not_know_its_length_is_read_to_its_end(tmp_path: Path, store: str) -> None:
+    tone = np.round(8000 * np.sin(np.arange(100_000) / 9)).astype(np.int16)
+    buffer = io.BytesIO()
+    soundfile.write(buffer, tone, 16000, format="FLAC", subtype="PCM_16")
+    data = bytearray(buffer.getvalue())
+    data[21] &= 0xF0  # what ffmpeg and flac write to a pipe: 0 frames in all, which means unknown
+    data[22:26] = bytes(4)
+    (tmp_path / "a.flac").write_bytes(data)
+    found = load(tmp_path / "a.flac", 16000, PackingSettings(store=store))
+    wave: Any = get_wave(found)
+    assert np.array_equal(soundfile.read(io.BytesIO(wave), dtype="int16")[0] if store == "encoded" else wave, tone)
+    soundfile.write(tmp_path / "b.wav", tone / 32768, 8000, subtype="GSM610")  # cannot be searched
+    assert len(get_wave(load(tmp_path / "b.wav", 8000, PackingSettings()))) >= len(tone)
 
 
 def test_files_of_another_rate_width_or_channel_become_16_bit_mono(tmp_path: Path) -> None:
