@@ -2,19 +2,18 @@
 
 import hashlib
 import itertools
-import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainyard.data.raw import list_files
+from trainyard.data.raw import IMAGES, find_listed, list_files, list_folder
 from trainyard.errors import UserError
+from trainyard.foreign import read_json
 from trainyard.text import find_nearest
 
 from .config import PackingSettings
 
-SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".tif", ".tiff", ".pgm", ".ppm"}
 DATASET, PAIRS = "dataset_infor.json", "*twin_pairs*.json"
 SETS = ("train", "val", "test")
 SET_BY_PREFIX = {"": "", "train_": "train", "val_": "val", "test_": "test", "external_test_": "test"}
@@ -42,9 +41,9 @@ def read_people(raw: Path, rule: PackingSettings, *, all_test: bool = False) -> 
     """Return every person in a raw folder, in listing order; no family is in two sets.
 
     Accepted layouts: `dataset_infor.json` with {person: [path, ...]}, optionally prefixed `train_`, `val_`, `test_` or
-    `external_test_`; or one sub-folder of images per person. Twins: `twin_pairs_infor.json` with
-    [[person, person], ...], or the same by set, {"train": [...], "test": [...]}. Absolute paths from another machine
-    are matched by their longest tail that exists below `raw`.
+    `external_test_`; or one sub-folder of images per person, which may be in `train/`, `val/` and `test/`. Twins:
+    `twin_pairs_infor.json` with [[person, person], ...], or the same by set, {"train": [...], "test": [...]}. Absolute
+    paths from another machine are matched by their longest tail that exists below `raw`.
 
     Args:
         all_test: all families are in "test", whatever the raw files say.
@@ -104,62 +103,57 @@ def _read_listing(raw: Path) -> tuple[dict[str, list[ListedImage]], dict[str, st
     """Return each person's images, and the sets stated by the names of the listing files."""
     files = [path for path in list_files(raw, {".json"}, depth=0) if path.name.endswith(DATASET)]
     if not files:
-        paths = [path for path in list_files(raw, SUFFIXES, depth=1) if path.parent != raw]
-        by_person = itertools.groupby(paths, key=lambda path: path.parent.name)
-        return {
-            name: [ListedImage(path.relative_to(raw).as_posix(), path) for path in own] for name, own in by_person
-        }, {}
+        return _list_folders(raw)
     listing: dict[str, list[ListedImage]] = {}
     set_by_person: dict[str, str] = {}
     for file in files:
         prefix = file.name.removesuffix(DATASET)
         if prefix not in SET_BY_PREFIX:
             raise UserError(f"{file}: expected a name of {', '.join(p + DATASET for p in SET_BY_PREFIX)}. Rename it.")
-        content = _read_json(file)
-        if not isinstance(content, dict):
-            raise UserError(f"{file}: expected {{person: [path, ...]}}, found {_abbreviate(content)}.")
-        for person, listed in content.items():
+        for person, listed in read_json(file, dict[str, list[str]], expected="{person: [path, ...]}").items():
             if person in listing:
                 raise UserError(f"{file}: person '{person}' is in another listing too. List each person in one file.")
-            listing[person] = list(_resolve_images(raw, file, person, listed))
+            if not listed:
+                raise UserError(f"{file}: person '{person}': expected a list of one or more paths, found none.")
+            listing[person] = [_find_image(raw, file, name) for name in listed]
             if SET_BY_PREFIX[prefix]:
                 set_by_person[person] = SET_BY_PREFIX[prefix]
     return listing, set_by_person
 
 
-def _resolve_images(raw: Path, file: Path, person: str, listed: Any) -> Iterator[ListedImage]:
-    if not isinstance(listed, list) or not listed or not all(isinstance(text, str) for text in listed):
-        raise UserError(
-            f"{file}: person '{person}': expected a list of one or more paths, found {_abbreviate(listed)}."
-        )
-    for text in listed:
-        path = _find_below(raw, Path(text))
-        inside = path is not None and path.is_relative_to(raw)
-        yield ListedImage(path.relative_to(raw).as_posix() if path is not None and inside else text, path)
+def _list_folders(raw: Path) -> tuple[dict[str, list[ListedImage]], dict[str, str]]:
+    """Read a folder of images for each person, or such folders in `train`, `val` and `test` (VGGFace2)."""
+    names = [entry.name for entry in list_folder(raw) if entry.is_folder] if raw.is_dir() else []
+    by_set = set(names) <= set(SETS) and not any(list_files(raw / name, IMAGES, depth=0) for name in names)
+    listing: dict[str, list[ListedImage]] = {}
+    set_by_person: dict[str, str] = {}
+    for name in names if names and by_set else [""]:
+        paths = [path for path in list_files(raw / name, IMAGES, depth=1) if path.parent != raw / name]
+        for person, own in itertools.groupby(paths, key=lambda path: path.parent.name):
+            if person in listing:
+                raise UserError(f"{raw / name / person}: also in {set_by_person[person]}. Keep each person in one set.")
+            listing[person] = [ListedImage(path.relative_to(raw).as_posix(), path) for path in own]
+            if name:
+                set_by_person[person] = name
+    return listing, set_by_person
 
 
-def _find_below(raw: Path, listed: Path) -> Path | None:
-    """Return the file of a listed image: the path itself, or its longest tail that exists below `raw`."""
-    if listed.is_absolute() and listed.is_file():
-        return listed
-    parts = listed.parts[listed.is_absolute() :]
-    tails = (raw.joinpath(*parts[start:]) for start in range(len(parts)))
-    return next((path for path in tails if path.is_file()), None)
+def _find_image(raw: Path, file: Path, name: str) -> ListedImage:
+    path = find_listed(raw, name, where=str(file), tails=True)
+    return ListedImage(name if path is None else path.relative_to(raw).as_posix(), path)
+
+
+_Pairs: Any = dict[str, list[tuple[str, str]]] | list[tuple[str, str]]
 
 
 def _read_pairs(file: Path) -> Iterator[_Pair]:
-    content = _read_json(file)
+    content = read_json(file, _Pairs, expected='[["ann", "bea"], ...], or such a list for each set')
     by_set = content if isinstance(content, dict) else {"": content}
     for name, pairs in by_set.items():
         if name not in ("", *SETS):
             raise UserError(f"{file}: unknown set '{name}'. Expected {_suggest(name, SETS)}.")
-        if not isinstance(pairs, list):
-            raise UserError(f"{file}: expected a list of pairs, found {_abbreviate(pairs)}.")
-        for number, pair in enumerate(pairs, start=1):
-            where = f"{file}: pair {number}{' of ' + name if name else ''}"
-            if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(one, str) for one in pair):
-                raise UserError(f'{where}: expected two people, such as ["90004", "90005"], found {_abbreviate(pair)}.')
-            yield _Pair(pair[0], pair[1], name, where)
+        for number, (one, other) in enumerate(pairs, start=1):
+            yield _Pair(one, other, name, f"{file}: pair {number}{' of ' + name if name else ''}")
 
 
 def _refuse_bad_pairs(pairs: list[_Pair], listing: dict[str, list[ListedImage]]) -> None:
@@ -232,17 +226,5 @@ def _split_families(
     return result
 
 
-def _read_json(file: Path) -> Any:
-    try:
-        return json.loads(file.read_text())
-    except ValueError as error:
-        raise UserError(f"{file}: not JSON: {error}. Fix the file.") from None
-
-
 def _suggest(name: str, known: Iterable[str]) -> str:
     return ", ".join(find_nearest(name, known, most=3, always=True)) or "none"
-
-
-def _abbreviate(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 60 else text[:60] + "..."

@@ -1,6 +1,7 @@
 """Reading people, twins and sets from a raw folder."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,29 @@ def test_sets_named_in_the_files_are_kept(tmp_path: Path) -> None:
     assert sum(set_name == "val" for _, set_name in found.values()) == 4
 
 
+def test_people_may_be_in_folders_of_sets(tmp_path: Path) -> None:
+    for name in (
+        "train/n000002/0001.webp",
+        "train/n000003/0001.jpg",
+        "train/n000004/0001.jpg",
+        "test/n000001/0001.jpg",
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"")  # a listing opens no image
+    rule = replace(RULE, singles="keep", val_share=0)
+    found = {(person.name, person.set, person.images[0].name) for person in read_people(tmp_path, rule)}
+    assert found == {
+        ("n000001", "test", "test/n000001/0001.jpg"),
+        ("n000002", "train", "train/n000002/0001.webp"),
+        ("n000003", "train", "train/n000003/0001.jpg"),
+        ("n000004", "train", "train/n000004/0001.jpg"),
+    }
+    (tmp_path / "test/n000002").mkdir()
+    (tmp_path / "test/n000002/2.jpg").write_bytes(b"")
+    with pytest.raises(UserError, match=r"train/n000002: also in test. Keep each person in one set"):
+        read_people(tmp_path, rule)
+
+
 @pytest.mark.parametrize(
     ("pairs", "message"),
     [
@@ -75,9 +99,9 @@ def test_sets_named_in_the_files_are_kept(tmp_path: Path) -> None:
         ([*TWINS, ["9005", "9004"]], r"'9005' and '9004' are already listed, in .*pair 1\. Remove one"),
         ([*TWINS, ["9004", "9404x"]], "'9404x' is not in the data set. Nearest: "),
         (TWINS[1:], r"person '9004' has no twin .*\(2 of 20 people have none\).*packing.singles=keep"),
-        ([*TWINS, ["9004"]], r"pair 11: expected two people.*found \[\"9004\"\]"),
+        ([*TWINS, ["9004"]], r"twin_pairs_infor.json: \[10\]: expected array of length 2. Expected: \[\[\"ann"),
         ({"tset": TWINS}, "unknown set 'tset'. Expected test"),
-        ("9004", "expected a list of pairs"),
+        ("9004", r"the content: expected object \| array, found str. Expected: \[\[\"ann"),
         ({"train": TWINS, "test": [["9004", "9015"]]}, "person '9004' is in set train and in set test"),
     ],
 )
@@ -91,7 +115,7 @@ def test_a_bad_listing_is_refused_with_its_place(tmp_path: Path) -> None:
     raw = write_raw_folder(tmp_path / "raw", dict.fromkeys(NAMES, 1), TWINS)
     for content, message in (
         ("{", "not JSON"),
-        ("[]", "expected {person"),
+        ("[]", "the content: expected object, found array. Expected: {person"),
         ('{"9004": []}', "person '9004': expected a list of one or more paths"),
     ):
         (raw / DATASET).write_text(content)
