@@ -71,7 +71,22 @@ class PackingSettings(StoreSettings):
     layout: str = option(
         "auto",
         "how file names say whose print it is; auto: [<set>/]<finger>_<impression>, if no other reading differs",
-        choices=("auto", "sets", "sessions", "fvc", "sd4", "sd14", "sd300", "sd302", "mcyt", "socofing", "polyu"),
+        choices=(
+            *(
+                "auto",
+                "sets",
+                "sessions",
+                "folders",
+                "fvc",
+                "sd4",
+                "sd14",
+                "sd300",
+                "sd302",
+                "mcyt",
+                "socofing",
+                "polyu",
+            ),
+        ),
     )
     dpi: int = option(
         500,

@@ -1,17 +1,16 @@
 """Reads `index.csv`, the table that says whose print each file of a raw folder is."""
 
-import csv
-import io
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
+from trainyard.data.raw import find_listed
 from trainyard.errors import UserError
-from trainyard.text import suggest_nearest
+from trainyard.foreign import read_rows
 
 INDEX_CSV = "index.csv"
-COLUMNS = ("path", "finger", "impression", "set", "dpi", "split")
 REQUIRED = ("path", "finger")
+OPTIONAL = ("impression", "set", "dpi", "split")
 MAY_BE_EMPTY = ("set", "dpi")
 DPI_RANGE = (50, 10_000)
 _MOST_LISTED = 10
@@ -39,30 +38,16 @@ def read_index_csv(file: Path, *, images: Collection[str]) -> list[Row]:
     Raises:
         UserError: the file is not such a table; the message lists the bad cells, one sentence each with the line.
     """
-    try:
-        text = file.read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = error.object[: error.start].count(b"\n") + 1
-        raise UserError(
-            f"{file}: line {line}: expected UTF-8, found the byte {error.object[error.start]:#04x}."
-        ) from None
-    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     problems: list[str] = []
     rows: list[Row] = []
-    try:
-        header = _check_header(file, next(reader, []))
-        for cells in reader:
-            stripped = [cell.strip() for cell in cells]
-            if len(stripped) != len(header) and any(stripped):
-                problems.append(f"line {reader.line_num}: expected {len(header)} cells, found {len(cells)}.")
-            elif any(stripped):
-                given = dict(zip(header, stripped, strict=True))
-                given["path"] = given["path"] and PurePosixPath(given["path"]).as_posix()
-                wrong = _check_row(reader.line_num, given, images)
-                problems += wrong
-                rows += [] if wrong else [_parse_row(reader.line_num, given)]
-    except csv.Error as error:
-        raise UserError(f"{file}: line {reader.line_num}: expected comma-separated cells, found {error}.") from None
+    for line, cells in read_rows(file, columns=REQUIRED, further=OPTIONAL):
+        given = {name: cell.strip() for name, cell in cells.items()}
+        if not any(given.values()):
+            continue
+        given["path"] = _find_image(file, line, given["path"], images)
+        wrong = _check_row(line, given, images)
+        problems += wrong
+        rows += [] if wrong else [_parse_row(line, given)]
     problems += [*_find_repeated(rows), *_find_fingers_in_two_splits(rows)]
     if problems:
         listed = "".join(f"\n  {problem}" for problem in problems[:_MOST_LISTED])
@@ -73,23 +58,12 @@ def read_index_csv(file: Path, *, images: Collection[str]) -> list[Row]:
     return rows
 
 
-def _check_header(file: Path, cells: list[str]) -> list[str]:
-    names = [cell.strip() for cell in cells]
-    wanted = (
-        f"{file}: line 1: expected the columns {', '.join(COLUMNS)}, of which {' and '.join(REQUIRED)} must be there"
-    )
-    if len(names) == 1 and (";" in names[0] or "\t" in names[0]):
-        raise UserError(
-            f"{wanted}, found cells separated by {'semicolons' if ';' in names[0] else 'tabs'}: use commas."
-        )
-    for name in names:
-        if name not in COLUMNS:
-            raise UserError(f"{wanted}, found '{name}'.{suggest_nearest(name, COLUMNS)} Rename or remove the column.")
-    repeated = [name for name in COLUMNS if names.count(name) > 1]
-    missing = [name for name in REQUIRED if name not in names]
-    if repeated or missing:
-        raise UserError(f"{wanted}, found {f'{repeated[0]} twice' if repeated else f'no {missing[0]}'}.")
-    return names
+def _find_image(file: Path, line: int, name: str, images: Collection[str]) -> str:
+    """Return the path of an image as it is listed; the name as it is if there is none."""
+    if not name or name in images:
+        return name
+    found = find_listed(file.parent, name, where=f"{file}: line {line}, path")
+    return name if found is None else found.relative_to(file.parent).as_posix()
 
 
 def _check_row(line: int, given: dict[str, str], images: Collection[str]) -> list[str]:

@@ -29,6 +29,7 @@ class Layout:
     pattern: re.Pattern[str]  # of the whole path relative to the raw folder, "/" between folders, without suffix
     build: Callable[[re.Match[str]], Reading]  # may raise NotOneFinger
     distinctive: bool = True  # False: other data sets may have such names, so one alone says little
+    above: str = ""  # what is in front of each path: names of the folders around the raw folder
 
     def read(self, stem: str) -> Reading | None:
         """Return what a path without suffix says; None if it does not have this layout's shape.
@@ -36,7 +37,7 @@ class Layout:
         Raises:
             NotOneFinger: the image shows several fingers or a palm.
         """
-        match = self.pattern.fullmatch(stem)
+        match = self.pattern.fullmatch(self.above + stem)
         return self.build(match) if match else None
 
 
@@ -59,7 +60,7 @@ def _build_session(match: re.Match[str]) -> Reading:
 
 
 def _build_fvc(match: re.Match[str]) -> Reading:
-    name = match["set"].replace("/", "_")
+    name = f"FVC{match['year']}_DB{match['db']}_{match['part']}".upper()
     return Reading(
         f"{name}/{match['finger']}", int(match["impression"]), name, FVC_DPI.get((match["year"], match["db"]), 500)
     )
@@ -117,12 +118,22 @@ SESSIONS = Layout(
 FVC = Layout(
     "fvc",
     "FVC",
-    "FVC<year>_DB<n>_<A or B>/<finger>_<impression>, such as FVC2002_DB2_B/101_1",
+    "FVC<year>_DB<n>_<A or B>/<finger>_<impression>, such as FVC2002_DB2_B/101_1, with other folders in between",
     _compile(
-        _ANYWHERE + r"(?P<set>FVC(?P<year>2000|2002|2004|2006)[_/]DB(?P<db>[1-4])_?[AB])"
-        r"/(?P<finger>[0-9]+)_(?P<impression>[0-9]{1,9})"
+        _ANYWHERE + r"FVC(?P<year>2000|2002|2004|2006)[_/](?:[^/]+/)*?DB(?P<db>[1-4])_?(?P<part>[AB])"
+        r"(?:/[^/]+)*?/(?P<finger>[0-9]+)_(?P<impression>[0-9]{1,9})"
     ),
     _build_fvc,
+)
+BARE_FVC = _compile(r"DB(?P<db>[1-4])_?[AB]")
+"""The name of a folder of one of FVC's sensors without its year."""
+
+FOLDERS = Layout(
+    "folders",
+    "<finger>/<impression>",
+    "<finger>/<impression>, such as 101/1",
+    _compile(r"(?P<finger>.+)/(?P<impression>[0-9]{1,18})"),
+    lambda match: Reading(match["finger"], int(match["impression"]), ""),
 )
 PUBLIC = (
     FVC,
@@ -189,5 +200,5 @@ PUBLIC = (
         distinctive=False,
     ),
 )
-NAMED = {layout.name: layout for layout in (SETS, SESSIONS, *PUBLIC)}
+NAMED = {layout.name: layout for layout in (SETS, SESSIONS, FOLDERS, *PUBLIC)}
 """The values of packing.layout besides "auto"."""

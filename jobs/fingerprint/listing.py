@@ -1,26 +1,25 @@
 """Lists the prints of a raw folder and says whose they are: by `index.csv`, or by the file names."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
+from shlex import quote
 
-from trainyard.data.raw import list_folder
+from trainyard.data.raw import IMAGES, count_by_suffix, list_folder
 from trainyard.errors import UserError
+from trainyard.foreign import note_read
 from trainyard.text import align_columns, join_names
 
 from .config import PackingSettings
 from .index_csv import DPI_RANGE, INDEX_CSV, read_index_csv
-from .layouts import FVC, NAMED, PUBLIC, SESSIONS, SETS, Layout, NotOneFinger, Reading
+from .layouts import BARE_FVC, FVC, FVC_DPI, NAMED, PUBLIC, SESSIONS, SETS, Layout, NotOneFinger, Reading
 from .minutia_files import SUFFIXES as MINUTIA_SUFFIXES
 
-SUFFIXES = {".tif", ".tiff", ".png", ".bmp", ".jpg", ".jpeg", ".wsq"}
-UNREAD_IMAGES = {".raw", ".pgm", ".jp2", ".j2k", ".jpx", ".gif", ".webp", ".heic", ".dcm", ".eft", ".an2", ".nist"}
-"""Endings of files that may hold prints and are not read. They are named in a warning."""
-
+SUFFIXES = IMAGES | {".wsq"}
 README = "jobs/fingerprint/README.md"
 EXAMPLES = 5
 SINGLE_SHARE = 0.9  # of the fingers with one impression, above which the names are probably read in the wrong way
@@ -46,7 +45,6 @@ class Listing:
     prints: list[Print] = field(default_factory=list)  # in the order they are packed
     unreadable: dict[str, str] = field(default_factory=dict)  # path -> reason: names that the layout cannot read
     left_out: dict[str, list[str]] = field(default_factory=dict)  # why -> paths of images that are not packed
-    other: list[str] = field(default_factory=list)  # paths of all other files
 
 
 def list_prints(raw: Path, packing: PackingSettings) -> Listing:
@@ -59,14 +57,16 @@ def list_prints(raw: Path, packing: PackingSettings) -> Listing:
     """
     images, other = _find_files(raw)
     if other and not images:
-        raise UserError(f"{raw}: expected images ({' '.join(sorted(SUFFIXES))}), found {_count_by_suffix(other)}.")
+        raise UserError(f"{raw}: expected images ({' '.join(sorted(SUFFIXES))}), found {count_by_suffix(other)}.")
     if (raw / INDEX_CSV).is_file():
         listing = _list_by_index(raw, images, packing)
     elif packing.layout == "auto":
         listing = _list_by_name(images, _choose_layout(raw, images, packing))
     else:
-        listing = _list_by_name(images, NAMED[packing.layout])
-    listing.other = [path for path in other if path != INDEX_CSV]
+        listing = _list_by_name(images, _place(NAMED[packing.layout], raw))
+    for path in other if packing.minutiae == "files" else ():
+        if _read_suffix(path) in MINUTIA_SUFFIXES:
+            note_read(raw / path)
     _refuse_repeated_impressions(raw, listing.prints)
     dpi_of_sets = _match_dpi(packing.dpi_of_sets, sorted({one.set for one in listing.prints}))
     explicit = listing.source == INDEX_CSV  # a cell is closer to the print than an option for its set
@@ -86,15 +86,10 @@ def describe_listing(listing: Listing, packing: PackingSettings) -> list[str]:
         [one.path, one.finger, str(one.impression), one.set or "-", _name_dpi(one, packing), one.split or "-"]
         for one in _pick_examples(prints)
     ]
-    lines = [
+    return [
         f"prints {len(prints)}, fingers {len(fingers)}, sets {len(sets)}; read by {listing.source}. For example:",
         *align_columns([header, *rows], indent="  "),
     ]
-    known = SUFFIXES | UNREAD_IMAGES | (set(MINUTIA_SUFFIXES) if packing.minutiae == "files" else set())
-    plain = [path for path in listing.other if _read_suffix(path) not in known]
-    if plain:
-        lines.append(f"not read, because they are no images: {_count_by_suffix(plain)}")
-    return lines
 
 
 def find_doubts(listing: Listing) -> list[str]:
@@ -103,12 +98,6 @@ def find_doubts(listing: Listing) -> list[str]:
         f"{len(paths)} images are left out, {why}: {join_names(paths, most=3)}"
         for why, paths in sorted(listing.left_out.items())
     ]
-    unread = [path for path in listing.other if _read_suffix(path) in UNREAD_IMAGES]
-    if unread:
-        doubts.append(f"not read: {_count_by_suffix(unread)}. Convert prints among them to 8-bit gray PNG.")
-    irregular = [path for path in listing.other if _read_suffix(path) in SUFFIXES]
-    if irregular:
-        doubts.append(f"not read, because they are no regular files: {_count_by_suffix(irregular)}")
     count = Counter(one.finger for one in listing.prints)
     singles = sum(number == 1 for number in count.values())
     if len(count) > 1 and singles >= SINGLE_SHARE * len(count):
@@ -210,16 +199,43 @@ def _choose_layout(raw: Path, images: Sequence[str], packing: PackingSettings) -
         if one and any(fnmatchcase(one.set, option.rpartition(":")[0]) for option in packing.dpi_of_sets)
     }
     dpi = {path: 0 if one is None or one.set in stated else packing.dpi for path, one in plain.items()}
-    choices = [
-        choice for layout in PUBLIC if (choice := _compare_readings(layout, _read_fitting(images, layout), plain, dpi))
-    ]
+    public = [_place(layout, raw) for layout in PUBLIC]
+    fitting = [(layout, readings) for layout in public if (readings := _read_fitting(images, layout))]
+    if fitting and fitting[0][0].name == FVC.name and len(fitting[0][1]) == len(images) and not any(plain.values()):
+        return fitting[0][0]  # FVC's folders in others: nothing else has such names
+    choices = [choice for layout, readings in fitting if (choice := _compare_readings(layout, readings, plain, dpi))]
     if choices:
         raise UserError(
             f"{raw}: whose prints are these? {' '.join(choices)} If the plain reading is right, type "
             f"packing.layout=sets. If none is, write an {INDEX_CSV}: {README}."
         )
     _refuse_shared_names(raw, images)
+    _ask_for_year(raw, images, stated)
     return SETS
+
+
+def _place(layout: Layout, raw: Path) -> Layout:
+    """Return a layout that also reads the names of the raw folder and of the one above, where FVC's may be."""
+    if layout is not FVC:
+        return layout
+    above = "/".join(raw.absolute().parts[-2:])
+    return replace(layout, above=f"{above}/")
+
+
+def _ask_for_year(raw: Path, images: Iterable[str], stated: Set[str]) -> None:
+    """Refuse a folder called as one of FVC's sensors, whose resolution depends on the year, which nothing says."""
+    for path in images:
+        folder = path.rpartition("/")[0] or raw.name
+        match = BARE_FVC.fullmatch(folder.rpartition("/")[2])
+        others = match and {dpi for (_, db), dpi in FVC_DPI.items() if db == match["db"]}
+        if others and path.rpartition("/")[0] not in stated and not _place(FVC, raw).read(_cut_suffix(path)):
+            name = folder if "/" in path else "*"
+            raise UserError(
+                f"{raw}: {path} is in a folder called as a sensor of FVC, which has 500 dpi in some years and "
+                f"{' or '.join(map(str, sorted(others)))} in others. Which is it? Type "
+                f"{quote(f'packing.dpi_of_sets=[{name}:500]')}, or the other number, or packing.layout=sets for "
+                "packing.dpi."
+            )
 
 
 def _read_fitting(images: Iterable[str], layout: Layout) -> dict[str, Reading | None]:
@@ -282,7 +298,7 @@ def _refuse_shared_names(raw: Path, images: Iterable[str]) -> None:
     owners: dict[str, tuple[str, str]] = {}  # finger -> folder and path
     for path in images:
         reading = SESSIONS.read(_cut_suffix(path))
-        if reading is None or FVC.read(_cut_suffix(path)):
+        if reading is None or _place(FVC, raw).read(_cut_suffix(path)):
             continue
         folder, other = owners.setdefault(reading.finger, (reading.set, path))
         if folder != reading.set:
@@ -345,13 +361,3 @@ def _name_dpi(one: Print, packing: PackingSettings) -> str:
     if one.dpi:
         return str(one.dpi)
     return f"of the file, or {packing.dpi}" if _read_suffix(one.path) == ".wsq" else str(packing.dpi)
-
-
-def _count_by_suffix(paths: Iterable[str]) -> str:
-    """Return such as "2 .raw (a.raw, b.raw), 1 .txt (notes.txt)"."""
-    by_suffix: dict[str, list[str]] = {}
-    for path in paths:
-        by_suffix.setdefault(_read_suffix(path) or "without ending", []).append(path)
-    return ", ".join(
-        f"{len(found)} {suffix} ({join_names(found, most=3)})" for suffix, found in sorted(by_suffix.items())
-    )

@@ -29,6 +29,7 @@ __all__ = ["list_labelled", "log_reading", "samples", "splits", "synthesize", "u
 
 RAW_FILES = "images named FINGER_IMPRESSION, such as 101_1.tif, in one folder or in one for each set, or an index.csv"
 ORIENTATION = 0x0112  # the EXIF tag; 1 is upright
+LEAST_16_BIT = 1 << 12  # a 16-bit image whose brightest pixel is darker has fewer bits than it says
 BLOCK_PX = 8  # cell size of the search for the print, at 500 dpi: about one ridge
 
 
@@ -244,7 +245,13 @@ def _encode_png(pixels: NDArray[np.uint8]) -> bytes:
 
 def _convert_to_gray(image: Image.Image, fill: int) -> Image.Image:
     if image.mode.startswith("I;16"):
-        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+        wide = np.asarray(image)
+        if (most := int(wide.max())) < LEAST_16_BIT:
+            raise BadRecord(
+                f"16-bit pixels, but none above {most}, so it is almost black or holds 8 or 12 bits: convert the file "
+                "to 8-bit gray"
+            )
+        return Image.fromarray((wide >> 8).astype(np.uint8))
     if image.has_transparency_data:
         background = Image.new("RGBA", image.size, (fill, fill, fill, 255))
         return Image.alpha_composite(background, image.convert("RGBA")).convert("L")

@@ -8,8 +8,9 @@ import pytest
 from loguru import logger
 
 from tests.cases.fingerprint import find_shared_prints
-from trainyard.data.raw import list_once
+from trainyard.data.raw import describe_unread, list_once
 from trainyard.errors import UserError
+from trainyard.foreign import remember_reads
 
 from .config import Config, PackingSettings
 from .layouts import NAMED, PUBLIC
@@ -48,6 +49,7 @@ def test_folders_of_prints_are_listed_once_within_a_block_which_knows_all_of_the
 
 SAME_FINGER = {
     "sessions": ("one/101_1.png", "two/101_1.png"),
+    "folders": ("101/1.png", "101/2.png"),
     "sd4": ("figs_0/f0001_01.png", "figs_0/s0001_01.png"),
     "sd14": ("F0000001.wsq", "S0000001.WSQ"),
     "sd300": ("roll/00001000_roll_500_01.png", "plain/00001000_plain_500_11.png"),
@@ -59,7 +61,7 @@ SAME_FINGER = {
 """Two files of one finger by each layout, which the plain reading takes for two fingers or cannot read."""
 
 
-@pytest.mark.parametrize("layout", SAME_FINGER)
+@pytest.mark.parametrize("layout", sorted({*SAME_FINGER} - {"folders"}))
 def test_auto_refuses_names_that_a_layout_reads_in_another_way_and_says_what_to_type(
     tmp_path: Path, layout: str
 ) -> None:
@@ -125,6 +127,49 @@ def test_sensors_of_fvc_bring_their_resolution_or_are_asked_about(tmp_path: Path
     assert [one.dpi for one in list_prints(tmp_path, make_packing("sets")).prints] == [0, 0, 0]
 
 
+@pytest.mark.parametrize("names", ["DB1_A/1_1.bmp", "1_1.bmp"])
+def test_the_year_of_fvc_may_be_in_the_name_of_the_raw_folder_or_above(tmp_path: Path, names: str) -> None:
+    make_files(tmp_path / "FVC2006/DB1_A", "1_1.bmp", "1_2.bmp", "2_1.bmp")
+    raw = (tmp_path / "FVC2006/DB1_A/1_1.bmp").parents[names.count("/")]
+    with pytest.raises(UserError, match=r"at 250 dpi, but packing.dpi=500"):
+        read_fingers(raw)
+    found = list_prints(raw, make_packing("fvc")).prints
+    assert {(one.dpi, one.set) for one in found} == {(250, "FVC2006_DB1_A")} and len(found) == 3
+
+
+def test_a_sensor_of_fvc_without_its_year_is_asked_about_where_the_resolution_depends_on_it(tmp_path: Path) -> None:
+    make_files(tmp_path / "a", "DB1_A/1_1.bmp", "DB1_A/1_2.bmp")
+    make_files(tmp_path / "b/DB2_B", "1_1.bmp")
+    for raw, option, dpi in (("a", "[DB1_A:250]", 250), ("b/DB2_B", "[*:569]", 569)):
+        with pytest.raises(UserError, match=rf"500 dpi in some years and {dpi} in others") as error:
+            read_fingers(tmp_path / raw)
+        (remedy,) = (word.strip(",'") for word in str(error.value).split() if "dpi_of_sets" in word)
+        assert remedy == f"packing.dpi_of_sets={option.replace(str(dpi), '500')}"
+        packing = make_packing(dpi_of_sets=(option.strip("[]"),))
+        assert {one.dpi for one in list_prints(tmp_path / raw, packing).prints} == {dpi}
+    make_files(tmp_path / "c", "DB4_A/1_1.bmp")  # 500 dpi in all years
+    assert len(read_fingers(tmp_path / "c")) == 1
+
+
+def test_fvc_nested_once_more_is_read_at_once(tmp_path: Path) -> None:
+    make_files(
+        tmp_path, "disc/FVC2000/Dbs/Db1_a/1_1.tif", "disc/FVC2002_DB2_B/DB2_B/101_1.tif", "FVC2006/DB1_A/1_1.bmp"
+    )
+    found = list_prints(tmp_path, make_packing())
+    assert found.source == "packing.layout=fvc"
+    assert {one.finger: one.dpi for one in found.prints} == {
+        "FVC2000_DB1_A/1": 500,
+        "FVC2002_DB2_B/101": 569,
+        "FVC2006_DB1_A/1": 250,
+    }
+
+
+def test_index_csv_finds_files_from_a_mac_and_paths_of_another_machine(tmp_path: Path) -> None:
+    make_files(tmp_path, "e\u0301/1_1.png", "b.png")
+    write_index(tmp_path, f"path;finger\n\u00e9/1_1.png;x\n{tmp_path}/b.png;y\n")
+    assert [one.path for one in list_prints(tmp_path, make_packing()).prints] == ["b.png", "e\u0301/1_1.png"]
+
+
 @pytest.mark.parametrize(
     ("option", "reason"),
     [("A", "expected SET:DPI"), ("A:many", "expected SET:DPI"), ("A:5", "50 to 10000"), ("C:500", "Sets found: A, B")],
@@ -167,19 +212,16 @@ def test_a_name_that_the_layout_cannot_read_is_named_when_packed(tmp_path: Path)
 
 def test_what_is_not_read_is_counted_and_named(tmp_path: Path) -> None:
     make_files(
-        tmp_path, "101_1.png", "101_2.png", "a.raw", "b.raw", "c.PGM", "A/d.jp2", "notes.txt", "LICENSE", ".x.png"
+        tmp_path, "101_1.png", "101_2.png", "a.raw", "b.raw", "c_1.PGM", "A/d.eft", "notes.txt", "LICENSE", ".x.png"
     )
     (tmp_path / "gone_1.png").symlink_to(tmp_path / "nothing")
     os.mkfifo(tmp_path / "pipe_1.tif")
-    listing = list_prints(tmp_path, make_packing())
-    assert describe_listing(listing, make_packing())[-1] == (
-        "not read, because they are no images: 1 .txt (notes.txt), 1 without ending (LICENSE)"
+    with remember_reads() as read:
+        sources = {sample.source for sample in samples(tmp_path, Config())}
+    assert describe_unread(tmp_path, lambda path: path in sources | read) == (
+        "1 .eft (A/d.eft), 1 .png (gone_1.png), 2 .raw (a.raw, b.raw), 1 .tif (pipe_1.tif)",
+        "1 .txt (notes.txt), 1 without ending (LICENSE)",
     )
-    assert find_doubts(listing) == [
-        "not read: 1 .jp2 (A/d.jp2), 1 .pgm (c.PGM), 2 .raw (a.raw, b.raw). "
-        "Convert prints among them to 8-bit gray PNG.",
-        "not read, because they are no regular files: 1 .png (gone_1.png), 1 .tif (pipe_1.tif)",
-    ]
     make_files(tmp_path / "only", "1.raw", "2.raw")
     with pytest.raises(UserError, match=r"expected images .*found 2 \.raw \(1\.raw, 2\.raw\)"):
         list_prints(tmp_path / "only", make_packing())
@@ -236,7 +278,7 @@ def test_index_csv_says_whose_print_a_file_is(tmp_path: Path) -> None:
         Print("two/b.png", "anna left", 1, "touch", 1000, "train"),
         Print("two/c.wsq", "bob, thumb", 4, "touch", 569, "test_touch"),
     ]
-    assert listing.source == "index.csv" and listing.other == []
+    assert listing.source == "index.csv"
     assert find_doubts(listing) == ["1 images are left out, because index.csv does not name them: two/unlisted.png"]
     with pytest.raises(UserError, match=r"packing\.layout=sd4 both say"):
         list_prints(tmp_path, make_packing("sd4"))
@@ -260,7 +302,7 @@ HEADER = "path,finger,impression,set,dpi,split\n"
     [
         (HEADER + "no.png,x,1,,,train", "line 2, path: expected the path of an image .* found 'no.png'"),
         (HEADER + "../a.png,x,1,,,train", "line 2, path: .* found '../a.png'"),
-        (HEADER + "/etc/passwd,x,1,,,train", "line 2, path: .* found '/etc/passwd'"),
+        (HEADER + "/etc/passwd,x,1,,,train", "line 2, path: '/etc/passwd' is outside of .*Move the file into it"),
         (HEADER + "notes.txt,x,1,,,train", "line 2, path: .* found 'notes.txt'"),
         (HEADER + ",x,1,,,train", "line 2, path: .* found nothing"),
         (HEADER + "a.png,,1,,,train", "line 2, finger: expected the name of the finger, found nothing"),
@@ -269,7 +311,7 @@ HEADER = "path,finger,impression,set,dpi,split\n"
         (HEADER + "a.png,x,1,,5e2,train", "line 2, dpi: expected a whole number of 50 to 10000, found '5e2'"),
         (HEADER + "a.png,x,1,,,Train", "line 2, split: expected train, val, test, or test_ and a name, found 'Train'"),
         (HEADER + "a.png,x,1,,,", "line 2, split: .* found nothing"),
-        (HEADER + "a.png,x,1,,", "line 2: expected 6 cells, found 5"),
+        (HEADER + "a.png,x,1,,", "line 2: 5 cells, the header has 6"),
         (HEADER + "a.png,x,1,,,train\na.png,x,2,,,train", "line 3, path: expected each path once, .* in line 2 too"),
         (
             HEADER + "a.png,x,1,,,train\nb.png,x,1,,,train",
@@ -277,19 +319,19 @@ HEADER = "path,finger,impression,set,dpi,split\n"
         ),
         (HEADER + "a.png,x,1,,,train\nb.png,x,2,,,test", "line 3, split: expected 'train' as for finger 'x' in line 2"),
         (HEADER, "expected one line for each print"),
-        ("", "line 1: expected the columns .* found no path"),
-        ("path,impression\na.png,1", "line 1: .* found no finger"),
+        ("", "line 1: no column finger, path. It has: none"),
+        ("path,impression\na.png,1", "line 1: no column finger. It has: path, impression"),
         ("path,finger,fingr\n", "line 1: .* found 'fingr'. Nearest: finger"),
-        ("path,finger,finger\n", "found finger twice"),
-        ("path;finger\na.png;x", "found cells separated by semicolons: use commas"),
-        ('path,finger\n"a.png,x', "line 2: expected comma-separated cells"),
+        ("path,finger,finger\n", "several columns are named 'finger'"),
+        ("path;finger\nno.png;x", "line 2, path: expected the path of an image .* found 'no.png'"),
+        ('path,finger\n"a.png,x', "line 2: not a table"),
         ("path,finger\na.png,\udcff", "line 2: expected UTF-8, found the byte 0xff"),
     ],
 )
 def test_a_bad_cell_of_index_csv_is_one_sentence_with_its_line(tmp_path: Path, text: str, said: str) -> None:
     make_files(tmp_path, "a.png", "b.png", "notes.txt")
     (tmp_path / "index.csv").write_bytes(text.encode(errors="surrogateescape"))
-    with pytest.raises(UserError, match=rf"index\.csv: .*\n?.*{said}"):
+    with pytest.raises(UserError, match=rf"index\.csv[:,] .*\n?.*{said}"):
         list_prints(tmp_path, make_packing())
 
 
