@@ -9,38 +9,41 @@ from dataclasses import dataclass
 UNITS: dict[str, tuple[str, float]] = {}
 """Spelling of a unit -> its kind and its size in the kind's base unit: g, ml, count (pieces) or mm."""
 
-for _kind, _spellings in {
+_SINGULARS = {  # without spaces, points and hyphens
     "g": {
-        "g gr gram grams gramm": 1.0,
-        "mg milligram milligrams": 0.001,
-        "kg kilo kilos kilogram kilograms": 1000.0,
-        "oz ounce ounces": 28.3495,
-        "lb lbs pound pounds": 453.592,
+        "g gr gm gram gramm gramme": 1.0,
+        "mg milligram": 0.001,
+        "kg kilo kilogram kilogramme": 1000.0,
+        "oz ounce": 28.3495,
+        "lb pound": 453.592,
     },
     "ml": {
-        "ml milliliter milliliters millilitre millilitres": 1.0,
+        "ml milliliter millilitre": 1.0,
         "cl": 10.0,
-        "l liter liters litre litres ltr": 1000.0,
-        "floz fluidounce fluidounces flounce": 29.5735,
-        "pt pint pints": 473.176,
-        "qt quart quarts": 946.353,
-        "gal gallon gallons": 3785.41,
+        "l liter litre ltr": 1000.0,
+        "floz flounce fluidoz fluidounce": 29.5735,
+        "pt pint": 473.176,
+        "qt quart": 946.353,
+        "gal gallon": 3785.41,
     },
     "count": {
-        "count ct piece pieces pc pcs each ea unit units pack packs bag bags bottle bottles can cans box boxes": 1.0,
-        "capsule capsules tablet tablets pod pods packet packets sheet sheets roll rolls set pair teabag teabags": 1.0,
+        "count ct piece pc each ea unit pack bag bottle can box": 1.0,
+        "capsule tablet pod packet sheet roll set pair teabag": 1.0,
     },
     "mm": {
-        "mm millimeter millimeters": 1.0,
-        "cm centimeter centimeters": 10.0,
-        "m meter meters metre metres": 1000.0,
-        "in inch inches": 25.4,
+        "mm millimeter millimetre": 1.0,
+        "cm centimeter centimetre": 10.0,
+        "m meter metre": 1000.0,
+        "in inch": 25.4,
         "ft foot feet": 304.8,
-        "yd yard yards": 914.4,
+        "yd yard": 914.4,
     },
-}.items():
-    for _words, _factor in _spellings.items():
-        UNITS |= dict.fromkeys(_words.split(), (_kind, _factor))
+}
+for _kind, _sizes in _SINGULARS.items():
+    for _words, _size in _sizes.items():
+        for _word in _words.split():
+            _plural = _word + ("es" if _word.endswith(("x", "ch")) else "s")
+            UNITS |= dict.fromkeys([_word, _plural] if len(_word) > 1 else [_word], (_kind, _size))
 
 FLAGS = {
     "organic": r"\borganic\b",
@@ -59,15 +62,24 @@ _LABEL = re.compile(
     r"(?i)(item name|bullet points?|product description|description|value|unit|brand|designer|manufacturer|category)"
     r"(?: (\d+))?\s*:\s*(.*)"
 )
-_NUMBER = r"(\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)"
+_VULGAR = "[\u00bc-\u00be\u2150-\u215e]"  # a half, two thirds, ...: one character
+# 1/2, 11/2, 1 1/2, 2-3/4; not 24/8 oz, which are 24 pieces, nor 35/42 cm, which are two sizes
+_FRACTION = (
+    r"(?<![\d/.,])(?:(?<![a-wyz])\d+(?:\s+|-))?(?:1/2|(?:\d*[13579]/(?:2|4|8|16|32|64)|[12]/3|[1-4]/5|[15]/6|[1379]/10|[157]/12)"
+    r"(?!\s*[cm]m))(?![\d/])"
+)
+_NUMBER = rf"({_FRACTION}|\d{{1,3}}(?:,\d{{3}})+(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)"
 _UNIT_SPELLINGS = "|".join(sorted(UNITS, key=len, reverse=True))
-_QUANTITY = re.compile(rf"(?i){_NUMBER}[\s-]*(fl\.?\s*oz|fluid\s+ounces?|{_UNIT_SPELLINGS})\b\.?")
+_QUANTITY = re.compile(
+    rf"(?i){_NUMBER}[\s-]*((?:fl|fluid)[\s.-]*(?:oz|ounce)s?|{_UNIT_SPELLINGS})(?!\w)(?:\s?\(e?s\))?\.?"
+)
 _PACKS = (
     re.compile(r"(?i)\b(?:pack|set|case)\s+of\s+(\d{1,5})\b"),
     re.compile(r"(?i)\b(\d{1,5})[\s-]?(?:pack|count|ct|pcs)\b"),
     re.compile(r"(?i)\bqty\.?\s*:?\s*(\d{1,5})\b"),
 )
-_SIZES = re.compile(r"(?i)(\d+(?:\.\d+)?(?:\s*[x/\u00d7]\s*\d+(?:\.\d+)?)*)\s*(mm|cm|inch(?:es)?|m|ft|\")(?![a-z])")
+_SIDE = rf"(?:{_FRACTION}|\d+(?:\.\d+)?)"
+_SIZES = re.compile(rf"(?i)({_SIDE}(?:\s*[x/\u00d7]\s*{_SIDE})*)\s*(mm|cm|inch(?:es)?|m|ft|\")(?![a-z])")
 _PIECES = re.compile(r"(?i)(?<![\dx/.])(\d{1,2})[\s-]+(?!x\b)([a-z]{3,})")
 _NUMBER_WORD = re.compile(rf"(?i)\b({'|'.join(NUMBER_WORDS)})\b")
 _FLAG_PATTERNS = {name: re.compile(pattern, re.IGNORECASE) for name, pattern in FLAGS.items()}
@@ -111,7 +123,7 @@ def parse(*texts: str) -> Item:
     value, unit = _read_stated_quantity(fields)
     if value is None:
         value, unit = _find_quantity(title)
-    kind, factor = UNITS.get(_normalise_unit(unit), ("other" if unit else "", 1.0))
+    kind, factor = read_unit(unit) or ("other" if unit else "", 1.0)
     maker = fields.get("brand") or fields.get("manufacturer") or fields.get("designer") or ""
     return Item(
         title=title,
@@ -132,9 +144,20 @@ def parse(*texts: str) -> Item:
 
 
 def clean(text: str) -> str:
-    """Return the text without tags and entities, normalised, with its line breaks."""
-    plain = unicodedata.normalize("NFKC", html.unescape(_TAG.sub(" ", text)))
+    """Return the text without tags and entities, normalised, with its line breaks; "1\u00bd" is "1 1/2"."""
+    decoded = re.sub(rf"(?<=\d)(?={_VULGAR})", " ", html.unescape(_TAG.sub(" ", text)))  # NFKC would make it 11/2
+    plain = unicodedata.normalize("NFKC", decoded).replace("\u2044", "/")
     return "\n".join(" ".join(line.split()) for line in plain.splitlines())
+
+
+def read_unit(text: str) -> tuple[str, float] | None:
+    """Return the kind and size of a unit such as "Fl. Oz", "Ounce(s)" or "Grams(gm)"; None if it is unknown.
+
+    What is in brackets must be the same unit: "Ounce (box)" is unknown.
+    """
+    words = re.split(r"[()]", re.sub(r"\(e?s\)", "", text.lower()))
+    found = {UNITS.get(word) for word in (re.sub(r"[\s.\-]", "", word) for word in words) if word}
+    return found.pop() if len(found) == 1 else None
 
 
 def find_pack_quantity(text: str) -> int:
@@ -208,11 +231,9 @@ def _find_quantity(title: str) -> tuple[float | None, str]:
 
 
 def _parse_number(text: str) -> float:
-    return float(text.replace(",", ""))
-
-
-def _normalise_unit(unit: str) -> str:
-    return re.sub(r"[\s.\-]", "", unit)
+    """Read what `_NUMBER` matches; "1 1/2" and "1-1/2" are 1.5."""
+    parts = (part.partition("/") for part in re.split(r"[\s-]+", text.replace(",", "")))
+    return sum(float(top) / float(bottom or 1) for top, _, bottom in parts)
 
 
 def _guess_brands(stated: str, title: str) -> tuple[str, ...]:
@@ -228,7 +249,7 @@ def _find_sizes(text: str) -> tuple[float, ...]:
     if not match:
         return ()
     unit = "in" if match[2] == '"' else match[2].lower()
-    return tuple(float(side) * UNITS[unit][1] for side in re.findall(r"\d+(?:\.\d+)?", match[1]))
+    return tuple(_parse_number(side) * UNITS[unit][1] for side in re.findall(_SIDE, match[0]))
 
 
 def _count_pieces(text: str) -> int:

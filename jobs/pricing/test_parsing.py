@@ -32,6 +32,74 @@ def test_the_parser_reads_quantities(
     assert item.amount == (None if amount is None else pytest.approx(amount))
 
 
+@pytest.mark.parametrize(
+    ("unit", "kind", "size"),
+    [
+        *(
+            (unit, "g", 1)
+            for unit in ("Grams(gm)", "gms", "Gram(s)", "Gram (s)", "GRAMS", "Gms.", "g (gram)", "Grammes")
+        ),
+        *((unit, "g", 1000) for unit in ("kgs", "Kilogram(s)", "KGS.", "Kilograms (kg)")),
+        *((unit, "g", 453.592) for unit in ("Pound(s)", "lbs.", "LBS", "lb(s)", "Pounds(lb)")),
+        *((unit, "g", 28.3495) for unit in ("Oz.", "ozs", "Ounce(s)")),
+        *((unit, "ml", 1) for unit in ("Millilitre(s)", "mls", "Milliliter(ml)")),
+        *((unit, "ml", 1000) for unit in ("Litre(s)", "ltrs", "Litre (L)")),
+        *(
+            (u, "ml", 29.5735)
+            for u in ("Fluid Ounce(s)", "fluid ounce(s)", "fl. oz", "fl oz.", "FL.OZ.", "Fluid Oz(s)")
+        ),
+        *((unit, "count", 1) for unit in ("Count(s)", "Box(es)", "Pairs", "cts.", "Piece(s)")),
+        *((unit, "mm", 25.4) for unit in ("Inch(es)", "ins")),
+    ],
+)
+def test_a_unit_is_read_in_any_spelling_in_its_field_and_in_a_title(unit: str, kind: str, size: float) -> None:
+    for text in (f"Item Name: x\nValue: 3\nUnit: {unit}", f"Item Name: x, 3 {unit}, y", f"x 3 {unit}"):
+        item = parsing.parse(text)
+        assert (item.value, item.kind) == (3, kind) and item.amount == pytest.approx(3 * size)
+
+
+@pytest.mark.parametrize("unit", ["Grams(oz)", "Ounce (box)", "(s)", "()", "ms"])
+def test_a_unit_that_is_unknown_or_two_units_has_no_known_kind(unit: str) -> None:
+    item = parsing.parse(f"Item Name: x\nValue: 3\nUnit: {unit}")
+    assert (item.value, item.kind, item.amount) == (3, "other", 3)
+
+
+@pytest.mark.parametrize(
+    ("number", "value"),
+    [
+        ("1/2", 0.5), ("1 1/2", 1.5), ("1\u00bd", 1.5), ("1 \u00bd", 1.5), ("\u00bd", 0.5), ("1-1/2", 1.5),
+        ("2 3/4", 2.75), ("11/2", 5.5), ("11\u20442", 5.5), ("12&frac34;", 12.75), ("1\u2153", 4 / 3),
+        ("2/3", 2 / 3), ("7/8", 0.875), ("1-\u00bc", 1.25), ("5/16", 0.3125), ("3/10", 0.3), ("2.5", 2.5), ("1,250", 1250), (".5", 0.5),
+    ],
+)  # fmt: skip
+def test_a_fraction_is_read_in_its_field_and_in_a_title(number: str, value: float) -> None:
+    for text in (f"Item Name: x\nValue: {number}\nUnit: oz", f"Item Name: Bar, {number} oz", f"x {number}-Ounce y"):
+        item = parsing.parse(text)
+        assert item.value == pytest.approx(value) and item.amount == pytest.approx(value * 28.3495)
+
+
+@pytest.mark.parametrize(
+    ("text", "sides_mm"),
+    [
+        ("Table, 130x70/105 cm", (1300, 700, 1050)),
+        ("Frame, 35/42x40 cm", (350, 420, 400)),
+        ("Shelf, 51/64 cm", (510, 640)),
+        ("Pipe, 1/2 inch", (12.7,)),
+        ("Paper 8-1/2 x 11 inches", (215.9, 279.4)),
+        ("Tile, 4x8 1/4 inch", (101.6, 209.55)),
+        ("Bowl, 12\u00bd cm", (125,)),
+    ],
+)
+def test_a_size_may_have_fractions_and_several_values_of_a_side(text: str, sides_mm: tuple[float, ...]) -> None:
+    assert parsing.parse(text).sizes_mm == pytest.approx(sides_mm)
+
+
+def test_a_slash_between_a_number_of_pieces_and_their_size_is_no_fraction() -> None:
+    assert parsing.parse("Item Name: Beans, 24/8 oz").value == 8
+    assert parsing.parse("Item Name: Cheese, 6/5 lb").value == 5
+    assert parsing.parse("Item Name: Vitamin B12 1/2 oz").value == 0.5
+
+
 def test_the_parser_handles_html_line_breaks_and_non_ascii_letters() -> None:
     item = parsing.parse(
         "Item Name: Cr\u00e8me &amp; Caf\u00e9 \u2013 <b>Organic</b>\nBullet Point 1: Gluten-free,\nreally\n"
