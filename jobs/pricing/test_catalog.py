@@ -119,6 +119,15 @@ PRICES = [
     (["0.125", "1e3", "5.", "+7"], "auto", [0.125, 1000, 5, 7]),
     (["1,234", "1.234"], "point", [1234, 1.234]),
     (["37,49", "1.234,56 \u20ac", "1.234", "12"], "comma", [37.49, 1234.56, 1234, 12]),
+    (["Rs. 1,299", "Rs 499", "INR 1,29,999", "\u20b912,34,56,789.50"], "auto", [1299, 499, 129999, 123456789.5]),
+    (["Rs.99", "Rs. 1,299.00/-", "499 INR", "\u20a8 5", "Rs 5.00 INR"], "auto", [99, 1299, 499, 5, 5]),
+    (["USD 12", "12 USD", "US$ 12", "$12", "US $12.50", "$12.00 USD", "usd12"], "auto", [12, 12, 12, 12, 12.5, 12, 12]),
+    (["EUR 12.50", "12.50EUR", "\u20ac 12", "Eur 3"], "auto", [12.5, 12.5, 12, 3]),
+    (["12 kr", "12,- kr", "kr. 12.50", "12:- kr", "1 299,- kr"], "auto", [12, 12, 12.5, 12, 1299]),
+    (["CHF 10.-", "1'299.-", "Fr. 1,299.\u2013", "10.50 SFr."], "auto", [10, 1299, 1299, 10.5]),
+    (["$12 CAD", "C$7.50", "CAD 1,000"], "auto", [12, 7.5, 1000]),
+    (["R 129.99", "ZAR 5"], "auto", [129.99, 5]),
+    (["1 299,00 \u20ac", "1.299,- EUR"], "comma", [1299, 1299]),
 ]
 
 
@@ -138,10 +147,25 @@ def test_prices_are_read_as_people_write_them(
         (["5", "$1.234"], "line 3: '1.234' could be 1.234 or 1234, and no other number tells. State which: ", 1.234),
         (["5", "37,49"], "line 3: '37,49' has a decimal comma. State it: packing.decimal_mark=comma.", 37.49),
         (["37.49", "1.234,56"], "'1.234,56' has a decimal comma, but '37.49' in line 2 a decimal point. Write", None),
-        (
-            ["$5", "\u20ac5"],
-            "prices in several currencies: '$5' in line 2, '\u20ac5' in line 3. Convert them to one",
-            None,
+        (["5", "Rs. 1,299"], "line 3: '1,299' could be 1299 or 1.299, and no other number tells. State which: ", 1299),
+        (["5", "1 299,00 \u20ac"], "'1 299,00' has a decimal comma. State it: packing.decimal_mark=comma.", 1299),
+        (["5", "1.299,- kr"], "'1.299,' has a decimal comma. State it: packing.decimal_mark=comma.", 1299),
+        *(
+            (
+                [f"{one}5", f"{other}5"],
+                f"prices in several currencies: '{one}5' in line 2, '{other}5' in line 3. Convert them to one",
+                None,
+            )
+            for one, other in [
+                ("$", "\u20ac"),
+                ("USD ", "EUR "),
+                ("Rs. ", "$"),
+                ("Rs ", "PKR "),
+                ("$", "CAD "),
+                ("US$", "A$"),
+                ("kr ", "SEK "),
+                ("\u00a5", "CNY "),
+            ]
         ),
     ],
 )
@@ -156,7 +180,11 @@ def test_prices_that_could_mean_two_values_are_refused_and_the_option_named_deci
 
 
 @pytest.mark.parametrize(
-    "cell", ["37.49 EUR", "99\u00a2", "$5\u20ac", "1,23,4", "-5", "1_000", "inf", "", "$", "12,34.5"]
+    "cell",
+    [
+        *("37.49 XQZ", "99\u00a2", "$5\u20ac", "1,23,4", "-5", "1_000", "inf", "", "$", "12,34.5", "INR", "EUR 5 USD"),
+        *("nan", "12 each", "Rs. 5-7", "5-", "1,29,99", "129,99,999", "1.29.999", "1,29.999", "12 EUR/kg", "Rs. -5"),
+    ],
 )
 def test_what_is_no_clear_price_is_a_fault_of_its_row(cell: str, tmp_path: Path) -> None:
     path = write_catalogue(tmp_path, [["1", "x", cell], ["2", "x", "2.50"]])
