@@ -9,13 +9,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TextIO
+from typing import Literal, TextIO
 
 from loguru import logger
 
 from trainyard.data.raw import list_files
 from trainyard.errors import UserError
-from trainyard.text import find_nearest
+from trainyard.text import cut, find_nearest
 
 from .amounts import AmountReader
 
@@ -109,7 +109,8 @@ def read_rows(path: Path, columns: Columns) -> Iterator[tuple[int, dict[str, str
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             delimiter = _find_delimiter(file, path, columns)
-            reader = csv.reader(file, delimiter=delimiter, strict=True)
+            quoting = choose_quoting(file, delimiter, name=str(path))
+            reader = csv.reader(file, delimiter=delimiter, quoting=quoting, strict=True)
             names, line = next(reader), reader.line_num
             for values in reader:
                 line = reader.line_num
@@ -128,6 +129,66 @@ def read_rows(path: Path, columns: Columns) -> Iterator[tuple[int, dict[str, str
         ) from None
     except csv.Error as error:
         raise UserError(f"{path}, line {line + 1}: invalid CSV ({error}). Fix the quotes there.") from None
+
+
+def choose_quoting(file: TextIO, delimiter: str, *, name: str) -> Literal[0, 3]:
+    """Return csv.QUOTE_NONE for a tab-separated file whose quotes are part of its texts, else csv.QUOTE_MINIMAL.
+
+    Many programs write tabs without quoting. Then a text that begins with a quote takes in tabs and line breaks up to
+    a text that ends with one, and rows merge. The sign: a quoted reading merges lines, or breaks, although each line
+    alone has as many fields as the header. Rewinds the file.
+
+    Args:
+        name: of the file, for the error and the log.
+
+    Raises:
+        UserError: the sign is there, but also a field that is quoted as a whole, or has doubled quotes.
+    """
+    if delimiter != "\t":
+        return csv.QUOTE_MINIMAL
+    line = _find_merged_line(file)
+    file.seek(0)
+    if not line:
+        return csv.QUOTE_MINIMAL
+    width, quoted = 0, ""
+    for row in csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE):
+        width = width or len(row)
+        if (row and len(row) != width) or width < 2:
+            file.seek(0)
+            return csv.QUOTE_MINIMAL
+        quoted = quoted or next((field for field in row if re.fullmatch('".*"|.*"".*', field)), "")
+    file.seek(0)
+    if quoted:
+        raise UserError(
+            f"{name}, line {line}: are quotes part of the texts? A quote there would merge lines, which alone have the "
+            f"{width} fields of the header, but elsewhere a field is quoted: {cut(quoted, 40)}. Remove the quotes "
+            "around and within fields, or write the file with a program that doubles those within."
+        )
+    _log_unquoted(name, line, width)
+    return csv.QUOTE_NONE
+
+
+def _find_merged_line(file: TextIO) -> int:
+    """Return the first line on which a quoted reading begins a field of several lines, or breaks; 0 if none."""
+    reader = csv.reader(file, delimiter="\t", strict=True)
+    line = 0
+    try:
+        for row in reader:
+            if any("\n" in field or "\r" in field for field in row):
+                return line + 1
+            line = reader.line_num
+    except csv.Error:
+        return line + 1
+    return 0
+
+
+@cache  # packing reads the file several times
+def _log_unquoted(name: str, line: int, count: int) -> None:
+    logger.info(
+        "{}: quotes are read as part of the texts: each line alone has the {} fields of the header, and the quote in "
+        "line {} would merge lines",
+        name, count, line,
+    )  # fmt: skip
 
 
 def _find_delimiter(file: TextIO, path: Path, columns: Columns) -> str:

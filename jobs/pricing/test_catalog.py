@@ -1,6 +1,7 @@
 """Reading CSV catalogues."""
 
 import csv
+import io
 import re
 import shlex
 from dataclasses import replace
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
+from loguru import logger
 
 from tests.cases.pricing import COLUMNS, format_csv, write_catalogue
 from trainyard.config import compose as configs
@@ -75,6 +77,61 @@ def test_a_file_with_another_delimiter_reads_like_one_with_commas(
     path.write_text(f"id{delimiter}text\n")
     with pytest.raises(UserError, match=rf"It has: id, text, separated by {word}\. Name the right columns: "):
         catalog.read(path, COLUMNS)
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [
+        ['"Vans style', 'pot 12"', "pan"],  # a quoted reading merges two rows
+        ['"Vans" style', "pot", "pan"],  # is invalid
+        ['"Vans style', "pot", "pan"],  # does not end
+        ['"Vans', "pot", 'pan"', '"', '" 5'],
+    ],
+)
+@pytest.mark.parametrize("line_break", ["\n", "\r\n"])
+def test_a_tab_file_without_quoting_keeps_each_line_a_row_and_its_quotes(
+    texts: list[str], line_break: str, tmp_path: Path
+) -> None:
+    lines = ["sample_id\tcatalog_content\tprice", *(f"{i}\t{text}\t{i + 5}" for i, text in enumerate(texts)), ""]
+    path = tmp_path / "some.tsv"
+    path.write_bytes(line_break.join(lines).encode("utf-8-sig"))
+    logged: list[str] = []
+    sink = logger.add(logged.append, format="{message}")
+    entries = catalog.read(path, COLUMNS)
+    logger.remove(sink)
+    assert [(entry.text, entry.price) for entry in entries] == [(text, i + 5) for i, text in enumerate(texts)]
+    assert any("quotes are read as part of the texts: each line alone has the 3 fields" in line for line in logged)
+
+
+def test_a_text_at_the_end_of_a_line_does_not_merge_with_one_at_the_beginning_of_the_next(tmp_path: Path) -> None:
+    path = tmp_path / "some.tsv"
+    path.write_text('catalog_content\tprice\tsample_id\nx\t5\t"a\nb"\t6\tc\n')
+    assert [entry.key for entry in catalog.read(path, COLUMNS)] == ['"a', "c"]
+
+
+@pytest.mark.parametrize("field", ['"mug"', '2"" pot', '""'])
+def test_a_tab_file_that_may_have_quoting_or_not_is_refused(field: str, tmp_path: Path) -> None:
+    path = tmp_path / "some.tsv"
+    path.write_text(f'sample_id\tcatalog_content\tprice\n1\t"Vans\t5\n2\tpot"\t6\n3\t{field}\t7\n')
+    with pytest.raises(UserError, match=r"line 2: are quotes part of the texts\? .* Remove the quotes around"):
+        catalog.read(path, COLUMNS)
+
+
+@pytest.mark.parametrize(
+    ("text", "delimiter", "quoting"),
+    [
+        ('a\tb\n"x\t1\ny"\t2\n', "\t", csv.QUOTE_NONE),
+        ('a\tb\n"x\ny\tz"\t2\n', "\t", csv.QUOTE_MINIMAL),  # a line alone has one field
+        ('a\tb\n"x"\t1\n"y"\t2\n', "\t", csv.QUOTE_MINIMAL),  # merges nothing
+        ('a\tb\n"x\t1\n', "\t", csv.QUOTE_NONE),
+        ('a\n"x\ny"\n', "\t", csv.QUOTE_MINIMAL),
+        ('a,b\n"x,1\ny",2\n', ",", csv.QUOTE_MINIMAL),  # a text with a comma and a line break is usual
+    ],
+)
+def test_quotes_count_unless_they_merge_lines_that_fit_the_header(text: str, delimiter: str, quoting: int) -> None:
+    file = io.StringIO(text, newline="")
+    assert catalog.choose_quoting(file, delimiter, name="some.tsv") == quoting
+    assert file.read() == text
 
 
 def apply_remedy(error: pytest.ExceptionInfo[UserError]) -> catalog.Columns:
