@@ -32,6 +32,9 @@ class Entry:
     numbers: tuple[float, ...]  # the further numeric columns; nan where a cell is empty
     image: str  # path or URL, "" if there is none
     fault: str = ""  # why the row cannot train; "" if it can
+    reason: str = ""  # the same in two words, to count rows by
+    line: int = 0  # on which the row ends
+    written_price: str = ""
 
     @property
     def text(self) -> str:
@@ -267,20 +270,29 @@ def _parse_row(
     key: str, row: dict[str, str], columns: Columns, amounts: AmountReader, *, file: str, line: int
 ) -> Entry:
     texts = tuple(row[name] for name in columns.texts)
-    faults = [] if key else [f"no {columns.key}"]
+    faults = [] if key else [(f"no {columns.key}", "no id")]
     price = math.nan
     if columns.price:
         price = amounts.read_price(row[columns.price], line=line)
         if not (price > 0 and math.isfinite(price)):
-            faults.append(f"{columns.price} is '{row[columns.price]}', expected a number above 0")
+            found = f"{columns.price} is '{row[columns.price]}', expected a number above 0"
+            faults.append((found, _name_price_fault(row[columns.price], price)))
         elif not any(text.strip() for text in texts):
-            faults.append(f"{' and '.join(columns.texts)} is empty")
+            faults.append((f"{' and '.join(columns.texts)} is empty", "no text"))
     numbers = []
     for name in columns.numbers:
         cell = row[name].strip()
         numbers.append(amounts.read_number(cell, line=line))
         if cell and math.isnan(numbers[-1]):
-            faults.append(f"{name} is '{cell}', expected a number or an empty cell")
+            faults.append((f"{name} is '{cell}', expected a number or an empty cell", f"{name} unreadable"))
     image = row[columns.image].strip() if columns.image else ""
-    fault = f"{file}, line {line}: {faults[0]}" if faults else ""
-    return Entry(key or f"line {line}", texts, math.nan if fault else price, tuple(numbers), image, fault)
+    fault, reason = (f"{file}, line {line}: {faults[0][0]}", faults[0][1]) if faults else ("", "")
+    written = row[columns.price].strip() if columns.price else ""
+    price = math.nan if fault else price
+    return Entry(key or f"line {line}", texts, price, tuple(numbers), image, fault, reason, line, written)
+
+
+def _name_price_fault(cell: str, price: float) -> str:
+    if not cell.strip():
+        return "no price"
+    return "price 0" if price == 0 else "price below 0" if -math.inf < price < 0 else "price unreadable"

@@ -23,9 +23,13 @@ PRICES = "prices.csv"
 
 def compare_baselines(args: argparse.Namespace) -> int:
     """Print and write the score of each method on each fold."""
+    from . import pack
+
     runs = {_read_fold(run): run for run in args.runs}
     rows = []
-    for fold in range(_build_config(args.options).packing.folds):
+    config = _build_config(args.options)
+    pack.log_reading(args.raw, config)
+    for fold in range(config.packing.folds):
         rows.append(_score_fold(args, fold, runs.get(fold)))
         print("  ".join(f"{name} {value:.4g}" for name, value in rows[-1].items()), flush=True)
     print("SMAPE, mean +- standard deviation over the folds")

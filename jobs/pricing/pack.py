@@ -9,26 +9,87 @@ from functools import lru_cache, partial
 from pathlib import Path
 
 import numpy as np
+from loguru import logger
 from PIL import Image, ImageOps
 
 from trainyard.data.shards import BadRecord, Loaded, Ragged, Sample
 from trainyard.data.write_shard import open_image
 from trainyard.errors import UserError
+from trainyard.text import align_columns, cut, join_names
 
 from . import catalog, features, folds, parsing, tokenizer
 from .config import Config, PackingSettings
 from .synthesis import synthesize
 
-__all__ = ["fit_artifacts", "join_artifacts", "list_labelled", "samples", "splits", "synthesize", "unlabelled"]
+__all__ = [
+    "fit_artifacts",
+    "join_artifacts",
+    "list_labelled",
+    "log_reading",
+    "samples",
+    "splits",
+    "synthesize",
+    "unlabelled",
+]
 
 PARTS = ("train", "val", "test")
 TOKENIZER, FEATURES, PRICES, DOCUMENT = "tokenizer", "features", "prices", "document"
+EXAMPLES = 5
 QUANTILES = (0.001, 0.999)  # of the training prices; predictions are clamped to them
 
 
 def fit_artifacts(raw: Path, config: Config) -> Mapping[str, str]:
     """Fit the tokenizer, the features and the price statistics on the training rows; return each as JSON."""
     return _get_plan(raw, config.packing).artifacts
+
+
+def log_reading(raw: Path, config: Config) -> None:
+    """Log how five rows of a catalogue are read, and which rows cannot train and why."""
+    entries = catalog.read(catalog.find(raw, prefer=config.packing.file), select_columns(config.packing))
+    for line in describe_reading(entries):
+        logger.info("{}", line)
+    if faults := describe_faults(entries, end="left out" if config.data.on_error == "skip" else "cannot train"):
+        logger.warning("{}", faults)
+
+
+def describe_reading(entries: Sequence[catalog.Entry]) -> list[str]:
+    """Return the lines that show how five rows are read, spread over those that can train."""
+    usable = [entry for entry in entries if not entry.fault]
+    picked = sorted({i * (len(usable) - 1) // (EXAMPLES - 1) for i in range(EXAMPLES)}) if usable else []
+    rows = [["id", "price", "read as", "title", "amount", "unit"]]
+    for entry in (usable[i] for i in picked):
+        item = parsing.parse(*entry.texts)
+        amount = "-" if item.amount is None else f"{item.amount:.6g}"
+        unit = item.unit if item.kind == "other" else item.kind
+        rows.append(
+            [
+                entry.key,
+                " ".join(entry.written_price.split()),
+                f"{entry.price:.12g}",
+                cut(item.title, 40),
+                amount,
+                unit or "-",
+            ]
+        )
+    return [f"rows {len(entries)}, {len(usable)} can train. For example:", *align_columns(rows, indent="  ")]
+
+
+def describe_faults(entries: Sequence[catalog.Entry], *, end: str) -> str:
+    """Return such as "3 rows left out: 2 price 0 (lines 5, 9), 1 price unreadable (line 12)"; "" if all can train.
+
+    Args:
+        end: of these rows: "left out".
+    """
+    lines_by_reason: dict[str, list[str]] = {}
+    for entry in entries:
+        if entry.fault:
+            lines_by_reason.setdefault(entry.reason, []).append(str(entry.line))
+    named = [
+        f"{len(lines)} {reason} (line{'s' if len(lines) > 1 else ''} {join_names(lines)})"
+        for reason, lines in sorted(lines_by_reason.items(), key=lambda item: -len(item[1]))
+    ]
+    count = sum(map(len, lines_by_reason.values()))
+    return f"{count} row{'s' if count > 1 else ''} {end}: {', '.join(named)}" if named else ""
 
 
 def samples(raw: Path, config: Config) -> Iterator[Sample]:

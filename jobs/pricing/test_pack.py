@@ -7,6 +7,7 @@ from typing import cast
 import numpy as np
 import pytest
 import torch
+from loguru import logger
 from PIL import Image
 
 from tests.cases.pricing import VALID_ROWS, make_batch, make_config, make_module, pack_catalogue, write_catalogue
@@ -15,6 +16,7 @@ from trainyard.data.pack import PackError, read_listing
 from trainyard.data.shards import Ragged, ShardSet
 
 from . import baseline, catalog, metrics, pack, parsing
+from .config import Config
 from .pack import fit_artifacts, samples, synthesize
 from .synthesis import FILE, FLOOR
 
@@ -50,6 +52,54 @@ def test_rows_that_cannot_train_stop_packing_or_are_skipped(row: list[str], mess
     error, skipped, bad_count = bad_packs[row[0]]
     assert f"{row[0] or 'line 44'}: some.csv, {message}" in error and "data.on_error=skip" in error
     assert skipped.count == len(VALID_ROWS) and skipped.skipped == bad_count
+
+
+def read_log(raw: Path, config: Config) -> list[str]:
+    """Return the lines that packing logs about a catalogue."""
+    logged: list[str] = []
+    sink = logger.add(lambda message: logged.append(message.rstrip("\n")), format="{message}")
+    pack.log_reading(raw, config)
+    logger.remove(sink)
+    return logged
+
+
+def test_packing_says_which_rows_cannot_train_why_and_where_they_are(tmp_path: Path) -> None:
+    rows = [*VALID_ROWS[:3], ["a", "x", "0"], *VALID_ROWS[3:6], ["b", "x", "0.00"], *VALID_ROWS[6:8]]
+    path = write_catalogue(tmp_path, [*rows, ["c", "x", "cheap"]])
+    config = make_config()
+    config.data.on_error = "skip"
+    assert read_log(path, config)[-1] == "3 rows left out: 2 price 0 (lines 5, 9), 1 price unreadable (line 12)"
+    config.data.on_error = "fail"
+    assert read_log(path, config)[-1] == "3 rows cannot train: 2 price 0 (lines 5, 9), 1 price unreadable (line 12)"
+    write_catalogue(tmp_path, [*VALID_ROWS, *(row for row, _ in BAD_ROWS)])
+    assert read_log(path, config)[-1] == (
+        "7 rows cannot train: 2 price unreadable (lines 44, 46), 1 price 0 (line 42), 1 price below 0 (line 43), "
+        "1 no price (line 45), 1 no text (line 48), 1 no id (line 49)"
+    )
+    write_catalogue(tmp_path, [*VALID_ROWS[:2], *([str(i), "x", "0"] for i in range(100, 120))])
+    assert read_log(path, config)[-1] == (
+        "20 rows cannot train: 20 price 0 (lines 4, 5, 6, 7, 8, 9, 10, 11 and 12 more)"
+    )
+    assert not any("cannot train:" in line for line in read_log(write_catalogue(tmp_path, VALID_ROWS), config))
+
+
+def test_packing_shows_how_five_rows_are_read(tmp_path: Path) -> None:
+    rows = [
+        ["1", "Item Name: Tea\nValue: 500\nUnit: Grams(gm)", "Rs. 1,299"],
+        ["2", "Item Name: Bar, 1\u00bd oz", "Rs 499.50"],
+        ["3", "Item Name: " + "Very " * 20 + "long", "\u20b91,29,999"],
+        ["4", "Item Name: Oats\nValue: 3\nUnit: Bushel", "12"],
+    ]
+    assert read_log(write_catalogue(tmp_path, rows), make_config()) == [
+        "rows 4, 4 can train. For example:",
+        "  id  price      read as  title                                     amount   unit",
+        "  1   Rs. 1,299  1299     Tea                                       500      g",
+        "  2   Rs 499.50  499.5    Bar, 1 1/2 oz                             42.5242  g",
+        "  3   \u20b91,29,999  129999   Very Very Very Very Very Very Very Ver..  -        -",
+        "  4   12         12       Oats                                      3        bushel",
+    ]
+    many = read_log(write_catalogue(tmp_path, VALID_ROWS), make_config())
+    assert [line.split()[0] for line in many[2:]] == ["0", "9", "19", "29", "39"]
 
 
 def test_the_text_may_come_from_several_columns(tmp_path: Path) -> None:
