@@ -27,8 +27,8 @@ _ISO_4217 = (  # the codes of countries, compared with pycountry 26.2.16; ANG an
 _CODES = frozenset(_ISO_4217.split())
 _NAMES = {  # signs and abbreviations, without spaces and points -> what they may mean; alone they mean the first
     "$": "USD AUD BBD BMD BND BSD BZD CAD FJD GYD HKD JMD KYD LRD MXN NAD NZD SBD SGD SRD TTD TWD ARS CLP COP UYU XCD",
-    "us$ usd$": "USD", "a$ au$": "AUD", "c$ ca$": "CAD", "hk$": "HKD", "mx$": "MXN", "nt$": "TWD", "nz$": "NZD",
-    "r$": "BRL", "s$": "SGD", "\u00a3": "GBP EGP FKP GIP SHP", "\u00a5": "\u00a5 JPY CNY", "\u20ac": "EUR",
+    "us$": "USD", "a$ au$": "AUD", "c$ ca$": "CAD", "hk$": "HKD", "mx$": "MXN", "nt$": "TWD", "nz$": "NZD",
+    "r$": "BRL", "s$": "SGD", "\u00a3": "GBP EGP FKP GIP SHP", "\u00a5": "\u00a5 JPY CNY", "\u20ac euro euros": "EUR",
     "\u20b9": "INR", "rs re": "INR PKR LKR NPR MUR SCR", "kr": "kr SEK NOK DKK ISK", "fr sfr": "CHF", "rmb": "CNY",
     "z\u0142": "PLN", "k\u010d": "CZK", "ft": "HUF", "lei": "RON", "tl \u20ba": "TRY", "\u20bd": "RUB", "\u20b4": "UAH",
     "\u20a9": "KRW", "\u20ab": "VND", "\u20aa": "ILS", "\u20b1": "PHP", "\u20a6": "NGN", "\u0e3f": "THB", "rm": "MYR",
@@ -111,8 +111,9 @@ def _normalise(cell: str) -> str:
 def _find_currencies(name: str) -> tuple[str, ...]:
     """Return the codes that a sign, code or abbreviation may mean, the likeliest first; none if it names none."""
     short = re.sub(r"[\s.]", "", name).casefold()
-    if short.upper() in _CODES:
-        return (short.upper(),)
+    code = short.removesuffix("$").upper()
+    if code in _CODES:
+        return (code,)
     return _CURRENCIES.get(short, () if short.isalpha() else (short,))
 
 
