@@ -93,6 +93,21 @@ def test_a_table_that_does_not_fit_is_refused_with_the_line(tmp_path, text, said
         list(read_rows(path, columns=("id",), further=("label",)))
 
 
+@pytest.mark.parametrize(
+    ("text", "rows"),
+    [
+        ('a\tb\n"x\t1\ny"\t2\n', [('"x', "1"), ('y"', "2")]),  # two lines, each with two cells
+        ('a\tb\n"x\ny\tz"\t2\n', [("x\ny\tz", "2")]),  # a line alone has one cell
+        ('a\tb\n"x"\t1\n"y"\t2\n', [("x", "1"), ("y", "2")]),  # merges nothing
+        ('a\tb\n"x\t1\n', [('"x', "1")]),
+        ('a,b\n"x,1\ny",2\n', [("x,1\ny", "2")]),  # a text with a comma and a line break is usual
+    ],
+)
+def test_quotes_count_unless_they_merge_lines_that_fit_the_header(tmp_path, text, rows):
+    path = write(tmp_path / "a.tsv", text)
+    assert [tuple(row.values()) for _, row in read_rows(path, columns=("a", "b"))] == rows
+
+
 def test_names_of_files_are_found_composed_or_decomposed_and_never_outside(tmp_path):
     raw = tmp_path / "raw"
     here = write(raw / f"cafe{ACUTE}" / f"e{ACUTE}1.png", "")

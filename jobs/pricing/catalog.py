@@ -1,25 +1,18 @@
 """Reads CSV catalogues and checks them against what training and prediction need."""
 
-import csv
 import math
 import re
 import shlex
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
-from typing import Literal, TextIO
 
-from loguru import logger
-
+from trainyard import foreign
 from trainyard.data.raw import list_files
 from trainyard.errors import UserError
-from trainyard.text import cut, find_nearest
+from trainyard.text import find_nearest
 
 from .amounts import AmountReader
-
-DELIMITERS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "vertical bars"}
 
 
 @dataclass(frozen=True)
@@ -107,130 +100,13 @@ def read(path: Path, columns: Columns) -> list[Entry]:
 
 def read_rows(path: Path, columns: Columns) -> Iterator[tuple[int, dict[str, str]]]:
     """Yield each row, as text by column, with the number of the line on which it ends; see `read`."""
-    csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # a description may exceed csv's default of 128 KiB
-    line = 0  # the last one read without an error
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            delimiter = _find_delimiter(file, path, columns)
-            quoting = choose_quoting(file, delimiter, name=str(path))
-            reader = csv.reader(file, delimiter=delimiter, quoting=quoting, strict=True)
-            names, line = next(reader), reader.line_num
-            for values in reader:
-                line = reader.line_num
-                if len(values) == len(names):
-                    yield line, dict(zip(names, values, strict=True))
-                elif values:
-                    raise UserError(
-                        f"{path}, line {line}: {len(values)} fields, the header has {len(names)}. Quote texts that "
-                        f"contain {DELIMITERS[delimiter]} or line breaks, and double the quotes within them."
-                    )
-    except UnicodeDecodeError as error:
-        encoding = "utf-16" if path.read_bytes()[:2] in (b"\xff\xfe", b"\xfe\xff") else "cp1252"
-        raise UserError(
-            f"{path}: byte {error.start} is not UTF-8 ({error.reason}). Convert the file: "
-            f"iconv -f {encoding} -t utf-8 {path} > utf8.csv"
-        ) from None
-    except csv.Error as error:
-        raise UserError(f"{path}, line {line + 1}: invalid CSV ({error}). Fix the quotes there.") from None
-
-
-def choose_quoting(file: TextIO, delimiter: str, *, name: str) -> Literal[0, 3]:
-    """Return csv.QUOTE_NONE for a tab-separated file whose quotes are part of its texts, else csv.QUOTE_MINIMAL.
-
-    Many programs write tabs without quoting. Then a text that begins with a quote takes in tabs and line breaks up to
-    a text that ends with one, and rows merge. The sign: a quoted reading merges lines, or breaks, although each line
-    alone has as many fields as the header. Rewinds the file.
-
-    Args:
-        name: of the file, for the error and the log.
-
-    Raises:
-        UserError: the sign is there, but also a field that is quoted as a whole, or has doubled quotes.
-    """
-    if delimiter != "\t":
-        return csv.QUOTE_MINIMAL
-    line = _find_merged_line(file)
-    file.seek(0)
-    if not line:
-        return csv.QUOTE_MINIMAL
-    width, quoted = 0, ""
-    for row in csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE):
-        width = width or len(row)
-        if (row and len(row) != width) or width < 2:
-            file.seek(0)
-            return csv.QUOTE_MINIMAL
-        quoted = quoted or next((field for field in row if re.fullmatch('".*"|.*"".*', field)), "")
-    file.seek(0)
-    if quoted:
-        raise UserError(
-            f"{name}, line {line}: are quotes part of the texts? A quote there would merge lines, which alone have the "
-            f"{width} fields of the header, but elsewhere a field is quoted: {cut(quoted, 40)}. Remove the quotes "
-            "around and within fields, or write the file with a program that doubles those within."
-        )
-    _log_unquoted(name, line, width)
-    return csv.QUOTE_NONE
-
-
-def _find_merged_line(file: TextIO) -> int:
-    """Return the first line on which a quoted reading begins a field of several lines, or breaks; 0 if none."""
-    reader = csv.reader(file, delimiter="\t", strict=True)
-    line = 0
-    try:
-        for row in reader:
-            if any("\n" in field or "\r" in field for field in row):
-                return line + 1
-            line = reader.line_num
-    except csv.Error:
-        return line + 1
-    return 0
-
-
-@cache  # packing reads the file several times
-def _log_unquoted(name: str, line: int, count: int) -> None:
-    logger.info(
-        "{}: quotes are read as part of the texts: each line alone has the {} fields of the header, and the quote in "
-        "line {} would merge lines",
-        name, count, line,
-    )  # fmt: skip
-
-
-def _find_delimiter(file: TextIO, path: Path, columns: Columns) -> str:
-    """Return the delimiter under which the header has every column, and rewind the file.
-
-    Raises:
-        UserError: there is none.
-        csv.Error: the header's quotes are broken under each.
-    """
-    headers, errors = {}, []
-    for delimiter in DELIMITERS:
-        file.seek(0)
-        try:
-            headers[delimiter] = next(csv.reader(file, delimiter=delimiter, strict=True), [])
-        except csv.Error as error:  # so it is for quoted names that another delimiter separates
-            errors.append(error)
-    file.seek(0)
     needed = {columns.key, *columns.texts, columns.price, *columns.numbers, columns.image} - {""}
-    fitting = [delimiter for delimiter, names in headers.items() if needed <= set(names)]
-    if not fitting:
-        delimiter = max(headers, key=lambda candidate: len(headers[candidate]), default="")
-        if errors and len(headers.get(delimiter, [])) < 2:
-            raise errors[0]
-        raise UserError(_describe_missing_columns(path, headers[delimiter], columns, delimiter))
-    names = headers[fitting[0]]
-    repeated = [name for name in sorted(needed) if names.count(name) > 1]
-    if repeated:
-        raise UserError(f"{path}: several columns are named '{repeated[0]}'. Rename all but one of them in the file.")
-    if fitting[0] != ",":
-        _log_delimiter(path, fitting[0])
-    return fitting[0]
+    yield from foreign.read_rows(
+        path, columns=needed, describe_missing=lambda names, by: _describe_missing_columns(names, columns, by)
+    )
 
 
-@cache  # packing reads the file several times
-def _log_delimiter(path: Path, delimiter: str) -> None:
-    logger.info("{}: the columns are separated by {}", path, DELIMITERS[delimiter])
-
-
-def _describe_missing_columns(path: Path, names: Sequence[str], columns: Columns, delimiter: str) -> str:
+def _describe_missing_columns(names: Sequence[str], columns: Columns, delimiter: str) -> str:
     """Say which columns are missing, which look most like them, and which options name others."""
     options = {
         "id_column": [columns.key],
@@ -249,11 +125,11 @@ def _describe_missing_columns(path: Path, names: Sequence[str], columns: Columns
             chosen = [(nearest.get(name, [name]) or ["COLUMN"])[0] for name in wanted]
             value = _format_list(chosen) if option.endswith("s") else chosen[0]
             remedies.append(shlex.quote(f"packing.{option}={value}"))
-    separated = "" if delimiter == "," else f", separated by {DELIMITERS[delimiter]}"
+    separated = "" if delimiter in ("", ",") else f", separated by {foreign.DELIMITERS[delimiter]}"
     found = f"no {_plural('column', missing)} {', '.join(missing)}. It has: {', '.join(names) or 'none'}{separated}."
     if not columns.price:
-        return f"{path}: {found} Rename the columns in the file: the run was trained with the missing names."
-    return f"{path}: {found} Name the right {_plural('column', missing)}: {' '.join(remedies)}"
+        return f"{found} Rename the columns in the file: the run was trained with the missing names."
+    return f"{found} Name the right {_plural('column', missing)}: {' '.join(remedies)}"
 
 
 def _format_list(names: Sequence[str]) -> str:

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import numpy as np
 from loguru import logger
-from PIL import Image, ImageOps
+from PIL import Image
 
 from trainyard.data.shards import BadRecord, Loaded, Ragged, Sample
-from trainyard.data.write_shard import open_image
+from trainyard.data.write_shard import read_image
 from trainyard.errors import UserError
 from trainyard.text import align_columns, cut, join_names
 
@@ -381,12 +381,7 @@ def _read_image(entry: catalog.Entry, folder: Path, allow_missing: bool) -> tupl
         if not allow_missing:
             raise BadRecord(f"no image '{path.name}' in {folder} (packing.missing_image=gray packs without it)")
         return _encode_png(Image.new("RGB", (8, 8), (128, 128, 128))), 0
-    data = path.read_bytes()
-    image = open_image(data)
-    upright = image.getexif().get(0x0112, 1) == 1
-    if image.format in ("JPEG", "PNG") and image.mode in ("L", "RGB") and upright:
-        return data, 1
-    return _encode_png(ImageOps.exif_transpose(image).convert("RGB")), 1
+    return read_image(path)[0], 1
 
 
 def _find_image(entry: catalog.Entry, packing: PackingSettings) -> Path | None:

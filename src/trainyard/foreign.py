@@ -9,12 +9,15 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cache
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
+
+from loguru import logger
 
 from trainyard.errors import UserError
 from trainyard.files import parse_json
-from trainyard.text import suggest_nearest
+from trainyard.text import cut, suggest_nearest
 
 DELIMITERS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "vertical bars"}
 T = TypeVar("T")
@@ -127,7 +130,8 @@ def read_rows(
     try:
         clean = str.lower if lower else str
         delimiter = _find_delimiter(text, path, columns, describe_missing, clean)
-        reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+        quoting = _choose_quoting(text, delimiter, path)
+        reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, quoting=quoting, strict=True)
         names, line = [clean(name.strip()) for name in next(reader, [])], reader.line_num
         if further is not None and (unknown := [name for name in names if name not in {*columns, *further}]):
             raise UserError(
@@ -145,6 +149,62 @@ def read_rows(
                 )
     except csv.Error as error:
         raise UserError(f"{path}, line {line + 1}: not a table ({error}). Fix the quotes there.") from None
+
+
+def _choose_quoting(text: str, delimiter: str, path: Path) -> Literal[0, 3]:
+    """Return csv.QUOTE_NONE for a tab-separated file whose quotes are part of its texts, else csv.QUOTE_MINIMAL.
+
+    Many programs write tabs without quoting. Then a text that begins with a quote takes in tabs and line breaks up to
+    a text that ends with one, and rows merge. The sign: a quoted reading merges lines, or breaks, although each line
+    alone has as many cells as the header.
+
+    Raises:
+        UserError: the sign is there, but also a cell that is quoted as a whole, or has doubled quotes.
+    """
+    line = _find_merged_line(text) if delimiter == "\t" and '"' in text else 0
+    if not line:
+        return csv.QUOTE_MINIMAL
+    rows = [row for row in csv.reader(io.StringIO(text, newline=""), delimiter="\t", quoting=csv.QUOTE_NONE) if row]
+    widths = {len(row) for row in rows}
+    if len(widths) > 1 or widths <= {0, 1}:
+        return csv.QUOTE_MINIMAL
+    (width,) = widths
+    quoted = next((cell for row in rows for cell in row if re.fullmatch('".*"|.*"".*', cell)), "")
+    if quoted:
+        raise UserError(
+            f"{path}, line {line}: are quotes part of the texts? A quote there would merge lines, which alone have the "
+            f"{width} cells of the header, but elsewhere a cell is quoted: {cut(quoted, 40)}. Remove the quotes around "
+            "and within cells, or write the file with a program that doubles those within."
+        )
+    _log_unquoted(str(path), line, width)
+    return csv.QUOTE_NONE
+
+
+def _find_merged_line(text: str) -> int:
+    """Return the first line on which a quoted reading begins a cell of several lines, or breaks; 0 if none."""
+    reader, line = csv.reader(io.StringIO(text, newline=""), delimiter="\t", strict=True), 0
+    try:
+        for row in reader:
+            if any("\n" in cell or "\r" in cell for cell in row):
+                return line + 1
+            line = reader.line_num
+    except csv.Error:
+        return line + 1
+    return 0
+
+
+@cache  # packing reads a table several times
+def _log_unquoted(path: str, line: int, width: int) -> None:
+    logger.info(
+        "{}: quotes are read as part of the texts: each line alone has the {} cells of the header, and the quote in "
+        "line {} would merge lines",
+        path, width, line,
+    )  # fmt: skip
+
+
+@cache
+def _log_delimiter(path: str, delimiter: str) -> None:
+    logger.info("{}: the columns are separated by {}", path, DELIMITERS[delimiter])
 
 
 def _find_delimiter(
@@ -177,4 +237,6 @@ def _find_delimiter(
     repeated = [name for name in names if (name in columns or not columns) and names.count(name) > 1]
     if repeated:
         raise UserError(f"{path}: several columns are named '{repeated[0]}'. Rename all but one of them in the file.")
+    if best != ",":
+        _log_delimiter(str(path), best)
     return best

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 from loguru import logger
 
+from trainyard import foreign
 from trainyard.data.labelled import SETS, assign_sets, find_sets
 from trainyard.data.raw import list_files
 from trainyard.data.shards import BadRecord, Loaded, Sample
@@ -156,33 +157,23 @@ def read_rows(raw: Path, id_column: str) -> dict[str, Row]:
     """Return the rows of a CSV file by their names, with values stripped of spaces.
 
     Raises:
-        UserError: there is no such file, or not one; a column without a name or two of one name; a row with more or
-            fewer values than columns; or an id that is missing or there twice.
+        UserError: there is no such file, or not one; a column has no name, or that of another; a row has more or fewer
+            values than columns; or an id is missing, or there twice.
     """
-    files = [raw] if raw.is_file() else list_files(raw, {".csv"})
+    files = [raw] if raw.is_file() else list_files(raw, {".csv", ".tsv"})
     if len(files) != 1:
         raise UserError(f"{raw}: {len(files)} CSV files. Expected one: name the file itself.")
     rows: dict[str, Row] = {}
-    try:
-        with files[0].open(newline="", encoding="utf-8-sig") as file:
-            lines = csv.reader(file, strict=True)
-            names = [name.strip() for name in next(lines, [])]
-            if not all(names) or len(set(names)) < len(names) or not names:
-                raise UserError(f"{files[0]}: expected a first line with a name of its own for each column: {names}.")
-            if id_column and id_column not in names:
-                raise UserError(f"{files[0]}: has no column packing.id_column={id_column}. It has: {', '.join(names)}.")
-            for values in lines:
-                if len(values) != len(names):
-                    raise UserError(
-                        f"{files[0]}: line {lines.line_num} has {len(values)} values, expected {len(names)}."
-                    )
-                row = dict(zip(names, (value.strip() for value in values), strict=True))
-                key = row[id_column] if id_column else str(lines.line_num)
-                if not key or key in rows:
-                    raise UserError(f"{files[0]}: line {lines.line_num}: the id '{key}' is missing, or used before.")
-                rows[key] = row
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise UserError(f"{files[0]}: no CSV file in UTF-8 ({error}). Convert it.") from None
+    for line, cells in foreign.read_rows(files[0]):
+        row = {name: cell.strip() for name, cell in cells.items()}
+        if id_column and id_column not in row:
+            raise UserError(f"{files[0]}: has no column packing.id_column={id_column}. It has: {', '.join(row)}.")
+        if not all(row):
+            raise UserError(f"{files[0]}: expected a first line with a name for each column: {list(row)}.")
+        key = row[id_column] if id_column else str(line)
+        if not key or key in rows:
+            raise UserError(f"{files[0]}: line {line}: the id '{key}' is missing, or used before.")
+        rows[key] = row
     if not rows:
         raise UserError(f"{files[0]}: has no rows.")
     return rows
