@@ -118,7 +118,7 @@ def test_a_new_family_is_checked_and_learns_from_a_folder_as_typed(kind, tmp_pat
         assert len(found) == (90 if kind == "table" else 48) and set(found[0]) >= {"class", "probability"}
 
 
-SCORE, LIST = 'compute_class_metrics(rows["logits"]', "files = list_labelled_files(raw, SUFFIXES)"
+SCORE, LIST = 'compute_class_metrics(rows["logits"]', "files = list_labelled_files(raw, IMAGES)"
 BROKEN = {
     "what was packed reads back equal": {"pack": ("for file in files:\n", "for file in [*files, *files][3:-3]:\n")},
     "sets share no sample": {
