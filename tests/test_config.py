@@ -153,6 +153,31 @@ def test_free_text_is_taken_as_typed(typed: str, meant: str):
     assert compose("tiny", [f"data.path={typed}"], JOBS).data.path == meant
 
 
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("[J\u00fcrgen,07,1e3]", ["J\u00fcrgen", "07", "1e3"]),
+        ("[1.10, 1e3, 007, true, null]", ["1.10", "1e3", "007", "true", "null"]),
+        ("['Gr\u00f6\u00dfe [cm]',\"a, b\"]", ["Gr\u00f6\u00dfe [cm]", "a, b"]),
+        ("[ depth (cm) , it's, a=b, -x ]", ["depth (cm)", "it's", "a=b", "-x"]),
+        (r"""["a\"b",'it\'s',"c\\",a\,b,x\y]""", ['a"b', "it's", "c\\", "a,b", r"x\y"]),
+        ("['']", [""]),
+        ("[ ]", []),
+        ("[${data.cache}/x,b]", ["data/x", "b"]),
+        ("sort([b,a])", ["a", "b"]),
+    ],
+)
+def test_each_text_of_a_list_is_taken_as_typed(typed: str, meant: list[str]):
+    assert compose("tiny", [f"tracking.tags={typed}"], JOBS).tracking.tags == meant
+
+
+@pytest.mark.parametrize(
+    "typed", ["[a,]", "[,a]", "[a", "[[a]]", "[{a:b}]", '[a"b,c"]', "['a' b]", "[f(a,b)]", "[a\\]"]
+)
+def test_a_list_whose_texts_are_ambiguous_is_refused(typed: str):
+    assert "tracking.tags" in read_refusal("tiny", f"tracking.tags={typed}")
+
+
 def test_composing_twice_with_different_families_mixes_nothing(tmp_path: Path):
     other = make_family(tmp_path, name="other", other=BASE + "seed: 1")
     (other / "other" / "config.py").write_text(
@@ -268,7 +293,8 @@ def test_a_malformed_override_shows_what_one_looks_like(override: str):
 
 
 @pytest.mark.parametrize(
-    "override", ["seed=1,2", "seed=range(1,4)", "schedule.name=cosine,step", "max_duration=1ep,2ep"]
+    "override",
+    ["seed=1,2", "seed=range(1,4)", "schedule.name=cosine,step", "max_duration=1ep,2ep", "tracking.tags=[a],[b]"],
 )
 def test_several_values_in_one_run_are_refused_with_what_to_do(override: str):
     message = read_refusal("tiny", override)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args, get_origin, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf import resolvers as omegaconf_resolvers
@@ -27,6 +27,9 @@ from trainyard.config.frozen import LOCATION, read_frozen, write_frozen
 from trainyard.config.settings import TrainConfig, check
 from trainyard.errors import ConfigError, UserError
 from trainyard.text import find_nearest
+
+if TYPE_CHECKING:
+    from hydra.core.override_parser.types import Override
 
 SCHEMA = "schema"
 """What presets call the options of their family."""
@@ -58,8 +61,9 @@ class Difference(NamedTuple):
 def compose(job: str, overrides: Sequence[str], jobs_dir: Path) -> TrainConfig:
     """Return the checked configuration of a preset with overrides such as `optimizer.lr=1e-4` applied.
 
-    Values use Hydra's syntax, with one difference: the value of a free-text option (a path, a column name) is taken
-    verbatim, with its spaces, commas and equal signs. Takes about 0.1 s.
+    Values use Hydra's syntax, with two differences. The value of a free-text option (a path, a column name) is taken
+    verbatim, with its spaces, commas and equal signs. So is each text of a list, such as `[depth (cm),1e3,007]`; one
+    with a comma, a double quote, or a bracket unlike those needs quotes. Takes about 0.1 s.
 
     Raises:
         ConfigError: an unknown job or option, a value of the wrong type or out of range, a malformed override, or a
@@ -294,9 +298,9 @@ class _Declaration:
         is_word = bool(self.metadata.get("choices") or self.metadata.get("duration"))
         if self.hint is str and not quoted and not is_word:
             return text
-        from hydra.core.override_parser.overrides_parser import OverridesParser
-
-        parsed = OverridesParser.create().parse_override(f"{name}={text}")
+        if self.hint == list[str] and _LIST_OF_TEXTS.fullmatch(text):
+            return [_read_listed_text(match[0].strip()) for match in _LISTED_TEXT.finditer(text[1:-1])]
+        parsed = _parse_with_hydra(name, text)
         if parsed.is_sweep_override():
             raise ConfigError(f"{name}={text}: several values, but this is one run. Start one run per value.")
         return text if self.hint is str and not quoted else parsed.value()
@@ -316,6 +320,32 @@ class _Declaration:
         if get_origin(self.hint) is list:
             return f"a list such as [a,b], each {_TYPE_WORDS.get(get_args(self.hint)[0], 'of its type')}"
         return str(self.hint)
+
+
+_LISTED_TEXT = re.compile(
+    r"""\s* (?:
+    "(?: [^"\\] | \\. )*" \s*
+    | '(?: [^'\\] | \\. )*' \s*
+    | (?! [\s'] ) (?: \\. | \$\{ [^{}]* \} | \( [^,"()\[\]{}]* \) | [^\\,"()\[\]{}] )+
+)""",
+    re.VERBOSE,
+)
+"""One text of a list: in quotes; or without a comma, a double quote, or a bracket other than `(cm)` and `${option}`."""
+
+_LIST_OF_TEXTS = re.compile(rf"\[\s*({_LISTED_TEXT.pattern}(,{_LISTED_TEXT.pattern})*)?\]", re.VERBOSE)
+
+
+def _read_listed_text(text: str) -> str:
+    """Return what one text of a list means: Hydra's reading of quotes and of a backslash, all else verbatim."""
+    if text[0] in "'\"":
+        return str(_parse_with_hydra("text", text).value())
+    return re.sub(r"\\([\\()\[\]{}:=, \t])", r"\1", text)
+
+
+def _parse_with_hydra(name: str, text: str) -> "Override":
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    return OverridesParser.create().parse_override(f"{name}={text}")
 
 
 def _walk_declarations(tree: DictConfig, prefix: str = "") -> Iterator[tuple[str, _Declaration]]:
