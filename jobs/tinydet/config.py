@@ -130,7 +130,7 @@ class PackingSettings:
         0.15, "share of images, or sequences, for validation in annotation files that name no split", low=0
     )
     test_share: float = option(0.0, "the same for the test set", low=0, high=0.9)
-    seed: int = option(0, "seed of the division into splits")
+    seed: int = option(0, "seed of the division into splits", low=0)
 
 
 @dataclass

@@ -276,7 +276,9 @@ def _set(tree: DictConfig, name: str, text: str, declared: "_Declaration") -> No
 
     try:
         OmegaConf.update(tree, name, declared.parse(name, text), force_add=False)
-    except (HydraException, OmegaConfBaseException):
+    except ConfigError:
+        raise
+    except (HydraException, OmegaConfBaseException, ValueError, OverflowError):  # the last two: too many digits
         raise ConfigError(f"{name}={text}: expected {declared.describe()}, found '{text}'.") from None
 
 

@@ -5,6 +5,9 @@ from dataclasses import dataclass
 
 from trainyard.errors import UserError
 
+LONGEST = 2**53
+"""In any unit. Above it not every whole number is a float."""
+
 
 @dataclass(frozen=True)
 class Duration:
@@ -18,15 +21,19 @@ class Duration:
         """Read "10ep", "2000st", "30min", "8h" or "8h30m".
 
         Raises:
-            UserError: `text` is none of these, or a number of steps is not whole.
+            UserError: `text` is none of these, a number of steps is not whole, or it is longer than `LONGEST`.
         """
         clock = re.fullmatch(r"(?:(\d+)h)?(?:(\d+)m)?", text)
-        if text and clock:
-            return cls(60 * int(clock[1] or 0) + int(clock[2] or 0), "min")
         match = re.fullmatch(r"(\d+(?:\.\d+)?)(ep|st|min)", text)
-        if not match or (match[2] == "st" and "." in match[1]):
+        if text and clock:
+            length = cls(60 * float(clock[1] or 0) + float(clock[2] or 0), "min")
+        elif match and not (match[2] == "st" and "." in match[1]):
+            length = cls(float(match[1]), match[2])
+        else:
             raise UserError(f"'{text}' is not a duration. Write epochs 10ep, steps 2000st, minutes 30min, or 8h30m.")
-        return cls(float(match[1]), match[2])
+        if length.value > LONGEST:
+            raise UserError(f"'{text}' is too long: expected at most {LONGEST}{length.unit}.")
+        return length
 
     def to_steps(self, steps_per_epoch: int) -> int:
         """Return the number of optimizer steps; a duration in minutes has none.

@@ -2,6 +2,7 @@
 
 import math
 import re
+import sys
 from dataclasses import Field, dataclass, field, fields, is_dataclass
 from typing import Any
 
@@ -26,7 +27,8 @@ def option(
         default: the value unless a preset or the command line sets another; a callable is a default factory.
         doc: one line about what it does, with its unit.
         choices: the allowed words; of a list, of each of its entries.
-        low, high: the allowed closed range. A duration is above 0, unless `low` is 0.
+        low, high: the allowed closed range, also of each number in a list. Without `high`, any finite number
+            is allowed, and a whole one up to `MOST_INT`. A duration is above 0, unless `low` is 0.
         mutable_on_resume: whether a resumed run may change it, because it does not affect the mathematics.
         duration: whether it is a length of training, such as 10ep, 2000st or 30min, or a list of them; the empty string
             means "never".
@@ -45,6 +47,9 @@ def option(
         return field(default_factory=default, metadata=metadata)
     return field(default=default, metadata=metadata)
 
+
+MOST_INT = 2**63 - 1
+"""The largest int64: the upper bound of whole numbers, because PyTorch and NumPy take no larger size or index."""
 
 HANG_MINUTES = 2.0
 """Default of `hang_minutes`, which also counts until a rank has read its config."""
@@ -270,7 +275,7 @@ class TrainConfig:
 
     job: str = option("", "preset; filled in by the launcher")
     family: str = option("", "folder of the preset; filled in by the launcher")
-    seed: int = option(0, "of weights, order, augmentation and dropout", low=0)
+    seed: int = option(0, "of weights, order, augmentation and dropout", low=0, high=2**64 - 1)  # as manual_seed takes
     data: DataSettings = option(DataSettings, "data")
     image: ImageSettings = option(ImageSettings, "images")
     sound: AudioSettings = option(AudioSettings, "audio")
@@ -467,7 +472,7 @@ def _check_schedule(schedule: ScheduleSettings, max_duration: str) -> None:
 def _check_channels(f: Field[Any], name: str, value: Any, *, channels: int) -> None:
     """Check a number for all channels, or a list with one for each."""
     numbers = value if isinstance(value, list) else [value] * channels
-    if not all(type(number) in (int, float) and math.isfinite(number) for number in numbers):
+    if not all(type(number) is int or (type(number) is float and math.isfinite(number)) for number in numbers):
         raise UserError(f"{name}={value}: expected a number, or a list with one per channel, such as [0.5,0.5,0.5].")
     if len(numbers) != channels:
         raise UserError(
@@ -486,12 +491,23 @@ def _check_value(f: Field[Any], name: str, value: Any) -> None:
             raise UserError(f"{name}={one}: expected {each} of {', '.join(rule['choices'])}.")
         if rule.get("duration"):
             _check_duration(name, one, allows_zero=rule.get("low") == 0)
-    low, high = rule.get("low"), rule.get("high")
-    if rule.get("duration") or isinstance(value, list):
+        elif isinstance(one, int | float):
+            _check_number(name, one, low=rule.get("low"), high=rule.get("high"))
+
+
+def _check_number(name: str, number: float, *, low: float | None, high: float | None) -> None:
+    """Check that a number is within its range and finite, and if it is whole, that PyTorch and NumPy can take it."""
+    most = MOST_INT if isinstance(number, int) else sys.float_info.max
+    lowest, highest = -most if low is None else low, most if high is None else high
+    if lowest <= number <= highest:  # false of NaN
         return
-    if (low is not None and not value >= low) or (high is not None and not value <= high):  # NaN fails both
+    if isinstance(number, int) and abs(number) > most:
+        allowed = f"{lowest} to {highest}"
+    else:
         allowed = f"{low} or more" if high is None else f"at most {high}" if low is None else f"{low} to {high}"
-        raise UserError(f"{name}={value}: expected {allowed}.")
+    if not isinstance(number, int) and not math.isfinite(number):
+        allowed = "a finite number" if low is None and high is None else f"{allowed}, and finite"
+    raise UserError(f"{name}={number}: expected {allowed}.")
 
 
 def _check_duration(name: str, text: str, *, allows_zero: bool) -> None:
