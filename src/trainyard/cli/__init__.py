@@ -81,6 +81,9 @@ def _run_command(argv: Sequence[str] | None) -> int:
         return 130
 
 
+_QUOTED = re.compile(r""""(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'""")
+
+
 def _join_lists(words: Sequence[str]) -> list[str]:
     """Join the words of each list: a=[1, 2] are two to a shell, and in SET of make; not of one without an end."""
     joined: list[str] = []
@@ -89,7 +92,8 @@ def _join_lists(words: Sequence[str]) -> list[str]:
         count = 1
         if re.match(r"[\w.]+=\[", rest[0]):
             texts = itertools.accumulate(rest, "{} {}".format)
-            count = next((n for n, text in enumerate(texts, 1) if text.count("[") <= text.count("]")), 1)
+            unquoted = (_QUOTED.sub("", text) for text in texts)
+            count = next((n for n, text in enumerate(unquoted, 1) if text.count("[") <= text.count("]")), 1)
         joined.append(" ".join(rest[:count]))
         del rest[:count]
     return joined
