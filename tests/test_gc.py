@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import shutil
 from pathlib import Path
 
@@ -88,7 +89,7 @@ def test_a_finished_run_keeps_the_checkpoint_of_its_result_and_frees_the_others(
 def test_what_a_run_needs_is_refused_and_the_line_to_type_works(place, capsys):
     name = str(place / OTHER)
     refused = run_gc(capsys, "--delete", name, code=2)
-    line = f"trainyard gc --delete '{name}' --force"
+    line = f"trainyard gc --delete {shlex.quote(name)} --force"
     assert "needed by stripes/reader" in refused and line in refused and Path(name).is_dir()
     assert "Getting it back" in run_gc(capsys, "--delete", name, "--force")
     assert not Path(name).exists()
@@ -142,7 +143,7 @@ def test_a_link_to_a_folder_is_neither_listed_nor_followed(place, tmp_path):
 def test_the_list_is_short_and_ends_with_the_next_command(place, capsys):
     lines = run_gc(capsys).splitlines()
     assert lines[0].split() == ["KIND", "SIZE", "NEEDED", "BY", "NAME"]
-    assert lines[-1].startswith("next: trainyard gc --delete '")
+    assert lines[-1].startswith("next: trainyard gc --delete ")
     assert "in all; nobody needs" in lines[-2]
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from trainyard.errors import UserError
 from trainyard.tables import read_table
+from trainyard.text import quote_path
 
 
 def add(verbs: Any) -> None:
@@ -73,7 +74,10 @@ def _write_score_file(args: argparse.Namespace) -> int:
         for trial in trials
     ]
     scores.write(args.out, lines, form=args.form)
-    print(f"{args.out}: {len(lines):,} scores in the {args.form} format. Check it: trainyard score-check {args.out}")
+    print(
+        f"{args.out}: {len(lines):,} scores in the {args.form} format. Check it: trainyard score-check "
+        f"{quote_path(args.out)}"
+    )
     if args.negate:
         print("High means spoofed in this file; the challenges, and score-check, expect that high means bona fide.")
     return 0

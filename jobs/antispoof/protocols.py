@@ -5,7 +5,6 @@
 
 import hashlib
 import re
-import shlex
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,6 +14,7 @@ from pathlib import Path
 from trainyard.data.raw import SOUNDS, find_listed, list_files, list_folder
 from trainyard.errors import UserError
 from trainyard.foreign import read_lines, read_rows
+from trainyard.text import format_override
 
 from .config import PackingSettings
 from .metrics import AsvRates
@@ -264,7 +264,7 @@ def _parse_label(where: str, label: str, bonafide_label: str) -> bool:
     if label.lower() not in WORDS:
         raise UserError(
             f"{where}: label '{label}': expected one of {', '.join(WORDS)}. If the labels are codes, say which one "
-            f"means bona fide: {shlex.quote(f'packing.bonafide_label={label}')}, if this one does"
+            f"means bona fide: {format_override('packing.bonafide_label', label)}, if this one does"
         )
     return WORDS[label.lower()]
 

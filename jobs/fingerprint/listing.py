@@ -4,15 +4,15 @@ from collections import Counter
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from glob import escape
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
-from shlex import quote
 
 from trainyard.data.raw import IMAGES, count_by_suffix, list_folder
 from trainyard.errors import UserError
 from trainyard.foreign import note_read
-from trainyard.text import align_columns, join_names
+from trainyard.text import align_columns, format_override, join_names
 
 from .config import PackingSettings
 from .index_csv import DPI_RANGE, INDEX_CSV, read_index_csv
@@ -229,11 +229,11 @@ def _ask_for_year(raw: Path, images: Iterable[str], stated: Set[str]) -> None:
         match = BARE_FVC.fullmatch(folder.rpartition("/")[2])
         others = match and {dpi for (_, db), dpi in FVC_DPI.items() if db == match["db"]}
         if others and path.rpartition("/")[0] not in stated and not _place(FVC, raw).read(_cut_suffix(path)):
-            name = folder if "/" in path else "*"
+            option = format_override("packing.dpi_of_sets", [f"{escape(folder) if '/' in path else '*'}:500"])
             raise UserError(
                 f"{raw}: {path} is in a folder called as a sensor of FVC, which has 500 dpi in some years and "
                 f"{' or '.join(map(str, sorted(others)))} in others. Which is it? Type "
-                f"{quote(f'packing.dpi_of_sets=[{name}:500]')}, or the other number, or packing.layout=sets for "
+                f"{option}, or the other number, or packing.layout=sets for "
                 "packing.dpi."
             )
 
@@ -286,10 +286,8 @@ def _compare_readings(
         if finger != reading.finger or name != other.finger:
             return f"{start}; as <finger>_<impression> it is impression {other.impression} of finger {other.finger}."
         if reading.dpi and dpi[path] not in (0, reading.dpi):
-            return (
-                f"{start} at {reading.dpi} dpi, but packing.dpi={dpi[path]}. To state that alone, type "
-                f"packing.dpi_of_sets=[{other.set or '*'}:{reading.dpi}]."
-            )
+            option = format_override("packing.dpi_of_sets", [f"{escape(other.set) or '*'}:{reading.dpi}"])
+            return f"{start} at {reading.dpi} dpi, but packing.dpi={dpi[path]}. To state that alone, type {option}."
     return ""
 
 

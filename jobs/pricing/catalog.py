@@ -1,8 +1,6 @@
 """Reads CSV catalogues and checks them against what training and prediction need."""
 
 import math
-import re
-import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +8,7 @@ from pathlib import Path
 from trainyard import foreign
 from trainyard.data.raw import list_files
 from trainyard.errors import UserError
-from trainyard.text import find_nearest
+from trainyard.text import find_nearest, format_override
 
 from .amounts import AmountReader
 
@@ -123,19 +121,12 @@ def _describe_missing_columns(names: Sequence[str], columns: Columns, delimiter:
         missing += [f"'{name}'" + "".join(f" (nearest: {near})" for near in nearest[name]) for name in lacking]
         if lacking:
             chosen = [(nearest.get(name, [name]) or ["COLUMN"])[0] for name in wanted]
-            value = _format_list(chosen) if option.endswith("s") else chosen[0]
-            remedies.append(shlex.quote(f"packing.{option}={value}"))
+            remedies.append(format_override(f"packing.{option}", chosen if option.endswith("s") else chosen[0]))
     separated = "" if delimiter in ("", ",") else f", separated by {foreign.DELIMITERS[delimiter]}"
     found = f"no {_plural('column', missing)} {', '.join(missing)}. It has: {', '.join(names) or 'none'}{separated}."
     if not columns.price:
         return f"{found} Rename the columns in the file: the run was trained with the missing names."
     return f"{found} Name the right {_plural('column', missing)}: {' '.join(remedies)}"
-
-
-def _format_list(names: Sequence[str]) -> str:
-    """Write a list as an option takes it, with quotes where they are needed."""
-    quoted = [name if re.fullmatch(r"\w+", name) else '"' + name.replace('"', '\\"') + '"' for name in names]
-    return f"[{','.join(quoted)}]"
 
 
 def _plural(noun: str, counted: Sequence[str]) -> str:

@@ -11,6 +11,7 @@ from trainyard.config.compose import apply_overrides
 from trainyard.errors import UserError
 from trainyard.measure import make_header, write_new
 from trainyard.tables import read_table
+from trainyard.text import quote_path
 
 from .config import Config
 
@@ -115,7 +116,7 @@ def _read_test_smape(run: Path) -> float:
 
     found = [line["smape"] for line in read_metrics(run) if line.get("split") == "test"]
     if not found:
-        raise UserError(f"{run}: the test fold has no score yet. Finish the run: trainyard resume {run}")
+        raise UserError(f"{run}: the test fold has no score yet. Finish the run: trainyard resume {quote_path(run)}")
     return float(found[-1])
 
 

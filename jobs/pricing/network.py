@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import DebertaV2Config, DebertaV2Model
 
 from trainyard.errors import UserError
+from trainyard.text import format_override
 
 from .attention import replace_attention
 from .config import ModelSettings, RateSettings
@@ -143,7 +144,8 @@ def build_encoder(folder: Path, *, vocabulary: int, dropout: float) -> DebertaV2
     if int(settings["vocab_size"]) < vocabulary:
         raise UserError(
             f"model.encoder={folder}: it has {settings['vocab_size']} word embeddings, but the tokenizer has "
-            f"{vocabulary} pieces. Pack with the encoder's own tokenizer: packing.tokenizer={folder}"
+            f"{vocabulary} pieces. Pack with the encoder's own tokenizer: "
+            f"{format_override('packing.tokenizer', str(folder))}"
         )
     settings |= {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
     return replace_attention(DebertaV2Model(DebertaV2Config.from_dict(settings)))

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TextIO
 
 from trainyard.errors import UserError
+from trainyard.text import quote_path
 
 _FORMULA = re.compile("'*[=+\\-@\\t\\r\\n\uff1d\uff0b\uff0d\uff20]")  # the last four: full-width = + - @
 _NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:e[+-]?\d+)?", re.IGNORECASE | re.ASCII)
@@ -46,7 +47,8 @@ def read_table(path: Path, *, columns: Sequence[str] = (), remedy: str = "") -> 
         UserError: the file is missing, not UTF-8 or not CSV, lacks a column, or a row has too many or too few fields.
     """
     if not path.is_file():
-        raise UserError(f"{path}: no such file. {remedy or f'Write it first: trainyard predict RUN RAW {path}'}")
+        first = f"Write it first: trainyard predict RUN RAW {quote_path(path)}"
+        raise UserError(f"{path}: no such file. {remedy or first}")
     remedy = remedy or _WRITE_ANOTHER
     csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # a cell of detections may exceed csv's default of 128 KiB
     try:

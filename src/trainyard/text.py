@@ -1,8 +1,10 @@
-"""Text for people: durations, sizes, columns, lists of names, the nearest match for a wrong name."""
+"""Text for people: durations, sizes, columns, lists of names, the nearest match for a wrong name, what to type."""
 
 import difflib
 import re
+import shlex
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 SCREEN_WIDTH = 120
 
@@ -66,3 +68,27 @@ def find_nearest(wrong: str, names: Iterable[str], *, most: int = 1, always: boo
 def suggest_nearest(wrong: str, names: Iterable[str]) -> str:
     """Return " Nearest: x.", to append to a sentence about a wrong name; "" if none is similar."""
     return "".join(f" Nearest: {name}." for name in find_nearest(wrong, names))
+
+
+def format_override(name: str, value: str | Sequence[str]) -> str:
+    """Write an option with a text or a list of texts as one word for a shell, which `compose` reads back."""
+    if isinstance(value, str):
+        is_quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
+        return shlex.quote(f"{name}={_quote_for_hydra(value) if is_quoted else _escape_interpolation(value)}")
+    texts = [text if re.fullmatch(r"[\w.:/*-]+", text, re.ASCII) else _quote_for_hydra(text) for text in value]
+    return shlex.quote(f"{name}=[{','.join(texts)}]")
+
+
+def quote_path(path: Path | str) -> str:
+    """Write a path as one word for a shell; "./" before a dash, so that no command reads it as an option."""
+    return shlex.quote(f"./{path}" if str(path).startswith("-") else str(path))
+
+
+def _quote_for_hydra(text: str) -> str:
+    from hydra.core.override_parser.types import Quote, QuotedString
+
+    return QuotedString(_escape_interpolation(text), Quote.double).with_quotes()
+
+
+def _escape_interpolation(text: str) -> str:
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", text)

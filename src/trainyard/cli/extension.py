@@ -13,6 +13,7 @@ from trainyard.runs.events import EXTENDED, append_event, read_events
 from trainyard.runs.folder import read_env, update_env
 from trainyard.runs.history import read_run
 from trainyard.runs.manifest import list_checkpoints
+from trainyard.text import quote_path
 
 LENGTH = "max_duration"
 
@@ -55,7 +56,7 @@ def plan_extension(
     if differences and not allow_inexact:
         raise UserError(
             f"{run}: extended from {old.max_duration} to {new.max_duration}, it would not end as a run planned so from "
-            f"the start: {differences}. To extend it all the same: trainyard resume {run} "
+            f"the start: {differences}. To extend it all the same: trainyard resume {quote_path(run)} "
             f"max_duration={new.max_duration} --inexact"
         )
     return Extension(old.max_duration, new.max_duration, step, differences)
@@ -89,7 +90,7 @@ def _refuse_if_out_of_patience(run: Path, old: TrainConfig, new: TrainConfig, st
     if ended_so and 0 < new.patience <= old.patience:
         raise UserError(
             f"{run}: ended at step {step} because patience={old.patience} was over, and not its length. To continue: "
-            f"trainyard resume {run} patience={2 * old.patience} max_duration={new.max_duration}"
+            f"trainyard resume {quote_path(run)} patience={2 * old.patience} max_duration={new.max_duration}"
         )
 
 

@@ -11,6 +11,7 @@ from trainyard.files import require_writable
 from trainyard.runs import folder as runs
 from trainyard.runs.manifest import list_checkpoints, verify
 from trainyard.runs.state import ExitCode
+from trainyard.text import format_override, quote_path
 
 
 def add_commands(verbs: Verbs) -> None:
@@ -39,7 +40,8 @@ def _pack(args: argparse.Namespace) -> int:
 
     config = configs.compose(args.job, args.overrides, args.jobs)
     pack_raw(config, args.raw, args.out, args.jobs, workers=args.workers, shard_mib=args.shard_mib)
-    print(f"next: trainyard run {args.job} data.path={args.out}{format_families(args.job, args.jobs)}")
+    data = format_override("data.path", str(args.out))
+    print(f"next: trainyard run {args.job} {data}{format_families(args.job, args.jobs)}")
     return 0
 
 
@@ -83,11 +85,11 @@ def _write_report(args: argparse.Namespace) -> int:
         require_writable(page.parent, flag="--out" if args.out else "--runs")
         page.parent.mkdir(parents=True, exist_ok=True)
         print(write_comparison(found, page))
-        print(f"next: open {page}")
+        print(f"next: open {quote_path(page)}")
         return 0
     (run,) = found
     if args.out:
         raise UserError(f"--out {args.out}: is for the page of several runs; that of one run is {run}/report.html.")
     report = write_report(run)
-    print(format_summary(run, next_commands=[f"open {report}"]))
+    print(format_summary(run, next_commands=[f"open {quote_path(report)}"]))
     return 0

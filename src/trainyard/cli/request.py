@@ -15,7 +15,7 @@ from trainyard.plan.resources import Plan, ResourceRequest, RunRequest
 from trainyard.runs import status, trust
 from trainyard.runs.families import find_families
 from trainyard.runs.state import ACTIVE
-from trainyard.text import suggest_nearest
+from trainyard.text import quote_path, suggest_nearest
 
 
 def add_resource_args(verb: argparse.ArgumentParser, *, gpus: int) -> None:
@@ -155,5 +155,6 @@ def refuse_if_busy(found: Sequence[Path]) -> None:
     for known in status.read_statuses(found)[0]:
         if known.state in ACTIVE:
             raise UserError(
-                f"{known.run}: is {known.state} as Slurm job {known.slurm_job_id}. See: trainyard status {known.run}"
+                f"{known.run}: is {known.state} as Slurm job {known.slurm_job_id}. See: "
+                f"trainyard status {quote_path(known.run)}"
             )

@@ -40,6 +40,7 @@ from trainyard.runs import folder as runs
 from trainyard.runs.create import create_run
 from trainyard.runs.history import read_run
 from trainyard.runs.submission import read_submission
+from trainyard.text import quote_path
 from trainyard.train.trackers import require_trackers
 
 
@@ -112,7 +113,7 @@ def _submit(args: argparse.Namespace) -> int:
         except UserError as error:
             raise UserError(
                 f"{error}\n{args.job} was submitted as Slurm job {job}, but not {args.then}. Without this mistake, "
-                f"type: trainyard submit {args.then} --after {run}"
+                f"type: trainyard submit {args.then} --after {quote_path(run)}"
             ) from None
     return 0
 
@@ -236,7 +237,7 @@ def _print_submitted_jobs(run: Path) -> None:
 
 
 def _print_submitted(what: str, run: Path) -> None:
-    name = runs.format_run_name(run)
+    name = quote_path(runs.format_run_name(run))
     print(f"\nsubmitted  {what}\nnext       trainyard logs -f {name}")
     print(f"           trainyard status    trainyard why {name}    trainyard cancel {name}")
 
@@ -245,7 +246,7 @@ def resubmit(run: Path, args: argparse.Namespace) -> int:
     """Submit a run again, to resume from its newest checkpoint; resources that are not given stay as they were."""
     previous = read_submission(run)
     if previous["scheduler"] == "local":
-        raise UserError(f"{run}: ran on this machine. Resume it here: trainyard resume {run} --here")
+        raise UserError(f"{run}: ran on this machine. Resume it here: trainyard resume {quote_path(run)} --here")
     config = configs.thaw(run / runs.CONFIG, args.jobs)
     cluster = find_cluster(args.cluster or previous["cluster_file"], job=config.job, dry=args.dry)
     same_hw = not args.hw or args.hw == previous["hw"]

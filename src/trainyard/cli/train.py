@@ -30,6 +30,7 @@ from trainyard.runs.history import read_run
 from trainyard.runs.lock import RunLock, release
 from trainyard.runs.state import Cause, ExitCode
 from trainyard.runs.submission import read_submission
+from trainyard.text import quote_path
 from trainyard.train.trackers import require_trackers
 from trainyard.train.world import read_world
 
@@ -214,12 +215,13 @@ def _print_outcome(run: Path, code: int, args: argparse.Namespace) -> None:
     if code == ExitCode.DONE:
         job = run.parent.name
         report, options = write_report(run), f"trainyard options {job}{format_families(job, args.jobs)}"
-        next_commands = [f"open {report}", f"trainyard export {run} {job}.safetensors", options]
+        next_commands = [f"open {quote_path(report)}", f"trainyard export {quote_path(run)} {job}.safetensors", options]
         print(format_summary(run, next_commands=next_commands))
     elif code in EXIT_CODES.values():
-        print(f"Stopped and saved. Resume: trainyard resume {run}", file=sys.stderr)
+        print(f"Stopped and saved. Resume: trainyard resume {quote_path(run)}", file=sys.stderr)
     else:
-        print(f"Failed with code {code}. Why: trainyard why {run}. Resume: trainyard resume {run}", file=sys.stderr)
+        name = quote_path(run)
+        print(f"Failed with code {code}. Why: trainyard why {name}. Resume: trainyard resume {name}", file=sys.stderr)
 
 
 def _apply_changes(
@@ -230,14 +232,14 @@ def _apply_changes(
     fixed = [d for d in changed if not d.mutable and not (extension is not None and d.name == LENGTH)]
     if [d.name for d in fixed] == [LENGTH]:
         raise UserError(
-            f"{run}: exists, with max_duration={old.max_duration}. To extend it: trainyard resume {run} "
+            f"{run}: exists, with max_duration={old.max_duration}. To extend it: trainyard resume {quote_path(run)} "
             f"max_duration={new.max_duration}; or start a new run under another name."
         )
     if fixed:
         lines = "".join(f"\n  {d.name}: {d.old} -> {d.new}" for d in fixed)
         raise UserError(
             f"{run}: a run in progress keeps these options, but they differ:{lines}\n"
-            f"Resume it unchanged (trainyard resume {run}), or start a new run under another name."
+            f"Resume it unchanged (trainyard resume {quote_path(run)}), or start a new run under another name."
         )
     for d in changed:
         logger.info("{}: {} -> {}", d.name, d.old, d.new)

@@ -11,7 +11,7 @@ from trainyard.cli.request import recall_families
 from trainyard.cli.verb import Verbs, add_trust_option, add_verb
 from trainyard.errors import UserError
 from trainyard.runs import folder as runs
-from trainyard.text import align_columns, format_duration
+from trainyard.text import align_columns, format_duration, quote_path
 
 if TYPE_CHECKING:
     from trainyard.tools.search import SearchResult
@@ -88,12 +88,13 @@ def _evaluate(args: argparse.Namespace) -> int:
     options = [word for word in words if _is_option(word)]
     folders = [Path(word) for word in words if not _is_option(word)]
     if not folders:
-        raise UserError(f"Name a folder to evaluate: trainyard evaluate {args.run} FOLDER {shlex.join(options)}")
+        command = f"trainyard evaluate {quote_path(args.run)} FOLDER {shlex.join(options)}"
+        raise UserError(f"Name a folder to evaluate: {command}")
     found = evaluate(run, folders, args.jobs, split=args.split, overrides=options, with_baselines=not args.no_baseline)
     print(format_evaluations(found))
     for one in found:
         print(f"{one.describe()} Written: {one.path}")
-    print(f"next: trainyard report {args.run}")
+    print(f"next: trainyard report {quote_path(args.run)}")
     return 0
 
 
@@ -117,7 +118,7 @@ def _embed(args: argparse.Namespace) -> int:
     count = embed(run, args.raw, args.out, args.jobs, identity=args.identity)
     print(f"{count:,} embedding{'s are' if count != 1 else ' is'} in {args.out}, the keys in {find_table(args.out)}")
     if args.out.suffix == MAPPED:
-        print(f"next: trainyard search {args.run} PROBES {args.out}")
+        print(f"next: trainyard search {quote_path(args.run)} PROBES {quote_path(args.out)}")
     return 0
 
 

@@ -10,6 +10,7 @@ from trainyard.cli.verb import Verbs, add_verb
 from trainyard.launch import cancel
 from trainyard.runs import folder as runs
 from trainyard.runs import logs, status, sweep_file
+from trainyard.text import quote_path
 
 _WATCH_S = 30
 
@@ -61,7 +62,7 @@ def _write_board(args: argparse.Namespace) -> int:
         page, active = write_board(args.runs)
         print(f"{page.absolute()}: written, {active} runs are active", flush=True)
         if not (args.watch and active):
-            print(f"next: open {page}" if not active or args.watch else "next: trainyard board --watch")
+            print(f"next: open {quote_path(page)}" if not active or args.watch else "next: trainyard board --watch")
             return 0
         time.sleep(_WATCH_S)
 

@@ -28,6 +28,7 @@ from trainyard.data.hdf5 import (
     read_string,
     read_texts,
 )
+from trainyard.text import quote_path
 
 INDEX = "index.h5"
 
@@ -146,7 +147,8 @@ def find_index(folder: Path) -> Path:
     """
     index = folder / INDEX
     if not folder.is_dir():
-        raise ShardError(f"{folder}: no such folder. Expected packed data. Pack it: trainyard pack JOB RAW {folder}")
+        command = f"trainyard pack JOB RAW {quote_path(folder)}"
+        raise ShardError(f"{folder}: no such folder. Expected packed data. Pack it: {command}")
     if not index.is_file():
         raise ShardError(
             f"{folder}: contains no {INDEX}, so it is not packed data. Pack it: trainyard pack JOB RAW OUT"

@@ -41,6 +41,7 @@ from trainyard.files import (
     remove_partials,
     write_atomically,
 )
+from trainyard.text import format_override, quote_path
 
 _MOST_SAMPLES = 2048  # in a shard, however small: what a kill loses of each worker's work, and the workers share
 _LISTED_AT_ONCE = 4096  # part of the digest that names packed data: another number would pack everything again
@@ -279,7 +280,8 @@ def _read_journal(path: Path) -> dict[str, dict[str, Any]]:
         check_format(path, found, kind=PACKED_DATA)
     else:
         follow_up = (
-            f"Check the packed data: trainyard verify {path.parent}. If it is whole, train with data.path={path.parent}"
+            f"Check the packed data: trainyard verify {quote_path(path.parent)}. If it is whole, train with "
+            f"{format_override('data.path', str(path.parent))}"
             if (path.parent / INDEX).exists()
             else "Delete it and run the same command again, which writes every shard again."
         )

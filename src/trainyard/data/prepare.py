@@ -23,7 +23,7 @@ from trainyard.errors import UserError
 from trainyard.files import FlockRefused, exclusive_lock, remove_partial_folders, remove_partials
 from trainyard.foreign import remember_reads
 from trainyard.hardware import count_cores
-from trainyard.text import align_columns, cut, join_names
+from trainyard.text import align_columns, cut, format_override, join_names
 
 if TYPE_CHECKING:
     from trainyard.data.index import Index
@@ -319,10 +319,10 @@ def explain_no_sample(raw: Path, config: TrainConfig, jobs_dir: Path) -> str:
 
 def _require_folder(raw: Path) -> None:
     if raw.is_file():
-        folder = shlex.quote(str(raw.parent))
+        option = format_override("data.path", str(raw.parent))
         raise UserError(
-            f"{raw}: is a file, and a folder of raw files is expected. Name the one it is in: data.path={folder}, or "
-            f"make run DATA={folder}"
+            f"{raw}: is a file, and a folder of raw files is expected. Name the one it is in: {option}, or make run "
+            f"DATA={shlex.quote(str(raw.parent))}"
         )
     if not raw.is_dir():
         raise UserError(

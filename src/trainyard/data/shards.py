@@ -26,6 +26,7 @@ from trainyard.data.array_map import ArrayMap, Part, can_map
 from trainyard.data.hdf5 import ShardError
 from trainyard.data.index import AUDIO, ENCODED_IMAGE, INPUT_PNG, INPUTS, Records, Shard, read_index, read_keys
 from trainyard.files import raise_open_files
+from trainyard.text import quote_path
 
 KEY = "key"
 FIRST, ALWAYS, OFF = "first", "always", "off"
@@ -261,7 +262,7 @@ class ShardSet:
     def _make_error(self, name: str, ids: np.ndarray, owner: int, reason: str) -> ShardError:
         return ShardError(
             f"{self.shards[owner].path}: {name} of '{self.read_keys(ids[:1])[0]}' is damaged: {reason}. "
-            f"List all damage: trainyard verify {self.folder}"
+            f"List all damage: trainyard verify {quote_path(self.folder)}"
         )
 
 
@@ -346,7 +347,8 @@ def check_size(shard: Shard) -> None:
         raise ShardError(
             f"{shard.path}: {found} bytes, the index says {shard.size_bytes}: the file is "
             f"{'cut off' if found < shard.size_bytes else 'not the one packed'}. "
-            f"Copy it again, or delete it and pack again. List what is lost: trainyard verify {shard.path.parent}"
+            "Copy it again, or delete it and pack again. List what is lost: "
+            f"trainyard verify {quote_path(shard.path.parent)}"
         )
 
 

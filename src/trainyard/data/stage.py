@@ -23,6 +23,7 @@ from trainyard.data.index import INDEX, find_index, read_fingerprint
 from trainyard.data.shards import LOCAL_FILE_SYSTEMS, ShardSet, find_file_system
 from trainyard.errors import UserError
 from trainyard.files import hash_file, make_own_folder
+from trainyard.text import quote_path
 
 SCRATCH = "TRAINYARD_SCRATCH"
 """Environment variable: a folder on the node's local disk."""
@@ -261,7 +262,7 @@ def _copy_file(path: Path, sha256: str, into: Path, cancelled: threading.Event) 
     if digest.hexdigest() != sha256 and not cancelled.is_set():
         raise ShardError(
             f"{path}: is damaged: its SHA-256 differs from {INDEX}. Not copied to {into.parent}. "
-            f"List what is lost: trainyard verify {path.parent}"
+            f"List what is lost: trainyard verify {quote_path(path.parent)}"
         )
     return read_s
 

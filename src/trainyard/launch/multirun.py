@@ -20,6 +20,7 @@ from trainyard.config.settings import TrainConfig
 from trainyard.files import limit_writers
 from trainyard.runs import folder as runs
 from trainyard.runs.create import create_run
+from trainyard.text import quote_path
 
 _WAIT_FOR_RUN_S = 120  # how long other ranks wait for rank 0, which may start later than they do
 
@@ -102,7 +103,8 @@ def _train(config: TrainConfig, jobs_dir: Path, runs_dir: Path) -> None:
         create_run(runs_dir, config, name=run.name, environ=environ)
     code = execute(run, jobs_dir, environ=environ, started=started)
     if code:
-        raise RuntimeError(f"{run}: ended with code {code}. Its log is {run}/log. Resume: trainyard resume {run}")
+        resume = f"trainyard resume {quote_path(run)}"
+        raise RuntimeError(f"{run}: ended with code {code}. Its log is {run}/log. Resume: {resume}")
 
 
 def _wait_for_run(run: Path) -> None:

@@ -25,6 +25,7 @@ from trainyard.errors import UserError
 from trainyard.files import parse_json, read_file, write_json
 from trainyard.hardware import GpuType, Precision, choose_precision, count_cores
 from trainyard.split import BatchSplit, explain_micro_batch, split_batch
+from trainyard.text import quote_path
 
 DRIVER_SHARE = 0.08
 """Of a card's nominal memory: what ECC and the driver may take (`hardware.find_gpu_by_name`). Assumed."""
@@ -276,7 +277,7 @@ def _extend(predictions: PredictionCache, path: Path) -> None:
     except (ValueError, TypeError, KeyError, AssertionError) as error:
         raise UserError(
             f"{path}: expected predictions of trainyard plan, found something else ({error!r:.80}). Remove the file, "
-            f"and it is made again: rm '{path}'"
+            f"and it is made again: rm {quote_path(path)}"
         ) from None
     predictions.steps |= steps
     predictions.about |= content

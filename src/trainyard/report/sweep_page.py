@@ -31,7 +31,7 @@ from trainyard.runs.events import (
 from trainyard.runs.state import ACTIVE, State
 from trainyard.runs.sweep_file import Element, Sweep
 from trainyard.tables import write_table
-from trainyard.text import align_columns, find_nearest, make_slug
+from trainyard.text import align_columns, find_nearest, make_slug, quote_path
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -350,7 +350,7 @@ def _list_notices(results: Results) -> Iterator[list[str]]:
 
 def _suggest_commands(results: Results) -> list[str]:
     name, best = results.sweep.name, results.best
-    commands = [f"open {results.sweep.folder / PAGE}"]
+    commands = [f"open {quote_path(results.sweep.folder / PAGE)}"]
     if any(outcome.state not in (State.DONE, *ACTIVE) for outcome in results.outcomes):
         commands.append(f"trainyard sweep --continue {name}")
     if any(outcome.state in ACTIVE for outcome in results.outcomes):
@@ -359,7 +359,7 @@ def _suggest_commands(results: Results) -> list[str]:
         choose = max if results.mode == "max" else min
         counted = [o for o in best.outcomes if not o.explain_exclusion(results.metric, results.splits)]
         run = choose(counted, key=lambda o: o.metrics[results.splits[0]][results.metric]).element.run
-        commands.append(f"trainyard export {run} {results.sweep.job}.safetensors")
+        commands.append(f"trainyard export {quote_path(run)} {results.sweep.job}.safetensors")
     return commands
 
 

@@ -16,6 +16,7 @@ from trainyard.files import open_file
 from trainyard.runs.events import ENDS, EVENTS_FILE, METRICS_FILE, STARTS, Line, append_event, read_lines
 from trainyard.runs.folder import CONFIG, ENV_FILE, EnvChanged, read_env, select_fixed_env, write_env
 from trainyard.runs.manifest import hash_fields, list_checkpoints
+from trainyard.text import quote_path
 
 FILES = "files"
 """What `meta` of a checkpoint calls the record of the run's files."""
@@ -74,7 +75,7 @@ def find_changes(run: Path) -> list[Change]:
     """
     if links := [run / name for name in _APPENDED if (run / name).is_symlink()]:
         problem = "it is a link, and writing to it would change a file elsewhere."
-        return [Change(link, problem, f"Delete it: rm {link}") for link in links]
+        return [Change(link, problem, f"Delete it: rm {quote_path(link)}") for link in links]
     events = read_lines(run / EVENTS_FILE)
     record = _find_record(run, events)
     accepted = {str(event.get(name)) for event in events if event.get("event") == ACCEPTED for name in _CHECKS}
@@ -223,6 +224,6 @@ def _hash_metrics(run: Path, count: int) -> tuple[str, int]:
 
 
 def _advise(run: Path, record: Mapping[str, Any], *, can_accept: bool = True) -> str:
-    command = f"trainyard resume {run} --changed-files"
+    command = f"trainyard resume {quote_path(run)} --changed-files"
     restore = f"Restore it from the newest checkpoint: {command} restore" if record else "Restore it from a copy"
     return f"{restore}; or resume with it as it is: {command} accept" if can_accept else restore

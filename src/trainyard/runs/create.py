@@ -15,7 +15,7 @@ from trainyard.environment import NO_VARIABLES, THIS_CODE, collect_environment, 
 from trainyard.errors import UserError
 from trainyard.files import create_common_folder, limit_writers, share_folder
 from trainyard.runs.folder import CONFIG, DIFF, check_name, write_env
-from trainyard.text import join_names
+from trainyard.text import join_names, quote_path
 
 
 def create_run(
@@ -88,6 +88,7 @@ def _move_into_place(temporary: Path, name: str | None, *, default: str) -> Path
                 raise
         if name:
             raise UserError(
-                f"{target}: there is a run of this name. Choose another, or resume it: trainyard resume {target}"
+                f"{target}: there is a run of this name. Choose another, or resume it: "
+                f"trainyard resume {quote_path(target)}"
             )
         number += 1

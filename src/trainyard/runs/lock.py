@@ -18,6 +18,7 @@ from loguru import logger
 
 from trainyard.errors import UserError
 from trainyard.files import AppendedFile, FlockRefused, exclusive_lock, name_failed_write
+from trainyard.text import quote_path
 
 LOCK = "lock"
 
@@ -333,7 +334,8 @@ def read_owner(path: Path) -> Owner | None:
     except (ValueError, TypeError):
         raise UserError(
             f"{path}: is not a readable lock: its writer is just starting, or died while starting. Try again; "
-            f"if the message comes back and nothing writes to the run, add --break-lock, or delete it: rm {path}"
+            f"if the message comes back and nothing writes to the run, add --break-lock, or delete it: "
+            f"rm {quote_path(path)}"
         ) from None
 
 
@@ -346,7 +348,7 @@ def _guard(lock: Path) -> Iterator[None]:
     except FlockRefused as error:
         raise UserError(
             f"{lock.parent}: is locked, and this file system cannot tell whether the lock is stale ({error}). If "
-            f"nothing writes to the run, delete the lock: rm {lock}"
+            f"nothing writes to the run, delete the lock: rm {quote_path(lock)}"
         ) from None
 
 

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from trainyard import scoring
 from trainyard.errors import UserError
 from trainyard.runs.tensor_file import create_tensor_file, map_tensor_file
+from trainyard.text import quote_path
 
 FILE = "validation_scores.safetensors"
 GENUINE = "genuine"
@@ -80,7 +81,7 @@ def read_validation_scores(run: Path, *, step: int, kind: str) -> PairScores:
     Raises:
         UserError: there are none, they belong to other weights, or they are damaged.
     """
-    path, again = run / FILE, f"trainyard resume {run}"
+    path, again = run / FILE, f"trainyard resume {quote_path(run)}"
     if not path.exists():
         raise UserError(
             f"{run}: holds no scores of its validation pairs, from which a threshold comes: it has not ended, or they "

@@ -8,6 +8,7 @@ from typing import Any
 from trainyard.cluster.options import OPTIONS, find_problem
 from trainyard.errors import UserError
 from trainyard.runs.folder import SUBMISSION
+from trainyard.text import quote_path
 
 _TEXTS = ("scheduler", "job", "cluster_file", "hw", "code", "jobs", "submitted")
 _COUNTS = ("gpus", "nodes", "time_min")
@@ -31,7 +32,7 @@ def read_submission(run: Path) -> dict[str, Any]:
     if problem:
         raise UserError(
             f"{path}: {problem}, so how this run was submitted is not known. Restore the file from a copy, or resume "
-            f"the run on this machine, with the code of this checkout: trainyard resume {run} --here"
+            f"the run on this machine, with the code of this checkout: trainyard resume {quote_path(run)} --here"
         )
     found: dict[str, Any] = submission
     return found

@@ -23,6 +23,7 @@ from trainyard.data.order import shuffle
 from trainyard.data.prepare import prepare_data
 from trainyard.data.shards import Audio, Ragged, ShardSet
 from trainyard.errors import UserError
+from trainyard.text import quote_path
 from trainyard.tools.exact_runs import RunsDiffer, compare_runs
 from trainyard.train.module import DataInfo, TrainModule
 from trainyard.train.step import TrainState, make_optimizer, train_step
@@ -112,7 +113,8 @@ def check_family(jobs_dir: Path, family: str, scratch: Path) -> Iterator[Result]
         UserError: there is no such family.
     """
     if not (jobs_dir / family).is_dir():
-        raise UserError(f"{jobs_dir / family}: no such family. Write one: trainyard new {family} --jobs {jobs_dir}")
+        command = f"trainyard new {quote_path(family)} --jobs {quote_path(jobs_dir)}"
+        raise UserError(f"{jobs_dir / family}: no such family. Write one: {command}")
     subject = Family(jobs_dir.resolve(), family, scratch)
     for name, check in CHECKS.items():
         failure = ""

@@ -15,6 +15,7 @@ from trainyard.data.shards import Sample
 from trainyard.errors import UserError
 from trainyard.runs.evaluations import name_pair_scores, read_evaluations
 from trainyard.runs.pair_scores import PairScores, read_pair_scores, read_validation_scores
+from trainyard.text import quote_path
 from trainyard.tools.embeddings import CHECKPOINT, COMPRESSED, MAPPED, find_table, write_embeddings
 from trainyard.tools.predict import refuse_existing
 from trainyard.tools.trained_model import TrainedModel, compute_embeddings, load_model, pack_temporarily
@@ -122,7 +123,7 @@ def compare(
 
 def _read_matcher_scores(run: Path, matcher: str, kind: str) -> PairScores:
     """Return what the newest evaluation that has scores of the matcher recorded."""
-    again = f"trainyard evaluate {run} FOLDER"
+    again = f"trainyard evaluate {quote_path(run)} FOLDER"
     for evaluation in reversed(read_evaluations(run)):
         path = evaluation.path / name_pair_scores(matcher)
         store = (evaluation.about.get("packing") or {}).get("store", KEEP)

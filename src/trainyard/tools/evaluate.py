@@ -39,7 +39,7 @@ from trainyard.runs.evaluations import (
 from trainyard.runs.events import METRICS_FILE
 from trainyard.runs.folder import find_free_name, read_env
 from trainyard.runs.pair_scores import write_pair_scores
-from trainyard.text import join_names, make_slug
+from trainyard.text import join_names, make_slug, quote_path
 from trainyard.tools.trained_model import TrainedModel, describe_data, load_model, make_loader, pack_temporarily
 from trainyard.train.evaluate import gather_rows, score_rows
 from trainyard.train.module import Batch, DataInfo, SampleSource, Score
@@ -183,7 +183,7 @@ def _open_labelled(model: TrainedModel, folder: Path, jobs_dir: Path) -> Iterato
         if packed_for != config.family:
             raise UserError(
                 f"{folder}: packed for the family {packed_for!a}, but {model.run} is a run of {config.family}. Name "
-                f"another folder, or a run of {packed_for!a}: trainyard evaluate RUN {folder}"
+                f"another folder, or a run of {packed_for!a}: trainyard evaluate RUN {quote_path(folder)}"
             )
         own, packed = model.artifacts, data.artifacts
         with closing(data):
@@ -198,7 +198,7 @@ def _open_labelled(model: TrainedModel, folder: Path, jobs_dir: Path) -> Iterato
         raise UserError(
             f"{folder}: contains no labelled sample that {config.family} knows. Expected: what "
             f"{jobs_dir / config.family}/README.md describes. Without labels there are predictions: trainyard predict "
-            f"{model.run} {folder} OUT.csv"
+            f"{quote_path(model.run)} {quote_path(folder)} OUT.csv"
         )
     skip_bad = config.data.on_error == "skip"
     near = model.run / FOLDER

@@ -22,6 +22,7 @@ from trainyard.files import fsync_path
 from trainyard.runs import pair_scores
 from trainyard.runs.folder import CONFIG
 from trainyard.runs.manifest import Entry
+from trainyard.text import quote_path
 from trainyard.tools import program
 from trainyard.tools.predict import refuse_existing
 from trainyard.tools.trained_model import TrainedModel, load_model, pack_temporarily
@@ -85,7 +86,7 @@ def export_program(
     if type(model.module).describe_predict is TrainModule.describe_predict:
         raise UserError(
             f"{model.config.family} cannot be exported as a program: its module has no describe_predict. Its weights: "
-            f"trainyard export {run} --format safetensors"
+            f"trainyard export {quote_path(run)} --format safetensors"
         )
     signature = model.module.describe_predict()
     with open_samples(model, samples) as (data, ids, source):

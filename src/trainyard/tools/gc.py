@@ -1,6 +1,7 @@
 """What takes disk space, who still needs it, and deleting what a person names: `trainyard gc`."""
 
 import os
+import shlex
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,7 +14,7 @@ from trainyard.runs.folder import CONFIG, format_run_name, list_newest_runs, rea
 from trainyard.runs.history import RunSnapshot, read_run
 from trainyard.runs.lock import RunLock
 from trainyard.runs.manifest import list_checkpoints, select_checkpoint
-from trainyard.text import align_columns, join_names, suggest_nearest
+from trainyard.text import align_columns, join_names, quote_path, suggest_nearest
 
 _INDEX = "index.h5"
 _SYNTHETIC = "-synthetic-"  # in the name of a folder of drawn raw files
@@ -67,7 +68,7 @@ def format_usage(usages: Sequence[DiskUsage]) -> str:
     total, unneeded = (format_bytes(sum(usage.bytes for usage in group)) for group in (usages, free))
     lines = [*align_columns(rows), "", f"{total} in all; nobody needs {unneeded} of it."]
     if free:
-        lines.append(f"next: trainyard gc --delete '{free[0].name}'   (several names, or --delete unneeded)")
+        lines.append(f"next: trainyard gc --delete {shlex.quote(free[0].name)}   (several names, or --delete unneeded)")
     return "\n".join(lines)
 
 
@@ -91,7 +92,7 @@ def select_usage(usages: Sequence[DiskUsage], names: Sequence[str], *, force: bo
         if usage.needed_by and not force:
             raise UserError(
                 f"{name}: is needed by {usage.needed_by}. To delete it all the same: "
-                f"trainyard gc --delete '{name}' --force. Getting it back: {usage.again}"
+                f"trainyard gc --delete {shlex.quote(name)} --force. Getting it back: {usage.again}"
             )
         chosen[name] = usage
     return list(chosen.values())
@@ -120,7 +121,8 @@ def delete_usage(usages: Sequence[DiskUsage], tell: Callable[[str], object]) -> 
                 raise UserError(f"{folder}: another process is making it now. See: trainyard gc") from None
             except FlockRefused as error:
                 raise UserError(
-                    f"{folder}: cannot be locked ({error}), so a run may be making it now. If none is: rm -r '{folder}'"
+                    f"{folder}: cannot be locked ({error}), so a run may be making it now. If none is: "
+                    f"rm -r {quote_path(folder)}"
                 ) from None
         else:
             _delete(usage.paths)

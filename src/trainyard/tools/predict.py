@@ -13,7 +13,7 @@ from trainyard import scoring
 from trainyard.errors import UserError
 from trainyard.files import open_atomically
 from trainyard.tables import read_table, write_table
-from trainyard.text import suggest_nearest
+from trainyard.text import quote_path, suggest_nearest
 from trainyard.tools.trained_model import TrainedModel, compute_embeddings, compute_rows, load_model, pack_temporarily
 
 if TYPE_CHECKING:
@@ -74,7 +74,8 @@ def _write_pairs(model: TrainedModel, data: "ShardSet", out: Path, listed: Path 
         if not 0 < count <= MOST_PAIRS:
             raise UserError(
                 f"{data.count:,} samples have {count:,} pairs; expected 1 to {MOST_PAIRS:,}. Name the pairs: "
-                f"trainyard predict {model.run} RAW {out} --pairs PAIRS.csv, or search: trainyard search --help"
+                f"trainyard predict {quote_path(model.run)} RAW {quote_path(out)} --pairs PAIRS.csv, or search: "
+                "trainyard search --help"
             )
         pairs: Iterable[tuple[int, int]] = itertools.combinations(range(data.count), 2)
     else:

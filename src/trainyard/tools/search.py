@@ -13,6 +13,7 @@ from tqdm import tqdm
 from trainyard.data.shards import Sample
 from trainyard.errors import UserError
 from trainyard.scoring import Identification
+from trainyard.text import quote_path
 from trainyard.tools.embeddings import MAPPED, EmbeddingFile, open_embeddings
 from trainyard.tools.identification import compute_identification
 from trainyard.tools.nearest import Nearest, find_nearest_rows
@@ -150,7 +151,7 @@ def _order_by_matcher(
     if missing is not None:
         raise UserError(
             f"--files {files}: has no '{missing}', which {gallery.path} names. Name the folder that was embedded, or "
-            f"embed this one: trainyard embed {model.run} {files} OUT{MAPPED}"
+            f"embed this one: trainyard embed {quote_path(model.run)} {quote_path(files)} OUT{MAPPED}"
         )
     count, k = nearest.rows.shape
     listed = itertools.chain(model.list_samples(probes), (samples[key] for key in wanted))
@@ -177,5 +178,5 @@ def _refuse_other_weights(found: EmbeddingFile, run: Path) -> None:
     if found.checkpoint_sha256 != entry.sha256:
         raise UserError(
             f"{found.path}: not computed with {entry.path}, the final weights of this run, so its embeddings cannot be "
-            f"compared with theirs. Embed the files again: trainyard embed {run} FOLDER OUT{MAPPED}"
+            f"compared with theirs. Embed the files again: trainyard embed {quote_path(run)} FOLDER OUT{MAPPED}"
         )

@@ -18,6 +18,7 @@ from trainyard.errors import UserError
 from trainyard.hardware import Precision, choose_precision, count_cores
 from trainyard.runs.folder import CONFIG
 from trainyard.runs.manifest import Entry
+from trainyard.text import quote_path
 
 if TYPE_CHECKING:
     import torch
@@ -90,11 +91,11 @@ class TrainedModel:
         if self.has_embeddings:
             return
         if self.predicts:
-            remedy = f"Its predictions: trainyard predict {self.run} RAW OUT.csv"
+            remedy = f"Its predictions: trainyard predict {quote_path(self.run)} RAW OUT.csv"
         elif self.scores_pairs:
-            remedy = f"It compares two files: trainyard compare {self.run} A B"
+            remedy = f"It compares two files: trainyard compare {quote_path(self.run)} A B"
         else:
-            remedy = f"Its scores on labelled files: trainyard evaluate {self.run} FOLDER"
+            remedy = f"Its scores on labelled files: trainyard evaluate {quote_path(self.run)} FOLDER"
         family = self.config.family
         raise UserError(
             f"trainyard {command}: this model of {family} has no embeddings to compare samples by. {remedy}"
@@ -218,7 +219,8 @@ def compute_embeddings(model: TrainedModel, data: "ShardSet") -> Iterator[np.nda
         if wrong is not None:
             raise UserError(
                 f"The embedding of '{data.read_keys(np.array([begin + wrong]))[0]}' is not finite or not of unit "
-                f"length: the model of {model.run} is broken. Look for a diverged loss: trainyard report {model.run}"
+                f"length: the model of {model.run} is broken. Look for a diverged loss: "
+                f"trainyard report {quote_path(model.run)}"
             )
         begin += len(embeddings)
         yield embeddings

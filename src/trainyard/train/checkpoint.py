@@ -38,7 +38,7 @@ from trainyard.runs.manifest import (
     read_entry,
     verify,
 )
-from trainyard.text import format_size
+from trainyard.text import format_size, quote_path
 from trainyard.train.archive import check_archive, check_state
 
 State = dict[str, Any]
@@ -118,7 +118,8 @@ def load(path: Path, *, mmap: bool = False) -> State:
     problem = verify(read_entry(path))
     if problem:
         raise CheckpointError(
-            f"{path}: damaged: {problem}. Restore it from a copy; the others: trainyard ckpt verify {path.parents[1]}"
+            f"{path}: damaged: {problem}. Restore it from a copy; the others: "
+            f"trainyard ckpt verify {quote_path(path.parents[1])}"
         )
     return read_verified(path, mmap=mmap)
 
@@ -178,7 +179,7 @@ def choose_of_run(run: Path) -> Entry:
     """
     folder = run / "checkpoints"
     if not list_checkpoints(folder):
-        raise UserError(f"{run} is a run without checkpoints. Train it first: trainyard resume {run}")
+        raise UserError(f"{run} is a run without checkpoints. Train it first: trainyard resume {quote_path(run)}")
     entry, problem = choose_undamaged(folder)
     if problem:
         logger.warning("{}: {}.", run, problem)
@@ -212,9 +213,10 @@ def find_newest_valid(directory: Path) -> Entry | None:
         logger.warning("{}: damaged, trying the one before: {}", entry.path, problem)
         damaged.append(f"\n  {entry.path.name}: {problem}")
     if damaged:
+        move = f"mv {quote_path(directory)} {quote_path(directory)}.damaged"
         raise CheckpointError(
             f"{directory}: all {len(damaged)} checkpoints are damaged:{''.join(damaged)}\nNothing was deleted. Restore "
-            f"one from a copy, or start from scratch without them: mv {directory} {directory}.damaged"
+            f"one from a copy, or start from scratch without them: {move}"
         )
     return None
 

@@ -15,6 +15,7 @@ from trainyard.data.loader import MicroBatch
 from trainyard.errors import NoDeterministicKernel
 from trainyard.runs.folder import read_env, update_env
 from trainyard.runs.history import read_object
+from trainyard.text import quote_path
 from trainyard.train import distributed, precision
 from trainyard.train.module import TrainModule
 from trainyard.train.out_of_memory import name_phase
@@ -116,7 +117,7 @@ def explain_nondeterministic_operator(run: Path) -> Iterator[None]:
             operator,
             f"{operator} has no deterministic kernel on this device. The first micro-batch did not use it, so this run "
             "computed as if it needed none. From its last checkpoint it can continue with this operator as it is and "
-            f"attention by torch's math back end: trainyard resume {run}",
+            f"attention by torch's math back end: trainyard resume {quote_path(run)}",
         ) from error
 
 

@@ -16,6 +16,7 @@ import torch
 
 from trainyard.config.settings import TrainConfig
 from trainyard.errors import OutOfDeviceMemory, is_out_of_memory
+from trainyard.text import quote_path
 from trainyard.train.run_context import RunContext
 
 EVALUATION, BATCH_STATISTICS = "evaluation", "recomputing of BatchNorm statistics"
@@ -59,7 +60,8 @@ def explain_out_of_memory(context: RunContext, micro_batch_size: int) -> Iterato
             batch, advice = "one sample", f"Type {other_card}."
         elif phase == BATCH_STATISTICS:
             batch = f"batches of {config.eval_batch_size}"
-            advice = f"Type {other_card}; or trainyard resume {run} eval_batch_size={halve(config.eval_batch_size)}."
+            fewer = f"trainyard resume {quote_path(run)} eval_batch_size={halve(config.eval_batch_size)}"
+            advice = f"Type {other_card}; or {fewer}."
         elif smaller := choose_smaller(config, micro_batch_size):
             advice = f"The next start takes micro-batches of {smaller} from the newest checkpoint on: the same steps."
         else:
@@ -101,7 +103,7 @@ def _advise(run: Path, config: TrainConfig, micro_batch_size: int, *, can_recomp
     if micro_batch_size == 1:
         why = "A micro-batch cannot be smaller than one sample."
     else:
-        told = f"trainyard resume {run} halve_micro_batch=always"
+        told = f"trainyard resume {quote_path(run)} halve_micro_batch=always"
         dependence = config.explain_batch_dependence()
         why = "It is not halved (halve_micro_batch=never)."
         if config.halve_micro_batch == "auto":
@@ -114,7 +116,7 @@ def _advise(run: Path, config: TrainConfig, micro_batch_size: int, *, can_recomp
 
 
 def _advise_other_card(run: Path) -> str:
-    return f"trainyard resume {run} on a GPU with more memory (in Slurm: --hw TYPE)"
+    return f"trainyard resume {quote_path(run)} on a GPU with more memory (in Slurm: --hw TYPE)"
 
 
 def _quote(error: BaseException) -> str:

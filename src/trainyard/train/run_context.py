@@ -19,7 +19,7 @@ from trainyard.data.shards import ShardSet
 from trainyard.errors import UserError
 from trainyard.hardware import Precision
 from trainyard.runs.events import MetricOrder
-from trainyard.text import format_size
+from trainyard.text import format_size, quote_path
 from trainyard.train.heartbeat import Heartbeat
 from trainyard.train.module import TrainModule
 from trainyard.train.world import World
@@ -157,7 +157,7 @@ def refuse_batches_without_memory(
         what = "the loader's buffers and the activations of a step" if in_step else "the loader's buffers"
         fitting = max(1, math.floor(size * available.bytes / needed / 2))  # leaves as much for everything else
         fitting = 2 ** int(math.log2(fitting))
-        advice, few = f"Resume with a smaller one: trainyard resume {run} {name}={fitting}", ""
+        advice, few = f"Resume with a smaller one: trainyard resume {quote_path(run)} {name}={fitting}", ""
         if name == "micro_batch_size":  # a run keeps it
             start = f"trainyard run {config.job}"
             advice = f"Start again with a smaller one: {start} {name}={fitting}"

@@ -16,6 +16,7 @@ from trainyard.config.settings import TrainConfig
 from trainyard.errors import UserError
 from trainyard.runs.folder import update_env
 from trainyard.runs.manifest import MOST, CheckpointError
+from trainyard.text import quote_path
 from trainyard.train import checkpoint, distributed
 from trainyard.train.best import Plateau
 from trainyard.train.compiled_layers import begin_step_of_graphs, compile_layers
@@ -172,7 +173,8 @@ def refuse_misfit(path: Path) -> Iterator[None]:
         reason = f"it lacks {reason}" if isinstance(error, KeyError) else reason
         raise CheckpointError(
             f"{path}: undamaged, but it does not fit this run: {reason}. Resume with the code that wrote it (its "
-            f"commit is in env.json), or from the checkpoint before it: mv {path} {path}.refused"
+            "commit is in env.json), or from the checkpoint before it: "
+            f"mv {quote_path(path)} {quote_path(path)}.refused"
         ) from error
 
 

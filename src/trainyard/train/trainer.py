@@ -19,6 +19,7 @@ from trainyard.runs.folder import record_choices
 from trainyard.runs.manifest import CheckpointError, parse_name
 from trainyard.runs.observations import OUT_OF_MEMORY, record_limit
 from trainyard.scoring import explain_missing_intervals
+from trainyard.text import quote_path
 from trainyard.train import checkpoint, distributed, precision
 from trainyard.train.best import is_better, require_metrics
 from trainyard.train.console import ProgressBar, format_line
@@ -288,7 +289,7 @@ class Trainer:
                 f"Step {skipped.step}: the gradient is not finite, so the step was skipped and nothing after it is "
                 "saved. Usual causes: a learning rate that is too high (optimizer.lr, schedule.warmup), a broken "
                 "sample, a division by zero in the loss. A resume takes the same steps again; what to change: "
-                f"trainyard why {self.context.run}"
+                f"trainyard why {quote_path(self.context.run)}"
             )
         self._log_event("skipped_step", at=skipped.step, reason="overflow in fp16; loss scale halved")
         if self.skipped_in_a_row > MAX_SKIPPED:

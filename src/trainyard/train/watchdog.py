@@ -34,7 +34,7 @@ from trainyard.files import write_atomically
 from trainyard.runs.folder import record_error
 from trainyard.runs.history import RANKS, read_object
 from trainyard.runs.state import ExitCode
-from trainyard.text import format_duration
+from trainyard.text import format_duration, quote_path
 from trainyard.train.heartbeat import Progress
 from trainyard.train.stop import STOP_SIGNALS
 from trainyard.train.world import World
@@ -187,7 +187,7 @@ class Watchdog:
             self._name_verdict(), f"rank {hang.rank} on {hang.host}: {hang.message}\n"
         ):
             self._record(hang)
-            more = f"More, and what to type: trainyard why {self._run}"
+            more = f"More, and what to type: trainyard why {quote_path(self._run)}"
             print(f"Hung: rank {hang.rank} on {hang.host}: {hang.message}. {more}", file=sys.stderr, flush=True)
         self._before_exit()
         if self._world.world_size > 1:

@@ -16,6 +16,7 @@ from trainyard.data.labelled import SETS, assign_sets, find_sets
 from trainyard.data.raw import list_files
 from trainyard.data.shards import BadRecord, Loaded, Sample
 from trainyard.errors import UserError
+from trainyard.text import format_override
 
 from .config import CLASSIFY, REGRESS, Config, PackingSettings
 
@@ -223,10 +224,11 @@ def _fit_scaling(raw: Path, rows: Sequence[Row], rule: PackingSettings, classes:
         if name in rule.categories or len(values) <= _MOSTLY * len(texts):
             categories[name] = sorted(set(texts))
         elif len(values) < len(texts):
+            option = format_override("packing.categories", [*rule.categories, name])
             wrong = next(text for text in texts if _parse_number(text) is None)
             raise UserError(
                 f"{raw}: column {name} has {len(values):,} numbers, and '{wrong}'. Correct it, write nothing where "
-                f"there is no number, or say that these are names: packing.categories=[{name}]"
+                f"there is no number, or say that these are names: {option}"
             )
         else:
             numbers[name] = _measure(values)
