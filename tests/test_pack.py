@@ -514,8 +514,8 @@ def test_what_is_left_out_is_named_and_counted_by_class(tmp_path, logged):
 
 
 def test_equal_samples_are_named_if_they_are_of_two_people_or_in_two_sets(tmp_path):
-    pictures = [encode_image(make_texture(i, 9, 9), "png") for i in range(3)]
-    rows = [{"image": pictures[i]} for i in (0, 0, 1, 1, 2)]
+    images = [encode_image(make_texture(i, 9, 9), "png") for i in range(3)]
+    rows = [{"image": images[i]} for i in (0, 0, 1, 1, 2)]
     people = ["ann", "bea", "cas", "cas", "dan"]
     with closing(pack(make_samples(rows, person=people), tmp_path / "out", meta={}, workers=1)) as data:
         sets = {"train": np.array([0, 2, 3]), "val": np.array([1, 4])}

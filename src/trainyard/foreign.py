@@ -4,7 +4,6 @@ import csv
 import io
 import json
 import re
-import shlex
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from loguru import logger
 
 from trainyard.errors import UserError
 from trainyard.files import parse_json
-from trainyard.text import cut, suggest_nearest
+from trainyard.text import cut, quote_path, suggest_nearest
 
 DELIMITERS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "vertical bars"}
 T = TypeVar("T")
@@ -58,7 +57,7 @@ def read_text(path: Path) -> str:
     except UnicodeDecodeError as error:
         encoding = "utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "cp1252"
         line = data.count(b"\n", 0, error.start) + 1
-        name, utf8 = shlex.quote(str(path)), shlex.quote(f"{path}.utf8")
+        name, utf8 = quote_path(path), quote_path(f"{path}.utf8")
         raise UserError(
             f"{path}, line {line}: expected UTF-8, found the byte {data[error.start]:#04x}. If it is {encoding}, "
             f"convert it: iconv -f {encoding} -t utf-8 {name} > {utf8} && mv {utf8} {name}"

@@ -147,17 +147,17 @@ def open_image(data: bytes) -> Image.Image:
 
 
 def _check_jpeg(data: bytes) -> None:
-    """Refuse a JPEG whose data end before the picture does: libjpeg fills the rest with gray and only warns."""
+    """Refuse a JPEG whose data end before the image does: libjpeg fills the rest with gray and only warns."""
     ended = data if data.endswith(_JPEG_END) else data.rstrip(b"\0").removesuffix(_JPEG_END) + _JPEG_END
     try:
         simplejpeg.decode_jpeg(ended, "GRAY", fastdct=True, strict=True)
     except ValueError as error:  # other warnings are of files that are whole
         if "premature end" in str(error).lower():
-            raise BadRecord("truncated: its data end before the picture does") from None
+            raise BadRecord("truncated: its data end before the image does") from None
 
 
 def _check_png(data: bytes) -> None:
-    """Refuse a PNG whose compressed rows end before the picture does: Pillow leaves the rest black."""
+    """Refuse a PNG whose compressed rows end before the image does: Pillow leaves the rest black."""
     width, height, depth, colour, _, _, interlaced = struct.unpack_from(">IIBBBBB", data, 16)
     bits, at, rows, found = depth * _PNG_CHANNELS[colour], 8, zlib.decompressobj(), 0
     grids = _ADAM7 if interlaced else ((0, 0, 1, 1),)
@@ -169,7 +169,7 @@ def _check_png(data: bytes) -> None:
             found += len(rows.decompress(data[at + 8 : at + 8 + size], expected - found))
         at += 12 + size
     if found < expected:
-        raise BadRecord("truncated: its data end before the picture does")
+        raise BadRecord("truncated: its data end before the image does")
 
 
 def read_image(path: Path) -> tuple[bytes, Image.Image]:
