@@ -113,7 +113,7 @@ def test_predictions_are_stored_by_what_they_depend_on(tmp_path):
     for changed in ("model.layers=1", "optimizer.name=sgd", "ema_decay=0.9"):
         assert not open_cache(configs.compose("pricing", [changed], JOBS), JOBS, environ).steps, changed
     store.path.write_text(store.path.read_text().replace("bf16", 'bf16"'))
-    with pytest.raises(UserError, match="rm '"):
+    with pytest.raises(UserError, match="rm /"):
         open_cache(config, JOBS, environ)
 
 

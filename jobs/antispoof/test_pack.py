@@ -32,7 +32,7 @@ from .pack import fit_artifacts, load, samples, splits, unlabelled
         ("stereo", r"2 channels, expected one: convert the file.*packing.stereo=mix"),
         ("half a flac", "truncated|not a complete audio file"),
         ("broken flac", "truncated|not a complete audio file"),
-        ("half a wav", "truncated: .* the header announces more"),
+        ("half a wav", "truncated: .* there should be more"),
         ("rate", r"8000 Hz, expected 16000 \(sound.rate_hz\): convert the file, or use packing.rate=resample"),
     ],
 )
@@ -74,6 +74,17 @@ def test_samples_that_are_no_levels_are_refused_and_overshoot_is_clipped(
             load(tmp_path / "a.wav", 16000, PackingSettings())
     else:
         assert get_wave(load(tmp_path / "a.wav", 16000, PackingSettings()))[100] == 32767
+
+
+@pytest.mark.parametrize("kind", ["WAV", "AIFF", "AU", "CAF", "W64", "RF64", "NIST", "FLAC", "OGG", "MP3"])
+def test_a_file_of_any_format_is_read_whole_and_refused_without_its_end(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "a.sound"
+    soundfile.write(path, np.random.default_rng(0).normal(0, 0.1, 100_000), 16000, format=kind)
+    assert len(get_wave(load(path, 16000, PackingSettings()))) == 100_000
+    for share in (0.9, 0.5):
+        path.write_bytes(path.read_bytes()[: int(path.stat().st_size * share)])
+        with pytest.raises(BadRecord, match=r"truncated|not a complete audio file"):
+            load(path, 16000, PackingSettings())
 
 
 @pytest.mark.parametrize("store", ["pcm", "encoded"])

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import DebertaV2Config, DebertaV2Model
 
 from trainyard.errors import UserError
+from trainyard.foreign import read_json
 from trainyard.text import format_override
 
 from .attention import replace_attention
@@ -136,14 +137,17 @@ def build_encoder(folder: Path, *, vocabulary: int, dropout: float) -> DebertaV2
     config_file = folder / "config.json"
     if not config_file.is_file():
         raise UserError(f"model.encoder={folder}: no config.json there. Give the folder of a DeBERTa-v3 checkpoint.")
-    settings: dict[str, Any] = json.loads(config_file.read_text())
+    settings = read_json(config_file, dict[str, Any], expected="the configuration of a DeBERTa-v3 checkpoint")
     if settings.get("model_type") != "deberta-v2":
         raise UserError(
             f"model.encoder={folder}: config.json has model_type '{settings.get('model_type')}', expected 'deberta-v2'."
         )
-    if int(settings["vocab_size"]) < vocabulary:
+    pieces = settings.get("vocab_size")
+    if not isinstance(pieces, int):
+        raise UserError(f"{config_file}: vocab_size: expected int, found {json.dumps(pieces)}.")
+    if pieces < vocabulary:
         raise UserError(
-            f"model.encoder={folder}: it has {settings['vocab_size']} word embeddings, but the tokenizer has "
+            f"model.encoder={folder}: it has {pieces} word embeddings, but the tokenizer has "
             f"{vocabulary} pieces. Pack with the encoder's own tokenizer: "
             f"{format_override('packing.tokenizer', str(folder))}"
         )

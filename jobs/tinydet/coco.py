@@ -34,7 +34,7 @@ MANY = 0.1
 class AnnotatedImage:
     """One annotated image. Boxes are in pixels of the image as packed, that is after `packing.scale`."""
 
-    name: str  # `file_name` in the annotations
+    name: str  # `file_name` in the annotations, after the folder of a set that has its annotations in it
     path: Path | None  # None: listed, but the file is missing
     searched: tuple[Path, ...]  # folders in which it was searched
     file: str  # name of the annotation file
@@ -198,7 +198,7 @@ def _read_images(
         size_px = scale_size(entry.size_px, rules.scale)
         factor = np.array(size_px) / np.array(entry.size_px)
         yield AnnotatedImage(
-            name=entry.file_name,
+            name=file.prefix + entry.file_name,
             path=found[entry.file_name],
             searched=tuple(folders),
             file=path.name,

@@ -37,24 +37,22 @@ class AnnotationFile:
 
     path: Path
     set: str  # one of SETS, BOTH, or empty: it names none
+    prefix: str = ""  # the folder of the set, in front of the names of its images: two sets may share names
 
 
 def find_annotation_files(raw: Path) -> tuple[list[AnnotationFile], list[Path]]:
     """Return the annotation files of a raw folder to read, sorted by name, and those to leave out.
 
-    They are `*.json` in `annotations/`, else in the folder itself. Other kinds of annotations are left out, and the
-    union of train and val if the train file lies alongside.
+    They are `*.json` in `annotations/`, else in the folder itself, else in `train/`, `valid/` and `test/`. Other kinds
+    of annotations are left out, and the union of train and val if the train file lies alongside.
 
     Raises:
         UserError: there are none, or their names do not tell them apart. Official validation images must never train,
             so nothing is guessed; a single file may have any name.
     """
     found = list_files(raw / "annotations", {".json"}, depth=0) or list_files(raw, {".json"}, depth=0)
-    if not found:
-        raise UserError(
-            f"{raw}: no annotations. Expected COCO JSON files in {raw}/annotations, such as instances_train.json and "
-            "instances_val.json, and the images in the folder images."
-        )
+    if not found and raw.is_dir():
+        return _find_annotations_of_folders(raw), []
     chosen = [path for path in found if not path.name.lower().startswith(OTHER_KINDS)] or found
     stems = {path.stem.lower() for path in chosen}
     unions = {path for path in chosen if find_sets(path.stem) == {BOTH} and _get_train_stem(path) in stems}
@@ -62,6 +60,26 @@ def find_annotation_files(raw: Path) -> tuple[list[AnnotationFile], list[Path]]:
     _check_names(chosen)
     left_out = [path for path in found if path not in chosen]
     return [AnnotationFile(path, "".join(find_sets(path.stem))) for path in chosen], left_out
+
+
+def _find_annotations_of_folders(raw: Path) -> list[AnnotationFile]:
+    """Return the annotations in folders called after sets, next to their images, as Roboflow writes them."""
+    folders = [(folder, "".join(found)) for folder in _list_folders(raw) if len(found := find_sets(folder.name)) == 1]
+    files = [
+        AnnotationFile(path, name, f"{folder.name}/")
+        for folder, name in folders
+        for path in list_files(folder, {".json"}, depth=0)
+    ]
+    if not files:
+        raise UserError(
+            f"{raw}: no annotations. Expected COCO JSON files in {raw}/annotations, such as instances_train.json and "
+            "instances_val.json, and the images in the folder images; or a file in each of the folders train, valid "
+            "and test, next to its images."
+        )
+    repeated = next((one for one in files if sum(other.path.parent == one.path.parent for other in files) > 1), None)
+    if repeated is not None:
+        raise UserError(f"{repeated.path.parent}: several JSON files. Keep its annotations, and move the others away.")
+    return files
 
 
 def find_sets(name: str) -> set[str]:
@@ -87,7 +105,8 @@ def list_image_folders(raw: Path, file: AnnotationFile) -> list[Path]:
     for wanted in ACCEPTED_FOLDERS.get(file.set, ()):
         for folder in (path for path in inside if find_sets(path.name) == {wanted}):
             folders += [*_find_images_folder(folder), folder]
-    return [*folders, *shared]
+    own = [file.path.parent] if file.prefix else []
+    return list(dict.fromkeys([*own, *folders, *shared]))
 
 
 def find_image(raw: Path, folders: Sequence[Path], name: str, *, where: str) -> Path | None:

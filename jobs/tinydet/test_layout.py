@@ -244,6 +244,19 @@ def test_a_name_with_the_folders_of_another_machine_is_found_by_its_last_part(tm
     assert [sample.source for sample in samples(tmp_path, make_config())] == [tmp_path / "images/1.png"]
 
 
+def test_annotations_next_to_the_images_of_each_set_are_read_at_once(tmp_path: Path) -> None:
+    for folder in ("train", "valid", "test"):
+        write_annotations(tmp_path / folder / "_annotations.coco.json", ["1_jpg.rf.0a1b.png"], folder=folder)
+    found = {image.name: (image.set, image.path) for image in read_collection(tmp_path, PackingSettings()).images}
+    assert found == {
+        f"{folder}/1_jpg.rf.0a1b.png": (name, tmp_path / folder / "1_jpg.rf.0a1b.png")
+        for folder, name in (("train", "train"), ("valid", "val"), ("test", "test"))
+    }
+    (tmp_path / "train/notes.json").write_text("{}")
+    with pytest.raises(UserError, match=r"train: several JSON files. Keep its annotations"):
+        read_collection(tmp_path, PackingSettings())
+
+
 def test_no_advice_leaves_everything_out(tmp_path: Path) -> None:
     write_annotations(tmp_path / "annotations/instances_train.json", ["1.png", "2.png"], folder="images")
     for name in ("1.png", "2.png"):

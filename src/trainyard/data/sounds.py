@@ -1,6 +1,7 @@
 """Decodes whole recordings while packing, so that what is broken, or has no level, is found before training."""
 
 import io
+import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,11 +41,11 @@ def read_sound(path: Path) -> Sound:
             blocks = [file.read(0, dtype="int16" if is_16_bit else "float64", always_2d=True)]
             while len(block := file.read(_BLOCK, dtype=blocks[0].dtype.name, always_2d=True)):
                 blocks.append(block)
-            frames, rate_hz, kind = np.concatenate(blocks), file.samplerate, file.format
+            frames, rate_hz, kind, log = np.concatenate(blocks), file.samplerate, file.format, file.extra_info
     except soundfile.LibsndfileError as error:
         raise BadRecord(f"not a complete audio file in a known format ({error.error_string})") from None
-    if len(frames) < announced or _is_truncated_wav(data):
-        raise BadRecord(f"truncated: only {len(frames)} frames can be decoded, but the header announces more")
+    if len(frames) < announced or _is_truncated(data, log, len(frames)):
+        raise BadRecord(f"truncated: {len(frames)} frames can be decoded, and there should be more")
     if not len(frames):
         raise BadRecord("no audio: 0 frames")
     if not is_16_bit:
@@ -76,7 +77,25 @@ def _check_levels(frames: NDArray[np.float64]) -> None:
         )
 
 
-def _is_truncated_wav(data: bytes) -> bool:
-    """Return whether a RIFF header announces more bytes than there are; stream writers leave 0 or all ones there."""
-    announced = int.from_bytes(data[4:8], "little")
-    return data[:4] == b"RIFF" and announced not in (0, 0xFFFFFFFF) and announced + 8 > len(data) + 1
+def _is_truncated(data: bytes, log: str, frames: int) -> bool:
+    """Return whether the end of a file is missing, where libsndfile reads the rest without an error.
+
+    Stream writers leave 0 or all ones in a WAV.
+
+    Args:
+        log: what libsndfile says of the file; it notes the sizes of chunks that it corrects.
+    """
+    if data[:4] == b"RIFF":
+        announced = int.from_bytes(data[4:8], "little")
+        return announced not in (0, 0xFFFFFFFF) and announced + 8 > len(data) + 1
+    if data[:4] == b"OggS":
+        page = data[
+            data.rfind(b"OggS") :
+        ]  # the last one: its flag, and the sizes of its segments (RFC 3533, section 6)
+        is_last, sizes = page[5:6] and page[5] & 4, page[27 : 27 + page[26]] if len(page) > 26 else b""
+        return not is_last or len(page) < 27 + len(sizes) + sum(sizes)
+    if data[:4] == b"NIST":
+        counted = re.search(rb"\nsample_count -i (\d+)", data[:1024])
+        return counted is not None and int(counted[1]) > frames
+    chunks = re.findall(r"(?im)^ *(?:riff|riff size|form|data|data size) *: (\d+) \(should be (\d+)\)", log)
+    return any(int(announced) > int(there) + 1 for announced, there in chunks)

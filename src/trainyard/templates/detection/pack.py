@@ -131,10 +131,14 @@ def list_images(raw: Path) -> list[Listed]:
     """
     files = [path for folder in (raw, raw / "annotations") for path in list_files(folder, {".json"}, depth=0)]
     names = {path: next((name for name in SETS if path.stem in (name, f"instances_{name}")), "") for path in files}
+    if not files:  # next to the images of each set, as Roboflow writes them
+        folders = {"train": "train", "valid": "val", "val": "val", "test": "test"}
+        names = {path: folders[name] for name in folders for path in list_files(raw / name, {".json"}, depth=0)}
+        files = list(names)
     if not files or (len(files) > 1 and not all(names.values())):
         raise UserError(
             f"{raw}: {len(files)} annotation files (*.json, annotations/*.json). Expected one, or train.json, val.json "
-            "and test.json, or instances_train.json and so on."
+            "and test.json, or instances_train.json and so on, or one in each of the folders train, valid and test."
         )
     listed: dict[str, Listed] = {}
     for path in files:
@@ -149,11 +153,12 @@ def _read_annotations(raw: Path, path: Path, set_name: str) -> Iterator[Listed]:
     content = read_annotations(path)
     names, objects = {one.id: one.name for one in content.categories}, content.group_objects()
     for image in content.images:
-        place = find_listed(raw, image.file_name, where=str(path), folders=(raw, raw / "images"))
+        place = find_listed(raw, image.file_name, where=str(path), folders=(raw, path.parent, raw / "images"))
         kept = [entry for _, entry in objects[image.id] if not entry.is_ignored]
         boxes = tuple((x, y, x + width, y + height) for x, y, width, height in (entry.bbox for entry in kept))
         labels = tuple(names[entry.category_id] for entry in kept)
-        yield Listed(image.file_name, place or raw / image.file_name, image.size_px, set_name, boxes, labels)
+        key = image.file_name if path.parent in (raw, raw / "annotations") else f"{path.parent.name}/{image.file_name}"
+        yield Listed(key, place or raw / image.file_name, image.size_px, set_name, boxes, labels)
 
 
 def draw_scene(number: int) -> tuple[np.ndarray, list[tuple[int, int, int, int]], list[str]]:
