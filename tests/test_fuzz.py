@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import soundfile
+import wsq  # noqa: F401  # Pillow writes WSQ with it
 from PIL import Image
 
 from jobs.pricing import catalog
@@ -88,6 +89,7 @@ FACES, SPEECH, PRINTS = ("twins_smoke",), ("antispoof_smoke", "packing.stereo=mi
 FILES = {
     **{kind: (encode_image(kind, "RGB"), FACES) for kind in ("JPEG", "PNG", "BMP", "TIFF", "GIF", "WEBP")},
     "PNG I;16 as a print": (encode_image("PNG", "I;16"), PRINTS),
+    "WSQ": (encode_image("WSQ", "L"), PRINTS),
     **{
         f"{kind} {subtype}": (encode_sound(kind, subtype), SPEECH)
         for kind, subtype in [

@@ -8,7 +8,7 @@ from pathlib import Path
 from trainyard import foreign
 from trainyard.data.raw import list_files
 from trainyard.errors import UserError
-from trainyard.text import find_nearest, format_override
+from trainyard.text import find_nearest, format_override, join_names
 
 from .amounts import AmountReader
 
@@ -123,7 +123,8 @@ def _describe_missing_columns(names: Sequence[str], columns: Columns, delimiter:
             chosen = [(nearest.get(name, [name]) or ["COLUMN"])[0] for name in wanted]
             remedies.append(format_override(f"packing.{option}", chosen if option.endswith("s") else chosen[0]))
     separated = "" if delimiter in ("", ",") else f", separated by {foreign.DELIMITERS[delimiter]}"
-    found = f"no {_plural('column', missing)} {', '.join(missing)}. It has: {', '.join(names) or 'none'}{separated}."
+    has = join_names(names, most=20) or "none"
+    found = f"no {_plural('column', missing)} {', '.join(missing)}. It has: {has}{separated}."
     if not columns.price:
         return f"{found} Rename the columns in the file: the run was trained with the missing names."
     return f"{found} Name the right {_plural('column', missing)}: {' '.join(remedies)}"

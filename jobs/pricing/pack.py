@@ -12,6 +12,7 @@ import numpy as np
 from loguru import logger
 from PIL import Image
 
+from trainyard.data.raw import find_file
 from trainyard.data.shards import BadRecord, Loaded, Ragged, Sample
 from trainyard.data.write_shard import read_image
 from trainyard.errors import UserError
@@ -376,17 +377,17 @@ def _locate_images(packing: PackingSettings, *, allow_missing: bool = False) -> 
 
 def _read_image(entry: catalog.Entry, folder: Path, allow_missing: bool) -> tuple[bytes, int]:
     """Return an encoded image and 1: JPEG and PNG as they are, others as RGB PNG. A missing image: a gray one and 0."""
-    path = folder / _get_file_name(entry)
-    if not path.is_file():
+    name = _get_file_name(entry)
+    path = find_file(folder, (name,))
+    if path is None:
         if not allow_missing:
-            raise BadRecord(f"no image '{path.name}' in {folder} (packing.missing_image=gray packs without it)")
+            raise BadRecord(f"no image '{name}' in {folder} (packing.missing_image=gray packs without it)")
         return _encode_png(Image.new("RGB", (8, 8), (128, 128, 128))), 0
     return read_image(path)[0], 1
 
 
 def _find_image(entry: catalog.Entry, packing: PackingSettings) -> Path | None:
-    path = Path(packing.images) / _get_file_name(entry)
-    return path if packing.images and path.is_file() else None
+    return find_file(Path(packing.images), (_get_file_name(entry),)) if packing.images else None
 
 
 def _get_file_name(entry: catalog.Entry) -> str:

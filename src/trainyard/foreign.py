@@ -16,7 +16,7 @@ from loguru import logger
 
 from trainyard.errors import UserError
 from trainyard.files import parse_json
-from trainyard.text import cut, quote_path, suggest_nearest
+from trainyard.text import cut, join_names, quote_path, suggest_nearest
 
 DELIMITERS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "vertical bars"}
 T = TypeVar("T")
@@ -133,9 +133,10 @@ def read_rows(
         reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, quoting=quoting, strict=True)
         names, line = [clean(name.strip()) for name in next(reader, [])], reader.line_num
         if further is not None and (unknown := [name for name in names if name not in {*columns, *further}]):
+            near = suggest_nearest(unknown[0], [*columns, *further])
             raise UserError(
                 f"{path}, line 1: expected the columns {', '.join(columns)}, and maybe {', '.join(further)}; found "
-                f"'{unknown[0]}'.{suggest_nearest(unknown[0], [*columns, *further])} Rename or remove the column."
+                f"'{join_names(unknown[:1])}'.{near} Rename or remove the column."
             )
         for cells in reader:
             line = reader.line_num
@@ -232,10 +233,12 @@ def _find_delimiter(
         if describe_missing is not None:
             raise UserError(f"{path}: {describe_missing(names, best)}")
         missing = ", ".join(sorted(set(columns) - set(names)))
-        raise UserError(f"{path}, line 1: no column {missing}. It has: {', '.join(names) or 'none'}.")
+        raise UserError(f"{path}, line 1: no column {missing}. It has: {join_names(names, most=20) or 'none'}.")
     repeated = [name for name in names if (name in columns or not columns) and names.count(name) > 1]
     if repeated:
-        raise UserError(f"{path}: several columns are named '{repeated[0]}'. Rename all but one of them in the file.")
+        raise UserError(
+            f"{path}: several columns are named '{join_names(repeated[:1])}'. Rename all but one of them in the file."
+        )
     if best != ",":
         _log_delimiter(str(path), best)
     return best

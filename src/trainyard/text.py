@@ -52,8 +52,12 @@ def cut(text: str, width: int) -> str:
 
 
 def join_names(names: Sequence[str], *, most: int = 8) -> str:
-    """Join names with commas; of more than `most` show the first ones and the number of the rest."""
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+    """Join names with commas; of more than `most` show the first ones and the number of the rest.
+
+    Line breaks and other characters that cannot be printed are escaped: names may be of a stranger.
+    """
+    shown = [name if name.isprintable() else ascii(name)[1:-1] for name in names[:most]]
+    return ", ".join(shown) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def find_nearest(wrong: str, names: Iterable[str], *, most: int = 1, always: bool = False) -> list[str]:

@@ -1,5 +1,6 @@
 """Lists raw files, refuses those that packing would hang on, read twice, or could not name; remembers listings."""
 
+import errno
 import os
 import shlex
 import stat
@@ -179,7 +180,7 @@ def find_listed(raw: Path, name: str, *, where: str, folders: Sequence[Path] = (
         for start in range(len(parts)):
             if (found := find_file(folder, parts[start:])) is not None:
                 return found
-    if inside or not any(path.is_file() for path in full):
+    if inside or not any(map(_is_file, full)):
         return None
     raise UserError(f"{where}: {name!a} is outside of {raw}. Move the file into it, and name it from there.")
 
@@ -191,7 +192,7 @@ def find_file(folder: Path, parts: Sequence[str]) -> Path | None:
         UserError: several files have the name, if composed and decomposed letters are the same.
     """
     path = folder.joinpath(*parts)
-    if path.is_file():
+    if _is_file(path):
         return path
     if all(part.isascii() for part in parts):
         return None
@@ -206,15 +207,23 @@ def find_file(folder: Path, parts: Sequence[str]) -> Path | None:
     return found[0] if found else None
 
 
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()  # False for a name with a zero byte
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:  # no file has such a name
+            raise
+        return False
+
+
 def describe_unread(raw: Path, is_read: Callable[[Path], bool]) -> tuple[str, str]:
     """Return which files below a folder are not read, for people: those that may hold samples, and the others."""
-    paths = [path for path in _walk(raw, {_identify(raw)}) if not is_read(path)]
-    media = [path.suffix.lower() in _MEDIA for path in paths]
-    names = [str(path.relative_to(raw)) for path in paths]
-    return tuple(  # type: ignore[return-value]  # two
-        count_by_suffix(name for name, one in zip(names, media, strict=True) if one is wanted)
-        for wanted in (True, False)
-    )
+    media: list[str] = []
+    other: list[str] = []
+    for path in _walk(raw, {_identify(raw)}):
+        if not is_read(path):
+            (media if path.suffix.lower() in _MEDIA else other).append(str(path.relative_to(raw)))
+    return count_by_suffix(media), count_by_suffix(other)
 
 
 def count_by_suffix(paths: Iterable[str]) -> str:
