@@ -330,14 +330,25 @@ def _find_table(raw: Path, base: Path, bonafide_label: str) -> Iterator[Utteranc
     seen: dict[str, str] = {}
     for name, name_column in (("protocol.csv", "path"), ("meta.csv", "file")):
         path = base / name
-        for trial in read_csv_trials(path, bonafide_label, name_column=name_column) if path.is_file() else ():
+        if not _is_table(path, name_column):
+            continue
+        for trial in read_csv_trials(path, bonafide_label, name_column=name_column):
             assert trial.bonafide is not None
             file = find_listed(raw, trial.path, where=str(path), folders=(base,))
-            key = _make_key(raw, base / trial.path if file is None else file)
+            key = trial.path if file is None else _make_key(raw, file)
             if other := seen.get(key):
                 raise UserError(f"{path}: '{other}' and '{trial.path}' are one file. Remove one of the lines.")
             seen[key] = trial.path
             yield Utterance(key, file, trial.bonafide, trial.attack, trial.speaker, trial.set)
+
+
+def _is_table(path: Path, name_column: str) -> bool:
+    """Return whether a table is there: `protocol.csv` must be one, another `meta.csv` may have other columns."""
+    if name_column == "path" or not path.is_file():
+        return path.is_file()
+    with path.open("rb") as file:
+        names = re.split(rb"[,;\t|]", file.readline().removeprefix(b"\xef\xbb\xbf").strip().lower())
+    return {name_column.encode(), b"label"} <= set(names)
 
 
 def _find_label_lists(raw: Path, base: Path, bonafide_label: str) -> Iterator[Utterance]:
@@ -351,9 +362,9 @@ def _find_label_lists(raw: Path, base: Path, bonafide_label: str) -> Iterator[Ut
     files: dict[str, list[Path]] = {}
     for found in find_audio_files(base):
         files.setdefault(found.name, []).append(found)
-    if not files:
-        return  # its recordings are next to it, in the folder above
     for path, own in rows.items():
+        if not any(name in files for _, (name, _) in own):
+            continue  # a list of something else, or its recordings are next to it, in the folder above
         part = next((part for word, part in _PARTS.items() if word in path.stem.lower()), "")
         _refuse_duplicates(path, [words[0] for _, words in own])
         for number, (name, label) in own:
@@ -361,7 +372,7 @@ def _find_label_lists(raw: Path, base: Path, bonafide_label: str) -> Iterator[Ut
             places = files.get(name, [])
             if len(places) > 1:
                 raise UserError(f"{path}, line {number}: {places[0]} and {places[1]} have this name. Rename one.")
-            key = _make_key(raw, places[0] if places else base / name)
+            key = _make_key(raw, places[0]) if places else name
             yield Utterance(key, places[0] if places else None, bonafide, "-" if bonafide else SPOOF, "", part)
 
 
@@ -387,7 +398,7 @@ def _find_fake_or_real(raw: Path, base: Path, bonafide_label: str) -> Iterator[U
 
 def _find_own_folder(raw: Path, base: Path, bonafide_label: str) -> Iterator[Utterance]:
     """Read `bonafide/[<speaker>/]` and `spoof/[<attack>/[<speaker>/]]`, or any other of `WORDS`."""
-    if any((base / name).is_file() for name in ("protocol.csv", "meta.csv")):
+    if _is_table(base / "protocol.csv", "path") or _is_table(base / "meta.csv", "file"):
         return
     for folder in sorted(path for path in base.iterdir() if path.is_dir() and not path.name.isdecimal()):
         bonafide = WORDS.get(folder.name.lower())

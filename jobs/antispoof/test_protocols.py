@@ -246,6 +246,25 @@ def test_public_layouts_are_read_wherever_they_lie(tmp_path: Path, name: str, be
     assert sorted(read) == [f"{below}/{line}".lstrip("/").rstrip(" ") for line in expected]
 
 
+def test_tables_and_lists_of_something_else_hide_no_folders(tmp_path: Path) -> None:
+    for name in ("real/a.wav", "fake/b.wav"):
+        write_recording(tmp_path / name)
+    write_lines(tmp_path / "meta.csv", "id,title", "1,x")
+    write_lines(tmp_path / "labels.txt", "0 real", "1 fake")
+    assert [(one.key, one.bonafide) for one in list_utterances(tmp_path)] == [
+        ("fake/b.wav", False),
+        ("real/a.wav", True),
+    ]
+
+
+def test_recordings_that_are_listed_and_missing_are_named_whatever_machine_wrote_the_list(tmp_path: Path) -> None:
+    write_recording(tmp_path / "wav/1.wav")
+    write_lines(tmp_path / "label.txt", "1.wav genuine", "/gone/2.wav fake")
+    write_lines(tmp_path / "protocol.csv", "path,label", "/gone/3.wav,real")
+    found = {one.key: one.path for one in list_utterances(tmp_path)}
+    assert found == {"wav/1.wav": tmp_path / "wav/1.wav", "/gone/2.wav": None, "/gone/3.wav": None}
+
+
 def test_copies_of_a_recording_stay_in_its_set(tmp_path: Path) -> None:
     for number in range(40):
         write_recording(tmp_path / f"LJSpeech-1.1/wavs/LJ001-{number:04d}.wav")
