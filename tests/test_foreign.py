@@ -51,7 +51,7 @@ def test_another_encoding_is_refused_everywhere_with_the_line_that_converts_it(t
         ("{}", "the content: expected array, found object"),
         ('[{"width": NaN, "name": 1}]', r"\[0\].name: expected str, found int"),
         ('[{"width": 1, "name": "\\ud800"}]', "not JSON .*surrogates not allowed"),
-        ("[" * 100_000, r"\[0\]: expected object, found array"),
+        ("[" * 100_000, r"not JSON \(nested too deeply\)"),
         ("[{", "not JSON"),
         ("", "not JSON"),
     ],
@@ -170,6 +170,17 @@ def test_ids_may_be_texts_and_a_missing_area_is_that_of_the_box(tmp_path):
 def test_an_entry_of_another_type_or_meaning_is_refused_with_its_place(tmp_path, changes, said):
     with pytest.raises(UserError, match=f"a.json: .*{said}"):
         read_annotations(write_coco(tmp_path / "a.json", **changes))
+
+
+def test_whole_numbers_may_be_written_as_floats_and_categories_may_be_digits(tmp_path):
+    entry = {"id": 1.0, "image_id": "a", "category_id": 7.0, "bbox": [1, 2, 3, 4], "iscrowd": 0.0}
+    path = write_coco(tmp_path / "a.json", annotations=[entry], categories=[{"id": 7, "name": 3}])
+    content = read_annotations(path)
+    assert content.categories[0].name == "3" and content.annotations[0].category_id == 7
+    assert not content.annotations[0].is_ignored
+    for name in (None, True, [3], 1.5):
+        with pytest.raises(UserError, match=r"categories\[0\]: name: expected a text, found"):
+            read_annotations(write_coco(tmp_path / "a.json", categories=[{"id": 1, "name": name}]))
 
 
 def test_lost_boxes_are_explained_by_what_their_numbers_may_mean():

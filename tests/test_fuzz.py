@@ -46,8 +46,11 @@ def mutate(data: bytes, rng: np.random.Generator) -> bytes:
 
 
 def encode_image(kind: str, mode: str) -> bytes:
-    target = io.BytesIO()
-    Image.fromarray(make_texture(0, 72, 80, 3)).convert(mode).save(target, kind)
+    """Encode an image; a JPEG says that it lies on its side."""
+    target, exif = io.BytesIO(), Image.Exif()
+    exif[0x0112] = 6
+    options = {"exif": exif} if kind == "JPEG" else {}
+    Image.fromarray(make_texture(0, 72, 80, 3)).convert(mode).save(target, kind, **options)
     return target.getvalue()
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from trainyard.errors import UserError
 from trainyard.tables import read_table
-from trainyard.text import quote_path
+from trainyard.text import compose_letters, quote_path
 
 
 def add(verbs: Any) -> None:
@@ -62,7 +62,8 @@ def _write_score_file(args: argparse.Namespace) -> int:
         if args.protocol is None
         else protocols.read_trials(args.protocol)
     )
-    missing = [trial.utterance for trial in trials if trial.utterance not in score_by_name]
+    by_letters = {compose_letters(name): score for name, score in score_by_name.items()}
+    missing = [trial.utterance for trial in trials if compose_letters(trial.utterance) not in by_letters]
     if missing:
         raise UserError(
             f"{args.table}: {len(missing)} of the {len(trials)} utterances of {args.protocol} have no score, "
@@ -70,7 +71,7 @@ def _write_score_file(args: argparse.Namespace) -> int:
         )
     sign = -1.0 if args.negate else 1.0
     lines = [
-        scores.Line(trial.utterance, sign * score_by_name[trial.utterance], trial.bonafide, trial.attack)
+        scores.Line(trial.utterance, sign * by_letters[compose_letters(trial.utterance)], trial.bonafide, trial.attack)
         for trial in trials
     ]
     scores.write(args.out, lines, form=args.form)

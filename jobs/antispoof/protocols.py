@@ -5,7 +5,6 @@
 
 import hashlib
 import re
-import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +13,7 @@ from pathlib import Path
 from trainyard.data.raw import SOUNDS, find_listed, list_files, list_folder
 from trainyard.errors import UserError
 from trainyard.foreign import read_lines, read_rows
-from trainyard.text import format_override
+from trainyard.text import compose_letters, format_override
 
 from .config import PackingSettings
 from .metrics import AsvRates
@@ -423,19 +422,15 @@ READERS: tuple[Callable[[Path, Path, str], Iterator[Utterance]], ...] = (
 def _match_trials(raw: Path, listed: Sequence[Trial], folder: Path, set_name: str) -> Iterator[Utterance]:
     """Yield the utterances that a protocol lists, each phase of 2021 as its own set; lists the folder only once."""
     entries = list_folder(folder) if folder.is_dir() else ()
-    present = {_compose(Path(one.name).stem): one.name for one in entries if Path(one.name).suffix.lower() in SOUNDS}
+    sounds = [Path(one.name) for one in entries if Path(one.name).suffix.lower() in SOUNDS]
+    present = {compose_letters(sound.stem): sound.name for sound in sounds}
     for trial in listed:
         if trial.bonafide is None:
             raise UserError(f"{folder}: the protocol lists names only, but training needs the keys.")
-        name = present.get(_compose(trial.utterance))
+        name = present.get(compose_letters(trial.utterance))
         key = _make_key(raw, folder / (name or f"{trial.utterance}.flac"))
         trial_set = f"{set_name}_{trial.phase}" if trial.phase else set_name
         yield Utterance(key, folder / name if name else None, trial.bonafide, trial.attack, trial.speaker, trial_set)
-
-
-def _compose(name: str) -> str:
-    """Return a name with composed letters: a Mac decomposes them."""
-    return unicodedata.normalize("NFC", name)
 
 
 def _make_key(raw: Path, path: Path) -> str:

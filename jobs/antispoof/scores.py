@@ -7,7 +7,7 @@ Formats: `utterance attack key score` (written by the 2019 baselines), `utteranc
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +15,7 @@ import numpy as np
 from trainyard.errors import UserError
 from trainyard.files import write_atomically
 from trainyard.foreign import read_lines
-from trainyard.text import join_names
+from trainyard.text import compose_letters, join_names
 
 from . import metrics
 from .metrics import AsvRates
@@ -145,6 +145,8 @@ def _score(lines: Sequence[Line], asv: AsvRates | None, verdict: Verdict) -> Non
 
 def _check_against_protocol(lines: Sequence[Line], protocol: Sequence[Trial], verdict: Verdict) -> list[Line]:
     """Compare a file with its protocol; return its lines with the protocol's keys."""
+    lines = [replace(line, utterance=compose_letters(line.utterance)) for line in lines]
+    protocol = [replace(trial, utterance=compose_letters(trial.utterance)) for trial in protocol]
     listed = {trial.utterance: trial for trial in protocol}
     given = {line.utterance for line in lines}
     missing = [name for name in listed if name not in given]

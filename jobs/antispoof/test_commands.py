@@ -223,6 +223,16 @@ def test_predictions_become_an_official_score_file_in_the_order_of_the_protocol(
         run_verb("score-file", str(table), str(out), "--protocol", str(keys))
 
 
+def test_names_of_a_score_file_may_be_composed_otherwise_than_those_of_the_protocol(tmp_path: Path) -> None:
+    keys = write_lines(tmp_path / "keys.txt", "S1 \u00e91 - - bonafide", "S1 \u00e92 - A01 spoof")
+    table = write_lines(tmp_path / "out.csv", "utterance,score", "e\u03011,1", "e\u03012,0")  # from a Mac
+    out = tmp_path / "scores.txt"
+    assert run_verb("score-file", str(table), str(out), "--form", "asv2019", "--protocol", str(keys)) == 0
+    scores_of_a_mac = write_lines(tmp_path / "mac.txt", "e\u03011 - bonafide 1.0", "e\u03012 A01 spoof 0.0")
+    for file in (out, scores_of_a_mac):
+        assert run_verb("score-check", str(file), "--protocol", str(keys)) == 0
+
+
 def test_negated_scores_are_those_of_the_table_with_the_other_sign_and_said_to_be_inverted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,7 +11,7 @@ from trainyard.errors import UserError
 from trainyard.files import parse_json, write_atomically
 from trainyard.foreign import read_json
 from trainyard.tables import read_table
-from trainyard.text import suggest_nearest
+from trainyard.text import compose_letters, suggest_nearest
 
 
 def write_results(table: Path, out: Path, annotations: Path) -> tuple[int, list[str]]:
@@ -35,7 +35,7 @@ def write_results(table: Path, out: Path, annotations: Path) -> tuple[int, list[
     found: list[dict[str, Any]] = []
     seen: set[str] = set()
     for row in read_table(table, columns=("image_name", "detections")):
-        name = row["image_name"]
+        name = compose_letters(row["image_name"])
         if name not in image_ids:
             raise UserError(
                 f"{table}: the image '{name}' is not in {annotations}.{suggest_nearest(name, image_ids)} Predict the "
@@ -68,7 +68,8 @@ def _read_ids(path: Path) -> tuple[dict[str, Id], dict[str, Id]]:
     """Return the id of each file name and of each category name."""
     expected = "COCO's `images` with id and file_name, and `categories` with id and name: --annotations FILE.json"
     content = read_json(path, _Ids, expected=expected)
-    return {one.file_name: one.id for one in content.images}, {one.name: one.id for one in content.categories}
+    images = {compose_letters(one.file_name): one.id for one in content.images}
+    return images, {one.name: one.id for one in content.categories}
 
 
 def _read_detections(table: Path, name: str, text: str) -> list[tuple[str, float, float, float, float, float]]:

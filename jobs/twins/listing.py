@@ -2,7 +2,7 @@
 
 import hashlib
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 from trainyard.data.raw import IMAGES, find_listed, list_files, list_folder
 from trainyard.errors import UserError
 from trainyard.foreign import read_json
-from trainyard.text import find_nearest
+from trainyard.text import compose_letters, find_nearest
 
 from .config import PackingSettings
 
@@ -56,7 +56,8 @@ def read_people(raw: Path, rule: PackingSettings, *, all_test: bool = False) -> 
     if not listing:
         return []  # who packs says what is expected
     files = [path for path in list_files(raw, {".json"}, depth=0) if path.match(PAIRS)]
-    pairs = [pair for file in files for pair in _read_pairs(file)]
+    spelling = {compose_letters(name): name for name in listing}  # of folders, which a Mac may have written
+    pairs = [pair for file in files for pair in _read_pairs(file, spelling)]
     _refuse_bad_pairs(pairs, listing)
     family_by_person = connect_families(listing, [(pair.one, pair.other) for pair in pairs])
     twins = {name for pair in pairs for name in (pair.one, pair.other)}
@@ -146,13 +147,15 @@ def _find_image(raw: Path, file: Path, name: str) -> ListedImage:
 _Pairs: Any = dict[str, list[tuple[str, str]]] | list[tuple[str, str]]
 
 
-def _read_pairs(file: Path) -> Iterator[_Pair]:
+def _read_pairs(file: Path, spelling: Mapping[str, str]) -> Iterator[_Pair]:
+    """Yield the pairs of a file, the people spelled as their folders are."""
     content = read_json(file, _Pairs, expected='[["ann", "bea"], ...], or such a list for each set')
     by_set = content if isinstance(content, dict) else {"": content}
     for name, pairs in by_set.items():
         if name not in ("", *SETS):
             raise UserError(f"{file}: unknown set '{name}'. Expected {_suggest(name, SETS)}.")
         for number, (one, other) in enumerate(pairs, start=1):
+            one, other = (spelling.get(compose_letters(person), person) for person in (one, other))
             yield _Pair(one, other, name, f"{file}: pair {number}{' of ' + name if name else ''}")
 
 

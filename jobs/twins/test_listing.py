@@ -69,6 +69,14 @@ def test_sets_named_in_the_files_are_kept(tmp_path: Path) -> None:
     assert sum(set_name == "val" for _, set_name in found.values()) == 4
 
 
+def test_people_are_paired_however_their_letters_are_composed(tmp_path: Path) -> None:
+    names = [f"e\u0301{number}" for number in range(20)]  # as a Mac writes them; the pairs are composed
+    pairs = [[f"\u00e9{number}", f"\u00e9{number + 1}"] for number in range(0, 20, 2)]
+    raw = write_raw_folder(tmp_path / "raw", dict.fromkeys(names, 2), pairs)
+    (raw / DATASET).unlink()
+    assert {person.family for person in read_people(raw, RULE)} == set(names[::2])
+
+
 def test_people_may_be_in_folders_of_sets(tmp_path: Path) -> None:
     for name in (
         "train/n000002/0001.webp",
@@ -99,7 +107,10 @@ def test_people_may_be_in_folders_of_sets(tmp_path: Path) -> None:
         ([*TWINS, ["9005", "9004"]], r"'9005' and '9004' are already listed, in .*pair 1\. Remove one"),
         ([*TWINS, ["9004", "9404x"]], "'9404x' is not in the data set. Nearest: "),
         (TWINS[1:], r"person '9004' has no twin .*\(2 of 20 people have none\).*packing.singles=keep"),
-        ([*TWINS, ["9004"]], r"twin_pairs_infor.json: \[10\]: expected array of length 2. Expected: \[\[\"ann"),
+        (
+            [*TWINS, ["9004"]],
+            r"infor.json: \[10\]: expected array of length 2, found 1. Expected: \[\[\"ann",
+        ),
         ({"tset": TWINS}, "unknown set 'tset'. Expected test"),
         ("9004", r"the content: expected object \| array, found str. Expected: \[\[\"ann"),
         ({"train": TWINS, "test": [["9004", "9015"]]}, "person '9004' is in set train and in set test"),

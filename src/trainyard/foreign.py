@@ -15,7 +15,6 @@ from typing import Literal, TypeVar
 from loguru import logger
 
 from trainyard.errors import UserError
-from trainyard.files import parse_json
 from trainyard.text import cut, join_names, quote_path, suggest_nearest
 
 DELIMITERS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "vertical bars"}
@@ -71,7 +70,9 @@ def read_lines(path: Path) -> list[tuple[int, str]]:
 
 
 def read_json(path: Path, kind: type[T], *, expected: str) -> T:
-    """Read JSON, and check every value against a type: nothing is converted, and what no field asks for is ignored.
+    """Read JSON, and check every value against a type; what no field asks for is ignored.
+
+    Nothing is converted, except that 1.0 is the whole number 1.
 
     Args:
         kind: a type for `msgspec`.
@@ -84,21 +85,28 @@ def read_json(path: Path, kind: type[T], *, expected: str) -> T:
 
     text = read_text(path)
     try:
-        try:
-            return msgspec.json.decode(text, type=kind)
-        except msgspec.ValidationError:
-            raise
-        except msgspec.DecodeError:  # broken, or NaN, which Python writes and JSON has not
-            content = parse_json(text.encode())
-            json.dumps(content, ensure_ascii=False).encode()  # half a surrogate pair could not be stored
-            return msgspec.convert(content, kind)
+        return msgspec.json.decode(text, type=kind)
+    except msgspec.DecodeError:  # maybe only of NaN, which JSON has not, or of 1.0 for 1: Python programs write both
+        pass
+    try:
+        content = json.loads(text, parse_float=_read_float)
+        json.dumps(content, ensure_ascii=False).encode()  # half a surrogate pair could not be stored
+        return msgspec.convert(content, kind)
     except msgspec.ValidationError as error:
         what, _, place = str(error).replace("`", "").partition(" - at $")
         what = what.replace("Object missing required field", "has no").replace(", got ", ", found ")
         what = what.replace("Expected", "expected")
         raise UserError(f"{path}: {place.lstrip('.') or 'the content'}: {what}. Expected: {expected}.") from None
+    except RecursionError:
+        raise UserError(f"{path}: not JSON (nested too deeply). Expected: {expected}.") from None
     except ValueError as error:
         raise UserError(f"{path}: not JSON ({error}). Expected: {expected}.") from None
+
+
+def _read_float(text: str) -> float:
+    """Read a number; a whole one is an int, which counts as a float where one is expected."""
+    value = float(text)
+    return int(value) if value.is_integer() else value
 
 
 def read_rows(

@@ -3,6 +3,7 @@
 import difflib
 import re
 import shlex
+import unicodedata
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -44,6 +45,11 @@ def align_columns(rows: Sequence[Sequence[str]], *, indent: str = "", width: int
 def make_slug(text: str) -> str:
     """Return the text as a part of a file's name."""
     return re.sub(r"[^\w.-]+", "_", text)
+
+
+def compose_letters(name: str) -> str:
+    """Return a name as most programs write it (NFC): a Mac decomposes letters with accents in names of files."""
+    return unicodedata.normalize("NFC", name)
 
 
 def cut(text: str, width: int) -> str:

@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterable
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
@@ -59,7 +59,13 @@ class CategoryEntry(Struct):
     """An entry of `categories`."""
 
     id: Id
-    name: str
+    name: Any  # a text or a whole number, as which digits are named; a text, once read
+
+    def __post_init__(self) -> None:
+        """Check the name."""
+        if not isinstance(self.name, int | str) or isinstance(self.name, bool):
+            raise ValueError(f"name: expected a text, found {self.name!r}")
+        self.name = str(self.name)
 
 
 class Annotations(Struct):

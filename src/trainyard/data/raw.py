@@ -4,7 +4,6 @@ import errno
 import os
 import shlex
 import stat
-import unicodedata
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from trainyard.errors import UserError
 from trainyard.files import parse_json, read_file, write_json
-from trainyard.text import join_names
+from trainyard.text import compose_letters, join_names
 
 if TYPE_CHECKING:
     from trainyard.data.shards import Sample
@@ -198,9 +197,9 @@ def find_file(folder: Path, parts: Sequence[str]) -> Path | None:
         return None
     found = [folder]
     for part in parts:
-        same = unicodedata.normalize("NFC", part)
+        same = compose_letters(part)
         entries = [(one, entry.name) for one in found if one.is_dir() for entry in list_folder(one)]
-        found = [one / name for one, name in entries if unicodedata.normalize("NFC", name) == same]
+        found = [one / name for one, name in entries if compose_letters(name) == same]
     found = [one for one in found if one.is_file()]
     if len(found) > 1:
         raise UserError(f"{found[0]} and {found[1]}: two spellings of one name. Rename one of them.")
