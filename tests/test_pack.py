@@ -528,5 +528,7 @@ def test_equal_samples_are_named_if_they_are_of_two_people_or_in_two_sets(tmp_pa
     with closing(pack(make_samples(rows[2:], person=people[2:]), tmp_path / "other", meta={}, workers=1)) as data:
         (said,) = describe_copies(data, lambda: {"train": np.arange(3)})
         assert "another person" not in said and "two sets" not in said
+    with closing(pack(make_samples(rows[:2], has_image=[0, 0]), tmp_path / "none", meta={}, workers=1)) as data:
+        assert not list(describe_copies(data, lambda: pytest.fail("no image is there")))
     with closing(pack(make_samples(rows[3:]), tmp_path / "third", meta={}, workers=1)) as data:
         assert not list(describe_copies(data, lambda: pytest.fail("nothing is equal")))

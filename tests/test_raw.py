@@ -12,7 +12,7 @@ import pytest
 from trainyard.config.compose import compose
 from trainyard.config.families import load_family
 from trainyard.data.pack import read_listing
-from trainyard.data.raw import check_sources, list_files
+from trainyard.data.raw import check_sources, describe_unread, list_files
 from trainyard.data.shards import Sample
 from trainyard.errors import UserError
 
@@ -173,3 +173,13 @@ def test_shared_files_hard_links_and_other_names_are_taken_as_meant(tmp_path):
     (raw / "b" / "1.png").symlink_to(raw / "a/1.png")
     with pytest.raises(UserError, match=r"b/1.png: reached twice"):
         list(check_sources([Sample("a", dict, source=raw / f"{x}/1.png") for x in "ab"]))
+
+
+def test_what_is_not_read_is_counted_by_ending(tmp_path):
+    raw = write_files(tmp_path / "raw", "a/1.png", "a/2.m4a", "b/3.M4A", "notes.txt", "deep/er/4.zip", ".hidden/5.png")
+    (raw / "deep" / "up").symlink_to(raw)
+    used = raw / "a" / "1.png"
+    assert describe_unread(raw, lambda path: path == used) == (
+        f"2 .m4a (a{os.sep}2.m4a, b{os.sep}3.M4A), 1 .zip (deep{os.sep}er{os.sep}4.zip)",
+        "1 .txt (notes.txt)",
+    )

@@ -25,7 +25,8 @@ def describe_copies(data: ShardSet, split: Callable[[], Mapping[str, np.ndarray]
     for name, records in data.records.items():
         if records.kind not in (ENCODED_IMAGE, AUDIO, PCM, *INPUTS):
             continue
-        groups = _find_equal(data, name)
+        there = data.columns.get(f"has_{name}")  # a family may pack one gray image for all that are missing
+        groups = _find_equal(data, name, np.arange(data.count) if there is None else np.flatnonzero(there))
         if not groups:
             continue
         members = np.concatenate(groups)
@@ -40,11 +41,11 @@ def describe_copies(data: ShardSet, split: Callable[[], Mapping[str, np.ndarray]
         yield f"{'; '.join(found)}. Remove all but one of each."
 
 
-def _find_equal(data: ShardSet, name: str) -> list[np.ndarray]:
-    """Return the sample ids of each group of equal records; reads those whose sizes and checksums are equal."""
+def _find_equal(data: ShardSet, name: str, ids: np.ndarray) -> list[np.ndarray]:
+    """Return the ids in each group of equal records; reads those whose sizes and checksums are equal."""
     records = data.records[name]
     marks = (records.size.astype(np.uint64) << np.uint64(32)) | records.crc.astype(np.uint64)
-    order = np.argsort(marks, kind="stable")
+    order = ids[np.argsort(marks[ids], kind="stable")]
     groups = np.split(order, np.flatnonzero(np.diff(marks[order])) + 1)
     equal = []
     for group in (group for group in groups if len(group) > 1):

@@ -236,8 +236,13 @@ def count_by_suffix(paths: Iterable[str]) -> str:
 
 
 def _walk(folder: Path, outer: Set[tuple[int, int]]) -> Iterator[Path]:
-    """Yield all files; a folder that a link makes contain itself is not entered again."""
-    for entry in list_folder(folder):
+    """Yield all files, and folders that cannot be listed; one that a link makes contain itself is not entered again."""
+    try:
+        entries = list_folder(folder)
+    except UserError:  # whoever needs it has refused it
+        yield folder
+        return
+    for entry in entries:
         path = folder / entry.name
         if not entry.is_folder:
             yield path
