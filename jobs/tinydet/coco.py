@@ -21,6 +21,7 @@ from trainyard.data.coco import (
     refuse_mixed_categories,
 )
 from trainyard.errors import UserError
+from trainyard.foreign import note_read
 
 from .config import PackingSettings
 from .layout import BOTH, SETS, AnnotationFile, find_annotation_files, find_image, list_image_folders
@@ -88,6 +89,8 @@ def read_collection(raw: Path, rules: PackingSettings, *, trains: bool = True) -
         UserError: there are no annotations, or one is wrong; the message names the file and the entry.
     """
     files, left_out = find_annotation_files(raw)
+    for file in files:
+        note_read(file.path)  # also if it was read before
     stamp = tuple((file, file.path.stat().st_mtime_ns, file.path.stat().st_size) for file in files)
     collection = _read_cached(raw, stamp, tuple(left_out), astuple(rules))
     if trains and not any(image.set == "train" for image in collection.images):
