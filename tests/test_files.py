@@ -8,7 +8,15 @@ import pytest
 
 from trainyard.config.families import load_family
 from trainyard.errors import DiskFull, UserError
-from trainyard.files import AppendedFile, create_folder, remove_partial_folders, report_full_disk, write_atomically
+from trainyard.files import (
+    AppendedFile,
+    create_folder,
+    make_folder_inside,
+    remove_partial_folders,
+    report_full_disk,
+    write_atomically,
+)
+from trainyard.runs.tensor_file import create_tensor_file
 
 JOBS = Path(__file__).parents[1] / "jobs"
 FEWEST = {"antispoof": 51, "fingerprint": 8, "pricing": 8, "tinydet": 10, "twins": 2}
@@ -89,3 +97,20 @@ def test_errors_that_name_each_other_as_their_context_are_passed_on(tmp_path):
     with pytest.raises(KeyError) as caught, report_full_disk(tmp_path):
         raise second from None
     assert caught.value is second
+
+
+def test_nothing_is_written_through_links_that_somebody_planted(tmp_path):
+    run, private = tmp_path / "run", tmp_path / "private"
+    run.mkdir()
+    private.write_text("mine")
+    for planted in (f".report.html.{os.getpid()}.partial", "report.html"):  # the first was the name of a partial file
+        (run / planted).symlink_to(private)
+    write_atomically(run / "report.html", "a page")
+    with create_tensor_file(run / "weights.safetensors", {"a": (1,)}, metadata={}) as arrays:
+        arrays["a"][:] = 1
+    assert private.read_text() == "mine" and not (run / "report.html").is_symlink()
+    (tmp_path / "home").mkdir()
+    (run / "plots").symlink_to(tmp_path / "home")
+    with pytest.raises(UserError, match=r"plots: is a link, .* Remove it: rm /.*plots"):
+        make_folder_inside(run / "plots")
+    assert make_folder_inside(run / "ranks") == make_folder_inside(run / "ranks") == run / "ranks"

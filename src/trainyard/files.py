@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from trainyard.errors import DiskFull, FormatError, UserError
-from trainyard.text import format_size
+from trainyard.text import format_size, quote_path
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 """Error numbers of a write that failed because the disk or quota is full or the file system is read-only."""
@@ -59,10 +59,10 @@ def open_atomically(path: Path, *, size_bytes: int = 0, durable: bool = True) ->
         durable: wait until the content is on disk, so that it survives a power cut; off for files that are written
             every few seconds and worthless after a crash.
     """
-    partial = path.with_name(f".{path.name}.{os.getpid()}{_PARTIAL}")
+    partial = name_partial(path)
     with name_failed_write(path, size_bytes=size_bytes):
         try:
-            with partial.open("wb") as file:
+            with partial.open("xb") as file:  # never through a link that somebody planted
                 yield file
                 if durable:
                     file.flush()
@@ -72,6 +72,25 @@ def open_atomically(path: Path, *, size_bytes: int = 0, durable: bool = True) ->
             partial.unlink(missing_ok=True)
         if durable:
             fsync_path(path.parent)
+
+
+def name_partial(path: Path) -> Path:
+    """Return a name next to `path` under which it is written: nobody can guess it, and it is not used again."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(8)}{_PARTIAL}")
+
+
+def make_folder_inside(folder: Path) -> Path:
+    """Create a folder in one that others may write to, or check that it is there and no link; return it.
+
+    Raises:
+        UserError: it is a link, through which files would be written elsewhere.
+    """
+    if folder.is_symlink():
+        raise UserError(
+            f"{folder}: is a link, and what is written into it would be elsewhere. Remove it: rm {quote_path(folder)}"
+        )
+    folder.mkdir(exist_ok=True)
+    return folder
 
 
 def remove_partials(folder: Path) -> None:
@@ -89,7 +108,7 @@ def create_folder(path: Path) -> Iterator[Path]:
     Args:
         path: does not exist, or is an empty folder.
     """
-    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}{_PARTIAL}")
+    partial = name_partial(path)
     partial.mkdir(parents=True)
     try:
         yield partial

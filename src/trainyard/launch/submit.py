@@ -18,7 +18,7 @@ from trainyard.cluster import query as slurm
 from trainyard.cluster.description import Cluster, format_minutes
 from trainyard.environment import name_chosen_gpus
 from trainyard.errors import UserError
-from trainyard.files import copy_folder, limit_writers, write_atomically, write_json
+from trainyard.files import copy_folder, limit_writers, make_folder_inside, write_atomically, write_json
 from trainyard.hardware import get_gpu
 from trainyard.launch.batch_script import (
     AT_ONCE,
@@ -301,7 +301,7 @@ def _record_submission(
 
 
 def _write_submission(run: Path, submission: dict[str, Any]) -> None:
-    (run / SUBMISSION).parent.mkdir(exist_ok=True)
+    make_folder_inside((run / SUBMISSION).parent)
     (run / "slurm" / "cancelled").unlink(missing_ok=True)
     write_json(run / SUBMISSION, {**submission, "submitted": datetime.now(UTC).isoformat(timespec="seconds")})
 

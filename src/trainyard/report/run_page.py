@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from trainyard.files import limit_writers, write_atomically
+from trainyard.files import limit_writers, make_folder_inside, write_atomically
 from trainyard.report.evaluation_table import render_evaluations
 from trainyard.report.figures import Plot
 from trainyard.report.headline import find_headline, render_headline
@@ -114,7 +114,7 @@ def write_report(run: Path) -> Path:
     story = RunStory.read(run)
     evaluations = read_evaluations(run)
     plots = draw_plots(story)
-    (run / "plots").mkdir(exist_ok=True)
+    make_folder_inside(run / "plots")
     for plot in plots:
         write_atomically(run / "plots" / f"{plot.name}.png", plot.png)
     first = [*plots.losses[:1], *plots.metrics[:1]]

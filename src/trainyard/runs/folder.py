@@ -28,7 +28,7 @@ from trainyard.errors import (
     Vanished,
     is_out_of_memory,
 )
-from trainyard.files import FORMATS, RUN, check_format, parse_json, read_file, write_json
+from trainyard.files import FORMATS, RUN, check_format, make_folder_inside, parse_json, read_file, write_json
 from trainyard.masking import mask_text
 from trainyard.runs.manifest import hash_fields
 from trainyard.runs.state import Cause
@@ -120,7 +120,7 @@ def record_error(
         by: the rank that writes this; None: `rank` itself.
     """
     path = find_error_file(run, attempt=attempt, rank=rank if by is None else by)
-    path.parent.mkdir(exist_ok=True)
+    make_folder_inside(path.parent)
     content = {
         "time": time.time(),
         "rank": rank,

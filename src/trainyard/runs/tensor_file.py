@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from trainyard.errors import UserError
-from trainyard.files import fsync_path, name_failed_write, open_file
+from trainyard.files import fsync_path, name_failed_write, name_partial, open_file
 
 Array = NDArray[np.float32]
 
@@ -59,9 +59,9 @@ def create_tensor_file(
     header = json.dumps({_METADATA: dict(metadata), **entries}).encode()
     header += b" " * (-len(header) % 8)  # so that the data are aligned, as the format asks
     size = 8 + len(header) + end
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial = name_partial(path)
     try:
-        with name_failed_write(path, size_bytes=size), partial.open("w+b") as file:
+        with name_failed_write(path, size_bytes=size), partial.open("x+b") as file:
             os.posix_fallocate(file.fileno(), 0, size)
             file.write(len(header).to_bytes(8, "little") + header)
             file.flush()

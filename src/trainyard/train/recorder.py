@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from trainyard.errors import UserError
-from trainyard.files import AppendedFile, open_atomically, write_atomically
+from trainyard.files import AppendedFile, make_folder_inside, open_atomically, write_atomically
 from trainyard.runs.events import (
     EVENTS_FILE,
     KINDS,
@@ -242,7 +242,7 @@ def write_report_figures(
         folder = run / name
         if not images and not folder.is_dir():
             continue
-        folder.mkdir(exist_ok=True)
+        make_folder_inside(folder)
         written = {folder / f"{split} - {title.replace('/', '_')}.png": png for title, png in images.items()}
         for stale in {path for path in folder.iterdir() if path.name.startswith(f"{split} - ")} - set(written):
             stale.unlink()

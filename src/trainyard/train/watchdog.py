@@ -30,7 +30,7 @@ from typing import Any, NamedTuple, Self
 
 from trainyard.config.settings import HANG_MINUTES
 from trainyard.errors import Hung
-from trainyard.files import write_atomically
+from trainyard.files import make_folder_inside, open_atomically, write_atomically
 from trainyard.runs.folder import record_error
 from trainyard.runs.history import RANKS, read_object
 from trainyard.runs.state import ExitCode
@@ -210,8 +210,8 @@ class Watchdog:
 
     def _dump_stacks(self) -> None:
         """Write the Python stacks of all threads."""
-        (self._run / RANKS).mkdir(exist_ok=True)
-        with (self._run / RANKS / f"{self._attempt}-rank{self._world.rank}-stacks.txt").open("w") as file:
+        folder = make_folder_inside(self._run / RANKS)
+        with open_atomically(folder / f"{self._attempt}-rank{self._world.rank}-stacks.txt", durable=False) as file:
             faulthandler.dump_traceback(file, all_threads=True)
 
     def _find_hang(self) -> _Hang:
@@ -264,7 +264,7 @@ class Watchdog:
     # The thread that talks to other ranks
 
     def _exchange(self) -> None:
-        (self._run / RANKS).mkdir(exist_ok=True)
+        make_folder_inside(self._run / RANKS)
         if self._world.is_main:
             _remove_records(self._run / RANKS, except_of=self._attempt)
         neighbour = self._name_record((self._world.rank + 1) % self._world.world_size)
