@@ -14,7 +14,7 @@ import yaml  # type: ignore[import-untyped]
 
 from trainyard.errors import UserError
 from trainyard.hardware import GPU_TYPES, get_gpu, make_gpu_key
-from trainyard.text import suggest_nearest
+from trainyard.text import cut, suggest_nearest
 
 CARDS = ("cpu", *(gpu.key for gpu in GPU_TYPES))
 """Values of `card`, besides {sm: ..., memory_gib: ...} for any other."""
@@ -184,9 +184,9 @@ def parse_minutes(text: str) -> int:
     Raises:
         UserError: `text` is none of these, or zero.
     """
-    ours = re.fullmatch(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?", text)
-    with_days = re.fullmatch(r"(\d+)-(\d+)(?::(\d+))?(?::(\d+))?", text)
-    without = re.fullmatch(r"()(?:(\d+):(?=\d+:))?(\d+)(?::(\d+))?", text)
+    ours = re.fullmatch(r"(?:(\d{1,9})d)?(?:(\d{1,9})h)?(?:(\d{1,9})m)?", text)
+    with_days = re.fullmatch(r"(\d{1,9})-(\d{1,9})(?::(\d{1,9}))?(?::(\d{1,9}))?", text)
+    without = re.fullmatch(r"()(?:(\d{1,9}):(?=\d+:))?(\d{1,9})(?::(\d{1,9}))?", text)
     found = ours or with_days or without
     days, hours, minutes, seconds = (int(part or 0) for part in (*found.groups(), 0)[:4]) if found else (0, 0, 0, 0)
     total = days * 1440 + hours * 60 + minutes + -(-seconds // 60)
@@ -238,6 +238,8 @@ def _compose_yaml(path: Path) -> yaml.Node | None:
             root: yaml.Node | None = yaml.compose(file, Loader=yaml.SafeLoader)
         except (yaml.YAMLError, UnicodeDecodeError) as error:
             raise ClusterError(_describe_yaml_error(path, error)) from None
+        except RecursionError:
+            raise ClusterError(f"{path}: not YAML: nested too deeply.") from None
     return root
 
 
@@ -285,8 +287,8 @@ def _convert_value(kind: Any, node: yaml.Node, key: str) -> Any:
         }
     text = _read_text(node, key)
     if kind is int:
-        if not re.fullmatch(r"-?\d+", text):
-            raise _make_error(node, key, f"expected a whole number, found '{text}'.")
+        if not re.fullmatch(r"-?\d{1,18}", text):
+            raise _make_error(node, key, f"expected a whole number, found '{cut(text, 40)}'.")
         return int(text)
     return True if kind == str | bool and text == "true" else text
 

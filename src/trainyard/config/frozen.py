@@ -128,6 +128,8 @@ def _parse(text: str, path: Path) -> Any:
         raise ConfigError(f"{path}{where}: not YAML: {reason or 'cannot be read'}.") from None
     except RecursionError:
         raise ConfigError(f"{path}: not YAML: nested too deeply.") from None
+    except ValueError as error:  # a number of thousands of digits
+        raise ConfigError(f"{path}: not YAML: {error}.") from None
 
 
 def _find_forbidden(text: str) -> str:

@@ -105,11 +105,18 @@ def list_folder(folder: Path) -> list[Entry]:
             visible = [entry for entry in entries if not entry.name.startswith(".")]
     except OSError as error:
         raise UserError(f"{folder}: cannot be listed ({error.strerror}). Give yourself the right to read it.") from None
-    found = sorted(Entry(one.name, one.is_dir(), one.is_file(), one.is_symlink()) for one in visible)
+    found = sorted(_describe_entry(one) for one in visible)
     if listed is not None:
         listed.entries[folder] = found
         listed.times[str(folder.absolute())] = time_ns
     return found
+
+
+def _describe_entry(entry: os.DirEntry[str]) -> Entry:
+    try:
+        return Entry(entry.name, entry.is_dir(), entry.is_file(), entry.is_symlink())
+    except OSError:  # a link to itself: neither a folder nor a file
+        return Entry(entry.name, is_folder=False, is_file=False, is_link=True)
 
 
 def remember_listing(path: Path, listed: Listed, result: str) -> None:

@@ -177,7 +177,7 @@ def _find_faults(path: Path, status: os.stat_result, owners: Sequence[int]) -> I
 
 def _find_odd_kind(path: Path, status: os.stat_result, root: Path) -> _Fault | None:
     if stat.S_ISLNK(status.st_mode):
-        target = path.resolve()
+        target = Path(os.path.realpath(path))  # of a link to itself: the link
         inside = target.is_relative_to(root) or fnmatch(path.name, _UNUSED_LINKS)
         return None if inside else _Fault(path, f"is a link that leads out of the folder, to {target}", "entry")
     if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
