@@ -253,6 +253,16 @@ SENTENCES = {
         "tower.yaml, line 2: slurm_name: is there twice. Remove one of them.",
     ),
     "no YAML": ("shared: [/home]", "shared: [/home", "tower.yaml, line 3: not YAML: expected ',' or ']', but got ':'."),
+    "nesting without an end": (
+        "shared: [/home]",
+        "shared: " + "[" * 30_000,
+        "tower.yaml: not YAML: nested too deeply.",
+    ),
+    "a number of 5,000 digits": (
+        "    nodes: 2\n",
+        f"    nodes: {'9' * 5000}\n",
+        f"tower.yaml, line 8: gpus.a100.nodes: expected a whole number, found '{'9' * 38}..'.",
+    ),
     "nothing": (SMALLEST, "# empty\n", "tower.yaml: is empty. Start from one of slurm/examples/."),
 }
 

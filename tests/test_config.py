@@ -598,6 +598,7 @@ def test_an_option_newer_than_the_run_takes_its_default(tiny: TrainConfig, tmp_p
     [
         (None, r"no such file, so .* is not the folder of a run"),
         ("seed: [", r"config.yaml, line 1: not YAML"),
+        (f"seed: {'9' * 5000}", r"config.yaml: not YAML: Exceeds the limit"),
         ("seed: 1", r"including 'family'"),
         ("- 1", r"including 'family'"),
         ("family: tiny\nseed: -1", r"config.yaml: seed=-1: expected 0"),

@@ -183,3 +183,11 @@ def test_what_is_not_read_is_counted_by_ending(tmp_path):
         f"2 .m4a (a{os.sep}2.m4a, b{os.sep}3.M4A), 1 .zip (deep{os.sep}er{os.sep}4.zip)",
         "1 .txt (notes.txt)",
     )
+
+
+def test_a_link_to_itself_is_named_and_ends_in_no_traceback(tmp_path):
+    raw = write_files(tmp_path / "raw", "1.png")
+    (raw / "2.png").symlink_to("2.png")
+    with pytest.raises(UserError, match=r"2.png: cannot be read \(Too many levels of symbolic links\)"):
+        list_files(raw, {".png"})
+    assert [path.name for path in list_files(raw, {".jpg"})] == []
