@@ -94,7 +94,7 @@ def read_trials(path: Path) -> list[Trial]:
     if not path.is_file():
         raise UserError(f"{path}: no such protocol file.")
     if path.suffix == ".csv":
-        return read_csv_trials(path, ASKED)
+        return read_csv_trials(path, None)
     lines = [(number, line.split()) for number, line in read_lines(path)]
     if not lines:
         raise UserError(f"{path}: the protocol is empty.")
@@ -224,11 +224,11 @@ def _parse_key(word: str) -> bool:
     return word == BONAFIDE
 
 
-def read_csv_trials(path: Path, bonafide_label: str, *, name_column: str = "path") -> list[Trial]:
+def read_csv_trials(path: Path, bonafide_label: str | None, *, name_column: str = "path") -> list[Trial]:
     """Read a table with a header: the column of names and `label`, optionally `attack`, `speaker` and `set`.
 
     Args:
-        bonafide_label: as `packing.bonafide_label`.
+        bonafide_label: as `packing.bonafide_label`; None: labels are words, and no option changes that.
 
     Raises:
         UserError: the table is wrong, or a label is no word for bona fide or spoofed speech.
@@ -244,7 +244,7 @@ def read_csv_trials(path: Path, bonafide_label: str, *, name_column: str = "path
     return listed
 
 
-def _parse_row(where: str, cell: Mapping[str, str], name: str, bonafide_label: str) -> Trial:
+def _parse_row(where: str, cell: Mapping[str, str], name: str, bonafide_label: str | None) -> Trial:
     if not name:
         raise UserError(f"{where}: names no file.")
     set_name = cell.get("set", "")
@@ -256,10 +256,12 @@ def _parse_row(where: str, cell: Mapping[str, str], name: str, bonafide_label: s
     return Trial(path.stem, bonafide, attack, cell.get("speaker", ""), path=path.as_posix(), set=set_name)
 
 
-def _parse_label(where: str, label: str, bonafide_label: str) -> bool:
+def _parse_label(where: str, label: str, bonafide_label: str | None) -> bool:
     """Return whether a label means bona fide speech; a code means it in one half of the public tables, not in all."""
-    if bonafide_label != ASKED:
+    if bonafide_label not in (ASKED, None):
         return label == bonafide_label
+    if label.lower() not in WORDS and bonafide_label is None:
+        raise UserError(f"{where}: label '{label}': expected one of {', '.join(WORDS)}. Write one of these words.")
     if label.lower() not in WORDS:
         raise UserError(
             f"{where}: label '{label}': expected one of {', '.join(WORDS)}. If the labels are codes, say which one "

@@ -120,6 +120,7 @@ def test_a_csv_protocol_can_give_every_column(tmp_path: Path) -> None:
         ("p.csv", ["path,label", "a.wav,real,2"], "line 2: 3 cells, the header has 2"),
         ("p.csv", ["path,label", ",real"], "line 2: names no file"),
         ("p.csv", ["path,label", "a.wav,maybe"], "label 'maybe': expected one of bonafide"),
+        ("p.csv", ["path,label", "a.wav,1"], r"label '1': expected one of .*fake\. Write one of these words\.$"),
         ("p.csv", ["path,label,set", "a.wav,real,dev"], "set 'dev': expected train, val, test or test_NAME"),
     ],
 )

@@ -160,7 +160,7 @@ class TextureBranch(nn.Module):
 
 
 class MinutiaBranch(nn.Module):
-    """Maps the output of its own stem to a unit-norm embedding (B, D).
+    """Computes a unit-norm embedding (B, D) from the output of `stem`, which the minutia maps are made from, too.
 
     The stem has six blocks A. The convolutions after it have biases and nothing between them, as in the reference.
     """

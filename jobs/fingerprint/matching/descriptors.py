@@ -129,7 +129,7 @@ def describe_cells(network: DescriptorNetwork, ridges_SS: Tensor) -> Cells:
 
 
 class Evidence(NamedTuple):
-    """How alike the descriptors of P pairs are, in two numbers of 0 or more. A pair's do not depend on other pairs."""
+    """Two scores of 0 or more for each of P pairs. They do not depend on the other pairs."""
 
     votes_P: NDArray[np.float64]
     """Votes for the displacement that has most of them, for each cell. About 0.01 of two fingers."""

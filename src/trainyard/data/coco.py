@@ -145,7 +145,7 @@ def _refuse_repeated(path: Path, what: str, ids: Iterable[Id]) -> None:
 
 
 def explain_lost_boxes(boxes: Collection[Iterable[float]]) -> str:
-    """Say why many boxes of a set may not fit their images: their numbers have another meaning; "" if nothing tells."""
+    """Return a sentence on what the numbers of boxes that do not fit may mean instead; "" if that is unclear."""
     rows = [tuple(box) for box in boxes]
     if rows and all(0 <= value <= 1 for box in rows for value in box):
         return " All numbers are in 0..1, so they are shares of the image, as in YOLO: multiply them by its size."

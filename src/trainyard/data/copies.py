@@ -61,7 +61,7 @@ def _find_equal(data: ShardSet, name: str, ids: np.ndarray) -> list[np.ndarray]:
 def _count_in_two_sets(groups: list[np.ndarray], split: Callable[[], Mapping[str, np.ndarray]]) -> int:
     try:
         sets = split()
-    except UserError:  # a run says so, with what to do; packing does not need the sets
+    except UserError:  # there are no such sets: the run that needs them reports it
         return 0
     count = 0
     for group in groups:

@@ -79,17 +79,7 @@ def pack_raw(
         if not listing.samples:
             raise UserError(f"{raw}: {explain_no_sample(raw, config, jobs_dir)} Name another folder: data.path=FOLDER")
         folder = out or named
-        if hasattr(family, "log_reading"):
-            family.log_reading(raw, config)
-        else:
-            logger.info("{}: {} samples. For example:", raw, listing.samples)
-            for line in seen.describe_examples():
-                logger.info("{}", line)
-        media, other = describe_unread(raw, seen.is_read)
-        if media:
-            logger.warning("{}: not read: {}", raw, media)
-        if other:
-            logger.info("{}: not read, because they hold no samples: {}", raw, other)
+        _log_reading(family, raw, config, seen)
 
         def progress(samples: int) -> None:
             bar.update(samples)
@@ -372,14 +362,30 @@ def _lock_folder(folder: Path) -> Iterator[None]:
         ) from None
 
 
+def _log_reading(family: Any, raw: Path, config: TrainConfig, seen: "_Seen") -> None:
+    """Log how a folder is read: five examples, and which files are not read."""
+    if hasattr(family, "log_reading"):
+        family.log_reading(raw, config)
+    else:
+        logger.info("{}: {} samples. For example:", raw, seen.count)
+        for line in seen.describe_examples():
+            logger.info("{}", line)
+    media, other = describe_unread(raw, seen.is_read)
+    if media:
+        logger.warning("{}: not read: {}", raw, media)
+    if other:
+        logger.info("{}: not read, because they hold no samples: {}", raw, other)
+
+
 class _Seen:
-    """What a listing came across, to tell people how a folder is read.
+    """The raw files of all samples that a folder has, and some of the samples, to show how the folder is read.
 
     Args:
         read: the tables and texts that were read.
     """
 
     def __init__(self, read: Set[Path]) -> None:
+        self.count = 0
         self._read, self._sources = read, set[int]()
         self._kept: list[Sample] = []
         self._step = 1
@@ -387,6 +393,7 @@ class _Seen:
     def watch(self, samples: "Iterable[Sample]") -> "Iterator[Sample]":
         """Yield samples; keep evenly spaced ones, however many there are."""
         for number, sample in enumerate(samples):
+            self.count += 1
             if sample.source is not None:
                 self._sources.add(hash(sample.source))
             if number % self._step == 0:

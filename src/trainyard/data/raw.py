@@ -115,7 +115,7 @@ def list_folder(folder: Path) -> list[Entry]:
 def _describe_entry(entry: os.DirEntry[str]) -> Entry:
     try:
         return Entry(entry.name, entry.is_dir(), entry.is_file(), entry.is_symlink())
-    except OSError:  # a link to itself: neither a folder nor a file
+    except OSError:  # a link to itself, or to where nobody may look: neither a folder nor a file that can be read
         return Entry(entry.name, is_folder=False, is_file=False, is_link=True)
 
 
