@@ -109,7 +109,7 @@ def test_people_may_be_in_folders_of_sets(tmp_path: Path) -> None:
         (TWINS[1:], r"person '9004' has no twin .*\(2 of 20 people have none\).*packing.singles=keep"),
         (
             [*TWINS, ["9004"]],
-            r"infor.json: \[10\]: expected array of length 2, found 1. Expected: \[\[\"ann",
+            r"pairs_infor.json: \[10\]: expected array of length 2, found 1. Expected: \[\[\"ann",
         ),
         ({"tset": TWINS}, "unknown set 'tset'. Expected test"),
         ("9004", r"the content: expected object \| array, found str. Expected: \[\[\"ann"),
