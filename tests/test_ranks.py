@@ -90,6 +90,29 @@ def test_slurm_variables_start_the_same_training(tmp_path):
 
 
 @pytest.mark.slow
+def test_one_task_of_several_that_were_not_started_says_what_it_waits_for(tmp_path):
+    run = new_run(tmp_path, *EXACT)
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "4"}
+    command = [
+        sys.executable,
+        "-m",
+        "trainyard",
+        "rank",
+        str(run),
+        "--jobs",
+        str(FAMILIES),
+        "--since",
+        str(time.time()),
+    ]
+    environ = {**os.environ, **slurm, "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+    with subprocess.Popen(command, env=environ, stderr=subprocess.PIPE, text=True) as lone:
+        said = next(line for line in lone.stderr or () if "waits" in line)
+        lone.kill()
+    assert "rank 0 waits for ranks 1, 2, 3 of 4" in said
+    assert "put this before the command: env -u SLURM_STEP_ID" in said
+
+
+@pytest.mark.slow
 def test_torchrun_starts_the_same_training(tmp_path):
     run = new_run(tmp_path, *EXACT)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
@@ -163,6 +186,7 @@ def test_ranks_are_read_from_each_launcher_and_a_batch_script_is_no_task():
     local = {"SUBMITIT_LOCAL_NTASKS": "2", "SUBMITIT_LOCAL_GLOBALID": "1", "SUBMITIT_LOCAL_LOCALID": "1"}
     assert read_world({**local, "SUBMITIT_LOCAL_JOB_ID": "77"}) == World(1, 1, 2, 2, "submitit, here", "local-77")
     assert read_world(slurm) == World()
+    assert read_world({**step, "SLURM_PTY_PORT": "4711"}) == World(), "srun -n8 --pty bash: a person types here"
     assert read_world({}) == World()
     with pytest.raises(UserError, match="LOCAL_RANK is not set"):
         read_world({"RANK": "0", "WORLD_SIZE": "2"})

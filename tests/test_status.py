@@ -479,7 +479,7 @@ def slurm_named_lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     answers = {
         "sbatch": "exit 1",
         "scontrol": 'if [ "$1" = ping ]; then echo "Slurmctld(primary) at x is UP"; else echo "ClusterName = lab"; fi',
-        "squeue": f'echo "$@" >>{log}; echo "12|RUNNING|0|a100-0|None"',
+        "squeue": f'echo "$@" >>{log}; printf "ID|STATE|RESTARTS|NODES|REASON\\n12|RUNNING|0|a100-0|None\\n"',
         "scancel": f'echo scancel "$@" >>{log}',
     }
     for command, script in answers.items():

@@ -396,7 +396,7 @@ def test_whatever_the_umask_only_the_owner_can_change_what_a_submission_runs(pla
     answers = {
         "sbatch": f"umask > {place}/umask; echo Submitted batch job 12",
         "scontrol": 'if [ "$1" = ping ]; then echo "Slurmctld(primary) at x is UP"; else echo "ClusterName = here"; fi',
-        "squeue": 'echo "12|RUNNING|0|n-0|None"',
+        "squeue": 'printf "ID|STATE|RESTARTS|NODES|REASON\\n12|RUNNING|0|n-0|None\\n"',
         "scancel": '[ "$*" = "-- 12" ]',
     }
     for name, line in {**answers, "srun": ":"}.items():

@@ -15,8 +15,13 @@ from trainyard.runs.state import Cause, ExitCode
 # Slurm's commands as a node has them. `scontrol requeue` fails as many times as the file `refusals` has lines, with the
 # next of them each time. Slurm ends a script whose job it requeues: instead, its sleep of a minute is over at once.
 PROGRAMS = {
-    "squeue": 'case "$*" in *%T*) echo RUNNING ;; *%e*) date -d "+$(cat "$FAKE/left_s") seconds" +%FT%T ;; esac',
-    "sinfo": "echo 'a-0 idle'",
+    "squeue": """\
+        case "$*" in
+            *"%A %E %o"*) cat "$FAKE/queue" ;;
+            *%T*) echo trainyard RUNNING ;;
+            *%e*) date -d "+$(cat "$FAKE/left_s") seconds" "+trainyard %FT%T" ;;
+        esac""",
+    "sinfo": "echo 'trainyard a-0 idle'",
     "scontrol": """\
         echo "scontrol $*" >>"$FAKE/calls"
         [ -s "$FAKE/refusals" ] || exit 0
@@ -47,7 +52,7 @@ class Host:
         for name, text in PROGRAMS.items():
             (self.bin / name).write_text(f"#!/bin/bash\n{text}\n")
             (self.bin / name).chmod(0o755)
-        self.set(left_s="3600", next_job="13\n")
+        self.set(left_s="3600", next_job="13\n", queue="")
         (self.scripts / "attempt.sh").write_text(render_attempt_script())
         self.limits = "preempted=1000 time_limit=100 node_failure=10 crash=2 hung=5 disk_full=30"
         self.environ: dict[str, str] = {}
@@ -217,6 +222,65 @@ def test_if_no_successor_can_be_submitted_both_refusals_are_recorded(host: Host)
     assert host.attempt("saved") == ("preempted", "stop")
     reason = host.read_lines()[-1]["reason"]
     assert reason == f"saved after SIGTERM; {REFUSED}; nor could a successor be submitted: sbatch: error: not here"
+
+
+@pytest.mark.parametrize("said", ["13\n", "Welcome\n--> job 9 of 10\n13\nBye\n", "8 slots\n13;tower\n"])
+def test_a_successor_is_known_whatever_a_site_prints_around_its_id(said: str, host: Host):
+    host.set(refusals=f"{REFUSED}\n", next_job=said)
+    assert host.attempt("crash") == ("crash", "requeue")
+    assert host.read_lines()[-1]["successor"] == "13"
+
+
+def test_a_successor_whose_id_cannot_be_read_is_not_left_in_the_queue(host: Host):
+    ours, waits = f"{host.scripts}/7_submission.sh", "afterany:7(unfulfilled)"
+    queue = [f"14 {waits} {ours}", f"15 {waits} /home/ann/own.sh", f"16 afterany:70(unfulfilled) {ours}"]
+    host.set(
+        refusals=f"{REFUSED}\n",
+        next_job="submitted, have fun\n",
+        queue="".join(f"trainyard {line}\n" for line in queue),
+    )
+    assert host.attempt("saved") == ("preempted", "stop")
+    assert host.read_calls()[-1] == "scancel 14"
+    assert "nor could a successor be submitted: submitted, have fun" in host.read_lines()[-1]["reason"]
+
+
+def test_options_that_srun_does_not_know_end_the_run_with_its_sentence(host: Host):
+    said = "srun: unrecognized option '--container-image=x'"
+    assert host.source("begin") == 0
+    with (host.scripts / "7_0_log.err").open("a") as log:
+        log.write(f'{said}\nTry "srun --help" for more information\n')
+    assert host.source("end", 1) == 1
+    last = host.read_lines()[-1]
+    assert (last["cause"], last["action"]) == ("user_error", "stop")
+    assert last["reason"] == "srun did not start the ranks: unrecognized option '--container-image=x'"
+
+
+@pytest.mark.parametrize(
+    ("code", "said"), [(137, "killed by signal 9"), (255, "exit code 255"), (213, "exit code 213")]
+)
+def test_an_exit_code_of_srun_is_a_signal_only_if_there_is_one(code: int, said: str, host: Host):
+    assert host.source("begin") == 0
+    host.source("end", code)
+    assert host.read_lines()[-1]["reason"] == said
+
+
+def test_ranks_that_were_stopped_because_one_failed_were_not_preempted(host: Host):
+    """srun tells the others to stop, and they save: three such attempts once looked like preemptions."""
+    (host.run / "errors").mkdir()
+    ends = []
+    for restart in range(2):
+        error = {"rank": 1, "message": 'no column\nnamed "x"', "cause": "bug"}
+        (host.run / "errors" / f"7-{restart}-rank1.json").write_text(json.dumps(error, indent=2))
+        ends.append(host.attempt("saved"))
+    assert ends == [("crash", "requeue"), ("no_progress", "stop")]
+    assert host.read_lines()[-1]["reason"].endswith("the last: crash, exit code 85: no column named x")
+
+
+@pytest.mark.parametrize("cause", ["lost_peer", "device_oom"])
+def test_an_error_that_did_not_end_its_rank_does_not_make_a_preemption_a_crash(cause: str, host: Host):
+    (host.run / "errors").mkdir()
+    (host.run / "errors" / "7-0-rank0.json").write_text(json.dumps({"message": "x", "cause": cause}, indent=2))
+    assert host.attempt("saved") == ("preempted", "requeue")
 
 
 def test_a_time_limit_is_recognized_while_slurm_does_not_answer(host: Host):

@@ -28,7 +28,7 @@ class BatchScript:
             folder.mkdir(parents=True)
         (root / "attempt.sh").write_text(render_attempt_script())
         self.script = root / "attempt.sh"
-        for name, text in (("squeue", "echo RUNNING"), ("sinfo", ""), ("sleep", "")):
+        for name, text in (("squeue", "echo trainyard RUNNING"), ("sinfo", ""), ("sleep", "")):
             self._write_program(name, text)
         self._write_program("scontrol", f'echo "$@" >>{root / "requeued"}')
         self.requeued = root / "requeued"

@@ -126,7 +126,8 @@ def test_without_sacct_only_squeue_answers(current_lab, tmp_path, monkeypatch):
 def test_squeue_takes_precedence_over_sacct_which_reports_a_requeued_job_as_lost(current_lab, tmp_path, monkeypatch):
     job = current_lab.submit("sleep 60", "--partition=a100")
     current_lab.wait_for(job, "RUNNING")
-    answer = f"{job}|NODE_FAIL|a100-0|None\n{GONE}|CANCELLED by 1000|None assigned|Dependency|odd"
+    rows = [f"{job}|NODE_FAIL|a100-0|None", f"{GONE}|CANCELLED by 1000|None assigned|Dependency|odd"]
+    answer = "\n".join(["JobID|State|NodeList|Reason", *rows])
     replace_command(tmp_path, "sacct", f"cat <<'END'\n{answer}\nEND", monkeypatch)
     found, note = slurm.query_jobs([job, GONE])
     assert found[job].state == "RUNNING"
@@ -154,6 +155,7 @@ def test_a_node_that_is_down_counts_as_unavailable(current_lab):
 
 def test_a_partition_of_different_nodes_with_sockets_and_shards_is_parsed(current_lab, tmp_path, monkeypatch):
     answer = (
+        "PARTITION|AVAIL|TIMELIMIT|NODES(A/I/O/T)|CPUS|MEMORY|AVAIL_FEATURES|GRES\n"
         "a100|up|2-12:30:00|3/1/0/4|128|1031000|a100,ib|gpu:a100:8(S:0-1),shard:a100:32(S:0,1)\n"
         "a100|up|2-12:30:00|0/0/0/0|1|1|(null)|(null)\n"
         "a100|up|2-12:30:00|0/1/1/2|64|515000|(null)|gpu:4,lustre:no_consume:10K"
@@ -350,7 +352,9 @@ def test_sacct_remembers_what_squeue_has_forgotten(lab_accounting, tmp_path, mon
     monkeypatch.setenv("SLURM_CONF", lab_accounting.environ["SLURM_CONF"])
     ended = lab_accounting.submit("true", "--partition=a100")
     lab_accounting.wait_for(ended, "COMPLETED")
-    replace_command(tmp_path, "squeue", "exit 0", monkeypatch)  # as it answers when MinJobAge has passed
+    replace_command(
+        tmp_path, "squeue", "echo 'ID|STATE|RESTARTS|NODES|REASON'", monkeypatch
+    )  # as it answers when MinJobAge has passed
     deadline = time.monotonic() + 30
     while (found := slurm.query_jobs([ended, GONE])[0]).get(ended) is None or found[ended].state != "COMPLETED":
         assert time.monotonic() < deadline, found  # slurmctld reports to the database in batches
@@ -372,3 +376,38 @@ def test_an_account_that_the_user_may_not_charge_is_found_where_accounting_is_on
     assert f"ok     account: user {user} may charge vision." in check_lines(
         tmp_path, ("gpus:", "account: vision\ngpus:")
     )
+
+
+WELCOME = "Welcome to the cluster\\n--> job 7 of 10 slots is free | ask us | anything\\n"
+
+
+@pytest.mark.parametrize("command", ["squeue", "sinfo", "scontrol"])
+def test_lines_that_a_site_adds_to_an_answer_are_not_read(command, current_lab, tmp_path, monkeypatch):
+    running = current_lab.submit("sleep 60", "--partition=a100", "--nodelist=a100-1")
+    current_lab.wait_for(running, "RUNNING")
+    before = slurm.query_partitions()
+    replace_command(tmp_path, command, f"printf '{WELCOME}'; exec {shutil.which(command)} \"$@\"", monkeypatch)
+    assert query_job(running) == SlurmJob(running, "RUNNING", "None", "a100-1", 0, "squeue")
+    assert slurm.query_partitions().keys() == before.keys() and slurm.query_cluster_name() == "lab"
+    slurm.cancel([running])
+
+
+def test_an_answer_without_a_table_is_no_answer(current_lab, tmp_path, monkeypatch):
+    replace_command(tmp_path, "squeue", "echo Maintenance until noon", monkeypatch)
+    with pytest.raises(UserError, match=r"^squeue: expected a table of 5 columns, found: Maintenance until noon$"):
+        slurm.query_jobs([GONE])
+
+
+def test_variables_that_filter_or_format_answers_change_none(current_lab, monkeypatch):
+    running = current_lab.submit("sleep 60", "--partition=a100", "--nodelist=a100-1")
+    current_lab.wait_for(running, "RUNNING")
+    others = {"STATES": "COMPLETED", "PARTITION": "p100", "USERS": "nobody", "NAMES": "x", "FORMAT": "%u", "SORT": "i"}
+    for name, value in others.items():
+        for command in ("SQUEUE", "SACCT", "SCANCEL", "SINFO"):
+            monkeypatch.setenv(f"{command}_{name}", value)
+    monkeypatch.setenv("SLURM_TIME_FORMAT", "relative")
+    monkeypatch.setenv("SCANCEL_STATE", "PENDING")
+    assert query_job(running).state == "RUNNING"
+    assert slurm.query_partitions()["a100"].kinds[0].nodes == 2
+    slurm.cancel([running])
+    current_lab.wait_for(running, "CANCELLED")

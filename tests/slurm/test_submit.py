@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import yaml
@@ -14,8 +15,10 @@ from tests.images import make_unmeasured_environ
 from tests.slurm.cluster_runs import (
     LAB_FILE,
     Start,
+    find_rank_pids,
     make_starter,
     read_ends,
+    read_last_step,
     read_lines,
     read_slurm_job_id,
     trainyard,
@@ -29,6 +32,9 @@ from trainyard.config import compose as configs
 from trainyard.plan.make_plan import make_plan
 from trainyard.plan.resources import ResourceRequest
 from trainyard.runs.folder import read_env
+
+if TYPE_CHECKING:
+    from tests.slurm.conftest import Lab
 
 pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("on_the_lab")]
 
@@ -223,6 +229,90 @@ def test_what_the_environment_says_about_other_jobs_does_not_reach_the_new_one(
         monkeypatch.delenv(name)
     wait_for_end(lab, run)
     assert read_ends(run) == [(0, "done", "stop")]
+
+
+@pytest.mark.parametrize("prints_id", [True, False])
+def test_what_a_site_has_sbatch_print_is_no_id_and_a_job_without_one_is_not_left(
+    prints_id: bool, start: Start, lab: "Lab", tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "bin").mkdir()
+    hidden = "" if prints_id else " | sed 's/Submitted batch job.*/Have fun/'"
+    script = f"#!/bin/sh\necho '--> job 7 of 10 slots is yours'\n{shutil.which('sbatch')} \"$@\"{hidden}\n"
+    (tmp_path / "bin" / "sbatch").write_text(script)
+    (tmp_path / "bin" / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    if prints_id:
+        run = start("greeted", "max_duration=1ep", "--hw", "a100")
+        assert lab.wait_for(read_slurm_job_id(run), "COMPLETED")
+        return
+    words = ["--jobs", FAMILIES, "--runs", tmp_path / "runs", "--cluster", LAB_FILE, "--hw", "a100", "--no-plan"]
+    assert trainyard("submit", "stripes", f"data.cache={tmp_path / 'cache'}", *words) == 2
+    assert f"{tmp_path}/" not in lab.run("squeue", "-h", "-t", "PENDING,RUNNING", "-o", "%o")
+    assert not list((tmp_path / "runs").glob("*/*"))
+
+
+HOSTILE = {
+    **{"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "nowhere"},
+    **{"MASTER_PORT": "1", "TRAINYARD_MEETING": "x", "TRAINYARD_ATTEMPT": "1-0", "TRAINYARD_TASK": "packing"},
+    **{"SLURM_JOB_ID": "1", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "64", "SLURM_LOCALID": "5"},
+    **{"SBATCH_PARTITION": "nowhere", "SBATCH_SIGNAL": "USR1@1", "SBATCH_TIMELIMIT": "1", "SBATCH_EXPORT": "NONE"},
+    **{"SQUEUE_STATES": "COMPLETED", "SQUEUE_FORMAT": "%u", "SCANCEL_STATE": "PENDING", "SRUN_CPUS_PER_TASK": "99"},
+    **{"SUBMITIT_PREEMPT_SIGNAL": "USR1", "SUBMITIT_EXECUTOR": "local", "SUBMITIT_LOCAL_NTASKS": "7", "PMI_RANK": "3"},
+    **{"PYTHONPATH": "HERE", "PYTHONHASHSEED": "7", "PYTHONOPTIMIZE": "2", "PYTHONUSERBASE": "HERE", "TMPDIR": "/none"},
+    **{"OMP_NUM_THREADS": "7", "OMP_WAIT_POLICY": "active", "MKL_NUM_THREADS": "7", "CUDA_VISIBLE_DEVICES": "9"},
+    **{"NCCL_SOCKET_IFNAME": "none0", "GLOO_SOCKET_IFNAME": "none0", "LD_PRELOAD": "/none.so", "LD_AUDIT": "/none.so"},
+    **{"BASH_ENV": "HERE/leave.sh", "BASH_FUNC_srun%%": "() { exit 7; }", "PROMPT_COMMAND": "exit 7", "IFS": "0"},
+}
+"""What the shell of a person who submits may hold, and no rank may get."""
+
+SITE_LINES = [
+    "module() { echo loaded; }",
+    "module load x",
+    "cd /",
+    "umask 077",
+    "shopt -s failglob",
+    "export HELLO=yes",
+]
+SITE_LINES += ["trap 'exit 9' EXIT TERM USR2", "set -euo pipefail"]
+
+
+def test_neither_the_shell_that_submits_nor_lines_of_the_site_change_a_run(
+    start: Start, lab: "Lab", lab_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A warned attempt is requeued, and both give the bits of a run from a clean shell on a cluster without lines."""
+    words = ("max_duration=2ep", "model.sleep_ms=150", "checkpoint.every=1000st", "--gpus", 2, "--hw", "a100")
+    clean = start("clean", *words)
+    content = yaml.safe_load(lab_file.read_text())
+    lines = {"setup": SITE_LINES, "node_setup": ["cd /; trap 'exit 0' EXIT; false"], "variables": ["OWN_KEY"]}
+    lab_file.write_text(yaml.safe_dump({**content, **lines}, sort_keys=False))
+    (tmp_path / "leave.sh").write_text("exit 7\n")
+    (tmp_path / "random.py").write_text("raise ImportError('of the folder that one submits from')\n")
+    monkeypatch.chdir(tmp_path)
+    with monkeypatch.context() as shell:
+        shell.setenv("OWN_KEY", "4711")
+        for name, value in HOSTILE.items():
+            shell.setenv(name, value.replace("HERE", str(tmp_path)))
+        odd = start("odd", *words, cluster=lab_file)
+    wait("a first step", lambda: read_last_step(odd) >= 1)
+    environs = [read_environ(pid) for rank in range(2) for pid in find_rank_pids(odd, rank)]
+    lab.run("scancel", "--signal=USR2", read_slurm_job_id(odd))
+    for run in (clean, odd):
+        wait_for_end(lab, run)
+    assert read_ends(odd) == [(0, "preempted", "requeue"), (1, "done", "stop")]
+    assert find_differences(load_state(clean), load_state(odd)) == []
+    assert len(environs) == 2 and all(environ["HELLO"] == "yes" for environ in environs)
+    for environ in environs:
+        kept = {name for name, value in HOSTILE.items() if environ.get(name) == value.replace("HERE", str(tmp_path))}
+        assert kept <= {"SLURM_PROCID", "SLURM_STEP_ID"}, "of these, Slurm says the same"
+    passed = read_env(odd)["passed"]
+    assert passed["PATH"] == environs[0]["PATH"] and passed["OWN_KEY"] == "(set)"
+    assert environs[0]["OWN_KEY"] == "4711" and not passed.keys() & HOSTILE.keys()
+
+
+def read_environ(pid: int) -> dict[str, str]:
+    """Return the environment that a process was started with."""
+    entries = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+    return dict(entry.split("=", 1) for entry in entries if entry)
 
 
 def test_an_option_of_the_line_reaches_slurm_as_typed_and_is_kept_on_resume(start, lab, lab_file):

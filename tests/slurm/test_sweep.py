@@ -151,8 +151,8 @@ def test_more_runs_than_slurm_lets_one_submit_are_refused_with_the_numbers(
 ):
     answers = {
         "scontrol": "MaxArraySize            = 1001\nAccountingStorageEnforce = associations,limits",
-        "sacctmgr": "vision|10",
-        "squeue": "1\n2_0\n2_1",
+        "sacctmgr": "Account|MaxSubmitJobs\nvision|10",
+        "squeue": "JOBID|STATE\n1|RUNNING\n2_0|PENDING\n2_1|PENDING",
     }
     for name, answer in answers.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n/bin/cat <<'END'\n{answer}\nEND\n")

@@ -277,9 +277,8 @@ def _refuse_impossible(config: TrainConfig, count: int) -> None:
 
 
 def _is_launched() -> bool:
-    in_step = "SLURM_STEP_ID" in os.environ and int(os.environ.get("SLURM_NTASKS", "1")) > 1
-    return "RANK" in os.environ or in_step
+    return "RANK" in os.environ or read_world(os.environ).world_size > 1
 
 
 def _is_main() -> bool:
-    return int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))) == 0
+    return read_world(os.environ).is_main

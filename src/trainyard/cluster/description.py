@@ -4,7 +4,9 @@ The file is read strictly: an unknown key or an invalid value is an error that n
 neither OmegaConf nor Hydra, which would treat "${SLURM_TMPDIR}" as their own interpolation.
 """
 
+import os
 import re
+import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 import yaml  # type: ignore[import-untyped]
 
+from trainyard.cluster.variables import select_for_slurm
 from trainyard.errors import UserError
 from trainyard.hardware import GPU_TYPES, get_gpu, make_gpu_key
 from trainyard.text import cut, suggest_nearest
@@ -94,6 +97,7 @@ class Cluster:
     exclude: str = ""
     srun_args: list[str] = field(default_factory=list)
     sbatch: dict[str, str | bool] = field(default_factory=dict)  # True: an option without a value
+    variables: list[str] = field(default_factory=list)  # names; of the shell that submits, besides variables.py's
     setup: list[str] = field(default_factory=list)
     node_setup: list[str] = field(default_factory=list)
     python: str = ""
@@ -443,6 +447,24 @@ def _check_sbatch(options: dict[str, str | bool]) -> str:
     return ""
 
 
+def _check_variables(names: list[str]) -> str:
+    wrong = next((name for name in names if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII)), None)
+    return "" if wrong is None else f"expected names of environment variables, such as HF_TOKEN, found '{wrong}'."
+
+
+def _check_shell(lines: list[str]) -> str:
+    """Have bash read the lines, without running them: an open bracket or quote would take in what follows them."""
+    answer = subprocess.run(
+        ["bash", "--noprofile", "--norc", "-n"],
+        input="\n".join(lines),
+        capture_output=True,
+        text=True,
+        env=select_for_slurm(os.environ),
+    )
+    said = answer.stderr.strip().replace("\n", " ")
+    return f"expected lines that bash can read, but it says: {said}" if answer.returncode else ""
+
+
 _CHECKS: dict[str, Callable[[Any], str]] = {
     "shared": _check_folders,
     "gpus": _check_gpus,
@@ -461,6 +483,8 @@ _CHECKS: dict[str, Callable[[Any], str]] = {
     "signal_delay_s": _require_at_least(1),
     "requeue_wait_s": _require_at_least(0),
     "sbatch": _check_sbatch,
+    "variables": _check_variables,
+    **dict.fromkeys(("setup", "node_setup"), _check_shell),
     "kind": _require_one_of("", "apptainer", "pyxis"),
     "image": _check_image,
     "data": _check_roots,

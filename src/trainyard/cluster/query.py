@@ -1,15 +1,18 @@
 """Queries Slurm for jobs, partitions and settings. If Slurm does not answer in time, the error is one sentence.
 
-Each call runs one short-lived Slurm command from PATH in the environment of this process, so that SLURM_CONF works as
-usual.
+Each call runs one short-lived Slurm command from PATH. SLURM_CONF works as usual; variables that filter an answer or
+change its form do not (`variables.select_for_slurm`), and lines that a site adds to it are not read (`_query_table`).
 """
 
+import os
 import re
 import shutil
 import subprocess
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+from trainyard.cluster.variables import select_for_slurm
 from trainyard.errors import UserError
 
 _TIMEOUT_S = 10.0
@@ -114,13 +117,26 @@ def cancel(ids: Sequence[str]) -> None:
         _run_checked(["scancel", "--", *ids])  # ids come from run folders: none of them is an option
 
 
+def cancel_scripts(folder: Path) -> None:
+    """Cancel what waits or runs from batch scripts in a folder: for jobs of which no id is known.
+
+    Raises:
+        SlurmError: Slurm does not answer, or refused.
+    """
+    rows = _query_table(["squeue", f"--user={os.getuid()}", "--format=%A|%o"], columns=2)
+    cancel([id for id, script in rows if script.startswith(f"{folder}/")])
+
+
 def query_cluster_name() -> str:
     """Return the ClusterName of the Slurm that answers here.
 
     Raises:
         SlurmError: Slurm does not answer.
     """
-    return query_settings()["ClusterName"]
+    settings = query_settings()
+    if "ClusterName" not in settings:
+        raise SlurmError("scontrol: its answer to 'scontrol show config' has no ClusterName.")
+    return settings["ClusterName"]
 
 
 def query_settings() -> dict[str, str]:
@@ -143,8 +159,8 @@ def query_partitions() -> dict[str, Partition]:
     kinds: dict[str, list[NodeKind]] = {}
     limits: dict[str, tuple[str, int | None]] = {}
     # --exact: one line for each partition and kind of node, so that no number is "16 or more".
-    for line in _run_checked(["sinfo", "--noheader", "--exact", "--format=%R|%a|%l|%F|%c|%m|%f|%G"]).splitlines():
-        name, state, limit, counts, cpus, memory, features, gres = line.strip().split("|")
+    for row in _query_table(["sinfo", "--exact", "--format=%R|%a|%l|%F|%c|%m|%f|%G"], columns=8):
+        name, state, limit, counts, cpus, memory, features, gres = row
         limits[name] = (state, _parse_time_limit_min(limit))
         kinds.setdefault(name, []).append(_parse_node_kind(counts, cpus, memory, features, gres))
     preemption = _query_preemption()
@@ -162,10 +178,8 @@ def query_accounts(user: str) -> dict[str, set[str]]:
         SlurmError: there is no accounting, or its database does not answer.
     """
     where = ["show", "associations", "where", f"user={user}", "format=Account,QOS"]
-    answer = _run_checked(["sacctmgr", "--noheader", "--parsable2", *where], timeout_s=_DATABASE_TIMEOUT_S)
     found: dict[str, set[str]] = {}
-    for line in answer.splitlines():
-        account, qos = line.split("|")
+    for account, qos in _query_table(["sacctmgr", "--parsable2", *where], columns=2, timeout_s=_DATABASE_TIMEOUT_S):
         found.setdefault(account, set()).update(qos.split(",") if qos else ())
     return found
 
@@ -186,10 +200,8 @@ def query_submit_limits(user: str, account: str, qos: str) -> dict[str, int]:
     }
     found = {}
     for what, question in questions.items():
-        answer = _run_checked(
-            ["sacctmgr", "--noheader", "--parsable2", "show", *question], timeout_s=_DATABASE_TIMEOUT_S
-        )
-        limits = [line.split("|") for line in answer.splitlines()]
+        command = ["sacctmgr", "--parsable2", "show", *question]
+        limits = _query_table(command, columns=2, timeout_s=_DATABASE_TIMEOUT_S)
         if len(limits) == 1 and limits[0][1]:  # of several, Slurm chooses
             found[f"{what} {limits[0][0]}"] = int(limits[0][1])
     return found
@@ -201,7 +213,7 @@ def count_queued(user: str) -> int:
     Raises:
         SlurmError: squeue does not answer.
     """
-    return len(_run_checked(["squeue", "--noheader", "--array", f"--user={user}", "--format=%i"]).splitlines())
+    return len(_query_table(["squeue", "--array", f"--user={user}", "--format=%i|%T"], columns=2))
 
 
 # Jobs
@@ -213,23 +225,19 @@ def _query_squeue(ids: Iterable[str]) -> Iterator[SlurmJob]:
     # The reason comes last: it is the only field that may contain the separator.
     fields = "JobArrayID:|,State:|,RestartCnt:|,NodeList:|,Reason:"
     try:
-        answer = _run_checked(
-            ["squeue", "--noheader", "--array", "--states=all", f"--jobs={whole}", f"--Format={fields}"]
-        )
+        rows = _query_table(["squeue", "--array", "--states=all", f"--jobs={whole}", f"--Format={fields}"], columns=5)
     except SlurmError as error:
         if "Invalid job id" in str(error):  # reported only for a single id that squeue has forgotten
             return
         raise
-    for line in answer.splitlines():
-        id, state, restarts, nodes, reason = (part.strip() for part in line.split("|", 4))
+    for id, state, restarts, nodes, reason in rows:
         yield SlurmJob(id, state, reason, nodes, int(restarts), "squeue")
 
 
 def _query_sacct(ids: Iterable[str]) -> Iterator[SlurmJob]:
-    command = ["sacct", "--noheader", "--allocations", "--parsable2", "--format=JobID,State,NodeList,Reason"]
-    answer = _run_checked([*command, f"--jobs={','.join(sorted(ids))}"], timeout_s=_DATABASE_TIMEOUT_S)
-    for line in answer.splitlines():
-        id, state, nodes, reason = line.split("|", 3)
+    command = ["sacct", "--allocations", "--parsable2", "--format=JobID,State,NodeList,Reason"]
+    command.append(f"--jobs={','.join(sorted(ids))}")
+    for id, state, nodes, reason in _query_table(command, columns=4, timeout_s=_DATABASE_TIMEOUT_S):
         nodes = "" if nodes == "None assigned" else nodes
         yield SlurmJob(id, state.split()[0], reason, nodes, None, "sacct")  # "CANCELLED by 1000"
 
@@ -242,7 +250,8 @@ def _query_preemption() -> dict[str, tuple[str, int]]:
     found = {}
     for line in _run_checked(["scontrol", "--oneliner", "show", "partition"]).splitlines():
         words = dict(word.partition("=")[::2] for word in line.split())
-        found[words["PartitionName"]] = (words["PreemptMode"], int(words["GraceTime"]))
+        if {"PartitionName", "PreemptMode", "GraceTime"} <= words.keys():
+            found[words["PartitionName"]] = (words["PreemptMode"], int(words["GraceTime"]))
     return found
 
 
@@ -267,6 +276,25 @@ def _parse_time_limit_min(text: str) -> int | None:
 # Commands
 
 
+def _query_table(command: Sequence[str], *, columns: int, timeout_s: float = _TIMEOUT_S) -> list[list[str]]:
+    """Return the rows of a table whose columns "|" separates; the last column may contain it, too.
+
+    The header, which every table begins with, shows that Slurm has answered, even if it knows of nothing. Lines with
+    fewer columns are a site's own, such as a welcome.
+
+    Raises:
+        SlurmError: the command failed, or there is no table in what it printed.
+    """
+    lines = _run_checked(command, timeout_s=timeout_s).splitlines()
+    table = [
+        [cell.strip() for cell in line.split("|", columns - 1)] for line in lines if line.count("|") >= columns - 1
+    ]
+    if not table:
+        first = next((line.strip() for line in lines if line.strip()), "nothing")
+        raise SlurmError(f"{command[0]}: expected a table of {columns} columns, found: {first[:100]}")
+    return table[1:]
+
+
 def _run_checked(command: Sequence[str], *, timeout_s: float = _TIMEOUT_S) -> str:
     """Run a Slurm command and return its output; raise if it fails."""
     answer = _run(command, timeout_s)
@@ -278,7 +306,13 @@ def _run_checked(command: Sequence[str], *, timeout_s: float = _TIMEOUT_S) -> st
 def _run(command: Sequence[str], timeout_s: float) -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=timeout_s
+            command,
+            env=select_for_slurm(os.environ),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout_s,
         )
     except FileNotFoundError:
         raise SlurmError(f"{command[0]}: is not on PATH.") from None

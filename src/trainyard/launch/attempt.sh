@@ -1,8 +1,9 @@
 # The host side of one attempt: `begin` before the ranks start, `end CODE` after they have exited.
 #
-# The batch script sources this outside any container, so it needs only bash and Slurm's commands. It decides why the
-# previous attempt ended, enforces the restart budgets, and requeues the Slurm job where that helps. Where the site does
-# not let a job be requeued, it submits a successor: the same batch script, which starts when this Slurm job has ended.
+# The batch script sources this outside any container, so it needs only bash and Slurm's commands; the site's own lines
+# run in a subshell, between the two. It decides why the previous attempt ended, enforces the restart budgets, and
+# requeues the Slurm job where that helps. Where the site does not let a job be requeued, it submits a successor: the same
+# batch script, which starts when this Slurm job has ended.
 #
 # reads   TY_DONE, TY_FAILED, TY_USER_ERROR, ... (runs/state.py; `submit` sets them in a line before this file)
 #         TRAINYARD_RUN (folder), TRAINYARD_LIMITS ("crash=2 time_limit=100 ..."), TRAINYARD_SIGNAL_S, SLURM_*
@@ -10,10 +11,10 @@
 #         TRAINYARD_TASK ("packing" if the ranks only pack data; else not set)
 #         slurm/left-<attempt> (the exit code the ranks agreed on), slurm/signal-<attempt> (the first signal they got),
 #         slurm/progress-<attempt> (exists if they packed or staged data), slurm/cancelled
-#         ranks/<attempt>-hung.txt (which rank hung: train/watchdog.py)
+#         ranks/<attempt>-hung.txt (which rank hung: train/watchdog.py), errors/<attempt>-rank<n>.json (why one failed)
 # writes  slurm/attempts.jsonl: one line per start, one per end, one per successor
 #         slurm/requeue-<attempt>: what Slurm said, while it does not answer
-# exports TRAINYARD_ATTEMPT ("<Slurm job id>-<restarts>"), OMP_WAIT_POLICY (see hardware.py; a value that is set stays)
+# exports TRAINYARD_ATTEMPT ("<Slurm job id>-<restarts>")
 
 ty_job_id=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
 ty_job_id=${ty_job_id:-$SLURM_JOB_ID}
@@ -21,7 +22,6 @@ ty_attempt=${SLURM_RESTART_COUNT:-0}
 ty_folder=$TRAINYARD_RUN/slurm
 ty_log=$ty_folder/attempts.jsonl
 export TRAINYARD_ATTEMPT=$ty_job_id-$ty_attempt
-[ -n "${OMP_WAIT_POLICY+x}${GOMP_SPINCOUNT+x}${KMP_BLOCKTIME+x}" ] || export OMP_WAIT_POLICY=passive
 umask g-w,o-w # only the owner of a run can change what this script and the ranks write
 
 ty_begin() {
@@ -63,7 +63,9 @@ ty_end() { # SRUN_EXIT_CODE
         ty_restart "$code" hung "$(ty_make_plain "$(cat "$TRAINYARD_RUN/ranks/$TRAINYARD_ATTEMPT-hung.txt")")"
     elif [ "$code" -eq "$TY_DEVICE_OOM" ]; then
         ty_restart "$code" device_oom "a GPU was out of memory: it resumes with half the micro-batch"
-    elif [ "$code" -ne "$TY_PREEMPTED" ]; then
+    elif ty_is_misused; then
+        ty_stop "$ty_attempt" "$code" user_error "srun did not start the ranks: $(ty_read_srun)"
+    elif [ "$code" -ne "$TY_PREEMPTED" ] || ty_has_failed; then # srun tells the other ranks to stop when one fails
         ty_restart "$code" crash "$(ty_describe_exit "$code")"
     elif ty_is_limit_near; then
         ty_restart "$code" time_limit "saved before the limit"
@@ -106,13 +108,15 @@ ty_requeue() { # CODE CAUSE REASON: a Slurm that does not answer is asked again;
 
 ty_start_successor() { # CODE CAUSE REASON
     local scripts=${BASH_SOURCE[0]%/*} note=$ty_folder/requeue-$TRAINYARD_ATTEMPT
-    local array=${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID} old new
+    local array=${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID} old new said
     old=$scripts/${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}_submission.sh
     [ ! -e "$ty_folder/cancelled" ] || ty_stop "$ty_attempt" "$1" cancelled "$3"
-    new=$(ty_submit --dependency="afterany:$ty_job_id" ${array:+--array="${array#_}"} "$old" 2>"$note")
-    new=${new%%;*} # "13;cluster" from a federation
-    [[ $new =~ ^[0-9]+$ ]] \
-        || ty_stop "$ty_attempt" "$1" "$2" "$3; nor could a successor be submitted: $(ty_make_plain "${new:+$new }$(<"$note")")"
+    said=$(ty_submit --dependency="afterany:$ty_job_id" ${array:+--array="${array#_}"} "$old" 2>"$note")
+    new=$(sed -nE 's/^([0-9]+)(;.*)?$/\1/p' <<<"$said" | tail -n 1) # "13;cluster" from a federation
+    if [ -z "$new" ]; then
+        ty_cancel_unnamed "$old"
+        ty_stop "$ty_attempt" "$1" "$2" "$3; nor could a successor be submitted: $(ty_make_plain "${said:+$said }$(<"$note")")"
+    fi
     rm -f "$note"
     if ! cp -p "$old" "$scripts/${new}_submission.sh" \
         || ! cp -p "$scripts/${ty_job_id}_submitted.pkl" "$scripts/$new${array}_submitted.pkl"; then
@@ -130,7 +134,18 @@ ty_move_dependants() { # SUCCESSOR: what waits for this Slurm job to end well wa
     while read -r id wanted; do
         moved=$(sed -E "s/\([a-z]*\)//g; s/(afterok:)$ty_job_id(,|\$)/\1$1\2/g" <<<"$wanted")
         [[ $moved != *"afterok:$1"* ]] || scontrol update "jobid=$id" "dependency=$moved"
-    done < <(squeue -h -t PENDING -u "$(id -un)" -o '%A %E')
+    done < <(ty_ask squeue '%A %E' -t PENDING -u "$(id -un)")
+}
+
+ty_cancel_unnamed() { # SCRIPT: the successor that sbatch submitted although no id can be read from what it said
+    local id wanted script
+    while read -r id wanted script; do
+        [[ $wanted != *"afterany:$ty_job_id("* || $script != "$1" ]] || scancel "$id"
+    done < <(ty_ask squeue '%A %E %o' -t PENDING -u "$(id -un)")
+}
+
+ty_ask() { # COMMAND FORMAT OPTIONS...: what squeue or sinfo prints, without the lines that a site adds to it
+    "$1" -h -o "trainyard $2" "${@:3}" | sed -n 's/^trainyard //p'
 }
 
 ty_submit() { # sbatch ARGUMENTS: without what this Slurm job's own variables would say about the new one
@@ -150,11 +165,9 @@ ty_record_previous_end() { # if it ended without recording why
         return
     fi
     # The log has what srun and slurmstepd said in that attempt, even when a busy controller does not answer sinfo.
-    messages=$(sed -n "/^trainyard: attempt $ty_job_id-$last on /,/^trainyard: attempt $ty_job_id-$ty_attempt on /p" \
-        "${BASH_SOURCE[0]%/*}/${ty_job_id}_0_log.err" 2>/dev/null \
-        | grep -E "(JOB|STEP) ${SLURM_JOB_ID}[. ].*CANCELLED AT|^srun: error: Node failure on")
+    messages=$(ty_read_log "$last" | grep -E "(JOB|STEP) ${SLURM_JOB_ID}[. ].*CANCELLED AT|^srun: error: Node failure on")
     nodes=$(sed -n "s/.*\"job\":\"$ty_job_id\",\"attempt\":$last,.*\"nodes\":\"\([^\"]*\)\".*/\1/p" "$ty_log" | tail -n 1)
-    down=$(sinfo -h -N -n "$nodes" -o '%N %T' | grep -E ' (down|fail|error|unknown|reboot)|\*$' | cut -d ' ' -f 1 | sort -u)
+    down=$(ty_ask sinfo '%N %T' -N -n "$nodes" | grep -E ' (down|fail|error|unknown|reboot)|\*$' | cut -d ' ' -f 1 | sort -u)
     if [[ -n $down || $messages == *"NODE FAILURE"* || $messages == *"Node failure on"* ]]; then
         ty_write_end "$last" -1 node_failure slurm "lost: ${down:-one of $nodes}"
     elif [[ -e $ty_folder/signal-$ty_job_id-$last || $messages == *PREEMPTION* ]]; then
@@ -220,7 +233,7 @@ ty_has_room() { # for 64 KiB in the run's folder; not on a full or read-only dis
 ty_read_state() { # of the job; when Slurm ends the job it may kill squeue too, so retry until this script is killed
     local state
     for _ in 1 2 3 4 5; do
-        state=$(squeue -h -j "$SLURM_JOB_ID" -o %T) && [ -n "$state" ] && break
+        state=$(ty_ask squeue %T -j "$SLURM_JOB_ID") && [ -n "$state" ] && break
         sleep 3
     done
     printf %s "${state:-RUNNING}"
@@ -229,16 +242,36 @@ ty_read_state() { # of the job; when Slurm ends the job it may kill squeue too, 
 ty_is_limit_near() { # Slurm's warning comes up to a minute early
     local ends
     [[ $(ty_read_signal) != SIGTERM ]] || return 1
-    ends=$(date -d "$(squeue -h -j "$SLURM_JOB_ID" -o %e)" +%s 2>/dev/null) || ends=${SLURM_JOB_END_TIME:-}
+    ends=$(date -d "$(ty_ask squeue %e -j "$SLURM_JOB_ID")" +%s 2>/dev/null) || ends=${SLURM_JOB_END_TIME:-}
     [ -n "$ends" ] && [ $((ends - $(date +%s))) -le $((TRAINYARD_SIGNAL_S + 90)) ]
 }
 
-ty_describe_exit() { # CODE
-    if [ "$1" -gt 128 ]; then
-        printf 'killed by signal %d' $(($1 - 128))
+ty_describe_exit() { # CODE: with what the first rank that failed said, or else srun
+    local said
+    said=$(cat "$TRAINYARD_RUN/errors/$TRAINYARD_ATTEMPT"-rank*.json 2>/dev/null | sed -n 's/\\[nt]/ /g; s/^  "message": "\(.*\)",$/\1/p' | head -n 1)
+    said=$(ty_make_plain "${said:-$(ty_read_srun)}")
+    if [ "$1" -gt 128 ] && kill -l $(($1 - 128)) >/dev/null 2>&1; then
+        printf 'killed by signal %d%s' $(($1 - 128)) "${said:+: $said}"
     else
-        printf 'exit code %d' "$1"
+        printf 'exit code %d%s' "$1" "${said:+: $said}"
     fi
+}
+
+ty_has_failed() { # whether a rank recorded an error of its own that ended it
+    grep -sLE '"cause": "(lost_peer|device_oom)"' "$TRAINYARD_RUN/errors/$TRAINYARD_ATTEMPT"-rank*.json | grep -q .
+}
+
+ty_is_misused() { # whether srun understood its options: what it does not understand, it will not understand next time
+    [[ $(ty_read_srun) =~ (unrecognized|unknown|invalid|ambiguous)\ option|option\ .*\ (requires|doesn) ]]
+}
+
+ty_read_srun() { # the last that srun said in this attempt
+    ty_read_log "$ty_attempt" | sed -nE 's/^srun: (error: )?//p' | tail -n 1
+}
+
+ty_read_log() { # ATTEMPT: what the batch script and the programs that it started wrote in that attempt
+    sed -n "/^trainyard: attempt $ty_job_id-$1 on /,/^trainyard: attempt $ty_job_id-$(($1 + 1)) on /p" \
+        "${BASH_SOURCE[0]%/*}/${ty_job_id}_0_log.err" 2>/dev/null
 }
 
 ty_read_signal() {

@@ -54,16 +54,16 @@ def build_parameters(
         **_build_request(plan, turn),
         "array_parallelism": parallel or len(runs),
         "setup": [
-            *_render_setup(plan, code),
             f"export TRAINYARD_RUN={_render_run_folder(runs, folder)}",
-            *([f'export TRAINYARD_SCRATCH="{cluster.scratch}"'] if cluster.scratch else []),  # expands on the node
             f"export TRAINYARD_LIMITS={shlex.quote(_format_limits(cluster))} TRAINYARD_SIGNAL_S={plan.signal_s}",
             f"export TRAINYARD_REQUEUE_S={cluster.requeue_wait_s}",
             *(["export TRAINYARD_TASK=packing"] if turn.only_packs else []),
             f"{source} begin",
-            *_render_node_setup(plan, f"{source} end"),
+            "(  # the site's lines and the ranks: whatever shell options, traps or exit they contain, `end` is reached",
+            *_render_setup(plan, code),
+            *_render_node_setup(plan),
         ],
-        "teardown": [f"{source} end $?"],
+        "teardown": [")", f"{source} end $?"],
     }
 
 
@@ -80,9 +80,15 @@ def _build_request(plan: Plan, turn: Turn) -> dict[str, Any]:
         **_request_gpus(plan),
         **{name: value for name, value in options.items() if name != "reservation"},  # submitit does not know it
         "wckey": cluster.wckey or None,
-        "signal_delay_s": plan.signal_s,
         **({"dependency": turn.dependency} if turn.dependency else {}),
-        "additional_parameters": {"requeue": True, **cluster.sbatch, **stated, **turn.end_if_impossible},
+        "additional_parameters": {
+            "requeue": True,
+            "propagate": "NONE",  # else the limits of the shell that submits (ulimit -t, -v) would end ranks
+            "signal": f"USR2@{plan.signal_s}",  # whatever a profile tells submitit: `StopFlag` knows this one
+            **cluster.sbatch,
+            **stated,
+            **turn.end_if_impossible,
+        },
         # The ranks need what this script exports, also where the site or the cluster file has sbatch export nothing.
         "srun_args": ["--export=ALL", "--kill-on-bad-exit=1", *_build_pyxis_args(plan), *cluster.srun_args],
     }
@@ -90,8 +96,12 @@ def _build_request(plan: Plan, turn: Turn) -> dict[str, Any]:
 
 def _render_setup(plan: Plan, code: Code) -> list[str]:
     """Return the shell lines that every task needs before its ranks start."""
+    wait_for_ranks = "trap : TERM"  # they get it too; said twice, because the site's lines may set traps of their own
     return [
+        wait_for_ranks,
         *plan.cluster.setup,
+        wait_for_ranks,
+        *([f'export TRAINYARD_SCRATCH="{plan.cluster.scratch}"'] if plan.cluster.scratch else []),  # expands here
         "export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK",  # since 22.05 srun ignores the other
         *(["export CUDA_VISIBLE_DEVICES="] if plan.kind.card == "cpu" else []),
         _export_code_path(plan, code),
@@ -109,17 +119,13 @@ def _request_gpus(plan: Plan) -> dict[str, str]:
     return {"gpus_per_node": f"{kind}:{count}" if kind else str(count)}
 
 
-def _render_node_setup(plan: Plan, on_failure: str) -> list[str]:
-    """Return the shell line that runs `node_setup` once on every node, as a step of its own before the ranks'.
-
-    Args:
-        on_failure: shell command that ends the script; gets the exit code.
-    """
+def _render_node_setup(plan: Plan) -> list[str]:
+    """Return the shell line that runs `node_setup` once on every node, as a step of its own before the ranks'."""
     if not plan.cluster.node_setup:
         return []
     step = f"srun --export=ALL --nodes={plan.nodes} --ntasks={plan.nodes} --ntasks-per-node=1 --kill-on-bad-exit=1"
     lines = "\n".join(["set -e", *plan.cluster.node_setup])
-    return [f"{step} bash -c {shlex.quote(lines)} || {on_failure} $?"]
+    return [f"{step} bash -c {shlex.quote(lines)} || exit"]
 
 
 def _export_code_path(plan: Plan, code: Code) -> str:
@@ -148,7 +154,7 @@ def _format_limits(cluster: Cluster) -> str:
 
 def build_rank_command(python: str, folder: Path) -> str:
     """Return what starts each rank; `python` is a quoted command."""
-    return f"{python} -u -m {START_RANK} {shlex.quote(str(folder))}"
+    return f"{python} -P -u -m {START_RANK} {shlex.quote(str(folder))}"  # -P: nothing of the folder one submits from
 
 
 def build_python_command(plan: Plan) -> str:

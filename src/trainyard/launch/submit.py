@@ -6,6 +6,7 @@ script, decides how an attempt ended. Loads no torch: submitting takes a fractio
 
 import contextlib
 import os
+import re
 import shlex
 import sys
 import time
@@ -16,6 +17,7 @@ from typing import Any
 
 from trainyard.cluster import query as slurm
 from trainyard.cluster.description import Cluster, format_minutes
+from trainyard.cluster.variables import describe_passed, drop_launchers, replace_environment, select_for_ranks
 from trainyard.environment import name_chosen_gpus
 from trainyard.errors import UserError
 from trainyard.files import copy_folder, limit_writers, make_folder_inside, write_atomically, write_json
@@ -33,12 +35,11 @@ from trainyard.launch.predecessor import Predecessor
 from trainyard.masking import find_secrets
 from trainyard.node.rank_task import RankTask
 from trainyard.plan.resources import Code, Plan
-from trainyard.runs.folder import SUBMISSION
+from trainyard.runs.folder import SUBMISSION, read_env, write_env
 from trainyard.runs.state import render_exit_codes
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _CODE_LIMIT_MIB = 64
-_FINDS_SLURM = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT", "SLURM_CLUSTERS")
 
 
 def describe(plan: Plan, run: Path | None, *, environ: Mapping[str, str], **notes: str) -> str:
@@ -67,7 +68,7 @@ def describe(plan: Plan, run: Path | None, *, environ: Mapping[str, str], **note
     batch = (
         f"{split.global_batch} = {split.micro_batch} x {split.accumulation_steps} micro-batches x {split.ranks} ranks"
     )
-    unused = [name for name in list_slurm_variables(environ) if name.startswith("SBATCH_")]
+    unused = sorted(name for name in environ if name.startswith("SBATCH_"))
     cores, memory = plan.kind.cores_per_gpu, plan.options.get("mem", "Slurm's default memory").replace("GB", " GiB")
     stated = ", ".join(f"{name} {value}" for name, value in plan.stated.items())
     rows = {
@@ -208,10 +209,18 @@ def _call_sbatch(
     class RankExecutor(SlurmExecutor):  # srun starts our own module instead of submitit's
         _submitit_command_str = build_rank_command(build_python_command(plan), folder)
 
+        @staticmethod
+        def _get_job_id_from_submission_command(string: str | bytes) -> str:  # submitit's takes the first "job N"
+            said = string if isinstance(string, str) else string.decode(errors="replace")
+            if not (ids := re.findall(r"^Submitted batch job (\d+)", said, re.MULTILINE)):
+                slurm.cancel_scripts(folder)
+                raise FailedSubmissionError(f"sbatch: no id of a job is in what it said: {said}")
+            return str(ids[-1])
+
     executor = RankExecutor(folder)
     executor.update_parameters(**parameters)
     try:
-        with _hide_slurm_variables():
+        with replace_environment(select_for_ranks(os.environ, plan.cluster.variables)):
             jobs = executor.submit_array(list(tasks))
     except (FailedJobError, FailedSubmissionError) as error:
         for leftover in set(folder.iterdir()) - before:
@@ -238,22 +247,12 @@ def submit_locally(run: Path, *, ranks: int, gpus: int, time_min: int, code: Cod
 
     executor = RankExecutor(folder)
     executor.update_parameters(tasks_per_node=1, gpus_per_node=gpus, timeout_min=time_min, signal_delay_s=60)
-    with _detach_output(), _hide_slurm_variables():
+    with _detach_output(), replace_environment(drop_launchers(os.environ)):
         job = executor.submit(RankTask(run, code.jobs, since=time.time(), ranks_here=ranks))
     resources = {"gpus": ranks, "nodes": 1, "time_min": time_min}
     folders = {"folder": str(folder), "code": str(code.folder), "jobs": str(code.jobs)}
     _write_submission(run, {"scheduler": "local", "job": job.job_id, **resources, **folders})
     return str(job.job_id)
-
-
-def list_slurm_variables(environ: Mapping[str, str]) -> list[str]:
-    """Return the variables that describe another Slurm job, the one we are in, or that are options of sbatch or srun.
-
-    In a job, the number of its array element, its restarts or its CPU binding would be mistaken for the new job's. An
-    option in the environment, such as SBATCH_EXPORT=NONE, would override the one in the batch script.
-    """
-    prefixes = ("SLURM_", "SBATCH_", "SRUN_", "SALLOC_")
-    return sorted(name for name in environ if name.startswith(prefixes) and name not in _FINDS_SLURM)
 
 
 def check_paths(cluster: Cluster, paths: Sequence[Path]) -> None:
@@ -291,6 +290,9 @@ def _record_submission(
     card, partition = plan.kind.card, plan.options["partition"]
     resources = {"card": card, "gpus": plan.gpus, "nodes": plan.nodes, "partition": partition, "options": plan.stated}
     folders = {"code": str(code.folder), "jobs": str(code.jobs), "folder": str(folder)}
+    named = plan.cluster.variables
+    passed = describe_passed(select_for_ranks(os.environ, named), named)
+    write_env(run, {**read_env(run), "passed": passed})
     _write_submission(
         run,
         {
@@ -310,16 +312,6 @@ def _extract_refusal(error: Exception) -> str:
     """Return what sbatch said, without submitit's framing."""
     lines = [line for line in str(error).splitlines() if line.startswith("sbatch: ")]
     return "\n".join(lines) or str(error).strip()
-
-
-@contextlib.contextmanager
-def _hide_slurm_variables() -> Iterator[None]:
-    """Hide the variables of `list_slurm_variables` from sbatch, and so from the job, which gets this environment."""
-    hidden = {name: os.environ.pop(name) for name in list_slurm_variables(os.environ)}
-    try:
-        yield
-    finally:
-        os.environ.update(hidden)
 
 
 @contextlib.contextmanager

@@ -324,9 +324,10 @@ class _BatchScriptNotes:
             (self._folder / f"progress-{self._attempt}").touch()
 
     def write_exit_code(self, code: int) -> None:
-        """Write the code with which the ranks exit: srun's own may be from a rank it killed because another exited."""
-        if self._enabled:
-            write_atomically(self._folder / f"left-{self._attempt}", f"{code}\n")
+        """Write the code with which the ranks exit, if no rank has: after the first, srun tells the others to stop."""
+        path = self._folder / f"left-{self._attempt}"
+        if self._enabled and not path.exists():
+            write_atomically(path, f"{code}\n")
 
 
 @contextmanager

@@ -108,7 +108,7 @@ def _start_rank(
 ) -> "subprocess.Popen[bytes]":
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
     own = {name: str(value) for name, value in numbers.items()} | {"TRAINYARD_MEETING": rendezvous}
-    command = [sys.executable, "-m", "trainyard", *arguments]
+    command = [sys.executable, "-P", "-m", "trainyard", *arguments]
     return subprocess.Popen(command, env={**environ, **own}, preexec_fn=partial(end_with_parent, os.getpid()))
 
 

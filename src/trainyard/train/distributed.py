@@ -13,16 +13,19 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
+from loguru import logger
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from trainyard.choice import Choice
 from trainyard.errors import UserError
 from trainyard.files import raise_open_files, write_atomically
+from trainyard.text import join_names
 from trainyard.train.stop import Stop
 from trainyard.train.world import World
 
 _JOIN_TIMEOUT_S = 600  # how long ranks wait for each other at the start: container images load at different speeds
+_SAY_SO_AFTER_S = 10
 _STEP_TIMEOUT = timedelta(minutes=30)  # longest save or evaluation that others wait for
 
 
@@ -129,6 +132,7 @@ def join(world: World, run: Path, environ: MutableMapping[str, str]) -> dict[str
     store = None
     if world.rendezvous:
         store, main = _connect_store(world, run)
+        _wait_for_ranks(world, store)
         choices = _choose_interfaces(world, main, environ)
     backend = choose_collectives(environ.get("CUDA_VISIBLE_DEVICES", "")).value
     dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.world_size, timeout=_STEP_TIMEOUT)
@@ -318,6 +322,29 @@ def _connect_store(world: World, run: Path) -> tuple[TCPStore, str]:
         time.sleep(0.05)
     main = json.loads(address_file.read_text())
     return TCPStore(main["address"], main["port"], world.world_size, False, timeout=limit), main["address"]
+
+
+def _wait_for_ranks(world: World, store: TCPStore) -> None:
+    """Have rank 0 wait until every rank has found it, and say which have not.
+
+    Raises:
+        UserError: one has not in ten minutes.
+    """
+    store.set(f"rank {world.rank}", "")
+    missing = list(range(world.world_size)) if world.is_main else []
+    began, is_said = time.monotonic(), False
+    while missing := [rank for rank in missing if not store.check([f"rank {rank}"])]:
+        waited_s = time.monotonic() - began
+        named = f"ranks {join_names([str(rank) for rank in missing])} of {world.world_size}"
+        alone = "To train on one rank, put this before the command: env -u SLURM_STEP_ID"
+        hint = f" Slurm says that this step has so many tasks; each has to run the command. {alone}"
+        hint = hint if world.launcher == "slurm" else ""
+        if waited_s > _JOIN_TIMEOUT_S:
+            raise UserError(f"Rank 0 has waited {_JOIN_TIMEOUT_S} s in vain for {named}.{hint}")
+        if waited_s > _SAY_SO_AFTER_S and not is_said:
+            logger.warning("rank 0 waits for {}, for up to {} s.{}", named, _JOIN_TIMEOUT_S, hint)
+            is_said = True
+        time.sleep(0.05)
 
 
 def _choose_interfaces(world: World, main: str, environ: MutableMapping[str, str]) -> dict[str, Choice[str]]:

@@ -29,7 +29,8 @@ def read_world(environ: Mapping[str, str]) -> World:
     """Read which rank we are from Trainyard's launcher or torchrun (RANK ...), Slurm or submitit's local executor.
 
     Without any of them we are alone. Slurm's variables count only inside a job step: a batch script itself, or a
-    shell from salloc, sees the whole Slurm job's SLURM_NTASKS without being one of its tasks.
+    shell from salloc, sees the whole Slurm job's SLURM_NTASKS without being one of its tasks. In a step with a terminal
+    (srun -n4 --pty bash) a person types into one of the tasks, and nobody into the others.
 
     Raises:
         UserError: the variables of one launcher are incomplete.
@@ -37,7 +38,7 @@ def read_world(environ: Mapping[str, str]) -> World:
     try:
         if "RANK" in environ and "WORLD_SIZE" in environ:
             return _read_torchrun(environ)
-        if "SLURM_STEP_ID" in environ:
+        if "SLURM_STEP_ID" in environ and "SLURM_PTY_PORT" not in environ:
             return _read_slurm(environ)
         if "SUBMITIT_LOCAL_NTASKS" in environ:
             return _read_submitit_local(environ)

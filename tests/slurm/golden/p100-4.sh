@@ -13,25 +13,30 @@
 #SBATCH --open-mode=append
 #SBATCH --output=/shared/runs/fingerprint_1m/NEW/slurm/%j_0_log.out
 #SBATCH --partition=p100
+#SBATCH --propagate=NONE
 #SBATCH --qos=normal
 #SBATCH --requeue
 #SBATCH --signal=USR2@120
 #SBATCH --time=2880
 
 # setup
-module load slurm-scripts
-export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
-export PYTHONPATH=/shared/runs/fingerprint_1m/NEW/code
 export TRAINYARD_RUN=/shared/runs/fingerprint_1m/NEW
-export TRAINYARD_SCRATCH="/local/$SLURM_JOB_ID"
 export TRAINYARD_LIMITS='preempted=1000 time_limit=100 node_failure=10 crash=2 hung=5 disk_full=30' TRAINYARD_SIGNAL_S=120
 export TRAINYARD_REQUEUE_S=900
 source /shared/runs/fingerprint_1m/NEW/slurm/attempt.sh begin
+(  # the site's lines and the ranks: whatever shell options, traps or exit they contain, `end` is reached
+trap : TERM
+module load slurm-scripts
+trap : TERM
+export TRAINYARD_SCRATCH="/local/$SLURM_JOB_ID"
+export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
+export PYTHONPATH=/shared/runs/fingerprint_1m/NEW/code
 
 # command
 export SUBMITIT_EXECUTOR=slurm
-srun --unbuffered --output /shared/runs/fingerprint_1m/NEW/slurm/%j_%t_log.out --error /shared/runs/fingerprint_1m/NEW/slurm/%j_%t_log.err --export=ALL --kill-on-bad-exit=1 --cpu-bind=cores /shared/trainyard/.venv/bin/python -u -m trainyard.node.start_rank /shared/runs/fingerprint_1m/NEW/slurm
+srun --unbuffered --output /shared/runs/fingerprint_1m/NEW/slurm/%j_%t_log.out --error /shared/runs/fingerprint_1m/NEW/slurm/%j_%t_log.err --export=ALL --kill-on-bad-exit=1 --cpu-bind=cores /shared/trainyard/.venv/bin/python -P -u -m trainyard.node.start_rank /shared/runs/fingerprint_1m/NEW/slurm
 
 
 # teardown
+)
 source /shared/runs/fingerprint_1m/NEW/slurm/attempt.sh end $?
