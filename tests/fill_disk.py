@@ -21,19 +21,19 @@ from trainyard.config.compose import thaw
 
 PARTS = {
     "lock": (r"/\.lock\.\w+$|/lock$", 0),
-    "config": (r"/\.config\.yaml\.", 0),
-    "heartbeat": (r"/\.heartbeat\.json\.", 0),
+    "config": (r"^\.config\.yaml\.", 0),
+    "heartbeat": (r"^\.heartbeat\.json\.", 0),
     "metrics": (r"/metrics\.jsonl$", 1),  # one page is left for events.jsonl
-    "log": (r"/it$", 0, 3),
+    "log": (r"/it/log$", 0),
     "checkpoint": (r"/step-\d+\.ckpt\.partial$", 1),
-    "report": (r"/\.report\.html\.", 0),
+    "report": (r"^\.report\.html\.", 0),
     "pack": (r"/\.stripes-(?!synthetic)[\w-]+\.guard$", 2),
-    "index": (r"/\.index\.h5\.", 0),
+    "index": (r"^\.index\.h5\.", 0),
     "tracker": (r"/events\.out\.tfevents[^/]*$", 0),
 }
-"""The file whose opening for writing fills the disk, how many pages of 4 KiB stay free then, and at which opening.
+"""The file whose opening for writing fills the disk, and how many pages of 4 KiB stay free then.
 
-The folder itself is opened after each durable write; the first line of the log follows the third.
+What is written atomically is opened by its name in an open folder.
 """
 
 OPTIONS = ["--name", "it", "--jobs", str(FAMILIES), "max_duration=2ep", "checkpoint.every=3st", "data.decode=cpu"]
@@ -48,11 +48,11 @@ class Ballast:
 
     def __init__(self) -> None:
         self._pattern: re.Pattern[str] | None = None
-        self._path, self._pages, self._times = Path(), 0, 1
+        self._path, self._pages = Path(), 0
         sys.addaudithook(self._watch)
 
-    def arm(self, path: Path, pattern: str, pages: int, times: int = 1) -> None:
-        self._path, self._pattern, self._pages, self._times = path, re.compile(pattern), pages, times
+    def arm(self, path: Path, pattern: str, pages: int) -> None:
+        self._path, self._pattern, self._pages = path, re.compile(pattern), pages
 
     def remove(self) -> bool:
         """Make room again; return whether the disk was filled."""
@@ -64,11 +64,7 @@ class Ballast:
     def _watch(self, event: str, arguments: tuple[Any, ...]) -> None:
         if event != "open" or self._pattern is None or isinstance(arguments[0], int):
             return
-        path, writes = os.fsdecode(arguments[0]), arguments[2] & (os.O_WRONLY | os.O_RDWR)
-        if not self._pattern.search(path) or not (writes or Path(path).is_dir()):
-            return
-        self._times -= 1
-        if not self._times:
+        if arguments[2] & (os.O_WRONLY | os.O_RDWR) and self._pattern.search(os.fsdecode(arguments[0])):
             self._pattern = None
             disk = os.statvfs(self._path.parent)
             descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT)

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Iterator
 from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
 from trainyard.errors import DiskFull, FormatError, UserError
 from trainyard.text import format_size, quote_path
@@ -39,39 +39,67 @@ _INSTEAD = {
 _PARTIAL = ".partial"
 
 
-def write_atomically(path: Path, content: str | bytes, *, durable: bool = True) -> None:
+def write_atomically(path: Path, content: str | bytes, *, durable: bool = True, inside: bool = False) -> None:
     """Write or replace the file `path`, as `open_atomically` does.
 
     Args:
         content: text is encoded as UTF-8.
     """
     data = content.encode() if isinstance(content, str) else content
-    with open_atomically(path, size_bytes=len(data), durable=durable) as file:
+    with open_atomically(path, size_bytes=len(data), durable=durable, inside=inside) as file:
         file.write(data)
 
 
 @contextlib.contextmanager
-def open_atomically(path: Path, *, size_bytes: int = 0, durable: bool = True) -> Iterator[BinaryIO]:
+def open_atomically(
+    path: Path, *, size_bytes: int = 0, durable: bool = True, inside: bool = False
+) -> Iterator[BinaryIO]:
     """Yield a file that becomes `path` when the block ends: a reader, a kill or a crash finds the old or the new one.
+
+    The folder is opened once, and the file appears there under a name that is not used: whatever others plant or
+    rename in a folder that they share, nothing is written elsewhere.
 
     Args:
         size_bytes: what will be written, for the message of a full disk.
         durable: wait until the content is on disk, so that it survives a power cut; off for files that are written
             every few seconds and worthless after a crash.
+        inside: the folder is one of a run's or a sweep's: it is created if it is missing, and must not be a link.
     """
-    partial = name_partial(path)
-    with name_failed_write(path, size_bytes=size_bytes):
+    partial = name_partial(path).name
+    with name_failed_write(path, size_bytes=size_bytes), _open_folder(path.parent, inside=inside) as folder:
         try:
-            with partial.open("xb") as file:  # never through a link that somebody planted
+            with os.fdopen(os.open(partial, _CREATE, 0o666, dir_fd=folder), "wb") as file:
                 yield file
                 if durable:
                     file.flush()
                     os.fsync(file.fileno())
-            partial.replace(path)
+            os.replace(partial, path.name, src_dir_fd=folder, dst_dir_fd=folder)
         finally:
-            partial.unlink(missing_ok=True)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(partial, dir_fd=folder)
         if durable:
-            fsync_path(path.parent)
+            os.fsync(folder)
+
+
+_CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+@contextlib.contextmanager
+def _open_folder(folder: Path, *, inside: bool) -> Iterator[int]:
+    """Yield a descriptor of a folder, through which files in it are named."""
+    if inside:
+        make_folder_inside(folder)
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | (os.O_NOFOLLOW if inside else 0))
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def create_file(path: Path, *, buffering: int = -1) -> IO[bytes]:
+    """Open a new file to write; what stands under its name, such as the leftover of a killed writer, is removed."""
+    path.unlink(missing_ok=True)
+    return os.fdopen(os.open(path, _CREATE, 0o666), "wb", buffering)
 
 
 def name_partial(path: Path) -> Path:
@@ -85,12 +113,16 @@ def make_folder_inside(folder: Path) -> Path:
     Raises:
         UserError: it is a link, through which files would be written elsewhere.
     """
-    if folder.is_symlink():
-        raise UserError(
-            f"{folder}: is a link, and what is written into it would be elsewhere. Remove it: rm {quote_path(folder)}"
-        )
+    _refuse_link(folder)
     folder.mkdir(exist_ok=True)
     return folder
+
+
+def _refuse_link(path: Path) -> None:
+    if path.is_symlink():
+        raise UserError(
+            f"{path}: is a link, and what is written into it would be elsewhere. Remove it: rm {quote_path(path)}"
+        )
 
 
 def remove_partials(folder: Path) -> None:
@@ -161,8 +193,10 @@ class AppendedFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        _refuse_link(path)
         with name_failed_write(path):
-            self._file = path.open("ab", buffering=0)
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+            self._file = os.fdopen(os.open(path, flags, 0o666), "ab", buffering=0)
 
     def write(self, data: bytes) -> None:
         """Append all of `data`; on a full disk a part of it may be in the file."""
@@ -275,9 +309,9 @@ def find_existing(path: Path) -> Path:
     return next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: Any, *, inside: bool = False) -> None:
     """Write or replace the file `path` with readable JSON, as `write_atomically` does."""
-    write_atomically(path, json.dumps(value, indent=2) + "\n")
+    write_atomically(path, json.dumps(value, indent=2) + "\n", inside=inside)
 
 
 def open_file(path: Path) -> BufferedReader:

@@ -11,7 +11,7 @@ from pathlib import Path
 from trainyard.cluster import query as slurm
 from trainyard.cluster.query import SlurmError
 from trainyard.errors import UserError
-from trainyard.files import limit_writers, make_folder_inside, write_atomically
+from trainyard.files import limit_writers, write_atomically
 from trainyard.runs import sweep_file
 from trainyard.runs.folder import format_run_name
 from trainyard.runs.history import CANCELLED, find_named_run, read_run
@@ -66,8 +66,7 @@ def _cancel_in_slurm(submitted: Sequence[Status]) -> None:
     shared = _find_unwanted_packing([status.run for status in submitted])
     marks = [run / CANCELLED for run in (*(status.run for status in submitted), *shared)]
     for mark in marks:
-        make_folder_inside(mark.parent)
-        write_atomically(mark, f"{datetime.now(UTC).isoformat(timespec='seconds')}\n")
+        write_atomically(mark, f"{datetime.now(UTC).isoformat(timespec='seconds')}\n", inside=True)
     try:
         slurm.cancel([*shared.values(), *(id for status in submitted for id in _list_own_jobs(status))])
     except SlurmError:

@@ -162,8 +162,9 @@ def submit(
         UserError: Slurm cannot handle a path, or refused the job; with its own words. Nothing is left behind.
     """
     check_paths(plan.cluster, [*runs, folder, code.folder])
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "attempt.sh").write_text(render_attempt_script())
+    if make_folder_inside(folder).stat().st_uid != os.geteuid():
+        raise UserError(f"{folder}: belongs to somebody else, and would hold what runs as you. Submit a new run.")
+    write_atomically(folder / "attempt.sh", render_attempt_script())
     jobs: list[str] = []
     packed_by = ""
     size = most or len(runs)
@@ -303,9 +304,9 @@ def _record_submission(
 
 
 def _write_submission(run: Path, submission: dict[str, Any]) -> None:
-    make_folder_inside((run / SUBMISSION).parent)
     (run / "slurm" / "cancelled").unlink(missing_ok=True)
-    write_json(run / SUBMISSION, {**submission, "submitted": datetime.now(UTC).isoformat(timespec="seconds")})
+    content = {**submission, "submitted": datetime.now(UTC).isoformat(timespec="seconds")}
+    write_json(run / SUBMISSION, content, inside=True)
 
 
 def _extract_refusal(error: Exception) -> str:

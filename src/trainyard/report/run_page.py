@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from trainyard.files import limit_writers, make_folder_inside, write_atomically
+from trainyard.files import limit_writers, write_atomically
 from trainyard.report.evaluation_table import render_evaluations
 from trainyard.report.figures import Plot
 from trainyard.report.headline import find_headline, render_headline
@@ -114,9 +114,8 @@ def write_report(run: Path) -> Path:
     story = RunStory.read(run)
     evaluations = read_evaluations(run)
     plots = draw_plots(story)
-    make_folder_inside(run / "plots")
     for plot in plots:
-        write_atomically(run / "plots" / f"{plot.name}.png", plot.png)
+        write_atomically(run / "plots" / f"{plot.name}.png", plot.png, inside=True)
     first = [*plots.losses[:1], *plots.metrics[:1]]
     further = [*plots.metrics[1:], *plots.losses[1:], *plots.optimizer]
     page = render_page(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from loguru import logger
 
 from trainyard.errors import UserError
-from trainyard.files import make_folder_inside, write_atomically
+from trainyard.files import write_atomically
 from trainyard.report.figures import MARKERS, SERIES, Plot, draw_figure
 from trainyard.report.html import render_gallery, render_page, render_section, render_table
 from trainyard.runs.changes import find_changes
@@ -190,9 +190,8 @@ def write(results: Results) -> Path:
     folder = results.sweep.folder
     write_atomically(folder / TABLE, _encode_csv(results))
     plots = [*_draw_plots(results)]
-    make_folder_inside(folder / PLOTS)
     for plot in plots:
-        write_atomically(folder / PLOTS / f"{plot.name}.png", plot.png)
+        write_atomically(folder / PLOTS / f"{plot.name}.png", plot.png, inside=True)
     rows = render_table(_build_header(results), [_build_cells(results, row) for row in results.rows])
     caption = f'<p class="soft">{html.escape(_write_caption(results))}</p>'
     excluded = render_table(["run", "why", "command"], [*_list_notices(results)], numbers=False)

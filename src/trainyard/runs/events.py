@@ -14,14 +14,14 @@ import math
 import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from datetime import UTC, datetime
 from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from trainyard.errors import UserError
-from trainyard.files import open_file, parse_json
+from trainyard.files import AppendedFile, open_file, parse_json
 
 TIMING_KEYS = frozenset(
     {"samples_per_s", "step_ms", "data_wait_ms", "idle_ms", "compute_ms", "memory_gib", "elapsed_s", "seconds"}
@@ -246,7 +246,7 @@ def append_event(run: Path, fields: Mapping[str, Any]) -> None:
     drop_torn_tail(path)
     last = next(iter(read_last_lines(path, 1)), {})
     line = {"kind": "event", "step": last.get("step", 0), **fields, "elapsed_s": last.get("elapsed_s", 0.0)}
-    with path.open("ab") as file:
+    with closing(AppendedFile(path)) as file:
         file.write(json.dumps(line | {"time": datetime.now(UTC).isoformat(timespec="seconds")}).encode() + b"\n")
 
 

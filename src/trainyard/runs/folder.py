@@ -28,7 +28,7 @@ from trainyard.errors import (
     Vanished,
     is_out_of_memory,
 )
-from trainyard.files import FORMATS, RUN, check_format, make_folder_inside, parse_json, read_file, write_json
+from trainyard.files import FORMATS, RUN, check_format, parse_json, read_file, write_json
 from trainyard.masking import mask_text
 from trainyard.runs.manifest import hash_fields
 from trainyard.runs.state import Cause
@@ -120,7 +120,6 @@ def record_error(
         by: the rank that writes this; None: `rank` itself.
     """
     path = find_error_file(run, attempt=attempt, rank=rank if by is None else by)
-    make_folder_inside(path.parent)
     content = {
         "time": time.time(),
         "rank": rank,
@@ -134,7 +133,7 @@ def record_error(
         content["operator"] = error.operator
     if isinstance(error, OutOfDeviceMemory):
         content |= {**error.details, "next_micro_batch_size": error.next_micro_batch_size}
-    write_json(path, content)
+    write_json(path, content, inside=True)
     return path
 
 

@@ -14,7 +14,6 @@ import pickle
 import shutil
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from io import RawIOBase
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -24,7 +23,7 @@ import torch
 from loguru import logger
 
 from trainyard.errors import UserError
-from trainyard.files import CHECKPOINT, FORMATS, find_existing, fsync_path
+from trainyard.files import CHECKPOINT, FORMATS, create_file, find_existing, fsync_path, make_folder_inside
 from trainyard.runs.changes import FILES
 from trainyard.runs.manifest import (
     DATA_NAME,
@@ -67,8 +66,10 @@ def save(directory: Path, state: State, *, step: int, meta: Mapping[str, Any]) -
     _refuse_unsafe(state)
     needed = count_tensor_bytes(state)
     try:
-        if not directory.exists():
-            directory.mkdir(parents=True)
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        is_new = not directory.exists()
+        make_folder_inside(directory)
+        if is_new:
             fsync_path(directory.parent)
         _remove_leftovers(directory)
         replaced = [entry.path for entry in list_checkpoints(directory) if entry.step == step]
@@ -315,13 +316,14 @@ def _write(path: Path, state: State, *, step: int, meta: Mapping[str, Any]) -> N
     manifest_path = path.with_suffix(".json")
     partial, manifest_partial = _add_partial_suffix(path), _add_partial_suffix(manifest_path)
     try:
-        with partial.open("wb", buffering=0) as file:
+        with create_file(partial, buffering=0) as file:
             writer = _HashingWriter(file)
             torch.save(state, cast(IO[bytes], writer))
         if writer.failure:
             raise writer.failure
         fsync_path(partial)
-        manifest_partial.write_text(_encode_manifest(step, writer.bytes, writer.hash.hexdigest(), meta))
+        with create_file(manifest_partial) as file:
+            file.write(_encode_manifest(step, writer.bytes, writer.hash.hexdigest(), meta).encode())
         fsync_path(manifest_partial)
         # The manifest goes first: alone it is no checkpoint, but data without a manifest are a damaged one.
         manifest_partial.replace(manifest_path)
@@ -340,7 +342,7 @@ class _HashingWriter:
     the first one for the caller, and later data are discarded.
     """
 
-    def __init__(self, file: RawIOBase) -> None:
+    def __init__(self, file: IO[bytes]) -> None:
         self.hash = hashlib.sha256()
         self.bytes = 0
         self.failure: OSError | None = None

@@ -247,7 +247,7 @@ def write_report_figures(
         for stale in {path for path in folder.iterdir() if path.name.startswith(f"{split} - ")} - set(written):
             stale.unlink()
         for path, png in written.items():
-            write_atomically(path, png)
+            write_atomically(path, png, inside=True)
         if recorder is not None:
             for title, png in images.items():
                 recorder.log_figure(split, step, title, png)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from trainyard.errors import UserError
+from trainyard.files import make_folder_inside
 from trainyard.runs.events import TIMING_KEYS, flatten
 
 PACKAGES = {"wandb": ("wandb", "wandb>=0.21"), "mlflow": ("mlflow", "mlflow-skinny>=3.17")}
@@ -35,7 +36,7 @@ class _TensorBoard:
         from torch.utils.tensorboard.summary import hparams
         from torch.utils.tensorboard.writer import SummaryWriter
 
-        self._writer: Any = SummaryWriter(str(run / "tensorboard"), purge_step=resume_at or 0)
+        self._writer: Any = SummaryWriter(str(make_folder_inside(run / "tensorboard")), purge_step=resume_at or 0)
         if not resume_at:
             text = json.dumps(config, indent=2, default=str)
             self._writer.add_text("config", f"```\n{text}\n```", global_step=0)
@@ -70,7 +71,7 @@ class _WandB:
         project, tags = _read_project(config)
         self._run: Any = wandb.init(
             mode="offline",
-            dir=run,
+            dir=make_folder_inside(run / "wandb").parent,
             project=project,
             tags=tags,
             group=run.name,
@@ -103,7 +104,7 @@ class _MLflow:
 
         # MLflow now prefers SQLite, whose locks fail on network file systems; plain files need this switch.
         MLFLOW_ALLOW_FILE_STORE.set(True)
-        self._client: Any = MlflowClient((run / "mlflow").absolute().as_uri())
+        self._client: Any = MlflowClient(make_folder_inside(run / "mlflow").absolute().as_uri())
         project, tags = _read_project(config)
         experiment = self._client.get_experiment_by_name(project)
         experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(project)

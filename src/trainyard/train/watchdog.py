@@ -210,8 +210,8 @@ class Watchdog:
 
     def _dump_stacks(self) -> None:
         """Write the Python stacks of all threads."""
-        folder = make_folder_inside(self._run / RANKS)
-        with open_atomically(folder / f"{self._attempt}-rank{self._world.rank}-stacks.txt", durable=False) as file:
+        path = self._run / RANKS / f"{self._attempt}-rank{self._world.rank}-stacks.txt"
+        with open_atomically(path, durable=False, inside=True) as file:
             faulthandler.dump_traceback(file, all_threads=True)
 
     def _find_hang(self) -> _Hang:
@@ -285,7 +285,7 @@ class Watchdog:
             self._has_news.clear()
 
     def _write_record(self, record: dict[str, Any]) -> None:
-        write_atomically(self._name_record(self._world.rank), json.dumps(record), durable=False)
+        write_atomically(self._name_record(self._world.rank), json.dumps(record), durable=False, inside=True)
 
     def _name_verdict(self) -> Path:
         return self._run / RANKS / f"{self._attempt}-hung.txt"
