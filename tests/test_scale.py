@@ -280,7 +280,7 @@ def test_a_listing_is_recalled_until_an_entry_of_a_folder_changes(tmp_path):
     def remember() -> None:
         with list_once() as listed:
             assert list_files(raw, {".png"})
-            remember_listing(remembered, listed, "packed")
+            remember_listing(remembered, listed, "packed", raw=raw)
 
     assert recall_listing(remembered) is None
     remember()

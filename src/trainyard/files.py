@@ -474,6 +474,11 @@ def share_folder(folder: Path, group: str, *, sticky: bool = True) -> None:
     folder.chmod(0o2775 | (stat.S_ISVTX if sticky else 0))
 
 
+def name_guard(path: Path) -> Path:
+    """Return the file on which whoever makes or deletes `path` holds an `exclusive_lock`."""
+    return path.with_name(f".{path.name.removesuffix(_PARTIAL)}.guard")
+
+
 class FlockRefused(Exception):
     """The file system does not support flock."""
 

@@ -4,6 +4,8 @@ An index begins with 512 bytes that HDF5 leaves to its users: one line of text w
 them, so every byte is checked before HDF5 interprets any. Check by hand: `tail -c +513 index.h5 | sha256sum`.
 """
 
+import contextlib
+import fcntl
 import hashlib
 import json
 import re
@@ -11,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import h5py
 import numpy as np
@@ -28,6 +30,7 @@ from trainyard.data.hdf5 import (
     read_string,
     read_texts,
 )
+from trainyard.files import open_file
 from trainyard.text import quote_path
 
 INDEX = "index.h5"
@@ -154,6 +157,29 @@ def find_index(folder: Path) -> Path:
             f"{folder}: contains no {INDEX}, so it is not packed data. Pack it: trainyard pack JOB RAW OUT"
         )
     return index
+
+
+def hold_packed(folder: Path) -> BinaryIO:
+    """Open a data set's index with a shared flock, so that `trainyard gc` leaves the data until it is closed.
+
+    Every reader does. It needs no right to write. A file system without flock has no such lock; there, gc asks.
+
+    Raises:
+        ShardError: there is no index.
+    """
+    file = find_index(folder).open("rb")
+    with contextlib.suppress(OSError):
+        fcntl.flock(file, fcntl.LOCK_SH)
+    return file
+
+
+def is_index(path: Path) -> bool:
+    """Return whether a file begins as packing begins an index, and is no link; the rest is not read."""
+    try:
+        with open_file(path) as file:
+            return file.read(len(_MARK)) == _MARK
+    except OSError:
+        return False
 
 
 def read_index(folder: Path) -> Index:

@@ -7,7 +7,7 @@ import json
 import os
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ from trainyard.config.settings import JPEG, KEEP, StoreSettings, TrainConfig
 from trainyard.data.generator import hash_generator
 from trainyard.data.raw import describe_unread, list_once, recall_listing, remember_listing
 from trainyard.errors import UserError
-from trainyard.files import FlockRefused, exclusive_lock, remove_partial_folders, remove_partials
+from trainyard.files import FlockRefused, exclusive_lock, name_guard, remove_partial_folders, remove_partials
 from trainyard.foreign import remember_reads
 from trainyard.hardware import count_cores
 from trainyard.text import align_columns, cut, format_override, join_names
@@ -94,6 +94,8 @@ def pack_raw(
             _lock_folder(folder),
             tqdm(total=listing.samples, unit="sample", desc=f"packing {raw.name}", disable=None, leave=False) as bar,
         ):
+            if out is None:  # before packing, so that gc knows also of a half-packed folder that it can be packed again
+                remember_listing(_name_remembered(config, raw), listed, folder.name, raw=raw)
             data = pack(
                 family.samples(raw, config),
                 folder,
@@ -106,8 +108,6 @@ def pack_raw(
                 progress=progress,
                 on_shard=count_shard,
             )
-            if out is None:
-                remember_listing(_name_remembered(config, raw), listed, folder.name)
             if JPEG in data.meta:
                 from trainyard.data.lossy import LOSS, measure_loss
 
@@ -158,8 +158,9 @@ def prepare_data(
     if is_packed(config):
         check_packed(read_index(Path(config.data.path)), config)
         return config
-    raw = find_raw(config, jobs_dir) or _synthesize_raw(config, jobs_dir, hook)
-    packed = pack_raw(config, raw, None, jobs_dir, hook=hook, on_shard=on_shard)
+    raw = find_raw(config, jobs_dir)
+    with nullcontext(raw) if raw else _synthesize_raw(config, jobs_dir, hook) as folder:
+        packed = pack_raw(config, folder, None, jobs_dir, hook=hook, on_shard=on_shard)
     return replace(config, data=replace(config.data, path=str(packed)))
 
 
@@ -320,8 +321,11 @@ def _require_folder(raw: Path) -> None:
         )
 
 
-def _synthesize_raw(config: TrainConfig, jobs_dir: Path, hook: Callable[[], None]) -> Path:
-    """Return a folder of synthetic raw files. If it is missing, it is written now, or an interrupted call finished.
+@contextmanager
+def _synthesize_raw(config: TrainConfig, jobs_dir: Path, hook: Callable[[], None]) -> Iterator[Path]:
+    """Yield a folder of synthetic raw files, which stays until the block ends, even if `trainyard gc` is asked.
+
+    If it is missing, it is written now, or an interrupted call finished.
 
     Its name says what made it: another generator, or other arguments, write another folder. It is written under a name
     of its own, which a kill leaves, and renamed when complete, whatever the family's `synthesize` does.
@@ -336,7 +340,7 @@ def _synthesize_raw(config: TrainConfig, jobs_dir: Path, hook: Callable[[], None
             hooks = {"hook": hook} if "hook" in inspect.signature(synthesize).parameters else {}
             synthesize(unfinished, count=config.data.synthetic, seed=config.seed, **hooks)
             unfinished.replace(raw)
-    return raw
+        yield raw
 
 
 def _explain_synthesis(raw: Path) -> str:
@@ -353,7 +357,7 @@ def _lock_folder(folder: Path) -> Iterator[None]:
     """Let one process at a time create this folder, because all runs of a sweep find it missing."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with exclusive_lock(folder.with_name(f".{folder.name}.guard")):
+        with exclusive_lock(name_guard(folder)):
             yield
     except FlockRefused as error:
         raise UserError(

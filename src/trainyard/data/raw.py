@@ -119,20 +119,28 @@ def _describe_entry(entry: os.DirEntry[str]) -> Entry:
         return Entry(entry.name, is_folder=False, is_file=False, is_link=True)
 
 
-def remember_listing(path: Path, listed: Listed, result: str) -> None:
-    """Write down what followed from a listing; for `recall_listing`."""
-    if listed.times:
-        write_json(path, {"folders": listed.times, "result": result})
+def remember_listing(path: Path, listed: Listed, result: str, *, raw: Path) -> None:
+    """Write down what followed from a listing of `raw`; for `recall_listing`.
+
+    Of a family that lists folders without `list_folder`, only the time of `raw` itself is known.
+    """
+    times = listed.times or {str(raw.absolute()): raw.stat().st_mtime_ns}
+    write_json(path, {"folders": times, "result": result, "is_complete": bool(listed.times)})
 
 
-def recall_listing(path: Path) -> str | None:
+def recall_listing(path: Path, *, only_complete: bool = True) -> str | None:
     """Return what followed from a listing, if its folders have the same entries now; None if they are not known.
 
     Asks for each folder, and for no file: a file that was overwritten in place goes unnoticed.
+
+    Args:
+        only_complete: return None if the times of the folders in `raw` were not known.
     """
     try:
         content = parse_json(read_file(path, most_bytes=_MOST_BYTES))
         folders, result = {str(name): int(time) for name, time in content["folders"].items()}, str(content["result"])
+        if only_complete and not content.get("is_complete", True):
+            return None
         with ThreadPoolExecutor(_THREADS) as pool:
             times = list(pool.map(lambda name: Path(name).stat().st_mtime_ns, folders))
     except (OSError, ValueError, TypeError, LookupError, AttributeError):

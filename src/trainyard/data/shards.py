@@ -24,7 +24,17 @@ from loguru import logger
 from trainyard.choice import Choice
 from trainyard.data.array_map import ArrayMap, Part, can_map
 from trainyard.data.hdf5 import ShardError
-from trainyard.data.index import AUDIO, ENCODED_IMAGE, INPUT_PNG, INPUTS, Records, Shard, read_index, read_keys
+from trainyard.data.index import (
+    AUDIO,
+    ENCODED_IMAGE,
+    INPUT_PNG,
+    INPUTS,
+    Records,
+    Shard,
+    hold_packed,
+    read_index,
+    read_keys,
+)
 from trainyard.files import raise_open_files
 from trainyard.text import quote_path
 
@@ -93,6 +103,7 @@ class ShardSet:
             ShardError: no index, another schema, or a shard that is missing or has another size than in the index.
         """
         self.folder = folder
+        self._hold = hold_packed(folder)
         self.index = index = read_index(folder)
         self.fingerprint, self.meta = index.fingerprint, index.meta
         self.count, self.skipped = index.count, index.skipped
@@ -177,7 +188,8 @@ class ShardSet:
         self._verify_checksums(name, ids, out, owners, when=check_crc)
 
     def close(self) -> None:
-        """Release file descriptors and memory maps; a later read opens them again."""
+        """Release file descriptors, memory maps and the data itself; a later read opens the first two again."""
+        self._hold.close()
         self._opened.clear()
         self._maps.clear()
 
@@ -302,19 +314,20 @@ def verify(folder: Path, progress: Callable[[int], object] = lambda bytes_read: 
     Raises:
         ShardError: there is no readable index.
     """
-    index, keys = read_index(folder), read_keys(folder)
-    for shard in index.shards:
-        if not shard.path.is_file():
-            yield Damage(shard.path, "the file", "missing")
-            continue
-        refuse_link_out(shard)
-        found = shard.path.stat().st_size
-        if found != shard.size_bytes:
-            yield Damage(shard.path, "the file", f"{found} bytes, expected {shard.size_bytes}")
-        content = np.memmap(shard.path, dtype=np.uint8, mode="r") if found else np.empty(0, dtype=np.uint8)
-        if hashlib.sha256(content.data).hexdigest() != shard.sha256:
-            yield from _find_damaged_records(shard, index.records, keys, content)
-        progress(found)
+    with hold_packed(folder):
+        index, keys = read_index(folder), read_keys(folder)
+        for shard in index.shards:
+            if not shard.path.is_file():
+                yield Damage(shard.path, "the file", "missing")
+                continue
+            refuse_link_out(shard)
+            found = shard.path.stat().st_size
+            if found != shard.size_bytes:
+                yield Damage(shard.path, "the file", f"{found} bytes, expected {shard.size_bytes}")
+            content = np.memmap(shard.path, dtype=np.uint8, mode="r") if found else np.empty(0, dtype=np.uint8)
+            if hashlib.sha256(content.data).hexdigest() != shard.sha256:
+                yield from _find_damaged_records(shard, index.records, keys, content)
+            progress(found)
 
 
 def _find_damaged_records(

@@ -186,16 +186,25 @@ def _load_torch() -> None:
 
 
 def _train(rank: RankContext, lock: RunLock | None) -> int:
+    from trainyard.data.index import hold_packed
+    from trainyard.train.stop import EXIT_CODES
+
+    try:
+        config = _prepare_data(rank, _make_hook(rank))
+    except StopRequested:
+        return EXIT_CODES[rank.stop.reason]
+    with hold_packed(Path(config.data.path)):  # also while ranks read a copy: a resume may find none
+        return _train_on(config, rank, lock)
+
+
+def _train_on(config: TrainConfig, rank: RankContext, lock: RunLock | None) -> int:
+    """Train on packed data."""
     from trainyard.train import distributed
     from trainyard.train.meters import read_peak_memory_gib
     from trainyard.train.stop import EXIT_CODES, RuntimeLimit
     from trainyard.train.trainer import fit
 
     run, world = rank.run, rank.world
-    try:
-        config = _prepare_data(rank, _make_hook(rank))
-    except StopRequested:
-        return EXIT_CODES[rank.stop.reason]
     minutes = Duration.parse(config.max_runtime).to_minutes() if config.max_runtime else None
     limit = RuntimeLimit(minutes, started=rank.started)
     network = distributed.join(world, run, os.environ)  # the process's own: gloo and NCCL read it
