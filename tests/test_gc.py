@@ -1,17 +1,27 @@
 """What takes disk space: who needs it is told truly, and only what a person names is deleted."""
 
+import errno
+import fcntl
 import json
 import os
 import shlex
 import shutil
+import time
 from pathlib import Path
 
 import pytest
 
+from tests.training import FAMILIES, start
 from trainyard import cli
-from trainyard.files import exclusive_lock
+from trainyard.config.compose import compose
+from trainyard.config.families import load_family
+from trainyard.config.settings import TrainConfig
+from trainyard.data.prepare import pack_raw, prepare_data
+from trainyard.data.shards import ShardSet, verify
+from trainyard.files import LockHeld, exclusive_lock
 from trainyard.runs import manifest
-from trainyard.runs.folder import update_env
+from trainyard.runs.create import create_run
+from trainyard.runs.folder import CONFIG, update_env
 from trainyard.runs.lock import RunLock
 from trainyard.tools import gc
 
@@ -61,18 +71,243 @@ def test_packed_data_name_the_unfinished_runs_that_need_them(place):
 
 
 def test_packed_data_that_only_finished_runs_read_are_needed_by_nobody(place):
-    for name in ("stopped", "submitted"):
+    for name in ("stopped", "submitted", "reader"):
         shutil.rmtree(place / "runs/stripes" / name)
     assert find(place)[str(place / PACKED)].needed_by == ""
 
 
-def test_of_packed_data_elsewhere_only_what_our_runs_read_is_listed(place, tmp_path):
-    """The folder may be shared: what others packed there is not ours to call unneeded."""
+def test_packed_data_outside_the_caches_are_not_listed_whatever_runs_read_them(place, tmp_path):
     shared = Path(shutil.copytree(place / "data", tmp_path / "shared"))
     shutil.rmtree(place / "data")
     for name in ("done", "stopped", "submitted"):
         update_env(place / "runs/stripes" / name, "data", {"path": str(shared / "stripes")})
-    assert [item.name for item in find(place).values() if item.kind == "packed"] == [str(shared / "stripes")]
+    assert not [item.name for item in find(place).values() if "shared" in item.name]
+
+
+def test_a_folder_that_packing_did_not_write_is_not_listed_wherever_it_is(place, tmp_path, capsys):
+    """A run may come from a stranger, and name any folder of ours."""
+    for parent in (tmp_path, place / "data"):
+        for name in ("thesis", "stripes-synthetic-faces", "stripes-synthetic-8-seed0-0123abcd"):
+            (parent / name).mkdir()
+            (parent / name / "index.h5").write_bytes(b"chapters")
+            (parent / name / "chapter.tex").write_bytes(b"x" * 100)
+        update_env(place / "runs/stripes/done", "data", {"path": str(parent / "thesis")})
+        assert not [name for name in find(place) if "thesis" in name or "synthetic" in name]
+        run_gc(capsys, "--delete", "unneeded")
+    assert len(list(tmp_path.rglob("chapter.tex"))) == 6
+
+
+# What a run packed, and what a person did
+
+
+@pytest.fixture
+def raw(tmp_path: Path, packed_by_run: Path) -> Path:
+    """The raw files that a run packed into ./data."""
+    return tmp_path / "raw"
+
+
+@pytest.fixture
+def packed_by_run(place: Path, tmp_path: Path) -> Path:
+    """Data that a run packed into ./data, and no run names."""
+    shutil.rmtree("runs")
+    Path("runs").mkdir()
+    load_family(FAMILIES, "stripes", "pack").synthesize(tmp_path / "raw", count=8, seed=0)
+    return Path(prepare_data(configure(place / "data", f"data.path={tmp_path / 'raw'}"), FAMILIES).data.path)
+
+
+def configure(cache: Path, *options: str) -> TrainConfig:
+    return compose("stripes", [f"data.cache={cache}", *options], FAMILIES)
+
+
+def list_unneeded(place: Path) -> set[str]:
+    return {name for name, item in find(place).items() if item.is_unneeded}
+
+
+def test_what_a_run_packed_is_unneeded_and_the_next_run_packs_it_again(place, raw, packed_by_run, capsys):
+    assert list_unneeded(place) == {str(packed_by_run)}
+    before = {path.name: path.read_bytes() for path in packed_by_run.iterdir()}
+    assert "a run packs the raw files again" in run_gc(capsys, "--delete", "unneeded")
+    assert not packed_by_run.exists()
+    prepare_data(configure(place / "data", f"data.path={raw}"), FAMILIES)
+    assert {path.name: path.read_bytes() for path in packed_by_run.iterdir()} == before
+
+
+def test_half_packed_data_of_a_run_is_unneeded(place, packed_by_run):
+    (packed_by_run / "index.h5").unlink()
+    assert find(place)[str(packed_by_run)].kind == "half-packed"
+    assert list_unneeded(place) == {str(packed_by_run)}
+
+
+def test_data_packed_by_hand_go_only_by_their_name(place, raw, packed_by_run, capsys):
+    prints = pack_raw(configure(place / "data"), raw, place / "data/prints", FAMILIES, workers=1)
+    renamed = packed_by_run.rename(place / "data/mine")
+    for folder in (prints, renamed):
+        assert "by hand" in find(place)[str(folder)].kept_for
+    run_gc(capsys, "--delete", "unneeded")
+    assert prints.is_dir() and renamed.is_dir()
+    run_gc(capsys, "--delete", str(prints))
+    assert not prints.exists() and renamed.is_dir()
+
+
+def lose_folder(raw: Path, packed: Path) -> None:
+    shutil.rmtree(raw)
+
+
+def lose_file(raw: Path, packed: Path) -> None:
+    time.sleep(0.02)  # the clock of files ticks every few milliseconds
+    next(raw.iterdir()).unlink()
+
+
+def add_file(raw: Path, packed: Path) -> None:
+    (packed / "notes.txt").write_text("which prints are bad")
+
+
+@pytest.mark.parametrize("change", [lose_folder, lose_file, add_file])
+def test_packed_data_that_no_run_can_make_again_stay(place, raw, packed_by_run, capsys, change):
+    change(raw, packed_by_run)
+    run_gc(capsys, "--delete", "unneeded")
+    assert (packed_by_run / "index.h5").is_file()
+
+
+def test_what_another_user_owns_is_not_listed(place, packed_by_run):
+    if os.geteuid():
+        pytest.skip("only root can give a file to another user")
+    os.chown(packed_by_run / "shard-00000.h5", 12345, 12345)
+    assert str(packed_by_run) not in find(place)
+    os.chown(packed_by_run / "shard-00000.h5", 0, 0)
+    (listing,) = (place / "data").glob(".*.listing")
+    os.chown(listing, 12345, 12345)  # who may write to a common cache could declare anything unneeded
+    assert str(packed_by_run) in find(place) and not list_unneeded(place)
+
+
+# What is in use
+
+
+def test_data_that_somebody_reads_stay_whatever_is_typed(place, packed_by_run, capsys):
+    name = str(packed_by_run)
+    data = ShardSet(packed_by_run)
+    assert "uses it now" in find(place)[name].kept_for
+    run_gc(capsys, "--delete", "unneeded")
+    assert "a process is reading it now" in run_gc(capsys, "--delete", name, "--force", code=2)
+    assert len(list(verify(packed_by_run))) == 0
+    data.close()
+    run_gc(capsys, "--delete", name)
+    assert not packed_by_run.exists()
+
+
+def test_data_that_are_being_verified_stay(packed_by_run):
+    held = []
+
+    def try_lock(bytes_read: int) -> None:
+        with pytest.raises(LockHeld), exclusive_lock(packed_by_run / "index.h5", wait=False):
+            pass
+        held.append(bytes_read)
+
+    assert not list(verify(packed_by_run, try_lock)) and held
+
+
+def test_data_that_a_run_of_another_folder_of_runs_trains_on_stay(place, raw, packed_by_run, tmp_path, capsys):
+    config = configure(place / "data", f"data.path={raw}", "model.sleep_ms=200", "max_duration=1000st")
+    process = start(create_run(tmp_path / "others", config))
+    try:
+        while not list(tmp_path.glob("others/stripes/*/metrics.jsonl")):
+            assert process.is_alive()
+            time.sleep(0.05)
+        run_gc(capsys, "--delete", "unneeded")
+        assert "is reading it now" in run_gc(capsys, "--delete", str(packed_by_run), "--force", code=2)
+        assert process.is_alive()
+    finally:
+        process.kill()
+        process.join()
+    assert list_unneeded(place) == {str(packed_by_run)}, "the kernel released the lock"
+
+
+def test_synthetic_raw_files_stay_while_they_are_packed(place):
+    found = []
+
+    def look() -> None:
+        found.append(
+            {item.kind: item.kept_for for item in find(place).values() if item.kind in ("drawn", "half-packed")}
+        )
+
+    prepare_data(configure(place / "data", "data.synthetic=8"), FAMILIES, on_shard=look)
+    assert found == [{"drawn": "a process that uses it now", "half-packed": "a process that uses it now"}]
+
+
+def test_nothing_is_deleted_if_one_of_several_things_is_in_use(place, raw, packed_by_run, capsys):
+    prints = pack_raw(configure(place / "data"), raw, place / "data/prints", FAMILIES, workers=1)
+    data = ShardSet(prints)
+    refused = run_gc(capsys, "--delete", str(packed_by_run), "--delete", str(prints), code=2)
+    data.close()
+    assert "Nothing was deleted" in refused and "deleting" not in refused
+    assert (packed_by_run / "index.h5").is_file() and (prints / "index.h5").is_file()
+
+
+def test_everything_is_shown_before_anything_is_deleted(place, raw, packed_by_run):
+    pack_raw(configure(place / "data"), raw, place / "data/prints", FAMILIES, workers=1)
+    items = [item for item in find(place).values() if item.kind == "packed" and item.name != str(place / OTHER)]
+    told = []
+
+    def tell(line: str) -> None:
+        assert all((item.paths[0] / "index.h5").is_file() for item in items)
+        told.append(line)
+
+    assert gc.delete_usage(items, tell) == sum(item.bytes for item in items)
+    assert [line.split()[1] for line in told] == [item.name for item in items] and len(items) == 3
+    assert not any(item.paths[0].exists() for item in items)
+
+
+def test_where_the_file_system_has_no_locks_data_are_read_and_stay(place, packed_by_run, monkeypatch, capsys):
+    def refuse(file: object, how: int) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    ShardSet(packed_by_run).close()
+    assert "cannot be locked" in find(place)[str(packed_by_run)].kept_for
+    run_gc(capsys, "--delete", "unneeded")
+    refused = run_gc(capsys, "--delete", str(packed_by_run), code=2)
+    assert f"rm -r {packed_by_run}" in refused and packed_by_run.is_dir()
+
+
+# What a run that waits needs
+
+
+def test_packed_data_that_a_waiting_run_names_are_needed_by_it(place, packed_by_run, monkeypatch, capsys):
+    for path in (str(packed_by_run), f"data/{packed_by_run.name}"):
+        run = create_run(place / "runs", configure(place / "data", f"data.path={path}"), name="q")
+        monkeypatch.chdir(place.parent)  # a relative path was typed elsewhere
+        assert find(place)[str(packed_by_run)].needed_by == "stripes/q"
+        monkeypatch.chdir(place)
+        assert "needed by stripes/q" in run_gc(capsys, "--delete", str(packed_by_run), code=2)
+        shutil.rmtree(run)
+
+
+def test_what_a_waiting_run_would_pack_is_needed_by_it(place, raw, packed_by_run):
+    (place / "data/twins-0123456789ab").mkdir()  # of another family
+    shutil.copytree(packed_by_run, place / "data/twins-0123456789ab", dirs_exist_ok=True)
+    prepare_data(configure(place / "data", "data.synthetic=8"), FAMILIES)
+    for options in ([f"data.path={raw}"], ["data.synthetic=8"]):
+        run = create_run(place / "runs", configure(place / "data", *options), name="q")
+        needed = {Path(name).name: item.needed_by for name, item in find(place).items()}
+        assert {by for name, by in needed.items() if name.startswith("stripes-")} == {"stripes/q"}
+        assert not needed["twins-0123456789ab"]
+        shutil.rmtree(run)
+
+
+def test_a_run_whose_options_are_damaged_may_need_anything(place, packed_by_run):
+    run = create_run(place / "runs", configure(place / "data"), name="q")
+    (run / CONFIG).write_bytes(b"data: {path: [")
+    items = [item for item in find(place).values() if item.kind == "packed"]
+    assert len(items) == 3 and all("stripes/q" in item.needed_by for item in items)
+
+
+def test_a_checkpoint_that_a_waiting_run_starts_from_stays(place, capsys):
+    kept = manifest.select_checkpoint(manifest.list_checkpoints(Path("runs/stripes/done/checkpoints"))).path
+    older = [path for path in Path("runs/stripes/done/checkpoints").glob("*.ckpt") if path != kept]
+    assert older
+    create_run(place / "runs", configure(place / "data", f"start_from={older[0].absolute()}"), name="q")
+    run_gc(capsys, "--delete", "unneeded")
+    assert older[0].is_file() and older[0].with_suffix(".json").is_file()
 
 
 def test_a_finished_run_keeps_the_checkpoint_of_its_result_and_frees_the_others(place, capsys):
@@ -96,20 +331,37 @@ def test_what_a_run_needs_is_refused_and_the_line_to_type_works(place, capsys):
 
 
 def test_unneeded_deletes_exactly_what_the_list_says_nobody_needs(place, capsys):
-    (place / "data/stripes-synthetic-60-seed0").mkdir()
-    (place / "data/stripes-synthetic-60-seed0/d0-0000.png").write_bytes(b"x" * 100)
-    (place / "data/stripes-half").mkdir()
-    (place / "data/stripes-half/packing.json").write_text("{}")
+    shutil.rmtree("runs")
+    prepare_data(configure(place / "data", "data.synthetic=8"), FAMILIES)
+    shutil.copytree(place / PACKED, place / "data/stripes-0123456789ab")
+    (place / "data/stripes-0123456789ab/index.h5").unlink()
+    shutil.copytree(Path(__file__).parent / "format_1/runs", "runs")
     (place / "runs/stripes/.new-0123").mkdir()
     (place / "runs/stripes/.new-0123/config.yaml").write_text("job: stripes\n")
     os.utime(place / "runs/stripes/.new-0123", (0, 0))
     before = find(place)
-    kinds = {item.kind for item in before.values() if not item.needed_by}
-    assert {"drawn", "half-packed", "leftover", "checkpoints"} <= kinds
+    kinds = {item.kind for item in before.values() if item.is_unneeded}
+    assert kinds == {"drawn", "packed", "leftover", "checkpoints"}
     run_gc(capsys, "--delete", "unneeded")
     after = find(place)
-    assert set(after) == {name for name, item in before.items() if item.needed_by}
-    assert all(item.needed_by for item in after.values())
+    assert after == {name: item for name, item in before.items() if not item.is_unneeded}
+    assert {item.kind for item in after.values()} >= {"half-packed", "packed", "checkpoints"}
+
+
+def test_an_unfinished_run_keeps_the_newest_intact_checkpoint_to_resume_from(place, capsys):
+    folder = place / "runs/stripes/stopped/checkpoints"
+    for step, source in ((5, 4), (6, 4), (7, 4)):
+        data, entry = (folder / f"step-{step:09d}{suffix}" for suffix in (".ckpt", ".json"))
+        shutil.copy(next(folder.glob(f"step-{source:09d}*.ckpt")), data)
+        fields = json.loads(next(folder.glob(f"step-{source:09d}*.json")).read_text())
+        del fields["self_sha256"]
+        fields |= {"step": step, "meta": {**fields["meta"], "best": {"step": 4}, "swa": False}}
+        entry.write_text(json.dumps({**fields, "self_sha256": manifest.hash_fields(fields)}))
+    (folder / "step-000000007.ckpt").write_bytes(b"cut off")
+    assert [one.problem is None for one in manifest.list_checkpoints(folder)][:2] == [False, True]
+    run_gc(capsys, "--delete", "unneeded")
+    steps = [one.step for one in manifest.list_checkpoints(folder)]
+    assert 6 in steps and 5 not in steps
 
 
 def test_checkpoints_of_a_run_that_is_written_to_stay(place, capsys):
@@ -117,6 +369,7 @@ def test_checkpoints_of_a_run_that_is_written_to_stay(place, capsys):
     files = sorted((run / "checkpoints").iterdir())
     with RunLock(run):
         assert "has been writing to this run" in run_gc(capsys, "--delete", f"{run}/checkpoints (older)", code=2)
+        run_gc(capsys, "--delete", "unneeded")
     assert sorted((run / "checkpoints").iterdir()) == files
 
 
@@ -140,11 +393,76 @@ def test_a_link_to_a_folder_is_neither_listed_nor_followed(place, tmp_path):
     assert str(place / "data/linked") not in find(place)
 
 
+LINKED = ("runs/stripes/done/checkpoints", "runs/stripes/done/code", "runs/stripes/done", "runs/stripes")
+
+
+@pytest.mark.parametrize("linked", LINKED)
+def test_nothing_is_deleted_through_a_link_in_a_run_or_to_one(place, tmp_path, capsys, linked):
+    (place / "runs/stripes/done/code").mkdir()
+    (place / "runs/stripes/done/code/x.py").write_text("x = 1\n")
+    (place / "runs/stripes/.new-0123").mkdir()
+    (place / "runs/stripes/.new-0123/precious").write_bytes(b"x" * 100)
+    os.utime(place / "runs/stripes/.new-0123", (0, 0))
+    target = Path(shutil.move(place / linked, tmp_path / "elsewhere"))
+    (place / linked).symlink_to(target)
+    files = {path: path.read_bytes() for path in target.rglob("*") if path.is_file()}
+    run_gc(capsys, "--delete", "unneeded")
+    assert (place / linked).is_symlink()
+    assert {path: path.read_bytes() for path in target.rglob("*") if path.is_file()} == files
+
+
+def test_a_checkpoint_that_is_a_link_leaves_what_it_leads_to(place, tmp_path, capsys):
+    checkpoints = place / "runs/stripes/done/checkpoints"
+    precious = tmp_path / "precious"
+    precious.write_bytes(b"x" * 100)
+    for name in ("step-000000001.ckpt", "step-000000001.json"):
+        (checkpoints / name).symlink_to(precious)
+    run_gc(capsys, "--delete", "unneeded")
+    assert precious.read_bytes() == b"x" * 100
+
+
+def test_a_file_planted_among_checkpoints_does_not_hide_that_the_run_is_written_to(place, capsys):
+    run = Path("runs/stripes/done")
+    (run / "checkpoints/config.yaml").write_text("job: stripes\n")
+    with RunLock(run):
+        assert "has been writing to this run" in run_gc(capsys, "--delete", f"{run}/checkpoints (older)", code=2)
+
+
+def test_links_on_scratch_and_to_the_cache_are_neither_listed_nor_followed(place, tmp_path):
+    precious = tmp_path / "precious"
+    (precious / "0123456789abcdef").mkdir(parents=True)
+    (precious / "0123456789abcdef" / "index.h5").write_bytes(b"x" * 10)
+    (tmp_path / "scratch").mkdir()
+    home = tmp_path / "scratch" / f"trainyard-{os.getuid()}"
+    home.symlink_to(precious)
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache/trainyard").symlink_to(precious)
+    scratch = str(tmp_path / "scratch")
+    assert not [item for item in find(place, TRAINYARD_SCRATCH=scratch).values() if item.kind in ("staged", "cache")]
+    home.unlink()
+    home.mkdir()
+    (home / "0123456789abcdef").symlink_to(precious / "0123456789abcdef")
+    (home / "thesis").mkdir()
+    (home / "thesis/chapter.tex").write_bytes(b"x" * 10)
+    assert not [item for item in find(place, TRAINYARD_SCRATCH=scratch).values() if item.kind in ("staged", "cache")]
+
+
 def test_the_list_is_short_and_ends_with_the_next_command(place, capsys):
     lines = run_gc(capsys).splitlines()
     assert lines[0].split() == ["KIND", "SIZE", "NEEDED", "BY", "NAME"]
     assert lines[-1].startswith("next: trainyard gc --delete ")
     assert "in all; nobody needs" in lines[-2]
+
+
+def test_the_lines_to_type_name_the_folders_that_were_typed(place, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    folders = ["--runs", str(place / "runs"), f"--data={place / 'data'}"]
+    line = run_gc(capsys, *folders).splitlines()[-1].removeprefix("next: trainyard gc ").partition("   (")[0]
+    assert "freed" in run_gc(capsys, *shlex.split(line))
+    refused = run_gc(capsys, *folders, "--delete", str(place / OTHER), code=2)
+    line = refused.partition("trainyard gc ")[2].partition(". Getting")[0]
+    run_gc(capsys, *shlex.split(line))
+    assert not (place / OTHER).exists()
 
 
 def test_an_empty_folder_says_so(tmp_path, monkeypatch, capsys):

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import shlex
 from pathlib import Path
 
 from trainyard.cli.verb import Verbs, add_verb, find_project_folder
@@ -16,9 +17,9 @@ def add_commands(verbs: Verbs) -> None:
     verb = add_verb(verbs, "cluster-check", _check_cluster, "compare a cluster file with the Slurm it describes")
     verb.add_argument("cluster", nargs="?", default="", help="slurm/NAME.yaml, or a path; default: by Slurm's name")
     verb = add_verb(verbs, "gc", _gc, "show what takes disk space and who needs it; delete what is named")
-    mine = "folder of packed data that is yours alone (default: data); repeatable"
+    mine = "cache of packed data, as data.cache of your runs names it (default: data); repeatable"
     verb.add_argument("--data", type=Path, action="append", default=[], metavar="DIR", help=mine)
-    named = "delete this item of the list; repeatable; 'unneeded': all that nobody needs"
+    named = "delete this item of the list; repeatable; 'unneeded': all that nobody needs and a run can make again"
     verb.add_argument("--delete", action="append", default=[], metavar="NAME", help=named)
     verb.add_argument("--force", action="store_true", help="also what a run still needs")
 
@@ -37,9 +38,11 @@ def _gc(args: argparse.Namespace) -> int:
     from trainyard.tools import gc
 
     usages = gc.list_usage(args.runs, data_dirs=args.data or [Path("data")], environ=os.environ)
+    typed = [] if args.runs == Path("runs") else ["--runs", str(args.runs)]
+    command = shlex.join(["trainyard", "gc", *typed, *(f"--data={folder}" for folder in args.data)])
     if not args.delete:
-        print(gc.format_usage(usages))
+        print(gc.format_usage(usages, command))
         return 0
-    freed = gc.delete_usage(gc.select_usage(usages, args.delete, force=args.force), print)
-    print(f"{gc.format_bytes(freed)} freed")
+    chosen = gc.select_usage(usages, args.delete, force=args.force, command=command)
+    print(f"{gc.format_bytes(gc.delete_usage(chosen, print))} freed")
     return 0

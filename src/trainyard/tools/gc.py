@@ -1,25 +1,45 @@
-"""What takes disk space, who still needs it, and deleting what a person names: `trainyard gc`."""
+"""What takes disk space, who still needs it, and deleting what a person names: `trainyard gc`.
+
+Nothing is listed that another user owns, that a link leads to, or that is outside of the run, the cache or the scratch
+it is listed for. `unneeded` takes packed data only if all of this holds:
+
+- It is in a cache that the user names (`--data`; default: ./data). What a run says of other folders only protects them.
+- A run packed it there, and can again: the cache remembers from which raw files (`raw.remember_listing`), they are as
+  they were, and the folder has no other files. Anything else may be the only copy, and goes only by its name.
+- No unfinished run in the folder of runs names it, or has yet to pack data of its family.
+- No process on any machine reads it: readers hold a shared flock on its index (`index.hold_packed`).
+"""
 
 import os
+import re
 import shlex
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
+from trainyard.config.frozen import read_options
+from trainyard.data.index import INDEX, is_index
+from trainyard.data.lossy import LOSS
+from trainyard.data.pack import JOURNAL
+from trainyard.data.raw import recall_listing
 from trainyard.errors import UserError
-from trainyard.files import FlockRefused, LockHeld, exclusive_lock
+from trainyard.files import FlockRefused, LockHeld, exclusive_lock, name_guard
 from trainyard.runs.folder import CONFIG, format_run_name, list_newest_runs, read_env
 from trainyard.runs.history import RunSnapshot, read_run
-from trainyard.runs.lock import RunLock
+from trainyard.runs.lock import LOCK, RunLock
 from trainyard.runs.manifest import list_checkpoints, select_checkpoint
 from trainyard.text import align_columns, join_names, quote_path, suggest_nearest
 
-_INDEX = "index.h5"
-_SYNTHETIC = "-synthetic-"  # in the name of a folder of drawn raw files
 _GIB = 2**30
 _LEFTOVER_AGE_S = 3600  # a run is created within seconds: a younger folder may be one that is being created
+_PACKED_FILE = re.compile(rf"{re.escape(INDEX)}|{JOURNAL}|{LOSS}|shard-\d{{5,9}}\.h5|.*\.partial")
+_SYNTHETIC = re.compile(r"[A-Za-z]\w*-synthetic-\d+-seed\d+-[0-9a-f]{8}(\.partial)?")
+_NEW = re.compile(r"\.new-[0-9a-f]+")
+_STAGED = re.compile(r"[0-9a-f]{16}(\.partial)?")
 
 
 @dataclass(frozen=True)
@@ -29,28 +49,37 @@ class DiskUsage:
     name: str  # what a person types after --delete
     kind: str
     bytes: int
-    needed_by: str  # who still needs it; "" if nobody does
+    needed_by: str  # which unfinished run needs it; "" if none does
     again: str  # how to get it back
     paths: tuple[Path, ...]
+    kept_for: str = ""  # why `unneeded` leaves it although no run needs it; "" if it takes it
+    run: Path | None = None  # whose lock a deletion takes
+    guard: Path | None = None  # an flock that who makes it holds
+    index: Path | None = None  # an flock that who reads it holds
+
+    @property
+    def is_unneeded(self) -> bool:
+        """Whether `unneeded` takes it."""
+        return not self.needed_by and not self.kept_for
 
 
 def list_usage(runs_dir: Path, *, data_dirs: Sequence[Path], environ: Mapping[str, str]) -> list[DiskUsage]:
     """List what Trainyard keeps on this machine's disks, largest first within each kind.
 
-    Reads file sizes, `env.json` and checkpoint manifests; costs one `stat` for each file.
+    Reads file sizes, options and `env.json` of runs, and checkpoint manifests; costs one `stat` for each file, and for
+    each folder of raw files.
 
     Args:
         runs_dir: folder of runs.
-        data_dirs: folders that hold nothing but packed and drawn data of this person. Of packed data elsewhere only
-            what the runs of `runs_dir` read is listed: the rest may be somebody else's.
+        data_dirs: caches of packed and synthetic data.
         environ: for the user's cache folder and scratch.
     """
     runs = [read_run(path) for path in list_newest_runs(runs_dir, None)] if runs_dir.is_dir() else []
-    readers = _find_readers(runs)
-    own = [path for folder in data_dirs if folder.is_dir() for path in folder.absolute().iterdir()]
+    needs = [_find_needs(run) for run in runs if not run.is_done]
+    caches = dict.fromkeys(folder.absolute() for folder in data_dirs if folder.is_dir())
     found = [
-        *(usage for path in sorted({*own, *readers}) for usage in _list_data(path, readers.get(path, []))),
-        *(usage for run in runs for usage in _list_run(run)),
+        *(usage for cache in caches for usage in _list_data(cache, needs)),
+        *(usage for run in runs if _is_below(run.run, runs_dir) for usage in _list_run(run, needs)),
         *_list_leftovers(runs_dir),
         *_list_caches(environ),
     ]
@@ -58,22 +87,34 @@ def list_usage(runs_dir: Path, *, data_dirs: Sequence[Path], environ: Mapping[st
     return sorted((usage for usage in found if usage.bytes), key=lambda usage: (kinds.index(usage.kind), -usage.bytes))
 
 
-def format_usage(usages: Sequence[DiskUsage]) -> str:
-    """Return the list for a terminal: a line for each, a sum, and the next command."""
+def format_usage(usages: Sequence[DiskUsage], command: str = "trainyard gc") -> str:
+    """Return the list for a terminal: a line for each, a sum, and the next command.
+
+    Args:
+        command: as it was typed, without --delete.
+    """
     if not usages:
         return "Nothing here takes space."
     rows = [["KIND", "SIZE", "NEEDED BY", "NAME"]]
-    rows += [[usage.kind, format_bytes(usage.bytes), usage.needed_by or "nobody", usage.name] for usage in usages]
-    free = [usage for usage in usages if not usage.needed_by]
+    rows += [
+        [usage.kind, format_bytes(usage.bytes), usage.needed_by or usage.kept_for or "nobody", usage.name]
+        for usage in usages
+    ]
+    free = [usage for usage in usages if usage.is_unneeded]
     total, unneeded = (format_bytes(sum(usage.bytes for usage in group)) for group in (usages, free))
     lines = [*align_columns(rows), "", f"{total} in all; nobody needs {unneeded} of it."]
     if free:
-        lines.append(f"next: trainyard gc --delete {shlex.quote(free[0].name)}   (several names, or --delete unneeded)")
+        lines.append(f"next: {command} --delete {shlex.quote(free[0].name)}   (several names, or --delete unneeded)")
     return "\n".join(lines)
 
 
-def select_usage(usages: Sequence[DiskUsage], names: Sequence[str], *, force: bool = False) -> list[DiskUsage]:
+def select_usage(
+    usages: Sequence[DiskUsage], names: Sequence[str], *, force: bool = False, command: str = "trainyard gc"
+) -> list[DiskUsage]:
     """Return what a person names; `unneeded` names all that nobody needs.
+
+    Args:
+        command: as it was typed, without --delete.
 
     Raises:
         UserError: a name is none of the list, or names what a run still needs and `force` is not given.
@@ -82,51 +123,42 @@ def select_usage(usages: Sequence[DiskUsage], names: Sequence[str], *, force: bo
     chosen: dict[str, DiskUsage] = {}
     for name in names:
         if name == "unneeded":
-            chosen |= {usage.name: usage for usage in usages if not usage.needed_by}
+            chosen |= {usage.name: usage for usage in usages if usage.is_unneeded}
             continue
         if name not in by_name:
             raise UserError(
-                f"'{name}': nothing of that name takes space.{suggest_nearest(name, by_name)} See: trainyard gc"
+                f"'{name}': nothing of that name takes space.{suggest_nearest(name, by_name)} See: {command}"
             )
         usage = by_name[name]
         if usage.needed_by and not force:
             raise UserError(
                 f"{name}: is needed by {usage.needed_by}. To delete it all the same: "
-                f"trainyard gc --delete {shlex.quote(name)} --force. Getting it back: {usage.again}"
+                f"{command} --delete {shlex.quote(name)} --force. Getting it back: {usage.again}"
             )
         chosen[name] = usage
     return list(chosen.values())
 
 
 def delete_usage(usages: Sequence[DiskUsage], tell: Callable[[str], object]) -> int:
-    """Delete what is listed and return how many bytes that freed.
+    """Tell what will be deleted, delete it, and return how many bytes that freed.
 
-    A run's files are deleted under the run's lock and packed data under the lock of whoever packs them, so what is in
-    use stays.
+    Every lock is taken first, so nothing at all is deleted if anything is in use.
 
     Raises:
-        UserError: something is in use; what came before it in the list is gone.
+        UserError: something is in use, or cannot be deleted.
     """
-    for usage in usages:
-        if usage.kind in ("checkpoints", "code"):
-            with RunLock(next(parent for parent in usage.paths[0].parents if (parent / CONFIG).is_file())):
-                _delete(usage.paths)
-        elif usage.kind in ("packed", "half-packed", "drawn"):
-            (folder,) = usage.paths
-            try:
-                guard = folder.with_name(f".{folder.name.removesuffix('.partial')}.guard")
-                with exclusive_lock(guard, wait=False):
-                    _delete(usage.paths)
-            except LockHeld:
-                raise UserError(f"{folder}: another process is making it now. See: trainyard gc") from None
-            except FlockRefused as error:
-                raise UserError(
-                    f"{folder}: cannot be locked ({error}), so a run may be making it now. If none is: "
-                    f"rm -r {quote_path(folder)}"
-                ) from None
-        else:
+    with ExitStack() as guards:
+        with ExitStack() as readers:
+            for run in dict.fromkeys(usage.run for usage in usages if usage.run):
+                guards.enter_context(RunLock(run))
+            for usage in usages:
+                _take_lock(guards, usage.guard, usage, "another process is making it now")
+                _take_lock(readers, usage.index, usage, "a process is reading it now")
+            for usage in usages:
+                tell(f"deleting {usage.name} ({format_bytes(usage.bytes)}). Getting it back: {usage.again}")
+            _delete([usage.index for usage in usages if usage.index])  # from here on nobody finds the data
+        for usage in usages:  # without open files, which NFS would keep in the folders
             _delete(usage.paths)
-        tell(f"deleted {usage.name} ({format_bytes(usage.bytes)}). Getting it back: {usage.again}")
     return sum(usage.bytes for usage in usages)
 
 
@@ -135,33 +167,119 @@ def format_bytes(count: int) -> str:
     return f"{count / _GIB:.1f} GiB" if count >= _GIB else f"{count / 2**20:.1f} MiB"
 
 
-def _find_readers(runs: Sequence[RunSnapshot]) -> dict[Path, list[RunSnapshot]]:
-    readers: dict[Path, list[RunSnapshot]] = {}
-    for run in runs:
-        data = read_env(run.run).get("data", {})
-        if "path" in data:
-            readers.setdefault(Path(data["path"]).absolute(), []).append(run)
-    return readers
+def _take_lock(locks: ExitStack, path: Path | None, usage: DiskUsage, held: str) -> None:
+    try:
+        if path is not None:
+            locks.enter_context(exclusive_lock(path, wait=False))
+    except LockHeld:
+        raise UserError(f"{usage.name}: {held}. Nothing was deleted. Try again when that has ended.") from None
+    except (FlockRefused, OSError) as error:
+        raise UserError(
+            f"{path}: cannot be locked ({error}), so a process may be using {usage.name}. Nothing was deleted. If none "
+            f"is: rm -r {quote_path(usage.paths[0])}"
+        ) from None
 
 
-def _list_data(path: Path, readers: Sequence[RunSnapshot]) -> Iterator[DiskUsage]:
-    if path.is_symlink() or not path.is_dir() or path.name.startswith("."):
-        return
-    if (path / _INDEX).is_file():
-        names = [format_run_name(run.run) for run in readers if not run.is_done]
-        needed_by = names[0] if len(names) == 1 else f"{len(names)} runs: {join_names(names[:3])}" if names else ""
-        yield _measure(path, "packed", needed_by, again="a run, or trainyard pack, packs the raw files again")
-    elif (path / "packing.json").is_file():
-        yield _measure(path, "half-packed", again="packing starts from the beginning")
-    elif _SYNTHETIC in path.name:
-        yield _measure(path, "drawn", again="the job draws it again; other files, if its generator has changed")
+def _explain_use(*locks: Path) -> str:
+    """Return why `unneeded` leaves what these locks are for; "" if they are free."""
+    try:
+        for lock in locks:
+            if lock.is_file():
+                with exclusive_lock(lock, wait=False):
+                    pass
+    except LockHeld:
+        return "a process that uses it now"
+    except (FlockRefused, OSError):
+        return "only you know: it cannot be locked"
+    return ""
 
 
-def _list_run(run: RunSnapshot) -> Iterator[DiskUsage]:
+# What runs need
+
+
+class _Needs(NamedTuple):
+    """What an unfinished run still reads."""
+
+    run: str
+    paths: list[Path]
+    prefix: str | None  # of the folders in a cache that it may read: what they are packed for is only known later
+
+    def includes(self, path: Path) -> bool:
+        """Return whether the run may read a folder or file."""
+        real = os.path.realpath(path)
+        named = any(  # by a relative path, if the run was started elsewhere
+            Path(os.path.realpath(one)).is_relative_to(real) or (not one.is_absolute() and one.name == path.name)
+            for one in self.paths
+        )
+        return named or (self.prefix is not None and path.name.startswith(self.prefix))
+
+
+def _find_needs(run: RunSnapshot) -> _Needs:
+    """Read what a run needs. Of a run whose options are damaged, that may be anything."""
+    name = format_run_name(run.run)
+    try:
+        options, _ = read_options(run.run / CONFIG)
+    except UserError:
+        return _Needs(f"{name} (its {CONFIG} cannot be read)", [], "")
+    record = {}
+    with suppress(UserError):  # then its options have to do
+        record = read_env(run.run, checked=False)
+    data, family = options.get("data.path"), options.get("family")
+    stated = [data, record.get("data", {}).get("path"), options.get("start_from")]
+    match record:
+        case {"exactness": {"start_from": {"path": path}}}:  # a run's result, which may be another checkpoint now
+            stated.append(path)
+    paths = [Path(path) for path in stated if isinstance(path, str) and path and "\0" not in path]
+    is_packed = any(str(path) == data and is_index(path / INDEX) for path in paths)
+    return _Needs(name, paths, None if is_packed else f"{family}-" if family else "")
+
+
+def _name_needing(path: Path, needs: Sequence[_Needs]) -> str:
+    names = [need.run for need in needs if need.includes(path)]
+    return names[0] if len(names) == 1 else f"{len(names)} runs: {join_names(names[:3])}" if names else ""
+
+
+# What takes space
+
+
+def _list_data(cache: Path, needs: Sequence[_Needs]) -> Iterator[DiskUsage]:
+    listings = [path for path in cache.glob(".*.listing") if path.lstat().st_uid == os.geteuid()]
+    packed_by_runs = {recall_listing(path, only_complete=False) for path in listings}
+    for folder in sorted(cache.iterdir()):
+        if folder.name.startswith(".") or not _is_own_folder(folder):
+            continue
+        names, guard, index = [entry.name for entry in folder.iterdir()], name_guard(folder), None
+        kept_for = _explain_use(guard)
+        has_only_packed = all(_PACKED_FILE.fullmatch(name) for name in names)
+        if is_index(folder / INDEX):
+            kind, index, again = "packed", folder / INDEX, "a run packs the raw files again"
+            kept_for = kept_for or _explain_use(index)
+        elif JOURNAL in names and has_only_packed:
+            kind, again = "half-packed", "packing starts from the beginning"
+        elif _SYNTHETIC.fullmatch(folder.name) and guard.is_file():
+            kind, again = "drawn", "the job draws it again; other files, if its generator has changed"
+        else:
+            continue
+        if kind != "drawn" and not (folder.name in packed_by_runs and has_only_packed):
+            kept_for = kept_for or "only you know: packed by hand, or its raw files changed"
+            again = "trainyard pack, if you have its raw files"
+        needed_by = _name_needing(folder, needs)
+        for usage in _measure(folder, kind, needed_by, again=again):
+            yield replace(usage, kept_for=kept_for, guard=guard, index=index)
+
+
+def _list_run(run: RunSnapshot, needs: Sequence[_Needs]) -> Iterator[DiskUsage]:
     """List a run's checkpoints beyond those that its result and a resume need, and its copy of the code."""
-    found = list_checkpoints(run.run / "checkpoints")
-    kept = {select_checkpoint(found).path, *([] if run.is_done else [found[0].path])} if found else set()
+    found = list_checkpoints(run.run / "checkpoints") if _is_own_folder(run.run / "checkpoints") else []
+    kept = {one.path for one in found if _name_needing(one.path, needs)}
+    if found:
+        kept.add(select_checkpoint(found).path)
+    if found and not run.is_done:  # a resume takes the newest that is intact
+        kept |= {found[0].path, next((one for one in found if one.problem is None), found[0]).path}
     reason = "its result" if run.is_done else "its result and a resume"
+    lock = run.run / LOCK
+    is_free = not os.path.lexists(lock) or (run.owner is not None and run.owner.find_alive(lock) is False)
+    kept_for = "" if is_free else "a process that writes to the run now"
     for label, needed_by, again in (
         ("checkpoints", reason, "no way: train again"),
         ("checkpoints (older)", "", "no way; nothing reads them by itself"),
@@ -169,38 +287,70 @@ def _list_run(run: RunSnapshot) -> Iterator[DiskUsage]:
         group = [one for one in found if (one.path in kept) == bool(needed_by)]
         paths = tuple(path for one in group for path in (one.path, one.path.with_suffix(".json")))
         size = sum(one.bytes for one in group)
-        yield DiskUsage(f"{run.run}/{label}", "checkpoints", size, needed_by, again, paths)
-    if (code := run.run / "code").is_dir():
-        needed_by = "" if run.is_done else format_run_name(run.run)
-        yield _measure(code, "code", needed_by, again="trainyard resume RUN --update-code")
+        if _are_own(paths):
+            name = f"{run.run}/{label}"
+            yield DiskUsage(name, "checkpoints", size, needed_by, again, paths, kept_for=kept_for, run=run.run)
+    needed_by = "" if run.is_done else format_run_name(run.run)
+    for usage in _measure(run.run / "code", "code", needed_by, again="trainyard resume RUN --update-code"):
+        yield replace(usage, kept_for=kept_for, run=run.run)
 
 
 def _list_leftovers(runs_dir: Path) -> Iterator[DiskUsage]:
     """List folders of runs whose creation was interrupted: none can be named, resumed or listed."""
     for path in sorted(runs_dir.glob("*/.new-*")):
-        if time.time() - path.stat().st_mtime >= _LEFTOVER_AGE_S:
-            yield _measure(path, "leftover", again="nothing to get back")
+        if (
+            _NEW.fullmatch(path.name)
+            and _is_below(path, runs_dir)
+            and time.time() - path.stat().st_mtime >= _LEFTOVER_AGE_S
+        ):
+            yield from _measure(path, "leftover", again="nothing to get back")
 
 
 def _list_caches(environ: Mapping[str, str]) -> Iterator[DiskUsage]:
     """List the copies of packed data on this node's scratch, compiled code, and the user's cache folder."""
     scratch = environ.get("TRAINYARD_SCRATCH")
     home = Path(scratch) / f"trainyard-{os.getuid()}" if scratch else None
-    for path in sorted(home.iterdir()) if home and home.is_dir() else ():
+    for path in sorted(home.iterdir()) if home and _is_own_folder(home) else ():
         if path.name == "compiled":
-            yield _measure(path, "cache", again="the next run here compiles again")
-        elif path.is_dir() and not path.name.startswith("."):
+            yield from _measure(path, "cache", again="the next run here compiles again")
+        elif _STAGED.fullmatch(path.name):
             again = "the next run on this node copies it again"
-            yield _measure(path, "staged", "runs on this node that read it", again=again)
+            for usage in _measure(path, "staged", "runs on this node that read it", again=again):
+                index = path / INDEX if is_index(path / INDEX) else None
+                yield replace(usage, guard=path.with_suffix(".lock"), index=index)
     folder = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trainyard"
-    if folder.is_dir():
-        yield _measure(folder, "cache", again="the next make sif fetches Apptainer again, the next run compiles again")
+    again = "the next make sif fetches Apptainer again, the next run compiles again"
+    yield from _measure(folder, "cache", again=again)
 
 
-def _measure(folder: Path, kind: str, needed_by: str = "", *, again: str) -> DiskUsage:
-    """Return what the files below a folder take, of links their own size."""
-    size = sum(entry.lstat().st_size for entry in folder.rglob("*") if not entry.is_dir())
-    return DiskUsage(str(folder), kind, size, needed_by, again, (folder,))
+def _measure(folder: Path, kind: str, needed_by: str = "", *, again: str) -> Iterator[DiskUsage]:
+    """Yield what the files below a folder take, of links their own size; nothing if not all of it is the user's own."""
+    if not _is_own_folder(folder):
+        return
+    size = 0
+    for place, folders, files in os.walk(folder):
+        for name in (*folders, *files):
+            with suppress(FileNotFoundError):  # a process uses it
+                found = os.lstat(Path(place) / name)
+                if found.st_uid != os.geteuid():
+                    return
+                size += found.st_size if name in files else 0
+    yield DiskUsage(str(folder), kind, size, needed_by, again, (folder,))
+
+
+def _is_own_folder(path: Path) -> bool:
+    """Return whether this user owns a folder, which is no link to one."""
+    return path.is_dir() and not path.is_symlink() and _are_own([path])
+
+
+def _are_own(paths: Sequence[Path]) -> bool:
+    return all(path.lstat().st_uid == os.geteuid() for path in paths if os.path.lexists(path))
+
+
+def _is_below(run: Path, runs_dir: Path) -> bool:
+    """Return whether a folder `JOB/RUN` of the user's own is in the folder of runs, and no link to another place."""
+    expected = Path(os.path.realpath(runs_dir)) / run.parent.name / run.name
+    return os.path.realpath(run) == str(expected) and _is_own_folder(run)
 
 
 def _delete(paths: Sequence[Path]) -> None:
