@@ -482,6 +482,22 @@ def test_staged_copies_and_the_cache_are_found(place, tmp_path):
     assert found[str(tmp_path / "cache/trainyard")].bytes == 20
 
 
+def test_a_staged_copy_that_somebody_reads_or_makes_stays_even_with_force(
+    place, packed_by_run, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setenv("TRAINYARD_SCRATCH", str(tmp_path / "scratch"))
+    home = tmp_path / "scratch" / f"trainyard-{os.getuid()}"
+    copy = Path(shutil.copytree(packed_by_run, home / "0123456789abcdef"))
+    partial = Path(shutil.copytree(packed_by_run, home / "fedcba9876543210.partial"))
+    data = ShardSet(copy)
+    assert "is reading it now" in run_gc(capsys, "--delete", str(copy), "--force", code=2)
+    data.close()
+    with exclusive_lock(home / "fedcba9876543210.lock"):
+        assert "is making it now" in run_gc(capsys, "--delete", str(partial), "--force", code=2)
+    run_gc(capsys, "--delete", str(copy), "--delete", str(partial), "--force")
+    assert not copy.exists() and not partial.exists()
+
+
 def test_compiled_code_on_scratch_is_a_cache_that_nobody_needs(place, tmp_path):
     compiled = tmp_path / "scratch" / f"trainyard-{os.getuid()}" / "compiled"
     (compiled / "a100-torch-2.13.0").mkdir(parents=True)

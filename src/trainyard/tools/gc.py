@@ -36,7 +36,7 @@ from trainyard.text import align_columns, join_names, quote_path, suggest_neares
 
 _GIB = 2**30
 _LEFTOVER_AGE_S = 3600  # a run is created within seconds: a younger folder may be one that is being created
-_PACKED_FILE = re.compile(rf"{re.escape(INDEX)}|{JOURNAL}|{LOSS}|shard-\d{{5,9}}\.h5|.*\.partial")
+_PACKED_FILE = re.compile(rf"{re.escape(INDEX)}|{JOURNAL}|{LOSS}|shard-\d{{5,9}}\.h5|\..+\.partial")
 _SYNTHETIC = re.compile(r"[A-Za-z]\w*-synthetic-\d+-seed\d+-[0-9a-f]{8}(\.partial)?")
 _NEW = re.compile(r"\.new-[0-9a-f]+")
 _STAGED = re.compile(r"[0-9a-f]{16}(\.partial)?")
