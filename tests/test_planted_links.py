@@ -56,7 +56,7 @@ def written(created: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str
     return sorted(name for name in list_paths(run) - before if "tfevents" not in name)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_whatever_is_planted_under_a_name_that_a_run_writes_nothing_of_others_changes(
     written: list[str], created: Path, victim: Path, tmp_path: Path
 ):
