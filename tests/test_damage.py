@@ -90,7 +90,7 @@ def open_run(run: Path) -> dict[str, Any]:
         config = configs.thaw(run / "config.yaml", FAMILIES)
         found = checkpoint.load_newest_valid(run / "checkpoints")
         assert found is not None
-        Recorder.rewind(run, found[1]["metrics_position"])
+        Recorder.rewind(run, found[1]["metrics_position"], step=found[0].step)
         data = ShardSet(Path(config.data.path))
         data.close()
         assert data.fingerprint == found[1]["data"]

@@ -155,7 +155,7 @@ def train(
 
     state.model = compute_on_device
     module.predict = predict_on_device  # type: ignore[method-assign]
-    Recorder.rewind(run, metrics_position or 0)
+    Recorder.rewind(run, metrics_position or 0, step=state.progress.step)
     resume_at = None if metrics_position is None else state.progress.step
     with closing(Recorder(run, trackers=(), config={}, resume_at=resume_at)) as recorder:
         unlimited = RuntimeLimit(None, started=0)

@@ -124,7 +124,7 @@ def make_finished_run(folder: Path, **files) -> Path:
     first = open_recorder(run)
     log_start(first, "start", 0)
     write_training(first, 0, 260, positions=positions)
-    Recorder.rewind(run, positions[200])
+    Recorder.rewind(run, positions[200], step=200)
     with closing(open_recorder(run, resume_at=200)) as log:
         log_start(log, "resume", 200)
         write_training(log, 200, STEPS)
@@ -228,7 +228,7 @@ def counted(call):
         return call(*args, **kwargs)
     return wrapper
 os.fsync, os.rename, os.replace = counted(os.fsync), counted(os.rename), counted(os.replace)
-Recorder.rewind(Path(sys.argv[1]), int(sys.argv[3]))
+Recorder.rewind(Path(sys.argv[1]), int(sys.argv[3]), step=10)
 """
     run = new_run(tmp_path)
     with closing(open_recorder(run)) as log:
@@ -249,14 +249,16 @@ Recorder.rewind(Path(sys.argv[1]), int(sys.argv[3]))
 
 
 @pytest.mark.parametrize("offset", [5, 10_000])
-def test_a_rewind_to_where_no_line_ends_is_refused_and_changes_nothing(tmp_path, offset):
+def test_a_rewind_to_where_no_line_ends_keeps_the_lines_up_to_its_step_and_says_what_is_missing(tmp_path, offset):
     run = new_run(tmp_path)
     with closing(open_recorder(run)) as log:
         log.log("train", 10, {"loss": 1.0})
+        end = log.sync()
+        log.log("train", 30, {"loss": 1.0})
     before = (run / "metrics.jsonl").read_bytes()
-    with pytest.raises(UserError, match=rf"metrics\.jsonl: expected a line to end at byte {offset}"):
-        Recorder.rewind(run, offset)
-    assert (run / "metrics.jsonl").read_bytes() == before
+    missing = Recorder.rewind(run, offset, step=20)
+    assert missing.startswith(f"metrics.jsonl has {end} of {offset} bytes: lines after step 10 and up to step 20 are")
+    assert (run / "metrics.jsonl").read_bytes() == before[:end]
 
 
 def test_a_torn_last_line_is_skipped_and_does_not_spoil_the_next(tmp_path):
@@ -316,7 +318,7 @@ def test_tensorboard_shows_each_step_once_after_a_resume_with_what_jsonl_says(tm
     first.log("eval", 200, {"split": "late", "eer": 0.5})  # after the checkpoint: the resumed run does it again
     write_training(first, 200, 260)
     first.close()
-    Recorder.rewind(run, positions[200])
+    Recorder.rewind(run, positions[200], step=200)
     with closing(open_recorder(run, trackers=("tensorboard",), resume_at=200)) as log:
         log.log("eval", 200, {"split": "late", "eer": 0.5})
         write_training(log, 200, STEPS)
@@ -363,7 +365,7 @@ def test_an_attempt_that_starts_from_scratch_leaves_nothing_of_the_previous_one(
     log_start(first, "start", 0)
     write_training(first, 0, 100)
     first.close()
-    Recorder.rewind(run, 0)
+    Recorder.rewind(run, 0, step=0)
     with closing(open_recorder(run, trackers=("tensorboard",))) as log:
         log_start(log, "start", 0)
         write_training(log, 0, 40)

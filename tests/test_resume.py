@@ -2,6 +2,7 @@
 
 import os
 import random
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -20,11 +21,14 @@ from tests.training import (
     train_on_ranks,
     wait_for_lines,
 )
+from trainyard.cli import main
 from trainyard.config import compose as configs
 from trainyard.errors import UserError
 from trainyard.node.rank_task import execute
+from trainyard.runs.changes import find_changes
 from trainyard.runs.create import create_run
 from trainyard.runs.events import read_events, read_metrics
+from trainyard.runs.why import explain_run
 from trainyard.train import checkpoint
 
 
@@ -106,6 +110,72 @@ def test_three_ranks_that_were_stopped_end_as_if_they_had_not_been(micro_batch_s
     assert train_on_ranks(stopped, 3, rendezvous="second") == [0, 0, 0]
     assert find_differences(load_state(whole), load_state(stopped)) == []
     assert read_run_metrics(whole) == read_run_metrics(stopped)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [[], ["--changed-files", "accept"], ["--changed-files", "restore"]])
+@pytest.mark.parametrize("damage", ["cut in a line", "cut after a line", "empty", "gone", "garbled"])
+def test_a_run_without_its_last_metrics_resumes_and_says_which_are_missing(stopped_and_whole, damage, flags, tmp_path):
+    stopped, whole = stopped_and_whole
+    run = Path(shutil.copytree(stopped, tmp_path / "runs" / "stripes" / "cut"))
+    metrics, (newest, *_) = run / "metrics.jsonl", checkpoint.list_checkpoints(run / "checkpoints")
+    before = metrics.read_bytes()
+    end = len(b"".join(before.splitlines(keepends=True)[:4]))
+    if damage == "gone":
+        metrics.unlink()
+    elif damage == "garbled":  # the lengths of lines differ, and so do all offsets
+        metrics.write_bytes(before.replace(b'"lr": ', b'"lr":   '))
+    else:
+        metrics.write_bytes(before[: {"cut in a line": end + 9, "cut after a line": end, "empty": 0}[damage]])
+    if damage == "garbled" and flags != ["--changed-files", "accept"]:
+        assert main(["resume", str(run), "--jobs", str(FAMILIES), *flags]) == 2
+        return
+
+    kept = read_run_metrics(run)
+    if damage != "garbled":
+        assert "is cut short or gone" in explain_run(run)
+    assert main(["resume", str(run), "--jobs", str(FAMILIES), *flags]) == 0
+    assert find_differences(load_state(whole), load_state(run)) == []
+    lines = read_run_metrics(whole)
+    kept = [line for line in kept if line["step"] <= newest.step]
+    assert read_run_metrics(run) == [*kept, *(line for line in lines if line["step"] > newest.step)]
+    (resume,) = [event for event in read_events(run) if event["event"] == "resume"]
+    if damage != "garbled":
+        last = kept[-1]["step"] if kept else 0
+        expected = f"bytes: lines after step {last} and up to step {newest.step} are missing"
+        assert expected in resume["missing"] and resume["missing"] in (run / "report.html").read_text()
+        assert expected in (run / "log").read_text()
+    assert find_changes(run) == []
+
+
+@pytest.mark.slow
+def test_a_run_without_its_last_metrics_resumes_after_further_kills_and_from_an_older_checkpoint(
+    stopped_and_whole, tmp_path
+):
+    stopped, whole = stopped_and_whole
+    run = Path(shutil.copytree(stopped, tmp_path / "runs" / "stripes" / "cut"))
+    (run / "metrics.jsonl").unlink()
+    process = start(run)
+    wait_for_lines(run, 5, process)
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    assert find_changes(run) == []
+    newest, older, *_ = checkpoint.list_checkpoints(run / "checkpoints")
+    newest.path.write_bytes(b"")
+    assert main(["resume", str(run), "--jobs", str(FAMILIES)]) == 0
+    assert list_resumes(run)[-1] == older.step
+    assert find_differences(load_state(whole), load_state(run)) == []
+
+
+@pytest.fixture(scope="module")
+def stopped_and_whole(tmp_path_factory):
+    """A run that was stopped with several checkpoints, and one that was not."""
+    options = ("checkpoint.every=2st", "checkpoint.keep_last=9", "model.sleep_ms=20")
+    root = tmp_path_factory.mktemp("stopped")
+    whole, stopped = new_run(root, *options), new_run(root, *options)
+    assert train(whole) == 0
+    assert stop_after([start(stopped)], stopped, 9) == [85]
+    return stopped, whole
 
 
 @pytest.mark.slow

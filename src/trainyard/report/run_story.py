@@ -172,7 +172,8 @@ class RunStory:
         }
         thinned = f"Curves, rates and times are those of every {self.every}th training line: the run has very many."
         absent[thinned] = self.every > 1
-        return [*self.changes, *(text for text, is_absent in absent.items() if is_absent)]
+        lost = [str(event["missing"]) for event in self.list_current_events() if "missing" in event]
+        return [*self.changes, *lost, *(text for text, is_absent in absent.items() if is_absent)]
 
 
 def describe_ending(event: Line) -> str:

@@ -28,22 +28,16 @@ _MOST_NAMED = 3
 
 
 def describe_files(
-    options: tuple[Mapping[str, Any], Mapping[str, Any]],
-    env: Mapping[str, Any],
-    *,
-    metrics_bytes: int,
-    metrics_sha256: str,
+    options: tuple[Mapping[str, Any], Mapping[str, Any]], env: Mapping[str, Any], metrics: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return what a checkpoint records about its run's files.
 
     Args:
         options: those that the run keeps, and those that may change: what it trains with, not what the file says.
         env: what `select_fixed_env` returns.
-        metrics_bytes: length of the metrics at this checkpoint.
-        metrics_sha256: of that many bytes.
+        metrics: their `bytes` and `sha256` at this checkpoint.
     """
-    metrics = {"bytes": metrics_bytes, "sha256": metrics_sha256}
-    return {"kept": dict(options[0]), "mutable": dict(options[1]), "env": dict(env), "metrics": metrics}
+    return {"kept": dict(options[0]), "mutable": dict(options[1]), "env": dict(env), "metrics": dict(metrics)}
 
 
 class Change(NamedTuple):
@@ -52,6 +46,7 @@ class Change(NamedTuple):
     path: Path
     problem: str
     advice: str  # what to type
+    can_resume: bool = False  # as it is: only lines for readers are missing
 
     def __str__(self) -> str:
         return f"{self.path}: {self.problem} {self.advice}"
@@ -63,7 +58,7 @@ def refuse_changes(run: Path) -> None:
     Raises:
         UserError: says what differs, and what to type to restore or accept it.
     """
-    if found := find_changes(run):
+    if found := [change for change in find_changes(run) if not change.can_resume]:
         raise UserError("\n".join(map(str, found)))
 
 
@@ -134,8 +129,10 @@ def _find_record(run: Path, events: list[Line]) -> dict[str, Any]:
     record: dict[str, Any] = newest.meta.get(FILES, {})
     if not _is_record(record):
         raise UserError(f"{newest.path}: its manifest does not describe files as Trainyard does.")
-    ending = [event for event in events if event.get("event") in (*STARTS, *ENDS)][-1:]
-    final = ending[0].get("metrics") if ending else None  # test scores follow the last checkpoint
+    deciding = (e for e in reversed(events) if e.get("event") in STARTS or (e.get("event") in ENDS and "metrics" in e))
+    last = next(deciding, {"step": -1})
+    # Test scores follow the last checkpoint; a resume may have found fewer lines than it recorded.
+    final = last.get("metrics") if last["step"] >= newest.step else None
     return {**record, "metrics": final} if _is_record({**record, "metrics": final}) else record
 
 
@@ -193,13 +190,17 @@ def _check_metrics(run: Path, record: Mapping[str, Any], accepted: set[str]) -> 
         found, size = _hash_metrics(run, expected["bytes"])
     except OSError as error:
         problem = f"cannot be read: {error.strerror}."
-        return Change(run / METRICS_FILE, problem, "Restore it from a copy, or start a new run.")
+        moved = f"mv {quote_path(run / METRICS_FILE)} {quote_path(f'{run / METRICS_FILE}.old')}"
+        return Change(run / METRICS_FILE, problem, f"Restore it from a copy, or resume without it: {moved}")
     if found == expected["sha256"] or found in accepted:
         return None
-    reason = f"has {size} bytes" if size < expected["bytes"] else f"has SHA-256 {found[:12]}.."
+    if size < expected["bytes"]:
+        problem = f"is cut short or gone: {size} bytes of {expected['bytes']} are there."
+        advice = f"Restore it from a copy; or resume without the lines: trainyard resume {quote_path(run)}"
+        return Change(run / METRICS_FILE, problem, advice, can_resume=True)
     problem = (
         f"was changed: its first {expected['bytes']} bytes had SHA-256 {str(expected['sha256'])[:12]}.. when the run "
-        f"last recorded it, now it {reason}."
+        f"last recorded it, now it has SHA-256 {found[:12]}.."
     )
     return Change(run / METRICS_FILE, problem, _advise(run, {}))
 
@@ -214,7 +215,7 @@ def _hash_kept(options: Mapping[str, Any], record: Mapping[str, Any]) -> str:
 def _hash_metrics(run: Path, count: int) -> tuple[str, int]:
     """Return the SHA-256 of the first `count` bytes of the metrics, and how many there are."""
     digest, size = hashlib.sha256(), 0
-    if count == 0 and not (run / METRICS_FILE).exists():
+    if not (run / METRICS_FILE).exists():
         return digest.hexdigest(), 0
     with open_file(run / METRICS_FILE) as file:
         while chunk := file.read(min(2**20, count - size)):

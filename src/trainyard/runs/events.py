@@ -175,6 +175,21 @@ def read_last_lines(path: Path, most: int) -> list[Line]:
     return [_parse_line(raw, path, number) for number, raw in last]
 
 
+def find_end_of_step(path: Path, step: int) -> tuple[int, int]:
+    """Return where the lines up to a step end in a file of metrics, in bytes, and the step of the last of them.
+
+    Raises:
+        UserError: it cannot be read, or one of these lines is damaged.
+    """
+    end = last = 0
+    with _open_lines(path) as file:
+        for number, raw in enumerate(_split_lines(file), start=1):
+            if (found := _parse_line(raw, path, number)["step"]) > step:
+                break
+            end, last = end + len(raw) + 1, found
+    return end, last
+
+
 @contextmanager
 def _open_lines(path: Path) -> Iterator[BinaryIO]:
     """Open a file of metrics or events; one that does not exist is empty."""

@@ -9,8 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from loguru import logger
 
 from trainyard.errors import UserError
 from trainyard.files import AppendedFile, make_folder_inside, open_atomically, write_atomically
@@ -21,6 +23,7 @@ from trainyard.runs.events import (
     Line,
     drop_torn_tail,
     find_elapsed_s,
+    find_end_of_step,
     read_last_lines,
     read_lines,
 )
@@ -115,31 +118,34 @@ class Recorder:
             tracker.flush()
         return self._metrics.sync()
 
-    @property
-    def metrics_sha256(self) -> str:
-        """SHA-256 of `metrics.jsonl` as it was written."""
-        return self._digest.hexdigest()
+    def describe_metrics(self) -> dict[str, Any]:
+        """Flush to disk; return length in bytes and SHA-256 of `metrics.jsonl` as it was written."""
+        return {"bytes": self.sync(), "sha256": self._digest.hexdigest()}
 
     @staticmethod
-    def rewind(run: Path, offset: int) -> None:
-        """Drop the metrics written after the checkpoint that stored `offset`.
+    def rewind(run: Path, offset: int, *, step: int) -> str:
+        """Drop the metrics written after the checkpoint of `step`, which stored `offset`.
 
+        If no line ends there, because the file was cut short or is gone, what is left of the lines up to `step` stays.
         A kill at any point leaves the old file or the new one.
 
-        Raises:
-            UserError: the file is shorter than `offset`, or no line ends there.
+        Returns:
+            Which lines are missing, as a sentence; "" if none are.
         """
-        path = run / METRICS_FILE
+        path, missing = run / METRICS_FILE, ""
         size = path.stat().st_size if path.exists() else 0
-        if size < offset or (offset and not _has_line_end(path, offset)):
-            raise UserError(
-                f"{path}: expected a line to end at byte {offset}, where the checkpoint says it did; the file "
-                f"has {size} bytes and was changed since. Restore the original, or start a new run."
+        if offset and not _has_line_end(path, offset):
+            end, last = find_end_of_step(path, step)
+            missing = (
+                f"{METRICS_FILE} has {end} of {offset} bytes: lines after step {last} and up to step {step} are "
+                "missing. Weights and further steps are as without this."
             )
+            offset = end
         if size > offset:
             with path.open("rb") as file, open_atomically(path, size_bytes=offset) as head:
                 for left in range(offset, 0, -_BLOCK_BYTES):
                     head.write(file.read(min(left, _BLOCK_BYTES)))
+        return missing
 
     def close(self) -> None:
         """Close the files and finish the trackers."""
@@ -158,7 +164,9 @@ _MOST_OF_A_STEP = 64  # lines: one of training, and one for each evaluated split
 
 
 def _has_line_end(path: Path, offset: int) -> bool:
-    """Return whether a line ends right before this byte, which is after the first and not beyond the end."""
+    """Return whether a line ends right before this byte, which is after the first."""
+    if not path.exists():
+        return False
     with path.open("rb") as file:
         file.seek(offset - 1)
         return file.read(1) == b"\n"
@@ -203,7 +211,8 @@ def open_recorder(context: RunContext, progress: Progress, metrics_position: int
         metrics_position: length of the metrics file at the checkpoint that it resumes from; None without one.
     """
     monitor = describe_monitor(context)
-    Recorder.rewind(context.run, metrics_position or 0)  # without a checkpoint, a killed run starts from scratch
+    # Without a checkpoint, a killed run starts from scratch.
+    missing = Recorder.rewind(context.run, metrics_position or 0, step=progress.step)
     recorder = Recorder(
         context.run,
         trackers=context.config.trackers,
@@ -221,6 +230,9 @@ def open_recorder(context: RunContext, progress: Progress, metrics_position: int
         "host": socket.gethostname(),
         "monitor": monitor,
     }
+    if missing:
+        logger.warning("{}: {}", context.run, missing)
+        fields |= {"missing": missing, "metrics": recorder.describe_metrics()}
     recorder.log("event", progress.step, fields)
     return recorder
 

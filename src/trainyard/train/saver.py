@@ -194,18 +194,13 @@ class Saver:
 
     def _start(self, state: TrainState, recorder: Recorder, *, wait: bool) -> _Write:
         begin = time.perf_counter()
-        step, data = state.progress.step, self._context.data
+        step, data, metrics = state.progress.step, self._context.data, recorder.describe_metrics()
         content = encode_state(
-            state, fingerprint=data.fingerprint, metrics_position=recorder.sync(), artifacts=data.artifacts
+            state, fingerprint=data.fingerprint, metrics_position=metrics["bytes"], artifacts=data.artifacts
         )
         meta: dict[str, Any] = {"epoch": state.progress.epoch, "world_size": self._context.world.world_size}
         meta |= {"best": state.best, "swa": state.swa.count if state.swa is not None and state.swa.refreshed else 0}
-        meta[FILES] = describe_files(
-            list_kept_options(self._context.config),
-            self._env,
-            metrics_bytes=content["metrics_position"],
-            metrics_sha256=recorder.metrics_sha256,
-        )
+        meta[FILES] = describe_files(list_kept_options(self._context.config), self._env, metrics)
         if not wait and self._can_copy(content):
             content = self._copy.take(content)
         best = state.best["step"] if state.best else None

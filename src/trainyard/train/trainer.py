@@ -130,9 +130,8 @@ class Trainer:
             self.saver.close()
         name, why = "done" if reason is Stop.NONE else "stop", reason.name.lower()
         if self.recorder is not None:
-            metrics = {"bytes": self.recorder.sync(), "sha256": self.recorder.metrics_sha256}
             seen = {"epoch": self.state.progress.epoch, "samples_seen": self.state.progress.samples_seen}
-            self._log_event(name, reason=why, metrics=metrics, **seen)
+            self._log_event(name, reason=why, metrics=self.recorder.describe_metrics(), **seen)
         distributed.barrier()  # no rank leaves while another still needs it
         return reason
 
