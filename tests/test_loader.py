@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.images import make_points
+from tests.images import edit_index, make_points
 from trainyard.config.settings import AugmentSettings, DataSettings, ImageSettings, TrainConfig
 from trainyard.data import augment
 from trainyard.data.arrays import BatchMemory
@@ -294,6 +294,22 @@ def test_a_damaged_record_ends_training_with_an_error_that_names_it(packed_copy,
     victim = make_orders()(3).batch(2)[1:2]
     damage_images(data, victim)
     with pytest.raises(ShardError, match=f"image of '{data.read_keys(victim)[0]}' is damaged: its checksum differs"):
+        train(data, 4, decode=decode)
+    assert not list_background_threads()
+
+
+@pytest.mark.parametrize(
+    ("decode", "px"),
+    [("cpu", 60_000), ("cpu", 8), *(pytest.param("dali", 60_000, marks=one.marks) for one in BACK_ENDS[1:])],
+)
+def test_a_shape_that_is_not_that_of_its_record_ends_training_with_an_error_that_names_it(packed_copy, decode, px):
+    victim = make_orders()(3).batch(2)[1]
+    with edit_index(packed_copy) as file:
+        file["records/image/shape"][victim, :2] = px
+    data = ShardSet(packed_copy)
+    (key,), shape = data.read_keys(np.array([victim])), ShardSet(packed_copy).records["image"].shape[victim]
+    said = rf"image of '{key}' is damaged: its header says \d+ x \d+ x 1, the index {px} x {px} x {shape[2]}\."
+    with pytest.raises(ShardError, match=said):
         train(data, 4, decode=decode)
     assert not list_background_threads()
 

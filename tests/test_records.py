@@ -2,6 +2,7 @@
 
 import importlib.util
 import io
+import shutil
 from functools import partial
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from tests.images import edit_index
 from trainyard.config.settings import AudioSettings, AugmentSettings, ImageSettings, TrainConfig
 from trainyard.data import augment
 from trainyard.data.augment import build_neutral, choose_scale, compute_affine, draw, draw_noise, draw_starts
@@ -20,7 +22,7 @@ from trainyard.data.hdf5 import ShardError
 from trainyard.data.loader import Loader, MicroBatch
 from trainyard.data.order import shuffle
 from trainyard.data.pack import PackError, pack
-from trainyard.data.shards import Audio, Loaded, Ragged, Sample, ShardSet
+from trainyard.data.shards import Audio, Loaded, Ragged, Sample, ShardSet, verify
 from trainyard.errors import UserError
 
 HAS_DALI = all(importlib.util.find_spec(name) for name in ("nvidia", "nvidia.dali"))
@@ -132,6 +134,20 @@ def test_evaluation_takes_the_first_frames_of_each_recording_and_repeats_a_short
         assert np.array_equal(micro.batch[name].numpy(), expected)
         assert micro.batch[f"{name}_count"].tolist() == [len(make_wave(i)) for i in range(COUNT)]
     assert "noise" not in micro.batch
+
+
+@pytest.mark.parametrize("decode", BACK_ENDS)
+@pytest.mark.parametrize(("name", "frames"), [("flac", 10_000), ("wav", 150)])
+def test_a_recording_whose_length_is_not_as_stated_ends_reading_with_an_error_that_names_it(
+    packed, tmp_path, decode, name, frames
+):
+    copy = Path(shutil.copytree(packed, tmp_path / "copy"))
+    with edit_index(copy) as file:
+        file[f"records/{name}/shape"][7, 0] = frames
+    said = f"its header says {len(make_wave(7))} x 16000, the index {frames} x 16000"
+    with pytest.raises(ShardError, match=rf"{name} of 'row 7' is damaged: {said}\."):
+        list(make_loader(copy, decode=decode).evaluate(np.arange(COUNT), batch_size=8))
+    assert [(damage.what, damage.reason) for damage in verify(copy)] == [(f"{name} of 'row 7'", said)]
 
 
 @pytest.mark.slow

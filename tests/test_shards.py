@@ -45,6 +45,17 @@ def test_verify_names_exactly_the_record_and_shard_of_a_flipped_bit(packed_copy,
     assert list(verify(packed_copy)) == [Damage(shard, f"{field} of '{key}'", "checksum differs")]
 
 
+@pytest.mark.parametrize("shape", [(60_000, 60_000, 1), (8, 8, 1), (0, 0, 0)])
+def test_verify_names_exactly_the_record_whose_shape_is_not_as_the_index_says(packed_copy, shape):
+    height, width, channels = ShardSet(packed_copy).records["image"].shape[20]
+    with edit_index(packed_copy) as file:
+        file["records/image/shape"][20] = shape
+    (damage,) = verify(packed_copy)
+    assert damage.what.startswith("image of 'anna005-20.")
+    stated = " x ".join(map(str, shape))
+    assert damage.reason == f"its header says {height} x {width} x {channels}, the index {stated}"
+
+
 def test_verify_distinguishes_a_damaged_description_from_damaged_records(packed_copy):
     shard = ShardSet(packed_copy).shards[1].path
     with h5py.File(shard, "r+") as file:

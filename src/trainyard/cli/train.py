@@ -167,8 +167,8 @@ def _resume(args: argparse.Namespace) -> int:
 
 
 def _settle_changed_files(run: Path, wanted: str | None) -> None:
-    for change in changes.find_changes(run) if wanted else ():
-        if not change.can_resume:
+    if wanted:
+        for change in (found for found in changes.find_changes(run) if not found.can_resume):
             logger.warning("{}: {} {}ed", change.path, change.problem, wanted.removesuffix("e"))
     if wanted == "restore":
         changes.restore_files(run)

@@ -52,7 +52,10 @@ def decode(requests: Iterator[Request], *, channels: int, fill: int, threads: in
         for request in requests:
 
             def crop_image(i: int, request: Request = request) -> Tensor:
-                return crop(decode_image(request.records[i], channels), request.parameters.box[i], fill)
+                image_HWC = decode_image(request.records[i], channels)
+                if list(image_HWC.shape[:2]) != request.shapes[i, :2].tolist():
+                    raise ValueError("an image has another size than the index says")  # the loader names it
+                return crop(image_HWC, request.parameters.box[i], fill)
 
             resize_all(crop_image, request, pool, threads)
             yield request, request.out

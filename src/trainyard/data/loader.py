@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -27,6 +27,8 @@ from trainyard.data.store import check_inputs, has_inputs, read_regions
 from trainyard.data.transfer import CopyStream
 from trainyard.errors import UserError
 from trainyard.split import split_batch
+
+Decoded = TypeVar("Decoded")
 
 _UNFINISHED_COPIES = 1  # items that a GPU may still be reading from their buffers when the next one is taken
 _AHEAD_ON_GPU = 1  # micro-batches whose copy to a GPU starts before their turn
@@ -232,14 +234,21 @@ class Loader:
     def _decode_audio(self, name: str, items: Iterator[Item], largest: int) -> Iterator[Item]:
         """Add a crop of each encoded recording."""
         check = self._settings.check_crc
-        requests = ((item, self.data.read_arrays(name, item.ids, check_crc=check)) for item in items)
+        pending: deque[Item] = deque()
+
+        def make_requests() -> Iterator[decode_cpu.AudioRequest]:
+            for item in items:
+                pending.append(item)
+                yield item, self.data.read_arrays(name, item.ids, check_crc=check)
+
+        requests = make_requests()
         if self._decode == "dali":
             from trainyard.data import decode_dali
 
             decoded = decode_dali.decode_audio(requests, threads=self._threads, max_batch_size=largest)
         else:
             decoded = decode_cpu.decode_audio(requests, threads=self._threads)
-        for item, recordings in decoded:
+        for item, recordings in self._name_misfits(name, decoded, pending):
             yield self._add_audio(name, item, recordings)
 
     def _add_audio(self, name: str, item: Item, recordings: list[np.ndarray]) -> Item:
@@ -250,6 +259,8 @@ class Loader:
         if item.epoch is not None:
             start = augment.draw_starts(seed=self._seed, epoch=item.epoch, sample_ids=item.ids, spare=count - frames)
         crops = np.empty((len(recordings), frames), dtype=np.int16)
+        if [len(recording) for recording in recordings] != count.tolist():
+            self.data.refuse_misfits(name, item.ids)
         for row, recording, first in zip(crops, recordings, start.tolist(), strict=True):
             part = recording[first : first + frames]
             row[:] = part if len(part) == frames else np.resize(part, frames)
@@ -302,10 +313,12 @@ class Loader:
 
     def _decode_images(self, items: Iterator[Item], buffers: list[Tensor], largest: int) -> Iterator[Item]:
         """Decode the images of each item into the buffers, one after another and again."""
+        pending: deque[Item] = deque()
 
         def make_requests() -> Iterator[Request]:
             for item, buffer in zip(items, itertools.cycle(buffers), strict=False):
                 assert item.parameters is not None
+                pending.append(item)
                 records = self.data.read_bytes(IMAGE, item.ids, check_crc=self._settings.check_crc)
                 shapes, parameters = self.data.records[IMAGE].shape[item.ids, :3], item.parameters
                 if has_inputs(self.data.records):  # packing has cropped and resized them
@@ -313,9 +326,29 @@ class Loader:
                 out = self._view_images(buffer, item)
                 yield Request(records, shapes, parameters, out, item)
 
-        for request, images in self._run_image_decoder(make_requests(), largest):
+        for request, images in self._name_misfits(IMAGE, self._run_image_decoder(make_requests(), largest), pending):
             request.item.images = images
             yield request.item
+
+    def _name_misfits(self, name: str, decoded: Iterator[Decoded], pending: deque[Item]) -> Iterator[Decoded]:
+        """Yield what a decoder does; if it fails at a record that is not as the index says, name that record.
+
+        Args:
+            pending: items that the decoder has taken and not yet returned, in order; emptied here.
+
+        Raises:
+            ShardError: instead of the decoder's error.
+        """
+        try:
+            for found in decoded:
+                pending.popleft()
+                yield found
+        except UserError:
+            raise
+        except Exception:
+            for item in pending:
+                self.data.refuse_misfits(name, item.ids)
+            raise
 
     def _view_images(self, buffer: Tensor, item: Item) -> Tensor:
         shape = (len(item.ids), *item.size, self._image.channels)

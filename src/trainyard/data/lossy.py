@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from trainyard.config.settings import ImageSettings
+from trainyard.data.headers import read_image_shape
 from trainyard.data.index import IMAGE, INPUT_RAW
 from trainyard.data.shards import Sample, ShardSet
 from trainyard.data.store import InputStore, find_region, name_store
-from trainyard.data.write_shard import read_image_shape
 from trainyard.files import write_atomically
 
 LOSS = "loss.json"

@@ -16,13 +16,13 @@ import crc32c
 import h5py
 import numpy as np
 import simplejpeg
-import soundfile
 from h5py import h5d, h5p, h5s, h5t
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from trainyard.data.hdf5 import NUMBERS
+from trainyard.data.headers import BadRecord, read_audio_shape, read_image_shape
 from trainyard.data.index import ARRAY, AUDIO, ENCODED_IMAGE, IMAGE, PCM, RAGGED
-from trainyard.data.shards import KEY, Audio, BadRecord, Loaded, Ragged, Sample
+from trainyard.data.shards import KEY, Audio, Loaded, Ragged, Sample
 from trainyard.data.store import InputStore, JpegStore, Store, find_region, scale_region
 from trainyard.errors import UserError
 from trainyard.files import DISK_FULL, FORMATS, PACKED_DATA, open_atomically
@@ -306,7 +306,7 @@ def _encode_blob(value: bytes | Ragged | Audio) -> _Blob:
         array = _make_native(value.values, value.values.dtype)
         return _Blob(_view_bytes(array), RAGGED, array.dtype.name, array.shape)
     if isinstance(value.data, bytes):
-        return _Blob(value.data, AUDIO, "uint8", _read_audio_shape(value.data))
+        return _Blob(value.data, AUDIO, "uint8", read_audio_shape(value.data))
     assert value.data.dtype == np.int16 and value.data.ndim == 1, "PCM is (frames,) int16"
     return _Blob(_view_bytes(np.ascontiguousarray(value.data)), PCM, "int16", value.data.shape)
 
@@ -394,34 +394,6 @@ def write_texts(group: h5py.Group, values: Sequence[Any]) -> None:
     encoded = [str(value).encode() for value in values]
     group["blob"] = np.frombuffer(b"".join(encoded), dtype=np.uint8)
     group["offset"] = np.cumsum([0, *map(len, encoded)], dtype=np.int64)
-
-
-def read_image_shape(data: bytes) -> tuple[int, int, int]:
-    """Return height, width and channels.
-
-    Raises:
-        BadRecord: not an image header, or the image is too large.
-    """
-    try:
-        with Image.open(io.BytesIO(data)) as image:  # reads only the header
-            return image.height, image.width, len(image.getbands())
-    except UnidentifiedImageError:
-        raise BadRecord("not an image of a known format") from None
-    except Image.DecompressionBombError as error:
-        raise BadRecord(str(error)) from None
-
-
-def _read_audio_shape(data: bytes) -> tuple[int, int]:
-    """Return frames and rate in Hz; raises BadRecord for anything but frames of 16 bits in one channel."""
-    try:
-        info = soundfile.info(io.BytesIO(data))
-    except soundfile.LibsndfileError as error:
-        raise BadRecord(f"not an audio file of a known format: {error}") from None
-    if info.channels != 1 or info.subtype != "PCM_16" or not info.frames:
-        raise BadRecord(
-            f"{info.frames} frames of {info.channels} channels in {info.subtype}: expected one channel of 16 bits"
-        )
-    return info.frames, info.samplerate
 
 
 def take_image(file: h5py.File) -> bytes:
