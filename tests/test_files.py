@@ -9,9 +9,9 @@ import pytest
 from trainyard.config.families import load_family
 from trainyard.errors import DiskFull, UserError
 from trainyard.files import (
-    AppendedFile,
     create_folder,
     make_folder_inside,
+    name_failed_write,
     remove_partial_folders,
     report_full_disk,
     write_atomically,
@@ -53,11 +53,12 @@ def test_a_folder_appears_when_it_is_complete_and_not_at_all_after_an_error(tmp_
 
 def test_a_write_that_finds_no_room_names_file_size_and_room(tmp_path):
     """/dev/full refuses every write as a full disk does, for any user."""
-    with pytest.raises(DiskFull) as caught, report_full_disk(tmp_path):
-        AppendedFile(Path("/dev/full")).write(b"x" * 3000)
+    with pytest.raises(DiskFull) as caught, report_full_disk(Path("/")), Path("/dev/full").open("ab", 0) as full:
+        with name_failed_write(tmp_path / "log", size_bytes=3000):
+            full.write(b"x" * 3000)
     message = str(caught.value)
-    assert "/dev/full: not written: No space left on device. It needs 3 KiB. " in message
-    assert "are free on the disk of /dev " in message and "\n" not in message
+    assert f"{tmp_path}/log: not written: No space left on device. It needs 3 KiB. " in message
+    assert f"GiB are free on the disk of {tmp_path} " in message and "\n" not in message
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS])
@@ -82,10 +83,9 @@ def test_other_errors_stay_what_they_are(tmp_path):
 
 
 def test_an_atomic_write_that_fails_says_what_it_was_for(tmp_path):
-    (tmp_path / "file").mkdir()
     with pytest.raises(OSError) as caught:
-        write_atomically(tmp_path / "file", "text")
-    assert caught.value.filename == str(tmp_path / "file") and caught.value.__notes__ == ["It needs 1 KiB."]
+        write_atomically(tmp_path / "gone" / "file", "text")
+    assert caught.value.filename == str(tmp_path / "gone" / "file") and caught.value.__notes__ == ["It needs 1 KiB."]
 
 
 @pytest.mark.timeout(20)

@@ -6,11 +6,16 @@ import itertools
 import json
 import math
 import os
+import random
 import re
+import shlex
 import shutil
+import signal
+import subprocess
 import tarfile
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -23,6 +28,7 @@ from trainyard.errors import UserError
 from trainyard.report.run_page import write_report
 from trainyard.runs.changes import find_changes
 from trainyard.runs.create import create_run
+from trainyard.runs.lock import RunLock
 from trainyard.runs.manifest import CheckpointError, list_checkpoints
 from trainyard.train import checkpoint
 
@@ -170,7 +176,7 @@ BOMB = "a: &a [x]\n" + "".join(f"{b}: &{b} [*{a}, *{a}]\n" for a, b in itertools
         ("warm_start: ${oc.env:TRAINYARD_SECRET}", "has a reference to other values"),
         ("_target_: os.mkdir", "there is no option '_target_'"),
         ("optimizer: {_target_: os.mkdir}", "there is no option 'optimizer._target_'"),
-        ("a: " + "[" * 5000, "has too many levels"),
+        ("a: " + "[" * 5000, "not YAML: nested too deeply"),
         ("# " + "x" * 2**20, "larger than 1048576 bytes"),
         ("family: ../../victim", "is not the name of a family"),
         ("seed: 1\nseed: 2", "not YAML: found duplicate key seed"),
@@ -274,6 +280,91 @@ def test_one_strange_run_is_listed_and_the_others_too(run, tmp_path, capsys, nam
     assert "stripes/mine" in output and "stripes/gift" in output
     assert str(run / name) in output or name.startswith("errors")
     main(["why", str(run)])
+
+
+FILES = (
+    *("config.yaml", "env.json", "metrics.jsonl", "events.jsonl", "heartbeat.json", "lock", "lock.guard", "log"),
+    *(".lock.0123456789abcdef", "report.html", "plots", "figures", "samples", "checkpoints", "errors", "ranks"),
+    *("checkpoints/step-000000001.ckpt", "checkpoints/step-000000001.json", "evaluations", "evaluations/one"),
+    *("evaluations/one/evaluation.json", "errors/local-1-rank0.json", "ranks/local-1-rank0.json", "slurm"),
+    *("slurm/submission.json", "slurm/attempts.jsonl", "slurm/cancelled", "code", "tensorboard"),
+)
+
+
+def make_odd(path: Path, kind: str) -> None:
+    """Put something in the place of a file or a folder that no run puts there."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    path.unlink(missing_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    contents = {"empty": b"", "random": random.Random(3).randbytes(999), "nested": b"[" * 30_000, "long": b"9" * 5_000}
+    if kind == "folder":
+        (path / "inner").mkdir(parents=True)
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "link to itself":
+        path.symlink_to(path.name)
+    elif kind == "dangling link":
+        path.symlink_to("/nowhere/at/all")
+    else:
+        path.write_bytes(contents[kind])
+
+
+OTHERS = ("link to itself", "dangling link", "empty", "random", "nested", "long")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["folder", "pipe", *(pytest.param(kind, marks=pytest.mark.long) for kind in OTHERS)])
+def test_whatever_is_in_the_place_of_a_file_of_a_run_stops_no_command_and_hides_no_other_run(
+    gift, tmp_path, capsys, kind
+):
+    """A command that waits for a pipe is interrupted by an alarm, which is an error here."""
+    mine = Path(shutil.copytree(gift, tmp_path / "runs" / "stripes" / "mine"))
+    runs = ["--runs", str(tmp_path / "runs")]
+    for name in FILES:
+        run = Path(shutil.copytree(gift, tmp_path / "runs" / "stripes" / "odd"))
+        make_odd(run / name, kind)
+        with refuse_to_wait(10):
+            for words in (["runs", *runs], ["board", *runs], ["status", *runs]):
+                assert main(words) == 0, (name, words)
+                shown, pages = capsys.readouterr(), mine.parents[1].glob("*.html")
+                assert "stripes/mine" in shown.out + "".join(page.read_text() for page in pages), (name, words)
+            of_run = ("why", "report", "logs", "ckpt verify", "resume --here", "cancel")
+            for words in (*([*words.split(), str(run)] for words in of_run), ["gc", *runs]):
+                assert main([*words, *JOBS]) in (0, 1, 2), (name, words)
+                assert "Traceback" not in capsys.readouterr().err, (name, words)
+        shutil.rmtree(run)
+
+
+@contextmanager
+def refuse_to_wait(seconds: int) -> Iterator[None]:
+    """Raise if the block takes longer."""
+
+    def stop(number: int, frame: object) -> None:
+        raise TimeoutError(f"it took longer than {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe", "link to itself", "dangling link", "random"])
+@pytest.mark.parametrize("name", ["lock", "lock.guard"])
+def test_an_odd_lock_is_refused_with_a_line_that_removes_it(run, kind, name):
+    make_odd(run / name, kind)
+    if name == "lock.guard":
+        make_odd(run / "lock", "random")
+    if (name, kind) != ("lock.guard", "random"):
+        with refuse_to_wait(10), pytest.raises(UserError) as raised, RunLock(run, break_other_host=name != "lock"):
+            pass
+        assert str(raised.value).startswith(f"{run}/{name}: is no")
+        subprocess.run(shlex.split(re.split("delete it: |away: ", str(raised.value))[-1]), check=True)
+    with RunLock(run, break_other_host=True):
+        assert json.loads((run / "lock").read_text())["pid"] == os.getpid()
 
 
 def test_a_run_of_this_test_is_not_strange_by_itself(run):

@@ -103,7 +103,6 @@ def test_each_way_of_writing_leaves_what_a_link_leads_to_alone(victim: Path, tmp
 
 WRITERS = {"write_text", "write_bytes", "touch", "savefig", "symlink_to"}
 OWN_PLACE = {
-    "files.py": "the ways of writing",
     "runs/create.py": "a new folder under a name that nobody can guess",
     "runs/tensor_file.py": "a new file under a name that nobody can guess",
     "train/watchdog.py": "created, or left alone",

@@ -311,7 +311,11 @@ def test_a_killed_run_on_uncompressed_images_ends_as_a_run_on_files_and_predicts
         assert scores[0] == scores[1] and scores[0][0]["eer_all_pairs"] > 0
         assert [one.about["seen_in_training"]["samples"] for one in (on_files, on_packed)] == [32, 32]
         assert main([*words, "evaluation.baseline_pairs=20", "evaluation.bootstrap_draws=0"]) == 0
-        assert {line["system"] for one in read_evaluations(run)[2:] for line in one.lines} == {"run", "BLPOC", "untrained matcher"}
+        assert {line["system"] for one in read_evaluations(run)[2:] for line in one.lines} == {
+            "run",
+            "BLPOC",
+            "untrained matcher",
+        }
     assert np.array_equal(*embedded)
     found = list_usage(tmp_path / "runs", data_dirs=[tmp_path / "cache"], environ={})
     assert sorted(item.name for item in found if item.kind == "packed") == sorted(

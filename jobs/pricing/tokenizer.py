@@ -13,7 +13,7 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors
 
 from trainyard.errors import UserError
-from trainyard.files import parse_json, read_file
+from trainyard.files import load_json, read_file
 
 SPECIAL = ("[PAD]", "[CLS]", "[SEP]", "[UNK]", "[MASK]")
 """Ids 0 to 4. A tokenizer from a file must have the first three by these names, with [PAD] at 0."""
@@ -102,7 +102,7 @@ def _read_sentencepiece(file: Path) -> Tokenizer:
     try:
         read_file(file, most_bytes=_MOST_BYTES)
         settings = file.with_name("tokenizer_config.json")
-        config = parse_json(read_file(settings, most_bytes=2**20)) if settings.is_file() else {}
+        config = load_json(settings, most_bytes=2**20) if settings.is_file() else {}
         if not isinstance(config, dict):
             raise ValueError(f"{settings.name} is not a JSON object")
         options = SimpleNamespace(vocab_file=str(file), add_prefix_space=True, legacy=True)

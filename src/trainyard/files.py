@@ -14,7 +14,7 @@ import stat
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from io import BufferedReader
+from io import BufferedReader, FileIO
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
@@ -65,6 +65,8 @@ def open_atomically(
             every few seconds and worthless after a crash.
         inside: the folder is one of a run's or a sweep's: it is created if it is missing, and must not be a link.
     """
+    if path.is_dir() and not path.is_symlink():
+        raise _make_refusal(path, "regular file")
     partial = name_partial(path).name
     with name_failed_write(path, size_bytes=size_bytes), _open_folder(path.parent, inside=inside) as folder:
         try:
@@ -114,6 +116,8 @@ def make_folder_inside(folder: Path) -> Path:
         UserError: it is a link, through which files would be written elsewhere.
     """
     _refuse_link(folder)
+    if folder.exists() and not folder.is_dir():
+        raise _make_refusal(folder, "folder")
     folder.mkdir(exist_ok=True)
     return folder
 
@@ -123,6 +127,24 @@ def _refuse_link(path: Path) -> None:
         raise UserError(
             f"{path}: is a link, and what is written into it would be elsewhere. Remove it: rm {quote_path(path)}"
         )
+
+
+def _open_to_append(path: Path) -> FileIO:
+    """Open a file at its end, or create it; not through a link, and no pipe, on which opening could wait for ever.
+
+    Raises:
+        UserError: something else is there.
+    """
+    _refuse_link(path)
+    if path.exists() and not path.is_file():
+        raise _make_refusal(path, "regular file")
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+    return FileIO(os.open(path, flags, 0o666), "ab")
+
+
+def _make_refusal(path: Path, expected: str) -> UserError:
+    move = f"mv {quote_path(path)} {quote_path(f'{path}.old')}"
+    return UserError(f"{path}: is no {expected}, and one is to be written there. Move it away: {move}")
 
 
 def remove_partials(folder: Path) -> None:
@@ -193,10 +215,8 @@ class AppendedFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        _refuse_link(path)
         with name_failed_write(path):
-            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-            self._file = os.fdopen(os.open(path, flags, 0o666), "ab", buffering=0)
+            self._file = _open_to_append(path)
 
     def write(self, data: bytes) -> None:
         """Append all of `data`; on a full disk a part of it may be in the file."""
@@ -346,16 +366,45 @@ def read_file(path: Path, *, most_bytes: int) -> bytes:
     return data
 
 
-def parse_json(text: bytes) -> Any:
-    """Parse JSON that may be damaged or hostile.
+def load_json(path: Path, *, most_bytes: int = 2**24) -> Any:
+    """Return what a file of JSON holds that may be another person's.
 
     Raises:
-        ValueError: it is not JSON, or nested too deeply.
+        OSError: as for `read_file`.
+        ValueError: as for `parse_json`.
+    """
+    return parse_json(read_file(path, most_bytes=most_bytes))
+
+
+def parse_json(text: bytes | str, *, parse_float: Callable[[str], float] = float) -> Any:
+    """Parse JSON that may be damaged or hostile.
+
+    Args:
+        parse_float: makes a number of one with a point or an exponent.
+
+    Raises:
+        ValueError: it is not JSON, is nested too deeply, or has a number of thousands of digits.
     """
     try:
-        return json.loads(text)
+        value = json.loads(text, parse_float=parse_float)
     except RecursionError:
         raise ValueError("nested too deeply") from None
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        raise
+    except ValueError:
+        raise ValueError("a number has thousands of digits") from None
+    marks = (b"[", b"{") if isinstance(text, bytes) else ("[", "{")
+    if sum(map(text.count, marks)) > _MOST_LEVELS and _is_deeper(value, _MOST_LEVELS):  # type: ignore[arg-type]
+        raise ValueError("nested too deeply")
+    return value
+
+
+def _is_deeper(value: Any, levels: int) -> bool:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return levels < 0 or any(_is_deeper(one, levels - 1) for one in inner if isinstance(one, dict | list))
+
+
+_MOST_LEVELS = 100
 
 
 def check_format(path: Path, found: object, *, kind: str) -> None:
@@ -498,7 +547,7 @@ def exclusive_lock(guard: Path, *, wait: bool = True) -> Iterator[None]:
         FlockRefused: the file system does not support flock; raised on entry.
         LockHeld: another process holds it, and `wait` is false.
     """
-    with guard.open("a") as file:
+    with _open_to_append(guard) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:

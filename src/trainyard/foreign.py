@@ -15,6 +15,7 @@ from typing import Literal, TypeVar
 from loguru import logger
 
 from trainyard.errors import UserError
+from trainyard.files import parse_json
 from trainyard.text import cut, join_names, quote_path, suggest_nearest
 
 DELIMITERS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "vertical bars"}
@@ -47,6 +48,8 @@ def read_text(path: Path) -> str:
         UserError: it is missing or not UTF-8.
     """
     note_read(path)
+    if path.exists() and not path.is_file():  # opening a pipe would wait for ever
+        raise UserError(f"{path}: cannot be read (it is not a regular file).")
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -89,7 +92,7 @@ def read_json(path: Path, kind: type[T], *, expected: str) -> T:
     except msgspec.DecodeError:  # maybe only of NaN, which JSON has not, or of 1.0 for 1: Python programs write both
         pass
     try:
-        content = json.loads(text, parse_float=_read_float)
+        content = parse_json(text, parse_float=_read_float)
         json.dumps(content, ensure_ascii=False).encode()  # half a surrogate pair could not be stored
         return msgspec.convert(content, kind)
     except msgspec.ValidationError as error:
@@ -97,8 +100,6 @@ def read_json(path: Path, kind: type[T], *, expected: str) -> T:
         what = what.replace("Object missing required field", "has no").replace(", got ", ", found ")
         what = what.replace("Expected", "expected")
         raise UserError(f"{path}: {place.lstrip('.') or 'the content'}: {what}. Expected: {expected}.") from None
-    except RecursionError:
-        raise UserError(f"{path}: not JSON (nested too deeply). Expected: {expected}.") from None
     except ValueError as error:
         raise UserError(f"{path}: not JSON ({error}). Expected: {expected}.") from None
 

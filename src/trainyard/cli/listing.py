@@ -10,13 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml  # type: ignore[import-untyped]
-
 from trainyard.cli.verb import Verbs, add_verb
 from trainyard.config import compose as configs
 from trainyard.config.compose import SCHEMA
 from trainyard.config.families import find_jobs, find_own_families, list_roots
 from trainyard.config.settings import NeedsSettings
+from trainyard.config.yaml_text import load_yaml
 from trainyard.environment import count_visible_gpus, list_gpus
 from trainyard.errors import UserError
 from trainyard.plan.choose_gpu import read_needed_gib
@@ -105,7 +104,7 @@ def _tell_what_it_needs(preset: Path, gpus_gib: list[float]) -> str:
     try:
         needs, synthetic = _read_needs(preset)
         needed_gib = read_needed_gib(NeedsSettings(**needs))
-    except (yaml.YAMLError, OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return BROKEN
     if needed_gib * SHARE_LEFT > max(gpus_gib, default=0.0):
         return f"{needed_gib:g} GB"
@@ -114,7 +113,7 @@ def _tell_what_it_needs(preset: Path, gpus_gib: list[float]) -> str:
 
 def _read_needs(preset: Path) -> tuple[dict[str, Any], int]:
     """Return the group `needs` and `data.synthetic` of a preset. To compose all presets for a list takes seconds."""
-    values = yaml.safe_load(preset.read_text(encoding="utf-8"))
+    values = load_yaml(preset.read_bytes(), preset, error=UserError)
     base = values["defaults"][0]
     needs, synthetic = ({}, 0) if base == SCHEMA else _read_needs(preset.with_name(f"{base}.yaml"))
     return {**needs, **values.get("needs", {})}, values.get("data", {}).get("synthetic", synthetic)

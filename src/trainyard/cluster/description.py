@@ -15,6 +15,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 import yaml  # type: ignore[import-untyped]
 
 from trainyard.cluster.variables import select_for_slurm
+from trainyard.config.yaml_text import MOST_BYTES, compose_yaml
 from trainyard.errors import UserError
 from trainyard.hardware import GPU_TYPES, get_gpu, make_gpu_key
 from trainyard.text import cut, suggest_nearest
@@ -237,20 +238,8 @@ def _parse_yaml(path: Path) -> yaml.Node:
 
 
 def _compose_yaml(path: Path) -> yaml.Node | None:
-    with path.open(encoding="utf-8") as file:
-        try:
-            root: yaml.Node | None = yaml.compose(file, Loader=yaml.SafeLoader)
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise ClusterError(_describe_yaml_error(path, error)) from None
-        except RecursionError:
-            raise ClusterError(f"{path}: not YAML: nested too deeply.") from None
-    return root
-
-
-def _describe_yaml_error(path: Path, error: Exception) -> str:
-    mark = getattr(error, "problem_mark", None)
-    where = f"{path}, line {mark.line + 1}" if mark else str(path)
-    return f"{where}: not YAML: {getattr(error, 'problem', None) or str(error).partition(chr(10))[0]}."
+    with path.open("rb") as file:
+        return compose_yaml(file.read(MOST_BYTES + 1), path, error=ClusterError)
 
 
 def _build_dataclass(kind: type[_T], node: yaml.Node, key: str, **given: Any) -> _T:

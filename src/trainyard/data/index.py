@@ -7,7 +7,6 @@ them, so every byte is checked before HDF5 interprets any. Check by hand: `tail 
 import contextlib
 import fcntl
 import hashlib
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -30,7 +29,7 @@ from trainyard.data.hdf5 import (
     read_string,
     read_texts,
 )
-from trainyard.files import open_file
+from trainyard.files import open_file, parse_json
 from trainyard.text import quote_path
 
 INDEX = "index.h5"
@@ -232,8 +231,8 @@ def _make_header(sha256: str) -> bytes:
 
 def _read_meta(file: h5py.File) -> dict[str, Any]:
     try:
-        meta = json.loads(read_string(file, "meta"))
-    except (RecursionError, json.JSONDecodeError) as error:
+        meta = parse_json(read_string(file, "meta"))
+    except ValueError as error:
         raise make_refusal(Path(file.filename), f"attribute 'meta' is not JSON ({error})") from None
     if not isinstance(meta, dict):
         raise make_refusal(Path(file.filename), "attribute 'meta' is not a JSON object")

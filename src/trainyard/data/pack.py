@@ -38,6 +38,7 @@ from trainyard.files import (
     PACKED_DATA,
     check_format,
     hash_file,
+    load_json,
     remove_partials,
     write_atomically,
 )
@@ -267,14 +268,14 @@ def _read_journal(path: Path) -> dict[str, dict[str, Any]]:
         PackError: it was changed since it was written.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = load_json(path, most_bytes=2**30)
         shards: dict[str, dict[str, Any]] = content["shards"]
         is_intact, found = content["sha256"] == _hash_journal(shards), content["format"]
         for entry in shards.values():
             types = {name: type(value) for name, value in entry.items()}
             is_intact &= types == {"listing": str, "sha256": str, "count": int, "bad": list}
             is_intact &= all(len(pair) == 2 and {*map(type, pair)} == {str} for pair in entry["bad"])
-    except (AttributeError, KeyError, RecursionError, TypeError, ValueError):  # not JSON, or other JSON
+    except (AttributeError, KeyError, OSError, TypeError, ValueError):  # not JSON, or other JSON
         is_intact = False
     if is_intact:
         check_format(path, found, kind=PACKED_DATA)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from trainyard.errors import UserError
-from trainyard.files import parse_json, read_file, write_json
+from trainyard.files import load_json, write_json
 from trainyard.text import compose_letters, join_names
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ def recall_listing(path: Path, *, only_complete: bool = True) -> str | None:
         only_complete: return None if the times of the folders in `raw` were not known.
     """
     try:
-        content = parse_json(read_file(path, most_bytes=_MOST_BYTES))
+        content = load_json(path, most_bytes=_MOST_BYTES)
         folders, result = {str(name): int(time) for name, time in content["folders"].items()}, str(content["result"])
         if only_complete and not content.get("is_complete", True):
             return None

@@ -22,7 +22,7 @@ from trainyard.config.duration import Duration
 from trainyard.config.settings import TrainConfig
 from trainyard.environment import THIS_CODE
 from trainyard.errors import UserError
-from trainyard.files import parse_json, read_file, write_json
+from trainyard.files import load_json, write_json
 from trainyard.hardware import GpuType, Precision, choose_precision, count_cores
 from trainyard.split import BatchSplit, explain_micro_batch, split_batch
 from trainyard.text import quote_path
@@ -265,7 +265,7 @@ def read_cache(job: str, key: str, environ: Mapping[str, str]) -> PredictionCach
 def _extend(predictions: PredictionCache, path: Path) -> None:
     """Add the predictions in a file to those of a cache."""
     try:
-        content = parse_json(read_file(path, most_bytes=_MOST_BYTES))
+        content = load_json(path, most_bytes=_MOST_BYTES)
         names = [{field.name for field in fields(kind)} for kind in (StepConfig, StepPrediction)]
         steps = {
             StepConfig(**{name: line[name] for name in names[0]}): StepPrediction(

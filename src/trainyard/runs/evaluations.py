@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trainyard.errors import UserError
-from trainyard.files import EVALUATION, check_format, parse_json, read_file
+from trainyard.files import EVALUATION, check_format, load_json
 from trainyard.runs.events import METRICS_FILE, Line, read_lines
 from trainyard.text import make_slug
 
@@ -76,7 +76,7 @@ def read_evaluations(run: Path) -> list[Evaluation]:
 
 def _read_about(path: Path) -> Mapping[str, Any]:
     try:
-        about = parse_json(read_file(path, most_bytes=_MOST_BYTES))
+        about = load_json(path, most_bytes=_MOST_BYTES)
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}. Delete its folder, and evaluate again.") from None
     except ValueError as error:

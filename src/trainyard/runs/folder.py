@@ -28,7 +28,7 @@ from trainyard.errors import (
     Vanished,
     is_out_of_memory,
 )
-from trainyard.files import FORMATS, RUN, check_format, parse_json, read_file, write_json
+from trainyard.files import FORMATS, RUN, check_format, load_json, write_json
 from trainyard.masking import mask_text
 from trainyard.runs.manifest import hash_fields
 from trainyard.runs.state import Cause
@@ -80,7 +80,7 @@ def read_env(run: Path, *, checked: bool = True) -> dict[str, Any]:
     """
     path = run / ENV_FILE
     try:
-        record = parse_json(read_file(path, most_bytes=_MOST_ENV_BYTES))
+        record = load_json(path, most_bytes=_MOST_ENV_BYTES)
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}.") from None
     except ValueError as error:

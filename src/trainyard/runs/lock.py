@@ -17,7 +17,7 @@ from typing import Self
 from loguru import logger
 
 from trainyard.errors import UserError
-from trainyard.files import AppendedFile, FlockRefused, exclusive_lock, name_failed_write
+from trainyard.files import AppendedFile, FlockRefused, exclusive_lock, load_json, name_failed_write, open_file
 from trainyard.text import quote_path
 
 LOCK = "lock"
@@ -166,7 +166,8 @@ class RunLock:
             old = read_owner(self._path)
         except UserError:
             # Slurm runs one attempt of a job at a time, and whoever writes all the same finds its lock gone: `check`.
-            if not (self._break_other_host or _is_of_slurm(self._attempt)) or _is_flocked(self._path):
+            may_break = self._break_other_host or _is_of_slurm(self._attempt)
+            if not may_break or self._path.is_dir() or _is_flocked(self._path):
                 raise
             logger.warning(f"{run}: replaced a lock that cannot be read, and that no process on this machine holds")
             return True
@@ -250,7 +251,7 @@ class _SecondName:
     def remove_others(self) -> None:
         """Remove the second names that killed owners left. For the owner alone."""
         for path in self._lock.parent.glob(f".{LOCK}.*"):
-            if path != self._path:
+            if path != self._path and not path.is_dir():
                 path.unlink(missing_ok=True)
 
 
@@ -266,14 +267,14 @@ def _is_same_file(one: Path, other: Path) -> bool:
     """Tell whether both names are of one file: not after the folder was copied, or the lock was written by hand."""
     try:
         return one.samefile(other)
-    except FileNotFoundError:  # released meanwhile
+    except OSError:  # released meanwhile, or a link to itself
         return False
 
 
 def _is_flocked(path: Path) -> bool | None:
     """Tell whether a process on this machine holds an flock on the file; None if the file system does not say."""
     try:
-        with path.open() as file:
+        with open_file(path) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except FileNotFoundError:
         return False
@@ -298,7 +299,7 @@ def release(run: Path) -> None:
     try:
         owner = read_owner(lock)
     except UserError:
-        if _is_flocked(lock):
+        if lock.is_dir() or _is_flocked(lock):
             raise
         logger.info(f"{run}: deleted a lock that cannot be read: the run's Slurm job has ended")
         lock.unlink()
@@ -328,9 +329,15 @@ def read_owner(path: Path) -> Owner | None:
         UserError: the file is not a lock.
     """
     try:
-        return Owner(**json.loads(path.read_text(encoding="utf-8")))
+        return Owner(**load_json(path))
     except FileNotFoundError:
         return None
+    except OSError as error:
+        remove = "rm -r" if path.is_dir() and not path.is_symlink() else "rm"
+        raise UserError(
+            f"{path}: is not a lock: {error.strerror or error}. If nothing writes to the run, delete it: {remove} "
+            f"{quote_path(path)}"
+        ) from None
     except (ValueError, TypeError):
         raise UserError(
             f"{path}: is not a readable lock: its writer is just starting, or died while starting. Try again; "

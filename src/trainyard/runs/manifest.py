@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trainyard.errors import FormatError, UserError
-from trainyard.files import CHECKPOINT, check_format, open_file, parse_json, read_file
+from trainyard.files import CHECKPOINT, check_format, load_json, open_file
 
 DATA_NAME = re.compile(r"step-([0-9]+)(?:-([0-9]+))?\.ckpt")
 MOST = 2**63
@@ -96,7 +96,7 @@ def read_entry(path: Path) -> Entry:
         if path.is_symlink():
             open_file(path)  # raises, and says why
         size = path.stat().st_size
-        manifest = parse_json(read_file(path.with_suffix(".json"), most_bytes=_MOST_BYTES))
+        manifest = load_json(path.with_suffix(".json"), most_bytes=_MOST_BYTES)
         problem = _check_manifest(manifest, path, step=step, size=size)
         if problem is None:
             open_file(path).close()

@@ -1,12 +1,12 @@
 """Reads what was written about a run's last submission: the file decides what a resume executes, and where."""
 
-import json
 import re
 from pathlib import Path
 from typing import Any
 
 from trainyard.cluster.options import OPTIONS, find_problem
 from trainyard.errors import UserError
+from trainyard.files import load_json
 from trainyard.runs.folder import SUBMISSION
 from trainyard.text import quote_path
 
@@ -24,9 +24,9 @@ def read_submission(run: Path) -> dict[str, Any]:
     """
     path = run / SUBMISSION
     try:
-        submission = json.loads(path.read_text(encoding="utf-8"))
+        submission = load_json(path)
     except (OSError, ValueError) as error:
-        problem = f"cannot be read ({error})"
+        problem = f"cannot be read ({getattr(error, 'strerror', None) or error})"
     else:
         problem = _find_problem(submission) if isinstance(submission, dict) else "is not a JSON object"
     if problem:

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from trainyard.errors import FormatError, UserError
-from trainyard.files import FORMATS, SWEEP, check_format
+from trainyard.files import FORMATS, SWEEP, check_format, load_json
 from trainyard.runs.state import ACTIVE, State
 from trainyard.text import find_nearest, join_names
 
@@ -95,11 +95,11 @@ def encode_sweep(sweep: Sweep, root: Path) -> str:
 def _read_sweep(folder: Path, root: Path) -> Sweep:
     path = folder / FILE
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = load_json(path, most_bytes=2**28)
         check_format(path, record["format"], kind=SWEEP)
         elements = [Element(e["index"], tuple(e["overrides"]), root / e["run"]) for e in record["elements"]]
         return Sweep(folder, record["job"], record["axes"], tuple(record["fixed"]), elements)
     except FormatError:
         raise
-    except (ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path}: expected the record of a sweep, found {error!r}. Restore it from a copy.") from None

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from trainyard.errors import UserError
-from trainyard.files import fsync_path, name_failed_write, name_partial, open_file
+from trainyard.files import fsync_path, name_failed_write, name_partial, open_file, parse_json
 
 Array = NDArray[np.float32]
 
@@ -98,7 +98,7 @@ def _map(file: BinaryIO) -> TensorFile:
     with safe_open(f"/dev/fd/{file.fileno()}", "np") as checked:  # refuses a header that does not describe the file
         metadata = checked.metadata() or {}
     length = int.from_bytes(file.read(8), "little")
-    header = json.loads(file.read(length))
+    header = parse_json(file.read(length))
     header.pop(_METADATA, None)
     for name, entry in header.items():
         if entry["dtype"] != _DTYPE or 0 in entry["shape"]:

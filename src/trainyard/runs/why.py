@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
-import yaml  # type: ignore[import-untyped]
-
+from trainyard.config.frozen import read_options
+from trainyard.errors import UserError
 from trainyard.runs.changes import find_changes
 from trainyard.runs.folder import CONFIG, ENV_FILE
 from trainyard.runs.history import Attempt, locate_output_files, read_object, read_stderr
@@ -104,8 +104,11 @@ def _advise(status: Status) -> str:
             more = ", or raise memory_gib_per_gpu in the cluster's file" if status.slurm_job_id else ""
             return f"{resume} data.threads=2 data.prefetch=1{more}"
         case Cause.NOT_FINITE:
-            half_lr = float(yaml.safe_load((status.run / CONFIG).read_text())["optimizer"]["lr"]) / 2
-            return f"start again with a lower learning rate: {restart} optimizer.lr={half_lr:g}"
+            try:
+                half_lr = f"{float(read_options(status.run / CONFIG)[0]['optimizer.lr']) / 2:g}"
+            except (UserError, LookupError, TypeError, ValueError):  # which another line of the answer says
+                half_lr = "NUMBER"
+            return f"start again with a lower learning rate: {restart} optimizer.lr={half_lr}"
         case Cause.DISK_FULL:
             return f"free disk space for {status.run}, then: {resume}"
         case Cause.HUNG:

@@ -19,7 +19,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from trainyard.choice import Choice
 from trainyard.errors import UserError
-from trainyard.files import raise_open_files, write_atomically
+from trainyard.files import load_json, raise_open_files, write_atomically
 from trainyard.text import join_names
 from trainyard.train.stop import Stop
 from trainyard.train.world import World
@@ -320,7 +320,7 @@ def _connect_store(world: World, run: Path) -> tuple[TCPStore, str]:
                 "on a file system that all nodes share?"
             )
         time.sleep(0.05)
-    main = json.loads(address_file.read_text())
+    main = load_json(address_file)
     return TCPStore(main["address"], main["port"], world.world_size, False, timeout=limit), main["address"]
 
 
