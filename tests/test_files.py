@@ -9,9 +9,11 @@ import pytest
 from trainyard.config.families import load_family
 from trainyard.errors import DiskFull, UserError
 from trainyard.files import (
+    copy_folder,
     create_folder,
     make_folder_inside,
     name_failed_write,
+    name_full_disk,
     remove_partial_folders,
     report_full_disk,
     write_atomically,
@@ -59,6 +61,28 @@ def test_a_write_that_finds_no_room_names_file_size_and_room(tmp_path):
     message = str(caught.value)
     assert f"{tmp_path}/log: not written: No space left on device. It needs 3 KiB. " in message
     assert f"GiB are free on the disk of {tmp_path} " in message and "\n" not in message
+
+
+def test_a_write_of_a_family_that_finds_no_room_names_the_folder_that_it_wrote_to(tmp_path):
+    with pytest.raises(DiskFull) as caught, report_full_disk(Path("/")), name_full_disk(tmp_path / "data"):
+        with Path("/dev/full").open("wb", 0) as full:
+            full.write(b"x")
+    message = str(caught.value)
+    assert message.startswith(f"{tmp_path}/data: not written: ") and f"on the disk of {tmp_path} " in message
+
+
+def test_a_copy_that_finds_no_room_names_the_copy_and_not_what_is_copied(tmp_path):
+    """A file is copied to where /dev/full is, which refuses every write as a full disk does."""
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "full").write_bytes(b"x")
+    with pytest.raises(OSError) as caught:
+        copy_folder(tmp_path / "source", tmp_path / "copy", leave_out=lambda name: link(tmp_path / "copy" / name))
+    assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(tmp_path / "copy" / "full"))
+
+
+def link(path: Path) -> bool:
+    path.symlink_to("/dev/full")
+    return False
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS])

@@ -165,7 +165,8 @@ def create_folder(path: Path) -> Iterator[Path]:
     partial = name_partial(path)
     partial.mkdir(parents=True)
     try:
-        yield partial
+        with name_full_disk(path):
+            yield partial
         partial.replace(path)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
@@ -197,7 +198,12 @@ def copy_folder(source: Path, into: Path, *, leave_out: Callable[[str], bool]) -
             copy_folder(path, into / path.name, leave_out=leave_out)
         elif path.is_file():
             found, copied = path.stat(), into / path.name
-            shutil.copyfile(path, copied)
+            try:
+                shutil.copyfile(path, copied)
+            except OSError as error:
+                if error.errno in DISK_FULL:
+                    error.filename = str(copied)  # it names the source
+                raise
             os.utime(copied, ns=(found.st_atime_ns, found.st_mtime_ns))
             copied.chmod(_close(found.st_mode))
         else:
@@ -248,6 +254,26 @@ def name_failed_write(path: Path, *, size_bytes: int = 0) -> Iterator[None]:
         if size_bytes:
             error.add_note(f"It needs {format_size(size_bytes)}.")
         raise
+
+
+@contextlib.contextmanager
+def name_full_disk(folder: Path) -> Iterator[None]:
+    """Make an error of a full disk say that it was the disk of `folder`, if it names no file.
+
+    For blocks in which families and libraries write. Some hide the error number: then a disk without room tells.
+    """
+    try:
+        yield
+    except Exception as error:
+        failed = _find_full_disk(error)
+        if failed is not None:
+            failed.filename = failed.filename or str(folder)
+        elif not isinstance(error, UserError) and shutil.disk_usage(find_existing(folder)).free < _PAGE_BYTES:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder)) from error
+        raise
+
+
+_PAGE_BYTES = 4096  # a failed write leaves less
 
 
 @contextlib.contextmanager

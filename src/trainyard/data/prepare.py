@@ -20,7 +20,14 @@ from trainyard.config.settings import JPEG, KEEP, StoreSettings, TrainConfig
 from trainyard.data.generator import hash_generator
 from trainyard.data.raw import describe_unread, list_once, recall_listing, remember_listing
 from trainyard.errors import UserError
-from trainyard.files import FlockRefused, exclusive_lock, name_guard, remove_partial_folders, remove_partials
+from trainyard.files import (
+    FlockRefused,
+    exclusive_lock,
+    name_full_disk,
+    name_guard,
+    remove_partial_folders,
+    remove_partials,
+)
 from trainyard.foreign import remember_reads
 from trainyard.hardware import count_cores
 from trainyard.text import align_columns, cut, format_override, join_names
@@ -338,7 +345,8 @@ def _synthesize_raw(config: TrainConfig, jobs_dir: Path, hook: Callable[[], None
             remove_partials(unfinished)
             logger.info("synthesizing {} samples into {}{}", config.data.synthetic, raw, _explain_synthesis(raw))
             hooks = {"hook": hook} if "hook" in inspect.signature(synthesize).parameters else {}
-            synthesize(unfinished, count=config.data.synthetic, seed=config.seed, **hooks)
+            with name_full_disk(raw):
+                synthesize(unfinished, count=config.data.synthetic, seed=config.seed, **hooks)
             unfinished.replace(raw)
         yield raw
 

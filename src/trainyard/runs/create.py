@@ -13,7 +13,7 @@ from trainyard.config.compose import freeze
 from trainyard.config.settings import TrainConfig
 from trainyard.environment import NO_VARIABLES, THIS_CODE, collect_environment, find_checkout
 from trainyard.errors import UserError
-from trainyard.files import create_common_folder, limit_writers, share_folder
+from trainyard.files import create_common_folder, limit_writers, name_full_disk, share_folder
 from trainyard.runs.folder import CONFIG, DIFF, check_name, write_env
 from trainyard.text import join_names, quote_path
 
@@ -49,7 +49,7 @@ def create_run(
     for folder in (root, root / config.job):
         create_common_folder(folder, group=group)
     temporary = root / config.job / f".new-{secrets.token_hex(8)}"
-    with limit_writers():
+    with limit_writers(), name_full_disk(temporary.parent):
         temporary.mkdir()
         try:
             freeze(config, temporary / CONFIG)

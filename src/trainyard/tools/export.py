@@ -18,7 +18,7 @@ from trainyard.config.settings import TrainConfig
 from trainyard.data.prepare import is_packed
 from trainyard.data.shards import ShardSet
 from trainyard.errors import UserError
-from trainyard.files import fsync_path
+from trainyard.files import fsync_path, name_full_disk
 from trainyard.runs import pair_scores
 from trainyard.runs.folder import CONFIG
 from trainyard.runs.manifest import Entry
@@ -97,7 +97,8 @@ def export_program(
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as folder:
         partial = Path(folder) / out.name
-        (program.write_onnx if onnx else program.write_torch_export)(traced, partial, texts)
+        with name_full_disk(out.parent):
+            (program.write_onnx if onnx else program.write_torch_export)(traced, partial, texts)
         runtime, compute = (program.open_onnx if onnx else program.open_torch_export)(partial)
         check = Check(len(ids), source, runtime, program.compare(compute, batches), signature.tolerance)
         _refuse_difference(run, check)
