@@ -12,14 +12,17 @@ import shlex
 import shutil
 import signal
 import subprocess
+import sys
 import tarfile
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from loguru import logger
 
 from tests.training import FAMILIES
 from trainyard.cli import main
@@ -28,8 +31,10 @@ from trainyard.errors import UserError
 from trainyard.report.run_page import write_report
 from trainyard.runs.changes import find_changes
 from trainyard.runs.create import create_run
+from trainyard.runs.folder import read_env, write_env
 from trainyard.runs.lock import RunLock
 from trainyard.runs.manifest import CheckpointError, list_checkpoints
+from trainyard.terminal import make_log_printable, say
 from trainyard.train import checkpoint
 
 SECRET = "hunter2-of-the-victim"
@@ -365,6 +370,76 @@ def test_an_odd_lock_is_refused_with_a_line_that_removes_it(run, kind, name):
         subprocess.run(shlex.split(re.split("delete it: |away: ", str(raised.value))[-1]), check=True)
     with RunLock(run, break_other_host=True):
         assert json.loads((run / "lock").read_text())["pid"] == os.getpid()
+
+
+EVIL = "\x1b]0;owned\x07\x1b[2J\x9b31m\r\u202e<script>alert(1)</script>\x7f$\\frac{$"
+"""A title, a cleared screen, red letters, an overwritten line, letters from right to left, HTML and broken TeX."""
+OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+
+@pytest.fixture
+def evil_run(gift: Path, tmp_path: Path) -> Path:
+    """A failed run of a stranger who wrote `EVIL` wherever a text goes."""
+    run = Path(shutil.copytree(gift, tmp_path / "runs" / "stripes" / f"it{EVIL.replace('/', '')}"))
+    options = configs.thaw(run / "config.yaml", FAMILIES)
+    configs.freeze(replace(options, tracking=replace(options.tracking, project=EVIL)), run / "config.yaml")
+    env = read_env(run)
+    write_env(run, env | {"machine": {"host": EVIL, EVIL: EVIL}, "choices": {EVIL: {"value": EVIL, "reason": EVIL}}})
+    time = {"time": "2026-01-02T03:04:05+00:00"}
+    monitor = {"split": EVIL, "metric": EVIL, "mode": "max"}
+    write_lines(
+        run / "metrics.jsonl",
+        {"kind": "train", "step": 1, "loss": 1.0, EVIL: 2.0, "samples_per_s": 1.0, "elapsed_s": 1.0},
+        *({"kind": "eval", "step": step, "split": EVIL, EVIL: 0.5 + step / 9, "elapsed_s": 1.0} for step in (1, 2)),
+    )
+    write_lines(
+        run / "events.jsonl",
+        {"kind": "event", "step": 0, "event": "start", "attempt": "local-1", "host": EVIL, "monitor": monitor, **time},
+        {"kind": "event", "step": 1, "event": EVIL, EVIL: EVIL, **time},
+        {"kind": "event", "step": 2, "event": "failed", "reason": EVIL, **time},
+    )
+    (run / "errors").mkdir()
+    error = {"time": 1e9, "rank": 0, "host": EVIL, "type": EVIL, "message": EVIL, "traceback": EVIL, "cause": EVIL}
+    write_lines(run / "errors" / "local-1-rank0.json", error)
+    write_lines(run / "heartbeat.json", {"time": 1e9, "phase": EVIL, "attempt": "local-1", "step": 1})
+    (run / "log").write_text(f"{EVIL}\n")
+    (run / "figures").mkdir()
+    shutil.copy(Path(__file__).parents[1] / "docs" / "page.png", run / "figures" / f"{EVIL.replace('/', '')}.png")
+    return run
+
+
+def test_text_of_a_strangers_run_reaches_no_terminal_and_no_page_as_anything_but_text(evil_run, tmp_path, capsys):
+    runs = ["--runs", str(tmp_path / "runs")]
+    for words in (["runs", *runs], ["status", *runs], ["board", *runs], ["gc", *runs], ["cancel", str(evil_run)]):
+        main([*words])
+    for words in (
+        ["why"],
+        ["report"],
+        ["logs"],
+        ["status"],
+        ["ckpt", "verify"],
+        ["resume", *JOBS],
+        ["evaluate", *JOBS],
+    ):
+        main([*words, str(evil_run), *(["nowhere"] if words[0] == "evaluate" else [])])
+    main(["report", str(evil_run), str(evil_run), "--out", str(tmp_path / "both.html")])
+    shown = capsys.readouterr()
+    assert OBEYED.findall(shown.out + shown.err) == []
+    assert "owned" in shown.out and "\\x1b]0;owned\\x07" in shown.out
+    pages = [path.read_text() for path in tmp_path.rglob("*.html")]
+    assert len(pages) >= 2
+    for page in pages:
+        assert "<script" not in page and "owned" in page and OBEYED.findall(page) == []
+
+
+def test_a_log_message_and_a_name_that_is_not_utf_8_are_printed_without_control_characters(capsys):
+    say("a\x1b[31m\tb\n\x9b\u202ec", os.fsdecode(b"\xff"))
+    assert capsys.readouterr().out == "a\\x1b[31m\tb\n\\x9b\\u202ec \\udcff\n"
+    make_log_printable()
+    sink = logger.add(sys.stderr, format="{message}")
+    logger.warning("{} says", "a\x1b[31m")
+    logger.remove(sink)
+    assert capsys.readouterr().err == "a\\x1b[31m says\n"
 
 
 def test_a_run_of_this_test_is_not_strange_by_itself(run):

@@ -16,7 +16,7 @@ from tests.run_folders import NOW, RunFolder
 
 ROOT = Path(__file__).resolve().parents[1]
 ORDER = (
-    *("errors", "choice", "text", "files", "foreign", "masking", "tables", "hardware", "split", "scoring"),
+    *("errors", "choice", "text", "terminal", "files", "foreign", "masking", "tables", "hardware", "split", "scoring"),
     *("config", "environment", "measure"),
     *("cluster", "runs", "data", "report", "train", "jobs", "plan", "node", "launch", "tools", "cli", "api"),
 )

@@ -6,6 +6,7 @@ from typing import Any
 
 from trainyard.errors import UserError
 from trainyard.tables import read_table
+from trainyard.terminal import say
 from trainyard.text import compose_letters, quote_path
 
 
@@ -41,15 +42,15 @@ def _check_score_file(args: argparse.Namespace) -> int:
         protocol=None if args.protocol is None else protocols.read_trials(args.protocol),
         asv=None if args.asv is None else protocols.read_asv_rates(args.asv),
     )
-    print(f"{args.file}: {verdict.trials:,} scores in the {form} format")
+    say(f"{args.file}: {verdict.trials:,} scores in the {form} format")
     for fault in verdict.faults:
-        print(f"  WRONG  {fault}")
+        say(f"  WRONG  {fault}")
     for note in verdict.notes:
-        print(f"  note   {note}")
+        say(f"  note   {note}")
     for name, value in verdict.metrics.items():
         text = f"{100 * value:.4f} %" if name.startswith("eer") else f"{value:,.5f}".rstrip("0").rstrip(".")
-        print(f"  {name:<14} {text}")
-    print("not valid: see above" if verdict.faults else "valid, as far as can be checked")
+        say(f"  {name:<14} {text}")
+    say("not valid: see above" if verdict.faults else "valid, as far as can be checked")
     return 1 if verdict.faults else 0
 
 
@@ -75,12 +76,12 @@ def _write_score_file(args: argparse.Namespace) -> int:
         for trial in trials
     ]
     scores.write(args.out, lines, form=args.form)
-    print(
+    say(
         f"{args.out}: {len(lines):,} scores in the {args.form} format. Check it: trainyard score-check "
         f"{quote_path(args.out)}"
     )
     if args.negate:
-        print("High means spoofed in this file; the challenges, and score-check, expect that high means bona fide.")
+        say("High means spoofed in this file; the challenges, and score-check, expect that high means bona fide.")
     return 0
 
 

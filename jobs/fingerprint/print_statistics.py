@@ -17,6 +17,7 @@ from trainyard import scoring
 from trainyard.data.shards import BadRecord, Sample
 from trainyard.errors import UserError
 from trainyard.files import write_atomically
+from trainyard.terminal import say
 from trainyard.text import align_columns
 
 from .baseline import correlate_pairs, normalise_print
@@ -75,10 +76,10 @@ def print_statistics(folders: Sequence[Path], *, synthetic: int, seed: int, dpi:
         sets.append((f"synthetic, seed {seed}", *_open_synthetic(synthetic, seed)))
     if sheet is not None:
         write_atomically(sheet, draw_contact_sheet(seed, range(SHEET_FINGERS), range(1, SHEET_IMPRESSIONS + 1)))
-        print(f"written: {sheet}")
+        say(f"written: {sheet}")
     rows = [_describe_set(name, labels, _measure(images, len(labels))) for name, labels, images in sets]
     if rows:
-        print("\n".join(align_columns([COLUMNS, *rows])))
+        say("\n".join(align_columns([COLUMNS, *rows])))
 
 
 Labels = list[tuple[str, int]]

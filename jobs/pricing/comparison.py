@@ -11,6 +11,7 @@ from trainyard.config.compose import apply_overrides
 from trainyard.errors import UserError
 from trainyard.measure import make_header, write_new
 from trainyard.tables import read_table
+from trainyard.terminal import say
 from trainyard.text import quote_path
 
 from .config import Config
@@ -32,14 +33,14 @@ def compare_baselines(args: argparse.Namespace) -> int:
     pack.log_reading(args.raw, config)
     for fold in range(config.packing.folds):
         rows.append(_score_fold(args, fold, runs.get(fold)))
-        print("  ".join(f"{name} {value:.4g}" for name, value in rows[-1].items()), flush=True)
-    print("SMAPE, mean +- standard deviation over the folds")
+        say("  ".join(f"{name} {value:.4g}" for name, value in rows[-1].items()), flush=True)
+    say("SMAPE, mean +- standard deviation over the folds")
     for name in METHODS:
         values = [row[name] for row in rows if name in row]
         if len(values) == len(rows):
-            print(f"  {name:<28} {np.mean(values):6.2f} +- {np.std(values):.2f}")
+            say(f"  {name:<28} {np.mean(values):6.2f} +- {np.std(values):.2f}")
     result = [make_header("pricing-baseline", _serialize_arguments(args)), *rows]
-    print(f"written: {write_new(args.results, 'pricing-baseline', result)}")
+    say(f"written: {write_new(args.results, 'pricing-baseline', result)}")
     return 0
 
 

@@ -4,6 +4,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from trainyard.terminal import say
+
 
 def add(verbs: Any) -> None:
     """Add `coco-results` and `tinydet-overfit` to trainyard's commands."""
@@ -40,9 +42,9 @@ def _write_results(args: argparse.Namespace) -> int:
     from .results import write_results
 
     count, missing = write_results(args.table, args.out, args.annotations)
-    print(f"{count:,} detections are in {args.out}")
+    say(f"{count:,} detections are in {args.out}")
     if missing:
-        print(f"{len(missing):,} images of {args.annotations} are not in the table, such as {missing[0]}.")
+        say(f"{len(missing):,} images of {args.annotations} are not in the table, such as {missing[0]}.")
     return 0
 
 

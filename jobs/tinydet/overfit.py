@@ -17,6 +17,7 @@ from trainyard.data.loader import MicroBatch
 from trainyard.data.shards import Ragged
 from trainyard.errors import UserError
 from trainyard.measure import make_header, write_new
+from trainyard.terminal import say
 from trainyard.train.module import Batch, DataInfo
 from trainyard.train.step import TrainState, make_optimizer, train_step
 
@@ -45,7 +46,7 @@ def overfit(
         config = make_small_config(variant, tile_px=tile_px, scale=scale)
         for line in record_learning_curve(config, chosen, artifacts, steps=steps, every=max(1, steps // 12)):
             lines.append({"kind": "result", "variant": variant, **line})
-            print(f"{variant:8} " + "  ".join(f"{name} {value:.4g}" for name, value in line.items()), flush=True)
+            say(f"{variant:8} " + "  ".join(f"{name} {value:.4g}" for name, value in line.items()), flush=True)
     options = {"steps": steps, "tile_px": tile_px, "scale": scale, "tiles": [key for key, *_ in chosen]}
     options["objects"] = sum(len(labels) for *_, labels in chosen)
     return write_new(results, "tinydet-overfit", [make_header("tinydet-overfit", options), *lines])

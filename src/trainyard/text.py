@@ -52,6 +52,20 @@ def compose_letters(name: str) -> str:
     return unicodedata.normalize("NFC", name)
 
 
+def make_printable(text: str) -> str:
+    """Return a text with its control characters, all but line ends and tabs, as visible escapes: \\x1b[31m.
+
+    These are what a terminal obeys (C0, C1), what changes the order of letters (bidirectional marks), other line ends,
+    and bytes of file names that are not UTF-8, which cannot be printed.
+    """
+    return _UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+_UNPRINTABLE = re.compile(
+    "[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\\u061c\\u200e\\u200f\\u2028-\\u202e\\u2066-\\u2069\\ud800-\\udfff]"
+)
+
+
 def cut(text: str, width: int) -> str:
     """Cut a text that is longer than `width` characters; ".." marks the cut."""
     return text if len(text) <= width else f"{text[: width - 2]}.."

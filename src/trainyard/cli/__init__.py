@@ -22,6 +22,7 @@ from trainyard.errors import UserError
 from trainyard.files import report_full_disk
 from trainyard.hardware import set_openmp_wait_policy
 from trainyard.runs.state import choose_exit_code
+from trainyard.terminal import make_log_printable, say
 from trainyard.text import find_nearest
 
 
@@ -34,9 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             code = _run_command(argv)
         except SystemExit:  # after --help
-            print(end="", flush=True)
+            say(end="", flush=True)
             raise
-        print(end="", flush=True)
+        say(end="", flush=True)
         return code
     except BrokenPipeError:
         closed = [stream.fileno() for stream in filter(None, (sys.stdout, sys.stderr)) if _is_closed(stream)]
@@ -59,6 +60,7 @@ def _is_closed(stream: TextIO) -> bool:
 def _run_command(argv: Sequence[str] | None) -> int:
     started = time.time()
     set_openmp_wait_policy(os.environ)
+    make_log_printable()
     logger.remove()
     logger.add(sys.stderr, format="{message}", level="INFO")  # a command's messages are nothing but their text
     typed = _join_lists(sys.argv[1:] if argv is None else argv)
@@ -72,12 +74,10 @@ def _run_command(argv: Sequence[str] | None) -> int:
             code: int = arguments.command(arguments)
         return code
     except UserError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        say(f"{type(error).__name__}: {error}", file=sys.stderr)
         return choose_exit_code(error)
     except KeyboardInterrupt:
-        print(
-            "Interrupted. No file is half-written; the same command continues where this one stopped.", file=sys.stderr
-        )
+        say("Interrupted. No file is half-written; the same command continues where this one stopped.", file=sys.stderr)
         return 130
 
 

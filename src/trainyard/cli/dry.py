@@ -23,6 +23,7 @@ from trainyard.plan.resources import Code, Plan, RunRequest
 from trainyard.runs.folder import check_name
 from trainyard.runs.manifest import list_checkpoints
 from trainyard.runs.sweep_file import FOLDER
+from trainyard.terminal import say
 
 if TYPE_CHECKING:
     import numpy as np
@@ -59,8 +60,8 @@ def print_run(run: Path, config: TrainConfig, jobs_dir: Path, *, ranks: int, mem
         "begins": f"at step {saved.step}, from {saved.path.name}" if saved else "at step 0",
         "folder": str(run),
     }
-    print("\n".join(f"{name:<10} {value}" for name, value in rows.items()))
-    print("Nothing was started.", file=sys.stderr)
+    say("\n".join(f"{name:<10} {value}" for name, value in rows.items()))
+    say("Nothing was started.", file=sys.stderr)
     return 0
 
 
@@ -79,7 +80,7 @@ def print_submit(
     place = run / "slurm"
     print_submission(plan, {run: ""}, folder=place, code=code, data=data, packing=packing, after=after, memory=memory)
     if not data.value:
-        print("To submit, this job needs DATA=folder, or SYNTHETIC=1.", file=sys.stderr)
+        say("To submit, this job needs DATA=folder, or SYNTHETIC=1.", file=sys.stderr)
 
 
 def print_sweep(
@@ -139,17 +140,17 @@ def print_submission(
         notes = describe_choices(data, packing=packing, after=after, memory=memory)
     else:
         notes = describe_rows(packing=packing.where if packing else None, memory=memory)
-    print(submit.describe(plan, folder.parent, environ=os.environ, **notes))
+    say(submit.describe(plan, folder.parent, environ=os.environ, **notes))
     if len(runs) > 1:
-        print("\n".join(f"{'run':<11} {run.name}  {own}" for run, own in runs.items()))
+        say("\n".join(f"{'run':<11} {run.name}  {own}" for run, own in runs.items()))
     first = [packing.plan] if packing is not None and packing.plan is not None else []
     packed = [packing_run] if packing_run is not None else list(runs)
     wanted = tuple(job for job in (*(PACKING for job in first), after.job if after is not None else "") if job)
     turns = [*((job, packed, Turn(only_packs=True)) for job in first), (plan, list(runs), Turn(after_done=wanted))]
     for job, trained, turn in turns:
         script = submit.render_batch_script(job, trained, folder=folder, code=code, parallel=parallel, turn=turn)
-        print(f"\n{script}")
-    print("Nothing was submitted.", file=sys.stderr)
+        say(f"\n{script}")
+    say("Nothing was submitted.", file=sys.stderr)
     return 0
 
 

@@ -11,6 +11,7 @@ from trainyard.cli.verb import Verbs, add_trust_option, add_verb
 from trainyard.errors import UserError
 from trainyard.runs import folder as runs
 from trainyard.runs.manifest import Entry, list_checkpoints
+from trainyard.terminal import say
 from trainyard.text import format_duration, format_size
 
 SUFFIXES = {"safetensors": ".safetensors", "torch-export": ".pt2", "onnx": ".onnx"}
@@ -51,15 +52,15 @@ def _export(args: argparse.Namespace) -> int:
     entry, started = _choose_checkpoint(run, args.step), time.monotonic()
     if args.format == "safetensors":
         export_weights(run, entry, out, args.jobs)
-        print(f"step {entry.step} -> {out}")
+        say(f"step {entry.step} -> {out}")
         return 0
     check = export_program(run, entry, out, args.jobs, onnx=args.format == "onnx", samples=args.samples)
-    print(
+    say(
         f"step {entry.step} -> {out} ({format_size(out.stat().st_size)}, {format_duration(time.monotonic() - started)})"
     )
     found = ", ".join(f"{name} {value:.1e}" for name, value in check.differences.items())
-    print(f"{check.runtime} computes what the run does on {check.samples} samples of {check.source}.")
-    print(f"Largest difference, relative above 1: {found}; {check.tolerance:g} is allowed.")
+    say(f"{check.runtime} computes what the run does on {check.samples} samples of {check.source}.")
+    say(f"Largest difference, relative above 1: {found}; {check.tolerance:g} is allowed.")
     return 0
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from trainyard.cli.verb import Verbs, add_verb
 from trainyard.config.families import format_families, list_roots
+from trainyard.terminal import say
 from trainyard.tools.new_family import create_family, list_templates
 
 
@@ -25,9 +26,9 @@ def add_commands(verbs: Verbs) -> None:
 def _create(args: argparse.Namespace) -> int:
     folder = create_family(args.jobs, args.family, args.like)
     jobs = "" if args.jobs == Path("jobs") else f" --jobs {shlex.quote(str(args.jobs))}"
-    print(f"{folder}: {list_templates()[args.like]}")
-    print(f"next: trainyard check-family {args.family}{jobs}")
-    print(f"      trainyard run {args.family} data.path=FOLDER{jobs}")
+    say(f"{folder}: {list_templates()[args.like]}")
+    say(f"next: trainyard check-family {args.family}{jobs}")
+    say(f"      trainyard run {args.family} data.path=FOLDER{jobs}")
     return 0
 
 
@@ -40,12 +41,12 @@ def _check(args: argparse.Namespace) -> int:
     failed = 0
     with tempfile.TemporaryDirectory() as scratch:
         for result in check_family(jobs, name, Path(scratch)):
-            print(f"{'ok    ' if result.passed else 'FAILED'}  {result.name}", flush=True)
+            say(f"{'ok    ' if result.passed else 'FAILED'}  {result.name}", flush=True)
             if not result.passed:
                 failed += 1
-                print(f"        {result.failure}", flush=True)
+                say(f"        {result.failure}", flush=True)
     if failed:
-        print(f"{name}: {failed} failed. CONTRIBUTING.md, 'A new job', says what a family owes.")
+        say(f"{name}: {failed} failed. CONTRIBUTING.md, 'A new job', says what a family owes.")
         return 1
-    print(f"{name} meets the contract.\nnext: trainyard run {name} data.path=FOLDER{format_families(name, jobs)}")
+    say(f"{name} meets the contract.\nnext: trainyard run {name} data.path=FOLDER{format_families(name, jobs)}")
     return 0

@@ -19,6 +19,7 @@ from trainyard.config.yaml_text import load_yaml
 from trainyard.environment import count_visible_gpus, list_gpus
 from trainyard.errors import UserError
 from trainyard.plan.choose_gpu import read_needed_gib
+from trainyard.terminal import say
 from trainyard.text import cut
 
 WIDTH = 99
@@ -75,15 +76,15 @@ def _list_jobs(args: argparse.Namespace) -> int:
     listed: set[str] = set()
     for root, presets in by_root.items():
         if not presets:
-            print(f"{root}: contains no preset (<family>/<preset>.yaml)", file=sys.stderr)
+            say(f"{root}: contains no preset (<family>/<preset>.yaml)", file=sys.stderr)
         answers |= _print_families([file for name, file in presets.items() if name not in listed], gpus_gib)
         listed |= presets.keys()
-    print(f"{AT_ONCE}: on generated data, without a GPU    {WITH_DATA}: make run JOB=... DATA=FOLDER")
+    say(f"{AT_ONCE}: on generated data, without a GPU    {WITH_DATA}: make run JOB=... DATA=FOLDER")
     if BROKEN in answers:
-        print(f"{BROKEN}: trainyard options JOB says what is wrong with the file")
+        say(f"{BROKEN}: trainyard options JOB says what is wrong with the file")
     if answers - {AT_ONCE, WITH_DATA, BROKEN}:
         found = ", ".join(f"{gib:.0f} GB" for gib in gpus_gib) or "none"
-        print(f"GB: of each GPU, and this machine has {found}. On a cluster: make submit JOB=... GPUS=n")
+        say(f"GB: of each GPU, and this machine has {found}. On a cluster: make submit JOB=... GPUS=n")
     return 0
 
 
@@ -92,10 +93,10 @@ def _print_families(presets: Sequence[Path], gpus_gib: list[float]) -> set[str]:
     wide, answers = max((len(file.stem) for file in presets), default=0), set()
     by_family = sorted(presets, key=lambda path: (path.parent.name, path.stem))
     for family, files in itertools.groupby(by_family, key=lambda path: path.parent.name):
-        print(family)
+        say(family)
         for file in files:
             answers.add(answer := _tell_what_it_needs(file, gpus_gib))
-            print(cut(f"  {file.stem:<{wide}}  {answer:<{len(WITH_DATA)}}  {_read_summary(file)}", WIDTH))
+            say(cut(f"  {file.stem:<{wide}}  {answer:<{len(WITH_DATA)}}  {_read_summary(file)}", WIDTH))
     return answers
 
 
@@ -129,7 +130,7 @@ def _read_summary(preset: Path) -> str:
 def _list_options(args: argparse.Namespace) -> int:
     for option in configs.list_options(configs.compose(args.job, args.overrides, args.jobs)):
         choices = f" [{', '.join(option.choices)}]" if option.choices else ""
-        print(f"{option.name}={option.value!s:<{max(1, 44 - len(option.name))}} {option.doc}{choices}")
+        say(f"{option.name}={option.value!s:<{max(1, 44 - len(option.name))}} {option.doc}{choices}")
     return 0
 
 
@@ -155,5 +156,5 @@ def _print_completion(args: argparse.Namespace) -> int:
     preambles = {shell: text.replace("@OWN@", own) for shell, text in _PREAMBLES.items()}
     script = shtab.complete(parser, shell=args.shell, preamble=preambles)
     first, _, rest = script.partition("\n")
-    print(f"{first}\n# To use it: trainyard completion {args.shell} > {COMPLETION_FILES[args.shell]}\n{rest}")
+    say(f"{first}\n# To use it: trainyard completion {args.shell} > {COMPLETION_FILES[args.shell]}\n{rest}")
     return 0

@@ -11,6 +11,7 @@ from trainyard.files import require_writable
 from trainyard.runs import folder as runs
 from trainyard.runs.manifest import list_checkpoints, verify
 from trainyard.runs.state import ExitCode
+from trainyard.terminal import say
 from trainyard.text import format_override, quote_path
 
 
@@ -41,7 +42,7 @@ def _pack(args: argparse.Namespace) -> int:
     config = configs.compose(args.job, args.overrides, args.jobs)
     pack_raw(config, args.raw, args.out, args.jobs, workers=args.workers, shard_mib=args.shard_mib)
     data = format_override("data.path", str(args.out))
-    print(f"next: trainyard run {args.job} {data}{format_families(args.job, args.jobs)}")
+    say(f"next: trainyard run {args.job} {data}{format_families(args.job, args.jobs)}")
     return 0
 
 
@@ -54,8 +55,8 @@ def _verify(args: argparse.Namespace) -> int:
     with tqdm(unit="B", unit_scale=True, desc=f"reading {args.data}", disable=None, leave=False) as bar:
         for damage in verify(args.data, bar.update):
             damaged += 1
-            print(f"{damage.shard}: {damage.what}: {damage.reason}")
-    print(f"{args.data}: {'all records are as they were packed' if not damaged else f'{damaged} damaged'}")
+            say(f"{damage.shard}: {damage.what}: {damage.reason}")
+    say(f"{args.data}: {'all records are as they were packed' if not damaged else f'{damaged} damaged'}")
     return ExitCode.FAILED if damaged else 0
 
 
@@ -69,7 +70,7 @@ def _run_ckpt(args: argparse.Namespace) -> int:
         problem = verify(entry) if args.what == "verify" else entry.problem
         damaged += problem is not None
         best = " best" if (entry.meta.get("best") or {}).get("step") == entry.step else ""
-        print(f"{entry.path.name}  {entry.bytes / 2**20:9.1f} MiB  {problem or 'ok'}{best}")
+        say(f"{entry.path.name}  {entry.bytes / 2**20:9.1f} MiB  {problem or 'ok'}{best}")
     return ExitCode.FAILED if damaged else 0
 
 
@@ -84,12 +85,12 @@ def _write_report(args: argparse.Namespace) -> int:
             raise UserError(f"--out {page}: is a folder. Name the file: --out {page / PAGE}")
         require_writable(page.parent, flag="--out" if args.out else "--runs")
         page.parent.mkdir(parents=True, exist_ok=True)
-        print(write_comparison(found, page))
-        print(f"next: open {quote_path(page)}")
+        say(write_comparison(found, page))
+        say(f"next: open {quote_path(page)}")
         return 0
     (run,) = found
     if args.out:
         raise UserError(f"--out {args.out}: is for the page of several runs; that of one run is {run}/report.html.")
     report = write_report(run)
-    print(format_summary(run, next_commands=[f"open {quote_path(report)}"]))
+    say(format_summary(run, next_commands=[f"open {quote_path(report)}"]))
     return 0

@@ -35,6 +35,7 @@ from trainyard.plan.memory import (
 )
 from trainyard.plan.resources import Plan, RunRequest
 from trainyard.plan.screen import CPU, PlanInputs, describe_plan, format_submit_command, list_changes
+from trainyard.terminal import say
 from trainyard.text import suggest_nearest
 
 USUAL_CARDS = ("p100-16-pcie", "2080ti", "a5000", "a100-40-sxm", "a100-80-sxm", "h200")
@@ -60,7 +61,7 @@ def _plan(args: argparse.Namespace) -> int:
     cluster = clusters.find_cluster(args.cluster, find_project_folder("slurm"), None) if args.cluster else None
     cards = _choose_cards(args.hw, cluster)
     if args.all:
-        print("\n".join(_tabulate(args, cluster, cards)))
+        say("\n".join(_tabulate(args, cluster, cards)))
         return 0
     if not args.job or args.stored:
         wrong = "--stored: expected with --all" if args.stored else "plan: expected a job"
@@ -73,9 +74,9 @@ def _plan(args: argparse.Namespace) -> int:
         [card for card in cards.values() if card is not CPU],
         gpus=args.gpus,
         environ=os.environ,
-        announce=lambda: print(f"{config.job}: predicting its memory on these cards, once ...", file=sys.stderr),
+        announce=lambda: say(f"{config.job}: predicting its memory on these cards, once ...", file=sys.stderr),
     )
-    print("\n".join(describe_plan(config, cards, predictions, _collect_inputs(config, request), gpus=args.gpus)))
+    say("\n".join(describe_plan(config, cards, predictions, _collect_inputs(config, request), gpus=args.gpus)))
     return 0
 
 
@@ -170,7 +171,7 @@ def check_target(
                 [card],
                 gpus=gpus,
                 environ=os.environ,
-                announce=lambda: print(
+                announce=lambda: say(
                     f"{config.job}: predicting its memory on {target.hw} first, once; --no-plan goes without ...",
                     file=sys.stderr,
                 ),

@@ -10,6 +10,7 @@ from trainyard.cluster import query as slurm
 from trainyard.cluster.check import check_cluster, render_findings
 from trainyard.cluster.description import find_cluster
 from trainyard.errors import UserError
+from trainyard.terminal import say
 
 
 def add_commands(verbs: Verbs) -> None:
@@ -30,7 +31,7 @@ def _check_cluster(args: argparse.Namespace) -> int:
         raise UserError(f"{absent} Check the file on a machine that can submit to that Slurm.")
     cluster = find_cluster(args.cluster, find_project_folder("slurm"), slurm.query_cluster_name())
     findings = check_cluster(cluster)
-    print(render_findings(findings))
+    say(render_findings(findings))
     return 1 if any(finding.level == "wrong" for finding in findings) else 0
 
 
@@ -41,8 +42,8 @@ def _gc(args: argparse.Namespace) -> int:
     typed = [] if args.runs == Path("runs") else ["--runs", str(args.runs)]
     command = shlex.join(["trainyard", "gc", *typed, *(f"--data={folder}" for folder in args.data)])
     if not args.delete:
-        print(gc.format_usage(usages, command))
+        say(gc.format_usage(usages, command))
         return 0
     chosen = gc.select_usage(usages, args.delete, force=args.force, command=command)
-    print(f"{gc.format_bytes(gc.delete_usage(chosen, print))} freed")
+    say(f"{gc.format_bytes(gc.delete_usage(chosen, say))} freed")
     return 0

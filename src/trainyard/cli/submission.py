@@ -40,6 +40,7 @@ from trainyard.runs import folder as runs
 from trainyard.runs.create import create_run
 from trainyard.runs.history import read_run
 from trainyard.runs.submission import read_submission
+from trainyard.terminal import say
 from trainyard.text import quote_path
 from trainyard.train.trackers import require_trackers
 
@@ -100,7 +101,7 @@ def _submit(args: argparse.Namespace) -> int:
     if request.is_dry:
         dry.print_submit(first.plan, first.data, first.packing, request, after=after, memory=first.memory)
         if second is not None:
-            print()
+            say()
             before = Predecessor(request.runs_dir.absolute() / request.job / (request.name or dry.NEW), dry.FIRST)
             dry.print_submit(
                 second.plan, second.data, second.packing, second.request, after=before, memory=second.memory
@@ -169,7 +170,7 @@ def _submit_run(chosen: _Chosen, after: Predecessor | None) -> tuple[Path, str]:
         shutil.rmtree(run)
         raise
     notes = describe_choices(chosen.data, chosen.count, packing, after, chosen.memory)
-    print(submit.describe(plan, run, environ=os.environ, **notes))
+    say(submit.describe(plan, run, environ=os.environ, **notes))
     _print_submitted_jobs(run)
     return run, job
 
@@ -195,7 +196,7 @@ def _submit_locally(request: RunRequest, *, cpu_ranks: int) -> int:
     except BaseException:
         shutil.rmtree(run)
         raise
-    print("\n".join(f"{name:<11} {value}" for name, value in describe_rows(memory=memory).items()))
+    say("\n".join(f"{name:<11} {value}" for name, value in describe_rows(memory=memory).items()))
     _print_submitted(f"process {job} on this machine, {ranks} rank{'s' * (ranks > 1)}", run)
     return 0
 
@@ -238,8 +239,8 @@ def _print_submitted_jobs(run: Path) -> None:
 
 def _print_submitted(what: str, run: Path) -> None:
     name = quote_path(runs.format_run_name(run))
-    print(f"\nsubmitted  {what}\nnext       trainyard logs -f {name}")
-    print(f"           trainyard status    trainyard why {name}    trainyard cancel {name}")
+    say(f"\nsubmitted  {what}\nnext       trainyard logs -f {name}")
+    say(f"           trainyard status    trainyard why {name}    trainyard cancel {name}")
 
 
 def resubmit(run: Path, args: argparse.Namespace) -> int:
@@ -276,6 +277,6 @@ def resubmit(run: Path, args: argparse.Namespace) -> int:
     if memory is not None:
         record_rows(run, predicted_memory=memory)
     submit.submit(plan, [run], folder=run / "slurm", code=code, packing=packing.plan)
-    print(submit.describe(plan, run, environ=os.environ, **describe_rows(packing=packing.where, memory=memory)))
+    say(submit.describe(plan, run, environ=os.environ, **describe_rows(packing=packing.where, memory=memory)))
     _print_submitted_jobs(run)
     return 0

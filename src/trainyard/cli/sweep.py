@@ -43,6 +43,7 @@ from trainyard.runs import lock, status, sweep_file
 from trainyard.runs.create import create_run
 from trainyard.runs.history import read_run
 from trainyard.runs.submission import read_submission
+from trainyard.terminal import say
 
 
 def add_commands(verbs: Verbs) -> None:
@@ -112,7 +113,7 @@ def _run_sweep(args: argparse.Namespace) -> int:
     except BaseException:
         sweeps.discard(sweep)
         raise
-    print(submit.describe(plan, sweep.folder, environ=os.environ, **describe_choices(data, count, packing)))
+    say(submit.describe(plan, sweep.folder, environ=os.environ, **describe_choices(data, count, packing)))
     _print_sweep(sweep, sweep.elements, jobs)
     return 0
 
@@ -123,7 +124,7 @@ def _continue_sweep(args: argparse.Namespace) -> int:
     states = _read_states(sweep)
     unfinished = sweep_file.list_unfinished(sweep, states)
     if not unfinished:
-        print(f"Nothing is missing: {_count_states(states.values())}.\nnext  trainyard results {sweep.name}")
+        say(f"Nothing is missing: {_count_states(states.values())}.\nnext  trainyard results {sweep.name}")
         return 0
     submission = read_submission(unfinished[0].run)
     cluster = find_cluster(args.cluster or submission["cluster_file"], job=sweep.job, dry=args.dry)
@@ -157,7 +158,7 @@ def _continue_sweep(args: argparse.Namespace) -> int:
         lock.release(element.run)
     jobs = _submit_elements(sweep, unfinished, plan, packing, code, args.max_parallel, most)
     counts = _count_states(states.values())
-    print(f"{len(unfinished)} of {len(sweep.elements)} runs were submitted again. Before: {counts}.")
+    say(f"{len(unfinished)} of {len(sweep.elements)} runs were submitted again. Before: {counts}.")
     _print_sweep(sweep, unfinished, jobs)
     return 0
 
@@ -205,8 +206,8 @@ def _print_sweep(sweep: sweep_file.Sweep, submitted: Sequence[sweep_file.Element
     first = jobs[0].partition("_")[0]
     *packing, _ = read_run(submitted[0].run).slurm_job_ids
     before = "".join(f"packing as Slurm job {job}, then " for job in packing)
-    print(f"\nsubmitted  {before}{len(jobs)} runs as Slurm job {first}\nnext       trainyard status {sweep.name}")
-    print(f"           trainyard results {sweep.name}    trainyard sweep --continue {sweep.name}")
+    say(f"\nsubmitted  {before}{len(jobs)} runs as Slurm job {first}\nnext       trainyard status {sweep.name}")
+    say(f"           trainyard results {sweep.name}    trainyard sweep --continue {sweep.name}")
 
 
 def _read_states(sweep: sweep_file.Sweep) -> dict[Path, str]:
@@ -224,7 +225,7 @@ def _print_results(args: argparse.Namespace) -> int:
     states = _read_states(sweep)
     found = results.collect(sweep, states, metric=args.metric)
     page = results.write(found)
-    print(f"{results.format_results(found)}\n{page}")
+    say(f"{results.format_results(found)}\n{page}")
     return 0
 
 

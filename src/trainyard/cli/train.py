@@ -30,6 +30,7 @@ from trainyard.runs.history import read_run
 from trainyard.runs.lock import RunLock, release
 from trainyard.runs.state import Cause, ExitCode
 from trainyard.runs.submission import read_submission
+from trainyard.terminal import say
 from trainyard.text import quote_path
 from trainyard.train.trackers import require_trackers
 from trainyard.train.world import read_world
@@ -216,12 +217,12 @@ def _print_outcome(run: Path, code: int, args: argparse.Namespace) -> None:
         job = run.parent.name
         report, options = write_report(run), f"trainyard options {job}{format_families(job, args.jobs)}"
         next_commands = [f"open {quote_path(report)}", f"trainyard export {quote_path(run)} {job}.safetensors", options]
-        print(format_summary(run, next_commands=next_commands))
+        say(format_summary(run, next_commands=next_commands))
     elif code in EXIT_CODES.values():
-        print(f"Stopped and saved. Resume: trainyard resume {quote_path(run)}", file=sys.stderr)
+        say(f"Stopped and saved. Resume: trainyard resume {quote_path(run)}", file=sys.stderr)
     else:
         name = quote_path(run)
-        print(f"Failed with code {code}. Why: trainyard why {name}. Resume: trainyard resume {name}", file=sys.stderr)
+        say(f"Failed with code {code}. Why: trainyard why {name}. Resume: trainyard resume {name}", file=sys.stderr)
 
 
 def _apply_changes(

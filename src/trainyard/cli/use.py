@@ -11,6 +11,7 @@ from trainyard.cli.request import recall_families
 from trainyard.cli.verb import Verbs, add_trust_option, add_verb
 from trainyard.errors import UserError
 from trainyard.runs import folder as runs
+from trainyard.terminal import say
 from trainyard.text import align_columns, format_duration, quote_path
 
 if TYPE_CHECKING:
@@ -91,10 +92,10 @@ def _evaluate(args: argparse.Namespace) -> int:
         command = f"trainyard evaluate {quote_path(args.run)} FOLDER {shlex.join(options)}"
         raise UserError(f"Name a folder to evaluate: {command}")
     found = evaluate(run, folders, args.jobs, split=args.split, overrides=options, with_baselines=not args.no_baseline)
-    print(format_evaluations(found))
+    say(format_evaluations(found))
     for one in found:
-        print(f"{one.describe()} Written: {one.path}")
-    print(f"next: trainyard report {quote_path(args.run)}")
+        say(f"{one.describe()} Written: {one.path}")
+    say(f"next: trainyard report {quote_path(args.run)}")
     return 0
 
 
@@ -106,7 +107,7 @@ def _predict(args: argparse.Namespace) -> int:
     from trainyard.tools.predict import predict
 
     count, what = predict(_find_run(args), args.raw, args.out, args.jobs, pairs=args.pairs)
-    print(f"{count:,} {what}{'s are' if count != 1 else ' is'} in {args.out}")
+    say(f"{count:,} {what}{'s are' if count != 1 else ' is'} in {args.out}")
     return 0
 
 
@@ -116,9 +117,9 @@ def _embed(args: argparse.Namespace) -> int:
 
     run = _find_run(args)
     count = embed(run, args.raw, args.out, args.jobs, identity=args.identity)
-    print(f"{count:,} embedding{'s are' if count != 1 else ' is'} in {args.out}, the keys in {find_table(args.out)}")
+    say(f"{count:,} embedding{'s are' if count != 1 else ' is'} in {args.out}, the keys in {find_table(args.out)}")
     if args.out.suffix == MAPPED:
-        print(f"next: trainyard search {quote_path(args.run)} PROBES {quote_path(args.out)}")
+        say(f"next: trainyard search {quote_path(args.run)} PROBES {quote_path(args.out)}")
     return 0
 
 
@@ -128,17 +129,17 @@ def _compare(args: argparse.Namespace) -> int:
     typed = shlex.join(["trainyard", "compare", args.run, str(args.one), str(args.other)])
     asked = {"fmr": args.fmr, "kind": args.impostors, "by_matcher": args.matcher, "command": typed}
     found = compare(_find_run(args), args.one, args.other, args.jobs, **asked)
-    print(f"score      {found.score:.6f}")
-    print(f"threshold  {found.point.threshold:.6f}  at FMR {args.fmr:g}")
-    print(f"verdict    {'match' if found.score >= found.point.threshold else 'no match'}")
+    say(f"score      {found.score:.6f}")
+    say(f"threshold  {found.point.threshold:.6f}  at FMR {args.fmr:g}")
+    say(f"verdict    {'match' if found.score >= found.point.threshold else 'no match'}")
     recorded = found.recorded
     accepted = round(found.point.fmr * len(recorded.impostor))
-    print(
+    say(
         f"{accepted:,} of {len(recorded.impostor):,} impostor trials ({recorded.kind}) of {recorded.source} score that "
         f"high, and {found.point.fnmr:.2%} of its genuine pairs do not."
     )
     if accepted < 30:
-        print("Fewer than 30 errors: the true rate may differ by more than 30 % (rule of 30, ISO/IEC 19795-1).")
+        say("Fewer than 30 errors: the true rate may differ by more than 30 % (rule of 30, ISO/IEC 19795-1).")
     return 0
 
 
@@ -149,18 +150,18 @@ def _search(args: argparse.Namespace) -> int:
     result = search(_find_run(args), args.probes, args.gallery, args.jobs, **asked)
     probes, rows, top = len(result.probes), len(result.gallery.keys), result.nearest.rows.shape[1]
     rate = probes * rows / max(result.nearest.seconds, 1e-9)  # reading included
-    print(
+    say(
         f"{probes:,} probes in {rows:,} gallery rows, the best {top} of each, in "
         f"{format_duration(result.nearest.seconds)}: {rate / 1e6:,.1f} million comparisons/s"
     )
     if args.out is not None:
-        print(f"{probes * top:,} candidates are in {args.out}")
+        say(f"{probes * top:,} candidates are in {args.out}")
     elif probes * top <= SHOWN:
         lines = list(result.list_candidates())
         cells = [[f"{v:.6f}" if isinstance(v, float) else str(v) for v in line.values()] for line in lines]
-        print("\n".join(align_columns([list(lines[0]), *cells])))
+        say("\n".join(align_columns([list(lines[0]), *cells])))
     else:
-        print("All candidates: add --out candidates.csv")
+        say("All candidates: add --out candidates.csv")
     _print_identification(result, args.fpir)
     return 0
 
@@ -168,16 +169,16 @@ def _search(args: argparse.Namespace) -> int:
 def _print_identification(result: "SearchResult", fpir: float | None) -> None:
     found = result.identify()
     if found is None:
-        print("No identities: rank-1 and FNIR need embeddings of `trainyard embed ... --identity REGEX` on both sides.")
+        say("No identities: rank-1 and FNIR need embeddings of `trainyard embed ... --identity REGEX` on both sides.")
         return
     if found.rank1 is not None:
-        print(f"rank-1 identification rate {found.rank1:.2%} of {found.mated:,} mated probes")
+        say(f"rank-1 identification rate {found.rank1:.2%} of {found.mated:,} mated probes")
     rates = found.list_supported() if fpir is None else [fpir]
     for rate in rates:
         fnir, threshold = found.find_fnir(rate)
-        print(f"FNIR {fnir:.2%} at FPIR {rate:g} (threshold {threshold:.6f}, {found.non_mated:,} non-mated probes)")
+        say(f"FNIR {fnir:.2%} at FPIR {rate:g} (threshold {threshold:.6f}, {found.non_mated:,} non-mated probes)")
     if not rates:
-        print(
+        say(
             f"No FNIR: {found.non_mated:,} probes are of nobody in the gallery; FPIR 0.1 needs 30 (rule of 3, ISO/IEC "
             "19795-1)."
         )

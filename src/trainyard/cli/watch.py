@@ -10,6 +10,7 @@ from trainyard.cli.verb import Verbs, add_verb
 from trainyard.launch import cancel
 from trainyard.runs import folder as runs
 from trainyard.runs import logs, status, sweep_file
+from trainyard.terminal import say
 from trainyard.text import quote_path
 
 _WATCH_S = 30
@@ -46,12 +47,12 @@ def _list_runs(args: argparse.Namespace) -> int:
 
 def _print_runs(found: Sequence[Path], root: Path, render_runs: Callable[[Sequence[status.Status], float], str]) -> int:
     if not found:
-        print(f"{root.absolute()}: no runs yet.\nnext: trainyard run JOB, or submit JOB (trainyard jobs lists them)")
+        say(f"{root.absolute()}: no runs yet.\nnext: trainyard run JOB, or submit JOB (trainyard jobs lists them)")
         return 0
     known, note = status.read_statuses(found)
-    print(render_runs(known, time.time()))
+    say(render_runs(known, time.time()))
     if note:
-        print(note, file=sys.stderr)
+        say(note, file=sys.stderr)
     return 0
 
 
@@ -60,28 +61,28 @@ def _write_board(args: argparse.Namespace) -> int:
 
     while True:
         page, active = write_board(args.runs)
-        print(f"{page.absolute()}: written, {active} runs are active", flush=True)
+        say(f"{page.absolute()}: written, {active} runs are active", flush=True)
         if not (args.watch and active):
-            print(f"next: open {quote_path(page)}" if not active or args.watch else "next: trainyard board --watch")
+            say(f"next: open {quote_path(page)}" if not active or args.watch else "next: trainyard board --watch")
             return 0
         time.sleep(_WATCH_S)
 
 
 def _print_logs(args: argparse.Namespace) -> int:
     print_log = logs.follow if args.follow else logs.show
-    print_log(runs.resolve_run(args.run, args.runs), lambda line: print(line, flush=True))
+    print_log(runs.resolve_run(args.run, args.runs), lambda line: say(line, flush=True))
     return 0
 
 
 def _explain(args: argparse.Namespace) -> int:
     from trainyard.runs.why import explain_run  # reads YAML
 
-    print(explain_run(runs.resolve_run(args.run, args.runs)))
+    say(explain_run(runs.resolve_run(args.run, args.runs)))
     return 0
 
 
 def _cancel(args: argparse.Namespace) -> int:
-    print("\n".join(cancel.cancel(_resolve_names(args.run, args.runs))))
+    say("\n".join(cancel.cancel(_resolve_names(args.run, args.runs))))
     return 0
 
 

@@ -35,6 +35,7 @@ from trainyard.runs.lock import RunLock
 from trainyard.runs.observations import Usage, read_plan_key, record_prediction, record_usage
 from trainyard.runs.state import ExitCode, choose_exit_code
 from trainyard.split import split_batch
+from trainyard.terminal import make_log_printable, say
 from trainyard.train.world import World, read_attempt_id, read_world
 
 if TYPE_CHECKING:
@@ -66,9 +67,9 @@ class RankTask:
                 from trainyard.report.run_page import write_report
 
                 with report_full_disk(self.run):
-                    print(f"report: {write_report(self.run)}")
+                    say(f"report: {write_report(self.run)}")
         except UserError as error:
-            print(f"{type(error).__name__}: {error}", file=sys.stderr)
+            say(f"{type(error).__name__}: {error}", file=sys.stderr)
             code = choose_exit_code(error)
         finally:
             if not self.only_packs and read_world(os.environ).is_main:
@@ -157,7 +158,7 @@ def execute(
                     record_error(run, error, attempt=attempt, rank=world.rank)
                 if full is not None and world.world_size > 1:
                     # without leaving the process group, which might wait for ranks that wait for this one
-                    print(full, file=sys.stderr, flush=True)
+                    say(full, file=sys.stderr, flush=True)
                     os._exit(choose_exit_code(full))
                 if not starts_again:
                     raise
@@ -344,6 +345,7 @@ def _set_up_logging(run: Path, world: World) -> Iterator[None]:
     """Log rank 0 to the console and to the run's log file; other ranks log warnings and errors only."""
     from trainyard.train.console import log_sink
 
+    make_log_printable()
     logger.remove()
     with ExitStack() as files:
         if world.is_main:

@@ -24,6 +24,7 @@ from trainyard.data.shards import ShardSet
 from trainyard.errors import UserError
 from trainyard.hardware import Precision, get_gpu
 from trainyard.plan.memory import StepConfig, StepPrediction, choose_fit, find_cache, open_cache
+from trainyard.terminal import say
 from trainyard.train.module import DataInfo, TrainModule
 from trainyard.train.precision import make_autocast
 from trainyard.train.run_context import TRAIN
@@ -118,7 +119,7 @@ def main(config: str, jobs: str, out: str, gpus: str, *cards: str) -> int:
     try:
         _predict_splits(thaw(Path(config), Path(jobs)), Path(jobs), Path(out), cards, gpus=int(gpus))
     except UserError as error:
-        print(error, file=sys.stderr)
+        say(error, file=sys.stderr)
         return 2
     return 0
 

@@ -4,7 +4,6 @@ It is a plain file without a server. While a run is active, the page loads itsel
 again, and so does each run that ends.
 """
 
-import html
 import math
 import re
 import shlex
@@ -19,7 +18,7 @@ from loguru import logger
 
 from trainyard.errors import UserError
 from trainyard.files import exclusive_lock, write_atomically
-from trainyard.report.html import render_page
+from trainyard.report.html import escape, render_page
 from trainyard.report.metric_values import format_metric
 from trainyard.runs.events import STARTS, Line, read_sampled_metrics
 from trainyard.runs.folder import estimate_creation_time, format_run_name, list_runs
@@ -111,12 +110,12 @@ def _render(statuses: Sequence[Status], note: str, root: Path) -> str:
     written = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(now))
     flag = "" if root.name == _USUAL_ROOT else f" --runs {shlex.quote(str(root))}"
     rows = "\n".join(_render_row(status, flag, now) for status in statuses)
-    warning = f'<div class="note">{html.escape(note)}</div>' if note else ""
+    warning = f'<div class="note">{escape(note)}</div>' if note else ""
     head = "".join(f"<th>{name}</th>" for name in _COLUMNS)
     return (
         f'<header><h1>{len(statuses):,} runs</h1><p>{summary}</p><p class="soft">Written {written}. Newest first. '
-        f"Written again when a run ends; by hand: <code>trainyard board{html.escape(flag)}</code>, and each half "
-        f"minute: <code>trainyard board --watch{html.escape(flag)}</code></p>{warning}</header>"
+        f"Written again when a run ends; by hand: <code>trainyard board{escape(flag)}</code>, and each half "
+        f"minute: <code>trainyard board --watch{escape(flag)}</code></p>{warning}</header>"
         f'<div class="scroll"><table class="board"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
     )
 
@@ -141,10 +140,10 @@ def _render_row(status: Status, flag: str, now: float) -> str:
     goodput = compute_goodput(status)
     cells = (
         f'<a href="{page}">{_break_after(name, "/")}</a>',
-        f'<span class="pill {_SHADES.get(status.state, "")}">{html.escape(status.state)}</span> '
-        f'<span class="soft">{html.escape(detail)}</span>',
+        f'<span class="pill {_SHADES.get(status.state, "")}">{escape(status.state)}</span> '
+        f'<span class="soft">{escape(detail)}</span>',
         f'{progress} <span class="soft when">{_format_activity(status, now)}</span>',
-        html.escape(_format_newest(status, lines)),
+        escape(_format_newest(status, lines)),
         _draw_sparkline([*_list_losses(lines)]),
         "-" if goodput is None else f"{goodput:.0%}".replace("%", " %"),
         f"<code>{_break_after(command, '/=')}</code>" if command else "",
@@ -154,7 +153,7 @@ def _render_row(status: Status, flag: str, now: float) -> str:
 
 def _break_after(text: str, marks: str) -> str:
     """Return text as HTML that may go on in the next line after each of these characters."""
-    return "<wbr>".join(html.escape(part) for part in re.split(f"(?<=[{marks}])", text))
+    return "<wbr>".join(escape(part) for part in re.split(f"(?<=[{marks}])", text))
 
 
 def _format_activity(status: Status, now: float) -> str:

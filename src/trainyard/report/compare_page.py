@@ -4,7 +4,6 @@ The runs have one family and one deciding metric, because numbers of others cann
 (sweep_page.py), with means over seeds; here each run counts for itself, with the interval of its own evaluation.
 """
 
-import html
 import math
 import os
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ from trainyard.config.frozen import LOCATION, read_options
 from trainyard.errors import UserError
 from trainyard.files import limit_writers, write_atomically
 from trainyard.report.figures import MARKERS, SERIES, Plot, draw_figure
-from trainyard.report.html import render_gallery, render_page, render_section, render_table
+from trainyard.report.html import escape, render_gallery, render_page, render_section, render_table
 from trainyard.report.metric_values import format_metric, format_value
 from trainyard.report.run_plots import compute_running_mean, spans_decades
 from trainyard.report.run_story import RunStory
@@ -71,9 +70,9 @@ def write_comparison(runs: Sequence[Path], page: Path) -> str:
     caption = f"{metric} on {shown}, best first; {better} is better; 95 % intervals in brackets."
     text = render_page(
         title,
-        f"<header><h1>{html.escape(title)}</h1></header>"
-        f'<div class="headline"><p class="verdict">{html.escape(verdict)}</p></div>',
-        render_section("Results", _render_results(found, metric), f'<p class="soft">{html.escape(caption)}</p>'),
+        f"<header><h1>{escape(title)}</h1></header>"
+        f'<div class="headline"><p class="verdict">{escape(verdict)}</p></div>',
+        render_section("Results", _render_results(found, metric), f'<p class="soft">{escape(caption)}</p>'),
         render_section("Runs", _render_legend(found, page)),
         render_section("Options that differ", _render_differences(found)),
         render_section("Curves", render_gallery(_draw_curves(found, split, metric))),
@@ -169,7 +168,7 @@ def _render_legend(found: Sequence[Compared], page: Path) -> str:
         target = quote(os.path.relpath(one.story.run / "report.html", page.absolute().parent))
         colour, _ = _choose_style(place)
         square = f'<span style="color:{colour}">&#9632;</span>'
-        rows.append(f'<p>{square} {place} <a href="{target}">{html.escape(one.name)}</a></p>')
+        rows.append(f'<p>{square} {place} <a href="{target}">{escape(one.name)}</a></p>')
     return "".join(rows)
 
 

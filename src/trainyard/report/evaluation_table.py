@@ -1,9 +1,8 @@
 """The table of a run's evaluations: folders and baselines side by side, a row for each metric."""
 
-import html
 from collections.abc import Iterator, Sequence
 
-from trainyard.report.html import render_gallery, render_table
+from trainyard.report.html import escape, render_gallery, render_table
 from trainyard.report.metric_values import format_metric
 from trainyard.report.run_plots import read_figures
 from trainyard.report.run_story import list_all_metric_names
@@ -31,7 +30,7 @@ def render_evaluations(evaluations: Sequence[Evaluation]) -> str:
     table = render_table(["metric", *(f"{title}: {system}" for title, system, _ in columns)], rows)
     about = render_table(["evaluated"], [[one.describe()] for one in evaluations], numbers=False)
     figures = [
-        f"<h3>{html.escape(one.name)}</h3>{gallery}"
+        f"<h3>{escape(one.name)}</h3>{gallery}"
         for one in evaluations
         if (gallery := render_gallery(read_figures(one.path / FIGURES)))
     ]

@@ -5,8 +5,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from trainyard.text import make_printable
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.text import Text
 
 BLUE = "#0072B2"
 SERIES = (BLUE, "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -56,8 +59,22 @@ def draw_figure(title: str, draw: Callable[["Axes"], None], *, x_label: str = "o
         axes = figure.add_subplot()
         axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, steps=[1, 2, 5, 10]))
         draw(axes)
-        axes.set_title(title)
         axes.set_xlabel(x_label)
+        _show_names_as_they_are(axes, axes.set_title(title))
         out = io.BytesIO()
         figure.savefig(out, format="png")
     return out.getvalue()
+
+
+def _show_names_as_they_are(axes: "Axes", title: "Text") -> None:
+    """Read no name of a metric, set or class as TeX, which may be broken, or as control characters."""
+    from matplotlib.ticker import LogFormatter
+
+    legend = axes.get_legend()
+    named = [title, axes.xaxis.label, axes.yaxis.label, *(legend.get_texts() if legend else ())]
+    for axis in (axes.xaxis, axes.yaxis):
+        is_log = isinstance(axis.get_major_formatter(), LogFormatter)  # its powers of ten are TeX
+        named += [] if is_log else axis.get_ticklabels()
+    for text in named:
+        text.set_parse_math(False)
+        text.set_text(make_printable(text.get_text()))

@@ -1,11 +1,11 @@
 """The headline of a run: the metric that decides, its interval and baseline, and whether that is good."""
 
-import html
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from trainyard.report.html import escape
 from trainyard.report.metric_values import format_metric, format_score
 from trainyard.report.run_story import RunStory
 from trainyard.runs.events import Line, has_interval, list_metric_names, name_interval_ends
@@ -69,10 +69,10 @@ def render_headline(headline: Headline) -> str:
     """Return the headline as HTML: the number large, the verdict below."""
     value, _, interval = headline.value.partition(" [")
     metric = (
-        f'<p class="soft">{html.escape(headline.metric)} {html.escape(headline.place)}</p>'
-        f'<p class="score">{html.escape(value)}'
+        f'<p class="soft">{escape(headline.metric)} {escape(headline.place)}</p>'
+        f'<p class="score">{escape(value)}'
         + (
-            f' <span class="interval">95 % interval {html.escape(interval.rstrip("]").replace(", ", " to "))}</span>'
+            f' <span class="interval">95 % interval {escape(interval.rstrip("]").replace(", ", " to "))}</span>'
             if interval
             else ""
         )
@@ -80,8 +80,8 @@ def render_headline(headline: Headline) -> str:
         if headline.metric
         else ""
     )
-    others = f'<p class="soft">{html.escape("; ".join(headline.others))}</p>' if headline.others else ""
-    return f'<div class="headline">{metric}<p class="verdict">{html.escape(headline.verdict)}</p>{others}</div>'
+    others = f'<p class="soft">{escape("; ".join(headline.others))}</p>' if headline.others else ""
+    return f'<div class="headline">{metric}<p class="verdict">{escape(headline.verdict)}</p>{others}</div>'
 
 
 def judge_metric(line: Line, metric: str, *, mode: str, baseline: Baseline | None) -> str:

@@ -5,6 +5,7 @@ import html
 from collections.abc import Sequence
 
 from trainyard.report.figures import Plot
+from trainyard.text import make_printable
 
 PAGE_TEMPLATE = """<!DOCTYPE html>
 <html lang="en">
@@ -81,10 +82,15 @@ pre { margin: 0; padding: 1rem; overflow-x: auto; font: .8rem/1.45 ui-monospace,
 """
 
 
+def escape(text: str) -> str:
+    """Return a text as HTML that shows it: the only way into a page, because it may be a stranger's."""
+    return html.escape(make_printable(text))
+
+
 def render_page(title: str, *sections: str) -> str:
     """Render a page that needs no network and no other file; `title` is escaped here, an empty section left out."""
     body = "\n".join(filter(None, sections))
-    return PAGE_TEMPLATE.replace("@TITLE@", html.escape(title)).replace("@BODY@", body)
+    return PAGE_TEMPLATE.replace("@TITLE@", escape(title)).replace("@BODY@", body)
 
 
 def render_section(title: str, *parts: str, optional: bool = False) -> str:
@@ -92,12 +98,12 @@ def render_section(title: str, *parts: str, optional: bool = False) -> str:
     if optional and not any(parts):
         return ""
     inner = "\n".join(part for part in parts if part) or '<p class="soft">Not recorded.</p>'
-    return f"<section>\n<h2>{html.escape(title)}</h2>\n{inner}\n</section>"
+    return f"<section>\n<h2>{escape(title)}</h2>\n{inner}\n</section>"
 
 
 def render_gallery(plots: Sequence[Plot]) -> str:
     figures = [
-        f'<figure><img alt="{html.escape(plot.title)}" '
+        f'<figure><img alt="{escape(plot.title)}" '
         f'src="data:image/png;base64,{base64.b64encode(plot.png).decode()}"></figure>'
         for plot in plots
     ]
@@ -109,7 +115,7 @@ def render_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, number
 
     def cells(tag: str, row: Sequence[str]) -> str:
         kinds = ["number" if numbers and i > 0 else "text" if i == len(row) - 1 else "" for i in range(len(row))]
-        return "".join(f'<{tag} class="{k}">{html.escape(t)}</{tag}>' for k, t in zip(kinds, row, strict=True))
+        return "".join(f'<{tag} class="{k}">{escape(t)}</{tag}>' for k, t in zip(kinds, row, strict=True))
 
     if not rows:
         return ""

@@ -1,6 +1,5 @@
 """The report of a run: one HTML page with its plots, and a summary that fits a screen."""
 
-import html
 import itertools
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,7 +9,7 @@ from trainyard.files import limit_writers, write_atomically
 from trainyard.report.evaluation_table import render_evaluations
 from trainyard.report.figures import Plot
 from trainyard.report.headline import find_headline, render_headline
-from trainyard.report.html import render_gallery, render_page, render_section, render_table
+from trainyard.report.html import escape, render_gallery, render_page, render_section, render_table
 from trainyard.report.metric_values import ABSENT, format_alike, format_metric, format_value
 from trainyard.report.run_plots import draw_plots, read_figures
 from trainyard.report.run_story import RunStory, compute_time_shares, describe_ending, list_all_metric_names
@@ -129,11 +128,11 @@ def write_report(run: Path) -> Path:
         render_section("Labelled folders", render_evaluations(evaluations), optional=True),
         render_section("Time", _render_facts(story), render_gallery(plots.speed), _render_time_table(story)),
         render_section("Predicted and observed", render_table(_USAGE_COLUMNS, _list_usage(story)), optional=True),
-        render_section("Next steps", f"<pre>{html.escape(chr(10).join(_list_next_commands(story)))}</pre>"),
+        render_section("Next steps", f"<pre>{escape(chr(10).join(_list_next_commands(story)))}</pre>"),
         render_section("Attempts and events", _render_attempts(story), _render_events(story)),
         render_section("Automatic choices", _render_choices(story)),
         render_section("Environment", _render_environment(story)),
-        render_section("Configuration", f"<pre>{html.escape(story.config)}</pre>" if story.config else ""),
+        render_section("Configuration", f"<pre>{escape(story.config)}</pre>" if story.config else ""),
     )
     write_atomically(run / "report.html", page.encode())
     return run / "report.html"
@@ -150,8 +149,8 @@ def _render_samples(run: Path, evaluations: Sequence[Evaluation]) -> list[str]:
         return []
     commands = [["rm", "-r", *map(str, galleries)], ["trainyard", "report", str(run)]]
     typed = " && ".join(shlex.join(command) for command in commands)
-    note = f"Whoever gets this page sees them. A page without: <code>{html.escape(typed)}</code>"
-    titles = ("" if folder.parent == run else f"<h3>{html.escape(folder.parent.name)}</h3>" for folder in galleries)
+    note = f"Whoever gets this page sees them. A page without: <code>{escape(typed)}</code>"
+    titles = ("" if folder.parent == run else f"<h3>{escape(folder.parent.name)}</h3>" for folder in galleries)
     shown = (title + gallery for title, gallery in zip(titles, galleries.values(), strict=True))
     return [f'<p class="soft">{note}</p>', *shown]
 
@@ -166,12 +165,12 @@ def _render_header(story: RunStory) -> str:
     state, _, reason = story.status.partition(" (")
     shade = state if state in ("done", "failed") else ""
     started = next((e.get("time") for e in story.events if e.get("event") == "start"), None)
-    missing = "".join(f"<p>{html.escape(text)}</p>" for text in story.list_missing())
+    missing = "".join(f"<p>{escape(text)}</p>" for text in story.list_missing())
     return (
-        f"<header><h1>{html.escape(story.job)}</h1>"
-        f'<p class="soft">Run {html.escape(story.run.absolute().name)}, started {_format_time(started)}</p>'
-        f'<span class="pill {shade}">{html.escape(state)}</span>'
-        + (f'<div class="note">{html.escape(reason.removesuffix(")"))}</div>' if reason else "")
+        f"<header><h1>{escape(story.job)}</h1>"
+        f'<p class="soft">Run {escape(story.run.absolute().name)}, started {_format_time(started)}</p>'
+        f'<span class="pill {shade}">{escape(state)}</span>'
+        + (f'<div class="note">{escape(reason.removesuffix(")"))}</div>' if reason else "")
         + (f'<div class="note">{missing}</div>' if missing else "")
         + "</header>"
     )
@@ -188,7 +187,7 @@ def _list_next_commands(story: RunStory) -> list[str]:
 
 
 def _render_facts(story: RunStory) -> str:
-    cells = [f"<div><dt>{html.escape(k)}</dt><dd>{html.escape(v)}</dd></div>" for k, v in _collect_facts(story)]
+    cells = [f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in _collect_facts(story)]
     return f'<dl class="facts">{"".join(cells)}</dl>'
 
 
@@ -207,7 +206,7 @@ def _render_results(story: RunStory) -> str:
     metrics = render_table(["metric", *(title for title, _ in columns)], rows)
     missing = explain_missing_intervals(list_all_metric_names(story.evals))
     caption = " ".join(["Last evaluation of each split; 95 % intervals in brackets.", missing, note])
-    return f'{metrics}<p class="soft">{html.escape(caption)}</p>'
+    return f'{metrics}<p class="soft">{escape(caption)}</p>'
 
 
 def _render_constants(story: RunStory) -> str:
@@ -296,9 +295,9 @@ def _render_environment(story: RunStory) -> str:
         if title != "choices":
             fields = flatten(content) if isinstance(content, Mapping) else [("", content)]
             rows = [[name, format_value(value)] for name, value in fields]
-            parts.append(f"<h3>{html.escape(str(title))}</h3>{render_table(['name', 'value'], rows, numbers=False)}")
+            parts.append(f"<h3>{escape(str(title))}</h3>{render_table(['name', 'value'], rows, numbers=False)}")
     return "".join(parts)
 
 
 def _format_time(text: object) -> str:
-    return html.escape(str(text).replace("T", " ").replace("+00:00", " UTC")) if text else ABSENT
+    return escape(str(text).replace("T", " ").replace("+00:00", " UTC")) if text else ABSENT

@@ -1,6 +1,5 @@
 """The results of a sweep: a metric and its spread over seeds for each combination of options, as text and files."""
 
-import html
 import io
 import itertools
 import math
@@ -17,7 +16,7 @@ from loguru import logger
 from trainyard.errors import UserError
 from trainyard.files import write_atomically
 from trainyard.report.figures import MARKERS, SERIES, Plot, draw_figure
-from trainyard.report.html import render_gallery, render_page, render_section, render_table
+from trainyard.report.html import escape, render_gallery, render_page, render_section, render_table
 from trainyard.runs.changes import find_changes
 from trainyard.runs.events import (
     STARTS,
@@ -193,12 +192,12 @@ def write(results: Results) -> Path:
     for plot in plots:
         write_atomically(folder / PLOTS / f"{plot.name}.png", plot.png, inside=True)
     rows = render_table(_build_header(results), [_build_cells(results, row) for row in results.rows])
-    caption = f'<p class="soft">{html.escape(_write_caption(results))}</p>'
+    caption = f'<p class="soft">{escape(_write_caption(results))}</p>'
     excluded = render_table(["run", "why", "command"], [*_list_notices(results)], numbers=False)
     page = render_page(
         results.sweep.name,
-        f"<header><h1>{html.escape(results.sweep.name)}</h1>"
-        f'<p class="soft">Sweep of {html.escape(results.sweep.job)}, {len(results.outcomes)} runs: '
+        f"<header><h1>{escape(results.sweep.name)}</h1>"
+        f'<p class="soft">Sweep of {escape(results.sweep.job)}, {len(results.outcomes)} runs: '
         f"{_format_counts(results)}</p></header>",
         render_section("Results", rows, caption).replace("+-", "\u00b1"),
         render_section("Not in the means", excluded, optional=True),

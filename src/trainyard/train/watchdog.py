@@ -34,6 +34,7 @@ from trainyard.files import make_folder_inside, open_atomically, write_atomicall
 from trainyard.runs.folder import record_error
 from trainyard.runs.history import RANKS, read_object
 from trainyard.runs.state import ExitCode
+from trainyard.terminal import say
 from trainyard.text import format_duration, quote_path
 from trainyard.train.heartbeat import Progress
 from trainyard.train.stop import STOP_SIGNALS
@@ -188,7 +189,7 @@ class Watchdog:
         ):
             self._record(hang)
             more = f"More, and what to type: trainyard why {quote_path(self._run)}"
-            print(f"Hung: rank {hang.rank} on {hang.host}: {hang.message}. {more}", file=sys.stderr, flush=True)
+            say(f"Hung: rank {hang.rank} on {hang.host}: {hang.message}. {more}", file=sys.stderr, flush=True)
         self._before_exit()
         if self._world.world_size > 1:
             time.sleep(1.25 * self._interval_s)  # until the others have noticed this file and dumped their stacks
