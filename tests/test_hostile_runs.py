@@ -318,7 +318,9 @@ OTHERS = ("link to itself", "dangling link", "empty", "random", "nested", "long"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["folder", "pipe", *(pytest.param(kind, marks=pytest.mark.long) for kind in OTHERS)])
+@pytest.mark.parametrize(
+    "kind", ["folder", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("pipe", *OTHERS))]
+)
 def test_whatever_is_in_the_place_of_a_file_of_a_run_stops_no_command_and_hides_no_other_run(
     gift, tmp_path, capsys, kind
 ):
@@ -328,7 +330,7 @@ def test_whatever_is_in_the_place_of_a_file_of_a_run_stops_no_command_and_hides_
     for name in FILES:
         run = Path(shutil.copytree(gift, tmp_path / "runs" / "stripes" / "odd"))
         make_odd(run / name, kind)
-        with refuse_to_wait(10):
+        with refuse_to_wait(60):
             for words in (["runs", *runs], ["board", *runs], ["status", *runs]):
                 assert main(words) == 0, (name, words)
                 shown, pages = capsys.readouterr(), mine.parents[1].glob("*.html")
@@ -363,7 +365,7 @@ def test_an_odd_lock_is_refused_with_a_line_that_removes_it(run, kind, name):
     if name == "lock.guard":
         make_odd(run / "lock", "random")
     if (name, kind) != ("lock.guard", "random"):
-        with refuse_to_wait(10), pytest.raises(UserError) as raised, RunLock(run, break_other_host=name != "lock"):
+        with refuse_to_wait(60), pytest.raises(UserError) as raised, RunLock(run, break_other_host=name != "lock"):
             pass
         assert str(raised.value).startswith(f"{run}/{name}: is no")
         subprocess.run(shlex.split(re.split("delete it: |away: ", str(raised.value))[-1]), check=True)
