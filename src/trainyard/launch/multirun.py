@@ -48,6 +48,7 @@ def run_multirun(
       Where Slurm itself requeues a job (a node failed), the run resumes from its checkpoint.
     - A training that failed raises here and makes the exit code 1, but Slurm reports its job as COMPLETED, because
       the plugin returns the error as a result (hydra issue 1928). So do not use `--dependency=afterok` on these jobs.
+    - Every variable of the shell that submits, such as RANK, reaches the ranks.
     - `hydra.launcher` has no option for the interpreter on the node, so jobs do not run in our container images.
 
     Args:
