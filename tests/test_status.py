@@ -261,6 +261,13 @@ def test_an_attempt_that_asks_slurm_in_vain_to_requeue_it_says_so(folder):
     assert folder.read_status(make_slurm_job("RUNNING", restarts=1)).state == "running"
 
 
+def test_a_code_of_sruns_own_is_no_signal(folder):
+    folder.begin(NOW - 900)
+    folder.end(NOW - 100, 255, "user_error", "stop")
+    failed = folder.read_status(make_slurm_job("FAILED"))
+    assert (failed.state, failed.cause) == ("failed", "user_error")
+
+
 def test_a_successor_is_the_same_run(folder):
     folder.begin(NOW - 900)
     folder.end(NOW - 100, 1, "crash", "requeue")

@@ -57,6 +57,7 @@ class Host:
         self.limits = "preempted=1000 time_limit=100 node_failure=10 crash=2 hung=5 disk_full=30"
         self.environ: dict[str, str] = {}
         self.job, self.element, self.restarts = "7", "", 0
+        self.starts_ranks = True
         self.write_submission_files("7", "7")
 
     def set(self, **texts: str) -> None:
@@ -82,7 +83,9 @@ class Host:
         line = f"source {self.scripts / 'attempt.sh'} {' '.join(map(str, words))}"
         with (self.scripts / f"{self.name}_0_log.err").open("a") as errors:
             command = ["bash", "-c", line]
-            return subprocess.run(command, env={**path, **own, **slurm, **self.environ}, stderr=errors).returncode
+            code = subprocess.run(command, env={**path, **own, **slurm, **self.environ}, stderr=errors).returncode
+            errors.write("trainyard: the ranks start\n" if words[0] == "begin" and self.starts_ranks else "")
+            return code
 
     def attempt(self, how: str) -> tuple[str, str]:
         """Run one attempt that ends in this way; return the cause and the action that were recorded.
@@ -262,6 +265,14 @@ def test_an_exit_code_of_srun_is_a_signal_only_if_there_is_one(code: int, said: 
     assert host.source("begin") == 0
     host.source("end", code)
     assert host.read_lines()[-1]["reason"] == said
+
+
+def test_an_attempt_that_a_line_of_the_site_ended_says_so(host: Host):
+    host.starts_ranks = False
+    assert [host.attempt("crash") for _ in range(2)] == [("crash", "requeue"), ("no_progress", "stop")]
+    assert host.read_lines()[-1]["reason"].endswith(
+        "setup or node_setup in the cluster file ended it, before the ranks"
+    )
 
 
 def test_ranks_that_were_stopped_because_one_failed_were_not_preempted(host: Host):

@@ -250,6 +250,8 @@ ty_describe_exit() { # CODE: with what the first rank that failed said, or else 
     local said
     said=$(cat "$TRAINYARD_RUN/errors/$TRAINYARD_ATTEMPT"-rank*.json 2>/dev/null | sed -n 's/\\[nt]/ /g; s/^  "message": "\(.*\)",$/\1/p' | head -n 1)
     said=$(ty_make_plain "${said:-$(ty_read_srun)}")
+    [ -n "$said" ] || ty_read_log "$ty_attempt" | grep -q '^trainyard: the ranks start$' \
+        || said="setup or node_setup in the cluster file ended it, before the ranks"
     if [ "$1" -gt 128 ] && kill -l $(($1 - 128)) >/dev/null 2>&1; then
         printf 'killed by signal %d%s' $(($1 - 128)) "${said:+: $said}"
     else

@@ -356,8 +356,8 @@ def _find_killed_rank(snapshot: RunSnapshot, attempt: Attempt) -> Fault | None:
         return Fault(Cause.HOST_OOM, who, out_of_memory[:2])
     if killed:
         return Fault(f"signal {_SIGNALS[killed[0]['how'].strip()]}", who, [killed[0].string])
-    if attempt.code is not None and attempt.code > 128:
-        number = attempt.code - 128
+    number = (attempt.code or 0) - 128
+    if number in signal.valid_signals():  # srun has codes of its own, such as 255
         return Fault(f"signal {number}", who, [f"srun ended with code {attempt.code}: signal {number}"])
     return None
 
