@@ -263,7 +263,7 @@ ty_has_failed() { # whether a rank recorded an error of its own that ended it
     grep -sLE '"cause": "(lost_peer|device_oom)"' "$TRAINYARD_RUN/errors/$TRAINYARD_ATTEMPT"-rank*.json | grep -q .
 }
 
-ty_is_misused() { # whether srun understood its options: what it does not understand, it will not understand next time
+ty_is_misused() { # whether srun said that it does not know an option: it would say so again
     [[ $(ty_read_srun) =~ (unrecognized|unknown|invalid|ambiguous)\ option|option\ .*\ (requires|doesn) ]]
 }
 
