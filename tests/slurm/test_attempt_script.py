@@ -83,9 +83,9 @@ class Host:
         line = f"source {self.scripts / 'attempt.sh'} {' '.join(map(str, words))}"
         with (self.scripts / f"{self.name}_0_log.err").open("a") as errors:
             command = ["bash", "-c", line]
-            code = subprocess.run(command, env={**path, **own, **slurm, **self.environ}, stderr=errors).returncode
-            errors.write("trainyard: the ranks start\n" if words[0] == "begin" and self.starts_ranks else "")
-            return code
+            if words[0] == "begin" and self.starts_ranks:
+                (self.run / "slurm" / f"started-{self.name}-{self.restarts}").touch()
+            return subprocess.run(command, env={**path, **own, **slurm, **self.environ}, stderr=errors).returncode
 
     def attempt(self, how: str) -> tuple[str, str]:
         """Run one attempt that ends in this way; return the cause and the action that were recorded.

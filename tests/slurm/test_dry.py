@@ -275,7 +275,7 @@ def test_set_up_of_each_node_is_a_step_of_its_own_and_its_failure_ends_the_attem
         script.index("srun --unb"),
     )
     assert script.index("attempt.sh begin") < setup < ranks
-    step = script[setup : script.index("echo 'trainyard: the ranks start'")]
+    step = script[setup : script.index(': >|"$TRAINYARD_RUN/slurm/started-')]
     assert step.rstrip().endswith("|| exit")
     words = shlex.split(step)
     assert words[words.index("-c") + 1].splitlines() == ["set -e", *lines]

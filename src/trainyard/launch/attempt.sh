@@ -10,7 +10,8 @@
 #         TRAINYARD_REQUEUE_S (how long to ask a Slurm that does not answer)
 #         TRAINYARD_TASK ("packing" if the ranks only pack data; else not set)
 #         slurm/left-<attempt> (the exit code the ranks agreed on), slurm/signal-<attempt> (the first signal they got),
-#         slurm/progress-<attempt> (exists if they packed or staged data), slurm/cancelled
+#         slurm/progress-<attempt> (exists if they packed or staged data), slurm/started-<attempt> (exists if the site's
+#         lines came to their end), slurm/cancelled
 #         ranks/<attempt>-hung.txt (which rank hung: train/watchdog.py), errors/<attempt>-rank<n>.json (why one failed)
 # writes  slurm/attempts.jsonl: one line per start, one per end, one per successor
 #         slurm/requeue-<attempt>: what Slurm said, while it does not answer
@@ -250,7 +251,7 @@ ty_describe_exit() { # CODE: with what the first rank that failed said, or else 
     local said
     said=$(cat "$TRAINYARD_RUN/errors/$TRAINYARD_ATTEMPT"-rank*.json 2>/dev/null | sed -n 's/\\[nt]/ /g; s/^  "message": "\(.*\)",$/\1/p' | head -n 1)
     said=$(ty_make_plain "${said:-$(ty_read_srun)}")
-    [ -n "$said" ] || ty_read_log "$ty_attempt" | grep -q '^trainyard: the ranks start$' \
+    [ -n "$said" ] || [ -e "$ty_folder/started-$TRAINYARD_ATTEMPT" ] \
         || said="setup or node_setup in the cluster file ended it, before the ranks"
     if [ "$1" -gt 128 ] && kill -l $(($1 - 128)) >/dev/null 2>&1; then
         printf 'killed by signal %d%s' $(($1 - 128)) "${said:+: $said}"

@@ -62,7 +62,7 @@ def build_parameters(
             "(  # the site's lines and the ranks: whatever shell options, traps or exit they contain, `end` is reached",
             *_render_setup(plan, code),
             *_render_node_setup(plan),
-            "echo 'trainyard: the ranks start' >&2",
+            ': >|"$TRAINYARD_RUN/slurm/started-$TRAINYARD_ATTEMPT"',
         ],
         "teardown": [")", f"{source} end $?"],
     }

@@ -31,7 +31,7 @@ trap : TERM
 export TRAINYARD_SCRATCH="/local/$SLURM_JOB_ID"
 export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
 export PYTHONPATH=/shared/runs/fingerprint_1m/NEW/code
-echo 'trainyard: the ranks start' >&2
+: >|"$TRAINYARD_RUN/slurm/started-$TRAINYARD_ATTEMPT"
 
 # command
 export SUBMITIT_EXECUTOR=slurm
