@@ -138,6 +138,7 @@ def test_a_batch_script_runs_nothing_that_a_path_says(name: str, tmp_path: Path,
         script = run_cli(capsys, *words, "--dry", *cluster, f"--runs={runs}")
         script = script[script.index("#!/bin/bash") :]
         folder.mkdir(parents=True)
+        (run / "slurm").mkdir(parents=True, exist_ok=True)  # as attempt.sh does
         (folder / "attempt.sh").write_text(":\n")
         for array_list in re.findall(r"runs-[0-9a-f]{12}\.txt", script):
             (folder / array_list).write_text("".join(f"{runs}/stripes/s-00{i}\n" for i in range(2)))
