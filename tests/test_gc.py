@@ -532,3 +532,8 @@ def test_data_that_another_process_is_packing_stay(place, capsys):
     assert folder.is_dir()
     run_gc(capsys, "--delete", str(folder))
     assert not folder.exists()
+
+
+def test_a_cache_that_is_not_there_is_named(tmp_path, capsys):
+    assert cli.main(["gc", "--runs", str(tmp_path), "--data", str(tmp_path / "nowhere")]) == 2
+    assert f"--data {tmp_path}/nowhere: no such folder." in capsys.readouterr().err

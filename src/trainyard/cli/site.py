@@ -38,6 +38,8 @@ def _check_cluster(args: argparse.Namespace) -> int:
 def _gc(args: argparse.Namespace) -> int:
     from trainyard.tools import gc
 
+    if missing := next((folder for folder in args.data if not folder.is_dir()), None):
+        raise UserError(f"--data {missing}: no such folder. Name a cache, as data.cache of your runs does.")
     usages = gc.list_usage(args.runs, data_dirs=args.data or [Path("data")], environ=os.environ)
     typed = [] if args.runs == Path("runs") else ["--runs", str(args.runs)]
     command = shlex.join(["trainyard", "gc", *typed, *(f"--data={folder}" for folder in args.data)])
