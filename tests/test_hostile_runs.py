@@ -10,12 +10,10 @@ import random
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import tarfile
 import zipfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,6 +22,7 @@ import torch
 from loguru import logger
 
 from tests.training import FAMILIES
+from tests.waiting import fail_after
 from trainyard.cli import main
 from trainyard.config import compose as configs
 from trainyard.errors import UserError
@@ -330,7 +329,7 @@ def test_whatever_is_in_the_place_of_a_file_of_a_run_stops_no_command_and_hides_
     for name in FILES:
         run = Path(shutil.copytree(gift, tmp_path / "runs" / "stripes" / "odd"))
         make_odd(run / name, kind)
-        with refuse_to_wait(60):
+        with fail_after(60):
             for words in (["runs", *runs], ["board", *runs], ["status", *runs]):
                 assert main(words) == 0, (name, words)
                 shown, pages = capsys.readouterr(), mine.parents[1].glob("*.html")
@@ -342,22 +341,6 @@ def test_whatever_is_in_the_place_of_a_file_of_a_run_stops_no_command_and_hides_
         shutil.rmtree(run)
 
 
-@contextmanager
-def refuse_to_wait(seconds: int) -> Iterator[None]:
-    """Raise if the block takes longer."""
-
-    def stop(number: int, frame: object) -> None:
-        raise TimeoutError(f"it took longer than {seconds} s")
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(seconds)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
-
-
 @pytest.mark.parametrize("kind", ["folder", "pipe", "link to itself", "dangling link", "random"])
 @pytest.mark.parametrize("name", ["lock", "lock.guard"])
 def test_an_odd_lock_is_refused_with_a_line_that_removes_it(run, kind, name):
@@ -365,7 +348,7 @@ def test_an_odd_lock_is_refused_with_a_line_that_removes_it(run, kind, name):
     if name == "lock.guard":
         make_odd(run / "lock", "random")
     if (name, kind) != ("lock.guard", "random"):
-        with refuse_to_wait(60), pytest.raises(UserError) as raised, RunLock(run, break_other_host=name != "lock"):
+        with fail_after(60), pytest.raises(UserError) as raised, RunLock(run, break_other_host=name != "lock"):
             pass
         assert str(raised.value).startswith((f"{run}/{name}: is no", f"{run}/{name}: is a link"))
         subprocess.run(shlex.split(re.split("delete it: |away: |Remove it: ", str(raised.value))[-1]), check=True)

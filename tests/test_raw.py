@@ -1,14 +1,13 @@
 """Raw folders with links, pipes and names that no text can hold: one sentence each, before anything is packed."""
 
 import os
-import signal
 import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from tests.waiting import fail_after
 from trainyard.config.compose import compose
 from trainyard.config.families import load_family
 from trainyard.data.pack import read_listing
@@ -124,22 +123,6 @@ def test_a_listing_that_cannot_be_read_does_not_hang(
     change(raw, raw / name)
     with fail_after(10), pytest.raises(UserError, match=f"{name}: .*{said}"):
         list_family(family, raw)
-
-
-@contextmanager
-def fail_after(seconds: int) -> Iterator[None]:
-    """Raise instead of hanging."""
-
-    def fail(number: int, frame: object) -> None:
-        raise AssertionError(f"still waiting after {seconds} s")
-
-    before = signal.signal(signal.SIGALRM, fail)
-    signal.alarm(seconds)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def test_the_lines_to_type_mend_a_loop_a_pipe_a_dangling_link_and_a_name(tmp_path):

@@ -1,8 +1,10 @@
 """Waiting in tests: with a limit, and a failure that says for what the test waited."""
 
+import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 
 def wait_until(
@@ -25,3 +27,19 @@ def wait_until(
             raise AssertionError(f"waited for {what}; the process ended with {process.returncode}: {errors!s}")
         assert time.monotonic() < deadline, f"waited {limit_s} s for {what}"
         time.sleep(0.02)
+
+
+@contextmanager
+def fail_after(seconds: int) -> Iterator[None]:
+    """Raise instead of hanging."""
+
+    def fail(number: int, frame: object) -> None:
+        raise AssertionError(f"still waiting after {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, fail)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)

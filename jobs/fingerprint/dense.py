@@ -204,8 +204,8 @@ def cut_pairs(ridges_NHW: Tensor, place_NIJ3: Tensor) -> tuple[Crops, Crops]:
 
     The place is drawn among the known cells of the first impression. The second one is cut around its known cell that
     is nearest to that place in the frame, missed by a few pixels. Both are rotated into the frame and then by the same
-    random angle, because fingers lie in any direction. Then each gets a small rotation, stretch, shear and bend of its
-    own.
+    random angle, because fingers lie in any direction. Then each is rotated, stretched, sheared and bent a little, by
+    amounts of its own.
 
     Args:
         ridges_NHW: (2 N, 256, 256) float32, rows 2 i and 2 i + 1 of finger i.

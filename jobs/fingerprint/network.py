@@ -160,7 +160,7 @@ class TextureBranch(nn.Module):
 
 
 class MinutiaBranch(nn.Module):
-    """Computes a unit-norm embedding (B, D) from the output of `stem`, which the minutia maps are made from, too.
+    """Computes a unit-norm embedding (B, D) from the output of `stem`, as the minutia maps are.
 
     The stem has six blocks A. The convolutions after it have biases and nothing between them, as in the reference.
     """

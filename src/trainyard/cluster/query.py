@@ -277,7 +277,7 @@ def _parse_time_limit_min(text: str) -> int | None:
 
 
 def _query_table(command: Sequence[str], *, columns: int, timeout_s: float = _TIMEOUT_S) -> list[list[str]]:
-    """Return the rows of a table whose columns "|" separates; the last column may contain it, too.
+    """Return the rows of a table, without its header. "|" separates the columns; only the last may contain one.
 
     The header, which every table begins with, shows that Slurm has answered, even if it knows of nothing. Lines with
     fewer columns are a site's own, such as a welcome.

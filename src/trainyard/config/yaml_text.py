@@ -62,7 +62,7 @@ def _explain(path: Path, error: type[UserError]) -> Iterator[None]:
 
 
 def _check(data: bytes, path: Path, error: type[UserError], forbidden: dict[type, str]) -> str:
-    """Return the text, or refuse what could run code or take for ever; stops where it finds it."""
+    """Return the text if it is small enough, not nested too deeply, and has nothing forbidden."""
     if len(data) > MOST_BYTES:
         raise error(f"{path}: is larger than {MOST_BYTES} bytes, the most that is expected.")
     text, depth = data.decode(), 0

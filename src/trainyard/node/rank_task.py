@@ -326,12 +326,12 @@ class _BatchScriptNotes:
         """Write the first signal that any rank receives, with its time."""
         path = self._folder / f"signal-{self._attempt}"
         if self._enabled and not path.exists():
-            write_atomically(path, f"{number.name} {time.time():.1f}\n", inside=True)
+            write_atomically(path, f"{number.name} {time.time():.1f}\n", durable=False, inside=True)
 
     def write_progress(self) -> None:
         """Note that this attempt packed a shard or staged the data, which the next one finds."""
         if self._enabled:
-            write_atomically(self._folder / f"progress-{self._attempt}", b"", inside=True)
+            write_atomically(self._folder / f"progress-{self._attempt}", b"", durable=False, inside=True)
 
     def write_exit_code(self, code: int) -> None:
         """Write the code with which the ranks exit, if no rank has: after the first, srun tells the others to stop."""
