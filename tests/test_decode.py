@@ -1,6 +1,10 @@
 import io
+import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -83,6 +87,84 @@ def test_dali_and_the_reference_give_the_same_bytes(format, source_channels, cha
     theirs = decode_with_dali(make_requests(format, source_channels, channels), channels)
     assert [len(batch) for batch in theirs] == [10] * 8 + [3] * 2
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+# The graph of a GPU
+
+
+def list_operators(output: Any) -> dict[str, str]:
+    """Return what DALI was told of each operator of a graph, by its name, from the output backwards."""
+    told = {}
+    pending = [output.source]
+    while pending:
+        operator = pending.pop()
+        text = str(operator.spec)
+        told[text.split(":")[0].removeprefix("OpSpec for ").strip()] = text
+        pending += [node.source for node in operator.inputs]
+    return told
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_a_gpu_decodes_whole_images_with_kernels_whose_levels_do_not_depend_on_the_place_in_a_batch(channels):
+    with dali.Pipeline(batch_size=4, num_threads=1, device_id=0):
+        told = list_operators(dali._build_gpu_graph(lambda: None, channels=channels, fill=FILL))
+    # neither decoders__ImageSlice nor decoders__ImageCrop, which decode a region
+    assert set(told) == {"Flip", "Resize", "Cast", "Slice", "ExternalSource", "decoders__Image"}
+    for argument in ("device: mixed", "hw_decoder_load: 0.000000", "jpeg_fancy_upsampling: True"):
+        assert f"    {argument}\n" in told["decoders__Image"]
+
+
+def test_every_target_has_the_dali_whose_graph_is_looked_at_here():
+    """And the nvImageCodec of which `_build_gpu_graph` says that regions fail: with another, look again."""
+    installed = next(d.version for d in metadata.distributions() if d.name.startswith("nvidia-dali"))
+    locks = sorted(Path(__file__).parents[1].glob("containers/*.lock"))
+    for lock in locks:
+        pinned = dict(re.findall(r"^(nvidia-\w+)-c\w+==(\S+)", lock.read_text(), re.MULTILINE))
+        assert pinned["nvidia-dali"] == installed, lock.name
+        assert pinned["nvidia-nvimgcodec"].startswith("0.9.0."), lock.name
+    assert len(locks) == 5
+
+
+@pytest.mark.parametrize(("format", "channels"), [("jpg", 1), ("jpg", 3), ("png", 3)])
+def test_the_graph_of_a_gpu_crops_pads_resizes_and_mirrors_as_the_reference_does(format, channels):
+    """With the decoder on the host, to two levels, for both round otherwise.
+
+    At the edges DALI repeats the last pixel for the part of the filter that lies outside, where Pillow and torch leave
+    it out of the mean: several levels in a noisy image, which are not compared.
+    """
+    requests = make_requests(format, channels, channels)
+    feed = dali._Feed(most=3, channels=channels, on_gpu=True)
+    feed.start(iter(requests))
+    pipeline = dali.Pipeline(batch_size=30, num_threads=2, device_id=None, prefetch_queue_depth=1)
+    with pipeline:
+        pipeline.set_outputs(dali._build_gpu_graph(feed.read_batch, channels=channels, fill=FILL, device="cpu"))
+    pipeline.build()
+    found = []
+    while (images := dali._run_pipeline(pipeline)) is not None:
+        found += [np.array(images.at(i)) for i in range(len(images))]
+    expected = torch.cat(decode_on_cpu(make_requests(format, channels, channels), channels)).numpy()
+    difference = np.abs(np.stack(found).astype(int) - expected.astype(int))
+    assert difference[:, 1:-1, 1:-1].max() <= 2
+
+
+@pytest.mark.parametrize(("on_gpu", "sizes"), [(False, [3, 3, 3]), (True, [1, 1, 1, 1, 1, 1, 1, 1, 1])])
+def test_a_batch_is_as_large_as_what_is_decoded_of_it(on_gpu, sizes, monkeypatch):
+    """An eighth of each image is used; a GPU decodes all of it."""
+    monkeypatch.setattr(dali, "_GROUP_BYTES", 3 * 6 * 10 * 10)
+    record = wrap_bytes(encode_image(make_texture(0, 60, 80, 1), "png"))
+    requests = [make_request([record], [[0, 0, 30, 20]], False, 1) for _ in range(9)]
+    feed = dali._Feed(most=9, channels=1, on_gpu=on_gpu)
+    feed.start(iter(requests))
+    found = []
+    while feed.pending or not found:
+        try:
+            found.append(len(feed.read_batch()[0]))
+        except StopIteration:
+            break
+    assert found == sizes
+
+
+# JPEG
 
 
 CHROMA = {"gray": None, "4:4:4": 0, "4:2:2": 1, "4:2:0": 2}  # what Pillow calls the subsampling

@@ -4,7 +4,7 @@ The only file that imports nvidia.dali.
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -33,7 +33,7 @@ class ImageDecoder:
 
     Without a GPU, DALI decodes only the box (bit-equal to cropping the whole image) and torch resizes into the
     request's buffer, because DALI's antialiased CPU resize alone costs as much as the decoding. With a GPU, everything
-    runs there, and the result is new memory on the device.
+    runs there (`_build_gpu_graph`), and the result is new memory on the device.
     """
 
     def __init__(self, *, channels: int, fill: int, threads: int, copies: CopyStream | None = None) -> None:
@@ -75,7 +75,7 @@ class ImageDecoder:
         with get_pool(self._threads) as pool:
             while (images := pipeline.run()) is not None:
                 group = pipeline.pop_group()
-                _, outer = _split_boxes(group)
+                _, outer = split_box(_join_boxes(group), np.concatenate([request.shapes for request in group]))
                 first = 0
                 for request in group:
 
@@ -99,18 +99,25 @@ class ImageDecoder:
             yield from decoded
 
 
-def limit_memory() -> Choice[str]:
-    """Let DALI's buffers grow no further than a batch needs; return what limits its memory on a GPU, and why.
+def choose_gpu_decoding() -> dict[str, Choice[str]]:
+    """Let DALI's buffers grow no further than a batch needs; return how a GPU decodes within which memory, and why.
 
     Its pools have no upper limit of their own, and what they hold, torch's allocator cannot take.
     """
     backend.SetDeviceBufferGrowthFactor(1.0)
     backend.SetHostBufferGrowthFactor(1.0)
-    value = f"{_GPU_QUEUE} batches of {_GROUP_BYTES >> 20} MiB decoded ahead, or one micro-batch each if that is larger"
-    return Choice(
-        value,
-        "DALI's pools grow alongside torch's allocator; what they do not use is released after each evaluation",
-    )
+    size = f"{_GROUP_BYTES >> 20} MiB"
+    return {
+        "decode_memory": Choice(
+            f"{_GPU_QUEUE} batches of {size} decoded ahead, or one micro-batch each if that is larger",
+            "DALI's pools grow alongside torch's allocator; what they do not use is released after each evaluation",
+        ),
+        "decode_jpeg": Choice(
+            "whole images by CUDA kernels; PNG, and inputs that packing has resized, on the host",
+            "the GPU's JPEG engine gives other levels, and would take those samples that come first in a batch; "
+            "regions fail in nvImageCodec 0.9.0",
+        ),
+    }
 
 
 class _ImagePipeline:
@@ -128,7 +135,7 @@ class _ImagePipeline:
         )
         with pipeline:
             pipeline.set_outputs(
-                _decode(*_declare_inputs(feed.read_batch, 3), device="cpu", channels=channels)
+                _build_cpu_graph(feed.read_batch, channels=channels)
                 if device_id is None
                 else _build_gpu_graph(feed.read_batch, channels=channels, fill=fill)
             )
@@ -164,7 +171,7 @@ class _Feed:
 
     def start(self, requests: Iterator[Request]) -> None:
         assert not self.pending
-        self._groups = _group_requests(requests, self._most, self._channels)
+        self._groups = _group_requests(requests, self._most, self._count_decoded_bytes)
 
     def read_batch(self) -> tuple[Any, ...]:
         """Return the inputs that `_declare_inputs` declares.
@@ -174,23 +181,31 @@ class _Feed:
         """
         group = next(self._groups)
         self.pending.append(group)
-        inner, outer = _split_boxes(group)
         # wrapping each record here halves the time that DALI spends on inspecting it
         records = [TensorCPU(record) for request in group for record in request.records]
-        numbers = np.hsplit(inner, 2)
+        box = _join_boxes(group)
         if self._on_gpu:
-            size = np.tile(np.array(group[0].out.shape[1:3], dtype=np.int32), (len(inner), 1))
+            size = np.tile(np.array(group[0].out.shape[1:3], dtype=np.int32), (len(box), 1))
             flip = np.concatenate([request.parameters.flip for request in group]).astype(np.int32)
-            numbers += [*np.hsplit(outer, 2), size, flip]
+            numbers = [*np.hsplit(box, 2), size, flip]
+        else:
+            inner, _ = split_box(box, np.concatenate([request.shapes for request in group]))
+            numbers = np.hsplit(inner, 2)
         return (records, *map(np.ascontiguousarray, numbers))
 
+    def _count_decoded_bytes(self, request: Request) -> int:
+        """Return what the decoder writes for a request: the host's only boxes, a GPU's whole images."""
+        sides = request.shapes[:, :2] if self._on_gpu else request.parameters.box[:, 2:]
+        return int(sides.prod(axis=1).sum()) * self._channels
 
-def _split_boxes(group: list[Any]) -> tuple[np.ndarray, np.ndarray]:
-    box = np.concatenate([request.parameters.box for request in group])
-    return split_box(box, np.concatenate([request.shapes for request in group]))
+
+def _join_boxes(group: list[Any]) -> np.ndarray:
+    return np.concatenate([request.parameters.box for request in group])
 
 
-def _group_requests(requests: Iterator[Request], most: int, channels: int) -> Iterator[list[Request]]:
+def _group_requests(
+    requests: Iterator[Request], most: int, count_bytes: Callable[[Request], int]
+) -> Iterator[list[Request]]:
     """Yield up to `most` requests at a time that decode to no more than `_GROUP_BYTES` but for the last of them.
 
     All requests of a group have results of one size, so that a pipeline can return them as one tensor.
@@ -202,7 +217,7 @@ def _group_requests(requests: Iterator[Request], most: int, channels: int) -> It
             yield group
             group, decoded_bytes = [], 0
         group.append(request)
-        decoded_bytes += int(request.parameters.box[:, 2:].prod(axis=1).sum()) * channels
+        decoded_bytes += count_bytes(request)
         if len(group) == most or decoded_bytes >= _GROUP_BYTES:
             yield group
             group, decoded_bytes = [], 0
@@ -262,7 +277,7 @@ def _run_pipeline(pipeline: Any) -> Any | None:
 
 
 def _declare_inputs(feed: Any, count: int) -> list[Any]:
-    """Declare what `feed` returns: records (uint8), then `count` - 1 int32 inputs; the seventh, flip, is scalar."""
+    """Declare what `feed` returns: records (uint8), then `count` - 1 int32 inputs; the fifth, flip, is scalar."""
     return list(
         fn.external_source(
             source=feed,
@@ -270,30 +285,44 @@ def _declare_inputs(feed: Any, count: int) -> list[Any]:
             batch=True,
             no_copy=True,
             dtype=[types.UINT8, *[types.INT32] * (count - 1)],
-            ndim=[1, 1, 1, 1, 1, 1, 0][:count],
+            ndim=[1, 1, 1, 1, 0][:count],
         )
     )
 
 
-def _decode(records: Any, start: Any, size: Any, *, device: str, channels: int) -> Any:
-    return fn.decoders.image_slice(
-        records,
-        start=start,
-        shape=size,
-        axes=[0, 1],
-        device=device,
-        output_type=types.GRAY if channels == 1 else types.RGB,  # explicit: ANY_DATA corrupts memory on gray JPEG
-        adjust_orientation=False,  # packing has applied it
-        jpeg_fancy_upsampling=True,  # of nvJPEG: interpolates chroma as libjpeg does, here and in Pillow
-    )
+def _list_decoder_options(channels: int) -> dict[str, Any]:
+    return {
+        "output_type": types.GRAY if channels == 1 else types.RGB,  # explicit: ANY_DATA corrupts memory on gray JPEG
+        "adjust_orientation": False,  # packing has applied it
+        "jpeg_fancy_upsampling": True,  # of nvJPEG: interpolates chroma as libjpeg does, here and in Pillow
+    }
 
 
-def _build_gpu_graph(feed: Any, *, channels: int, fill: int) -> Any:
-    records, start, shape, outer_start, outer_shape, size, flip = _declare_inputs(feed, 7)
-    images = _decode(records, start, shape, device="mixed", channels=channels)
-    images = fn.slice(
-        images, outer_start, outer_shape, axes=[0, 1], out_of_bounds_policy="pad", fill_values=[float(fill)]
-    )
+def _build_cpu_graph(feed: Any, *, channels: int) -> Any:
+    """Declare how the host decodes a batch: boxes only, which takes less time than whole images."""
+    records, start, shape = _declare_inputs(feed, 3)
+    return fn.decoders.image_slice(records, start=start, shape=shape, axes=[0, 1], **_list_decoder_options(channels))
+
+
+def _build_gpu_graph(feed: Any, *, channels: int, fill: int, device: str = "mixed") -> Any:
+    """Declare how a GPU makes the images of a batch.
+
+    Whole images are decoded, then cropped. nvImageCodec 0.9.0 fails on regions: with an error on an A100 and a
+    segmentation fault on an H100 (its issue 55); and with nvJPEG before 13.2 it decodes regions of subsampled colour on
+    the host. The GPU's own JPEG engine stays unused: it would take the first 65 % of each batch by default, its levels
+    differ from those of CUDA's kernels (DALI's pull request 2232), and a resumed run begins its batches elsewhere.
+    Reported for an A100 in DALI's issue 5362: about 7,000 images a second with the engine, 6,000 without. Not measured.
+
+    The result is the host's to the rounding, but for its edges: there DALI repeats the last pixel for the part of the
+    filter that lies outside, where torch and Pillow leave that part out of the mean.
+
+    Args:
+        feed: returns records, the boxes' corners and shapes, the sizes of the results, and which to mirror.
+        device: where the decoder runs; "cpu" shows without a GPU what the graph computes.
+    """
+    records, start, shape, size, flip = _declare_inputs(feed, 5)
+    images = fn.decoders.image(records, device=device, hw_decoder_load=0.0, **_list_decoder_options(channels))
+    images = fn.slice(images, start, shape, axes=[0, 1], out_of_bounds_policy="pad", fill_values=[float(fill)])
     size = fn.cast(size, dtype=types.FLOAT)
     images = fn.resize(images, size=size, interp_type=types.INTERP_LINEAR, antialias=True)
     return fn.flip(images, horizontal=flip)

@@ -209,9 +209,9 @@ def _choose_settings(
         ),
     }
     if choices["decode"].value == "dali" and device.type == "cuda":
-        from trainyard.data.decode_dali import limit_memory
+        from trainyard.data.decode_dali import choose_gpu_decoding
 
-        choices["decode_memory"] = limit_memory()
+        choices |= choose_gpu_decoding()
     return policy, choices
 
 
