@@ -20,7 +20,7 @@ from trainyard.data.host_memory import read_available_memory
 from trainyard.data.order import EpochOrder, order_epoch
 from trainyard.data.prepare import prepare_data
 from trainyard.data.shards import ShardSet
-from trainyard.errors import OutOfDeviceMemory, UserError
+from trainyard.errors import OutOfDeviceMemory, UserError, is_out_of_memory
 from trainyard.node.choices import warn_of_few_samples
 from trainyard.runs.events import read_events
 from trainyard.runs.folder import read_env
@@ -390,3 +390,22 @@ def test_our_launcher_starts_all_ranks_again_after_out_of_memory_in_one(tmp_path
     assert done.stderr.count("all ranks start again, with half the micro-batch") == 2
     assert_same_training(whole, run)
     assert read_env(run)["choices"]["micro_batch_size"]["value"] == 2
+
+
+@pytest.mark.parametrize(
+    ("library", "formats"),
+    [
+        ("libdali_core.so", ["CUDA allocation failed", "Can't allocate %zu bytes on device %d."]),
+        ("libdali_operators.so", ["CUDA allocation failed", "nvImageCodec failure: '#"]),
+    ],
+)
+def test_what_dali_says_on_a_full_card_is_known_as_it_stands_in_its_binary(library, formats):
+    dali = pytest.importorskip("nvidia.dali")
+    binary = (Path(dali.__file__).parent / library).read_bytes()
+    for text in formats:
+        assert text.encode() in binary
+        said = text.replace("%zu", "37748736").replace("%d", "0") + ("5'" if text.endswith("#") else "")
+        for error in (RuntimeError(f"Critical error in pipeline:\n{said}"), MemoryError(said)):
+            assert is_out_of_memory(error)
+    for error in (RuntimeError("nvImageCodec failure: '#8'"), MemoryError("Can't allocate 64 bytes on host.")):
+        assert not is_out_of_memory(error)

@@ -11,13 +11,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from tests.test_loader import damage_images
 from tests.training import FAMILIES, FORKSERVER, load_state, new_run, read_run_metrics, train, train_on_ranks
 from trainyard.cli import main
+from trainyard.config.compose import thaw
+from trainyard.data.shards import ShardSet
 from trainyard.errors import UserError
 from trainyard.node import ranks
-from trainyard.runs.folder import read_env
+from trainyard.node.rank_task import execute
+from trainyard.runs.folder import CONFIG, read_env
+from trainyard.runs.state import ExitCode
 from trainyard.runs.why import explain_run
 from trainyard.train import distributed
 from trainyard.train.distributed import (
@@ -174,6 +180,34 @@ def test_a_rank_that_exits_without_a_word_is_named(tmp_path, monkeypatch):
     explained = explain_run(run)
     assert re.search(r"failed: crashed, rank [01] on ", explained)
     assert "exited with code 3 and recorded no error" in explained
+
+
+@pytest.mark.slow
+def test_a_rank_with_a_damaged_record_leaves_at_once_also_where_leaving_the_group_waits_for_all(tmp_path):
+    """NCCL's communicators of one node are destroyed together, so a rank that fails may not wait for that."""
+    run = new_run(tmp_path, *EXACT, "max_duration=2ep", "hang_minutes=10")
+    data = ShardSet(Path(thaw(run / CONFIG, FAMILIES).data.path))
+    damage_images(data, np.array([5]))
+    barrier = FORKSERVER.Barrier(2)
+    begin = time.monotonic()
+    ranks = [FORKSERVER.Process(target=_train_where_leaving_waits, args=(run, rank, barrier)) for rank in range(2)]
+    codes = _wait_for_codes(ranks)
+    print(f"all ranks have left after {time.monotonic() - begin:.1f} s")
+    assert sorted(codes) == [ExitCode.FAILED, ExitCode.USER_ERROR]
+    explained = explain_run(run)
+    [key] = data.read_keys(np.array([5]))
+    assert re.search(rf": user error, rank {codes.index(ExitCode.USER_ERROR)} on ", explained), explained
+    assert re.search(rf"image of '{re.escape(key)}' is damaged: its checksum differs", explained), explained
+
+
+def _train_where_leaving_waits(run: Path, rank: int, barrier: Any) -> None:
+    import torch.distributed as dist
+
+    destroy = dist.destroy_process_group
+    dist.destroy_process_group = lambda: (barrier.wait(), destroy())
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2}
+    environ = {name: str(value) for name, value in numbers.items()} | {"TRAINYARD_MEETING": "damaged"}
+    sys.exit(execute(run, FAMILIES, environ=environ, started=time.time()))
 
 
 def test_ranks_are_read_from_each_launcher_and_a_batch_script_is_no_task():

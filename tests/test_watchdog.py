@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -46,7 +47,11 @@ def _run_rank(run: Path, work: Callable[..., None], rank: int, count: int, limit
     )
     watchdog.set_limit(limit_s / 60)
     with StopFlag(), watchdog:
-        work(progress, **more)
+        try:
+            work(progress, **more)
+        except ValueError as error:
+            watchdog.tell_others(error)
+            sys.exit(ExitCode.FAILED)
 
 
 def make_wait() -> Callable[[Any], None]:
@@ -104,6 +109,27 @@ def test_of_several_ranks_the_one_that_waits_for_no_other_is_named(tmp_path):
     error = read_one_error(tmp_path)
     assert error.fields["rank"] == 1 and "in read_from_a_dead_disk" in error.summary
     assert len(list(tmp_path.glob(f"{RANKS}/{ATTEMPT}-rank*-stacks.txt"))) == 3
+
+
+def fail_alone(progress: Progress, *, barrier: Any) -> None:
+    """Take a step and fail; a rank that waits for this one, in a kernel, learns nothing of it."""
+    barrier.wait()
+    raise ValueError("a record is damaged")
+
+
+@pytest.mark.slow
+def test_ranks_that_wait_for_one_that_failed_exit_and_name_it(tmp_path):
+    barrier = FORKSERVER.Barrier(3)
+    ranks = [
+        start_rank(tmp_path, work, rank=r, count=3, limit_s=8, barrier=barrier)
+        for r, work in enumerate([take_steps, fail_alone, take_steps])
+    ]
+    for rank in ranks:
+        rank.join(60)
+    assert [rank.exitcode for rank in ranks] == [ExitCode.FAILED] * 3
+    errors = read_errors(tmp_path)
+    assert {error.fields["rank"]: error.cause for error in errors} == dict.fromkeys([0, 2], Cause.LOST_PEER)
+    assert all(re.search(r"rank 1 on \S+ failed: ValueError: a record is damaged$", e.summary) for e in errors)
 
 
 @pytest.mark.slow

@@ -39,6 +39,10 @@ class Killed(Exception):
         self.number = number
 
 
+class PeerFailed(Exception):
+    """Another rank has failed, so that this one cannot go on. Recorded, never raised: this one may be in a kernel."""
+
+
 class Vanished(Exception):
     """A rank exited and recorded no error. Recorded by whoever started it, never raised."""
 
@@ -66,12 +70,20 @@ class OutOfDeviceMemory(UserError):
         self.details = details
 
 
+ALLOCATION_ERRORS = (RuntimeError, MemoryError)
+"""What torch and libraries raise if a GPU's memory is used up: C++'s `std::bad_alloc` arrives as a MemoryError."""
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error says that a GPU's memory is used up: torch's own does, and that of a library."""
-    return isinstance(error, RuntimeError) and bool(_OUT_OF_MEMORY.search(f"{type(error).__name__}: {error}"))
+    return isinstance(error, ALLOCATION_ERRORS) and bool(_OUT_OF_MEMORY.search(f"{type(error).__name__}: {error}"))
 
 
-_OUT_OF_MEMORY = re.compile(r"^OutOfMemoryError: |out of memory|(CUDNN|CUBLAS)_STATUS_ALLOC_FAILED|CUDABadAlloc")
+_OUT_OF_MEMORY = re.compile(
+    r"^OutOfMemoryError: |out of memory|(CUDNN|CUBLAS)_STATUS_ALLOC_FAILED"
+    r"|CUDA allocation failed|Can't allocate \d+ bytes on device|nvImageCodec failure: '#1?5'"  # DALI's
+)
+"""Of nvImageCodec: NVIMGCODEC_STATUS_ALLOCATOR_FAILURE is 5, and 15 that of an extension."""
 
 
 class ConfigError(UserError):

@@ -8,11 +8,12 @@ import os
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from loguru import logger
 
@@ -30,12 +31,13 @@ from trainyard.node.choices import build_context, record_choices
 from trainyard.node.ranks import train_on_ranks
 from trainyard.plan.memory import StepConfig, count_disk_bytes, read_cache
 from trainyard.runs.changes import refuse_changes
-from trainyard.runs.folder import CONFIG, read_env, record_error
+from trainyard.runs.folder import CONFIG, classify_error, read_env, record_error
 from trainyard.runs.lock import RunLock
 from trainyard.runs.observations import Usage, read_plan_key, record_prediction, record_usage
-from trainyard.runs.state import ExitCode, choose_exit_code
+from trainyard.runs.state import Cause, ExitCode, choose_exit_code
 from trainyard.split import split_batch
 from trainyard.terminal import make_log_printable, say
+from trainyard.text import quote_path
 from trainyard.train.world import World, read_attempt_id, read_world
 
 if TYPE_CHECKING:
@@ -138,6 +140,7 @@ def execute(
         before_exit=lambda: notes.write_exit_code(ExitCode.HUNG),
         on_signal=notes.write_signal,
     )
+    failure: BaseException | None = None
     with StopFlag(notes.write_signal) as stop, watchdog:  # before torch is imported: a warning may come early
         rank = RankContext(run, jobs_dir, world, heartbeat, watchdog, stop, notes, environ, started)
         if not only_packs:
@@ -156,19 +159,44 @@ def execute(
                     if isinstance(error, UserError) and not starts_again:
                         notes.write_exit_code(choose_exit_code(error))
                     record_error(run, error, attempt=attempt, rank=world.rank)
-                if full is not None and world.world_size > 1:
-                    # without leaving the process group, which might wait for ranks that wait for this one
-                    say(full, file=sys.stderr, flush=True)
-                    os._exit(choose_exit_code(full))
+                if world.world_size > 1:
+                    if full is None or not full.next_micro_batch_size:  # else all start again
+                        watchdog.tell_others(error)
+                    failure = error
+                    break
                 if not starts_again:
                     raise
             from trainyard.train.out_of_memory import release_memory
 
             gc.collect()  # the model and the data of the start that ended
             release_memory()
+    if failure is not None:
+        _end_process(run, failure, is_main=world.is_main)
     if world.is_main:
         notes.write_exit_code(code)
     return code
+
+
+def _end_process(run: Path, error: BaseException, *, is_main: bool) -> NoReturn:
+    """Say why one of several ranks failed, and exit at once.
+
+    Without leaving the process group: NCCL waits there for the other ranks of the node, which wait for this one.
+    """
+    if isinstance(error, UserError):
+        say(f"{type(error).__name__}: {error}", file=sys.stderr)
+    elif classify_error(error) == Cause.LOST_PEER:
+        say(f"Another rank has failed: trainyard why {quote_path(run)}", file=sys.stderr)
+    else:
+        traceback.print_exception(error)
+    if is_main:
+        from trainyard.report.board import update_board
+
+        with suppress(OSError):  # the error on the way is more than a second one about this page
+            update_board(run)
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):
+            stream.flush()
+    os._exit(choose_exit_code(error) if isinstance(error, UserError) else ExitCode.FAILED)
 
 
 def _load_torch() -> None:
@@ -209,23 +237,18 @@ def _train_on(config: TrainConfig, rank: RankContext, lock: RunLock | None) -> i
     minutes = Duration.parse(config.max_runtime).to_minutes() if config.max_runtime else None
     limit = RuntimeLimit(minutes, started=rank.started)
     network = distributed.join(world, run, os.environ)  # the process's own: gloo and NCCL read it
-    try:
-        if world.is_main:
-            record_choices(run, network)
-        staged = _stage_data(rank, config, limit)
-        if staged.is_new:
-            rank.notes.write_progress()
-        context = build_context(run, config, staged, rank.jobs, world, rank.heartbeat, lock, rank.environ)
-        if world.is_main:
-            record_prediction(run, _read_prediction(context))
-        code = EXIT_CODES[fit(context, stop=rank.stop, limit=limit)]
-        if world.is_main:
-            on_gpu = context.device.type == "cuda"
-            record_usage(run, memory_gib=read_peak_memory_gib(context.device) if on_gpu else None)
-    except BaseException as error:
-        if not isinstance(error, OutOfDeviceMemory):  # else the process ends at once, or is alone
-            distributed.leave()
-        raise
+    if world.is_main:
+        record_choices(run, network)
+    staged = _stage_data(rank, config, limit)
+    if staged.is_new:
+        rank.notes.write_progress()
+    context = build_context(run, config, staged, rank.jobs, world, rank.heartbeat, lock, rank.environ)
+    if world.is_main:
+        record_prediction(run, _read_prediction(context))
+    code = EXIT_CODES[fit(context, stop=rank.stop, limit=limit)]
+    if world.is_main:
+        on_gpu = context.device.type == "cuda"
+        record_usage(run, memory_gib=read_peak_memory_gib(context.device) if on_gpu else None)
     distributed.leave()
     return code
 

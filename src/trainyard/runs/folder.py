@@ -24,6 +24,7 @@ from trainyard.errors import (
     NoDeterministicKernel,
     NotFinite,
     OutOfDeviceMemory,
+    PeerFailed,
     UserError,
     Vanished,
     is_out_of_memory,
@@ -163,7 +164,7 @@ def classify_error(error: BaseException) -> str:
         return Cause.INTERRUPTED
     if isinstance(error, MemoryError) or "DefaultCPUAllocator: can't allocate memory" in text:
         return Cause.HOST_OOM
-    if name.startswith("Dist") or any(message in text for message in _LOST_PEER):
+    if isinstance(error, PeerFailed) or name.startswith("Dist") or any(message in text for message in _LOST_PEER):
         return Cause.LOST_PEER
     return Cause.BUG
 

@@ -11,7 +11,7 @@ from loguru import logger
 from torch import Tensor
 
 from trainyard.data.loader import Loader
-from trainyard.errors import is_out_of_memory
+from trainyard.errors import ALLOCATION_ERRORS, is_out_of_memory
 from trainyard.runs import pair_scores
 from trainyard.train import distributed
 from trainyard.train.data_parallel import share_saved_buffers
@@ -212,7 +212,7 @@ def predict_share(
                 ):
                     rows.append(batch)
                 return batch_size
-        except RuntimeError as error:
+        except ALLOCATION_ERRORS as error:
             if batch_size == 1 or not is_out_of_memory(error):
                 raise
             reason = str(error).partition("\n")[0]

@@ -27,7 +27,7 @@ from trainyard.data.index import RAGGED
 from trainyard.data.loader import Loader
 from trainyard.data.order import EpochOrder
 from trainyard.data.shards import ShardSet
-from trainyard.errors import is_out_of_memory
+from trainyard.errors import ALLOCATION_ERRORS, is_out_of_memory
 from trainyard.text import format_size
 from trainyard.train import distributed
 from trainyard.train.evaluate import predict_share
@@ -242,7 +242,7 @@ def _try_on_all_ranks(work: Callable[[int], int], size: int) -> tuple[str, int]:
     failure = ""
     try:
         size = work(size)
-    except RuntimeError as error:
+    except ALLOCATION_ERRORS as error:
         if not is_out_of_memory(error):
             raise
         failure = str(error)

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from trainyard.config.settings import TrainConfig
-from trainyard.errors import OutOfDeviceMemory, is_out_of_memory
+from trainyard.errors import ALLOCATION_ERRORS, OutOfDeviceMemory, is_out_of_memory
 from trainyard.text import quote_path
 from trainyard.train.run_context import RunContext
 
@@ -30,7 +30,7 @@ def name_phase(phase: str) -> Iterator[None]:
     """Note in an error about memory in which phase of a step it was raised; the innermost name counts."""
     try:
         yield
-    except RuntimeError as error:
+    except ALLOCATION_ERRORS as error:
         if is_out_of_memory(error) and not _list_phases(error):
             error.add_note(_PHASE + phase)
         raise
@@ -50,7 +50,7 @@ def explain_out_of_memory(context: RunContext, micro_batch_size: int) -> Iterato
     """
     try:
         yield
-    except RuntimeError as error:
+    except ALLOCATION_ERRORS as error:
         if not is_out_of_memory(error):
             raise
         phase = next(iter(_list_phases(error)), "step")

@@ -13,7 +13,7 @@ from loguru import logger
 
 from trainyard.choice import Choice
 from trainyard.data.loader import MicroBatch
-from trainyard.errors import NotFinite, OutOfDeviceMemory, is_out_of_memory
+from trainyard.errors import NotFinite, OutOfDeviceMemory
 from trainyard.runs.events import list_metric_names
 from trainyard.runs.folder import record_choices
 from trainyard.runs.manifest import CheckpointError, parse_name
@@ -193,9 +193,8 @@ class Trainer:
                     self._beat("training")
                 if leaving or finished:
                     return Stop.NONE if finished else agreed.stop
-        except RuntimeError as error:
-            if is_out_of_memory(error):
-                self.agreement.abandon()
+        except BaseException:
+            self.agreement.abandon()
             raise
         finally:
             stream.close()

@@ -6,6 +6,8 @@ Two threads per rank, so that one keeps counting while a file system does not an
 - One writes every few seconds, to `ranks/<attempt>-rank<N>.json`, that this process runs and what its main thread does,
   and reads the same of the next rank. A process that is stopped, or in which no thread can run, stops writing.
 
+A rank that fails tells the others in a file, because NCCL does not: those that still wait for it a little later exit.
+
 When ranks wait for each other, all of them make no progress. The one at fault is one that writes nothing, or else one
 that does not wait for others. Nothing is exchanged in a step.
 
@@ -25,17 +27,18 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from trainyard.config.settings import HANG_MINUTES
-from trainyard.errors import Hung
+from trainyard.errors import Hung, PeerFailed
 from trainyard.files import make_folder_inside, open_atomically, write_atomically
 from trainyard.runs.folder import record_error
 from trainyard.runs.history import RANKS, read_object
 from trainyard.runs.state import ExitCode
 from trainyard.terminal import say
-from trainyard.text import format_duration, quote_path
+from trainyard.text import cut, format_duration, quote_path
 from trainyard.train.heartbeat import Progress
 from trainyard.train.stop import STOP_SIGNALS
 from trainyard.train.world import World
@@ -47,6 +50,7 @@ _FACTOR = 5.0  # between the longest of the last pauses and one that is a hang
 _PAUSES = 64
 _MOST_TICK_S, _MOST_INTERVAL_S = 1.0, 10.0
 _NOTE_S = 20.0  # after a stop signal, of the 30 s that Slurm often leaves
+_FAREWELL_S = 5.0  # after another rank has failed: gloo tells this one so, and it says more than the watchdog can
 _REPORT_S = 10.0  # for writing down what happened; the disk may be what hangs
 _WAITS = (
     *("/torch/distributed/", "/torch/nn/parallel/distributed.py", "/train/distributed.py"),
@@ -98,6 +102,7 @@ class Watchdog:
         self._next: dict[str, Any] = {}  # what the next rank wrote last, and for how long it has written nothing
         self._next_silent_s = self._next_halted_s = 0.0  # halted: by a signal, as seen on this host
         self._was_signalled = self._has_noted = self._is_over = False
+        self._failed, self._failed_s = "", 0.0  # what another rank said when it failed, and how long ago
         self._main_thread = threading.get_ident()
         self._process = [os.getpid(), _read_process(os.getpid())[1]]
 
@@ -132,6 +137,12 @@ class Watchdog:
         with contextlib.suppress(OSError):  # a disk that does not answer must not hide how the run ended
             self._name_record(self._world.rank).unlink(missing_ok=True)
 
+    def tell_others(self, error: BaseException) -> None:
+        """Have the other ranks learn that this one has failed; the first of several is the one that they name."""
+        own = f"rank {self._world.rank} on {socket.gethostname()}"
+        with contextlib.suppress(OSError):  # a full disk is more than a second error about this file
+            _create_file(self._name_failure(), f"{own} failed: {type(error).__name__}: {cut(str(error), 300)}\n")
+
     # The thread that counts
 
     def _count(self) -> None:
@@ -149,6 +160,9 @@ class Watchdog:
                 self._idle_s = 0.0
                 if self._has_noted:
                     self._withdraw_note()
+            self._failed_s += passed if self._failed else 0.0
+            if self._failed_s >= _FAREWELL_S:
+                self._follow()
             if self._is_over or self._is_next_stopped() or self._idle_s >= self._get_patience():
                 self._finish()
             elif self._was_signalled and not self._has_noted and self._idle_s >= min(_NOTE_S, self._limit_s / 2):
@@ -174,6 +188,14 @@ class Watchdog:
             return False
         is_slow = self._next.get("phase") == "preparing"  # loading a library may block all threads
         return not is_slow or max(self._next_halted_s, self._next_silent_s / _SLOW) >= _STOPPED * self._limit_s
+
+    def _follow(self) -> None:
+        """Record that another rank has failed, and exit: this one waits for it in a collective."""
+        error = PeerFailed(self._failed)
+        _run_aside(partial(record_error, self._run, error, attempt=self._attempt, rank=self._world.rank)).join(
+            _REPORT_S
+        )
+        os._exit(ExitCode.FAILED)
 
     def _finish(self) -> None:
         """Record what happened and exit, even if the disk does not answer."""
@@ -282,6 +304,8 @@ class Watchdog:
             else:
                 self._next, self._next_silent_s, self._next_halted_s = record, 0.0, 0.0
             self._is_over = self._name_verdict().exists()
+            with contextlib.suppress(OSError):
+                self._failed = self._name_failure().read_text().strip()
             self._has_news.wait(self._interval_s)
             self._has_news.clear()
 
@@ -290,6 +314,10 @@ class Watchdog:
 
     def _name_verdict(self) -> Path:
         return self._run / RANKS / f"{self._attempt}-hung.txt"
+
+    def _name_failure(self) -> Path:
+        """Return the file for the rank that fails first, of this start: out of memory, all start again."""
+        return self._run / RANKS / f"{self._attempt}-failed{self._world.rendezvous}.txt"
 
     def _name_record(self, rank: int) -> Path:
         return self._run / RANKS / f"{self._attempt}-rank{rank}.json"
