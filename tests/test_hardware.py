@@ -221,6 +221,8 @@ def test_hardware_loads_no_torch():
             "needs driver 580 or older",
         ),
         ("580.65.06", {"CUDA_VISIBLE_DEVICES": ""}, None),
+        ("580.65.06", {"CUDA_VISIBLE_DEVICES": "-1"}, None),
+        ("580.65.06", {"CUDA_VISIBLE_DEVICES": "-1,0"}, None),
         ("535.54.03", {"TRAINYARD_TARGET": "cuda13", "TRAINYARD_MIN_DRIVER": "580.65.06"}, "Use image cuda12, which"),
         ("470.82.01", {"TRAINYARD_TARGET": "cuda13", "TRAINYARD_MIN_DRIVER": "580.65.06"}, "Ask for a newer driver"),
         ("580.65.06", {"TRAINYARD_TARGET": "cpu"}, "but this is the CPU image"),

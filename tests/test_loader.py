@@ -17,10 +17,12 @@ import pytest
 import torch
 
 from tests.images import edit_index, make_points
+from tests.late_device import LateDevice
 from trainyard.config.settings import AugmentSettings, DataSettings, ImageSettings, TrainConfig
 from trainyard.data import augment
 from trainyard.data.arrays import BatchMemory
 from trainyard.data.hdf5 import ShardError
+from trainyard.data.host_memory import count_pinned_bytes
 from trainyard.data.loader import Loader, MicroBatch
 from trainyard.data.order import EpochOrder, EpochOrders, group_by_identity, shuffle
 from trainyard.data.pack import pack
@@ -480,6 +482,19 @@ def test_each_thread_that_copies_has_a_batch_in_memory(arrays):
     assert one.count_host_bytes(many) == 4 * many * 256, "in preparation, two ready, one with the caller"
     assert three.count_host_bytes(many) == 6 * many * 256
     assert three.count_host_bytes(4) == one.count_host_bytes(4), "few bytes are copied by one thread"
+
+
+def test_memory_that_a_gpu_copies_from_is_counted_as_torch_takes_it(arrays, images, monkeypatch):
+    """In powers of two: up to twice what is asked for."""
+    LateDevice(monkeypatch, eager=True)
+    assert [count_pinned_bytes(size) for size in (0, 1, 2, 3, 4096, 4097)] == [0, 1, 2, 4, 4096, 8192]
+    config, gpu = TrainConfig(data=DataSettings(prefetch=2), image=IMAGE), torch.device("cuda", 0)
+    rows = Loader(config, arrays, device=gpu, decode="cpu", threads=1)
+    assert rows.count_host_bytes(65) == 4 * 128 * 256
+    pixels = IMAGE.height_px * IMAGE.width_px * IMAGE.channels
+    found = Loader(config, images, device=gpu, decode="cpu", threads=1).count_host_bytes(33)
+    boxes = sum(4 * count_pinned_bytes(33 * int(r.size.max())) for n, r in images.records.items() if n != "image")
+    assert found - boxes == 5 * count_pinned_bytes(33 * pixels) > 5 * 33 * pixels
 
 
 def test_a_job_that_reads_no_noise_gets_none_and_else_the_same(images):

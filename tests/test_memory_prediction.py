@@ -489,9 +489,10 @@ def test_where_cards_differ_those_that_the_user_chose_are_not_guessed_and_get_th
     assert name_chosen_gpus(1, os.environ) == ["CUDA_VISIBLE_DEVICES=1"], "submitit would show GPU 0"
     assert name_chosen_gpus(2, os.environ) == ["CUDA_VISIBLE_DEVICES=1,3"]
     assert name_chosen_gpus(0, os.environ) == [] and name_chosen_gpus(2, {}) == []
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert submit_here(gpus=[TI, A100]) == 0
-    assert "checked at start  (ranks on the CPU; " in capsys.readouterr().out
+    for none in ("", "-1", "-1,0"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", none)
+        assert submit_here(gpus=[TI, A100]) == 0
+        assert "checked at start  (ranks on the CPU; " in capsys.readouterr().out
 
 
 def test_a_local_submission_of_what_cannot_fit_is_refused_with_a_line_that_fits(submit_here, capsys):

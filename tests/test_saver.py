@@ -47,7 +47,7 @@ def test_a_copy_is_written_as_the_same_bytes_and_keeps_them_when_the_original_ch
     whole.zero_()
     state["losses"].append(3.0)
     assert checkpoint.save(tmp_path / "b", copied, step=1, meta={}).read_bytes() == expected
-    assert host.bytes == checkpoint.count_tensor_bytes(state)
+    assert host.bytes == host.predict_bytes(state) == checkpoint.count_tensor_bytes(state)
     again = host.take(state)
     assert again["whole"].data_ptr() == copied["whole"].data_ptr() and not again["whole"].any()
 

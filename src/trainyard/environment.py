@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import Any
 
 from trainyard.errors import UserError
-from trainyard.hardware import count_cores
+from trainyard.hardware import count_cores, list_chosen_gpus
 from trainyard.masking import mask_diff
 
 _RECORDED_DISTRIBUTIONS = (
@@ -32,6 +32,8 @@ _RECORDED_VARIABLES = (
     "OMP_NUM_THREADS",
     "OMP_WAIT_POLICY",
     "GOMP_SPINCOUNT",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",  # its name before torch 2.9
 )
 NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
 THIS_CODE = Path(__file__).resolve().parent
@@ -138,19 +140,14 @@ def list_gpus() -> list[LocalGpu]:
 
 def count_visible_gpus(gpus: Sequence[LocalGpu], environ: Mapping[str, str]) -> int:
     """Return how many of this machine's GPUs a process may use; which ones, CUDA decides: it orders them by speed."""
-    chosen = _list_chosen_gpus(environ)
+    chosen = list_chosen_gpus(environ)
     return len(gpus) if chosen is None else min(len(gpus), len(chosen))
 
 
 def name_chosen_gpus(count: int, environ: Mapping[str, str]) -> list[str]:
     """Return the variable that shows the first `count` GPUs that the user chose to a process; none if nobody chose."""
-    chosen = _list_chosen_gpus(environ) or []
+    chosen = list_chosen_gpus(environ) or []
     return [f"CUDA_VISIBLE_DEVICES={','.join(chosen[:count])}"] if chosen and count else []
-
-
-def _list_chosen_gpus(environ: Mapping[str, str]) -> list[str] | None:
-    visible = environ.get("CUDA_VISIBLE_DEVICES")
-    return None if visible is None else [entry.strip() for entry in visible.split(",") if entry.strip()]
 
 
 def find_checkout(code: Path) -> tuple[dict[str, Any], bytes]:

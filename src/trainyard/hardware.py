@@ -6,6 +6,7 @@ import shutil
 import sysconfig
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 from trainyard.choice import Choice
@@ -181,18 +182,26 @@ def read_driver_version(file: Path = Path("/proc/driver/nvidia/version")) -> str
     return found[1] if found else None
 
 
+def list_chosen_gpus(environ: Mapping[str, str]) -> list[str] | None:
+    """Return the entries of CUDA_VISIBLE_DEVICES, as CUDA reads it: up to an empty or negative one; None if not set."""
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return None
+    return list(takewhile(lambda entry: entry and not entry.startswith("-"), map(str.strip, visible.split(","))))
+
+
 def explain_missing_gpu(driver: str | None, environ: Mapping[str, str]) -> str | None:
     """Return why torch finds no GPU where one is expected; None if the CPU is intended.
 
     Args:
         driver: what `read_driver_version` returned.
         environ: the container image's TRAINYARD_TARGET, _MIN_DRIVER and _MAX_DRIVER, and CUDA_VISIBLE_DEVICES, which
-            users set to the empty string to train on the CPU.
+            users set to the empty string or -1 to train on the CPU.
     """
     target, min_driver = environ.get("TRAINYARD_TARGET", ""), environ.get("TRAINYARD_MIN_DRIVER", "")
     max_driver = environ.get("TRAINYARD_MAX_DRIVER", "")
     on_cpu = "To train on the CPU: CUDA_VISIBLE_DEVICES= (empty)."
-    if environ.get("CUDA_VISIBLE_DEVICES") == "":
+    if list_chosen_gpus(environ) == []:
         return None
     if driver is None:
         if not min_driver:

@@ -1,4 +1,4 @@
-"""Reads how much memory of this host its ranks can still get."""
+"""Reads how much memory of this host its ranks can still get, and counts what they take of it."""
 
 import re
 import sys
@@ -6,6 +6,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from trainyard.hardware import list_cgroups
+
+
+def count_pinned_bytes(size: int) -> int:
+    """Return what torch's allocator of pinned memory takes for `size` bytes: the next power of two.
+
+    So says the documentation of `torch.cuda.memory.host_memory_stats`.
+    """
+    return 1 << (size - 1).bit_length() if size else 0
 
 
 class AvailableMemory(NamedTuple):

@@ -18,6 +18,7 @@ from trainyard.data import augment, decode_cpu
 from trainyard.data.arrays import BatchMemory, read_arrays
 from trainyard.data.decode_cpu import Request
 from trainyard.data.device import prepare_model_input, shape_channels
+from trainyard.data.host_memory import count_pinned_bytes
 from trainyard.data.index import ARRAY, AUDIO, ENCODED_IMAGE, IMAGE, INPUT_RAW, INPUTS, PCM, RAGGED
 from trainyard.data.item import Draws, Item
 from trainyard.data.order import EpochOrder, split_into_micro_batches
@@ -270,16 +271,19 @@ class Loader:
     def count_host_bytes(self, largest: int) -> int:
         """Return how much memory reading allocates on the host for items of up to `largest` samples."""
         items = count_prefetched(self._settings.prefetch, self._count_readers(largest))
-        bytes_per_sample = 0
+        on_cpu = self.device.type == "cpu"
+        count_allocated = int if on_cpu else count_pinned_bytes
+        total = 0
         for records in self.data.records.values():
             if records.kind in (AUDIO, PCM):
-                bytes_per_sample += items * 2 * self._audio.frames
+                total += items * count_allocated(largest * 2 * self._audio.frames)
             elif records.kind in (ARRAY, RAGGED):  # the longest sample counts: the others are padded
-                bytes_per_sample += items * int(records.size.max())
+                total += items * count_allocated(largest * int(records.size.max()))
         if self._has_images:
-            bytes_per_sample += (items + _UNFINISHED_COPIES) * self._count_pixels()
-            bytes_per_sample += 4 * self._count_pixels() if self.device.type == "cpu" else 0  # the model's input
-        return largest * bytes_per_sample
+            pixels = largest * self._count_pixels()
+            total += (items + _UNFINISHED_COPIES) * count_allocated(pixels)
+            total += 4 * pixels if on_cpu else 0  # the model's input
+        return total
 
     def _count_pixels(self) -> int:
         """Return the elements of an image of the largest input size."""

@@ -420,9 +420,14 @@ def _refuse_unsafe(state: State) -> None:
 
 
 def count_tensor_bytes(state: State) -> int:
-    """Count the bytes of all storages, each once: the size of the data file without names and padding."""
+    """Count the bytes of all storages: the size of the data file without names and padding."""
+    return sum(storage.nbytes() for storage in list_storages(state))
+
+
+def list_storages(state: State) -> list[torch.UntypedStorage]:
+    """Return the storages of all tensors, each once."""
     storages = [leaf.untyped_storage() for _, leaf in _walk_leaves(state, "state") if isinstance(leaf, torch.Tensor)]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    return list({storage.data_ptr(): storage for storage in storages}.values())
 
 
 def _require_room(directory: Path, needed: int) -> None:

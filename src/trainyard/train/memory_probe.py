@@ -117,7 +117,10 @@ def probe_memory(
         if failure:
             with explain_out_of_memory(context, micro_batch_size), name_phase(EVALUATION):
                 raise torch.OutOfMemoryError(failure)
-    return Probe(micro_batch_size, eval_batch_size, _describe_peak(device), "the largest step and evaluation batch")
+    tried_what = "the largest step and evaluation batch"
+    if context.precision.cuda_graphs:
+        tried_what += "; not what CUDA graphs keep, which are recorded in later steps"
+    return Probe(micro_batch_size, eval_batch_size, _describe_peak(device), tried_what)
 
 
 def _explain_no_probe(context: RunContext) -> str:

@@ -17,7 +17,7 @@ from loguru import logger
 from torch import Tensor
 
 from trainyard.config.compose import list_kept_options
-from trainyard.data.host_memory import read_available_memory
+from trainyard.data.host_memory import count_pinned_bytes, read_available_memory
 from trainyard.runs.changes import FILES, describe_files
 from trainyard.runs.folder import read_env, select_fixed_env, update_env
 from trainyard.text import format_size
@@ -50,7 +50,14 @@ class HostCopy:
 
     @property
     def bytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self._buffers)
+        """The memory that the buffers take."""
+        return sum(count_pinned_bytes(b.nbytes) if b.is_pinned() else b.nbytes for b in self._buffers)
+
+    @staticmethod
+    def predict_bytes(state: State) -> int:
+        """Return the memory that a copy of this state takes."""
+        storages = checkpoint.list_storages(state)
+        return sum(count_pinned_bytes(s.nbytes()) if s.device.type == "cuda" else s.nbytes() for s in storages)
 
     def take(self, state: State) -> State:
         """Return a copy of a state that training may change afterwards. It is valid until the next call.
@@ -210,7 +217,7 @@ class Saver:
 
     def _can_copy(self, content: checkpoint.State) -> bool:
         """Choose whether training goes on during the write, and record the choice when it changes."""
-        needed = checkpoint.count_tensor_bytes(content)
+        needed = self._copy.predict_bytes(content)
         if not self._settings.background:
             return self._choose(_FOREGROUND, "checkpoint.background=false")
         if needed > self._copy.bytes:
