@@ -1,0 +1,103 @@
+"""The command that measures a job on this machine: doctor."""
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+from loguru import logger
+
+from trainyard.cli.verb import Verbs, add_verb
+from trainyard.config import compose as configs
+from trainyard.errors import UserError
+from trainyard.files import write_atomically
+from trainyard.hardware import show_own_mig_slice
+from trainyard.measure import make_header, write_new
+from trainyard.runs.create import create_run
+from trainyard.runs.folder import CONFIG
+from trainyard.terminal import say
+from trainyard.text import quote_path
+from trainyard.train.world import World, read_world
+
+if TYPE_CHECKING:
+    from trainyard.config.settings import TrainConfig
+    from trainyard.tools.doctor import Diagnosis
+
+_ANSWER = "diagnosis.json"
+
+
+def add_commands(verbs: Verbs) -> None:
+    """Add the commands."""
+    doc = "measure what limits a job's training on this machine, and what fixing it would give"
+    verb = add_verb(verbs, "doctor", _doctor, doc)
+    verb.add_argument("job")
+    verb.add_argument("overrides", nargs="*", metavar="OPTION=VALUE")
+    verb.add_argument("--ranks", type=int, default=1, metavar="N", help="ranks, one per GPU, or sharing the cores")
+    seconds = "for the three rates: 15; more makes them steadier"
+    verb.add_argument("--seconds", type=float, default=15.0, metavar="S", help=seconds)
+    trace = "also write a trace of some steps, which ui.perfetto.dev opens, and name the most expensive operators"
+    verb.add_argument("--trace", type=Path, metavar="FILE", help=trace)
+    verb.add_argument("--results", type=Path, metavar="FOLDER", help="also write doctor-DATE.jsonl there")
+    verb.add_argument("--as-rank", type=Path, default=None, help=argparse.SUPPRESS)
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    logger.remove()
+    logger.add(sys.stderr, format="{message}", level="WARNING")
+    if args.as_rank is not None:
+        return _measure_as_rank(args)
+    from trainyard.data.prepare import prepare_data
+    from trainyard.tools.doctor import decode_diagnosis, format_diagnosis
+
+    if args.ranks < 1 or args.seconds <= 0:
+        raise UserError(f"--ranks {args.ranks} --seconds {args.seconds:g}: expected a rank or more, and some seconds.")
+    config = prepare_data(configs.compose(args.job, args.overrides, args.jobs), args.jobs)
+    with TemporaryDirectory(prefix="trainyard-doctor-") as scratch:
+        run = create_run(Path(scratch), config, name="doctor", environ=os.environ)
+        code = _start_ranks(run, config, args)
+        if code:
+            return code
+        answer = json.loads((run / _ANSWER).read_text())
+    found = decode_diagnosis(answer)
+    for line in [*format_diagnosis(args.job, found), *answer["operators"]]:
+        say(line)
+    if args.results:
+        options = {"job": args.job, "overrides": args.overrides, "ranks": args.ranks, "seconds": args.seconds}
+        say(f"written: {quote_path(write_new(args.results, 'doctor', [make_header('doctor', options), answer]))}")
+    return 0
+
+
+def _start_ranks(run: Path, config: "TrainConfig", args: argparse.Namespace) -> int:
+    if args.ranks == 1:
+        return _measure(run, config, args, World())
+    from trainyard.node.ranks import run_ranks
+
+    command = ["doctor", args.job, "--as-rank", str(run), "--jobs", str(args.jobs), "--seconds", str(args.seconds)]
+    return run_ranks(command, args.ranks, environ=os.environ)
+
+
+def _measure_as_rank(args: argparse.Namespace) -> int:
+    """Measure as one of several ranks; `_doctor` has created the run."""
+    from trainyard.train import distributed
+
+    world = read_world(os.environ)
+    show_own_mig_slice(os.environ, world.local_rank)
+    distributed.join(world, args.as_rank, os.environ)
+    code = _measure(args.as_rank, configs.thaw(args.as_rank / CONFIG, args.jobs), args, world)
+    distributed.leave()
+    return code
+
+
+def _measure(run: Path, config: "TrainConfig", args: argparse.Namespace, world: World) -> int:
+    from trainyard.tools.doctor import diagnose, encode_diagnosis, trace_steps
+    from trainyard.tools.trial import prepare_trial
+
+    with prepare_trial(run, config, args.jobs, world, os.environ) as trial:
+        found: Diagnosis = diagnose(trial, seconds=args.seconds)
+        operators = trace_steps(trial, args.trace) if args.trace and world.is_main else []
+    if world.is_main:
+        write_atomically(run / _ANSWER, json.dumps({**encode_diagnosis(found), "operators": operators}))
+    return 0

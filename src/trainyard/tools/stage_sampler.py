@@ -1,0 +1,69 @@
+"""Samples what threads do, without a line of code in what they run: how much of their time each stage takes."""
+
+import sys
+import threading
+import time
+from collections import Counter
+from types import FrameType
+from typing import Self
+
+_INTERVAL_S = 0.004
+_STAGES = (
+    ("decode_dali.py", "decode"),
+    ("decode_cpu.py", "decode"),
+    ("transfer.py", "copy"),
+    ("device.py", "augment"),
+    ("augment.py", "augment"),
+    ("item.py", "augment"),
+    ("shards.py", "read"),
+    ("array_map.py", "read"),
+    ("arrays.py", "read"),
+    ("hdf5.py", "read"),
+)
+"""Files of trainyard/data, and the stage whose code they have; the innermost on a thread's stack counts."""
+
+
+class StageSampler:
+    """Samples the stacks of the loader's threads inside its `with` block.
+
+    A thread that waits for work counts as "idle"; one in none of the files of `_STAGES` as "prepare".
+    """
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self._leaving = threading.Event()
+        self._thread = threading.Thread(target=self._sample, name="stages", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._leaving.set()
+        self._thread.join()
+
+    def compute_shares(self) -> dict[str, float]:
+        """Return the share of the threads' time that each stage took, the largest first; empty without a thread."""
+        total = sum(self.counts.values())
+        return {stage: count / total for stage, count in self.counts.most_common()} if total else {}
+
+    def _sample(self) -> None:
+        while not self._leaving.is_set():
+            loaders = {thread.ident for thread in threading.enumerate() if thread.name == "loader"}
+            for ident, frame in sys._current_frames().items():
+                if ident in loaders:
+                    self.counts[find_stage(frame)] += 1
+            time.sleep(_INTERVAL_S)
+
+
+def find_stage(frame: FrameType | None) -> str:
+    """Return the stage of a loader's thread from its innermost frame."""
+    if frame is not None and frame.f_code.co_filename.endswith("/data/prefetch.py"):
+        return "idle"
+    while frame is not None:
+        _, _, name = frame.f_code.co_filename.rpartition("/trainyard/data/")
+        stage = next((stage for file, stage in _STAGES if name == file), "")
+        if stage:
+            return stage
+        frame = frame.f_back
+    return "prepare"
