@@ -1,0 +1,70 @@
+"""Numbers of speed, size and accuracy on our pages are those of the files that they come from: tests/numbers.py."""
+
+import re
+import tomllib
+
+import pytest
+
+from tests.checkout import ROOT, list_files
+from tests.numbers import check_page, find_numbers, read_blocks
+
+SOURCES = tomllib.loads((ROOT / "docs" / "numbers.toml").read_text(encoding="utf-8"))
+KEPT = "prints-2026-11-24 > keep_png > samples_per_core_s"
+PAGES = [*list_files("README.md", "docs", ending=".md"), *list_files("jobs", "benchmarks", ending="README.md")]
+
+
+def test_every_number_of_a_page_is_that_of_its_source():
+    pages = {str(page.relative_to(ROOT)): page.read_text(encoding="utf-8") for page in PAGES}
+    assert len(pages) >= 14 and set(SOURCES) <= set(pages), sorted(pages)
+    assert sum(len(find_numbers(block)) for text in pages.values() for block in read_blocks(text)) > 700
+    wrong = {name: check_page(text, SOURCES.get(name, {}), ROOT) for name, text in pages.items()}
+    assert {name: lines for name, lines in wrong.items() if lines} == {}
+
+
+def test_predicted_over_observed_memory_is_the_ratio_of_its_columns():
+    text = (ROOT / "docs" / "plan.md").read_text(encoding="utf-8")
+    rows = re.findall(r"\| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", text, re.MULTILINE)
+    low, *_, high = sorted((ratio for *_, ratio in rows), key=float)
+    assert len(rows) == 15 and f"All lie between {low} and {high}." in text
+    for predicted, observed, ratio in (map(float, row) for row in rows):  # both are rounded to 0.1
+        assert predicted / observed == pytest.approx(ratio, abs=0.12 / observed)
+
+
+@pytest.mark.parametrize(
+    ("text", "source", "said"),
+    [
+        ("It reads 841 a second.", KEPT, ""),
+        ("It reads 842 a second.", KEPT, "842, but"),
+        ("It reads 841 a second, and 1.57 x more.", KEPT, "no source: "),
+        ("It reads 841 a second.", "prints-1999 > keep_png", "FileNotFoundError"),
+        ("It reads 841 a second.", "prints-2026-11-24 > kept_png", "0 values"),
+        ("It reads 841 a second.", "README.md > 123456 a second", "does not occur"),
+        ("It reads 841 a second.", "commit 0000000 > 841", "no commit 0000000" if (ROOT / ".git").exists() else ""),
+        ("It reads 841 a second. It reads 841 a minute.", "why: a setting", "0 numbers"),
+    ],
+)
+def test_a_planted_fault_is_found(text, source, said):
+    wrong = check_page(text, {text[:12]: source}, ROOT)
+    assert said in "\n".join(wrong) and bool(wrong) == bool(said), wrong
+
+
+def test_a_changed_digit_on_the_first_page_is_found():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    for number, planted in (("84,872", "84,873"), ("| 1.54 x", "| 1.55 x"), ("346,000", "348,000")):
+        assert text.count(number) == 1 and check_page(text.replace(number, planted), SOURCES["README.md"], ROOT)
+
+
+def test_numbers_with_a_unit_or_a_metric_are_found():
+    for text in (
+        "1.57 x",
+        "4x",
+        "2-3 x",
+        "84,872 per core",
+        "6.8 GB",
+        "EER 2.5 %",
+        "0.95 AP",
+        "AUC of 1",
+        "2 min 57 s",
+    ):
+        assert find_numbers(f"It has {text} here."), text
+    assert not find_numbers("In 2026, `4.5 GB`, [a page](b-1.5x.md), arXiv:1904.01099 and 224 x 224 pixels.")
