@@ -8,6 +8,7 @@ a list with the source of each number in that piece, in their order, or one sour
     PATH > TEXT            the first number of a text that occurs in this file of the repository
     commit HASH > TEXT     of a text that occurs in the message of this commit
     why: REASON            no measurement of ours: a setting, a definition, a prediction, what others published
+    unfiled: COMMAND       measured here with this command, before results were kept in files; never a new one
 
 The first three and plain numbers can be terms: A + B - C * D / E, from left to right, and then "| NAME" of FUNCTIONS.
 """
@@ -49,7 +50,7 @@ def check_page(text: str, sources: dict[str, str | list[str]], root: Path) -> li
             continue
         for number, source in zip(numbers, listed, strict=True):
             try:
-                value = None if source.startswith("why: ") else compute(source, root)
+                value = None if source.startswith(("why: ", "unfiled: ")) else compute(source, root)
             except (ValueError, KeyError, IndexError, OSError) as error:
                 wrong.append(f"{key!r}: {number}: {source}: {type(error).__name__}: {error}")
                 continue
