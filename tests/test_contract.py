@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cuda_operators import find_refused_operators
 from tests.training import find_differences, load_state, new_run, read_run_metrics, start, train, wait_for_lines
 from trainyard import scoring
 from trainyard.cli import main
@@ -20,8 +21,10 @@ from trainyard.data.shards import ShardSet
 from trainyard.report.run_page import write_report
 from trainyard.runs.evaluations import read_evaluations
 from trainyard.runs.events import select_metrics
+from trainyard.runs.folder import read_env
 from trainyard.tools import check_family
 from trainyard.tools.embeddings import CHECKPOINT, open_embeddings, write_embeddings
+from trainyard.train import precision
 from trainyard.train.module import TrainModule
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -58,12 +61,33 @@ def test_every_family_meets_the_contract(name, family, subjects):
     check_family.CHECKS[name](subjects[family])
 
 
+NETWORKS = {
+    "antispoof": [["model.name=seresnet", "loss.name=am_softmax", "frontend.mean=sliding"]],
+    "fingerprint": [["model.stn=true", "head.name=ce"]],
+    "tinydet": [["model.variant=cond"], ["model.variant=vanilla"]],
+    "twins": [["model.stem=conv"]],
+}
+"""Options with which a family computes with other operators than its smoke preset does."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_operator_of_a_step_has_a_deterministic_kernel_on_a_gpu(family, subjects, monkeypatch):
+    subject = subjects[family]
+    monkeypatch.setattr(precision, "can_use_grid_sample", lambda device: False)  # computes what a GPU would
+    batch = subject.read_micro_batch().batch
+    for options in [[], *NETWORKS.get(family, [])]:
+        module = subject.build(configs.apply_overrides(subject.config, options) if options else None)
+        assert find_refused_operators(lambda: module(batch)["loss"].backward()) == set(), options  # noqa: B023
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_stopped_run_resumes_bitwise_equal(family, cache, tmp_path):
     options = ["log_every=1st", f"data.cache={cache}"]
     whole, stopped = (new_run(tmp_path, *options, job=f"{family}_smoke", jobs=JOBS) for _ in range(2))
     assert train(whole, jobs=JOBS) == 0
+    assert ("sampling" in read_env(whole)["choices"]) == (family == "tinydet"), "and nothing else samples maps"
     process = start(stopped, jobs=JOBS)
     wait_for_lines(stopped, 2, process)
     os.kill(process.pid, signal.SIGTERM)

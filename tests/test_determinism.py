@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.cuda_operators import REFUSED, find_refused_operators
 from tests.test_step import FP32, Classifier, make_batch, make_classifier, split_batch
 from tests.training import find_differences, load_state, new_run, train
 from trainyard.data.loader import MicroBatch
@@ -18,7 +20,13 @@ from trainyard.hardware import choose_precision
 from trainyard.runs.events import read_events
 from trainyard.runs.folder import read_env, record_error, write_env
 from trainyard.train import precision
-from trainyard.train.determinism import SECTION, Findings, choose_determinism, explain_nondeterministic_operator
+from trainyard.train.determinism import (
+    SECTION,
+    Findings,
+    choose_determinism,
+    describe_sampling,
+    explain_nondeterministic_operator,
+)
 from trainyard.train.module import Batch, TrainModule
 
 UNPOOL = "max_unpooling2d_forward_out"
@@ -145,6 +153,36 @@ def test_scoring_may_use_any_operator_and_leaves_the_switches_as_they_were():
     with precision.allow_nondeterministic_operators():
         assert not torch.are_deterministic_algorithms_enabled()
     Unpooling()(make_batch(4))
+
+
+def test_what_the_documentation_says_that_cuda_refuses_is_known():
+    lists = (torch.use_deterministic_algorithms.__doc__ or "").split("``mode=True``:")
+    documented = re.findall(r"\* :\w+:`([\w.]+)`", lists[2])
+    assert len(documented) > 20 and set(documented) <= set(REFUSED)
+
+
+@pytest.mark.parametrize(
+    ("sample", "found"),
+    [
+        (lambda x, grid: nn.functional.grid_sample(x, grid, align_corners=False), {"grid_sampler_2d_backward"}),
+        (lambda x, grid: nn.functional.interpolate(x, size=3, mode="bilinear"), {"upsample_bilinear2d_backward"}),
+        (lambda x, grid: nn.functional.interpolate(x, size=3, mode="nearest"), set()),
+        (lambda x, grid: x.cumsum(2), {"cumsum"}),
+        (lambda x, grid: x * (x > 0).cumsum(2), set()),
+        (lambda x, grid: x.median(2).values, {"median"}),
+    ],
+)
+def test_what_cuda_refuses_is_found_on_the_cpu(sample, found):
+    x, grid = torch.rand(2, 1, 5, 5, requires_grad=True), torch.rand(2, 3, 3, 2)
+    assert find_refused_operators(lambda: sample(x, grid).sum().backward()) == found
+
+
+def test_maps_are_sampled_otherwise_where_cuda_refuses_grid_sample_and_the_record_says_why():
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert describe_sampling(cpu) == ("grid_sample", "deterministic on the CPU")
+    assert describe_sampling(gpu).value == "gathered cells" and "no deterministic" in describe_sampling(gpu).reason
+    precision.set_determinism(False)
+    assert describe_sampling(gpu) == ("grid_sample", "deterministic=false")
 
 
 @pytest.mark.slow

@@ -72,6 +72,7 @@ class DenseModule(TrainModule):
     identity_column = "finger"
     baseline = ("phase correlation of the same ridges", "eer_all_pairs_blpoc")
     reads_noise = False
+    samples_maps = True
 
     def __init__(self, config: Config, data: DataInfo) -> None:
         super().__init__()

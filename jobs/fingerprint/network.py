@@ -266,8 +266,9 @@ def build_rigid_matrix(angle_B: Tensor, shift_B2: Tensor) -> Tensor:
 def sample_bilinear(image_BCHW: Tensor, grid_BHW2: Tensor) -> Tensor:
     """Sample an image at the points of a grid, with its border repeated outside.
 
-    `grid_sample` has no deterministic backward pass on CUDA, because it scatters into the image's gradient. Here the
-    image is data and needs no gradient; gathering four neighbours gives the grid its gradient without a scatter.
+    `grid_sample` has no deterministic backward pass on CUDA, because it scatters into the image's gradient. Gathering
+    four neighbours gives the grid its gradient without a scatter, and an image that needs one gets it from `gather`,
+    whose backward pass is deterministic if torch's algorithms have to be.
 
     Args:
         grid_BHW2: (x, y) from -1 to 1 between the outer edges of the image (`align_corners=False`).

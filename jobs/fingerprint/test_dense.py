@@ -12,10 +12,12 @@ from safetensors.torch import load_file
 from scipy import ndimage  # type: ignore[import-untyped]
 
 from tests.cases.fingerprint import make_config
+from tests.cuda_operators import find_refused_operators
 from tests.training import find_differences, load_state, new_run, start, train, wait_for_lines
 from trainyard.config.compose import compose
 from trainyard.data.prepare import build_meta
 from trainyard.errors import UserError
+from trainyard.train import precision
 from trainyard.train.module import DataInfo
 from trainyard.train.warm_start import load_weights
 
@@ -162,6 +164,22 @@ def test_a_step_trains_every_weight(placed: list[PlacedPrint]) -> None:
     losses["loss"].backward()
     assert losses["places"] > 2
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in module.parameters())
+
+
+def test_a_step_on_a_gpu_has_deterministic_kernels_and_the_same_loss(
+    placed: list[PlacedPrint], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, losses = DenseModule(make_dense_config(), DataInfo({}, {}, np.arange(4))), []
+
+    def take_step() -> None:
+        torch.manual_seed(0)
+        losses.append(module(make_batch(placed))["loss"])
+        losses[-1].backward()
+
+    take_step()
+    monkeypatch.setattr(precision, "can_use_grid_sample", lambda device: False)  # as on a GPU
+    assert find_refused_operators(take_step) == set()
+    torch.testing.assert_close(*losses)
 
 
 def test_the_descriptors_that_ship_tell_fingers_apart(images: list[np.ndarray]) -> None:

@@ -214,6 +214,7 @@ class TinyDet(TrainModule):
     ) -> None:
         super().__init__()
         self.network, self.config, self.evaluation, self.terms = network, config, config.evaluation, terms
+        self.samples_maps = config.model.variant == "ms"
         self.categories, self.objects_per_sample = artifacts.categories, artifacts.per_sample
         self.data: Callable[[], DataInfo] = lambda: data  # a function: copying the module must not copy open files
         image = config.image

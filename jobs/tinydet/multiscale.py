@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from trainyard.train import precision
+
 from . import geometry
 from .config import ModelSettings
 from .exact import ExactLinear
@@ -277,6 +279,10 @@ def sample_levels(values: Tensor, grids: Grids, points: Tensor, weights: Tensor)
         points: (B, Q, M, L, P, 2), x and y relative to the input.
         weights: (B, Q, M, L, P).
     """
+    return (_sample_maps if precision.can_use_grid_sample(values.device) else sum_cells)(values, grids, points, weights)
+
+
+def _sample_maps(values: Tensor, grids: Grids, points: Tensor, weights: Tensor) -> Tensor:
     batch, _, heads, _ = values.shape
     total = values.new_zeros(())
     levels = torch.split(values, [h * w for h, w in grids], dim=1)
@@ -287,3 +293,34 @@ def sample_levels(values: Tensor, grids: Grids, points: Tensor, weights: Tensor)
         weight = weights[:, :, :, number].transpose(1, 2).flatten(0, 1)[:, None]
         total = total + (sampled * weight).sum(dim=-1)  # (B * M, c, Q)
     return torch.unflatten(total, 0, (batch, heads)).flatten(1, 2).transpose(1, 2)
+
+
+def sum_cells(values: Tensor, grids: Grids, points: Tensor, weights: Tensor) -> Tensor:
+    """Return what `sample_levels` does, up to rounding, as one weighted sum of cells for each query and head.
+
+    The backward pass of `embedding_bag` sorts the cells and adds in that order. torch lists only mode="max" as
+    nondeterministic on CUDA (`torch.use_deterministic_algorithms`, 2.13).
+    """
+    batch, cells, heads, _ = values.shape
+    numbers, shares, before = [], [], 0
+    for (h, w), point, weight in zip(grids, points.unbind(3), weights.unbind(3), strict=True):
+        (x, x_share), (y, y_share) = _find_cells(point[..., 0], w), _find_cells(point[..., 1], h)
+        numbers.append((before + y[..., :, None] * w + x[..., None, :]).flatten(3))
+        shares.append((y_share[..., :, None] * x_share[..., None, :] * weight[..., None, None]).flatten(3))
+        before += h * w
+    image = torch.arange(batch, device=values.device)[:, None, None, None]
+    head = torch.arange(heads, device=values.device)[:, None]
+    row = (image * cells + torch.cat(numbers, dim=3)) * heads + head  # (B, Q, M, cells of all points)
+    summed = F.embedding_bag(
+        row.flatten(0, 2), values.flatten(0, 2), mode="sum", per_sample_weights=torch.cat(shares, dim=3).flatten(0, 2)
+    )
+    return torch.unflatten(summed, 0, row.shape[:3]).flatten(2)
+
+
+def _find_cells(at: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """Return the two cells (..., 2) around positions (...) relative to an axis, and their shares: 0 outside of it."""
+    at = at * length - 0.5
+    low = at.detach().floor()
+    cell = torch.stack([low, low + 1], dim=-1).long()
+    share = torch.stack([1 + low - at, at - low], dim=-1) * ((cell >= 0) & (cell < length))
+    return cell.clamp(0, length - 1), share

@@ -199,8 +199,7 @@ def sine(values: Tensor, dims: int, temperature: float) -> Tensor:
 
 def encode_grid_positions(image_Bhw: Tensor, dims: int, temperature: float) -> Tensor:
     """Return (B, h * w, dims) float32: sine positions of row, then column, within the image, as in DETR."""
-    mask = image_Bhw.float()
-    y, x = mask.cumsum(1), mask.cumsum(2)
+    y, x = (image_Bhw.cumsum(axis).float() for axis in (1, 2))  # counts: CUDA's cumsum of floats is nondeterministic
     y, x = (at / (at.amax(dim=axis, keepdim=True) + 1e-6) * (2 * math.pi) for at, axis in ((y, 1), (x, 2)))
     return torch.cat([sine(y, dims // 2, temperature), sine(x, dims // 2, temperature)], dim=-1).flatten(1, 2)
 

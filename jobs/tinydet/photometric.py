@@ -108,7 +108,9 @@ def _compute_curves(level_BHW: Tensor, *, tiles: int, tall: int, wide: int, clip
     limit = max(1.0, clip * pixels / 256)
     excess = (counts - limit).clamp(min=0).sum(dim=1, keepdim=True)
     counts = counts.clamp(max=limit) + excess / 256
-    return (counts.cumsum(dim=1) * (255 / pixels)).clamp(0, 255).view(-1, tiles, tiles, 256)
+    # CUDA's cumsum of floats is nondeterministic. As integers, sums are exact for tiles below 2**23 pixels.
+    sums = (counts.double() * 2**40).long().cumsum(dim=1).double().mul(2**-40).float()
+    return (sums * (255 / pixels)).clamp(0, 255).view(-1, tiles, tiles, 256)
 
 
 def _find_neighbours(length: int, side: int, tiles: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:

@@ -2,17 +2,19 @@
 
 import itertools
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 
 from tests.cases.tinydet import make_batch, make_config, make_module, make_objects
+from tests.cuda_operators import find_refused_operators
 
 from . import geometry
 from .denoising import build_denoising_queries
 from .losses import compute_mean_repeats
-from .multiscale import DeformableAttention, DeformableDETR, sample_levels
+from .multiscale import DeformableAttention, DeformableDETR, sample_levels, sum_cells
 
 
 def make_deformable_case(dtype: torch.dtype) -> tuple[torch.Tensor, list[tuple[int, int]], torch.Tensor, torch.Tensor]:
@@ -35,9 +37,13 @@ def read_at(level: torch.Tensor, x: float, y: float) -> torch.Tensor:
     return found
 
 
-def test_deformable_attention_equals_a_loop_over_points() -> None:
+WAYS = pytest.mark.parametrize("sample", [sample_levels, sum_cells])  # on the CPU, and deterministic on a GPU
+
+
+@WAYS
+def test_deformable_attention_equals_a_loop_over_points(sample: Callable[..., torch.Tensor]) -> None:
     values, grids, at, weights = make_deformable_case(torch.float32)
-    found = sample_levels(values, grids, at, weights)
+    found = sample(values, grids, at, weights)
     starts = np.cumsum([0, *[h * w for h, w in grids]])
     for b, q, m in itertools.product(range(2), range(4), range(2)):
         expected = torch.zeros(3)
@@ -47,11 +53,36 @@ def test_deformable_attention_equals_a_loop_over_points() -> None:
         assert torch.allclose(found[b, q, 3 * m : 3 * m + 3], expected, atol=1e-5)
 
 
-def test_deformable_attention_has_the_right_gradients() -> None:
+@WAYS
+def test_deformable_attention_has_the_right_gradients(sample: Callable[..., torch.Tensor]) -> None:
     values, grids, at, weights = make_deformable_case(torch.float64)
     for tensor in (values, at, weights):
         tensor.requires_grad_()
-    assert torch.autograd.gradcheck(lambda v, a, w: sample_levels(v, grids, a, w), (values, at, weights))
+    assert torch.autograd.gradcheck(lambda v, a, w: sample(v, grids, a, w), (values, at, weights))
+
+
+def test_both_ways_of_sampling_agree_on_centres_edges_and_far_outside() -> None:
+    values, grids, at, weights = make_deformable_case(torch.float64)
+    special = torch.tensor([0.0, 0.1, 0.125, 0.375, 0.5, 0.9, 1.0, -0.1, 1.1, 7.0, -1e9, 1e30], dtype=torch.float64)
+    at = at.clone()
+    at[:, :, :, :, :, 0] = special.repeat(8).view(2, 4, 2, 2, 3)
+    at[0, :, :, :, :, 1] = special.flip(0).repeat(4).view(4, 2, 2, 3)
+    inputs = [tensor.requires_grad_() for tensor in (values, at, weights)]
+    case = (values, grids, at, weights)
+    results = [sample(*case) for sample in (sample_levels, sum_cells)]
+    gradients = [torch.autograd.grad(found.square().sum(), inputs) for found in results]
+    torch.testing.assert_close(*results)
+    torch.testing.assert_close(*gradients)
+    assert find_refused_operators(lambda: torch.autograd.grad(sum_cells(*case).sum(), inputs)) == set()
+
+
+def test_a_point_that_is_no_number_reads_no_cell_of_another_image() -> None:
+    values, grids, at, weights = make_deformable_case(torch.float32)
+    at[0, 0, 0, 0, 0] = torch.nan
+    at[0, 1, 0, 0, 0] = -torch.inf
+    found = sum_cells(values, grids, at, weights)
+    at[0, :2] = 0.5
+    assert torch.equal(found[1], sum_cells(values, grids, at, weights)[1])
 
 
 def test_each_head_initially_samples_along_its_own_line_within_the_box() -> None:

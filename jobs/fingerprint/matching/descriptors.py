@@ -25,7 +25,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from tqdm import tqdm
 
+from trainyard.train import precision
+
 from ..baseline import SIDE_PX
+from ..network import sample_bilinear
 from .poses import measure_likeness, rotate
 from .prints import Prints
 
@@ -86,11 +89,12 @@ def _make_layer(channels: int, out: int, kernel: int, *, stride: int = 1) -> nn.
 def interpolate_descriptors(map_BDhw: Tensor, place_BP2: Tensor) -> Tensor:
     """Return descriptors (B, P, D) of unit length at places in px (y, x), bilinearly; the nearest one's outside."""
     size = torch.tensor(map_BDhw.shape[2:], device=map_BDhw.device)
-    place_BP2 = place_BP2 / CELL_PX / (size - 1) * 2 - 1
-    found_BDP = functional.grid_sample(
-        map_BDhw, place_BP2.flip(-1)[:, None], padding_mode="border", align_corners=True
-    )[:, :, 0]
-    return functional.normalize(found_BDP.transpose(1, 2), dim=2)
+    if precision.can_use_grid_sample(map_BDhw.device):
+        grid_B1P2 = (place_BP2 / CELL_PX / (size - 1) * 2 - 1).flip(-1)[:, None]
+        found_BD1P = functional.grid_sample(map_BDhw, grid_B1P2, padding_mode="border", align_corners=True)
+    else:
+        found_BD1P = sample_bilinear(map_BDhw, ((place_BP2 / CELL_PX * 2 + 1) / size - 1).flip(-1)[:, None])
+    return functional.normalize(found_BD1P[:, :, 0].transpose(1, 2), dim=2)
 
 
 @cache

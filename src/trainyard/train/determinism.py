@@ -100,6 +100,13 @@ def describe_determinism(findings: Findings | None) -> dict[str, Choice[str]]:
     }
 
 
+def describe_sampling(device: torch.device) -> Choice[str]:
+    """Return how a module with `samples_maps` samples them, and why."""
+    if not precision.can_use_grid_sample(device):
+        return Choice("gathered cells", "grid_sample has no deterministic backward pass on CUDA")
+    return Choice("grid_sample", "deterministic on the CPU" if device.type == "cpu" else "deterministic=false")
+
+
 @contextmanager
 def explain_nondeterministic_operator(run: Path) -> Iterator[None]:
     """Turn torch's refusal of an operator in a step into an error that says how the run continues.

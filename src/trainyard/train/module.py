@@ -134,6 +134,9 @@ class TrainModule(nn.Module):
     reads_noise: bool = True
     """Whether `forward` reads the batch's `noise`; else none is drawn, which costs as much as copying small arrays."""
 
+    samples_maps: bool = False
+    """Whether `forward` samples maps that need a gradient, as `precision.can_use_grid_sample` says; recorded."""
+
     matcher: str = ""
     """Which of `score_baselines` is `match_samples`; "": the family has none."""
 

@@ -60,6 +60,11 @@ def set_determinism(deterministic: bool, *, exceptions: Sequence[str] = ()) -> N
     torch.backends.cuda.enable_math_sdp(True)
 
 
+def can_use_grid_sample(device: torch.device) -> bool:
+    """Return whether a run may differentiate `grid_sample`, which has no deterministic backward pass on CUDA."""
+    return device.type != "cuda" or not torch.are_deterministic_algorithms_enabled()
+
+
 @contextmanager
 def allow_nondeterministic_operators() -> Iterator[None]:
     """Allow operators without a deterministic kernel; those that have one still use it."""

@@ -23,7 +23,12 @@ from trainyard.text import quote_path
 from trainyard.train import checkpoint, distributed, precision
 from trainyard.train.best import is_better, require_metrics
 from trainyard.train.console import ProgressBar, format_line
-from trainyard.train.determinism import choose_determinism, describe_determinism, explain_nondeterministic_operator
+from trainyard.train.determinism import (
+    choose_determinism,
+    describe_determinism,
+    describe_sampling,
+    explain_nondeterministic_operator,
+)
 from trainyard.train.distributed import Agreement, Decision
 from trainyard.train.evaluate import evaluate, list_final_sets, store_pair_scores
 from trainyard.train.memory_probe import probe_memory
@@ -223,7 +228,8 @@ class Trainer:
             )
             if findings.operators:
                 self._log_event("nondeterministic", operators=findings.operators)
-        for name, choice in describe_determinism(findings).items():
+        sampling = {"sampling": describe_sampling(context.device)} if self.state.module.samples_maps else {}
+        for name, choice in (describe_determinism(findings) | sampling).items():
             self._record_choice(name, choice)
             logger.info("{:<16} {}  ({})", name, *choice)
         return itertools.chain(peeked, stream)
