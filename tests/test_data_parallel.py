@@ -194,7 +194,9 @@ def run_on_ranks(work: Callable[..., None], world_size: int, folder: Path, *argu
 def _join_with_few_open_files(rank: int, world_size: int, folder: Path) -> None:
     spare = len(list(Path("/proc/self/fd").iterdir())) + 3
     resource.setrlimit(resource.RLIMIT_NOFILE, (spare, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-    distributed.join(World(rank, rank, world_size, world_size, rendezvous="ranks"), folder, os.environ)
+    distributed.join(
+        World(rank, rank, world_size, world_size, rendezvous="ranks"), folder, os.environ, deterministic=False
+    )
     distributed.barrier()
     distributed.leave()
 
@@ -217,14 +219,16 @@ def test_a_hard_limit_on_open_files_that_is_too_low_is_refused_before_ranks_meet
         with pytest.raises(
             UserError, match=rf"Rank 1 needs \d+ more open files for {many} ranks, but .* allows .*LimitNOFILE"
         ):
-            distributed.join(World(1, 1, many, many, rendezvous="ranks"), tmp_path, os.environ)
+            distributed.join(World(1, 1, many, many, rendezvous="ranks"), tmp_path, os.environ, deterministic=False)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def _join_and_work(work: Callable[..., None], rank: int, world_size: int, folder: Path, *arguments: object) -> None:
     torch.set_num_threads(1)
-    distributed.join(World(rank, rank, world_size, world_size, rendezvous="ranks"), folder, os.environ)
+    distributed.join(
+        World(rank, rank, world_size, world_size, rendezvous="ranks"), folder, os.environ, deterministic=False
+    )
     try:
         work(rank, world_size, folder, *arguments)
         distributed.barrier()

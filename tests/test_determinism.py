@@ -2,9 +2,11 @@
 
 import copy
 import json
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,10 +15,11 @@ from torch import Tensor, nn
 
 from tests.cuda_operators import REFUSED, find_refused_operators
 from tests.test_step import FP32, Classifier, make_batch, make_classifier, split_batch
-from tests.training import find_differences, load_state, new_run, train
+from tests.training import FAMILIES, find_differences, load_state, new_run, run_as_command, train
 from trainyard.data.loader import MicroBatch
 from trainyard.errors import NoDeterministicKernel
 from trainyard.hardware import choose_precision
+from trainyard.node.rank_task import execute
 from trainyard.runs.events import read_events
 from trainyard.runs.folder import read_env, record_error, write_env
 from trainyard.train import precision
@@ -153,6 +156,26 @@ def test_scoring_may_use_any_operator_and_leaves_the_switches_as_they_were():
     with precision.allow_nondeterministic_operators():
         assert not torch.are_deterministic_algorithms_enabled()
     Unpooling()(make_batch(4))
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_the_process_group_is_made_with_the_determinism_of_the_config(deterministic, tmp_path):
+    """NCCL's group reads the switch once, when it is made."""
+    run = new_run(tmp_path, f"deterministic={deterministic}".lower(), "data.synthetic=60")
+    done = run_as_command(partial(_start_until_the_group, run, not deterministic), tmp_path / "here")
+    assert (done.returncode, done.stdout) == (0, f"{deterministic}\n"), done.stderr
+
+
+def _start_until_the_group(run: Path, before: bool) -> int:
+    """Run one of two ranks until it makes the group; print whether algorithms have to be deterministic then."""
+
+    def end_here(*args: object, **options: object) -> None:
+        print(torch.are_deterministic_algorithms_enabled(), flush=True)
+        os._exit(0)  # a rank that fails otherwise would tell the other
+
+    precision.set_determinism(before)
+    torch.distributed.init_process_group = end_here
+    return execute(run, FAMILIES, environ={"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}, started=0.0)
 
 
 def test_what_the_documentation_says_that_cuda_refuses_is_known():

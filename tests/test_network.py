@@ -19,7 +19,7 @@ from trainyard.train import distributed
 from trainyard.train.world import read_world
 
 distributed._STEP_TIMEOUT = timedelta(seconds=30)
-choices = distributed.join(read_world(os.environ), Path(sys.argv[1]), os.environ)
+choices = distributed.join(read_world(os.environ), Path(sys.argv[1]), os.environ, deterministic=True)
 print(json.dumps([distributed.sum_over_ranks(torch.ones(1)).item(), choices]))
 distributed.leave()
 """

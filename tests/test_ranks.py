@@ -269,7 +269,7 @@ def test_ranks_agree_on_the_maximum_of_each_field(tmp_path):
 
 
 def _agree(rank: int, folder: Path) -> None:
-    distributed.join(World(rank, rank, 2, 2, rendezvous="agree"), folder, os.environ)
+    distributed.join(World(rank, rank, 2, 2, rendezvous="agree"), folder, os.environ, deterministic=True)
     agreement = Agreement()
     agreement.exchange((Decision(Stop.MAX_RUNTIME, save=True), Decision(Stop.PREEMPTED, evaluate=True))[rank])
     agreed = agreement.exchange(Decision())

@@ -236,7 +236,8 @@ def _train_on(config: TrainConfig, rank: RankContext, lock: RunLock | None) -> i
     run, world = rank.run, rank.world
     minutes = Duration.parse(config.max_runtime).to_minutes() if config.max_runtime else None
     limit = RuntimeLimit(minutes, started=rank.started)
-    network = distributed.join(world, run, os.environ)  # the process's own: gloo and NCCL read it
+    # the process's own environment: gloo and NCCL read it
+    network = distributed.join(world, run, os.environ, deterministic=config.deterministic)
     if world.is_main:
         record_choices(run, network)
     staged = _stage_data(rank, config, limit)

@@ -21,6 +21,7 @@ from trainyard.choice import Choice
 from trainyard.errors import UserError
 from trainyard.files import load_json, raise_open_files, write_atomically
 from trainyard.text import join_names
+from trainyard.train import precision
 from trainyard.train.stop import Stop
 from trainyard.train.world import World
 
@@ -110,7 +111,7 @@ def choose_collectives(visible_devices: str) -> Choice[str]:
     return Choice("cpu:gloo,cuda:nccl", "ranks compute on GPUs")
 
 
-def join(world: World, run: Path, environ: MutableMapping[str, str]) -> dict[str, Choice[str]]:
+def join(world: World, run: Path, environ: MutableMapping[str, str], *, deterministic: bool) -> dict[str, Choice[str]]:
     """Join the process group. Collectives work on CPU tensors (gloo) and, with GPUs, on CUDA tensors.
 
     Under Slurm and our own launcher, rank 0 listens on a port that the system chooses and writes it to the run
@@ -118,6 +119,8 @@ def join(world: World, run: Path, environ: MutableMapping[str, str]) -> dict[str
 
     Args:
         environ: this process's own environment, which gloo and NCCL read; it gets their network interface.
+        deterministic: whether algorithms have to be. torch (2.9 and later) reads its switch when the group is made,
+            and then keeps NCCL from summing in switches (NVLS), whose order varies.
 
     Returns:
         What was chosen for the network, each with its reason, for the run's record.
@@ -134,6 +137,7 @@ def join(world: World, run: Path, environ: MutableMapping[str, str]) -> dict[str
         store, main = _connect_store(world, run)
         _wait_for_ranks(world, store)
         choices = _choose_interfaces(world, main, environ)
+    precision.set_determinism(deterministic)
     backend = choose_collectives(environ.get("CUDA_VISIBLE_DEVICES", "")).value
     dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.world_size, timeout=_STEP_TIMEOUT)
     return choices
