@@ -21,7 +21,8 @@ from trainyard.errors import NoDeterministicKernel
 from trainyard.hardware import choose_precision
 from trainyard.node.rank_task import execute
 from trainyard.runs.events import read_events
-from trainyard.runs.folder import read_env, record_error, write_env
+from trainyard.runs.folder import read_env, record_error, update_env, write_env
+from trainyard.tools.exact_runs import RunsDiffer, compare_checkpoints
 from trainyard.train import precision
 from trainyard.train.determinism import (
     SECTION,
@@ -225,3 +226,12 @@ def test_a_run_records_what_it_chose_and_why_and_resumes_where_an_operator_stopp
     assert choices["attention"]["value"] == "math"
     assert [e["operators"] for e in read_events(run) if e["event"] == "nondeterministic"] == [[UNPOOL]]
     assert find_differences(load_state(whole), load_state(run)) == [], "unpooling without pooling changes no bit"
+
+    assert compare_checkpoints(whole, {"it": whole})["deterministic"] == "all operators"
+    assert compare_checkpoints(whole, {"a resumed run": run})["deterministic"] == f"all operators but {UNPOOL}"
+    max((run / "checkpoints").iterdir()).unlink()
+    with pytest.raises(RunsDiffer, match=f"a resumed run differs .* likely cause: {UNPOOL}"):
+        compare_checkpoints(whole, {"a resumed run": run})
+    update_env(run, SECTION, {place: asdict(Findings([], [])) for place in read_env(run)[SECTION]})
+    with pytest.raises(RunsDiffer, match=r"a resumed run differs .*, such as [\w/]+$"):
+        compare_checkpoints(whole, {"a resumed run": run})

@@ -16,9 +16,11 @@ from trainyard.config import compose as configs
 from trainyard.data.prepare import prepare_data
 from trainyard.node.rank_task import execute
 from trainyard.runs.create import create_run
+from trainyard.runs.folder import read_env
 from trainyard.runs.manifest import list_checkpoints
 from trainyard.runs.state import ExitCode
 from trainyard.train import checkpoint
+from trainyard.train.determinism import SECTION
 
 _STEPS = 24  # of each run
 _POLL_S = 0.002
@@ -46,7 +48,7 @@ def compare_runs(
         scratch: a folder without runs of this preset.
 
     Returns:
-        what was compared: "stopped_at", a step, and "entries", of a checkpoint.
+        what was compared: "stopped_at", a step, and what `compare_checkpoints` returns.
 
     Raises:
         RunsDiffer: a run fails, or two of them differ.
@@ -62,18 +64,35 @@ def compare_runs(
     _expect(ExitCode.PREEMPTED, _run(partial(train, stopped), meanwhile=partial(_stop, stopped)), stopped)
     stopped_at = max(entry.step for entry in list_checkpoints(stopped / "checkpoints"))
     _expect(ExitCode.DONE, _run(partial(train, stopped)), stopped)
+    others = {"a second run": second, f"a run that was stopped at step {stopped_at}": stopped}
+    return {"stopped_at": stopped_at, **compare_checkpoints(first, others)}
+
+
+def compare_checkpoints(first: Path, others: Mapping[str, Path]) -> dict[str, Any]:
+    """Compare the last checkpoint of a run with those of others, given by what they are.
+
+    Returns:
+        "entries" of a checkpoint, and which operators are "deterministic": if not all are, others may differ next time.
+
+    Raises:
+        RunsDiffer: two differ; the message names the operators that may be the cause.
+    """
+    runs = [first, *others.values()]
     states = []
-    for run in (first, second, stopped):
+    for run in runs:
         if (found := checkpoint.load_newest_valid(run / "checkpoints")) is None:
             raise RunsDiffer(f"run '{run.name}' left no checkpoint")
         states.append(flatten_state(found[1]))
-    for name, state in zip(("a second run", f"a run that was stopped at step {stopped_at}"), states[1:], strict=True):
+    findings = [found for run in runs for found in read_env(run).get(SECTION, {}).values()]
+    allowed = ", ".join(sorted({operator for found in findings for operator in found["operators"]}))
+    cause = f". The likely cause: {allowed}, for which torch has no deterministic kernel here" if allowed else ""
+    for name, state in zip(others, states[1:], strict=True):
         if different := find_differences(states[0], state):
             raise RunsDiffer(
                 f"{name} differs from the first in {len(different)} of {len(state)} entries of the last checkpoint, "
-                f"such as {different[0]}"
+                f"such as {different[0]}{cause}"
             )
-    return {"stopped_at": stopped_at, "entries": len(states[0])}
+    return {"entries": len(states[0]), "deterministic": f"all operators but {allowed}" if allowed else "all operators"}
 
 
 def _create_runs(preset: str, overrides: Sequence[str], jobs_dir: Path, scratch: Path) -> int:
