@@ -341,7 +341,9 @@ class TrainConfig:
     sync_batchnorm: bool = option(
         False, "on several GPUs, BatchNorm uses the statistics of all ranks' micro-batches, not each rank its own"
     )
-    deterministic: bool = option(True, "use deterministic kernels, so that a resume is bitwise equal on a GPU")
+    deterministic: bool = option(
+        True, "use deterministic kernels; if torch has all, a resume is bitwise equal on a GPU"
+    )
     eval_every: str = option("1ep", "evaluation interval", mutable_on_resume=True, duration=True)
     eval_on_start: bool = option(
         False, "score the validation and the test sets before the first step, too: a baseline of what training adds"
