@@ -153,7 +153,7 @@ test-pythons: setup ## set up and run the quick tests with each supported Python
 lint: setup ## ruff, codespell and mypy --strict
 	@$(linters)
 
-gpu-check: setup ## prove this card with tests/gpu, in ten minutes, into benchmarks/; CPU=1: what runs without one  [CPU=1 SET="-k bitwise"]
+gpu-check: setup ## prove this card with tests/gpu, in eight minutes, into benchmarks/; CPU=1: what runs without one  [CPU=1 SET="-k bitwise" or "--quick", which plants faults]
 	@$(arguments); case "$${CPU:-0}" in 0) ;; 1) args=(--cpu "$${args[@]}") ;; \
 		*) echo "CPU=$$CPU: expected 1, to run what can run without a GPU" >&2; exit 2 ;; esac; \
 		$(VENV)/bin/python -m pytest tests/gpu -vv --results benchmarks "$${args[@]}"

@@ -4,11 +4,12 @@ import json
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -20,6 +21,14 @@ Figures = dict[str, Any]
 
 SMALL = ("_smoke", "_demo")
 """How presets end that train on generated data on every machine."""
+
+IMPOSSIBLE = "cannot be answered here"
+"""How the reason begins of a check that was skipped because no time, memory or library would let it run here."""
+
+
+def cannot_answer(why: str) -> NoReturn:
+    """Skip a check that this machine cannot answer."""
+    pytest.skip(f"{IMPOSSIBLE}: {why}")
 
 
 @dataclass(frozen=True)
@@ -35,12 +44,12 @@ class Sizes:
     @property
     def steps(self) -> int:
         """Optimizer steps of a first contact."""
-        return 3 if self.small else 20
+        return 3 if self.small else 10
 
     @property
     def seconds(self) -> float:
         """Shortest time of one round of a timing."""
-        return 0.05 if self.small else 1.0
+        return 0.05 if self.small else 0.5
 
     @property
     def matrix(self) -> int:
@@ -53,8 +62,64 @@ class Sizes:
         return (4 if self.small else 256) << 20
 
 
-def run_in_time(work: Callable[[], Figures], *, left_s: float, longest_s: float, over: str, log: Path) -> Figures:
-    """Run `work` in a process of its own; skip the test if the time of all checks is over.
+class Running:
+    """A check in a process that has not started CUDA."""
+
+    def __init__(self, work: Callable[[], Figures], log: Path) -> None:
+        """Start it.
+
+        Args:
+            log: file for all that it prints, and for the traceback of an error.
+        """
+        self._log, self._answer, self._began = log, log.with_suffix(".answer"), time.monotonic()
+        self._process = FORKSERVER.Process(target=_answer, args=(work, self._answer, log))
+        self._process.start()
+
+    def wait(self, limit_s: float) -> Figures:
+        """Return its figures; fail or skip the test as the work does, and fail it if the process dies.
+
+        Args:
+            limit_s: from now; then the process is killed, with every process that it started.
+
+        Raises:
+            TimeoutError: it did not end in time.
+        """
+        try:
+            self._process.join(limit_s)
+            ended = not self._process.is_alive()
+        finally:
+            self.kill()
+        printed = self._log.read_text() if self._log.exists() else ""
+        if self._answer.exists():
+            found = json.loads(self._answer.read_text())
+            self._answer.unlink()
+            if "reason" in found:
+                pytest.skip(found["reason"])
+            if "error" in found:
+                pytest.fail(f"{found['error']}\n{printed}", pytrace=False)
+            figures: Figures = found["figures"]
+            return figures
+        if not ended:
+            took_s = time.monotonic() - self._began
+            raise TimeoutError(f"It did not end within {took_s:.0f} s and was killed.\n{printed}")
+        code = self._process.exitcode
+        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"code {code}"
+        pytest.fail(f"Its process ended by {how} without an answer.\n{printed}", pytrace=False)
+
+    def kill(self) -> None:
+        """Kill it with every process that it started, if it still runs."""
+        _kill_group(self._process.pid)
+        self._process.kill()
+        self._process.join()
+
+
+def run_in_process(work: Callable[[], Figures], *, limit_s: float, log: Path) -> Figures:
+    """Run `work` in a process of its own; return its figures, or end as `Running.wait` does."""
+    return Running(work, log).wait(limit_s)
+
+
+def run_in_time(start: Callable[[], Running], *, left_s: float, longest_s: float, over: str) -> Figures:
+    """Return the figures of a check; skip the test if the time of all checks is over.
 
     Args:
         left_s: of the time of all checks.
@@ -64,49 +129,11 @@ def run_in_time(work: Callable[[], Figures], *, left_s: float, longest_s: float,
     if left_s <= 0:
         pytest.skip(over)
     try:
-        return run_in_process(work, limit_s=min(left_s, longest_s), log=log)
+        return start().wait(min(left_s, longest_s))
     except TimeoutError as error:
         if left_s < longest_s:
             pytest.skip(over)
         pytest.fail(str(error), pytrace=False)
-
-
-def run_in_process(work: Callable[[], Figures], *, limit_s: float, log: Path) -> Figures:
-    """Run `work` in a process that has not started CUDA; return its figures.
-
-    It fails or skips the test as `work` does, and fails it if the process dies.
-
-    Args:
-        limit_s: then the process is killed, with every process that it started.
-        log: file for all that it prints, and for the traceback of an error.
-
-    Raises:
-        TimeoutError: it did not end in time.
-    """
-    answer = log.with_suffix(".answer")
-    process = FORKSERVER.Process(target=_answer, args=(work, answer, log))
-    process.start()
-    try:
-        process.join(limit_s)
-        ended = not process.is_alive()
-    finally:
-        _kill_group(process.pid)
-        process.kill()
-        process.join()
-    printed = log.read_text() if log.exists() else ""
-    if answer.exists():
-        found = json.loads(answer.read_text())
-        answer.unlink()
-        if "reason" in found:
-            pytest.skip(found["reason"])
-        if "error" in found:
-            pytest.fail(f"{found['error']}\n{printed}", pytrace=False)
-        figures: Figures = found["figures"]
-        return figures
-    if not ended:
-        raise TimeoutError(f"It did not end within {limit_s:.0f} s and was killed.\n{printed}")
-    how = f"signal {signal.Signals(-process.exitcode).name}" if process.exitcode < 0 else f"code {process.exitcode}"
-    pytest.fail(f"Its process ended by {how} without an answer.\n{printed}", pytrace=False)
 
 
 def _answer(work: Callable[[], Figures], answer: Path, log: Path) -> None:
@@ -117,14 +144,15 @@ def _answer(work: Callable[[], Figures], answer: Path, log: Path) -> None:
     for descriptor in (1, 2):
         os.dup2(output, descriptor)
     sys.stdout = sys.stderr = os.fdopen(output, "w", buffering=1)
-    found = _try(work)
+    found = try_work(work)
     sys.stdout.flush()
     answer.with_suffix(".partial").write_text(json.dumps(found))
     answer.with_suffix(".partial").rename(answer)
     os._exit(0)
 
 
-def _try(work: Callable[[], Figures]) -> dict[str, Any]:
+def try_work(work: Callable[[], Figures]) -> dict[str, Any]:
+    """Return how `work` ends: its "figures", the "reason" why it was skipped, or its "error"."""
     try:
         return {"figures": work()}
     except pytest.skip.Exception as reason:
@@ -135,7 +163,7 @@ def _try(work: Callable[[], Figures]) -> dict[str, Any]:
     except Exception as error:
         traceback.print_exc()
         if is_out_of_memory(error):
-            return {"reason": "its micro-batch does not fit into this card; a smaller one may"}
+            return {"reason": "memory was short: its micro-batch does not fit into this card"}
         return {"error": f"{type(error).__name__}: {error}"}
 
 

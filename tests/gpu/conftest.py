@@ -1,8 +1,12 @@
 """`make gpu-check`: pytest on this folder with options of its own, which writes each result down at once.
 
 The result is `<results>/gpu-<card>-<date>.jsonl`: a header (machine, card, versions, commit, command), then one flat
-line per check: `check`, `status` ("ok", "failed", "not run"), `seconds`, and its figures; a failed one has `error` and
-`output`, one that did not run `reason`. benchmarks/README.md says what each check shows.
+line per check: `check`, `status`, `seconds`, and its figures; a failed one has `error` and `output`, others that are
+not ok a `reason`. The header's `trust` says in nine lines what the card can be trusted with. The exit code is 0 if every
+check that this machine can answer is ok, 1 if one failed, and 6 if none failed but one did not run.
+benchmarks/README.md says what each check shows.
+
+With `--quick` the faults of tests/gpu/faults.py are planted instead, and what finds each is printed as a table.
 """
 
 import os
@@ -10,7 +14,8 @@ import re
 import shlex
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -20,19 +25,25 @@ import pytest
 import torch
 
 from tests.gpu.card import describe_device
-from tests.gpu.check import SMALL, Figures, Sizes, run_in_process, run_in_time
+from tests.gpu.check import IMPOSSIBLE, Figures, Running, Sizes, cannot_answer, run_in_process, run_in_time
+from tests.gpu.faults import NEEDS_CARD, NOT_FOUND
+from tests.gpu.trust import FAILED, NOT_RUN, OK, describe_trust
 from tests.training import FORKSERVER
 from trainyard.config.families import find_jobs
 from trainyard.errors import UserError
+from trainyard.hardware import count_cores
 from trainyard.measure import find_free_path, make_header, write_results
 from trainyard.text import cut
 
 JOBS = Path(__file__).parents[2] / "jobs"
-MINUTES = 10.0
-OK, FAILED, NOT_RUN = "ok", "failed", "not run"
+MINUTES, CPU_MINUTES = 8.0, 30.0
+NOT_ALL_RAN = 6
+"""Exit code, after those of pytest: nothing failed, but a check that this machine can answer did not run."""
+
 STATUS = {"passed": OK, "failed": FAILED, "skipped": NOT_RUN}
 
 _DESCRIBE_S = 120.0  # for the first start of CUDA on a cold machine
+_CORES = 3  # of each of the checks that run at once: two ranks, and what loads and compiles
 _MOST_OUTPUT = 4000  # characters of a failed check's output that the result keeps: the last ones
 
 
@@ -44,12 +55,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("gpu-check")
     group.addoption("--cpu", action="store_true", help="without a GPU: what can run there, at small sizes")
     group.addoption("--results", type=Path, metavar="FOLDER", help="write gpu-CARD-DATE.jsonl there")
-    group.addoption("--minutes", type=float, default=MINUTES, help="for everything together: 10")
+    group.addoption("--quick", action="store_true", help="plant a fault for each check instead, on the CPU")
+    group.addoption("--minutes", type=float, help="for everything together: 8, with --cpu 30")
     group.addoption("--jobs", type=Path, default=JOBS, metavar="FOLDER", help="families to check: jobs")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Find out what the card is, and begin the result file."""
+    if config.getoption("quick", default=False):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        config.pluginmanager.register(FaultTable())
+        return
     folder = config.getoption("results", default=None)
     if folder is None or hasattr(config, "workerinput"):
         return
@@ -68,6 +84,18 @@ def pytest_configure(config: pytest.Config) -> None:
     options = {name: config.getoption(name) for name in ("cpu", "minutes", "jobs", "keyword")}
     command = shlex.join(["pytest", *map(str, config.invocation_params.args)])
     config.pluginmanager.register(ResultFile(path, {**make_header("gpu-check", options), **card, "command": command}))
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Collect either the checks or, with --quick, their faults."""
+    ignored = "test_gpu.py" if config.getoption("quick", default=False) else "test_faults.py"
+    return True if collection_path.name == ignored else None
+
+
+def read_minutes(config: pytest.Config) -> float:
+    """Return the minutes for all checks together."""
+    stated: float | None = config.getoption("minutes", default=None)
+    return stated or (CPU_MINUTES if config.getoption("cpu", default=False) else MINUTES)
 
 
 def describe_card(*, cpu: bool) -> Figures:
@@ -99,7 +127,10 @@ class ResultFile:
         self._write()
 
     def _write(self) -> None:
-        write_results(self.path, [self.header, *self.lines.values()])
+        write_results(self.path, [{**self.header, "trust": self.describe()}, *self.lines.values()])
+
+    def describe(self) -> list[str]:
+        return describe_trust(list(self.lines.values()), sm=self.header.get("sm"))
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         for item in session.items:
@@ -115,6 +146,8 @@ class ResultFile:
         if report.outcome == "skipped":
             reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longreprtext
             line["reason"] = reason.removeprefix("Skipped: ")
+            if line["reason"].startswith(IMPOSSIBLE):
+                line |= {"status": IMPOSSIBLE, "reason": line["reason"].removeprefix(f"{IMPOSSIBLE}: ")}
         elif report.outcome == "failed":
             crash = getattr(report.longrepr, "reprcrash", None)
             error = (crash.message if crash else report.longreprtext).removeprefix("Failed: ")
@@ -127,13 +160,43 @@ class ResultFile:
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """Fail if nothing was found out: what did not run has not passed."""
-        if not self.count(OK) and session.exitstatus == pytest.ExitCode.OK:
+        """Fail if a check did not run, or nothing was found out: what did not run has not passed."""
+        if session.exitstatus != pytest.ExitCode.OK:
+            return
+        if self.count(NOT_RUN):
+            session.exitstatus = NOT_ALL_RAN
+        elif not self.count(OK):
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        counts = ", ".join(f"{self.count(status)} {status}" for status in (OK, FAILED, NOT_RUN))
+        for line in self.describe():
+            terminalreporter.write_line(line)
+        counts = ", ".join(f"{self.count(status)} {status}" for status in (OK, FAILED, NOT_RUN, IMPOSSIBLE))
         terminalreporter.write_line(f"{self.header['card']}: {counts}. Figures, errors and reasons: {self.path}")
+        missed = [line for line in self.lines.values() if line["status"] == NOT_RUN]
+        if missed:
+            reasons = "; ".join(sorted({line["reason"] for line in missed}))
+            terminalreporter.write_line(f"{len(missed)} checks that can be answered here did not run: {reasons}")
+
+
+class FaultTable:
+    """Prints which fault was found by which check, and how."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[str, str, str]] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        row = dict(report.user_properties)
+        if report.when == "call" and row:
+            self.rows.append((row["check"], row["fault"], row["found"]))
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        for row in [("check", "fault", "found"), *self.rows]:
+            terminalreporter.write_line(" | ".join(cut(cell, 100) for cell in row))
+        needs_card = sum(found.startswith(NEEDS_CARD) for *_, found in self.rows)
+        lost = sum(found.startswith(NOT_FOUND) for *_, found in self.rows)
+        found = len(self.rows) - needs_card - lost
+        terminalreporter.write_line(f"{found} found, {lost} not found, {needs_card} need a card, which is no success")
 
 
 # What tests get
@@ -141,26 +204,17 @@ class ResultFile:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Give tests the families and presets by the names of their arguments."""
-    jobs = metafunc.config.getoption("jobs", default=JOBS)
     small = metafunc.config.getoption("cpu", default=False) or not torch.cuda.is_available()
-    families, presets = find_presets(jobs, small=small)
-    values = {"family": families, "preset": presets}
-    values["base_preset"] = [f"{name}_smoke" if small else name for name in families]
+    families = find_families(metafunc.config.getoption("jobs", default=JOBS))
+    values = {"family": families, "base_preset": [f"{name}_smoke" if small else name for name in families]}
     for name in values.keys() & set(metafunc.fixturenames):
         metafunc.parametrize(name, values[name])
 
 
-def find_presets(jobs: Path, *, small: bool) -> tuple[list[str], list[str]]:
-    """Return the families that have a smoke preset, and their presets: small ones first, then each family's base.
-
-    Args:
-        small: only smoke and demo presets; otherwise all but the smoke presets.
-    """
-    found = {preset: path.parent.name for preset, path in find_jobs(jobs).items()}
-    families = sorted({family for family in found.values() if f"{family}_smoke" in found})
-    presets = [preset for preset in sorted(found) if found[preset] in families]
-    chosen = [name for name in presets if (name.endswith(SMALL) if small else not name.endswith("_smoke"))]
-    return families, sorted(chosen, key=lambda name: (not name.endswith(SMALL), name not in families))
+def find_families(jobs: Path) -> list[str]:
+    """Return the families that have a smoke preset."""
+    presets = find_jobs(jobs)
+    return sorted({path.parent.name for path in presets.values() if f"{path.parent.name}_smoke" in presets})
 
 
 @pytest.fixture(scope="session")
@@ -177,19 +231,27 @@ def device(pytestconfig: pytest.Config) -> torch.device:
 def needs_card(device: torch.device) -> None:
     """Skip where there is no card."""
     if device.type == "cpu":
-        pytest.skip("only a card can answer this")
+        cannot_answer("it needs a card")
 
 
 @pytest.fixture(scope="session")
 def deadline(pytestconfig: pytest.Config) -> float:
     """Return when the time of all checks is over, from the first one on."""
-    minutes: float = pytestconfig.getoption("minutes", default=MINUTES)
-    return time.monotonic() + 60 * minutes
+    return time.monotonic() + 60 * read_minutes(pytestconfig)
 
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("gpu-check")
+
+
+@pytest.fixture(scope="session")
+def running() -> Iterator[dict[tuple[str, str, str], Running]]:
+    """Return the checks that were started and that no test waits for yet: by test, function and family."""
+    started: dict[tuple[str, str, str], Running] = {}
+    yield started
+    for one in started.values():
+        one.kill()
 
 
 @pytest.fixture
@@ -199,24 +261,42 @@ def check(
     data: Path,
     tmp_path: Path,
     pytestconfig: pytest.Config,
+    request: pytest.FixtureRequest,
+    running: dict[tuple[str, str, str], Running],
     record_property: Callable[[str, object], None],
 ) -> Callable[..., Figures]:
     """Return a function that runs a check in a process of its own on the device, and records its figures.
 
-    A check may take a fifth of the whole time, and no less than a minute.
+    A check of a family starts those of the next families, too, as far as there are cores. A check may take a fifth of
+    the whole time, and no less than a minute.
     """
-    minutes = pytestconfig.getoption("minutes", default=MINUTES)
+    minutes = read_minutes(pytestconfig)
     longest_s = max(60.0, 60 * minutes / 5)
     jobs = pytestconfig.getoption("jobs", default=JOBS)
     sizes = Sizes(jobs, data, tmp_path, dict(os.environ), small=device.type == "cpu")
+    test = request.node.originalname
+
+    def start(work: Callable[..., Figures], options: Mapping[str, Any]) -> Running:
+        if "family" not in options:
+            return Running(partial(work, device, sizes, **options), tmp_path / "log")
+        key = (test, work.__name__, options["family"])
+        if key not in running:
+            items = [item for item in request.session.items if getattr(item, "originalname", "") == test]
+            families = [item.callspec.params["family"] for item in items]  # type: ignore[attr-defined]
+            first, count = families.index(options["family"]), max(1, count_cores() // _CORES)
+            for family in families[first : first + count]:
+                own = replace(sizes, scratch=data / f"{test}-{work.__name__}-{family}")
+                own.scratch.mkdir()
+                planned = partial(work, device, own, **{**options, "family": family})
+                running[test, work.__name__, family] = Running(planned, own.scratch / "log")
+        return running.pop(key)
 
     def run(work: Callable[..., Figures], **options: Any) -> Figures:
         figures = run_in_time(
-            partial(work, device, sizes, **options),
+            partial(start, work, options),
             left_s=deadline - time.monotonic(),
             longest_s=longest_s,
             over=f"the {minutes:g} minutes were over; --minutes gives more",
-            log=tmp_path / "log",
         )
         for name, value in figures.items():
             record_property(name, value)

@@ -1,19 +1,22 @@
-"""Checks that images which are decoded while the device computes are those of a decoder that waits after each batch."""
+"""Checks who decodes images, and that those decoded while the device computes are those of a decoder that waits."""
 
-from contextlib import closing
+import re
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from dataclasses import replace
 
 import pytest
 import torch
 
 from tests.gpu.card import measure_device_rate
-from tests.gpu.check import Figures, Sizes
+from tests.gpu.check import Figures, Sizes, cannot_answer
 from tests.gpu.check_images import compare_with_synchronised_decode, delay_compute
 from tests.gpu.preset_steps import count_samples, open_preset
 from trainyard.config.settings import AugmentSettings
 from trainyard.data.device import shape_channels
 from trainyard.data.index import ENCODED_IMAGE, IMAGE, INPUTS
 from trainyard.data.loader import Loader
+from trainyard.data.store import has_inputs
 from trainyard.text import join_names
 from trainyard.train.run_context import TRAIN, RunContext, make_loader
 
@@ -23,6 +26,8 @@ LEVELS = 3
 _STEPS = 2
 _ACCUMULATED = 4  # micro-batches of a step: with two steps more than any decoder has in flight
 _REFERENCE_IMAGES = 16
+_JPEG = b"\xff\xd8"  # how a file of it begins
+_DECODER = rb"decoders?__Image\w*.*?\x06device\x12\x06string\*.(\w+)"  # in a graph's protobuf
 
 
 def compare_decoding(device: torch.device, sizes: Sizes, *, preset: str) -> Figures:
@@ -35,11 +40,13 @@ def compare_decoding(device: torch.device, sizes: Sizes, *, preset: str) -> Figu
     Raises:
         AssertionError: an image differs.
     """
-    with open_preset(preset, [], sizes) as steps:
+    with _record_decoders() as decoders, open_preset(preset, [], sizes) as steps:
         context = steps.context
         records = context.data.records
         if IMAGE not in records or records[IMAGE].kind not in (ENCODED_IMAGE, *INPUTS):
-            pytest.skip(f"the data of {preset} has no images")
+            cannot_answer(f"the data of {preset} has no images")
+        if device.type == "cuda" and context.decode != "dali":
+            pytest.skip("nvidia.dali is missing here, which decodes on the GPU")
         found = compare_with_synchronised_decode(
             make_loader(_without_augmentation(context)),
             context.orders,
@@ -54,17 +61,56 @@ def compare_decoding(device: torch.device, sizes: Sizes, *, preset: str) -> Figu
         )
         levels = _compare_with_reference(context)
         with closing(steps.open_stream()) as stream:
-            next(stream)
+            images_on = next(stream).batch[IMAGE].device.type
             rate = measure_device_rate(lambda: count_samples(next(stream)), device, seconds=sizes.seconds)
+        (record,) = context.data.read_bytes(IMAGE, context.splits[TRAIN][:1])
         return {
             "preset": preset,
             "decode": context.decode,
+            "decoders": " ".join(sorted(decoders)),
+            "format": "jpeg" if record[:2].tobytes() == _JPEG else "png" if record[1:4].tobytes() == b"PNG" else "raw",
+            "resized_when_packed": has_inputs(records),
+            "images_on": images_on,
             "threads": context.threads,
             "images": found.images,
             "micro_batches_per_step": _ACCUMULATED,
             "levels_from_reference": round(levels, 3),
             "images_per_s": round(rate, 1),
         }
+
+
+def judge_decoder(figures: Figures, device: torch.device) -> None:
+    """Check that DALI decodes on the GPU, where there is one, and that images lie there.
+
+    On the host stay PNG, which nvImageCodec decodes there within the same operator, and images that packing resized.
+    """
+    if device.type == "cpu":
+        return
+    expected = "cpu" if figures["resized_when_packed"] else "mixed"
+    assert figures["decode"] == "dali" and figures["decoders"] == expected, (
+        f"DALI's image decoder has the device '{figures['decoders']}', not '{expected}' (decode={figures['decode']})"
+    )
+    assert figures["images_on"] == device.type, f"images lie on the {figures['images_on']}, not on the {device.type}"
+
+
+@contextmanager
+def _record_decoders() -> Iterator[set[str]]:
+    """Yield a set that gets the device of the image decoder in each graph of DALI: cpu, or mixed for a GPU."""
+    found: set[str] = set()
+    try:
+        from trainyard.data import decode_dali
+    except ImportError:  # without DALI
+        yield found
+        return
+
+    class RecordedPipeline(decode_dali.Pipeline):  # type: ignore[misc]  # DALI has no types
+        def build(self) -> None:
+            super().build()
+            found.update(name.decode() for name in re.findall(_DECODER, self.serialize(), re.DOTALL))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode_dali, "Pipeline", RecordedPipeline)
+        yield found
 
 
 def _without_augmentation(context: RunContext) -> RunContext:
@@ -83,6 +129,7 @@ def _compare_with_reference(context: RunContext) -> float:
         with closing(loader.evaluate(ids, batch_size=len(ids))) as stream:
             images.append(next(stream).batch[IMAGE].cpu())
     std = shape_channels(context.config.image.std, torch.device("cpu"))
-    levels = float(((images[0] - images[1]) * std).abs().max()) * 255
+    # at the edges DALI's resize on a GPU repeats pixels where torch and Pillow leave them out
+    levels = float(((images[0] - images[1]) * std)[..., 1:-1, 1:-1].abs().max()) * 255
     assert levels <= LEVELS, f"images differ from the reference decoder's by {levels:.1f} of 255 levels, not {LEVELS}"
     return levels
