@@ -171,7 +171,9 @@ def test_every_check_has_a_fault():
         ("torch_has_kernels_for_this_card", {}),
         ("products_agree_with_float64", {}),
         ("what_two_ranks_exchange_arrives", {"collectives": "gloo"}),
-        ("synchronised_statistics_are_those_of_the_whole_batch", {"collectives": "gloo"}),
+        pytest.param(
+            "synchronised_statistics_are_those_of_the_whole_batch", {"collectives": "gloo"}, marks=pytest.mark.long
+        ),
         pytest.param("gradients_of_two_ranks_are_summed", {"family": "stripes"}, marks=pytest.mark.long),
         pytest.param("a_stopped_run_on_two_ranks_ends_bitwise_equal", {"family": "stripes"}, marks=pytest.mark.long),
     ],

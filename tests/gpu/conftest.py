@@ -2,9 +2,9 @@
 
 The result is `<results>/gpu-<card>-<date>.jsonl`: a header (machine, card, versions, commit, command), then one flat
 line per check: `check`, `status`, `seconds`, and its figures; a failed one has `error` and `output`, others that are
-not ok a `reason`. The header's `trust` says in nine lines what the card can be trusted with. The exit code is 0 if every
-check that this machine can answer is ok, 1 if one failed, and 6 if none failed but one did not run.
-benchmarks/README.md says what each check shows.
+not ok a `reason`. The header's `trust` says in nine lines what the card can be trusted with. The exit code is 0 if all
+that this machine can answer is ok, 1 if a check failed, and 6 if none failed but one did not run. benchmarks/README.md
+says what each check shows.
 
 With `--quick` the faults of tests/gpu/faults.py are planted instead, and what finds each is printed as a table.
 """
@@ -267,11 +267,11 @@ def check(
 ) -> Callable[..., Figures]:
     """Return a function that runs a check in a process of its own on the device, and records its figures.
 
-    A check of a family starts those of the next families, too, as far as there are cores. A check may take a fifth of
-    the whole time, and no less than a minute.
+    A check of a family starts those of the next families, too, as far as there are cores. A check may take a quarter of
+    the whole time, and no less than two minutes: some compile in several processes one after the other.
     """
     minutes = read_minutes(pytestconfig)
-    longest_s = max(60.0, 60 * minutes / 5)
+    longest_s = max(120.0, 60 * minutes / 4)
     jobs = pytestconfig.getoption("jobs", default=JOBS)
     sizes = Sizes(jobs, data, tmp_path, dict(os.environ), small=device.type == "cpu")
     test = request.node.originalname

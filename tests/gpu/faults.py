@@ -328,6 +328,7 @@ FAULTS = [
         sum_no_gradients,
         "rank .: the gradient of .* of a step on two ranks differs",
         FAMILY,
+        long=True,
     ),
     Fault(
         "a_stopped_run_on_two_ranks_ends_bitwise_equal",
