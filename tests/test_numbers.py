@@ -1,4 +1,4 @@
-"""Numbers of speed, size and accuracy on our pages are those of the files that they come from: tests/numbers.py."""
+"""Numbers of speed, size and accuracy on our pages are those of the files that they come from: tests/printed_numbers.py."""
 
 import re
 import tomllib
@@ -6,7 +6,7 @@ import tomllib
 import pytest
 
 from tests.checkout import ROOT, list_files
-from tests.numbers import check_page, find_numbers, read_blocks
+from tests.printed_numbers import check_page, find_numbers, read_blocks
 
 SOURCES = tomllib.loads((ROOT / "docs" / "numbers.toml").read_text(encoding="utf-8"))
 UNFILED = 25

@@ -119,7 +119,7 @@ def _write_end(work: Callable[[], Figures], file: Path) -> int:
 def _join_and_work(work: RankWork, rank: int, device: torch.device, sizes: Sizes, collectives: str) -> Figures:
     share_card(device, collectives)
     world = World(rank, rank, RANKS, RANKS, rendezvous="ranks")
-    distributed.join(world, sizes.scratch, os.environ)
+    distributed.join(world, sizes.scratch, os.environ, deterministic=True)
     figures = work(world)
     distributed.barrier()
     distributed.leave()
