@@ -1,4 +1,4 @@
-"""Numbers of speed, size and accuracy on our pages are those of the files that they come from: tests/printed_numbers.py."""
+"""Numbers of speed, size and accuracy on our pages are those of their sources: tests/printed_numbers.py."""
 
 import re
 import tomllib
