@@ -150,8 +150,8 @@ def read_term(term: str, root: Path) -> list[float] | None:
         return [float(re.findall(NUMBER, places[0])[0].replace(",", ""))] if text else None
     found: list[Any] = [line for line in read_lines(root / "benchmarks" / f"{name}.jsonl") if is_line(line, places[0])]
     for step in [*places[1:], "summary"][0].split("."):
-        found = [one[int(step) if isinstance(one, list) else step] for one in found]
-        found = [one for many in found for one in many] if step == "rounds" else found
+        found = [one[int(step)] if step.isdecimal() else one[step] for one in found]
+        found = [one for many in found for one in (many if isinstance(many, list) else [many])]
     for step in ("summary", "median"):
         found = [one[step] if isinstance(one, dict) and step in one else one for one in found]
     return [float(value) for value in found]
