@@ -34,6 +34,7 @@ STARTS_NOTHING = {
         "gc",
         "new",
         "check-family",
+        "doctor",
         "board",
     ),
     *("results", "status", "runs", "logs", "why", "cancel", "cluster-check"),
