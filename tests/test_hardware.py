@@ -198,6 +198,16 @@ def test_a_container_that_sees_itself_as_the_root_has_its_quota_there(tmp_path):
     assert _read_cpu_quota(*make_cgroup(tmp_path, "0::/\n", root="50000 100000\n")) == 0.5
 
 
+def test_a_quota_of_the_older_cgroups_counts_too(tmp_path):
+    tree = make_cgroup(tmp_path, "4:memory:/m\n3:cpuacct,cpu:/slurm/job\n2:cpuset:/\n0::/\n")
+    for group, quota in (("", "-1"), ("slurm", "250000"), ("slurm/job", "50000")):
+        folder = tmp_path / "cgroup" / "cpu" / group
+        folder.mkdir(parents=True)
+        (folder / "cpu.cfs_quota_us").write_text(f"{quota}\n")
+        (folder / "cpu.cfs_period_us").write_text("100000\n")
+    assert _read_cpu_quota(*tree) == 0.5
+
+
 @pytest.mark.parametrize("membership", ["0::/\n", "0::/gone\n", "4:memory:/x\n1:cpu:/\n"])
 def test_no_quota_is_no_limit(tmp_path, membership):
     assert _read_cpu_quota(*make_cgroup(tmp_path, membership, root="max 100000\n")) is None

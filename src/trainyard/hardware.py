@@ -257,9 +257,13 @@ def count_cores() -> int:
     Slurm and Docker core lists set the affinity mask; `docker --cpus` and Kubernetes set the CPU quota.
     `os.cpu_count()` ignores both and counts the whole node.
     """
-    quota = _read_cpu_quota(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"))
-    allowed = len(os.sched_getaffinity(0))
+    quota, allowed = read_cpu_quota(), len(os.sched_getaffinity(0))
     return allowed if quota is None else max(1, min(allowed, int(quota)))
+
+
+def read_cpu_quota() -> float | None:
+    """Return how many cores' time this process and its group may take together; None without a quota."""
+    return _read_cpu_quota(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"))
 
 
 _WAIT_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
@@ -445,10 +449,14 @@ def explain_missing_compiler(sm: int | None, environ: Mapping[str, str], *, head
 
 
 def _read_cpu_quota(hierarchy: Path, membership: Path) -> float | None:
-    """Return the tightest CPU quota, in cores, of this process's cgroup (v2) and its ancestors, if any."""
+    """Return the tightest CPU quota, in cores, of this process's cgroup (v2 or v1) and its ancestors, if any."""
     limits = [folder / "cpu.max" for folder in list_cgroups(hierarchy, membership, r"0:")]
-    stated = (limit.read_text().split() for limit in limits if limit.is_file())  # quota, or "max", and period, in us
-    return min((int(quota) / int(period) for quota, period in stated if quota != "max"), default=None)
+    stated = [limit.read_text().split() for limit in limits if limit.is_file()]  # quota, or "max", and period, in us
+    for folder in list_cgroups(hierarchy / "cpu", membership, r"\d+:(?:\w+,)*cpu(?:,\w+)*"):
+        files = [folder / f"cpu.cfs_{name}_us" for name in ("quota", "period")]
+        if all(file.is_file() for file in files):
+            stated.append([file.read_text().strip() for file in files])
+    return min((int(quota) / int(period) for quota, period in stated if quota not in ("max", "-1")), default=None)
 
 
 def list_cgroups(hierarchy: Path, membership: Path, controller: str) -> list[Path]:
