@@ -1,14 +1,19 @@
 """`trainyard doctor`: what it concludes from its measurements; tests marked long plant what slows a job down."""
 
 import json
+import os
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
 
+from tests.doctor_faults import format_matrix, list_plants, measure_matrix
+from tests.run_folders import RunFolder
 from tests.training import FAMILIES, run_as_command
 from trainyard import cli
+from trainyard.choice import Choice
 from trainyard.measure import Summary
+from trainyard.runs.folder import record_choices
 from trainyard.tools.doctor import (
     COMPUTE,
     LOADER,
@@ -19,7 +24,10 @@ from trainyard.tools.doctor import (
     encode_diagnosis,
     format_diagnosis,
     judge_input,
+    judge_ranks,
+    measure_cpu_shares,
 )
+from trainyard.tools.gpu_facts import describe_node
 from trainyard.tools.stage_sampler import find_stage
 
 
@@ -29,7 +37,8 @@ def make_diagnosis(compute: float, loader: float, together: float, *faults: Faul
         name: Summary.from_values([rate] * 3)
         for name, rate in zip((COMPUTE, LOADER, TOGETHER), (compute, loader, together), strict=True)
     }
-    found = Diagnosis(1, rates, {"forward": 3.0, "backward": 6.0, "optimizer": 1.0}, {"decode": 0.7, "idle": 0.3})
+    found = Diagnosis(1, rates, {"forward": 3.0, "backward": 6.0, "optimizer": 1.0})
+    found.loader_shares = {"decode": 0.7, "idle": 0.3}
     found.faults += faults
     judge_input(found)
     return found
@@ -107,3 +116,70 @@ def test_the_command_measures_a_job_and_writes_what_it_found(tmp_path):
 def test_a_number_of_ranks_that_makes_no_sense_is_refused(capsys):
     assert cli.main(["doctor", "stripes", "--jobs", str(FAMILIES), "--ranks", "0"]) == 2
     assert "expected a rank or more" in capsys.readouterr().err
+
+
+def test_a_rank_is_slow_if_it_is_so_in_almost_all_turns_and_not_if_others_work_hits_one_after_the_other():
+    even, late = [0.1] * 9, [0.13] * 9
+    by_chance = [0.1, 0.3, 0.1, 0.3, 0.1, 0.3, 0.1, 0.3, 0.3]
+    answers = []
+    for seconds in ([even, late], [even, even, late], [even, even], [by_chance[::-1], by_chance], [even, [0.105] * 9]):
+        found = Diagnosis(len(seconds))
+        judge_ranks(found, seconds, ["node1"] * len(seconds))
+        answers.append([fault.found.split(" on ")[0] for fault in found.faults])
+    assert answers == [["rank 1"], ["rank 2"], [], [], []]
+
+
+def test_a_loader_that_seems_slow_in_single_turns_is_not_a_fault():
+    """Other processes take the cores now in this turn, now in that."""
+    slowdowns = {(0.5, 0.9, 1.3, 4.0, 1.2): False, (1.3, 1.2, 1.3, 4.0, 1.2): True, (1.05, 1.0, 1.05, 1.1, 1.0): False}
+    for turns, is_fault in slowdowns.items():
+        found = make_diagnosis(705, 410, 402)
+        found.faults, found.slowdowns = [], list(turns)
+        judge_input(found)
+        assert bool(found.faults) == is_fault, turns
+
+
+def test_threads_that_only_compute_get_the_cores_that_nobody_else_uses():
+    share = measure_cpu_shares(1, seconds=0.1)
+    assert 0 < share.own <= 1 and share.others >= 0 and share.stolen >= 0
+
+
+def test_the_node_of_a_card_is_compared_with_the_cores_of_this_process(tmp_path):
+    card, node = tmp_path / "bus/pci/devices/0000:1b:00.0", tmp_path / "devices/system/node/node1"
+    assert describe_node("00000000:1b:00.0", tmp_path) == "not measured: the kernel does not say"
+    card.mkdir(parents=True)
+    node.mkdir(parents=True)
+    (card / "numa_node").write_text("1\n")
+    own = os.sched_getaffinity(0)
+    (node / "cpulist").write_text(f"{min(own)},100000-100003\n")
+    assert describe_node("00000000:1b:00.0", tmp_path) == f"1, with 1 of this process's {len(own)} cores"
+
+
+def test_a_run_says_from_its_record_what_its_time_went_to(tmp_path, capsys):
+    run = RunFolder(tmp_path).run
+    record_choices(run, {"device": Choice("CPU, 2 cores", "no GPU")})
+    assert cli.main(["doctor", "--run", str(run)]) == 0
+    assert capsys.readouterr().out == f"verdict: {run.name}: nothing recorded of its training yet\n"
+    line = {"kind": "train", "step": 100, "samples_per_s": 50.0, "elapsed_s": 200.0}
+    for idle_ms, expected in ((500, "input; without it the run would have been x1.33 as fast"), (0, "healthy: 95% of")):
+        evaluation = {"kind": "eval", "step": 100, "split": "val", "seconds": 10.0, "elapsed_s": 200.0}
+        lines = [line | {"idle_ms": idle_ms, "compute_ms": 1900 - idle_ms}, evaluation]
+        (run / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+        assert cli.main(["doctor", "--run", str(run)]) == 0
+        said = capsys.readouterr().out.splitlines()
+        assert said[0] == "recorded        100 steps, 200.0 s, 50.0 samples/s"
+        assert f"idle            {idle_ms / 10:.1f} s ({idle_ms / 2000:.0%})" in said
+        assert "device          CPU, 2 cores  (no GPU)" in said
+        assert said[-1].startswith(f"verdict: {run.name}: {expected}")
+    assert cli.main(["doctor"]) == cli.main(["doctor", "stripes", "--run", str(run)]) == 2
+
+
+@pytest.mark.long
+@pytest.mark.timeout(7200)
+@pytest.mark.skipif(os.geteuid() != 0, reason="cgroups and mounts need root")
+def test_each_planted_fault_is_named_and_below_its_threshold_a_run_is_healthy(tmp_path):
+    """DOCTOR_REPEATS=N plants each N times; `python -m tests.doctor_faults` also writes the table."""
+    lines = measure_matrix(list_plants(), tmp_path, repeats=int(os.environ.get("DOCTOR_REPEATS", "1")))
+    print("\n".join(format_matrix(lines)))
+    assert len(lines) == 26
+    assert not [line for line in lines if line["right"] != line["of"]]

@@ -138,6 +138,23 @@ def list_gpus() -> list[LocalGpu]:
     ]
 
 
+_STATE_FIELDS = "pci.bus_id,clocks.sm,clocks.max.sm,power.draw,power.limit,clocks_throttle_reasons.active"
+
+
+def read_gpu_states() -> dict[str, dict[str, str]]:
+    """Return what nvidia-smi says now of clocks (MHz), power (W) and throttling (a bit mask), by GPU's bus address.
+
+    Empty without GPUs, or where nvidia-smi does not answer.
+    """
+    try:
+        answer = _ask_smi(_STATE_FIELDS, "csv,noheader,nounits")
+    except subprocess.TimeoutExpired:
+        return {}
+    lines = answer.stdout.splitlines() if answer and answer.returncode == 0 else []
+    rows = (dict(zip(_STATE_FIELDS.split(","), map(str.strip, line.split(",")), strict=False)) for line in lines)
+    return {row["pci.bus_id"].lower(): row for row in rows}
+
+
 def count_visible_gpus(gpus: Sequence[LocalGpu], environ: Mapping[str, str]) -> int:
     """Return how many of this machine's GPUs a process may use; which ones, CUDA decides: it orders them by speed."""
     chosen = list_chosen_gpus(environ)

@@ -19,6 +19,9 @@ from trainyard.files import require_writable, write_atomically
 
 QUOTABLE_SPREAD = 0.1
 QUOTABLE_ROUNDS = 3
+WORTH = 1.1
+"""What fixing a fault has to give, as a factor of the rate, to be the verdict: on a quiet machine the medians of two
+measurements differ by up to 5 %, so a tenth is a difference."""
 
 
 @dataclass(frozen=True)

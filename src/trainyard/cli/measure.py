@@ -17,7 +17,7 @@ from trainyard.files import write_atomically
 from trainyard.hardware import show_own_mig_slice
 from trainyard.measure import make_header, write_new
 from trainyard.runs.create import create_run
-from trainyard.runs.folder import CONFIG
+from trainyard.runs.folder import CONFIG, resolve_run
 from trainyard.terminal import say
 from trainyard.text import quote_path
 from trainyard.train.world import World, read_world
@@ -33,7 +33,7 @@ def add_commands(verbs: Verbs) -> None:
     """Add the commands."""
     doc = "measure what limits a job's training on this machine, and what fixing it would give"
     verb = add_verb(verbs, "doctor", _doctor, doc)
-    verb.add_argument("job")
+    verb.add_argument("job", nargs="?", default="")
     verb.add_argument("overrides", nargs="*", metavar="OPTION=VALUE")
     verb.add_argument("--ranks", type=int, default=1, metavar="N", help="ranks, one per GPU, or sharing the cores")
     seconds = "for the three rates: 15; more makes them steadier"
@@ -41,6 +41,8 @@ def add_commands(verbs: Verbs) -> None:
     trace = "also write a trace of some steps, which ui.perfetto.dev opens, and name the most expensive operators"
     verb.add_argument("--trace", type=Path, metavar="FILE", help=trace)
     verb.add_argument("--results", type=Path, metavar="FOLDER", help="also write doctor-DATE.jsonl there")
+    record = "say from a run's record what its time went to; measures nothing"
+    verb.add_argument("--run", metavar="RUN", help=record)
     verb.add_argument("--as-rank", type=Path, default=None, help=argparse.SUPPRESS)
 
 
@@ -49,6 +51,14 @@ def _doctor(args: argparse.Namespace) -> int:
     logger.add(sys.stderr, format="{message}", level="WARNING")
     if args.as_rank is not None:
         return _measure_as_rank(args)
+    if bool(args.job) == bool(args.run):
+        raise UserError("Name a job to measure, or a run: trainyard doctor JOB, or trainyard doctor --run RUN.")
+    if args.run:
+        from trainyard.tools.recorded_diagnosis import describe_record
+
+        for line in describe_record(resolve_run(args.run, args.runs)):
+            say(line)
+        return 0
     from trainyard.data.prepare import prepare_data
     from trainyard.tools.doctor import decode_diagnosis, format_diagnosis
 

@@ -4,9 +4,12 @@ Three rates answer most of it: steps on a batch that is on the device already, t
 measured by turns, each in several rounds.
 """
 
+import hashlib
 import math
+import mmap
 import os
 import random
+import threading
 import time
 import traceback
 from collections import Counter
@@ -26,28 +29,32 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trainyard.config.duration import Duration
 from trainyard.data.loader import MicroBatch
 from trainyard.data.shards import ShardSet, find_file_system
-from trainyard.hardware import count_cores
-from trainyard.measure import Summary
+from trainyard.hardware import count_cores, read_cpu_quota
+from trainyard.measure import WORTH, Summary
 from trainyard.text import format_duration, format_size
+from trainyard.tools.gpu_facts import read_gpu_facts
 from trainyard.tools.stage_sampler import StageSampler
 from trainyard.tools.trial import Trial
 from trainyard.train import checkpoint, distributed
 from trainyard.train.evaluate import predict_share
 from trainyard.train.precision import allow_nondeterministic_operators
-from trainyard.train.run_context import VALIDATION
+from trainyard.train.run_context import VALIDATION, compute_total_minutes, compute_total_steps
 from trainyard.train.run_state import encode_state
 
 T = TypeVar("T")
 
 COMPUTE, LOADER, TOGETHER = "step alone", "loader alone", "both together"
-WORTH = 1.1
-"""What fixing a fault has to give, as a factor of the rate, to be the verdict. Rates vary by some per cent."""
 
 _ROUNDS = 5
 _DISK_BYTES = 32 << 20  # read at most, to measure a disk
 _SPIN_S = 0.3
 _SMALL_SHM = 64 << 20  # of a container started without --shm-size: Docker's default
+_LEAST_DISK_BYTES, _LEAST_DISK_S = 1 << 20, 0.5  # of fewer and shorter reads the rate is that of a few system calls
 _MOST_EVALUATED = 4  # batches of a set, from which the time of the whole is computed
+_LEAST_EVALUATION_S = 10.0  # of a whole run: to start one takes as long
+_FEW_SYNCS = 2  # a micro-batch: a single one costs less than to start the next step's work
+_COMPARED_S = 0.2  # of steps in a turn of the ranks: many time slices of the kernel (a few ms)
+_TURNS = 15  # of the ranks: that the same one of two equal ranks is last in 12 of them happens once in 28 times
 _SYNCS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "_unique2", "masked_select")
 """Operators of aten whose result's value or size the host needs: it waits for all that a GPU has yet to do."""
 
@@ -69,6 +76,7 @@ class Diagnosis:
     ranks: int
     rates: dict[str, Summary] = field(default_factory=dict)  # samples per second of all ranks
     step_ms: dict[str, float] = field(default_factory=dict)  # by stage of a step on the device
+    slowdowns: list[float] = field(default_factory=list)  # by turns: steps alone, as a multiple of both together
     loader_shares: dict[str, float] = field(default_factory=dict)
     around_ms: dict[str, float] = field(default_factory=dict)  # per step: evaluation, save
     facts: dict[str, str] = field(default_factory=dict)  # of the machine, by name
@@ -98,7 +106,7 @@ def diagnose(trial: Trial, *, seconds: float) -> Diagnosis:
     _measure_threads(trial, cached, found)
     _measure_around(trial, found)
     _measure_disk(trial, found)
-    _look_at_machine(trial, found)
+    _look_at_machine(trial, cached, found)
     judge_input(found)
     return found
 
@@ -146,7 +154,9 @@ def _measure_rates(trial: Trial, cached: list[MicroBatch], found: Diagnosis, *, 
     rates = distributed.gather_to_rank0(values)
     for name in values:
         rounds = [min(rank[name][i] for rank in rates) for i in range(_ROUNDS)] if rates else values[name]
+        values[name] = rounds
         found.rates[name] = Summary.from_values(rounds)
+    found.slowdowns = [alone / both for alone, both in zip(values[COMPUTE], values[TOGETHER], strict=True)]
     found.loader_shares = sampler.compute_shares()
 
 
@@ -225,25 +235,39 @@ def _find_slow_rank(trial: Trial, cached: list[MicroBatch], found: Diagnosis) ->
     if found.ranks == 1:
         return
     whole, trial.state.model = trial.state.model, trial.state.module
-    distributed.barrier()
-    own_s = median(_time_step(trial, cached) for _ in range(_ROUNDS))
+    steps = max(1, math.ceil(_COMPARED_S / _agree(_time_step(trial, cached))))
+    own_s = []
+    for _ in range(_TURNS):
+        distributed.barrier()
+        own_s.append(sum(_time_step(trial, cached) for _ in range(steps)) / steps)
     trial.state.model = whole
     distributed.barrier()
-    times = distributed.gather_to_rank0((own_s, os.uname().nodename))
-    if times is None:
-        return
-    seconds = [one[0] for one in times]
-    slowest = int(np.argmax(seconds))
-    others = median(seconds[:slowest] + seconds[slowest + 1 :])
-    found.facts["ranks"] = f"a step without all-reduce takes {min(seconds) * 1e3:.0f} to {max(seconds) * 1e3:.0f} ms"
-    if seconds[slowest] >= WORTH * others:
+    gathered = distributed.gather_to_rank0((own_s, os.uname().nodename))
+    if gathered is not None:
+        judge_ranks(found, [seconds for seconds, _ in gathered], [host for _, host in gathered])
+
+
+def judge_ranks(found: Diagnosis, seconds: list[list[float]], hosts: list[str]) -> None:
+    """Say whether one rank is slower than the others in three of four turns: others' work hits now this, now that.
+
+    Args:
+        seconds: of a step, by rank and turn.
+    """
+    medians = [median(turns) for turns in seconds]
+    slowest = int(np.argmax(medians))
+    others = median(medians[:slowest] + medians[slowest + 1 :])
+    found.facts["ranks"] = f"a step without all-reduce takes {min(medians) * 1e3:.0f} to {max(medians) * 1e3:.0f} ms"
+    by_turns = np.array(seconds)
+    ratios = by_turns[slowest] / np.median(np.delete(by_turns, slowest, axis=0), axis=0)
+    gain = float(np.median(ratios))
+    if gain >= WORTH and np.quantile(ratios, 0.25) >= WORTH:
         found.faults.append(
             Fault(
                 "slow rank",
-                f"rank {slowest} on {times[slowest][1]} takes {seconds[slowest] * 1e3:.0f} ms for what the others do "
+                f"rank {slowest} on {hosts[slowest]} takes {medians[slowest] * 1e3:.0f} ms for what the others do "
                 f"in {others * 1e3:.0f} ms, and all wait for it",
                 "look at its clocks, its temperature and what else runs there; leave out its node (--exclude)",
-                gain=seconds[slowest] / others,
+                gain=gain,
             )
         )
 
@@ -269,16 +293,30 @@ def _find_host_syncs(trial: Trial, cached: list[MicroBatch], found: Diagnosis) -
             with trial.autocast():
                 trial.state.module(micro_batch.batch)["loss"].backward()
     trial.state.optimizer.zero_grad(set_to_none=True)
-    if counter.lines:
-        total, line = sum(counter.lines.values()), counter.lines.most_common(1)[0][0]
+    total = sum(counter.lines.values())
+    found.facts["host waits"] = f"{total} in a micro-batch"
+    if total >= _FEW_SYNCS:
+        on_gpu = trial.context.device.type == "cuda"
+        share = _measure_busy_share(trial, cached) if on_gpu else 1.0
+        cost = f"the GPU is idle {1 - share:.0%} of a step" if on_gpu else "free on this CPU; a GPU would be idle then"
         found.faults.append(
             Fault(
                 "host waits in the step",
-                f"{total} times in each micro-batch a value is read from the device, most often in {line}; a GPU is "
-                "idle until the host has queued more work",
+                f"{total} times in each micro-batch a value is read from the device, most often in "
+                f"{counter.lines.most_common(1)[0][0]}: {cost}",
                 "compute with tensors there, or read the value once per line of the log",
+                gain=1 / max(share, 0.01),
             )
         )
+
+
+def _measure_busy_share(trial: Trial, cached: list[MicroBatch]) -> float:
+    """Return the share of a step's time in which a GPU computes: its kernels' time by the profiler, steps without."""
+    step_s = median(_time_step(trial, cached) for _ in range(_ROUNDS))
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        _time_step(trial, cached)
+    busy_us = sum(float(event.self_device_time_total) for event in profiled.key_averages())
+    return min(1.0, busy_us / 1e6 / step_s)
 
 
 def _measure_threads(trial: Trial, cached: list[MicroBatch], found: Diagnosis) -> None:
@@ -326,24 +364,42 @@ def _measure_around(trial: Trial, found: Diagnosis) -> None:
     if len(ids):
         batch = min(context.eval_batch_size, len(ids))
         part = ids[: _MOST_EVALUATED * batch * found.ranks]
-        begin = time.perf_counter()
-        predict_share(trial.state.module, trial.loader, part, [], batch_size=batch, autocast=trial.autocast)
-        trial.wait()
-        trial.state.module.train()
-        seconds = (time.perf_counter() - begin) * len(ids) / len(part)
+        times = [_evaluate(trial, part, batch_size=batch)]  # the first also builds what later ones use
+        while len(times) < 4 and sum(times) < 1:
+            times.append(_evaluate(trial, part, batch_size=batch))
+        seconds = median(times[1:] or times) * len(ids) / len(part)
         between = every.to_steps(steps) if every.unit != "min" else every.to_minutes() * 6e4 / step_ms
+        minutes = compute_total_minutes(config)
+        total = minutes * 6e4 / step_ms if minutes else compute_total_steps(config, steps) or 0
+        in_run_s = seconds * total / max(1, between)
         found.around_ms["evaluation"] = 1e3 * seconds / max(1, between)
         share = found.around_ms["evaluation"] / (found.around_ms["evaluation"] + step_ms)
-        if share >= 1 - 1 / WORTH:
+        found.facts["evaluation"] = (
+            f"{1e3 * seconds:,.0f} ms for {len(ids):,} samples, every {config.eval_every}: {share:.0%} of the time, "
+            f"{format_duration(in_run_s)} in the whole run"
+        )
+        if share >= 1 - 1 / WORTH and in_run_s >= _LEAST_EVALUATION_S:
             found.faults.append(
                 Fault(
                     "long validation",
-                    f"an evaluation of {len(ids):,} samples takes {format_duration(seconds)}, every "
-                    f"{config.eval_every}: {share:.0%} of the time",
+                    f"an evaluation of {len(ids):,} samples takes {seconds:,.1f} s, every {config.eval_every}: "
+                    f"{share:.0%} of the time, and {format_duration(in_run_s)} of the whole run",
                     f"eval_every={2 * every.value:g}{every.unit}, or a larger eval_batch_size",
                     gain=1 / (1 - share),
                 )
             )
+
+
+def _evaluate(trial: Trial, ids: np.ndarray, *, batch_size: int) -> float:
+    """Return the slowest rank's seconds of predicting some samples, without scoring."""
+
+    def predict() -> None:
+        predict_share(trial.state.module, trial.loader, ids, [], batch_size=batch_size, autocast=trial.autocast)
+
+    seconds, _ = _measure(trial, predict)
+    trial.state.module.train()
+    slowest: float = distributed.broadcast_from_rank0(max(distributed.gather_to_rank0(seconds) or [seconds]))
+    return slowest
 
 
 def _measure_disk(trial: Trial, found: Diagnosis) -> None:
@@ -356,6 +412,9 @@ def _measure_disk(trial: Trial, found: Diagnosis) -> None:
     rate = read / max(seconds, 1e-9)
     kind = find_file_system(data.folder)
     needed = found.rates[COMPUTE].median * per_sample
+    if read < _LEAST_DISK_BYTES and seconds < _LEAST_DISK_S:
+        found.facts["disk"] = f"{kind}, not measured: too little data, {format_size(read)}"
+        return
     found.facts["disk"] = (
         f"{kind}, {rate / 2**20:,.0f} MiB/s past the page cache ({format_size(read)} read); steps alone would take "
         f"{needed / 2**20:,.1f} MiB/s"
@@ -374,48 +433,46 @@ def _measure_disk(trial: Trial, found: Diagnosis) -> None:
 
 
 def read_past_cache(data: ShardSet, *, most: int = _DISK_BYTES) -> tuple[int, float]:
-    """Read pieces of the shards that the kernel has been told to forget; return the bytes and the seconds."""
+    """Read pieces of the shards from their disk; return the bytes and the seconds."""
     read, seconds = 0, 0.0
-    for shard in data.shards:
-        with shard.path.open("rb", buffering=0) as file:
-            size = os.fstat(file.fileno()).st_size
-            os.posix_fadvise(file.fileno(), 0, size, os.POSIX_FADV_DONTNEED)
-            os.posix_fadvise(file.fileno(), 0, size, os.POSIX_FADV_RANDOM)  # without reading ahead
+    with mmap.mmap(-1, 1 << 18) as buffer:  # begins on a page, as direct reads need it
+        for shard in data.shards:
+            file, offset = _open_past_cache(shard.path), 0
             begin = time.perf_counter()
-            while (part := file.read(1 << 18)) and read < most and seconds < 2:
-                read += len(part)
+            while read < most and seconds < 2 and (count := os.preadv(file, [buffer], offset)):
+                offset, read = offset + count, read + count
                 seconds += time.perf_counter() - begin
                 begin = time.perf_counter()
+            os.close(file)
     return read, seconds
 
 
-def _look_at_machine(trial: Trial, found: Diagnosis) -> None:
-    """Look at cores, shared memory and what else runs here."""
+def _open_past_cache(path: Path) -> int:
+    """Open a file for reads that pass the page cache by; where the file system has none, forget what can be."""
+    try:
+        return os.open(path, os.O_RDONLY | os.O_DIRECT)
+    except OSError:
+        file = os.open(path, os.O_RDONLY)
+        os.posix_fadvise(
+            file, 0, 0, os.POSIX_FADV_DONTNEED
+        )  # keeps pages that a process has mapped, as the loader does
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_RANDOM)  # without reading ahead
+        return file
+
+
+def _look_at_machine(trial: Trial, cached: list[MicroBatch], found: Diagnosis) -> None:
+    """Look at cores, GPUs, shared memory and what else runs here."""
     if not distributed.is_rank0():
         distributed.barrier()  # idle, while rank 0 asks for all cores
         return
-    cores, machine = count_cores(), os.cpu_count() or 1
-    found.facts["cores"] = f"{cores} of {machine}"
-    if cores < machine and cores < 2 * found.ranks:
-        found.faults.append(
-            Fault(
-                "few cores",
-                f"this process may use {cores} of the machine's {machine} cores: its affinity or its quota says so",
-                "ask for more: --cpus N in Slurm, --cpus in Docker, no taskset",
-                gain=machine / cores if trial.context.device.type == "cpu" else 1.0,
-            )
-        )
-    share = measure_own_share(cores)
-    found.facts["cpu time"] = f"{share:.0%} of the cores' time is this process's when it asks for it"
-    if share < 1 / WORTH:
-        found.faults.append(
-            Fault(
-                "busy machine",
-                f"of {cores} cores this process gets {share:.0%} of the time: others compute here, too",
-                "top, and another node or fewer jobs on this one",
-                gain=1 / share,
-            )
-        )
+    judge_cores(trial.context.device.type, found)
+    whole, trial.state.model = trial.state.model, trial.state.module  # the other ranks take no steps
+    facts, held_back = read_gpu_facts(trial.context.device, lambda: trial.take_step(cached))
+    trial.state.model = whole
+    found.facts |= facts
+    if held_back:
+        text = f"{facts['gpu clocks']}: its cooling or its power supply does not let it run as fast as it can"
+        found.faults.append(Fault("slow clocks", text, "nvidia-smi -q -d PERFORMANCE, and another node"))
     shm = os.statvfs("/dev/shm")
     size = shm.f_blocks * shm.f_frsize
     found.facts["shared memory"] = format_size(size)
@@ -431,17 +488,78 @@ def _look_at_machine(trial: Trial, found: Diagnosis) -> None:
     distributed.barrier()
 
 
-def measure_own_share(cores: int, *, seconds: float = _SPIN_S) -> float:
-    """Return which share of the cores' time this process gets when it asks for all of it."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(cores)
-    values = torch.ones(1 << 21)
-    begin, cpu = time.perf_counter(), time.process_time()
-    while time.perf_counter() - begin < seconds:
-        values.sin_()
-    elapsed_s, cpu_s = time.perf_counter() - begin, time.process_time() - cpu
-    torch.set_num_threads(before)
-    return min(1.0, cpu_s / (elapsed_s * cores))
+def judge_cores(device: str, found: Diagnosis) -> None:
+    """Say whether this process may use too few cores, and whether it gets those that it may use.
+
+    What a GPU's job gains from cores is not known: only its loader needs them.
+    """
+    cores, machine, quota = count_cores(), os.cpu_count() or 1, read_cpu_quota()
+    usable = min(cores, quota or cores)
+    found.facts["cores"] = f"{usable:g} of {machine}"
+    if usable < machine and cores < 2 * found.ranks:
+        found.faults.append(
+            Fault(
+                "few cores",
+                f"this process may use {usable:g} of the machine's {machine} cores: its affinity or its quota says so; "
+                "counted is what twice as many would give",
+                "ask for more: --cpus N in Slurm, --cpus in Docker, no taskset",
+                gain=min(2.0, machine / usable) if device == "cpu" else 1.0,
+            )
+        )
+    share = measure_cpu_shares(cores)
+    own = min(1.0, share.own * cores / usable)
+    taken = f"others take {share.others:.0%} of the machine's, a hypervisor {share.stolen:.0%}"
+    found.facts["cpu time"] = f"{own:.0%} of its cores' time is this process's when it asks for it; {taken}"
+    if own < 1 / WORTH:
+        found.faults.append(
+            Fault(
+                "busy machine",
+                f"of {usable:g} cores this process gets {own:.0%} of the time; {taken}",
+                "top, and another node or fewer jobs on this one",
+                gain=1 / own if device == "cpu" else 1.0,
+            )
+        )
+
+
+@dataclass(frozen=True)
+class CpuShares:
+    """Who gets the cores' time while this process asks for all of it."""
+
+    own: float  # of the cores that it may use
+    others: float  # of all cores of the machine, by /proc/stat: other processes
+    stolen: float  # of all cores of the machine, by /proc/stat: other virtual machines
+
+
+def measure_cpu_shares(cores: int, *, seconds: float = _SPIN_S) -> CpuShares:
+    """Keep some cores busy with threads that never wait for each other: each hashes, which needs no lock of Python."""
+    block, spent = bytes(1 << 22), [0.0] * cores
+
+    def spin(i: int) -> None:
+        begin = time.thread_time()
+        while time.perf_counter() < end:
+            hashlib.sha256(block)
+        spent[i] = time.thread_time() - begin
+
+    before, begin = _read_cpu_ticks(), time.perf_counter()
+    end = begin + seconds
+    threads = [threading.Thread(target=spin, args=(i,)) for i in range(cores)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    elapsed_s = time.perf_counter() - begin
+    busy, stolen, total = (now - was for now, was in zip(_read_cpu_ticks(), before, strict=True))
+    own_ticks = sum(spent) * os.sysconf("SC_CLK_TCK")
+    others = max(0.0, busy - own_ticks) / max(1, total)
+    return CpuShares(min(1.0, sum(spent) / (elapsed_s * cores)), others, stolen / max(1, total))
+
+
+def _read_cpu_ticks() -> tuple[int, int, int]:
+    """Return the ticks of all cores since boot: busy, stolen by the hypervisor, all of them (proc_stat(5))."""
+    with Path("/proc/stat").open() as file:
+        user, nice, system, idle, iowait, irq, softirq, steal = map(int, file.readline().split()[1:9])
+    busy = user + nice + system + irq + softirq
+    return busy, steal, busy + steal + idle + iowait
 
 
 # The verdict
@@ -450,7 +568,9 @@ def measure_own_share(cores: int, *, seconds: float = _SPIN_S) -> float:
 def judge_input(found: Diagnosis) -> None:
     """Say whether the loader limits the rate, and which of its stages."""
     compute, loader, together = (found.rates[name].median for name in (COMPUTE, LOADER, TOGETHER))
-    if compute < WORTH * together or loader > 2 * compute:
+    steady = float(np.quantile(found.slowdowns or [compute / together], 0.25))  # others' work hits single turns
+    gain = median(found.slowdowns or [compute / together])
+    if gain < WORTH or steady <= 1 or loader > 2 * compute:
         return
     busy = {stage: share for stage, share in found.loader_shares.items() if stage != "idle"}
     stage = max(busy, key=lambda name: busy[name], default="read")
@@ -467,7 +587,7 @@ def judge_input(found: Diagnosis) -> None:
             f"the loader gives {loader:,.0f} samples/s and the steps take {compute:,.0f}; together {together:,.0f}. "
             f"Of the loader's time {busy.get(stage, 0.0) / max(sum(busy.values()), 1e-9):.0%} is {stage}",
             advice,
-            gain=compute / together,
+            gain=gain,
         )
     )
 
@@ -505,7 +625,7 @@ def decode_diagnosis(content: Mapping[str, Any]) -> Diagnosis:
     """Return what `encode_diagnosis` encoded."""
     rates = {name: Summary(**rate) for name, rate in content["rates"].items()}
     faults = [Fault(**fault) for fault in content["faults"]]
-    rest = {name: content[name] for name in ("ranks", "step_ms", "loader_shares", "around_ms", "facts")}
+    rest = {name: content[name] for name in ("ranks", "slowdowns", "step_ms", "loader_shares", "around_ms", "facts")}
     return Diagnosis(rates=rates, faults=faults, **rest)
 
 

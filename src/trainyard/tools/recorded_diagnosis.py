@@ -1,0 +1,50 @@
+"""Says from a run's record, without measuring, what its time went to and what less of it would have given."""
+
+from pathlib import Path
+
+from trainyard.measure import WORTH
+from trainyard.report.run_story import RunStory
+
+_ADVICE = {
+    "idle": ("input", "trainyard doctor JOB says which stage of the loader; data.threads, data.stage, packing.store"),
+    "evaluation": ("long validation", "a larger eval_every or eval_batch_size"),
+    "checkpoint": ("slow saves", "a larger checkpoint.every, or runs on a faster disk"),
+    "other": ("time outside of training", "start, first batches, and the end: more steps for each start"),
+}
+"""By activity of `RunStory.compute_time_spent_s`: the fault's name and what to try."""
+
+_CHOICES = ("device", "threads", "compute_threads", "decode", "reader")
+_LEAST_S = 60.0  # of a whole run: an activity of a shorter one is named, but is no verdict
+
+
+def describe_record(run: Path) -> list[str]:
+    """Return the screen: time by activity, choices, and the verdict with what it would give.
+
+    What is measured of shares is the time of the host: an activity that others hide (a save in the background, say)
+    has no share.
+    """
+    story = RunStory.read(run)
+    spent = story.compute_time_spent_s()
+    whole = sum(spent.values())
+    if not story.train or whole <= 0:
+        return [f"verdict: {run.name}: nothing recorded of its training yet"]
+    rate = story.samples_per_s
+    lines = [f"{'recorded':<16}{story.step} steps, {whole:,.1f} s" + (f", {rate:,.1f} samples/s" if rate else "")]
+    lines += [f"{name:<16}{seconds:,.1f} s ({seconds / whole:.0%})" for name, seconds in spent.items()]
+    choices = story.env.get("choices", {})
+    lines += [
+        f"{name:<16}{choices[name]['value']}  ({choices[name]['reason']})" for name in _CHOICES if name in choices
+    ]
+    gains = {name: whole / max(whole - spent[name], 1e-9) for name in _ADVICE}
+    worth = sorted((name for name in gains if gains[name] >= WORTH), key=lambda name: -gains[name])
+    for name in worth:
+        fault, advice = _ADVICE[name]
+        lines.append(
+            f"found: {fault}: {spent[name] / whole:.0%} of the time. At most x{gains[name]:.2f}. Try: {advice}."
+        )
+    if worth and whole >= _LEAST_S:
+        verdict = f"{_ADVICE[worth[0]][0]}; without it the run would have been x{gains[worth[0]]:.2f} as fast"
+    else:
+        short = f", in less than {_LEAST_S:.0f} s" if worth else ""
+        verdict = f"healthy: {spent['compute'] / whole:.0%} of the time was steps{short}"
+    return [*lines, f"verdict: {run.name}: {verdict}"]

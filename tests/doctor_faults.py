@@ -1,0 +1,310 @@
+"""Plants what slows a job down from outside of it, and asks `trainyard doctor` what it finds.
+
+`python -m tests.doctor_faults --cache FOLDER [--repeats N] [--only NAME] [--results benchmarks]` prints how often
+each fault was named, and writes it. Cgroups (v1), mounts and a second rank need root.
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from threading import Event, Thread
+
+from trainyard.config import compose as configs
+from trainyard.data.prepare import prepare_data
+from trainyard.measure import make_header, write_new
+
+ROOT = Path(__file__).resolve().parents[1]
+FAMILIES = ROOT / "tests" / "families"
+MACHINE = "busy machine"
+"""Not planted, and true wherever others compute: it counts neither as named nor as false."""
+HEALTHY = "healthy"
+
+
+@dataclass(frozen=True)
+class Plant:
+    """One fault at one strength, and how to plant it."""
+
+    fault: str  # as the doctor names it
+    strength: str
+    expected: bool = True  # False: below the doctor's threshold
+    job: str = "stripes"
+    overrides: tuple[str, ...] = ()
+    ranks: int = 1
+    environ: tuple[tuple[str, str], ...] = ()
+    prefix: tuple[str, ...] = ()
+    cgroup: tuple[tuple[str, str, str], ...] = ()  # controller, file, content
+    stopped: float = 0.0  # share of the time in which the last rank is stopped
+
+    @property
+    def name(self) -> str:
+        return f"{self.fault} / {self.strength}"
+
+
+def list_plants() -> list[Plant]:
+    """Return the matrix for this machine; the last strength of each fault is below the threshold."""
+    cores = sorted(os.sched_getaffinity(0))
+    two = ",".join(map(str, cores[:2]))
+    # a run that is long enough for its evaluations to count, and records enough to time a disk
+    each_step, large, on_cpu = "eval_every=1st", "data.synthetic=4000", ("data.decode=cpu",)
+    return [
+        Plant(HEALTHY, "stripes", expected=False),
+        Plant(HEALTHY, "tinydet_smoke", expected=False, job="tinydet_smoke"),
+        Plant("few cores", "1 core", prefix=("taskset", "-c", str(cores[0]))),
+        Plant("few cores", "quota of 0.5", cgroup=_limit_cpu(0.5)),
+        Plant("few cores", "2 cores", expected=False, prefix=("taskset", "-c", two)),
+        Plant("slow disk", "0.06 MiB/s", overrides=(large,), cgroup=_limit_reads(1 << 16)),
+        Plant("slow disk", "0.03 MiB/s", overrides=(large,), cgroup=_limit_reads(1 << 15)),
+        Plant("slow disk", "64 MiB/s", expected=False, overrides=(large,), cgroup=_limit_reads(1 << 26)),
+        Plant("small shared memory", "1 MiB", prefix=_mount_shm("1m")),
+        Plant("small shared memory", "32 MiB", prefix=_mount_shm("32m")),
+        Plant("small shared memory", "128 MiB", expected=False, prefix=_mount_shm("128m")),
+        Plant("input: decode", "40 ms an image", overrides=on_cpu, environ=_slow("decode", 0.04)),
+        Plant("input: decode", "15 ms an image", overrides=on_cpu, environ=_slow("decode", 0.015)),
+        Plant("input: decode", "0.1 ms an image", expected=False, overrides=on_cpu, environ=_slow("decode", 0.0001)),
+        Plant("slow rank", "stopped 60 %", ranks=2, stopped=0.6),
+        Plant("slow rank", "stopped 30 %", ranks=2, stopped=0.3),
+        Plant("slow rank", "stopped 2 %", expected=False, ranks=2, stopped=0.02),
+        Plant("host waits in the step", "100 reads", environ=_slow("read", 100)),
+        Plant("host waits in the step", "10 reads", environ=_slow("read", 10)),
+        Plant("host waits in the step", "1 read", expected=False, environ=_slow("read", 1)),
+        Plant("long validation", "1.5 s a batch", overrides=(each_step,), environ=_slow("predict", 1.5)),
+        Plant("long validation", "0.5 s a batch", overrides=(each_step,), environ=_slow("predict", 0.5)),
+        Plant(
+            "long validation", "5 ms a batch", expected=False, overrides=(each_step,), environ=_slow("predict", 0.005)
+        ),
+        *(
+            Plant("oversubscribed threads", f"{n} threads a core", expected=n > 1, environ=_set_threads(n * len(cores)))
+            for n in (8, 2, 1)
+        ),
+    ]
+
+
+def _limit_cpu(cores: float) -> tuple[tuple[str, str, str], ...]:
+    return (("cpu", "cpu.cfs_period_us", "100000"), ("cpu", "cpu.cfs_quota_us", str(int(cores * 100000))))
+
+
+def _limit_reads(bytes_per_s: int) -> tuple[tuple[str, str, str], ...]:
+    return (("blkio", "blkio.throttle.read_bps_device", str(bytes_per_s)),)
+
+
+def _mount_shm(size: str) -> tuple[str, ...]:
+    script = f'mount -t tmpfs -o size={size} tmpfs /dev/shm && exec "$@"'
+    return ("unshare", "--mount", "sh", "-c", script, "sh")
+
+
+def _slow(what: str, amount: float) -> tuple[tuple[str, str], ...]:
+    return (("DOCTOR_PLANT", f"{what} {amount}"),)
+
+
+def _set_threads(count: int) -> tuple[tuple[str, str], ...]:
+    return (("OMP_NUM_THREADS", str(count)),)
+
+
+# What a Python process loads before anything else: it changes functions of modules once they are imported.
+_SITE = """
+import functools, importlib.abc, importlib.util, os, sys, time
+
+WHAT, AMOUNT = os.environ["DOCTOR_PLANT"].split()
+
+def sleep_first(function):
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        time.sleep(float(AMOUNT))
+        return function(*args, **kwargs)
+    return call
+
+def read_first(forward):
+    @functools.wraps(forward)
+    def call(module, batch):
+        for _ in range(int(float(AMOUNT))):
+            batch["image"].flatten()[0].item()
+        return forward(module, batch)
+    return call
+
+PLANTS = {
+    "decode": ("trainyard.data.decode_cpu", "decode_image", sleep_first),
+    "predict": ("families.stripes.module", "StripesModule.predict", sleep_first),
+    "read": ("families.stripes.module", "StripesModule.forward", read_first),
+}
+MODULE, PLACE, WRAP = PLANTS[WHAT]
+
+class Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name != MODULE:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        execute = spec.loader.exec_module
+        def exec_module(module):
+            execute(module)
+            *owners, last = PLACE.split(".")
+            owner = functools.reduce(getattr, owners, module)
+            setattr(owner, last, WRAP(getattr(owner, last)))
+        spec.loader.exec_module = exec_module
+        return spec
+
+sys.meta_path.insert(0, Finder())
+"""
+
+
+def diagnose(plant: Plant, cache: Path, *, seconds: float = 3.0) -> list[str]:
+    """Start the doctor with a fault planted; return the names of the faults that it found.
+
+    Raises:
+        RuntimeError: the doctor failed.
+    """
+    jobs = FAMILIES if plant.job == "stripes" else ROOT / "jobs"
+    words = [plant.job, "--jobs", str(jobs), f"data.cache={cache}", *plant.overrides]
+    _prepare(plant, jobs, cache)
+    with ExitStack() as stack:
+        scratch = Path(stack.enter_context(TemporaryDirectory(prefix="doctor-plant-")))
+        (scratch / "sitecustomize.py").write_text(_SITE)
+        path = [ROOT / "src", ROOT, *([scratch] if "DOCTOR_PLANT" in dict(plant.environ) else [])]
+        environ = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path)), **dict(plant.environ)}
+        entered = stack.enter_context(_enter_cgroups(plant, cache))
+        options = ["--seconds", str(seconds), "--ranks", str(plant.ranks), "--results", str(scratch)]
+        command = [*entered, *plant.prefix, sys.executable, "-m", "trainyard", "doctor", *words, *options]
+        output = scratch / "output"
+        with output.open("w") as file:
+            process = subprocess.Popen(command, env=environ, stdout=file, stderr=subprocess.STDOUT, cwd=scratch)
+            try:
+                if plant.stopped:
+                    stack.enter_context(_stop_last_rank(process.pid, plant))
+                code = process.wait(timeout=300)
+            finally:
+                process.kill()
+        if code:
+            raise RuntimeError(f"{plant.name}: exit code {code}: {output.read_text()[-2000:]}")
+        [result] = scratch.glob("doctor-*.jsonl")
+        found = json.loads(result.read_text().splitlines()[1])
+    return [fault["name"] for fault in found["faults"]]
+
+
+def _prepare(plant: Plant, jobs: Path, cache: Path) -> None:
+    """Pack the data before a fault is planted, and read it once: what is slow is training, not packing."""
+    config = configs.compose(plant.job, [f"data.cache={cache}", *plant.overrides], jobs)
+    for path in Path(prepare_data(config, jobs).data.path).rglob("*.h5"):
+        path.read_bytes()
+
+
+@contextmanager
+def _enter_cgroups(plant: Plant, cache: Path) -> Iterator[list[str]]:
+    """Create groups (cgroup v1) with limits; yield the words that put a command into them."""
+    groups = []
+    for controller, file, content in plant.cgroup:
+        group = Path("/sys/fs/cgroup") / controller / f"doctor_plant_{os.getpid()}"
+        group.mkdir(exist_ok=True)
+        device = cache.stat().st_dev
+        is_disk = controller == "blkio"
+        (group / file).write_text(f"{os.major(device)}:{os.minor(device)} {content}" if is_disk else content)
+        groups.append(group)
+    enter = "".join(f"echo $$ > {group}/cgroup.procs && " for group in dict.fromkeys(groups))
+    yield ["sh", "-c", f'{enter}exec "$@"', "sh"] if groups else []
+    for group in dict.fromkeys(groups):
+        for _ in range(100):  # until the kernel has forgotten its processes
+            if not (group / "cgroup.procs").read_text():
+                group.rmdir()
+                break
+            time.sleep(0.05)
+
+
+@contextmanager
+def _stop_last_rank(parent: int, plant: Plant) -> Iterator[None]:
+    """Stop and continue the last rank by turns of 50 ms until the block ends."""
+    leaving, period_s = Event(), 0.05
+
+    def stop() -> None:
+        while not leaving.is_set():
+            pid = _find_rank(parent, plant.ranks - 1)
+            for number, share in ((signal.SIGSTOP, plant.stopped), (signal.SIGCONT, 1 - plant.stopped)):
+                try:
+                    if pid is not None:
+                        os.kill(pid, number)
+                except ProcessLookupError:
+                    return
+                time.sleep(period_s * share)
+
+    thread = Thread(target=stop)
+    thread.start()
+    yield
+    leaving.set()
+    thread.join()
+
+
+def _find_rank(parent: int, rank: int) -> int | None:
+    """Return the process of a rank among a command's children; None if it has not started."""
+    try:
+        children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+        environs = {pid: Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") for pid in children}
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return next((int(pid) for pid, environ in environs.items() if f"RANK={rank}".encode() in environ), None)
+
+
+def is_right(plant: Plant, named: Sequence[str]) -> bool:
+    """Tell whether a planted fault was named; below the threshold, whether the run was called healthy."""
+    return plant.fault in named if plant.expected else not set(named) - {MACHINE}
+
+
+def measure_matrix(
+    plants: Sequence[Plant], cache: Path, *, repeats: int, say: Callable[[str], object] = print
+) -> list[dict[str, object]]:
+    """Plant each fault `repeats` times, by turns; return a line for each."""
+    named: dict[Plant, list[list[str]]] = {plant: [] for plant in plants}
+    for _ in range(repeats):
+        for plant in plants:
+            begin, load = time.perf_counter(), os.getloadavg()[0]
+            named[plant].append(diagnose(plant, cache))
+            right = "right" if is_right(plant, named[plant][-1]) else "WRONG"
+            took_s = time.perf_counter() - begin
+            say(
+                f"{right}  {plant.name:<42} load {load:4.1f}  {took_s:3.0f} s  {', '.join(named[plant][-1]) or HEALTHY}"
+            )
+    return [
+        {
+            "fault": plant.fault,
+            "strength": plant.strength,
+            "expected": plant.fault if plant.expected else HEALTHY,
+            "right": sum(is_right(plant, names) for names in named[plant]),
+            "of": len(named[plant]),
+            "named": named[plant],
+        }
+        for plant in plants
+    ]
+
+
+def format_matrix(lines: Sequence[dict[str, object]]) -> list[str]:
+    """Return the table: fault, strength, what is expected, and how often it was said."""
+    return [
+        f"{line['fault']:<24}{line['strength']:<22}{line['expected']:<26}{line['right']} of {line['of']}"
+        for line in lines
+    ]
+
+
+def main() -> None:
+    """Measure the matrix, print the table and write it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--only", default="", help="part of a fault's name and strength")
+    parser.add_argument("--cache", type=Path, required=True, help="folder for packed data")
+    parser.add_argument("--results", type=Path)
+    args = parser.parse_args()
+    plants = [plant for plant in list_plants() if args.only in plant.name]
+    lines = measure_matrix(plants, args.cache, repeats=args.repeats, say=lambda text: print(text, flush=True))
+    print("\n".join(format_matrix(lines)))
+    if args.results:
+        header = make_header("doctor-faults", vars(args)) | {"load": os.getloadavg()}
+        print(f"written: {write_new(args.results, 'doctor-faults', [header, *lines])}")
+
+
+if __name__ == "__main__":
+    main()
