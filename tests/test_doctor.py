@@ -183,3 +183,9 @@ def test_each_planted_fault_is_named_and_below_its_threshold_a_run_is_healthy(tm
     print("\n".join(format_matrix(lines)))
     assert len(lines) == 26
     assert not [line for line in lines if line["right"] != line["of"]]
+
+
+@pytest.mark.parametrize("flag", ["--trace", "--results"])
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(flag, capsys):
+    assert cli.main(["doctor", "stripes", "--jobs", str(FAMILIES), flag, "/proc/nothing/x"]) == 2
+    assert flag in capsys.readouterr().err

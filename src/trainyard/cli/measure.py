@@ -13,7 +13,7 @@ from loguru import logger
 from trainyard.cli.verb import Verbs, add_verb
 from trainyard.config import compose as configs
 from trainyard.errors import UserError
-from trainyard.files import write_atomically
+from trainyard.files import require_writable, write_atomically
 from trainyard.hardware import show_own_mig_slice
 from trainyard.measure import make_header, write_new
 from trainyard.runs.create import create_run
@@ -64,6 +64,9 @@ def _doctor(args: argparse.Namespace) -> int:
 
     if args.ranks < 1 or args.seconds <= 0:
         raise UserError(f"--ranks {args.ranks} --seconds {args.seconds:g}: expected a rank or more, and some seconds.")
+    for flag, folder in (("--trace", args.trace and args.trace.parent), ("--results", args.results)):
+        if folder is not None:
+            require_writable(folder, flag=flag)
     config = prepare_data(configs.compose(args.job, args.overrides, args.jobs), args.jobs)
     with TemporaryDirectory(prefix="trainyard-doctor-") as scratch:
         run = create_run(Path(scratch), config, name="doctor", environ=os.environ)
