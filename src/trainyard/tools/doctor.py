@@ -122,8 +122,6 @@ def _measure_rates(trial: Trial, cached: list[MicroBatch], found: Diagnosis, *, 
     values: dict[str, list[float]] = {COMPUTE: [], LOADER: [], TOGETHER: []}
     order = random.Random(0)
     with closing(trial.open_stream()) as stream, StageSampler() as sampler:
-        for _ in trial.take_micro_batches(stream):
-            pass  # what was read ahead while the pipeline was built
 
         def compute() -> int:
             for _ in range(steps):
@@ -161,7 +159,7 @@ def _measure_rates(trial: Trial, cached: list[MicroBatch], found: Diagnosis, *, 
 
 
 def _drain(trial: Trial, stream: Iterator[MicroBatch]) -> None:
-    """Take what the loader has read ahead while it was not measured."""
+    """Take what the loader has read ahead while it was not measured; the first time, start it."""
     for _ in range(trial.context.config.data.prefetch + 2):
         for _ in trial.take_micro_batches(stream):
             pass
