@@ -34,6 +34,7 @@ STARTS_NOTHING = {
         "gc",
         "new",
         "check-family",
+        "ablate",
         "doctor",
         "board",
     ),

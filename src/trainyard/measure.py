@@ -4,6 +4,7 @@ A number with a spread above 0.1, or measured in fewer than three rounds, is mar
 """
 
 import json
+import math
 import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median, stdev
 from typing import Any
 
 from trainyard.environment import THIS_CODE, collect_environment, find_checkout
@@ -41,6 +42,47 @@ class Summary:
     def format(self, form: str = ",.1f") -> str:
         """Return the median with its spread, and a question mark if it must not be quoted."""
         return f"{self.median:{form}} +-{self.spread:.0%}{'' if self.quotable else ' ?'}"
+
+
+def compute_half_width(values: Sequence[float]) -> float:
+    """Return half of the 95 % confidence interval of the mean of two or more independent values.
+
+    It is t * s / sqrt(n), with t the quantile of Student's distribution for n - 1 degrees of freedom (Student, "The
+    probable error of a mean", Biometrika 6, 1908). It assumes normally distributed values.
+    """
+    from scipy.special import stdtrit  # type: ignore[import-untyped]  # here: it loads for a third of a second
+
+    t = float(stdtrit(len(values) - 1, 0.975))  # Student's distribution has 95 % of its mass within +- t
+    return t * stdev(values) / math.sqrt(len(values))
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """How many times as fast something is, with Student's 95 % interval."""
+
+    mean: float
+    low: float
+    high: float
+
+    @classmethod
+    def from_values(cls, before_s: Sequence[float], after_s: Sequence[float]) -> "Ratio":
+        """Compare two times that were measured in the same rounds: two rounds or more, seconds."""
+        logs = [math.log(before / after) for before, after in zip(before_s, after_s, strict=True)]
+        half = compute_half_width(logs)
+        return cls(*(math.exp(fmean(logs) + shift) for shift in (0.0, -half, half)))
+
+    @property
+    def half_width(self) -> float:
+        """Half of the interval, as a fraction of the mean."""
+        return (self.high - self.low) / 2 / self.mean
+
+    def covers(self, value: float) -> bool:
+        """Tell whether a value is in the interval."""
+        return self.low <= value <= self.high
+
+    def format(self) -> str:
+        """Return the ratio with its interval."""
+        return f"x{self.mean:.2f} [{self.low:.2f}, {self.high:.2f}]"
 
 
 def make_header(suite: str, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -128,7 +128,7 @@ COMMANDS = (
     ("submission", "submit"),
     ("plan", "plan"),
     ("sweep", "sweep results multirun"),
-    ("measure", "doctor"),
+    ("measure", "doctor ablate"),
     ("watch", "status runs board logs why cancel"),
     ("site", "cluster-check gc"),
     ("family", "new check-family"),

@@ -1,9 +1,12 @@
-"""The command that measures a job on this machine: doctor."""
+"""The commands that measure a job on this machine: doctor, ablate."""
 
 import argparse
 import json
 import os
+import shlex
 import sys
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
@@ -44,6 +47,18 @@ def add_commands(verbs: Verbs) -> None:
     record = "say from a run's record what its time went to; measures nothing"
     verb.add_argument("--run", metavar="RUN", help=record)
     verb.add_argument("--as-rank", type=Path, default=None, help=argparse.SUPPRESS)
+    doc = "measure what each optimisation gives a job on this machine: alone, and with all the others"
+    verb = add_verb(verbs, "ablate", _ablate, doc)
+    verb.add_argument("job")
+    verb.add_argument("overrides", nargs="*", metavar="OPTION=VALUE")
+    minutes = "how long, which decides how many rounds: 10; never fewer than four"
+    verb.add_argument("--minutes", type=float, default=10.0, metavar="M", help=minutes)
+    only = "measure this switch alone, and others named so; default: all"
+    verb.add_argument("--only", action="append", default=[], metavar="SWITCH", help=only)
+    switch = "also measure options of the job as a switch: --switch 'shallow: model.blocks=6'"
+    verb.add_argument("--switch", action="append", default=[], metavar="'NAME: OPTION=VALUE ...'", help=switch)
+    results = "also write ablate-DATE.jsonl and a plot there"
+    verb.add_argument("--results", type=Path, metavar="FOLDER", help=results)
 
 
 def _doctor(args: argparse.Namespace) -> int:
@@ -115,3 +130,60 @@ def _measure(run: Path, config: "TrainConfig", args: argparse.Namespace, world: 
     if world.is_main:
         write_atomically(run / _ANSWER, json.dumps({**encode_diagnosis(found), "operators": operators}))
     return 0
+
+
+def _ablate(args: argparse.Namespace) -> int:
+    logger.remove()
+    logger.add(sys.stderr, format="{message}", level="WARNING")
+    if args.minutes <= 0:
+        raise UserError(f"--minutes {args.minutes:g}: expected more than 0.")
+    if args.results is not None:
+        require_writable(args.results, flag="--results")
+    own = dict(_parse_switch(text) for text in args.switch)
+    from tqdm import tqdm
+
+    from trainyard.data.prepare import prepare_data
+    from trainyard.tools import ablate
+    from trainyard.tools.naive_loop import LoopRunner
+    from trainyard.tools.trial import open_trial
+
+    compiles, recomputes = False, False
+    with ExitStack() as stack:
+        runners = {}
+        for name, words in {"": [], **own}.items():
+            config = prepare_data(configs.compose(args.job, [*args.overrides, *words], args.jobs), args.jobs)
+            if not name:
+                compiles, recomputes = config.compile in ("on", "graphs"), config.gradient_checkpointing
+            plain = replace(config, compile="off", gradient_checkpointing=False)
+            trial = stack.enter_context(open_trial(plain, args.jobs, os.environ))
+            files = stack.enter_context(TemporaryDirectory(prefix="trainyard-ablate-"))
+            runners[name] = LoopRunner(trial, Path(files))
+        naive, full = ablate.build_loops(runners[""], compile=compiles, recompute=recomputes)
+        switches = ablate.list_switches(runners[""], naive, full, os.environ)
+        switches += [ablate.Switch(name, {}, same_work=False, job=name) for name in own]
+        chosen = ablate.choose_switches(switches, args.only)
+        missing = [switch for switch in chosen if switch.missing]
+        ablation = ablate.Ablation(runners, naive, full, [s for s in chosen if not s.missing])
+        with tqdm(total=100, unit="%", disable=None, leave=False) as bar:
+            result = ablation.measure(args.minutes, progress=lambda share: bar.update(min(100, 100 * share) - bar.n))
+    for line in ablate.format_result(args.job, result, missing):
+        say(line)
+    if args.results:
+        options = {name: getattr(args, name) for name in ("job", "overrides", "minutes", "only", "switch")}
+        lines = [make_header("ablate", options), *ablate.encode_result(result, missing)]
+        path = write_new(args.results, "ablate", lines)
+        write_atomically(path.with_suffix(".png"), ablate.draw_result(args.job, result))
+        say(f"written: {quote_path(path)} and its plot {path.with_suffix('.png').name}")
+    return 0
+
+
+def _parse_switch(text: str) -> tuple[str, list[str]]:
+    """Read "NAME: OPTION=VALUE ..."."""
+    name, _, options = text.partition(":")
+    try:
+        words = shlex.split(options)
+    except ValueError:
+        words = []
+    if not name.strip() or not words or any("=" not in word for word in words):
+        raise UserError(f"--switch '{text}': expected a name and options, such as --switch 'shallow: model.blocks=6'.")
+    return name.strip(), words

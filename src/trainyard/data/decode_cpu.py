@@ -4,7 +4,7 @@ import io
 import math
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -57,13 +57,13 @@ def decode(requests: Iterator[Request], *, channels: int, fill: int, threads: in
                     raise ValueError("an image has another size than the index says")  # the loader names it
                 return crop(image_HWC, request.parameters.box[i], fill)
 
-            resize_all(crop_image, request, pool, threads)
+            resize_all(crop_image, request, pool, max(1, threads))
             yield request, request.out
 
 
 def decode_audio(requests: Iterator[AudioRequest], *, threads: int) -> Iterator[AudioRequest]:
     """Decode the files of each request, in order."""
-    with ThreadPoolExecutor(threads, thread_name_prefix="decode") as pool:
+    with ThreadPoolExecutor(threads, thread_name_prefix="decode") if threads else CallerThread() as pool:
         for item, records in requests:
             yield item, list(pool.map(decode_recording, records))
 
@@ -74,13 +74,26 @@ def decode_recording(record: np.ndarray) -> np.ndarray:
     return samples
 
 
+class CallerThread(Executor):
+    """Does work at once, in the thread that submits it."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Return a future that has the result."""
+        future: Future[Any] = Future()
+        future.set_result(fn(*args, **kwargs))
+        return future
+
+
 @contextmanager
-def get_pool(threads: int) -> Iterator[ThreadPoolExecutor]:
-    """Start threads that each process whole images without OpenMP's intra-op threads.
+def get_pool(threads: int) -> Iterator[Executor]:
+    """Start threads that each process whole images without OpenMP's intra-op threads; 0: the caller's does.
 
     An image is just large enough for torch to spread the copying of its bytes over all cores. If every thread of the
     pool did so, they would wait for each other more than they copy.
     """
+    if not threads:
+        yield CallerThread()
+        return
     process_threads, started = torch.get_num_threads(), threading.Barrier(threads + 1)
 
     def start() -> None:
@@ -96,7 +109,7 @@ def get_pool(threads: int) -> Iterator[ThreadPoolExecutor]:
         yield pool
 
 
-def resize_all(crop_image: Callable[[int], Tensor], request: Request, pool: ThreadPoolExecutor, threads: int) -> None:
+def resize_all(crop_image: Callable[[int], Tensor], request: Request, pool: Executor, threads: int) -> None:
     """Resize and mirror the images of a request into its buffer.
 
     Args:

@@ -71,7 +71,7 @@ class Loader:
 
         Args:
             decode: "dali" or "cpu", see `choose_decoder`.
-            threads: threads of this rank that decode, or read where there is nothing to decode.
+            threads: threads of this rank that decode, or read where there is nothing to decode; 0: only `read_here`.
             channels_last: memory layout of images on the device.
             reads_noise: whether the job reads `noise`: `TrainModule.reads_noise`. Without it there is none.
 
@@ -139,7 +139,7 @@ class Loader:
 
     def _split_batch(self, ids: np.ndarray, epoch: int, index: int, micro_batch_size: int) -> Iterator[Item]:
         """Split one global batch into this rank's micro-batches."""
-        size = self._scale_size(augment.choose_scale(self._image.scales, seed=self._seed, epoch=epoch, batch=index))
+        size = self._scale_size(self._choose_scale(epoch, index))
         parts = split_into_micro_batches(
             ids, rank=self.rank, world_size=self.world_size, micro_batch_size=micro_batch_size
         )
@@ -150,6 +150,9 @@ class Loader:
     def _read_boxes(self, ids: np.ndarray) -> list[np.ndarray]:
         name = self._augmentation.crop_keeps
         return self.data.read_arrays(name, ids, check_crc=self._settings.check_crc) if name else []
+
+    def _choose_scale(self, epoch: int, index: int) -> float:
+        return augment.choose_scale(self._image.scales, seed=self._seed, epoch=epoch, batch=index)
 
     def _scale_size(self, scale: float) -> tuple[int, int]:
         return round(self._image.height_px * scale), round(self._image.width_px * scale)
@@ -192,15 +195,7 @@ class Loader:
             largest: the largest number of samples in any item.
         """
         depth, readers = self._settings.prefetch, self._count_readers(largest)
-        stream = self._draws.add_to(items)
-        for name, records in self.data.records.items():
-            if records.kind == AUDIO:
-                stream = self._decode_audio(name, stream, largest)
-            elif records.kind == PCM:
-                stream = self._read_pcm(name, stream, largest)
-        if self._has_images:
-            buffers = self._allocate_buffers(count_prefetched(depth, readers) + _UNFINISHED_COPIES, largest)
-            stream = self._add_images(stream, buffers, largest)
+        stream = self._decode_records(items, count_prefetched(depth, readers) + _UNFINISHED_COPIES, largest)
         upload = partial(self._upload, unfinished=deque())
         ahead = 0 if self._copies is None else _AHEAD_ON_GPU
         arrived = prefetch(stream, depth, prepare=self._prepare, start=upload, threads=readers, ahead=ahead)
@@ -209,6 +204,34 @@ class Loader:
             on_arrival()
             yield MicroBatch(self._make_batch(item), item.weight, item.last, wait_s)
             del item  # so that its memory can be lent to the next
+
+    def read_here(self, ids: np.ndarray, *, epoch: int | None, index: int = 0) -> dict[str, Tensor]:
+        """Read, decode and augment samples of global batch `index` in the caller's thread; epoch None: evaluation.
+
+        For data sets of torch, whose worker processes have no other thread.
+        """
+        scale = 1.0 if epoch is None else self._choose_scale(epoch, index)
+        item = Item(ids, 1.0, True, epoch, self._scale_size(scale))
+        if epoch is None:
+            [item] = self._make_neutral_items(ids, len(ids), len(ids))
+        [item] = self._decode_records(iter([item]), 1, len(ids))
+        return self._make_batch(self._prepare(item))
+
+    def _decode_records(self, items: Iterator[Item], buffers: int, largest: int) -> Iterator[Item]:
+        """Add random numbers, recordings and images to each item.
+
+        Args:
+            buffers: of images, used one after another and again.
+        """
+        stream = self._draws.add_to(items)
+        for name, records in self.data.records.items():
+            if records.kind == AUDIO:
+                stream = self._decode_audio(name, stream, largest)
+            elif records.kind == PCM:
+                stream = self._read_pcm(name, stream, largest)
+        if self._has_images:
+            stream = self._add_images(stream, self._allocate_buffers(buffers, largest), largest)
+        return stream
 
     def _count_readers(self, largest: int) -> int:
         """Return how many threads copy records: one next to a decoder, and if a micro-batch takes next to no time."""

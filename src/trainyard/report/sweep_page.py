@@ -15,6 +15,7 @@ from loguru import logger
 
 from trainyard.errors import UserError
 from trainyard.files import write_atomically
+from trainyard.measure import compute_half_width
 from trainyard.report.figures import MARKERS, SERIES, Plot, draw_figure
 from trainyard.report.html import escape, render_gallery, render_page, render_section, render_table
 from trainyard.runs.changes import find_changes
@@ -153,18 +154,9 @@ def collect(sweep: Sweep, state_by_run: Mapping[Path, str], *, metric: str = "")
 
 
 def estimate_mean(values: Sequence[float]) -> Mean:
-    """Return the mean of independent values with its 95 % confidence interval.
-
-    The interval is mean +- t * s / sqrt(n), with t the quantile of Student's distribution for n - 1 degrees of freedom
-    (Student, "The probable error of a mean", Biometrika 6, 1908). It assumes normally distributed values.
-    """
-    n, mean = len(values), statistics.fmean(values)
-    if n == 1:
-        return Mean(n, mean, None)
-    from scipy.special import stdtrit  # type: ignore[import-untyped]  # here: it loads for a third of a second
-
-    t = float(stdtrit(n - 1, 0.975))  # Student's distribution has 95 % of its mass within +- t
-    return Mean(n, mean, t * statistics.stdev(values) / math.sqrt(n))
+    """Return the mean of independent values with its 95 % confidence interval: none of a single value."""
+    n = len(values)
+    return Mean(n, statistics.fmean(values), compute_half_width(values) if n > 1 else None)
 
 
 def format_results(results: Results) -> str:
