@@ -54,7 +54,9 @@ def list_plants() -> list[Plant]:
     cores = sorted(os.sched_getaffinity(0))
     two = ",".join(map(str, cores[:2]))
     # a run that is long enough for its evaluations to count, and records enough to time a disk
-    each_step, large, on_cpu = "eval_every=1st", "data.synthetic=4000", ("data.decode=cpu",)
+    each_step, large = "eval_every=1st", "data.synthetic=4000"
+    # steps that take much longer than decoding does without the plant
+    on_cpu = ("data.decode=cpu", "model.channels=96")
     return [
         Plant(HEALTHY, "stripes", expected=False),
         Plant(HEALTHY, "tinydet_smoke", expected=False, job="tinydet_smoke"),
@@ -67,8 +69,8 @@ def list_plants() -> list[Plant]:
         Plant("small shared memory", "1 MiB", prefix=_mount_shm("1m")),
         Plant("small shared memory", "32 MiB", prefix=_mount_shm("32m")),
         Plant("small shared memory", "128 MiB", expected=False, prefix=_mount_shm("128m")),
-        Plant("input: decode", "40 ms an image", overrides=on_cpu, environ=_slow("decode", 0.04)),
-        Plant("input: decode", "15 ms an image", overrides=on_cpu, environ=_slow("decode", 0.015)),
+        Plant("input: decode", "20 ms an image", overrides=on_cpu, environ=_slow("decode", 0.02)),
+        Plant("input: decode", "10 ms an image", overrides=on_cpu, environ=_slow("decode", 0.01)),
         Plant("input: decode", "0.1 ms an image", expected=False, overrides=on_cpu, environ=_slow("decode", 0.0001)),
         Plant("slow rank", "stopped 60 %", ranks=2, stopped=0.6),
         Plant("slow rank", "stopped 30 %", ranks=2, stopped=0.3),
